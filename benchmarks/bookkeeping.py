@@ -1,0 +1,222 @@
+"""What does the cache's bookkeeping cost, and does the cost grow with the size of the pools?
+
+    python benchmarks/bookkeeping.py [--json] [--output benchmarks/results/bookkeeping.md]
+
+Pure Python on one CPU core: no GPU and no Megatron. Every figure is a median.
+"""
+
+import argparse
+import json
+import platform
+import random
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from itertools import count
+from pathlib import Path
+from statistics import median
+from time import perf_counter_ns
+
+import numpy as np
+
+from megatron_mamba_cache.policy.block_hashing import CacheSalt, block_keys
+from megatron_mamba_cache.policy.identifiers import BlockId, BlockKey
+from megatron_mamba_cache.policy.kv_block_pool import KVBlockPool
+from megatron_mamba_cache.policy.slot_pool import SlotPool
+
+PROMPT_TOKENS = 131_072
+CHAIN_DEPTH = 32
+BLOCK_SIZES = (256, 64, 16)
+POOL_SIZES = (1_000, 10_000, 50_000, 100_000)
+SLOT_POOL_SIZES = (1_000, 100_000)
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One measured median."""
+
+    operation: str
+    size: int
+    microseconds: float
+
+
+def main() -> None:
+    """Measure, then print the figures as a table or as JSON."""
+    parser = argparse.ArgumentParser(description="Measure the cost of the cache's bookkeeping.")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--output", type=Path, help="also write the table to this file")
+    arguments = parser.parse_args()
+    figures = measure()
+    if arguments.output:
+        arguments.output.write_text(table(figures))
+    print(json.dumps(document(figures), indent=2) if arguments.json else table(figures))
+
+
+def measure() -> list[Figure]:
+    """Return every figure, operation by operation and size by size."""
+    figures = []
+    for block_size in BLOCK_SIZES:
+        figures += hash_and_match(block_size)
+    for operation in (evicting_allocation, deep_evicting_allocation, flat_evicting_allocation, chain_round_trip):
+        figures += [operation(size) for size in POOL_SIZES]
+    figures += [evicting_take_live(size) for size in SLOT_POOL_SIZES]
+    return figures
+
+
+def hash_and_match(block_size: int) -> list[Figure]:
+    """Time the keys of a 128k-token prompt, and its match in a pool that holds all of it."""
+    root = CacheSalt("model", "weights", epoch=0).root()
+    tokens = np.random.default_rng(0).integers(0, 128_000, PROMPT_TOKENS)
+    keys = block_keys(root, tokens, block_size)
+    pool = KVBlockPool(len(keys))
+    _hold_chain(pool, keys)
+    hashing = _median_us(lambda: block_keys(root, tokens, block_size), repeats=51)
+    matching = _median_us(lambda: pool.longest_match(keys), repeats=51)
+    return [
+        Figure(f"hash a 128k-token prompt, block {block_size}", len(keys), hashing),
+        Figure(f"match it, block {block_size}", len(keys), matching),
+    ]
+
+
+def evicting_allocation(num_blocks: int) -> Figure:
+    """Time allocate(1) in a full pool of 32-block chains, least recently used in random order."""
+    return Figure(
+        f"allocate(1), evicting, chains of {CHAIN_DEPTH}", num_blocks, _allocation_us(num_blocks, CHAIN_DEPTH)
+    )
+
+
+def deep_evicting_allocation(num_blocks: int) -> Figure:
+    """Time allocate(1) in a full pool of 500-block chains."""
+    return Figure("allocate(1), evicting, chains of 500", num_blocks, _allocation_us(num_blocks, 500))
+
+
+def flat_evicting_allocation(num_blocks: int) -> Figure:
+    """Time allocate(1) in a full pool of unrelated blocks, where every block is in the heap."""
+    return Figure("allocate(1), evicting, chains of 1", num_blocks, _allocation_us(num_blocks, 1))
+
+
+def chain_round_trip(num_blocks: int) -> Figure:
+    """Time acquire + release of a 32-block chain in a full pool."""
+    pool, chains = _full_pool(num_blocks, CHAIN_DEPTH)
+    order = iter(random.Random(1).choices(chains, k=2_000))
+
+    def round_trip() -> None:
+        chain = next(order)
+        pool.acquire(chain)
+        pool.release(chain)
+
+    return Figure(f"acquire + release {CHAIN_DEPTH} blocks", num_blocks, _median_us(round_trip, repeats=2_000))
+
+
+def evicting_take_live(num_slots: int) -> Figure:
+    """Time take_live where every slot holds a cached state, used last in random order."""
+    pool = SlotPool(num_slots)
+    blocks = [BlockId(block) for block in range(num_slots)]
+    for block, slot in zip(blocks, pool.reserve(num_slots), strict=True):
+        pool.publish(slot, block)
+    random.Random(0).shuffle(blocks)
+    for block in blocks:
+        pool.touch([block])
+    samples = []
+    for block in map(BlockId, range(num_slots, num_slots + 4_000)):
+        start = perf_counter_ns()
+        slot = pool.take_live()
+        samples.append(perf_counter_ns() - start)
+        pool.release_live(slot)
+        pool.publish(*pool.reserve(), block)
+    return Figure("take_live, evicting", num_slots, median(samples) / 1_000)
+
+
+def document(figures: list[Figure]) -> dict[str, object]:
+    """Return the figures with the machine they were measured on and the growth of each cost."""
+    return {
+        "python": platform.python_version(),
+        "cpu": _cpu_name(),
+        "figures": [asdict(figure) for figure in figures],
+        "cost at 100,000 / cost at 1,000": _growth(figures),
+    }
+
+
+def table(figures: list[Figure]) -> str:
+    """Return the document as Markdown."""
+    lines = [
+        "# What bookkeeping costs",
+        "",
+        "    python benchmarks/bookkeeping.py --output benchmarks/results/bookkeeping.md",
+    ]
+    lines += ["", f"Python {platform.python_version()}, {_cpu_name()}, one core. Medians.", ""]
+    lines += ["| operation | blocks or slots | µs |", "|---|---:|---:|"]
+    lines += [f"| {figure.operation} | {figure.size:,} | {figure.microseconds:,.1f} |" for figure in figures]
+    lines += ["", "| operation | cost at 100,000 / cost at 1,000 |", "|---|---:|"]
+    lines += [f"| {operation} | {ratio:.2f} |" for operation, ratio in _growth(figures).items()]
+    return "\n".join(lines) + "\n"
+
+
+def _growth(figures: list[Figure]) -> dict[str, float]:
+    cost = {(figure.operation, figure.size): figure.microseconds for figure in figures}
+    return {name: cost[name, 100_000] / cost[name, 1_000] for name, size in cost if size == 100_000}
+
+
+def _cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _median_us(operation: Callable[[], object], repeats: int) -> float:
+    samples = []
+    for _ in range(repeats):
+        start = perf_counter_ns()
+        operation()
+        samples.append(perf_counter_ns() - start)
+    return median(samples) / 1_000
+
+
+def _hold_chain(pool: KVBlockPool, keys: list[BlockKey]) -> list[BlockId]:
+    blocks = pool.allocate(len(keys))
+    parent = None
+    for block, key in zip(blocks, keys, strict=True):
+        parent = pool.register(block, key, parent)
+    return blocks
+
+
+def _new_keys(stamps: "count[int]", depth: int) -> list[BlockKey]:
+    # Spread over 256 bits as real keys are, so that the hash map is as scattered in memory.
+    return [
+        BlockKey(next(stamps) * 0x9E3779B97F4A7C15F39CC0605CEDC8341082276BF3A27251F86C6A11D0C18E95)
+        for _ in range(depth)
+    ]
+
+
+def _full_pool(num_blocks: int, depth: int) -> tuple[KVBlockPool, list[list[BlockId]]]:
+    """Return a pool with every block cached, and its chains."""
+    pool = KVBlockPool(num_blocks)
+    stamps = count(1)
+    depths = [min(depth, num_blocks - start) for start in range(0, num_blocks, depth)]
+    chains = [_hold_chain(pool, _new_keys(stamps, chain_depth)) for chain_depth in depths]
+    random.Random(0).shuffle(chains)
+    for chain in chains:
+        pool.release(chain)
+    return pool, chains
+
+
+def _allocation_us(num_blocks: int, depth: int) -> float:
+    pool, _ = _full_pool(num_blocks, depth)
+    stamps = count(10**9)
+    samples = []
+    while len(samples) < 4_000:
+        blocks = []
+        for _ in range(depth):
+            start = perf_counter_ns()
+            (block,) = pool.allocate(1)
+            samples.append(perf_counter_ns() - start)
+            blocks.append(block)
+        parent = None
+        for block, key in zip(blocks, _new_keys(stamps, depth), strict=True):
+            parent = pool.register(block, key, parent)
+        pool.release(blocks)  # full again, with as deep a chain
+    return median(samples) / 1_000
+
+
+if __name__ == "__main__":
+    main()

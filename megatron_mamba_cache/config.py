@@ -1,0 +1,91 @@
+"""The settings of the cache: one frozen, validated value, and its command-line arguments."""
+
+from argparse import ArgumentParser, Namespace
+from dataclasses import dataclass
+
+_STATE_DTYPES = ("model", "fp32", "bf16")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """Settings of a `MambaCacheContext`; every value is checked on construction.
+
+    Sizes are GiB (2**30 bytes) of one rank. Names in brackets are command-line flags of the same meaning.
+
+    Args:
+        block_size_tokens: Tokens in a KV block; a multiple of the model's SSM chunk
+            [--inference-dynamic-batching-block-size].
+        buffer_size_gb: Memory for KV blocks [--inference-dynamic-batching-buffer-size-gb].
+        paused_buffer_size_gb: The part of it that paused requests may keep; None: a quarter.
+        prefix_caching: Whether prompts reuse cached prefixes [--no-prefix-caching turns it off].
+        prefix_caching_mamba_gb: Memory for cached Mamba states, beside one live state a request
+            [--inference-dynamic-batching-prefix-caching-mamba-gb].
+        boundary_stride: None caches the boundaries that a prompt suggests; n adds every n-th block boundary, so
+            that 1 means all of them.
+        align_prefill_chunks: End a prefill chunk on the last block boundary inside the step's token budget.
+        max_requests, max_tokens, max_sequence_length: Limits of a step and of a request.
+        chunked_prefill: Whether a prompt may be prefilled over several steps.
+        ssm_state_dtype, conv_state_dtype: "model" (the parameters' dtype), "fp32" or "bf16".
+        weights_version: Part of every block key; states of other weights are never found.
+
+    Raises:
+        ValueError: Naming the setting, the value and what is allowed.
+    """
+
+    block_size_tokens: int = 256
+    buffer_size_gb: float = 4.0
+    paused_buffer_size_gb: float | None = None
+    prefix_caching: bool = True
+    prefix_caching_mamba_gb: float = 1.0
+    boundary_stride: int | None = None
+    align_prefill_chunks: bool = True
+    max_requests: int = 64
+    max_tokens: int = 8192
+    max_sequence_length: int = 8192
+    chunked_prefill: bool = True
+    ssm_state_dtype: str = "fp32"
+    conv_state_dtype: str = "model"
+    weights_version: str = "0"
+
+    def __post_init__(self) -> None:
+        for name in ("block_size_tokens", "max_requests", "max_tokens", "max_sequence_length"):
+            _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        _require(self.buffer_size_gb > 0, "buffer_size_gb", self.buffer_size_gb, "more than 0")
+        _require(self.prefix_caching_mamba_gb >= 0, "prefix_caching_mamba_gb", self.prefix_caching_mamba_gb, "0 or more")
+        paused, total = self.paused_buffer_size_gb, self.buffer_size_gb
+        _require(paused is None or 0 <= paused < total, "paused_buffer_size_gb", paused, f"from 0 to below {total}")
+        stride = self.boundary_stride
+        _require(stride is None or stride >= 1, "boundary_stride", stride, "None or at least 1 block")
+        _require(self.max_tokens >= self.max_requests, "max_tokens", self.max_tokens, f">= max_requests={self.max_requests}")
+        for name in ("ssm_state_dtype", "conv_state_dtype"):
+            _require(getattr(self, name) in _STATE_DTYPES, name, getattr(self, name), f"one of {_STATE_DTYPES}")
+
+    @staticmethod
+    def add_arguments(parser: ArgumentParser) -> None:
+        """Add the flags that `from_arguments` reads."""
+        prefix = "--inference-dynamic-batching-"
+        parser.add_argument(f"{prefix}block-size", type=int, metavar="N", help="tokens in a KV block")
+        parser.add_argument(f"{prefix}buffer-size-gb", type=float, metavar="G", help="GiB for KV blocks")
+        parser.add_argument(f"{prefix}prefix-caching-mamba-gb", type=float, metavar="G", help="GiB for cached states")
+        parser.add_argument("--no-prefix-caching", action="store_true", help="compute every prompt from its start")
+
+    @staticmethod
+    def from_arguments(arguments: Namespace, **settings: object) -> "CacheConfig":
+        """Build the config that parsed flags describe; a flag that was not given leaves `settings` or the default.
+
+        Raises:
+            ValueError: As the constructor does.
+        """
+        given = {
+            "block_size_tokens": arguments.inference_dynamic_batching_block_size,
+            "buffer_size_gb": arguments.inference_dynamic_batching_buffer_size_gb,
+            "prefix_caching_mamba_gb": arguments.inference_dynamic_batching_prefix_caching_mamba_gb,
+            "prefix_caching": False if arguments.no_prefix_caching else None,
+        }
+        settings.update({name: value for name, value in given.items() if value is not None})
+        return CacheConfig(**settings)  # type: ignore[arg-type]
+
+
+def _require(holds: bool, name: str, value: object, allowed: str) -> None:
+    if not holds:
+        raise ValueError(f"{name} is {value!r}; it must be {allowed}")

@@ -1,0 +1,1 @@
+"""Ops on packed batches and state pools: each has a torch reference; Triton forms stand beside them."""

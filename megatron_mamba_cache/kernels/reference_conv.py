@@ -1,0 +1,108 @@
+"""Reference of the causal depthwise convolution over packed rows, and of its one-token update."""
+
+import torch
+from torch import Tensor
+
+from .reference_slots import compute_dtype, load_slots, store_slots
+from .varlen_rows import PAD_SLOT, VarlenRows
+
+
+def causal_conv_ref(x: Tensor, weight: Tensor, bias: Tensor | None, conv_pool: Tensor, rows: VarlenRows) -> Tensor:
+    """Convolve packed rows causally and apply SiLU, carrying each row's window from and to the pool.
+
+    Writes in place the last d_conv - 1 raw inputs at each row's end into its final slot, and at each chunk's end
+    into its chunk slot. Initial windows are read before any write.
+
+    Args:
+        x: [tokens, conv_dim].
+        weight: [conv_dim, d_conv]; the last column weighs the newest input.
+        bias: [conv_dim].
+        conv_pool: [slots, window, conv_dim], oldest input first; its first d_conv - 1 window rows are used.
+
+    Returns:
+        [tokens, conv_dim] in x's dtype; zeros past the last row.
+    """
+    num_tokens, num_rows, d_conv = x.shape[0], rows.initial_slots.shape[0], weight.shape[1]
+    if num_rows == 0:
+        return torch.zeros_like(x)
+    pool = conv_pool[:, : d_conv - 1]
+    windows = load_slots(pool, rows.initial_slots, compute_dtype(x))  # [rows, d_conv - 1, conv_dim]
+    inputs = _RawInputs(x, windows, rows)
+
+    tokens = torch.arange(num_tokens, device=x.device)
+    row_ends = rows.cu_rows[1:].to(torch.int64)
+    owner = torch.searchsorted(row_ends, tokens, right=True).clamp_max(num_rows - 1)  # [tokens]
+    history = [inputs.at(tokens - lag, owner) for lag in range(d_conv - 1, -1, -1)]
+    y = _weigh_and_activate(history, weight, bias)
+    y = torch.where((tokens < row_ends[-1])[:, None], y, 0).to(x.dtype)
+
+    _store_windows(pool, inputs, rows)
+    return y
+
+
+def conv_update_ref(x: Tensor, weight: Tensor, bias: Tensor | None, conv_pool: Tensor, slots: Tensor) -> Tensor:
+    """Convolve one new token a row, apply SiLU and shift it into the row's window in place.
+
+    Bit-equal to `causal_conv_ref` over the same inputs.
+
+    Args:
+        x: [rows, conv_dim].
+        weight, bias, conv_pool: As in `causal_conv_ref`.
+        slots: [rows] int32, distinct; a PAD_SLOT row gives zeros and touches nothing.
+
+    Returns:
+        [rows, conv_dim] in x's dtype.
+    """
+    pool = conv_pool[:, : weight.shape[1] - 1]
+    windows = load_slots(pool, slots, compute_dtype(x))
+    history = torch.cat([windows, x.to(windows.dtype)[:, None]], dim=1)  # [rows, d_conv, conv_dim]
+    y = _weigh_and_activate(list(history.unbind(1)), weight, bias)
+    store_slots(pool, slots, history[:, 1:])
+    return torch.where((slots != PAD_SLOT)[:, None], y, 0).to(x.dtype)
+
+
+class _RawInputs:
+    """The raw inputs of each row: its tokens, and its initial window at the positions before them."""
+
+    def __init__(self, x: Tensor, windows: Tensor, rows: VarlenRows) -> None:
+        self._x = x if x.shape[0] else x.new_zeros(1, x.shape[1])  # an index_select needs a token to point at
+        self._windows = windows.flatten(0, 1)  # [rows * (d_conv - 1), conv_dim]
+        self._window_len = windows.shape[1]
+        self._row_starts = rows.cu_rows[:-1].to(torch.int64)
+
+    def at(self, positions: Tensor, owner: Tensor) -> Tensor:
+        """Return the inputs [n, conv_dim] of rows `owner` [n] at packed `positions` [n], at most a window too early."""
+        tokens = self._x.index_select(0, positions.clamp(0, self._x.shape[0] - 1)).to(self._windows.dtype)
+        if self._window_len == 0:
+            return tokens
+        in_row = positions - self._row_starts.index_select(0, owner)
+        in_window = (self._window_len + in_row).clamp(0, self._window_len - 1)
+        carried = self._windows.index_select(0, owner * self._window_len + in_window)
+        return torch.where((in_row >= 0)[:, None], tokens, carried)
+
+
+def _weigh_and_activate(history: list[Tensor], weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return SiLU(sum of history[k] * weight[:, k] + bias), the terms added oldest first."""
+    weight = weight.to(history[0].dtype)
+    total = history[0] * weight[:, 0]
+    for tap in range(1, len(history)):
+        total = total + history[tap] * weight[:, tap]
+    if bias is not None:
+        total = total + bias.to(total.dtype)
+    # torch's CPU silu and sigmoid round differently in the last few elements of a tensor than in the others, so
+    # that a token's bits would depend on how many tokens surround it; exp, sum and quotient do not.
+    return total / (1 + torch.exp(-total))
+
+
+def _store_windows(pool: Tensor, inputs: _RawInputs, rows: VarlenRows) -> None:
+    window_len, device = pool.shape[1], pool.device
+    if window_len == 0:
+        return
+    cu_chunks = rows.cu_chunks
+    chunk_slots = torch.where(cu_chunks[1:] > cu_chunks[:-1], rows.chunk_slots, PAD_SLOT)
+    slots = torch.cat([rows.final_slots, chunk_slots])  # [rows + chunks]
+    owner = torch.cat([torch.arange(rows.final_slots.shape[0], device=device), rows.chunk_rows.to(torch.int64)])
+    ends = torch.cat([rows.cu_rows[1:], cu_chunks[1:]]).to(torch.int64)
+    positions = ends[:, None] - window_len + torch.arange(window_len, device=device)
+    windows = inputs.at(positions.flatten(), owner.repeat_interleave(window_len))
+    store_slots(pool, slots, windows.unflatten(0, (-1, window_len)))

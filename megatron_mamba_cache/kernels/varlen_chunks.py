@@ -1,0 +1,56 @@
+"""SSM chunks of packed rows, cut at packed positions: for callers that bring their own varlen kernels."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class VarlenChunks(NamedTuple):
+    """Hold the chunk metadata of packed rows; unpacks in this order, all int32.
+
+    Args:
+        cu_chunk_seqlens: [chunks + 1]; packed starts of the chunks, and the end of the last one.
+        last_chunk_indices: [rows]; each row's last chunk, -1 for an empty row.
+        seq_idx_chunks: [chunks]; the row that a chunk belongs to.
+    """
+
+    cu_chunk_seqlens: Tensor
+    last_chunk_indices: Tensor
+    seq_idx_chunks: Tensor
+
+
+def compute_varlen_chunk_metadata(query_start_loc: Tensor, chunk_size: int) -> VarlenChunks:
+    """Cut packed rows at row boundaries and at multiples of `chunk_size` in the packed positions.
+
+    Synchronizes the device: the number of chunks depends on the rows.
+
+    Args:
+        query_start_loc: [rows + 1] integers that start at 0 and never decrease: the packed row starts.
+
+    Raises:
+        ValueError: If `query_start_loc` is not such a tensor or `chunk_size` is below 1.
+    """
+    _check_arguments(query_start_loc, chunk_size)
+    starts = query_start_loc.to(torch.int64)
+    multiples = torch.arange(0, int(starts[-1]), chunk_size, device=starts.device)
+    cuts = torch.unique(torch.cat([starts, multiples]))  # [chunks + 1], sorted
+    row_ends = starts[1:].contiguous()
+    rows = torch.searchsorted(row_ends, cuts[:-1].contiguous(), right=True)  # [chunks]; steps over empty rows
+    last = torch.searchsorted(cuts, row_ends) - 1  # [rows]
+    last = torch.where(row_ends > starts[:-1], last, -1)
+    return VarlenChunks(cuts.to(torch.int32), last.to(torch.int32), rows.to(torch.int32))
+
+
+def _check_arguments(query_start_loc: Tensor, chunk_size: int) -> None:
+    dtype = query_start_loc.dtype
+    if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
+        raise ValueError(f"query_start_loc must hold integers, found {dtype}")
+    if query_start_loc.dim() != 1 or query_start_loc.numel() == 0:
+        raise ValueError(f"query_start_loc must have shape [rows + 1], found {list(query_start_loc.shape)}")
+    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
+        raise ValueError(f"chunk_size must be an integer of at least 1, found {chunk_size!r}")
+    if int(query_start_loc[0]) != 0:
+        raise ValueError(f"query_start_loc must start at 0, found {int(query_start_loc[0])}")
+    if bool((query_start_loc[1:] < query_start_loc[:-1]).any()):
+        raise ValueError("query_start_loc must never decrease; pass cumulative row lengths")

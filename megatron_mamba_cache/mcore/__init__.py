@@ -1,0 +1,20 @@
+"""The glue to megatron-core: the only floor, with those above it, that imports it."""
+
+from importlib.metadata import version
+
+SUPPORTED_MEGATRON_CORE = "0.16.1"
+
+
+def _check_megatron_core(installed: str) -> None:
+    if installed != SUPPORTED_MEGATRON_CORE:
+        raise ImportError(
+            f"megatron-core {installed} is installed, but this package extends megatron-core "
+            f"{SUPPORTED_MEGATRON_CORE} by subclassing: pip install megatron-core=={SUPPORTED_MEGATRON_CORE}"
+        )
+
+
+_check_megatron_core(version("megatron-core"))
+
+from . import cpu as _cpu  # noqa: E402  (after the version check, which says more than what would fail here)
+
+_cpu.install()

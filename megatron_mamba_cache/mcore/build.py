@@ -1,0 +1,72 @@
+"""From a model and settings to an engine that is ready for requests."""
+
+from typing import Any
+
+from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
+from megatron.core.inference.model_inference_wrappers.inference_wrapper_config import InferenceWrapperConfig
+
+from ..config import CacheConfig
+from .context import MambaCacheContext
+from .controller import MambaCacheController
+from .engine import MambaCacheEngine
+from .model_shape import HybridModelShape
+
+
+class TokenIdTokenizer:
+    """Stands in where no tokenizer is given: text is token ids separated by spaces."""
+
+    eod = -1
+    bos = None
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def tokenize(self, text: str) -> list[int]:
+        """Parse token ids."""
+        return [int(word) for word in text.split()]
+
+    def detokenize(self, tokens: list[int], **_: Any) -> str:
+        """Print token ids."""
+        return " ".join(str(token) for token in tokens)
+
+
+def build_engine(
+    model: Any,
+    config: CacheConfig | None = None,
+    *,
+    tokenizer: Any = None,
+    random_seed: int = 0,
+    materialize_only_last_token_logits: bool = True,
+) -> MambaCacheEngine:
+    """Build an engine that serves `model` with prefix caching.
+
+    Args:
+        model: A MambaModel built from a spec of `with_mamba_cache`; it is put into eval mode.
+        config: Settings of the cache; None takes the defaults.
+        tokenizer: With `tokenize`, `detokenize`, `bos` and `eod`; None: requests speak in token ids.
+        random_seed: Seed of requests that bring none.
+        materialize_only_last_token_logits: False where requests want prompt log-probs.
+
+    Raises:
+        ValueError: If the model is no hybrid, lacks the caching modules, or the settings do not fit it.
+    """
+    config = config or CacheConfig()
+    shape = HybridModelShape.of(model)
+    if model.config.cuda_graph_impl != "none":
+        raise ValueError(f"cuda_graph_impl is {model.config.cuda_graph_impl!r}; only 'none' is supported")
+    context = MambaCacheContext(
+        config, shape, materialize_only_last_token_logits=materialize_only_last_token_logits
+    )
+    wrapper = GPTInferenceWrapper(
+        model,
+        InferenceWrapperConfig(
+            hidden_size=model.config.hidden_size,
+            params_dtype=shape.params_dtype,
+            inference_batch_times_seqlen_threshold=-1,
+            padded_vocab_size=shape.vocab_size,
+        ),
+        context,
+    )
+    wrapper.prep_model_for_inference()
+    controller = MambaCacheController(wrapper, tokenizer or TokenIdTokenizer(shape.vocab_size))
+    return MambaCacheEngine(controller, context, random_seed)

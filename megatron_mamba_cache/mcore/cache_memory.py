@@ -1,0 +1,89 @@
+"""Everything of a context that suspending drops: KV buffer, state pool, step buffers and the maps into them."""
+
+from typing import Any
+
+import torch
+
+from ..config import CacheConfig
+from ..metrics import CacheCounters
+from ..policy.admission import AdmissionRules
+from ..policy.boundaries import BoundaryRule
+from ..policy.prefix_cache import CacheIdentity, PrefixCache
+from ..policy.slot_pool import SlotPool
+from ..state.mamba_slot_allocator import MambaSlotAllocator, StepReservations
+from ..state.state_pool import StatePool
+from ..state.step_batch import StepGeometry
+from ..state.step_buffers import StepBuffers, StepLimits
+from .kv_block_allocator import KVBlockAllocator
+from .model_shape import HybridModelShape
+
+
+class CacheMemory:
+    """The device memory of one context and who owns what in it; built whole, dropped whole.
+
+    Args:
+        context: Its `block_size_bytes`, KV head counts and sequence limits are read.
+        weights_version: Of the weights that will fill the cache.
+    """
+
+    def __init__(
+        self,
+        context: Any,
+        shape: HybridModelShape,
+        counters: CacheCounters,
+        weights_version: str,
+        reservations: StepReservations,
+    ) -> None:
+        config: CacheConfig = context.cache_config
+        device = torch.cuda.current_device()
+        layout = shape.state_layout(config)
+        num_slots = config.max_requests
+        if config.prefix_caching:
+            num_slots = layout.num_slots_in(config.prefix_caching_mamba_gb, config.max_requests)
+        self.slots = SlotPool(num_slots)
+        self.state_pool = StatePool(layout, num_slots, device)
+        self.blocks = _block_allocator(context, config, self.slots)
+        # Zeros, not garbage: attention masks what lies past a row's end, and masked NaN would still be NaN.
+        self.kv_buffer = torch.zeros(
+            (
+                2,  # key and value
+                context.num_attention_layers,
+                self.blocks.total_count,
+                config.block_size_tokens,
+                context.num_attention_heads_per_partition,
+                context.hidden_size_per_attention_head,
+            ),
+            dtype=context.params_dtype,
+            device=device,
+        )
+        self.step_buffers = StepBuffers(_step_limits(config, shape.ssm_chunk_size, context.max_kv_block_count), device)
+        self.geometry = StepGeometry(config.block_size_tokens, shape.ssm_chunk_size, self.blocks.dummy_block_idx)
+        rule = BoundaryRule(config.block_size_tokens, config.boundary_stride)
+        self.prefix_cache = PrefixCache(
+            self.blocks.pool,
+            self.slots,
+            AdmissionRules(rule, config.align_prefill_chunks, config.chunked_prefill),
+            CacheIdentity(shape.fingerprint, weights_version),
+            counters,
+            enabled=config.prefix_caching,
+        )
+        self.slot_allocator = MambaSlotAllocator.over_pool(context, self.state_pool, self.slots, rule, reservations)
+
+
+def _block_allocator(context: Any, config: CacheConfig, slots: SlotPool) -> KVBlockAllocator:
+    total = int(config.buffer_size_gb * 2**30) // context.block_size_bytes
+    if total < 2:
+        raise ValueError(
+            f"buffer_size_gb is {config.buffer_size_gb:g} GiB, which holds {total} KV blocks of "
+            f"{context.block_size_bytes} bytes, and 2 are needed: set --inference-dynamic-batching-buffer-size-gb to "
+            f"at least {2 * context.block_size_bytes / 2**30:.6f}"
+        )
+    paused_gb = config.buffer_size_gb / 4 if config.paused_buffer_size_gb is None else config.paused_buffer_size_gb
+    paused = min(int(paused_gb * 2**30) // context.block_size_bytes, total - 2)
+    return KVBlockAllocator(context, total, paused, on_evict=slots.drop)
+
+
+def _step_limits(config: CacheConfig, ssm_chunk_size: int, max_blocks: int) -> StepLimits:
+    # A row cuts at most two chunks short: its first, up to a chunk multiple, and its last.
+    max_chunks = config.max_tokens // ssm_chunk_size + 2 * config.max_requests
+    return StepLimits(config.max_tokens, config.max_requests, max_chunks, max_blocks)

@@ -1,0 +1,283 @@
+"""The inference context: Megatron's interface over rows that live on the host and a cache of their prefixes.
+
+One step runs through it as: `admit` and `continue_prefill` (reserve) → `initialize_attention_state` (one buffer to the
+device) → the model's forward (write) → `commit_step` (publish) → `update_requests` (advance, finish, preempt).
+`abort_step` takes the place of the last two when anything in between fails.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.inference.contexts.attention_context.mamba_metadata import MambaInferenceStateConfig
+from megatron.core.inference.contexts.dynamic_context import (
+    BlockOverflowError,
+    ContextOverflowError,
+    RequestOverflowError,
+    TensorStateDeallocatedError,
+    TokenOverflowError,
+)
+from torch import Tensor
+
+from ..config import CacheConfig
+from ..metrics import CacheCounters
+from ..policy.admission import Refusal
+from ..policy.block_growth import grow_rows
+from ..policy.boundaries import prefill_chunk_end
+from ..policy.requests import Candidate, RequestSpec, RunningRequest
+from ..state.step_batch import lay_out_step
+from .cache_memory import CacheMemory
+from .model_shape import HybridModelShape
+from .request_spec import spec_of
+from .row_tables import RowTables
+from .step_reader import StepReader
+
+
+class MambaCacheContext(StepReader):
+    """Megatron's dynamic context with prefix caching for hybrid models; `StepReader` is what the model sees of it.
+
+    The order, tokens, KV blocks and state slots of requests are kept on the host (`rows`); the device sees one packed
+    buffer a step. `rows` holds admitted requests, oldest admission first, paused ones among them.
+
+    Raises:
+        ValueError: On settings that do not fit the model or buy too little memory.
+    """
+
+    def __init__(
+        self, config: CacheConfig, shape: HybridModelShape, *, materialize_only_last_token_logits: bool = True
+    ) -> None:
+        shape.check(config)
+        self.cache_config = config
+        self.shape = shape
+        self.counters = CacheCounters()
+        self.weights_version = config.weights_version
+        self.rows: list[RunningRequest] = []
+        self._memory: CacheMemory | None = None
+        self._step: StepBatch | None = None
+        conv_shape = (shape.conv_dim, shape.d_conv)
+        super().__init__(
+            params_dtype=shape.params_dtype,
+            num_layers=len(shape.layer_types),
+            kv_channels=shape.kv_channels,
+            num_attention_heads=shape.num_kv_heads,
+            max_sequence_length=config.max_sequence_length,
+            buffer_size_gb=config.buffer_size_gb,
+            max_requests=config.max_requests,
+            max_tokens=config.max_tokens,
+            block_size_tokens=config.block_size_tokens,
+            materialize_only_last_token_logits=materialize_only_last_token_logits,
+            mamba_inference_state_config=MambaInferenceStateConfig(
+                list(shape.layer_types), conv_shape, shape.ssm_shape
+            ),
+        )
+
+    # Memory.
+
+    def allocate_all_tensors(self, *, is_init: bool) -> None:
+        """Allocate everything, at the start and after a suspend; nothing if it is there."""
+        if self.is_tensor_state_allocated:
+            return
+        self._memory = CacheMemory(self, self.shape, self.counters, self.weights_version, _RowReservations(self))
+        self.block_allocator = self._memory.blocks
+        self.tables = RowTables(self.max_requests, self.request_metadata_types)
+        self.request_metadata = self.tables.metadata
+        self.is_tensor_state_allocated = True
+        self.reset()
+
+    def deallocate_all_tensors(self) -> None:
+        """Drop the cache and its memory; every running request loses its state and must be prefilled again."""
+        self.rows = []
+        self._step = None
+        self._memory = None
+        self.is_tensor_state_allocated = False
+
+    def reset(self) -> None:
+        """Drop all running requests. What is cached stays: Megatron resets on idle and dummy steps too."""
+        for row in self.rows:
+            self.cache.release(row)
+        self.rows = []
+        self._step = None
+        self.chunked_prefill_request_id = -1
+        self.has_explicit_chunked_prefill_req = False
+        self._using_cuda_graph_this_step = False
+        self.padded_active_token_count = self.padded_active_request_count = 0
+        self._count_rows()
+
+    def flush(self, weights_version: str | None = None) -> None:
+        """Make all cached prefixes unreachable, for instance because the weights changed.
+
+        Args:
+            weights_version: Of the new weights; None keeps the present one.
+        """
+        if weights_version is not None:
+            self.weights_version = weights_version
+        self.cache.flush(self.weights_version)
+
+    # Admission.
+
+    def candidate(self, spec: RequestSpec) -> Candidate:
+        """Return a request ready for `admit`."""
+        return self.cache.candidate(spec)
+
+    def admit(self, candidate: Candidate, budget: int, age: int | None = None) -> RunningRequest | Refusal:
+        """Admit a request with its first prefill chunk in this step, or say why not.
+
+        Args:
+            budget: Tokens that this step may still compute.
+            age: See `PrefixCache.admit`.
+        """
+        if len(self.rows) >= self.max_requests:
+            return Refusal.NO_SLOT
+        plan = self.cache.plan(candidate, budget)
+        if isinstance(plan, Refusal):
+            self.counters.admissions_deferred += plan is Refusal.WAITS_FOR_PREFIX
+            return plan
+        row = self.cache.admit(candidate, plan, age)
+        self.rows.append(row)
+        self._count_rows()
+        return row
+
+    def continue_prefill(self, row: RunningRequest, budget: int) -> None:
+        """Schedule the next prefill chunk of a row that is admitted already."""
+        rules = self.cache.rules
+        chunk_end = prefill_chunk_end(
+            start=row.computed,
+            prompt_len=row.spec.prompt_len,
+            budget=budget,
+            block_size=self.block_size_tokens,
+            align=rules.align_prefill_chunks,
+        )
+        self.cache.schedule_chunk(row, chunk_end)
+        self._count_rows()
+
+    def add_request(self, req: Any, chunk_length: int | None = None) -> None:
+        """Admit a Megatron request; `chunk_length` limits its first prefill chunk.
+
+        Raises:
+            ContextOverflowError: One of its kinds, if the request does not fit now.
+        """
+        if not self.is_tensor_state_allocated:
+            raise TensorStateDeallocatedError(req.request_id)
+        if len(self.rows) >= self.max_requests:
+            raise RequestOverflowError(req.request_id)
+        budget = self.max_tokens - self.active_token_count
+        outcome = self.admit(self.candidate(spec_of(req)), budget if chunk_length is None else chunk_length)
+        errors = {Refusal.NO_TOKENS: TokenOverflowError, Refusal.NO_BLOCKS: BlockOverflowError}
+        if isinstance(outcome, Refusal):
+            raise errors.get(outcome, ContextOverflowError)(req.request_id, outcome.value)
+
+    def check_availability(self, req: Any) -> tuple[bool, bool, bool]:
+        """Return whether a row, the step's tokens and the KV blocks allow a Megatron request in."""
+        plan = self.cache.plan(self.candidate(spec_of(req)), self.max_tokens - self.active_token_count)
+        has_row = len(self.rows) < self.max_requests and not self.paused_request_count
+        return has_row, plan is not Refusal.NO_TOKENS, plan is not Refusal.NO_BLOCKS
+
+    # One step.
+
+    def initialize_attention_state(self, *, construct_graph_dimensions: Any = None) -> None:
+        """Lay out the step: schedule decode rows, pack every integer, send it in one copy."""
+        if construct_graph_dimensions is not None:
+            raise NotImplementedError("CUDA graphs are not supported; build the model with cuda_graph_impl='none'")
+        decoding = [row for row in self.rows if not row.is_paused and not row.is_prefilling]
+        for row in decoding:
+            self.cache.schedule_token(row)
+        rows = [*decoding, *(row for row in self.rows if row.is_prefilling and row.scheduled)]
+        self._step = lay_out_step(rows, self.memory.step_buffers, self.memory.geometry)
+        self.tables.fill([*(row for row in self.rows if not row.scheduled), *rows])
+        self.padded_active_token_count = self.active_token_count = self._step.num_tokens
+        self.padded_active_request_count = len(rows)
+        self.token_to_pos_ids = self.token_to_position_in_request = self._step.positions
+        self.counters.steps += 1
+
+    def commit_step(self) -> None:
+        """Publish what the forward wrote; call it once the forward is launched."""
+        self.mamba_slot_allocator.commit_intermediate_states()
+
+    def update_requests(self, active_requests_mask: Tensor | Sequence[int], new_tokens: Tensor | Sequence[int]) -> Any:
+        """Advance the step's rows by what was computed and sampled; finished rows leave, others may pause.
+
+        Args:
+            active_requests_mask: [rows] 0 where the request ends with its new token.
+            new_tokens: [rows] sampled tokens; one of a row in mid-prefill is ignored.
+
+        Returns:
+            A dict of `newly_paused_request_ids` and `evict_request_ids`, int64 CPU tensors or None.
+        """
+        finished = []
+        for row, goes_on, token in zip(self.step.rows, _ints(active_requests_mask), _ints(new_tokens), strict=True):
+            samples = row.samples_this_step
+            self.cache.advance(row)
+            if samples:
+                row.generated.append(token)
+                if not goes_on:
+                    finished.append(row)
+        self._drop(finished)
+        self._step = None
+        outcome = grow_rows(self.rows, self.cache, self.block_allocator.paused_count)
+        self.rows = [row for row in self.rows if row not in outcome.evicted]
+        self.counters.requests_paused += len(outcome.paused)
+        self.counters.requests_evicted += len(outcome.evicted)
+        self._count_rows()
+        return {
+            "newly_paused_request_ids": _ids(outcome.paused),
+            "evict_request_ids": _ids(outcome.evicted),
+        }
+
+    def abort_step(self) -> list[RunningRequest]:
+        """Return every reservation of a failed step and drop its rows, whose live states can no longer be trusted.
+
+        Returns:
+            The dropped rows; prefilled again, each goes on where it was.
+        """
+        lost = [row for row in self.rows if row.scheduled or (self._step is not None and row in self._step.rows)]
+        self._drop(lost)
+        self._step = None
+        self.counters.steps_aborted += 1
+        self._count_rows()
+        return lost
+
+    def remove_request(self, request_id: int) -> None:
+        """Take a request out between steps and take back what it holds; nothing if it is not running."""
+        self._drop([row for row in self.rows if row.request_id == request_id])
+        self._count_rows()
+
+    def check_integrity(self) -> None:
+        """Raise `CacheIntegrityError` unless rows, blocks and slots agree."""
+        self.cache.check_integrity(self.rows)
+
+    def _drop(self, rows: Sequence[RunningRequest]) -> None:
+        for row in rows:
+            self.cache.release(row)
+            self.rows.remove(row)
+
+    def _count_rows(self) -> None:
+        """Set the counts that Megatron's engine and controller read; rows that sit the step out count as paused."""
+        prefilling = [row for row in self.rows if row.is_prefilling and row.scheduled]
+        num_decoding = sum(not row.is_paused and not row.is_prefilling for row in self.rows)
+        self.total_request_count = len(self.rows)
+        self.paused_request_count = len(self.rows) - len(prefilling) - num_decoding
+        self.num_prefill_requests = len(prefilling)
+        self.active_token_count = num_decoding + sum(row.scheduled for row in prefilling)
+
+
+class _RowReservations:
+    """The boundaries that the scheduler reserved for the step in preparation."""
+
+    def __init__(self, context: MambaCacheContext) -> None:
+        self._context = context
+
+    def offsets(self) -> list[list[int]]:
+        prefilling = [row for row in self._context.rows if row.is_prefilling and row.scheduled]
+        return [[state.position - row.computed for state in row.reserved] for row in prefilling]
+
+    def commit(self) -> None:
+        for row in self._context.step.rows:
+            self._context.cache.publish(row)
+
+
+def _ints(values: Tensor | Sequence[int]) -> list[int]:
+    return values.tolist() if isinstance(values, Tensor) else [int(value) for value in values]
+
+
+def _ids(rows: Sequence[RunningRequest]) -> Tensor | None:
+    return torch.tensor([row.request_id for row in rows], dtype=torch.int64) if rows else None

@@ -1,0 +1,83 @@
+"""Megatron's block allocator over a ref-counted, hashed pool."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.inference.contexts.dynamic_block_allocator import BlockAllocator
+from torch import Tensor
+
+from ..policy.identifiers import BlockId
+from ..policy.kv_block_pool import KVBlockPool
+
+
+class KVBlockAllocator(BlockAllocator):
+    """The KV blocks of a context: `pool` decides, this class speaks Megatron's language.
+
+    The context itself allocates through `pool`. Blocks taken through the tensor methods belong to the caller, who
+    releases each once for every time it was handed out.
+
+    Args:
+        total_count: Blocks in the buffer, the dummy included: it takes writes that nobody reads.
+        paused_count: Blocks that paused requests may keep.
+        on_evict: Called with each block that leaves the cache, before it is used again.
+    """
+
+    def __init__(
+        self,
+        context: Any,
+        total_count: int,
+        paused_count: int,
+        on_evict: Callable[[BlockId], None] = lambda _block: None,
+    ) -> None:
+        # Megatron's constructor would fill a device tensor with free block ids; the pool keeps them on the host.
+        self.context = context
+        self.total_count = total_count
+        self.paused_count = paused_count
+        self.active_count = total_count - paused_count - 1
+        self.dummy_block_idx = total_count - 1
+        if self.active_count < 1:
+            raise ValueError(
+                f"{total_count} KV blocks, one of them a dummy and {paused_count} for paused requests, leave none to "
+                "run on; raise --inference-dynamic-batching-buffer-size-gb or lower paused_buffer_size_gb"
+            )
+        self.pool = KVBlockPool(total_count - 1, on_evict=on_evict)
+        self._lent: Counter[BlockId] = Counter()
+
+    @property
+    def total_avail(self) -> int:
+        """Blocks that an allocation could get: free ones and cached ones that nobody uses."""
+        return self.pool.num_available
+
+    def get_active_used(self) -> int:
+        """Return the distinct blocks of running rows."""
+        return len({block for row in self.context.rows if not row.is_paused for block in row.block_ids})
+
+    def get_paused_used(self) -> int:
+        """Return the distinct blocks of paused rows."""
+        return len({block for row in self.context.rows if row.is_paused for block in row.block_ids})
+
+    def allocate_memory_blocks(self, num_blocks: int) -> Tensor | None:
+        """Return [num_blocks] int32 block ids on the device, evicting if needed; None if there are too few."""
+        if not self.is_memory_available(num_blocks):
+            return None
+        blocks = self.pool.allocate(num_blocks)
+        self._lent.update(blocks)
+        return torch.tensor(blocks, dtype=torch.int32, device=torch.cuda.current_device())
+
+    def release_memory_blocks(self, blocks: Tensor) -> None:
+        """Give back one reference for each entry of `blocks`."""
+        ids = [BlockId(block) for block in blocks.tolist()]
+        self.pool.release(ids)
+        self._lent.subtract(ids)
+
+    def reset(self) -> None:
+        """Take back what the tensor methods handed out; what the context's rows hold and what is cached stays."""
+        self.pool.release([block for block, count in self._lent.items() for _ in range(count)])
+        self._lent.clear()
+
+    def count_by_kind(self) -> dict[str, int]:
+        """Return how many blocks are free, cached and in use; the dummy is none of them."""
+        pool = self.pool
+        return {"free": pool.num_free, "cached": pool.num_cached, "in_use": pool.num_referenced}

@@ -1,0 +1,134 @@
+"""A Mamba mixer that starts rows from cached states and writes boundary states while it scans."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.ssm import mamba_mixer as megatron_mixer
+from torch import Tensor
+
+from ..kernels.reference import causal_conv_ref, conv_update_ref, ssd_scan_ref, state_update_ref
+from ..kernels.varlen_rows import VarlenRows, whole_rows
+from ..state.state_pool import LayerStates
+from ..state.step_batch import StepBatch
+from .gated_norm import GatedGroupRMSNorm
+
+_NORM_EPS = 1e-5  # megatron-core's constant for the mixer's norm
+
+
+@dataclass(frozen=True, slots=True)
+class _MixerInputs:
+    """The parts of the input projection: gate, convolution input, time step."""
+
+    z: Tensor  # [tokens, d_inner]
+    xbc: Tensor  # [tokens, conv_dim]
+    dt: Tensor  # [tokens, heads]
+
+    def rows(self, tokens: slice) -> "_MixerInputs":
+        return _MixerInputs(self.z[tokens], self.xbc[tokens], self.dt[tokens])
+
+
+class CachingMambaMixer(megatron_mixer.MambaMixer):
+    """Megatron's Mamba mixer with its inference replaced: any mix of decode and prefill rows, each from its own slot.
+
+    Needs neither mamba-ssm nor causal-conv1d.
+    """
+
+    def __init__(self, config: Any, submodules: Any, d_model: int, *, rmsnorm: bool = True, **settings: Any) -> None:
+        with _without_mamba_ssm():
+            super().__init__(config, submodules, d_model, rmsnorm=False, **settings)
+        if self.D_has_hdim:
+            raise ValueError("D_has_hdim=True is not supported; use one D for each head")
+        self.rmsnorm = rmsnorm
+        if rmsnorm:
+            channels = self.d_inner_local_tp
+            self.norm = GatedGroupRMSNorm(
+                channels, channels // self.ngroups_local_tp, _NORM_EPS, config.params_dtype, self.D.device
+            )
+
+    def forward(self, hidden_states: Tensor, inference_context: Any = None, **settings: Any) -> Any:
+        """Mix hidden_states [tokens, batch, hidden]; see Megatron's mixer.
+
+        A full-sequence forward without a context runs the same kernels from zero states.
+        """
+        if inference_context is not None or self.training:
+            return super().forward(hidden_states, inference_context, **settings)
+        projected, _ = self.in_proj(hidden_states)
+        return self.out_proj(self._full_sequences(projected))
+
+    def _dynamic_inference(self, hidden_states: Tensor, context: Any) -> Any:
+        step: StepBatch = context.step
+        states = context.layer_states(self.layer_number - self.pp_layer_offset)
+        projected, _ = self.in_proj(hidden_states)
+        inputs = self._split(projected.squeeze(1))
+        mixed = torch.zeros_like(inputs.z)  # padding tokens stay zero
+        decode, prefill = slice(0, step.num_decode_rows), slice(step.num_decode_rows, step.num_tokens)
+        if step.num_decode_rows:
+            mixed[decode] = self._decode_rows(inputs.rows(decode), states, step.decode_slots)
+        if step.prefill is not None:
+            mixed[prefill] = self._prefill_rows(inputs.rows(prefill), states, step.prefill)
+        return self.out_proj(mixed.unsqueeze(1))
+
+    def _prefill_rows(self, inputs: _MixerInputs, states: LayerStates, rows: VarlenRows) -> Tensor:
+        xbc = causal_conv_ref(inputs.xbc, self._conv_weight, self.conv1d.bias, states.conv, rows)
+        x, b, c = self._split_heads(xbc)
+        y = ssd_scan_ref(x, self._time_step(inputs.dt), self._decay, b, c, self.D, states.ssm, rows, self.chunk_size)
+        return self._gate(y.flatten(1), inputs.z)
+
+    def _decode_rows(self, inputs: _MixerInputs, states: LayerStates, slots: Tensor) -> Tensor:
+        xbc = conv_update_ref(inputs.xbc, self._conv_weight, self.conv1d.bias, states.conv, slots)
+        x, b, c = self._split_heads(xbc)
+        y = state_update_ref(x, self._time_step(inputs.dt), self._decay, b, c, self.D, states.ssm, slots)
+        return self._gate(y.flatten(1), inputs.z)
+
+    def _full_sequences(self, projected: Tensor) -> Tensor:
+        num_tokens, batch, _ = projected.shape
+        rows = whole_rows(batch, num_tokens, self.chunk_size, projected.device)
+        no_state = LayerStates(
+            projected.new_zeros(1, self.d_conv - 1, self.conv1d.weight.shape[0]),
+            projected.new_zeros(1, self.nheads_local_tp, self.d_state, self.headdim, dtype=torch.float32),
+        )
+        packed = self._split(projected.transpose(0, 1).flatten(0, 1))
+        mixed = self._prefill_rows(packed, no_state, rows)
+        return mixed.unflatten(0, (batch, num_tokens)).transpose(0, 1)
+
+    def _split(self, projected: Tensor) -> _MixerInputs:
+        d_inner, bc = self.d_inner_local_tp, 2 * self.ngroups_local_tp * self.d_state
+        return _MixerInputs(*projected.split([d_inner, d_inner + bc, self.nheads_local_tp], dim=-1))
+
+    def _split_heads(self, xbc: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # x, B, C by head and group
+        d_inner, gn = self.d_inner_local_tp, self.ngroups_local_tp * self.d_state
+        x, b, c = xbc.split([d_inner, gn, gn], dim=-1)
+        return (
+            x.unflatten(-1, (-1, self.headdim)),
+            b.unflatten(-1, (-1, self.d_state)),
+            c.unflatten(-1, (-1, self.d_state)),
+        )
+
+    def _time_step(self, dt: Tensor) -> Tensor:
+        return F.softplus(dt.float() + self.dt_bias.float())
+
+    @property
+    def _decay(self) -> Tensor:
+        return -torch.exp(self.A_log.float())
+
+    @property
+    def _conv_weight(self) -> Tensor:
+        return self.conv1d.weight.squeeze(1)  # [conv_dim, d_conv]
+
+    def _gate(self, y: Tensor, z: Tensor) -> Tensor:
+        return self.norm(y, z) if self.rmsnorm else y * F.silu(z)
+
+
+@contextmanager
+def _without_mamba_ssm() -> Iterator[None]:
+    """Let Megatron's mixer be built where mamba-ssm is absent: nothing of it is used."""
+    had = megatron_mixer.HAVE_MAMBA_SSM
+    megatron_mixer.HAVE_MAMBA_SSM = True
+    try:
+        yield
+    finally:
+        megatron_mixer.HAVE_MAMBA_SSM = had

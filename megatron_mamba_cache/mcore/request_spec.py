@@ -1,0 +1,64 @@
+"""Turn Megatron's request into what the cache needs to know, and say what is wrong with a bad one."""
+
+from typing import Any
+
+import numpy as np
+
+from ..config import CacheConfig
+from ..policy.requests import RequestSpec, SamplingSettings
+
+
+def spec_of(request: Any, *, seed: int = 0, tenant: str = "") -> RequestSpec:
+    """Return the spec of a DynamicInferenceRequest whose sampling parameters are complete."""
+    sampling = request.sampling_params
+    prompt = request.prompt_tokens.cpu().numpy().astype(np.int64, copy=False)
+    wants_prompt_log_probs = sampling.return_log_probs and not sampling.skip_prompt_log_probs
+    return RequestSpec(
+        request_id=request.request_id,
+        prompt=prompt,
+        max_len=len(prompt) + sampling.num_tokens_to_generate,
+        sampling=SamplingSettings(
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            seed=seed,
+            termination_id=-1 if sampling.termination_id is None else sampling.termination_id,
+            stop_words=tuple(tuple(word) for word in request.stop_word_ids or ()),
+        ),
+        tenant=tenant,
+        may_skip=not wants_prompt_log_probs,
+        metadata=tuple(request.tracked_metadata),
+    )
+
+
+def fault_of(spec: RequestSpec, config: CacheConfig, vocab_size: int, num_blocks: int) -> str | None:
+    """Return what makes a request impossible, with value, limit and setting; None for a good one.
+
+    Args:
+        num_blocks: KV blocks that one request can have at most.
+    """
+    prompt, sampling = spec.prompt, spec.sampling
+    if not len(prompt):
+        return "the prompt is empty; at least 1 token is needed"
+    worst = prompt.min() if prompt.min() < 0 else prompt.max()
+    if not 0 <= worst < vocab_size:
+        return f"token {worst} in the prompt is outside the vocabulary of {vocab_size} (0 to {vocab_size - 1})"
+    if spec.max_len > config.max_sequence_length:
+        return (
+            f"{len(prompt)} prompt tokens and {spec.max_len - len(prompt)} to generate make {spec.max_len}, above "
+            f"max_sequence_length={config.max_sequence_length}"
+        )
+    needed = -(-spec.max_len // config.block_size_tokens)
+    if needed > num_blocks:
+        return (
+            f"{spec.max_len} tokens need {needed} KV blocks and there are {num_blocks}; raise "
+            "--inference-dynamic-batching-buffer-size-gb"
+        )
+    if not config.chunked_prefill and len(prompt) > config.max_tokens:
+        return f"the prompt has {len(prompt)} tokens, above max_tokens={config.max_tokens} without chunked prefill"
+    if not (sampling.temperature >= 0 and sampling.top_k >= 0 and 0 <= sampling.top_p <= 1):
+        return (
+            f"temperature={sampling.temperature}, top_k={sampling.top_k}, top_p={sampling.top_p}: needed are "
+            "temperature >= 0, top_k >= 0 and top_p from 0 to 1"
+        )
+    return None

@@ -1,0 +1,60 @@
+"""Fill a step: rows in mid-prefill first, then waiting requests in order, within the budget of what is computed."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from ..policy.admission import Refusal
+from ..policy.requests import Candidate, RunningRequest
+from .context import MambaCacheContext
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledStep:
+    """What a step got: newly admitted rows, and the id of the row whose prompt goes on in the next step, or -1."""
+
+    admitted: tuple[RunningRequest, ...]
+    unfinished_prefill_id: int
+
+
+class StepScheduler:
+    """Admits waiting requests into a context, oldest first.
+
+    Only tokens that will be computed count against `max_tokens`: a prefix hit costs what it leaves. At most one row is
+    left in mid-prefill, and nobody is admitted while a row is paused for want of blocks. A request that waits for
+    another's prefix does not hold up those behind it; one that finds no room does.
+    """
+
+    def __init__(self, context: MambaCacheContext) -> None:
+        self._context = context
+
+    def fill_step(
+        self,
+        waiting: Iterable[int],
+        candidate_of: Callable[[int], Candidate],
+        age_of: Callable[[int], int | None],
+    ) -> ScheduledStep:
+        """Schedule the next step's prefill work; decode rows take one token each by themselves."""
+        context = self._context
+        for row in context.rows:
+            if row.is_prefilling and self._budget() > 0:
+                context.continue_prefill(row, self._budget())
+        admitted = []
+        for request_id in [] if any(row.is_paused for row in context.rows) else list(waiting):
+            if self._unfinished_row() is not None:
+                break
+            outcome = context.admit(candidate_of(request_id), self._budget(), age_of(request_id))
+            if isinstance(outcome, RunningRequest):
+                admitted.append(outcome)
+            elif outcome is not Refusal.WAITS_FOR_PREFIX:
+                break
+        unfinished = self._unfinished_row()
+        return ScheduledStep(tuple(admitted), -1 if unfinished is None else unfinished.request_id)
+
+    def _budget(self) -> int:
+        return self._context.max_tokens - self._context.active_token_count
+
+    def _unfinished_row(self) -> RunningRequest | None:
+        for row in self._context.rows:
+            if row.is_prefilling and row.computed + row.scheduled < row.spec.prompt_len:
+                return row
+        return None

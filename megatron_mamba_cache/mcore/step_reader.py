@@ -1,0 +1,150 @@
+"""What the model, and Megatron's code around it, read of a context while a step runs. Nothing here changes a row."""
+
+import torch
+from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext, TensorStateDeallocatedError
+from torch import Tensor
+
+from ..errors import CacheIntegrityError
+from ..kernels.paged_attention import append_kv_ref
+from ..metrics import CacheCounters, CacheSnapshot
+from ..policy.prefix_cache import PrefixCache
+from ..policy.requests import RunningRequest
+from ..state.mamba_slot_allocator import MambaSlotAllocator
+from ..state.state_pool import LayerStates
+from ..state.step_batch import StepBatch
+from .cache_memory import CacheMemory
+from .log_probs import selected_log_probs
+
+
+class LiveSlots:
+    """Row index → live slot, under the name Megatron's metadata has."""
+
+    def __init__(self, rows: list[RunningRequest]) -> None:
+        self.request_to_mamba_state_idx = [row.live_slot for row in rows]
+
+
+class StepReader(DynamicInferenceContext):
+    """The reading half of `MambaCacheContext`, which owns the fields."""
+
+    counters: CacheCounters
+    rows: list[RunningRequest]
+    _memory: CacheMemory | None
+    _step: StepBatch | None
+
+    @property
+    def memory(self) -> CacheMemory:
+        """The device memory.
+
+        Raises:
+            TensorStateDeallocatedError: While the engine is suspended.
+        """
+        if self._memory is None:
+            raise TensorStateDeallocatedError(None, "the engine is suspended; resume it first")
+        return self._memory
+
+    @property
+    def cache(self) -> PrefixCache:
+        """The prefix cache over this context's blocks and slots."""
+        return self.memory.prefix_cache
+
+    @property
+    def mamba_slot_allocator(self) -> MambaSlotAllocator:
+        """Cached states by KV block."""
+        return self.memory.slot_allocator
+
+    @property
+    def step(self) -> StepBatch:
+        """The batch that is laid out for the running step."""
+        if self._step is None:
+            raise CacheIntegrityError("no step is laid out; call initialize_attention_state() first")
+        return self._step
+
+    def current_input_and_position_ids(self, *, num_warmup_tokens: int | None = None) -> tuple[Tensor, Tensor]:
+        """Return the step's token ids and positions, each [1, tokens] int64."""
+        return self.step.token_ids.unsqueeze(0), self.step.positions.unsqueeze(0)
+
+    def layer_states(self, layer_number: int) -> LayerStates:
+        """Return the state pool of a Mamba layer, numbered from 1 over this rank's layers."""
+        return self.memory.state_pool.layer(self.layer_map[layer_number - 1])
+
+    def mamba_states_cache(self, layer_number: int) -> tuple[Tensor, Tensor]:
+        """Return conv windows and SSM states of a layer over all slots; see `LayerStates` for their shapes."""
+        states = self.layer_states(layer_number)
+        return states.conv, states.ssm
+
+    def append_key_value_cache(self, layer_number: int, key: Tensor, value: Tensor) -> None:
+        """Write the step's keys and values, [tokens, 1, kv heads, head dim], into their blocks."""
+        key_cache, value_cache, _ = self.key_value_cache(layer_number)
+        step = self.step
+        num_tokens = step.num_tokens
+        append_kv_ref(
+            key.squeeze(1)[:num_tokens],
+            value.squeeze(1)[:num_tokens],
+            key_cache,
+            value_cache,
+            step.token_blocks,
+            step.token_offsets,
+        )
+
+    def key_value_cache(self, layer_number: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return a layer's key blocks, value blocks and the step's block table."""
+        layer = self.layer_map[layer_number - 1]
+        buffer = self.memory.kv_buffer
+        return buffer[0, layer], buffer[1, layer], self.step.attention.block_table
+
+    def cu_query_lengths(self) -> tuple[Tensor, int]:
+        """Return cumulative query lengths and the longest."""
+        attention = self.step.attention
+        return attention.cu_query, max(attention.query_lens)
+
+    def cu_kv_lengths(self) -> tuple[Tensor, Tensor, int]:
+        """Return cumulative KV lengths, KV lengths and the longest."""
+        attention = self.step.attention
+        cumulative = torch.nn.functional.pad(attention.kv_lengths.cumsum(0, dtype=torch.int32), (1, 0))
+        return cumulative, attention.kv_lengths, max(attention.kv_lens)
+
+    def last_token_logits(self, logits: Tensor) -> Tensor:
+        """Return, of logits or hidden states [1, tokens, n], those of each row's last token: [rows, n]."""
+        return logits.squeeze(0).index_select(0, self.step.last_tokens)
+
+    def calculate_log_probs(
+        self, logits: Tensor, new_tokens: Tensor, only_last_token_logits: bool | None = False
+    ) -> tuple[list[list[float]], Tensor]:
+        """Return each row's log-probs of the tokens that follow, and all log-probs; see `selected_log_probs`."""
+        return selected_log_probs(self.step, logits.squeeze(0), new_tokens, bool(only_last_token_logits))
+
+    @property
+    def memory_buffer(self) -> Tensor:
+        """KV blocks: [2, layers, blocks, block size, kv heads, head dim]."""
+        return self.memory.kv_buffer
+
+    @property
+    def mamba_conv_states(self) -> Tensor:
+        """Conv windows of all slots: [layers, slots, window, conv dim]."""
+        return self.memory.state_pool.conv
+
+    @property
+    def mamba_ssm_states(self) -> Tensor:
+        """SSM states of all slots: [layers, slots, heads, d_state, head dim]."""
+        return self.memory.state_pool.ssm
+
+    @property
+    def mamba_metadata(self) -> LiveSlots:
+        """The live slot of each row of `rows`."""
+        return LiveSlots(self.rows)
+
+    @property
+    def request_to_kv_block_ids(self) -> list[list[int]]:
+        """The KV blocks of each row of `rows`."""
+        return [list(row.block_ids) for row in self.rows]
+
+    def snapshot(self) -> CacheSnapshot:
+        """Return counters and what every slot and block is used for."""
+        memory = self.memory
+        return CacheSnapshot(
+            counters=self.counters,
+            states_evicted=memory.slots.num_evicted,
+            kv_blocks_evicted=memory.blocks.pool.num_evicted,
+            state_slots=memory.slots.count_by_owner(),
+            kv_blocks=memory.blocks.count_by_kind(),
+        )

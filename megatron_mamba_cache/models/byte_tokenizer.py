@@ -1,0 +1,27 @@
+"""A tokenizer whose tokens are the bytes of UTF-8 text."""
+
+from typing import Any
+
+
+class ByteTokenizer:
+    """Text to bytes and back; token ids 0 to 255, no special tokens.
+
+    Args:
+        vocab_size: Of the model; ids from 256 up mean nothing and print as U+FFFD.
+    """
+
+    eod = -1
+    bos = None
+
+    def __init__(self, vocab_size: int = 256) -> None:
+        if vocab_size < 256:
+            raise ValueError(f"vocab_size is {vocab_size}; a byte tokenizer needs at least 256")
+        self.vocab_size = vocab_size
+
+    def tokenize(self, text: str) -> list[int]:
+        """Return the bytes of the text."""
+        return list(text.encode())
+
+    def detokenize(self, tokens: list[int], **_: Any) -> str:
+        """Return the text of the bytes; what is no UTF-8 prints as U+FFFD."""
+        return b"".join(bytes([t]) if 0 <= t < 256 else b"\xff" for t in tokens).decode(errors="replace")

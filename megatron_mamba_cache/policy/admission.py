@@ -1,0 +1,122 @@
+"""Match a prompt against the cache and plan its admission. Nothing here mutates."""
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from .boundaries import BoundaryRule, prefill_chunk_end
+from .identifiers import BlockId, BlockKey
+from .kv_block_pool import KVBlockPool
+from .slot_pool import SlotPool
+
+
+class Refusal(Enum):
+    """Why a request is not admitted in this step."""
+
+    NO_TOKENS = "the step's token budget is used up"
+    NO_BLOCKS = "not enough KV blocks"
+    NO_SLOT = "no state slot until this step's reservations are published"
+    WAITS_FOR_PREFIX = "another request computes its prefix in this step"
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """The longest reusable prefix of a prompt.
+
+    Args:
+        blocks: Every consecutive cached KV block from the start of the prompt.
+        skip_tokens: Deepest boundary inside them with a cached state, at most prompt length - 1.
+    """
+
+    blocks: tuple[BlockId, ...]
+    skip_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionRules:
+    """What planning an admission depends on besides the request and the pools."""
+
+    boundaries: BoundaryRule
+    align_prefill_chunks: bool
+    chunked_prefill: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionPlan:
+    """What admitting a request does: share `match.blocks`, add `num_new_blocks`, compute up to `chunk_end`."""
+
+    match: PrefixMatch
+    num_new_blocks: int
+    chunk_end: int
+
+
+@dataclass(frozen=True, slots=True)
+class PromptView:
+    """The parts of a request that admission looks at."""
+
+    keys: Sequence[BlockKey]
+    prompt_len: int
+    may_skip: bool = True
+
+
+def match_prefix(prompt: PromptView, kv: KVBlockPool, slots: SlotPool, block_size: int) -> PrefixMatch:
+    """Return the longest reusable prefix; never mutates.
+
+    A recurrent state is valid at one position only: without a state there is no skip, however much KV is known.
+    """
+    blocks = tuple(kv.longest_match(prompt.keys))
+    deepest = min(len(blocks), (prompt.prompt_len - 1) // block_size) if prompt.may_skip else 0
+    while deepest and slots.slot_of(blocks[deepest - 1]) is None:
+        deepest -= 1
+    return PrefixMatch(blocks, deepest * block_size)
+
+
+def plan_admission(
+    prompt: PromptView,
+    kv: KVBlockPool,
+    slots: SlotPool,
+    *,
+    budget: int,
+    reserved_keys: Container[BlockKey],
+    rules: AdmissionRules,
+) -> AdmissionPlan | Refusal:
+    """Plan the admission of one request, whole, or say why not.
+
+    Args:
+        budget: Tokens this step may still compute.
+        reserved_keys: Keys of boundaries that other requests reserved in this step.
+    """
+    block_size = rules.boundaries.block_size
+    match = match_prefix(prompt, kv, slots, block_size)
+    if prompt.may_skip and _reserved_beyond(prompt, match.skip_tokens, reserved_keys, block_size):
+        return Refusal.WAITS_FOR_PREFIX
+    if not _has_live_slot_beside(match, slots, block_size):
+        if slots.num_reserved or not slots.num_available:
+            return Refusal.NO_SLOT
+        match = PrefixMatch(match.blocks, 0)  # a live request wins over the cached state it would start from
+    num_new_blocks = -(-prompt.prompt_len // block_size) - len(match.blocks)
+    if kv.num_available_beside(match.blocks) < num_new_blocks:
+        return Refusal.NO_BLOCKS
+    to_compute = prompt.prompt_len - match.skip_tokens
+    if budget < 1 or (to_compute > budget and not rules.chunked_prefill):
+        return Refusal.NO_TOKENS
+    chunk_end = prefill_chunk_end(
+        start=match.skip_tokens,
+        prompt_len=prompt.prompt_len,
+        budget=budget,
+        block_size=block_size,
+        align=rules.align_prefill_chunks,
+    )
+    return AdmissionPlan(match, num_new_blocks, chunk_end)
+
+
+def _reserved_beyond(prompt: PromptView, skip_tokens: int, keys: Container[BlockKey], block_size: int) -> bool:
+    usable = prompt.keys[skip_tokens // block_size : (prompt.prompt_len - 1) // block_size]
+    return any(key in keys for key in usable)
+
+
+def _has_live_slot_beside(match: PrefixMatch, slots: SlotPool, block_size: int) -> bool:
+    if not match.skip_tokens:
+        return slots.num_available >= 1
+    taken_by_pin = 0 if slots.is_pinned(match.blocks[match.skip_tokens // block_size - 1]) else 1
+    return slots.num_available - taken_by_pin >= 1

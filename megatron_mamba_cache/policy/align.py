@@ -1,0 +1,56 @@
+"""Which accepted step of a verify crosses a block boundary, and what the align copy moves.
+
+The host's twin of the decision that the GPU takes from device tensors.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class AlignCopy:
+    """The copy of the state at a block boundary out of a row's columns.
+
+    Args:
+        source_column: column that holds the SSM state at the boundary.
+        shift: accepted drafts before the boundary; the conv window of the row's state column moves left by it.
+        destination_column: block that ends on the boundary.
+        moves_bytes: False where both states already lie where they belong.
+        num_accepted_after: accepted tokens that the next step counts from the row's state column.
+    """
+
+    source_column: int
+    shift: int
+    destination_column: int
+    moves_bytes: bool
+    num_accepted_after: int
+
+
+def plan_align_copy(
+    num_computed: int, num_scheduled: int, num_draft: int, num_accepted: int, state_column: int, block_size: int
+) -> AlignCopy | None:
+    """Plan the align copy of one row after verification; None when the row reached no boundary.
+
+    Args:
+        num_computed: tokens before the step.
+        num_scheduled: tokens fed in the step, drafts included.
+        num_accepted: tokens kept, the base token included; 0 counts as 1.
+        state_column: column that holds the state after the base token.
+
+    The arguments are taken as given and never checked against one another.
+    """
+    accepted = max(num_accepted, 1)
+    running = num_computed + num_scheduled - num_draft
+    aligned = (running + accepted - 1) // block_size * block_size
+    # Position 0 is no boundary: no block ends there.
+    if aligned < running or aligned <= 0:
+        return None
+    shift = aligned - running
+    destination = aligned // block_size - 1
+    in_place = state_column == destination
+    return AlignCopy(
+        source_column=state_column + shift,
+        shift=shift,
+        destination_column=destination,
+        moves_bytes=shift > 0 or not in_place,
+        num_accepted_after=1 if in_place else accepted,
+    )

@@ -1,0 +1,63 @@
+"""Give decoding rows the block their next token needs; where there are too few, pause and evict."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .preemption import RowDemand, plan_preemption
+from .prefix_cache import PrefixCache
+from .requests import RunningRequest
+
+
+@dataclass(frozen=True, slots=True)
+class GrowthOutcome:
+    """Who was held back: `paused` rows newly wait for a block, `evicted` ones were released, youngest first."""
+
+    paused: tuple[RunningRequest, ...] = ()
+    evicted: tuple[RunningRequest, ...] = ()
+
+
+def grow_rows(rows: Sequence[RunningRequest], cache: PrefixCache, paused_capacity: int) -> GrowthOutcome:
+    """Grow, pause, resume and evict rows after a step.
+
+    Args:
+        rows: All admitted rows that have not finished.
+        paused_capacity: Blocks that paused rows may keep.
+
+    Raises:
+        CacheCapacityError: If a single row cannot go on in the whole pool.
+    """
+    needing = [row for row in rows if _needs_block(row, cache.block_size)]
+    if len(needing) <= cache.kv.num_available:
+        for row in needing:
+            _grow(row, cache)
+        return GrowthOutcome()
+    demands = [
+        RowDemand(
+            row=index,
+            age=row.age,
+            needs_block=_needs_block(row, cache.block_size),
+            blocks=tuple(row.block_ids),
+            paused=row.is_paused,
+            prefilling=row.is_prefilling,
+        )
+        for index, row in enumerate(rows)
+    ]
+    plan = plan_preemption(demands, cache.kv.num_available, paused_capacity)
+    evicted = tuple(rows[index] for index in plan.evicted)
+    for row in evicted:
+        cache.release(row)
+    for index in plan.grants:
+        _grow(rows[index], cache)
+    paused = tuple(rows[index] for index in plan.paused if not rows[index].is_paused)
+    for row in paused:
+        row.is_paused = True
+    return GrowthOutcome(paused, evicted)
+
+
+def _needs_block(row: RunningRequest, block_size: int) -> bool:
+    return not row.is_prefilling and row.computed == len(row.block_ids) * block_size
+
+
+def _grow(row: RunningRequest, cache: PrefixCache) -> None:
+    cache.grow(row)
+    row.is_paused = False

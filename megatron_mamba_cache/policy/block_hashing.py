@@ -1,0 +1,128 @@
+"""Chained keys of KV blocks: a key names a block's tokens, all tokens before them, and the salt they are valid under."""
+
+import sys
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+
+import numpy as np
+import numpy.typing as npt
+
+from .identifiers import BlockKey
+
+TokenIds = npt.NDArray[np.int64] | Sequence[int]
+
+_DIGEST_BYTES = 32
+_TOKEN_BYTES = 4
+_INT32 = np.iinfo(np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSalt:
+    """What must agree, besides the tokens, before one request may read what another wrote.
+
+    `epoch` counts flushes; `tenant` separates users who must not observe each other's hits.
+    """
+
+    fingerprint: str
+    weights_version: str
+    epoch: int
+    tenant: str = ""
+
+    def root(self) -> bytes:
+        """Return the 32-byte digest that the key chain of every sequence under this salt starts from."""
+        digest = sha256()
+        for field in (self.fingerprint, self.weights_version, str(self.epoch), self.tenant):
+            text = field.encode()
+            digest.update(len(text).to_bytes(8, "little"))  # without it ("ab", "c") and ("a", "bc") would agree
+            digest.update(text)
+        return digest.digest()
+
+
+class BlockKeyChain:
+    """The keys of one growing token sequence, one for each complete block.
+
+    key(i) = SHA-256(key(i-1) ‖ tokens of block i as little-endian int32), `root` standing in for key(-1); a key is the
+    whole digest as a big-endian integer. Tokens of an incomplete last block are kept, but have no key yet.
+    """
+
+    def __init__(self, root: bytes, block_size: int) -> None:
+        """Start an empty chain.
+
+        Raises:
+            ValueError: If `root` is not 32 bytes or `block_size` is not positive.
+        """
+        if len(root) != _DIGEST_BYTES:
+            raise ValueError(f"need a root of {_DIGEST_BYTES} bytes, found {len(root)}; use CacheSalt(...).root()")
+        if block_size < 1:
+            raise ValueError(f"need a block size of at least 1 token, found {block_size}")
+        self._digest = bytes(root)
+        self._block_bytes = block_size * _TOKEN_BYTES
+        self._tail = bytearray()
+        self._num_tokens = 0
+        self._keys: list[BlockKey] = []
+
+    @property
+    def keys(self) -> list[BlockKey]:
+        """The keys so far, first block first: the chain's own list, which grows with it and is not to be changed."""
+        return self._keys
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far, those of the incomplete last block included."""
+        return self._num_tokens
+
+    def extend(self, tokens: TokenIds) -> None:
+        """Append tokens and hash the blocks they complete.
+
+        Raises:
+            ValueError: If a token is no 32-bit integer; the chain is unchanged then.
+        """
+        new = _int32_view(tokens)
+        self._num_tokens += len(new) // _TOKEN_BYTES
+        if len(self._tail) + len(new) < self._block_bytes:
+            self._tail += new
+            return
+        data = memoryview(bytes(self._tail) + new) if self._tail else new
+        self._tail = bytearray(data[self._hash_blocks(data) :])
+
+    def _hash_blocks(self, data: memoryview) -> int:
+        """Hash the whole blocks of `data` and return how many bytes they take."""
+        size = self._block_bytes
+        num_bytes = len(data) // size * size
+        digest = self._digest
+        append = self._keys.append
+        for start in range(0, num_bytes, size):
+            digest = sha256(digest + data[start : start + size]).digest()
+            append(BlockKey(int.from_bytes(digest, "big")))
+        self._digest = digest
+        return num_bytes
+
+
+def block_keys(root: bytes, tokens: TokenIds, block_size: int) -> list[BlockKey]:
+    """Return the keys of the complete blocks of `tokens`; see `BlockKeyChain`."""
+    chain = BlockKeyChain(root, block_size)
+    chain.extend(tokens)
+    return chain.keys
+
+
+def _int32_view(tokens: TokenIds) -> memoryview:
+    """Return the bytes of the tokens as little-endian int32."""
+    if isinstance(tokens, np.ndarray):
+        return _int32_array(tokens).view(np.uint8).data  # no copy of a long prompt
+    try:
+        packed = array("i", tokens)
+    except (OverflowError, TypeError) as error:
+        raise ValueError(f"need token ids that are 32-bit integers: {error}") from error
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return memoryview(packed.tobytes())
+
+
+def _int32_array(tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise ValueError(f"need a vector of integer token ids, found {tokens.dtype} of shape {tokens.shape}")
+    if tokens.size and (tokens.min() < _INT32.min or tokens.max() > _INT32.max):
+        raise ValueError(f"need token ids within 32 bits, found {tokens.min()} to {tokens.max()}")
+    return np.ascontiguousarray(tokens, dtype="<i4")

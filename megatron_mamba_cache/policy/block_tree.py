@@ -1,0 +1,106 @@
+"""Which block is registered under which key, and which block comes before it: the trees that shared prefixes form."""
+
+from collections.abc import Sequence
+
+from ..errors import CacheIntegrityError
+from .identifiers import BlockId, BlockKey
+
+_UNREGISTERED = BlockKey(0)
+_ROOT = BlockId(-1)
+
+
+class BlockTree:
+    """A two-way map between keys and blocks 0 to num_blocks - 1, with each block's parent, depth and child count.
+
+    The one map of the cache: a block is found, named and forgotten here and nowhere else.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self._block_of: dict[BlockKey, BlockId] = {}
+        self._keys = [_UNREGISTERED] * num_blocks
+        self._parents = [_ROOT] * num_blocks
+        self._num_children = [0] * num_blocks
+        self._depths = [0] * num_blocks
+
+    def __contains__(self, block: BlockId) -> bool:
+        return self._depths[block] > 0  # not the key: a big integer apiece, it is seldom in the CPU's cache
+
+    def __len__(self) -> int:
+        return len(self._block_of)
+
+    def find(self, key: BlockKey) -> BlockId | None:
+        """Return the block registered under the key."""
+        return self._block_of.get(key)
+
+    def longest_match(self, keys: Sequence[BlockKey]) -> list[BlockId]:
+        """Return the blocks of the leading keys that are all registered."""
+        find = self._block_of.get
+        matched = []
+        for key in keys:
+            block = find(key)
+            if block is None:
+                break
+            matched.append(block)
+        return matched
+
+    def key_of(self, block: BlockId) -> BlockKey | None:
+        """Return the key the block is registered under."""
+        return self._keys[block] or None
+
+    def parent_of(self, block: BlockId) -> BlockId | None:
+        """Return the block before this one; None for a first or an unregistered block."""
+        parent = self._parents[block]
+        return None if parent == _ROOT else parent
+
+    def depth(self, block: BlockId) -> int:
+        """Return the number of blocks from the root to this one, itself included; 0 if it is unregistered."""
+        return self._depths[block]
+
+    def is_leaf(self, block: BlockId) -> bool:
+        """Return whether no registered block comes after this one."""
+        return not self._num_children[block]
+
+    def blocks(self) -> list[BlockId]:
+        """Return the registered blocks in ascending order."""
+        return sorted(self._block_of.values())
+
+    def add(self, block: BlockId, key: BlockKey, parent: BlockId | None) -> None:
+        """Register an unregistered block under an unused key, after a registered parent or as a first block."""
+        self._block_of[key] = block
+        self._keys[block] = key
+        self._depths[block] = 1
+        if parent is not None:
+            self._parents[block] = parent
+            self._num_children[parent] += 1
+            self._depths[block] += self._depths[parent]
+
+    def remove_leaf(self, block: BlockId) -> BlockId | None:
+        """Forget a block that has no children, and return its parent."""
+        parent = self.parent_of(block)
+        del self._block_of[self._keys[block]]
+        self._keys[block] = _UNREGISTERED
+        self._parents[block] = _ROOT
+        self._depths[block] = 0
+        if parent is not None:
+            self._num_children[parent] -= 1
+        return parent
+
+    def check_integrity(self) -> None:
+        """Raise CacheIntegrityError unless the maps are inverse and parents and child counts agree."""
+        forward = {block: key for key, block in self._block_of.items()}
+        backward = {BlockId(block): key for block, key in enumerate(self._keys) if key}
+        registered = {BlockId(block): self._keys[block] for block, depth in enumerate(self._depths) if depth}
+        if forward != backward or forward != registered or len(forward) != len(self._block_of):
+            raise CacheIntegrityError(f"block of key {self._block_of} != inverse of key of block {backward}")
+        num_children = [0] * len(self._keys)
+        for block in self._block_of.values():
+            parent = self.parent_of(block)
+            depth = 1 if parent is None else 1 + self._depths[parent]
+            if depth != self._depths[block]:
+                raise CacheIntegrityError(f"depth of block {block} = {self._depths[block]} != {depth}")
+            if parent is not None:
+                num_children[parent] += 1
+                if parent not in self:
+                    raise CacheIntegrityError(f"parent {parent} of registered block {block} is not registered")
+        if num_children != self._num_children:
+            raise CacheIntegrityError(f"children {num_children} != counted {self._num_children}")

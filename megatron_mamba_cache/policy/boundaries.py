@@ -1,0 +1,81 @@
+"""Which positions of a prompt deserve a cached state, and where a prefill chunk ends.
+
+All positions are absolute token positions, counted from the start of the request.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class BoundaryRule:
+    """Say which boundaries a prefill reserves.
+
+    Args:
+        block_size: tokens in a block; every boundary is a multiple of it.
+        stride: also every `stride` blocks; 1 takes every boundary, None only those derived from the prompt.
+    """
+
+    block_size: int
+    stride: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1:
+            raise ValueError(f"block_size must be at least 1 token, got {self.block_size}")
+        if self.stride is not None and self.stride < 1:
+            raise ValueError(f"stride must be at least 1 block, got {self.stride}; use None for no stride")
+
+
+def select_boundaries(
+    rule: BoundaryRule, *, prompt_len: int, start: int, end: int, kv_match_end: int
+) -> tuple[int, ...]:
+    """Select the boundaries that the prefill chunk of tokens [start, end) reserves, ascending.
+
+    Args:
+        kv_match_end: where the KV match of the prompt ends, a boundary; 0 when nothing matched.
+
+    Raises:
+        ValueError: If the positions are out of order, or `kv_match_end` is not a boundary.
+    """
+    _check_positions(rule, prompt_len, start, end, kv_match_end)
+    block = rule.block_size
+    last = prompt_len // block * block
+    candidates = {kv_match_end, last}
+    if last == prompt_len:
+        # An exact repeat must still have a token to compute, so it restores one block earlier.
+        candidates.add(prompt_len - block)
+    if end < prompt_len:
+        candidates.add(end)
+    if rule.stride is not None:
+        step = rule.stride * block
+        candidates.update(range(start // step * step + step, end + 1, step))
+    return tuple(sorted(p for p in candidates if start < p <= end and p % block == 0))
+
+
+def prefill_chunk_end(*, start: int, prompt_len: int, budget: int, block_size: int, align: bool) -> int:
+    """Choose the position where a prefill chunk that begins at `start` ends.
+
+    Args:
+        budget: tokens this step may still compute.
+        align: end on the last boundary inside the budget, so that the chunk's end state can be cached.
+
+    Raises:
+        ValueError: If there is nothing left to compute, or no budget to compute it with.
+    """
+    if not 0 <= start < prompt_len:
+        raise ValueError(f"need a token left to prefill, got start {start} of prompt_len {prompt_len}")
+    if budget < 1 or block_size < 1:
+        raise ValueError(f"budget and block_size must be at least 1 token, got {budget} and {block_size}")
+    end = min(start + budget, prompt_len)
+    if end == prompt_len or not align:
+        return end
+    boundary = end // block_size * block_size
+    return boundary if boundary > start else end
+
+
+def _check_positions(rule: BoundaryRule, prompt_len: int, start: int, end: int, kv_match_end: int) -> None:
+    if not 0 <= start <= end <= prompt_len:
+        raise ValueError(f"need 0 <= start <= end <= prompt_len, got {start}, {end}, {prompt_len}")
+    if not 0 <= kv_match_end <= prompt_len or kv_match_end % rule.block_size:
+        raise ValueError(
+            f"kv_match_end must be a multiple of {rule.block_size} and at most {prompt_len}, got {kv_match_end}"
+        )

@@ -1,0 +1,118 @@
+"""What a cached entry is worth, and a heap that gives up the least worthy first."""
+
+from collections import deque
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from math import isnan
+from typing import Protocol
+
+from ..errors import CacheIntegrityError
+
+_STALE_ALLOWANCE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class CachedEntry:
+    """What a worth function may know of an entry.
+
+    `last_used` is a logical time; `num_tokens` counts from the root to the end of the entry, which is what a miss
+    would have to compute again.
+    """
+
+    last_used: int
+    num_tokens: int
+
+
+class Worth(Protocol):
+    """A function of the entry alone, so that every rank reaches the same figure; the lowest is evicted first."""
+
+    def __call__(self, entry: CachedEntry, /) -> float:
+        """Return what keeping the entry is worth; any finite scale."""
+
+
+def lru_worth(entry: CachedEntry) -> float:
+    """Return the entry's last use: the least recently used goes first."""
+    return entry.last_used
+
+
+_Item = tuple[float, int, int]  # worth, minus depth, id: compared in this order
+
+
+class EvictionHeap:
+    """Ids in the order of their eviction: least worth first, then the deeper, then the lower id.
+
+    Entries replaced or discarded stay behind until they surface or until they outnumber the live ones, so every
+    operation is amortised O(log n) and stale entries number at most the live ones plus a constant.
+    """
+
+    def __init__(self, worth: Worth = lru_worth) -> None:
+        self._worth = worth
+        # Recency mostly arrives in ascending order. Such entries queue up in a sorted run, at a cost that does not
+        # grow with their number; only those that come out of order go into the heap.
+        self._run: deque[_Item] = deque()
+        self._heap: list[_Item] = []
+        self._live: dict[int, _Item] = {}
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __contains__(self, entry_id: int) -> bool:
+        return entry_id in self._live
+
+    def push(self, entry_id: int, entry: CachedEntry) -> None:
+        """Add an id, or replace what is known of it.
+
+        Raises:
+            ValueError: If the worth is not a number.
+        """
+        worth = self._worth(entry)
+        if isnan(worth):
+            raise ValueError(f"need a worth that can be ordered, found {worth} for {entry}")
+        item = (worth, -entry.num_tokens, entry_id)
+        self._live[entry_id] = item
+        if not self._run or self._run[-1] < item:
+            self._run.append(item)
+        else:
+            heappush(self._heap, item)
+        self._compact()
+
+    def discard(self, entry_id: int) -> None:
+        """Remove an id; nothing happens if it is absent."""
+        if self._live.pop(entry_id, None) is not None:
+            self._compact()
+
+    def pop(self) -> int:
+        """Remove and return the id to evict first.
+
+        Raises:
+            CacheIntegrityError: If there is none.
+        """
+        while self._run or self._heap:
+            item = self._pop_item()
+            entry_id = item[2]
+            if self._is_live(item):
+                del self._live[entry_id]
+                self._compact()
+                return entry_id
+        raise CacheIntegrityError("need an entry to evict, found none; ask for no more than is evictable")
+
+    def clear(self) -> None:
+        """Remove every id."""
+        self._run.clear()
+        self._heap.clear()
+        self._live.clear()
+
+    def _pop_item(self) -> _Item:
+        if not self._heap or (self._run and self._run[0] < self._heap[0]):
+            return self._run.popleft()
+        return heappop(self._heap)
+
+    def _is_live(self, item: _Item) -> bool:
+        # Identity, not equality: an id that was discarded and pushed again may have an equal, stale item.
+        return self._live.get(item[2]) is item
+
+    def _compact(self) -> None:
+        if len(self._run) + len(self._heap) > 2 * len(self._live) + _STALE_ALLOWANCE:
+            self._run = deque(filter(self._is_live, self._run))
+            self._heap = list(filter(self._is_live, self._heap))
+            heapify(self._heap)

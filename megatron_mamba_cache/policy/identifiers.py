@@ -1,0 +1,12 @@
+"""The two kinds of number that must never be mixed: KV blocks and state slots."""
+
+from typing import NewType
+
+BlockId = NewType("BlockId", int)
+"""A physical KV block."""
+
+SlotId = NewType("SlotId", int)
+"""A row of the state pool, across all Mamba layers."""
+
+BlockKey = NewType("BlockKey", int)
+"""The SHA-256 digest of a block and everything before it, as a positive integer."""

@@ -1,0 +1,259 @@
+"""Who owns each slot of the state pool: live, draft and reserved states and the cached ones are the same rows."""
+
+from collections.abc import Sequence
+from enum import Enum
+
+from ..errors import CacheCapacityError, CacheIntegrityError
+from .eviction import CachedEntry, EvictionHeap, Worth, lru_worth
+from .identifiers import BlockId, SlotId
+
+
+class SlotOwner(Enum):
+    """What a slot is in use for."""
+
+    FREE = "free"
+    LIVE = "live"
+    RESERVED = "reserved"
+    CACHED = "cached"
+    DRAFT = "draft"
+
+
+class SlotPool:
+    """Slots 0 to num_slots - 1, one owner each; a cached slot belongs to one KV block, and a block has at most one.
+
+    A cached state is evicted when a slot is needed and none is free, unless it is pinned: about to be read. Time is
+    logical, as in the block pool.
+    """
+
+    def __init__(self, num_slots: int, worth: Worth = lru_worth) -> None:
+        """Start with every slot free.
+
+        Raises:
+            ValueError: If `num_slots` is negative.
+        """
+        if num_slots < 0:
+            raise ValueError(f"need num_slots >= 0, found {num_slots}")
+        self._num_slots = num_slots
+        self._free = [SlotId(slot) for slot in reversed(range(num_slots))]  # a stack: lowest number on top
+        self._owners = [SlotOwner.FREE] * num_slots
+        self._counts = dict.fromkeys(SlotOwner, 0) | {SlotOwner.FREE: num_slots}
+        self._last_used = [0] * num_slots
+        self._num_tokens = [0] * num_slots
+        self._slot_of: dict[BlockId, SlotId] = {}
+        self._pins: dict[BlockId, int] = {}
+        self._orphans: dict[BlockId, list[SlotId]] = {}  # flushed while pinned: free at the block's last unpin
+        self._evictable = EvictionHeap(worth)  # the blocks whose state is not pinned
+        self._num_evicted = 0
+        self._clock = 0
+
+    @property
+    def num_slots(self) -> int:
+        """All slots."""
+        return self._num_slots
+
+    @property
+    def num_available(self) -> int:
+        """The most that can be taken or reserved now: free slots and cached states that are not pinned."""
+        return len(self._free) + len(self._evictable)
+
+    @property
+    def num_reserved(self) -> int:
+        """Slots reserved and not yet published or cancelled."""
+        return self._counts[SlotOwner.RESERVED]
+
+    @property
+    def num_evicted(self) -> int:
+        """Cached states evicted to make room since the pool was made; dropped and flushed ones do not count."""
+        return self._num_evicted
+
+    def owner_of(self, slot: SlotId) -> SlotOwner:
+        """Return what the slot is in use for; a state flushed while pinned counts as cached until it is free."""
+        return self._owners[slot]
+
+    def count_by_owner(self) -> dict[str, int]:
+        """Return the number of slots by the lower-case name of their owner."""
+        return {owner.value: count for owner, count in self._counts.items()}
+
+    def slot_of(self, block: BlockId) -> SlotId | None:
+        """Return the slot with the cached state at the end of the block."""
+        return self._slot_of.get(block)
+
+    def is_pinned(self, block: BlockId) -> bool:
+        """Return whether the block's state may not be evicted now."""
+        return block in self._pins
+
+    def take_live(self) -> SlotId:
+        """Give a slot to a running request, evicting the cached state worth least if none is free.
+
+        Raises:
+            CacheCapacityError: If every slot is in use; nothing has changed then.
+        """
+        return self._take(1, SlotOwner.LIVE)[0]
+
+    def release_live(self, slot: SlotId) -> None:
+        """Take a running request's slot back."""
+        self._free_owned(slot, SlotOwner.LIVE)
+
+    def take_draft(self, num_slots: int) -> list[SlotId]:
+        """Give slots to draft states, as `take_live` does."""
+        return self._take(num_slots, SlotOwner.DRAFT)
+
+    def release_draft(self, slot: SlotId) -> None:
+        """Take a draft state's slot back."""
+        self._free_owned(slot, SlotOwner.DRAFT)
+
+    def reserve(self, num_slots: int = 1) -> list[SlotId]:
+        """Set slots aside for states that the coming step writes, as `take_live` does; all of them or none."""
+        return self._take(num_slots, SlotOwner.RESERVED)
+
+    def cancel(self, slot: SlotId) -> None:
+        """Give a reserved slot back, unpublished."""
+        self._free_owned(slot, SlotOwner.RESERVED)
+
+    def publish(self, slot: SlotId, block: BlockId, num_tokens: int = 0) -> None:
+        """Make a reserved slot, now written, the cached state at the end of the block.
+
+        Args:
+            num_tokens: Tokens from the root to the end of the block: what losing the state costs.
+
+        Raises:
+            CacheIntegrityError: If the slot is not reserved or the block has a state; nothing has changed then.
+        """
+        if block in self._slot_of:
+            raise CacheIntegrityError(
+                f"need a block without a state, found slot {self._slot_of[block]} at block {block}"
+            )
+        self._require_owner(slot, SlotOwner.RESERVED)
+        self._set_owner(slot, SlotOwner.CACHED)
+        self._slot_of[block] = slot
+        self._num_tokens[slot] = num_tokens
+        self._set_last_used(block, self._tick())
+
+    def pin(self, block: BlockId) -> None:
+        """Keep the block's state from eviction until as many `unpin` calls; it counts as just used.
+
+        Raises:
+            CacheIntegrityError: If the block has no state.
+        """
+        if block not in self._slot_of:
+            raise CacheIntegrityError(f"need a cached state to pin, found none at block {block}")
+        self._pins[block] = self._pins.get(block, 0) + 1
+        self._evictable.discard(block)
+        self._set_last_used(block, self._tick())
+
+    def unpin(self, block: BlockId) -> None:
+        """Undo one `pin`.
+
+        Raises:
+            CacheIntegrityError: If the block is not pinned.
+        """
+        if block not in self._pins:
+            raise CacheIntegrityError(f"need a pinned state to unpin, found block {block} not pinned")
+        self._pins[block] -= 1
+        if self._pins[block]:
+            return
+        del self._pins[block]
+        for slot in self._orphans.pop(block, ()):
+            self._free_owned(slot, SlotOwner.CACHED)
+        if block in self._slot_of:
+            self._set_last_used(block, self._tick())
+
+    def drop(self, block: BlockId) -> None:
+        """Forget the block's state and free its slot; nothing happens if it has none.
+
+        Raises:
+            CacheIntegrityError: If the state is pinned.
+        """
+        if block not in self._slot_of:
+            return
+        if block in self._pins:
+            raise CacheIntegrityError(
+                f"need an unpinned state to drop, found {self._pins[block]} pins at block {block}"
+            )
+        self._evictable.discard(block)
+        self._free_owned(self._slot_of.pop(block), SlotOwner.CACHED)
+
+    def touch(self, blocks: Sequence[BlockId], time: int | None = None) -> None:
+        """Set the last use of the blocks' states, where they have one, to `time`, by default to now."""
+        now = self._tick() if time is None else time
+        self._clock = max(self._clock, now)
+        for block in blocks:
+            if block in self._slot_of:
+                self._set_last_used(block, now)
+
+    def flush(self) -> None:
+        """Forget every cached state. The slot of a pinned one becomes free at its last unpin, the others now.
+
+        A block pool that drops states as its own blocks are flushed is flushed after this one.
+        """
+        for block in sorted(self._slot_of):
+            slot = self._slot_of.pop(block)
+            if block in self._pins:
+                self._orphans.setdefault(block, []).append(slot)
+            else:
+                self._free_owned(slot, SlotOwner.CACHED)
+        self._evictable.clear()
+
+    def check_integrity(self) -> None:
+        """Raise CacheIntegrityError, with the equation that failed, unless every invariant of the pool holds. O(n)."""
+        found = {owner: self._owners.count(owner) for owner in SlotOwner}
+        if found != self._counts or sum(found.values()) != self._num_slots:
+            raise CacheIntegrityError(f"owners {found} != counted {self._counts}, or sum != {self._num_slots} slots")
+        self._check_owned(SlotOwner.FREE, self._free)
+        orphans = [slot for slots in self._orphans.values() for slot in slots]
+        self._check_owned(SlotOwner.CACHED, [*self._slot_of.values(), *orphans])
+        if self._pins.keys() - self._slot_of.keys() - self._orphans.keys() or self._orphans.keys() - self._pins.keys():
+            raise CacheIntegrityError(
+                f"pins {self._pins} != pins of states {self._slot_of} and orphans {self._orphans}"
+            )
+        unpinned = self._slot_of.keys() - self._pins.keys()
+        if len(unpinned) != len(self._evictable) or not all(block in self._evictable for block in unpinned):
+            raise CacheIntegrityError(f"unpinned states {unpinned} != {len(self._evictable)} evictable states")
+
+    def _tick(self) -> int:
+        self._clock += 1
+        return self._clock
+
+    def _take(self, num_slots: int, owner: SlotOwner) -> list[SlotId]:
+        if num_slots < 0:
+            raise ValueError(f"need a count of slots, found {num_slots}")
+        if num_slots > self.num_available:
+            raise CacheCapacityError(
+                f"need {num_slots} state slots, {len(self._free)} free and {len(self._evictable)} evictable of "
+                f"{self._num_slots}; raise --inference-dynamic-batching-prefix-caching-mamba-gb or max requests"
+            )
+        while len(self._free) < num_slots:
+            block = BlockId(self._evictable.pop())
+            self._free_owned(self._slot_of.pop(block), SlotOwner.CACHED)
+            self._num_evicted += 1
+        slots = [self._free.pop() for _ in range(num_slots)]
+        for slot in slots:
+            self._set_owner(slot, owner)
+        return slots
+
+    def _free_owned(self, slot: SlotId, owner: SlotOwner) -> None:
+        self._require_owner(slot, owner)
+        self._set_owner(slot, SlotOwner.FREE)
+        self._free.append(slot)
+
+    def _set_owner(self, slot: SlotId, owner: SlotOwner) -> None:
+        self._counts[self._owners[slot]] -= 1
+        self._counts[owner] += 1
+        self._owners[slot] = owner
+
+    def _require_owner(self, slot: SlotId, owner: SlotOwner) -> None:
+        if not 0 <= slot < self._num_slots:  # a padding -1 would silently index the last slot
+            raise ValueError(f"need a slot of 0 to {self._num_slots - 1}, found {slot}")
+        if self._owners[slot] is not owner:
+            raise CacheIntegrityError(f"need slot {slot} {owner.value}, found it {self._owners[slot].value}")
+
+    def _set_last_used(self, block: BlockId, time: int) -> None:
+        slot = self._slot_of[block]
+        self._last_used[slot] = time
+        if block not in self._pins:
+            self._evictable.push(block, CachedEntry(time, self._num_tokens[slot]))
+
+    def _check_owned(self, owner: SlotOwner, slots: Sequence[SlotId]) -> None:
+        owned = [slot for slot in range(self._num_slots) if self._owners[slot] is owner]
+        if sorted(slots) != owned:
+            raise CacheIntegrityError(f"slots listed as {owner.value} {sorted(slots)} != slots owned so {owned}")

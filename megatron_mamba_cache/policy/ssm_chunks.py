@@ -1,0 +1,80 @@
+"""Logical SSM chunks of a packed prefill batch, cut at absolute positions.
+
+A request resumed at a multiple of the chunk size is cut exactly as an uninterrupted one, so the scan does the same
+operations and leaves the same bits.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from megatron_mamba_cache.errors import CacheIntegrityError
+
+
+@dataclass(frozen=True, slots=True)
+class SSMChunkPlan:
+    """The SSM chunks of a packed batch, in packed order.
+
+    Args:
+        cu_chunks: [num_chunks + 1] packed position where each chunk begins, and the end of the last.
+        chunk_rows: [num_chunks] row that each chunk belongs to.
+        last_chunk_indices: [num_rows] last chunk of each row; -1 for a row without new tokens.
+    """
+
+    cu_chunks: tuple[int, ...]
+    chunk_rows: tuple[int, ...]
+    last_chunk_indices: tuple[int, ...]
+
+    def chunk_at_end(self, packed_end: int) -> int:
+        """Return the chunk that ends at this packed position, whose end state is the state there.
+
+        Raises:
+            CacheIntegrityError: If no chunk ends there.
+        """
+        index = bisect_left(self.cu_chunks, packed_end)
+        if index == 0 or index == len(self.cu_chunks) or self.cu_chunks[index] != packed_end:
+            raise CacheIntegrityError(
+                f"need an SSM chunk that ends at packed position {packed_end}, found ends {self.cu_chunks[1:]}; "
+                "the block size must be a multiple of the SSM chunk size"
+            )
+        return index - 1
+
+
+def plan_ssm_chunks(num_computed: Sequence[int], query_starts: Sequence[int], chunk_size: int) -> SSMChunkPlan:
+    """Cut each row of a packed batch into SSM chunks at multiples of `chunk_size` of its absolute positions.
+
+    Args:
+        num_computed: [num_rows] tokens of each row computed before this batch.
+        query_starts: [num_rows + 1] packed position where each row's new tokens begin, from 0, and their end.
+
+    Raises:
+        ValueError: If the lengths disagree, a value is negative, or `query_starts` descends or is not from 0.
+    """
+    _check_rows(num_computed, query_starts, chunk_size)
+    cu_chunks = [0]
+    chunk_rows: list[int] = []
+    last_chunk_indices: list[int] = []
+    for row, (computed, (begin, end)) in enumerate(zip(num_computed, pairwise(query_starts), strict=True)):
+        if begin == end:
+            last_chunk_indices.append(-1)
+            continue
+        first_cut = begin + chunk_size - computed % chunk_size
+        ends = [*range(first_cut, end, chunk_size), end]
+        cu_chunks.extend(ends)
+        chunk_rows.extend([row] * len(ends))
+        last_chunk_indices.append(len(chunk_rows) - 1)
+    return SSMChunkPlan(tuple(cu_chunks), tuple(chunk_rows), tuple(last_chunk_indices))
+
+
+def _check_rows(num_computed: Sequence[int], query_starts: Sequence[int], chunk_size: int) -> None:
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1 token, got {chunk_size}")
+    if len(query_starts) != len(num_computed) + 1:
+        raise ValueError(
+            f"need {len(num_computed) + 1} query_starts for {len(num_computed)} rows, got {len(query_starts)}"
+        )
+    if min(num_computed, default=0) < 0:
+        raise ValueError(f"num_computed must not be negative, got {min(num_computed)}")
+    if query_starts[0] != 0 or any(begin > end for begin, end in pairwise(query_starts)):
+        raise ValueError(f"query_starts must ascend from 0, got {tuple(query_starts)}")

@@ -1,0 +1,46 @@
+"""Shapes and sizes of one slot of the state pool."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class StateLayout:
+    """One slot: the conv window and the SSM state of every Mamba layer of this rank.
+
+    Args:
+        num_layers: Mamba layers of this rank.
+        conv_shape: (window, conv_dim), time-major, window >= d_conv - 1, oldest input first.
+        ssm_shape: (heads, d_state, head_dim).
+        conv_dtype, ssm_dtype: Each state type has its own.
+    """
+
+    num_layers: int
+    conv_shape: tuple[int, ...]
+    ssm_shape: tuple[int, ...]
+    conv_dtype: torch.dtype
+    ssm_dtype: torch.dtype
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot over all layers and state types."""
+        conv = math.prod(self.conv_shape) * self.conv_dtype.itemsize
+        ssm = math.prod(self.ssm_shape) * self.ssm_dtype.itemsize
+        return self.num_layers * (conv + ssm)
+
+    def num_slots_in(self, budget_gb: float, num_live: int) -> int:
+        """Return the rows of a pool: what the budget buys for cached states and one live row a request.
+
+        Raises:
+            ValueError: If the budget buys no cached state; the message says the least that does.
+        """
+        bought = int(budget_gb * 2**30) // self.slot_bytes
+        if bought < 1:
+            least = math.ceil(self.slot_bytes / 2**30 * 1e6) / 1e6
+            raise ValueError(
+                f"prefix_caching_mamba_gb is {budget_gb:g} GiB, but one cached state takes {self.slot_bytes} bytes: set "
+                f"--inference-dynamic-batching-prefix-caching-mamba-gb to at least {least:f}, or --no-prefix-caching"
+            )
+        return bought + num_live

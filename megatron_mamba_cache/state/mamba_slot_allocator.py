@@ -1,0 +1,304 @@
+"""Cached Mamba states by KV block: the allocator under Megatron's documented method names."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..policy.boundaries import BoundaryRule, select_boundaries
+from ..policy.identifiers import BlockId, SlotId
+from ..policy.slot_pool import SlotPool
+from .layout import StateLayout
+from .state_pool import StatePool
+
+MAX_INTERMEDIATE_OFFSETS_PER_REQUEST = 3
+"""Most boundaries that a prompt suggests by itself: where its KV match ends, its last and its last but one."""
+
+
+class LiveStateIndex(Protocol):
+    """Where the live state of each request is."""
+
+    @property
+    def request_to_mamba_state_idx(self) -> Sequence[int] | Tensor:
+        """[requests] live slot of each request."""
+
+
+class SlotAllocatorContext(Protocol):
+    """All that a `MambaSlotAllocator` reads of an inference context."""
+
+    block_size_tokens: int
+    max_tokens: int
+
+    @property
+    def mamba_conv_states(self) -> Tensor:
+        """[layers, live slots, *conv_states_shape]."""
+
+    @property
+    def mamba_ssm_states(self) -> Tensor:
+        """[layers, live slots, *ssm_states_shape]."""
+
+    @property
+    def mamba_metadata(self) -> LiveStateIndex:
+        """The live slot of each request."""
+
+    @property
+    def request_to_kv_block_ids(self) -> Sequence[Sequence[int]] | Tensor:
+        """[requests][block index] KV block ids."""
+
+
+class PromptRequest(Protocol):
+    """All that `compute_and_store_offsets` reads of a request."""
+
+    prompt_tokens: Sequence[int] | Tensor
+    finished_chunk_token_count: int
+
+
+class StepReservations(Protocol):
+    """Boundaries that a scheduler reserved for the running step on its own account."""
+
+    def offsets(self) -> list[list[int]]:
+        """Return, for each prefill row, its boundaries relative to the row's first token of this step."""
+
+    def commit(self) -> None:
+        """Publish what the step wrote."""
+
+
+class NoReservations:
+    """There is no scheduler: all reservations come through `compute_and_store_offsets`."""
+
+    def offsets(self) -> list[list[int]]:
+        """Return no rows."""
+        return []
+
+    def commit(self) -> None:
+        """Do nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredOffset:
+    offset: int
+    block: BlockId
+    slot: SlotId
+
+
+class MambaSlotAllocator:
+    """Gives KV blocks a slot for the Mamba state at their end.
+
+    Built by its constructor it owns `max_slots` rows in the caller's shapes. `over_pool` shares an engine's pool.
+    Methods mirror Megatron's class, and keep its -1 and bool results.
+    """
+
+    def __init__(
+        self,
+        context: SlotAllocatorContext,
+        max_slots: int,
+        num_mamba_layers: int,
+        conv_states_shape: tuple[int, ...],
+        ssm_states_shape: tuple[int, ...],
+        conv_states_dtype: torch.dtype,
+        ssm_states_dtype: torch.dtype,
+    ) -> None:
+        if max_slots < 1:
+            raise ValueError(f"max_slots is {max_slots}; at least 1 state slot is needed")
+        layout = StateLayout(
+            num_mamba_layers, tuple(conv_states_shape), tuple(ssm_states_shape), conv_states_dtype, ssm_states_dtype
+        )
+        pool = StatePool(layout, max_slots, torch.cuda.current_device() if torch.cuda.is_available() else "cpu")
+        rule = BoundaryRule(context.block_size_tokens)
+        self._attach(context, pool, SlotPool(max_slots), rule, NoReservations())
+
+    @classmethod
+    def over_pool(
+        cls,
+        context: SlotAllocatorContext,
+        pool: StatePool,
+        slots: SlotPool,
+        rule: BoundaryRule,
+        reservations: StepReservations,
+    ) -> "MambaSlotAllocator":
+        """Build the allocator over a pool and a slot map that an engine owns and shares with it."""
+        allocator = cls.__new__(cls)
+        allocator._attach(context, pool, slots, rule, reservations)
+        return allocator
+
+    def _attach(
+        self,
+        context: SlotAllocatorContext,
+        pool: StatePool,
+        slots: SlotPool,
+        rule: BoundaryRule,
+        reservations: StepReservations,
+    ) -> None:
+        self.context = context
+        self.state_pool = pool
+        self.slots = slots
+        self._rule = rule
+        self._reservations = reservations
+        self._hashes: dict[BlockId, int] = {}
+        self._stored: dict[int, list[_StoredOffset]] = {}  # request index -> boundaries of its running chunk
+
+    def allocate_slots_batch(self, block_ids: Sequence[int]) -> list[int]:
+        """Give each block a slot, evicting the least worthy states if needed; the same block twice gets one slot.
+
+        Raises:
+            CacheCapacityError: If there are too few slots; nothing has changed then.
+        """
+        blocks = [BlockId(int(block)) for block in block_ids]
+        held = [block for block in dict.fromkeys(blocks) if self.slots.slot_of(block) is not None]
+        missing = [block for block in dict.fromkeys(blocks) if self.slots.slot_of(block) is None]
+        for block in held:
+            self.slots.pin(block)
+        try:
+            new_slots = self.slots.reserve(len(missing))
+        finally:
+            for block in held:
+                self.slots.unpin(block)
+        for block, slot in zip(missing, new_slots, strict=True):
+            self.slots.publish(slot, block)
+        return [self.get_slot(block) for block in blocks]
+
+    def get_slot(self, block_id: int) -> int:
+        """Return the block's slot, -1 if it has none."""
+        slot = self.slots.slot_of(BlockId(int(block_id)))
+        return -1 if slot is None else slot
+
+    def has_state(self, block_id: int) -> bool:
+        """Whether a state is cached for the block."""
+        return self.get_slot(block_id) >= 0
+
+    def invalidate_block(self, block_id: int) -> None:
+        """Drop the block's state and hash, if any."""
+        block = BlockId(int(block_id))
+        self.slots.drop(block)
+        self._hashes.pop(block, None)
+
+    def on_kv_blocks_deregistered(self, block_ids: Sequence[int], hashes: Sequence[int]) -> None:
+        """Drop the states of blocks that leave the KV cache; `hashes` is part of Megatron's signature, not needed."""
+        for block in block_ids:
+            self.invalidate_block(block)
+
+    def register_block_hashes_batch(self, block_ids: Sequence[int], hashes: Sequence[int]) -> None:
+        """Remember the hash of each block that holds a state; hashes that are not positive mean none."""
+        for block, block_hash in zip(block_ids, hashes, strict=True):
+            if block_hash > 0 and self.has_state(block):
+                self._hashes[BlockId(int(block))] = block_hash
+
+    def hash_of(self, block_id: int) -> int | None:
+        """Return the hash registered for the block's state; None if there is none."""
+        return self._hashes.get(BlockId(int(block_id)))
+
+    def store_from_tensors(self, block_id: int, layer_idx: int, ssm_state: Tensor, conv_state: Tensor) -> None:
+        """Write one layer's state of a block that has a slot.
+
+        Raises:
+            ValueError: If the block has no slot; allocate one first.
+        """
+        slot = self._slot_or_error(block_id)
+        self.state_pool.ssm[layer_idx, slot].copy_(ssm_state)
+        self.state_pool.conv[layer_idx, slot].copy_(conv_state)
+
+    def store_from_live_batch(self, slots: Sequence[int], request_indices: Sequence[int]) -> None:
+        """Copy the live states of requests to slots, all layers and state types."""
+        for slot, request_idx in zip(slots, request_indices, strict=True):
+            live = self._live_slot(request_idx)
+            self.state_pool.conv[:, slot].copy_(self.context.mamba_conv_states[:, live])
+            self.state_pool.ssm[:, slot].copy_(self.context.mamba_ssm_states[:, live])
+
+    def restore_to_live(self, request_idx: int, block_id: int) -> bool:
+        """Copy the block's state to the request's live slot; return whether there was one to copy."""
+        slot = self.get_slot(block_id)
+        if slot < 0:
+            return False
+        live = self._live_slot(request_idx)
+        self.context.mamba_conv_states[:, live].copy_(self.state_pool.conv[:, slot])
+        self.context.mamba_ssm_states[:, live].copy_(self.state_pool.ssm[:, slot])
+        return True
+
+    def compute_and_store_offsets(
+        self,
+        req: PromptRequest,
+        current_id: int,
+        skip_tokens: int,
+        prefill_chunk_length: int,
+        num_matched_blocks: int,
+        matched_block_ids: Sequence[int],
+        overall_required_blocks: int,
+    ) -> None:
+        """Reserve a slot for each boundary of a request's prefill chunk that deserves a state and has none.
+
+        The chunk covers `prefill_chunk_length` tokens from `req.finished_chunk_token_count`; its first `skip_tokens`
+        are not computed, and offsets count from the first that is. What no slot can be had for is left out. The last
+        two arguments are part of Megatron's signature: `context.request_to_kv_block_ids` says the same.
+        """
+        chunk_start = req.finished_chunk_token_count
+        start = chunk_start + skip_tokens
+        positions = select_boundaries(
+            self._rule,
+            prompt_len=len(req.prompt_tokens),
+            start=start,
+            end=chunk_start + prefill_chunk_length,
+            kv_match_end=num_matched_blocks * self._rule.block_size,
+        )
+        self._cancel(current_id)
+        row_blocks = self.context.request_to_kv_block_ids[current_id]
+        stored = []
+        for position in positions:
+            block = BlockId(int(row_blocks[position // self._rule.block_size - 1]))
+            if not self.has_state(block) and self.slots.num_available:
+                stored.append(_StoredOffset(position - start, block, self.slots.reserve()[0]))
+        self._stored[current_id] = stored
+
+    def get_intermediate_gpu_data(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """Return the running step's boundaries: offsets [prefill rows, k] int32 (rest 0), counts [prefill rows] int32.
+
+        k is `MAX_INTERMEDIATE_OFFSETS_PER_REQUEST`, or ceil(max_tokens / block) where a stride is configured;
+        (None, None) if no boundary is reserved.
+        """
+        rows = [[item.offset for item in self._stored[index]] for index in sorted(self._stored)]
+        rows = rows or self._reservations.offsets()
+        if not any(rows):
+            return None, None
+        k = MAX_INTERMEDIATE_OFFSETS_PER_REQUEST
+        if self._rule.stride is not None:
+            k = math.ceil(self.context.max_tokens / self._rule.block_size)
+        device = self.state_pool.ssm.device
+        padded = [row + [0] * (k - len(row)) for row in rows]
+        counts = [len(row) for row in rows]
+        return (
+            torch.tensor(padded, dtype=torch.int32, device=device),
+            torch.tensor(counts, dtype=torch.int32, device=device),
+        )
+
+    def commit_intermediate_states(self) -> None:
+        """Publish the boundary states that the forward (or its graph replay) has written; nobody may write them now."""
+        for stored in self._stored.values():
+            for item in stored:
+                if self.has_state(item.block):
+                    self.slots.cancel(item.slot)
+                else:
+                    self.slots.publish(item.slot, item.block)
+        self._stored.clear()
+        self._reservations.commit()
+
+    def reset(self) -> None:
+        """Drop every cached state, hash and stored boundary; live slots stay."""
+        for request_idx in list(self._stored):
+            self._cancel(request_idx)
+        self._hashes.clear()
+        self.slots.flush()
+
+    def _cancel(self, request_idx: int) -> None:
+        for item in self._stored.pop(request_idx, []):
+            self.slots.cancel(item.slot)
+
+    def _live_slot(self, request_idx: int) -> int:
+        return int(self.context.mamba_metadata.request_to_mamba_state_idx[request_idx])
+
+    def _slot_or_error(self, block_id: int) -> int:
+        slot = self.get_slot(block_id)
+        if slot < 0:
+            raise ValueError(f"block {block_id} has no state slot; call allocate_slots_batch first")
+        return slot

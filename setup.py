@@ -1,0 +1,34 @@
+"""Package metadata of megatron-mamba-cache."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+README = Path(__file__).parent / "README.md"
+
+setup(
+    name="megatron-mamba-cache",
+    version="0.1.0",
+    description="Prefix caching and speculative decoding for hybrid Mamba2 models on Megatron's dynamic inference",
+    long_description=README.read_text(encoding="utf-8") if README.exists() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    packages=find_packages(include=["megatron_mamba_cache", "megatron_mamba_cache.*"]),
+    package_data={"megatron_mamba_cache": ["py.typed"]},
+    python_requires=">=3.11",
+    install_requires=[
+        "torch>=2.11,<2.14",
+        # The context overrides methods of this very release; another one must be tried before it is allowed.
+        "megatron-core==0.16.1",
+        "triton>=3.6; platform_system == 'Linux'",
+        "einops",
+        "numpy",
+        "packaging",
+        "tqdm",
+    ],
+    extras_require={
+        "test": ["pytest>=8", "pytest-xdist", "hypothesis", "ruff", "mypy"],
+        "server": ["fastapi", "uvicorn", "prometheus-client", "pyzmq", "msgpack"],
+        "hf": ["transformers", "safetensors", "huggingface_hub"],
+    },
+)

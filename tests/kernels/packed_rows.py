@@ -1,0 +1,79 @@
+"""Packed rows, poisoned pools and bit comparisons for kernel tests."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from megatron_mamba_cache.kernels.varlen_rows import PAD_SLOT, VarlenRows
+
+
+@dataclass(frozen=True, slots=True)
+class RowSpec:
+    """A row of `length` tokens from absolute position `start`; `boundaries` maps absolute positions to slots."""
+
+    length: int
+    start: int = 0
+    initial: int = PAD_SLOT
+    final: int = PAD_SLOT
+    boundaries: dict[int, int] = field(default_factory=dict)
+
+
+def pack_rows(specs: Sequence[RowSpec], chunk_size: int, device: str, num_padding: int = 0) -> VarlenRows:
+    """Cut the rows at absolute multiples of `chunk_size`; add empty padding rows and chunks."""
+    cu_rows = [0, *accumulate(spec.length for spec in specs)]
+    cu_chunks, chunk_rows, chunk_slots = [0], [], []
+    for row, spec in enumerate(specs):
+        position, end = spec.start, spec.start + spec.length
+        while position < end:
+            position = min((position // chunk_size + 1) * chunk_size, end)
+            cu_chunks.append(cu_rows[row] + position - spec.start)
+            chunk_rows.append(row)
+            chunk_slots.append(spec.boundaries.get(position, PAD_SLOT))
+    padding = [PAD_SLOT] * num_padding
+    columns = (
+        cu_rows + cu_rows[-1:] * num_padding,
+        [spec.initial for spec in specs] + padding,
+        [spec.final for spec in specs] + padding,
+        cu_chunks + cu_chunks[-1:] * num_padding,
+        chunk_rows + [0] * num_padding,
+        chunk_slots + padding,
+    )
+    return VarlenRows(*(torch.tensor(column, dtype=torch.int32, device=device) for column in columns))
+
+
+def row_slices(specs: Sequence[RowSpec]) -> list[slice]:
+    """Return where each row's tokens lie."""
+    cu_rows = [0, *accumulate(spec.length for spec in specs)]
+    return [slice(a, b) for a, b in pairwise(cu_rows)]
+
+
+def written_slots(specs: Sequence[RowSpec]) -> set[int]:
+    """Return every slot that the rows write."""
+    slots = {spec.final for spec in specs}
+    for spec in specs:
+        slots.update(spec.boundaries.values())
+    return slots - {PAD_SLOT}
+
+
+def poisoned_pool(shape: Sequence[int], dtype: torch.dtype, device: str, filled: Sequence[int] = ()) -> Tensor:
+    """Return a pool of NaN whose `filled` slots hold random states."""
+    pool = torch.full(tuple(shape), float("nan"), dtype=dtype, device=device)
+    for slot in filled:
+        pool[slot] = torch.randn(shape[1:], device=device).to(dtype)
+    return pool
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Compare as bytes: NaN equals itself, and -0 differs from 0."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def assert_untouched(before: Tensor, after: Tensor, written: set[int]) -> None:
+    """Check that every slot not in `written` kept its bits."""
+    for slot in range(before.shape[0]):
+        assert slot in written or same_bits(before[slot], after[slot]), f"slot {slot} changed"

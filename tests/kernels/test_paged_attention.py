@@ -1,0 +1,134 @@
+"""Properties of reference attention over a paged cache."""
+
+from itertools import accumulate
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_mamba_cache.kernels import paged_attention
+from megatron_mamba_cache.kernels.paged_attention import AttentionRows, append_kv_ref, paged_attention_ref
+from tests.kernels.packed_rows import same_bits
+
+BLOCK, DIM, HEADS = 4, 8, 6
+SCALE = DIM**-0.5
+MIXES = [
+    [(1, 1), (1, 9), (1, 4), (5, 5), (3, 11), (7, 8)],
+    [(1, 3)],
+    [(6, 6), (1, 12), (1, 5), (0, 0), (2, 7), (1, 1)],
+    [(9, 17)],
+]
+
+
+class Cache:
+    """A poisoned paged cache of shuffled blocks that holds random rows."""
+
+    def __init__(self, lengths: list[tuple[int, int]], kv_heads: int, device: str) -> None:
+        num_blocks = [-(-kv_len // BLOCK) for _, kv_len in lengths]
+        width = max(num_blocks) + 1
+        free = torch.randperm(sum(num_blocks) + 2).tolist()
+        self.k = torch.full((len(free), BLOCK, kv_heads, DIM), float("nan"), device=device)
+        self.v = self.k.clone()
+        table = torch.full((len(lengths), width), -1, dtype=torch.int32)
+        self.contents = []
+        for row, (_, kv_len) in enumerate(lengths):
+            keys, values = torch.randn(2, kv_len, kv_heads, DIM, device=device)
+            for index in range(num_blocks[row]):
+                block = table[row, index] = free.pop()
+                tokens = slice(index * BLOCK, min((index + 1) * BLOCK, kv_len))
+                self.k[block, : tokens.stop - tokens.start] = keys[tokens]
+                self.v[block, : tokens.stop - tokens.start] = values[tokens]
+            self.contents.append((keys, values))
+        self.rows = AttentionRows(
+            torch.tensor([0, *accumulate(q for q, _ in lengths)], dtype=torch.int32, device=device),
+            torch.tensor([kv for _, kv in lengths], dtype=torch.int32, device=device),
+            table.to(device),
+            tuple(q for q, _ in lengths),
+            tuple(kv for _, kv in lengths),
+        )
+
+
+def dense_attention(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Return bottom-right causal attention [query_len, heads, dim] in fp64, a query token at a time."""
+    group, outputs = HEADS // keys.shape[1], []
+    keys, values = (t.double().repeat_interleave(group, 1) for t in (keys, values))
+    for i, query in enumerate(q.double()):
+        seen = keys.shape[0] - q.shape[0] + i + 1
+        weights = torch.softmax(torch.einsum("hd,shd->hs", query, keys[:seen]) * SCALE, -1)
+        outputs.append(torch.einsum("hs,shd->hd", weights, values[:seen]))
+    return torch.stack(outputs)
+
+
+@pytest.mark.parametrize("lengths", MIXES)
+@pytest.mark.parametrize("kv_heads", [1, 2, 6])
+@pytest.mark.parametrize("tile", [2, 256])
+def test_attention_matches_dense_attention_of_each_row(
+    lengths: list[tuple[int, int]], kv_heads: int, tile: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(kv_heads)
+    monkeypatch.setattr(paged_attention, "_QUERY_TILE", tile)
+    cache = Cache(lengths, kv_heads, device)
+    num_tokens = sum(cache.rows.query_lens)
+    q = torch.randn(num_tokens + 2, HEADS, DIM, device=device)
+    out = paged_attention_ref(q, cache.k, cache.v, cache.rows, SCALE)
+    start = 0
+    for (query_len, _), (keys, values) in zip(lengths, cache.contents, strict=True):
+        if query_len:
+            expected = dense_attention(q[start : start + query_len], keys, values)
+            torch.testing.assert_close(out[start : start + query_len].double(), expected, rtol=1e-5, atol=1e-5)
+        start += query_len
+    assert (out[num_tokens:] == 0).all()
+
+
+def test_host_lengths_may_be_upper_bounds(device: str) -> None:
+    torch.manual_seed(0)
+    cache = Cache([(1, 3), (1, 6), (3, 5)], 2, device)
+    q = torch.randn(5, HEADS, DIM, device=device)
+    rows = cache.rows
+    loose = AttentionRows(rows.cu_query, rows.kv_lengths, rows.block_table, rows.query_lens, (7, 9, 12))
+    exact = paged_attention_ref(q, cache.k, cache.v, rows, SCALE)
+    torch.testing.assert_close(paged_attention_ref(q, cache.k, cache.v, loose, SCALE), exact, rtol=1e-6, atol=1e-6)
+
+
+def test_padded_rows_without_cached_tokens_give_zeros(device: str) -> None:
+    torch.manual_seed(1)
+    cache = Cache([(1, 3), (1, 4)], 2, device)
+    q = torch.randn(2, HEADS, DIM, device=device)
+    cache.rows.kv_lengths[1] = 0
+    out = paged_attention_ref(q, cache.k, cache.v, cache.rows, SCALE)
+    assert (out[1] == 0).all() and out[0].isfinite().all() and (out[0] != 0).any()
+
+
+def test_splitting_a_large_batch_changes_no_row(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(2)
+    cache = Cache([(1, 3), (1, 9), (1, 2), (1, 5)], 2, device)
+    q = torch.randn(4, HEADS, DIM, device=device)
+    together = paged_attention_ref(q, cache.k, cache.v, cache.rows, SCALE)
+    monkeypatch.setattr(paged_attention, "_MAX_PADDED_TOKENS", 10)
+    torch.testing.assert_close(paged_attention_ref(q, cache.k, cache.v, cache.rows, SCALE), together)
+
+
+def test_bf16_inputs_are_computed_in_fp32(device: str) -> None:
+    torch.manual_seed(3)
+    cache = Cache([(1, 3), (4, 9)], 2, device)
+    q = torch.randn(5, HEADS, DIM, device=device).bfloat16()
+    k, v = cache.k.bfloat16(), cache.v.bfloat16()
+    out = paged_attention_ref(q, k, v, cache.rows, SCALE)
+    exact = paged_attention_ref(q.float(), k.float(), v.float(), cache.rows, SCALE)
+    assert same_bits(out, exact.bfloat16())
+
+
+@pytest.mark.parametrize("blocks", [[2, 0, 2], [-1, 1, -1], [-1, -1, -1], []])
+def test_append_writes_the_named_places_only(blocks: list[int], device: str) -> None:
+    offsets = [3, 0, 1][: len(blocks)]
+    k_cache = torch.full((3, BLOCK, 2, DIM), float("nan"), dtype=torch.bfloat16, device=device)
+    v_cache = k_cache.clone()
+    key, value = torch.randn(2, len(blocks), 2, DIM, device=device)
+    expected_k, expected_v = k_cache.clone(), v_cache.clone()
+    for token, (block, offset) in enumerate(zip(blocks, offsets, strict=True)):
+        if block >= 0:
+            expected_k[block, offset] = key[token].bfloat16()
+            expected_v[block, offset] = value[token].bfloat16()
+    places = (torch.tensor(column, dtype=torch.int32, device=device) for column in (blocks, offsets))
+    append_kv_ref(key, value, k_cache, v_cache, *places)
+    assert same_bits(k_cache, expected_k) and same_bits(v_cache, expected_v)

@@ -1,0 +1,139 @@
+"""The reference ops never wait for the device: they run inside steps that must stay asynchronous."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_mamba_cache.kernels.paged_attention import AttentionRows, append_kv_ref, paged_attention_ref
+from megatron_mamba_cache.kernels.reference import (
+    causal_conv_ref,
+    conv_update_ref,
+    copy_slots_ref,
+    ssd_scan_ref,
+    state_update_ref,
+    zero_slots_ref,
+)
+from megatron_mamba_cache.kernels.sampling import greedy_tokens, sample_tokens
+from tests.kernels.packed_rows import RowSpec, pack_rows
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@contextmanager
+def forbidden_syncs() -> Iterator[None]:
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(shape, device="cuda")
+
+
+def int32(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device="cuda")
+
+
+def conv_call() -> Callable[[], object]:
+    rows = pack_rows([RowSpec(11, final=0, boundaries={8: 1}), RowSpec(0), RowSpec(3, initial=2)], 8, "cuda", 1)
+    x, weight, bias, pool = randn(16, 20), randn(20, 4), randn(20), randn(4, 3, 20)
+    return lambda: causal_conv_ref(x, weight, bias, pool, rows)
+
+
+def scan_call() -> Callable[[], object]:
+    rows = pack_rows([RowSpec(11, final=0, boundaries={8: 1}), RowSpec(0), RowSpec(3, initial=2)], 8, "cuda", 1)
+    arguments = (randn(16, 4, 5), randn(16, 4), randn(4), randn(16, 2, 7), randn(16, 2, 7), randn(4))
+    pool = randn(4, 4, 7, 5)
+    return lambda: ssd_scan_ref(*arguments, pool, rows, 8)
+
+
+def conv_update_call() -> Callable[[], object]:
+    x, weight, bias, pool, slots = randn(3, 20), randn(20, 4), randn(20), randn(4, 3, 20), int32(3, -1, 0)
+    return lambda: conv_update_ref(x, weight, bias, pool, slots)
+
+
+def state_update_call() -> Callable[[], object]:
+    arguments = (randn(3, 4, 5), randn(3, 4), randn(4), randn(3, 2, 7), randn(3, 2, 7), randn(4))
+    pool, slots = randn(4, 4, 7, 5), int32(3, -1, 0)
+    return lambda: state_update_ref(*arguments, pool, slots)
+
+
+def copy_call() -> Callable[[], object]:
+    pools, src, dst = [randn(2, 4, 3), randn(2, 4, 5, 6)], int32(0, -1), int32(1, 2)
+    return lambda: copy_slots_ref(pools, src, dst)
+
+
+def zero_call() -> Callable[[], object]:
+    pools, slots = [randn(2, 4, 3), randn(2, 4, 5, 6)], int32(0, -1)
+    return lambda: zero_slots_ref(pools, slots)
+
+
+def attention_call() -> Callable[[], object]:
+    rows = AttentionRows(
+        int32(0, 1, 2, 5), int32(3, 6, 9), int32(0, 1, 2, 3, 4, 5, 6, 7, 8).view(3, 3), (1, 1, 3), (3, 6, 9)
+    )
+    q, k_cache, v_cache = randn(6, 4, 8), randn(9, 4, 2, 8), randn(9, 4, 2, 8)
+    return lambda: paged_attention_ref(q, k_cache, v_cache, rows, 0.3)
+
+
+def append_call() -> Callable[[], object]:
+    new, k_cache, v_cache, blocks, offsets = (
+        randn(2, 3, 2, 8),
+        randn(9, 4, 2, 8),
+        randn(9, 4, 2, 8),
+        int32(1, -1, 4),
+        int32(0, 1, 2),
+    )
+    return lambda: append_kv_ref(new[0], new[1], k_cache, v_cache, blocks, offsets)
+
+
+def sampling_call() -> Callable[[], object]:
+    logits, temperature, top_p, uniforms = (
+        randn(3, 50),
+        randn(3).abs(),
+        randn(3).sigmoid(),
+        torch.rand(3, device="cuda"),
+    )
+    top_k = int32(0, 1, 7)
+    return lambda: (greedy_tokens(logits), sample_tokens(logits, temperature, top_k, top_p, uniforms.double()))
+
+
+CALLS = [
+    conv_call,
+    scan_call,
+    conv_update_call,
+    state_update_call,
+    copy_call,
+    zero_call,
+    attention_call,
+    append_call,
+    sampling_call,
+]
+
+
+@pytest.mark.parametrize("prepare", CALLS)
+def test_op_never_waits_for_the_device(prepare: Callable[[], Callable[[], object]]) -> None:
+    call = prepare()
+    call()
+    with forbidden_syncs():
+        call()
+
+
+@pytest.mark.parametrize("prepare", CALLS)
+def test_op_can_be_captured_in_a_graph(prepare: Callable[[], Callable[[], object]]) -> None:
+    call = prepare()
+    call()
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        call()
+
+
+def test_the_check_notices_a_wait() -> None:
+    tensor = randn(1)
+    with forbidden_syncs(), pytest.raises(RuntimeError):
+        tensor.item()

@@ -1,0 +1,99 @@
+"""Properties of sampling from supplied random numbers."""
+
+import math
+from itertools import accumulate
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_mamba_cache.kernels.sampling import greedy_tokens, sample_tokens
+
+Row = tuple[list[float], float, int, float, float]
+
+
+def sample(rows: list[Row], device: str = "cpu") -> list[int]:
+    logits, temperature, top_k, top_p, uniforms = zip(*rows, strict=True)
+    return sample_tokens(
+        torch.tensor(logits, device=device),
+        torch.tensor(temperature, device=device),
+        torch.tensor(top_k, dtype=torch.int32, device=device),
+        torch.tensor(top_p, dtype=torch.float64, device=device),
+        torch.tensor(uniforms, dtype=torch.float64, device=device),
+    ).tolist()
+
+
+def kept_probabilities(logits: list[float], temperature: float, top_k: int, top_p: float) -> dict[int, float]:
+    """Return the renormalised probabilities of the kept tokens, most probable first."""
+    order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
+    order = order[: 1 if temperature == 0 else top_k or None]
+    weights = [math.exp((logits[token] - logits[order[0]]) / (temperature or 1)) for token in order]
+    total, mass, kept = sum(weights), 0.0, {}
+    for token, weight in zip(order, weights, strict=True):
+        if 0 < top_p < 1 and mass >= top_p * total:
+            break
+        kept[token] = weight
+        mass += weight
+    return {token: weight / mass for token, weight in kept.items()}
+
+
+def expected_token(logits: list[float], temperature: float, top_k: int, top_p: float, uniform: float) -> int:
+    kept = kept_probabilities(logits, temperature, top_k, top_p)
+    reached = zip(kept, accumulate(kept.values()), strict=True)
+    return next((token for token, cumulative in reached if uniform < cumulative), list(kept)[-1])
+
+
+ROWS = st.tuples(
+    # Few distinct logits make ties; odd uniforms and thresholds stay clear of the cumulative steps' rounding.
+    st.lists(st.sampled_from([-3.5, -1.0, 0.25, 2.0]), min_size=6, max_size=6),
+    st.sampled_from([0.0, 0.5, 1.0, 3.0]),
+    st.sampled_from([0, 1, 2, 3, 9]),
+    st.sampled_from([0.0, 0.1234567, 0.5432109, 0.9012345, 1.0]),
+    st.sampled_from([0.0, 0.1371234, 0.4219876, 0.7770123, 0.9990001]),
+)
+
+
+@given(st.lists(ROWS, min_size=1, max_size=5))
+def test_sample_inverts_the_cumulative_probabilities_of_the_kept_tokens(rows: list[Row]) -> None:
+    assert sample(rows) == [expected_token(*row) for row in rows]
+
+
+@given(st.lists(ROWS, min_size=2, max_size=5))
+def test_token_depends_on_its_own_row_only(rows: list[Row]) -> None:
+    assert sample(rows) == [sample([row])[0] for row in rows]
+
+
+@pytest.mark.parametrize("row", [([1.0, 5.0, 5.0], 0.0, 0, 0.0, 0.99), ([1.0, 5.0, 5.0], 2.0, 1, 0.9, 0.99)])
+def test_zero_temperature_and_top_1_take_the_first_largest(row: Row, device: str) -> None:
+    assert sample([row], device) == [1]
+    assert greedy_tokens(torch.tensor([row[0]], device=device)).tolist() == [1]
+
+
+def test_ties_beyond_top_k_are_dropped_by_rank(device: str) -> None:
+    assert sample([([0.0, 1.0, 1.0, 1.0], 1.0, 2, 0.0, u) for u in (0.1, 0.6, 0.999)], device) == [1, 2, 2]
+
+
+def test_smallest_nucleus_keeps_one_token(device: str) -> None:
+    assert sample([([0.0, 0.1, 0.0], 1.0, 0, 1e-9, u) for u in (0.0, 0.5, 0.999)], device) == [1, 1, 1]
+
+
+def test_largest_uniform_never_draws_an_impossible_token(device: str) -> None:
+    top = math.nextafter(1, 0)
+    assert sample([([0.0, 0.3, -math.inf, 0.1], 1.0, 0, 0.0, top)], device) == [0]
+    assert sample([([0.0, -1e9, 0.3], 1e-3, 0, 0.95, top)], device) == [2]
+
+
+def test_frequencies_follow_the_probabilities(device: str) -> None:
+    torch.manual_seed(0)
+    num_draws, logits = 20_000, [0.3, 1.2, -0.5, 0.9]
+    fixed = [torch.full((num_draws,), value, device=device) for value in (0.7, 3, 0.95)]
+    uniforms = torch.rand(num_draws, dtype=torch.float64).to(device)
+    draws = sample_tokens(
+        torch.tensor(logits, device=device).expand(num_draws, -1), fixed[0], fixed[1].int(), fixed[2], uniforms
+    )
+    counts: Tensor = torch.bincount(draws, minlength=4).cpu()
+    for token, probability in kept_probabilities(logits, 0.7, 3, 0.95).items():
+        assert abs(counts[token].item() / num_draws - probability) < 5 * math.sqrt(0.25 / num_draws)
+    assert counts[2] == 0

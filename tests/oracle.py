@@ -1,0 +1,172 @@
+"""A hybrid model written a second time: whole sequences, fp64, no cache, nothing shared with what it judges."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from tests.oracle_layers import ACTIVATIONS, AttentionLayer, MambaLayer, MLPLayer, rms_norm
+
+Layer = MambaLayer | AttentionLayer | MLPLayer
+
+UNSUPPORTED_SETTINGS = (
+    "activation_func_clamp_value",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "apply_residual_connection_post_layernorm",
+    "attention_output_gate",
+    "glu_linear_offset",
+    "layernorm_zero_centered_gamma",
+    "multi_latent_attention",
+    "qk_layernorm",
+    "rotary_interleaved",
+    "window_size",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class GreedyCheck:
+    """How far generated tokens were compared with the oracle's choice.
+
+    Args:
+        num_compared: tokens compared, a mismatch included.
+        num_stopped: 1 if a margin too small for a verdict ended the comparison, else 0.
+        first_mismatch: index into the generated tokens, None when every compared token agrees.
+    """
+
+    num_compared: int
+    num_stopped: int
+    first_mismatch: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class HybridOracle:
+    """A hybrid language model as plain fp64 weights."""
+
+    embedding: Tensor  # [vocab, hidden]
+    layers: tuple[Layer, ...]
+    final_norm: Tensor  # [hidden]
+    output: Tensor  # [vocab, hidden]
+    epsilon: float
+
+    @classmethod
+    def from_megatron(cls, model: Any) -> Self:
+        """Copy the weights of a megatron-core MambaModel that lies on one rank and has norms of its own.
+
+        Raises:
+            ValueError: If the model has a part that the oracle does not know.
+        """
+        _check_settings(model)
+        decoder = model.decoder
+        readers = {"M": _mamba_layer, "*": _attention_layer, "-": _mlp_layer}
+        unknown = sorted(set(decoder.layer_type_list) - set(readers))
+        if unknown:
+            raise ValueError(f"need layers of kind {sorted(readers)}, got {unknown}")
+        kinds = zip(decoder.layer_type_list, decoder.layers, strict=True)
+        embedding = _fp64(model.embedding.word_embeddings.weight)
+        is_tied = model.share_embeddings_and_output_weights
+        return cls(
+            embedding=embedding,
+            layers=tuple(readers[kind](layer, model) for kind, layer in kinds),
+            final_norm=_fp64(decoder.final_norm.weight),
+            output=embedding if is_tied else _fp64(model.output_layer.weight),
+            epsilon=model.config.layernorm_epsilon,
+        )
+
+    @torch.no_grad()
+    def logits(self, tokens: Sequence[int]) -> Tensor:
+        """Return the logits after each token, [tokens, vocab] fp64."""
+        hidden = self.embedding[torch.tensor(tokens, dtype=torch.long, device=self.embedding.device)]
+        for layer in self.layers:
+            hidden = hidden + layer(hidden)
+        return rms_norm(hidden, self.final_norm, self.epsilon) @ self.output.T
+
+    def check_greedy(self, prompt: Sequence[int], generated: Sequence[int], margin: float = 1e-5) -> GreedyCheck:
+        """Compare greedily generated tokens with the oracle's choice after the same tokens.
+
+        Stops at the first mismatch, and where the two best logits are less than `margin` apart.
+        """
+        if not prompt:
+            raise ValueError("need a prompt of at least 1 token, got none")
+        best = self.logits([*prompt, *generated])[len(prompt) - 1 : -1].topk(2)
+        margins = (best.values[:, 0] - best.values[:, 1]).tolist()
+        for index, (choice, gap) in enumerate(zip(best.indices[:, 0].tolist(), margins, strict=True)):
+            if gap < margin:
+                return GreedyCheck(num_compared=index, num_stopped=1, first_mismatch=None)
+            if choice != generated[index]:
+                return GreedyCheck(num_compared=index + 1, num_stopped=0, first_mismatch=index)
+        return GreedyCheck(num_compared=len(generated), num_stopped=0, first_mismatch=None)
+
+    def greedy(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
+        """Generate `num_tokens` greedily, each from a forward over all tokens before it."""
+        tokens = list(prompt)
+        for _ in range(num_tokens):
+            tokens.append(int(self.logits(tokens)[-1].argmax()))
+        return tokens[len(prompt) :]
+
+
+def _fp64(parameter: Tensor) -> Tensor:
+    return parameter.detach().to(torch.float64, copy=True)
+
+
+def _check_settings(model: Any) -> None:
+    config = model.config
+    for name in UNSUPPORTED_SETTINGS:
+        if getattr(config, name):
+            raise ValueError(f"need {name} unset, got {getattr(config, name)}")
+    if config.normalization != "RMSNorm":
+        raise ValueError(f"need normalization RMSNorm, got {config.normalization}")
+    if model.position_embedding_type not in ("rope", "none"):
+        raise ValueError(f"need position_embedding_type rope or none, got {model.position_embedding_type}")
+    if model.position_embedding_type == "rope" and model.rotary_pos_emb.seq_len_interpolation_factor is not None:
+        raise ValueError("need rotary positions without interpolation, got a seq_len_interpolation_factor")
+
+
+def _mamba_layer(layer: Any, model: Any) -> MambaLayer:
+    mixer, config = layer.mixer, model.config
+    return MambaLayer(
+        input_norm=_fp64(layer.norm.weight),
+        in_proj=_fp64(mixer.in_proj.weight),
+        conv_weight=_fp64(mixer.conv1d.weight)[:, 0],
+        conv_bias=_fp64(mixer.conv1d.bias),
+        dt_bias=_fp64(mixer.dt_bias),
+        a_log=_fp64(mixer.A_log),
+        skip=_fp64(mixer.D).view(len(mixer.A_log), -1),
+        gated_norm=_fp64(mixer.norm.weight),
+        out_proj=_fp64(mixer.out_proj.weight),
+        num_groups=config.mamba_num_groups,
+        epsilon=config.layernorm_epsilon,
+    )
+
+
+def _attention_layer(layer: Any, model: Any) -> AttentionLayer:
+    config, attention = model.config, layer.self_attention
+    qkv = _fp64(attention.linear_qkv.weight)
+    has_rope = model.position_embedding_type == "rope"
+    return AttentionLayer(
+        input_norm=_fp64(layer.input_layernorm.weight),
+        qkv=qkv,
+        proj=_fp64(attention.linear_proj.weight),
+        num_groups=config.num_query_groups,
+        head_dim=config.kv_channels,
+        scale=config.softmax_scale or config.kv_channels**-0.5,
+        rope_frequencies=_fp64(model.rotary_pos_emb.inv_freq).to(qkv.device) if has_rope else None,
+        epsilon=config.layernorm_epsilon,
+    )
+
+
+def _mlp_layer(layer: Any, model: Any) -> MLPLayer:
+    config = model.config
+    name = getattr(config.activation_func, "__name__", repr(config.activation_func))
+    if name not in ACTIVATIONS:
+        raise ValueError(f"need an activation of {sorted(ACTIVATIONS)}, got {name}")
+    return MLPLayer(
+        input_norm=_fp64(layer.pre_mlp_layernorm.weight),
+        fc1=_fp64(layer.mlp.linear_fc1.weight),
+        fc2=_fp64(layer.mlp.linear_fc2.weight),
+        activation=ACTIVATIONS[name],
+        is_gated=config.gated_linear_unit,
+        epsilon=config.layernorm_epsilon,
+    )

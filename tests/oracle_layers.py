@@ -1,0 +1,142 @@
+"""The layers of the oracle: plain functions of fp64 weights over one whole sequence.
+
+The Mamba2 layer uses the quadratic form of state space duality (Dao and Gu 2024, "Transformers are SSMs", equation
+16): y = (L ∘ C Bᵀ)(dt x), where L[t, s] is the decay from token s to token t.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+GATED_NORM_EPSILON = 1e-5
+
+Activation = Callable[[Tensor], Tensor]
+ACTIVATIONS: dict[str, Activation] = {
+    "gelu": F.gelu,  # the exact form, with erf
+    "silu": F.silu,
+    "squared_relu": lambda x: F.relu(x).square(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class MambaLayer:
+    """Weights of one Mamba2 layer; the rows of `in_proj` are z, x, B, C, dt."""
+
+    input_norm: Tensor  # [hidden]
+    in_proj: Tensor  # [2 * inner + 2 * groups * state + heads, hidden]
+    conv_weight: Tensor  # [inner + 2 * groups * state, taps]
+    conv_bias: Tensor
+    dt_bias: Tensor  # [heads]
+    a_log: Tensor  # [heads]
+    skip: Tensor  # [heads, head_dim or 1]
+    gated_norm: Tensor  # [inner]
+    out_proj: Tensor  # [hidden, inner]
+    num_groups: int
+    epsilon: float
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Return the layer's output [tokens, hidden], without the residual."""
+        num_heads, inner = len(self.a_log), len(self.gated_norm)
+        group_width = (len(self.conv_weight) - inner) // 2
+        projected = rms_norm(hidden, self.input_norm, self.epsilon) @ self.in_proj.T
+        z, mixed, dt = projected.split([inner, len(self.conv_weight), num_heads], dim=-1)
+        x, b, c = F.silu(self._convolve(mixed)).split([inner, group_width, group_width], dim=-1)
+        x = x.unflatten(-1, (num_heads, -1))
+        b, c = (t.unflatten(-1, (self.num_groups, -1)) for t in (b, c))
+        y = ssd_quadratic(x, F.softplus(dt + self.dt_bias), -self.a_log.exp(), b, c) + self.skip * x
+        gated = (y.flatten(-2) * F.silu(z)).unflatten(-1, (self.num_groups, -1))
+        weight = self.gated_norm.unflatten(-1, (self.num_groups, -1))
+        return rms_norm(gated, weight, GATED_NORM_EPSILON).flatten(-2) @ self.out_proj.T
+
+    def _convolve(self, mixed: Tensor) -> Tensor:
+        num_taps = self.conv_weight.shape[-1]
+        windows = F.pad(mixed, (0, 0, num_taps - 1, 0)).unfold(0, num_taps, 1)  # [tokens, channels, taps]
+        return (windows * self.conv_weight).sum(-1) + self.conv_bias
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLayer:
+    """Weights of one causal attention layer; the rows of `qkv` are, group by group, its query heads, key and value."""
+
+    input_norm: Tensor  # [hidden]
+    qkv: Tensor  # [groups * (heads_per_group + 2) * head_dim, hidden]
+    proj: Tensor  # [hidden, heads * head_dim]
+    num_groups: int
+    head_dim: int
+    scale: float
+    rope_frequencies: Tensor | None  # [rotated dims / 2]
+    epsilon: float
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Return the layer's output [tokens, hidden], without the residual."""
+        num_tokens = len(hidden)
+        packed = rms_norm(hidden, self.input_norm, self.epsilon) @ self.qkv.T
+        packed = packed.view(num_tokens, self.num_groups, -1, self.head_dim)
+        query, key, value = packed[:, :, :-2], packed[:, :, -2:-1], packed[:, :, -1]
+        if self.rope_frequencies is not None:
+            query, key = rotate(query, self.rope_frequencies), rotate(key, self.rope_frequencies)
+        scores = torch.einsum("tghd,sgd->ghts", query, key[:, :, 0]) * self.scale
+        scores = scores.masked_fill(~causal_mask(num_tokens, hidden.device), -math.inf)
+        mixed = torch.einsum("ghts,sgd->tghd", scores.softmax(-1), value)
+        return mixed.flatten(1) @ self.proj.T
+
+
+@dataclass(frozen=True, slots=True)
+class MLPLayer:
+    """Weights of one dense layer; when gated, the rows of `fc1` are the gate's, then the linear part's."""
+
+    input_norm: Tensor  # [hidden]
+    fc1: Tensor
+    fc2: Tensor
+    activation: Activation
+    is_gated: bool
+    epsilon: float
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Return the layer's output [tokens, hidden], without the residual."""
+        inner = rms_norm(hidden, self.input_norm, self.epsilon) @ self.fc1.T
+        if self.is_gated:
+            gate, linear = inner.chunk(2, dim=-1)
+            return (self.activation(gate) * linear) @ self.fc2.T
+        return self.activation(inner) @ self.fc2.T
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """Scale the last dimension to a root mean square of 1, then by `weight`."""
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon) * weight
+
+
+def causal_mask(num_tokens: int, device: torch.device) -> Tensor:
+    """Return [tokens, tokens] bool, true where column s is seen from row t."""
+    return torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=device).tril()
+
+
+def ssd_quadratic(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """Return the SSM's output from a zero state, as one masked matrix a head.
+
+    Args:
+        x: [tokens, heads, head_dim].
+        dt: [tokens, heads], positive.
+        a: [heads], negative.
+        b, c: [tokens, groups, state].
+    """
+    num_tokens, num_heads, _ = x.shape
+    log_decay = (dt * a).cumsum(0).T  # [heads, tokens]
+    segments = log_decay[:, :, None] - log_decay[:, None, :]
+    # Above the diagonal the sum is positive and exp may overflow, so the mask comes first.
+    decay = segments.masked_fill(~causal_mask(num_tokens, x.device), -math.inf).exp()
+    scores = torch.einsum("tgn,sgn->gts", c, b).repeat_interleave(num_heads // b.shape[1], dim=0)
+    return torch.einsum("hts,shp->thp", scores * decay, x * dt[..., None])
+
+
+def rotate(x: Tensor, frequencies: Tensor) -> Tensor:
+    """Apply rotary positions to [tokens, groups, heads, head_dim]; pair i is dims i and i + len(frequencies)."""
+    num_pairs = len(frequencies)
+    angles = torch.arange(len(x), dtype=torch.float64, device=x.device)[:, None] * frequencies
+    cos, sin = angles.cos()[:, None, None], angles.sin()[:, None, None]
+    first, second, rest = x[..., :num_pairs], x[..., num_pairs : 2 * num_pairs], x[..., 2 * num_pairs :]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)

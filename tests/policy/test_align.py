@@ -1,0 +1,71 @@
+"""Properties of the align copy's plan."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_mamba_cache.policy.align import AlignCopy, plan_align_copy
+
+BLOCK = 16
+
+
+@pytest.mark.parametrize(
+    ("arguments", "copy"),
+    [
+        ((60, 5, 2, 3, 3), AlignCopy(4, 1, 3, True, 1)),
+        ((30, 3, 0, 2, 1), None),
+        ((45, 8, 3, 4, 2), None),
+        ((10, 6, 0, 2, 0), AlignCopy(0, 0, 0, False, 1)),
+        ((30, 2, 0, 1, 1), AlignCopy(1, 0, 1, False, 1)),
+        ((60, 3, 0, 3, 2), AlignCopy(3, 1, 3, True, 3)),
+    ],
+)
+def test_known_steps_move_the_known_columns(arguments: tuple[int, int, int, int, int], copy: AlignCopy | None) -> None:
+    assert plan_align_copy(*arguments, BLOCK) == copy
+
+
+def test_nothing_accepted_counts_as_one() -> None:
+    assert plan_align_copy(15, 1, 0, 0, 5, BLOCK) == plan_align_copy(15, 1, 0, 1, 5, BLOCK)
+
+
+def test_copy_without_shift_to_another_column_moves_bytes() -> None:
+    assert plan_align_copy(15, 1, 0, 1, 5, BLOCK) == AlignCopy(5, 0, 0, True, 1)
+
+
+def test_conv_window_moves_even_where_the_ssm_state_is_in_place() -> None:
+    copy = plan_align_copy(60, 3, 0, 3, 2, BLOCK)
+    assert copy is not None
+    assert copy.source_column == copy.destination_column and copy.moves_bytes
+
+
+def test_position_zero_is_no_boundary() -> None:
+    assert plan_align_copy(0, 0, 0, 1, 0, BLOCK) is None
+    assert plan_align_copy(0, 1, 3, 1, 0, BLOCK) is None
+
+
+def test_arguments_are_not_checked_against_one_another() -> None:
+    assert plan_align_copy(60, 3, 0, 20, 2, BLOCK) == AlignCopy(19, 17, 4, True, 20)
+
+
+@given(
+    computed=st.integers(0, 100),
+    drafts=st.integers(0, 8),
+    base=st.integers(1, 20),
+    accepted=st.integers(0, 9),
+    column=st.integers(0, 8),
+    block=st.integers(1, 20),
+)
+def test_plan_equals_a_walk_over_the_accepted_tokens(
+    computed: int, drafts: int, base: int, accepted: int, column: int, block: int
+) -> None:
+    expected = None
+    for step in range(max(accepted, 1)):
+        length = computed + base + step
+        if length % block == 0:
+            block_index = next(i for i in range(length) if (i + 1) * block == length)
+            in_place = column == block_index
+            nothing_moves = in_place and step == 0
+            expected = AlignCopy(
+                column + step, step, block_index, not nothing_moves, 1 if in_place else max(accepted, 1)
+            )
+    assert plan_align_copy(computed, base + drafts, drafts, accepted, column, block) == expected

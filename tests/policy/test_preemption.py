@@ -1,0 +1,190 @@
+"""Properties of the preemption plan."""
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from megatron_mamba_cache.errors import CacheCapacityError
+from megatron_mamba_cache.policy.preemption import PreemptionPlan, RowDemand, plan_preemption
+
+
+def demand(row: int, *, blocks: int = 2, private: int | None = None, paused: bool = False) -> RowDemand:
+    """Return a row as old as its number says, in need of a block and with all its blocks private."""
+    num_private = blocks if private is None else private
+    return RowDemand(row, row, True, blocks, num_private, paused, False)
+
+
+def content(row: int, *, prefilling: bool = False) -> RowDemand:
+    """Return a row that needs no block."""
+    return RowDemand(row, row, False, 2, 2, False, prefilling)
+
+
+@st.composite
+def row_demands(draw: st.DrawFn) -> list[RowDemand]:
+    numbers = draw(st.permutations(range(draw(st.integers(0, 7)))))
+    rows = []
+    for number in numbers:
+        state = draw(st.sampled_from(["decoding", "needy", "paused", "prefilling"]))
+        blocks = draw(st.integers(0, 5))
+        private = draw(st.integers(0, blocks))
+        age = draw(st.integers(0, 4))
+        needs_block = state in ("needy", "paused")
+        rows.append(RowDemand(number, age, needs_block, blocks, private, state == "paused", state == "prefilling"))
+    return rows
+
+
+def by_seniority(rows: list[RowDemand]) -> list[int]:
+    return [row.row for row in sorted(rows, key=lambda row: (row.age, row.row))]
+
+
+def plan_or_skip(rows: list[RowDemand], num_available: int, paused_capacity: int) -> PreemptionPlan:
+    try:
+        return plan_preemption(rows, num_available, paused_capacity)
+    except CacheCapacityError:
+        assume(False)
+        raise
+
+
+ANY_CASE = given(row_demands(), st.integers(0, 5), st.integers(0, 12))
+
+
+def test_no_row_changes_when_none_needs_a_block() -> None:
+    assert plan_preemption([content(0), content(1, prefilling=True)], 0, 0) == PreemptionPlan((), (), ())
+
+
+def test_oldest_rows_get_the_blocks_that_are_left() -> None:
+    rows = [demand(3), demand(1), demand(2)]
+    assert plan_preemption(rows, 2, 10) == PreemptionPlan((1, 2), (3,), ())
+
+
+def test_older_paused_row_resumes_before_a_younger_row_goes_on() -> None:
+    assert plan_preemption([demand(2), demand(1, paused=True)], 1, 10) == PreemptionPlan((1,), (2,), ())
+
+
+def test_equal_ages_are_ordered_by_row() -> None:
+    rows = [RowDemand(number, 0, True, 1, 1, False, False) for number in (2, 0, 1)]
+    assert plan_preemption(rows, 1, 10) == PreemptionPlan((0,), (1, 2), ())
+
+
+def test_youngest_leaves_when_no_row_would_be_active() -> None:
+    assert plan_preemption([demand(0), demand(1), demand(2)], 0, 100) == PreemptionPlan((0, 1), (), (2,))
+
+
+def test_row_without_private_blocks_frees_none() -> None:
+    rows = [demand(0), demand(1), demand(2, private=0)]
+    assert plan_preemption(rows, 0, 100) == PreemptionPlan((0,), (), (2, 1))
+
+
+def test_youngest_leaves_when_the_paused_hold_too_much() -> None:
+    rows = [content(0), demand(1, private=0), demand(2, private=0)]
+    assert plan_preemption(rows, 0, 3) == PreemptionPlan((), (1,), (2,))
+
+
+def test_prefilling_row_counts_as_active() -> None:
+    assert plan_preemption([content(0, prefilling=True), demand(1)], 0, 10) == PreemptionPlan((), (1,), ())
+
+
+def test_lone_row_without_a_block_names_the_setting() -> None:
+    with pytest.raises(CacheCapacityError, match="--inference-dynamic-batching-buffer-size-gb"):
+        plan_preemption([demand(0)], 0, 100)
+
+
+def test_lone_row_with_a_block_goes_on_whatever_it_holds() -> None:
+    assert plan_preemption([demand(0, blocks=9)], 1, 0) == PreemptionPlan((0,), (), ())
+
+
+@ANY_CASE
+def test_each_needy_row_meets_one_fate(rows: list[RowDemand], num_available: int, capacity: int) -> None:
+    plan = plan_or_skip(rows, num_available, capacity)
+    needy = [row.row for row in rows if row.needs_block]
+    assert sorted(plan.grants + plan.paused + plan.evicted) == sorted(needy)
+
+
+@ANY_CASE
+def test_grants_never_exceed_what_is_available(rows: list[RowDemand], num_available: int, capacity: int) -> None:
+    plan = plan_or_skip(rows, num_available, capacity)
+    freed = sum(row.num_private_blocks for row in rows if row.row in plan.evicted)
+    assert len(plan.grants) <= num_available + freed
+
+
+@ANY_CASE
+def test_no_block_is_left_while_a_row_is_paused(rows: list[RowDemand], num_available: int, capacity: int) -> None:
+    plan = plan_or_skip(rows, num_available, capacity)
+    freed = sum(row.num_private_blocks for row in rows if row.row in plan.evicted)
+    assert not plan.paused or len(plan.grants) == num_available + freed
+
+
+@ANY_CASE
+def test_granted_rows_are_older_than_paused_and_paused_older_than_evicted(
+    rows: list[RowDemand], num_available: int, capacity: int
+) -> None:
+    plan = plan_or_skip(rows, num_available, capacity)
+    order = [*plan.grants, *plan.paused, *reversed(plan.evicted)]
+    assert order == by_seniority([row for row in rows if row.needs_block])
+
+
+@ANY_CASE
+def test_oldest_waiting_row_leaves_only_when_no_other_is_paused(
+    rows: list[RowDemand], num_available: int, capacity: int
+) -> None:
+    plan = plan_or_skip(rows, num_available, capacity)
+    oldest = by_seniority([row for row in rows if row.needs_block])[:1]
+    if set(oldest) & set(plan.evicted):
+        assert not plan.grants and not plan.paused
+        assert any(not row.needs_block for row in rows)
+
+
+@ANY_CASE
+def test_some_row_is_always_active(rows: list[RowDemand], num_available: int, capacity: int) -> None:
+    plan = plan_or_skip(rows, num_available, capacity)
+    assert not rows or plan.grants or any(not row.needs_block for row in rows)
+
+
+@ANY_CASE
+def test_paused_rows_fit_their_capacity(rows: list[RowDemand], num_available: int, capacity: int) -> None:
+    plan = plan_or_skip(rows, num_available, capacity)
+    assert sum(row.num_blocks for row in rows if row.row in plan.paused) <= capacity
+
+
+@ANY_CASE
+def test_nothing_is_evicted_without_need(rows: list[RowDemand], num_available: int, capacity: int) -> None:
+    plan = plan_or_skip(rows, num_available, capacity)
+    waiting = by_seniority([row for row in rows if row.needs_block])[num_available:]
+    has_active = len(waiting) < len(rows)
+    fits = sum(row.num_blocks for row in rows if row.row in waiting) <= capacity
+    assert bool(plan.evicted) == (bool(waiting) and not (has_active and fits))
+
+
+@ANY_CASE
+def test_capacity_error_means_that_no_eviction_could_help(
+    rows: list[RowDemand], num_available: int, capacity: int
+) -> None:
+    try:
+        plan_preemption(rows, num_available, capacity)
+    except CacheCapacityError:
+        assert num_available == 0 and all(row.needs_block for row in rows)
+        oldest = by_seniority(rows)[0]
+        assert sum(row.num_private_blocks for row in rows if row.row != oldest) == 0
+
+
+@ANY_CASE
+def test_plan_does_not_depend_on_the_order_of_rows(rows: list[RowDemand], num_available: int, capacity: int) -> None:
+    plan = plan_or_skip(rows, num_available, capacity)
+    assert plan_preemption(rows[::-1], num_available, capacity) == plan
+
+
+@pytest.mark.parametrize(
+    ("private", "needs_block", "paused", "prefilling"),
+    [(3, False, False, False), (-1, False, False, False), (0, False, True, False), (0, True, False, True)],
+)
+def test_row_refuses_a_state_that_cannot_be(private: int, needs_block: bool, paused: bool, prefilling: bool) -> None:
+    with pytest.raises(ValueError, match="row 0"):
+        RowDemand(0, 0, needs_block, 2, private, paused, prefilling)
+
+
+@pytest.mark.parametrize(
+    ("rows", "num_available", "capacity"), [([], -1, 0), ([], 0, -1), ([content(0), content(0)], 1, 1)]
+)
+def test_plan_refuses_arguments_that_cannot_be(rows: list[RowDemand], num_available: int, capacity: int) -> None:
+    with pytest.raises(ValueError, match=r"must|once"):
+        plan_preemption(rows, num_available, capacity)

@@ -1,0 +1,432 @@
+from collections import Counter
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from megatron_mamba_cache.errors import CacheCapacityError, CacheIntegrityError
+from megatron_mamba_cache.policy.identifiers import BlockId, BlockKey, SlotId
+from megatron_mamba_cache.policy.kv_block_pool import KVBlockPool
+from megatron_mamba_cache.policy.slot_pool import SlotOwner, SlotPool
+
+
+def cache(pool: SlotPool, *blocks: int) -> list[SlotId]:
+    slots = []
+    for block in blocks:
+        slots += pool.reserve()
+        pool.publish(slots[-1], BlockId(block))
+    pool.check_integrity()
+    return slots
+
+
+def cached_blocks(pool: SlotPool, num_blocks: int = 10) -> list[int]:
+    return [block for block in range(num_blocks) if pool.slot_of(BlockId(block)) is not None]
+
+
+def snapshot(pool: SlotPool) -> tuple[object, ...]:
+    owners = [pool.owner_of(SlotId(slot)) for slot in range(pool.num_slots)]
+    return owners, cached_blocks(pool), pool.num_available, pool.num_evicted, pool.count_by_owner()
+
+
+def test_a_new_pool_is_free_and_hands_out_low_numbers_first() -> None:
+    pool = SlotPool(3)
+    assert pool.count_by_owner() == {"free": 3, "live": 0, "reserved": 0, "cached": 0, "draft": 0}
+    assert [pool.take_live(), *pool.reserve(2)] == [0, 1, 2]
+    pool.check_integrity()
+
+
+def test_three_blocks_have_three_slots() -> None:
+    pool = SlotPool(5)
+    assert len(set(cache(pool, 0, 1, 2))) == 3
+    assert pool.count_by_owner()["cached"] == 3
+
+
+def test_a_block_has_at_most_one_slot() -> None:
+    pool = SlotPool(5)
+    (slot,) = cache(pool, 0)
+    (second,) = pool.reserve()
+    with pytest.raises(CacheIntegrityError, match="block without a state"):
+        pool.publish(second, BlockId(0))
+    assert pool.slot_of(BlockId(0)) == slot
+    assert pool.owner_of(second) is SlotOwner.RESERVED
+    pool.cancel(second)
+    assert pool.count_by_owner()["cached"] == 1
+
+
+def test_the_least_recently_used_states_go_first() -> None:
+    pool = SlotPool(4)
+    cache(pool, 0, 1, 2, 3)
+    for block, time in enumerate([40, 10, 30, 20]):
+        pool.touch([BlockId(block)], time)
+    pool.reserve(2)
+    assert cached_blocks(pool) == [0, 2]
+    assert pool.num_evicted == 2
+    pool.check_integrity()
+
+
+def test_a_use_after_a_set_time_is_later_than_it() -> None:
+    pool = SlotPool(2)
+    cache(pool, 0, 1)
+    pool.touch([BlockId(0)], time=1_000)
+    pool.touch([BlockId(1)])
+    pool.take_live()
+    assert cached_blocks(pool) == [1]
+
+
+def test_reading_a_state_counts_as_a_use() -> None:
+    pool = SlotPool(2)
+    cache(pool, 0, 1)
+    pool.pin(BlockId(0))
+    pool.unpin(BlockId(0))
+    pool.take_live()
+    assert cached_blocks(pool) == [0]
+
+
+def test_touching_a_block_without_a_state_does_nothing() -> None:
+    pool = SlotPool(2)
+    cache(pool, 0)
+    pool.touch([BlockId(7), BlockId(0)])
+    assert cached_blocks(pool) == [0]
+    pool.check_integrity()
+
+
+def test_of_states_used_together_the_deeper_goes_first() -> None:
+    pool = SlotPool(2)
+    for block, num_tokens in enumerate([512, 256]):
+        pool.publish(*pool.reserve(), BlockId(block), num_tokens)
+    pool.touch([BlockId(0), BlockId(1)])
+    pool.take_live()
+    assert cached_blocks(pool) == [1]
+
+
+def test_with_room_for_one_state_one_is_kept_and_the_rest_is_refused_whole() -> None:
+    pool = SlotPool(2)
+    pool.take_live()
+    before = snapshot(pool)
+    with pytest.raises(CacheCapacityError, match=r"need 2 state slots, 1 free and 0 evictable.*caching-mamba-gb"):
+        pool.reserve(2)
+    assert snapshot(pool) == before
+    cache(pool, 0)
+    assert cached_blocks(pool) == [0]
+
+
+def test_a_live_request_takes_the_slot_of_a_cached_state() -> None:
+    pool = SlotPool(2)
+    cache(pool, 0, 1)
+    pool.take_live()
+    pool.take_live()
+    assert cached_blocks(pool) == []
+    with pytest.raises(CacheCapacityError, match="max requests"):
+        pool.take_live()
+
+
+def test_draft_states_are_taken_and_released_like_live_ones() -> None:
+    pool = SlotPool(3)
+    cache(pool, 0)
+    slots = pool.take_draft(3)
+    assert pool.count_by_owner()["draft"] == 3
+    with pytest.raises(CacheIntegrityError, match="live"):
+        pool.release_live(slots[0])
+    for slot in slots:
+        pool.release_draft(slot)
+    pool.check_integrity()
+    assert pool.num_available == 3
+
+
+def test_a_reserved_slot_that_is_not_reached_becomes_free() -> None:
+    pool = SlotPool(2)
+    (slot,) = pool.reserve()
+    assert pool.num_reserved == 1
+    pool.cancel(slot)
+    assert pool.owner_of(slot) is SlotOwner.FREE
+    assert pool.num_reserved == 0
+    with pytest.raises(CacheIntegrityError):
+        pool.cancel(slot)
+    pool.check_integrity()
+
+
+def test_a_slot_is_given_back_only_by_its_owner() -> None:
+    pool = SlotPool(4)
+    live, (reserved,), (cached,) = pool.take_live(), pool.reserve(), cache(pool, 0)
+    before = snapshot(pool)
+    for call, slot in [(pool.cancel, live), (pool.release_live, reserved), (pool.cancel, cached)]:
+        with pytest.raises(CacheIntegrityError, match=f"slot {slot}"):
+            call(slot)
+    with pytest.raises(CacheIntegrityError, match="reserved"):
+        pool.publish(live, BlockId(5))
+    assert snapshot(pool) == before
+
+
+def test_a_padding_slot_never_reaches_the_last_slot() -> None:
+    pool = SlotPool(1)
+    pool.take_live()
+    for slot in (-1, 1):
+        with pytest.raises(ValueError, match="need a slot"):
+            pool.release_live(SlotId(slot))
+    assert pool.count_by_owner()["live"] == 1
+
+
+def test_a_pinned_state_is_never_evicted() -> None:
+    pool = SlotPool(2)
+    cache(pool, 0, 1)
+    pool.pin(BlockId(0))
+    pool.pin(BlockId(0))
+    pool.unpin(BlockId(0))
+    assert pool.is_pinned(BlockId(0))
+    assert pool.num_available == 1
+    pool.take_live()
+    assert cached_blocks(pool) == [0]
+    with pytest.raises(CacheCapacityError):
+        pool.take_live()
+    pool.unpin(BlockId(0))
+    pool.check_integrity()
+    pool.take_live()
+    assert cached_blocks(pool) == []
+
+
+def test_a_pin_without_a_state_and_an_unpin_without_a_pin_are_errors() -> None:
+    pool = SlotPool(2)
+    cache(pool, 0)
+    with pytest.raises(CacheIntegrityError, match="none at block 5"):
+        pool.pin(BlockId(5))
+    with pytest.raises(CacheIntegrityError, match="not pinned"):
+        pool.unpin(BlockId(0))
+
+
+def test_drop_frees_a_state_and_forgives_a_block_without_one() -> None:
+    pool = SlotPool(2)
+    (slot,) = cache(pool, 0)
+    pool.drop(BlockId(0))
+    pool.drop(BlockId(0))
+    assert pool.owner_of(slot) is SlotOwner.FREE
+    assert pool.slot_of(BlockId(0)) is None
+    assert pool.num_evicted == 0
+    pool.check_integrity()
+
+
+def test_dropping_a_pinned_state_is_an_error() -> None:
+    pool = SlotPool(2)
+    cache(pool, 0)
+    pool.pin(BlockId(0))
+    with pytest.raises(CacheIntegrityError, match="1 pins at block 0"):
+        pool.drop(BlockId(0))
+    assert cached_blocks(pool) == [0]
+
+
+def test_flush_hides_every_state_at_once_and_frees_a_pinned_one_at_its_last_unpin() -> None:
+    pool = SlotPool(3)
+    pinned, _ = cache(pool, 0, 1)
+    pool.pin(BlockId(0))
+    pool.pin(BlockId(0))
+    pool.flush()
+    pool.check_integrity()
+    assert cached_blocks(pool) == []
+    assert pool.num_available == 2
+    pool.drop(BlockId(0))
+    pool.unpin(BlockId(0))
+    assert pool.owner_of(pinned) is SlotOwner.CACHED
+    pool.unpin(BlockId(0))
+    assert pool.owner_of(pinned) is SlotOwner.FREE
+    assert pool.num_available == 3
+    pool.check_integrity()
+
+
+def test_a_state_published_over_a_flushed_pinned_one_survives_its_unpin() -> None:
+    pool = SlotPool(3)
+    (orphan,) = cache(pool, 0)
+    pool.pin(BlockId(0))
+    pool.flush()
+    (successor,) = cache(pool, 0)
+    pool.unpin(BlockId(0))
+    pool.check_integrity()
+    assert pool.slot_of(BlockId(0)) == successor
+    assert pool.owner_of(orphan) is SlotOwner.FREE
+    assert pool.num_available == 3
+
+
+def test_flush_leaves_live_and_reserved_slots_alone() -> None:
+    pool = SlotPool(3)
+    live, (reserved,) = pool.take_live(), pool.reserve()
+    pool.flush()
+    assert pool.owner_of(live) is SlotOwner.LIVE
+    assert pool.owner_of(reserved) is SlotOwner.RESERVED
+
+
+@pytest.mark.parametrize("registered", [True, False])
+def test_a_state_leaves_with_its_block(registered: bool) -> None:
+    slots = SlotPool(2)
+    kv = KVBlockPool(1, on_evict=slots.drop)
+    (block,) = kv.allocate(1)
+    (slot,) = slots.reserve()
+    if registered:
+        kv.register(block, BlockKey(1), None)
+        slots.publish(slot, block)
+    else:
+        slots.cancel(slot)  # the step failed before the block was registered
+    kv.release([block])
+    assert kv.allocate(1) == [block]
+    assert slots.slot_of(block) is None
+    assert slots.count_by_owner()["free"] == 2
+    slots.check_integrity()
+
+
+def test_a_flush_of_both_pools_survives_a_pinned_state() -> None:
+    slots = SlotPool(2)
+    kv = KVBlockPool(2, on_evict=slots.drop)
+    (block,) = kv.allocate(1)
+    kv.register(block, BlockKey(1), None)
+    cache(slots, block)
+    slots.pin(block)
+    slots.flush()
+    kv.flush()
+    assert slots.slot_of(block) is None
+    slots.unpin(block)
+    assert slots.count_by_owner()["free"] == 2
+    kv.check_integrity()
+    slots.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("corrupt", "message"),
+    [
+        (lambda pool: pool._owners.__setitem__(0, SlotOwner.LIVE), "counted"),
+        (lambda pool: pool._free.__setitem__(0, pool._free[1]), "listed as free"),
+        (lambda pool: pool._slot_of.clear(), "listed as cached"),
+        (lambda pool: pool._pins.__setitem__(9, 1), "pins"),
+        (lambda pool: pool._evictable.clear(), "evictable"),
+    ],
+)
+def test_check_integrity_finds_a_broken_invariant(corrupt: object, message: str) -> None:
+    pool = SlotPool(4)
+    cache(pool, 0)
+    corrupt(pool)  # type: ignore[operator]
+    with pytest.raises(CacheIntegrityError, match=message):
+        pool.check_integrity()
+
+
+class SlotMachine(RuleBasedStateMachine):
+    """Slots change hands at random; the model is a dict of owners, a dict of states and a list in order of use."""
+
+    num_slots = 5
+    blocks = st.integers(0, 6).map(BlockId)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = SlotPool(self.num_slots)
+        self.held: dict[SlotOwner, list[SlotId]] = {owner: [] for owner in SlotOwner}
+        self.states: dict[BlockId, SlotId] = {}
+        self.by_use: list[BlockId] = []  # least recently used first
+        self.pins: Counter[BlockId] = Counter()
+        self.orphans: dict[BlockId, list[SlotId]] = {}
+
+    def _use(self, block: BlockId) -> None:
+        self.by_use = [*(other for other in self.by_use if other != block), block]
+
+    def _unpinned(self) -> list[BlockId]:
+        return [block for block in self.by_use if block in self.states and not self.pins[block]]
+
+    def _num_free(self) -> int:
+        in_use = sum(map(len, [*self.held.values(), *self.orphans.values()])) + len(self.states)
+        return self.num_slots - in_use
+
+    @rule(num_slots=st.integers(0, 3), owner=st.sampled_from([SlotOwner.LIVE, SlotOwner.RESERVED, SlotOwner.DRAFT]))
+    def take(self, num_slots: int, owner: SlotOwner) -> None:
+        num_slots = 1 if owner is SlotOwner.LIVE else num_slots
+        calls = {
+            SlotOwner.LIVE: lambda: [self.pool.take_live()],
+            SlotOwner.RESERVED: lambda: self.pool.reserve(num_slots),
+            SlotOwner.DRAFT: lambda: self.pool.take_draft(num_slots),
+        }
+        if num_slots > self._num_free() + len(self._unpinned()):
+            with pytest.raises(CacheCapacityError):
+                calls[owner]()
+            return
+        for block in self._unpinned()[: max(0, num_slots - self._num_free())]:
+            del self.states[block]
+        self.held[owner] += calls[owner]()
+
+    @precondition(lambda self: any(self.held.values()))
+    @rule(data=st.data())
+    def give_back(self, data: st.DataObject) -> None:
+        owner = data.draw(st.sampled_from([owner for owner in SlotOwner if self.held[owner]]))
+        slot = self.held[owner].pop(data.draw(st.integers(0, len(self.held[owner]) - 1)))
+        calls = {
+            SlotOwner.LIVE: self.pool.release_live,
+            SlotOwner.RESERVED: self.pool.cancel,
+            SlotOwner.DRAFT: self.pool.release_draft,
+        }
+        calls[owner](slot)
+
+    @precondition(lambda self: self.held[SlotOwner.RESERVED])
+    @rule(block=blocks)
+    def publish(self, block: BlockId) -> None:
+        slot = self.held[SlotOwner.RESERVED][-1]
+        if block in self.states:
+            with pytest.raises(CacheIntegrityError):
+                self.pool.publish(slot, block)
+            return
+        self.pool.publish(slot, block)
+        self.states[block] = self.held[SlotOwner.RESERVED].pop()
+        self._use(block)
+
+    @rule(block=blocks)
+    def pin(self, block: BlockId) -> None:
+        if block not in self.states:
+            with pytest.raises(CacheIntegrityError):
+                self.pool.pin(block)
+            return
+        self.pool.pin(block)
+        self.pins[block] += 1
+        self._use(block)
+
+    @rule(block=blocks)
+    def unpin(self, block: BlockId) -> None:
+        if not self.pins[block]:
+            with pytest.raises(CacheIntegrityError):
+                self.pool.unpin(block)
+            return
+        self.pool.unpin(block)
+        self.pins[block] -= 1
+        if not self.pins[block]:
+            self.orphans.pop(block, None)
+            self._use(block)
+
+    @rule(block=blocks)
+    def drop(self, block: BlockId) -> None:
+        if block in self.states and self.pins[block]:
+            with pytest.raises(CacheIntegrityError):
+                self.pool.drop(block)
+            return
+        self.pool.drop(block)
+        self.states.pop(block, None)
+
+    @rule(block=blocks)
+    def touch(self, block: BlockId) -> None:
+        self.pool.touch([block])
+        if block in self.states:
+            self._use(block)
+
+    @rule()
+    def flush(self) -> None:
+        self.pool.flush()
+        for block, slot in self.states.items():
+            if self.pins[block]:
+                self.orphans.setdefault(block, []).append(slot)
+        self.states = {}
+
+    @invariant()
+    def pool_agrees_with_model(self) -> None:
+        self.pool.check_integrity()
+        counts = {owner.value: len(slots) for owner, slots in self.held.items()}
+        counts["free"] = self._num_free()
+        counts["cached"] = len(self.states) + sum(map(len, self.orphans.values()))
+        assert self.pool.count_by_owner() == counts
+        assert self.pool.num_available == self._num_free() + len(self._unpinned())
+        assert all(self.pool.slot_of(BlockId(block)) == self.states.get(BlockId(block)) for block in range(7))
+        in_use = [slot for slots in [*self.held.values(), *self.orphans.values()] for slot in slots]
+        assert len({*in_use, *self.states.values()}) == len(in_use) + len(self.states)
+
+
+TestSlotsAgainstModel = SlotMachine.TestCase
+TestSlotsAgainstModel.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

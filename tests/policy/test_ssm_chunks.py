@@ -1,0 +1,87 @@
+"""Properties of the SSM chunk plan."""
+
+from itertools import accumulate
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_mamba_cache.errors import CacheIntegrityError
+from megatron_mamba_cache.policy.ssm_chunks import SSMChunkPlan, plan_ssm_chunks
+
+ROWS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=5)
+
+
+def plan_rows(rows: list[tuple[int, int]], chunk_size: int) -> SSMChunkPlan:
+    starts = list(accumulate((num_new for _, num_new in rows), initial=0))
+    return plan_ssm_chunks([computed for computed, _ in rows], starts, chunk_size)
+
+
+def test_resumed_row_is_cut_at_absolute_positions() -> None:
+    plan = plan_ssm_chunks([0, 300], [0, 700, 1000], 256)
+    assert plan.cu_chunks == (0, 256, 512, 700, 912, 1000)
+    assert plan.chunk_rows == (0, 0, 0, 1, 1)
+    assert plan.last_chunk_indices == (2, 4)
+
+
+def test_row_shorter_than_its_first_chunk_is_one_chunk() -> None:
+    assert plan_ssm_chunks([300], [0, 10], 256).cu_chunks == (0, 10)
+
+
+def test_row_that_ends_on_a_cut_has_no_empty_chunk() -> None:
+    assert plan_ssm_chunks([300], [0, 212], 256) == SSMChunkPlan((0, 212), (0,), (0,))
+
+
+def test_empty_row_has_no_chunk() -> None:
+    assert plan_ssm_chunks([0, 7, 0], [0, 4, 4, 8], 4) == SSMChunkPlan((0, 4, 8), (0, 2), (0, -1, 1))
+
+
+def test_empty_batch_has_no_chunk() -> None:
+    assert plan_ssm_chunks([], [0], 4) == SSMChunkPlan((0,), (), ())
+
+
+@given(ROWS, st.integers(1, 12))
+def test_plan_equals_a_walk_over_every_token(rows: list[tuple[int, int]], chunk_size: int) -> None:
+    ends: list[int] = []
+    owners: list[int] = []
+    packed = 0
+    for row, (computed, num_new) in enumerate(rows):
+        for token in range(1, num_new + 1):
+            packed += 1
+            if (computed + token) % chunk_size == 0 or token == num_new:
+                ends.append(packed)
+                owners.append(row)
+    last = [max((i for i, owner in enumerate(owners) if owner == row), default=-1) for row in range(len(rows))]
+    assert plan_rows(rows, chunk_size) == SSMChunkPlan((0, *ends), tuple(owners), tuple(last))
+
+
+@given(st.integers(0, 40), st.integers(1, 40), st.integers(1, 12), st.data())
+def test_row_resumed_on_a_cut_has_the_chunks_of_an_uninterrupted_one(
+    computed: int, num_new: int, chunk_size: int, data: st.DataObject
+) -> None:
+    whole = [computed + end for end in plan_rows([(computed, num_new)], chunk_size).cu_chunks]
+    cut = data.draw(st.sampled_from(whole))
+    head = [computed + end for end in plan_rows([(computed, cut - computed)], chunk_size).cu_chunks]
+    tail = [cut + end for end in plan_rows([(cut, computed + num_new - cut)], chunk_size).cu_chunks]
+    assert head + tail[1:] == whole
+
+
+@given(ROWS, st.integers(1, 12))
+def test_every_position_finds_the_chunk_that_ends_there_or_none(rows: list[tuple[int, int]], chunk_size: int) -> None:
+    plan = plan_rows(rows, chunk_size)
+    found = {end: index for index, end in enumerate(plan.cu_chunks[1:])}
+    for position in range(-1, plan.cu_chunks[-1] + 2):
+        if position in found:
+            assert plan.chunk_at_end(position) == found[position]
+        else:
+            with pytest.raises(CacheIntegrityError, match="ends at packed position"):
+                plan.chunk_at_end(position)
+
+
+@pytest.mark.parametrize(
+    ("num_computed", "query_starts", "chunk_size"),
+    [([0], [0, 4], 0), ([0], [0], 4), ([0], [0, 4, 8], 4), ([-1], [0, 4], 4), ([0], [1, 4], 4), ([0, 0], [0, 4, 3], 4)],
+)
+def test_plan_refuses_rows_that_cannot_be(num_computed: list[int], query_starts: list[int], chunk_size: int) -> None:
+    with pytest.raises(ValueError, match=r"need|must"):
+        plan_ssm_chunks(num_computed, query_starts, chunk_size)

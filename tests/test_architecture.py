@@ -1,0 +1,246 @@
+"""The package's shape: which floor may import which, how long things may be, and what they may not be called."""
+
+import ast
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import megatron_mamba_cache.errors
+
+PACKAGE_ROOT = Path(megatron_mamba_cache.errors.__file__).parent
+
+FLOORS = (
+    ("errors", "config", "metrics"),
+    ("policy", "kernels"),
+    ("state",),
+    ("speculation",),
+    ("mcore",),
+    ("models",),
+    ("server", "__main__"),
+)
+FLOOR_OF = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}
+SEPARATE_PARTS = ({"policy", "kernels"},)
+
+MAX_MODULE_LINES = 300
+MAX_FUNCTION_LINES = 50
+BANNED_WORDS = {"utils", "helper", "manager", "meta"}
+BANNED_VERBS = ("do_", "maybe_")
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """One parsed file; `name` is its path below the package, () for the package's own `__init__`."""
+
+    name: tuple[str, ...]
+    is_package: bool
+    source: str
+    tree: ast.Module
+
+    @property
+    def label(self) -> str:
+        return ".".join(self.name) or "__init__"
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """All modules of a package by name."""
+
+    root_name: str
+    modules: dict[tuple[str, ...], Module]
+
+    def internal_imports(self, module: Module) -> set[tuple[str, ...]]:
+        """Return the modules of the package that `module` imports anywhere, `TYPE_CHECKING` blocks included."""
+        paths = [path[1:] for path in _imported_paths(module, self.root_name) if path[0] == self.root_name]
+        return {self._longest_known(path) for path in paths}
+
+    def external_imports(self, module: Module) -> set[str]:
+        """Return the top-level names of other packages that `module` imports anywhere."""
+        return {path[0] for path in _imported_paths(module, self.root_name)} - {self.root_name}
+
+    def _longest_known(self, path: tuple[str, ...]) -> tuple[str, ...]:
+        while path and path not in self.modules:
+            path = path[:-1]
+        return path
+
+
+def read_package(root: Path) -> Package:
+    """Parse every module below `root`."""
+    modules = {}
+    for file in sorted(root.rglob("*.py")):
+        path = file.relative_to(root).with_suffix("").parts
+        is_package = path[-1] == "__init__"
+        name = path[:-1] if is_package else path
+        source = file.read_text(encoding="utf-8")
+        modules[name] = Module(name, is_package, source, ast.parse(source))
+    return Package(root.name, modules)
+
+
+def _imported_paths(module: Module, root_name: str) -> Iterator[tuple[str, ...]]:
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import):
+            yield from (tuple(alias.name.split(".")) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            origin = tuple(node.module.split(".")) if node.module else ()
+            if node.level:
+                here = (root_name, *module.name) if module.is_package else (root_name, *module.name[:-1])
+                origin = here[: len(here) - node.level + 1] + origin
+            yield from ((*origin, alias.name) for alias in node.names)
+
+
+def floor_violations(package: Package) -> Iterator[str]:
+    """Yield imports that go up, cross between parts kept separate, or leave a part without a floor."""
+    for module in package.modules.values():
+        if not module.name:
+            continue  # The package's own __init__ only gathers public names, and imports them lazily.
+        part = module.name[0]
+        if part not in FLOOR_OF:
+            yield f"{module.label}: no floor is named for {part!r}; add it to FLOORS"
+            continue
+        for target in sorted(package.internal_imports(module)):
+            # The package's own __init__ names what every floor offers, so only the top floor may import it.
+            floor = FLOOR_OF.get(target[0], len(FLOORS)) if target else len(FLOORS) - 1
+            if floor > FLOOR_OF[part]:
+                yield f"{module.label}: imports {'.'.join(target) or '__init__'} of a higher floor"
+            elif target and part != target[0] and any({part, target[0]} <= parts for parts in SEPARATE_PARTS):
+                yield f"{module.label}: imports {'.'.join(target)}, but the two know nothing of each other"
+
+
+def dependency_violations(package: Package) -> Iterator[str]:
+    """Yield imports of torch that policy reaches, and of megatron below mcore."""
+    for module in package.modules.values():
+        if not module.name:
+            continue
+        if module.name[0] == "policy":
+            for reached in _reachable(package, module):
+                for name in sorted(package.external_imports(reached) & {"torch", "triton"}):
+                    yield f"{module.label}: policy reaches {name} through {reached.label}"
+        is_below_mcore = FLOOR_OF.get(module.name[0], 0) < FLOOR_OF["mcore"]
+        if is_below_mcore and "megatron" in package.external_imports(module):
+            yield f"{module.label}: imports megatron below mcore"
+
+
+def _reachable(package: Package, module: Module) -> Iterator[Module]:
+    seen, queue = {module.name}, [module]
+    while queue:
+        current = queue.pop()
+        yield current
+        targets = sorted(package.internal_imports(current) - seen - {()})
+        seen.update(targets)
+        queue.extend(package.modules[target] for target in targets)
+
+
+def cycle_violations(package: Package) -> Iterator[str]:
+    """Yield the first import cycle between modules."""
+    graph = {module.name: package.internal_imports(module) - {()} for module in package.modules.values() if module.name}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        yield "import cycle: " + " <- ".join(".".join(name) for name in error.args[1])
+
+
+def size_violations(package: Package) -> Iterator[str]:
+    """Yield modules that are too long, and functions that are and do not say why."""
+    for module in package.modules.values():
+        num_lines = len(module.source.splitlines())
+        if num_lines > MAX_MODULE_LINES:
+            yield f"{module.label}: {num_lines} lines, at most {MAX_MODULE_LINES}"
+        for function in _functions(module):
+            num_lines = (function.end_lineno or function.lineno) - function.lineno + 1
+            if num_lines > MAX_FUNCTION_LINES and "Long because" not in (ast.get_docstring(function) or ""):
+                yield f"{module.label}.{function.name}: {num_lines} lines; shorten it or say 'Long because ...'"
+
+
+def name_violations(package: Package) -> Iterator[str]:
+    """Yield modules and functions whose names say nothing."""
+    for module in package.modules.values():
+        words = {word for part in module.name for word in part.split("_")}
+        for word in sorted(words & BANNED_WORDS):
+            yield f"{module.label}: {word!r} says nothing"
+        for function in _functions(module):
+            if function.name.lstrip("_").startswith(BANNED_VERBS):
+                yield f"{module.label}.{function.name}: the name does not say what is done"
+
+
+def _functions(module: Module) -> Iterator[Function]:
+    return (node for node in ast.walk(module.tree) if isinstance(node, Function))
+
+
+Check = Callable[[Package], Iterator[str]]
+CHECKS: tuple[Check, ...] = (
+    floor_violations,
+    dependency_violations,
+    cycle_violations,
+    size_violations,
+    name_violations,
+)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_package_has_no_violation(check: Check) -> None:
+    package = read_package(PACKAGE_ROOT)
+    assert ("errors",) in package.modules
+    assert list(check(package)) == []
+
+
+LONG_BODY = "    x = 1\n" * 60
+SOUND = {
+    "errors": "",
+    "policy/align": "import numpy\nfrom pkg.errors import E",
+    "mcore/context": "import megatron.core",
+    "__main__": "from pkg import C",
+}
+PLANTED = {
+    "upward_import": ({"policy/align": "from pkg.state import pool", "state/pool": ""}, "higher floor"),
+    "relative_upward_import": ({"policy/align": "from ..state import pool", "state/pool": ""}, "higher floor"),
+    "facade_import": ({"policy/align": "from pkg import Context"}, "higher floor"),
+    "type_checking_import": (
+        {"policy/align": "if TYPE_CHECKING:\n    from pkg.state.pool import P", "state/pool": ""},
+        "higher floor",
+    ),
+    "local_import": ({"config": "def load():\n    import pkg.policy.align", "policy/align": ""}, "higher floor"),
+    "policy_in_kernels": ({"kernels/copy": "import pkg.policy.align", "policy/align": ""}, "know nothing"),
+    "kernels_in_policy": ({"policy/align": "import pkg.kernels.copy", "kernels/copy": ""}, "know nothing"),
+    "part_without_floor": ({"extras": ""}, "no floor"),
+    "torch_in_policy": ({"policy/align": "from torch import Tensor"}, "reaches torch"),
+    "torch_reached_by_policy": ({"policy/align": "from pkg import config", "config": "import torch"}, "reaches torch"),
+    "megatron_below_mcore": ({"state/pool": "from megatron.core import x"}, "below mcore"),
+    "cycle": ({"state/a": "from pkg.state import b", "state/b": "from . import a"}, "import cycle"),
+    "long_module": ({"state/pool": "x = 1\n" * 301}, "301 lines"),
+    "long_function": ({"state/pool": f"class Pool:\n  def grow(self):\n{LONG_BODY}"}, "61 lines"),
+    "banned_module": ({"state/pool_utils": ""}, "'utils'"),
+    "banned_function": ({"state/pool": "def _maybe_grow(): ..."}, "_maybe_grow"),
+}
+
+
+def write_package(root: Path, files: dict[str, str]) -> Package:
+    for name, source in files.items():
+        file = root / "pkg" / f"{name}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(source, encoding="utf-8")
+    return read_package(root / "pkg")
+
+
+def all_violations(package: Package) -> list[str]:
+    return [violation for check in CHECKS for violation in check(package)]
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+def test_planted_violation_is_the_only_one_found(planted: str, tmp_path: Path) -> None:
+    files, message = PLANTED[planted]
+    violations = all_violations(write_package(tmp_path, SOUND | files))
+    assert len(violations) == 1 and message in violations[0]
+
+
+def test_sound_package_passes(tmp_path: Path) -> None:
+    facade = {"__init__": "from pkg.mcore.context import C", "policy/__init__": "", "policy/metadata": ""}
+    assert all_violations(write_package(tmp_path, SOUND | facade)) == []
+
+
+def test_long_function_that_says_why_passes(tmp_path: Path) -> None:
+    source = f'def grow():\n    """Grow.\n\n    Long because it is one kernel.\n    """\n{LONG_BODY}'
+    assert all_violations(write_package(tmp_path, SOUND | {"state/pool": source})) == []
