@@ -51,12 +51,13 @@ class CacheConfig:
         for name in ("block_size_tokens", "max_requests", "max_tokens", "max_sequence_length"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         _require(self.buffer_size_gb > 0, "buffer_size_gb", self.buffer_size_gb, "more than 0")
-        _require(self.prefix_caching_mamba_gb >= 0, "prefix_caching_mamba_gb", self.prefix_caching_mamba_gb, "0 or more")
-        paused, total = self.paused_buffer_size_gb, self.buffer_size_gb
+        states, paused, total = self.prefix_caching_mamba_gb, self.paused_buffer_size_gb, self.buffer_size_gb
+        _require(states >= 0, "prefix_caching_mamba_gb", states, "0 or more")
         _require(paused is None or 0 <= paused < total, "paused_buffer_size_gb", paused, f"from 0 to below {total}")
         stride = self.boundary_stride
         _require(stride is None or stride >= 1, "boundary_stride", stride, "None or at least 1 block")
-        _require(self.max_tokens >= self.max_requests, "max_tokens", self.max_tokens, f">= max_requests={self.max_requests}")
+        allowed_tokens = f"at least max_requests={self.max_requests}"
+        _require(self.max_tokens >= self.max_requests, "max_tokens", self.max_tokens, allowed_tokens)
         for name in ("ssm_state_dtype", "conv_state_dtype"):
             _require(getattr(self, name) in _STATE_DTYPES, name, getattr(self, name), f"one of {_STATE_DTYPES}")
 

@@ -101,10 +101,9 @@ class _ChunkSlots:
 def _chunk_slots(rows: VarlenRows) -> _ChunkSlots:
     starts, ends = rows.cu_chunks[:-1].to(torch.int64), rows.cu_chunks[1:].to(torch.int64)
     owner = rows.chunk_rows.to(torch.int64)
-    holds_tokens = ends > starts
-    is_first = holds_tokens & (starts == rows.cu_rows.index_select(0, owner))
-    is_last = holds_tokens & (ends == rows.cu_rows.index_select(0, owner + 1))
-    boundary_slots = torch.where(holds_tokens, rows.chunk_slots, PAD_SLOT)
+    is_first = starts == rows.cu_rows.index_select(0, owner)
+    is_last = ends == rows.cu_rows.index_select(0, owner + 1)
+    boundary_slots = torch.where(ends > starts, rows.chunk_slots, PAD_SLOT)
     final_slots = torch.where(is_last, rows.final_slots.index_select(0, owner), PAD_SLOT)
     stored_slots = torch.stack([boundary_slots, final_slots], dim=1)
     return _ChunkSlots(starts, ends, is_first, rows.initial_slots.index_select(0, owner), stored_slots)

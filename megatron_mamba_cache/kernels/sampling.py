@@ -55,5 +55,6 @@ def _invert_cumulative(weights: Tensor, uniforms: Tensor) -> Tensor:
     cumulative = weights.cumsum(dim=-1)
     target = uniforms.to(torch.float64)[:, None] * cumulative[:, -1:]
     rank = (cumulative <= target).sum(dim=-1)
-    # A uniform just below 1 may round up to the whole sum: stay on the last token that has any weight.
+    # A parallel scan rounds each rank on its own, so that the sum may exceed the cumulative weight of the last kept
+    # token: stay on a token that has any weight.
     return torch.minimum(rank, (weights > 0).sum(dim=-1) - 1)

@@ -25,7 +25,7 @@ from ..policy.admission import Refusal
 from ..policy.block_growth import grow_rows
 from ..policy.boundaries import prefill_chunk_end
 from ..policy.requests import Candidate, RequestSpec, RunningRequest
-from ..state.step_batch import lay_out_step
+from ..state.step_batch import StepBatch, lay_out_step
 from .cache_memory import CacheMemory
 from .model_shape import HybridModelShape
 from .request_spec import spec_of
@@ -90,6 +90,7 @@ class MambaCacheContext(StepReader):
         self._step = None
         self._memory = None
         self.is_tensor_state_allocated = False
+        self._count_rows()
 
     def reset(self) -> None:
         """Drop all running requests. What is cached stays: Megatron resets on idle and dummy steps too."""
@@ -107,11 +108,13 @@ class MambaCacheContext(StepReader):
         """Make all cached prefixes unreachable, for instance because the weights changed.
 
         Args:
-            weights_version: Of the new weights; None keeps the present one.
+            weights_version: Of the new weights; None keeps the present one. While suspended nothing is cached, and
+                this is all that changes.
         """
         if weights_version is not None:
             self.weights_version = weights_version
-        self.cache.flush(self.weights_version)
+        if self.is_tensor_state_allocated:
+            self.cache.flush(self.weights_version)
 
     # Admission.
 
@@ -212,9 +215,9 @@ class MambaCacheContext(StepReader):
                 if not goes_on:
                     finished.append(row)
         self._drop(finished)
-        self._step = None
         outcome = grow_rows(self.rows, self.cache, self.block_allocator.paused_count)
         self.rows = [row for row in self.rows if row not in outcome.evicted]
+        self._step = None
         self.counters.requests_paused += len(outcome.paused)
         self.counters.requests_evicted += len(outcome.evicted)
         self._count_rows()
@@ -227,19 +230,15 @@ class MambaCacheContext(StepReader):
         """Return every reservation of a failed step and drop its rows, whose live states can no longer be trusted.
 
         Returns:
-            The dropped rows; prefilled again, each goes on where it was.
+            The rows of the step, oldest first; prefilled again from what its caller knows, each goes on where it was.
         """
-        lost = [row for row in self.rows if row.scheduled or (self._step is not None and row in self._step.rows)]
-        self._drop(lost)
+        laid_out = () if self._step is None else self._step.rows
+        lost = [*laid_out, *(row for row in self.rows if row.scheduled and row not in laid_out)]
+        self._drop([row for row in self.rows if row in lost])
         self._step = None
         self.counters.steps_aborted += 1
         self._count_rows()
-        return lost
-
-    def remove_request(self, request_id: int) -> None:
-        """Take a request out between steps and take back what it holds; nothing if it is not running."""
-        self._drop([row for row in self.rows if row.request_id == request_id])
-        self._count_rows()
+        return sorted(lost, key=lambda row: row.age)
 
     def check_integrity(self) -> None:
         """Raise `CacheIntegrityError` unless rows, blocks and slots agree."""

@@ -17,12 +17,15 @@ from .request_spec import fault_of, spec_of
 from .scheduler import StepScheduler
 
 
+_REMEMBERED_REQUESTS = 65_536
+
+
 @dataclass(slots=True)
 class _RequestState:
     """What the engine keeps of a request beside Megatron's record."""
 
     seed: int
-    tenant: str
+    tenant: str = ""
     candidate: Candidate | None = None  # of the record's newest request; rebuilt after an eviction
     age: int | None = None  # order of its first admission
     cached_tokens: int | None = None  # prompt tokens skipped at its first admission
@@ -38,6 +41,7 @@ class MambaCacheEngine(DynamicInferenceEngine):
     def __init__(self, controller: MambaCacheController, context: MambaCacheContext, random_seed: int = 0) -> None:
         self.scheduler = StepScheduler(context)
         self._states: dict[int, _RequestState] = {}
+        self._cached_tokens: dict[int, int] = {}  # of requests that have left, oldest first
         self._hint = HitRateHint(context.cache_config)
         super().__init__(
             controller, context, random_seed=random_seed, enable_chunked_prefill=context.cache_config.chunked_prefill
@@ -65,17 +69,15 @@ class MambaCacheEngine(DynamicInferenceEngine):
         """
         if request_id in self.requests:
             raise ValueError(f"request id {request_id} is in use; give each request an id of its own")
-        own_seed = (self.random_seed << 32) + request_id if seed is None else seed
-        self._states[request_id] = _RequestState(own_seed, tenant)
+        self._states[request_id] = _RequestState(self._default_seed(request_id) if seed is None else seed, tenant)
         return super().add_request(request_id, prompt, sampling_params or SamplingParams())
 
     def _add_request(self, request: Any) -> asyncio.Future:
         """Validate a request and put it at the end of the queue, or fail it alone."""
-        state = self._states.setdefault(
-            request.request_id, _RequestState((self.random_seed << 32) + request.request_id, "")
-        )
-        state.candidate = None
+        request_id = request.request_id
+        state = self._states.setdefault(request_id, _RequestState(self._default_seed(request_id)))
         future = super()._add_request(request)
+        request.sampling_params.num_tokens_total = None  # folded into num_tokens_to_generate; both is an error later
         if request.status is Status.FAILED:
             self._explain_length_failure(request)
             return future
@@ -86,22 +88,18 @@ class MambaCacheEngine(DynamicInferenceEngine):
             state.candidate = self.context.candidate(spec)
             self._hint.note_prompt(spec.prompt_len)
             return future
-        self.waiting_request_ids.remove(request.request_id)
+        self.waiting_request_ids.remove(request_id)
         self._fail(request, fault)
         return future
 
     def cached_tokens(self, request_id: int) -> int:
         """Return the prompt tokens that were skipped when the request was first admitted; 0 before that.
 
-        Kept for a finished request until `forget` is called or its id is used again.
+        Known of the newest 65,536 requests that have left.
         """
-        state = self._states.get(request_id)
-        return (state.cached_tokens or 0) if state is not None else 0
-
-    def forget(self, request_id: int) -> None:
-        """Drop what is kept of a finished request."""
-        if request_id not in self.requests:
-            self._states.pop(request_id, None)
+        if request_id in self._states:
+            return self._states[request_id].cached_tokens or 0
+        return self._cached_tokens.get(request_id, 0)
 
     def flush(self, weights_version: str | None = None) -> None:
         """Make all cached prefixes unreachable; see `MambaCacheContext.flush`."""
@@ -129,8 +127,7 @@ class MambaCacheEngine(DynamicInferenceEngine):
             return await super().async_forward()
         except BaseException:
             if not self.is_suspended:
-                lost = self.context.abort_step()
-                self._queue_again([row.request_id for row in sorted(lost, key=lambda row: row.age)])
+                self._queue_again([row.request_id for row in self.context.abort_step()])
             raise
 
     def post_process_requests(
@@ -144,6 +141,8 @@ class MambaCacheEngine(DynamicInferenceEngine):
             self._queue_again(list(reversed(evicted)))
             for request_id in evicted:
                 self.get_request(request_id).add_event_evict()
+        for request_id in finished_request_ids.tolist():
+            self._forget(request_id)
         return outcome
 
     def _check_stop_words_for_request_post_append(self, request: Any) -> bool:
@@ -160,6 +159,15 @@ class MambaCacheEngine(DynamicInferenceEngine):
             self._states[request_id].candidate = None
             self.waiting_request_ids.appendleft(request_id)
 
+    def _default_seed(self, request_id: int) -> int:
+        return (self.random_seed << 32) + request_id
+
+    def _forget(self, request_id: int) -> None:
+        state = self._states.pop(request_id)
+        self._cached_tokens[request_id] = state.cached_tokens or 0
+        while len(self._cached_tokens) > _REMEMBERED_REQUESTS:
+            del self._cached_tokens[next(iter(self._cached_tokens))]
+
     def _candidate_of(self, request_id: int) -> Candidate:
         state = self._states[request_id]
         if state.candidate is None:
@@ -169,6 +177,7 @@ class MambaCacheEngine(DynamicInferenceEngine):
 
     def _explain_length_failure(self, request: Any) -> None:
         limit, sampling = self.context.max_sequence_length, request.sampling_params
+        self._forget(request.request_id)
         request.events.clear()
         request.add_event_error_nontransient(
             MaxSequenceLengthOverflowError(
@@ -179,6 +188,7 @@ class MambaCacheEngine(DynamicInferenceEngine):
         )
 
     def _fail(self, request: Any, reason: str) -> None:
+        self._forget(request.request_id)
         request.status = Status.FAILED
         request.add_event_error_nontransient(ContextOverflowError(request.request_id, reason, is_transient=False))
         self.failed_request_ids.append(request.request_id)

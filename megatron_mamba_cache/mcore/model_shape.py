@@ -98,5 +98,6 @@ def _caching_mixer(model: Any) -> CachingMambaMixer:
 
 def _fingerprint(model: Any) -> str:
     described = sorted((name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters())
-    facts = (described, model.position_embedding_type, model.config.layernorm_epsilon, str(model.config.rotary_interleaved))
+    config = model.config
+    facts = (described, model.position_embedding_type, config.layernorm_epsilon, config.rotary_interleaved)
     return hashlib.sha256(repr(facts).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Chained keys of KV blocks: a key names a block's tokens, all tokens before them, and the salt they are valid under."""
+"""Chained keys of KV blocks: a key names a block's tokens, all tokens before them, and the salt they are under."""
 
 import sys
 from array import array

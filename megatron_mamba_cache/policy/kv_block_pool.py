@@ -193,7 +193,7 @@ class KVBlockPool:
         return known
 
     def flush(self) -> None:
-        """Forget every key: cached blocks become free, held ones unregistered; `on_evict` hears of each, lowest first."""
+        """Forget every key: cached blocks become free, held ones unregistered; each is reported to `on_evict`."""
         registered = self._tree.blocks()
         self._tree = BlockTree(self._num_blocks)
         self._evictable.clear()

@@ -41,6 +41,6 @@ class StateLayout:
             least = math.ceil(self.slot_bytes / 2**30 * 1e6) / 1e6
             raise ValueError(
                 f"prefix_caching_mamba_gb is {budget_gb:g} GiB, but one cached state takes {self.slot_bytes} bytes: set "
-                f"--inference-dynamic-batching-prefix-caching-mamba-gb to at least {least:f}, or --no-prefix-caching"
+                f"--inference-dynamic-batching-prefix-caching-mamba-gb to {least:f} or more, or --no-prefix-caching"
             )
         return bought + num_live

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,69 +11,11 @@ from ..policy.boundaries import BoundaryRule, select_boundaries
 from ..policy.identifiers import BlockId, SlotId
 from ..policy.slot_pool import SlotPool
 from .layout import StateLayout
+from .slot_allocator_context import NoReservations, PromptRequest, SlotAllocatorContext, StepReservations
 from .state_pool import StatePool
 
 MAX_INTERMEDIATE_OFFSETS_PER_REQUEST = 3
 """Most boundaries that a prompt suggests by itself: where its KV match ends, its last and its last but one."""
-
-
-class LiveStateIndex(Protocol):
-    """Where the live state of each request is."""
-
-    @property
-    def request_to_mamba_state_idx(self) -> Sequence[int] | Tensor:
-        """[requests] live slot of each request."""
-
-
-class SlotAllocatorContext(Protocol):
-    """All that a `MambaSlotAllocator` reads of an inference context."""
-
-    block_size_tokens: int
-    max_tokens: int
-
-    @property
-    def mamba_conv_states(self) -> Tensor:
-        """[layers, live slots, *conv_states_shape]."""
-
-    @property
-    def mamba_ssm_states(self) -> Tensor:
-        """[layers, live slots, *ssm_states_shape]."""
-
-    @property
-    def mamba_metadata(self) -> LiveStateIndex:
-        """The live slot of each request."""
-
-    @property
-    def request_to_kv_block_ids(self) -> Sequence[Sequence[int]] | Tensor:
-        """[requests][block index] KV block ids."""
-
-
-class PromptRequest(Protocol):
-    """All that `compute_and_store_offsets` reads of a request."""
-
-    prompt_tokens: Sequence[int] | Tensor
-    finished_chunk_token_count: int
-
-
-class StepReservations(Protocol):
-    """Boundaries that a scheduler reserved for the running step on its own account."""
-
-    def offsets(self) -> list[list[int]]:
-        """Return, for each prefill row, its boundaries relative to the row's first token of this step."""
-
-    def commit(self) -> None:
-        """Publish what the step wrote."""
-
-
-class NoReservations:
-    """There is no scheduler: all reservations come through `compute_and_store_offsets`."""
-
-    def offsets(self) -> list[list[int]]:
-        """Return no rows."""
-        return []
-
-    def commit(self) -> None:
-        """Do nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +99,7 @@ class MambaSlotAllocator:
                 self.slots.unpin(block)
         for block, slot in zip(missing, new_slots, strict=True):
             self.slots.publish(slot, block)
+            self._hashes.pop(block, None)  # of a state that was evicted
         return [self.get_slot(block) for block in blocks]
 
     def get_slot(self, block_id: int) -> int:
@@ -188,7 +130,7 @@ class MambaSlotAllocator:
 
     def hash_of(self, block_id: int) -> int | None:
         """Return the hash registered for the block's state; None if there is none."""
-        return self._hashes.get(BlockId(int(block_id)))
+        return self._hashes.get(BlockId(int(block_id))) if self.has_state(block_id) else None
 
     def store_from_tensors(self, block_id: int, layer_idx: int, ssm_state: Tensor, conv_state: Tensor) -> None:
         """Write one layer's state of a block that has a slot.

@@ -108,6 +108,16 @@ def test_neighbours_nan_stays_with_them_and_padding_gives_zeros(device: str) -> 
     assert y[:5].isnan().all() and (y[11:] == 0).all()
 
 
+def test_padding_chunk_stores_nothing(device: str) -> None:
+    weight, bias = make_weights(4, device)
+    rows = pack_rows([RowSpec(CHUNK + 1, final=0)], CHUNK, device, num_padding=1)
+    rows.chunk_slots[-1] = 2
+    pool = poisoned_pool((4, 3, CONV_DIM), torch.float32, device)
+    before = pool.clone()
+    causal_conv_ref(torch.randn(CHUNK + 1, CONV_DIM, device=device), weight, bias, pool, rows)
+    assert_untouched(before, pool, {0})
+
+
 @pytest.mark.parametrize("num_rows", [0, 3])
 def test_step_of_padding_touches_nothing(num_rows: int, device: str) -> None:
     weight, bias = make_weights(4, device)

@@ -79,8 +79,12 @@ def test_smallest_nucleus_keeps_one_token(device: str) -> None:
     assert sample([([0.0, 0.1, 0.0], 1.0, 0, 1e-9, u) for u in (0.0, 0.5, 0.999)], device) == [1, 1, 1]
 
 
-def test_largest_uniform_never_draws_an_impossible_token(device: str) -> None:
-    top = math.nextafter(1, 0)
+def test_exactly_reached_nucleus_keeps_no_further_token(device: str) -> None:
+    assert sample([([0.0] * 4, 1.0, 0, 0.5, u) for u in (0.0, 0.49, 0.51, 0.999)], device) == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("top", [math.nextafter(1, 0), 1.0])
+def test_largest_uniform_never_draws_an_impossible_token(top: float, device: str) -> None:
     assert sample([([0.0, 0.3, -math.inf, 0.1], 1.0, 0, 0.0, top)], device) == [0]
     assert sample([([0.0, -1e9, 0.3], 1e-3, 0, 0.95, top)], device) == [2]
 

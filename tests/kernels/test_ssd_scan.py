@@ -150,6 +150,18 @@ def test_neighbours_nan_stays_with_them_and_padding_gives_zeros(device: str) -> 
     assert same_bits(y[8:13], y[:5]) and same_bits(pool[2], pool[0]) and pool[0].isfinite().all()
 
 
+def test_padding_chunk_stores_nothing(device: str) -> None:
+    torch.manual_seed(4)
+    inputs = make_inputs(CHUNK + 1, device)
+    padded = pack_rows([RowSpec(CHUNK + 1, final=0)], CHUNK, device, num_padding=1)
+    padded.chunk_slots[-1] = 5
+    pool, plain = make_pool(torch.float32, device), make_pool(torch.float32, device)
+    ssd_scan_ref(**inputs, ssm_pool=pool, rows=padded, chunk_size=CHUNK)
+    rows = pack_rows([RowSpec(CHUNK + 1, final=0)], CHUNK, device)
+    ssd_scan_ref(**inputs, ssm_pool=plain, rows=rows, chunk_size=CHUNK)
+    assert same_bits(pool, plain)
+
+
 def test_step_of_padding_touches_nothing(device: str) -> None:
     pool = make_pool(torch.float32, device)
     before = pool.clone()

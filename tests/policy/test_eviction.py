@@ -1,3 +1,5 @@
+import random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -84,6 +86,17 @@ def test_stale_items_stay_bounded_by_the_live_ones(direction: int) -> None:
     for entry_id in range(10):
         heap.discard(entry_id)
     assert len(heap._run) + len(heap._heap) <= 64
+
+
+def test_the_order_survives_compaction() -> None:
+    times = list(range(600))
+    random.Random(0).shuffle(times)
+    heap = EvictionHeap()
+    for entry_id, time in enumerate(times):
+        heap.push(entry_id, CachedEntry(time, 1))
+    for entry_id in range(450):
+        heap.discard(entry_id)
+    assert pop_all(heap) == sorted(range(450, 600), key=times.__getitem__)
 
 
 STEPS = st.lists(

@@ -94,7 +94,8 @@ def test_touching_a_block_without_a_state_does_nothing() -> None:
 def test_of_states_used_together_the_deeper_goes_first() -> None:
     pool = SlotPool(2)
     for block, num_tokens in enumerate([512, 256]):
-        pool.publish(*pool.reserve(), BlockId(block), num_tokens)
+        (slot,) = pool.reserve()
+        pool.publish(slot, BlockId(block), num_tokens)
     pool.touch([BlockId(0), BlockId(1)])
     pool.take_live()
     assert cached_blocks(pool) == [1]

@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Run every test and benchmark on a machine with a GPU and write the tables to a folder.
+# Usage: benchmarks/run_on_gpu.sh [FOLDER]   (default benchmarks/results)
+set -uo pipefail
+cd "$(dirname "$0")/.."
+results=${1:-benchmarks/results}
+mkdir -p "$results"
+failed=0
+
+section() { # section FILE TITLE COMMAND...
+    local file=$results/$1.md title=$2 began=$SECONDS status=0
+    shift 2
+    {
+        printf '# %s\n\nCommand: `%s`\n\n' "$title" "$*"
+        python3 benchmarks/machine.py
+        printf '\n'
+    } >"$file"
+    "$@" >"$file.log" 2>&1 || status=$?
+    tail -n 40 "$file.log" >>"$file"
+    printf '\nExit code %d after %d s.\n' "$status" "$((SECONDS - began))" >>"$file"
+    [ "$status" -eq 0 ] || failed=1
+    echo "== $title: exit code $status after $((SECONDS - began)) s"
+    tail -n 15 "$file.log"
+    mv "$file.log" "${LOGS:-/tmp}/"
+}
+
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+section tests_on_gpu "The whole test suite on a GPU" python3 -m pytest -p no:cacheprovider --color=no -rfE
+section device_agreement "Same tokens on GPU and CPU" python3 benchmarks/device_agreement.py
+section step_transfers "Copies and waits of a step" \
+    python3 -m pytest -p no:cacheprovider --color=no -s tests/mcore/test_step_transfers.py
+exit $failed

@@ -1,0 +1,98 @@
+"""What a step moves between host and device, counted by the profiler and compared with megatron-core's own context."""
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="counts CUDA transfers")
+
+NUM_ROWS = 6
+
+
+def _transfers(step: Callable[[], None]) -> Counter[str]:
+    """Count copies by direction, and waits for the device that a copy to the host does not explain."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        step()
+        torch.cuda.synchronize()
+    counts: Counter[str] = Counter()
+    for event in profile.events():
+        for direction in ("HtoD", "DtoH"):
+            counts[direction] += event.name.startswith(f"Memcpy {direction}")
+        counts["syncs"] += event.name == "cudaStreamSynchronize"
+    return counts
+
+
+def _stock_bookkeeping() -> Callable[[], None]:
+    """Return the bookkeeping of one decode step of megatron-core's context: no model, no sampling, no engine."""
+    from megatron.core.inference.contexts.attention_context.mamba_metadata import MambaInferenceStateConfig
+    from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
+    from megatron.core.inference.inference_request import DynamicInferenceRequest
+    from megatron.core.inference.sampling_params import SamplingParams
+
+    from megatron_mamba_cache.mcore.process_groups import initialize_single_process
+
+    initialize_single_process()
+    context = DynamicInferenceContext(
+        params_dtype=torch.float32,
+        num_layers=2,
+        kv_channels=16,
+        num_attention_heads=2,
+        max_sequence_length=256,
+        buffer_size_gb=0.01,
+        max_requests=8,
+        max_tokens=256,
+        block_size_tokens=16,
+        mamba_inference_state_config=MambaInferenceStateConfig(["M", "*"], (64, 4), (8, 16, 16)),
+    )
+    for request_id in range(NUM_ROWS):
+        request = DynamicInferenceRequest(
+            request_id=request_id,
+            prompt_tokens=torch.arange(20, device="cuda"),
+            sampling_params=SamplingParams(num_tokens_to_generate=64, termination_id=-1),
+        )
+        context.add_request(request)
+
+    def step() -> None:
+        context.initialize_attention_state()
+        context.update_requests(torch.ones(NUM_ROWS, device="cuda"), torch.ones(NUM_ROWS, device="cuda").long())
+
+    step()
+    return step
+
+
+def _our_whole_step() -> Callable[[], None]:
+    """Return a whole decode step of our engine: scheduling, model, sampling, bookkeeping."""
+    from megatron.core.inference.sampling_params import SamplingParams
+
+    from megatron_mamba_cache import CacheConfig, build_engine
+    from megatron_mamba_cache.models.random_hybrid import RandomHybridConfig, random_hybrid_model
+
+    model = random_hybrid_model(RandomHybridConfig(pattern="M*M-", ssm_chunk_size=16))
+    engine = build_engine(
+        model, CacheConfig(block_size_tokens=16, buffer_size_gb=0.01, prefix_caching_mamba_gb=0.01, max_requests=8)
+    )
+    for request_id in range(NUM_ROWS):
+        sampling = SamplingParams(num_tokens_to_generate=64, top_k=1 + request_id)  # greedy and sampled rows
+        engine.add_request(request_id, list(range(20 + request_id)), sampling)
+    for _ in range(4):
+        engine.step_modern()
+    assert engine.context.is_decode_only()
+
+    return lambda: engine.step_modern() and None
+
+
+def test_a_step_adds_one_copy_to_the_device_and_no_wait_to_megatrons_bookkeeping() -> None:
+    stock, ours = _transfers(_stock_bookkeeping()), _transfers(_our_whole_step())
+    print(f"megatron-core's bookkeeping of a decode step: {dict(stock)}; our whole step: {dict(ours)}")
+    assert ours["HtoD"] <= stock["HtoD"] + 1
+    assert ours["DtoH"] <= stock["DtoH"]
+    assert ours["syncs"] <= stock["syncs"]
+
+
+def test_a_step_sends_one_buffer_and_reads_the_sampled_tokens_once() -> None:
+    counts = _transfers(_our_whole_step())
+    print(dict(counts))
+    assert (counts["HtoD"], counts["DtoH"]) == (1, 1)
