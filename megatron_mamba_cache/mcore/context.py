@@ -29,7 +29,6 @@ from ..state.step_batch import StepBatch, lay_out_step
 from .cache_memory import CacheMemory
 from .model_shape import HybridModelShape
 from .request_spec import spec_of
-from .row_tables import RowTables
 from .step_reader import StepReader
 
 
@@ -66,6 +65,7 @@ class MambaCacheContext(StepReader):
             max_tokens=config.max_tokens,
             block_size_tokens=config.block_size_tokens,
             materialize_only_last_token_logits=materialize_only_last_token_logits,
+            request_metadata_types=[],  # rows keep what Megatron would track in device tensors
             mamba_inference_state_config=MambaInferenceStateConfig(
                 list(shape.layer_types), conv_shape, shape.ssm_shape
             ),
@@ -79,8 +79,6 @@ class MambaCacheContext(StepReader):
             return
         self._memory = CacheMemory(self, self.shape, self.counters, self.weights_version, _RowReservations(self))
         self.block_allocator = self._memory.blocks
-        self.tables = RowTables(self.max_requests, self.request_metadata_types)
-        self.request_metadata = self.tables.metadata
         self.is_tensor_state_allocated = True
         self.reset()
 
@@ -186,7 +184,6 @@ class MambaCacheContext(StepReader):
             self.cache.schedule_token(row)
         rows = [*decoding, *(row for row in self.rows if row.is_prefilling and row.scheduled)]
         self._step = lay_out_step(rows, self.memory.step_buffers, self.memory.geometry)
-        self.tables.fill([*(row for row in self.rows if not row.scheduled), *rows])
         self.padded_active_token_count = self.active_token_count = self._step.num_tokens
         self.padded_active_request_count = len(rows)
         self.token_to_pos_ids = self.token_to_position_in_request = self._step.positions

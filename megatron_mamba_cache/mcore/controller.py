@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..kernels.sampling import greedy_tokens, sample_tokens
 from .context import MambaCacheContext
+from .log_probs import top_n_log_probs
 
 
 class MambaCacheController(TextGenerationController):
@@ -26,7 +27,7 @@ class MambaCacheController(TextGenerationController):
         # Rows live on the host, so there is nothing to copy from the device as Megatron's version prepares.
         self._get_stop_word_finished_ids_callback = None
         self._sampling_backend = "torch"
-        self._request_metadata = self.context.request_metadata
+        self._request_metadata: dict[str, Tensor] = {}
         self._sampled_tokens_cuda = torch.empty(0, dtype=torch.int64)
         self._sampled_tokens: list[int] = []
 
@@ -48,10 +49,12 @@ class MambaCacheController(TextGenerationController):
             self._sampled_tokens_cuda = sample_tokens(last, rows.temperature, rows.top_k, rows.top_p, rows.uniforms)
 
     def _dynamic_step_log_probs_bookkeeping(self) -> tuple[bool, bool]:
-        context = self.context
-        active = slice(context.paused_request_count, context.total_request_count)
-        metadata = context.request_metadata
-        return bool(metadata["return_log_probs"][active].any()), bool((metadata["top_n_logprobs"][active] > 0).any())
+        wishes = [row.spec.log_probs for row in self.context.step.rows]
+        return any(wish.wanted for wish in wishes), any(wish.top_n > 0 for wish in wishes)
+
+    def _dynamic_step_calculate_top_n_logprobs(self, logits: Tensor, log_probs_tensor: Tensor | None = None) -> Any:
+        assert log_probs_tensor is not None
+        return top_n_log_probs(self.context.step, log_probs_tensor)
 
     def _dynamic_step_context_bookkeeping(self) -> dict[str, Any]:
         """Read the sampled tokens back, the step's one wait for the device, and advance the rows."""

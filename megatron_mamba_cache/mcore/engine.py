@@ -16,7 +16,6 @@ from .hit_rate_hint import HitRateHint
 from .request_spec import fault_of, spec_of
 from .scheduler import StepScheduler
 
-
 _REMEMBERED_REQUESTS = 65_536
 
 

@@ -5,14 +5,13 @@ from typing import Any
 import numpy as np
 
 from ..config import CacheConfig
-from ..policy.requests import RequestSpec, SamplingSettings
+from ..policy.requests import LogProbSettings, RequestSpec, SamplingSettings
 
 
 def spec_of(request: Any, *, seed: int = 0, tenant: str = "") -> RequestSpec:
     """Return the spec of a DynamicInferenceRequest whose sampling parameters are complete."""
     sampling = request.sampling_params
     prompt = request.prompt_tokens.cpu().numpy().astype(np.int64, copy=False)
-    wants_prompt_log_probs = sampling.return_log_probs and not sampling.skip_prompt_log_probs
     return RequestSpec(
         request_id=request.request_id,
         prompt=prompt,
@@ -26,8 +25,11 @@ def spec_of(request: Any, *, seed: int = 0, tenant: str = "") -> RequestSpec:
             stop_words=tuple(tuple(word) for word in request.stop_word_ids or ()),
         ),
         tenant=tenant,
-        may_skip=not wants_prompt_log_probs,
-        metadata=tuple(request.tracked_metadata),
+        log_probs=LogProbSettings(
+            wanted=sampling.return_log_probs,
+            skip_prompt=sampling.skip_prompt_log_probs,
+            top_n=sampling.top_n_logprobs,
+        ),
     )
 
 

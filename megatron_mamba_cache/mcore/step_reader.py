@@ -109,7 +109,7 @@ class StepReader(DynamicInferenceContext):
 
     def calculate_log_probs(
         self, logits: Tensor, new_tokens: Tensor, only_last_token_logits: bool | None = False
-    ) -> tuple[list[list[float]], Tensor]:
+    ) -> tuple[list[list[float] | None], Tensor]:
         """Return each row's log-probs of the tokens that follow, and all log-probs; see `selected_log_probs`."""
         return selected_log_probs(self.step, logits.squeeze(0), new_tokens, bool(only_last_token_logits))
 

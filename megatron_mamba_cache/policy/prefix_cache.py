@@ -171,8 +171,8 @@ class PrefixCache:
         if weights_version is not None:
             self._identity = CacheIdentity(self._identity.fingerprint, weights_version)
         self._reserved_keys.clear()
+        self.slots.flush()  # first: a pinned state has left the map when its block goes
         self.kv.flush()
-        self.slots.flush()
 
     def check_integrity(self, rows: Sequence[RunningRequest]) -> None:
         """Raise `CacheIntegrityError` unless pools and rows agree about every block and slot."""

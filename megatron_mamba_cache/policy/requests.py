@@ -35,6 +35,15 @@ class SamplingSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class LogProbSettings:
+    """Which log-probabilities a request wants: of generated tokens, of the prompt too, and how many alternatives."""
+
+    wanted: bool = False
+    skip_prompt: bool = False
+    top_n: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class RequestSpec:
     """What a request asks for.
 
@@ -42,8 +51,6 @@ class RequestSpec:
         prompt: [prompt_len] int64 token ids, never empty.
         max_len: Prompt and generated tokens together.
         tenant: Salt that keeps this request's prefixes apart from other tenants'.
-        may_skip: False where every prompt token must be computed (prompt log-probs).
-        metadata: Values that the engine tracks for each row and the cache passes through.
     """
 
     request_id: int
@@ -51,16 +58,20 @@ class RequestSpec:
     max_len: int
     sampling: SamplingSettings
     tenant: str = ""
-    may_skip: bool = True
-    metadata: tuple[object, ...] = ()
+    log_probs: LogProbSettings = LogProbSettings()
 
     @property
     def prompt_len(self) -> int:
         """Tokens in the prompt."""
         return len(self.prompt)
 
+    @property
+    def may_skip(self) -> bool:
+        """Whether prompt tokens may be left uncomputed: not if their log-probs are wanted."""
+        return self.log_probs.skip_prompt or not self.log_probs.wanted
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, eq=False)
 class Candidate:
     """A request that waits for admission, with the keys of its prompt's blocks.
 
@@ -80,7 +91,7 @@ class ReservedState:
     slot: SlotId
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class RunningRequest:
     """A request that holds KV blocks and a live state.
 
