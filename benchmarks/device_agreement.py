@@ -1,8 +1,8 @@
 """Does the example write the same tokens on a GPU as on a CPU?
 
-Runs examples/generate.py in fp32 once on each device and compares the tokens of every request. Where two tokens differ,
-a float64 model that shares no code with the package says whether its best two tokens were closer than 1e-5 there: rounding
-may then choose either.
+Runs examples/generate.py in fp32 once on each device and compares the tokens of every request. Where two differ, a
+float64 model that shares no code with the package says whether its best two tokens were closer than 1e-5 there:
+rounding may then choose either.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def _speed(run: dict[str, Any]) -> dict[str, float]:
 
 def _is_a_tie(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
     sys.path.insert(0, str(ROOT))
-    from megatron_mamba_cache.command_line.model import default_model
+    from megatron_mamba_cache.command_line.built_in_model import built_in_model
     from tests.oracle import HybridOracle
 
     oracle = HybridOracle.from_megatron(default_model())

@@ -1,5 +1,6 @@
 """The settings of the cache: one frozen, validated value, and its command-line arguments."""
 
+import math
 from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass
 
@@ -50,9 +51,9 @@ class CacheConfig:
     def __post_init__(self) -> None:
         for name in ("block_size_tokens", "max_requests", "max_tokens", "max_sequence_length"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        _require(self.buffer_size_gb > 0, "buffer_size_gb", self.buffer_size_gb, "more than 0")
         states, paused, total = self.prefix_caching_mamba_gb, self.paused_buffer_size_gb, self.buffer_size_gb
-        _require(states >= 0, "prefix_caching_mamba_gb", states, "0 or more")
+        _require(0 < total < math.inf, "buffer_size_gb", total, "more than 0 and finite")
+        _require(0 <= states < math.inf, "prefix_caching_mamba_gb", states, "0 or more and finite")
         _require(paused is None or 0 <= paused < total, "paused_buffer_size_gb", paused, f"from 0 to below {total}")
         stride = self.boundary_stride
         _require(stride is None or stride >= 1, "boundary_stride", stride, "None or at least 1 block")

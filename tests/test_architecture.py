@@ -19,7 +19,7 @@ FLOORS = (
     ("speculation",),
     ("mcore",),
     ("models",),
-    ("server", "__main__"),
+    ("server", "command_line", "__main__"),
 )
 FLOOR_OF = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}
 SEPARATE_PARTS = ({"policy", "kernels"},)

@@ -4,16 +4,16 @@ import asyncio
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.inference.contexts.dynamic_context import ContextOverflowError, MaxSequenceLengthOverflowError
-from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine
-from megatron.core.inference.inference_request import Status
+from megatron.core.inference.contexts.dynamic_context import ContextOverflowError
+from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine, RequestEntry
+from megatron.core.inference.inference_request import DynamicInferenceRequestRecord, Status
 from megatron.core.inference.sampling_params import SamplingParams
 
-from ..policy.requests import Candidate
+from ..policy.requests import Candidate, RequestSpec
 from .context import MambaCacheContext
 from .controller import MambaCacheController
 from .hit_rate_hint import HitRateHint
-from .request_spec import fault_of, spec_of
+from .request_spec import contradiction_in, fault_of, spec_of
 from .scheduler import StepScheduler
 
 _REMEMBERED_REQUESTS = 65_536
@@ -69,27 +69,33 @@ class MambaCacheEngine(DynamicInferenceEngine):
         if request_id in self.requests:
             raise ValueError(f"request id {request_id} is in use; give each request an id of its own")
         self._states[request_id] = _RequestState(self._default_seed(request_id) if seed is None else seed, tenant)
-        return super().add_request(request_id, prompt, sampling_params or SamplingParams())
+        try:
+            return super().add_request(request_id, prompt, sampling_params or SamplingParams())
+        except BaseException:  # a prompt that is no token ids
+            del self._states[request_id]
+            raise
 
     def _add_request(self, request: Any) -> asyncio.Future:
         """Validate a request and put it at the end of the queue, or fail it alone."""
-        request_id = request.request_id
+        request_id, sampling = request.request_id, request.sampling_params
         state = self._states.setdefault(request_id, _RequestState(self._default_seed(request_id)))
+        fault = contradiction_in(sampling, self.context.materialize_only_last_token_logits)
+        if fault is not None:
+            return self._refuse(request, fault)
         future = super()._add_request(request)
-        request.sampling_params.num_tokens_total = None  # folded into num_tokens_to_generate; both is an error later
-        if request.status is Status.FAILED:
-            self._explain_length_failure(request)
-            return future
-        spec = spec_of(request, seed=state.seed, tenant=state.tenant)
+        sampling.num_tokens_total = None  # folded into num_tokens_to_generate; both at once is an error on resuming
+        spec = self._spec_of(request)
         num_blocks = self.context.block_allocator.total_count - 1
         fault = fault_of(spec, self.context.cache_config, self.context.shape.vocab_size, num_blocks)
-        if fault is None:
-            state.candidate = self.context.candidate(spec)
-            self._hint.note_prompt(spec.prompt_len)
-            return future
-        self.waiting_request_ids.remove(request_id)
-        self._fail(request, fault)
+        if fault is not None or request.status is Status.FAILED:
+            return self._refuse(request, fault or "Megatron refuses it")
+        state.candidate = self.context.candidate(spec)
+        self._hint.note_prompt(spec.prompt_len)
         return future
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether a request runs, waits, or has failed and is to be reported by the next step."""
+        return super().has_unfinished_requests() or bool(self.failed_request_ids)
 
     def cached_tokens(self, request_id: int) -> int:
         """Return the prompt tokens that were skipped when the request was first admitted; 0 before that.
@@ -103,6 +109,19 @@ class MambaCacheEngine(DynamicInferenceEngine):
     def flush(self, weights_version: str | None = None) -> None:
         """Make all cached prefixes unreachable; see `MambaCacheContext.flush`."""
         self.context.flush(weights_version)
+
+    def suspend(self) -> None:
+        """Drop the context's memory; running requests start again after `resume`, oldest first, and lose no token."""
+        if self.is_suspended:
+            return
+        running = [row.request_id for row in self.context.rows]
+        waiting = list(self.waiting_request_ids)
+        super().suspend()
+        for request_id in self.requests.keys() - set(waiting):
+            self.requests[request_id].record.requests.pop()  # Megatron's checkpoint, made even where nothing is new
+        for request_id in running:
+            self._restart(request_id)
+        self.resume_request_ids = [*running, *waiting]
 
     def schedule_waiting_requests(self) -> None:
         """Schedule the next step, instead of Megatron's two schedulers."""
@@ -149,14 +168,25 @@ class MambaCacheEngine(DynamicInferenceEngine):
         return False
 
     def _queue_again(self, request_ids: list[int]) -> None:
-        """Put requests back at the head of the queue, in the given order, with what they generated as prompt."""
+        """Put requests back at the head of the queue, in the given order."""
         for request_id in reversed(request_ids):
-            self.requests[request_id].record.checkpoint()
-            request = self.get_request(request_id)
-            request.status = Status.ACTIVE_AND_GENERATING_TOKENS
-            request.stop_word_ids = self.requests[request_id].record[0].stop_word_ids
-            self._states[request_id].candidate = None
+            if request_id in self.waiting_request_ids:
+                self.waiting_request_ids.remove(request_id)
+            self._restart(request_id)
             self.waiting_request_ids.appendleft(request_id)
+
+    def _restart(self, request_id: int) -> None:
+        """Make a request that lost its memory ready to be prefilled, what it generated included."""
+        record = self.requests[request_id].record
+        self._states[request_id].candidate = None
+        if record[-1].generated_tokens:
+            record.checkpoint()
+            record[-1].status = Status.ACTIVE_AND_GENERATING_TOKENS
+            record[-1].stop_word_ids = record[0].stop_word_ids
+            record[-1].sampling_params.skip_prompt_log_probs = True  # the record's first request has the prompt's
+        else:
+            record[-1].prompt_log_probs = record[-1].generated_log_probs = None
+            record[-1].prompt_top_n_logprobs = record[-1].generated_top_n_logprobs = None
 
     def _default_seed(self, request_id: int) -> int:
         return (self.random_seed << 32) + request_id
@@ -170,27 +200,30 @@ class MambaCacheEngine(DynamicInferenceEngine):
     def _candidate_of(self, request_id: int) -> Candidate:
         state = self._states[request_id]
         if state.candidate is None:
-            request = self.get_request(request_id)
-            state.candidate = self.context.candidate(spec_of(request, seed=state.seed, tenant=state.tenant))
+            state.candidate = self.context.candidate(self._spec_of(self.get_request(request_id)))
         return state.candidate
 
-    def _explain_length_failure(self, request: Any) -> None:
-        limit, sampling = self.context.max_sequence_length, request.sampling_params
-        self._forget(request.request_id)
-        request.events.clear()
-        request.add_event_error_nontransient(
-            MaxSequenceLengthOverflowError(
-                request.request_id,
-                f"{len(request.prompt_tokens)} prompt tokens and {sampling.num_tokens_to_generate} to generate do not "
-                f"fit max_sequence_length={limit} or max_tokens={self.context.max_tokens}",
-            )
-        )
+    def _spec_of(self, request: Any) -> RequestSpec:
+        state = self._states[request.request_id]
+        original = self.requests[request.request_id].record[0]
+        num_replayed = len(request.prompt_tokens) - len(original.prompt_tokens)
+        return spec_of(request, seed=state.seed, tenant=state.tenant, num_replayed=num_replayed)
 
-    def _fail(self, request: Any, reason: str) -> None:
-        self._forget(request.request_id)
+    def _refuse(self, request: Any, reason: str) -> asyncio.Future:
+        """Fail a request alone; the next step reports it."""
+        request_id = request.request_id
+        if request_id not in self.requests:
+            record = DynamicInferenceRequestRecord.from_request(request)
+            self.requests[request_id] = RequestEntry(record=record, future=self._loop.create_future())
+        if request_id in self.waiting_request_ids:
+            self.waiting_request_ids.remove(request_id)
+        if request_id not in self.failed_request_ids:
+            self.failed_request_ids.append(request_id)
+        self._forget(request_id)
         request.status = Status.FAILED
-        request.add_event_error_nontransient(ContextOverflowError(request.request_id, reason, is_transient=False))
-        self.failed_request_ids.append(request.request_id)
+        request.events.clear()
+        request.add_event_error_nontransient(ContextOverflowError(request_id, reason, is_transient=False))
+        return self.requests[request_id].future
 
 
 def failure_reason(request: Any) -> str | None:

@@ -8,8 +8,8 @@ from ..config import CacheConfig
 from ..policy.requests import LogProbSettings, RequestSpec, SamplingSettings
 
 
-def spec_of(request: Any, *, seed: int = 0, tenant: str = "") -> RequestSpec:
-    """Return the spec of a DynamicInferenceRequest whose sampling parameters are complete."""
+def spec_of(request: Any, *, seed: int = 0, tenant: str = "", num_replayed: int = 0) -> RequestSpec:
+    """Return the spec of a DynamicInferenceRequest whose sampling parameters are complete; see `RequestSpec`."""
     sampling = request.sampling_params
     prompt = request.prompt_tokens.cpu().numpy().astype(np.int64, copy=False)
     return RequestSpec(
@@ -30,7 +30,29 @@ def spec_of(request: Any, *, seed: int = 0, tenant: str = "") -> RequestSpec:
             skip_prompt=sampling.skip_prompt_log_probs,
             top_n=sampling.top_n_logprobs,
         ),
+        num_replayed=num_replayed,
     )
+
+
+def contradiction_in(sampling: Any, only_last_logits: bool) -> str | None:
+    """Return which sampling parameters contradict each other, or the engine; None if none do.
+
+    Args:
+        only_last_logits: Whether the engine computes the logits of each row's last token only.
+    """
+    if sampling.num_tokens_to_generate is not None and sampling.num_tokens_total is not None:
+        return (
+            f"num_tokens_to_generate={sampling.num_tokens_to_generate} and num_tokens_total="
+            f"{sampling.num_tokens_total} are both set; set one of them to None"
+        )
+    if sampling.top_n_logprobs > 0 and not sampling.return_log_probs:
+        return f"top_n_logprobs={sampling.top_n_logprobs} needs return_log_probs=True"
+    if sampling.return_log_probs and not sampling.skip_prompt_log_probs and only_last_logits:
+        return (
+            "log-probs of the prompt need all logits: build the engine with materialize_only_last_token_logits=False, "
+            "or set skip_prompt_log_probs=True"
+        )
+    return None
 
 
 def fault_of(spec: RequestSpec, config: CacheConfig, vocab_size: int, num_blocks: int) -> str | None:
@@ -45,6 +67,8 @@ def fault_of(spec: RequestSpec, config: CacheConfig, vocab_size: int, num_blocks
     worst = prompt.min() if prompt.min() < 0 else prompt.max()
     if not 0 <= worst < vocab_size:
         return f"token {worst} in the prompt is outside the vocabulary of {vocab_size} (0 to {vocab_size - 1})"
+    if spec.max_len < len(prompt):
+        return f"num_tokens_to_generate is {spec.max_len - len(prompt)}; it must be 0 or more"
     if spec.max_len > config.max_sequence_length:
         return (
             f"{len(prompt)} prompt tokens and {spec.max_len - len(prompt)} to generate make {spec.max_len}, above "

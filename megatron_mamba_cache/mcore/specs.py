@@ -1,6 +1,6 @@
 """Module specs of hybrid models: swap the caching modules into any spec, and a spec that needs torch only."""
 
-import copy
+from dataclasses import replace
 from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -30,15 +30,17 @@ def with_mamba_cache(spec: ModuleSpec) -> ModuleSpec:
     Raises:
         ValueError: If the spec has no Mamba mixer or no self-attention to replace.
     """
-    caching = copy.deepcopy(spec)
-    layers = caching.submodules
-    mixer = getattr(getattr(layers, "mamba_layer", None), "submodules", None)
-    attention = getattr(getattr(layers, "attention_layer", None), "submodules", None)
-    if mixer is None or attention is None:
-        raise ValueError(f"{spec.module} is no MambaStack spec with a mamba_layer and an attention_layer")
-    _swap(mixer.mixer, MambaMixer, CachingMambaMixer)
-    _swap(attention.self_attention, SelfAttention, CachingSelfAttention)
-    return caching
+    layers = spec.submodules
+    if not isinstance(layers, MambaStackSubmodules):
+        raise ValueError(f"the spec of {spec.module} has no layers of a MambaStack; pass the spec of a hybrid model")
+    return replace(
+        spec,
+        submodules=replace(
+            layers,
+            mamba_layer=_with_part(layers.mamba_layer, "mixer", MambaMixer, CachingMambaMixer),
+            attention_layer=_with_part(layers.attention_layer, "self_attention", SelfAttention, CachingSelfAttention),
+        ),
+    )
 
 
 def local_hybrid_spec(ssm_chunk_size: int = 128) -> ModuleSpec:
@@ -108,8 +110,10 @@ class LocalMambaStack(MambaStack):
             self.final_norm = WrappedTorchNorm(config, config.hidden_size, config.layernorm_epsilon)
 
 
-def _swap(module_spec: Any, megatron_class: type, caching_class: type) -> None:
-    found = getattr(module_spec, "module", None)
-    if not (isinstance(found, type) and issubclass(found, megatron_class)):
+def _with_part(layer: Any, name: str, megatron_class: type, caching_class: type) -> Any:
+    """Return a copy of a layer's spec with the caching class as one of its parts."""
+    part = getattr(getattr(layer, "submodules", None), name, None)
+    found = getattr(part, "module", None)
+    if part is None or not (isinstance(found, type) and issubclass(found, megatron_class)):
         raise ValueError(f"the spec has {found}, not a {megatron_class.__name__}, where the caching module goes")
-    module_spec.module = caching_class
+    return replace(layer, submodules=replace(layer.submodules, **{name: replace(part, module=caching_class)}))

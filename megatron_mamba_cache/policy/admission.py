@@ -90,7 +90,7 @@ def plan_admission(
     match = match_prefix(prompt, kv, slots, block_size)
     if prompt.may_skip and _reserved_beyond(prompt, match.skip_tokens, reserved_keys, block_size):
         return Refusal.WAITS_FOR_PREFIX
-    if not _has_live_slot_beside(match, slots, block_size):
+    if not has_live_slot_beside(match, slots, block_size):
         if slots.num_reserved or not slots.num_available:
             return Refusal.NO_SLOT
         match = PrefixMatch(match.blocks, 0)  # a live request wins over the cached state it would start from
@@ -115,7 +115,8 @@ def _reserved_beyond(prompt: PromptView, skip_tokens: int, keys: Container[Block
     return any(key in keys for key in usable)
 
 
-def _has_live_slot_beside(match: PrefixMatch, slots: SlotPool, block_size: int) -> bool:
+def has_live_slot_beside(match: PrefixMatch, slots: SlotPool, block_size: int) -> bool:
+    """Whether a live slot can be had without evicting the state that the match starts from."""
     if not match.skip_tokens:
         return slots.num_available >= 1
     taken_by_pin = 0 if slots.is_pinned(match.blocks[match.skip_tokens // block_size - 1]) else 1

@@ -5,11 +5,12 @@ admit → (schedule_chunk → publish | abort)* → grow* → release.
 """
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from ..errors import CacheIntegrityError
 from ..metrics import CacheCounters
-from .admission import AdmissionPlan, AdmissionRules, PromptView, Refusal, plan_admission
+from .admission import AdmissionPlan, AdmissionRules, PromptView, Refusal, has_live_slot_beside, plan_admission
 from .block_hashing import BlockKeyChain, CacheSalt
 from .boundaries import select_boundaries
 from .identifiers import BlockId, BlockKey
@@ -83,27 +84,34 @@ class PrefixCache:
         match, block_size = plan.match, self.block_size
         self._check_plan(candidate, plan)
         source = match.blocks[match.skip_tokens // block_size - 1] if match.skip_tokens else None
-        self.kv.acquire(match.blocks)
-        if source is not None:
-            self.slots.pin(source)
-            self.slots.touch([source])
-        block_ids = [*match.blocks, *self.kv.allocate(plan.num_new_blocks)]
-        row = RunningRequest(
-            spec=candidate.spec,
-            chain=candidate.chain,
-            epoch=candidate.epoch,
-            age=self._num_admitted if age is None else age,
-            live_slot=self.slots.take_live(),
-            block_ids=block_ids,
-            num_shared_blocks=len(match.blocks),
-            computed=match.skip_tokens,
-            num_published_blocks=len(match.blocks),
-            source_block=source,
-            source_slot=None if source is None else self.slots.slot_of(source),
-        )
+        with ExitStack() as undo:
+            self.kv.acquire(match.blocks)
+            undo.callback(self.kv.release, match.blocks)
+            if source is not None:
+                self.slots.pin(source)
+                undo.callback(self.slots.unpin, source)
+            new_blocks = self.kv.allocate(plan.num_new_blocks)
+            undo.callback(self.kv.release, new_blocks)
+            live_slot = self.slots.take_live()
+            undo.callback(self.slots.release_live, live_slot)
+            row = RunningRequest(
+                spec=candidate.spec,
+                chain=candidate.chain,
+                epoch=candidate.epoch,
+                age=self._num_admitted if age is None else age,
+                live_slot=live_slot,
+                block_ids=[*match.blocks, *new_blocks],
+                num_shared_blocks=len(match.blocks),
+                computed=match.skip_tokens,
+                num_published_blocks=len(match.blocks),
+                source_block=source,
+                source_slot=None if source is None else self.slots.slot_of(source),
+            )
+            undo.callback(self._cancel_reserved, row)
+            self.schedule_chunk(row, plan.chunk_end)
+            undo.pop_all()
         self._num_admitted += 1
         self._count_admission(row, len(match.blocks) * block_size)
-        self.schedule_chunk(row, plan.chunk_end)
         return row
 
     def schedule_chunk(self, row: RunningRequest, chunk_end: int) -> None:
@@ -212,7 +220,8 @@ class PrefixCache:
                 raise CacheIntegrityError(f"block {block} of an admission plan is no longer cached")
         if match.skip_tokens and self.slots.slot_of(match.blocks[match.skip_tokens // self.block_size - 1]) is None:
             raise CacheIntegrityError(f"the state at token {match.skip_tokens} of an admission plan is gone")
-        if self.kv.num_available_beside(match.blocks) < plan.num_new_blocks or not self.slots.num_available:
+        has_blocks = self.kv.num_available_beside(match.blocks) >= plan.num_new_blocks
+        if not (has_blocks and has_live_slot_beside(match, self.slots, self.block_size)):
             raise CacheIntegrityError("the room an admission plan counted on is gone; plan again before admitting")
 
     def _reserve(self, row: RunningRequest, position: int) -> None:

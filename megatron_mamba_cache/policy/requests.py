@@ -51,6 +51,7 @@ class RequestSpec:
         prompt: [prompt_len] int64 token ids, never empty.
         max_len: Prompt and generated tokens together.
         tenant: Salt that keeps this request's prefixes apart from other tenants'.
+        num_replayed: Tokens at the prompt's end that this request generated before it was interrupted.
     """
 
     request_id: int
@@ -59,6 +60,7 @@ class RequestSpec:
     sampling: SamplingSettings
     tenant: str = ""
     log_probs: LogProbSettings = LogProbSettings()
+    num_replayed: int = 0
 
     @property
     def prompt_len(self) -> int:
@@ -149,4 +151,9 @@ class RunningRequest:
         sampling = self.spec.sampling
         if token == sampling.termination_id or self.length + 1 >= self.spec.max_len:
             return True
-        return any((*self.generated[1 - len(word) :], token)[-len(word) :] == word for word in sampling.stop_words)
+        return any((*self._newest_generated(len(word) - 1), token) == word for word in sampling.stop_words)
+
+    def _newest_generated(self, count: int) -> list[int]:
+        """Return the last `count` generated tokens, or all; those of before an interruption are generated too."""
+        first_generated = self.spec.prompt_len - self.spec.num_replayed
+        return [int(token) for token in self.tokens(max(first_generated, self.length - count), self.length)]

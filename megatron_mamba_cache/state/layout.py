@@ -40,7 +40,7 @@ class StateLayout:
         if bought < 1:
             least = math.ceil(self.slot_bytes / 2**30 * 1e6) / 1e6
             raise ValueError(
-                f"prefix_caching_mamba_gb is {budget_gb:g} GiB, but one cached state takes {self.slot_bytes} bytes: set "
+                f"prefix_caching_mamba_gb is {budget_gb:g} GiB and one cached state takes {self.slot_bytes} bytes: set "
                 f"--inference-dynamic-batching-prefix-caching-mamba-gb to {least:f} or more, or --no-prefix-caching"
             )
         return bought + num_live

@@ -112,10 +112,14 @@ class MambaSlotAllocator:
         return self.get_slot(block_id) >= 0
 
     def invalidate_block(self, block_id: int) -> None:
-        """Drop the block's state and hash, if any."""
+        """Drop the block's state and hash, and the slot reserved for it, if any."""
         block = BlockId(int(block_id))
         self.slots.drop(block)
         self._hashes.pop(block, None)
+        for request_idx, stored in self._stored.items():
+            for item in (item for item in stored if item.block == block):
+                self.slots.cancel(item.slot)
+            self._stored[request_idx] = [item for item in stored if item.block != block]
 
     def on_kv_blocks_deregistered(self, block_ids: Sequence[int], hashes: Sequence[int]) -> None:
         """Drop the states of blocks that leave the KV cache; `hashes` is part of Megatron's signature, not needed."""

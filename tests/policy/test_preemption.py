@@ -1,5 +1,7 @@
 """Properties of the preemption plan."""
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -7,30 +9,47 @@ from hypothesis import strategies as st
 from megatron_mamba_cache.errors import CacheCapacityError
 from megatron_mamba_cache.policy.preemption import PreemptionPlan, RowDemand, plan_preemption
 
-
-def demand(row: int, *, blocks: int = 2, private: int | None = None, paused: bool = False) -> RowDemand:
-    """Return a row as old as its number says, in need of a block and with all its blocks private."""
-    num_private = blocks if private is None else private
-    return RowDemand(row, row, True, blocks, num_private, paused, False)
+SHARED = (90, 91)  # blocks of a prefix that several rows hold
 
 
-def content(row: int, *, prefilling: bool = False) -> RowDemand:
+def own(row: int, num_blocks: int) -> tuple[int, ...]:
+    """Return the ids of blocks that only this row holds."""
+    return tuple(range(100 * (row + 1), 100 * (row + 1) + num_blocks))
+
+
+def demand(row: int, *, num_own: int = 2, shared: tuple[int, ...] = (), paused: bool = False) -> RowDemand:
+    """Return a row as old as its number says, in need of a block."""
+    return RowDemand(row, row, True, (*shared, *own(row, num_own)), paused, False)
+
+
+def content(row: int, *, shared: tuple[int, ...] = (), prefilling: bool = False) -> RowDemand:
     """Return a row that needs no block."""
-    return RowDemand(row, row, False, 2, 2, False, prefilling)
+    return RowDemand(row, row, False, (*shared, *own(row, 2)), False, prefilling)
 
 
 @st.composite
 def row_demands(draw: st.DrawFn) -> list[RowDemand]:
+    """Return rows that share blocks as rows with a common prefix do, and in stranger ways."""
     numbers = draw(st.permutations(range(draw(st.integers(0, 7)))))
     rows = []
     for number in numbers:
         state = draw(st.sampled_from(["decoding", "needy", "paused", "prefilling"]))
-        blocks = draw(st.integers(0, 5))
-        private = draw(st.integers(0, blocks))
+        shared = draw(st.lists(st.integers(0, 7), unique=True, max_size=4))
+        blocks = (*shared, *own(number, draw(st.integers(0, 3))))
         age = draw(st.integers(0, 4))
         needs_block = state in ("needy", "paused")
-        rows.append(RowDemand(number, age, needs_block, blocks, private, state == "paused", state == "prefilling"))
+        rows.append(RowDemand(number, age, needs_block, blocks, state == "paused", state == "prefilling"))
     return rows
+
+
+def num_freed(rows: list[RowDemand], evicted: tuple[int, ...]) -> int:
+    """Return how many blocks are held by evicted rows and by no other."""
+    kept = {block for row in rows if row.row not in evicted for block in row.blocks}
+    return len(distinct_blocks(rows, evicted) - kept)
+
+
+def distinct_blocks(rows: list[RowDemand], numbers: Sequence[int]) -> set[int]:
+    return {block for row in rows if row.row in numbers for block in row.blocks}
 
 
 def by_seniority(rows: list[RowDemand]) -> list[int]:
@@ -62,7 +81,7 @@ def test_older_paused_row_resumes_before_a_younger_row_goes_on() -> None:
 
 
 def test_equal_ages_are_ordered_by_row() -> None:
-    rows = [RowDemand(number, 0, True, 1, 1, False, False) for number in (2, 0, 1)]
+    rows = [RowDemand(number, 0, True, own(number, 1), False, False) for number in (2, 0, 1)]
     assert plan_preemption(rows, 1, 10) == PreemptionPlan((0,), (1, 2), ())
 
 
@@ -70,14 +89,32 @@ def test_youngest_leaves_when_no_row_would_be_active() -> None:
     assert plan_preemption([demand(0), demand(1), demand(2)], 0, 100) == PreemptionPlan((0, 1), (), (2,))
 
 
-def test_row_without_private_blocks_frees_none() -> None:
-    rows = [demand(0), demand(1), demand(2, private=0)]
+def test_blocks_that_another_row_holds_are_not_freed() -> None:
+    rows = [demand(0, num_own=1), demand(1, num_own=1), demand(2, num_own=0, shared=own(0, 1))]
     assert plan_preemption(rows, 0, 100) == PreemptionPlan((0,), (), (2, 1))
 
 
+def test_blocks_shared_only_by_evicted_rows_are_freed() -> None:
+    rows = [demand(0), demand(1, num_own=0, shared=SHARED), demand(2, num_own=0, shared=SHARED)]
+    assert plan_preemption(rows, 0, 100) == PreemptionPlan((0,), (), (2, 1))
+    paused = [content(0), demand(1), demand(2, num_own=0, shared=SHARED), demand(3, num_own=0, shared=SHARED)]
+    assert plan_preemption(paused, 0, 0) == PreemptionPlan((1,), (), (3, 2))
+
+
+def test_blocks_shared_with_a_row_that_needs_none_stay() -> None:
+    rows = [content(0, shared=SHARED), demand(1, num_own=0, shared=SHARED)]
+    assert plan_preemption(rows, 0, 0) == PreemptionPlan((), (), (1,))
+
+
 def test_youngest_leaves_when_the_paused_hold_too_much() -> None:
-    rows = [content(0), demand(1, private=0), demand(2, private=0)]
-    assert plan_preemption(rows, 0, 3) == PreemptionPlan((), (1,), (2,))
+    rows = [content(0, shared=SHARED), demand(1, num_own=0, shared=SHARED), demand(2, num_own=0, shared=(*SHARED, 92))]
+    rows.append(content(3, shared=(92,)))
+    assert plan_preemption(rows, 0, 2) == PreemptionPlan((), (1,), (2,))
+
+
+def test_a_block_of_several_paused_rows_counts_once() -> None:
+    rows = [content(0, shared=SHARED), *(demand(row, num_own=0, shared=SHARED) for row in (1, 2, 3))]
+    assert plan_preemption(rows, 0, 2) == PreemptionPlan((), (1, 2, 3), ())
 
 
 def test_prefilling_row_counts_as_active() -> None:
@@ -90,7 +127,7 @@ def test_lone_row_without_a_block_names_the_setting() -> None:
 
 
 def test_lone_row_with_a_block_goes_on_whatever_it_holds() -> None:
-    assert plan_preemption([demand(0, blocks=9)], 1, 0) == PreemptionPlan((0,), (), ())
+    assert plan_preemption([demand(0, num_own=9)], 1, 0) == PreemptionPlan((0,), (), ())
 
 
 @ANY_CASE
@@ -103,15 +140,13 @@ def test_each_needy_row_meets_one_fate(rows: list[RowDemand], num_available: int
 @ANY_CASE
 def test_grants_never_exceed_what_is_available(rows: list[RowDemand], num_available: int, capacity: int) -> None:
     plan = plan_or_skip(rows, num_available, capacity)
-    freed = sum(row.num_private_blocks for row in rows if row.row in plan.evicted)
-    assert len(plan.grants) <= num_available + freed
+    assert len(plan.grants) <= num_available + num_freed(rows, plan.evicted)
 
 
 @ANY_CASE
 def test_no_block_is_left_while_a_row_is_paused(rows: list[RowDemand], num_available: int, capacity: int) -> None:
     plan = plan_or_skip(rows, num_available, capacity)
-    freed = sum(row.num_private_blocks for row in rows if row.row in plan.evicted)
-    assert not plan.paused or len(plan.grants) == num_available + freed
+    assert not plan.paused or len(plan.grants) == num_available + num_freed(rows, plan.evicted)
 
 
 @ANY_CASE
@@ -143,7 +178,7 @@ def test_some_row_is_always_active(rows: list[RowDemand], num_available: int, ca
 @ANY_CASE
 def test_paused_rows_fit_their_capacity(rows: list[RowDemand], num_available: int, capacity: int) -> None:
     plan = plan_or_skip(rows, num_available, capacity)
-    assert sum(row.num_blocks for row in rows if row.row in plan.paused) <= capacity
+    assert len(distinct_blocks(rows, plan.paused)) <= capacity
 
 
 @ANY_CASE
@@ -151,7 +186,7 @@ def test_nothing_is_evicted_without_need(rows: list[RowDemand], num_available: i
     plan = plan_or_skip(rows, num_available, capacity)
     waiting = by_seniority([row for row in rows if row.needs_block])[num_available:]
     has_active = len(waiting) < len(rows)
-    fits = sum(row.num_blocks for row in rows if row.row in waiting) <= capacity
+    fits = len(distinct_blocks(rows, waiting)) <= capacity
     assert bool(plan.evicted) == (bool(waiting) and not (has_active and fits))
 
 
@@ -163,8 +198,7 @@ def test_capacity_error_means_that_no_eviction_could_help(
         plan_preemption(rows, num_available, capacity)
     except CacheCapacityError:
         assert num_available == 0 and all(row.needs_block for row in rows)
-        oldest = by_seniority(rows)[0]
-        assert sum(row.num_private_blocks for row in rows if row.row != oldest) == 0
+        assert num_freed(rows, tuple(by_seniority(rows)[1:])) == 0
 
 
 @ANY_CASE
@@ -173,13 +207,10 @@ def test_plan_does_not_depend_on_the_order_of_rows(rows: list[RowDemand], num_av
     assert plan_preemption(rows[::-1], num_available, capacity) == plan
 
 
-@pytest.mark.parametrize(
-    ("private", "needs_block", "paused", "prefilling"),
-    [(3, False, False, False), (-1, False, False, False), (0, False, True, False), (0, True, False, True)],
-)
-def test_row_refuses_a_state_that_cannot_be(private: int, needs_block: bool, paused: bool, prefilling: bool) -> None:
+@pytest.mark.parametrize(("needs_block", "paused", "prefilling"), [(False, True, False), (True, False, True)])
+def test_row_refuses_a_state_that_cannot_be(needs_block: bool, paused: bool, prefilling: bool) -> None:
     with pytest.raises(ValueError, match="row 0"):
-        RowDemand(0, 0, needs_block, 2, private, paused, prefilling)
+        RowDemand(0, 0, needs_block, (1, 2), paused, prefilling)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,8 @@
+"""`python -m megatron_mamba_cache`: the command line."""
+
+import sys
+
+from .command_line.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

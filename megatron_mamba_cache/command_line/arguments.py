@@ -1,0 +1,149 @@
+"""The flags, and what is wrong with their values. Imports neither torch nor megatron, so that mistakes show at once."""
+
+import math
+from argparse import ArgumentParser, Namespace
+from typing import NoReturn
+
+from ..config import CacheConfig
+from .usage_error import UsageError
+
+_NO_CHECKPOINTS = (
+    "loading checkpoints is not supported in this version; run without it to use the built-in random model"
+)
+_NO_SPECULATION = "speculative decoding is not supported in this version; run without it"
+_NO_GRAPHS = "CUDA graphs are not supported in this version; leave it out or set it to 0"
+
+_INT32_MAX = 2**31 - 1
+
+_SIZE_FLAGS = {
+    "inference_dynamic_batching_block_size": "block_size_tokens",
+    "inference_dynamic_batching_buffer_size_gb": "buffer_size_gb",
+    "inference_dynamic_batching_prefix_caching_mamba_gb": "prefix_caching_mamba_gb",
+}
+
+# For the built-in model: KV blocks for 16 requests of full length, and some 800 states.
+_BUILT_IN_SETTINGS = {
+    "block_size_tokens": 64,
+    "buffer_size_gb": 0.0625,
+    "prefix_caching_mamba_gb": 0.03125,
+    "max_requests": 16,
+    "max_tokens": 1024,
+    "max_sequence_length": 8192,
+}
+
+
+class OneLineParser(ArgumentParser):
+    """An ArgumentParser that leaves it to the caller to report a mistake, in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise `UsageError`."""
+        raise UsageError(message)
+
+
+def command_parser() -> ArgumentParser:
+    """Return the parser of the whole command line."""
+    parser = OneLineParser(
+        prog="megatron_mamba_cache",
+        description="Prefix caching for hybrid Mamba2 + attention models on megatron-core.",
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="generate | doctor")
+    generate = commands.add_parser(
+        "generate",
+        help="generate text for prompts",
+        description="Generate text for prompts. Without --prompts: for built-in ones, then once more without the "
+        "cache, to compare.",
+        allow_abbrev=False,
+    )
+    _add_generate_arguments(generate)
+    commands.add_parser("doctor", help="print device, versions and the kernels in use", allow_abbrev=False)
+    return parser
+
+
+def flag_of(name: str) -> str:
+    """Return the flag that sets an argument or a field of `CacheConfig`."""
+    by_setting = {setting: argument for argument, setting in _SIZE_FLAGS.items()}
+    return "--" + by_setting.get(name, name).replace("_", "-")
+
+
+def name_flag(message: str) -> str:
+    """Put the flag in front of a message that starts with the name of the setting it sets."""
+    setting = message.split(" ", 1)[0]
+    known = setting in _SIZE_FLAGS.values() and flag_of(setting) not in message
+    return f"{flag_of(setting)}: {message}" if known else message
+
+
+def cache_config(arguments: Namespace) -> CacheConfig:
+    """Return the settings that the flags describe, small ones where they say nothing.
+
+    Raises:
+        UsageError: Naming the flag.
+    """
+    try:
+        return CacheConfig.from_arguments(arguments, **_BUILT_IN_SETTINGS)
+    except ValueError as error:
+        raise UsageError(name_flag(str(error))) from error
+
+
+def check_generate_arguments(arguments: Namespace) -> None:
+    """Raise `UsageError` for a value that can never work, or a flag of a later version."""
+    for name in ("hf_model", "load"):
+        if getattr(arguments, name) is not None:
+            raise UsageError(f"{flag_of(name)}: {_NO_CHECKPOINTS}")
+    if arguments.drafter is not None:
+        raise UsageError(f"--drafter: {_NO_SPECULATION}")
+    _check_absent(arguments, "num_speculative_tokens", _NO_SPECULATION)
+    _check_absent(arguments, "inference_dynamic_batching_num_cuda_graphs", _NO_GRAPHS)
+    _check_range(arguments, "num_tokens_to_generate", 1, math.inf, "at least 1")
+    _check_range(arguments, "temperature", 0, math.inf, "0 (greedy) or more, and finite")
+    _check_range(arguments, "top_k", 0, _INT32_MAX, f"from 0 (off) to {_INT32_MAX}")
+    _check_range(arguments, "top_p", 0, 1, "from 0 (off) to 1")
+    _check_range(arguments, "seed", 0, _INT32_MAX, f"from 0 to {_INT32_MAX}")
+    for name in _SIZE_FLAGS:
+        if getattr(arguments, name) is not None:
+            _check_range(arguments, name, 0, math.inf, "a finite number, 0 or more")
+
+
+def _check_absent(arguments: Namespace, name: str, reason: str) -> None:
+    _check_range(arguments, name, 0, math.inf, "0 or more")
+    if getattr(arguments, name):
+        raise UsageError(f"{flag_of(name)} {getattr(arguments, name)}: {reason}")
+
+
+def _check_range(arguments: Namespace, name: str, low: float, high: float, allowed: str) -> None:
+    value = getattr(arguments, name)
+    if not low <= value <= high or (isinstance(value, float) and math.isinf(value)):
+        raise UsageError(f"{flag_of(name)} is {value}; it must be {allowed}")
+
+
+def _add_generate_arguments(parser: ArgumentParser) -> None:
+    model = parser.add_argument_group("model").add_mutually_exclusive_group()
+    model.add_argument("--hf-model", metavar="DIR", help="Hugging Face directory (not in this version)")
+    model.add_argument("--load", metavar="DIR", help="Megatron checkpoint directory (not in this version)")
+    prompts = parser.add_argument_group("prompts and results")
+    prompts.add_argument(
+        "--prompts",
+        metavar="FILE.jsonl",
+        help='an object a line: {"prompt": str} or {"prompt_tokens": [int]}, optional "num_tokens_to_generate", '
+        '"session" (lines of one session run one after another)',
+    )
+    prompts.add_argument("--output-path", metavar="FILE.json", help="write requests and a summary there")
+    _add_sampling_arguments(parser.add_argument_group("sampling"))
+    machine = parser.add_argument_group("machine")
+    machine.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    machine.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of the weights (default: fp32)")
+    cache = parser.add_argument_group("cache")
+    CacheConfig.add_arguments(cache)  # type: ignore[arg-type]
+    later = parser.add_argument_group("not in this version")
+    later.add_argument("--num-speculative-tokens", type=int, default=0, metavar="K", help="0 only")
+    later.add_argument("--drafter", choices=("prompt-lookup", "draft-model"))
+    later.add_argument("--inference-dynamic-batching-num-cuda-graphs", type=int, default=0, metavar="N", help="0 only")
+
+
+def _add_sampling_arguments(group: object) -> None:
+    add = group.add_argument  # type: ignore[attr-defined]
+    add("--num-tokens-to-generate", type=int, default=32, metavar="N", help="where a line says none (default: 32)")
+    add("--temperature", type=float, default=1.0, metavar="T", help="default: 1.0; 0 is greedy")
+    add("--top-k", type=int, default=1, metavar="K", help="default: 1, which is greedy; 0 is off")
+    add("--top-p", type=float, default=0.0, metavar="P", help="default: 0, which is off")
+    add("--seed", type=int, default=0, metavar="S", help="of the sampling (default: 0)")

@@ -1,0 +1,130 @@
+"""The doctor command: what this machine has, and which kernels run on it and why."""
+
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+from .quiet import quiet_libraries
+
+_VERSIONS = ("torch", "triton", "megatron-core")
+
+
+@dataclass(frozen=True, slots=True)
+class KernelChoice:
+    """Which implementation of an operation runs, and why.
+
+    Args:
+        functions: Names of the functions that run it, in `module` of mcore.
+    """
+
+    operation: str
+    module: str
+    functions: tuple[str, ...]
+    reason: str
+
+
+KERNELS = (
+    KernelChoice(
+        "attention", "self_attention", ("paged_attention_ref",), "reads the paged KV cache; no other in this version"
+    ),
+    KernelChoice("conv", "mamba_mixer", ("causal_conv_ref", "conv_update_ref"), "no other in this version"),
+    KernelChoice(
+        "norm",
+        "mamba_mixer",
+        ("GatedGroupRMSNorm",),
+        "in the mixer; other norms are those of the model's spec, torch's in the built-in model",
+    ),
+    KernelChoice("scan", "mamba_mixer", ("ssd_scan_ref", "state_update_ref"), "no other in this version"),
+)
+
+_UNUSED = {
+    "flash_attn": "attention runs the torch kernel",
+    "flashinfer": "attention runs the torch kernel",
+    "mamba_ssm": "the scan runs the torch kernel",
+    "causal_conv1d": "the convolution runs the torch kernel",
+    "transformer_engine": "by the built-in model; a spec of yours that names its layers keeps them",
+}
+
+
+def print_diagnosis() -> None:
+    """Print device, versions, kernels and optional packages; a missing piece is a line, never an error."""
+    with quiet_libraries():
+        for line in _diagnosis():
+            print(line)
+
+
+def _diagnosis() -> Iterator[str]:
+    yield f"device             {_device()}"
+    yield f"python             {platform.python_version()}"
+    for name in _VERSIONS:
+        yield f"{name:<18} {_version_of(name) or 'not installed'}"
+    yield f"this package       {_import_state()}"
+    yield "\nkernels in use (all plain torch, on the CPU and on CUDA)"
+    for kernel in KERNELS:
+        yield f"  {kernel.operation:<16} {', '.join(kernel.functions)}: {kernel.reason}"
+    yield "\noptional packages"
+    for name, reason in _UNUSED.items():
+        yield f"  {name:<18} {_package_state(name, reason)}"
+    yield f"  {'apex':<18} {_apex_state()}"
+
+
+def _device() -> str:
+    try:
+        import torch
+    except Exception as error:  # a broken installation raises anything
+        return f"unknown: torch cannot be imported ({_one_line(error)})"
+    if not torch.cuda.is_available():
+        return "cpu: torch finds no CUDA device"
+    major, minor = torch.cuda.get_device_capability()
+    return f"cuda: {torch.cuda.get_device_name()}, compute capability {major}.{minor}, CUDA {torch.version.cuda}"
+
+
+def _import_state() -> str:
+    try:
+        import_module("..mcore.build", __package__)
+    except Exception as error:  # a broken installation raises anything
+        return f"cannot be used: {_one_line(error)}"
+    return "ready"
+
+
+def _package_state(name: str, reason: str) -> str:
+    if not _is_installed(name):
+        return "not installed; not needed"
+    return f"{_version_of(name) or 'installed'}, not used: {reason}"
+
+
+def _apex_state() -> str:
+    if not _is_installed("apex"):
+        return "not installed; not needed"
+    found = _version_of("apex") or "installed"
+    try:
+        is_nvidia = hasattr(import_module("apex.normalization"), "FusedRMSNorm")
+    except Exception:  # another project's package, or a broken build
+        is_nvidia = False
+    if is_nvidia:
+        return f"{found}, not used: norms are torch's"
+    return (
+        f"{found}, but not NVIDIA's: it has no apex.normalization.FusedRMSNorm. megatron-core takes any `apex` for "
+        "NVIDIA's; the one on PyPI is another project: pip uninstall apex"
+    )
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _version_of(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())

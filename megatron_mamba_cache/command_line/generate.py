@@ -1,0 +1,36 @@
+"""The generate command up to the import of torch: read the files, check the flags against them, choose the device."""
+
+import sys
+from argparse import Namespace
+
+from .arguments import cache_config, check_generate_arguments
+from .built_in_prompts import built_in_lines
+from .device import select_device
+from .output_file import check_writable
+from .prompts import read_prompts
+from .quiet import quiet_libraries
+
+
+def generate(arguments: Namespace) -> int:
+    """Run the command and return its exit status.
+
+    Raises:
+        UsageError: On a bad flag, file, line or device.
+    """
+    check_generate_arguments(arguments)
+    config = cache_config(arguments)
+    has_file = arguments.prompts is not None
+    lines = read_prompts(arguments.prompts) if has_file else built_in_lines()
+    if arguments.output_path is not None:
+        check_writable(arguments.output_path)
+    if arguments.top_k == 1 and (arguments.temperature != 1 or arguments.top_p):
+        print("note: --top-k 1 is greedy, so --temperature and --top-p change nothing; try --top-k 0", file=sys.stderr)
+    with quiet_libraries():
+        device = select_device(arguments.device)
+        # These import torch, which fixes the device.
+        from .generation import Generation
+        from .process_groups import own_process_groups
+
+        with own_process_groups():
+            generation = Generation(arguments, config, device)
+            return generation.run(lines) if has_file else generation.run_and_compare(lines)

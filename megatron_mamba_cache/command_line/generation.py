@@ -1,0 +1,95 @@
+"""Run lines on the built-in model and print what came of it."""
+
+import sys
+from argparse import Namespace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from tqdm import tqdm
+
+from ..config import CacheConfig
+from .built_in_model import built_in_model, engine_for
+from .comparison import comparison_lines, first_difference
+from .output_file import write_output
+from .prompts import PromptLine
+from .quiet import own_warnings_hidden
+from .report import reason_for_no_skip, summary_line, table_lines, text_lines
+from .request_runner import RequestRunner, SamplingFlags
+from .results import RequestRecord, RunResult
+
+EXIT_OUTPUTS_DIFFER = 1
+
+
+class Generation:
+    """One model and the flags that requests run with."""
+
+    def __init__(self, arguments: Namespace, config: CacheConfig, device: str) -> None:
+        self._config = config
+        self._seed = arguments.seed
+        self._output_path = arguments.output_path
+        self._is_exact = arguments.dtype == "fp32"
+        self._facts = {"device": device, "dtype": arguments.dtype, "prefix_caching": config.prefix_caching}
+        self._sampling = SamplingFlags(
+            arguments.num_tokens_to_generate, arguments.temperature, arguments.top_k, arguments.top_p
+        )
+        self._model = built_in_model(arguments.dtype)
+        print(f"{self._model.description}, on {device}")
+        print("Its weights are random, so the text below is noise; what the cache saves is real.\n")
+
+    def run(self, lines: Sequence[PromptLine]) -> int:
+        """Run the lines once, report, and return the exit status."""
+        result = self._run_engine(lines, self._config, "generating")
+        self._report(lines, result)
+        self._write(result)
+        return 0
+
+    def run_and_compare(self, lines: Sequence[PromptLine]) -> int:
+        """Run the lines with the cache and without it, report both, and return 1 if outputs differ that must not."""
+        if not self._config.prefix_caching:
+            return self.run(lines)
+        with own_warnings_hidden():
+            self._run_engine(lines[:1], replace(self._config, prefix_caching=False), "warming up")
+            uncached = self._run_engine(lines, replace(self._config, prefix_caching=False), "without cache")
+        cached = self._run_engine(lines, self._config, "with cache")
+        self._report(lines, cached)
+        print("\nThe same requests with and without the cache:")
+        _print_all(comparison_lines(cached, uncached))
+        difference = first_difference(cached, uncached)
+        self._write(cached, outputs_identical=difference is None, without_cache=uncached.summary())
+        if difference is None:
+            print(f"outputs identical: all {len(cached.completed)} requests that ran")
+            return 0
+        if self._is_exact:
+            print(f"outputs differ: {difference}", file=sys.stderr)
+            return EXIT_OUTPUTS_DIFFER
+        print(f"outputs differ as bf16 may, where rounding depends on the batch: {difference}")
+        return 0
+
+    def _run_engine(self, lines: Sequence[PromptLine], config: CacheConfig, title: str) -> RunResult:
+        engine = engine_for(self._model, config, self._seed)
+        wanted = sum(self._sampling.num_tokens if line.num_tokens is None else line.num_tokens for line in lines)
+        # disable=None: no bar where stderr is no terminal.
+        with tqdm(total=wanted, desc=title, unit="token", file=sys.stderr, leave=False, disable=None) as bar:
+            return RequestRunner(engine, self._model.tokenizer, self._sampling, bar.update).run(lines)
+
+    def _report(self, lines: Sequence[PromptLine], result: RunResult) -> None:
+        prompts = [self._prompt_text(record) for record in result.records]
+        _print_all(text_lines(result.records, prompts))
+        print()
+        _print_all(table_lines(result.records))
+        print(f"\n{summary_line(result)}")
+        reason = reason_for_no_skip(result, self._config)
+        if reason is not None:
+            print(f"nothing was skipped: {reason}")
+
+    def _prompt_text(self, record: RequestRecord) -> str:
+        return self._model.tokenizer.detokenize(record.prompt_tokens)
+
+    def _write(self, result: RunResult, **more_summary: object) -> None:
+        if self._output_path is not None:
+            write_output(self._output_path, result, **self._facts, **more_summary)
+
+
+def _print_all(lines: Iterable[str]) -> None:
+    for line in lines:
+        print(line)

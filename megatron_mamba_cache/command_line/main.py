@@ -1,0 +1,42 @@
+"""Parse a command and run it. torch and megatron are imported only once the flags are known to be good."""
+
+import os
+import sys
+from collections.abc import Sequence
+
+from .arguments import command_parser
+from .generate import generate
+from .usage_error import UsageError
+
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status: 0, 1 for a failed comparison, 2 for a usage error.
+
+    Args:
+        argv: The arguments behind the program's name; None takes the process's.
+    """
+    parser = command_parser()
+    try:
+        arguments = parser.parse_args(argv)
+        return generate(arguments) if arguments.command == "generate" else _doctor()
+    except UsageError as error:
+        print(f"{parser.prog}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        print(f"{parser.prog}: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader of stdout has left, as `head` does; what is still buffered must not fail once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
+
+
+def _doctor() -> int:
+    from .doctor import print_diagnosis
+
+    print_diagnosis()
+    return 0

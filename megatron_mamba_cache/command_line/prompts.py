@@ -1,0 +1,122 @@
+"""Read a file of prompts: one JSON object a line."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from .usage_error import UsageError
+
+_KEYS = {"prompt", "prompt_tokens", "num_tokens_to_generate", "session"}
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLine:
+    """One request to make.
+
+    Args:
+        request_id: The line's number, from 0.
+        prompt: Text, or token ids.
+        num_tokens: Tokens to generate; None leaves it to the command line.
+        session: Lines of one session run one after another; None: on its own.
+    """
+
+    request_id: int
+    prompt: str | tuple[int, ...]
+    num_tokens: int | None = None
+    session: str | int | None = None
+
+
+def read_prompts(path: str) -> list[PromptLine]:
+    """Read all lines of a file.
+
+    Blank lines at the end are no requests.
+
+    Raises:
+        UsageError: Naming the file, and the line with its number, counted from 1.
+    """
+    try:
+        text = Path(path).read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise UsageError(f"--prompts {path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"--prompts {path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
+    lines = text.rstrip().split("\n")  # not splitlines(): JSON strings may hold other line separators
+    if lines == [""]:
+        raise UsageError(f"--prompts {path}: the file is empty; at least one line is needed")
+    parsed = []
+    for request_id, line in enumerate(lines):
+        try:
+            parsed.append(parse_line(request_id, line))
+        except UsageError as error:
+            raise UsageError(f"--prompts {path}, line {request_id + 1} (request_id {request_id}): {error}") from error
+    return parsed
+
+
+def parse_line(request_id: int, line: str) -> PromptLine:
+    """Parse one line.
+
+    Raises:
+        UsageError: Saying what is wrong with it.
+    """
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise UsageError(f"a JSON object is needed, found {_kind(found)}")
+    unknown = sorted(set(found) - _KEYS)
+    if unknown:
+        raise UsageError(f"unknown key {unknown[0]!r}; known are {', '.join(sorted(_KEYS))}")
+    return PromptLine(
+        request_id=request_id,
+        prompt=_prompt_of(found),
+        num_tokens=_num_tokens_of(found),
+        session=_session_of(found),
+    )
+
+
+def _prompt_of(found: dict[str, object]) -> str | tuple[int, ...]:
+    if ("prompt" in found) == ("prompt_tokens" in found):
+        both = "both" if "prompt" in found else "neither"
+        raise UsageError(f'exactly one of "prompt" and "prompt_tokens" is needed, found {both}')
+    if "prompt_tokens" in found:
+        tokens = found["prompt_tokens"]
+        if not isinstance(tokens, list):
+            raise UsageError(f'"prompt_tokens" must be a list of integers, found {_kind(tokens)}')
+        for index, token in enumerate(tokens):
+            if type(token) is not int:  # a bool is an int to isinstance
+                raise UsageError(f'"prompt_tokens"[{index}] must be an integer, found {_kind(token)}')
+        return tuple(tokens)
+    prompt = found["prompt"]
+    if not isinstance(prompt, str):
+        raise UsageError(f'"prompt" must be a string, found {_kind(prompt)}')
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f'"prompt" holds half a surrogate pair at character {error.start}') from error
+    return prompt
+
+
+def _num_tokens_of(found: dict[str, object]) -> int | None:
+    if "num_tokens_to_generate" not in found:
+        return None
+    number = found["num_tokens_to_generate"]
+    if type(number) is not int:
+        raise UsageError(f'"num_tokens_to_generate" must be an integer, found {_kind(number)}')
+    if number < 1:
+        raise UsageError(f'"num_tokens_to_generate" is {number}; it must be at least 1')
+    return number
+
+
+def _session_of(found: dict[str, object]) -> str | int | None:
+    if "session" not in found:
+        return None
+    session = found["session"]
+    if type(session) is not int and not isinstance(session, str):
+        raise UsageError(f'"session" must be a string or an integer, found {_kind(session)}')
+    return session
+
+
+def _kind(value: object) -> str:
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), f"the number {value}")

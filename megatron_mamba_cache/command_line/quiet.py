@@ -1,0 +1,44 @@
+"""Keep the warnings of megatron-core and torch off the terminal, and this package's own warnings on it."""
+
+import logging
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_OWN = "megatron_mamba_cache"
+_OTHERS = ("megatron", "torch.utils.cpp_extension")
+
+
+@contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Show only this package's warnings while the block runs."""
+    own, others = logging.getLogger(_OWN), [logging.getLogger(name) for name in _OTHERS]
+    levels = [logger.level for logger in others]
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+    for logger in others:
+        logger.setLevel(logging.ERROR)
+    own.addHandler(handler)
+    propagate, own.propagate = own.propagate, False
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(others, levels, strict=True):
+            logger.setLevel(level)
+        own.removeHandler(handler)
+        own.propagate = propagate
+
+
+@contextmanager
+def own_warnings_hidden() -> Iterator[None]:
+    """Hide this package's warnings too, where the command knows what they say."""
+    own = logging.getLogger(_OWN)
+    level = own.level
+    own.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        own.setLevel(level)

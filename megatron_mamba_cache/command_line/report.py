@@ -1,0 +1,96 @@
+"""What a run prints: a line of text and a table row for each request, a summary, and why nothing was skipped."""
+
+from collections.abc import Iterator, Sequence
+
+from ..config import CacheConfig
+from .results import RequestRecord, RunResult
+
+_MAX_ROWS = 50
+_PROMPT_EXCERPT = 44
+_REPLY_EXCERPT = 16
+_HEADER = ("request", "prompt tokens", "cached", "generated", "first token", "tokens/s")
+
+
+def text_lines(records: Sequence[RequestRecord], prompts: Sequence[str]) -> Iterator[str]:
+    """Yield a line for each request: the end of its prompt and the start of its reply, in ASCII.
+
+    Args:
+        prompts: The prompts as text, one for each record.
+    """
+    for record, prompt in list(zip(records, prompts, strict=True))[:_MAX_ROWS]:
+        reply = f"error: {record.error}" if record.error is not None else _start_of(record.text)
+        yield f"{record.request_id:>4}  {_end_of(prompt)} -> {reply}"
+    yield from _rest_line(records)
+
+
+def table_lines(records: Sequence[RequestRecord]) -> Iterator[str]:
+    """Yield a table with a row for each request."""
+    rows = [_HEADER, *(_cells(record) for record in records[:_MAX_ROWS])]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
+    for row in rows:
+        yield "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+    yield from _rest_line(records)
+
+
+def summary_line(result: RunResult) -> str:
+    """Return what the cache did in one line."""
+    counters = result.cache.counters
+    share = 100 * result.cached_tokens / result.prompt_tokens if result.prompt_tokens else 0.0
+    return (
+        f"skipped {result.cached_tokens} of {result.prompt_tokens} prompt tokens ({share:.1f} %), published "
+        f"{counters.states_published} states and restored {counters.states_restored}; generated "
+        f"{result.generated_tokens} tokens in {result.seconds:.2f} s ({result.tokens_per_second:.0f} tokens/s)"
+    )
+
+
+def reason_for_no_skip(result: RunResult, config: CacheConfig) -> str | None:
+    """Return why no prompt token was skipped; None if some were."""
+    counters, block = result.cache.counters, config.block_size_tokens
+    if result.cached_tokens:
+        return None
+    if not result.completed:
+        return "no request ran"
+    if not config.prefix_caching:
+        return "prefix caching is off (--no-prefix-caching)"
+    if max(len(record.prompt_tokens) for record in result.completed) <= block:
+        return f"no prompt is longer than a block of {block} tokens; lower --inference-dynamic-batching-block-size"
+    if len(result.completed) == 1:
+        return "a single request has no earlier one to share a prefix with"
+    if counters.states_skipped_no_room or result.cache.states_evicted:
+        return (
+            f"states found no room ({counters.states_skipped_no_room} not stored, {result.cache.states_evicted} "
+            "evicted); raise --inference-dynamic-batching-prefix-caching-mamba-gb"
+        )
+    if counters.prompt_tokens_matched:
+        return "prompts share a prefix, but no state was cached where it ends; the next request there will find one"
+    return f"no prompt begins with the same {block} tokens as an earlier one"
+
+
+def _cells(record: RequestRecord) -> tuple[str, ...]:
+    first = record.time_to_first_token_s
+    rate = len(record.generated_tokens) / record.latency_s if record.latency_s else 0.0
+    return (
+        str(record.request_id),
+        str(len(record.prompt_tokens)),
+        str(record.cached_tokens),
+        "failed" if record.error is not None else str(len(record.generated_tokens)),
+        "-" if first is None else f"{first:.3f} s",
+        "-" if first is None else f"{rate:.1f}",
+    )
+
+
+def _rest_line(records: Sequence[RequestRecord]) -> Iterator[str]:
+    if len(records) > _MAX_ROWS:
+        yield f"... and {len(records) - _MAX_ROWS} more; --output-path writes them all"
+
+
+def _end_of(text: str) -> str:
+    """Return the last characters of the text, safe to print in one line."""
+    shown = ascii(text[-_PROMPT_EXCERPT:])
+    return f"...{shown}" if len(text) > _PROMPT_EXCERPT else shown
+
+
+def _start_of(text: str) -> str:
+    """Return the first characters of the text, safe to print in one line."""
+    shown = ascii(text[:_REPLY_EXCERPT])
+    return f"{shown}..." if len(text) > _REPLY_EXCERPT else shown

@@ -1,0 +1,112 @@
+"""Run lines through an engine, sessions in order, and note when each token came."""
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.inference.sampling_params import SamplingParams
+
+from ..mcore.engine import MambaCacheEngine, failure_reason
+from .prompts import PromptLine
+from .results import RequestRecord, RunResult
+from .session_queue import SessionQueue
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingFlags:
+    """How tokens are drawn, and how many where a line says none."""
+
+    num_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most probable token is always taken."""
+        return self.top_k == 1 or self.temperature == 0
+
+    def parameters(self, line: PromptLine) -> SamplingParams:
+        """Return Megatron's parameters for a line."""
+        return SamplingParams(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            num_tokens_to_generate=self.num_tokens if line.num_tokens is None else line.num_tokens,
+        )
+
+
+class RequestRunner:
+    """Feeds lines to an engine that nobody else uses.
+
+    Args:
+        tokenizer: Turns the lines' text into tokens, and tokens into text.
+        on_tokens: Called after a step with the number of tokens it generated.
+    """
+
+    def __init__(
+        self, engine: MambaCacheEngine, tokenizer: Any, sampling: SamplingFlags, on_tokens: Callable[[int], object]
+    ) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._sampling = sampling
+        self._on_tokens = on_tokens
+        self._running: dict[int, PromptLine] = {}
+        self._added_at: dict[int, float] = {}
+        self._records: dict[int, RequestRecord] = {}
+
+    def run(self, lines: Iterable[PromptLine]) -> RunResult:
+        """Run all lines to their end; one that cannot run has the reason in its record."""
+        queue = SessionQueue(lines)
+        start = time.perf_counter()
+        for line in queue.initial_lines():
+            self._add(line, queue)
+        while self._running:
+            result = self._engine.step_modern()
+            now = time.perf_counter()
+            self._note_tokens(result["active_request_ids"], now)
+            for record in result["finished_request_records"]:
+                line = self._finish(record.merge(), now)
+                self._add_next(line, queue)
+        records = [self._records[request_id] for request_id in sorted(self._records)]
+        return RunResult(records, self._engine.context.snapshot(), time.perf_counter() - start)
+
+    def _add(self, line: PromptLine, queue: SessionQueue) -> None:
+        tokens = self._tokenizer.tokenize(line.prompt) if isinstance(line.prompt, str) else list(line.prompt)
+        record = self._records[line.request_id] = RequestRecord(line.request_id, tokens)
+        unfit = next((token for token in tokens if not -(2**63) <= token < 2**63), None)
+        if unfit is not None:  # a tensor cannot hold it, so the engine cannot be asked
+            record.error = f"token {unfit} in the prompt is outside the vocabulary of {self._tokenizer.vocab_size}"
+            self._add_next(line, queue)
+            return
+        self._running[line.request_id] = line
+        self._added_at[line.request_id] = time.perf_counter()
+        self._engine.add_request(line.request_id, tokens, self._sampling.parameters(line))
+
+    def _add_next(self, finished: PromptLine, queue: SessionQueue) -> None:
+        line = queue.line_after(finished)
+        if line is not None:
+            self._add(line, queue)
+
+    def _note_tokens(self, request_ids: Iterable[int], now: float) -> None:
+        """Note first tokens and report progress of requests that go on."""
+        for request_id in request_ids:
+            history = self._engine.requests[request_id].record
+            tokens = [token for part in history.requests for token in part.generated_tokens]
+            self._take_tokens(self._records[request_id], tokens, now)
+
+    def _take_tokens(self, record: RequestRecord, tokens: list[int], now: float) -> None:
+        if tokens and record.time_to_first_token_s is None:
+            record.time_to_first_token_s = now - self._added_at[record.request_id]
+        self._on_tokens(len(tokens) - len(record.generated_tokens))
+        record.generated_tokens = tokens
+
+    def _finish(self, request: Any, now: float) -> PromptLine:
+        record = self._records[request.request_id]
+        self._take_tokens(record, list(request.generated_tokens), now)
+        record.text = self._tokenizer.detokenize(record.generated_tokens)
+        record.latency_s = now - self._added_at.pop(record.request_id)
+        record.cached_tokens = self._engine.cached_tokens(record.request_id)
+        record.error = failure_reason(request)
+        return self._running.pop(record.request_id)

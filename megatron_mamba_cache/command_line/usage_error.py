@@ -1,0 +1,5 @@
+"""What the user got wrong."""
+
+
+class UsageError(Exception):
+    """A bad flag, file or line; the message is one line that names it and says what to do."""

@@ -1,0 +1,51 @@
+"""Run the command line in this process or in one of its own."""
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from megatron_mamba_cache.command_line.main import main
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """What a command left behind."""
+
+    status: int
+    stdout: str
+    stderr: str
+
+
+def run_here(capsys: pytest.CaptureFixture[str], *arguments: object) -> Finished:
+    """Run `generate` with the arguments in this process."""
+    capsys.readouterr()
+    status = main(["generate", *map(str, arguments)])
+    captured = capsys.readouterr()
+    return Finished(status, captured.out, captured.err)
+
+
+def run_process(*arguments: object, cwd: Path, import_first: Path | None = None) -> Finished:
+    """Run Python with the arguments and the repository importable.
+
+    Args:
+        import_first: A folder whose packages hide installed ones.
+    """
+    folders = [str(folder) for folder in (import_first, REPOSITORY) if folder is not None]
+    folders += filter(None, [os.environ.get("PYTHONPATH")])
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=cwd,
+        # One thread: several would wait for each other on a machine that runs other tests too.
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    return Finished(done.returncode, done.stdout, done.stderr)

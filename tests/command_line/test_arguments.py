@@ -1,0 +1,117 @@
+"""Flags that cannot work: status 2 and one line that names them."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_mamba_cache.command_line.main import main
+from tests.command_line.command_runs import REPOSITORY, run_here, run_process
+
+GRAPHS = "--inference-dynamic-batching-num-cuda-graphs"
+BLOCK = "--inference-dynamic-batching-block-size"
+KV = "--inference-dynamic-batching-buffer-size-gb"
+STATES = "--inference-dynamic-batching-prefix-caching-mamba-gb"
+
+BAD_FLAGS = [
+    (["--hf-model", "folder"], "--hf-model: loading checkpoints is not supported in this version"),
+    (["--load", "folder"], "--load: loading checkpoints is not supported in this version"),
+    (["--num-speculative-tokens", "2"], "--num-speculative-tokens 2: speculative decoding is not supported"),
+    (["--num-speculative-tokens", "-1"], "--num-speculative-tokens is -1"),
+    (["--drafter", "prompt-lookup"], "--drafter: speculative decoding is not supported"),
+    (["--drafter", "oracle"], "--drafter"),
+    ([GRAPHS, "4"], f"{GRAPHS} 4: CUDA graphs are not supported"),
+    ([GRAPHS, "-4"], f"{GRAPHS} is -4"),
+    (["--num-tokens-to-generate", "0"], "--num-tokens-to-generate is 0"),
+    (["--num-tokens-to-generate", "many"], "--num-tokens-to-generate"),
+    (["--temperature", "-0.5"], "--temperature is -0.5"),
+    (["--temperature", "nan"], "--temperature is nan"),
+    (["--temperature", "inf"], "--temperature is inf"),
+    (["--top-k", "-1"], "--top-k is -1"),
+    (["--top-k", str(2**31)], "--top-k is 2147483648"),
+    (["--top-p", "1.5"], "--top-p is 1.5"),
+    (["--seed", "-1"], "--seed is -1"),
+    (["--dtype", "fp8"], "--dtype"),
+    (["--device", "tpu"], "--device"),
+    (["--no-such-flag"], "--no-such-flag"),
+    (["--temp", "1"], "--temp"),
+    (["words"], "words"),
+    ([BLOCK, "0"], f"{BLOCK}: block_size_tokens is 0"),
+    ([KV, "0"], f"{KV}: buffer_size_gb is 0.0"),
+    ([KV, "inf"], f"{KV} is inf"),
+    ([STATES, "-1"], f"{STATES} is -1.0"),
+    ([STATES, "nan"], f"{STATES} is nan"),
+    (["--prompts", "/no/such/file"], "--prompts /no/such/file: No such file"),
+    (["--prompts", "/"], "--prompts /: Is a directory"),
+    (["--output-path", "/no/such/folder/file"], "--output-path /no/such/folder/file: No such file"),
+    (["--output-path", "/"], "--output-path /: Is a directory"),
+]
+BAD_FOR_THE_MODEL = [
+    ([BLOCK, "100"], f"{BLOCK} to a multiple of it"),
+    ([KV, "1e-9"], KV),
+    ([KV, "1e7"], f"lower {KV}"),
+]
+
+
+@pytest.mark.parametrize(("flags", "message"), BAD_FLAGS + BAD_FOR_THE_MODEL)
+def test_a_bad_flag_ends_with_one_line(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    finished = run_here(capsys, *flags)
+    assert finished.status == 2
+    assert finished.stderr.count("\n") == 1 and message in finished.stderr
+
+
+@pytest.mark.parametrize("command", [[], ["serve"], ["doctor", "--fast"]])
+def test_a_bad_command_ends_with_one_line(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_bad_flag_in_a_process_of_its_own_leaves_no_traceback(tmp_path: Path) -> None:
+    finished = run_process("-m", "megatron_mamba_cache", "generate", "--load", "x", cwd=tmp_path)
+    assert finished.status == 2 and finished.stdout == ""
+    assert finished.stderr.startswith("megatron_mamba_cache: error: --load: ") and finished.stderr.count("\n") == 1
+
+
+def test_cuda_without_a_device_ends_with_one_line(tmp_path: Path) -> None:
+    hide = "import os; os.environ['CUDA_VISIBLE_DEVICES'] = ''; "
+    code = (
+        hide + "from megatron_mamba_cache.command_line.main import main; exit(main(['generate', '--device', 'cuda']))"
+    )
+    finished = run_process("-c", code, cwd=tmp_path)
+    assert finished.status == 2
+    assert finished.stderr.count("\n") == 1 and "--device cuda" in finished.stderr
+
+
+def test_neither_help_nor_a_bad_line_waits_for_torch(tmp_path: Path) -> None:
+    (tmp_path / "lines.jsonl").write_text("{}\n")
+    code = (
+        "import sys; from megatron_mamba_cache.command_line.main import main\n"
+        "try: main(['generate', '--help'])\n"
+        "except SystemExit as end: assert end.code == 0\n"
+        "assert main(['generate', '--prompts', 'lines.jsonl']) == 2\n"
+        "assert 'torch' not in sys.modules and 'megatron' not in sys.modules"
+    )
+    assert run_process("-c", code, cwd=tmp_path).status == 0
+
+
+def test_the_output_file_stays_as_it_was_when_a_later_check_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    old.write_text("kept")
+    for path in (old, new):
+        assert run_here(capsys, "--output-path", path, BLOCK, 100).status == 2
+    assert old.read_text() == "kept" and not new.exists()
+
+
+def test_a_reader_of_stdout_that_leaves_is_no_traceback(tmp_path: Path) -> None:
+    code = "import sys; from megatron_mamba_cache.command_line.main import main; sys.exit(main(['doctor']))"
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-c", code], cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait() == 141
+    process.stderr.close()

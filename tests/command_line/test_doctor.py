@@ -1,0 +1,47 @@
+"""The doctor command."""
+
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from megatron_mamba_cache.command_line.doctor import KERNELS, KernelChoice
+from megatron_mamba_cache.command_line.main import main
+from tests.command_line.command_runs import run_process
+
+
+def test_doctor_names_device_versions_and_kernels(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for start in ("device ", "python ", "torch ", "triton ", "megatron-core      0.16.1", "this package       ready"):
+        assert any(line.startswith(start) for line in lines)
+    for kernel in KERNELS:
+        assert any(line.startswith(f"  {kernel.operation} ") and kernel.reason in line for line in lines)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.operation)
+def test_the_kernels_that_doctor_names_are_those_the_layers_use(kernel: KernelChoice) -> None:
+    layer = import_module(f"megatron_mamba_cache.mcore.{kernel.module}")
+    assert all(hasattr(layer, function) for function in kernel.functions)
+
+
+def test_doctor_tells_another_apex_and_an_unused_package(tmp_path: Path) -> None:
+    for package in ("apex", "flash_attn"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").touch()
+    finished = run_process("-m", "megatron_mamba_cache", "doctor", cwd=tmp_path, import_first=tmp_path)
+    assert finished.status == 0
+    assert "apex               installed, but not NVIDIA's" in finished.stdout
+    assert "flash_attn         installed, not used: attention runs the torch kernel" in finished.stdout
+    assert "mamba_ssm          not installed" in finished.stdout
+
+
+def test_doctor_accepts_nvidias_apex_and_survives_a_broken_torch(tmp_path: Path) -> None:
+    (tmp_path / "apex" / "normalization").mkdir(parents=True)
+    (tmp_path / "apex" / "__init__.py").touch()
+    (tmp_path / "apex" / "normalization" / "__init__.py").write_text("class FusedRMSNorm: ...\n")
+    (tmp_path / "torch.py").write_text("raise OSError('libcudart is missing')\n")
+    finished = run_process("-m", "megatron_mamba_cache", "doctor", cwd=tmp_path, import_first=tmp_path)
+    assert finished.status == 0
+    assert "apex               installed, not used: norms are torch's" in finished.stdout
+    assert "torch cannot be imported (OSError: libcudart is missing)" in finished.stdout

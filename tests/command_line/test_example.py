@@ -1,0 +1,27 @@
+"""The example without arguments, and the README's code, each as a stranger runs it."""
+
+import json
+import re
+from pathlib import Path
+
+from tests.command_line.command_runs import REPOSITORY, run_process
+
+
+def test_the_example_skips_tokens_and_changes_no_output(tmp_path: Path) -> None:
+    finished = run_process(REPOSITORY / "examples" / "generate.py", "--output-path", "out.json", cwd=tmp_path)
+    assert finished.status == 0, finished.stderr
+    assert finished.stderr == ""
+    assert "outputs identical: all 12 requests" in finished.stdout
+    summary = json.loads((tmp_path / "out.json").read_text())["summary"]
+    assert summary["outputs_identical"] is True
+    assert summary["cached_tokens"] > summary["prompt_tokens"] / 2
+    assert summary["computed_tokens"] < summary["without_cache"]["computed_tokens"] / 2
+    assert f"skipped {summary['cached_tokens']} of {summary['prompt_tokens']} prompt tokens" in finished.stdout
+
+
+def test_the_code_of_the_readme_prints_what_it_says(tmp_path: Path) -> None:
+    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    code, printed = re.findall(r"```python\n(.*?)```\n.*?```text\n(.*?)```", readme, re.DOTALL)[0]
+    finished = run_process("-W", "ignore", "-c", code, cwd=tmp_path)
+    assert finished.status == 0, finished.stderr
+    assert finished.stdout == printed

@@ -1,0 +1,167 @@
+"""The generate command over files of prompts, in this process."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_mamba_cache.command_line import generation
+from megatron_mamba_cache.command_line.comparison import Difference
+from megatron_mamba_cache.mcore.engine import MambaCacheEngine
+from tests.command_line.command_runs import Finished, run_here
+
+PREFIX = "The gate at the lower lock is shut from dusk, and the keeper lives in the white house beside it. " * 2
+NUM_TOKENS = 4
+
+Generate = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def run_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Finished]:
+    """Run lines with flags; the results are in `output.json`."""
+
+    def run(lines: list[dict[str, object]], *flags: object) -> Finished:
+        file = tmp_path / "lines.jsonl"
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        fixed = ("--prompts", file, "--output-path", tmp_path / "output.json", "--num-tokens-to-generate", NUM_TOKENS)
+        return run_here(capsys, *fixed, *flags)
+
+    return run
+
+
+@pytest.fixture
+def generate(run_lines: Callable[..., Finished], tmp_path: Path) -> Generate:
+    """Run lines with flags to status 0 and return the written document."""
+
+    def run(lines: list[dict[str, object]], *flags: object) -> dict[str, Any]:
+        finished = run_lines(lines, *flags)
+        assert finished.status == 0, finished.stderr
+        return json.loads((tmp_path / "output.json").read_text())
+
+    return run
+
+
+def test_the_document_has_every_promised_key_and_its_sums_agree(generate: Generate) -> None:
+    document = generate([{"prompt": PREFIX + "a"}, {"prompt_tokens": [1, 2, 3], "num_tokens_to_generate": 2}])
+    text, tokens = document["requests"]
+    assert list(text) == [
+        "request_id",
+        "prompt_tokens",
+        "generated_tokens",
+        "text",
+        "cached_tokens",
+        "draft_tokens",
+        "accepted_tokens",
+        "time_to_first_token_s",
+        "latency_s",
+    ]
+    assert text["prompt_tokens"] == list((PREFIX + "a").encode()) and tokens["prompt_tokens"] == [1, 2, 3]
+    assert text["text"] == bytes(text["generated_tokens"]).decode(errors="replace")
+    assert [len(request["generated_tokens"]) for request in (text, tokens)] == [NUM_TOKENS, 2]
+    assert [request["request_id"] for request in (text, tokens)] == [0, 1]
+    assert all(0 < request["time_to_first_token_s"] <= request["latency_s"] for request in (text, tokens))
+    summary = document["summary"]
+    assert summary["prompt_tokens"] == len(PREFIX) + 4 == summary["cached_tokens"] + summary["computed_tokens"]
+    assert summary["generated_tokens"] == NUM_TOKENS + 2 and summary["steps"] >= NUM_TOKENS
+    assert summary["tokens_per_second"] > 0
+    assert set(summary["state_slots"]) >= {"free", "live", "cached"} and summary["state_slots"]["live"] == 0
+    assert summary["kv_blocks"]["in_use"] == 0 and summary["kv_blocks"]["cached"] > 0
+
+
+def test_a_later_turn_starts_where_the_earlier_one_was_cached(generate: Generate) -> None:
+    document = generate([{"prompt": PREFIX, "session": "s"}, {"prompt": PREFIX + "and more", "session": "s"}])
+    first, second = document["requests"]
+    assert first["cached_tokens"] == 0
+    assert second["cached_tokens"] == len(PREFIX) // 64 * 64
+    assert document["summary"]["cached_tokens"] == second["cached_tokens"]
+    assert document["summary"]["prompt_tokens_skipped"] == second["cached_tokens"]
+
+
+def test_a_turn_is_added_only_after_the_one_before_has_finished(
+    generate: Generate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unfinished_at_add: dict[int, set[int]] = {}
+    add_request = MambaCacheEngine.add_request
+
+    def note_and_add(engine: MambaCacheEngine, request_id: int, *args: Any, **settings: Any) -> Any:
+        unfinished_at_add[request_id] = set(engine.requests)
+        return add_request(engine, request_id, *args, **settings)
+
+    monkeypatch.setattr(MambaCacheEngine, "add_request", note_and_add)
+    sessions: list[str | int | None] = ["a", 1, "a", None, 1, "a"]
+    generate([{"prompt": "x"} if name is None else {"prompt": "x", "session": name} for name in sessions])
+    assert list(unfinished_at_add)[:3] == [0, 1, 3]  # the others wait for nobody
+    for request_id, unfinished in unfinished_at_add.items():
+        if sessions[request_id] is not None:
+            assert not any(sessions[other] == sessions[request_id] for other in unfinished)
+
+
+UNFIT = {
+    "empty": ({"prompt": ""}, "empty"),
+    "empty_tokens": ({"prompt_tokens": []}, "empty"),
+    "unknown_token": ({"prompt_tokens": [5, 256]}, "token 256"),
+    "negative_token": ({"prompt_tokens": [-1]}, "token -1"),
+    "huge_token": ({"prompt_tokens": [2**70]}, f"token {2**70}"),
+    "too_long": ({"prompt": "x" * 9000}, "max_sequence_length"),
+    "too_much": ({"prompt": "x", "num_tokens_to_generate": 10**30}, "max_sequence_length"),
+}
+
+
+def test_a_line_that_cannot_run_fails_alone(generate: Generate) -> None:
+    good = {"prompt": PREFIX}
+    lines = [good, *({**line, "session": 1} for line, _ in UNFIT.values()), {**good, "session": 1}]
+    document = generate(lines)
+    first, *failed, last = document["requests"]
+    for record, (_, message) in zip(failed, UNFIT.values(), strict=True):
+        assert message in record["error"]
+        assert record["generated_tokens"] == [] and record["text"] == "" and record["cached_tokens"] == 0
+    assert "error" not in first and "error" not in last
+    assert first["generated_tokens"] == last["generated_tokens"]
+    assert document["summary"]["failed_requests"] == len(UNFIT)
+
+
+def test_a_file_of_unfit_lines_only_ends_too(run_lines: Callable[..., Finished]) -> None:
+    finished = run_lines([{"prompt": ""}, {"prompt_tokens": [300]}])
+    assert finished.status == 0 and "nothing was skipped: no request ran" in finished.stdout
+
+
+def test_sampled_tokens_depend_on_the_seed_but_not_on_the_cache_or_the_batch(generate: Generate) -> None:
+    lines = [{"prompt": PREFIX, "num_tokens_to_generate": 12}, {"prompt": PREFIX + "b", "num_tokens_to_generate": 12}]
+    flags = ("--top-k", 0, "--temperature", 2)
+
+    def tokens(document: dict[str, Any]) -> list[list[int]]:
+        return [request["generated_tokens"] for request in document["requests"]]
+
+    base = tokens(generate(lines, *flags))
+    assert tokens(generate([{**line, "session": 1} for line in lines], *flags)) == base
+    assert tokens(generate(lines, *flags, "--no-prefix-caching")) == base
+    assert tokens(generate(lines, *flags, "--seed", 1)) != base
+
+
+def test_bf16_and_another_block_size_run(generate: Generate) -> None:
+    lines = [{"prompt": PREFIX, "session": 1}, {"prompt": PREFIX + "b", "session": 1}]
+    document = generate(lines, "--dtype", "bf16", "--inference-dynamic-batching-block-size", 128)
+    assert document["summary"]["dtype"] == "bf16" and document["requests"][1]["cached_tokens"] == 128
+
+
+def test_the_report_names_the_reason_when_nothing_is_skipped(run_lines: Callable[..., Finished]) -> None:
+    finished = run_lines([{"prompt": PREFIX}], "--no-prefix-caching")
+    assert "skipped 0 of" in finished.stdout and "nothing was skipped: prefix caching is off" in finished.stdout
+    assert finished.stderr.count("WARNING") == 1 and "UserWarning" not in finished.stderr
+
+
+def test_flags_that_greedy_decoding_ignores_are_named(run_lines: Callable[..., Finished]) -> None:
+    assert "--top-k 1 is greedy" in run_lines([{"prompt": "x"}], "--temperature", 0.7).stderr
+    assert run_lines([{"prompt": "x"}]).stderr == ""
+
+
+def test_outputs_that_differ_end_with_status_1_and_name_the_request(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generation, "first_difference", lambda *_: Difference(3, 1, 7, 8))
+    finished = run_here(capsys, "--num-tokens-to-generate", 1)
+    assert finished.status == 1
+    assert "request 3 is the first that differs" in finished.stderr and "identical" not in finished.stdout
+    assert run_here(capsys, "--num-tokens-to-generate", 1, "--dtype", "bf16").status == 0

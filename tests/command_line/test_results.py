@@ -1,0 +1,69 @@
+"""What is printed of a run, without running one."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_mamba_cache import CacheConfig
+from megatron_mamba_cache.command_line.comparison import Difference, first_difference
+from megatron_mamba_cache.command_line.report import reason_for_no_skip, table_lines, text_lines
+from megatron_mamba_cache.command_line.results import RequestRecord, RunResult
+from megatron_mamba_cache.metrics import CacheCounters, CacheSnapshot
+
+CONFIG = CacheConfig(block_size_tokens=64)
+LONG = RequestRecord(0, [1] * 100, [7, 8, 9], latency_s=1.0, time_to_first_token_s=0.5)
+
+
+def result_of(*records: RequestRecord, states_evicted: int = 0, **counters: int) -> RunResult:
+    numbered = [replace(record, request_id=number) for number, record in enumerate(records)]
+    return RunResult(numbered, CacheSnapshot(CacheCounters(**counters), states_evicted, 0), 2.0)
+
+
+def test_the_reason_for_no_skip_fits_what_happened() -> None:
+    short, failed, hit = (
+        replace(LONG, prompt_tokens=[1] * 64),
+        replace(LONG, error="why"),
+        replace(LONG, cached_tokens=64),
+    )
+    cases = [
+        (result_of(LONG, hit), None),
+        (result_of(failed), "no request ran"),
+        (result_of(short, short, failed), "longer than a block of 64"),
+        (result_of(LONG), "single request"),
+        (result_of(LONG, LONG, states_skipped_no_room=2), "raise --inference-dynamic-batching-prefix-caching-mamba-gb"),
+        (result_of(LONG, LONG, states_evicted=1), "raise --inference-dynamic-batching-prefix-caching-mamba-gb"),
+        (result_of(LONG, LONG, prompt_tokens_matched=64), "no state was cached"),
+        (result_of(LONG, LONG), "no prompt begins with the same 64 tokens"),
+    ]
+    for result, words in cases:
+        reason = reason_for_no_skip(result, CONFIG)
+        assert reason is None if words is None else reason is not None and words in reason
+    off = reason_for_no_skip(result_of(LONG, LONG), replace(CONFIG, prefix_caching=False))
+    assert off is not None and "--no-prefix-caching" in off
+
+
+def test_a_failed_request_counts_in_no_total_but_its_own() -> None:
+    summary = result_of(LONG, replace(LONG, error="why", generated_tokens=[])).summary()
+    assert (summary["requests"], summary["failed_requests"]) == (2, 1)
+    assert (summary["prompt_tokens"], summary["generated_tokens"], summary["tokens_per_second"]) == (100, 3, 1.5)
+
+
+@pytest.mark.parametrize("text", ["a\nb\rc\x1b[31m", "\ud83d\u2028\u202e", "x" * 1000, ""])
+def test_any_text_prints_in_one_ascii_line(text: str) -> None:
+    (line,) = text_lines([replace(LONG, text=text)], [text])
+    assert line.isascii() and line.isprintable() and len(line) < 300
+
+
+def test_a_long_table_is_cut_and_says_so() -> None:
+    lines = list(table_lines([LONG] * 60))
+    assert len(lines) == 52 and "10 more" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "expected"),
+    [([7, 8, 9], None), ([7, 5, 9], Difference(1, 1, 8, 5)), ([7, 8], Difference(1, 2, 9, None))],
+)
+def test_the_first_difference_is_found(theirs: list[int], expected: Difference | None) -> None:
+    cached = result_of(LONG, LONG, LONG)
+    uncached = result_of(LONG, replace(LONG, generated_tokens=theirs), replace(LONG, generated_tokens=theirs))
+    assert first_difference(cached, uncached) == expected

@@ -1,0 +1,39 @@
+"""The order in which lines may run."""
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_mamba_cache.command_line.prompts import PromptLine
+from megatron_mamba_cache.command_line.session_queue import SessionQueue
+
+SESSIONS = st.lists(st.none() | st.integers(0, 3) | st.sampled_from(["0", "a"]), max_size=20)
+
+
+@given(sessions=SESSIONS, order=st.randoms(use_true_random=False))
+def test_each_line_runs_once_and_after_the_lines_of_its_session(
+    sessions: list[int | str | None], order: random.Random
+) -> None:
+    lines = [PromptLine(number, "", session=session) for number, session in enumerate(sessions)]
+    queue = SessionQueue(lines)
+    running = queue.initial_lines()
+    finished: list[PromptLine] = []
+    while running:
+        alone = [line.session for line in running if line.session is not None]
+        assert len(alone) == len(set(alone))
+        line = running.pop(order.randrange(len(running)))
+        finished.append(line)
+        following = queue.line_after(line)
+        running += [] if following is None else [following]
+    assert sorted(line.request_id for line in finished) == list(range(len(lines)))
+    for session in {line.session for line in lines} - {None}:
+        numbers = [line.request_id for line in finished if line.session == session]
+        assert numbers == sorted(numbers)
+
+
+@given(sessions=SESSIONS)
+def test_only_lines_of_a_session_wait(sessions: list[int | str | None]) -> None:
+    lines = [PromptLine(number, "", session=session) for number, session in enumerate(sessions)]
+    waiting = [line for line in lines if line not in SessionQueue(lines).initial_lines()]
+    assert all(line.session is not None and line.session in sessions[: line.request_id] for line in waiting)

@@ -1,0 +1,217 @@
+"""Engines over tiny random models: run requests step by step, check every step, compare tokens with the oracle."""
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Self
+
+from megatron.core.inference.sampling_params import SamplingParams
+
+from megatron_mamba_cache import CacheConfig, build_engine
+from megatron_mamba_cache.mcore.engine import MambaCacheEngine
+from megatron_mamba_cache.mcore.model_shape import HybridModelShape
+from megatron_mamba_cache.models.random_hybrid import RandomHybridConfig, random_hybrid_model
+from tests.oracle import HybridOracle
+
+GIB = 2**30
+ORACLE_MARGIN = 1e-5
+MAX_STOPPED_SHARE = 1e-3
+MAX_STEPS = 2000
+TINY_VOCAB = 96
+
+
+@dataclass(frozen=True, slots=True)
+class Hybrid:
+    """A random model and its fp64 twin."""
+
+    sizes: RandomHybridConfig
+    model: Any
+    oracle: HybridOracle
+    shape: HybridModelShape
+
+
+def tiny_sizes(**settings: Any) -> RandomHybridConfig:
+    """Return the sizes of a model that takes a few milliseconds a step."""
+    tiny = {
+        "pattern": "M*M-",
+        "hidden_size": 32,
+        "vocab_size": TINY_VOCAB,
+        "ssm_chunk_size": 8,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 8,
+        "mamba_state_dim": 8,
+        "max_sequence_length": 4096,
+        "init_std": 0.3,
+    }
+    return RandomHybridConfig(**(tiny | settings))
+
+
+@cache
+def hybrid(sizes: RandomHybridConfig) -> Hybrid:
+    """Return the model of these sizes, built once a session."""
+    model = random_hybrid_model(sizes)
+    return Hybrid(sizes, model, HybridOracle.from_megatron(model), HybridModelShape.of(model))
+
+
+def tiny_hybrid(**settings: Any) -> Hybrid:
+    """Return the tiny model with some of its sizes changed."""
+    return hybrid(tiny_sizes(**settings))
+
+
+def block_bytes(sizes: RandomHybridConfig, block_size: int) -> int:
+    """Return the bytes of one fp32 KV block over all attention layers."""
+    head_dim = sizes.hidden_size // sizes.num_attention_heads
+    return 2 * sizes.pattern.count("*") * block_size * sizes.num_query_groups * head_dim * 4
+
+
+def state_bytes(sizes: RandomHybridConfig) -> int:
+    """Return the bytes of one fp32 state over all Mamba layers."""
+    inner = sizes.mamba_num_heads * sizes.mamba_head_dim
+    conv_dim = inner + 2 * sizes.mamba_num_groups * sizes.mamba_state_dim
+    num_taps = 4
+    return sizes.pattern.count("M") * 4 * ((num_taps - 1) * conv_dim + inner * sizes.mamba_state_dim)
+
+
+def cache_config(
+    sizes: RandomHybridConfig,
+    *,
+    kv_blocks: int = 200,
+    paused_blocks: int | None = None,
+    cached_states: int = 50,
+    **settings: Any,
+) -> CacheConfig:
+    """Return settings that buy exactly `kv_blocks` usable blocks and rows for `cached_states` cached states.
+
+    Paused requests may keep `paused_blocks` of the blocks; None takes the package's default.
+    """
+    small = {
+        "block_size_tokens": 2 * sizes.ssm_chunk_size,
+        "max_requests": 8,
+        "max_tokens": 64,
+        "max_sequence_length": 512,
+    } | settings
+    block_gb = block_bytes(sizes, small["block_size_tokens"]) / GIB
+    return CacheConfig(
+        buffer_size_gb=(kv_blocks + 1) * block_gb,  # one is the dummy
+        paused_buffer_size_gb=None if paused_blocks is None else min(paused_blocks, kv_blocks - 1) * block_gb,
+        prefix_caching_mamba_gb=cached_states * state_bytes(sizes) / GIB,
+        **small,
+    )
+
+
+def greedy(num_tokens: int, **settings: Any) -> SamplingParams:
+    """Return parameters of a greedy request that ends by length only, unless `settings` say more."""
+    return SamplingParams(**{"num_tokens_to_generate": num_tokens, "top_k": 1, "termination_id": -1} | settings)
+
+
+def some_tokens(num_tokens: int, seed: int = 0) -> list[int]:
+    """Return random tokens of the tiny model's vocabulary; with one seed, the shorter begins the longer."""
+    rng = random.Random(seed)
+    return [rng.randrange(TINY_VOCAB) for _ in range(num_tokens)]
+
+
+@dataclass(slots=True)
+class EngineRun:
+    """One engine and what its requests have produced; `check_integrity` runs after every step."""
+
+    subject: Hybrid
+    engine: MambaCacheEngine
+    prompts: dict[int, list[int]] = field(default_factory=dict)
+    finished: dict[int, Any] = field(default_factory=dict)  # merged Megatron requests
+    num_steps: int = 0
+
+    @classmethod
+    def start(cls, subject: Hybrid, config: CacheConfig | None = None, **settings: Any) -> Self:
+        """Build an engine for `subject`; None takes `cache_config`'s defaults."""
+        return cls(subject, build_engine(subject.model, config or cache_config(subject.sizes), **settings))
+
+    @property
+    def context(self) -> Any:
+        """The engine's context."""
+        return self.engine.context
+
+    @property
+    def counters(self) -> Any:
+        """What the cache did so far."""
+        return self.context.counters
+
+    def add(self, request_id: int, prompt: Sequence[int], sampling: SamplingParams | int = 8, **settings: Any) -> None:
+        """Add a request; a number of tokens asks for so many greedy ones."""
+        params = greedy(sampling) if isinstance(sampling, int) else sampling
+        self.prompts[request_id] = list(prompt)
+        self.engine.add_request(request_id, list(prompt), params, **settings)
+
+    def step(self) -> list[int]:
+        """Run one step and return the ids of the requests that it finished, failed ones among them."""
+        result = self.engine.step_modern()
+        self.num_steps += 1
+        self.context.check_integrity()
+        merged = [record.merge() for record in result["finished_request_records"]]
+        self.finished |= {request.request_id: request for request in merged}
+        return [request.request_id for request in merged]
+
+    def finish(self) -> None:
+        """Run until every request has finished."""
+        first = self.num_steps
+        while self.engine.requests:
+            assert self.num_steps - first < MAX_STEPS, f"no end after {MAX_STEPS} steps: {self.context.snapshot()}"
+            self.step()
+
+    def run(self, request_id: int, prompt: Sequence[int], sampling: SamplingParams | int = 8, **settings: Any) -> int:
+        """Run one request to its end and return the prompt tokens that were computed meanwhile."""
+        before = self.counters.prefill_tokens_computed
+        self.add(request_id, prompt, sampling, **settings)
+        self.finish()
+        return self.counters.prefill_tokens_computed - before
+
+    def tokens(self, request_id: int) -> list[int]:
+        """Return the generated tokens of a finished request."""
+        return list(self.finished[request_id].generated_tokens)
+
+    def assert_matches_oracle(self, request_ids: Iterable[int] | None = None) -> "OracleTally":
+        """Assert that greedy requests, by default all that finished, generated the oracle's tokens."""
+        tally = OracleTally()
+        for request_id in self.finished if request_ids is None else request_ids:
+            prompt, generated = self.prompts[request_id], self.tokens(request_id)
+            check = self.subject.oracle.check_greedy(prompt, generated, ORACLE_MARGIN)
+            assert check.first_mismatch is None, (
+                f"request {request_id} of {len(prompt)} prompt tokens, {self.engine.cached_tokens(request_id)} of them "
+                f"cached, differs from the oracle at generated token {check.first_mismatch}: {generated}"
+            )
+            tally.add(OracleTally(check.num_compared, check.num_stopped))
+        return tally
+
+    def assert_exact(self) -> None:
+        """Assert that all tokens are the oracle's and that nothing is held."""
+        self.assert_matches_oracle().assert_few_stops()
+        self.assert_nothing_held()
+
+    def assert_nothing_held(self) -> None:
+        """Assert that an engine without requests holds no live or reserved slot, no pin and no block reference."""
+        assert not self.engine.requests and not self.engine.waiting_request_ids and not self.context.rows
+        self.context.check_integrity()
+        snapshot = self.context.snapshot()
+        pool, slots = self.context.cache.kv, self.context.cache.slots
+        assert snapshot.state_slots["live"] == snapshot.state_slots["reserved"] == snapshot.state_slots["draft"] == 0
+        assert snapshot.kv_blocks["in_use"] == 0
+        assert snapshot.kv_blocks["free"] + snapshot.kv_blocks["cached"] == pool.num_blocks
+        assert not any(slots.is_pinned(block) for block in range(pool.num_blocks))
+        assert slots.num_available == slots.num_slots
+
+
+@dataclass(slots=True)
+class OracleTally:
+    """How many tokens were compared with the oracle, and how many comparisons its margin stopped."""
+
+    num_compared: int = 0
+    num_stopped: int = 0
+
+    def add(self, other: "OracleTally") -> None:
+        """Count another tally in."""
+        self.num_compared += other.num_compared
+        self.num_stopped += other.num_stopped
+
+    def assert_few_stops(self) -> None:
+        """Assert that at most one comparison, or one in a thousand tokens, was stopped."""
+        assert self.num_stopped <= max(1, MAX_STOPPED_SHARE * self.num_compared), self

@@ -1,0 +1,50 @@
+"""Faults that a test injects into one call of a step."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from megatron_mamba_cache.mcore import context as context_module
+from megatron_mamba_cache.mcore.mamba_mixer import CachingMambaMixer
+from megatron_mamba_cache.mcore.self_attention import CachingSelfAttention
+from tests.mcore.engine_runs import EngineRun
+
+FAULT_PLACES: dict[str, Callable[[EngineRun], tuple[Any, str]]] = {
+    "planning an admission": lambda run: (run.context.cache, "plan"),
+    "reserving a slot": lambda run: (run.context.cache.slots, "reserve"),
+    "laying out the step": lambda run: (context_module, "lay_out_step"),
+    "the first layer": lambda run: (run.subject.model.decoder.layers[0], "forward"),
+    "attention": lambda run: (_modules(run, CachingSelfAttention)[0], "forward"),
+    "the last mixer": lambda run: (_modules(run, CachingMambaMixer)[-1], "forward"),
+    "before publishing": lambda run: (run.context, "commit_step"),
+    "publishing blocks": lambda run: (run.context.cache.kv, "register"),
+    "publishing states": lambda run: (run.context.cache.slots, "publish"),
+    "sampling": lambda run: (run.engine.controller, "_dynamic_step_sample_logits"),
+    "before updating requests": lambda run: (run.context, "update_requests"),
+    "advancing a row": lambda run: (run.context.cache, "advance"),
+    "growing rows": lambda run: (context_module, "grow_rows"),
+}
+"""Where a step may fail: an engine's object and the name of its method, or a module and its function."""
+
+
+def _modules(run: EngineRun, kind: type) -> list[Any]:
+    return [module for module in run.subject.model.modules() if isinstance(module, kind)]
+
+
+class InjectedFault(RuntimeError):
+    """Raised by a test in the middle of a step."""
+
+
+def raise_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, *, call: int = 1) -> list[int]:
+    """Make `owner.name` raise at its `call`-th call from now on, and only then; return a list that counts calls."""
+    original, calls = getattr(owner, name), [0]
+
+    def wrapper(*args: Any, **settings: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == call:
+            raise InjectedFault(f"{name}, call {call}")
+        return original(*args, **settings)
+
+    monkeypatch.setattr(owner, name, wrapper)
+    return calls

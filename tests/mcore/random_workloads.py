@@ -1,0 +1,275 @@
+"""Seeded random workloads: prompts that share, nest, diverge and repeat, arriving while others run."""
+
+import contextlib
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from megatron_mamba_cache import CacheConfig
+from tests.mcore.engine_runs import (
+    MAX_STEPS,
+    EngineRun,
+    Hybrid,
+    OracleTally,
+    cache_config,
+    tiny_hybrid,
+)
+from tests.mcore.faults import FAULT_PLACES, InjectedFault, raise_once
+
+MODELS = (
+    {"pattern": "M*M-", "ssm_chunk_size": 8},
+    {"pattern": "MM*-M*", "ssm_chunk_size": 16, "use_rope": False},
+    {"pattern": "*MM", "ssm_chunk_size": 16, "vocab_size": 64},
+    {"pattern": "M-*M", "ssm_chunk_size": 8, "use_rope": False, "hidden_size": 48, "vocab_size": 128},
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request that comes at a step; one that `follows` another comes after it, as the next turn of its text."""
+
+    step: int
+    prompt: tuple[int, ...]
+    num_tokens: int
+    follows: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One engine's settings and all that arrives; an arrival's index is its request id."""
+
+    subject: Hybrid
+    config: CacheConfig
+    arrivals: tuple[Arrival, ...]
+    disturbed_share: float = 0.0  # of the steps: a flush, a suspend or a fault comes before or in them
+
+
+@dataclass(frozen=True, slots=True)
+class Flavour:
+    """A kind of workload, and the counters that it cannot leave at zero if it does what it is for.
+
+    Args:
+        settings: From a random generator, the block size and the most blocks of a request to cache settings.
+    """
+
+    name: str
+    settings: Callable[[random.Random, int, int], dict[str, Any]]
+    exercises: tuple[str, ...]
+
+
+def _roomy(rng: random.Random, block: int, _request_blocks: int) -> dict[str, Any]:
+    return {"max_requests": 6, "max_tokens": rng.choice([3 * block, 8 * block, 256])}
+
+
+def _tight_blocks(rng: random.Random, block: int, request_blocks: int) -> dict[str, Any]:
+    return {
+        "kv_blocks": request_blocks + rng.randrange(3),
+        "paused_blocks": rng.randrange(0, request_blocks),
+        "cached_states": rng.choice([2, 8, 30]),
+        "max_requests": rng.randrange(3, 7),
+        "max_tokens": rng.choice([2 * block, 4 * block]),
+    }
+
+
+def _few_states(rng: random.Random, block: int, request_blocks: int) -> dict[str, Any]:
+    return {
+        "cached_states": rng.randrange(1, 3),
+        "kv_blocks": 3 * request_blocks,
+        "max_requests": rng.randrange(2, 4),
+        "max_tokens": rng.choice([2 * block, 6 * block]),
+        "boundary_stride": rng.choice([None, 1]),
+    }
+
+
+def _small_steps(rng: random.Random, block: int, request_blocks: int) -> dict[str, Any]:
+    return {
+        "kv_blocks": rng.choice([2, 6]) * request_blocks,
+        "max_requests": 4,
+        "max_tokens": rng.randrange(6, block + 4),
+        "align_prefill_chunks": rng.random() < 0.5,
+    }
+
+
+def _strides(rng: random.Random, block: int, request_blocks: int) -> dict[str, Any]:
+    return {
+        "boundary_stride": rng.choice([1, 2]),
+        "kv_blocks": 2 * request_blocks + rng.randrange(4),
+        "cached_states": rng.choice([4, 12]),
+        "max_requests": rng.randrange(2, 7),
+        "max_tokens": rng.choice([block + 3, 3 * block + 1, 128]),
+        "align_prefill_chunks": rng.random() < 0.7,
+    }
+
+
+def _uncached(rng: random.Random, block: int, request_blocks: int) -> dict[str, Any]:
+    tight = rng.random() < 0.7
+    return {
+        "prefix_caching": False,
+        "kv_blocks": request_blocks + 1 if tight else 4 * request_blocks,
+        "paused_blocks": 1,
+        "max_requests": 5,
+        "max_tokens": rng.choice([block, 3 * block]),
+    }
+
+
+def _disturbed(rng: random.Random, block: int, request_blocks: int) -> dict[str, Any]:
+    return {
+        "kv_blocks": rng.choice([request_blocks + 1, 4 * request_blocks]),
+        "paused_blocks": 1,
+        "cached_states": rng.choice([2, 20]),
+        "boundary_stride": rng.choice([None, 1]),
+        "max_requests": rng.randrange(2, 7),
+        "max_tokens": rng.choice([block + 3, 4 * block]),
+    }
+
+
+FLAVOURS = {
+    flavour.name: flavour
+    for flavour in (
+        Flavour("roomy", _roomy, ("prompt_tokens_skipped", "states_restored", "admissions_deferred")),
+        Flavour(
+            "tight_blocks",
+            _tight_blocks,
+            ("prompt_tokens_skipped", "requests_paused", "requests_evicted", "kv_blocks_evicted", "chunked_steps"),
+        ),
+        Flavour("few_states", _few_states, ("prompt_tokens_skipped", "states_skipped_no_room", "states_evicted")),
+        Flavour("small_steps", _small_steps, ("prompt_tokens_skipped", "unaligned_chunks", "short_chunks")),
+        Flavour("strides", _strides, ("prompt_tokens_skipped", "states_evicted", "kv_blocks_evicted", "chunked_steps")),
+        Flavour("uncached", _uncached, ("requests_evicted", "chunked_steps")),
+        Flavour("disturbed", _disturbed, ("prompt_tokens_skipped", "steps_aborted", "suspends", "flushes")),
+    )
+}
+
+
+def make_workload(flavour: Flavour, seed: int) -> Workload:
+    """Return the workload of a flavour and a seed."""
+    rng = random.Random(f"{flavour.name} {seed}")
+    subject = tiny_hybrid(**rng.choice(MODELS))
+    block = subject.sizes.ssm_chunk_size * rng.choice([1, 2, 4])
+    max_prompt = rng.choice([3, 4, 6]) * block if block <= 32 else 3 * block
+    max_tokens = rng.randrange(8, 36)
+    request_blocks = -(-(max_prompt + max_tokens) // block)
+    settings = {"block_size_tokens": block, "max_sequence_length": max_prompt + max_tokens}
+    settings |= flavour.settings(rng, block, request_blocks)
+    arrivals = _arrivals(rng, subject, block, max_prompt, max_tokens)
+    disturbed_share = 0.15 if flavour.name == "disturbed" else 0.0
+    return Workload(subject, cache_config(subject.sizes, **settings), arrivals, disturbed_share)
+
+
+def run_workload(work: Workload) -> tuple[Counter[str], OracleTally]:
+    """Run a workload to its end, assert everything about it, and return counters and the oracle's tally."""
+    run = EngineRun.start(work.subject, work.config)
+    seen = Counter(requests=len(work.arrivals))
+    pending = dict(enumerate(work.arrivals))
+    rng = random.Random(len(work.arrivals))
+    while pending or run.engine.requests:
+        assert run.num_steps < MAX_STEPS, run.context.snapshot()
+        for request_id in [i for i, arrival in pending.items() if _is_due(arrival, run)]:
+            _add(run, request_id, pending.pop(request_id), work.config.max_sequence_length)
+        before = _prefilling(run)
+        if rng.random() < work.disturbed_share:
+            _disturbed_step(rng, run, seen)
+        else:
+            run.step()
+        for request_id, computed in _prefilling(run).items():
+            seen["chunked_steps"] += 1
+            seen["unaligned_chunks"] += computed % work.config.block_size_tokens > 0
+            seen["short_chunks"] += computed - before.get(request_id, 0) < work.subject.shape.d_conv
+    _assert_all_finished(work, run)
+    seen.update({name: count for name, count in run.context.snapshot().as_dict().items() if isinstance(count, int)})
+    tally = run.assert_matches_oracle()
+    seen["tokens"] = sum(len(run.tokens(request_id)) for request_id in run.finished)
+    return seen, tally
+
+
+def _prefilling(run: EngineRun) -> dict[int, int]:
+    """Return the computed tokens of each request in mid-prefill."""
+    return {row.request_id: row.computed for row in run.context.rows if row.is_prefilling}
+
+
+def _disturbed_step(rng: random.Random, run: EngineRun, seen: Counter[str]) -> None:
+    disturbance = rng.choice(["flush", "suspend", "fault", "fault"])
+    if disturbance == "flush":
+        run.engine.flush()
+        seen["flushes"] += 1
+    elif disturbance == "suspend":
+        run.engine.suspend()
+        run.engine.resume()
+        seen["suspends"] += 1
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(InjectedFault):
+        if disturbance == "fault":
+            owner, name = FAULT_PLACES[rng.choice(sorted(FAULT_PLACES))](run)
+            raise_once(patch, owner, name, call=rng.randrange(1, 4))
+        run.step()
+
+
+def _is_due(arrival: Arrival, run: EngineRun) -> bool:
+    return arrival.step <= run.num_steps and (arrival.follows is None or arrival.follows in run.finished)
+
+
+def _add(run: EngineRun, request_id: int, arrival: Arrival, max_len: int) -> None:
+    prompt = list(arrival.prompt)
+    if arrival.follows is not None:
+        earlier = run.prompts[arrival.follows] + run.tokens(arrival.follows)
+        prompt = (earlier + prompt)[: max_len - arrival.num_tokens]
+    run.add(request_id, prompt, arrival.num_tokens)
+
+
+def _assert_all_finished(work: Workload, run: EngineRun) -> None:
+    run.assert_nothing_held()
+    counters, block = run.counters, work.config.block_size_tokens
+    for request_id, arrival in enumerate(work.arrivals):
+        assert len(run.tokens(request_id)) == arrival.num_tokens
+        cached = run.engine.cached_tokens(request_id)
+        assert cached % block == 0 and cached < len(run.prompts[request_id])
+        assert cached == 0 or work.config.prefix_caching
+    prompt_tokens = sum(map(len, run.prompts.values()))
+    if not (counters.requests_evicted or work.disturbed_share):  # nothing is prefilled twice
+        assert counters.prompt_tokens_skipped + counters.prefill_tokens_computed == prompt_tokens
+    run.engine.flush()
+    kinds = run.context.snapshot().kv_blocks
+    assert kinds == {"free": run.context.cache.kv.num_blocks, "cached": 0, "in_use": 0}
+    assert run.context.snapshot().state_slots["cached"] == 0
+
+
+def _arrivals(rng: random.Random, subject: Hybrid, block: int, max_prompt: int, max_tokens: int) -> tuple[Arrival, ...]:
+    vocab, chunk = subject.sizes.vocab_size, subject.sizes.ssm_chunk_size
+    base = tuple(rng.randrange(vocab) for _ in range(max_prompt))
+    prompts: list[tuple[int, ...]] = [base]
+    arrivals: list[Arrival] = []
+    step = 0
+    for request_id in range(rng.randrange(6, 12)):
+        step += rng.choice([0, 0, 0, 1, 4, 15])
+        num_tokens = rng.randrange(1, max_tokens + 1)
+        if request_id and rng.random() < 0.2:
+            turn = tuple(rng.randrange(vocab) for _ in range(rng.randrange(1, block)))
+            arrivals.append(Arrival(step, turn, num_tokens, follows=rng.randrange(request_id)))
+            continue
+        prompt = _prompt(rng, prompts, vocab, rng.choice([block, chunk]))[:max_prompt]
+        prompts.append(prompt)
+        arrivals.append(Arrival(step, prompt, num_tokens))
+    return tuple(arrivals)
+
+
+def _prompt(rng: random.Random, earlier: list[tuple[int, ...]], vocab: int, unit: int) -> tuple[int, ...]:
+    """Return a prompt that is fresh or made from an earlier one; lengths gather around multiples of `unit`."""
+    base, latest = earlier[0], rng.choice(earlier)
+    near = max(1, unit * rng.randrange(0, len(base) // unit + 1) + rng.choice([-1, 0, 0, 1]))
+    some = tuple(rng.randrange(vocab) for _ in range(rng.choice([0, 1, 2, 5, unit, unit + 1])))
+    kind = rng.choice(["fresh", "short", "shared", "shared", "nested", "divergent", "repeat", "repeat"])
+    if kind == "fresh":
+        return tuple(rng.randrange(vocab) for _ in range(near))
+    if kind == "short":
+        return base[: rng.randrange(1, 4)]
+    if kind == "shared":
+        return base[:near] + some
+    if kind == "nested":
+        return latest + some
+    if kind == "divergent":
+        at = min(near, len(latest)) - 1
+        return (*latest[:at], (latest[at] + 1) % vocab, *latest[at + 1 :])
+    return latest

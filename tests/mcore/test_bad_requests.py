@@ -1,0 +1,188 @@
+"""A request that cannot run fails alone and says why; so does an engine that cannot be built."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+from megatron.core.inference.sampling_params import SamplingParams
+from megatron.core.transformer.attention import SelfAttention
+
+from megatron_mamba_cache import CacheConfig, build_engine, mcore
+from megatron_mamba_cache.mcore.engine import failure_reason
+from megatron_mamba_cache.models.random_hybrid import random_hybrid_model
+from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid, tiny_sizes
+
+
+def start_run(**settings: Any) -> EngineRun:
+    """Return an engine of 20 blocks of 16 tokens, for texts of up to 400 tokens."""
+    subject = tiny_hybrid()
+    tight = {"kv_blocks": 20, "max_sequence_length": 400} | settings
+    return EngineRun.start(subject, cache_config(subject.sizes, **tight))
+
+
+BAD_REQUESTS: dict[str, tuple[list[int], SamplingParams, tuple[str, ...]]] = {
+    "prompt longer than the maximum": (some_tokens(401), greedy(1), ("401", "max_sequence_length=400")),
+    "prompt and reply longer than the maximum": (
+        some_tokens(390),
+        greedy(11),
+        ("390", "11", "max_sequence_length=400"),
+    ),
+    "empty prompt": ([], greedy(4), ("empty", "at least 1 token")),
+    "negative token": ([5, -3, 6], greedy(4), ("-3", "96")),
+    "token outside the vocabulary": ([5, 96, 6], greedy(4), ("96", "0 to 95")),
+    "token beyond 32 bits": ([5, 2**40, 6], greedy(4), (str(2**40), "0 to 95")),
+    "too many tokens for the KV pool": (
+        some_tokens(300),
+        greedy(21),
+        ("321", "21 KV blocks", "20", "--inference-dynamic-batching-buffer-size-gb"),
+    ),
+    "negative number of tokens": (some_tokens(5), greedy(-1), ("-1",)),
+    "negative temperature": (some_tokens(5), greedy(4, temperature=-0.5), ("temperature=-0.5", "temperature >= 0")),
+    "temperature that is no number": (some_tokens(5), greedy(4, temperature=float("nan")), ("temperature=nan",)),
+    "negative top_k": (some_tokens(5), greedy(4, top_k=-2), ("top_k=-2", "top_k >= 0")),
+    "top_p above 1": (some_tokens(5), greedy(4, top_p=1.5), ("top_p=1.5", "from 0 to 1")),
+}
+
+
+@pytest.mark.parametrize("name", BAD_REQUESTS)
+def test_bad_request_fails_alone_with_one_clear_error(name: str) -> None:
+    prompt, params, words = BAD_REQUESTS[name]
+    run = start_run()
+    run.add(0, some_tokens(40), 9)
+    run.step()
+    run.add(1, prompt, params)
+    run.add(2, some_tokens(40, seed=1), 9)
+    run.finish()
+    failed = run.finished[1]
+    assert failed.failed() and not failed.generated_tokens
+    assert all(word in failure_reason(failed) for word in words), failure_reason(failed)
+    assert len([event for event in failed.events if event.payload is not None]) == 1
+    run.assert_matches_oracle([0, 2]).assert_few_stops()
+    assert [len(run.tokens(request_id)) for request_id in (0, 2)] == [9, 9]
+    run.assert_nothing_held()
+
+
+def test_prompt_too_long_for_one_step_fails_without_chunked_prefill() -> None:
+    run = start_run(chunked_prefill=False)
+    run.add(0, some_tokens(65))
+    run.add(1, some_tokens(64))
+    run.finish()
+    assert all(word in failure_reason(run.finished[0]) for word in ("65", "max_tokens=64"))
+    assert failure_reason(run.finished[1]) is None
+    run.assert_matches_oracle([1]).assert_few_stops()
+
+
+def test_duplicate_id_is_refused_and_the_first_request_goes_on() -> None:
+    run = start_run()
+    run.add(0, some_tokens(40), 9)
+    run.step()
+    with pytest.raises(ValueError, match="request id 0 is in use"):
+        run.engine.add_request(0, some_tokens(5), greedy(3))
+    run.finish()
+    assert len(run.tokens(0)) == 9
+    run.assert_matches_oracle().assert_few_stops()
+    assert run.run(0, some_tokens(40)) == 8  # its id is free again
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"return_log_probs": True}, {"top_n_logprobs": 2}, {"num_tokens_total": 20}],
+    ids=["prompt log-probs", "top-n alone", "two lengths"],
+)
+def test_refused_request_leaves_nothing_behind(settings: dict[str, Any]) -> None:
+    run = start_run()
+    run.add(0, some_tokens(40), 9)
+    refused = None
+    try:
+        run.engine.add_request(1, some_tokens(5), greedy(3, **settings))
+    except (AssertionError, ValueError) as error:
+        refused = str(error)
+    run.finish()
+    assert refused or failure_reason(run.finished[1])
+    assert set(run.finished) <= {0, 1}
+    run.run(1, some_tokens(5))  # its id is free
+    run.assert_matches_oracle().assert_few_stops()
+    run.assert_nothing_held()
+
+
+def test_failed_requests_alone_are_reported() -> None:
+    run = start_run()
+    run.add(0, [])
+    run.finish()
+    assert failure_reason(run.finished[0])
+
+
+# Engines that cannot be built.
+
+
+def test_impossible_kv_budget_says_the_minimum() -> None:
+    subject = tiny_hybrid()
+    with pytest.raises(ValueError, match=r"buffer_size_gb is 1e-06 .* at least 0\.0\d+"):
+        build_engine(subject.model, CacheConfig(buffer_size_gb=1e-6, max_sequence_length=512))
+
+
+def test_stated_minimum_is_enough() -> None:
+    subject = tiny_hybrid()
+    settings = {"block_size_tokens": 16, "max_sequence_length": 64, "max_tokens": 64, "max_requests": 4}
+    tiny = CacheConfig(buffer_size_gb=1e-9, prefix_caching_mamba_gb=1e-9, **settings)
+    with pytest.raises(ValueError, match="prefix_caching_mamba_gb is 1e-09") as error:
+        build_engine(subject.model, tiny)
+    tiny = dataclasses.replace(tiny, prefix_caching_mamba_gb=_number_after("mamba-gb to ", error))
+    with pytest.raises(ValueError, match="buffer_size_gb is 1e-09") as error:
+        build_engine(subject.model, tiny)
+    run = EngineRun.start(subject, dataclasses.replace(tiny, buffer_size_gb=_number_after("at least ", error)))
+    run.run(0, some_tokens(7), 3)
+    run.assert_matches_oracle()
+
+
+def _number_after(words: str, error: pytest.ExceptionInfo[ValueError]) -> float:
+    return float(str(error.value).split(words)[1].split()[0].rstrip(",.;"))
+
+
+def test_impossible_state_budget_says_the_minimum() -> None:
+    large = tiny_hybrid(mamba_state_dim=64, mamba_head_dim=32, hidden_size=64, pattern="MMM*")
+    with pytest.raises(ValueError, match=r"prefix_caching_mamba_gb is 1e-05 .* 0\.0\d+ or more"):
+        build_engine(large.model, CacheConfig(prefix_caching_mamba_gb=1e-5, buffer_size_gb=0.01))
+
+
+def test_block_size_is_a_multiple_of_the_ssm_chunk() -> None:
+    subject = tiny_hybrid(ssm_chunk_size=16)
+    with pytest.raises(ValueError, match=r"block_size_tokens is 24.*SSM chunk of 16"):
+        build_engine(subject.model, cache_config(subject.sizes, block_size_tokens=24))
+    run = EngineRun.start(subject, cache_config(subject.sizes, block_size_tokens=24, prefix_caching=False))
+    run.run(0, some_tokens(50))
+    run.assert_matches_oracle().assert_few_stops()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [("****", "no Mamba layer"), ("MM-M", "no attention layer"), ("MX*", r"unknown symbols \['X'\]"), ("", "no Mamba")],
+)
+def test_only_hybrids_of_known_layers_are_built(pattern: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        random_hybrid_model(tiny_sizes(pattern=pattern))
+
+
+@pytest.mark.parametrize(("pattern", "message"), [("MMM", "no attention layer"), ("**", "no Mamba layer")])
+def test_engine_refuses_a_model_that_is_no_hybrid(pattern: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("megatron_mamba_cache.models.random_hybrid.check_layer_pattern", lambda _: None)
+        model = random_hybrid_model(tiny_sizes(pattern=pattern))
+    with pytest.raises(ValueError, match=message):
+        build_engine(model, CacheConfig(block_size_tokens=16, buffer_size_gb=0.01))
+
+
+def test_engine_refuses_a_model_without_the_caching_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    def leave_attention(module_spec: Any, megatron_class: type, caching_class: type) -> None:
+        module_spec.module = megatron_class if megatron_class is SelfAttention else caching_class
+
+    with monkeypatch.context() as patch:
+        patch.setattr("megatron_mamba_cache.mcore.specs._swap", leave_attention)
+        model = random_hybrid_model(tiny_sizes())
+    with pytest.raises(ValueError, match=r"without the caching modules.*with_mamba_cache"):
+        build_engine(model, CacheConfig(block_size_tokens=16, buffer_size_gb=0.01))
+
+
+def test_another_megatron_core_is_refused() -> None:
+    with pytest.raises(ImportError, match=r"0\.17\.0.*0\.16\.1"):
+        mcore._check_megatron_core("0.17.0")

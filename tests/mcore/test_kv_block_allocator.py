@@ -1,0 +1,147 @@
+"""Megatron's block allocator over the pool."""
+
+import inspect
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.core.inference.contexts.dynamic_block_allocator import BlockAllocator
+
+from megatron_mamba_cache import KVBlockAllocator
+from megatron_mamba_cache.errors import CacheIntegrityError
+from megatron_mamba_cache.policy.identifiers import BlockId, BlockKey
+
+TOTAL = 10
+
+
+def row(*blocks: int, paused: bool = False) -> SimpleNamespace:
+    return SimpleNamespace(block_ids=[BlockId(block) for block in blocks], is_paused=paused)
+
+
+def allocator(total: int = TOTAL, paused: int = 2, rows: tuple[SimpleNamespace, ...] = ()) -> KVBlockAllocator:
+    return KVBlockAllocator(SimpleNamespace(rows=list(rows)), total, paused)
+
+
+def take(own: KVBlockAllocator, num_blocks: int) -> torch.Tensor:
+    blocks = own.allocate_memory_blocks(num_blocks)
+    assert blocks is not None
+    return blocks
+
+
+def test_it_is_megatrons_allocator() -> None:
+    assert issubclass(KVBlockAllocator, BlockAllocator)
+    for name in ("allocate_memory_blocks", "release_memory_blocks", "is_memory_available", "reset"):
+        own, theirs = (
+            list(inspect.signature(getattr(cls, name)).parameters) for cls in (KVBlockAllocator, BlockAllocator)
+        )
+        assert own == theirs
+
+
+def test_pool_of_ten_has_nine_blocks_and_a_dummy() -> None:
+    own = allocator()
+    assert (own.total_avail, own.dummy_block_idx, own.active_count, own.paused_count) == (9, 9, 7, 2)
+    blocks = take(own, 9)
+    assert sorted(blocks.tolist()) == list(range(9))
+    assert own.total_avail == 0 and own.get_total_used() == 9
+
+
+def test_blocks_are_int32_on_the_device_of_the_kv_cache() -> None:
+    blocks = take(allocator(), 3)
+    assert (blocks.dtype, blocks.shape) == (torch.int32, (3,))
+    assert blocks.device == torch.empty(0, device=torch.cuda.current_device()).device
+
+
+def test_no_blocks_can_be_asked_for() -> None:
+    own = allocator()
+    assert take(own, 0).tolist() == [] and own.total_avail == 9
+
+
+def test_allocation_that_fails_returns_none_and_changes_nothing() -> None:
+    own = allocator()
+    take(own, 7)
+    before = own.count_by_kind()
+    assert not own.is_memory_available(3)
+    assert own.allocate_memory_blocks(3) is None
+    assert own.count_by_kind() == before == {"free": 2, "cached": 0, "in_use": 7}
+    assert own.is_memory_available(2) and len(take(own, 2)) == 2
+
+
+def test_released_blocks_can_be_had_again() -> None:
+    own = allocator()
+    blocks = take(own, 9)
+    own.release_memory_blocks(blocks[:4])
+    assert own.total_avail == 4
+    assert sorted(take(own, 4).tolist()) == sorted(blocks[:4].tolist())
+
+
+def test_block_of_two_owners_is_freed_once_by_both_releases() -> None:
+    own = allocator()
+    blocks = take(own, 1)
+    own.pool.acquire([BlockId(int(blocks[0]))])
+    own.release_memory_blocks(torch.cat((blocks, blocks)))
+    assert own.total_avail == 9
+    assert sorted(take(own, 9).tolist()) == list(range(9))
+
+
+def test_block_of_two_owners_survives_one_release() -> None:
+    own = allocator()
+    blocks = take(own, 1)
+    own.pool.acquire([BlockId(int(blocks[0]))])
+    own.release_memory_blocks(blocks)
+    assert own.total_avail == 8
+    own.release_memory_blocks(blocks)
+    assert own.total_avail == 9
+
+
+def test_releasing_once_too_often_is_an_error_that_changes_nothing() -> None:
+    own = allocator()
+    blocks = take(own, 2)
+    with pytest.raises(CacheIntegrityError, match="release"):
+        own.release_memory_blocks(torch.cat((blocks, blocks[:1])))
+    assert own.total_avail == 7
+    own.release_memory_blocks(blocks)
+    assert own.total_avail == 9
+
+
+def test_cached_blocks_are_available_and_evicted_when_needed() -> None:
+    evicted: list[BlockId] = []
+    own = KVBlockAllocator(SimpleNamespace(rows=[]), TOTAL, 2, on_evict=evicted.append)
+    (block,) = own.pool.allocate(1)
+    own.pool.register(block, BlockKey(5), None)
+    own.pool.release([block])
+    assert own.count_by_kind() == {"free": 8, "cached": 1, "in_use": 0}
+    take(own, 8)
+    assert evicted == []
+    assert take(own, 1).tolist() == [block] and evicted == [block]
+
+
+def test_reset_takes_back_what_was_handed_out_and_leaves_the_rest() -> None:
+    own = allocator()
+    rows, cached = own.pool.allocate(2), own.pool.allocate(1)
+    own.pool.register(cached[0], BlockKey(5), None)
+    own.pool.release(cached)
+    own.release_memory_blocks(take(own, 3)[:1])
+    own.reset()
+    assert own.count_by_kind() == {"free": 6, "cached": 1, "in_use": 2}
+    own.reset()
+    own.pool.release(rows)
+    assert own.pool.find(BlockKey(5)) == cached[0]
+
+
+def test_blocks_that_rows_share_are_counted_once() -> None:
+    rows = (row(0, 1, 2), row(0, 1, 3), row(4, 5, paused=True), row(4, 6, paused=True))
+    own = allocator(rows=rows)
+    assert (own.get_active_used(), own.get_paused_used()) == (4, 3)
+    assert (own.get_active_avail(), own.get_paused_avail()) == (3, -1)
+
+
+def test_description_names_what_is_used() -> None:
+    own = allocator(rows=(row(0, 1), row(2, paused=True)))
+    take(own, 3)
+    assert str(own) == "using: total 3/9; active 2/7; paused 1/2"
+
+
+@pytest.mark.parametrize(("total", "paused"), [(1, 0), (2, 1), (0, 0), (5, 4)])
+def test_pool_without_a_block_to_run_on_is_refused(total: int, paused: int) -> None:
+    with pytest.raises(ValueError, match="--inference-dynamic-batching-buffer-size-gb"):
+        allocator(total, paused)

@@ -1,0 +1,129 @@
+"""Log-probs equal the oracle's for the requests that want them, and cost the others nothing."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
+from tests.mcore.faults import InjectedFault, raise_once
+
+TOLERANCE = 1e-4
+
+
+def start_run(**settings: Any) -> EngineRun:
+    """Return an engine that keeps the logits of every token."""
+    subject = tiny_hybrid()
+    return EngineRun.start(subject, cache_config(subject.sizes, **settings), materialize_only_last_token_logits=False)
+
+
+def oracle_log_probs(run: EngineRun, request_id: int) -> torch.Tensor:
+    """Return the log-probs of the vocabulary after each token of a request's prompt and reply."""
+    return run.subject.oracle.logits(run.prompts[request_id] + run.tokens(request_id)).log_softmax(-1)
+
+
+def assert_log_probs(run: EngineRun, request_id: int) -> None:
+    """Assert that the request's prompt and generated log-probs are the oracle's."""
+    request = run.finished[request_id]
+    text = torch.tensor(run.prompts[request_id] + run.tokens(request_id))
+    wanted = oracle_log_probs(run, request_id).cpu()[:-1].gather(1, text[1:, None])[:, 0].tolist()
+    num_prompt = len(run.prompts[request_id]) - 1
+    assert request.prompt_log_probs == pytest.approx(wanted[:num_prompt], abs=TOLERANCE)
+    assert request.generated_log_probs == pytest.approx(wanted[num_prompt:], abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("align", [True, False])
+@pytest.mark.parametrize("max_tokens", [9, 24, 64])
+def test_prompt_log_probs_are_the_oracles_under_chunked_prefill(max_tokens: int, align: bool) -> None:
+    run = start_run(max_tokens=max_tokens, align_prefill_chunks=align)
+    run.add(0, some_tokens(20, seed=1), 12)
+    run.add(1, some_tokens(50), greedy(6, return_log_probs=True))
+    run.add(2, some_tokens(33, seed=2), greedy(6, return_log_probs=True))
+    run.finish()
+    for request_id in (1, 2):
+        assert_log_probs(run, request_id)
+    run.assert_matches_oracle().assert_few_stops()
+
+
+def test_request_for_prompt_log_probs_skips_nothing_and_publishes() -> None:
+    run = start_run()
+    assert run.run(0, some_tokens(50), greedy(4, return_log_probs=True)) == 50
+    assert run.run(1, some_tokens(50)) == 2
+    assert run.run(2, some_tokens(50), greedy(4, return_log_probs=True)) == 50
+    assert run.run(3, some_tokens(50) + some_tokens(40, seed=1), greedy(4, return_log_probs=True)) == 90
+    assert run.run(4, some_tokens(50) + some_tokens(40, seed=1)) == 10
+    assert [run.engine.cached_tokens(i) for i in range(5)] == [0, 48, 0, 0, 80]
+    for request_id in (0, 2, 3):
+        assert_log_probs(run, request_id)
+    run.assert_matches_oracle().assert_few_stops()
+
+
+@pytest.mark.parametrize("max_tokens", [24, 64])
+def test_generated_log_probs_alone_allow_skipping(max_tokens: int) -> None:
+    run = start_run(max_tokens=max_tokens)
+    run.run(0, some_tokens(50), 2)
+    prompt = some_tokens(50) + some_tokens(40, seed=1)
+    assert run.run(1, prompt, greedy(6, return_log_probs=True, skip_prompt_log_probs=True)) == 42
+    request = run.finished[1]
+    after = oracle_log_probs(run, 1).cpu()[len(prompt) - 1 : -1]
+    wanted = after.gather(1, torch.tensor(run.tokens(1))[:, None])[:, 0].tolist()
+    assert request.generated_log_probs == pytest.approx(wanted, abs=TOLERANCE)
+    assert not request.prompt_log_probs
+
+
+def test_neighbours_that_want_no_log_probs_get_none() -> None:
+    run = start_run()
+    run.add(0, some_tokens(30), greedy(6, return_log_probs=True))
+    run.add(1, some_tokens(30, seed=1))
+    run.finish()
+    assert not run.finished[1].prompt_log_probs and not run.finished[1].generated_log_probs
+
+
+def _suspend(run: EngineRun) -> None:
+    run.engine.suspend()
+    run.engine.resume()
+
+
+def _fail_a_step(run: EngineRun) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        raise_once(patch, run.context, "update_requests")
+        with pytest.raises(InjectedFault):
+            run.step()
+
+
+@pytest.mark.parametrize("interrupt", [_suspend, _fail_a_step])
+@pytest.mark.parametrize("steps_before", [0, 1, 2, 4, 6])
+def test_interrupted_request_has_the_log_probs_of_an_undisturbed_one(
+    steps_before: int, interrupt: Callable[[EngineRun], None]
+) -> None:
+    run = start_run(max_tokens=16)
+    run.add(0, some_tokens(50), greedy(6, return_log_probs=True))
+    for _ in range(steps_before):
+        run.step()
+    interrupt(run)
+    run.finish()
+    assert_log_probs(run, 0)
+
+
+@pytest.mark.parametrize("skip_prompt", [False, True])
+def test_top_n_log_probs_are_the_oracles(skip_prompt: bool) -> None:
+    run = start_run(max_tokens=24)
+    run.add(0, some_tokens(20, seed=1), 9)
+    settings = {"return_log_probs": True, "top_n_logprobs": 3, "skip_prompt_log_probs": skip_prompt}
+    run.add(1, some_tokens(40), greedy(5, **settings))
+    run.finish()
+    log_probs = oracle_log_probs(run, 1).cpu()
+    _assert_top_n(run.finished[1].generated_top_n_logprobs, log_probs[39:-1])
+    if skip_prompt:
+        assert not run.finished[1].prompt_top_n_logprobs
+    else:
+        _assert_top_n(run.finished[1].prompt_top_n_logprobs, log_probs[:39])
+
+
+def _assert_top_n(found: Sequence[dict[str, float]], log_probs: torch.Tensor) -> None:
+    assert len(found) == len(log_probs)
+    for named, row in zip(found, log_probs, strict=True):
+        best = row.topk(3)
+        assert [int(token) for token in named] == best.indices.tolist()
+        assert list(named.values()) == pytest.approx(best.values.tolist(), abs=TOLERANCE)

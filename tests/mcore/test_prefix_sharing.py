@@ -1,0 +1,167 @@
+"""Requests that share prefixes: one copy of each block, waiting for one another, plans that no longer hold."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_mamba_cache.errors import CacheIntegrityError
+from megatron_mamba_cache.policy.admission import AdmissionPlan
+from megatron_mamba_cache.policy.requests import RequestSpec, SamplingSettings
+from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
+
+BLOCK = 16
+
+
+def start_run(*, keeps_all_logits: bool = False, **settings: Any) -> EngineRun:
+    """Return an engine over the tiny model with blocks of 16 tokens."""
+    subject = tiny_hybrid()
+    config = cache_config(subject.sizes, block_size_tokens=BLOCK, **settings)
+    return EngineRun.start(subject, config, materialize_only_last_token_logits=not keeps_all_logits)
+
+
+def running_ids(run: EngineRun) -> list[int]:
+    """Return the ids of the admitted requests."""
+    return [row.request_id for row in run.context.rows]
+
+
+# Sharing.
+
+
+def test_identical_prompts_in_one_step_hold_one_block_a_key() -> None:
+    run = start_run(max_tokens=128)
+    for request_id in (0, 1):
+        run.add(request_id, some_tokens(50))
+    run.step()
+    assert running_ids(run) == [0] and run.counters.admissions_deferred == 1
+    run.step()
+    first, second = run.context.rows
+    assert first.block_ids[:3] == second.block_ids[:3]
+    assert [run.context.cache.kv.num_refs(block) for block in first.block_ids] == [2, 2, 2, 1]
+    run.finish()
+    assert run.engine.cached_tokens(1) == 48
+    run.assert_exact()
+
+
+def test_rows_that_compute_the_same_blocks_in_one_step_adopt_one_copy() -> None:
+    run = start_run(keeps_all_logits=True, max_tokens=128)
+    for request_id in (0, 1):  # a request for prompt log-probs skips nothing, so it does not wait either
+        run.add(request_id, some_tokens(50), greedy(8, return_log_probs=True))
+    run.step()
+    first, second = run.context.rows
+    assert first.block_ids[:3] == second.block_ids[:3]
+    assert [run.context.cache.kv.num_refs(block) for block in first.block_ids] == [2, 2, 2, 1]
+    assert run.context.snapshot().kv_blocks["in_use"] == 5
+    run.finish()
+    run.assert_exact()
+
+
+def test_identical_replies_hold_one_block_a_key() -> None:
+    run = start_run(max_tokens=128)
+    for request_id in (0, 1):
+        run.add(request_id, some_tokens(18), 40)
+    while not all(row.computed > 3 * BLOCK for row in run.context.rows) or len(run.context.rows) < 2:
+        run.step()
+    first, second = run.context.rows
+    assert first.block_ids[:3] == second.block_ids[:3]
+    run.finish()
+    run.assert_exact()
+
+
+def test_next_turn_shares_the_blocks_of_the_reply() -> None:
+    run = start_run(max_tokens=128)
+    run.run(0, some_tokens(18), 40)
+    text = run.prompts[0] + run.tokens(0)
+    before = run.counters.prompt_tokens_matched
+    run.run(1, text + some_tokens(5))
+    assert run.counters.prompt_tokens_matched - before == len(text) // BLOCK * BLOCK
+    run.assert_exact()
+
+
+def test_shared_blocks_are_never_written() -> None:
+    run = start_run(keeps_all_logits=True)
+    run.run(0, some_tokens(50))
+    run.add(1, some_tokens(50), greedy(4, return_log_probs=True))  # computes every token over the shared blocks
+    run.engine.schedule_waiting_requests()
+    shared = run.context.rows[0].block_ids[:3]
+    run.context.memory_buffer[:, :, shared] += 1
+    marked = run.context.memory_buffer[:, :, shared].clone()
+    run.context.initialize_attention_state()
+    run.engine.controller._dynamic_step_forward_logits(*run.context.current_input_and_position_ids())
+    assert torch.equal(run.context.memory_buffer[:, :, shared], marked)
+
+
+# Waiting.
+
+
+def test_waiting_for_a_prefix_does_not_hold_up_those_behind() -> None:
+    run = start_run(max_tokens=160)
+    run.add(0, some_tokens(50))
+    run.add(1, some_tokens(50))
+    run.add(2, some_tokens(20, seed=1))
+    run.step()
+    assert running_ids(run) == [0, 2]
+    run.step()
+    assert running_ids(run) == [0, 2, 1]
+    run.finish()
+    run.assert_exact()
+
+
+@pytest.mark.parametrize(("stride", "waits"), [(None, False), (1, True)])
+def test_request_waits_only_for_a_boundary_that_is_reserved_in_this_step(stride: int | None, waits: bool) -> None:
+    run = start_run(max_tokens=160, boundary_stride=stride)
+    run.add(0, some_tokens(5 * BLOCK + 3))
+    run.add(1, some_tokens(2 * BLOCK) + some_tokens(9, seed=1))  # shares two blocks; 0 reserves the fifth, or all
+    run.step()
+    assert (running_ids(run) == [0]) == waits
+    assert run.counters.admissions_deferred == waits
+    run.finish()
+    assert run.engine.cached_tokens(1) == (2 * BLOCK if waits else 0)
+    run.assert_exact()
+
+
+def test_state_that_a_request_starts_from_is_not_evicted_in_that_step() -> None:
+    run = start_run(cached_states=1, max_requests=2)
+    run.run(0, some_tokens(33))
+    run.add(1, some_tokens(33))  # takes a live slot and pins the one cached state
+    run.add(2, some_tokens(40, seed=1))  # takes the other live slot; nothing is left for its boundary
+    run.step()
+    assert running_ids(run) == [1, 2] and run.engine.cached_tokens(1) == 32
+    assert run.counters.states_skipped_no_room == 1
+    assert run.context.mamba_slot_allocator.has_state(run.context.rows[0].block_ids[1])
+    run.finish()
+    run.assert_exact()
+
+
+# Between planning and applying.
+
+
+def _plan(run: EngineRun, prompt: Sequence[int]) -> tuple[Any, AdmissionPlan]:
+    spec = RequestSpec(9, np.array(prompt, np.int64), len(prompt) + 4, SamplingSettings())
+    candidate = run.context.candidate(spec)
+    plan = run.context.cache.plan(candidate, budget=64)
+    assert isinstance(plan, AdmissionPlan) and plan.match.skip_tokens == 48
+    return candidate, plan
+
+
+def test_state_that_left_after_planning_is_an_error_not_zeros() -> None:
+    run = start_run()
+    run.run(0, some_tokens(50))
+    candidate, plan = _plan(run, some_tokens(50))
+    run.context.cache.slots.drop(plan.match.blocks[2])
+    with pytest.raises(CacheIntegrityError, match="token 48"):
+        run.context.cache.admit(candidate, plan)
+    run.assert_nothing_held()
+
+
+def test_block_that_left_after_planning_is_an_error() -> None:
+    run = start_run(kv_blocks=8)
+    run.run(0, some_tokens(50))
+    candidate, plan = _plan(run, some_tokens(50))
+    kv = run.context.cache.kv
+    kv.release(kv.allocate(kv.num_blocks))
+    with pytest.raises(CacheIntegrityError, match="no longer cached"):
+        run.context.cache.admit(candidate, plan)
+    run.assert_nothing_held()

@@ -1,0 +1,114 @@
+"""A prefix cache of a few blocks and slots, and requests that go through it as an engine's would."""
+
+import pickle
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from megatron_mamba_cache.metrics import CacheCounters
+from megatron_mamba_cache.policy.admission import AdmissionPlan, AdmissionRules
+from megatron_mamba_cache.policy.boundaries import BoundaryRule
+from megatron_mamba_cache.policy.identifiers import BlockId
+from megatron_mamba_cache.policy.kv_block_pool import KVBlockPool
+from megatron_mamba_cache.policy.prefix_cache import CacheIdentity, PrefixCache
+from megatron_mamba_cache.policy.requests import LogProbSettings, RequestSpec, RunningRequest, SamplingSettings
+from megatron_mamba_cache.policy.slot_pool import SlotPool
+
+BLOCK = 4
+ENOUGH = 10_000  # a budget that never cuts a prompt
+
+
+def small_cache(
+    num_blocks: int = 16,
+    num_slots: int = 8,
+    *,
+    block_size: int = BLOCK,
+    stride: int | None = None,
+    align: bool = True,
+    enabled: bool = True,
+) -> PrefixCache:
+    """Return an empty cache; a state leaves with its block, as in an engine."""
+    slots = SlotPool(num_slots)
+    return PrefixCache(
+        KVBlockPool(num_blocks, on_evict=slots.drop),
+        slots,
+        AdmissionRules(BoundaryRule(block_size, stride), align, chunked_prefill=True),
+        CacheIdentity("model", "0"),
+        CacheCounters(),
+        enabled=enabled,
+    )
+
+
+def request(
+    request_id: int, prompt: Iterable[int], *, max_len: int = 64, tenant: str = "", may_skip: bool = True
+) -> RequestSpec:
+    """Return a request for a prompt."""
+    tokens = np.array(list(prompt), dtype=np.int64)
+    return RequestSpec(request_id, tokens, max_len, SamplingSettings(), tenant, LogProbSettings(wanted=not may_skip))
+
+
+def planned(cache: PrefixCache, spec: RequestSpec, budget: int = ENOUGH) -> AdmissionPlan:
+    """Return the plan of an admission that is not refused."""
+    plan = cache.plan(cache.candidate(spec), budget)
+    assert isinstance(plan, AdmissionPlan), plan
+    return plan
+
+
+def admit(cache: PrefixCache, spec: RequestSpec, budget: int = ENOUGH) -> RunningRequest:
+    """Admit a request that is not refused; its first prefill chunk is scheduled."""
+    return cache.admit(cache.candidate(spec), planned(cache, spec, budget))
+
+
+def run_step(cache: PrefixCache, rows: Sequence[RunningRequest], token: int = 0) -> None:
+    """Publish and advance scheduled rows; those that sample are given `token`."""
+    for row in rows:
+        cache.publish(row)
+    for row in rows:
+        samples = row.samples_this_step
+        cache.advance(row)
+        if samples:
+            row.generated.append(token)
+
+
+def prefill(cache: PrefixCache, spec: RequestSpec, first_token: int = 0) -> RunningRequest:
+    """Admit a request, compute its prompt in one chunk and sample a first token."""
+    row = admit(cache, spec)
+    run_step(cache, [row], first_token)
+    return row
+
+
+def decode(cache: PrefixCache, row: RunningRequest, tokens: Iterable[int]) -> None:
+    """Run a decode step for each token to be sampled, growing the row where it has to."""
+    for token in tokens:
+        if row.computed == len(row.block_ids) * cache.block_size:
+            cache.grow(row)
+        cache.schedule_token(row)
+        run_step(cache, [row], token)
+
+
+def serve(cache: PrefixCache, spec: RequestSpec, reply: Iterable[int] = ()) -> int:
+    """Run a request from admission to release, nobody beside it, and return the prompt tokens that it skipped."""
+    row = admit(cache, spec)
+    skipped = row.computed
+    run_step(cache, [row], 0)
+    decode(cache, row, reply)
+    cache.release(row)
+    cache.check_integrity([])
+    return skipped
+
+
+def cached_states(cache: PrefixCache) -> list[BlockId]:
+    """Return the blocks whose end has a cached state."""
+    blocks = (BlockId(block) for block in range(cache.kv.num_blocks))
+    return [block for block in blocks if cache.slots.slot_of(block) is not None]
+
+
+def drop_states(cache: PrefixCache) -> None:
+    """Forget every cached state; the KV blocks stay."""
+    for block in cached_states(cache):
+        cache.slots.drop(block)
+
+
+def frozen(cache: PrefixCache) -> bytes:
+    """Return all that the cache is made of, private fields included, as bytes that can be compared."""
+    return pickle.dumps((cache.kv, cache.slots, cache.counters, cache.epoch, cache._reserved_keys, cache._num_admitted))

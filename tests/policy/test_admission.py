@@ -1,0 +1,245 @@
+"""Properties of matching a prompt and planning its admission."""
+
+from collections.abc import Container
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_mamba_cache.policy.admission import (
+    AdmissionPlan,
+    AdmissionRules,
+    PrefixMatch,
+    PromptView,
+    Refusal,
+    match_prefix,
+    plan_admission,
+)
+from megatron_mamba_cache.policy.boundaries import BoundaryRule
+from megatron_mamba_cache.policy.identifiers import BlockId, BlockKey
+from megatron_mamba_cache.policy.kv_block_pool import KVBlockPool
+from megatron_mamba_cache.policy.slot_pool import SlotPool
+
+BLOCK = 4
+
+
+class Pools:
+    """A block pool and a slot pool, to be filled with one cached chain of keys 1, 2, 3 …"""
+
+    def __init__(self, num_blocks: int = 10, num_slots: int = 6) -> None:
+        self.slots = SlotPool(num_slots)
+        self.kv = KVBlockPool(num_blocks, on_evict=self.slots.drop)
+
+    def cache(self, num_blocks: int, states_at: Container[int] = ()) -> list[BlockId]:
+        """Cache a chain, with a state at the end of each block whose index is in `states_at`."""
+        blocks = self.kv.allocate(num_blocks)
+        for index, block in enumerate(blocks):
+            self.kv.register(block, BlockKey(index + 1), blocks[index - 1] if index else None)
+            if index in states_at:
+                self.slots.publish(self.slots.reserve()[0], block)
+        self.kv.release(blocks)
+        return blocks
+
+    def plan(
+        self,
+        prompt_len: int,
+        *,
+        budget: int = 1000,
+        reserved: Container[BlockKey] = (),
+        may_skip: bool = True,
+        align: bool = True,
+        chunked: bool = True,
+    ) -> AdmissionPlan | Refusal:
+        return plan_admission(
+            prompt(prompt_len, may_skip=may_skip),
+            self.kv,
+            self.slots,
+            budget=budget,
+            reserved_keys=reserved,
+            rules=AdmissionRules(BoundaryRule(BLOCK), align, chunked),
+        )
+
+
+def prompt(prompt_len: int, *, may_skip: bool = True) -> PromptView:
+    """Return a prompt whose complete blocks have keys 1, 2, 3 …"""
+    return PromptView([BlockKey(index + 1) for index in range(prompt_len // BLOCK)], prompt_len, may_skip)
+
+
+def match(pools: Pools, prompt_len: int, *, may_skip: bool = True) -> PrefixMatch:
+    return match_prefix(prompt(prompt_len, may_skip=may_skip), pools.kv, pools.slots, BLOCK)
+
+
+def test_unknown_prompt_matches_nothing() -> None:
+    assert match(Pools(), 20) == PrefixMatch((), 0)
+
+
+def test_match_skips_to_the_deepest_state() -> None:
+    pools = Pools()
+    blocks = pools.cache(3, states_at=(0, 1))
+    assert match(pools, 20) == PrefixMatch(tuple(blocks), 8)
+
+
+def test_known_blocks_without_a_state_are_shared_and_skip_nothing() -> None:
+    pools = Pools()
+    assert match(pools, 20) == PrefixMatch((), 0)
+    blocks = pools.cache(3)
+    assert match(pools, 20) == PrefixMatch(tuple(blocks), 0)
+
+
+def test_state_at_the_end_of_the_prompt_leaves_nothing_to_compute_and_is_not_used() -> None:
+    pools = Pools()
+    blocks = pools.cache(3, states_at=(0, 2))
+    assert match(pools, 12) == PrefixMatch(tuple(blocks), 4)
+    assert match(pools, 13) == PrefixMatch(tuple(blocks), 12)
+
+
+def test_prompt_that_may_not_skip_still_shares_its_blocks() -> None:
+    pools = Pools()
+    blocks = pools.cache(3, states_at=(0, 1, 2))
+    assert match(pools, 20, may_skip=False) == PrefixMatch(tuple(blocks), 0)
+
+
+@given(st.integers(0, 6), st.sets(st.integers(0, 5)), st.integers(1, 30), st.booleans())
+def test_match_is_the_deepest_state_inside_the_blocks_and_the_prompt(
+    num_cached: int, states: set[int], prompt_len: int, may_skip: bool
+) -> None:
+    pools = Pools()
+    pools.cache(num_cached, states_at={index for index in states if index < num_cached})
+    found = match(pools, prompt_len, may_skip=may_skip)
+    usable = [
+        end
+        for end in range(BLOCK, prompt_len, BLOCK)
+        if may_skip and end // BLOCK <= num_cached and end // BLOCK - 1 in states
+    ]
+    assert found.skip_tokens == max(usable, default=0)
+    assert len(found.blocks) == min(num_cached, prompt_len // BLOCK)
+
+
+def test_plan_adds_the_blocks_that_the_match_lacks_and_ends_with_the_prompt() -> None:
+    pools = Pools()
+    blocks = pools.cache(2, states_at=(1,))
+    assert pools.plan(18) == AdmissionPlan(PrefixMatch(tuple(blocks), 8), 3, 18)
+
+
+def test_budget_counts_only_what_is_computed() -> None:
+    pools = Pools()
+    pools.cache(3, states_at=(2,))
+    plan = pools.plan(17, budget=5, chunked=False)
+    assert isinstance(plan, AdmissionPlan) and plan.chunk_end == 17
+
+
+@pytest.mark.parametrize(("align", "chunk_end"), [(True, 8), (False, 10)])
+def test_first_chunk_ends_on_the_last_boundary_in_the_budget(align: bool, chunk_end: int) -> None:
+    plan = Pools().plan(30, budget=10, align=align)
+    assert isinstance(plan, AdmissionPlan) and plan.chunk_end == chunk_end
+
+
+def test_plan_has_the_blocks_of_the_whole_prompt_however_small_the_budget() -> None:
+    plan = Pools().plan(30, budget=1)
+    assert isinstance(plan, AdmissionPlan) and (plan.num_new_blocks, plan.chunk_end) == (8, 1)
+
+
+def test_used_up_budget_is_a_refusal() -> None:
+    assert Pools().plan(5, budget=0) is Refusal.NO_TOKENS
+
+
+def test_prompt_that_may_not_be_cut_needs_its_whole_budget() -> None:
+    assert Pools().plan(5, budget=4, chunked=False) is Refusal.NO_TOKENS
+    assert isinstance(Pools().plan(5, budget=5, chunked=False), AdmissionPlan)
+
+
+def test_matched_blocks_do_not_count_as_room_for_new_ones() -> None:
+    pools = Pools(num_blocks=4)
+    pools.cache(2, states_at=(1,))
+    assert isinstance(pools.plan(16), AdmissionPlan)
+    assert pools.plan(17) is Refusal.NO_BLOCKS
+
+
+def test_blocks_that_somebody_holds_are_no_room() -> None:
+    pools = Pools(num_blocks=4)
+    pools.kv.allocate(3)
+    assert isinstance(pools.plan(4), AdmissionPlan)
+    assert pools.plan(5) is Refusal.NO_BLOCKS
+
+
+def test_full_slot_pool_is_a_refusal() -> None:
+    pools = Pools(num_slots=1)
+    pools.slots.take_live()
+    assert pools.plan(4) is Refusal.NO_SLOT
+
+
+def test_reservations_that_fill_the_slot_pool_are_a_refusal() -> None:
+    pools = Pools(num_slots=2)
+    pools.slots.reserve(2)
+    assert pools.plan(4) is Refusal.NO_SLOT
+
+
+def test_source_of_the_match_is_not_the_row_s_own_slot_while_another_comes_free() -> None:
+    pools = Pools(num_slots=2)
+    pools.cache(1, states_at=(0,))
+    pools.slots.reserve()
+    assert pools.plan(6) is Refusal.NO_SLOT
+
+
+def test_source_of_the_match_gives_way_where_no_other_slot_comes_free() -> None:
+    pools = Pools(num_slots=2)
+    blocks = pools.cache(1, states_at=(0,))
+    pools.slots.take_live()
+    assert pools.plan(6) == AdmissionPlan(PrefixMatch(tuple(blocks), 0), 1, 6)
+
+
+def test_source_that_another_row_pins_takes_no_slot_away() -> None:
+    pools = Pools(num_slots=2)
+    blocks = pools.cache(1, states_at=(0,))
+    pools.kv.acquire(blocks)
+    pools.slots.pin(blocks[0])
+    assert pools.plan(6) == AdmissionPlan(PrefixMatch(tuple(blocks), 4), 1, 6)
+
+
+@pytest.mark.parametrize(
+    ("reserved_key", "prompt_len", "waits"),
+    [(1, 9, False), (2, 9, True), (2, 8, False), (3, 13, True), (3, 12, False), (77, 13, False)],
+)
+def test_request_waits_for_a_reserved_boundary_between_its_skip_and_its_last_token(
+    reserved_key: int, prompt_len: int, waits: bool
+) -> None:
+    pools = Pools()
+    pools.cache(1, states_at=(0,))
+    plan = pools.plan(prompt_len, reserved={BlockKey(reserved_key)})
+    assert (plan is Refusal.WAITS_FOR_PREFIX) == waits
+
+
+def test_request_that_may_not_skip_never_waits() -> None:
+    assert isinstance(Pools().plan(9, reserved={BlockKey(1), BlockKey(2)}, may_skip=False), AdmissionPlan)
+
+
+@given(
+    num_cached=st.integers(0, 4),
+    states=st.sets(st.integers(0, 3)),
+    num_held=st.integers(0, 4),
+    num_live=st.integers(0, 5),
+    prompt_len=st.integers(1, 30),
+    budget=st.integers(0, 30),
+    align=st.booleans(),
+)
+def test_every_plan_can_be_applied(
+    num_cached: int, states: set[int], num_held: int, num_live: int, prompt_len: int, budget: int, align: bool
+) -> None:
+    pools = Pools(num_blocks=8)
+    pools.cache(num_cached, states_at={index for index in states if index < num_cached})
+    pools.kv.allocate(num_held)
+    for _ in range(num_live):
+        pools.slots.take_live()
+    plan = pools.plan(prompt_len, budget=budget, align=align)
+    if isinstance(plan, Refusal):
+        return
+    skip = plan.match.skip_tokens
+    pools.kv.acquire(plan.match.blocks)
+    if skip:
+        pools.slots.pin(plan.match.blocks[skip // BLOCK - 1])
+    held = [*plan.match.blocks, *pools.kv.allocate(plan.num_new_blocks)]
+    pools.slots.take_live()
+    pools.kv.check_integrity()
+    pools.slots.check_integrity()
+    assert len(set(held)) == len(held) == -(-prompt_len // BLOCK)
+    assert skip < plan.chunk_end <= min(skip + budget, prompt_len)

@@ -1,0 +1,147 @@
+"""Properties of a request's tokens and of how it ends."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_mamba_cache.policy.block_hashing import BlockKeyChain
+from megatron_mamba_cache.policy.identifiers import SlotId
+from megatron_mamba_cache.policy.requests import LogProbSettings, RequestSpec, RunningRequest, SamplingSettings
+
+
+def row_of(
+    prompt: list[int], generated: list[int], *, max_len: int = 100, sampling: SamplingSettings | None = None
+) -> RunningRequest:
+    spec = RequestSpec(0, np.array(prompt, dtype=np.int64), max_len, sampling or SamplingSettings())
+    return RunningRequest(
+        spec=spec,
+        chain=BlockKeyChain(bytes(32), 4),
+        epoch=0,
+        age=0,
+        live_slot=SlotId(0),
+        block_ids=[],
+        num_shared_blocks=0,
+        computed=0,
+        generated=list(generated),
+    )
+
+
+def stops(words: tuple[tuple[int, ...], ...], generated: list[int], token: int, prompt: tuple[int, ...] = (9,)) -> bool:
+    return row_of([*prompt], generated, sampling=SamplingSettings(stop_words=words)).ends_with(token)
+
+
+def test_termination_token_ends_a_request() -> None:
+    row = row_of([1], [2], sampling=SamplingSettings(termination_id=7))
+    assert row.ends_with(7) and not row.ends_with(6)
+
+
+def test_token_that_reaches_the_length_limit_ends_a_request() -> None:
+    assert not row_of([1, 2], [3], max_len=5).ends_with(4)
+    assert row_of([1, 2], [3, 4], max_len=5).ends_with(4)
+    assert row_of([1, 2], [], max_len=3).ends_with(4)
+
+
+def test_no_token_ends_a_request_without_termination_or_stop_words() -> None:
+    row = row_of([1], [2, 3])
+    assert not any(row.ends_with(token) for token in range(10))
+
+
+def test_stop_word_of_one_token_ends_a_request() -> None:
+    assert stops(((5,),), [], 5) and stops(((5,),), [5, 5, 1], 5)
+    assert not stops(((5,),), [5], 4)
+
+
+def test_stop_word_ends_a_request_with_its_last_token_only() -> None:
+    word = ((3, 4, 5),)
+    assert stops(word, [1, 3, 4], 5)
+    assert not stops(word, [1, 3], 4)
+    assert not stops(word, [3, 4, 5], 6)
+    assert not stops(word, [3, 1, 4], 5)
+
+
+def test_stop_word_longer_than_what_is_generated_does_not_match() -> None:
+    assert not stops(((3, 4, 5),), [], 5)
+    assert not stops(((3, 4, 5),), [4], 5)
+    assert stops(((3, 4, 5),), [3, 4], 5)
+
+
+def test_stop_word_is_not_completed_by_prompt_tokens() -> None:
+    assert not stops(((3, 4),), [], 4, prompt=(1, 3))
+
+
+def test_any_of_several_stop_words_ends_a_request() -> None:
+    words = ((1, 2), (2,), (7, 8, 9))
+    assert stops(words, [], 2) and stops(words, [7, 8], 9) and not stops(words, [7], 9)
+
+
+@given(
+    st.lists(st.integers(0, 2), max_size=6),
+    st.integers(0, 2),
+    st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), max_size=3),
+)
+def test_stop_words_are_a_suffix_of_what_is_generated(generated: list[int], token: int, words: list[list[int]]) -> None:
+    text = "".join(map(str, [*generated, token]))
+    expected = any(text.endswith("".join(map(str, word))) for word in words)
+    assert stops(tuple(map(tuple, words)), generated, token) == expected
+
+
+@given(st.lists(st.integers(0, 99), min_size=1, max_size=6), st.lists(st.integers(0, 99), max_size=6), st.data())
+def test_tokens_slice_prompt_and_reply_as_one_sequence(
+    prompt: list[int], generated: list[int], data: st.DataObject
+) -> None:
+    whole = [*prompt, *generated]
+    end = data.draw(st.integers(0, len(whole)))
+    start = data.draw(st.integers(0, end))
+    assert list(row_of(prompt, generated).tokens(start, end)) == whole[start:end]
+
+
+def test_tokens_reach_across_the_seam_of_prompt_and_reply() -> None:
+    row = row_of([1, 2, 3], [4, 5])
+    assert list(row.tokens(2, 4)) == [3, 4]
+    assert list(row.tokens(0, 5)) == [1, 2, 3, 4, 5]
+    assert list(row.tokens(3, 5)) == [4, 5]
+    assert list(row.tokens(0, 3)) == [1, 2, 3]
+    assert list(row.tokens(3, 3)) == []
+
+
+def test_row_samples_only_when_its_last_known_token_is_computed() -> None:
+    row = row_of([1, 2, 3], [])
+    row.scheduled = 2
+    assert not row.samples_this_step and row.is_prefilling
+    row.computed, row.scheduled = 2, 1
+    assert row.samples_this_step
+    row.computed, row.scheduled, row.generated = 3, 1, [4]
+    assert row.samples_this_step and not row.is_prefilling and row.length == 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_greedy"),
+    [
+        (SamplingSettings(), False),
+        (SamplingSettings(top_k=1), True),
+        (SamplingSettings(temperature=0.0, top_k=5), True),
+        (SamplingSettings(top_k=2, top_p=0.1), False),
+    ],
+)
+def test_greedy_requests_need_no_random_number(settings: SamplingSettings, is_greedy: bool) -> None:
+    assert settings.is_greedy == is_greedy
+
+
+@pytest.mark.parametrize(
+    ("settings", "may_skip"),
+    [
+        (LogProbSettings(), True),
+        (LogProbSettings(wanted=True), False),
+        (LogProbSettings(wanted=True, skip_prompt=True), True),
+        (LogProbSettings(skip_prompt=True), True),
+    ],
+)
+def test_only_prompt_log_probs_keep_a_request_from_skipping(settings: LogProbSettings, may_skip: bool) -> None:
+    spec = RequestSpec(0, np.array([1]), 5, SamplingSettings(), log_probs=settings)
+    assert spec.may_skip == may_skip
+
+
+def test_requests_of_equal_content_are_not_the_same_request() -> None:
+    rows = [row_of([1, 2], []), row_of([1, 2], [])]
+    assert rows.index(rows[1]) == 1 and rows[0].spec != rows[1].spec

@@ -1,0 +1,49 @@
+"""Properties of the size of a slot and of what a budget buys."""
+
+import re
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_mamba_cache.state.layout import StateLayout
+
+LAYOUT = StateLayout(2, (3, 160), (8, 16, 32), torch.bfloat16, torch.float32)
+
+
+def least_in(message: str) -> float:
+    """Return the figure that the message tells the user to set."""
+    found = re.search(r"prefix-caching-mamba-gb to (?:at least )?(\d+\.\d+)", message)
+    assert found, message
+    return float(found[1])
+
+
+def test_slot_holds_every_layer_of_both_types() -> None:
+    assert LAYOUT.slot_bytes == 2 * (3 * 160 * 2 + 8 * 16 * 32 * 4)
+
+
+def test_budget_buys_cached_states_beside_one_live_row_a_request() -> None:
+    assert LAYOUT.num_slots_in(10 * LAYOUT.slot_bytes / 2**30, num_live=5) == 15
+    assert LAYOUT.num_slots_in((11 * LAYOUT.slot_bytes - 1) / 2**30, num_live=5) == 15
+
+
+def test_tiny_budget_is_refused_with_the_least_that_works() -> None:
+    with pytest.raises(ValueError, match=r"1e-05 GiB.*34688 bytes.*no-prefix-caching") as error:
+        LAYOUT.num_slots_in(1e-5, num_live=4)
+    assert LAYOUT.num_slots_in(least_in(str(error.value)), num_live=4) == 5
+
+
+def test_no_budget_is_refused() -> None:
+    with pytest.raises(ValueError, match="one cached state takes"):
+        LAYOUT.num_slots_in(0.0, num_live=4)
+
+
+@given(st.integers(1, 100), st.integers(1, 10_000), st.integers(1, 300), st.sampled_from([2**20, 2**24, 1, 1000]))
+def test_the_least_budget_that_is_named_always_works(layers: int, channels: int, heads: int, scale: int) -> None:
+    layout = StateLayout(layers, (3, channels), (heads, scale), torch.float32, torch.float32)
+    with pytest.raises(ValueError) as error:
+        layout.num_slots_in((layout.slot_bytes - 1) / 2**30 - 1e-12, num_live=0)
+    least = least_in(str(error.value))
+    assert layout.num_slots_in(least, num_live=0) >= 1
+    assert (least - layout.slot_bytes / 2**30) <= 1.001e-6

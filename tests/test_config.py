@@ -1,0 +1,106 @@
+"""Properties of the settings: what is refused and how, and what command-line flags mean."""
+
+import dataclasses
+from argparse import ArgumentParser
+
+import pytest
+
+from megatron_mamba_cache.config import CacheConfig
+
+NAN = float("nan")
+
+
+def parsed(*flags: str, **settings: object) -> CacheConfig:
+    parser = ArgumentParser()
+    CacheConfig.add_arguments(parser)
+    return CacheConfig.from_arguments(parser.parse_args(flags), **settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("block_size_tokens", 0, "at least 1"),
+        ("max_requests", 0, "at least 1"),
+        ("max_tokens", -5, "at least 1"),
+        ("max_sequence_length", 0, "at least 1"),
+        ("buffer_size_gb", 0.0, "more than 0"),
+        ("buffer_size_gb", NAN, "more than 0"),
+        ("prefix_caching_mamba_gb", -0.5, "0 or more"),
+        ("prefix_caching_mamba_gb", NAN, "0 or more"),
+        ("paused_buffer_size_gb", -1.0, "from 0 to below 4.0"),
+        ("paused_buffer_size_gb", 4.0, "from 0 to below 4.0"),
+        ("boundary_stride", 0, "None or at least 1 block"),
+        ("max_tokens", 63, "max_requests=64"),
+        ("ssm_state_dtype", "fp16", "one of ('model', 'fp32', 'bf16')"),
+        ("conv_state_dtype", "float32", "one of ('model', 'fp32', 'bf16')"),
+    ],
+)
+def test_bad_setting_is_named_with_its_value_and_what_is_allowed(name: str, value: object, allowed: str) -> None:
+    with pytest.raises(ValueError) as error:
+        CacheConfig(**{name: value})  # type: ignore[arg-type]
+    message = str(error.value)
+    assert message.startswith(f"{name} is {value!r}")
+    assert allowed in message
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"block_size_tokens": 1},
+        {"prefix_caching_mamba_gb": 0.0},
+        {"paused_buffer_size_gb": 0.0},
+        {"paused_buffer_size_gb": 3.99},
+        {"boundary_stride": 1},
+        {"max_requests": 1, "max_tokens": 1, "max_sequence_length": 1},
+        {"ssm_state_dtype": "bf16", "conv_state_dtype": "fp32"},
+    ],
+)
+def test_settings_at_the_edge_of_what_is_allowed_are_kept(settings: dict[str, object]) -> None:
+    config = CacheConfig(**settings)  # type: ignore[arg-type]
+    assert {name: getattr(config, name) for name in settings} == settings
+
+
+def test_settings_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        CacheConfig().max_requests = 5  # type: ignore[misc]
+
+
+def test_changed_copy_is_checked_again() -> None:
+    with pytest.raises(ValueError, match="buffer_size_gb is -1"):
+        dataclasses.replace(CacheConfig(), buffer_size_gb=-1.0)
+
+
+def test_no_flags_mean_the_defaults() -> None:
+    assert parsed() == CacheConfig()
+
+
+def test_flags_set_what_they_name() -> None:
+    config = parsed(
+        "--inference-dynamic-batching-block-size=64",
+        "--inference-dynamic-batching-buffer-size-gb=0.5",
+        "--inference-dynamic-batching-prefix-caching-mamba-gb=0.25",
+        "--no-prefix-caching",
+    )
+    assert config == CacheConfig(
+        block_size_tokens=64, buffer_size_gb=0.5, prefix_caching_mamba_gb=0.25, prefix_caching=False
+    )
+
+
+def test_settings_fill_in_for_flags_that_are_not_given() -> None:
+    config = parsed("--inference-dynamic-batching-block-size=64", max_requests=3, buffer_size_gb=2.0)
+    assert config == CacheConfig(block_size_tokens=64, max_requests=3, buffer_size_gb=2.0)
+
+
+def test_flag_wins_over_a_setting() -> None:
+    assert parsed("--inference-dynamic-batching-block-size=64", block_size_tokens=128).block_size_tokens == 64
+    assert not parsed("--no-prefix-caching", prefix_caching=True).prefix_caching
+
+
+def test_flag_of_zero_is_given() -> None:
+    assert parsed("--inference-dynamic-batching-prefix-caching-mamba-gb=0").prefix_caching_mamba_gb == 0
+
+
+def test_flags_are_checked_as_settings_are() -> None:
+    with pytest.raises(ValueError, match="block_size_tokens is 0"):
+        parsed("--inference-dynamic-batching-block-size=0")
