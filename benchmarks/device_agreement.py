@@ -64,7 +64,7 @@ def _is_a_tie(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
     from megatron_mamba_cache.command_line.built_in_model import built_in_model
     from tests.oracle import HybridOracle
 
-    oracle = HybridOracle.from_megatron(default_model())
+    oracle = HybridOracle.from_megatron(built_in_model("fp32").model)
     checks = [oracle.check_greedy(r["prompt_tokens"], r["generated_tokens"], MARGIN) for r in (ours, theirs)]
     return all(check.first_mismatch is None for check in checks)
 
