@@ -16,12 +16,12 @@ section() { # section FILE TITLE COMMAND...
         printf '\n'
     } >"$file"
     "$@" >"$file.log" 2>&1 || status=$?
-    tail -n 40 "$file.log" >>"$file"
+    grep -v -i warn "$file.log" | tail -n 40 >>"$file"
     printf '\nExit code %d after %d s.\n' "$status" "$((SECONDS - began))" >>"$file"
     [ "$status" -eq 0 ] || failed=1
     echo "== $title: exit code $status after $((SECONDS - began)) s"
-    tail -n 15 "$file.log"
-    mv "$file.log" "${LOGS:-/tmp}/"
+    tail -n 12 "$file.log"
+    [ -z "${KEEP_LOGS:-}" ] && rm "$file.log"
 }
 
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}

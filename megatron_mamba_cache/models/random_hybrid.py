@@ -1,5 +1,6 @@
 """A small hybrid model with seeded random weights, for trying the cache out without a checkpoint."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -8,6 +9,8 @@ from megatron.core.transformer import TransformerConfig
 
 from ..mcore.process_groups import initialize_single_process
 from ..mcore.specs import check_layer_pattern, local_hybrid_spec
+
+_INTO_RESIDUAL = ("out_proj.weight", "linear_proj.weight", "linear_fc2.weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,6 @@ def random_hybrid_model(shape: RandomHybridConfig | None = None) -> MambaModel:
         gradient_accumulation_fusion=False,
         init_method_std=shape.init_std,
     )
-    torch.manual_seed(shape.seed)
     model = MambaModel(
         config,
         local_hybrid_spec(shape.ssm_chunk_size),
@@ -83,22 +85,24 @@ def random_hybrid_model(shape: RandomHybridConfig | None = None) -> MambaModel:
 
 
 def _randomize(model: MambaModel, shape: RandomHybridConfig) -> None:
-    """Draw what Megatron fills with constants, or draws on the device, from the CPU generator."""
-    generator = torch.Generator().manual_seed(shape.seed + 1)
-
-    def fill(parameter: torch.Tensor, low: float, high: float) -> None:
-        drawn = torch.rand(parameter.shape, generator=generator) * (high - low) + low
+    """Draw every parameter from one CPU generator: Megatron draws some on the device, with other numbers there."""
+    generator = torch.Generator().manual_seed(shape.seed)
+    residual_std = shape.init_std / math.sqrt(2 * len(shape.pattern))
+    for name, parameter in model.named_parameters():
+        if name.endswith(_INTO_RESIDUAL):
+            drawn = torch.randn(parameter.shape, generator=generator) * residual_std
+        elif (bounds := _uniform_bounds(name)) is not None:
+            low, high = bounds
+            drawn = torch.rand(parameter.shape, generator=generator) * (high - low) + low
+        else:
+            drawn = torch.randn(parameter.shape, generator=generator) * shape.init_std
         parameter.data.copy_(drawn)
 
-    for name, parameter in model.named_parameters():
-        kind = name.rsplit(".", 1)[-1]
-        if "norm" in name:
-            fill(parameter, 0.8, 1.2)
-        elif kind == "A_log":
-            fill(parameter, 0.0, 1.5)
-        elif kind == "dt_bias":
-            fill(parameter, -4.0, -1.0)
-        elif kind == "D":
-            fill(parameter, 0.5, 1.5)
-        elif "conv1d" in name:
-            fill(parameter, -0.5, 0.5)
+
+def _uniform_bounds(name: str) -> tuple[float, float] | None:
+    """Return the range of what is no matrix; None for a matrix."""
+    if "norm" in name:
+        return 0.8, 1.2
+    if "conv1d" in name:
+        return -0.5, 0.5
+    return {"A_log": (0.0, 1.5), "dt_bias": (-4.0, -1.0), "D": (0.5, 1.5)}.get(name.rsplit(".", 1)[-1])

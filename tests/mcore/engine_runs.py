@@ -100,7 +100,7 @@ def cache_config(
     )
 
 
-def greedy(num_tokens: int, **settings: Any) -> SamplingParams:
+def greedy(num_tokens: int | None, **settings: Any) -> SamplingParams:
     """Return parameters of a greedy request that ends by length only, unless `settings` say more."""
     return SamplingParams(**{"num_tokens_to_generate": num_tokens, "top_k": 1, "termination_id": -1} | settings)
 

@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron_mamba_cache import CacheConfig, build_engine, mcore
 from megatron_mamba_cache.mcore.engine import failure_reason
+from megatron_mamba_cache.mcore.specs import local_hybrid_spec
 from megatron_mamba_cache.models.random_hybrid import random_hybrid_model
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid, tiny_sizes
 
@@ -36,7 +38,19 @@ BAD_REQUESTS: dict[str, tuple[list[int], SamplingParams, tuple[str, ...]]] = {
         greedy(21),
         ("321", "21 KV blocks", "20", "--inference-dynamic-batching-buffer-size-gb"),
     ),
-    "negative number of tokens": (some_tokens(5), greedy(-1), ("-1",)),
+    "negative number of tokens": (some_tokens(5), greedy(-1), ("-1", "num_tokens_to_generate")),
+    "fewer tokens in all than in the prompt": (some_tokens(5), greedy(None, num_tokens_total=4), ("-1", "num_tokens")),
+    "two lengths": (
+        some_tokens(5),
+        greedy(3, num_tokens_total=20),
+        ("num_tokens_to_generate=3", "num_tokens_total=20"),
+    ),
+    "prompt log-probs where only last logits are kept": (
+        some_tokens(5),
+        greedy(4, return_log_probs=True),
+        ("materialize_only_last_token_logits=False", "skip_prompt_log_probs=True"),
+    ),
+    "top-n without log-probs": (some_tokens(5), greedy(4, top_n_logprobs=2), ("top_n_logprobs=2", "return_log_probs")),
     "negative temperature": (some_tokens(5), greedy(4, temperature=-0.5), ("temperature=-0.5", "temperature >= 0")),
     "temperature that is no number": (some_tokens(5), greedy(4, temperature=float("nan")), ("temperature=nan",)),
     "negative top_k": (some_tokens(5), greedy(4, top_k=-2), ("top_k=-2", "top_k >= 0")),
@@ -84,32 +98,33 @@ def test_duplicate_id_is_refused_and_the_first_request_goes_on() -> None:
     assert run.run(0, some_tokens(40)) == 8  # its id is free again
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"return_log_probs": True}, {"top_n_logprobs": 2}, {"num_tokens_total": 20}],
-    ids=["prompt log-probs", "top-n alone", "two lengths"],
-)
-def test_refused_request_leaves_nothing_behind(settings: dict[str, Any]) -> None:
+def test_id_of_a_failed_request_is_free_again() -> None:
     run = start_run()
-    run.add(0, some_tokens(40), 9)
-    refused = None
-    try:
-        run.engine.add_request(1, some_tokens(5), greedy(3, **settings))
-    except (AssertionError, ValueError) as error:
-        refused = str(error)
+    run.run(0, [])
+    run.run(0, some_tokens(40))
+    assert len(run.tokens(0)) == 8
+    run.assert_exact()
+
+
+def test_failed_request_is_reported_after_a_suspend() -> None:
+    run = start_run()
+    run.add(0, some_tokens(40))
+    run.add(1, [])
+    run.engine.suspend()
+    run.engine.resume()
     run.finish()
-    assert refused or failure_reason(run.finished[1])
-    assert set(run.finished) <= {0, 1}
-    run.run(1, some_tokens(5))  # its id is free
-    run.assert_matches_oracle().assert_few_stops()
+    assert failure_reason(run.finished[1])
+    run.assert_matches_oracle([0]).assert_few_stops()
     run.assert_nothing_held()
 
 
-def test_failed_requests_alone_are_reported() -> None:
+def test_failed_request_alone_counts_as_unfinished_until_it_is_reported() -> None:
     run = start_run()
     run.add(0, [])
-    run.finish()
+    assert run.engine.has_unfinished_requests()
+    run.step()
     assert failure_reason(run.finished[0])
+    assert not run.engine.has_unfinished_requests()
 
 
 # Engines that cannot be built.
@@ -173,11 +188,13 @@ def test_engine_refuses_a_model_that_is_no_hybrid(pattern: str, message: str, mo
 
 
 def test_engine_refuses_a_model_without_the_caching_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    def leave_attention(module_spec: Any, megatron_class: type, caching_class: type) -> None:
-        module_spec.module = megatron_class if megatron_class is SelfAttention else caching_class
+    def spec_without_caching_attention(ssm_chunk_size: int) -> ModuleSpec:
+        spec = local_hybrid_spec(ssm_chunk_size)
+        spec.submodules.attention_layer.submodules.self_attention.module = SelfAttention
+        return spec
 
     with monkeypatch.context() as patch:
-        patch.setattr("megatron_mamba_cache.mcore.specs._swap", leave_attention)
+        patch.setattr("megatron_mamba_cache.models.random_hybrid.local_hybrid_spec", spec_without_caching_attention)
         model = random_hybrid_model(tiny_sizes())
     with pytest.raises(ValueError, match=r"without the caching modules.*with_mamba_cache"):
         build_engine(model, CacheConfig(block_size_tokens=16, buffer_size_gb=0.01))

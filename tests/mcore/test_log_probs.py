@@ -106,12 +106,17 @@ def test_interrupted_request_has_the_log_probs_of_an_undisturbed_one(
     assert_log_probs(run, 0)
 
 
+@pytest.mark.parametrize("interrupt", [None, _suspend, _fail_a_step])
 @pytest.mark.parametrize("skip_prompt", [False, True])
-def test_top_n_log_probs_are_the_oracles(skip_prompt: bool) -> None:
+def test_top_n_log_probs_are_the_oracles(skip_prompt: bool, interrupt: Callable[[EngineRun], None] | None) -> None:
     run = start_run(max_tokens=24)
     run.add(0, some_tokens(20, seed=1), 9)
     settings = {"return_log_probs": True, "top_n_logprobs": 3, "skip_prompt_log_probs": skip_prompt}
     run.add(1, some_tokens(40), greedy(5, **settings))
+    if interrupt is not None:
+        for _ in range(5):
+            run.step()
+        interrupt(run)
     run.finish()
     log_probs = oracle_log_probs(run, 1).cpu()
     _assert_top_n(run.finished[1].generated_top_n_logprobs, log_probs[39:-1])
