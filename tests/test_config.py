@@ -7,7 +7,7 @@ import pytest
 
 from megatron_mamba_cache.config import CacheConfig
 
-NAN = float("nan")
+NAN, INFINITE = float("nan"), float("inf")
 
 
 def parsed(*flags: str, **settings: object) -> CacheConfig:
@@ -25,6 +25,8 @@ def parsed(*flags: str, **settings: object) -> CacheConfig:
         ("max_sequence_length", 0, "at least 1"),
         ("buffer_size_gb", 0.0, "more than 0"),
         ("buffer_size_gb", NAN, "more than 0"),
+        ("buffer_size_gb", INFINITE, "finite"),
+        ("prefix_caching_mamba_gb", INFINITE, "finite"),
         ("prefix_caching_mamba_gb", -0.5, "0 or more"),
         ("prefix_caching_mamba_gb", NAN, "0 or more"),
         ("paused_buffer_size_gb", -1.0, "from 0 to below 4.0"),

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 
@@ -24,7 +25,9 @@ NEED_NO_MEGATRON = ("CacheConfig", "MambaSlotAllocator", "compute_varlen_chunk_m
 def modules_after(code: str) -> set[str]:
     """Run code in a fresh interpreter and return the top-level names of the modules that it imported."""
     report = "import sys; print('imported:', *{name.partition('.')[0] for name in sys.modules})"
-    done = subprocess.run([sys.executable, "-c", f"{code}\n{report}"], capture_output=True, text=True, check=True)
+    root = Path(str(megatron_mamba_cache.__file__)).parents[1]
+    command = [sys.executable, "-c", f"{code}\n{report}"]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
     return set(done.stdout.rpartition("imported:")[2].split())
 
 

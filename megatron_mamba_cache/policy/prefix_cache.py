@@ -250,22 +250,22 @@ class PrefixCache:
         row.num_published_blocks = max(row.num_published_blocks, num_full)
 
     def _publish_states(self, row: RunningRequest) -> None:
-        for state in row.reserved:
-            block_index = state.position // self.block_size - 1
-            self._reserved_keys.pop(row.chain.keys[block_index], None)
-            block = row.block_ids[block_index]
+        while row.reserved:  # one by one, so that whatever fails in between leaves the rest to `abort`
+            state = row.reserved[0]
+            block = row.block_ids[state.position // self.block_size - 1]
             if self.slots.slot_of(block) is None:
                 self.slots.publish(state.slot, block, state.position)
                 self.counters.states_published += 1
             else:
                 self.slots.cancel(state.slot)
-        row.reserved = []
+            del row.reserved[0]
+            self._forget_reserved_key(row, state)
 
     def _cancel_reserved(self, row: RunningRequest) -> None:
-        for state in row.reserved:
+        while row.reserved:
+            state = row.reserved.pop()
             self.slots.cancel(state.slot)
             self._forget_reserved_key(row, state)
-        row.reserved = []
 
     def _forget_reserved_key(self, row: RunningRequest, state: ReservedState) -> None:
         key = row.chain.keys[state.position // self.block_size - 1]

@@ -98,9 +98,11 @@ PINNED: dict[type, dict[str, str]] = {
         "add_request": "(self, request_id, prompt, sampling_params=None)",
         "async_forward": "async (self)",
         "get_request": "(self, request_id)",
+        "has_unfinished_requests": "(self)",
         "post_process_requests": "(self, request_ids, finished_request_ids, evict_request_ids, step_time, sample, "
         "log_probs, top_n_logprobs=None)",
         "schedule_waiting_requests": "(self)",
+        "suspend": "(self)",
     },
     DynamicInferenceRequest: {
         "add_event_add": "(self)",

@@ -1,5 +1,7 @@
 """Properties of a request's tokens and of how it ends."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -68,6 +70,23 @@ def test_stop_word_longer_than_what_is_generated_does_not_match() -> None:
 
 def test_stop_word_is_not_completed_by_prompt_tokens() -> None:
     assert not stops(((3, 4),), [], 4, prompt=(1, 3))
+
+
+@pytest.mark.parametrize("num_replayed", range(4))
+def test_interrupted_request_stops_where_an_uninterrupted_one_does(num_replayed: int) -> None:
+    prompt, reply, word = [7, 5], [5, 6, 8], (5, 6, 8, 9)
+    spec = RequestSpec(
+        0,
+        np.array([*prompt, *reply[:num_replayed]]),
+        100,
+        SamplingSettings(stop_words=(word, (7, 5, 5, 6, 8, 9), (1,))),
+        num_replayed=num_replayed,
+    )
+    row = row_of(prompt, reply[num_replayed:])
+    row.spec = spec
+    assert row.ends_with(9) and row.ends_with(1) and not row.ends_with(8)
+    row.spec = dataclasses.replace(spec, sampling=SamplingSettings(stop_words=((7, 5, 5, 6, 8, 9),)))
+    assert not row.ends_with(9)
 
 
 def test_any_of_several_stop_words_ends_a_request() -> None:

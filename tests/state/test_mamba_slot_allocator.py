@@ -144,6 +144,15 @@ def test_call_for_too_many_slots_changes_nothing(blocks: list[int]) -> None:
     own.slots.check_integrity()
 
 
+def test_call_for_too_many_slots_leaves_the_order_of_eviction() -> None:
+    own = allocator(max_slots=3)
+    own.allocate_slots_batch([0, 1, 2])
+    with pytest.raises(CacheCapacityError):
+        own.allocate_slots_batch([0, 3, 4, 5])
+    own.allocate_slots_batch([6])
+    assert [own.has_state(block) for block in range(3)] == [False, True, True]
+
+
 def test_allocator_without_slots_is_refused() -> None:
     with pytest.raises(ValueError, match="max_slots is 0"):
         allocator(max_slots=0)
