@@ -1,7 +1,8 @@
 """The cache as one thing: KV blocks and state slots of requests that are admitted, published and released.
 
 Every public method either applies whole or raises before it changed anything. The order of calls for a request is
-admit → (schedule_chunk → publish | abort)* → grow* → release.
+admit → publish → advance → (schedule_chunk or schedule_token → publish → advance, grow in between) → release. A step
+that fails ends the request's stay: abort, or release at once, for its live state can no longer be trusted.
 """
 
 from collections.abc import Sequence
@@ -67,7 +68,8 @@ class PrefixCache:
         if candidate.epoch != self.epoch:
             candidate.chain, candidate.epoch = self._keys_of(candidate.spec), self.epoch
         spec = candidate.spec
-        view = PromptView(candidate.chain.keys, spec.prompt_len, spec.may_skip)
+        prompt_keys = candidate.chain.keys[: spec.prompt_len // self.block_size]
+        view = PromptView(prompt_keys, spec.prompt_len, spec.may_skip)
         return plan_admission(
             view, self.kv, self.slots, budget=budget, reserved_keys=self._reserved_keys, rules=self.rules
         )

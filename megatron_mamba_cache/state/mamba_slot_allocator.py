@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..errors import CacheCapacityError
 from ..policy.boundaries import BoundaryRule, select_boundaries
 from ..policy.identifiers import BlockId, SlotId
 from ..policy.slot_pool import SlotPool
@@ -90,13 +91,17 @@ class MambaSlotAllocator:
         blocks = [BlockId(int(block)) for block in block_ids]
         held = [block for block in dict.fromkeys(blocks) if self.slots.slot_of(block) is not None]
         missing = [block for block in dict.fromkeys(blocks) if self.slots.slot_of(block) is None]
+        available = self.slots.num_available - sum(not self.slots.is_pinned(block) for block in held)
+        if len(missing) > available:
+            raise CacheCapacityError(
+                f"need {len(missing)} state slots beside those of the same call, {available} available of "
+                f"{self.slots.num_slots}; raise --inference-dynamic-batching-prefix-caching-mamba-gb or max_slots"
+            )
         for block in held:
             self.slots.pin(block)
-        try:
-            new_slots = self.slots.reserve(len(missing))
-        finally:
-            for block in held:
-                self.slots.unpin(block)
+        new_slots = self.slots.reserve(len(missing))
+        for block in held:
+            self.slots.unpin(block)
         for block, slot in zip(missing, new_slots, strict=True):
             self.slots.publish(slot, block)
             self._hashes.pop(block, None)  # of a state that was evicted

@@ -31,7 +31,7 @@ class StepBatch:
     """What one step computes, as the model and the sampler read it.
 
     Tokens are packed: one for each decode row, then each prefill row's tokens. `prefill` counts tokens from the first
-    prefill token. All tensors are views of `StepBuffers`.
+    prefill token. All tensors but the two of int64 are views of `StepBuffers`.
     """
 
     rows: tuple[RunningRequest, ...]
