@@ -1,7 +1,15 @@
-"""Fixtures shared by all tests."""
+"""Fixtures and settings shared by all tests."""
+
+import os
 
 import pytest
 import torch
+from hypothesis import settings
+
+# The same examples on every run; HYPOTHESIS_PROFILE=explore draws new ones.
+settings.register_profile("pinned", derandomize=True, deadline=None)
+settings.register_profile("explore", deadline=None, max_examples=500)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "pinned"))
 
 DEVICES = ["cpu", *([pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.is_available() else [])]
 

@@ -15,7 +15,7 @@ class Refusal(Enum):
 
     NO_TOKENS = "the step's token budget is used up"
     NO_BLOCKS = "not enough KV blocks"
-    NO_SLOT = "no state slot until this step's reservations are published"
+    NO_SLOT = "no state slot until this step's states are published"
     WAITS_FOR_PREFIX = "another request computes its prefix in this step"
 
 

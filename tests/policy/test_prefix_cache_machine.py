@@ -117,7 +117,8 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         assert plan is not Refusal.NO_TOKENS or budget < 1
         slots = self.cache.slots
         is_full = slots.num_slots == MAX_ROWS and not slots.num_available
-        assert plan is not Refusal.NO_SLOT or slots.num_reserved or is_full
+        in_step = slots.num_reserved or any(slots.is_pinned(BlockId(block)) for block in range(NUM_BLOCKS))
+        assert plan is not Refusal.NO_SLOT or in_step or is_full
         if isinstance(plan, AdmissionPlan):
             assert not lacks_blocks
             assert list(plan.match.blocks) == blocks
