@@ -1,5 +1,6 @@
 """A Mamba mixer that starts rows from cached states and writes boundary states while it scans."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,8 +16,6 @@ from ..kernels.varlen_rows import VarlenRows, whole_rows
 from ..state.state_pool import LayerStates
 from ..state.step_batch import StepBatch
 from .gated_norm import GatedGroupRMSNorm
-
-_NORM_EPS = 1e-5  # megatron-core's constant for the mixer's norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,19 +33,38 @@ class _MixerInputs:
 class CachingMambaMixer(megatron_mixer.MambaMixer):
     """Megatron's Mamba mixer with its inference replaced: any mix of decode and prefill rows, each from its own slot.
 
-    Needs neither mamba-ssm nor causal-conv1d.
+    Needs neither mamba-ssm nor causal-conv1d. What Megatron's mixer has no argument for:
+
+    Args:
+        norm_eps: Of the gated norm; Megatron's is a constant.
+        time_step_limit: Range that time steps are clamped to, after softplus.
+        conv_bias: May be False here.
     """
 
-    def __init__(self, config: Any, submodules: Any, d_model: int, *, rmsnorm: bool = True, **settings: Any) -> None:
+    def __init__(
+        self,
+        config: Any,
+        submodules: Any,
+        d_model: int,
+        *,
+        rmsnorm: bool = True,
+        conv_bias: bool = True,
+        norm_eps: float = 1e-5,
+        time_step_limit: tuple[float, float] = (0.0, math.inf),
+        **settings: Any,
+    ) -> None:
         with _without_mamba_ssm():
             super().__init__(config, submodules, d_model, rmsnorm=False, **settings)
         if self.D_has_hdim:
             raise ValueError("D_has_hdim=True is not supported; use one D for each head")
+        if not conv_bias:
+            self.conv1d.bias = None
+        self.time_step_limit = time_step_limit
         self.rmsnorm = rmsnorm
         if rmsnorm:
             channels = self.d_inner_local_tp
             self.norm = GatedGroupRMSNorm(
-                channels, channels // self.ngroups_local_tp, _NORM_EPS, config.params_dtype, self.D.device
+                channels, channels // self.ngroups_local_tp, norm_eps, config.params_dtype, self.D.device
             )
 
     def forward(self, hidden_states: Tensor, inference_context: Any = None, **settings: Any) -> Any:
@@ -109,7 +127,8 @@ class CachingMambaMixer(megatron_mixer.MambaMixer):
         )
 
     def _time_step(self, dt: Tensor) -> Tensor:
-        return F.softplus(dt.float() + self.dt_bias.float())
+        steps = F.softplus(dt.float() + self.dt_bias.float())
+        return steps if self.time_step_limit == (0.0, math.inf) else steps.clamp(*self.time_step_limit)
 
     @property
     def _decay(self) -> Tensor:

@@ -5,10 +5,8 @@ from dataclasses import dataclass
 
 import torch
 from megatron.core.models.mamba.mamba_model import MambaModel
-from megatron.core.transformer import TransformerConfig
 
-from ..mcore.process_groups import initialize_single_process
-from ..mcore.specs import check_layer_pattern, local_hybrid_spec
+from .architecture import AttentionShape, FeedForwardShape, HybridArchitecture, MambaShape, build_hybrid_model
 
 _INTO_RESIDUAL = ("out_proj.weight", "linear_proj.weight", "linear_fc2.weight")
 
@@ -47,41 +45,33 @@ def random_hybrid_model(shape: RandomHybridConfig | None = None) -> MambaModel:
         ValueError: If the pattern has an unknown symbol, or no Mamba or attention layer.
     """
     shape = shape or RandomHybridConfig()
-    check_layer_pattern(shape.pattern)
-    initialize_single_process()
-    config = TransformerConfig(
-        num_layers=len(shape.pattern),
-        hidden_size=shape.hidden_size,
-        ffn_hidden_size=2 * shape.hidden_size,
-        num_attention_heads=shape.num_attention_heads,
-        num_query_groups=shape.num_query_groups,
-        mamba_num_heads=shape.mamba_num_heads,
-        mamba_head_dim=shape.mamba_head_dim,
-        mamba_state_dim=shape.mamba_state_dim,
-        mamba_num_groups=shape.mamba_num_groups,
-        use_mamba_mem_eff_path=False,
-        use_cpu_initialization=True,
-        params_dtype=shape.dtype,
-        bf16=shape.dtype is torch.bfloat16,
-        normalization="RMSNorm",
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-        init_method_std=shape.init_std,
-    )
-    model = MambaModel(
-        config,
-        local_hybrid_spec(shape.ssm_chunk_size),
-        vocab_size=shape.vocab_size,
-        max_sequence_length=shape.max_sequence_length,
-        hybrid_override_pattern=shape.pattern,
-        position_embedding_type="rope" if shape.use_rope else "none",
-    )
+    model = build_hybrid_model(_architecture(shape), shape.dtype)
     _randomize(model, shape)
-    return model.to(torch.cuda.current_device()).eval()
+    return model
+
+
+def _architecture(shape: RandomHybridConfig) -> HybridArchitecture:
+    return HybridArchitecture(
+        pattern=shape.pattern,
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        max_sequence_length=shape.max_sequence_length,
+        norm_eps=1e-5,
+        mamba=MambaShape(
+            num_heads=shape.mamba_num_heads,
+            head_dim=shape.mamba_head_dim,
+            state_dim=shape.mamba_state_dim,
+            num_groups=shape.mamba_num_groups,
+            ssm_chunk_size=shape.ssm_chunk_size,
+        ),
+        attention=AttentionShape(
+            num_heads=shape.num_attention_heads,
+            num_kv_heads=shape.num_query_groups,
+            head_dim=shape.hidden_size // shape.num_attention_heads,
+            rotary_base=10_000 if shape.use_rope else None,
+        ),
+        feed_forward=FeedForwardShape(2 * shape.hidden_size, "gelu", gated=False),
+    )
 
 
 def _randomize(model: MambaModel, shape: RandomHybridConfig) -> None:

@@ -10,7 +10,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron_mamba_cache import CacheConfig, build_engine, mcore
 from megatron_mamba_cache.mcore.engine import failure_reason
-from megatron_mamba_cache.mcore.specs import local_hybrid_spec
+from megatron_mamba_cache.mcore.local_spec import LocalSpecOptions, local_hybrid_spec
 from megatron_mamba_cache.models.random_hybrid import random_hybrid_model
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid, tiny_sizes
 
@@ -181,20 +181,20 @@ def test_only_hybrids_of_known_layers_are_built(pattern: str, message: str) -> N
 @pytest.mark.parametrize(("pattern", "message"), [("MMM", "no attention layer"), ("**", "no Mamba layer")])
 def test_engine_refuses_a_model_that_is_no_hybrid(pattern: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("megatron_mamba_cache.models.random_hybrid.check_layer_pattern", lambda _: None)
+        patch.setattr("megatron_mamba_cache.models.architecture.check_layer_pattern", lambda _: None)
         model = random_hybrid_model(tiny_sizes(pattern=pattern))
     with pytest.raises(ValueError, match=message):
         build_engine(model, CacheConfig(block_size_tokens=16, buffer_size_gb=0.01))
 
 
 def test_engine_refuses_a_model_without_the_caching_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    def spec_without_caching_attention(ssm_chunk_size: int) -> ModuleSpec:
-        spec = local_hybrid_spec(ssm_chunk_size)
+    def spec_without_caching_attention(options: LocalSpecOptions) -> ModuleSpec:
+        spec = local_hybrid_spec(options)
         spec.submodules.attention_layer.submodules.self_attention.module = SelfAttention
         return spec
 
     with monkeypatch.context() as patch:
-        patch.setattr("megatron_mamba_cache.models.random_hybrid.local_hybrid_spec", spec_without_caching_attention)
+        patch.setattr("megatron_mamba_cache.models.architecture.local_hybrid_spec", spec_without_caching_attention)
         model = random_hybrid_model(tiny_sizes())
     with pytest.raises(ValueError, match=r"without the caching modules.*with_mamba_cache"):
         build_engine(model, CacheConfig(block_size_tokens=16, buffer_size_gb=0.01))

@@ -22,9 +22,9 @@ from megatron_mamba_cache.mcore.context import MambaCacheContext
 from megatron_mamba_cache.mcore.controller import MambaCacheController
 from megatron_mamba_cache.mcore.engine import MambaCacheEngine
 from megatron_mamba_cache.mcore.kv_block_allocator import KVBlockAllocator
+from megatron_mamba_cache.mcore.local_spec import LocalMambaStack
 from megatron_mamba_cache.mcore.mamba_mixer import CachingMambaMixer
 from megatron_mamba_cache.mcore.self_attention import CachingSelfAttention
-from megatron_mamba_cache.mcore.specs import LocalMambaStack
 
 OUR_CLASSES = (
     MambaCacheContext,
@@ -136,6 +136,8 @@ PINNED: dict[type, dict[str, str]] = {
         "__init__": "(self, config, submodules, residual_in_fp32=False, pre_process=True, "
         "hybrid_attention_ratio=0.0, hybrid_mlp_ratio=0.0, hybrid_override_pattern=None, post_layer_norm=True, "
         "post_process=True, device=None, dtype=None, pg_collection=None)",
+        "forward": "(self, hidden_states, attention_mask, inference_context=None, rotary_pos_emb=None, *, "
+        "inference_params=None, packed_seq_params=None, padding_mask=None)",
     },
 }
 PINS = [(cls, name) for cls, methods in PINNED.items() for name in methods]

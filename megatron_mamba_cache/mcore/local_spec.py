@@ -1,0 +1,163 @@
+"""A spec of hybrid models, caching modules included, that needs neither Transformer Engine nor apex."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+from megatron.core.ssm.mamba_block import MambaStack, MambaStackSubmodules
+from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
+from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.utils import WrappedTensor
+from torch import Tensor
+
+from .specs import with_mamba_cache
+
+if not hasattr(moe_utils, "te_general_gemm"):
+    moe_utils.te_general_gemm = None  # Megatron reads it without Transformer Engine too, but only its import defines it
+
+
+@dataclass(frozen=True, slots=True)
+class LocalSpecOptions:
+    """What a spec decides about a hybrid model beyond its TransformerConfig.
+
+    Args:
+        ssm_chunk_size: Tokens in a tile of the SSM scan; the KV block size is a multiple of it.
+        d_conv, conv_bias, time_step_limit: See `CachingMambaMixer`.
+        norm_eps: Of the norms that Megatron builds without asking its config: a Mamba layer's two.
+        num_experts: Experts of a mixture-of-experts layer; None: there are no such layers.
+        input_multiplier, residual_multiplier, output_multiplier: Factors on the embeddings, on what each layer adds to
+            the residual, and on the final hidden states (so, on the logits).
+    """
+
+    ssm_chunk_size: int = 128
+    d_conv: int = 4
+    conv_bias: bool = True
+    time_step_limit: tuple[float, float] = (0.0, math.inf)
+    norm_eps: float = 1e-5
+    num_experts: int | None = None
+    input_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    output_multiplier: float = 1.0
+
+
+def local_hybrid_spec(options: LocalSpecOptions | None = None) -> ModuleSpec:
+    """Return a MambaStack spec with the caching modules, torch's norms and Megatron's own linears."""
+    options = options or LocalSpecOptions()
+    add = scaled_residual_add(options.residual_multiplier)
+    stack = MambaStackSubmodules(
+        mamba_layer=ModuleSpec(
+            module=MambaLayer,
+            submodules=MambaLayerSubmodules(
+                norm=ModuleSpec(module=WrappedTorchNorm, params={"eps": options.norm_eps}),
+                mixer=_mixer(options),
+                mamba_bda=add,
+            ),
+        ),
+        attention_layer=ModuleSpec(
+            module=TransformerLayer,
+            submodules=TransformerLayerSubmodules(
+                input_layernorm=WrappedTorchNorm, self_attention=_attention(), self_attn_bda=add
+            ),
+        ),
+        mlp_layer=ModuleSpec(module=MLPLayer, submodules=_feed_forward(_dense(), add)),
+    )
+    if options.num_experts is not None:
+        experts = get_moe_module_spec(use_te=False, num_experts=options.num_experts, moe_grouped_gemm=False)
+        stack.moe_layer = ModuleSpec(module=TransformerLayer, submodules=_feed_forward(experts, add))
+    multipliers = {"input_multiplier": options.input_multiplier, "output_multiplier": options.output_multiplier}
+    return with_mamba_cache(ModuleSpec(module=LocalMambaStack, params=multipliers, submodules=stack))
+
+
+class LocalMambaStack(MambaStack):
+    """A MambaStack whose final norm is torch's: Megatron's hard-codes Transformer Engine's.
+
+    Args:
+        input_multiplier, output_multiplier: See `LocalSpecOptions`.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        submodules: Any,
+        post_layer_norm: bool = True,
+        *,
+        input_multiplier: float = 1.0,
+        output_multiplier: float = 1.0,
+        **settings: Any,
+    ) -> None:
+        super().__init__(config, submodules, post_layer_norm=False, **settings)
+        self.post_layer_norm = post_layer_norm
+        self.input_multiplier = input_multiplier
+        self.output_multiplier = output_multiplier
+        if self.post_process and post_layer_norm:
+            self.final_norm = WrappedTorchNorm(config, config.hidden_size, config.layernorm_epsilon)
+
+    def forward(self, hidden_states: Any, *args: Any, **settings: Any) -> Tensor:
+        """Run the layers; see MambaStack."""
+        if self.pre_process and self.input_multiplier != 1.0:
+            given = hidden_states.unwrap() if isinstance(hidden_states, WrappedTensor) else hidden_states
+            hidden_states = given * self.input_multiplier
+        out = super().forward(hidden_states, *args, **settings)
+        return out * self.output_multiplier if self.post_process and self.output_multiplier != 1.0 else out
+
+
+def scaled_residual_add(multiplier: float) -> Callable[..., Callable[..., Tensor]]:
+    """Return what stands where Megatron's bias-dropout-add does: residual + multiplier * output, without dropout."""
+
+    def select(training: bool, fused: bool) -> Callable[..., Tensor]:
+        if training:
+            raise NotImplementedError("the local spec is for inference; call model.eval()")
+        return add
+
+    def add(output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+        output, bias = output_with_bias
+        output = output if bias is None else output + bias
+        return residual + (output if multiplier == 1.0 else output * multiplier)
+
+    return select
+
+
+def _mixer(options: LocalSpecOptions) -> ModuleSpec:
+    return ModuleSpec(
+        module=MambaMixer,
+        params={
+            "chunk_size": options.ssm_chunk_size,
+            "d_conv": options.d_conv,
+            "conv_bias": options.conv_bias,
+            "norm_eps": options.norm_eps,
+            "time_step_limit": options.time_step_limit,
+        },
+        submodules=MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear),
+    )
+
+
+def _attention() -> ModuleSpec:
+    return ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear, core_attention=DotProductAttention, linear_proj=RowParallelLinear
+        ),
+    )
+
+
+def _dense() -> ModuleSpec:
+    return ModuleSpec(
+        module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    )
+
+
+def _feed_forward(mlp: ModuleSpec, add: Callable[..., Any]) -> TransformerLayerSubmodules:
+    return TransformerLayerSubmodules(pre_mlp_layernorm=WrappedTorchNorm, mlp=mlp, mlp_bda=add)

@@ -1,0 +1,96 @@
+"""Load a Hugging Face checkpoint of a hybrid model into Megatron, ready for `build_engine`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.mamba.mamba_model import MambaModel
+from tqdm import tqdm
+
+from . import bamba, granite_hybrid, nemotron_h
+from .architecture import HybridArchitecture, build_hybrid_model
+from .checkpoint_config import CheckpointConfig
+from .placement import ModelFiller
+from .safetensors_files import SafetensorsFiles
+
+FAMILIES: dict[str, ModuleType] = {"nemotron_h": nemotron_h, "bamba": bamba, "granitemoehybrid": granite_hybrid}
+"""`model_type` of a config → the module that knows its architecture and tensor names."""
+
+_NAMES_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model with its weights, and what it was read from."""
+
+    model: MambaModel
+    architecture: HybridArchitecture
+    directory: Path
+
+
+def load_hugging_face(source: str | Path, dtype: torch.dtype = torch.bfloat16) -> LoadedModel:
+    """Load a model directory (config.json and safetensors) onto the current device.
+
+    Tensors are read one at a time and cut to this tensor-parallel rank's part on the way in. A name that is no
+    directory is looked up in the local cache of huggingface_hub, or downloaded by it, if that is installed.
+
+    Raises:
+        ValueError: Naming file and tensor, if anything is missing, damaged, superfluous, of the wrong shape or not
+            supported; nothing is returned half-loaded.
+    """
+    directory = _directory_of(source)
+    config = CheckpointConfig.read(directory)
+    family = _family_of(config, directory)
+    architecture: HybridArchitecture = family.architecture_of(config)
+    files = SafetensorsFiles(directory)
+    placements = family.placements_of(architecture)
+    _check_names(directory, files, placements, architecture)
+    model = build_hybrid_model(architecture, dtype)
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    filler = ModelFiller(model, placements, rank, parallel_state.get_tensor_model_parallel_world_size())
+    for name, tensor in tqdm(files.tensors(), total=len(files.names), desc="loading", unit="tensor", disable=None):
+        if name in placements:
+            filler.fill(name, tensor)
+    if unfilled := filler.unfilled():
+        raise ValueError(f"{directory}: the checkpoint leaves {_listed(unfilled)} of the model without values")
+    return LoadedModel(model, architecture, directory)
+
+
+def _directory_of(source: str | Path) -> Path:
+    directory = Path(source)
+    if directory.is_dir():
+        return directory
+    if directory.is_absolute() or str(source).count("/") != 1:
+        raise ValueError(f"{source} is no directory; give a Hugging Face model directory, or a hub name as OWNER/NAME")
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise ValueError(f"{source} is no directory, and huggingface_hub, which could fetch it, is missing") from error
+    return Path(snapshot_download(str(source), allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model"]))
+
+
+def _family_of(config: CheckpointConfig, directory: Path) -> ModuleType:
+    model_type = config.get("model_type")
+    if model_type not in FAMILIES:
+        raise ValueError(
+            f"{directory}: model_type {model_type!r} is not supported; supported are {', '.join(sorted(FAMILIES))}"
+        )
+    return FAMILIES[model_type]
+
+
+def _check_names(directory: Path, files: SafetensorsFiles, placements: Any, architecture: HybridArchitecture) -> None:
+    tied = {"lm_head.weight"} if architecture.tie_embeddings else set()  # some checkpoints write it all the same
+    unknown = sorted(files.names.keys() - placements.keys() - tied)
+    missing = sorted(placements.keys() - files.names.keys())
+    if unknown:
+        raise ValueError(f"{directory}: the checkpoint has {_listed(unknown)}, which the model has no place for")
+    if missing:
+        raise ValueError(f"{directory}: the checkpoint lacks {_listed(missing)}")
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    return f"{len(names)} tensors: {', '.join(names[:_NAMES_SHOWN])}{more}"

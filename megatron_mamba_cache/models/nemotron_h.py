@@ -1,0 +1,117 @@
+"""NemotronH checkpoints: one mixer a layer, Mamba, attention, MLP or mixture of experts."""
+
+from .architecture import AttentionShape, ExpertsShape, FeedForwardShape, HybridArchitecture, MambaShape
+from .checkpoint_config import CheckpointConfig
+from .layer_placements import Places, attention_places, ends_places, mamba_places, mlp_norm_place
+from .placement import Placement, Split
+
+_SYMBOLS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*", "mlp": "-", "moe": "E"}
+
+
+def architecture_of(config: CheckpointConfig) -> HybridArchitecture:
+    """Return the architecture that a NemotronH configuration describes."""
+    for name in ("attention_bias", "mlp_bias", "use_bias", "mamba_proj_bias"):
+        config.require(name, False, False)
+    config.require("mamba_hidden_act", "silu", "silu")
+    pattern = _pattern(config)
+    # transformers clamps time steps from below at time_step_min in its chunked form, and nowhere else; the limit that
+    # the model was trained under is this one.
+    limit = config.number_pair("time_step_limit", (0.0, float("inf")))
+    return HybridArchitecture(
+        pattern=pattern,
+        vocab_size=config.get("vocab_size"),
+        hidden_size=config.get("hidden_size"),
+        max_sequence_length=config.get("max_position_embeddings", 4096),
+        norm_eps=config.get("layer_norm_epsilon", 1e-5),
+        mamba=MambaShape(
+            num_heads=config.get("mamba_num_heads"),
+            head_dim=config.get("mamba_head_dim"),
+            state_dim=config.get("ssm_state_size"),
+            num_groups=config.get("n_groups"),
+            ssm_chunk_size=config.get("chunk_size", 128),
+            d_conv=config.get("conv_kernel", 4),
+            conv_bias=config.get("use_conv_bias", True),
+            time_step_limit=limit,
+        ),
+        attention=AttentionShape(
+            num_heads=config.get("num_attention_heads"),
+            num_kv_heads=config.get("num_key_value_heads"),
+            head_dim=config.get("head_dim", config.get("hidden_size") // config.get("num_attention_heads")),
+        ),
+        feed_forward=FeedForwardShape(
+            config.get("intermediate_size"), config.get("mlp_hidden_act", "relu2"), gated=False
+        ),
+        experts=_experts(config) if "E" in pattern else None,
+        tie_embeddings=config.get("tie_word_embeddings", False),
+    )
+
+
+def placements_of(architecture: HybridArchitecture) -> Places:
+    """Return where each tensor of a NemotronH checkpoint goes."""
+    names = {"embeddings": "backbone.embeddings.weight", "final_norm": "backbone.norm_f.weight"}
+    places = ends_places(architecture, {**names, "output": "lm_head.weight"})
+    for layer, symbol in enumerate(architecture.pattern):
+        prefix, norm = f"backbone.layers.{layer}.mixer.", f"backbone.layers.{layer}.norm.weight"
+        if symbol == "M":
+            places |= mamba_places(architecture, layer, prefix, norm)
+        elif symbol == "*":
+            places |= attention_places(architecture, layer, prefix, norm)
+        elif symbol == "-":
+            places |= {**_mlp(layer, prefix, "mlp."), **mlp_norm_place(layer, norm)}
+        else:
+            places |= {**_mixture(architecture, layer, prefix), **mlp_norm_place(layer, norm)}
+    return places
+
+
+def _pattern(config: CheckpointConfig) -> str:
+    kinds = config.get("layers_block_type", None)
+    if kinds is None:
+        return str(config.get("hybrid_override_pattern"))
+    unknown = sorted(set(kinds) - set(_SYMBOLS))
+    if unknown:
+        raise ValueError(f"layers_block_type has unknown kinds {unknown}; known are {sorted(_SYMBOLS)}")
+    return "".join(_SYMBOLS[kind] for kind in kinds)
+
+
+def _experts(config: CheckpointConfig) -> ExpertsShape:
+    config.require("norm_topk_prob", True, True)
+    config.require("moe_latent_size", None, None)
+    config.require("n_shared_experts", 1, 1)
+    top_k = config.get("num_experts_per_tok")
+    num_groups, top_groups = config.get("n_group", 1), config.get("topk_group", 1)
+    if top_k < 2 or (num_groups > 1 and top_k // top_groups != 2):
+        raise ValueError(
+            f"num_experts_per_tok={top_k} with n_group={num_groups} and topk_group={top_groups} is not supported: "
+            "Megatron routes alike only from 2 experts a token on, and with groups from exactly 2 a chosen group"
+        )
+    return ExpertsShape(
+        num_experts=config.get("n_routed_experts"),
+        top_k=top_k,
+        hidden_size=config.get("moe_intermediate_size"),
+        shared_hidden_size=config.get("moe_shared_expert_intermediate_size"),
+        score="sigmoid",
+        num_groups=num_groups,
+        top_groups=top_groups,
+        scaling=config.get("routed_scaling_factor", 1.0),
+    )
+
+
+def _mlp(layer: int, prefix: str, part: str) -> Places:
+    target = f"decoder.layers.{layer}.{part}"
+    return {
+        f"{prefix}up_proj.weight": (Placement(f"{target}linear_fc1.weight", Split(0)),),
+        f"{prefix}down_proj.weight": (Placement(f"{target}linear_fc2.weight", Split(1)),),
+    }
+
+
+def _mixture(architecture: HybridArchitecture, layer: int, prefix: str) -> Places:
+    assert architecture.experts is not None
+    router = f"decoder.layers.{layer}.mlp.router."
+    places = {
+        f"{prefix}gate.weight": (Placement(f"{router}weight"),),
+        f"{prefix}gate.e_score_correction_bias": (Placement(f"{router}expert_bias"),),
+        **_mlp(layer, f"{prefix}shared_experts.", "mlp.shared_experts."),
+    }
+    for expert in range(architecture.experts.num_experts):
+        places |= _mlp(layer, f"{prefix}experts.{expert}.", f"mlp.experts.local_experts.{expert}.")
+    return places

@@ -1,0 +1,98 @@
+"""Where a checkpoint's tensors go in a Megatron model, and what of them this tensor-parallel rank keeps."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How tensor-parallel ranks share a checkpoint tensor.
+
+    Args:
+        dim: The dimension that is split; None: every rank keeps all.
+        sections: Sizes along `dim` of the parts that are each split on their own; none: one part.
+    """
+
+    dim: int | None = None
+    sections: tuple[int, ...] = ()
+
+    def local(self, tensor: Tensor, rank: int, size: int) -> Tensor:
+        """Return this rank's part.
+
+        Raises:
+            ValueError: If a part does not divide by the number of ranks.
+        """
+        if self.dim is None or size == 1:
+            return tensor
+        parts = tensor.split(self.sections or tensor.shape[self.dim], dim=self.dim)
+        if any(part.shape[self.dim] % size for part in parts):
+            raise ValueError(f"parts {[part.shape[self.dim] for part in parts]} do not divide by {size} ranks")
+        return torch.cat([part.chunk(size, dim=self.dim)[rank] for part in parts], dim=self.dim)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """One destination of a checkpoint tensor.
+
+    Args:
+        target: Name of a Megatron parameter or buffer.
+        split: How ranks share what `select` returns.
+        select: The part of the checkpoint tensor that goes here.
+        view: The part of the rank's own target that it fills.
+    """
+
+    target: str
+    split: Split = Split()
+    select: Callable[[Tensor], Tensor] = _whole
+    view: Callable[[Tensor], Tensor] = _whole
+
+
+Placements = Mapping[str, tuple[Placement, ...]]
+"""Checkpoint tensor name → its destinations."""
+
+
+class ModelFiller:
+    """Fills a model's parameters and buffers from checkpoint tensors, and knows what is still empty."""
+
+    def __init__(self, model: nn.Module, placements: Placements, rank: int, size: int) -> None:
+        self._placements = placements
+        self._rank = rank
+        self._size = size
+        self._targets = {**dict(model.named_buffers()), **dict(model.named_parameters())}
+        needed = {placement.target for places in placements.values() for placement in places}
+        needed |= {name for name, _ in model.named_parameters()}
+        self._empty = {name: self._targets[name].numel() for name in needed}
+
+    @torch.no_grad()
+    def fill(self, name: str, tensor: Tensor) -> None:
+        """Copy a checkpoint tensor to where it goes.
+
+        Raises:
+            ValueError: If its shape is not what the model has there.
+        """
+        for placement in self._placements[name]:
+            local = placement.split.local(placement.select(tensor), self._rank, self._size)
+            part = placement.view(self._targets[placement.target].data)
+            if local.numel() != part.numel() or local.shape != part.shape:
+                local = _reshaped(name, local, part)
+            part.copy_(local)
+            self._empty[placement.target] -= part.numel()
+
+    def unfilled(self) -> list[str]:
+        """Return the names of parameters and buffers that lack values."""
+        return sorted(name for name, count in self._empty.items() if count)
+
+
+def _reshaped(name: str, local: Tensor, part: Tensor) -> Tensor:
+    # Attention's projections are rows of heads in a checkpoint, and groups of heads in the model.
+    same_rows = local.dim() == 2 and part.dim() == 4 and local.shape[1] == part.shape[3]
+    if same_rows and local.numel() == part.numel():
+        return local.reshape(part.shape)
+    raise ValueError(f"tensor {name} has shape {tuple(local.shape)} where the model has {tuple(part.shape)}")
