@@ -9,12 +9,12 @@ README = Path(__file__).parent / "README.md"
 setup(
     name="megatron-mamba-cache",
     version="0.1.0",
-    description="Prefix caching and speculative decoding for hybrid Mamba2 models on Megatron's dynamic inference",
+    description="Prefix caching for hybrid Mamba2 + attention models on Megatron's dynamic inference",
     long_description=README.read_text(encoding="utf-8") if README.exists() else "",
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["megatron_mamba_cache", "megatron_mamba_cache.*"]),
-    package_data={"megatron_mamba_cache": ["py.typed"]},
+    package_data={"megatron_mamba_cache": ["py.typed", "command_line/*.txt", "models/small_python_model/*"]},
     python_requires=">=3.11",
     install_requires=[
         "torch>=2.11,<2.14",
@@ -24,11 +24,13 @@ setup(
         "einops",
         "numpy",
         "packaging",
+        "safetensors",
+        "tokenizers",
         "tqdm",
     ],
     extras_require={
-        "test": ["pytest>=8", "pytest-xdist", "hypothesis", "ruff", "mypy"],
+        "test": ["pytest>=8", "pytest-xdist", "hypothesis", "ruff", "mypy", "transformers>=5"],
         "server": ["fastapi", "uvicorn", "prometheus-client", "pyzmq", "msgpack"],
-        "hf": ["transformers", "safetensors", "huggingface_hub"],
+        "hf": ["transformers>=5", "huggingface_hub"],
     },
 )

@@ -1,8 +1,8 @@
 """Does the example write the same tokens on a GPU as on a CPU?
 
-Runs examples/generate.py in fp32 once on each device and compares the tokens of every request. Where two differ, a
-float64 model that shares no code with the package says whether its best two tokens were closer than 1e-5 there:
-rounding may then choose either.
+Runs examples/generate.py in fp32 once on each device, with the random model, and compares the tokens of every request.
+Where two differ, a float64 model that shares no code with the package says whether its best two tokens were closer than
+1e-5 there: rounding may then choose either.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def run_example(device: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "out.json"
         script = [sys.executable, str(ROOT / "examples" / "generate.py")]
-        flags = ["--device", device, "--dtype", "fp32", "--top-k", "1", "--output-path", str(output)]
+        flags = ["--random-model", "--device", device, "--dtype", "fp32", "--top-k", "1", "--output-path", str(output)]
         subprocess.run([*script, *flags], check=True, stdout=subprocess.DEVNULL)
         result: dict[str, Any] = json.loads(output.read_text())
         return result
@@ -61,10 +61,10 @@ def _speed(run: dict[str, Any]) -> dict[str, float]:
 
 def _is_a_tie(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
     sys.path.insert(0, str(ROOT))
-    from megatron_mamba_cache.command_line.built_in_model import built_in_model
+    from megatron_mamba_cache.models.random_hybrid import random_hybrid_model
     from tests.oracle import HybridOracle
 
-    oracle = HybridOracle.from_megatron(built_in_model("fp32").model)
+    oracle = HybridOracle.from_megatron(random_hybrid_model())
     checks = [oracle.check_greedy(r["prompt_tokens"], r["generated_tokens"], MARGIN) for r in (ours, theirs)]
     return all(check.first_mismatch is None for check in checks)
 

@@ -1,9 +1,10 @@
 """The settings of the cache: one frozen, validated value, and its command-line arguments."""
 
-import math
 from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass
+from typing import Literal
 
+_MOST_GB = 2**20
 _STATE_DTYPES = ("model", "fp32", "bf16")
 
 
@@ -21,8 +22,8 @@ class CacheConfig:
         prefix_caching: Whether prompts reuse cached prefixes [--no-prefix-caching turns it off].
         prefix_caching_mamba_gb: Memory for cached Mamba states, beside one live state a request
             [--inference-dynamic-batching-prefix-caching-mamba-gb].
-        boundary_stride: None caches the boundaries that a prompt suggests; n adds every n-th block boundary, so
-            that 1 means all of them.
+        boundary_stride: None caches the boundaries that a prompt suggests; n adds every n-th block boundary, and
+            "all", like 1, every one.
         align_prefill_chunks: End a prefill chunk on the last block boundary inside the step's token budget.
         max_requests, max_tokens, max_sequence_length: Limits of a step and of a request.
         chunked_prefill: Whether a prompt may be prefilled over several steps.
@@ -38,7 +39,7 @@ class CacheConfig:
     paused_buffer_size_gb: float | None = None
     prefix_caching: bool = True
     prefix_caching_mamba_gb: float = 1.0
-    boundary_stride: int | None = None
+    boundary_stride: int | Literal["all"] | None = None
     align_prefill_chunks: bool = True
     max_requests: int = 64
     max_tokens: int = 8192
@@ -50,13 +51,16 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         for name in ("block_size_tokens", "max_requests", "max_tokens", "max_sequence_length"):
-            _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+            value = getattr(self, name)
+            _require(type(value) is int and value >= 1, name, value, "an int of at least 1")
         states, paused, total = self.prefix_caching_mamba_gb, self.paused_buffer_size_gb, self.buffer_size_gb
-        _require(0 < total < math.inf, "buffer_size_gb", total, "more than 0 and finite")
-        _require(0 <= states < math.inf, "prefix_caching_mamba_gb", states, "0 or more and finite")
+        _require(0 < total < _MOST_GB, "buffer_size_gb", total, f"more than 0 and below {_MOST_GB}")
+        _require(0 <= states < _MOST_GB, "prefix_caching_mamba_gb", states, f"from 0 to below {_MOST_GB}")
         _require(paused is None or 0 <= paused < total, "paused_buffer_size_gb", paused, f"from 0 to below {total}")
         stride = self.boundary_stride
-        _require(stride is None or stride >= 1, "boundary_stride", stride, "None or at least 1 block")
+        is_count = type(stride) is int and stride >= 1
+        _require(stride in (None, "all") or is_count, "boundary_stride", stride, "None, 'all' or an int of at least 1")
+        _require(isinstance(self.weights_version, str), "weights_version", self.weights_version, "a str")
         allowed_tokens = f"at least max_requests={self.max_requests}"
         _require(self.max_tokens >= self.max_requests, "max_tokens", self.max_tokens, allowed_tokens)
         for name in ("ssm_state_dtype", "conv_state_dtype"):

@@ -19,6 +19,8 @@ class CacheCounters:
     admissions_deferred: int = 0  # steps a request waited for a prefix that another was computing
     requests_paused: int = 0
     requests_evicted: int = 0
+    states_evicted: int = 0  # from memory that a suspend has dropped; a snapshot adds the present one's
+    kv_blocks_evicted: int = 0  # likewise
     steps: int = 0
     steps_aborted: int = 0
 
@@ -28,8 +30,6 @@ class CacheSnapshot:
     """One look at the cache: the counters so far and what every slot and block is used for."""
 
     counters: CacheCounters
-    states_evicted: int
-    kv_blocks_evicted: int
     state_slots: dict[str, int] = field(default_factory=dict)  # by owner
     kv_blocks: dict[str, int] = field(default_factory=dict)  # by kind
 
@@ -37,8 +37,6 @@ class CacheSnapshot:
         """Return plain JSON types."""
         return {
             **asdict(self.counters),
-            "states_evicted": self.states_evicted,
-            "kv_blocks_evicted": self.kv_blocks_evicted,
             "state_slots": dict(self.state_slots),
             "kv_blocks": dict(self.kv_blocks),
         }

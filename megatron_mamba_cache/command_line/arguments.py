@@ -2,14 +2,13 @@
 
 import math
 from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
 from typing import NoReturn
 
 from ..config import CacheConfig
+from .default_settings import DEFAULTS_IN_WORDS
 from .usage_error import UsageError
 
-_NO_CHECKPOINTS = (
-    "loading checkpoints is not supported in this version; run without it to use the built-in random model"
-)
 _NO_SPECULATION = "speculative decoding is not supported in this version; run without it"
 _NO_GRAPHS = "CUDA graphs are not supported in this version; leave it out or set it to 0"
 
@@ -19,16 +18,6 @@ _SIZE_FLAGS = {
     "inference_dynamic_batching_block_size": "block_size_tokens",
     "inference_dynamic_batching_buffer_size_gb": "buffer_size_gb",
     "inference_dynamic_batching_prefix_caching_mamba_gb": "prefix_caching_mamba_gb",
-}
-
-# For the built-in model: KV blocks for 16 requests of full length, and some 800 states.
-_BUILT_IN_SETTINGS = {
-    "block_size_tokens": 64,
-    "buffer_size_gb": 0.0625,
-    "prefix_caching_mamba_gb": 0.03125,
-    "max_requests": 16,
-    "max_tokens": 1024,
-    "max_sequence_length": 8192,
 }
 
 
@@ -73,23 +62,20 @@ def name_flag(message: str) -> str:
     return f"{flag_of(setting)}: {message}" if known else message
 
 
-def cache_config(arguments: Namespace) -> CacheConfig:
-    """Return the settings that the flags describe, small ones where they say nothing.
+def cache_config(arguments: Namespace, settings: Mapping[str, object]) -> CacheConfig:
+    """Return the settings that the flags describe, `settings` where they say nothing.
 
     Raises:
         UsageError: Naming the flag.
     """
     try:
-        return CacheConfig.from_arguments(arguments, **_BUILT_IN_SETTINGS)
+        return CacheConfig.from_arguments(arguments, **settings)
     except ValueError as error:
         raise UsageError(name_flag(str(error))) from error
 
 
 def check_generate_arguments(arguments: Namespace) -> None:
     """Raise `UsageError` for a value that can never work, or a flag of a later version."""
-    for name in ("hf_model", "load"):
-        if getattr(arguments, name) is not None:
-            raise UsageError(f"{flag_of(name)}: {_NO_CHECKPOINTS}")
     if arguments.drafter is not None:
         raise UsageError(f"--drafter: {_NO_SPECULATION}")
     _check_absent(arguments, "num_speculative_tokens", _NO_SPECULATION)
@@ -102,6 +88,7 @@ def check_generate_arguments(arguments: Namespace) -> None:
     for name in _SIZE_FLAGS:
         if getattr(arguments, name) is not None:
             _check_range(arguments, name, 0, math.inf, "a finite number, 0 or more")
+    cache_config(arguments, {})
 
 
 def _check_absent(arguments: Namespace, name: str, reason: str) -> None:
@@ -118,8 +105,9 @@ def _check_range(arguments: Namespace, name: str, low: float, high: float, allow
 
 def _add_generate_arguments(parser: ArgumentParser) -> None:
     model = parser.add_argument_group("model").add_mutually_exclusive_group()
-    model.add_argument("--hf-model", metavar="DIR", help="Hugging Face directory (not in this version)")
-    model.add_argument("--load", metavar="DIR", help="Megatron checkpoint directory (not in this version)")
+    model.add_argument("--hf-model", metavar="DIR", help="Hugging Face model directory")
+    model.add_argument("--load", metavar="DIR", help="Megatron distributed checkpoint directory")
+    model.add_argument("--random-model", action="store_true", help="a small model with random weights, built here")
     prompts = parser.add_argument_group("prompts and results")
     prompts.add_argument(
         "--prompts",
@@ -132,7 +120,7 @@ def _add_generate_arguments(parser: ArgumentParser) -> None:
     machine = parser.add_argument_group("machine")
     machine.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     machine.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of the weights (default: fp32)")
-    cache = parser.add_argument_group("cache")
+    cache = parser.add_argument_group("cache", DEFAULTS_IN_WORDS)
     CacheConfig.add_arguments(cache)  # type: ignore[arg-type]
     later = parser.add_argument_group("not in this version")
     later.add_argument("--num-speculative-tokens", type=int, default=0, metavar="K", help="0 only")
@@ -142,7 +130,7 @@ def _add_generate_arguments(parser: ArgumentParser) -> None:
 
 def _add_sampling_arguments(group: object) -> None:
     add = group.add_argument  # type: ignore[attr-defined]
-    add("--num-tokens-to-generate", type=int, default=32, metavar="N", help="where a line says none (default: 32)")
+    add("--num-tokens-to-generate", type=int, default=64, metavar="N", help="where a line says none (default: 64)")
     add("--temperature", type=float, default=1.0, metavar="T", help="default: 1.0; 0 is greedy")
     add("--top-k", type=int, default=1, metavar="K", help="default: 1, which is greedy; 0 is off")
     add("--top-p", type=float, default=0.0, metavar="P", help="default: 0, which is off")

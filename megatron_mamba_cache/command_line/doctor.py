@@ -7,9 +7,10 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
+from .model_choice import has_shipped_model
 from .quiet import quiet_libraries
 
-_VERSIONS = ("torch", "triton", "megatron-core")
+_VERSIONS = ("torch", "triton", "megatron-core", "safetensors", "tokenizers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ KERNELS = (
         "norm",
         "mamba_mixer",
         ("GatedGroupRMSNorm",),
-        "in the mixer; other norms are those of the model's spec, torch's in the built-in model",
+        "in the mixer; other norms are those of the model's spec, torch's in models that the command loads",
     ),
     KernelChoice("scan", "mamba_mixer", ("ssd_scan_ref", "state_update_ref"), "no other in this version"),
 )
@@ -45,7 +46,7 @@ _UNUSED = {
     "flashinfer": "attention runs the torch kernel",
     "mamba_ssm": "the scan runs the torch kernel",
     "causal_conv1d": "the convolution runs the torch kernel",
-    "transformer_engine": "by the built-in model; a spec of yours that names its layers keeps them",
+    "transformer_engine": "by models that the command loads; a spec of yours that names its layers keeps them",
 }
 
 
@@ -62,6 +63,7 @@ def _diagnosis() -> Iterator[str]:
     for name in _VERSIONS:
         yield f"{name:<18} {_version_of(name) or 'not installed'}"
     yield f"this package       {_import_state()}"
+    yield f"default model      {_default_model()}"
     yield "\nkernels in use (all plain torch, on the CPU and on CUDA)"
     for kernel in KERNELS:
         yield f"  {kernel.operation:<16} {', '.join(kernel.functions)}: {kernel.reason}"
@@ -69,6 +71,7 @@ def _diagnosis() -> Iterator[str]:
     for name, reason in _UNUSED.items():
         yield f"  {name:<18} {_package_state(name, reason)}"
     yield f"  {'apex':<18} {_apex_state()}"
+    yield f"  {'transformers':<18} {_transformers_state()}"
 
 
 def _device() -> str:
@@ -88,6 +91,18 @@ def _import_state() -> str:
     except Exception as error:  # a broken installation raises anything
         return f"cannot be used: {_one_line(error)}"
     return "ready"
+
+
+def _default_model() -> str:
+    if has_shipped_model():
+        return "the small model of Python source that ships; --random-model builds one with random weights"
+    return "random weights, built when needed; the trained model is not part of this installation"
+
+
+def _transformers_state() -> str:
+    purpose = "chat templates, and tokenizers without a tokenizer.json"
+    found = _version_of("transformers")
+    return f"not installed; needed for {purpose}" if found is None else f"{found}, used for {purpose}"
 
 
 def _package_state(name: str, reason: str) -> str:

@@ -3,9 +3,11 @@
 import sys
 from argparse import Namespace
 
-from .arguments import cache_config, check_generate_arguments
+from .arguments import check_generate_arguments
 from .built_in_prompts import built_in_lines
 from .device import select_device
+from .editing_sessions import editing_lines
+from .model_choice import chosen_directory, require_token_ids
 from .output_file import check_writable
 from .prompts import read_prompts
 from .quiet import quiet_libraries
@@ -18,9 +20,11 @@ def generate(arguments: Namespace) -> int:
         UsageError: On a bad flag, file, line or device.
     """
     check_generate_arguments(arguments)
-    config = cache_config(arguments)
+    directory = chosen_directory(arguments)
     has_file = arguments.prompts is not None
-    lines = read_prompts(arguments.prompts) if has_file else built_in_lines()
+    lines = read_prompts(arguments.prompts) if has_file else built_in_lines() if directory is None else editing_lines()
+    if directory is not None:
+        directory.check_prompts(lines, arguments.prompts)
     if arguments.output_path is not None:
         check_writable(arguments.output_path)
     if arguments.top_k == 1 and (arguments.temperature != 1 or arguments.top_p):
@@ -32,5 +36,7 @@ def generate(arguments: Namespace) -> int:
         from .process_groups import own_process_groups
 
         with own_process_groups():
-            generation = Generation(arguments, config, device)
+            generation = Generation(arguments, directory, device)
+            if directory is not None and not generation.reads_text:  # a model of the hub, which was not there before
+                require_token_ids(lines, arguments.prompts, directory.path)
             return generation.run(lines) if has_file else generation.run_and_compare(lines)

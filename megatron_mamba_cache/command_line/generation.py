@@ -1,4 +1,4 @@
-"""Run lines on the built-in model and print what came of it."""
+"""Run lines on a model and print what came of it."""
 
 import sys
 from argparse import Namespace
@@ -8,11 +8,18 @@ from dataclasses import replace
 from tqdm import tqdm
 
 from ..config import CacheConfig
-from .built_in_model import built_in_model, engine_for
+from ..mcore.build import TokenIdTokenizer
+from ..mcore.model_shape import HybridModelShape
+from .arguments import cache_config
 from .comparison import comparison_lines, first_difference
+from .default_settings import default_settings
+from .later_turns import LaterTurns
+from .model_choice import ModelDirectory
 from .output_file import write_output
 from .prompts import PromptLine
 from .quiet import own_warnings_hidden
+from .ready_model import engine_for, ready_model
+from .replies import reply_lines
 from .report import reason_for_no_skip, summary_line, table_lines, text_lines
 from .request_runner import RequestRunner, SamplingFlags
 from .results import RequestRecord, RunResult
@@ -23,8 +30,11 @@ EXIT_OUTPUTS_DIFFER = 1
 class Generation:
     """One model and the flags that requests run with."""
 
-    def __init__(self, arguments: Namespace, config: CacheConfig, device: str) -> None:
-        self._config = config
+    def __init__(self, arguments: Namespace, directory: ModelDirectory | None, device: str) -> None:
+        self._model = ready_model(directory, arguments.dtype)
+        model = self._model.model
+        settings = default_settings(HybridModelShape.of(model), model.max_sequence_length)
+        self._config = config = cache_config(arguments, settings)
         self._seed = arguments.seed
         self._output_path = arguments.output_path
         self._is_exact = arguments.dtype == "fp32"
@@ -32,15 +42,21 @@ class Generation:
         self._sampling = SamplingFlags(
             arguments.num_tokens_to_generate, arguments.temperature, arguments.top_k, arguments.top_p
         )
-        self._model = built_in_model(arguments.dtype)
         print(f"{self._model.description}, on {device}")
-        print("Its weights are random, so the text below is noise; what the cache saves is real.\n")
+        if directory is None:
+            print("Its weights are random, so the text below is noise; what the cache saves is real.")
+        print()
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether prompts may be text."""
+        return not isinstance(self._model.tokenizer, TokenIdTokenizer)
 
     def run(self, lines: Sequence[PromptLine]) -> int:
         """Run the lines once, report, and return the exit status."""
         result = self._run_engine(lines, self._config, "generating")
-        self._report(lines, result)
-        self._write(result)
+        later = self._report(lines, result)
+        self._write(result, **later.as_dict())
         return 0
 
     def run_and_compare(self, lines: Sequence[PromptLine]) -> int:
@@ -51,11 +67,12 @@ class Generation:
             self._run_engine(lines[:1], replace(self._config, prefix_caching=False), "warming up")
             uncached = self._run_engine(lines, replace(self._config, prefix_caching=False), "without cache")
         cached = self._run_engine(lines, self._config, "with cache")
-        self._report(lines, cached)
+        later = self._report(lines, cached)
         print("\nThe same requests with and without the cache:")
         _print_all(comparison_lines(cached, uncached))
         difference = first_difference(cached, uncached)
-        self._write(cached, outputs_identical=difference is None, without_cache=uncached.summary())
+        comparison = {"outputs_identical": difference is None, "without_cache": uncached.summary()}
+        self._write(cached, **later.as_dict(), **comparison)
         if difference is None:
             print(f"outputs identical: all {len(cached.completed)} requests that ran")
             return 0
@@ -72,15 +89,22 @@ class Generation:
         with tqdm(total=wanted, desc=title, unit="token", file=sys.stderr, leave=False, disable=None) as bar:
             return RequestRunner(engine, self._model.tokenizer, self._sampling, bar.update).run(lines)
 
-    def _report(self, lines: Sequence[PromptLine], result: RunResult) -> None:
+    def _report(self, lines: Sequence[PromptLine], result: RunResult) -> LaterTurns:
         prompts = [self._prompt_text(record) for record in result.records]
-        _print_all(text_lines(result.records, prompts))
+        if self._model.writes_text:
+            _print_all(reply_lines(lines, result.records, prompts))
+        else:
+            _print_all(text_lines(result.records, prompts))
         print()
         _print_all(table_lines(result.records))
         print(f"\n{summary_line(result)}")
+        later = LaterTurns.of(lines, result.records)
+        if later.prompt_tokens:
+            print(later)
         reason = reason_for_no_skip(result, self._config)
         if reason is not None:
             print(f"nothing was skipped: {reason}")
+        return later
 
     def _prompt_text(self, record: RequestRecord) -> str:
         return self._model.tokenizer.detokenize(record.prompt_tokens)

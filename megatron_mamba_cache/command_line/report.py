@@ -56,9 +56,9 @@ def reason_for_no_skip(result: RunResult, config: CacheConfig) -> str | None:
         return f"no prompt is longer than a block of {block} tokens; lower --inference-dynamic-batching-block-size"
     if len(result.completed) == 1:
         return "a single request has no earlier one to share a prefix with"
-    if counters.states_skipped_no_room or result.cache.states_evicted:
+    if counters.states_skipped_no_room or counters.states_evicted:
         return (
-            f"states found no room ({counters.states_skipped_no_room} not stored, {result.cache.states_evicted} "
+            f"states found no room ({counters.states_skipped_no_room} not stored, {counters.states_evicted} "
             "evicted); raise --inference-dynamic-batching-prefix-caching-mamba-gb"
         )
     if counters.prompt_tokens_matched:

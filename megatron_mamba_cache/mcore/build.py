@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from megatron.core import parallel_state
 from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron.core.inference.model_inference_wrappers.inference_wrapper_config import InferenceWrapperConfig
 
@@ -30,6 +31,17 @@ class TokenIdTokenizer:
         return " ".join(str(token) for token in tokens)
 
 
+def _check_one_rank() -> None:
+    sizes = {
+        "tensor": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
+        "context": parallel_state.get_context_parallel_world_size(),
+    }
+    for name, size in sizes.items():
+        if size > 1:
+            raise ValueError(f"{name} parallel size is {size}; this version runs a model on one rank only")
+
+
 def build_engine(
     model: Any,
     config: CacheConfig | None = None,
@@ -51,6 +63,7 @@ def build_engine(
         ValueError: If the model is no hybrid, lacks the caching modules, or the settings do not fit it.
     """
     config = config or CacheConfig()
+    _check_one_rank()
     shape = HybridModelShape.of(model)
     if model.config.cuda_graph_impl != "none":
         raise ValueError(f"cuda_graph_impl is {model.config.cuda_graph_impl!r}; only 'none' is supported")

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from ..config import CacheConfig
+from ..errors import CacheCapacityError
 from ..metrics import CacheCounters
 from ..policy.admission import AdmissionRules
 from ..policy.boundaries import BoundaryRule
@@ -40,25 +41,31 @@ class CacheMemory:
         num_slots = config.max_requests
         if config.prefix_caching:
             num_slots = layout.num_slots_in(config.prefix_caching_mamba_gb, config.max_requests)
-        self.slots = SlotPool(num_slots)
-        self.state_pool = StatePool(layout, num_slots, device)
-        self.blocks = _block_allocator(context, config, self.slots)
-        # Zeros, not garbage: attention masks what lies past a row's end, and masked NaN would still be NaN.
-        self.kv_buffer = torch.zeros(
-            (
-                2,  # key and value
-                context.num_attention_layers,
-                self.blocks.total_count,
-                config.block_size_tokens,
-                context.num_attention_heads_per_partition,
-                context.hidden_size_per_attention_head,
-            ),
-            dtype=context.params_dtype,
-            device=device,
+        total_blocks = _num_blocks(context, config)
+        kv_shape = (
+            2,  # key and value
+            context.num_attention_layers,
+            total_blocks,
+            config.block_size_tokens,
+            context.num_attention_heads_per_partition,
+            context.hidden_size_per_attention_head,
         )
+        # Memory before bookkeeping: an impossible budget fails here, not after lists of its size are filled.
+        try:
+            self.state_pool = StatePool(layout, num_slots, device)
+            self.kv_buffer = torch.zeros(kv_shape, dtype=context.params_dtype, device=device)
+        except (RuntimeError, MemoryError) as error:
+            raise CacheCapacityError(
+                f"cannot allocate {num_slots * layout.slot_bytes / 2**30:.3g} GiB of states and "
+                f"{total_blocks * context.block_size_bytes / 2**30:.3g} GiB of KV blocks; lower "
+                "--inference-dynamic-batching-prefix-caching-mamba-gb or --inference-dynamic-batching-buffer-size-gb"
+            ) from error
+        self.slots = SlotPool(num_slots)
+        self.blocks = _block_allocator(context, config, total_blocks, self.slots)
         self.step_buffers = StepBuffers(_step_limits(config, shape.ssm_chunk_size, context.max_kv_block_count), device)
         self.geometry = StepGeometry(config.block_size_tokens, shape.ssm_chunk_size, self.blocks.dummy_block_idx)
-        rule = BoundaryRule(config.block_size_tokens, config.boundary_stride)
+        stride = 1 if config.boundary_stride == "all" else config.boundary_stride
+        rule = BoundaryRule(config.block_size_tokens, stride)
         self.prefix_cache = PrefixCache(
             self.blocks.pool,
             self.slots,
@@ -70,7 +77,7 @@ class CacheMemory:
         self.slot_allocator = MambaSlotAllocator.over_pool(context, self.state_pool, self.slots, rule, reservations)
 
 
-def _block_allocator(context: Any, config: CacheConfig, slots: SlotPool) -> KVBlockAllocator:
+def _num_blocks(context: Any, config: CacheConfig) -> int:
     total = int(config.buffer_size_gb * 2**30) // context.block_size_bytes
     if total < 2:
         raise ValueError(
@@ -78,9 +85,13 @@ def _block_allocator(context: Any, config: CacheConfig, slots: SlotPool) -> KVBl
             f"{context.block_size_bytes} bytes, and 2 are needed: set --inference-dynamic-batching-buffer-size-gb to "
             f"at least {2 * context.block_size_bytes / 2**30:.6f}"
         )
+    return total
+
+
+def _block_allocator(context: Any, config: CacheConfig, total: int, slots: SlotPool) -> KVBlockAllocator:
     paused_gb = config.buffer_size_gb / 4 if config.paused_buffer_size_gb is None else config.paused_buffer_size_gb
     paused = min(int(paused_gb * 2**30) // context.block_size_bytes, total - 2)
-    return KVBlockAllocator(context, total, paused, on_evict=slots.drop)
+    return KVBlockAllocator(context, total, paused, on_evict=slots.drop, block_size=config.block_size_tokens)
 
 
 def _step_limits(config: CacheConfig, ssm_chunk_size: int, max_blocks: int) -> StepLimits:

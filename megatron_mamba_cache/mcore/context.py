@@ -28,7 +28,7 @@ from ..policy.requests import Candidate, RequestSpec, RunningRequest
 from ..state.step_batch import StepBatch, lay_out_step
 from .cache_memory import CacheMemory
 from .model_shape import HybridModelShape
-from .request_spec import spec_of
+from .request_spec import is_encodable, spec_of
 from .step_reader import StepReader
 
 
@@ -84,6 +84,9 @@ class MambaCacheContext(StepReader):
 
     def deallocate_all_tensors(self) -> None:
         """Drop the cache and its memory; every running request loses its state and must be prefilled again."""
+        if self._memory is not None:
+            self.counters.states_evicted += self._memory.slots.num_evicted
+            self.counters.kv_blocks_evicted += self._memory.blocks.pool.num_evicted
         self.rows = []
         self._step = None
         self._memory = None
@@ -110,6 +113,8 @@ class MambaCacheContext(StepReader):
                 this is all that changes.
         """
         if weights_version is not None:
+            if not is_encodable(weights_version):
+                raise ValueError(f"weights_version is {weights_version!r}; it must be Unicode text")
             self.weights_version = weights_version
         if self.is_tensor_state_allocated:
             self.cache.flush(self.weights_version)
@@ -128,7 +133,7 @@ class MambaCacheContext(StepReader):
             age: See `PrefixCache.admit`.
         """
         if len(self.rows) >= self.max_requests:
-            return Refusal.NO_SLOT
+            return Refusal.NO_ROW
         plan = self.cache.plan(candidate, budget)
         if isinstance(plan, Refusal):
             self.counters.admissions_deferred += plan is Refusal.WAITS_FOR_PREFIX
@@ -232,6 +237,7 @@ class MambaCacheContext(StepReader):
         laid_out = () if self._step is None else self._step.rows
         lost = [*laid_out, *(row for row in self.rows if row.scheduled and row not in laid_out)]
         self._drop([row for row in self.rows if row in lost])
+        torch.cuda.synchronize()  # nothing was read back that orders the next step's buffer after this one's copy
         self._step = None
         self.counters.steps_aborted += 1
         self._count_rows()

@@ -5,6 +5,7 @@ reads memory statistics; each gets the nearest thing a CPU has.
 """
 
 import time
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ def install() -> None:
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
     torch.cuda.Event = WallClockEvent  # type: ignore[misc,assignment]
     torch.cuda.synchronize = _ignore
-    torch.cuda.memory_stats = lambda *_, **__: {"allocated_bytes.all.current": 0, "reserved_bytes.all.current": 0}
+    torch.cuda.memory_stats = lambda *_, **__: defaultdict(int)  # type: ignore[assignment,return-value]
     torch.cuda.nvtx.range_push = dynamic_engine.range_push = _ignore  # type: ignore[assignment]
     torch.cuda.nvtx.range_pop = dynamic_engine.range_pop = _ignore  # type: ignore[assignment]
 

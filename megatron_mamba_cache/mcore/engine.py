@@ -13,7 +13,7 @@ from ..policy.requests import Candidate, RequestSpec
 from .context import MambaCacheContext
 from .controller import MambaCacheController
 from .hit_rate_hint import HitRateHint
-from .request_spec import contradiction_in, fault_of, spec_of
+from .request_spec import contradiction_in, fault_of, is_encodable, spec_of
 from .scheduler import StepScheduler
 
 _REMEMBERED_REQUESTS = 65_536
@@ -68,30 +68,42 @@ class MambaCacheEngine(DynamicInferenceEngine):
         """
         if request_id in self.requests:
             raise ValueError(f"request id {request_id} is in use; give each request an id of its own")
-        self._states[request_id] = _RequestState(self._default_seed(request_id) if seed is None else seed, tenant)
+        if not (isinstance(request_id, int) and 0 <= request_id < 2**63):
+            raise ValueError(f"request id is {request_id!r}; it must be an int from 0 to 2**63 - 1")
+        own_seed = self._default_seed(request_id) if seed is None else seed
+        if not isinstance(own_seed, int) or not is_encodable(tenant):
+            raise ValueError(f"seed is {seed!r}, tenant {tenant!r}; seed must be an int or None, tenant Unicode text")
+        self._states[request_id] = _RequestState(own_seed, tenant)
         try:
             return super().add_request(request_id, prompt, sampling_params or SamplingParams())
-        except BaseException:  # a prompt that is no token ids
-            del self._states[request_id]
+        except BaseException:  # for instance a prompt that is no token ids: leave no trace of it
+            self._states.pop(request_id, None)
+            self.requests.pop(request_id, None)
+            if request_id in self.waiting_request_ids:
+                self.waiting_request_ids.remove(request_id)
             raise
 
     def _add_request(self, request: Any) -> asyncio.Future:
         """Validate a request and put it at the end of the queue, or fail it alone."""
         request_id, sampling = request.request_id, request.sampling_params
-        state = self._states.setdefault(request_id, _RequestState(self._default_seed(request_id)))
+        self._states.setdefault(request_id, _RequestState(self._default_seed(request_id)))
         fault = contradiction_in(sampling, self.context.materialize_only_last_token_logits)
         if fault is not None:
             return self._refuse(request, fault)
         future = super()._add_request(request)
         sampling.num_tokens_total = None  # folded into num_tokens_to_generate; both at once is an error on resuming
         spec = self._spec_of(request)
-        num_blocks = self.context.block_allocator.total_count - 1
+        num_blocks = self.context.max_blocks_of_a_request
         fault = fault_of(spec, self.context.cache_config, self.context.shape.vocab_size, num_blocks)
         if fault is not None or request.status is Status.FAILED:
             return self._refuse(request, fault or "Megatron refuses it")
-        state.candidate = self.context.candidate(spec)
         self._hint.note_prompt(spec.prompt_len)
         return future
+
+    def reset(self) -> None:
+        """Drop all requests; what is cached stays."""
+        self._states.clear()
+        super().reset()
 
     def has_unfinished_requests(self) -> bool:
         """Whether a request runs, waits, or has failed and is to be reported by the next step."""
@@ -114,7 +126,7 @@ class MambaCacheEngine(DynamicInferenceEngine):
         """Drop the context's memory; running requests start again after `resume`, oldest first, and lose no token."""
         if self.is_suspended:
             return
-        running = [row.request_id for row in self.context.rows]
+        running = [row.request_id for row in sorted(self.context.rows, key=lambda row: row.age)]
         waiting = list(self.waiting_request_ids)
         super().suspend()
         for request_id in self.requests.keys() - set(waiting):
@@ -148,6 +160,16 @@ class MambaCacheEngine(DynamicInferenceEngine):
                 self._queue_again([row.request_id for row in self.context.abort_step()])
             raise
 
+    async def async_bookkeep(self, step_result: Any, *args: Any, **settings: Any) -> Any:
+        """Report the step; a request whose caller has cancelled its future ends as any other."""
+        ending = list(self.failed_request_ids)
+        if step_result is not None:
+            ending += step_result["finished_request_ids"].tolist()
+        for request_id in ending:
+            if self.requests[request_id].future.done():
+                self.requests[request_id].future = self._loop.create_future()
+        return await super().async_bookkeep(step_result, *args, **settings)
+
     def post_process_requests(
         self, request_ids: Any, finished_request_ids: Any, evict_request_ids: Any, *args: Any, **settings: Any
     ) -> Any:
@@ -170,9 +192,9 @@ class MambaCacheEngine(DynamicInferenceEngine):
     def _queue_again(self, request_ids: list[int]) -> None:
         """Put requests back at the head of the queue, in the given order."""
         for request_id in reversed(request_ids):
+            self._restart(request_id)
             if request_id in self.waiting_request_ids:
                 self.waiting_request_ids.remove(request_id)
-            self._restart(request_id)
             self.waiting_request_ids.appendleft(request_id)
 
     def _restart(self, request_id: int) -> None:
@@ -183,7 +205,9 @@ class MambaCacheEngine(DynamicInferenceEngine):
             record.checkpoint()
             record[-1].status = Status.ACTIVE_AND_GENERATING_TOKENS
             record[-1].stop_word_ids = record[0].stop_word_ids
-            record[-1].sampling_params.skip_prompt_log_probs = True  # the record's first request has the prompt's
+            # The record's first request has the prompt's log-probs.
+            without_prompt = {"return_prompt_top_n_logprobs": False, "skip_prompt_log_probs": True}
+            record[-1].sampling_params.add_attributes(without_prompt)
         else:
             record[-1].prompt_log_probs = record[-1].generated_log_probs = None
             record[-1].prompt_top_n_logprobs = record[-1].generated_top_n_logprobs = None
@@ -220,6 +244,7 @@ class MambaCacheEngine(DynamicInferenceEngine):
         if request_id not in self.failed_request_ids:
             self.failed_request_ids.append(request_id)
         self._forget(request_id)
+        request.tpot = request.tpot or []
         request.status = Status.FAILED
         request.events.clear()
         request.add_event_error_nontransient(ContextOverflowError(request_id, reason, is_transient=False))

@@ -21,7 +21,8 @@ class KVBlockAllocator(BlockAllocator):
     Args:
         total_count: Blocks in the buffer, the dummy included: it takes writes that nobody reads.
         paused_count: Blocks that paused requests may keep.
-        on_evict: Called with each block that leaves the cache, before it is used again.
+        on_evict: Called with each block that leaves, before it is used again.
+        block_size: Tokens a block, the unit in which a worth function sees depth.
     """
 
     def __init__(
@@ -30,6 +31,8 @@ class KVBlockAllocator(BlockAllocator):
         total_count: int,
         paused_count: int,
         on_evict: Callable[[BlockId], None] = lambda _block: None,
+        *,
+        block_size: int = 1,
     ) -> None:
         # Megatron's constructor would fill a device tensor with free block ids; the pool keeps them on the host.
         self.context = context
@@ -42,7 +45,7 @@ class KVBlockAllocator(BlockAllocator):
                 f"{total_count} KV blocks, one of them a dummy and {paused_count} for paused requests, leave none to "
                 "run on; raise --inference-dynamic-batching-buffer-size-gb or lower paused_buffer_size_gb"
             )
-        self.pool = KVBlockPool(total_count - 1, on_evict=on_evict)
+        self.pool = KVBlockPool(total_count - 1, on_evict=on_evict, block_size=block_size)
         self._lent: Counter[BlockId] = Counter()
 
     @property
@@ -52,6 +55,8 @@ class KVBlockAllocator(BlockAllocator):
 
     def get_active_used(self) -> int:
         """Return the distinct blocks of running rows."""
+        if not any(row.is_paused for row in self.context.rows):
+            return self.pool.num_referenced - sum(count > 0 for count in self._lent.values())
         return len({block for row in self.context.rows if not row.is_paused for block in row.block_ids})
 
     def get_paused_used(self) -> int:

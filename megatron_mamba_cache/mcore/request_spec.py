@@ -1,11 +1,14 @@
 """Turn Megatron's request into what the cache needs to know, and say what is wrong with a bad one."""
 
+import math
 from typing import Any
 
 import numpy as np
 
 from ..config import CacheConfig
 from ..policy.requests import LogProbSettings, RequestSpec, SamplingSettings
+
+_SAMPLING_KINDS = {"temperature": (int, float), "top_p": (int, float), "top_k": (int,), "top_n_logprobs": (int,)}
 
 
 def spec_of(request: Any, *, seed: int = 0, tenant: str = "", num_replayed: int = 0) -> RequestSpec:
@@ -45,6 +48,10 @@ def contradiction_in(sampling: Any, only_last_logits: bool) -> str | None:
             f"num_tokens_to_generate={sampling.num_tokens_to_generate} and num_tokens_total="
             f"{sampling.num_tokens_total} are both set; set one of them to None"
         )
+    for name, kinds in _SAMPLING_KINDS.items():
+        value = getattr(sampling, name)
+        if isinstance(value, bool) or not isinstance(value, kinds):
+            return f"{name} is {value!r}; it must be a number of type {kinds[-1].__name__}"
     if sampling.top_n_logprobs > 0 and not sampling.return_log_probs:
         return f"top_n_logprobs={sampling.top_n_logprobs} needs return_log_probs=True"
     if sampling.return_log_probs and not sampling.skip_prompt_log_probs and only_last_logits:
@@ -62,29 +69,56 @@ def fault_of(spec: RequestSpec, config: CacheConfig, vocab_size: int, num_blocks
         num_blocks: KV blocks that one request can have at most.
     """
     prompt, sampling = spec.prompt, spec.sampling
+    limit, num_to_generate = config.max_sequence_length, spec.max_len - len(prompt)
+    if prompt.ndim != 1:
+        return f"the prompt has shape {prompt.shape}; one row of token ids is needed"
     if not len(prompt):
         return "the prompt is empty; at least 1 token is needed"
     worst = prompt.min() if prompt.min() < 0 else prompt.max()
     if not 0 <= worst < vocab_size:
         return f"token {worst} in the prompt is outside the vocabulary of {vocab_size} (0 to {vocab_size - 1})"
-    if spec.max_len < len(prompt):
-        return f"num_tokens_to_generate is {spec.max_len - len(prompt)}; it must be 0 or more"
-    if spec.max_len > config.max_sequence_length:
+    if len(prompt) >= limit:
+        return f"the prompt has {len(prompt)} tokens, which leaves none to generate below max_sequence_length={limit}"
+    if num_to_generate < 1:
+        return f"num_tokens_to_generate is {num_to_generate}; it must be 1 or more (num_tokens_total above the prompt)"
+    if spec.max_len > limit:
         return (
-            f"{len(prompt)} prompt tokens and {spec.max_len - len(prompt)} to generate make {spec.max_len}, above "
-            f"max_sequence_length={config.max_sequence_length}"
+            f"{len(prompt)} prompt tokens and {num_to_generate} to generate make {spec.max_len}, above "
+            f"max_sequence_length={limit}"
         )
-    needed = -(-spec.max_len // config.block_size_tokens)
+    needed = -(-(spec.max_len - 1) // config.block_size_tokens)  # the last token sampled is never computed
     if needed > num_blocks:
         return (
-            f"{spec.max_len} tokens need {needed} KV blocks and there are {num_blocks}; raise "
+            f"{spec.max_len - 1} tokens need {needed} KV blocks and there are {num_blocks}; raise "
             "--inference-dynamic-batching-buffer-size-gb"
         )
-    if not config.chunked_prefill and len(prompt) > config.max_tokens:
-        return f"the prompt has {len(prompt)} tokens, above max_tokens={config.max_tokens} without chunked prefill"
-    if not (sampling.temperature >= 0 and sampling.top_k >= 0 and 0 <= sampling.top_p <= 1):
+    if not config.chunked_prefill and spec.max_len - 1 > config.max_tokens:
+        # An interrupted request is prefilled again with what it generated, in one step too.
         return (
-            f"temperature={sampling.temperature}, top_k={sampling.top_k}, top_p={sampling.top_p}: needed are "
-            "temperature >= 0, top_k >= 0 and top_p from 0 to 1"
+            f"{len(prompt)} prompt tokens and {num_to_generate} to generate do not fit one step of max_tokens="
+            f"{config.max_tokens}, which they may have to without chunked prefill"
         )
-    return None
+    return _fault_of_sampling(sampling) or _fault_of_log_probs(spec.log_probs, vocab_size)
+
+
+def is_encodable(text: object) -> bool:
+    """Whether `text` is a str that UTF-8 can encode, as block keys do with it."""
+    try:
+        return isinstance(text, str) and bool(text.encode() or True)
+    except UnicodeEncodeError:
+        return False
+
+
+def _fault_of_sampling(sampling: SamplingSettings) -> str | None:
+    if 0 <= sampling.temperature < math.inf and 0 <= sampling.top_k < 2**31 and 0 <= sampling.top_p <= 1:
+        return None
+    return (
+        f"temperature={sampling.temperature}, top_k={sampling.top_k}, top_p={sampling.top_p}: needed are "
+        "temperature >= 0 and finite, top_k >= 0 and below 2**31, and top_p from 0 to 1"
+    )
+
+
+def _fault_of_log_probs(wish: LogProbSettings, vocab_size: int) -> str | None:
+    if 0 <= wish.top_n <= vocab_size:
+        return None
+    return f"top_n_logprobs is {wish.top_n}; it must be from 0 to the vocabulary's {vocab_size}"

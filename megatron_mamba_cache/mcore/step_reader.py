@@ -1,5 +1,7 @@
 """What the model, and Megatron's code around it, read of a context while a step runs. Nothing here changes a row."""
 
+from dataclasses import replace
+
 import torch
 from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext, TensorStateDeallocatedError
 from torch import Tensor
@@ -113,6 +115,29 @@ class StepReader(DynamicInferenceContext):
         """Return each row's log-probs of the tokens that follow, and all log-probs; see `selected_log_probs`."""
         return selected_log_probs(self.step, logits.squeeze(0), new_tokens, bool(only_last_token_logits))
 
+    def get_kvcache_utilization_stats(self) -> dict[str, float]:
+        """Return the counts and shares of KV blocks in use, under the names Megatron logs them by."""
+        total, available = max(self.block_allocator.total_count - 1, 1), self.block_allocator.total_avail
+        active = self.block_allocator.get_active_used()
+        return {
+            "total_blocks": total,
+            "allocated_blocks": total - available,
+            "active_unique_blocks": active,
+            "allocated_utilization": (total - available) / total,
+            "active_utilization": active / total,
+            "active_request_count": self.get_active_request_count(),
+            "paused_request_count": self.paused_request_count,
+            "block_count_avail": available,
+            "active_token_count": self.active_token_count,
+            "total_request_count": self.total_request_count,
+            "max_requests": self.max_requests,
+        }
+
+    @property
+    def max_blocks_of_a_request(self) -> int:
+        """KV blocks that one request can have at most; known while suspended too."""
+        return self.block_allocator.total_count - 1
+
     @property
     def memory_buffer(self) -> Tensor:
         """KV blocks: [2, layers, blocks, block size, kv heads, head dim]."""
@@ -140,11 +165,13 @@ class StepReader(DynamicInferenceContext):
 
     def snapshot(self) -> CacheSnapshot:
         """Return counters and what every slot and block is used for."""
-        memory = self.memory
+        memory, counters = self.memory, self.counters
         return CacheSnapshot(
-            counters=self.counters,
-            states_evicted=memory.slots.num_evicted,
-            kv_blocks_evicted=memory.blocks.pool.num_evicted,
+            counters=replace(
+                counters,
+                states_evicted=counters.states_evicted + memory.slots.num_evicted,
+                kv_blocks_evicted=counters.kv_blocks_evicted + memory.blocks.pool.num_evicted,
+            ),
             state_slots=memory.slots.count_by_owner(),
             kv_blocks=memory.blocks.count_by_kind(),
         )

@@ -5,15 +5,22 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from megatron.core.activations import squared_relu
 from megatron.core.models.mamba.mamba_model import MambaModel
 from megatron.core.transformer import TransformerConfig
+from torch import Tensor
 
 from ..mcore.local_spec import LocalSpecOptions, local_hybrid_spec
 from ..mcore.process_groups import initialize_single_process
 from ..mcore.specs import check_layer_pattern
 
-_ACTIVATIONS = {"relu2": squared_relu, "silu": F.silu, "gelu": F.gelu}
+
+def squared_relu(x: Tensor) -> Tensor:
+    """Return the square of what is positive; Megatron's own is compiled anew for each number of tokens."""
+    return F.relu(x).square()
+
+
+ACTIVATIONS = {"relu2": squared_relu, "silu": F.silu, "gelu": F.gelu}
+"""Names of activations in a checkpoint's configuration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +60,7 @@ class FeedForwardShape:
     """Sizes of the dense feed-forward layers; `gated` ones multiply the activation with a second projection."""
 
     hidden_size: int
-    activation: str  # relu2, silu or gelu
+    activation: str  # of ACTIVATIONS
     gated: bool
 
 
@@ -105,9 +112,13 @@ def build_hybrid_model(architecture: HybridArchitecture, dtype: torch.dtype) -> 
     """Build the model on the current device, in eval mode, its parameters not yet given values.
 
     Raises:
-        ValueError: If the layer pattern has an unknown symbol, or no Mamba or attention layer.
+        ValueError: If the layer pattern has an unknown symbol, or no Mamba or attention layer, or if heads cannot be
+            shared out to their groups.
     """
     check_layer_pattern(architecture.pattern)
+    _check_heads(architecture)
+    if "E" in architecture.pattern and architecture.experts is None:
+        raise ValueError(f"layer pattern {architecture.pattern!r} has experts (E), but their sizes are not given")
     initialize_single_process()
     mamba, rotary_base = architecture.mamba, architecture.attention.rotary_base
     options = LocalSpecOptions(
@@ -144,7 +155,7 @@ def transformer_config(architecture: HybridArchitecture, dtype: torch.dtype) -> 
         num_layers=len(architecture.pattern),
         hidden_size=architecture.hidden_size,
         ffn_hidden_size=feed_forward.hidden_size,
-        activation_func=_ACTIVATIONS[feed_forward.activation],
+        activation_func=ACTIVATIONS[feed_forward.activation],
         gated_linear_unit=feed_forward.gated,
         num_attention_heads=attention.num_heads,
         num_query_groups=attention.num_kv_heads,
@@ -168,6 +179,14 @@ def transformer_config(architecture: HybridArchitecture, dtype: torch.dtype) -> 
         gradient_accumulation_fusion=False,
         **routing,
     )
+
+
+def _check_heads(architecture: HybridArchitecture) -> None:
+    attention, mamba = architecture.attention, architecture.mamba
+    if attention.num_heads % attention.num_kv_heads:
+        raise ValueError(f"{attention.num_heads} attention heads do not divide by {attention.num_kv_heads} KV heads")
+    if mamba.num_heads % mamba.num_groups:
+        raise ValueError(f"{mamba.num_heads} Mamba heads do not divide by {mamba.num_groups} groups")
 
 
 def _routing(experts: ExpertsShape) -> dict[str, object]:

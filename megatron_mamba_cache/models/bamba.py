@@ -18,6 +18,7 @@ def architecture_of(config: CheckpointConfig) -> HybridArchitecture:
     """Return the architecture that a Bamba configuration describes; a layer of it is two of Megatron's."""
     for name in ("attention_bias", "mlp_bias", "mamba_proj_bias"):
         config.require(name, False, False)
+    config.require("hidden_act", "silu", "silu")  # the mixers' too
     attention_layers = set(config.get("attn_layer_indices", ()))
     layers = ("*" if layer in attention_layers else "M" for layer in range(config.get("num_hidden_layers")))
     return HybridArchitecture(
@@ -36,7 +37,7 @@ def architecture_of(config: CheckpointConfig) -> HybridArchitecture:
                 "partial_rotary_factor", config.get("partial_rotary_factor", 0.5)
             ),
         ),
-        feed_forward=FeedForwardShape(config.get("intermediate_size"), config.get("hidden_act", "silu"), gated=True),
+        feed_forward=FeedForwardShape(config.get("intermediate_size"), "silu", gated=True),
         tie_embeddings=config.get("tie_word_embeddings", False),
     )
 
@@ -78,7 +79,7 @@ def rotary_base(config: CheckpointConfig) -> float:
     rope = config.get("rope_parameters", config.get("rope_scaling", {}))
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
-        raise ValueError(f"rope_type {kind!r} is not supported, only 'default'")
+        raise config.error(f"rope_type={kind!r} is not supported, only 'default'")
     return float(rope.get("rope_theta", config.get("rope_theta", 10_000.0)))
 
 

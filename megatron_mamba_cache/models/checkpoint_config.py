@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ class CheckpointConfig:
         if value is not None:
             return value
         if default is _REQUIRED:
-            raise ValueError(f"{self._source} lacks {name!r}")
+            raise self.error(f"{name!r} is missing")
         return default
 
     def number_pair(self, name: str, default: tuple[float, float]) -> tuple[float, float]:
@@ -46,9 +46,25 @@ class CheckpointConfig:
 
     def require(self, name: str, allowed: Any, default: Any) -> None:
         """Raise `ValueError` unless a field has the one value that is supported."""
-        value = self.get(name, default)
-        if value != allowed:
-            raise ValueError(f"{self._source}: {name}={value!r} is not supported, only {allowed!r}")
+        self.one_of(name, (allowed,), default)
+
+    def one_of(self, name: str, allowed: Iterable[Any], default: Any = _REQUIRED) -> Any:
+        """Return a field that must have one of the values that are supported."""
+        value, allowed = self.get(name, default), tuple(allowed)
+        if value not in allowed:
+            raise self.error(f"{name}={value!r} is not supported, only {', '.join(map(repr, allowed))}")
+        return value
+
+    def each_of(self, name: str, known: Mapping[str, str]) -> list[str]:
+        """Return what the entries of a list stand for; every one must be known."""
+        entries = self.get(name)
+        if unknown := sorted(set(entries) - known.keys()):
+            raise self.error(f"{name} has unknown entries {unknown}; known are {sorted(known)}")
+        return [known[entry] for entry in entries]
+
+    def error(self, text: str) -> ValueError:
+        """Return an error that names the file."""
+        return ValueError(f"{self._source}: {text}")
 
     @staticmethod
     def _float(value: Any) -> float:

@@ -17,14 +17,12 @@ def architecture_of(config: CheckpointConfig) -> HybridArchitecture:
     """Return the architecture that a GraniteMoeHybrid configuration describes; a layer of it is two of Megatron's."""
     for name in ("attention_bias", "mamba_proj_bias"):
         config.require(name, False, False)
+    config.require("hidden_act", "silu", "silu")  # the mixers' too
     num_experts = config.get("num_local_experts", 0)
-    unknown = sorted(set(config.get("layer_types")) - set(_SYMBOLS))
-    if unknown:
-        raise ValueError(f"layer_types has unknown kinds {unknown}; known are {sorted(_SYMBOLS)}")
     feed_forward = "E" if num_experts else "-"
     position = config.get("position_embedding_type", None)
     return HybridArchitecture(
-        pattern="".join(f"{_SYMBOLS[kind]}{feed_forward}" for kind in config.get("layer_types")),
+        pattern="".join(f"{mixer}{feed_forward}" for mixer in config.each_of("layer_types", _SYMBOLS)),
         vocab_size=config.get("vocab_size"),
         hidden_size=config.get("hidden_size"),
         max_sequence_length=config.get("max_position_embeddings", 4096),
@@ -37,9 +35,7 @@ def architecture_of(config: CheckpointConfig) -> HybridArchitecture:
             scale=config.get("attention_multiplier", 1.0),
             rotary_base=rotary_base(config) if position == "rope" else None,
         ),
-        feed_forward=FeedForwardShape(
-            config.get("shared_intermediate_size"), config.get("hidden_act", "silu"), gated=True
-        ),
+        feed_forward=FeedForwardShape(config.get("shared_intermediate_size"), "silu", gated=True),
         experts=_experts(config) if num_experts else None,
         tie_embeddings=config.get("tie_word_embeddings", False),
         input_multiplier=config.get("embedding_multiplier", 1.0),

@@ -1,9 +1,8 @@
 """Load a Hugging Face checkpoint of a hybrid model into Megatron, ready for `build_engine`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -13,12 +12,13 @@ from tqdm import tqdm
 from . import bamba, granite_hybrid, nemotron_h
 from .architecture import HybridArchitecture, build_hybrid_model
 from .checkpoint_config import CheckpointConfig
-from .placement import ModelFiller
+from .placement import ModelFiller, Placements
 from .safetensors_files import SafetensorsFiles
 
 FAMILIES: dict[str, ModuleType] = {"nemotron_h": nemotron_h, "bamba": bamba, "granitemoehybrid": granite_hybrid}
 """`model_type` of a config → the module that knows its architecture and tensor names."""
 
+_OUTPUT = "lm_head.weight"
 _NAMES_SHOWN = 8
 
 
@@ -43,17 +43,15 @@ def load_hugging_face(source: str | Path, dtype: torch.dtype = torch.bfloat16) -
     """
     directory = _directory_of(source)
     config = CheckpointConfig.read(directory)
-    family = _family_of(config, directory)
-    architecture: HybridArchitecture = family.architecture_of(config)
+    family = FAMILIES[config.one_of("model_type", sorted(FAMILIES))]
     files = SafetensorsFiles(directory)
+    architecture = _with_own_output(family.architecture_of(config), files)
     placements = family.placements_of(architecture)
-    _check_names(directory, files, placements, architecture)
-    model = build_hybrid_model(architecture, dtype)
+    _check_names(directory, files, placements)
+    model = _built(architecture, dtype, directory)
     rank = parallel_state.get_tensor_model_parallel_rank()
     filler = ModelFiller(model, placements, rank, parallel_state.get_tensor_model_parallel_world_size())
-    for name, tensor in tqdm(files.tensors(), total=len(files.names), desc="loading", unit="tensor", disable=None):
-        if name in placements:
-            filler.fill(name, tensor)
+    _fill(filler, files)
     if unfilled := filler.unfilled():
         raise ValueError(f"{directory}: the checkpoint leaves {_listed(unfilled)} of the model without values")
     return LoadedModel(model, architecture, directory)
@@ -69,26 +67,42 @@ def _directory_of(source: str | Path) -> Path:
         from huggingface_hub import snapshot_download
     except ImportError as error:
         raise ValueError(f"{source} is no directory, and huggingface_hub, which could fetch it, is missing") from error
-    return Path(snapshot_download(str(source), allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model"]))
+    try:
+        return Path(snapshot_download(str(source), allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model"]))
+    except (OSError, ValueError) as error:  # huggingface_hub's errors are of these kinds
+        raise ValueError(f"{source} is no directory, and huggingface_hub cannot fetch it: {error}") from error
 
 
-def _family_of(config: CheckpointConfig, directory: Path) -> ModuleType:
-    model_type = config.get("model_type")
-    if model_type not in FAMILIES:
-        raise ValueError(
-            f"{directory}: model_type {model_type!r} is not supported; supported are {', '.join(sorted(FAMILIES))}"
-        )
-    return FAMILIES[model_type]
+def _with_own_output(architecture: HybridArchitecture, files: SafetensorsFiles) -> HybridArchitecture:
+    """Return the architecture untied if the checkpoint has output weights all the same, as transformers would use."""
+    return replace(architecture, tie_embeddings=architecture.tie_embeddings and _OUTPUT not in files.names)
 
 
-def _check_names(directory: Path, files: SafetensorsFiles, placements: Any, architecture: HybridArchitecture) -> None:
-    tied = {"lm_head.weight"} if architecture.tie_embeddings else set()  # some checkpoints write it all the same
-    unknown = sorted(files.names.keys() - placements.keys() - tied)
+def _check_names(directory: Path, files: SafetensorsFiles, placements: Placements) -> None:
+    unknown = sorted(files.names.keys() - placements.keys())
     missing = sorted(placements.keys() - files.names.keys())
     if unknown:
         raise ValueError(f"{directory}: the checkpoint has {_listed(unknown)}, which the model has no place for")
     if missing:
         raise ValueError(f"{directory}: the checkpoint lacks {_listed(missing)}")
+
+
+def _built(architecture: HybridArchitecture, dtype: torch.dtype, directory: Path) -> MambaModel:
+    try:
+        return build_hybrid_model(architecture, dtype)
+    except (ValueError, AssertionError) as error:
+        raise ValueError(f"{directory / 'config.json'} describes no model that Megatron builds: {error}") from error
+
+
+def _fill(filler: ModelFiller, files: SafetensorsFiles) -> None:
+    with tqdm(total=len(files.names), desc="loading", unit="tensor", disable=None) as progress:
+        for name, tensor in files.tensors():
+            try:
+                filler.fill(name, tensor)
+            except ValueError as error:
+                raise ValueError(f"{files.names[name]}: {error}") from error
+            del tensor  # or two are held while the next one is read
+            progress.update()
 
 
 def _listed(names: list[str]) -> str:

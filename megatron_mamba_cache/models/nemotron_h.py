@@ -1,6 +1,6 @@
 """NemotronH checkpoints: one mixer a layer, Mamba, attention, MLP or mixture of experts."""
 
-from .architecture import AttentionShape, ExpertsShape, FeedForwardShape, HybridArchitecture, MambaShape
+from .architecture import ACTIVATIONS, AttentionShape, ExpertsShape, FeedForwardShape, HybridArchitecture, MambaShape
 from .checkpoint_config import CheckpointConfig
 from .layer_placements import Places, attention_places, ends_places, mamba_places, mlp_norm_place
 from .placement import Placement, Split
@@ -39,7 +39,7 @@ def architecture_of(config: CheckpointConfig) -> HybridArchitecture:
             head_dim=config.get("head_dim", config.get("hidden_size") // config.get("num_attention_heads")),
         ),
         feed_forward=FeedForwardShape(
-            config.get("intermediate_size"), config.get("mlp_hidden_act", "relu2"), gated=False
+            config.get("intermediate_size"), config.one_of("mlp_hidden_act", ACTIVATIONS, "relu2"), gated=False
         ),
         experts=_experts(config) if "E" in pattern else None,
         tie_embeddings=config.get("tie_word_embeddings", False),
@@ -64,13 +64,9 @@ def placements_of(architecture: HybridArchitecture) -> Places:
 
 
 def _pattern(config: CheckpointConfig) -> str:
-    kinds = config.get("layers_block_type", None)
-    if kinds is None:
+    if config.get("layers_block_type", None) is None:
         return str(config.get("hybrid_override_pattern"))
-    unknown = sorted(set(kinds) - set(_SYMBOLS))
-    if unknown:
-        raise ValueError(f"layers_block_type has unknown kinds {unknown}; known are {sorted(_SYMBOLS)}")
-    return "".join(_SYMBOLS[kind] for kind in kinds)
+    return "".join(config.each_of("layers_block_type", _SYMBOLS))
 
 
 def _experts(config: CheckpointConfig) -> ExpertsShape:
@@ -80,7 +76,7 @@ def _experts(config: CheckpointConfig) -> ExpertsShape:
     top_k = config.get("num_experts_per_tok")
     num_groups, top_groups = config.get("n_group", 1), config.get("topk_group", 1)
     if top_k < 2 or (num_groups > 1 and top_k // top_groups != 2):
-        raise ValueError(
+        raise config.error(
             f"num_experts_per_tok={top_k} with n_group={num_groups} and topk_group={top_groups} is not supported: "
             "Megatron routes alike only from 2 experts a token on, and with groups from exactly 2 a chosen group"
         )

@@ -23,11 +23,14 @@ class Split:
         """Return this rank's part.
 
         Raises:
-            ValueError: If a part does not divide by the number of ranks.
+            ValueError: If the sections are not the tensor's, or a part does not divide by the number of ranks.
         """
         if self.dim is None or size == 1:
             return tensor
-        parts = tensor.split(self.sections or tensor.shape[self.dim], dim=self.dim)
+        length = tensor.shape[self.dim]
+        if self.sections and sum(self.sections) != length:
+            raise ValueError(f"dimension {self.dim} has {length} channels, and parts {list(self.sections)} are needed")
+        parts = tensor.split(self.sections or length, dim=self.dim)
         if any(part.shape[self.dim] % size for part in parts):
             raise ValueError(f"parts {[part.shape[self.dim] for part in parts]} do not divide by {size} ranks")
         return torch.cat([part.chunk(size, dim=self.dim)[rank] for part in parts], dim=self.dim)
@@ -75,24 +78,45 @@ class ModelFiller:
         """Copy a checkpoint tensor to where it goes.
 
         Raises:
-            ValueError: If its shape is not what the model has there.
+            ValueError: Naming it and both shapes, if its shape is not what the model has there.
         """
-        for placement in self._placements[name]:
-            local = placement.split.local(placement.select(tensor), self._rank, self._size)
-            part = placement.view(self._targets[placement.target].data)
-            if local.numel() != part.numel() or local.shape != part.shape:
-                local = _reshaped(name, local, part)
-            part.copy_(local)
-            self._empty[placement.target] -= part.numel()
+        places = self._placements[name]
+        for placement, part in zip(places, _selected(name, tensor, places), strict=True):
+            self._place(name, placement, part)
 
     def unfilled(self) -> list[str]:
         """Return the names of parameters and buffers that lack values."""
         return sorted(name for name, count in self._empty.items() if count)
 
+    def _place(self, name: str, placement: Placement, selected: Tensor) -> None:
+        part = placement.view(self._targets[placement.target].data)
+        try:
+            local = placement.split.local(selected, self._rank, self._size)
+        except (ValueError, IndexError) as error:
+            raise ValueError(f"tensor {name} of shape {_shape(selected)} cannot be split: {error}") from error
+        part.copy_(_reshaped(name, local, part))
+        self._empty[placement.target] -= part.numel()
+
+
+def _selected(name: str, tensor: Tensor, places: tuple[Placement, ...]) -> list[Tensor]:
+    """Return the part of each place; together they must be the whole tensor."""
+    try:
+        parts = [placement.select(tensor) for placement in places]
+    except IndexError:
+        parts = []
+    if sum(part.numel() for part in parts) != tensor.numel():
+        needed = f"{len(places)} of {_shape(tensor)[1:]}"
+        raise ValueError(f"tensor {name} has shape {_shape(tensor)} where the model has {needed}")
+    return parts
+
 
 def _reshaped(name: str, local: Tensor, part: Tensor) -> Tensor:
     # Attention's projections are rows of heads in a checkpoint, and groups of heads in the model.
-    same_rows = local.dim() == 2 and part.dim() == 4 and local.shape[1] == part.shape[3]
-    if same_rows and local.numel() == part.numel():
-        return local.reshape(part.shape)
-    raise ValueError(f"tensor {name} has shape {tuple(local.shape)} where the model has {tuple(part.shape)}")
+    needed = (part[..., 0].numel(), part.shape[-1]) if part.dim() == 4 else _shape(part)
+    if _shape(local) != needed:
+        raise ValueError(f"tensor {name} has shape {_shape(local)} where the model has {needed}")
+    return local.reshape(part.shape)
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(tensor.shape)

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+_INDEX = "model.safetensors.index.json"
+
 
 class SafetensorsFiles:
     """The tensors of `model.safetensors`, or of the shards its index names; headers are read on construction.
@@ -16,28 +18,31 @@ class SafetensorsFiles:
     """
 
     def __init__(self, directory: Path) -> None:
-        self._files = [directory / name for name in _file_names(directory)]
-        self.names: dict[str, Path] = {}
-        for path in self._files:
-            for name in _names_in(path):
-                self.names[name] = path
+        index = _index(directory)
+        files = sorted(set(index.values())) or ["model.safetensors"]
+        self._files = [directory / name for name in files]
+        self.names: dict[str, Path] = {name: path for path in self._files for name in _names_in(path)}
+        for name, file in index.items():
+            if self.names.get(name) != directory / file:
+                raise ValueError(f"{directory / file} lacks tensor {name}, which {_INDEX} says it has")
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every tensor with its name, on the CPU; only one is held at a time."""
+        """Yield every tensor with its name, on the CPU; none is held here."""
         for path in self._files:
             with _opened(path) as file:
                 for name in file.keys():  # noqa: SIM118  (no mapping)
                     yield name, file.get_tensor(name)
 
 
-def _file_names(directory: Path) -> list[str]:
-    index = directory / "model.safetensors.index.json"
-    if not index.exists():
-        return ["model.safetensors"]
+def _index(directory: Path) -> dict[str, str]:
+    """Return the file of each tensor; nothing where there are no shards."""
+    path = directory / _INDEX
+    if not path.exists():
+        return {}
     try:
-        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError) as error:
-        raise ValueError(f"{index} is no index of safetensors shards: {error!r}") from error
+        return dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no index of safetensors shards: {error!r}") from error
 
 
 def _names_in(path: Path) -> list[str]:

@@ -13,6 +13,7 @@ from .slot_pool import SlotPool
 class Refusal(Enum):
     """Why a request is not admitted in this step."""
 
+    NO_ROW = "max_requests requests run already"
     NO_TOKENS = "the step's token budget is used up"
     NO_BLOCKS = "not enough KV blocks"
     NO_SLOT = "no state slot until this step's states are published"
@@ -88,6 +89,7 @@ def plan_admission(
     """
     block_size = rules.boundaries.block_size
     match = match_prefix(prompt, kv, slots, block_size)
+    # One step of waiting is cheaper than computing even one block again.
     if prompt.may_skip and _reserved_beyond(prompt, match.skip_tokens, reserved_keys, block_size):
         return Refusal.WAITS_FOR_PREFIX
     if not has_live_slot_beside(match, slots, block_size):

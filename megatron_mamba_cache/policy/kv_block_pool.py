@@ -15,8 +15,8 @@ def _ignore_eviction(_block: BlockId) -> None:
 class KVBlockPool:
     """Blocks 0 to num_blocks - 1, each free, referenced, or cached: registered under a key and held by nobody.
 
-    Registered blocks form trees along their sequences. Who holds a block holds its ancestors too, so that whatever is
-    cached can be evicted, leaves first. Time is logical: it advances by one with each call that uses blocks.
+    Registered blocks form trees along their sequences. Who holds a block holds its ancestors too, so that all that is
+    cached can be evicted, leaves first. Time is logical: one tick for each call that uses blocks.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class KVBlockPool:
         """Start with every block free.
 
         Args:
-            on_evict: Called once for each block that loses its key, after it lost it and before it is used again.
+            on_evict: Called with each block that leaves, registered or not, before it is used again.
             block_size: Tokens a block, the unit in which `worth` sees depth.
 
         Raises:
@@ -105,7 +105,7 @@ class KVBlockPool:
         return self._tree.depth(block)
 
     def num_available_beside(self, blocks: Sequence[BlockId]) -> int:
-        """Return what `num_available` would be if these blocks were acquired first. Mutates nothing."""
+        """Return what `num_available` would be if these blocks were acquired first."""
         return self.num_available - len({block for block in blocks if not self._refs[block]})
 
     def allocate(self, num_blocks: int) -> list[BlockId]:
@@ -153,8 +153,7 @@ class KVBlockPool:
         now = self._tick()
         for block in blocks:
             self._last_used[block] = now
-        for block in emptied:
-            self._file(block)
+        self._file_all(emptied)
 
     def touch(self, blocks: Sequence[BlockId], time: int | None = None) -> None:
         """Set the last use of the blocks to `time`, by default to now. Later uses count as later than `time`."""
@@ -188,12 +187,11 @@ class KVBlockPool:
             self._last_used[block] = now
             return block
         self._add_reference(known, now)
-        for emptied in self._drop_references([block]):
-            self._file(emptied)
+        self._file_all(self._drop_references([block]))
         return known
 
     def flush(self) -> None:
-        """Forget every key: cached blocks become free, held ones unregistered; each is reported to `on_evict`."""
+        """Forget every key: cached blocks become free, held ones unregistered; `on_evict` hears of each."""
         registered = self._tree.blocks()
         self._tree = BlockTree(self._num_blocks)
         self._evictable.clear()
@@ -236,14 +234,16 @@ class KVBlockPool:
                 emptied.append(block)
         return emptied
 
-    def _file(self, block: BlockId) -> None:
-        """Put a block without references where it belongs: free, or cached."""
-        if block not in self._tree:
-            self._free.append(block)
-            return
-        self._num_cached += 1
-        if self._tree.is_leaf(block):
-            self._evictable.push(block, self._entry(block))
+    def _file_all(self, emptied: Sequence[BlockId]) -> None:
+        """Put blocks without references where they belong: free, or cached."""
+        for block in emptied:
+            if block not in self._tree:
+                self._free.append(block)
+                self._on_evict(block)
+                continue
+            self._num_cached += 1
+            if self._tree.is_leaf(block):
+                self._evictable.push(block, self._entry(block))
 
     def _evict_one(self) -> None:
         block = BlockId(self._evictable.pop())

@@ -197,6 +197,9 @@ class PrefixCache:
                 raise CacheIntegrityError(f"block {block}: {self.kv.num_refs(block)} references, {count} rows hold it")
         if self.kv.num_referenced != len(refs):
             raise CacheIntegrityError(f"{self.kv.num_referenced} blocks referenced, rows hold {len(refs)}")
+        stray = [block for block in self.slots.cached_blocks() if self.kv.key_of(block) is None]
+        if stray:
+            raise CacheIntegrityError(f"blocks {stray} have a cached state but no key")
         owners, num_reserved = self.slots.count_by_owner(), sum(len(row.reserved) for row in rows)
         if (owners["live"], owners["reserved"]) != (len(rows), num_reserved):
             raise CacheIntegrityError(f"slots {owners}, but {len(rows)} rows with {num_reserved} reservations")

@@ -78,6 +78,10 @@ class SlotPool:
         """Return the slot with the cached state at the end of the block."""
         return self._slot_of.get(block)
 
+    def cached_blocks(self) -> list[BlockId]:
+        """Return the blocks that have a cached state."""
+        return list(self._slot_of)
+
     def is_pinned(self, block: BlockId) -> bool:
         """Return whether the block's state may not be evicted now."""
         return block in self._pins

@@ -85,10 +85,15 @@ class MambaSlotAllocator:
     def allocate_slots_batch(self, block_ids: Sequence[int]) -> list[int]:
         """Give each block a slot, evicting the least worthy states if needed; the same block twice gets one slot.
 
+        The caller fills a new slot before anybody may look for it: in an engine, before the next step.
+
         Raises:
             CacheCapacityError: If there are too few slots; nothing has changed then.
+            ValueError: If a block id is negative.
         """
         blocks = [BlockId(int(block)) for block in block_ids]
+        if blocks and min(blocks) < 0:
+            raise ValueError(f"block ids {blocks} hold a negative one; padding has no slot")
         held = [block for block in dict.fromkeys(blocks) if self.slots.slot_of(block) is not None]
         missing = [block for block in dict.fromkeys(blocks) if self.slots.slot_of(block) is None]
         available = self.slots.num_available - sum(not self.slots.is_pinned(block) for block in held)
@@ -153,6 +158,8 @@ class MambaSlotAllocator:
 
     def store_from_live_batch(self, slots: Sequence[int], request_indices: Sequence[int]) -> None:
         """Copy the live states of requests to slots, all layers and state types."""
+        if slots and min(slots) < 0:
+            raise ValueError(f"slots {list(slots)} hold a negative one; padding takes no state")
         for slot, request_idx in zip(slots, request_indices, strict=True):
             live = self._live_slot(request_idx)
             self.state_pool.conv[:, slot].copy_(self.context.mamba_conv_states[:, live])
@@ -226,11 +233,13 @@ class MambaSlotAllocator:
     def commit_intermediate_states(self) -> None:
         """Publish the boundary states that the forward (or its graph replay) has written; nobody may write them now."""
         for stored in self._stored.values():
-            for item in stored:
+            while stored:  # one by one, so that a failure leaves the rest as reserved as it is
+                item = stored[0]
                 if self.has_state(item.block):
                     self.slots.cancel(item.slot)
                 else:
                     self.slots.publish(item.slot, item.block)
+                del stored[0]
         self._stored.clear()
         self._reservations.commit()
 

@@ -76,8 +76,10 @@ def lay_out_step(rows: Sequence[RunningRequest], buffers: StepBuffers, geometry:
 def _write_tokens(rows: Sequence[RunningRequest], buffers: StepBuffers, geometry: StepGeometry) -> None:
     ids, positions = buffers.host("token_ids"), buffers.host("token_positions")
     blocks, offsets = buffers.host("token_blocks"), buffers.host("token_offsets")
+    table = buffers.host_block_table()
     start = 0
-    for row in rows:
+    for index, row in enumerate(rows):
+        table[index, : len(row.block_ids)] = row.block_ids
         first, end = row.computed, row.computed + row.scheduled
         packed = slice(start, start + row.scheduled)
         start = packed.stop
@@ -88,7 +90,7 @@ def _write_tokens(rows: Sequence[RunningRequest], buffers: StepBuffers, geometry
         block_index = at // geometry.block_size
         # A block that was found in the cache holds these tokens' KV already and may be in use by others.
         shared = block_index < row.num_shared_blocks
-        blocks[packed] = np.where(shared, geometry.dummy_block, np.asarray(row.block_ids, np.int32)[block_index])
+        blocks[packed] = np.where(shared, geometry.dummy_block, table[index, block_index])
 
 
 def _write_rows(rows: Sequence[RunningRequest], buffers: StepBuffers) -> None:
@@ -100,9 +102,6 @@ def _write_rows(rows: Sequence[RunningRequest], buffers: StepBuffers) -> None:
     buffers.host("last_tokens")[:num_rows] = cu_query[1 : num_rows + 1] - 1
     buffers.host("kv_lengths")[:num_rows] = [row.computed + row.scheduled for row in rows]
     buffers.host("decode_slots")[:num_rows] = [PAD_SLOT if row.is_prefilling else row.live_slot for row in rows]
-    table = buffers.host_block_table()
-    for index, row in enumerate(rows):
-        table[index, : len(row.block_ids)] = row.block_ids
 
 
 def _write_sampling(rows: Sequence[RunningRequest], buffers: StepBuffers) -> None:

@@ -45,7 +45,7 @@ def run_process(*arguments: object, cwd: Path, import_first: Path | None = None)
         env={**os.environ, "PYTHONPATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     return Finished(done.returncode, done.stdout, done.stderr)

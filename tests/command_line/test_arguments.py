@@ -15,8 +15,10 @@ KV = "--inference-dynamic-batching-buffer-size-gb"
 STATES = "--inference-dynamic-batching-prefix-caching-mamba-gb"
 
 BAD_FLAGS = [
-    (["--hf-model", "folder"], "--hf-model: loading checkpoints is not supported in this version"),
-    (["--load", "folder"], "--load: loading checkpoints is not supported in this version"),
+    (["--hf-model", "no-folder"], "--hf-model: no-folder is no directory"),
+    (["--load", "no-folder"], "--load: cannot read no-folder"),
+    (["--hf-model", "a", "--load", "b"], "--load: not allowed with argument --hf-model"),
+    (["--load", "a", "--random-model"], "--random-model: not allowed with argument --load"),
     (["--num-speculative-tokens", "2"], "--num-speculative-tokens 2: speculative decoding is not supported"),
     (["--num-speculative-tokens", "-1"], "--num-speculative-tokens is -1"),
     (["--drafter", "prompt-lookup"], "--drafter: speculative decoding is not supported"),
@@ -54,7 +56,7 @@ BAD_FOR_THE_MODEL = [
 ]
 
 
-@pytest.mark.parametrize(("flags", "message"), BAD_FLAGS + BAD_FOR_THE_MODEL)
+@pytest.mark.parametrize(("flags", "message"), BAD_FLAGS + [(["--random-model", *f], m) for f, m in BAD_FOR_THE_MODEL])
 def test_a_bad_flag_ends_with_one_line(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     finished = run_here(capsys, *flags)
     assert finished.status == 2
@@ -101,7 +103,7 @@ def test_the_output_file_stays_as_it_was_when_a_later_check_fails(
     old, new = tmp_path / "old.json", tmp_path / "new.json"
     old.write_text("kept")
     for path in (old, new):
-        assert run_here(capsys, "--output-path", path, BLOCK, 100).status == 2
+        assert run_here(capsys, "--random-model", "--output-path", path, BLOCK, 100).status == 2
     assert old.read_text() == "kept" and not new.exists()
 
 

@@ -16,6 +16,9 @@ def test_the_example_skips_tokens_and_changes_no_output(tmp_path: Path) -> None:
     assert summary["outputs_identical"] is True
     assert summary["cached_tokens"] > summary["prompt_tokens"] / 2
     assert summary["computed_tokens"] < summary["without_cache"]["computed_tokens"] / 2
+    later = summary["later_turns"]
+    assert later["cached_tokens"] >= 0.8 * later["prompt_tokens"] > 0
+    assert f"skipped {later['cached_tokens']} of {later['prompt_tokens']} prompt tokens" in finished.stdout
     assert f"skipped {summary['cached_tokens']} of {summary['prompt_tokens']} prompt tokens" in finished.stdout
 
 

@@ -25,8 +25,8 @@ def run_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..
     def run(lines: list[dict[str, object]], *flags: object) -> Finished:
         file = tmp_path / "lines.jsonl"
         file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        fixed = ("--prompts", file, "--output-path", tmp_path / "output.json", "--num-tokens-to-generate", NUM_TOKENS)
-        return run_here(capsys, *fixed, *flags)
+        files = ("--prompts", file, "--output-path", tmp_path / "output.json")
+        return run_here(capsys, "--random-model", *files, "--num-tokens-to-generate", NUM_TOKENS, *flags)
 
     return run
 
@@ -161,7 +161,8 @@ def test_outputs_that_differ_end_with_status_1_and_name_the_request(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(generation, "first_difference", lambda *_: Difference(3, 1, 7, 8))
-    finished = run_here(capsys, "--num-tokens-to-generate", 1)
+    flags = ("--random-model", "--num-tokens-to-generate", 1)
+    finished = run_here(capsys, *flags)
     assert finished.status == 1
     assert "request 3 is the first that differs" in finished.stderr and "identical" not in finished.stdout
-    assert run_here(capsys, "--num-tokens-to-generate", 1, "--dtype", "bf16").status == 0
+    assert run_here(capsys, *flags, "--dtype", "bf16").status == 0

@@ -1,6 +1,7 @@
 """Reading a file of prompts."""
 
 import json
+from os.path import commonprefix
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_mamba_cache.command_line.built_in_prompts import built_in_lines
+from megatron_mamba_cache.command_line.editing_sessions import editing_lines
 from megatron_mamba_cache.command_line.prompts import PromptLine, parse_line, read_prompts
 from megatron_mamba_cache.command_line.usage_error import UsageError
 
@@ -90,3 +92,23 @@ def test_built_in_turns_extend_the_turns_before_them() -> None:
             assert line.prompt.startswith(latest.get(line.session, "You answer")) and line.prompt not in latest.values()
             latest[line.session] = line.prompt
     assert len(latest) == 3
+
+
+def test_editing_turns_extend_the_turns_before_them_and_share_a_long_file() -> None:
+    latest: dict[str | int, list[str]] = {}
+    for line in editing_lines():
+        assert line.session is not None and isinstance(line.prompt, str)
+        turns = latest.setdefault(line.session, [])
+        assert not turns or (line.prompt.startswith(turns[-1]) and line.prompt != turns[-1])
+        turns.append(line.prompt)
+    assert len(latest) >= 3 and all(len(turns) >= 4 for turns in latest.values())
+    shared = commonprefix([turns[0] for turns in latest.values()])
+    assert shared.startswith("# file: ") and shared.count("\n") > 120
+
+
+def test_every_editing_prompt_is_python_up_to_its_last_statement() -> None:
+    for line in editing_lines():
+        shared, edited = str(line.prompt).split("\n\n# file: ")
+        compile(shared, "shared", "exec")
+        is_open = edited.endswith(":\n")
+        compile("# file: " + edited + (" " * 40 + "pass\n" if is_open else ""), "edited", "exec", dont_inherit=True)

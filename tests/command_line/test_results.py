@@ -6,6 +6,9 @@ import pytest
 
 from megatron_mamba_cache import CacheConfig
 from megatron_mamba_cache.command_line.comparison import Difference, first_difference
+from megatron_mamba_cache.command_line.later_turns import LaterTurns
+from megatron_mamba_cache.command_line.prompts import PromptLine
+from megatron_mamba_cache.command_line.replies import reply_lines
 from megatron_mamba_cache.command_line.report import reason_for_no_skip, table_lines, text_lines
 from megatron_mamba_cache.command_line.results import RequestRecord, RunResult
 from megatron_mamba_cache.metrics import CacheCounters, CacheSnapshot
@@ -16,7 +19,7 @@ LONG = RequestRecord(0, [1] * 100, [7, 8, 9], latency_s=1.0, time_to_first_token
 
 def result_of(*records: RequestRecord, states_evicted: int = 0, **counters: int) -> RunResult:
     numbered = [replace(record, request_id=number) for number, record in enumerate(records)]
-    return RunResult(numbered, CacheSnapshot(CacheCounters(**counters), states_evicted, 0), 2.0)
+    return RunResult(numbered, CacheSnapshot(CacheCounters(states_evicted=states_evicted, **counters)), 2.0)
 
 
 def test_the_reason_for_no_skip_fits_what_happened() -> None:
@@ -67,3 +70,38 @@ def test_the_first_difference_is_found(theirs: list[int], expected: Difference |
     cached = result_of(LONG, LONG, LONG)
     uncached = result_of(LONG, replace(LONG, generated_tokens=theirs), replace(LONG, generated_tokens=theirs))
     assert first_difference(cached, uncached) == expected
+
+
+def test_only_turns_that_ran_after_the_first_of_their_session_count_as_later() -> None:
+    sessions = ["a", None, "a", "b", "a", None]
+    lines = [PromptLine(number, "", session=session) for number, session in enumerate(sessions)]
+    records = [replace(LONG, cached_tokens=number) for number in range(6)]
+    assert LaterTurns.of(lines, records) == LaterTurns(prompt_tokens=200, cached_tokens=2 + 4)
+    records[4].error = "why"
+    assert LaterTurns.of(lines, records) == LaterTurns(prompt_tokens=100, cached_tokens=2)
+    assert "skipped 2 of 100 prompt tokens (2.0 %)" in str(LaterTurns(100, 2))
+
+
+def reply_to(prompt: str, text: str, **changes: object) -> list[str]:
+    return list(reply_lines([PromptLine(0, prompt)], [replace(LONG, text=text, **changes)], [prompt]))
+
+
+def test_a_reply_continues_the_line_where_its_prompt_ends() -> None:
+    assert reply_to("a\nb\nc\nd\ne", "f\n\ng") == ["request 0", "  | b", "  | c", "  | d", "  > ef", "  > ", "  > g"]
+    assert reply_to("a\n", "b") == ["request 0", "  | a", "  > b"]
+    assert reply_to("a", "b", error="why") == ["request 0 failed: why"]
+
+
+def test_long_replies_are_cut_and_control_characters_escaped() -> None:
+    shown = reply_to("", "\n".join(["\x1b[31m\r\u202e\t" + "x" * 1000] * 50))
+    assert len(shown) < 20 and "38 lines more" in shown[-1]
+    assert all(line.isascii() and line.isprintable() and len(line) < 150 for line in shown)
+
+
+def test_of_a_session_the_last_reply_is_shown() -> None:
+    sessions = ["a", "b", "a", None, "b"]
+    lines = [PromptLine(number, "", session=session) for number, session in enumerate(sessions)]
+    records = [replace(LONG, request_id=number) for number in range(5)]
+    shown = list(reply_lines(lines, records, [""] * 5))
+    assert [line for line in shown if line.startswith("request")] == ["request 2", "request 3", "request 4"]
+    assert "2 more" in shown[-1]

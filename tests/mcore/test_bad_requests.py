@@ -35,7 +35,7 @@ BAD_REQUESTS: dict[str, tuple[list[int], SamplingParams, tuple[str, ...]]] = {
     "token beyond 32 bits": ([5, 2**40, 6], greedy(4), (str(2**40), "0 to 95")),
     "too many tokens for the KV pool": (
         some_tokens(300),
-        greedy(21),
+        greedy(22),
         ("321", "21 KV blocks", "20", "--inference-dynamic-batching-buffer-size-gb"),
     ),
     "negative number of tokens": (some_tokens(5), greedy(-1), ("-1", "num_tokens_to_generate")),
@@ -79,7 +79,7 @@ def test_bad_request_fails_alone_with_one_clear_error(name: str) -> None:
 def test_prompt_too_long_for_one_step_fails_without_chunked_prefill() -> None:
     run = start_run(chunked_prefill=False)
     run.add(0, some_tokens(65))
-    run.add(1, some_tokens(64))
+    run.add(1, some_tokens(40))
     run.finish()
     assert all(word in failure_reason(run.finished[0]) for word in ("65", "max_tokens=64"))
     assert failure_reason(run.finished[1]) is None
@@ -203,3 +203,38 @@ def test_engine_refuses_a_model_without_the_caching_modules(monkeypatch: pytest.
 def test_another_megatron_core_is_refused() -> None:
     with pytest.raises(ImportError, match=r"0\.17\.0.*0\.16\.1"):
         mcore._check_megatron_core("0.17.0")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"tenant": None}, {"tenant": "\ud800"}, {"seed": 1.5}, {"request_id": 2**70}, {"request_id": -1}],
+    ids=str,
+)
+def test_request_refused_to_its_caller_leaves_no_trace(settings: dict[str, Any]) -> None:
+    run = start_run()
+    run.add(0, some_tokens(40), 6)
+    request_id = settings.pop("request_id", 9)
+    with pytest.raises(ValueError, match=r"tenant|request id"):
+        run.engine.add_request(request_id, some_tokens(5), greedy(4), **settings)
+    assert list(run.engine.requests) == [0]
+    run.finish()
+    run.assert_matches_oracle([0]).assert_few_stops()
+
+
+@pytest.mark.parametrize(
+    ("sampling", "words"),
+    [
+        (greedy(4, top_k=2**31), ("top_k=2147483648", "below 2**31")),
+        (greedy(4, temperature=None), ("temperature", "None")),
+        (greedy(4, top_n_logprobs=10**6, return_log_probs=True, skip_prompt_log_probs=True), ("1000000", "96")),
+        (greedy(0), ("num_tokens_to_generate is 0", "1 or more")),
+    ],
+    ids=["top_k", "temperature", "top_n_logprobs", "no tokens"],
+)
+def test_sampling_that_no_step_could_run_fails_alone(sampling: SamplingParams, words: tuple[str, ...]) -> None:
+    run = start_run()
+    run.add(0, some_tokens(40), 6)
+    run.engine.add_request(1, some_tokens(5), sampling)
+    run.finish()
+    assert all(word in failure_reason(run.finished[1]) for word in words), failure_reason(run.finished[1])
+    run.assert_matches_oracle([0]).assert_few_stops()

@@ -180,3 +180,32 @@ def test_request_ends_at_its_length(num_tokens: int) -> None:
     run.run(0, some_tokens(112 - num_tokens), num_tokens)
     assert len(run.tokens(0)) == num_tokens
     run.assert_exact()
+
+
+def test_request_added_while_suspended_runs_after_resuming() -> None:
+    run = EngineRun.start(tiny_hybrid(), cache_config(tiny_hybrid().sizes))
+    run.add(0, some_tokens(50), 6)
+    run.step()
+    run.engine.suspend()
+    run.add(1, some_tokens(20, seed=1), 6)
+    run.engine.resume()
+    run.finish()
+    run.assert_matches_oracle().assert_few_stops()
+    run.assert_nothing_held()
+
+
+def test_future_cancelled_by_its_caller_costs_nobody_a_token() -> None:
+    run = EngineRun.start(tiny_hybrid(), cache_config(tiny_hybrid().sizes))
+    run.add(0, some_tokens(20), 3)
+    run.add(1, some_tokens(30, seed=2), 12)
+    run.engine.requests[0].future.cancel()
+    run.finish()
+    run.assert_matches_oracle().assert_few_stops()
+
+
+def test_stride_all_keeps_every_boundary() -> None:
+    sizes = tiny_hybrid().sizes
+    run = EngineRun.start(tiny_hybrid(), cache_config(sizes, boundary_stride="all"))
+    block = run.context.block_size_tokens
+    run.run(0, some_tokens(4 * block + 1), 2)
+    assert run.context.snapshot().state_slots["cached"] == 4

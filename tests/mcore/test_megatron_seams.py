@@ -67,6 +67,7 @@ PINNED: dict[type, dict[str, str]] = {
         "deallocate_all_tensors": "(self)",
         "has_unfinished_requests": "(self)",
         "initialize_attention_state": "(self, *, construct_graph_dimensions=None)",
+        "get_kvcache_utilization_stats": "(self)",
         "is_decode_only": "(self)",
         "is_static_batching": "(self)",
         "key_value_cache": "(self, layer_number)",
@@ -93,6 +94,7 @@ PINNED: dict[type, dict[str, str]] = {
         "track_paused_request_events=False, enable_chunked_prefill=True, inference_logging_step_interval=0, "
         "pg_collection=None)",
         "_add_request": "(self, request)",
+        "async_bookkeep": "async (self, step_result, context_state, step_time, step_count)",
         "_check_stop_words_for_request_post_append": "(self, request)",
         "_notify_cond_for_new_request": "async (self)",
         "add_request": "(self, request_id, prompt, sampling_params=None)",
@@ -101,6 +103,7 @@ PINNED: dict[type, dict[str, str]] = {
         "has_unfinished_requests": "(self)",
         "post_process_requests": "(self, request_ids, finished_request_ids, evict_request_ids, step_time, sample, "
         "log_probs, top_n_logprobs=None)",
+        "reset": "(self)",
         "schedule_waiting_requests": "(self)",
         "suspend": "(self)",
     },

@@ -165,3 +165,13 @@ def test_block_that_left_after_planning_is_an_error() -> None:
     with pytest.raises(CacheIntegrityError, match="no longer cached"):
         run.context.cache.admit(candidate, plan)
     run.assert_nothing_held()
+
+
+def test_state_of_a_block_that_leaves_unregistered_leaves_with_it() -> None:
+    run = EngineRun.start(tiny_hybrid(), cache_config(tiny_hybrid().sizes))
+    allocator, states = run.context.block_allocator, run.context.mamba_slot_allocator
+    blocks = allocator.allocate_memory_blocks(2)
+    states.allocate_slots_batch(blocks.tolist())
+    allocator.release_memory_blocks(blocks)
+    assert not any(states.has_state(block) for block in blocks.tolist())
+    run.context.check_integrity()

@@ -361,9 +361,10 @@ def test_flush_forgets_every_key_and_takes_no_block_from_its_holder() -> None:
     assert pool.num_evicted == 0
     assert (pool.num_free, pool.num_cached, pool.num_referenced) == (4, 0, 2)
     assert pool.longest_match(keys_of([1, 2])) == []
+    evicted.clear()
     pool.release(held)
     assert pool.num_free == 6
-    assert evicted == sorted([*held, *cached])
+    assert evicted == held  # nothing is registered on them by now, but something may hang on them
     assert len(set(pool.allocate(6))) == 6
 
 

@@ -1,0 +1,75 @@
+"""Which model a run uses, as the flags say it. Imports neither torch nor megatron."""
+
+from argparse import Namespace
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from ..models.hugging_face_tokenizer import has_tokenizer
+from .prompts import PromptLine
+from .usage_error import UsageError
+
+SHIPPED_MODEL = Path(__file__).parents[1] / "models" / "small_python_model"
+_SHIPPED_FILES = ("config.json", "model.safetensors")
+
+
+class ModelFormat(Enum):
+    """How the weights of a directory are stored."""
+
+    HUGGING_FACE = "--hf-model"
+    MEGATRON = "--load"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDirectory:
+    """A directory to load a model from.
+
+    Args:
+        path: Not there where --hf-model names a model of the hub.
+    """
+
+    path: Path
+    format: ModelFormat
+
+    @property
+    def is_shipped(self) -> bool:
+        """Whether it is the model that comes with the package."""
+        return self.path == SHIPPED_MODEL
+
+    def check_prompts(self, lines: list[PromptLine], file: str | None) -> None:
+        """Raise `UsageError` for a text prompt if the directory is there and has no tokenizer.
+
+        Args:
+            file: Where the lines come from; None: they are built in.
+        """
+        if self.path.is_dir() and not has_tokenizer(self.path):
+            require_token_ids(lines, file, self.path)
+
+
+def chosen_directory(arguments: Namespace) -> ModelDirectory | None:
+    """Return what the flags name, or else the shipped model; None: the random model."""
+    if arguments.hf_model is not None:
+        return ModelDirectory(Path(arguments.hf_model), ModelFormat.HUGGING_FACE)
+    if arguments.load is not None:
+        return ModelDirectory(Path(arguments.load), ModelFormat.MEGATRON)
+    if arguments.random_model or not has_shipped_model():
+        return None
+    return ModelDirectory(SHIPPED_MODEL, ModelFormat.HUGGING_FACE)
+
+
+def has_shipped_model() -> bool:
+    """Return whether the files of the trained model came with this installation."""
+    return all((SHIPPED_MODEL / name).is_file() for name in _SHIPPED_FILES)
+
+
+def require_token_ids(lines: list[PromptLine], file: str | None, directory: Path) -> None:
+    """Raise `UsageError` that names the first line whose prompt is text: no tokenizer can read it."""
+    line = next((line for line in lines if isinstance(line.prompt, str)), None)
+    if line is None:
+        return
+    if file is None:
+        raise UsageError(f'{directory} has no tokenizer: name a file of "prompt_tokens" lines with --prompts')
+    raise UsageError(
+        f'--prompts {file}, line {line.request_id + 1} (request_id {line.request_id}): "prompt" is text, and '
+        f'{directory} has no tokenizer; give "prompt_tokens"'
+    )

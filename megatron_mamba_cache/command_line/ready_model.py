@@ -1,0 +1,120 @@
+"""A model with its weights and tokenizer, and the engine around it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..config import CacheConfig
+from ..mcore.build import TokenIdTokenizer, build_engine
+from ..mcore.engine import MambaCacheEngine
+from ..models.byte_tokenizer import ByteTokenizer
+from ..models.hugging_face import LoadedModel, load_hugging_face
+from ..models.hugging_face_tokenizer import HuggingFaceTokenizer, load_tokenizer
+from ..models.random_hybrid import RandomHybridConfig, random_hybrid_model
+from .arguments import name_flag
+from .model_choice import ModelDirectory, ModelFormat
+from .usage_error import UsageError
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_SYMBOLS = {"M": "Mamba", "*": "attention", "-": "MLP", "E": "experts"}
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyModel:
+    """A model, its tokenizer, and lines that say what they are."""
+
+    model: Any
+    tokenizer: HuggingFaceTokenizer | ByteTokenizer | TokenIdTokenizer
+    description: str
+
+    @property
+    def writes_text(self) -> bool:
+        """Whether what it generates is worth more than a glance."""
+        return isinstance(self.tokenizer, HuggingFaceTokenizer)
+
+
+def ready_model(directory: ModelDirectory | None, dtype: str) -> ReadyModel:
+    """Load a model onto the current device, or build the random one (None), with TF32 off so that fp32 means it.
+
+    Raises:
+        UsageError: If the directory or its tokenizer cannot be loaded.
+    """
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    if directory is None or directory.is_shipped:
+        # Work this small gains nothing from more threads, and waits for them a hundred times longer on a busy machine.
+        torch.set_num_threads(1)
+    return _random(dtype) if directory is None else _loaded(directory, dtype)
+
+
+def engine_for(model: ReadyModel, config: CacheConfig, seed: int) -> MambaCacheEngine:
+    """Build an engine.
+
+    Raises:
+        UsageError: If the settings do not fit the model or the machine's memory.
+    """
+    try:
+        return build_engine(model.model, config, tokenizer=model.tokenizer, random_seed=seed)
+    except ValueError as error:
+        raise UsageError(name_flag(str(error))) from error
+    except (RuntimeError, MemoryError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        raise UsageError(
+            f"cannot allocate {config.buffer_size_gb:g} GiB of KV blocks and {config.prefix_caching_mamba_gb:g} GiB of "
+            "cached states; lower --inference-dynamic-batching-buffer-size-gb or "
+            "--inference-dynamic-batching-prefix-caching-mamba-gb"
+        ) from error
+
+
+def _random(dtype: str) -> ReadyModel:
+    shape = RandomHybridConfig(dtype=_DTYPES[dtype])
+    description = (
+        f"built-in random hybrid model, {_layers(shape.pattern)}, vocabulary of {shape.vocab_size} bytes, {dtype}"
+    )
+    return ReadyModel(random_hybrid_model(shape), ByteTokenizer(shape.vocab_size), description)
+
+
+def _loaded(directory: ModelDirectory, dtype: str) -> ReadyModel:
+    try:
+        loaded = _load(directory, _DTYPES[dtype])
+        tokenizer = load_tokenizer(loaded.directory, loaded.architecture.vocab_size)
+    except (ValueError, OSError) as error:
+        raise UsageError(f"{directory.format.value}: {error}") from error
+    except (RuntimeError, MemoryError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        raise UsageError(f"{directory.format.value} {directory.path}: {dtype} weights do not fit in memory") from error
+    return ReadyModel(
+        loaded.model,
+        tokenizer or TokenIdTokenizer(loaded.architecture.vocab_size),
+        _description(directory, loaded, dtype),
+    )
+
+
+def _load(directory: ModelDirectory, dtype: torch.dtype) -> LoadedModel:
+    if directory.format is ModelFormat.HUGGING_FACE:
+        return load_hugging_face(directory.path, dtype)
+    from ..models.megatron_checkpoint import load_megatron_checkpoint
+
+    return load_megatron_checkpoint(directory.path, dtype)
+
+
+def _description(directory: ModelDirectory, loaded: LoadedModel, dtype: str) -> str:
+    name = "the small model of Python source that ships" if directory.is_shipped else str(directory.path)
+    count = sum(parameter.numel() for parameter in loaded.model.parameters())
+    return (
+        f"{name}, {_layers(loaded.architecture.pattern)}, {count / 1e6:.1f} million parameters, "
+        f"vocabulary of {loaded.architecture.vocab_size} tokens, {dtype}"
+    )
+
+
+def _layers(pattern: str) -> str:
+    """Return a layer pattern with the meaning of its symbols."""
+    meanings = ", ".join(f"{symbol} {name}" for symbol, name in _SYMBOLS.items() if symbol in pattern)
+    return f"layers {pattern} ({meanings})"
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "alloc" in str(error)

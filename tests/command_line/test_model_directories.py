@@ -1,0 +1,182 @@
+"""The generate command over model directories."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_mamba_cache.command_line import model_choice
+from megatron_mamba_cache.models.hugging_face import load_hugging_face
+from megatron_mamba_cache.models.megatron_checkpoint import save_megatron_checkpoint
+from tests.command_line.command_runs import REPOSITORY, Finished, run_here, run_process
+from tests.command_line.tiny_directories import FAMILIES, save_model, save_tokenizer
+
+BLOCK = "--inference-dynamic-batching-block-size"
+LONG = [(7 * index) % 500 for index in range(200)]
+LINES = [
+    {"prompt_tokens": LONG, "session": 1, "num_tokens_to_generate": 12},
+    {"prompt_tokens": [*LONG, 3, 1, 4], "session": 1, "num_tokens_to_generate": 12},
+    {"prompt_tokens": [5, 6, 7]},
+]
+GREEDY = ("--top-k", 1, "--device", "cpu", "--dtype", "fp32")
+TOLERANCE = 1e-4
+
+
+@pytest.fixture
+def lines_file(tmp_path: Path) -> Path:
+    """Write the lines of token ids."""
+    return write_lines(tmp_path, LINES)
+
+
+@pytest.fixture
+def nemotron(tmp_path: Path) -> Path:
+    """Write a NemotronH directory without a tokenizer."""
+    save_model("nemotron_h", tmp_path / "model")
+    return tmp_path / "model"
+
+
+def write_lines(folder: Path, lines: list[dict[str, Any]]) -> Path:
+    file = folder / "lines.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file
+
+
+def ends_with_one_line(finished: Finished, *words: str) -> bool:
+    is_one_line = finished.status == 2 and finished.stderr.count("\n") == 1
+    return is_one_line and all(word in finished.stderr for word in words)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_token_ids_without_a_tokenizer_give_the_tokens_of_transformers(
+    family: str, tmp_path: Path, lines_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = save_model(family, tmp_path / "model")
+    output = tmp_path / "out.json"
+    flags = ("--hf-model", tmp_path / "model", "--prompts", lines_file, *GREEDY, "--output-path", output)
+    finished = run_here(capsys, *flags)
+    assert finished.status == 0, finished.stderr
+    document = json.loads(output.read_text())
+    for line, request in zip(LINES, document["requests"], strict=True):
+        assert "error" not in request and request["prompt_tokens"] == line["prompt_tokens"]
+        assert len(request["generated_tokens"]) == line.get("num_tokens_to_generate", 64)
+        assert request["text"] == " ".join(map(str, request["generated_tokens"]))
+        assert shortfall(model, request["prompt_tokens"], request["generated_tokens"]) <= TOLERANCE
+    block = {16: 64, 24: 72}[model.config.chunk_size if family == "nemotron_h" else model.config.mamba_chunk_size]
+    assert document["requests"][1]["cached_tokens"] == 200 // block * block
+    assert document["summary"]["later_turns"] == {"prompt_tokens": 203, "cached_tokens": 200 // block * block}
+
+
+@torch.no_grad()
+def shortfall(model: Any, prompt: list[int], generated: list[int]) -> float:
+    """Return how far below the best logit the chosen ones are at most."""
+    logits = model(torch.tensor([prompt + generated]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+    chosen = logits.gather(1, torch.tensor(generated)[:, None])[:, 0]
+    return float((logits.max(dim=1).values - chosen).max())
+
+
+def test_the_example_runs_a_directory_as_the_readme_says(tmp_path: Path, lines_file: Path, nemotron: Path) -> None:
+    flags = ("--hf-model", nemotron, "--prompts", lines_file, *GREEDY, "--output-path", "out.json")
+    finished = run_process(REPOSITORY / "examples" / "generate.py", *flags, cwd=tmp_path)
+    assert (finished.status, finished.stderr) == (0, "")
+    assert len(json.loads((tmp_path / "out.json").read_text())["requests"]) == len(LINES)
+
+
+def test_bf16_another_block_and_no_cache_run(
+    tmp_path: Path, lines_file: Path, nemotron: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--hf-model", nemotron, "--prompts", lines_file, "--num-tokens-to-generate", 2)
+    assert run_here(capsys, *flags, "--dtype", "bf16", BLOCK, 32).status == 0
+    finished = run_here(capsys, *flags, "--no-prefix-caching")
+    assert finished.status == 0 and "prefix caching is off" in finished.stdout
+    assert ends_with_one_line(run_here(capsys, *flags, BLOCK, 40), BLOCK, "SSM chunk of 16")
+
+
+def test_a_megatron_checkpoint_gives_the_tokens_of_the_directory_it_came_from(
+    tmp_path: Path, lines_file: Path, nemotron: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loaded = load_hugging_face(nemotron, torch.float32)
+    save_megatron_checkpoint(loaded.model, loaded.architecture, tmp_path / "saved")
+    tokens = []
+    for source in (("--hf-model", nemotron), ("--load", tmp_path / "saved")):
+        finished = run_here(capsys, *source, "--prompts", lines_file, *GREEDY, "--output-path", tmp_path / "out.json")
+        assert finished.status == 0, finished.stderr
+        document = json.loads((tmp_path / "out.json").read_text())
+        tokens.append([request["generated_tokens"] for request in document["requests"]])
+    assert tokens[0] == tokens[1]
+
+
+def test_text_runs_with_the_tokenizer_of_the_directory(
+    tmp_path: Path, nemotron: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = save_tokenizer(nemotron)
+    file = write_lines(tmp_path, [{"prompt": "def parse(line):\n    return"}, {"prompt_tokens": [1, 2, 3]}])
+    finished = run_here(capsys, "--hf-model", nemotron, "--prompts", file, "--output-path", tmp_path / "out.json")
+    assert finished.status == 0, finished.stderr
+    text, ids = json.loads((tmp_path / "out.json").read_text())["requests"]
+    assert text["prompt_tokens"] == tokenizer("def parse(line):\n    return")["input_ids"]
+    assert text["text"] == tokenizer.decode(text["generated_tokens"], skip_special_tokens=True)
+    assert ids["prompt_tokens"] == [1, 2, 3]
+    assert "request 0\n  | def parse(line):\n  >     return" in finished.stdout
+
+
+def test_generation_ends_at_the_end_of_text(
+    tmp_path: Path, lines_file: Path, nemotron: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_tokenizer(nemotron)
+    flags = ("--hf-model", nemotron, "--prompts", lines_file, *GREEDY, "--output-path", tmp_path / "out.json")
+
+    def generated() -> list[int]:
+        assert run_here(capsys, *flags).status == 0
+        tokens: list[int] = json.loads((tmp_path / "out.json").read_text())["requests"][2]["generated_tokens"]
+        return tokens
+
+    free = generated()
+    (nemotron / "generation_config.json").write_text(json.dumps({"eos_token_id": [free[5], 0]}))
+    assert generated() == free[: free.index(free[5]) + 1]
+
+
+def test_a_text_prompt_without_a_tokenizer_is_a_bad_line(
+    tmp_path: Path, nemotron: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_lines(tmp_path, [{"prompt_tokens": [1]}, {"prompt": "one"}])
+    finished = run_here(capsys, "--hf-model", nemotron, "--prompts", file)
+    assert ends_with_one_line(finished, f"{file}, line 2 (request_id 1)", f"{nemotron} has no tokenizer")
+    assert ends_with_one_line(run_here(capsys, "--hf-model", nemotron), "has no tokenizer", "--prompts")
+
+
+def test_a_tokenizer_of_another_model_is_refused(nemotron: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_tokenizer(nemotron, vocabulary=513)
+    finished = run_here(capsys, "--hf-model", nemotron)
+    files = (f"{nemotron}/tokenizer.json", f"{nemotron}/config.json")
+    assert ends_with_one_line(finished, "--hf-model: ", *files, "512", "vocabulary of 512")
+
+
+def test_a_directory_that_cannot_be_loaded_ends_with_one_line(
+    tmp_path: Path, nemotron: Path, lines_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (nemotron / "model.safetensors").write_bytes(b"no tensors")
+    prompts = ("--prompts", lines_file)
+    assert ends_with_one_line(run_here(capsys, "--hf-model", nemotron, *prompts), "--hf-model: ", "model.safetensors")
+    assert ends_with_one_line(run_here(capsys, "--load", nemotron, *prompts), "--load: ", str(nemotron))
+    absent = tmp_path / "absent"
+    for flag in ("--hf-model", "--load"):
+        assert ends_with_one_line(run_here(capsys, flag, absent, *prompts), f"{flag}: ", str(absent))
+
+
+def test_the_shipped_model_is_the_default_once_its_files_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(model_choice, "SHIPPED_MODEL", tmp_path / "shipped")
+    few = ("--num-tokens-to-generate", 1, "--output-path", tmp_path / "out.json")
+    assert "built-in random hybrid model" in run_here(capsys, *few).stdout
+    save_model("nemotron_h", tmp_path / "shipped")
+    save_tokenizer(tmp_path / "shipped")
+    finished = run_here(capsys, *few)
+    assert finished.status == 0, finished.stderr
+    assert finished.stdout.startswith("the small model of Python source that ships, layers M-*M")
+    assert "outputs identical: all 12 requests" in finished.stdout
+    later = json.loads((tmp_path / "out.json").read_text())["summary"]["later_turns"]
+    assert later["cached_tokens"] >= 0.8 * later["prompt_tokens"] > 0
+    assert "built-in random hybrid model" in run_here(capsys, *few, "--random-model").stdout
