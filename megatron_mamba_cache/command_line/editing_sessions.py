@@ -152,12 +152,15 @@ class LogWatcher:
 
 
 def editing_lines() -> list[PromptLine]:
-    """Return the turns of all sessions, each prompt complete with the turns before it."""
+    """Return the turns of all sessions, each prompt complete with the turns before it.
+
+    A prompt ends without its last line break: tokenizers join it with the indentation that the reply begins with.
+    """
     shared = f"# file: {_SHARED_NAME}\n{_SHARED_FILE.read_text(encoding='utf-8')}"
     lines: list[PromptLine] = []
     for name, parts in _SESSIONS.items():
         prompt = f"{shared}\n\n# file: {name}\n"
         for part in parts:
             prompt += part
-            lines.append(PromptLine(len(lines), prompt, session=name))
+            lines.append(PromptLine(len(lines), prompt.removesuffix("\n"), session=name))
     return lines

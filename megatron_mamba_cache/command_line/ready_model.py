@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from ..config import CacheConfig
+from ..errors import CacheCapacityError
 from ..mcore.build import TokenIdTokenizer, build_engine
 from ..mcore.engine import MambaCacheEngine
 from ..models.byte_tokenizer import ByteTokenizer
@@ -58,14 +59,8 @@ def engine_for(model: ReadyModel, config: CacheConfig, seed: int) -> MambaCacheE
         return build_engine(model.model, config, tokenizer=model.tokenizer, random_seed=seed)
     except ValueError as error:
         raise UsageError(name_flag(str(error))) from error
-    except (RuntimeError, MemoryError) as error:
-        if not _is_out_of_memory(error):
-            raise
-        raise UsageError(
-            f"cannot allocate {config.buffer_size_gb:g} GiB of KV blocks and {config.prefix_caching_mamba_gb:g} GiB of "
-            "cached states; lower --inference-dynamic-batching-buffer-size-gb or "
-            "--inference-dynamic-batching-prefix-caching-mamba-gb"
-        ) from error
+    except CacheCapacityError as error:
+        raise UsageError(str(error)) from error
 
 
 def _random(dtype: str) -> ReadyModel:

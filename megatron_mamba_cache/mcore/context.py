@@ -60,7 +60,7 @@ class MambaCacheContext(StepReader):
             kv_channels=shape.kv_channels,
             num_attention_heads=shape.num_kv_heads,
             max_sequence_length=config.max_sequence_length,
-            buffer_size_gb=config.buffer_size_gb,
+            buffer_size_gb=0.0,  # Megatron's own allocator stays at its least: `CacheMemory` replaces it
             max_requests=config.max_requests,
             max_tokens=config.max_tokens,
             block_size_tokens=config.block_size_tokens,

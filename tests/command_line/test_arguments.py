@@ -52,7 +52,8 @@ BAD_FLAGS = [
 BAD_FOR_THE_MODEL = [
     ([BLOCK, "100"], f"{BLOCK} to a multiple of it"),
     ([KV, "1e-9"], KV),
-    ([KV, "1e7"], f"lower {KV}"),
+    ([KV, "1e6"], f"or {KV}"),
+    ([KV, "1e7"], "below 1048576"),
 ]
 
 

@@ -20,7 +20,7 @@ LINES = [
     {"prompt_tokens": [*LONG, 3, 1, 4], "session": 1, "num_tokens_to_generate": 12},
     {"prompt_tokens": [5, 6, 7]},
 ]
-GREEDY = ("--top-k", 1, "--device", "cpu", "--dtype", "fp32")
+GREEDY = ("--top-k", 1, "--dtype", "fp32")
 TOLERANCE = 1e-4
 
 
