@@ -14,6 +14,15 @@ _NO_GRAPHS = "CUDA graphs are not supported in this version; leave it out or set
 
 _INT32_MAX = 2**31 - 1
 
+GREEDY: Mapping[str, float] = {"temperature": 1.0, "top_k": 1, "top_p": 0.0}
+EDITING: Mapping[str, float] = {"temperature": 0.8, "top_k": 20, "top_p": 0.0}
+"""For the built-in editing sessions: a small model that always takes the likeliest token soon repeats itself."""
+
+_SAMPLING_IN_WORDS = (
+    f"With no flag of temperature, top-k and top-p, the built-in editing sessions are sampled with temperature "
+    f"{EDITING['temperature']} and top-k {EDITING['top_k']}, and everything else is greedy."
+)
+
 _SIZE_FLAGS = {
     "inference_dynamic_batching_block_size": "block_size_tokens",
     "inference_dynamic_batching_buffer_size_gb": "buffer_size_gb",
@@ -41,7 +50,7 @@ def command_parser() -> ArgumentParser:
         "generate",
         help="generate text for prompts",
         description="Generate text for prompts. Without --prompts: for built-in ones, then once more without the "
-        "cache, to compare.",
+        "cache, to compare. Without a model: with the small one of Python source that ships.",
         allow_abbrev=False,
     )
     _add_generate_arguments(generate)
@@ -72,6 +81,12 @@ def cache_config(arguments: Namespace, settings: Mapping[str, object]) -> CacheC
         return CacheConfig.from_arguments(arguments, **settings)
     except ValueError as error:
         raise UsageError(name_flag(str(error))) from error
+
+
+def with_sampling(arguments: Namespace, default: Mapping[str, float]) -> Namespace:
+    """Return the arguments with the sampling flags of `default` if none was given, else with `GREEDY` for the rest."""
+    given = {name: getattr(arguments, name) for name in GREEDY if getattr(arguments, name) is not None}
+    return Namespace(**{**vars(arguments), **({**GREEDY, **given} if given else default)})
 
 
 def check_generate_arguments(arguments: Namespace) -> None:
@@ -116,7 +131,7 @@ def _add_generate_arguments(parser: ArgumentParser) -> None:
         '"session" (lines of one session run one after another)',
     )
     prompts.add_argument("--output-path", metavar="FILE.json", help="write requests and a summary there")
-    _add_sampling_arguments(parser.add_argument_group("sampling"))
+    _add_sampling_arguments(parser.add_argument_group("sampling", _SAMPLING_IN_WORDS))
     machine = parser.add_argument_group("machine")
     machine.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     machine.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of the weights (default: fp32)")
@@ -131,7 +146,7 @@ def _add_generate_arguments(parser: ArgumentParser) -> None:
 def _add_sampling_arguments(group: object) -> None:
     add = group.add_argument  # type: ignore[attr-defined]
     add("--num-tokens-to-generate", type=int, default=64, metavar="N", help="where a line says none (default: 64)")
-    add("--temperature", type=float, default=1.0, metavar="T", help="default: 1.0; 0 is greedy")
-    add("--top-k", type=int, default=1, metavar="K", help="default: 1, which is greedy; 0 is off")
-    add("--top-p", type=float, default=0.0, metavar="P", help="default: 0, which is off")
+    add("--temperature", type=float, metavar="T", help="default: 1.0; 0 is greedy")
+    add("--top-k", type=int, metavar="K", help="default: 1, which is greedy; 0 is off")
+    add("--top-p", type=float, metavar="P", help="default: 0, which is off")
     add("--seed", type=int, default=0, metavar="S", help="of the sampling (default: 0)")

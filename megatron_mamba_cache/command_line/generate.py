@@ -3,7 +3,7 @@
 import sys
 from argparse import Namespace
 
-from .arguments import check_generate_arguments
+from .arguments import EDITING, GREEDY, check_generate_arguments, with_sampling
 from .built_in_prompts import built_in_lines
 from .device import select_device
 from .editing_sessions import editing_lines
@@ -19,10 +19,12 @@ def generate(arguments: Namespace) -> int:
     Raises:
         UsageError: On a bad flag, file, line or device.
     """
-    check_generate_arguments(arguments)
     directory = chosen_directory(arguments)
     has_file = arguments.prompts is not None
-    lines = read_prompts(arguments.prompts) if has_file else built_in_lines() if directory is None else editing_lines()
+    edits = directory is not None and not has_file
+    arguments = with_sampling(arguments, EDITING if edits else GREEDY)
+    check_generate_arguments(arguments)
+    lines = read_prompts(arguments.prompts) if has_file else editing_lines() if edits else built_in_lines()
     if directory is not None:
         directory.check_prompts(lines, arguments.prompts)
     if arguments.output_path is not None:

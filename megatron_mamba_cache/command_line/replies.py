@@ -35,11 +35,15 @@ def reply_lines(
 
 def _continued(prompt: str, reply: str) -> Iterator[str]:
     *before, unfinished = prompt.split("\n")
+    first, *rest = (unfinished + reply).split("\n")
+    if first == unfinished and rest:  # the reply begins with a line of its own
+        before.append(first)
+    else:
+        rest.insert(0, first)
     yield from (f"  | {_printable(line)}" for line in before[-_PROMPT_LINES:])
-    lines = (unfinished + reply).split("\n")
-    yield from (f"  > {_printable(line)}" for line in lines[:_REPLY_LINES])
-    if len(lines) > _REPLY_LINES:
-        yield f"  > ... {len(lines) - _REPLY_LINES} lines more"
+    yield from (f"  > {_printable(line)}" for line in rest[:_REPLY_LINES])
+    if len(rest) > _REPLY_LINES:
+        yield f"  > ... {len(rest) - _REPLY_LINES} lines more"
 
 
 def _printable(line: str) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_mamba_cache.command_line.arguments import EDITING, command_parser, with_sampling
 from megatron_mamba_cache.command_line.main import main
 from tests.command_line.command_runs import REPOSITORY, run_here, run_process
 
@@ -118,3 +119,13 @@ def test_a_reader_of_stdout_that_leaves_is_no_traceback(tmp_path: Path) -> None:
     assert process.stderr.read() == b""
     assert process.wait() == 141
     process.stderr.close()
+
+
+def test_sampling_flags_that_were_not_given_are_greedy_if_any_was() -> None:
+    def sampling(*flags: str) -> tuple[float, int, float]:
+        parsed = with_sampling(command_parser().parse_args(["generate", *flags]), EDITING)
+        return parsed.temperature, parsed.top_k, parsed.top_p
+
+    assert sampling() == (EDITING["temperature"], EDITING["top_k"], EDITING["top_p"])
+    assert sampling("--top-k", "0") == (1.0, 0, 0.0)
+    assert sampling("--temperature", "0.5", "--top-p", "0.9") == (0.5, 1, 0.9)

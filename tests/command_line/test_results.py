@@ -86,9 +86,11 @@ def reply_to(prompt: str, text: str, **changes: object) -> list[str]:
     return list(reply_lines([PromptLine(0, prompt)], [replace(LONG, text=text, **changes)], [prompt]))
 
 
-def test_a_reply_continues_the_line_where_its_prompt_ends() -> None:
+def test_a_reply_goes_on_where_its_prompt_ends() -> None:
     assert reply_to("a\nb\nc\nd\ne", "f\n\ng") == ["request 0", "  | b", "  | c", "  | d", "  > ef", "  > ", "  > g"]
     assert reply_to("a\n", "b") == ["request 0", "  | a", "  > b"]
+    assert reply_to("a\nb", "\nc") == ["request 0", "  | a", "  | b", "  > c"]
+    assert reply_to("a", "") == ["request 0", "  > a"]
     assert reply_to("a", "b", error="why") == ["request 0 failed: why"]
 
 

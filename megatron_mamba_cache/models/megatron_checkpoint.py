@@ -1,0 +1,96 @@
+"""Save and load Megatron distributed checkpoints (torch_dist), with the architecture beside the weights."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.models.mamba.mamba_model import MambaModel
+from torch.distributed.checkpoint.api import CheckpointException
+
+from .architecture import (
+    AttentionShape,
+    ExpertsShape,
+    FeedForwardShape,
+    HybridArchitecture,
+    MambaShape,
+    build_hybrid_model,
+)
+from .hugging_face import LoadedModel
+
+ARCHITECTURE_FILE = "hybrid_architecture.json"
+_PARTS = {"mamba": MambaShape, "attention": AttentionShape, "feed_forward": FeedForwardShape, "experts": ExpertsShape}
+
+
+def save_megatron_checkpoint(model: MambaModel, architecture: HybridArchitecture, directory: str | Path) -> None:
+    """Save a model's weights for any tensor-parallel size, and its architecture; all ranks call it.
+
+    Raises:
+        ValueError: If the directory exists and is not empty.
+    """
+    path = Path(directory)
+    path.mkdir(parents=True, exist_ok=True)
+    if _is_first_rank() and any(path.iterdir()):
+        raise ValueError(f"{path} is not empty; give a new directory")
+    _barrier()
+    dist_checkpointing.save(model.sharded_state_dict(), str(path))
+    if _is_first_rank():
+        text = json.dumps(asdict(architecture), indent=2)
+        (path / ARCHITECTURE_FILE).write_text(f"{text}\n", encoding="utf-8")
+    _barrier()
+
+
+def load_megatron_checkpoint(directory: str | Path, dtype: torch.dtype = torch.bfloat16) -> LoadedModel:
+    """Load what `save_megatron_checkpoint` wrote, under any tensor-parallel size.
+
+    Raises:
+        ValueError: Naming the file, if something is missing or does not fit; nothing is returned half-loaded.
+    """
+    path = Path(directory)
+    architecture = read_architecture(path)
+    model = build_hybrid_model(architecture, dtype)
+    try:
+        state = dist_checkpointing.load(model.sharded_state_dict(), str(path))
+    except (CheckpointingException, CheckpointException, OSError, KeyError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[-1:] or [repr(error)]
+        raise ValueError(f"{path} does not hold the weights that {ARCHITECTURE_FILE} describes: {reason[0]}") from error
+    model.load_state_dict(state)
+    return LoadedModel(model, architecture, path)
+
+
+def read_architecture(directory: Path) -> HybridArchitecture:
+    """Read the architecture beside a checkpoint's weights.
+
+    Raises:
+        ValueError: Naming the file, if it is missing or damaged.
+    """
+    path = directory / ARCHITECTURE_FILE
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        for name, part in _PARTS.items():
+            if fields[name] is not None:
+                fields[name] = part(**fields[name])
+        fields["mamba"] = _with_tuple(fields["mamba"])
+        return HybridArchitecture(**fields)
+    except OSError as error:
+        raise ValueError(
+            f"cannot read {path}: {error.strerror}; a checkpoint is loaded with the architecture that "
+            "save_megatron_checkpoint writes beside it"
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged: {error!r}") from error
+
+
+def _with_tuple(mamba: MambaShape) -> MambaShape:
+    return replace(mamba, time_step_limit=tuple(mamba.time_step_limit))
+
+
+def _is_first_rank() -> bool:
+    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+
+
+def _barrier() -> None:
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()

@@ -1,0 +1,60 @@
+"""Damage a checkpoint directory in one place, and see it refused."""
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megatron_mamba_cache.models.hugging_face import load_hugging_face
+
+INDEX = "model.safetensors.index.json"
+
+
+def copy_of(directory: Path, parent: Path) -> Path:
+    """Return a copy of a checkpoint, below `parent`."""
+    return Path(shutil.copytree(directory, parent / "copy"))
+
+
+def tensors_of(directory: Path) -> dict[str, Tensor]:
+    """Return all tensors of a checkpoint."""
+    return {
+        name: tensor for file in sorted(directory.glob("*.safetensors")) for name, tensor in load_file(file).items()
+    }
+
+
+def write_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write these tensors into one file, in place of all that the checkpoint has."""
+    for file in (*directory.glob("*.safetensors"), *directory.glob(INDEX)):
+        file.unlink()
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")
+
+
+def edit_json(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
+    """Change a JSON object in place."""
+    fields = json.loads(path.read_text())
+    edit(fields)
+    path.write_text(json.dumps(fields))
+
+
+def set_fields(directory: Path, **fields: Any) -> None:
+    """Set fields of a checkpoint's configuration."""
+    edit_json(directory / "config.json", lambda config: config.update(fields))
+
+
+def drop_field(directory: Path, name: str) -> None:
+    """Remove a field of a checkpoint's configuration."""
+    edit_json(directory / "config.json", lambda config: config.pop(name))
+
+
+def assert_refused(directory: Path | str, *named: str) -> None:
+    """Assert that loading fails with an error that says all of this."""
+    with pytest.raises(ValueError) as refusal:
+        load_hugging_face(directory, torch.float32)
+    for name in named:
+        assert name in str(refusal.value)

@@ -1,0 +1,78 @@
+"""A loaded checkpoint served by an engine with its cache on, and the logits that its tokens were chosen by."""
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_mamba_cache import CacheConfig, build_engine
+from megatron_mamba_cache.models.hugging_face import LoadedModel
+from tests.mcore.engine_runs import EngineRun
+from tests.models.reference_run import NUM_GENERATED, ReferenceRun
+from tests.models.tiny_checkpoints import TinyCheckpoint
+
+FIRST, REPEAT, BRANCH = range(3)
+PROMPT_OF = {FIRST: 0, REPEAT: 0, BRANCH: 1}
+"""Request → row of the reference's prompts."""
+
+_STEPS_BEFORE_THE_OTHERS = 9  # the first request has then published its prompt and decodes, next to their prefills
+
+
+@dataclass(frozen=True, slots=True)
+class ServedRun:
+    """What the engine did, by request."""
+
+    tokens: dict[int, list[int]]
+    logits: dict[int, Tensor]  # [generated, vocab]
+    num_cached: dict[int, int]
+
+
+def full_sequence_logits(loaded: LoadedModel, prompts: Tensor) -> Tensor:
+    """Return the logits [batch, prompt, vocab] of a forward pass without an engine."""
+    batch, length = prompts.shape
+    hidden_from = ~torch.ones(1, 1, length, length, dtype=torch.bool).tril()
+    with torch.inference_mode():
+        return loaded.model(prompts, torch.arange(length).expand(batch, -1), hidden_from)
+
+
+def served_run(case: TinyCheckpoint, loaded: LoadedModel, reference: ReferenceRun) -> ServedRun:
+    """Serve the first prompt, and while it decodes its repetition and the branch."""
+    config = CacheConfig(
+        **case.cache_settings,
+        buffer_size_gb=0.01,
+        prefix_caching_mamba_gb=0.01,
+        boundary_stride=1,
+        max_requests=4,
+        max_sequence_length=512,
+    )
+    run = EngineRun(loaded, build_engine(loaded.model, config))
+    logits = _record_logits(run.engine)
+    prompts = {request: reference.prompts[row].tolist() for request, row in PROMPT_OF.items()}
+    run.add(FIRST, prompts[FIRST], NUM_GENERATED)
+    for _ in range(_STEPS_BEFORE_THE_OTHERS):
+        run.step()
+    run.add(REPEAT, prompts[REPEAT], NUM_GENERATED)
+    run.add(BRANCH, prompts[BRANCH], NUM_GENERATED)
+    run.finish()
+    run.assert_nothing_held()
+    return ServedRun(
+        tokens={request: run.tokens(request) for request in PROMPT_OF},
+        logits={request: torch.stack(logits[request]) for request in PROMPT_OF},
+        num_cached={request: run.engine.cached_tokens(request) for request in PROMPT_OF},
+    )
+
+
+def _record_logits(engine: Any) -> dict[int, list[Tensor]]:
+    recorded: dict[int, list[Tensor]] = defaultdict(list)
+    sample = engine.controller._dynamic_step_sample_logits
+
+    def record_and_sample(logits: Tensor) -> None:
+        for row, row_logits in zip(engine.context.step.rows, logits.squeeze(0), strict=True):
+            if row.samples_this_step:
+                recorded[row.request_id].append(row_logits.clone())
+        sample(logits)
+
+    engine.controller._dynamic_step_sample_logits = record_and_sample
+    return recorded

@@ -1,0 +1,128 @@
+"""A checkpoint whose files or tensors are not the model's is refused by name, and nothing of it is loaded."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_mamba_cache.models.hugging_face import load_hugging_face
+from tests.models.checkpoint_edits import (
+    INDEX,
+    assert_refused,
+    copy_of,
+    edit_json,
+    set_fields,
+    tensors_of,
+    write_tensors,
+)
+from tests.models.tiny_checkpoints import FAMILIES, tiny_checkpoint
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    """Write a checkpoint of several shards."""
+    case = replace(tiny_checkpoint("nemotron_h-0"), max_shard_size="50KB")
+    case.write(case.model(), tmp_path)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    return tmp_path
+
+
+@pytest.mark.usefixtures("no_model_is_built")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_checkpoint_that_lacks_any_one_tensor_is_refused(
+    family: str, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    directory = copy_of(checkpoints[family], tmp_path)
+    tensors = tensors_of(directory)
+    for dropped in tensors:
+        write_tensors(directory, {name: tensor for name, tensor in tensors.items() if name != dropped})
+        assert_refused(directory, str(directory), f"lacks 1 tensors: {dropped}")
+
+
+@pytest.mark.parametrize("dim", [0, -1])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_any_one_tensor_of_a_wrong_shape_is_refused_with_both_shapes(
+    family: str, dim: int, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    directory = copy_of(checkpoints[family], tmp_path)
+    tensors = tensors_of(directory)
+    for name, tensor in tensors.items():
+        grown = torch.cat([tensor, tensor.narrow(dim, 0, 1)], dim)
+        write_tensors(directory, tensors | {name: grown})
+        with pytest.raises(ValueError) as refusal:
+            load_hugging_face(directory, torch.float32)
+        found, needed = tuple(grown.shape), str(tuple(tensor.shape))
+        if tensor.dim() == 3 and "conv1d" not in name:  # stacked experts: one too many, or each too wide
+            one = tuple(tensor.shape[1:])
+            found, needed = (found, f"{len(tensor)} of {one}") if dim == 0 else (found[1:], str(one))
+        message = f"{directory / 'model.safetensors'}: tensor {name} has shape {found} where the model has {needed}"
+        assert str(refusal.value) == message
+
+
+@pytest.mark.usefixtures("no_model_is_built")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_superfluous_tensors_are_refused(family: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    directory = copy_of(checkpoints[family], tmp_path)
+    tensors = tensors_of(directory)
+    write_tensors(directory, tensors | {"model.layers.99.mamba.D": torch.ones(4)})
+    assert_refused(directory, str(directory), "has 1 tensors: model.layers.99.mamba.D, which the model has no place")
+    write_tensors(directory, tensors | {f"extra.{index}": torch.ones(1) for index in range(12)})
+    assert_refused(directory, "has 12 tensors: extra.0, ", " and 4 more, ")
+
+
+@pytest.mark.usefixtures("no_model_is_built")
+def test_any_missing_shard_is_refused(sharded: Path) -> None:
+    for shard in sorted(sharded.glob("*.safetensors")):
+        content = shard.read_bytes()
+        shard.unlink()
+        assert_refused(sharded, f"{shard} is missing")
+        shard.write_bytes(content)
+
+
+@pytest.mark.usefixtures("no_model_is_built")
+def test_directory_without_weights_is_refused(sharded: Path) -> None:
+    (sharded / INDEX).unlink()
+    assert_refused(sharded, f"{sharded / 'model.safetensors'} is missing")
+
+
+@pytest.mark.usefixtures("no_model_is_built")
+def test_file_truncated_anywhere_is_refused(sharded: Path) -> None:
+    shard = sorted(sharded.glob("*.safetensors"))[1]
+    content = shard.read_bytes()
+    header = 8 + int.from_bytes(content[:8], "little")
+    for length in (0, 1, 7, 8, 9, header - 1, header, header + 1, len(content) // 2, len(content) - 1):
+        shard.write_bytes(content[:length])
+        assert_refused(sharded, f"{shard} is damaged or incomplete")
+
+
+@pytest.mark.usefixtures("no_model_is_built")
+def test_file_of_another_kind_is_refused(sharded: Path) -> None:
+    shard = sorted(sharded.glob("*.safetensors"))[0]
+    shard.write_bytes(b"<html>not found</html>" * 50)
+    assert_refused(sharded, f"{shard} is damaged or incomplete")
+
+
+@pytest.mark.usefixtures("no_model_is_built")
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"weight_map": null}', '{"weight_map": 3}'])
+def test_damaged_index_is_refused(sharded: Path, content: str) -> None:
+    (sharded / INDEX).write_text(content)
+    assert_refused(sharded, f"{sharded / INDEX} is no index of safetensors shards")
+
+
+@pytest.mark.usefixtures("no_model_is_built")
+def test_index_that_names_the_wrong_shard_of_a_tensor_is_refused(sharded: Path) -> None:
+    first, second = sorted(sharded.glob("*.safetensors"))[:2]
+    moved = next(iter(load_file(second)))
+    edit_json(sharded / INDEX, lambda index: index["weight_map"].update({moved: first.name}))
+    assert_refused(sharded, f"{first} lacks tensor {moved}")
+
+
+@pytest.mark.parametrize("fields", [{"num_experts_per_tok": 1}, {"num_key_value_heads": 3}, {"mamba_n_groups": 3}])
+def test_config_that_megatron_cannot_build_is_refused(
+    fields: dict[str, int], checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    directory = copy_of(checkpoints["granite_moe"], tmp_path)
+    set_fields(directory, **fields)
+    assert_refused(directory, f"{directory / 'config.json'} describes no model that Megatron builds: ")

@@ -1,0 +1,133 @@
+"""A configuration that is not supported, or not one, is refused with the names of its file and field."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub.constants
+import pytest
+
+from tests.models.checkpoint_edits import assert_refused, copy_of, drop_field, set_fields
+from tests.models.tiny_checkpoints import FAMILIES
+
+pytestmark = pytest.mark.usefixtures("no_model_is_built")
+
+MAMBA_FIELDS = ("mamba_n_heads", "mamba_n_groups", "mamba_d_state")
+REQUIRED_FIELDS = {
+    "nemotron_h": (
+        "intermediate_size",
+        "mamba_num_heads",
+        "mamba_head_dim",
+        "ssm_state_size",
+        "n_groups",
+        "num_key_value_heads",
+    ),
+    "nemotron_h_moe": (
+        "n_routed_experts",
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+        "moe_shared_expert_intermediate_size",
+    ),
+    "bamba": (*MAMBA_FIELDS, "num_hidden_layers", "intermediate_size"),
+    "granite": (*MAMBA_FIELDS, "layer_types", "shared_intermediate_size"),
+    "granite_moe": ("num_experts_per_tok", "intermediate_size"),
+}
+UNSUPPORTED: list[tuple[str, dict[str, Any]]] = [
+    *(("nemotron_h", {name: True}) for name in ("attention_bias", "mlp_bias", "use_bias", "mamba_proj_bias")),
+    ("nemotron_h", {"mamba_hidden_act": "gelu"}),
+    ("nemotron_h", {"mlp_hidden_act": "swish"}),
+    ("nemotron_h_moe", {"moe_latent_size": 16}),
+    ("nemotron_h_moe", {"norm_topk_prob": False}),
+    ("nemotron_h_moe", {"n_shared_experts": 2}),
+    ("nemotron_h_moe", {"num_experts_per_tok": 1}),
+    ("nemotron_h_moe", {"num_experts_per_tok": 2, "n_group": 4, "topk_group": 2}),
+    ("nemotron_h_moe", {"num_experts_per_tok": 3, "n_group": 4, "topk_group": 1}),
+    *(("bamba", {name: True}) for name in ("attention_bias", "mlp_bias", "mamba_proj_bias")),
+    ("bamba", {"hidden_act": "gelu"}),
+    *(("granite", {name: True}) for name in ("attention_bias", "mamba_proj_bias")),
+    ("granite", {"hidden_act": "relu2"}),
+]
+UNKNOWN_LAYERS = [("nemotron_h", "layers_block_type"), ("granite", "layer_types"), ("granite_moe", "layer_types")]
+
+
+@pytest.fixture
+def copies(checkpoints: dict[str, Path], tmp_path: Path) -> dict[str, Path]:
+    """Return a copy of each family's checkpoint."""
+    return {family: copy_of(directory, tmp_path / family) for family, directory in checkpoints.items()}
+
+
+def config_of(directory: Path) -> str:
+    return str(directory / "config.json")
+
+
+@pytest.mark.parametrize(("family", "fields"), UNSUPPORTED, ids=str)
+def test_unsupported_setting_is_refused(family: str, fields: dict[str, Any], copies: dict[str, Path]) -> None:
+    set_fields(copies[family], **fields)
+    said = (f"{name}={value!r}" for name, value in fields.items())
+    assert_refused(copies[family], config_of(copies[family]), "is not supported", *said)
+
+
+@pytest.mark.parametrize(("family", "field"), UNKNOWN_LAYERS)
+def test_unknown_layer_is_refused(family: str, field: str, copies: dict[str, Path]) -> None:
+    set_fields(copies[family], **{field: ["full_attention", "hyena", "linear_attention"]})
+    assert_refused(copies[family], config_of(copies[family]), field, "hyena", "linear_attention")
+
+
+@pytest.mark.parametrize("kind", ["yarn", "linear", "dynamic", "llama3"])
+@pytest.mark.parametrize("family", ["bamba", "granite"])
+def test_scaled_rotary_embedding_is_refused(family: str, kind: str, copies: dict[str, Path]) -> None:
+    set_fields(copies[family], rope_parameters={"rope_type": kind, "factor": 2.0}, position_embedding_type="rope")
+    assert_refused(copies[family], config_of(copies[family]), f"rope_type={kind!r} is not supported")
+    drop_field(copies[family], "rope_parameters")
+    set_fields(copies[family], rope_scaling={"type": kind, "factor": 2.0})  # as older checkpoints say it
+    assert_refused(copies[family], config_of(copies[family]), f"rope_type={kind!r} is not supported")
+
+
+@pytest.mark.parametrize("model_type", ["zamba2", "falcon_h1", "jamba", "llama"])
+def test_other_architecture_is_refused_with_those_that_are_supported(model_type: str, copies: dict[str, Path]) -> None:
+    set_fields(copies["bamba"], model_type=model_type)
+    assert_refused(
+        copies["bamba"], config_of(copies["bamba"]), repr(model_type), "only 'bamba', 'granitemoehybrid', 'nemotron_h'"
+    )
+
+
+def test_config_without_model_type_is_refused(copies: dict[str, Path]) -> None:
+    drop_field(copies["bamba"], "model_type")
+    assert_refused(copies["bamba"], config_of(copies["bamba"]), "'model_type' is missing")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_config_that_lacks_a_field_is_refused(family: str, copies: dict[str, Path]) -> None:
+    config = copies[family] / "config.json"
+    content = config.read_text()
+    for name in (*REQUIRED_FIELDS[family], "vocab_size", "hidden_size", "num_attention_heads"):
+        drop_field(copies[family], name)
+        assert_refused(copies[family], f"{config}: {name!r} is missing")
+        config.write_text(content)
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"model_type": "bamba"', "[]", '"bamba"', "null"])
+def test_config_that_is_no_json_object_is_refused(content: str, copies: dict[str, Path]) -> None:
+    (copies["bamba"] / "config.json").write_text(content)
+    assert_refused(copies["bamba"], config_of(copies["bamba"]), "JSON")
+
+
+def test_directory_without_config_is_refused(copies: dict[str, Path]) -> None:
+    (copies["bamba"] / "config.json").unlink()
+    assert_refused(copies["bamba"], f"cannot read {config_of(copies['bamba'])}", "No such file")
+
+
+def test_what_is_no_directory_is_refused(copies: dict[str, Path]) -> None:
+    for source in (copies["bamba"] / "config.json", "/no/such/directory", "no-such-directory", "no/such/directory"):
+        assert_refused(source, f"{source} is no directory")
+
+
+def test_hub_name_that_cannot_be_fetched_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    assert_refused("no-such-owner/no-such-model", "no-such-owner/no-such-model is no directory", "huggingface_hub")
+
+
+def test_hub_name_without_huggingface_hub_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert_refused("no-such-owner/no-such-model", "huggingface_hub, which could fetch it, is missing")

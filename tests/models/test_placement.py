@@ -1,0 +1,178 @@
+"""Tensor-parallel ranks together hold every checkpoint tensor once, each part on the rank that Megatron expects it."""
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from megatron_mamba_cache.models import bamba, granite_hybrid, nemotron_h
+from megatron_mamba_cache.models.architecture import (
+    AttentionShape,
+    ExpertsShape,
+    FeedForwardShape,
+    HybridArchitecture,
+    MambaShape,
+)
+from megatron_mamba_cache.models.placement import ModelFiller, Placement, Placements, Split
+
+HIDDEN, HEAD_DIM, FEED_FORWARD = 8, 3, 12
+MAMBA = MambaShape(num_heads=8, head_dim=2, state_dim=3, num_groups=4, ssm_chunk_size=8)
+INNER, BC = 16, 12
+SIZES = [1, 2, 4]
+MIXER, ATTENTION = "decoder.layers.0.mixer.", "decoder.layers.2.self_attention."
+
+
+def architecture(pattern: str, num_kv_heads: int = 4, gated: bool = True, experts: bool = False) -> HybridArchitecture:
+    return HybridArchitecture(
+        pattern=pattern,
+        vocab_size=20,
+        hidden_size=HIDDEN,
+        max_sequence_length=64,
+        norm_eps=1e-5,
+        mamba=MAMBA,
+        attention=AttentionShape(num_heads=8, num_kv_heads=num_kv_heads, head_dim=HEAD_DIM),
+        feed_forward=FeedForwardShape(FEED_FORWARD, "silu", gated),
+        experts=ExpertsShape(3, 2, FEED_FORWARD, FEED_FORWARD, "softmax") if experts else None,
+    )
+
+
+def model_with(shapes: Mapping[str, tuple[int, ...]]) -> nn.Module:
+    """Return a module whose parameters have these dotted names, filled with NaN."""
+    root = nn.Module()
+    for name, shape in shapes.items():
+        *path, last = name.split(".")
+        module = root
+        for part in path:
+            if not hasattr(module, part):
+                module.add_module(part, nn.Module())
+            module = getattr(module, part)
+        module.register_parameter(last, nn.Parameter(torch.full(shape, torch.nan)))
+    return root
+
+
+def filled_ranks(
+    placements: Placements, tensors: Mapping[str, Tensor], local_shape: tuple[int, ...], size: int
+) -> list[Tensor]:
+    """Return the one parameter that all of these tensors go to, as each rank fills it."""
+    (target,) = {place.target for name in tensors for place in placements[name]}
+    wanted = {name: placements[name] for name in tensors}
+    parts = []
+    for rank in range(size):
+        model = model_with({target: local_shape})
+        filler = ModelFiller(model, wanted, rank, size)
+        assert filler.unfilled() == [target]
+        for name, tensor in tensors.items():
+            filler.fill(name, tensor)
+        assert not filler.unfilled()
+        parts.append(model.get_parameter(target).detach())
+    return parts
+
+
+def joined(parts: list[Tensor], sections: tuple[int, ...], dim: int = 0) -> Tensor:
+    """Put ranks' parts together again, section by section."""
+    local = [part.split([section // len(parts) for section in sections], dim) for part in parts]
+    return torch.cat([rank_part for section in zip(*local, strict=True) for rank_part in section], dim)
+
+
+@given(
+    sections=st.lists(st.integers(1, 5).map(lambda quarter: 4 * quarter), min_size=1, max_size=5).map(tuple),
+    dim=st.sampled_from([0, 1]),
+    size=st.sampled_from(SIZES),
+)
+def test_parts_of_all_ranks_put_together_are_the_tensor(sections: tuple[int, ...], dim: int, size: int) -> None:
+    shape = (sum(sections), 3) if dim == 0 else (3, sum(sections))
+    tensor = torch.arange(3 * sum(sections)).view(shape)
+    parts = [Split(dim, sections).local(tensor, rank, size) for rank in range(size)]
+    assert {part.shape[dim] for part in parts} == {sum(sections) // size}
+    assert joined(parts, sections, dim).equal(tensor)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_unsplit_tensor_is_whole_on_every_rank(size: int) -> None:
+    tensor = torch.arange(7)
+    assert all(Split().local(tensor, rank, size).equal(tensor) for rank in range(size))
+
+
+@pytest.mark.parametrize(("sections", "size"), [((), 4), ((4, 2), 4), ((3, 3), 2), ((8, 1), 2)])
+def test_section_that_does_not_divide_by_the_ranks_is_refused(sections: tuple[int, ...], size: int) -> None:
+    tensor = torch.zeros(sum(sections) or 6)
+    with pytest.raises(ValueError, match=rf"parts .* do not divide by {size} ranks"):
+        Split(0, sections).local(tensor, 0, size)
+
+
+def test_sections_of_another_length_are_refused_by_tensor_name() -> None:
+    filler = ModelFiller(model_with({"weight": (4,)}), {"given": (Placement("weight", Split(0, (4, 4))),)}, 0, 2)
+    with pytest.raises(ValueError, match=r"tensor given of shape \(9,\) cannot be split: .* \[4, 4\] are needed"):
+        filler.fill("given", torch.zeros(9))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    ("name", "sections", "trailing"),
+    [
+        ("in_proj.weight", (INNER, INNER, BC, BC, MAMBA.num_heads), (HIDDEN,)),  # z, x, B, C, dt
+        ("conv1d.weight", (INNER, BC, BC), (1, 4)),
+        ("conv1d.bias", (INNER, BC, BC), ()),
+        ("norm.weight", (INNER,), ()),
+        ("A_log", (MAMBA.num_heads,), ()),
+    ],
+)
+def test_each_part_of_a_mamba_tensor_is_split_on_its_own(
+    name: str, sections: tuple[int, ...], trailing: tuple[int, ...], size: int
+) -> None:
+    tensor = torch.rand(sum(sections), *trailing)
+    placements = nemotron_h.placements_of(architecture("M*"))
+    local_shape = (sum(sections) // size, *trailing)
+    parts = filled_ranks(placements, {f"backbone.layers.0.mixer.{name}": tensor}, local_shape, size)
+    assert joined(parts, sections).equal(tensor)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_output_projection_is_split_along_its_inputs(size: int) -> None:
+    tensor = torch.rand(HIDDEN, INNER)
+    placements = nemotron_h.placements_of(architecture("M*"))
+    parts = filled_ranks(placements, {"backbone.layers.0.mixer.out_proj.weight": tensor}, (HIDDEN, INNER // size), size)
+    assert torch.cat(parts, 1).equal(tensor)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("num_kv_heads", [4, 8])
+def test_each_rank_has_the_query_heads_of_its_kv_heads(num_kv_heads: int, size: int) -> None:
+    heads = {"q": 8, "k": num_kv_heads, "v": num_kv_heads}
+    tensors = {name: torch.rand(count * HEAD_DIM, HIDDEN) for name, count in heads.items()}
+    placements = nemotron_h.placements_of(architecture("M*", num_kv_heads))
+    named = {f"backbone.layers.1.mixer.{name}_proj.weight": tensor for name, tensor in tensors.items()}
+    parts = filled_ranks(placements, named, (sum(heads.values()) * HEAD_DIM // size, HIDDEN), size)
+    by_head = {name: tensor.view(-1, HEAD_DIM, HIDDEN) for name, tensor in tensors.items()}
+    per_group = 8 // num_kv_heads
+    groups = [
+        torch.cat([by_head["q"][per_group * group :][:per_group], by_head["k"][group, None], by_head["v"][group, None]])
+        for group in range(num_kv_heads)
+    ]
+    assert torch.cat(parts).equal(torch.cat(groups).flatten(0, 1))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_each_rank_has_both_halves_of_a_gated_projection(size: int) -> None:
+    gate, up = torch.rand(2, FEED_FORWARD, HIDDEN)
+    mlp, local_shape = "model.layers.0.feed_forward.", (2 * FEED_FORWARD // size, HIDDEN)
+    named = {f"{mlp}gate_proj.weight": gate, f"{mlp}up_proj.weight": up}
+    parts = filled_ranks(bamba.placements_of(architecture("M-*-")), named, local_shape, size)
+    assert joined(parts, (FEED_FORWARD, FEED_FORWARD)).equal(torch.cat([gate, up]))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_each_expert_of_a_stack_is_split_like_a_gated_projection(size: int) -> None:
+    stacked = torch.rand(3, 2 * FEED_FORWARD, HIDDEN)
+    name = "model.layers.0.block_sparse_moe.input_linear.weight"
+    places = granite_hybrid.placements_of(architecture("ME*E", experts=True))[name]
+    models = []
+    for rank in range(size):
+        models.append(model_with({place.target: (2 * FEED_FORWARD // size, HIDDEN) for place in places}))
+        ModelFiller(models[-1], {name: places}, rank, size).fill(name, stacked)
+    for place, expert in zip(places, stacked, strict=True):
+        parts = [model.get_parameter(place.target).detach() for model in models]
+        assert joined(parts, (FEED_FORWARD, FEED_FORWARD)).equal(expert)

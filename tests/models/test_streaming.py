@@ -1,0 +1,53 @@
+"""Loading holds one tensor of the checkpoint at a time, whatever files they are spread over."""
+
+import weakref
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_mamba_cache.models import safetensors_files
+from megatron_mamba_cache.models.hugging_face import load_hugging_face
+from tests.models.checkpoint_edits import tensors_of
+from tests.models.tiny_checkpoints import tiny_checkpoint
+
+
+class CountingFile:
+    """An opened safetensors file that notes how many of all files' tensors are alive when it reads another."""
+
+    def __init__(self, file: Any, alive: weakref.WeakSet, counts: list[int]) -> None:
+        self._file = file
+        self._alive = alive
+        self._counts = counts
+
+    def __enter__(self) -> "CountingFile":
+        self._file.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.__exit__(*error)
+
+    def keys(self) -> list[str]:
+        return self._file.keys()
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        self._counts.append(len(self._alive))
+        tensor = self._file.get_tensor(name)
+        self._alive.add(tensor)
+        return tensor
+
+
+@pytest.mark.parametrize("name", ["nemotron_h_moe-0", "bamba-0", "granite_moe-0"])
+def test_no_other_tensor_is_alive_when_one_is_read(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = replace(tiny_checkpoint(name), max_shard_size="50KB")
+    case.write(case.model(), tmp_path)
+    num_tensors = len(tensors_of(tmp_path))
+    assert len(list(tmp_path.glob("*.safetensors"))) >= 3
+    alive: weakref.WeakSet = weakref.WeakSet()
+    counts: list[int] = []
+    opened = safetensors_files._opened
+    monkeypatch.setattr(safetensors_files, "_opened", lambda path: CountingFile(opened(path), alive, counts))
+    load_hugging_face(tmp_path, torch.float32)
+    assert counts == [0] * num_tensors

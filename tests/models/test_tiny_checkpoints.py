@@ -1,0 +1,30 @@
+"""The tiny checkpoints differ in everything that real ones differ in."""
+
+import pytest
+
+from tests.models.tiny_checkpoints import CASE_NAMES, FAMILIES, drawn_settings, tiny_checkpoint
+
+MIN_CASES_PER_MODEL_TYPE = 14
+
+
+def test_every_model_type_has_many_cases() -> None:
+    types = [tiny_checkpoint(name).config.model_type for name in CASE_NAMES]
+    assert set(types) == {"nemotron_h", "bamba", "granitemoehybrid"}
+    assert all(types.count(model_type) >= MIN_CASES_PER_MODEL_TYPE for model_type in set(types))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_cases_of_a_family_differ_in_every_setting(family: str) -> None:
+    cases = drawn_settings(family)
+    for setting in cases[0]:
+        assert len({str(case[setting]) for case in cases}) > 1, setting
+    assert {case["mamba"][0] for case in cases} == {1, 2, 8}
+    queries_per_kv_head = {case["attention"][1] // case["attention"][2] for case in cases}
+    assert {1, 2, 4} <= queries_per_kv_head
+    assert any(case["attention"][2] == 1 for case in cases)
+    layers = [case["layers"] for case in cases]
+    assert any(order.startswith("*") for order in layers)
+    assert any(order.endswith("*") for order in layers)
+    assert any("MM" in order or "**" in order or "EE" in order for order in layers)
+    assert {case["chunk_size"] for case in cases} == {8, 16, 32}
+    assert any(case["limit"] != (0.0, float("inf")) for case in cases)

@@ -1,0 +1,179 @@
+"""Tokenizers of model directories."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
+
+from megatron_mamba_cache.models.hugging_face_tokenizer import HuggingFaceTokenizer, load_tokenizer
+from tests.command_line.tiny_directories import END_OF_TEXT, VOCABULARY, save_tokenizer
+
+TEXTS = ["", "def f(x):\n\treturn x  # é", " ", "\r\n\r\n", "日本語 🙂", f"a{END_OF_TEXT}b", "\x00\x1b[31m" * 3]
+CHAT = [{"role": "user", "content": "May I pass?"}, {"role": "assistant", "content": "Yes."}]
+TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def loaded(directory: Path, vocab_size: int = VOCABULARY) -> HuggingFaceTokenizer:
+    tokenizer = load_tokenizer(directory, vocab_size)
+    assert tokenizer is not None
+    return tokenizer
+
+
+def change_json(path: Path, **changes: object) -> None:
+    fields = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**fields, **changes}))
+
+
+def save_with_bos(directory: Path) -> PreTrainedTokenizerFast:
+    """Write a tokenizer that puts the begin-of-text token in front."""
+    backend = save_tokenizer(directory).backend_tokenizer
+    backend.post_processor = TemplateProcessing(single=f"{END_OF_TEXT} $A", special_tokens=[(END_OF_TEXT, 0)])
+    saved = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT)
+    saved.save_pretrained(directory)
+    return saved
+
+
+def hide_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+
+
+@pytest.mark.parametrize("save", [save_tokenizer, save_with_bos])
+@pytest.mark.parametrize("text", TEXTS)
+def test_tokens_are_those_of_transformers_and_text_comes_back(save: object, text: str, tmp_path: Path) -> None:
+    save(tmp_path)  # type: ignore[operator]
+    theirs, ours = AutoTokenizer.from_pretrained(tmp_path), loaded(tmp_path)
+    tokens = ours.tokenize(text)
+    assert tokens == theirs(text)["input_ids"]
+    assert ours.detokenize(tokens) == text.replace(END_OF_TEXT, "")
+    assert ours.detokenize(tokens, skip_special_tokens=False).removeprefix(END_OF_TEXT) == text
+    assert (ours.bos, ours.eod, ours.vocab_size) == (theirs.bos_token_id, theirs.eos_token_id, VOCABULARY)
+
+
+def test_a_spelled_out_bos_comes_once(tmp_path: Path) -> None:
+    save_with_bos(tmp_path)
+    tokenizer = loaded(tmp_path)
+    assert tokenizer.tokenize("a") == tokenizer.tokenize(f"{END_OF_TEXT}a")
+
+
+def test_the_end_of_a_text_is_the_first_that_the_generation_config_names(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    config = tmp_path / "generation_config.json"
+    for named, expected in [([7, 9], 7), (5, 5), (None, 0), ([], 0)]:
+        change_json(config, eos_token_id=named)
+        assert loaded(tmp_path).eod == expected
+
+
+def test_a_tokenizer_without_special_tokens_has_no_bos_and_eod(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
+    tokenizer = loaded(tmp_path)
+    assert (tokenizer.bos, tokenizer.eod) == (None, -1)
+
+
+def test_special_tokens_are_found_however_they_are_written(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": {"content": "a"}, "eos_token": None}))
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"bos_token": "c", "eos_token": "b"}))
+    tokenizer = loaded(tmp_path)
+    assert [tokenizer.bos, tokenizer.eod] == [*tokenizer.tokenize("a"), *tokenizer.tokenize("b")]
+
+
+def test_settings_for_batches_cut_and_fill_no_prompt(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    path = str(tmp_path / "tokenizer.json")
+    backend = Tokenizer.from_file(path)
+    backend.enable_truncation(3)
+    backend.enable_padding(length=50)
+    backend.save(path)
+    assert loaded(tmp_path).detokenize(loaded(tmp_path).tokenize("a longer text")) == "a longer text"
+
+
+def test_ids_that_stand_for_nothing_give_no_text(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    tokenizer = loaded(tmp_path, vocab_size=2 * VOCABULARY)
+    assert tokenizer.detokenize([VOCABULARY + 1, *tokenizer.tokenize("a"), -1, 2**40]) == "a"
+    assert tokenizer.vocab_size == 2 * VOCABULARY
+
+
+def test_a_directory_without_tokenizer_files_has_no_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert load_tokenizer(tmp_path, VOCABULARY) is None
+
+
+def test_ids_beyond_the_vocabulary_are_refused_with_both_numbers_and_files(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    loaded(tmp_path, VOCABULARY)
+    with pytest.raises(ValueError) as raised:
+        load_tokenizer(tmp_path, VOCABULARY - 1)
+    for part in (f"{tmp_path}/tokenizer.json", f"{tmp_path}/config.json", "up to 511", "vocabulary of 511"):
+        assert part in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff"])
+def test_a_damaged_file_is_named(name: str, content: bytes, tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=name):
+        load_tokenizer(tmp_path, VOCABULARY)
+
+
+def test_a_tokenizer_json_does_not_need_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_tokenizer(tmp_path)
+    hide_transformers(monkeypatch)
+    assert loaded(tmp_path).detokenize(loaded(tmp_path).tokenize("text")) == "text"
+
+
+def test_other_tokenizers_are_read_by_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = ByT5Tokenizer()
+    theirs.save_pretrained(tmp_path)
+    assert not (tmp_path / "tokenizer.json").exists()
+    ours = loaded(tmp_path, vocab_size=len(theirs))
+    assert ours.tokenize("é\n") == theirs("é\n")["input_ids"]
+    assert ours.detokenize([*ours.tokenize("é\n"), 10**6]) == "é\n"
+    assert (ours.bos, ours.eod) == (None, theirs.eos_token_id)
+    with pytest.raises(ValueError, match=f"up to {len(theirs) - 1}"):
+        load_tokenizer(tmp_path, len(theirs) - 1)
+    hide_transformers(monkeypatch)
+    with pytest.raises(ValueError, match=r"pip install -e '.\[hf\]'"):
+        load_tokenizer(tmp_path, len(theirs))
+
+
+def test_files_that_transformers_cannot_read_are_an_error(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "NoSuchTokenizer"}')
+    with pytest.raises(ValueError, match="transformers cannot read"):
+        load_tokenizer(tmp_path, VOCABULARY)
+
+
+@pytest.mark.parametrize("place", ["chat_template.jinja", "tokenizer_config.json"])
+def test_a_chat_is_rendered_as_transformers_does(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_tokenizer(tmp_path)
+    if place.endswith(".json"):
+        change_json(tmp_path / place, chat_template=TEMPLATE)
+    else:
+        (tmp_path / place).write_text(TEMPLATE)
+    tokenizer = loaded(tmp_path)
+    assert tokenizer.has_chat_template
+    assert tokenizer.render_chat(CHAT) == "<user>May I pass?<assistant>Yes.<assistant>"
+    hide_transformers(monkeypatch)
+    with pytest.raises(ValueError, match="transformers is needed"):
+        tokenizer.render_chat(CHAT)
+
+
+def test_a_chat_that_cannot_be_rendered_is_an_error(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    tokenizer = loaded(tmp_path)
+    assert not tokenizer.has_chat_template
+    with pytest.raises(ValueError, match="no chat template"):
+        tokenizer.render_chat(CHAT)
+    (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(ValueError, match="roles must alternate"):
+        tokenizer.render_chat(CHAT)

@@ -1,0 +1,241 @@
+"""Tiny checkpoints of each hybrid family: drawn at random with fixed seeds, written by transformers.
+
+Draws are balanced: a setting takes each of its options about equally often, in an order of its own.
+"""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from transformers import (
+    AutoModelForCausalLM,
+    BambaConfig,
+    GraniteMoeHybridConfig,
+    NemotronHConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from tests.models.spread_weights import spread_weights
+
+FAMILIES = ("nemotron_h", "nemotron_h_moe", "bamba", "granite", "granite_moe")
+CASES_PER_FAMILY = {"nemotron_h": 8, "nemotron_h_moe": 8, "bamba": 16, "granite": 8, "granite_moe": 8}
+CASE_NAMES = [f"{family}-{index}" for family in FAMILIES for index in range(CASES_PER_FAMILY[family])]
+
+_KINDS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+_UNBOUNDED = (0.0, float("inf"))
+_SHARED_OPTIONS: dict[str, Sequence[Any]] = {
+    # hidden size, attention heads, KV heads: as many, 2 to 1, 4 to 1, one for all
+    "attention": [(32, 4, 4), (64, 4, 2), (48, 4, 1), (64, 8, 2), (32, 4, 2), (64, 8, 1), (48, 4, 4), (32, 8, 2)],
+    "mamba": [(1, 4), (8, 8), (2, 8), (1, 8), (2, 4), (8, 16)],  # groups, heads
+    "state_dim": [4, 8, 16],
+    "chunk_size": [8, 16, 32],
+    "d_conv": [4, 3, 4, 2],
+    "conv_bias": [True, False],
+    "intermediate_size": [48, 64, 80],
+    "vocab_size": [97, 101, 113, 127, 131, 128],
+    "tied": [False, True],
+    "eps": [1e-5, 1e-4, 1e-3],
+    "rope_theta": [10_000.0, 500.0, 1e6],
+    "limit": [_UNBOUNDED, _UNBOUNDED, _UNBOUNDED, (0.1, 0.4)],
+    "max_shard_size": ["5GB", "20KB", "5GB"],
+    # how the checkpoint is served
+    "block_chunks": [1, 2],
+    "max_tokens": [17, 24, 40],
+    "align_prefill_chunks": [True, False],
+}
+_OPTIONS: dict[str, dict[str, Sequence[Any]]] = {
+    "nemotron_h": {
+        "layers": ["*M-M", "M-M*", "M**M", "MM*-", "-M*M", "M*", "*M*M*", "M--*M"],
+        "head_dim": [8, 16, 12],
+        "mamba_head_dim": [8, 16, 12],
+        "activation": ["relu2", "silu"],
+        "limit": [_UNBOUNDED, _UNBOUNDED, _UNBOUNDED, (0.1, float("inf"))],
+    },
+    "bamba": {
+        "layers": ["M*M", "*MM", "MM*", "M**M", "*M", "*M*", "M*", "MMM*"],
+        "rotary_percent": [0.5, 1.0],
+        "expand": [2, 4, 3],
+    },
+    "granite": {
+        "layers": ["M*M", "*MM", "MM*", "M**M", "*M", "*M*", "M*", "MMM*"],
+        "expand": [2, 4, 3],
+        # on embeddings, residuals, attention scores; divisor of logits
+        "multipliers": [(12.0, 0.22, 0.0625, 6.0), (1.0, 1.0, 1.0, 1.0), (3.0, 0.5, 0.3, 0.5)],
+        "position": ["rope", None],
+    },
+}
+_OPTIONS["nemotron_h_moe"] = _OPTIONS["nemotron_h"] | {
+    "layers": ["-ME*", "*EME", "M*EE", "EM*M", "M*E", "-E*M", "MEM*E", "*ME"],
+    # experts, chosen ones, groups of experts, chosen groups; with groups two of each chosen group score it
+    "experts": [(8, 2, 1, 1), (8, 2, 2, 1), (4, 3, 1, 1), (8, 4, 2, 2), (16, 4, 4, 2), (6, 2, 1, 1), (16, 5, 4, 2)],
+    "scaling": [1.0, 2.5],
+}
+_OPTIONS["granite_moe"] = _OPTIONS["granite"] | {"experts": [(4, 2), (8, 3), (6, 4), (8, 2)]}
+
+
+@dataclass(frozen=True, slots=True)
+class TinyCheckpoint:
+    """A configuration, and how to write and serve it.
+
+    Args:
+        bounds_time_steps: Whether time steps are clamped: transformers does so in its chunked form, and not when it
+            decodes from a cache.
+    """
+
+    name: str
+    config: PreTrainedConfig
+    max_shard_size: str
+    cache_settings: Mapping[str, Any]
+    bounds_time_steps: bool
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a KV block."""
+        return self.cache_settings["block_size_tokens"]
+
+    def model(self, draw: int = 0) -> PreTrainedModel:
+        """Return a model of transformers; each draw has other weights."""
+        model = AutoModelForCausalLM.from_config(self.config).eval()
+        spread_weights(model, seed=1000 * draw + sum(self.name.encode()))
+        return model
+
+    def write(self, model: PreTrainedModel, directory: Path) -> None:
+        """Write the checkpoint of a model of this configuration."""
+        weights = model.state_dict()
+        if self.config.tie_word_embeddings:
+            weights.pop("lm_head.weight")  # equal to the embeddings
+        model.save_pretrained(directory, state_dict=weights, max_shard_size=self.max_shard_size)
+
+
+def tiny_checkpoint(name: str) -> TinyCheckpoint:
+    """Return the case of a name of `CASE_NAMES`."""
+    family, _, index = name.rpartition("-")
+    drawn = drawn_settings(family)[int(index)]
+    return TinyCheckpoint(
+        name=name,
+        config=_CONFIG_OF[family](drawn),
+        max_shard_size=drawn["max_shard_size"],
+        cache_settings={
+            "block_size_tokens": drawn["chunk_size"] * drawn["block_chunks"],
+            "max_tokens": drawn["max_tokens"],
+            "align_prefill_chunks": drawn["align_prefill_chunks"],
+        },
+        bounds_time_steps=drawn["limit"] != _UNBOUNDED,
+    )
+
+
+@cache
+def drawn_settings(family: str) -> list[dict[str, Any]]:
+    """Return the settings of a family's cases."""
+    options, count = _SHARED_OPTIONS | _OPTIONS[family], CASES_PER_FAMILY[family]
+    rng = random.Random(family)
+    columns = {name: _balanced(values, count, rng) for name, values in options.items()}
+    return [{name: column[index] for name, column in columns.items()} for index in range(count)]
+
+
+def _balanced(options: Sequence[Any], count: int, rng: random.Random) -> list[Any]:
+    drawn = [options[index % len(options)] for index in range(count)]
+    rng.shuffle(drawn)
+    return drawn
+
+
+def _common(drawn: dict[str, Any]) -> dict[str, Any]:
+    hidden_size, heads, kv_heads = drawn["attention"]
+    return {
+        "vocab_size": drawn["vocab_size"],
+        "hidden_size": hidden_size,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": drawn["intermediate_size"],
+        "tie_word_embeddings": drawn["tied"],
+        "max_position_embeddings": 512,
+        "time_step_limit": drawn["limit"],
+        "pad_token_id": None,
+        "bos_token_id": None,
+        "eos_token_id": None,  # generation ends by length only
+    }
+
+
+def _nemotron_h(drawn: dict[str, Any]) -> NemotronHConfig:
+    groups, heads = drawn["mamba"]
+    experts, top_k, expert_groups, top_groups = drawn.get("experts", (4, 2, 1, 1))
+    return NemotronHConfig(
+        **_common(drawn),
+        layers_block_type=[_KINDS[symbol] for symbol in drawn["layers"]],
+        head_dim=drawn["head_dim"],
+        mlp_hidden_act=drawn["activation"],
+        layer_norm_epsilon=drawn["eps"],
+        ssm_state_size=drawn["state_dim"],
+        mamba_num_heads=heads,
+        mamba_head_dim=drawn["mamba_head_dim"],
+        n_groups=groups,
+        conv_kernel=drawn["d_conv"],
+        use_conv_bias=drawn["conv_bias"],
+        chunk_size=drawn["chunk_size"],
+        # transformers clamps at time_step_min, whatever time_step_limit says; no time step is below the tiny one
+        time_step_min=drawn["limit"][0] or 1e-9,
+        n_routed_experts=experts,
+        num_experts_per_tok=top_k,
+        n_group=expert_groups,
+        topk_group=top_groups,
+        routed_scaling_factor=drawn.get("scaling", 1.0),
+        moe_intermediate_size=24,
+        moe_shared_expert_intermediate_size=40,
+    )
+
+
+def _mamba_fields(drawn: dict[str, Any]) -> dict[str, Any]:
+    groups, heads = drawn["mamba"]
+    return {
+        "num_hidden_layers": len(drawn["layers"]),
+        "rms_norm_eps": drawn["eps"],
+        "mamba_n_groups": groups,
+        "mamba_n_heads": heads,
+        "mamba_d_state": drawn["state_dim"],
+        "mamba_d_conv": drawn["d_conv"],
+        "mamba_expand": drawn["expand"],
+        "mamba_chunk_size": drawn["chunk_size"],
+        "mamba_conv_bias": drawn["conv_bias"],
+    }
+
+
+def _bamba(drawn: dict[str, Any]) -> BambaConfig:
+    rope = {"rope_theta": drawn["rope_theta"], "partial_rotary_factor": drawn["rotary_percent"]}
+    return BambaConfig(
+        **_common(drawn),
+        **_mamba_fields(drawn),
+        attn_layer_indices=[index for index, symbol in enumerate(drawn["layers"]) if symbol == "*"],
+        rope_parameters={"rope_type": "default", **rope},
+    )
+
+
+def _granite(drawn: dict[str, Any]) -> GraniteMoeHybridConfig:
+    embedding, residual, attention, logits_divisor = drawn["multipliers"]
+    experts, top_k = drawn.get("experts", (0, 2))
+    return GraniteMoeHybridConfig(
+        **_common(drawn),
+        **_mamba_fields(drawn),
+        layer_types=[_KINDS[symbol] for symbol in drawn["layers"]],
+        shared_intermediate_size=drawn["intermediate_size"] - 8,
+        num_local_experts=experts,
+        num_experts_per_tok=top_k,
+        embedding_multiplier=embedding,
+        residual_multiplier=residual,
+        attention_multiplier=attention,
+        logits_scaling=logits_divisor,
+        position_embedding_type=drawn["position"],
+        rope_parameters={"rope_type": "default", "rope_theta": drawn["rope_theta"]},
+    )
+
+
+_CONFIG_OF = {
+    "nemotron_h": _nemotron_h,
+    "nemotron_h_moe": _nemotron_h,
+    "bamba": _bamba,
+    "granite": _granite,
+    "granite_moe": _granite,
+}
