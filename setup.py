@@ -24,6 +24,8 @@ setup(
         "einops",
         "numpy",
         "packaging",
+        # megatron-core's checkpoint writer waits forever without it.
+        "psutil",
         "safetensors",
         "tokenizers",
         "tqdm",

@@ -100,7 +100,7 @@ def _description(directory: ModelDirectory, loaded: LoadedModel, dtype: str) -> 
     name = "the small model of Python source that ships" if directory.is_shipped else str(directory.path)
     count = sum(parameter.numel() for parameter in loaded.model.parameters())
     return (
-        f"{name}, {_layers(loaded.architecture.pattern)}, {count / 1e6:.1f} million parameters, "
+        f"{name}, {_layers(loaded.architecture.pattern)}, {count:,} parameters, "
         f"vocabulary of {loaded.architecture.vocab_size} tokens, {dtype}"
     )
 
