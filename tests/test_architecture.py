@@ -191,6 +191,7 @@ LONG_BODY = "    x = 1\n" * 60
 SOUND = {
     "errors": "",
     "policy/align": "import numpy\nfrom pkg.errors import E",
+    "speculation/verifier": "import torch\nfrom pkg.policy import align",
     "mcore/context": "import megatron.core",
     "__main__": "from pkg import C",
 }
@@ -209,6 +210,12 @@ PLANTED = {
     "torch_in_policy": ({"policy/align": "from torch import Tensor"}, "reaches torch"),
     "torch_reached_by_policy": ({"policy/align": "from pkg import config", "config": "import torch"}, "reaches torch"),
     "megatron_below_mcore": ({"state/pool": "from megatron.core import x"}, "below mcore"),
+    "speculation_in_state": (
+        {"state/pool": "import pkg.speculation.drafter", "speculation/drafter": ""},
+        "higher floor",
+    ),
+    "mcore_in_speculation": ({"speculation/drafter": "import pkg.mcore.context"}, "higher floor"),
+    "megatron_in_speculation": ({"speculation/drafter": "from megatron.core import x"}, "below mcore"),
     "cycle": ({"state/a": "from pkg.state import b", "state/b": "from . import a"}, "import cycle"),
     "long_module": ({"state/pool": "x = 1\n" * 301}, "301 lines"),
     "long_function": ({"state/pool": f"class Pool:\n  def grow(self):\n{LONG_BODY}"}, "61 lines"),
