@@ -1,0 +1,65 @@
+"""How many drafts of one request are worth verifying, learnt from how the last ones fared."""
+
+FIRST_LENGTH = 4
+MAX_MISSES = 3
+FIRST_PAUSE = 8
+LONGEST_PAUSE = 256
+
+
+class DraftLength:
+    """The number of drafts of one request, between 0 and a maximum.
+
+    It doubles where all drafts were accepted, and falls towards one more than were accepted otherwise. After a few
+    steps in a row that accepted nothing it is zero for a pause; then one draft is tried. A draft that fails on trial
+    doubles the next pause, steps that accept something shorten it again. Drafts that are never right so cost a
+    handful at first, and then one in `LONGEST_PAUSE` steps.
+    """
+
+    def __init__(self, max_drafts: int) -> None:
+        if max_drafts < 1:
+            raise ValueError(f"max_drafts must be at least 1, found {max_drafts}")
+        self._max_drafts = max_drafts
+        self._length = min(FIRST_LENGTH, max_drafts)
+        self._num_misses = 0  # steps in a row that accepted none of their drafts
+        self._pause = FIRST_PAUSE  # steps, the next time
+        self._pause_left = 0
+
+    def wanted(self, limit: int) -> int:
+        """Return how many drafts the next step should try, 0 to `limit`; changes nothing."""
+        return 0 if self._pause_left else max(0, min(self._length, limit))
+
+    def note(self, num_drafted: int, num_accepted: int) -> None:
+        """Learn from a step of the request, called once for each, with or without drafts.
+
+        Args:
+            num_drafted: Drafts that were verified.
+            num_accepted: How many of them were accepted; the base token does not count.
+
+        Raises:
+            ValueError: If more were accepted than drafted, or a number is negative.
+        """
+        if not 0 <= num_accepted <= num_drafted:
+            raise ValueError(f"need 0 <= num_accepted <= num_drafted, found {num_accepted} of {num_drafted}")
+        if num_drafted == 0:
+            self._pause_left = max(0, self._pause_left - 1)
+        elif num_accepted == 0:
+            self._note_miss()
+        else:
+            self._note_hit(num_drafted, num_accepted)
+
+    def _note_hit(self, num_drafted: int, num_accepted: int) -> None:
+        if num_accepted == num_drafted:
+            self._length = min(self._max_drafts, max(self._length, 2 * num_drafted))
+        else:
+            self._length = max(num_accepted + 1, (self._length + num_accepted) // 2)
+        self._num_misses = 0
+        self._pause = max(FIRST_PAUSE, self._pause // 2)
+
+    def _note_miss(self) -> None:
+        self._num_misses += 1
+        self._length = max(1, self._length // 2)
+        if self._num_misses >= MAX_MISSES:
+            self._num_misses = MAX_MISSES - 1  # the draft on trial after the pause has one chance
+            self._length = 1
+            self._pause_left = self._pause
+            self._pause = min(LONGEST_PAUSE, 2 * self._pause)

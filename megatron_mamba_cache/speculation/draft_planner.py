@@ -1,0 +1,129 @@
+"""Which rows of a step get how many drafts: asks the drafter where drafts pay, and checks its answer."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..policy.requests import RunningRequest
+from .draft_length import DraftLength
+from .drafter import Draft, Drafter, DraftWish
+
+
+@dataclass(frozen=True, slots=True)
+class DraftLimit:
+    """A row of the next step and how many drafts it has room for; 0 if none."""
+
+    row: RunningRequest
+    limit: int
+
+
+class DraftPlanner:
+    """Plans the drafts of each step.
+
+    Args:
+        drafter: Proposes the tokens.
+        max_drafts: The most drafts of a row in a step, at least 1; `NoDrafts` stands for 0.
+        vocab_size: Token ids lie below it, and distributions are as wide.
+
+    Raises:
+        ValueError: If `max_drafts` or `vocab_size` is below 1.
+    """
+
+    def __init__(self, drafter: Drafter, max_drafts: int, vocab_size: int) -> None:
+        for name, value in (("max_drafts", max_drafts), ("vocab_size", vocab_size)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, found {value}")
+        self._drafter = drafter
+        self._max_drafts = max_drafts
+        self._vocab_size = vocab_size
+        self._lengths: dict[int, DraftLength] = {}
+
+    @property
+    def max_drafts(self) -> int:
+        """The most drafts of a row in a step."""
+        return self._max_drafts
+
+    def plan(self, limits: Sequence[DraftLimit]) -> list[Draft]:
+        """Return one draft for each row, in order, at most its limit long; the drafter is asked at most once.
+
+        What is known of the requests stays as it is, so that a step that fails may be planned again.
+
+        Raises:
+            ValueError: If the drafter's answer breaks its contract; the message names the drafter.
+        """
+        drafts = [Draft()] * len(limits)
+        wanted = {index: self._wanted(entry) for index, entry in enumerate(limits)}
+        asked = [index for index, num_tokens in wanted.items() if num_tokens]
+        if not asked:
+            return drafts
+        wishes = [DraftWish(limits[index].row, wanted[index]) for index in asked]
+        for index, draft in zip(asked, self._propose(wishes), strict=True):
+            drafts[index] = draft
+        return drafts
+
+    def note(self, row: RunningRequest, num_drafted: int, num_accepted: int) -> None:
+        """Learn from a finished step of a row; call it once for each planned row, drafted or not.
+
+        Args:
+            num_drafted: Drafts that were verified, after whatever the caller cut.
+            num_accepted: How many of them were accepted; the base token does not count.
+
+        A request that was forgotten meanwhile is left alone.
+        """
+        if length := self._lengths.get(row.request_id):
+            length.note(num_drafted, num_accepted)
+
+    def forget(self, request_id: int) -> None:
+        """Drop what is known of a request that finished or was evicted; nothing if it is unknown."""
+        self._lengths.pop(request_id, None)
+        self._drafter.forget(request_id)
+
+    def _wanted(self, entry: DraftLimit) -> int:
+        if entry.limit <= 0:
+            return 0
+        length = self._lengths.setdefault(entry.row.request_id, DraftLength(self._max_drafts))
+        return length.wanted(entry.limit)
+
+    def _propose(self, wishes: Sequence[DraftWish]) -> list[Draft]:
+        drafts = self._drafter.propose(wishes)
+        if len(drafts) != len(wishes):
+            raise self._broken(f"{len(drafts)} drafts for {len(wishes)} wishes")
+        for wish, draft in zip(wishes, drafts, strict=True):
+            self._check(wish, draft)
+        return drafts
+
+    def _check(self, wish: DraftWish, draft: Draft) -> None:
+        whose = f"for request {wish.row.request_id}"
+        if len(draft.tokens) > wish.num_tokens:
+            raise self._broken(f"{len(draft.tokens)} tokens {whose}, at most {wish.num_tokens} were wished")
+        for token in draft.tokens:
+            if not 0 <= token < self._vocab_size:
+                raise self._broken(f"token {token} {whose}, ids are in [0, {self._vocab_size})")
+        if draft.distributions is None:
+            return
+        needed, found = (len(draft.tokens), self._vocab_size), tuple(draft.distributions.shape)
+        if found != needed:
+            raise self._broken(f"distributions of shape {list(found)} {whose}, need {list(needed)}")
+        if not draft.distributions.is_floating_point():
+            raise self._broken(f"distributions of {draft.distributions.dtype} {whose}, need floating point")
+
+    def _broken(self, what: str) -> ValueError:
+        return ValueError(f"drafter {type(self._drafter).__name__} returned {what}")
+
+
+class NoDrafts:
+    """Stands in for a `DraftPlanner` where nothing is drafted."""
+
+    @property
+    def max_drafts(self) -> int:
+        """The most drafts of a row in a step: none."""
+        return 0
+
+    def plan(self, limits: Sequence[DraftLimit]) -> list[Draft]:
+        """Return an empty draft for each row."""
+        return [Draft()] * len(limits)
+
+    def note(self, row: RunningRequest, num_drafted: int, num_accepted: int) -> None:
+        """Learn nothing."""
+
+    def forget(self, request_id: int) -> None:
+        """Forget nothing."""

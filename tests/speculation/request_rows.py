@@ -1,0 +1,25 @@
+"""Running requests for tests of drafters: only their text matters."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_mamba_cache.policy.block_hashing import BlockKeyChain
+from megatron_mamba_cache.policy.identifiers import SlotId
+from megatron_mamba_cache.policy.requests import RequestSpec, RunningRequest, SamplingSettings
+
+
+def row_of(prompt: Sequence[int], generated: Sequence[int] = (), request_id: int = 0) -> RunningRequest:
+    """Return a running request of this prompt and generated text."""
+    spec = RequestSpec(request_id, np.array(prompt, dtype=np.int64), 1 << 30, SamplingSettings())
+    return RunningRequest(
+        spec=spec,
+        chain=BlockKeyChain(bytes(32), 4),
+        epoch=0,
+        age=0,
+        live_slot=SlotId(0),
+        block_ids=[],
+        num_shared_blocks=0,
+        computed=0,
+        generated=list(generated),
+    )
