@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 _MOST_GB = 2**20
+_MOST_DRAFTS = 8
+_CHECKPOINTS = ("rolling", "all", "none")
 _STATE_DTYPES = ("model", "fp32", "bf16")
 
 
@@ -24,6 +26,10 @@ class CacheConfig:
             [--inference-dynamic-batching-prefix-caching-mamba-gb].
         boundary_stride: None caches the boundaries that a prompt suggests; n adds every n-th block boundary, and
             "all", like 1, every one.
+        decode_checkpoints: Which block boundaries that a request reaches while it generates keep a state: its newest
+            ("rolling"), "all" or "none". With one, a conversation's next turn starts behind its last reply.
+        num_speculative_tokens: Most draft tokens that a step verifies for each request, 0 to 8; the states behind them
+            take slots of `prefix_caching_mamba_gb` [--num-speculative-tokens].
         align_prefill_chunks: End a prefill chunk on the last block boundary inside the step's token budget.
         max_requests, max_tokens, max_sequence_length: Limits of a step and of a request.
         chunked_prefill: Whether a prompt may be prefilled over several steps.
@@ -40,6 +46,8 @@ class CacheConfig:
     prefix_caching: bool = True
     prefix_caching_mamba_gb: float = 1.0
     boundary_stride: int | Literal["all"] | None = None
+    decode_checkpoints: Literal["rolling", "all", "none"] = "rolling"
+    num_speculative_tokens: int = 0
     align_prefill_chunks: bool = True
     max_requests: int = 64
     max_tokens: int = 8192
@@ -63,6 +71,12 @@ class CacheConfig:
         _require(isinstance(self.weights_version, str), "weights_version", self.weights_version, "a str")
         allowed_tokens = f"at least max_requests={self.max_requests}"
         _require(self.max_tokens >= self.max_requests, "max_tokens", self.max_tokens, allowed_tokens)
+        kept = self.decode_checkpoints
+        _require(kept in _CHECKPOINTS, "decode_checkpoints", kept, f"one of {_CHECKPOINTS}")
+        drafts, most = self.num_speculative_tokens, min(_MOST_DRAFTS, self.block_size_tokens - 1)
+        allowed_drafts = f"an int from 0 to {_MOST_DRAFTS}, below block_size_tokens={self.block_size_tokens}"
+        is_in_range = type(drafts) is int and 0 <= drafts <= most
+        _require(is_in_range, "num_speculative_tokens", drafts, allowed_drafts)
         for name in ("ssm_state_dtype", "conv_state_dtype"):
             _require(getattr(self, name) in _STATE_DTYPES, name, getattr(self, name), f"one of {_STATE_DTYPES}")
 
@@ -73,6 +87,7 @@ class CacheConfig:
         parser.add_argument(f"{prefix}block-size", type=int, metavar="N", help="tokens in a KV block")
         parser.add_argument(f"{prefix}buffer-size-gb", type=float, metavar="G", help="GiB for KV blocks")
         parser.add_argument(f"{prefix}prefix-caching-mamba-gb", type=float, metavar="G", help="GiB for cached states")
+        parser.add_argument("--num-speculative-tokens", type=int, metavar="K", help="drafts verified a step, 0 to 8")
         parser.add_argument("--no-prefix-caching", action="store_true", help="compute every prompt from its start")
 
     @staticmethod
@@ -86,6 +101,7 @@ class CacheConfig:
             "block_size_tokens": arguments.inference_dynamic_batching_block_size,
             "buffer_size_gb": arguments.inference_dynamic_batching_buffer_size_gb,
             "prefix_caching_mamba_gb": arguments.inference_dynamic_batching_prefix_caching_mamba_gb,
+            "num_speculative_tokens": arguments.num_speculative_tokens,
             "prefix_caching": False if arguments.no_prefix_caching else None,
         }
         settings.update({name: value for name, value in given.items() if value is not None})

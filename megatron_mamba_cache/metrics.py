@@ -11,9 +11,15 @@ class CacheCounters:
     prompt_tokens_matched: int = 0  # KV known, state or not
     prompt_tokens_skipped: int = 0  # not computed, because a state was restored
     prefill_tokens_computed: int = 0  # re-prefill after an eviction included
-    decode_tokens_computed: int = 0
+    decode_tokens_computed: int = 0  # drafts included
+    decode_rows: int = 0  # rows of all steps that decoded
+    draft_tokens: int = 0
+    accepted_tokens: int = 0  # drafts that were kept
+    drafts_at: list[int] = field(default_factory=list)  # draft tokens by their place behind the base token, first first
+    accepted_at: list[int] = field(default_factory=list)  # accepted ones likewise
     states_reserved: int = 0
     states_published: int = 0
+    decode_states_published: int = 0
     states_restored: int = 0
     states_skipped_no_room: int = 0
     admissions_deferred: int = 0  # steps a request waited for a prefix that another was computing
@@ -23,6 +29,18 @@ class CacheCounters:
     kv_blocks_evicted: int = 0  # likewise
     steps: int = 0
     steps_aborted: int = 0
+
+    def count_drafts(self, num_drafts: int, num_accepted: int) -> None:
+        """Count one row's decode step."""
+        self.decode_rows += 1
+        self.draft_tokens += num_drafts
+        self.accepted_tokens += num_accepted
+        for place in range(num_drafts):
+            if place == len(self.drafts_at):
+                self.drafts_at.append(0)
+                self.accepted_at.append(0)
+            self.drafts_at[place] += 1
+            self.accepted_at[place] += place < num_accepted
 
 
 @dataclass(frozen=True, slots=True)

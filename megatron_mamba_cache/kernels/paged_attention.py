@@ -10,7 +10,8 @@ from torch import Tensor
 from .reference_slots import compute_dtype, redirect_padding
 
 _QUERY_TILE = 256
-_MAX_PADDED_TOKENS = 1 << 18  # cached tokens gathered at once for one-query rows, padding included
+_MAX_GROUPED_QUERY = 16  # query tokens of a row that is computed together with its neighbours
+_MAX_PADDED_TOKENS = 1 << 18  # cached tokens gathered at once for such rows, padding included
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class AttentionRows:
 def paged_attention_ref(q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: AttentionRows, scale: float) -> Tensor:
     """Attend every query token to its row's cached tokens up to its own position (bottom-right causal).
 
-    Consecutive rows of one query token are computed together, others one by one. No host sync.
+    Consecutive rows of equally many, few query tokens are computed together, others one by one. No host sync.
 
     Args:
         q: [tokens, heads, dim]; heads a multiple of kv_heads, consecutive heads share one.
@@ -85,11 +86,11 @@ def append_kv_ref(
 
 
 def _row_groups(rows: AttentionRows) -> Iterator[tuple[int, int]]:
-    """Split the rows into half-open runs: single rows, or one-query rows within the limit of padded tokens."""
+    """Split the rows into half-open runs: single rows, or alike short ones within the limit of padded tokens."""
     first, num_rows = 0, len(rows.query_lens)
     while first < num_rows:
-        last, longest = first + 1, rows.kv_lens[first]
-        while rows.query_lens[first] == 1 and last < num_rows and rows.query_lens[last] == 1:
+        last, longest, query_len = first + 1, rows.kv_lens[first], rows.query_lens[first]
+        while query_len <= _MAX_GROUPED_QUERY and last < num_rows and rows.query_lens[last] == query_len:
             longest = max(longest, rows.kv_lens[last])
             if longest * (last + 1 - first) > _MAX_PADDED_TOKENS:
                 break

@@ -1,10 +1,12 @@
-"""Reference of the causal depthwise convolution over packed rows, and of its one-token update."""
+"""Reference of the causal depthwise convolution over packed rows, and of its form for a few tokens a row."""
 
 import torch
 from torch import Tensor
 
+from .packed_tokens import PackedTokens
 from .reference_slots import compute_dtype, load_slots, store_slots
 from .varlen_rows import PAD_SLOT, VarlenRows
+from .verify_rows import VerifyRows
 
 
 def causal_conv_ref(x: Tensor, weight: Tensor, bias: Tensor | None, conv_pool: Tensor, rows: VarlenRows) -> Tensor:
@@ -40,25 +42,35 @@ def causal_conv_ref(x: Tensor, weight: Tensor, bias: Tensor | None, conv_pool: T
     return y
 
 
-def conv_update_ref(x: Tensor, weight: Tensor, bias: Tensor | None, conv_pool: Tensor, slots: Tensor) -> Tensor:
-    """Convolve one new token a row, apply SiLU and shift it into the row's window in place.
+def conv_verify_ref(x: Tensor, weight: Tensor, bias: Tensor | None, conv_pool: Tensor, rows: VerifyRows) -> Tensor:
+    """Convolve the base token and the drafts of each row, apply SiLU and move the row's window on, in place.
 
-    Bit-equal to `causal_conv_ref` over the same inputs.
+    Bit-equal to as many steps of one token each, whatever is drafted behind a token.
 
     Args:
-        x: [rows, conv_dim].
-        weight, bias, conv_pool: As in `causal_conv_ref`.
-        slots: [rows] int32, distinct; a PAD_SLOT row gives zeros and touches nothing.
+        x: [tokens, conv_dim].
+        weight, bias: As in `causal_conv_ref`.
+        conv_pool: [slots, window, conv_dim]; window >= d_conv - 2 + rows.max_len.
 
     Returns:
-        [rows, conv_dim] in x's dtype.
+        [tokens, conv_dim] in x's dtype; zeros past the last row.
     """
-    pool = conv_pool[:, : weight.shape[1] - 1]
-    windows = load_slots(pool, slots, compute_dtype(x))
-    history = torch.cat([windows, x.to(windows.dtype)[:, None]], dim=1)  # [rows, d_conv, conv_dim]
-    y = _weigh_and_activate(list(history.unbind(1)), weight, bias)
-    store_slots(pool, slots, history[:, 1:])
-    return torch.where((slots != PAD_SLOT)[:, None], y, 0).to(x.dtype)
+    window_len, dtype = weight.shape[1] - 1, compute_dtype(x)
+    tokens = PackedTokens(rows)
+    inputs = tokens.gather(x).to(dtype)  # [rows, max_len, conv_dim]
+    live = rows.columns[:, 0]
+    offsets = (rows.accepted - 1).to(torch.int64)[:, None] + torch.arange(window_len, device=x.device)
+    stored = load_slots(conv_pool, live, dtype)
+    window = stored.gather(1, offsets[:, :, None].expand(-1, -1, x.shape[1]))
+    # Inputs of earlier steps have been through the pool's dtype, so those of this step take the same path.
+    history = torch.cat([window, inputs.to(conv_pool.dtype).to(dtype)], dim=1)  # [rows, window + max_len, conv_dim]
+    y = [
+        _weigh_and_activate([*history[:, j : j + window_len].unbind(1), inputs[:, j]], weight, bias)
+        for j in range(rows.max_len)
+    ]
+    kept = history[:, 1:]
+    store_slots(conv_pool[:, : kept.shape[1]], live, kept)
+    return tokens.scatter(torch.stack(y, dim=1), x)
 
 
 class _RawInputs:

@@ -1,12 +1,14 @@
-"""Reference of the SSD scan over packed rows (Mamba-2, Dao & Gu 2024, arXiv 2405.21060) and of its one-token update."""
+"""Reference of the SSD scan over packed rows (Mamba-2, Dao & Gu 2024, arXiv 2405.21060) and of its few-token form."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from .packed_tokens import PackedTokens
 from .reference_slots import along_first_dim, compute_dtype, load_slots, store_slots
 from .varlen_rows import PAD_SLOT, VarlenRows
+from .verify_rows import VerifyRows
 
 
 def ssd_scan_ref(
@@ -61,32 +63,39 @@ def ssd_scan_ref(
     return y[:num_tokens]
 
 
-def state_update_ref(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, ssm_pool: Tensor, slots: Tensor
+def state_verify_ref(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, ssm_pool: Tensor, rows: VerifyRows
 ) -> Tensor:
-    """Advance one state a row by one token in place, and return the outputs.
+    """Advance each row's state over its base token and drafts, keep the state after each in place; return the outputs.
+
+    Bit-equal to as many steps of one token each: between tokens a state goes through the pool's dtype.
 
     Args:
-        x: [rows, heads, head_dim].
-        dt: [rows, heads], softplus applied.
+        x: [tokens, heads, head_dim].
+        dt: [tokens, heads], softplus applied.
         A, D: [heads].
-        B, C: [rows, groups, d_state].
+        B, C: [tokens, groups, d_state].
         ssm_pool: [slots, heads, d_state, head_dim].
-        slots: [rows] int32, distinct; a PAD_SLOT row gives zeros and touches nothing.
 
     Returns:
-        [rows, heads, head_dim] in x's dtype.
+        [tokens, heads, head_dim] in x's dtype; zeros past the last row.
     """
     dtype, heads = compute_dtype(x), x.shape[1]
-    inputs, dt, A, D = x.to(dtype), dt.to(dtype), A.to(dtype), D.to(dtype)
-    B = _expand_groups(B.to(dtype), heads)  # [rows, heads, d_state]
-    C = _expand_groups(C.to(dtype), heads)
-    decay = torch.exp(dt * A)[:, :, None, None]
-    increment = B[:, :, :, None] * (dt[:, :, None] * inputs)[:, :, None, :]
-    states = decay * load_slots(ssm_pool, slots, dtype) + increment  # [rows, heads, d_state, head_dim]
-    store_slots(ssm_pool, slots, states)
-    y = (states * C[:, :, :, None]).sum(2) + D[:, None] * inputs
-    return torch.where(along_first_dim(slots != PAD_SLOT, y), y, 0).to(x.dtype)
+    A, D = A.to(dtype), D.to(dtype)
+    tokens = PackedTokens(rows)
+    inputs, dt, B, C = (tokens.gather(t).to(dtype) for t in (x, dt, B, C))  # [rows, max_len, ...]
+    source = rows.columns.gather(1, (rows.accepted - 1).to(torch.int64)[:, None])[:, 0]
+    states = load_slots(ssm_pool, source, dtype)  # [rows, heads, d_state, head_dim]
+    outputs = []
+    for j in range(rows.max_len):
+        token, step, has_token = inputs[:, j], dt[:, j], tokens.inside[:, j]
+        b, c = _expand_groups(B[:, j], heads), _expand_groups(C[:, j], heads)  # [rows, heads, d_state]
+        increment = b[:, :, :, None] * (step[:, :, None] * token)[:, :, None, :]
+        states = torch.exp(step * A)[:, :, None, None] * states + increment
+        outputs.append((states * c[:, :, :, None]).sum(2) + D[:, None] * token)
+        store_slots(ssm_pool, torch.where(has_token, rows.columns[:, j], PAD_SLOT), states)
+        states = states.to(ssm_pool.dtype).to(dtype)
+    return tokens.scatter(torch.stack(outputs, dim=1), x)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,9 @@ from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper 
 from megatron.core.inference.model_inference_wrappers.inference_wrapper_config import InferenceWrapperConfig
 
 from ..config import CacheConfig
+from ..speculation.draft_planner import DraftPlanner, NoDrafts
+from ..speculation.drafter import Drafter
+from ..speculation.prompt_lookup import PromptLookupDrafter
 from .context import MambaCacheContext
 from .controller import MambaCacheController
 from .engine import MambaCacheEngine
@@ -46,6 +49,7 @@ def build_engine(
     model: Any,
     config: CacheConfig | None = None,
     *,
+    drafter: Drafter | None = None,
     tokenizer: Any = None,
     random_seed: int = 0,
     materialize_only_last_token_logits: bool = True,
@@ -55,6 +59,8 @@ def build_engine(
     Args:
         model: A MambaModel built from a spec of `with_mamba_cache`; it is put into eval mode.
         config: Settings of the cache; None takes the defaults.
+        drafter: Proposes the tokens that a step verifies; None takes `PromptLookupDrafter` where the settings ask for
+            drafts.
         tokenizer: With `tokenize`, `detokenize`, `bos` and `eod`; None: requests speak in token ids.
         random_seed: Seed of requests that bring none.
         materialize_only_last_token_logits: False where requests want prompt log-probs.
@@ -68,7 +74,10 @@ def build_engine(
     if model.config.cuda_graph_impl != "none":
         raise ValueError(f"cuda_graph_impl is {model.config.cuda_graph_impl!r}; only 'none' is supported")
     context = MambaCacheContext(
-        config, shape, materialize_only_last_token_logits=materialize_only_last_token_logits
+        config,
+        shape,
+        planner=_planner(config, drafter, shape.vocab_size),
+        materialize_only_last_token_logits=materialize_only_last_token_logits,
     )
     wrapper = GPTInferenceWrapper(
         model,
@@ -83,3 +92,12 @@ def build_engine(
     wrapper.prep_model_for_inference()
     controller = MambaCacheController(wrapper, tokenizer or TokenIdTokenizer(shape.vocab_size))
     return MambaCacheEngine(controller, context, random_seed)
+
+
+def _planner(config: CacheConfig, drafter: Drafter | None, vocab_size: int) -> DraftPlanner | NoDrafts:
+    max_drafts = config.num_speculative_tokens
+    if max_drafts:
+        return DraftPlanner(drafter or PromptLookupDrafter(), max_drafts, vocab_size)
+    if drafter is not None:
+        raise ValueError("a drafter is given, but num_speculative_tokens is 0; set --num-speculative-tokens")
+    return NoDrafts()

@@ -9,8 +9,10 @@ from ..errors import CacheCapacityError
 from ..metrics import CacheCounters
 from ..policy.admission import AdmissionRules
 from ..policy.boundaries import BoundaryRule
+from ..policy.decode_rules import DecodeRules
 from ..policy.prefix_cache import CacheIdentity, PrefixCache
 from ..policy.slot_pool import SlotPool
+from ..state.layout import StateLayout
 from ..state.mamba_slot_allocator import MambaSlotAllocator, StepReservations
 from ..state.state_pool import StatePool
 from ..state.step_batch import StepGeometry
@@ -38,9 +40,7 @@ class CacheMemory:
         config: CacheConfig = context.cache_config
         device = torch.cuda.current_device()
         layout = shape.state_layout(config)
-        num_slots = config.max_requests
-        if config.prefix_caching:
-            num_slots = layout.num_slots_in(config.prefix_caching_mamba_gb, config.max_requests)
+        num_slots = _num_slots(layout, config)
         total_blocks = _num_blocks(context, config)
         kv_shape = (
             2,  # key and value
@@ -63,7 +63,9 @@ class CacheMemory:
         self.slots = SlotPool(num_slots)
         self.blocks = _block_allocator(context, config, total_blocks, self.slots)
         self.step_buffers = StepBuffers(_step_limits(config, shape.ssm_chunk_size, context.max_kv_block_count), device)
-        self.geometry = StepGeometry(config.block_size_tokens, shape.ssm_chunk_size, self.blocks.dummy_block_idx)
+        self.geometry = StepGeometry(
+            config.block_size_tokens, shape.ssm_chunk_size, self.blocks.dummy_block_idx, shape.d_conv - 1
+        )
         stride = 1 if config.boundary_stride == "all" else config.boundary_stride
         rule = BoundaryRule(config.block_size_tokens, stride)
         self.prefix_cache = PrefixCache(
@@ -72,9 +74,18 @@ class CacheMemory:
             AdmissionRules(rule, config.align_prefill_chunks, config.chunked_prefill),
             CacheIdentity(shape.fingerprint, weights_version),
             counters,
+            decode=DecodeRules(config.decode_checkpoints, config.max_requests),
             enabled=config.prefix_caching,
         )
         self.slot_allocator = MambaSlotAllocator.over_pool(context, self.state_pool, self.slots, rule, reservations)
+
+
+def _num_slots(layout: StateLayout, config: CacheConfig) -> int:
+    live, drafts = config.max_requests, config.num_speculative_tokens
+    if not (config.prefix_caching or drafts):
+        return live
+    num_slots = layout.num_slots_in(config.prefix_caching_mamba_gb, live, drafts)
+    return num_slots if config.prefix_caching else min(num_slots, live * (1 + drafts))
 
 
 def _num_blocks(context: Any, config: CacheConfig) -> int:
@@ -97,4 +108,4 @@ def _block_allocator(context: Any, config: CacheConfig, total: int, slots: SlotP
 def _step_limits(config: CacheConfig, ssm_chunk_size: int, max_blocks: int) -> StepLimits:
     # A row cuts at most two chunks short: its first, up to a chunk multiple, and its last.
     max_chunks = config.max_tokens // ssm_chunk_size + 2 * config.max_requests
-    return StepLimits(config.max_tokens, config.max_requests, max_chunks, max_blocks)
+    return StepLimits(config.max_tokens, config.max_requests, max_chunks, max_blocks, config.num_speculative_tokens)

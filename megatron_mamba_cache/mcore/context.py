@@ -1,7 +1,8 @@
 """The inference context: Megatron's interface over rows that live on the host and a cache of their prefixes.
 
 One step runs through it as: `admit` and `continue_prefill` (reserve) → `initialize_attention_state` (one buffer to the
-device) → the model's forward (write) → `commit_step` (publish) → `update_requests` (advance, finish, preempt).
+device) → the model's forward (write) → `commit_step` (publish prompts) → sampling, verification and align copies →
+`finish_step` (publish what was generated, advance, finish, preempt).
 `abort_step` takes the place of the last two when anything in between fails.
 """
 
@@ -24,7 +25,9 @@ from ..metrics import CacheCounters
 from ..policy.admission import Refusal
 from ..policy.block_growth import grow_rows
 from ..policy.boundaries import prefill_chunk_end
-from ..policy.requests import Candidate, RequestSpec, RunningRequest
+from ..policy.requests import Candidate, KeptTokens, RequestSpec, RunningRequest
+from ..speculation.decode_schedule import schedule_decode
+from ..speculation.draft_planner import DraftPlanner, NoDrafts
 from ..state.step_batch import StepBatch, lay_out_step
 from .cache_memory import CacheMemory
 from .model_shape import HybridModelShape
@@ -43,7 +46,12 @@ class MambaCacheContext(StepReader):
     """
 
     def __init__(
-        self, config: CacheConfig, shape: HybridModelShape, *, materialize_only_last_token_logits: bool = True
+        self,
+        config: CacheConfig,
+        shape: HybridModelShape,
+        *,
+        planner: DraftPlanner | NoDrafts | None = None,
+        materialize_only_last_token_logits: bool = True,
     ) -> None:
         shape.check(config)
         self.cache_config = config
@@ -53,6 +61,7 @@ class MambaCacheContext(StepReader):
         self.rows: list[RunningRequest] = []
         self._memory: CacheMemory | None = None
         self._step: StepBatch | None = None
+        self._planner = planner or NoDrafts()
         conv_shape = (shape.conv_dim, shape.d_conv)
         super().__init__(
             params_dtype=shape.params_dtype,
@@ -87,6 +96,7 @@ class MambaCacheContext(StepReader):
         if self._memory is not None:
             self.counters.states_evicted += self._memory.slots.num_evicted
             self.counters.kv_blocks_evicted += self._memory.blocks.pool.num_evicted
+        self._forget(self.rows)
         self.rows = []
         self._step = None
         self._memory = None
@@ -95,9 +105,7 @@ class MambaCacheContext(StepReader):
 
     def reset(self) -> None:
         """Drop all running requests. What is cached stays: Megatron resets on idle and dummy steps too."""
-        for row in self.rows:
-            self.cache.release(row)
-        self.rows = []
+        self._drop(list(self.rows))
         self._step = None
         self.chunked_prefill_request_id = -1
         self.has_explicit_chunked_prefill_req = False
@@ -181,44 +189,62 @@ class MambaCacheContext(StepReader):
     # One step.
 
     def initialize_attention_state(self, *, construct_graph_dimensions: Any = None) -> None:
-        """Lay out the step: schedule decode rows, pack every integer, send it in one copy."""
+        """Lay out the step: schedule decode rows and their drafts, pack every integer, send it in one copy."""
         if construct_graph_dimensions is not None:
             raise NotImplementedError("CUDA graphs are not supported; build the model with cuda_graph_impl='none'")
         decoding = [row for row in self.rows if not row.is_paused and not row.is_prefilling]
-        for row in decoding:
-            self.cache.schedule_token(row)
+        self.draft_distributions = schedule_decode(
+            decoding, self.cache, self._planner, self.max_tokens - self.active_token_count
+        )
         rows = [*decoding, *(row for row in self.rows if row.is_prefilling and row.scheduled)]
-        self._step = lay_out_step(rows, self.memory.step_buffers, self.memory.geometry)
+        draws_ratios = any(drawn_from is not None for drawn_from in self.draft_distributions)
+        self._step = lay_out_step(rows, self.memory.step_buffers, self.memory.geometry, draws_ratios=draws_ratios)
         self.padded_active_token_count = self.active_token_count = self._step.num_tokens
         self.padded_active_request_count = len(rows)
         self.token_to_pos_ids = self.token_to_position_in_request = self._step.positions
         self.counters.steps += 1
 
     def commit_step(self) -> None:
-        """Publish what the forward wrote; call it once the forward is launched."""
+        """Publish what the forward wrote of prompts; call it once the forward is launched."""
         self.mamba_slot_allocator.commit_intermediate_states()
 
     def update_requests(self, active_requests_mask: Tensor | Sequence[int], new_tokens: Tensor | Sequence[int]) -> Any:
-        """Advance the step's rows by what was computed and sampled; finished rows leave, others may pause.
+        """Finish a step of one token a row; see `finish_step`.
 
         Args:
             active_requests_mask: [rows] 0 where the request ends with its new token.
             new_tokens: [rows] sampled tokens; one of a row in mid-prefill is ignored.
+        """
+        entries = zip(self.step.rows, _ints(active_requests_mask), _ints(new_tokens), strict=True)
+        return self.finish_step(
+            [
+                KeptTokens((token,), ends=not goes_on) if row.samples_this_step else KeptTokens()
+                for row, goes_on, token in entries
+            ]
+        )
+
+    def finish_step(self, kept: Sequence[KeptTokens]) -> dict[str, Tensor | None]:
+        """Advance the step's rows by what was computed and kept; finished rows leave, others may pause.
+
+        Args:
+            kept: Of each row, in order; at least one token of a row that decodes.
 
         Returns:
             A dict of `newly_paused_request_ids` and `evict_request_ids`, int64 CPU tensors or None.
         """
-        finished = []
-        for row, goes_on, token in zip(self.step.rows, _ints(active_requests_mask), _ints(new_tokens), strict=True):
-            samples = row.samples_this_step
-            self.cache.advance(row)
-            if samples:
-                row.generated.append(token)
-                if not goes_on:
-                    finished.append(row)
-        self._drop(finished)
+        for row, new in zip(self.step.rows, kept, strict=True):
+            row.generated.extend(new.tokens)
+            if row.is_prefilling:
+                self.cache.advance(row, row.scheduled)
+                continue
+            num_kept = len(new.tokens)
+            self.cache.publish(row, num_kept)
+            self._planner.note(row, len(row.drafts), num_kept - 1)
+            self.cache.advance(row, num_kept)
+        self._drop([row for row, new in zip(self.step.rows, kept, strict=True) if new.ends])
         outcome = grow_rows(self.rows, self.cache, self.block_allocator.paused_count)
         self.rows = [row for row in self.rows if row not in outcome.evicted]
+        self._forget(outcome.evicted)
         self._step = None
         self.counters.requests_paused += len(outcome.paused)
         self.counters.requests_evicted += len(outcome.evicted)
@@ -251,6 +277,11 @@ class MambaCacheContext(StepReader):
         for row in rows:
             self.cache.release(row)
             self.rows.remove(row)
+        self._forget(rows)
+
+    def _forget(self, rows: Sequence[RunningRequest]) -> None:
+        for row in rows:
+            self._planner.forget(row.request_id)
 
     def _count_rows(self) -> None:
         """Set the counts that Megatron's engine and controller read; rows that sit the step out count as paused."""
@@ -274,7 +305,8 @@ class _RowReservations:
 
     def commit(self) -> None:
         for row in self._context.step.rows:
-            self._context.cache.publish(row)
+            if row.is_prefilling:
+                self._context.cache.publish(row, row.scheduled)
 
 
 def _ints(values: Tensor | Sequence[int]) -> list[int]:

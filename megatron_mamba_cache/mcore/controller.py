@@ -1,14 +1,19 @@
-"""The controller: publishes after the forward, samples with numbers of the request's own, and ends requests."""
+"""The controller: publishes after the forward, samples with numbers of the request's own, verifies drafts, and ends
+requests."""
 
+import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
 from torch import Tensor
 
-from ..kernels.sampling import greedy_tokens, sample_tokens
+from ..policy.requests import KeptTokens
 from .context import MambaCacheContext
-from .log_probs import top_n_log_probs
+from .log_probs import followed_tokens, selected_log_probs, top_n_log_probs
+from .verify_step import copy_reached_boundaries, verify_step
 
 
 class MambaCacheController(TextGenerationController):
@@ -28,56 +33,61 @@ class MambaCacheController(TextGenerationController):
         self._get_stop_word_finished_ids_callback = None
         self._sampling_backend = "torch"
         self._request_metadata: dict[str, Tensor] = {}
-        self._sampled_tokens_cuda = torch.empty(0, dtype=torch.int64)
-        self._sampled_tokens: list[int] = []
-
-    def _dynamic_step_forward_logits(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        logits = super()._dynamic_step_forward_logits(input_ids, position_ids)
-        self.context.commit_step()
-        return logits
-
-    def _dynamic_step_sample_bookkeeping(self) -> None:
-        """Do nothing: each row's sampling settings travel in the step's buffer."""
-
-    def _dynamic_step_sample_logits(self, logits: Tensor) -> None:
-        context = self.context
-        last = logits.squeeze(0) if context.materialize_only_last_token_logits else context.last_token_logits(logits)
-        rows = context.step.sampling
-        if rows.all_greedy:
-            self._sampled_tokens_cuda = greedy_tokens(last)
-        else:
-            self._sampled_tokens_cuda = sample_tokens(last, rows.temperature, rows.top_k, rows.top_p, rows.uniforms)
-
-    def _dynamic_step_log_probs_bookkeeping(self) -> tuple[bool, bool]:
-        wishes = [row.spec.log_probs for row in self.context.step.rows]
-        return any(wish.wanted for wish in wishes), any(wish.top_n > 0 for wish in wishes)
-
-    def _dynamic_step_calculate_top_n_logprobs(self, logits: Tensor, log_probs_tensor: Tensor | None = None) -> Any:
-        assert log_probs_tensor is not None
-        return top_n_log_probs(self.context.step, log_probs_tensor)
-
-    def _dynamic_step_context_bookkeeping(self) -> dict[str, Any]:
-        """Read the sampled tokens back, the step's one wait for the device, and advance the rows."""
-        context = self.context
-        rows = context.step.rows
-        self._sampled_tokens = self._sampled_tokens_cuda.tolist()
-        goes_on = [
-            not (row.samples_this_step and row.ends_with(token))
-            for row, token in zip(rows, self._sampled_tokens, strict=True)
-        ]
-        row_ids = [row.request_id for row in rows]
-        finished = [request_id for request_id, stays in zip(row_ids, goes_on, strict=True) if not stays]
-        update = context.update_requests(goes_on, self._sampled_tokens)
-        return {
-            "active_request_ids": torch.tensor(row_ids, dtype=torch.int64),
-            "finished_request_ids": torch.tensor(finished, dtype=torch.int64),
-            **update,
-        }
 
     @torch.inference_mode()
     async def async_generate_output_tokens_dynamic_batch(self, skip_bookkeeping: bool | None = False) -> Any:
-        """Run one step; see Megatron. The sample comes back as a CPU tensor: it has been read already."""
-        result = await super().async_generate_output_tokens_dynamic_batch(skip_bookkeeping)
-        if result is not None and not skip_bookkeeping:
-            result["sample"] = torch.tensor(self._sampled_tokens, dtype=torch.int64)
-        return result
+        """Run one step; see Megatron.
+
+        Returns:
+            None if there is nothing to compute; else Megatron's dict, and in it `kept_tokens`, the new tokens of each
+            row, of which `sample` holds the last.
+        """
+        context = self.context
+        if context.active_token_count == 0:
+            return None
+        logits = self._dynamic_step_forward_logits(*self._dynamic_step_context_init())
+        context.commit_step()
+        await asyncio.sleep(0)  # the forward runs; whoever else wants the host may have it
+        kept = self._sample(logits)
+        result = {
+            "sample": torch.tensor([new.tokens[-1] if new.tokens else 0 for new in kept], dtype=torch.int64),
+            "kept_tokens": [new.tokens for new in kept],
+            "cuda_graph_request_count": None,
+            **self._log_probs(logits, kept),
+        }
+        return result if skip_bookkeeping else result | self._finish_step(kept)
+
+    def _sample(self, logits: Tensor) -> list[KeptTokens]:
+        """Sample, verify, copy the states of reached boundaries, and read the tokens back: the step's one wait."""
+        context = self.context
+        step = context.step
+        wanted = logits.squeeze(0) if context.materialize_only_last_token_logits else context.last_token_logits(logits)
+        outcome = verify_step(step.logits, wanted, context.draft_distributions)
+        copy_reached_boundaries(step, outcome, context.memory)
+        return [
+            row.keep(tokens[:accepted])
+            for row, (accepted, *tokens) in zip(step.rows, outcome.tolist(), strict=True)
+        ]
+
+    def _log_probs(self, logits: Tensor, kept: Sequence[KeptTokens]) -> dict[str, Any]:
+        context = self.context
+        step = context.step
+        if not any(row.spec.log_probs.wanted for row in step.rows):
+            return {"log_probs": None, "top_n_logprobs": None}
+        only_last = context.materialize_only_last_token_logits
+        places = followed_tokens(step, [new.tokens for new in kept], only_last=only_last)
+        log_probs = F.log_softmax(logits.squeeze(0).float(), dim=-1)
+        return {
+            "log_probs": selected_log_probs(places, log_probs),
+            "top_n_logprobs": top_n_log_probs(step, places, log_probs),
+        }
+
+    def _finish_step(self, kept: Sequence[KeptTokens]) -> dict[str, Any]:
+        context = self.context
+        row_ids = [row.request_id for row in context.step.rows]
+        finished = [request_id for request_id, new in zip(row_ids, kept, strict=True) if new.ends]
+        return {
+            "active_request_ids": torch.tensor(row_ids, dtype=torch.int64),
+            "finished_request_ids": torch.tensor(finished, dtype=torch.int64),
+            **context.finish_step(kept),
+        }

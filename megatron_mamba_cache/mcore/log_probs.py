@@ -1,64 +1,80 @@
 """Log-probabilities of the tokens that follow each computed token."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..policy.requests import RunningRequest
 from ..state.step_batch import StepBatch
 
 
+@dataclass(frozen=True, slots=True)
+class FollowedTokens:
+    """The tokens of one row whose successors are known: consecutive logits rows and what followed."""
+
+    logits: range
+    followers: tuple[int, ...]
+
+
+def followed_tokens(
+    step: StepBatch, kept: Sequence[Sequence[int]], *, only_last: bool
+) -> list[FollowedTokens | None]:
+    """Return, for each row, which logits its log-probs come from; None for a row that wants none of this step.
+
+    A row's last computed token is followed by its sampled token, or in mid-prefill by its next prompt token; a decode
+    row's by the tokens that were kept.
+
+    Args:
+        kept: [rows][tokens] newly sampled tokens that are kept; none of a row in mid-prefill.
+        only_last: Whether logits exist only for the tokens of `StepBatch.logits`, else for every token of the step.
+    """
+    found: list[FollowedTokens | None] = []
+    token_start = 0
+    for index, (row, new) in enumerate(zip(step.rows, kept, strict=True)):
+        token_end = token_start + row.scheduled
+        if not _is_wanted(row):
+            found.append(None)
+        elif row.is_prefilling:
+            end = row.computed + row.scheduled
+            known = () if only_last else map(int, row.tokens(row.computed + 1, end))
+            followers = (*known, *(new or map(int, row.tokens(end, end + 1))))
+            last = step.logits.starts[index] if only_last else token_end - 1
+            found.append(FollowedTokens(range(last + 1 - len(followers), last + 1), followers))
+        else:
+            first = step.logits.starts[index] if only_last else token_start
+            found.append(FollowedTokens(range(first, first + len(new)), tuple(new)))
+        token_start = token_end
+    return found
+
+
 def selected_log_probs(
-    step: StepBatch, logits: Tensor, new_tokens: Tensor, only_last: bool
-) -> tuple[list[list[float] | None], Tensor]:
-    """Return each row's log-probs of its next tokens, and the log-probs of the whole vocabulary.
-
-    A row's last computed token is followed by its sampled token, or in mid-prefill by its next prompt token. A row that
-    wants none, or none of this part of its prompt, has None.
+    places: Sequence[FollowedTokens | None], log_probs: Tensor
+) -> list[list[float] | None]:
+    """Return each row's log-probs of the tokens that followed.
 
     Args:
-        logits: [rows, vocab] if only_last, else [tokens or more, vocab].
-        new_tokens: [rows] sampled tokens.
+        log_probs: [logits, vocab].
     """
-    followers = [_follower(row, token) for row, token in zip(step.rows, new_tokens.tolist(), strict=True)]
-    targets: list[int] = []
-    for row, follower in zip(step.rows, followers, strict=True):
-        known = () if only_last else row.tokens(row.computed + 1, row.computed + row.scheduled)
-        targets += [*map(int, known), follower]
-    log_probs = F.log_softmax(logits[: len(targets)].float(), dim=-1)
-    index = torch.tensor(targets, device=logits.device)
-    chosen = log_probs.gather(1, index[:, None]).squeeze(1).tolist()
-    parts: list[list[float] | None] = []
-    for row in step.rows:
-        length = 1 if only_last else row.scheduled
-        parts.append(chosen[:length] if _is_wanted(row) else None)
-        chosen = chosen[length:]
-    return parts, log_probs
+    logits = [index for place in places if place for index in place.logits]
+    targets = [token for place in places if place for token in place.followers]
+    chosen = iter(log_probs[logits, targets].tolist())
+    return [None if place is None else [next(chosen) for _ in place.followers] for place in places]
 
 
-def top_n_log_probs(step: StepBatch, log_probs: Tensor) -> dict[int, list[tuple[Tensor, Tensor]]] | None:
-    """Return, by row index, the best log-probs and their tokens at each position; None if no row wants them.
-
-    Args:
-        log_probs: [rows, vocab], or [tokens, vocab] with every row's tokens.
-    """
-    only_last = log_probs.shape[0] != step.num_tokens
+def top_n_log_probs(
+    step: StepBatch, places: Sequence[FollowedTokens | None], log_probs: Tensor
+) -> dict[int, list[tuple[Tensor, Tensor]]] | None:
+    """Return, by row index, the best log-probs and their tokens at each place; None if no row wants them."""
     found: dict[int, list[tuple[Tensor, Tensor]]] = {}
-    start = 0
-    for index, row in enumerate(step.rows):
-        end = start + (1 if only_last else row.scheduled)
+    for index, (row, place) in enumerate(zip(step.rows, places, strict=True)):
         wish = row.spec.log_probs
-        if wish.top_n and _is_wanted(row):
-            first = end - 1 if wish.skip_prompt else start
-            best = torch.topk(log_probs[first:end], wish.top_n)
+        if wish.top_n and place is not None:
+            skips = wish.skip_prompt and row.is_prefilling
+            best = torch.topk(log_probs[list(place.logits[-1:] if skips else place.logits)], wish.top_n)
             found[index] = list(zip(best.values.cpu(), best.indices.cpu(), strict=True))
-        start = end
     return found or None
-
-
-def _follower(row: RunningRequest, sampled: int) -> int:
-    end = row.computed + row.scheduled
-    return sampled if row.samples_this_step else int(row.tokens(end, end + 1)[0])
 
 
 def _is_wanted(row: RunningRequest) -> bool:

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from megatron.core.ssm import mamba_mixer as megatron_mixer
 from torch import Tensor
 
-from ..kernels.reference import causal_conv_ref, conv_update_ref, ssd_scan_ref, state_update_ref
+from ..kernels.reference import causal_conv_ref, conv_verify_ref, ssd_scan_ref, state_verify_ref
 from ..kernels.varlen_rows import VarlenRows, whole_rows
+from ..kernels.verify_rows import VerifyRows
 from ..state.state_pool import LayerStates
 from ..state.step_batch import StepBatch
 from .gated_norm import GatedGroupRMSNorm
@@ -83,9 +84,9 @@ class CachingMambaMixer(megatron_mixer.MambaMixer):
         projected, _ = self.in_proj(hidden_states)
         inputs = self._split(projected.squeeze(1))
         mixed = torch.zeros_like(inputs.z)  # padding tokens stay zero
-        decode, prefill = slice(0, step.num_decode_rows), slice(step.num_decode_rows, step.num_tokens)
-        if step.num_decode_rows:
-            mixed[decode] = self._decode_rows(inputs.rows(decode), states, step.decode_slots)
+        decode, prefill = slice(0, step.num_decode_tokens), slice(step.num_decode_tokens, step.num_tokens)
+        if step.decode is not None:
+            mixed[decode] = self._decode_rows(inputs.rows(decode), states, step.decode)
         if step.prefill is not None:
             mixed[prefill] = self._prefill_rows(inputs.rows(prefill), states, step.prefill)
         return self.out_proj(mixed.unsqueeze(1))
@@ -96,10 +97,10 @@ class CachingMambaMixer(megatron_mixer.MambaMixer):
         y = ssd_scan_ref(x, self._time_step(inputs.dt), self._decay, b, c, self.D, states.ssm, rows, self.chunk_size)
         return self._gate(y.flatten(1), inputs.z)
 
-    def _decode_rows(self, inputs: _MixerInputs, states: LayerStates, slots: Tensor) -> Tensor:
-        xbc = conv_update_ref(inputs.xbc, self._conv_weight, self.conv1d.bias, states.conv, slots)
+    def _decode_rows(self, inputs: _MixerInputs, states: LayerStates, rows: VerifyRows) -> Tensor:
+        xbc = conv_verify_ref(inputs.xbc, self._conv_weight, self.conv1d.bias, states.conv, rows)
         x, b, c = self._split_heads(xbc)
-        y = state_update_ref(x, self._time_step(inputs.dt), self._decay, b, c, self.D, states.ssm, slots)
+        y = state_verify_ref(x, self._time_step(inputs.dt), self._decay, b, c, self.D, states.ssm, rows)
         return self._gate(y.flatten(1), inputs.z)
 
     def _full_sequences(self, projected: Tensor) -> Tensor:

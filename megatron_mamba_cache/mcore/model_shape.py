@@ -66,11 +66,11 @@ class HybridModelShape:
         return self.layer_types.count(Symbols.MAMBA)
 
     def state_layout(self, config: CacheConfig) -> StateLayout:
-        """Return the layout of one state slot under the configured dtypes."""
+        """Return the layout of one state slot under the configured dtypes and number of drafts."""
         dtypes = {"model": self.params_dtype, "fp32": torch.float32, "bf16": torch.bfloat16}
         return StateLayout(
             num_layers=self.num_mamba_layers,
-            conv_shape=(self.d_conv - 1, self.conv_dim),
+            conv_shape=(self.d_conv - 1 + config.num_speculative_tokens, self.conv_dim),
             ssm_shape=self.ssm_shape,
             conv_dtype=dtypes[config.conv_state_dtype],
             ssm_dtype=dtypes[config.ssm_state_dtype],

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext, TensorStateDeallocatedError
 from torch import Tensor
 
@@ -15,7 +16,7 @@ from ..state.mamba_slot_allocator import MambaSlotAllocator
 from ..state.state_pool import LayerStates
 from ..state.step_batch import StepBatch
 from .cache_memory import CacheMemory
-from .log_probs import selected_log_probs
+from .log_probs import followed_tokens, selected_log_probs
 
 
 class LiveSlots:
@@ -106,14 +107,21 @@ class StepReader(DynamicInferenceContext):
         return cumulative, attention.kv_lengths, max(attention.kv_lens)
 
     def last_token_logits(self, logits: Tensor) -> Tensor:
-        """Return, of logits or hidden states [1, tokens, n], those of each row's last token: [rows, n]."""
-        return logits.squeeze(0).index_select(0, self.step.last_tokens)
+        """Return, of logits or hidden states [1, tokens, n], those whose logits are wanted: [logits, n].
+
+        These are each row's last token and, before it, the tokens that drafts follow.
+        """
+        return logits.squeeze(0).index_select(0, self.step.logits.tokens)
 
     def calculate_log_probs(
         self, logits: Tensor, new_tokens: Tensor, only_last_token_logits: bool | None = False
     ) -> tuple[list[list[float] | None], Tensor]:
-        """Return each row's log-probs of the tokens that follow, and all log-probs; see `selected_log_probs`."""
-        return selected_log_probs(self.step, logits.squeeze(0), new_tokens, bool(only_last_token_logits))
+        """Return each row's log-probs of the tokens that follow, and all log-probs, in a step without drafts."""
+        tokens = zip(self.step.rows, new_tokens.tolist(), strict=True)
+        kept = [(token,) if row.samples_this_step else () for row, token in tokens]
+        places = followed_tokens(self.step, kept, only_last=bool(only_last_token_logits))
+        log_probs = F.log_softmax(logits.squeeze(0).float(), dim=-1)
+        return selected_log_probs(places, log_probs), log_probs
 
     def get_kvcache_utilization_stats(self) -> dict[str, float]:
         """Return the counts and shares of KV blocks in use, under the names Megatron logs them by."""

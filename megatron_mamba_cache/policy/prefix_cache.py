@@ -1,7 +1,7 @@
 """The cache as one thing: KV blocks and state slots of requests that are admitted, published and released.
 
 Every public method either applies whole or raises before it changed anything. The order of calls for a request is
-admit → publish → advance → (schedule_chunk or schedule_token → publish → advance, grow in between) → release. A step
+admit → publish → advance → (schedule_chunk or schedule_decode → publish → advance, grow in between) → release. A step
 that fails ends the request's stay: abort, or release at once, for its live state can no longer be trusted.
 """
 
@@ -14,10 +14,13 @@ from ..metrics import CacheCounters
 from .admission import AdmissionPlan, AdmissionRules, PromptView, Refusal, has_live_slot_beside, plan_admission
 from .block_hashing import BlockKeyChain, CacheSalt
 from .boundaries import select_boundaries
-from .identifiers import BlockId, BlockKey
+from .decode_rules import DecodeRules
+from .draft_windows import DraftWindows
+from .identifiers import BlockId
 from .kv_block_pool import KVBlockPool
-from .requests import Candidate, RequestSpec, ReservedState, RunningRequest
+from .requests import Candidate, RequestSpec, RunningRequest
 from .slot_pool import SlotPool
+from .state_reservations import StateReservations
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,7 @@ class PrefixCache:
         identity: CacheIdentity,
         counters: CacheCounters,
         *,
+        decode: DecodeRules,
         enabled: bool = True,
     ) -> None:
         self.kv = kv
@@ -51,7 +55,11 @@ class PrefixCache:
         self.enabled = enabled
         self.epoch = 0
         self._identity = identity
-        self._reserved_keys: dict[BlockKey, int] = {}  # boundary key -> request id, of the step in preparation
+        self._keeps_decode_states = decode.checkpoints != "none"
+        self._reservations = StateReservations(
+            kv, slots, counters, rules.boundaries.block_size, is_rolling=decode.checkpoints == "rolling"
+        )
+        self._windows = DraftWindows(slots, decode.max_requests)
         self._num_admitted = 0
 
     @property
@@ -71,7 +79,7 @@ class PrefixCache:
         prompt_keys = candidate.chain.keys[: spec.prompt_len // self.block_size]
         view = PromptView(prompt_keys, spec.prompt_len, spec.may_skip)
         return plan_admission(
-            view, self.kv, self.slots, budget=budget, reserved_keys=self._reserved_keys, rules=self.rules
+            view, self.kv, self.slots, budget=budget, reserved_keys=self._reservations.keys, rules=self.rules
         )
 
     def admit(self, candidate: Candidate, plan: AdmissionPlan, age: int | None = None) -> RunningRequest:
@@ -109,7 +117,7 @@ class PrefixCache:
                 source_block=source,
                 source_slot=None if source is None else self.slots.slot_of(source),
             )
-            undo.callback(self._cancel_reserved, row)
+            undo.callback(self._reservations.cancel, row)
             self.schedule_chunk(row, plan.chunk_end)
             undo.pop_all()
         self._num_admitted += 1
@@ -129,35 +137,51 @@ class PrefixCache:
             kv_match_end=row.num_shared_blocks * self.block_size,
         )
         for position in positions:
-            self._reserve(row, position)
+            self._reservations.reserve_in_prompt(row, position)
 
-    def schedule_token(self, row: RunningRequest) -> None:
-        """Schedule the next single token of a decoding row."""
-        row.scheduled = 1
+    def schedule_decode(self, row: RunningRequest, drafts: Sequence[int] = ()) -> None:
+        """Schedule the next token of a decoding row, behind it the drafts that find room, and reserve its boundary."""
+        num_drafts = self._windows.widen(row, self._room_for_drafts(row, len(drafts)))
+        row.drafts = tuple(drafts[:num_drafts])
+        row.scheduled = 1 + num_drafts
+        boundary = (row.computed // self.block_size + 1) * self.block_size
+        if boundary <= row.computed + row.scheduled and self._keeps_decode_states and self._publishes(row):
+            self._reservations.reserve_in_decode(row, boundary)
 
-    def publish(self, row: RunningRequest) -> None:
-        """Make what the row's step wrote findable, after the forward is launched and before the row advances."""
+    def publish(self, row: RunningRequest, num_tokens: int) -> None:
+        """Make what the row's step wrote findable, before the row advances by the same tokens.
+
+        Args:
+            num_tokens: Of those scheduled: a prefill's all, once the forward is launched; a decode's as many as it
+                keeps, which are known to the row and whose align copy is launched.
+        """
         if self._publishes(row):
-            self._publish_blocks(row)
-            self._publish_states(row)
+            self._publish_blocks(row, row.computed + num_tokens)
+            self._reservations.publish(row, row.computed + num_tokens)
         else:
-            self._cancel_reserved(row)
+            self._reservations.cancel(row)
         self._unpin_source(row)
 
     def abort(self, row: RunningRequest) -> None:
         """Return every reservation and pin of a step that will not be published."""
-        self._cancel_reserved(row)
+        self._reservations.cancel(row)
         self._unpin_source(row)
         row.scheduled = 0
+        row.drafts = ()
 
-    def advance(self, row: RunningRequest) -> None:
-        """Count the step's tokens as computed."""
+    def advance(self, row: RunningRequest, num_tokens: int) -> None:
+        """Count `num_tokens` of those scheduled as computed: a prefill's all, a decode's as many as it keeps."""
         if row.is_prefilling:
-            self.counters.prefill_tokens_computed += row.scheduled
+            self.counters.prefill_tokens_computed += num_tokens
+            row.accepted = 1
         else:
             self.counters.decode_tokens_computed += row.scheduled
-        row.computed += row.scheduled
+            self.counters.count_drafts(len(row.drafts), num_tokens - 1)
+            row.accepted = num_tokens
+        row.computed += num_tokens
         row.scheduled = 0
+        row.drafts = ()
+        self._windows.trim(row)
 
     def grow(self, row: RunningRequest) -> None:
         """Give the row one more KV block.
@@ -172,6 +196,7 @@ class PrefixCache:
         self.abort(row)
         self.slots.touch(row.block_ids)
         self.kv.release(row.block_ids)
+        self._windows.release(row)
         self.slots.release_live(row.live_slot)
         row.block_ids = []
 
@@ -180,7 +205,7 @@ class PrefixCache:
         self.epoch += 1
         if weights_version is not None:
             self._identity = CacheIdentity(self._identity.fingerprint, weights_version)
-        self._reserved_keys.clear()
+        self._reservations.clear_keys()
         self.slots.flush()  # first: a pinned state has left the map when its block goes
         self.kv.flush()
 
@@ -200,9 +225,14 @@ class PrefixCache:
         stray = [block for block in self.slots.cached_blocks() if self.kv.key_of(block) is None]
         if stray:
             raise CacheIntegrityError(f"blocks {stray} have a cached state but no key")
-        owners, num_reserved = self.slots.count_by_owner(), sum(len(row.reserved) for row in rows)
-        if (owners["live"], owners["reserved"]) != (len(rows), num_reserved):
-            raise CacheIntegrityError(f"slots {owners}, but {len(rows)} rows with {num_reserved} reservations")
+        owners = self.slots.count_by_owner()
+        held = {
+            "live": len(rows),
+            "reserved": sum(len(row.reserved) for row in rows),
+            "draft": sum(len(row.draft_slots) for row in rows),
+        }
+        if any(owners[owner] != count for owner, count in held.items()):
+            raise CacheIntegrityError(f"slots {owners}, but rows hold {held}")
 
     def root_of(self, tenant: str) -> bytes:
         """Return the digest under which a tenant's first blocks are chained in this epoch."""
@@ -229,53 +259,22 @@ class PrefixCache:
         if not (has_blocks and has_live_slot_beside(match, self.slots, self.block_size)):
             raise CacheIntegrityError("the room an admission plan counted on is gone; plan again before admitting")
 
-    def _reserve(self, row: RunningRequest, position: int) -> None:
-        block_index = position // self.block_size - 1
-        key = row.chain.keys[block_index]
-        known = self.kv.find(key)
-        if known is not None and self.slots.slot_of(known) is not None:
-            return
-        if key in self._reserved_keys:
-            return
-        if not self.slots.num_available:
-            self.counters.states_skipped_no_room += 1
-            return
-        (slot,) = self.slots.reserve()
-        row.reserved.append(ReservedState(position, slot))
-        self._reserved_keys[key] = row.request_id
-        self.counters.states_reserved += 1
+    def _room_for_drafts(self, row: RunningRequest, num_drafts: int) -> int:
+        """Return how many drafts the row's KV blocks take, after growing it by one block where that is possible."""
+        room = len(row.block_ids) * self.block_size - row.computed - 1
+        if num_drafts > room and self.kv.num_available:
+            self.grow(row)
+            room += self.block_size
+        return min(num_drafts, room)
 
-    def _publish_blocks(self, row: RunningRequest) -> None:
-        num_full = (row.computed + row.scheduled) // self.block_size
+    def _publish_blocks(self, row: RunningRequest, end: int) -> None:
+        num_full = end // self.block_size
         if num_full > len(row.chain.keys):
             row.chain.extend(row.tokens(row.chain.num_tokens, num_full * self.block_size))
         for index in range(row.num_published_blocks, num_full):
             parent = row.block_ids[index - 1] if index else None
             row.block_ids[index] = self.kv.register(row.block_ids[index], row.chain.keys[index], parent)
         row.num_published_blocks = max(row.num_published_blocks, num_full)
-
-    def _publish_states(self, row: RunningRequest) -> None:
-        while row.reserved:  # one by one, so that whatever fails in between leaves the rest to `abort`
-            state = row.reserved[0]
-            block = row.block_ids[state.position // self.block_size - 1]
-            if self.slots.slot_of(block) is None:
-                self.slots.publish(state.slot, block, state.position)
-                self.counters.states_published += 1
-            else:
-                self.slots.cancel(state.slot)
-            del row.reserved[0]
-            self._forget_reserved_key(row, state)
-
-    def _cancel_reserved(self, row: RunningRequest) -> None:
-        while row.reserved:
-            state = row.reserved.pop()
-            self.slots.cancel(state.slot)
-            self._forget_reserved_key(row, state)
-
-    def _forget_reserved_key(self, row: RunningRequest, state: ReservedState) -> None:
-        key = row.chain.keys[state.position // self.block_size - 1]
-        if self._reserved_keys.get(key) == row.request_id:
-            del self._reserved_keys[key]
 
     def _unpin_source(self, row: RunningRequest) -> None:
         if row.source_block is not None:

@@ -93,12 +93,23 @@ class ReservedState:
     slot: SlotId
 
 
+@dataclass(frozen=True, slots=True)
+class KeptTokens:
+    """What a step adds to a request: the tokens of it that are kept, none in mid-prefill, and whether they end it."""
+
+    tokens: tuple[int, ...] = ()
+    ends: bool = False
+
+
 @dataclass(slots=True, eq=False)
 class RunningRequest:
     """A request that holds KV blocks and a live state.
 
     `computed` tokens have KV and are folded into the live state; `scheduled` more are computed by the step in
-    preparation. `tokens[computed]` is the next input.
+    preparation, the last of them `drafts`. `tokens[computed]` is the next input.
+
+    The live state lies in column `accepted` - 1 of the draft window, whose column 0 is the live slot. Nothing of the
+    columns before it is needed, but the conv windows of all lie in the live slot.
     """
 
     spec: RequestSpec
@@ -116,6 +127,10 @@ class RunningRequest:
     source_slot: SlotId | None = None
     reserved: list[ReservedState] = field(default_factory=list)
     is_paused: bool = False
+    drafts: tuple[int, ...] = ()
+    draft_slots: list[SlotId] = field(default_factory=list)  # columns 1, 2, ... of the draft window
+    accepted: int = 1  # tokens that the last step kept
+    checkpoint: BlockId | None = None  # whose state is this request's newest decode checkpoint
 
     @property
     def request_id(self) -> int:
@@ -134,8 +149,20 @@ class RunningRequest:
 
     @property
     def samples_this_step(self) -> bool:
-        """Whether the step's last token of this row yields a token that is kept."""
-        return self.computed + self.scheduled == self.length
+        """Whether the step yields tokens of this row that are kept."""
+        return self.computed + self.scheduled - len(self.drafts) == self.length
+
+    @property
+    def inputs(self) -> Sequence[int] | npt.NDArray[np.int64]:
+        """The [scheduled] tokens that the step feeds."""
+        if self.drafts:
+            return [*self.tokens(self.computed, self.length), *self.drafts]
+        return self.tokens(self.computed, self.computed + self.scheduled)
+
+    @property
+    def state_slot(self) -> SlotId:
+        """Slot of the live SSM state: the draft window's column that the last step accepted."""
+        return self.draft_slots[self.accepted - 2] if self.accepted > 1 else self.live_slot
 
     def tokens(self, start: int, end: int) -> Sequence[int] | npt.NDArray[np.int64]:
         """Return tokens start to end, absolute positions, of prompt and generated text."""
@@ -146,14 +173,24 @@ class RunningRequest:
             return self.generated[start - prompt_len : end - prompt_len]
         return [*self.spec.prompt[start:].tolist(), *self.generated[: end - prompt_len]]
 
-    def ends_with(self, token: int) -> bool:
-        """Whether `token`, sampled next, ends the request: end token, length limit or the end of a stop word."""
-        sampling = self.spec.sampling
-        if token == sampling.termination_id or self.length + 1 >= self.spec.max_len:
-            return True
-        return any((*self._newest_generated(len(word) - 1), token) == word for word in sampling.stop_words)
+    def keep(self, emitted: Sequence[int]) -> KeptTokens:
+        """Return what is kept of newly sampled tokens: all, or those up to the one that ends the request."""
+        if not self.samples_this_step:
+            return KeptTokens()
+        for count in range(1, len(emitted) + 1):
+            if self._ends_with(emitted[:count]):
+                return KeptTokens(tuple(emitted[:count]), ends=True)
+        return KeptTokens(tuple(emitted))
 
-    def _newest_generated(self, count: int) -> list[int]:
+    def _ends_with(self, new: Sequence[int]) -> bool:
+        """Whether the last of `new` tokens ends the request: end token, length limit or the end of a stop word."""
+        sampling = self.spec.sampling
+        if new[-1] == sampling.termination_id or self.length + len(new) >= self.spec.max_len:
+            return True
+        return any(self._newest_generated(len(word), new) == word for word in sampling.stop_words)
+
+    def _newest_generated(self, count: int, new: Sequence[int]) -> tuple[int, ...]:
         """Return the last `count` generated tokens, or all; those of before an interruption are generated too."""
         first_generated = self.spec.prompt_len - self.spec.num_replayed
-        return [int(token) for token in self.tokens(max(first_generated, self.length - count), self.length)]
+        known = self.tokens(max(first_generated, self.length + len(new) - count), self.length)
+        return (*map(int, known), *new)[-count:]

@@ -41,6 +41,7 @@ class SlotPool:
         self._num_tokens = [0] * num_slots
         self._slot_of: dict[BlockId, SlotId] = {}
         self._pins: dict[BlockId, int] = {}
+        self._rolling: set[BlockId] = set()  # decode checkpoints that nobody but their own request has an interest in
         self._orphans: dict[BlockId, list[SlotId]] = {}  # flushed while pinned: free at the block's last unpin
         self._evictable = EvictionHeap(worth)  # the blocks whose state is not pinned
         self._num_evicted = 0
@@ -60,6 +61,11 @@ class SlotPool:
     def num_reserved(self) -> int:
         """Slots reserved and not yet published or cancelled."""
         return self._counts[SlotOwner.RESERVED]
+
+    @property
+    def num_live(self) -> int:
+        """Slots of running requests' live states."""
+        return self._counts[SlotOwner.LIVE]
 
     @property
     def num_evicted(self) -> int:
@@ -133,6 +139,20 @@ class SlotPool:
         self._num_tokens[slot] = num_tokens
         self._set_last_used(block, self._tick())
 
+    def mark_rolling(self, block: BlockId) -> None:
+        """Let `retire` drop the block's state, until somebody pins it or asks to `keep` it."""
+        if block in self._slot_of:
+            self._rolling.add(block)
+
+    def keep(self, block: BlockId) -> None:
+        """Undo `mark_rolling`: the state has become more than a request's own checkpoint."""
+        self._rolling.discard(block)
+
+    def retire(self, block: BlockId) -> None:
+        """Drop the block's state if it still is a rolling checkpoint."""
+        if block in self._rolling:
+            self.drop(block)
+
     def pin(self, block: BlockId) -> None:
         """Keep the block's state from eviction until as many `unpin` calls; it counts as just used.
 
@@ -142,6 +162,7 @@ class SlotPool:
         if block not in self._slot_of:
             raise CacheIntegrityError(f"need a cached state to pin, found none at block {block}")
         self._pins[block] = self._pins.get(block, 0) + 1
+        self._rolling.discard(block)
         self._evictable.discard(block)
         self._set_last_used(block, self._tick())
 
@@ -175,7 +196,7 @@ class SlotPool:
                 f"need an unpinned state to drop, found {self._pins[block]} pins at block {block}"
             )
         self._evictable.discard(block)
-        self._free_owned(self._slot_of.pop(block), SlotOwner.CACHED)
+        self._forget_state(block)
 
     def touch(self, blocks: Sequence[BlockId], time: int | None = None) -> None:
         """Set the last use of the blocks' states, where they have one, to `time`, by default to now."""
@@ -197,6 +218,7 @@ class SlotPool:
             else:
                 self._free_owned(slot, SlotOwner.CACHED)
         self._evictable.clear()
+        self._rolling.clear()
 
     def check_integrity(self) -> None:
         """Raise CacheIntegrityError, with the equation that failed, unless every invariant of the pool holds. O(n)."""
@@ -210,6 +232,8 @@ class SlotPool:
             raise CacheIntegrityError(
                 f"pins {self._pins} != pins of states {self._slot_of} and orphans {self._orphans}"
             )
+        if self._rolling - self._slot_of.keys() or self._rolling & self._pins.keys():
+            raise CacheIntegrityError(f"rolling checkpoints {self._rolling} without a state, or pinned {self._pins}")
         unpinned = self._slot_of.keys() - self._pins.keys()
         if len(unpinned) != len(self._evictable) or not all(block in self._evictable for block in unpinned):
             raise CacheIntegrityError(f"unpinned states {unpinned} != {len(self._evictable)} evictable states")
@@ -227,13 +251,16 @@ class SlotPool:
                 f"{self._num_slots}; raise --inference-dynamic-batching-prefix-caching-mamba-gb or max requests"
             )
         while len(self._free) < num_slots:
-            block = BlockId(self._evictable.pop())
-            self._free_owned(self._slot_of.pop(block), SlotOwner.CACHED)
+            self._forget_state(BlockId(self._evictable.pop()))
             self._num_evicted += 1
         slots = [self._free.pop() for _ in range(num_slots)]
         for slot in slots:
             self._set_owner(slot, owner)
         return slots
+
+    def _forget_state(self, block: BlockId) -> None:
+        self._rolling.discard(block)
+        self._free_owned(self._slot_of.pop(block), SlotOwner.CACHED)
 
     def _free_owned(self, slot: SlotId, owner: SlotOwner) -> None:
         self._require_owner(slot, owner)

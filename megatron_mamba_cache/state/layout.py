@@ -30,17 +30,20 @@ class StateLayout:
         ssm = math.prod(self.ssm_shape) * self.ssm_dtype.itemsize
         return self.num_layers * (conv + ssm)
 
-    def num_slots_in(self, budget_gb: float, num_live: int) -> int:
-        """Return the rows of a pool: what the budget buys for cached states and one live row a request.
+    def num_slots_in(self, budget_gb: float, num_live: int, num_drafts: int = 0) -> int:
+        """Return the rows of a pool: what the budget buys for cached and draft states, and one live row a request.
 
         Raises:
-            ValueError: If the budget buys no cached state; the message says the least that does.
+            ValueError: If the budget buys no cached state, or less than one request's drafts take; the message says
+                the least that does.
         """
-        bought = int(budget_gb * 2**30) // self.slot_bytes
-        if bought < 1:
-            least = math.ceil(self.slot_bytes / 2**30 * 1e6) / 1e6
+        bought, needed = int(budget_gb * 2**30) // self.slot_bytes, max(1, num_drafts)
+        if bought < needed:
+            least = math.ceil(needed * self.slot_bytes / 2**30 * 1e6) / 1e6
+            use = f"{num_drafts} draft states take" if num_drafts > 1 else "one cached state takes"
+            remedy = "a smaller --num-speculative-tokens" if num_drafts > 1 else "--no-prefix-caching"
             raise ValueError(
-                f"prefix_caching_mamba_gb is {budget_gb:g} GiB and one cached state takes {self.slot_bytes} bytes: set "
-                f"--inference-dynamic-batching-prefix-caching-mamba-gb to {least:f} or more, or --no-prefix-caching"
+                f"prefix_caching_mamba_gb is {budget_gb:g} GiB and {use} {needed * self.slot_bytes} bytes: set "
+                f"--inference-dynamic-batching-prefix-caching-mamba-gb to {least:f} or more, or {remedy}"
             )
         return bought + num_live

@@ -4,48 +4,39 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from ..kernels.align_copy import AlignRows
 from ..kernels.paged_attention import AttentionRows
 from ..kernels.varlen_rows import PAD_SLOT, VarlenRows
-from ..policy.random_counter import DrawPurpose, counter_uniform
+from ..kernels.verify_rows import VerifyRows
 from ..policy.requests import RunningRequest
 from .prefill_metadata import write_prefill_rows
 from .step_buffers import StepBuffers
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingRows:
-    """How each row of the step is sampled; device tensors but for `all_greedy`."""
-
-    temperature: Tensor  # [rows] float32
-    top_k: Tensor  # [rows] int32
-    top_p: Tensor  # [rows] float32
-    uniforms: Tensor  # [rows] float64 in [0, 1)
-    all_greedy: bool
+from .step_logits import StepLogits, view_logits, write_logits
 
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
     """What one step computes, as the model and the sampler read it.
 
-    Tokens are packed: one for each decode row, then each prefill row's tokens. `prefill` counts tokens from the first
-    prefill token. All tensors but the two of int64 are views of `StepBuffers`.
+    Tokens are packed: each decode row's base token and drafts, then each prefill row's tokens. `prefill` counts tokens
+    from the first prefill token. All tensors but those of int64 are views of `StepBuffers`.
     """
 
     rows: tuple[RunningRequest, ...]
     num_tokens: int
     num_decode_rows: int
+    num_decode_tokens: int
     token_ids: Tensor  # [tokens] int64
     positions: Tensor  # [tokens] int64
     token_blocks: Tensor  # [tokens] int32 block each token's KV is written to
     token_offsets: Tensor  # [tokens] int32 position inside it
-    last_tokens: Tensor  # [rows] int32 packed index of each row's last token
-    decode_slots: Tensor  # [decode rows] int32 live slots
     attention: AttentionRows
+    decode: VerifyRows | None  # None: no decode row
     prefill: VarlenRows | None  # None: no prefill row
-    sampling: SamplingRows
+    logits: StepLogits
+    align: AlignRows | None  # None: no decode row can reach a boundary; `accepted` is filled in after verification
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,18 +46,23 @@ class StepGeometry:
     block_size: int
     ssm_chunk_size: int
     dummy_block: int
+    window_len: int  # conv inputs that a state carries
 
 
-def lay_out_step(rows: Sequence[RunningRequest], buffers: StepBuffers, geometry: StepGeometry) -> StepBatch:
+def lay_out_step(
+    rows: Sequence[RunningRequest], buffers: StepBuffers, geometry: StepGeometry, *, draws_ratios: bool = False
+) -> StepBatch:
     """Write a step's rows into the buffers, send them, and return the views.
 
     Args:
         rows: Decoding rows first, then prefilling ones; each with `scheduled` tokens.
+        draws_ratios: Whether drafts come with distributions, so that accepting them takes random numbers.
     """
     num_decode = sum(not row.is_prefilling for row in rows)
     _write_tokens(rows, buffers, geometry)
     _write_rows(rows, buffers)
-    _write_sampling(rows, buffers)
+    _write_windows(rows[:num_decode], buffers)
+    write_logits(rows, buffers, draws_ratios=draws_ratios)
     prefill_rows = rows[num_decode:]
     num_chunks = write_prefill_rows(prefill_rows, buffers, geometry.ssm_chunk_size) if prefill_rows else 0
     buffers.send(len(rows))
@@ -80,11 +76,10 @@ def _write_tokens(rows: Sequence[RunningRequest], buffers: StepBuffers, geometry
     start = 0
     for index, row in enumerate(rows):
         table[index, : len(row.block_ids)] = row.block_ids
-        first, end = row.computed, row.computed + row.scheduled
         packed = slice(start, start + row.scheduled)
         start = packed.stop
-        ids[packed] = row.tokens(first, end)
-        at = np.arange(first, end, dtype=np.int32)
+        ids[packed] = row.inputs
+        at = np.arange(row.computed, row.computed + row.scheduled, dtype=np.int32)
         positions[packed] = at
         offsets[packed] = at % geometry.block_size
         block_index = at // geometry.block_size
@@ -99,58 +94,42 @@ def _write_rows(rows: Sequence[RunningRequest], buffers: StepBuffers) -> None:
     cu_query = buffers.host("cu_query")
     cu_query[0] = 0
     np.cumsum(lengths, out=cu_query[1 : num_rows + 1])
-    buffers.host("last_tokens")[:num_rows] = cu_query[1 : num_rows + 1] - 1
+    buffers.host("scheduled")[:num_rows] = lengths
+    buffers.host("computed")[:num_rows] = [row.computed for row in rows]
     buffers.host("kv_lengths")[:num_rows] = [row.computed + row.scheduled for row in rows]
-    buffers.host("decode_slots")[:num_rows] = [PAD_SLOT if row.is_prefilling else row.live_slot for row in rows]
 
 
-def _write_sampling(rows: Sequence[RunningRequest], buffers: StepBuffers) -> None:
+def _write_windows(rows: Sequence[RunningRequest], buffers: StepBuffers) -> None:
     num_rows = len(rows)
-    settings = [row.spec.sampling for row in rows]
-    buffers.host("temperature").view(np.float32)[:num_rows] = [s.temperature for s in settings]
-    buffers.host("top_k")[:num_rows] = [s.top_k for s in settings]
-    buffers.host("top_p").view(np.float32)[:num_rows] = [s.top_p for s in settings]
-    buffers.host("uniforms").view(np.float64)[:num_rows] = [
-        0.0
-        if row.spec.sampling.is_greedy
-        else counter_uniform(row.spec.sampling.seed, row.computed + row.scheduled, DrawPurpose.SAMPLE)
-        for row in rows
-    ]
+    buffers.host("num_drafts")[:num_rows] = [len(row.drafts) for row in rows]
+    buffers.host("accepted")[:num_rows] = [row.accepted for row in rows]
+    buffers.host("align_slots")[:num_rows] = [row.reserved[0].slot if row.reserved else PAD_SLOT for row in rows]
+    columns = buffers.host_columns()
+    columns[:num_rows, 0] = [row.live_slot for row in rows]
+    if columns.shape[1] > 1:
+        columns[:num_rows, 1:] = PAD_SLOT
+        for index, row in enumerate(rows):
+            columns[index, 1 : 1 + len(row.draft_slots)] = row.draft_slots
 
 
 def _views(rows: Sequence[RunningRequest], num_decode: int, num_chunks: int, buffers: StepBuffers) -> StepBatch:
-    num_rows, num_prefill = len(rows), len(rows) - num_decode
     num_tokens = sum(row.scheduled for row in rows)
     device = buffers.device
-    prefill = None
-    if num_prefill:
-        prefill = VarlenRows(
-            cu_rows=device("cu_rows")[: num_prefill + 1],
-            initial_slots=device("initial_slots")[:num_prefill],
-            final_slots=device("final_slots")[:num_prefill],
-            cu_chunks=device("cu_chunks")[: num_chunks + 1],
-            chunk_rows=device("chunk_rows")[:num_chunks],
-            chunk_slots=device("chunk_slots")[:num_chunks],
-        )
+    token_ids = device("token_ids")[:num_tokens].long()
     return StepBatch(
         rows=tuple(rows),
         num_tokens=num_tokens,
         num_decode_rows=num_decode,
-        token_ids=device("token_ids")[:num_tokens].long(),
+        num_decode_tokens=sum(row.scheduled for row in rows[:num_decode]),
+        token_ids=token_ids,
         positions=device("token_positions")[:num_tokens].long(),
         token_blocks=device("token_blocks")[:num_tokens],
         token_offsets=device("token_offsets")[:num_tokens],
-        last_tokens=device("last_tokens")[:num_rows],
-        decode_slots=device("decode_slots")[:num_decode],
         attention=_attention_rows(rows, buffers),
-        prefill=prefill,
-        sampling=SamplingRows(
-            temperature=device("temperature")[:num_rows].view(torch.float32),
-            top_k=device("top_k")[:num_rows],
-            top_p=device("top_p")[:num_rows].view(torch.float32),
-            uniforms=device("uniforms")[: 2 * num_rows].view(torch.float64),
-            all_greedy=all(row.spec.sampling.is_greedy for row in rows),
-        ),
+        decode=_decode_rows(rows[:num_decode], buffers) if num_decode else None,
+        prefill=_prefill_rows(len(rows) - num_decode, num_chunks, buffers) if num_decode < len(rows) else None,
+        logits=view_logits(rows, token_ids, buffers),
+        align=_align_rows(num_decode, buffers) if any(row.reserved for row in rows[:num_decode]) else None,
     )
 
 
@@ -162,4 +141,39 @@ def _attention_rows(rows: Sequence[RunningRequest], buffers: StepBuffers) -> Att
         block_table=buffers.device_block_table()[:num_rows],
         query_lens=tuple(row.scheduled for row in rows),
         kv_lens=tuple(row.computed + row.scheduled for row in rows),
+    )
+
+
+def _decode_rows(rows: Sequence[RunningRequest], buffers: StepBuffers) -> VerifyRows:
+    num_rows = len(rows)
+    return VerifyRows(
+        cu_tokens=buffers.device("cu_query")[: num_rows + 1],
+        columns=buffers.device_columns()[:num_rows],
+        accepted=buffers.device("accepted")[:num_rows],
+        max_len=max(row.scheduled for row in rows),
+    )
+
+
+def _prefill_rows(num_rows: int, num_chunks: int, buffers: StepBuffers) -> VarlenRows:
+    device = buffers.device
+    return VarlenRows(
+        cu_rows=device("cu_rows")[: num_rows + 1],
+        initial_slots=device("initial_slots")[:num_rows],
+        final_slots=device("final_slots")[:num_rows],
+        cu_chunks=device("cu_chunks")[: num_chunks + 1],
+        chunk_rows=device("chunk_rows")[:num_chunks],
+        chunk_slots=device("chunk_slots")[:num_chunks],
+    )
+
+
+def _align_rows(num_rows: int, buffers: StepBuffers) -> AlignRows:
+    device = buffers.device
+    return AlignRows(
+        computed=device("computed")[:num_rows],
+        scheduled=device("scheduled")[:num_rows],
+        drafts=device("num_drafts")[:num_rows],
+        accepted=device("accepted")[:num_rows],
+        columns=buffers.device_columns()[:num_rows],
+        state_columns=device("state_columns")[:num_rows],
+        targets=device("align_slots")[:num_rows],
     )

@@ -19,12 +19,19 @@ class StepLimits:
     Args:
         max_chunks: SSM chunks of all prefill rows together.
         max_blocks: Block-table entries of a row.
+        max_drafts: Draft tokens of a row.
     """
 
     max_tokens: int
     max_rows: int
     max_chunks: int
     max_blocks: int
+    max_drafts: int = 0
+
+    @property
+    def max_logits(self) -> int:
+        """Tokens whose logits are wanted: each row's last, and those that drafts follow."""
+        return min(self.max_tokens, self.max_rows * (1 + self.max_drafts))
 
 
 class StepBuffers:
@@ -35,14 +42,24 @@ class StepBuffers:
 
     SECTIONS = (
         "uniforms",
+        "accept_uniforms",
+        "residual_uniforms",
         "token_ids",
         "token_positions",
         "token_blocks",
         "token_offsets",
         "cu_query",
         "kv_lengths",
-        "last_tokens",
-        "decode_slots",
+        "cu_logits",
+        "logit_tokens",
+        "logit_rows",
+        "computed",
+        "scheduled",
+        "num_drafts",
+        "accepted",
+        "columns",
+        "state_columns",
+        "align_slots",
         "temperature",
         "top_k",
         "top_p",
@@ -72,9 +89,12 @@ class StepBuffers:
         sizes = {name: limits.max_rows for name in StepBuffers.SECTIONS}
         for name in ("token_ids", "token_positions", "token_blocks", "token_offsets"):
             sizes[name] = limits.max_tokens
-        for name in ("cu_query", "cu_rows"):
+        for name in ("cu_query", "cu_logits", "cu_rows"):
             sizes[name] = limits.max_rows + 1
-        sizes["uniforms"] = 2 * limits.max_rows  # float64
+        for name in ("uniforms", "accept_uniforms", "residual_uniforms"):
+            sizes[name] = 2 * limits.max_logits  # float64
+        sizes["logit_tokens"] = sizes["logit_rows"] = limits.max_logits
+        sizes["columns"] = limits.max_rows * (1 + limits.max_drafts)
         sizes["cu_chunks"] = limits.max_chunks + 1
         sizes["chunk_rows"] = sizes["chunk_slots"] = limits.max_chunks
         sizes["block_table"] = limits.max_rows * limits.max_blocks
@@ -92,6 +112,14 @@ class StepBuffers:
     def host_block_table(self) -> npt.NDArray[np.int32]:
         """Return the host block table, [max_rows, max_blocks]."""
         return self.host("block_table").reshape(self.limits.max_rows, self.limits.max_blocks)
+
+    def host_columns(self) -> npt.NDArray[np.int32]:
+        """Return the host draft-window columns, [max_rows, 1 + max_drafts]."""
+        return self.host("columns").reshape(self.limits.max_rows, 1 + self.limits.max_drafts)
+
+    def device_columns(self) -> Tensor:
+        """Return the device draft-window columns, [max_rows, 1 + max_drafts]."""
+        return self.device("columns").view(self.limits.max_rows, 1 + self.limits.max_drafts)
 
     def device_block_table(self) -> Tensor:
         """Return the device block table, [max_rows, max_blocks]."""

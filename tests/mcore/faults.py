@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from megatron_mamba_cache.mcore import context as context_module
+from megatron_mamba_cache.mcore import controller as controller_module
 from megatron_mamba_cache.mcore.mamba_mixer import CachingMambaMixer
 from megatron_mamba_cache.mcore.self_attention import CachingSelfAttention
 from tests.mcore.engine_runs import EngineRun
@@ -13,6 +14,7 @@ from tests.mcore.engine_runs import EngineRun
 FAULT_PLACES: dict[str, Callable[[EngineRun], tuple[Any, str]]] = {
     "planning an admission": lambda run: (run.context.cache, "plan"),
     "reserving a slot": lambda run: (run.context.cache.slots, "reserve"),
+    "scheduling a decode row": lambda run: (run.context.cache, "schedule_decode"),
     "laying out the step": lambda run: (context_module, "lay_out_step"),
     "the first layer": lambda run: (run.subject.model.decoder.layers[0], "forward"),
     "attention": lambda run: (_modules(run, CachingSelfAttention)[0], "forward"),
@@ -20,8 +22,9 @@ FAULT_PLACES: dict[str, Callable[[EngineRun], tuple[Any, str]]] = {
     "before publishing": lambda run: (run.context, "commit_step"),
     "publishing blocks": lambda run: (run.context.cache.kv, "register"),
     "publishing states": lambda run: (run.context.cache.slots, "publish"),
-    "sampling": lambda run: (run.engine.controller, "_dynamic_step_sample_logits"),
-    "before updating requests": lambda run: (run.context, "update_requests"),
+    "sampling": lambda _run: (controller_module, "verify_step"),
+    "copying states": lambda _run: (controller_module, "copy_reached_boundaries"),
+    "before updating requests": lambda run: (run.context, "finish_step"),
     "advancing a row": lambda run: (run.context.cache, "advance"),
     "growing rows": lambda run: (context_module, "grow_rows"),
 }

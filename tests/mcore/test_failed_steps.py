@@ -58,7 +58,7 @@ def test_faults_in_a_row_lose_no_token(steps_between: int, monkeypatch: pytest.M
         run.step()
     for _ in range(3):
         with monkeypatch.context() as patch:
-            raise_once(patch, run.engine.controller, "_dynamic_step_sample_logits")
+            raise_once(patch, controller_module, "verify_step")
             step_until_fault(run)
         assert_nothing_reserved(run)
         for _ in range(steps_between):

@@ -1,0 +1,35 @@
+"""Between packed tokens and the [rows, max_len] form in which a few tokens a row are computed; no host sync."""
+
+import torch
+from torch import Tensor
+
+from .reference_slots import along_first_dim
+from .varlen_rows import PAD_SLOT
+from .verify_rows import VerifyRows
+
+
+class PackedTokens:
+    """Where the tokens of decode rows lie in the packed order.
+
+    `inside` [rows, max_len] bool says which of the padded form's tokens are real; those of padded rows are not.
+    """
+
+    def __init__(self, rows: VerifyRows) -> None:
+        starts, ends = rows.cu_tokens[:-1].to(torch.int64), rows.cu_tokens[1:].to(torch.int64)
+        self._positions = starts[:, None] + torch.arange(rows.max_len, device=starts.device)
+        self.inside = (self._positions < ends[:, None]) & (rows.columns[:, :1] != PAD_SLOT)
+
+    def gather(self, packed: Tensor) -> Tensor:
+        """Return [tokens, ...] as [rows, max_len, ...], zeros where a row has no token."""
+        positions = self._positions.clamp_max(packed.shape[0] - 1).flatten()
+        tokens = packed.index_select(0, positions)
+        tokens = torch.where(along_first_dim(self.inside.flatten(), tokens), tokens, 0)
+        return tokens.unflatten(0, self.inside.shape)
+
+    def scatter(self, padded: Tensor, like: Tensor) -> Tensor:
+        """Return [rows, max_len, ...] as packed tokens of the shape and dtype of `like`, zeros where there is none."""
+        num_tokens = like.shape[0]
+        packed = like.new_zeros(num_tokens + 1, *like.shape[1:])  # the last takes what is no token
+        targets = torch.where(self.inside, self._positions, num_tokens).flatten()
+        packed.index_copy_(0, targets, padded.flatten(0, 1).to(like.dtype))
+        return packed[:num_tokens]

@@ -1,0 +1,28 @@
+"""Packed decode rows of a step: a base token and its drafts a row, and the window of states of each row."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyRows:
+    """Describe packed decode rows and their draft windows; all tensors on the ops' device.
+
+    A row starts from the state that its last step accepted and keeps the state after each of its tokens, so that any
+    number of drafts may be rejected. Column 0's slot also holds the row's conv window: of n tokens fed, the last
+    d_conv - 2 + n inputs, oldest first. Slots of different rows are distinct. Tokens past the last row are nobody's.
+
+    Args:
+        cu_tokens: [rows + 1] int32; row r feeds the packed tokens cu_tokens[r] to cu_tokens[r + 1], the end excluded.
+        columns: [rows, columns] int32; column j's slot receives the state after the row's token j. PAD_SLOT past a
+            row's last column; a row whose column 0 is PAD_SLOT gives zeros and touches nothing.
+        accepted: [rows] int32, at least 1; tokens that the last step kept. The state lies in column accepted - 1, and
+            the conv window accepted - 1 inputs further on.
+        max_len: Host bound of the tokens of a row, at most the number of columns.
+    """
+
+    cu_tokens: Tensor
+    columns: Tensor
+    accepted: Tensor
+    max_len: int

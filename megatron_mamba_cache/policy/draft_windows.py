@@ -1,0 +1,36 @@
+"""The columns of requests' draft windows: slots of the common pool, as many as each step needs."""
+
+from .requests import RunningRequest
+from .slot_pool import SlotPool
+
+
+class DraftWindows:
+    """Gives running requests slots for the states behind their drafts, and takes them back.
+
+    Column 0 is the request's live slot. Drafts never take the slots that requests not admitted yet would live in.
+
+    Args:
+        max_requests: Requests that may live in the pool at once.
+    """
+
+    def __init__(self, slots: SlotPool, max_requests: int) -> None:
+        self._slots = slots
+        self._max_requests = max_requests
+
+    def widen(self, row: RunningRequest, num_drafts: int) -> int:
+        """Give the row columns for up to `num_drafts` drafts; return for how many it has them."""
+        missing = num_drafts - len(row.draft_slots)
+        spare = self._slots.num_available - (self._max_requests - self._slots.num_live)
+        if missing > 0 and spare > 0:
+            row.draft_slots += self._slots.take_draft(min(missing, spare))
+        return min(num_drafts, len(row.draft_slots))
+
+    def trim(self, row: RunningRequest) -> None:
+        """Take back the columns past the accepted one, which the next step reads."""
+        while len(row.draft_slots) >= row.accepted:
+            self._slots.release_draft(row.draft_slots.pop())
+
+    def release(self, row: RunningRequest) -> None:
+        """Take back all columns but column 0."""
+        row.accepted = 1
+        self.trim(row)

@@ -1,0 +1,96 @@
+"""The slots that the step in preparation writes boundary states to: reserved, then published or cancelled."""
+
+from collections.abc import Container
+
+from ..metrics import CacheCounters
+from .identifiers import BlockId, BlockKey
+from .kv_block_pool import KVBlockPool
+from .requests import ReservedState, RunningRequest
+from .slot_pool import SlotPool
+
+
+class StateReservations:
+    """Reserves, publishes and cancels the boundary states of running requests.
+
+    Args:
+        is_rolling: A request keeps its newest decode checkpoint only, beside those that others have an interest in.
+    """
+
+    def __init__(
+        self, kv: KVBlockPool, slots: SlotPool, counters: CacheCounters, block_size: int, *, is_rolling: bool
+    ) -> None:
+        self._kv = kv
+        self._slots = slots
+        self._counters = counters
+        self._block_size = block_size
+        self._is_rolling = is_rolling
+        self._keys: dict[BlockKey, int] = {}  # of prompt boundaries -> request id
+
+    @property
+    def keys(self) -> Container[BlockKey]:
+        """Keys of the prompt boundaries that are reserved: whoever shares them may wait for the publish."""
+        return self._keys
+
+    def reserve_in_prompt(self, row: RunningRequest, position: int) -> None:
+        """Reserve a boundary of the row's prompt, unless its state is known, on its way, or finds no slot."""
+        key = row.chain.keys[position // self._block_size - 1]
+        known = self._kv.find(key)
+        if known is not None and self._slots.slot_of(known) is not None:
+            self._slots.keep(known)
+            return
+        if key not in self._keys and self._reserve(row, position):
+            self._keys[key] = row.request_id
+
+    def reserve_in_decode(self, row: RunningRequest, position: int) -> None:
+        """Reserve a boundary that decoding may reach in this step; its key is known once its tokens are."""
+        self._reserve(row, position)
+
+    def publish(self, row: RunningRequest, end: int) -> None:
+        """Make the states at boundaries up to token `end` findable, whose blocks are registered; cancel the others."""
+        while row.reserved:  # one by one, so that whatever fails in between leaves the rest to `cancel`
+            state = row.reserved[0]
+            block = row.block_ids[state.position // self._block_size - 1] if state.position <= end else None
+            if block is None or self._slots.slot_of(block) is not None:
+                self._slots.cancel(state.slot)
+            else:
+                self._slots.publish(state.slot, block, state.position)
+                self._note_published(row, block)
+            del row.reserved[0]
+            self._forget_key(row, state)
+
+    def cancel(self, row: RunningRequest) -> None:
+        """Return every reservation of the row."""
+        while row.reserved:
+            state = row.reserved.pop()
+            self._slots.cancel(state.slot)
+            self._forget_key(row, state)
+
+    def clear_keys(self) -> None:
+        """Forget whose prompt boundaries are on their way: nobody will find them."""
+        self._keys.clear()
+
+    def _reserve(self, row: RunningRequest, position: int) -> bool:
+        if not self._slots.num_available:
+            self._counters.states_skipped_no_room += 1
+            return False
+        (slot,) = self._slots.reserve()
+        row.reserved.append(ReservedState(position, slot))
+        self._counters.states_reserved += 1
+        return True
+
+    def _note_published(self, row: RunningRequest, block: BlockId) -> None:
+        self._counters.states_published += 1
+        if row.is_prefilling:
+            return
+        self._counters.decode_states_published += 1
+        if self._is_rolling:
+            if row.checkpoint is not None:
+                self._slots.retire(row.checkpoint)
+            self._slots.mark_rolling(block)
+        row.checkpoint = block
+
+    def _forget_key(self, row: RunningRequest, state: ReservedState) -> None:
+        if row.is_prefilling:
+            key = row.chain.keys[state.position // self._block_size - 1]
+            if self._keys.get(key) == row.request_id:
+                del self._keys[key]

@@ -1,0 +1,34 @@
+"""Schedule the decode rows of a step: ask for drafts where there is room, and give each row what it gets."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ..policy.prefix_cache import PrefixCache
+from ..policy.requests import RunningRequest
+from .draft_planner import DraftLimit, DraftPlanner, NoDrafts
+
+
+def schedule_decode(
+    rows: Sequence[RunningRequest], cache: PrefixCache, planner: DraftPlanner | NoDrafts, budget: int
+) -> list[Tensor | None]:
+    """Schedule every decoding row with its drafts.
+
+    Args:
+        budget: Tokens that the step may compute beyond one for each row; older rows' drafts go first.
+
+    Returns:
+        For each row the distributions, [drafts, vocab], that its drafts were drawn from; None where they are certain.
+    """
+    limits = []
+    for row in rows:
+        # The step yields one token more than it has drafts; none may lie beyond the request's limit.
+        limit = max(0, min(planner.max_drafts, row.spec.max_len - row.length - 1, budget))
+        limits.append(DraftLimit(row, limit))
+        budget -= limit
+    distributions: list[Tensor | None] = []
+    for row, draft in zip(rows, planner.plan(limits), strict=True):
+        cache.schedule_decode(row, draft.tokens)
+        drawn_from = draft.distributions if row.drafts else None
+        distributions.append(None if drawn_from is None else drawn_from[: len(row.drafts)])
+    return distributions

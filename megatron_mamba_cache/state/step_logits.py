@@ -1,0 +1,105 @@
+"""Which tokens of a step yield logits, and with which settings and random numbers each is sampled."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..kernels.verification import VerifyLogits
+from ..policy.random_counter import DrawPurpose, counter_uniform
+from ..policy.requests import RunningRequest
+from .step_buffers import StepBuffers
+
+
+@dataclass(frozen=True, slots=True)
+class StepLogits:
+    """The tokens whose logits are wanted, each row's last and those that drafts follow, and how each is sampled.
+
+    Device tensors, but for `starts` and `all_greedy`.
+    """
+
+    tokens: Tensor  # [logits] int32 packed index
+    starts: tuple[int, ...]  # [rows + 1]
+    verify: VerifyLogits
+    temperature: Tensor  # [logits] float32
+    top_k: Tensor  # [logits] int32
+    top_p: Tensor  # [logits] float32
+    uniforms: Tensor  # [logits] float64 in [0, 1)
+    accept_uniforms: Tensor  # [logits] float64, filled where drafts come with distributions
+    residual_uniforms: Tensor  # likewise
+    all_greedy: bool
+
+
+def write_logits(rows: Sequence[RunningRequest], buffers: StepBuffers, *, draws_ratios: bool) -> None:
+    """Write the sections of the buffers that `view_logits` reads."""
+    starts, num_rows = _starts(rows), len(rows)
+    counts = [1 + len(row.drafts) for row in rows]
+    buffers.host("cu_logits")[: num_rows + 1] = starts
+    buffers.host("logit_rows")[: starts[-1]] = np.repeat(np.arange(num_rows, dtype=np.int32), counts)
+    ends = np.cumsum([row.scheduled for row in rows])
+    buffers.host("logit_tokens")[: starts[-1]] = np.concatenate(
+        [np.arange(end - count, end) for end, count in zip(ends, counts, strict=True)]
+    )
+    settings = [row.spec.sampling for row in rows]
+    buffers.host("temperature").view(np.float32)[:num_rows] = [s.temperature for s in settings]
+    buffers.host("top_k")[:num_rows] = [s.top_k for s in settings]
+    buffers.host("top_p").view(np.float32)[:num_rows] = [s.top_p for s in settings]
+    _write_uniforms("uniforms", DrawPurpose.SAMPLE, rows, buffers)
+    if draws_ratios:
+        _write_uniforms("accept_uniforms", DrawPurpose.ACCEPT, rows, buffers)
+        _write_uniforms("residual_uniforms", DrawPurpose.RESIDUAL, rows, buffers)
+
+
+def view_logits(rows: Sequence[RunningRequest], token_ids: Tensor, buffers: StepBuffers) -> StepLogits:
+    """Return the device views of what `write_logits` wrote, per logits row; `token_ids` [tokens] are the step's."""
+    starts, num_rows = _starts(rows), len(rows)
+    num_logits, max_drafts = starts[-1], max((len(row.drafts) for row in rows), default=0)
+    device = buffers.device
+    tokens = device("logit_tokens")[:num_logits]
+    settings = [
+        device("temperature")[:num_rows].view(torch.float32),
+        device("top_k")[:num_rows],
+        device("top_p")[:num_rows].view(torch.float32),
+    ]
+    following = token_ids
+    if max_drafts:
+        settings = [setting.index_select(0, device("logit_rows")[:num_logits]) for setting in settings]
+        following = token_ids.index_select(0, (tokens + 1).clamp_max(token_ids.shape[0] - 1))
+    temperature, top_k, top_p = settings
+    return StepLogits(
+        tokens=tokens,
+        starts=starts,
+        verify=VerifyLogits(
+            cu_logits=device("cu_logits")[: num_rows + 1], draft_ids=following[:num_logits], max_drafts=max_drafts
+        ),
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        uniforms=device("uniforms")[: 2 * num_logits].view(torch.float64),
+        accept_uniforms=device("accept_uniforms")[: 2 * num_logits].view(torch.float64),
+        residual_uniforms=device("residual_uniforms")[: 2 * num_logits].view(torch.float64),
+        all_greedy=all(row.spec.sampling.is_greedy for row in rows),
+    )
+
+
+def _starts(rows: Sequence[RunningRequest]) -> tuple[int, ...]:
+    return (0, *accumulate(1 + len(row.drafts) for row in rows))
+
+
+def _write_uniforms(
+    section: str, purpose: DrawPurpose, rows: Sequence[RunningRequest], buffers: StepBuffers
+) -> None:
+    """Write the number of each token to be sampled: a function of its request's seed, its position and the purpose."""
+    uniforms = buffers.host(section).view(np.float64)
+    at = 0
+    for row in rows:
+        sampling, count = row.spec.sampling, 1 + len(row.drafts)
+        first = row.computed + row.scheduled - len(row.drafts)
+        uniforms[at : at + count] = [
+            0.0 if sampling.is_greedy else counter_uniform(sampling.seed, first + index, purpose)
+            for index in range(count)
+        ]
+        at += count
