@@ -120,8 +120,7 @@ def build_hybrid_model(architecture: HybridArchitecture, dtype: torch.dtype) -> 
     """
     check_layer_pattern(architecture.pattern)
     _check_heads(architecture)
-    if "E" in architecture.pattern and architecture.experts is None:
-        raise ValueError(f"layer pattern {architecture.pattern!r} has experts (E), but their sizes are not given")
+    _check_experts(architecture)
     initialize_single_process()
     _check_ranks(architecture)
     mamba, rotary_base = architecture.mamba, architecture.attention.rotary_base
@@ -192,6 +191,23 @@ def _check_heads(architecture: HybridArchitecture) -> None:
         raise ValueError(f"{attention.num_heads} attention heads do not divide by {attention.num_kv_heads} KV heads")
     if mamba.num_heads % mamba.num_groups:
         raise ValueError(f"{mamba.num_heads} Mamba heads do not divide by {mamba.num_groups} groups")
+    rotated = attention.head_dim * attention.rotary_percent
+    if attention.rotary_base is not None and (int(rotated) % 2 or not 2 <= rotated <= attention.head_dim):
+        raise ValueError(f"{rotated:g} of {attention.head_dim} channels of a head cannot be rotated in pairs")
+
+
+def _check_experts(architecture: HybridArchitecture) -> None:
+    experts = architecture.experts
+    if "E" not in architecture.pattern:
+        return
+    if experts is None:
+        raise ValueError(f"layer pattern {architecture.pattern!r} has experts (E), but their sizes are not given")
+    if experts.top_k > experts.num_experts:
+        raise ValueError(f"{experts.top_k} experts a token are more than the {experts.num_experts} that there are")
+    if experts.num_experts % experts.num_groups or experts.top_groups > experts.num_groups:
+        raise ValueError(
+            f"{experts.num_experts} experts cannot be chosen from {experts.top_groups} of {experts.num_groups} groups"
+        )
 
 
 def _check_ranks(architecture: HybridArchitecture) -> None:
