@@ -24,7 +24,7 @@ setup(
         "einops",
         "numpy",
         "packaging",
-        # megatron-core's checkpoint writer waits forever without it.
+        # megatron-core's checkpoint writer measures its memory with it.
         "psutil",
         "safetensors",
         "tokenizers",

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Run every test and benchmark on a machine with a GPU and write the tables to a folder.
-# Usage: benchmarks/run_on_gpu.sh [FOLDER]   (default benchmarks/results)
+# Usage: benchmarks/run_on_gpu.sh [FOLDER]   (default benchmarks/results); ONLY=FILE in front runs that section alone.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 results=${1:-benchmarks/results}
@@ -8,6 +8,7 @@ mkdir -p "$results"
 failed=0
 
 section() { # section FILE TITLE COMMAND...
+    [ "${ONLY:-$1}" = "$1" ] || return 0
     local file=$results/$1.md title=$2 began=$SECONDS status=0
     shift 2
     {
@@ -29,4 +30,5 @@ section tests_on_gpu "The whole test suite on a GPU" python3 -m pytest -p no:cac
 section device_agreement "Same tokens on GPU and CPU" python3 benchmarks/device_agreement.py
 section step_transfers "Copies and waits of a step" \
     python3 -m pytest -p no:cacheprovider --color=no -s tests/mcore/test_step_transfers.py
+section load_8b "Loading an 8B NemotronH" python3 benchmarks/load_8b.py
 exit $failed

@@ -78,6 +78,20 @@ class CachingMambaMixer(megatron_mixer.MambaMixer):
         projected, _ = self.in_proj(hidden_states)
         return self.out_proj(self._full_sequences(projected))
 
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return the weights as sharded tensors; see Megatron's mixer, which takes a conv bias for granted."""
+        if self.conv1d.bias is not None:
+            return super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        self.conv1d.bias = torch.nn.Parameter(self.conv1d.weight.new_zeros(self.conv1d.weight.shape[0]))
+        try:
+            state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        finally:
+            self.conv1d.bias = None
+        del state[f"{prefix}conv1d.bias"]
+        return state
+
     def _dynamic_inference(self, hidden_states: Tensor, context: Any) -> Any:
         step: StepBatch = context.step
         states = context.layer_states(self.layer_number - self.pp_layer_offset)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.models.mamba.mamba_model import MambaModel
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
@@ -109,17 +110,19 @@ class HybridArchitecture:
 
 
 def build_hybrid_model(architecture: HybridArchitecture, dtype: torch.dtype) -> MambaModel:
-    """Build the model on the current device, in eval mode, its parameters not yet given values.
+    """Build this rank's part of the model on the current device, in eval mode, its parameters not yet given values.
+
+    The model is shared out to Megatron's tensor-parallel ranks; without `parallel_state`, this process is the only one.
 
     Raises:
-        ValueError: If the layer pattern has an unknown symbol, or no Mamba or attention layer, or if heads cannot be
-            shared out to their groups.
+        ValueError: If the layer pattern has an unknown symbol, or no Mamba or attention layer, if heads cannot be
+            shared out to their groups, or the model to the ranks.
     """
     check_layer_pattern(architecture.pattern)
     _check_heads(architecture)
-    if "E" in architecture.pattern and architecture.experts is None:
-        raise ValueError(f"layer pattern {architecture.pattern!r} has experts (E), but their sizes are not given")
+    _check_experts(architecture)
     initialize_single_process()
+    _check_ranks(architecture)
     mamba, rotary_base = architecture.mamba, architecture.attention.rotary_base
     options = LocalSpecOptions(
         ssm_chunk_size=mamba.ssm_chunk_size,
@@ -147,11 +150,12 @@ def build_hybrid_model(architecture: HybridArchitecture, dtype: torch.dtype) -> 
 
 
 def transformer_config(architecture: HybridArchitecture, dtype: torch.dtype) -> TransformerConfig:
-    """Return Megatron's configuration of the architecture."""
+    """Return Megatron's configuration of the architecture, for the tensor-parallel ranks that there are."""
     mamba, attention, experts = architecture.mamba, architecture.attention, architecture.experts
     feed_forward = architecture.feed_forward
     routing = {} if experts is None else _routing(experts)
     return TransformerConfig(
+        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
         num_layers=len(architecture.pattern),
         hidden_size=architecture.hidden_size,
         ffn_hidden_size=feed_forward.hidden_size,
@@ -187,6 +191,57 @@ def _check_heads(architecture: HybridArchitecture) -> None:
         raise ValueError(f"{attention.num_heads} attention heads do not divide by {attention.num_kv_heads} KV heads")
     if mamba.num_heads % mamba.num_groups:
         raise ValueError(f"{mamba.num_heads} Mamba heads do not divide by {mamba.num_groups} groups")
+    rotated = attention.head_dim * attention.rotary_percent
+    if attention.rotary_base is not None and (int(rotated) % 2 or not 2 <= rotated <= attention.head_dim):
+        raise ValueError(f"{rotated:g} of {attention.head_dim} channels of a head cannot be rotated in pairs")
+
+
+def _check_experts(architecture: HybridArchitecture) -> None:
+    experts = architecture.experts
+    if "E" not in architecture.pattern:
+        return
+    if experts is None:
+        raise ValueError(f"layer pattern {architecture.pattern!r} has experts (E), but their sizes are not given")
+    if experts.top_k > experts.num_experts:
+        raise ValueError(f"{experts.top_k} experts a token are more than the {experts.num_experts} that there are")
+    if experts.num_experts % experts.num_groups or experts.top_groups > experts.num_groups:
+        raise ValueError(
+            f"{experts.num_experts} experts cannot be chosen from {experts.top_groups} of {experts.num_groups} groups"
+        )
+
+
+def _check_ranks(architecture: HybridArchitecture) -> None:
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    others = {
+        "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
+        "context": parallel_state.get_context_parallel_world_size(),
+        "expert": parallel_state.get_expert_model_parallel_world_size(),
+    }
+    for name, other in others.items():
+        if other > 1:
+            raise ValueError(f"{name} parallel size is {other}; a model is shared out by tensor parallelism only")
+    if (for_experts := parallel_state.get_expert_tensor_parallel_world_size()) != size:
+        raise ValueError(f"expert tensor parallel size is {for_experts}, but must be the others' {size}")
+    for name, count in _shared_out(architecture).items():
+        if count % size:
+            raise ValueError(f"{name} {count} does not divide by {size} tensor-parallel ranks")
+
+
+def _shared_out(architecture: HybridArchitecture) -> dict[str, int]:
+    """Return what tensor-parallel ranks share."""
+    mamba, attention, experts = architecture.mamba, architecture.attention, architecture.experts
+    shared = {
+        "vocab_size": architecture.vocab_size,
+        "number of Mamba heads": mamba.num_heads,
+        "number of Mamba groups": mamba.num_groups,
+        "number of attention heads": attention.num_heads,
+        "number of KV heads": attention.num_kv_heads,
+    }
+    if "-" in architecture.pattern:
+        shared["feed-forward size"] = architecture.feed_forward.hidden_size
+    if "E" in architecture.pattern and experts is not None:
+        shared |= {"expert size": experts.hidden_size, "shared expert size": experts.shared_hidden_size}
+    return shared
 
 
 def _routing(experts: ExpertsShape) -> dict[str, object]:

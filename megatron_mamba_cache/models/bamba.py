@@ -19,26 +19,27 @@ def architecture_of(config: CheckpointConfig) -> HybridArchitecture:
     for name in ("attention_bias", "mlp_bias", "mamba_proj_bias"):
         config.require(name, False, False)
     config.require("hidden_act", "silu", "silu")  # the mixers' too
-    attention_layers = set(config.get("attn_layer_indices", ()))
-    layers = ("*" if layer in attention_layers else "M" for layer in range(config.get("num_hidden_layers")))
+    num_layers, num_heads = config.integer("num_hidden_layers"), config.integer("num_attention_heads")
+    attention_layers = set(config.indices("attn_layer_indices", num_layers))
+    layers = ("*" if layer in attention_layers else "M" for layer in range(num_layers))
     return HybridArchitecture(
         pattern="".join(f"{mixer}-" for mixer in layers),
-        vocab_size=config.get("vocab_size"),
-        hidden_size=config.get("hidden_size"),
-        max_sequence_length=config.get("max_position_embeddings", 4096),
-        norm_eps=config.get("rms_norm_eps", 1e-5),
+        vocab_size=config.integer("vocab_size"),
+        hidden_size=config.integer("hidden_size"),
+        max_sequence_length=config.integer("max_position_embeddings", 4096),
+        norm_eps=config.number("rms_norm_eps", 1e-5),
         mamba=mamba_shape(config),
         attention=AttentionShape(
-            num_heads=config.get("num_attention_heads"),
-            num_kv_heads=config.get("num_key_value_heads", config.get("num_attention_heads")),
-            head_dim=config.get("head_dim", config.get("hidden_size") // config.get("num_attention_heads")),
+            num_heads=num_heads,
+            num_kv_heads=config.integer("num_key_value_heads", num_heads),
+            head_dim=config.integer("head_dim", config.integer("hidden_size") // num_heads),
             rotary_base=rotary_base(config),
-            rotary_percent=config.get("rope_parameters", {}).get(
-                "partial_rotary_factor", config.get("partial_rotary_factor", 0.5)
+            rotary_percent=config.section("rope_parameters").number(
+                "partial_rotary_factor", config.number("partial_rotary_factor", 0.5)
             ),
         ),
-        feed_forward=FeedForwardShape(config.get("intermediate_size"), "silu", gated=True),
-        tie_embeddings=config.get("tie_word_embeddings", False),
+        feed_forward=FeedForwardShape(config.integer("intermediate_size"), "silu", gated=True),
+        tie_embeddings=config.flag("tie_word_embeddings", False),
     )
 
 
@@ -60,27 +61,33 @@ def placements_of(architecture: HybridArchitecture) -> Places:
 
 def mamba_shape(config: CheckpointConfig) -> MambaShape:
     """Return the mixers' sizes under the names that Bamba and Granite share."""
-    num_heads, inner = config.get("mamba_n_heads"), config.get("mamba_expand", 2) * config.get("hidden_size")
-    head_dim = config.get("mamba_d_head", "auto")
+    num_heads = config.integer("mamba_n_heads")
+    inner = config.integer("mamba_expand", 2) * config.integer("hidden_size")
+    is_derived = config.equals("mamba_d_head", "auto", default="auto")
+    head_dim = inner // num_heads if is_derived else config.integer("mamba_d_head")
+    if num_heads * head_dim != inner:
+        raise config.error(
+            f"mamba_n_heads={num_heads} heads of {head_dim} channels are not mamba_expand times hidden_size, {inner}"
+        )
     return MambaShape(
         num_heads=num_heads,
-        head_dim=inner // num_heads if head_dim == "auto" else head_dim,
-        state_dim=config.get("mamba_d_state"),
-        num_groups=config.get("mamba_n_groups"),
-        ssm_chunk_size=config.get("mamba_chunk_size", 256),
-        d_conv=config.get("mamba_d_conv", 4),
-        conv_bias=config.get("mamba_conv_bias", True),
-        time_step_limit=config.number_pair("time_step_limit", (0.0, float("inf"))),
+        head_dim=head_dim,
+        state_dim=config.integer("mamba_d_state"),
+        num_groups=config.integer("mamba_n_groups"),
+        ssm_chunk_size=config.integer("mamba_chunk_size", 256),
+        d_conv=config.integer("mamba_d_conv", 4),
+        conv_bias=config.flag("mamba_conv_bias", True),
+        time_step_limit=config.limits("time_step_limit"),
     )
 
 
 def rotary_base(config: CheckpointConfig) -> float:
     """Return the base of plain rotary embeddings; scaled ones are an error."""
-    rope = config.get("rope_parameters", config.get("rope_scaling", {}))
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    rope = config.section("rope_parameters", "rope_scaling")
+    kind = rope.text("rope_type", rope.text("type", "default"))
     if kind != "default":
         raise config.error(f"rope_type={kind!r} is not supported, only 'default'")
-    return float(rope.get("rope_theta", config.get("rope_theta", 10_000.0)))
+    return rope.number("rope_theta", config.number("rope_theta", 10_000.0))
 
 
 def _gated_mlp(layer: int, prefix: str) -> Places:

@@ -1,47 +1,97 @@
-"""Read a Hugging Face `config.json`, with errors that name the field."""
+"""Read a Hugging Face `config.json`, with errors that name the file, the field and its value."""
 
-import json
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-_REQUIRED = object()
+from .json_file import read_json_object
+
+_REQUIRED: Any = object()
 
 
 class CheckpointConfig:
-    """The fields of a `config.json`; a missing or unsupported one is a `ValueError` that names it."""
+    """The fields of a `config.json`; a missing, ill-typed or unsupported one is a `ValueError` that names it.
 
-    def __init__(self, fields: Mapping[str, Any], source: str) -> None:
+    A field that is null counts as absent. Numbers are positive and finite; true is no number.
+
+    Args:
+        source: The file, for errors.
+        prefix: In front of field names in errors, for an object inside the file.
+    """
+
+    def __init__(self, fields: Mapping[str, Any], source: str, prefix: str = "") -> None:
         self._fields = fields
         self._source = source
+        self._prefix = prefix
 
     @staticmethod
     def read(directory: Path) -> "CheckpointConfig":
         """Read `config.json` of a directory."""
         path = directory / "config.json"
-        try:
-            fields = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ValueError(f"cannot read {path}: {error.strerror}; give a Hugging Face model directory") from error
-        except ValueError as error:
-            raise ValueError(f"{path} is no JSON: {error}") from error
-        if not isinstance(fields, dict):
-            raise ValueError(f"{path} holds no JSON object")
-        return CheckpointConfig(fields, str(path))
+        if not path.exists():
+            raise ValueError(f"cannot read {path}: No such file or directory; give a Hugging Face model directory")
+        return CheckpointConfig(read_json_object(path), str(path))
 
-    def get(self, name: str, default: Any = _REQUIRED) -> Any:
-        """Return a field, or the default where it is absent or null."""
-        value = self._fields.get(name)
-        if value is not None:
-            return value
-        if default is _REQUIRED:
-            raise self.error(f"{name!r} is missing")
-        return default
+    def has(self, name: str) -> bool:
+        """Return whether a field is there and not null."""
+        return self._fields.get(name) is not None
 
-    def number_pair(self, name: str, default: tuple[float, float]) -> tuple[float, float]:
-        """Return a pair of floats; transformers writes infinity as {"__float__": "Infinity"}."""
-        low, high = (self._float(value) for value in self.get(name, default))
+    def equals(self, name: str, value: Any, default: Any) -> bool:
+        """Return whether a field has a value, or its default has where it is absent."""
+        return bool(self._get(name, default) == value)
+
+    def integer(self, name: str, default: int = _REQUIRED, least: int = 1) -> int:
+        """Return a field that is an integer, `least` or more."""
+        value = self._get(name, default)
+        if type(value) is not int or value < least:
+            raise self._wrong(name, value, f"an integer of {least} or more")
+        return value
+
+    def number(self, name: str, default: float = _REQUIRED) -> float:
+        """Return a field that is a positive finite number."""
+        value = self._get(name, default)
+        if type(value) not in (int, float) or not 0 < value < math.inf:
+            raise self._wrong(name, value, "a positive number")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """Return a field that is true or false."""
+        value = self._get(name, default)
+        if not isinstance(value, bool):
+            raise self._wrong(name, value, "true or false")
+        return value
+
+    def text(self, name: str, default: str = _REQUIRED) -> str:
+        """Return a field that is a text, and not an empty one."""
+        value = self._get(name, default)
+        if not isinstance(value, str) or not value:
+            raise self._wrong(name, value, "a text")
+        return value
+
+    def section(self, *names: str) -> "CheckpointConfig":
+        """Return the object that the first of these fields holds that is there; an empty one without any."""
+        for name in filter(self.has, names):
+            value = self._get(name, {})
+            if not isinstance(value, dict):
+                raise self._wrong(name, value, "an object")
+            return CheckpointConfig(value, self._source, f"{self._prefix}{name}.")
+        return CheckpointConfig({}, self._source, self._prefix)
+
+    def indices(self, name: str, end: int) -> list[int]:
+        """Return a list of integers from 0 up to, not including, `end`."""
+        value = self._get(name, [])
+        if not isinstance(value, list) or any(type(index) is not int or not 0 <= index < end for index in value):
+            raise self._wrong(name, value, f"a list of integers from 0 to {end - 1}")
+        return value
+
+    def limits(self, name: str) -> tuple[float, float]:
+        """Return a pair of numbers, 0 and infinity where absent; infinity may be "inf" or {"__float__": "Infinity"}."""
+        value = self._get(name, [0.0, math.inf])
+        pair = [_number(entry) for entry in value] if isinstance(value, list) else []
+        low, high = pair if len(pair) == 2 else (math.nan, math.nan)
+        if not 0 <= low <= high:
+            raise self._wrong(name, value, "a pair of ascending numbers from 0 on")
         return low, high
 
     def require(self, name: str, allowed: Any, default: Any) -> None:
@@ -50,22 +100,43 @@ class CheckpointConfig:
 
     def one_of(self, name: str, allowed: Iterable[Any], default: Any = _REQUIRED) -> Any:
         """Return a field that must have one of the values that are supported."""
-        value, allowed = self.get(name, default), tuple(allowed)
+        value, allowed = self._get(name, default), tuple(allowed)
         if value not in allowed:
-            raise self.error(f"{name}={value!r} is not supported, only {', '.join(map(repr, allowed))}")
+            raise self.error(f"{self._shown(name, value)} is not supported, only {', '.join(map(repr, allowed))}")
         return value
 
     def each_of(self, name: str, known: Mapping[str, str]) -> list[str]:
-        """Return what the entries of a list stand for; every one must be known."""
-        entries = self.get(name)
+        """Return what the entries of a list stand for; there is one, and every one must be known."""
+        entries = self._get(name, _REQUIRED)
+        if not isinstance(entries, list) or not entries or not all(isinstance(entry, str) for entry in entries):
+            raise self._wrong(name, entries, f"a list of {sorted(known)}")
         if unknown := sorted(set(entries) - known.keys()):
-            raise self.error(f"{name} has unknown entries {unknown}; known are {sorted(known)}")
+            raise self.error(f"{self._prefix}{name} has unknown entries {unknown}; known are {sorted(known)}")
         return [known[entry] for entry in entries]
 
     def error(self, text: str) -> ValueError:
         """Return an error that names the file."""
         return ValueError(f"{self._source}: {text}")
 
-    @staticmethod
-    def _float(value: Any) -> float:
-        return float(value["__float__"]) if isinstance(value, dict) else math.inf if value == "inf" else float(value)
+    def _get(self, name: str, default: Any) -> Any:
+        value = self._fields.get(name)
+        if value is not None:
+            return value
+        if default is _REQUIRED:
+            raise self.error(f"{self._prefix + name!r} is missing")
+        return default
+
+    def _wrong(self, name: str, value: Any, needed: str) -> ValueError:
+        return self.error(f"{self._shown(name, value)}, but must be {needed}")
+
+    def _shown(self, name: str, value: Any) -> str:
+        return f"{self._prefix}{name}={value!r}"
+
+
+def _number(entry: Any) -> float:
+    """Return a number as transformers writes it; NaN for anything else."""
+    if isinstance(entry, dict):
+        entry = entry.get("__float__")
+    if entry in ("inf", "Infinity"):
+        return math.inf
+    return float(entry) if type(entry) in (int, float) else math.nan

@@ -18,29 +18,29 @@ def architecture_of(config: CheckpointConfig) -> HybridArchitecture:
     for name in ("attention_bias", "mamba_proj_bias"):
         config.require(name, False, False)
     config.require("hidden_act", "silu", "silu")  # the mixers' too
-    num_experts = config.get("num_local_experts", 0)
+    num_experts, num_heads = config.integer("num_local_experts", 0, least=0), config.integer("num_attention_heads")
     feed_forward = "E" if num_experts else "-"
-    position = config.get("position_embedding_type", None)
+    position = config.one_of("position_embedding_type", ("rope", "nope"), "nope")
     return HybridArchitecture(
         pattern="".join(f"{mixer}{feed_forward}" for mixer in config.each_of("layer_types", _SYMBOLS)),
-        vocab_size=config.get("vocab_size"),
-        hidden_size=config.get("hidden_size"),
-        max_sequence_length=config.get("max_position_embeddings", 4096),
-        norm_eps=config.get("rms_norm_eps", 1e-6),
+        vocab_size=config.integer("vocab_size"),
+        hidden_size=config.integer("hidden_size"),
+        max_sequence_length=config.integer("max_position_embeddings", 4096),
+        norm_eps=config.number("rms_norm_eps", 1e-6),
         mamba=mamba_shape(config),
         attention=AttentionShape(
-            num_heads=config.get("num_attention_heads"),
-            num_kv_heads=config.get("num_key_value_heads", config.get("num_attention_heads")),
-            head_dim=config.get("hidden_size") // config.get("num_attention_heads"),
-            scale=config.get("attention_multiplier", 1.0),
+            num_heads=num_heads,
+            num_kv_heads=config.integer("num_key_value_heads", num_heads),
+            head_dim=config.integer("hidden_size") // num_heads,
+            scale=config.number("attention_multiplier", 1.0),
             rotary_base=rotary_base(config) if position == "rope" else None,
         ),
-        feed_forward=FeedForwardShape(config.get("shared_intermediate_size"), "silu", gated=True),
+        feed_forward=FeedForwardShape(config.integer("shared_intermediate_size"), "silu", gated=True),
         experts=_experts(config) if num_experts else None,
-        tie_embeddings=config.get("tie_word_embeddings", False),
-        input_multiplier=config.get("embedding_multiplier", 1.0),
-        residual_multiplier=config.get("residual_multiplier", 1.0),
-        output_multiplier=1.0 / config.get("logits_scaling", 1.0),
+        tie_embeddings=config.flag("tie_word_embeddings", False),
+        input_multiplier=config.number("embedding_multiplier", 1.0),
+        residual_multiplier=config.number("residual_multiplier", 1.0),
+        output_multiplier=1.0 / config.number("logits_scaling", 1.0),
     )
 
 
@@ -62,10 +62,10 @@ def placements_of(architecture: HybridArchitecture) -> Places:
 
 def _experts(config: CheckpointConfig) -> ExpertsShape:
     return ExpertsShape(
-        num_experts=config.get("num_local_experts"),
-        top_k=config.get("num_experts_per_tok"),
-        hidden_size=config.get("intermediate_size"),
-        shared_hidden_size=config.get("shared_intermediate_size"),
+        num_experts=config.integer("num_local_experts"),
+        top_k=config.integer("num_experts_per_tok"),
+        hidden_size=config.integer("intermediate_size"),
+        shared_hidden_size=config.integer("shared_intermediate_size"),
         score="softmax",
     )
 

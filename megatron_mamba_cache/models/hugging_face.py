@@ -1,5 +1,6 @@
 """Load a Hugging Face checkpoint of a hybrid model into Megatron, ready for `build_engine`."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -53,7 +54,7 @@ def load_hugging_face(source: str | Path, dtype: torch.dtype = torch.bfloat16) -
     filler = ModelFiller(model, placements, rank, parallel_state.get_tensor_model_parallel_world_size())
     _fill(filler, files)
     if unfilled := filler.unfilled():
-        raise ValueError(f"{directory}: the checkpoint leaves {_listed(unfilled)} of the model without values")
+        raise ValueError(f"{directory}: the checkpoint leaves {listed(unfilled)} of the model without values")
     return LoadedModel(model, architecture, directory)
 
 
@@ -82,9 +83,9 @@ def _check_names(directory: Path, files: SafetensorsFiles, placements: Placement
     unknown = sorted(files.names.keys() - placements.keys())
     missing = sorted(placements.keys() - files.names.keys())
     if unknown:
-        raise ValueError(f"{directory}: the checkpoint has {_listed(unknown)}, which the model has no place for")
+        raise ValueError(f"{directory}: the checkpoint has {listed(unknown)}, which the model has no place for")
     if missing:
-        raise ValueError(f"{directory}: the checkpoint lacks {_listed(missing)}")
+        raise ValueError(f"{directory}: the checkpoint lacks {listed(missing)}")
 
 
 def _built(architecture: HybridArchitecture, dtype: torch.dtype, directory: Path) -> MambaModel:
@@ -105,6 +106,7 @@ def _fill(filler: ModelFiller, files: SafetensorsFiles) -> None:
             progress.update()
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """Return how many tensors there are and what the first few are called."""
     more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
     return f"{len(names)} tensors: {', '.join(names[:_NAMES_SHOWN])}{more}"

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.models.mamba.mamba_model import MambaModel
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -18,9 +19,11 @@ from .architecture import (
     MambaShape,
     build_hybrid_model,
 )
-from .hugging_face import LoadedModel
+from .checkpoint_writer import InProcessSaveStrategy
+from .hugging_face import LoadedModel, listed
 
 ARCHITECTURE_FILE = "hybrid_architecture.json"
+_MODEL_PARTS = ("embedding.", "decoder.", "output_layer.")
 _PARTS = {"mamba": MambaShape, "attention": AttentionShape, "feed_forward": FeedForwardShape, "experts": ExpertsShape}
 
 
@@ -28,14 +31,16 @@ def save_megatron_checkpoint(model: MambaModel, architecture: HybridArchitecture
     """Save a model's weights for any tensor-parallel size, and its architecture; all ranks call it.
 
     Raises:
-        ValueError: If the directory exists and is not empty.
+        ValueError: If the directory is not empty or cannot be made.
+        OSError: If a file cannot be written.
     """
     path = Path(directory)
-    path.mkdir(parents=True, exist_ok=True)
-    if _is_first_rank() and any(path.iterdir()):
-        raise ValueError(f"{path} is not empty; give a new directory")
-    _barrier()
-    dist_checkpointing.save(model.sharded_state_dict(), str(path))
+    _make_empty(path)
+    _barrier()  # no rank writes before all have seen the directory empty
+    try:
+        dist_checkpointing.save(model.sharded_state_dict(), str(path), InProcessSaveStrategy())
+    except CheckpointException as error:
+        raise OSError(f"cannot write a checkpoint to {path}: {_reason(error)}") from error
     if _is_first_rank():
         text = json.dumps(asdict(architecture), indent=2)
         (path / ARCHITECTURE_FILE).write_text(f"{text}\n", encoding="utf-8")
@@ -50,12 +55,19 @@ def load_megatron_checkpoint(directory: str | Path, dtype: torch.dtype = torch.b
     """
     path = Path(directory)
     architecture = read_architecture(path)
-    model = build_hybrid_model(architecture, dtype)
     try:
-        state = dist_checkpointing.load(model.sharded_state_dict(), str(path))
+        model = build_hybrid_model(architecture, dtype)
+    except (ValueError, AssertionError) as error:
+        raise ValueError(f"{path / ARCHITECTURE_FILE} describes no model that Megatron builds: {error}") from error
+    try:
+        state, superfluous, missing = dist_checkpointing.load(
+            model.sharded_state_dict(), str(path), strict=StrictHandling.RETURN_ALL
+        )
     except (CheckpointingException, CheckpointException, OSError, KeyError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[-1:] or [repr(error)]
-        raise ValueError(f"{path} does not hold the weights that {ARCHITECTURE_FILE} describes: {reason[0]}") from error
+        raise ValueError(
+            f"{path} does not hold the weights that {ARCHITECTURE_FILE} describes: {_reason(error)}"
+        ) from error
+    _check_names(path, missing, superfluous)
     model.load_state_dict(state)
     return LoadedModel(model, architecture, path)
 
@@ -85,6 +97,31 @@ def read_architecture(directory: Path) -> HybridArchitecture:
 
 def _with_tuple(mamba: MambaShape) -> MambaShape:
     return replace(mamba, time_step_limit=tuple(mamba.time_step_limit))
+
+
+def _make_empty(path: Path) -> None:
+    """Make a directory, or take one that is there and empty."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        is_empty = next(path.iterdir(), None) is None
+    except OSError as error:
+        raise ValueError(f"cannot make the directory {path}: {error.strerror}") from error
+    if not is_empty:
+        raise ValueError(f"{path} is not empty; give a new directory")
+
+
+def _check_names(path: Path, missing: set[str], superfluous: set[str]) -> None:
+    """Raise `ValueError` unless the checkpoint has the model's tensors; a training run's other state is no concern."""
+    superfluous = {name for name in superfluous if name.startswith(_MODEL_PARTS)}
+    described = f"the model that {ARCHITECTURE_FILE} describes"
+    if missing:
+        raise ValueError(f"{path} lacks {listed(sorted(missing))} of {described}")
+    if superfluous:
+        raise ValueError(f"{path} has {listed(sorted(superfluous))}, which {described} has no place for")
+
+
+def _reason(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [repr(error)])[-1]
 
 
 def _is_first_rank() -> bool:

@@ -16,33 +16,33 @@ def architecture_of(config: CheckpointConfig) -> HybridArchitecture:
     pattern = _pattern(config)
     # transformers clamps time steps from below at time_step_min in its chunked form, and nowhere else; the limit that
     # the model was trained under is this one.
-    limit = config.number_pair("time_step_limit", (0.0, float("inf")))
+    limit = config.limits("time_step_limit")
     return HybridArchitecture(
         pattern=pattern,
-        vocab_size=config.get("vocab_size"),
-        hidden_size=config.get("hidden_size"),
-        max_sequence_length=config.get("max_position_embeddings", 4096),
-        norm_eps=config.get("layer_norm_epsilon", 1e-5),
+        vocab_size=config.integer("vocab_size"),
+        hidden_size=config.integer("hidden_size"),
+        max_sequence_length=config.integer("max_position_embeddings", 4096),
+        norm_eps=config.number("layer_norm_epsilon", 1e-5),
         mamba=MambaShape(
-            num_heads=config.get("mamba_num_heads"),
-            head_dim=config.get("mamba_head_dim"),
-            state_dim=config.get("ssm_state_size"),
-            num_groups=config.get("n_groups"),
-            ssm_chunk_size=config.get("chunk_size", 128),
-            d_conv=config.get("conv_kernel", 4),
-            conv_bias=config.get("use_conv_bias", True),
+            num_heads=config.integer("mamba_num_heads"),
+            head_dim=config.integer("mamba_head_dim"),
+            state_dim=config.integer("ssm_state_size"),
+            num_groups=config.integer("n_groups"),
+            ssm_chunk_size=config.integer("chunk_size", 128),
+            d_conv=config.integer("conv_kernel", 4),
+            conv_bias=config.flag("use_conv_bias", True),
             time_step_limit=limit,
         ),
         attention=AttentionShape(
-            num_heads=config.get("num_attention_heads"),
-            num_kv_heads=config.get("num_key_value_heads"),
-            head_dim=config.get("head_dim", config.get("hidden_size") // config.get("num_attention_heads")),
+            num_heads=config.integer("num_attention_heads"),
+            num_kv_heads=config.integer("num_key_value_heads"),
+            head_dim=config.integer("head_dim", config.integer("hidden_size") // config.integer("num_attention_heads")),
         ),
         feed_forward=FeedForwardShape(
-            config.get("intermediate_size"), config.one_of("mlp_hidden_act", ACTIVATIONS, "relu2"), gated=False
+            config.integer("intermediate_size"), config.one_of("mlp_hidden_act", ACTIVATIONS, "relu2"), gated=False
         ),
         experts=_experts(config) if "E" in pattern else None,
-        tie_embeddings=config.get("tie_word_embeddings", False),
+        tie_embeddings=config.flag("tie_word_embeddings", False),
     )
 
 
@@ -64,31 +64,31 @@ def placements_of(architecture: HybridArchitecture) -> Places:
 
 
 def _pattern(config: CheckpointConfig) -> str:
-    if config.get("layers_block_type", None) is None:
-        return str(config.get("hybrid_override_pattern"))
-    return "".join(config.each_of("layers_block_type", _SYMBOLS))
+    if config.has("layers_block_type"):
+        return "".join(config.each_of("layers_block_type", _SYMBOLS))
+    return config.text("hybrid_override_pattern")
 
 
 def _experts(config: CheckpointConfig) -> ExpertsShape:
     config.require("norm_topk_prob", True, True)
     config.require("moe_latent_size", None, None)
     config.require("n_shared_experts", 1, 1)
-    top_k = config.get("num_experts_per_tok")
-    num_groups, top_groups = config.get("n_group", 1), config.get("topk_group", 1)
+    top_k = config.integer("num_experts_per_tok")
+    num_groups, top_groups = config.integer("n_group", 1), config.integer("topk_group", 1)
     if top_k < 2 or (num_groups > 1 and top_k // top_groups != 2):
         raise config.error(
             f"num_experts_per_tok={top_k} with n_group={num_groups} and topk_group={top_groups} is not supported: "
             "Megatron routes alike only from 2 experts a token on, and with groups from exactly 2 a chosen group"
         )
     return ExpertsShape(
-        num_experts=config.get("n_routed_experts"),
+        num_experts=config.integer("n_routed_experts"),
         top_k=top_k,
-        hidden_size=config.get("moe_intermediate_size"),
-        shared_hidden_size=config.get("moe_shared_expert_intermediate_size"),
+        hidden_size=config.integer("moe_intermediate_size"),
+        shared_hidden_size=config.integer("moe_shared_expert_intermediate_size"),
         score="sigmoid",
         num_groups=num_groups,
         top_groups=top_groups,
-        scaling=config.get("routed_scaling_factor", 1.0),
+        scaling=config.number("routed_scaling_factor", 1.0),
     )
 
 

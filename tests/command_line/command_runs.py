@@ -23,7 +23,10 @@ class Finished:
 
 
 def run_here(capsys: pytest.CaptureFixture[str], *arguments: object) -> Finished:
-    """Run `generate` with the arguments in this process."""
+    """Run `generate` with the arguments in this process, on the device that it has.
+
+    `--device cpu` is for `run_process`: a process that uses a GPU cannot leave it, and one that hides it loses it.
+    """
     capsys.readouterr()
     status = main(["generate", *map(str, arguments)])
     captured = capsys.readouterr()

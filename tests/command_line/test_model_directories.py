@@ -76,11 +76,16 @@ def shortfall(model: Any, prompt: list[int], generated: list[int]) -> float:
     return float((logits.max(dim=1).values - chosen).max())
 
 
-def test_the_example_runs_a_directory_as_the_readme_says(tmp_path: Path, lines_file: Path, nemotron: Path) -> None:
-    flags = ("--hf-model", nemotron, "--prompts", lines_file, *GREEDY, "--output-path", "out.json")
+@pytest.mark.parametrize("device", ["cpu", "auto"])
+def test_the_example_runs_a_directory_as_the_readme_says(
+    device: str, tmp_path: Path, lines_file: Path, nemotron: Path
+) -> None:
+    flags = ("--hf-model", nemotron, "--prompts", lines_file, *GREEDY, "--device", device, "--output-path", "out.json")
     finished = run_process(REPOSITORY / "examples" / "generate.py", *flags, cwd=tmp_path)
     assert (finished.status, finished.stderr) == (0, "")
-    assert len(json.loads((tmp_path / "out.json").read_text())["requests"]) == len(LINES)
+    document = json.loads((tmp_path / "out.json").read_text())
+    assert len(document["requests"]) == len(LINES)
+    assert device == "auto" or document["summary"]["device"] == device
 
 
 def test_bf16_another_block_and_no_cache_run(

@@ -120,6 +120,7 @@ PINNED: dict[type, dict[str, str]] = {
         "use_mem_eff_path=None, d_state=None, headdim=None, ngroups=None, pg_collection=None, pp_layer_offset=0)",
         "_dynamic_inference": "(self, hidden_states, context)",
         "forward": "(self, hidden_states, inference_context=None, *, inference_params=None, packed_seq_params=None)",
+        "sharded_state_dict": "(self, prefix='', sharded_offsets=(), metadata=None)",
     },
     Attention: {
         "_adjust_key_value_for_inference": "(self, inference_context, query, key, value, rotary_pos_emb, "

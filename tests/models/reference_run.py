@@ -15,7 +15,7 @@ _MAX_DRAWS = 8
 
 @dataclass(frozen=True, slots=True)
 class ReferenceRun:
-    """Greedy runs of transformers over two prompts of one length, the second of which branches off the first."""
+    """Greedy runs of transformers over two prompts of one length, the second branching off the first; on the CPU."""
 
     model: PreTrainedModel
     prompts: Tensor  # [2, prompt]

@@ -25,16 +25,18 @@ class ServedRun:
     """What the engine did, by request."""
 
     tokens: dict[int, list[int]]
-    logits: dict[int, Tensor]  # [generated, vocab]
+    logits: dict[int, Tensor]  # [generated, vocab], on the CPU
     num_cached: dict[int, int]
 
 
 def full_sequence_logits(loaded: LoadedModel, prompts: Tensor) -> Tensor:
-    """Return the logits [batch, prompt, vocab] of a forward pass without an engine."""
+    """Return the logits [batch, prompt, vocab] of a forward pass without an engine, on the CPU."""
     batch, length = prompts.shape
-    hidden_from = ~torch.ones(1, 1, length, length, dtype=torch.bool).tril()
+    device = next(loaded.model.parameters()).device
+    hidden_from = ~torch.ones(1, 1, length, length, dtype=torch.bool, device=device).tril()
+    positions = torch.arange(length, device=device).expand(batch, -1)
     with torch.inference_mode():
-        return loaded.model(prompts, torch.arange(length).expand(batch, -1), hidden_from)
+        return loaded.model(prompts.to(device), positions, hidden_from).cpu()
 
 
 def served_run(case: TinyCheckpoint, loaded: LoadedModel, reference: ReferenceRun) -> ServedRun:
@@ -71,7 +73,7 @@ def _record_logits(engine: Any) -> dict[int, list[Tensor]]:
     def record_and_sample(logits: Tensor) -> None:
         for row, row_logits in zip(engine.context.step.rows, logits.squeeze(0), strict=True):
             if row.samples_this_step:
-                recorded[row.request_id].append(row_logits.clone())
+                recorded[row.request_id].append(row_logits.to("cpu", copy=True))
         sample(logits)
 
     engine.controller._dynamic_step_sample_logits = record_and_sample

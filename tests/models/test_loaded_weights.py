@@ -50,8 +50,8 @@ def test_output_weights_that_a_tied_checkpoint_has_all_the_same_are_used(
     write_tensors(directory, tensors | {OUTPUT: output})
     set_fields(directory, tie_word_embeddings=True)
     model = load_hugging_face(directory, torch.float32).model
-    assert model.output_layer.weight.equal(output)
-    assert model.embedding.word_embeddings.weight.equal(tensors[EMBEDDINGS[family]])
+    assert model.output_layer.weight.cpu().equal(output)
+    assert model.embedding.word_embeddings.weight.cpu().equal(tensors[EMBEDDINGS[family]])
 
 
 def test_nemotron_h_of_transformers_is_never_tied_whatever_its_config_says(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_nemotron_h_of_transformers_is_never_tied_whatever_its_config_says(tmp_p
     torch.nn.init.normal_(reference.lm_head.weight, std=0.1)
     reference.save_pretrained(tmp_path)
     model = load_hugging_face(tmp_path, torch.float32).model
-    assert model.output_layer.weight.equal(reference.lm_head.weight)
+    assert model.output_layer.weight.cpu().equal(reference.lm_head.weight)
     assert not model.output_layer.weight.equal(model.embedding.word_embeddings.weight)
 
 
@@ -76,4 +76,4 @@ def test_tied_checkpoint_without_output_weights_has_one_matrix_for_both_ends(
     set_fields(directory, tie_word_embeddings=True)
     model = load_hugging_face(directory, torch.float32).model
     assert model.share_embeddings_and_output_weights
-    assert model.shared_embedding_or_output_weight().equal(tensors[EMBEDDINGS[family]])
+    assert model.shared_embedding_or_output_weight().cpu().equal(tensors[EMBEDDINGS[family]])

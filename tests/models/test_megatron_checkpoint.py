@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from megatron_mamba_cache.models.hugging_face import LoadedModel, load_hugging_face
 from megatron_mamba_cache.models.megatron_checkpoint import (
@@ -12,8 +13,19 @@ from megatron_mamba_cache.models.megatron_checkpoint import (
     save_megatron_checkpoint,
 )
 from megatron_mamba_cache.models.random_hybrid import random_hybrid_model
+from tests.command_line.command_runs import run_process
+from tests.models.checkpoint_edits import copy_of, edit_json
+from tests.models.tensor_parallel_worker import assert_same_weights
+from tests.models.tiny_checkpoints import FAMILIES
 
 SHIPPED = Path(__file__).resolve().parents[2] / "megatron_mamba_cache" / "models" / "small_python_model"
+SCRIPT = """\
+import sys
+from megatron_mamba_cache.models.hugging_face import load_hugging_face
+from megatron_mamba_cache.models.megatron_checkpoint import save_megatron_checkpoint
+loaded = load_hugging_face(sys.argv[1])
+save_megatron_checkpoint(loaded.model, loaded.architecture, "saved")
+"""
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +43,38 @@ def saved(shipped: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Pat
 def test_a_saved_model_loads_bit_equal(shipped: LoadedModel, saved: Path) -> None:
     loaded = load_megatron_checkpoint(saved, torch.float32)
     assert loaded.architecture == shipped.architecture
-    want, have = dict(shipped.model.named_parameters()), dict(loaded.model.named_parameters())
-    assert want.keys() == have.keys()
-    assert [name for name in want if not torch.equal(want[name], have[name])] == []
+    assert_same_weights(shipped, loaded)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_models_of_every_family_load_bit_equal(
+    family: str, dtype: torch.dtype, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    loaded = load_hugging_face(checkpoints[family], dtype)
+    save_megatron_checkpoint(loaded.model, loaded.architecture, tmp_path / "saved")
+    assert_same_weights(loaded, load_megatron_checkpoint(tmp_path / "saved", dtype))
+
+
+def test_a_script_without_a_main_guard_saves(tmp_path: Path) -> None:
+    (tmp_path / "save.py").write_text(SCRIPT)
+    finished = run_process("save.py", SHIPPED, cwd=tmp_path)
+    assert finished.status == 0, finished.stderr
+    assert sorted(file.suffix for file in (tmp_path / "saved").glob("*.distcp")) == [".distcp"]
+
+
+def test_saving_without_psutil_fails_and_does_not_wait(
+    shipped: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(filesystem_async, "HAVE_PSUTIL", False)
+    with pytest.raises(OSError, match=f"{tmp_path}.*psutil"):
+        save_megatron_checkpoint(shipped.model, shipped.architecture, tmp_path / "saved")
+
+
+def test_a_file_where_the_directory_should_be_is_refused(shipped: LoadedModel, tmp_path: Path) -> None:
+    (tmp_path / "taken").touch()
+    with pytest.raises(ValueError, match=f"cannot make the directory {tmp_path / 'taken'}"):
+        save_megatron_checkpoint(shipped.model, shipped.architecture, tmp_path / "taken")
 
 
 def test_saving_over_something_is_refused(shipped: LoadedModel, saved: Path) -> None:
@@ -58,6 +99,42 @@ def test_an_architecture_without_its_weights_is_refused(saved: Path, tmp_path: P
     (tmp_path / ARCHITECTURE_FILE).write_text((saved / ARCHITECTURE_FILE).read_text())
     with pytest.raises(ValueError, match="does not hold the weights"):
         load_megatron_checkpoint(tmp_path)
+
+
+def test_tensors_that_the_architecture_has_no_place_for_are_refused(saved: Path, tmp_path: Path) -> None:
+    directory = copy_of(saved, tmp_path)
+    edit_json(directory / ARCHITECTURE_FILE, lambda fields: fields.update(tie_embeddings=True))
+    with pytest.raises(ValueError, match=r"has 1 tensors: output_layer\.weight, which .* has no place for"):
+        load_megatron_checkpoint(directory, torch.float32)
+
+
+def test_tensors_that_the_checkpoint_lacks_are_named(shipped: LoadedModel, tmp_path: Path) -> None:
+    model = load_hugging_face(SHIPPED, torch.float32).model
+    model.decoder.final_norm = torch.nn.Identity()
+    save_megatron_checkpoint(model, shipped.architecture, tmp_path / "saved")
+    with pytest.raises(ValueError, match=r"lacks 1 tensors: decoder\.final_norm\.weight of the model"):
+        load_megatron_checkpoint(tmp_path / "saved", torch.float32)
+
+
+@pytest.mark.parametrize("fields", [{"pattern": "MMMM"}, {"pattern": "M*X"}, {"pattern": "M*E"}])
+def test_an_architecture_that_cannot_be_built_is_refused(fields: dict[str, str], saved: Path, tmp_path: Path) -> None:
+    directory = copy_of(saved, tmp_path)
+    edit_json(directory / ARCHITECTURE_FILE, lambda architecture: architecture.update(fields))
+    with pytest.raises(ValueError, match=f"{ARCHITECTURE_FILE} describes no model that Megatron builds"):
+        load_megatron_checkpoint(directory, torch.float32)
+
+
+def test_a_missing_or_truncated_weights_file_is_refused(saved: Path, tmp_path: Path) -> None:
+    directory = copy_of(saved, tmp_path)
+    (file,) = directory.glob("*.distcp")
+    content = file.read_bytes()
+    for length in (len(content) - 100, len(content) // 2, 10, 0):
+        file.write_bytes(content[:length])
+        with pytest.raises(ValueError, match=f"{directory} does not hold the weights"):
+            load_megatron_checkpoint(directory, torch.float32)
+    file.unlink()
+    with pytest.raises(ValueError, match=f"{directory} does not hold the weights"):
+        load_megatron_checkpoint(directory, torch.float32)
 
 
 def test_random_models_save_too(tmp_path: Path, shipped: LoadedModel) -> None:

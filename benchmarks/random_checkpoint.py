@@ -1,0 +1,122 @@
+"""Write a NemotronH directory in Hugging Face layout with random weights, without transformers."""
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_mamba_cache.models.architecture import HybridArchitecture
+from megatron_mamba_cache.models.checkpoint_config import CheckpointConfig
+from megatron_mamba_cache.models.nemotron_h import architecture_of
+
+STD = 0.02
+COMMON_FIELDS = {
+    "architectures": ["NemotronHForCausalLM"],
+    "model_type": "nemotron_h",
+    "dtype": "bfloat16",
+    "mlp_hidden_act": "relu2",
+    "mamba_hidden_act": "silu",
+    "conv_kernel": 4,
+    "use_conv_bias": True,
+    "tie_word_embeddings": False,
+}
+
+
+def write_checkpoint(directory: Path, fields: dict[str, Any], max_shard_bytes: int, device: str) -> int:
+    """Write the configuration and bf16 weights, drawn on a device; return the bytes of the weights.
+
+    Args:
+        fields: Of the configuration, beside `COMMON_FIELDS`; "hybrid_override_pattern" has M, * and - only.
+        max_shard_bytes: Of a file; also about what the host's memory holds of the weights.
+    """
+    config = COMMON_FIELDS | fields
+    (directory / "config.json").write_text(json.dumps(config, indent=2))
+    architecture = architecture_of(CheckpointConfig(config, "config.json"))
+    generator = torch.Generator(device).manual_seed(0)
+    weight_map: dict[str, str] = {}
+    shard: dict[str, Tensor] = {}
+    size = total = 0
+    for name, shape in tensor_shapes(architecture):
+        tensor = _drawn(name, shape, len(architecture.pattern), generator).cpu()
+        if shard and size + tensor.nbytes > max_shard_bytes:
+            _write_shard(directory, shard, weight_map)
+            size = 0
+        shard[name] = tensor
+        size += tensor.nbytes
+        total += tensor.nbytes
+    _write_shard(directory, shard, weight_map)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    return total
+
+
+def tensor_shapes(architecture: HybridArchitecture) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the name and shape of each tensor of a NemotronH checkpoint, layer by layer."""
+    hidden, shapes_of = architecture.hidden_size, {"M": _mamba, "*": _attention, "-": _mlp}
+    yield "backbone.embeddings.weight", (architecture.vocab_size, hidden)
+    for layer, symbol in enumerate(architecture.pattern):
+        prefix = f"backbone.layers.{layer}."
+        yield f"{prefix}norm.weight", (hidden,)
+        for name, shape in shapes_of[symbol](architecture).items():
+            yield f"{prefix}mixer.{name}", shape
+    yield "backbone.norm_f.weight", (hidden,)
+    yield "lm_head.weight", (architecture.vocab_size, hidden)
+
+
+def _mamba(architecture: HybridArchitecture) -> dict[str, tuple[int, ...]]:
+    mamba, hidden = architecture.mamba, architecture.hidden_size
+    inner, bc = mamba.num_heads * mamba.head_dim, mamba.num_groups * mamba.state_dim
+    return {
+        "in_proj.weight": (2 * inner + 2 * bc + mamba.num_heads, hidden),
+        "conv1d.weight": (inner + 2 * bc, 1, mamba.d_conv),
+        "conv1d.bias": (inner + 2 * bc,),
+        "dt_bias": (mamba.num_heads,),
+        "A_log": (mamba.num_heads,),
+        "D": (mamba.num_heads,),
+        "norm.weight": (inner,),
+        "out_proj.weight": (hidden, inner),
+    }
+
+
+def _attention(architecture: HybridArchitecture) -> dict[str, tuple[int, ...]]:
+    attention, hidden = architecture.attention, architecture.hidden_size
+    queries, keys = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
+    return {
+        "q_proj.weight": (queries, hidden),
+        "k_proj.weight": (keys, hidden),
+        "v_proj.weight": (keys, hidden),
+        "o_proj.weight": (hidden, queries),
+    }
+
+
+def _mlp(architecture: HybridArchitecture) -> dict[str, tuple[int, ...]]:
+    inner, hidden = architecture.feed_forward.hidden_size, architecture.hidden_size
+    return {"up_proj.weight": (inner, hidden), "down_proj.weight": (hidden, inner)}
+
+
+def _drawn(name: str, shape: tuple[int, ...], num_layers: int, generator: torch.Generator) -> Tensor:
+    """Draw weights under which activations stay of order one, however many layers there are."""
+    tensor = torch.empty(shape, dtype=torch.bfloat16, device=generator.device)
+    last = name.rpartition(".")[2]
+    if last in ("A_log", "dt_bias"):
+        low, high = {"A_log": (0.0, math.log(16)), "dt_bias": (-4.0, -1.0)}[last]
+        return tensor.uniform_(low, high, generator=generator)
+    if last == "D" or "norm" in name:
+        return tensor.fill_(1.0)
+    if "conv1d" in name:
+        return tensor.zero_() if last == "bias" else tensor.uniform_(-0.5, 0.5, generator=generator)
+    into_residual = name.endswith(("out_proj.weight", "o_proj.weight", "down_proj.weight"))
+    return tensor.normal_(0.0, STD / math.sqrt(num_layers) if into_residual else STD, generator=generator)
+
+
+def _write_shard(directory: Path, shard: dict[str, Tensor], weight_map: dict[str, str]) -> None:
+    """Write the tensors to the next file, note where they are, and let them go."""
+    file = f"model-{len(set(weight_map.values())) + 1:05}.safetensors"
+    save_file(shard, directory / file, metadata={"format": "pt"})
+    weight_map.update(dict.fromkeys(shard, file))
+    shard.clear()

@@ -1,0 +1,30 @@
+"""The benchmark of loading runs on any machine with its tiny shape."""
+
+import json
+from pathlib import Path
+
+from tests.command_line.command_runs import REPOSITORY, run_process
+
+SCRIPT = REPOSITORY / "benchmarks" / "load_8b.py"
+
+
+def test_tiny_shape_is_written_loaded_and_served_from_its_shared_prefix(tmp_path: Path) -> None:
+    finished = run_process(SCRIPT, "--shape", "tiny", "--folder", tmp_path, "--json", cwd=tmp_path)
+    assert finished.status == 0, finished.stderr
+    figures = json.loads(finished.stdout)
+    assert figures["machine"].startswith("Machine: ")
+    assert figures["files"] > 1 and figures["largest file, GiB"] * 2**30 < 150_000
+    assert figures["loading, s"] > 0 and figures["loading, GB/s"] > 0
+    assert figures["prompt tokens"] == 8 * (128 + 16)
+    assert figures["prompt tokens skipped"] == 7 * 128
+    assert figures["generated tokens"] == 8 * 32
+    assert figures["distinct generated tokens"] > 8
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_table_is_markdown(tmp_path: Path) -> None:
+    finished = run_process(SCRIPT, "--shape", "tiny", cwd=tmp_path)
+    assert finished.status == 0, finished.stderr
+    lines = finished.stdout.splitlines()
+    assert lines[:2] == ["| what | value |", "|---|---|"]
+    assert all(line.startswith("| ") and line.count("|") == 3 for line in lines[2:]) and len(lines) > 15

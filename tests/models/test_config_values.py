@@ -1,0 +1,152 @@
+"""Any JSON value in any field of a configuration gives a model or a `ValueError`, and a wrong type costs no memory."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_mamba_cache.models import architecture
+from megatron_mamba_cache.models.checkpoint_config import CheckpointConfig
+from megatron_mamba_cache.models.hugging_face import FAMILIES as MODULES
+from megatron_mamba_cache.models.hugging_face import load_hugging_face
+from tests.models.checkpoint_edits import copy_of, set_fields
+from tests.models.tiny_checkpoints import FAMILIES
+
+NEVER_RIGHT: tuple[Any, ...] = ("x", -1, "", -1.5, [None], [[1]], {"x": {}}, float("nan"), float("-inf"), 1e400)
+SOMETIMES_RIGHT: tuple[Any, ...] = ([], {}, None, True, False, 0, 1.5)
+OBJECTS = {"rope_parameters", "rope_scaling"}
+ROTARY = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Note each model that is begun to be built."""
+    names: list[str] = []
+
+    class NotedModel(architecture.MambaModel):
+        def __init__(self, *arguments: Any, **settings: Any) -> None:
+            names.append("begun")
+            super().__init__(*arguments, **settings)
+
+    monkeypatch.setattr(architecture, "MambaModel", NotedModel)
+    return names
+
+
+def fields_read(directory: Path) -> set[str]:
+    """Return the names of all fields that decide about the architecture."""
+    names: set[str] = set()
+
+    class Noting(dict):  # of a JSON object
+        def get(self, name: str, default: Any = None) -> Any:
+            names.add(name)
+            return super().get(name, default)
+
+    fields = Noting(json.loads((directory / "config.json").read_text()))
+    MODULES[fields["model_type"]].architecture_of(CheckpointConfig(fields, "config.json"))
+    return names
+
+
+def refusal_of(directory: Path) -> str | None:
+    """Return the error that loading ends with; None if there is none, and fail if it is no `ValueError`."""
+    try:
+        load_hugging_face(directory, torch.float32)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_field_is_refused_with_a_value_of_no_sense_before_a_model_is_begun(
+    family: str, checkpoints: dict[str, Path], tmp_path: Path, begun: list[str]
+) -> None:
+    directory = copy_of(checkpoints[family], tmp_path)
+    config = directory / "config.json"
+    content, names = config.read_text(), fields_read(directory)
+    assert {"hidden_size", "vocab_size", "time_step_limit", "tie_word_embeddings"} <= names
+    for name in sorted(names | {"model_type"}):
+        for value in NEVER_RIGHT:
+            if name in OBJECTS and isinstance(value, dict):
+                continue  # fields that mean nothing
+            set_fields(directory, **{name: value})
+            refusal = refusal_of(directory)
+            assert refusal is not None, (name, value)
+            assert refusal.startswith(f"{config}: ") and name in refusal, (name, value, refusal)
+            config.write_text(content)
+    assert not begun
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_field_gives_a_model_or_a_refusal_with_a_value_that_may_make_sense(
+    family: str, checkpoints: dict[str, Path], tmp_path: Path, begun: list[str]
+) -> None:
+    directory = copy_of(checkpoints[family], tmp_path)
+    config = directory / "config.json"
+    content, outcomes = config.read_text(), set()
+    for name in sorted(fields_read(directory) | {"model_type"}):
+        for value in SOMETIMES_RIGHT:
+            set_fields(directory, **{name: value})
+            begun.clear()
+            refusal = refusal_of(directory)
+            outcomes.add(refusal is None)
+            if refusal is not None and not begun:
+                assert str(config) in refusal or "checkpoint" in refusal, (name, value, refusal)
+            # Only null, which takes a default, may turn out to be another size than the tensors have.
+            assert refusal is None or not begun or value is None, (name, value, refusal)
+            config.write_text(content)
+    assert outcomes == {True, False}
+
+
+@pytest.mark.parametrize("family", ["bamba", "granite"])
+@pytest.mark.parametrize("field", ROTARY)
+def test_fields_of_the_rotary_embedding_are_checked_too(
+    field: str, family: str, checkpoints: dict[str, Path], tmp_path: Path, begun: list[str]
+) -> None:
+    directory = copy_of(checkpoints[family], tmp_path)
+    for value in (*NEVER_RIGHT, [], {}, True, 0):
+        set_fields(directory, rope_parameters=ROTARY | {field: value}, position_embedding_type="rope")
+        refusal = refusal_of(directory)
+        if family == "granite" and field == "partial_rotary_factor":
+            assert refusal is None  # it rotates whole heads
+            continue
+        assert refusal is not None and str(directory / "config.json") in refusal and field in refusal, (value, refusal)
+        assert not begun
+
+
+def test_a_head_whose_channels_cannot_be_rotated_is_refused(
+    checkpoints: dict[str, Path], tmp_path: Path, begun: list[str]
+) -> None:
+    directory = copy_of(checkpoints["bamba"], tmp_path)
+    for factor in (0.01, 1.5, 3 / 8):
+        set_fields(directory, rope_parameters=ROTARY | {"partial_rotary_factor": factor})
+        refusal = refusal_of(directory)
+        assert refusal is not None and "cannot be rotated in pairs" in refusal
+    assert not begun
+
+
+def test_sizes_of_mamba_heads_that_contradict_each_other_are_refused(
+    checkpoints: dict[str, Path], tmp_path: Path, begun: list[str]
+) -> None:
+    directory = copy_of(checkpoints["bamba"], tmp_path)
+    for fields in ({"mamba_n_heads": 7}, {"mamba_d_head": 3}):
+        content = (directory / "config.json").read_text()
+        set_fields(directory, **fields)
+        refusal = refusal_of(directory)
+        assert refusal is not None and "are not mamba_expand times hidden_size" in refusal
+        (directory / "config.json").write_text(content)
+    assert not begun
+
+
+@pytest.mark.parametrize(
+    "limit",
+    [3, "inf", [0.1], [0.1, 0.2, 0.3], [0.4, 0.1], [-1, 1], ["x", 1], [None, 1], [{}, {}]],
+)
+def test_time_step_limit_that_is_no_pair_of_ascending_numbers_is_refused(
+    limit: Any, checkpoints: dict[str, Path], tmp_path: Path, begun: list[str]
+) -> None:
+    directory = copy_of(checkpoints["granite"], tmp_path)
+    set_fields(directory, time_step_limit=limit)
+    said = f"time_step_limit={limit!r}, but must be a pair of ascending numbers from 0 on"
+    assert refusal_of(directory) == f"{directory / 'config.json'}: {said}"
+    assert not begun

@@ -1,0 +1,124 @@
+"""Two ranks share a model: checkpoints of both kinds load into its parts, and come back whole with the same bits."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from megatron.core import parallel_state
+
+from megatron_mamba_cache.models.hugging_face import LoadedModel, load_hugging_face
+from megatron_mamba_cache.models.megatron_checkpoint import load_megatron_checkpoint, save_megatron_checkpoint
+from tests.models.checkpoint_edits import assert_refused, set_fields
+from tests.models.served_run import full_sequence_logits
+from tests.models.tensor_parallel_worker import (
+    FROM_ALL_RANKS,
+    FROM_ONE_RANK,
+    HUGGING_FACE,
+    LOGITS,
+    assert_same_weights,
+    some_prompts,
+)
+from tests.models.tiny_checkpoints import tiny_checkpoint
+
+REPOSITORY = Path(__file__).parents[2]
+NUM_RANKS = 2
+TOLERANCE = 1e-5  # of the largest logit: partial sums of two ranks round otherwise
+TIMEOUT_S = 240
+CASES = (  # groups of 2 and 8, with and without conv bias, tied and not, dense and with experts
+    "nemotron_h-1",
+    "nemotron_h-6",
+    "nemotron_h_moe-0",
+    "nemotron_h_moe-5",
+    "bamba-2",
+    "bamba-10",
+    "granite-1",
+    "granite_moe-4",
+    "granite_moe-7",
+)
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoadedModel]:
+    """Write and load each checkpoint in this process, then let two ranks do the same."""
+    folder, loaded = tmp_path_factory.mktemp("ranks"), {}
+    for name in CASES:
+        case = tiny_checkpoint(name)
+        case.config.vocab_size = 128  # the drawn ones are odd on purpose
+        case.write(case.model(), folder / name / HUGGING_FACE)
+        loaded[name] = load_hugging_face(folder / name / HUGGING_FACE, torch.float32)
+        save_megatron_checkpoint(loaded[name].model, loaded[name].architecture, folder / name / FROM_ONE_RANK)
+    run_ranks(folder)
+    return loaded
+
+
+def run_ranks(folder: Path) -> None:
+    """Run the worker once for each rank; none outlives this call."""
+    command = [sys.executable, "-m", "tests.models.tensor_parallel_worker"]
+    # The ranks run on the CPU, wherever this process runs.
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(NUM_RANKS), str(folder)],
+            cwd=folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(NUM_RANKS)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=TIMEOUT_S)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0] * NUM_RANKS, "\n".join(output[-3000:] for output in outputs)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_of_two_ranks_are_those_of_one(name: str, one_rank: dict[str, LoadedModel]) -> None:
+    loaded = one_rank[name]
+    expected = full_sequence_logits(loaded, some_prompts(loaded.architecture.vocab_size))
+    gathered = torch.load(loaded.directory.parent / LOGITS)
+    assert gathered.shape == expected.shape
+    assert (gathered - expected).abs().max() <= TOLERANCE * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_weights_saved_by_one_rank_and_again_by_two_are_the_same_bits(
+    name: str, one_rank: dict[str, LoadedModel]
+) -> None:
+    folder = one_rank[name].directory.parent
+    for saved in (FROM_ONE_RANK, FROM_ALL_RANKS):
+        assert_same_weights(one_rank[name], load_megatron_checkpoint(folder / saved, torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"vocab_size": 127}, "vocab_size 127"),
+        ({"num_key_value_heads": 1}, "number of KV heads 1"),
+        ({"n_groups": 1}, "number of Mamba groups 1"),
+        ({"intermediate_size": 49}, "feed-forward size 49"),
+    ],
+)
+def test_what_cannot_be_shared_out_is_refused_before_anything_is_built(
+    fields: dict[str, int], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = tiny_checkpoint("nemotron_h-6")
+    case.config.vocab_size = 128
+    case.write(case.model(), tmp_path)
+    set_fields(tmp_path, **fields)
+    for name in ("get_tensor_model_parallel_world_size", "get_expert_tensor_parallel_world_size"):
+        monkeypatch.setattr(parallel_state, name, lambda: NUM_RANKS)
+    assert_refused(tmp_path, str(tmp_path / "config.json"), f"{said} does not divide by 2 tensor-parallel ranks")
+
+
+def test_other_kinds_of_parallelism_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = tiny_checkpoint("nemotron_h_moe-0")
+    case.write(case.model(), tmp_path)
+    monkeypatch.setattr(parallel_state, "get_expert_model_parallel_world_size", lambda: 2)
+    assert_refused(tmp_path, "expert parallel size is 2")
