@@ -5,7 +5,7 @@ device) → the model's forward (write) → `commit_step` (publish) → `update_
 `abort_step` takes the place of the last two when anything in between fails.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
@@ -228,20 +228,22 @@ class MambaCacheContext(StepReader):
             "evict_request_ids": _ids(outcome.evicted),
         }
 
-    def abort_step(self) -> list[RunningRequest]:
+    def abort_step(self) -> None:
         """Return every reservation of a failed step and drop its rows, whose live states can no longer be trusted.
 
-        Returns:
-            The rows of the step, oldest first; prefilled again from what its caller knows, each goes on where it was.
+        Prefilled again from the tokens that its caller knows, each of them goes on where it was.
         """
         laid_out = () if self._step is None else self._step.rows
-        lost = [*laid_out, *(row for row in self.rows if row.scheduled and row not in laid_out)]
-        self._drop([row for row in self.rows if row in lost])
+        self._drop([row for row in self.rows if row in laid_out or row.scheduled])
         torch.cuda.synchronize()  # nothing was read back that orders the next step's buffer after this one's copy
         self._step = None
         self.counters.steps_aborted += 1
         self._count_rows()
-        return sorted(lost, key=lambda row: row.age)
+
+    def drop_rows(self, request_ids: Container[int]) -> None:
+        """Drop rows between steps; what they published stays findable."""
+        self._drop([row for row in self.rows if row.request_id in request_ids])
+        self._count_rows()
 
     def check_integrity(self) -> None:
         """Raise `CacheIntegrityError` unless rows, blocks and slots agree."""

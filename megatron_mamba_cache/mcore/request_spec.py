@@ -101,6 +101,14 @@ def fault_of(spec: RequestSpec, config: CacheConfig, vocab_size: int, num_blocks
     return _fault_of_sampling(sampling) or _fault_of_log_probs(spec.log_probs, vocab_size)
 
 
+def check_identity(request_id: object, seed: object, tenant: object) -> None:
+    """Raise `ValueError` unless these can name a request, seed its random numbers and salt its block keys."""
+    if not (isinstance(request_id, int) and 0 <= request_id < 2**63):
+        raise ValueError(f"request id is {request_id!r}; it must be an int from 0 to 2**63 - 1")
+    if not (seed is None or isinstance(seed, int)) or not is_encodable(tenant):
+        raise ValueError(f"seed is {seed!r}, tenant {tenant!r}; seed must be an int or None, tenant Unicode text")
+
+
 def is_encodable(text: object) -> bool:
     """Whether `text` is a str that UTF-8 can encode, as block keys do with it."""
     try:

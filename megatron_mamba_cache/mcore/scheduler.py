@@ -26,6 +26,8 @@ class StepScheduler:
 
     def __init__(self, context: MambaCacheContext) -> None:
         self._context = context
+        self.in_hand: int | None = None
+        """The request that is being scheduled; where scheduling raises, the one to blame."""
 
     def fill_step(
         self,
@@ -37,16 +39,19 @@ class StepScheduler:
         context = self._context
         for row in context.rows:
             if row.is_prefilling and self._budget() > 0:
+                self.in_hand = row.request_id
                 context.continue_prefill(row, self._budget())
         admitted = []
         for request_id in [] if any(row.is_paused for row in context.rows) else list(waiting):
             if self._unfinished_row() is not None:
                 break
+            self.in_hand = request_id
             outcome = context.admit(candidate_of(request_id), self._budget(), age_of(request_id))
             if isinstance(outcome, RunningRequest):
                 admitted.append(outcome)
             elif outcome is not Refusal.WAITS_FOR_PREFIX:
                 break
+        self.in_hand = None
         unfinished = self._unfinished_row()
         return ScheduledStep(tuple(admitted), -1 if unfinished is None else unfinished.request_id)
 
