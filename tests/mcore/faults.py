@@ -24,6 +24,8 @@ FAULT_PLACES: dict[str, Callable[[EngineRun], tuple[Any, str]]] = {
     "before updating requests": lambda run: (run.context, "update_requests"),
     "advancing a row": lambda run: (run.context.cache, "advance"),
     "growing rows": lambda run: (context_module, "grow_rows"),
+    "releasing a finished row's blocks": lambda run: (run.context.cache.kv, "release"),
+    "releasing a finished row's live slot": lambda run: (run.context.cache.slots, "release_live"),
     "after updating requests": lambda run: (run.context.block_allocator, "get_active_used"),
 }
 """Where a step may fail: an engine's object and the name of its method, or a module and its function."""
