@@ -11,7 +11,7 @@ from ..policy.admission import AdmissionRules
 from ..policy.boundaries import BoundaryRule
 from ..policy.prefix_cache import CacheIdentity, PrefixCache
 from ..policy.slot_pool import SlotPool
-from ..state.mamba_slot_allocator import MambaSlotAllocator, StepReservations
+from ..state.mamba_slot_allocator import StateSlotAllocator, StepReservations
 from ..state.state_pool import StatePool
 from ..state.step_batch import StepGeometry
 from ..state.step_buffers import StepBuffers, StepLimits
@@ -74,7 +74,7 @@ class CacheMemory:
             counters,
             enabled=config.prefix_caching,
         )
-        self.slot_allocator = MambaSlotAllocator.over_pool(context, self.state_pool, self.slots, rule, reservations)
+        self.slot_allocator = StateSlotAllocator(context, self.state_pool, self.slots, rule, reservations)
 
 
 def _num_blocks(context: Any, config: CacheConfig) -> int:
