@@ -28,7 +28,7 @@ from ..policy.requests import Candidate, RequestSpec, RunningRequest
 from ..state.step_batch import StepBatch, lay_out_step
 from .cache_memory import CacheMemory
 from .model_shape import HybridModelShape
-from .request_spec import is_encodable, spec_of
+from .request_spec import is_encodable, spec_of, valid_spec_of
 from .step_reader import StepReader
 
 
@@ -157,17 +157,27 @@ class MambaCacheContext(StepReader):
         self._count_rows()
 
     def add_request(self, req: Any, chunk_length: int | None = None) -> None:
-        """Admit a Megatron request; `chunk_length` limits its first prefill chunk.
+        """Admit a Megatron request, its sampling parameters complete; `chunk_length` limits its first prefill chunk.
 
         Raises:
+            ValueError: If the request can never run, or one of its id runs already.
             ContextOverflowError: One of its kinds, if the request does not fit now.
         """
         if not self.is_tensor_state_allocated:
             raise TensorStateDeallocatedError(req.request_id)
+        if any(row.request_id == req.request_id for row in self.rows):
+            raise ValueError(f"request id {req.request_id} is in use; give each request an id of its own")
+        spec = valid_spec_of(
+            req,
+            self.cache_config,
+            self.shape.vocab_size,
+            self.max_blocks_of_a_request,
+            self.materialize_only_last_token_logits,
+        )
         if len(self.rows) >= self.max_requests:
             raise RequestOverflowError(req.request_id)
         budget = self.max_tokens - self.active_token_count
-        outcome = self.admit(self.candidate(spec_of(req)), budget if chunk_length is None else chunk_length)
+        outcome = self.admit(self.candidate(spec), budget if chunk_length is None else chunk_length)
         errors = {Refusal.NO_TOKENS: TokenOverflowError, Refusal.NO_BLOCKS: BlockOverflowError}
         if isinstance(outcome, Refusal):
             raise errors.get(outcome, ContextOverflowError)(req.request_id, outcome.value)

@@ -37,6 +37,29 @@ def spec_of(request: Any, *, seed: int = 0, tenant: str = "", num_replayed: int 
     )
 
 
+def valid_spec_of(
+    request: Any, config: CacheConfig, vocab_size: int, num_blocks: int, only_last_logits: bool
+) -> RequestSpec:
+    """Return the spec of a DynamicInferenceRequest that comes past the engine.
+
+    Args:
+        num_blocks, only_last_logits: See `fault_of` and `contradiction_in`.
+
+    Raises:
+        ValueError: If the engine would refuse the request, or its number of tokens to generate is open.
+    """
+    check_identity(request.request_id, None, "")
+    fault = contradiction_in(request.sampling_params, only_last_logits)
+    if fault is None and type(request.sampling_params.num_tokens_to_generate) is not int:
+        fault = f"num_tokens_to_generate is {request.sampling_params.num_tokens_to_generate!r}; an int is needed"
+    if fault is None:
+        spec = spec_of(request)
+        fault = fault_of(spec, config, vocab_size, num_blocks)
+    if fault is not None:
+        raise ValueError(f"request {request.request_id} cannot run: {fault}")
+    return spec
+
+
 def contradiction_in(sampling: Any, only_last_logits: bool) -> str | None:
     """Return which sampling parameters contradict each other, or the engine; None if none do.
 
