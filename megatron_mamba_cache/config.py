@@ -61,6 +61,10 @@ class CacheConfig:
         for name in ("block_size_tokens", "max_requests", "max_tokens", "max_sequence_length"):
             value = getattr(self, name)
             _require(type(value) is int and value >= 1, name, value, "an int of at least 1")
+        sizes = ("buffer_size_gb", "prefix_caching_mamba_gb", "paused_buffer_size_gb")
+        for name in sizes[:2] if self.paused_buffer_size_gb is None else sizes:
+            size = getattr(self, name)
+            _require(isinstance(size, int | float) and type(size) is not bool, name, size, "a number of GiB")
         states, paused, total = self.prefix_caching_mamba_gb, self.paused_buffer_size_gb, self.buffer_size_gb
         _require(0 < total < _MOST_GB, "buffer_size_gb", total, f"more than 0 and below {_MOST_GB}")
         _require(0 <= states < _MOST_GB, "prefix_caching_mamba_gb", states, f"from 0 to below {_MOST_GB}")

@@ -61,52 +61,63 @@ class RequestRunner:
         queue = SessionQueue(lines)
         start = time.perf_counter()
         for line in queue.initial_lines():
-            self._add(line, queue)
+            self._start_session(line, queue)
         while self._running:
             result = self._engine.step_modern()
             now = time.perf_counter()
             self._note_tokens(result["active_request_ids"], now)
             for record in result["finished_request_records"]:
                 line = self._finish(record.merge(), now)
-                self._add_next(line, queue)
+                self._start_session(queue.line_after(line), queue)
         records = [self._records[request_id] for request_id in sorted(self._records)]
         return RunResult(records, self._engine.context.snapshot(), time.perf_counter() - start)
 
-    def _add(self, line: PromptLine, queue: SessionQueue) -> None:
+    def _start_session(self, line: PromptLine | None, queue: SessionQueue) -> None:
+        """Give the engine `line`, or the first after it in its session whose tokens fit a tensor."""
+        while line is not None:
+            record = self._open_record(line)
+            if record.error is None:
+                self._running[line.request_id] = line
+                self._added_at[line.request_id] = time.perf_counter()
+                self._engine.add_request(line.request_id, record.prompt_tokens, self._sampling.parameters(line))
+                return
+            line = queue.line_after(line)
+
+    def _open_record(self, line: PromptLine) -> RequestRecord:
         tokens = self._tokenizer.tokenize(line.prompt) if isinstance(line.prompt, str) else list(line.prompt)
         record = self._records[line.request_id] = RequestRecord(line.request_id, tokens)
         unfit = next((token for token in tokens if not -(2**63) <= token < 2**63), None)
         if unfit is not None:  # a tensor cannot hold it, so the engine cannot be asked
             record.error = f"token {unfit} in the prompt is outside the vocabulary of {self._tokenizer.vocab_size}"
-            self._add_next(line, queue)
-            return
-        self._running[line.request_id] = line
-        self._added_at[line.request_id] = time.perf_counter()
-        self._engine.add_request(line.request_id, tokens, self._sampling.parameters(line))
-
-    def _add_next(self, finished: PromptLine, queue: SessionQueue) -> None:
-        line = queue.line_after(finished)
-        if line is not None:
-            self._add(line, queue)
+        return record
 
     def _note_tokens(self, request_ids: Iterable[int], now: float) -> None:
-        """Note first tokens and report progress of requests that go on."""
+        """Note what requests that go on have generated since the last step."""
         for request_id in request_ids:
-            history = self._engine.requests[request_id].record
-            tokens = [token for part in history.requests for token in part.generated_tokens]
-            self._take_tokens(self._records[request_id], tokens, now)
+            record = self._records[request_id]
+            parts = self._engine.requests[request_id].record.requests
+            self._take_tokens(record, _tokens_after(len(record.generated_tokens), parts), now)
 
     def _take_tokens(self, record: RequestRecord, tokens: list[int], now: float) -> None:
         if tokens and record.time_to_first_token_s is None:
             record.time_to_first_token_s = now - self._added_at[record.request_id]
-        self._on_tokens(len(tokens) - len(record.generated_tokens))
-        record.generated_tokens = tokens
+        self._on_tokens(len(tokens))
+        record.generated_tokens += tokens
 
     def _finish(self, request: Any, now: float) -> PromptLine:
         record = self._records[request.request_id]
-        self._take_tokens(record, list(request.generated_tokens), now)
+        self._take_tokens(record, _tokens_after(len(record.generated_tokens), [request]), now)
         record.text = self._tokenizer.detokenize(record.generated_tokens)
         record.latency_s = now - self._added_at.pop(record.request_id)
         record.cached_tokens = self._engine.cached_tokens(record.request_id)
         record.error = failure_reason(request)
         return self._running.pop(record.request_id)
+
+
+def _tokens_after(count: int, parts: Iterable[Any]) -> list[int]:
+    """Return the generated tokens of a request's parts, in order, without the first `count`."""
+    tokens: list[int] = []
+    for part in parts:
+        tokens += part.generated_tokens[count:]
+        count = max(count - len(part.generated_tokens), 0)
+    return tokens

@@ -5,6 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+_MAX_INT32 = 2**31 - 1
+
 
 class VarlenChunks(NamedTuple):
     """Hold the chunk metadata of packed rows; unpacks in this order, all int32.
@@ -29,7 +31,7 @@ def compute_varlen_chunk_metadata(query_start_loc: Tensor, chunk_size: int) -> V
         query_start_loc: [rows + 1] integers that start at 0 and never decrease: the packed row starts.
 
     Raises:
-        ValueError: If `query_start_loc` is not such a tensor or `chunk_size` is below 1.
+        ValueError: If `query_start_loc` is not such a tensor or ends beyond int32, or `chunk_size` is below 1.
     """
     _check_arguments(query_start_loc, chunk_size)
     starts = query_start_loc.to(torch.int64)
@@ -54,3 +56,5 @@ def _check_arguments(query_start_loc: Tensor, chunk_size: int) -> None:
         raise ValueError(f"query_start_loc must start at 0, found {int(query_start_loc[0])}")
     if bool((query_start_loc[1:] < query_start_loc[:-1]).any()):
         raise ValueError("query_start_loc must never decrease; pass cumulative row lengths")
+    if int(query_start_loc[-1]) > _MAX_INT32:
+        raise ValueError(f"query_start_loc must end at most at {_MAX_INT32}, found {int(query_start_loc[-1])}")

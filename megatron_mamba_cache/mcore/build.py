@@ -5,6 +5,7 @@ from typing import Any
 from megatron.core import parallel_state
 from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron.core.inference.model_inference_wrappers.inference_wrapper_config import InferenceWrapperConfig
+from megatron.core.models.mamba import MambaModel
 
 from ..config import CacheConfig
 from ..speculation.draft_planner import DraftPlanner, NoDrafts
@@ -67,7 +68,12 @@ def build_engine(
 
     Raises:
         ValueError: If the model is no hybrid, lacks the caching modules, or the settings do not fit it.
+        TypeError: If it is no MambaModel, or the settings are no CacheConfig.
     """
+    if not isinstance(model, MambaModel):
+        raise TypeError(f"build_engine needs a MambaModel, found {model!r:.200}")
+    if not isinstance(config, CacheConfig | None):
+        raise TypeError(f"build_engine needs a CacheConfig or None, found {config!r:.200}")
     config = config or CacheConfig()
     _check_one_rank()
     shape = HybridModelShape.of(model)

@@ -13,7 +13,7 @@ from ..policy.decode_rules import DecodeRules
 from ..policy.prefix_cache import CacheIdentity, PrefixCache
 from ..policy.slot_pool import SlotPool
 from ..state.layout import StateLayout
-from ..state.mamba_slot_allocator import MambaSlotAllocator, StepReservations
+from ..state.mamba_slot_allocator import StateSlotAllocator, StepReservations
 from ..state.state_pool import StatePool
 from ..state.step_batch import StepGeometry
 from ..state.step_buffers import StepBuffers, StepLimits
@@ -77,7 +77,7 @@ class CacheMemory:
             decode=DecodeRules(config.decode_checkpoints, config.max_requests),
             enabled=config.prefix_caching,
         )
-        self.slot_allocator = MambaSlotAllocator.over_pool(context, self.state_pool, self.slots, rule, reservations)
+        self.slot_allocator = StateSlotAllocator(context, self.state_pool, self.slots, rule, reservations)
 
 
 def _num_slots(layout: StateLayout, config: CacheConfig) -> int:

@@ -6,7 +6,7 @@ device) → the model's forward (write) → `commit_step` (publish prompts) → 
 `abort_step` takes the place of the last two when anything in between fails.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from ..speculation.draft_planner import DraftPlanner, NoDrafts
 from ..state.step_batch import StepBatch, lay_out_step
 from .cache_memory import CacheMemory
 from .model_shape import HybridModelShape
-from .request_spec import is_encodable, spec_of
+from .request_spec import is_encodable, spec_of, valid_spec_of
 from .step_reader import StepReader
 
 
@@ -165,17 +165,27 @@ class MambaCacheContext(StepReader):
         self._count_rows()
 
     def add_request(self, req: Any, chunk_length: int | None = None) -> None:
-        """Admit a Megatron request; `chunk_length` limits its first prefill chunk.
+        """Admit a Megatron request, its sampling parameters complete; `chunk_length` limits its first prefill chunk.
 
         Raises:
+            ValueError: If the request can never run, or one of its id runs already.
             ContextOverflowError: One of its kinds, if the request does not fit now.
         """
         if not self.is_tensor_state_allocated:
             raise TensorStateDeallocatedError(req.request_id)
+        if any(row.request_id == req.request_id for row in self.rows):
+            raise ValueError(f"request id {req.request_id} is in use; give each request an id of its own")
+        spec = valid_spec_of(
+            req,
+            self.cache_config,
+            self.shape.vocab_size,
+            self.max_blocks_of_a_request,
+            self.materialize_only_last_token_logits,
+        )
         if len(self.rows) >= self.max_requests:
             raise RequestOverflowError(req.request_id)
         budget = self.max_tokens - self.active_token_count
-        outcome = self.admit(self.candidate(spec_of(req)), budget if chunk_length is None else chunk_length)
+        outcome = self.admit(self.candidate(spec), budget if chunk_length is None else chunk_length)
         errors = {Refusal.NO_TOKENS: TokenOverflowError, Refusal.NO_BLOCKS: BlockOverflowError}
         if isinstance(outcome, Refusal):
             raise errors.get(outcome, ContextOverflowError)(req.request_id, outcome.value)
@@ -254,20 +264,22 @@ class MambaCacheContext(StepReader):
             "evict_request_ids": _ids(outcome.evicted),
         }
 
-    def abort_step(self) -> list[RunningRequest]:
+    def abort_step(self) -> None:
         """Return every reservation of a failed step and drop its rows, whose live states can no longer be trusted.
 
-        Returns:
-            The rows of the step, oldest first; prefilled again from what its caller knows, each goes on where it was.
+        Prefilled again from the tokens that its caller knows, each of them goes on where it was.
         """
         laid_out = () if self._step is None else self._step.rows
-        lost = [*laid_out, *(row for row in self.rows if row.scheduled and row not in laid_out)]
-        self._drop([row for row in self.rows if row in lost])
+        self._drop([row for row in self.rows if row in laid_out or row.scheduled])
         torch.cuda.synchronize()  # nothing was read back that orders the next step's buffer after this one's copy
         self._step = None
         self.counters.steps_aborted += 1
         self._count_rows()
-        return sorted(lost, key=lambda row: row.age)
+
+    def drop_rows(self, request_ids: Container[int]) -> None:
+        """Drop rows between steps; what they published stays findable."""
+        self._drop([row for row in self.rows if row.request_id in request_ids])
+        self._count_rows()
 
     def check_integrity(self) -> None:
         """Raise `CacheIntegrityError` unless rows, blocks and slots agree."""

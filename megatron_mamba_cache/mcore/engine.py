@@ -1,7 +1,7 @@
 """The engine: Megatron's dynamic engine with a scheduler that knows about prefix hits, and requests that fail alone."""
 
 import asyncio
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from megatron.core.inference.contexts.dynamic_context import ContextOverflowError
@@ -13,35 +13,26 @@ from torch import Tensor
 from ..policy.requests import Candidate, RequestSpec
 from .context import MambaCacheContext
 from .controller import MambaCacheController
+from .failed_steps import FailedSteps, refusal_reason
 from .hit_rate_hint import HitRateHint
-from .request_spec import contradiction_in, fault_of, is_encodable, spec_of
+from .request_spec import check_identity, contradiction_in, fault_of, spec_of
+from .request_states import RequestState, RequestStates
 from .scheduler import StepScheduler
-
-_REMEMBERED_REQUESTS = 65_536
-
-
-@dataclass(slots=True)
-class _RequestState:
-    """What the engine keeps of a request beside Megatron's record."""
-
-    seed: int
-    tenant: str = ""
-    candidate: Candidate | None = None  # of the record's newest request; rebuilt after an eviction
-    age: int | None = None  # order of its first admission
-    cached_tokens: int | None = None  # prompt tokens skipped at its first admission
 
 
 class MambaCacheEngine(DynamicInferenceEngine):
     """Serves requests over a `MambaCacheContext`; use it as Megatron's engine.
 
     A request that cannot run ends as FAILED with the reason in its events; the others are not affected. A step that
-    raises gives back what it reserved; its requests wait again and lose no token.
+    raises gives back what it reserved; its requests wait again and lose no token. One that makes steps raise again and
+    again is found and fails alone; see `FailedSteps`.
     """
 
     def __init__(self, controller: MambaCacheController, context: MambaCacheContext, random_seed: int = 0) -> None:
         self.scheduler = StepScheduler(context)
-        self._states: dict[int, _RequestState] = {}
-        self._cached_tokens: dict[int, int] = {}  # of requests that have left, oldest first
+        self._states = RequestStates()
+        self._failed_steps = FailedSteps()
+        self._unreported: list[DynamicInferenceRequestRecord] = []  # of requests that ended in a step that raised later
         self._hint = HitRateHint(context.cache_config)
         super().__init__(
             controller, context, random_seed=random_seed, enable_chunked_prefill=context.cache_config.chunked_prefill
@@ -69,12 +60,8 @@ class MambaCacheEngine(DynamicInferenceEngine):
         """
         if request_id in self.requests:
             raise ValueError(f"request id {request_id} is in use; give each request an id of its own")
-        if not (isinstance(request_id, int) and 0 <= request_id < 2**63):
-            raise ValueError(f"request id is {request_id!r}; it must be an int from 0 to 2**63 - 1")
-        own_seed = self._default_seed(request_id) if seed is None else seed
-        if not isinstance(own_seed, int) or not is_encodable(tenant):
-            raise ValueError(f"seed is {seed!r}, tenant {tenant!r}; seed must be an int or None, tenant Unicode text")
-        self._states[request_id] = _RequestState(own_seed, tenant)
+        check_identity(request_id, seed, tenant)
+        self._states[request_id] = RequestState(self._default_seed(request_id) if seed is None else seed, tenant)
         try:
             return super().add_request(request_id, prompt, sampling_params or SamplingParams())
         except BaseException:  # for instance a prompt that is no token ids: leave no trace of it
@@ -87,7 +74,7 @@ class MambaCacheEngine(DynamicInferenceEngine):
     def _add_request(self, request: Any) -> asyncio.Future:
         """Validate a request and put it at the end of the queue, or fail it alone."""
         request_id, sampling = request.request_id, request.sampling_params
-        self._states.setdefault(request_id, _RequestState(self._default_seed(request_id)))
+        self._states.setdefault(request_id, RequestState(self._default_seed(request_id)))
         fault = contradiction_in(sampling, self.context.materialize_only_last_token_logits)
         if fault is not None:
             return self._refuse(request, fault)
@@ -104,20 +91,20 @@ class MambaCacheEngine(DynamicInferenceEngine):
     def reset(self) -> None:
         """Drop all requests; what is cached stays."""
         self._states.clear()
+        self._failed_steps.clear()
+        self._unreported.clear()
         super().reset()
 
     def has_unfinished_requests(self) -> bool:
-        """Whether a request runs, waits, or has failed and is to be reported by the next step."""
-        return super().has_unfinished_requests() or bool(self.failed_request_ids)
+        """Whether a request runs, waits, or has ended and is to be reported by the next step."""
+        return super().has_unfinished_requests() or bool(self.failed_request_ids or self._unreported)
 
     def cached_tokens(self, request_id: int) -> int:
         """Return the prompt tokens that were skipped when the request was first admitted; 0 before that.
 
         Known of the newest 65,536 requests that have left.
         """
-        if request_id in self._states:
-            return self._states[request_id].cached_tokens or 0
-        return self._cached_tokens.get(request_id, 0)
+        return self._states.cached_tokens(request_id)
 
     def flush(self, weights_version: str | None = None) -> None:
         """Make all cached prefixes unreachable; see `MambaCacheContext.flush`."""
@@ -139,7 +126,7 @@ class MambaCacheEngine(DynamicInferenceEngine):
     def schedule_waiting_requests(self) -> None:
         """Schedule the next step, instead of Megatron's two schedulers."""
         scheduled = self.scheduler.fill_step(
-            self.waiting_request_ids, self._candidate_of, lambda request_id: self._states[request_id].age
+            self._admissible(), self._candidate_of, lambda request_id: self._states[request_id].age
         )
         self.context.chunked_prefill_request_id = scheduled.unfinished_prefill_id
         for row in scheduled.admitted:
@@ -156,13 +143,17 @@ class MambaCacheEngine(DynamicInferenceEngine):
         """Run one step; if it raises, give back what it reserved and queue its requests again."""
         try:
             return await super().async_forward()
-        except BaseException:
+        except BaseException as error:
             if not self.is_suspended:
-                self._queue_again([row.request_id for row in self.context.abort_step()])
+                self.context.abort_step()
+                self._recover(error)
             raise
 
     async def async_bookkeep(self, step_result: Any, *args: Any, **settings: Any) -> Any:
-        """Report the step; a request whose caller has cancelled its future ends as any other."""
+        """Report the step; a request whose caller has cancelled its future ends as any other.
+
+        If it raises, what has ended is reported by the next step, and what lacks its token waits again.
+        """
         ending = list(self.failed_request_ids)
         if step_result is not None:
             ending += step_result["finished_request_ids"].tolist()
@@ -170,7 +161,19 @@ class MambaCacheEngine(DynamicInferenceEngine):
         for request_id in ending:
             if self.requests[request_id].future.done():
                 self.requests[request_id].future = self._loop.create_future()
-        return await super().async_bookkeep(step_result, *args, **settings)
+        records = [self.requests[request_id].record for request_id in ending]
+        try:
+            report = await super().async_bookkeep(step_result, *args, **settings)
+        except BaseException as error:
+            ended = [record for record in records if record.request_id not in self.requests]
+            self._unreported += ended
+            for record in ended:
+                self._forget(record.request_id)
+            self._recover(error)
+            raise
+        report["finished_request_records"][:0] = self._unreported
+        self._unreported.clear()
+        return report
 
     def _append_all_but_last(self, step_result: dict[str, Any]) -> None:
         """Append what accepted drafts add to their requests; Megatron appends one token a step, the last.
@@ -204,6 +207,9 @@ class MambaCacheEngine(DynamicInferenceEngine):
     ) -> Any:
         """Append the step's tokens to their requests; evicted ones go back to the head of the queue."""
         outcome = super().post_process_requests(request_ids, finished_request_ids, None, *args, **settings)
+        for request_id in request_ids.tolist():
+            if request_id not in self.requests or self.get_request(request_id).generated_tokens:
+                self._failed_steps.forget(request_id)
         if evict_request_ids is not None:
             evicted = evict_request_ids.tolist()
             self.evicted_request_count += len(evicted)
@@ -217,6 +223,38 @@ class MambaCacheEngine(DynamicInferenceEngine):
     def _check_stop_words_for_request_post_append(self, request: Any) -> bool:
         """Return False: a stop word has ended its request already."""
         return False
+
+    def _admissible(self) -> Iterable[int]:
+        """Return the waiting requests that may join the step; for one that is to run alone, make all others wait."""
+        alone = self._failed_steps.next_alone()
+        if alone is None:
+            return self.waiting_request_ids
+        self._send_back([row.request_id for row in self.context.rows if row.request_id != alone])
+        return [alone] if alone in self.waiting_request_ids else []
+
+    def _recover(self, error: BaseException) -> None:
+        """After a failed step, send requests back whose row is gone or knows other tokens than their record."""
+        self.failed_request_ids = [request_id for request_id in self.failed_request_ids if request_id in self.requests]
+        elsewhere = {*self.waiting_request_ids, *self.failed_request_ids}
+        num_generated = {row.request_id: len(row.generated) for row in self.context.rows}
+        astray = [
+            request_id
+            for request_id, entry in self.requests.items()
+            if request_id not in elsewhere and num_generated.get(request_id) != len(entry.record[-1].generated_tokens)
+        ]
+        self._send_back(astray)
+        in_hand, self.scheduler.in_hand = self.scheduler.in_hand, None
+        if not isinstance(error, Exception):  # the caller stops, which is no request's fault
+            return
+        refused = self._failed_steps.count(astray if in_hand is None else [in_hand])
+        self.context.drop_rows(refused)
+        for request_id in refused:
+            self._refuse(self.get_request(request_id), refusal_reason(error))
+
+    def _send_back(self, request_ids: Sequence[int]) -> None:
+        """Take the rows of admitted requests away and put them at the head of the queue, oldest first."""
+        self.context.drop_rows(request_ids)
+        self._queue_again(sorted(request_ids, key=lambda request_id: self._states[request_id].age))
 
     def _queue_again(self, request_ids: list[int]) -> None:
         """Put requests back at the head of the queue, in the given order."""
@@ -245,10 +283,8 @@ class MambaCacheEngine(DynamicInferenceEngine):
         return (self.random_seed << 32) + request_id
 
     def _forget(self, request_id: int) -> None:
-        state = self._states.pop(request_id)
-        self._cached_tokens[request_id] = state.cached_tokens or 0
-        while len(self._cached_tokens) > _REMEMBERED_REQUESTS:
-            del self._cached_tokens[next(iter(self._cached_tokens))]
+        self._failed_steps.forget(request_id)
+        self._states.leave(request_id)
 
     def _candidate_of(self, request_id: int) -> Candidate:
         state = self._states[request_id]

@@ -37,6 +37,29 @@ def spec_of(request: Any, *, seed: int = 0, tenant: str = "", num_replayed: int 
     )
 
 
+def valid_spec_of(
+    request: Any, config: CacheConfig, vocab_size: int, num_blocks: int, only_last_logits: bool
+) -> RequestSpec:
+    """Return the spec of a DynamicInferenceRequest that comes past the engine.
+
+    Args:
+        num_blocks, only_last_logits: See `fault_of` and `contradiction_in`.
+
+    Raises:
+        ValueError: If the engine would refuse the request, or its number of tokens to generate is open.
+    """
+    check_identity(request.request_id, None, "")
+    fault = contradiction_in(request.sampling_params, only_last_logits)
+    if fault is None and type(request.sampling_params.num_tokens_to_generate) is not int:
+        fault = f"num_tokens_to_generate is {request.sampling_params.num_tokens_to_generate!r}; an int is needed"
+    if fault is None:
+        spec = spec_of(request)
+        fault = fault_of(spec, config, vocab_size, num_blocks)
+    if fault is not None:
+        raise ValueError(f"request {request.request_id} cannot run: {fault}")
+    return spec
+
+
 def contradiction_in(sampling: Any, only_last_logits: bool) -> str | None:
     """Return which sampling parameters contradict each other, or the engine; None if none do.
 
@@ -99,6 +122,14 @@ def fault_of(spec: RequestSpec, config: CacheConfig, vocab_size: int, num_blocks
             f"{config.max_tokens}, which they may have to without chunked prefill"
         )
     return _fault_of_sampling(sampling) or _fault_of_log_probs(spec.log_probs, vocab_size)
+
+
+def check_identity(request_id: object, seed: object, tenant: object) -> None:
+    """Raise `ValueError` unless these can name a request, seed its random numbers and salt its block keys."""
+    if not (isinstance(request_id, int) and 0 <= request_id < 2**63):
+        raise ValueError(f"request id is {request_id!r}; it must be an int from 0 to 2**63 - 1")
+    if not (seed is None or isinstance(seed, int)) or not is_encodable(tenant):
+        raise ValueError(f"seed is {seed!r}, tenant {tenant!r}; seed must be an int or None, tenant Unicode text")
 
 
 def is_encodable(text: object) -> bool:

@@ -7,6 +7,9 @@ from ..policy.admission import Refusal
 from ..policy.requests import Candidate, RunningRequest
 from .context import MambaCacheContext
 
+MOST_PASSED_OVER = 64
+"""Requests waiting for another's prefix that a step looks past, however many wait behind them."""
+
 
 @dataclass(frozen=True, slots=True)
 class ScheduledStep:
@@ -21,11 +24,13 @@ class StepScheduler:
 
     Only tokens that will be computed count against `max_tokens`: a prefix hit costs what it leaves. At most one row is
     left in mid-prefill, and nobody is admitted while a row is paused for want of blocks. A request that waits for
-    another's prefix does not hold up those behind it; one that finds no room does.
+    another's prefix does not hold up those behind it, up to `MOST_PASSED_OVER` of them; one that finds no room does.
     """
 
     def __init__(self, context: MambaCacheContext) -> None:
         self._context = context
+        self.in_hand: int | None = None
+        """The request that is being scheduled; where scheduling raises, the one to blame."""
 
     def fill_step(
         self,
@@ -34,27 +39,37 @@ class StepScheduler:
         age_of: Callable[[int], int | None],
     ) -> ScheduledStep:
         """Schedule the next step's prefill work; decode rows take one token each by themselves."""
-        context = self._context
-        for row in context.rows:
-            if row.is_prefilling and self._budget() > 0:
-                context.continue_prefill(row, self._budget())
-        admitted = []
-        for request_id in [] if any(row.is_paused for row in context.rows) else list(waiting):
-            if self._unfinished_row() is not None:
+        unfinished = self._continue_prefills()
+        admitted, num_passed_over = [], 0
+        for request_id in () if any(row.is_paused for row in self._context.rows) else waiting:
+            if unfinished is not None or num_passed_over == MOST_PASSED_OVER:
                 break
-            outcome = context.admit(candidate_of(request_id), self._budget(), age_of(request_id))
+            self.in_hand = request_id
+            outcome = self._context.admit(candidate_of(request_id), self._budget(), age_of(request_id))
             if isinstance(outcome, RunningRequest):
                 admitted.append(outcome)
-            elif outcome is not Refusal.WAITS_FOR_PREFIX:
+                unfinished = outcome if _is_unfinished(outcome) else None
+            elif outcome is Refusal.WAITS_FOR_PREFIX:
+                num_passed_over += 1
+            else:
                 break
-        unfinished = self._unfinished_row()
+        self.in_hand = None
         return ScheduledStep(tuple(admitted), -1 if unfinished is None else unfinished.request_id)
+
+    def _continue_prefills(self) -> RunningRequest | None:
+        """Give rows in mid-prefill their next chunk; return one that the step leaves there."""
+        unfinished = None
+        for row in self._context.rows:
+            if row.is_prefilling and self._budget() > 0:
+                self.in_hand = row.request_id
+                self._context.continue_prefill(row, self._budget())
+            if _is_unfinished(row):
+                unfinished = row
+        return unfinished
 
     def _budget(self) -> int:
         return self._context.max_tokens - self._context.active_token_count
 
-    def _unfinished_row(self) -> RunningRequest | None:
-        for row in self._context.rows:
-            if row.is_prefilling and row.computed + row.scheduled < row.spec.prompt_len:
-                return row
-        return None
+
+def _is_unfinished(row: RunningRequest) -> bool:
+    return row.is_prefilling and row.computed + row.scheduled < row.spec.prompt_len

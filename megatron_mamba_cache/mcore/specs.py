@@ -20,7 +20,10 @@ def with_mamba_cache(spec: ModuleSpec) -> ModuleSpec:
 
     Raises:
         ValueError: If the spec has no Mamba mixer or no self-attention to replace.
+        TypeError: If it is no ModuleSpec.
     """
+    if not isinstance(spec, ModuleSpec):
+        raise TypeError(f"with_mamba_cache needs the ModuleSpec of a MambaStack, found {spec!r}")
     layers = spec.submodules
     if not isinstance(layers, MambaStackSubmodules):
         raise ValueError(f"the spec of {spec.module} has no layers of a MambaStack; pass the spec of a hybrid model")

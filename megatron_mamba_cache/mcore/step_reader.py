@@ -12,7 +12,7 @@ from ..kernels.paged_attention import append_kv_ref
 from ..metrics import CacheCounters, CacheSnapshot
 from ..policy.prefix_cache import PrefixCache
 from ..policy.requests import RunningRequest
-from ..state.mamba_slot_allocator import MambaSlotAllocator
+from ..state.mamba_slot_allocator import StateSlotAllocator
 from ..state.state_pool import LayerStates
 from ..state.step_batch import StepBatch
 from .cache_memory import CacheMemory
@@ -51,7 +51,7 @@ class StepReader(DynamicInferenceContext):
         return self.memory.prefix_cache
 
     @property
-    def mamba_slot_allocator(self) -> MambaSlotAllocator:
+    def mamba_slot_allocator(self) -> StateSlotAllocator:
         """Cached states by KV block."""
         return self.memory.slot_allocator
 

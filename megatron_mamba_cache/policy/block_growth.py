@@ -31,6 +31,8 @@ def grow_rows(rows: Sequence[RunningRequest], cache: PrefixCache, paused_capacit
         for row in needing:
             _grow(row, cache)
         return GrowthOutcome()
+    if not cache.kv.num_available and len(needing) < len(rows) and _may_stay_paused(needing, paused_capacity):
+        return GrowthOutcome()
     demands = [
         RowDemand(
             row=index,
@@ -56,6 +58,11 @@ def grow_rows(rows: Sequence[RunningRequest], cache: PrefixCache, paused_capacit
 
 def _needs_block(row: RunningRequest, block_size: int) -> bool:
     return not row.is_prefilling and row.computed == len(row.block_ids) * block_size
+
+
+def _may_stay_paused(rows: Sequence[RunningRequest], capacity: int) -> bool:
+    """Whether all of them are paused already and hold few enough blocks for that."""
+    return all(row.is_paused for row in rows) and len({block for row in rows for block in row.block_ids}) <= capacity
 
 
 def _grow(row: RunningRequest, cache: PrefixCache) -> None:

@@ -28,7 +28,8 @@ class DraftWindows:
     def trim(self, row: RunningRequest) -> None:
         """Take back the columns past the accepted one, which the next step reads."""
         while len(row.draft_slots) >= row.accepted:
-            self._slots.release_draft(row.draft_slots.pop())
+            self._slots.release_draft(row.draft_slots[-1])
+            del row.draft_slots[-1]
 
     def release(self, row: RunningRequest) -> None:
         """Take back all columns but column 0."""

@@ -1,6 +1,6 @@
 """The cache as one thing: KV blocks and state slots of requests that are admitted, published and released.
 
-Every public method either applies whole or raises before it changed anything. The order of calls for a request is
+Every public method applies whole or raises and has changed no more than it says. The order of calls for a request is
 admit → publish → advance → (schedule_chunk or schedule_decode → publish → advance, grow in between) → release. A step
 that fails ends the request's stay: abort, or release at once, for its live state can no longer be trusted.
 """
@@ -192,12 +192,18 @@ class PrefixCache:
         row.block_ids.extend(self.kv.allocate(1))
 
     def release(self, row: RunningRequest) -> None:
-        """Take back all that the row holds; its published blocks and states stay findable."""
+        """Take back all that the row holds; its published blocks and states stay findable.
+
+        If it raises, its step is aborted at most: the row still holds its blocks and live slot, and can be released.
+        """
         self.abort(row)
         self.slots.touch(row.block_ids)
-        self.kv.release(row.block_ids)
         self._windows.release(row)
-        self.slots.release_live(row.live_slot)
+        with ExitStack() as undo:
+            self.slots.release_live(row.live_slot)
+            undo.callback(self.slots.take_live)  # the slot freed last is taken first
+            self.kv.release(row.block_ids)
+            undo.pop_all()
         row.block_ids = []
 
     def flush(self, weights_version: str | None = None) -> None:

@@ -61,8 +61,9 @@ class StateReservations:
     def cancel(self, row: RunningRequest) -> None:
         """Return every reservation of the row."""
         while row.reserved:
-            state = row.reserved.pop()
+            state = row.reserved[-1]
             self._slots.cancel(state.slot)
+            del row.reserved[-1]
             self._forget_key(row, state)
 
     def clear_keys(self) -> None:

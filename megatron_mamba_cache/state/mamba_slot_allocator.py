@@ -26,47 +26,13 @@ class _StoredOffset:
     slot: SlotId
 
 
-class MambaSlotAllocator:
-    """Gives KV blocks a slot for the Mamba state at their end.
+class StateSlotAllocator:
+    """Gives KV blocks a slot for the Mamba state at their end, over a pool and a slot map that an engine shares.
 
-    Built by its constructor it owns `max_slots` rows in the caller's shapes. `over_pool` shares an engine's pool.
     Methods mirror Megatron's class, and keep its -1 and bool results.
     """
 
     def __init__(
-        self,
-        context: SlotAllocatorContext,
-        max_slots: int,
-        num_mamba_layers: int,
-        conv_states_shape: tuple[int, ...],
-        ssm_states_shape: tuple[int, ...],
-        conv_states_dtype: torch.dtype,
-        ssm_states_dtype: torch.dtype,
-    ) -> None:
-        if max_slots < 1:
-            raise ValueError(f"max_slots is {max_slots}; at least 1 state slot is needed")
-        layout = StateLayout(
-            num_mamba_layers, tuple(conv_states_shape), tuple(ssm_states_shape), conv_states_dtype, ssm_states_dtype
-        )
-        pool = StatePool(layout, max_slots, torch.cuda.current_device() if torch.cuda.is_available() else "cpu")
-        rule = BoundaryRule(context.block_size_tokens)
-        self._attach(context, pool, SlotPool(max_slots), rule, NoReservations())
-
-    @classmethod
-    def over_pool(
-        cls,
-        context: SlotAllocatorContext,
-        pool: StatePool,
-        slots: SlotPool,
-        rule: BoundaryRule,
-        reservations: StepReservations,
-    ) -> "MambaSlotAllocator":
-        """Build the allocator over a pool and a slot map that an engine owns and shares with it."""
-        allocator = cls.__new__(cls)
-        allocator._attach(context, pool, slots, rule, reservations)
-        return allocator
-
-    def _attach(
         self,
         context: SlotAllocatorContext,
         pool: StatePool,
@@ -262,3 +228,25 @@ class MambaSlotAllocator:
         if slot < 0:
             raise ValueError(f"block {block_id} has no state slot; call allocate_slots_batch first")
         return slot
+
+
+class MambaSlotAllocator(StateSlotAllocator):
+    """A `StateSlotAllocator` that owns `max_slots` rows in the caller's shapes."""
+
+    def __init__(
+        self,
+        context: SlotAllocatorContext,
+        max_slots: int,
+        num_mamba_layers: int,
+        conv_states_shape: tuple[int, ...],
+        ssm_states_shape: tuple[int, ...],
+        conv_states_dtype: torch.dtype,
+        ssm_states_dtype: torch.dtype,
+    ) -> None:
+        if max_slots < 1:
+            raise ValueError(f"max_slots is {max_slots}; at least 1 state slot is needed")
+        layout = StateLayout(
+            num_mamba_layers, tuple(conv_states_shape), tuple(ssm_states_shape), conv_states_dtype, ssm_states_dtype
+        )
+        pool = StatePool(layout, max_slots, torch.cuda.current_device() if torch.cuda.is_available() else "cpu")
+        super().__init__(context, pool, SlotPool(max_slots), BoundaryRule(context.block_size_tokens), NoReservations())

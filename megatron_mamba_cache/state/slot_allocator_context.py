@@ -15,7 +15,7 @@ class LiveStateIndex(Protocol):
 
 
 class SlotAllocatorContext(Protocol):
-    """All that a `MambaSlotAllocator` reads of an inference context."""
+    """All that a slot allocator reads of an inference context."""
 
     block_size_tokens: int
     max_tokens: int

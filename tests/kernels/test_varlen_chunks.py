@@ -37,6 +37,11 @@ def test_chunks_are_the_runs_of_one_row_and_one_packed_tile(lengths: list[int], 
     assert as_lists(lengths, chunk_size) == expected
 
 
+def test_rows_may_end_at_the_last_int32() -> None:
+    starts = torch.tensor([0, 2**30, 2**31 - 1])
+    assert compute_varlen_chunk_metadata(starts, 2**30).cu_chunk_seqlens.tolist() == starts.tolist()
+
+
 @pytest.mark.parametrize(
     ("starts", "chunk_size"),
     [
@@ -47,6 +52,7 @@ def test_chunks_are_the_runs_of_one_row_and_one_packed_tile(lengths: list[int], 
         (torch.tensor([False, True]), 4),
         (torch.tensor([1, 4]), 4),
         (torch.tensor([0, 4, 3]), 4),
+        (torch.tensor([0, 2**31]), 2**30),
         (torch.tensor([0, 4]), 0),
         (torch.tensor([0, 4]), 2.0),
     ],

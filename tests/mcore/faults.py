@@ -27,6 +27,9 @@ FAULT_PLACES: dict[str, Callable[[EngineRun], tuple[Any, str]]] = {
     "before updating requests": lambda run: (run.context, "finish_step"),
     "advancing a row": lambda run: (run.context.cache, "advance"),
     "growing rows": lambda run: (context_module, "grow_rows"),
+    "releasing a finished row's blocks": lambda run: (run.context.cache.kv, "release"),
+    "releasing a finished row's live slot": lambda run: (run.context.cache.slots, "release_live"),
+    "after updating requests": lambda run: (run.context.block_allocator, "get_active_used"),
 }
 """Where a step may fail: an engine's object and the name of its method, or a module and its function."""
 
@@ -51,3 +54,15 @@ def raise_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, *, call: 
 
     monkeypatch.setattr(owner, name, wrapper)
     return calls
+
+
+def raise_where(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, is_fault: Callable[..., bool]) -> None:
+    """Make `owner.name` raise whenever `is_fault` of its arguments is true."""
+    original = getattr(owner, name)
+
+    def wrapper(*args: Any, **settings: Any) -> Any:
+        if is_fault(*args, **settings):
+            raise InjectedFault(f"{name}, as always with these arguments")
+        return original(*args, **settings)
+
+    monkeypatch.setattr(owner, name, wrapper)

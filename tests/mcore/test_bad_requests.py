@@ -4,11 +4,13 @@ import dataclasses
 from typing import Any
 
 import pytest
+import torch
+from megatron.core.inference.inference_request import DynamicInferenceRequest
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from megatron_mamba_cache import CacheConfig, build_engine, mcore
+from megatron_mamba_cache import CacheConfig, build_engine, mcore, with_mamba_cache
 from megatron_mamba_cache.mcore.engine import failure_reason
 from megatron_mamba_cache.mcore.local_spec import LocalSpecOptions, local_hybrid_spec
 from megatron_mamba_cache.models.random_hybrid import random_hybrid_model
@@ -127,7 +129,50 @@ def test_failed_request_alone_counts_as_unfinished_until_it_is_reported() -> Non
     assert not run.engine.has_unfinished_requests()
 
 
+def megatron_request(request_id: int, prompt: list[int], params: SamplingParams) -> DynamicInferenceRequest:
+    tokens = torch.tensor(prompt, dtype=torch.int64)
+    return DynamicInferenceRequest(request_id=request_id, prompt_tokens=tokens, sampling_params=params)
+
+
+@pytest.mark.parametrize("name", [*BAD_REQUESTS, "open number of tokens"])
+def test_bad_request_is_refused_by_the_context_too_and_changes_nothing(name: str) -> None:
+    bad = BAD_REQUESTS | {"open number of tokens": (some_tokens(5), greedy(None), ("num_tokens_to_generate", "None"))}
+    prompt, params, words = bad[name]
+    run = start_run()
+    before = run.context.snapshot()
+    with pytest.raises(ValueError, match="request 7 cannot run") as error:
+        run.context.add_request(megatron_request(7, prompt, params))
+    if name != "fewer tokens in all than in the prompt":  # a number in all is the engine's to resolve
+        assert all(word in str(error.value) for word in words), error.value
+    assert run.context.snapshot() == before and not run.context.rows
+
+
+def test_request_added_to_the_context_twice_is_refused() -> None:
+    run = start_run()
+    run.context.add_request(megatron_request(7, some_tokens(5), greedy(4)))
+    with pytest.raises(ValueError, match="request id 7 is in use"):
+        run.context.add_request(megatron_request(7, some_tokens(5), greedy(4)))
+    assert [row.request_id for row in run.context.rows] == [7]
+
+
 # Engines that cannot be built.
+
+
+@pytest.mark.parametrize(("model", "found"), [(None, "None"), ("model", "'model'"), (torch.nn.Linear(1, 1), "Linear")])
+def test_engine_of_no_model_names_what_it_needs(model: Any, found: str) -> None:
+    with pytest.raises(TypeError, match=f"needs a MambaModel, found {found}"):
+        build_engine(model)
+
+
+def test_engine_of_settings_that_are_none_names_what_it_needs() -> None:
+    with pytest.raises(TypeError, match=r"needs a CacheConfig or None, found \{'max_tokens': 5\}"):
+        build_engine(tiny_hybrid().model, {"max_tokens": 5})
+
+
+@pytest.mark.parametrize("spec", [None, local_hybrid_spec, torch.nn.Linear], ids=["None", "function", "class"])
+def test_spec_that_is_none_names_what_it_needs(spec: Any) -> None:
+    with pytest.raises(TypeError, match="needs the ModuleSpec of a MambaStack, found"):
+        with_mamba_cache(spec)
 
 
 def test_impossible_kv_budget_says_the_minimum() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from megatron_mamba_cache.mcore import controller as controller_module
 from tests.mcore.engine_runs import EngineRun, cache_config, tiny_hybrid
 from tests.mcore.faults import FAULT_PLACES, InjectedFault, raise_once
 

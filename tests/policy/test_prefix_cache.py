@@ -529,6 +529,34 @@ def test_growing_without_a_block_changes_nothing() -> None:
 # Abort, release, eviction.
 
 
+@pytest.mark.parametrize(
+    ("part", "method"),
+    [("slots", "unpin"), ("slots", "cancel"), ("slots", "touch"), ("slots", "release_live"), ("kv", "release")],
+)
+def test_release_that_fails_half_way_can_be_repeated(
+    part: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = small_cache()
+    serve(cache, request(0, [*A, *B, 9]))
+    row = admit(cache, request(1, [*A, *B, *C, 9]))
+    assert row.reserved and row.source_block is not None
+    held = (list(row.block_ids), row.live_slot)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError(method)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(getattr(cache, part), method, fail)
+        with pytest.raises(RuntimeError, match=method):
+            cache.release(row)
+    cache.check_integrity([row])
+    assert (row.block_ids, row.live_slot) == held
+    assert cache.slots.owner_of(row.live_slot) is SlotOwner.LIVE
+    cache.release(row)
+    cache.check_integrity([])
+    assert (cache.kv.num_referenced, cache.slots.num_available) == (0, cache.slots.num_slots)
+
+
 def test_abort_returns_reservations_and_pins_and_publishes_nothing() -> None:
     cache = small_cache(stride=1)
     serve(cache, request(0, [*A, 9]))

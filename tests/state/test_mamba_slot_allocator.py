@@ -15,6 +15,7 @@ from megatron_mamba_cache.state.layout import StateLayout
 from megatron_mamba_cache.state.mamba_slot_allocator import (
     MAX_INTERMEDIATE_OFFSETS_PER_REQUEST,
     NoReservations,
+    StateSlotAllocator,
     StepReservations,
 )
 from megatron_mamba_cache.state.state_pool import StatePool
@@ -50,11 +51,11 @@ def allocator(max_slots: int = 4, block_size: int = 64) -> MambaSlotAllocator:
 
 def sharing_allocator(
     num_slots: int, device: str, rule: BoundaryRule, reservations: StepReservations
-) -> MambaSlotAllocator:
+) -> StateSlotAllocator:
     """Return an allocator over a pool and a slot map that somebody else owns."""
     layout = StateLayout(NUM_LAYERS, CONV_SHAPE, SSM_SHAPE, torch.float32, torch.float32)
     pool = StatePool(layout, num_slots, device)
-    return MambaSlotAllocator.over_pool(context(device=device), pool, SlotPool(num_slots), rule, reservations)
+    return StateSlotAllocator(context(device=device), pool, SlotPool(num_slots), rule, reservations)
 
 
 def prompt(num_tokens: int, num_done: int = 0) -> SimpleNamespace:

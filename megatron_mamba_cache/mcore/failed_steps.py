@@ -1,0 +1,41 @@
+"""Which requests steps fail with: those that may be to blame run alone, and one that fails alone too is refused."""
+
+from collections.abc import Iterable
+
+FAILURES_BEFORE_ALONE = 2
+FAILURES_BEFORE_REFUSAL = 4
+
+
+class FailedSteps:
+    """Counts, for each request, the failed steps that it took part in since its last token.
+
+    One failure may pass by itself. After `FAILURES_BEFORE_ALONE` a request runs in no step with others until it has
+    made a token, so that whatever brings it to `FAILURES_BEFORE_REFUSAL` is its own.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[int, int] = {}
+
+    def count(self, request_ids: Iterable[int]) -> list[int]:
+        """Count a failed step against its requests; return those that are to be refused."""
+        request_ids = list(request_ids)
+        for request_id in request_ids:
+            self._counts[request_id] = self._counts.get(request_id, 0) + 1
+        return [request_id for request_id in request_ids if self._counts[request_id] >= FAILURES_BEFORE_REFUSAL]
+
+    def forget(self, request_id: int) -> None:
+        """Clear a request: it has made a token, or has left."""
+        self._counts.pop(request_id, None)
+
+    def clear(self) -> None:
+        """Clear every request."""
+        self._counts.clear()
+
+    def next_alone(self) -> int | None:
+        """Return the request that is to run alone now; the same one until it is cleared."""
+        return next((request_id for request_id, count in self._counts.items() if count >= FAILURES_BEFORE_ALONE), None)
+
+
+def refusal_reason(error: Exception) -> str:
+    """Say why a request is refused whose last step raised `error`."""
+    return f"its steps failed {FAILURES_BEFORE_REFUSAL} times since its last token, at last alone, with {error!r}"

@@ -1,0 +1,172 @@
+"""A request that makes steps fail again and again is found and fails alone; reports lose nothing to a fault."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from megatron_mamba_cache.mcore import context as context_module
+from megatron_mamba_cache.mcore.engine import failure_reason
+from megatron_mamba_cache.mcore.failed_steps import FAILURES_BEFORE_ALONE, FAILURES_BEFORE_REFUSAL
+from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
+from tests.mcore.faults import InjectedFault, raise_once, raise_where
+
+NUM_TOKENS = 6
+POISONED = 2
+
+
+def start_run(num_requests: int = 4, **settings: Any) -> EngineRun:
+    """Return an engine with requests of one prefix, but for the poisoned one, whose prompt takes two steps."""
+    subject = tiny_hybrid()
+    run = EngineRun.start(subject, cache_config(subject.sizes, max_tokens=48, **settings))
+    for request_id in range(num_requests):
+        run.add(request_id, some_tokens(30 + 15 * request_id, seed=int(request_id == POISONED)), NUM_TOKENS)
+    return run
+
+
+def finish_through_faults(run: EngineRun) -> int:
+    """Run every request to its end however many steps fail, and return how many did."""
+    num_failed = 0
+    while run.engine.has_unfinished_requests():
+        try:
+            run.step()
+        except InjectedFault:
+            run.context.check_integrity()
+            num_failed += 1
+            assert num_failed < 50
+    return num_failed
+
+
+def assert_only_failure(run: EngineRun, poisoned: int = POISONED) -> None:
+    """Assert that one request failed, said why, and that all others went to their ends."""
+    reason = failure_reason(run.finished[poisoned])
+    assert reason is not None and str(FAILURES_BEFORE_REFUSAL) in reason and "InjectedFault" in reason
+    others = [request_id for request_id in run.prompts if request_id != poisoned]
+    assert [len(run.tokens(request_id)) for request_id in others] == [NUM_TOKENS] * len(others)
+    run.assert_matches_oracle().assert_few_stops()
+    run.assert_nothing_held()
+
+
+def _poisons_layout(run: EngineRun, num_generated: int) -> tuple[Any, str, Callable[..., bool]]:
+    def is_fault(rows: Sequence[Any], *_: Any) -> bool:
+        prompt_len = len(run.prompts[POISONED])
+        return any(row.request_id == POISONED and row.length >= prompt_len + num_generated for row in rows)
+
+    return context_module, "lay_out_step", is_fault
+
+
+def _poisons_planning(run: EngineRun, _: int) -> tuple[Any, str, Callable[..., bool]]:
+    return run.context.cache, "plan", lambda candidate, _: candidate.spec.request_id == POISONED
+
+
+def _poisons_next_chunk(run: EngineRun, _: int) -> tuple[Any, str, Callable[..., bool]]:
+    return run.context, "continue_prefill", lambda row, _: row.request_id == POISONED
+
+
+@pytest.mark.parametrize("num_generated", [0, 1, 3])
+@pytest.mark.parametrize("poison", [_poisons_layout, _poisons_planning, _poisons_next_chunk])
+def test_a_request_that_fails_every_step_of_its_own_is_refused_and_the_rest_go_on(
+    poison: Callable[..., tuple[Any, str, Callable[..., bool]]], num_generated: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start_run()
+    raise_where(monkeypatch, *poison(run, num_generated))
+    assert finish_through_faults(run) == FAILURES_BEFORE_REFUSAL
+    assert_only_failure(run)
+    assert len(run.tokens(POISONED)) == (num_generated if poison is _poisons_layout else 0)
+
+
+def test_two_such_requests_are_refused_and_the_rest_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = start_run()
+    raise_where(monkeypatch, context_module, "lay_out_step", lambda rows, *_: any(row.request_id < 2 for row in rows))
+    finish_through_faults(run)
+    assert [request_id for request_id in range(4) if failure_reason(run.finished[request_id])] == [0, 1]
+    assert [len(run.tokens(request_id)) for request_id in range(4)] == [0, 0, NUM_TOKENS, NUM_TOKENS]
+    run.assert_exact()
+
+
+def test_suspects_run_alone_until_each_has_made_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, steps = start_run(), []
+    lay_out_step = context_module.lay_out_step
+
+    def note_rows(rows: Sequence[Any], *arguments: Any) -> Any:
+        steps.append({row.request_id for row in rows})
+        if len(steps) <= FAILURES_BEFORE_ALONE:
+            raise InjectedFault("the first steps")
+        return lay_out_step(rows, *arguments)
+
+    monkeypatch.setattr(context_module, "lay_out_step", note_rows)
+    assert finish_through_faults(run) == FAILURES_BEFORE_ALONE
+    suspects = steps[0]
+    assert suspects == {0, POISONED} and steps[1] == suspects
+    assert steps[2:5] == [{0}, {POISONED}, {POISONED}], "the second prompt takes two steps"
+    assert [len(run.tokens(request_id)) for request_id in range(4)] == [NUM_TOKENS] * 4
+    run.assert_exact()
+
+
+def test_failures_between_tokens_never_add_up_to_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = start_run(1)
+    for _ in range(NUM_TOKENS - 1):
+        for _ in range(FAILURES_BEFORE_REFUSAL - 1):
+            with monkeypatch.context() as patch:
+                raise_once(patch, run.engine.controller, "_dynamic_step_sample_logits")
+                with pytest.raises(InjectedFault):
+                    run.step()
+        run.step()
+    run.finish()
+    assert len(run.tokens(0)) == NUM_TOKENS
+    run.assert_exact()
+
+
+def test_an_interrupt_is_no_request_s_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = start_run(1)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run.context, "commit_step", interrupt)
+        for _ in range(2 * FAILURES_BEFORE_REFUSAL):
+            with pytest.raises(KeyboardInterrupt):
+                run.step()
+    run.finish()
+    assert len(run.tokens(0)) == NUM_TOKENS
+    run.assert_exact()
+
+
+# Faults after the step, while it is reported.
+
+
+@pytest.mark.parametrize("call", range(1, 9))
+def test_text_that_cannot_be_made_loses_no_token_and_no_report(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = start_run()
+    raise_once(monkeypatch, run.engine.controller.tokenizer, "detokenize", call=call)
+    assert finish_through_faults(run) == 1
+    assert [len(run.tokens(request_id)) for request_id in range(4)] == [NUM_TOKENS] * 4
+    assert [run.engine.cached_tokens(request_id) for request_id in range(4)] == [0, 16, 0, 32]
+    run.assert_exact()
+
+
+@pytest.mark.parametrize("call", [1, 2, 3, 5, 8, 13, 20])
+@pytest.mark.parametrize("kv_blocks", [12, 200])
+def test_a_fault_between_two_requests_of_a_report_loses_no_token(
+    call: int, kv_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start_run(kv_blocks=kv_blocks)
+    raise_once(monkeypatch, run.engine, "_check_stop_words_for_request_post_append", call=call)
+    assert finish_through_faults(run) == 1
+    assert [len(run.tokens(request_id)) for request_id in range(4)] == [NUM_TOKENS] * 4
+    run.assert_exact()
+
+
+def test_a_request_whose_alternatives_have_no_text_costs_the_others_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = tiny_hybrid()
+    run = EngineRun.start(subject, cache_config(subject.sizes))
+    wanted = greedy(NUM_TOKENS, return_log_probs=True, skip_prompt_log_probs=True, top_n_logprobs=2)
+    run.add(0, some_tokens(20, seed=1), wanted)
+    for request_id in (1, 2):
+        run.add(request_id, some_tokens(20 * request_id), NUM_TOKENS)
+    tokenizer = run.engine.controller.tokenizer
+    raise_where(monkeypatch, tokenizer, "detokenize", lambda tokens: len(tokens) == 1)
+    assert finish_through_faults(run) == NUM_TOKENS
+    assert [len(run.tokens(request_id)) for request_id in range(3)] == [NUM_TOKENS] * 3
+    run.assert_exact()
