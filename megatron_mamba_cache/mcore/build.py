@@ -67,9 +67,7 @@ def build_engine(
     shape = HybridModelShape.of(model)
     if model.config.cuda_graph_impl != "none":
         raise ValueError(f"cuda_graph_impl is {model.config.cuda_graph_impl!r}; only 'none' is supported")
-    context = MambaCacheContext(
-        config, shape, materialize_only_last_token_logits=materialize_only_last_token_logits
-    )
+    context = MambaCacheContext(config, shape, materialize_only_last_token_logits=materialize_only_last_token_logits)
     wrapper = GPTInferenceWrapper(
         model,
         InferenceWrapperConfig(
