@@ -30,14 +30,14 @@ class LogEntryTest(unittest.TestCase):
 
     def test_attributes(self):
 ''',
-        '''\
+        """\
         self.assertEqual(self.entry.level, "INFO")
         self.assertEqual(self.entry.worker, "worker-3")
         self.assertEqual(self.entry.message, "job 17 started")
 
     def test_unknown_level(self):
-''',
-        '''\
+""",
+        """\
         with self.assertRaises(ValueError):
             LogEntry(self.entry.time, "LOUD", "worker-3", "")
 
@@ -45,8 +45,8 @@ class LogEntryTest(unittest.TestCase):
         self.assertEqual(self.entry.job, 17)
 
     def test_is_at_least(self):
-''',
-        '''\
+""",
+        """\
         self.assertTrue(self.entry.is_at_least("DEBUG"))
         self.assertTrue(self.entry.is_at_least("INFO"))
         self.assertFalse(self.entry.is_at_least("ERROR"))
@@ -55,7 +55,7 @@ class LogEntryTest(unittest.TestCase):
 class ReadLogTest(unittest.TestCase):
 
     def test_comments_are_ignored(self):
-''',
+""",
     ),
     "jobreport.py": (
         '''\
@@ -75,7 +75,7 @@ class JobReport:
         self.jobs = defaultdict(list)
         for entry in log:
 ''',
-        '''\
+        """\
             if entry.job is not None:
                 self.jobs[entry.job].append(entry)
 
@@ -83,7 +83,7 @@ class JobReport:
         return len(self.jobs)
 
     def __iter__(self):
-''',
+""",
         '''\
         return iter(sorted(self.jobs))
 
@@ -121,13 +121,13 @@ class LogWatcher:
     def __init__(self, filename, interval=1.0):
         self.filename = filename
 ''',
-        '''\
+        """\
         self.interval = interval
         self.skipped = 0
         self._position = 0
 
     def __repr__(self):
-''',
+""",
         '''\
         return "<%s %r>" % (self.__class__.__name__, self.filename)
 

@@ -11,9 +11,7 @@ _REPLY_LINES = 12
 _WIDTH = 110
 
 
-def reply_lines(
-    lines: Sequence[PromptLine], records: Sequence[RequestRecord], prompts: Sequence[str]
-) -> Iterator[str]:
+def reply_lines(lines: Sequence[PromptLine], records: Sequence[RequestRecord], prompts: Sequence[str]) -> Iterator[str]:
     """Yield the end of each prompt, marked "|", and its reply, marked ">"; of a session those of the last turn.
 
     All characters are printable ASCII. A prompt that ends inside a line is continued on it.

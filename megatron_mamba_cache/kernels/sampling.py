@@ -20,17 +20,46 @@ def sample_tokens(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Ten
     Returns:
         [rows] int64 token ids.
     """
-    ranked, token_ids = torch.sort(logits.to(torch.float64), dim=-1, descending=True, stable=True)
-    greedy = (temperature == 0) | (top_k == 1)
-    scaled = (ranked - ranked[:, :1]) / torch.where(greedy, 1, temperature).to(torch.float64)[:, None]
-    probabilities = _keep_nucleus(_keep_top_k(scaled, top_k), top_p)
-    rank = torch.where(greedy, 0, _invert_cumulative(probabilities, uniforms))
-    return token_ids.gather(1, rank[:, None])[:, 0]
+    weights, token_ids = _rank_weights(logits, temperature, top_k, top_p)
+    return token_ids.gather(1, _invert_cumulative(weights, uniforms)[:, None])[:, 0]
+
+
+def token_probabilities(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Return the probabilities [rows, vocab] float64, in token order, that `sample_tokens` draws from.
+
+    The arguments are those of `sample_tokens`; a row that takes the most probable token is one-hot. No host sync.
+    """
+    weights, token_ids = _rank_weights(logits, temperature, top_k, top_p)
+    return torch.empty_like(weights).scatter(1, token_ids, weights / weights.sum(dim=-1, keepdim=True))
+
+
+def sample_weighted(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """Draw one token a row in proportion to `weights` [rows, vocab], in token order, not all zero in a row.
+
+    Args:
+        weights: [rows, vocab] float64, none negative.
+        uniforms: [rows] float64 in [0, 1).
+
+    Returns:
+        [rows] int64 token ids; a token without weight is never drawn.
+    """
+    ranked, token_ids = torch.sort(weights, dim=-1, descending=True, stable=True)
+    return token_ids.gather(1, _invert_cumulative(ranked, uniforms)[:, None])[:, 0]
 
 
 def greedy_tokens(logits: Tensor) -> Tensor:
     """Return the most probable token of each row of `logits` [rows, vocab] as [rows] int64, ties to the lower id."""
     return logits.argmax(dim=-1)
+
+
+def _rank_weights(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
+    """Return weights [rows, vocab] float64 to draw with, most probable token first, and the tokens' ids."""
+    ranked, token_ids = torch.sort(logits.to(torch.float64), dim=-1, descending=True, stable=True)
+    greedy = (temperature == 0) | (top_k == 1)
+    scaled = (ranked - ranked[:, :1]) / torch.where(greedy, 1, temperature).to(torch.float64)[:, None]
+    weights = _keep_nucleus(_keep_top_k(scaled, top_k), top_p)
+    is_first = torch.arange(weights.shape[1], device=weights.device) == 0
+    return torch.where(greedy[:, None], is_first.to(torch.float64), weights), token_ids
 
 
 def _keep_top_k(scaled: Tensor, top_k: Tensor) -> Tensor:

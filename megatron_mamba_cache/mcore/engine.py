@@ -322,5 +322,3 @@ def failure_reason(request: Any) -> str | None:
         return None
     errors = [event.payload for event in request.events if event.payload is not None]
     return str(getattr(errors[-1], "message", None) or errors[-1]) if errors else "failed without a reason"
-
-

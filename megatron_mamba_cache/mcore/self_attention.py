@@ -38,9 +38,7 @@ class CachingSelfAttention(SelfAttention):
             inference_context, query, key, value, self._rotary_pair(rotary_pos_emb)
         )
         if rotary is not None:
-            query = inference_context.apply_rotary_emb_query(
-                query, rotary[0], self.config, None, self.pg_collection.cp
-            )
+            query = inference_context.apply_rotary_emb_query(query, rotary[0], self.config, None, self.pg_collection.cp)
         scale = self.config.softmax_scale or query.shape[-1] ** -0.5
         out = paged_attention_ref(query.squeeze(1), key, value, inference_context.step.attention, scale)
         return self.linear_proj(out.flatten(1).unsqueeze(1))

@@ -293,5 +293,3 @@ class PrefixCache:
         self.counters.prompt_tokens_matched += matched_tokens
         self.counters.prompt_tokens_skipped += row.computed
         self.counters.states_restored += row.source_slot is not None
-
-

@@ -16,7 +16,14 @@ from megatron_mamba_cache.kernels.reference import (
     state_update_ref,
     zero_slots_ref,
 )
-from megatron_mamba_cache.kernels.sampling import greedy_tokens, sample_tokens
+from megatron_mamba_cache.kernels.sampling import greedy_tokens, sample_tokens, token_probabilities
+from megatron_mamba_cache.kernels.verification import (
+    DraftDistributions,
+    RatioUniforms,
+    VerifyLogits,
+    accept_by_ratio,
+    accept_matching,
+)
 from tests.kernels.packed_rows import RowSpec, pack_rows
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -104,6 +111,18 @@ def sampling_call() -> Callable[[], object]:
     return lambda: (greedy_tokens(logits), sample_tokens(logits, temperature, top_k, top_p, uniforms.double()))
 
 
+def verification_call() -> Callable[[], object]:
+    logits, settings = randn(6, 50), (randn(6).abs(), int32(0, 1, 7, 0, 3, 0), randn(6).sigmoid())
+    tokens, drafts = (torch.arange(6, device="cuda") for _ in range(2))
+    rows = VerifyLogits(int32(0, 3, 4, 6, 6), drafts, 2)
+    drawn = DraftDistributions(randn(3, 50).softmax(-1), int32(0, 1, -1, -1, 2, -1))
+    uniforms = RatioUniforms(*torch.rand(2, 6, device="cuda", dtype=torch.float64))
+    return lambda: (
+        accept_matching(tokens, rows),
+        accept_by_ratio(tokens, token_probabilities(logits, *settings), rows, drawn, uniforms),
+    )
+
+
 CALLS = [
     conv_call,
     scan_call,
@@ -114,6 +133,7 @@ CALLS = [
     attention_call,
     append_call,
     sampling_call,
+    verification_call,
 ]
 
 

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_mamba_cache.kernels.sampling import greedy_tokens, sample_tokens
+from megatron_mamba_cache.kernels.sampling import greedy_tokens, sample_tokens, sample_weighted, token_probabilities
+from tests.kernels.sampling_oracle import kept_probabilities
 
 Row = tuple[list[float], float, int, float, float]
 
@@ -23,20 +24,6 @@ def sample(rows: list[Row], device: str = "cpu") -> list[int]:
         torch.tensor(top_p, dtype=torch.float64, device=device),
         torch.tensor(uniforms, dtype=torch.float64, device=device),
     ).tolist()
-
-
-def kept_probabilities(logits: list[float], temperature: float, top_k: int, top_p: float) -> dict[int, float]:
-    """Return the renormalised probabilities of the kept tokens, most probable first."""
-    order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
-    order = order[: 1 if temperature == 0 else top_k or None]
-    weights = [math.exp((logits[token] - logits[order[0]]) / (temperature or 1)) for token in order]
-    total, mass, kept = sum(weights), 0.0, {}
-    for token, weight in zip(order, weights, strict=True):
-        if 0 < top_p < 1 and mass >= top_p * total:
-            break
-        kept[token] = weight
-        mass += weight
-    return {token: weight / mass for token, weight in kept.items()}
 
 
 def expected_token(logits: list[float], temperature: float, top_k: int, top_p: float, uniform: float) -> int:
@@ -101,3 +88,31 @@ def test_frequencies_follow_the_probabilities(device: str) -> None:
     for token, probability in kept_probabilities(logits, 0.7, 3, 0.95).items():
         assert abs(counts[token].item() / num_draws - probability) < 5 * math.sqrt(0.25 / num_draws)
     assert counts[2] == 0
+
+
+@given(st.lists(ROWS, min_size=1, max_size=5))
+def test_probabilities_in_token_order_are_those_of_the_kept_tokens(rows: list[Row]) -> None:
+    logits, temperature, top_k, top_p, _ = (torch.tensor(values) for values in zip(*rows, strict=True))
+    found = token_probabilities(logits, temperature, top_k, top_p)
+    kept = [kept_probabilities(*row[:-1]) for row in rows]
+    expected = torch.tensor([[row.get(token, 0.0) for token in range(6)] for row in kept], dtype=torch.float64)
+    # The cut at an exactly reached top-p may fall either way: thresholds of ROWS are odd numbers.
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+
+
+def test_probabilities_of_greedy_rows_are_one_hot(device: str) -> None:
+    logits = torch.tensor([[1.0, 5.0, 5.0], [2.0, -math.inf, 0.0], [0.0, 0.0, 1.0]], device=device)
+    temperature, top_k = torch.tensor([0.0, 2.0, 0.0], device=device), torch.tensor([0, 1, 7], device=device)
+    found = token_probabilities(logits, temperature, top_k, torch.tensor([0.0, 0.5, 0.9], device=device))
+    assert found.tolist() == [[0, 1, 0], [1, 0, 0], [0, 0, 1]]
+
+
+def test_weighted_draw_inverts_the_cumulative_weights_largest_first(device: str) -> None:
+    weights = torch.tensor([[0.0, 1.0, 0.0, 5.0, 2.0]], dtype=torch.float64, device=device).expand(5, -1)
+    uniforms = torch.tensor([0.0, 0.62, 0.63, 0.874, 0.876], dtype=torch.float64, device=device)
+    assert sample_weighted(weights, uniforms).tolist() == [3, 3, 4, 4, 1]
+
+
+def test_weighted_draw_never_draws_a_token_without_weight(device: str) -> None:
+    weights = torch.tensor([[0.0, 0.1, 0.0, 0.2, 0.3, 0.0]], dtype=torch.float64, device=device)
+    assert sample_weighted(weights, torch.tensor([1.0], device=device)).tolist() == [1]

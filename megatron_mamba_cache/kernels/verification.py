@@ -1,0 +1,147 @@
+"""Which drafts of a step hold: lossless verification on the device, torch only, without a host sync.
+
+A row's logits rows stand for consecutive positions: the token after the base token, after the first draft, and so
+on. Both ops return [rows, 2 + max_drafts] int64: the number a >= 1 of tokens that a row emits (the base token counts
+as accepted), then those a tokens, accepted drafts first; what lies past them is unspecified, but valid ids. A row
+without logits rows is padding: it accepts 1 and emits anything.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .sampling import sample_weighted
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyLogits:
+    """Describe how the logits of a step belong to rows; tensors on the ops' device.
+
+    Args:
+        cu_logits: [rows + 1] int32; row r's logits rows are cu_logits[r] to cu_logits[r + 1], the end excluded: one
+            after its base token, then one after each draft. Logits rows past the last row belong to nobody.
+        draft_ids: [logits] int64; the draft that follows logits row i in its row; anything at the row's last one.
+        max_drafts: The most drafts that any row has.
+    """
+
+    cu_logits: Tensor
+    draft_ids: Tensor
+    max_drafts: int
+
+
+@dataclass(frozen=True, slots=True)
+class DraftDistributions:
+    """Describe which distributions drafts were drawn from; tensors on the ops' device.
+
+    Args:
+        probabilities: [distributions, vocab] floating point.
+        index: [logits] int32; the distribution that the draft following logits row i was drawn from; -1 for a draft
+            that was not drawn, and where none follows.
+    """
+
+    probabilities: Tensor
+    index: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RatioUniforms:
+    """Random numbers of ratio acceptance: [logits] float64 in [0, 1) each, independent of the drafts and each other.
+
+    A position's numbers are looked at again if a draft before it was rejected; they may be the same ones then.
+    """
+
+    accept: Tensor
+    residual: Tensor
+
+
+def accept_matching(tokens: Tensor, rows: VerifyLogits) -> Tensor:
+    """Accept the drafts that equal the token sampled at their position; the first that does not is replaced by it.
+
+    This is rejection sampling for drafts x that are fixed before the position's t ~ p is drawn: x is accepted with
+    probability P(t = x) = p(x), which is min(1, p(x) / q(x)) for the point mass q at x, and what replaces it is t
+    given t != x, whose law is the normalised residual max(p - q, 0). Either way t itself is emitted, and t depends
+    on nothing but the text before it and the position's own random number, so the tokens are those of a run
+    without drafts.
+
+    Args:
+        tokens: [logits] int64; sampled, or the most probable one, at every logits row.
+
+    Returns:
+        [rows, 2 + max_drafts] int64, see the module.
+    """
+    if tokens.shape[0] == 0:
+        return _emit_nothing(tokens, rows)
+    windows = _Windows.of(rows, tokens.shape[0])
+    num_kept = windows.count_leading(tokens == rows.draft_ids)
+    return torch.cat((1 + num_kept[:, None], tokens[windows.logits]), dim=1)
+
+
+def accept_by_ratio(
+    tokens: Tensor, probabilities: Tensor, rows: VerifyLogits, drawn: DraftDistributions, uniforms: RatioUniforms
+) -> Tensor:
+    """Accept each drawn draft x ~ q with probability min(1, p(x) / q(x)), and any other draft if it matches.
+
+    The first drawn draft of a row that is rejected is replaced by a token of the normalised residual max(p - q, 0);
+    a row whose drafts are all accepted, or whose rejected draft was not drawn, ends with the token sampled there.
+    A row without a drawn draft gets exactly what `accept_matching` gives it. A token of p(x) = 0 is never accepted;
+    where rounding leaves no residual, p stands in for it. Source: Leviathan et al. 2023, "Fast Inference from
+    Transformers via Speculative Decoding", algorithm 1.
+
+    Args:
+        tokens: [logits] int64; drawn from `probabilities` at every logits row, with further random numbers.
+        probabilities: [logits, vocab] float64, the p of every logits row; see `token_probabilities`.
+
+    Returns:
+        [rows, 2 + max_drafts] int64, see the module.
+    """
+    if tokens.shape[0] == 0 or drawn.probabilities.shape[0] == 0:
+        return accept_matching(tokens, rows)
+    windows = _Windows.of(rows, tokens.shape[0])
+    is_drawn, distribution = drawn.index >= 0, drawn.index.clamp_min(0).to(torch.int64)
+    drafts = torch.where(is_drawn, rows.draft_ids, 0)
+    p = probabilities.gather(1, drafts[:, None])[:, 0]
+    q = drawn.probabilities[distribution, drafts].to(torch.float64)
+    holds = torch.where(is_drawn, uniforms.accept * q < p, tokens == rows.draft_ids)
+    num_kept = windows.count_leading(holds)
+    last = windows.logits.gather(1, num_kept[:, None])[:, 0]  # [rows]: logits rows of the last emitted tokens
+    residual = _residual(probabilities[last], drawn.probabilities[distribution[last]])
+    replaced = (num_kept < windows.num_drafts) & is_drawn[last]
+    final = torch.where(replaced, sample_weighted(residual, uniforms.residual[last]), tokens[last])
+    is_kept = torch.arange(1 + rows.max_drafts, device=tokens.device) < num_kept[:, None]
+    emitted = torch.where(is_kept, rows.draft_ids[windows.logits], final[:, None])
+    return torch.cat((1 + num_kept[:, None], emitted), dim=1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Windows:
+    """The logits rows side by side: logits [rows, 1 + max_drafts] int64, repeating past a row's end, in bounds."""
+
+    logits: Tensor
+    num_drafts: Tensor  # [rows]; -1 in a row without logits rows
+
+    @classmethod
+    def of(cls, rows: VerifyLogits, num_logits: int) -> "_Windows":
+        columns = torch.arange(1 + rows.max_drafts, device=rows.cu_logits.device)
+        starts = rows.cu_logits[:-1].to(torch.int64)
+        num_drafts = rows.cu_logits[1:] - starts - 1
+        return cls((starts[:, None] + columns).clamp_max(num_logits - 1), num_drafts)
+
+    def count_leading(self, holds: Tensor) -> Tensor:
+        """Count each row's drafts before the first that does not hold; `holds` [logits] bool; [rows] int64."""
+        columns = torch.arange(self.logits.shape[1], device=holds.device)
+        kept = holds[self.logits] & (columns < self.num_drafts[:, None])
+        return kept.to(torch.int64).cumprod(dim=1).sum(dim=1)
+
+
+def _residual(p: Tensor, q: Tensor) -> Tensor:
+    """Return max(p - q, 0) [rows, vocab], or p where that is all zeros; not normalised."""
+    residual = (p - q).clamp_min(0)
+    return torch.where(residual.sum(dim=-1, keepdim=True) > 0, residual, p)
+
+
+def _emit_nothing(tokens: Tensor, rows: VerifyLogits) -> Tensor:
+    """Return what padding rows get in a step without logits."""
+    result = tokens.new_zeros(rows.cu_logits.shape[0] - 1, 2 + rows.max_drafts)
+    result[:, :1] = 1
+    return result

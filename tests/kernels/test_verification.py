@@ -1,0 +1,209 @@
+"""Verification of drafts against a plain loop, and its edges."""
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_mamba_cache.kernels.verification import (
+    DraftDistributions,
+    RatioUniforms,
+    VerifyLogits,
+    accept_by_ratio,
+    accept_matching,
+)
+
+VOCAB = 4
+
+
+@dataclass(frozen=True)
+class Position:
+    """One logits row: what was sampled there, its p, the draft that follows and the q it was drawn from, if any."""
+
+    token: int
+    p: list[float]
+    draft: int
+    q: list[float] | None
+    accept: float
+    residual: float
+
+
+def emitted_tokens(row: list[Position], *, by_ratio: bool) -> list[int]:
+    """Return what a row emits: the loop twin of both ops."""
+    emitted = []
+    for position in row[:-1]:
+        x, p, q = position.draft, position.p, position.q
+        if not by_ratio or q is None:
+            emitted.append(position.token)
+            if x != position.token:
+                return emitted
+        elif p[x] > 0 and (q[x] == 0 or position.accept < p[x] / q[x]):
+            emitted.append(x)
+        else:
+            residual = [max(a - b, 0.0) for a, b in zip(p, q, strict=True)]
+            return [*emitted, drawn_token(residual if any(residual) else p, position.residual)]
+    return [*emitted, row[-1].token]
+
+
+def drawn_token(weights: list[float], uniform: float) -> int:
+    order = sorted(range(VOCAB), key=lambda token: -weights[token])
+    cumulative = list(accumulate(weights[token] for token in order))
+    return next(token for token, reached in zip(order, cumulative, strict=True) if reached > uniform * cumulative[-1])
+
+
+def random_row(num_drafts: int, rng: np.random.Generator) -> list[Position]:
+    return [random_position(rng, is_last=index == num_drafts) for index in range(num_drafts + 1)]
+
+
+def random_position(rng: np.random.Generator, *, is_last: bool) -> Position:
+    p, q = random_probabilities(rng), random_probabilities(rng)
+    shape = rng.integers(5)
+    if shape == 0:
+        q = p
+    drawn = not is_last and shape < 4
+    numbers = rng.random(2).tolist()
+    draft = int(rng.integers(VOCAB)) if not is_last else int(rng.integers(-99, 99))
+    return Position(int(rng.integers(VOCAB)), p, draft, q if drawn else None, *numbers)
+
+
+def random_probabilities(rng: np.random.Generator) -> list[float]:
+    weights = rng.random(VOCAB) * (rng.random(VOCAB) < 0.7)
+    weights[rng.integers(VOCAB)] += 0.1
+    return (weights / weights.sum()).tolist()
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The arguments of both ops."""
+
+    tokens: Tensor
+    probabilities: Tensor
+    rows: VerifyLogits
+    drawn: DraftDistributions
+    uniforms: RatioUniforms
+
+    def match(self) -> list[list[int]]:
+        return self._emitted(accept_matching(self.tokens, self.rows))
+
+    def by_ratio(self) -> list[list[int]]:
+        return self._emitted(accept_by_ratio(self.tokens, self.probabilities, self.rows, self.drawn, self.uniforms))
+
+    def _emitted(self, result: Tensor) -> list[list[int]]:
+        assert result.dtype == torch.int64
+        assert result.shape == (len(self.rows.cu_logits) - 1, 2 + self.rows.max_drafts)
+        return [tokens[:count] for count, *tokens in result.tolist()]
+
+
+def batch_of(rows: list[list[Position]], device: str, *, num_padding: int = 0, max_drafts: int = 4) -> Batch:
+    positions = [position for row in rows for position in row]
+    distributions = [position.q for position in positions if position.q is not None]
+    numbers = iter(range(len(positions)))
+    index = [-1 if position.q is None else next(numbers) for position in positions]
+    ends = list(accumulate((len(row) for row in rows), initial=0))
+    cu_logits = torch.tensor(ends + ends[-1:] * num_padding, dtype=torch.int32, device=device)
+
+    def float64(values: list[float] | list[list[float]]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float64, device=device)
+
+    def int64(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    return Batch(
+        tokens=int64([position.token for position in positions]),
+        probabilities=float64([position.p for position in positions]).reshape(-1, VOCAB),
+        rows=VerifyLogits(cu_logits, int64([position.draft for position in positions]), max_drafts),
+        drawn=DraftDistributions(float64(distributions).reshape(-1, VOCAB), int64(index).int()),
+        uniforms=RatioUniforms(*(float64([getattr(p, name) for p in positions]) for name in ("accept", "residual"))),
+    )
+
+
+BATCHES = st.tuples(st.lists(st.integers(0, 4), max_size=6), st.integers(0, 2), st.integers(0, 2**32))
+
+
+@given(BATCHES)
+def test_matching_equals_a_loop_over_the_drafts(batch: tuple[list[int], int, int]) -> None:
+    lengths, num_padding, seed = batch
+    rng = np.random.default_rng(seed)
+    rows = [random_row(num_drafts, rng) for num_drafts in lengths]
+    emitted = batch_of(rows, "cpu", num_padding=num_padding).match()
+    assert emitted[: len(rows)] == [emitted_tokens(row, by_ratio=False) for row in rows]
+    assert all(len(tokens) == 1 for tokens in emitted[len(rows) :])
+
+
+@given(BATCHES)
+def test_ratio_equals_a_loop_over_the_drafts(batch: tuple[list[int], int, int]) -> None:
+    lengths, num_padding, seed = batch
+    rng = np.random.default_rng(seed)
+    rows = [random_row(num_drafts, rng) for num_drafts in lengths]
+    emitted = batch_of(rows, "cpu", num_padding=num_padding).by_ratio()
+    assert emitted[: len(rows)] == [emitted_tokens(row, by_ratio=True) for row in rows]
+    assert all(len(tokens) == 1 for tokens in emitted[len(rows) :])
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=6), st.integers(0, 2**32))
+def test_rows_without_drawn_drafts_keep_the_match_rule(lengths: list[int], seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    rows = [random_row(num_drafts, rng) for num_drafts in [*lengths, 4, 4, 4]]
+    batch = batch_of(rows, "cpu")
+    for row, matched, emitted in zip(rows, batch.match(), batch.by_ratio(), strict=True):
+        if all(position.q is None for position in row):
+            assert emitted == matched
+
+
+@given(BATCHES)
+def test_every_entry_is_a_valid_id(batch: tuple[list[int], int, int]) -> None:
+    lengths, num_padding, seed = batch
+    rng = np.random.default_rng(seed)
+    args = batch_of([random_row(num_drafts, rng) for num_drafts in lengths], "cpu", num_padding=num_padding)
+    for result in (
+        accept_matching(args.tokens, args.rows),
+        accept_by_ratio(args.tokens, args.probabilities, args.rows, args.drawn, args.uniforms),
+    ):
+        assert ((result[:, 1:] >= 0) & (result[:, 1:] < VOCAB)).all()
+
+
+def decide(p: list[float], q: list[float], accept: float, residual: float, device: str) -> list[int]:
+    """Return what a row with one drawn draft, token 0, emits; token 3 is sampled everywhere."""
+    first = Position(3, p, 0, q, accept, residual)
+    return batch_of([[first, Position(3, p, 0, None, 0, 0)]], device, max_drafts=1).by_ratio()[0]
+
+
+def test_draft_is_accepted_up_to_the_ratio(device: str) -> None:
+    p, q = [0.25, 0.75, 0.0, 0.0], [0.5, 0.25, 0.25, 0.0]
+    assert decide(p, q, 0.499, 0.9, device) == [0, 3]
+    assert decide(p, q, 0.5, 0.9, device) == [1]
+    assert decide(p, [0.125, 0.875, 0, 0], 0.999, 0.9, device) == [0, 3]
+
+
+def test_draft_of_no_draft_probability_is_accepted_only_if_the_model_can_emit_it(device: str) -> None:
+    q = [0.0, 1.0, 0.0, 0.0]
+    assert decide([1e-9, 1.0, 0.0, 0.0], q, 0.999, 0.0, device) == [0, 3]
+    assert decide([0.0, 0.5, 0.5, 0.0], q, 0.0, 0.0, device) == [2]
+
+
+def test_empty_residual_falls_back_to_the_model(device: str) -> None:
+    p = [0.0, 0.25, 0.75, 0.0]
+    assert [decide(p, p, 0.0, uniform, device) for uniform in (0.0, 0.74, 0.76)] == [[2], [2], [1]]
+
+
+def test_greedy_rows_keep_the_argmax_whatever_was_drafted(device: str) -> None:
+    one_hot = [0.0, 0.0, 1.0, 0.0]
+    assert decide(one_hot, [0.9, 0.0, 0.1, 0.0], 0.0, 0.999, device) == [2]
+    assert decide([1.0, 0.0, 0.0, 0.0], [0.9, 0.0, 0.1, 0.0], 0.999, 0.0, device) == [0, 3]
+
+
+@pytest.mark.parametrize("num_rows", [0, 2])
+def test_step_without_logits_emits_one_token_a_row(num_rows: int, device: str) -> None:
+    batch = batch_of([], device, num_padding=num_rows)
+    assert batch.match() == batch.by_ratio() == [[0]] * num_rows
+
+
+def test_rows_without_drafts_emit_what_was_sampled(device: str) -> None:
+    rows = [random_row(0, np.random.default_rng(seed)) for seed in range(3)]
+    batch = batch_of(rows, device, max_drafts=0)
+    assert batch.match() == batch.by_ratio() == [[row[0].token] for row in rows]
