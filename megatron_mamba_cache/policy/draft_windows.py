@@ -20,7 +20,8 @@ class DraftWindows:
     def widen(self, row: RunningRequest, num_drafts: int) -> int:
         """Give the row columns for up to `num_drafts` drafts; return for how many it has them."""
         missing = num_drafts - len(row.draft_slots)
-        spare = self._slots.num_available - (self._max_requests - self._slots.num_live)
+        num_to_come = max(0, self._max_requests - self._slots.num_live)
+        spare = self._slots.num_available - num_to_come
         if missing > 0 and spare > 0:
             row.draft_slots += self._slots.take_draft(min(missing, spare))
         return min(num_drafts, len(row.draft_slots))

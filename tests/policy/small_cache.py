@@ -106,6 +106,14 @@ def decode(cache: PrefixCache, row: RunningRequest, tokens: Iterable[int]) -> No
         run_step(cache, [row], token)
 
 
+def verify(cache: PrefixCache, row: RunningRequest, drafts: Sequence[int], kept: Sequence[int]) -> None:
+    """Run a decode step that feeds drafts and keeps `kept` tokens, growing the row where it has to."""
+    if row.computed == len(row.block_ids) * cache.block_size:
+        cache.grow(row)
+    cache.schedule_decode(row, drafts)
+    keep(cache, row, kept)
+
+
 def serve(cache: PrefixCache, spec: RequestSpec, reply: Iterable[int] = ()) -> int:
     """Run a request from admission to release, nobody beside it, and return the prompt tokens that it skipped."""
     row = admit(cache, spec)
