@@ -1,0 +1,62 @@
+"""Random workloads whose steps verify drafts: whatever is proposed, the tokens are the oracle's."""
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from megatron_mamba_cache.speculation.drafter import Drafter
+from megatron_mamba_cache.speculation.prompt_lookup import PromptLookupDrafter
+from tests.mcore.noisy_drafter import NoisyDrafter
+from tests.mcore.random_workloads import FLAVOURS, Workload, make_workload, run_workload
+from tests.mcore.workload_totals import WorkloadTotals
+
+SEEDS_PER_BATCH = 11
+BATCHES_PER_FLAVOUR = 4
+ACCURACIES = (0.0, 0.5, 0.8, 0.95, 1.0)
+
+EXERCISES = {
+    name: ("draft_tokens", "accepted_tokens", "windows_changed")
+    + (() if name == "uncached" else ("decode_states_published",))
+    for name in FLAVOURS
+}
+
+
+@pytest.fixture(scope="module")
+def totals() -> Iterator[WorkloadTotals]:
+    """Collect the totals of the module; print them at its end and assert that few comparisons were stopped."""
+    totals = WorkloadTotals()
+    yield totals
+    totals.report()
+
+
+def make_drafter(rng: random.Random, work: Workload) -> Drafter:
+    if rng.random() < 0.25:
+        return PromptLookupDrafter(min_match=rng.choice([1, 2]))
+    plain = replace(work, config=replace(work.config, num_speculative_tokens=0), disturbed_share=0.0)
+    texts = run_workload(plain).texts
+    vocab = work.subject.sizes.vocab_size
+    return NoisyDrafter(
+        texts, accuracy=rng.choice(ACCURACIES), vocab_size=vocab, seed=rng.randrange(1000), varies=rng.random() < 0.5
+    )
+
+
+@pytest.mark.parametrize("batch", range(BATCHES_PER_FLAVOUR))
+@pytest.mark.parametrize("name", FLAVOURS)
+def test_tokens_are_the_oracles_whatever_is_drafted(name: str, batch: int, totals: WorkloadTotals) -> None:
+    counts: Counter[str] = Counter()
+    for seed in range(batch * SEEDS_PER_BATCH, (batch + 1) * SEEDS_PER_BATCH):
+        rng = random.Random(f"drafts {name} {seed}")
+        try:
+            work = make_workload(FLAVOURS[name], 1000 + seed, num_drafts=rng.randrange(1, 9))
+            outcome = run_workload(work, make_drafter(rng, work))
+        except Exception as error:
+            error.add_note(f"in workload {name!r}, seed {seed}")
+            raise
+        counts.update(outcome.seen)
+        totals.tally.add(outcome.tally)
+    totals.counts.update(counts)
+    never = [counter for counter in EXERCISES[name] if not counts[counter]]
+    assert not never, f"the workloads of {name!r} no longer exercise {never}"
