@@ -85,19 +85,21 @@ def build_engine(
         planner=_planner(config, drafter, shape.vocab_size),
         materialize_only_last_token_logits=materialize_only_last_token_logits,
     )
-    wrapper = GPTInferenceWrapper(
-        model,
-        InferenceWrapperConfig(
-            hidden_size=model.config.hidden_size,
-            params_dtype=shape.params_dtype,
-            inference_batch_times_seqlen_threshold=-1,
-            padded_vocab_size=shape.vocab_size,
-        ),
-        context,
-    )
-    wrapper.prep_model_for_inference()
-    controller = MambaCacheController(wrapper, tokenizer or TokenIdTokenizer(shape.vocab_size))
+    controller = MambaCacheController(_wrapped(model, context), tokenizer or TokenIdTokenizer(shape.vocab_size))
     return MambaCacheEngine(controller, context, random_seed)
+
+
+def _wrapped(model: Any, context: MambaCacheContext) -> GPTInferenceWrapper:
+    shape = context.shape
+    settings = InferenceWrapperConfig(
+        hidden_size=model.config.hidden_size,
+        params_dtype=shape.params_dtype,
+        inference_batch_times_seqlen_threshold=-1,
+        padded_vocab_size=shape.vocab_size,
+    )
+    wrapper = GPTInferenceWrapper(model, settings, context)
+    wrapper.prep_model_for_inference()
+    return wrapper
 
 
 def _planner(config: CacheConfig, drafter: Drafter | None, vocab_size: int) -> DraftPlanner | NoDrafts:

@@ -11,13 +11,7 @@ from typing import Any
 
 import torch
 from megatron.core.inference.contexts.attention_context.mamba_metadata import MambaInferenceStateConfig
-from megatron.core.inference.contexts.dynamic_context import (
-    BlockOverflowError,
-    ContextOverflowError,
-    RequestOverflowError,
-    TensorStateDeallocatedError,
-    TokenOverflowError,
-)
+from megatron.core.inference.contexts.dynamic_context import TensorStateDeallocatedError
 from torch import Tensor
 
 from ..config import CacheConfig
@@ -28,10 +22,13 @@ from ..policy.boundaries import prefill_chunk_end
 from ..policy.requests import Candidate, KeptTokens, RequestSpec, RunningRequest
 from ..speculation.decode_schedule import schedule_decode
 from ..speculation.draft_planner import DraftPlanner, NoDrafts
+from ..speculation.row_progress import advance_rows
 from ..state.step_batch import StepBatch, lay_out_step
 from .cache_memory import CacheMemory
 from .model_shape import HybridModelShape
+from .overflow_errors import overflow_error
 from .request_spec import is_encodable, spec_of, valid_spec_of
+from .row_reservations import RowReservations
 from .step_reader import StepReader
 
 
@@ -86,7 +83,7 @@ class MambaCacheContext(StepReader):
         """Allocate everything, at the start and after a suspend; nothing if it is there."""
         if self.is_tensor_state_allocated:
             return
-        self._memory = CacheMemory(self, self.shape, self.counters, self.weights_version, _RowReservations(self))
+        self._memory = CacheMemory(self, self.shape, self.counters, self.weights_version, RowReservations(self))
         self.block_allocator = self._memory.blocks
         self.is_tensor_state_allocated = True
         self.reset()
@@ -182,13 +179,10 @@ class MambaCacheContext(StepReader):
             self.max_blocks_of_a_request,
             self.materialize_only_last_token_logits,
         )
-        if len(self.rows) >= self.max_requests:
-            raise RequestOverflowError(req.request_id)
         budget = self.max_tokens - self.active_token_count
         outcome = self.admit(self.candidate(spec), budget if chunk_length is None else chunk_length)
-        errors = {Refusal.NO_TOKENS: TokenOverflowError, Refusal.NO_BLOCKS: BlockOverflowError}
         if isinstance(outcome, Refusal):
-            raise errors.get(outcome, ContextOverflowError)(req.request_id, outcome.value)
+            raise overflow_error(outcome, req.request_id)
 
     def check_availability(self, req: Any) -> tuple[bool, bool, bool]:
         """Return whether a row, the step's tokens and the KV blocks allow a Megatron request in."""
@@ -242,16 +236,9 @@ class MambaCacheContext(StepReader):
         Returns:
             A dict of `newly_paused_request_ids` and `evict_request_ids`, int64 CPU tensors or None.
         """
-        for row, new in zip(self.step.rows, kept, strict=True):
-            row.generated.extend(new.tokens)
-            if row.is_prefilling:
-                self.cache.advance(row, row.scheduled)
-                continue
-            num_kept = len(new.tokens)
-            self.cache.publish(row, num_kept)
-            self._planner.note(row, len(row.drafts), num_kept - 1)
-            self.cache.advance(row, num_kept)
-        self._drop([row for row, new in zip(self.step.rows, kept, strict=True) if new.ends])
+        rows = self.step.rows
+        advance_rows(rows, kept, self.cache, self._planner)
+        self._drop([row for row, new in zip(rows, kept, strict=True) if new.ends])
         outcome = grow_rows(self.rows, self.cache, self.block_allocator.paused_count)
         self.rows = [row for row in self.rows if row not in outcome.evicted]
         self._forget(outcome.evicted)
@@ -303,22 +290,6 @@ class MambaCacheContext(StepReader):
         self.paused_request_count = len(self.rows) - len(prefilling) - num_decoding
         self.num_prefill_requests = len(prefilling)
         self.active_token_count = num_decoding + sum(row.scheduled for row in prefilling)
-
-
-class _RowReservations:
-    """The boundaries that the scheduler reserved for the step in preparation."""
-
-    def __init__(self, context: MambaCacheContext) -> None:
-        self._context = context
-
-    def offsets(self) -> list[list[int]]:
-        prefilling = [row for row in self._context.rows if row.is_prefilling and row.scheduled]
-        return [[state.position - row.computed for state in row.reserved] for row in prefilling]
-
-    def commit(self) -> None:
-        for row in self._context.step.rows:
-            if row.is_prefilling:
-                self._context.cache.publish(row, row.scheduled)
 
 
 def _ints(values: Tensor | Sequence[int]) -> list[int]:

@@ -65,8 +65,7 @@ class MambaCacheController(TextGenerationController):
         outcome = verify_step(step.logits, wanted, context.draft_distributions)
         copy_reached_boundaries(step, outcome, context.memory)
         return [
-            row.keep(tokens[:accepted])
-            for row, (accepted, *tokens) in zip(step.rows, outcome.tolist(), strict=True)
+            row.keep(tokens[:accepted]) for row, (accepted, *tokens) in zip(step.rows, outcome.tolist(), strict=True)
         ]
 
     def _log_probs(self, logits: Tensor, kept: Sequence[KeptTokens]) -> dict[str, Any]:

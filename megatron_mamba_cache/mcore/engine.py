@@ -8,9 +8,9 @@ from megatron.core.inference.contexts.dynamic_context import ContextOverflowErro
 from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine, RequestEntry
 from megatron.core.inference.inference_request import DynamicInferenceRequestRecord, Status
 from megatron.core.inference.sampling_params import SamplingParams
-from torch import Tensor
 
 from ..policy.requests import Candidate, RequestSpec
+from .accepted_drafts import append_all_but_last
 from .context import MambaCacheContext
 from .controller import MambaCacheController
 from .failed_steps import FailedSteps, refusal_reason
@@ -157,7 +157,7 @@ class MambaCacheEngine(DynamicInferenceEngine):
         ending = list(self.failed_request_ids)
         if step_result is not None:
             ending += step_result["finished_request_ids"].tolist()
-            self._append_all_but_last(step_result)
+            append_all_but_last(step_result, self.get_request, self.controller.tokenizer.detokenize)
         for request_id in ending:
             if self.requests[request_id].future.done():
                 self.requests[request_id].future = self._loop.create_future()
@@ -174,33 +174,6 @@ class MambaCacheEngine(DynamicInferenceEngine):
         report["finished_request_records"][:0] = self._unreported
         self._unreported.clear()
         return report
-
-    def _append_all_but_last(self, step_result: dict[str, Any]) -> None:
-        """Append what accepted drafts add to their requests; Megatron appends one token a step, the last.
-
-        They take no time of their own: the step's time goes with the last.
-        """
-        log_probs, top_n = step_result["log_probs"], step_result["top_n_logprobs"] or {}
-        for index, request_id in enumerate(step_result["active_request_ids"].tolist()):
-            tokens = step_result["kept_tokens"][index][:-1]
-            if not tokens:
-                continue
-            request = self.get_request(request_id)
-            request.generated_tokens.extend(tokens)
-            request.tpot = [*(request.tpot or ()), *(0.0 for _ in tokens)]
-            if log_probs and log_probs[index]:
-                request.generated_log_probs = [*(request.generated_log_probs or ()), *log_probs[index][:-1]]
-                log_probs[index] = log_probs[index][-1:]
-            if index in top_n:
-                request.generated_top_n_logprobs = [
-                    *(request.generated_top_n_logprobs or ()),
-                    *(self._named_log_probs(*best) for best in top_n[index][:-1]),
-                ]
-                top_n[index] = top_n[index][-1:]
-
-    def _named_log_probs(self, values: Tensor, token_ids: Tensor) -> dict[str, float]:
-        detokenize = self.controller.tokenizer.detokenize
-        return {detokenize([token]): value for value, token in zip(values.tolist(), token_ids.tolist(), strict=True)}
 
     def post_process_requests(
         self, request_ids: Any, finished_request_ids: Any, evict_request_ids: Any, *args: Any, **settings: Any

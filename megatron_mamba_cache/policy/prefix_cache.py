@@ -14,9 +14,9 @@ from ..metrics import CacheCounters
 from .admission import AdmissionPlan, AdmissionRules, PromptView, Refusal, has_live_slot_beside, plan_admission
 from .block_hashing import BlockKeyChain, CacheSalt
 from .boundaries import select_boundaries
+from .cache_integrity import check_rows_and_pools
 from .decode_rules import DecodeRules
 from .draft_windows import DraftWindows
-from .identifiers import BlockId
 from .kv_block_pool import KVBlockPool
 from .requests import Candidate, RequestSpec, RunningRequest
 from .slot_pool import SlotPool
@@ -217,28 +217,7 @@ class PrefixCache:
 
     def check_integrity(self, rows: Sequence[RunningRequest]) -> None:
         """Raise `CacheIntegrityError` unless pools and rows agree about every block and slot."""
-        self.kv.check_integrity()
-        self.slots.check_integrity()
-        refs: dict[BlockId, int] = {}
-        for row in rows:
-            for block in row.block_ids:
-                refs[block] = refs.get(block, 0) + 1
-        for block, count in refs.items():
-            if self.kv.num_refs(block) != count:
-                raise CacheIntegrityError(f"block {block}: {self.kv.num_refs(block)} references, {count} rows hold it")
-        if self.kv.num_referenced != len(refs):
-            raise CacheIntegrityError(f"{self.kv.num_referenced} blocks referenced, rows hold {len(refs)}")
-        stray = [block for block in self.slots.cached_blocks() if self.kv.key_of(block) is None]
-        if stray:
-            raise CacheIntegrityError(f"blocks {stray} have a cached state but no key")
-        owners = self.slots.count_by_owner()
-        held = {
-            "live": len(rows),
-            "reserved": sum(len(row.reserved) for row in rows),
-            "draft": sum(len(row.draft_slots) for row in rows),
-        }
-        if any(owners[owner] != count for owner, count in held.items()):
-            raise CacheIntegrityError(f"slots {owners}, but rows hold {held}")
+        check_rows_and_pools(rows, self.kv, self.slots)
 
     def root_of(self, tenant: str) -> bytes:
         """Return the digest under which a tenant's first blocks are chained in this epoch."""

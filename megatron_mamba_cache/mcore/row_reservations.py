@@ -1,0 +1,21 @@
+"""The boundaries of a context's prefill rows, as the slot allocator asks for them."""
+
+from .step_reader import StepReader
+
+
+class RowReservations:
+    """The boundaries that the scheduler reserved for the step in preparation."""
+
+    def __init__(self, context: StepReader) -> None:
+        self._context = context
+
+    def offsets(self) -> list[list[int]]:
+        """Return, for each prefill row, its boundaries relative to the row's first token of this step."""
+        prefilling = [row for row in self._context.rows if row.is_prefilling and row.scheduled]
+        return [[state.position - row.computed for state in row.reserved] for row in prefilling]
+
+    def commit(self) -> None:
+        """Publish what the step wrote of prompts."""
+        for row in self._context.step.rows:
+            if row.is_prefilling:
+                self._context.cache.publish(row, row.scheduled)

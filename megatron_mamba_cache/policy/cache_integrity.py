@@ -1,0 +1,42 @@
+"""Whether running requests and the pools agree about every KV block and state slot."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from ..errors import CacheIntegrityError
+from .kv_block_pool import KVBlockPool
+from .requests import RunningRequest
+from .slot_pool import SlotOwner, SlotPool
+
+
+def check_rows_and_pools(rows: Sequence[RunningRequest], kv: KVBlockPool, slots: SlotPool) -> None:
+    """Raise `CacheIntegrityError`, with what disagrees, unless the pools hold and the rows own what the pools say."""
+    kv.check_integrity()
+    slots.check_integrity()
+    _check_blocks(rows, kv)
+    stray = [block for block in slots.cached_blocks() if kv.key_of(block) is None]
+    if stray:
+        raise CacheIntegrityError(f"blocks {stray} have a cached state but no key")
+    _check_slots(rows, slots)
+
+
+def _check_blocks(rows: Sequence[RunningRequest], kv: KVBlockPool) -> None:
+    refs = Counter(block for row in rows for block in row.block_ids)
+    for block, count in refs.items():
+        if kv.num_refs(block) != count:
+            raise CacheIntegrityError(f"block {block}: {kv.num_refs(block)} references, {count} rows hold it")
+    if kv.num_referenced != len(refs):
+        raise CacheIntegrityError(f"{kv.num_referenced} blocks referenced, rows hold {len(refs)}")
+
+
+def _check_slots(rows: Sequence[RunningRequest], slots: SlotPool) -> None:
+    held = {
+        SlotOwner.LIVE: [row.live_slot for row in rows],
+        SlotOwner.RESERVED: [state.slot for row in rows for state in row.reserved],
+        SlotOwner.DRAFT: [slot for row in rows for slot in row.draft_slots],
+    }
+    counts = slots.count_by_owner()
+    for owner, listed in held.items():
+        strange = [slot for slot in listed if slots.owner_of(slot) is not owner]
+        if strange or len(set(listed)) != len(listed) or len(listed) != counts[owner.value]:
+            raise CacheIntegrityError(f"rows hold {owner.value} slots {listed}, the pool owns {counts}")
