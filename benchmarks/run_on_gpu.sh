@@ -31,4 +31,7 @@ section device_agreement "Same tokens on GPU and CPU" python3 benchmarks/device_
 section step_transfers "Copies and waits of a step" \
     python3 -m pytest -p no:cacheprovider --color=no -s tests/mcore/test_step_transfers.py
 section load_8b "Loading an 8B NemotronH" python3 benchmarks/load_8b.py
+section align_copy "Align copy against a memcpy of the same bytes" \
+    python3 benchmarks/align_copy.py --json "$results/align_copy.json"
+section align_copy_tilings "Align copy with other tile sizes" python3 benchmarks/align_copy.py --sweep
 exit $failed
