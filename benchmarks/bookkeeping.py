@@ -30,7 +30,7 @@ CHAIN_DEPTH = 32
 NUM_ROUNDS = 3
 BLOCK_SIZES = (256, 64, 16)
 LIMITS = """\
-The number of operations does not grow; where more than 1.5 times the cost is shown, the CPU's caches are what limits it.
+The number of operations does not grow; where more than 1.5 times the cost is shown, the CPU's caches are the limit.
 Unrelated blocks and states leave in random order, so each eviction reads about a dozen places (heap item, key, two hash
 maps, a column each for parent, depth, children, references and last use) that at 100,000 entries are no longer in the
 cache. Evicted in the order of their ids, without the shuffle, the same operations cost 0.8 and 1.0 times as much at
