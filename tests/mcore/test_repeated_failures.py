@@ -48,7 +48,7 @@ def assert_only_failure(run: EngineRun, poisoned: int = POISONED) -> None:
 
 
 def _poisons_layout(run: EngineRun, num_generated: int) -> tuple[Any, str, Callable[..., bool]]:
-    def is_fault(rows: Sequence[Any], *_: Any) -> bool:
+    def is_fault(rows: Sequence[Any], *_: Any, **__: Any) -> bool:
         prompt_len = len(run.prompts[POISONED])
         return any(row.request_id == POISONED and row.length >= prompt_len + num_generated for row in rows)
 
@@ -77,7 +77,7 @@ def test_a_request_that_fails_every_step_of_its_own_is_refused_and_the_rest_go_o
 
 def test_two_such_requests_are_refused_and_the_rest_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     run = start_run()
-    raise_where(monkeypatch, context_module, "lay_out_step", lambda rows, *_: any(row.request_id < 2 for row in rows))
+    raise_where(monkeypatch, context_module, "lay_out_step", lambda rows, *_, **__: any(row.request_id < 2 for row in rows))
     finish_through_faults(run)
     assert [request_id for request_id in range(4) if failure_reason(run.finished[request_id])] == [0, 1]
     assert [len(run.tokens(request_id)) for request_id in range(4)] == [0, 0, NUM_TOKENS, NUM_TOKENS]

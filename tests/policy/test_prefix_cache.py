@@ -252,7 +252,7 @@ def test_rows_of_equal_replies_leave_one_block_for_each_key() -> None:
         for row in rows:
             if row.computed == len(row.block_ids) * BLOCK:
                 cache.grow(row)
-            cache.schedule_token(row)
+            cache.schedule_decode(row)
         run_step(cache, rows, token)
     assert rows[0].block_ids[:2] == rows[1].block_ids[:2]
     assert rows[0].block_ids[2] != rows[1].block_ids[2]
@@ -533,9 +533,7 @@ def test_growing_without_a_block_changes_nothing() -> None:
     ("part", "method"),
     [("slots", "unpin"), ("slots", "cancel"), ("slots", "touch"), ("slots", "release_live"), ("kv", "release")],
 )
-def test_release_that_fails_half_way_can_be_repeated(
-    part: str, method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_release_that_fails_half_way_can_be_repeated(part: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = small_cache()
     serve(cache, request(0, [*A, *B, 9]))
     row = admit(cache, request(1, [*A, *B, *C, 9]))

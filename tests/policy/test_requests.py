@@ -15,6 +15,7 @@ from megatron_mamba_cache.policy.requests import LogProbSettings, RequestSpec, R
 def row_of(
     prompt: list[int], generated: list[int], *, max_len: int = 100, sampling: SamplingSettings | None = None
 ) -> RunningRequest:
+    """Return a row whose step computes its last known token, and so samples the next."""
     spec = RequestSpec(0, np.array(prompt, dtype=np.int64), max_len, sampling or SamplingSettings())
     return RunningRequest(
         spec=spec,
@@ -24,29 +25,36 @@ def row_of(
         live_slot=SlotId(0),
         block_ids=[],
         num_shared_blocks=0,
-        computed=0,
+        computed=len(prompt) + len(generated) - 1,
+        scheduled=1,
         generated=list(generated),
     )
 
 
+def ends_with(row: RunningRequest, token: int) -> bool:
+    kept = row.keep([token])
+    assert kept.tokens == (token,)
+    return kept.ends
+
+
 def stops(words: tuple[tuple[int, ...], ...], generated: list[int], token: int, prompt: tuple[int, ...] = (9,)) -> bool:
-    return row_of([*prompt], generated, sampling=SamplingSettings(stop_words=words)).ends_with(token)
+    return ends_with(row_of([*prompt], generated, sampling=SamplingSettings(stop_words=words)), token)
 
 
 def test_termination_token_ends_a_request() -> None:
     row = row_of([1], [2], sampling=SamplingSettings(termination_id=7))
-    assert row.ends_with(7) and not row.ends_with(6)
+    assert ends_with(row, 7) and not ends_with(row, 6)
 
 
 def test_token_that_reaches_the_length_limit_ends_a_request() -> None:
-    assert not row_of([1, 2], [3], max_len=5).ends_with(4)
-    assert row_of([1, 2], [3, 4], max_len=5).ends_with(4)
-    assert row_of([1, 2], [], max_len=3).ends_with(4)
+    assert not ends_with(row_of([1, 2], [3], max_len=5), 4)
+    assert ends_with(row_of([1, 2], [3, 4], max_len=5), 4)
+    assert ends_with(row_of([1, 2], [], max_len=3), 4)
 
 
 def test_no_token_ends_a_request_without_termination_or_stop_words() -> None:
     row = row_of([1], [2, 3])
-    assert not any(row.ends_with(token) for token in range(10))
+    assert not any(ends_with(row, token) for token in range(10))
 
 
 def test_stop_word_of_one_token_ends_a_request() -> None:
@@ -83,10 +91,10 @@ def test_interrupted_request_stops_where_an_uninterrupted_one_does(num_replayed:
         num_replayed=num_replayed,
     )
     row = row_of(prompt, reply[num_replayed:])
-    row.spec = spec
-    assert row.ends_with(9) and row.ends_with(1) and not row.ends_with(8)
+    row.spec, row.computed = spec, len(prompt) + len(reply) - 1
+    assert ends_with(row, 9) and ends_with(row, 1) and not ends_with(row, 8)
     row.spec = dataclasses.replace(spec, sampling=SamplingSettings(stop_words=((7, 5, 5, 6, 8, 9),)))
-    assert not row.ends_with(9)
+    assert not ends_with(row, 9)
 
 
 def test_any_of_several_stop_words_ends_a_request() -> None:
@@ -126,7 +134,7 @@ def test_tokens_reach_across_the_seam_of_prompt_and_reply() -> None:
 
 def test_row_samples_only_when_its_last_known_token_is_computed() -> None:
     row = row_of([1, 2, 3], [])
-    row.scheduled = 2
+    row.computed, row.scheduled = 0, 2
     assert not row.samples_this_step and row.is_prefilling
     row.computed, row.scheduled = 2, 1
     assert row.samples_this_step
