@@ -229,7 +229,6 @@ def run_workload(work: Workload, drafter: Drafter | None = None) -> WorkloadOutc
             seen["chunked_steps"] += 1
             seen["unaligned_chunks"] += computed % work.config.block_size_tokens > 0
             seen["short_chunks"] += computed - before.get(request_id, 0) < work.subject.shape.d_conv
-        seen["paused_in_window"] += sum(row.is_paused and row.accepted > 1 for row in run.context.rows)
         after = {row.request_id: row.accepted for row in run.context.rows if not row.is_prefilling}
         seen["windows_changed"] += sum(windows.get(request_id, size) != size for request_id, size in after.items())
     _assert_all_finished(work, run)

@@ -11,6 +11,7 @@ from megatron.core.inference.sampling_params import SamplingParams
 from megatron_mamba_cache.mcore import controller as controller_module
 from megatron_mamba_cache.mcore import verify_step as verify_module
 from megatron_mamba_cache.policy.align import plan_align_copy
+from megatron_mamba_cache.state.state_pool import StatePool
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
 from tests.mcore.faults import InjectedFault, raise_once
 from tests.mcore.noisy_drafter import NoisyDrafter
@@ -191,17 +192,24 @@ def test_sampled_tokens_are_those_without_drafts(num_drafts: int, accuracy: floa
 # Memory.
 
 
-def test_request_pauses_with_a_window_and_goes_on_from_it() -> None:
-    paused_in_window = 0
+def test_request_pauses_with_a_window_and_goes_on_from_its_live_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    settled: list[int] = []
+    settle = StatePool.settle
+
+    def counted(pool: StatePool, live: int, column: int, offset: int, window_len: int) -> None:
+        settled.append(offset)
+        settle(pool, live, column, offset, window_len)
+
+    monkeypatch.setattr(StatePool, "settle", counted)
     for kv_blocks in range(9, 16):
         run = start_run(5, accuracy=0.9, kv_blocks=kv_blocks, paused_blocks=kv_blocks - 1, max_sequence_length=64)
         for request_id in range(3):
             run.add(request_id, prompt_of(request_id), 30)
         while run.engine.requests:
             run.step()
-            paused_in_window += sum(row.is_paused and row.accepted > 1 for row in run.context.rows)
+            assert not any(row.draft_slots for row in run.context.rows if row.is_paused)
         run.assert_exact()
-    assert paused_in_window > 0
+    assert len(set(settled)) > 2, settled
 
 
 def test_interrupted_request_comes_back_to_its_decode_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,6 +249,30 @@ def test_checkpoint_that_another_request_matched_is_not_retired() -> None:
     run.finish()
     assert run.run(2, text[: boundary + 1], 1) == 1
     assert run.run(3, text[: boundary - BLOCK + 1], 1) > 1  # its predecessor was nobody's and has been retired
+    run.assert_exact()
+
+
+@pytest.mark.parametrize("accuracy", [0.7, 1.0])
+def test_state_stored_from_a_live_window_is_the_state_of_the_last_kept_token(accuracy: float) -> None:
+    run, plain = start_run(4, accuracy=accuracy), start_run(0)
+    for engine in (run, plain):
+        engine.add(0, prompt_of(0), NUM_TOKENS)
+    num_compared = 0
+    while run.engine.requests:
+        run.step()
+        if not run.engine.requests:
+            break
+        (row,) = run.context.rows
+        while not plain.context.rows or plain.context.rows[0].computed < row.computed:
+            plain.step()
+        num_compared += row.accepted > 1
+        live, plain_live = (e.context.mamba_metadata.request_to_mamba_state_idx[0] for e in (run, plain))
+        ssm, plain_ssm = (e.context.mamba_ssm_states for e in (run, plain))
+        torch.testing.assert_close(ssm[:, live], plain_ssm[:, plain_live], rtol=1e-4, atol=1e-5)
+        conv, plain_conv = (e.context.mamba_conv_states for e in (run, plain))
+        torch.testing.assert_close(conv[:, live, :3], plain_conv[:, plain_live], rtol=1e-4, atol=1e-5)
+        assert row.accepted == 1 and not row.draft_slots
+    assert num_compared > 2
     run.assert_exact()
 
 
