@@ -1,5 +1,6 @@
 """Packed rows, poisoned pools and bit comparisons for kernel tests."""
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
@@ -70,6 +71,21 @@ def pack_verify(specs: Sequence[VerifySpec], device: str, *, num_spare: int = 0)
         for values in (cu_tokens, table, [spec.accepted for spec in specs])
     )
     return VerifyRows(cu_tokens, columns.view(len(specs), width), accepted, max_len)
+
+
+def random_verify_specs(seed: int, num_slots: int) -> list[VerifySpec]:
+    """Return rows of up to eight drafts, padding rows among them, over scattered slots; some slots stay unused."""
+    draw = random.Random(seed)
+    free = draw.sample(range(num_slots), num_slots)
+    specs = []
+    for _ in range(draw.randint(1, 5)):
+        if draw.random() < 0.2:
+            specs.append(VerifySpec(draw.randint(0, 3)))
+            continue
+        length, accepted = draw.randint(1, 9), draw.randint(1, 9)
+        num_columns = max(length, accepted) + draw.randint(0, 2)
+        specs.append(VerifySpec(length, tuple(free.pop() for _ in range(num_columns)), accepted))
+    return specs
 
 
 def one_token_rows(slots: Sequence[int], device: str) -> VerifyRows:

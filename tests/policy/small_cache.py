@@ -28,7 +28,7 @@ def small_cache(
     stride: int | None = None,
     align: bool = True,
     enabled: bool = True,
-    checkpoints: Literal["rolling", "all", "none"] = "none",
+    checkpoints: Literal["rolling", "all", "none"] = "rolling",
     max_requests: int = 0,
 ) -> PrefixCache:
     """Return an empty cache; a state leaves with its block, as in an engine.

@@ -92,7 +92,7 @@ def test_third_request_of_a_branch_skips_to_the_branching_point() -> None:
 
 
 def test_blocks_of_the_reply_are_shared_with_the_next_turn() -> None:
-    cache = small_cache()
+    cache = small_cache(checkpoints="none")
     row = prefill(cache, request(0, [*A, 5, 6]), first_token=7)
     decode(cache, row, [8, *B, 9])
     held = list(row.block_ids)
