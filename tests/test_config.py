@@ -41,6 +41,13 @@ def parsed(*flags: str, **settings: object) -> CacheConfig:
         ("paused_buffer_size_gb", 4.0, "from 0 to below 4.0"),
         ("boundary_stride", 0, "None, 'all' or an int of at least 1"),
         ("max_tokens", 63, "max_requests=64"),
+        ("decode_checkpoints", "newest", "one of ('rolling', 'all', 'none')"),
+        ("decode_checkpoints", None, "one of ('rolling', 'all', 'none')"),
+        ("num_speculative_tokens", -1, "an int from 0 to 8, below block_size_tokens=256"),
+        ("num_speculative_tokens", 9, "an int from 0 to 8"),
+        ("num_speculative_tokens", 2.0, "an int from 0 to 8"),
+        ("num_speculative_tokens", True, "an int from 0 to 8"),
+        ("num_speculative_tokens", None, "an int from 0 to 8"),
         ("ssm_state_dtype", "fp16", "one of ('model', 'fp32', 'bf16')"),
         ("conv_state_dtype", "float32", "one of ('model', 'fp32', 'bf16')"),
     ],
@@ -63,12 +70,23 @@ def test_bad_setting_is_named_with_its_value_and_what_is_allowed(name: str, valu
         {"paused_buffer_size_gb": 3.99},
         {"boundary_stride": 1},
         {"max_requests": 1, "max_tokens": 1, "max_sequence_length": 1},
+        {"decode_checkpoints": "all"},
+        {"decode_checkpoints": "none"},
+        {"num_speculative_tokens": 8},
+        {"num_speculative_tokens": 0, "block_size_tokens": 1},
+        {"num_speculative_tokens": 4, "block_size_tokens": 5},
         {"ssm_state_dtype": "bf16", "conv_state_dtype": "fp32"},
     ],
 )
 def test_settings_at_the_edge_of_what_is_allowed_are_kept(settings: dict[str, object]) -> None:
     config = CacheConfig(**settings)  # type: ignore[arg-type]
     assert {name: getattr(config, name) for name in settings} == settings
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 8])
+def test_a_step_s_drafts_never_reach_past_a_whole_block(block_size: int) -> None:
+    with pytest.raises(ValueError, match=f"num_speculative_tokens is 8.*below block_size_tokens={block_size}$"):
+        CacheConfig(num_speculative_tokens=8, block_size_tokens=block_size)
 
 
 def test_settings_cannot_be_changed() -> None:
@@ -90,10 +108,15 @@ def test_flags_set_what_they_name() -> None:
         "--inference-dynamic-batching-block-size=64",
         "--inference-dynamic-batching-buffer-size-gb=0.5",
         "--inference-dynamic-batching-prefix-caching-mamba-gb=0.25",
+        "--num-speculative-tokens=3",
         "--no-prefix-caching",
     )
     assert config == CacheConfig(
-        block_size_tokens=64, buffer_size_gb=0.5, prefix_caching_mamba_gb=0.25, prefix_caching=False
+        block_size_tokens=64,
+        buffer_size_gb=0.5,
+        prefix_caching_mamba_gb=0.25,
+        num_speculative_tokens=3,
+        prefix_caching=False,
     )
 
 
@@ -109,6 +132,7 @@ def test_flag_wins_over_a_setting() -> None:
 
 def test_flag_of_zero_is_given() -> None:
     assert parsed("--inference-dynamic-batching-prefix-caching-mamba-gb=0").prefix_caching_mamba_gb == 0
+    assert parsed("--num-speculative-tokens=0", num_speculative_tokens=4).num_speculative_tokens == 0
 
 
 def test_flags_are_checked_as_settings_are() -> None:

@@ -220,12 +220,11 @@ class MambaCacheContext(StepReader):
             new_tokens: [rows] sampled tokens; one of a row in mid-prefill is ignored.
         """
         entries = zip(self.step.rows, _ints(active_requests_mask), _ints(new_tokens), strict=True)
-        return self.finish_step(
-            [
-                KeptTokens((token,), ends=not goes_on) if row.samples_this_step else KeptTokens()
-                for row, goes_on, token in entries
-            ]
-        )
+        kept = [
+            KeptTokens((token,), ends=not goes_on) if row.samples_this_step else KeptTokens()
+            for row, goes_on, token in entries
+        ]
+        return self.finish_step(kept)
 
     def finish_step(self, kept: Sequence[KeptTokens]) -> dict[str, Tensor | None]:
         """Advance the step's rows by what was computed and kept; finished rows leave, others may pause.
@@ -242,6 +241,7 @@ class MambaCacheContext(StepReader):
         outcome = grow_rows(self.rows, self.cache, self.block_allocator.paused_count)
         self.rows = [row for row in self.rows if row not in outcome.evicted]
         self._forget(outcome.evicted)
+        self.memory.settle(outcome.paused)
         self._step = None
         self.counters.requests_paused += len(outcome.paused)
         self.counters.requests_evicted += len(outcome.evicted)

@@ -245,7 +245,7 @@ class MambaCacheEngine(DynamicInferenceEngine):
     def _restart(self, request_id: int) -> None:
         """Make a request that lost its memory ready to be prefilled, what it generated included."""
         record = self.requests[request_id].record
-        self._states[request_id].candidate = None
+        self._states[request_id].spec = self._states[request_id].candidate = None
         if record[-1].generated_tokens:
             record.checkpoint()
             record[-1].status = Status.ACTIVE_AND_GENERATING_TOKENS
@@ -272,9 +272,11 @@ class MambaCacheEngine(DynamicInferenceEngine):
 
     def _spec_of(self, request: Any) -> RequestSpec:
         state = self._states[request.request_id]
-        original = self.requests[request.request_id].record[0]
-        num_replayed = len(request.prompt_tokens) - len(original.prompt_tokens)
-        return spec_of(request, seed=state.seed, tenant=state.tenant, num_replayed=num_replayed)
+        if state.spec is None:
+            original = self.requests[request.request_id].record[0]
+            num_replayed = len(request.prompt_tokens) - len(original.prompt_tokens)
+            state.spec = spec_of(request, seed=state.seed, tenant=state.tenant, num_replayed=num_replayed)
+        return state.spec
 
     def _refuse(self, request: Any, reason: str) -> asyncio.Future:
         """Fail a request alone; the next step reports it."""

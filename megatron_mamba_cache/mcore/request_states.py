@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..policy.requests import Candidate
+from ..policy.requests import Candidate, RequestSpec
 
 _REMEMBERED_REQUESTS = 65_536
 
@@ -22,7 +22,8 @@ class RequestState:
 
     seed: int
     tenant: str = ""
-    candidate: Candidate | None = None  # of the record's newest request; rebuilt after an eviction
+    spec: RequestSpec | None = None  # of the record's newest request; read again after an eviction
+    candidate: Candidate | None = None  # likewise
     age: int | None = None  # order of its first admission
     cached_tokens: int | None = None  # prompt tokens skipped at its first admission
     drafts: DraftCounts = DraftCounts()  # over its whole life, evictions included

@@ -163,7 +163,8 @@ class StepReader(DynamicInferenceContext):
 
     @property
     def mamba_metadata(self) -> LiveSlots:
-        """The live slot of each row of `rows`."""
+        """The live slot of each row of `rows`; between steps, draft windows are settled into it first."""
+        self.memory.settle([row for row in self.rows if not row.scheduled])
         return LiveSlots(self.rows)
 
     @property

@@ -183,6 +183,10 @@ class PrefixCache:
         row.drafts = ()
         self._windows.trim(row)
 
+    def close_window(self, row: RunningRequest) -> None:
+        """Take back the columns of a row's draft window; its live slot holds the live state by now."""
+        self._windows.release(row)
+
     def grow(self, row: RunningRequest) -> None:
         """Give the row one more KV block.
 

@@ -36,13 +36,12 @@ class StepLogits:
 def write_logits(rows: Sequence[RunningRequest], buffers: StepBuffers, *, draws_ratios: bool) -> None:
     """Write the sections of the buffers that `view_logits` reads."""
     starts, num_rows = _starts(rows), len(rows)
-    counts = [1 + len(row.drafts) for row in rows]
+    counts = np.diff(starts)
     buffers.host("cu_logits")[: num_rows + 1] = starts
     buffers.host("logit_rows")[: starts[-1]] = np.repeat(np.arange(num_rows, dtype=np.int32), counts)
-    ends = np.cumsum([row.scheduled for row in rows])
-    buffers.host("logit_tokens")[: starts[-1]] = np.concatenate(
-        [np.arange(end - count, end) for end, count in zip(ends, counts, strict=True)]
-    )
+    without_logits = np.fromiter((row.scheduled for row in rows), np.int64, num_rows) - counts
+    before = np.repeat(np.cumsum(without_logits), counts)  # tokens up to the row's end whose logits nobody wants
+    buffers.host("logit_tokens")[: starts[-1]] = before + np.arange(starts[-1])
     settings = [row.spec.sampling for row in rows]
     buffers.host("temperature").view(np.float32)[:num_rows] = [s.temperature for s in settings]
     buffers.host("top_k")[:num_rows] = [s.top_k for s in settings]

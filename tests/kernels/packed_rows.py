@@ -1,5 +1,6 @@
 """Packed rows, poisoned pools and bit comparisons for kernel tests."""
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_mamba_cache.kernels.varlen_rows import PAD_SLOT, VarlenRows
+from megatron_mamba_cache.kernels.verify_rows import VerifyRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,54 @@ def pack_rows(specs: Sequence[RowSpec], chunk_size: int, device: str, num_paddin
     return VarlenRows(*(torch.tensor(column, dtype=torch.int32, device=device) for column in columns))
 
 
-def row_slices(specs: Sequence[RowSpec]) -> list[slice]:
+@dataclass(frozen=True, slots=True)
+class VerifySpec:
+    """A decode row of `length` tokens over a window of slots; one without columns is padding."""
+
+    length: int
+    columns: tuple[int, ...] = ()
+    accepted: int = 1
+
+    @property
+    def source(self) -> int:
+        """The slot that the row starts from."""
+        return self.columns[self.accepted - 1]
+
+
+def pack_verify(specs: Sequence[VerifySpec], device: str, *, num_spare: int = 0) -> VerifyRows:
+    """Pack decode rows; the table and the bound of a row's tokens are `num_spare` wider than needed."""
+    max_len = max((spec.length for spec in specs), default=1) + num_spare
+    width = max([max_len, *(len(spec.columns) + num_spare for spec in specs)])
+    table = [[*spec.columns, *[PAD_SLOT] * (width - len(spec.columns))] for spec in specs]
+    cu_tokens = [0, *accumulate(spec.length for spec in specs)]
+    cu_tokens, columns, accepted = (
+        torch.tensor(values, dtype=torch.int32, device=device)
+        for values in (cu_tokens, table, [spec.accepted for spec in specs])
+    )
+    return VerifyRows(cu_tokens, columns.view(len(specs), width), accepted, max_len)
+
+
+def random_verify_specs(seed: int, num_slots: int) -> list[VerifySpec]:
+    """Return rows of up to eight drafts, padding rows among them, over scattered slots; some slots stay unused."""
+    draw = random.Random(seed)
+    free = draw.sample(range(num_slots), num_slots)
+    specs = []
+    for _ in range(draw.randint(1, 5)):
+        if draw.random() < 0.2:
+            specs.append(VerifySpec(draw.randint(0, 3)))
+            continue
+        length, accepted = draw.randint(1, 9), draw.randint(1, 9)
+        num_columns = max(length, accepted) + draw.randint(0, 2)
+        specs.append(VerifySpec(length, tuple(free.pop() for _ in range(num_columns)), accepted))
+    return specs
+
+
+def one_token_rows(slots: Sequence[int], device: str) -> VerifyRows:
+    """Return rows of a token each without a draft; PAD_SLOT makes a padding row."""
+    return pack_verify([VerifySpec(1, () if slot == PAD_SLOT else (slot,)) for slot in slots], device)
+
+
+def row_slices(specs: Sequence[RowSpec | VerifySpec]) -> list[slice]:
     """Return where each row's tokens lie."""
     cu_rows = [0, *accumulate(spec.length for spec in specs)]
     return [slice(a, b) for a, b in pairwise(cu_rows)]

@@ -4,11 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_mamba_cache.kernels.reference import causal_conv_ref, conv_update_ref
+from megatron_mamba_cache.kernels.reference import causal_conv_ref, conv_verify_ref
 from megatron_mamba_cache.kernels.varlen_rows import PAD_SLOT
 from tests.kernels.packed_rows import (
     RowSpec,
     assert_untouched,
+    one_token_rows,
     pack_rows,
     poisoned_pool,
     row_slices,
@@ -144,7 +145,7 @@ def test_pool_of_bf16_holds_rounded_inputs_and_outputs_keep_the_input_dtype(devi
 
 
 @pytest.mark.parametrize("d_conv", [1, 2, 4])
-def test_updates_token_by_token_are_bit_equal_to_the_packed_row(d_conv: int, device: str) -> None:
+def test_steps_of_one_token_are_bit_equal_to_the_packed_row(d_conv: int, device: str) -> None:
     torch.manual_seed(4)
     weight, bias = make_weights(d_conv, device)
     x = torch.randn(2, 9, CONV_DIM, device=device)
@@ -152,10 +153,10 @@ def test_updates_token_by_token_are_bit_equal_to_the_packed_row(d_conv: int, dev
     packed = pool.clone()
     specs = [RowSpec(9, final=3), RowSpec(9, final=1)]
     expected = causal_conv_ref(x.flatten(0, 1), weight, bias, packed, pack_rows(specs, CHUNK, device))
-    slots = torch.tensor([3, PAD_SLOT, 1], dtype=torch.int32, device=device)
+    rows = one_token_rows([3, PAD_SLOT, 1], device)
     garbage = torch.full((CONV_DIM,), float("nan"), device=device)
     for t in range(9):
-        y = conv_update_ref(torch.stack([x[0, t], garbage, x[1, t]]), weight, bias, pool, slots)
+        y = conv_verify_ref(torch.stack([x[0, t], garbage, x[1, t]]), weight, bias, pool, rows)
         assert same_bits(y[0], expected[t]) and same_bits(y[2], expected[9 + t])
         assert (y[1] == 0).all()
     assert same_bits(pool, packed)

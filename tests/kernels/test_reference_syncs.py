@@ -11,10 +11,10 @@ from megatron_mamba_cache.kernels.paged_attention import AttentionRows, append_k
 from megatron_mamba_cache.kernels.reference import (
     align_copy_ref,
     causal_conv_ref,
-    conv_update_ref,
+    conv_verify_ref,
     copy_slots_ref,
     ssd_scan_ref,
-    state_update_ref,
+    state_verify_ref,
     zero_slots_ref,
 )
 from megatron_mamba_cache.kernels.sampling import greedy_tokens, sample_tokens, token_probabilities
@@ -26,7 +26,7 @@ from megatron_mamba_cache.kernels.verification import (
     accept_matching,
 )
 from tests.kernels.align_steps import StepRow, device_rows, padding_row
-from tests.kernels.packed_rows import RowSpec, pack_rows
+from tests.kernels.packed_rows import RowSpec, VerifySpec, pack_rows, pack_verify
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -62,15 +62,19 @@ def scan_call() -> Callable[[], object]:
     return lambda: ssd_scan_ref(*arguments, pool, rows, 8)
 
 
-def conv_update_call() -> Callable[[], object]:
-    x, weight, bias, pool, slots = randn(3, 20), randn(20, 4), randn(20), randn(4, 3, 20), int32(3, -1, 0)
-    return lambda: conv_update_ref(x, weight, bias, pool, slots)
+VERIFY_ROWS = [VerifySpec(3, (3, 4, 5), accepted=2), VerifySpec(1), VerifySpec(1, (0,)), VerifySpec(0)]
 
 
-def state_update_call() -> Callable[[], object]:
-    arguments = (randn(3, 4, 5), randn(3, 4), randn(4), randn(3, 2, 7), randn(3, 2, 7), randn(4))
-    pool, slots = randn(4, 4, 7, 5), int32(3, -1, 0)
-    return lambda: state_update_ref(*arguments, pool, slots)
+def conv_verify_call() -> Callable[[], object]:
+    x, weight, bias, pool = randn(7, 20), randn(20, 4), randn(20), randn(6, 5, 20)
+    rows = pack_verify(VERIFY_ROWS, "cuda")
+    return lambda: conv_verify_ref(x, weight, bias, pool, rows)
+
+
+def state_verify_call() -> Callable[[], object]:
+    arguments = (randn(7, 4, 5), randn(7, 4), randn(4), randn(7, 2, 7), randn(7, 2, 7), randn(4))
+    pool, rows = randn(6, 4, 7, 5), pack_verify(VERIFY_ROWS, "cuda")
+    return lambda: state_verify_ref(*arguments, pool, rows)
 
 
 def copy_call() -> Callable[[], object]:
@@ -134,8 +138,8 @@ def verification_call() -> Callable[[], object]:
 CALLS = [
     conv_call,
     scan_call,
-    conv_update_call,
-    state_update_call,
+    conv_verify_call,
+    state_verify_call,
     copy_call,
     zero_call,
     align_call,

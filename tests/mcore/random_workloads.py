@@ -74,11 +74,13 @@ class Flavour:
 
     Args:
         settings: From a random generator, the block size and the most blocks of a request to cache settings.
+        gaps: Steps between two arrivals, one of which is drawn.
     """
 
     name: str
     settings: Callable[[random.Random, int, int], dict[str, Any]]
     exercises: tuple[str, ...]
+    gaps: tuple[int, ...] = (0, 0, 0, 1, 4, 15)
 
 
 def _roomy(rng: random.Random, block: int, _request_blocks: int) -> dict[str, Any]:
@@ -125,6 +127,18 @@ def _strides(rng: random.Random, block: int, request_blocks: int) -> dict[str, A
     }
 
 
+def _whole_prompts(rng: random.Random, block: int, request_blocks: int) -> dict[str, Any]:
+    return {
+        "chunked_prefill": False,
+        "kv_blocks": rng.choice([request_blocks + 1, 4 * request_blocks]),
+        "paused_blocks": rng.randrange(0, request_blocks),
+        "cached_states": rng.choice([2, 30]),
+        "boundary_stride": rng.choice([None, 1]),
+        "max_requests": 6,
+        "max_tokens": request_blocks * block + rng.randrange(block),  # one request of any length and little more
+    }
+
+
 def _uncached(rng: random.Random, block: int, request_blocks: int) -> dict[str, Any]:
     tight = rng.random() < 0.7
     return {
@@ -159,6 +173,7 @@ FLAVOURS = {
         Flavour("few_states", _few_states, ("prompt_tokens_skipped", "states_skipped_no_room", "states_evicted")),
         Flavour("small_steps", _small_steps, ("prompt_tokens_skipped", "unaligned_chunks", "short_chunks")),
         Flavour("strides", _strides, ("prompt_tokens_skipped", "states_evicted", "kv_blocks_evicted", "chunked_steps")),
+        Flavour("whole_prompts", _whole_prompts, ("prompt_tokens_skipped", "requests_evicted"), gaps=(0,)),
         Flavour("uncached", _uncached, ("requests_evicted", "chunked_steps")),
         Flavour("disturbed", _disturbed, ("prompt_tokens_skipped", "steps_aborted", "suspends", "flushes")),
     )
@@ -175,7 +190,7 @@ def make_workload(flavour: Flavour, seed: int, num_drafts: int = 0) -> Workload:
     request_blocks = -(-(max_prompt + max_tokens) // block)
     settings = {"block_size_tokens": block, "max_sequence_length": max_prompt + max_tokens}
     settings |= flavour.settings(rng, block, request_blocks)
-    arrivals = _arrivals(rng, subject, block, max_prompt, max_tokens)
+    arrivals = _arrivals(rng, subject, block, max_prompt, max_tokens, flavour.gaps)
     if num_drafts:
         settings["num_speculative_tokens"] = num_drafts = min(num_drafts, block - 1)
         settings["decode_checkpoints"] = rng.choice(["rolling", "rolling", "all", "none"])
@@ -209,11 +224,11 @@ def run_workload(work: Workload, drafter: Drafter | None = None) -> WorkloadOutc
             _disturbed_step(rng, run, seen)
         else:
             run.step()
+        assert work.config.chunked_prefill or not _prefilling(run)
         for request_id, computed in _prefilling(run).items():
             seen["chunked_steps"] += 1
             seen["unaligned_chunks"] += computed % work.config.block_size_tokens > 0
             seen["short_chunks"] += computed - before.get(request_id, 0) < work.subject.shape.d_conv
-        seen["paused_in_window"] += sum(row.is_paused and row.accepted > 1 for row in run.context.rows)
         after = {row.request_id: row.accepted for row in run.context.rows if not row.is_prefilling}
         seen["windows_changed"] += sum(windows.get(request_id, size) != size for request_id, size in after.items())
     _assert_all_finished(work, run)
@@ -274,14 +289,16 @@ def _assert_all_finished(work: Workload, run: EngineRun) -> None:
     assert run.context.snapshot().state_slots["cached"] == 0
 
 
-def _arrivals(rng: random.Random, subject: Hybrid, block: int, max_prompt: int, max_tokens: int) -> tuple[Arrival, ...]:
+def _arrivals(
+    rng: random.Random, subject: Hybrid, block: int, max_prompt: int, max_tokens: int, gaps: tuple[int, ...]
+) -> tuple[Arrival, ...]:
     vocab, chunk = subject.sizes.vocab_size, subject.sizes.ssm_chunk_size
     base = tuple(rng.randrange(vocab) for _ in range(max_prompt))
     prompts: list[tuple[int, ...]] = [base]
     arrivals: list[Arrival] = []
     step = 0
     for request_id in range(rng.randrange(6, 12)):
-        step += rng.choice([0, 0, 0, 1, 4, 15])
+        step += rng.choice(gaps)
         num_tokens = rng.randrange(1, max_tokens + 1)
         if request_id and rng.random() < 0.2:
             turn = tuple(rng.randrange(vocab) for _ in range(rng.randrange(1, block)))

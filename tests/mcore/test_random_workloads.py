@@ -9,7 +9,7 @@ from tests.mcore.random_workloads import FLAVOURS, make_workload, run_workload
 from tests.mcore.workload_totals import WorkloadTotals
 
 SEEDS_PER_BATCH = 11
-BATCHES_PER_FLAVOUR = 5  # 7 flavours: 385 workloads
+BATCHES_PER_FLAVOUR = 5  # 8 flavours: 440 workloads
 
 
 @pytest.fixture(scope="module")

@@ -2,12 +2,14 @@
 
 import pickle
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
 import numpy as np
 
 from megatron_mamba_cache.metrics import CacheCounters
 from megatron_mamba_cache.policy.admission import AdmissionPlan, AdmissionRules
 from megatron_mamba_cache.policy.boundaries import BoundaryRule
+from megatron_mamba_cache.policy.decode_rules import DecodeRules
 from megatron_mamba_cache.policy.identifiers import BlockId
 from megatron_mamba_cache.policy.kv_block_pool import KVBlockPool
 from megatron_mamba_cache.policy.prefix_cache import CacheIdentity, PrefixCache
@@ -26,8 +28,14 @@ def small_cache(
     stride: int | None = None,
     align: bool = True,
     enabled: bool = True,
+    checkpoints: Literal["rolling", "all", "none"] = "rolling",
+    max_requests: int = 0,
 ) -> PrefixCache:
-    """Return an empty cache; a state leaves with its block, as in an engine."""
+    """Return an empty cache; a state leaves with its block, as in an engine.
+
+    Args:
+        max_requests: Requests whose live slots drafts leave alone; 0: drafts take any slot.
+    """
     slots = SlotPool(num_slots)
     return PrefixCache(
         KVBlockPool(num_blocks, on_evict=slots.drop),
@@ -35,6 +43,7 @@ def small_cache(
         AdmissionRules(BoundaryRule(block_size, stride), align, chunked_prefill=True),
         CacheIdentity("model", "0"),
         CacheCounters(),
+        decode=DecodeRules(checkpoints, max_requests),
         enabled=enabled,
     )
 
@@ -60,14 +69,25 @@ def admit(cache: PrefixCache, spec: RequestSpec, budget: int = ENOUGH) -> Runnin
 
 
 def run_step(cache: PrefixCache, rows: Sequence[RunningRequest], token: int = 0) -> None:
-    """Publish and advance scheduled rows; those that sample are given `token`."""
+    """Publish and advance scheduled rows, none of which has drafts; those that sample are given `token`."""
     for row in rows:
-        cache.publish(row)
+        if row.is_prefilling:
+            cache.publish(row, row.scheduled)
     for row in rows:
-        samples = row.samples_this_step
-        cache.advance(row)
-        if samples:
-            row.generated.append(token)
+        if row.samples_this_step:
+            keep(cache, row, [token])
+        else:
+            cache.advance(row, row.scheduled)
+
+
+def keep(cache: PrefixCache, row: RunningRequest, tokens: Sequence[int]) -> None:
+    """End a row's step that yields `tokens`; a prompt is published already, what was generated is now."""
+    row.generated.extend(tokens)
+    if row.is_prefilling:
+        cache.advance(row, row.scheduled)
+    else:
+        cache.publish(row, len(tokens))
+        cache.advance(row, len(tokens))
 
 
 def prefill(cache: PrefixCache, spec: RequestSpec, first_token: int = 0) -> RunningRequest:
@@ -82,7 +102,7 @@ def decode(cache: PrefixCache, row: RunningRequest, tokens: Iterable[int]) -> No
     for token in tokens:
         if row.computed == len(row.block_ids) * cache.block_size:
             cache.grow(row)
-        cache.schedule_token(row)
+        cache.schedule_decode(row)
         run_step(cache, [row], token)
 
 
@@ -111,4 +131,5 @@ def drop_states(cache: PrefixCache) -> None:
 
 def frozen(cache: PrefixCache) -> bytes:
     """Return all that the cache is made of, private fields included, as bytes that can be compared."""
-    return pickle.dumps((cache.kv, cache.slots, cache.counters, cache.epoch, cache._reserved_keys, cache._num_admitted))
+    reserved_keys = cache._reservations._keys
+    return pickle.dumps((cache.kv, cache.slots, cache.counters, cache.epoch, reserved_keys, cache._num_admitted))

@@ -92,7 +92,7 @@ def test_third_request_of_a_branch_skips_to_the_branching_point() -> None:
 
 
 def test_blocks_of_the_reply_are_shared_with_the_next_turn() -> None:
-    cache = small_cache()
+    cache = small_cache(checkpoints="none")
     row = prefill(cache, request(0, [*A, 5, 6]), first_token=7)
     decode(cache, row, [8, *B, 9])
     held = list(row.block_ids)
@@ -252,7 +252,7 @@ def test_rows_of_equal_replies_leave_one_block_for_each_key() -> None:
         for row in rows:
             if row.computed == len(row.block_ids) * BLOCK:
                 cache.grow(row)
-            cache.schedule_token(row)
+            cache.schedule_decode(row)
         run_step(cache, rows, token)
     assert rows[0].block_ids[:2] == rows[1].block_ids[:2]
     assert rows[0].block_ids[2] != rows[1].block_ids[2]
@@ -533,9 +533,7 @@ def test_growing_without_a_block_changes_nothing() -> None:
     ("part", "method"),
     [("slots", "unpin"), ("slots", "cancel"), ("slots", "touch"), ("slots", "release_live"), ("kv", "release")],
 )
-def test_release_that_fails_half_way_can_be_repeated(
-    part: str, method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_release_that_fails_half_way_can_be_repeated(part: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = small_cache()
     serve(cache, request(0, [*A, *B, 9]))
     row = admit(cache, request(1, [*A, *B, *C, 9]))

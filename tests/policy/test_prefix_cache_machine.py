@@ -18,7 +18,7 @@ from megatron_mamba_cache.policy.identifiers import BlockId, BlockKey, SlotId
 from megatron_mamba_cache.policy.prefix_cache import PrefixCache
 from megatron_mamba_cache.policy.requests import RequestSpec, RunningRequest
 from megatron_mamba_cache.policy.slot_pool import SlotOwner
-from tests.policy.small_cache import BLOCK, frozen, request, small_cache
+from tests.policy.small_cache import BLOCK, frozen, keep, request, small_cache
 
 MAX_ROWS = 3
 NUM_BLOCKS = 9
@@ -171,7 +171,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         if row.is_prefilling:
             self.cache.schedule_chunk(row, min(row.computed + budget, row.spec.prompt_len))
         else:
-            self.cache.schedule_token(row)
+            self.cache.schedule_decode(row)
 
     @precondition(lambda self: self.rows)
     @rule(
@@ -201,12 +201,13 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             if row.epoch == self.cache.epoch:
                 self._note_keys(row)
                 self.memory.published_states.update(sequence_of(row).upto(state.position) for state in row.reserved)
-            self.cache.publish(row)
+            if row.is_prefilling:
+                self.cache.publish(row, row.scheduled)
         for index, row in enumerate(step):
-            samples = row.samples_this_step
-            self.cache.advance(row)
-            if samples:
-                row.generated.append(3 - token if index == odd_one else token)
+            if row.samples_this_step:
+                keep(self.cache, row, [3 - token if index == odd_one else token])
+            else:
+                self.cache.advance(row, row.scheduled)
         for row in [row for row in step if row.length >= MAX_LEN]:
             self._leave(row)
 

@@ -9,12 +9,19 @@ from hypothesis import strategies as st
 
 from megatron_mamba_cache.policy.block_hashing import BlockKeyChain
 from megatron_mamba_cache.policy.identifiers import SlotId
-from megatron_mamba_cache.policy.requests import LogProbSettings, RequestSpec, RunningRequest, SamplingSettings
+from megatron_mamba_cache.policy.requests import (
+    KeptTokens,
+    LogProbSettings,
+    RequestSpec,
+    RunningRequest,
+    SamplingSettings,
+)
 
 
 def row_of(
     prompt: list[int], generated: list[int], *, max_len: int = 100, sampling: SamplingSettings | None = None
 ) -> RunningRequest:
+    """Return a row whose step computes its last known token, and so samples the next."""
     spec = RequestSpec(0, np.array(prompt, dtype=np.int64), max_len, sampling or SamplingSettings())
     return RunningRequest(
         spec=spec,
@@ -24,29 +31,36 @@ def row_of(
         live_slot=SlotId(0),
         block_ids=[],
         num_shared_blocks=0,
-        computed=0,
+        computed=len(prompt) + len(generated) - 1,
+        scheduled=1,
         generated=list(generated),
     )
 
 
+def ends_with(row: RunningRequest, token: int) -> bool:
+    kept = row.keep([token])
+    assert kept.tokens == (token,)
+    return kept.ends
+
+
 def stops(words: tuple[tuple[int, ...], ...], generated: list[int], token: int, prompt: tuple[int, ...] = (9,)) -> bool:
-    return row_of([*prompt], generated, sampling=SamplingSettings(stop_words=words)).ends_with(token)
+    return ends_with(row_of([*prompt], generated, sampling=SamplingSettings(stop_words=words)), token)
 
 
 def test_termination_token_ends_a_request() -> None:
     row = row_of([1], [2], sampling=SamplingSettings(termination_id=7))
-    assert row.ends_with(7) and not row.ends_with(6)
+    assert ends_with(row, 7) and not ends_with(row, 6)
 
 
 def test_token_that_reaches_the_length_limit_ends_a_request() -> None:
-    assert not row_of([1, 2], [3], max_len=5).ends_with(4)
-    assert row_of([1, 2], [3, 4], max_len=5).ends_with(4)
-    assert row_of([1, 2], [], max_len=3).ends_with(4)
+    assert not ends_with(row_of([1, 2], [3], max_len=5), 4)
+    assert ends_with(row_of([1, 2], [3, 4], max_len=5), 4)
+    assert ends_with(row_of([1, 2], [], max_len=3), 4)
 
 
 def test_no_token_ends_a_request_without_termination_or_stop_words() -> None:
     row = row_of([1], [2, 3])
-    assert not any(row.ends_with(token) for token in range(10))
+    assert not any(ends_with(row, token) for token in range(10))
 
 
 def test_stop_word_of_one_token_ends_a_request() -> None:
@@ -83,10 +97,10 @@ def test_interrupted_request_stops_where_an_uninterrupted_one_does(num_replayed:
         num_replayed=num_replayed,
     )
     row = row_of(prompt, reply[num_replayed:])
-    row.spec = spec
-    assert row.ends_with(9) and row.ends_with(1) and not row.ends_with(8)
+    row.spec, row.computed = spec, len(prompt) + len(reply) - 1
+    assert ends_with(row, 9) and ends_with(row, 1) and not ends_with(row, 8)
     row.spec = dataclasses.replace(spec, sampling=SamplingSettings(stop_words=((7, 5, 5, 6, 8, 9),)))
-    assert not row.ends_with(9)
+    assert not ends_with(row, 9)
 
 
 def test_any_of_several_stop_words_ends_a_request() -> None:
@@ -103,6 +117,89 @@ def test_stop_words_are_a_suffix_of_what_is_generated(generated: list[int], toke
     text = "".join(map(str, [*generated, token]))
     expected = any(text.endswith("".join(map(str, word))) for word in words)
     assert stops(tuple(map(tuple, words)), generated, token) == expected
+
+
+# What is kept of accepted drafts.
+
+
+def drafted(row: RunningRequest, num_drafts: int) -> RunningRequest:
+    """Let the row's step feed drafts too."""
+    row.drafts = (0,) * num_drafts
+    row.scheduled = 1 + num_drafts
+    return row
+
+
+def test_all_accepted_tokens_are_kept_where_none_ends_the_request() -> None:
+    row = drafted(row_of([1], [2]), 4)
+    assert row.keep([3, 4, 5]) == KeptTokens((3, 4, 5), ends=False)
+
+
+@pytest.mark.parametrize("place", range(5))
+def test_nothing_behind_an_end_token_inside_accepted_drafts_is_kept(place: int) -> None:
+    emitted = [1, 2, 3, 4, 5]
+    row = drafted(row_of([9], [9], sampling=SamplingSettings(termination_id=emitted[place])), 4)
+    assert row.keep(emitted) == KeptTokens(tuple(emitted[: place + 1]), ends=True)
+
+
+@pytest.mark.parametrize("place", range(5))
+def test_nothing_behind_the_length_limit_is_kept(place: int) -> None:
+    row = drafted(row_of([9], [9], max_len=3 + place), 4)
+    assert row.keep([1, 2, 3, 4, 5]) == KeptTokens((1, 2, 3, 4, 5)[: place + 1], ends=True)
+
+
+@pytest.mark.parametrize(
+    ("word", "num_kept"), [((7, 8, 1), 1), ((8, 1, 2), 2), ((2, 3, 4), 4), ((7, 8, 1, 2, 3, 4, 5), 5)]
+)
+def test_nothing_behind_a_stop_word_is_kept_wherever_it_began(word: tuple[int, ...], num_kept: int) -> None:
+    row = drafted(row_of([9], [7, 8], sampling=SamplingSettings(stop_words=(word,))), 4)
+    assert row.keep([1, 2, 3, 4, 5]) == KeptTokens((1, 2, 3, 4, 5)[:num_kept], ends=True)
+
+
+def test_stop_word_that_only_rejected_drafts_complete_ends_nothing() -> None:
+    row = drafted(row_of([9], [7], sampling=SamplingSettings(stop_words=((7, 1, 2),))), 4)
+    assert row.keep([1]) == KeptTokens((1,), ends=False)
+
+
+def test_row_in_mid_prefill_keeps_nothing() -> None:
+    row = row_of([1, 2, 3], [], sampling=SamplingSettings(termination_id=4))
+    row.computed, row.scheduled = 0, 2
+    assert row.keep([4]) == KeptTokens((), ends=False)
+
+
+SMALL_TOKENS = st.integers(0, 2)
+
+
+@given(
+    st.lists(SMALL_TOKENS, max_size=5),
+    st.lists(SMALL_TOKENS, min_size=1, max_size=9),
+    st.lists(st.lists(SMALL_TOKENS, min_size=1, max_size=5), max_size=2),
+    st.integers(-1, 3),
+    st.integers(1, 16),
+)
+def test_kept_tokens_are_those_of_as_many_steps_of_one_token(
+    generated: list[int], emitted: list[int], words: list[list[int]], end_token: int, room: int
+) -> None:
+    settings = SamplingSettings(termination_id=end_token, stop_words=tuple(map(tuple, words)))
+    max_len = 1 + len(generated) + room
+    row = drafted(row_of([9], generated, max_len=max_len, sampling=settings), len(emitted) - 1)
+    kept, text = [], list(generated)
+    for token in emitted:
+        step = row_of([9], text, max_len=max_len, sampling=settings).keep([token])
+        kept.append(token)
+        text.append(token)
+        if step.ends:
+            break
+    assert row.keep(emitted) == KeptTokens(tuple(kept), ends=step.ends)
+
+
+def test_inputs_are_the_last_known_token_and_the_drafts_or_a_part_of_the_prompt() -> None:
+    row = drafted(row_of([1, 2, 3], [4, 5]), 0)
+    row.drafts, row.scheduled = (6, 7), 3
+    assert list(row.inputs) == [5, 6, 7]
+    row.drafts, row.scheduled = (), 1
+    assert list(row.inputs) == [5]
+    row.computed, row.scheduled = 1, 2
+    assert list(row.inputs) == [2, 3]
 
 
 @given(st.lists(st.integers(0, 99), min_size=1, max_size=6), st.lists(st.integers(0, 99), max_size=6), st.data())
@@ -126,12 +223,14 @@ def test_tokens_reach_across_the_seam_of_prompt_and_reply() -> None:
 
 def test_row_samples_only_when_its_last_known_token_is_computed() -> None:
     row = row_of([1, 2, 3], [])
-    row.scheduled = 2
+    row.computed, row.scheduled = 0, 2
     assert not row.samples_this_step and row.is_prefilling
     row.computed, row.scheduled = 2, 1
     assert row.samples_this_step
     row.computed, row.scheduled, row.generated = 3, 1, [4]
     assert row.samples_this_step and not row.is_prefilling and row.length == 4
+    row.scheduled, row.drafts = 3, (5, 6)
+    assert row.samples_this_step and row.length == 4
 
 
 @pytest.mark.parametrize(
@@ -159,6 +258,13 @@ def test_greedy_requests_need_no_random_number(settings: SamplingSettings, is_gr
 def test_only_prompt_log_probs_keep_a_request_from_skipping(settings: LogProbSettings, may_skip: bool) -> None:
     spec = RequestSpec(0, np.array([1]), 5, SamplingSettings(), log_probs=settings)
     assert spec.may_skip == may_skip
+
+
+@pytest.mark.parametrize("accepted", [1, 2, 4])
+def test_live_state_lies_in_the_column_that_was_accepted_last(accepted: int) -> None:
+    row = row_of([1], [])
+    row.draft_slots, row.accepted = [SlotId(5), SlotId(3), SlotId(8)], accepted
+    assert row.state_slot == [0, 5, 3, 8][accepted - 1]
 
 
 def test_requests_of_equal_content_are_not_the_same_request() -> None:

@@ -135,6 +135,64 @@ def test_draft_states_are_taken_and_released_like_live_ones() -> None:
     assert pool.num_available == 3
 
 
+def test_live_slots_are_counted() -> None:
+    pool = SlotPool(4)
+    live, _, _ = pool.take_live(), pool.reserve(), pool.take_draft(1)
+    assert pool.num_live == 1
+    pool.release_live(live)
+    assert pool.num_live == 0
+
+
+def test_only_a_rolling_checkpoint_is_retired() -> None:
+    pool = SlotPool(3)
+    rolling, _ = cache(pool, 0, 1)
+    pool.mark_rolling(BlockId(0))
+    for block in (0, 1, 2):
+        pool.retire(BlockId(block))
+    pool.check_integrity()
+    assert cached_blocks(pool) == [1]
+    assert pool.owner_of(rolling) is SlotOwner.FREE and pool.num_evicted == 0
+
+
+@pytest.mark.parametrize("how", ["pin", "keep"])
+def test_a_checkpoint_that_somebody_has_an_interest_in_is_not_retired(how: str) -> None:
+    pool = SlotPool(3)
+    cache(pool, 0)
+    pool.mark_rolling(BlockId(0))
+    getattr(pool, how)(BlockId(0))
+    pool.check_integrity()
+    if how == "pin":
+        pool.unpin(BlockId(0))
+    pool.retire(BlockId(0))
+    assert cached_blocks(pool) == [0]
+
+
+@pytest.mark.parametrize("leave", ["drop", "flush", "retire", "evict"])
+def test_a_mark_leaves_with_its_state(leave: str) -> None:
+    pool = SlotPool(1)
+    cache(pool, 0)
+    pool.mark_rolling(BlockId(0))
+    if leave == "flush":
+        pool.flush()
+    elif leave == "evict":
+        pool.release_live(pool.take_live())
+    else:
+        getattr(pool, leave)(BlockId(0))
+    pool.check_integrity()
+    cache(pool, 0)
+    pool.retire(BlockId(0))
+    assert cached_blocks(pool) == [0]
+
+
+def test_a_block_without_a_state_is_never_marked() -> None:
+    pool = SlotPool(1)
+    pool.mark_rolling(BlockId(0))
+    pool.check_integrity()
+    cache(pool, 0)
+    pool.retire(BlockId(0))
+    assert cached_blocks(pool) == [0]
+
+
 def test_a_reserved_slot_that_is_not_reached_becomes_free() -> None:
     pool = SlotPool(2)
     (slot,) = pool.reserve()
@@ -296,6 +354,7 @@ def test_a_flush_of_both_pools_survives_a_pinned_state() -> None:
         (lambda pool: pool._slot_of.clear(), "listed as cached"),
         (lambda pool: pool._pins.__setitem__(9, 1), "pins"),
         (lambda pool: pool._evictable.clear(), "evictable"),
+        (lambda pool: pool._rolling.add(BlockId(9)), "rolling"),
     ],
 )
 def test_check_integrity_finds_a_broken_invariant(corrupt: object, message: str) -> None:
@@ -319,10 +378,15 @@ class SlotMachine(RuleBasedStateMachine):
         self.states: dict[BlockId, SlotId] = {}
         self.by_use: list[BlockId] = []  # least recently used first
         self.pins: Counter[BlockId] = Counter()
+        self.rolling: set[BlockId] = set()
         self.orphans: dict[BlockId, list[SlotId]] = {}
 
     def _use(self, block: BlockId) -> None:
         self.by_use = [*(other for other in self.by_use if other != block), block]
+
+    def _forget(self, block: BlockId) -> None:
+        del self.states[block]
+        self.rolling.discard(block)
 
     def _unpinned(self) -> list[BlockId]:
         return [block for block in self.by_use if block in self.states and not self.pins[block]]
@@ -344,7 +408,7 @@ class SlotMachine(RuleBasedStateMachine):
                 calls[owner]()
             return
         for block in self._unpinned()[: max(0, num_slots - self._num_free())]:
-            del self.states[block]
+            self._forget(block)
         self.held[owner] += calls[owner]()
 
     @precondition(lambda self: any(self.held.values()))
@@ -379,6 +443,7 @@ class SlotMachine(RuleBasedStateMachine):
             return
         self.pool.pin(block)
         self.pins[block] += 1
+        self.rolling.discard(block)
         self._use(block)
 
     @rule(block=blocks)
@@ -400,7 +465,26 @@ class SlotMachine(RuleBasedStateMachine):
                 self.pool.drop(block)
             return
         self.pool.drop(block)
-        self.states.pop(block, None)
+        if block in self.states:
+            self._forget(block)
+
+    @rule(block=blocks)
+    def mark_rolling(self, block: BlockId) -> None:
+        """Mark a state that nobody reads, as its request does right after publishing it."""
+        if not self.pins[block]:
+            self.pool.mark_rolling(block)
+            self.rolling |= {block} & self.states.keys()
+
+    @rule(block=blocks)
+    def keep(self, block: BlockId) -> None:
+        self.pool.keep(block)
+        self.rolling.discard(block)
+
+    @rule(block=blocks)
+    def retire(self, block: BlockId) -> None:
+        self.pool.retire(block)
+        if block in self.rolling:
+            self._forget(block)
 
     @rule(block=blocks)
     def touch(self, block: BlockId) -> None:
@@ -415,6 +499,7 @@ class SlotMachine(RuleBasedStateMachine):
             if self.pins[block]:
                 self.orphans.setdefault(block, []).append(slot)
         self.states = {}
+        self.rolling = set()
 
     @invariant()
     def pool_agrees_with_model(self) -> None:
@@ -423,6 +508,7 @@ class SlotMachine(RuleBasedStateMachine):
         counts["free"] = self._num_free()
         counts["cached"] = len(self.states) + sum(map(len, self.orphans.values()))
         assert self.pool.count_by_owner() == counts
+        assert (self.pool.num_live, self.pool.num_reserved) == (counts["live"], counts["reserved"])
         assert self.pool.num_available == self._num_free() + len(self._unpinned())
         assert all(self.pool.slot_of(BlockId(block)) == self.states.get(BlockId(block)) for block in range(7))
         in_use = [slot for slots in [*self.held.values(), *self.orphans.values()] for slot in slots]

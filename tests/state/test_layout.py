@@ -39,6 +39,22 @@ def test_no_budget_is_refused() -> None:
         LAYOUT.num_slots_in(0.0, num_live=4)
 
 
+def test_drafts_of_one_request_need_no_more_than_the_budget_buys() -> None:
+    for num_drafts in range(9):
+        least = max(1, num_drafts) * LAYOUT.slot_bytes / 2**30
+        assert LAYOUT.num_slots_in(least, 5, num_drafts) == 5 + max(1, num_drafts)
+        assert LAYOUT.num_slots_in(10 * least, 5, num_drafts) == 5 + 10 * max(1, num_drafts)
+
+
+@pytest.mark.parametrize("num_drafts", [2, 8])
+def test_budget_below_one_request_s_drafts_is_refused_with_the_least_that_works(num_drafts: int) -> None:
+    budget = (num_drafts * LAYOUT.slot_bytes - 1) / 2**30
+    needed = f"{num_drafts} draft states take {num_drafts * LAYOUT.slot_bytes} bytes.*--num-speculative-tokens"
+    with pytest.raises(ValueError, match=needed) as error:
+        LAYOUT.num_slots_in(budget, 4, num_drafts)
+    assert LAYOUT.num_slots_in(least_in(str(error.value)), 4, num_drafts) == 4 + num_drafts
+
+
 @given(st.integers(1, 100), st.integers(1, 10_000), st.integers(1, 300), st.sampled_from([2**20, 2**24, 1, 1000]))
 def test_the_least_budget_that_is_named_always_works(layers: int, channels: int, heads: int, scale: int) -> None:
     layout = StateLayout(layers, (3, channels), (heads, scale), torch.float32, torch.float32)

@@ -19,7 +19,7 @@ from megatron_mamba_cache.state.step_batch import StepBatch, StepGeometry, lay_o
 from megatron_mamba_cache.state.step_buffers import StepBuffers, StepLimits
 
 BLOCK, SSM_CHUNK, DUMMY = 8, 4, 999
-GEOMETRY = StepGeometry(BLOCK, SSM_CHUNK, DUMMY)
+GEOMETRY = StepGeometry(BLOCK, SSM_CHUNK, DUMMY, window_len=3)
 LIMITS = StepLimits(max_tokens=256, max_rows=8, max_chunks=256 // SSM_CHUNK + 16, max_blocks=8)
 
 
@@ -183,10 +183,14 @@ def test_step_is_what_a_walk_over_its_tokens_says(device: str, seed: int) -> Non
     assert batch.attention.query_lens == tuple(end - start for start, end in pairwise(expected.cu_query))
     assert ints(batch.attention.kv_lengths) == [row.computed + row.scheduled for row in rows]
     assert list(batch.attention.kv_lens) == ints(batch.attention.kv_lengths)
-    assert ints(batch.last_tokens) == [end - 1 for end in expected.cu_query[1:]]
+    assert ints(batch.logits.tokens) == [end - 1 for end in expected.cu_query[1:]]
+    assert batch.logits.starts == tuple(range(len(rows) + 1))
     num_decode = sum(not row.is_prefilling for row in rows)
     assert batch.num_decode_rows == num_decode
-    assert ints(batch.decode_slots) == [row.live_slot for row in rows[:num_decode]]
+    assert batch.num_decode_tokens == num_decode
+    assert (batch.decode is None) == (num_decode == 0)
+    if batch.decode is not None:
+        assert ints(batch.decode.columns) == [[row.live_slot] for row in rows[:num_decode]]
     for index, row in enumerate(rows):
         assert ints(batch.attention.block_table[index, : len(row.block_ids)]) == row.block_ids
 
@@ -213,7 +217,7 @@ def test_prefill_rows_are_what_a_walk_over_their_tokens_says(device: str, seed: 
 @pytest.mark.parametrize("seed", range(60))
 def test_sampling_rows_carry_each_request_s_settings_and_its_own_random_number(device: str, seed: int) -> None:
     rows = random_rows(seed)
-    sampling = lay_out(rows, device).sampling
+    sampling = lay_out(rows, device).logits
     settings = [row.spec.sampling for row in rows]
     assert sampling.temperature.tolist() == [s.temperature for s in settings]
     assert sampling.top_k.tolist() == [s.top_k for s in settings]
@@ -228,11 +232,21 @@ def test_sampling_rows_carry_each_request_s_settings_and_its_own_random_number(d
 def test_tensors_are_of_the_types_that_the_model_and_the_kernels_take(device: str) -> None:
     batch = lay_out([decoding(0), row_of(1, prompt_len=9, computed=0, scheduled=9)], device)
     assert batch.token_ids.dtype == batch.positions.dtype == torch.int64
-    assert batch.prefill is not None
-    int32 = [batch.token_blocks, batch.last_tokens, batch.decode_slots, batch.prefill.cu_chunks, batch.sampling.top_k]
+    assert batch.prefill is not None and batch.decode is not None
+    logits, decode = batch.logits, batch.decode
+    int32 = [
+        batch.token_blocks,
+        batch.prefill.cu_chunks,
+        logits.tokens,
+        logits.top_k,
+        logits.verify.cu_logits,
+        decode.cu_tokens,
+        decode.columns,
+        decode.accepted,
+    ]
     assert {tensor.dtype for tensor in int32} == {torch.int32}
-    assert batch.sampling.uniforms.dtype == torch.float64
-    assert all(tensor.device.type == device for tensor in (*int32, batch.token_ids, batch.sampling.uniforms))
+    assert logits.uniforms.dtype == torch.float64 and logits.verify.draft_ids.dtype == torch.int64
+    assert all(tensor.device.type == device for tensor in (*int32, batch.token_ids, logits.uniforms))
 
 
 @pytest.mark.parametrize(
@@ -293,6 +307,6 @@ def test_views_of_a_step_lie_in_its_buffers(device: str) -> None:
     batch = lay_out_step([decoding(0), row_of(1, prompt_len=9, computed=0, scheduled=9)], buffers, GEOMETRY)
     assert batch.token_blocks.data_ptr() == buffers.device("token_blocks").data_ptr()
     assert batch.attention.block_table.data_ptr() == buffers.device_block_table().data_ptr()
-    assert batch.sampling.uniforms.data_ptr() == buffers.device("uniforms").data_ptr()
+    assert batch.logits.uniforms.data_ptr() == buffers.device("uniforms").data_ptr()
     assert batch.prefill is not None
     assert batch.prefill.chunk_slots.data_ptr() == buffers.device("chunk_slots").data_ptr()

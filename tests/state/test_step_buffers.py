@@ -1,5 +1,7 @@
 """Properties of the one buffer that a step sends."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -25,12 +27,16 @@ def host_values(buffers: StepBuffers) -> dict[str, list[int]]:
     return {name: buffers.host(name).tolist() for name in StepBuffers.SECTIONS}
 
 
-def test_sections_never_overlap_and_have_the_sizes_of_the_limits(device: str) -> None:
-    buffers = StepBuffers(LIMITS, device)
+@pytest.mark.parametrize(("max_drafts", "num_logits"), [(0, 5), (1, 10), (2, 11), (8, 11)])
+def test_sections_never_overlap_and_have_the_sizes_of_the_limits(max_drafts: int, num_logits: int, device: str) -> None:
+    limits = replace(LIMITS, max_drafts=max_drafts)
+    buffers = StepBuffers(limits, device)
+    assert limits.max_logits == num_logits
     fill(buffers, first=1)
     values = [value for section in host_values(buffers).values() for value in section]
     assert sorted(values) == list(range(1, len(values) + 1))
-    assert len(values) == 2 * 5 + 4 * 11 + 2 * 6 + 8 * 5 + 8 + 2 * 7 + 5 * 3
+    per_logit, per_token, per_row = 3 * 2 + 2, 4, 12 + (1 + max_drafts)
+    assert len(values) == per_logit * num_logits + per_token * 11 + 3 * 6 + per_row * 5 + 8 + 2 * 7 + 5 * 3
 
 
 def test_every_section_arrives_where_it_was_written(device: str) -> None:
@@ -95,6 +101,15 @@ def test_views_taken_before_a_send_show_what_it_brings(device: str) -> None:
     buffers.send(LIMITS.max_rows)
     assert ids.tolist() == buffers.host("token_ids").tolist()
     assert table.tolist() == buffers.host_block_table().tolist()
+
+
+def test_columns_of_a_row_lie_side_by_side(device: str) -> None:
+    buffers = StepBuffers(replace(LIMITS, max_drafts=2), device)
+    columns = np.arange(15).reshape(5, 3)
+    buffers.host_columns()[:] = columns
+    buffers.send(0)
+    assert buffers.device_columns().tolist() == columns.tolist()
+    assert buffers.device("columns").tolist() == list(range(15))
 
 
 def test_floats_travel_as_their_bits(device: str) -> None:
