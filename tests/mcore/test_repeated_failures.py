@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from megatron_mamba_cache.mcore import controller as controller_module
-from megatron_mamba_cache.mcore.engine import failure_reason
-from megatron_mamba_cache.mcore.failed_steps import FAILURES_BEFORE_ALONE, FAILURES_BEFORE_REFUSAL
+from megatron_mamba_cache.mcore.failed_steps import FAILURES_BEFORE_ALONE, FAILURES_BEFORE_REFUSAL, failure_reason
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
 from tests.mcore.faults import InjectedFault, raise_once, raise_where
 
