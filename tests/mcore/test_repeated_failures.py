@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from megatron_mamba_cache.mcore import context as context_module
 from megatron_mamba_cache.mcore import controller as controller_module
 from megatron_mamba_cache.mcore.failed_steps import FAILURES_BEFORE_ALONE, FAILURES_BEFORE_REFUSAL, failure_reason
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
@@ -52,7 +51,7 @@ def _poisons_layout(run: EngineRun, num_generated: int) -> tuple[Any, str, Calla
         prompt_len = len(run.prompts[POISONED])
         return any(row.request_id == POISONED and row.length >= prompt_len + num_generated for row in rows)
 
-    return context_module, "lay_out_step", is_fault
+    return run.context, "lay_out", is_fault
 
 
 def _poisons_planning(run: EngineRun, _: int) -> tuple[Any, str, Callable[..., bool]]:
@@ -80,8 +79,8 @@ def test_two_such_requests_are_refused_and_the_rest_go_on(monkeypatch: pytest.Mo
     poisoned = (0, 1)
     raise_where(
         monkeypatch,
-        context_module,
-        "lay_out_step",
+        run.context,
+        "lay_out",
         lambda rows, *_, **__: any(row.request_id in poisoned for row in rows),
     )
     finish_through_faults(run)
@@ -92,15 +91,15 @@ def test_two_such_requests_are_refused_and_the_rest_go_on(monkeypatch: pytest.Mo
 
 def test_suspects_run_alone_until_each_has_made_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     run, steps = start_run(), []
-    lay_out_step = context_module.lay_out_step
+    lay_out = run.context.lay_out
 
     def note_rows(rows: Sequence[Any], *arguments: Any, **settings: Any) -> Any:
         steps.append({row.request_id for row in rows})
         if len(steps) <= FAILURES_BEFORE_ALONE:
             raise InjectedFault("the first steps")
-        return lay_out_step(rows, *arguments, **settings)
+        return lay_out(rows, *arguments, **settings)
 
-    monkeypatch.setattr(context_module, "lay_out_step", note_rows)
+    monkeypatch.setattr(run.context, "lay_out", note_rows)
     assert finish_through_faults(run) == FAILURES_BEFORE_ALONE
     suspects = steps[0]
     assert suspects == {0, POISONED} and steps[1] == suspects

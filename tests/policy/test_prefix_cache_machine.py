@@ -1,28 +1,35 @@
 """The prefix cache against a model that knows what every block and slot was last written with.
 
 KV of a position and a state after it are a function of the tokens up to there, so the model writes those tokens,
-and a reader that finds any others has been given the wrong memory.
+and a reader that finds any others has been given the wrong memory. A draft writes as the token it stands for; one that
+is rejected leaves what it wrote behind.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from megatron_mamba_cache.policy.admission import AdmissionPlan, Refusal
+from megatron_mamba_cache.policy.align import plan_align_copy
 from megatron_mamba_cache.policy.block_growth import grow_rows
 from megatron_mamba_cache.policy.block_hashing import block_keys
+from megatron_mamba_cache.policy.boundaries import select_boundaries
 from megatron_mamba_cache.policy.identifiers import BlockId, BlockKey, SlotId
 from megatron_mamba_cache.policy.prefix_cache import PrefixCache
 from megatron_mamba_cache.policy.requests import RequestSpec, RunningRequest
 from megatron_mamba_cache.policy.slot_pool import SlotOwner
-from tests.policy.small_cache import BLOCK, frozen, keep, request, small_cache
+from tests.policy.small_cache import BLOCK, frozen, request, small_cache
 
 MAX_ROWS = 3
 NUM_BLOCKS = 9
 MAX_LEN = 24  # six blocks: a lone row always fits
+MOST_DRAFTS = BLOCK - 1
+
+Checkpoints = Literal["rolling", "all", "none"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +49,19 @@ def sequence_of(row: RunningRequest) -> Text:
     return Text(row.spec.tenant, row.epoch, (*row.spec.prompt.tolist(), *row.generated))
 
 
+def fed_to(row: RunningRequest) -> Text:
+    """Return the sequence that the row's step computes: what is known, and its drafts."""
+    known = sequence_of(row)
+    return Text(known.tenant, known.epoch, (*known.tokens, *row.drafts))
+
+
 @dataclass(slots=True)
 class Memory:
     """What each token of a block and each slot was last written with; None for garbage."""
 
     kv: dict[tuple[BlockId, int], Text | None] = field(default_factory=dict)
     states: dict[SlotId, Text | None] = field(default_factory=dict)
+    windows: dict[SlotId, dict[int, Text]] = field(default_factory=dict)  # conv windows by their offset in the slot
     published_states: set[Text] = field(default_factory=set)
     sequences: dict[BlockKey, Text] = field(default_factory=dict)  # what each key stands for
 
@@ -58,6 +72,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     tokens = st.sampled_from([1, 1, 1, 1, 2])
     tenants = st.sampled_from(["", "", "", "", "blue"])
     budgets = st.sampled_from([1, 3, 4, 6, 9, 64, 64])
+    drafts = st.lists(tokens, max_size=MOST_DRAFTS)
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,12 +81,21 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.rows: list[RunningRequest] = []
         self.texts: list[tuple[int, ...]] = [(1,) * 13]
         self.num_requests = 0
+        self.checkpoints: Checkpoints = "rolling"
+        self.newest: dict[int, BlockId] = {}  # each request's newest decode checkpoint
+        self.unmatched: set[BlockId] = set()  # rolling checkpoints that no prompt has come upon
 
     @initialize(
-        num_slots=st.integers(MAX_ROWS, MAX_ROWS + 4), stride=st.sampled_from([None, 1, 2]), align=st.booleans()
+        num_slots=st.integers(MAX_ROWS, MAX_ROWS + 6),
+        stride=st.sampled_from([None, None, 1, 2]),
+        align=st.booleans(),
+        checkpoints=st.sampled_from(["rolling", "rolling", "all", "none"]),
     )
-    def build(self, num_slots: int, stride: int | None, align: bool) -> None:
-        self.cache = small_cache(NUM_BLOCKS, num_slots, stride=stride, align=align)
+    def build(self, num_slots: int, stride: int | None, align: bool, checkpoints: Checkpoints) -> None:
+        self.checkpoints = checkpoints
+        self.cache = small_cache(
+            NUM_BLOCKS, num_slots, stride=stride, align=align, checkpoints=checkpoints, max_requests=MAX_ROWS
+        )
 
     # Admission.
 
@@ -96,6 +120,8 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self._check_outcome(spec, plan, budget)
         if isinstance(plan, AdmissionPlan):
             row = self.cache.admit(candidate, plan)
+            self.unmatched.discard(row.source_block)
+            self._note_prompt_boundaries(row)
             self.num_requests += 1
             self.rows.append(row)
             self._check_admission(row, plan)
@@ -104,7 +130,8 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         sequence = Text(spec.tenant, self.cache.epoch, tuple(spec.prompt.tolist()))
         blocks, skip = self._best_match(sequence, spec.may_skip)
         waits = spec.may_skip and any(
-            skip < state.position < spec.prompt_len
+            row.is_prefilling
+            and skip < state.position < spec.prompt_len
             and row.epoch == self.cache.epoch
             and sequence_of(row).upto(state.position) == sequence.upto(state.position)
             for row in self.rows
@@ -148,13 +175,28 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         if skip:
             assert sequence.upto(skip) in self.memory.published_states
             assert row.source_slot is not None and self.memory.states[row.source_slot] == sequence.upto(skip)
+            assert self.memory.windows[row.source_slot] == {0: sequence.upto(skip)}
         else:
             assert row.source_slot is None
         self.memory.states[row.live_slot] = None
+        self.memory.windows[row.live_slot] = {}
         self._check_kv(row, len(plan.match.blocks) * BLOCK)
 
+    def _note_prompt_boundaries(self, row: RunningRequest) -> None:
+        """Mark the states that the row's prefill chunk would reserve, had they not been there."""
+        if row.epoch != self.cache.epoch:
+            return
+        positions = select_boundaries(
+            self.cache.rules.boundaries,
+            prompt_len=row.spec.prompt_len,
+            start=row.computed,
+            end=row.computed + row.scheduled,
+            kv_match_end=row.num_shared_blocks * BLOCK,
+        )
+        self.unmatched -= {self.cache.kv.find(row.chain.keys[position // BLOCK - 1]) for position in positions}
+
     def _check_kv(self, row: RunningRequest, end: int) -> None:
-        sequence = sequence_of(row)
+        sequence = fed_to(row)
         for position in range(end):
             block, offset = row.block_ids[position // BLOCK], position % BLOCK
             assert self.memory.kv[block, offset] == sequence.upto(position + 1)
@@ -162,16 +204,37 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     # One step.
 
     @precondition(lambda self: any(not row.scheduled and not row.is_paused for row in self.rows))
-    @rule(data=st.data(), budget=budgets)
-    def schedule(self, data: st.DataObject, budget: int) -> None:
+    @rule(data=st.data(), budget=budgets, drafts=drafts)
+    def schedule(self, data: st.DataObject, budget: int, drafts: list[int]) -> None:
         rows = [row for row in self.rows if not row.scheduled and not row.is_paused]
-        self._schedule(data.draw(st.sampled_from(rows)), budget)
+        self._schedule(data.draw(st.sampled_from(rows)), budget, drafts)
 
-    def _schedule(self, row: RunningRequest, budget: int) -> None:
+    def _schedule(self, row: RunningRequest, budget: int, drafts: list[int]) -> None:
         if row.is_prefilling:
             self.cache.schedule_chunk(row, min(row.computed + budget, row.spec.prompt_len))
+            self._note_prompt_boundaries(row)
         else:
-            self.cache.schedule_decode(row)
+            self._schedule_decode(row, drafts[: MAX_LEN - row.length - 1])
+        self._forget_lost_states()
+
+    def _schedule_decode(self, row: RunningRequest, drafts: list[int]) -> None:
+        counters, slots = self.cache.counters, self.cache.slots
+        num_skipped, held = counters.states_skipped_no_room, list(row.draft_slots)
+        self.cache.schedule_decode(row, drafts)
+        given = len(row.drafts)
+        assert row.drafts == tuple(drafts[:given]) and row.scheduled == 1 + given
+        assert row.draft_slots[: len(held)] == held and len(row.draft_slots) == max(len(held), given)
+        if given < len(drafts):
+            spare = slots.num_available + len(row.reserved) - (MAX_ROWS - slots.num_live)
+            fills_blocks = row.computed + row.scheduled == len(row.block_ids) * BLOCK
+            assert spare <= 0 or (fills_blocks and not self.cache.kv.num_available)
+        boundary = (row.computed // BLOCK + 1) * BLOCK
+        reaches = boundary <= row.computed + row.scheduled and self.checkpoints != "none"
+        wanted = [boundary] if reaches and row.epoch == self.cache.epoch else []
+        if counters.states_skipped_no_room > num_skipped:
+            assert wanted and not slots.num_available
+            wanted = []
+        assert [state.position for state in row.reserved] == wanted
 
     @precondition(lambda self: self.rows)
     @rule(
@@ -180,36 +243,104 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         token=tokens,
         odd_one=st.integers(0, 8),
         capacity=st.sampled_from([0, 2, 4, NUM_BLOCKS]),
+        drafts=drafts,
+        cut=st.sampled_from([0, 0, 0, 1, 2]),
     )
-    def run_steps(self, num_steps: int, budget: int, token: int, odd_one: int, capacity: int) -> None:
-        """Run all rows that are not paused; each samples `token`, but for one that may differ."""
+    def run_steps(
+        self, num_steps: int, budget: int, token: int, odd_one: int, capacity: int, drafts: list[int], cut: int
+    ) -> None:
+        """Run all rows that are not paused; each samples `token` everywhere, but for one that may differ.
+
+        Up to `cut` of the tokens that a row's drafts bring are not kept, as behind a stop word, and end the row.
+        """
         for _ in range(num_steps):
             step = [row for row in self.rows if not row.is_paused]
             for row in step:
                 if not row.scheduled:
-                    self._schedule(row, budget)
-            self._run(step, token, odd_one)
+                    self._schedule(row, budget, drafts)
+            self._run(step, [3 - token if index == odd_one else token for index in range(len(step))], cut)
             self._grow(capacity)
             if not self.rows:
                 break
             self.pools_and_rows_agree()
             self.whatever_can_be_found_was_written()
+            self.live_states_are_where_their_rows_look_for_them()
 
-    def _run(self, step: Sequence[RunningRequest], token: int, odd_one: int) -> None:
+    def _run(self, step: Sequence[RunningRequest], sampled: Sequence[int], cut: int) -> None:
         self._forward(step)
         for row in step:
-            if row.epoch == self.cache.epoch:
-                self._note_keys(row)
-                self.memory.published_states.update(sequence_of(row).upto(state.position) for state in row.reserved)
             if row.is_prefilling:
-                self.cache.publish(row, row.scheduled)
-        for index, row in enumerate(step):
+                self._publish(row, row.scheduled)
+        accepted = [self._num_accepted(row, token) for row, token in zip(step, sampled, strict=True)]
+        for row, num_accepted in zip(step, accepted, strict=True):
+            self._align_copy(row, num_accepted)
+        ended = []
+        for row, token, num_accepted in zip(step, sampled, accepted, strict=True):
+            num_kept = max(num_accepted - cut, 1)
             if row.samples_this_step:
-                keep(self.cache, row, [3 - token if index == odd_one else token])
-            else:
+                row.generated += [token] * num_kept
+            if row.is_prefilling:
                 self.cache.advance(row, row.scheduled)
-        for row in [row for row in step if row.length >= MAX_LEN]:
+            else:
+                self._publish(row, num_kept)
+                self.cache.advance(row, num_kept)
+            assert (row.scheduled, row.drafts, len(row.draft_slots)) == (0, (), row.accepted - 1)
+            if row.length >= MAX_LEN or num_kept < num_accepted:
+                ended.append(row)
+        for row in ended:
             self._leave(row)
+
+    def _num_accepted(self, row: RunningRequest, token: int) -> int:
+        wrong = [place for place, draft in enumerate(row.drafts) if draft != token]
+        return 1 + (wrong[0] if wrong else len(row.drafts))
+
+    def _align_copy(self, row: RunningRequest, num_accepted: int) -> None:
+        """Copy the state at a boundary that a decode step reached, as the device does before the host knows."""
+        if row.is_prefilling or not row.reserved:
+            return
+        (reserved,) = row.reserved
+        copy = plan_align_copy(row.computed, row.scheduled, len(row.drafts), num_accepted, 0, BLOCK)
+        if copy is None:
+            self.memory.states[reserved.slot] = None
+            return
+        assert (copy.destination_column + 1) * BLOCK == reserved.position
+        columns = [row.live_slot, *row.draft_slots]
+        self.memory.states[reserved.slot] = self.memory.states[columns[copy.source_column]]
+        self.memory.windows[reserved.slot] = {0: self.memory.windows[row.live_slot][copy.shift]}
+
+    def _publish(self, row: RunningRequest, num_tokens: int) -> None:
+        """Publish a row, and check which boundaries can be found afterwards and which checkpoint was retired."""
+        end, is_current = row.computed + num_tokens, row.epoch == self.cache.epoch
+        reached = [state.position for state in row.reserved if state.position <= end]
+        self._forget_lost_states()
+        before = set(self.cache.slots.cached_blocks())
+        if is_current:
+            self._note_keys(row, end)
+            self.memory.published_states.update(sequence_of(row).upto(position) for position in reached)
+        self.cache.publish(row, num_tokens)
+        after = set(self.cache.slots.cached_blocks())
+        assert not row.reserved and row.source_block is None
+        retired = set()
+        if is_current:
+            for index in range(end // BLOCK):
+                assert self.cache.kv.find(row.chain.keys[index]) == row.block_ids[index]
+            assert all(row.block_ids[position // BLOCK - 1] in after for position in reached)
+            if not row.is_prefilling and after - before:
+                retired = {self.newest.get(row.request_id)} & self.unmatched
+                self._note_checkpoint(row, after - before)
+        else:
+            assert after == before
+        assert before - after == retired, "a state that others may want is gone"
+        assert after - before <= {row.block_ids[position // BLOCK - 1] for position in reached}
+        self._forget_lost_states()
+
+    def _note_checkpoint(self, row: RunningRequest, published: set[BlockId]) -> None:
+        (self.newest[row.request_id],) = published
+        if self.checkpoints == "rolling":
+            self.unmatched |= published
+
+    def _forget_lost_states(self) -> None:
+        self.unmatched &= set(self.cache.slots.cached_blocks())
 
     def _grow(self, capacity: int) -> None:
         outcome = grow_rows(self.rows, self.cache, capacity)
@@ -222,27 +353,32 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
     def _forward(self, step: Sequence[RunningRequest]) -> None:
         """Read every row's state, then write KV and states as the model's kernels do."""
-        initial = [self._initial_slot(row) for row in step]
-        written = [slot for row in step for slot in (row.live_slot, *(state.slot for state in row.reserved))]
+        written = [slot for row in step for slot in self._written_slots(row)]
         assert len(set(written)) == len(written)
-        for row, slot in zip(step, initial, strict=True):
-            others = {row.live_slot for row in step} - {row.live_slot}
-            assert slot is None or slot not in others | {state.slot for row in step for state in row.reserved}
-            assert slot is None or self.memory.states[slot] == sequence_of(row).upto(row.computed)
+        for row in step:
+            self._check_initial_state(row, set(written) - set(self._columns(row)))
         for row in step:
             self._write_kv(row)
         for row in step:
-            end = row.computed + row.scheduled
-            self._check_kv(row, end)
-            self.memory.states[row.live_slot] = sequence_of(row).upto(end)
-            for state in row.reserved:
-                assert row.computed < state.position <= end and state.position % BLOCK == 0
-                self.memory.states[state.slot] = sequence_of(row).upto(state.position)
+            self._check_kv(row, row.computed + row.scheduled)
+            self._write_states(row)
 
-    def _initial_slot(self, row: RunningRequest) -> SlotId | None:
+    def _columns(self, row: RunningRequest) -> list[SlotId]:
+        """Return the slots behind the tokens of a decode step, or the live slot, which a prefill writes."""
+        return [row.live_slot] if row.is_prefilling else [row.live_slot, *row.draft_slots]
+
+    def _written_slots(self, row: RunningRequest) -> list[SlotId]:
+        return [*self._columns(row), *(state.slot for state in row.reserved)]
+
+    def _check_initial_state(self, row: RunningRequest, written_by_others: set[SlotId]) -> None:
         if row.source_slot is not None:
-            return row.source_slot
-        return row.live_slot if row.computed else None
+            slot, window_slot, offset = row.source_slot, row.source_slot, 0
+        else:
+            slot, window_slot, offset = row.state_slot, row.live_slot, row.accepted - 1
+        assert slot not in written_by_others
+        if row.computed:
+            assert self.memory.states[slot] == sequence_of(row).upto(row.computed)
+            assert self.memory.windows[window_slot][offset] == sequence_of(row).upto(row.computed)
 
     def _write_kv(self, row: RunningRequest) -> None:
         for position in range(row.computed, row.computed + row.scheduled):
@@ -251,10 +387,24 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             block = row.block_ids[position // BLOCK]
             assert self.cache.kv.key_of(block) is None, "a findable block is written"
             assert self.cache.kv.num_refs(block) == 1, "a shared block is written"
-            self.memory.kv[block, position % BLOCK] = sequence_of(row).upto(position + 1)
+            self.memory.kv[block, position % BLOCK] = fed_to(row).upto(position + 1)
 
-    def _note_keys(self, row: RunningRequest) -> None:
-        sequence = sequence_of(row)
+    def _write_states(self, row: RunningRequest) -> None:
+        fed, start, end = fed_to(row), row.computed, row.computed + row.scheduled
+        assert all(start < state.position <= end and state.position % BLOCK == 0 for state in row.reserved)
+        if row.is_prefilling:
+            self.memory.states[row.live_slot] = fed.upto(end)
+            self.memory.windows[row.live_slot] = {0: fed.upto(end)}
+            for state in row.reserved:
+                self.memory.states[state.slot] = fed.upto(state.position)
+                self.memory.windows[state.slot] = {0: fed.upto(state.position)}
+            return
+        behind = [fed.upto(position + 1) for position in range(start, end)]
+        self.memory.states.update(zip(self._columns(row), behind, strict=False))
+        self.memory.windows[row.live_slot] = dict(enumerate(behind))
+
+    def _note_keys(self, row: RunningRequest, end: int) -> None:
+        sequence = sequence_of(row).upto(end)
         keys = block_keys(self.cache.root_of(sequence.tenant), sequence.tokens, BLOCK)
         for index, key in enumerate(keys):
             self.memory.sequences[key] = sequence.upto((index + 1) * BLOCK)
@@ -278,7 +428,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         for row in step:
             loses_state = is_forward_run or row.source_slot is not None
             self.cache.abort(row)
-            assert (row.reserved, row.scheduled, row.source_block) == ([], 0, None)
+            assert (row.reserved, row.scheduled, row.drafts, row.source_block) == ([], 0, (), None)
             if loses_state:
                 self._leave(row)
 
@@ -294,6 +444,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     def flush(self, weights_version: str | None) -> None:
         self.num_requests += 1
         self.cache.flush(weights_version)
+        self.unmatched.clear()
         assert not list(self._registered())
 
     @rule(share=st.sampled_from([0.3, 0.6, 1.0]))
@@ -306,6 +457,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     def press_on_slots(self, share: float) -> None:
         slots = self.cache.slots.reserve(round(share * self.cache.slots.num_available))
         self.memory.states.update(dict.fromkeys(slots))
+        self.memory.windows.update((slot, {}) for slot in slots)
         for slot in slots:
             self.cache.slots.cancel(slot)
 
@@ -324,6 +476,17 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             slot = self.cache.slots.slot_of(block)
             if slot is not None:
                 assert self.memory.states[slot] == sequence
+                assert self.memory.windows[slot] == {0: sequence}
+
+    @invariant()
+    def live_states_are_where_their_rows_look_for_them(self) -> None:
+        for row in self.rows:
+            self._check_initial_state(row, set())
+
+    @invariant()
+    def drafts_leave_a_slot_to_each_request_that_may_come(self) -> None:
+        slots = self.cache.slots
+        assert slots.count_by_owner()["draft"] <= slots.num_slots - MAX_ROWS
 
     @invariant()
     def reserved_slots_are_not_findable(self) -> None:
@@ -332,6 +495,8 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             for state in row.reserved:
                 assert self.cache.slots.owner_of(state.slot) is SlotOwner.RESERVED and state.slot not in findable
             assert self.cache.slots.owner_of(row.live_slot) is SlotOwner.LIVE and row.live_slot not in findable
+            for slot in row.draft_slots:
+                assert self.cache.slots.owner_of(slot) is SlotOwner.DRAFT and slot not in findable
 
     def _registered(self) -> list[tuple[BlockId, BlockKey]]:
         keys = ((BlockId(block), self.cache.kv.key_of(BlockId(block))) for block in range(self.cache.kv.num_blocks))

@@ -1,8 +1,8 @@
 """The layout of a step against a walk over every token."""
 
 import random
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 
 import numpy as np
 import pytest
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_mamba_cache.errors import CacheIntegrityError
 from megatron_mamba_cache.kernels.varlen_rows import PAD_SLOT
+from megatron_mamba_cache.policy.align import plan_align_copy
 from megatron_mamba_cache.policy.block_hashing import BlockKeyChain
 from megatron_mamba_cache.policy.identifiers import BlockId, SlotId
 from megatron_mamba_cache.policy.random_counter import DrawPurpose, counter_uniform
@@ -20,7 +21,8 @@ from megatron_mamba_cache.state.step_buffers import StepBuffers, StepLimits
 
 BLOCK, SSM_CHUNK, DUMMY = 8, 4, 999
 GEOMETRY = StepGeometry(BLOCK, SSM_CHUNK, DUMMY, window_len=3)
-LIMITS = StepLimits(max_tokens=256, max_rows=8, max_chunks=256 // SSM_CHUNK + 16, max_blocks=8)
+MOST_DRAFTS = 7
+LIMITS = StepLimits(max_tokens=256, max_rows=8, max_chunks=256 // SSM_CHUNK + 16, max_blocks=8, max_drafts=MOST_DRAFTS)
 
 
 def row_of(
@@ -34,9 +36,11 @@ def row_of(
     source_slot: int | None = None,
     reserved: dict[int, int] | None = None,
     sampling: SamplingSettings | None = None,
+    num_drafts: int = 0,
+    accepted: int = 1,
 ) -> RunningRequest:
-    """Return a row whose tokens, blocks and live slot all follow from its index and can be told apart."""
-    num_blocks = -(-(prompt_len + num_generated) // BLOCK)
+    """Return a row whose tokens, blocks and slots all follow from its index and can be told apart."""
+    num_blocks = -(-(prompt_len + num_generated + num_drafts) // BLOCK)
     prompt = np.arange(prompt_len, dtype=np.int64) + 1000 * index
     spec = RequestSpec(index, prompt, 10_000, sampling or SamplingSettings(top_k=1))
     return RunningRequest(
@@ -52,17 +56,23 @@ def row_of(
         generated=[1000 * index + 500 + number for number in range(num_generated)],
         source_slot=None if source_slot is None else SlotId(source_slot),
         reserved=[ReservedState(position, SlotId(slot)) for position, slot in (reserved or {}).items()],
+        drafts=tuple(1000 * index + 900 + number for number in range(num_drafts)),
+        draft_slots=[SlotId(300 + 10 * index + column) for column in range(max(num_drafts, accepted - 1))],
+        accepted=accepted,
     )
 
 
-def decoding(index: int, *, prompt_len: int = 5, num_generated: int = 1, **settings: object) -> RunningRequest:
+def decoding(
+    index: int, *, prompt_len: int = 5, num_generated: int = 1, num_drafts: int = 0, **settings: object
+) -> RunningRequest:
     computed = prompt_len + num_generated - 1
     return row_of(
         index,
         prompt_len=prompt_len,
         computed=computed,
-        scheduled=1,
+        scheduled=1 + num_drafts,
         num_generated=num_generated,
+        num_drafts=num_drafts,
         **settings,  # type: ignore[arg-type]
     )
 
@@ -74,18 +84,11 @@ def lay_out(rows: list[RunningRequest], device: str) -> StepBatch:
 def random_rows(seed: int) -> list[RunningRequest]:
     draw = random.Random(seed)
     num_decode, num_prefill = draw.randint(0, 4), draw.randint(0, 4)
-    rows = [
-        decoding(
-            index,
-            prompt_len=draw.randint(1, 20),
-            num_generated=draw.randint(1, 20),
-            sampling=random_sampling(draw),
-        )
-        for index in range(num_decode)
-    ]
+    most_drafts = draw.choice([0, MOST_DRAFTS])
+    rows = [random_decode(index, draw, most_drafts) for index in range(num_decode)]
     slots = iter(range(100, 200))
     for index in range(num_decode, num_decode + num_prefill):
-        prompt_len = draw.randint(1, 60)
+        prompt_len = draw.randint(1, 56)
         shared = draw.randint(0, prompt_len // BLOCK)
         is_hit = draw.random() < 0.5
         skip = draw.randint(0, min(shared, (prompt_len - 1) // BLOCK)) * BLOCK
@@ -105,6 +108,23 @@ def random_rows(seed: int) -> list[RunningRequest]:
             )
         )
     return rows
+
+
+def random_decode(index: int, draw: random.Random, most_drafts: int) -> RunningRequest:
+    prompt_len, num_generated = draw.randint(1, 20), draw.randint(1, 20)
+    num_drafts = draw.randint(0, most_drafts)
+    computed = prompt_len + num_generated - 1
+    boundary = (computed // BLOCK + 1) * BLOCK
+    is_reserved = boundary <= computed + 1 + num_drafts and draw.random() < 0.7
+    return decoding(
+        index,
+        prompt_len=prompt_len,
+        num_generated=num_generated,
+        num_drafts=num_drafts,
+        accepted=draw.randint(1, 1 + MOST_DRAFTS),
+        reserved={boundary: 200 + index} if is_reserved else None,
+        sampling=random_sampling(draw),
+    )
 
 
 def random_sampling(draw: random.Random) -> SamplingSettings:
@@ -129,15 +149,21 @@ class Expected:
     initial_slots: list[int] = field(default_factory=list)
     final_slots: list[int] = field(default_factory=list)
     chunks: list[tuple[int, int, int, int]] = field(default_factory=list)  # packed start and end, row, slot
+    logits: list[tuple[int, int, int | None]] = field(default_factory=list)  # packed token, row, draft that follows it
 
 
 def walk(rows: list[RunningRequest]) -> Expected:
     expected = Expected()
     num_decode_tokens = 0
-    for row in rows:
+    for number, row in enumerate(rows):
         is_prefilling = row.computed < row.spec.prompt_len
-        text = [*row.spec.prompt.tolist(), *row.generated]
-        for position in range(row.computed, row.computed + row.scheduled):
+        known = [*row.spec.prompt.tolist(), *row.generated]
+        text, end = [*known, *row.drafts], row.computed + row.scheduled
+        for position in range(row.computed, end):
+            if position + 1 == end:
+                expected.logits.append((len(expected.ids), number, None))
+            elif position + 1 >= len(known):
+                expected.logits.append((len(expected.ids), number, text[position + 1]))
             index = position // BLOCK
             expected.ids.append(text[position])
             expected.positions.append(position)
@@ -146,7 +172,7 @@ def walk(rows: list[RunningRequest]) -> Expected:
             if is_prefilling:
                 walk_prefill_token(row, position, len(expected.cu_rows) - 1, expected)
         expected.cu_query.append(len(expected.ids))
-        num_decode_tokens += not is_prefilling
+        num_decode_tokens += 0 if is_prefilling else row.scheduled
         if is_prefilling:
             expected.cu_rows.append(len(expected.ids) - num_decode_tokens)
             start_slot = row.live_slot if row.computed else PAD_SLOT
@@ -183,14 +209,9 @@ def test_step_is_what_a_walk_over_its_tokens_says(device: str, seed: int) -> Non
     assert batch.attention.query_lens == tuple(end - start for start, end in pairwise(expected.cu_query))
     assert ints(batch.attention.kv_lengths) == [row.computed + row.scheduled for row in rows]
     assert list(batch.attention.kv_lens) == ints(batch.attention.kv_lengths)
-    assert ints(batch.logits.tokens) == [end - 1 for end in expected.cu_query[1:]]
-    assert batch.logits.starts == tuple(range(len(rows) + 1))
     num_decode = sum(not row.is_prefilling for row in rows)
     assert batch.num_decode_rows == num_decode
-    assert batch.num_decode_tokens == num_decode
-    assert (batch.decode is None) == (num_decode == 0)
-    if batch.decode is not None:
-        assert ints(batch.decode.columns) == [[row.live_slot] for row in rows[:num_decode]]
+    assert batch.num_decode_tokens == expected.cu_query[num_decode]
     for index, row in enumerate(rows):
         assert ints(batch.attention.block_table[index, : len(row.block_ids)]) == row.block_ids
 
@@ -210,23 +231,96 @@ def test_prefill_rows_are_what_a_walk_over_their_tokens_says(device: str, seed: 
     assert ints(prefill.chunk_rows) == [number for _, _, number, _ in expected.chunks]
     assert ints(prefill.chunk_slots) == [slot for _, _, _, slot in expected.chunks]
     assert sorted(slot for _, _, _, slot in expected.chunks if slot != PAD_SLOT) == sorted(
-        state.slot for row in rows for state in row.reserved
+        state.slot for row in rows if row.is_prefilling for state in row.reserved
     )
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_sampling_rows_carry_each_request_s_settings_and_its_own_random_number(device: str, seed: int) -> None:
+def test_decode_rows_name_the_columns_of_each_window_and_where_its_state_lies(device: str, seed: int) -> None:
+    rows = [row for row in random_rows(seed) if not row.is_prefilling]
+    batch, expected = lay_out(rows, device), walk(rows)
+    if not rows:
+        assert batch.decode is None and batch.num_decode_tokens == 0
+        return
+    assert batch.decode is not None
+    assert ints(batch.decode.cu_tokens) == expected.cu_query
+    assert ints(batch.decode.accepted) == [row.accepted for row in rows]
+    assert batch.decode.max_len == max(len(row.drafts) for row in rows) + 1
+    for row, columns in zip(rows, ints(batch.decode.columns), strict=True):
+        assert columns == [row.live_slot, *row.draft_slots, *[PAD_SLOT] * (MOST_DRAFTS - len(row.draft_slots))]
+        assert columns[row.accepted - 1] == row.state_slot
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_align_rows_name_the_slot_that_each_row_reserved(device: str, seed: int) -> None:
     rows = random_rows(seed)
-    sampling = lay_out(rows, device).logits
-    settings = [row.spec.sampling for row in rows]
-    assert sampling.temperature.tolist() == [s.temperature for s in settings]
-    assert sampling.top_k.tolist() == [s.top_k for s in settings]
-    assert sampling.top_p.tolist() == [s.top_p for s in settings]
-    assert sampling.all_greedy == all(s.is_greedy for s in settings)
-    assert sampling.uniforms.tolist() == [
-        0.0 if s.is_greedy else counter_uniform(s.seed, row.computed + row.scheduled, DrawPurpose.SAMPLE)
-        for row, s in zip(rows, settings, strict=True)
-    ]
+    decode = [row for row in rows if not row.is_prefilling]
+    batch = lay_out(rows, device)
+    align = batch.align
+    if not any(row.reserved for row in decode):
+        assert align is None
+        return
+    assert align is not None and batch.decode is not None
+    assert ints(align.targets) == [row.reserved[0].slot if row.reserved else PAD_SLOT for row in decode]
+    assert ints(align.computed) == [row.computed for row in decode]
+    assert ints(align.scheduled) == [row.scheduled for row in decode]
+    assert ints(align.drafts) == [len(row.drafts) for row in decode]
+    assert ints(align.columns) == ints(batch.decode.columns)
+    assert ints(align.state_columns) == [0] * len(decode)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_align_rows_reach_the_boundary_that_is_reserved_and_no_other(device: str, seed: int) -> None:
+    for row in random_rows(seed):
+        align = lay_out([row], device).align
+        if align is None:
+            continue
+        (reserved,) = row.reserved
+        arguments = [int(values[0]) for values in (align.computed, align.scheduled, align.drafts)]
+        for accepted in range(1, 2 + len(row.drafts)):
+            plan = plan_align_copy(*arguments, accepted, int(align.state_columns[0]), BLOCK)
+            assert (plan is not None) == (row.computed + accepted >= reserved.position)
+            if plan is not None:
+                assert (plan.destination_column + 1) * BLOCK == reserved.position
+                # Column j holds the state behind the step's token j.
+                assert plan.source_column == plan.shift == reserved.position - 1 - row.computed
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_logits_are_wanted_of_each_last_token_and_of_those_that_drafts_follow(device: str, seed: int) -> None:
+    rows = random_rows(seed)
+    logits, expected = lay_out(rows, device).logits, walk(rows).logits
+    assert ints(logits.tokens) == [token for token, _, _ in expected]
+    counts = [sum(owner == number for _, owner, _ in expected) for number in range(len(rows))]
+    assert logits.starts == (0, *accumulate(counts))
+    assert ints(logits.verify.cu_logits) == list(logits.starts)
+    assert logits.verify.max_drafts == max((len(row.drafts) for row in rows), default=0)
+    for found, (_, _, draft) in zip(ints(logits.verify.draft_ids), expected, strict=True):
+        assert draft is None or found == draft
+
+
+@pytest.mark.parametrize("draws_ratios", [False, True])
+@pytest.mark.parametrize("seed", range(60))
+def test_logits_carry_each_request_s_settings_and_random_numbers_of_their_own(
+    device: str, seed: int, draws_ratios: bool
+) -> None:
+    rows = random_rows(seed)
+    logits = lay_out_step(rows, StepBuffers(LIMITS, device), GEOMETRY, draws_ratios=draws_ratios).logits
+    expected = walk(rows)
+    settings = [rows[number].spec.sampling for _, number, _ in expected.logits]
+    assert logits.temperature.tolist() == [s.temperature for s in settings]
+    assert logits.top_k.tolist() == [s.top_k for s in settings]
+    assert logits.top_p.tolist() == [s.top_p for s in settings]
+    assert logits.all_greedy == all(s.is_greedy for s in settings)
+    sampled = [expected.positions[token] + 1 for token, _, _ in expected.logits]
+    drawn = {DrawPurpose.SAMPLE: logits.uniforms}
+    if draws_ratios:
+        drawn |= {DrawPurpose.ACCEPT: logits.accept_uniforms, DrawPurpose.RESIDUAL: logits.residual_uniforms}
+    for purpose, uniforms in drawn.items():
+        assert uniforms.tolist() == [
+            0.0 if s.is_greedy else counter_uniform(s.seed, position, purpose)
+            for s, position in zip(settings, sampled, strict=True)
+        ]
 
 
 def test_tensors_are_of_the_types_that_the_model_and_the_kernels_take(device: str) -> None:
@@ -289,6 +383,28 @@ def test_largest_steps_fit_the_buffers(device: str) -> None:
     assert batch.prefill is not None and len(batch.prefill.chunk_rows) == 8 * 9
 
 
+def test_most_drafts_of_most_rows_fit_the_buffers(device: str) -> None:
+    rows = [decoding(index, num_drafts=MOST_DRAFTS) for index in range(LIMITS.max_rows)]
+    logits = lay_out(rows, device).logits
+    assert len(logits.tokens) == LIMITS.max_logits == LIMITS.max_rows * (1 + MOST_DRAFTS)
+
+
+def test_a_narrower_window_shows_nothing_of_the_step_before(device: str) -> None:
+    buffers = StepBuffers(LIMITS, device)
+    lay_out_step([decoding(0, num_drafts=5, reserved={8: 70})], buffers, GEOMETRY)
+    batch = lay_out_step([decoding(1), decoding(2, accepted=3)], buffers, GEOMETRY)
+    assert batch.decode is not None and batch.align is None
+    empty = [PAD_SLOT] * MOST_DRAFTS
+    assert ints(batch.decode.columns) == [[51, *empty], [52, 320, 321, *empty[2:]]]
+    assert ints(buffers.device("align_slots")[:2]) == [PAD_SLOT, PAD_SLOT]
+
+
+def test_step_without_room_for_drafts_has_one_column_a_row(device: str) -> None:
+    limits = replace(LIMITS, max_drafts=0)
+    batch = lay_out_step([decoding(0), decoding(1)], StepBuffers(limits, device), GEOMETRY)
+    assert batch.decode is not None and ints(batch.decode.columns) == [[50], [51]]
+
+
 def test_a_second_step_shows_nothing_of_the_first(device: str) -> None:
     buffers = StepBuffers(LIMITS, device)
     lay_out_step(random_rows(1), buffers, GEOMETRY)
@@ -296,6 +412,7 @@ def test_a_second_step_shows_nothing_of_the_first(device: str) -> None:
     second, alone = lay_out_step(rows, buffers, GEOMETRY), lay_out(rows, device)
     assert ints(second.token_ids) == ints(alone.token_ids)
     assert ints(second.attention.cu_query) == ints(alone.attention.cu_query)
+    assert ints(second.logits.tokens) == ints(alone.logits.tokens)
     assert (second.prefill is None) == (alone.prefill is None)
     if second.prefill is not None and alone.prefill is not None:
         for name in ("cu_rows", "initial_slots", "final_slots", "cu_chunks", "chunk_rows", "chunk_slots"):
