@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Run every test and benchmark on a machine with a GPU and write the tables to a folder.
-# Usage: [ONLY='NAME ...'] benchmarks/run_on_gpu.sh [FOLDER]   (default benchmarks/results); ONLY=FILE in front runs that section alone.
+# Usage: [ONLY='NAME ...'] benchmarks/run_on_gpu.sh [FOLDER]   (default benchmarks/results)
 set -uo pipefail
 cd "$(dirname "$0")/.."
 results=${1:-benchmarks/results}
