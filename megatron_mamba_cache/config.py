@@ -91,7 +91,7 @@ class CacheConfig:
         parser.add_argument(f"{prefix}block-size", type=int, metavar="N", help="tokens in a KV block")
         parser.add_argument(f"{prefix}buffer-size-gb", type=float, metavar="G", help="GiB for KV blocks")
         parser.add_argument(f"{prefix}prefix-caching-mamba-gb", type=float, metavar="G", help="GiB for cached states")
-        parser.add_argument("--num-speculative-tokens", type=int, metavar="K", help="drafts verified a step, 0 to 8")
+        parser.add_argument("--num-speculative-tokens", type=int, metavar="K", help="drafts a step verifies, 0 to 8")
         parser.add_argument("--no-prefix-caching", action="store_true", help="compute every prompt from its start")
 
     @staticmethod

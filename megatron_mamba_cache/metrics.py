@@ -30,6 +30,21 @@ class CacheCounters:
     steps: int = 0
     steps_aborted: int = 0
 
+    @property
+    def acceptance_rate(self) -> float:
+        """Share of the drafts that were kept; 0 if nothing was drafted."""
+        return self.accepted_tokens / self.draft_tokens if self.draft_tokens else 0.0
+
+    @property
+    def acceptance_at(self) -> list[float]:
+        """The same for each place behind the base token: a draft is kept only if all before it are."""
+        return [accepted / drafts for drafts, accepted in zip(self.drafts_at, self.accepted_at, strict=True)]
+
+    @property
+    def tokens_per_decode_row(self) -> float:
+        """Tokens that a decode step kept of each request on average; 1 without drafts, 0 if nothing decoded."""
+        return (self.decode_rows + self.accepted_tokens) / self.decode_rows if self.decode_rows else 0.0
+
     def count_drafts(self, num_drafts: int, num_accepted: int) -> None:
         """Count one row's decode step."""
         self.decode_rows += 1

@@ -9,7 +9,6 @@ from ..config import CacheConfig
 from .default_settings import DEFAULTS_IN_WORDS
 from .usage_error import UsageError
 
-_NO_SPECULATION = "speculative decoding is not supported in this version; run without it"
 _NO_GRAPHS = "CUDA graphs are not supported in this version; leave it out or set it to 0"
 
 _INT32_MAX = 2**31 - 1
@@ -22,6 +21,8 @@ _SAMPLING_IN_WORDS = (
     f"With no flag of temperature, top-k and top-p, the built-in editing sessions are sampled with temperature "
     f"{EDITING['temperature']} and top-k {EDITING['top_k']}, and everything else is greedy."
 )
+
+DRAFTERS = ("prompt-lookup", "draft-model")
 
 _SIZE_FLAGS = {
     "inference_dynamic_batching_block_size": "block_size_tokens",
@@ -67,7 +68,7 @@ def flag_of(name: str) -> str:
 def name_flag(message: str) -> str:
     """Put the flag in front of a message that starts with the name of the setting it sets."""
     setting = message.split(" ", 1)[0]
-    known = setting in _SIZE_FLAGS.values() and flag_of(setting) not in message
+    known = setting in (*_SIZE_FLAGS.values(), "num_speculative_tokens") and flag_of(setting) not in message
     return f"{flag_of(setting)}: {message}" if known else message
 
 
@@ -91,9 +92,6 @@ def with_sampling(arguments: Namespace, default: Mapping[str, float]) -> Namespa
 
 def check_generate_arguments(arguments: Namespace) -> None:
     """Raise `UsageError` for a value that can never work, or a flag of a later version."""
-    if arguments.drafter is not None:
-        raise UsageError(f"--drafter: {_NO_SPECULATION}")
-    _check_absent(arguments, "num_speculative_tokens", _NO_SPECULATION)
     _check_absent(arguments, "inference_dynamic_batching_num_cuda_graphs", _NO_GRAPHS)
     _check_range(arguments, "num_tokens_to_generate", 1, math.inf, "at least 1")
     _check_range(arguments, "temperature", 0, math.inf, "0 (greedy) or more, and finite")
@@ -104,6 +102,18 @@ def check_generate_arguments(arguments: Namespace) -> None:
         if getattr(arguments, name) is not None:
             _check_range(arguments, name, 0, math.inf, "a finite number, 0 or more")
     cache_config(arguments, {})
+    _check_drafter(arguments)
+
+
+def _check_drafter(arguments: Namespace) -> None:
+    if not arguments.num_speculative_tokens:
+        for flag, value in (("--drafter", arguments.drafter), ("--draft-hf-model", arguments.draft_hf_model)):
+            if value is not None:
+                raise UsageError(f"{flag} {value}: nothing is drafted; set --num-speculative-tokens to 1 or more")
+    if arguments.drafter == "draft-model" and arguments.draft_hf_model is None:
+        raise UsageError("--drafter draft-model: which model? name its directory with --draft-hf-model")
+    if arguments.drafter != "draft-model" and arguments.draft_hf_model is not None:
+        raise UsageError(f"--draft-hf-model {arguments.draft_hf_model}: only --drafter draft-model reads it")
 
 
 def _check_absent(arguments: Namespace, name: str, reason: str) -> None:
@@ -137,9 +147,10 @@ def _add_generate_arguments(parser: ArgumentParser) -> None:
     machine.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of the weights (default: fp32)")
     cache = parser.add_argument_group("cache", DEFAULTS_IN_WORDS)
     CacheConfig.add_arguments(cache)  # type: ignore[arg-type]
+    drafts = parser.add_argument_group("speculative decoding", "With --num-speculative-tokens above 0.")
+    drafts.add_argument("--drafter", choices=DRAFTERS, help="what proposes tokens (default: prompt-lookup)")
+    drafts.add_argument("--draft-hf-model", metavar="DIR", help="Hugging Face directory of the draft model")
     later = parser.add_argument_group("not in this version")
-    later.add_argument("--num-speculative-tokens", type=int, default=0, metavar="K", help="0 only")
-    later.add_argument("--drafter", choices=("prompt-lookup", "draft-model"))
     later.add_argument("--inference-dynamic-batching-num-cuda-graphs", type=int, default=0, metavar="N", help="0 only")
 
 

@@ -31,14 +31,20 @@ KERNELS = (
     KernelChoice(
         "attention", "self_attention", ("paged_attention_ref",), "reads the paged KV cache; no other in this version"
     ),
-    KernelChoice("conv", "mamba_mixer", ("causal_conv_ref", "conv_update_ref"), "no other in this version"),
+    KernelChoice("conv", "mamba_mixer", ("causal_conv_ref", "conv_verify_ref"), "no other in this version"),
     KernelChoice(
         "norm",
         "mamba_mixer",
         ("GatedGroupRMSNorm",),
         "in the mixer; other norms are those of the model's spec, torch's in models that the command loads",
     ),
-    KernelChoice("scan", "mamba_mixer", ("ssd_scan_ref", "state_update_ref"), "no other in this version"),
+    KernelChoice("scan", "mamba_mixer", ("ssd_scan_ref", "state_verify_ref"), "no other in this version"),
+    KernelChoice(
+        "align copy",
+        "verify_step",
+        ("align_copy",),
+        "keeps the states at block boundaries that decoding reaches: Triton on CUDA, its torch twin on the CPU",
+    ),
 )
 
 _UNUSED = {
@@ -64,7 +70,7 @@ def _diagnosis() -> Iterator[str]:
         yield f"{name:<18} {_version_of(name) or 'not installed'}"
     yield f"this package       {_import_state()}"
     yield f"default model      {_default_model()}"
-    yield "\nkernels in use (all plain torch, on the CPU and on CUDA)"
+    yield "\nkernels in use (plain torch, on the CPU and on CUDA, where nothing else is said)"
     for kernel in KERNELS:
         yield f"  {kernel.operation:<16} {', '.join(kernel.functions)}: {kernel.reason}"
     yield "\noptional packages"

@@ -35,7 +35,7 @@ def generate(arguments: Namespace) -> int:
         device = select_device(arguments.device)
         # These import torch, which fixes the device.
         from .generation import Generation
-        from .process_groups import own_process_groups
+        from .own_process_groups import own_process_groups
 
         with own_process_groups():
             generation = Generation(arguments, directory, device)

@@ -13,6 +13,7 @@ from ..mcore.model_shape import HybridModelShape
 from .arguments import cache_config
 from .comparison import comparison_lines, first_difference
 from .default_settings import default_settings
+from .drafters import drafter_maker
 from .later_turns import LaterTurns
 from .model_choice import ModelDirectory
 from .output_file import write_output
@@ -20,7 +21,7 @@ from .prompts import PromptLine
 from .quiet import own_warnings_hidden
 from .ready_model import engine_for, ready_model
 from .replies import reply_lines
-from .report import reason_for_no_skip, summary_line, table_lines, text_lines
+from .report import drafts_line, reason_for_no_skip, summary_line, table_lines, text_lines
 from .request_runner import RequestRunner, SamplingFlags
 from .results import RequestRecord, RunResult
 
@@ -33,15 +34,17 @@ class Generation:
     def __init__(self, arguments: Namespace, directory: ModelDirectory | None, device: str) -> None:
         self._model = ready_model(directory, arguments.dtype)
         model = self._model.model
-        settings = default_settings(HybridModelShape.of(model), model.max_sequence_length)
+        shape = HybridModelShape.of(model)
+        settings = default_settings(shape, model.max_sequence_length)
         self._config = config = cache_config(arguments, settings)
+        self._drafter = drafter_maker(arguments, shape.vocab_size)
         self._seed = arguments.seed
         self._output_path = arguments.output_path
-        self._is_exact = arguments.dtype == "fp32"
         self._facts = {"device": device, "dtype": arguments.dtype, "prefix_caching": config.prefix_caching}
         self._sampling = SamplingFlags(
             arguments.num_tokens_to_generate, arguments.temperature, arguments.top_k, arguments.top_p
         )
+        self._inexact_because = _inexact_because(arguments, self._sampling)
         print(f"{self._model.description}, on {device}")
         if directory is None:
             print("Its weights are random, so the text below is noise; what the cache saves is real.")
@@ -60,15 +63,22 @@ class Generation:
         return 0
 
     def run_and_compare(self, lines: Sequence[PromptLine]) -> int:
-        """Run the lines with the cache and without it, report both, and return 1 if outputs differ that must not."""
+        """Run the lines with the cache and without it, report both, and return 1 if outputs differ that must not.
+
+        The run without the cache has no drafts either.
+        """
         if not self._config.prefix_caching:
             return self.run(lines)
+        plain = replace(self._config, prefix_caching=False, num_speculative_tokens=0)
         with own_warnings_hidden():
-            self._run_engine(lines[:1], replace(self._config, prefix_caching=False), "warming up")
-            uncached = self._run_engine(lines, replace(self._config, prefix_caching=False), "without cache")
+            self._run_engine(lines[:1], plain, "warming up")
+            uncached = self._run_engine(lines, plain, "without cache")
         cached = self._run_engine(lines, self._config, "with cache")
         later = self._report(lines, cached)
-        print("\nThe same requests with and without the cache:")
+        if self._config.num_speculative_tokens:
+            print("\nThe same requests with cache and drafts, and with neither:")
+        else:
+            print("\nThe same requests with and without the cache:")
         _print_all(comparison_lines(cached, uncached))
         difference = first_difference(cached, uncached)
         comparison = {"outputs_identical": difference is None, "without_cache": uncached.summary()}
@@ -76,14 +86,15 @@ class Generation:
         if difference is None:
             print(f"outputs identical: all {len(cached.completed)} requests that ran")
             return 0
-        if self._is_exact:
+        if self._inexact_because is None:
             print(f"outputs differ: {difference}", file=sys.stderr)
             return EXIT_OUTPUTS_DIFFER
-        print(f"outputs differ as bf16 may, where rounding depends on the batch: {difference}")
+        print(f"outputs differ as {self._inexact_because}: {difference}")
         return 0
 
     def _run_engine(self, lines: Sequence[PromptLine], config: CacheConfig, title: str) -> RunResult:
-        engine = engine_for(self._model, config, self._seed)
+        drafter = self._drafter() if config.num_speculative_tokens else None
+        engine = engine_for(self._model, config, self._seed, drafter)
         wanted = sum(self._sampling.num_tokens if line.num_tokens is None else line.num_tokens for line in lines)
         # disable=None: no bar where stderr is no terminal.
         with tqdm(total=wanted, desc=title, unit="token", file=sys.stderr, leave=False, disable=None) as bar:
@@ -98,6 +109,8 @@ class Generation:
         print()
         _print_all(table_lines(result.records))
         print(f"\n{summary_line(result)}")
+        if self._config.num_speculative_tokens:
+            print(drafts_line(result))
         later = LaterTurns.of(lines, result.records)
         if later.prompt_tokens:
             print(later)
@@ -112,6 +125,15 @@ class Generation:
     def _write(self, result: RunResult, **more_summary: object) -> None:
         if self._output_path is not None:
             write_output(self._output_path, result, **self._facts, **more_summary)
+
+
+def _inexact_because(arguments: Namespace, sampling: SamplingFlags) -> str | None:
+    """Return why outputs may depend on cache, batch and drafts; None: they must not."""
+    if arguments.dtype == "bf16":
+        return "bf16 may, where rounding depends on the batch"
+    if arguments.drafter == "draft-model" and not sampling.is_greedy:
+        return "sampled ones may, where a draft model has a hand in them: tokens are others, their distribution is not"
+    return None
 
 
 def _print_all(lines: Iterable[str]) -> None:

@@ -13,6 +13,7 @@ from ..models.byte_tokenizer import ByteTokenizer
 from ..models.hugging_face import LoadedModel, load_hugging_face
 from ..models.hugging_face_tokenizer import HuggingFaceTokenizer, load_tokenizer
 from ..models.random_hybrid import RandomHybridConfig, random_hybrid_model
+from ..speculation.drafter import Drafter
 from .arguments import name_flag
 from .model_choice import ModelDirectory, ModelFormat
 from .usage_error import UsageError
@@ -49,18 +50,37 @@ def ready_model(directory: ModelDirectory | None, dtype: str) -> ReadyModel:
     return _random(dtype) if directory is None else _loaded(directory, dtype)
 
 
-def engine_for(model: ReadyModel, config: CacheConfig, seed: int) -> MambaCacheEngine:
-    """Build an engine.
+def engine_for(model: ReadyModel, config: CacheConfig, seed: int, drafter: Drafter | None) -> MambaCacheEngine:
+    """Build an engine; without a drafter where the settings ask for no drafts.
 
     Raises:
         UsageError: If the settings do not fit the model or the machine's memory.
     """
     try:
-        return build_engine(model.model, config, tokenizer=model.tokenizer, random_seed=seed)
+        return build_engine(model.model, config, drafter=drafter, tokenizer=model.tokenizer, random_seed=seed)
     except ValueError as error:
         raise UsageError(name_flag(str(error))) from error
     except CacheCapacityError as error:
         raise UsageError(str(error)) from error
+
+
+def load_weights(directory: ModelDirectory, dtype: str, *, flag: str) -> LoadedModel:
+    """Load a model directory onto the current device.
+
+    Args:
+        flag: Names the directory, and begins the message of an error.
+
+    Raises:
+        UsageError: If it cannot be loaded.
+    """
+    try:
+        return _load(directory, _DTYPES[dtype])
+    except (ValueError, OSError) as error:
+        raise UsageError(f"{flag}: {error}") from error
+    except (RuntimeError, MemoryError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        raise UsageError(f"{flag} {directory.path}: {dtype} weights do not fit in memory") from error
 
 
 def _random(dtype: str) -> ReadyModel:
@@ -72,15 +92,11 @@ def _random(dtype: str) -> ReadyModel:
 
 
 def _loaded(directory: ModelDirectory, dtype: str) -> ReadyModel:
+    loaded = load_weights(directory, dtype, flag=directory.format.value)
     try:
-        loaded = _load(directory, _DTYPES[dtype])
         tokenizer = load_tokenizer(loaded.directory, loaded.architecture.vocab_size)
     except (ValueError, OSError) as error:
         raise UsageError(f"{directory.format.value}: {error}") from error
-    except (RuntimeError, MemoryError) as error:
-        if not _is_out_of_memory(error):
-            raise
-        raise UsageError(f"{directory.format.value} {directory.path}: {dtype} weights do not fit in memory") from error
     return ReadyModel(
         loaded.model,
         tokenizer or TokenIdTokenizer(loaded.architecture.vocab_size),

@@ -43,6 +43,18 @@ def summary_line(result: RunResult) -> str:
     )
 
 
+def drafts_line(result: RunResult) -> str:
+    """Return in one line what became of the drafts."""
+    counters = result.cache.counters
+    if not counters.draft_tokens:
+        return f"nothing was drafted in {counters.decode_rows} decode steps of requests"
+    places = ", ".join(f"{100 * share:.0f}" for share in counters.acceptance_at)
+    return (
+        f"accepted {counters.accepted_tokens} of {counters.draft_tokens} drafts ({100 * counters.acceptance_rate:.1f} "
+        f"%; by position {places} %): {counters.tokens_per_decode_row:.2f} tokens a decode step of a request"
+    )
+
+
 def reason_for_no_skip(result: RunResult, config: CacheConfig) -> str | None:
     """Return why no prompt token was skipped; None if some were."""
     counters, block = result.cache.counters, config.block_size_tokens

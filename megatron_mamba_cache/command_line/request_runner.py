@@ -7,7 +7,8 @@ from typing import Any
 
 from megatron.core.inference.sampling_params import SamplingParams
 
-from ..mcore.engine import MambaCacheEngine, failure_reason
+from ..mcore.engine import MambaCacheEngine
+from ..mcore.failed_steps import failure_reason
 from .prompts import PromptLine
 from .results import RequestRecord, RunResult
 from .session_queue import SessionQueue
@@ -110,6 +111,8 @@ class RequestRunner:
         record.text = self._tokenizer.detokenize(record.generated_tokens)
         record.latency_s = now - self._added_at.pop(record.request_id)
         record.cached_tokens = self._engine.cached_tokens(record.request_id)
+        drafts = self._engine.draft_counts(record.request_id)
+        record.draft_tokens, record.accepted_tokens = drafts.drafted, drafts.accepted
         record.error = failure_reason(request)
         return self._running.pop(record.request_id)
 

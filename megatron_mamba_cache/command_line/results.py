@@ -11,6 +11,7 @@ class RequestRecord:
 
     Args:
         cached_tokens: Prompt tokens skipped at its first admission.
+        draft_tokens, accepted_tokens: Drafts that were verified for it, and those of them that were kept.
         time_to_first_token_s, latency_s: Seconds since it was added; the first is None if no token came.
         error: Why it could not run.
     """
@@ -20,6 +21,8 @@ class RequestRecord:
     generated_tokens: list[int] = field(default_factory=list)
     text: str = ""
     cached_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
     time_to_first_token_s: float | None = None
     latency_s: float = 0.0
     error: str | None = None
@@ -32,8 +35,8 @@ class RequestRecord:
             "generated_tokens": self.generated_tokens,
             "text": self.text,
             "cached_tokens": self.cached_tokens,
-            "draft_tokens": 0,
-            "accepted_tokens": 0,
+            "draft_tokens": self.draft_tokens,
+            "accepted_tokens": self.accepted_tokens,
             "time_to_first_token_s": self.time_to_first_token_s,
             "latency_s": self.latency_s,
         }
@@ -97,4 +100,7 @@ class RunResult:
             "tokens_per_second": self.tokens_per_second,
             "mean_time_to_first_token_s": self.mean_time_to_first_token_s,
             **self.cache.as_dict(),
+            "acceptance_rate": self.cache.counters.acceptance_rate,
+            "acceptance_at": self.cache.counters.acceptance_at,
+            "tokens_per_decode_row": self.cache.counters.tokens_per_decode_row,
         }

@@ -106,8 +106,7 @@ def accept_by_ratio(
     num_kept = windows.count_leading(holds)
     last = windows.logits.gather(1, num_kept[:, None])[:, 0]  # [rows]: logits rows of the last emitted tokens
     residual = _residual(probabilities[last], drawn.probabilities[distribution[last]])
-    replaced = (num_kept < windows.num_drafts) & is_drawn[last]
-    final = torch.where(replaced, sample_weighted(residual, uniforms.residual[last]), tokens[last])
+    final = torch.where(is_drawn[last], sample_weighted(residual, uniforms.residual[last]), tokens[last])
     is_kept = torch.arange(1 + rows.max_drafts, device=tokens.device) < num_kept[:, None]
     emitted = torch.where(is_kept, rows.draft_ids[windows.logits], final[:, None])
     return torch.cat((1 + num_kept[:, None], emitted), dim=1)

@@ -1,5 +1,6 @@
 """Everything of a context that suspending drops: KV buffer, state pool, step buffers and the maps into them."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from ..policy.admission import AdmissionRules
 from ..policy.boundaries import BoundaryRule
 from ..policy.decode_rules import DecodeRules
 from ..policy.prefix_cache import CacheIdentity, PrefixCache
+from ..policy.requests import RunningRequest
 from ..policy.slot_pool import SlotPool
 from ..state.layout import StateLayout
 from ..state.mamba_slot_allocator import StateSlotAllocator, StepReservations
@@ -78,6 +80,13 @@ class CacheMemory:
             enabled=config.prefix_caching,
         )
         self.slot_allocator = StateSlotAllocator(context, self.state_pool, self.slots, rule, reservations)
+
+    def settle(self, rows: Sequence[RunningRequest]) -> None:
+        """Move the accepted state of each row into its live slot, and take the columns of its draft window back."""
+        for row in rows:
+            if row.accepted > 1:
+                self.state_pool.settle(row.live_slot, row.state_slot, row.accepted - 1, self.geometry.window_len)
+                self.prefix_cache.close_window(row)
 
 
 def _num_slots(layout: StateLayout, config: CacheConfig) -> int:

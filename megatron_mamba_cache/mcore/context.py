@@ -23,7 +23,7 @@ from ..policy.requests import Candidate, KeptTokens, RequestSpec, RunningRequest
 from ..speculation.decode_schedule import schedule_decode
 from ..speculation.draft_planner import DraftPlanner, NoDrafts
 from ..speculation.row_progress import advance_rows
-from ..state.step_batch import StepBatch, lay_out_step
+from ..state.step_batch import StepBatch
 from .cache_memory import CacheMemory
 from .model_shape import HybridModelShape
 from .overflow_errors import overflow_error
@@ -193,7 +193,7 @@ class MambaCacheContext(StepReader):
     # One step.
 
     def initialize_attention_state(self, *, construct_graph_dimensions: Any = None) -> None:
-        """Lay out the step: schedule decode rows and their drafts, pack every integer, send it in one copy."""
+        """Schedule the decode rows and their drafts, and lay the step out."""
         if construct_graph_dimensions is not None:
             raise NotImplementedError("CUDA graphs are not supported; build the model with cuda_graph_impl='none'")
         decoding = [row for row in self.rows if not row.is_paused and not row.is_prefilling]
@@ -202,11 +202,7 @@ class MambaCacheContext(StepReader):
         )
         rows = [*decoding, *(row for row in self.rows if row.is_prefilling and row.scheduled)]
         draws_ratios = any(drawn_from is not None for drawn_from in self.draft_distributions)
-        self._step = lay_out_step(rows, self.memory.step_buffers, self.memory.geometry, draws_ratios=draws_ratios)
-        self.padded_active_token_count = self.active_token_count = self._step.num_tokens
-        self.padded_active_request_count = len(rows)
-        self.token_to_pos_ids = self.token_to_position_in_request = self._step.positions
-        self.counters.steps += 1
+        self.lay_out(rows, draws_ratios=draws_ratios)
 
     def commit_step(self) -> None:
         """Publish what the forward wrote of prompts; call it once the forward is launched."""
@@ -220,12 +216,11 @@ class MambaCacheContext(StepReader):
             new_tokens: [rows] sampled tokens; one of a row in mid-prefill is ignored.
         """
         entries = zip(self.step.rows, _ints(active_requests_mask), _ints(new_tokens), strict=True)
-        return self.finish_step(
-            [
-                KeptTokens((token,), ends=not goes_on) if row.samples_this_step else KeptTokens()
-                for row, goes_on, token in entries
-            ]
-        )
+        kept = [
+            KeptTokens((token,), ends=not goes_on) if row.samples_this_step else KeptTokens()
+            for row, goes_on, token in entries
+        ]
+        return self.finish_step(kept)
 
     def finish_step(self, kept: Sequence[KeptTokens]) -> dict[str, Tensor | None]:
         """Advance the step's rows by what was computed and kept; finished rows leave, others may pause.
@@ -242,6 +237,7 @@ class MambaCacheContext(StepReader):
         outcome = grow_rows(self.rows, self.cache, self.block_allocator.paused_count)
         self.rows = [row for row in self.rows if row not in outcome.evicted]
         self._forget(outcome.evicted)
+        self.memory.settle(outcome.paused)
         self._step = None
         self.counters.requests_paused += len(outcome.paused)
         self.counters.requests_evicted += len(outcome.evicted)

@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
 from torch import Tensor
 
-from ..policy.requests import KeptTokens
+from ..policy.requests import KeptTokens, RunningRequest
 from .context import MambaCacheContext
 from .log_probs import followed_tokens, selected_log_probs, top_n_log_probs
+from .request_states import DraftCounts
 from .verify_step import copy_reached_boundaries, verify_step
 
 
@@ -40,7 +41,7 @@ class MambaCacheController(TextGenerationController):
 
         Returns:
             None if there is nothing to compute; else Megatron's dict, and in it `kept_tokens`, the new tokens of each
-            row, of which `sample` holds the last.
+            row, of which `sample` holds the last, and `draft_counts`, the drafts of each that it verified and kept.
         """
         context = self.context
         if context.active_token_count == 0:
@@ -52,6 +53,7 @@ class MambaCacheController(TextGenerationController):
         result = {
             "sample": torch.tensor([new.tokens[-1] if new.tokens else 0 for new in kept], dtype=torch.int64),
             "kept_tokens": [new.tokens for new in kept],
+            "draft_counts": [_draft_counts(row, new) for row, new in zip(context.step.rows, kept, strict=True)],
             "cuda_graph_request_count": None,
             **self._log_probs(logits, kept),
         }
@@ -90,3 +92,7 @@ class MambaCacheController(TextGenerationController):
             "finished_request_ids": torch.tensor(finished, dtype=torch.int64),
             **context.finish_step(kept),
         }
+
+
+def _draft_counts(row: RunningRequest, kept: KeptTokens) -> DraftCounts:
+    return DraftCounts(len(row.drafts), len(kept.tokens) - 1) if row.drafts else DraftCounts()

@@ -16,7 +16,7 @@ from .controller import MambaCacheController
 from .failed_steps import FailedSteps, refusal_reason
 from .hit_rate_hint import HitRateHint
 from .request_spec import check_identity, contradiction_in, fault_of, spec_of
-from .request_states import RequestState, RequestStates
+from .request_states import DraftCounts, RequestState, RequestStates
 from .scheduler import StepScheduler
 
 
@@ -106,6 +106,10 @@ class MambaCacheEngine(DynamicInferenceEngine):
         """
         return self._states.cached_tokens(request_id)
 
+    def draft_counts(self, request_id: int) -> DraftCounts:
+        """Return how many drafts of the request were verified and kept so far; known as long as `cached_tokens`."""
+        return self._states.draft_counts(request_id)
+
     def flush(self, weights_version: str | None = None) -> None:
         """Make all cached prefixes unreachable; see `MambaCacheContext.flush`."""
         self.context.flush(weights_version)
@@ -157,6 +161,7 @@ class MambaCacheEngine(DynamicInferenceEngine):
         ending = list(self.failed_request_ids)
         if step_result is not None:
             ending += step_result["finished_request_ids"].tolist()
+            self._states.count_drafts(step_result["active_request_ids"].tolist(), step_result["draft_counts"])
             append_all_but_last(step_result, self.get_request, self.controller.tokenizer.detokenize)
         for request_id in ending:
             if self.requests[request_id].future.done():
@@ -240,7 +245,7 @@ class MambaCacheEngine(DynamicInferenceEngine):
     def _restart(self, request_id: int) -> None:
         """Make a request that lost its memory ready to be prefilled, what it generated included."""
         record = self.requests[request_id].record
-        self._states[request_id].candidate = None
+        self._states[request_id].spec = self._states[request_id].candidate = None
         if record[-1].generated_tokens:
             record.checkpoint()
             record[-1].status = Status.ACTIVE_AND_GENERATING_TOKENS
@@ -267,9 +272,11 @@ class MambaCacheEngine(DynamicInferenceEngine):
 
     def _spec_of(self, request: Any) -> RequestSpec:
         state = self._states[request.request_id]
-        original = self.requests[request.request_id].record[0]
-        num_replayed = len(request.prompt_tokens) - len(original.prompt_tokens)
-        return spec_of(request, seed=state.seed, tenant=state.tenant, num_replayed=num_replayed)
+        if state.spec is None:
+            original = self.requests[request.request_id].record[0]
+            num_replayed = len(request.prompt_tokens) - len(original.prompt_tokens)
+            state.spec = spec_of(request, seed=state.seed, tenant=state.tenant, num_replayed=num_replayed)
+        return state.spec
 
     def _refuse(self, request: Any, reason: str) -> asyncio.Future:
         """Fail a request alone; the next step reports it."""
@@ -287,11 +294,3 @@ class MambaCacheEngine(DynamicInferenceEngine):
         request.events.clear()
         request.add_event_error_nontransient(ContextOverflowError(request_id, reason, is_transient=False))
         return self.requests[request_id].future
-
-
-def failure_reason(request: Any) -> str | None:
-    """Return why a request FAILED; None if it did not."""
-    if request.status is not Status.FAILED:
-        return None
-    errors = [event.payload for event in request.events if event.payload is not None]
-    return str(getattr(errors[-1], "message", None) or errors[-1]) if errors else "failed without a reason"

@@ -1,6 +1,9 @@
 """Which requests steps fail with: those that may be to blame run alone, and one that fails alone too is refused."""
 
 from collections.abc import Iterable
+from typing import Any
+
+from megatron.core.inference.inference_request import Status
 
 FAILURES_BEFORE_ALONE = 2
 FAILURES_BEFORE_REFUSAL = 4
@@ -39,3 +42,11 @@ class FailedSteps:
 def refusal_reason(error: Exception) -> str:
     """Say why a request is refused whose last step raised `error`."""
     return f"its steps failed {FAILURES_BEFORE_REFUSAL} times since its last token, at last alone, with {error!r}"
+
+
+def failure_reason(request: Any) -> str | None:
+    """Return why a request FAILED; None if it did not."""
+    if request.status is not Status.FAILED:
+        return None
+    errors = [event.payload for event in request.events if event.payload is not None]
+    return str(getattr(errors[-1], "message", None) or errors[-1]) if errors else "failed without a reason"

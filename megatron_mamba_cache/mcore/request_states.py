@@ -1,10 +1,19 @@
 """What the engine keeps of each request beside Megatron's record, and for a while of those that have left."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..policy.requests import Candidate
+from ..policy.requests import Candidate, RequestSpec
 
 _REMEMBERED_REQUESTS = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class DraftCounts:
+    """Drafts of one request that steps verified, and how many of them were kept."""
+
+    drafted: int = 0
+    accepted: int = 0
 
 
 @dataclass(slots=True)
@@ -13,9 +22,19 @@ class RequestState:
 
     seed: int
     tenant: str = ""
-    candidate: Candidate | None = None  # of the record's newest request; rebuilt after an eviction
+    spec: RequestSpec | None = None  # of the record's newest request; read again after an eviction
+    candidate: Candidate | None = None  # likewise
     age: int | None = None  # order of its first admission
     cached_tokens: int | None = None  # prompt tokens skipped at its first admission
+    drafts: DraftCounts = DraftCounts()  # over its whole life, evictions included
+
+
+@dataclass(frozen=True, slots=True)
+class _RequestCounts:
+    """What stays of a request that has left."""
+
+    cached_tokens: int = 0
+    drafts: DraftCounts = DraftCounts()
 
 
 class RequestStates(dict[int, RequestState]):
@@ -23,18 +42,34 @@ class RequestStates(dict[int, RequestState]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._cached_tokens: dict[int, int] = {}  # of requests that have left, oldest first
+        self._left: dict[int, _RequestCounts] = {}  # oldest first
 
     def cached_tokens(self, request_id: int) -> int:
         """Return the prompt tokens skipped at a request's first admission; 0 before that, or if it is forgotten."""
-        if request_id in self:
-            return self[request_id].cached_tokens or 0
-        return self._cached_tokens.get(request_id, 0)
+        return self._counts_of(request_id).cached_tokens
+
+    def draft_counts(self, request_id: int) -> DraftCounts:
+        """Return the drafts of a request so far; none if it is forgotten."""
+        return self._counts_of(request_id).drafts
+
+    def count_drafts(self, request_ids: Sequence[int], step_counts: Sequence[DraftCounts]) -> None:
+        """Add what a step verified of each of its requests; one that has left is not counted on."""
+        for request_id, step in zip(request_ids, step_counts, strict=True):
+            if step.drafted and (state := self.get(request_id)) is not None:
+                drafted, accepted = state.drafts.drafted + step.drafted, state.drafts.accepted + step.accepted
+                state.drafts = DraftCounts(drafted, accepted)
 
     def leave(self, request_id: int) -> None:
-        """Keep only the cached tokens of a request; nothing happens if it has left already."""
+        """Keep only the counts of a request; nothing happens if it has left already."""
         if request_id not in self:
             return
-        self._cached_tokens[request_id] = self.pop(request_id).cached_tokens or 0
-        while len(self._cached_tokens) > _REMEMBERED_REQUESTS:
-            del self._cached_tokens[next(iter(self._cached_tokens))]
+        self._left[request_id] = self._counts_of(request_id)
+        del self[request_id]
+        while len(self._left) > _REMEMBERED_REQUESTS:
+            del self._left[next(iter(self._left))]
+
+    def _counts_of(self, request_id: int) -> _RequestCounts:
+        state = self.get(request_id)
+        if state is None:
+            return self._left.get(request_id, _RequestCounts())
+        return _RequestCounts(state.cached_tokens or 0, state.drafts)

@@ -1,5 +1,6 @@
-"""What the model, and Megatron's code around it, read of a context while a step runs. Nothing here changes a row."""
+"""A laid-out step, as the model and Megatron's code around it read it from a context. Nothing here changes a row."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -11,10 +12,11 @@ from ..errors import CacheIntegrityError
 from ..kernels.paged_attention import append_kv_ref
 from ..metrics import CacheCounters, CacheSnapshot
 from ..policy.prefix_cache import PrefixCache
+from ..policy.random_counter import DrawPurpose
 from ..policy.requests import RunningRequest
 from ..state.mamba_slot_allocator import StateSlotAllocator
 from ..state.state_pool import LayerStates
-from ..state.step_batch import StepBatch
+from ..state.step_batch import StepBatch, lay_out_step
 from .cache_memory import CacheMemory
 from .log_probs import followed_tokens, selected_log_probs
 
@@ -61,6 +63,26 @@ class StepReader(DynamicInferenceContext):
         if self._step is None:
             raise CacheIntegrityError("no step is laid out; call initialize_attention_state() first")
         return self._step
+
+    def lay_out(
+        self,
+        rows: Sequence[RunningRequest],
+        *,
+        draws_ratios: bool = False,
+        purpose: DrawPurpose = DrawPurpose.SAMPLE,
+    ) -> None:
+        """Make scheduled rows the step that the model computes: pack every integer, send it in one copy.
+
+        The arguments are those of `lay_out_step`. What the step before it computed has been read back.
+        """
+        memory = self.memory
+        self._step = lay_out_step(
+            rows, memory.step_buffers, memory.geometry, draws_ratios=draws_ratios, purpose=purpose
+        )
+        self.padded_active_token_count = self.active_token_count = self._step.num_tokens
+        self.padded_active_request_count = len(rows)
+        self.token_to_pos_ids = self.token_to_position_in_request = self._step.positions
+        self.counters.steps += 1
 
     def current_input_and_position_ids(self, *, num_warmup_tokens: int | None = None) -> tuple[Tensor, Tensor]:
         """Return the step's token ids and positions, each [1, tokens] int64."""
@@ -163,7 +185,8 @@ class StepReader(DynamicInferenceContext):
 
     @property
     def mamba_metadata(self) -> LiveSlots:
-        """The live slot of each row of `rows`."""
+        """The live slot of each row of `rows`; between steps, draft windows are settled into it first."""
+        self.memory.settle([row for row in self.rows if not row.scheduled])
         return LiveSlots(self.rows)
 
     @property

@@ -55,7 +55,7 @@ class CheckpointConfig:
             raise self._wrong(name, value, "a positive number")
         return float(value)
 
-    def flag(self, name: str, default: bool) -> bool:
+    def flag(self, name: str, default: bool = _REQUIRED) -> bool:
         """Return a field that is true or false."""
         value = self._get(name, default)
         if not isinstance(value, bool):
@@ -76,7 +76,7 @@ class CheckpointConfig:
             if not isinstance(value, dict):
                 raise self._wrong(name, value, "an object")
             return CheckpointConfig(value, self._source, f"{self._prefix}{name}.")
-        return CheckpointConfig({}, self._source, self._prefix)
+        return CheckpointConfig({}, self._source, f"{self._prefix}{names[0]}.")
 
     def indices(self, name: str, end: int) -> list[int]:
         """Return a list of integers from 0 up to, not including, `end`."""

@@ -13,6 +13,7 @@ from tqdm import tqdm
 from . import bamba, granite_hybrid, nemotron_h
 from .architecture import HybridArchitecture, build_hybrid_model
 from .checkpoint_config import CheckpointConfig
+from .layer_placements import EMBEDDINGS
 from .placement import ModelFiller, Placements
 from .safetensors_files import SafetensorsFiles
 
@@ -46,9 +47,11 @@ def load_hugging_face(source: str | Path, dtype: torch.dtype = torch.bfloat16) -
     config = CheckpointConfig.read(directory)
     family = FAMILIES[config.one_of("model_type", sorted(FAMILIES))]
     files = SafetensorsFiles(directory)
+    config.require("quantization_config", None, None)
     architecture = _with_own_output(family.architecture_of(config), files)
     placements = family.placements_of(architecture)
     _check_names(directory, files, placements)
+    _check_embeddings(directory, files, architecture, placements)
     model = _built(architecture, dtype, directory)
     rank = parallel_state.get_tensor_model_parallel_rank()
     filler = ModelFiller(model, placements, rank, parallel_state.get_tensor_model_parallel_world_size())
@@ -86,6 +89,19 @@ def _check_names(directory: Path, files: SafetensorsFiles, placements: Placement
         raise ValueError(f"{directory}: the checkpoint has {listed(unknown)}, which the model has no place for")
     if missing:
         raise ValueError(f"{directory}: the checkpoint lacks {listed(missing)}")
+
+
+def _check_embeddings(
+    directory: Path, files: SafetensorsFiles, architecture: HybridArchitecture, placements: Placements
+) -> None:
+    """Raise `ValueError` if the two largest sizes are not the tensors': before a model of them is built."""
+    needed = (architecture.vocab_size, architecture.hidden_size)
+    for name, places in placements.items():
+        if places[0].target == EMBEDDINGS and files.shapes[name] != needed:
+            raise ValueError(
+                f"{files.names[name]}: tensor {name} has shape {files.shapes[name]} where the model has {needed}, the "
+                f"vocab_size and hidden_size of {directory / 'config.json'}"
+            )
 
 
 def _built(architecture: HybridArchitecture, dtype: torch.dtype, directory: Path) -> MambaModel:

@@ -111,7 +111,9 @@ def _first_end_id(directory: Path) -> int | None:
     path = directory / "generation_config.json"
     named = read_json_object(path).get("eos_token_id") if path.exists() else None
     first = (named or [None])[0] if isinstance(named, list) else named
-    return None if first is None else int(first)
+    if first is not None and (type(first) is not int or first < 0):
+        raise ValueError(f"{path}: eos_token_id={named!r}, but must be a token id or a list of them")
+    return first
 
 
 def _settings(directory: Path) -> dict[str, Any]:

@@ -7,6 +7,8 @@ from torch import Tensor
 from .architecture import HybridArchitecture
 from .placement import Placement, Split
 
+EMBEDDINGS = "embedding.word_embeddings.weight"
+
 Places = dict[str, tuple[Placement, ...]]
 
 
@@ -76,7 +78,7 @@ def ends_places(architecture: HybridArchitecture, names: Mapping[str, str]) -> P
         names: Checkpoint names of "embeddings", "final_norm" and "output".
     """
     places: Places = {
-        names["embeddings"]: (Placement("embedding.word_embeddings.weight", Split(0)),),
+        names["embeddings"]: (Placement(EMBEDDINGS, Split(0)),),
         names["final_norm"]: (Placement("decoder.final_norm.weight"),),
     }
     if not architecture.tie_embeddings:

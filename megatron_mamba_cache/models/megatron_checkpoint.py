@@ -1,7 +1,5 @@
 """Save and load Megatron distributed checkpoints (torch_dist), with the architecture beside the weights."""
 
-import json
-from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -11,20 +9,12 @@ from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.models.mamba.mamba_model import MambaModel
 from torch.distributed.checkpoint.api import CheckpointException
 
-from .architecture import (
-    AttentionShape,
-    ExpertsShape,
-    FeedForwardShape,
-    HybridArchitecture,
-    MambaShape,
-    build_hybrid_model,
-)
+from .architecture import HybridArchitecture, build_hybrid_model
+from .architecture_file import ARCHITECTURE_FILE, read_architecture, write_architecture
 from .checkpoint_writer import InProcessSaveStrategy
 from .hugging_face import LoadedModel, listed
 
-ARCHITECTURE_FILE = "hybrid_architecture.json"
 _MODEL_PARTS = ("embedding.", "decoder.", "output_layer.")
-_PARTS = {"mamba": MambaShape, "attention": AttentionShape, "feed_forward": FeedForwardShape, "experts": ExpertsShape}
 
 
 def save_megatron_checkpoint(model: MambaModel, architecture: HybridArchitecture, directory: str | Path) -> None:
@@ -42,8 +32,7 @@ def save_megatron_checkpoint(model: MambaModel, architecture: HybridArchitecture
     except CheckpointException as error:
         raise OSError(f"cannot write a checkpoint to {path}: {_reason(error)}") from error
     if _is_first_rank():
-        text = json.dumps(asdict(architecture), indent=2)
-        (path / ARCHITECTURE_FILE).write_text(f"{text}\n", encoding="utf-8")
+        write_architecture(architecture, path)
     _barrier()
 
 
@@ -70,33 +59,6 @@ def load_megatron_checkpoint(directory: str | Path, dtype: torch.dtype = torch.b
     _check_names(path, missing, superfluous)
     model.load_state_dict(state)
     return LoadedModel(model, architecture, path)
-
-
-def read_architecture(directory: Path) -> HybridArchitecture:
-    """Read the architecture beside a checkpoint's weights.
-
-    Raises:
-        ValueError: Naming the file, if it is missing or damaged.
-    """
-    path = directory / ARCHITECTURE_FILE
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-        for name, part in _PARTS.items():
-            if fields[name] is not None:
-                fields[name] = part(**fields[name])
-        fields["mamba"] = _with_tuple(fields["mamba"])
-        return HybridArchitecture(**fields)
-    except OSError as error:
-        raise ValueError(
-            f"cannot read {path}: {error.strerror}; a checkpoint is loaded with the architecture that "
-            "save_megatron_checkpoint writes beside it"
-        ) from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is damaged: {error!r}") from error
-
-
-def _with_tuple(mamba: MambaShape) -> MambaShape:
-    return replace(mamba, time_step_limit=tuple(mamba.time_step_limit))
 
 
 def _make_empty(path: Path) -> None:

@@ -1,27 +1,37 @@
 """Stream the tensors of a Hugging Face checkpoint, one at a time, whatever files they are spread over."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from .json_file import read_json_object
+
 _INDEX = "model.safetensors.index.json"
+_DTYPES = ("F64", "F32", "F16", "BF16")  # whole numbers and eight-bit floats mean nothing without their scales
 
 
 class SafetensorsFiles:
     """The tensors of `model.safetensors`, or of the shards its index names; headers are read on construction.
 
+    Attributes:
+        names: File of each tensor.
+        shapes: Shape of each tensor.
+
     Raises:
-        ValueError: Naming the file, if one is missing, damaged, or lacks a tensor that the index says it has.
+        ValueError: Naming the file, if one is missing, damaged, or lacks a tensor that the index says it has, and the
+            tensor, if it is in two files or quantized.
     """
 
     def __init__(self, directory: Path) -> None:
         index = _index(directory)
         files = sorted(set(index.values())) or ["model.safetensors"]
         self._files = [directory / name for name in files]
-        self.names: dict[str, Path] = {name: path for path in self._files for name in _names_in(path)}
+        self.names: dict[str, Path] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for path in self._files:
+            self._read_header(path)
         for name, file in index.items():
             if self.names.get(name) != directory / file:
                 raise ValueError(f"{directory / file} lacks tensor {name}, which {_INDEX} says it has")
@@ -33,6 +43,19 @@ class SafetensorsFiles:
                 for name in file.keys():  # noqa: SIM118  (no mapping)
                     yield name, file.get_tensor(name)
 
+    def _read_header(self, path: Path) -> None:
+        with _opened(path) as file:
+            for name in file.keys():  # noqa: SIM118  (no mapping)
+                if name in self.names:
+                    raise ValueError(f"{path} has tensor {name}, and {self.names[name]} has it too")
+                header = file.get_slice(name)
+                if header.get_dtype() not in _DTYPES:
+                    raise ValueError(
+                        f"{path}: tensor {name} is of type {header.get_dtype()}; quantized checkpoints are not "
+                        f"supported, only {', '.join(_DTYPES)}"
+                    )
+                self.names[name], self.shapes[name] = path, tuple(header.get_shape())
+
 
 def _index(directory: Path) -> dict[str, str]:
     """Return the file of each tensor; nothing where there are no shards."""
@@ -40,14 +63,15 @@ def _index(directory: Path) -> dict[str, str]:
     if not path.exists():
         return {}
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no index of safetensors shards: {error!r}") from error
-
-
-def _names_in(path: Path) -> list[str]:
-    with _opened(path) as file:
-        return list(file.keys())
+        files = read_json_object(path).get("weight_map")
+    except ValueError as error:
+        raise ValueError(f"{path} is no index of safetensors shards: {error}") from error
+    if not isinstance(files, dict):
+        raise ValueError(f"{path} is no index of safetensors shards: its weight_map is {files!r}")
+    for name, file in files.items():
+        if not isinstance(file, str) or not file or Path(file).name != file:
+            raise ValueError(f"{path} is no index of safetensors shards: {name} is in {file!r}, which is no file name")
+    return files
 
 
 def _opened(path: Path) -> Any:

@@ -7,7 +7,10 @@ that fails ends the request's stay: abort, or release at once, for its live stat
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
 
 from ..errors import CacheIntegrityError
 from ..metrics import CacheCounters
@@ -183,6 +186,10 @@ class PrefixCache:
         row.drafts = ()
         self._windows.trim(row)
 
+    def close_window(self, row: RunningRequest) -> None:
+        """Take back the columns of a row's draft window; its live slot holds the live state by now."""
+        self._windows.release(row)
+
     def grow(self, row: RunningRequest) -> None:
         """Give the row one more KV block.
 
@@ -190,6 +197,20 @@ class PrefixCache:
             CacheCapacityError: If there is none; nothing has changed then.
         """
         row.block_ids.extend(self.kv.allocate(1))
+
+    def lengthen_prompt(self, row: RunningRequest, prompt: npt.NDArray[np.int64]) -> None:
+        """Let the row prefill on to the end of a longer prompt, which begins with the present one."""
+        row.spec = replace(row.spec, prompt=prompt)
+        if self.enabled:
+            row.chain.extend(prompt[row.chain.num_tokens :])
+
+    def take_draft_slot(self, row: RunningRequest) -> bool:
+        """Give the row a draft slot if one can be spared; return whether it has one."""
+        return self._windows.widen(row, 1) == 1
+
+    def return_draft_slots(self, row: RunningRequest) -> None:
+        """Take back the row's draft slots, but for those up to the accepted one."""
+        self._windows.trim(row)
 
     def release(self, row: RunningRequest) -> None:
         """Take back all that the row holds; its published blocks and states stay findable.

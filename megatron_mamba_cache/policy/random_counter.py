@@ -13,6 +13,7 @@ class DrawPurpose(IntEnum):
     SAMPLE = 0
     ACCEPT = 1
     RESIDUAL = 2
+    DRAFT = 3
 
 
 def counter_uniform(seed: int, position: int, purpose: int) -> float:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from ..policy.requests import RunningRequest
 from .draft_length import DraftLength
-from .drafter import Draft, Drafter, DraftWish
+from .drafter import Draft, Drafter, DraftWish, HasVocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +25,18 @@ class DraftPlanner:
         vocab_size: Token ids lie below it, and distributions are as wide.
 
     Raises:
-        ValueError: If `max_drafts` or `vocab_size` is below 1.
+        ValueError: If `max_drafts` or `vocab_size` is below 1, or the drafter has another vocabulary.
     """
 
     def __init__(self, drafter: Drafter, max_drafts: int, vocab_size: int) -> None:
         for name, value in (("max_drafts", max_drafts), ("vocab_size", vocab_size)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, found {value}")
+        if isinstance(drafter, HasVocabulary) and drafter.vocab_size != vocab_size:
+            raise ValueError(
+                f"{type(drafter).__name__} drafts from a vocabulary of {drafter.vocab_size} tokens, the model's has "
+                f"{vocab_size}; give a draft model of the same vocabulary, padded to the same size"
+            )
         self._drafter = drafter
         self._max_drafts = max_drafts
         self._vocab_size = vocab_size

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -60,4 +60,14 @@ class Drafter(Protocol):
 
         A request that was evicted is forgotten too, and may later start again with the same text.
         """
+        ...
+
+
+@runtime_checkable
+class HasVocabulary(Protocol):
+    """A drafter that can propose for models of one vocabulary only, a draft model's."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of its distributions; padding counts."""
         ...

@@ -53,8 +53,6 @@ class PromptLookupDrafter:
 
 
 def _goes_on(index: SuffixIndex, row: RunningRequest) -> bool:
-    """Whether a row's text begins with the index's, as far as its length and last tokens tell."""
-    if row.length < len(index):
-        return False
+    """Whether a row's text begins with the index's, as far as its last tokens tell; a shorter text does not."""
     last = index.last_tokens(_NUM_CHECKED)
     return list(row.tokens(len(index) - len(last), len(index))) == last

@@ -115,8 +115,6 @@ class SuffixIndex:
             match_len = self._match_len(position, suffix, best_len)
             if match_len > best_len:
                 best_end, best_len = position + 1, match_len
-            if best_len == len(suffix):
-                break
         return best_end
 
     def _match_len(self, position: int, suffix: list[int], to_beat: int) -> int:

@@ -39,6 +39,16 @@ class StatePool:
         """
         copy_slots_ref((self.conv, self.ssm), src, dst)
 
+    def settle(self, live: int, column: int, offset: int, window_len: int) -> None:
+        """Make slot `live`, column 0 of a draft window, the state that another column holds, all layers, in place.
+
+        Args:
+            column: Slot with the SSM state.
+            offset: Where its conv window of `window_len` inputs begins among those in slot `live`.
+        """
+        self.ssm[:, live].copy_(self.ssm[:, column])
+        self.conv[:, live, :window_len].copy_(self.conv[:, live, offset : offset + window_len].clone())
+
     def zero(self, slots: Tensor) -> None:
         """Zero whole slots, all layers and state types, in place."""
         zero_slots_ref((self.conv, self.ssm), slots)

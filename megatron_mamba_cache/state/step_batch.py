@@ -10,6 +10,7 @@ from ..kernels.align_copy import AlignRows
 from ..kernels.paged_attention import AttentionRows
 from ..kernels.varlen_rows import PAD_SLOT, VarlenRows
 from ..kernels.verify_rows import VerifyRows
+from ..policy.random_counter import DrawPurpose
 from ..policy.requests import RunningRequest
 from .prefill_metadata import write_prefill_rows
 from .step_buffers import StepBuffers
@@ -50,19 +51,25 @@ class StepGeometry:
 
 
 def lay_out_step(
-    rows: Sequence[RunningRequest], buffers: StepBuffers, geometry: StepGeometry, *, draws_ratios: bool = False
+    rows: Sequence[RunningRequest],
+    buffers: StepBuffers,
+    geometry: StepGeometry,
+    *,
+    draws_ratios: bool = False,
+    purpose: DrawPurpose = DrawPurpose.SAMPLE,
 ) -> StepBatch:
     """Write a step's rows into the buffers, send them, and return the views.
 
     Args:
         rows: Decoding rows first, then prefilling ones; each with `scheduled` tokens.
         draws_ratios: Whether drafts come with distributions, so that accepting them takes random numbers.
+        purpose: What the tokens are drawn for.
     """
     num_decode = sum(not row.is_prefilling for row in rows)
     _write_tokens(rows, buffers, geometry)
     _write_rows(rows, buffers)
     _write_windows(rows[:num_decode], buffers)
-    write_logits(rows, buffers, draws_ratios=draws_ratios)
+    write_logits(rows, buffers, purpose, draws_ratios=draws_ratios)
     prefill_rows = rows[num_decode:]
     num_chunks = write_prefill_rows(prefill_rows, buffers, geometry.ssm_chunk_size) if prefill_rows else 0
     buffers.send(len(rows))

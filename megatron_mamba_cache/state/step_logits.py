@@ -33,7 +33,9 @@ class StepLogits:
     all_greedy: bool
 
 
-def write_logits(rows: Sequence[RunningRequest], buffers: StepBuffers, *, draws_ratios: bool) -> None:
+def write_logits(
+    rows: Sequence[RunningRequest], buffers: StepBuffers, purpose: DrawPurpose, *, draws_ratios: bool
+) -> None:
     """Write the sections of the buffers that `view_logits` reads."""
     starts, num_rows = _starts(rows), len(rows)
     counts = np.diff(starts)
@@ -46,7 +48,7 @@ def write_logits(rows: Sequence[RunningRequest], buffers: StepBuffers, *, draws_
     buffers.host("temperature").view(np.float32)[:num_rows] = [s.temperature for s in settings]
     buffers.host("top_k")[:num_rows] = [s.top_k for s in settings]
     buffers.host("top_p").view(np.float32)[:num_rows] = [s.top_p for s in settings]
-    _write_uniforms("uniforms", DrawPurpose.SAMPLE, rows, buffers)
+    _write_uniforms("uniforms", purpose, rows, buffers)
     if draws_ratios:
         _write_uniforms("accept_uniforms", DrawPurpose.ACCEPT, rows, buffers)
         _write_uniforms("residual_uniforms", DrawPurpose.RESIDUAL, rows, buffers)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+# Imported before a test captures stderr: megatron's first import needs the real one, for its faulthandler.
+import megatron_mamba_cache.mcore.engine  # noqa: F401
 from megatron_mamba_cache.command_line.main import main
 
 REPOSITORY = Path(__file__).parents[2]

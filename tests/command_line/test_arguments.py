@@ -13,6 +13,7 @@ from tests.command_line.command_runs import REPOSITORY, run_here, run_process
 GRAPHS = "--inference-dynamic-batching-num-cuda-graphs"
 BLOCK = "--inference-dynamic-batching-block-size"
 KV = "--inference-dynamic-batching-buffer-size-gb"
+DRAFTS = "--num-speculative-tokens"
 STATES = "--inference-dynamic-batching-prefix-caching-mamba-gb"
 
 BAD_FLAGS = [
@@ -20,10 +21,16 @@ BAD_FLAGS = [
     (["--load", "no-folder"], "--load: cannot read no-folder"),
     (["--hf-model", "a", "--load", "b"], "--load: not allowed with argument --hf-model"),
     (["--load", "a", "--random-model"], "--random-model: not allowed with argument --load"),
-    (["--num-speculative-tokens", "2"], "--num-speculative-tokens 2: speculative decoding is not supported"),
-    (["--num-speculative-tokens", "-1"], "--num-speculative-tokens is -1"),
-    (["--drafter", "prompt-lookup"], "--drafter: speculative decoding is not supported"),
-    (["--drafter", "oracle"], "--drafter"),
+    ([DRAFTS, "-1"], f"{DRAFTS}: num_speculative_tokens is -1; it must be an int from 0 to 8"),
+    ([DRAFTS, "9"], f"{DRAFTS}: num_speculative_tokens is 9; it must be an int from 0 to 8"),
+    ([DRAFTS, "8", BLOCK, "8"], f"{DRAFTS}: num_speculative_tokens is 8; it must be an int from 0 to 8, below"),
+    ([DRAFTS, "two"], DRAFTS),
+    (["--drafter", "prompt-lookup"], "--drafter prompt-lookup: nothing is drafted; set --num-speculative-tokens"),
+    (["--drafter", "draft-model", DRAFTS, "0"], "--drafter draft-model: nothing is drafted; set"),
+    (["--draft-hf-model", "a"], "--draft-hf-model a: nothing is drafted; set --num-speculative-tokens"),
+    (["--drafter", "oracle", DRAFTS, "2"], "--drafter: invalid choice: 'oracle' (choose from"),
+    (["--drafter", "draft-model", DRAFTS, "2"], "--drafter draft-model: which model? name its directory with"),
+    (["--draft-hf-model", "a", DRAFTS, "2"], "--draft-hf-model a: only --drafter draft-model reads it"),
     ([GRAPHS, "4"], f"{GRAPHS} 4: CUDA graphs are not supported"),
     ([GRAPHS, "-4"], f"{GRAPHS} is -4"),
     (["--num-tokens-to-generate", "0"], "--num-tokens-to-generate is 0"),
@@ -55,6 +62,7 @@ BAD_FOR_THE_MODEL = [
     ([KV, "1e-9"], KV),
     ([KV, "1e6"], f"or {KV}"),
     ([KV, "1e7"], "below 1048576"),
+    ([DRAFTS, "4", STATES, "1e-4"], "4 draft states take"),
 ]
 
 

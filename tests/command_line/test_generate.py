@@ -7,12 +7,18 @@ from typing import Any
 
 import pytest
 
+from megatron_mamba_cache import CacheConfig
 from megatron_mamba_cache.command_line import generation
 from megatron_mamba_cache.command_line.comparison import Difference
 from megatron_mamba_cache.mcore.engine import MambaCacheEngine
 from tests.command_line.command_runs import Finished, run_here
 
 PREFIX = "The gate at the lower lock is shut from dusk, and the keeper lives in the white house beside it. " * 2
+CODE = (
+    "import unittest\n\n\nclass Test(unittest.TestCase):\n\n"
+    + "    def test(self):\n        self.assertEqual(1, 1)\n\n" * 4
+)
+SHIPPED = ()  # flags that choose the model that ships
 NUM_TOKENS = 4
 
 Generate = Callable[..., dict[str, Any]]
@@ -22,11 +28,11 @@ Generate = Callable[..., dict[str, Any]]
 def run_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Finished]:
     """Run lines with flags; the results are in `output.json`."""
 
-    def run(lines: list[dict[str, object]], *flags: object) -> Finished:
+    def run(lines: list[dict[str, object]], *flags: object, model: tuple[str, ...] = ("--random-model",)) -> Finished:
         file = tmp_path / "lines.jsonl"
         file.write_text("".join(json.dumps(line) + "\n" for line in lines))
         files = ("--prompts", file, "--output-path", tmp_path / "output.json")
-        return run_here(capsys, "--random-model", *files, "--num-tokens-to-generate", NUM_TOKENS, *flags)
+        return run_here(capsys, *model, *files, "--num-tokens-to-generate", NUM_TOKENS, *flags)
 
     return run
 
@@ -35,8 +41,8 @@ def run_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..
 def generate(run_lines: Callable[..., Finished], tmp_path: Path) -> Generate:
     """Run lines with flags to status 0 and return the written document."""
 
-    def run(lines: list[dict[str, object]], *flags: object) -> dict[str, Any]:
-        finished = run_lines(lines, *flags)
+    def run(lines: list[dict[str, object]], *flags: object, **model: tuple[str, ...]) -> dict[str, Any]:
+        finished = run_lines(lines, *flags, **model)
         assert finished.status == 0, finished.stderr
         return json.loads((tmp_path / "output.json").read_text())
 
@@ -144,6 +150,54 @@ def test_bf16_and_another_block_size_run(generate: Generate) -> None:
     lines = [{"prompt": PREFIX, "session": 1}, {"prompt": PREFIX + "b", "session": 1}]
     document = generate(lines, "--dtype", "bf16", "--inference-dynamic-batching-block-size", 128)
     assert document["summary"]["dtype"] == "bf16" and document["requests"][1]["cached_tokens"] == 128
+
+
+def test_drafts_change_no_token_and_are_counted_for_each_request(generate: Generate) -> None:
+    lines = [{"prompt": CODE, "num_tokens_to_generate": 24}, {"prompt": CODE[5:], "num_tokens_to_generate": 9}]
+    plain = generate(lines, model=SHIPPED)
+    document = generate(lines, "--num-speculative-tokens", 4, "--drafter", "prompt-lookup", model=SHIPPED)
+    requests, summary = document["requests"], document["summary"]
+    for with_drafts, without in zip(requests, plain["requests"], strict=True):
+        assert with_drafts["generated_tokens"] == without["generated_tokens"]
+        assert without["draft_tokens"] == without["accepted_tokens"] == 0
+    drafted = sum(request["draft_tokens"] for request in requests)
+    accepted = sum(request["accepted_tokens"] for request in requests)
+    assert 0 < drafted == summary["draft_tokens"] == sum(summary["drafts_at"])
+    assert accepted == summary["accepted_tokens"] == sum(summary["accepted_at"])
+    assert summary["acceptance_rate"] == accepted / drafted
+    assert len(summary["acceptance_at"]) == len(summary["drafts_at"]) <= 4
+    assert summary["decode_rows"] + accepted == 24 + 9 - 2, "each request's first token is its prefill's"
+    assert summary["tokens_per_decode_row"] == (24 + 9 - 2) / summary["decode_rows"]
+    assert plain["summary"]["tokens_per_decode_row"] == 1 and plain["summary"]["acceptance_rate"] == 0
+
+
+def test_the_report_has_a_line_about_drafts_where_there_are_any(run_lines: Callable[..., Finished]) -> None:
+    lines = [{"prompt": CODE, "num_tokens_to_generate": 12}]
+    finished = run_lines(lines, "--num-speculative-tokens", 4, model=SHIPPED)
+    assert " drafts (" in finished.stdout and " tokens a decode step of a request" in finished.stdout
+    assert "draft" not in run_lines([{"prompt": PREFIX}]).stdout
+    idle = run_lines([{"prompt": PREFIX, "num_tokens_to_generate": 1}], "--num-speculative-tokens", 4)
+    assert "nothing was drafted in 0 decode steps" in idle.stdout
+
+
+def test_the_run_that_drafts_are_compared_with_has_neither_drafts_nor_cache(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafts_asked: list[int] = []
+    engine_for = generation.engine_for
+
+    def note_and_build(model: Any, config: CacheConfig, *rest: Any) -> MambaCacheEngine:
+        drafts_asked.append(config.num_speculative_tokens)
+        return engine_for(model, config, *rest)
+
+    monkeypatch.setattr(generation, "engine_for", note_and_build)
+    output = tmp_path / "out.json"
+    flags = ("--random-model", "--num-tokens-to-generate", 2, "--num-speculative-tokens", 2, "--output-path", output)
+    finished = run_here(capsys, *flags)
+    assert finished.status == 0 and "with cache and drafts, and with neither" in finished.stdout
+    summary = json.loads(output.read_text())["summary"]
+    assert summary["outputs_identical"] is True and summary["without_cache"]["cached_tokens"] == 0
+    assert [number for number in drafts_asked if number] == [2], "of three runs only the last drafts"
 
 
 def test_the_report_names_the_reason_when_nothing_is_skipped(run_lines: Callable[..., Finished]) -> None:

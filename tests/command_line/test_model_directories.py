@@ -185,3 +185,32 @@ def test_the_shipped_model_is_the_default_once_its_files_are_there(
     later = json.loads((tmp_path / "out.json").read_text())["summary"]["later_turns"]
     assert later["cached_tokens"] >= 0.8 * later["prompt_tokens"] > 0
     assert "built-in random hybrid model" in run_here(capsys, *few, "--random-model").stdout
+
+
+DRAFTS = ("--num-speculative-tokens", 4, "--drafter", "draft-model", "--draft-hf-model")
+
+
+def test_a_draft_model_that_cannot_be_used_ends_with_one_line(
+    tmp_path: Path, nemotron: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other_vocabulary = run_here(capsys, "--random-model", *DRAFTS, nemotron)
+    assert ends_with_one_line(other_vocabulary, "--draft-hf-model", "of 512 tokens", "one of 256")
+    missing = run_here(capsys, "--random-model", *DRAFTS, tmp_path / "nothing")
+    assert ends_with_one_line(missing, "--draft-hf-model: ", "nothing is no directory")
+
+
+def test_a_model_that_drafts_for_itself_is_always_right(
+    tmp_path: Path, lines_file: Path, nemotron: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("megatron_mamba_cache.models.draft_model")
+    output = tmp_path / "out.json"
+    flags = ("--hf-model", nemotron, "--prompts", lines_file, *GREEDY, "--output-path", output)
+    tokens = []
+    for more in ((), (*DRAFTS, nemotron)):
+        finished = run_here(capsys, *flags, *more)
+        assert finished.status == 0, finished.stderr
+        document = json.loads(output.read_text())
+        tokens.append([request["generated_tokens"] for request in document["requests"]])
+    assert tokens[0] == tokens[1]
+    summary = document["summary"]
+    assert summary["accepted_tokens"] == summary["draft_tokens"] > 0 and summary["tokens_per_decode_row"] > 3

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron_mamba_cache.kernels.paged_attention import AttentionRows, append_kv_ref, paged_attention_ref
 from megatron_mamba_cache.kernels.reference import (
+    align_copy_ref,
     causal_conv_ref,
     conv_verify_ref,
     copy_slots_ref,
@@ -24,6 +25,7 @@ from megatron_mamba_cache.kernels.verification import (
     accept_by_ratio,
     accept_matching,
 )
+from tests.kernels.align_steps import StepRow, device_rows, padding_row
 from tests.kernels.packed_rows import RowSpec, VerifySpec, pack_rows, pack_verify
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -85,6 +87,12 @@ def zero_call() -> Callable[[], object]:
     return lambda: zero_slots_ref(pools, slots)
 
 
+def align_call() -> Callable[[], object]:
+    rows = device_rows([StepRow(13, 3, 2, 3, (0, 1, 2), 3), padding_row(3)], "cuda")
+    conv_pool, ssm_pool = randn(2, 4, 5, 6), randn(2, 4, 2, 3, 5)
+    return lambda: align_copy_ref(conv_pool, ssm_pool, rows, 16, 3)
+
+
 def attention_call() -> Callable[[], object]:
     rows = AttentionRows(
         int32(0, 1, 2, 5), int32(3, 6, 9), int32(0, 1, 2, 3, 4, 5, 6, 7, 8).view(3, 3), (1, 1, 3), (3, 6, 9)
@@ -134,6 +142,7 @@ CALLS = [
     state_verify_call,
     copy_call,
     zero_call,
+    align_call,
     attention_call,
     append_call,
     sampling_call,

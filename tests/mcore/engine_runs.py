@@ -65,12 +65,13 @@ def block_bytes(sizes: RandomHybridConfig, block_size: int) -> int:
     return 2 * sizes.pattern.count("*") * block_size * sizes.num_query_groups * head_dim * 4
 
 
-def state_bytes(sizes: RandomHybridConfig) -> int:
-    """Return the bytes of one fp32 state over all Mamba layers."""
+def state_bytes(sizes: RandomHybridConfig, num_drafts: int = 0) -> int:
+    """Return the bytes of one fp32 state over all Mamba layers, where steps verify so many drafts."""
     inner = sizes.mamba_num_heads * sizes.mamba_head_dim
     conv_dim = inner + 2 * sizes.mamba_num_groups * sizes.mamba_state_dim
     num_taps = 4
-    return sizes.pattern.count("M") * 4 * ((num_taps - 1) * conv_dim + inner * sizes.mamba_state_dim)
+    window = num_taps - 1 + num_drafts
+    return sizes.pattern.count("M") * 4 * (window * conv_dim + inner * sizes.mamba_state_dim)
 
 
 def cache_config(
@@ -91,11 +92,12 @@ def cache_config(
         "max_tokens": 64,
         "max_sequence_length": 512,
     } | settings
+    num_drafts = small.get("num_speculative_tokens", 0)
     block_gb = block_bytes(sizes, small["block_size_tokens"]) / GIB
     return CacheConfig(
         buffer_size_gb=(kv_blocks + 1) * block_gb,  # one is the dummy
         paused_buffer_size_gb=None if paused_blocks is None else min(paused_blocks, kv_blocks - 1) * block_gb,
-        prefix_caching_mamba_gb=cached_states * state_bytes(sizes) / GIB,
+        prefix_caching_mamba_gb=cached_states * state_bytes(sizes, num_drafts) / GIB,
         **small,
     )
 

@@ -15,7 +15,7 @@ FAULT_PLACES: dict[str, Callable[[EngineRun], tuple[Any, str]]] = {
     "planning an admission": lambda run: (run.context.cache, "plan"),
     "reserving a slot": lambda run: (run.context.cache.slots, "reserve"),
     "scheduling a decode row": lambda run: (run.context.cache, "schedule_decode"),
-    "laying out the step": lambda run: (context_module, "lay_out_step"),
+    "laying out the step": lambda run: (run.context, "lay_out"),
     "the first layer": lambda run: (run.subject.model.decoder.layers[0], "forward"),
     "attention": lambda run: (_modules(run, CachingSelfAttention)[0], "forward"),
     "the last mixer": lambda run: (_modules(run, CachingMambaMixer)[-1], "forward"),

@@ -4,18 +4,21 @@ import contextlib
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron_mamba_cache import CacheConfig
+from megatron_mamba_cache.speculation.drafter import Drafter
 from tests.mcore.engine_runs import (
     MAX_STEPS,
     EngineRun,
     Hybrid,
     OracleTally,
     cache_config,
+    greedy,
     tiny_hybrid,
 )
 from tests.mcore.faults import FAULT_PLACES, InjectedFault, raise_once
@@ -36,6 +39,23 @@ class Arrival:
     prompt: tuple[int, ...]
     num_tokens: int
     follows: int | None = None
+    stop_words: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """Greedy, ended by length, by a stop word, or by one of a single token, which is the termination id."""
+        single = [word[0] for word in self.stop_words if len(word) == 1]
+        longer = [" ".join(map(str, word)) for word in self.stop_words if len(word) > 1]
+        return greedy(self.num_tokens, termination_id=single[0] if single else -1, stop_words=longer or None)
+
+    def assert_ends_right(self, tokens: list[int]) -> None:
+        """Assert that a reply ends where it must and nowhere before."""
+        ends = [
+            count
+            for count in range(1, len(tokens) + 1)
+            if count == self.num_tokens or any(tuple(tokens[:count][-len(word) :]) == word for word in self.stop_words)
+        ]
+        assert ends == [len(tokens)], (tokens, self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +74,13 @@ class Flavour:
 
     Args:
         settings: From a random generator, the block size and the most blocks of a request to cache settings.
+        gaps: Steps between two arrivals, one of which is drawn.
     """
 
     name: str
     settings: Callable[[random.Random, int, int], dict[str, Any]]
     exercises: tuple[str, ...]
+    gaps: tuple[int, ...] = (0, 0, 0, 1, 4, 15)
 
 
 def _roomy(rng: random.Random, block: int, _request_blocks: int) -> dict[str, Any]:
@@ -105,6 +127,18 @@ def _strides(rng: random.Random, block: int, request_blocks: int) -> dict[str, A
     }
 
 
+def _whole_prompts(rng: random.Random, block: int, request_blocks: int) -> dict[str, Any]:
+    return {
+        "chunked_prefill": False,
+        "kv_blocks": rng.choice([request_blocks + 1, 4 * request_blocks]),
+        "paused_blocks": rng.randrange(0, request_blocks),
+        "cached_states": rng.choice([2, 30]),
+        "boundary_stride": rng.choice([None, 1]),
+        "max_requests": 6,
+        "max_tokens": request_blocks * block + rng.randrange(block),  # one request of any length and little more
+    }
+
+
 def _uncached(rng: random.Random, block: int, request_blocks: int) -> dict[str, Any]:
     tight = rng.random() < 0.7
     return {
@@ -139,14 +173,15 @@ FLAVOURS = {
         Flavour("few_states", _few_states, ("prompt_tokens_skipped", "states_skipped_no_room", "states_evicted")),
         Flavour("small_steps", _small_steps, ("prompt_tokens_skipped", "unaligned_chunks", "short_chunks")),
         Flavour("strides", _strides, ("prompt_tokens_skipped", "states_evicted", "kv_blocks_evicted", "chunked_steps")),
+        Flavour("whole_prompts", _whole_prompts, ("prompt_tokens_skipped", "requests_evicted"), gaps=(0,)),
         Flavour("uncached", _uncached, ("requests_evicted", "chunked_steps")),
         Flavour("disturbed", _disturbed, ("prompt_tokens_skipped", "steps_aborted", "suspends", "flushes")),
     )
 }
 
 
-def make_workload(flavour: Flavour, seed: int) -> Workload:
-    """Return the workload of a flavour and a seed."""
+def make_workload(flavour: Flavour, seed: int, num_drafts: int = 0) -> Workload:
+    """Return the workload of a flavour and a seed; where steps verify drafts, requests have stop words too."""
     rng = random.Random(f"{flavour.name} {seed}")
     subject = tiny_hybrid(**rng.choice(MODELS))
     block = subject.sizes.ssm_chunk_size * rng.choice([1, 2, 4])
@@ -155,14 +190,28 @@ def make_workload(flavour: Flavour, seed: int) -> Workload:
     request_blocks = -(-(max_prompt + max_tokens) // block)
     settings = {"block_size_tokens": block, "max_sequence_length": max_prompt + max_tokens}
     settings |= flavour.settings(rng, block, request_blocks)
-    arrivals = _arrivals(rng, subject, block, max_prompt, max_tokens)
+    arrivals = _arrivals(rng, subject, block, max_prompt, max_tokens, flavour.gaps)
+    if num_drafts:
+        settings["num_speculative_tokens"] = num_drafts = min(num_drafts, block - 1)
+        settings["decode_checkpoints"] = rng.choice(["rolling", "rolling", "all", "none"])
+        settings["cached_states"] = max(settings.get("cached_states", 50), num_drafts)
+        arrivals = tuple(replace(arrival, stop_words=_stop_words(rng, subject)) for arrival in arrivals)
     disturbed_share = 0.15 if flavour.name == "disturbed" else 0.0
     return Workload(subject, cache_config(subject.sizes, **settings), arrivals, disturbed_share)
 
 
-def run_workload(work: Workload) -> tuple[Counter[str], OracleTally]:
-    """Run a workload to its end, assert everything about it, and return counters and the oracle's tally."""
-    run = EngineRun.start(work.subject, work.config)
+@dataclass(frozen=True, slots=True)
+class WorkloadOutcome:
+    """What a workload came to: counters, the oracle's tally, and each request's text."""
+
+    seen: Counter[str]
+    tally: OracleTally
+    texts: dict[int, list[int]]  # prompt and generated tokens
+
+
+def run_workload(work: Workload, drafter: Drafter | None = None) -> WorkloadOutcome:
+    """Run a workload to its end, and assert everything about it."""
+    run = EngineRun.start(work.subject, work.config, drafter=drafter)
     seen = Counter(requests=len(work.arrivals))
     pending = dict(enumerate(work.arrivals))
     rng = random.Random(len(work.arrivals))
@@ -170,20 +219,24 @@ def run_workload(work: Workload) -> tuple[Counter[str], OracleTally]:
         assert run.num_steps < MAX_STEPS, run.context.snapshot()
         for request_id in [i for i, arrival in pending.items() if _is_due(arrival, run)]:
             _add(run, request_id, pending.pop(request_id), work.config.max_sequence_length)
-        before = _prefilling(run)
+        before, windows = _prefilling(run), {row.request_id: row.accepted for row in run.context.rows}
         if rng.random() < work.disturbed_share:
             _disturbed_step(rng, run, seen)
         else:
             run.step()
+        assert work.config.chunked_prefill or not _prefilling(run)
         for request_id, computed in _prefilling(run).items():
             seen["chunked_steps"] += 1
             seen["unaligned_chunks"] += computed % work.config.block_size_tokens > 0
             seen["short_chunks"] += computed - before.get(request_id, 0) < work.subject.shape.d_conv
+        after = {row.request_id: row.accepted for row in run.context.rows if not row.is_prefilling}
+        seen["windows_changed"] += sum(windows.get(request_id, size) != size for request_id, size in after.items())
     _assert_all_finished(work, run)
     seen.update({name: count for name, count in run.context.snapshot().as_dict().items() if isinstance(count, int)})
     tally = run.assert_matches_oracle()
+    texts = {request_id: run.prompts[request_id] + run.tokens(request_id) for request_id in run.finished}
     seen["tokens"] = sum(len(run.tokens(request_id)) for request_id in run.finished)
-    return seen, tally
+    return WorkloadOutcome(seen, tally, texts)
 
 
 def _prefilling(run: EngineRun) -> dict[int, int]:
@@ -216,14 +269,14 @@ def _add(run: EngineRun, request_id: int, arrival: Arrival, max_len: int) -> Non
     if arrival.follows is not None:
         earlier = run.prompts[arrival.follows] + run.tokens(arrival.follows)
         prompt = (earlier + prompt)[: max_len - arrival.num_tokens]
-    run.add(request_id, prompt, arrival.num_tokens)
+    run.add(request_id, prompt, arrival.sampling)
 
 
 def _assert_all_finished(work: Workload, run: EngineRun) -> None:
     run.assert_nothing_held()
     counters, block = run.counters, work.config.block_size_tokens
     for request_id, arrival in enumerate(work.arrivals):
-        assert len(run.tokens(request_id)) == arrival.num_tokens
+        arrival.assert_ends_right(run.tokens(request_id))
         cached = run.engine.cached_tokens(request_id)
         assert cached % block == 0 and cached < len(run.prompts[request_id])
         assert cached == 0 or work.config.prefix_caching
@@ -236,14 +289,16 @@ def _assert_all_finished(work: Workload, run: EngineRun) -> None:
     assert run.context.snapshot().state_slots["cached"] == 0
 
 
-def _arrivals(rng: random.Random, subject: Hybrid, block: int, max_prompt: int, max_tokens: int) -> tuple[Arrival, ...]:
+def _arrivals(
+    rng: random.Random, subject: Hybrid, block: int, max_prompt: int, max_tokens: int, gaps: tuple[int, ...]
+) -> tuple[Arrival, ...]:
     vocab, chunk = subject.sizes.vocab_size, subject.sizes.ssm_chunk_size
     base = tuple(rng.randrange(vocab) for _ in range(max_prompt))
     prompts: list[tuple[int, ...]] = [base]
     arrivals: list[Arrival] = []
     step = 0
     for request_id in range(rng.randrange(6, 12)):
-        step += rng.choice([0, 0, 0, 1, 4, 15])
+        step += rng.choice(gaps)
         num_tokens = rng.randrange(1, max_tokens + 1)
         if request_id and rng.random() < 0.2:
             turn = tuple(rng.randrange(vocab) for _ in range(rng.randrange(1, block)))
@@ -253,6 +308,14 @@ def _arrivals(rng: random.Random, subject: Hybrid, block: int, max_prompt: int, 
         prompts.append(prompt)
         arrivals.append(Arrival(step, prompt, num_tokens))
     return tuple(arrivals)
+
+
+def _stop_words(rng: random.Random, subject: Hybrid) -> tuple[tuple[int, ...], ...]:
+    """Return no stop words mostly, else some that are likely to come up; random texts repeat few tokens."""
+    vocab = subject.sizes.vocab_size
+    if rng.random() < 0.7:
+        return ()
+    return tuple(tuple(rng.randrange(vocab) for _ in range(length)) for length in (1, 2, 2, 2))
 
 
 def _prompt(rng: random.Random, earlier: list[tuple[int, ...]], vocab: int, unit: int) -> tuple[int, ...]:

@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from megatron_mamba_cache.mcore import context as context_module
-from megatron_mamba_cache.mcore.engine import failure_reason
-from megatron_mamba_cache.mcore.failed_steps import FAILURES_BEFORE_ALONE, FAILURES_BEFORE_REFUSAL
+from megatron_mamba_cache.mcore import controller as controller_module
+from megatron_mamba_cache.mcore.failed_steps import FAILURES_BEFORE_ALONE, FAILURES_BEFORE_REFUSAL, failure_reason
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
 from tests.mcore.faults import InjectedFault, raise_once, raise_where
 
@@ -48,11 +47,11 @@ def assert_only_failure(run: EngineRun, poisoned: int = POISONED) -> None:
 
 
 def _poisons_layout(run: EngineRun, num_generated: int) -> tuple[Any, str, Callable[..., bool]]:
-    def is_fault(rows: Sequence[Any], *_: Any) -> bool:
+    def is_fault(rows: Sequence[Any], *_: Any, **__: Any) -> bool:
         prompt_len = len(run.prompts[POISONED])
         return any(row.request_id == POISONED and row.length >= prompt_len + num_generated for row in rows)
 
-    return context_module, "lay_out_step", is_fault
+    return run.context, "lay_out", is_fault
 
 
 def _poisons_planning(run: EngineRun, _: int) -> tuple[Any, str, Callable[..., bool]]:
@@ -77,7 +76,13 @@ def test_a_request_that_fails_every_step_of_its_own_is_refused_and_the_rest_go_o
 
 def test_two_such_requests_are_refused_and_the_rest_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     run = start_run()
-    raise_where(monkeypatch, context_module, "lay_out_step", lambda rows, *_: any(row.request_id < 2 for row in rows))
+    poisoned = (0, 1)
+    raise_where(
+        monkeypatch,
+        run.context,
+        "lay_out",
+        lambda rows, *_, **__: any(row.request_id in poisoned for row in rows),
+    )
     finish_through_faults(run)
     assert [request_id for request_id in range(4) if failure_reason(run.finished[request_id])] == [0, 1]
     assert [len(run.tokens(request_id)) for request_id in range(4)] == [0, 0, NUM_TOKENS, NUM_TOKENS]
@@ -86,15 +91,15 @@ def test_two_such_requests_are_refused_and_the_rest_go_on(monkeypatch: pytest.Mo
 
 def test_suspects_run_alone_until_each_has_made_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     run, steps = start_run(), []
-    lay_out_step = context_module.lay_out_step
+    lay_out = run.context.lay_out
 
-    def note_rows(rows: Sequence[Any], *arguments: Any) -> Any:
+    def note_rows(rows: Sequence[Any], *arguments: Any, **settings: Any) -> Any:
         steps.append({row.request_id for row in rows})
         if len(steps) <= FAILURES_BEFORE_ALONE:
             raise InjectedFault("the first steps")
-        return lay_out_step(rows, *arguments)
+        return lay_out(rows, *arguments, **settings)
 
-    monkeypatch.setattr(context_module, "lay_out_step", note_rows)
+    monkeypatch.setattr(run.context, "lay_out", note_rows)
     assert finish_through_faults(run) == FAILURES_BEFORE_ALONE
     suspects = steps[0]
     assert suspects == {0, POISONED} and steps[1] == suspects
@@ -108,7 +113,7 @@ def test_failures_between_tokens_never_add_up_to_a_refusal(monkeypatch: pytest.M
     for _ in range(NUM_TOKENS - 1):
         for _ in range(FAILURES_BEFORE_REFUSAL - 1):
             with monkeypatch.context() as patch:
-                raise_once(patch, run.engine.controller, "_dynamic_step_sample_logits")
+                raise_once(patch, controller_module, "verify_step")
                 with pytest.raises(InjectedFault):
                     run.step()
         run.step()

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from megatron_mamba_cache.mcore import engine as engine_module
 from megatron_mamba_cache.mcore.scheduler import MOST_PASSED_OVER
 from megatron_mamba_cache.policy import block_growth
 from tests.mcore.engine_runs import EngineRun, cache_config, some_tokens, tiny_hybrid
@@ -53,6 +54,17 @@ def test_a_request_behind_many_that_wait_for_a_prefix_is_admitted_once_they_have
     assert last in run.engine.waiting_request_ids
     run.finish()
     assert len(run.tokens(last)) == 3
+    run.assert_exact()
+
+
+def test_a_prompt_is_read_back_from_the_device_once_not_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = EngineRun.start(tiny_hybrid())
+    reads = counted(monkeypatch, engine_module, "spec_of")
+    for request_id in range(3):
+        run.add(request_id, some_tokens(20, seed=request_id))
+    assert reads[0] == 3
+    run.finish()
+    assert reads[0] == 3
     run.assert_exact()
 
 

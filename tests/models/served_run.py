@@ -68,13 +68,13 @@ def served_run(case: TinyCheckpoint, loaded: LoadedModel, reference: ReferenceRu
 
 def _record_logits(engine: Any) -> dict[int, list[Tensor]]:
     recorded: dict[int, list[Tensor]] = defaultdict(list)
-    sample = engine.controller._dynamic_step_sample_logits
+    sample = engine.controller._sample
 
-    def record_and_sample(logits: Tensor) -> None:
+    def record_and_sample(logits: Tensor) -> Any:
         for row, row_logits in zip(engine.context.step.rows, logits.squeeze(0), strict=True):
             if row.samples_this_step:
                 recorded[row.request_id].append(row_logits.to("cpu", copy=True))
-        sample(logits)
+        return sample(logits)
 
-    engine.controller._dynamic_step_sample_logits = record_and_sample
+    engine.controller._sample = record_and_sample
     return recorded

@@ -106,7 +106,13 @@ def test_config_that_lacks_a_field_is_refused(family: str, copies: dict[str, Pat
         config.write_text(content)
 
 
-@pytest.mark.parametrize("content", ["", "{", '{"model_type": "bamba"', "[]", '"bamba"', "null"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_quantized_checkpoint_is_refused(family: str, copies: dict[str, Path]) -> None:
+    set_fields(copies[family], quantization_config={"quant_method": "fp8"})
+    assert_refused(copies[family], f"{config_of(copies[family])}: quantization_config=", "is not supported")
+
+
+@pytest.mark.parametrize("content", ["", "[" * 100_000, "{", '{"model_type": "bamba"', "[]", '"bamba"', "null"])
 def test_config_that_is_no_json_object_is_refused(content: str, copies: dict[str, Path]) -> None:
     (copies["bamba"] / "config.json").write_text(content)
     assert_refused(copies["bamba"], config_of(copies["bamba"]), "JSON")

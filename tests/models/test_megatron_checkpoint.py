@@ -1,5 +1,6 @@
 """A Megatron distributed checkpoint holds a model's very bits, and says what is wrong with a damaged one."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -91,7 +92,7 @@ def test_a_damaged_architecture_is_refused(saved: Path, tmp_path: Path) -> None:
     text = (saved / ARCHITECTURE_FILE).read_text()
     for damaged in (text[: len(text) // 2], "[]", text.replace('"pattern"', '"patern"')):
         (tmp_path / ARCHITECTURE_FILE).write_text(damaged)
-        with pytest.raises(ValueError, match="is damaged"):
+        with pytest.raises(ValueError, match=f"{tmp_path / ARCHITECTURE_FILE}.*(JSON|'pattern' is missing)"):
             load_megatron_checkpoint(tmp_path)
 
 
@@ -114,6 +115,36 @@ def test_tensors_that_the_checkpoint_lacks_are_named(shipped: LoadedModel, tmp_p
     save_megatron_checkpoint(model, shipped.architecture, tmp_path / "saved")
     with pytest.raises(ValueError, match=r"lacks 1 tensors: decoder\.final_norm\.weight of the model"):
         load_megatron_checkpoint(tmp_path / "saved", torch.float32)
+
+
+def test_any_value_in_any_field_of_an_architecture_gives_a_model_or_a_refusal(saved: Path, tmp_path: Path) -> None:
+    directory = copy_of(saved, tmp_path)
+    file = directory / ARCHITECTURE_FILE
+    whole = json.loads(file.read_text())
+    parts = [("", whole), *((f"{name}.", part) for name, part in whole.items() if isinstance(part, dict))]
+    outcomes = set()
+    for prefix, fields in parts:
+        for name in fields:
+            before = fields[name]
+            for value in ("x", [], {}, None, True, -1, 0, 1.5):
+                fields[name] = value
+                file.write_text(json.dumps(whole))
+                refusal = refusal_of(directory)
+                outcomes.add(refusal is None)
+                assert refusal is None or str(directory) in refusal, (prefix, name, value, refusal)
+                if value in ("x", -1):
+                    assert refusal is not None and (f"{prefix}{name}" in refusal or "pattern" in refusal)
+            fields[name] = before
+    assert outcomes == {True, False}
+
+
+def refusal_of(directory: Path) -> str | None:
+    """Return the error that loading ends with; None if there is none, and fail if it is no `ValueError`."""
+    try:
+        load_megatron_checkpoint(directory, torch.float32)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 @pytest.mark.parametrize("fields", [{"pattern": "MMMM"}, {"pattern": "M*X"}, {"pattern": "M*E"}])

@@ -32,6 +32,9 @@ class CountingFile:
     def keys(self) -> list[str]:
         return self._file.keys()
 
+    def get_slice(self, name: str) -> Any:
+        return self._file.get_slice(name)
+
     def get_tensor(self, name: str) -> torch.Tensor:
         self._counts.append(len(self._alive))
         tensor = self._file.get_tensor(name)

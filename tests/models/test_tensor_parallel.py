@@ -109,7 +109,7 @@ def test_what_cannot_be_shared_out_is_refused_before_anything_is_built(
     fields: dict[str, int], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = tiny_checkpoint("nemotron_h-6")
-    case.config.vocab_size = 128
+    case.config.vocab_size = fields.get("vocab_size", 128)
     case.write(case.model(), tmp_path)
     set_fields(tmp_path, **fields)
     for name in ("get_tensor_model_parallel_world_size", "get_expert_tensor_parallel_world_size"):

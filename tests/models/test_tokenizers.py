@@ -177,3 +177,11 @@ def test_a_chat_that_cannot_be_rendered_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(ValueError, match="roles must alternate"):
         tokenizer.render_chat(CHAT)
+
+
+@pytest.mark.parametrize("named", ["2", {}, [[1]], ["2"], -1, 1.5, True])
+def test_an_end_of_text_that_is_no_token_id_is_refused(named: object, tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": named}))
+    with pytest.raises(ValueError, match=f"{tmp_path / 'generation_config.json'}: eos_token_id="):
+        load_tokenizer(tmp_path, VOCABULARY)

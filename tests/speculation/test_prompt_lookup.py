@@ -2,7 +2,8 @@
 
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_mamba_cache.policy.requests import RunningRequest
+from megatron_mamba_cache.speculation import suffix_index
 from megatron_mamba_cache.speculation.drafter import DraftWish
 from megatron_mamba_cache.speculation.prompt_lookup import PromptLookupDrafter
 from tests.speculation.request_rows import row_of
@@ -71,6 +73,24 @@ def test_text_of_many_growths_drafts_as_one_seen_at_once() -> None:
         found = drafted(growing, row)
         if step % 97 == 0:
             assert found == searched([numbers[0], *numbers[: step + 1]], 5, 4, 32)
+
+
+@given(TEXTS, st.integers(1, 4), st.integers(0, 5))
+def test_colliding_hashes_change_no_draft(text: list[int], min_match: int, more: int) -> None:
+    def hash_to_one_bit(grams: Iterable[Any], shift: int) -> Any:
+        return hash_grams(grams, 63)
+
+    hash_grams = suffix_index._hash_grams
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(suffix_index, "_hash_grams", hash_to_one_bit)
+        drafter = PromptLookupDrafter(min_match, min_match + more, ALL_CANDIDATES)
+        assert drafted(drafter, row_of(text)) == searched(text, 5, min_match, min_match + more)
+
+
+def test_match_ends_where_the_text_begins() -> None:
+    # As long as the index's first arrays, where a look before the beginning finds the end, a 2 as wanted.
+    others = list(range(100, 100 + suffix_index._SMALLEST_CAPACITY - 10))
+    assert drafted_for([1, 2, 7, 5, 1, 2, 8, *others, 2, 1, 2], 1) == (8,)
 
 
 def test_copied_region_that_reaches_the_end_is_carried_on() -> None:

@@ -1,0 +1,273 @@
+"""How close does the align copy come to a plain copy of the same bytes, and what does it cost when nothing moves?
+
+    PYTHONPATH=. python3 benchmarks/align_copy.py [--json FILE] [--sweep]
+
+Every figure is the median time of a launch inside a CUDA graph of many, on random data; successive launches copy
+other slots, so that the L2 cache holds none of them. Pools hold 64 source and 64 target slots.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import cycle, islice
+from pathlib import Path
+from statistics import median
+
+import torch
+from machine import describe_machine
+from torch import Tensor
+
+from megatron_mamba_cache.kernels.align_copy import TILING, AlignRows, align_copy
+from megatron_mamba_cache.kernels.slot_tiles import CopyTiling
+
+BLOCK_SIZE = 256
+WINDOW_LEN = 3
+NUM_SOURCES = 64
+GRAPH_MS = 12.0
+NUM_REPLAYS = 15
+PIECE_BYTES = 2**29  # memcpy nodes of graphs slow down from 1.6 GiB on
+CASES = ((1, 1), (8, 8), (64, 64), (256, 16), (64, 4), (256, 0), (64, 0), (1, 0))  # rows, rows that copy
+SWEPT_CASES = ((1, 1), (8, 8), (64, 64), (256, 16), (256, 0))
+TILINGS = (
+    TILING,
+    CopyTiling(tile_len=2048, num_warps=4, programs_per_sm=2),
+    CopyTiling(tile_len=2048, num_warps=8, programs_per_sm=4),
+    CopyTiling(tile_len=1024, num_warps=4, programs_per_sm=4),
+    CopyTiling(tile_len=1024, num_warps=4, programs_per_sm=8),
+    CopyTiling(tile_len=1024, num_warps=2, programs_per_sm=8),
+    CopyTiling(tile_len=4096, num_warps=4, programs_per_sm=4),
+    CopyTiling(tile_len=4096, num_warps=8, programs_per_sm=2),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The states of a model; conv windows are bf16."""
+
+    name: str
+    num_layers: int
+    conv_dim: int
+    num_heads: int
+    ssm_dtype: torch.dtype
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes that one align copy moves."""
+        return self.num_layers * (WINDOW_LEN * self.conv_dim * 2 + self.num_heads * 128 * 64 * self.ssm_dtype.itemsize)
+
+
+MODELS = (
+    Model("8B bf16", 24, 10240, 128, torch.bfloat16),
+    Model("8B fp32", 24, 10240, 128, torch.float32),
+    Model("Nano bf16", 23, 6144, 64, torch.bfloat16),
+    Model("Nano fp32", 23, 6144, 64, torch.float32),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One measured case; times in microseconds. No memcpy where nothing is copied."""
+
+    model: str
+    rows: int
+    copying: int
+    tiling: CopyTiling
+    us: float
+    memcpy_us: float | None
+
+    @property
+    def ratio(self) -> float | None:
+        """Return the speed relative to the memcpy."""
+        return self.memcpy_us / self.us if self.memcpy_us else None
+
+
+class Bench:
+    """The pools of one model."""
+
+    def __init__(self, model: Model, num_drafts: int) -> None:
+        self.model = model
+        self.num_columns = 1 + num_drafts
+        lead = (model.num_layers, 2 * NUM_SOURCES)
+        conv_shape, ssm_shape = (WINDOW_LEN + num_drafts, model.conv_dim), (model.num_heads, 128, 64)
+        self.conv = torch.empty(lead + conv_shape, dtype=torch.bfloat16, device="cuda").normal_()
+        self.ssm = torch.empty(lead + ssm_shape, dtype=model.ssm_dtype, device="cuda").normal_()
+
+    def rotations(self, num_rows: int, num_copying: int) -> list[AlignRows]:
+        """Return steps that copy, one after another, every source slot to a target of its own."""
+        count = NUM_SOURCES // num_copying if num_copying else 8
+        return [self._step(num_rows, num_copying, number * num_copying) for number in range(count)]
+
+    def launches(self, steps: Sequence[AlignRows], tiling: CopyTiling) -> list[Callable[[], None]]:
+        """Return the align copy of each step."""
+        return [
+            lambda rows=rows: align_copy(self.conv, self.ssm, rows, BLOCK_SIZE, WINDOW_LEN, tiling) for rows in steps
+        ]
+
+    def memcpys(self, num_copying: int) -> list[Callable[[], None]]:
+        """Return plain copies of as many bytes as `num_copying` states, from and to other places each."""
+        memory = self.ssm.view(-1).view(torch.uint8)
+        half = memory.numel() // 2
+        num_bytes = num_copying * self.model.state_bytes
+        num_pieces = -(-num_bytes // PIECE_BYTES)
+        piece = num_bytes // num_pieces // 256 * 256
+        places = cycle(range(0, half - piece, piece))
+
+        def memcpy(starts: Sequence[int]) -> Callable[[], None]:
+            def copy() -> None:
+                for start in starts:
+                    memory[half + start :][:piece].copy_(memory[start:][:piece])
+
+            return copy
+
+        return [memcpy(list(islice(places, num_pieces))) for _ in range(max(1, NUM_SOURCES // num_copying))]
+
+    def check(self) -> None:
+        """Copy 8 of 16 states once and compare with their sources.
+
+        Raises:
+            RuntimeError: If the copy is wrong.
+        """
+        rows = self.rotations(16, 8)[0]
+        align_copy(self.conv, self.ssm, rows, BLOCK_SIZE, WINDOW_LEN)
+        for row in range(0, 16, 2):
+            target, source = int(rows.targets[row]), int(rows.columns[row, 0])
+            window = self.conv[:, source, 1 : 1 + WINDOW_LEN]
+            is_copied = torch.equal(self.conv[:, target, :WINDOW_LEN], window)
+            if not is_copied or not torch.equal(self.ssm[:, target], self.ssm[:, source]):
+                raise RuntimeError(f"{self.model.name}: slot {target} is not a copy of slot {source}")
+
+    def _step(self, num_rows: int, num_copying: int, first: int) -> AlignRows:
+        """Every n-th row reaches a boundary with its first draft; the others stop short of one."""
+        row = torch.arange(num_rows, dtype=torch.int32, device="cuda")
+        period = num_rows // num_copying if num_copying else num_rows + 1
+        copies = (row % period == 0) & (row // period < num_copying) if num_copying else torch.zeros_like(row).bool()
+        source = (first + row // period) % NUM_SOURCES
+        packed = torch.full((num_rows, 2 + self.num_columns), 2, dtype=torch.int64, device="cuda")
+        return AlignRows(
+            computed=torch.where(copies, BLOCK_SIZE - 2, 100).to(torch.int32),
+            scheduled=torch.full_like(row, self.num_columns),
+            drafts=torch.full_like(row, self.num_columns - 1),
+            accepted=packed[:, 0],
+            columns=source[:, None].repeat(1, self.num_columns),
+            state_columns=torch.zeros_like(row),
+            targets=NUM_SOURCES + source,
+        )
+
+
+def launch_us(launches: Sequence[Callable[[], None]], expected_us: float) -> float:
+    """Return the median time of a launch in a graph that repeats `launches` for about GRAPH_MS."""
+    count = min(256, max(4, round(GRAPH_MS * 1000 / expected_us)))
+    for launch in launches[:2]:
+        launch()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for launch in islice(cycle(launches), count):
+            launch()
+    return median(_replay_ms(graph) for _ in range(NUM_REPLAYS + 3)) * 1000 / count
+
+
+def _replay_ms(graph: torch.cuda.CUDAGraph) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+def measure(bench: Bench, cases: Iterable[tuple[int, int]], tilings: Iterable[CopyTiling]) -> list[Figure]:
+    """Measure every case with every tiling, and its memcpy once."""
+    figures = []
+    for num_rows, num_copying in cases:
+        expected_us = max(2.0, num_copying * bench.model.state_bytes * 2 / 4e6)
+        memcpy_us = launch_us(bench.memcpys(num_copying), expected_us) if num_copying else None
+        steps = bench.rotations(num_rows, num_copying)
+        for tiling in tilings:
+            us = launch_us(bench.launches(steps, tiling), expected_us)
+            figures.append(Figure(bench.model.name, num_rows, num_copying, tiling, us, memcpy_us))
+    return figures
+
+
+def behind_small_op(bench: Bench, num_rows: int, num_copying: int) -> dict[str, float]:
+    """Measure a small op that writes the accepted counts, as verification does, and the pair of it and the copy."""
+    steps = bench.rotations(num_rows, num_copying)
+    twos = torch.full((num_rows,), 2, device="cuda")
+
+    def verify(accepted: Tensor) -> None:
+        torch.clamp(twos, max=2, out=accepted)
+
+    copies = bench.launches(steps, TILING)
+    small = [lambda accepted=rows.accepted: verify(accepted) for rows in steps]
+    pairs = [lambda op=op, copy=copy: (op(), copy()) for op, copy in zip(small, copies, strict=True)]
+    expected_us = max(4.0, num_copying * bench.model.state_bytes * 2 / 4e6)
+    return {"small op": launch_us(small, 2.0), "small op, then align copy": launch_us(pairs, expected_us)}
+
+
+def table(figures: Sequence[Figure]) -> str:
+    """Return the figures as Markdown: a line a case, a column a model."""
+    models = list(dict.fromkeys(figure.model for figure in figures))
+    by_case = {(figure.rows, figure.copying, figure.model): figure for figure in figures}
+    lines = ["| rows / copying | " + " | ".join(f"{model}: µs, of memcpy" for model in models) + " |"]
+    lines.append("|---|" + "---:|" * len(models))
+    for rows, copying in dict.fromkeys((figure.rows, figure.copying) for figure in figures):
+        cells = [_cell(by_case[rows, copying, model]) for model in models]
+        lines.append(f"| {rows} / {copying} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def sweep_table(figures: Sequence[Figure]) -> str:
+    """Return one model's figures as Markdown: a line a tiling, a column a case."""
+    cases = list(dict.fromkeys((figure.rows, figure.copying) for figure in figures))
+    found = {(figure.tiling, figure.rows, figure.copying): figure for figure in figures}
+    lines = [f"{figures[0].model}:", "", "| tile, warps, programs an SM | "]
+    lines[-1] += " | ".join(f"{rows} / {copying}" for rows, copying in cases) + " |"
+    lines.append("|---|" + "---:|" * len(cases))
+    for tiling in dict.fromkeys(figure.tiling for figure in figures):
+        cells = [_cell(found[tiling, rows, copying]) for rows, copying in cases]
+        name = f"{tiling.tile_len}, {tiling.num_warps}, {tiling.programs_per_sm}"
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _cell(figure: Figure) -> str:
+    return f"{figure.us:,.2f}" if figure.ratio is None else f"{figure.us:,.1f}, {figure.ratio:.3f}"
+
+
+def main() -> None:
+    """Measure, then print Markdown and write JSON."""
+    parser = argparse.ArgumentParser(description="Measure the align copy against a memcpy of the same bytes.")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
+    parser.add_argument("--sweep", action="store_true", help="compare tilings on the 8B states instead")
+    parser.add_argument("--drafts", type=int, default=3, metavar="K", help="drafts of a step (default 3)")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA device")
+    figures: list[Figure] = []
+    small_ops: dict[str, dict[str, float]] = {}
+    for model in MODELS[:2] if arguments.sweep else MODELS:
+        bench = Bench(model, arguments.drafts)
+        bench.check()
+        if arguments.sweep:
+            figures += (found := measure(bench, SWEPT_CASES, TILINGS))
+            print(sweep_table(found) + "\n")
+        else:
+            figures += measure(bench, CASES, [TILING])
+        if model is MODELS[0]:
+            small_ops = {
+                f"{rows} / {copies}": behind_small_op(bench, rows, copies) for rows, copies in ((64, 4), (256, 0))
+            }
+        del bench
+        torch.cuda.empty_cache()
+    if not arguments.sweep:
+        print(table(figures) + "\n")
+    for case, times in small_ops.items():
+        print(f"{MODELS[0].name}, {case}: " + "; ".join(f"{name} {us:.2f} µs" for name, us in times.items()))
+    if arguments.json:
+        document = {"machine": describe_machine(), "small ops": small_ops}
+        document["figures"] = [asdict(figure) | {"ratio": figure.ratio} for figure in figures]
+        arguments.json.write_text(json.dumps(document, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

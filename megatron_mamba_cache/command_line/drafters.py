@@ -1,0 +1,40 @@
+"""What proposes drafts for the engines of a run, as the flags say it."""
+
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+
+from ..config import CacheConfig
+from ..mcore.model_shape import HybridModelShape
+from ..speculation.drafter import Drafter
+from ..speculation.prompt_lookup import PromptLookupDrafter
+from .default_settings import default_settings
+from .model_choice import ModelDirectory, ModelFormat
+from .ready_model import load_weights
+from .usage_error import UsageError
+
+_FLAG = "--draft-hf-model"
+
+
+def drafter_maker(arguments: Namespace, vocab_size: int) -> Callable[[], Drafter]:
+    """Return a function that makes a drafter: each engine needs one of its own. A draft model is loaded once, here.
+
+    Args:
+        vocab_size: Of the model that verifies the drafts.
+
+    Raises:
+        UsageError: If the draft model cannot be loaded or has another vocabulary.
+    """
+    if arguments.drafter != "draft-model":
+        return PromptLookupDrafter
+    directory = ModelDirectory(Path(arguments.draft_hf_model), ModelFormat.HUGGING_FACE)
+    model = load_weights(directory, arguments.dtype, flag=_FLAG).model
+    if model.vocab_size != vocab_size:
+        raise UsageError(
+            f"{_FLAG} {directory.path}: it has a vocabulary of {model.vocab_size} tokens and the model one of "
+            f"{vocab_size}; a draft model needs the same"
+        )
+    from ..models.draft_model import DraftModelDrafter
+
+    config = CacheConfig(**default_settings(HybridModelShape.of(model), model.max_sequence_length))
+    return lambda: DraftModelDrafter(model, config)

@@ -1,0 +1,357 @@
+"""The align copy, kernel and twin, does bit for bit what the host plans.
+
+Where the kernel neither compiles nor is interpreted, the op is its twin; `test_interpreted` runs this file again.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_mamba_cache.kernels import align_copy as align_copy_module
+from megatron_mamba_cache.kernels.align_copy import ROWS_AT_A_TIME, AlignRows, align_copy, align_copy_ref
+from megatron_mamba_cache.kernels.slot_tiles import CopyTiling
+from megatron_mamba_cache.kernels.varlen_rows import PAD_SLOT
+from tests.kernels.align_steps import Pools, StepRow, device_rows, padding_row
+from tests.kernels.packed_rows import same_bits
+
+BLOCK = 16
+WINDOW_LEN = 3
+NUM_LAYERS = 2
+Op = Callable[[Tensor, Tensor, AlignRows, int, int], None]
+both_ops = pytest.mark.parametrize("op", [align_copy, align_copy_ref])
+
+
+class CountedKernel:
+    """Count the launches of a kernel."""
+
+    def __init__(self, kernel: object) -> None:
+        self.kernel = kernel
+        self.launches = 0
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
+        self.launches += 1
+        return self.kernel[grid]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def counted_kernel() -> Iterator[CountedKernel]:
+    with pytest.MonkeyPatch.context() as patch:
+        counted = CountedKernel(align_copy_module._align_copy_kernel)
+        patch.setattr(align_copy_module, "_align_copy_kernel", counted)
+        yield counted
+
+
+def make_pools(
+    device: str,
+    num_slots: int,
+    window: int = WINDOW_LEN + 4,
+    conv_dim: int = 10,
+    ssm_shape: tuple[int, int, int] = (2, 3, 4),
+    conv_dtype: torch.dtype = torch.bfloat16,
+    ssm_dtype: torch.dtype = torch.float32,
+) -> Pools:
+    conv = torch.randn(NUM_LAYERS, num_slots, window, conv_dim, device=device).to(conv_dtype)
+    return Pools(conv, torch.randn(NUM_LAYERS, num_slots, *ssm_shape, device=device).to(ssm_dtype))
+
+
+def check_op(op: Op, pools: Pools, rows: list[StepRow], block_size: int = BLOCK, window_len: int = WINDOW_LEN) -> None:
+    """Run the op on the pools in place and compare every bit with the host's plans."""
+    expected = pools.planned(rows, block_size, window_len)
+    device = pools.conv.device.type
+    kernel = align_copy_module._align_copy_kernel
+    launches = kernel.launches
+    op(pools.conv, pools.ssm, device_rows(rows, device), block_size, window_len)
+    kernel_runs = device == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+    assert kernel.launches - launches == (op is align_copy and kernel_runs and len(rows) > 0)
+    assert same_bits(pools.conv, expected.conv)
+    assert same_bits(pools.ssm, expected.ssm)
+
+
+KNOWN_STEPS = [  # computed, scheduled, drafts, accepted, state column -> destination column, shift
+    ((60, 5, 2, 3, 3), (3, 1)),
+    ((30, 3, 0, 2, 1), None),
+    ((45, 8, 3, 4, 2), None),
+    ((10, 6, 0, 2, 0), (0, 0)),
+    ((30, 2, 0, 1, 1), (1, 0)),
+    ((60, 3, 0, 3, 2), (3, 1)),
+]
+
+
+@both_ops
+@pytest.mark.parametrize(("step", "copy"), KNOWN_STEPS)
+def test_known_steps_in_a_table_of_blocks(
+    step: tuple[int, int, int, int, int], copy: tuple[int, int] | None, op: Op, device: str
+) -> None:
+    columns = (6, 2, 5, 1, 4)
+    destination, shift = copy or (0, 0)
+    computed, scheduled, drafts, accepted, state_column = step
+    row = StepRow(computed, scheduled, drafts, accepted, columns, columns[destination], state_column)
+    pools = make_pools(device, num_slots=7)
+    before = pools.clone()
+    check_op(op, pools, [row])
+    if copy is None:
+        assert same_bits(pools.conv, before.conv) and same_bits(pools.ssm, before.ssm)
+        return
+    source = columns[state_column]
+    assert same_bits(pools.ssm[:, row.target], before.ssm[:, columns[state_column + shift]])
+    assert same_bits(pools.conv[:, row.target, :WINDOW_LEN], before.conv[:, source, shift : shift + WINDOW_LEN])
+
+
+@both_ops
+@pytest.mark.parametrize("block_size", range(2, 33))
+def test_plan_twin_and_kernel_agree_at_every_alignment(block_size: int, op: Op, device: str) -> None:
+    window = tuple(range(9))  # all rows share their sources
+    rows = [
+        StepRow(computed, 9, 8, accepted, window, target=9 + computed * 10 + accepted)
+        for computed in range(block_size)
+        for accepted in range(10)
+    ]
+    # Each source slot and time has a value of its own, each target none of them: what was copied can be read off.
+    slots = torch.arange(9 + len(rows), dtype=torch.float32, device=device)
+    conv = slots[None, :, None, None] * 100 + torch.arange(10.0, device=device)[None, None, :, None]
+    ssm = slots[None, :, None, None, None].clone()
+    op(conv, ssm, device_rows(rows, device), block_size, 2)
+    for row, first, second, state in zip(
+        rows, conv[0, 9:, 0, 0].tolist(), conv[0, 9:, 1, 0].tolist(), ssm[0, 9:, 0, 0, 0].tolist(), strict=True
+    ):
+        plan = row.plan(block_size)
+        if plan is None:
+            assert (first, second, state) == (row.target * 100, row.target * 100 + 1, row.target)
+        else:
+            assert (first, second, state) == (plan.shift, plan.shift + 1, plan.source_column)
+    assert any(row.plan(block_size) for row in rows)
+
+
+def draw_rows(data: st.DataObject, num_columns: int, num_slots: int) -> list[StepRow]:
+    """Rows of distinct windows and targets, padded rows and rows without a target among them."""
+    slots = data.draw(st.permutations(range(num_slots)))
+    rows = []
+    for number in range(num_slots // (num_columns + 1)):
+        window, target = slots[number * (num_columns + 1) :][:num_columns], slots[(number + 1) * (num_columns + 1) - 1]
+        kind = data.draw(st.sampled_from(["engine", "engine", "in place", "padded", "no target"]))
+        target = {"in place": data.draw(st.sampled_from(window)), "no target": PAD_SLOT}.get(kind, target)
+        if kind == "padded":
+            rows.append(padding_row(num_columns, data.draw(st.sampled_from([PAD_SLOT, target]))))
+            continue
+        drafts = data.draw(st.integers(0, num_columns - 1))
+        accepted = data.draw(st.integers(0, drafts + 1))
+        base = data.draw(st.integers(1, 4))
+        column = data.draw(st.integers(0, num_columns - 1 - drafts))
+        rows.append(
+            StepRow(data.draw(st.integers(0, 40)), base + drafts, drafts, accepted, tuple(window), target, column)
+        )
+    return rows
+
+
+@both_ops
+@settings(max_examples=15)
+@given(data=st.data())
+def test_random_rows_move_as_planned(op: Op, data: st.DataObject) -> None:
+    num_columns = data.draw(st.integers(1, 5))
+    rows = draw_rows(data, num_columns, num_slots=30)
+    check_op(op, make_pools("cpu", 30), rows, block_size=data.draw(st.integers(1, 9)))
+
+
+def crossing_rows(num_rows: int, shift: int, num_slots_before: int = 0) -> list[StepRow]:
+    """Rows of one window of 5 columns each and a target, all at a boundary `shift` drafts on."""
+    windows = [range(num_slots_before + row * 6, num_slots_before + row * 6 + 6) for row in range(num_rows)]
+    return [StepRow(31 - shift, 5, 4, 5, tuple(slots[:5]), slots[5]) for slots in windows]
+
+
+@both_ops
+@pytest.mark.parametrize("num_rows", [ROWS_AT_A_TIME, ROWS_AT_A_TIME + 1, 2 * ROWS_AT_A_TIME + 44])
+def test_any_number_of_rows(num_rows: int, op: Op, device: str) -> None:
+    """Only the first and last row of every few copy."""
+    rows = crossing_rows(num_rows, shift=2)
+    rows = [
+        row if number % 50 == 0 or number == num_rows - 1 else StepRow(0, 1, 0, 1, row.columns, row.target)
+        for number, row in enumerate(rows)
+    ]
+    check_op(op, make_pools(device, 6 * num_rows, conv_dim=2, ssm_shape=(1, 1, 2)), rows)
+
+
+@both_ops
+def test_no_rows(op: Op, device: str) -> None:
+    check_op(op, make_pools(device, 3), [])
+
+
+@both_ops
+def test_padded_rows_and_rows_without_target_touch_nothing(op: Op, device: str) -> None:
+    pools = make_pools(device, 13)
+    before = pools.clone()
+    boundary = crossing_rows(1, 1)[0]
+    no_target = StepRow(boundary.computed, 5, 4, 5, boundary.columns, PAD_SLOT)
+    check_op(op, pools, [padding_row(5), no_target, padding_row(5, target=7)], block_size=4)
+    assert same_bits(pools.conv, before.conv) and same_bits(pools.ssm, before.ssm)
+
+
+@both_ops
+@pytest.mark.parametrize("shift", range(5))
+@pytest.mark.parametrize("target_column", range(5))
+def test_target_within_the_window(target_column: int, shift: int, op: Op, device: str) -> None:
+    """Conv windows overlap where the target is column 0; the SSM state is its own source at column `shift`."""
+    row = crossing_rows(1, shift)[0]
+    row = StepRow(row.computed, 5, 4, 5, row.columns, row.columns[target_column])
+    check_op(op, make_pools(device, 6, window=12, conv_dim=1100), [row], window_len=7)
+
+
+@both_ops
+@pytest.mark.parametrize("conv_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("ssm_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("conv_dim", "ssm_shape"),
+    [(63, (5, 5, 20)), (500, (7, 9, 1)), (64, (2, 16, 64)), (1, (1, 1, 1)), (2052, (3, 37, 41))],
+)
+def test_awkward_sizes(
+    conv_dim: int,
+    ssm_shape: tuple[int, int, int],
+    ssm_dtype: torch.dtype,
+    conv_dtype: torch.dtype,
+    op: Op,
+    device: str,
+) -> None:
+    pools = make_pools(device, 12, WINDOW_LEN + 4, conv_dim, ssm_shape, conv_dtype, ssm_dtype)
+    check_op(op, pools, [*crossing_rows(2, shift=3), padding_row(5)])
+
+
+@both_ops
+@pytest.mark.parametrize("gap", [1, 8])
+def test_bytes_between_strided_states_stay(gap: int, op: Op, device: str) -> None:
+    conv_buffer = torch.randn(NUM_LAYERS, 12, 8, 40 + gap, device=device).bfloat16()
+    ssm_buffer = torch.randn(NUM_LAYERS, 12, 24 + gap, device=device)
+    conv, ssm = conv_buffer[:, :, :7, gap:], ssm_buffer[:, :, gap:].unflatten(2, (2, 3, 4))
+    assert conv.data_ptr() != conv_buffer.data_ptr() and ssm.data_ptr() != ssm_buffer.data_ptr()
+    gaps = Pools(conv_buffer[..., :gap].clone(), ssm_buffer[..., :gap].clone())
+    last_time = conv_buffer[:, :, 7].clone()
+    check_op(op, Pools(conv, ssm), crossing_rows(2, shift=4))
+    assert same_bits(conv_buffer[..., :gap], gaps.conv) and same_bits(ssm_buffer[..., :gap], gaps.ssm)
+    assert same_bits(conv_buffer[:, :, 7], last_time)
+
+
+@both_ops
+def test_bits_of_nan_are_copied(op: Op, device: str) -> None:
+    pools = make_pools(device, 6)
+    pools.ssm.view(torch.int32)[:, 2, 0, 0, :2] = torch.tensor([0x7F800001, -1], device=device, dtype=torch.int32)
+    check_op(op, pools, crossing_rows(1, shift=2))
+
+
+@both_ops
+@pytest.mark.parametrize("accepted_dtype", [torch.int32, torch.int64])
+def test_accepted_counts_of_either_type(accepted_dtype: torch.dtype, op: Op, device: str) -> None:
+    rows = crossing_rows(2, shift=3)
+    pools = make_pools(device, 12)
+    expected = pools.planned(rows, BLOCK, WINDOW_LEN)
+    op(pools.conv, pools.ssm, device_rows(rows, device, accepted_dtype), BLOCK, WINDOW_LEN)
+    assert same_bits(pools.conv, expected.conv) and same_bits(pools.ssm, expected.ssm)
+
+
+@pytest.mark.parametrize("tiling", [CopyTiling(4, 1, 1), CopyTiling(16, 2, 3), CopyTiling(4096, 8, 2)])
+def test_every_tiling_copies_the_same(tiling: CopyTiling, device: str) -> None:
+    rows = crossing_rows(3, shift=2)
+    pools = make_pools(device, 18, conv_dim=12, ssm_shape=(2, 5, 8))
+    expected = pools.planned(rows, BLOCK, 1)
+    align_copy(pools.conv, pools.ssm, device_rows(rows, device), BLOCK, 1, tiling)
+    assert same_bits(pools.conv, expected.conv) and same_bits(pools.ssm, expected.ssm)
+
+
+def bad_calls() -> dict[str, tuple[Callable[[Pools, AlignRows], tuple[object, ...]], str]]:
+    """Return calls that must be refused and a word of the reason."""
+
+    def with_rows(**changes: Tensor) -> Callable[[Pools, AlignRows], tuple[object, ...]]:
+        def arguments(pools: Pools, rows: AlignRows) -> tuple[object, ...]:
+            fields = {name: getattr(rows, name) for name in AlignRows.__dataclass_fields__}
+            return pools.conv, pools.ssm, AlignRows(**fields | changes), BLOCK, WINDOW_LEN
+
+        return arguments
+
+    return {
+        "slots": (lambda p, r: (p.conv[:, 1:], p.ssm, r, BLOCK, WINDOW_LEN), "equal layers and slots"),
+        "dimensions": (lambda p, r: (p.conv[0], p.ssm, r, BLOCK, WINDOW_LEN), "equal layers and slots"),
+        "devices": (lambda p, r: (p.conv, p.ssm.to("meta"), r, BLOCK, WINDOW_LEN), "one device"),
+        "channel-major": (lambda p, r: (p.conv.mT.contiguous().mT, p.ssm, r, BLOCK, WINDOW_LEN), "contiguous channels"),
+        "window": (lambda p, r: (p.conv, p.ssm, r, BLOCK, 8), "window_len"),
+        "block": (lambda p, r: (p.conv, p.ssm, r, 0, WINDOW_LEN), "block_size"),
+        "dtype": (with_rows(drafts=torch.zeros(1, dtype=torch.int64)), "drafts"),
+        "accepted dtype": (with_rows(accepted=torch.zeros(1)), "accepted"),
+        "length": (with_rows(computed=torch.zeros(2, dtype=torch.int32)), "computed"),
+        "columns": (with_rows(columns=torch.zeros(1, dtype=torch.int32)), "columns"),
+        "strided": (with_rows(columns=torch.zeros(1, 6, dtype=torch.int32)[:, ::2]), "contiguous columns"),
+    }
+
+
+@pytest.mark.parametrize("name", bad_calls())
+def test_arguments_that_disagree_are_refused(name: str) -> None:
+    arguments, reason = bad_calls()[name]
+    pools = make_pools("cpu", 6)
+    with pytest.raises(ValueError, match=reason):
+        align_copy(*arguments(pools, device_rows(crossing_rows(1, 0), "cpu")))
+
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("num_rows", [5, ROWS_AT_A_TIME + 20])
+def test_a_replayed_graph_decides_anew(num_rows: int) -> None:
+    pools = make_pools("cuda", 6 * num_rows, conv_dim=320, ssm_shape=(4, 16, 32))
+    steps = [crossing_rows(num_rows, shift) for shift in range(5)]
+    steps.append([StepRow(3, 1, 0, 1, row.columns, row.target) for row in steps[0]])
+    steps.append([*crossing_rows(num_rows - 1, 2), padding_row(5)])
+    buffers = device_rows(steps[0], "cuda")
+    align_copy(pools.conv, pools.ssm, buffers, BLOCK, WINDOW_LEN)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        align_copy(pools.conv, pools.ssm, buffers, BLOCK, WINDOW_LEN)
+    for rows in steps:
+        pools.conv.normal_()
+        pools.ssm.normal_()
+        expected = pools.planned(rows, BLOCK, WINDOW_LEN)
+        fresh = device_rows(rows, "cuda")
+        for name in AlignRows.__dataclass_fields__:
+            getattr(buffers, name).copy_(getattr(fresh, name))
+        graph.replay()
+        assert same_bits(pools.conv, expected.conv) and same_bits(pools.ssm, expected.ssm)
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_the_op_never_waits_for_the_device() -> None:
+    pools, rows = make_pools("cuda", 12), device_rows(crossing_rows(2, 1), "cuda")
+    align_copy(pools.conv, pools.ssm, rows, BLOCK, WINDOW_LEN)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        align_copy(pools.conv, pools.ssm, rows, BLOCK, WINDOW_LEN)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize(
+    ("slot_stride", "dtype"),
+    [
+        (2**31 + 1, torch.bfloat16),  # 2-byte elements, element offsets past 2**31
+        (2**30 + 4, torch.float32),  # 16-byte accesses, byte offsets past 2**32
+        (2**32 + 4, torch.float32),  # 16-byte accesses, 8-byte elements past 2**31
+    ],
+)
+def test_offsets_past_32_bits(slot_stride: int, dtype: torch.dtype) -> None:
+    num_slots, num_bytes = 6, 5 * slot_stride * dtype.itemsize + 2**16
+    if num_bytes > torch.cuda.mem_get_info()[0]:
+        pytest.skip(f"needs {num_bytes / 2**30:.0f} GiB of free device memory")
+    buffer = torch.empty(num_bytes // dtype.itemsize, dtype=dtype, device="cuda")
+    ssm = buffer.as_strided((NUM_LAYERS, num_slots, 2, 4, 8), (64, slot_stride, 32, 8, 1))
+    conv = buffer[1024:].as_strided((NUM_LAYERS, num_slots, 7, 24), (7 * 24, slot_stride, 24, 1))
+    pools = Pools(conv.normal_(), ssm.normal_())
+    far = StepRow(28, 5, 4, 5, (1, 2, 3, 5, 0), 4)
+    check_op(align_copy, pools, [far], window_len=WINDOW_LEN)
+    check_op(align_copy, pools, [StepRow(28, 5, 4, 5, (5, 4, 3, 2, 0), 1)], window_len=WINDOW_LEN)
+    del pools, conv, ssm, buffer
+    torch.cuda.empty_cache()

@@ -1,0 +1,35 @@
+"""The kernels' own tests pass in Triton's interpreter, where no GPU is needed.
+
+In a process of its own: Triton binds every kernel to the interpreter or the compiler once, when it is imported.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import triton
+from packaging.version import Version
+
+from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED
+
+FILES = ["test_align_copy.py"]
+# Triton 3.6 turns arrays of one element into Python numbers, which numpy 2.4 refuses.
+IS_BROKEN = Version(triton.__version__) < Version("3.7") and Version(np.__version__) >= Version("2.4")
+
+
+@pytest.mark.skipif(INTERPRETED, reason="runs in the interpreter already")
+@pytest.mark.skipif(IS_BROKEN, reason="this Triton's interpreter does not run with this numpy")
+@pytest.mark.parametrize("file", FILES)
+def test_kernel_passes_its_tests_in_the_interpreter(file: str) -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--color=no", str(Path(__file__).parent / file)],
+        env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTEST_ADDOPTS": ""},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]

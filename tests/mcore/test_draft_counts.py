@@ -1,0 +1,57 @@
+"""Drafts are counted for each request over its whole life, and the counts stay known once it has left."""
+
+from megatron_mamba_cache.mcore.request_states import DraftCounts
+from tests.mcore.engine_runs import EngineRun, cache_config, some_tokens, tiny_hybrid
+from tests.mcore.noisy_drafter import NoisyDrafter
+
+NUM_REQUESTS = 4
+NUM_TOKENS = 40
+
+
+def start(accuracy: float, **settings: int) -> EngineRun:
+    """Run requests without drafts, then start an engine that drafts what they generated, right as often as told."""
+    subject = tiny_hybrid()
+    plain = EngineRun.start(subject)
+    for request_id in range(NUM_REQUESTS):
+        plain.add(request_id, some_tokens(20 + request_id, seed=request_id), NUM_TOKENS)
+    plain.finish()
+    texts = {number: [*plain.prompts[number], *plain.tokens(number)] for number in range(NUM_REQUESTS)}
+    drafter = NoisyDrafter(texts, accuracy=accuracy, vocab_size=96)
+    config = cache_config(subject.sizes, num_speculative_tokens=4, **settings)
+    run = EngineRun.start(subject, config, drafter=drafter)
+    for request_id, prompt in plain.prompts.items():
+        run.add(request_id, prompt, NUM_TOKENS)
+    return run
+
+
+def counts(run: EngineRun) -> list[DraftCounts]:
+    return [run.engine.draft_counts(request_id) for request_id in range(NUM_REQUESTS)]
+
+
+def test_drafts_that_are_always_right_save_as_many_steps_as_are_counted() -> None:
+    run = start(accuracy=1.0)
+    assert counts(run) == [DraftCounts()] * NUM_REQUESTS
+    run.finish()
+    # One token comes from the prefill and one from each decode row; all others were drafted.
+    assert all(found.drafted == found.accepted for found in counts(run))
+    assert sum(found.accepted for found in counts(run)) == NUM_REQUESTS * (NUM_TOKENS - 1) - run.counters.decode_rows
+
+
+def test_drafts_that_are_always_wrong_are_counted_as_drafted_only() -> None:
+    run = start(accuracy=0.0)
+    run.finish()
+    assert all(found.drafted > 0 == found.accepted for found in counts(run))
+
+
+def test_counts_go_on_after_evictions_and_add_up_to_the_counters() -> None:
+    run = start(accuracy=0.7, kv_blocks=10, paused_blocks=0)
+    run.finish()
+    run.assert_exact()
+    assert run.counters.requests_evicted > 0
+    assert sum(found.drafted for found in counts(run)) == run.counters.draft_tokens
+    assert sum(found.accepted for found in counts(run)) == run.counters.accepted_tokens
+    assert all(0 < found.accepted < found.drafted for found in counts(run))
+
+
+def test_an_unknown_request_has_no_drafts() -> None:
+    assert EngineRun.start(tiny_hybrid()).engine.draft_counts(7) == DraftCounts()

@@ -1,0 +1,322 @@
+"""Steps that verify drafts: what is kept, what is findable afterwards, and how many copies that takes."""
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.inference.sampling_params import SamplingParams
+
+from megatron_mamba_cache.mcore import controller as controller_module
+from megatron_mamba_cache.mcore import verify_step as verify_module
+from megatron_mamba_cache.policy.align import plan_align_copy
+from megatron_mamba_cache.state.state_pool import StatePool
+from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
+from tests.mcore.faults import InjectedFault, raise_once
+from tests.mcore.noisy_drafter import NoisyDrafter
+
+BLOCK = 8
+NUM_TOKENS = 40
+LOG_PROB_TOLERANCE = 1e-4
+
+
+def start_run(
+    num_drafts: int, *, accuracy: float = 1.0, texts: dict[int, list[int]] | None = None, **settings: Any
+) -> EngineRun:
+    """Return an engine with blocks of 8 tokens whose drafter knows every greedy text, or `texts`."""
+    subject = tiny_hybrid()
+    keeps_all_logits = settings.pop("keeps_all_logits", False)
+    config = cache_config(subject.sizes, block_size_tokens=BLOCK, num_speculative_tokens=num_drafts, **settings)
+    vocab = subject.sizes.vocab_size
+    known = greedy_texts() if texts is None else texts
+    drafter = NoisyDrafter(known, accuracy=accuracy, vocab_size=vocab) if num_drafts else None
+    return EngineRun.start(
+        subject, config, drafter=drafter, materialize_only_last_token_logits=not keeps_all_logits
+    )
+
+
+def prompt_of(request_id: int) -> list[int]:
+    return some_tokens(13 + 5 * request_id, seed=request_id)
+
+
+@cache
+def greedy_texts() -> dict[int, list[int]]:
+    """Return what four requests come to without drafts: prompt and reply."""
+    subject = tiny_hybrid()
+    run = EngineRun.start(subject, cache_config(subject.sizes, prefix_caching=False))
+    for request_id in range(4):
+        run.add(request_id, prompt_of(request_id), 3 * NUM_TOKENS)
+    run.finish()
+    return {request_id: run.prompts[request_id] + run.tokens(request_id) for request_id in range(4)}
+
+
+@pytest.fixture
+def align_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Collect, for each align copy that is launched, how many rows it copies."""
+    counts: list[int] = []
+    original = verify_module.align_copy
+
+    def counted(conv_pool: Any, ssm_pool: Any, rows: Any, block_size: int, window_len: int) -> None:
+        fields = zip(
+            rows.computed.tolist(),
+            rows.scheduled.tolist(),
+            rows.drafts.tolist(),
+            rows.accepted.tolist(),
+            rows.targets.tolist(),
+            strict=True,
+        )
+        counts.append(
+            sum(target >= 0 and plan_align_copy(*row, 0, block_size) is not None for *row, target in fields)
+        )
+        original(conv_pool, ssm_pool, rows, block_size, window_len)
+
+    monkeypatch.setattr(verify_module, "align_copy", counted)
+    yield counts
+
+
+# How many tokens, and how many copies.
+
+
+@pytest.mark.parametrize("num_drafts", [1, 3, 7])
+def test_right_drafts_take_one_step_for_all_of_them(num_drafts: int) -> None:
+    run = start_run(num_drafts)
+    run.run(0, prompt_of(0), NUM_TOKENS)
+    assert run.tokens(0) == greedy_texts()[0][13 : 13 + NUM_TOKENS]
+    counters = run.counters
+    assert counters.accepted_tokens == counters.draft_tokens
+    decoded = NUM_TOKENS - 1  # the first token comes with the prompt
+    assert counters.decode_rows + counters.accepted_tokens == decoded
+    assert counters.decode_rows < 1.5 * decoded / (1 + num_drafts) + 3
+    run.assert_exact()
+
+
+@pytest.mark.parametrize("num_drafts", [0, 1, 4, 7])
+@pytest.mark.parametrize("accuracy", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 11, 12, 19, 40])
+def test_request_that_crosses_n_boundaries_makes_n_align_copies(
+    num_drafts: int, accuracy: float, num_tokens: int, align_copies: list[int]
+) -> None:
+    run = start_run(num_drafts, accuracy=accuracy, decode_checkpoints="all")
+    run.run(0, prompt_of(0), num_tokens)
+    computed = 13 + num_tokens - 1  # the last token is never fed
+    crossed = computed // BLOCK - 13 // BLOCK
+    assert sum(align_copies) == crossed
+    assert run.counters.decode_states_published == crossed
+    run.assert_exact()
+
+
+def test_drafts_rejected_before_a_boundary_publish_nothing_there(align_copies: list[int]) -> None:
+    run = start_run(7, accuracy=0.0)
+    run.add(0, prompt_of(0), 2)  # 13 prompt tokens; drafts reach over 16, the accepted ones do not
+    run.finish()
+    assert run.counters.draft_tokens == 0 or sum(align_copies) == 0
+    assert run.counters.decode_states_published == 0
+    run.assert_exact()
+
+
+# What is kept.
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+@pytest.mark.parametrize("place", range(2, 16))
+def test_stop_word_inside_accepted_drafts_ends_the_request_and_hides_what_follows(place: int, length: int) -> None:
+    text = greedy_texts()[0]
+    word = text[13 + place : 13 + place + length]
+    run = start_run(7, decode_checkpoints="all")
+    ending = (
+        {"termination_id": word[0]} if length == 1 else {"stop_words": [" ".join(map(str, word))]}
+    )
+    run.run(0, prompt_of(0), greedy(NUM_TOKENS, **ending))
+    reply = text[13:]
+    end = next(end for end in range(length, NUM_TOKENS + 1) if reply[end - length : end] == word)
+    assert run.tokens(0) == reply[:end]
+    # A prompt that goes on as the text would have gone on finds nothing behind the kept tokens.
+    computed = run.run(1, text[: 13 + NUM_TOKENS], 1)
+    kept = 13 + end
+    assert 13 + NUM_TOKENS - computed <= kept // BLOCK * BLOCK
+    run.assert_exact()
+
+
+@pytest.mark.parametrize("num_tokens", range(1, 12))
+def test_limits_inside_accepted_drafts_end_the_request(num_tokens: int) -> None:
+    run = start_run(7, max_sequence_length=13 + 9)
+    run.run(0, prompt_of(0), min(num_tokens, 9))
+    assert run.tokens(0) == greedy_texts()[0][13 : 13 + min(num_tokens, 9)]
+    run.assert_exact()
+
+
+@pytest.mark.parametrize("accuracy", [0.6, 1.0])
+@pytest.mark.parametrize("keeps_all_logits", [False, True])
+def test_every_kept_token_has_its_log_prob(accuracy: float, keeps_all_logits: bool) -> None:
+    run = start_run(4, accuracy=accuracy, keeps_all_logits=keeps_all_logits)
+    skips = {"skip_prompt_log_probs": not keeps_all_logits}
+    for request_id in range(3):
+        wish = {"return_log_probs": True, "top_n_logprobs": 2, **skips} if request_id else {}
+        run.add(request_id, prompt_of(request_id), greedy(NUM_TOKENS, **wish))
+    run.finish()
+    assert run.counters.accepted_tokens > 0
+    for request_id in (1, 2):
+        request, prompt = run.finished[request_id], prompt_of(request_id)
+        text = prompt + run.tokens(request_id)
+        log_probs = run.subject.oracle.logits(text).log_softmax(-1).cpu()
+        wanted = log_probs[:-1].gather(1, torch.tensor(text)[1:, None])[:, 0].tolist()[len(prompt) - 1 :]
+        assert request.generated_log_probs == pytest.approx(wanted, abs=LOG_PROB_TOLERANCE)
+        best = log_probs[len(prompt) - 1 : -1].topk(2)
+        assert len(request.generated_top_n_logprobs) == NUM_TOKENS
+        for found, values, tokens in zip(request.generated_top_n_logprobs, best.values, best.indices, strict=True):
+            assert list(found) == [str(token) for token in tokens.tolist()]
+            assert list(found.values()) == pytest.approx(values.tolist(), abs=LOG_PROB_TOLERANCE)
+    run.assert_exact()
+
+
+@pytest.mark.parametrize("num_drafts", [1, 4])
+@pytest.mark.parametrize("accuracy", [0.0, 0.8, 1.0])
+def test_sampled_tokens_are_those_without_drafts(num_drafts: int, accuracy: float) -> None:
+    sampling = SamplingParams(temperature=1.1, top_k=30, top_p=0.95, num_tokens_to_generate=30, termination_id=-1)
+
+    def sampled(run: EngineRun) -> dict[int, list[int]]:
+        for request_id in range(4):
+            run.add(request_id, prompt_of(request_id), sampling, seed=request_id)
+        run.finish()
+        run.assert_nothing_held()
+        return {request_id: run.prompts[request_id] + run.tokens(request_id) for request_id in range(4)}
+
+    plain = sampled(start_run(0, prefix_caching=False))
+    run = start_run(num_drafts, accuracy=accuracy, texts=plain)
+    assert sampled(run) == plain
+    assert run.counters.draft_tokens > 0
+    assert (run.counters.accepted_tokens > 0) == (accuracy > 0)
+
+
+# Memory.
+
+
+def test_request_pauses_with_a_window_and_goes_on_from_its_live_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    settled: list[int] = []
+    settle = StatePool.settle
+
+    def counted(pool: StatePool, live: int, column: int, offset: int, window_len: int) -> None:
+        settled.append(offset)
+        settle(pool, live, column, offset, window_len)
+
+    monkeypatch.setattr(StatePool, "settle", counted)
+    for kv_blocks in range(9, 16):
+        run = start_run(5, accuracy=0.9, kv_blocks=kv_blocks, paused_blocks=kv_blocks - 1, max_sequence_length=64)
+        for request_id in range(3):
+            run.add(request_id, prompt_of(request_id), 30)
+        while run.engine.requests:
+            run.step()
+            assert not any(row.draft_slots for row in run.context.rows if row.is_paused)
+        run.assert_exact()
+    assert len(set(settled)) > 2, settled
+
+
+def test_interrupted_request_comes_back_to_its_decode_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = start_run(3, accuracy=0.9)
+    run.add(0, prompt_of(0), NUM_TOKENS)
+    for _ in range(12):
+        run.step()
+    (row,) = run.context.rows
+    length, before = row.length, run.counters.prefill_tokens_computed
+    raise_once(monkeypatch, controller_module, "verify_step")
+    with pytest.raises(InjectedFault):
+        run.step()
+    assert not run.context.rows and length > 2 * BLOCK
+    run.finish()
+    assert run.counters.prefill_tokens_computed - before == length - (length - 1) // BLOCK * BLOCK
+    run.assert_exact()
+
+
+@pytest.mark.parametrize(("checkpoints", "num_left"), [("rolling", 1), ("all", 5), ("none", 0)])
+def test_request_leaves_the_decode_checkpoints_it_is_told_to(checkpoints: str, num_left: int) -> None:
+    run = start_run(3, accuracy=0.8, decode_checkpoints=checkpoints)
+    run.run(0, prompt_of(0), NUM_TOKENS)
+    prompt_states = 1  # the last boundary of 13 tokens
+    assert run.context.snapshot().state_slots["cached"] == prompt_states + num_left
+    run.assert_exact()
+
+
+def test_checkpoint_that_another_request_matched_is_not_retired() -> None:
+    run = start_run(0)
+    run.add(0, prompt_of(0), NUM_TOKENS)
+    while run.counters.decode_states_published < 2:
+        run.step()
+    (row,) = run.context.rows
+    text = [*map(int, row.tokens(0, row.length))]
+    boundary = row.computed // BLOCK * BLOCK
+    assert run.run(1, text[: boundary + 1], 1) == 1
+    run.finish()
+    assert run.run(2, text[: boundary + 1], 1) == 1
+    assert run.run(3, text[: boundary - BLOCK + 1], 1) > 1  # its predecessor was nobody's and has been retired
+    run.assert_exact()
+
+
+@pytest.mark.parametrize("accuracy", [0.7, 1.0])
+def test_state_stored_from_a_live_window_is_the_state_of_the_last_kept_token(accuracy: float) -> None:
+    run, plain = start_run(4, accuracy=accuracy), start_run(0)
+    for engine in (run, plain):
+        engine.add(0, prompt_of(0), NUM_TOKENS)
+    num_compared = 0
+    while run.engine.requests:
+        run.step()
+        if not run.engine.requests:
+            break
+        (row,) = run.context.rows
+        while not plain.context.rows or plain.context.rows[0].computed < row.computed:
+            plain.step()
+        num_compared += row.accepted > 1
+        live, plain_live = (e.context.mamba_metadata.request_to_mamba_state_idx[0] for e in (run, plain))
+        ssm, plain_ssm = (e.context.mamba_ssm_states for e in (run, plain))
+        torch.testing.assert_close(ssm[:, live], plain_ssm[:, plain_live], rtol=1e-4, atol=1e-5)
+        conv, plain_conv = (e.context.mamba_conv_states for e in (run, plain))
+        torch.testing.assert_close(conv[:, live, :3], plain_conv[:, plain_live], rtol=1e-4, atol=1e-5)
+        assert row.accepted == 1 and not row.draft_slots
+    assert num_compared > 2
+    run.assert_exact()
+
+
+# Errors.
+
+
+@pytest.mark.parametrize("num_drafts", [-1, 9, 8, 1.0, True])
+def test_number_of_drafts_out_of_range_is_refused(num_drafts: Any) -> None:
+    subject = tiny_hybrid()
+    with pytest.raises(ValueError, match=r"num_speculative_tokens.*from 0 to 8, below block_size_tokens=8"):
+        cache_config(subject.sizes, block_size_tokens=8, num_speculative_tokens=num_drafts)
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_more_drafts_than_the_budget_has_slots_for_are_refused(prefix_caching: bool) -> None:
+    with pytest.raises(ValueError, match=r"5 draft states take.*prefix-caching-mamba-gb.*num-speculative-tokens"):
+        start_run(5, cached_states=4, prefix_caching=prefix_caching)
+    start_run(5, cached_states=5, prefix_caching=prefix_caching).run(0, prompt_of(0), 9)
+
+
+def test_drafter_without_drafts_is_refused() -> None:
+    subject = tiny_hybrid()
+    drafter = NoisyDrafter({}, accuracy=1.0, vocab_size=96)
+    with pytest.raises(ValueError, match=r"num_speculative_tokens is 0"):
+        EngineRun.start(subject, cache_config(subject.sizes), drafter=drafter)
+
+
+def test_drafter_that_fails_once_costs_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = start_run(3)
+    for request_id in range(3):
+        run.add(request_id, prompt_of(request_id), NUM_TOKENS)
+    for _ in range(3):
+        run.step()
+    raise_once(monkeypatch, run.context._planner._drafter, "propose")
+    with pytest.raises(InjectedFault):
+        for _ in range(20):
+            run.step()
+    run.finish()
+    run.assert_exact()
+
+
+def test_drafter_forgets_every_request_that_left() -> None:
+    run = start_run(3)
+    for request_id in range(4):
+        run.add(request_id, prompt_of(request_id), 9)
+    run.finish()
+    assert sorted(run.context._planner._drafter.forgotten) == [0, 1, 2, 3]
