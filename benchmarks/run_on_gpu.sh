@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Run every test and benchmark on a machine with a GPU and write the tables to a folder.
-# Usage: benchmarks/run_on_gpu.sh [FOLDER]   (default benchmarks/results); ONLY=FILE in front runs that section alone.
+# Usage: [ONLY='NAME ...'] benchmarks/run_on_gpu.sh [FOLDER]   (default benchmarks/results)
 set -uo pipefail
 cd "$(dirname "$0")/.."
 results=${1:-benchmarks/results}
@@ -8,7 +8,7 @@ mkdir -p "$results"
 failed=0
 
 section() { # section FILE TITLE COMMAND...
-    [ "${ONLY:-$1}" = "$1" ] || return 0
+    case " ${ONLY:-$1} " in *" $1 "*) ;; *) return 0 ;; esac
     local file=$results/$1.md title=$2 began=$SECONDS status=0
     shift 2
     {
@@ -26,7 +26,9 @@ section() { # section FILE TITLE COMMAND...
 }
 
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
-section tests_on_gpu "The whole test suite on a GPU" python3 -m pytest -p no:cacheprovider --color=no -rfE
+section engine_tests_on_gpu "The engine's tests on a GPU" python3 -m pytest -p no:cacheprovider --color=no -rfE tests/mcore
+section tests_on_gpu "All other tests on a GPU" \
+    python3 -m pytest -p no:cacheprovider --color=no -rfE --ignore=tests/mcore tests
 section device_agreement "Same tokens on GPU and CPU" python3 benchmarks/device_agreement.py
 section step_transfers "Copies and waits of a step" \
     python3 -m pytest -p no:cacheprovider --color=no -s tests/mcore/test_step_transfers.py

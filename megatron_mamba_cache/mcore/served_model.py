@@ -19,7 +19,7 @@ def check_served(model: Any) -> HybridModelShape:
         ValueError: If it is no hybrid, lacks the caching modules, captures CUDA graphs or runs on several ranks.
     """
     if not isinstance(model, MambaModel):
-        raise TypeError(f"need a MambaModel to serve, found {model!r:.200}")
+        raise TypeError(f"serving needs a MambaModel, found {model!r:.200}")
     _check_one_rank()
     shape = HybridModelShape.of(model)
     if model.config.cuda_graph_impl != "none":

@@ -9,6 +9,8 @@ import pytest
 
 from megatron_mamba_cache.speculation.drafter import Drafter
 from megatron_mamba_cache.speculation.prompt_lookup import PromptLookupDrafter
+from tests.mcore.checked_draft_model import CheckedDraftModel
+from tests.mcore.engine_runs import tiny_hybrid
 from tests.mcore.noisy_drafter import NoisyDrafter
 from tests.mcore.random_workloads import FLAVOURS, Workload, make_workload, run_workload
 from tests.mcore.workload_totals import WorkloadTotals
@@ -33,13 +35,35 @@ def totals() -> Iterator[WorkloadTotals]:
 
 
 def make_drafter(rng: random.Random, work: Workload) -> Drafter:
-    if rng.random() < 0.25:
+    kind = rng.random()
+    if kind < 0.25:
         return PromptLookupDrafter(min_match=rng.choice([1, 2]))
+    if kind < 0.5:
+        return make_draft_model(rng, work)
     plain = replace(work, config=replace(work.config, num_speculative_tokens=0), disturbed_share=0.0)
     texts = run_workload(plain).texts
     vocab = work.subject.sizes.vocab_size
     return NoisyDrafter(
         texts, accuracy=rng.choice(ACCURACIES), vocab_size=vocab, seed=rng.randrange(1000), varies=rng.random() < 0.5
+    )
+
+
+def make_draft_model(rng: random.Random, work: Workload) -> CheckedDraftModel:
+    """Return the model itself or one that is unlike it, with a memory of its own that may be short of everything."""
+    sizes = work.subject.sizes
+    unlike = {"pattern": "M*", "hidden_size": 16, "num_attention_heads": 2, "num_query_groups": 1, "seed": 3}
+    subject = rng.choice([work.subject, tiny_hybrid(**unlike, vocab_size=sizes.vocab_size)])
+    block = subject.sizes.ssm_chunk_size * rng.choice([1, 2])
+    max_requests = rng.randrange(2, 9)
+    return CheckedDraftModel.start(
+        subject,
+        block_size_tokens=block,
+        max_requests=max_requests,
+        max_tokens=rng.choice([max_requests, 4 * block, 256]),
+        max_sequence_length=work.config.max_sequence_length,
+        kv_blocks=rng.choice([2, 12, 200]),
+        cached_states=rng.choice([1, 4, 40]),
+        prefix_caching=rng.random() < 0.8,
     )
 
 
@@ -51,7 +75,10 @@ def test_tokens_are_the_oracles_whatever_is_drafted(name: str, batch: int, total
         rng = random.Random(f"drafts {name} {seed}")
         try:
             work = make_workload(FLAVOURS[name], 1000 + seed, num_drafts=rng.randrange(1, 9))
-            outcome = run_workload(work, make_drafter(rng, work))
+            drafter = make_drafter(rng, work)
+            outcome = run_workload(work, drafter)
+            if isinstance(drafter, CheckedDraftModel):
+                drafter.assert_nothing_held()
         except Exception as error:
             error.add_note(f"in workload {name!r}, seed {seed}")
             raise

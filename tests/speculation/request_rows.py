@@ -9,9 +9,17 @@ from megatron_mamba_cache.policy.identifiers import SlotId
 from megatron_mamba_cache.policy.requests import RequestSpec, RunningRequest, SamplingSettings
 
 
-def row_of(prompt: Sequence[int], generated: Sequence[int] = (), request_id: int = 0) -> RunningRequest:
+def row_of(
+    prompt: Sequence[int],
+    generated: Sequence[int] = (),
+    request_id: int = 0,
+    *,
+    sampling: SamplingSettings | None = None,
+    tenant: str = "",
+) -> RunningRequest:
     """Return a running request of this prompt and generated text."""
-    spec = RequestSpec(request_id, np.array(prompt, dtype=np.int64), 1 << 30, SamplingSettings())
+    tokens = np.array(prompt, dtype=np.int64)
+    spec = RequestSpec(request_id, tokens, 1 << 30, sampling or SamplingSettings(), tenant)
     return RunningRequest(
         spec=spec,
         chain=BlockKeyChain(bytes(32), 4),

@@ -125,6 +125,15 @@ def test_sizes_below_one_are_refused(max_drafts: int, vocab_size: int) -> None:
         DraftPlanner(CountingDrafter(), max_drafts, vocab_size)
 
 
+def test_a_drafter_of_another_vocabulary_is_refused() -> None:
+    class OwnVocabulary(CountingDrafter):
+        vocab_size = VOCAB
+
+    DraftPlanner(OwnVocabulary(), 2, VOCAB)
+    with pytest.raises(ValueError, match=f"OwnVocabulary drafts from a vocabulary of {VOCAB} tokens, .* has 12"):
+        DraftPlanner(OwnVocabulary(), 2, 12)
+
+
 def test_no_drafts_answers_every_row_with_an_empty_draft() -> None:
     planner = NoDrafts()
     limits = limits_of(2, 3)

@@ -1,0 +1,42 @@
+"""A draft model whose bookkeeping is checked after every call."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_mamba_cache import CacheConfig
+from megatron_mamba_cache.models.draft_model import DraftModelDrafter
+from megatron_mamba_cache.speculation.drafter import Draft, DraftWish
+from tests.mcore.engine_runs import Hybrid, cache_config
+
+
+class CheckedDraftModel(DraftModelDrafter):
+    """Checks integrity whenever it was called, also where the call failed."""
+
+    @classmethod
+    def start(cls, subject: Hybrid, config: CacheConfig | None = None, **settings: Any) -> "CheckedDraftModel":
+        """Build a drafter around a tiny model; without a config, from `cache_config`'s settings."""
+        return cls(subject.model, config or cache_config(subject.sizes, num_speculative_tokens=1, **settings))
+
+    def propose(self, wishes: Sequence[DraftWish]) -> list[Draft]:
+        """Return one draft for each wish."""
+        try:
+            return super().propose(wishes)
+        finally:
+            self.check_integrity()
+
+    def forget(self, request_id: int) -> None:
+        """Return what is held of a request."""
+        super().forget(request_id)
+        self.check_integrity()
+
+    @property
+    def context(self) -> Any:
+        """The draft model's inference context."""
+        return self._context
+
+    def assert_nothing_held(self) -> None:
+        """Assert that no request is known and no block or slot is in use."""
+        assert not self.context.rows and not self._rows._held and not self._rows._waits_since
+        snapshot = self.snapshot()
+        assert snapshot.state_slots["live"] == snapshot.state_slots["draft"] == snapshot.state_slots["reserved"] == 0
+        assert snapshot.kv_blocks["in_use"] == 0

@@ -1,0 +1,112 @@
+"""Sampled text is distributed as without a draft model, end to end: many short requests, with and without."""
+
+from functools import cache
+
+import torch
+from megatron.core.inference.sampling_params import SamplingParams
+from torch import Tensor
+
+from megatron_mamba_cache import build_engine
+from megatron_mamba_cache.speculation.drafter import Drafter
+from tests.mcore.checked_draft_model import CheckedDraftModel
+from tests.mcore.engine_runs import Hybrid, cache_config, tiny_hybrid
+
+VOCAB, NUM_TOKENS, NUM_REQUESTS, BATCH = 8, 6, 1400, 350
+SETTINGS = (
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_k": 4},
+    {"temperature": 1.4, "top_p": 0.8},
+)
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "num_query_groups": 1,
+    "mamba_num_heads": 2,
+    "mamba_num_groups": 1,
+    "pattern": "M*",
+    "init_std": 0.6,
+}
+ROOM = {"max_requests": BATCH, "max_tokens": 2000, "max_sequence_length": 32, "kv_blocks": 2 * BATCH}
+
+
+def start_drafter(kind: type[CheckedDraftModel] = CheckedDraftModel) -> CheckedDraftModel:
+    """Return a draft model that is like the model, and not the same."""
+    return kind.start(tiny_hybrid(**SIZES | {"pattern": "M*M", "seed": 1}), cached_states=2 * BATCH, **ROOM)
+
+
+@cache
+def plain_texts() -> Tensor:
+    """Return the tokens of requests without drafts, as `sampled_texts` does."""
+    return sampled_texts(tiny_hybrid(**SIZES), None, NUM_REQUESTS, first_seed=10_000)[0]
+
+
+def sampled_texts(subject: Hybrid, drafter: Drafter | None, num_requests: int, first_seed: int) -> tuple[Tensor, float]:
+    """Return the tokens [settings, requests, NUM_TOKENS] of requests of every settings, and the share of accepted."""
+    num_drafts = 3 if drafter else 0
+    config = cache_config(
+        subject.sizes, num_speculative_tokens=num_drafts, cached_states=(1 + num_drafts) * BATCH, **ROOM
+    )
+    engine = build_engine(subject.model, config, drafter=drafter)
+    for request_id in range(len(SETTINGS) * num_requests):
+        params = SamplingParams(
+            **SETTINGS[request_id % len(SETTINGS)], num_tokens_to_generate=NUM_TOKENS, termination_id=-1
+        )
+        engine.add_request(request_id, [3], params, seed=first_seed + request_id)
+    texts = {}
+    while engine.requests:
+        for record in engine.step_modern()["finished_request_records"]:
+            request = record.merge()
+            texts[request.request_id] = list(request.generated_tokens)
+    tokens = torch.tensor([texts[request_id] for request_id in sorted(texts)])
+    counters = engine.context.counters
+    accepted = counters.accepted_tokens / max(1, counters.draft_tokens)
+    return tokens.reshape(num_requests, len(SETTINGS), NUM_TOKENS).transpose(0, 1), accepted
+
+
+def p_value(first: Tensor, second: Tensor) -> float:
+    """Return the chi-square probability that two samples [n, tokens] of one distribution differ by so much.
+
+    Cells of few counts are taken together.
+    """
+    counts = torch.stack([_count_cells(sample) for sample in (first, second)])
+    counts = counts[:, counts.sum(dim=0).argsort()]
+    groups = (counts.sum(dim=0).cumsum(0) / 20).long().unique(return_inverse=True)[1]
+    merged = torch.zeros(2, int(groups.max()) + 1, dtype=torch.float64).index_add_(1, groups, counts)
+    merged = merged[:, merged.sum(dim=0) > 0]
+    expected = merged.sum(dim=0) * merged.sum(dim=1, keepdim=True) / merged.sum()
+    statistic = ((merged - expected).square() / expected).sum()
+    degrees = torch.tensor(merged.shape[1] - 1.0, dtype=torch.float64)
+    return float(torch.special.gammaincc(degrees / 2, statistic / 2)) if degrees else 1.0
+
+
+def _count_cells(sample: Tensor) -> Tensor:
+    powers = VOCAB ** torch.arange(sample.shape[1])
+    return torch.bincount((sample * powers).sum(dim=1), minlength=VOCAB ** len(powers)).double()
+
+
+def p_values(first: Tensor, second: Tensor) -> list[float]:
+    """Return the probabilities of single tokens and of pairs at several places, for each settings."""
+    places = [slice(at, at + count) for count in (1, 2) for at in range(1, NUM_TOKENS - count + 1)]
+    return [
+        p_value(first[index][:, place], second[index][:, place]) for index in range(len(SETTINGS)) for place in places
+    ]
+
+
+def test_a_draft_model_changes_no_distribution() -> None:
+    subject, drafter = tiny_hybrid(**SIZES), start_drafter()
+    drafted, accepted = sampled_texts(subject, drafter, NUM_REQUESTS, first_seed=90_000)
+    assert drafted.numel() >= 20_000 and 0.1 < accepted < 0.9
+    assert min(p_values(plain_texts(), drafted)) > 0.001
+    drafter.assert_nothing_held()
+
+
+def test_the_check_notices_distributions_that_drafts_were_not_drawn_from() -> None:
+    class Liar(CheckedDraftModel):
+        def _draw(self, rows):  # type: ignore[no-untyped-def]
+            drawn = super()._draw(rows)
+            drawn.probabilities.mul_(0.5).add_(0.5 / VOCAB)
+            return drawn
+
+    drafted, _ = sampled_texts(tiny_hybrid(**SIZES), start_drafter(Liar), NUM_REQUESTS // 2, first_seed=90_000)
+    assert min(p_values(plain_texts(), drafted)) < 1e-6

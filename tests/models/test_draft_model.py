@@ -1,0 +1,360 @@
+"""Properties of a draft model: what it proposes is what it would generate, and what it holds goes back."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.inference.sampling_params import SamplingParams
+
+from megatron_mamba_cache import build_engine
+from megatron_mamba_cache.mcore.mamba_mixer import CachingMambaMixer
+from megatron_mamba_cache.models.draft_model import DraftModelDrafter
+from megatron_mamba_cache.policy.requests import SamplingSettings
+from megatron_mamba_cache.speculation.drafter import Draft, DraftWish
+from tests.mcore.checked_draft_model import CheckedDraftModel
+from tests.mcore.engine_runs import TINY_VOCAB, EngineRun, Hybrid, cache_config, some_tokens, tiny_hybrid
+from tests.mcore.faults import InjectedFault, raise_once
+from tests.speculation.request_rows import row_of
+
+BLOCK = 16
+GREEDY = SamplingSettings(top_k=1)
+
+
+def small_model() -> Hybrid:
+    """Return another model of the tiny one's vocabulary."""
+    return tiny_hybrid(pattern="M*", hidden_size=16, num_attention_heads=2, num_query_groups=1, seed=5)
+
+
+def start_run(drafter: DraftModelDrafter, num_drafts: int = 4, **settings: Any) -> EngineRun:
+    """Return an engine of the tiny model that verifies what `drafter` proposes."""
+    subject = tiny_hybrid()
+    config = cache_config(subject.sizes, num_speculative_tokens=num_drafts, **settings)
+    return EngineRun.start(subject, config, drafter=drafter)
+
+
+def propose(
+    drafter: DraftModelDrafter,
+    texts: dict[int, Sequence[int]],
+    num_tokens: int = 4,
+    sampling: SamplingSettings = GREEDY,
+) -> dict[int, Draft]:
+    """Return the drafts of requests with these texts."""
+    wishes = [DraftWish(row_of(text, request_id=i, sampling=sampling), num_tokens) for i, text in texts.items()]
+    return dict(zip(texts, drafter.propose(wishes), strict=True))
+
+
+def acceptance(run: EngineRun) -> float:
+    """Return the share of drafts that were accepted."""
+    return run.counters.accepted_tokens / run.counters.draft_tokens
+
+
+# What is drafted.
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 40])
+def test_greedy_drafts_are_the_models_own_continuation(length: int) -> None:
+    subject, text = small_model(), some_tokens(length)
+    draft = propose(CheckedDraftModel.start(subject), {0: text}, 8)[0]
+    assert len(draft.tokens) == 8 and draft.distributions is None
+    assert subject.oracle.check_greedy(text, list(draft.tokens), 1e-5).first_mismatch is None
+
+
+def test_drafts_go_on_from_the_verified_text_whatever_was_drafted_before() -> None:
+    subject, drafter = small_model(), CheckedDraftModel.start(small_model())
+    text = some_tokens(13)
+    for seed in range(12):
+        draft = propose(drafter, {0: text}, 1 + seed % 5)[0].tokens
+        assert subject.oracle.check_greedy(text, list(draft), 1e-5).first_mismatch is None
+        num_accepted = min(seed % 4, len(draft))
+        text = [*text, *draft[:num_accepted], (seed * 7) % TINY_VOCAB]
+    assert drafter.context.counters.prefill_tokens_computed < len(text), "each verified token is computed once"
+
+
+def test_drafts_do_not_depend_on_the_batch() -> None:
+    texts = {i: some_tokens(5 + 9 * i, seed=i) for i in range(5)}
+    together = propose(CheckedDraftModel.start(small_model(), max_tokens=256), texts)
+    for i, text in texts.items():
+        assert propose(CheckedDraftModel.start(small_model()), {i: text})[i].tokens == together[i].tokens
+
+
+def test_each_request_gets_as_many_drafts_as_it_wishes() -> None:
+    drafter = CheckedDraftModel.start(small_model())
+    wishes = [DraftWish(row_of(some_tokens(5, seed=i), request_id=i, sampling=GREEDY), 1 + i) for i in range(5)]
+    assert [len(draft.tokens) for draft in drafter.propose(wishes)] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.5}, {"top_k": 5}, {"top_p": 0.7, "temperature": 1.5}])
+def test_sampled_drafts_come_with_the_distributions_they_were_drawn_from(settings: dict[str, float]) -> None:
+    text, counts = some_tokens(9), torch.zeros(3, TINY_VOCAB)
+    for seed in range(40):
+        sampling = SamplingSettings(seed=seed, **settings)
+        draft = propose(CheckedDraftModel.start(small_model()), {0: text}, 3, sampling)[0]
+        assert draft.distributions is not None and draft.distributions.shape == (3, TINY_VOCAB)
+        assert torch.allclose(draft.distributions.sum(dim=1), torch.ones(3, dtype=torch.float64))
+        assert (draft.distributions[range(3), list(draft.tokens)] > 0).all()
+        assert ((draft.distributions > 0).sum(dim=1) <= (settings.get("top_k") or TINY_VOCAB)).all()
+        counts[range(3), list(draft.tokens)] += 1
+    assert (counts[0] > 0).sum() > 2, "seeds draw different tokens"
+
+
+def test_a_greedy_request_beside_sampled_ones_is_drafted_for_greedily() -> None:
+    drafter, text = CheckedDraftModel.start(small_model()), some_tokens(9)
+    settings = [GREEDY, SamplingSettings(seed=3), SamplingSettings(temperature=0.0)]
+    rows = [row_of(text, request_id=i, sampling=sampling) for i, sampling in enumerate(settings)]
+    drafts = drafter.propose([DraftWish(row, 3) for row in rows])
+    alone = propose(CheckedDraftModel.start(small_model()), {0: text}, 3)[0]
+    assert drafts[0].tokens == drafts[2].tokens == alone.tokens
+    assert [draft.distributions is None for draft in drafts] == [True, False, True]
+
+
+# Engines.
+
+
+def test_a_model_that_drafts_for_itself_has_its_drafts_accepted() -> None:
+    drafter = CheckedDraftModel.start(tiny_hybrid())
+    run = start_run(drafter)
+    for request_id in range(5):
+        run.add(request_id, some_tokens(30 + 15 * request_id), 60)
+    run.finish()
+    run.assert_exact()
+    drafter.assert_nothing_held()
+    assert run.counters.draft_tokens > 200 and acceptance(run) > 0.95
+
+
+def test_a_model_that_drafts_for_itself_is_right_again_after_every_rejection() -> None:
+    class SometimesWrong(CheckedDraftModel):
+        calls = 0
+
+        def propose(self, wishes: Sequence[DraftWish]) -> list[Draft]:
+            drafts = super().propose(wishes)
+            self.calls += 1
+            if self.calls % 3:
+                return drafts
+            return [Draft((*d.tokens[:1], *((t + 1) % TINY_VOCAB for t in d.tokens[1:]))) for d in drafts]
+
+    drafter = SometimesWrong.start(tiny_hybrid())
+    run = start_run(drafter)
+    run.add(0, some_tokens(20), 150)
+    run.finish()
+    run.assert_exact()
+    at, right = run.counters.drafts_at, run.counters.accepted_at
+    assert right[0] >= 0.95 * at[0], "the first draft of a round is never tampered with"
+    assert 0.3 < acceptance(run) < 0.95
+
+
+def test_sampled_requests_that_draft_for_themselves_accept_nearly_everything() -> None:
+    drafter = CheckedDraftModel.start(tiny_hybrid())
+    run = start_run(drafter)
+    for request_id in range(4):
+        run.add(request_id, some_tokens(30), sampled_params(60), seed=request_id)
+    run.finish()
+    run.assert_nothing_held()
+    assert run.counters.draft_tokens > 150 and acceptance(run) > 0.95
+
+
+def sampled_params(num_tokens: int) -> SamplingParams:
+    """Return parameters of a request that draws its tokens."""
+    return SamplingParams(temperature=0.9, top_p=0.9, num_tokens_to_generate=num_tokens, termination_id=-1)
+
+
+def test_an_unlike_draft_model_changes_no_token() -> None:
+    drafter = CheckedDraftModel.start(small_model(), block_size_tokens=8)
+    run = start_run(drafter)
+    for request_id in range(5):
+        run.add(request_id, some_tokens(30 + 15 * request_id), 40)
+    run.finish()
+    run.assert_exact()
+    drafter.assert_nothing_held()
+    assert run.counters.draft_tokens > 0
+
+
+def test_evicted_and_suspended_requests_are_forgotten_and_drafted_for_again() -> None:
+    drafter = CheckedDraftModel.start(tiny_hybrid())
+    run = start_run(drafter, kv_blocks=9, paused_blocks=0, cached_states=30)
+    for request_id in range(4):
+        run.add(request_id, some_tokens(20, seed=request_id), 60)
+    for _ in range(8):
+        run.step()
+    run.engine.suspend()
+    drafter.assert_nothing_held()
+    run.engine.resume()
+    run.finish()
+    run.assert_exact()
+    drafter.assert_nothing_held()
+    assert run.counters.requests_evicted and acceptance(run) > 0.95
+
+
+def test_a_drafter_of_another_vocabulary_is_refused() -> None:
+    subject, other = tiny_hybrid(), tiny_hybrid(vocab_size=64)
+    config = cache_config(subject.sizes, num_speculative_tokens=2)
+    with pytest.raises(ValueError, match="vocabulary of 64 tokens, the model's has 96"):
+        build_engine(subject.model, config, drafter=CheckedDraftModel.start(other))
+
+
+def test_what_is_no_hybrid_model_is_refused() -> None:
+    with pytest.raises(TypeError, match="MambaModel"):
+        DraftModelDrafter(torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="SSM chunk"):
+        CheckedDraftModel.start(small_model(), block_size_tokens=12)
+
+
+# Its cache.
+
+
+def test_prompts_that_share_a_prefix_are_skipped() -> None:
+    drafter, prefix = CheckedDraftModel.start(small_model(), max_tokens=256), some_tokens(4 * BLOCK)
+    first = propose(drafter, {0: [*prefix, 1]})
+    drafter.forget(0)
+    later = propose(drafter, {1: [*prefix, 2], 2: [*prefix, 3, 4]})
+    counters = drafter.snapshot().counters
+    assert counters.prompt_tokens_skipped == 2 * len(prefix) and counters.states_restored == 2
+    for text, draft in (([*prefix, 1], first[0]), ([*prefix, 2], later[1]), ([*prefix, 3, 4], later[2])):
+        assert len(draft.tokens) == 4
+        assert propose(CheckedDraftModel.start(small_model(), max_tokens=256), {9: text})[9].tokens == draft.tokens
+
+
+def test_of_two_new_prompts_with_one_prefix_the_second_waits_for_the_first() -> None:
+    drafter, prefix = CheckedDraftModel.start(small_model(), max_tokens=256), some_tokens(4 * BLOCK)
+    texts = {i: [*prefix, 2 + i] for i in range(2)}
+    assert [bool(draft.tokens) for draft in propose(drafter, texts).values()] == [True, False]
+    assert propose(drafter, texts)[1].tokens
+    assert drafter.snapshot().counters.prompt_tokens_skipped == len(prefix)
+
+
+def test_the_next_turn_skips_what_was_generated() -> None:
+    drafter, text = CheckedDraftModel.start(small_model()), some_tokens(20)
+    for _ in range(10):
+        text = [*text, *propose(drafter, {0: text}, 3)[0].tokens, 7]
+    drafter.forget(0)
+    propose(drafter, {1: [*text, 1, 2, 3]})
+    skipped = drafter.snapshot().counters.prompt_tokens_skipped
+    assert skipped == len(text) // BLOCK * BLOCK > 20
+
+
+def test_tenants_share_nothing() -> None:
+    drafter, text = CheckedDraftModel.start(small_model()), some_tokens(40)
+    for index, tenant in enumerate(["", "other"]):
+        drafter.propose([DraftWish(row_of(text, request_id=index, tenant=tenant, sampling=GREEDY), 2)])
+    assert drafter.snapshot().counters.prompt_tokens_skipped == 0
+
+
+def test_flush_makes_cached_prefixes_unreachable_and_prefills_running_requests_again() -> None:
+    drafter, text = CheckedDraftModel.start(small_model()), some_tokens(40)
+    before = propose(drafter, {0: text})[0]
+    drafter.flush("1")
+    drafter.check_integrity()
+    assert propose(drafter, {0: text})[0].tokens == before.tokens
+    counters = drafter.snapshot().counters
+    assert counters.prompt_tokens_skipped == 0 and counters.prefill_tokens_computed == 80
+
+
+# Prompts longer than a step, and short memory.
+
+
+def test_drafts_are_empty_until_a_long_prompt_is_prefilled_in_steps() -> None:
+    subject, text = small_model(), some_tokens(100)
+    drafter = CheckedDraftModel.start(subject, max_tokens=40)
+    drafts = [propose(drafter, {0: text})[0].tokens for _ in range(3)]
+    assert [len(draft) for draft in drafts] == [0, 0, 4]  # chunks of 32, 32 and 36 tokens
+    assert subject.oracle.check_greedy(text, list(drafts[-1]), 1e-5).first_mismatch is None
+
+
+def test_no_prompt_starves_and_none_stops_the_others() -> None:
+    drafter = CheckedDraftModel.start(small_model(), max_tokens=20, max_requests=8)
+    texts = {i: some_tokens(60 if i >= 5 else 3, seed=i) for i in range(8)}
+    num_drafted = dict.fromkeys(texts, 0)
+    for _ in range(60):
+        drafts = propose(drafter, texts, 3)
+        for i, draft in drafts.items():
+            num_drafted[i] += bool(draft.tokens)
+            texts[i] = [*texts[i], *draft.tokens, i]
+    assert min(num_drafted.values()) > 10, num_drafted
+
+
+def test_text_that_did_not_grow_is_not_drafted_for_twice() -> None:
+    drafter, text = CheckedDraftModel.start(small_model()), some_tokens(9)
+    assert propose(drafter, {0: text})[0].tokens and not propose(drafter, {0: text})[0].tokens
+    assert propose(drafter, {0: [*text, 5]})[0].tokens
+
+
+def test_another_text_under_the_same_id_that_is_shorter_starts_anew() -> None:
+    drafter = CheckedDraftModel.start(small_model())
+    propose(drafter, {0: some_tokens(30)})
+    fresh = propose(CheckedDraftModel.start(small_model()), {0: some_tokens(9, seed=2)})
+    assert propose(drafter, {0: some_tokens(9, seed=2)})[0].tokens == fresh[0].tokens
+
+
+@pytest.mark.parametrize(
+    "tight",
+    [{"kv_blocks": 4}, {"kv_blocks": 1}, {"max_requests": 2}, {"cached_states": 1}, {"kv_blocks": 7, "max_tokens": 9}],
+    ids=str,
+)
+def test_short_memory_costs_drafts_and_nothing_else(tight: dict[str, int]) -> None:
+    drafter = CheckedDraftModel.start(tiny_hybrid(), **tight)
+    run = start_run(drafter)
+    for request_id in range(6):
+        run.add(request_id, some_tokens(5 + 6 * request_id, seed=request_id), 40)
+    run.finish()
+    run.assert_exact()
+    drafter.assert_nothing_held()
+    assert run.counters.draft_tokens and acceptance(run) > 0.95
+
+
+def test_the_request_that_was_not_wished_for_longest_makes_room() -> None:
+    drafter = CheckedDraftModel.start(small_model(), max_requests=2)
+    texts = {i: some_tokens(9, seed=i) for i in range(3)}
+    propose(drafter, {0: texts[0]})
+    propose(drafter, {1: texts[1]})
+    assert propose(drafter, {2: texts[2]})[2].tokens
+    assert sorted(row.request_id for row in drafter.context.rows) == [1, 2]
+    drafts = propose(drafter, {i: [*text, 1] for i, text in texts.items()})
+    assert [bool(drafts[i].tokens) for i in range(3)] == [False, True, True]
+
+
+def test_text_beyond_the_draft_models_limit_is_not_drafted_for() -> None:
+    drafter = CheckedDraftModel.start(small_model(), max_sequence_length=32)
+    text = some_tokens(30)
+    assert [len(propose(drafter, {0: [*text, *range(n)]}, 4)[0].tokens) for n in range(5)] == [3, 2, 1, 0, 0]
+    assert not drafter.context.rows
+
+
+# Faults.
+
+
+def test_a_fault_leaves_the_drafter_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = small_model()
+    drafter, text = CheckedDraftModel.start(subject), some_tokens(20)
+    mixer = next(module for module in subject.model.modules() if isinstance(module, CachingMambaMixer))
+    for call in (1, 2, 3, 4):
+        drafter.forget(0)
+        with monkeypatch.context() as patch:
+            raise_once(patch, mixer, "forward", call=call)
+            with pytest.raises(InjectedFault):
+                propose(drafter, {0: text})
+        assert not drafter.context.rows
+        draft = propose(drafter, {0: text})[0]
+        assert subject.oracle.check_greedy(text, list(draft.tokens), 1e-5).first_mismatch is None
+        assert len(draft.tokens) == 4
+
+
+@pytest.mark.parametrize("place", ["lay_out", "commit_step", "last_token_logits"])
+def test_an_engine_goes_on_after_a_fault_of_its_drafter(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = CheckedDraftModel.start(tiny_hybrid())
+    run = start_run(drafter)
+    for request_id in range(3):
+        run.add(request_id, some_tokens(20 + request_id), 40)
+    num_failed = 0
+    while run.engine.has_unfinished_requests():
+        with monkeypatch.context() as patch:
+            if run.num_steps % 3 == 1 and num_failed < 5:
+                raise_once(patch, drafter.context, place, call=1 + num_failed)
+            try:
+                run.step()
+            except InjectedFault:
+                num_failed += 1
+                run.num_steps += 1
+    assert num_failed >= 1
+    run.assert_exact()
+    drafter.assert_nothing_held()
+    assert acceptance(run) > 0.95
