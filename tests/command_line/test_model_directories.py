@@ -202,7 +202,6 @@ def test_a_draft_model_that_cannot_be_used_ends_with_one_line(
 def test_a_model_that_drafts_for_itself_is_always_right(
     tmp_path: Path, lines_file: Path, nemotron: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("megatron_mamba_cache.models.draft_model")
     output = tmp_path / "out.json"
     flags = ("--hf-model", nemotron, "--prompts", lines_file, *GREEDY, "--output-path", output)
     tokens = []

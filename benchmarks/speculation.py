@@ -1,0 +1,298 @@
+"""How many tokens does a decode step give with drafts, what does a token cost, and what do useless drafts cost?
+
+    PYTHONPATH=. python benchmarks/speculation.py [--device cpu|cuda] [--json] [--output FILE.md]
+
+With the model that ships, fp32, four drafts a step at most.
+
+Useful drafts: prompt lookup on two editing workloads, the command's own sessions (an assistant has read one file and
+writes others) and rewriting (it writes the file it has read once more, with a name changed). Runs with and without
+drafts take turns; times are medians of steps' sums, of the steps that only decode.
+
+Useless drafts: a drafter that knows what will be generated and proposes something else. An engine with it and one
+without drafts take turns step by step, so that whatever else the machine does hits both; medians over repetitions.
+
+On a CPU, times are processor time, in which other processes hardly count; on a GPU they are wall time.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from time import perf_counter, process_time
+from typing import Any
+
+from megatron_mamba_cache import CacheConfig
+from megatron_mamba_cache.command_line.arguments import EDITING, GREEDY
+from megatron_mamba_cache.command_line.default_settings import default_settings
+from megatron_mamba_cache.command_line.device import select_device
+from megatron_mamba_cache.command_line.editing_sessions import editing_lines
+from megatron_mamba_cache.command_line.model_choice import SHIPPED_MODEL, ModelDirectory, ModelFormat
+from megatron_mamba_cache.command_line.prompts import PromptLine
+from megatron_mamba_cache.command_line.quiet import quiet_libraries
+from megatron_mamba_cache.command_line.usage_error import UsageError
+
+NUM_DRAFTS = 4
+REPLY_TOKENS = 64
+REPETITIONS = 3
+USELESS_REPLY_TOKENS = 256
+USELESS_PROMPT_TOKENS = 128
+USELESS_REPETITIONS = 3
+USELESS_BATCHES = (1, 8)
+SAMPLINGS = {"greedy": GREEDY, "sampled": EDITING}
+
+
+@dataclass(frozen=True, slots=True)
+class UsefulFigure:
+    """One workload; times in milliseconds a generated token, over the steps that only decode."""
+
+    workload: str
+    sampling: str
+    tokens_per_step: float
+    acceptance_at: list[float]
+    ms_without: float
+    ms_with: float
+    same_tokens: bool
+
+
+@dataclass(frozen=True, slots=True)
+class UselessFigure:
+    """One batch; times in milliseconds a step, over all steps of a run."""
+
+    num_requests: int
+    num_steps: int
+    drafted_share: float  # draft tokens for each generated token
+    ms_without: float
+    ms_with: float
+    ratio: float  # median over the repetitions
+
+
+class WrongDrafter:
+    """Proposes tokens that are not what follows.
+
+    Args:
+        replies: Request id -> the tokens that will be generated.
+    """
+
+    def __init__(self, replies: Mapping[int, Sequence[int]], vocab_size: int) -> None:
+        self._replies = replies
+        self._vocab_size = vocab_size
+
+    def propose(self, wishes: Sequence[Any]) -> list[Any]:
+        """Return as many tokens as are wished for, each the right one plus one."""
+        from megatron_mamba_cache.speculation.drafter import Draft
+
+        drafts = []
+        for wish in wishes:
+            known = self._replies[wish.row.request_id][len(wish.row.generated) :][: wish.num_tokens]
+            drafts.append(Draft(tuple((token + 1) % self._vocab_size for token in known)))
+        return drafts
+
+    def forget(self, request_id: int) -> None:
+        """Forget nothing."""
+
+
+@dataclass(slots=True)
+class StepClock:
+    """Runs an engine's steps in place of its own method, and sums up the times of those that only decode."""
+
+    engine: Any
+    step: Callable[[], Any]
+    now: Callable[[], float]
+    seconds: float = 0.0
+    num_tokens: int = 0
+
+    def __call__(self) -> Any:
+        """Run one step."""
+        counters = self.engine.context.counters
+        prefilled, tokens = counters.prefill_tokens_computed, _decoded(counters)
+        began = self.now()
+        result = self.step()
+        if counters.prefill_tokens_computed == prefilled:
+            self.seconds += self.now() - began
+            self.num_tokens += _decoded(counters) - tokens
+        return result
+
+
+@dataclass(slots=True)
+class Subject:
+    """The model, the settings of engines around it, and the clock that steps are timed with."""
+
+    model: Any
+    settings: dict[str, Any]
+    now: Callable[[], float]
+
+    def engine(self, num_drafts: int, drafter: Any = None) -> Any:
+        """Build an engine."""
+        from megatron_mamba_cache import build_engine
+
+        config = CacheConfig(**self.settings, num_speculative_tokens=num_drafts)
+        return build_engine(self.model.model, config, drafter=drafter, tokenizer=self.model.tokenizer)
+
+
+def main() -> None:
+    """Measure, then print the figures as a table or as JSON."""
+    parser = argparse.ArgumentParser(description="Measure what drafts give and what they cost.")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--output", type=Path, help="also write the table to this file")
+    arguments = parser.parse_args()
+    try:
+        select_device(arguments.device)
+    except UsageError as error:
+        parser.error(str(error))
+    with quiet_libraries():
+        subject = _subject(process_time if arguments.device == "cpu" else perf_counter)
+        useful = [
+            useful_drafts(subject, workload, lines, sampling)
+            for workload, lines in _workloads().items()
+            for sampling in SAMPLINGS
+        ]
+        useless = [useless_drafts(subject, num_requests) for num_requests in USELESS_BATCHES]
+    text = table(useful, useless, clock="processor" if arguments.device == "cpu" else "wall")
+    if arguments.output:
+        arguments.output.write_text(text)
+    found = {"useful": [asdict(figure) for figure in useful], "useless": [asdict(figure) for figure in useless]}
+    print(json.dumps(found, indent=2) if arguments.json else text)
+
+
+def useful_drafts(subject: Subject, workload: str, lines: Sequence[PromptLine], sampling: str) -> UsefulFigure:
+    """Run the lines with and without prompt lookup, taking turns."""
+    ms: dict[int, list[float]] = {0: [], NUM_DRAFTS: []}
+    tokens, counters = {}, {}
+    for _ in range(REPETITIONS):
+        for num_drafts in ms:
+            result, clock = _timed_run(subject, num_drafts, lines, SAMPLINGS[sampling])
+            ms[num_drafts].append(1e3 * clock.seconds / clock.num_tokens)
+            tokens[num_drafts] = [record.generated_tokens for record in result.records]
+            counters[num_drafts] = result.cache.counters
+    return UsefulFigure(
+        workload,
+        sampling,
+        counters[NUM_DRAFTS].tokens_per_decode_row,
+        counters[NUM_DRAFTS].acceptance_at,
+        ms_without=median(ms[0]),
+        ms_with=median(ms[NUM_DRAFTS]),
+        same_tokens=tokens[0] == tokens[NUM_DRAFTS],
+    )
+
+
+def useless_drafts(subject: Subject, num_requests: int) -> UselessFigure:
+    """Run the same requests in two engines, one with drafts that are always wrong, a step of each at a time."""
+    tokenizer = subject.model.tokenizer
+    prompts = [tokenizer.tokenize(line.prompt)[-USELESS_PROMPT_TOKENS:] for line in editing_lines()[:num_requests]]
+    replies = _lockstep([subject.engine(0)], prompts, subject.now)[0].replies
+    ratios, ms = [], ([], [])
+    for repetition in range(USELESS_REPETITIONS):
+        drafter = WrongDrafter(replies, subject.model.model.vocab_size)
+        engines = [subject.engine(0), subject.engine(NUM_DRAFTS, drafter)]
+        turns = _lockstep(engines, prompts, subject.now, swaps=bool(repetition % 2))
+        if any(turn.replies != replies for turn in turns) or engines[1].context.counters.accepted_tokens:
+            sys.exit("the drafts were not useless")
+        seconds = [turn.seconds for turn in turns]
+        ratios.append(seconds[1] / seconds[0])
+        for times, total, turn in zip(ms, seconds, turns, strict=True):
+            times.append(1e3 * total / turn.num_steps)
+    drafted = engines[1].context.counters.draft_tokens / (num_requests * USELESS_REPLY_TOKENS)
+    return UselessFigure(num_requests, turns[1].num_steps, drafted, median(ms[0]), median(ms[1]), median(ratios))
+
+
+@dataclass(slots=True)
+class Lockstep:
+    """What one of the engines that take turns has done."""
+
+    seconds: float = 0.0
+    num_steps: int = 0
+    replies: dict[int, list[int]] = field(default_factory=dict)
+
+
+def _lockstep(
+    engines: Sequence[Any], prompts: Sequence[Sequence[int]], now: Callable[[], float], *, swaps: bool = False
+) -> list[Lockstep]:
+    """Run the prompts greedily in each engine, one step of each at a time, the last engine first if `swaps`."""
+    from megatron.core.inference.sampling_params import SamplingParams
+
+    for engine in engines:
+        for request_id, prompt in enumerate(prompts):
+            limit = SamplingParams(num_tokens_to_generate=USELESS_REPLY_TOKENS, top_k=1, termination_id=-1)
+            engine.add_request(request_id, list(prompt), limit)
+    turns = [Lockstep() for _ in engines]
+    pairs = list(zip(engines, turns, strict=True))
+    while any(engine.has_unfinished_requests() for engine in engines):
+        for engine, turn in reversed(pairs) if swaps else pairs:
+            began = now()
+            records = engine.step_modern()["finished_request_records"]
+            turn.seconds += now() - began
+            turn.num_steps += 1
+            turn.replies |= {request.request_id: request.generated_tokens for request in map(_merge, records)}
+    return turns
+
+
+def table(useful: Sequence[UsefulFigure], useless: Sequence[UselessFigure], *, clock: str) -> str:
+    """Return the figures as Markdown."""
+    from machine import describe_machine
+
+    command = f"OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', '')} PYTHONPATH=. python {' '.join(sys.argv)}"
+    lines = ["# What drafts give and what they cost", "", f"    {command}", "", describe_machine(), ""]
+    lines += [f"The small model that ships, fp32, up to {NUM_DRAFTS} drafts a step. Times are {clock} time.", ""]
+    lines += [f"Prompt lookup, replies of {REPLY_TOKENS} tokens; medians of {REPETITIONS} runs, decode steps only:", ""]
+    lines += ["| workload | tokens | tokens a step | accepted by position, % | ms a token: K=0 | K=4 | same text |"]
+    lines += ["|---|---|---:|---|---:|---:|---|"]
+    lines += [_useful_row(figure) for figure in useful]
+    lines += ["", f"Drafts that are always wrong, replies of {USELESS_REPLY_TOKENS} tokens, all steps of a run;"]
+    lines += [f"medians of {USELESS_REPETITIONS} runs, in which the two engines step by turns:", ""]
+    lines += ["| requests | steps | drafts a token | ms a step: K=0 | K=4 | ratio |", "|---:|---:|---:|---:|---:|---:|"]
+    lines += [
+        f"| {figure.num_requests} | {figure.num_steps} | {figure.drafted_share:.3f} | {figure.ms_without:.2f} | "
+        f"{figure.ms_with:.2f} | {figure.ratio:.3f} |"
+        for figure in useless
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _useful_row(figure: UsefulFigure) -> str:
+    places = ", ".join(f"{100 * share:.0f}" for share in figure.acceptance_at)
+    same = "yes" if figure.same_tokens else "no"
+    return (
+        f"| {figure.workload} | {figure.sampling} | {figure.tokens_per_step:.2f} | {places} | "
+        f"{figure.ms_without:.2f} | {figure.ms_with:.2f} | {same} |"
+    )
+
+
+def _timed_run(subject: Subject, num_drafts: int, lines: Sequence[PromptLine], sampling: Mapping[str, float]) -> Any:
+    from megatron_mamba_cache.command_line.request_runner import RequestRunner, SamplingFlags
+
+    engine = subject.engine(num_drafts)
+    engine.step_modern = clock = StepClock(engine, engine.step_modern, subject.now)
+    flags = SamplingFlags(REPLY_TOKENS, sampling["temperature"], int(sampling["top_k"]), sampling["top_p"])
+    return RequestRunner(engine, subject.model.tokenizer, flags, lambda _: None).run(lines), clock
+
+
+def _decoded(counters: Any) -> int:
+    return int(counters.decode_rows + counters.accepted_tokens)
+
+
+def _merge(record: Any) -> Any:
+    return record.merge()
+
+
+def _subject(now: Callable[[], float]) -> Subject:
+    from megatron_mamba_cache.command_line.ready_model import ready_model
+    from megatron_mamba_cache.mcore.model_shape import HybridModelShape
+
+    model = ready_model(ModelDirectory(SHIPPED_MODEL, ModelFormat.HUGGING_FACE), "fp32")
+    settings = default_settings(HybridModelShape.of(model.model), model.model.max_sequence_length)
+    return Subject(model, settings, now)
+
+
+def _workloads() -> dict[str, list[PromptLine]]:
+    from rewriting_prompts import rewriting_lines
+
+    return {"sessions of the command": editing_lines(), "rewriting": rewriting_lines()}
+
+
+if __name__ == "__main__":
+    main()
