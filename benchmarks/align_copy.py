@@ -31,13 +31,16 @@ CASES = ((1, 1), (8, 8), (64, 64), (256, 16), (64, 4), (256, 0), (64, 0), (1, 0)
 SWEPT_CASES = ((1, 1), (8, 8), (64, 64), (256, 16), (256, 0))
 TILINGS = (
     TILING,
-    CopyTiling(tile_len=2048, num_warps=4, programs_per_sm=2),
     CopyTiling(tile_len=2048, num_warps=8, programs_per_sm=4),
-    CopyTiling(tile_len=1024, num_warps=4, programs_per_sm=4),
-    CopyTiling(tile_len=1024, num_warps=4, programs_per_sm=8),
-    CopyTiling(tile_len=1024, num_warps=2, programs_per_sm=8),
-    CopyTiling(tile_len=4096, num_warps=4, programs_per_sm=4),
+    CopyTiling(tile_len=2048, num_warps=8, programs_per_sm=2),
+    CopyTiling(tile_len=2048, num_warps=8, programs_per_sm=1),
     CopyTiling(tile_len=4096, num_warps=8, programs_per_sm=2),
+    CopyTiling(tile_len=4096, num_warps=16, programs_per_sm=2),
+    CopyTiling(tile_len=4096, num_warps=16, programs_per_sm=1),
+    CopyTiling(tile_len=8192, num_warps=16, programs_per_sm=1),
+    CopyTiling(tile_len=1024, num_warps=4, programs_per_sm=8),
+    CopyTiling(tile_len=1024, num_warps=8, programs_per_sm=4),
+    CopyTiling(tile_len=512, num_warps=4, programs_per_sm=8),
 )
 
 

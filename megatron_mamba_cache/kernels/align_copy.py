@@ -57,15 +57,17 @@ def _decide(rows, first_row, num_rows, block_size, ROWS: tl.constexpr):
     computed = tl.load(rows.computed + row, mask=exists, other=0)
     scheduled = tl.load(rows.scheduled + row, mask=exists, other=0)
     drafts = tl.load(rows.drafts + row, mask=exists, other=0)
-    accepted = tl.load(rows.accepted + row * rows.accepted_stride, mask=exists, other=1).to(tl.int32)
     target = tl.load(rows.targets + row, mask=exists, other=_PAD)
-    state_column = tl.load(rows.state_columns + row, mask=exists, other=0)
-
     running = computed + scheduled - drafts
+    # Most rows are far from a boundary, however many drafts they accept: of those nothing more is read.
+    is_near = (target != _PAD) & ((running + block_size - 1) // block_size * block_size - running < rows.num_columns)
+    accepted = tl.load(rows.accepted + row * rows.accepted_stride, mask=is_near, other=1).to(tl.int32)
+    state_column = tl.load(rows.state_columns + row, mask=is_near, other=0)
+
     aligned = (running + tl.maximum(accepted, 1) - 1) // block_size * block_size
     shift = aligned - running
     # A padded row's counts may be stale: its columns are the bound.
-    reached = (shift >= 0) & (aligned > 0) & (target != _PAD) & (state_column + shift < rows.num_columns)
+    reached = is_near & (shift >= 0) & (aligned > 0) & (state_column + shift < rows.num_columns)
 
     column = rows.columns + row * rows.columns_stride + state_column
     conv_source = tl.load(column, mask=reached, other=_PAD)

@@ -108,12 +108,15 @@ def copy_tiles(
     for tile in range(first_tile, LAYERS * TILES, tl.num_programs(0)):
         layer = states.first + tl.cast(tile // TILES, tl.int64) * states.layer_stride * LANES
         element = tile % TILES * WIDTH + tl.arange(0, WIDTH)[None, :]
-        inside = (time < TIMES) & (element < LENGTH)
         offsets = time * states.time_stride * LANES + element  # [TIMES, WIDTH]
-        values = tl.load(layer + from_slot + offsets, mask=inside)
-        if TIMES > 1:
-            tl.debug_barrier()  # a write may land on what another thread of this program reads
-        tl.store(layer + to_slot + offsets, values, mask=inside)
+        if TIMES == 1 and LENGTH % WIDTH == 0:
+            tl.store(layer + to_slot + offsets, tl.load(layer + from_slot + offsets))
+        else:
+            inside = (time < TIMES) & (element < LENGTH)
+            values = tl.load(layer + from_slot + offsets, mask=inside)
+            if TIMES > 1:
+                tl.debug_barrier()  # a write may land on what another thread of this program reads
+            tl.store(layer + to_slot + offsets, values, mask=inside)
 
 
 @cache

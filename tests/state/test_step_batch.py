@@ -391,7 +391,8 @@ def test_most_drafts_of_most_rows_fit_the_buffers(device: str) -> None:
 
 def test_a_narrower_window_shows_nothing_of_the_step_before(device: str) -> None:
     buffers = StepBuffers(LIMITS, device)
-    lay_out_step([decoding(0, num_drafts=5, reserved={8: 70})], buffers, GEOMETRY)
+    before = lay_out_step([decoding(0, num_drafts=5, reserved={8: 70})], buffers, GEOMETRY)
+    assert len(ints(before.positions)) == 6  # read back, so that the host side may be written again
     batch = lay_out_step([decoding(1), decoding(2, accepted=3)], buffers, GEOMETRY)
     assert batch.decode is not None and batch.align is None
     empty = [PAD_SLOT] * MOST_DRAFTS
