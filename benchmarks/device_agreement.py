@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     as_json = parser.parse_args().json
+    with ThreadPoolExecutor() as pool:  # each run is a process of its own
+        started = {
+            name: [pool.submit(run_example, device, flags) for device in ("cpu", "cuda")]
+            for name, flags in RUNS.items()
+        }
     reports = {
-        name: compare(run_example("cpu", flags), run_example("cuda", flags), is_random="--random-model" in flags)
-        for name, flags in RUNS.items()
+        name: compare(*(run.result() for run in pair), is_random="--random-model" in RUNS[name])
+        for name, pair in started.items()
     }
     print(json.dumps(reports, indent=2) if as_json else table(reports))
     return 1 if any(report["requests that differ"] for report in reports.values()) else 0

@@ -58,7 +58,8 @@ def run_ranks(folder: Path) -> None:
     """Run the worker once for each rank; none outlives this call."""
     command = [sys.executable, "-m", "tests.models.tensor_parallel_worker"]
     # The ranks run on the CPU, wherever this process runs.
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path]), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    path = os.pathsep.join([str(REPOSITORY), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     ranks = [
         subprocess.Popen(
             [*command, str(rank), str(NUM_RANKS), str(folder)],
