@@ -28,7 +28,7 @@ from .varlen_rows import PAD_SLOT
 
 __all__ = ["ROWS_AT_A_TIME", "TILING", "AlignRows", "align_copy", "align_copy_ref"]
 
-TILING = CopyTiling(tile_len=2048, num_warps=4, programs_per_sm=4)
+TILING = CopyTiling(tile_len=4096, num_warps=16, programs_per_sm=1)
 ROWS_AT_A_TIME = 256
 """Rows whose decisions a program holds at once; for more it repeats."""
 _PAD = tl.constexpr(PAD_SLOT)
