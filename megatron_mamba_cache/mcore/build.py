@@ -4,7 +4,7 @@ from typing import Any
 
 from ..config import CacheConfig
 from ..speculation.draft_planner import DraftPlanner, NoDrafts
-from ..speculation.drafter import Drafter
+from ..speculation.drafter import Drafter, ReadsHiddenStates
 from ..speculation.prompt_lookup import PromptLookupDrafter
 from .context import MambaCacheContext
 from .controller import MambaCacheController
@@ -58,6 +58,8 @@ def build_engine(
         raise TypeError(f"build_engine needs a CacheConfig or None, found {config!r:.200}")
     config = config or CacheConfig()
     shape = check_served(model)
+    if isinstance(drafter, ReadsHiddenStates):
+        _check_hidden_states(drafter, model.config.hidden_size, materialize_only_last_token_logits)
     context = MambaCacheContext(
         config,
         shape,
@@ -75,3 +77,11 @@ def _planner(config: CacheConfig, drafter: Drafter | None, vocab_size: int) -> D
     if drafter is not None:
         raise ValueError("a drafter is given, but num_speculative_tokens is 0; set --num-speculative-tokens")
     return NoDrafts()
+
+
+def _check_hidden_states(drafter: ReadsHiddenStates, hidden_size: int, only_last: bool) -> None:
+    name, width = type(drafter).__name__, drafter.hidden_size
+    if width != hidden_size:
+        raise ValueError(f"{name} reads hidden states of width {width}, the model's have {hidden_size}")
+    if not only_last:
+        raise ValueError(f"{name} reads hidden states: build the engine with materialize_only_last_token_logits=True")

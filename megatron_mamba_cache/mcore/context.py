@@ -22,7 +22,7 @@ from ..policy.boundaries import prefill_chunk_end
 from ..policy.requests import Candidate, KeptTokens, RequestSpec, RunningRequest
 from ..speculation.decode_schedule import schedule_decode
 from ..speculation.draft_planner import DraftPlanner, NoDrafts
-from ..speculation.row_progress import advance_rows
+from ..speculation.row_progress import advance_rows, note_hidden_states
 from ..state.step_batch import StepBatch
 from .cache_memory import CacheMemory
 from .model_shape import HybridModelShape
@@ -59,6 +59,8 @@ class MambaCacheContext(StepReader):
         self._memory: CacheMemory | None = None
         self._step: StepBatch | None = None
         self._planner = planner or NoDrafts()
+        self.draft_distributions: list[Tensor | None] = []  # of the step's decode rows
+        self.wanted_outputs = torch.empty(0)
         conv_shape = (shape.conv_dim, shape.d_conv)
         super().__init__(
             params_dtype=shape.params_dtype,
@@ -232,6 +234,8 @@ class MambaCacheContext(StepReader):
             A dict of `newly_paused_request_ids` and `evict_request_ids`, int64 CPU tensors or None.
         """
         rows = self.step.rows
+        if self._planner.reads_hidden_states:
+            note_hidden_states(rows, kept, self.step.logits.starts, self.wanted_outputs, self._planner)
         advance_rows(rows, kept, self.cache, self._planner)
         self._drop([row for row, new in zip(rows, kept, strict=True) if new.ends])
         outcome = grow_rows(self.rows, self.cache, self.block_allocator.paused_count)

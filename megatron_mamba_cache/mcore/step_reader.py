@@ -33,6 +33,7 @@ class StepReader(DynamicInferenceContext):
 
     counters: CacheCounters
     rows: list[RunningRequest]
+    wanted_outputs: Tensor
     _memory: CacheMemory | None
     _step: StepBatch | None
 
@@ -131,9 +132,11 @@ class StepReader(DynamicInferenceContext):
     def last_token_logits(self, logits: Tensor) -> Tensor:
         """Return, of logits or hidden states [1, tokens, n], those whose logits are wanted: [logits, n].
 
-        These are each row's last token and, before it, the tokens that drafts follow.
+        These are each row's last token and, before it, the tokens that drafts follow. They are kept as
+        `wanted_outputs`: hidden states, unless the model was told to compute the logits of every token.
         """
-        return logits.squeeze(0).index_select(0, self.step.logits.tokens)
+        self.wanted_outputs = logits.squeeze(0).index_select(0, self.step.logits.tokens)
+        return self.wanted_outputs
 
     def calculate_log_probs(
         self, logits: Tensor, new_tokens: Tensor, only_last_token_logits: bool | None = False

@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from ..policy.requests import RunningRequest
 from .draft_length import DraftLength
-from .drafter import Draft, Drafter, DraftWish, HasVocabulary
+from .drafter import Draft, Drafter, DraftWish, HasVocabulary, ReadsHiddenStates
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +43,17 @@ class DraftPlanner:
         self._max_drafts = max_drafts
         self._vocab_size = vocab_size
         self._lengths: dict[int, DraftLength] = {}
+        self._hidden_states: dict[int, Tensor] = {}
 
     @property
     def max_drafts(self) -> int:
         """The most drafts of a row in a step."""
         return self._max_drafts
+
+    @property
+    def reads_hidden_states(self) -> bool:
+        """Whether `note_hidden_state` is to be called."""
+        return isinstance(self._drafter, ReadsHiddenStates)
 
     def plan(self, limits: Sequence[DraftLimit]) -> list[Draft]:
         """Return one draft for each row, in order, at most its limit long; the drafter is asked at most once.
@@ -60,7 +68,7 @@ class DraftPlanner:
         asked = [index for index, num_tokens in wanted.items() if num_tokens]
         if not asked:
             return drafts
-        wishes = [DraftWish(limits[index].row, wanted[index]) for index in asked]
+        wishes = [self._wish(limits[index].row, wanted[index]) for index in asked]
         for index, draft in zip(asked, self._propose(wishes), strict=True):
             drafts[index] = draft
         return drafts
@@ -77,10 +85,18 @@ class DraftPlanner:
         if length := self._lengths.get(row.request_id):
             length.note(num_drafted, num_accepted)
 
+    def note_hidden_state(self, row: RunningRequest, state: Tensor) -> None:
+        """Keep the last hidden state [hidden] that a row's newest token was chosen by, for its next draft."""
+        self._hidden_states[row.request_id] = state
+
     def forget(self, request_id: int) -> None:
         """Drop what is known of a request that finished or was evicted; nothing if it is unknown."""
         self._lengths.pop(request_id, None)
+        self._hidden_states.pop(request_id, None)
         self._drafter.forget(request_id)
+
+    def _wish(self, row: RunningRequest, num_tokens: int) -> DraftWish:
+        return DraftWish(row, num_tokens, self._hidden_states.get(row.request_id))
 
     def _wanted(self, entry: DraftLimit) -> int:
         if entry.limit <= 0:
@@ -123,12 +139,20 @@ class NoDrafts:
         """The most drafts of a row in a step: none."""
         return 0
 
+    @property
+    def reads_hidden_states(self) -> bool:
+        """No."""
+        return False
+
     def plan(self, limits: Sequence[DraftLimit]) -> list[Draft]:
         """Return an empty draft for each row."""
         return [Draft()] * len(limits)
 
     def note(self, row: RunningRequest, num_drafted: int, num_accepted: int) -> None:
         """Learn nothing."""
+
+    def note_hidden_state(self, row: RunningRequest, state: Tensor) -> None:
+        """Keep nothing."""
 
     def forget(self, request_id: int) -> None:
         """Forget nothing."""

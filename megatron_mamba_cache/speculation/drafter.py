@@ -16,10 +16,13 @@ class DraftWish:
     Args:
         row: Read only; `row.tokens(0, row.length)` is its text so far. Not to be kept beyond the call.
         num_tokens: The most drafts that are useful, at least 1.
+        hidden_state: [hidden] the model's last hidden state, after its final norm, that the newest token was chosen by,
+            on the model's device; None for a drafter that is no `ReadsHiddenStates`.
     """
 
     row: RunningRequest
     num_tokens: int
+    hidden_state: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,4 +73,14 @@ class HasVocabulary(Protocol):
     @property
     def vocab_size(self) -> int:
         """Width of its distributions; padding counts."""
+        ...
+
+
+@runtime_checkable
+class ReadsHiddenStates(Protocol):
+    """A drafter, such as a multi-token-prediction head, that drafts from the model's hidden states."""
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the hidden states that it reads; the model's."""
         ...

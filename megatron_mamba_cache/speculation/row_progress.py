@@ -2,9 +2,29 @@
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from ..policy.prefix_cache import PrefixCache
 from ..policy.requests import KeptTokens, RunningRequest
 from .draft_planner import DraftPlanner, NoDrafts
+
+
+def note_hidden_states(
+    rows: Sequence[RunningRequest],
+    kept: Sequence[KeptTokens],
+    starts: Sequence[int],
+    hidden_states: Tensor,
+    planner: DraftPlanner | NoDrafts,
+) -> None:
+    """Tell the planner the hidden state that each row's newest token was chosen by.
+
+    Args:
+        starts: [rows] Each row's first logits row.
+        hidden_states: [logits, hidden].
+    """
+    for row, new, start in zip(rows, kept, starts, strict=False):
+        if new.tokens:
+            planner.note_hidden_state(row, hidden_states[start + len(new.tokens) - 1])
 
 
 def advance_rows(

@@ -1,6 +1,6 @@
 """Steps that verify drafts: what is kept, what is findable afterwards, and how many copies that takes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -11,6 +11,7 @@ from megatron.core.inference.sampling_params import SamplingParams
 from megatron_mamba_cache.mcore import controller as controller_module
 from megatron_mamba_cache.mcore import verify_step as verify_module
 from megatron_mamba_cache.policy.align import plan_align_copy
+from megatron_mamba_cache.speculation.drafter import Draft, DraftWish
 from megatron_mamba_cache.state.state_pool import StatePool
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
 from tests.mcore.faults import InjectedFault, raise_once
@@ -187,6 +188,52 @@ def test_sampled_tokens_are_those_without_drafts(num_drafts: int, accuracy: floa
     assert sampled(run) == plain
     assert run.counters.draft_tokens > 0
     assert (run.counters.accepted_tokens > 0) == (accuracy > 0)
+
+
+class HiddenStateDrafter(NoisyDrafter):
+    """Notes the hidden states that come with its wishes, by request and length of the text."""
+
+    hidden_size = 32
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.seen: dict[tuple[int, int], torch.Tensor] = {}
+
+    def propose(self, wishes: Sequence[DraftWish]) -> list[Draft]:
+        for wish in wishes:
+            assert wish.hidden_state is not None
+            self.seen[wish.row.request_id, wish.row.length] = wish.hidden_state.clone()
+        return super().propose(wishes)
+
+
+def test_drafter_gets_the_hidden_state_that_the_newest_token_was_chosen_by() -> None:
+    subject = tiny_hybrid()
+    drafter = HiddenStateDrafter(greedy_texts(), accuracy=0.8, vocab_size=96)
+    config = cache_config(subject.sizes, block_size_tokens=BLOCK, num_speculative_tokens=3, max_tokens=16)
+    run = EngineRun.start(subject, config, drafter=drafter)
+    for request_id in range(3):
+        run.add(request_id, prompt_of(request_id), NUM_TOKENS)
+    run.finish()
+    assert len(drafter.seen) > 20
+    output = subject.model.output_layer.weight
+    for (request_id, length), state in drafter.seen.items():
+        assert int((output @ state).argmax()) == greedy_texts()[request_id][length - 1]
+    run.assert_exact()
+
+
+def test_drafter_of_other_hidden_states_is_refused() -> None:
+    subject = tiny_hybrid(hidden_size=48)
+    drafter = HiddenStateDrafter({}, accuracy=1.0, vocab_size=96)
+    config = cache_config(subject.sizes, num_speculative_tokens=3)
+    with pytest.raises(ValueError, match="width 32, the model's have 48"):
+        EngineRun.start(subject, config, drafter=drafter)
+    with pytest.raises(ValueError, match="materialize_only_last_token_logits=True"):
+        EngineRun.start(
+            tiny_hybrid(),
+            cache_config(tiny_hybrid().sizes, num_speculative_tokens=3),
+            drafter=drafter,
+            materialize_only_last_token_logits=False,
+        )
 
 
 # Memory.
