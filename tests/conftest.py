@@ -11,6 +11,9 @@ settings.register_profile("pinned", derandomize=True, deadline=None)
 settings.register_profile("explore", deadline=None, max_examples=500)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "pinned"))
 
+# Models this small lose more to waiting threads than they gain, more so with several workers.
+torch.set_num_threads(1)
+
 DEVICES = ["cpu", *([pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.is_available() else [])]
 
 
