@@ -51,6 +51,8 @@ class StateReservations:
             state = row.reserved[0]
             block = row.block_ids[state.position // self._block_size - 1] if state.position <= end else None
             if block is None or self._slots.slot_of(block) is not None:
+                if block is not None:
+                    self._slots.keep(block)  # two requests have come to it
                 self._slots.cancel(state.slot)
             else:
                 self._slots.publish(state.slot, block, state.position)

@@ -491,6 +491,17 @@ def test_checkpoint_that_another_request_left_is_not_retired() -> None:
     assert cache.counters.decode_states_published == 2
 
 
+def test_checkpoint_that_two_requests_came_to_is_not_retired() -> None:
+    cache = small_cache()
+    rows = [prefill(cache, request(index, [1, 2, 3]), first_token=4) for index in range(2)]
+    for row in rows:
+        decode(cache, row, [5])
+    decode(cache, rows[0], [6, 7, 8, 9])
+    assert positions_with_a_state(cache, rows[0]) == [BLOCK, 2 * BLOCK]
+    assert positions_with_a_state(cache, rows[1]) == [BLOCK]
+    cache.check_integrity(rows)
+
+
 def test_without_a_slot_the_old_checkpoint_stays_and_the_skip_is_counted() -> None:
     cache = small_cache(num_slots=3)
     row = prefill(cache, request(0, [1, 2, 3]), first_token=4)
