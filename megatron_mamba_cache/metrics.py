@@ -15,6 +15,7 @@ class CacheCounters:
     decode_rows: int = 0  # rows of all steps that decoded
     draft_tokens: int = 0
     accepted_tokens: int = 0  # drafts that were kept
+    drafting_failures: int = 0  # steps that went on without drafts because the drafter raised
     drafts_at: list[int] = field(default_factory=list)  # draft tokens by their place behind the base token, first first
     accepted_at: list[int] = field(default_factory=list)  # accepted ones likewise
     states_reserved: int = 0

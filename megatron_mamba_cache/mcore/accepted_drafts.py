@@ -11,23 +11,24 @@ def append_all_but_last(
 ) -> None:
     """Append what accepted drafts add to their requests; Megatron appends one token a step, the last.
 
-    They take no time of their own: the step's time goes with the last. Their log-probs leave `step_result`.
+    They take no time of their own: the step's time goes with the last. Their log-probs leave `step_result`, and so do
+    all alternatives to tokens behind a request's first. If one has no text, nothing has changed.
     """
     log_probs, top_n = step_result["log_probs"], step_result["top_n_logprobs"] or {}
+    named = {index: [_named_log_probs(*best, detokenize) for best in places] for index, places in top_n.items()}
     for index, request_id in enumerate(step_result["active_request_ids"].tolist()):
         tokens = step_result["kept_tokens"][index][:-1]
+        request = request_of(request_id)
+        if request.generated_tokens and index in top_n:
+            request.generated_top_n_logprobs = [*(request.generated_top_n_logprobs or ()), *named[index]]
+            del top_n[index]
         if not tokens:
             continue
-        request = request_of(request_id)
         request.generated_tokens.extend(tokens)
         request.tpot = [*(request.tpot or ()), *(0.0 for _ in tokens)]
         if log_probs and log_probs[index]:
             request.generated_log_probs = [*(request.generated_log_probs or ()), *log_probs[index][:-1]]
             log_probs[index] = log_probs[index][-1:]
-        if index in top_n:
-            named = [_named_log_probs(*best, detokenize) for best in top_n[index][:-1]]
-            request.generated_top_n_logprobs = [*(request.generated_top_n_logprobs or ()), *named]
-            top_n[index] = top_n[index][-1:]
 
 
 def _named_log_probs(values: Tensor, token_ids: Tensor, detokenize: Callable[[list[int]], str]) -> dict[str, float]:

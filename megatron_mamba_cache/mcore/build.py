@@ -71,6 +71,9 @@ def build_engine(
 
 
 def _planner(config: CacheConfig, drafter: Drafter | None, vocab_size: int) -> DraftPlanner | NoDrafts:
+    if drafter is not None and (isinstance(drafter, type) or not isinstance(drafter, Drafter)):
+        needed = "an object with propose() and forget(), such as PromptLookupDrafter()"
+        raise TypeError(f"drafter is {drafter!r:.100}; it must be {needed}")
     max_drafts = config.num_speculative_tokens
     if max_drafts:
         return DraftPlanner(drafter or PromptLookupDrafter(), max_drafts, vocab_size)

@@ -58,6 +58,7 @@ class MambaCacheContext(StepReader):
         self.rows: list[RunningRequest] = []
         self._memory: CacheMemory | None = None
         self._step: StepBatch | None = None
+        self._at_work: list[RunningRequest] = []  # the rows of the step in preparation or running
         self._planner = planner or NoDrafts()
         self.draft_distributions: list[Tensor | None] = []  # of the step's decode rows
         self.wanted_outputs = torch.empty(0)
@@ -199,12 +200,12 @@ class MambaCacheContext(StepReader):
         if construct_graph_dimensions is not None:
             raise NotImplementedError("CUDA graphs are not supported; build the model with cuda_graph_impl='none'")
         decoding = [row for row in self.rows if not row.is_paused and not row.is_prefilling]
+        self._at_work = [*decoding, *(row for row in self.rows if row.is_prefilling and row.scheduled)]
         self.draft_distributions = schedule_decode(
             decoding, self.cache, self._planner, self.max_tokens - self.active_token_count
         )
-        rows = [*decoding, *(row for row in self.rows if row.is_prefilling and row.scheduled)]
         draws_ratios = any(drawn_from is not None for drawn_from in self.draft_distributions)
-        self.lay_out(rows, draws_ratios=draws_ratios)
+        self.lay_out(self._at_work, draws_ratios=draws_ratios)
 
     def commit_step(self) -> None:
         """Publish what the forward wrote of prompts; call it once the forward is launched."""
@@ -242,7 +243,7 @@ class MambaCacheContext(StepReader):
         self.rows = [row for row in self.rows if row not in outcome.evicted]
         self._forget(outcome.evicted)
         self.memory.settle(outcome.paused)
-        self._step = None
+        self._step, self._at_work = None, []
         self.counters.requests_paused += len(outcome.paused)
         self.counters.requests_evicted += len(outcome.evicted)
         self._count_rows()
@@ -256,10 +257,9 @@ class MambaCacheContext(StepReader):
 
         Prefilled again from the tokens that its caller knows, each of them goes on where it was.
         """
-        laid_out = () if self._step is None else self._step.rows
-        self._drop([row for row in self.rows if row in laid_out or row.scheduled])
+        self._drop([row for row in self.rows if row in self._at_work or row.scheduled])
         torch.cuda.synchronize()  # nothing was read back that orders the next step's buffer after this one's copy
-        self._step = None
+        self._step, self._at_work = None, []
         self.counters.steps_aborted += 1
         self._count_rows()
 

@@ -15,8 +15,9 @@ from .context import MambaCacheContext
 from .controller import MambaCacheController
 from .failed_steps import FailedSteps, refusal_reason
 from .hit_rate_hint import HitRateHint
+from .plain_prompt import plain_prompt
 from .request_spec import check_identity, contradiction_in, fault_of, spec_of
-from .request_states import DraftCounts, RequestState, RequestStates
+from .request_states import DraftCounts, RequestState, RequestStates, complete_parts
 from .scheduler import StepScheduler
 
 
@@ -63,7 +64,7 @@ class MambaCacheEngine(DynamicInferenceEngine):
         check_identity(request_id, seed, tenant)
         self._states[request_id] = RequestState(self._default_seed(request_id) if seed is None else seed, tenant)
         try:
-            return super().add_request(request_id, prompt, sampling_params or SamplingParams())
+            return super().add_request(request_id, plain_prompt(prompt), sampling_params or SamplingParams())
         except BaseException:  # for instance a prompt that is no token ids: leave no trace of it
             self._states.pop(request_id, None)
             self.requests.pop(request_id, None)
@@ -158,16 +159,17 @@ class MambaCacheEngine(DynamicInferenceEngine):
 
         If it raises, what has ended is reported by the next step, and what lacks its token waits again.
         """
-        ending = list(self.failed_request_ids)
-        if step_result is not None:
-            ending += step_result["finished_request_ids"].tolist()
-            self._states.count_drafts(step_result["active_request_ids"].tolist(), step_result["draft_counts"])
-            append_all_but_last(step_result, self.get_request, self.controller.tokenizer.detokenize)
-        for request_id in ending:
-            if self.requests[request_id].future.done():
-                self.requests[request_id].future = self._loop.create_future()
-        records = [self.requests[request_id].record for request_id in ending]
+        records = []
         try:
+            ending = list(self.failed_request_ids)
+            if step_result is not None:
+                ending += step_result["finished_request_ids"].tolist()
+                append_all_but_last(step_result, self.get_request, self.controller.tokenizer.detokenize)
+                self._states.count_drafts(step_result["active_request_ids"].tolist(), step_result["draft_counts"])
+            for request_id in ending:
+                if self.requests[request_id].future.done():
+                    self.requests[request_id].future = self._loop.create_future()
+            records = [self.requests[request_id].record for request_id in ending]
             report = await super().async_bookkeep(step_result, *args, **settings)
         except BaseException as error:
             ended = [record for record in records if record.request_id not in self.requests]
@@ -289,7 +291,7 @@ class MambaCacheEngine(DynamicInferenceEngine):
         if request_id not in self.failed_request_ids:
             self.failed_request_ids.append(request_id)
         self._forget(request_id)
-        request.tpot = request.tpot or []
+        complete_parts(self.requests[request_id].record)
         request.status = Status.FAILED
         request.events.clear()
         request.add_event_error_nontransient(ContextOverflowError(request_id, reason, is_transient=False))

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron.core.inference.inference_request import DynamicInferenceRequestRecord
+
 from ..policy.requests import Candidate, RequestSpec
 
 _REMEMBERED_REQUESTS = 65_536
@@ -73,3 +75,12 @@ class RequestStates(dict[int, RequestState]):
         if state is None:
             return self._left.get(request_id, _RequestCounts())
         return _RequestCounts(state.cached_tokens or 0, state.drafts)
+
+
+def complete_parts(record: DynamicInferenceRequestRecord) -> None:
+    """Give the newest part of an interrupted request the lists that merging it with the earlier ones needs."""
+    newest = record[-1]
+    newest.tpot = newest.tpot or []
+    for name in ("prompt_log_probs", "generated_log_probs", "prompt_top_n_logprobs", "generated_top_n_logprobs"):
+        if getattr(newest, name) is None and getattr(record[0], name) is not None:
+            setattr(newest, name, [])

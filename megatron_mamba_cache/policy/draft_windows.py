@@ -7,21 +7,25 @@ from .slot_pool import SlotPool
 class DraftWindows:
     """Gives running requests slots for the states behind their drafts, and takes them back.
 
-    Column 0 is the request's live slot. Drafts never take the slots that requests not admitted yet would live in.
+    Column 0 is the request's live slot. Drafts never take the slots that requests not admitted yet would live in, nor
+    those that the running ones' checkpoints would.
 
     Args:
         max_requests: Requests that may live in the pool at once.
+        num_checkpoints: Cached states to leave room for, for each running request.
     """
 
-    def __init__(self, slots: SlotPool, max_requests: int) -> None:
+    def __init__(self, slots: SlotPool, max_requests: int, num_checkpoints: int = 0) -> None:
         self._slots = slots
         self._max_requests = max_requests
+        self._num_checkpoints = num_checkpoints
 
     def widen(self, row: RunningRequest, num_drafts: int) -> int:
         """Give the row columns for up to `num_drafts` drafts; return for how many it has them."""
         missing = num_drafts - len(row.draft_slots)
-        num_to_come = max(0, self._max_requests - self._slots.num_live)
-        spare = self._slots.num_available - num_to_come
+        num_live = self._slots.num_live
+        num_to_come = max(0, self._max_requests - num_live)
+        spare = self._slots.num_available - num_to_come - self._num_checkpoints * num_live
         if missing > 0 and spare > 0:
             row.draft_slots += self._slots.take_draft(min(missing, spare))
         return min(num_drafts, len(row.draft_slots))

@@ -62,7 +62,8 @@ class PrefixCache:
         self._reservations = StateReservations(
             kv, slots, counters, rules.boundaries.block_size, is_rolling=decode.checkpoints == "rolling"
         )
-        self._windows = DraftWindows(slots, decode.max_requests)
+        leaves_states = enabled and decode.checkpoints != "none"
+        self._windows = DraftWindows(slots, decode.max_requests, num_checkpoints=int(leaves_states))
         self._num_admitted = 0
 
     @property
@@ -122,9 +123,9 @@ class PrefixCache:
             )
             undo.callback(self._reservations.cancel, row)
             self.schedule_chunk(row, plan.chunk_end)
+            self._count_admission(row, len(match.blocks) * block_size)
             undo.pop_all()
         self._num_admitted += 1
-        self._count_admission(row, len(match.blocks) * block_size)
         return row
 
     def schedule_chunk(self, row: RunningRequest, chunk_end: int) -> None:
@@ -144,12 +145,15 @@ class PrefixCache:
 
     def schedule_decode(self, row: RunningRequest, drafts: Sequence[int] = ()) -> None:
         """Schedule the next token of a decoding row, behind it the drafts that find room, and reserve its boundary."""
-        num_drafts = self._windows.widen(row, self._room_for_drafts(row, len(drafts)))
+        room = self._room_for_drafts(row, len(drafts))
+        boundary = (row.computed // self.block_size + 1) * self.block_size
+        if boundary <= row.computed + 1 + room and self._keeps_decode_states and self._publishes(row):
+            self._reservations.reserve_in_decode(row, boundary)  # first: it is worth more than a draft
+        num_drafts = self._windows.widen(row, room)
         row.drafts = tuple(drafts[:num_drafts])
         row.scheduled = 1 + num_drafts
-        boundary = (row.computed // self.block_size + 1) * self.block_size
-        if boundary <= row.computed + row.scheduled and self._keeps_decode_states and self._publishes(row):
-            self._reservations.reserve_in_decode(row, boundary)
+        if boundary > row.computed + row.scheduled:
+            self._reservations.cancel(row)
 
     def publish(self, row: RunningRequest, num_tokens: int) -> None:
         """Make what the row's step wrote findable, before the row advances by the same tokens.

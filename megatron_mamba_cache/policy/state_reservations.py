@@ -54,11 +54,13 @@ class StateReservations:
                 if block is not None:
                     self._slots.keep(block)  # two requests have come to it
                 self._slots.cancel(state.slot)
+                block = None
             else:
                 self._slots.publish(state.slot, block, state.position)
-                self._note_published(row, block)
             del row.reserved[0]
             self._forget_key(row, state)
+            if block is not None:
+                self._note_published(row, block)
 
     def cancel(self, row: RunningRequest) -> None:
         """Return every reservation of the row."""

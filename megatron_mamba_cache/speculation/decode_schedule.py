@@ -1,18 +1,23 @@
 """Schedule the decode rows of a step: ask for drafts where there is room, and give each row what it gets."""
 
+import logging
 from collections.abc import Sequence
 
 from torch import Tensor
 
+from ..metrics import CacheCounters
 from ..policy.prefix_cache import PrefixCache
 from ..policy.requests import RunningRequest
 from .draft_planner import DraftLimit, DraftPlanner, NoDrafts
+from .drafter import Draft
+
+_LOG = logging.getLogger(__name__)
 
 
 def schedule_decode(
     rows: Sequence[RunningRequest], cache: PrefixCache, planner: DraftPlanner | NoDrafts, budget: int
 ) -> list[Tensor | None]:
-    """Schedule every decoding row with its drafts.
+    """Schedule every decoding row with its drafts; if drafting fails, the step goes on without.
 
     Args:
         budget: Tokens that the step may compute beyond one for each row; older rows' drafts go first.
@@ -23,12 +28,25 @@ def schedule_decode(
     limits = []
     for row in rows:
         # The step yields one token more than it has drafts; none may lie beyond the request's limit.
-        limit = max(0, min(planner.max_drafts, row.spec.max_len - row.length - 1, budget))
+        limit = planner.wanted(row, max(0, min(planner.max_drafts, row.spec.max_len - row.length - 1, budget)))
         limits.append(DraftLimit(row, limit))
         budget -= limit
     distributions: list[Tensor | None] = []
-    for row, draft in zip(rows, planner.plan(limits), strict=True):
+    for row, draft in zip(rows, _plan(limits, planner, cache.counters), strict=True):
         cache.schedule_decode(row, draft.tokens)
         drawn_from = draft.distributions if row.drafts else None
         distributions.append(None if drawn_from is None else drawn_from[: len(row.drafts)])
     return distributions
+
+
+def _plan(limits: Sequence[DraftLimit], planner: DraftPlanner | NoDrafts, counters: CacheCounters) -> list[Draft]:
+    try:
+        return planner.plan(limits)
+    except Exception as error:  # a drafter is somebody's own code, and no request's fault
+        counters.drafting_failures += 1
+        count = counters.drafting_failures
+        if count.bit_count() == 1:  # the first, second, fourth, ... time
+            _LOG.warning("drafting failed %d times; the steps go on without drafts: %r", count, error)
+        for entry in limits:
+            planner.forget(entry.row.request_id)
+        return [Draft()] * len(limits)

@@ -55,6 +55,12 @@ class DraftPlanner:
         """Whether `note_hidden_state` is to be called."""
         return isinstance(self._drafter, ReadsHiddenStates)
 
+    def wanted(self, row: RunningRequest, limit: int) -> int:
+        """Return how many drafts of at most `limit` a row is worth now."""
+        if limit <= 0:
+            return 0
+        return self._lengths.setdefault(row.request_id, DraftLength(self._max_drafts)).wanted(limit)
+
     def plan(self, limits: Sequence[DraftLimit]) -> list[Draft]:
         """Return one draft for each row, in order, at most its limit long; the drafter is asked at most once.
 
@@ -64,7 +70,7 @@ class DraftPlanner:
             ValueError: If the drafter's answer breaks its contract; the message names the drafter.
         """
         drafts = [Draft()] * len(limits)
-        wanted = {index: self._wanted(entry) for index, entry in enumerate(limits)}
+        wanted = {index: self.wanted(entry.row, entry.limit) for index, entry in enumerate(limits)}
         asked = [index for index, num_tokens in wanted.items() if num_tokens]
         if not asked:
             return drafts
@@ -97,12 +103,6 @@ class DraftPlanner:
 
     def _wish(self, row: RunningRequest, num_tokens: int) -> DraftWish:
         return DraftWish(row, num_tokens, self._hidden_states.get(row.request_id))
-
-    def _wanted(self, entry: DraftLimit) -> int:
-        if entry.limit <= 0:
-            return 0
-        length = self._lengths.setdefault(entry.row.request_id, DraftLength(self._max_drafts))
-        return length.wanted(entry.limit)
 
     def _propose(self, wishes: Sequence[DraftWish]) -> list[Draft]:
         drafts = self._drafter.propose(wishes)
@@ -143,6 +143,10 @@ class NoDrafts:
     def reads_hidden_states(self) -> bool:
         """No."""
         return False
+
+    def wanted(self, row: RunningRequest, limit: int) -> int:
+        """Return none."""
+        return 0
 
     def plan(self, limits: Sequence[DraftLimit]) -> list[Draft]:
         """Return an empty draft for each row."""

@@ -39,6 +39,7 @@ class Draft:
     distributions: Tensor | None = None
 
 
+@runtime_checkable
 class Drafter(Protocol):
     """Proposes tokens; whatever it proposes, the text that comes out is distributed as without it.
 

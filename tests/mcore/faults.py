@@ -22,6 +22,8 @@ FAULT_PLACES: dict[str, Callable[[EngineRun], tuple[Any, str]]] = {
     "before publishing": lambda run: (run.context, "commit_step"),
     "publishing blocks": lambda run: (run.context.cache.kv, "register"),
     "publishing states": lambda run: (run.context.cache.slots, "publish"),
+    "after publishing a state": lambda run: (run.context.cache._reservations, "_note_published"),
+    "counting an admission": lambda run: (run.context.cache, "_count_admission"),
     "sampling": lambda _run: (controller_module, "verify_step"),
     "copying states": lambda _run: (controller_module, "copy_reached_boundaries"),
     "before updating requests": lambda run: (run.context, "finish_step"),

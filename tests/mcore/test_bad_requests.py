@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from megatron.core.inference.inference_request import DynamicInferenceRequest
@@ -22,6 +23,30 @@ def start_run(**settings: Any) -> EngineRun:
     subject = tiny_hybrid()
     tight = {"kv_blocks": 20, "max_sequence_length": 400} | settings
     return EngineRun.start(subject, cache_config(subject.sizes, **tight))
+
+
+@pytest.mark.parametrize(
+    "form", [list, tuple, np.array, torch.tensor, lambda tokens: torch.tensor(tokens, dtype=torch.int32)]
+)
+def test_prompts_of_token_ids_come_in_any_sequence(form: Any) -> None:
+    run, plain = start_run(), start_run()
+    run.prompts[0] = some_tokens(20)
+    run.engine.add_request(0, form(some_tokens(20)), greedy(4))
+    run.finish()
+    plain.run(0, some_tokens(20), 4)
+    assert run.tokens(0) == plain.tokens(0)
+
+
+@pytest.mark.parametrize("token", [1.9, True, "7", None, 2**70, [1]])
+def test_prompt_of_what_are_no_token_ids_is_refused_and_leaves_no_trace(token: Any) -> None:
+    run = start_run()
+    with pytest.raises(ValueError, match=r"token 1 of the prompt is .*integers of 64 bits"):
+        run.engine.add_request(0, [3, token], greedy(4))
+    with pytest.raises(TypeError, match="text or a sequence of token ids, found 7"):
+        run.engine.add_request(0, 7, greedy(4))
+    assert not run.engine.requests
+    run.run(0, some_tokens(9), 4)
+    run.assert_exact()
 
 
 BAD_REQUESTS: dict[str, tuple[list[int], SamplingParams, tuple[str, ...]]] = {

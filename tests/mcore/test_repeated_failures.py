@@ -62,6 +62,19 @@ def _poisons_next_chunk(run: EngineRun, _: int) -> tuple[Any, str, Callable[...,
     return run.context, "continue_prefill", lambda row, _: row.request_id == POISONED
 
 
+def test_a_request_that_cannot_be_scheduled_to_decode_is_refused_and_the_rest_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = start_run()
+    raise_where(
+        monkeypatch, run.context.cache, "schedule_decode", lambda row, *_: row.request_id == POISONED
+    )
+    # Prefilled again, it makes one token each time, and with it a new start; so it comes to its end by itself.
+    assert finish_through_faults(run) > 1
+    assert [len(run.tokens(request_id)) for request_id in range(4)] == [NUM_TOKENS] * 4
+    run.assert_exact()
+
+
 @pytest.mark.parametrize("num_generated", [0, 1, 3])
 @pytest.mark.parametrize("poison", [_poisons_layout, _poisons_planning, _poisons_next_chunk])
 def test_a_request_that_fails_every_step_of_its_own_is_refused_and_the_rest_go_on(
@@ -163,7 +176,7 @@ def test_a_fault_between_two_requests_of_a_report_loses_no_token(
     run.assert_exact()
 
 
-def test_a_request_whose_alternatives_have_no_text_costs_the_others_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_whose_alternatives_have_no_text_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     subject = tiny_hybrid()
     run = EngineRun.start(subject, cache_config(subject.sizes))
     wanted = greedy(NUM_TOKENS, return_log_probs=True, skip_prompt_log_probs=True, top_n_logprobs=2)
@@ -172,6 +185,5 @@ def test_a_request_whose_alternatives_have_no_text_costs_the_others_nothing(monk
         run.add(request_id, some_tokens(20 * request_id), NUM_TOKENS)
     tokenizer = run.engine.controller.tokenizer
     raise_where(monkeypatch, tokenizer, "detokenize", lambda tokens: len(tokens) == 1)
-    assert finish_through_faults(run) == NUM_TOKENS
-    assert [len(run.tokens(request_id)) for request_id in range(3)] == [NUM_TOKENS] * 3
-    run.assert_exact()
+    assert finish_through_faults(run) == FAILURES_BEFORE_REFUSAL
+    assert_only_failure(run, poisoned=0)

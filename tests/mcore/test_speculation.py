@@ -12,6 +12,7 @@ from megatron_mamba_cache.mcore import controller as controller_module
 from megatron_mamba_cache.mcore import verify_step as verify_module
 from megatron_mamba_cache.policy.align import plan_align_copy
 from megatron_mamba_cache.speculation.drafter import Draft, DraftWish
+from megatron_mamba_cache.speculation.prompt_lookup import PromptLookupDrafter
 from megatron_mamba_cache.state.state_pool import StatePool
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
 from tests.mcore.faults import InjectedFault, raise_once
@@ -236,6 +237,21 @@ def test_drafter_of_other_hidden_states_is_refused() -> None:
         )
 
 
+@pytest.mark.parametrize("call", [1, 2, 5, 9, 14])
+def test_an_alternative_without_text_loses_no_token(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = start_run(3)
+    wish = {"return_log_probs": True, "skip_prompt_log_probs": True, "top_n_logprobs": 2}
+    run.add(0, prompt_of(0), greedy(20, **wish))
+    raise_once(monkeypatch, run.engine.controller.tokenizer, "detokenize", call=call)
+    with pytest.raises(InjectedFault):
+        run.finish()
+    run.finish()
+    request = run.finished[0]
+    assert len(request.generated_tokens) == 20
+    assert len(request.generated_top_n_logprobs) == len(request.generated_log_probs) == 20
+    run.assert_exact()
+
+
 # Memory.
 
 
@@ -354,10 +370,56 @@ def test_drafter_that_fails_once_costs_no_token(monkeypatch: pytest.MonkeyPatch)
     for _ in range(3):
         run.step()
     raise_once(monkeypatch, run.context._planner._drafter, "propose")
-    with pytest.raises(InjectedFault):
-        for _ in range(20):
-            run.step()
     run.finish()
+    assert run.counters.drafting_failures == 1
+    run.assert_exact()
+
+
+class BrokenDrafter(NoisyDrafter):
+    """Raises, or answers nonsense, whenever it is asked for request 0."""
+
+    answer: Any = None
+
+    def propose(self, wishes: Sequence[DraftWish]) -> list[Draft]:
+        drafts = super().propose(wishes)
+        if all(wish.row.request_id for wish in wishes):
+            return drafts
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return [self.answer] * len(wishes)
+
+
+@pytest.mark.parametrize("answer", [RuntimeError("no"), None, Draft((96,)), Draft((1,) * 9), Draft((-1,))])
+def test_drafter_that_always_fails_costs_only_its_drafts(answer: Any) -> None:
+    subject = tiny_hybrid()
+    drafter = BrokenDrafter(greedy_texts(), accuracy=1.0, vocab_size=96)
+    drafter.answer = answer
+    config = cache_config(subject.sizes, block_size_tokens=BLOCK, num_speculative_tokens=3)
+    run = EngineRun.start(subject, config, drafter=drafter)
+    for request_id in range(3):
+        run.add(request_id, prompt_of(request_id), NUM_TOKENS - 10 * (request_id == 0))
+    run.finish()
+    assert run.counters.drafting_failures > 1 and run.counters.accepted_tokens > 0
+    run.assert_exact()
+
+
+@pytest.mark.parametrize("drafter", ["prompt-lookup", PromptLookupDrafter, object()])
+def test_what_is_no_drafter_is_refused(drafter: Any) -> None:
+    subject = tiny_hybrid()
+    config = cache_config(subject.sizes, num_speculative_tokens=3)
+    with pytest.raises(TypeError, match=r"drafter is .*must be an object with propose\(\) and forget\(\)"):
+        EngineRun.start(subject, config, drafter=drafter)
+
+
+def test_drafts_leave_the_slots_that_checkpoints_take() -> None:
+    run = start_run(4, cached_states=16, max_requests=4)
+    for request_id in range(4):
+        run.add(request_id, prompt_of(request_id), NUM_TOKENS)
+    run.finish()
+    for request_id in range(4):
+        text = run.prompts[request_id] + run.tokens(request_id)
+        computed = run.run(10 + request_id, text, 1)
+        assert computed <= 2 * BLOCK, (request_id, computed)
     run.assert_exact()
 
 

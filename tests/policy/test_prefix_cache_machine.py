@@ -225,15 +225,18 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         given = len(row.drafts)
         assert row.drafts == tuple(drafts[:given]) and row.scheduled == 1 + given
         assert row.draft_slots[: len(held)] == held and len(row.draft_slots) == max(len(held), given)
+        boundary = (row.computed // BLOCK + 1) * BLOCK
+        reserves = self.checkpoints != "none" and row.epoch == self.cache.epoch
+        wanted = [boundary] if reserves and boundary <= row.computed + row.scheduled else []
         if given < len(drafts):
-            spare = slots.num_available + len(row.reserved) - (MAX_ROWS - slots.num_live)
+            to_come, checkpoints = MAX_ROWS - slots.num_live, slots.num_live * (self.checkpoints != "none")
+            # A boundary that only the missing drafts would have reached had a slot for a moment.
+            returned = reserves and not wanted and boundary <= row.computed + 1 + len(drafts)
+            spare = slots.num_available - to_come - checkpoints - returned
             fills_blocks = row.computed + row.scheduled == len(row.block_ids) * BLOCK
             assert spare <= 0 or (fills_blocks and not self.cache.kv.num_available)
-        boundary = (row.computed // BLOCK + 1) * BLOCK
-        reaches = boundary <= row.computed + row.scheduled and self.checkpoints != "none"
-        wanted = [boundary] if reaches and row.epoch == self.cache.epoch else []
         if counters.states_skipped_no_room > num_skipped:
-            assert wanted and not slots.num_available
+            assert reserves and not slots.num_available
             wanted = []
         assert [state.position for state in row.reserved] == wanted
 
