@@ -42,6 +42,19 @@ BAD_REQUESTS: dict[str, tuple[list[int], SamplingParams, tuple[str, ...]]] = {
     ),
     "negative number of tokens": (some_tokens(5), greedy(-1), ("-1", "num_tokens_to_generate")),
     "fewer tokens in all than in the prompt": (some_tokens(5), greedy(None, num_tokens_total=4), ("-1", "num_tokens")),
+    "broken number of tokens": (some_tokens(5), greedy(2.5), ("num_tokens_to_generate is 2.5", "an int")),
+    "number of tokens that is a bool": (some_tokens(5), greedy(True), ("num_tokens_to_generate is True", "an int")),
+    "number of tokens that is text": (some_tokens(5), greedy("4"), ("num_tokens_to_generate is '4'", "an int")),
+    "broken number of tokens in all": (
+        some_tokens(5),
+        greedy(None, num_tokens_total=9.5),
+        ("num_tokens_total is 9.5", "an int"),
+    ),
+    "number of tokens in all that is text": (
+        some_tokens(5),
+        greedy(3, num_tokens_total="9"),
+        ("num_tokens_total is '9'", "an int"),
+    ),
     "two lengths": (
         some_tokens(5),
         greedy(3, num_tokens_total=20),
@@ -271,10 +284,13 @@ def test_request_refused_to_its_caller_leaves_no_trace(settings: dict[str, Any])
     [
         (greedy(4, top_k=2**31), ("top_k=2147483648", "below 2**31")),
         (greedy(4, temperature=None), ("temperature", "None")),
+        (greedy(4, top_p="0.5"), ("top_p", "'0.5'")),
+        (greedy(4, top_p=float("nan")), ("top_p=nan",)),
+        (greedy(4, top_k=2.0), ("top_k", "2.0")),
         (greedy(4, top_n_logprobs=10**6, return_log_probs=True, skip_prompt_log_probs=True), ("1000000", "96")),
         (greedy(0), ("num_tokens_to_generate is 0", "1 or more")),
     ],
-    ids=["top_k", "temperature", "top_n_logprobs", "no tokens"],
+    ids=["top_k", "temperature", "top_p", "top_p nan", "broken top_k", "top_n_logprobs", "no tokens"],
 )
 def test_sampling_that_no_step_could_run_fails_alone(sampling: SamplingParams, words: tuple[str, ...]) -> None:
     run = start_run()
