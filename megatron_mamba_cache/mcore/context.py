@@ -14,7 +14,7 @@ from megatron.core.inference.contexts.attention_context.mamba_metadata import Ma
 from megatron.core.inference.contexts.dynamic_context import TensorStateDeallocatedError
 from torch import Tensor
 
-from ..config import CacheConfig
+from ..config import CacheConfig, is_encodable
 from ..metrics import CacheCounters
 from ..policy.admission import Refusal
 from ..policy.block_growth import grow_rows
@@ -27,7 +27,7 @@ from ..state.step_batch import StepBatch
 from .cache_memory import CacheMemory
 from .model_shape import HybridModelShape
 from .overflow_errors import overflow_error
-from .request_spec import is_encodable, spec_of, valid_spec_of
+from .request_spec import spec_of, valid_spec_of
 from .row_reservations import RowReservations
 from .step_reader import StepReader
 

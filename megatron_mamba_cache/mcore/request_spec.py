@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ..config import CacheConfig
+from ..config import CacheConfig, is_encodable
 from ..policy.requests import LogProbSettings, RequestSpec, SamplingSettings
 
 _SAMPLING_KINDS = {"temperature": (int, float), "top_p": (int, float), "top_k": (int,), "top_n_logprobs": (int,)}
@@ -134,14 +134,6 @@ def check_identity(request_id: object, seed: object, tenant: object) -> None:
         raise ValueError(f"request id is {request_id!r}; it must be an int from 0 to 2**63 - 1")
     if not (seed is None or isinstance(seed, int)) or not is_encodable(tenant):
         raise ValueError(f"seed is {seed!r}, tenant {tenant!r}; seed must be an int or None, tenant Unicode text")
-
-
-def is_encodable(text: object) -> bool:
-    """Whether `text` is a str that UTF-8 can encode, as block keys do with it."""
-    try:
-        return isinstance(text, str) and bool(text.encode() or True)
-    except UnicodeEncodeError:
-        return False
 
 
 def _fault_of_sampling(sampling: SamplingSettings) -> str | None:
