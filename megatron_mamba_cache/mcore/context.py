@@ -24,7 +24,7 @@ from ..speculation.decode_schedule import schedule_decode
 from ..speculation.draft_planner import DraftPlanner, NoDrafts
 from ..speculation.row_progress import advance_rows, note_hidden_states
 from ..state.step_batch import StepBatch
-from .cache_memory import CacheMemory
+from .cache_memory import CacheMemory, step_memory
 from .model_shape import HybridModelShape
 from .overflow_errors import overflow_error
 from .request_spec import spec_of, valid_spec_of
@@ -39,6 +39,7 @@ class MambaCacheContext(StepReader):
     buffer a step. `rows` holds admitted requests, oldest admission first, paused ones among them.
 
     Raises:
+        CacheCapacityError: On more memory than there is.
         ValueError: On settings that do not fit the model or buy too little memory.
     """
 
@@ -61,23 +62,22 @@ class MambaCacheContext(StepReader):
         self._planner = planner or NoDrafts()
         self.draft_distributions: list[Tensor | None] = []  # of the step's decode rows
         self.wanted_outputs = torch.empty(0)
-        conv_shape = (shape.conv_dim, shape.d_conv)
-        super().__init__(
-            params_dtype=shape.params_dtype,
-            num_layers=len(shape.layer_types),
-            kv_channels=shape.kv_channels,
-            num_attention_heads=shape.num_kv_heads,
-            max_sequence_length=config.max_sequence_length,
-            buffer_size_gb=0.0,  # Megatron's own allocator stays at its least: `CacheMemory` replaces it
-            max_requests=config.max_requests,
-            max_tokens=config.max_tokens,
-            block_size_tokens=config.block_size_tokens,
-            materialize_only_last_token_logits=materialize_only_last_token_logits,
-            request_metadata_types=[],  # rows keep what Megatron would track in device tensors
-            mamba_inference_state_config=MambaInferenceStateConfig(
-                list(shape.layer_types), conv_shape, shape.ssm_shape
-            ),
-        )
+        state_shapes = (shape.conv_dim, shape.d_conv), shape.ssm_shape
+        with step_memory(config):
+            super().__init__(
+                params_dtype=shape.params_dtype,
+                num_layers=len(shape.layer_types),
+                kv_channels=shape.kv_channels,
+                num_attention_heads=shape.num_kv_heads,
+                max_sequence_length=config.max_sequence_length,
+                buffer_size_gb=0.0,  # Megatron's own allocator stays at its least: `CacheMemory` replaces it
+                max_requests=config.max_requests,
+                max_tokens=config.max_tokens,
+                block_size_tokens=config.block_size_tokens,
+                materialize_only_last_token_logits=materialize_only_last_token_logits,
+                request_metadata_types=[],  # rows keep what Megatron would track in device tensors
+                mamba_inference_state_config=MambaInferenceStateConfig(list(shape.layer_types), *state_shapes),
+            )
 
     # Memory.
 

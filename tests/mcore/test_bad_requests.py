@@ -5,12 +5,15 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.inference.contexts import dynamic_context
 from megatron.core.inference.inference_request import DynamicInferenceRequest
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron_mamba_cache import CacheConfig, build_engine, mcore, with_mamba_cache
+from megatron_mamba_cache.errors import CacheCapacityError
+from megatron_mamba_cache.mcore import cache_memory
 from megatron_mamba_cache.mcore.failed_steps import failure_reason
 from megatron_mamba_cache.mcore.local_spec import LocalSpecOptions, local_hybrid_spec
 from megatron_mamba_cache.models.random_hybrid import random_hybrid_model
@@ -216,6 +219,23 @@ def test_impossible_state_budget_says_the_minimum() -> None:
     large = tiny_hybrid(mamba_state_dim=64, mamba_head_dim=32, hidden_size=64, pattern="MMM*")
     with pytest.raises(ValueError, match=r"prefix_caching_mamba_gb is 1e-05 .* 0\.0\d+ or more"):
         build_engine(large.model, CacheConfig(prefix_caching_mamba_gb=1e-5, buffer_size_gb=0.01))
+
+
+@pytest.mark.parametrize(
+    "allocation", [f"{cache_memory.__name__}.StepBuffers", f"{dynamic_context.__name__}.GraphedMHAMetadata"]
+)
+@pytest.mark.parametrize("raised", [RuntimeError, torch.OutOfMemoryError, MemoryError])
+def test_step_too_large_for_the_memory_names_its_limits(
+    allocation: str, raised: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise raised("can't allocate memory")
+
+    subject = tiny_hybrid()
+    monkeypatch.setattr(allocation, refuse)
+    words = "max_requests=4, max_tokens=64 and max_sequence_length=128; lower one"
+    with pytest.raises(CacheCapacityError, match=words):
+        build_engine(subject.model, cache_config(subject.sizes, max_requests=4, max_sequence_length=128))
 
 
 def test_block_size_is_a_multiple_of_the_ssm_chunk() -> None:
