@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 _MOST_GB = 2**20
+_MOST_REQUESTS = 2**20
+_MOST_TOKENS = 2**31
+_MOST_TABLE_ENTRIES = 2**28
 _MOST_DRAFTS = 8
 _CHECKPOINTS = ("rolling", "all", "none")
 _STATE_DTYPES = ("model", "fp32", "bf16")
@@ -31,7 +34,8 @@ class CacheConfig:
         num_speculative_tokens: Most draft tokens that a step verifies for each request, 0 to 8; the states behind them
             take slots of `prefix_caching_mamba_gb` [--num-speculative-tokens].
         align_prefill_chunks: End a prefill chunk on the last block boundary inside the step's token budget.
-        max_requests, max_tokens, max_sequence_length: Limits of a step and of a request.
+        max_requests, max_tokens, max_sequence_length: Limits of a step and of a request; max_requests rows of block
+            numbers for max_sequence_length tokens have less than 2**28 entries.
         chunked_prefill: Whether a prompt may be prefilled over several steps.
         ssm_state_dtype, conv_state_dtype: "model" (the parameters' dtype), "fp32" or "bf16".
         weights_version: Part of every block key; states of other weights are never found.
@@ -61,6 +65,8 @@ class CacheConfig:
         for name in ("block_size_tokens", "max_requests", "max_tokens", "max_sequence_length"):
             value = getattr(self, name)
             _require(type(value) is int and value >= 1, name, value, "an int of at least 1")
+        for name in ("prefix_caching", "align_prefill_chunks", "chunked_prefill"):
+            _require(type(getattr(self, name)) is bool, name, getattr(self, name), "True or False")
         sizes = ("buffer_size_gb", "prefix_caching_mamba_gb", "paused_buffer_size_gb")
         for name in sizes[:2] if self.paused_buffer_size_gb is None else sizes:
             size = getattr(self, name)
@@ -72,9 +78,8 @@ class CacheConfig:
         stride = self.boundary_stride
         is_count = type(stride) is int and stride >= 1
         _require(stride in (None, "all") or is_count, "boundary_stride", stride, "None, 'all' or an int of at least 1")
-        _require(isinstance(self.weights_version, str), "weights_version", self.weights_version, "a str")
-        allowed_tokens = f"at least max_requests={self.max_requests}"
-        _require(self.max_tokens >= self.max_requests, "max_tokens", self.max_tokens, allowed_tokens)
+        _require(is_encodable(self.weights_version), "weights_version", self.weights_version, "Unicode text")
+        self._check_limits()
         kept = self.decode_checkpoints
         _require(kept in _CHECKPOINTS, "decode_checkpoints", kept, f"one of {_CHECKPOINTS}")
         drafts, most = self.num_speculative_tokens, min(_MOST_DRAFTS, self.block_size_tokens - 1)
@@ -83,6 +88,19 @@ class CacheConfig:
         _require(is_in_range, "num_speculative_tokens", drafts, allowed_drafts)
         for name in ("ssm_state_dtype", "conv_state_dtype"):
             _require(getattr(self, name) in _STATE_DTYPES, name, getattr(self, name), f"one of {_STATE_DTYPES}")
+
+    def _check_limits(self) -> None:
+        requests, tokens, length = self.max_requests, self.max_tokens, self.max_sequence_length
+        _require(requests < _MOST_REQUESTS, "max_requests", requests, f"below {_MOST_REQUESTS}")
+        allowed_tokens = f"at least max_requests={requests} and below {_MOST_TOKENS}"
+        _require(requests <= tokens < _MOST_TOKENS, "max_tokens", tokens, allowed_tokens)
+        num_entries = requests * -(-length // self.block_size_tokens)
+        allowed_length = (
+            f"below {_MOST_TOKENS}, and the {num_entries} KV blocks of max_requests={requests} at "
+            f"block_size_tokens={self.block_size_tokens} below {_MOST_TABLE_ENTRIES}"
+        )
+        is_in_range = length < _MOST_TOKENS and num_entries < _MOST_TABLE_ENTRIES
+        _require(is_in_range, "max_sequence_length", length, allowed_length)
 
     @staticmethod
     def add_arguments(parser: ArgumentParser) -> None:
@@ -110,6 +128,14 @@ class CacheConfig:
         }
         settings.update({name: value for name, value in given.items() if value is not None})
         return CacheConfig(**settings)  # type: ignore[arg-type]
+
+
+def is_encodable(text: object) -> bool:
+    """Whether `text` is a str that UTF-8 can encode, as block keys do with it."""
+    try:
+        return isinstance(text, str) and bool(text.encode() or True)
+    except UnicodeEncodeError:
+        return False
 
 
 def _require(holds: bool, name: str, value: object, allowed: str) -> None:

@@ -1,6 +1,7 @@
 """Everything of a context that suspending drops: KV buffer, state pool, step buffers and the maps into them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ class CacheMemory:
             ) from error
         self.slots = SlotPool(num_slots)
         self.blocks = _block_allocator(context, config, total_blocks, self.slots)
-        self.step_buffers = StepBuffers(_step_limits(config, shape.ssm_chunk_size, context.max_kv_block_count), device)
+        self.step_buffers = _step_buffers(config, shape.ssm_chunk_size, context.max_kv_block_count, device)
         self.geometry = StepGeometry(
             config.block_size_tokens, shape.ssm_chunk_size, self.blocks.dummy_block_idx, shape.d_conv - 1
         )
@@ -87,6 +88,18 @@ class CacheMemory:
             if row.accepted > 1:
                 self.state_pool.settle(row.live_slot, row.state_slot, row.accepted - 1, self.geometry.window_len)
                 self.prefix_cache.close_window(row)
+
+
+@contextmanager
+def step_memory(config: CacheConfig) -> Iterator[None]:
+    """Turn a failure to allocate what a step's size asks for into a `CacheCapacityError` that names the settings."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        raise CacheCapacityError(
+            f"cannot allocate the step buffers of max_requests={config.max_requests}, max_tokens={config.max_tokens} "
+            f"and max_sequence_length={config.max_sequence_length}; lower one of them ({error})"
+        ) from error
 
 
 def _num_slots(layout: StateLayout, config: CacheConfig) -> int:
@@ -114,7 +127,9 @@ def _block_allocator(context: Any, config: CacheConfig, total: int, slots: SlotP
     return KVBlockAllocator(context, total, paused, on_evict=slots.drop, block_size=config.block_size_tokens)
 
 
-def _step_limits(config: CacheConfig, ssm_chunk_size: int, max_blocks: int) -> StepLimits:
+def _step_buffers(config: CacheConfig, ssm_chunk_size: int, max_blocks: int, device: torch.device | int) -> StepBuffers:
     # A row cuts at most two chunks short: its first, up to a chunk multiple, and its last.
     max_chunks = config.max_tokens // ssm_chunk_size + 2 * config.max_requests
-    return StepLimits(config.max_tokens, config.max_requests, max_chunks, max_blocks, config.num_speculative_tokens)
+    drafts = config.num_speculative_tokens
+    with step_memory(config):
+        return StepBuffers(StepLimits(config.max_tokens, config.max_requests, max_chunks, max_blocks, drafts), device)

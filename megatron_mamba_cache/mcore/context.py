@@ -14,7 +14,7 @@ from megatron.core.inference.contexts.attention_context.mamba_metadata import Ma
 from megatron.core.inference.contexts.dynamic_context import TensorStateDeallocatedError
 from torch import Tensor
 
-from ..config import CacheConfig
+from ..config import CacheConfig, is_encodable
 from ..metrics import CacheCounters
 from ..policy.admission import Refusal
 from ..policy.block_growth import grow_rows
@@ -24,10 +24,10 @@ from ..speculation.decode_schedule import schedule_decode
 from ..speculation.draft_planner import DraftPlanner, NoDrafts
 from ..speculation.row_progress import advance_rows, note_hidden_states
 from ..state.step_batch import StepBatch
-from .cache_memory import CacheMemory
+from .cache_memory import CacheMemory, step_memory
 from .model_shape import HybridModelShape
 from .overflow_errors import overflow_error
-from .request_spec import is_encodable, spec_of, valid_spec_of
+from .request_spec import spec_of, valid_spec_of
 from .row_reservations import RowReservations
 from .step_reader import StepReader
 
@@ -39,6 +39,7 @@ class MambaCacheContext(StepReader):
     buffer a step. `rows` holds admitted requests, oldest admission first, paused ones among them.
 
     Raises:
+        CacheCapacityError: On more memory than there is.
         ValueError: On settings that do not fit the model or buy too little memory.
     """
 
@@ -62,23 +63,22 @@ class MambaCacheContext(StepReader):
         self._planner = planner or NoDrafts()
         self.draft_distributions: list[Tensor | None] = []  # of the step's decode rows
         self.wanted_outputs = torch.empty(0)
-        conv_shape = (shape.conv_dim, shape.d_conv)
-        super().__init__(
-            params_dtype=shape.params_dtype,
-            num_layers=len(shape.layer_types),
-            kv_channels=shape.kv_channels,
-            num_attention_heads=shape.num_kv_heads,
-            max_sequence_length=config.max_sequence_length,
-            buffer_size_gb=0.0,  # Megatron's own allocator stays at its least: `CacheMemory` replaces it
-            max_requests=config.max_requests,
-            max_tokens=config.max_tokens,
-            block_size_tokens=config.block_size_tokens,
-            materialize_only_last_token_logits=materialize_only_last_token_logits,
-            request_metadata_types=[],  # rows keep what Megatron would track in device tensors
-            mamba_inference_state_config=MambaInferenceStateConfig(
-                list(shape.layer_types), conv_shape, shape.ssm_shape
-            ),
-        )
+        state_shapes = (shape.conv_dim, shape.d_conv), shape.ssm_shape
+        with step_memory(config):
+            super().__init__(
+                params_dtype=shape.params_dtype,
+                num_layers=len(shape.layer_types),
+                kv_channels=shape.kv_channels,
+                num_attention_heads=shape.num_kv_heads,
+                max_sequence_length=config.max_sequence_length,
+                buffer_size_gb=0.0,  # Megatron's own allocator stays at its least: `CacheMemory` replaces it
+                max_requests=config.max_requests,
+                max_tokens=config.max_tokens,
+                block_size_tokens=config.block_size_tokens,
+                materialize_only_last_token_logits=materialize_only_last_token_logits,
+                request_metadata_types=[],  # rows keep what Megatron would track in device tensors
+                mamba_inference_state_config=MambaInferenceStateConfig(list(shape.layer_types), *state_shapes),
+            )
 
     # Memory.
 

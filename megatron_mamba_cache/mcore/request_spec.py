@@ -1,11 +1,12 @@
 """Turn Megatron's request into what the cache needs to know, and say what is wrong with a bad one."""
 
 import math
+from types import NoneType
 from typing import Any
 
 import numpy as np
 
-from ..config import CacheConfig
+from ..config import CacheConfig, is_encodable
 from ..policy.requests import LogProbSettings, RequestSpec, SamplingSettings
 
 _SAMPLING_KINDS = {"temperature": (int, float), "top_p": (int, float), "top_k": (int,), "top_n_logprobs": (int,)}
@@ -50,8 +51,8 @@ def valid_spec_of(
     """
     check_identity(request.request_id, None, "")
     fault = contradiction_in(request.sampling_params, only_last_logits)
-    if fault is None and type(request.sampling_params.num_tokens_to_generate) is not int:
-        fault = f"num_tokens_to_generate is {request.sampling_params.num_tokens_to_generate!r}; an int is needed"
+    if fault is None and request.sampling_params.num_tokens_to_generate is None:
+        fault = "num_tokens_to_generate is None; an int is needed"
     if fault is None:
         spec = spec_of(request)
         fault = fault_of(spec, config, vocab_size, num_blocks)
@@ -61,11 +62,14 @@ def valid_spec_of(
 
 
 def contradiction_in(sampling: Any, only_last_logits: bool) -> str | None:
-    """Return which sampling parameters contradict each other, or the engine; None if none do.
+    """Return which sampling parameters are of a wrong type or contradict each other, or the engine; None if none do.
 
     Args:
         only_last_logits: Whether the engine computes the logits of each row's last token only.
     """
+    for name in ("num_tokens_to_generate", "num_tokens_total"):
+        if type(getattr(sampling, name)) not in (int, NoneType):
+            return f"{name} is {getattr(sampling, name)!r}; it must be an int or None"
     if sampling.num_tokens_to_generate is not None and sampling.num_tokens_total is not None:
         return (
             f"num_tokens_to_generate={sampling.num_tokens_to_generate} and num_tokens_total="
@@ -130,14 +134,6 @@ def check_identity(request_id: object, seed: object, tenant: object) -> None:
         raise ValueError(f"request id is {request_id!r}; it must be an int from 0 to 2**63 - 1")
     if not (seed is None or isinstance(seed, int)) or not is_encodable(tenant):
         raise ValueError(f"seed is {seed!r}, tenant {tenant!r}; seed must be an int or None, tenant Unicode text")
-
-
-def is_encodable(text: object) -> bool:
-    """Whether `text` is a str that UTF-8 can encode, as block keys do with it."""
-    try:
-        return isinstance(text, str) and bool(text.encode() or True)
-    except UnicodeEncodeError:
-        return False
 
 
 def _fault_of_sampling(sampling: SamplingSettings) -> str | None:

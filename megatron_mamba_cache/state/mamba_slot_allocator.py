@@ -116,17 +116,29 @@ class StateSlotAllocator:
         """Write one layer's state of a block that has a slot.
 
         Raises:
-            ValueError: If the block has no slot; allocate one first.
+            ValueError: If the block has no slot; allocate one first. If the layer or a shape is not the pool's.
         """
         slot = self._slot_or_error(block_id)
+        layout = self.state_pool.layout
+        if not 0 <= layer_idx < layout.num_layers:
+            raise ValueError(f"layer_idx is {layer_idx}; it must be from 0 to {layout.num_layers - 1}")
+        _require_shape("ssm_state", ssm_state, layout.ssm_shape)
+        _require_shape("conv_state", conv_state, layout.conv_shape)
         self.state_pool.ssm[layer_idx, slot].copy_(ssm_state)
         self.state_pool.conv[layer_idx, slot].copy_(conv_state)
 
     def store_from_live_batch(self, slots: Sequence[int], request_indices: Sequence[int]) -> None:
-        """Copy the live states of requests to slots, all layers and state types."""
-        if slots and min(slots) < 0:
-            raise ValueError(f"slots {list(slots)} hold a negative one; padding takes no state")
-        for slot, request_idx in zip(slots, request_indices, strict=True):
+        """Copy the live states of requests to slots, all layers and state types.
+
+        Raises:
+            ValueError: If a slot is negative or the lengths disagree; nothing has changed then.
+        """
+        targets, sources = [int(slot) for slot in slots], [int(request_idx) for request_idx in request_indices]
+        if targets and min(targets) < 0:
+            raise ValueError(f"slots {targets} hold a negative one; padding takes no state")
+        if len(targets) != len(sources):
+            raise ValueError(f"{len(targets)} slots for {len(sources)} request indices; give one for each")
+        for slot, request_idx in zip(targets, sources, strict=True):
             live = self._live_slot(request_idx)
             self.state_pool.conv[:, slot].copy_(self.context.mamba_conv_states[:, live])
             self.state_pool.ssm[:, slot].copy_(self.context.mamba_ssm_states[:, live])
@@ -250,3 +262,8 @@ class MambaSlotAllocator(StateSlotAllocator):
         )
         pool = StatePool(layout, max_slots, torch.cuda.current_device() if torch.cuda.is_available() else "cpu")
         super().__init__(context, pool, SlotPool(max_slots), BoundaryRule(context.block_size_tokens), NoReservations())
+
+
+def _require_shape(name: str, state: Tensor, shape: tuple[int, ...]) -> None:
+    if tuple(state.shape) != shape:
+        raise ValueError(f"{name} has shape {tuple(state.shape)}; a layer's is {shape}")

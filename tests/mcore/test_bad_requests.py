@@ -6,12 +6,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from megatron.core.inference.contexts import dynamic_context
 from megatron.core.inference.inference_request import DynamicInferenceRequest
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron_mamba_cache import CacheConfig, build_engine, mcore, with_mamba_cache
+from megatron_mamba_cache.errors import CacheCapacityError
+from megatron_mamba_cache.mcore import cache_memory
 from megatron_mamba_cache.mcore.failed_steps import failure_reason
 from megatron_mamba_cache.mcore.local_spec import LocalSpecOptions, local_hybrid_spec
 from megatron_mamba_cache.models.random_hybrid import random_hybrid_model
@@ -67,6 +70,19 @@ BAD_REQUESTS: dict[str, tuple[list[int], SamplingParams, tuple[str, ...]]] = {
     ),
     "negative number of tokens": (some_tokens(5), greedy(-1), ("-1", "num_tokens_to_generate")),
     "fewer tokens in all than in the prompt": (some_tokens(5), greedy(None, num_tokens_total=4), ("-1", "num_tokens")),
+    "broken number of tokens": (some_tokens(5), greedy(2.5), ("num_tokens_to_generate is 2.5", "an int")),
+    "number of tokens that is a bool": (some_tokens(5), greedy(True), ("num_tokens_to_generate is True", "an int")),
+    "number of tokens that is text": (some_tokens(5), greedy("4"), ("num_tokens_to_generate is '4'", "an int")),
+    "broken number of tokens in all": (
+        some_tokens(5),
+        greedy(None, num_tokens_total=9.5),
+        ("num_tokens_total is 9.5", "an int"),
+    ),
+    "number of tokens in all that is text": (
+        some_tokens(5),
+        greedy(3, num_tokens_total="9"),
+        ("num_tokens_total is '9'", "an int"),
+    ),
     "two lengths": (
         some_tokens(5),
         greedy(3, num_tokens_total=20),
@@ -230,6 +246,23 @@ def test_impossible_state_budget_says_the_minimum() -> None:
         build_engine(large.model, CacheConfig(prefix_caching_mamba_gb=1e-5, buffer_size_gb=0.01))
 
 
+@pytest.mark.parametrize(
+    "allocation", [f"{cache_memory.__name__}.StepBuffers", f"{dynamic_context.__name__}.GraphedMHAMetadata"]
+)
+@pytest.mark.parametrize("raised", [RuntimeError, torch.OutOfMemoryError, MemoryError])
+def test_step_too_large_for_the_memory_names_its_limits(
+    allocation: str, raised: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise raised("can't allocate memory")
+
+    subject = tiny_hybrid()
+    monkeypatch.setattr(allocation, refuse)
+    words = "max_requests=4, max_tokens=64 and max_sequence_length=128; lower one"
+    with pytest.raises(CacheCapacityError, match=words):
+        build_engine(subject.model, cache_config(subject.sizes, max_requests=4, max_sequence_length=128))
+
+
 def test_block_size_is_a_multiple_of_the_ssm_chunk() -> None:
     subject = tiny_hybrid(ssm_chunk_size=16)
     with pytest.raises(ValueError, match=r"block_size_tokens is 24.*SSM chunk of 16"):
@@ -296,10 +329,13 @@ def test_request_refused_to_its_caller_leaves_no_trace(settings: dict[str, Any])
     [
         (greedy(4, top_k=2**31), ("top_k=2147483648", "below 2**31")),
         (greedy(4, temperature=None), ("temperature", "None")),
+        (greedy(4, top_p="0.5"), ("top_p", "'0.5'")),
+        (greedy(4, top_p=float("nan")), ("top_p=nan",)),
+        (greedy(4, top_k=2.0), ("top_k", "2.0")),
         (greedy(4, top_n_logprobs=10**6, return_log_probs=True, skip_prompt_log_probs=True), ("1000000", "96")),
         (greedy(0), ("num_tokens_to_generate is 0", "1 or more")),
     ],
-    ids=["top_k", "temperature", "top_n_logprobs", "no tokens"],
+    ids=["top_k", "temperature", "top_p", "top_p nan", "broken top_k", "top_n_logprobs", "no tokens"],
 )
 def test_sampling_that_no_step_could_run_fails_alone(sampling: SamplingParams, words: tuple[str, ...]) -> None:
     run = start_run()

@@ -272,6 +272,49 @@ def test_storing_for_a_block_without_a_slot_is_an_error() -> None:
         own.store_from_tensors(7, 0, ssm, conv)
 
 
+@pytest.mark.parametrize("layer", [-1, NUM_LAYERS])
+def test_storing_for_a_layer_out_of_range_is_an_error(layer: int) -> None:
+    own = allocator()
+    own.allocate_slots_batch([7])
+    ssm, conv = own.state_pool.ssm[0, 0], own.state_pool.conv[0, 0]
+    with pytest.raises(ValueError, match=f"layer_idx is {layer}; it must be from 0 to 1"):
+        own.store_from_tensors(7, layer, ssm, conv)
+
+
+@pytest.mark.parametrize(
+    ("ssm_shape", "conv_shape", "message"),
+    [
+        ((5,), CONV_SHAPE, r"ssm_state has shape \(5,\); a layer's is \(2, 4, 5\)"),
+        ((1, *SSM_SHAPE), CONV_SHAPE, r"ssm_state has shape \(1, 2, 4, 5\)"),
+        (SSM_SHAPE, (1, 6), r"conv_state has shape \(1, 6\); a layer's is \(3, 6\)"),
+    ],
+)
+def test_storing_a_state_of_another_shape_is_an_error_and_changes_nothing(
+    ssm_shape: tuple[int, ...], conv_shape: tuple[int, ...], message: str
+) -> None:
+    own = allocator()
+    own.allocate_slots_batch([7])
+    with pytest.raises(ValueError, match=message):
+        own.store_from_tensors(7, 0, torch.ones(ssm_shape), torch.ones(conv_shape))
+    assert not own.state_pool.ssm.any() and not own.state_pool.conv.any()
+
+
+def test_tensors_of_slots_and_requests_name_what_lists_do() -> None:
+    own = allocator()
+    slots = torch.tensor(own.allocate_slots_batch([7, 8]), dtype=torch.int32)
+    own.store_from_live_batch(slots, torch.tensor([2, 0]))  # type: ignore[arg-type]
+    for block, request in ((7, 2), (8, 0)):
+        expected = own.context.mamba_ssm_states[:, LIVE_SLOTS[request]]
+        assert torch.equal(own.state_pool.ssm[:, own.get_slot(block)], expected)
+
+
+def test_live_batch_of_unequal_lengths_changes_nothing() -> None:
+    own = allocator()
+    with pytest.raises(ValueError, match="2 slots for 1 request indices"):
+        own.store_from_live_batch(own.allocate_slots_batch([7, 8]), [2])
+    assert not own.state_pool.ssm.any()
+
+
 # Boundaries of a running step.
 
 
