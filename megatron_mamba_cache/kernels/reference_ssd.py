@@ -136,21 +136,22 @@ def _scan_chunk(
     """Return a chunk's outputs [chunk_size, heads, head_dim] and the state after it [heads, d_state, head_dim]."""
     heads = x.shape[1]
     x, dt, B, C = (t.transpose(0, 1).contiguous() for t in (x, dt, B, C))  # heads or groups first
-    cumulative = torch.cumsum(dt * A[:, None], dim=1)  # [heads, chunk_size]: log decay since the chunk's start
+    # [heads, chunk_size]: log decay since the chunk's start; in fp32, differences of long sums would lose digits.
+    cumulative = torch.cumsum(dt.double() * A.double()[:, None], dim=1)
     difference = cumulative[:, :, None] - cumulative[:, None, :]  # [heads, target, source]
     future = torch.ones(difference.shape[1:], dtype=torch.bool, device=x.device).triu(1)
-    decay = torch.exp(difference.masked_fill(future, float("-inf")))
+    decay = torch.exp(difference.masked_fill(future, float("-inf")).to(dt.dtype))
     scores = (C @ B.transpose(1, 2)).repeat_interleave(heads // B.shape[0], dim=0)
     B, C = (t.repeat_interleave(heads // t.shape[0], dim=0) for t in (B, C))
     scaled = dt[:, :, None] * x
 
     y = (scores * decay) @ scaled
-    y = y + torch.exp(cumulative)[:, :, None] * (C @ state)
+    y = y + torch.exp(cumulative.to(dt.dtype))[:, :, None] * (C @ state)
     y = y + D[:, None, None] * x
 
     total = cumulative[:, -1:]
-    weighted = B * torch.exp(total - cumulative)[:, :, None]  # [heads, chunk_size, d_state]
-    state = torch.exp(total)[:, :, None] * state + weighted.transpose(1, 2) @ scaled
+    weighted = B * torch.exp((total - cumulative).to(dt.dtype))[:, :, None]  # [heads, chunk_size, d_state]
+    state = torch.exp(total.to(dt.dtype))[:, :, None] * state + weighted.transpose(1, 2) @ scaled
     return y.transpose(0, 1), state
 
 

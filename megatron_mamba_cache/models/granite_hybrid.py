@@ -31,7 +31,7 @@ def architecture_of(config: CheckpointConfig) -> HybridArchitecture:
         attention=AttentionShape(
             num_heads=num_heads,
             num_kv_heads=config.integer("num_key_value_heads", num_heads),
-            head_dim=config.integer("hidden_size") // num_heads,
+            head_dim=config.integer("head_dim", config.integer("hidden_size") // num_heads),
             scale=config.number("attention_multiplier", 1.0),
             rotary_base=rotary_base(config) if position == "rope" else None,
         ),

@@ -22,6 +22,7 @@ FAMILIES: dict[str, ModuleType] = {"nemotron_h": nemotron_h, "bamba": bamba, "gr
 
 _OUTPUT = "lm_head.weight"
 _NAMES_SHOWN = 8
+_FETCHED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ def _directory_of(source: str | Path) -> Path:
     except ImportError as error:
         raise ValueError(f"{source} is no directory, and huggingface_hub, which could fetch it, is missing") from error
     try:
-        return Path(snapshot_download(str(source), allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model"]))
+        return Path(snapshot_download(str(source), allow_patterns=_FETCHED))
     except (OSError, ValueError) as error:  # huggingface_hub's errors are of these kinds
         raise ValueError(f"{source} is no directory, and huggingface_hub cannot fetch it: {error}") from error
 

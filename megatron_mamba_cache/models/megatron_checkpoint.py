@@ -1,5 +1,6 @@
 """Save and load Megatron distributed checkpoints (torch_dist), with the architecture beside the weights."""
 
+import pickle
 from pathlib import Path
 
 import torch
@@ -14,7 +15,14 @@ from .architecture_file import ARCHITECTURE_FILE, read_architecture, write_archi
 from .checkpoint_writer import InProcessSaveStrategy
 from .hugging_face import LoadedModel, listed
 
+_FILES = (".metadata", "common.pt", "metadata.json")
 _MODEL_PARTS = ("embedding.", "decoder.", "output_layer.")
+
+
+_LOAD_ERRORS = (
+    *(CheckpointingException, CheckpointException, OSError, RuntimeError, EOFError, pickle.UnpicklingError),
+    *(ValueError, LookupError, AttributeError, TypeError, ImportError),  # what unpickling damaged bytes may raise
+)
 
 
 def save_megatron_checkpoint(model: MambaModel, architecture: HybridArchitecture, directory: str | Path) -> None:
@@ -44,6 +52,7 @@ def load_megatron_checkpoint(directory: str | Path, dtype: torch.dtype = torch.b
     """
     path = Path(directory)
     architecture = read_architecture(path)
+    _check_files(path)
     try:
         model = build_hybrid_model(architecture, dtype)
     except (ValueError, AssertionError) as error:
@@ -52,7 +61,7 @@ def load_megatron_checkpoint(directory: str | Path, dtype: torch.dtype = torch.b
         state, superfluous, missing = dist_checkpointing.load(
             model.sharded_state_dict(), str(path), strict=StrictHandling.RETURN_ALL
         )
-    except (CheckpointingException, CheckpointException, OSError, KeyError, RuntimeError) as error:
+    except _LOAD_ERRORS as error:
         raise ValueError(
             f"{path} does not hold the weights that {ARCHITECTURE_FILE} describes: {_reason(error)}"
         ) from error
@@ -70,6 +79,14 @@ def _make_empty(path: Path) -> None:
         raise ValueError(f"cannot make the directory {path}: {error.strerror}") from error
     if not is_empty:
         raise ValueError(f"{path} is not empty; give a new directory")
+
+
+def _check_files(path: Path) -> None:
+    """Raise `ValueError` that names a file of the weights that is missing or empty."""
+    for file in [*(path / name for name in _FILES), *sorted(path.glob("*.distcp"))]:
+        if not file.is_file() or not file.stat().st_size:
+            found = "empty" if file.is_file() else "missing"
+            raise ValueError(f"{path} does not hold the weights of a model: {file} is {found}; copy or save it anew")
 
 
 def _check_names(path: Path, missing: set[str], superfluous: set[str]) -> None:

@@ -36,7 +36,8 @@ def architecture_of(config: CheckpointConfig) -> HybridArchitecture:
         attention=AttentionShape(
             num_heads=config.integer("num_attention_heads"),
             num_kv_heads=config.integer("num_key_value_heads"),
-            head_dim=config.integer("head_dim", config.integer("hidden_size") // config.integer("num_attention_heads")),
+            # attention_head_dim is its older name; without either transformers takes 128, whatever the hidden size
+            head_dim=config.integer("head_dim", config.integer("attention_head_dim", 128)),
         ),
         feed_forward=FeedForwardShape(
             config.integer("intermediate_size"), config.one_of("mlp_hidden_act", ACTIVATIONS, "relu2"), gated=False

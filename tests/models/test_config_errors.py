@@ -4,8 +4,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import huggingface_hub.constants
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 
 from tests.models.checkpoint_edits import assert_refused, copy_of, drop_field, set_fields
 from tests.models.tiny_checkpoints import FAMILIES
@@ -132,6 +134,19 @@ def test_hub_name_that_cannot_be_fetched_is_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     assert_refused("no-such-owner/no-such-model", "no-such-owner/no-such-model is no directory", "huggingface_hub")
+
+
+def test_hub_download_brings_the_files_that_a_directory_is_read_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    read = {"config.json", "model.safetensors", "merges.txt", "tokenizer.model", "chat_template.jinja"}
+
+    def fetch(_: str, allow_patterns: list[str]) -> str:
+        assert set(filter_repo_objects(read | {"model.bin"}, allow_patterns=allow_patterns)) == read
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    assert_refused("owner/model", str(tmp_path / "config.json"))
 
 
 def test_hub_name_without_huggingface_hub_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

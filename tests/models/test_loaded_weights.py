@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import NemotronHConfig
 
 from megatron_mamba_cache.models.hugging_face import load_hugging_face
-from tests.models.checkpoint_edits import copy_of, set_fields, tensors_of, write_tensors
+from tests.models.checkpoint_edits import copy_of, drop_field, set_fields, tensors_of, write_tensors
+from tests.models.served_run import full_sequence_logits
 from tests.models.tiny_checkpoints import FAMILIES, tiny_checkpoint
 
 OUTPUT = "lm_head.weight"
@@ -63,6 +65,30 @@ def test_nemotron_h_of_transformers_is_never_tied_whatever_its_config_says(tmp_p
     model = load_hugging_face(tmp_path, torch.float32).model
     assert model.output_layer.weight.cpu().equal(reference.lm_head.weight)
     assert not model.output_layer.weight.equal(model.embedding.word_embeddings.weight)
+
+
+@pytest.mark.parametrize(("family", "head_dim"), [("granite", 24), ("nemotron_h", None)])
+def test_attention_heads_are_as_wide_as_in_transformers(family: str, head_dim: int | None, tmp_path: Path) -> None:
+    case = tiny_checkpoint(f"{family}-0")
+    width = head_dim or NemotronHConfig().head_dim
+    case.config.head_dim = width
+    case.write(model := case.model(), tmp_path)
+    if head_dim is None:
+        drop_field(tmp_path, "head_dim")
+    loaded = load_hugging_face(tmp_path, torch.float32)
+    assert loaded.architecture.attention.head_dim == width != case.config.hidden_size // case.config.num_attention_heads
+    prompts = torch.randint(case.config.vocab_size, (2, 40), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        expected = model(prompts).logits
+    torch.testing.assert_close(full_sequence_logits(loaded, prompts), expected, atol=1e-4, rtol=0)
+
+
+def test_nemotron_h_heads_are_as_wide_as_their_older_field_says(tmp_path: Path) -> None:
+    case = tiny_checkpoint("nemotron_h-0")
+    case.write(case.model(), tmp_path)
+    drop_field(tmp_path, "head_dim")
+    set_fields(tmp_path, attention_head_dim=case.config.head_dim)
+    assert load_hugging_face(tmp_path, torch.float32).architecture.attention.head_dim == case.config.head_dim
 
 
 @pytest.mark.parametrize("family", EMBEDDINGS)

@@ -168,6 +168,21 @@ def test_a_missing_or_truncated_weights_file_is_refused(saved: Path, tmp_path: P
         load_megatron_checkpoint(directory, torch.float32)
 
 
+@pytest.mark.parametrize("name", [".metadata", "common.pt", "metadata.json"])
+def test_a_missing_or_truncated_file_beside_the_weights_is_refused(name: str, saved: Path, tmp_path: Path) -> None:
+    file = copy_of(saved, tmp_path) / name
+    content = file.read_bytes()
+    file.write_bytes(content[: len(content) // 2])
+    with pytest.raises(ValueError, match=f"{file.parent} does not hold the weights"):
+        load_megatron_checkpoint(file.parent, torch.float32)
+    file.write_bytes(b"")
+    with pytest.raises(ValueError, match=f"{file} is empty"):
+        load_megatron_checkpoint(file.parent, torch.float32)
+    file.unlink()
+    with pytest.raises(ValueError, match=f"{file} is missing"):
+        load_megatron_checkpoint(file.parent, torch.float32)
+
+
 def test_random_models_save_too(tmp_path: Path, shipped: LoadedModel) -> None:
     model = random_hybrid_model()
     save_megatron_checkpoint(model, shipped.architecture, tmp_path / "other")
