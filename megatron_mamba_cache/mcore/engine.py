@@ -16,7 +16,7 @@ from .controller import MambaCacheController
 from .failed_steps import FailedSteps, refusal_reason
 from .hit_rate_hint import HitRateHint
 from .plain_prompt import plain_prompt
-from .request_spec import check_identity, contradiction_in, fault_of, spec_of
+from .request_spec import check_identity, contradiction_in, fault_of, other_ends, spec_of
 from .request_states import DraftCounts, RequestState, RequestStates, complete_parts
 from .scheduler import StepScheduler
 
@@ -79,7 +79,9 @@ class MambaCacheEngine(DynamicInferenceEngine):
         fault = contradiction_in(sampling, self.context.materialize_only_last_token_logits)
         if fault is not None:
             return self._refuse(request, fault)
+        ends = other_ends(sampling, self.controller.tokenizer)
         future = super()._add_request(request)
+        request.stop_word_ids = [*(request.stop_word_ids or ()), *ends]
         sampling.num_tokens_total = None  # folded into num_tokens_to_generate; both at once is an error on resuming
         spec = self._spec_of(request)
         num_blocks = self.context.max_blocks_of_a_request

@@ -149,3 +149,9 @@ def _fault_of_log_probs(wish: LogProbSettings, vocab_size: int) -> str | None:
     if 0 <= wish.top_n <= vocab_size:
         return None
     return f"top_n_logprobs is {wish.top_n}; it must be from 0 to the vocabulary's {vocab_size}"
+
+
+def other_ends(sampling: Any, tokenizer: Any) -> list[list[int]]:
+    """Return, as stop words, what ends a request besides its tokenizer's `eod`; nothing if it names its own end."""
+    end_ids = getattr(tokenizer, "other_end_ids", ()) if sampling.termination_id is None else ()
+    return [[end_id] for end_id in end_ids]

@@ -26,6 +26,7 @@ class HuggingFaceTokenizer:
     Attributes:
         bos: The id of the token that begins a text; None without one.
         eod: The id that ends a text, the first that `generation_config.json` names or the tokenizer's; -1 without one.
+        other_end_ids: Further ids that end a text, for instance a chat turn; an engine stops at each.
     """
 
     def __init__(self, codec: TextCodec, directory: Path, vocab_size: int) -> None:
@@ -34,10 +35,9 @@ class HuggingFaceTokenizer:
         self._settings = _settings(directory)
         self.vocab_size = vocab_size
         self.bos = self._id_named("bos_token")
-        eos = _first_end_id(directory)
-        if eos is None:
-            eos = self._id_named("eos_token")
-        self.eod = -1 if eos is None else eos
+        end_ids = _end_ids(directory) or [self._id_named("eos_token")]
+        self.eod = -1 if end_ids[0] is None else end_ids[0]
+        self.other_end_ids = tuple(end_ids[1:])
 
     def tokenize(self, text: str) -> list[int]:
         """Return the text's tokens; `bos` comes once, even if the text (a rendered chat, say) spells it out."""
@@ -107,13 +107,13 @@ def load_tokenizer(directory: str | Path, vocab_size: int) -> HuggingFaceTokeniz
     return HuggingFaceTokenizer(codec, directory, vocab_size)
 
 
-def _first_end_id(directory: Path) -> int | None:
+def _end_ids(directory: Path) -> list[int]:
     path = directory / "generation_config.json"
     named = read_json_object(path).get("eos_token_id") if path.exists() else None
-    first = (named or [None])[0] if isinstance(named, list) else named
-    if first is not None and (type(first) is not int or first < 0):
+    end_ids = named if isinstance(named, list) else [] if named is None else [named]
+    if any(type(end_id) is not int or end_id < 0 for end_id in end_ids):
         raise ValueError(f"{path}: eos_token_id={named!r}, but must be a token id or a list of them")
-    return first
+    return end_ids
 
 
 def _settings(directory: Path) -> dict[str, Any]:

@@ -140,6 +140,9 @@ def test_generation_ends_at_the_end_of_text(
     free = generated()
     (nemotron / "generation_config.json").write_text(json.dumps({"eos_token_id": [free[5], 0]}))
     assert generated() == free[: free.index(free[5]) + 1]
+    unseen = next(token for token in range(512) if token not in free)
+    (nemotron / "generation_config.json").write_text(json.dumps({"eos_token_id": [unseen, free[5]]}))
+    assert generated() == free[: free.index(free[5]) + 1]
 
 
 def test_a_text_prompt_without_a_tokenizer_is_a_bad_line(
