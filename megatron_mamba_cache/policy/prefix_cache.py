@@ -58,12 +58,11 @@ class PrefixCache:
         self.enabled = enabled
         self.epoch = 0
         self._identity = identity
-        self._keeps_decode_states = decode.checkpoints != "none"
+        self._keeps_decode_states = enabled and decode.checkpoints != "none"
         self._reservations = StateReservations(
             kv, slots, counters, rules.boundaries.block_size, is_rolling=decode.checkpoints == "rolling"
         )
-        leaves_states = enabled and decode.checkpoints != "none"
-        self._windows = DraftWindows(slots, decode.max_requests, num_checkpoints=int(leaves_states))
+        self._windows = DraftWindows(slots, decode.max_requests, num_checkpoints=int(self._keeps_decode_states))
         self._num_admitted = 0
 
     @property

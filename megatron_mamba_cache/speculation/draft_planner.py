@@ -59,7 +59,9 @@ class DraftPlanner:
         """Return how many drafts of at most `limit` a row is worth now."""
         if limit <= 0:
             return 0
-        return self._lengths.setdefault(row.request_id, DraftLength(self._max_drafts)).wanted(limit)
+        if row.request_id not in self._lengths:
+            self._lengths[row.request_id] = DraftLength(self._max_drafts)
+        return self._lengths[row.request_id].wanted(limit)
 
     def plan(self, limits: Sequence[DraftLimit]) -> list[Draft]:
         """Return one draft for each row, in order, at most its limit long; the drafter is asked at most once.

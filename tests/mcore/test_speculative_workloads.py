@@ -1,7 +1,6 @@
 """Random workloads whose steps verify drafts: whatever is proposed, the tokens are the oracle's."""
 
 import random
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -13,7 +12,7 @@ from megatron_mamba_cache.speculation.prompt_lookup import PromptLookupDrafter
 from tests.mcore.checked_draft_model import CheckedDraftModel
 from tests.mcore.engine_runs import tiny_hybrid
 from tests.mcore.noisy_drafter import NoisyDrafter
-from tests.mcore.random_workloads import FLAVOURS, Workload, make_workload, run_workload
+from tests.mcore.random_workloads import FLAVOURS, Workload, WorkloadOutcome, make_workload, run_workload
 from tests.mcore.workload_totals import WorkloadTotals
 
 SEEDS_PER_BATCH = 11
@@ -72,20 +71,14 @@ def make_draft_model(rng: random.Random, work: Workload) -> CheckedDraftModel:
 @pytest.mark.parametrize("batch", range(BATCHES_PER_FLAVOUR))
 @pytest.mark.parametrize("name", FLAVOURS)
 def test_tokens_are_the_oracles_whatever_is_drafted(name: str, batch: int, totals: WorkloadTotals) -> None:
-    counts: Counter[str] = Counter()
-    for seed in range(batch * SEEDS_PER_BATCH, (batch + 1) * SEEDS_PER_BATCH):
+    def run(seed: int) -> WorkloadOutcome:
         rng = random.Random(f"drafts {name} {seed}")
-        try:
-            work = make_workload(FLAVOURS[name], 1000 + seed, num_drafts=rng.randrange(1, 9))
-            drafter = make_drafter(rng, work)
-            outcome = run_workload(work, drafter)
-            if isinstance(drafter, CheckedDraftModel):
-                drafter.assert_nothing_held()
-        except Exception as error:
-            error.add_note(f"in workload {name!r}, seed {seed}")
-            raise
-        counts.update(outcome.seen)
-        totals.tally.add(outcome.tally)
-    totals.counts.update(counts)
-    never = [counter for counter in EXERCISES[name] if not counts[counter]]
-    assert not never, f"the workloads of {name!r} no longer exercise {never}"
+        work = make_workload(FLAVOURS[name], 1000 + seed, num_drafts=rng.randrange(1, 9))
+        drafter = make_drafter(rng, work)
+        outcome = run_workload(work, drafter)
+        if isinstance(drafter, CheckedDraftModel):
+            drafter.assert_nothing_held()
+        return outcome
+
+    seeds = range(batch * SEEDS_PER_BATCH, (batch + 1) * SEEDS_PER_BATCH)
+    totals.run_batch(name, seeds, run, EXERCISES[name])

@@ -1,8 +1,10 @@
 """What all random workloads of a test module came to."""
 
 from collections import Counter
+from collections.abc import Callable, Iterable
 
 from tests.mcore.engine_runs import OracleTally
+from tests.mcore.random_workloads import WorkloadOutcome
 
 
 class WorkloadTotals:
@@ -11,6 +13,23 @@ class WorkloadTotals:
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.tally = OracleTally()
+
+    def run_batch(
+        self, name: str, seeds: Iterable[int], run: Callable[[int], WorkloadOutcome], exercises: Iterable[str]
+    ) -> None:
+        """Run a workload of each seed, add up what they came to, and assert that no counter of `exercises` stayed 0."""
+        counts: Counter[str] = Counter()
+        for seed in seeds:
+            try:
+                outcome = run(seed)
+            except Exception as error:
+                error.add_note(f"in workload {name!r}, seed {seed}")
+                raise
+            counts.update(outcome.seen)
+            self.tally.add(outcome.tally)
+        self.counts.update(counts)
+        never = [counter for counter in exercises if not counts[counter]]
+        assert not never, f"the workloads of {name!r} no longer exercise {never}"
 
     def report(self) -> None:
         """Print the totals, and assert that few comparisons were stopped by the oracle's margin."""
