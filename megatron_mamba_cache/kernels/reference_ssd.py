@@ -7,46 +7,34 @@ from torch import Tensor
 
 from .packed_tokens import PackedTokens
 from .reference_slots import along_first_dim, compute_dtype, load_slots, store_slots
+from .ssm_inputs import SSMTokens, SSMWeights
 from .varlen_rows import PAD_SLOT, VarlenRows
 from .verify_rows import VerifyRows
 
 
-def ssd_scan_ref(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor,
-    ssm_pool: Tensor,
-    rows: VarlenRows,
-    chunk_size: int,
-) -> Tensor:
+def ssd_scan_ref(tokens: SSMTokens, weights: SSMWeights, ssm_pool: Tensor, rows: VarlenRows, chunk_size: int) -> Tensor:
     """Scan packed rows chunk by chunk, carrying each row's state from and to the pool.
 
-    Computes h_t = exp(dt_t A) h_(t-1) + dt_t B_t x_t and y_t = C_t h_t + D x_t by the block decomposition of
-    section 6. Every chunk is padded to `chunk_size`, so its bits depend on its tokens and incoming state alone: a
-    row resumed at a chunk's end, in any packing, continues bit-equal. Writes the states at chunk and row ends into
-    `ssm_pool` in place.
+    Computes the recurrence of `ssm_inputs` by the block decomposition of section 6. Every chunk is padded to
+    `chunk_size`, so its bits depend on its tokens and incoming state alone: a row resumed at a chunk's end, in any
+    packing, continues bit-equal. Writes the states at chunk and row ends into `ssm_pool` in place.
 
     Args:
-        x: [tokens, heads, head_dim].
-        dt: [tokens, heads], softplus applied.
-        A: [heads], negative.
-        B, C: [tokens, groups, d_state]; heads share their group's.
-        D: [heads].
         ssm_pool: [slots, heads, d_state, head_dim].
         chunk_size: The longest chunk in `rows`.
 
     Returns:
         [tokens, heads, head_dim] in x's dtype; zeros past the last chunk.
     """
+    x = tokens.x
     num_tokens, num_chunks = x.shape[0], rows.chunk_rows.shape[0]
     _store_empty_rows(ssm_pool, rows)
     y = x.new_zeros(num_tokens + 1, *x.shape[1:])  # the last row takes what lies beyond a chunk's end
     if num_tokens == 0 or num_chunks == 0:
         return y[:num_tokens]
     dtype = compute_dtype(x)
+    packed = (x, weights.time_steps(tokens.dt, dtype), tokens.B, tokens.C)
+    decay, skip = weights.decay(dtype), weights.D.to(dtype)
     chunks = _chunk_slots(rows)
     steps = torch.arange(chunk_size, device=x.device)
     state = x.new_zeros(ssm_pool.shape[1:], dtype=dtype)
@@ -54,48 +42,43 @@ def ssd_scan_ref(
         positions = chunks.starts[i] + steps
         inside = positions < chunks.ends[i]
         gathered = positions.clamp_max(num_tokens - 1)
-        tokens = [_gather_tokens(t, gathered, inside, dtype) for t in (x, dt, B, C)]
+        chunk = [_gather_tokens(t, gathered, inside, dtype) for t in packed]
         initial = load_slots(ssm_pool, chunks.initial_slots[i : i + 1], dtype)[0]
         state = torch.where(chunks.is_first[i], initial, state)
-        y_chunk, state = _scan_chunk(*tokens, A.to(dtype), D.to(dtype), state)
+        y_chunk, state = _scan_chunk(*chunk, decay, skip, state)
         y.index_copy_(0, torch.where(inside, positions, num_tokens), y_chunk.to(x.dtype))
         store_slots(ssm_pool, chunks.stored_slots[i], state.expand(2, *state.shape))
     return y[:num_tokens]
 
 
-def state_verify_ref(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, ssm_pool: Tensor, rows: VerifyRows
-) -> Tensor:
+def state_verify_ref(tokens: SSMTokens, weights: SSMWeights, ssm_pool: Tensor, rows: VerifyRows) -> Tensor:
     """Advance each row's state over its base token and drafts, keep the state after each in place; return the outputs.
 
     Bit-equal to as many steps of one token each: between tokens a state goes through the pool's dtype.
 
     Args:
-        x: [tokens, heads, head_dim].
-        dt: [tokens, heads], softplus applied.
-        A, D: [heads].
-        B, C: [tokens, groups, d_state].
         ssm_pool: [slots, heads, d_state, head_dim].
 
     Returns:
         [tokens, heads, head_dim] in x's dtype; zeros past the last row.
     """
-    dtype, heads = compute_dtype(x), x.shape[1]
-    A, D = A.to(dtype), D.to(dtype)
-    tokens = PackedTokens(rows)
-    inputs, dt, B, C = (tokens.gather(t).to(dtype) for t in (x, dt, B, C))  # [rows, max_len, ...]
+    dtype, heads = compute_dtype(tokens.x), tokens.x.shape[1]
+    A, D = weights.decay(dtype), weights.D.to(dtype)
+    packed = PackedTokens(rows)
+    x, dt, B, C = (packed.gather(t).to(dtype) for t in (tokens.x, tokens.dt, tokens.B, tokens.C))
+    dt = weights.time_steps(dt, dtype)  # all four are [rows, max_len, ...]
     source = rows.columns.gather(1, (rows.accepted - 1).to(torch.int64)[:, None])[:, 0]
     states = load_slots(ssm_pool, source, dtype)  # [rows, heads, d_state, head_dim]
     outputs = []
     for j in range(rows.max_len):
-        token, step, has_token = inputs[:, j], dt[:, j], tokens.inside[:, j]
+        token, step, has_token = x[:, j], dt[:, j], packed.inside[:, j]
         b, c = _expand_groups(B[:, j], heads), _expand_groups(C[:, j], heads)  # [rows, heads, d_state]
         increment = b[:, :, :, None] * (step[:, :, None] * token)[:, :, None, :]
         states = torch.exp(step * A)[:, :, None, None] * states + increment
         outputs.append((states * c[:, :, :, None]).sum(2) + D[:, None] * token)
         store_slots(ssm_pool, torch.where(has_token, rows.columns[:, j], PAD_SLOT), states)
         states = states.to(ssm_pool.dtype).to(dtype)
-    return tokens.scatter(torch.stack(outputs, dim=1), x)
+    return packed.scatter(torch.stack(outputs, dim=1), tokens.x)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,5 @@
 """A Mamba mixer that starts rows from cached states and writes boundary states while it scans."""
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from megatron.core.ssm import mamba_mixer as megatron_mixer
 from torch import Tensor
 
 from ..kernels.reference import causal_conv_ref, conv_verify_ref, ssd_scan_ref, state_verify_ref
+from ..kernels.ssm_inputs import NO_LIMIT, SSMTokens, SSMWeights
 from ..kernels.varlen_rows import VarlenRows, whole_rows
 from ..kernels.verify_rows import VerifyRows
 from ..state.state_pool import LayerStates
@@ -51,7 +51,7 @@ class CachingMambaMixer(megatron_mixer.MambaMixer):
         rmsnorm: bool = True,
         conv_bias: bool = True,
         norm_eps: float = 1e-5,
-        time_step_limit: tuple[float, float] = (0.0, math.inf),
+        time_step_limit: tuple[float, float] = NO_LIMIT,
         **settings: Any,
     ) -> None:
         with _without_mamba_ssm():
@@ -107,14 +107,12 @@ class CachingMambaMixer(megatron_mixer.MambaMixer):
 
     def _prefill_rows(self, inputs: _MixerInputs, states: LayerStates, rows: VarlenRows) -> Tensor:
         xbc = causal_conv_ref(inputs.xbc, self._conv_weight, self.conv1d.bias, states.conv, rows)
-        x, b, c = self._split_heads(xbc)
-        y = ssd_scan_ref(x, self._time_step(inputs.dt), self._decay, b, c, self.D, states.ssm, rows, self.chunk_size)
+        y = ssd_scan_ref(self._ssm_tokens(xbc, inputs.dt), self._ssm_weights, states.ssm, rows, self.chunk_size)
         return self._gate(y.flatten(1), inputs.z)
 
     def _decode_rows(self, inputs: _MixerInputs, states: LayerStates, rows: VerifyRows) -> Tensor:
         xbc = conv_verify_ref(inputs.xbc, self._conv_weight, self.conv1d.bias, states.conv, rows)
-        x, b, c = self._split_heads(xbc)
-        y = state_verify_ref(x, self._time_step(inputs.dt), self._decay, b, c, self.D, states.ssm, rows)
+        y = state_verify_ref(self._ssm_tokens(xbc, inputs.dt), self._ssm_weights, states.ssm, rows)
         return self._gate(y.flatten(1), inputs.z)
 
     def _full_sequences(self, projected: Tensor) -> Tensor:
@@ -132,22 +130,19 @@ class CachingMambaMixer(megatron_mixer.MambaMixer):
         d_inner, bc = self.d_inner_local_tp, 2 * self.ngroups_local_tp * self.d_state
         return _MixerInputs(*projected.split([d_inner, d_inner + bc, self.nheads_local_tp], dim=-1))
 
-    def _split_heads(self, xbc: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # x, B, C by head and group
+    def _ssm_tokens(self, xbc: Tensor, dt: Tensor) -> SSMTokens:
         d_inner, gn = self.d_inner_local_tp, self.ngroups_local_tp * self.d_state
         x, b, c = xbc.split([d_inner, gn, gn], dim=-1)
-        return (
-            x.unflatten(-1, (-1, self.headdim)),
-            b.unflatten(-1, (-1, self.d_state)),
-            c.unflatten(-1, (-1, self.d_state)),
+        return SSMTokens(
+            x=x.unflatten(-1, (-1, self.headdim)),
+            dt=dt,
+            B=b.unflatten(-1, (-1, self.d_state)),
+            C=c.unflatten(-1, (-1, self.d_state)),
         )
 
-    def _time_step(self, dt: Tensor) -> Tensor:
-        steps = F.softplus(dt.float() + self.dt_bias.float())
-        return steps if self.time_step_limit == (0.0, math.inf) else steps.clamp(*self.time_step_limit)
-
     @property
-    def _decay(self) -> Tensor:
-        return -torch.exp(self.A_log.float())
+    def _ssm_weights(self) -> SSMWeights:
+        return SSMWeights(self.A_log, self.D, self.dt_bias, self.time_step_limit)
 
     @property
     def _conv_weight(self) -> Tensor:

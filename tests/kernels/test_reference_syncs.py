@@ -27,6 +27,7 @@ from megatron_mamba_cache.kernels.verification import (
 )
 from tests.kernels.align_steps import StepRow, device_rows, padding_row
 from tests.kernels.packed_rows import RowSpec, VerifySpec, pack_rows, pack_verify
+from tests.kernels.ssm_steps import random_steps
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -57,9 +58,8 @@ def conv_call() -> Callable[[], object]:
 
 def scan_call() -> Callable[[], object]:
     rows = pack_rows([RowSpec(11, final=0, boundaries={8: 1}), RowSpec(0), RowSpec(3, initial=2)], 8, "cuda", 1)
-    arguments = (randn(16, 4, 5), randn(16, 4), randn(4), randn(16, 2, 7), randn(16, 2, 7), randn(4))
-    pool = randn(4, 4, 7, 5)
-    return lambda: ssd_scan_ref(*arguments, pool, rows, 8)
+    steps, pool = random_steps(16, "cuda"), randn(4, 4, 7, 5)
+    return lambda: ssd_scan_ref(steps.tokens, steps.weights, pool, rows, 8)
 
 
 VERIFY_ROWS = [VerifySpec(3, (3, 4, 5), accepted=2), VerifySpec(1), VerifySpec(1, (0,)), VerifySpec(0)]
@@ -72,9 +72,8 @@ def conv_verify_call() -> Callable[[], object]:
 
 
 def state_verify_call() -> Callable[[], object]:
-    arguments = (randn(7, 4, 5), randn(7, 4), randn(4), randn(7, 2, 7), randn(7, 2, 7), randn(4))
-    pool, rows = randn(6, 4, 7, 5), pack_verify(VERIFY_ROWS, "cuda")
-    return lambda: state_verify_ref(*arguments, pool, rows)
+    steps, pool, rows = random_steps(7, "cuda"), randn(6, 4, 7, 5), pack_verify(VERIFY_ROWS, "cuda")
+    return lambda: state_verify_ref(steps.tokens, steps.weights, pool, rows)
 
 
 def copy_call() -> Callable[[], object]:

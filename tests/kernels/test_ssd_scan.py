@@ -1,5 +1,7 @@
 """Properties of the reference scan over packed rows."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -15,9 +17,10 @@ from tests.kernels.packed_rows import (
     same_bits,
     written_slots,
 )
+from tests.kernels.ssm_steps import SSMShape, random_steps
 
 CHUNK = 8
-HEADS, HEAD_DIM, D_STATE = 4, 5, 7
+SHAPE = SSMShape(heads=4, head_dim=5, d_state=7, groups=2)
 SPECS = [
     RowSpec(CHUNK - 1, final=0),
     RowSpec(CHUNK, initial=1, start=CHUNK, final=1),
@@ -29,43 +32,10 @@ SPECS = [
     RowSpec(2 * CHUNK, start=2 * CHUNK, initial=11, boundaries={4 * CHUNK: 10}),
 ]
 NUM_SLOTS = 13
-Inputs = dict[str, Tensor]
-
-
-def make_inputs(num_tokens: int, device: str, *, groups: int = 2, dtype: torch.dtype = torch.float32) -> Inputs:
-    inputs = {
-        "x": torch.randn(num_tokens, HEADS, HEAD_DIM),
-        "dt": torch.nn.functional.softplus(torch.randn(num_tokens, HEADS)),
-        "A": -torch.rand(HEADS) - 0.1,
-        "B": torch.randn(num_tokens, groups, D_STATE),
-        "C": torch.randn(num_tokens, groups, D_STATE),
-        "D": torch.randn(HEADS),
-    }
-    return {name: tensor.to(device, dtype) for name, tensor in inputs.items()}
-
-
-def tokens_of(inputs: Inputs, tokens: slice) -> Inputs:
-    return inputs | {name: inputs[name][tokens] for name in ("x", "dt", "B", "C")}
-
-
-def joined(parts: list[Inputs]) -> Inputs:
-    return parts[0] | {name: torch.cat([part[name] for part in parts]) for name in ("x", "dt", "B", "C")}
-
-
-def sequential_scan(inputs: Inputs, state: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Return the outputs in fp64, and the state before each token and after the last."""
-    x, dt, A, B, C, D = (inputs[name].double() for name in ("x", "dt", "A", "B", "C", "D"))
-    B, C = (t.repeat_interleave(HEADS // t.shape[1], 1) for t in (B, C))
-    states, outputs = [state.double()], []
-    for t in range(x.shape[0]):
-        increment = torch.einsum("h,hn,hp->hnp", dt[t], B[t], x[t])
-        states.append(torch.exp(dt[t] * A)[:, None, None] * states[-1] + increment)
-        outputs.append(torch.einsum("hn,hnp->hp", C[t], states[-1]) + D[:, None] * x[t])
-    return torch.stack(outputs) if outputs else x, states
 
 
 def make_pool(dtype: torch.dtype, device: str, filled: tuple[int, ...] = ()) -> Tensor:
-    return poisoned_pool((NUM_SLOTS, HEADS, D_STATE, HEAD_DIM), dtype, device, filled)
+    return poisoned_pool((NUM_SLOTS, *SHAPE.state), dtype, device, filled)
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -76,14 +46,14 @@ def test_scan_matches_the_sequential_recurrence(
 ) -> None:
     torch.manual_seed(seed)
     specs = SPECS if seed == 0 else SPECS[::-1]
-    inputs = make_inputs(sum(spec.length for spec in specs), device, groups=groups, dtype=dtype)
+    steps = random_steps(sum(spec.length for spec in specs), device, replace(SHAPE, groups=groups), dtype=dtype)
     pool = make_pool(dtype, device, filled=(1, 11))
     before = pool.clone()
-    y = ssd_scan_ref(**inputs, ssm_pool=pool, rows=pack_rows(specs, CHUNK, device), chunk_size=CHUNK)
+    y = ssd_scan_ref(steps.tokens, steps.weights, pool, pack_rows(specs, CHUNK, device), CHUNK)
 
     for spec, tokens in zip(specs, row_slices(specs), strict=True):
         initial = before[spec.initial] if spec.initial != PAD_SLOT else torch.zeros_like(before[0])
-        expected, states = sequential_scan(tokens_of(inputs, tokens), initial)
+        expected, states = steps[tokens].recurrence(initial)
         torch.testing.assert_close(y[tokens].double(), expected.double(), rtol=tolerance, atol=tolerance)
         for position, slot in [(spec.start + spec.length, spec.final), *spec.boundaries.items()]:
             if slot != PAD_SLOT:
@@ -102,11 +72,11 @@ def neighbours(packing: str) -> tuple[list[int], list[int]]:
 def test_scan_resumed_at_every_boundary_is_bit_equal(packing: str, tail: int, device: str) -> None:
     torch.manual_seed(tail)
     length = 4 * CHUNK + tail
-    inputs = make_inputs(length, device)
+    steps = random_steps(length, device, SHAPE)
     slots = {position: position // CHUNK for position in range(CHUNK, length, CHUNK)}
     whole = make_pool(torch.float32, device)
     rows = pack_rows([RowSpec(length, final=0, boundaries=slots)], CHUNK, device)
-    expected = ssd_scan_ref(**inputs, ssm_pool=whole, rows=rows, chunk_size=CHUNK)
+    expected = ssd_scan_ref(steps.tokens, steps.weights, whole, rows, CHUNK)
 
     before, behind = ([RowSpec(n) for n in lengths] for lengths in neighbours(packing))
     for cut, cut_slot in slots.items():
@@ -114,51 +84,49 @@ def test_scan_resumed_at_every_boundary_is_bit_equal(packing: str, tail: int, de
         pool[cut_slot] = whole[cut_slot]
         later = {position: slot for position, slot in slots.items() if position > cut}
         specs = [*before, RowSpec(length - cut, cut, cut_slot, 0, later), *behind]
-        parts = [make_inputs(spec.length, device) for spec in specs]
-        parts[len(before)] = tokens_of(inputs, slice(cut, None))
-        packed = joined(parts) | {"A": inputs["A"], "D": inputs["D"]}
-        y = ssd_scan_ref(**packed, ssm_pool=pool, rows=pack_rows(specs, CHUNK, device), chunk_size=CHUNK)
+        others = [[random_steps(spec.length, device, SHAPE) for spec in side] for side in (before, behind)]
+        packed = steps[cut:].joined_with(*others)
+        y = ssd_scan_ref(packed.tokens, packed.weights, pool, pack_rows(specs, CHUNK, device), CHUNK)
         assert same_bits(y[row_slices(specs)[len(before)]], expected[cut:])
         assert all(same_bits(pool[slot], whole[slot]) for slot in [0, *later.values()])
 
 
 def test_first_chunk_of_an_unaligned_row_ends_on_the_absolute_multiple(device: str) -> None:
     torch.manual_seed(0)
-    inputs = make_inputs(3 * CHUNK, device)
+    steps = random_steps(3 * CHUNK, device, SHAPE)
     pool = make_pool(torch.float32, device)
     head = pack_rows([RowSpec(3, final=0)], CHUNK, device)
-    ssd_scan_ref(**tokens_of(inputs, slice(3)), ssm_pool=pool, rows=head, chunk_size=CHUNK)
+    ssd_scan_ref(steps[:3].tokens, steps[:3].weights, pool, head, CHUNK)
     tail = pack_rows([RowSpec(3 * CHUNK - 3, 3, 0, 0, {CHUNK: 1})], CHUNK, device)
-    y = ssd_scan_ref(**tokens_of(inputs, slice(3, None)), ssm_pool=pool, rows=tail, chunk_size=CHUNK)
+    y = ssd_scan_ref(steps[3:].tokens, steps[3:].weights, pool, tail, CHUNK)
     resumed = pack_rows([RowSpec(2 * CHUNK, CHUNK, 1, 2)], CHUNK, device)
-    y_resumed = ssd_scan_ref(**tokens_of(inputs, slice(CHUNK, None)), ssm_pool=pool, rows=resumed, chunk_size=CHUNK)
+    y_resumed = ssd_scan_ref(steps[CHUNK:].tokens, steps[CHUNK:].weights, pool, resumed, CHUNK)
     assert same_bits(y[CHUNK - 3 :], y_resumed)
     assert same_bits(pool[0], pool[2])
 
 
 def test_neighbours_nan_stays_with_them_and_padding_gives_zeros(device: str) -> None:
     torch.manual_seed(1)
-    clean, poison = make_inputs(5, device), make_inputs(3, device)
-    for name in ("x", "dt", "B", "C"):
-        poison[name].fill_(float("nan"))
-    packed = joined([clean, poison, clean, poison])
+    clean, poison = random_steps(5, device, SHAPE), random_steps(3, device, SHAPE)
+    poison.poison(slice(None))
+    packed = clean.joined_with([], [poison, clean, poison])
     specs = [RowSpec(5, final=0), RowSpec(3, final=1), RowSpec(5, final=2)]
     pool = make_pool(torch.float32, device)
     rows = pack_rows(specs, CHUNK, device, num_padding=2)
-    y = ssd_scan_ref(**packed, ssm_pool=pool, rows=rows, chunk_size=CHUNK)
+    y = ssd_scan_ref(packed.tokens, packed.weights, pool, rows, CHUNK)
     assert y[:5].isfinite().all() and y[5:8].isnan().all() and (y[13:] == 0).all()
     assert same_bits(y[8:13], y[:5]) and same_bits(pool[2], pool[0]) and pool[0].isfinite().all()
 
 
 def test_padding_chunk_stores_nothing(device: str) -> None:
     torch.manual_seed(4)
-    inputs = make_inputs(CHUNK + 1, device)
+    steps = random_steps(CHUNK + 1, device, SHAPE)
     padded = pack_rows([RowSpec(CHUNK + 1, final=0)], CHUNK, device, num_padding=1)
     padded.chunk_slots[-1] = 5
     pool, plain = make_pool(torch.float32, device), make_pool(torch.float32, device)
-    ssd_scan_ref(**inputs, ssm_pool=pool, rows=padded, chunk_size=CHUNK)
+    ssd_scan_ref(steps.tokens, steps.weights, pool, padded, CHUNK)
     rows = pack_rows([RowSpec(CHUNK + 1, final=0)], CHUNK, device)
-    ssd_scan_ref(**inputs, ssm_pool=plain, rows=rows, chunk_size=CHUNK)
+    ssd_scan_ref(steps.tokens, steps.weights, plain, rows, CHUNK)
     assert same_bits(pool, plain)
 
 
@@ -166,31 +134,31 @@ def test_step_of_padding_touches_nothing(device: str) -> None:
     pool = make_pool(torch.float32, device)
     before = pool.clone()
     for num_tokens, num_padding in [(0, 0), (0, 2), (3, 2)]:
-        inputs = make_inputs(num_tokens, device)
+        steps = random_steps(num_tokens, device, SHAPE)
         rows = pack_rows([], CHUNK, device, num_padding=num_padding)
-        y = ssd_scan_ref(**inputs, ssm_pool=pool, rows=rows, chunk_size=CHUNK)
-        assert y.shape == inputs["x"].shape and (y == 0).all()
+        y = ssd_scan_ref(steps.tokens, steps.weights, pool, rows, CHUNK)
+        assert y.shape == steps.tokens.x.shape and (y == 0).all()
     assert same_bits(before, pool)
 
 
 def test_pool_of_bf16_holds_rounded_states_and_carries_exact_ones(device: str) -> None:
     torch.manual_seed(2)
-    inputs = make_inputs(3 * CHUNK + 1, device)
+    steps = random_steps(3 * CHUNK + 1, device, SHAPE)
     spec = RowSpec(3 * CHUNK + 1, final=0, boundaries={CHUNK: 1, 2 * CHUNK: 2})
     exact, rounded = make_pool(torch.float32, device), make_pool(torch.bfloat16, device)
     rows = pack_rows([spec], CHUNK, device)
-    y_exact = ssd_scan_ref(**inputs, ssm_pool=exact, rows=rows, chunk_size=CHUNK)
-    y_rounded = ssd_scan_ref(**inputs, ssm_pool=rounded, rows=rows, chunk_size=CHUNK)
+    y_exact = ssd_scan_ref(steps.tokens, steps.weights, exact, rows, CHUNK)
+    y_rounded = ssd_scan_ref(steps.tokens, steps.weights, rounded, rows, CHUNK)
     assert same_bits(y_exact, y_rounded)
     assert same_bits(rounded[:3], exact[:3].bfloat16())
 
 
 def test_outputs_are_rounded_to_the_input_dtype(device: str) -> None:
     torch.manual_seed(3)
-    inputs = make_inputs(CHUNK + 3, device)
-    inputs = inputs | {name: inputs[name].bfloat16() for name in ("x", "B", "C")}
-    widened = inputs | {name: inputs[name].float() for name in ("x", "B", "C")}
+    steps = random_steps(CHUNK + 3, device, SHAPE)
+    steps = steps.cast(torch.bfloat16)
+    widened = steps.cast(torch.float32)
     rows = pack_rows([RowSpec(CHUNK + 3)], CHUNK, device)
-    y = ssd_scan_ref(**inputs, ssm_pool=make_pool(torch.float32, device), rows=rows, chunk_size=CHUNK)
-    exact = ssd_scan_ref(**widened, ssm_pool=make_pool(torch.float32, device), rows=rows, chunk_size=CHUNK)
+    y = ssd_scan_ref(steps.tokens, steps.weights, make_pool(torch.float32, device), rows, CHUNK)
+    exact = ssd_scan_ref(widened.tokens, widened.weights, make_pool(torch.float32, device), rows, CHUNK)
     assert same_bits(y, exact.bfloat16())
