@@ -17,6 +17,7 @@ from megatron_mamba_cache.kernels.align_copy import ROWS_AT_A_TIME, AlignRows, a
 from megatron_mamba_cache.kernels.slot_tiles import CopyTiling
 from megatron_mamba_cache.kernels.varlen_rows import PAD_SLOT
 from tests.kernels.align_steps import Pools, StepRow, device_rows, padding_row
+from tests.kernels.kernel_stand_ins import CountedKernel
 from tests.kernels.packed_rows import same_bits
 
 BLOCK = 16
@@ -24,18 +25,6 @@ WINDOW_LEN = 3
 NUM_LAYERS = 2
 Op = Callable[[Tensor, Tensor, AlignRows, int, int], None]
 both_ops = pytest.mark.parametrize("op", [align_copy, align_copy_ref])
-
-
-class CountedKernel:
-    """Count the launches of a kernel."""
-
-    def __init__(self, kernel: object) -> None:
-        self.kernel = kernel
-        self.launches = 0
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
-        self.launches += 1
-        return self.kernel[grid]
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -3,68 +3,18 @@
 The interpreter accepts programs that the compiler refuses.
 """
 
-import re
 from collections.abc import Callable
+from types import ModuleType
 
 import pytest
 import torch
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
 
 from megatron_mamba_cache.kernels import align_copy as align_copy_module
 from megatron_mamba_cache.kernels.align_copy import align_copy
-from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED
 from tests.kernels.align_steps import StepRow, device_rows
+from tests.kernels.kernel_stand_ins import CompiledInsteadOfLaunched, global_accesses
 
-pytestmark = [
-    pytest.mark.skipif(INTERPRETED, reason="interpreted kernels cannot be compiled"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="compiled for the GPU at hand by the other tests"),
-]
-
-
-class AbsentHopper:
-    """As much of a driver as compiling needs."""
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
-class CompiledInsteadOfLaunched:
-    """Stand for a kernel; keep what each launch would run."""
-
-    def __init__(self, kernel: object) -> None:
-        self.kernel = kernel
-        self.ptx: list[str] = []
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def compile_only(**arguments: object) -> None:
-            compiled = self.kernel.warmup(grid=grid, **arguments)
-            assert compiled.asm["cubin"]
-            self.ptx.append(compiled.asm["ptx"])
-
-        return compile_only
-
-
-@pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> CompiledInsteadOfLaunched:
-    kernel = CompiledInsteadOfLaunched(align_copy_module._align_copy_kernel)
-    monkeypatch.setattr(align_copy_module, "_align_copy_kernel", kernel)
-    monkeypatch.setattr(align_copy_module, "launches_kernel", lambda tensor: True)
-    monkeypatch.setattr(driver, "_active", AbsentHopper())
-    return kernel
-
-
-def global_accesses(ptx: str) -> set[str]:
-    """Return the widths of the loads and stores of global memory, as in `v2.b64`."""
-    return set(re.findall(r"(?:ld|st)\.global\.(?:\w+::\w+\.)*((?:v\d\.)?b\d+)", ptx))
-
-
+Compile = Callable[[ModuleType, str], CompiledInsteadOfLaunched]
 ROW_COUNTS = {"b32", "b64"}
 
 
@@ -82,8 +32,9 @@ def test_align_copy_compiles_with_wide_accesses(
     ssm_shape: tuple[int, int, int],
     dtype: torch.dtype,
     pool_accesses: set[str],
-    compiled: CompiledInsteadOfLaunched,
+    compile_for_hopper: Compile,
 ) -> None:
+    compiled = compile_for_hopper(align_copy_module, "_align_copy_kernel")
     conv, ssm = torch.empty(2, 1, 6, conv_dim, dtype=dtype), torch.empty(2, 1, *ssm_shape, dtype=dtype)
     rows = device_rows([StepRow(28, 5, 4, 5, (0, 0, 0, 0, 0), 0)], "cpu")
     align_copy(conv, ssm, rows, 16, 3)

@@ -1,0 +1,52 @@
+"""What tests put in a kernel's place: one that counts launches, one that compiles for a GPU that is not there."""
+
+import re
+from collections.abc import Callable
+
+from triton.backends.compiler import GPUTarget
+
+
+class CountedKernel:
+    """Count the launches of a kernel."""
+
+    def __init__(self, kernel: object) -> None:
+        self.kernel = kernel
+        self.launches = 0
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
+        self.launches += 1
+        return self.kernel[grid]
+
+
+class AbsentHopper:
+    """As much of a driver as compiling needs."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+class CompiledInsteadOfLaunched:
+    """Stand for a kernel; keep what each launch would run."""
+
+    def __init__(self, kernel: object) -> None:
+        self.kernel = kernel
+        self.ptx: list[str] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def compile_only(**arguments: object) -> None:
+            compiled = self.kernel.warmup(grid=grid, **arguments)
+            assert compiled.asm["cubin"]
+            self.ptx.append(compiled.asm["ptx"])
+
+        return compile_only
+
+
+def global_accesses(ptx: str) -> set[str]:
+    """Return the widths of the loads and stores of global memory, as in `v2.b64`."""
+    return set(re.findall(r"(?:ld|st)\.global\.(?:\w+::\w+\.)*((?:v\d\.)?b\d+)", ptx))
