@@ -25,6 +25,8 @@ class VarlenRows:
             no tokens is padding: it changes and stores nothing.
         chunk_rows: [chunks] int32; the row that a chunk belongs to.
         chunk_slots: [chunks] int32; slot that receives the state at the chunk's end, PAD_SLOT for none.
+        cu_row_chunks: [rows + 1] int32; row r's chunks are cu_row_chunks[r] to cu_row_chunks[r + 1], the end excluded.
+        longest_first: [rows] int32; the rows in the order in which long work is best begun, longest first.
     """
 
     cu_rows: Tensor
@@ -33,6 +35,8 @@ class VarlenRows:
     cu_chunks: Tensor
     chunk_rows: Tensor
     chunk_slots: Tensor
+    cu_row_chunks: Tensor
+    longest_first: Tensor
 
 
 def whole_rows(num_rows: int, row_len: int, ssm_chunk_size: int, device: torch.device) -> VarlenRows:
@@ -48,4 +52,6 @@ def whole_rows(num_rows: int, row_len: int, ssm_chunk_size: int, device: torch.d
         cu_chunks=torch.cat((starts, row_starts[-1:])),
         chunk_rows=torch.arange(num_rows, dtype=torch.int32, device=device).repeat_interleave(len(chunk_starts)),
         chunk_slots=torch.full_like(starts, PAD_SLOT),
+        cu_row_chunks=torch.arange(num_rows + 1, dtype=torch.int32, device=device) * len(chunk_starts),
+        longest_first=torch.arange(num_rows, dtype=torch.int32, device=device),
     )

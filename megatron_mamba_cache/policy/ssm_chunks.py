@@ -19,12 +19,17 @@ class SSMChunkPlan:
     Args:
         cu_chunks: [num_chunks + 1] packed position where each chunk begins, and the end of the last.
         chunk_rows: [num_chunks] row that each chunk belongs to.
-        last_chunk_indices: [num_rows] last chunk of each row; -1 for a row without new tokens.
+        cu_row_chunks: [num_rows + 1] first chunk of each row, and the number of chunks.
     """
 
     cu_chunks: tuple[int, ...]
     chunk_rows: tuple[int, ...]
-    last_chunk_indices: tuple[int, ...]
+    cu_row_chunks: tuple[int, ...]
+
+    @property
+    def last_chunk_indices(self) -> tuple[int, ...]:
+        """Return the last chunk of each row; -1 for a row without new tokens."""
+        return tuple(last - 1 if first < last else -1 for first, last in pairwise(self.cu_row_chunks))
 
     def chunk_at_end(self, packed_end: int) -> int:
         """Return the chunk that ends at this packed position, whose end state is the state there.
@@ -54,17 +59,15 @@ def plan_ssm_chunks(num_computed: Sequence[int], query_starts: Sequence[int], ch
     _check_rows(num_computed, query_starts, chunk_size)
     cu_chunks = [0]
     chunk_rows: list[int] = []
-    last_chunk_indices: list[int] = []
+    cu_row_chunks = [0]
     for row, (computed, (begin, end)) in enumerate(zip(num_computed, pairwise(query_starts), strict=True)):
-        if begin == end:
-            last_chunk_indices.append(-1)
-            continue
-        first_cut = begin + chunk_size - computed % chunk_size
-        ends = [*range(first_cut, end, chunk_size), end]
-        cu_chunks.extend(ends)
-        chunk_rows.extend([row] * len(ends))
-        last_chunk_indices.append(len(chunk_rows) - 1)
-    return SSMChunkPlan(tuple(cu_chunks), tuple(chunk_rows), tuple(last_chunk_indices))
+        if begin < end:
+            first_cut = begin + chunk_size - computed % chunk_size
+            ends = [*range(first_cut, end, chunk_size), end]
+            cu_chunks.extend(ends)
+            chunk_rows.extend([row] * len(ends))
+        cu_row_chunks.append(len(chunk_rows))
+    return SSMChunkPlan(tuple(cu_chunks), tuple(chunk_rows), tuple(cu_row_chunks))
 
 
 def _check_rows(num_computed: Sequence[int], query_starts: Sequence[int], chunk_size: int) -> None:

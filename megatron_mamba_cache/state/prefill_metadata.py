@@ -29,6 +29,8 @@ def write_prefill_rows(rows: Sequence[RunningRequest], buffers: StepBuffers, ssm
     buffers.host("cu_chunks")[: num_chunks + 1] = plan.cu_chunks
     buffers.host("chunk_rows")[:num_chunks] = plan.chunk_rows
     buffers.host("chunk_slots")[:num_chunks] = chunk_slots
+    buffers.host("cu_row_chunks")[: num_rows + 1] = plan.cu_row_chunks
+    buffers.host("longest_first")[:num_rows] = sorted(range(num_rows), key=lambda row: -rows[row].scheduled)
     return num_chunks
 
 

@@ -170,6 +170,8 @@ def _prefill_rows(num_rows: int, num_chunks: int, buffers: StepBuffers) -> Varle
         cu_chunks=device("cu_chunks")[: num_chunks + 1],
         chunk_rows=device("chunk_rows")[:num_chunks],
         chunk_slots=device("chunk_slots")[:num_chunks],
+        cu_row_chunks=device("cu_row_chunks")[: num_rows + 1],
+        longest_first=device("longest_first")[:num_rows],
     )
 
 

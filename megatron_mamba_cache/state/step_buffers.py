@@ -69,6 +69,8 @@ class StepBuffers:
         "cu_chunks",
         "chunk_rows",
         "chunk_slots",
+        "cu_row_chunks",
+        "longest_first",
         "block_table",
     )
 
@@ -89,7 +91,7 @@ class StepBuffers:
         sizes = {name: limits.max_rows for name in StepBuffers.SECTIONS}
         for name in ("token_ids", "token_positions", "token_blocks", "token_offsets"):
             sizes[name] = limits.max_tokens
-        for name in ("cu_query", "cu_logits", "cu_rows"):
+        for name in ("cu_query", "cu_logits", "cu_rows", "cu_row_chunks"):
             sizes[name] = limits.max_rows + 1
         for name in ("uniforms", "accept_uniforms", "residual_uniforms"):
             sizes[name] = 2 * limits.max_logits  # float64

@@ -26,7 +26,7 @@ class RowSpec:
 def pack_rows(specs: Sequence[RowSpec], chunk_size: int, device: str, num_padding: int = 0) -> VarlenRows:
     """Cut the rows at absolute multiples of `chunk_size`; add empty padding rows and chunks."""
     cu_rows = [0, *accumulate(spec.length for spec in specs)]
-    cu_chunks, chunk_rows, chunk_slots = [0], [], []
+    cu_chunks, chunk_rows, chunk_slots, cu_row_chunks = [0], [], [], [0]
     for row, spec in enumerate(specs):
         position, end = spec.start, spec.start + spec.length
         while position < end:
@@ -34,6 +34,7 @@ def pack_rows(specs: Sequence[RowSpec], chunk_size: int, device: str, num_paddin
             cu_chunks.append(cu_rows[row] + position - spec.start)
             chunk_rows.append(row)
             chunk_slots.append(spec.boundaries.get(position, PAD_SLOT))
+        cu_row_chunks.append(len(chunk_rows))
     padding = [PAD_SLOT] * num_padding
     columns = (
         cu_rows + cu_rows[-1:] * num_padding,
@@ -42,6 +43,8 @@ def pack_rows(specs: Sequence[RowSpec], chunk_size: int, device: str, num_paddin
         cu_chunks + cu_chunks[-1:] * num_padding,
         chunk_rows + [0] * num_padding,
         chunk_slots + padding,
+        cu_row_chunks + cu_row_chunks[-1:] * num_padding,
+        sorted(range(len(specs) + num_padding), key=lambda row: -specs[row].length if row < len(specs) else 0),
     )
     return VarlenRows(*(torch.tensor(column, dtype=torch.int32, device=device) for column in columns))
 

@@ -29,15 +29,17 @@ def test_row_shorter_than_its_first_chunk_is_one_chunk() -> None:
 
 
 def test_row_that_ends_on_a_cut_has_no_empty_chunk() -> None:
-    assert plan_ssm_chunks([300], [0, 212], 256) == SSMChunkPlan((0, 212), (0,), (0,))
+    assert plan_ssm_chunks([300], [0, 212], 256) == SSMChunkPlan((0, 212), (0,), (0, 1))
 
 
 def test_empty_row_has_no_chunk() -> None:
-    assert plan_ssm_chunks([0, 7, 0], [0, 4, 4, 8], 4) == SSMChunkPlan((0, 4, 8), (0, 2), (0, -1, 1))
+    plan = plan_ssm_chunks([0, 7, 0], [0, 4, 4, 8], 4)
+    assert plan == SSMChunkPlan((0, 4, 8), (0, 2), (0, 1, 1, 2))
+    assert plan.last_chunk_indices == (0, -1, 1)
 
 
 def test_empty_batch_has_no_chunk() -> None:
-    assert plan_ssm_chunks([], [0], 4) == SSMChunkPlan((0,), (), ())
+    assert plan_ssm_chunks([], [0], 4) == SSMChunkPlan((0,), (), (0,))
 
 
 @given(ROWS, st.integers(1, 12))
@@ -52,7 +54,10 @@ def test_plan_equals_a_walk_over_every_token(rows: list[tuple[int, int]], chunk_
                 ends.append(packed)
                 owners.append(row)
     last = [max((i for i, owner in enumerate(owners) if owner == row), default=-1) for row in range(len(rows))]
-    assert plan_rows(rows, chunk_size) == SSMChunkPlan((0, *ends), tuple(owners), tuple(last))
+    firsts = [sum(owner < row for owner in owners) for row in range(len(rows) + 1)]
+    plan = plan_rows(rows, chunk_size)
+    assert plan == SSMChunkPlan((0, *ends), tuple(owners), tuple(firsts))
+    assert plan.last_chunk_indices == tuple(last)
 
 
 @given(st.integers(0, 40), st.integers(1, 40), st.integers(1, 12), st.data())

@@ -35,8 +35,8 @@ def test_sections_never_overlap_and_have_the_sizes_of_the_limits(max_drafts: int
     fill(buffers, first=1)
     values = [value for section in host_values(buffers).values() for value in section]
     assert sorted(values) == list(range(1, len(values) + 1))
-    per_logit, per_token, per_row = 3 * 2 + 2, 4, 12 + (1 + max_drafts)
-    assert len(values) == per_logit * num_logits + per_token * 11 + 3 * 6 + per_row * 5 + 8 + 2 * 7 + 5 * 3
+    per_logit, per_token, per_row = 3 * 2 + 2, 4, 13 + (1 + max_drafts)
+    assert len(values) == per_logit * num_logits + per_token * 11 + 4 * 6 + per_row * 5 + 8 + 2 * 7 + 5 * 3
 
 
 def test_every_section_arrives_where_it_was_written(device: str) -> None:
