@@ -1,0 +1,99 @@
+"""SSD scan of packed prefill rows: each from its slot's state, leaving states at reserved boundaries and at its end.
+
+`ssd_tiles` cuts the rows and sums the decays, then one of two kernels scans: `ssd_scan_portable`, or on Hopper GPUs
+`ssd_scan_hopper`. Graph safe: no host sync, grids fixed by the shapes of the arguments.
+"""
+
+import torch
+from torch import Tensor
+
+from .kernel_launches import launches_kernel
+from .reference_ssd import ssd_scan_ref
+from .ssd_scan_portable import scan_portably
+from .ssd_tiles import TileShape, cut_tiles, tile_shape
+from .ssm_inputs import SSMTokens, SSMWeights
+from .varlen_rows import VarlenRows
+
+__all__ = ["ssd_scan", "ssd_scan_ref"]
+
+_DTYPES = (torch.bfloat16, torch.float32)
+_ALIGNMENT = 16
+_MAX_DIM = 256
+
+
+def ssd_scan(
+    tokens: SSMTokens, weights: SSMWeights, ssm_pool: Tensor, rows: VarlenRows, chunk_size: int
+) -> Tensor:
+    """Scan packed rows chunk by chunk, carrying each row's state from and to the pool.
+
+    A row resumed at a chunk's end, in any packing, continues bit-equal where the pool holds float32. Writes the states
+    at chunk and row ends into `ssm_pool` in place. Sizes that are no powers of two, and float64, take the twin.
+
+    Args:
+        ssm_pool: [slots, heads, d_state, head_dim]; a slot's state contiguous.
+        chunk_size: The longest chunk in `rows`.
+
+    Returns:
+        [tokens, heads, head_dim] in x's dtype; zeros past the last chunk.
+
+    Raises:
+        ValueError: If shapes, dtypes, strides or devices disagree.
+
+    Reference: `ssd_scan_ref`.
+    """
+    _check(tokens, weights, ssm_pool)
+    shape = tile_shape(chunk_size)
+    if not launches_kernel(tokens.x) or shape is None or not _fits_kernel(tokens, ssm_pool) or _is_empty(tokens, rows):
+        return ssd_scan_ref(tokens, weights, ssm_pool, rows, chunk_size)
+    return _launch(tokens, weights, ssm_pool, rows, shape)
+
+
+def _launch(
+    tokens: SSMTokens, weights: SSMWeights, ssm_pool: Tensor, rows: VarlenRows, shape: TileShape
+) -> Tensor:
+    y = torch.empty(tokens.x.shape, dtype=tokens.x.dtype, device=tokens.x.device)
+    tiles = cut_tiles(tokens, weights, rows, shape, y)
+    scan_portably(tokens, weights.D, ssm_pool, rows, tiles, y)
+    return y
+
+
+def _is_empty(tokens: SSMTokens, rows: VarlenRows) -> bool:
+    return 0 in (tokens.x.shape[0], rows.chunk_rows.shape[0], rows.longest_first.shape[0])
+
+
+def _fits_kernel(tokens: SSMTokens, ssm_pool: Tensor) -> bool:
+    dims = (tokens.x.shape[2], tokens.B.shape[2])
+    return (
+        all(16 <= dim <= _MAX_DIM and dim & (dim - 1) == 0 for dim in dims)
+        and tokens.x.dtype in _DTYPES
+        and ssm_pool.dtype in _DTYPES
+        and all(_is_aligned(t) for t in (tokens.x, tokens.B, tokens.C))
+    )
+
+
+def _is_aligned(packed: Tensor) -> bool:
+    return (packed.stride(0) * packed.element_size()) % _ALIGNMENT == 0 and packed.data_ptr() % _ALIGNMENT == 0
+
+
+def _check(tokens: SSMTokens, weights: SSMWeights, ssm_pool: Tensor) -> None:
+    x, dt, B, C = tokens.x, tokens.dt, tokens.B, tokens.C
+    if x.dim() != 3 or B.dim() != 3 or B.shape != C.shape or dt.shape != x.shape[:2] or B.shape[0] != x.shape[0]:
+        raise ValueError(
+            "need x [tokens, heads, head_dim], dt [tokens, heads] and B, C [tokens, groups, d_state], found "
+            f"{tuple(x.shape)}, {tuple(dt.shape)}, {tuple(B.shape)} and {tuple(C.shape)}"
+        )
+    state_shape = (x.shape[1], B.shape[2], x.shape[2])
+    if tuple(ssm_pool.shape[1:]) != state_shape or x.shape[1] % B.shape[1]:
+        raise ValueError(
+            f"need ssm_pool [slots, {', '.join(map(str, state_shape))}] and heads a multiple of groups, found "
+            f"{tuple(ssm_pool.shape)} and {x.shape[1]} heads of {B.shape[1]} groups"
+        )
+    if any(weight.shape != (x.shape[1],) for weight in (weights.A_log, weights.D, weights.dt_bias)):
+        raise ValueError(f"need A_log, D and dt_bias of {x.shape[1]} heads, found {tuple(weights.A_log.shape)} and so on")
+    if not (x.dtype == B.dtype == C.dtype) or any(t.device != x.device for t in (dt, B, C, ssm_pool)):
+        raise ValueError(f"need x, B and C of one dtype and all on {x.device}, found {x.dtype}, {B.dtype}, {C.dtype}")
+    if ssm_pool.shape[0] and not ssm_pool[0].is_contiguous():
+        raise ValueError(f"need contiguous states in ssm_pool, found strides {ssm_pool.stride()}")
+    for name, packed in (("x", x), ("dt", dt), ("B", B), ("C", C)):
+        if packed.shape[0] and not packed[0].is_contiguous():
+            raise ValueError(f"need {name} contiguous within a token, found strides {packed.stride()}")

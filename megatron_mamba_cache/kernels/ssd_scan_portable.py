@@ -1,0 +1,233 @@
+"""The SSD scan in plain Triton: for every card, for float32 tokens, and in the interpreter.
+
+One program takes a head of a row and walks the row's tiles, its state in registers, in float32. Per tile, with the
+decays of `ssd_tiles`:
+
+    scores[i, j] = (C_i . B_j) 2^(decay_i + gain_j) for j <= i, else 0
+    y = scores x + 2^decay (C state) + D x
+    state = 2^total state + B^T (2^(total + gain) x)
+
+Inputs are read once, outputs written once, and a state is stored only where a tile ends on a boundary. Of a tile that
+reaches beyond its row only the row's tokens are read: what lies beside them may be anything.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .ssd_tiles import ScanTiles
+from .ssm_inputs import SSMTokens
+from .varlen_rows import VarlenRows
+
+_NUM_WARPS = 4
+_NUM_STAGES = 2
+
+
+class _Packed(NamedTuple):
+    """The kernel's view of packed tokens; strides count elements from token to token."""
+
+    x: Tensor
+    B: Tensor
+    C: Tensor
+    y: Tensor
+    x_stride: int
+    B_stride: int
+    C_stride: int
+
+
+class _Whole(NamedTuple):
+    """Descriptors of the same tokens, for tiles that are the row's throughout."""
+
+    x: TensorDescriptor
+    B: TensorDescriptor
+    C: TensorDescriptor
+    y: TensorDescriptor
+
+
+class _Rows(NamedTuple):
+    """The kernel's view of `VarlenRows`."""
+
+    cu_rows: Tensor
+    cu_chunks: Tensor
+    cu_row_chunks: Tensor
+    longest_first: Tensor
+    initial_slots: Tensor
+    final_slots: Tensor
+
+
+@triton.jit
+def _advance(state, x, B, C, decays, skip, PRECISION: tl.constexpr):
+    """Return the outputs [width, head_dim] of a tile and the state [d_state, head_dim] behind it."""
+    WIDTH: tl.constexpr = x.shape[0]
+    token = tl.arange(0, WIDTH)
+    decay = tl.load(decays + token)
+    gain = tl.load(decays + WIDTH + token)
+    total = tl.load(decays + WIDTH - 1)
+    exponent = tl.where(token[:, None] >= token[None, :], decay[:, None] + gain[None, :], float("-inf"))
+    scores = tl.dot(C, tl.trans(B), input_precision=PRECISION) * tl.exp2(exponent)
+    y = tl.dot(C, state.to(C.dtype), input_precision=PRECISION) * tl.exp2(decay)[:, None] + skip * x
+    y = tl.dot(scores.to(x.dtype), x, y, input_precision=PRECISION)
+    weighted = x * tl.exp2(total + gain)[:, None]
+    state = tl.dot(tl.trans(B), weighted.to(x.dtype), state * tl.exp2(total), input_precision=PRECISION)
+    return y, state
+
+
+@triton.jit
+def _advance_partly(
+    state, packed, decays, skip, head, group, begin, low, high,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Scan the tile at `begin`, of which only the tokens from `low` on and before `high` are the row's."""
+    token = begin + tl.arange(0, WIDTH)
+    inside = ((token >= low) & (token < high))[:, None]
+    token = token.to(tl.int64)[:, None]
+    channel = head * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+    dim = group * D_STATE + tl.arange(0, D_STATE)[None, :]
+    x = tl.load(packed.x + token * packed.x_stride + channel, mask=inside, other=0.0)
+    B = tl.load(packed.B + token * packed.B_stride + dim, mask=inside, other=0.0)
+    C = tl.load(packed.C + token * packed.C_stride + dim, mask=inside, other=0.0)
+    y, state = _advance(state, x, B, C, decays, skip, PRECISION)
+    tl.store(packed.y + token * (HEADS * HEAD_DIM) + channel, y.to(packed.y.dtype.element_ty), mask=inside)
+    return state
+
+
+@triton.jit
+def _store_state(states, slot_stride, slot, state):
+    if slot >= 0:
+        tl.store(states + slot.to(tl.int64) * slot_stride, state.to(states.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def _scan_kernel(
+    packed,
+    whole,
+    rows,
+    D,
+    decays,
+    tile_slots,
+    pool,
+    slot_stride,
+    num_tiles,
+    HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    D_STATE: tl.constexpr,
+    LENGTH: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PER_CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    row = tl.load(rows.longest_first + tl.program_id(0) // HEADS)
+    head = tl.program_id(0) % HEADS
+    group = head // (HEADS // GROUPS)
+    low = tl.load(rows.cu_rows + row)
+    high = tl.load(rows.cu_rows + row + 1)
+
+    in_state = tl.arange(0, D_STATE)[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+    states = pool + head * (D_STATE * HEAD_DIM) + in_state
+    state = tl.zeros((D_STATE, HEAD_DIM), tl.float32)
+    initial = tl.load(rows.initial_slots + row)
+    if initial >= 0:
+        state = tl.load(states + initial.to(tl.int64) * slot_stride).to(tl.float32)
+
+    # Where the row's tiles begin, in tokens and in tile numbers: see `ssd_tiles`.
+    first_chunk = tl.load(rows.cu_row_chunks + row)
+    num_chunks = tl.load(rows.cu_row_chunks + row + 1) - first_chunk
+    first_end = tl.load(rows.cu_chunks + first_chunk + 1, mask=num_chunks > 0, other=0)
+    in_first = (first_end - low + LENGTH - 1) // LENGTH
+    begin = tl.where(num_chunks > 1, first_end - in_first * LENGTH, low)
+    num_row_tiles = (high - begin + LENGTH - 1) // LENGTH
+    tile = (first_chunk + 1) * PER_CHUNK - in_first
+    tile_slots += tile
+    decays += (head.to(tl.int64) * num_tiles + tile) * (2 * WIDTH)
+    skip = tl.load(D + head).to(tl.float32)
+
+    first_whole = tl.where(begin < low, 1, 0)
+    behind_whole = tl.maximum(first_whole, (high - begin) // LENGTH)
+    if LENGTH < WIDTH:
+        behind_whole = first_whole
+    for k in range(0, first_whole):
+        state = _advance_partly(
+            state, packed, decays, skip, head, group, begin, low, tl.minimum(high, begin + LENGTH),
+            HEADS, HEAD_DIM, D_STATE, WIDTH, PRECISION,
+        )  # fmt: skip
+        _store_state(states, slot_stride, tl.load(tile_slots + k), state)
+    for k in tl.range(first_whole, behind_whole, num_stages=NUM_STAGES):
+        token = begin + k * LENGTH
+        x = whole.x.load([token, head * HEAD_DIM])
+        B = whole.B.load([token, group * D_STATE])
+        C = whole.C.load([token, group * D_STATE])
+        y, state = _advance(state, x, B, C, decays + k * (2 * WIDTH), skip, PRECISION)
+        whole.y.store([token, head * HEAD_DIM], y.to(packed.y.dtype.element_ty))
+        _store_state(states, slot_stride, tl.load(tile_slots + k), state)
+    for k in range(behind_whole, num_row_tiles):
+        token = begin + k * LENGTH
+        state = _advance_partly(
+            state, packed, decays + k * (2 * WIDTH), skip, head, group, token, token, tl.minimum(high, token + LENGTH),
+            HEADS, HEAD_DIM, D_STATE, WIDTH, PRECISION,
+        )  # fmt: skip
+        _store_state(states, slot_stride, tl.load(tile_slots + k), state)
+
+    _store_state(states, slot_stride, tl.load(rows.final_slots + row), state)
+
+
+def scan_portably(
+    tokens: SSMTokens, D: Tensor, ssm_pool: Tensor, rows: VarlenRows, tiles: ScanTiles, y: Tensor
+) -> None:
+    """Scan the rows from and to the pool's slots; write the outputs of the rows' tokens into `y`, in place.
+
+    Args:
+        tokens: head_dim and d_state are powers of two from 16 on.
+        y: [tokens, heads, head_dim], contiguous.
+    """
+    num_tokens, num_heads, head_dim = tokens.x.shape
+    num_groups, d_state = tokens.B.shape[1:]
+    shape = tiles.shape
+    x, B, C = (_flat(t) for t in (tokens.x, tokens.B, tokens.C))
+    _scan_kernel[(num_heads * rows.longest_first.shape[0],)](
+        packed=_Packed(x, B, C, y, x.stride(0), B.stride(0), C.stride(0)),
+        whole=_Whole(
+            _described(x, shape.width, head_dim),
+            _described(B, shape.width, d_state),
+            _described(C, shape.width, d_state),
+            _described(_flat(y), shape.width, head_dim),
+        ),
+        rows=_Rows(
+            rows.cu_rows,
+            rows.cu_chunks,
+            rows.cu_row_chunks,
+            rows.longest_first,
+            rows.initial_slots,
+            rows.final_slots,
+        ),
+        D=D,
+        decays=tiles.decays,
+        tile_slots=tiles.slots,
+        pool=ssm_pool,
+        slot_stride=ssm_pool.stride(0),
+        num_tiles=tiles.slots.shape[0],
+        HEADS=num_heads,
+        GROUPS=num_groups,
+        HEAD_DIM=head_dim,
+        D_STATE=d_state,
+        LENGTH=shape.length,
+        WIDTH=shape.width,
+        PER_CHUNK=shape.per_chunk,
+        PRECISION="ieee" if tokens.x.dtype == torch.float32 else "tf32",
+        NUM_STAGES=_NUM_STAGES,
+        num_warps=_NUM_WARPS,
+    )
+
+
+def _flat(packed: Tensor) -> Tensor:
+    """Return [tokens, heads or groups, dim] as [tokens, channels]: a view."""
+    return packed.flatten(1)
+
+
+def _described(packed: Tensor, tile_width: int, num_channels: int) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(packed, [tile_width, num_channels])

@@ -1,0 +1,181 @@
+"""Tiles of the SSD scan: where the kernels cut a row, and what each tile's tokens decay by.
+
+A row is cut into its SSM chunks, and each chunk into tiles of TILE_LEN tokens, at absolute positions: only a row's
+first tile begins and only its last tile ends between two cuts. Chunk c owns the tile numbers from c * per_chunk on;
+the tiles of a row's first chunk take the last of its numbers, so that the numbers of a row are consecutive.
+
+Grid: every tile number by groups of heads. Graph safe: no host sync, grid fixed by the number of chunks.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .log1p import log1p
+from .ssm_inputs import SSMTokens, SSMWeights
+from .varlen_rows import PAD_SLOT, VarlenRows
+
+TILE_LEN = 64
+LEAST_WIDTH = 16
+"""The fewest rows of a matrix product."""
+_HEADS_AT_A_TIME = 8
+_PAD = tl.constexpr(PAD_SLOT)
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@dataclass(frozen=True, slots=True)
+class TileShape:
+    """How SSM chunks of one size are cut.
+
+    Args:
+        length: Tokens of a full tile.
+        width: Tokens that a tile has room for, a power of two.
+        per_chunk: Tiles of a full chunk.
+    """
+
+    length: int
+    width: int
+    per_chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScanTiles:
+    """The tiles of a batch.
+
+    Args:
+        decays: [heads, tiles, 2, width] float32; for each token of a tile, log2 of the decay from the tile's start
+            over the token, and log2 of its time step less that. A token outside its row decays by nothing and has a
+            time step of 0.
+        slots: [tiles] int32; slot that receives the state at the tile's end, PAD_SLOT for none.
+    """
+
+    shape: TileShape
+    decays: Tensor
+    slots: Tensor
+
+
+def tile_shape(chunk_size: int) -> TileShape | None:
+    """Return how chunks of this size are cut; None if they are no multiple of a tile."""
+    if chunk_size <= TILE_LEN:
+        return TileShape(chunk_size, max(LEAST_WIDTH, triton.next_power_of_2(chunk_size)), 1)
+    if chunk_size % TILE_LEN:
+        return None
+    return TileShape(TILE_LEN, TILE_LEN, chunk_size // TILE_LEN)
+
+
+@triton.jit(do_not_specialize=["dt_stride", "num_tiles", "num_rows", "num_tokens"])
+def _tiles_kernel(
+    dt,
+    A_log,
+    dt_bias,
+    cu_rows,
+    cu_chunks,
+    chunk_rows,
+    cu_row_chunks,
+    chunk_slots,
+    decays,
+    slots,
+    y,
+    dt_stride,
+    least_step,
+    most_step,
+    num_tiles,
+    num_rows,
+    num_tokens,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    LENGTH: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PER_CHUNK: tl.constexpr,
+    HEADS_AT_A_TIME: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    head = tl.program_id(1) * HEADS_AT_A_TIME + tl.arange(0, HEADS_AT_A_TIME)
+    has_head = head < HEADS
+
+    # Nobody scans the tokens past the last row: their outputs are zeros.
+    channel = (tl.program_id(1) * HEADS_AT_A_TIME * HEAD_DIM).to(tl.int64) + tl.arange(0, HEADS_AT_A_TIME * HEAD_DIM)
+    for token in range(tl.load(cu_rows + num_rows) + tile, num_tokens, num_tiles):
+        tl.store(y + tl.cast(token, tl.int64) * (HEADS * HEAD_DIM) + channel, 0.0, mask=channel < HEADS * HEAD_DIM)
+
+    chunk = tile // PER_CHUNK
+    start = tl.load(cu_chunks + chunk)
+    end = tl.load(cu_chunks + chunk + 1)
+    row = tl.load(chunk_rows + chunk)
+    first_chunk = tl.load(cu_row_chunks + row)
+    in_chunk = (end - start + LENGTH - 1) // LENGTH
+    number = tile % PER_CHUNK
+    begin = start + number * LENGTH
+    if chunk == first_chunk:
+        number += in_chunk - PER_CHUNK
+        begin = start + number * LENGTH
+        if tl.load(cu_row_chunks + row + 1) > first_chunk + 1:  # the chunk's end is a cut, its start need not be
+            begin = end - (in_chunk - number) * LENGTH
+    if (number < 0) | (number >= in_chunk):
+        return
+
+    if tl.program_id(1) == 0:
+        is_last = number == in_chunk - 1
+        tl.store(slots + tile, tl.load(chunk_slots + chunk, mask=is_last, other=_PAD))
+    token = begin + tl.arange(0, WIDTH)
+    inside = (token >= start) & (token < tl.minimum(end, begin + LENGTH))
+    step = tl.load(
+        dt + token[:, None].to(tl.int64) * dt_stride + head[None, :],
+        mask=inside[:, None] & has_head[None, :],
+        other=0.0,
+    ).to(tl.float32)
+    step += tl.load(dt_bias + head, mask=has_head, other=0.0).to(tl.float32)[None, :]
+    step = tl.maximum(step, 0.0) + log1p(tl.exp(-tl.abs(step)))
+    step = tl.minimum(tl.maximum(step, least_step), most_step)
+    step = tl.where(inside[:, None], step, 0.0)  # [WIDTH, HEADS_AT_A_TIME]
+    rate = -tl.exp(tl.load(A_log + head, mask=has_head, other=0.0).to(tl.float32)) * _LOG2_E
+    decay = tl.cumsum(step * rate[None, :], axis=0)
+    gain = tl.where(step > 0, tl.log2(step), float("-inf")) - decay
+    place = (head[None, :].to(tl.int64) * num_tiles + tile) * (2 * WIDTH) + tl.arange(0, WIDTH)[:, None]
+    tl.store(decays + place, decay, mask=has_head[None, :])
+    tl.store(decays + place + WIDTH, gain, mask=has_head[None, :])
+
+
+def cut_tiles(tokens: SSMTokens, weights: SSMWeights, rows: VarlenRows, shape: TileShape, y: Tensor) -> ScanTiles:
+    """Cut the rows into tiles, sum their decays, and clear the outputs `y` of tokens past the last row.
+
+    Args:
+        tokens: Of which `dt` is read.
+        rows: Of at least one chunk.
+        y: [tokens, heads, head_dim], contiguous; written in place.
+    """
+    num_tokens, num_heads = tokens.dt.shape
+    num_tiles = rows.chunk_rows.shape[0] * shape.per_chunk
+    device = y.device
+    decays = torch.empty(num_heads, num_tiles, 2, shape.width, dtype=torch.float32, device=device)
+    slots = torch.empty(num_tiles, dtype=torch.int32, device=device)
+    least_step, most_step = weights.dt_limit
+    _tiles_kernel[(num_tiles, triton.cdiv(num_heads, _HEADS_AT_A_TIME))](
+        dt=tokens.dt,
+        A_log=weights.A_log,
+        dt_bias=weights.dt_bias,
+        cu_rows=rows.cu_rows,
+        cu_chunks=rows.cu_chunks,
+        chunk_rows=rows.chunk_rows,
+        cu_row_chunks=rows.cu_row_chunks,
+        chunk_slots=rows.chunk_slots,
+        decays=decays,
+        slots=slots,
+        y=y,
+        dt_stride=tokens.dt.stride(0),
+        least_step=least_step,
+        most_step=most_step,
+        num_tiles=num_tiles,
+        num_rows=rows.cu_rows.shape[0] - 1,
+        num_tokens=num_tokens,
+        HEADS=num_heads,
+        HEAD_DIM=y.shape[2],
+        LENGTH=shape.length,
+        WIDTH=shape.width,
+        PER_CHUNK=shape.per_chunk,
+        HEADS_AT_A_TIME=_HEADS_AT_A_TIME,
+    )
+    return ScanTiles(shape, decays, slots)
