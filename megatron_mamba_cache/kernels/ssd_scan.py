@@ -1,29 +1,30 @@
 """SSD scan of packed prefill rows: each from its slot's state, leaving states at reserved boundaries and at its end.
 
-`ssd_tiles` cuts the rows and sums the decays, then one of two kernels scans: `ssd_scan_portable`, or on Hopper GPUs
-`ssd_scan_hopper`. Graph safe: no host sync, grids fixed by the shapes of the arguments.
+`ssd_tiles` cuts the rows and sums the decays, then one of two kernels scans: `ssd_scan_hopper` where it can run, else
+`ssd_scan_portable`. Graph safe: no host sync, grids fixed by the shapes of the arguments.
 """
+
+from functools import cache
 
 import torch
 from torch import Tensor
 
+from .hopper_tiling import HopperTiling, choose_tiling
 from .kernel_launches import launches_kernel
 from .reference_ssd import ssd_scan_ref
 from .ssd_scan_portable import scan_portably
-from .ssd_tiles import TileShape, cut_tiles, tile_shape
+from .ssd_tiles import TILE_LEN, TileShape, cut_tiles, tile_shape
 from .ssm_inputs import SSMTokens, SSMWeights
 from .varlen_rows import VarlenRows
 
 __all__ = ["ssd_scan", "ssd_scan_ref"]
 
 _DTYPES = (torch.bfloat16, torch.float32)
-_ALIGNMENT = 16
+_ALIGNMENT = 16  # bytes, of what TMA copies
 _MAX_DIM = 256
 
 
-def ssd_scan(
-    tokens: SSMTokens, weights: SSMWeights, ssm_pool: Tensor, rows: VarlenRows, chunk_size: int
-) -> Tensor:
+def ssd_scan(tokens: SSMTokens, weights: SSMWeights, ssm_pool: Tensor, rows: VarlenRows, chunk_size: int) -> Tensor:
     """Scan packed rows chunk by chunk, carrying each row's state from and to the pool.
 
     A row resumed at a chunk's end, in any packing, continues bit-equal where the pool holds float32. Writes the states
@@ -43,17 +44,31 @@ def ssd_scan(
     """
     _check(tokens, weights, ssm_pool)
     shape = tile_shape(chunk_size)
-    if not launches_kernel(tokens.x) or shape is None or not _fits_kernel(tokens, ssm_pool) or _is_empty(tokens, rows):
+    if not launches_kernel(tokens.x) or shape is None or not _fits_kernels(tokens, ssm_pool) or _is_empty(tokens, rows):
         return ssd_scan_ref(tokens, weights, ssm_pool, rows, chunk_size)
-    return _launch(tokens, weights, ssm_pool, rows, shape)
+    tiling = None
+    if _fits_hopper(tokens, ssm_pool, shape):
+        tiling = choose_tiling(tokens, rows.longest_first.shape[0])
+    return scan_tiles(tokens, weights, ssm_pool, rows, shape, tiling)
 
 
-def _launch(
-    tokens: SSMTokens, weights: SSMWeights, ssm_pool: Tensor, rows: VarlenRows, shape: TileShape
+def scan_tiles(
+    tokens: SSMTokens,
+    weights: SSMWeights,
+    ssm_pool: Tensor,
+    rows: VarlenRows,
+    shape: TileShape,
+    tiling: HopperTiling | None,
 ) -> Tensor:
+    """Scan with the Hopper kernel and this tiling, or with the portable one; see `ssd_scan`, which checks and chooses."""
     y = torch.empty(tokens.x.shape, dtype=tokens.x.dtype, device=tokens.x.device)
     tiles = cut_tiles(tokens, weights, rows, shape, y)
-    scan_portably(tokens, weights.D, ssm_pool, rows, tiles, y)
+    if tiling is None:
+        scan_portably(tokens, weights.D, ssm_pool, rows, tiles, y)
+    else:
+        from .ssd_scan_hopper import scan_on_hopper
+
+        scan_on_hopper(tokens, weights.D, ssm_pool, rows, tiles, y, tiling)
     return y
 
 
@@ -61,14 +76,39 @@ def _is_empty(tokens: SSMTokens, rows: VarlenRows) -> bool:
     return 0 in (tokens.x.shape[0], rows.chunk_rows.shape[0], rows.longest_first.shape[0])
 
 
-def _fits_kernel(tokens: SSMTokens, ssm_pool: Tensor) -> bool:
-    dims = (tokens.x.shape[2], tokens.B.shape[2])
+def _fits_kernels(tokens: SSMTokens, ssm_pool: Tensor) -> bool:
     return (
-        all(16 <= dim <= _MAX_DIM and dim & (dim - 1) == 0 for dim in dims)
+        all(16 <= dim <= _MAX_DIM and dim & (dim - 1) == 0 for dim in _dims(tokens))
         and tokens.x.dtype in _DTYPES
         and ssm_pool.dtype in _DTYPES
-        and all(_is_aligned(t) for t in (tokens.x, tokens.B, tokens.C))
+        and all(_is_aligned(packed) for packed in (tokens.x, tokens.B, tokens.C))
     )
+
+
+def _fits_hopper(tokens: SSMTokens, ssm_pool: Tensor, shape: TileShape) -> bool:
+    return (
+        tokens.x.is_cuda
+        and tokens.x.dtype == torch.bfloat16
+        and shape.length == TILE_LEN
+        and all(64 <= dim <= 128 for dim in _dims(tokens))
+        and ssm_pool.is_contiguous()
+        and _has_gluon(tokens.x.device)
+    )
+
+
+@cache
+def _has_gluon(device: torch.device) -> bool:
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        return False
+    try:
+        from . import ssd_scan_hopper  # noqa: F401
+    except ImportError:  # Gluon is experimental: another Triton may have it elsewhere or not at all
+        return False
+    return True
+
+
+def _dims(tokens: SSMTokens) -> tuple[int, int]:
+    return tokens.x.shape[2], tokens.B.shape[2]
 
 
 def _is_aligned(packed: Tensor) -> bool:
@@ -88,8 +128,10 @@ def _check(tokens: SSMTokens, weights: SSMWeights, ssm_pool: Tensor) -> None:
             f"need ssm_pool [slots, {', '.join(map(str, state_shape))}] and heads a multiple of groups, found "
             f"{tuple(ssm_pool.shape)} and {x.shape[1]} heads of {B.shape[1]} groups"
         )
-    if any(weight.shape != (x.shape[1],) for weight in (weights.A_log, weights.D, weights.dt_bias)):
-        raise ValueError(f"need A_log, D and dt_bias of {x.shape[1]} heads, found {tuple(weights.A_log.shape)} and so on")
+    for name in ("A_log", "D", "dt_bias"):
+        weight = getattr(weights, name)
+        if weight.shape != (x.shape[1],):
+            raise ValueError(f"need {name} of {x.shape[1]} heads, found {tuple(weight.shape)}")
     if not (x.dtype == B.dtype == C.dtype) or any(t.device != x.device for t in (dt, B, C, ssm_pool)):
         raise ValueError(f"need x, B and C of one dtype and all on {x.device}, found {x.dtype}, {B.dtype}, {C.dtype}")
     if ssm_pool.shape[0] and not ssm_pool[0].is_contiguous():

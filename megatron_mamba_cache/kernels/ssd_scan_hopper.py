@@ -8,7 +8,6 @@ a neighbour's NaN would be NaN, whatever its weight. The scores of a tile are be
 A row's bits do not depend on how many heads a program takes nor on how its channels are split.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -25,37 +24,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.core import _aggregate as aggregate
 
+from .hopper_tiling import HopperTiling
 from .ssd_tiles import TILE_LEN, ScanTiles
 from .ssm_inputs import SSMTokens
 from .varlen_rows import VarlenRows
 
 _COMPUTE_REGISTERS = 240
 _COPY_REGISTERS = 40
-
-
-@dataclass(frozen=True, slots=True)
-class HopperTiling:
-    """How the scan is cut over the device; every choice gives the same bits.
-
-    Args:
-        heads: Heads of a program, 1 or 2.
-        channels: Channels of a head that a program takes, a power of two from 16 on.
-        num_stages: Tiles that the ring holds, at least 2.
-    """
-
-    heads: int
-    channels: int
-    num_stages: int
-
-
-class _Packed(NamedTuple):
-    """The kernel's view of packed tokens."""
-
-    x: TensorDescriptor
-    B: TensorDescriptor
-    C: TensorDescriptor
-    y: TensorDescriptor
-    decays: TensorDescriptor
 
 
 class _Rows(NamedTuple):
@@ -92,6 +67,25 @@ class _Sizes:
         self.LENGTH = gl.constexpr(LENGTH)
         self.STAGES = gl.constexpr(STAGES)
         self.TOGETHER = gl.constexpr(TOGETHER)
+
+
+@aggregate
+class _Packed:
+    """Descriptors of packed tokens, and of what they decay by."""
+
+    x: tma.tensor_descriptor
+    B: tma.tensor_descriptor
+    C: tma.tensor_descriptor
+    y: tma.tensor_descriptor
+    decays: tma.tensor_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, x, B, C, y, decays):
+        self.x = x
+        self.B = B
+        self.C = C
+        self.y = y
+        self.decays = decays
 
 
 @aggregate
@@ -270,7 +264,11 @@ def _scan_head(
             tma.async_copy_shared_to_global(packed.y, [token, head * sizes.HEAD_DIM + channel], y_copy)
         else:
             t = token + in_tile
-            place = y + t[:, None].to(gl.int64) * (sizes.HEADS * sizes.HEAD_DIM) + (head * sizes.HEAD_DIM + channel + lane)[None, :]
+            place = (
+                y
+                + t[:, None].to(gl.int64) * (sizes.HEADS * sizes.HEAD_DIM)
+                + (head * sizes.HEAD_DIM + channel + lane)[None, :]
+            )
             gl.store(place, outputs, mask=((t >= span.low) & (t < span.high))[:, None])
         if slot >= 0:
             if POOL_BF16:
@@ -300,7 +298,11 @@ def _find_span(rows, row, LENGTH: gl.constexpr, PER_CHUNK: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["num_tiles"])
 def _scan_kernel(
-    packed,
+    x_tiles,
+    B_tiles,
+    C_tiles,
+    y_tiles,
+    decay_tiles,
     states,
     rows,
     y,
@@ -322,6 +324,7 @@ def _scan_kernel(
     COMPUTE_REGISTERS: gl.constexpr,
     COPY_REGISTERS: gl.constexpr,
 ):
+    packed = _Packed(x_tiles, B_tiles, C_tiles, y_tiles, decay_tiles)
     sizes = _Sizes(HEADS, GROUPS, HEAD_DIM, CHANNELS, D_STATE, LENGTH, STAGES, TOGETHER)
     SPLITS: gl.constexpr = HEAD_DIM // CHANNELS
     PER_ROW: gl.constexpr = HEADS // TOGETHER * SPLITS
@@ -400,14 +403,12 @@ def scan_on_hopper(
     state_block = [d_state, tiling.channels] if ssm_pool.dtype == torch.bfloat16 else None
     programs = rows.longest_first.shape[0] * (num_heads // tiling.heads) * (head_dim // tiling.channels)
     _scan_kernel[(programs,)](
-        packed=_Packed(
-            _described(x, [TILE_LEN, tiling.channels]),
-            _described(B, [TILE_LEN, d_state]),
-            _described(C, [TILE_LEN, d_state]),
-            _described(y.flatten(1), [TILE_LEN, tiling.channels]),
-            TensorDescriptor.from_tensor(
-                tiles.decays.view(-1, TILE_LEN), [1, TILE_LEN], gl.NVMMASharedLayout(0, 32, 2)
-            ),
+        x_tiles=_described(x, [TILE_LEN, tiling.channels]),
+        B_tiles=_described(B, [TILE_LEN, d_state]),
+        C_tiles=_described(C, [TILE_LEN, d_state]),
+        y_tiles=_described(y.flatten(1), [TILE_LEN, tiling.channels]),
+        decay_tiles=TensorDescriptor.from_tensor(
+            tiles.decays.view(-1, TILE_LEN), [1, TILE_LEN], gl.NVMMASharedLayout(0, 32, 2)
         ),
         states=_described(states, state_block) if state_block else None,
         rows=_Rows(

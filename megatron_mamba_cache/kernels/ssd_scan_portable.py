@@ -39,15 +39,6 @@ class _Packed(NamedTuple):
     C_stride: int
 
 
-class _Whole(NamedTuple):
-    """Descriptors of the same tokens, for tiles that are the row's throughout."""
-
-    x: TensorDescriptor
-    B: TensorDescriptor
-    C: TensorDescriptor
-    y: TensorDescriptor
-
-
 class _Rows(NamedTuple):
     """The kernel's view of `VarlenRows`."""
 
@@ -104,7 +95,10 @@ def _store_state(states, slot_stride, slot, state):
 @triton.jit(do_not_specialize=["num_tiles"])
 def _scan_kernel(
     packed,
-    whole,
+    x_tiles,
+    B_tiles,
+    C_tiles,
+    y_tiles,
     rows,
     D,
     decays,
@@ -159,11 +153,11 @@ def _scan_kernel(
         _store_state(states, slot_stride, tl.load(tile_slots + k), state)
     for k in tl.range(first_whole, behind_whole, num_stages=NUM_STAGES):
         token = begin + k * LENGTH
-        x = whole.x.load([token, head * HEAD_DIM])
-        B = whole.B.load([token, group * D_STATE])
-        C = whole.C.load([token, group * D_STATE])
+        x = x_tiles.load([token, head * HEAD_DIM])
+        B = B_tiles.load([token, group * D_STATE])
+        C = C_tiles.load([token, group * D_STATE])
         y, state = _advance(state, x, B, C, decays + k * (2 * WIDTH), skip, PRECISION)
-        whole.y.store([token, head * HEAD_DIM], y.to(packed.y.dtype.element_ty))
+        y_tiles.store([token, head * HEAD_DIM], y.to(packed.y.dtype.element_ty))
         _store_state(states, slot_stride, tl.load(tile_slots + k), state)
     for k in range(behind_whole, num_row_tiles):
         token = begin + k * LENGTH
@@ -185,18 +179,16 @@ def scan_portably(
         tokens: head_dim and d_state are powers of two from 16 on.
         y: [tokens, heads, head_dim], contiguous.
     """
-    num_tokens, num_heads, head_dim = tokens.x.shape
+    num_heads, head_dim = tokens.x.shape[1:]
     num_groups, d_state = tokens.B.shape[1:]
     shape = tiles.shape
     x, B, C = (_flat(t) for t in (tokens.x, tokens.B, tokens.C))
     _scan_kernel[(num_heads * rows.longest_first.shape[0],)](
         packed=_Packed(x, B, C, y, x.stride(0), B.stride(0), C.stride(0)),
-        whole=_Whole(
-            _described(x, shape.width, head_dim),
-            _described(B, shape.width, d_state),
-            _described(C, shape.width, d_state),
-            _described(_flat(y), shape.width, head_dim),
-        ),
+        x_tiles=_described(x, shape.width, head_dim),
+        B_tiles=_described(B, shape.width, d_state),
+        C_tiles=_described(C, shape.width, d_state),
+        y_tiles=_described(_flat(y), shape.width, head_dim),
         rows=_Rows(
             rows.cu_rows,
             rows.cu_chunks,

@@ -1,0 +1,24 @@
+"""The Triton kernels of mamba-ssm, where it is installed, without its compiled extensions and its models.
+
+MAMBA_SKIP_CUDA_BUILD=TRUE pip install --no-deps --no-build-isolation mamba-ssm==2.3.2.post1
+"""
+
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+
+
+def peer_function(module: str, name: str) -> Callable[..., object] | None:
+    """Return a function of mamba_ssm.ops.triton; None where mamba-ssm is not installed."""
+    spec = find_spec("mamba_ssm")
+    if spec is None or spec.submodule_search_locations is None:
+        return None
+    if "mamba_ssm" not in sys.modules:
+        package = ModuleType("mamba_ssm")  # its own __init__ imports models and what they need
+        package.__path__ = list(spec.submodule_search_locations)
+        package.__spec__ = spec
+        sys.modules["mamba_ssm"] = package
+    function: Callable[..., object] = getattr(import_module(f"mamba_ssm.ops.triton.{module}"), name)
+    return function

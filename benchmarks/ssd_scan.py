@@ -1,0 +1,237 @@
+"""How fast is the prefill scan beside mamba-ssm's, and what do states stored at boundaries cost?
+
+    PYTHONPATH=. python3 benchmarks/ssd_scan.py [--json FILE] [--sweep]
+
+Nanoseconds a token and layer, bf16 tokens, float32 states; every figure is the median time of a launch inside a CUDA
+graph of several, on random data. mamba-ssm scans the same tokens, from no state and leaving none but the last, with
+the faster of two chunk sizes; rows of different lengths are one sequence with an index of rows for it.
+"""
+
+import argparse
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from graph_timing import Launch, launch_us
+from machine import describe_machine
+from mamba_ssm_peer import peer_function
+from torch import Tensor
+
+from megatron_mamba_cache.kernels.hopper_tiling import HopperTiling
+from megatron_mamba_cache.kernels.ssd_scan import scan_tiles, ssd_scan
+from megatron_mamba_cache.kernels.ssd_tiles import tile_shape
+from megatron_mamba_cache.kernels.ssm_inputs import SSMTokens, SSMWeights
+from megatron_mamba_cache.kernels.varlen_rows import PAD_SLOT, VarlenRows
+
+CHUNK = 256
+D_STATE, HEAD_DIM, GROUPS = 128, 64, 8
+HEADS = {"8B": 128, "Nano": 64}
+MIXED = tuple(random.Random(0).randint(200, 4000) for _ in range(16))
+CASES = {
+    "1 x 4k": (4096,),
+    "8 x 4k": (4096,) * 8,
+    "16 rows of 200 to 4000": MIXED,
+    "1 x 32k": (32768,),
+    "1 x 128k": (131072,),
+}
+BOUNDARIES = {"no boundary": (), "three": (1024, 2048, 3072), "every 256": tuple(range(256, 4096, 256))}
+SWEPT_CASES = ("1 x 4k", "8 x 4k", "16 rows of 200 to 4000")
+TILINGS = (
+    HopperTiling(heads=1, channels=64, num_stages=2),
+    HopperTiling(heads=1, channels=64, num_stages=3),
+    HopperTiling(heads=1, channels=32, num_stages=2),
+    HopperTiling(heads=1, channels=32, num_stages=3),
+    HopperTiling(heads=2, channels=64, num_stages=2),
+    HopperTiling(heads=2, channels=64, num_stages=3),
+    HopperTiling(heads=2, channels=32, num_stages=2),
+    None,
+)
+PEER_CHUNKS = (128, 256)
+GUESSED_NS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One measured case, in nanoseconds a token and layer."""
+
+    model: str
+    case: str
+    form: str
+    ns: float
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Random tokens and weights of a layer, and rows that begin without a state."""
+
+    lengths: tuple[int, ...]
+    tokens: SSMTokens
+    weights: SSMWeights
+    pool: Tensor
+    rows: VarlenRows
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all rows."""
+        return sum(self.lengths)
+
+
+def make_batch(
+    num_heads: int, lengths: tuple[int, ...], boundaries: tuple[int, ...] = (), ssm_dtype: torch.dtype = torch.float32
+) -> Batch:
+    """Return rows of these lengths whose states at `boundaries` and at the end go to slots of their own."""
+    num_tokens = sum(lengths)
+
+    def randn(*sizes: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(sizes, device="cuda") * scale).bfloat16()
+
+    tokens = SSMTokens(
+        x=randn(num_tokens, num_heads, HEAD_DIM),
+        dt=randn(num_tokens, num_heads),
+        B=randn(num_tokens, GROUPS, D_STATE, scale=0.3),
+        C=randn(num_tokens, GROUPS, D_STATE, scale=0.3),
+    )
+    A_log = torch.log(torch.rand(num_heads, device="cuda") * 15 + 1)
+    weights = SSMWeights(A_log, torch.randn(num_heads, device="cuda"), torch.randn(num_heads, device="cuda") - 4)
+    num_slots = len(lengths) * (1 + len(boundaries))
+    pool = torch.empty(num_slots, num_heads, D_STATE, HEAD_DIM, dtype=ssm_dtype, device="cuda")
+    return Batch(lengths, tokens, weights, pool, _rows(lengths, boundaries))
+
+
+def _rows(lengths: tuple[int, ...], boundaries: tuple[int, ...]) -> VarlenRows:
+    cu_rows, cu_chunks, chunk_rows, chunk_slots, cu_row_chunks = [0], [0], [], [], [0]
+    slot = len(lengths)
+    for row, length in enumerate(lengths):
+        for end in (*range(CHUNK, length, CHUNK), length):
+            cu_chunks.append(cu_rows[row] + end)
+            chunk_rows.append(row)
+            chunk_slots.append(slot if end in boundaries else PAD_SLOT)
+            slot += end in boundaries
+        cu_rows.append(cu_rows[row] + length)
+        cu_row_chunks.append(len(chunk_rows))
+    columns = (
+        cu_rows,
+        [PAD_SLOT] * len(lengths),
+        list(range(len(lengths))),
+        cu_chunks,
+        chunk_rows,
+        chunk_slots,
+        cu_row_chunks,
+        sorted(range(len(lengths)), key=lambda row: -lengths[row]),
+    )
+    return VarlenRows(*(torch.tensor(column, dtype=torch.int32, device="cuda") for column in columns))
+
+
+def scan_launch(batch: Batch) -> Launch:
+    """Return our scan, in the form that it chooses."""
+    return lambda: ssd_scan(batch.tokens, batch.weights, batch.pool, batch.rows, CHUNK)
+
+
+def form_launch(batch: Batch, tiling: HopperTiling | None) -> Launch:
+    """Return our scan in one form."""
+    shape = tile_shape(CHUNK)
+    assert shape is not None
+    return lambda: scan_tiles(batch.tokens, batch.weights, batch.pool, batch.rows, shape, tiling)
+
+
+def peer_launches(batch: Batch) -> list[Launch]:
+    """Return mamba-ssm's scan of the same tokens with each of its chunk sizes; none where it is not installed."""
+    scan = peer_function("ssd_combined", "mamba_chunk_scan_combined")
+    if scan is None:
+        return []
+    num_rows = len(batch.lengths) if len(set(batch.lengths)) == 1 else 1
+    x, dt, B, C = (
+        t.unflatten(0, (num_rows, -1)) for t in (batch.tokens.x, batch.tokens.dt, batch.tokens.B, batch.tokens.C)
+    )
+    A = -torch.exp(batch.weights.A_log)
+    seq_idx = None
+    if num_rows == 1 and len(batch.lengths) > 1:
+        lengths = torch.tensor(batch.lengths, device="cuda")
+        seq_idx = torch.arange(len(batch.lengths), device="cuda", dtype=torch.int32).repeat_interleave(lengths)[None]
+
+    def launch(chunk_size: int) -> Launch:
+        return lambda: scan(
+            x, dt, A, B, C, chunk_size, D=batch.weights.D, dt_bias=batch.weights.dt_bias, dt_softplus=True,
+            seq_idx=seq_idx, return_final_states=True,
+        )  # fmt: skip
+
+    return [launch(chunk_size) for chunk_size in PEER_CHUNKS]
+
+
+def ns_per_token(batch: Batch, launch: Launch) -> float:
+    """Return the time of a launch by the batch's tokens."""
+    return launch_us([launch], GUESSED_NS * batch.num_tokens / 1000) * 1000 / batch.num_tokens
+
+
+def measure() -> Iterator[Figure]:
+    """Yield both scans of each case."""
+    for model, num_heads in HEADS.items():
+        for case, lengths in CASES.items():
+            batch = make_batch(num_heads, lengths)
+            yield Figure(model, case, "ours", ns_per_token(batch, scan_launch(batch)))
+            if case in SWEPT_CASES:
+                yield Figure(model, case, "portable", ns_per_token(batch, form_launch(batch, None)))
+            peers = [ns_per_token(batch, launch) for launch in peer_launches(batch)]
+            if peers:
+                yield Figure(model, case, "mamba-ssm", min(peers))
+            del batch
+
+
+def measure_boundaries() -> Iterator[Figure]:
+    """Yield our scan of 4k prompts with and without boundary states, of both dtypes."""
+    for model, num_heads in HEADS.items():
+        for num_rows in (1, 8):
+            for dtype in (torch.float32, torch.bfloat16):
+                for name, boundaries in BOUNDARIES.items():
+                    batch = make_batch(num_heads, (4096,) * num_rows, boundaries, dtype)
+                    case = f"{num_rows} x 4k, {str(dtype).removeprefix('torch.')} states"
+                    yield Figure(model, case, name, ns_per_token(batch, scan_launch(batch)))
+                    del batch
+
+
+def sweep() -> Iterator[Figure]:
+    """Yield every form of our scan."""
+    for model, num_heads in HEADS.items():
+        for case in SWEPT_CASES:
+            batch = make_batch(num_heads, CASES[case])
+            for tiling in TILINGS:
+                name = f"{tiling.heads} x {tiling.channels}, {tiling.num_stages} stages" if tiling else "portable"
+                yield Figure(model, case, name, ns_per_token(batch, form_launch(batch, tiling)))
+
+
+def table(figures: list[Figure]) -> str:
+    """Return the figures as Markdown, a line for each model and case."""
+    forms = list(dict.fromkeys(figure.form for figure in figures))
+    found = {(figure.model, figure.case, figure.form): figure.ns for figure in figures}
+    with_ratio = "mamba-ssm" in forms
+    lines = [f"| model | case | {' | '.join(forms)} |{' mamba-ssm / ours |' if with_ratio else ''}"]
+    lines.append("|---|---|" + "---:|" * (len(forms) + with_ratio))
+    for model, case in dict.fromkeys((figure.model, figure.case) for figure in figures):
+        values = [found.get((model, case, form)) for form in forms]
+        cells = [f"{value:.1f}" if value is not None else "" for value in values]
+        if with_ratio:
+            cells.append(f"{found[model, case, 'mamba-ssm'] / found[model, case, 'ours']:.2f}")
+        lines.append(f"| {model} | {case} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description="Measure the prefill scan.")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--sweep", action="store_true", help="measure every form of our scan instead")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    groups = [list(sweep())] if arguments.sweep else [list(measure()), list(measure_boundaries())]
+    print("Nanoseconds a token and layer.\n")
+    print("\n\n".join(table(figures) for figures in groups))
+    if arguments.json:
+        figures = [asdict(figure) for group in groups for figure in group]
+        arguments.json.write_text(json.dumps({"machine": describe_machine(), "figures": figures}, indent=2))
+
+
+if __name__ == "__main__":
+    main()

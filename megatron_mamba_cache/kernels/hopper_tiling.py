@@ -1,0 +1,40 @@
+"""How the scan on Hopper GPUs is cut over the device."""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from .ssm_inputs import SSMTokens
+
+
+@dataclass(frozen=True, slots=True)
+class HopperTiling:
+    """One way to cut the scan; every one gives the same bits.
+
+    Args:
+        heads: Heads of a program, 1 or 2; two share their group's tiles of B and C.
+        channels: Channels of a head that a program takes, a power of two from 16 on.
+        num_stages: Tiles on their way to a program at once, at least 2.
+    """
+
+    heads: int
+    channels: int
+    num_stages: int
+
+
+def choose_tiling(tokens: SSMTokens, num_rows: int) -> HopperTiling:
+    """Return the fastest way to scan so many rows: few rows have to be spread, many share what they read."""
+    num_heads, head_dim = tokens.x.shape[1:]
+    num_groups = tokens.B.shape[1]
+    multiprocessors = _num_multiprocessors(tokens.x.device)
+    if num_rows * num_heads >= 2 * multiprocessors and num_heads // num_groups % 2 == 0:
+        return HopperTiling(heads=2, channels=head_dim, num_stages=2)
+    if 2 * num_rows * num_heads <= multiprocessors:
+        return HopperTiling(heads=1, channels=head_dim // 2, num_stages=3)
+    return HopperTiling(heads=1, channels=head_dim, num_stages=3)
+
+
+@cache
+def _num_multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
