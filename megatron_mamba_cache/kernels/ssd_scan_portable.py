@@ -145,7 +145,7 @@ def _scan_kernel(
     behind_whole = tl.maximum(first_whole, (high - begin) // LENGTH)
     if LENGTH < WIDTH:
         behind_whole = first_whole
-    for k in range(0, first_whole):
+    for k in tl.range(0, first_whole, num_stages=1):
         state = _advance_partly(
             state, packed, decays, skip, head, group, begin, low, tl.minimum(high, begin + LENGTH),
             HEADS, HEAD_DIM, D_STATE, WIDTH, PRECISION,
@@ -159,7 +159,7 @@ def _scan_kernel(
         y, state = _advance(state, x, B, C, decays + k * (2 * WIDTH), skip, PRECISION)
         y_tiles.store([token, head * HEAD_DIM], y.to(packed.y.dtype.element_ty))
         _store_state(states, slot_stride, tl.load(tile_slots + k), state)
-    for k in range(behind_whole, num_row_tiles):
+    for k in tl.range(behind_whole, num_row_tiles, num_stages=1):
         token = begin + k * LENGTH
         state = _advance_partly(
             state, packed, decays + k * (2 * WIDTH), skip, head, group, token, token, tl.minimum(high, token + LENGTH),
