@@ -133,7 +133,7 @@ def _tiles_kernel(
     step = tl.where(inside[:, None], step, 0.0)  # [WIDTH, HEADS_AT_A_TIME]
     rate = -tl.exp(tl.load(A_log + head, mask=has_head, other=0.0).to(tl.float32)) * _LOG2_E
     decay = tl.cumsum(step * rate[None, :], axis=0)
-    gain = tl.where(step > 0, tl.log2(step), float("-inf")) - decay
+    gain = tl.where(step > 0, tl.log2(tl.where(step > 0, step, 1.0)), float("-inf")) - decay
     place = (head[None, :].to(tl.int64) * num_tiles + tile) * (2 * WIDTH) + tl.arange(0, WIDTH)[:, None]
     tl.store(decays + place, decay, mask=has_head[None, :])
     tl.store(decays + place + WIDTH, gain, mask=has_head[None, :])

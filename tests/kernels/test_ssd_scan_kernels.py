@@ -1,0 +1,355 @@
+"""The scan's kernels compute the recurrence, whatever the packing, and resume bit for bit.
+
+The portable kernel runs compiled and interpreted; the Hopper kernel in every tiling where there is such a GPU.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_mamba_cache.kernels import ssd_scan_portable, ssd_tiles
+from megatron_mamba_cache.kernels.hopper_tiling import HopperTiling
+from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED, launches_kernel
+from megatron_mamba_cache.kernels.ssd_scan import scan_tiles, ssd_scan, ssd_scan_ref
+from megatron_mamba_cache.kernels.ssd_tiles import tile_shape
+from megatron_mamba_cache.kernels.ssm_inputs import SSMTokens, SSMWeights
+from megatron_mamba_cache.kernels.varlen_rows import PAD_SLOT, VarlenRows
+from tests.kernels.kernel_stand_ins import CountedKernel
+from tests.kernels.packed_rows import (
+    RowSpec,
+    assert_untouched,
+    pack_rows,
+    poisoned_pool,
+    row_slices,
+    same_bits,
+    written_slots,
+)
+from tests.kernels.ssm_steps import SSMShape, SSMSteps, random_steps
+
+SMALL = SSMShape(heads=4, head_dim=16, d_state=32, groups=2)
+LARGE = SSMShape(heads=8, head_dim=64, d_state=128, groups=2)
+NUM_SLOTS = 13
+TILINGS = [HopperTiling(heads, channels, stages) for heads in (1, 2) for channels in (32, 64) for stages in (2, 3)]
+Scan = Callable[[SSMTokens, SSMWeights, Tensor, VarlenRows, int], Tensor]
+IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+on_hopper = [pytest.mark.gpu, pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def counted_kernel() -> Iterator[CountedKernel]:
+    with pytest.MonkeyPatch.context() as patch:
+        counted = CountedKernel(ssd_scan_portable._scan_kernel)
+        patch.setattr(ssd_scan_portable, "_scan_kernel", counted)
+        yield counted
+
+
+@pytest.fixture(autouse=True)
+def only_where_kernels_run(device: str) -> None:
+    if not launches_kernel(torch.empty(0, device=device)):
+        pytest.skip("kernels neither compile nor are interpreted here; test_interpreted runs this file again")
+
+
+def scan_with(tiling: HopperTiling | None) -> Scan:
+    """Return the scan in one form."""
+
+    def scan(tokens: SSMTokens, weights: SSMWeights, pool: Tensor, rows: VarlenRows, chunk_size: int) -> Tensor:
+        shape = tile_shape(chunk_size)
+        assert shape is not None
+        return scan_tiles(tokens, weights, pool, rows, shape, tiling)
+
+    return scan
+
+
+def specs_of(chunk: int) -> list[RowSpec]:
+    return [
+        RowSpec(chunk - 1, final=0),
+        RowSpec(chunk, initial=1, start=chunk, final=1),
+        RowSpec(chunk + 1, final=2, boundaries={chunk: 3}),
+        RowSpec(0, start=5, initial=11, final=4),
+        RowSpec(1, start=13, initial=11, final=5),
+        RowSpec(3 * chunk + 2, start=5, initial=11, final=6, boundaries={chunk: 7, 2 * chunk: 8, 3 * chunk: 9}),
+        RowSpec(2, start=4),
+        RowSpec(2 * chunk, start=2 * chunk, initial=11, boundaries={4 * chunk: 10}),
+    ]
+
+
+def make_pool(shape: SSMShape, dtype: torch.dtype, device: str, filled: Sequence[int] = ()) -> Tensor:
+    return poisoned_pool((NUM_SLOTS, *shape.state), dtype, device, filled)
+
+
+def num_tokens(specs: Sequence[RowSpec]) -> int:
+    return sum(spec.length for spec in specs)
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30))
+
+
+def check_against_recurrence(scan: Scan, specs: list[RowSpec], chunk: int, steps: SSMSteps, tolerance: float) -> None:
+    device = str(steps.tokens.x.device)
+    shape = SSMShape(*steps.tokens.x.shape[1:], steps.tokens.B.shape[2], steps.tokens.B.shape[1])
+    pool = make_pool(shape, torch.float32, device, filled=(1, 11))
+    before = pool.clone()
+    y = scan(steps.tokens, steps.weights, pool, pack_rows(specs, chunk, device, num_padding=2), chunk)
+    for spec, tokens in zip(specs, row_slices(specs), strict=True):
+        initial = before[spec.initial] if spec.initial != PAD_SLOT else torch.zeros_like(before[0])
+        expected, states = steps[tokens].recurrence(initial)
+        assert relative_error(y[tokens], expected) <= tolerance
+        for position, slot in [(spec.start + spec.length, spec.final), *spec.boundaries.items()]:
+            if slot != PAD_SLOT:
+                assert relative_error(pool[slot], states[position - spec.start]) <= tolerance
+    assert (y[num_tokens(specs) :] == 0).all()
+    assert_untouched(before, pool, written_slots(specs))
+
+
+@pytest.mark.parametrize("chunk", [8, 16, 48, 64, 128])
+@pytest.mark.parametrize("order", [1, -1])
+def test_float32_rows_follow_the_recurrence(chunk: int, order: int, device: str, counted_kernel: CountedKernel) -> None:
+    torch.manual_seed(chunk)
+    specs = specs_of(chunk)[::order]
+    launched = counted_kernel.launches
+    check_against_recurrence(ssd_scan, specs, chunk, random_steps(num_tokens(specs) + 3, device, SMALL), 1e-5)
+    assert counted_kernel.launches == launched + 1
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("limits", [(0.0, float("inf")), (0.3, 0.9)])
+def test_groups_and_time_step_limits(groups: int, limits: tuple[float, float], device: str) -> None:
+    torch.manual_seed(groups)
+    specs = specs_of(16)
+    steps = random_steps(num_tokens(specs), device, replace(SMALL, groups=groups), dt_limit=limits)
+    check_against_recurrence(ssd_scan, specs, 16, steps, 1e-5)
+
+
+def test_heads_beyond_a_multiple_of_eight(device: str) -> None:
+    torch.manual_seed(0)
+    specs = specs_of(16)[:3]
+    shape = SSMShape(heads=11, head_dim=16, d_state=16, groups=1)
+    check_against_recurrence(ssd_scan, specs, 16, random_steps(num_tokens(specs) + 1, device, shape), 1e-5)
+
+
+def test_views_of_wider_rows_are_scanned_in_place(device: str) -> None:
+    torch.manual_seed(3)
+    specs = specs_of(16)
+    steps = random_steps(num_tokens(specs), device, SMALL)
+    t = steps.tokens
+    wide = torch.cat([t.x.flatten(1), t.B.flatten(1), t.C.flatten(1)], dim=1)
+    x, B, C = wide.split([t.x[0].numel(), t.B[0].numel(), t.C[0].numel()], dim=1)
+    dt = torch.cat([t.dt, t.dt], dim=1)[:, : t.dt.shape[1]]
+    views = SSMTokens(x.view(t.x.shape[0], 4, 16), dt, B.unflatten(1, (2, 32)), C.unflatten(1, (2, 32)))
+    rows, pools = pack_rows(specs, 16, device), [make_pool(SMALL, torch.float32, device, (1, 11))]
+    pools.append(pools[0].clone())
+    y, y_views = (ssd_scan(s, steps.weights, pool, rows, 16) for s, pool in zip((t, views), pools, strict=True))
+    assert same_bits(y, y_views) and same_bits(*pools)
+
+
+FORMS = [
+    pytest.param(None, SMALL, 16, torch.float32, id="portable-float32"),
+    pytest.param(None, SMALL, 16, torch.bfloat16, id="portable-bfloat16"),
+    pytest.param(None, SMALL, 128, torch.float32, id="portable-128"),
+    *(
+        pytest.param(tiling, LARGE, 128, torch.bfloat16, marks=on_hopper, id=f"hopper-{tiling.heads}-{tiling.channels}")
+        for tiling in TILINGS[1::2]
+    ),
+]
+
+
+@pytest.mark.parametrize(("tiling", "shape", "chunk", "dtype"), FORMS)
+@pytest.mark.parametrize("neighbours", [([], []), ([3, 200], []), ([1], [37, 0, 1])])
+def test_resumed_at_every_boundary_is_bit_equal(
+    tiling: HopperTiling | None,
+    shape: SSMShape,
+    chunk: int,
+    dtype: torch.dtype,
+    neighbours: tuple[list[int], list[int]],
+    device: str,
+) -> None:
+    if tiling and device == "cpu":
+        pytest.skip("a Hopper kernel")
+    torch.manual_seed(chunk)
+    scan = scan_with(tiling)
+    length = 3 * chunk + 5
+    steps = random_steps(length, device, shape).cast(dtype)
+    slots = {position: position // chunk for position in range(chunk, length, chunk)}
+    whole = make_pool(shape, torch.float32, device)
+    rows = pack_rows([RowSpec(length, final=0, boundaries=slots)], chunk, device)
+    expected = scan(steps.tokens, steps.weights, whole, rows, chunk)
+    before, behind = ([RowSpec(n) for n in lengths] for lengths in neighbours)
+    for cut, cut_slot in slots.items():
+        pool = make_pool(shape, torch.float32, device)
+        pool[cut_slot] = whole[cut_slot]
+        later = {position: slot for position, slot in slots.items() if position > cut}
+        specs = [*before, RowSpec(length - cut, cut, cut_slot, 0, later), *behind]
+        others = [[random_steps(s.length, device, shape).cast(dtype) for s in side] for side in (before, behind)]
+        packed = steps[cut:].joined_with(*others)
+        y = scan(packed.tokens, packed.weights, pool, pack_rows(specs, chunk, device), chunk)
+        assert same_bits(y[row_slices(specs)[len(before)]], expected[cut:])
+        assert all(same_bits(pool[slot], whole[slot]) for slot in [0, *later.values()])
+
+
+@pytest.mark.parametrize(("tiling", "shape", "chunk", "dtype"), FORMS)
+def test_what_neighbours_hold_does_not_matter(
+    tiling: HopperTiling | None, shape: SSMShape, chunk: int, dtype: torch.dtype, device: str
+) -> None:
+    if tiling and device == "cpu":
+        pytest.skip("a Hopper kernel")
+    torch.manual_seed(1)
+    length = chunk + 5
+    clean, poison = (random_steps(n, device, shape).cast(dtype) for n in (length, 3))
+    poison.poison(slice(None))
+    packed = clean.joined_with([poison], [poison, clean, poison])
+    specs = [RowSpec(3), RowSpec(length, final=0), RowSpec(3, final=1), RowSpec(length, final=2)]
+    pool = make_pool(shape, torch.float32, device)
+    y = scan_with(tiling)(packed.tokens, packed.weights, pool, pack_rows(specs, chunk, device, 2), chunk)
+    first, second = y[3 : 3 + length], y[6 + length : 6 + 2 * length]
+    assert first.isfinite().all() and pool[0].isfinite().all()
+    assert same_bits(first, second) and same_bits(pool[0], pool[2])
+    assert (y[6 + 2 * length :] == 0).all()
+
+
+@pytest.mark.parametrize(("tiling", "shape", "chunk", "dtype"), FORMS)
+def test_pool_of_bf16_holds_rounded_states_and_carries_exact_ones(
+    tiling: HopperTiling | None, shape: SSMShape, chunk: int, dtype: torch.dtype, device: str
+) -> None:
+    if tiling and device == "cpu":
+        pytest.skip("a Hopper kernel")
+    torch.manual_seed(2)
+    specs = specs_of(chunk)
+    steps = random_steps(num_tokens(specs), device, shape).cast(dtype)
+    rounded = make_pool(shape, torch.bfloat16, device, (1, 11))
+    exact = rounded.float()
+    rows = pack_rows(specs, chunk, device)
+    y_rounded, y_exact = (
+        scan_with(tiling)(steps.tokens, steps.weights, pool, rows, chunk) for pool in (rounded, exact)
+    )
+    assert same_bits(y_rounded, y_exact)
+    written = sorted(written_slots(specs))
+    assert same_bits(rounded[written], exact[written].bfloat16())
+
+
+@pytest.mark.parametrize("pool_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tiling", [pytest.param(t, marks=on_hopper) for t in TILINGS])
+def test_hopper_kernel_gives_the_bits_of_the_portable_one(tiling: HopperTiling, pool_dtype: torch.dtype) -> None:
+    torch.manual_seed(5)
+    specs = specs_of(256)
+    steps = random_steps(num_tokens(specs) + 7, "cuda", LARGE).cast(torch.bfloat16)
+    rows = pack_rows(specs, 256, "cuda", num_padding=3)
+    portable = make_pool(LARGE, pool_dtype, "cuda", (1, 11))
+    hopper = portable.clone()
+    expected = scan_with(None)(steps.tokens, steps.weights, portable, rows, 256)
+    y = scan_with(tiling)(steps.tokens, steps.weights, hopper, rows, 256)
+    assert same_bits(y, expected) and same_bits(hopper, portable)
+
+
+@pytest.mark.parametrize("tiling", [None, *(pytest.param(t, marks=on_hopper) for t in TILINGS[-1:])])
+def test_bf16_rows_are_as_near_to_the_recurrence_as_bf16_allows(tiling: HopperTiling | None, device: str) -> None:
+    if tiling and device == "cpu":
+        pytest.skip("a Hopper kernel")
+    torch.manual_seed(6)
+    specs = specs_of(64)
+    steps = random_steps(num_tokens(specs), device, LARGE if tiling else SMALL).cast(torch.bfloat16)
+    check_against_recurrence(scan_with(tiling), specs, 64, steps, 4e-3)
+
+
+def test_sizes_that_kernels_do_not_take_go_to_the_twin(device: str, counted_kernel: CountedKernel) -> None:
+    launched = counted_kernel.launches
+    for shape, chunk in [(SSMShape(4, 5, 7, 2), 8), (SMALL, 80)]:
+        torch.manual_seed(7)
+        specs = specs_of(chunk)
+        check_against_recurrence(ssd_scan, specs, chunk, random_steps(num_tokens(specs), device, shape), 2e-5)
+    assert counted_kernel.launches == launched
+
+
+def test_step_without_rows_touches_nothing(device: str) -> None:
+    pool = make_pool(SMALL, torch.float32, device)
+    before = pool.clone()
+    for length, num_padding in [(0, 0), (0, 2), (3, 2)]:
+        steps = random_steps(length, device, SMALL)
+        y = ssd_scan(steps.tokens, steps.weights, pool, pack_rows([], 16, device, num_padding=num_padding), 16)
+        assert y.shape == steps.tokens.x.shape and (y == 0).all()
+    assert same_bits(before, pool)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available() or INTERPRETED, reason="counts compilations")
+def test_nothing_compiles_again_when_rows_lengths_or_boundaries_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton import knobs
+
+    compiled: list[str] = []
+    shape, chunk = (LARGE, 128) if IS_HOPPER else (SMALL, 128)
+
+    def scan(specs: list[RowSpec], num_padding: int = 0) -> None:
+        steps = random_steps(num_tokens(specs), "cuda", shape).cast(torch.bfloat16)
+        pool = make_pool(shape, torch.float32, "cuda", (1, 11))
+        for tiling in (None, *(TILINGS if IS_HOPPER else ())):
+            rows = pack_rows(specs, chunk, "cuda", num_padding=num_padding)
+            scan_with(tiling)(steps.tokens, steps.weights, pool, rows, chunk)
+
+    scan([RowSpec(200, final=0)])
+    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **event: compiled.append(str(event["repr"])))
+    scan([RowSpec(1, final=0)])
+    scan([RowSpec(16, final=0), RowSpec(17, initial=1)])
+    scan(specs_of(chunk), num_padding=2)
+    scan([RowSpec(chunk * 4, final=2, boundaries={chunk: 3})] * 1)
+    assert compiled == []
+
+
+def test_tiles_of_a_row_are_numbered_consecutively_and_cut_at_absolute_positions(device: str) -> None:
+    chunk, shape = 128, SMALL
+    specs = [
+        RowSpec(3 * chunk + 2, start=5, boundaries={chunk: 7}),
+        RowSpec(70, start=300),
+        RowSpec(chunk, start=chunk),
+    ]
+    steps = random_steps(num_tokens(specs), device, shape)
+    rows = pack_rows(specs, chunk, device)
+    cut = tile_shape(chunk)
+    assert cut is not None and cut.per_chunk == 2
+    y = torch.full_like(steps.tokens.x, 1.0)
+    tiles = ssd_tiles.cut_tiles(steps.tokens, steps.weights, rows, cut, y)
+    # Tokens of 5..64, 64..128 | ..192, ..256 | ..320, ..384 | ..388 ; 300..364, ..370 ; 128..192, ..256
+    whole = [row * 2 + tile for row, tile in [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0)]]
+    dt = steps.weights.time_steps(steps.tokens.dt, torch.float64)
+    rate = steps.weights.decay(torch.float64)
+    for tile, (first, last) in zip(
+        whole, [(0, 59), (59, 123), (123, 187), (187, 251), (251, 315), (315, 379), (379, 386)], strict=True
+    ):
+        total = (dt[first:last].sum(0) * rate) / torch.log(torch.tensor(2.0, dtype=torch.float64))
+        torch.testing.assert_close(tiles.decays[:, tile, 0, -1].double(), total, rtol=1e-5, atol=1e-5)
+    assert tiles.slots[1] == 7 and (y == 1).all()
+
+
+def test_arguments_that_disagree_are_refused_by_name(device: str) -> None:
+    steps = random_steps(20, device, SMALL)
+    rows, pool = pack_rows([RowSpec(20)], 16, device), make_pool(SMALL, torch.float32, device)
+    tokens, weights = steps.tokens, steps.weights
+    cases = [
+        (replace(tokens, dt=tokens.dt[:, :3]), weights, pool, "dt"),
+        (replace(tokens, C=tokens.C[:, :1]), weights, pool, "B, C"),
+        (tokens, replace(weights, D=weights.D[:2]), pool, "need D of 4 heads"),
+        (tokens, weights, pool.transpose(2, 3), "ssm_pool"),
+        (tokens, weights, pool[:, :, :, :8], "ssm_pool"),
+        (replace(tokens, x=tokens.x.double()), weights, pool, "one dtype"),
+        (replace(tokens, B=tokens.B.transpose(1, 2).contiguous().transpose(1, 2)), weights, pool, "contiguous"),
+    ]
+    for bad_tokens, bad_weights, bad_pool, message in cases:
+        with pytest.raises(ValueError, match=message):
+            ssd_scan(bad_tokens, bad_weights, bad_pool, rows, 16)
+
+
+def test_twin_and_kernel_agree(device: str) -> None:
+    torch.manual_seed(9)
+    specs = specs_of(32)
+    steps = random_steps(num_tokens(specs), device, SMALL)
+    rows = pack_rows(specs, 32, device)
+    pools = [make_pool(SMALL, torch.float32, device, (1, 11))]
+    pools.append(pools[0].clone())
+    y, expected = (
+        scan(steps.tokens, steps.weights, pool, rows, 32)
+        for scan, pool in zip((ssd_scan, ssd_scan_ref), pools, strict=True)
+    )
+    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(pools[0], pools[1], rtol=1e-4, atol=1e-4, equal_nan=True)
