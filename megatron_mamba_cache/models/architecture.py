@@ -26,7 +26,11 @@ ACTIVATIONS = {"relu2": squared_relu, "silu": F.silu, "gelu": F.gelu}
 
 @dataclass(frozen=True, slots=True)
 class MambaShape:
-    """Sizes of the Mamba2 mixers."""
+    """Sizes of the Mamba2 mixers.
+
+    Args:
+        gated_norm_eps: Of the norm at a mixer's end; None: the model's.
+    """
 
     num_heads: int
     head_dim: int
@@ -36,6 +40,7 @@ class MambaShape:
     d_conv: int = 4
     conv_bias: bool = True
     time_step_limit: tuple[float, float] = (0.0, math.inf)
+    gated_norm_eps: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +135,7 @@ def build_hybrid_model(architecture: HybridArchitecture, dtype: torch.dtype) -> 
         conv_bias=mamba.conv_bias,
         time_step_limit=mamba.time_step_limit,
         norm_eps=architecture.norm_eps,
+        gated_norm_eps=mamba.gated_norm_eps,
         num_experts=architecture.experts.num_experts if architecture.experts else None,
         input_multiplier=architecture.input_multiplier,
         residual_multiplier=architecture.residual_multiplier,

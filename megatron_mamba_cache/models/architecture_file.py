@@ -28,14 +28,9 @@ def read_architecture(directory: Path) -> HybridArchitecture:
     """Read the file of a directory.
 
     Raises:
-        ValueError: Naming the file, if it is missing or damaged, and the field that is missing or of a wrong type.
+        ValueError: Naming the file, if it cannot be read, and the field that is missing or of a wrong type.
     """
     path = directory / ARCHITECTURE_FILE
-    if not path.exists():
-        raise ValueError(
-            f"cannot read {path}: No such file or directory; a checkpoint is loaded with the architecture that "
-            "save_megatron_checkpoint writes beside it"
-        )
     fields = CheckpointConfig(read_json_object(path), str(path))
     return HybridArchitecture(
         pattern=fields.text("pattern"),
@@ -64,6 +59,7 @@ def _mamba(fields: CheckpointConfig) -> MambaShape:
         d_conv=fields.integer("d_conv", 4),
         conv_bias=fields.flag("conv_bias", True),
         time_step_limit=fields.limits("time_step_limit"),
+        gated_norm_eps=fields.number("gated_norm_eps") if fields.has("gated_norm_eps") else None,
     )
 
 

@@ -55,6 +55,13 @@ class CheckpointConfig:
             raise self._wrong(name, value, "a positive number")
         return float(value)
 
+    def share(self, name: str, default: float = _REQUIRED) -> float:
+        """Return a field that is a number from 0 to 1."""
+        value = self._get(name, default)
+        if type(value) not in (int, float) or not 0 <= value <= 1:
+            raise self._wrong(name, value, "a number from 0 to 1")
+        return float(value)
+
     def flag(self, name: str, default: bool = _REQUIRED) -> bool:
         """Return a field that is true or false."""
         value = self._get(name, default)
