@@ -43,9 +43,9 @@ def read_architecture(directory: Path) -> HybridArchitecture:
         feed_forward=_feed_forward(fields.section("feed_forward")),
         experts=_experts(fields.section("experts")) if fields.has("experts") else None,
         tie_embeddings=fields.flag("tie_embeddings", False),
-        input_multiplier=fields.number("input_multiplier", 1.0),
-        residual_multiplier=fields.number("residual_multiplier", 1.0),
-        output_multiplier=fields.number("output_multiplier", 1.0),
+        input_multiplier=fields.factor("input_multiplier", 1.0),
+        residual_multiplier=fields.factor("residual_multiplier", 1.0),
+        output_multiplier=fields.factor("output_multiplier", 1.0),
     )
 
 

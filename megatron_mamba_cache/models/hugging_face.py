@@ -68,14 +68,18 @@ def _directory_of(source: str | Path) -> Path:
         return directory
     if directory.is_absolute() or str(source).count("/") != 1:
         raise ValueError(f"{source} is no directory; give a Hugging Face model directory, or a hub name as OWNER/NAME")
+    missing = f"{source} is no directory in {Path.cwd()}"
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
-        raise ValueError(f"{source} is no directory, and huggingface_hub, which could fetch it, is missing") from error
+        raise ValueError(
+            f"{missing}, and huggingface_hub, which could fetch a model of that name, is not installed"
+        ) from error
     try:
         return Path(snapshot_download(str(source), allow_patterns=_FETCHED))
     except (OSError, ValueError) as error:  # huggingface_hub's errors are of these kinds
-        raise ValueError(f"{source} is no directory, and huggingface_hub cannot fetch it: {error}") from error
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{missing}, and huggingface_hub cannot fetch a model of that name: {reason}") from error
 
 
 def _with_own_output(architecture: HybridArchitecture, files: SafetensorsFiles) -> HybridArchitecture:

@@ -16,6 +16,8 @@ from tests.models.tiny_checkpoints import FAMILIES
 
 NEVER_RIGHT: tuple[Any, ...] = ("x", -1, "", -1.5, [None], [[1]], {"x": {}}, float("nan"), float("-inf"), 1e400)
 SOMETIMES_RIGHT: tuple[Any, ...] = ([], {}, None, True, False, 0, 1.5)
+FACTORS = {"embedding_multiplier", "residual_multiplier", "logits_scaling"}
+"""Fields that are negative numbers in no known model, and compute all the same."""
 OBJECTS = {"rope_parameters", "rope_scaling"}
 ROTARY = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
 
@@ -69,6 +71,8 @@ def test_every_field_is_refused_with_a_value_of_no_sense_before_a_model_is_begun
         for value in NEVER_RIGHT:
             if name in OBJECTS and isinstance(value, dict):
                 continue  # fields that mean nothing
+            if name in FACTORS and value in (-1, -1.5):
+                continue
             set_fields(directory, **{name: value})
             refusal = refusal_of(directory)
             assert refusal is not None, (name, value)
@@ -149,4 +153,23 @@ def test_time_step_limit_that_is_no_pair_of_ascending_numbers_is_refused(
     set_fields(directory, time_step_limit=limit)
     said = f"time_step_limit={limit!r}, but must be a pair of ascending numbers from 0 on"
     assert refusal_of(directory) == f"{directory / 'config.json'}: {said}"
+    assert not begun
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_absurd_sizes_are_refused_by_their_names(
+    family: str, checkpoints: dict[str, Path], tmp_path: Path, begun: list[str]
+) -> None:
+    directory = copy_of(checkpoints[family], tmp_path)
+    config = directory / "config.json"
+    content, fields = config.read_text(), json.loads(config.read_text())
+    sizes = [name for name in fields_read(directory) - {"n_shared_experts"} if type(fields.get(name)) is int]
+    assert {"hidden_size", "vocab_size", "num_attention_heads"} <= set(sizes)
+    for name in sizes:
+        for value in (2**24 + 1, 10**13, 10**30):
+            set_fields(directory, **{name: value})
+            assert refusal_of(directory) == f"{config}: {name}={value}, but must be an integer from " + (
+                f"{0 if name == 'num_local_experts' else 1} to {2**24}"
+            )
+            config.write_text(content)
     assert not begun
