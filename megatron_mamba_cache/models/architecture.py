@@ -1,7 +1,7 @@
 """A hybrid model's architecture in one value, and the Megatron model it describes."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,7 @@ from torch import Tensor
 from ..mcore.local_spec import LocalSpecOptions, local_hybrid_spec
 from ..mcore.process_groups import initialize_single_process
 from ..mcore.specs import check_layer_pattern
+from .memory_errors import largest_sizes_named
 
 
 def squared_relu(x: Tensor) -> Tensor:
@@ -122,6 +123,7 @@ def build_hybrid_model(architecture: HybridArchitecture, dtype: torch.dtype) -> 
     Raises:
         ValueError: If the layer pattern has an unknown symbol, or no Mamba or attention layer, if heads cannot be
             shared out to their groups, or the model to the ranks.
+        MemoryError: Naming the largest sizes, if the weights do not fit in memory.
     """
     check_layer_pattern(architecture.pattern)
     _check_heads(architecture)
@@ -141,18 +143,19 @@ def build_hybrid_model(architecture: HybridArchitecture, dtype: torch.dtype) -> 
         residual_multiplier=architecture.residual_multiplier,
         output_multiplier=architecture.output_multiplier,
     )
-    model = MambaModel(
-        transformer_config(architecture, dtype),
-        local_hybrid_spec(options),
-        vocab_size=architecture.vocab_size,
-        max_sequence_length=architecture.max_sequence_length,
-        hybrid_override_pattern=architecture.pattern,
-        share_embeddings_and_output_weights=architecture.tie_embeddings,
-        position_embedding_type="none" if rotary_base is None else "rope",
-        rotary_base=rotary_base or 10_000,
-        rotary_percent=architecture.attention.rotary_percent,
-    )
-    return model.to(torch.cuda.current_device()).eval()
+    with largest_sizes_named(asdict(architecture)):
+        model = MambaModel(
+            transformer_config(architecture, dtype),
+            local_hybrid_spec(options),
+            vocab_size=architecture.vocab_size,
+            max_sequence_length=architecture.max_sequence_length,
+            hybrid_override_pattern=architecture.pattern,
+            share_embeddings_and_output_weights=architecture.tie_embeddings,
+            position_embedding_type="none" if rotary_base is None else "rope",
+            rotary_base=rotary_base or 10_000,
+            rotary_percent=architecture.attention.rotary_percent,
+        )
+        return model.to(torch.cuda.current_device()).eval()
 
 
 def transformer_config(architecture: HybridArchitecture, dtype: torch.dtype) -> TransformerConfig:

@@ -43,6 +43,7 @@ def load_hugging_face(source: str | Path, dtype: torch.dtype = torch.bfloat16) -
     Raises:
         ValueError: Naming file and tensor, if anything is missing, damaged, superfluous, of the wrong shape or not
             supported; nothing is returned half-loaded.
+        MemoryError: Naming the configuration, and the largest sizes in it, if the weights do not fit in memory.
     """
     directory = _directory_of(source)
     config = CheckpointConfig.read(directory)
@@ -114,6 +115,8 @@ def _built(architecture: HybridArchitecture, dtype: torch.dtype, directory: Path
         return build_hybrid_model(architecture, dtype)
     except (ValueError, AssertionError) as error:
         raise ValueError(f"{directory / 'config.json'} describes no model that Megatron builds: {error}") from error
+    except MemoryError as error:
+        raise MemoryError(f"{directory / 'config.json'}: {error}") from error
 
 
 def _fill(filler: ModelFiller, files: SafetensorsFiles) -> None:

@@ -68,6 +68,7 @@ def load_megatron_checkpoint(
     Raises:
         ValueError: Naming the file, if something is missing, superfluous or does not fit; nothing is returned
             half-loaded.
+        MemoryError: If the weights do not fit in memory.
     """
     path = weights_directory(Path(directory))
     written = written_architecture(architecture, path, Path(directory))
@@ -78,6 +79,8 @@ def load_megatron_checkpoint(
         model = build_hybrid_model(described.architecture, dtype)
     except (ValueError, AssertionError) as error:
         raise ValueError(f"{described.source} describes no model that Megatron builds: {error}") from error
+    except MemoryError as error:
+        raise MemoryError(f"{described.source}: {error}") from error
     try:
         stored = load_sharded_metadata(str(path))
         wanted = _wanted(model, common, stored)

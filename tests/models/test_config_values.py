@@ -173,3 +173,28 @@ def test_absurd_sizes_are_refused_by_their_names(
             )
             config.write_text(content)
     assert not begun
+
+
+@pytest.mark.parametrize("error", [RuntimeError("[enforce fail] can't allocate memory"), MemoryError()], ids=repr)
+def test_weights_that_no_memory_can_hold_are_refused_by_the_largest_sizes(
+    error: Exception, checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    directory = copy_of(checkpoints["nemotron_h"], tmp_path)
+    set_fields(directory, intermediate_size=2**24)
+    monkeypatch.setattr(architecture, "MambaModel", fail)
+    with pytest.raises(MemoryError, match=f"{directory / 'config.json'}: .* feed_forward.hidden_size={2**24}"):
+        load_hugging_face(directory, torch.float32)
+
+
+def test_another_failure_of_torch_is_not_taken_for_lack_of_memory(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no kernel image")
+
+    monkeypatch.setattr(architecture, "MambaModel", fail)
+    with pytest.raises(RuntimeError, match="no kernel image"):
+        load_hugging_face(checkpoints["nemotron_h"], torch.float32)
