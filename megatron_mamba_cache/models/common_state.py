@@ -1,4 +1,7 @@
-"""What a Megatron checkpoint holds beside its tensors, read without running or importing anything that it names."""
+"""What a Megatron checkpoint holds beside its tensors, read without running or importing what it names.
+
+Classes that torch or Megatron hold to be safe are built; stand-ins take the place of all others.
+"""
 
 import pickle
 from argparse import Namespace

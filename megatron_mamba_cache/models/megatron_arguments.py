@@ -27,7 +27,7 @@ _SUPPORTED: dict[str, tuple[Any, Any]] = {
     "activation_func_clamp_value": (None, None),
     "quick_geglu": (False, False),
     "use_mup": (False, False),
-    "mtp_num_layers": (None, None),
+    "mtp_num_layers": (0, 0),
     "heterogeneous_layers_config_path": (None, None),
 }
 _SUPPORTED_ROTATION: dict[str, tuple[Any, Any]] = {

@@ -14,7 +14,7 @@ _FUSED_NORMS = {
 }
 _TRAINING_STATE = re.compile(
     r"(chained_\d+\.)?optimizer\.|(rng_state|rerun_state_machine_state|opt_param_scheduler|dataloader_state)\b"
-    r"|.*\._extra_state\b"
+    r"|.*\._extra_state\d*\b"
 )
 
 

@@ -1,7 +1,8 @@
 """Loaded checkpoints compute what transformers computes, with the cache on and prompts prefilled in pieces.
 
-Evaluated in float64, both are the same model to many digits. In float32 each rounds on its own, and with large SSM
-chunks transformers' rounding is near the tolerance at times: see `assert_agree`.
+Evaluated in float64, both are the same model to many digits. In float32 each rounds on its own (most of it in linear
+layers, and in rotary angles, which both round alike), and with large SSM chunks transformers' rounding is near the
+tolerance at times: see `assert_agree`.
 """
 
 import warnings

@@ -20,6 +20,7 @@ from megatron_mamba_cache.models.architecture_file import ARCHITECTURE_FILE, wri
 from megatron_mamba_cache.models.checkpoint_writer import InProcessSaveStrategy
 from megatron_mamba_cache.models.hugging_face import LoadedModel
 from megatron_mamba_cache.models.megatron_checkpoint import load_megatron_checkpoint
+from megatron_mamba_cache.models.tensor_names import is_training_state
 from tests.models.served_run import full_sequence_logits
 from tests.models.tensor_parallel_worker import assert_same_weights, some_prompts
 from tests.models.training_checkpoints import ITERATION, random_model, write_training_checkpoint
@@ -78,6 +79,13 @@ def test_a_run_loads_bit_equal_with_the_architecture_of_its_arguments(
     assert_same_weights(given, loaded)
     prompts = some_prompts(architecture.vocab_size)
     assert torch.equal(full_sequence_logits(loaded, prompts), full_sequence_logits(given, prompts))
+
+
+def test_the_gated_norm_has_megatrons_own_epsilon_and_the_others_have_that_of_the_arguments(
+    trained: LoadedModel,
+) -> None:
+    layer = load_megatron_checkpoint(trained.directory, torch.float32).model.decoder.layers[0]
+    assert (layer.norm.eps, layer.mixer.norm.eps) == (1e-4, 1e-5)
 
 
 def test_weights_are_rounded_to_the_dtype_that_is_asked_for(trained: LoadedModel) -> None:
@@ -215,3 +223,24 @@ def test_nothing_that_a_checkpoint_names_is_run(function: Any, tmp_path: Path) -
     except ValueError as refusal:  # torch refuses some modules whatever stands in for them
         assert f"{directory / 'common.pt'} cannot be read" in str(refusal)
     assert not witness.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("optimizer.state.exp_avg.decoder.layers.0.mixer.D", True),
+        ("optimizer.distributed.dp_group_idx_0.param_state/shard_0_1", True),
+        ("chained_0.optimizer.state.fp32_param.output_layer.weight", True),
+        ("rng_state/shard_0.0_1.1", True),
+        ("rerun_state_machine_state/shard_0_1", True),
+        ("decoder.layers.0.mixer.in_proj._extra_state/shard_0_1", True),
+        ("decoder.layers.1.mlp.experts.experts.linear_fc1._extra_state3/shard_0_1", True),
+        ("decoder.layers.0.mixer.D", False),
+        ("mtp.layers.0.weight", False),
+        ("chained_0.weight", False),
+        ("optimizers_choice.weight", False),
+        ("rng_states.weight", False),
+    ],
+)
+def test_only_names_of_a_runs_own_state_are_passed_over(name: str, expected: bool) -> None:
+    assert is_training_state(name) is expected

@@ -28,7 +28,7 @@ CASE_NAMES = [f"{family}-{index}" for family in FAMILIES for index in range(CASE
 LARGE_CHUNKS = {
     "nemotron_h": {64: 0, 128: 7, 256: 2},
     "nemotron_h_moe": {64: 1, 128: 3, 256: 6},
-    "bamba": {64: 4, 128: 9, 256: 14},
+    "bamba": {64: 4, 128: 9, 256: 11},
     "granite": {64: 0, 128: 3, 256: 6},
     "granite_moe": {64: 4, 128: 3, 256: 6},
 }
