@@ -1,6 +1,6 @@
 """How long does an 8B model take to load, in how much memory, and does it generate from a shared prefix?
 
-    PYTHONPATH=. python benchmarks/load_8b.py [--shape 8b|tiny] [--json]
+    PYTHONPATH=. python3 benchmarks/load_8b.py [--shape 8b|tiny] [--json]
 
 Writes a NemotronH directory with random bf16 weights to a temporary folder, loads it in bf16 onto the GPU if there is
 one, and serves requests that share a long prefix. The files were just written, so they come from the page cache.

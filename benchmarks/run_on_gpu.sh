@@ -12,7 +12,7 @@ section() { # section FILE TITLE COMMAND...
     local file=$results/$1.md title=$2 began=$SECONDS status=0
     shift 2
     {
-        printf '# %s\n\nCommand: `%s`\n\n' "$title" "$*"
+        printf '# %s\n\nCommand: `PYTHONPATH=. %s`\n\n' "$title" "$*"
         python3 benchmarks/machine.py
         printf '\n'
     } >"$file"

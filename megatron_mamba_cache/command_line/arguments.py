@@ -131,7 +131,12 @@ def _check_range(arguments: Namespace, name: str, low: float, high: float, allow
 def _add_generate_arguments(parser: ArgumentParser) -> None:
     model = parser.add_argument_group("model").add_mutually_exclusive_group()
     model.add_argument("--hf-model", metavar="DIR", help="Hugging Face model directory")
-    model.add_argument("--load", metavar="DIR", help="Megatron distributed checkpoint directory")
+    model.add_argument(
+        "--load",
+        metavar="DIR",
+        help="Megatron distributed checkpoint directory (torch_dist), written by this package or by Megatron-LM's "
+        "training: of one iteration, or of the run, whose latest is taken",
+    )
     model.add_argument("--random-model", action="store_true", help="a small model with random weights, built here")
     prompts = parser.add_argument_group("prompts and results")
     prompts.add_argument(

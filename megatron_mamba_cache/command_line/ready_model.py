@@ -80,7 +80,8 @@ def load_weights(directory: ModelDirectory, dtype: str, *, flag: str) -> LoadedM
     except (RuntimeError, MemoryError) as error:
         if not _is_out_of_memory(error):
             raise
-        raise UsageError(f"{flag} {directory.path}: {dtype} weights do not fit in memory") from error
+        sizes = f" ({error})" if isinstance(error, MemoryError) and str(error) else ""
+        raise UsageError(f"{flag} {directory.path}: {dtype} weights do not fit in memory{sizes}") from error
 
 
 def _random(dtype: str) -> ReadyModel:

@@ -35,7 +35,8 @@ class LocalSpecOptions:
     Args:
         ssm_chunk_size: Tokens in a tile of the SSM scan; the KV block size is a multiple of it.
         d_conv, conv_bias, time_step_limit: See `CachingMambaMixer`.
-        norm_eps: Of the norms that Megatron builds without asking its config: a Mamba layer's two.
+        norm_eps: Of the norm before a Mamba mixer, which Megatron builds without asking its config.
+        gated_norm_eps: Of the norm at a Mamba mixer's end; None: `norm_eps` too.
         num_experts: Experts of a mixture-of-experts layer; None: there are no such layers.
         input_multiplier, residual_multiplier, output_multiplier: Factors on the embeddings, on what each layer adds to
             the residual, and on the final hidden states (so, on the logits).
@@ -46,6 +47,7 @@ class LocalSpecOptions:
     conv_bias: bool = True
     time_step_limit: tuple[float, float] = (0.0, math.inf)
     norm_eps: float = 1e-5
+    gated_norm_eps: float | None = None
     num_experts: int | None = None
     input_multiplier: float = 1.0
     residual_multiplier: float = 1.0
@@ -136,7 +138,7 @@ def _mixer(options: LocalSpecOptions) -> ModuleSpec:
             "chunk_size": options.ssm_chunk_size,
             "d_conv": options.d_conv,
             "conv_bias": options.conv_bias,
-            "norm_eps": options.norm_eps,
+            "norm_eps": options.norm_eps if options.gated_norm_eps is None else options.gated_norm_eps,
             "time_step_limit": options.time_step_limit,
         },
         submodules=MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear),

@@ -1,7 +1,7 @@
 """A hybrid model's architecture in one value, and the Megatron model it describes."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,7 @@ from torch import Tensor
 from ..mcore.local_spec import LocalSpecOptions, local_hybrid_spec
 from ..mcore.process_groups import initialize_single_process
 from ..mcore.specs import check_layer_pattern
+from .memory_errors import largest_sizes_named
 
 
 def squared_relu(x: Tensor) -> Tensor:
@@ -26,7 +27,11 @@ ACTIVATIONS = {"relu2": squared_relu, "silu": F.silu, "gelu": F.gelu}
 
 @dataclass(frozen=True, slots=True)
 class MambaShape:
-    """Sizes of the Mamba2 mixers."""
+    """Sizes of the Mamba2 mixers.
+
+    Args:
+        gated_norm_eps: Of the norm at a mixer's end; None: the model's.
+    """
 
     num_heads: int
     head_dim: int
@@ -36,6 +41,7 @@ class MambaShape:
     d_conv: int = 4
     conv_bias: bool = True
     time_step_limit: tuple[float, float] = (0.0, math.inf)
+    gated_norm_eps: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +123,7 @@ def build_hybrid_model(architecture: HybridArchitecture, dtype: torch.dtype) -> 
     Raises:
         ValueError: If the layer pattern has an unknown symbol, or no Mamba or attention layer, if heads cannot be
             shared out to their groups, or the model to the ranks.
+        MemoryError: Naming the largest sizes, if the weights do not fit in memory.
     """
     check_layer_pattern(architecture.pattern)
     _check_heads(architecture)
@@ -130,23 +137,25 @@ def build_hybrid_model(architecture: HybridArchitecture, dtype: torch.dtype) -> 
         conv_bias=mamba.conv_bias,
         time_step_limit=mamba.time_step_limit,
         norm_eps=architecture.norm_eps,
+        gated_norm_eps=mamba.gated_norm_eps,
         num_experts=architecture.experts.num_experts if architecture.experts else None,
         input_multiplier=architecture.input_multiplier,
         residual_multiplier=architecture.residual_multiplier,
         output_multiplier=architecture.output_multiplier,
     )
-    model = MambaModel(
-        transformer_config(architecture, dtype),
-        local_hybrid_spec(options),
-        vocab_size=architecture.vocab_size,
-        max_sequence_length=architecture.max_sequence_length,
-        hybrid_override_pattern=architecture.pattern,
-        share_embeddings_and_output_weights=architecture.tie_embeddings,
-        position_embedding_type="none" if rotary_base is None else "rope",
-        rotary_base=rotary_base or 10_000,
-        rotary_percent=architecture.attention.rotary_percent,
-    )
-    return model.to(torch.cuda.current_device()).eval()
+    with largest_sizes_named(asdict(architecture)):
+        model = MambaModel(
+            transformer_config(architecture, dtype),
+            local_hybrid_spec(options),
+            vocab_size=architecture.vocab_size,
+            max_sequence_length=architecture.max_sequence_length,
+            hybrid_override_pattern=architecture.pattern,
+            share_embeddings_and_output_weights=architecture.tie_embeddings,
+            position_embedding_type="none" if rotary_base is None else "rope",
+            rotary_base=rotary_base or 10_000,
+            rotary_percent=architecture.attention.rotary_percent,
+        )
+        return model.to(torch.cuda.current_device()).eval()
 
 
 def transformer_config(architecture: HybridArchitecture, dtype: torch.dtype) -> TransformerConfig:
@@ -204,6 +213,8 @@ def _check_experts(architecture: HybridArchitecture) -> None:
         raise ValueError(f"layer pattern {architecture.pattern!r} has experts (E), but their sizes are not given")
     if experts.top_k > experts.num_experts:
         raise ValueError(f"{experts.top_k} experts a token are more than the {experts.num_experts} that there are")
+    if experts.top_k < 2 and experts.score == "softmax":
+        raise ValueError("1 expert a token with softmax scores is more than Megatron routes; 2 are the fewest")
     if experts.num_experts % experts.num_groups or experts.top_groups > experts.num_groups:
         raise ValueError(
             f"{experts.num_experts} experts cannot be chosen from {experts.top_groups} of {experts.num_groups} groups"

@@ -28,14 +28,9 @@ def read_architecture(directory: Path) -> HybridArchitecture:
     """Read the file of a directory.
 
     Raises:
-        ValueError: Naming the file, if it is missing or damaged, and the field that is missing or of a wrong type.
+        ValueError: Naming the file, if it cannot be read, and the field that is missing or of a wrong type.
     """
     path = directory / ARCHITECTURE_FILE
-    if not path.exists():
-        raise ValueError(
-            f"cannot read {path}: No such file or directory; a checkpoint is loaded with the architecture that "
-            "save_megatron_checkpoint writes beside it"
-        )
     fields = CheckpointConfig(read_json_object(path), str(path))
     return HybridArchitecture(
         pattern=fields.text("pattern"),
@@ -48,9 +43,9 @@ def read_architecture(directory: Path) -> HybridArchitecture:
         feed_forward=_feed_forward(fields.section("feed_forward")),
         experts=_experts(fields.section("experts")) if fields.has("experts") else None,
         tie_embeddings=fields.flag("tie_embeddings", False),
-        input_multiplier=fields.number("input_multiplier", 1.0),
-        residual_multiplier=fields.number("residual_multiplier", 1.0),
-        output_multiplier=fields.number("output_multiplier", 1.0),
+        input_multiplier=fields.factor("input_multiplier", 1.0),
+        residual_multiplier=fields.factor("residual_multiplier", 1.0),
+        output_multiplier=fields.factor("output_multiplier", 1.0),
     )
 
 
@@ -64,6 +59,7 @@ def _mamba(fields: CheckpointConfig) -> MambaShape:
         d_conv=fields.integer("d_conv", 4),
         conv_bias=fields.flag("conv_bias", True),
         time_step_limit=fields.limits("time_step_limit"),
+        gated_norm_eps=fields.number("gated_norm_eps") if fields.has("gated_norm_eps") else None,
     )
 
 

@@ -8,12 +8,13 @@ from typing import Any
 from .json_file import read_json_object
 
 _REQUIRED: Any = object()
+_MOST = 2**24  # far above any model's sizes; a larger one would fail as an allocation that names nothing
 
 
 class CheckpointConfig:
     """The fields of a `config.json`; a missing, ill-typed or unsupported one is a `ValueError` that names it.
 
-    A field that is null counts as absent. Numbers are positive and finite; true is no number.
+    A field that is null counts as absent. Numbers are finite, and positive but for factors; true is no number.
 
     Args:
         source: The file, for errors.
@@ -42,10 +43,10 @@ class CheckpointConfig:
         return bool(self._get(name, default) == value)
 
     def integer(self, name: str, default: int = _REQUIRED, least: int = 1) -> int:
-        """Return a field that is an integer, `least` or more."""
+        """Return a field that is an integer, `least` or more, and no absurd one."""
         value = self._get(name, default)
-        if type(value) is not int or value < least:
-            raise self._wrong(name, value, f"an integer of {least} or more")
+        if type(value) is not int or not least <= value <= _MOST:
+            raise self._wrong(name, value, f"an integer from {least} to {_MOST}")
         return value
 
     def number(self, name: str, default: float = _REQUIRED) -> float:
@@ -53,6 +54,20 @@ class CheckpointConfig:
         value = self._get(name, default)
         if type(value) not in (int, float) or not 0 < value < math.inf:
             raise self._wrong(name, value, "a positive number")
+        return float(value)
+
+    def factor(self, name: str, default: float = _REQUIRED) -> float:
+        """Return a field that is a finite number other than 0."""
+        value = self._get(name, default)
+        if type(value) not in (int, float) or not 0 < abs(value) < math.inf:
+            raise self._wrong(name, value, "a number other than 0")
+        return float(value)
+
+    def share(self, name: str, default: float = _REQUIRED) -> float:
+        """Return a field that is a number from 0 to 1."""
+        value = self._get(name, default)
+        if type(value) not in (int, float) or not 0 <= value <= 1:
+            raise self._wrong(name, value, "a number from 0 to 1")
         return float(value)
 
     def flag(self, name: str, default: bool = _REQUIRED) -> bool:

@@ -38,9 +38,9 @@ def architecture_of(config: CheckpointConfig) -> HybridArchitecture:
         feed_forward=FeedForwardShape(config.integer("shared_intermediate_size"), "silu", gated=True),
         experts=_experts(config) if num_experts else None,
         tie_embeddings=config.flag("tie_word_embeddings", False),
-        input_multiplier=config.number("embedding_multiplier", 1.0),
-        residual_multiplier=config.number("residual_multiplier", 1.0),
-        output_multiplier=1.0 / config.number("logits_scaling", 1.0),
+        input_multiplier=config.factor("embedding_multiplier", 1.0),
+        residual_multiplier=config.factor("residual_multiplier", 1.0),
+        output_multiplier=1.0 / config.factor("logits_scaling", 1.0),
     )
 
 
@@ -61,9 +61,15 @@ def placements_of(architecture: HybridArchitecture) -> Places:
 
 
 def _experts(config: CheckpointConfig) -> ExpertsShape:
+    top_k = config.integer("num_experts_per_tok")
+    if top_k < 2:
+        raise config.error(
+            f"num_experts_per_tok={top_k} is not supported: Megatron weighs chosen experts by the softmax of their "
+            "scores only from 2 a token on"
+        )
     return ExpertsShape(
         num_experts=config.integer("num_local_experts"),
-        top_k=config.integer("num_experts_per_tok"),
+        top_k=top_k,
         hidden_size=config.integer("intermediate_size"),
         shared_hidden_size=config.integer("shared_intermediate_size"),
         score="softmax",

@@ -43,6 +43,7 @@ def load_hugging_face(source: str | Path, dtype: torch.dtype = torch.bfloat16) -
     Raises:
         ValueError: Naming file and tensor, if anything is missing, damaged, superfluous, of the wrong shape or not
             supported; nothing is returned half-loaded.
+        MemoryError: Naming the configuration, and the largest sizes in it, if the weights do not fit in memory.
     """
     directory = _directory_of(source)
     config = CheckpointConfig.read(directory)
@@ -68,14 +69,18 @@ def _directory_of(source: str | Path) -> Path:
         return directory
     if directory.is_absolute() or str(source).count("/") != 1:
         raise ValueError(f"{source} is no directory; give a Hugging Face model directory, or a hub name as OWNER/NAME")
+    missing = f"{source} is no directory in {Path.cwd()}"
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
-        raise ValueError(f"{source} is no directory, and huggingface_hub, which could fetch it, is missing") from error
+        raise ValueError(
+            f"{missing}, and huggingface_hub, which could fetch a model of that name, is not installed"
+        ) from error
     try:
         return Path(snapshot_download(str(source), allow_patterns=_FETCHED))
     except (OSError, ValueError) as error:  # huggingface_hub's errors are of these kinds
-        raise ValueError(f"{source} is no directory, and huggingface_hub cannot fetch it: {error}") from error
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{missing}, and huggingface_hub cannot fetch a model of that name: {reason}") from error
 
 
 def _with_own_output(architecture: HybridArchitecture, files: SafetensorsFiles) -> HybridArchitecture:
@@ -110,6 +115,8 @@ def _built(architecture: HybridArchitecture, dtype: torch.dtype, directory: Path
         return build_hybrid_model(architecture, dtype)
     except (ValueError, AssertionError) as error:
         raise ValueError(f"{directory / 'config.json'} describes no model that Megatron builds: {error}") from error
+    except MemoryError as error:
+        raise MemoryError(f"{directory / 'config.json'}: {error}") from error
 
 
 def _fill(filler: ModelFiller, files: SafetensorsFiles) -> None:

@@ -1,28 +1,39 @@
-"""Save and load Megatron distributed checkpoints (torch_dist), with the architecture beside the weights."""
+"""Save Megatron distributed checkpoints (torch_dist), and load them and those of Megatron-LM's training."""
 
 import pickle
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedObject
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.validation import StrictHandling
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import apply_factories
+from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.models.mamba.mamba_model import MambaModel
 from torch.distributed.checkpoint.api import CheckpointException
 
 from .architecture import HybridArchitecture, build_hybrid_model
-from .architecture_file import ARCHITECTURE_FILE, read_architecture, write_architecture
+from .architecture_file import write_architecture
+from .checkpoint_architecture import DescribedModel, trained_architecture, written_architecture
+from .checkpoint_iterations import weights_directory
 from .checkpoint_writer import InProcessSaveStrategy
+from .common_state import COMMON_FILE, CommonState, NoCommonState, read_common_state
 from .hugging_face import LoadedModel, listed
+from .tensor_names import is_training_state, take_fused_names
 
-_FILES = (".metadata", "common.pt", "metadata.json")
-_MODEL_PARTS = ("embedding.", "decoder.", "output_layer.")
-
+_FILES = (".metadata", COMMON_FILE, "metadata.json")
 
 _LOAD_ERRORS = (
     *(CheckpointingException, CheckpointException, OSError, RuntimeError, EOFError, pickle.UnpicklingError),
     *(ValueError, LookupError, AttributeError, TypeError, ImportError),  # what unpickling damaged bytes may raise
 )
+
+
+class _Mismatch(ValueError):
+    """A checkpoint is whole, and not that of the model."""
 
 
 def save_megatron_checkpoint(model: MambaModel, architecture: HybridArchitecture, directory: str | Path) -> None:
@@ -44,30 +55,45 @@ def save_megatron_checkpoint(model: MambaModel, architecture: HybridArchitecture
     _barrier()
 
 
-def load_megatron_checkpoint(directory: str | Path, dtype: torch.dtype = torch.bfloat16) -> LoadedModel:
-    """Load what `save_megatron_checkpoint` wrote, under any tensor-parallel size.
+def load_megatron_checkpoint(
+    directory: str | Path, dtype: torch.dtype = torch.bfloat16, architecture: HybridArchitecture | None = None
+) -> LoadedModel:
+    """Load what `save_megatron_checkpoint` or Megatron-LM's training wrote, under any tensor-parallel size.
+
+    Args:
+        directory: Of one checkpoint, or of a run: then its latest one is taken.
+        architecture: None: it is read from hybrid_architecture.json in the directory, or else from the arguments of
+            the training run in common.pt.
 
     Raises:
-        ValueError: Naming the file, if something is missing or does not fit; nothing is returned half-loaded.
+        ValueError: Naming the file, if something is missing, superfluous or does not fit; nothing is returned
+            half-loaded.
+        MemoryError: If the weights do not fit in memory.
     """
-    path = Path(directory)
-    architecture = read_architecture(path)
+    path = weights_directory(Path(directory))
+    written = written_architecture(architecture, path, Path(directory))
     _check_files(path)
+    common = read_common_state(path)
+    described = written or trained_architecture(common, path)
     try:
-        model = build_hybrid_model(architecture, dtype)
+        model = build_hybrid_model(described.architecture, dtype)
     except (ValueError, AssertionError) as error:
-        raise ValueError(f"{path / ARCHITECTURE_FILE} describes no model that Megatron builds: {error}") from error
+        raise ValueError(f"{described.source} describes no model that Megatron builds: {error}") from error
+    except MemoryError as error:
+        raise MemoryError(f"{described.source}: {error}") from error
     try:
-        state, superfluous, missing = dist_checkpointing.load(
-            model.sharded_state_dict(), str(path), strict=StrictHandling.RETURN_ALL
-        )
+        stored = load_sharded_metadata(str(path))
+        wanted = _wanted(model, common, stored)
+        _check_tensors(path, described, wanted, stored)
+        state = dist_checkpointing.load(wanted, str(path), common_strategy=NoCommonState())
+    except _Mismatch:
+        raise
     except _LOAD_ERRORS as error:
         raise ValueError(
-            f"{path} does not hold the weights that {ARCHITECTURE_FILE} describes: {_reason(error)}"
+            f"{path} does not hold the weights that {described.source} describes: {_reason(error)}"
         ) from error
-    _check_names(path, missing, superfluous)
-    model.load_state_dict(state)
-    return LoadedModel(model, architecture, path)
+    _fill(model, state)
+    return LoadedModel(model, described.architecture, Path(directory))
 
 
 def _make_empty(path: Path) -> None:
@@ -89,14 +115,38 @@ def _check_files(path: Path) -> None:
             raise ValueError(f"{path} does not hold the weights of a model: {file} is {found}; copy or save it anew")
 
 
-def _check_names(path: Path, missing: set[str], superfluous: set[str]) -> None:
-    """Raise `ValueError` unless the checkpoint has the model's tensors; a training run's other state is no concern."""
-    superfluous = {name for name in superfluous if name.startswith(_MODEL_PARTS)}
-    described = f"the model that {ARCHITECTURE_FILE} describes"
+def _wanted(model: MambaModel, common: CommonState, stored: Collection[str]) -> dict[str, Any]:
+    """Return what is to be loaded, under the stored names; a layer's extra state, of quantized training, is not."""
+    sharded = model.sharded_state_dict(metadata={"singleton_local_shards": common.splits_experts})
+    wanted = {name: part for name, part in sharded.items() if not isinstance(part, ShardedObject)}
+    take_fused_names(wanted, len(model.decoder.layers), stored)
+    return wanted
+
+
+def _check_tensors(path: Path, described: DescribedModel, wanted: dict[str, Any], stored: Mapping[str, Any]) -> None:
+    """Raise `_Mismatch` unless the checkpoint has just the model's tensors, beside a training run's other state."""
+    parts = dict(wanted)
+    apply_factories(parts)
+    needed = {part.key: part for part in nested_values(parts)}
+    missing = sorted(needed.keys() - stored.keys())
+    superfluous = sorted(name for name in stored.keys() - needed.keys() if not is_training_state(name))
+    model = f"the model that {described.source} describes"
     if missing:
-        raise ValueError(f"{path} lacks {listed(sorted(missing))} of {described}")
+        also = f", and has {listed(superfluous)} that it has no place for" if superfluous else ""
+        raise _Mismatch(f"{path} lacks {listed(missing)} of {model}{also}")
     if superfluous:
-        raise ValueError(f"{path} has {listed(sorted(superfluous))}, which {described} has no place for")
+        raise _Mismatch(f"{path} has {listed(superfluous)}, which {model} has no place for")
+    for name, part in needed.items():
+        found, expected = tuple(stored[name].global_shape), tuple(part.global_shape)
+        if found != expected:  # Megatron would fill what embeddings lack with zeros
+            raise _Mismatch(f"{path}: tensor {name} has shape {found} where {model} has {expected}")
+
+
+def _fill(model: MambaModel, state: dict[str, Any]) -> None:
+    outcome = model.load_state_dict(state, strict=False)  # what it lacks is extra state only
+    unfilled = [name for name in outcome.missing_keys if not is_training_state(name)]
+    if unfilled or outcome.unexpected_keys:
+        raise ValueError(f"not filled: {unfilled}; without a place: {outcome.unexpected_keys}")
 
 
 def _reason(error: BaseException) -> str:

@@ -12,6 +12,7 @@ from megatron_mamba_cache.models.hugging_face import load_hugging_face
 from megatron_mamba_cache.models.megatron_checkpoint import save_megatron_checkpoint
 from tests.command_line.command_runs import REPOSITORY, Finished, run_here, run_process
 from tests.command_line.tiny_directories import FAMILIES, save_model, save_tokenizer
+from tests.models.training_checkpoints import write_training_checkpoint
 
 BLOCK = "--inference-dynamic-batching-block-size"
 LONG = [(7 * index) % 500 for index in range(200)]
@@ -103,13 +104,14 @@ def test_a_megatron_checkpoint_gives_the_tokens_of_the_directory_it_came_from(
 ) -> None:
     loaded = load_hugging_face(nemotron, torch.float32)
     save_megatron_checkpoint(loaded.model, loaded.architecture, tmp_path / "saved")
+    write_training_checkpoint(loaded.model, loaded.architecture, tmp_path / "run")
     tokens = []
-    for source in (("--hf-model", nemotron), ("--load", tmp_path / "saved")):
+    for source in (("--hf-model", nemotron), ("--load", tmp_path / "saved"), ("--load", tmp_path / "run")):
         finished = run_here(capsys, *source, "--prompts", lines_file, *GREEDY, "--output-path", tmp_path / "out.json")
         assert finished.status == 0, finished.stderr
         document = json.loads((tmp_path / "out.json").read_text())
         tokens.append([request["generated_tokens"] for request in document["requests"]])
-    assert tokens[0] == tokens[1]
+    assert tokens[0] == tokens[1] == tokens[2]
 
 
 def test_text_runs_with_the_tokenizer_of_the_directory(

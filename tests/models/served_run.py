@@ -47,7 +47,7 @@ def served_run(case: TinyCheckpoint, loaded: LoadedModel, reference: ReferenceRu
         prefix_caching_mamba_gb=0.01,
         boundary_stride=1,
         max_requests=4,
-        max_sequence_length=512,
+        max_sequence_length=640,
     )
     run = EngineRun(loaded, build_engine(loaded.model, config))
     logits = _record_logits(run.engine)

@@ -1,8 +1,8 @@
 """One of several tensor-parallel ranks on the CPU: load checkpoints of both kinds, compare them, save one again.
 
 Run by `test_tensor_parallel.py` as `python -m tests.models.tensor_parallel_worker RANK SIZE FOLDER`. For each folder
-below FOLDER: `hugging_face` and `from_one_rank` (a Megatron checkpoint) are read; `from_all_ranks` (another one) and
-`logits.pt` are written.
+below FOLDER: `hugging_face`, `from_one_rank` (a Megatron checkpoint) and, where it is there, `from_training` (one as
+Megatron-LM's training leaves it) are read; `from_all_ranks` (another one) and `logits.pt` are written.
 """
 
 import sys
@@ -18,6 +18,7 @@ from megatron_mamba_cache.models.hugging_face import LoadedModel, load_hugging_f
 from megatron_mamba_cache.models.megatron_checkpoint import load_megatron_checkpoint, save_megatron_checkpoint
 
 HUGGING_FACE, FROM_ONE_RANK, FROM_ALL_RANKS, LOGITS = "hugging_face", "from_one_rank", "from_all_ranks", "logits.pt"
+FROM_TRAINING = "from_training"
 TIMEOUT = timedelta(seconds=120)
 PROMPT_LENGTH = 40
 
@@ -51,6 +52,8 @@ def _run_case(case: Path, rank: int, size: int) -> None:
     loaded = load_hugging_face(case / HUGGING_FACE, torch.float32)
     resharded = load_megatron_checkpoint(case / FROM_ONE_RANK, torch.float32)
     assert_same_weights(loaded, resharded)
+    if (case / FROM_TRAINING).exists():
+        assert_same_weights(loaded, load_megatron_checkpoint(case / FROM_TRAINING, torch.float32))
     save_megatron_checkpoint(resharded.model, resharded.architecture, case / FROM_ALL_RANKS)
     assert_same_weights(loaded, load_megatron_checkpoint(case / FROM_ALL_RANKS, torch.float32))
     local = logits_of(loaded).contiguous()

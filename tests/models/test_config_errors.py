@@ -48,6 +48,7 @@ UNSUPPORTED: list[tuple[str, dict[str, Any]]] = [
     ("bamba", {"hidden_act": "gelu"}),
     *(("granite", {name: True}) for name in ("attention_bias", "mamba_proj_bias")),
     ("granite", {"hidden_act": "relu2"}),
+    ("granite_moe", {"num_experts_per_tok": 1}),
 ]
 UNKNOWN_LAYERS = [("nemotron_h", "layers_block_type"), ("granite", "layer_types"), ("granite_moe", "layer_types")]
 
@@ -133,7 +134,11 @@ def test_what_is_no_directory_is_refused(copies: dict[str, Path]) -> None:
 def test_hub_name_that_cannot_be_fetched_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    assert_refused("no-such-owner/no-such-model", "no-such-owner/no-such-model is no directory", "huggingface_hub")
+    assert_refused(
+        "no-such-owner/no-such-model",
+        f"no-such-owner/no-such-model is no directory in {Path.cwd()}",
+        "huggingface_hub cannot fetch",
+    )
 
 
 def test_hub_download_brings_the_files_that_a_directory_is_read_for(
@@ -151,4 +156,8 @@ def test_hub_download_brings_the_files_that_a_directory_is_read_for(
 
 def test_hub_name_without_huggingface_hub_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    assert_refused("no-such-owner/no-such-model", "huggingface_hub, which could fetch it, is missing")
+    assert_refused(
+        "no-such-owner/no-such-model",
+        "is no directory",
+        "huggingface_hub, which could fetch a model of that name, is not",
+    )

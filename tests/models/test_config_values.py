@@ -16,6 +16,8 @@ from tests.models.tiny_checkpoints import FAMILIES
 
 NEVER_RIGHT: tuple[Any, ...] = ("x", -1, "", -1.5, [None], [[1]], {"x": {}}, float("nan"), float("-inf"), 1e400)
 SOMETIMES_RIGHT: tuple[Any, ...] = ([], {}, None, True, False, 0, 1.5)
+FACTORS = {"embedding_multiplier", "residual_multiplier", "logits_scaling"}
+"""Fields that are negative numbers in no known model, and compute all the same."""
 OBJECTS = {"rope_parameters", "rope_scaling"}
 ROTARY = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
 
@@ -69,6 +71,8 @@ def test_every_field_is_refused_with_a_value_of_no_sense_before_a_model_is_begun
         for value in NEVER_RIGHT:
             if name in OBJECTS and isinstance(value, dict):
                 continue  # fields that mean nothing
+            if name in FACTORS and value in (-1, -1.5):
+                continue
             set_fields(directory, **{name: value})
             refusal = refusal_of(directory)
             assert refusal is not None, (name, value)
@@ -150,3 +154,47 @@ def test_time_step_limit_that_is_no_pair_of_ascending_numbers_is_refused(
     said = f"time_step_limit={limit!r}, but must be a pair of ascending numbers from 0 on"
     assert refusal_of(directory) == f"{directory / 'config.json'}: {said}"
     assert not begun
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_absurd_sizes_are_refused_by_their_names(
+    family: str, checkpoints: dict[str, Path], tmp_path: Path, begun: list[str]
+) -> None:
+    directory = copy_of(checkpoints[family], tmp_path)
+    config = directory / "config.json"
+    content, fields = config.read_text(), json.loads(config.read_text())
+    sizes = [name for name in fields_read(directory) - {"n_shared_experts"} if type(fields.get(name)) is int]
+    assert {"hidden_size", "vocab_size", "num_attention_heads"} <= set(sizes)
+    for name in sizes:
+        for value in (2**24 + 1, 10**13, 10**30):
+            set_fields(directory, **{name: value})
+            assert refusal_of(directory) == f"{config}: {name}={value}, but must be an integer from " + (
+                f"{0 if name == 'num_local_experts' else 1} to {2**24}"
+            )
+            config.write_text(content)
+    assert not begun
+
+
+@pytest.mark.parametrize("error", [RuntimeError("[enforce fail] can't allocate memory"), MemoryError()], ids=repr)
+def test_weights_that_no_memory_can_hold_are_refused_by_the_largest_sizes(
+    error: Exception, checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    directory = copy_of(checkpoints["nemotron_h"], tmp_path)
+    set_fields(directory, intermediate_size=2**24)
+    monkeypatch.setattr(architecture, "MambaModel", fail)
+    with pytest.raises(MemoryError, match=f"{directory / 'config.json'}: .* feed_forward.hidden_size={2**24}"):
+        load_hugging_face(directory, torch.float32)
+
+
+def test_another_failure_of_torch_is_not_taken_for_lack_of_memory(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no kernel image")
+
+    monkeypatch.setattr(architecture, "MambaModel", fail)
+    with pytest.raises(RuntimeError, match="no kernel image"):
+        load_hugging_face(checkpoints["nemotron_h"], torch.float32)

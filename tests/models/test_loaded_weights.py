@@ -103,3 +103,14 @@ def test_tied_checkpoint_without_output_weights_has_one_matrix_for_both_ends(
     model = load_hugging_face(directory, torch.float32).model
     assert model.share_embeddings_and_output_weights
     assert model.shared_embedding_or_output_weight().cpu().equal(tensors[EMBEDDINGS[family]])
+
+
+def test_negative_multipliers_compute_what_they_compute_in_transformers(tmp_path: Path) -> None:
+    case = tiny_checkpoint("granite-0")
+    case.config.embedding_multiplier, case.config.residual_multiplier, case.config.logits_scaling = -3.0, -0.5, -2.0
+    case.write(model := case.model(), tmp_path)
+    loaded = load_hugging_face(tmp_path, torch.float32)
+    prompts = torch.randint(case.config.vocab_size, (2, 40), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        expected = model(prompts).logits
+    torch.testing.assert_close(full_sequence_logits(loaded, prompts), expected, atol=1e-4, rtol=0)

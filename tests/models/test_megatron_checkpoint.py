@@ -7,12 +7,9 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
+from megatron_mamba_cache.models.architecture_file import ARCHITECTURE_FILE
 from megatron_mamba_cache.models.hugging_face import LoadedModel, load_hugging_face
-from megatron_mamba_cache.models.megatron_checkpoint import (
-    ARCHITECTURE_FILE,
-    load_megatron_checkpoint,
-    save_megatron_checkpoint,
-)
+from megatron_mamba_cache.models.megatron_checkpoint import load_megatron_checkpoint, save_megatron_checkpoint
 from megatron_mamba_cache.models.random_hybrid import random_hybrid_model
 from tests.command_line.command_runs import run_process
 from tests.models.checkpoint_edits import copy_of, edit_json
@@ -132,7 +129,7 @@ def test_any_value_in_any_field_of_an_architecture_gives_a_model_or_a_refusal(sa
                 refusal = refusal_of(directory)
                 outcomes.add(refusal is None)
                 assert refusal is None or str(directory) in refusal, (prefix, name, value, refusal)
-                if value in ("x", -1):
+                if value == "x" or (value == -1 and not name.endswith("_multiplier")):
                     assert refusal is not None and (f"{prefix}{name}" in refusal or "pattern" in refusal)
             fields[name] = before
     assert outcomes == {True, False}
@@ -186,5 +183,5 @@ def test_a_missing_or_truncated_file_beside_the_weights_is_refused(name: str, sa
 def test_random_models_save_too(tmp_path: Path, shipped: LoadedModel) -> None:
     model = random_hybrid_model()
     save_megatron_checkpoint(model, shipped.architecture, tmp_path / "other")
-    with pytest.raises(ValueError, match="does not hold the weights"):  # another architecture's
+    with pytest.raises(ValueError, match=r"lacks \d+ tensors"):  # another architecture's
         load_megatron_checkpoint(tmp_path / "other", torch.float32)

@@ -16,12 +16,14 @@ from tests.models.served_run import full_sequence_logits
 from tests.models.tensor_parallel_worker import (
     FROM_ALL_RANKS,
     FROM_ONE_RANK,
+    FROM_TRAINING,
     HUGGING_FACE,
     LOGITS,
     assert_same_weights,
     some_prompts,
 )
 from tests.models.tiny_checkpoints import tiny_checkpoint
+from tests.models.training_checkpoints import write_training_checkpoint
 
 REPOSITORY = Path(__file__).parents[2]
 NUM_RANKS = 2
@@ -39,6 +41,8 @@ CASES = (  # groups of 2 and 8, with and without conv bias, tied and not, dense 
     "granite_moe-7",
 )
 
+TRAINED_CASES = ("nemotron_h-6", "nemotron_h_moe-0", "bamba-10")  # with the conv bias that training has
+
 
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoadedModel]:
@@ -50,6 +54,8 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoadedModel]
         case.write(case.model(), folder / name / HUGGING_FACE)
         loaded[name] = load_hugging_face(folder / name / HUGGING_FACE, torch.float32)
         save_megatron_checkpoint(loaded[name].model, loaded[name].architecture, folder / name / FROM_ONE_RANK)
+        if name in TRAINED_CASES:
+            write_training_checkpoint(loaded[name].model, loaded[name].architecture, folder / name / FROM_TRAINING)
     run_ranks(folder)
     return loaded
 
@@ -95,6 +101,14 @@ def test_weights_saved_by_one_rank_and_again_by_two_are_the_same_bits(
     folder = one_rank[name].directory.parent
     for saved in (FROM_ONE_RANK, FROM_ALL_RANKS):
         assert_same_weights(one_rank[name], load_megatron_checkpoint(folder / saved, torch.float32))
+
+
+@pytest.mark.parametrize("name", TRAINED_CASES)
+def test_weights_that_two_ranks_loaded_from_a_training_run_load_into_one(
+    name: str, one_rank: dict[str, LoadedModel]
+) -> None:  # the ranks have compared theirs
+    folder = one_rank[name].directory.parent
+    assert_same_weights(one_rank[name], load_megatron_checkpoint(folder / FROM_TRAINING, torch.float32))
 
 
 @pytest.mark.parametrize(

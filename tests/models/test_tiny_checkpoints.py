@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.models.tiny_checkpoints import CASE_NAMES, FAMILIES, drawn_settings, tiny_checkpoint
+from tests.models.tiny_checkpoints import CASE_NAMES, FAMILIES, LARGE_CHUNKS, drawn_settings, tiny_checkpoint
 
 MIN_CASES_PER_MODEL_TYPE = 14
 
@@ -28,3 +28,12 @@ def test_cases_of_a_family_differ_in_every_setting(family: str) -> None:
     assert any("MM" in order or "**" in order or "EE" in order for order in layers)
     assert {case["chunk_size"] for case in cases} == {8, 16, 32}
     assert any(case["limit"] != (0.0, float("inf")) for case in cases)
+
+
+def test_each_family_has_large_chunks_and_prompts_of_more_than_two_of_them() -> None:
+    for family, cases in LARGE_CHUNKS.items():
+        assert list(cases) == [64, 128, 256]
+        for size, index in cases.items():
+            case = tiny_checkpoint(f"{family}-{index}-chunk{size}")
+            config = case.config.to_dict()
+            assert config.get("mamba_chunk_size", config.get("chunk_size")) == case.block_size == size

@@ -1,6 +1,7 @@
 """Tiny checkpoints of each hybrid family: drawn at random with fixed seeds, written by transformers.
 
-Draws are balanced: a setting takes each of its options about equally often, in an order of its own.
+Draws are balanced: a setting takes each of its options about equally often, in an order of its own. Some are taken once
+more with an SSM chunk as large as real models have it.
 """
 
 import random
@@ -24,6 +25,17 @@ from tests.models.spread_weights import spread_weights
 FAMILIES = ("nemotron_h", "nemotron_h_moe", "bamba", "granite", "granite_moe")
 CASES_PER_FAMILY = {"nemotron_h": 8, "nemotron_h_moe": 8, "bamba": 16, "granite": 8, "granite_moe": 8}
 CASE_NAMES = [f"{family}-{index}" for family in FAMILIES for index in range(CASES_PER_FAMILY[family])]
+LARGE_CHUNKS = {
+    "nemotron_h": {64: 0, 128: 7, 256: 2},
+    "nemotron_h_moe": {64: 1, 128: 3, 256: 6},
+    "bamba": {64: 4, 128: 9, 256: 11},
+    "granite": {64: 0, 128: 3, 256: 6},
+    "granite_moe": {64: 4, 128: 3, 256: 6},
+}
+"""Family → SSM chunk → which of its cases is taken with that chunk."""
+LARGE_CHUNK_NAMES = [
+    f"{family}-{index}-chunk{size}" for family, cases in LARGE_CHUNKS.items() for size, index in cases.items()
+]
 
 _KINDS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 _UNBOUNDED = (0.0, float("inf"))
@@ -112,9 +124,12 @@ class TinyCheckpoint:
 
 
 def tiny_checkpoint(name: str) -> TinyCheckpoint:
-    """Return the case of a name of `CASE_NAMES`."""
-    family, _, index = name.rpartition("-")
+    """Return the case of a name of `CASE_NAMES` or `LARGE_CHUNK_NAMES`."""
+    family, index, *chunk = name.split("-")
     drawn = drawn_settings(family)[int(index)]
+    if chunk:
+        size = int(chunk[0].removeprefix("chunk"))
+        drawn = drawn | {"chunk_size": size, "block_chunks": 1, "max_tokens": size // 2 + 8}
     return TinyCheckpoint(
         name=name,
         config=_CONFIG_OF[family](drawn),
@@ -152,7 +167,7 @@ def _common(drawn: dict[str, Any]) -> dict[str, Any]:
         "num_key_value_heads": kv_heads,
         "intermediate_size": drawn["intermediate_size"],
         "tie_word_embeddings": drawn["tied"],
-        "max_position_embeddings": 512,
+        "max_position_embeddings": 640,
         "time_step_limit": drawn["limit"],
         "pad_token_id": None,
         "bos_token_id": None,

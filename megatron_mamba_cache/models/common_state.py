@@ -1,0 +1,100 @@
+"""What a Megatron checkpoint holds beside its tensors, read without running or importing what it names.
+
+Classes that torch or Megatron hold to be safe are built; stand-ins take the place of all others.
+"""
+
+import pickle
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+
+COMMON_FILE = "common.pt"
+
+_DAMAGE = (
+    *(OSError, RuntimeError, EOFError, pickle.UnpicklingError),
+    *(ValueError, LookupError, AttributeError, TypeError, AssertionError),  # what unpickling damaged bytes may raise
+)
+_NUMPY_TYPES = [type(numpy.dtype(code)) for code in numpy.typecodes["All"]]  # of arrays, as a run's random state holds
+
+
+@dataclass(frozen=True, slots=True)
+class CommonState:
+    """The parts of `common.pt` that loading weights needs.
+
+    Args:
+        arguments: Of the training run that wrote the checkpoint, by name; None: none are there. Values of types that
+            torch does not know, such as enums, are stand-ins equal to nothing.
+        splits_experts: Whether each expert's tensors have names of their own, instead of one for all experts.
+    """
+
+    arguments: Mapping[str, Any] | None
+    splits_experts: bool
+
+
+class NoCommonState(TorchCommonLoadStrategy):
+    """Stands where Megatron would read `common.pt` on its own, and fail for a class that it does not know."""
+
+    def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
+        """Return nothing."""
+        return {}
+
+
+def read_common_state(directory: Path) -> CommonState:
+    """Read the file of a checkpoint's directory.
+
+    Raises:
+        ValueError: Naming the file, if it is damaged.
+    """
+    path = directory / COMMON_FILE
+    try:
+        stand_ins = [(_stand_in(name), name) for name in get_unsafe_globals_in_checkpoint(str(path))]
+        with safe_globals([*stand_ins, *_NUMPY_TYPES]):  # type: ignore[list-item]
+            state = torch.load(path, map_location="cpu", weights_only=True)
+    except _DAMAGE as error:
+        raise ValueError(
+            f"{directory} does not hold the weights of a model: {path} cannot be read: {_reason(error)}"
+        ) from error
+    state = state if isinstance(state, dict) else {}
+    content = state.get("content_metadata")
+    return CommonState(
+        arguments=_arguments(state.get("args")),
+        splits_experts=isinstance(content, dict) and content.get("singleton_local_shards") is True,
+    )
+
+
+def _arguments(found: Any) -> dict[str, Any] | None:
+    if isinstance(found, dict):
+        return found
+    return dict(vars(found)) if isinstance(found, Namespace | _StandIn) else None
+
+
+def _reason(error: BaseException) -> str:
+    """Return the line that says what is wrong: torch puts advice in front of it and behind it."""
+    lines = [line for line in str(error).splitlines() if line.strip() and not line.startswith("Check the")]
+    return lines[-1] if lines else repr(error)
+
+
+class _StandIn:
+    """An object of a class that is not imported: it keeps its attributes and takes whatever it is built from."""
+
+    def __new__(cls, *_: Any) -> "_StandIn":
+        return super().__new__(cls)
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            self.__dict__.update(state)
+
+
+def _stand_in(name: str) -> type[_StandIn]:
+    """Return a class of its own for each name: torch keeps the ones it may build in a set."""
+    return type(name.rpartition(".")[2], (_StandIn,), {"__module__": __name__})

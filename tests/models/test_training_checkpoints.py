@@ -1,0 +1,246 @@
+"""Checkpoints of Megatron-LM's own training load bit-equal, by the run's arguments, or are refused with a remedy."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import dist_checkpointing
+
+from megatron_mamba_cache.models.architecture import (
+    AttentionShape,
+    ExpertsShape,
+    FeedForwardShape,
+    HybridArchitecture,
+    MambaShape,
+)
+from megatron_mamba_cache.models.architecture_file import ARCHITECTURE_FILE, write_architecture
+from megatron_mamba_cache.models.checkpoint_writer import InProcessSaveStrategy
+from megatron_mamba_cache.models.hugging_face import LoadedModel
+from megatron_mamba_cache.models.megatron_checkpoint import load_megatron_checkpoint
+from megatron_mamba_cache.models.tensor_names import is_training_state
+from tests.models.served_run import full_sequence_logits
+from tests.models.tensor_parallel_worker import assert_same_weights, some_prompts
+from tests.models.training_checkpoints import ITERATION, random_model, write_training_checkpoint
+
+DENSE = HybridArchitecture(
+    pattern="M-*-M",
+    vocab_size=128,
+    hidden_size=32,
+    max_sequence_length=512,
+    norm_eps=1e-4,
+    mamba=MambaShape(4, 8, 8, 2, ssm_chunk_size=128, gated_norm_eps=1e-5),
+    attention=AttentionShape(4, 2, 8),
+    feed_forward=FeedForwardShape(48, "relu2", gated=False),
+)
+GATED = replace(
+    DENSE,
+    pattern="*-M",
+    attention=AttentionShape(4, 4, 16, scale=None, rotary_base=500.0, rotary_percent=0.5),
+    feed_forward=FeedForwardShape(48, "silu", gated=True),
+    tie_embeddings=True,
+)
+EXPERTS = replace(DENSE, pattern="ME*E", experts=ExpertsShape(4, 2, 24, 40, "sigmoid", scaling=2.5))
+GATED_EXPERTS = replace(
+    DENSE,
+    pattern="M*E-",
+    feed_forward=FeedForwardShape(48, "silu", gated=True),
+    experts=ExpertsShape(4, 3, 24, 40, "softmax"),
+)
+ARCHITECTURES = {"dense": DENSE, "gated": GATED, "experts": EXPERTS, "gated_experts": GATED_EXPERTS}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    """Write a run with one checkpoint of the dense architecture."""
+    model, run = random_model(DENSE), tmp_path_factory.mktemp("trained") / "run"
+    write_training_checkpoint(model, DENSE, run)
+    return LoadedModel(model, DENSE, run)
+
+
+def refusal_of(directory: Path, **settings: Any) -> str:
+    with pytest.raises(ValueError) as refusal:
+        load_megatron_checkpoint(directory, torch.float32, **settings)
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("singleton_experts", [False, True])
+def test_a_run_loads_bit_equal_with_the_architecture_of_its_arguments(
+    name: str, singleton_experts: bool, tmp_path: Path
+) -> None:
+    architecture = ARCHITECTURES[name]
+    given = LoadedModel(random_model(architecture), architecture, tmp_path)
+    write_training_checkpoint(given.model, architecture, tmp_path / "run", singleton_experts=singleton_experts)
+    loaded = load_megatron_checkpoint(tmp_path / "run", torch.float32)
+    assert loaded.architecture == architecture
+    assert_same_weights(given, loaded)
+    prompts = some_prompts(architecture.vocab_size)
+    assert torch.equal(full_sequence_logits(loaded, prompts), full_sequence_logits(given, prompts))
+
+
+def test_the_gated_norm_has_megatrons_own_epsilon_and_the_others_have_that_of_the_arguments(
+    trained: LoadedModel,
+) -> None:
+    layer = load_megatron_checkpoint(trained.directory, torch.float32).model.decoder.layers[0]
+    assert (layer.norm.eps, layer.mixer.norm.eps) == (1e-4, 1e-5)
+
+
+def test_weights_are_rounded_to_the_dtype_that_is_asked_for(trained: LoadedModel) -> None:
+    loaded = load_megatron_checkpoint(trained.directory, torch.bfloat16)
+    weights = dict(loaded.model.named_parameters())
+    for name, expected in trained.model.named_parameters():
+        assert torch.equal(weights[name], expected.to(weights[name].dtype)), name
+    assert loaded.model.output_layer.weight.dtype is torch.bfloat16
+
+
+def test_the_directory_of_one_iteration_loads_too(trained: LoadedModel) -> None:
+    iteration = trained.directory / f"iter_{ITERATION:07d}"
+    assert_same_weights(trained, load_megatron_checkpoint(iteration, torch.float32))
+
+
+def test_layers_allocated_by_ratios_are_where_training_put_them(tmp_path: Path) -> None:
+    architecture = replace(DENSE, pattern="MM*-")
+    given = LoadedModel(random_model(architecture), architecture, tmp_path)
+    ratios = {"hybrid_override_pattern": None, "hybrid_attention_ratio": 0.25, "hybrid_mlp_ratio": 0.25}
+    write_training_checkpoint(given.model, architecture, tmp_path / "run", **ratios)
+    assert load_megatron_checkpoint(tmp_path / "run", torch.float32).architecture == architecture
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"normalization": "LayerNorm"}, "args.normalization='LayerNorm' is not supported, only 'RMSNorm'"),
+        ({"add_bias_linear": True}, "args.add_bias_linear=True is not supported"),
+        ({"qk_layernorm": True}, "args.qk_layernorm=True is not supported"),
+        ({"position_embedding_type": "learned_absolute"}, "args.position_embedding_type='learned_absolute'"),
+        ({"position_embedding_type": "rope", "use_rope_scaling": True}, "args.use_rope_scaling=True"),
+        ({"padded_vocab_size": None}, "'args.padded_vocab_size' is missing"),
+        ({"hidden_size": "32"}, "args.hidden_size='32', but must be an integer"),
+        ({"hybrid_override_pattern": None}, "hybrid_override_pattern is missing"),
+        ({"hybrid_override_pattern": "M-E-M", "moe_router_pre_softmax": True}, "args.moe_router_pre_softmax=True"),
+        ({"hybrid_override_pattern": "M-E-M", "moe_router_score_function": "sigmoid"}, "enable_expert_bias=False"),
+    ],
+    ids=str,
+)
+def test_arguments_of_a_model_that_is_not_supported_are_refused(
+    changed: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    directory = write_training_checkpoint(random_model(DENSE), DENSE, tmp_path / "run", **changed)
+    refusal = refusal_of(tmp_path / "run")
+    assert refusal.startswith(f"{directory / 'common.pt'}: ")
+    assert said in refusal
+    assert f"write {ARCHITECTURE_FILE} beside the weights, or pass architecture=" in refusal
+
+
+@pytest.mark.parametrize("state", [{}, {"args": None}, {"args": [1]}], ids=str)
+def test_a_checkpoint_without_arguments_names_the_remedies(state: dict[str, Any], tmp_path: Path) -> None:
+    save_with_common_state(random_model(DENSE), state, tmp_path)
+    refusal = refusal_of(tmp_path)
+    assert f"{tmp_path / 'common.pt'} holds no arguments" in refusal
+    assert f"write {ARCHITECTURE_FILE} beside the weights, or pass architecture=" in refusal
+    assert load_megatron_checkpoint(tmp_path, torch.float32, architecture=DENSE).architecture == DENSE
+    write_architecture(DENSE, tmp_path)
+    assert load_megatron_checkpoint(tmp_path, torch.float32).architecture == DENSE
+
+
+def save_with_common_state(model: Any, state: dict[str, Any], directory: Path) -> None:
+    dist_checkpointing.save({**model.sharded_state_dict(), **state}, str(directory), InProcessSaveStrategy())
+
+
+def test_a_written_architecture_comes_before_the_arguments(tmp_path: Path) -> None:
+    given = LoadedModel(random_model(DENSE), DENSE, tmp_path / "run")
+    write_training_checkpoint(given.model, DENSE, tmp_path / "run", normalization="LayerNorm")
+    write_architecture(DENSE, tmp_path / "run")  # beside the tracker serves all iterations
+    assert_same_weights(given, load_megatron_checkpoint(tmp_path / "run", torch.float32))
+
+
+def test_tensors_that_have_no_place_are_named(trained: LoadedModel) -> None:
+    smaller = replace(DENSE, pattern="M-*-")
+    refusal = refusal_of(trained.directory, architecture=smaller)
+    assert "decoder.layers.4.mixer.A_log" in refusal
+    assert "which the model that the given architecture describes has no place for" in refusal
+    assert "optimizer" not in refusal
+    assert "_extra_state" not in refusal
+
+
+def test_tensors_that_are_lacking_are_named(trained: LoadedModel) -> None:
+    refusal = refusal_of(trained.directory, architecture=replace(DENSE, pattern="M-*-M-"))
+    assert "lacks 3 tensors: decoder.layers.5.mlp.linear_fc1.weight" in refusal
+    assert "decoder.layers.5.pre_mlp_layernorm.weight" in refusal
+
+
+def test_heads_of_other_kinds_are_no_training_state(tmp_path: Path) -> None:
+    model = random_model(DENSE)
+    state = model.sharded_state_dict()
+    state["output_layer.weight"].key = "mtp.layers.0.weight"
+    dist_checkpointing.save(state, str(tmp_path), InProcessSaveStrategy())
+    refusal = refusal_of(tmp_path, architecture=DENSE)
+    assert "output_layer.weight" in refusal
+    assert "mtp.layers.0.weight" in refusal
+
+
+@pytest.mark.parametrize("vocab_size", [64, 256])
+def test_embeddings_of_another_size_are_refused_and_not_filled_up(vocab_size: int, trained: LoadedModel) -> None:
+    refusal = refusal_of(trained.directory, architecture=replace(DENSE, vocab_size=vocab_size))
+    assert "embedding.word_embeddings.weight has shape (128, 32) where the model" in refusal
+    assert f"has ({vocab_size}, 32)" in refusal
+
+
+@pytest.mark.parametrize("named", ["", "latest", "-3", "7"])
+def test_a_tracker_that_names_no_iteration_is_refused(named: str, tmp_path: Path) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text(named)
+    expected = str(tmp_path / "iter_0000007") if named == "7" else f"names the iteration {named!r}"
+    assert expected in refusal_of(tmp_path)
+
+
+def test_the_release_of_a_run_is_followed(trained: LoadedModel, tmp_path: Path) -> None:
+    (tmp_path / "release").symlink_to(trained.directory / f"iter_{ITERATION:07d}")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("release\n")
+    assert_same_weights(trained, load_megatron_checkpoint(tmp_path, torch.float32))
+
+
+class Dangerous:
+    """Runs a function of its choice when it is unpickled without care."""
+
+    def __init__(self, function: Any, argument: str) -> None:
+        self._call = function, (argument,)
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return self._call
+
+
+@pytest.mark.parametrize("function", [os.system, eval], ids=str)
+def test_nothing_that_a_checkpoint_names_is_run(function: Any, tmp_path: Path) -> None:
+    witness = tmp_path / "witness"
+    argument = f"touch {witness}" if function is os.system else f"open({str(witness)!r}, 'w')"
+    model = random_model(DENSE)
+    directory = write_training_checkpoint(model, DENSE, tmp_path / "run", hook=Dangerous(function, argument))
+    try:
+        load_megatron_checkpoint(directory, torch.float32)
+    except ValueError as refusal:  # torch refuses some modules whatever stands in for them
+        assert f"{directory / 'common.pt'} cannot be read" in str(refusal)
+    assert not witness.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("optimizer.state.exp_avg.decoder.layers.0.mixer.D", True),
+        ("optimizer.distributed.dp_group_idx_0.param_state/shard_0_1", True),
+        ("chained_0.optimizer.state.fp32_param.output_layer.weight", True),
+        ("rng_state/shard_0.0_1.1", True),
+        ("rerun_state_machine_state/shard_0_1", True),
+        ("decoder.layers.0.mixer.in_proj._extra_state/shard_0_1", True),
+        ("decoder.layers.1.mlp.experts.experts.linear_fc1._extra_state3/shard_0_1", True),
+        ("decoder.layers.0.mixer.D", False),
+        ("mtp.layers.0.weight", False),
+        ("chained_0.weight", False),
+        ("optimizers_choice.weight", False),
+        ("rng_states.weight", False),
+    ],
+)
+def test_only_names_of_a_runs_own_state_are_passed_over(name: str, expected: bool) -> None:
+    assert is_training_state(name) is expected
