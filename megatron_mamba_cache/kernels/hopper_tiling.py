@@ -4,8 +4,12 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
+import triton
+from packaging.version import Version
 
 from .ssm_inputs import SSMTokens
+
+_FIRST_TRITON, _TRITON_BEYOND = Version("3.6"), Version("3.10")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +25,11 @@ class HopperTiling:
     heads: int
     channels: int
     num_stages: int
+
+
+def has_tested_gluon() -> bool:
+    """Return whether this Triton's Gluon, which is experimental, is one that the Hopper kernel was compiled with."""
+    return _FIRST_TRITON <= Version(Version(triton.__version__).base_version) < _TRITON_BEYOND
 
 
 def choose_tiling(tokens: SSMTokens, num_rows: int) -> HopperTiling:

@@ -9,7 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from .hopper_tiling import HopperTiling, choose_tiling
+from .hopper_tiling import HopperTiling, choose_tiling, has_tested_gluon
 from .kernel_launches import launches_kernel
 from .reference_ssd import ssd_scan_ref
 from .ssd_scan_portable import scan_portably
@@ -60,7 +60,7 @@ def scan_tiles(
     shape: TileShape,
     tiling: HopperTiling | None,
 ) -> Tensor:
-    """Scan with the Hopper kernel and this tiling, or with the portable one; see `ssd_scan`, which checks and chooses."""
+    """Scan with the Hopper kernel and this tiling, or the portable one; see `ssd_scan`, which checks and chooses."""
     y = torch.empty(tokens.x.shape, dtype=tokens.x.dtype, device=tokens.x.device)
     tiles = cut_tiles(tokens, weights, rows, shape, y)
     if tiling is None:
@@ -92,19 +92,13 @@ def _fits_hopper(tokens: SSMTokens, ssm_pool: Tensor, shape: TileShape) -> bool:
         and shape.length == TILE_LEN
         and all(64 <= dim <= 128 for dim in _dims(tokens))
         and ssm_pool.is_contiguous()
-        and _has_gluon(tokens.x.device)
+        and _runs_gluon(tokens.x.device)
     )
 
 
 @cache
-def _has_gluon(device: torch.device) -> bool:
-    if torch.cuda.get_device_capability(device)[0] != 9:
-        return False
-    try:
-        from . import ssd_scan_hopper  # noqa: F401
-    except ImportError:  # Gluon is experimental: another Triton may have it elsewhere or not at all
-        return False
-    return True
+def _runs_gluon(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] == 9 and has_tested_gluon()
 
 
 def _dims(tokens: SSMTokens) -> tuple[int, int]:

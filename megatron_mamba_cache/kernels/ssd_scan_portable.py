@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .ssd_tiles import ScanTiles
+from .ssd_tiles import ScanTiles, tiled_rows
 from .ssm_inputs import SSMTokens
 from .varlen_rows import VarlenRows
 
@@ -37,17 +37,6 @@ class _Packed(NamedTuple):
     x_stride: int
     B_stride: int
     C_stride: int
-
-
-class _Rows(NamedTuple):
-    """The kernel's view of `VarlenRows`."""
-
-    cu_rows: Tensor
-    cu_chunks: Tensor
-    cu_row_chunks: Tensor
-    longest_first: Tensor
-    initial_slots: Tensor
-    final_slots: Tensor
 
 
 @triton.jit
@@ -116,6 +105,7 @@ def _scan_kernel(
     PRECISION: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
+    """Long because Triton takes descriptors one by one, and tiles at a row's edges are scanned otherwise."""
     row = tl.load(rows.longest_first + tl.program_id(0) // HEADS)
     head = tl.program_id(0) % HEADS
     group = head // (HEADS // GROUPS)
@@ -189,14 +179,7 @@ def scan_portably(
         B_tiles=_described(B, shape.width, d_state),
         C_tiles=_described(C, shape.width, d_state),
         y_tiles=_described(_flat(y), shape.width, head_dim),
-        rows=_Rows(
-            rows.cu_rows,
-            rows.cu_chunks,
-            rows.cu_row_chunks,
-            rows.longest_first,
-            rows.initial_slots,
-            rows.final_slots,
-        ),
+        rows=tiled_rows(rows),
         D=D,
         decays=tiles.decays,
         tile_slots=tiles.slots,

@@ -8,6 +8,7 @@ Grid: every tile number by groups of heads. Graph safe: no host sync, grid fixed
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -57,6 +58,32 @@ class ScanTiles:
     slots: Tensor
 
 
+class _CutRows(NamedTuple):
+    """What the kernel reads of `VarlenRows`."""
+
+    cu_rows: Tensor
+    cu_chunks: Tensor
+    chunk_rows: Tensor
+    cu_row_chunks: Tensor
+    chunk_slots: Tensor
+
+
+class TiledRows(NamedTuple):
+    """A scan kernel's view of `VarlenRows`."""
+
+    cu_rows: Tensor
+    cu_chunks: Tensor
+    cu_row_chunks: Tensor
+    longest_first: Tensor
+    initial_slots: Tensor
+    final_slots: Tensor
+
+
+def tiled_rows(rows: VarlenRows) -> TiledRows:
+    """Return what the scan kernels read of the rows."""
+    return TiledRows(*(getattr(rows, name) for name in TiledRows._fields))
+
+
 def tile_shape(chunk_size: int) -> TileShape | None:
     """Return how chunks of this size are cut; None if they are no multiple of a tile."""
     if chunk_size <= TILE_LEN:
@@ -66,16 +93,27 @@ def tile_shape(chunk_size: int) -> TileShape | None:
     return TileShape(TILE_LEN, TILE_LEN, chunk_size // TILE_LEN)
 
 
+@triton.jit
+def _find_tile(rows, tile, start, end, in_chunk, LENGTH: tl.constexpr, PER_CHUNK: tl.constexpr):
+    """Return which of its chunk's `in_chunk` tiles this is, if any, and the packed position that it is cut at."""
+    row = tl.load(rows.chunk_rows + tile // PER_CHUNK)
+    first_chunk = tl.load(rows.cu_row_chunks + row)
+    number = tile % PER_CHUNK
+    begin = start + number * LENGTH
+    if tile // PER_CHUNK == first_chunk:
+        number += in_chunk - PER_CHUNK
+        begin = start + number * LENGTH
+        if tl.load(rows.cu_row_chunks + row + 1) > first_chunk + 1:  # the chunk's end is a cut, its start need not be
+            begin = end - (in_chunk - number) * LENGTH
+    return number, begin
+
+
 @triton.jit(do_not_specialize=["dt_stride", "num_tiles", "num_rows", "num_tokens"])
 def _tiles_kernel(
     dt,
     A_log,
     dt_bias,
-    cu_rows,
-    cu_chunks,
-    chunk_rows,
-    cu_row_chunks,
-    chunk_slots,
+    rows,
     decays,
     slots,
     y,
@@ -96,30 +134,20 @@ def _tiles_kernel(
     head = tl.program_id(1) * HEADS_AT_A_TIME + tl.arange(0, HEADS_AT_A_TIME)
     has_head = head < HEADS
 
-    # Nobody scans the tokens past the last row: their outputs are zeros.
     channel = (tl.program_id(1) * HEADS_AT_A_TIME * HEAD_DIM).to(tl.int64) + tl.arange(0, HEADS_AT_A_TIME * HEAD_DIM)
-    for token in range(tl.load(cu_rows + num_rows) + tile, num_tokens, num_tiles):
+    for token in range(tl.load(rows.cu_rows + num_rows) + tile, num_tokens, num_tiles):  # scanned by nobody
         tl.store(y + tl.cast(token, tl.int64) * (HEADS * HEAD_DIM) + channel, 0.0, mask=channel < HEADS * HEAD_DIM)
 
     chunk = tile // PER_CHUNK
-    start = tl.load(cu_chunks + chunk)
-    end = tl.load(cu_chunks + chunk + 1)
-    row = tl.load(chunk_rows + chunk)
-    first_chunk = tl.load(cu_row_chunks + row)
+    start = tl.load(rows.cu_chunks + chunk)
+    end = tl.load(rows.cu_chunks + chunk + 1)
     in_chunk = (end - start + LENGTH - 1) // LENGTH
-    number = tile % PER_CHUNK
-    begin = start + number * LENGTH
-    if chunk == first_chunk:
-        number += in_chunk - PER_CHUNK
-        begin = start + number * LENGTH
-        if tl.load(cu_row_chunks + row + 1) > first_chunk + 1:  # the chunk's end is a cut, its start need not be
-            begin = end - (in_chunk - number) * LENGTH
+    number, begin = _find_tile(rows, tile, start, end, in_chunk, LENGTH, PER_CHUNK)
     if (number < 0) | (number >= in_chunk):
         return
-
     if tl.program_id(1) == 0:
-        is_last = number == in_chunk - 1
-        tl.store(slots + tile, tl.load(chunk_slots + chunk, mask=is_last, other=_PAD))
+        tl.store(slots + tile, tl.load(rows.chunk_slots + chunk, mask=number == in_chunk - 1, other=_PAD))
+
     token = begin + tl.arange(0, WIDTH)
     inside = (token >= start) & (token < tl.minimum(end, begin + LENGTH))
     step = tl.load(
@@ -157,11 +185,7 @@ def cut_tiles(tokens: SSMTokens, weights: SSMWeights, rows: VarlenRows, shape: T
         dt=tokens.dt,
         A_log=weights.A_log,
         dt_bias=weights.dt_bias,
-        cu_rows=rows.cu_rows,
-        cu_chunks=rows.cu_chunks,
-        chunk_rows=rows.chunk_rows,
-        cu_row_chunks=rows.cu_row_chunks,
-        chunk_slots=rows.chunk_slots,
+        rows=_CutRows(*(getattr(rows, name) for name in _CutRows._fields)),
         decays=decays,
         slots=slots,
         y=y,

@@ -37,6 +37,9 @@ Scan = Callable[[SSMTokens, SSMWeights, Tensor, VarlenRows, int], Tensor]
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 on_hopper = [pytest.mark.gpu, pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")]
 
+# The interpreter multiplies the bits of bf16 matrices as integers.
+compiled_only = pytest.mark.skipif(INTERPRETED, reason="the interpreter has no bf16 matrix products")
+
 
 @pytest.fixture(autouse=True, scope="module")
 def counted_kernel() -> Iterator[CountedKernel]:
@@ -148,7 +151,7 @@ def test_views_of_wider_rows_are_scanned_in_place(device: str) -> None:
 
 FORMS = [
     pytest.param(None, SMALL, 16, torch.float32, id="portable-float32"),
-    pytest.param(None, SMALL, 16, torch.bfloat16, id="portable-bfloat16"),
+    pytest.param(None, SMALL, 16, torch.bfloat16, marks=compiled_only, id="portable-bfloat16"),
     pytest.param(None, SMALL, 128, torch.float32, id="portable-128"),
     *(
         pytest.param(tiling, LARGE, 128, torch.bfloat16, marks=on_hopper, id=f"hopper-{tiling.heads}-{tiling.channels}")
@@ -227,7 +230,10 @@ def test_pool_of_bf16_holds_rounded_states_and_carries_exact_ones(
     )
     assert same_bits(y_rounded, y_exact)
     written = sorted(written_slots(specs))
-    assert same_bits(rounded[written], exact[written].bfloat16())
+    if INTERPRETED:  # it cuts digits off where a GPU rounds
+        torch.testing.assert_close(rounded[written].float(), exact[written], rtol=2**-7, atol=0)
+    else:
+        assert same_bits(rounded[written], exact[written].bfloat16())
 
 
 @pytest.mark.parametrize("pool_dtype", [torch.float32, torch.bfloat16])
@@ -244,6 +250,7 @@ def test_hopper_kernel_gives_the_bits_of_the_portable_one(tiling: HopperTiling, 
     assert same_bits(y, expected) and same_bits(hopper, portable)
 
 
+@compiled_only
 @pytest.mark.parametrize("tiling", [None, *(pytest.param(t, marks=on_hopper) for t in TILINGS[-1:])])
 def test_bf16_rows_are_as_near_to_the_recurrence_as_bf16_allows(tiling: HopperTiling | None, device: str) -> None:
     if tiling and device == "cpu":
