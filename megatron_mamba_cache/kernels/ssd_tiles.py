@@ -130,6 +130,7 @@ def _tiles_kernel(
     PER_CHUNK: tl.constexpr,
     HEADS_AT_A_TIME: tl.constexpr,
 ):
+    """Long because a tile is found and its decays are summed in one launch, with the clearing of what nobody scans."""
     tile = tl.program_id(0)
     head = tl.program_id(1) * HEADS_AT_A_TIME + tl.arange(0, HEADS_AT_A_TIME)
     has_head = head < HEADS
