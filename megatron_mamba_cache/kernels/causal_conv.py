@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .conv_row_ends import begin_row, count_up_to, end_chunk
 from .conv_taps import (
     ConvInputs,
     ConvWindows,
@@ -33,10 +34,9 @@ from .conv_taps import (
     weigh_and_activate,
 )
 from .kernel_launches import is_computed_in_fp32, launches_kernel
-from .masks import only_if
 from .reference_conv import causal_conv_ref
 from .row_checks import check_varlen_rows
-from .varlen_rows import PAD_SLOT, VarlenRows
+from .varlen_rows import VarlenRows
 
 __all__ = ["TILING", "ConvTiling", "causal_conv", "causal_conv_ref"]
 
@@ -56,7 +56,6 @@ class ConvTiling:
 
 
 TILING = ConvTiling(tokens=16, channels=256, num_warps=4)
-_PAD = tl.constexpr(PAD_SLOT)
 
 
 class _Rows(NamedTuple):
@@ -68,92 +67,6 @@ class _Rows(NamedTuple):
     cu_chunks: Tensor
     chunk_rows: Tensor
     chunk_slots: Tensor
-
-
-@triton.jit
-def _count_up_to(ends, num_ends, token):
-    """Return how many of the ascending `ends` [num_ends] are at most `token`, a number or a tensor of them."""
-    low = token * 0
-    high = low + num_ends
-    width = num_ends
-    while width > 0:
-        middle = (low + high) // 2
-        is_open = low < high
-        is_after = tl.load(ends + middle, mask=is_open, other=0) <= token
-        low = tl.where(is_open & is_after, middle + 1, low)
-        high = tl.where(is_open & ~is_after, middle, high)
-        width = width // 2
-    return low
-
-
-@triton.jit
-def _store_inputs(inputs, windows, slot, end, channel, inside, WINDOW: tl.constexpr):
-    """Store the last WINDOW inputs before packed token `end` into `slot`."""
-    first = inputs.x + tl.cast(end - WINDOW, tl.int64) * inputs.token_stride + channel
-    stored = windows.pool + slot.to(tl.int64) * windows.slot_stride + channel
-    for k in tl.static_range(WINDOW):
-        x = tl.load(first + k * inputs.token_stride, mask=inside, other=0.0)
-        tl.store(stored + k * windows.time_stride, x.to(windows.pool.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _begin_row(
-    y, inputs, weight, bias, windows, rows, row, num_chunks, channel, CONV_DIM: tl.constexpr, D_CONV: tl.constexpr
-):
-    """Compute a row's first tokens and store its final window and those that hold part of the initial one."""
-    WINDOW: tl.constexpr = D_CONV - 1
-    inside = channel < CONV_DIM
-    start = tl.load(rows.cu_rows + row)
-    num_tokens = tl.load(rows.cu_rows + row + 1) - start
-    initial = tl.load(rows.initial_slots + row).to(tl.int64)
-    final = tl.load(rows.final_slots + row)
-    if (num_tokens > 0) | (final != _PAD):
-        history = ()
-        for k in tl.static_range(WINDOW):
-            at = windows.pool + initial * windows.slot_stride + k * windows.time_stride + channel
-            history = appended(history, tl.load(at, mask=only_if(initial != _PAD, inside), other=0.0).to(tl.float32))
-        for j in tl.static_range(WINDOW):
-            at = inputs.x + tl.cast(start + j, tl.int64) * inputs.token_stride + channel
-            history = appended(history, tl.load(at, mask=only_if(j < num_tokens, inside), other=0.0).to(tl.float32))
-        taps = load_taps(weight, channel, CONV_DIM, D_CONV)
-        offset = load_bias(bias, channel, CONV_DIM)
-        for j in tl.static_range(WINDOW):
-            out = weigh_and_activate(history[j : j + D_CONV], taps, offset, D_CONV)
-            at = y + tl.cast(start + j, tl.int64) * CONV_DIM + channel
-            tl.store(at, out, mask=only_if(j < num_tokens, inside))
-
-        tl.debug_barrier()  # a write may land on what another thread of this program reads
-        for j in tl.static_range(WINDOW):  # the window after j tokens
-            window = history[j : j + WINDOW]
-            _store_window(windows, tl.where(j == num_tokens, final, _PAD), window, channel, inside, WINDOW)
-            if j > 0:
-                chunk = _count_up_to(rows.cu_chunks + 1, num_chunks, start + j - 1)  # the one that token j - 1 is in
-                is_chunk = (chunk < num_chunks) & (j <= num_tokens)
-                end = tl.load(rows.cu_chunks + 1 + chunk, mask=is_chunk, other=-1)
-                slot = tl.load(rows.chunk_slots + chunk, mask=is_chunk & (end == start + j), other=_PAD)
-                _store_window(windows, slot, window, channel, inside, WINDOW)
-        if (num_tokens >= WINDOW) & (final != _PAD):
-            _store_inputs(inputs, windows, final, start + num_tokens, channel, inside, WINDOW)
-
-
-@triton.jit
-def _store_window(windows, slot, window, channel, inside, WINDOW: tl.constexpr):
-    """Store a window of fp32 inputs into `slot`, unless it is PAD_SLOT."""
-    stored = windows.pool + slot.to(tl.int64) * windows.slot_stride + channel
-    for k in tl.static_range(WINDOW):
-        tl.store(stored + k * windows.time_stride, window[k], mask=only_if(slot != _PAD, inside))
-
-
-@triton.jit
-def _end_chunk(inputs, windows, rows, chunk, channel, CONV_DIM: tl.constexpr, WINDOW: tl.constexpr):
-    """Store the window at a chunk's end, if all of it are inputs of this step."""
-    slot = tl.load(rows.chunk_slots + chunk)
-    if slot != _PAD:
-        start = tl.load(rows.cu_chunks + chunk)
-        end = tl.load(rows.cu_chunks + chunk + 1)
-        row_start = tl.load(rows.cu_rows + tl.load(rows.chunk_rows + chunk))
-        if (end > start) & (end - row_start >= WINDOW):
-            _store_inputs(inputs, windows, slot, end, channel, channel < CONV_DIM, WINDOW)
 
 
 @triton.jit
@@ -173,7 +86,7 @@ def _convolve_tile(
 ):
     """Compute a run of packed tokens that have D_CONV - 1 tokens of their row before them; clear those past them."""
     token = first_token + tl.arange(0, TOKENS)
-    row = _count_up_to(rows.cu_rows + 1, num_rows, token)
+    row = count_up_to(rows.cu_rows + 1, num_rows, token)
     is_past = row == num_rows
     # Past the last row this is the end of the rows.
     in_row = token - tl.load(rows.cu_rows + row)
@@ -218,10 +131,10 @@ def _causal_conv_kernel(
     channel = tl.program_id(0) % TILES * CHANNELS + tl.arange(0, CHANNELS)
     if part < num_rows:
         if D_CONV > 1:
-            _begin_row(y, inputs, weight, bias, windows, rows, part, num_chunks, channel, CONV_DIM, D_CONV)
+            begin_row(y, inputs, weight, bias, windows, rows, part, num_chunks, channel, CONV_DIM, D_CONV)
     elif part < num_rows + num_chunks:
         if D_CONV > 1:
-            _end_chunk(inputs, windows, rows, part - num_rows, channel, CONV_DIM, D_CONV - 1)
+            end_chunk(inputs, windows, rows, part - num_rows, channel, CONV_DIM, D_CONV - 1)
     else:
         first_token = (part - num_rows - num_chunks) * TOKENS
         _convolve_tile(

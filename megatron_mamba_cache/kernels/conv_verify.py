@@ -59,10 +59,9 @@ class _Rows(NamedTuple):
     cu_tokens: Tensor
     columns: Tensor
     accepted: Tensor
-    columns_stride: int
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
+@triton.jit(do_not_specialize=["num_rows", "num_tokens", "columns_stride"])
 def _conv_verify_kernel(
     y,
     inputs,
@@ -72,6 +71,7 @@ def _conv_verify_kernel(
     rows,
     num_rows,
     num_tokens,
+    columns_stride,
     CONV_DIM: tl.constexpr,
     D_CONV: tl.constexpr,
     CHANNELS: tl.constexpr,
@@ -81,7 +81,7 @@ def _conv_verify_kernel(
     is_row = row < num_rows
     start = tl.load(rows.cu_tokens + row)
     end = tl.load(rows.cu_tokens + row + 1, mask=is_row, other=num_tokens)
-    live = tl.load(rows.columns + row.to(tl.int64) * rows.columns_stride, mask=is_row, other=_PAD)
+    live = tl.load(rows.columns + row.to(tl.int64) * columns_stride, mask=is_row, other=_PAD)
     accepted = tl.load(rows.accepted + row, mask=is_row, other=1)
 
     channel = tl.program_id(0) % TILES * CHANNELS + tl.arange(0, CHANNELS)
@@ -148,8 +148,20 @@ def conv_verify(
     if not launches_kernel(x) or not is_computed_in_fp32(x, conv_pool):
         return conv_verify_ref(x, weight, bias, conv_pool, rows)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    if y.numel() == 0:
-        return y
+    if y.numel() > 0:
+        _launch(y, x, weight, bias, conv_pool, rows, tiling)
+    return y
+
+
+def _launch(
+    y: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv_pool: Tensor,
+    rows: VerifyRows,
+    tiling: ConvVerifyTiling,
+) -> None:
     conv_dim, d_conv = weight.shape
     num_rows, channels = rows.accepted.shape[0], min(tiling.channels, triton.next_power_of_2(conv_dim))
     _conv_verify_kernel[((num_rows + 1) * triton.cdiv(conv_dim, channels),)](
@@ -158,12 +170,12 @@ def conv_verify(
         weight=weight,
         bias=bias,
         windows=ConvWindows(conv_pool, *conv_pool.stride()[:2]),
-        rows=_Rows(rows.cu_tokens, rows.columns, rows.accepted, rows.columns.stride(0)),
+        rows=_Rows(rows.cu_tokens, rows.columns, rows.accepted),
         num_rows=num_rows,
         num_tokens=x.shape[0],
+        columns_stride=rows.columns.stride(0),
         CONV_DIM=conv_dim,
         D_CONV=d_conv,
         CHANNELS=channels,
         num_warps=tiling.num_warps,
     )
-    return y

@@ -78,7 +78,6 @@ class _Rows(NamedTuple):
     cu_tokens: Tensor
     columns: Tensor
     accepted: Tensor
-    columns_stride: int
 
 
 @triton.jit
@@ -93,7 +92,7 @@ def _load_inputs(tokens, token, end, head, group, n, p, D_STATE: tl.constexpr, H
     return x, b, c, dt
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
+@triton.jit(do_not_specialize=["num_rows", "num_tokens", "columns_stride"])
 def _state_verify_kernel(
     y,
     tokens,
@@ -103,18 +102,20 @@ def _state_verify_kernel(
     rows,
     num_rows,
     num_tokens,
+    columns_stride,
     HEADS: tl.constexpr,
     HEADS_A_GROUP: tl.constexpr,
     D_STATE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
+    """Long because it is one loop and what it keeps in registers."""
     PARTS: tl.constexpr = (HEAD_DIM + WIDTH - 1) // WIDTH
     part = tl.program_id(0) % PARTS
     head = tl.program_id(0) // PARTS % HEADS
     row = tl.program_id(0) // (PARTS * HEADS)
     is_row = row < num_rows
-    first_column = rows.columns + row.to(tl.int64) * rows.columns_stride
+    first_column = rows.columns + row.to(tl.int64) * columns_stride
     start = tl.load(rows.cu_tokens + row)
     end = tl.load(rows.cu_tokens + row + 1, mask=is_row, other=num_tokens)
     live = tl.load(first_column, mask=is_row, other=_PAD)
@@ -200,9 +201,10 @@ def _launch(
         weights=_Weights(weights.A_log, weights.D, weights.dt_bias, *weights.dt_limit),
         pool=ssm_pool,
         slot_stride=ssm_pool.stride(0),
-        rows=_Rows(rows.cu_tokens, rows.columns, rows.accepted, rows.columns.stride(0)),
+        rows=_Rows(rows.cu_tokens, rows.columns, rows.accepted),
         num_rows=num_rows,
         num_tokens=num_tokens,
+        columns_stride=rows.columns.stride(0),
         HEADS=heads,
         HEADS_A_GROUP=heads // tokens.B.shape[1],
         D_STATE=tokens.B.shape[2],

@@ -64,6 +64,6 @@ class CompiledInsteadOfLaunched:
         return compile_only
 
 
-def global_accesses(ptx: str) -> set[str]:
+def global_accesses(ptx: str, kind: str = "ld|st") -> set[str]:
     """Return the widths of the loads and stores of global memory, as in `v2.b64`."""
-    return set(re.findall(r"(?:ld|st)\.global\.(?:\w+::\w+\.)*((?:v\d\.)?b\d+)", ptx))
+    return set(re.findall(rf"(?:{kind})\.global\.(?:\w+::\w+\.)*((?:v\d\.)?b\d+)", ptx))
