@@ -5,20 +5,21 @@
 Every figure is the median time of a launch inside a CUDA graph of many, on random data; successive launches use other
 slots and inputs, a GiB of them in all, so that the L2 cache holds none. A ratio is the time of a plain copy that reads
 and writes as many bytes in all, over the kernel's: of the states alone for the state update, which with K drafts reads
-one and writes 1 + K; of inputs, outputs and windows for the convolutions. mamba-ssm's update, where it can be
-imported, runs on the same number of states, in its own layout and without drafts.
+one and writes 1 + K; of inputs, outputs and windows for the convolutions. mamba-ssm's update, where it is
+installed, runs on the same number of states, in its own layout and without drafts.
 """
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 
 import torch
 from graph_timing import Launch, launch_us, memcpys
 from machine import describe_machine
+from mamba_ssm_peer import peer_function
 from torch import Tensor
 
 from megatron_mamba_cache.kernels import causal_conv as causal_conv_module
@@ -28,7 +29,7 @@ from megatron_mamba_cache.kernels.causal_conv import ConvTiling, causal_conv
 from megatron_mamba_cache.kernels.conv_verify import ConvVerifyTiling, conv_verify
 from megatron_mamba_cache.kernels.ssm_inputs import SSMTokens, SSMWeights
 from megatron_mamba_cache.kernels.state_verify import VerifyTiling, state_verify, state_verify_ref
-from megatron_mamba_cache.kernels.varlen_rows import VarlenRows, whole_rows
+from megatron_mamba_cache.kernels.varlen_rows import whole_rows
 from megatron_mamba_cache.kernels.verify_rows import VerifyRows
 
 ROTATED_BYTES = 2**30
@@ -66,6 +67,7 @@ CONV_VERIFY_TILINGS = (
     ConvVerifyTiling(channels=512, num_warps=4),
     ConvVerifyTiling(channels=1024, num_warps=4),
 )
+Peer = Callable[..., object]
 Tiling = VerifyTiling | ConvTiling | ConvVerifyTiling
 
 
@@ -203,11 +205,9 @@ class StateBench:
 class PeerBench:
     """mamba-ssm's update of the same states, in its layout [slots, heads, head_dim, d_state]."""
 
-    def __init__(self, bench: StateBench) -> None:
-        from mamba_ssm.ops.triton.selective_state_update import selective_state_update
-
+    def __init__(self, bench: StateBench, update: Peer) -> None:
         layer, tokens, weights = bench.layer, bench.tokens, bench.weights
-        self._update = selective_state_update
+        self._update = update
         self._steps = [rows.columns[:, 0].contiguous() for rows in bench.steps]
         self._pool = bench.pool.view(-1, layer.heads, layer.head_dim, layer.d_state)
         over_head = (-1, layer.head_dim)
@@ -220,7 +220,7 @@ class PeerBench:
         """Return the update of each step."""
         return [lambda slots=slots: self._step(slots) for slots in self._steps]
 
-    def _step(self, slots: Tensor) -> Tensor:
+    def _step(self, slots: Tensor) -> object:
         return self._update(self._pool, *self._inputs, dt_bias=self._bias, dt_softplus=True, state_batch_indices=slots)
 
 
@@ -241,7 +241,7 @@ class ConvBench:
         layer, num_tokens = self.layer, num_rows * length
         rows = whole_rows(num_rows, length, CHUNK, torch.device(self.device))
         slots = torch.arange(num_rows, dtype=torch.int32, device=self.device)
-        rows = VarlenRows(rows.cu_rows, slots, slots, rows.cu_chunks, rows.chunk_rows, rows.chunk_slots)
+        rows = replace(rows, initial_slots=slots, final_slots=slots)
         pool = torch.randn(num_rows, D_CONV - 1, layer.conv_dim, device=self.device).bfloat16()
         count = num_rotations(self.prompt_bytes(num_rows, length))
         shape = (num_tokens, layer.projected)
@@ -268,17 +268,12 @@ def dtype_name(dtype: torch.dtype) -> str:
     return {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
 
 
-def has_peer() -> bool:
-    """Return whether mamba-ssm's update can be imported."""
-    try:
-        from mamba_ssm.ops.triton.selective_state_update import selective_state_update  # noqa: F401
-    except Exception:  # a broken installation raises anything
-        return False
-    return True
-
-
 def measure_states(
-    stopwatch: Stopwatch, layer: Layer, cases: Sequence[tuple[int, int]], tilings: Sequence[VerifyTiling], peer: bool
+    stopwatch: Stopwatch,
+    layer: Layer,
+    cases: Sequence[tuple[int, int]],
+    tilings: Sequence[VerifyTiling],
+    peer: Peer | None,
 ) -> Iterator[Figure]:
     """Measure the state update in every case (rows, drafts) with every tiling, and the peer's without drafts."""
     for dtype in STATE_DTYPES:
@@ -289,8 +284,8 @@ def measure_states(
                 bench.check(tiling)
                 launches = bench.launches(tiling)
                 yield stopwatch.figure("state_verify", layer, case, bench.num_bytes, launches, tiling)
-            if peer and num_drafts == 0:
-                launches = PeerBench(bench).launches()
+            if peer is not None and num_drafts == 0:
+                launches = PeerBench(bench, peer).launches()
                 yield stopwatch.figure("mamba-ssm", layer, case, bench.num_bytes, launches, None)
             del bench, launches
             torch.cuda.empty_cache()
@@ -348,10 +343,10 @@ def main() -> None:
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device")
-    stopwatch, peer = Stopwatch(), has_peer()
+    stopwatch, peer = Stopwatch(), peer_function("selective_state_update", "selective_state_update")
     figures: list[Figure] = []
     if arguments.sweep:
-        figures += measure_states(stopwatch, LAYERS[0], SWEPT, STATE_TILINGS, peer=False)
+        figures += measure_states(stopwatch, LAYERS[0], SWEPT, STATE_TILINGS, peer=None)
         figures += measure_convs(stopwatch, LAYERS[0], CONV_TILINGS, CONV_VERIFY_TILINGS)
         print(sweep_table(figures))
     else:
@@ -360,7 +355,7 @@ def main() -> None:
             figures += measure_states(stopwatch, layer, cases, [state_verify_module.TILING], peer=peer)
             figures += measure_convs(stopwatch, layer, [causal_conv_module.TILING], [conv_verify_module.TILING])
         print(table(figures))
-        print("\nmamba-ssm: " + ("its selective_state_update" if peer else "cannot be imported here"))
+        print("\nmamba-ssm: " + ("its selective_state_update" if peer else "not installed"))
     if arguments.json:
         records = [asdict(figure) | {"ratio": figure.ratio, "GB/s": figure.gb_per_s} for figure in figures]
         document = {"machine": describe_machine(), "figures": records}

@@ -86,17 +86,16 @@ def _conv_verify_kernel(
 
     channel = tl.program_id(0) % TILES * CHANNELS + tl.arange(0, CHANNELS)
     inside = channel < CONV_DIM
-    y += channel
     if live == _PAD:
         for token in range(start, end):
-            tl.store(y + tl.cast(token, tl.int64) * CONV_DIM, tl.zeros_like(channel), mask=inside)
+            tl.store(y + tl.cast(token, tl.int64) * CONV_DIM + channel, tl.zeros_like(channel), mask=inside)
         return
 
     stored = windows.pool + live.to(tl.int64) * windows.slot_stride + channel
     window = ()
     for k in tl.static_range(D_CONV - 1):
-        place = stored + (accepted - 1 + k) * windows.time_stride
-        window = appended(window, tl.load(place, mask=inside, other=0.0).to(tl.float32))
+        old = tl.load(stored + (accepted - 1 + k) * windows.time_stride, mask=inside, other=0.0)
+        window = appended(window, old.to(tl.float32))
     taps = load_taps(weight, channel, CONV_DIM, D_CONV)
     offset = load_bias(bias, channel, CONV_DIM)
     tl.debug_barrier()  # a write may land on what another thread of this program reads
@@ -107,7 +106,7 @@ def _conv_verify_kernel(
         at = tl.cast(token, tl.int64)
         x = tl.load(inputs.x + at * inputs.token_stride + channel, mask=inside, other=0.0).to(tl.float32)
         out = weigh_and_activate(appended(window, x), taps, offset, D_CONV)
-        tl.store(y + at * CONV_DIM, out, mask=inside)
+        tl.store(y + at * CONV_DIM + channel, out, mask=inside)
         # Inputs of earlier steps have been through the pool's dtype, so those of this step take the same path.
         kept = x.to(windows.pool.dtype.element_ty)
         time = D_CONV - 2 + token - start

@@ -34,6 +34,8 @@ def check_varlen_rows(rows: VarlenRows, device: torch.device) -> None:
         "cu_chunks": (rows.cu_chunks, num_chunks + 1),
         "chunk_rows": (rows.chunk_rows, num_chunks),
         "chunk_slots": (rows.chunk_slots, num_chunks),
+        "cu_row_chunks": (rows.cu_row_chunks, num_rows + 1),
+        "longest_first": (rows.longest_first, num_rows),
     }
     _check_vectors(vectors, device)
 

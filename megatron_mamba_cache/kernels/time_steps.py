@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from .log1p import log1p
+
 _LOG2_E = tl.constexpr(1.4426950408889634)
 # ln 2 in two parts: a small whole number times the first is exact in fp32.
 _LN2_HIGH = tl.constexpr(0.693145751953125)
@@ -21,7 +23,7 @@ def time_step(dt, bias, minimum, maximum):
 @triton.jit
 def softplus(v):
     """Return log(1 + exp(v)) of fp32 values to within 1e-6 of itself, however small it is."""
-    return tl.where(v < 0, 0.0, v) + _log_one_plus(_exp_of_negative(-tl.abs(v)))
+    return tl.where(v < 0, 0.0, v) + log1p(_exp_of_negative(-tl.abs(v)))
 
 
 @triton.jit
@@ -31,18 +33,3 @@ def _exp_of_negative(v):
     whole = tl.floor(v * _LOG2_E + 0.5)
     rest = v - whole * _LN2_HIGH - whole * _LN2_LOW
     return tl.exp2(whole) * tl.exp2(rest * _LOG2_E)
-
-
-@triton.jit
-def _log_one_plus(e):
-    """Return log(1 + e) of 0 <= e <= 1, as 2 artanh(s) with s = e / (2 + e) <= 1/3: a series without cancellation."""
-    s = e / (2.0 + e)
-    square = s * s
-    series = 1.0 / 13
-    series = series * square + 1.0 / 11
-    series = series * square + 1.0 / 9
-    series = series * square + 1.0 / 7
-    series = series * square + 1.0 / 5
-    series = series * square + 1.0 / 3
-    series = series * square + 1.0
-    return 2.0 * s * series

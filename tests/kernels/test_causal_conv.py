@@ -302,7 +302,7 @@ def test_a_replayed_graph_reads_its_rows_anew(conv_dim: int) -> None:
     x, pool = torch.randn(60, conv_dim, device="cuda"), torch.randn(NUM_SLOTS, 3, conv_dim, device="cuda")
     plans = [[RowSpec(60, final=2)], SPECS, [RowSpec(30, initial=4, final=4), RowSpec(2, 7, 5, 5, {8: 6})], []]
     names = VarlenRows.__dataclass_fields__
-    sizes = (9, 8, 8, 17, 16, 16)
+    sizes = (9, 8, 8, 17, 16, 16, 9, 8)
     buffers = VarlenRows(*(torch.zeros(size, dtype=torch.int32, device="cuda") for size in sizes))
 
     def fill(specs: list[RowSpec]) -> None:
