@@ -36,5 +36,9 @@ section load_8b "Loading an 8B NemotronH" python3 benchmarks/load_8b.py
 section align_copy "Align copy against a memcpy of the same bytes" \
     python3 benchmarks/align_copy.py --json "$results/align_copy.json"
 section align_copy_tilings "Align copy with other tile sizes" python3 benchmarks/align_copy.py --sweep
+section state_kernels "State and convolution kernels against a memcpy of as many bytes" \
+    python3 benchmarks/state_kernels.py --json "$results/state_kernels.json"
+section state_kernel_tilings "State and convolution kernels with other tile sizes" \
+    python3 benchmarks/state_kernels.py --sweep
 section speculation_on_gpu "What drafts give and what they cost" python3 benchmarks/speculation.py --device cuda
 exit $failed

@@ -31,14 +31,15 @@ KERNELS = (
     KernelChoice(
         "attention", "self_attention", ("paged_attention_ref",), "reads the paged KV cache; no other in this version"
     ),
-    KernelChoice("conv", "mamba_mixer", ("causal_conv_ref", "conv_verify_ref"), "no other in this version"),
+    KernelChoice("conv", "mamba_mixer", ("causal_conv", "conv_verify"), "Triton on CUDA, torch twins on the CPU"),
     KernelChoice(
         "norm",
         "mamba_mixer",
         ("GatedGroupRMSNorm",),
         "in the mixer; other norms are those of the model's spec, torch's in models that the command loads",
     ),
-    KernelChoice("scan", "mamba_mixer", ("ssd_scan_ref", "state_verify_ref"), "no other in this version"),
+    KernelChoice("scan", "mamba_mixer", ("ssd_scan_ref",), "no other in this version"),
+    KernelChoice("decode update", "mamba_mixer", ("state_verify",), "Triton on CUDA, its torch twin on the CPU"),
     KernelChoice(
         "align copy",
         "verify_step",
@@ -50,8 +51,8 @@ KERNELS = (
 _UNUSED = {
     "flash_attn": "attention runs the torch kernel",
     "flashinfer": "attention runs the torch kernel",
-    "mamba_ssm": "the scan runs the torch kernel",
-    "causal_conv1d": "the convolution runs the torch kernel",
+    "mamba_ssm": "the scan runs the torch kernel, decoding this package's",
+    "causal_conv1d": "the convolution runs this package's kernels",
     "transformer_engine": "by models that the command loads; a spec of yours that names its layers keeps them",
 }
 

@@ -1,12 +1,19 @@
 """Where ops launch their Triton kernels."""
 
+import torch
 import triton
 from torch import Tensor
 
 # Read once: Triton binds a kernel to the interpreter or to the compiler when the kernel's module is imported.
 INTERPRETED: bool = triton.knobs.runtime.interpret
+_FP32_OR_NARROWER = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def launches_kernel(tensor: Tensor) -> bool:
     """Return whether an op on `tensor` launches its kernel; otherwise it computes with its torch twin."""
     return tensor.is_cuda or INTERPRETED
+
+
+def is_computed_in_fp32(*tensors: Tensor) -> bool:
+    """Return whether all of `tensors` are of the dtypes that kernels compute in fp32."""
+    return all(tensor.dtype in _FP32_OR_NARROWER for tensor in tensors)

@@ -45,7 +45,8 @@ def causal_conv_ref(x: Tensor, weight: Tensor, bias: Tensor | None, conv_pool: T
 def conv_verify_ref(x: Tensor, weight: Tensor, bias: Tensor | None, conv_pool: Tensor, rows: VerifyRows) -> Tensor:
     """Convolve the base token and the drafts of each row, apply SiLU and move the row's window on, in place.
 
-    Bit-equal to as many steps of one token each, whatever is drafted behind a token.
+    Bit-equal to as many steps of one token each, whatever is drafted behind a token. What lies behind the inputs that
+    a row keeps stays as it is.
 
     Args:
         x: [tokens, conv_dim].
@@ -58,7 +59,7 @@ def conv_verify_ref(x: Tensor, weight: Tensor, bias: Tensor | None, conv_pool: T
     window_len, dtype = weight.shape[1] - 1, compute_dtype(x)
     tokens = PackedTokens(rows)
     inputs = tokens.gather(x).to(dtype)  # [rows, max_len, conv_dim]
-    live = rows.columns[:, 0]
+    live, lengths = rows.columns[:, 0], rows.cu_tokens[1:] - rows.cu_tokens[:-1]
     offsets = (rows.accepted - 1).to(torch.int64)[:, None] + torch.arange(window_len, device=x.device)
     stored = load_slots(conv_pool, live, dtype)
     window = stored.gather(1, offsets[:, :, None].expand(-1, -1, x.shape[1]))
@@ -68,7 +69,11 @@ def conv_verify_ref(x: Tensor, weight: Tensor, bias: Tensor | None, conv_pool: T
         _weigh_and_activate([*history[:, j : j + window_len].unbind(1), inputs[:, j]], weight, bias)
         for j in range(rows.max_len)
     ]
-    kept = history[:, 1:]
+    kept = history[:, 1:].to(conv_pool.dtype)
+    places = torch.arange(kept.shape[1], device=x.device)
+    num_kept = torch.where(lengths > 0, window_len - 1 + lengths, 0)
+    behind = load_slots(conv_pool[:, : kept.shape[1]], live, conv_pool.dtype)
+    kept = torch.where((places < num_kept[:, None])[:, :, None], kept, behind)
     store_slots(conv_pool[:, : kept.shape[1]], live, kept)
     return tokens.scatter(torch.stack(y, dim=1), x)
 

@@ -10,8 +10,11 @@ import torch.nn.functional as F
 from megatron.core.ssm import mamba_mixer as megatron_mixer
 from torch import Tensor
 
-from ..kernels.reference import causal_conv_ref, conv_verify_ref, ssd_scan_ref, state_verify_ref
+from ..kernels.causal_conv import causal_conv
+from ..kernels.conv_verify import conv_verify
+from ..kernels.reference import ssd_scan_ref
 from ..kernels.ssm_inputs import NO_LIMIT, SSMTokens, SSMWeights
+from ..kernels.state_verify import state_verify
 from ..kernels.varlen_rows import VarlenRows, whole_rows
 from ..kernels.verify_rows import VerifyRows
 from ..state.state_pool import LayerStates
@@ -106,13 +109,13 @@ class CachingMambaMixer(megatron_mixer.MambaMixer):
         return self.out_proj(mixed.unsqueeze(1))
 
     def _prefill_rows(self, inputs: _MixerInputs, states: LayerStates, rows: VarlenRows) -> Tensor:
-        xbc = causal_conv_ref(inputs.xbc, self._conv_weight, self.conv1d.bias, states.conv, rows)
+        xbc = causal_conv(inputs.xbc, self._conv_weight, self.conv1d.bias, states.conv, rows)
         y = ssd_scan_ref(self._ssm_tokens(xbc, inputs.dt), self._ssm_weights, states.ssm, rows, self.chunk_size)
         return self._gate(y.flatten(1), inputs.z)
 
     def _decode_rows(self, inputs: _MixerInputs, states: LayerStates, rows: VerifyRows) -> Tensor:
-        xbc = conv_verify_ref(inputs.xbc, self._conv_weight, self.conv1d.bias, states.conv, rows)
-        y = state_verify_ref(self._ssm_tokens(xbc, inputs.dt), self._ssm_weights, states.ssm, rows)
+        xbc = conv_verify(inputs.xbc, self._conv_weight, self.conv1d.bias, states.conv, rows)
+        y = state_verify(self._ssm_tokens(xbc, inputs.dt), self._ssm_weights, states.ssm, rows)
         return self._gate(y.flatten(1), inputs.z)
 
     def _full_sequences(self, projected: Tensor) -> Tensor:

@@ -1,14 +1,32 @@
 """Fixtures of kernel tests."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
-from triton.runtime import driver
+import triton.language as tl
+from triton.runtime import driver, interpreter
 
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED
 from tests.kernels.kernel_stand_ins import AbsentHopper, CompiledInsteadOfLaunched
+
+
+@pytest.fixture(autouse=True, scope="session")
+def interpreter_rounds_to_bf16() -> Iterator[None]:
+    """Let interpreted kernels round fp32 values to the nearest bf16, as compiled ones do; Triton's own truncates."""
+    convert = interpreter._convert_float
+
+    def convert_rounding(values: np.ndarray, source: tl.dtype, target: tl.dtype, mode: object) -> np.ndarray:
+        if (source, target) != (tl.float32, tl.bfloat16):
+            return convert(values, source, target, mode)
+        rounded = torch.from_numpy(np.array(values, dtype=np.float32)).to(torch.bfloat16)
+        return rounded.view(torch.int16).numpy().view(np.uint16)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_convert_float", convert_rounding)
+        yield
 
 
 @pytest.fixture

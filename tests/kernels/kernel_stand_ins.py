@@ -1,9 +1,14 @@
 """What tests put in a kernel's place: one that counts launches, one that compiles for a GPU that is not there."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
 
+import pytest
 from triton.backends.compiler import GPUTarget
+
+from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED
 
 
 class CountedKernel:
@@ -16,6 +21,16 @@ class CountedKernel:
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
         self.launches += 1
         return self.kernel[grid]
+
+
+@contextmanager
+def launches_expected(module: ModuleType, name: str, *, of_kernel: bool, device: str) -> Iterator[CountedKernel]:
+    """Check that a module's kernel is launched, if `of_kernel` and it runs on `device`, and is not otherwise."""
+    with pytest.MonkeyPatch.context() as patch:
+        counted = CountedKernel(getattr(module, name))
+        patch.setattr(module, name, counted)
+        yield counted
+    assert (counted.launches > 0) == (of_kernel and (device == "cuda" or INTERPRETED))
 
 
 class AbsentHopper:
@@ -32,21 +47,23 @@ class AbsentHopper:
 
 
 class CompiledInsteadOfLaunched:
-    """Stand for a kernel; keep what each launch would run."""
+    """Stand for a kernel; keep what each launch would run, and the hashes of what was compiled."""
 
     def __init__(self, kernel: object) -> None:
         self.kernel = kernel
         self.ptx: list[str] = []
+        self.compiled: set[str] = set()
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def compile_only(**arguments: object) -> None:
             compiled = self.kernel.warmup(grid=grid, **arguments)
             assert compiled.asm["cubin"]
             self.ptx.append(compiled.asm["ptx"])
+            self.compiled.add(compiled.hash)
 
         return compile_only
 
 
-def global_accesses(ptx: str) -> set[str]:
+def global_accesses(ptx: str, kind: str = "ld|st") -> set[str]:
     """Return the widths of the loads and stores of global memory, as in `v2.b64`."""
-    return set(re.findall(r"(?:ld|st)\.global\.(?:\w+::\w+\.)*((?:v\d\.)?b\d+)", ptx))
+    return set(re.findall(rf"(?:{kind})\.global\.(?:\w+::\w+\.)*((?:v\d\.)?b\d+)", ptx))

@@ -1,12 +1,21 @@
-"""Properties of the reference convolution over a base token and drafts a row."""
+"""Properties of the convolution over a base token and drafts a row, of the kernel and of its twin.
+
+Where the kernel neither compiles nor is interpreted, the op is its twin; `test_interpreted` runs this file again.
+"""
 
 import random
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_mamba_cache.kernels.reference import causal_conv_ref, conv_verify_ref
+from megatron_mamba_cache.kernels import conv_verify as conv_verify_module
+from megatron_mamba_cache.kernels.causal_conv import causal_conv, causal_conv_ref
+from megatron_mamba_cache.kernels.conv_verify import ConvVerifyTiling, conv_verify, conv_verify_ref
+from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED
+from megatron_mamba_cache.kernels.verify_rows import VerifyRows
+from tests.kernels.kernel_stand_ins import launches_expected
 from tests.kernels.packed_rows import (
     RowSpec,
     VerifySpec,
@@ -22,6 +31,16 @@ from tests.kernels.packed_rows import (
 
 CONV_DIM = 37
 MOST_DRAFTS = 8
+
+Op = Callable[[Tensor, Tensor, Tensor | None, Tensor, VerifyRows], Tensor]
+
+
+@pytest.fixture(params=[conv_verify, conv_verify_ref])
+def op(request: pytest.FixtureRequest, device: str) -> Iterator[Op]:
+    """Return the op or its twin; check that the kernel was launched, or was not."""
+    of_kernel = request.param is conv_verify
+    with launches_expected(conv_verify_module, "_conv_verify_kernel", of_kernel=of_kernel, device=device):
+        yield request.param
 
 
 def make_weights(d_conv: int, device: str) -> tuple[Tensor, Tensor]:
@@ -47,9 +66,9 @@ def window_of(pool: Tensor, spec: VerifySpec, d_conv: int) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("d_conv", [1, 2, 4])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(3 if INTERPRETED else 12))
 def test_rows_are_bit_equal_to_as_many_steps_of_one_token(
-    seed: int, d_conv: int, dtype: torch.dtype, device: str
+    seed: int, d_conv: int, dtype: torch.dtype, op: Op, device: str
 ) -> None:
     torch.manual_seed(seed)
     specs = random_verify_specs(seed, num_slots := 60)
@@ -64,7 +83,7 @@ def test_rows_are_bit_equal_to_as_many_steps_of_one_token(
     fill_windows(pool, specs, d_conv)
     before = pool.clone()
     rows = pack_verify(specs, device, num_spare=num_spare)
-    y = conv_verify_ref(x, weight, bias, pool, rows)
+    y = op(x, weight, bias, pool, rows)
 
     for spec, tokens in zip(specs, row_slices(specs), strict=True):
         if not spec.columns:
@@ -72,20 +91,22 @@ def test_rows_are_bit_equal_to_as_many_steps_of_one_token(
             continue
         alone = window_of(before, spec, d_conv)
         for j, token in enumerate(range(tokens.start, tokens.stop)):
-            y_alone = conv_verify_ref(x[token][None], weight, bias, alone, one_token_rows([0], device))
+            y_alone = op(x[token][None], weight, bias, alone, one_token_rows([0], device))
             assert same_bits(y[token], y_alone[0])
             assert same_bits(pool[spec.columns[0], j : j + d_conv - 1], alone[0])
     assert_untouched(before, pool, {spec.columns[0] for spec in specs if spec.columns})
-    used = d_conv - 2 + rows.max_len
-    assert same_bits(before[:, used:], pool[:, used:])
+    for spec in specs:
+        if spec.columns:
+            used = d_conv - 2 + spec.length
+            assert same_bits(before[spec.columns[0], used:], pool[spec.columns[0], used:])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("seed", range(8))
-def test_rejected_drafts_leave_no_trace_in_later_steps(seed: int, dtype: torch.dtype, device: str) -> None:
+@pytest.mark.parametrize("seed", range(2 if INTERPRETED else 8))
+def test_rejected_drafts_leave_no_trace_in_later_steps(seed: int, dtype: torch.dtype, op: Op, device: str) -> None:
     torch.manual_seed(seed)
     draw = random.Random(seed)
-    d_conv, length = 4, 40
+    d_conv, length = 4, 15 if INTERPRETED else 40
     weight, bias = make_weights(d_conv, device)
     text = torch.randn(length, CONV_DIM, device=device)
     columns = tuple(draw.sample(range(12), 9))
@@ -99,17 +120,19 @@ def test_rejected_drafts_leave_no_trace_in_later_steps(seed: int, dtype: torch.d
         x = text[position : position + 1 + num_drafts].clone()
         x[kept:] = float("nan")  # wrong drafts, and nothing of them may be read again
         spec = VerifySpec(1 + num_drafts, columns, accepted)
-        y = conv_verify_ref(x, weight, bias, pool, pack_verify([spec], device))
+        y = op(x, weight, bias, pool, pack_verify([spec], device))
         for j in range(kept):
             token = text[position + j][None]
-            assert same_bits(y[j], conv_verify_ref(token, weight, bias, plain, one_token_rows([0], device))[0])
+            assert same_bits(y[j], op(token, weight, bias, plain, one_token_rows([0], device))[0])
         position, accepted = position + kept, kept
         assert same_bits(window_of(pool, VerifySpec(1, columns, accepted), d_conv), plain)
 
 
 @pytest.mark.parametrize("d_conv", [1, 2, 4])
-@pytest.mark.parametrize("num_drafts", range(MOST_DRAFTS + 1))
-def test_outputs_and_windows_are_those_of_the_packed_convolution(num_drafts: int, d_conv: int, device: str) -> None:
+@pytest.mark.parametrize("num_drafts", range(0, MOST_DRAFTS + 1, 4 if INTERPRETED else 1))
+def test_outputs_and_windows_are_those_of_the_packed_convolution(
+    num_drafts: int, d_conv: int, op: Op, device: str
+) -> None:
     torch.manual_seed(num_drafts)
     weight, bias = make_weights(d_conv, device)
     length = 1 + num_drafts
@@ -118,14 +141,15 @@ def test_outputs_and_windows_are_those_of_the_packed_convolution(num_drafts: int
     pool = make_pool(20, d_conv - 1 + MOST_DRAFTS, torch.float32, device)
     fill_windows(pool, specs, d_conv)
     packed = torch.cat([window_of(pool, spec, d_conv) for spec in specs])
-    y = conv_verify_ref(x, weight, bias, pool, pack_verify(specs, device))
+    y = op(x, weight, bias, pool, pack_verify(specs, device))
+    whole = causal_conv if op is conv_verify else causal_conv_ref
     prefill = pack_rows([RowSpec(length, initial=row, final=row) for row in range(2)], 4, device)
-    assert same_bits(y, causal_conv_ref(x, weight, bias, packed, prefill))
+    assert same_bits(y, whole(x, weight, bias, packed, prefill))
     for spec, window in zip(specs, packed, strict=True):
         assert same_bits(pool[spec.columns[0], num_drafts : num_drafts + d_conv - 1], window)
 
 
-def test_neighbours_nan_stays_with_them_and_tokens_past_the_last_row_are_nobody_s(device: str) -> None:
+def test_neighbours_nan_stays_with_them_and_tokens_past_the_last_row_are_nobody_s(op: Op, device: str) -> None:
     torch.manual_seed(2)
     weight, bias = make_weights(4, device)
     specs = [VerifySpec(3, (0, 1, 2)), VerifySpec(2, (3, 4)), VerifySpec(1, (5,))]
@@ -134,14 +158,14 @@ def test_neighbours_nan_stays_with_them_and_tokens_past_the_last_row_are_nobody_
     pool = make_pool(8, 5, torch.float32, device)
     fill_windows(pool, specs, 4)
     before = pool.clone()
-    y = conv_verify_ref(x, weight, bias, pool, pack_verify(specs, device))
+    y = op(x, weight, bias, pool, pack_verify(specs, device))
     assert y[3:5].isfinite().all() and pool[3, :4].isfinite().all()
     assert y[:3].isnan().all() and (y[6:] == 0).all()
     assert_untouched(before, pool, {0, 3, 5})
 
 
 @pytest.mark.parametrize("with_bias", [True, False])
-def test_outputs_are_rounded_to_the_input_dtype(with_bias: bool, device: str) -> None:
+def test_outputs_are_rounded_to_the_input_dtype(with_bias: bool, op: Op, device: str) -> None:
     torch.manual_seed(3)
     weight, bias = make_weights(4, device)
     x = torch.randn(3, CONV_DIM, device=device).bfloat16()
@@ -149,6 +173,64 @@ def test_outputs_are_rounded_to_the_input_dtype(with_bias: bool, device: str) ->
     pool = make_pool(3, 5, torch.float32, device)
     fill_windows(pool, [spec], 4)
     wide_pool, rows = pool.clone(), pack_verify([spec], device)
-    y = conv_verify_ref(x, weight, bias if with_bias else None, pool, rows)
-    exact = conv_verify_ref(x.float(), weight, bias if with_bias else torch.zeros_like(bias), wide_pool, rows)
+    y = op(x, weight, bias if with_bias else None, pool, rows)
+    exact = op(x.float(), weight, bias if with_bias else torch.zeros_like(bias), wide_pool, rows)
     assert same_bits(y, exact.bfloat16()) and same_bits(pool, wide_pool)
+
+
+@pytest.mark.parametrize("pool_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("conv_dim", "d_conv", "channels"), [(63, 3, 16), (500, 4, 512), (64, 4, 64), (1, 2, 128), (20, 6, 16)]
+)
+def test_kernel_computes_what_its_twin_does(
+    conv_dim: int, d_conv: int, channels: int, dtype: torch.dtype, pool_dtype: torch.dtype, device: str
+) -> None:
+    torch.manual_seed(conv_dim)
+    specs = [VerifySpec(3, (3, 1, 6, 5), accepted=4), VerifySpec(2), VerifySpec(1, (4, 8, 9), accepted=2)]
+    weight, bias = torch.randn(conv_dim, d_conv, device=device), torch.randn(conv_dim, device=device)
+    x = torch.randn(8, conv_dim, device=device).to(dtype)
+    pool = poisoned_pool((10, d_conv + 5, conv_dim), pool_dtype, device, filled=(3, 4))
+    expected_pool, rows = pool.clone(), pack_verify(specs, device, num_spare=1)
+    y = conv_verify(x, weight, bias, pool, rows, ConvVerifyTiling(channels, 2))
+    expected = conv_verify_ref(x, weight, bias, expected_pool, rows)
+    torch.testing.assert_close(y, expected, rtol=1e-5 if dtype == torch.float32 else 2**-7, atol=1e-5)
+    assert same_bits(pool, expected_pool)
+
+
+def test_a_row_without_tokens_keeps_its_window(op: Op, device: str) -> None:
+    weight, bias = make_weights(4, device)
+    pool = torch.randn(4, 6, CONV_DIM, device=device)
+    before = pool.clone()
+    specs = [VerifySpec(0, (1,), accepted=2), VerifySpec(1, (3,))]
+    op(torch.randn(1, CONV_DIM, device=device), weight, bias, pool, pack_verify(specs, device, num_spare=1))
+    assert_untouched(before, pool, {3})
+
+
+def test_inputs_and_pool_may_be_views(op: Op, device: str) -> None:
+    torch.manual_seed(6)
+    weight, bias = make_weights(4, device)
+    wide = torch.randn(3, CONV_DIM + 9, device=device)
+    layers = torch.randn(4, 2, 6, CONV_DIM + 1, device=device)
+    before, plain = layers.clone(), layers[:, 1, 1:, 1:].contiguous()
+    rows = pack_verify([VerifySpec(3, (2, 0, 1), accepted=2)], device)
+    y = op(wide[:, 3 : 3 + CONV_DIM], weight, bias, layers[:, 1, 1:, 1:], rows)
+    assert same_bits(y, op(wide[:, 3 : 3 + CONV_DIM].contiguous(), weight, bias, plain, rows))
+    assert same_bits(layers[:, 1, 1:, 1:], plain)
+    layers[:, 1, 1:, 1:] = before[:, 1, 1:, 1:]
+    assert same_bits(layers, before)
+
+
+def test_a_window_too_short_for_the_drafts_is_refused() -> None:
+    weight, bias = make_weights(4, "cpu")
+    rows = pack_verify([VerifySpec(3, (2, 0, 1))], "cpu")
+    with pytest.raises(ValueError, match="window of at least 5"):
+        conv_verify(torch.randn(3, CONV_DIM), weight, bias, torch.randn(3, 4, CONV_DIM), rows)
+
+
+def test_float64_is_computed_by_the_twin(device: str) -> None:
+    weight, bias = make_weights(4, device)
+    x, pool = (torch.randn(*shape, CONV_DIM, dtype=torch.float64, device=device) for shape in ((2,), (2, 5)))
+    expected_pool, rows = pool.clone(), pack_verify([VerifySpec(2, (1, 0))], device)
+    y = conv_verify(x, weight, bias, pool, rows)
+    assert same_bits(y, conv_verify_ref(x, weight, bias, expected_pool, rows)) and same_bits(pool, expected_pool)

@@ -1,4 +1,4 @@
-"""Kernels compile for a Hopper GPU on a machine without one, and move 16 bytes an access where they can.
+"""Kernels compile for a Hopper GPU on a machine without one, once, and move 16 bytes an access where they can.
 
 The interpreter accepts programs that the compiler refuses.
 """
@@ -10,9 +10,17 @@ import pytest
 import torch
 
 from megatron_mamba_cache.kernels import align_copy as align_copy_module
+from megatron_mamba_cache.kernels import causal_conv as causal_conv_module
+from megatron_mamba_cache.kernels import conv_verify as conv_verify_module
+from megatron_mamba_cache.kernels import state_verify as state_verify_module
 from megatron_mamba_cache.kernels.align_copy import align_copy
+from megatron_mamba_cache.kernels.causal_conv import causal_conv
+from megatron_mamba_cache.kernels.conv_verify import conv_verify
+from megatron_mamba_cache.kernels.state_verify import state_verify
 from tests.kernels.align_steps import StepRow, device_rows
 from tests.kernels.kernel_stand_ins import CompiledInsteadOfLaunched, global_accesses
+from tests.kernels.packed_rows import RowSpec, VerifySpec, pack_rows, pack_verify
+from tests.kernels.ssm_steps import SSMShape, random_steps
 
 Compile = Callable[[ModuleType, str], CompiledInsteadOfLaunched]
 ROW_COUNTS = {"b32", "b64"}
@@ -40,3 +48,63 @@ def test_align_copy_compiles_with_wide_accesses(
     align_copy(conv, ssm, rows, 16, 3)
     (ptx,) = compiled.ptx
     assert global_accesses(ptx) == pool_accesses | ROW_COUNTS
+
+
+SHAPE_8B = SSMShape(heads=128, head_dim=64, d_state=128, groups=8)
+SHAPE_NANO = SSMShape(heads=64, head_dim=64, d_state=128, groups=8)
+POOL_DTYPES = pytest.mark.parametrize("pool_dtype", [torch.bfloat16, torch.float32])
+
+
+@POOL_DTYPES
+@pytest.mark.parametrize("shape", [SHAPE_8B, SHAPE_NANO])
+def test_state_verify_moves_states_in_wide_accesses(
+    shape: SSMShape, pool_dtype: torch.dtype, compile_for_hopper: Compile
+) -> None:
+    compiled = compile_for_hopper(state_verify_module, "_state_verify_kernel")
+    steps = random_steps(3, "cpu", shape, dtype=torch.bfloat16)
+    pool = torch.empty(3, 1, *shape.state, dtype=pool_dtype)
+    state_verify(steps.tokens, steps.weights, pool[:, 0], pack_verify([VerifySpec(3, (0, 1, 2))], "cpu"))
+    (ptx,) = compiled.ptx
+    # 128 threads move a head's state: all stores but those of the 64 outputs.
+    num_accesses = shape.d_state * shape.head_dim * pool_dtype.itemsize // (128 * 16)
+    assert ptx.count("st.global.v4.b32") == num_accesses and ptx.count("ld.global.v4.b32") >= num_accesses
+    assert global_accesses(ptx, "st") == {"v4.b32", "b16"}
+
+
+@POOL_DTYPES
+@pytest.mark.parametrize("conv_dim", [10240, 6144])
+def test_convolutions_move_inputs_and_windows_in_wide_accesses(
+    conv_dim: int, pool_dtype: torch.dtype, compile_for_hopper: Compile
+) -> None:
+    verify = compile_for_hopper(conv_verify_module, "_conv_verify_kernel")
+    whole = compile_for_hopper(causal_conv_module, "_causal_conv_kernel")
+    wide = torch.empty(20, 2 * conv_dim, dtype=torch.bfloat16)
+    x, bias = wide[:, conv_dim:], wide[1, :conv_dim]
+    weight = torch.empty(conv_dim, 4, dtype=torch.bfloat16)
+    pool = torch.empty(3, 6, conv_dim, dtype=pool_dtype)
+    conv_verify(x[:3], weight, bias, pool, pack_verify([VerifySpec(3, (0, 1, 2))], "cpu"))
+    causal_conv(x, weight, bias, pool, pack_rows([RowSpec(20, final=0, boundaries={8: 1})], 8, "cpu"))
+    assert global_accesses(verify.ptx[0], "st") == {"v4.b32"}
+    # 16 tokens of 256 channels, each read by 4 taps and written once by 128 threads.
+    assert whole.ptx[0].count("ld.global.v4.b32") >= 16 and whole.ptx[0].count("st.global.v4.b32") == 4
+
+
+def test_nothing_compiles_again_when_rows_lengths_or_boundaries_change(compile_for_hopper: Compile) -> None:
+    verify = compile_for_hopper(conv_verify_module, "_conv_verify_kernel")
+    whole = compile_for_hopper(causal_conv_module, "_causal_conv_kernel")
+    update = compile_for_hopper(state_verify_module, "_state_verify_kernel")
+    shape = SSMShape(heads=2, head_dim=64, d_state=128, groups=1)
+    weight, bias = torch.empty(128, 4), torch.empty(128)
+    conv_pool, ssm_pool = torch.empty(2, 24, 128), torch.empty(2, *shape.state)
+    projected = torch.empty(1040, 256)
+    for num_rows, length, num_spare in ((1, 1, 0), (1, 9, 2), (2, 1, 0), (7, 3, 1), (16, 9, 7), (256, 4, 5)):
+        num_tokens = num_rows * length + num_spare
+        steps = random_steps(num_tokens, "cpu", shape)
+        rows = pack_verify([VerifySpec(length, (0,) * length)] * num_rows, "cpu", num_spare=num_spare)
+        state_verify(steps.tokens, steps.weights, ssm_pool, rows)
+        conv_verify(projected[:num_tokens, :128], weight, bias, conv_pool, rows)
+        specs = [RowSpec(length, final=0, boundaries={4: 1})] * num_rows
+        x = projected[num_spare : num_spare + num_tokens, :128]  # prefill tokens come behind decode tokens
+        causal_conv(x, weight, bias, conv_pool, pack_rows(specs, 4, "cpu", num_padding=num_spare))
+    for kernel in (verify, whole, update):
+        assert len(kernel.ptx) == 6 and len(kernel.compiled) == 1

@@ -1,12 +1,15 @@
-"""The reference ops never wait for the device: they run inside steps that must stay asynchronous."""
+"""The ops and their twins never wait for the device: they run inside steps that must stay asynchronous."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
+from megatron_mamba_cache.kernels.causal_conv import causal_conv
+from megatron_mamba_cache.kernels.conv_verify import conv_verify
 from megatron_mamba_cache.kernels.paged_attention import AttentionRows, append_kv_ref, paged_attention_ref
 from megatron_mamba_cache.kernels.reference import (
     align_copy_ref,
@@ -18,6 +21,7 @@ from megatron_mamba_cache.kernels.reference import (
     zero_slots_ref,
 )
 from megatron_mamba_cache.kernels.sampling import greedy_tokens, sample_tokens, token_probabilities
+from megatron_mamba_cache.kernels.state_verify import state_verify
 from megatron_mamba_cache.kernels.verification import (
     DraftDistributions,
     RatioUniforms,
@@ -50,10 +54,10 @@ def int32(*values: int) -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device="cuda")
 
 
-def conv_call() -> Callable[[], object]:
+def conv_call(op: Callable[..., Tensor] = causal_conv_ref) -> Callable[[], object]:
     rows = pack_rows([RowSpec(11, final=0, boundaries={8: 1}), RowSpec(0), RowSpec(3, initial=2)], 8, "cuda", 1)
     x, weight, bias, pool = randn(16, 20), randn(20, 4), randn(20), randn(4, 3, 20)
-    return lambda: causal_conv_ref(x, weight, bias, pool, rows)
+    return lambda: op(x, weight, bias, pool, rows)
 
 
 def scan_call() -> Callable[[], object]:
@@ -65,15 +69,15 @@ def scan_call() -> Callable[[], object]:
 VERIFY_ROWS = [VerifySpec(3, (3, 4, 5), accepted=2), VerifySpec(1), VerifySpec(1, (0,)), VerifySpec(0)]
 
 
-def conv_verify_call() -> Callable[[], object]:
+def conv_verify_call(op: Callable[..., Tensor] = conv_verify_ref) -> Callable[[], object]:
     x, weight, bias, pool = randn(7, 20), randn(20, 4), randn(20), randn(6, 5, 20)
     rows = pack_verify(VERIFY_ROWS, "cuda")
-    return lambda: conv_verify_ref(x, weight, bias, pool, rows)
+    return lambda: op(x, weight, bias, pool, rows)
 
 
-def state_verify_call() -> Callable[[], object]:
+def state_verify_call(op: Callable[..., Tensor] = state_verify_ref) -> Callable[[], object]:
     steps, pool, rows = random_steps(7, "cuda"), randn(6, 4, 7, 5), pack_verify(VERIFY_ROWS, "cuda")
-    return lambda: state_verify_ref(steps.tokens, steps.weights, pool, rows)
+    return lambda: op(steps.tokens, steps.weights, pool, rows)
 
 
 def copy_call() -> Callable[[], object]:
@@ -136,9 +140,12 @@ def verification_call() -> Callable[[], object]:
 
 CALLS = [
     conv_call,
+    partial(conv_call, causal_conv),
     scan_call,
     conv_verify_call,
+    partial(conv_verify_call, conv_verify),
     state_verify_call,
+    partial(state_verify_call, state_verify),
     copy_call,
     zero_call,
     align_call,

@@ -1,14 +1,24 @@
-"""Properties of the reference state update over a base token and drafts a row."""
+"""Properties of the state update over a base token and drafts a row, of the kernel and of its twin.
+
+Where the kernel neither compiles nor is interpreted, the op is its twin; `test_interpreted` runs this file again.
+"""
 
 import random
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_mamba_cache.kernels.reference import ssd_scan_ref, state_verify_ref
+from megatron_mamba_cache.kernels import state_verify as state_verify_module
+from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED
+from megatron_mamba_cache.kernels.reference import ssd_scan_ref
+from megatron_mamba_cache.kernels.ssm_inputs import SSMTokens, SSMWeights
+from megatron_mamba_cache.kernels.state_verify import VerifyTiling, state_verify, state_verify_ref
 from megatron_mamba_cache.kernels.varlen_rows import PAD_SLOT
+from megatron_mamba_cache.kernels.verify_rows import VerifyRows
+from tests.kernels.kernel_stand_ins import launches_expected
 from tests.kernels.packed_rows import (
     RowSpec,
     VerifySpec,
@@ -25,6 +35,21 @@ from tests.kernels.ssm_steps import SSMShape, random_steps
 
 SHAPE = SSMShape(heads=4, head_dim=5, d_state=7, groups=2)
 NUM_SLOTS = 8
+Op = Callable[[SSMTokens, SSMWeights, Tensor, VerifyRows], Tensor]
+BOTH_POOLS = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
+
+@pytest.fixture(params=[state_verify, state_verify_ref])
+def op(request: pytest.FixtureRequest, device: str) -> Iterator[Op]:
+    """Return the op or its twin; check that the kernel was launched, or was not."""
+    of_kernel = request.param is state_verify
+    with launches_expected(state_verify_module, "_state_verify_kernel", of_kernel=of_kernel, device=device):
+        yield request.param
+
+
+def seeds(count: int) -> range:
+    """Return random seeds; few of them where a kernel takes seconds."""
+    return range(max(1, count // 10) if INTERPRETED else count)
 
 
 def make_pool(num_slots: int, dtype: torch.dtype, device: str, filled: set[int]) -> Tensor:
@@ -33,13 +58,13 @@ def make_pool(num_slots: int, dtype: torch.dtype, device: str, filled: set[int])
 
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("slots", [[6], [5, PAD_SLOT, 0], [PAD_SLOT, 3, 7, 1]])
-def test_one_token_is_one_step_of_the_recurrence(groups: int, slots: list[int], device: str) -> None:
+def test_one_token_is_one_step_of_the_recurrence(groups: int, slots: list[int], op: Op, device: str) -> None:
     torch.manual_seed(groups)
     step = random_steps(len(slots), device, replace(SHAPE, groups=groups))
     written = set(slots) - {PAD_SLOT}
     pool = poisoned_pool((NUM_SLOTS, *SHAPE.state), torch.float32, device, filled=sorted(written))
     before = pool.clone()
-    y = state_verify_ref(step.tokens, step.weights, pool, one_token_rows(slots, device))
+    y = op(step.tokens, step.weights, pool, one_token_rows(slots, device))
 
     for row, slot in enumerate(slots):
         if slot == PAD_SLOT:
@@ -51,30 +76,30 @@ def test_one_token_is_one_step_of_the_recurrence(groups: int, slots: list[int], 
     assert_untouched(before, pool, written)
 
 
-def test_padded_rows_of_nan_touch_nothing(device: str) -> None:
+def test_padded_rows_of_nan_touch_nothing(op: Op, device: str) -> None:
     step = random_steps(3, device, SHAPE)
     step.poison(slice(None))
     pool = poisoned_pool((NUM_SLOTS, *SHAPE.state), torch.float32, device, filled=(0, 1))
     before = pool.clone()
-    y = state_verify_ref(step.tokens, step.weights, pool, one_token_rows([PAD_SLOT] * 3, device))
+    y = op(step.tokens, step.weights, pool, one_token_rows([PAD_SLOT] * 3, device))
     assert same_bits(before, pool) and (y == 0).all()
 
 
-def test_pool_of_bf16_holds_the_rounded_state(device: str) -> None:
+def test_pool_of_bf16_holds_the_rounded_state(op: Op, device: str) -> None:
     torch.manual_seed(3)
     step = random_steps(1, device, SHAPE)
     rows = one_token_rows([2], device)
     rounded = poisoned_pool((NUM_SLOTS, *SHAPE.state), torch.bfloat16, device, filled=(2,))
     exact = rounded.float()
-    y_rounded = state_verify_ref(step.tokens, step.weights, rounded, rows)
-    y_exact = state_verify_ref(step.tokens, step.weights, exact, rows)
+    y_rounded = op(step.tokens, step.weights, rounded, rows)
+    y_exact = op(step.tokens, step.weights, exact, rows)
     assert same_bits(rounded[2], exact[2].bfloat16())
-    assert same_bits(y_rounded, y_exact)
+    torch.testing.assert_close(y_rounded, y_exact, rtol=1e-5, atol=1e-5)  # the sum's order may differ
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("seed", range(20))
-def test_rows_are_bit_equal_to_as_many_steps_of_one_token(seed: int, dtype: torch.dtype, device: str) -> None:
+@BOTH_POOLS
+@pytest.mark.parametrize("seed", seeds(20))
+def test_rows_are_bit_equal_to_as_many_steps_of_one_token(seed: int, dtype: torch.dtype, op: Op, device: str) -> None:
     torch.manual_seed(seed)
     specs = random_verify_specs(seed, num_slots := 60)
     step = random_steps(sum(spec.length for spec in specs), device, replace(SHAPE, groups=1 + seed % 2))
@@ -83,7 +108,7 @@ def test_rows_are_bit_equal_to_as_many_steps_of_one_token(seed: int, dtype: torc
             step.poison(tokens)
     pool = make_pool(num_slots, dtype, device, {spec.source for spec in specs if spec.columns})
     before = pool.clone()
-    y = state_verify_ref(step.tokens, step.weights, pool, pack_verify(specs, device, num_spare=seed % 3))
+    y = op(step.tokens, step.weights, pool, pack_verify(specs, device, num_spare=seed % 3))
 
     written: set[int] = set()
     for spec, tokens in zip(specs, row_slices(specs), strict=True):
@@ -92,19 +117,19 @@ def test_rows_are_bit_equal_to_as_many_steps_of_one_token(seed: int, dtype: torc
             continue
         alone = before[spec.source : spec.source + 1].clone()
         for j, token in enumerate(range(tokens.start, tokens.stop)):
-            y_alone = state_verify_ref(step[[token]].tokens, step[[token]].weights, alone, one_token_rows([0], device))
+            y_alone = op(step[[token]].tokens, step[[token]].weights, alone, one_token_rows([0], device))
             assert same_bits(y[token], y_alone[0])
             assert same_bits(pool[spec.columns[j]], alone[0])
         written.update(spec.columns[: spec.length])
     assert_untouched(before, pool, written)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("seed", range(8))
-def test_rejected_drafts_leave_no_trace_in_later_steps(seed: int, dtype: torch.dtype, device: str) -> None:
+@BOTH_POOLS
+@pytest.mark.parametrize("seed", seeds(8))
+def test_rejected_drafts_leave_no_trace_in_later_steps(seed: int, dtype: torch.dtype, op: Op, device: str) -> None:
     torch.manual_seed(seed)
     draw = random.Random(seed)
-    length = 40
+    length = 12 if INTERPRETED else 40
     text = random_steps(length, device, SHAPE)
     columns = tuple(draw.sample(range(12), 9))
     pool = make_pool(12, dtype, device, {columns[0]})
@@ -116,24 +141,24 @@ def test_rejected_drafts_leave_no_trace_in_later_steps(seed: int, dtype: torch.d
         tokens = text[position : position + 1 + num_drafts]
         tokens.poison(slice(kept, None))  # wrong drafts, and nothing of them may be read again
         spec = VerifySpec(1 + num_drafts, columns, accepted)
-        y = state_verify_ref(tokens.tokens, tokens.weights, pool, pack_verify([spec], device))
+        y = op(tokens.tokens, tokens.weights, pool, pack_verify([spec], device))
         for j in range(kept):
             token = text[[position + j]]
-            y_plain = state_verify_ref(token.tokens, token.weights, plain, one_token_rows([0], device))
+            y_plain = op(token.tokens, token.weights, plain, one_token_rows([0], device))
             assert same_bits(y[j], y_plain[0])
         position, accepted = position + kept, kept
         assert same_bits(pool[columns[accepted - 1]], plain[0])
 
 
-@pytest.mark.parametrize("num_drafts", range(9))
-def test_states_and_outputs_are_those_of_the_prefill_scan(num_drafts: int, device: str) -> None:
+@pytest.mark.parametrize("num_drafts", range(0, 9, 4 if INTERPRETED else 1))
+def test_states_and_outputs_are_those_of_the_prefill_scan(num_drafts: int, op: Op, device: str) -> None:
     torch.manual_seed(num_drafts)
     length = 1 + num_drafts
     step = random_steps(2 * length, device, SHAPE)
     specs = [VerifySpec(length, tuple(range(9)), accepted=3), VerifySpec(length, tuple(range(10, 19)))]
     pool = make_pool(20, torch.float32, device, {2, 10})
     scanned = pool.clone()
-    y = state_verify_ref(step.tokens, step.weights, pool, pack_verify(specs, device))
+    y = op(step.tokens, step.weights, pool, pack_verify(specs, device))
     prefill = [RowSpec(length, initial=spec.source, final=19 - row) for row, spec in enumerate(specs)]
     chunk = 4
     expected = ssd_scan_ref(step.tokens, step.weights, scanned, pack_rows(prefill, chunk, device), chunk)
@@ -142,7 +167,7 @@ def test_states_and_outputs_are_those_of_the_prefill_scan(num_drafts: int, devic
         torch.testing.assert_close(pool[spec.columns[num_drafts]], scanned[row.final], rtol=2e-5, atol=2e-5)
 
 
-def test_neighbours_nan_stays_with_them_and_tokens_past_the_last_row_are_nobody_s(device: str) -> None:
+def test_neighbours_nan_stays_with_them_and_tokens_past_the_last_row_are_nobody_s(op: Op, device: str) -> None:
     torch.manual_seed(4)
     specs = [VerifySpec(3, (0, 1, 2)), VerifySpec(2, (3, 4)), VerifySpec(1, (5,))]
     step = random_steps(8, device, SHAPE)
@@ -150,19 +175,187 @@ def test_neighbours_nan_stays_with_them_and_tokens_past_the_last_row_are_nobody_
     step.poison(slice(5, None))
     pool = make_pool(NUM_SLOTS, torch.float32, device, {0, 3, 5})
     before = pool.clone()
-    y = state_verify_ref(step.tokens, step.weights, pool, pack_verify(specs, device))
+    y = op(step.tokens, step.weights, pool, pack_verify(specs, device))
     assert y[3:5].isfinite().all() and pool[3:5].isfinite().all()
     assert y[:3].isnan().all() and (y[6:] == 0).all()
     assert_untouched(before, pool, set(range(6)))
 
 
-def test_outputs_are_rounded_to_the_input_dtype(device: str) -> None:
+def test_outputs_are_rounded_to_the_input_dtype(op: Op, device: str) -> None:
     torch.manual_seed(5)
     step = random_steps(3, device, SHAPE)
     step = step.cast(torch.bfloat16)
     widened = step.cast(torch.float32)
     pool = make_pool(NUM_SLOTS, torch.float32, device, {0})
     wide_pool, rows = pool.clone(), pack_verify([VerifySpec(3, (0, 1, 2))], device)
-    y = state_verify_ref(step.tokens, step.weights, pool, rows)
-    exact = state_verify_ref(widened.tokens, widened.weights, wide_pool, rows)
+    y = op(step.tokens, step.weights, pool, rows)
+    exact = op(widened.tokens, widened.weights, wide_pool, rows)
     assert same_bits(y, exact.bfloat16()) and same_bits(pool, wide_pool)
+
+
+@BOTH_POOLS
+@pytest.mark.parametrize(
+    ("shape", "width"),
+    [
+        (SSMShape(heads=2, head_dim=64, d_state=128, groups=1), 64),
+        (SSMShape(heads=2, head_dim=64, d_state=128, groups=2), 32),
+        (SSMShape(heads=4, head_dim=5, d_state=7, groups=2), 4),
+        (SSMShape(heads=3, head_dim=1, d_state=1, groups=1), 64),
+        (SSMShape(heads=1, head_dim=80, d_state=33, groups=1), 64),
+    ],
+)
+def test_kernel_computes_what_its_twin_does(shape: SSMShape, width: int, dtype: torch.dtype, device: str) -> None:
+    torch.manual_seed(shape.d_state)
+    specs = [VerifySpec(3, (3, 1, 6, 5), accepted=4), VerifySpec(2), VerifySpec(1, (4, 8, 9), accepted=2)]
+    steps = random_steps(8, device, shape, dt_limit=(0.1, 1.5))
+    pool = poisoned_pool((10, *shape.state), dtype, device, filled=(5, 8))
+    expected_pool, rows = pool.clone(), pack_verify(specs, device)
+    y = state_verify(steps.tokens, steps.weights, pool, rows, VerifyTiling(width, num_warps=4, max_registers=128))
+    expected = state_verify_ref(steps.tokens, steps.weights, expected_pool, rows)
+    torch.testing.assert_close(y, expected, rtol=2e-5, atol=2e-5 if dtype == torch.float32 else 2e-2)
+    # Rounding to bf16 may go either way where fp32 results differ in their last bits.
+    rtol = 1e-5 if dtype == torch.float32 else 2**-7
+    torch.testing.assert_close(pool, expected_pool, rtol=rtol, atol=1e-5, equal_nan=True)
+    assert_untouched(expected_pool, pool, {1, 3, 4, 6})
+
+
+def test_small_time_steps_keep_their_precision(op: Op, device: str) -> None:
+    """The first token's input is all that the state holds: dt * B * x."""
+    steps = random_steps(1, device, SSMShape(heads=32, head_dim=1, d_state=1, groups=1))
+    steps.tokens.x.fill_(1)
+    steps.tokens.B.fill_(1)
+    steps.tokens.dt.copy_(torch.linspace(-80, 30, 32, device=device))
+    steps.weights.dt_bias.zero_()
+    pool = torch.zeros(1, 32, 1, 1, device=device)
+    op(steps.tokens, steps.weights, pool, one_token_rows([0], device))
+    exact = torch.log1p(torch.exp(steps.tokens.dt[0].double()))
+    torch.testing.assert_close(pool.flatten().double(), exact, rtol=1e-6, atol=0)
+
+
+def test_infinite_and_undefined_time_steps_stay_so(op: Op, device: str) -> None:
+    steps = random_steps(1, device, SSMShape(heads=3, head_dim=1, d_state=1, groups=1))
+    steps.tokens.dt.copy_(torch.tensor([-float("inf"), float("nan"), 200.0], device=device))
+    pool = torch.ones(1, 3, 1, 1, device=device)
+    op(steps.tokens, steps.weights, pool, one_token_rows([0], device))
+    assert pool[0, 0] == 1 and pool[0, 1].isnan() and pool[0, 2].isfinite()
+
+
+def test_views_of_a_wider_projection_and_a_strided_pool(op: Op, device: str) -> None:
+    torch.manual_seed(7)
+    steps, shape = random_steps(3, device, SHAPE), SHAPE
+    wide = torch.full((3, 200), float("nan"), device=device)
+    views = [wide[:, start : start + width] for start, width in ((0, 20), (50, 4), (70, 14), (100, 14))]
+    for view, name in zip(views, ("x", "dt", "B", "C"), strict=True):
+        view.copy_(getattr(steps.tokens, name).flatten(1))
+    x, dt, B, C = views
+    strided = SSMTokens(x.unflatten(1, (4, 5)), dt, B.unflatten(1, (2, 7)), C.unflatten(1, (2, 7)))
+    layers = torch.randn(NUM_SLOTS, 2, *shape.state, device=device)
+    plain = layers[:, 1].clone()
+    other_layer = layers[:, 0].clone()
+    rows = pack_verify([VerifySpec(3, (4, 2, 7), accepted=2)], device)
+    y = op(strided, steps.weights, layers[:, 1], rows)
+    assert same_bits(y, op(steps.tokens, steps.weights, plain, rows))
+    assert same_bits(layers[:, 1], plain) and same_bits(layers[:, 0], other_layer)
+
+
+def test_float64_is_computed_by_the_twin(device: str) -> None:
+    steps = random_steps(2, device, SHAPE, dtype=torch.float64)
+    pool = torch.randn(NUM_SLOTS, *SHAPE.state, dtype=torch.float64, device=device)
+    expected_pool, rows = pool.clone(), pack_verify([VerifySpec(2, (1, 3))], device)
+    y = state_verify(steps.tokens, steps.weights, pool, rows)
+    assert same_bits(y, state_verify_ref(steps.tokens, steps.weights, expected_pool, rows))
+    assert y.dtype == torch.float64 and same_bits(pool, expected_pool)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 3])
+def test_no_rows_give_zeros(num_tokens: int, device: str) -> None:
+    steps = random_steps(num_tokens, device, SHAPE)
+    pool = make_pool(2, torch.float32, device, set())
+    rows = VerifyRows(*(torch.zeros(size, dtype=torch.int32, device=device) for size in ((1,), (0, 1), (0,))), 1)
+    y = state_verify(steps.tokens, steps.weights, pool, rows)
+    assert y.shape == steps.tokens.x.shape and (y == 0).all() and pool.isnan().all()
+
+
+BAD_CALLS = {
+    "heads": (lambda t, w, p, r: (replace(t, B=t.B[:, :0], C=t.C[:, :0]), w, p, r), "multiple of the groups"),
+    "dt": (lambda t, w, p, r: (replace(t, dt=t.dt[:, :1]), w, p, r), "need dt"),
+    "C": (lambda t, w, p, r: (replace(t, C=t.C[:, :, :1]), w, p, r), "need C"),
+    "D": (lambda t, w, p, r: (t, replace(w, D=w.D[:1]), p, r), "need D"),
+    "channels": (lambda t, w, p, r: (replace(t, x=t.x.mT.contiguous().mT), w, p, r), "need x contiguous"),
+    "pool": (lambda t, w, p, r: (t, w, p[:, :, 1:], r), "ssm_pool"),
+    "transposed pool": (lambda t, w, p, r: (t, w, p.mT.contiguous().mT, r), "contiguous states"),
+    "pool's device": (lambda t, w, p, r: (t, w, p.to("meta"), r), "ssm_pool"),
+    "accepted": (lambda t, w, p, r: (t, w, p, replace(r, accepted=r.accepted.long())), "accepted"),
+    "cu_tokens": (lambda t, w, p, r: (t, w, p, replace(r, cu_tokens=r.cu_tokens[1:])), "cu_tokens"),
+    "max_len": (lambda t, w, p, r: (t, w, p, replace(r, max_len=4)), "max_len"),
+    "columns": (lambda t, w, p, r: (t, w, p, replace(r, columns=r.columns.long())), "columns"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_arguments_that_disagree_are_refused(name: str) -> None:
+    change, reason = BAD_CALLS[name]
+    steps, pool = random_steps(3, "cpu", SHAPE), make_pool(4, torch.float32, "cpu", {0})
+    with pytest.raises(ValueError, match=reason):
+        state_verify(*change(steps.tokens, steps.weights, pool, pack_verify([VerifySpec(3, (0, 1, 2))], "cpu")))
+
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.gpu
+@needs_cuda
+@BOTH_POOLS
+@pytest.mark.parametrize("shape", [SHAPE, SSMShape(heads=8, head_dim=64, d_state=128, groups=2)])
+def test_a_replayed_graph_reads_its_rows_anew(shape: SSMShape, dtype: torch.dtype) -> None:
+    torch.manual_seed(8)
+    steps, pool = random_steps(20, "cuda", shape), torch.randn(40, *shape.state, device="cuda").to(dtype)
+    lengths = ((3, 4, 1), (1, 1, 1), (5, 0, 9), (2, 6, 4))
+    plans = [
+        [
+            VerifySpec(length, tuple(range(12 * row, 12 * row + 9)) if length else (), accepted=1 + number)
+            for row, length in enumerate(plan)
+        ]
+        for number, plan in enumerate(lengths)
+    ]
+    packed = [replace(pack_verify(specs, "cuda", num_spare=0), max_len=9) for specs in plans]
+    buffers = VerifyRows(
+        *(torch.full(size, PAD_SLOT, dtype=torch.int32, device="cuda") for size in ((4,), (3, 9), (3,))), 9
+    )
+
+    def fill(rows: VerifyRows) -> None:
+        buffers.cu_tokens.copy_(rows.cu_tokens)
+        buffers.columns.fill_(PAD_SLOT)
+        buffers.columns[:, : rows.columns.shape[1]] = rows.columns
+        buffers.accepted.copy_(rows.accepted)
+
+    fill(packed[0])
+    state_verify(steps.tokens, steps.weights, pool, buffers)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = state_verify(steps.tokens, steps.weights, pool, buffers)
+    for rows in packed:
+        fill(rows)
+        expected_pool = pool.clone()
+        expected = state_verify(steps.tokens, steps.weights, expected_pool, buffers)
+        graph.replay()
+        assert same_bits(y, expected) and same_bits(pool, expected_pool)
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize(("slot_stride", "dtype"), [(2**31 + 16, torch.bfloat16), (2**30 + 16, torch.float32)])
+def test_offsets_past_32_bits(slot_stride: int, dtype: torch.dtype) -> None:
+    num_bytes = (3 * slot_stride + 2**20) * dtype.itemsize
+    if num_bytes > torch.cuda.mem_get_info()[0]:
+        pytest.skip(f"needs {num_bytes / 2**30:.0f} GiB of free device memory")
+    shape = SSMShape(heads=2, head_dim=64, d_state=128, groups=1)
+    buffer = torch.empty(num_bytes // dtype.itemsize, dtype=dtype, device="cuda")
+    pool = buffer.as_strided((4, *shape.state), (slot_stride, 128 * 64, 64, 1)).normal_()
+    near, steps = pool.contiguous(), random_steps(2, "cuda", shape)
+    rows = pack_verify([VerifySpec(2, (2, 1, 3), accepted=3)], "cuda")
+    y = state_verify(steps.tokens, steps.weights, pool, rows)
+    assert same_bits(y, state_verify(steps.tokens, steps.weights, near, rows))
+    assert same_bits(pool.contiguous(), near)
+    del pool, buffer
+    torch.cuda.empty_cache()

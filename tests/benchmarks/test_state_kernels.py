@@ -1,0 +1,69 @@
+"""The parts of the benchmark of state and convolution kernels that need no GPU."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.command_line.command_runs import REPOSITORY, run_process
+
+SCRIPT = REPOSITORY / "benchmarks" / "state_kernels.py"
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(REPOSITORY / "benchmarks")
+    module = pytest.importorskip("state_kernels")
+    monkeypatch.setattr(module, "ROTATED_BYTES", 2**15)
+    return module
+
+
+def test_every_step_has_states_of_its_own_and_moves_the_bytes_that_it_says(bench: Any) -> None:
+    layer = bench.Layer("tiny", heads=4, groups=2, head_dim=8, d_state=8)
+    states = bench.StateBench(layer, torch.float32, num_rows=3, num_drafts=2, device="cpu")
+    assert states.num_bytes == 3 * 4 * (4 * 8 * 8 * 4)
+    used = torch.cat([rows.columns.flatten() for rows in states.steps])
+    assert used.unique().numel() == used.numel() == states.pool.shape[0]
+    assert used.numel() * layer.state_bytes(torch.float32) >= 2**15
+    assert {int(count) for count in states.steps[0].accepted} == {1, 2, 3}
+    before = states.pool.clone()
+    for launch in states.launches(bench.STATE_TILINGS[0]):
+        launch()
+    assert not (before == states.pool).flatten(1).all(dim=1).any()
+
+
+def test_a_wrong_update_is_noticed(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = bench.Layer("tiny", heads=4, groups=2, head_dim=8, d_state=8)
+    states = bench.StateBench(layer, torch.bfloat16, num_rows=3, num_drafts=1, device="cpu")
+    states.check(bench.STATE_TILINGS[0])
+    monkeypatch.setattr(bench, "state_verify", lambda tokens, *others: tokens.x)
+    with pytest.raises(RuntimeError, match="tiny: outputs differ"):
+        states.check(bench.STATE_TILINGS[0])
+
+
+def test_convolutions_run_on_parts_of_a_projection(bench: Any) -> None:
+    layer = bench.Layer("tiny", heads=4, groups=2, head_dim=8, d_state=8)
+    convs = bench.ConvBench(layer, "cpu")
+    prompts = convs.prompts(2, 300, bench.CONV_TILINGS[0])
+    assert len(prompts) >= 2 and prompts[0]().shape == (600, layer.conv_dim)
+    steps = convs.decodes(5, bench.CONV_VERIFY_TILINGS[0])
+    assert len(steps) * convs.decode_bytes(5) >= 2**15 and steps[-1]().shape == (5, layer.conv_dim)
+
+
+def test_figures_become_tables(bench: Any) -> None:
+    tiling = bench.STATE_TILINGS[0]
+    figures = [
+        bench.Figure("state_verify", "8B", "bf16, 64 rows, K = 0", tiling, 268_435_456, 70.0, 63.0),
+        bench.Figure("mamba-ssm", "8B", "bf16, 64 rows, K = 0", None, 268_435_456, 150.0, 63.0),
+        bench.Figure("state_verify", "Nano", "bf16, 64 rows, K = 0", tiling, 134_217_728, 35.0, 31.5),
+    ]
+    lines = bench.table(figures).splitlines()
+    assert lines[2] == "| state_verify | bf16, 64 rows, K = 0 | 70.0, 3,835, 0.900 | 35.0, 3,835, 0.900 |"
+    assert lines[3] == "| mamba-ssm | bf16, 64 rows, K = 0 | 150.0, 1,790, 0.420 |  |"
+    assert "width 64, num_warps 4" in bench.sweep_table(figures).splitlines()[2]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="measures for minutes where there is a GPU")
+def test_without_a_gpu_it_says_so() -> None:
+    finished = run_process(SCRIPT, cwd=REPOSITORY)
+    assert finished.status == 2 and "needs a CUDA device" in finished.stderr
