@@ -17,7 +17,7 @@ from ..policy.requests import RunningRequest
 from ..policy.slot_pool import SlotPool
 from ..state.layout import StateLayout
 from ..state.mamba_slot_allocator import StateSlotAllocator, StepReservations
-from ..state.state_pool import StatePool
+from ..state.state_pool import DraftWindow, StatePool
 from ..state.step_batch import StepGeometry
 from ..state.step_buffers import StepBuffers, StepLimits
 from .kv_block_allocator import KVBlockAllocator
@@ -84,10 +84,11 @@ class CacheMemory:
 
     def settle(self, rows: Sequence[RunningRequest]) -> None:
         """Move the accepted state of each row into its live slot, and take the columns of its draft window back."""
-        for row in rows:
-            if row.accepted > 1:
-                self.state_pool.settle(row.live_slot, row.state_slot, row.accepted - 1, self.geometry.window_len)
-                self.prefix_cache.close_window(row)
+        unsettled = [row for row in rows if row.accepted > 1]
+        windows = [DraftWindow(row.live_slot, row.state_slot, row.accepted - 1) for row in unsettled]
+        self.state_pool.settle(windows, self.geometry.window_len)
+        for row in unsettled:
+            self.prefix_cache.close_window(row)
 
 
 @contextmanager

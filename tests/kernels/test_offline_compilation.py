@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from megatron_mamba_cache.kernels import align_copy as align_copy_module
+from megatron_mamba_cache.kernels import slot_copies
 from megatron_mamba_cache.kernels.align_copy import align_copy
+from megatron_mamba_cache.kernels.slot_copies import copy_slots, zero_slots
 from tests.kernels.align_steps import StepRow, device_rows
 from tests.kernels.kernel_stand_ins import CompiledInsteadOfLaunched, global_accesses
 
@@ -40,3 +42,34 @@ def test_align_copy_compiles_with_wide_accesses(
     align_copy(conv, ssm, rows, 16, 3)
     (ptx,) = compiled.ptx
     assert global_accesses(ptx) == pool_accesses | ROW_COUNTS
+
+
+SLOT_SHAPES = pytest.mark.parametrize(
+    ("conv_shape", "ssm_shape", "dtype", "accesses"),
+    [
+        ((6, 10240), (128, 128, 64), torch.bfloat16, {"v2.b64"}),
+        ((3, 6144), (64, 128, 64), torch.float32, {"v2.b64"}),
+        ((3, 21), (5, 5, 20), torch.bfloat16, {"b16", "b64"}),
+    ],
+)
+
+
+@SLOT_SHAPES
+@pytest.mark.parametrize("name", ["copy", "zero"])
+def test_slot_copies_compile_with_wide_accesses(
+    name: str,
+    conv_shape: tuple[int, ...],
+    ssm_shape: tuple[int, ...],
+    dtype: torch.dtype,
+    accesses: set[str],
+    compile_for_hopper: Compile,
+) -> None:
+    compiled = compile_for_hopper(slot_copies, f"_{name}_slots_kernel")
+    pools = [torch.empty(2, 2, *shape, dtype=dtype) for shape in (conv_shape, ssm_shape)]
+    slots = torch.zeros(3, dtype=torch.int32)
+    if name == "copy":
+        copy_slots(pools, slots, slots + 1)
+    else:
+        zero_slots(pools, slots)
+    (ptx,) = compiled.ptx
+    assert global_accesses(ptx) == accesses | {"b32"}

@@ -13,7 +13,7 @@ from megatron_mamba_cache.mcore import verify_step as verify_module
 from megatron_mamba_cache.policy.align import plan_align_copy
 from megatron_mamba_cache.speculation.drafter import Draft, DraftWish
 from megatron_mamba_cache.speculation.prompt_lookup import PromptLookupDrafter
-from megatron_mamba_cache.state.state_pool import StatePool
+from megatron_mamba_cache.state.state_pool import DraftWindow, StatePool
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
 from tests.mcore.faults import InjectedFault, raise_once
 from tests.mcore.noisy_drafter import NoisyDrafter
@@ -33,9 +33,7 @@ def start_run(
     vocab = subject.sizes.vocab_size
     known = greedy_texts() if texts is None else texts
     drafter = NoisyDrafter(known, accuracy=accuracy, vocab_size=vocab) if num_drafts else None
-    return EngineRun.start(
-        subject, config, drafter=drafter, materialize_only_last_token_logits=not keeps_all_logits
-    )
+    return EngineRun.start(subject, config, drafter=drafter, materialize_only_last_token_logits=not keeps_all_logits)
 
 
 def prompt_of(request_id: int) -> list[int]:
@@ -68,9 +66,7 @@ def align_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
             rows.targets.tolist(),
             strict=True,
         )
-        counts.append(
-            sum(target >= 0 and plan_align_copy(*row, 0, block_size) is not None for *row, target in fields)
-        )
+        counts.append(sum(target >= 0 and plan_align_copy(*row, 0, block_size) is not None for *row, target in fields))
         original(conv_pool, ssm_pool, rows, block_size, window_len)
 
     monkeypatch.setattr(verify_module, "align_copy", counted)
@@ -126,9 +122,7 @@ def test_stop_word_inside_accepted_drafts_ends_the_request_and_hides_what_follow
     text = greedy_texts()[0]
     word = text[13 + place : 13 + place + length]
     run = start_run(7, decode_checkpoints="all")
-    ending = (
-        {"termination_id": word[0]} if length == 1 else {"stop_words": [" ".join(map(str, word))]}
-    )
+    ending = {"termination_id": word[0]} if length == 1 else {"stop_words": [" ".join(map(str, word))]}
     run.run(0, prompt_of(0), greedy(NUM_TOKENS, **ending))
     reply = text[13:]
     end = next(end for end in range(length, NUM_TOKENS + 1) if reply[end - length : end] == word)
@@ -259,9 +253,9 @@ def test_request_pauses_with_a_window_and_goes_on_from_its_live_slot(monkeypatch
     settled: list[int] = []
     settle = StatePool.settle
 
-    def counted(pool: StatePool, live: int, column: int, offset: int, window_len: int) -> None:
-        settled.append(offset)
-        settle(pool, live, column, offset, window_len)
+    def counted(pool: StatePool, windows: Sequence[DraftWindow], window_len: int) -> None:
+        settled.extend(window.offset for window in windows)
+        settle(pool, windows, window_len)
 
     monkeypatch.setattr(StatePool, "settle", counted)
     for kv_blocks in range(9, 16):
