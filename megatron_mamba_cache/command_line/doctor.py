@@ -31,12 +31,14 @@ KERNELS = (
     KernelChoice(
         "attention", "self_attention", ("paged_attention_ref",), "reads the paged KV cache; no other in this version"
     ),
+    KernelChoice("KV append", "step_reader", ("append_kv",), "Triton on CUDA, its torch twin on the CPU"),
     KernelChoice("conv", "mamba_mixer", ("causal_conv_ref", "conv_verify_ref"), "no other in this version"),
     KernelChoice(
         "norm",
-        "mamba_mixer",
-        ("GatedGroupRMSNorm",),
-        "in the mixer; other norms are those of the model's spec, torch's in models that the command loads",
+        "gated_norm",
+        ("gated_group_norm",),
+        "gated, in the mixer: Triton on CUDA, its torch twin on the CPU; other norms are those of the model's spec, "
+        "torch's in models that the command loads",
     ),
     KernelChoice("scan", "mamba_mixer", ("ssd_scan_ref", "state_verify_ref"), "no other in this version"),
     KernelChoice(

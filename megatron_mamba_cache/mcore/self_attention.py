@@ -5,7 +5,7 @@ from typing import Any
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
-from ..kernels.paged_attention import paged_attention_ref
+from ..kernels.reference_attention import paged_attention_ref
 
 
 class CachingSelfAttention(SelfAttention):

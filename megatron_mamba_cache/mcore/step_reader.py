@@ -9,7 +9,7 @@ from megatron.core.inference.contexts.dynamic_context import DynamicInferenceCon
 from torch import Tensor
 
 from ..errors import CacheIntegrityError
-from ..kernels.paged_attention import append_kv_ref
+from ..kernels.kv_append import append_kv
 from ..metrics import CacheCounters, CacheSnapshot
 from ..policy.prefix_cache import PrefixCache
 from ..policy.random_counter import DrawPurpose
@@ -103,7 +103,7 @@ class StepReader(DynamicInferenceContext):
         key_cache, value_cache, _ = self.key_value_cache(layer_number)
         step = self.step
         num_tokens = step.num_tokens
-        append_kv_ref(
+        append_kv(
             key.squeeze(1)[:num_tokens],
             value.squeeze(1)[:num_tokens],
             key_cache,

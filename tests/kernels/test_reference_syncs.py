@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_mamba_cache.kernels.paged_attention import AttentionRows, append_kv_ref, paged_attention_ref
+from megatron_mamba_cache.kernels.attention_rows import AttentionRows
 from megatron_mamba_cache.kernels.reference import (
     align_copy_ref,
     causal_conv_ref,
@@ -17,6 +17,7 @@ from megatron_mamba_cache.kernels.reference import (
     state_verify_ref,
     zero_slots_ref,
 )
+from megatron_mamba_cache.kernels.reference_attention import append_kv_ref, paged_attention_ref
 from megatron_mamba_cache.kernels.sampling import greedy_tokens, sample_tokens, token_probabilities
 from megatron_mamba_cache.kernels.verification import (
     DraftDistributions,
@@ -93,9 +94,8 @@ def align_call() -> Callable[[], object]:
 
 
 def attention_call() -> Callable[[], object]:
-    rows = AttentionRows(
-        int32(0, 1, 2, 5), int32(3, 6, 9), int32(0, 1, 2, 3, 4, 5, 6, 7, 8).view(3, 3), (1, 1, 3), (3, 6, 9)
-    )
+    table = int32(*range(9)).view(3, 3)
+    rows = AttentionRows(int32(0, 1, 2, 5), int32(3, 6, 9), table, (1, 1, 3), (3, 6, 9), table.cpu().numpy())
     q, k_cache, v_cache = randn(6, 4, 8), randn(9, 4, 2, 8), randn(9, 4, 2, 8)
     return lambda: paged_attention_ref(q, k_cache, v_cache, rows, 0.3)
 
