@@ -29,7 +29,7 @@ class KernelChoice:
 
 KERNELS = (
     KernelChoice(
-        "attention", "self_attention", ("paged_attention_ref",), "reads the paged KV cache; no other in this version"
+        "attention", "cache_memory", ("choose_attention",), "takes a backend that can read the KV blocks; see below"
     ),
     KernelChoice("KV append", "step_reader", ("append_kv",), "Triton on CUDA, its torch twin on the CPU"),
     KernelChoice("conv", "mamba_mixer", ("causal_conv_ref", "conv_verify_ref"), "no other in this version"),
@@ -50,12 +50,13 @@ KERNELS = (
 )
 
 _UNUSED = {
-    "flash_attn": "attention runs the torch kernel",
-    "flashinfer": "attention runs the torch kernel",
     "mamba_ssm": "the scan runs the torch kernel",
     "causal_conv1d": "the convolution runs the torch kernel",
     "transformer_engine": "by models that the command loads; a spec of yours that names its layers keeps them",
 }
+
+
+_USUAL_MODEL = "models in bfloat16 with 128 channels a head and KV blocks of 256 tokens"
 
 
 def print_diagnosis() -> None:
@@ -75,6 +76,8 @@ def _diagnosis() -> Iterator[str]:
     yield "\nkernels in use (plain torch, on the CPU and on CUDA, where nothing else is said)"
     for kernel in KERNELS:
         yield f"  {kernel.operation:<16} {', '.join(kernel.functions)}: {kernel.reason}"
+    yield f"\nattention backends of {_USUAL_MODEL}; the first that can is used, or what --attention-backend names"
+    yield from _attention_backends()
     yield "\noptional packages"
     for name, reason in _UNUSED.items():
         yield f"  {name:<18} {_package_state(name, reason)}"
@@ -99,6 +102,18 @@ def _import_state() -> str:
     except Exception as error:  # a broken installation raises anything
         return f"cannot be used: {_one_line(error)}"
     return "ready"
+
+
+def _attention_backends() -> Iterator[str]:
+    try:
+        choice = import_module("..kernels.attention_backends.choice", __package__)
+        refusals = choice.refusals_for_usual_model()
+    except Exception as error:  # a broken installation raises anything
+        yield f"  unknown: {_one_line(error)}"
+        return
+    used = next(name for name, reason in refusals.items() if reason is None)
+    for name, reason in refusals.items():
+        yield f"  {name:<16} {'in use' if name == used else 'could be used' if reason is None else f'no: {reason}'}"
 
 
 def _default_model() -> str:
