@@ -8,13 +8,12 @@ other slots, so that the L2 cache holds none of them. Pools hold 64 source and 6
 
 import argparse
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from itertools import cycle, islice
 from pathlib import Path
-from statistics import median
 
 import torch
+from graph_timing import Launch, launch_us, memcpys
 from machine import describe_machine
 from torch import Tensor
 
@@ -24,9 +23,6 @@ from megatron_mamba_cache.kernels.slot_tiles import CopyTiling
 BLOCK_SIZE = 256
 WINDOW_LEN = 3
 NUM_SOURCES = 64
-GRAPH_MS = 12.0
-NUM_REPLAYS = 15
-PIECE_BYTES = 2**29  # memcpy nodes of graphs slow down from 1.6 GiB on
 CASES = ((1, 1), (8, 8), (64, 64), (256, 16), (64, 4), (256, 0), (64, 0), (1, 0))  # rows, rows that copy
 SWEPT_CASES = ((1, 1), (8, 8), (64, 64), (256, 16), (256, 0))
 TILINGS = (
@@ -101,29 +97,15 @@ class Bench:
         count = NUM_SOURCES // num_copying if num_copying else 8
         return [self._step(num_rows, num_copying, number * num_copying) for number in range(count)]
 
-    def launches(self, steps: Sequence[AlignRows], tiling: CopyTiling) -> list[Callable[[], None]]:
+    def launches(self, steps: Sequence[AlignRows], tiling: CopyTiling) -> list[Launch]:
         """Return the align copy of each step."""
         return [
             lambda rows=rows: align_copy(self.conv, self.ssm, rows, BLOCK_SIZE, WINDOW_LEN, tiling) for rows in steps
         ]
 
-    def memcpys(self, num_copying: int) -> list[Callable[[], None]]:
+    def memcpys(self, num_copying: int) -> list[Launch]:
         """Return plain copies of as many bytes as `num_copying` states, from and to other places each."""
-        memory = self.ssm.view(-1).view(torch.uint8)
-        half = memory.numel() // 2
-        num_bytes = num_copying * self.model.state_bytes
-        num_pieces = -(-num_bytes // PIECE_BYTES)
-        piece = num_bytes // num_pieces // 256 * 256
-        places = cycle(range(0, half - piece, piece))
-
-        def memcpy(starts: Sequence[int]) -> Callable[[], None]:
-            def copy() -> None:
-                for start in starts:
-                    memory[half + start :][:piece].copy_(memory[start:][:piece])
-
-            return copy
-
-        return [memcpy(list(islice(places, num_pieces))) for _ in range(max(1, NUM_SOURCES // num_copying))]
+        return memcpys(self.ssm, num_copying * self.model.state_bytes, max(1, NUM_SOURCES // num_copying))
 
     def check(self) -> None:
         """Copy 8 of 16 states once and compare with their sources.
@@ -156,27 +138,6 @@ class Bench:
             state_columns=torch.zeros_like(row),
             targets=NUM_SOURCES + source,
         )
-
-
-def launch_us(launches: Sequence[Callable[[], None]], expected_us: float) -> float:
-    """Return the median time of a launch in a graph that repeats `launches` for about GRAPH_MS."""
-    count = min(256, max(4, round(GRAPH_MS * 1000 / expected_us)))
-    for launch in launches[:2]:
-        launch()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for launch in islice(cycle(launches), count):
-            launch()
-    return median(_replay_ms(graph) for _ in range(NUM_REPLAYS + 3)) * 1000 / count
-
-
-def _replay_ms(graph: torch.cuda.CUDAGraph) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    graph.replay()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end)
 
 
 def measure(bench: Bench, cases: Iterable[tuple[int, int]], tilings: Iterable[CopyTiling]) -> list[Figure]:
