@@ -36,5 +36,9 @@ section load_8b "Loading an 8B NemotronH" python3 benchmarks/load_8b.py
 section align_copy "Align copy against a memcpy of the same bytes" \
     python3 benchmarks/align_copy.py --json "$results/align_copy.json"
 section align_copy_tilings "Align copy with other tile sizes" python3 benchmarks/align_copy.py --sweep
+section slot_copies "Whole-slot copies and clears against a memcpy of the same bytes" \
+    python3 benchmarks/slot_copies.py --json "$results/slot_copies.json"
+section attention "Attention backends, KV append and gated norm" \
+    python3 benchmarks/attention.py --json "$results/attention.json"
 section speculation_on_gpu "What drafts give and what they cost" python3 benchmarks/speculation.py --device cuda
 exit $failed
