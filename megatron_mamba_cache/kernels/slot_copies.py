@@ -32,7 +32,7 @@ def _after(turn, LAYERS: tl.constexpr, LENGTH: tl.constexpr, WIDTH: tl.constexpr
     return (turn + programs - LAYERS * ((LENGTH + WIDTH - 1) // WIDTH) % programs) % programs
 
 
-@triton.jit(do_not_specialize=["num_slots"])
+@triton.jit(do_not_specialize=["num_slots"], do_not_specialize_on_alignment=["src", "dst"])
 def _copy_slots_kernel(
     sources,
     pools,
@@ -62,7 +62,7 @@ def _copy_slots_kernel(
                 turn = _after(turn, LAYERS[i], LENGTHS[i], WIDTHS[i])
 
 
-@triton.jit(do_not_specialize=["num_slots"])
+@triton.jit(do_not_specialize=["num_slots"], do_not_specialize_on_alignment=["slots"])
 def _zero_slots_kernel(
     pools,
     slots,

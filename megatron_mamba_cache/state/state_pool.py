@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..kernels.align_copy import AlignRows, align_copy
 from ..kernels.slot_copies import copy_slots, copy_slots_between, zero_slots
+from ..kernels.varlen_rows import PAD_SLOT
 from .layout import StateLayout
 
 
@@ -81,11 +82,15 @@ class StatePool:
             return
         # The align copy of a step in which every token ends a block, so that the accepted one does.
         width = 1 + max(window.offset for window in windows)
-        columns = [
-            [window.slot if column == window.offset else window.live for column in range(width)] for window in windows
+        numbers = [
+            [window.live, 1 + window.offset]
+            + [window.slot if column == window.offset else window.live for column in range(width)]
+            for window in windows
         ]
-        numbers = [[window.live, 1 + window.offset, *row] for window, row in zip(windows, columns, strict=True)]
-        table = torch.tensor(numbers, dtype=torch.int32).T.contiguous().to(self.ssm.device)
+        # In rows of 16 bytes, so that every number of windows runs the same compiled kernel.
+        table = torch.full((2 + width, -(-len(windows) // 4) * 4), PAD_SLOT, dtype=torch.int32)
+        table[:, : len(windows)] = torch.tensor(numbers, dtype=torch.int32).T
+        table = table.to(self.ssm.device)[:, : len(windows)]
         ones, zeros = torch.ones_like(table[0]), torch.zeros_like(table[0])
         rows = AlignRows(
             computed=ones,

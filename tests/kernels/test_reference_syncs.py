@@ -1,4 +1,4 @@
-"""The reference ops never wait for the device: they run inside steps that must stay asynchronous."""
+"""The ops, reference ones included, never wait for the device: they run inside steps that must stay asynchronous."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from megatron_mamba_cache.kernels.attention_rows import AttentionRows
+from megatron_mamba_cache.kernels.gated_norm import gated_group_norm
+from megatron_mamba_cache.kernels.kv_append import append_kv
 from megatron_mamba_cache.kernels.reference import (
     align_copy_ref,
     causal_conv_ref,
@@ -19,6 +21,7 @@ from megatron_mamba_cache.kernels.reference import (
 )
 from megatron_mamba_cache.kernels.reference_attention import append_kv_ref, paged_attention_ref
 from megatron_mamba_cache.kernels.sampling import greedy_tokens, sample_tokens, token_probabilities
+from megatron_mamba_cache.kernels.slot_copies import copy_slots, zero_slots
 from megatron_mamba_cache.kernels.verification import (
     DraftDistributions,
     RatioUniforms,
@@ -75,6 +78,20 @@ def conv_verify_call() -> Callable[[], object]:
 def state_verify_call() -> Callable[[], object]:
     steps, pool, rows = random_steps(7, "cuda"), randn(6, 4, 7, 5), pack_verify(VERIFY_ROWS, "cuda")
     return lambda: state_verify_ref(steps.tokens, steps.weights, pool, rows)
+
+
+def slot_copies_call() -> Callable[[], object]:
+    pools, src, dst = [randn(2, 4, 3), randn(2, 4, 5, 6)], int32(0, -1), int32(1, 2)
+    return lambda: (copy_slots(pools, src, dst), zero_slots(pools, dst))
+
+
+def token_kernels_call() -> Callable[[], object]:
+    new, cache, blocks, offsets = randn(2, 3, 2, 8), randn(2, 9, 4, 2, 8), int32(1, -1, 4), int32(0, 1, 2)
+    y, z, weight = randn(3, 24), randn(3, 24), randn(24)
+    return lambda: (
+        append_kv(new[0], new[1], cache[0], cache[1], blocks, offsets),
+        gated_group_norm(y, z, weight, 8, 1e-5),
+    )
 
 
 def copy_call() -> Callable[[], object]:
@@ -139,6 +156,8 @@ CALLS = [
     scan_call,
     conv_verify_call,
     state_verify_call,
+    slot_copies_call,
+    token_kernels_call,
     copy_call,
     zero_call,
     align_call,
