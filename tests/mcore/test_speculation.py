@@ -33,7 +33,9 @@ def start_run(
     vocab = subject.sizes.vocab_size
     known = greedy_texts() if texts is None else texts
     drafter = NoisyDrafter(known, accuracy=accuracy, vocab_size=vocab) if num_drafts else None
-    return EngineRun.start(subject, config, drafter=drafter, materialize_only_last_token_logits=not keeps_all_logits)
+    return EngineRun.start(
+        subject, config, drafter=drafter, materialize_only_last_token_logits=not keeps_all_logits
+    )
 
 
 def prompt_of(request_id: int) -> list[int]:
@@ -66,7 +68,9 @@ def align_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
             rows.targets.tolist(),
             strict=True,
         )
-        counts.append(sum(target >= 0 and plan_align_copy(*row, 0, block_size) is not None for *row, target in fields))
+        counts.append(
+            sum(target >= 0 and plan_align_copy(*row, 0, block_size) is not None for *row, target in fields)
+        )
         original(conv_pool, ssm_pool, rows, block_size, window_len)
 
     monkeypatch.setattr(verify_module, "align_copy", counted)
@@ -122,7 +126,9 @@ def test_stop_word_inside_accepted_drafts_ends_the_request_and_hides_what_follow
     text = greedy_texts()[0]
     word = text[13 + place : 13 + place + length]
     run = start_run(7, decode_checkpoints="all")
-    ending = {"termination_id": word[0]} if length == 1 else {"stop_words": [" ".join(map(str, word))]}
+    ending = (
+        {"termination_id": word[0]} if length == 1 else {"stop_words": [" ".join(map(str, word))]}
+    )
     run.run(0, prompt_of(0), greedy(NUM_TOKENS, **ending))
     reply = text[13:]
     end = next(end for end in range(length, NUM_TOKENS + 1) if reply[end - length : end] == word)
