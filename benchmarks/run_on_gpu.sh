@@ -40,5 +40,11 @@ section state_kernels "State and convolution kernels against a memcpy of as many
     python3 benchmarks/state_kernels.py --json "$results/state_kernels.json"
 section state_kernel_tilings "State and convolution kernels with other tile sizes" \
     python3 benchmarks/state_kernels.py --sweep
+section slot_copies "Whole-slot copies and clears against a memcpy of the same bytes" \
+    python3 benchmarks/slot_copies.py --json "$results/slot_copies.json"
+section attention "Attention backends, KV append and gated norm" \
+    python3 benchmarks/attention.py --json "$results/attention.json"
+section ssd_scan "Prefill scan beside mamba-ssm's" python3 benchmarks/ssd_scan.py --json "$results/ssd_scan.json"
+section ssd_scan_tilings "Prefill scan in every form" python3 benchmarks/ssd_scan.py --sweep
 section speculation_on_gpu "What drafts give and what they cost" python3 benchmarks/speculation.py --device cuda
 exit $failed

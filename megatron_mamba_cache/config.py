@@ -10,6 +10,7 @@ _MOST_TOKENS = 2**31
 _MOST_TABLE_ENTRIES = 2**28
 _MOST_DRAFTS = 8
 _CHECKPOINTS = ("rolling", "all", "none")
+_ATTENTION_BACKENDS = ("auto", "flash-attn", "flashinfer", "torch-varlen", "reference")
 _STATE_DTYPES = ("model", "fp32", "bf16")
 
 
@@ -38,6 +39,9 @@ class CacheConfig:
             numbers for max_sequence_length tokens have less than 2**28 entries.
         chunked_prefill: Whether a prompt may be prefilled over several steps.
         ssm_state_dtype, conv_state_dtype: "model" (the parameters' dtype), "fp32" or "bf16".
+        attention_backend: Library that computes attention over the KV blocks: "flash-attn", "flashinfer",
+            "torch-varlen" or "reference" (plain torch, exact); "auto" takes the first that serves the model
+            [--attention-backend].
         weights_version: Part of every block key; states of other weights are never found.
 
     Raises:
@@ -59,6 +63,7 @@ class CacheConfig:
     chunked_prefill: bool = True
     ssm_state_dtype: str = "fp32"
     conv_state_dtype: str = "model"
+    attention_backend: str = "auto"
     weights_version: str = "0"
 
     def __post_init__(self) -> None:
@@ -80,6 +85,8 @@ class CacheConfig:
         _require(stride in (None, "all") or is_count, "boundary_stride", stride, "None, 'all' or an int of at least 1")
         _require(is_encodable(self.weights_version), "weights_version", self.weights_version, "Unicode text")
         self._check_limits()
+        backend = self.attention_backend
+        _require(backend in _ATTENTION_BACKENDS, "attention_backend", backend, f"one of {_ATTENTION_BACKENDS}")
         kept = self.decode_checkpoints
         _require(kept in _CHECKPOINTS, "decode_checkpoints", kept, f"one of {_CHECKPOINTS}")
         drafts, most = self.num_speculative_tokens, min(_MOST_DRAFTS, self.block_size_tokens - 1)
@@ -110,6 +117,9 @@ class CacheConfig:
         parser.add_argument(f"{prefix}buffer-size-gb", type=float, metavar="G", help="GiB for KV blocks")
         parser.add_argument(f"{prefix}prefix-caching-mamba-gb", type=float, metavar="G", help="GiB for cached states")
         parser.add_argument("--num-speculative-tokens", type=int, metavar="K", help="drafts a step verifies, 0 to 8")
+        parser.add_argument(
+            "--attention-backend", choices=_ATTENTION_BACKENDS, help="what computes attention (default: auto)"
+        )
         parser.add_argument("--no-prefix-caching", action="store_true", help="compute every prompt from its start")
 
     @staticmethod
@@ -124,6 +134,7 @@ class CacheConfig:
             "buffer_size_gb": arguments.inference_dynamic_batching_buffer_size_gb,
             "prefix_caching_mamba_gb": arguments.inference_dynamic_batching_prefix_caching_mamba_gb,
             "num_speculative_tokens": arguments.num_speculative_tokens,
+            "attention_backend": arguments.attention_backend,
             "prefix_caching": False if arguments.no_prefix_caching else None,
         }
         settings.update({name: value for name, value in given.items() if value is not None})

@@ -29,14 +29,16 @@ class KernelChoice:
 
 KERNELS = (
     KernelChoice(
-        "attention", "self_attention", ("paged_attention_ref",), "reads the paged KV cache; no other in this version"
+        "attention", "cache_memory", ("choose_attention",), "takes a backend that can read the KV blocks; see below"
     ),
+    KernelChoice("KV append", "step_reader", ("append_kv",), "Triton on CUDA, its torch twin on the CPU"),
     KernelChoice("conv", "mamba_mixer", ("causal_conv", "conv_verify"), "Triton on CUDA, torch twins on the CPU"),
     KernelChoice(
         "norm",
-        "mamba_mixer",
-        ("GatedGroupRMSNorm",),
-        "in the mixer; other norms are those of the model's spec, torch's in models that the command loads",
+        "gated_norm",
+        ("gated_group_norm",),
+        "gated, in the mixer: Triton on CUDA, its torch twin on the CPU; other norms are those of the model's spec, "
+        "torch's in models that the command loads",
     ),
     KernelChoice("scan", "mamba_mixer", ("ssd_scan_ref",), "no other in this version"),
     KernelChoice("decode update", "mamba_mixer", ("state_verify",), "Triton on CUDA, its torch twin on the CPU"),
@@ -49,12 +51,13 @@ KERNELS = (
 )
 
 _UNUSED = {
-    "flash_attn": "attention runs the torch kernel",
-    "flashinfer": "attention runs the torch kernel",
-    "mamba_ssm": "the scan runs the torch kernel, decoding this package's",
+    "mamba_ssm": "the scan and decoding run this package's kernels",
     "causal_conv1d": "the convolution runs this package's kernels",
     "transformer_engine": "by models that the command loads; a spec of yours that names its layers keeps them",
 }
+
+
+_USUAL_MODEL = "models in bfloat16 with 128 channels a head and KV blocks of 256 tokens"
 
 
 def print_diagnosis() -> None:
@@ -74,6 +77,8 @@ def _diagnosis() -> Iterator[str]:
     yield "\nkernels in use (plain torch, on the CPU and on CUDA, where nothing else is said)"
     for kernel in KERNELS:
         yield f"  {kernel.operation:<16} {', '.join(kernel.functions)}: {kernel.reason}"
+    yield f"\nattention backends of {_USUAL_MODEL}; the first that can is used, or what --attention-backend names"
+    yield from _attention_backends()
     yield "\noptional packages"
     for name, reason in _UNUSED.items():
         yield f"  {name:<18} {_package_state(name, reason)}"
@@ -98,6 +103,18 @@ def _import_state() -> str:
     except Exception as error:  # a broken installation raises anything
         return f"cannot be used: {_one_line(error)}"
     return "ready"
+
+
+def _attention_backends() -> Iterator[str]:
+    try:
+        choice = import_module("..kernels.attention_backends.choice", __package__)
+        refusals = choice.refusals_for_usual_model()
+    except Exception as error:  # a broken installation raises anything
+        yield f"  unknown: {_one_line(error)}"
+        return
+    used = next(name for name, reason in refusals.items() if reason is None)
+    for name, reason in refusals.items():
+        yield f"  {name:<16} {'in use' if name == used else 'could be used' if reason is None else f'no: {reason}'}"
 
 
 def _default_model() -> str:

@@ -112,9 +112,10 @@ def _align_copy_kernel(
                 target = destination >> 32
                 shift = destination & 0x7FFFFFFF
                 if ssm_source != target:
-                    copy_tiles(ssm, ssm_source, target, 0, turn, LAYERS, 1, SSM_LENGTH, SSM_LANES, SSM_WIDTH)
+                    copy_tiles(ssm, ssm, ssm_source, target, 0, turn, LAYERS, 1, SSM_LENGTH, SSM_LANES, SSM_WIDTH)
                 turn = (turn + programs - SSM_TILES % programs) % programs
                 copy_tiles(
+                    conv,
                     conv,
                     conv_source,
                     target,

@@ -31,20 +31,22 @@ def store_slots(pool: Tensor, slots: Tensor, values: Tensor) -> None:
 
 
 def copy_slots_ref(pools: Sequence[Tensor], src: Tensor, dst: Tensor) -> None:
-    """Copy whole slots within each pool, all layers, in place; every source is read before any write.
+    """Copy whole slots within each pool, all layers, in place; see `copy_slots`."""
+    copy_slots_between_ref(pools, pools, src, dst)
 
-    Args:
-        pools: Each [layers, slots, ...].
-        src, dst: [n] int32 slot numbers; a pair holding PAD_SLOT is skipped; dst unique otherwise.
-    """
+
+def copy_slots_between_ref(sources: Sequence[Tensor], pools: Sequence[Tensor], src: Tensor, dst: Tensor) -> None:
+    """Copy whole slots of each source pool into its pool, all layers, in place; see `copy_slots_between`."""
     if src.shape[0] == 0:
         return
     valid = (src != PAD_SLOT) & (dst != PAD_SLOT)
     redirect = redirect_padding(valid)
-    source = torch.where(valid, src, 0).index_select(0, redirect).to(torch.int64)
-    target = torch.where(valid, dst, 0).index_select(0, redirect).to(torch.int64)
-    for pool in pools:
-        pool.index_copy_(1, target, pool.index_select(1, source))
+    from_slot = torch.where(valid, src, 0).index_select(0, redirect).to(torch.int64)
+    to_slot = torch.where(valid, dst, 0).index_select(0, redirect).to(torch.int64)
+    any_valid = valid.any()
+    for source, pool in zip(sources, pools, strict=True):
+        states = source.index_select(1, from_slot).to(pool.dtype)
+        pool.index_copy_(1, to_slot, torch.where(any_valid, states, pool[:, :1]))
 
 
 def zero_slots_ref(pools: Sequence[Tensor], slots: Tensor) -> None:

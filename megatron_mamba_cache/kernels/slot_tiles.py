@@ -66,12 +66,22 @@ class SlotTiles:
     width: int
 
 
-def cut_slots(pool: Tensor, tiling: CopyTiling) -> SlotTiles:
-    """Cut a pool [layers, slots, times, elements], none of them 0, whose elements are contiguous."""
+def access_bytes(pool: Tensor) -> int:
+    """Return the widest access, at most 16 bytes, that is aligned everywhere in a pool of `cut_slots`."""
+    size = pool.element_size()
+    return gcd(16, pool.shape[3] * size, pool.data_ptr(), *(stride * size for stride in pool.stride()[:3]))
+
+
+def cut_slots(pool: Tensor, tiling: CopyTiling, access: int | None = None) -> SlotTiles:
+    """Cut a pool [layers, slots, times, elements], none of them 0, whose elements are contiguous.
+
+    Args:
+        access: bytes of an access, at most those of `access_bytes`, which is the default.
+    """
     num_times, num_elements = pool.shape[2:]
     strides = [stride * pool.element_size() for stride in pool.stride()[:3]]
     num_bytes = num_elements * pool.element_size()
-    access = gcd(16, num_bytes, pool.data_ptr(), *strides)
+    access = access_bytes(pool) if access is None else access
     dtype = _ELEMENT_DTYPES[access]
     length = num_bytes // dtype.itemsize
     return SlotTiles(
@@ -86,6 +96,7 @@ def cut_slots(pool: Tensor, tiling: CopyTiling) -> SlotTiles:
 @triton.jit
 def copy_tiles(
     states,
+    target_states,
     source,
     target,
     shift,
@@ -98,25 +109,52 @@ def copy_tiles(
 ):
     """Copy every n-th tile from `first_tile` on, n programs, of slot `source` to `target`, `shift` times to the left.
 
-    Slots are int64. All layers; the slots may be equal.
+    Slots are int64; `target` is one of `target_states`, which may be `states`, and then the slots may be equal.
+    All layers.
     """
     TILES: tl.constexpr = (LENGTH + WIDTH - 1) // WIDTH
     time = tl.arange(0, triton.next_power_of_2(TIMES))[:, None]
     # Multiplying by LANES last tells the compiler that every address is aligned to LANES elements.
     from_slot = (source * states.slot_stride + shift * states.time_stride) * LANES
+    to_slot = target * target_states.slot_stride * LANES
+    for tile in range(first_tile, LAYERS * TILES, tl.num_programs(0)):
+        layer = tl.cast(tile // TILES, tl.int64)
+        element = tile % TILES * WIDTH + tl.arange(0, WIDTH)[None, :]
+        sources = states.first + layer * states.layer_stride * LANES + from_slot
+        sources += time * states.time_stride * LANES + element  # [TIMES, WIDTH]
+        targets = target_states.first + layer * target_states.layer_stride * LANES + to_slot
+        targets += time * target_states.time_stride * LANES + element
+        if TIMES == 1 and LENGTH % WIDTH == 0:
+            tl.store(targets, tl.load(sources))
+        else:
+            inside = (time < TIMES) & (element < LENGTH)
+            values = tl.load(sources, mask=inside)
+            if TIMES > 1:
+                tl.debug_barrier()  # a write may land on what another thread of this program reads
+            tl.store(targets, values, mask=inside)
+
+
+@triton.jit
+def zero_tiles(
+    states,
+    target,
+    first_tile,
+    LAYERS: tl.constexpr,
+    LENGTH: tl.constexpr,
+    LANES: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Zero every n-th tile from `first_tile` on, n programs, of slot `target`, an int64: all layers, one time."""
+    TILES: tl.constexpr = (LENGTH + WIDTH - 1) // WIDTH
     to_slot = target * states.slot_stride * LANES
     for tile in range(first_tile, LAYERS * TILES, tl.num_programs(0)):
         layer = states.first + tl.cast(tile // TILES, tl.int64) * states.layer_stride * LANES
-        element = tile % TILES * WIDTH + tl.arange(0, WIDTH)[None, :]
-        offsets = time * states.time_stride * LANES + element  # [TIMES, WIDTH]
-        if TIMES == 1 and LENGTH % WIDTH == 0:
-            tl.store(layer + to_slot + offsets, tl.load(layer + from_slot + offsets))
+        element = tile % TILES * WIDTH + tl.arange(0, WIDTH)
+        zeros = tl.zeros([WIDTH], dtype=states.first.dtype.element_ty)
+        if LENGTH % WIDTH == 0:
+            tl.store(layer + to_slot + element, zeros)
         else:
-            inside = (time < TIMES) & (element < LENGTH)
-            values = tl.load(layer + from_slot + offsets, mask=inside)
-            if TIMES > 1:
-                tl.debug_barrier()  # a write may land on what another thread of this program reads
-            tl.store(layer + to_slot + offsets, values, mask=inside)
+            tl.store(layer + to_slot + element, zeros, mask=element < LENGTH)
 
 
 @cache

@@ -8,6 +8,8 @@ import torch
 
 from ..config import CacheConfig
 from ..errors import CacheCapacityError
+from ..kernels.attention_backends.choice import choose_attention
+from ..kernels.attention_backends.interface import AttentionShape
 from ..metrics import CacheCounters
 from ..policy.admission import AdmissionRules
 from ..policy.boundaries import BoundaryRule
@@ -17,7 +19,7 @@ from ..policy.requests import RunningRequest
 from ..policy.slot_pool import SlotPool
 from ..state.layout import StateLayout
 from ..state.mamba_slot_allocator import StateSlotAllocator, StepReservations
-from ..state.state_pool import StatePool
+from ..state.state_pool import DraftWindow, StatePool
 from ..state.step_batch import StepGeometry
 from ..state.step_buffers import StepBuffers, StepLimits
 from .kv_block_allocator import KVBlockAllocator
@@ -53,6 +55,7 @@ class CacheMemory:
             context.num_attention_heads_per_partition,
             context.hidden_size_per_attention_head,
         )
+        self.attention = choose_attention(config.attention_backend, _attention_shape(context, shape, device))
         # Memory before bookkeeping: an impossible budget fails here, not after lists of its size are filled.
         try:
             self.state_pool = StatePool(layout, num_slots, device)
@@ -84,10 +87,11 @@ class CacheMemory:
 
     def settle(self, rows: Sequence[RunningRequest]) -> None:
         """Move the accepted state of each row into its live slot, and take the columns of its draft window back."""
-        for row in rows:
-            if row.accepted > 1:
-                self.state_pool.settle(row.live_slot, row.state_slot, row.accepted - 1, self.geometry.window_len)
-                self.prefix_cache.close_window(row)
+        unsettled = [row for row in rows if row.accepted > 1]
+        windows = [DraftWindow(row.live_slot, row.state_slot, row.accepted - 1) for row in unsettled]
+        self.state_pool.settle(windows, self.geometry.window_len)
+        for row in unsettled:
+            self.prefix_cache.close_window(row)
 
 
 @contextmanager
@@ -100,6 +104,19 @@ def step_memory(config: CacheConfig) -> Iterator[None]:
             f"cannot allocate the step buffers of max_requests={config.max_requests}, max_tokens={config.max_tokens} "
             f"and max_sequence_length={config.max_sequence_length}; lower one of them ({error})"
         ) from error
+
+
+def _attention_shape(context: Any, shape: HybridModelShape, device: torch.device | int) -> AttentionShape:
+    num_kv_heads = context.num_attention_heads_per_partition
+    return AttentionShape(
+        num_heads=shape.num_heads // shape.num_kv_heads * num_kv_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=context.hidden_size_per_attention_head,
+        block_size=context.cache_config.block_size_tokens,
+        scale=shape.softmax_scale,
+        dtype=context.params_dtype,
+        device=torch.device("cuda", device) if isinstance(device, int) else device,
+    )
 
 
 def _num_slots(layout: StateLayout, config: CacheConfig) -> int:

@@ -3,10 +3,11 @@
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
+
+from ..kernels.gated_norm import gated_group_norm
 
 
 class GatedGroupRMSNorm(nn.Module):
@@ -29,10 +30,9 @@ class GatedGroupRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, y: Tensor, z: Tensor) -> Tensor:
-        """Normalize y [tokens, channels] gated by z; returns y's dtype."""
-        gated = (y.float() * F.silu(z.float())).unflatten(-1, (-1, self.group_size))  # [tokens, groups, group_size]
-        normed = gated * torch.rsqrt(gated.square().mean(-1, keepdim=True) + self.eps)
-        return (normed.flatten(-2) * self.weight.float()).to(y.dtype)
+        """Normalize y [..., channels] gated by z; returns y's dtype."""
+        rows, gates = y.flatten(0, -2), z.flatten(0, -2)
+        return gated_group_norm(rows, gates, self.weight, self.group_size, self.eps).view(y.shape)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None

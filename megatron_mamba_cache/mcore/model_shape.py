@@ -22,7 +22,8 @@ class HybridModelShape:
         layer_types: One symbol a layer: M Mamba, * attention, - MLP, E mixture of experts.
         conv_dim, d_conv: Channels and taps of the causal convolution.
         ssm_shape: (heads, d_state, head_dim).
-        num_kv_heads: Key/value heads of the whole model.
+        num_heads, num_kv_heads: Query and key/value heads of the whole model.
+        softmax_scale: Of attention scores.
     """
 
     layer_types: tuple[str, ...]
@@ -30,7 +31,9 @@ class HybridModelShape:
     d_conv: int
     ssm_shape: tuple[int, int, int]
     ssm_chunk_size: int
+    num_heads: int
     num_kv_heads: int
+    softmax_scale: float
     kv_channels: int
     vocab_size: int
     params_dtype: torch.dtype
@@ -53,7 +56,9 @@ class HybridModelShape:
             d_conv=mixer.d_conv,
             ssm_shape=(mixer.nheads_local_tp, mixer.d_state, mixer.headdim),
             ssm_chunk_size=mixer.chunk_size,
+            num_heads=config.num_attention_heads,
             num_kv_heads=config.num_query_groups,
+            softmax_scale=config.softmax_scale or config.kv_channels**-0.5,
             kv_channels=config.kv_channels,
             vocab_size=model.vocab_size,
             params_dtype=config.params_dtype,

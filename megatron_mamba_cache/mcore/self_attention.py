@@ -1,11 +1,9 @@
-"""Self-attention over the paged KV cache, without flash-attn."""
+"""Self-attention over the paged KV cache, by the backend that the context chose."""
 
 from typing import Any
 
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
-
-from ..kernels.paged_attention import paged_attention_ref
 
 
 class CachingSelfAttention(SelfAttention):
@@ -39,8 +37,7 @@ class CachingSelfAttention(SelfAttention):
         )
         if rotary is not None:
             query = inference_context.apply_rotary_emb_query(query, rotary[0], self.config, None, self.pg_collection.cp)
-        scale = self.config.softmax_scale or query.shape[-1] ** -0.5
-        out = paged_attention_ref(query.squeeze(1), key, value, inference_context.step.attention, scale)
+        out = inference_context.attend(query.squeeze(1), key, value)
         return self.linear_proj(out.flatten(1).unsqueeze(1))
 
     def _rotary_pair(self, rotary_pos_emb: Any) -> Any:

@@ -9,7 +9,8 @@ from megatron.core.inference.contexts.dynamic_context import DynamicInferenceCon
 from torch import Tensor
 
 from ..errors import CacheIntegrityError
-from ..kernels.paged_attention import append_kv_ref
+from ..kernels.attention_backends.interface import PlannedAttention
+from ..kernels.kv_append import append_kv
 from ..metrics import CacheCounters, CacheSnapshot
 from ..policy.prefix_cache import PrefixCache
 from ..policy.random_counter import DrawPurpose
@@ -36,6 +37,7 @@ class StepReader(DynamicInferenceContext):
     wanted_outputs: Tensor
     _memory: CacheMemory | None
     _step: StepBatch | None
+    _attend: PlannedAttention
 
     @property
     def memory(self) -> CacheMemory:
@@ -80,6 +82,7 @@ class StepReader(DynamicInferenceContext):
         self._step = lay_out_step(
             rows, memory.step_buffers, memory.geometry, draws_ratios=draws_ratios, purpose=purpose
         )
+        self._attend = memory.attention.plan(self._step.attention)
         self.padded_active_token_count = self.active_token_count = self._step.num_tokens
         self.padded_active_request_count = len(rows)
         self.token_to_pos_ids = self.token_to_position_in_request = self._step.positions
@@ -103,7 +106,7 @@ class StepReader(DynamicInferenceContext):
         key_cache, value_cache, _ = self.key_value_cache(layer_number)
         step = self.step
         num_tokens = step.num_tokens
-        append_kv_ref(
+        append_kv(
             key.squeeze(1)[:num_tokens],
             value.squeeze(1)[:num_tokens],
             key_cache,
@@ -111,6 +114,10 @@ class StepReader(DynamicInferenceContext):
             step.token_blocks,
             step.token_offsets,
         )
+
+    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        """Attend the step's query tokens to the KV blocks of a layer; see `paged_attention_ref`."""
+        return self._attend(q, k_cache, v_cache)
 
     def key_value_cache(self, layer_number: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return a layer's key blocks, value blocks and the step's block table."""

@@ -138,19 +138,16 @@ class StateSlotAllocator:
             raise ValueError(f"slots {targets} hold a negative one; padding takes no state")
         if len(targets) != len(sources):
             raise ValueError(f"{len(targets)} slots for {len(sources)} request indices; give one for each")
-        for slot, request_idx in zip(targets, sources, strict=True):
-            live = self._live_slot(request_idx)
-            self.state_pool.conv[:, slot].copy_(self.context.mamba_conv_states[:, live])
-            self.state_pool.ssm[:, slot].copy_(self.context.mamba_ssm_states[:, live])
+        live_slots = [self._live_slot(request_idx) for request_idx in sources]
+        self.state_pool.store_from(self.context.mamba_conv_states, self.context.mamba_ssm_states, live_slots, targets)
 
     def restore_to_live(self, request_idx: int, block_id: int) -> bool:
         """Copy the block's state to the request's live slot; return whether there was one to copy."""
         slot = self.get_slot(block_id)
         if slot < 0:
             return False
-        live = self._live_slot(request_idx)
-        self.context.mamba_conv_states[:, live].copy_(self.state_pool.conv[:, slot])
-        self.context.mamba_ssm_states[:, live].copy_(self.state_pool.ssm[:, slot])
+        live_slot = self._live_slot(request_idx)
+        self.state_pool.restore_to(self.context.mamba_conv_states, self.context.mamba_ssm_states, [slot], [live_slot])
         return True
 
     def compute_and_store_offsets(

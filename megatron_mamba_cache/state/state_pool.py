@@ -1,11 +1,14 @@
 """The one pool of Mamba states: live, reserved and cached slots are rows of the same tensors."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..kernels.reference import copy_slots_ref, zero_slots_ref
+from ..kernels.align_copy import AlignRows, align_copy
+from ..kernels.slot_copies import copy_slots, copy_slots_between, zero_slots
+from ..kernels.varlen_rows import PAD_SLOT
 from .layout import StateLayout
 
 
@@ -15,6 +18,21 @@ class LayerStates:
 
     conv: Tensor  # [slots, window, conv_dim]
     ssm: Tensor  # [slots, heads, d_state, head_dim]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftWindow:
+    """Where the accepted state of a draft window lies.
+
+    Args:
+        live: Slot of column 0, which holds the conv window.
+        slot: Slot of the accepted column, with its SSM state.
+        offset: Where the accepted column's conv window begins in that of column 0; at least 1.
+    """
+
+    live: int
+    slot: int
+    offset: int
 
 
 class StatePool:
@@ -35,20 +53,59 @@ class StatePool:
         """Copy whole slots, all layers and state types, in place.
 
         Args:
-            src, dst: [n] int32 slot numbers on the pool's device; see `copy_slots_ref`.
+            src, dst: [n] int32 slot numbers on the pool's device; see `copy_slots`.
         """
-        copy_slots_ref((self.conv, self.ssm), src, dst)
+        copy_slots((self.conv, self.ssm), src, dst)
 
-    def settle(self, live: int, column: int, offset: int, window_len: int) -> None:
-        """Make slot `live`, column 0 of a draft window, the state that another column holds, all layers, in place.
+    def store_from(self, conv: Tensor, ssm: Tensor, src: Sequence[int], dst: Sequence[int]) -> None:
+        """Copy slots `src` of other pools, of slots shaped as these, into slots `dst` of this one, all layers.
 
         Args:
-            column: Slot with the SSM state.
-            offset: Where its conv window of `window_len` inputs begins among those in slot `live`.
+            conv, ssm: [layers, slots, ...]; this pool's own will do, if no slot is in both lists.
+            dst: Pairwise distinct.
         """
-        self.ssm[:, live].copy_(self.ssm[:, column])
-        self.conv[:, live, :window_len].copy_(self.conv[:, live, offset : offset + window_len].clone())
+        sent = self._send(src, dst)
+        copy_slots_between((conv, ssm), (self.conv, self.ssm), sent[0], sent[1])
+
+    def restore_to(self, conv: Tensor, ssm: Tensor, src: Sequence[int], dst: Sequence[int]) -> None:
+        """Copy slots `src` of this pool into slots `dst` of other pools: `store_from`, the other way."""
+        sent = self._send(src, dst)
+        copy_slots_between((self.conv, self.ssm), (conv, ssm), sent[0], sent[1])
+
+    def settle(self, windows: Sequence[DraftWindow], window_len: int) -> None:
+        """Make column 0 of each draft window the state that another column holds, all layers, in place.
+
+        Args:
+            window_len: Conv inputs that a state keeps.
+        """
+        if not windows:
+            return
+        # The align copy of a step in which every token ends a block, so that the accepted one does.
+        width = 1 + max(window.offset for window in windows)
+        numbers = [
+            [window.live, 1 + window.offset]
+            + [window.slot if column == window.offset else window.live for column in range(width)]
+            for window in windows
+        ]
+        # In rows of 16 bytes, so that every number of windows runs the same compiled kernel.
+        table = torch.full((2 + width, -(-len(windows) // 4) * 4), PAD_SLOT, dtype=torch.int32)
+        table[:, : len(windows)] = torch.tensor(numbers, dtype=torch.int32).T
+        table = table.to(self.ssm.device)[:, : len(windows)]
+        ones, zeros = torch.ones_like(table[0]), torch.zeros_like(table[0])
+        rows = AlignRows(
+            computed=ones,
+            scheduled=zeros,
+            drafts=zeros,
+            accepted=table[1],
+            columns=table[2:].T.contiguous(),
+            state_columns=zeros,
+            targets=table[0],
+        )
+        align_copy(self.conv, self.ssm, rows, block_size=1, window_len=window_len)
 
     def zero(self, slots: Tensor) -> None:
         """Zero whole slots, all layers and state types, in place."""
-        zero_slots_ref((self.conv, self.ssm), slots)
+        zero_slots((self.conv, self.ssm), slots)
+
+    def _send(self, *lists: Sequence[int]) -> Tensor:
+        return torch.tensor([list(numbers) for numbers in lists], dtype=torch.int32).to(self.ssm.device)

@@ -7,7 +7,7 @@ import numpy as np
 from torch import Tensor
 
 from ..kernels.align_copy import AlignRows
-from ..kernels.paged_attention import AttentionRows
+from ..kernels.attention_rows import AttentionRows
 from ..kernels.varlen_rows import PAD_SLOT, VarlenRows
 from ..kernels.verify_rows import VerifyRows
 from ..policy.random_counter import DrawPurpose
@@ -148,6 +148,7 @@ def _attention_rows(rows: Sequence[RunningRequest], buffers: StepBuffers) -> Att
         block_table=buffers.device_block_table()[:num_rows],
         query_lens=tuple(row.scheduled for row in rows),
         kv_lens=tuple(row.computed + row.scheduled for row in rows),
+        host_block_table=buffers.host_block_table()[:num_rows],
     )
 
 

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_mamba_cache.command_line import doctor
 from megatron_mamba_cache.command_line.doctor import KERNELS, KernelChoice
 from megatron_mamba_cache.command_line.main import main
+from megatron_mamba_cache.kernels.attention_backends import choice
 from tests.command_line.command_runs import run_process
 
 
@@ -27,14 +29,21 @@ def test_the_kernels_that_doctor_names_are_those_the_layers_use(kernel: KernelCh
     assert all(hasattr(layer, function) for function in kernel.functions)
 
 
+def test_doctor_says_which_attention_is_used_and_why_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    refusals = {"first": "it is new", "second": None, "last": None}
+    monkeypatch.setattr(choice, "refusals_for_usual_model", lambda: refusals)
+    expected = {"first": "no: it is new", "second": "in use", "last": "could be used"}
+    assert list(doctor._attention_backends()) == [f"  {name:<16} {what}" for name, what in expected.items()]
+
+
 def test_doctor_tells_another_apex_and_an_unused_package(tmp_path: Path) -> None:
-    for package in ("apex", "flash_attn"):
+    for package in ("apex", "causal_conv1d"):
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").touch()
     finished = run_process("-m", "megatron_mamba_cache", "doctor", cwd=tmp_path, import_first=tmp_path)
     assert finished.status == 0
     assert "apex               installed, but not NVIDIA's" in finished.stdout
-    assert "flash_attn         installed, not used: attention runs the torch kernel" in finished.stdout
+    assert "causal_conv1d      installed, not used: the convolution runs the torch kernel" in finished.stdout
     assert "mamba_ssm          not installed" in finished.stdout
 
 

@@ -19,6 +19,9 @@ FILES = [
     "test_align_copy.py",
     "test_causal_conv.py",
     "test_conv_verify.py",
+    "test_gated_norm.py",
+    "test_kv_append.py",
+    "test_slot_copies.py",
     "test_ssd_scan_kernels.py",
     "test_state_verify.py",
 ]

@@ -12,10 +12,14 @@ import torch
 from megatron_mamba_cache.kernels import align_copy as align_copy_module
 from megatron_mamba_cache.kernels import causal_conv as causal_conv_module
 from megatron_mamba_cache.kernels import conv_verify as conv_verify_module
+from megatron_mamba_cache.kernels import gated_norm, kv_append, slot_copies
 from megatron_mamba_cache.kernels import state_verify as state_verify_module
 from megatron_mamba_cache.kernels.align_copy import align_copy
 from megatron_mamba_cache.kernels.causal_conv import causal_conv
 from megatron_mamba_cache.kernels.conv_verify import conv_verify
+from megatron_mamba_cache.kernels.gated_norm import gated_group_norm
+from megatron_mamba_cache.kernels.kv_append import append_kv
+from megatron_mamba_cache.kernels.slot_copies import copy_slots, zero_slots
 from megatron_mamba_cache.kernels.state_verify import state_verify
 from tests.kernels.align_steps import StepRow, device_rows
 from tests.kernels.kernel_stand_ins import CompiledInsteadOfLaunched, global_accesses
@@ -108,3 +112,61 @@ def test_nothing_compiles_again_when_rows_lengths_or_boundaries_change(compile_f
         causal_conv(x, weight, bias, conv_pool, pack_rows(specs, 4, "cpu", num_padding=num_spare))
     for kernel in (verify, whole, update):
         assert len(kernel.ptx) == 6 and len(kernel.compiled) == 1
+
+
+SLOT_SHAPES = pytest.mark.parametrize(
+    ("conv_shape", "ssm_shape", "dtype", "accesses"),
+    [
+        ((6, 10240), (128, 128, 64), torch.bfloat16, {"v2.b64"}),
+        ((3, 6144), (64, 128, 64), torch.float32, {"v2.b64"}),
+        ((3, 21), (5, 5, 20), torch.bfloat16, {"b16", "b64"}),
+    ],
+)
+
+
+@SLOT_SHAPES
+@pytest.mark.parametrize("name", ["copy", "zero"])
+def test_slot_copies_compile_with_wide_accesses(
+    name: str,
+    conv_shape: tuple[int, ...],
+    ssm_shape: tuple[int, ...],
+    dtype: torch.dtype,
+    accesses: set[str],
+    compile_for_hopper: Compile,
+) -> None:
+    compiled = compile_for_hopper(slot_copies, f"_{name}_slots_kernel")
+    pools = [torch.empty(2, 2, *shape, dtype=dtype) for shape in (conv_shape, ssm_shape)]
+    slots = torch.zeros(3, dtype=torch.int32)
+    if name == "copy":
+        copy_slots(pools, slots, slots + 1)
+    else:
+        zero_slots(pools, slots)
+    (ptx,) = compiled.ptx
+    assert global_accesses(ptx) == accesses | {"b32"}
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "dim", "dtype", "accesses"),
+    [(8, 128, torch.bfloat16, {"v4.b32"}), (2, 128, torch.float32, {"v4.b32"}), (1, 1, torch.bfloat16, {"b16"})],
+)
+def test_kv_append_compiles_with_wide_accesses(
+    kv_heads: int, dim: int, dtype: torch.dtype, accesses: set[str], compile_for_hopper: Compile
+) -> None:
+    compiled = compile_for_hopper(kv_append, "_append_kv_kernel")
+    joint = torch.empty(5, kv_heads, 3 * dim, dtype=dtype)
+    caches, places = torch.empty(2, 3, 4, kv_heads, dim, dtype=dtype), torch.zeros(5, dtype=torch.int32)
+    append_kv(joint[:, :, dim : 2 * dim], joint[:, :, 2 * dim :], caches[0], caches[1], places, places)
+    (ptx,) = compiled.ptx
+    assert global_accesses(ptx) == accesses | {"b32"}
+
+
+@pytest.mark.parametrize(("channels", "group_size"), [(8192, 1024), (4096, 512), (8192, 8192)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_gated_norm_compiles_with_wide_accesses(
+    channels: int, group_size: int, dtype: torch.dtype, compile_for_hopper: Compile
+) -> None:
+    compiled = compile_for_hopper(gated_norm, "_gated_group_norm_kernel")
+    rows = torch.empty(3, 2 * channels + 128, dtype=dtype)
+    gated_group_norm(rows[:, :channels], rows[:, -channels:], torch.empty(channels, dtype=dtype), group_size, 1e-5)
+    (ptx,) = compiled.ptx
+    assert global_accesses(ptx) == {"v4.b32"}

@@ -1,13 +1,15 @@
 """Properties of reference attention over a paged cache."""
 
+from dataclasses import replace
 from itertools import accumulate
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_mamba_cache.kernels import paged_attention
-from megatron_mamba_cache.kernels.paged_attention import AttentionRows, append_kv_ref, paged_attention_ref
+from megatron_mamba_cache.kernels import reference_attention
+from megatron_mamba_cache.kernels.attention_rows import AttentionRows
+from megatron_mamba_cache.kernels.reference_attention import paged_attention_ref
 from tests.kernels.packed_rows import same_bits
 
 BLOCK, DIM, HEADS = 4, 8, 6
@@ -45,6 +47,7 @@ class Cache:
             table.to(device),
             tuple(q for q, _ in lengths),
             tuple(kv for _, kv in lengths),
+            table.numpy(),
         )
 
 
@@ -66,7 +69,7 @@ def test_attention_matches_dense_attention_of_each_row(
     lengths: list[tuple[int, int]], kv_heads: int, tile: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(kv_heads)
-    monkeypatch.setattr(paged_attention, "_QUERY_TILE", tile)
+    monkeypatch.setattr(reference_attention, "_QUERY_TILE", tile)
     cache = Cache(lengths, kv_heads, device)
     num_tokens = sum(cache.rows.query_lens)
     q = torch.randn(num_tokens + 2, HEADS, DIM, device=device)
@@ -85,7 +88,7 @@ def test_host_lengths_may_be_upper_bounds(device: str) -> None:
     cache = Cache([(1, 3), (1, 6), (3, 5)], 2, device)
     q = torch.randn(5, HEADS, DIM, device=device)
     rows = cache.rows
-    loose = AttentionRows(rows.cu_query, rows.kv_lengths, rows.block_table, rows.query_lens, (7, 9, 12))
+    loose = replace(rows, kv_lens=(7, 9, 12))
     exact = paged_attention_ref(q, cache.k, cache.v, rows, SCALE)
     torch.testing.assert_close(paged_attention_ref(q, cache.k, cache.v, loose, SCALE), exact, rtol=1e-6, atol=1e-6)
 
@@ -104,7 +107,7 @@ def test_splitting_a_large_batch_changes_no_row(device: str, monkeypatch: pytest
     cache = Cache([(1, 3), (1, 9), (1, 2), (1, 5)], 2, device)
     q = torch.randn(4, HEADS, DIM, device=device)
     together = paged_attention_ref(q, cache.k, cache.v, cache.rows, SCALE)
-    monkeypatch.setattr(paged_attention, "_MAX_PADDED_TOKENS", 10)
+    monkeypatch.setattr(reference_attention, "_MAX_PADDED_TOKENS", 10)
     torch.testing.assert_close(paged_attention_ref(q, cache.k, cache.v, cache.rows, SCALE), together)
 
 
@@ -116,19 +119,3 @@ def test_bf16_inputs_are_computed_in_fp32(device: str) -> None:
     out = paged_attention_ref(q, k, v, cache.rows, SCALE)
     exact = paged_attention_ref(q.float(), k.float(), v.float(), cache.rows, SCALE)
     assert same_bits(out, exact.bfloat16())
-
-
-@pytest.mark.parametrize("blocks", [[2, 0, 2], [-1, 1, -1], [-1, -1, -1], []])
-def test_append_writes_the_named_places_only(blocks: list[int], device: str) -> None:
-    offsets = [3, 0, 1][: len(blocks)]
-    k_cache = torch.full((3, BLOCK, 2, DIM), float("nan"), dtype=torch.bfloat16, device=device)
-    v_cache = k_cache.clone()
-    key, value = torch.randn(2, len(blocks), 2, DIM, device=device)
-    expected_k, expected_v = k_cache.clone(), v_cache.clone()
-    for token, (block, offset) in enumerate(zip(blocks, offsets, strict=True)):
-        if block >= 0:
-            expected_k[block, offset] = key[token].bfloat16()
-            expected_v[block, offset] = value[token].bfloat16()
-    places = (torch.tensor(column, dtype=torch.int32, device=device) for column in (blocks, offsets))
-    append_kv_ref(key, value, k_cache, v_cache, *places)
-    assert same_bits(k_cache, expected_k) and same_bits(v_cache, expected_v)

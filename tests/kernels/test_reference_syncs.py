@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_mamba_cache.kernels.attention_rows import AttentionRows
 from megatron_mamba_cache.kernels.causal_conv import causal_conv
 from megatron_mamba_cache.kernels.conv_verify import conv_verify
-from megatron_mamba_cache.kernels.paged_attention import AttentionRows, append_kv_ref, paged_attention_ref
+from megatron_mamba_cache.kernels.gated_norm import gated_group_norm
+from megatron_mamba_cache.kernels.kv_append import append_kv
 from megatron_mamba_cache.kernels.reference import (
     align_copy_ref,
     causal_conv_ref,
@@ -20,7 +22,9 @@ from megatron_mamba_cache.kernels.reference import (
     state_verify_ref,
     zero_slots_ref,
 )
+from megatron_mamba_cache.kernels.reference_attention import append_kv_ref, paged_attention_ref
 from megatron_mamba_cache.kernels.sampling import greedy_tokens, sample_tokens, token_probabilities
+from megatron_mamba_cache.kernels.slot_copies import copy_slots, zero_slots
 from megatron_mamba_cache.kernels.state_verify import state_verify
 from megatron_mamba_cache.kernels.verification import (
     DraftDistributions,
@@ -80,6 +84,20 @@ def state_verify_call(op: Callable[..., Tensor] = state_verify_ref) -> Callable[
     return lambda: op(steps.tokens, steps.weights, pool, rows)
 
 
+def slot_copies_call() -> Callable[[], object]:
+    pools, src, dst = [randn(2, 4, 3), randn(2, 4, 5, 6)], int32(0, -1), int32(1, 2)
+    return lambda: (copy_slots(pools, src, dst), zero_slots(pools, dst))
+
+
+def token_kernels_call() -> Callable[[], object]:
+    new, cache, blocks, offsets = randn(2, 3, 2, 8), randn(2, 9, 4, 2, 8), int32(1, -1, 4), int32(0, 1, 2)
+    y, z, weight = randn(3, 24), randn(3, 24), randn(24)
+    return lambda: (
+        append_kv(new[0], new[1], cache[0], cache[1], blocks, offsets),
+        gated_group_norm(y, z, weight, 8, 1e-5),
+    )
+
+
 def copy_call() -> Callable[[], object]:
     pools, src, dst = [randn(2, 4, 3), randn(2, 4, 5, 6)], int32(0, -1), int32(1, 2)
     return lambda: copy_slots_ref(pools, src, dst)
@@ -97,9 +115,8 @@ def align_call() -> Callable[[], object]:
 
 
 def attention_call() -> Callable[[], object]:
-    rows = AttentionRows(
-        int32(0, 1, 2, 5), int32(3, 6, 9), int32(0, 1, 2, 3, 4, 5, 6, 7, 8).view(3, 3), (1, 1, 3), (3, 6, 9)
-    )
+    table = int32(*range(9)).view(3, 3)
+    rows = AttentionRows(int32(0, 1, 2, 5), int32(3, 6, 9), table, (1, 1, 3), (3, 6, 9), table.cpu().numpy())
     q, k_cache, v_cache = randn(6, 4, 8), randn(9, 4, 2, 8), randn(9, 4, 2, 8)
     return lambda: paged_attention_ref(q, k_cache, v_cache, rows, 0.3)
 
@@ -146,6 +163,8 @@ CALLS = [
     partial(conv_verify_call, conv_verify),
     state_verify_call,
     partial(state_verify_call, state_verify),
+    slot_copies_call,
+    token_kernels_call,
     copy_call,
     zero_call,
     align_call,

@@ -1,67 +1,288 @@
-"""Properties of whole-slot copies and clears."""
+"""Whole-slot copies and clears, kernels and twins, move every bit of the named slots and none of another.
+
+Where the kernels neither compile nor are interpreted, the ops are their twins; `test_interpreted` runs this file again.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_mamba_cache.kernels.reference import copy_slots_ref, zero_slots_ref
+from megatron_mamba_cache.kernels import slot_copies
+from megatron_mamba_cache.kernels.kernel_launches import launches_kernel
+from megatron_mamba_cache.kernels.reference_slots import copy_slots_between_ref
+from megatron_mamba_cache.kernels.slot_copies import (
+    SLOTS_AT_A_TIME,
+    copy_slots,
+    copy_slots_between,
+    copy_slots_ref,
+    zero_slots,
+    zero_slots_ref,
+)
+from megatron_mamba_cache.kernels.slot_tiles import CopyTiling
 from megatron_mamba_cache.kernels.varlen_rows import PAD_SLOT
+from tests.kernels.kernel_stand_ins import CountedKernel
 from tests.kernels.packed_rows import same_bits
 
-NUM_SLOTS = 6
+NUM_SLOTS = 12
+Op = Callable[..., None]
+both_copies = pytest.mark.parametrize("op", [copy_slots, copy_slots_ref])
+both_copies_between = pytest.mark.parametrize("op", [copy_slots_between, copy_slots_between_ref])
+both_clears = pytest.mark.parametrize("op", [zero_slots, zero_slots_ref])
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-def make_pools(device: str) -> list[Tensor]:
-    conv = torch.randn(2, NUM_SLOTS, 3, 5, device=device).bfloat16()
-    ssm = torch.randn(2, NUM_SLOTS, 2, 4, 3, device=device)
+@pytest.fixture(autouse=True, scope="module")
+def counted_kernels() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_copy_slots_kernel", "_zero_slots_kernel"):
+            patch.setattr(slot_copies, name, CountedKernel(getattr(slot_copies, name)))
+        yield
+
+
+def make_pools(
+    device: str,
+    num_slots: int = NUM_SLOTS,
+    conv_shape: tuple[int, ...] = (3, 5),
+    ssm_shape: tuple[int, ...] = (2, 4, 3),
+    conv_dtype: torch.dtype = torch.bfloat16,
+    ssm_dtype: torch.dtype = torch.float32,
+) -> list[Tensor]:
+    conv = torch.randn(2, num_slots, *conv_shape, device=device).to(conv_dtype)
+    ssm = torch.randn(2, num_slots, *ssm_shape, device=device).to(ssm_dtype)
     ssm[:, 0] = float("nan")
     return [conv, ssm]
 
 
-def int32(values: list[int], device: str) -> Tensor:
+def int32(values: Sequence[int], device: str) -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device=device)
 
 
-@given(st.data())
-def test_copy_reads_every_source_before_it_writes(data: st.DataObject) -> None:
-    dst = data.draw(st.lists(st.integers(0, NUM_SLOTS - 1), unique=True))
-    dst = data.draw(st.permutations(dst + [PAD_SLOT] * data.draw(st.integers(0, 3))))
-    src = data.draw(st.lists(st.integers(PAD_SLOT, NUM_SLOTS - 1), min_size=len(dst), max_size=len(dst)))
-    pools = make_pools("cpu")
+def num_launches() -> int:
+    return slot_copies._copy_slots_kernel.launches + slot_copies._zero_slots_kernel.launches
+
+
+def run_counted(op: Op, slots: Tensor, *arguments: object) -> None:
+    """Run an op, and check that it is one launch exactly where its kernel can run and has work."""
+    before = num_launches()
+    op(*arguments)
+    is_kernel = op in (copy_slots, copy_slots_between, zero_slots) and launches_kernel(slots)
+    assert num_launches() - before == (is_kernel and len(slots) > 0)
+
+
+def check_copy(op: Op, pools: Sequence[Tensor], src: Sequence[int], dst: Sequence[int]) -> None:
     expected = [pool.clone() for pool in pools]
     for pool, copied in zip(pools, expected, strict=True):
         for s, d in zip(src, dst, strict=True):
             if PAD_SLOT not in (s, d):
                 copied[:, d] = pool[:, s]
-    copy_slots_ref(pools, int32(src, "cpu"), int32(dst, "cpu"))
+    device = pools[0].device.type
+    targets = int32(dst, device)
+    run_counted(op, targets, pools, int32(src, device), targets)
     assert all(same_bits(pool, copied) for pool, copied in zip(pools, expected, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("src", "dst"), [([], []), ([PAD_SLOT], [2]), ([2], [PAD_SLOT]), ([PAD_SLOT, 1], [1, PAD_SLOT]), ([0], [0])]
-)
-def test_padded_pairs_touch_nothing(src: list[int], dst: list[int], device: str) -> None:
-    pools = make_pools(device)
-    before = [pool.clone() for pool in pools]
-    copy_slots_ref(pools, int32(src, device), int32(dst, device))
-    assert all(same_bits(a, b) for a, b in zip(before, pools, strict=True))
-
-
-def test_copy_swaps_and_spreads_slots(device: str) -> None:
-    pools = make_pools(device)
-    before = [pool.clone() for pool in pools]
-    copy_slots_ref(pools, int32([PAD_SLOT, 0, 1, 1, 3], device), int32([3, 1, 0, 4, PAD_SLOT], device))
-    for old, new in zip(before, pools, strict=True):
-        assert same_bits(new, old[:, [1, 0, 2, 3, 1, 5]])
-
-
-@pytest.mark.parametrize("slots", [[], [PAD_SLOT], [PAD_SLOT, 4], [0, PAD_SLOT, 5]])
-def test_zero_clears_the_named_slots_only(slots: list[int], device: str) -> None:
-    pools = make_pools(device)
+def check_clear(op: Op, pools: Sequence[Tensor], slots: Sequence[int]) -> None:
     expected = [pool.clone() for pool in pools]
     for pool in expected:
         pool[:, [slot for slot in slots if slot != PAD_SLOT]] = 0
-    zero_slots_ref(pools, int32(slots, device))
+    named = int32(slots, pools[0].device.type)
+    run_counted(op, named, pools, named)
     assert all(same_bits(pool, cleared) for pool, cleared in zip(pools, expected, strict=True))
+
+
+def draw_pairs(data: st.DataObject) -> tuple[list[int], list[int]]:
+    """Targets that are no source, in any order, with padding on either side or both."""
+    slots = data.draw(st.permutations(range(NUM_SLOTS)))
+    num_targets = data.draw(st.integers(0, NUM_SLOTS - 1))
+    dst = data.draw(st.permutations(slots[:num_targets] + [PAD_SLOT] * data.draw(st.integers(0, 3))))
+    sources = st.sampled_from([PAD_SLOT, *slots[num_targets:]])
+    return data.draw(st.lists(sources, min_size=len(dst), max_size=len(dst))), dst
+
+
+@both_copies
+@settings(max_examples=25)
+@given(data=st.data())
+def test_copies_are_exact_and_touch_nothing_else(op: Op, data: st.DataObject) -> None:
+    check_copy(op, make_pools("cpu"), *draw_pairs(data))
+
+
+@both_copies
+@pytest.mark.parametrize(
+    ("src", "dst"),
+    [
+        ([], []),
+        ([PAD_SLOT], [2]),
+        ([2], [PAD_SLOT]),
+        ([PAD_SLOT, 1], [1, PAD_SLOT]),
+        ([0], [0]),
+        ([PAD_SLOT, 0, 1, 1, 3], [3, 8, 7, 4, PAD_SLOT]),
+    ],
+)
+def test_pairs_that_hold_padding_are_skipped(src: list[int], dst: list[int], op: Op, device: str) -> None:
+    check_copy(op, make_pools(device), src, dst)
+
+
+@both_clears
+@pytest.mark.parametrize("slots", [[], [PAD_SLOT], [PAD_SLOT, 4], [0, PAD_SLOT, 5], [11, 3, 0, 1]])
+def test_clearing_touches_the_named_slots_only(slots: list[int], op: Op, device: str) -> None:
+    check_clear(op, make_pools(device), slots)
+
+
+AWKWARD_SIZES = pytest.mark.parametrize(
+    ("conv_shape", "ssm_shape"),
+    [((3, 21), (5, 5, 20)), ((1, 1), (1, 1, 1)), ((4, 500), (7, 9, 1)), ((3, 64), (2, 16, 64)), ((3, 4), (3, 37, 41))],
+)
+DTYPES = pytest.mark.parametrize(
+    ("conv_dtype", "ssm_dtype"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)]
+)
+
+
+@both_copies
+@AWKWARD_SIZES
+@DTYPES
+def test_awkward_sizes_are_copied(
+    conv_shape: tuple[int, ...],
+    ssm_shape: tuple[int, ...],
+    conv_dtype: torch.dtype,
+    ssm_dtype: torch.dtype,
+    op: Op,
+    device: str,
+) -> None:
+    pools = make_pools(device, 6, conv_shape, ssm_shape, conv_dtype, ssm_dtype)
+    check_copy(op, pools, [0, 4, PAD_SLOT], [2, 1, 3])
+
+
+@both_clears
+@AWKWARD_SIZES
+@DTYPES
+def test_awkward_sizes_are_cleared(
+    conv_shape: tuple[int, ...],
+    ssm_shape: tuple[int, ...],
+    conv_dtype: torch.dtype,
+    ssm_dtype: torch.dtype,
+    op: Op,
+    device: str,
+) -> None:
+    check_clear(op, make_pools(device, 6, conv_shape, ssm_shape, conv_dtype, ssm_dtype), [4, PAD_SLOT, 1])
+
+
+@pytest.mark.parametrize("num_slots", [SLOTS_AT_A_TIME, SLOTS_AT_A_TIME + 1])
+def test_any_number_of_slots(num_slots: int, device: str) -> None:
+    """Most of them padding, the last one not."""
+    named = [slot if slot % 40 == 0 or slot == num_slots - 1 else PAD_SLOT for slot in range(num_slots)]
+    pools = make_pools(device, 2 * num_slots, (1, 2), (1, 1, 2))
+    check_copy(copy_slots, pools, named, range(num_slots, 2 * num_slots))
+    check_clear(zero_slots, pools, named)
+
+
+@pytest.mark.parametrize("tiling", [CopyTiling(4, 1, 1), CopyTiling(16, 2, 3), CopyTiling(4096, 8, 2)])
+def test_every_tiling_does_the_same(tiling: CopyTiling, device: str) -> None:
+    pools, slots = make_pools(device, conv_shape=(3, 12), ssm_shape=(2, 5, 8)), int32([1, 4], device)
+    expected = [pool.clone() for pool in pools]
+    copy_slots(pools, slots, slots + 1, tiling)
+    zero_slots(pools, slots, tiling)
+    for pool, copied in zip(pools, expected, strict=True):
+        copied[:, [2, 5]] = copied[:, [1, 4]]
+        copied[:, [1, 4]] = 0
+        assert same_bits(pool, copied)
+
+
+@pytest.mark.parametrize("gap", [1, 8])
+def test_bytes_between_strided_slots_stay(gap: int, device: str) -> None:
+    buffers = [torch.randn(2, 6, 24 + gap, device=device), torch.randn(2, 6, 40 + gap, device=device).bfloat16()]
+    pools = [buffer[:, :, gap:].unflatten(2, (4, -1)) for buffer in buffers]
+    gaps = [buffer[..., :gap].clone() for buffer in buffers]
+    check_copy(copy_slots, pools, [1, 2], [5, 4])
+    check_clear(zero_slots, pools, [1, 3])
+    assert all(same_bits(buffer[..., :gap], kept) for buffer, kept in zip(buffers, gaps, strict=True))
+
+
+@both_copies_between
+@pytest.mark.parametrize("shift", [0, 1])
+def test_slots_are_copied_between_pools_of_other_slots(shift: int, op: Op, device: str) -> None:
+    """With a shift, the pools allow accesses of other widths."""
+    memory = torch.randn(2 * 7 * 24 + 1, device=device)
+    sources = [memory[shift:][: 2 * 7 * 24].view(2, 7, 24), torch.randn(2, 4, 5, device=device)]
+    pools = [torch.randn(2, 3, 24, device=device), torch.randn(2, 9, 5, device=device)]
+    before = [pool.clone() for pool in sources]
+    expected = [pool.clone() for pool in pools]
+    for source, pool in zip(sources, expected, strict=True):
+        pool[:, 2], pool[:, 0] = source[:, 1], source[:, 3]
+    src, dst = int32([1, PAD_SLOT, 3], device), int32([2, 1, 0], device)
+    run_counted(op, src, sources, pools, src, dst)
+    assert all(same_bits(pool, copied) for pool, copied in zip(pools, expected, strict=True))
+    assert all(same_bits(pool, kept) for pool, kept in zip(sources, before, strict=True))
+
+
+def test_states_of_another_dtype_are_cast(device: str) -> None:
+    source, pool = torch.randn(2, 4, 5, device=device), torch.zeros(2, 3, 5, dtype=torch.bfloat16, device=device)
+    copy_slots_between([source], [pool], int32([3], device), int32([1], device))
+    assert same_bits(pool[:, 1], source[:, 3].bfloat16()) and not pool[:, [0, 2]].any()
+
+
+def bad_calls() -> dict[str, tuple[Callable[[list[Tensor], Tensor], object], str]]:
+    """Return calls that must be refused and a word of the reason."""
+    return {
+        "lengths": (lambda pools, slots: copy_slots(pools, slots, slots[:1]), "as many src as dst"),
+        "dtype": (lambda pools, slots: copy_slots(pools, slots.long(), slots), "src"),
+        "strided numbers": (lambda pools, slots: zero_slots(pools, slots[::2]), "contiguous"),
+        "device": (lambda pools, slots: zero_slots([pools[0].to("meta")], slots), "one device"),
+        "channel-major": (lambda pools, slots: zero_slots([pools[0].mT], slots), "slots are contiguous"),
+        "shape": (lambda pools, slots: copy_slots_between(pools[:1], pools[1:], slots, slots), "differ in slots only"),
+    }
+
+
+@pytest.mark.parametrize("name", bad_calls())
+def test_arguments_that_disagree_are_refused(name: str) -> None:
+    call, reason = bad_calls()[name]
+    with pytest.raises(ValueError, match=reason):
+        call(make_pools("cpu"), int32([1, 2, 3], "cpu"))
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_a_replayed_graph_reads_the_slots_anew() -> None:
+    pools, src, dst = make_pools("cuda"), int32([1, 2, 3], "cuda"), int32([4, PAD_SLOT, 6], "cuda")
+    copy_slots(pools, src, dst)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        copy_slots(pools, src, dst)
+    for numbers in ([7, 8, PAD_SLOT], [PAD_SLOT] * 3, [9, 10, 11]):
+        dst.copy_(int32(numbers, "cuda"))
+        expected = [pool.normal_().clone() for pool in pools]
+        copy_slots_ref(expected, src, dst)
+        graph.replay()
+        assert all(same_bits(pool, copied) for pool, copied in zip(pools, expected, strict=True))
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_other_counts_slots_and_alignments_compile_nothing_new() -> None:
+    pools = make_pools("cuda")
+    counted = slot_copies._copy_slots_kernel.kernel, slot_copies._zero_slots_kernel.kernel
+    sizes = []
+    for count in (1, 2, 3, 15):
+        numbers = int32([0, *range(6), *[PAD_SLOT] * 9], "cuda")[1 : count + 1]
+        copy_slots(pools, numbers, torch.where(numbers >= 0, numbers + 6, PAD_SLOT))
+        zero_slots(pools, numbers.clone() if count % 2 else numbers)
+        sizes.append([sum(len(cache[0]) for cache in kernel.device_caches.values()) for kernel in counted])
+    assert all(size == sizes[0] for size in sizes)
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_offsets_past_32_bits() -> None:
+    slot_stride = 2**31 + 8
+    num_bytes = (3 * slot_stride + 2**16) * 2
+    if num_bytes > torch.cuda.mem_get_info()[0]:
+        pytest.skip(f"needs {num_bytes / 2**30:.0f} GiB of free device memory")
+    buffer = torch.empty(num_bytes // 2, dtype=torch.bfloat16, device="cuda")
+    pool = buffer.as_strided((2, 4, 4, 8), (64, slot_stride, 8, 1)).normal_()
+    check_copy(copy_slots, [pool], [3, 0], [1, 2])
+    check_clear(zero_slots, [pool], [3])
+    del pool, buffer
+    torch.cuda.empty_cache()

@@ -13,7 +13,7 @@ from megatron_mamba_cache.mcore import verify_step as verify_module
 from megatron_mamba_cache.policy.align import plan_align_copy
 from megatron_mamba_cache.speculation.drafter import Draft, DraftWish
 from megatron_mamba_cache.speculation.prompt_lookup import PromptLookupDrafter
-from megatron_mamba_cache.state.state_pool import StatePool
+from megatron_mamba_cache.state.state_pool import DraftWindow, StatePool
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
 from tests.mcore.faults import InjectedFault, raise_once
 from tests.mcore.noisy_drafter import NoisyDrafter
@@ -259,9 +259,9 @@ def test_request_pauses_with_a_window_and_goes_on_from_its_live_slot(monkeypatch
     settled: list[int] = []
     settle = StatePool.settle
 
-    def counted(pool: StatePool, live: int, column: int, offset: int, window_len: int) -> None:
-        settled.append(offset)
-        settle(pool, live, column, offset, window_len)
+    def counted(pool: StatePool, windows: Sequence[DraftWindow], window_len: int) -> None:
+        settled.extend(window.offset for window in windows)
+        settle(pool, windows, window_len)
 
     monkeypatch.setattr(StatePool, "settle", counted)
     for kv_blocks in range(9, 16):

@@ -1,36 +1,17 @@
 """Causal attention of packed rows over a paged KV cache, and the write of new keys and values; torch reference."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from .attention_rows import AttentionRows
 from .reference_slots import compute_dtype, redirect_padding
 
 _QUERY_TILE = 256
 _MAX_GROUPED_QUERY = 16  # query tokens of a row that is computed together with its neighbours
 _MAX_PADDED_TOKENS = 1 << 18  # cached tokens gathered at once for such rows, padding included
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionRows:
-    """Describe the packed query rows of a step and their cached tokens.
-
-    Args:
-        cu_query: [rows + 1] int32; first packed query token of each row.
-        kv_lengths: [rows] int32; a row's cached tokens, this step's included. 0 gives zeros.
-        block_table: [rows, max_blocks] int32; entries past a row's last block may hold anything.
-        query_lens: Host copy of the query lengths.
-        kv_lens: Host copy of `kv_lengths`, or upper bounds of it: they size the reads, `kv_lengths` masks them.
-    """
-
-    cu_query: Tensor
-    kv_lengths: Tensor
-    block_table: Tensor
-    query_lens: tuple[int, ...]
-    kv_lens: tuple[int, ...]
 
 
 def paged_attention_ref(q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: AttentionRows, scale: float) -> Tensor:
@@ -64,15 +45,7 @@ def paged_attention_ref(q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Atten
 def append_kv_ref(
     key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, token_block: Tensor, token_offset: Tensor
 ) -> None:
-    """Write each new token's key and value into its place in the caches, in place.
-
-    Args:
-        key, value: [tokens, kv_heads, dim], cast to the caches' dtype.
-        k_cache, v_cache: [blocks, block_size, kv_heads, dim].
-        token_block: [tokens] integer block ids; a negative one is skipped. Places are distinct, except in blocks that
-            nobody reads.
-        token_offset: [tokens] integer positions inside the block.
-    """
+    """Write each new token's key and value into its place in the caches, in place; see `append_kv`."""
     if token_block.shape[0] == 0:
         return
     valid = token_block >= 0

@@ -1,0 +1,225 @@
+"""How fast are the attention backends, the KV append and the gated norm of a layer, against what the card can do?
+
+    PYTHONPATH=. python3 benchmarks/attention.py [--json FILE]
+
+Every figure is the median time of a launch inside a CUDA graph of many, bf16. Bytes are those that a launch must read
+and write, FLOPs those of the scores that causality leaves. The host's plan of a step is timed apart, for all layers.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from statistics import median
+
+import torch
+from graph_timing import launch_us
+from machine import describe_machine
+
+from megatron_mamba_cache.kernels.attention_backends.choice import BACKENDS
+from megatron_mamba_cache.kernels.attention_backends.flashinfer import FlashInferAttention
+from megatron_mamba_cache.kernels.attention_backends.interface import AttentionBackend, AttentionShape
+from megatron_mamba_cache.kernels.attention_rows import AttentionRows
+from megatron_mamba_cache.kernels.gated_norm import gated_group_norm, gated_group_norm_ref
+from megatron_mamba_cache.kernels.kv_append import append_kv, append_kv_ref
+
+BLOCK_SIZE = 256
+TOKENS = (64, 320, 4096)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Equal rows of a step."""
+
+    name: str
+    num_rows: int
+    query_len: int
+    kv_len: int
+
+
+CASES = (
+    Case("decode, 64 rows of 4k", 64, 1, 4096),
+    Case("verify of 5, 64 rows of 4k", 64, 5, 4096),
+    Case("decode, 4 rows of 32k", 4, 1, 32768),
+    Case("prefill of 4k", 1, 4096, 4096),
+    Case("prefill of 1k after 7k", 1, 1024, 8192),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One measured launch; in microseconds."""
+
+    case: str
+    way: str
+    us: float
+    num_bytes: float
+    num_flops: float = 0.0
+    plan_us: float = 0.0
+
+    @property
+    def gb_per_s(self) -> float:
+        """Return the bytes moved a second."""
+        return self.num_bytes / self.us / 1e3
+
+    @property
+    def tflops(self) -> float:
+        """Return the arithmetic done a second."""
+        return self.num_flops / self.us / 1e6
+
+
+def attention_bytes(case: Case, shape: AttentionShape) -> float:
+    """Return the bytes of keys and values read once, queries read and results written."""
+    cached = 2 * case.num_rows * case.kv_len * shape.num_kv_heads
+    return (cached + 2 * case.num_rows * case.query_len * shape.num_heads) * shape.head_dim * shape.dtype.itemsize
+
+
+def attention_flops(case: Case, shape: AttentionShape) -> float:
+    """Return the FLOPs of the scores that causality leaves, and of their sums of values."""
+    scores = case.query_len * case.kv_len - case.query_len * (case.query_len - 1) / 2
+    return 4 * case.num_rows * scores * shape.num_heads * shape.head_dim
+
+
+def rows_of(case: Case, device: str) -> AttentionRows:
+    """Return the rows of a case over blocks in random order."""
+    num_blocks = -(-case.kv_len // BLOCK_SIZE)
+    table = torch.randperm(case.num_rows * num_blocks).to(torch.int32).view(case.num_rows, num_blocks)
+    lengths = [case.query_len] * case.num_rows
+    return AttentionRows(
+        torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device),
+        torch.full((case.num_rows,), case.kv_len, dtype=torch.int32, device=device),
+        table.to(device),
+        tuple(lengths),
+        (case.kv_len,) * case.num_rows,
+        table.numpy(),
+    )
+
+
+def shape_of(num_heads: int, device: torch.device) -> AttentionShape:
+    """Return 8 key/value heads of 128 channels in bf16."""
+    return AttentionShape(num_heads, 8, 128, BLOCK_SIZE, 128**-0.5, torch.bfloat16, device)
+
+
+def backends(shape: AttentionShape) -> dict[str, AttentionBackend]:
+    """Build every backend that can serve the shape, FlashInfer's two kernels apart."""
+    built: dict[str, AttentionBackend] = {}
+    for backend in BACKENDS:
+        reason = backend.refusal(shape)
+        if reason is not None:
+            print(f"{backend.name} is left out: {reason}")
+        elif backend is FlashInferAttention:
+            built |= {f"flashinfer {kernel}": FlashInferAttention(shape, kernel) for kernel in ("fa2", "fa3")}
+        else:
+            built[backend.name] = backend(shape)
+    return built
+
+
+def measure_attention(case: Case, shape: AttentionShape, named: dict[str, AttentionBackend]) -> list[Figure]:
+    """Measure every backend on a case."""
+    rows = rows_of(case, "cuda")
+    cache = torch.randn(2, rows.block_table.numel(), BLOCK_SIZE, 8, 128, device="cuda").bfloat16()
+    q = torch.randn(case.num_rows * case.query_len, shape.num_heads, 128, device="cuda").bfloat16()
+    num_bytes, num_flops = attention_bytes(case, shape), attention_flops(case, shape)
+    expected_us = max(num_bytes / 3e6, num_flops / 4e8)
+    figures = []
+    for name, backend in named.items():
+        plan_us = host_us(partial(backend.plan, rows))
+        attend = backend.plan(rows)
+        slowdown = 20 if name == "reference" else 1
+        us = launch_us([partial(attend, q, cache[0], cache[1])], slowdown * expected_us)
+        figures.append(Figure(case.name, name, us, num_bytes, num_flops, plan_us))
+    return figures
+
+
+def host_us(call: Callable[[], object]) -> float:
+    """Return the median time that a call takes the host."""
+    times = []
+    for _ in range(20):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - began)
+    return median(times) * 1e6
+
+
+def measure_token_kernels() -> list[Figure]:
+    """Measure the KV append and the gated norm, and their twins; several copies of the inputs leave the L2 cache."""
+    figures = []
+    for num_tokens in TOKENS:
+        figures += _measure_norm("8B", num_tokens, channels=8192, group_size=1024)
+        figures += _measure_norm("Nano", num_tokens, channels=4096, group_size=512)
+        figures += _measure_append(num_tokens)
+    return figures
+
+
+def _measure_norm(name: str, num_tokens: int, channels: int, group_size: int) -> list[Figure]:
+    num_copies = max(2, 2**27 // (num_tokens * channels * 6))
+    projected = [torch.randn(num_tokens, 2 * channels, device="cuda").bfloat16() for _ in range(num_copies)]
+    weight = torch.ones(channels, dtype=torch.bfloat16, device="cuda")
+    num_bytes = 3 * num_tokens * channels * 2
+    figures = []
+    for norm in (gated_group_norm, gated_group_norm_ref):
+        launches = [
+            partial(norm, rows[:, :channels], rows[:, channels:], weight, group_size, 1e-5) for rows in projected
+        ]
+        us = launch_us(launches, max(2.0, num_bytes / 3e6))
+        figures.append(Figure(f"gated norm, {name}, {num_tokens} tokens", norm.__name__, us, num_bytes))
+    return figures
+
+
+def _measure_append(num_tokens: int) -> list[Figure]:
+    joint = [torch.randn(num_tokens, 8, 6 * 128, device="cuda").bfloat16() for _ in range(8)]
+    cache = torch.zeros(2, 1024, BLOCK_SIZE, 8, 128, dtype=torch.bfloat16, device="cuda")
+    chosen = [torch.randperm(1024 * BLOCK_SIZE, device="cuda")[:num_tokens].to(torch.int32) for _ in joint]
+    places = [(place // BLOCK_SIZE, place % BLOCK_SIZE) for place in chosen]
+
+    num_bytes = 4 * num_tokens * 8 * 128 * 2
+    figures = []
+    for append in (append_kv, append_kv_ref):
+        launches = [
+            partial(append, new[:, :, 512:640], new[:, :, 640:], cache[0], cache[1], *place)
+            for new, place in zip(joint, places, strict=True)
+        ]
+        us = launch_us(launches, max(2.0, num_bytes / 3e6))
+        figures.append(Figure(f"KV append, {num_tokens} tokens", append.__name__, us, num_bytes))
+    return figures
+
+
+def table(figures: list[Figure]) -> str:
+    """Return the figures as Markdown."""
+    lines = ["| case | way | µs | GB/s | TFLOP/s | plan, µs |", "|---|---|---:|---:|---:|---:|"]
+    for figure in figures:
+        arithmetic = f"{figure.tflops:,.0f} | {figure.plan_us:,.0f}" if figure.num_flops else " | "
+        lines.append(f"| {figure.case} | {figure.way} | {figure.us:,.1f} | {figure.gb_per_s:,.0f} | {arithmetic} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure, then print Markdown and write JSON."""
+    parser = argparse.ArgumentParser(description="Measure attention backends, KV append and gated norm.")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA device")
+    shape = shape_of(32, torch.device("cuda", torch.cuda.current_device()))
+    named = backends(shape)
+    figures: list[Figure] = []
+    for case in CASES:
+        figures += measure_attention(case, shape, named)
+        torch.cuda.empty_cache()
+    figures += measure_token_kernels()
+    print(table(figures))
+    if arguments.json:
+        document = {"machine": describe_machine()}
+        document["figures"] = [
+            asdict(figure) | {"gb_per_s": figure.gb_per_s, "tflops": figure.tflops} for figure in figures
+        ]
+        arguments.json.write_text(json.dumps(document, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

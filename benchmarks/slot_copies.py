@@ -1,0 +1,210 @@
+"""How close do whole-slot copies and clears come to plain copies of the same bytes, and what do loops over slots cost?
+
+    PYTHONPATH=. python3 benchmarks/slot_copies.py [--json FILE] [--sweep]
+
+Every figure is the median time of a launch inside a CUDA graph of many, on random data; successive launches take
+other slots, so that the L2 cache holds none of them. Pools hold 64 source and 64 target slots.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from graph_timing import Launch, launch_us, memcpys
+from machine import describe_machine
+from torch import Tensor
+
+from megatron_mamba_cache.kernels.slot_copies import TILING, copy_slots, zero_slots
+from megatron_mamba_cache.kernels.slot_tiles import CopyTiling
+
+NUM_SOURCES = 64
+COUNTS = (1, 4, 16, 64)
+BYTES_PER_US = 4e6  # about what a copy reads and writes, to choose how often a graph repeats it
+FANCY_SLOWDOWN = 9
+TILINGS = (
+    TILING,
+    CopyTiling(tile_len=2048, num_warps=8, programs_per_sm=2),
+    CopyTiling(tile_len=4096, num_warps=8, programs_per_sm=1),
+    CopyTiling(tile_len=4096, num_warps=8, programs_per_sm=2),
+    CopyTiling(tile_len=8192, num_warps=16, programs_per_sm=1),
+    CopyTiling(tile_len=2048, num_warps=8, programs_per_sm=4),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The states of a model; conv windows of 3 inputs, bf16."""
+
+    name: str
+    num_layers: int
+    conv_dim: int
+    num_heads: int
+    ssm_dtype: torch.dtype
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot."""
+        return self.num_layers * (3 * self.conv_dim * 2 + self.num_heads * 128 * 64 * self.ssm_dtype.itemsize)
+
+
+MODELS = (
+    Model("8B bf16", 24, 10240, 128, torch.bfloat16),
+    Model("8B fp32", 24, 10240, 128, torch.float32),
+    Model("Nano bf16", 23, 6144, 64, torch.bfloat16),
+    Model("Nano fp32", 23, 6144, 64, torch.float32),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One way to treat `slots` slots of a model; in microseconds."""
+
+    model: str
+    slots: int
+    way: str
+    us: float
+    memcpy_us: float
+
+    @property
+    def ratio(self) -> float:
+        """Return the speed relative to the memcpy."""
+        return self.memcpy_us / self.us
+
+
+def slot_numbers(count: int, device: str) -> list[Tensor]:
+    """Return lists of `count` source slots, all source slots in turn; the targets are NUM_SOURCES further on."""
+    return list(torch.arange(NUM_SOURCES, dtype=torch.int32, device=device).split(count))
+
+
+class Bench:
+    """The pools of one model."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        lead = (model.num_layers, 2 * NUM_SOURCES)
+        conv = torch.empty(*lead, 3, model.conv_dim, dtype=torch.bfloat16, device="cuda").normal_()
+        self.pools = (
+            conv,
+            torch.empty(*lead, model.num_heads, 128, 64, dtype=model.ssm_dtype, device="cuda").normal_(),
+        )
+
+    def copies(self, count: int, tiling: CopyTiling = TILING) -> list[Launch]:
+        """Return the op's copies."""
+        lists = [(src, src + NUM_SOURCES) for src in slot_numbers(count, "cuda")]
+        return [lambda src=src, dst=dst: copy_slots(self.pools, src, dst, tiling) for src, dst in lists]
+
+    def clears(self, count: int) -> list[Launch]:
+        """Return the op's clears."""
+        return [lambda slots=src + NUM_SOURCES: zero_slots(self.pools, slots) for src in slot_numbers(count, "cuda")]
+
+    def request_copies(self, count: int) -> list[Launch]:
+        """Return copies of one request and state type after another."""
+
+        def copy(slots: Sequence[int]) -> None:
+            for slot in slots:
+                for pool in self.pools:
+                    pool[:, slot + NUM_SOURCES].copy_(pool[:, slot])
+
+        return [partial(copy, src.tolist()) for src in slot_numbers(count, "cpu")]
+
+    def fancy_copies(self, count: int) -> list[Launch]:
+        """Return copies by indexing with all slots at once."""
+
+        def copy(src: Tensor, dst: Tensor) -> None:
+            for pool in self.pools:
+                pool[:, dst] = pool[:, src]
+
+        lists = [src.long() for src in slot_numbers(count, "cuda")]
+        return [lambda src=src, dst=src + NUM_SOURCES: copy(src, dst) for src in lists]
+
+    def memcpys(self, count: int) -> list[Launch]:
+        """Return plain copies of as many bytes."""
+        return memcpys(self.pools[1], count * self.model.slot_bytes, NUM_SOURCES // count)
+
+    def check(self) -> None:
+        """Copy and clear some slots once.
+
+        Raises:
+            RuntimeError: If the result is wrong.
+        """
+        self.copies(16)[1]()
+        slots = slice(16, 32)
+        targets = slice(16 + NUM_SOURCES, 32 + NUM_SOURCES)
+        if not all(torch.equal(pool[:, targets], pool[:, slots]) for pool in self.pools):
+            raise RuntimeError(f"{self.model.name}: slots were not copied")
+        self.clears(16)[1]()
+        if any(pool[:, targets].any() for pool in self.pools):
+            raise RuntimeError(f"{self.model.name}: slots were not cleared")
+
+
+def measure(bench: Bench) -> list[Figure]:
+    """Measure every way at every count, and a memcpy of the same bytes."""
+    figures = []
+    for count in COUNTS:
+        expected_us = 2 * count * bench.model.slot_bytes / BYTES_PER_US
+        memcpy_us = launch_us(
+            memcpys(bench.pools[1], count * bench.model.slot_bytes, NUM_SOURCES // count), expected_us
+        )
+        ways = {"copy_slots": bench.copies, "copy_ a request": bench.request_copies, "zero_slots": bench.clears}
+        times = {way: launch_us(launches(count), expected_us) for way, launches in ways.items()}
+        times["fancy indexing"] = launch_us(bench.fancy_copies(count), FANCY_SLOWDOWN * expected_us)
+        figures += [Figure(bench.model.name, count, way, us, memcpy_us) for way, us in times.items()]
+    return figures
+
+
+def sweep(bench: Bench) -> list[Figure]:
+    """Measure the copy with every tiling."""
+    figures = []
+    for count in COUNTS:
+        expected_us = 2 * count * bench.model.slot_bytes / BYTES_PER_US
+        memcpy_us = launch_us(
+            memcpys(bench.pools[1], count * bench.model.slot_bytes, NUM_SOURCES // count), expected_us
+        )
+        for tiling in TILINGS:
+            way = f"{tiling.tile_len}, {tiling.num_warps}, {tiling.programs_per_sm}"
+            us = launch_us(bench.copies(count, tiling), expected_us)
+            figures.append(Figure(bench.model.name, count, way, us, memcpy_us))
+    return figures
+
+
+def table(figures: Sequence[Figure]) -> str:
+    """Return the figures as Markdown: a line a model and count, a column a way."""
+    ways = list(dict.fromkeys(figure.way for figure in figures))
+    found = {(figure.model, figure.slots, figure.way): figure for figure in figures}
+    lines = ["| model, slots | memcpy, µs | " + " | ".join(f"{way}: µs, of memcpy" for way in ways) + " |"]
+    lines.append("|---|" + "---:|" * (1 + len(ways)))
+    for model, slots in dict.fromkeys((figure.model, figure.slots) for figure in figures):
+        cells = [f"{found[model, slots, way].us:,.1f}, {found[model, slots, way].ratio:.3f}" for way in ways]
+        memcpy_us = found[model, slots, ways[0]].memcpy_us
+        lines.append(f"| {model}, {slots} | {memcpy_us:,.1f} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure, then print Markdown and write JSON."""
+    parser = argparse.ArgumentParser(description="Measure whole-slot copies against a memcpy of the same bytes.")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
+    parser.add_argument("--sweep", action="store_true", help="compare tilings on the 8B bf16 states instead")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA device")
+    figures: list[Figure] = []
+    for model in MODELS[:1] if arguments.sweep else MODELS:
+        bench = Bench(model)
+        bench.check()
+        figures += sweep(bench) if arguments.sweep else measure(bench)
+        del bench
+        torch.cuda.empty_cache()
+    print(table(figures))
+    if arguments.json:
+        document = {"machine": describe_machine()}
+        document["figures"] = [asdict(figure) | {"ratio": figure.ratio} for figure in figures]
+        arguments.json.write_text(json.dumps(document, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

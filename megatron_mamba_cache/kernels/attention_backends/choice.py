@@ -1,0 +1,79 @@
+"""Which attention backend serves a model: the first of `BACKENDS` that can, or the one that a setting names."""
+
+import logging
+from typing import Protocol
+
+import torch
+
+from .flash_attn import FlashAttention2, FlashAttention3
+from .flashinfer import FlashInferAttention
+from .interface import AttentionBackend, AttentionShape
+from .reference import ReferenceAttention
+from .torch_varlen import TorchVarlenAttention
+
+_FLAG = "--attention-backend"
+_logger = logging.getLogger(__name__)
+
+
+class BackendClass(Protocol):
+    """A class of backends."""
+
+    name: str
+    setting: str
+
+    def __call__(self, shape: AttentionShape) -> AttentionBackend:
+        """Build a backend; its library may fail in any way."""
+
+    def refusal(self, shape: AttentionShape) -> str | None:
+        """Return why it cannot serve a model, None if it can."""
+
+
+BACKENDS: tuple[BackendClass, ...] = (
+    FlashAttention3,
+    FlashAttention2,
+    FlashInferAttention,
+    TorchVarlenAttention,
+    ReferenceAttention,
+)
+
+
+def choose_attention(setting: str, shape: AttentionShape) -> AttentionBackend:
+    """Build the backend of a model.
+
+    Args:
+        setting: The `setting` of a backend, or "auto".
+
+    Raises:
+        ValueError: If the named backend cannot serve the model, or its library fails.
+    """
+    refusals = []
+    for backend in BACKENDS:
+        if setting not in ("auto", backend.setting):
+            continue
+        reason = backend.refusal(shape)
+        if reason is None:
+            try:
+                return backend(shape)
+            except Exception as error:  # a broken installation, or a compiler that is missing, raises anything
+                reason = f"it fails with {type(error).__name__}: {error}"
+                if setting == "auto":
+                    _logger.warning("attention does not use %s: %s", backend.name, reason)
+        refusals.append(f"{backend.name}: {reason}")
+    raise ValueError(
+        f"attention_backend is {setting!r}, which cannot serve this model ({'; '.join(refusals)}); mend that, or set "
+        f"{_FLAG} to auto or reference"
+    )
+
+
+def refusals_for_usual_model() -> dict[str, str | None]:
+    """Return, by name, why a backend cannot serve bfloat16, 128 channels a head and blocks of 256 on this machine."""
+    shape = AttentionShape(
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        block_size=256,
+        scale=128**-0.5,
+        dtype=torch.bfloat16,
+        device=torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu"),
+    )
+    return {backend.name: backend.refusal(shape) for backend in BACKENDS}

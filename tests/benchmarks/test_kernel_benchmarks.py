@@ -1,0 +1,75 @@
+"""The parts of the kernel benchmarks that need no GPU: what is moved, how it is counted, how it is told."""
+
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+import torch
+
+from megatron_mamba_cache.kernels.reference_attention import paged_attention_ref
+from tests.command_line.command_runs import REPOSITORY
+
+
+@pytest.fixture
+def slot_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    monkeypatch.syspath_prepend(REPOSITORY / "benchmarks")
+    yield pytest.importorskip("slot_copies")
+
+
+@pytest.fixture
+def attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    monkeypatch.syspath_prepend(REPOSITORY / "benchmarks")
+    yield pytest.importorskip("attention")
+
+
+@pytest.mark.parametrize("script", ["slot_copies", "attention"])
+@pytest.mark.skipif(torch.cuda.is_available(), reason="measures where a GPU is")
+def test_benchmark_says_that_it_needs_a_gpu(
+    script: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", [script])
+    with pytest.raises(SystemExit):
+        request.getfixturevalue(script).main()
+    assert "needs a CUDA device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("count", [1, 4, 16, 64])
+def test_launches_take_every_source_slot_once(count: int, slot_copies: ModuleType) -> None:
+    lists = slot_copies.slot_numbers(count, "cpu")
+    assert {len(slots) for slots in lists} == {count}
+    assert torch.cat(lists).tolist() == list(range(slot_copies.NUM_SOURCES))
+
+
+def test_slots_have_the_sizes_of_the_models(slot_copies: ModuleType) -> None:
+    sizes = {model.name: round(model.slot_bytes / 2**20, 1) for model in slot_copies.MODELS}
+    assert sizes == {"8B bf16": 49.4, "8B fp32": 97.4, "Nano bf16": 23.8, "Nano fp32": 46.8}
+
+
+def test_copies_are_a_line_a_count_and_a_column_a_way(slot_copies: ModuleType) -> None:
+    figures = [slot_copies.Figure("8B", count, way, 10.0, 9.0) for count in (1, 4) for way in ("op", "loop")]
+    lines = slot_copies.table(figures).splitlines()
+    assert lines[0] == "| model, slots | memcpy, µs | op: µs, of memcpy | loop: µs, of memcpy |"
+    assert lines[3] == "| 8B, 4 | 9.0 | 10.0, 0.900 | 10.0, 0.900 |"
+
+
+def test_rows_of_a_case_can_be_attended(attention: ModuleType) -> None:
+    case = attention.Case("small", 2, 3, 300)
+    rows = attention.rows_of(case, "cpu")
+    cache = torch.randn(2, rows.block_table.numel(), attention.BLOCK_SIZE, 2, 8)
+    assert paged_attention_ref(torch.randn(6, 4, 8), cache[0], cache[1], rows, 0.3).isfinite().all()
+    assert sorted(rows.block_table.flatten().tolist()) == list(range(4))
+
+
+def test_bytes_and_flops_of_a_case(attention: ModuleType) -> None:
+    shape = attention.shape_of(32, torch.device("cpu"))
+    prefill, decode = attention.Case("prefill", 1, 4, 6), attention.Case("decode", 3, 1, 10)
+    assert attention.attention_flops(prefill, shape) == 4 * (3 + 4 + 5 + 6) * 32 * 128
+    assert attention.attention_bytes(decode, shape) == 2 * 128 * (2 * 3 * 10 * 8 + 2 * 3 * 32)
+
+
+def test_attention_is_a_line_a_figure(attention: ModuleType) -> None:
+    figures = [attention.Figure("decode", "twin", 10.0, 1e6, 1e9, 5.0), attention.Figure("append", "op", 2.0, 1e4)]
+    assert attention.table(figures).splitlines()[2:] == [
+        "| decode | twin | 10.0 | 100 | 100 | 5 |",
+        "| append | op | 2.0 | 5 |  |  |",
+    ]

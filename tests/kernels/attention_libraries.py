@@ -1,0 +1,153 @@
+"""What the attention libraries promise, computed by the twin: their signatures and what the arguments mean.
+
+For machines without them; nothing here says that a library keeps its word.
+"""
+
+from types import ModuleType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_mamba_cache.kernels.attention_rows import AttentionRows
+from megatron_mamba_cache.kernels.reference_attention import paged_attention_ref
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, cu_query: Tensor, kv_lens: Tensor, table: Tensor, scale: float) -> Tensor:
+    lengths = cu_query.diff().tolist()
+    assert q.shape[0] == cu_query[-1]
+    assert cu_query.dtype == kv_lens.dtype == table.dtype == torch.int32
+    rows = AttentionRows(cu_query, kv_lens, table, tuple(lengths), tuple(kv_lens.tolist()), table.numpy())
+    return paged_attention_ref(q, k, v, rows, scale)
+
+
+def flash_attn_2() -> ModuleType:
+    """Return a package flash_attn with the function of release 2.8 that reads a block table."""
+
+    def flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p=0.0,
+        softmax_scale=None,
+        causal=False,
+        window_size=(-1, -1),
+        softcap=0.0,
+        alibi_slopes=None,
+        deterministic=False,
+        return_attn_probs=False,
+        block_table=None,
+    ):
+        assert causal and max_seqlen_q == cu_seqlens_q.diff().max() and max_seqlen_k == cu_seqlens_k.diff().max()
+        return _attend(q, k, v, cu_seqlens_q, cu_seqlens_k.diff(), block_table, softmax_scale)
+
+    module = ModuleType("flash_attn")
+    module.flash_attn_varlen_func = flash_attn_varlen_func
+    return module
+
+
+def flash_attn_3() -> ModuleType:
+    """Return a package flash_attn_interface with its function for paged caches."""
+
+    def flash_attn_with_kvcache(
+        q,
+        k_cache,
+        v_cache,
+        k=None,
+        v=None,
+        qv=None,
+        rotary_cos=None,
+        rotary_sin=None,
+        cache_seqlens=None,
+        cache_batch_idx=None,
+        cache_leftpad=None,
+        page_table=None,
+        cu_seqlens_q=None,
+        cu_seqlens_k_new=None,
+        max_seqlen_q=None,
+        rotary_seqlens=None,
+        q_descale=None,
+        k_descale=None,
+        v_descale=None,
+        softmax_scale=None,
+        causal=False,
+        window_size=(-1, -1),
+    ):
+        assert causal and max_seqlen_q == cu_seqlens_q.diff().max()
+        return _attend(q, k_cache, v_cache, cu_seqlens_q, cache_seqlens, page_table, softmax_scale)
+
+    module = ModuleType("flash_attn_interface")
+    module.flash_attn_with_kvcache = flash_attn_with_kvcache
+    return module
+
+
+def varlen_attn(
+    query,
+    key,
+    value,
+    cu_seq_q,
+    cu_seq_k,
+    max_q,
+    max_k,
+    *,
+    return_aux=None,
+    scale=None,
+    window_size=(-1, -1),
+    enable_gqa=False,
+    seqused_k=None,
+    block_table=None,
+    num_splits=None,
+):
+    """Stand for the function of torch 2.13."""
+    assert window_size == (-1, 0) and enable_gqa == (query.shape[1] != key.shape[2])
+    assert max_q == cu_seq_q.diff().max() and max_k == seqused_k.max() and torch.equal(cu_seq_k.diff(), seqused_k)
+    return _attend(query, key, value, cu_seq_q, seqused_k, block_table, scale)
+
+
+class BatchPrefillWithPagedKVCacheWrapper:
+    """Stand for the class of FlashInfer 0.5."""
+
+    def __init__(self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False, *, backend="auto") -> None:
+        assert kv_layout == "NHD" and float_workspace_buffer.dtype == torch.uint8
+
+    def plan(
+        self,
+        qo_indptr,
+        paged_kv_indptr,
+        paged_kv_indices,
+        paged_kv_last_page_len,
+        num_qo_heads,
+        num_kv_heads,
+        head_dim_qk,
+        page_size,
+        head_dim_vo=None,
+        *,
+        causal=False,
+        sm_scale=None,
+        q_data_type="float16",
+        kv_data_type=None,
+    ) -> None:
+        assert causal and q_data_type == kv_data_type
+        num_pages = paged_kv_indptr.diff()
+        table = np.full((len(num_pages), int(num_pages.max())), 2**30, np.int32)
+        for row, pages in enumerate(paged_kv_indices.split(num_pages.tolist())):
+            table[row, : len(pages)] = pages
+        self._table, self._cu_query, self._scale = torch.from_numpy(table), qo_indptr, sm_scale
+        self._kv_lens = (num_pages - 1) * page_size + paged_kv_last_page_len
+        self._heads = num_qo_heads, num_kv_heads, head_dim_qk, page_size
+
+    def run(self, q, paged_kv_cache) -> Tensor:
+        k, v = paged_kv_cache
+        assert self._heads == (q.shape[1], k.shape[2], k.shape[3], k.shape[1])
+        return _attend(q, k, v, self._cu_query, self._kv_lens, self._table, self._scale)
+
+
+def flashinfer() -> ModuleType:
+    """Return a package flashinfer."""
+    module = ModuleType("flashinfer")
+    module.BatchPrefillWithPagedKVCacheWrapper = BatchPrefillWithPagedKVCacheWrapper
+    return module

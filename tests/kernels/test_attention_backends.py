@@ -1,0 +1,249 @@
+"""Attention backends against the twin, where their library is installed, and which of them serves a model."""
+
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import accumulate
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_mamba_cache.config import _ATTENTION_BACKENDS
+from megatron_mamba_cache.kernels.attention_backends import choice, flashinfer
+from megatron_mamba_cache.kernels.attention_backends.choice import BACKENDS, BackendClass, choose_attention
+from megatron_mamba_cache.kernels.attention_backends.flash_attn import cumulative_lengths
+from megatron_mamba_cache.kernels.attention_backends.flashinfer import page_lists
+from megatron_mamba_cache.kernels.attention_backends.interface import AttentionBackend, AttentionShape, attend_rows
+from megatron_mamba_cache.kernels.attention_backends.reference import ReferenceAttention
+from megatron_mamba_cache.kernels.attention_rows import AttentionRows
+from megatron_mamba_cache.kernels.reference_attention import paged_attention_ref
+from tests.kernels import attention_libraries
+from tests.kernels.packed_rows import same_bits
+
+BLOCK = 256
+JUNK = 2**30  # a block id that nobody may read
+
+Mix = list[tuple[int, int]]  # query tokens and cached tokens of each row
+MIXES: dict[str, Mix] = {
+    "decode": [(1, 1), (1, 256), (1, 257), (1, 1500), (1, 30)],
+    "verify": [(5, 5), (3, 700), (9, 256), (1, 257), (5, 1031)],
+    "prefill": [(300, 300), (513, 513)],
+    "prefill with history": [(1, 260), (300, 812), (4, 4), (257, 257 + 256), (2, 900)],
+    "empty rows": [(0, 0), (1, 400), (0, 0), (0, 300), (6, 6), (0, 0)],
+    "one token": [(1, 1)],
+}
+
+
+def shape_of(device: str = "cpu", dtype: torch.dtype = torch.float32, **changes: object) -> AttentionShape:
+    where = torch.device(device, 0) if device == "cuda" else torch.device(device)
+    shape = AttentionShape(16, 2, 128, BLOCK, scale=0.11, dtype=dtype, device=where)
+    return replace(shape, **changes)  # type: ignore[arg-type]
+
+
+class Step:
+    """A step over a cache of shuffled blocks; what lies past a row's tokens is NaN, past its blocks junk."""
+
+    def __init__(self, mix: Mix, shape: AttentionShape, num_padding_tokens: int = 0) -> None:
+        num_blocks = [-(-kv_len // shape.block_size) for _, kv_len in mix]
+        free = torch.randperm(sum(num_blocks) + 2).tolist()
+        options = {"dtype": shape.dtype, "device": shape.device}
+        cache_shape = (2, len(free), shape.block_size, shape.num_kv_heads, shape.head_dim)
+        self.k, self.v = torch.full(cache_shape, float("nan"), **options)
+        table = np.full((len(mix), max(num_blocks) + 2), JUNK, np.int32)
+        for row, (_, kv_len) in enumerate(mix):
+            table[row, : num_blocks[row]] = [free.pop() for _ in range(num_blocks[row])]
+            for token in range(0, kv_len, shape.block_size):
+                block, count = table[row, token // shape.block_size], min(shape.block_size, kv_len - token)
+                self.k[block, :count].normal_()
+                self.v[block, :count].normal_()
+        num_tokens = sum(query_len for query_len, _ in mix)
+        self.q = torch.randn(num_tokens + num_padding_tokens, shape.num_heads, shape.head_dim, **options)
+        self.rows = AttentionRows(
+            torch.tensor([0, *accumulate(query_len for query_len, _ in mix)], dtype=torch.int32, device=shape.device),
+            torch.tensor([kv_len for _, kv_len in mix], dtype=torch.int32, device=shape.device),
+            torch.from_numpy(table).to(shape.device),
+            tuple(query_len for query_len, _ in mix),
+            tuple(kv_len for _, kv_len in mix),
+            table,
+        )
+
+    def reference(self, scale: float) -> Tensor:
+        """Return the twin's result, in float32."""
+        return paged_attention_ref(self.q.float(), self.k.float(), self.v.float(), self.rows, scale)
+
+
+# Which backend serves a model.
+
+
+def test_every_setting_names_a_backend_and_every_backend_has_a_setting() -> None:
+    assert {"auto", *(backend.setting for backend in BACKENDS)} == set(_ATTENTION_BACKENDS)
+
+
+@pytest.mark.parametrize("setting", ["auto", "reference"])
+def test_the_reference_serves_the_cpu(setting: str) -> None:
+    assert isinstance(choose_attention(setting, shape_of(dtype=torch.bfloat16)), ReferenceAttention)
+
+
+@pytest.mark.parametrize("setting", ["flash-attn", "flashinfer", "torch-varlen"])
+def test_a_backend_that_cannot_serve_is_refused_with_the_remedy(setting: str) -> None:
+    with pytest.raises(ValueError, match=f"attention_backend is '{setting}'.*set --attention-backend to auto"):
+        choose_attention(setting, shape_of())
+
+
+class FailingAttention:
+    name = setting = "failing"
+
+    @staticmethod
+    def refusal(shape: AttentionShape) -> str | None:
+        return None
+
+    def __init__(self, shape: AttentionShape) -> None:
+        raise OSError("no compiler")
+
+
+def test_a_backend_that_fails_is_passed_over_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(choice, "BACKENDS", (FailingAttention, ReferenceAttention))
+    with caplog.at_level(logging.WARNING):
+        assert isinstance(choose_attention("auto", shape_of()), ReferenceAttention)
+    assert "does not use failing: it fails with OSError: no compiler" in caplog.text
+    with pytest.raises(ValueError, match="no compiler"):
+        choose_attention("failing", shape_of())
+
+
+def test_single_precision_is_left_to_the_reference(device: str) -> None:
+    for backend in BACKENDS:
+        assert (backend.refusal(shape_of(device)) is None) == (backend is ReferenceAttention)
+
+
+# What libraries are handed.
+
+
+def test_the_reference_computes_the_twin(device: str) -> None:
+    torch.manual_seed(0)
+    shape = shape_of(device, num_heads=4, head_dim=8, block_size=8)
+    step = Step([(1, 9), (3, 11), (0, 0)], shape, num_padding_tokens=2)
+    out = ReferenceAttention(shape).plan(step.rows)(step.q, step.k, step.v)
+    assert same_bits(out, step.reference(shape.scale))
+
+
+@pytest.mark.parametrize("mix", MIXES.values(), ids=MIXES.keys())
+def test_page_lists_name_each_block_of_rows_with_queries(mix: Mix) -> None:
+    shape = shape_of(num_heads=1, num_kv_heads=1, head_dim=1)
+    step = Step(mix, shape)
+    lists = page_lists(step.rows, BLOCK)
+    assert {part.dtype for part in (lists.cu_query, lists.cu_pages, lists.pages, lists.last_page_lens)} == {torch.int32}
+    used = [row for row, (query_len, _) in enumerate(mix) if query_len]
+    assert lists.cu_query.diff().tolist() == [mix[row][0] for row in used]
+    for number, row in enumerate(used):
+        pages = lists.pages[lists.cu_pages[number] : lists.cu_pages[number + 1]].tolist()
+        assert pages == step.rows.host_block_table[row, : len(pages)].tolist()
+        assert (len(pages) - 1) * BLOCK + int(lists.last_page_lens[number]) == mix[row][1]
+        assert 0 < lists.last_page_lens[number] <= BLOCK
+
+
+def test_cumulative_lengths_begin_at_zero(device: str) -> None:
+    step = Step(MIXES["verify"], shape_of(device, num_heads=2, head_dim=1))
+    lengths = cumulative_lengths(step.rows)
+    assert lengths.dtype == torch.int32
+    assert lengths.tolist() == [0, *accumulate(kv_len for _, kv_len in MIXES["verify"])]
+
+
+@pytest.mark.parametrize(("num_tokens", "num_padding"), [(3, 0), (3, 2), (0, 2), (0, 0)])
+def test_tokens_past_the_last_row_give_zeros(num_tokens: int, num_padding: int) -> None:
+    q = torch.randn(num_tokens + num_padding, 2, 4)
+    seen: list[int] = []
+
+    def double(tokens: Tensor) -> Tensor:
+        seen.append(len(tokens))
+        return 2 * tokens
+
+    out = attend_rows(q, num_tokens, double)
+    assert torch.equal(out[:num_tokens], 2 * q[:num_tokens]) and not out[num_tokens:].any()
+    assert seen == [num_tokens] * (num_tokens > 0)
+
+
+@pytest.mark.parametrize("mix", MIXES.values(), ids=MIXES.keys())
+@pytest.mark.parametrize("built", BACKENDS[:-1], ids=lambda built: built.name)
+def test_backend_asks_its_library_for_what_the_twin_computes(
+    mix: Mix, built: BackendClass, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    for module in (attention_libraries.flash_attn_2(), attention_libraries.flash_attn_3()):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(sys.modules, "flashinfer", attention_libraries.flashinfer())
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", attention_libraries.varlen_attn)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    shape = shape_of(num_heads=4, head_dim=8)
+    step = Step(mix, shape, num_padding_tokens=1)
+    attend = built(shape).plan(step.rows)
+    for _ in range(2):  # a plan serves every layer
+        expected = step.reference(shape.scale)
+        torch.testing.assert_close(attend(step.q, step.k, step.v), expected, rtol=1e-6, atol=1e-6)
+        step.v.neg_()
+
+
+def test_a_long_compilation_says_what_takes_the_time(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(flashinfer, "_SILENT_S", 0.01)
+    with caplog.at_level(logging.WARNING), flashinfer._progress("compiling"):
+        deadline = time.monotonic() + 10
+        while "compiling ..." not in caplog.text and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert [record.getMessage() for record in caplog.records] == ["compiling ...", "... done after 0 s"]
+
+
+def test_a_short_wait_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING), flashinfer._progress("compiling"):
+        pass
+    assert not caplog.records
+
+
+# The libraries themselves.
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture(params=BACKENDS[:-1], ids=lambda backend: backend.name, scope="module")
+def backend(request: pytest.FixtureRequest) -> Iterator[AttentionBackend]:
+    built: BackendClass = request.param
+    shape = shape_of("cuda", torch.bfloat16)
+    reason = built.refusal(shape)
+    if reason is not None:
+        pytest.skip(f"{built.name}: {reason}")
+    yield built(shape)
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("mix", MIXES.values(), ids=MIXES.keys())
+@pytest.mark.parametrize("num_padding", [0, 3])
+def test_backend_agrees_with_the_twin(mix: Mix, num_padding: int, backend: AttentionBackend) -> None:
+    """Within bfloat16's rounding of the weights and of the result: 8 bits each, of values below 4."""
+    torch.manual_seed(1)
+    shape = shape_of("cuda", torch.bfloat16)
+    step = Step(mix, shape, num_padding)
+    attend = backend.plan(step.rows)
+    for _ in range(2):  # a plan serves every layer
+        out = attend(step.q, step.k, step.v)
+        assert out.dtype == torch.bfloat16 and out.shape == step.q.shape
+        torch.testing.assert_close(out.float(), step.reference(shape.scale), rtol=2**-7, atol=2**-6)
+        assert not out[out.shape[0] - num_padding :].any()
+        step.v.neg_()
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_steps_of_other_sizes_follow_each_other(backend: AttentionBackend) -> None:
+    torch.manual_seed(2)
+    shape = shape_of("cuda", torch.bfloat16)
+    for mix in [*MIXES.values(), *reversed(MIXES.values())]:
+        step = Step(mix, shape)
+        out = backend.plan(step.rows)(step.q, step.k, step.v)
+        torch.testing.assert_close(out.float(), step.reference(shape.scale), rtol=2**-7, atol=2**-6)

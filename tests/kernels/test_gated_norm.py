@@ -1,0 +1,130 @@
+"""The gated group norm, kernel and twin, against float64, and each token's bits in any batch.
+
+Where the kernel neither compiles nor is interpreted, the op is its twin; `test_interpreted` runs this file again.
+"""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_mamba_cache.kernels import gated_norm
+from megatron_mamba_cache.kernels.gated_norm import gated_group_norm, gated_group_norm_ref
+from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED, launches_kernel
+from tests.kernels.kernel_stand_ins import CountedKernel
+from tests.kernels.packed_rows import same_bits
+
+EPS = 1e-5
+BF16_TOLERANCE = 2**-7 if INTERPRETED else 2**-8
+"""Of one rounding; the interpreter cuts where the compiler rounds."""
+Op = Callable[[Tensor, Tensor, Tensor, int, float], Tensor]
+both_ops = pytest.mark.parametrize("op", [gated_group_norm, gated_group_norm_ref])
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def counted_kernel() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gated_norm, "_gated_group_norm_kernel", CountedKernel(gated_norm._gated_group_norm_kernel))
+        yield
+
+
+def inputs(num_tokens: int, channels: int, device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Return y, z and weights; y and z are parts of wider rows."""
+    rows = torch.randn(num_tokens, 2 * channels + 5, device=device).to(dtype)
+    return rows[:, :channels], 4 * rows[:, channels + 5 :], torch.randn(channels, device=device).to(dtype)
+
+
+def expected_norm(y: Tensor, z: Tensor, weight: Tensor, group_size: int) -> Tensor:
+    """Return the norm in float64, a group at a time."""
+    out = torch.empty(y.shape, dtype=torch.float64, device=y.device)
+    for start in range(0, y.shape[1], group_size):
+        group = slice(start, start + group_size)
+        gated = y[:, group].double() * z[:, group].double() * torch.sigmoid(z[:, group].double())
+        out[:, group] = gated / (gated.square().mean(1, keepdim=True) + EPS).sqrt() * weight[group].double()
+    return out
+
+
+@both_ops
+@pytest.mark.parametrize(
+    ("num_tokens", "channels", "group_size"),
+    [(1, 1, 1), (3, 1024, 1024), (5, 96, 32), (2, 1500, 500), (7, 63, 63), (1, 2048, 2048), (130, 24, 8), (4, 30, 5)],
+)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 8e-6), (torch.bfloat16, BF16_TOLERANCE)])
+def test_norm_of_any_group_size(
+    num_tokens: int, channels: int, group_size: int, dtype: torch.dtype, tolerance: float, op: Op, device: str
+) -> None:
+    """Relative to the value."""
+    torch.manual_seed(channels)
+    y, z, weight = inputs(num_tokens, channels, device, dtype)
+    before = gated_norm._gated_group_norm_kernel.launches
+    out = op(y, z, weight, group_size, EPS)
+    is_kernel = op is gated_group_norm and launches_kernel(y)
+    assert gated_norm._gated_group_norm_kernel.launches - before == is_kernel
+    assert out.dtype == dtype and out.is_contiguous()
+    torch.testing.assert_close(out.double(), expected_norm(y, z, weight, group_size), rtol=tolerance, atol=1e-7)
+
+
+def test_double_precision_stays_double(device: str) -> None:
+    y, z, weight = inputs(3, 24, device, torch.float64)
+    out = gated_group_norm(y, z, weight, 8, EPS)
+    torch.testing.assert_close(out, expected_norm(y, z, weight, 8), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("group_size", [8, 96, 768])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_have_the_same_bits_in_any_batch(group_size: int, dtype: torch.dtype, device: str) -> None:
+    y, z, weight = inputs(9, 768, device, dtype)
+    together = gated_group_norm(y, z, weight, group_size, EPS)
+    for rows in (slice(0, 1), slice(3, 4), slice(2, 9), slice(0, 8)):
+        assert same_bits(gated_group_norm(y[rows], z[rows], weight, group_size, EPS), together[rows])
+
+
+def test_gates_of_any_size_stay_finite(device: str) -> None:
+    z = torch.tensor([[-1e4, -200.0, -90.0, -20.0, 0.0, 20.0, 90.0, 1e4]], device=device)
+    out = gated_group_norm(torch.ones_like(z), z, torch.ones(8, device=device), 8, EPS)
+    assert out.isfinite().all() and (out[0, :3] == 0).all() and out[0, 7] > 1
+
+
+def test_a_gradient_reaches_the_inputs(device: str) -> None:
+    y, z, weight = (tensor.detach().clone().requires_grad_() for tensor in inputs(2, 24, device, torch.float32))
+    gated_group_norm(y, z, weight, 8, EPS).sum().backward()
+    assert all(tensor.grad is not None and tensor.grad.any() for tensor in (y, z, weight))
+
+
+def test_no_tokens(device: str) -> None:
+    assert gated_group_norm(*inputs(0, 24, device, torch.float32), 8, EPS).shape == (0, 24)
+
+
+def bad_calls() -> dict[str, tuple[dict[str, object], str]]:
+    """Return arguments that must be refused and a word of the reason."""
+    return {
+        "shape": ({"z": torch.zeros(3, 12)}, r"\[tokens, channels\]"),
+        "weight": ({"weight": torch.zeros(23)}, r"\[channels\]"),
+        "group": ({"group_size": 7}, "divides 24"),
+        "strided": ({"y": torch.zeros(3, 48)[:, ::2]}, "contiguous channels"),
+        "device": ({"weight": torch.zeros(24, device="meta")}, "one device"),
+    }
+
+
+@pytest.mark.parametrize("name", bad_calls())
+def test_arguments_that_disagree_are_refused(name: str) -> None:
+    changes, reason = bad_calls()[name]
+    arguments = {"y": torch.zeros(3, 24), "z": torch.zeros(3, 24), "weight": torch.zeros(24), "group_size": 8}
+    with pytest.raises(ValueError, match=reason):
+        gated_group_norm(**arguments | {"eps": EPS} | changes)
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize(("channels", "group_size"), [(8192, 1024), (4096, 512)])
+def test_other_batches_compile_nothing_new(channels: int, group_size: int) -> None:
+    sizes = []
+    for num_tokens in (1, 2, 16, 33, 4096):
+        rows = torch.randn(num_tokens, 2 * channels, device="cuda").bfloat16()
+        weight = torch.ones(channels, device="cuda")
+        gated_group_norm(rows[:, :channels], rows[:, channels:], weight, group_size, EPS)
+        kernel = gated_norm._gated_group_norm_kernel.kernel
+        sizes.append(sum(len(cache[0]) for cache in kernel.device_caches.values()))
+    assert len(set(sizes)) == 1

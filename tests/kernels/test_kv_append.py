@@ -1,0 +1,146 @@
+"""New keys and values land in their places of the cache, and nowhere else: kernel and twin alike.
+
+Where the kernel neither compiles nor is interpreted, the op is its twin; `test_interpreted` runs this file again.
+"""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_mamba_cache.kernels import kv_append
+from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED, launches_kernel
+from megatron_mamba_cache.kernels.kv_append import append_kv, append_kv_ref
+from tests.kernels.kernel_stand_ins import CountedKernel
+from tests.kernels.packed_rows import same_bits
+
+BLOCK, NUM_BLOCKS = 4, 5
+Op = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
+both_ops = pytest.mark.parametrize("op", [append_kv, append_kv_ref])
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def counted_kernel() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kv_append, "_append_kv_kernel", CountedKernel(kv_append._append_kv_kernel))
+        yield
+
+
+def new_tokens(num_tokens: int, kv_heads: int, dim: int, device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return keys and values as strided views, as a joint projection gives them."""
+    joint = torch.randn(num_tokens, kv_heads, 2 * dim + 3, device=device).to(dtype)
+    if INTERPRETED:
+        joint = joint.bfloat16().to(dtype)  # the interpreter cuts to bfloat16 where the compiler rounds
+    return joint[:, :, 3 : 3 + dim], joint[:, :, 3 + dim :]
+
+
+def check_op(
+    op: Op,
+    places: list[tuple[int, int]],
+    device: str,
+    kv_heads: int = 2,
+    dim: int = 8,
+    new_dtype: torch.dtype = torch.float32,
+    cache_dtype: torch.dtype = torch.bfloat16,
+    place_dtype: torch.dtype = torch.int32,
+) -> None:
+    key, value = new_tokens(len(places), kv_heads, dim, device, new_dtype)
+    caches = torch.full((2, NUM_BLOCKS, BLOCK, kv_heads, dim), float("nan"), dtype=cache_dtype, device=device)
+    expected = caches.clone()
+    for token, (block, offset) in enumerate(places):
+        if block >= 0:
+            expected[0, block, offset] = key[token].to(cache_dtype)
+            expected[1, block, offset] = value[token].to(cache_dtype)
+    blocks, offsets = (torch.tensor(list(part), dtype=place_dtype, device=device) for part in zip(*places, strict=True))
+    before = kv_append._append_kv_kernel.launches
+    op(key, value, caches[0], caches[1], blocks, offsets)
+    is_kernel = op is append_kv and launches_kernel(key) and torch.float64 not in (new_dtype, cache_dtype)
+    assert kv_append._append_kv_kernel.launches - before == is_kernel
+    assert same_bits(caches, expected)
+
+
+@both_ops
+@pytest.mark.parametrize("blocks", [[2, 0, 2], [-1, 1, -1], [-1, -1, -1], [3]])
+def test_negative_blocks_are_skipped(blocks: list[int], op: Op, device: str) -> None:
+    check_op(op, list(zip(blocks, [3, 0, 1], strict=False)), device)
+
+
+@both_ops
+@settings(max_examples=15)
+@given(data=st.data())
+def test_tokens_land_in_their_places_only(op: Op, data: st.DataObject) -> None:
+    every = [(block, offset) for block in range(NUM_BLOCKS) for offset in range(BLOCK)]
+    places = data.draw(st.permutations(every))[: data.draw(st.integers(1, len(every)))]
+    places = [(-1, offset) if data.draw(st.booleans()) else (block, offset) for block, offset in places]
+    check_op(op, places, "cpu", data.draw(st.integers(1, 4)), data.draw(st.sampled_from([1, 3, 8, 20])))
+
+
+@both_ops
+@pytest.mark.parametrize(("kv_heads", "dim"), [(1, 1), (8, 128), (2, 63), (5, 96), (40, 64)])
+@pytest.mark.parametrize(
+    ("new_dtype", "cache_dtype", "place_dtype"),
+    [
+        (torch.bfloat16, torch.bfloat16, torch.int64),
+        (torch.float32, torch.float32, torch.int32),
+        (torch.float32, torch.bfloat16, torch.int32),
+        (torch.float64, torch.float64, torch.int32),
+    ],
+)
+def test_awkward_sizes(
+    kv_heads: int,
+    dim: int,
+    new_dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    place_dtype: torch.dtype,
+    op: Op,
+    device: str,
+) -> None:
+    check_op(op, [(3, 1), (-1, 0), (0, 3)], device, kv_heads, dim, new_dtype, cache_dtype, place_dtype)
+
+
+def test_no_tokens(device: str) -> None:
+    cache, none = torch.zeros(2, 2, BLOCK, 1, 4, device=device), torch.zeros(0, dtype=torch.int32, device=device)
+    append_kv(*torch.zeros(2, 0, 1, 4, device=device), cache[0], cache[1], none, none)
+    assert not cache.any()
+
+
+def bad_calls() -> dict[str, tuple[dict[str, Tensor], str]]:
+    """Return arguments that must be refused and a word of the reason."""
+    return {
+        "heads": ({"key": torch.zeros(3, 4, 8), "value": torch.zeros(3, 4, 8)}, "kv_heads"),
+        "caches": ({"v_cache": torch.zeros(NUM_BLOCKS, BLOCK, 2, 8, dtype=torch.bfloat16)}, "one shape"),
+        "channels": ({"key": torch.zeros(3, 2, 16)[:, :, ::2]}, "contiguous channels"),
+        "float places": ({"token_block": torch.zeros(3)}, "token_block of integers"),
+        "number of places": ({"token_offset": torch.zeros(4, dtype=torch.int32)}, "token_offset of 3 tokens"),
+        "device": ({"value": torch.zeros(3, 2, 8, device="meta")}, "one device"),
+    }
+
+
+@pytest.mark.parametrize("name", bad_calls())
+def test_arguments_that_disagree_are_refused(name: str) -> None:
+    places = torch.zeros(3, dtype=torch.int32)
+    arguments = {"key": torch.zeros(3, 2, 8), "value": torch.zeros(3, 2, 8), "token_block": places}
+    arguments |= {"k_cache": torch.zeros(NUM_BLOCKS, BLOCK, 2, 8), "v_cache": torch.zeros(NUM_BLOCKS, BLOCK, 2, 8)}
+    changes, reason = bad_calls()[name]
+    with pytest.raises(ValueError, match=reason):
+        append_kv(**arguments | {"token_offset": places} | changes)
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_offsets_past_32_bits() -> None:
+    block_stride = 2**31 + 8
+    num_bytes = (2 * block_stride + 2**16) * 2
+    if 2 * num_bytes > torch.cuda.mem_get_info()[0]:
+        pytest.skip(f"needs {2 * num_bytes / 2**30:.0f} GiB of free device memory")
+    buffers = [torch.zeros(num_bytes // 2, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+    k_cache, v_cache = (buffer.as_strided((3, BLOCK, 2, 8), (block_stride, 16, 8, 1)) for buffer in buffers)
+    key, value = torch.randn(2, 1, 2, 8, device="cuda").bfloat16()
+    blocks, offsets = (torch.tensor([number], dtype=torch.int32, device="cuda") for number in (2, 1))
+    append_kv(key, value, k_cache, v_cache, blocks, offsets)
+    assert same_bits(k_cache[2, 1], key[0]) and same_bits(v_cache[2, 1], value[0])
+    assert [int(buffer.count_nonzero()) for buffer in buffers] == [int(key.count_nonzero()), int(value.count_nonzero())]
