@@ -40,7 +40,12 @@ KERNELS = (
         "gated, in the mixer: Triton on CUDA, its torch twin on the CPU; other norms are those of the model's spec, "
         "torch's in models that the command loads",
     ),
-    KernelChoice("scan", "mamba_mixer", ("ssd_scan_ref",), "no other in this version"),
+    KernelChoice(
+        "scan",
+        "mamba_mixer",
+        ("ssd_scan",),
+        "Gluon on Hopper GPUs for bf16, else Triton on CUDA; its torch twin on the CPU and for odd sizes",
+    ),
     KernelChoice("decode update", "mamba_mixer", ("state_verify",), "Triton on CUDA, its torch twin on the CPU"),
     KernelChoice(
         "align copy",

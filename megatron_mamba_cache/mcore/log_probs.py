@@ -18,9 +18,7 @@ class FollowedTokens:
     followers: tuple[int, ...]
 
 
-def followed_tokens(
-    step: StepBatch, kept: Sequence[Sequence[int]], *, only_last: bool
-) -> list[FollowedTokens | None]:
+def followed_tokens(step: StepBatch, kept: Sequence[Sequence[int]], *, only_last: bool) -> list[FollowedTokens | None]:
     """Return, for each row, which logits its log-probs come from; None for a row that wants none of this step.
 
     A row's last computed token is followed by its sampled token, or in mid-prefill by its next prompt token; a decode
@@ -49,9 +47,7 @@ def followed_tokens(
     return found
 
 
-def selected_log_probs(
-    places: Sequence[FollowedTokens | None], log_probs: Tensor
-) -> list[list[float] | None]:
+def selected_log_probs(places: Sequence[FollowedTokens | None], log_probs: Tensor) -> list[list[float] | None]:
     """Return each row's log-probs of the tokens that followed.
 
     Args:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..kernels.causal_conv import causal_conv
 from ..kernels.conv_verify import conv_verify
-from ..kernels.reference import ssd_scan_ref
+from ..kernels.ssd_scan import ssd_scan
 from ..kernels.ssm_inputs import NO_LIMIT, SSMTokens, SSMWeights
 from ..kernels.state_verify import state_verify
 from ..kernels.varlen_rows import VarlenRows, whole_rows
@@ -110,7 +110,7 @@ class CachingMambaMixer(megatron_mixer.MambaMixer):
 
     def _prefill_rows(self, inputs: _MixerInputs, states: LayerStates, rows: VarlenRows) -> Tensor:
         xbc = causal_conv(inputs.xbc, self._conv_weight, self.conv1d.bias, states.conv, rows)
-        y = ssd_scan_ref(self._ssm_tokens(xbc, inputs.dt), self._ssm_weights, states.ssm, rows, self.chunk_size)
+        y = ssd_scan(self._ssm_tokens(xbc, inputs.dt), self._ssm_weights, states.ssm, rows, self.chunk_size)
         return self._gate(y.flatten(1), inputs.z)
 
     def _decode_rows(self, inputs: _MixerInputs, states: LayerStates, rows: VerifyRows) -> Tensor:

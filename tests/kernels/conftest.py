@@ -41,7 +41,7 @@ def compile_for_hopper(monkeypatch: pytest.MonkeyPatch) -> Callable[[ModuleType,
     def stand_in(module: ModuleType, name: str) -> CompiledInsteadOfLaunched:
         kernel = CompiledInsteadOfLaunched(getattr(module, name))
         monkeypatch.setattr(module, name, kernel)
-        monkeypatch.setattr(module, "launches_kernel", lambda tensor: True)
+        monkeypatch.setattr(module, "launches_kernel", lambda tensor: True, raising=False)
         return kernel
 
     return stand_in

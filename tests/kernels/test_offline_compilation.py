@@ -12,14 +12,24 @@ import torch
 from megatron_mamba_cache.kernels import align_copy as align_copy_module
 from megatron_mamba_cache.kernels import causal_conv as causal_conv_module
 from megatron_mamba_cache.kernels import conv_verify as conv_verify_module
-from megatron_mamba_cache.kernels import gated_norm, kv_append, slot_copies
+from megatron_mamba_cache.kernels import (
+    gated_norm,
+    kv_append,
+    slot_copies,
+    ssd_scan_hopper,
+    ssd_scan_portable,
+    ssd_tiles,
+)
 from megatron_mamba_cache.kernels import state_verify as state_verify_module
 from megatron_mamba_cache.kernels.align_copy import align_copy
 from megatron_mamba_cache.kernels.causal_conv import causal_conv
 from megatron_mamba_cache.kernels.conv_verify import conv_verify
 from megatron_mamba_cache.kernels.gated_norm import gated_group_norm
+from megatron_mamba_cache.kernels.hopper_tiling import HopperTiling
 from megatron_mamba_cache.kernels.kv_append import append_kv
 from megatron_mamba_cache.kernels.slot_copies import copy_slots, zero_slots
+from megatron_mamba_cache.kernels.ssd_scan import scan_tiles
+from megatron_mamba_cache.kernels.ssd_tiles import tile_shape
 from megatron_mamba_cache.kernels.state_verify import state_verify
 from tests.kernels.align_steps import StepRow, device_rows
 from tests.kernels.kernel_stand_ins import CompiledInsteadOfLaunched, global_accesses
@@ -170,3 +180,20 @@ def test_gated_norm_compiles_with_wide_accesses(
     gated_group_norm(rows[:, :channels], rows[:, -channels:], torch.empty(channels, dtype=dtype), group_size, 1e-5)
     (ptx,) = compiled.ptx
     assert global_accesses(ptx) == {"v4.b32"}
+
+
+@POOL_DTYPES
+@pytest.mark.parametrize("shape", [SHAPE_8B, SHAPE_NANO])
+@pytest.mark.parametrize("tiling", [None, HopperTiling(1, 32, 3), HopperTiling(2, 64, 2)])
+def test_scan_compiles_to_asynchronous_matrix_products(
+    tiling: HopperTiling | None, shape: SSMShape, pool_dtype: torch.dtype, compile_for_hopper: Compile
+) -> None:
+    cut = compile_for_hopper(ssd_tiles, "_tiles_kernel")
+    scan = compile_for_hopper(ssd_scan_hopper if tiling else ssd_scan_portable, "_scan_kernel")
+    steps = random_steps(200, "cpu", shape).cast(torch.bfloat16)
+    pool, rows = torch.empty(2, *shape.state, dtype=pool_dtype), pack_rows([RowSpec(200, final=0)], 128, "cpu")
+    tiles = tile_shape(128)
+    assert tiles is not None
+    scan_tiles(steps.tokens, steps.weights, pool, rows, tiles, tiling)
+    assert len(cut.ptx) == len(scan.ptx) == 1
+    assert "wgmma.mma_async" in scan.ptx[0] and "cp.async.bulk.tensor" in scan.ptx[0]

@@ -25,6 +25,7 @@ from megatron_mamba_cache.kernels.reference import (
 from megatron_mamba_cache.kernels.reference_attention import append_kv_ref, paged_attention_ref
 from megatron_mamba_cache.kernels.sampling import greedy_tokens, sample_tokens, token_probabilities
 from megatron_mamba_cache.kernels.slot_copies import copy_slots, zero_slots
+from megatron_mamba_cache.kernels.ssd_scan import ssd_scan
 from megatron_mamba_cache.kernels.state_verify import state_verify
 from megatron_mamba_cache.kernels.verification import (
     DraftDistributions,
@@ -35,7 +36,7 @@ from megatron_mamba_cache.kernels.verification import (
 )
 from tests.kernels.align_steps import StepRow, device_rows, padding_row
 from tests.kernels.packed_rows import RowSpec, VerifySpec, pack_rows, pack_verify
-from tests.kernels.ssm_steps import random_steps
+from tests.kernels.ssm_steps import SSMShape, random_steps
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -64,10 +65,20 @@ def conv_call(op: Callable[..., Tensor] = causal_conv_ref) -> Callable[[], objec
     return lambda: op(x, weight, bias, pool, rows)
 
 
-def scan_call() -> Callable[[], object]:
+ODD_SHAPE = SSMShape()
+
+
+def scan_call(scan: Callable[..., Tensor], shape: SSMShape = ODD_SHAPE) -> Callable[[], object]:
     rows = pack_rows([RowSpec(11, final=0, boundaries={8: 1}), RowSpec(0), RowSpec(3, initial=2)], 8, "cuda", 1)
-    steps, pool = random_steps(16, "cuda"), randn(4, 4, 7, 5)
-    return lambda: ssd_scan_ref(steps.tokens, steps.weights, pool, rows, 8)
+    steps, pool = random_steps(16, "cuda", shape), randn(4, *shape.state)
+    return lambda: scan(steps.tokens, steps.weights, pool, rows, 8)
+
+
+def hopper_scan_call() -> Callable[[], object]:
+    shape = SSMShape(heads=8, head_dim=64, d_state=128, groups=2)
+    rows = pack_rows([RowSpec(200, final=0, boundaries={128: 1}), RowSpec(3, initial=2)], 128, "cuda", 1)
+    steps, pool = random_steps(210, "cuda", shape).cast(torch.bfloat16), randn(4, *shape.state)
+    return lambda: ssd_scan(steps.tokens, steps.weights, pool, rows, 128)
 
 
 VERIFY_ROWS = [VerifySpec(3, (3, 4, 5), accepted=2), VerifySpec(1), VerifySpec(1, (0,)), VerifySpec(0)]
@@ -158,7 +169,9 @@ def verification_call() -> Callable[[], object]:
 CALLS = [
     conv_call,
     partial(conv_call, causal_conv),
-    scan_call,
+    partial(scan_call, ssd_scan_ref),
+    partial(scan_call, ssd_scan, SSMShape(4, 16, 32, 2)),
+    hopper_scan_call,
     conv_verify_call,
     partial(conv_verify_call, conv_verify),
     state_verify_call,
