@@ -34,7 +34,17 @@ IS_BROKEN = Version(triton.__version__) < Version("3.7") and Version(np.__versio
 @pytest.mark.parametrize("file", FILES)
 def test_kernel_passes_its_tests_in_the_interpreter(file: str) -> None:
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--color=no", str(Path(__file__).parent / file)],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-n",
+            "0",
+            "-p",
+            "no:cacheprovider",
+            "--color=no",
+            str(Path(__file__).parent / file),
+        ],
         env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTEST_ADDOPTS": ""},
         cwd=Path(__file__).parents[2],
         capture_output=True,
