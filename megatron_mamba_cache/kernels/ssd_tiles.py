@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .log1p import log1p
 from .ssm_inputs import SSMTokens, SSMWeights
+from .time_steps import time_step
 from .varlen_rows import PAD_SLOT, VarlenRows
 
 TILE_LEN = 64
@@ -155,10 +155,9 @@ def _tiles_kernel(
         dt + token[:, None].to(tl.int64) * dt_stride + head[None, :],
         mask=inside[:, None] & has_head[None, :],
         other=0.0,
-    ).to(tl.float32)
-    step += tl.load(dt_bias + head, mask=has_head, other=0.0).to(tl.float32)[None, :]
-    step = tl.maximum(step, 0.0) + log1p(tl.exp(-tl.abs(step)))
-    step = tl.minimum(tl.maximum(step, least_step), most_step)
+    )
+    bias = tl.load(dt_bias + head, mask=has_head, other=0.0)
+    step = time_step(step, bias[None, :], least_step, most_step)
     step = tl.where(inside[:, None], step, 0.0)  # [WIDTH, HEADS_AT_A_TIME]
     rate = -tl.exp(tl.load(A_log + head, mask=has_head, other=0.0).to(tl.float32)) * _LOG2_E
     decay = tl.cumsum(step * rate[None, :], axis=0)
