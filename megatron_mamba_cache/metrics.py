@@ -66,6 +66,8 @@ class CacheSnapshot:
     counters: CacheCounters
     state_slots: dict[str, int] = field(default_factory=dict)  # by owner
     kv_blocks: dict[str, int] = field(default_factory=dict)  # by kind
+    num_compiled_kernels: int = 0  # by Triton in this process, whatever for; those from its disk cache count
+    compile_seconds: float = 0.0  # that took
 
     def as_dict(self) -> dict[str, object]:
         """Return plain JSON types."""
@@ -73,4 +75,6 @@ class CacheSnapshot:
             **asdict(self.counters),
             "state_slots": dict(self.state_slots),
             "kv_blocks": dict(self.kv_blocks),
+            "num_compiled_kernels": self.num_compiled_kernels,
+            "compile_seconds": self.compile_seconds,
         }

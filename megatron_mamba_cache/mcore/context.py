@@ -60,7 +60,7 @@ class MambaCacheContext(StepReader):
         self._memory: CacheMemory | None = None
         self._step: StepBatch | None = None
         self._at_work: list[RunningRequest] = []  # the rows of the step in preparation or running
-        self._planner = planner or NoDrafts()
+        self.planner = planner or NoDrafts()
         self.draft_distributions: list[Tensor | None] = []  # of the step's decode rows
         self.wanted_outputs = torch.empty(0)
         state_shapes = (shape.conv_dim, shape.d_conv), shape.ssm_shape
@@ -202,7 +202,7 @@ class MambaCacheContext(StepReader):
         decoding = [row for row in self.rows if not row.is_paused and not row.is_prefilling]
         self._at_work = [*decoding, *(row for row in self.rows if row.is_prefilling and row.scheduled)]
         self.draft_distributions = schedule_decode(
-            decoding, self.cache, self._planner, self.max_tokens - self.active_token_count
+            decoding, self.cache, self.planner, self.max_tokens - self.active_token_count
         )
         draws_ratios = any(drawn_from is not None for drawn_from in self.draft_distributions)
         self.lay_out(self._at_work, draws_ratios=draws_ratios)
@@ -235,9 +235,9 @@ class MambaCacheContext(StepReader):
             A dict of `newly_paused_request_ids` and `evict_request_ids`, int64 CPU tensors or None.
         """
         rows = self.step.rows
-        if self._planner.reads_hidden_states:
-            note_hidden_states(rows, kept, self.step.logits.starts, self.wanted_outputs, self._planner)
-        advance_rows(rows, kept, self.cache, self._planner)
+        if self.planner.reads_hidden_states:
+            note_hidden_states(rows, kept, self.step.logits.starts, self.wanted_outputs, self.planner)
+        advance_rows(rows, kept, self.cache, self.planner)
         self._drop([row for row, new in zip(rows, kept, strict=True) if new.ends])
         outcome = grow_rows(self.rows, self.cache, self.block_allocator.paused_count)
         self.rows = [row for row in self.rows if row not in outcome.evicted]
@@ -280,7 +280,7 @@ class MambaCacheContext(StepReader):
 
     def _forget(self, rows: Sequence[RunningRequest]) -> None:
         for row in rows:
-            self._planner.forget(row.request_id)
+            self.planner.forget(row.request_id)
 
     def _count_rows(self) -> None:
         """Set the counts that Megatron's engine and controller read; rows that sit the step out count as paused."""

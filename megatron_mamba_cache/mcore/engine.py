@@ -9,6 +9,7 @@ from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngin
 from megatron.core.inference.inference_request import DynamicInferenceRequestRecord, Status
 from megatron.core.inference.sampling_params import SamplingParams
 
+from ..kernels.compilation import Compilations
 from ..policy.requests import Candidate, RequestSpec
 from .accepted_drafts import append_all_but_last
 from .context import MambaCacheContext
@@ -17,8 +18,9 @@ from .failed_steps import FailedSteps, refusal_reason
 from .hit_rate_hint import HitRateHint
 from .plain_prompt import plain_prompt
 from .request_spec import check_identity, contradiction_in, fault_of, other_ends, spec_of
-from .request_states import DraftCounts, RequestState, RequestStates, complete_parts
+from .request_states import DraftCounts, RequestState, RequestStates, begin_next_part, complete_parts
 from .scheduler import StepScheduler
+from .warmup import warm_up
 
 
 class MambaCacheEngine(DynamicInferenceEngine):
@@ -40,6 +42,13 @@ class MambaCacheEngine(DynamicInferenceEngine):
         )
         # Rows know their stop words, so a stop word ends its request in the step that completes it.
         controller.set_stop_word_finished_ids_callback(None)
+
+    def warmup(self) -> Compilations:
+        """Compile the kernels that steps launch, so that no request waits for it; return what was compiled.
+
+        Nothing else changes: no request, state, block, counter or random number. On a CPU it does nothing.
+        """
+        return warm_up(self.controller.inference_wrapped_model, self.context)
 
     def add_request(
         self,
@@ -247,19 +256,8 @@ class MambaCacheEngine(DynamicInferenceEngine):
             self.waiting_request_ids.appendleft(request_id)
 
     def _restart(self, request_id: int) -> None:
-        """Make a request that lost its memory ready to be prefilled, what it generated included."""
-        record = self.requests[request_id].record
         self._states[request_id].spec = self._states[request_id].candidate = None
-        if record[-1].generated_tokens:
-            record.checkpoint()
-            record[-1].status = Status.ACTIVE_AND_GENERATING_TOKENS
-            record[-1].stop_word_ids = record[0].stop_word_ids
-            # The record's first request has the prompt's log-probs.
-            without_prompt = {"return_prompt_top_n_logprobs": False, "skip_prompt_log_probs": True}
-            record[-1].sampling_params.add_attributes(without_prompt)
-        else:
-            record[-1].prompt_log_probs = record[-1].generated_log_probs = None
-            record[-1].prompt_top_n_logprobs = record[-1].generated_top_n_logprobs = None
+        begin_next_part(self.requests[request_id].record)
 
     def _default_seed(self, request_id: int) -> int:
         return (self.random_seed << 32) + request_id

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.core.inference.inference_request import DynamicInferenceRequestRecord
+from megatron.core.inference.inference_request import DynamicInferenceRequestRecord, Status
 
 from ..policy.requests import Candidate, RequestSpec
 
@@ -75,6 +75,20 @@ class RequestStates(dict[int, RequestState]):
         if state is None:
             return self._left.get(request_id, _RequestCounts())
         return _RequestCounts(state.cached_tokens or 0, state.drafts)
+
+
+def begin_next_part(record: DynamicInferenceRequestRecord) -> None:
+    """Make a request that lost its memory ready to be prefilled, what it generated included."""
+    if record[-1].generated_tokens:
+        record.checkpoint()
+        record[-1].status = Status.ACTIVE_AND_GENERATING_TOKENS
+        record[-1].stop_word_ids = record[0].stop_word_ids
+        # The record's first request has the prompt's log-probs.
+        without_prompt = {"return_prompt_top_n_logprobs": False, "skip_prompt_log_probs": True}
+        record[-1].sampling_params.add_attributes(without_prompt)
+    else:
+        record[-1].prompt_log_probs = record[-1].generated_log_probs = None
+        record[-1].prompt_top_n_logprobs = record[-1].generated_top_n_logprobs = None
 
 
 def complete_parts(record: DynamicInferenceRequestRecord) -> None:

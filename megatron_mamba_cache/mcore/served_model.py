@@ -6,7 +6,9 @@ from megatron.core import parallel_state
 from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron.core.inference.model_inference_wrappers.inference_wrapper_config import InferenceWrapperConfig
 from megatron.core.models.mamba import MambaModel
+from torch import Tensor
 
+from ..kernels.compilation import WATCH
 from .context import MambaCacheContext
 from .model_shape import HybridModelShape
 
@@ -28,7 +30,11 @@ def check_served(model: Any) -> HybridModelShape:
 
 
 def wrap_model(model: Any, context: MambaCacheContext) -> GPTInferenceWrapper:
-    """Return Megatron's wrapper that runs the model over the context; the model is put into eval mode."""
+    """Return Megatron's wrapper that runs the model over the context; the model is put into eval mode.
+
+    What Triton compiles is counted from here on.
+    """
+    WATCH.install()
     shape = context.shape
     settings = InferenceWrapperConfig(
         hidden_size=model.config.hidden_size,
@@ -39,6 +45,12 @@ def wrap_model(model: Any, context: MambaCacheContext) -> GPTInferenceWrapper:
     wrapper = GPTInferenceWrapper(model, settings, context)
     wrapper.prep_model_for_inference()
     return wrapper
+
+
+def compute_step(model: GPTInferenceWrapper, context: MambaCacheContext) -> Tensor:
+    """Run a wrapped model's forward over the step that its context has laid out; return the logits, [1, n, vocab]."""
+    token_ids, positions = context.current_input_and_position_ids()
+    return model.run_one_forward_step({"tokens": token_ids, "position_ids": positions, "attention_mask": None})
 
 
 def _check_one_rank() -> None:

@@ -1,6 +1,7 @@
 """A laid-out step, as the model and Megatron's code around it read it from a context. Nothing here changes a row."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from ..errors import CacheIntegrityError
 from ..kernels.attention_backends.interface import PlannedAttention
+from ..kernels.compilation import WATCH
 from ..kernels.kv_append import append_kv
 from ..metrics import CacheCounters, CacheSnapshot
 from ..policy.prefix_cache import PrefixCache
@@ -85,8 +87,20 @@ class StepReader(DynamicInferenceContext):
         self._attend = memory.attention.plan(self._step.attention)
         self.padded_active_token_count = self.active_token_count = self._step.num_tokens
         self.padded_active_request_count = len(rows)
+        self.num_prefill_requests = len(rows) - self._step.num_decode_rows
         self.token_to_pos_ids = self.token_to_position_in_request = self._step.positions
         self.counters.steps += 1
+
+    @contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """Let the block lay out and compute rows that own nothing; afterwards every attribute is what it was."""
+        before = dict(vars(self))
+        self.counters = CacheCounters()  # those of the cache are the ones before
+        try:
+            yield
+        finally:
+            vars(self).clear()
+            vars(self).update(before)
 
     def current_input_and_position_ids(self, *, num_warmup_tokens: int | None = None) -> tuple[Tensor, Tensor]:
         """Return the step's token ids and positions, each [1, tokens] int64."""
@@ -206,7 +220,7 @@ class StepReader(DynamicInferenceContext):
 
     def snapshot(self) -> CacheSnapshot:
         """Return counters and what every slot and block is used for."""
-        memory, counters = self.memory, self.counters
+        memory, counters, compiled = self.memory, self.counters, WATCH.total
         return CacheSnapshot(
             counters=replace(
                 counters,
@@ -215,4 +229,6 @@ class StepReader(DynamicInferenceContext):
             ),
             state_slots=memory.slots.count_by_owner(),
             kv_blocks=memory.blocks.count_by_kind(),
+            num_compiled_kernels=compiled.num_kernels,
+            compile_seconds=compiled.seconds,
         )

@@ -10,7 +10,8 @@ from torch import Tensor
 from ..config import CacheConfig
 from ..kernels.sampling import greedy_tokens, sample_weighted, token_probabilities
 from ..mcore.context import MambaCacheContext
-from ..mcore.served_model import check_served, wrap_model
+from ..mcore.served_model import check_served, compute_step, wrap_model
+from ..mcore.warmup import warm_up_prefill
 from ..metrics import CacheSnapshot
 from ..policy.random_counter import DrawPurpose
 from ..policy.requests import RunningRequest
@@ -69,6 +70,10 @@ class DraftModelDrafter:
         """Return what is held of a request; nothing if it is unknown. What was published stays findable."""
         self._rows.forget(request_id)
 
+    def warmup(self) -> None:
+        """Compile all that drafting launches; to a draft model every row is a prompt."""
+        warm_up_prefill(self._model, self._context)
+
     def flush(self, weights_version: str | None = None) -> None:
         """Drop all that the draft model knows, because its weights changed; see `MambaCacheContext.flush`."""
         self._rows.drop_all()
@@ -111,9 +116,7 @@ class DraftModelDrafter:
     def _draw(self, rows: Sequence[RunningRequest]) -> "_DrawnTokens":
         """Compute scheduled rows and draw the token that follows each; reading it back is the forward's one wait."""
         self._context.lay_out(rows, purpose=DrawPurpose.DRAFT)
-        token_ids, positions = self._context.current_input_and_position_ids()
-        inputs = {"tokens": token_ids, "position_ids": positions, "attention_mask": None}
-        logits = self._model.run_one_forward_step(inputs).squeeze(0)
+        logits = compute_step(self._model, self._context).squeeze(0)
         settings = self._context.step.logits
         if settings.all_greedy:
             return _DrawnTokens(greedy_tokens(logits).tolist(), None)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..policy.requests import RunningRequest
 from .draft_length import DraftLength
-from .drafter import Draft, Drafter, DraftWish, HasVocabulary, ReadsHiddenStates
+from .drafter import CompilesKernels, Draft, Drafter, DraftWish, HasVocabulary, ReadsHiddenStates
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,11 @@ class DraftPlanner:
     def reads_hidden_states(self) -> bool:
         """Whether `note_hidden_state` is to be called."""
         return isinstance(self._drafter, ReadsHiddenStates)
+
+    def warmup(self) -> None:
+        """Compile what the drafter launches, before the first request."""
+        if isinstance(self._drafter, CompilesKernels):
+            self._drafter.warmup()
 
     def wanted(self, row: RunningRequest, limit: int) -> int:
         """Return how many drafts of at most `limit` a row is worth now."""
@@ -145,6 +150,9 @@ class NoDrafts:
     def reads_hidden_states(self) -> bool:
         """No."""
         return False
+
+    def warmup(self) -> None:
+        """Compile nothing."""
 
     def wanted(self, row: RunningRequest, limit: int) -> int:
         """Return none."""

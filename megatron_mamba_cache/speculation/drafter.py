@@ -85,3 +85,12 @@ class ReadsHiddenStates(Protocol):
     def hidden_size(self) -> int:
         """Width of the hidden states that it reads; the model's."""
         ...
+
+
+@runtime_checkable
+class CompilesKernels(Protocol):
+    """A drafter, such as a draft model, whose first proposals would wait for kernels to be compiled."""
+
+    def warmup(self) -> None:
+        """Compile them all before the first request; nothing else changes."""
+        ...

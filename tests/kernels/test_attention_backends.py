@@ -2,7 +2,6 @@
 
 import logging
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_mamba_cache.config import _ATTENTION_BACKENDS
-from megatron_mamba_cache.kernels.attention_backends import choice, flashinfer
+from megatron_mamba_cache.kernels.attention_backends import choice
 from megatron_mamba_cache.kernels.attention_backends.choice import BACKENDS, BackendClass, choose_attention
 from megatron_mamba_cache.kernels.attention_backends.flash_attn import cumulative_lengths
 from megatron_mamba_cache.kernels.attention_backends.flashinfer import page_lists
@@ -186,23 +185,6 @@ def test_backend_asks_its_library_for_what_the_twin_computes(
         expected = step.reference(shape.scale)
         torch.testing.assert_close(attend(step.q, step.k, step.v), expected, rtol=1e-6, atol=1e-6)
         step.v.neg_()
-
-
-def test_a_long_compilation_says_what_takes_the_time(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(flashinfer, "_SILENT_S", 0.01)
-    with caplog.at_level(logging.WARNING), flashinfer._progress("compiling"):
-        deadline = time.monotonic() + 10
-        while "compiling ..." not in caplog.text and time.monotonic() < deadline:
-            time.sleep(0.01)
-    assert [record.getMessage() for record in caplog.records] == ["compiling ...", "... done after 0 s"]
-
-
-def test_a_short_wait_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING), flashinfer._progress("compiling"):
-        pass
-    assert not caplog.records
 
 
 # The libraries themselves.

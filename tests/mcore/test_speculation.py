@@ -33,9 +33,7 @@ def start_run(
     vocab = subject.sizes.vocab_size
     known = greedy_texts() if texts is None else texts
     drafter = NoisyDrafter(known, accuracy=accuracy, vocab_size=vocab) if num_drafts else None
-    return EngineRun.start(
-        subject, config, drafter=drafter, materialize_only_last_token_logits=not keeps_all_logits
-    )
+    return EngineRun.start(subject, config, drafter=drafter, materialize_only_last_token_logits=not keeps_all_logits)
 
 
 def prompt_of(request_id: int) -> list[int]:
@@ -68,9 +66,7 @@ def align_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
             rows.targets.tolist(),
             strict=True,
         )
-        counts.append(
-            sum(target >= 0 and plan_align_copy(*row, 0, block_size) is not None for *row, target in fields)
-        )
+        counts.append(sum(target >= 0 and plan_align_copy(*row, 0, block_size) is not None for *row, target in fields))
         original(conv_pool, ssm_pool, rows, block_size, window_len)
 
     monkeypatch.setattr(verify_module, "align_copy", counted)
@@ -126,9 +122,7 @@ def test_stop_word_inside_accepted_drafts_ends_the_request_and_hides_what_follow
     text = greedy_texts()[0]
     word = text[13 + place : 13 + place + length]
     run = start_run(7, decode_checkpoints="all")
-    ending = (
-        {"termination_id": word[0]} if length == 1 else {"stop_words": [" ".join(map(str, word))]}
-    )
+    ending = {"termination_id": word[0]} if length == 1 else {"stop_words": [" ".join(map(str, word))]}
     run.run(0, prompt_of(0), greedy(NUM_TOKENS, **ending))
     reply = text[13:]
     end = next(end for end in range(length, NUM_TOKENS + 1) if reply[end - length : end] == word)
@@ -369,7 +363,7 @@ def test_drafter_that_fails_once_costs_no_token(monkeypatch: pytest.MonkeyPatch)
         run.add(request_id, prompt_of(request_id), NUM_TOKENS)
     for _ in range(3):
         run.step()
-    raise_once(monkeypatch, run.context._planner._drafter, "propose")
+    raise_once(monkeypatch, run.context.planner._drafter, "propose")
     run.finish()
     assert run.counters.drafting_failures == 1
     run.assert_exact()
@@ -428,4 +422,4 @@ def test_drafter_forgets_every_request_that_left() -> None:
     for request_id in range(4):
         run.add(request_id, prompt_of(request_id), 9)
     run.finish()
-    assert sorted(run.context._planner._drafter.forgotten) == [0, 1, 2, 3]
+    assert sorted(run.context.planner._drafter.forgotten) == [0, 1, 2, 3]

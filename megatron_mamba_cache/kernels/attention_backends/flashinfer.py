@@ -4,13 +4,8 @@ FlashInfer compiles for a model's shape at first use and keeps the result on dis
 a line that says so, rather than the first request.
 """
 
-import logging
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
-from threading import Timer
 from typing import Any
 
 import numpy as np
@@ -19,12 +14,11 @@ import torch
 from torch import Tensor
 
 from ..attention_rows import AttentionRows
+from ..progress import progress
 from .interface import AttentionShape, PlannedAttention, attend_rows, half_precision_refusal, is_installed
 
 _HEAD_DIMS = (64, 128, 256)
 _WORKSPACE_BYTES = 128 * 2**20
-_SILENT_S = 2.0
-_logger = logging.getLogger(__name__)
 
 
 class FlashInferAttention:
@@ -45,7 +39,7 @@ class FlashInferAttention:
 
     def __init__(self, shape: AttentionShape, kernel: str = "auto") -> None:
         self._shape = shape
-        with _progress("FlashInfer compiles attention kernels for this model, which it does once on a machine"):
+        with progress("FlashInfer compiles attention kernels for this model, which it does once on a machine"):
             self._wrapper: Any = import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper(
                 torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=shape.device), "NHD", backend=kernel
             )
@@ -121,19 +115,3 @@ def page_lists(rows: AttentionRows, block_size: int) -> PageLists:
 
 def _cumulative(lengths: npt.NDArray[np.int32]) -> Tensor:
     return torch.from_numpy(np.concatenate(([0], np.cumsum(lengths))).astype(np.int32))
-
-
-@contextmanager
-def _progress(message: str) -> Iterator[None]:
-    """Say what takes the time where the block takes long, and how long it took."""
-    began = time.perf_counter()
-    timer = Timer(_SILENT_S, lambda: _logger.warning("%s ...", message))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        elapsed = time.perf_counter() - began
-        if elapsed > _SILENT_S:
-            _logger.warning("... done after %.0f s", elapsed)

@@ -1,0 +1,48 @@
+"""A line that says what takes the time, where it takes long."""
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Lock, Timer
+
+_SILENT_S = 2.0
+_LOG = logging.getLogger(__name__)
+_speaker = Lock()
+
+
+class ProgressLine:
+    """Says what goes on once it has gone on for 2 s, and how long it took at its end; of several only the first."""
+
+    def __init__(self, message: str) -> None:
+        self._message = message
+        self._began = time.perf_counter()
+        self._may_speak = _speaker.acquire(blocking=False)
+        self._has_spoken = False
+        self._timer = Timer(_SILENT_S, self._speak)
+        self._timer.daemon = True
+        if self._may_speak:
+            self._timer.start()
+
+    def end(self) -> None:
+        """Stop; nothing happens if it has ended already."""
+        self._timer.cancel()
+        if self._has_spoken:
+            _LOG.warning("... done after %.0f s", time.perf_counter() - self._began)
+        if self._may_speak:
+            _speaker.release()
+        self._may_speak = self._has_spoken = False
+
+    def _speak(self) -> None:
+        self._has_spoken = True
+        _LOG.warning("%s ...", self._message)
+
+
+@contextmanager
+def progress(message: str) -> Iterator[None]:
+    """Run the block under a `ProgressLine`."""
+    line = ProgressLine(message)
+    try:
+        yield
+    finally:
+        line.end()

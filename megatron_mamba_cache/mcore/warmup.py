@@ -1,0 +1,124 @@
+"""Warmup: all that steps of a model launch is compiled before the first request, and nothing else changes.
+
+What Triton compiles depends on dtypes, strides, constants and the alignment of every pointer, so that only the calls
+of real steps tell what they need. Warmup makes these calls: the model's own forward, the verification and the align
+copy, over the context's own pools and step buffers. Its rows are padding, which every op leaves out: their slots are
+PAD_SLOT and their KV goes to the block that nobody reads. They are admitted nowhere, so that there is nothing to undo.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..kernels.compilation import WATCH, Compilations
+from ..kernels.progress import progress
+from ..kernels.varlen_rows import PAD_SLOT
+from ..policy.block_hashing import BlockKeyChain
+from ..policy.identifiers import SlotId
+from ..policy.requests import RequestSpec, ReservedState, RunningRequest, SamplingSettings
+from ..state.state_pool import DraftWindow
+from ..state.step_buffers import StepLimits
+from .context import MambaCacheContext
+from .served_model import compute_step
+from .verify_step import copy_reached_boundaries, verify_step
+
+_MOST_RESIDUES = 8
+"""Places modulo 16 bytes, the alignment that compiled kernels differ by, where an element of 2 bytes may lie."""
+
+Rows = list[RunningRequest]
+
+
+def warm_up(model: Any, context: MambaCacheContext) -> Compilations:
+    """Compile what steps of a wrapped model launch, its drafter's too; return what was compiled.
+
+    Between steps only. Where nothing is compiled, on a CPU, it does nothing.
+    """
+    WATCH.install()  # other hooks may have taken its place
+    before = WATCH.total
+    if context.memory.state_pool.ssm.is_cuda:
+        with progress("Triton compiles the kernels of this model, which it does once on a machine"):
+            rehearse(model, context)
+            context.planner.warmup()
+    return WATCH.total.since(before)
+
+
+def warm_up_prefill(model: Any, context: MambaCacheContext) -> None:
+    """Compile what steps without decode rows launch, as `warm_up`."""
+    if context.memory.state_pool.ssm.is_cuda:
+        rehearse_prefill(model, context)
+
+
+@torch.inference_mode()
+def rehearse(model: Any, context: MambaCacheContext) -> None:
+    """Compute padding in every form that a step may have, on any device."""
+    rehearse_prefill(model, context)
+    memory = context.memory
+    limits = memory.step_buffers.limits
+    with context.rehearsing():
+        for rows in decode_steps(limits, memory.blocks.dummy_block_idx):
+            context.lay_out(rows)
+            logits, step = compute_step(model, context), context.step
+            # Values decide nothing about kernels, but a model's NaN would break the sampler.
+            zeros = logits.new_zeros(step.logits.starts[-1], logits.shape[-1])
+            copy_reached_boundaries(step, verify_step(step.logits, zeros, []), memory)
+            torch.cuda.synchronize()  # before the next step's integers take the place of this one's
+    if limits.max_drafts:
+        memory.state_pool.settle([DraftWindow(PAD_SLOT, PAD_SLOT, 1)], memory.geometry.window_len)
+
+
+@torch.inference_mode()
+def rehearse_prefill(model: Any, context: MambaCacheContext) -> None:
+    """Compute padding in every form that a step of prefill rows may have, on any device."""
+    memory = context.memory
+    with context.rehearsing():
+        for rows in prefill_steps(memory.step_buffers.limits, memory.blocks.dummy_block_idx):
+            context.lay_out(rows)
+            compute_step(model, context)
+            torch.cuda.synchronize()
+
+
+def prefill_steps(limits: StepLimits, dummy_block: int) -> Iterator[Rows]:
+    """Yield prefill rows, some of one token and one of more; the scan's form depends on how many rows there are."""
+    for num_rows in row_counts(limits.max_rows):
+        yield [_padding(dummy_block, num_prompt_tokens=1) for _ in range(num_rows)]
+    if limits.max_tokens > 1:
+        yield [_padding(dummy_block, num_prompt_tokens=2)]
+
+
+def row_counts(max_rows: int) -> list[int]:
+    """Return numbers of rows, up to the most, that lie so close that the scan has no form between two of them."""
+    return [*(1 << power for power in range((max_rows - 1).bit_length())), max_rows]
+
+
+def decode_steps(limits: StepLimits, dummy_block: int) -> Iterator[Rows]:
+    """Yield decode rows with and without drafts, alone and before a prefill row, whose inputs lie where these end."""
+    widest = min(1 + limits.max_drafts, limits.max_tokens)
+    for width in {1, widest}:
+        yield [_padding(dummy_block, num_drafts=width - 1)]
+    most_tokens = min(_MOST_RESIDUES - 1, (limits.max_rows - 1) * widest, limits.max_tokens - 1)
+    for num_tokens in range(1, most_tokens + 1):
+        widths = [widest] * (num_tokens // widest) + [num_tokens % widest] * (num_tokens % widest > 0)
+        decoding = [_padding(dummy_block, num_drafts=width - 1) for width in widths]
+        yield [*decoding, _padding(dummy_block, num_prompt_tokens=1)]
+
+
+def _padding(dummy_block: int, *, num_prompt_tokens: int = 0, num_drafts: int = 0) -> RunningRequest:
+    """Return a row that owns nothing: a prefill row of some tokens, or (0) a decode row, which is its first token."""
+    decodes = num_prompt_tokens == 0
+    slot = SlotId(PAD_SLOT)
+    return RunningRequest(
+        spec=RequestSpec(-1, np.zeros(num_prompt_tokens, np.int64), 2 + num_prompt_tokens, SamplingSettings()),
+        chain=BlockKeyChain(bytes(32), 1),
+        epoch=-1,
+        age=-1,
+        live_slot=slot,
+        block_ids=[dummy_block],
+        num_shared_blocks=0,
+        computed=0,
+        scheduled=1 + num_drafts if decodes else num_prompt_tokens,
+        generated=[0] if decodes else [],
+        drafts=(0,) * num_drafts,
+        reserved=[ReservedState(0, slot)] if decodes else [],  # so that the align copy is launched
+    )

@@ -1,0 +1,88 @@
+"""Which compiled form each launch of a kernel asks for, on a machine without a GPU: nothing is compiled or computed."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from triton.runtime import driver
+
+from megatron_mamba_cache.kernels import (
+    align_copy,
+    causal_conv,
+    conv_verify,
+    gated_norm,
+    hopper_tiling,
+    kv_append,
+    ssd_scan,
+    ssd_scan_hopper,
+    ssd_scan_portable,
+    ssd_tiles,
+    state_verify,
+)
+from tests.kernels.kernel_stand_ins import AbsentHopper
+
+NUM_MULTIPROCESSORS = 132
+KERNELS = (
+    (align_copy, "_align_copy_kernel"),
+    (causal_conv, "_causal_conv_kernel"),
+    (conv_verify, "_conv_verify_kernel"),
+    (gated_norm, "_gated_group_norm_kernel"),
+    (kv_append, "_append_kv_kernel"),
+    (ssd_scan_hopper, "_scan_kernel"),
+    (ssd_scan_portable, "_scan_kernel"),
+    (ssd_tiles, "_tiles_kernel"),
+    (state_verify, "_state_verify_kernel"),
+)
+
+
+class LaunchRecord:
+    """The forms that were asked for, by kernel, since the last `take`."""
+
+    def __init__(self) -> None:
+        self._forms: set[tuple[str, str]] = set()
+
+    def add(self, kernel: str, form: str) -> None:
+        """Note a launch."""
+        self._forms.add((kernel, form))
+
+    def take(self) -> set[tuple[str, str]]:
+        """Return the forms, and forget them."""
+        forms, self._forms = self._forms, set()
+        return forms
+
+
+class RecordedKernel:
+    """Stand for a kernel: note what a launch would compile, and clear the outputs, which nobody computes."""
+
+    def __init__(self, kernel: object, name: str, record: LaunchRecord) -> None:
+        self._kernel = kernel
+        self._name = name
+        self._record = record
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def note(**arguments: object) -> None:
+            *_, binder = self._kernel.device_caches[0]
+            _, specialization, options = binder(**arguments)
+            self._record.add(self._name, f"{specialization} {options}")
+            outputs = arguments.get("out", arguments.get("y"))
+            if isinstance(outputs, torch.Tensor):
+                outputs.zero_()
+
+        return note
+
+
+@contextmanager
+def recorded_launches(*, on_hopper: bool) -> Iterator[LaunchRecord]:
+    """Let engines on the CPU launch stand-ins of the kernels, those of an H200 or the portable ones."""
+    record = LaunchRecord()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(driver, "_active", AbsentHopper())
+        for module, name in KERNELS:
+            kernel = RecordedKernel(getattr(module, name), f"{module.__name__}.{name}", record)
+            patch.setattr(module, name, kernel)
+            patch.setattr(module, "launches_kernel", lambda tensor: True, raising=False)
+        patch.setattr(ssd_scan, "launches_kernel", lambda tensor: True)
+        patch.setattr(ssd_scan, "_fits_hopper", lambda *_: on_hopper)
+        patch.setattr(hopper_tiling, "_num_multiprocessors", lambda device: NUM_MULTIPROCESSORS)
+        yield record

@@ -1,0 +1,266 @@
+"""Warmup: afterwards nothing compiles, and nothing else has changed."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.inference.sampling_params import SamplingParams
+
+from megatron_mamba_cache.kernels import hopper_tiling
+from megatron_mamba_cache.kernels.compilation import WATCH, Compilations
+from megatron_mamba_cache.kernels.hopper_tiling import choose_tiling
+from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED
+from megatron_mamba_cache.kernels.ssm_inputs import SSMTokens
+from megatron_mamba_cache.mcore import warmup
+from megatron_mamba_cache.mcore.warmup import rehearse, rehearse_prefill, row_counts
+from megatron_mamba_cache.models.draft_model import DraftModelDrafter
+from megatron_mamba_cache.models.random_hybrid import RandomHybridConfig
+from tests.mcore.engine_runs import EngineRun, cache_config, greedy, hybrid, some_tokens, tiny_hybrid, tiny_sizes
+from tests.mcore.launch_records import NUM_MULTIPROCESSORS, recorded_launches
+
+NUM_ROWS = 20
+SMALL = {"mamba_head_dim": 16, "mamba_state_dim": 16, "ssm_chunk_size": 16}
+ON_HOPPER = {
+    "mamba_num_heads": 16,
+    "mamba_head_dim": 64,
+    "mamba_state_dim": 128,
+    "ssm_chunk_size": 128,
+    "dtype": torch.bfloat16,
+}
+MODELS = {
+    "fp32": tiny_sizes(**SMALL),
+    "bf16": tiny_sizes(**SMALL, dtype=torch.bfloat16),
+    "bf16-odd": tiny_sizes(**SMALL, mamba_num_heads=3, mamba_num_groups=1, dtype=torch.bfloat16),
+    "bf16-hopper": tiny_sizes(**ON_HOPPER),
+}
+
+
+def start_run(sizes: RandomHybridConfig, num_drafts: int, **settings: Any) -> EngineRun:
+    """Return an engine of `NUM_ROWS` rows whose memory is short."""
+    per_block = 2 if sizes.dtype == torch.bfloat16 else 1  # `cache_config` counts fp32 blocks
+    small = {
+        "max_requests": NUM_ROWS,
+        "max_tokens": 512,
+        "max_sequence_length": 2048,
+        "kv_blocks": 30 // per_block,
+        "paused_blocks": 10 // per_block,
+        "num_speculative_tokens": num_drafts,
+    }
+    return EngineRun.start(hybrid(sizes), cache_config(sizes, **(small | settings)))
+
+
+def rehearse_engine(run: EngineRun) -> None:
+    rehearse(run.engine.controller.inference_wrapped_model, run.context)
+
+
+def run_workload(run: EngineRun) -> None:
+    """Prefill one row, some and many, hit, decode in changing company, settle, pause and resume."""
+    block = run.context.block_size_tokens
+    document = some_tokens(3 * block)
+    run.run(0, [*document, 1])
+    run.run(1, [*document, 2, 3])
+    run.run(2, [5])
+    assert run.engine.cached_tokens(1) == 3 * block
+    for index in range(3, 11):
+        run.add(index, [index, 1], 2)
+    run.finish()
+    rng = random.Random(0)
+    for index in range(11, 11 + NUM_ROWS):
+        run.add(index, [index, *some_tokens(1 + index)], 4 + index)
+    at_most = 0
+    while run.engine.requests:
+        run.step()
+        at_most = max(at_most, len(run.context.rows))
+        assert run.context.mamba_metadata  # settles draft windows
+        if rng.random() < 0.3 and run.num_steps < 60:
+            sampling = SamplingParams(num_tokens_to_generate=2 * block, temperature=1.0, termination_id=-1)
+            run.add(1000 + run.num_steps, some_tokens(rng.randrange(1, 2 * block), run.num_steps), sampling)
+    assert at_most == NUM_ROWS
+    assert run.counters.requests_paused and run.counters.states_restored
+
+
+needs_compiler = pytest.mark.skipif(
+    INTERPRETED or torch.cuda.is_available(), reason="asks for forms that a GPU at hand compiles, or the interpreter"
+)
+
+
+@needs_compiler
+@pytest.mark.parametrize("num_drafts", [0, 3])
+@pytest.mark.parametrize("name", MODELS)
+def test_what_steps_launch_was_launched_by_the_rehearsal(name: str, num_drafts: int) -> None:
+    sizes = MODELS[name]
+    with recorded_launches(on_hopper=name == "bf16-hopper") as record:
+        run = start_run(sizes, num_drafts)
+        rehearse_engine(run)
+        rehearsed = record.take()
+        run_workload(run)
+        launched = record.take()
+    assert run.counters.accepted_tokens or not num_drafts
+    assert launched <= rehearsed
+    assert rehearsed == launched, "forms that this workload cannot ask for are compiled in vain"
+
+
+@needs_compiler
+def test_what_a_draft_model_launches_was_launched_by_its_rehearsal() -> None:
+    sizes = MODELS["bf16-odd"]
+    with recorded_launches(on_hopper=False) as record:
+        drafter = DraftModelDrafter(hybrid(MODELS["bf16"]).model, cache_config(sizes, max_requests=NUM_ROWS))
+        run = EngineRun.start(
+            hybrid(sizes), cache_config(sizes, num_speculative_tokens=3, max_requests=NUM_ROWS), drafter=drafter
+        )
+        rehearse_engine(run)
+        of_the_engine = record.take()
+        rehearse_prefill(drafter._model, drafter._context)
+        of_the_drafter = record.take()
+        for index in range(NUM_ROWS):
+            run.add(index, some_tokens(20 + index), 20)
+        run.finish()
+        assert drafter.snapshot().counters.decode_tokens_computed
+        launched = record.take()
+    assert not launched <= of_the_engine
+    assert launched <= of_the_engine | of_the_drafter
+
+
+@pytest.mark.parametrize("num_heads", [1, 2, 3, 8, 24, 64, 128, 300])
+@pytest.mark.parametrize("max_rows", [1, 2, 3, 5, 16, 33, 100, 256])
+def test_rehearsed_numbers_of_rows_bring_every_form_of_the_scan(
+    num_heads: int, max_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hopper_tiling, "_num_multiprocessors", lambda device: NUM_MULTIPROCESSORS)
+    x, B = torch.empty(1, num_heads, 64), torch.empty(1, 1, 64)
+    tokens = SSMTokens(x, x[..., 0], B, B)
+    assert max(row_counts(max_rows)) == max_rows
+    forms = {choose_tiling(tokens, num_rows) for num_rows in row_counts(max_rows)}
+    assert forms == {choose_tiling(tokens, num_rows) for num_rows in range(1, max_rows + 1)}
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_requests": 1, "max_tokens": 1}, {"block_size_tokens": 8}])
+@pytest.mark.parametrize("num_drafts", [0, 1, 7])
+def test_rehearsal_changes_nothing(num_drafts: int, settings: dict[str, int]) -> None:
+    subject = tiny_hybrid()
+    config = cache_config(subject.sizes, num_speculative_tokens=num_drafts, **settings)
+    run = EngineRun.start(subject, config)
+    run.run(0, some_tokens(40))
+    run.add(1, some_tokens(45), 12)
+    while not run.context.rows or run.context.rows[0].is_prefilling:
+        run.step()
+    run.step()
+    assert run.context.rows
+    context = run.context
+    attributes, snapshot, row = dict(vars(context)), context.snapshot(), repr(context.rows[0])
+    tensors = [context.mamba_conv_states, context.mamba_ssm_states, context.memory_buffer]
+    before, random_numbers = [tensor.clone() for tensor in tensors], torch.get_rng_state()
+    rehearse_engine(run)
+    assert vars(context).keys() == attributes.keys()
+    assert all(value is attributes[name] for name, value in vars(context).items())
+    assert (context.snapshot(), repr(context.rows[0])) == (snapshot, row)
+    dummy = context.memory.blocks.dummy_block_idx
+    for tensor in (before[2], context.memory_buffer):
+        tensor[:, :, dummy] = 0  # which nobody reads
+    assert all(torch.equal(tensor, old) for tensor, old in zip(tensors, before, strict=True))
+    assert torch.equal(torch.get_rng_state(), random_numbers)
+    run.finish()
+    run.assert_exact()
+
+
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_tokens_and_counts_are_those_of_a_run_without_rehearsals(num_drafts: int) -> None:
+    outcomes = []
+    for rehearses in (False, True):
+        subject = tiny_hybrid()
+        run = EngineRun.start(subject, cache_config(subject.sizes, num_speculative_tokens=num_drafts, kv_blocks=12))
+        for index in range(6):
+            sampling = SamplingParams(num_tokens_to_generate=30, temperature=1.0, termination_id=-1)
+            run.add(index, some_tokens(20 + 5 * index), sampling if index % 2 else greedy(30))
+        while run.engine.requests:
+            if rehearses:
+                rehearse_engine(run)
+            run.step()
+        run.assert_nothing_held()
+        outcomes.append(({index: run.tokens(index) for index in run.finished}, run.context.snapshot()))
+    assert outcomes[0] == outcomes[1]
+
+
+def test_a_failed_rehearsal_leaves_the_engine_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = EngineRun.start(tiny_hybrid())
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(warmup, "compute_step", fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            rehearse_engine(run)
+    run.run(0, some_tokens(20))
+    run.assert_exact()
+
+
+def test_warmup_on_a_cpu_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("engines run on the GPU here")
+    run = EngineRun.start(tiny_hybrid())
+    monkeypatch.setattr(warmup, "rehearse", lambda *_: pytest.fail("computes"))
+    assert run.engine.warmup() == Compilations()
+
+
+def test_rehearsal_of_a_draft_model_changes_nothing() -> None:
+    subject = tiny_hybrid()
+    drafter = DraftModelDrafter(subject.model, cache_config(subject.sizes))
+    run = EngineRun.start(subject, cache_config(subject.sizes, num_speculative_tokens=3), drafter=drafter)
+    run.run(0, some_tokens(40))
+    before = drafter.snapshot()
+    rehearse_prefill(drafter._model, drafter._context)
+    assert drafter.snapshot() == before
+    drafter.check_integrity()
+    run.run(1, some_tokens(50))
+    run.assert_exact()
+
+
+class WarmDrafter:
+    """Drafts nothing; counts how often it is warmed up."""
+
+    def __init__(self) -> None:
+        self.warmups = 0
+
+    def propose(self, wishes: Any) -> list[Any]:
+        raise AssertionError("nothing is to be drafted")
+
+    def forget(self, request_id: int) -> None:
+        """Know nothing."""
+
+    def warmup(self) -> None:
+        """Count."""
+        self.warmups += 1
+
+
+def test_warmup_reaches_the_drafter() -> None:
+    subject, drafter = tiny_hybrid(), WarmDrafter()
+    run = EngineRun.start(subject, cache_config(subject.sizes, num_speculative_tokens=3), drafter=drafter)
+    run.context.planner.warmup()
+    assert drafter.warmups == 1
+    for drafts in (0, 3):  # without a drafter, and with prompt lookup, which has nothing to compile
+        EngineRun.start(subject, cache_config(subject.sizes, num_speculative_tokens=drafts)).context.planner.warmup()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available() or INTERPRETED, reason="counts compilations")
+@pytest.mark.parametrize("num_drafts", [0, 3])
+@pytest.mark.parametrize("name", MODELS)
+def test_nothing_compiles_after_warmup(name: str, num_drafts: int) -> None:
+    run = start_run(MODELS[name], num_drafts)
+    before = run.context.snapshot()
+    compiled = run.engine.warmup()
+    after = run.context.snapshot()
+    assert after.num_compiled_kernels - before.num_compiled_kernels == compiled.num_kernels
+    assert (after.counters, after.state_slots, after.kv_blocks) == (
+        before.counters,
+        before.state_slots,
+        before.kv_blocks,
+    )
+    run.context.check_integrity()
+    assert run.engine.warmup().num_kernels == 0
+    total = WATCH.total
+    run_workload(run)
+    assert WATCH.total == total
+    print(f"\n{name}, {num_drafts} drafts: compiled {compiled.num_kernels} kernels in {compiled.seconds:.2f} s")
