@@ -82,6 +82,7 @@ def _diagnosis() -> Iterator[str]:
     yield "\nkernels in use (plain torch, on the CPU and on CUDA, where nothing else is said)"
     for kernel in KERNELS:
         yield f"  {kernel.operation:<16} {', '.join(kernel.functions)}: {kernel.reason}"
+    yield f"\ncompiled kernels   {_compiled_kernels()}"
     yield f"\nattention backends of {_USUAL_MODEL}; the first that can is used, or what --attention-backend names"
     yield from _attention_backends()
     yield "\noptional packages"
@@ -108,6 +109,14 @@ def _import_state() -> str:
     except Exception as error:  # a broken installation raises anything
         return f"cannot be used: {_one_line(error)}"
     return "ready"
+
+
+def _compiled_kernels() -> str:
+    try:
+        directory = import_module("triton").knobs.cache.dir
+    except Exception as error:  # a broken installation raises anything
+        return f"unknown: Triton cannot be imported ({_one_line(error)})"
+    return f"Triton compiles each at its first use, or in engine.warmup(), and keeps it in {directory}"
 
 
 def _attention_backends() -> Iterator[str]:

@@ -21,7 +21,7 @@ from .prompts import PromptLine
 from .quiet import own_warnings_hidden
 from .ready_model import engine_for, ready_model
 from .replies import reply_lines
-from .report import drafts_line, reason_for_no_skip, summary_line, table_lines, text_lines
+from .report import compilation_line, drafts_line, reason_for_no_skip, summary_line, table_lines, text_lines
 from .request_runner import RequestRunner, SamplingFlags
 from .results import RequestRecord, RunResult
 
@@ -95,6 +95,7 @@ class Generation:
     def _run_engine(self, lines: Sequence[PromptLine], config: CacheConfig, title: str) -> RunResult:
         drafter = self._drafter() if config.num_speculative_tokens else None
         engine = engine_for(self._model, config, self._seed, drafter)
+        engine.warmup()
         wanted = sum(self._sampling.num_tokens if line.num_tokens is None else line.num_tokens for line in lines)
         # disable=None: no bar where stderr is no terminal.
         with tqdm(total=wanted, desc=title, unit="token", file=sys.stderr, leave=False, disable=None) as bar:
@@ -109,6 +110,8 @@ class Generation:
         print()
         _print_all(table_lines(result.records))
         print(f"\n{summary_line(result)}")
+        if result.cache.num_compiled_kernels:
+            print(compilation_line(result))
         if self._config.num_speculative_tokens:
             print(drafts_line(result))
         later = LaterTurns.of(lines, result.records)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _OWN = "megatron_mamba_cache"
+_PROGRESS = f"{_OWN}.kernels.progress"
 _OTHERS = ("megatron", "torch.utils.cpp_extension")
 
 
@@ -34,11 +35,13 @@ def quiet_libraries() -> Iterator[None]:
 
 @contextmanager
 def own_warnings_hidden() -> Iterator[None]:
-    """Hide this package's warnings too, where the command knows what they say."""
-    own = logging.getLogger(_OWN)
-    level = own.level
+    """Hide this package's warnings too, where the command knows what they say; but not what takes long."""
+    own, progress = logging.getLogger(_OWN), logging.getLogger(_PROGRESS)
+    levels = own.level, progress.level
     own.setLevel(logging.ERROR)
+    progress.setLevel(logging.WARNING)
     try:
         yield
     finally:
-        own.setLevel(level)
+        own.setLevel(levels[0])
+        progress.setLevel(levels[1])

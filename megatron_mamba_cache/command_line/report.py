@@ -43,6 +43,12 @@ def summary_line(result: RunResult) -> str:
     )
 
 
+def compilation_line(result: RunResult) -> str:
+    """Return in one line what Triton compiled in this process; a warmup leaves none of it to the requests."""
+    count, seconds = result.cache.num_compiled_kernels, result.cache.compile_seconds
+    return f"compiled {count} kernel{'s' * (count != 1)} in {seconds:.1f} s"
+
+
 def drafts_line(result: RunResult) -> str:
     """Return in one line what became of the drafts."""
     counters = result.cache.counters

@@ -17,7 +17,13 @@ def test_doctor_names_device_versions_and_kernels(capsys: pytest.CaptureFixture[
     lines = capsys.readouterr().out.splitlines()
     for start in ("device ", "python ", "torch ", "triton ", "megatron-core      0.16.1", "this package       ready"):
         assert any(line.startswith(start) for line in lines)
-    for start in ("safetensors ", "tokenizers ", "default model ", "  transformers "):
+    for start in (
+        "compiled kernels   Triton compiles each",
+        "safetensors ",
+        "tokenizers ",
+        "default model ",
+        "  transformers ",
+    ):
         assert any(line.startswith(start) for line in lines)
     for kernel in KERNELS:
         assert any(line.startswith(f"  {kernel.operation} ") and kernel.reason in line for line in lines)

@@ -220,3 +220,18 @@ def test_outputs_that_differ_end_with_status_1_and_name_the_request(
     assert finished.status == 1
     assert "request 3 is the first that differs" in finished.stderr and "identical" not in finished.stdout
     assert run_here(capsys, *flags, "--dtype", "bf16").status == 0
+
+
+def test_each_engine_is_warmed_up_before_its_first_request(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls: list[str] = []
+    add_request, warmup = MambaCacheEngine.add_request, MambaCacheEngine.warmup
+    monkeypatch.setattr(MambaCacheEngine, "warmup", lambda self: calls.append("warmup") or warmup(self))
+    monkeypatch.setattr(
+        MambaCacheEngine, "add_request", lambda self, *a, **s: calls.append("add") or add_request(self, *a, **s)
+    )
+    finished = run_here(capsys, "--random-model", "--num-tokens-to-generate", 1)
+    assert finished.status == 0
+    engines = "".join("w" if call == "warmup" else "a" for call in calls)
+    assert engines[0] == "w" and engines.count("w") == 3 and "ww" not in engines

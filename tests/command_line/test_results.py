@@ -9,7 +9,7 @@ from megatron_mamba_cache.command_line.comparison import Difference, first_diffe
 from megatron_mamba_cache.command_line.later_turns import LaterTurns
 from megatron_mamba_cache.command_line.prompts import PromptLine
 from megatron_mamba_cache.command_line.replies import reply_lines
-from megatron_mamba_cache.command_line.report import reason_for_no_skip, table_lines, text_lines
+from megatron_mamba_cache.command_line.report import compilation_line, reason_for_no_skip, table_lines, text_lines
 from megatron_mamba_cache.command_line.results import RequestRecord, RunResult
 from megatron_mamba_cache.metrics import CacheCounters, CacheSnapshot
 
@@ -43,6 +43,15 @@ def test_the_reason_for_no_skip_fits_what_happened() -> None:
         assert reason is None if words is None else reason is not None and words in reason
     off = reason_for_no_skip(result_of(LONG, LONG), replace(CONFIG, prefix_caching=False))
     assert off is not None and "--no-prefix-caching" in off
+
+
+@pytest.mark.parametrize(("count", "words"), [(1, "1 kernel in 2.5 s"), (12, "12 kernels in 2.5 s")])
+def test_compilations_are_reported_and_written(count: int, words: str) -> None:
+    result = result_of(LONG)
+    compiled = replace(result, cache=replace(result.cache, num_compiled_kernels=count, compile_seconds=2.51))
+    assert compilation_line(compiled) == f"compiled {words}"
+    summary = compiled.summary()
+    assert (summary["num_compiled_kernels"], summary["compile_seconds"]) == (count, 2.51)
 
 
 def test_a_failed_request_counts_in_no_total_but_its_own() -> None:
