@@ -53,13 +53,12 @@ STATE_TILINGS = (
 )
 CONV_TILINGS = (
     causal_conv_module.TILING,
-    ConvTiling(tokens=8, channels=256, num_warps=4),
-    ConvTiling(tokens=8, channels=512, num_warps=4),
-    ConvTiling(tokens=16, channels=128, num_warps=4),
-    ConvTiling(tokens=32, channels=128, num_warps=4),
-    ConvTiling(tokens=32, channels=256, num_warps=4),
-    ConvTiling(tokens=32, channels=256, num_warps=8),
-    ConvTiling(tokens=64, channels=256, num_warps=8),
+    ConvTiling(tokens=32, channels=512, at_once=8, num_warps=2),
+    ConvTiling(tokens=32, channels=1024, at_once=4, num_warps=4),
+    ConvTiling(tokens=64, channels=1024, at_once=8, num_warps=4),
+    ConvTiling(tokens=16, channels=1024, at_once=8, num_warps=4),
+    ConvTiling(tokens=32, channels=1024, at_once=16, num_warps=4),
+    ConvTiling(tokens=32, channels=256, at_once=8, num_warps=1),
 )
 CONV_VERIFY_TILINGS = (
     conv_verify_module.TILING,

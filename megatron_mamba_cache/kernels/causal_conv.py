@@ -9,7 +9,7 @@ Programs have one of three parts, each for a tile of channels:
 
     row     its first d_conv - 1 tokens, which alone need the initial window, and every window that holds part of it
     chunk   the window at its end, all of it inputs of this step
-    tile    a run of packed tokens, whatever rows they belong to, except each row's first d_conv - 1
+    tile    packed tokens, whatever rows they belong to, except each row's first d_conv - 1
 
 Grid: rows, chunks and tiles times the tiles of channels. Graph safe: no host sync, one launch, grid fixed by the
 shapes of the arguments.
@@ -47,15 +47,18 @@ class ConvTiling:
 
     Args:
         tokens, channels: of a tile, powers of two.
+        at_once: tokens whose inputs are on their way at once, a divisor of `tokens`.
         num_warps: warps of a program.
     """
 
     tokens: int
     channels: int
+    at_once: int
     num_warps: int
 
 
-TILING = ConvTiling(tokens=16, channels=256, num_warps=4)
+TILING = ConvTiling(tokens=32, channels=1024, at_once=8, num_warps=4)
+_MAX_REGISTERS = 128  # of a thread, so that four programs of four warps fit on a multiprocessor
 
 
 class _Rows(NamedTuple):
@@ -70,7 +73,42 @@ class _Rows(NamedTuple):
 
 
 @triton.jit
-def _convolve_tile(
+def _convolve_run(
+    y,
+    inputs,
+    weight,
+    bias,
+    first_token,
+    channel,
+    CONV_DIM: tl.constexpr,
+    D_CONV: tl.constexpr,
+    TOKENS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """Compute tokens of one row, each with D_CONV - 1 before it: every input is read once, some tokens at once."""
+    inside = channel < CONV_DIM
+    taps = load_taps(weight, channel, CONV_DIM, D_CONV)
+    offset = load_bias(bias, channel, CONV_DIM)
+    first = tl.cast(first_token, tl.int64)
+    x = inputs.x + first * inputs.token_stride + channel
+    y += first * CONV_DIM + channel
+    history = ()
+    for k in tl.static_range(1, D_CONV):
+        history = appended(history, tl.load(x - (D_CONV - k) * inputs.token_stride, mask=inside, other=0.0))
+    for begin in tl.static_range(0, TOKENS, AT_ONCE):
+        for j in tl.static_range(AT_ONCE):
+            history = appended(history, tl.load(x + (begin + j) * inputs.token_stride, mask=inside, other=0.0))
+        for j in tl.static_range(AT_ONCE):
+            window = ()
+            for k in tl.static_range(D_CONV):
+                window = appended(window, history[j + k].to(tl.float32))
+            out = weigh_and_activate(window, taps, offset, D_CONV)
+            tl.store(y + (begin + j) * CONV_DIM, out, mask=inside)
+        history = history[AT_ONCE:]
+
+
+@triton.jit
+def _convolve_mixture(
     y,
     inputs,
     weight,
@@ -84,7 +122,7 @@ def _convolve_tile(
     D_CONV: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Compute a run of packed tokens that have D_CONV - 1 tokens of their row before them; clear those past them."""
+    """Compute those of some tokens that have D_CONV - 1 tokens of their row before them; clear those past all rows."""
     token = first_token + tl.arange(0, TOKENS)
     row = count_up_to(rows.cu_rows + 1, num_rows, token)
     is_past = row == num_rows
@@ -124,6 +162,7 @@ def _causal_conv_kernel(
     CONV_DIM: tl.constexpr,
     D_CONV: tl.constexpr,
     TOKENS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
     TILES: tl.constexpr = (CONV_DIM + CHANNELS - 1) // CHANNELS
@@ -137,20 +176,16 @@ def _causal_conv_kernel(
             end_chunk(inputs, windows, rows, part - num_rows, channel, CONV_DIM, D_CONV - 1)
     else:
         first_token = (part - num_rows - num_chunks) * TOKENS
-        _convolve_tile(
-            y,
-            inputs,
-            weight,
-            bias,
-            rows,
-            num_rows,
-            num_tokens,
-            first_token,
-            channel,
-            CONV_DIM,
-            D_CONV,
-            TOKENS,
-        )
+        row = count_up_to(rows.cu_rows + 1, num_rows, first_token)
+        in_row = first_token - tl.load(rows.cu_rows + row)
+        row_end = tl.load(rows.cu_rows + row + 1, mask=row < num_rows, other=0)
+        if (in_row >= D_CONV - 1) & (first_token + TOKENS <= row_end):
+            _convolve_run(y, inputs, weight, bias, first_token, channel, CONV_DIM, D_CONV, TOKENS, AT_ONCE)
+        else:
+            for begin in range(first_token, first_token + TOKENS, 2):  # few: they are rare, and registers are not
+                _convolve_mixture(
+                    y, inputs, weight, bias, rows, num_rows, num_tokens, begin, channel, CONV_DIM, D_CONV, 2
+                )
 
 
 def causal_conv(
@@ -215,6 +250,8 @@ def _launch(
         CONV_DIM=conv_dim,
         D_CONV=d_conv,
         TOKENS=tiling.tokens,
+        AT_ONCE=tiling.at_once,
         CHANNELS=channels,
         num_warps=tiling.num_warps,
+        maxnreg=_MAX_REGISTERS,
     )

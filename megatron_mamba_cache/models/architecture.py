@@ -155,7 +155,17 @@ def build_hybrid_model(architecture: HybridArchitecture, dtype: torch.dtype) -> 
             rotary_base=rotary_base or 10_000,
             rotary_percent=architecture.attention.rotary_percent,
         )
+        if rotary_base is not None:
+            _set_rotary_frequencies(model, rotary_base)
         return model.to(torch.cuda.current_device()).eval()
+
+
+def _set_rotary_frequencies(model: MambaModel, rotary_base: float) -> None:
+    """Compute the frequencies on the CPU: a GPU rounds their powers otherwise, and every angle with them."""
+    rotary = model.rotary_pos_emb
+    dim = 2 * rotary.inv_freq.numel()
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
+    rotary.inv_freq = (1.0 / rotary_base**exponents).to(rotary.inv_freq.device)
 
 
 def transformer_config(architecture: HybridArchitecture, dtype: torch.dtype) -> TransformerConfig:

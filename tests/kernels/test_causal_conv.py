@@ -193,11 +193,11 @@ def test_steps_of_one_token_are_bit_equal_to_the_packed_row(d_conv: int, op: Op,
 @pytest.mark.parametrize(
     ("conv_dim", "d_conv", "tiling"),
     [
-        (63, 3, ConvTiling(8, 32, 1)),
-        (500, 4, ConvTiling(16, 256, 4)),
-        (64, 4, ConvTiling(32, 64, 4)),
-        (1, 2, ConvTiling(8, 128, 4)),
-        (20, 6, ConvTiling(16, 16, 2)),
+        (63, 3, ConvTiling(8, 32, 8, 1)),
+        (500, 4, ConvTiling(16, 256, 8, 4)),
+        (64, 4, ConvTiling(32, 64, 8, 4)),
+        (1, 2, ConvTiling(8, 128, 8, 4)),
+        (20, 6, ConvTiling(16, 16, 8, 2)),
     ],
 )
 def test_kernel_computes_what_its_twin_does(
@@ -233,7 +233,7 @@ def test_windows_of_random_rows_are_those_of_the_twin(d_conv: int, data: st.Data
     x = torch.randn(sum(spec.length for spec in specs) + data.draw(st.integers(0, 2)), CONV_DIM)
     pool = torch.randn(40, d_conv - 1, CONV_DIM)
     expected_pool, rows = pool.clone(), pack_rows(specs, 3, "cpu", data.draw(st.integers(0, 2)))
-    y = causal_conv(x, weight, bias, pool, rows, ConvTiling(8, 64, 1))
+    y = causal_conv(x, weight, bias, pool, rows, ConvTiling(8, 64, 8, 1))
     torch.testing.assert_close(y, causal_conv_ref(x, weight, bias, expected_pool, rows), rtol=1e-5, atol=1e-5)
     assert same_bits(pool, expected_pool)
 
@@ -243,7 +243,7 @@ def test_every_tiling_computes_the_same_bits(device: str) -> None:
     weight, bias = make_weights(4, device)
     x = torch.randn(sum(spec.length for spec in SPECS), CONV_DIM, device=device)
     rows, results = pack_rows(SPECS, CHUNK, device), []
-    for tiling in (ConvTiling(16, 256, 4), ConvTiling(8, 16, 1), ConvTiling(64, 32, 8)):
+    for tiling in (ConvTiling(16, 256, 8, 4), ConvTiling(8, 16, 8, 1), ConvTiling(64, 32, 8, 8)):
         pool = torch.ones(NUM_SLOTS, 3, CONV_DIM, device=device)
         results.append((causal_conv(x, weight, bias, pool, rows, tiling), pool))
     for y, pool in results[1:]:

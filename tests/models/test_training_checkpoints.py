@@ -78,7 +78,11 @@ def test_a_run_loads_bit_equal_with_the_architecture_of_its_arguments(
     assert loaded.architecture == architecture
     assert_same_weights(given, loaded)
     prompts = some_prompts(architecture.vocab_size)
-    assert torch.equal(full_sequence_logits(loaded, prompts), full_sequence_logits(given, prompts))
+    logits, expected = full_sequence_logits(loaded, prompts), full_sequence_logits(given, prompts)
+    if torch.cuda.is_available() and architecture.experts:  # a GPU adds experts up in the order in which they come
+        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+    else:
+        assert torch.equal(logits, expected)
 
 
 def test_the_gated_norm_has_megatrons_own_epsilon_and_the_others_have_that_of_the_arguments(
