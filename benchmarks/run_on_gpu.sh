@@ -46,6 +46,8 @@ section slot_copies "Whole-slot copies and clears against a memcpy of the same b
 section attention "Attention backends, KV append and gated norm" \
     python3 benchmarks/attention.py --json "$results/attention.json"
 section kernels "Each kernel, its floor and its peers" python3 benchmarks/kernels.py --json "$results/kernels.json"
+section engine_8b "The whole engine with an 8B NemotronH: logits, tokens and speed" \
+    python3 benchmarks/engine_8b.py --json "$results/engine_8b.json"
 section ssd_scan "Prefill scan beside mamba-ssm's" python3 benchmarks/ssd_scan.py --json "$results/ssd_scan.json"
 section ssd_scan_tilings "Prefill scan in every form" python3 benchmarks/ssd_scan.py --sweep
 section speculation_on_gpu "What drafts give and what they cost" python3 benchmarks/speculation.py --device cuda
