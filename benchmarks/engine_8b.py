@@ -5,10 +5,10 @@
 A NemotronH of 8B parameters, random weights, bf16. Requests share a long prefix, and one continues another's reply.
 Ways to serve them are compared by the logits of the same tokens: alone without a cache; together without a cache, in
 large steps and in small ones whose chunks end anywhere; with a cache, alone and together. The cached ones may differ
-from the first by no more than uncached ones differ among themselves; a control, whose cached states are lost, must differ
-by more. Then a shallower model of the same width in fp32, TF32 off, must generate the same tokens with a cache as
-without; where two differ, a float64 model that shares no code with the package says whether its best two tokens were
-closer than 1e-5 there. A prefill step is one with any prompt token in it.
+from the first by no more than uncached ones differ among themselves; a control, whose cached states are lost, must
+differ by more. Then a shallower model of the same width in fp32, TF32 off, must generate the same tokens with a cache
+as without; where two differ, a float64 model that shares no code with the package says whether its best two tokens
+were closer than 1e-5 there. A prefill step is one with any prompt token in it.
 """
 
 import argparse
