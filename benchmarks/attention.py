@@ -3,13 +3,14 @@
     PYTHONPATH=. python3 benchmarks/attention.py [--json FILE]
 
 Every figure is the median time of a launch inside a CUDA graph of many, bf16. Bytes are those that a launch must read
-and write, FLOPs those of the scores that causality leaves. The host's plan of a step is timed apart, for all layers.
+and write, and a memcpy is one that reads and writes as many in all, measured up to 384 MiB read and scaled by bytes
+beyond. FLOPs are those of the scores that causality leaves. The host's plan of a step is timed apart, for all layers.
 """
 
 import argparse
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import accumulate
@@ -17,7 +18,8 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from graph_timing import launch_us
+from ceilings import copy_us
+from graph_timing import MEMCPY_NOTE, launch_us
 from machine import describe_machine
 
 from megatron_mamba_cache.kernels.attention_backends.choice import BACKENDS
@@ -60,6 +62,12 @@ class Figure:
     num_bytes: float
     num_flops: float = 0.0
     plan_us: float = 0.0
+    memcpy_us: float = 0.0
+
+    @property
+    def of_memcpy(self) -> float:
+        """Return the speed relative to a plain copy of as many bytes."""
+        return self.memcpy_us / self.us
 
     @property
     def gb_per_s(self) -> float:
@@ -131,7 +139,7 @@ def measure_attention(case: Case, shape: AttentionShape, named: dict[str, Attent
         attend = backend.plan(rows)
         slowdown = 20 if name == "reference" else 1
         us = launch_us([partial(attend, q, cache[0], cache[1])], slowdown * expected_us)
-        figures.append(Figure(case.name, name, us, num_bytes, num_flops, plan_us))
+        figures.append(Figure(case.name, name, us, num_bytes, num_flops, plan_us, copy_us(int(num_bytes))))
     return figures
 
 
@@ -146,10 +154,10 @@ def host_us(call: Callable[[], object]) -> float:
     return median(times) * 1e6
 
 
-def measure_token_kernels() -> list[Figure]:
+def measure_token_kernels(tokens: Sequence[int] = TOKENS) -> list[Figure]:
     """Measure the KV append and the gated norm, and their twins; several copies of the inputs leave the L2 cache."""
     figures = []
-    for num_tokens in TOKENS:
+    for num_tokens in tokens:
         figures += _measure_norm("8B", num_tokens, channels=8192, group_size=1024)
         figures += _measure_norm("Nano", num_tokens, channels=4096, group_size=512)
         figures += _measure_append(num_tokens)
@@ -167,7 +175,8 @@ def _measure_norm(name: str, num_tokens: int, channels: int, group_size: int) ->
             partial(norm, rows[:, :channels], rows[:, channels:], weight, group_size, 1e-5) for rows in projected
         ]
         us = launch_us(launches, max(2.0, num_bytes / 3e6))
-        figures.append(Figure(f"gated norm, {name}, {num_tokens} tokens", norm.__name__, us, num_bytes))
+        case = f"gated norm, {name}, {num_tokens} tokens"
+        figures.append(Figure(case, norm.__name__, us, num_bytes, memcpy_us=copy_us(num_bytes)))
     return figures
 
 
@@ -185,16 +194,19 @@ def _measure_append(num_tokens: int) -> list[Figure]:
             for new, place in zip(joint, places, strict=True)
         ]
         us = launch_us(launches, max(2.0, num_bytes / 3e6))
-        figures.append(Figure(f"KV append, {num_tokens} tokens", append.__name__, us, num_bytes))
+        figures.append(
+            Figure(f"KV append, {num_tokens} tokens", append.__name__, us, num_bytes, memcpy_us=copy_us(num_bytes))
+        )
     return figures
 
 
 def table(figures: list[Figure]) -> str:
     """Return the figures as Markdown."""
-    lines = ["| case | way | µs | GB/s | TFLOP/s | plan, µs |", "|---|---|---:|---:|---:|---:|"]
+    lines = ["| case | way | µs | GB/s | of memcpy | TFLOP/s | plan, µs |", "|---|---|---:|---:|---:|---:|---:|"]
     for figure in figures:
         arithmetic = f"{figure.tflops:,.0f} | {figure.plan_us:,.0f}" if figure.num_flops else " | "
-        lines.append(f"| {figure.case} | {figure.way} | {figure.us:,.1f} | {figure.gb_per_s:,.0f} | {arithmetic} |")
+        moved = f"{figure.us:,.1f} | {figure.gb_per_s:,.0f} | {figure.of_memcpy:.3f}"
+        lines.append(f"| {figure.case} | {figure.way} | {moved} | {arithmetic} |")
     return "\n".join(lines)
 
 
@@ -212,11 +224,12 @@ def main() -> None:
         figures += measure_attention(case, shape, named)
         torch.cuda.empty_cache()
     figures += measure_token_kernels()
-    print(table(figures))
+    print(f"{table(figures)}\n\n{MEMCPY_NOTE}")
     if arguments.json:
         document = {"machine": describe_machine()}
         document["figures"] = [
-            asdict(figure) | {"gb_per_s": figure.gb_per_s, "tflops": figure.tflops} for figure in figures
+            asdict(figure) | {"GB/s": figure.gb_per_s, "of memcpy": figure.of_memcpy, "TFLOP/s": figure.tflops}
+            for figure in figures
         ]
         arguments.json.write_text(json.dumps(document, indent=2) + "\n")
 

@@ -9,21 +9,41 @@ from torch import Tensor
 
 GRAPH_MS = 12.0
 NUM_REPLAYS = 15
-PIECE_BYTES = 2**29  # memcpy nodes of graphs slow down from 1.6 GiB on
+MOST_COPIED = 3 * 2**27  # bytes that a measured plain copy reads; larger ones run at two thirds of the speed in graphs
+MEMCPY_NOTE = (
+    "The memcpy of more than 384 MiB is the one of 384 MiB, scaled by bytes: larger ones slow down in graphs and are "
+    "no ceiling."
+)
 
 Launch = Callable[[], object]
 
 
 def launch_us(launches: Sequence[Launch], expected_us: float) -> float:
     """Return the median time of a launch in a graph that repeats `launches`, in turn, for about GRAPH_MS."""
-    count = min(256, max(4, round(GRAPH_MS * 1000 / expected_us)))
-    for launch in launches[:2]:
-        launch()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for launch in islice(cycle(launches), count):
-            launch()
+    graph, count = _captured(launches, expected_us)
     return median(_replay_ms(graph) for _ in range(NUM_REPLAYS + 3)) * 1000 / count
+
+
+def interleaved_us(variants: Sequence[Sequence[Launch]], expected_us: float, num_rounds: int) -> list[float]:
+    """Return `launch_us` of each variant, their graphs replayed in turn, so that what drifts hits all alike."""
+    graphs = [_captured(launches, expected_us) for launches in variants]
+    rounds = [[_replay_ms(graph) for graph, _ in graphs] for _ in range(num_rounds + 3)][3:]
+    times = zip(*rounds, strict=True)
+    return [median(ms) * 1000 / count for ms, (_, count) in zip(times, graphs, strict=True)]
+
+
+def memcpy_us(memory: Tensor, num_bytes: int) -> float:
+    """Return the time of a plain copy that reads `num_bytes` and writes as many: the ceiling of what moves memory.
+
+    A copy of more than MOST_COPIED is not measured itself but as so many times the one of MOST_COPIED: memcpy nodes of
+    graphs slow down beyond it, and a slow copy is no ceiling.
+
+    Args:
+        memory: As for `memcpys`.
+    """
+    copied = min(max(num_bytes, 256), MOST_COPIED)
+    count = min(256, max(1, memory.nbytes // 2 // copied))
+    return launch_us(memcpys(memory, copied, count), max(2.0, copied / 2e6)) * num_bytes / copied
 
 
 def memcpys(memory: Tensor, num_bytes: int, count: int) -> list[Launch]:
@@ -31,26 +51,32 @@ def memcpys(memory: Tensor, num_bytes: int, count: int) -> list[Launch]:
 
     Args:
         memory: Contiguous; what it holds is overwritten.
+        num_bytes: Rounded down to a multiple of 256.
 
     Raises:
-        ValueError: If `memory` is shorter than two pieces.
+        ValueError: If `memory` is shorter than two copies.
     """
     memory = memory.view(-1).view(torch.uint8)
-    half = memory.numel() // 2
-    num_pieces = -(-num_bytes // PIECE_BYTES)
-    piece = num_bytes // num_pieces // 256 * 256
-    if half < piece:
-        raise ValueError(f"need memory of at least {2 * piece} bytes for copies of {piece}, found {memory.numel()}")
-    places = cycle(range(0, half - piece + 1, piece))
+    half, copied = memory.numel() // 2, num_bytes // 256 * 256
+    if half < copied:
+        raise ValueError(f"need memory of at least {2 * copied} bytes to copy {copied}, found {memory.numel()}")
 
-    def memcpy(starts: Sequence[int]) -> Launch:
-        def copy() -> None:
-            for start in starts:
-                memory[half + start :][:piece].copy_(memory[start:][:piece])
+    def memcpy(start: int) -> Launch:
+        return lambda: memory[half + start :][:copied].copy_(memory[start:][:copied])
 
-        return copy
+    return [memcpy(start) for start in islice(cycle(range(0, half - copied + 1, copied)), count)]
 
-    return [memcpy(list(islice(places, num_pieces))) for _ in range(count)]
+
+def _captured(launches: Sequence[Launch], expected_us: float) -> tuple[torch.cuda.CUDAGraph, int]:
+    """Return a graph of the launches, in turn, for about GRAPH_MS, and how many they are."""
+    count = min(256, max(4, round(GRAPH_MS * 1000 / expected_us)))
+    for launch in launches[:2]:
+        launch()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for launch in islice(cycle(launches), count):
+            launch()
+    return graph, count
 
 
 def _replay_ms(graph: torch.cuda.CUDAGraph) -> float:

@@ -1,4 +1,4 @@
-"""Write a NemotronH directory in Hugging Face layout with random weights, without transformers."""
+"""NemotronH models with random weights: built at once, or written in Hugging Face layout, without transformers."""
 
 import json
 import math
@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.models.mamba.mamba_model import MambaModel
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_mamba_cache.models.architecture import HybridArchitecture
+from megatron_mamba_cache.models.architecture import HybridArchitecture, build_hybrid_model
 from megatron_mamba_cache.models.checkpoint_config import CheckpointConfig
-from megatron_mamba_cache.models.nemotron_h import architecture_of
+from megatron_mamba_cache.models.nemotron_h import architecture_of, placements_of
+from megatron_mamba_cache.models.placement import ModelFiller
 
 STD = 0.02
 COMMON_FIELDS = {
@@ -37,12 +39,11 @@ def write_checkpoint(directory: Path, fields: dict[str, Any], max_shard_bytes: i
     config = COMMON_FIELDS | fields
     (directory / "config.json").write_text(json.dumps(config, indent=2))
     architecture = architecture_of(CheckpointConfig(config, "config.json"))
-    generator = torch.Generator(device).manual_seed(0)
     weight_map: dict[str, str] = {}
     shard: dict[str, Tensor] = {}
     size = total = 0
-    for name, shape in tensor_shapes(architecture):
-        tensor = _drawn(name, shape, len(architecture.pattern), generator).cpu()
+    for name, drawn in random_tensors(architecture, device):
+        tensor = drawn.cpu()
         if shard and size + tensor.nbytes > max_shard_bytes:
             _write_shard(directory, shard, weight_map)
             size = 0
@@ -53,6 +54,25 @@ def write_checkpoint(directory: Path, fields: dict[str, Any], max_shard_bytes: i
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
     return total
+
+
+def random_model(fields: dict[str, Any], dtype: torch.dtype) -> MambaModel:
+    """Build the model of a configuration on the current device, with the weights that `write_checkpoint` writes."""
+    architecture = architecture_of(CheckpointConfig(COMMON_FIELDS | fields, "the configuration"))
+    model = build_hybrid_model(architecture, dtype)
+    filler = ModelFiller(model, placements_of(architecture), rank=0, size=1)
+    for name, tensor in random_tensors(architecture, str(next(model.parameters()).device)):
+        filler.fill(name, tensor)
+    if unfilled := filler.unfilled():
+        raise ValueError(f"no weights were drawn for {', '.join(unfilled)}")
+    return model
+
+
+def random_tensors(architecture: HybridArchitecture, device: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name and bf16 values of each tensor of a NemotronH checkpoint, drawn on the device."""
+    generator = torch.Generator(device).manual_seed(0)
+    for name, shape in tensor_shapes(architecture):
+        yield name, _drawn(name, shape, len(architecture.pattern), generator)
 
 
 def tensor_shapes(architecture: HybridArchitecture) -> Iterator[tuple[str, tuple[int, ...]]]:

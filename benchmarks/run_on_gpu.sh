@@ -6,6 +6,7 @@ cd "$(dirname "$0")/.."
 results=${1:-benchmarks/results}
 mkdir -p "$results"
 failed=0
+most_lines=200 # of a section's output
 
 section() { # section FILE TITLE COMMAND...
     case " ${ONLY:-$1} " in *" $1 "*) ;; *) return 0 ;; esac
@@ -17,7 +18,7 @@ section() { # section FILE TITLE COMMAND...
         printf '\n'
     } >"$file"
     "$@" >"$file.log" 2>&1 || status=$?
-    grep -v -i warn "$file.log" | tail -n 40 >>"$file"
+    grep -v -i warn "$file.log" | tail -n "$most_lines" >>"$file"
     printf '\nExit code %d after %d s.\n' "$status" "$((SECONDS - began))" >>"$file"
     [ "$status" -eq 0 ] || failed=1
     echo "== $title: exit code $status after $((SECONDS - began)) s"
@@ -44,6 +45,9 @@ section slot_copies "Whole-slot copies and clears against a memcpy of the same b
     python3 benchmarks/slot_copies.py --json "$results/slot_copies.json"
 section attention "Attention backends, KV append and gated norm" \
     python3 benchmarks/attention.py --json "$results/attention.json"
+section kernels "Each kernel, its floor and its peers" python3 benchmarks/kernels.py --json "$results/kernels.json"
+section engine_8b "The whole engine with an 8B NemotronH: logits, tokens and speed" \
+    python3 benchmarks/engine_8b.py --json "$results/engine_8b.json"
 section ssd_scan "Prefill scan beside mamba-ssm's" python3 benchmarks/ssd_scan.py --json "$results/ssd_scan.json"
 section ssd_scan_tilings "Prefill scan in every form" python3 benchmarks/ssd_scan.py --sweep
 section speculation_on_gpu "What drafts give and what they cost" python3 benchmarks/speculation.py --device cuda

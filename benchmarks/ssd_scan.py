@@ -10,19 +10,19 @@ the faster of two chunk sizes; rows of different lengths are one sequence with a
 import argparse
 import json
 import random
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from graph_timing import Launch, launch_us
+from graph_timing import Launch, interleaved_us, launch_us
 from machine import describe_machine
 from mamba_ssm_peer import peer_function
 from torch import Tensor
 
 from megatron_mamba_cache.kernels.hopper_tiling import HopperTiling
 from megatron_mamba_cache.kernels.ssd_scan import scan_tiles, ssd_scan
-from megatron_mamba_cache.kernels.ssd_tiles import tile_shape
+from megatron_mamba_cache.kernels.ssd_tiles import TILE_LEN, tile_shape
 from megatron_mamba_cache.kernels.ssm_inputs import SSMTokens, SSMWeights
 from megatron_mamba_cache.kernels.varlen_rows import PAD_SLOT, VarlenRows
 
@@ -31,6 +31,8 @@ D_STATE, HEAD_DIM, GROUPS = 128, 64, 8
 HEADS = {"8B": 128, "Nano": 64}
 MIXED = tuple(random.Random(0).randint(200, 4000) for _ in range(16))
 CASES = {
+    "1 x 512": (512,),
+    "1 x 2k": (2048,),
     "1 x 4k": (4096,),
     "8 x 4k": (4096,) * 8,
     "16 rows of 200 to 4000": MIXED,
@@ -51,6 +53,8 @@ TILINGS = (
 )
 PEER_CHUNKS = (128, 256)
 GUESSED_NS = 30.0
+NUM_ROUNDS = 41
+DTYPES = (torch.float32, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +83,12 @@ class Batch:
         return sum(self.lengths)
 
 
-def make_batch(
-    num_heads: int, lengths: tuple[int, ...], boundaries: tuple[int, ...] = (), ssm_dtype: torch.dtype = torch.float32
-) -> Batch:
-    """Return rows of these lengths whose states at `boundaries` and at the end go to slots of their own."""
+def make_batch(num_heads: int, lengths: tuple[int, ...], device: str = "cuda") -> Batch:
+    """Return rows of these lengths whose states at the end go to float32 slots of their own."""
     num_tokens = sum(lengths)
 
     def randn(*sizes: int, scale: float = 1.0) -> Tensor:
-        return (torch.randn(sizes, device="cuda") * scale).bfloat16()
+        return (torch.randn(sizes, device=device) * scale).bfloat16()
 
     tokens = SSMTokens(
         x=randn(num_tokens, num_heads, HEAD_DIM),
@@ -94,14 +96,32 @@ def make_batch(
         B=randn(num_tokens, GROUPS, D_STATE, scale=0.3),
         C=randn(num_tokens, GROUPS, D_STATE, scale=0.3),
     )
-    A_log = torch.log(torch.rand(num_heads, device="cuda") * 15 + 1)
-    weights = SSMWeights(A_log, torch.randn(num_heads, device="cuda"), torch.randn(num_heads, device="cuda") - 4)
-    num_slots = len(lengths) * (1 + len(boundaries))
-    pool = torch.empty(num_slots, num_heads, D_STATE, HEAD_DIM, dtype=ssm_dtype, device="cuda")
-    return Batch(lengths, tokens, weights, pool, _rows(lengths, boundaries))
+    A_log = torch.log(torch.rand(num_heads, device=device) * 15 + 1)
+    weights = SSMWeights(A_log, torch.randn(num_heads, device=device), torch.randn(num_heads, device=device) - 4)
+    pool = torch.empty(len(lengths), num_heads, D_STATE, HEAD_DIM, device=device)
+    return Batch(lengths, tokens, weights, pool, _rows(lengths, (), device))
 
 
-def _rows(lengths: tuple[int, ...], boundaries: tuple[int, ...]) -> VarlenRows:
+def tokens_bytes(num_heads: int, num_tokens: int) -> int:
+    """Return the bytes of x, y, B, C and dt, once each."""
+    return 2 * num_tokens * (2 * num_heads * HEAD_DIM + 2 * GROUPS * D_STATE + num_heads)
+
+
+def scan_flops(num_heads: int, num_tokens: int) -> int:
+    """Return the FLOPs of the scan in tiles of TILE_LEN: scores, their sums of x, and the state's part and update."""
+    a_head = 4 * D_STATE * HEAD_DIM + 2 * TILE_LEN * HEAD_DIM
+    return num_tokens * (num_heads * a_head + GROUPS * 2 * TILE_LEN * D_STATE)
+
+
+def with_boundaries(batch: Batch, boundaries: tuple[int, ...], ssm_dtype: torch.dtype) -> Batch:
+    """Return the same tokens with other boundaries, and a pool for them."""
+    shape = (len(batch.lengths) * (1 + len(boundaries)), *batch.pool.shape[1:])
+    device = str(batch.pool.device)
+    pool = torch.empty(shape, dtype=ssm_dtype, device=device)
+    return replace(batch, pool=pool, rows=_rows(batch.lengths, boundaries, device))
+
+
+def _rows(lengths: tuple[int, ...], boundaries: tuple[int, ...], device: str) -> VarlenRows:
     cu_rows, cu_chunks, chunk_rows, chunk_slots, cu_row_chunks = [0], [0], [], [], [0]
     slot = len(lengths)
     for row, length in enumerate(lengths):
@@ -122,7 +142,7 @@ def _rows(lengths: tuple[int, ...], boundaries: tuple[int, ...]) -> VarlenRows:
         cu_row_chunks,
         sorted(range(len(lengths)), key=lambda row: -lengths[row]),
     )
-    return VarlenRows(*(torch.tensor(column, dtype=torch.int32, device="cuda") for column in columns))
+    return VarlenRows(*(torch.tensor(column, dtype=torch.int32, device=device) for column in columns))
 
 
 def scan_launch(batch: Batch) -> Launch:
@@ -137,7 +157,7 @@ def form_launch(batch: Batch, tiling: HopperTiling | None) -> Launch:
     return lambda: scan_tiles(batch.tokens, batch.weights, batch.pool, batch.rows, shape, tiling)
 
 
-def peer_launches(batch: Batch) -> list[Launch]:
+def peer_launches(batch: Batch, chunk_sizes: Sequence[int] = PEER_CHUNKS) -> list[Launch]:
     """Return mamba-ssm's scan of the same tokens with each of its chunk sizes; none where it is not installed."""
     scan = peer_function("ssd_combined", "mamba_chunk_scan_combined")
     if scan is None:
@@ -158,7 +178,7 @@ def peer_launches(batch: Batch) -> list[Launch]:
             seq_idx=seq_idx, return_final_states=True,
         )  # fmt: skip
 
-    return [launch(chunk_size) for chunk_size in PEER_CHUNKS]
+    return [launch(chunk_size) for chunk_size in chunk_sizes]
 
 
 def ns_per_token(batch: Batch, launch: Launch) -> float:
@@ -166,30 +186,39 @@ def ns_per_token(batch: Batch, launch: Launch) -> float:
     return launch_us([launch], GUESSED_NS * batch.num_tokens / 1000) * 1000 / batch.num_tokens
 
 
-def measure() -> Iterator[Figure]:
+def measure(
+    models: Iterable[str] = HEADS, cases: Iterable[str] = CASES, peer_chunks: Sequence[int] = PEER_CHUNKS
+) -> Iterator[Figure]:
     """Yield both scans of each case."""
-    for model, num_heads in HEADS.items():
-        for case, lengths in CASES.items():
-            batch = make_batch(num_heads, lengths)
+    for model in models:
+        for case in cases:
+            batch = make_batch(HEADS[model], CASES[case])
             yield Figure(model, case, "ours", ns_per_token(batch, scan_launch(batch)))
             if case in SWEPT_CASES:
                 yield Figure(model, case, "portable", ns_per_token(batch, form_launch(batch, None)))
-            peers = [ns_per_token(batch, launch) for launch in peer_launches(batch)]
+            peers = [ns_per_token(batch, launch) for launch in peer_launches(batch, peer_chunks)]
             if peers:
                 yield Figure(model, case, "mamba-ssm", min(peers))
             del batch
+            torch.cuda.empty_cache()
 
 
-def measure_boundaries() -> Iterator[Figure]:
-    """Yield our scan of 4k prompts with and without boundary states, of both dtypes."""
-    for model, num_heads in HEADS.items():
-        for num_rows in (1, 8):
-            for dtype in (torch.float32, torch.bfloat16):
-                for name, boundaries in BOUNDARIES.items():
-                    batch = make_batch(num_heads, (4096,) * num_rows, boundaries, dtype)
-                    case = f"{num_rows} x 4k, {str(dtype).removeprefix('torch.')} states"
-                    yield Figure(model, case, name, ns_per_token(batch, scan_launch(batch)))
-                    del batch
+def measure_boundaries(
+    models: Iterable[str] = HEADS, counts: Iterable[int] = (1, 8), dtypes: Iterable[torch.dtype] = DTYPES
+) -> Iterator[Figure]:
+    """Yield our scan of `counts` 4k prompts with and without boundary states, in graphs replayed by turns."""
+    for model in models:
+        for num_rows in counts:
+            tokens = make_batch(HEADS[model], (4096,) * num_rows)
+            for dtype in dtypes:
+                batches = [with_boundaries(tokens, boundaries, dtype) for boundaries in BOUNDARIES.values()]
+                expected_us = GUESSED_NS * tokens.num_tokens / 1000
+                times = interleaved_us([[scan_launch(batch)] for batch in batches], expected_us, NUM_ROUNDS)
+                case = f"{num_rows} x 4k, {str(dtype).removeprefix('torch.')} states"
+                for name, us in zip(BOUNDARIES, times, strict=True):
+                    yield Figure(model, case, name, us * 1000 / tokens.num_tokens)
+                del batches
+            torch.cuda.empty_cache()
 
 
 def sweep() -> Iterator[Figure]:

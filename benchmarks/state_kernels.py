@@ -5,19 +5,21 @@
 Every figure is the median time of a launch inside a CUDA graph of many, on random data; successive launches use other
 slots and inputs, a GiB of them in all, so that the L2 cache holds none. A ratio is the time of a plain copy that reads
 and writes as many bytes in all, over the kernel's: of the states alone for the state update, which with K drafts reads
-one and writes 1 + K; of inputs, outputs and windows for the convolutions. mamba-ssm's update, where it is
-installed, runs on the same number of states, in its own layout and without drafts.
+one and writes 1 + K; of inputs, outputs and windows for the convolutions. It is measured up to 384 MiB read and scaled
+by bytes beyond. mamba-ssm's update, where it is installed, runs on the same number of states, in its own layout and
+without drafts.
 """
 
 import argparse
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache
 from pathlib import Path
 
 import torch
-from graph_timing import Launch, launch_us, memcpys
+from causal_conv1d_peer import peer_conv
+from ceilings import copy_us
+from graph_timing import MEMCPY_NOTE, Launch, launch_us
 from machine import describe_machine
 from mamba_ssm_peer import peer_function
 from torch import Tensor
@@ -33,7 +35,6 @@ from megatron_mamba_cache.kernels.varlen_rows import whole_rows
 from megatron_mamba_cache.kernels.verify_rows import VerifyRows
 
 ROTATED_BYTES = 2**30
-MEMCPY_BYTES = 2**32
 D_CONV = 4
 CHUNK = 256
 ROWS = (8, 64, 256)
@@ -122,24 +123,12 @@ class Figure:
         return self.num_bytes / self.us / 1000
 
 
-class Stopwatch:
-    """Times launches and, once for each size, the copy that bounds them."""
-
-    def __init__(self) -> None:
-        self._memory = torch.randint(255, (MEMCPY_BYTES,), dtype=torch.uint8, device="cuda")
-        self._memcpy_us = cache(self._time_memcpy)
-
-    def figure(
-        self, kernel: str, layer: Layer, case: str, num_bytes: int, launches: Sequence[Launch], tiling: Tiling | None
-    ) -> Figure:
-        """Measure launches that read and write `num_bytes` each."""
-        us = launch_us(launches, max(2.0, num_bytes / 4e6))
-        return Figure(kernel, layer.name, case, tiling, num_bytes, us, self._memcpy_us(num_bytes))
-
-    def _time_memcpy(self, num_bytes: int) -> float:
-        copied = max(256, num_bytes // 2)
-        copies = memcpys(self._memory, copied, max(1, MEMCPY_BYTES // 2 // copied))
-        return launch_us(copies, max(2.0, num_bytes / 4e6))
+def timed(
+    kernel: str, layer: Layer, case: str, num_bytes: int, launches: Sequence[Launch], tiling: Tiling | None = None
+) -> Figure:
+    """Measure launches that read and write `num_bytes` each."""
+    us = launch_us(launches, max(2.0, num_bytes / 4e6))
+    return Figure(kernel, layer.name, case, tiling, num_bytes, us, copy_us(num_bytes))
 
 
 def num_rotations(num_bytes: int) -> int:
@@ -237,16 +226,17 @@ class ConvBench:
 
     def prompts(self, num_rows: int, length: int, tiling: ConvTiling) -> list[Launch]:
         """Return convolutions of whole prompts, each with inputs of its own, which leave their windows in slots."""
-        layer, num_tokens = self.layer, num_rows * length
         rows = whole_rows(num_rows, length, CHUNK, torch.device(self.device))
         slots = torch.arange(num_rows, dtype=torch.int32, device=self.device)
         rows = replace(rows, initial_slots=slots, final_slots=slots)
-        pool = torch.randn(num_rows, D_CONV - 1, layer.conv_dim, device=self.device).bfloat16()
-        count = num_rotations(self.prompt_bytes(num_rows, length))
-        shape = (num_tokens, layer.projected)
-        wide = [torch.empty(shape, dtype=torch.bfloat16, device=self.device).normal_() for _ in range(count)]
-        inputs = [projected[:, layer.heads * layer.head_dim :][:, : layer.conv_dim] for projected in wide]
+        pool = torch.randn(num_rows, D_CONV - 1, self.layer.conv_dim, device=self.device).bfloat16()
+        inputs = self._prompt_inputs(num_rows, length)
         return [lambda x=x: causal_conv(x, self.weight, self.bias, pool, rows, tiling) for x in inputs]
+
+    def peer_prompts(self, num_rows: int, length: int, conv: Peer) -> list[Launch]:
+        """Return causal-conv1d's convolutions of whole prompts, which leave no window."""
+        inputs = [x.unflatten(0, (num_rows, length)).mT for x in self._prompt_inputs(num_rows, length)]
+        return [lambda x=x: conv(x, self.weight, self.bias, activation="silu") for x in inputs]
 
     def decode_bytes(self, num_rows: int) -> int:
         """Return the bytes of inputs, outputs and windows, which are read and written."""
@@ -261,6 +251,13 @@ class ConvBench:
         steps = [(x, windows_of_step(number, num_rows, 0, self.device)) for number, x in enumerate(inputs)]
         return [lambda x=x, rows=rows: conv_verify(x, self.weight, self.bias, pool, rows, tiling) for x, rows in steps]
 
+    def _prompt_inputs(self, num_rows: int, length: int) -> list[Tensor]:
+        """Return inputs [tokens, conv_dim] of prompts."""
+        layer, count = self.layer, num_rotations(self.prompt_bytes(num_rows, length))
+        shape = (num_rows * length, layer.projected)
+        wide = [torch.empty(shape, dtype=torch.bfloat16, device=self.device).normal_() for _ in range(count)]
+        return [projected[:, layer.heads * layer.head_dim :][:, : layer.conv_dim] for projected in wide]
+
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Return bf16 or fp32."""
@@ -268,7 +265,6 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def measure_states(
-    stopwatch: Stopwatch,
     layer: Layer,
     cases: Sequence[tuple[int, int]],
     tilings: Sequence[VerifyTiling],
@@ -282,31 +278,33 @@ def measure_states(
             for tiling in tilings:
                 bench.check(tiling)
                 launches = bench.launches(tiling)
-                yield stopwatch.figure("state_verify", layer, case, bench.num_bytes, launches, tiling)
+                yield timed("state_verify", layer, case, bench.num_bytes, launches, tiling)
             if peer is not None and num_drafts == 0:
                 launches = PeerBench(bench, peer).launches()
-                yield stopwatch.figure("mamba-ssm", layer, case, bench.num_bytes, launches, None)
+                yield timed("mamba-ssm", layer, case, bench.num_bytes, launches)
             del bench, launches
             torch.cuda.empty_cache()
 
 
 def measure_convs(
-    stopwatch: Stopwatch, layer: Layer, tilings: Sequence[ConvTiling], decode_tilings: Sequence[ConvVerifyTiling]
+    layer: Layer, tilings: Sequence[ConvTiling], decode_tilings: Sequence[ConvVerifyTiling]
 ) -> Iterator[Figure]:
-    """Measure both convolutions in every case with every tiling."""
-    bench = ConvBench(layer)
+    """Measure both convolutions in every case with every tiling, and causal-conv1d's of prompts if it is installed."""
+    bench, peer = ConvBench(layer), peer_conv()
     for num_rows, length in PROMPTS:
         num_bytes, case = bench.prompt_bytes(num_rows, length), f"{num_rows} x {length} tokens"
         for tiling in tilings:
             launches = bench.prompts(num_rows, length, tiling)
-            yield stopwatch.figure("causal_conv", layer, case, num_bytes, launches, tiling)
+            yield timed("causal_conv", layer, case, num_bytes, launches, tiling)
             del launches
             torch.cuda.empty_cache()
+        if peer is not None:
+            yield timed("causal-conv1d", layer, case, num_bytes, bench.peer_prompts(num_rows, length, peer))
     for num_rows in DECODE_ROWS:
         num_bytes = bench.decode_bytes(num_rows)
         for tiling in decode_tilings:
             launches = bench.decodes(num_rows, tiling)
-            yield stopwatch.figure("conv_verify", layer, f"{num_rows} rows, K = 0", num_bytes, launches, tiling)
+            yield timed("conv_verify", layer, f"{num_rows} rows, K = 0", num_bytes, launches, tiling)
 
 
 def table(figures: Sequence[Figure]) -> str:
@@ -342,19 +340,20 @@ def main() -> None:
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device")
-    stopwatch, peer = Stopwatch(), peer_function("selective_state_update", "selective_state_update")
+    peer = peer_function("selective_state_update", "selective_state_update")
     figures: list[Figure] = []
     if arguments.sweep:
-        figures += measure_states(stopwatch, LAYERS[0], SWEPT, STATE_TILINGS, peer=None)
-        figures += measure_convs(stopwatch, LAYERS[0], CONV_TILINGS, CONV_VERIFY_TILINGS)
+        figures += measure_states(LAYERS[0], SWEPT, STATE_TILINGS, peer=None)
+        figures += measure_convs(LAYERS[0], CONV_TILINGS, CONV_VERIFY_TILINGS)
         print(sweep_table(figures))
     else:
         cases = [(num_rows, num_drafts) for num_drafts in DRAFTS for num_rows in ROWS]
         for layer in LAYERS:
-            figures += measure_states(stopwatch, layer, cases, [state_verify_module.TILING], peer=peer)
-            figures += measure_convs(stopwatch, layer, [causal_conv_module.TILING], [conv_verify_module.TILING])
+            figures += measure_states(layer, cases, [state_verify_module.TILING], peer=peer)
+            figures += measure_convs(layer, [causal_conv_module.TILING], [conv_verify_module.TILING])
         print(table(figures))
         print("\nmamba-ssm: " + ("its selective_state_update" if peer else "not installed"))
+    print(f"\n{MEMCPY_NOTE}")
     if arguments.json:
         records = [asdict(figure) | {"ratio": figure.ratio, "GB/s": figure.gb_per_s} for figure in figures]
         document = {"machine": describe_machine(), "figures": records}

@@ -68,8 +68,11 @@ def test_bytes_and_flops_of_a_case(attention: ModuleType) -> None:
 
 
 def test_attention_is_a_line_a_figure(attention: ModuleType) -> None:
-    figures = [attention.Figure("decode", "twin", 10.0, 1e6, 1e9, 5.0), attention.Figure("append", "op", 2.0, 1e4)]
+    figures = [
+        attention.Figure("decode", "twin", 10.0, 1e6, 1e9, 5.0, memcpy_us=2.5),
+        attention.Figure("append", "op", 2.0, 1e4, memcpy_us=1.8),
+    ]
     assert attention.table(figures).splitlines()[2:] == [
-        "| decode | twin | 10.0 | 100 | 100 | 5 |",
-        "| append | op | 2.0 | 5 |  |  |",
+        "| decode | twin | 10.0 | 100 | 0.250 | 100 | 5 |",
+        "| append | op | 2.0 | 5 | 0.900 |  |  |",
     ]

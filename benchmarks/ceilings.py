@@ -1,0 +1,35 @@
+"""What the card can do, measured in the same run as what is compared with it: plain copies, and a matrix product."""
+
+from functools import cache
+
+import torch
+from graph_timing import launch_us, memcpy_us
+from torch import Tensor
+
+COPIED_BYTES = 2**31
+MATMUL_SIZE = 8192
+
+
+@cache
+def copy_us(num_bytes: int) -> float:
+    """Return the time of a plain copy that reads and writes `num_bytes` in all; see `graph_timing.memcpy_us`."""
+    return memcpy_us(_copied_memory(), num_bytes // 2)
+
+
+@cache
+def matmul_tflops() -> float:
+    """Return the TFLOP/s of a large matrix product in bf16."""
+    left, right = torch.randn(2, MATMUL_SIZE, MATMUL_SIZE, device="cuda").bfloat16().unbind()
+    out = torch.empty_like(left)
+    num_flops = 2 * MATMUL_SIZE**3
+    return num_flops / launch_us([lambda: torch.mm(left, right, out=out)], num_flops / 7e8) / 1e6
+
+
+def floor_us(num_bytes: int, num_flops: float = 0.0) -> float:
+    """Return the time below which nothing moves as many bytes or does as many FLOPs in bf16."""
+    return max(copy_us(num_bytes), num_flops / matmul_tflops() / 1e6 if num_flops else 0.0)
+
+
+@cache
+def _copied_memory() -> Tensor:
+    return torch.randint(255, (COPIED_BYTES,), dtype=torch.uint8, device="cuda")

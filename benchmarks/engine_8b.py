@@ -1,0 +1,266 @@
+"""Are cached and uncached logits of a whole engine as alike as two uncached runs are, and how fast is it?
+
+    PYTHONPATH=. python3 benchmarks/engine_8b.py [--tiny] [--json FILE]
+
+A NemotronH of 8B parameters, random weights, bf16. Requests share a long prefix, and one continues another's reply.
+Ways to serve them are compared by the logits of the same tokens: alone without a cache; together without a cache, in
+large steps and in small ones whose chunks end anywhere; with a cache, alone and together. The cached ones may differ
+from the first by no more than uncached ones differ among themselves; a control, whose cached states are lost, must
+differ by more. Then a shallower model of the same width in fp32, TF32 off, must generate the same tokens with a cache
+as without; where two differ, a float64 model that shares no code with the package says whether its best two tokens
+were closer than 1e-5 there. A prefill step is one with any prompt token in it.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from device_agreement import MARGIN, ROOT
+from load_8b import SHAPES, Shape, stopwatch
+from machine import describe_machine
+from random_checkpoint import random_model
+from shared_prefix_runs import (
+    FIRST,
+    Difference,
+    Workload,
+    difference,
+    prompts_of,
+    serve_cached,
+    serve_cached_together,
+    serve_uncached,
+    some_tokens,
+)
+from traced_engine import StepTimes, Trace, TracedEngine
+
+from megatron_mamba_cache import CacheConfig
+from megatron_mamba_cache.command_line.quiet import own_warnings_hidden, quiet_libraries
+
+SLACK = 1.1
+"""By which what is compared with a few random differences may exceed the largest of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """A model in bf16, the pattern of the one in fp32, and what both serve."""
+
+    shape: Shape
+    fp32_pattern: str
+    fp32_kv_gb: float
+    workload: Workload
+
+
+SCALES = {
+    "8b": Scale(
+        replace(SHAPES["8b"], state_gb=6.0, kv_gb=4.0),
+        "M-M*-M*-",
+        fp32_kv_gb=4.0,
+        workload=Workload(
+            2048, 192, 72, (2, 5, 33, 300, 800, 1100), 100, 8, 1000, num_long=8, long=4096, long_reply=33
+        ),
+    ),
+    "tiny": Scale(
+        SHAPES["tiny"],
+        "M*-M-",
+        fp32_kv_gb=0.02,
+        workload=Workload(128, 40, 30, (2, 16, 70), 20, 4, 50, num_long=3, long=256, long_reply=5),
+    ),
+}
+
+
+def config_of(scale: Scale, *, prefix_caching: bool, max_tokens: int = 8192, kv_gb: float | None = None) -> CacheConfig:
+    """Return the settings of an engine."""
+    workload, limit = scale.workload, scale.shape.fields["max_position_embeddings"]
+    return CacheConfig(
+        block_size_tokens=scale.shape.block_size,
+        buffer_size_gb=kv_gb or scale.shape.kv_gb,
+        prefix_caching=prefix_caching,
+        prefix_caching_mamba_gb=scale.shape.state_gb,
+        max_requests=max(workload.num_long, len(workload.own) + 2),
+        max_tokens=max_tokens,
+        max_sequence_length=limit,
+        align_prefill_chunks=prefix_caching,
+    )
+
+
+def compare_logits(scale: Scale, model: Any) -> dict[str, Any]:
+    """Serve the requests in every way; return the differences and whether the cached ones are no larger."""
+    with_cache, without = config_of(scale, prefix_caching=True), config_of(scale, prefix_caching=False)
+    small_steps = config_of(scale, prefix_caching=False, max_tokens=scale.workload.small_step)
+    cached, prompts = serve_cached(model, with_cache, scale.workload)
+    reply = scale.workload.reply
+    alone = serve_uncached(model, without, prompts, reply, alone=True)
+    together = serve_uncached(model, without, prompts, reply, alone=False)
+    in_small_steps = serve_uncached(model, small_steps, prompts, reply, alone=False)
+    cached_together = serve_cached_together(model, with_cache, scale.workload, prompts)
+    lost = serve_cached_together(model, with_cache, scale.workload, prompts, TracedEngine.lose_states)
+    uncached_pairs = {
+        "uncached: together, alone": difference(together, alone),
+        "uncached: together in small steps, alone": difference(in_small_steps, alone),
+        "uncached: together in small steps, together": difference(in_small_steps, together),
+    }
+    cached_pairs = {
+        "cached alone, uncached alone": difference(cached, alone),
+        "cached together, uncached alone": difference(cached_together, alone),
+    }
+    control = {"control: cached together with states lost, uncached alone": difference(lost, alone)}
+    uncached = list(uncached_pairs.values())
+    return {
+        "differences": {name: asdict(pair) for name, pair in (uncached_pairs | cached_pairs | control).items()},
+        "spread of the logits": float(alone[FIRST].logits[0].float().std()),
+        "prompt tokens": sum(map(len, prompts.values())),
+        "prompt tokens skipped": sum(trace.cached for trace in cached.values()),
+        "slack": SLACK,
+        "holds": are_no_larger(list(cached_pairs.values()), uncached),
+        "lost states would show": not are_no_larger(list(control.values()), uncached),
+    }
+
+
+def are_no_larger(cached: Sequence[Difference], uncached: Sequence[Difference]) -> bool:
+    """Whether no cached run differs by more than the uncached ones do, in the median and at most, up to SLACK."""
+    return all(
+        max(getattr(pair, name) for pair in cached) <= SLACK * max(getattr(pair, name) for pair in uncached)
+        for name in ("median", "largest")
+    )
+
+
+def compare_tokens(scale: Scale) -> dict[str, Any]:
+    """Return how the tokens of a shallower fp32 model with a cache compare with those without."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    model = random_model(scale.shape.fields | {"hybrid_override_pattern": scale.fp32_pattern}, torch.float32)
+    with_cache = config_of(scale, prefix_caching=True, kv_gb=scale.fp32_kv_gb)
+    without = config_of(scale, prefix_caching=False, kv_gb=scale.fp32_kv_gb)
+    cached, prompts = serve_cached(model, with_cache, scale.workload)
+    cached_together = serve_cached_together(model, with_cache, scale.workload, prompts)
+    uncached = {
+        **serve_uncached(model, without, {FIRST: prompts.pop(FIRST)}, scale.workload.first_reply, alone=True),
+        **serve_uncached(model, without, prompts, scale.workload.reply, alone=False),
+    }
+    prompts = {FIRST: prompts_of(scale.workload, scale.shape.fields["vocab_size"])[FIRST], **prompts}
+    pairs = [(request, run[request], uncached[request]) for run in (cached, cached_together) for request in prompts]
+    unequal = [pair for pair in pairs if pair[1].tokens != pair[2].tokens]
+    oracle = _oracle(model) if unequal else None
+    ties = [_is_a_tie(oracle, prompts[request], ours, theirs) for request, ours, theirs in unequal]
+    return {
+        "layers": len(scale.fp32_pattern),
+        "requests compared": len(pairs),
+        "generated tokens": sum(len(ours.tokens) for _, ours, _ in pairs),
+        "equal requests": len(pairs) - len(unequal),
+        f"ended at a margin below {MARGIN:g}": sum(ties),
+        "requests that differ": [request for (request, *_), tie in zip(unequal, ties, strict=True) if not tie],
+        "largest difference of logits": difference(cached, uncached).largest,
+    }
+
+
+def _oracle(model: Any) -> Any:
+    sys.path.insert(0, str(ROOT))
+    from tests.oracle import HybridOracle
+
+    return HybridOracle.from_megatron(model)
+
+
+def _is_a_tie(oracle: Any, prompt: list[int], ours: Trace, theirs: Trace) -> bool:
+    checks = [oracle.check_greedy(prompt, trace.tokens, MARGIN) for trace in (ours, theirs)]
+    return all(check.first_mismatch is None for check in checks)
+
+
+def measure_speed(scale: Scale, model: Any) -> dict[str, Any]:
+    """Serve long prompts cold, then again with all but their last block cached."""
+    workload, vocab_size = scale.workload, scale.shape.fields["vocab_size"]
+    count = workload.num_long
+    drawn = [some_tokens(workload.long, vocab_size, seed) for seed in range(2 * count)]
+    with TracedEngine.over(model, config_of(scale, prefix_caching=True), keeps_logits=False) as traced:
+        traced.serve(dict(enumerate(drawn[count:])), workload.long_reply)  # warms up
+        figures = {}
+        for number, name in enumerate(("cold", "again"), 1):
+            prompts = {100 * number + index: prompt for index, prompt in enumerate(drawn[:count])}
+            traces, times = traced.timed(prompts, workload.long_reply)
+            figures[name] = speeds(times, prompts) | {"skipped": sum(trace.cached for trace in traces.values())}
+    return figures
+
+
+def speeds(times: StepTimes, prompts: Mapping[int, Sequence[int]]) -> dict[str, float]:
+    """Return tokens a second of prefill, computed and served, and of decode."""
+    served = sum(map(len, prompts.values()))
+    return {
+        "prefill, s": times.prefill_s,
+        "prompt tokens": served,
+        "computed prompt tokens/s": times.prefill_tokens / times.prefill_s,
+        "served prompt tokens/s": served / times.prefill_s,
+        "decode, s": times.decode_s,
+        "decode tokens/s": times.decode_tokens / times.decode_s,
+    }
+
+
+def table(figures: dict[str, Any]) -> str:
+    """Return the figures as Markdown."""
+    logits, tokens, speed = figures["logits"], figures["tokens"], figures["speed"]
+    lines = ["| logits in bf16 | tokens | median difference | mean of largest | largest |", "|---|---:|---:|---:|---:|"]
+    for name, pair in logits["differences"].items():
+        apart = f"{pair['median']:.4g} | {pair['mean_largest']:.4g} | {pair['largest']:.4g}"
+        lines.append(f"| {name} | {pair['positions']} | {apart} |")
+    lines += [
+        "",
+        f"Cached runs differ by no more than uncached ones do, up to a factor of {SLACK}: {_yes(logits['holds'])}. "
+        f"Lost states would show: {_yes(logits['lost states would show'])}. "
+        f"The logits' standard deviation is {logits['spread of the logits']:.3g}; alone with a cache, "
+        f"{logits['prompt tokens skipped']:,} of {logits['prompt tokens']:,} prompt tokens were skipped.",
+        "",
+        "| tokens in fp32 | |",
+        "|---|---:|",
+        *(f"| {name} | {value} |" for name, value in tokens.items()),
+        "",
+        "| speed in bf16 | " + " | ".join(next(iter(speed.values()))) + " |",
+        "|---|" + "---:|" * len(next(iter(speed.values()))),
+        *(f"| {name} | " + " | ".join(f"{value:,.4g}" for value in row.values()) + " |" for name, row in speed.items()),
+        "",
+        f"Seconds: {', '.join(f'{name} {seconds:.1f}' for name, seconds in figures['seconds'].items())}.",
+    ]
+    return "\n".join(lines)
+
+
+def _yes(holds: bool) -> str:
+    return "yes" if holds else "NO"
+
+
+def measure(scale: Scale) -> dict[str, Any]:
+    """Return every figure."""
+    with stopwatch() as building:
+        model = random_model(scale.shape.fields, torch.bfloat16)
+    with stopwatch() as on_logits:
+        logits = compare_logits(scale, model)
+    with stopwatch() as on_speed:
+        speed = measure_speed(scale, model)
+    del model
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    with stopwatch() as on_tokens:
+        tokens = compare_tokens(scale)
+    seconds = {"building": building[0], "logits": on_logits[0], "speed": on_speed[0], "tokens": on_tokens[0]}
+    return {"machine": describe_machine(), "logits": logits, "tokens": tokens, "speed": speed, "seconds": seconds}
+
+
+def main() -> int:
+    """Measure, print Markdown and write JSON; return 1 unless logits and tokens are as alike as they must be."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, for any machine")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
+    arguments = parser.parse_args()
+    if not arguments.tiny and not torch.cuda.is_available():
+        parser.error("needs a CUDA device, or --tiny")
+    with quiet_libraries(), own_warnings_hidden():
+        figures = measure(SCALES["tiny" if arguments.tiny else "8b"])
+    print(table(figures))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
+    logits, tokens = figures["logits"], figures["tokens"]
+    is_right = logits["holds"] and logits["lost states would show"] and not tokens["requests that differ"]
+    return 0 if is_right else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,119 @@
+"""An engine whose requests leave the logits that each of their tokens was chosen from."""
+
+import gc
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+from megatron.core.inference.sampling_params import SamplingParams
+from torch import Tensor
+
+from megatron_mamba_cache import CacheConfig, build_engine
+from megatron_mamba_cache.mcore.failed_steps import failure_reason
+
+
+@dataclass(slots=True)
+class Trace:
+    """What a request generated, greedily.
+
+    Args:
+        logits: [vocab] each, one a token; none where they were not kept.
+        cached: Prompt tokens that were skipped.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    logits: list[Tensor] = field(default_factory=list)
+    cached: int = 0
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """Seconds of an engine's steps, and the tokens that they computed; a step with any prompt token is a prefill."""
+
+    prefill_s: float = 0.0
+    prefill_tokens: int = 0
+    decode_s: float = 0.0
+    decode_tokens: int = 0
+
+
+class TracedEngine:
+    """Serves requests over a model of which no other engine runs."""
+
+    def __init__(self, model: Any, config: CacheConfig, *, keeps_logits: bool = True) -> None:
+        self.engine = build_engine(model, config)
+        self._traces: dict[int, Trace] = {}
+        self._keeps_logits = keeps_logits
+        self._hook = model.output_layer.register_forward_hook(self._note_logits)
+
+    @classmethod
+    @contextmanager
+    def over(cls, model: Any, config: CacheConfig, *, keeps_logits: bool = True) -> Iterator[Self]:
+        """Yield an engine whose memory is free after the block."""
+        traced = cls(model, config, keeps_logits=keeps_logits)
+        try:
+            yield traced
+        finally:
+            traced._hook.remove()
+            traced.engine.context.deallocate_all_tensors()
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+
+    def serve(self, prompts: Mapping[int, Sequence[int]], num_tokens: int) -> dict[int, Trace]:
+        """Run requests together to their end; their ids must be new to the engine."""
+        return self.timed(prompts, num_tokens)[0]
+
+    def timed(self, prompts: Mapping[int, Sequence[int]], num_tokens: int) -> tuple[dict[int, Trace], StepTimes]:
+        """Run requests together to their end, and time the steps.
+
+        Raises:
+            RuntimeError: If a request fails.
+        """
+        for request_id, prompt in prompts.items():
+            self._traces[request_id] = Trace()
+            greedy = SamplingParams(num_tokens_to_generate=num_tokens, top_k=1, termination_id=-1)
+            self.engine.add_request(request_id, list(prompt), greedy)
+        times = StepTimes()
+        while self.engine.has_unfinished_requests():
+            for record in self._step(times)["finished_request_records"]:
+                self._finish(record.merge())
+        return {request_id: self._traces.pop(request_id) for request_id in prompts}, times
+
+    def lose_states(self) -> None:
+        """Overwrite every state with zeros, between requests: a fault that whoever reads a cached one should notice."""
+        pool = self.engine.context.memory.state_pool
+        pool.conv.zero_()
+        pool.ssm.zero_()
+
+    def _step(self, times: StepTimes) -> Any:
+        counters = self.engine.context.counters
+        prefilled, decoded = counters.prefill_tokens_computed, counters.decode_tokens_computed
+        began = time.perf_counter()
+        result = self.engine.step_modern()  # ends by reading the step's tokens back
+        seconds = time.perf_counter() - began
+        if counters.prefill_tokens_computed > prefilled:
+            times.prefill_s += seconds
+            times.prefill_tokens += counters.prefill_tokens_computed - prefilled
+        else:
+            times.decode_s += seconds
+            times.decode_tokens += counters.decode_tokens_computed - decoded
+        return result
+
+    def _finish(self, request: Any) -> None:
+        reason = failure_reason(request)
+        if reason is not None:
+            raise RuntimeError(f"request {request.request_id} failed: {reason}")
+        trace = self._traces[request.request_id]
+        trace.tokens = list(request.generated_tokens)
+        trace.cached = self.engine.cached_tokens(request.request_id)
+
+    def _note_logits(self, _module: Any, _inputs: Any, output: tuple[Tensor, Any]) -> None:
+        if not self._keeps_logits:
+            return
+        step, logits = self.engine.context.step, output[0].flatten(0, 1)  # [logits, vocab]
+        for row, index in zip(step.rows, step.logits.starts, strict=False):  # starts has an end too
+            if row.samples_this_step:
+                self._traces[row.request_id].logits.append(logits[index].clone())
