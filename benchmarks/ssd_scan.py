@@ -152,7 +152,7 @@ def scan_launch(batch: Batch) -> Launch:
 
 def form_launch(batch: Batch, tiling: HopperTiling | None) -> Launch:
     """Return our scan in one form."""
-    shape = tile_shape(CHUNK)
+    shape = tile_shape(CHUNK, batch.tokens.x.dtype)
     assert shape is not None
     return lambda: scan_tiles(batch.tokens, batch.weights, batch.pool, batch.rows, shape, tiling)
 

@@ -43,7 +43,7 @@ def ssd_scan(tokens: SSMTokens, weights: SSMWeights, ssm_pool: Tensor, rows: Var
     Reference: `ssd_scan_ref`.
     """
     _check(tokens, weights, ssm_pool)
-    shape = tile_shape(chunk_size)
+    shape = tile_shape(chunk_size, tokens.x.dtype)
     if not launches_kernel(tokens.x) or shape is None or not _fits_kernels(tokens, ssm_pool) or _is_empty(tokens, rows):
         return ssd_scan_ref(tokens, weights, ssm_pool, rows, chunk_size)
     tiling = None

@@ -1,8 +1,8 @@
 """Tiles of the SSD scan: where the kernels cut a row, and what each tile's tokens decay by.
 
-A row is cut into its SSM chunks, and each chunk into tiles of TILE_LEN tokens, at absolute positions: only a row's
-first tile begins and only its last tile ends between two cuts. Chunk c owns the tile numbers from c * per_chunk on;
-the tiles of a row's first chunk take the last of its numbers, so that the numbers of a row are consecutive.
+A row is cut into its SSM chunks, and each chunk into tiles of 64 tokens, 16 of float32, at absolute positions: only a
+row's first tile begins and only its last tile ends between two cuts. Chunk c owns the tile numbers from c * per_chunk
+on; the tiles of a row's first chunk take the last of its numbers, so that the numbers of a row are consecutive.
 
 Grid: every tile number by groups of heads. Graph safe: no host sync, grid fixed by the number of chunks.
 """
@@ -84,13 +84,17 @@ def tiled_rows(rows: VarlenRows) -> TiledRows:
     return TiledRows(*(getattr(rows, name) for name in TiledRows._fields))
 
 
-def tile_shape(chunk_size: int) -> TileShape | None:
-    """Return how chunks of this size are cut; None if they are no multiple of a tile."""
+def tile_shape(chunk_size: int, dtype: torch.dtype) -> TileShape | None:
+    """Return how chunks of this size are cut for tokens of this dtype; None if they are no multiple of a tile.
+
+    float32 products run without tensor cores, unrolled: long tiles would not fit in registers.
+    """
+    longest = TILE_LEN if dtype == torch.bfloat16 else LEAST_WIDTH
+    if chunk_size % longest == 0:
+        return TileShape(longest, longest, chunk_size // longest)
     if chunk_size <= TILE_LEN:
         return TileShape(chunk_size, max(LEAST_WIDTH, triton.next_power_of_2(chunk_size)), 1)
-    if chunk_size % TILE_LEN:
-        return None
-    return TileShape(TILE_LEN, TILE_LEN, chunk_size // TILE_LEN)
+    return None
 
 
 @triton.jit

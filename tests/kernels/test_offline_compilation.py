@@ -192,7 +192,7 @@ def test_scan_compiles_to_asynchronous_matrix_products(
     scan = compile_for_hopper(ssd_scan_hopper if tiling else ssd_scan_portable, "_scan_kernel")
     steps = random_steps(200, "cpu", shape).cast(torch.bfloat16)
     pool, rows = torch.empty(2, *shape.state, dtype=pool_dtype), pack_rows([RowSpec(200, final=0)], 128, "cpu")
-    tiles = tile_shape(128)
+    tiles = tile_shape(128, torch.bfloat16)
     assert tiles is not None
     scan_tiles(steps.tokens, steps.weights, pool, rows, tiles, tiling)
     assert len(cut.ptx) == len(scan.ptx) == 1
