@@ -1,5 +1,6 @@
 """Fixtures and settings shared by all tests."""
 
+import gc
 import os
 
 import pytest
@@ -15,6 +16,12 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "pinned"))
 torch.set_num_threads(1)
 
 DEVICES = ["cpu", *([pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.is_available() else [])]
+
+
+def pytest_collection_finish() -> None:
+    """Leave all that importing made out of later collections: each engine that is built starts some."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(params=DEVICES)
