@@ -116,7 +116,8 @@ class CheckpointConfig:
     def one_of(self, name: str, allowed: Iterable[Any], default: Any = _REQUIRED) -> Any:
         """Return a field that must have one of the values that are supported."""
         value, allowed = self._get(name, default), tuple(allowed)
-        if value not in allowed:
+        is_plain = value is None or isinstance(value, str | int | float)  # a tensor compares to a tensor
+        if not is_plain or value not in allowed:
             raise self.error(f"{self._shown(name, value)} is not supported, only {', '.join(map(repr, allowed))}")
         return value
 

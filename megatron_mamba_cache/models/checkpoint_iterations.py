@@ -4,6 +4,7 @@ from pathlib import Path
 
 _TRACKER = "latest_checkpointed_iteration.txt"
 _RELEASE = "release"
+_MAX_DIGITS = 12
 
 
 def weights_directory(directory: Path) -> Path:
@@ -19,7 +20,7 @@ def weights_directory(directory: Path) -> Path:
         named = tracker.read_text(encoding="utf-8").strip()
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot read {tracker}: {error}") from error
-    if named != _RELEASE and not (named.isascii() and named.isdigit()):
+    if named != _RELEASE and not (named.isascii() and named.isdigit() and len(named) <= _MAX_DIGITS):
         raise ValueError(f"{tracker} names the iteration {named!r:.80}, but must hold a number or {_RELEASE!r}")
     latest = directory / (named if named == _RELEASE else f"iter_{int(named):07d}")
     if not latest.is_dir():

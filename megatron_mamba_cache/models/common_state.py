@@ -4,6 +4,7 @@ Classes that torch or Megatron hold to be safe are built; stand-ins take the pla
 """
 
 import pickle
+import struct
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,10 +18,11 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 COMMON_FILE = "common.pt"
 
-_DAMAGE = (
-    *(OSError, RuntimeError, EOFError, pickle.UnpicklingError),
-    *(ValueError, LookupError, AttributeError, TypeError, AssertionError),  # what unpickling damaged bytes may raise
+UNPICKLING_ERRORS = (
+    *(OSError, RuntimeError, EOFError, MemoryError, pickle.UnpicklingError, struct.error),
+    *(ValueError, LookupError, AttributeError, TypeError, AssertionError, ArithmeticError),
 )
+"""What unpickling damaged bytes may raise."""
 _NUMPY_TYPES = [type(numpy.dtype(code)) for code in numpy.typecodes["All"]]  # of arrays, as a run's random state holds
 
 
@@ -57,7 +59,7 @@ def read_common_state(directory: Path) -> CommonState:
         stand_ins = [(_stand_in(name), name) for name in get_unsafe_globals_in_checkpoint(str(path))]
         with safe_globals([*stand_ins, *_NUMPY_TYPES]):  # type: ignore[list-item]
             state = torch.load(path, map_location="cpu", weights_only=True)
-    except _DAMAGE as error:
+    except UNPICKLING_ERRORS as error:
         raise ValueError(
             f"{directory} does not hold the weights of a model: {path} cannot be read: {_reason(error)}"
         ) from error

@@ -22,6 +22,7 @@ from .checkpoint_iterations import weights_directory
 from .checkpoint_writer import InProcessSaveStrategy
 from .common_state import COMMON_FILE, CommonState, NoCommonState, read_common_state
 from .hugging_face import LoadedModel, listed
+from .tensor_index import check_tensor_index
 from .tensor_names import is_training_state, take_fused_names
 
 _FILES = (".metadata", COMMON_FILE, "metadata.json")
@@ -81,6 +82,7 @@ def load_megatron_checkpoint(
         raise ValueError(f"{described.source} describes no model that Megatron builds: {error}") from error
     except MemoryError as error:
         raise MemoryError(f"{described.source}: {error}") from error
+    check_tensor_index(path)
     try:
         stored = load_sharded_metadata(str(path))
         wanted = _wanted(model, common, stored)

@@ -1,6 +1,8 @@
 """Checkpoints of Megatron-LM's own training load bit-equal, by the run's arguments, or are refused with a remedy."""
 
 import os
+import pickle
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -193,7 +195,7 @@ def test_embeddings_of_another_size_are_refused_and_not_filled_up(vocab_size: in
     assert f"has ({vocab_size}, 32)" in refusal
 
 
-@pytest.mark.parametrize("named", ["", "latest", "-3", "7"])
+@pytest.mark.parametrize("named", ["", "latest", "-3", "7", "9" * 20])
 def test_a_tracker_that_names_no_iteration_is_refused(named: str, tmp_path: Path) -> None:
     (tmp_path / "latest_checkpointed_iteration.txt").write_text(named)
     expected = str(tmp_path / "iter_0000007") if named == "7" else f"names the iteration {named!r}"
@@ -217,7 +219,7 @@ class Dangerous:
 
 
 @pytest.mark.parametrize("function", [os.system, eval], ids=str)
-def test_nothing_that_a_checkpoint_names_is_run(function: Any, tmp_path: Path) -> None:
+def test_nothing_that_common_state_names_is_run(function: Any, tmp_path: Path) -> None:
     witness = tmp_path / "witness"
     argument = f"touch {witness}" if function is os.system else f"open({str(witness)!r}, 'w')"
     model = random_model(DENSE)
@@ -227,6 +229,29 @@ def test_nothing_that_a_checkpoint_names_is_run(function: Any, tmp_path: Path) -
     except ValueError as refusal:  # torch refuses some modules whatever stands in for them
         assert f"{directory / 'common.pt'} cannot be read" in str(refusal)
     assert not witness.exists()
+
+
+@pytest.mark.parametrize("keeps_the_index", [False, True])
+def test_nothing_that_the_index_of_tensors_names_is_run(
+    keeps_the_index: bool, trained: LoadedModel, tmp_path: Path
+) -> None:
+    run, witness = tmp_path / "run", tmp_path / "witness"
+    shutil.copytree(trained.directory, run)
+    (index_file,) = run.rglob(".metadata")
+    dangerous: Any = Dangerous(os.system, f"touch {witness}")
+    if keeps_the_index:
+        index = pickle.loads(index_file.read_bytes())
+        index.planner_data = (index.planner_data, dangerous)
+        dangerous = index
+    index_file.write_bytes(pickle.dumps(dangerous))
+    assert f"{index_file} cannot be read: it names posix.system" in refusal_of(run)
+    assert not witness.exists()
+
+
+def test_an_argument_that_is_a_tensor_is_refused_by_its_name(tmp_path: Path) -> None:
+    arguments = {"add_bias_linear": torch.zeros(2)}
+    directory = write_training_checkpoint(random_model(DENSE), DENSE, tmp_path / "run", **arguments)
+    assert "add_bias_linear" in refusal_of(directory)
 
 
 @pytest.mark.parametrize(
