@@ -1,14 +1,14 @@
 """How the scan on Hopper GPUs is cut over the device."""
 
 from dataclasses import dataclass
-from functools import cache
 
-import torch
 import triton
 from packaging.version import Version
 
+from .kernel_launches import num_multiprocessors
 from .ssm_inputs import SSMTokens
 
+_CHANNELS = 64  # of a head that four warps scan
 _FIRST_TRITON, _TRITON_BEYOND = Version("3.6"), Version("3.10")
 
 
@@ -33,17 +33,16 @@ def has_tested_gluon() -> bool:
 
 
 def choose_tiling(tokens: SSMTokens, num_rows: int) -> HopperTiling:
-    """Return the fastest way to scan so many rows: few rows have to be spread, many share what they read."""
+    """Return the fastest way to scan so many rows: few rows have to be spread, many share what they read.
+
+    A head of more than 64 channels is split in any case: the tiles and states of two such heads outgrow shared memory.
+    """
     num_heads, head_dim = tokens.x.shape[1:]
     num_groups = tokens.B.shape[1]
-    multiprocessors = _num_multiprocessors(tokens.x.device)
-    if num_rows * num_heads >= 2 * multiprocessors and num_heads // num_groups % 2 == 0:
-        return HopperTiling(heads=2, channels=head_dim, num_stages=2)
-    if 2 * num_rows * num_heads <= multiprocessors:
-        return HopperTiling(heads=1, channels=head_dim // 2, num_stages=3)
-    return HopperTiling(heads=1, channels=head_dim, num_stages=3)
-
-
-@cache
-def _num_multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    multiprocessors = num_multiprocessors(tokens.x.device)
+    num_parts = num_rows * num_heads * (head_dim // _CHANNELS)
+    if num_parts >= 2 * multiprocessors and num_heads // num_groups % 2 == 0:
+        return HopperTiling(heads=2, channels=_CHANNELS, num_stages=2)
+    if 2 * num_parts <= multiprocessors:
+        return HopperTiling(heads=1, channels=_CHANNELS // 2, num_stages=3)
+    return HopperTiling(heads=1, channels=_CHANNELS, num_stages=3)

@@ -1,4 +1,6 @@
-"""Where ops launch their Triton kernels."""
+"""Where and on what ops launch their Triton kernels."""
+
+from functools import cache
 
 import torch
 import triton
@@ -17,3 +19,9 @@ def launches_kernel(tensor: Tensor) -> bool:
 def is_computed_in_fp32(*tensors: Tensor) -> bool:
     """Return whether all of `tensors` are of the dtypes that kernels compute in fp32."""
     return all(tensor.dtype in _FP32_OR_NARROWER for tensor in tensors)
+
+
+@cache
+def num_multiprocessors(device: torch.device) -> int:
+    """Return how many multiprocessors a CUDA device has."""
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -6,7 +6,6 @@ of elements, so that a window may move left within its own slot. Two 8-byte elem
 """
 
 from dataclasses import dataclass
-from functools import cache
 from math import gcd
 from typing import NamedTuple
 
@@ -14,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from .kernel_launches import num_multiprocessors
 
 _ELEMENT_DTYPES = {16: torch.int64, 8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 _INTERPRETED_PROGRAMS = 2
@@ -37,7 +38,7 @@ class CopyTiling:
         """Return the programs of a grid that stays resident on `device`."""
         if device.type != "cuda":
             return _INTERPRETED_PROGRAMS
-        return self.programs_per_sm * _num_multiprocessors(device)
+        return self.programs_per_sm * num_multiprocessors(device)
 
 
 class SlotStates(NamedTuple):
@@ -155,8 +156,3 @@ def zero_tiles(
             tl.store(layer + to_slot + element, zeros)
         else:
             tl.store(layer + to_slot + element, zeros, mask=element < LENGTH)
-
-
-@cache
-def _num_multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

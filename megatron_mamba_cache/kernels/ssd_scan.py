@@ -5,6 +5,7 @@
 """
 
 from functools import cache
+from math import prod
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 from .hopper_tiling import HopperTiling, choose_tiling, has_tested_gluon
 from .kernel_launches import launches_kernel
 from .reference_ssd import ssd_scan_ref
+from .row_checks import check_varlen_rows
 from .ssd_scan_portable import scan_portably
 from .ssd_tiles import TILE_LEN, TileShape, cut_tiles, tile_shape
 from .ssm_inputs import SSMTokens, SSMWeights
@@ -21,14 +23,15 @@ __all__ = ["ssd_scan", "ssd_scan_ref"]
 
 _DTYPES = (torch.bfloat16, torch.float32)
 _ALIGNMENT = 16  # bytes, of what TMA copies
-_MAX_DIM = 256
+_MAX_STATE = 128 * 128  # elements of a head's state: shared memory holds no more of it
 
 
 def ssd_scan(tokens: SSMTokens, weights: SSMWeights, ssm_pool: Tensor, rows: VarlenRows, chunk_size: int) -> Tensor:
     """Scan packed rows chunk by chunk, carrying each row's state from and to the pool.
 
     A row resumed at a chunk's end, in any packing, continues bit-equal where the pool holds float32. Writes the states
-    at chunk and row ends into `ssm_pool` in place. Sizes that are no powers of two, and float64, take the twin.
+    at chunk and row ends into `ssm_pool` in place. Sizes that are no powers of two, states of more than 128 x 128 a
+    head, and float64 take the twin.
 
     Args:
         ssm_pool: [slots, heads, d_state, head_dim]; a slot's state contiguous.
@@ -43,6 +46,7 @@ def ssd_scan(tokens: SSMTokens, weights: SSMWeights, ssm_pool: Tensor, rows: Var
     Reference: `ssd_scan_ref`.
     """
     _check(tokens, weights, ssm_pool)
+    check_varlen_rows(rows, tokens.x.device)
     shape = tile_shape(chunk_size, tokens.x.dtype)
     if not launches_kernel(tokens.x) or shape is None or not _fits_kernels(tokens, ssm_pool) or _is_empty(tokens, rows):
         return ssd_scan_ref(tokens, weights, ssm_pool, rows, chunk_size)
@@ -78,7 +82,8 @@ def _is_empty(tokens: SSMTokens, rows: VarlenRows) -> bool:
 
 def _fits_kernels(tokens: SSMTokens, ssm_pool: Tensor) -> bool:
     return (
-        all(16 <= dim <= _MAX_DIM and dim & (dim - 1) == 0 for dim in _dims(tokens))
+        all(dim >= 16 and dim & (dim - 1) == 0 for dim in _dims(tokens))
+        and prod(_dims(tokens)) <= _MAX_STATE
         and tokens.x.dtype in _DTYPES
         and ssm_pool.dtype in _DTYPES
         and all(_is_aligned(packed) for packed in (tokens.x, tokens.B, tokens.C))

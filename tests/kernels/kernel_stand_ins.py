@@ -52,6 +52,7 @@ class CompiledInsteadOfLaunched:
     def __init__(self, kernel: object) -> None:
         self.kernel = kernel
         self.ptx: list[str] = []
+        self.shared_bytes: list[int] = []
         self.compiled: set[str] = set()
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
@@ -59,6 +60,7 @@ class CompiledInsteadOfLaunched:
             compiled = self.kernel.warmup(grid=grid, **arguments)
             assert compiled.asm["cubin"]
             self.ptx.append(compiled.asm["ptx"])
+            self.shared_bytes.append(compiled.metadata.shared)
             self.compiled.add(compiled.hash)
 
         return compile_only

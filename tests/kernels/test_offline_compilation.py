@@ -14,8 +14,10 @@ from megatron_mamba_cache.kernels import causal_conv as causal_conv_module
 from megatron_mamba_cache.kernels import conv_verify as conv_verify_module
 from megatron_mamba_cache.kernels import (
     gated_norm,
+    hopper_tiling,
     kv_append,
     slot_copies,
+    ssd_scan,
     ssd_scan_hopper,
     ssd_scan_portable,
     ssd_tiles,
@@ -38,6 +40,7 @@ from tests.kernels.ssm_steps import SSMShape, random_steps
 
 Compile = Callable[[ModuleType, str], CompiledInsteadOfLaunched]
 ROW_COUNTS = {"b32", "b64"}
+HOPPER_SHARED_BYTES = 227 * 1024
 
 
 @pytest.mark.parametrize(
@@ -197,3 +200,33 @@ def test_scan_compiles_to_asynchronous_matrix_products(
     scan_tiles(steps.tokens, steps.weights, pool, rows, tiles, tiling)
     assert len(cut.ptx) == len(scan.ptx) == 1
     assert "wgmma.mma_async" in scan.ptx[0] and "cp.async.bulk.tensor" in scan.ptx[0]
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 8])
+@pytest.mark.parametrize(("head_dim", "d_state"), [(64, 64), (64, 128), (128, 64), (128, 128)])
+def test_the_form_of_the_scan_that_is_chosen_fits_in_shared_memory(
+    head_dim: int, d_state: int, num_rows: int, compile_for_hopper: Compile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hopper_tiling, "num_multiprocessors", lambda device: 132)
+    compile_for_hopper(ssd_tiles, "_tiles_kernel")
+    scan = compile_for_hopper(ssd_scan_hopper, "_scan_kernel")
+    shape = SSMShape(heads=64, head_dim=head_dim, d_state=d_state, groups=8)
+    steps = random_steps(128 * num_rows, "cpu", shape).cast(torch.bfloat16)
+    pool, rows = torch.empty(1, *shape.state), pack_rows([RowSpec(128)] * num_rows, 128, "cpu")
+    tiles, tiling = tile_shape(128, torch.bfloat16), hopper_tiling.choose_tiling(steps.tokens, num_rows)
+    assert tiles is not None and tiling.channels <= head_dim
+    scan_tiles(steps.tokens, steps.weights, pool, rows, tiles, tiling)
+    assert scan.shared_bytes[0] <= HOPPER_SHARED_BYTES
+
+
+@pytest.mark.parametrize(("head_dim", "d_state"), [(128, 128), (64, 256)])
+def test_the_largest_states_of_the_portable_scan_fit_in_shared_memory(
+    head_dim: int, d_state: int, compile_for_hopper: Compile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compile_for_hopper(ssd_tiles, "_tiles_kernel")
+    portable = compile_for_hopper(ssd_scan_portable, "_scan_kernel")
+    monkeypatch.setattr(ssd_scan, "launches_kernel", lambda tensor: True)
+    shape = SSMShape(heads=2, head_dim=head_dim, d_state=d_state, groups=1)
+    steps, rows = random_steps(128, "cpu", shape).cast(torch.bfloat16), pack_rows([RowSpec(128)], 128, "cpu")
+    ssd_scan.ssd_scan(steps.tokens, steps.weights, torch.empty(1, *shape.state), rows, 128)
+    assert portable.shared_bytes[0] <= HOPPER_SHARED_BYTES

@@ -84,5 +84,5 @@ def recorded_launches(*, on_hopper: bool) -> Iterator[LaunchRecord]:
             patch.setattr(module, "launches_kernel", lambda tensor: True, raising=False)
         patch.setattr(ssd_scan, "launches_kernel", lambda tensor: True)
         patch.setattr(ssd_scan, "_fits_hopper", lambda *_: on_hopper)
-        patch.setattr(hopper_tiling, "_num_multiprocessors", lambda device: NUM_MULTIPROCESSORS)
+        patch.setattr(hopper_tiling, "num_multiprocessors", lambda device: NUM_MULTIPROCESSORS)
         yield record

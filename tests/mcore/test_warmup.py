@@ -129,7 +129,7 @@ def test_what_a_draft_model_launches_was_launched_by_its_rehearsal() -> None:
 def test_rehearsed_numbers_of_rows_bring_every_form_of_the_scan(
     num_heads: int, max_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hopper_tiling, "_num_multiprocessors", lambda device: NUM_MULTIPROCESSORS)
+    monkeypatch.setattr(hopper_tiling, "num_multiprocessors", lambda device: NUM_MULTIPROCESSORS)
     x, B = torch.empty(1, num_heads, 64), torch.empty(1, 1, 64)
     tokens = SSMTokens(x, x[..., 0], B, B)
     assert max(row_counts(max_rows)) == max_rows
