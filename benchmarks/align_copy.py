@@ -16,13 +16,13 @@ from pathlib import Path
 import torch
 from graph_timing import MEMCPY_NOTE, Launch, launch_us, memcpy_us
 from machine import describe_machine
+from slot_sizes import MODELS, WINDOW_LEN, SlotModel
 from torch import Tensor
 
 from megatron_mamba_cache.kernels.align_copy import TILING, AlignRows, align_copy
 from megatron_mamba_cache.kernels.slot_tiles import CopyTiling
 
 BLOCK_SIZE = 256
-WINDOW_LEN = 3
 NUM_SOURCES = 64
 CASES = ((1, 1), (8, 8), (64, 64), (256, 16), (64, 4), (256, 0), (64, 0), (1, 0))  # rows, rows that copy
 SWEPT_CASES = ((1, 1), (8, 8), (64, 64), (256, 16), (256, 0))
@@ -38,30 +38,6 @@ TILINGS = (
     CopyTiling(tile_len=1024, num_warps=4, programs_per_sm=8),
     CopyTiling(tile_len=1024, num_warps=8, programs_per_sm=4),
     CopyTiling(tile_len=512, num_warps=4, programs_per_sm=8),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """The states of a model; conv windows are bf16."""
-
-    name: str
-    num_layers: int
-    conv_dim: int
-    num_heads: int
-    ssm_dtype: torch.dtype
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes that one align copy moves."""
-        return self.num_layers * (WINDOW_LEN * self.conv_dim * 2 + self.num_heads * 128 * 64 * self.ssm_dtype.itemsize)
-
-
-MODELS = (
-    Model("8B bf16", 24, 10240, 128, torch.bfloat16),
-    Model("8B fp32", 24, 10240, 128, torch.float32),
-    Model("Nano bf16", 23, 6144, 64, torch.bfloat16),
-    Model("Nano fp32", 23, 6144, 64, torch.float32),
 )
 
 
@@ -85,7 +61,7 @@ class Figure:
 class Bench:
     """The pools of one model."""
 
-    def __init__(self, model: Model, num_drafts: int) -> None:
+    def __init__(self, model: SlotModel, num_drafts: int) -> None:
         self.model = model
         self.num_columns = 1 + num_drafts
         lead = (model.num_layers, 2 * NUM_SOURCES)
@@ -106,7 +82,7 @@ class Bench:
 
     def memcpy_us(self, num_copying: int) -> float:
         """Return the time of a plain copy of as many bytes as `num_copying` states."""
-        return memcpy_us(self.ssm, num_copying * self.model.state_bytes)
+        return memcpy_us(self.ssm, num_copying * self.model.slot_bytes)
 
     def check(self) -> None:
         """Copy 8 of 16 states once and compare with their sources.
@@ -145,7 +121,7 @@ def measure(bench: Bench, cases: Iterable[tuple[int, int]], tilings: Iterable[Co
     """Measure every case with every tiling, and its memcpy once."""
     figures = []
     for num_rows, num_copying in cases:
-        expected_us = max(2.0, num_copying * bench.model.state_bytes * 2 / 4e6)
+        expected_us = max(2.0, num_copying * bench.model.slot_bytes * 2 / 4e6)
         plain_us = bench.memcpy_us(num_copying) if num_copying else None
         steps = bench.rotations(num_rows, num_copying)
         for tiling in tilings:
@@ -165,7 +141,7 @@ def behind_small_op(bench: Bench, num_rows: int, num_copying: int) -> dict[str, 
     copies = bench.launches(steps, TILING)
     small = [lambda accepted=rows.accepted: verify(accepted) for rows in steps]
     pairs = [lambda op=op, copy=copy: (op(), copy()) for op, copy in zip(small, copies, strict=True)]
-    expected_us = max(4.0, num_copying * bench.model.state_bytes * 2 / 4e6)
+    expected_us = max(4.0, num_copying * bench.model.slot_bytes * 2 / 4e6)
     return {"small op": launch_us(small, 2.0), "small op, then align copy": launch_us(pairs, expected_us)}
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from graph_timing import MEMCPY_NOTE, Launch, launch_us, memcpy_us
 from machine import describe_machine
+from slot_sizes import MODELS, SlotModel
 from torch import Tensor
 
 from megatron_mamba_cache.kernels.slot_copies import TILING, copy_slots, zero_slots
@@ -33,30 +34,6 @@ TILINGS = (
     CopyTiling(tile_len=4096, num_warps=8, programs_per_sm=2),
     CopyTiling(tile_len=8192, num_warps=16, programs_per_sm=1),
     CopyTiling(tile_len=2048, num_warps=8, programs_per_sm=4),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """The states of a model; conv windows of 3 inputs, bf16."""
-
-    name: str
-    num_layers: int
-    conv_dim: int
-    num_heads: int
-    ssm_dtype: torch.dtype
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of a slot."""
-        return self.num_layers * (3 * self.conv_dim * 2 + self.num_heads * 128 * 64 * self.ssm_dtype.itemsize)
-
-
-MODELS = (
-    Model("8B bf16", 24, 10240, 128, torch.bfloat16),
-    Model("8B fp32", 24, 10240, 128, torch.float32),
-    Model("Nano bf16", 23, 6144, 64, torch.bfloat16),
-    Model("Nano fp32", 23, 6144, 64, torch.float32),
 )
 
 
@@ -84,7 +61,7 @@ def slot_numbers(count: int, device: str) -> list[Tensor]:
 class Bench:
     """The pools of one model."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: SlotModel) -> None:
         self.model = model
         lead = (model.num_layers, 2 * NUM_SOURCES)
         conv = torch.empty(*lead, 3, model.conv_dim, dtype=torch.bfloat16, device="cuda").normal_()

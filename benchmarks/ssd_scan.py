@@ -12,6 +12,7 @@ import json
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -25,6 +26,7 @@ from megatron_mamba_cache.kernels.ssd_scan import scan_tiles, ssd_scan
 from megatron_mamba_cache.kernels.ssd_tiles import TILE_LEN, tile_shape
 from megatron_mamba_cache.kernels.ssm_inputs import SSMTokens, SSMWeights
 from megatron_mamba_cache.kernels.varlen_rows import PAD_SLOT, VarlenRows
+from megatron_mamba_cache.policy.ssm_chunks import plan_ssm_chunks
 
 CHUNK = 256
 D_STATE, HEAD_DIM, GROUPS = 128, 64, 8
@@ -122,24 +124,25 @@ def with_boundaries(batch: Batch, boundaries: tuple[int, ...], ssm_dtype: torch.
 
 
 def _rows(lengths: tuple[int, ...], boundaries: tuple[int, ...], device: str) -> VarlenRows:
-    cu_rows, cu_chunks, chunk_rows, chunk_slots, cu_row_chunks = [0], [0], [], [], [0]
-    slot = len(lengths)
-    for row, length in enumerate(lengths):
-        for end in (*range(CHUNK, length, CHUNK), length):
-            cu_chunks.append(cu_rows[row] + end)
-            chunk_rows.append(row)
-            chunk_slots.append(slot if end in boundaries else PAD_SLOT)
-            slot += end in boundaries
-        cu_rows.append(cu_rows[row] + length)
-        cu_row_chunks.append(len(chunk_rows))
+    starts = [0, *accumulate(lengths)]
+    plan = plan_ssm_chunks([0] * len(lengths), starts, CHUNK)
+    chunk_slots = [PAD_SLOT] * len(plan.chunk_rows)
+    at_boundaries = (
+        start + boundary
+        for start, length in zip(starts, lengths, strict=False)
+        for boundary in boundaries
+        if boundary <= length
+    )
+    for slot, packed_end in enumerate(at_boundaries, start=len(lengths)):
+        chunk_slots[plan.chunk_at_end(packed_end)] = slot
     columns = (
-        cu_rows,
+        starts,
         [PAD_SLOT] * len(lengths),
-        list(range(len(lengths))),
-        cu_chunks,
-        chunk_rows,
+        range(len(lengths)),
+        plan.cu_chunks,
+        plan.chunk_rows,
         chunk_slots,
-        cu_row_chunks,
+        plan.cu_row_chunks,
         sorted(range(len(lengths)), key=lambda row: -lengths[row]),
     )
     return VarlenRows(*(torch.tensor(column, dtype=torch.int32, device=device) for column in columns))

@@ -49,6 +49,20 @@ def pack_rows(specs: Sequence[RowSpec], chunk_size: int, device: str, num_paddin
     return VarlenRows(*(torch.tensor(column, dtype=torch.int32, device=device) for column in columns))
 
 
+def scan_specs(chunk: int) -> list[RowSpec]:
+    """Return rows that begin and end at, before and behind chunks' ends; they read slots 1 and 11 of 13."""
+    return [
+        RowSpec(chunk - 1, final=0),
+        RowSpec(chunk, initial=1, start=chunk, final=1),
+        RowSpec(chunk + 1, final=2, boundaries={chunk: 3}),
+        RowSpec(0, start=5, initial=11, final=4),
+        RowSpec(1, start=13, initial=11, final=5),
+        RowSpec(3 * chunk + 2, start=5, initial=11, final=6, boundaries={chunk: 7, 2 * chunk: 8, 3 * chunk: 9}),
+        RowSpec(2, start=4),
+        RowSpec(2 * chunk, start=2 * chunk, initial=11, boundaries={4 * chunk: 10}),
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class VerifySpec:
     """A decode row of `length` tokens over a window of slots; one without columns is padding."""

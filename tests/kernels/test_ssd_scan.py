@@ -15,22 +15,14 @@ from tests.kernels.packed_rows import (
     poisoned_pool,
     row_slices,
     same_bits,
+    scan_specs,
     written_slots,
 )
 from tests.kernels.ssm_steps import SSMShape, random_steps
 
 CHUNK = 8
 SHAPE = SSMShape(heads=4, head_dim=5, d_state=7, groups=2)
-SPECS = [
-    RowSpec(CHUNK - 1, final=0),
-    RowSpec(CHUNK, initial=1, start=CHUNK, final=1),
-    RowSpec(CHUNK + 1, final=2, boundaries={CHUNK: 3}),
-    RowSpec(0, start=5, initial=11, final=4),
-    RowSpec(1, start=13, initial=11, final=5),
-    RowSpec(3 * CHUNK + 2, start=5, initial=11, final=6, boundaries={CHUNK: 7, 2 * CHUNK: 8, 3 * CHUNK: 9}),
-    RowSpec(2, start=4),
-    RowSpec(2 * CHUNK, start=2 * CHUNK, initial=11, boundaries={4 * CHUNK: 10}),
-]
+SPECS = scan_specs(CHUNK)
 NUM_SLOTS = 13
 
 

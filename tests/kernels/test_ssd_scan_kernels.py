@@ -25,6 +25,7 @@ from tests.kernels.packed_rows import (
     poisoned_pool,
     row_slices,
     same_bits,
+    scan_specs,
     written_slots,
 )
 from tests.kernels.ssm_steps import SSMShape, SSMSteps, random_steps
@@ -66,19 +67,6 @@ def scan_with(tiling: HopperTiling | None) -> Scan:
     return scan
 
 
-def specs_of(chunk: int) -> list[RowSpec]:
-    return [
-        RowSpec(chunk - 1, final=0),
-        RowSpec(chunk, initial=1, start=chunk, final=1),
-        RowSpec(chunk + 1, final=2, boundaries={chunk: 3}),
-        RowSpec(0, start=5, initial=11, final=4),
-        RowSpec(1, start=13, initial=11, final=5),
-        RowSpec(3 * chunk + 2, start=5, initial=11, final=6, boundaries={chunk: 7, 2 * chunk: 8, 3 * chunk: 9}),
-        RowSpec(2, start=4),
-        RowSpec(2 * chunk, start=2 * chunk, initial=11, boundaries={4 * chunk: 10}),
-    ]
-
-
 def make_pool(shape: SSMShape, dtype: torch.dtype, device: str, filled: Sequence[int] = ()) -> Tensor:
     return poisoned_pool((NUM_SLOTS, *shape.state), dtype, device, filled)
 
@@ -112,7 +100,7 @@ def check_against_recurrence(scan: Scan, specs: list[RowSpec], chunk: int, steps
 @pytest.mark.parametrize("order", [1, -1])
 def test_float32_rows_follow_the_recurrence(chunk: int, order: int, device: str, counted_kernel: CountedKernel) -> None:
     torch.manual_seed(chunk)
-    specs = specs_of(chunk)[::order]
+    specs = scan_specs(chunk)[::order]
     launched = counted_kernel.launches
     check_against_recurrence(ssd_scan, specs, chunk, random_steps(num_tokens(specs) + 3, device, SMALL), 1e-5)
     assert counted_kernel.launches == launched + 1
@@ -122,21 +110,21 @@ def test_float32_rows_follow_the_recurrence(chunk: int, order: int, device: str,
 @pytest.mark.parametrize("limits", [(0.0, float("inf")), (0.3, 0.9)])
 def test_groups_and_time_step_limits(groups: int, limits: tuple[float, float], device: str) -> None:
     torch.manual_seed(groups)
-    specs = specs_of(16)
+    specs = scan_specs(16)
     steps = random_steps(num_tokens(specs), device, replace(SMALL, groups=groups), dt_limit=limits)
     check_against_recurrence(ssd_scan, specs, 16, steps, 1e-5)
 
 
 def test_heads_beyond_a_multiple_of_eight(device: str) -> None:
     torch.manual_seed(0)
-    specs = specs_of(16)[:3]
+    specs = scan_specs(16)[:3]
     shape = SSMShape(heads=11, head_dim=16, d_state=16, groups=1)
     check_against_recurrence(ssd_scan, specs, 16, random_steps(num_tokens(specs) + 1, device, shape), 1e-5)
 
 
 def test_views_of_wider_rows_are_scanned_in_place(device: str) -> None:
     torch.manual_seed(3)
-    specs = specs_of(16)
+    specs = scan_specs(16)
     steps = random_steps(num_tokens(specs), device, SMALL)
     t = steps.tokens
     wide = torch.cat([t.x.flatten(1), t.B.flatten(1), t.C.flatten(1)], dim=1)
@@ -220,7 +208,7 @@ def test_pool_of_bf16_holds_rounded_states_and_carries_exact_ones(
     if tiling and device == "cpu":
         pytest.skip("a Hopper kernel")
     torch.manual_seed(2)
-    specs = specs_of(chunk)
+    specs = scan_specs(chunk)
     steps = random_steps(num_tokens(specs), device, shape).cast(dtype)
     rounded = make_pool(shape, torch.bfloat16, device, (1, 11))
     exact = rounded.float()
@@ -237,7 +225,7 @@ def test_pool_of_bf16_holds_rounded_states_and_carries_exact_ones(
 @pytest.mark.parametrize("tiling", [pytest.param(t, marks=on_hopper) for t in TILINGS])
 def test_hopper_kernel_gives_the_bits_of_the_portable_one(tiling: HopperTiling, pool_dtype: torch.dtype) -> None:
     torch.manual_seed(5)
-    specs = specs_of(256)
+    specs = scan_specs(256)
     steps = random_steps(num_tokens(specs) + 7, "cuda", LARGE).cast(torch.bfloat16)
     rows = pack_rows(specs, 256, "cuda", num_padding=3)
     portable = make_pool(LARGE, pool_dtype, "cuda", (1, 11))
@@ -253,7 +241,7 @@ def test_bf16_rows_are_as_near_to_the_recurrence_as_bf16_allows(tiling: HopperTi
     if tiling and device == "cpu":
         pytest.skip("a Hopper kernel")
     torch.manual_seed(6)
-    specs = specs_of(64)
+    specs = scan_specs(64)
     steps = random_steps(num_tokens(specs), device, LARGE if tiling else SMALL).cast(torch.bfloat16)
     check_against_recurrence(scan_with(tiling), specs, 64, steps, 4e-3)
 
@@ -262,7 +250,7 @@ def test_sizes_that_kernels_do_not_take_go_to_the_twin(device: str, counted_kern
     launched = counted_kernel.launches
     for shape, chunk in [(SSMShape(4, 5, 7, 2), 8), (SMALL, 100)]:
         torch.manual_seed(7)
-        specs = specs_of(chunk)
+        specs = scan_specs(chunk)
         check_against_recurrence(ssd_scan, specs, chunk, random_steps(num_tokens(specs), device, shape), 2e-5)
     assert counted_kernel.launches == launched
 
@@ -296,7 +284,7 @@ def test_nothing_compiles_again_when_rows_lengths_or_boundaries_change(monkeypat
     monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **event: compiled.append(str(event["repr"])))
     scan([RowSpec(1, final=0)])
     scan([RowSpec(16, final=0), RowSpec(17, initial=1)])
-    scan(specs_of(chunk), num_padding=2)
+    scan(scan_specs(chunk), num_padding=2)
     scan([RowSpec(chunk * 4, final=2, boundaries={chunk: 3})] * 1)
     assert compiled == []
 
@@ -346,7 +334,7 @@ def test_arguments_that_disagree_are_refused_by_name(device: str) -> None:
 
 def test_twin_and_kernel_agree(device: str) -> None:
     torch.manual_seed(9)
-    specs = specs_of(32)
+    specs = scan_specs(32)
     steps = random_steps(num_tokens(specs), device, SMALL)
     rows = pack_rows(specs, 32, device)
     pools = [make_pool(SMALL, torch.float32, device, (1, 11))]

@@ -1,0 +1,32 @@
+"""Models by the sizes of a slot: what copies of whole states are measured with."""
+
+from dataclasses import dataclass
+
+import torch
+
+WINDOW_LEN = 3
+"""Conv inputs that a cached state keeps."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotModel:
+    """The states of a model; conv windows are bf16."""
+
+    name: str
+    num_layers: int
+    conv_dim: int
+    num_heads: int
+    ssm_dtype: torch.dtype
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot, which a copy of one state moves."""
+        return self.num_layers * (WINDOW_LEN * self.conv_dim * 2 + self.num_heads * 128 * 64 * self.ssm_dtype.itemsize)
+
+
+MODELS = (
+    SlotModel("8B bf16", 24, 10240, 128, torch.bfloat16),
+    SlotModel("8B fp32", 24, 10240, 128, torch.float32),
+    SlotModel("Nano bf16", 23, 6144, 64, torch.bfloat16),
+    SlotModel("Nano fp32", 23, 6144, 64, torch.float32),
+)
