@@ -146,7 +146,6 @@ def measure(shape: Shape, folder: Path | None) -> dict[str, Any]:
 
 def generation_figures(shape: Shape, loaded: LoadedModel) -> dict[str, Any]:
     """Serve the requests with the cache and without it."""
-    serve(shape, loaded, prompts(shape)[:1], prefix_caching=False)  # warms up
     uncached = serve(shape, loaded, prompts(shape), prefix_caching=False)
     cached = serve(shape, loaded, prompts(shape), prefix_caching=True)
     errors = [record.error for record in (*uncached.records, *cached.records) if record.error is not None]
@@ -178,7 +177,7 @@ def prompts(shape: Shape) -> list[PromptLine]:
 
 
 def serve(shape: Shape, loaded: LoadedModel, lines: list[PromptLine], prefix_caching: bool) -> RunResult:
-    """Run requests on an engine of their own."""
+    """Run requests on an engine of their own, with its kernels compiled before the first."""
     config = CacheConfig(
         block_size_tokens=shape.block_size,
         buffer_size_gb=shape.kv_gb,
@@ -189,6 +188,7 @@ def serve(shape: Shape, loaded: LoadedModel, lines: list[PromptLine], prefix_cac
         max_sequence_length=shape.fields["max_position_embeddings"],
     )
     engine = build_engine(loaded.model, config)
+    engine.warmup()
     return RequestRunner(engine, TokenIdTokenizer(shape.fields["vocab_size"]), GREEDY, lambda _: None).run(lines)
 
 

@@ -70,7 +70,8 @@ BAD_FOR_THE_MODEL = [
 def test_a_bad_flag_ends_with_one_line(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     finished = run_here(capsys, *flags)
     assert finished.status == 2
-    assert finished.stderr.count("\n") == 1 and message in finished.stderr
+    assert message in finished.stderr
+    assert finished.stderr.count("\n") == 1, finished.stderr
 
 
 @pytest.mark.parametrize("command", [[], ["serve"], ["doctor", "--fast"]])

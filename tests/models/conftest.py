@@ -1,13 +1,21 @@
 """Settings of torch under which models are compared with transformers, and checkpoints to load or to damage."""
 
+import importlib
+import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from megatron_mamba_cache.models import hugging_face
 from tests.models.tiny_checkpoints import FAMILIES, tiny_checkpoint
+
+# When they are imported, transformers' models choose GPU kernels of these packages, whatever device they then run on.
+with patch.dict(sys.modules, {"mamba_ssm": None, "causal_conv1d": None}):
+    for family in ("bamba", "granitemoehybrid", "nemotron_h"):
+        importlib.import_module(f"transformers.models.{family}.modeling_{family}")
 
 
 @pytest.fixture(autouse=True, scope="session")
