@@ -50,16 +50,21 @@ class _Results:
 
 @aggregate
 class _Scratch:
-    """What four warps hold in shared memory: weighted inputs, the state in bf16, outputs on their way out."""
+    """What four warps hold in shared memory: weighted inputs, the state in bf16, a state and outputs on their way out.
+
+    A pool of bf16 takes the state as it lies there: `leaving` is `state` then.
+    """
 
     weighted: gl.shared_memory_descriptor
     state: gl.shared_memory_descriptor
+    leaving: gl.shared_memory_descriptor
     y: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, weighted, state, y):
+    def __init__(self, weighted, state, leaving, y):
         self.weighted = weighted
         self.state = state
+        self.leaving = leaving
         self.y = y
 
 
@@ -125,11 +130,10 @@ def _scan_head(
         mbarrier.arrive(ring.empty.index(stage), count=1)
         _put_outputs(results, scratch.y, y.to(gl.bfloat16), span, span.begin + k * LENGTH, head, channel, sizes)
         if slot >= 0:
-            if results.pool.dtype.element_ty == gl.bfloat16:
-                place = (slot * sizes.HEADS + head) * sizes.D_STATE
-                store_tile(results.pool_states, [place, channel], scratch.state)
-            else:
-                gl.store(states + slot.to(gl.int64) * results.slot_stride, state)
+            if results.pool.dtype.element_ty != gl.bfloat16:
+                scratch.leaving.store(state)
+                fence_async_shared()
+            store_tile(results.pool_states, [(slot * sizes.HEADS + head) * sizes.D_STATE, channel], scratch.leaving)
         total = next_total
         scores = warpgroup_mma_wait(0, deps=[begun])
     tma.store_wait(0)
@@ -224,10 +228,13 @@ def _scan_kernel(
     weighted = gl.allocate_shared_memory(gl.bfloat16, [TOGETHER, LENGTH, CHANNELS], x_tiles.layout)
     state = gl.allocate_shared_memory(gl.bfloat16, [TOGETHER, D_STATE, CHANNELS], x_tiles.layout)
     y_copy = gl.allocate_shared_memory(gl.bfloat16, [TOGETHER, LENGTH, CHANNELS], y_tiles.layout)
+    leaving = state
+    if pool.dtype.element_ty != gl.bfloat16:
+        leaving = gl.allocate_shared_memory(pool.dtype.element_ty, [TOGETHER, D_STATE, CHANNELS], pool_states.layout)
 
     slots = tile_slots + span.first
     totals = decays + (head.to(gl.int64) * num_tiles + span.first) * (2 * LENGTH) + LENGTH - 1
-    scratch = _Scratch(weighted.index(0), state.index(0), y_copy.index(0))
+    scratch = _Scratch(weighted.index(0), state.index(0), leaving.index(0), y_copy.index(0))
     skip = gl.load(D + head).to(gl.float32)
     first = (ring, scratch, results, span, totals, slots, skip, initial, final, head, channel, sizes, 0)
     filling = (tiles, ring, span, head, channel, num_tiles, sizes)
@@ -235,7 +242,7 @@ def _scan_kernel(
         gl.warp_specialize([(_scan_head, first), (fill_ahead, filling)], [1], [FILL_REGISTERS])
     else:
         totals += num_tiles.to(gl.int64) * (2 * LENGTH)
-        scratch = _Scratch(weighted.index(1), state.index(1), y_copy.index(1))
+        scratch = _Scratch(weighted.index(1), state.index(1), leaving.index(1), y_copy.index(1))
         skip = gl.load(D + head + 1).to(gl.float32)
         second = (ring, scratch, results, span, totals, slots, skip, initial, final, head + 1, channel, sizes, 1)
         gl.warp_specialize(
@@ -292,7 +299,7 @@ def scan_on_hopper(
 
 
 def _described(matrix: Tensor, block: list[int]) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout(0, 32, 2)  # vectors and float32 states are not swizzled
-    if matrix.dtype == torch.bfloat16:
-        layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
+    layout = gl.NVMMASharedLayout(0, 32, 2)  # vectors are not swizzled
+    if block[0] > 1:
+        layout = gl.NVMMASharedLayout.get_default_for(block, getattr(gl, str(matrix.dtype).removeprefix("torch.")))
     return TensorDescriptor.from_tensor(matrix, block, layout)
