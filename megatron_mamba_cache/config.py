@@ -9,6 +9,7 @@ _MOST_REQUESTS = 2**20
 _MOST_TOKENS = 2**31
 _MOST_TABLE_ENTRIES = 2**28
 _MOST_DRAFTS = 8
+_MOST_GRAPHS = 512
 _CHECKPOINTS = ("rolling", "all", "none")
 _ATTENTION_BACKENDS = ("auto", "flash-attn", "flashinfer", "torch-varlen", "reference")
 _STATE_DTYPES = ("model", "fp32", "bf16")
@@ -42,6 +43,8 @@ class CacheConfig:
         attention_backend: Library that computes attention over the KV blocks: "flash-attn", "flashinfer",
             "torch-varlen" or "reference" (plain torch, exact); "auto" takes the first that serves the model
             [--attention-backend].
+        num_cuda_graphs: Numbers of rows, up to max_requests, for which decode steps are captured as CUDA graphs, with
+            and without drafts; 0 captures none [--inference-dynamic-batching-num-cuda-graphs].
         weights_version: Part of every block key; states of other weights are never found.
 
     Raises:
@@ -64,6 +67,7 @@ class CacheConfig:
     ssm_state_dtype: str = "fp32"
     conv_state_dtype: str = "model"
     attention_backend: str = "auto"
+    num_cuda_graphs: int = 0
     weights_version: str = "0"
 
     def __post_init__(self) -> None:
@@ -89,6 +93,9 @@ class CacheConfig:
         _require(backend in _ATTENTION_BACKENDS, "attention_backend", backend, f"one of {_ATTENTION_BACKENDS}")
         kept = self.decode_checkpoints
         _require(kept in _CHECKPOINTS, "decode_checkpoints", kept, f"one of {_CHECKPOINTS}")
+        graphs = self.num_cuda_graphs
+        are_in_range = type(graphs) is int and 0 <= graphs <= _MOST_GRAPHS
+        _require(are_in_range, "num_cuda_graphs", graphs, f"an int from 0 to {_MOST_GRAPHS}")
         drafts, most = self.num_speculative_tokens, min(_MOST_DRAFTS, self.block_size_tokens - 1)
         allowed_drafts = f"an int from 0 to {_MOST_DRAFTS}, below block_size_tokens={self.block_size_tokens}"
         is_in_range = type(drafts) is int and 0 <= drafts <= most
@@ -116,6 +123,9 @@ class CacheConfig:
         parser.add_argument(f"{prefix}block-size", type=int, metavar="N", help="tokens in a KV block")
         parser.add_argument(f"{prefix}buffer-size-gb", type=float, metavar="G", help="GiB for KV blocks")
         parser.add_argument(f"{prefix}prefix-caching-mamba-gb", type=float, metavar="G", help="GiB for cached states")
+        parser.add_argument(
+            f"{prefix}num-cuda-graphs", type=int, metavar="N", help="numbers of rows that CUDA graphs are captured for"
+        )
         parser.add_argument("--num-speculative-tokens", type=int, metavar="K", help="drafts a step verifies, 0 to 8")
         parser.add_argument(
             "--attention-backend", choices=_ATTENTION_BACKENDS, help="what computes attention (default: auto)"
@@ -133,6 +143,7 @@ class CacheConfig:
             "block_size_tokens": arguments.inference_dynamic_batching_block_size,
             "buffer_size_gb": arguments.inference_dynamic_batching_buffer_size_gb,
             "prefix_caching_mamba_gb": arguments.inference_dynamic_batching_prefix_caching_mamba_gb,
+            "num_cuda_graphs": arguments.inference_dynamic_batching_num_cuda_graphs,
             "num_speculative_tokens": arguments.num_speculative_tokens,
             "attention_backend": arguments.attention_backend,
             "prefix_caching": False if arguments.no_prefix_caching else None,

@@ -29,6 +29,7 @@ class CacheCounters:
     states_evicted: int = 0  # from memory that a suspend has dropped; a snapshot adds the present one's
     kv_blocks_evicted: int = 0  # likewise
     steps: int = 0
+    graph_steps: int = 0  # of them, those that replayed a CUDA graph
     steps_aborted: int = 0
 
     @property

@@ -9,8 +9,6 @@ from ..config import CacheConfig
 from .default_settings import DEFAULTS_IN_WORDS
 from .usage_error import UsageError
 
-_NO_GRAPHS = "CUDA graphs are not supported in this version; leave it out or set it to 0"
-
 _INT32_MAX = 2**31 - 1
 
 GREEDY: Mapping[str, float] = {"temperature": 1.0, "top_k": 1, "top_p": 0.0}
@@ -28,6 +26,11 @@ _SIZE_FLAGS = {
     "inference_dynamic_batching_block_size": "block_size_tokens",
     "inference_dynamic_batching_buffer_size_gb": "buffer_size_gb",
     "inference_dynamic_batching_prefix_caching_mamba_gb": "prefix_caching_mamba_gb",
+}
+_SETTINGS = {
+    **_SIZE_FLAGS,
+    "inference_dynamic_batching_num_cuda_graphs": "num_cuda_graphs",
+    "num_speculative_tokens": "num_speculative_tokens",
 }
 
 
@@ -61,14 +64,14 @@ def command_parser() -> ArgumentParser:
 
 def flag_of(name: str) -> str:
     """Return the flag that sets an argument or a field of `CacheConfig`."""
-    by_setting = {setting: argument for argument, setting in _SIZE_FLAGS.items()}
+    by_setting = {setting: argument for argument, setting in _SETTINGS.items()}
     return "--" + by_setting.get(name, name).replace("_", "-")
 
 
 def name_flag(message: str) -> str:
     """Put the flag in front of a message that starts with the name of the setting it sets."""
     setting = message.split(" ", 1)[0]
-    known = setting in (*_SIZE_FLAGS.values(), "num_speculative_tokens") and flag_of(setting) not in message
+    known = setting in _SETTINGS.values() and flag_of(setting) not in message
     return f"{flag_of(setting)}: {message}" if known else message
 
 
@@ -91,8 +94,7 @@ def with_sampling(arguments: Namespace, default: Mapping[str, float]) -> Namespa
 
 
 def check_generate_arguments(arguments: Namespace) -> None:
-    """Raise `UsageError` for a value that can never work, or a flag of a later version."""
-    _check_absent(arguments, "inference_dynamic_batching_num_cuda_graphs", _NO_GRAPHS)
+    """Raise `UsageError` for a value that can never work."""
     _check_range(arguments, "num_tokens_to_generate", 1, math.inf, "at least 1")
     _check_range(arguments, "temperature", 0, math.inf, "0 (greedy) or more, and finite")
     _check_range(arguments, "top_k", 0, _INT32_MAX, f"from 0 (off) to {_INT32_MAX}")
@@ -114,12 +116,6 @@ def _check_drafter(arguments: Namespace) -> None:
         raise UsageError("--drafter draft-model: which model? name its directory with --draft-hf-model")
     if arguments.drafter != "draft-model" and arguments.draft_hf_model is not None:
         raise UsageError(f"--draft-hf-model {arguments.draft_hf_model}: only --drafter draft-model reads it")
-
-
-def _check_absent(arguments: Namespace, name: str, reason: str) -> None:
-    _check_range(arguments, name, 0, math.inf, "0 or more")
-    if getattr(arguments, name):
-        raise UsageError(f"{flag_of(name)} {getattr(arguments, name)}: {reason}")
 
 
 def _check_range(arguments: Namespace, name: str, low: float, high: float, allowed: str) -> None:
@@ -155,8 +151,6 @@ def _add_generate_arguments(parser: ArgumentParser) -> None:
     drafts = parser.add_argument_group("speculative decoding", "With --num-speculative-tokens above 0.")
     drafts.add_argument("--drafter", choices=DRAFTERS, help="what proposes tokens (default: prompt-lookup)")
     drafts.add_argument("--draft-hf-model", metavar="DIR", help="Hugging Face directory of the draft model")
-    later = parser.add_argument_group("not in this version")
-    later.add_argument("--inference-dynamic-batching-num-cuda-graphs", type=int, default=0, metavar="N", help="0 only")
 
 
 def _add_sampling_arguments(group: object) -> None:

@@ -4,9 +4,11 @@ A tile's tokens arrive by TMA, whose box may reach beyond the row. Of such a til
 before it says that the tile is full: a product with a neighbour's NaN would be NaN, whatever its weight.
 """
 
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.core import _aggregate as aggregate
 
 # Gluon is experimental, and names change: the first are Triton 3.9's, the second 3.6's.
@@ -191,3 +193,11 @@ def _clear_outside(tile, begin, low, high):
         part = tile.slice(eight * 8, 8, 0)
         values = part.load(layout)
         part.store(gl.where(inside[:, None], values, gl.zeros_like(values)))
+
+
+def describe(matrix: Tensor, block: list[int]) -> TensorDescriptor:
+    """Return what TMA has to know of a matrix that is read or written in blocks."""
+    layout = gl.NVMMASharedLayout(0, 32, 2)  # vectors are not swizzled
+    if block[0] > 1:
+        layout = gl.NVMMASharedLayout.get_default_for(block, getattr(gl, str(matrix.dtype).removeprefix("torch.")))
+    return TensorDescriptor.from_tensor(matrix, block, layout)

@@ -5,7 +5,6 @@ the tiles of B and C; four warps scan a head, one more fills the ring of tiles a
 which need no state, are begun while the tile before it finishes.
 """
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -16,10 +15,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.core import _aggregate as aggregate
 
-from .hopper_ring import PackedTiles, Sizes, allocate_ring, fill_ahead, find_span, store_tile
+from .hopper_ring import PackedTiles, Sizes, allocate_ring, describe, fill_ahead, find_span, store_tile
 from .hopper_tiling import HopperTiling
 from .ssd_tiles import TILE_LEN, ScanTiles, tiled_rows
 from .ssm_inputs import SSMTokens
@@ -269,12 +267,12 @@ def scan_on_hopper(
     num_groups, d_state = tokens.B.shape[1:]
     splits = head_dim // tiling.channels
     _scan_kernel[(rows.longest_first.shape[0] * (num_heads // tiling.heads) * splits,)](
-        x_tiles=_described(tokens.x.flatten(1), [TILE_LEN, tiling.channels]),
-        B_tiles=_described(tokens.B.flatten(1), [TILE_LEN, d_state]),
-        C_tiles=_described(tokens.C.flatten(1), [TILE_LEN, d_state]),
-        y_tiles=_described(y.flatten(1), [TILE_LEN, tiling.channels]),
-        decay_tiles=_described(tiles.decays.view(-1, TILE_LEN), [1, TILE_LEN]),
-        pool_states=_described(ssm_pool.view(-1, head_dim), [d_state, tiling.channels]),
+        x_tiles=describe(tokens.x.flatten(1), [TILE_LEN, tiling.channels]),
+        B_tiles=describe(tokens.B.flatten(1), [TILE_LEN, d_state]),
+        C_tiles=describe(tokens.C.flatten(1), [TILE_LEN, d_state]),
+        y_tiles=describe(y.flatten(1), [TILE_LEN, tiling.channels]),
+        decay_tiles=describe(tiles.decays.view(-1, TILE_LEN), [1, TILE_LEN]),
+        pool_states=describe(ssm_pool.view(-1, head_dim), [d_state, tiling.channels]),
         rows=tiled_rows(rows),
         y=y,
         D=D,
@@ -296,10 +294,3 @@ def scan_on_hopper(
         FILL_REGISTERS=_FILL_REGISTERS,
         num_warps=4,
     )
-
-
-def _described(matrix: Tensor, block: list[int]) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout(0, 32, 2)  # vectors are not swizzled
-    if block[0] > 1:
-        layout = gl.NVMMASharedLayout.get_default_for(block, getattr(gl, str(matrix.dtype).removeprefix("torch.")))
-    return TensorDescriptor.from_tensor(matrix, block, layout)

@@ -25,6 +25,8 @@ from ..speculation.draft_planner import DraftPlanner, NoDrafts
 from ..speculation.row_progress import advance_rows, note_hidden_states
 from ..state.step_batch import StepBatch
 from .cache_memory import CacheMemory, step_memory
+from .captured_step import CapturedStep, GraphsByShape
+from .host_tensors import ids_of, ints
 from .model_shape import HybridModelShape
 from .overflow_errors import overflow_error
 from .request_spec import spec_of, valid_spec_of
@@ -63,6 +65,8 @@ class MambaCacheContext(StepReader):
         self.planner = planner or NoDrafts()
         self.draft_distributions: list[Tensor | None] = []  # of the step's decode rows
         self.wanted_outputs = torch.empty(0)
+        self.graphs: GraphsByShape | None = None  # over the present memory
+        self.graph: CapturedStep | None = None  # that the step which is laid out takes
         state_shapes = (shape.conv_dim, shape.d_conv), shape.ssm_shape
         with step_memory(config):
             super().__init__(
@@ -98,7 +102,7 @@ class MambaCacheContext(StepReader):
             self.counters.kv_blocks_evicted += self._memory.blocks.pool.num_evicted
         self._forget(self.rows)
         self.rows = []
-        self._step = None
+        self._step = self.graph = self.graphs = None  # graphs read and write the memory that goes
         self._memory = None
         self.is_tensor_state_allocated = False
         self._count_rows()
@@ -106,10 +110,9 @@ class MambaCacheContext(StepReader):
     def reset(self) -> None:
         """Drop all running requests. What is cached stays: Megatron resets on idle and dummy steps too."""
         self._drop(list(self.rows))
-        self._step = None
+        self._step = self.graph = None
         self.chunked_prefill_request_id = -1
         self.has_explicit_chunked_prefill_req = False
-        self._using_cuda_graph_this_step = False
         self.padded_active_token_count = self.padded_active_request_count = 0
         self._count_rows()
 
@@ -198,14 +201,18 @@ class MambaCacheContext(StepReader):
     def initialize_attention_state(self, *, construct_graph_dimensions: Any = None) -> None:
         """Schedule the decode rows and their drafts, and lay the step out."""
         if construct_graph_dimensions is not None:
-            raise NotImplementedError("CUDA graphs are not supported; build the model with cuda_graph_impl='none'")
+            raise NotImplementedError("Megatron's own CUDA graphs are not used; set CacheConfig.num_cuda_graphs")
         decoding = [row for row in self.rows if not row.is_paused and not row.is_prefilling]
         self._at_work = [*decoding, *(row for row in self.rows if row.is_prefilling and row.scheduled)]
         self.draft_distributions = schedule_decode(
             decoding, self.cache, self.planner, self.max_tokens - self.active_token_count
         )
         draws_ratios = any(drawn_from is not None for drawn_from in self.draft_distributions)
-        self.lay_out(self._at_work, draws_ratios=draws_ratios)
+        self.graph = self.graphs.fitting(self._at_work) if self.graphs is not None else None
+        if self.graph is None:
+            self.lay_out(self._at_work, draws_ratios=draws_ratios)
+        else:
+            self.lay_out_graph(self.graph, self._at_work, draws_ratios=draws_ratios)
 
     def commit_step(self) -> None:
         """Publish what the forward wrote of prompts; call it once the forward is launched."""
@@ -218,7 +225,7 @@ class MambaCacheContext(StepReader):
             active_requests_mask: [rows] 0 where the request ends with its new token.
             new_tokens: [rows] sampled tokens; one of a row in mid-prefill is ignored.
         """
-        entries = zip(self.step.rows, _ints(active_requests_mask), _ints(new_tokens), strict=True)
+        entries = zip(self.step.rows, ints(active_requests_mask), ints(new_tokens), strict=True)
         kept = [
             KeptTokens((token,), ends=not goes_on) if row.samples_this_step else KeptTokens()
             for row, goes_on, token in entries
@@ -243,13 +250,13 @@ class MambaCacheContext(StepReader):
         self.rows = [row for row in self.rows if row not in outcome.evicted]
         self._forget(outcome.evicted)
         self.memory.settle(outcome.paused)
-        self._step, self._at_work = None, []
+        self._step, self.graph, self._at_work = None, None, []
         self.counters.requests_paused += len(outcome.paused)
         self.counters.requests_evicted += len(outcome.evicted)
         self._count_rows()
         return {
-            "newly_paused_request_ids": _ids(outcome.paused),
-            "evict_request_ids": _ids(outcome.evicted),
+            "newly_paused_request_ids": ids_of(outcome.paused),
+            "evict_request_ids": ids_of(outcome.evicted),
         }
 
     def abort_step(self) -> None:
@@ -259,7 +266,7 @@ class MambaCacheContext(StepReader):
         """
         self._drop([row for row in self.rows if row in self._at_work or row.scheduled])
         torch.cuda.synchronize()  # nothing was read back that orders the next step's buffer after this one's copy
-        self._step, self._at_work = None, []
+        self._step, self.graph, self._at_work = None, None, []
         self.counters.steps_aborted += 1
         self._count_rows()
 
@@ -290,11 +297,3 @@ class MambaCacheContext(StepReader):
         self.paused_request_count = len(self.rows) - len(prefilling) - num_decoding
         self.num_prefill_requests = len(prefilling)
         self.active_token_count = num_decoding + sum(row.scheduled for row in prefilling)
-
-
-def _ints(values: Tensor | Sequence[int]) -> list[int]:
-    return values.tolist() if isinstance(values, Tensor) else [int(value) for value in values]
-
-
-def _ids(rows: Sequence[RunningRequest]) -> Tensor | None:
-    return torch.tensor([row.request_id for row in rows], dtype=torch.int64) if rows else None

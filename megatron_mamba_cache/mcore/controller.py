@@ -54,20 +54,29 @@ class MambaCacheController(TextGenerationController):
             "sample": torch.tensor([new.tokens[-1] if new.tokens else 0 for new in kept], dtype=torch.int64),
             "kept_tokens": [new.tokens for new in kept],
             "draft_counts": [_draft_counts(row, new) for row, new in zip(context.step.rows, kept, strict=True)],
-            "cuda_graph_request_count": None,
+            "cuda_graph_request_count": None if context.graph is None else context.graph.shape.num_rows,
             **self._log_probs(logits, kept),
         }
         return result if skip_bookkeeping else result | self._finish_step(kept)
 
+    def _dynamic_step_forward_logits(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        graph = self.context.graph
+        if graph is None:
+            return super()._dynamic_step_forward_logits(input_ids, position_ids)
+        return graph.forward()
+
     def _sample(self, logits: Tensor) -> list[KeptTokens]:
         """Sample, verify, copy the states of reached boundaries, and read the tokens back: the step's one wait."""
         context = self.context
-        step = context.step
-        wanted = logits.squeeze(0) if context.materialize_only_last_token_logits else context.last_token_logits(logits)
-        outcome = verify_step(step.logits, wanted, context.draft_distributions)
-        copy_reached_boundaries(step, outcome, context.memory)
+        step, drawn_from = context.step, context.draft_distributions
+        if context.graph is not None and all(distribution is None for distribution in drawn_from):
+            outcome = context.graph.verify(all_greedy=step.logits.all_greedy)
+        else:
+            outcome = verify_step(step.logits, context.wanted_logits(logits), drawn_from)
+            copy_reached_boundaries(step, outcome, context.memory)
         return [
-            row.keep(tokens[:accepted]) for row, (accepted, *tokens) in zip(step.rows, outcome.tolist(), strict=True)
+            row.keep(tokens[:accepted])
+            for row, (accepted, *tokens) in zip(step.rows, outcome[: len(step.rows)].tolist(), strict=True)
         ]
 
     def _log_probs(self, logits: Tensor, kept: Sequence[KeptTokens]) -> dict[str, Any]:

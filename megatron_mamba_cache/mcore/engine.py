@@ -14,11 +14,12 @@ from ..policy.requests import Candidate, RequestSpec
 from .accepted_drafts import append_all_but_last
 from .context import MambaCacheContext
 from .controller import MambaCacheController
+from .cuda_graphs import capture_graphs
 from .failed_steps import FailedSteps, refusal_reason
 from .hit_rate_hint import HitRateHint
 from .plain_prompt import plain_prompt
 from .request_spec import check_identity, contradiction_in, fault_of, other_ends, spec_of
-from .request_states import DraftCounts, RequestState, RequestStates, begin_next_part, complete_parts
+from .request_states import DraftCounts, RequestStates, begin_next_part, complete_parts
 from .scheduler import StepScheduler
 from .warmup import warm_up
 
@@ -33,13 +34,12 @@ class MambaCacheEngine(DynamicInferenceEngine):
 
     def __init__(self, controller: MambaCacheController, context: MambaCacheContext, random_seed: int = 0) -> None:
         self.scheduler = StepScheduler(context)
-        self._states = RequestStates()
+        self._states = RequestStates(random_seed)
         self._failed_steps = FailedSteps()
         self._unreported: list[DynamicInferenceRequestRecord] = []  # of requests that ended in a step that raised later
         self._hint = HitRateHint(context.cache_config)
-        super().__init__(
-            controller, context, random_seed=random_seed, enable_chunked_prefill=context.cache_config.chunked_prefill
-        )
+        chunked = context.cache_config.chunked_prefill
+        super().__init__(controller, context, random_seed=random_seed, enable_chunked_prefill=chunked)
         # Rows know their stop words, so a stop word ends its request in the step that completes it.
         controller.set_stop_word_finished_ids_callback(None)
 
@@ -49,6 +49,10 @@ class MambaCacheEngine(DynamicInferenceEngine):
         Nothing else changes: no request, state, block, counter or random number. On a CPU it does nothing.
         """
         return warm_up(self.controller.inference_wrapped_model, self.context)
+
+    def create_cuda_graphs(self, reset_context: bool = True) -> None:
+        """Capture the decode steps that the settings ask for: at the start and after a resume."""
+        self.capture_report = capture_graphs(self.controller.inference_wrapped_model, self.context)
 
     def add_request(
         self,
@@ -71,7 +75,7 @@ class MambaCacheEngine(DynamicInferenceEngine):
         if request_id in self.requests:
             raise ValueError(f"request id {request_id} is in use; give each request an id of its own")
         check_identity(request_id, seed, tenant)
-        self._states[request_id] = RequestState(self._default_seed(request_id) if seed is None else seed, tenant)
+        self._states.begin(request_id, seed, tenant)
         try:
             return super().add_request(request_id, plain_prompt(prompt), sampling_params or SamplingParams())
         except BaseException:  # for instance a prompt that is no token ids: leave no trace of it
@@ -84,7 +88,8 @@ class MambaCacheEngine(DynamicInferenceEngine):
     def _add_request(self, request: Any) -> asyncio.Future:
         """Validate a request and put it at the end of the queue, or fail it alone."""
         request_id, sampling = request.request_id, request.sampling_params
-        self._states.setdefault(request_id, RequestState(self._default_seed(request_id)))
+        if request_id not in self._states:
+            self._states.begin(request_id)
         fault = contradiction_in(sampling, self.context.materialize_only_last_token_logits)
         if fault is not None:
             return self._refuse(request, fault)
@@ -258,9 +263,6 @@ class MambaCacheEngine(DynamicInferenceEngine):
     def _restart(self, request_id: int) -> None:
         self._states[request_id].spec = self._states[request_id].candidate = None
         begin_next_part(self.requests[request_id].record)
-
-    def _default_seed(self, request_id: int) -> int:
-        return (self.random_seed << 32) + request_id
 
     def _forget(self, request_id: int) -> None:
         self._failed_steps.forget(request_id)

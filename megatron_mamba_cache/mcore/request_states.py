@@ -42,9 +42,14 @@ class _RequestCounts:
 class RequestStates(dict[int, RequestState]):
     """The states by request id."""
 
-    def __init__(self) -> None:
+    def __init__(self, engine_seed: int = 0) -> None:
         super().__init__()
+        self._engine_seed = engine_seed
         self._left: dict[int, _RequestCounts] = {}  # oldest first
+
+    def begin(self, request_id: int, seed: int | None = None, tenant: str = "") -> None:
+        """Keep the state of a request from now on; None derives its seed from the engine's and the id."""
+        self[request_id] = RequestState((self._engine_seed << 32) + request_id if seed is None else seed, tenant)
 
     def cached_tokens(self, request_id: int) -> int:
         """Return the prompt tokens skipped at a request's first admission; 0 before that, or if it is forgotten."""

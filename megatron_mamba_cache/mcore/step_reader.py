@@ -21,6 +21,7 @@ from ..state.mamba_slot_allocator import StateSlotAllocator
 from ..state.state_pool import LayerStates
 from ..state.step_batch import StepBatch, lay_out_step
 from .cache_memory import CacheMemory
+from .captured_step import CapturedStep
 from .log_probs import followed_tokens, selected_log_probs
 
 
@@ -40,6 +41,7 @@ class StepReader(DynamicInferenceContext):
     _memory: CacheMemory | None
     _step: StepBatch | None
     _attend: PlannedAttention
+    graph: CapturedStep | None
 
     @property
     def memory(self) -> CacheMemory:
@@ -81,15 +83,30 @@ class StepReader(DynamicInferenceContext):
         The arguments are those of `lay_out_step`. What the step before it computed has been read back.
         """
         memory = self.memory
-        self._step = lay_out_step(
-            rows, memory.step_buffers, memory.geometry, draws_ratios=draws_ratios, purpose=purpose
-        )
-        self._attend = memory.attention.plan(self._step.attention)
-        self.padded_active_token_count = self.active_token_count = self._step.num_tokens
-        self.padded_active_request_count = len(rows)
-        self.num_prefill_requests = len(rows) - self._step.num_decode_rows
-        self.token_to_pos_ids = self.token_to_position_in_request = self._step.positions
+        step = lay_out_step(rows, memory.step_buffers, memory.geometry, draws_ratios=draws_ratios, purpose=purpose)
+        self.install(step, memory.attention.plan(step.attention))
         self.counters.steps += 1
+
+    def lay_out_graph(self, graph: CapturedStep, rows: Sequence[RunningRequest], *, draws_ratios: bool) -> None:
+        """Make scheduled decode rows the step that a graph computes."""
+        self._step = graph.lay_out(rows, draws_ratios=draws_ratios)
+        self.wanted_outputs = graph.wanted_outputs
+        self.active_token_count, self.padded_active_token_count = self._step.num_tokens, graph.shape.num_tokens
+        self.padded_active_request_count, self.num_prefill_requests = graph.shape.num_rows, 0
+        self.counters.steps += 1
+        self.counters.graph_steps += 1
+
+    def using_cuda_graph_this_step(self) -> bool:
+        """Whether the step that is laid out is one that a graph computes."""
+        return self.graph is not None
+
+    def install(self, step: StepBatch, attend: PlannedAttention) -> None:
+        """Make a batch of views, and the attention that was planned for it, what the model computes."""
+        self._step, self._attend = step, attend
+        self.padded_active_token_count = self.active_token_count = step.num_tokens
+        self.padded_active_request_count = len(step.rows)
+        self.num_prefill_requests = len(step.rows) - step.num_decode_rows
+        self.token_to_pos_ids = self.token_to_position_in_request = step.positions
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
@@ -158,6 +175,10 @@ class StepReader(DynamicInferenceContext):
         """
         self.wanted_outputs = logits.squeeze(0).index_select(0, self.step.logits.tokens)
         return self.wanted_outputs
+
+    def wanted_logits(self, logits: Tensor) -> Tensor:
+        """Return the step's wanted logits, [logits, vocab], of those that the model computed, [1, n, vocab]."""
+        return logits.squeeze(0) if self.materialize_only_last_token_logits else self.last_token_logits(logits)
 
     def calculate_log_probs(
         self, logits: Tensor, new_tokens: Tensor, only_last_token_logits: bool | None = False

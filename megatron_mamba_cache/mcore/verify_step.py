@@ -37,7 +37,9 @@ def verify_step(rows: StepLogits, logits: Tensor, distributions: Sequence[Tensor
 
 def _drawn_from(rows: StepLogits, distributions: Sequence[Tensor | None]) -> DraftDistributions | None:
     """Return the distributions of all rows that have any, and which logits row each belongs to."""
-    index = torch.full((rows.starts[-1],), -1, dtype=torch.int32)
+    if all(drawn is None for drawn in distributions):
+        return None
+    index = torch.full(rows.tokens.shape, -1, dtype=torch.int32)
     found: list[Tensor] = []
     num_found = 0
     for start, drawn in zip(rows.starts, distributions, strict=False):
@@ -45,15 +47,13 @@ def _drawn_from(rows: StepLogits, distributions: Sequence[Tensor | None]) -> Dra
             index[start : start + len(drawn)] = torch.arange(num_found, num_found + len(drawn), dtype=torch.int32)
             num_found += len(drawn)
             found.append(drawn)
-    if not found:
-        return None
     return DraftDistributions(torch.cat(found), index.to(found[0].device))
 
 
 def copy_reached_boundaries(step: StepBatch, outcome: Tensor, memory: CacheMemory) -> None:
     """Copy the state of each decode row at the boundary it reached, if it did, into the slot reserved for it."""
     if step.align is not None:
-        accepted = outcome[: step.num_decode_rows, 0]
+        accepted = outcome[: step.align.targets.shape[0], 0]
         pool, geometry = memory.state_pool, memory.geometry
         rows = replace(step.align, accepted=accepted)
         align_copy(pool.conv, pool.ssm, rows, geometry.block_size, geometry.window_len)

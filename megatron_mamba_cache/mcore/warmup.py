@@ -9,18 +9,17 @@ PAD_SLOT and their KV goes to the block that nobody reads. They are admitted now
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 
 from ..kernels.compilation import WATCH, Compilations
 from ..kernels.progress import progress
 from ..kernels.varlen_rows import PAD_SLOT
-from ..policy.block_hashing import BlockKeyChain
-from ..policy.identifiers import SlotId
-from ..policy.requests import RequestSpec, ReservedState, RunningRequest, SamplingSettings
+from ..policy.identifiers import BlockId
+from ..policy.requests import RunningRequest
 from ..state.state_pool import DraftWindow
 from ..state.step_buffers import StepLimits
 from .context import MambaCacheContext
+from .padding_rows import decode_padding_row, prefill_padding_row
 from .served_model import compute_step
 from .verify_step import copy_reached_boundaries, verify_step
 
@@ -79,12 +78,12 @@ def rehearse_prefill(model: Any, context: MambaCacheContext) -> None:
             torch.cuda.synchronize()
 
 
-def prefill_steps(limits: StepLimits, dummy_block: int) -> Iterator[Rows]:
+def prefill_steps(limits: StepLimits, dummy_block: BlockId) -> Iterator[Rows]:
     """Yield prefill rows, some of one token and one of more; the scan's form depends on how many rows there are."""
     for num_rows in row_counts(limits.max_rows):
-        yield [_padding(dummy_block, num_prompt_tokens=1) for _ in range(num_rows)]
+        yield [prefill_padding_row(1, dummy_block) for _ in range(num_rows)]
     if limits.max_tokens > 1:
-        yield [_padding(dummy_block, num_prompt_tokens=2)]
+        yield [prefill_padding_row(2, dummy_block)]
 
 
 def row_counts(max_rows: int) -> list[int]:
@@ -92,33 +91,13 @@ def row_counts(max_rows: int) -> list[int]:
     return [*(1 << power for power in range((max_rows - 1).bit_length())), max_rows]
 
 
-def decode_steps(limits: StepLimits, dummy_block: int) -> Iterator[Rows]:
+def decode_steps(limits: StepLimits, dummy_block: BlockId) -> Iterator[Rows]:
     """Yield decode rows with and without drafts, alone and before a prefill row, whose inputs lie where these end."""
     widest = min(1 + limits.max_drafts, limits.max_tokens)
     for width in {1, widest}:
-        yield [_padding(dummy_block, num_drafts=width - 1)]
+        yield [decode_padding_row(width - 1, dummy_block)]
     most_tokens = min(_MOST_RESIDUES - 1, (limits.max_rows - 1) * widest, limits.max_tokens - 1)
     for num_tokens in range(1, most_tokens + 1):
         widths = [widest] * (num_tokens // widest) + [num_tokens % widest] * (num_tokens % widest > 0)
-        decoding = [_padding(dummy_block, num_drafts=width - 1) for width in widths]
-        yield [*decoding, _padding(dummy_block, num_prompt_tokens=1)]
-
-
-def _padding(dummy_block: int, *, num_prompt_tokens: int = 0, num_drafts: int = 0) -> RunningRequest:
-    """Return a row that owns nothing: a prefill row of some tokens, or (0) a decode row, which is its first token."""
-    decodes = num_prompt_tokens == 0
-    slot = SlotId(PAD_SLOT)
-    return RunningRequest(
-        spec=RequestSpec(-1, np.zeros(num_prompt_tokens, np.int64), 2 + num_prompt_tokens, SamplingSettings()),
-        chain=BlockKeyChain(bytes(32), 1),
-        epoch=-1,
-        age=-1,
-        live_slot=slot,
-        block_ids=[dummy_block],
-        num_shared_blocks=0,
-        computed=0,
-        scheduled=1 + num_drafts if decodes else num_prompt_tokens,
-        generated=[0] if decodes else [],
-        drafts=(0,) * num_drafts,
-        reserved=[ReservedState(0, slot)] if decodes else [],  # so that the align copy is launched
-    )
+        decoding = [decode_padding_row(width - 1, dummy_block) for width in widths]
+        yield [*decoding, prefill_padding_row(1, dummy_block)]

@@ -12,6 +12,7 @@ from ..kernels.varlen_rows import PAD_SLOT, VarlenRows
 from ..kernels.verify_rows import VerifyRows
 from ..policy.random_counter import DrawPurpose
 from ..policy.requests import RunningRequest
+from .padded_step import DecodeShape, pad_step
 from .prefill_metadata import write_prefill_rows
 from .step_buffers import StepBuffers
 from .step_logits import StepLogits, view_logits, write_logits
@@ -65,15 +66,49 @@ def lay_out_step(
         draws_ratios: Whether drafts come with distributions, so that accepting them takes random numbers.
         purpose: What the tokens are drawn for.
     """
-    num_decode = sum(not row.is_prefilling for row in rows)
+    num_chunks = _write(rows, buffers, geometry, purpose, draws_ratios=draws_ratios)
+    buffers.send(len(rows))
+    return view_step(rows, buffers, num_chunks)
+
+
+def send_padded_step(
+    rows: Sequence[RunningRequest],
+    buffers: StepBuffers,
+    geometry: StepGeometry,
+    shape: DecodeShape,
+    *,
+    draws_ratios: bool = False,
+) -> None:
+    """Write decode rows and padding up to a shape into the buffers, and send them; the views of a captured step exist.
+
+    Args:
+        rows: All decode, no more and none longer than the shape's.
+    """
+    _write(rows, buffers, geometry, DrawPurpose.SAMPLE, draws_ratios=draws_ratios)
+    pad_step(rows, buffers, geometry.dummy_block, shape)
+    buffers.send(len(rows))
+
+
+def _write(
+    rows: Sequence[RunningRequest],
+    buffers: StepBuffers,
+    geometry: StepGeometry,
+    purpose: DrawPurpose,
+    *,
+    draws_ratios: bool,
+) -> int:
+    """Write every integer of a step; return the number of its SSM chunks."""
+    num_decode = _num_decode(rows)
     _write_tokens(rows, buffers, geometry)
     _write_rows(rows, buffers)
     _write_windows(rows[:num_decode], buffers)
     write_logits(rows, buffers, purpose, draws_ratios=draws_ratios)
     prefill_rows = rows[num_decode:]
-    num_chunks = write_prefill_rows(prefill_rows, buffers, geometry.ssm_chunk_size) if prefill_rows else 0
-    buffers.send(len(rows))
-    return _views(rows, num_decode, num_chunks, buffers)
+    return write_prefill_rows(prefill_rows, buffers, geometry.ssm_chunk_size) if prefill_rows else 0
+
+
+def _num_decode(rows: Sequence[RunningRequest]) -> int:
+    return sum(not row.is_prefilling for row in rows)
 
 
 def _write_tokens(rows: Sequence[RunningRequest], buffers: StepBuffers, geometry: StepGeometry) -> None:
@@ -119,7 +154,13 @@ def _write_windows(rows: Sequence[RunningRequest], buffers: StepBuffers) -> None
             columns[index, 1 : 1 + len(row.draft_slots)] = row.draft_slots
 
 
-def _views(rows: Sequence[RunningRequest], num_decode: int, num_chunks: int, buffers: StepBuffers) -> StepBatch:
+def view_step(rows: Sequence[RunningRequest], buffers: StepBuffers, num_chunks: int = 0) -> StepBatch:
+    """Return the views of a step that has been sent.
+
+    They and what is computed here of them depend on how many rows, tokens and drafts there are, not on the rest; a
+    graph that is captured over them reads whatever was sent last.
+    """
+    num_decode = _num_decode(rows)
     num_tokens = sum(row.scheduled for row in rows)
     device = buffers.device
     token_ids = device("token_ids")[:num_tokens].long()

@@ -37,7 +37,7 @@ def write_logits(
     rows: Sequence[RunningRequest], buffers: StepBuffers, purpose: DrawPurpose, *, draws_ratios: bool
 ) -> None:
     """Write the sections of the buffers that `view_logits` reads."""
-    starts, num_rows = _starts(rows), len(rows)
+    starts, num_rows = logits_starts(rows), len(rows)
     counts = np.diff(starts)
     buffers.host("cu_logits")[: num_rows + 1] = starts
     buffers.host("logit_rows")[: starts[-1]] = np.repeat(np.arange(num_rows, dtype=np.int32), counts)
@@ -56,7 +56,7 @@ def write_logits(
 
 def view_logits(rows: Sequence[RunningRequest], token_ids: Tensor, buffers: StepBuffers) -> StepLogits:
     """Return the device views of what `write_logits` wrote, per logits row; `token_ids` [tokens] are the step's."""
-    starts, num_rows = _starts(rows), len(rows)
+    starts, num_rows = logits_starts(rows), len(rows)
     num_logits, max_drafts = starts[-1], max((len(row.drafts) for row in rows), default=0)
     device = buffers.device
     tokens = device("logit_tokens")[:num_logits]
@@ -86,7 +86,8 @@ def view_logits(rows: Sequence[RunningRequest], token_ids: Tensor, buffers: Step
     )
 
 
-def _starts(rows: Sequence[RunningRequest]) -> tuple[int, ...]:
+def logits_starts(rows: Sequence[RunningRequest]) -> tuple[int, ...]:
+    """Return [rows + 1], where each row's logits begin."""
     return (0, *accumulate(1 + len(row.drafts) for row in rows))
 
 

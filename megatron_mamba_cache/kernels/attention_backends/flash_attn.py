@@ -7,7 +7,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..attention_rows import AttentionRows
-from .interface import AttentionShape, PlannedAttention, attend_rows, half_precision_refusal, is_installed
+from .interface import (
+    AttentionShape,
+    DeviceLengths,
+    PlannedAttention,
+    attend_rows,
+    half_precision_refusal,
+    is_installed,
+)
 
 _HEAD_DIMS = range(8, 257, 8)
 PAGE_MULTIPLE = 256
@@ -56,6 +63,10 @@ class FlashAttention3:
 
         return attend
 
+    def capture(self, rows: AttentionRows) -> DeviceLengths:
+        """Prepare graphs whose rows are at most as long as these."""
+        return DeviceLengths(self, rows)
+
 
 class FlashAttention2:
     """`flash_attn_varlen_func` of flash-attn 2 with a block table."""
@@ -98,6 +109,10 @@ class FlashAttention2:
             )
 
         return attend
+
+    def capture(self, rows: AttentionRows) -> DeviceLengths:
+        """Prepare graphs whose rows are at most as long as these."""
+        return DeviceLengths(self, rows)
 
 
 def page_refusal(shape: AttentionShape) -> str | None:

@@ -19,13 +19,16 @@ from .interface import AttentionShape, PlannedAttention, attend_rows, half_preci
 
 _HEAD_DIMS = (64, 128, 256)
 _WORKSPACE_BYTES = 128 * 2**20
+_MOST_SHORT_QUERIES = 16  # query tokens of a decode or verify row
 
 
 class FlashInferAttention:
     """`BatchPrefillWithPagedKVCacheWrapper`; its host plan of a step serves all layers.
 
+    Decode and verify rows go to "fa2", which spreads the cached tokens of a row over the GPU; "fa3" does not.
+
     Args:
-        kernel: "fa2" or "fa3"; "auto" lets FlashInfer choose.
+        kernel: "fa2" or "fa3" for all steps; None lets FlashInfer choose one for prefill.
     """
 
     name = setting = "flashinfer"
@@ -37,54 +40,113 @@ class FlashInferAttention:
             return "flashinfer is not installed"
         return half_precision_refusal(shape, _HEAD_DIMS)
 
-    def __init__(self, shape: AttentionShape, kernel: str = "auto") -> None:
+    def __init__(self, shape: AttentionShape, kernel: str | None = None) -> None:
         self._shape = shape
+        self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=shape.device)
         with progress("FlashInfer compiles attention kernels for this model, which it does once on a machine"):
-            self._wrapper: Any = import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper(
-                torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=shape.device), "NHD", backend=kernel
-            )
-            self._try_out()
+            short, long = (kernel, kernel) if kernel else ("fa2", "auto")
+            self._short = PagedAttention(shape, _wrapper(self._workspace, short))
+            self._long = self._short if short == long else PagedAttention(shape, _wrapper(self._workspace, long))
+            for attention in (self._short, self._long):
+                _try_out(attention, shape)
 
     def plan(self, rows: AttentionRows) -> PlannedAttention:
         """Plan a step on the host; needs exact `kv_lens`."""
-        shape, num_tokens = self._shape, sum(rows.query_lens)
+        longest = max(rows.query_lens, default=0)
+        return (self._short if longest <= _MOST_SHORT_QUERIES else self._long).plan(rows)
+
+    def capture(self, rows: AttentionRows) -> "CapturedFlashInfer":
+        """Prepare graphs whose rows are at most as long as these."""
+        return CapturedFlashInfer(self._shape, self._workspace, rows)
+
+
+class PagedAttention:
+    """One of FlashInfer's wrappers."""
+
+    def __init__(self, shape: AttentionShape, wrapper: Any) -> None:
+        self._shape = shape
+        self._wrapper = wrapper
+
+    def plan(self, rows: AttentionRows) -> PlannedAttention:
+        """Plan a step's rows that have query tokens."""
+        num_tokens = sum(rows.query_lens)
         if num_tokens:
-            pages = page_lists(rows, shape.block_size)
-            self._wrapper.plan(
-                qo_indptr=pages.cu_query,
-                paged_kv_indptr=pages.cu_pages,
-                paged_kv_indices=pages.pages,
-                paged_kv_last_page_len=pages.last_page_lens,
-                num_qo_heads=shape.num_heads,
-                num_kv_heads=shape.num_kv_heads,
-                head_dim_qk=shape.head_dim,
-                page_size=shape.block_size,
-                causal=True,
-                sm_scale=shape.scale,
-                q_data_type=shape.dtype,
-                kv_data_type=shape.dtype,
-            )
+            self.plan_pages(page_lists(rows, self._shape.block_size))
 
         def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-            return attend_rows(q, num_tokens, lambda tokens: self._wrapper.run(tokens.contiguous(), (k_cache, v_cache)))
+            return attend_rows(q, num_tokens, lambda tokens: self.run(tokens, k_cache, v_cache))
 
         return attend
 
-    def _try_out(self) -> None:
-        """Compile all that a step needs, by a step of one token."""
+    def plan_pages(self, pages: "PageLists") -> None:
+        """Plan on the host which blocks of the GPU read what."""
         shape = self._shape
-        one = torch.ones(1, dtype=torch.int32, device=shape.device)
-        table = torch.zeros(1, 1, dtype=torch.int32)
-        rows = AttentionRows(torch.cat((one - 1, one)), one, table.to(shape.device), (1,), (1,), table.numpy())
-        options = {"dtype": shape.dtype, "device": shape.device}
-        cache = torch.zeros(1, shape.block_size, shape.num_kv_heads, shape.head_dim, **options)
-        self.plan(rows)(torch.zeros(1, shape.num_heads, shape.head_dim, **options), cache, cache)
-        torch.cuda.synchronize(shape.device)
+        self._wrapper.plan(
+            qo_indptr=pages.cu_query,
+            paged_kv_indptr=pages.cu_pages,
+            paged_kv_indices=pages.pages,
+            paged_kv_last_page_len=pages.last_page_lens,
+            num_qo_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim_qk=shape.head_dim,
+            page_size=shape.block_size,
+            causal=True,
+            sm_scale=shape.scale,
+            q_data_type=shape.dtype,
+            kv_data_type=shape.dtype,
+        )
+
+    def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        """Attend the planned tokens of a layer."""
+        attended: Tensor = self._wrapper.run(q.contiguous(), (k_cache, v_cache))
+        return attended
+
+
+class CapturedFlashInfer:
+    """A wrapper whose plan lies at fixed addresses; graphs of several shapes share the workspace, one after another."""
+
+    def __init__(self, shape: AttentionShape, workspace: Tensor, rows: AttentionRows) -> None:
+        num_rows, num_blocks = rows.block_table.shape
+        sizes = {
+            "qo_indptr_buf": num_rows + 1,
+            "paged_kv_indptr_buf": num_rows + 1,
+            "paged_kv_indices_buf": num_rows * num_blocks,
+            "paged_kv_last_page_len_buf": num_rows,
+        }
+        buffers = {name: torch.zeros(size, dtype=torch.int32, device=workspace.device) for name, size in sizes.items()}
+        wrapper = _wrapper(workspace, "fa2", use_cuda_graph=True, **buffers)
+        self._attention = PagedAttention(shape, wrapper)
+        self._block_size = shape.block_size
+        self.plan_again(rows)  # the first plan is the largest that the wrapper accepts
+
+    def begin(self) -> PlannedAttention:
+        """Return the call of a layer."""
+        return self._attention.run
+
+    def plan_again(self, rows: AttentionRows) -> None:
+        """Plan the next replay on the host; needs exact lengths, and as many rows as before."""
+        self._attention.plan_pages(page_lists(rows, self._block_size, keep_all=True))
+
+
+def _wrapper(workspace: Tensor, kernel: str, **settings: Any) -> Any:
+    build = import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper
+    return build(workspace, "NHD", backend=kernel, **settings)
+
+
+def _try_out(attention: PagedAttention, shape: AttentionShape) -> None:
+    """Compile all that a step needs, by a step of one token."""
+    one = torch.ones(1, dtype=torch.int32, device=shape.device)
+    table = torch.zeros(1, 1, dtype=torch.int32)
+    rows = AttentionRows(torch.cat((one - 1, one)), one, table.to(shape.device), (1,), (1,), table.numpy())
+    options = {"dtype": shape.dtype, "device": shape.device}
+    cache = torch.zeros(1, shape.block_size, shape.num_kv_heads, shape.head_dim, **options)
+    attention.plan(rows)(torch.zeros(1, shape.num_heads, shape.head_dim, **options), cache, cache)
+    torch.cuda.synchronize(shape.device)
 
 
 @dataclass(frozen=True, slots=True)
 class PageLists:
-    """The rows that have query tokens, as FlashInfer's plan reads them; all int32 on the host.
+    """Rows as FlashInfer's plan reads them; all int32 on the host.
 
     Args:
         cu_query: [rows + 1]; first packed query token of each row.
@@ -98,18 +160,20 @@ class PageLists:
     last_page_lens: Tensor
 
 
-def page_lists(rows: AttentionRows, block_size: int) -> PageLists:
-    """Return the pages of a step's rows, leaving out rows without query tokens."""
+def page_lists(rows: AttentionRows, block_size: int, *, keep_all: bool = False) -> PageLists:
+    """Return the pages of a step's rows; rows without query tokens are left out, unless all are to be kept."""
     query_lens, kv_lens = np.array(rows.query_lens, np.int32), np.array(rows.kv_lens, np.int32)
-    used = query_lens > 0
-    query_lens, kv_lens, table = query_lens[used], kv_lens[used], rows.host_block_table[used]
+    table = rows.host_block_table
+    if not keep_all:
+        used = query_lens > 0
+        query_lens, kv_lens, table = query_lens[used], kv_lens[used], table[used]
     num_pages = -(-kv_lens // block_size)
     held = np.arange(table.shape[1]) < num_pages[:, None]
     return PageLists(
         cu_query=_cumulative(query_lens),
         cu_pages=_cumulative(num_pages),
         pages=torch.from_numpy(table[held]),
-        last_page_lens=torch.from_numpy(kv_lens - (num_pages - 1) * block_size),
+        last_page_lens=torch.from_numpy(kv_lens - np.maximum(num_pages - 1, 0) * block_size),
     )
 
 

@@ -34,6 +34,16 @@ class AttentionShape:
     device: torch.device
 
 
+class CapturedAttention(Protocol):
+    """Attention inside CUDA graphs of one shape: the same call, planned again before each replay."""
+
+    def begin(self) -> PlannedAttention:
+        """Return the call of a layer; while a graph is captured, which keeps what is launched."""
+
+    def plan_again(self, rows: AttentionRows) -> None:
+        """Prepare the next replay, outside of any graph: as many rows, with at most as many query and cached tokens."""
+
+
 class AttentionBackend(Protocol):
     """Computes what `paged_attention_ref` does, to the rounding of its dtype; built for one `AttentionShape`."""
 
@@ -46,6 +56,24 @@ class AttentionBackend(Protocol):
 
         No row has fewer cached tokens than query tokens. The plan is good until the next one is made.
         """
+
+    def capture(self, rows: AttentionRows) -> CapturedAttention:
+        """Prepare graphs whose rows are at most as long as these; the tensors are those that replays will read."""
+
+
+class DeviceLengths:
+    """`CapturedAttention` of a backend that reads exact lengths on the device alone: there is nothing to plan again."""
+
+    def __init__(self, backend: AttentionBackend, rows: AttentionRows) -> None:
+        self._backend = backend
+        self._rows = rows
+
+    def begin(self) -> PlannedAttention:
+        """Return the call of a layer, for the longest rows."""
+        return self._backend.plan(self._rows)
+
+    def plan_again(self, rows: AttentionRows) -> None:
+        """Do nothing."""
 
 
 def attend_rows(q: Tensor, num_tokens: int, attend: Callable[[Tensor], Tensor]) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..attention_rows import AttentionRows
 from .flash_attn import cumulative_lengths, page_refusal
-from .interface import AttentionShape, PlannedAttention, attend_rows, half_precision_refusal
+from .interface import AttentionShape, DeviceLengths, PlannedAttention, attend_rows, half_precision_refusal
 
 _HEAD_DIMS = range(8, 257, 8)
 
@@ -59,6 +59,10 @@ class TorchVarlenAttention:
             )
 
         return attend
+
+    def capture(self, rows: AttentionRows) -> DeviceLengths:
+        """Prepare graphs whose rows are at most as long as these."""
+        return DeviceLengths(self, rows)
 
 
 def _varlen_attn() -> Callable[..., Tensor] | None:

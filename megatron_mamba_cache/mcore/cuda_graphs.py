@@ -1,0 +1,185 @@
+"""Decode steps as CUDA graphs: the forward, then verification and align copies, over buffers at fixed addresses.
+
+A graph is captured over padding: rows that own no slot, whose KV goes to the block that nobody reads. So capturing
+touches no cached state. Before a replay the step's rows take the place of the first of them; what stays padding is left
+out by every op, as in warmup. A graph is as good as the memory that it was captured over: both are dropped together.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from megatron.core.ssm.mamba_hybrid_layer_allocation import Symbols
+from torch import Tensor
+from tqdm import tqdm
+
+from ..policy.requests import RunningRequest
+from ..state.padded_step import DecodeShape, graph_shapes, smallest_shape
+from ..state.step_batch import StepBatch, send_padded_step, view_step
+from ..state.step_logits import logits_starts
+from .context import MambaCacheContext
+from .padding_rows import decode_padding
+from .served_model import compute_step
+from .verify_step import copy_reached_boundaries, verify_step
+
+_LOG = logging.getLogger(__name__)
+
+Replay = Callable[[], None]
+Record = Callable[[Callable[[], tuple[Tensor, ...]]], tuple[tuple[Tensor, ...], Replay]]
+"""Run a computation once and return its results, and what computes them again, in place."""
+
+
+class CudaRecorder:
+    """Records into CUDA graphs that share one pool of memory: they are replayed one after another."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, compute: Callable[[], tuple[Tensor, ...]]) -> tuple[tuple[Tensor, ...], Replay]:
+        """Compute once, which compiles and allocates workspaces, then capture."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            compute()
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            results = compute()
+        return results, graph.replay
+
+
+class StepGraph:
+    """The decode steps of one shape.
+
+    Args:
+        model: Wrapped over the context.
+        record: What captures, one computation after another.
+    """
+
+    def __init__(self, model: Any, context: MambaCacheContext, shape: DecodeShape, record: Record) -> None:
+        self.shape = shape
+        self._context = context
+        self._memory = context.memory
+        buffers = self._memory.step_buffers
+        padding = decode_padding(shape, self._memory.blocks.dummy_block_idx)
+        send_padded_step(padding, buffers, self._memory.geometry, shape)
+        self._views = view_step(padding, buffers)
+        longest = replace(self._views.attention, kv_lens=(context.max_sequence_length,) * shape.num_rows)
+        self._attention = self._memory.attention.capture(longest)
+
+        def forward() -> tuple[Tensor, ...]:
+            with context.rehearsing():
+                self._views = view_step(padding, buffers)
+                context.install(self._views, self._attention.begin())
+                return compute_step(model, context), context.wanted_outputs
+
+        (self.logits, self.wanted_outputs), self._replay_forward = record(forward)
+        self._tails = {all_greedy: record(self._tail(all_greedy)) for all_greedy in (True, False)}
+
+    def lay_out(self, rows: Sequence[RunningRequest], *, draws_ratios: bool) -> StepBatch:
+        """Send the rows of a step, no more and none longer than the shape's; return it as its readers see it."""
+        views, buffers = self._views, self._memory.step_buffers
+        send_padded_step(rows, buffers, self._memory.geometry, self.shape, draws_ratios=draws_ratios)
+        unused = (0,) * (self.shape.num_rows - len(rows))
+        attention = replace(
+            views.attention,
+            query_lens=(*(row.scheduled for row in rows), *unused),
+            kv_lens=(*(row.computed + row.scheduled for row in rows), *unused),
+        )
+        self._attention.plan_again(attention)
+        num_tokens = sum(row.scheduled for row in rows)
+        return replace(
+            views,
+            rows=tuple(rows),
+            num_tokens=num_tokens,
+            num_decode_rows=len(rows),
+            num_decode_tokens=num_tokens,
+            attention=attention,
+            logits=replace(
+                views.logits,
+                starts=logits_starts(rows),
+                all_greedy=all(row.spec.sampling.is_greedy for row in rows),
+            ),
+        )
+
+    def forward(self) -> Tensor:
+        """Compute the logits of the step that was laid out last; their padding means nothing."""
+        self._replay_forward()
+        return self.logits
+
+    def verify(self, *, all_greedy: bool) -> Tensor:
+        """Sample behind `forward`, verify and copy the states of reached boundaries; see `verify_step`."""
+        (outcome,), replay = self._tails[all_greedy]
+        replay()
+        return outcome
+
+    def _tail(self, all_greedy: bool) -> Callable[[], tuple[Tensor, ...]]:
+        def verify() -> tuple[Tensor, ...]:
+            with self._context.rehearsing():
+                self._context.install(self._views, self._attention.begin())
+                wanted = self._context.wanted_logits(self.logits)
+                outcome = verify_step(replace(self._views.logits, all_greedy=all_greedy), wanted, [])
+                copy_reached_boundaries(self._views, outcome, self._memory)
+            return (outcome,)
+
+        return verify
+
+
+class StepGraphs:
+    """The graphs of a context's memory, by shape."""
+
+    def __init__(self, graphs: Sequence[StepGraph]) -> None:
+        self._graphs = {graph.shape: graph for graph in graphs}
+
+    def fitting(self, rows: Sequence[RunningRequest]) -> StepGraph | None:
+        """Return the smallest graph that holds the rows of a step; None if there is none, or one of them prefills."""
+        shape = smallest_shape(rows, self._graphs)
+        return None if shape is None else self._graphs[shape]
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureReport:
+    """What capturing took."""
+
+    num_graphs: int
+    seconds: float
+    num_bytes: int  # of device memory, workspaces included
+
+
+def reason_without_graphs(context: MambaCacheContext) -> str | None:
+    """Return why the steps of a context cannot be captured, None if they can."""
+    if Symbols.MOE in context.shape.layer_types:
+        return "the host reads how many tokens each expert gets"
+    return device_reason(context)
+
+
+def device_reason(context: MambaCacheContext) -> str | None:
+    """Return why the device captures nothing, None if it does."""
+    return None if context.memory.state_pool.ssm.is_cuda else "the model runs on a CPU"
+
+
+@torch.inference_mode()
+def capture_graphs(model: Any, context: MambaCacheContext) -> CaptureReport | None:
+    """Capture the decode steps of a context between two steps; None where nothing is to be or can be captured."""
+    count = context.cache_config.num_cuda_graphs
+    reason = reason_without_graphs(context) if count else None
+    if not count or reason is not None:
+        if reason is not None:
+            _LOG.warning("num_cuda_graphs is %d, but steps run without CUDA graphs: %s", count, reason)
+        return None
+    began, free_before = time.perf_counter(), torch.cuda.mem_get_info()[0]
+    limits = context.memory.step_buffers.limits
+    shapes = graph_shapes(count, limits.max_rows, limits.max_drafts, limits.max_tokens)
+    record = CudaRecorder()
+    # The largest first: smaller ones find room in the memory that it has left in the pool.
+    largest_first = tqdm(sorted(shapes, key=lambda shape: -shape.num_tokens), desc="CUDA graphs", leave=False)
+    context.graphs = StepGraphs([StepGraph(model, context, shape, record) for shape in largest_first])
+    torch.cuda.synchronize()
+    used = free_before - torch.cuda.mem_get_info()[0]
+    report = CaptureReport(len(shapes), time.perf_counter() - began, used)
+    _LOG.info("captured %d decode shapes in %.1f s; they hold %.2f GiB", len(shapes), report.seconds, used / 2**30)
+    return report

@@ -1,0 +1,176 @@
+"""Decode steps that are padded to captured shapes: the tokens are the oracle's, and padding touches nothing.
+
+Where there is no CUDA, a replay computes the padded step again; all else is as on a GPU.
+"""
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_mamba_cache import CacheConfig, build_engine
+from megatron_mamba_cache.speculation.prompt_lookup import PromptLookupDrafter
+from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
+from tests.mcore.graph_stand_ins import capture_without_cuda
+from tests.mcore.random_workloads import FLAVOURS, WorkloadOutcome, make_workload, run_workload
+from tests.mcore.test_speculative_workloads import make_drafter
+from tests.mcore.workload_totals import WorkloadTotals
+from tests.models.test_training_checkpoints import EXPERTS
+from tests.models.training_checkpoints import random_model
+
+SEEDS_PER_FLAVOUR = 2 if torch.cuda.is_available() else 6
+
+
+@pytest.fixture(autouse=True)
+def captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Capture on any machine."""
+    capture_without_cuda(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def totals() -> Iterator[WorkloadTotals]:
+    """Collect the totals of the module; print them at its end and assert that few comparisons were stopped."""
+    totals = WorkloadTotals()
+    yield totals
+    totals.report()
+
+
+def with_graphs(config: CacheConfig, count: int = 3) -> CacheConfig:
+    return replace(config, num_cuda_graphs=count)
+
+
+def start(**settings: object) -> EngineRun:
+    subject = tiny_hybrid()
+    return EngineRun.start(subject, with_graphs(cache_config(subject.sizes, **settings)))
+
+
+@pytest.mark.parametrize("name", FLAVOURS)
+def test_random_workloads_match_the_oracle(name: str, totals: WorkloadTotals) -> None:
+    def run(seed: int) -> WorkloadOutcome:
+        work = make_workload(FLAVOURS[name], 2000 + seed)
+        return run_workload(replace(work, config=with_graphs(work.config)))
+
+    totals.run_batch(name, range(SEEDS_PER_FLAVOUR), run, ("graph_steps",))
+
+
+@pytest.mark.parametrize("name", FLAVOURS)
+def test_random_workloads_with_drafts_match_the_oracle(name: str, totals: WorkloadTotals) -> None:
+    def run(seed: int) -> WorkloadOutcome:
+        rng = random.Random(f"graphs {name} {seed}")
+        work = make_workload(FLAVOURS[name], 3000 + seed, num_drafts=rng.randrange(1, 9))
+        drafter = make_drafter(rng, work)
+        return run_workload(replace(work, config=with_graphs(work.config)), drafter)
+
+    totals.run_batch(name, range(SEEDS_PER_FLAVOUR), run, ("graph_steps", "draft_tokens"))
+
+
+def test_every_decode_step_replays_a_graph() -> None:
+    run = start(max_requests=5)
+    for request_id in range(5):
+        run.add(request_id, some_tokens(12, seed=request_id), 6 + request_id)
+    run.finish()
+    run.assert_exact()
+    counters = run.counters
+    # One step prefills all; then each request decodes what is left of it, the longest longest.
+    assert (counters.steps, counters.graph_steps) == (10, 9)
+
+
+def test_capturing_touches_no_state_and_takes_nothing() -> None:
+    run = start(decode_checkpoints="all", num_speculative_tokens=2)
+    run.run(0, some_tokens(60), 40)
+    pool, kv = run.context.memory.state_pool, run.context.memory.kv_buffer
+    before = pool.conv.clone(), pool.ssm.clone(), kv[:, :, :-1].clone()
+    counters = run.counters
+    snapshot = run.context.snapshot().as_dict()
+    run.engine.create_cuda_graphs()
+    assert run.context.counters is counters
+    after = run.context.snapshot().as_dict()
+    for figure in ("num_compiled_kernels", "compile_seconds"):
+        assert after.pop(figure) >= snapshot.pop(figure)
+    assert after == snapshot
+    dummy = run.context.memory.blocks.dummy_block_idx
+    assert dummy == kv.shape[2] - 1
+    for old, new in zip(before, (pool.conv, pool.ssm, kv[:, :, :-1]), strict=True):
+        assert torch.equal(old, new)
+
+
+def test_graphs_stay_good_over_a_flush_and_evictions() -> None:
+    run = start(cached_states=2, kv_blocks=6, max_requests=3)
+    graphs = run.context.graphs
+    for request_id in range(8):
+        run.add(request_id, some_tokens(40, seed=request_id), 12)
+        if request_id == 4:
+            run.engine.flush()
+        run.finish()
+    assert run.context.snapshot().counters.kv_blocks_evicted
+    assert run.context.graphs is graphs
+    run.assert_exact()
+
+
+def test_after_suspend_and_resume_steps_replay_new_graphs_over_the_new_memory() -> None:
+    run = start()
+    run.add(0, some_tokens(30), 12)
+    run.step()
+    run.step()
+    graphs, pool = run.context.graphs, run.context.memory.state_pool
+    run.engine.suspend()
+    assert run.context.graphs is None
+    run.engine.resume()
+    assert run.context.graphs is not None and run.context.graphs is not graphs
+    assert run.context.memory.state_pool is not pool
+    before = run.counters.graph_steps
+    run.finish()
+    assert run.counters.graph_steps > before
+    run.assert_exact()
+
+
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_sampled_tokens_are_those_without_graphs(num_drafts: int) -> None:
+    subject, drafter = tiny_hybrid(), PromptLookupDrafter(min_match=1) if num_drafts else None
+    config = cache_config(subject.sizes, num_speculative_tokens=num_drafts)
+    texts = []
+    for settings in (config, with_graphs(config)):
+        run = EngineRun.start(subject, settings, drafter=drafter)
+        for request_id in range(6):
+            sampling = greedy(24, top_k=0, temperature=0.7) if request_id % 3 else greedy(24)
+            run.add(request_id, some_tokens(5, seed=request_id) * 4, sampling, seed=request_id)
+        run.finish()
+        texts.append([run.tokens(request_id) for request_id in range(6)])
+        assert bool(run.counters.graph_steps) == bool(settings.num_cuda_graphs)
+    assert texts[0] == texts[1]
+
+
+def test_log_probs_are_those_without_graphs() -> None:
+    subject = tiny_hybrid()
+    config = cache_config(subject.sizes)
+    found = []
+    for settings in (config, with_graphs(config)):
+        run = EngineRun.start(subject, settings)
+        run.add(0, some_tokens(20), greedy(9, return_log_probs=True, top_n_logprobs=2, skip_prompt_log_probs=True))
+        run.add(1, some_tokens(20, seed=1), 5)
+        run.finish()
+        found.append(torch.tensor(run.finished[0].generated_log_probs))
+    assert found[0].shape == (9,)
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-5)
+
+
+def test_experts_run_without_graphs(caplog: pytest.LogCaptureFixture) -> None:
+    engine = build_engine(random_model(EXPERTS), CacheConfig(block_size_tokens=128, num_cuda_graphs=2, max_requests=2))
+    assert "steps run without CUDA graphs: the host reads how many tokens each expert gets" in caplog.text
+    engine.add_request(0, some_tokens(20), greedy(5))
+    while engine.requests:
+        (finished,) = engine.step_modern()["finished_request_records"] or [None]
+    assert len(finished.merge().generated_tokens) == 5 and engine.context.counters.graph_steps == 0
+
+
+def test_a_cpu_runs_without_graphs(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.undo()
+    if torch.cuda.is_available():
+        pytest.skip("needs a machine without CUDA")
+    run = start()
+    assert "num_cuda_graphs is 3, but steps run without CUDA graphs: the model runs on a CPU" in caplog.text
+    run.run(0, some_tokens(20), 5)
+    run.assert_exact()
+    assert run.counters.graph_steps == 0
