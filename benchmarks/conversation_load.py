@@ -186,14 +186,12 @@ LOADS: dict[str, LoadShape] = {
 def conversations(shape: LoadShape, seed: int, vocab_size: int) -> list[Conversation]:
     """Make the sessions of a load, in the order of arrival; the same arguments give the same tokens.
 
-    Raises:
-        ValueError: If there is no token to draw.
+    A scaled shape has the sessions, prefixes and turns of the shape itself, but for rounding.
     """
-    _check_vocab(vocab_size)
-    random = np.random.default_rng(seed)
+    random, text = (np.random.default_rng([seed, stream]) for stream in range(2))  # lengths do not move with tokens
     arrivals = np.cumsum(random.exponential(1 / shape.sessions_per_s, shape.num_sessions))
     prefixes = [
-        [_tokens(kind.prefix_len.count(random), vocab_size, random) for _ in range(kind.num_prefixes)]
+        [_tokens(kind.prefix_len.count(random), vocab_size, text) for _ in range(kind.num_prefixes)]
         for kind in shape.kinds
     ]
     shares = np.array([kind.share for kind in shape.kinds])
@@ -202,7 +200,7 @@ def conversations(shape: LoadShape, seed: int, vocab_size: int) -> list[Conversa
     for arrival, number in zip(arrivals, numbers, strict=True):
         kind = shape.kinds[number]
         prefix = _popular(prefixes[number], kind.zipf, random)
-        sessions.append(Conversation(float(arrival), prefix, _turns(kind, vocab_size, random)))
+        sessions.append(Conversation(float(arrival), prefix, _turns(kind, vocab_size, random, text)))
     return sessions
 
 
@@ -217,7 +215,6 @@ def read_trace(path: Path, vocab_size: int, seed: int) -> list[Conversation]:
     Raises:
         ValueError: Naming the line that lacks a field or has a value that cannot be.
     """
-    _check_vocab(vocab_size)
     sessions: dict[str | float, list[_TraceLine]] = {}
     longest: dict[str | float, int] = {}
     for number, text in enumerate(Path(path).read_text().splitlines(), start=1):
@@ -265,11 +262,13 @@ class _TraceLine:
                 raise ValueError(f"{name} must be text or a number, found {getattr(self, name)!r}")
 
 
-def _turns(kind: SessionKind, vocab_size: int, random: np.random.Generator) -> tuple[Turn, ...]:
+def _turns(
+    kind: SessionKind, vocab_size: int, random: np.random.Generator, text: np.random.Generator
+) -> tuple[Turn, ...]:
     return tuple(
         Turn(
             kind.think_s.sample(random) if index else 0.0,
-            _tokens(kind.new_len.count(random), vocab_size, random),
+            _tokens(kind.new_len.count(random), vocab_size, text),
             kind.reply_len.count(random),
         )
         for index in range(kind.turns.count(random))
@@ -292,8 +291,3 @@ def _parse_line(text: str, place: str) -> _TraceLine:
         return _TraceLine(**json.loads(text))
     except (TypeError, ValueError) as error:  # no JSON, no object, a field missing or unknown, or a bad value
         raise ValueError(f"{place}: {error}") from error
-
-
-def _check_vocab(vocab_size: int) -> None:
-    if vocab_size < 1:
-        raise ValueError(f"need a vocabulary of at least 1 token, found {vocab_size}")
