@@ -47,7 +47,7 @@ def _write_bars(folder: Path, figures: Mapping[str, ServingFigures]) -> Path:
     axes = figure.add_subplot(1, 2, 1, title="generated tokens/s")
     axes.barh(names, [each.generated_per_s for each in found])
     axes.invert_yaxis()
-    axes = figure.add_subplot(1, 2, 2, title="prompt tokens skipped, %, and the most there could be (outline)")
+    axes = figure.add_subplot(1, 2, 2, title="prompt tokens skipped, % (outline: the most)")
     axes.barh(names, [100 * each.best_hit_rate for each in found], fill=False)
     axes.barh(names, [100 * each.hit_rate for each in found])
     axes.set_xlim(0, 100)
