@@ -59,5 +59,11 @@ section engine_8b "The whole engine with an 8B NemotronH: logits, tokens and spe
     python3 benchmarks/engine_8b.py --json "$results/engine_8b.json"
 section ssd_scan "Prefill scan beside mamba-ssm's" python3 benchmarks/ssd_scan.py --json "$results/ssd_scan.json"
 section ssd_scan_tilings "Prefill scan in every form" python3 benchmarks/ssd_scan.py --sweep
+section step_cost "What a decode step costs, and what drafts give at best" \
+    python3 benchmarks/step_cost.py --json "$results/step_cost.json"
+section turn_latency "How much sooner later turns begin, and what the cache costs where nothing hits" \
+    python3 benchmarks/turn_latency.py --json "$results/turn_latency.json"
+section serving "Conversations by the wall clock, served in every mode" \
+    python3 benchmarks/serving.py --time-scale 0.6 --sessions 120 --max-seconds 90 --json "$results/serving.json"
 section speculation_on_gpu "What drafts give and what they cost" python3 benchmarks/speculation.py --device cuda
 exit $failed

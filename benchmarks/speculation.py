@@ -70,31 +70,6 @@ class UselessFigure:
     ratio: float  # median over the repetitions
 
 
-class WrongDrafter:
-    """Proposes tokens that are not what follows.
-
-    Args:
-        replies: Request id -> the tokens that will be generated.
-    """
-
-    def __init__(self, replies: Mapping[int, Sequence[int]], vocab_size: int) -> None:
-        self._replies = replies
-        self._vocab_size = vocab_size
-
-    def propose(self, wishes: Sequence[Any]) -> list[Any]:
-        """Return as many tokens as are wished for, each the right one plus one."""
-        from megatron_mamba_cache.speculation.drafter import Draft
-
-        drafts = []
-        for wish in wishes:
-            known = self._replies[wish.row.request_id][len(wish.row.generated) :][: wish.num_tokens]
-            drafts.append(Draft(tuple((token + 1) % self._vocab_size for token in known)))
-        return drafts
-
-    def forget(self, request_id: int) -> None:
-        """Forget nothing."""
-
-
 @dataclass(slots=True)
 class StepClock:
     """Runs an engine's steps in place of its own method, and sums up the times of those that only decode."""
@@ -182,6 +157,8 @@ def useful_drafts(subject: Subject, workload: str, lines: Sequence[PromptLine], 
 
 def useless_drafts(subject: Subject, num_requests: int) -> UselessFigure:
     """Run the same requests in two engines, one with drafts that are always wrong, a step of each at a time."""
+    from recorded_drafts import WrongDrafter
+
     tokenizer = subject.model.tokenizer
     prompts = [tokenizer.tokenize(line.prompt)[-USELESS_PROMPT_TOKENS:] for line in editing_lines()[:num_requests]]
     replies = _lockstep([subject.engine(0)], prompts, subject.now)[0].replies

@@ -1,0 +1,293 @@
+"""Open-loop loads of conversations with several turns, made from a seed or read from a trace. No torch here.
+
+A load is open-loop: sessions arrive as a Poisson process, whatever the server does. Within a session each turn waits
+for the reply before it, and then for the user.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+Tokens = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One request of a conversation.
+
+    Args:
+        think_s: From the end of the reply before it, or the session's arrival, to this turn's arrival.
+        new_tokens: What the user adds to the history.
+        num_reply: Tokens to generate.
+    """
+
+    think_s: float
+    new_tokens: Tokens
+    num_reply: int
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A session: the prompt of a turn is `prefix`, every turn before it with its reply, and what the turn adds.
+
+    Args:
+        arrival_s: Of the session, from the start of the load.
+        prefix: System prompt, few-shot examples or repository files, shared with other conversations; may be empty.
+    """
+
+    arrival_s: float
+    prefix: Tokens
+    turns: tuple[Turn, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A log-normal distribution, cut off at `least` and `most`; `sigma` is of the logarithm, 0 for a constant."""
+
+    median: float
+    sigma: float = 0.0
+    least: float = 1.0
+    most: float = float("inf")
+
+    def sample(self, random: np.random.Generator) -> float:
+        """Draw a value."""
+        return float(min(max(self.median * np.exp(self.sigma * random.standard_normal()), self.least), self.most))
+
+    def count(self, random: np.random.Generator) -> int:
+        """Draw a whole number of at least 1."""
+        return max(1, round(self.sample(random)))
+
+    def scaled(self, factor: float) -> "Spread":
+        """Return the distribution of `factor` times the value."""
+        return Spread(self.median * factor, self.sigma, self.least * factor, self.most * factor)
+
+
+@dataclass(frozen=True, slots=True)
+class SessionKind:
+    """Sessions of one kind; lengths in tokens.
+
+    Args:
+        share: Of all sessions, as a weight.
+        new_len, reply_len: Of each turn.
+        turns: Of a session.
+        think_s: Before each turn but the first.
+        num_prefixes: Different shared prefixes; 0: each session is on its own.
+        prefix_len: Of each.
+        zipf: Popularity of the i-th prefix is proportional to i ** -zipf.
+    """
+
+    share: float
+    new_len: Spread
+    reply_len: Spread
+    turns: Spread = Spread(1)
+    think_s: Spread = Spread(0, least=0)
+    num_prefixes: int = 0
+    prefix_len: Spread = Spread(1)
+    zipf: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class LoadShape:
+    """What sessions come, how many and how fast: `sessions_per_s` is the rate of the Poisson process."""
+
+    num_sessions: int
+    sessions_per_s: float
+    kinds: tuple[SessionKind, ...]
+
+    def scaled(self, *, tokens: float = 1.0, sessions: float = 1.0, seconds: float = 1.0) -> "LoadShape":
+        """Return the shape with every length, the number of sessions and every time multiplied; 1 of each at least."""
+        kinds = tuple(
+            replace(
+                kind,
+                new_len=kind.new_len.scaled(tokens),
+                reply_len=kind.reply_len.scaled(tokens),
+                prefix_len=kind.prefix_len.scaled(tokens),
+                think_s=kind.think_s.scaled(seconds),
+            )
+            for kind in self.kinds
+        )
+        return LoadShape(max(1, round(self.num_sessions * sessions)), self.sessions_per_s / seconds, kinds)
+
+
+_QUESTION = Spread(60, 1.0, least=4, most=2_000)
+_ANSWER = Spread(220, 0.8, least=8, most=1_500)
+_READING = Spread(25, 1.0, least=1, most=900)
+
+_ASSISTANTS = SessionKind(
+    share=1,
+    new_len=_QUESTION,
+    reply_len=_ANSWER,
+    turns=Spread(1.6, 0.7, most=8),
+    think_s=_READING,
+    num_prefixes=24,
+    prefix_len=Spread(1_800, 0.6, least=300, most=6_000),
+)
+_LONG_CONVERSATIONS = SessionKind(
+    share=1,
+    new_len=Spread(120, 1.2, least=4, most=4_000),
+    reply_len=Spread(320, 0.7, least=16, most=2_000),
+    turns=Spread(9, 0.6, most=40),
+    think_s=Spread(35, 1.0, least=1, most=900),
+    num_prefixes=1,
+    prefix_len=Spread(350),
+)
+_ONE_OFFS = SessionKind(share=1, new_len=Spread(1_800, 0.9, least=50, most=16_000), reply_len=_ANSWER)
+
+LOADS: dict[str, LoadShape] = {
+    # Applications behind one server, each with a system prompt of its own; most users ask once or twice.
+    "system prompts": LoadShape(600, 4.0, (_ASSISTANTS,)),
+    # A chat product: one short system prompt, histories of many turns.
+    "long conversations": LoadShape(150, 0.5, (_LONG_CONVERSATIONS,)),
+    # Both at once, and requests that never come back: documents to be summarised, evaluations.
+    "mixed": LoadShape(
+        420,
+        1.6,
+        (replace(_ASSISTANTS, share=0.45), replace(_LONG_CONVERSATIONS, share=0.2), replace(_ONE_OFFS, share=0.35)),
+    ),
+    # Classification and extraction: many examples in the prompt, a short input, a short answer, one turn.
+    "few-shot": LoadShape(
+        900,
+        8.0,
+        (
+            SessionKind(
+                share=1,
+                new_len=Spread(150, 0.8, least=10, most=2_000),
+                reply_len=Spread(40, 0.8, least=2, most=300),
+                num_prefixes=40,
+                prefix_len=Spread(3_000, 0.5, least=600, most=8_000),
+                zipf=0.9,
+            ),
+        ),
+    ),
+    # A coding assistant: files of a repository first, then an editing session over them.
+    "repository": LoadShape(
+        150,
+        0.6,
+        (
+            SessionKind(
+                share=1,
+                new_len=Spread(400, 1.0, least=20, most=6_000),
+                reply_len=Spread(300, 0.9, least=16, most=2_000),
+                turns=Spread(5, 0.7, most=25),
+                think_s=Spread(20, 1.2, least=1, most=900),
+                num_prefixes=16,
+                prefix_len=Spread(12_000, 0.5, least=4_000, most=28_000),
+            ),
+        ),
+    ),
+    # Nothing can hit: what a cache costs where it gives nothing.
+    "unrelated": LoadShape(500, 2.0, (_ONE_OFFS,)),
+}
+
+
+def conversations(shape: LoadShape, seed: int, vocab_size: int) -> list[Conversation]:
+    """Make the sessions of a load, in the order of arrival; the same arguments give the same tokens.
+
+    A scaled shape has the sessions, prefixes and turns of the shape itself, but for rounding.
+    """
+    random, text = (np.random.default_rng([seed, stream]) for stream in range(2))  # lengths do not move with tokens
+    arrivals = np.cumsum(random.exponential(1 / shape.sessions_per_s, shape.num_sessions))
+    prefixes = [
+        [_tokens(kind.prefix_len.count(random), vocab_size, text) for _ in range(kind.num_prefixes)]
+        for kind in shape.kinds
+    ]
+    shares = np.array([kind.share for kind in shape.kinds])
+    numbers = random.choice(len(shape.kinds), shape.num_sessions, p=shares / shares.sum())
+    sessions = []
+    for arrival, number in zip(arrivals, numbers, strict=True):
+        kind = shape.kinds[number]
+        prefix = _popular(prefixes[number], kind.zipf, random)
+        sessions.append(Conversation(float(arrival), prefix, _turns(kind, vocab_size, random, text)))
+    return sessions
+
+
+def read_trace(path: Path, vocab_size: int, seed: int) -> list[Conversation]:
+    """Read a trace of lengths, a JSON object for each turn on a line of its own, and make tokens for it.
+
+    Fields: "session" (text or a number), "new_tokens" and "reply_tokens" (counts of at least 1); "arrival_s" in a
+    session's first line and "think_s" in its others, 0 where it is missing; in its first line also "prefix" (text or a
+    number) and "prefix_tokens" (a count) if it shares one. Lines of a session come in the order of its turns, those of
+    different sessions may interleave. Equal prefixes have equal tokens, the longer ones beginning with the shorter.
+
+    Raises:
+        ValueError: Naming the line that lacks a field or has a value that cannot be.
+    """
+    sessions: dict[str | float, list[_TraceLine]] = {}
+    longest: dict[str | float, int] = {}
+    for number, text in enumerate(Path(path).read_text().splitlines(), start=1):
+        if text.strip():
+            line = _parse_line(text, f"{path}, line {number}")
+            sessions.setdefault(line.session, []).append(line)
+            longest[line.prefix] = max(longest.get(line.prefix, 0), line.prefix_tokens)
+    random = np.random.default_rng(seed)
+    prefixes = {prefix: _tokens(length, vocab_size, random) for prefix, length in longest.items()}
+    read = [
+        Conversation(
+            lines[0].arrival_s,
+            prefixes[lines[0].prefix][: lines[0].prefix_tokens],
+            tuple(
+                Turn(line.think_s if index else 0.0, _tokens(line.new_tokens, vocab_size, random), line.reply_tokens)
+                for index, line in enumerate(lines)
+            ),
+        )
+        for lines in sessions.values()
+    ]
+    return sorted(read, key=lambda session: session.arrival_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _TraceLine:
+    session: str | float
+    new_tokens: int
+    reply_tokens: int
+    prefix: str | float = ""
+    prefix_tokens: int = 0
+    arrival_s: float = 0.0
+    think_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, least in (("new_tokens", 1), ("reply_tokens", 1), ("prefix_tokens", 0)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise ValueError(f"{name} must be a whole number of at least {least}, found {value!r}")
+        for name in ("arrival_s", "think_s"):
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not 0 <= value < float("inf"):
+                raise ValueError(f"{name} must be seconds, 0 or more, found {value!r}")
+        for name in ("session", "prefix"):
+            if type(getattr(self, name)) not in (str, int, float):
+                raise ValueError(f"{name} must be text or a number, found {getattr(self, name)!r}")
+
+
+def _turns(
+    kind: SessionKind, vocab_size: int, random: np.random.Generator, text: np.random.Generator
+) -> tuple[Turn, ...]:
+    return tuple(
+        Turn(
+            kind.think_s.sample(random) if index else 0.0,
+            _tokens(kind.new_len.count(random), vocab_size, text),
+            kind.reply_len.count(random),
+        )
+        for index in range(kind.turns.count(random))
+    )
+
+
+def _popular(prefixes: Sequence[Tokens], zipf: float, random: np.random.Generator) -> Tokens:
+    if not prefixes:
+        return ()
+    weights = np.arange(1, len(prefixes) + 1) ** -zipf
+    return prefixes[int(random.choice(len(prefixes), p=weights / weights.sum()))]
+
+
+def _tokens(count: int, vocab_size: int, random: np.random.Generator) -> Tokens:
+    return tuple(random.integers(vocab_size, size=count).tolist())
+
+
+def _parse_line(text: str, place: str) -> _TraceLine:
+    try:
+        return _TraceLine(**json.loads(text))
+    except (TypeError, ValueError) as error:  # no JSON, no object, a field missing or unknown, or a bad value
+        raise ValueError(f"{place}: {error}") from error

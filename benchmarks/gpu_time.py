@@ -1,0 +1,137 @@
+"""What the GPU and the host did during a window of steps, by torch's profiler."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType
+
+_WAITS = (
+    "cudaStreamSynchronize",
+    "cudaEventSynchronize",
+    "cudaDeviceSynchronize",
+    "cudaMemcpyAsync",  # waits for a copy to pageable memory to be over, which a step's reading of its tokens is
+)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuTime:
+    """A window of steps, in seconds.
+
+    Args:
+        wall_s: Inside the steps, from call to return.
+        busy_s: During which the GPU ran a kernel or a copy, overlapping ones counted once.
+        waiting_s: During which the host was in a call that waits for the GPU.
+    """
+
+    num_steps: int
+    wall_s: float
+    busy_s: float
+    waiting_s: float
+
+    @property
+    def idle_share(self) -> float:
+        """Share of the time inside steps in which the GPU had nothing to run."""
+        return max(0.0, 1 - self.busy_s / self.wall_s)
+
+    @property
+    def host_s(self) -> float:
+        """Seconds of a step in which the host did not wait for the GPU."""
+        return (self.wall_s - self.waiting_s) / self.num_steps
+
+
+class GpuTimer:
+    """Profiles a window of steps, from the middle of a load on.
+
+    The profiler makes launches slower, so that host and idle times are upper bounds.
+    """
+
+    def __init__(self, num_steps: int) -> None:
+        self._num_steps = num_steps
+        self._step_times: list[float] = []
+        self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+        self._is_running = False
+        self._result: GpuTime | None = None
+
+    def wants_to_start(self, num_ended: int, num_turns: int) -> bool:
+        """Whether the window begins now: half of the load's turns have ended."""
+        return not self._is_running and self._result is None and 2 * num_ended >= num_turns
+
+    def start(self) -> None:
+        """Begin the window."""
+        torch.cuda.synchronize()
+        self._profile.start()
+        self._is_running = True
+
+    def add_step(self, seconds: float) -> bool:
+        """Note a step; return whether the window is to end."""
+        if self._is_running:
+            self._step_times.append(seconds)
+        return self._is_running and len(self._step_times) == self._num_steps
+
+    def stop(self) -> None:
+        """End the window and read it."""
+        torch.cuda.synchronize()
+        self._profile.stop()
+        self._is_running = False
+        events = list(self._profile.events())
+        if self._step_times:
+            self._result = GpuTime(len(self._step_times), sum(self._step_times), busy_s(events), waiting_s(events))
+
+    def result(self) -> GpuTime | None:
+        """Return the times of the window, which ends now if it has not yet; None if it has no step."""
+        if self._is_running:
+            self.stop()
+        return self._result
+
+
+class NoGpuTimer:
+    """Stands in where there is no GPU."""
+
+    def wants_to_start(self, num_ended: int, num_turns: int) -> bool:
+        """Return False."""
+        return False
+
+    def start(self) -> None:
+        """Begin nothing."""
+
+    def add_step(self, seconds: float) -> bool:
+        """Return False."""
+        return False
+
+    def stop(self) -> None:
+        """End nothing."""
+
+    def result(self) -> None:
+        """Return None."""
+
+
+def gpu_timer(num_steps: int) -> GpuTimer | NoGpuTimer:
+    """Return a timer for this machine."""
+    return GpuTimer(num_steps) if torch.cuda.is_available() else NoGpuTimer()
+
+
+def busy_s(events: Iterable[Any]) -> float:
+    """Return the seconds that the profiled kernels and copies cover together."""
+    ranges = sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in events
+        if event.device_type is DeviceType.CUDA and not event.is_user_annotation
+    )
+    return covered(ranges) / 1e6
+
+
+def waiting_s(events: Iterable[Any]) -> float:
+    """Return the seconds of the profiled calls in which the host waits."""
+    waits = (event for event in events if event.device_type is DeviceType.CPU and event.name in _WAITS)
+    return sum(event.time_range.end - event.time_range.start for event in waits) / 1e6
+
+
+def covered(ranges: Sequence[tuple[float, float]]) -> float:
+    """Return the length of the union of ranges that are sorted by their start."""
+    total, reached = 0.0, float("-inf")
+    for start, end in ranges:
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total

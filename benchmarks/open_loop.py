@@ -1,0 +1,226 @@
+"""Conversations on an engine by the wall clock: each turn comes when it comes, however busy the engine is."""
+
+import heapq
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+from conversation_load import Conversation
+from gpu_time import GpuTime, GpuTimer, NoGpuTimer
+from serving_engine import send
+
+from megatron_mamba_cache.mcore.failed_steps import failure_reason
+
+
+class LoadClock:
+    """Seconds since it was made, without those for which it was stopped."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+
+    def now(self) -> float:
+        """Return the seconds so far."""
+        return time.perf_counter() - self._start
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Leave the block's time out."""
+        began = time.perf_counter()
+        yield
+        self._start += time.perf_counter() - began
+
+    def sleep_until(self, moment: float) -> None:
+        """Wait; not at all if the moment has passed."""
+        time.sleep(max(0.0, moment - self.now()))
+
+
+@dataclass(slots=True)
+class ServedTurn:
+    """One request; moments are seconds of the load's clock.
+
+    Args:
+        conversation, turn: Numbers from 0.
+        token_moments: When each generated token came; those of one step came together.
+        cached: Prompt tokens that were not computed.
+    """
+
+    conversation: int
+    turn: int
+    arrival: float
+    prompt: list[int]
+    admitted: float | None = None
+    token_moments: list[float] = field(default_factory=list)
+    reply: list[int] = field(default_factory=list)
+    cached: int = 0
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all of the reply came."""
+        return bool(self.reply)
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        """Seconds from the arrival; None before the first token."""
+        return self.token_moments[0] - self.arrival if self.token_moments else None
+
+    @property
+    def time_per_output_token(self) -> float | None:
+        """Seconds between tokens after the first, on average; None before the end, or if there is one token only."""
+        if not self.has_ended or len(self.token_moments) < 2:
+            return None
+        return (self.token_moments[-1] - self.token_moments[0]) / (len(self.token_moments) - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedLoad:
+    """What came of a load.
+
+    Args:
+        turns: In the order of their arrival.
+        num_unsent: Turns that were still to come when the time was up.
+        step_s: Seconds inside the engine's steps.
+        peak_slots: State slots that were in use at once.
+        gpu: Of a window of steps in the middle of the load; None on a CPU, or where it was too short for a window.
+    """
+
+    turns: list[ServedTurn]
+    num_unsent: int
+    seconds: float
+    num_steps: int
+    step_s: float
+    peak_slots: int
+    gpu: GpuTime | None
+
+
+class OpenLoop:
+    """Serves conversations once, on an engine that nobody else uses.
+
+    A conversation's first turn arrives when the load says so, every later one `think_s` after the reply before it. No
+    turn waits for another conversation's: what the engine cannot take yet waits in its queue.
+
+    Args:
+        max_seconds: When to stop, whatever still waits or runs.
+        on_tokens: Called after a step with the number of tokens that it generated.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        conversations: Sequence[Conversation],
+        *,
+        max_seconds: float = float("inf"),
+        on_tokens: Callable[[int], object] = lambda _: None,
+        timer: GpuTimer | NoGpuTimer | None = None,
+    ) -> None:
+        self._engine = engine
+        self._conversations = conversations
+        self._max_seconds = max_seconds
+        self._on_tokens = on_tokens
+        self._timer = timer or NoGpuTimer()
+        self._num_turns = sum(len(conversation.turns) for conversation in conversations)
+        self._turns: list[ServedTurn] = []  # a request's id is its turn's place in it
+        self._running: dict[int, ServedTurn] = {}
+        self._unadmitted: dict[int, ServedTurn] = {}
+        self._coming: list[tuple[float, int, int]] = []  # a heap of arrival, conversation, turn
+        self._histories = [list(conversation.prefix) for conversation in conversations]
+        self._num_steps = self._peak_slots = 0
+        self._step_s = 0.0
+
+    def run(self) -> ServedLoad:
+        """Serve all turns, or those that the time allows.
+
+        Raises:
+            RuntimeError: If a request fails.
+        """
+        self._coming = [(conversation.arrival_s, index, 0) for index, conversation in enumerate(self._conversations)]
+        heapq.heapify(self._coming)
+        clock = LoadClock()
+        while (self._coming or self._running) and clock.now() < self._max_seconds:
+            self._send_arrivals(clock.now())
+            if self._running:
+                self._step(clock)
+            else:
+                clock.sleep_until(min(self._coming[0][0], self._max_seconds))
+        seconds = clock.now()
+        return ServedLoad(
+            turns=self._turns,
+            num_unsent=self._num_turns - len(self._turns),
+            seconds=seconds,
+            num_steps=self._num_steps,
+            step_s=self._step_s,
+            peak_slots=self._peak_slots,
+            gpu=self._timer.result(),
+        )
+
+    def _send_arrivals(self, now: float) -> None:
+        while self._coming and self._coming[0][0] <= now:
+            arrival, index, number = heapq.heappop(self._coming)
+            turn = self._conversations[index].turns[number]
+            self._histories[index] += turn.new_tokens
+            request_id, served = len(self._turns), ServedTurn(index, number, arrival, list(self._histories[index]))
+            self._turns.append(served)
+            self._running[request_id] = self._unadmitted[request_id] = served
+            send(self._engine, request_id, served.prompt, turn.num_reply)
+
+    def _step(self, clock: LoadClock) -> None:
+        if self._timer.wants_to_start(len(self._turns) - len(self._running), self._num_turns):
+            with clock.stopped():
+                self._timer.start()
+        began = clock.now()
+        result = self._engine.step_modern()  # ends by reading the step's tokens back
+        now = clock.now()
+        self._step_s += now - began
+        self._num_steps += 1
+        if self._timer.add_step(now - began):
+            with clock.stopped():
+                self._timer.stop()
+        self._note_admissions(began)
+        self._note_tokens(result["active_request_ids"], now)
+        for record in result["finished_request_records"]:
+            self._finish(record.merge(), now)
+        slots = self._engine.context.memory.slots
+        self._peak_slots = max(self._peak_slots, slots.num_slots - slots.count_by_owner()["free"])
+
+    def _note_admissions(self, began: float) -> None:
+        waiting = set(self._engine.waiting_request_ids)
+        for request_id in [request_id for request_id in self._unadmitted if request_id not in waiting]:
+            self._unadmitted.pop(request_id).admitted = began
+
+    def _note_tokens(self, request_ids: Sequence[int], now: float) -> None:
+        for request_id in request_ids:
+            parts = self._engine.requests[request_id].record.requests
+            self._take_tokens(self._running[request_id], sum(len(part.generated_tokens) for part in parts), now)
+
+    def _take_tokens(self, turn: ServedTurn, num_tokens: int, now: float) -> None:
+        num_new = num_tokens - len(turn.token_moments)
+        turn.token_moments += [now] * num_new
+        self._on_tokens(num_new)
+
+    def _finish(self, request: Any, now: float) -> None:
+        reason = failure_reason(request)
+        if reason is not None:
+            raise RuntimeError(f"request {request.request_id} failed: {reason}")
+        served = self._running.pop(request.request_id)
+        served.reply = list(request.generated_tokens)
+        served.cached = self._engine.cached_tokens(request.request_id)
+        self._take_tokens(served, len(served.reply), now)
+        self._histories[served.conversation] += served.reply
+        turns, following = self._conversations[served.conversation].turns, served.turn + 1
+        if following < len(turns):
+            heapq.heappush(self._coming, (now + turns[following].think_s, served.conversation, following))
+
+
+def fitting(conversations: Sequence[Conversation], max_length: int) -> list[Conversation]:
+    """Return the conversations without the turns that a request of `max_length` tokens cannot hold."""
+    cut = [_cut(conversation, max_length) for conversation in conversations]
+    return [conversation for conversation in cut if conversation.turns]
+
+
+def _cut(conversation: Conversation, max_length: int) -> Conversation:
+    added = [len(turn.new_tokens) + turn.num_reply for turn in conversation.turns]
+    lengths = accumulate(added, initial=len(conversation.prefix))
+    num_fitting = sum(length <= max_length for length in lengths) - 1
+    return Conversation(conversation.arrival_s, conversation.prefix, conversation.turns[: max(0, num_fitting)])

@@ -1,0 +1,49 @@
+"""The most prompt tokens that any cache could have skipped in a load that has been served."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from open_loop import ServedTurn
+
+from megatron_mamba_cache.policy.block_hashing import CacheSalt, block_keys
+from megatron_mamba_cache.policy.identifiers import BlockKey
+
+_ROOT = CacheSalt("prefix bound", "", epoch=0).root()
+
+
+def skippable_tokens(turns: Sequence[ServedTurn], block_size: int) -> list[int]:
+    """Return for each turn the prompt tokens that a cache of endless memory could have skipped at its admission.
+
+    That is the longest common prefix of its prompt and any text that was known by then, cut down to whole blocks; one
+    token at least is left to compute. Known is a prompt that was admitted in an earlier step, whether or not it is
+    computed yet, and of its reply what had come by then but for the newest token, which no step has computed. A turn
+    that was never admitted skips nothing.
+    """
+    known_since: dict[BlockKey, float] = {}
+    for turn in turns:
+        for key, moment in _blocks(turn, block_size):
+            known_since[key] = min(moment, known_since.get(key, float("inf")))
+    return [_skippable(turn, known_since, block_size) for turn in turns]
+
+
+def _blocks(turn: ServedTurn, block_size: int) -> Iterator[tuple[BlockKey, float]]:
+    """Yield the blocks of a turn's text and the moment after which each is known."""
+    if turn.admitted is None:
+        return
+    # Of a reply that has not ended nobody kept the tokens; no later turn can have come in time to need them.
+    text = np.array([*turn.prompt, *turn.reply[:-1]], dtype=np.int64)
+    for number, key in enumerate(block_keys(_ROOT, text, block_size), 1):
+        num_generated = number * block_size - len(turn.prompt)
+        yield key, turn.admitted if num_generated <= 0 else turn.token_moments[num_generated]
+
+
+def _skippable(turn: ServedTurn, known_since: dict[BlockKey, float], block_size: int) -> int:
+    if turn.admitted is None:
+        return 0
+    num_blocks = 0
+    prompt = np.array(turn.prompt[:-1], dtype=np.int64)
+    for key in block_keys(_ROOT, prompt, block_size):
+        if not known_since.get(key, float("inf")) < turn.admitted:
+            break
+        num_blocks += 1
+    return num_blocks * block_size

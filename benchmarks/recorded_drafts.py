@@ -1,0 +1,37 @@
+"""Drafters that know what will be generated: one is always right, the other never."""
+
+from collections.abc import Mapping, Sequence
+
+from megatron_mamba_cache.speculation.drafter import Draft, DraftWish
+
+
+class RightDrafter:
+    """Proposes what was generated when the reply was recorded.
+
+    Args:
+        replies: Request id -> the tokens that will be generated.
+    """
+
+    def __init__(self, replies: Mapping[int, Sequence[int]]) -> None:
+        self._replies = replies
+
+    def propose(self, wishes: Sequence[DraftWish]) -> list[Draft]:
+        """Return as many tokens as are wished for, or as are left."""
+        return [Draft(tuple(self._known(wish))) for wish in wishes]
+
+    def forget(self, request_id: int) -> None:
+        """Forget nothing."""
+
+    def _known(self, wish: DraftWish) -> Sequence[int]:
+        return self._replies[wish.row.request_id][len(wish.row.generated) :][: wish.num_tokens]
+
+
+class WrongDrafter(RightDrafter):
+    """Proposes each token plus one, which does not follow."""
+
+    def __init__(self, replies: Mapping[int, Sequence[int]], vocab_size: int) -> None:
+        super().__init__(replies)
+        self._vocab_size = vocab_size
+
+    def _known(self, wish: DraftWish) -> Sequence[int]:
+        return [(token + 1) % self._vocab_size for token in super()._known(wish)]

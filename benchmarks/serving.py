@@ -1,0 +1,179 @@
+"""What does a cache give users of a busy server: how soon, how fast and how many tokens, under the same load?
+
+    PYTHONPATH=. python3 benchmarks/serving.py [--shape tiny] [--load NAME] [--json FILE] [--plots FOLDER]
+
+Conversations of several turns come by the wall clock, whether or not the engine keeps up (`open_loop`), and are served
+by one engine after another: without a cache; with states at boundaries of prompts only; and with states of replies too;
+each without drafts and with drafts looked up in the prompt. Lengths, arrivals and what users say are the same for all;
+a reply is what the engine generates, greedily, so that prompts of later turns may hold other tokens of the same number.
+Random weights: what drafts are worth depends on the model, and is no more than a guess here.
+
+The first engine serves the first turns of a few conversations before, unmeasured. `serving_figures` says what each
+figure is.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from conversation_load import LOADS, Conversation, conversations, read_trace
+from gpu_time import gpu_timer
+from machine import describe_machine
+from open_loop import OpenLoop, ServedLoad, fitting
+from serving_engine import MODES, ServedShape, add_shape_arguments, model_of, serving_engine, shape_of
+from serving_figures import ServingFigures, figures_of, table
+from serving_plots import MISSING, can_plot, write_plots
+from tqdm import tqdm
+
+from megatron_mamba_cache.command_line.quiet import own_warnings_hidden, quiet_libraries
+
+NUM_PROFILED = 40
+NUM_WARMING = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One of the engines that are compared."""
+
+    mode: str
+    num_drafts: int
+
+    @property
+    def name(self) -> str:
+        """Words for a table's head."""
+        return f"{self.mode}, K = {self.num_drafts}"
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """One engine's figures and each of its requests."""
+
+    figures: ServingFigures
+    load: ServedLoad
+
+
+def serve_all(
+    shape: ServedShape, load: Sequence[Conversation], variants: Sequence[Variant], max_seconds: float = float("inf")
+) -> dict[str, Served]:
+    """Serve the conversations by each engine."""
+    model = model_of(shape)
+    load = fitting(load, shape.max_length)
+    serve(model, shape, [_first_turn(conversation) for conversation in load[:NUM_WARMING]], variants[0], max_seconds)
+    return {variant.name: serve(model, shape, load, variant, max_seconds) for variant in variants}
+
+
+def _first_turn(conversation: Conversation) -> Conversation:
+    return Conversation(0.0, conversation.prefix, conversation.turns[:1])
+
+
+def serve(model: Any, shape: ServedShape, load: Sequence[Conversation], variant: Variant, max_seconds: float) -> Served:
+    """Serve the conversations by one engine."""
+    wanted = sum(turn.num_reply for conversation in load for turn in conversation.turns)
+    bar = tqdm(total=wanted, desc=variant.name, unit="token", file=sys.stderr, leave=False, disable=None)
+    with bar, serving_engine(model, shape, MODES[variant.mode], variant.num_drafts) as engine:
+        loop = OpenLoop(engine, load, max_seconds=max_seconds, on_tokens=bar.update, timer=gpu_timer(NUM_PROFILED))
+        served = loop.run()
+        slot_bytes = engine.context.shape.state_layout(engine.context.cache_config).slot_bytes
+    return Served(figures_of(served, shape.block_size, slot_bytes), served)
+
+
+def document(found: dict[str, Served], arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return everything that was measured as JSON types; of requests lengths and moments, not tokens."""
+    engines = {
+        name: asdict(served.figures)
+        | {"hit_rate": served.figures.hit_rate, "best_hit_rate": served.figures.best_hit_rate}
+        | {"requests": [_request(turn) for turn in served.load.turns]}
+        for name, served in found.items()
+    }
+    return {"machine": describe_machine(), "arguments": arguments, "engines": engines}
+
+
+def _request(turn: Any) -> dict[str, Any]:
+    return {
+        "conversation": turn.conversation,
+        "turn": turn.turn,
+        "arrival": turn.arrival,
+        "admitted": turn.admitted,
+        "prompt_tokens": len(turn.prompt),
+        "cached_tokens": turn.cached,
+        "has_ended": turn.has_ended,
+        "token_moments": turn.token_moments,
+    }
+
+
+def load_of(parser: argparse.ArgumentParser, arguments: argparse.Namespace, vocab_size: int) -> list[Conversation]:
+    """Return the conversations that parsed flags ask for."""
+    if arguments.trace:
+        if arguments.rate or arguments.tokens_scale != 1 or arguments.time_scale != 1:
+            parser.error("--trace says how fast and how long; --rate, --tokens-scale and --time-scale change --load")
+        try:
+            return read_trace(arguments.trace, vocab_size, arguments.seed)[: arguments.sessions]
+        except (OSError, ValueError) as error:
+            parser.error(str(error))
+    load = LOADS[arguments.load].scaled(tokens=arguments.tokens_scale, seconds=arguments.time_scale)
+    load = replace(
+        load,
+        num_sessions=arguments.sessions or load.num_sessions,
+        sessions_per_s=arguments.rate or load.sessions_per_s,
+    )
+    return conversations(load, arguments.seed, vocab_size)
+
+
+def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
+    """Read the flags."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--load", choices=LOADS, default="mixed", help="default: %(default)s")
+    source.add_argument("--trace", type=Path, metavar="FILE", help="JSON lines of lengths; see conversation_load.py")
+    add_shape_arguments(parser)
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="default: all")
+    parser.add_argument("--drafts", nargs="+", type=int, default=[0, 3], metavar="K", help="default: 0 3")
+    parser.add_argument("--rate", type=_positive, metavar="R", help="sessions a second; default: the load's")
+    parser.add_argument("--sessions", type=int, metavar="N", help="how many; default: the load's")
+    parser.add_argument("--tokens-scale", type=_positive, default=1.0, metavar="F", help="multiplies all lengths")
+    parser.add_argument(
+        "--time-scale", type=_positive, default=1.0, metavar="F", help="multiplies pauses, divides rates"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of lengths, tokens and arrivals")
+    parser.add_argument("--max-seconds", type=_positive, default=float("inf"), help="of each engine; default: no limit")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure and request to FILE")
+    parser.add_argument("--plots", type=Path, metavar="FOLDER", help="also write PNG files; needs matplotlib")
+    return parser, parser.parse_args()
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"must be more than 0, found {text}")
+    return value
+
+
+def main() -> None:
+    """Serve, print Markdown, and write JSON and pictures."""
+    parser, arguments = parse()
+    if arguments.plots and not can_plot():
+        parser.error(MISSING)
+    shape = shape_of(parser, arguments, {})
+    load = load_of(parser, arguments, shape.vocab_size)
+    variants = [Variant(mode, num_drafts) for num_drafts in arguments.drafts for mode in arguments.modes]
+    with quiet_libraries(), own_warnings_hidden():
+        found = serve_all(shape, load, variants, arguments.max_seconds)
+    figures = {name: served.figures for name, served in found.items()}
+    print(table(figures))
+    if arguments.json:
+        given = {name: str(value) for name, value in vars(arguments).items()}
+        arguments.json.write_text(json.dumps(document(found, given), indent=2) + "\n")
+    if arguments.plots:
+        delays = {
+            name: [delay for turn in served.load.turns if (delay := turn.time_to_first_token) is not None]
+            for name, served in found.items()
+        }
+        write_plots(arguments.plots, delays, figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""Engines that benchmarks of serving measure: a model by its size, and what of its work is cached."""
+
+import argparse
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from load_8b import SHAPES as LOADED_SHAPES
+from megatron.core.inference.sampling_params import SamplingParams
+from random_checkpoint import random_model
+
+from megatron_mamba_cache import CacheConfig, build_engine
+
+
+@dataclass(frozen=True, slots=True)
+class ServedShape:
+    """A NemotronH model with random weights, and the limits of engines around it.
+
+    Args:
+        fields: Of the model's configuration.
+        max_length: Tokens of a request, prompt and reply.
+        state_gb, kv_gb: GiB of cached states, beside a live one for each request, and of KV blocks.
+    """
+
+    fields: dict[str, Any]
+    block_size: int
+    max_length: int
+    max_requests: int
+    max_tokens: int
+    state_gb: float
+    kv_gb: float
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids lie below it."""
+        return int(self.fields["vocab_size"])
+
+
+SMALL_FIELDS: dict[str, Any] = {
+    "hybrid_override_pattern": "M-M*-M-M*-",
+    "hidden_size": 1024,
+    "vocab_size": 32_768,
+    "intermediate_size": 4096,
+    "mamba_num_heads": 32,
+    "mamba_head_dim": 64,
+    "ssm_state_size": 128,
+    "n_groups": 8,
+    "chunk_size": 128,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+}
+SHAPES = {
+    "8b": ServedShape(LOADED_SHAPES["8b"].fields, 256, 65_536, 64, 8192, state_gb=24.0, kv_gb=24.0),
+    "small": ServedShape(SMALL_FIELDS, 256, 32_768, 32, 8192, state_gb=1.0, kv_gb=2.0),
+    "tiny": ServedShape(LOADED_SHAPES["tiny"].fields, 64, 4096, 16, 1024, state_gb=0.01, kv_gb=0.02),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """What an engine caches."""
+
+    prefix_caching: bool
+    decode_checkpoints: Literal["rolling", "all", "none"] = "none"
+
+
+MODES = {
+    "no cache": Mode(prefix_caching=False),
+    "prompt boundaries": Mode(prefix_caching=True),
+    "full": Mode(prefix_caching=True, decode_checkpoints="rolling"),
+}
+"""Nothing; states at boundaries of prompts only, as Megatron's own development branch caches; and of replies too."""
+
+
+def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that `shape_of` reads."""
+    parser.add_argument("--shape", choices=SHAPES, default="8b", help="size of the model; default: %(default)s")
+    parser.add_argument("--state-gb", type=float, metavar="G", help="GiB of cached states")
+    parser.add_argument("--kv-gb", type=float, metavar="G", help="GiB of KV blocks")
+
+
+def shape_of(
+    parser: argparse.ArgumentParser, arguments: argparse.Namespace, limits: Mapping[str, Mapping[str, Any]]
+) -> ServedShape:
+    """Return the shape that parsed flags ask for; end with an error if this machine cannot serve it.
+
+    Args:
+        limits: Name of a shape -> fields that a benchmark sets otherwise where no flag does.
+    """
+    if arguments.shape == "8b" and not torch.cuda.is_available():
+        parser.error("--shape 8b needs a CUDA device; on a CPU take --shape tiny")
+    given = {name: value for name in ("state_gb", "kv_gb") if (value := getattr(arguments, name)) is not None}
+    return replace(SHAPES[arguments.shape], **{**limits.get(arguments.shape, {}), **given})
+
+
+def model_of(shape: ServedShape) -> Any:
+    """Build the model: in bf16 on a GPU, in fp32 on a CPU, which has no fast bf16."""
+    fields = shape.fields | {"max_position_embeddings": shape.max_length}
+    return random_model(fields, torch.bfloat16 if torch.cuda.is_available() else torch.float32)
+
+
+def config_of(shape: ServedShape, mode: Mode, num_drafts: int = 0) -> CacheConfig:
+    """Return the settings of an engine; without a cache, prefill chunks end where the step's budget does."""
+    return CacheConfig(
+        block_size_tokens=shape.block_size,
+        buffer_size_gb=shape.kv_gb,
+        prefix_caching=mode.prefix_caching,
+        prefix_caching_mamba_gb=shape.state_gb,
+        decode_checkpoints=mode.decode_checkpoints,
+        num_speculative_tokens=num_drafts,
+        align_prefill_chunks=mode.prefix_caching,
+        max_requests=shape.max_requests,
+        max_tokens=shape.max_tokens,
+        max_sequence_length=shape.max_length,
+    )
+
+
+@contextmanager
+def serving_engine(
+    model: Any, shape: ServedShape, mode: Mode, num_drafts: int = 0, drafter: Any = None
+) -> Iterator[Any]:
+    """Yield a warm engine whose memory is free after the block; drafts are looked up in prompts unless told otherwise.
+
+    Every benchmark of serving builds its engines here.
+    """
+    engine = build_engine(model, config_of(shape, mode, num_drafts), drafter=drafter)
+    try:
+        engine.warmup()
+        yield engine
+    finally:
+        engine.context.deallocate_all_tensors()
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def send(engine: Any, request_id: int, prompt: Sequence[int], num_tokens: int) -> None:
+    """Add a greedy request that ends after as many tokens, whatever they are."""
+    greedy = SamplingParams(num_tokens_to_generate=num_tokens, top_k=1, termination_id=-1)
+    engine.add_request(request_id, list(prompt), greedy)

@@ -1,0 +1,250 @@
+"""What does a decode step cost at few and many rows, on the host and on the GPU, and what do drafts give at best?
+
+    PYTHONPATH=. python3 benchmarks/step_cost.py [--shape 8b|small|tiny] [--json FILE]
+
+Steps: rows of equal length decode together, without drafts. Wall time is the median of steps that nothing observes;
+the GPU's busy time and the host's work are those of as many steps after them under torch's profiler (`gpu_time`),
+which makes the host a little slower. Idle is what the busy time leaves of the unobserved wall time. "A row more" is the
+slope of least squares over the numbers of rows. On a CPU the host does the GPU's work, and there is no more than wall
+time and its slope.
+
+Drafts: 8 rows, decode steps only, without drafts, with K = 3 that are always right, and with K = 3 that never are. A
+drafter replays what was recorded. In bf16 a verify step may round otherwise than a step of one token, and a reply part
+from the recorded one where two tokens are nearly as good; so it is recorded again, with these drafts, until they are
+right or a few tries are over. The share that was accepted is given. The three take turns; a line is the middle round.
+"""
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from gpu_time import GpuTime, gpu_timer
+from machine import describe_machine
+from recorded_drafts import RightDrafter, WrongDrafter
+from serving_engine import MODES, ServedShape, add_shape_arguments, model_of, send, serving_engine, shape_of
+from turn_latency import rotated, some_tokens
+
+from megatron_mamba_cache.command_line.quiet import own_warnings_hidden, quiet_libraries
+
+ROWS = (1, 8, 64, 128, 256)
+NUM_STEPS = 20
+NUM_WARMING = 5
+DRAFT_ROWS = 8
+NUM_DRAFTS = 3
+NUM_REPLY = 256
+NUM_RECORDINGS = 4
+NUM_ROUNDS = 3
+LIMITS = {"8b": {"state_gb": 8.0, "kv_gb": 8.0}, "small": {"state_gb": 0.5}}
+"""Live states take the memory; what is cached is not looked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """A decode step of some rows; milliseconds, and the GPU's None on a CPU."""
+
+    num_rows: int
+    wall_ms: float
+    busy_ms: float | None = None
+    idle_share: float | None = None
+    host_ms: float | None = None
+
+    @staticmethod
+    def of(num_rows: int, wall_s: float, gpu: GpuTime | None) -> "StepCost":
+        """Combine the time of unobserved steps with what the profiler saw."""
+        if gpu is None:
+            return StepCost(num_rows, 1e3 * wall_s)
+        busy_s = gpu.busy_s / gpu.num_steps
+        return StepCost(num_rows, 1e3 * wall_s, 1e3 * busy_s, max(0.0, 1 - busy_s / wall_s), 1e3 * gpu.host_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A straight line through points by least squares: `at_0 + slope * rows`."""
+
+    at_0: float
+    slope: float
+
+    @staticmethod
+    def through(xs: Sequence[float], ys: Sequence[float]) -> "Line":
+        """Fit it to two points or more."""
+        slope, at_0 = np.polyfit(xs, ys, 1)
+        return Line(float(at_0), float(slope))
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSpeed:
+    """Decode steps of one drafter; `accepted` is the share of its drafts that were kept."""
+
+    tokens_per_s: float
+    tokens_per_step: float
+    accepted: float
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """What requests generated, and how fast."""
+
+    replies: dict[int, list[int]]
+    speed: DraftSpeed
+
+
+def step_costs(model: Any, shape: ServedShape, rows: Sequence[int], num_prompt: int) -> list[StepCost]:
+    """Measure decode steps of each number of rows."""
+    shape = replace(shape, max_requests=max(rows), max_tokens=max(shape.max_tokens, max(rows)))
+    with serving_engine(model, shape, MODES["full"]) as engine:
+        return [step_cost(engine, shape, num_rows, num_prompt) for num_rows in rows]
+
+
+def step_cost(engine: Any, shape: ServedShape, num_rows: int, num_prompt: int) -> StepCost:
+    """Measure decode steps of some rows, whose prompts have nothing in common."""
+    drawn = random.Random(num_rows)
+    # The first rows decode while the others are prefilled in what they leave of a step.
+    num_prefills = num_rows // max(1, (shape.max_tokens - num_rows) // num_prompt) + 1
+    num_tokens = num_prefills + NUM_WARMING + 2 * NUM_STEPS + 2
+    for index in range(num_rows):
+        send(engine, 1000 * num_rows + index, some_tokens(drawn, shape, num_prompt), num_tokens)
+    while engine.waiting_request_ids or not engine.context.is_decode_only():
+        engine.step_modern()
+    times = [timed_step(engine) for _ in range(NUM_WARMING + NUM_STEPS)][NUM_WARMING:]
+    if len(engine.context.rows) != num_rows:
+        raise RuntimeError(f"{len(engine.context.rows)} of {num_rows} rows decode; raise --kv-gb")
+    timer = gpu_timer(NUM_STEPS)
+    timer.start()
+    while not timer.add_step(timed_step(engine)) and engine.has_unfinished_requests():
+        pass
+    gpu = timer.result()
+    while engine.has_unfinished_requests():
+        engine.step_modern()
+    return StepCost.of(num_rows, median(times), gpu)
+
+
+def timed_step(engine: Any) -> float:
+    """Run a step and return its seconds."""
+    began = time.perf_counter()
+    engine.step_modern()
+    return time.perf_counter() - began
+
+
+def draft_speeds(model: Any, shape: ServedShape, num_prompt: int, num_reply: int) -> dict[str, DraftSpeed]:
+    """Measure the same prompts without drafts, with right ones and with wrong ones."""
+    shape = replace(shape, max_requests=DRAFT_ROWS)
+    drawn = random.Random(0)
+    prompts = [some_tokens(drawn, shape, num_prompt) for _ in range(DRAFT_ROWS)]
+    plain = right = record(model, shape, prompts, num_reply, None)
+    for _ in range(NUM_RECORDINGS):
+        drafts_were = right.replies
+        right = record(model, shape, prompts, num_reply, RightDrafter(drafts_were))
+        if right.replies == drafts_were:
+            break
+    drafters = {
+        "no drafts": None,
+        "right drafts": RightDrafter(right.replies),
+        "wrong drafts": WrongDrafter(plain.replies, shape.vocab_size),
+    }
+    speeds: dict[str, list[DraftSpeed]] = {name: [] for name in drafters}
+    for number in range(NUM_ROUNDS):
+        for name in rotated(list(drafters), number):
+            speeds[name].append(record(model, shape, prompts, num_reply, drafters[name]).speed)
+    return {name: middle(found) for name, found in speeds.items()}
+
+
+def middle(speeds: Sequence[DraftSpeed]) -> DraftSpeed:
+    """Return the one of an odd number of runs that is neither fast nor slow."""
+    return sorted(speeds, key=lambda speed: speed.tokens_per_s)[len(speeds) // 2]
+
+
+def record(
+    model: Any, shape: ServedShape, prompts: Sequence[Sequence[int]], num_reply: int, drafter: RightDrafter | None
+) -> Recording:
+    """Serve the prompts side by side and time the steps that only decode."""
+    num_drafts = NUM_DRAFTS if drafter else 0
+    with serving_engine(model, shape, MODES["full"], num_drafts, drafter) as engine:
+        for index, prompt in enumerate(prompts):
+            send(engine, index, prompt, num_reply)
+        while engine.waiting_request_ids or not engine.context.is_decode_only():
+            engine.step_modern()
+        counters = engine.context.counters
+        num_before, seconds, num_steps = counters.decode_rows + counters.accepted_tokens, 0.0, 0
+        replies: dict[int, list[int]] = {}
+        while engine.has_unfinished_requests():
+            began = time.perf_counter()
+            records = engine.step_modern()["finished_request_records"]
+            seconds += time.perf_counter() - began
+            num_steps += 1
+            replies |= {request.request_id: list(request.generated_tokens) for request in map(_merged, records)}
+        num_tokens = counters.decode_rows + counters.accepted_tokens - num_before
+        return Recording(replies, DraftSpeed(num_tokens / seconds, num_tokens / num_steps, counters.acceptance_rate))
+
+
+def _merged(record: Any) -> Any:
+    return record.merge()
+
+
+def table(costs: Sequence[StepCost], drafts: dict[str, DraftSpeed]) -> str:
+    """Return the figures as Markdown; columns that this machine has not are left out."""
+    heads = ["rows", "a step, ms"]
+    has_gpu = costs[0].busy_ms is not None
+    if has_gpu:
+        heads += ["GPU busy, ms", "GPU idle, %", "host's work, ms"]
+    lines = [f"| {' | '.join(heads)} |", "|" + "---:|" * len(heads)]
+    for cost in costs:
+        cells = [f"{cost.num_rows}", f"{cost.wall_ms:.3f}"]
+        if has_gpu:
+            cells += [f"{cost.busy_ms:.3f}", f"{100 * cost.idle_share:.1f}", f"{cost.host_ms:.3f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += [
+        "",
+        *(f"{name}: {line.at_0:.3f} ms and {1e3 * line.slope:.2f} µs a row." for name, line in lines_of(costs).items()),
+    ]
+    lines += [
+        "",
+        f"| {DRAFT_ROWS} rows | tokens/s | of no drafts | tokens a step | accepted, % |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    plain = drafts["no drafts"].tokens_per_s
+    for name, speed in drafts.items():
+        share = f"{100 * speed.accepted:.1f}" if name != "no drafts" else ""
+        pace = f"{speed.tokens_per_s:,.1f} | {speed.tokens_per_s / plain:.3f} | {speed.tokens_per_step:.2f}"
+        lines.append(f"| {name} | {pace} | {share} |")
+    return "\n".join(lines)
+
+
+def lines_of(costs: Sequence[StepCost]) -> dict[str, Line]:
+    """Return how wall time and the host's work grow with rows, in milliseconds; nothing of one number of rows."""
+    rows = [cost.num_rows for cost in costs]
+    grown = {"A step": [cost.wall_ms for cost in costs]}
+    if costs[0].host_ms is not None:
+        grown["The host's work"] = [cost.host_ms for cost in costs]
+    return {name: Line.through(rows, values) for name, values in grown.items()} if len(costs) > 1 else {}
+
+
+def main() -> None:
+    """Measure, print Markdown and write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_shape_arguments(parser)
+    parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS), metavar="N", help="default: 1 8 64 128 256")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
+    arguments = parser.parse_args()
+    shape = shape_of(parser, arguments, LIMITS)
+    num_prompt = shape.block_size * 9 // 8  # a block boundary is a while ahead of the measured steps
+    with quiet_libraries(), own_warnings_hidden():
+        model = model_of(shape)
+        costs = step_costs(model, shape, arguments.rows, num_prompt)
+        drafts = draft_speeds(model, shape, num_prompt, NUM_REPLY)
+    print(table(costs, drafts))
+    if arguments.json:
+        growth = {name: asdict(line) for name, line in lines_of(costs).items()}
+        figures = {"steps": [asdict(cost) for cost in costs], "growth, ms": growth}
+        figures["drafts"] = {name: asdict(speed) for name, speed in drafts.items()}
+        arguments.json.write_text(json.dumps({"machine": describe_machine(), **figures}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

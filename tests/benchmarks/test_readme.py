@@ -1,0 +1,15 @@
+"""The folder's README names every script and every table."""
+
+import re
+
+from tests.command_line.command_runs import REPOSITORY
+
+FOLDER = REPOSITORY / "benchmarks"
+
+
+def test_every_script_and_every_table_is_named() -> None:
+    text = (FOLDER / "README.md").read_text()
+    scripts = {file.name for file in FOLDER.glob("*.py") if "__main__" in file.read_text()} - {"machine.py"}
+    assert set(re.findall(r"benchmarks/(\w+\.py)", text)) == scripts
+    tables = {file.name for file in (FOLDER / "results").glob("*.md")}
+    assert set(re.findall(r"\(results/(\w+\.md)\)", text)) == tables

@@ -1,0 +1,63 @@
+"""The benchmark of steps runs with a tiny model; its drafters are right and wrong, and its lines fit."""
+
+from types import ModuleType
+
+import pytest
+import torch
+from pytest import approx
+
+from tests.command_line.command_runs import REPOSITORY
+
+
+@pytest.fixture
+def step_cost(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(REPOSITORY / "benchmarks")
+    return pytest.importorskip("step_cost")
+
+
+@pytest.fixture
+def serving_engine(step_cost: ModuleType) -> ModuleType:
+    return pytest.importorskip("serving_engine")
+
+
+def test_steps_of_each_number_of_rows_are_timed(step_cost: ModuleType, serving_engine: ModuleType) -> None:
+    shape = serving_engine.SHAPES["tiny"]
+    costs = step_cost.step_costs(serving_engine.model_of(shape), shape, (1, 20), 72)
+    assert [cost.num_rows for cost in costs] == [1, 20]
+    assert all(cost.wall_ms > 0 for cost in costs)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="in bf16 rounding may end a recorded reply")
+def test_right_drafts_are_all_kept_and_wrong_ones_never(step_cost: ModuleType, serving_engine: ModuleType) -> None:
+    shape = serving_engine.SHAPES["tiny"]
+    speeds = step_cost.draft_speeds(serving_engine.model_of(shape), shape, 72, 41)
+    assert [speed.accepted for speed in speeds.values()] == [0, 1, 0]
+    rows = step_cost.DRAFT_ROWS
+    # The first token comes with the prompt; the step that decodes the last of ten times four is the tenth.
+    assert [speed.tokens_per_step for speed in speeds.values()] == [rows, 4 * rows, rows]
+    assert "| right drafts | " in step_cost.table([step_cost.StepCost(1, 2.0)], speeds)
+
+
+def test_a_line_is_fitted_by_least_squares(step_cost: ModuleType) -> None:
+    line = step_cost.Line.through([0, 1, 2], [1.0, 2.0, 6.0])
+    assert (line.at_0, line.slope) == (approx(0.5), approx(2.5))
+
+
+def test_idle_is_what_the_busy_time_leaves_of_steps_that_nothing_observes(step_cost: ModuleType) -> None:
+    gpu = step_cost.GpuTime(num_steps=4, wall_s=0.08, busy_s=0.012, waiting_s=0.032)
+    cost = step_cost.StepCost.of(8, 0.01, gpu)
+    assert (cost.wall_ms, cost.busy_ms, cost.idle_share, cost.host_ms) == (
+        approx(10),
+        approx(3),
+        approx(0.7),
+        approx(12),
+    )
+    speed = step_cost.DraftSpeed(1.0, 1.0, 0.0)
+    text = step_cost.table([cost, step_cost.StepCost(16, 12.0, 3.0, 0.75, 14.0)], {"no drafts": speed})
+    assert "| 8 | 10.000 | 3.000 | 70.0 | 12.000 |" in text
+    assert "The host's work: 10.000 ms and 250.00 µs a row." in text
+
+
+def test_the_middle_run_is_taken(step_cost: ModuleType) -> None:
+    runs = [step_cost.DraftSpeed(speed, 1.0, 0.0) for speed in (3.0, 1.0, 2.0)]
+    assert step_cost.middle(runs).tokens_per_s == 2.0

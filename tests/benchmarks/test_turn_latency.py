@@ -1,0 +1,61 @@
+"""The benchmark of later turns runs with a tiny model, and skips in each mode what that mode caches."""
+
+from types import ModuleType
+
+import pytest
+
+from tests.command_line.command_runs import REPOSITORY
+
+
+@pytest.fixture
+def turn_latency(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(REPOSITORY / "benchmarks")
+    return pytest.importorskip("turn_latency")
+
+
+@pytest.fixture
+def serving_engine(turn_latency: ModuleType) -> ModuleType:
+    return pytest.importorskip("serving_engine")
+
+
+def test_a_later_turn_skips_replies_only_with_the_full_cache(
+    turn_latency: ModuleType, serving_engine: ModuleType
+) -> None:
+    shape = serving_engine.SHAPES["tiny"]
+    scale = turn_latency.Scale(turn_latency.History(((70, 4), (70, 130)), 20), 2, batch=3, prompt=80, reply=4, rounds=2)
+    model = serving_engine.model_of(shape)
+    latency = turn_latency.later_turns(model, shape, scale)
+    skipped = latency.cached_tokens
+    assert skipped["no cache"] == 0 < skipped["prompt boundaries"] <= skipped["full"] - 128
+    assert all(milliseconds > 0 for milliseconds in latency.first_token_ms.values())
+    assert set(latency.times_sooner) == set(turn_latency.REQUIRED)
+    cold = turn_latency.cold_throughput(model, shape, scale)
+    assert 0 < cold.lowest <= cold.ratio <= cold.highest and set(cold.tokens_per_s) == {"no cache", "full"}
+    text = turn_latency.table(latency, cold)
+    assert "| no cache | 0 | " in text and f"{cold.ratio:.3f} of without" in text
+
+
+def test_everybody_is_first_in_turn(turn_latency: ModuleType) -> None:
+    assert [turn_latency.rotated(["a", "b"], number) for number in (-1, 0, 1)] == [["b", "a"], ["a", "b"], ["b", "a"]]
+
+
+def test_a_request_that_fails_is_an_error(turn_latency: ModuleType, serving_engine: ModuleType) -> None:
+    shape = serving_engine.SHAPES["tiny"]
+    model, mode = serving_engine.model_of(shape), serving_engine.MODES["full"]
+    with (
+        serving_engine.serving_engine(model, shape, mode) as engine,
+        pytest.raises(RuntimeError, match="request 7 failed"),
+    ):
+        turn_latency.run(engine, {7: [1] * (shape.max_length + 1)}, 4)
+
+
+def test_required_ratios_are_measured_after_a_reply_of_a_thousand_tokens(
+    turn_latency: ModuleType, serving_engine: ModuleType
+) -> None:
+    for name, scale in turn_latency.SCALES.items():
+        shape, history = serving_engine.SHAPES[name], scale.history
+        length = sum(map(sum, history.turns)) + shape.block_size + history.new
+        limits = turn_latency.LIMITS[name]
+        assert length + 2 <= min(shape.max_length, limits["max_tokens"])
+        if name != "tiny":
+            assert history.turns[-1][1] >= 1000 and sum(map(sum, history.turns)) >= 8000
