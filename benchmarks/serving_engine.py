@@ -23,6 +23,7 @@ class ServedShape:
         fields: Of the model's configuration.
         max_length: Tokens of a request, prompt and reply.
         state_gb, kv_gb: GiB of cached states, beside a live one for each request, and of KV blocks.
+        num_graphs: Numbers of rows whose decode steps are CUDA graphs, on a GPU.
     """
 
     fields: dict[str, Any]
@@ -32,6 +33,7 @@ class ServedShape:
     max_tokens: int
     state_gb: float
     kv_gb: float
+    num_graphs: int = 9
 
     @property
     def vocab_size(self) -> int:
@@ -81,6 +83,7 @@ def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", choices=SHAPES, default="8b", help="size of the model; default: %(default)s")
     parser.add_argument("--state-gb", type=float, metavar="G", help="GiB of cached states")
     parser.add_argument("--kv-gb", type=float, metavar="G", help="GiB of KV blocks")
+    parser.add_argument("--num-graphs", type=int, metavar="N", help="numbers of rows with CUDA graphs; 0 is none")
 
 
 def shape_of(
@@ -93,7 +96,9 @@ def shape_of(
     """
     if arguments.shape == "8b" and not torch.cuda.is_available():
         parser.error("--shape 8b needs a CUDA device; on a CPU take --shape tiny")
-    given = {name: value for name in ("state_gb", "kv_gb") if (value := getattr(arguments, name)) is not None}
+    given = {
+        name: value for name in ("state_gb", "kv_gb", "num_graphs") if (value := getattr(arguments, name)) is not None
+    }
     return replace(SHAPES[arguments.shape], **{**limits.get(arguments.shape, {}), **given})
 
 
@@ -116,6 +121,7 @@ def config_of(shape: ServedShape, mode: Mode, num_drafts: int = 0) -> CacheConfi
         max_requests=shape.max_requests,
         max_tokens=shape.max_tokens,
         max_sequence_length=shape.max_length,
+        num_cuda_graphs=shape.num_graphs if torch.cuda.is_available() else 0,
     )
 
 

@@ -23,8 +23,8 @@ class CapturedStep(Protocol):
     def forward(self) -> Tensor:
         """Compute the logits of the step that was laid out last; those of padding mean nothing."""
 
-    def verify(self, *, all_greedy: bool) -> Tensor:
-        """Sample behind `forward`, verify and copy the states of reached boundaries; see `verify_step`."""
+    def verify_greedily(self) -> Tensor:
+        """Behind `forward`, verify against the best tokens and copy the states of reached boundaries; [rows, 2 + K]."""
 
 
 class GraphsByShape(Protocol):

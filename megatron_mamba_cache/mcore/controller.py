@@ -69,8 +69,9 @@ class MambaCacheController(TextGenerationController):
         """Sample, verify, copy the states of reached boundaries, and read the tokens back: the step's one wait."""
         context = self.context
         step, drawn_from = context.step, context.draft_distributions
-        if context.graph is not None and all(distribution is None for distribution in drawn_from):
-            outcome = context.graph.verify(all_greedy=step.logits.all_greedy)
+        is_certain = step.logits.all_greedy and all(distribution is None for distribution in drawn_from)
+        if context.graph is not None and is_certain:
+            outcome = context.graph.verify_greedily()
         else:
             outcome = verify_step(step.logits, context.wanted_logits(logits), drawn_from)
             copy_reached_boundaries(step, outcome, context.memory)

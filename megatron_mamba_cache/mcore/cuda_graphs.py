@@ -1,5 +1,8 @@
 """Decode steps as CUDA graphs: the forward, then verification and align copies, over buffers at fixed addresses.
 
+Where tokens are sampled, what follows the forward runs as without graphs: sorting a vocabulary for each row takes
+memory that every graph would keep.
+
 A graph is captured over padding: rows that own no slot, whose KV goes to the block that nobody reads. So capturing
 touches no cached state. Before a replay the step's rows take the place of the first of them; what stays padding is left
 out by every op, as in warmup. A graph is as good as the memory that it was captured over: both are dropped together.
@@ -78,7 +81,16 @@ class StepGraph:
                 return compute_step(model, context), context.wanted_outputs
 
         (self.logits, self.wanted_outputs), self._replay_forward = record(forward)
-        self._tails = {all_greedy: record(self._tail(all_greedy)) for all_greedy in (True, False)}
+
+        def verify() -> tuple[Tensor, ...]:
+            with context.rehearsing():
+                context.install(self._views, self._attention.begin())
+                greedy = replace(self._views.logits, all_greedy=True)
+                outcome = verify_step(greedy, context.wanted_logits(self.logits), [])
+                copy_reached_boundaries(self._views, outcome, self._memory)
+                return (outcome,)
+
+        (self._outcome,), self._replay_verify = record(verify)
 
     def lay_out(self, rows: Sequence[RunningRequest], *, draws_ratios: bool) -> StepBatch:
         """Send the rows of a step, no more and none longer than the shape's; return it as its readers see it."""
@@ -111,22 +123,10 @@ class StepGraph:
         self._replay_forward()
         return self.logits
 
-    def verify(self, *, all_greedy: bool) -> Tensor:
-        """Sample behind `forward`, verify and copy the states of reached boundaries; see `verify_step`."""
-        (outcome,), replay = self._tails[all_greedy]
-        replay()
-        return outcome
-
-    def _tail(self, all_greedy: bool) -> Callable[[], tuple[Tensor, ...]]:
-        def verify() -> tuple[Tensor, ...]:
-            with self._context.rehearsing():
-                self._context.install(self._views, self._attention.begin())
-                wanted = self._context.wanted_logits(self.logits)
-                outcome = verify_step(replace(self._views.logits, all_greedy=all_greedy), wanted, [])
-                copy_reached_boundaries(self._views, outcome, self._memory)
-            return (outcome,)
-
-        return verify
+    def verify_greedily(self) -> Tensor:
+        """Behind `forward`, verify against the best tokens and copy the states of reached boundaries."""
+        self._replay_verify()
+        return self._outcome
 
 
 class StepGraphs:

@@ -10,7 +10,7 @@ from ..policy.requests import RunningRequest
 from .step_buffers import StepBuffers
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@dataclass(frozen=True, slots=True)
 class DecodeShape:
     """Rows of a captured decode step, and the most tokens of each: one and its drafts."""
 
@@ -24,12 +24,12 @@ class DecodeShape:
 
 
 def smallest_shape(rows: Sequence[RunningRequest], shapes: Iterable[DecodeShape]) -> DecodeShape | None:
-    """Return the shape of the fewest tokens that holds the rows, None if there is none or a row prefills."""
+    """Return the narrowest shape, of these the smallest, that holds the rows; None if none does or a row prefills."""
     if any(row.is_prefilling for row in rows):
         return None
     num_rows, width = len(rows), max((row.scheduled for row in rows), default=0)
     fitting = [shape for shape in shapes if shape.num_rows >= num_rows and shape.width >= width]
-    return min(fitting, key=lambda shape: (shape.num_tokens, shape.width), default=None)
+    return min(fitting, key=lambda shape: (shape.width, shape.num_rows), default=None)
 
 
 def graph_shapes(count: int, max_rows: int, max_drafts: int, max_tokens: int) -> list[DecodeShape]:

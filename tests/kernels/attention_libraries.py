@@ -15,7 +15,7 @@ from megatron_mamba_cache.kernels.reference_attention import paged_attention_ref
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, cu_query: Tensor, kv_lens: Tensor, table: Tensor, scale: float) -> Tensor:
     lengths = cu_query.diff().tolist()
-    assert q.shape[0] == cu_query[-1]
+    assert q.shape[0] >= cu_query[-1]
     assert cu_query.dtype == kv_lens.dtype == table.dtype == torch.int32
     rows = AttentionRows(cu_query, kv_lens, table, tuple(lengths), tuple(kv_lens.tolist()), table.numpy())
     return paged_attention_ref(q, k, v, rows, scale)
@@ -42,7 +42,7 @@ def flash_attn_2() -> ModuleType:
         return_attn_probs=False,
         block_table=None,
     ):
-        assert causal and max_seqlen_q == cu_seqlens_q.diff().max() and max_seqlen_k == cu_seqlens_k.diff().max()
+        assert causal and max_seqlen_q >= cu_seqlens_q.diff().max() and max_seqlen_k >= cu_seqlens_k.diff().max()
         return _attend(q, k, v, cu_seqlens_q, cu_seqlens_k.diff(), block_table, softmax_scale)
 
     module = ModuleType("flash_attn")
@@ -77,7 +77,7 @@ def flash_attn_3() -> ModuleType:
         causal=False,
         window_size=(-1, -1),
     ):
-        assert causal and max_seqlen_q == cu_seqlens_q.diff().max()
+        assert causal and max_seqlen_q >= cu_seqlens_q.diff().max()
         return _attend(q, k_cache, v_cache, cu_seqlens_q, cache_seqlens, page_table, softmax_scale)
 
     module = ModuleType("flash_attn_interface")
@@ -104,15 +104,30 @@ def varlen_attn(
 ):
     """Stand for the function of torch 2.13."""
     assert window_size == (-1, 0) and enable_gqa == (query.shape[1] != key.shape[2])
-    assert max_q == cu_seq_q.diff().max() and max_k == seqused_k.max() and torch.equal(cu_seq_k.diff(), seqused_k)
+    assert max_q >= cu_seq_q.diff().max() and max_k >= seqused_k.max() and torch.equal(cu_seq_k.diff(), seqused_k)
     return _attend(query, key, value, cu_seq_q, seqused_k, block_table, scale)
 
 
 class BatchPrefillWithPagedKVCacheWrapper:
     """Stand for the class of FlashInfer 0.5."""
 
-    def __init__(self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False, *, backend="auto") -> None:
+    def __init__(
+        self,
+        float_workspace_buffer,
+        kv_layout="NHD",
+        use_cuda_graph=False,
+        qo_indptr_buf=None,
+        paged_kv_indptr_buf=None,
+        paged_kv_indices_buf=None,
+        paged_kv_last_page_len_buf=None,
+        *,
+        backend="auto",
+    ) -> None:
         assert kv_layout == "NHD" and float_workspace_buffer.dtype == torch.uint8
+        buffers = (qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf)
+        assert all((buffer is not None and buffer.dtype == torch.int32) == use_cuda_graph for buffer in buffers)
+        self._buffers = buffers if use_cuda_graph else None
+        self._most_tokens = None
 
     def plan(
         self,
@@ -132,12 +147,18 @@ class BatchPrefillWithPagedKVCacheWrapper:
         kv_data_type=None,
     ) -> None:
         assert causal and q_data_type == kv_data_type
+        if self._buffers is not None:
+            found = (qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
+            sizes = zip(map(len, found), map(len, self._buffers), strict=True)
+            assert all(size == most or (index == 2 and size < most) for index, (size, most) in enumerate(sizes))
+            self._most_tokens = self._most_tokens or int(qo_indptr[-1])
+            assert qo_indptr[-1] <= self._most_tokens  # the first plan is the largest
         num_pages = paged_kv_indptr.diff()
-        table = np.full((len(num_pages), int(num_pages.max())), 2**30, np.int32)
+        table = np.full((len(num_pages), max(1, int(num_pages.max()))), 2**30, np.int32)
         for row, pages in enumerate(paged_kv_indices.split(num_pages.tolist())):
             table[row, : len(pages)] = pages
         self._table, self._cu_query, self._scale = torch.from_numpy(table), qo_indptr, sm_scale
-        self._kv_lens = (num_pages - 1) * page_size + paged_kv_last_page_len
+        self._kv_lens = (num_pages - 1).clamp_min(0) * page_size + paged_kv_last_page_len
         self._heads = num_qo_heads, num_kv_heads, head_dim_qk, page_size
 
     def run(self, q, paged_kv_cache) -> Tensor:

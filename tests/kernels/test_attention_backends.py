@@ -167,17 +167,21 @@ def test_tokens_past_the_last_row_give_zeros(num_tokens: int, num_padding: int) 
     assert seen == [num_tokens] * (num_tokens > 0)
 
 
-@pytest.mark.parametrize("mix", MIXES.values(), ids=MIXES.keys())
-@pytest.mark.parametrize("built", BACKENDS[:-1], ids=lambda built: built.name)
-def test_backend_asks_its_library_for_what_the_twin_computes(
-    mix: Mix, built: BackendClass, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    torch.manual_seed(0)
+@pytest.fixture
+def stand_in_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put what the libraries promise in their places."""
     for module in (attention_libraries.flash_attn_2(), attention_libraries.flash_attn_3()):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setitem(sys.modules, "flashinfer", attention_libraries.flashinfer())
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", attention_libraries.varlen_attn)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+
+
+@pytest.mark.usefixtures("stand_in_libraries")
+@pytest.mark.parametrize("mix", MIXES.values(), ids=MIXES.keys())
+@pytest.mark.parametrize("built", BACKENDS[:-1], ids=lambda built: built.name)
+def test_backend_asks_its_library_for_what_the_twin_computes(mix: Mix, built: BackendClass) -> None:
+    torch.manual_seed(0)
     shape = shape_of(num_heads=4, head_dim=8)
     step = Step(mix, shape, num_padding_tokens=1)
     attend = built(shape).plan(step.rows)
@@ -185,6 +189,73 @@ def test_backend_asks_its_library_for_what_the_twin_computes(
         expected = step.reference(shape.scale)
         torch.testing.assert_close(attend(step.q, step.k, step.v), expected, rtol=1e-6, atol=1e-6)
         step.v.neg_()
+
+
+# Inside captured graphs.
+
+CAPTURED: dict[int, list[Mix]] = {  # most query tokens of a row: steps of at most four rows, one after another
+    1: [[(1, 700), (1, 1), (1, 256)], [(1, 257)], [(1, 90), (1, 3), (1, 512), (1, 1030)], []],
+    4: [[(4, 700), (1, 1), (3, 259)], [(2, 2)], [(4, 90), (4, 4), (4, 512), (4, 1030)], [(1, 300), (2, 1500)]],
+}
+CAPTURED_ROWS, CAPTURED_BLOCKS = 4, 6
+
+
+class CapturedSteps:
+    """Steps that are computed by one captured call, over rows that are padded in place."""
+
+    def __init__(self, width: int, shape: AttentionShape) -> None:
+        options = {"dtype": torch.int32, "device": shape.device}
+        self.table = np.zeros((CAPTURED_ROWS, CAPTURED_BLOCKS), np.int32)
+        bound = CAPTURED_BLOCKS * shape.block_size
+        self.rows = AttentionRows(
+            torch.arange(CAPTURED_ROWS + 1, **options) * width,
+            torch.full((CAPTURED_ROWS,), width, **options),
+            torch.zeros(CAPTURED_ROWS, CAPTURED_BLOCKS, **options),
+            (width,) * CAPTURED_ROWS,
+            (bound,) * CAPTURED_ROWS,
+            self.table,
+        )
+        half = {"dtype": shape.dtype, "device": shape.device}
+        self.q = torch.zeros(CAPTURED_ROWS * width, shape.num_heads, shape.head_dim, **half)
+        cache_shape = (2, CAPTURED_ROWS * CAPTURED_BLOCKS, shape.block_size, shape.num_kv_heads, shape.head_dim)
+        self.k, self.v = torch.zeros(cache_shape, **half)
+
+    def load(self, mix: Mix, shape: AttentionShape) -> tuple[Step | None, AttentionRows]:
+        """Put a step's rows and padding where the captured call reads them; return it, and what to plan."""
+        step = Step(mix, shape) if mix else None
+        unused = CAPTURED_ROWS - len(mix)
+        num_tokens = sum(query_len for query_len, _ in mix)
+        ends = [0, *accumulate(query_len for query_len, _ in mix), *[num_tokens] * unused]
+        self.rows.cu_query.copy_(torch.tensor(ends, dtype=torch.int32))
+        self.rows.kv_lengths.copy_(torch.tensor([*(kv for _, kv in mix), *[0] * unused], dtype=torch.int32))
+        if step is not None:
+            held = np.minimum(step.rows.host_block_table, CAPTURED_ROWS * CAPTURED_BLOCKS - 1)
+            self.table[: len(mix), : held.shape[1]] = held[:, :CAPTURED_BLOCKS]
+            self.rows.block_table.copy_(torch.from_numpy(self.table))
+            self.q[:num_tokens].copy_(step.q)
+            for mine, theirs in ((self.k, step.k), (self.v, step.v)):
+                mine[: len(theirs)].copy_(theirs.nan_to_num(0.0))
+        lengths = {
+            "query_lens": (*(query_len for query_len, _ in mix), *[0] * unused),
+            "kv_lens": (*(kv_len for _, kv_len in mix), *[0] * unused),
+        }
+        return step, replace(self.rows, **lengths)
+
+
+@pytest.mark.usefixtures("stand_in_libraries")
+@pytest.mark.parametrize("width", CAPTURED)
+@pytest.mark.parametrize("built", BACKENDS, ids=lambda built: built.name)
+def test_captured_attention_is_that_of_the_rows_at_each_replay(width: int, built: BackendClass) -> None:
+    torch.manual_seed(3)
+    shape = shape_of(num_heads=4, head_dim=8)
+    steps = CapturedSteps(width, shape)
+    captured = built(shape).capture(steps.rows)
+    for mix in CAPTURED[width]:
+        step, rows = steps.load(mix, shape)
+        captured.plan_again(rows)
+        out = captured.begin()(steps.q, steps.k, steps.v)
+        if step is not None:
+            torch.testing.assert_close(out[: len(step.q)], step.reference(shape.scale), rtol=1e-6, atol=1e-6)
 
 
 # The libraries themselves.
@@ -229,3 +300,25 @@ def test_steps_of_other_sizes_follow_each_other(backend: AttentionBackend) -> No
         step = Step(mix, shape)
         out = backend.plan(step.rows)(step.q, step.k, step.v)
         torch.testing.assert_close(out.float(), step.reference(shape.scale), rtol=2**-7, atol=2**-6)
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("width", CAPTURED)
+def test_a_graph_attends_the_rows_of_each_replay(width: int, backend: AttentionBackend) -> None:
+    torch.manual_seed(4)
+    shape = shape_of("cuda", torch.bfloat16)
+    steps = CapturedSteps(width, shape)
+    captured = backend.capture(steps.rows)
+    captured.begin()(steps.q, steps.k, steps.v)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = captured.begin()(steps.q, steps.k, steps.v)
+    for mix in CAPTURED[width]:
+        step, rows = steps.load(mix, shape)
+        captured.plan_again(rows)
+        graph.replay()
+        if step is not None:
+            found = out[: len(step.q)].float()
+            torch.testing.assert_close(found, step.reference(shape.scale), rtol=2**-7, atol=2**-6)

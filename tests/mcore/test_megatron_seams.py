@@ -75,6 +75,7 @@ PINNED: dict[type, dict[str, str]] = {
         "mamba_states_cache": "(self, layer_number)",
         "reset": "(self)",
         "update_requests": "(self, active_requests_mask, new_tokens)",
+        "using_cuda_graph_this_step": "(self)",
     },
     TextGenerationController: {
         "_dynamic_step_context_init": "(self, construct_graph_dimensions=None, is_dummy_forward=False)",
@@ -93,6 +94,7 @@ PINNED: dict[type, dict[str, str]] = {
         "_notify_cond_for_new_request": "async (self)",
         "add_request": "(self, request_id, prompt, sampling_params=None)",
         "async_forward": "async (self)",
+        "create_cuda_graphs": "(self, reset_context=True)",
         "get_request": "(self, request_id)",
         "has_unfinished_requests": "(self)",
         "post_process_requests": "(self, request_ids, finished_request_ids, evict_request_ids, step_time, sample, "
