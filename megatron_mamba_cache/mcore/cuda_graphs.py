@@ -22,7 +22,7 @@ from tqdm import tqdm
 from ..policy.requests import RunningRequest
 from ..state.padded_step import DecodeShape, graph_shapes, smallest_shape
 from ..state.step_batch import StepBatch, send_padded_step, view_step
-from ..state.step_logits import logits_starts
+from ..state.step_logits import StepLogits, logits_starts
 from .context import MambaCacheContext
 from .padding_rows import decode_padding
 from .served_model import compute_step
@@ -78,9 +78,11 @@ class StepGraph:
             with context.rehearsing():
                 self._views = view_step(padding, buffers)
                 context.install(self._views, self._attention.begin())
-                return compute_step(model, context), context.wanted_outputs
+                logits = compute_step(model, context)
+                return logits, context.wanted_outputs, *_computed_views(self._views.logits)
 
-        (self.logits, self.wanted_outputs), self._replay_forward = record(forward)
+        (self.logits, self.wanted_outputs, *computed), self._replay_forward = record(forward)
+        self._results = replace(self._views, logits=_with_computed(self._views.logits, *computed))
 
         def verify() -> tuple[Tensor, ...]:
             with context.rehearsing():
@@ -94,8 +96,8 @@ class StepGraph:
 
     def lay_out(self, rows: Sequence[RunningRequest], *, draws_ratios: bool) -> StepBatch:
         """Send the rows of a step, no more and none longer than the shape's; return it as its readers see it."""
-        views, buffers = self._views, self._memory.step_buffers
-        send_padded_step(rows, buffers, self._memory.geometry, self.shape, draws_ratios=draws_ratios)
+        views = self._results
+        send_padded_step(rows, self._memory.step_buffers, self._memory.geometry, self.shape, draws_ratios=draws_ratios)
         unused = (0,) * (self.shape.num_rows - len(rows))
         attention = replace(
             views.attention,
@@ -127,6 +129,18 @@ class StepGraph:
         """Behind `forward`, verify against the best tokens and copy the states of reached boundaries."""
         self._replay_verify()
         return self._outcome
+
+
+def _computed_views(logits: StepLogits) -> tuple[Tensor, ...]:
+    """Return what a step's views compute of its buffers, for those who read it behind the forward."""
+    return logits.temperature, logits.top_k, logits.top_p, logits.verify.draft_ids
+
+
+def _with_computed(
+    logits: StepLogits, temperature: Tensor, top_k: Tensor, top_p: Tensor, draft_ids: Tensor
+) -> StepLogits:
+    verify = replace(logits.verify, draft_ids=draft_ids)
+    return replace(logits, temperature=temperature, top_k=top_k, top_p=top_p, verify=verify)
 
 
 class StepGraphs:
