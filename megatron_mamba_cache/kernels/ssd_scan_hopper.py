@@ -15,9 +15,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.core import _aggregate as aggregate
 
-from .hopper_ring import PackedTiles, Sizes, allocate_ring, describe, fill_ahead, find_span, store_tile
+from .hopper_results import Results, Scratch, await_scratch, put_outputs, put_state
+from .hopper_ring import PackedTiles, Sizes, allocate_ring, describe, fill_ahead, find_span
 from .hopper_tiling import HopperTiling
 from .ssd_tiles import TILE_LEN, ScanTiles, tiled_rows
 from .ssm_inputs import SSMTokens
@@ -25,45 +25,6 @@ from .varlen_rows import VarlenRows
 
 _SCAN_REGISTERS = 240
 _FILL_REGISTERS = 40
-
-
-@aggregate
-class _Results:
-    """Where outputs and states go, as pointers and as descriptors of tiles."""
-
-    y: gl.tensor
-    y_tiles: tma.tensor_descriptor
-    pool: gl.tensor
-    pool_states: tma.tensor_descriptor
-    slot_stride: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(self, y, y_tiles, pool, pool_states, slot_stride):
-        self.y = y
-        self.y_tiles = y_tiles
-        self.pool = pool
-        self.pool_states = pool_states
-        self.slot_stride = slot_stride
-
-
-@aggregate
-class _Scratch:
-    """What four warps hold in shared memory: weighted inputs, the state in bf16, a state and outputs on their way out.
-
-    A pool of bf16 takes the state as it lies there: `leaving` is `state` then.
-    """
-
-    weighted: gl.shared_memory_descriptor
-    state: gl.shared_memory_descriptor
-    leaving: gl.shared_memory_descriptor
-    y: gl.shared_memory_descriptor
-
-    @gluon.constexpr_function
-    def __init__(self, weighted, state, leaving, y):
-        self.weighted = weighted
-        self.state = state
-        self.leaving = leaving
-        self.y = y
 
 
 @gluon.jit
@@ -90,6 +51,7 @@ def _scan_head(
     fence_async_shared()
     total = gl.load(totals, mask=span.count > 0, other=0.0)
     scores = no_scores
+    kept = initial * 0 - 1  # no tile has left a state
     if span.count > 0:
         mbarrier.wait(ring.full.index(0), 0)
         begun = warpgroup_mma(ring.C.index(0), ring.B.index(0).permute((1, 0)), no_scores, use_acc=False, is_async=True)
@@ -122,16 +84,14 @@ def _scan_head(
             ring.C.index(following), ring.B.index(following).permute((1, 0)), no_scores, use_acc=False, is_async=True
         )
         state = warpgroup_mma_wait(2, deps=[state])
-        tma.store_wait(0)  # the last tile's outputs and state have left the scratch
+        await_scratch(results, kept)
         scratch.state.store(state.to(gl.bfloat16))
         y, shares = warpgroup_mma_wait(1, deps=[y, shares])
         mbarrier.arrive(ring.empty.index(stage), count=1)
-        _put_outputs(results, scratch.y, y.to(gl.bfloat16), span, span.begin + k * LENGTH, head, channel, sizes)
+        put_outputs(results, scratch.y, y.to(gl.bfloat16), span, span.begin + k * LENGTH, head, channel, sizes)
         if slot >= 0:
-            if results.pool.dtype.element_ty != gl.bfloat16:
-                scratch.leaving.store(state)
-                fence_async_shared()
-            store_tile(results.pool_states, [(slot * sizes.HEADS + head) * sizes.D_STATE, channel], scratch.leaving)
+            put_state(results, scratch, state, kept, slot, head, channel, sizes)
+        kept = slot
         total = next_total
         scores = warpgroup_mma_wait(0, deps=[begun])
     tma.store_wait(0)
@@ -160,25 +120,6 @@ def _share(scores, decays, gains, OPERAND: gl.constexpr):
     gain = gains.load(gl.SliceLayout(0, SCORES))
     exponent = gl.where(target[:, None] >= source[None, :], decay[:, None] + gain[None, :], float("-inf"))
     return gl.convert_layout((scores * gl.exp2(exponent)).to(gl.bfloat16), OPERAND)
-
-
-@gluon.jit
-def _put_outputs(results, y_copy, y, span, token, head, channel, sizes):
-    """Write a tile's outputs, of the row's tokens only."""
-    OUT: gl.constexpr = y.type.layout
-    is_whole = (token >= span.low) & (token + sizes.LENGTH <= span.high)
-    if is_whole:
-        y_copy.store(y)
-    fence_async_shared()  # of the state too, which the caller has stored
-    if is_whole:
-        store_tile(results.y_tiles, [token, head * sizes.HEAD_DIM + channel], y_copy)
-    else:
-        tokens = token + gl.arange(0, sizes.LENGTH, layout=gl.SliceLayout(1, OUT))
-        lane = gl.arange(0, sizes.CHANNELS, layout=gl.SliceLayout(0, OUT))
-        inside = (tokens >= span.low) & (tokens < span.high)
-        first = results.y + head * sizes.HEAD_DIM + channel
-        places = first + tokens[:, None].to(gl.int64) * (sizes.HEADS * sizes.HEAD_DIM) + lane[None, :]
-        gl.store(places, y, mask=inside[:, None])
 
 
 @gluon.jit(do_not_specialize=["num_tiles"])
@@ -221,7 +162,7 @@ def _scan_kernel(
     span = find_span(rows, row, LENGTH, PER_CHUNK)
 
     tiles = PackedTiles(x_tiles, B_tiles, C_tiles, decay_tiles)
-    results = _Results(y, y_tiles, pool, pool_states, slot_stride)
+    results = Results(y, y_tiles, pool, pool_states, slot_stride)
     ring = allocate_ring(tiles, sizes)
     weighted = gl.allocate_shared_memory(gl.bfloat16, [TOGETHER, LENGTH, CHANNELS], x_tiles.layout)
     state = gl.allocate_shared_memory(gl.bfloat16, [TOGETHER, D_STATE, CHANNELS], x_tiles.layout)
@@ -232,7 +173,7 @@ def _scan_kernel(
 
     slots = tile_slots + span.first
     totals = decays + (head.to(gl.int64) * num_tiles + span.first) * (2 * LENGTH) + LENGTH - 1
-    scratch = _Scratch(weighted.index(0), state.index(0), leaving.index(0), y_copy.index(0))
+    scratch = Scratch(weighted.index(0), state.index(0), leaving.index(0), y_copy.index(0))
     skip = gl.load(D + head).to(gl.float32)
     first = (ring, scratch, results, span, totals, slots, skip, initial, final, head, channel, sizes, 0)
     filling = (tiles, ring, span, head, channel, num_tiles, sizes)
@@ -240,7 +181,7 @@ def _scan_kernel(
         gl.warp_specialize([(_scan_head, first), (fill_ahead, filling)], [1], [FILL_REGISTERS])
     else:
         totals += num_tiles.to(gl.int64) * (2 * LENGTH)
-        scratch = _Scratch(weighted.index(1), state.index(1), leaving.index(1), y_copy.index(1))
+        scratch = Scratch(weighted.index(1), state.index(1), leaving.index(1), y_copy.index(1))
         skip = gl.load(D + head + 1).to(gl.float32)
         second = (ring, scratch, results, span, totals, slots, skip, initial, final, head + 1, channel, sizes, 1)
         gl.warp_specialize(

@@ -91,9 +91,7 @@ def logits_starts(rows: Sequence[RunningRequest]) -> tuple[int, ...]:
     return (0, *accumulate(1 + len(row.drafts) for row in rows))
 
 
-def _write_uniforms(
-    section: str, purpose: DrawPurpose, rows: Sequence[RunningRequest], buffers: StepBuffers
-) -> None:
+def _write_uniforms(section: str, purpose: DrawPurpose, rows: Sequence[RunningRequest], buffers: StepBuffers) -> None:
     """Write the number of each token to be sampled: a function of its request's seed, its position and the purpose."""
     uniforms = buffers.host(section).view(np.float64)
     at = 0

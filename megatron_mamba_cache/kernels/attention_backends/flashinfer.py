@@ -113,8 +113,10 @@ class CapturedFlashInfer:
             "paged_kv_indices_buf": num_rows * num_blocks,
             "paged_kv_last_page_len_buf": num_rows,
         }
-        buffers = {name: torch.zeros(size, dtype=torch.int32, device=workspace.device) for name, size in sizes.items()}
-        wrapper = _wrapper(workspace, "fa2", use_cuda_graph=True, **buffers)
+        with torch.inference_mode(False):  # else only inference mode could plan again
+            of_int32 = {"dtype": torch.int32, "device": workspace.device}
+            buffers = {name: torch.zeros(size, **of_int32) for name, size in sizes.items()}
+            wrapper = _wrapper(workspace, "fa2", use_cuda_graph=True, **buffers)
         self._attention = PagedAttention(shape, wrapper)
         self._block_size = shape.block_size
         self.plan_again(rows)  # the first plan is the largest that the wrapper accepts

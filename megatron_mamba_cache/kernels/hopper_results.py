@@ -1,0 +1,94 @@
+"""How outputs and states leave a scan on Hopper GPUs: by TMA, out of shared memory, behind the next tile's work; Gluon.
+
+TMA reads what it stores after the call. Stores are over in the order in which they began: a tile's outputs, then its
+state. So a state in float32, which has a place of its own, may still leave while the next tile is finished.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+from triton.language.core import _aggregate as aggregate
+
+from .hopper_ring import store_tile
+
+
+@aggregate
+class Results:
+    """Where outputs and states go, as pointers and as descriptors of tiles."""
+
+    y: gl.tensor
+    y_tiles: tma.tensor_descriptor
+    pool: gl.tensor
+    pool_states: tma.tensor_descriptor
+    slot_stride: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, y, y_tiles, pool, pool_states, slot_stride):
+        self.y = y
+        self.y_tiles = y_tiles
+        self.pool = pool
+        self.pool_states = pool_states
+        self.slot_stride = slot_stride
+
+
+@aggregate
+class Scratch:
+    """What four warps hold in shared memory: weighted inputs, the state in bf16, a state and outputs on their way out.
+
+    A pool of bf16 takes the state as it lies there: `leaving` is `state` then.
+    """
+
+    weighted: gl.shared_memory_descriptor
+    state: gl.shared_memory_descriptor
+    leaving: gl.shared_memory_descriptor
+    y: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, weighted, state, leaving, y):
+        self.weighted = weighted
+        self.state = state
+        self.leaving = leaving
+        self.y = y
+
+
+@gluon.jit
+def await_scratch(results, kept):
+    """Wait until the last tile's outputs have left, and its state if it lies where the next one will.
+
+    Args:
+        kept: Slot that the last tile's state is on its way to, if not negative.
+    """
+    if results.pool.dtype.element_ty != gl.bfloat16 and kept >= 0:
+        tma.store_wait(1)
+    else:
+        tma.store_wait(0)
+
+
+@gluon.jit
+def put_outputs(results, y_copy, y, span, token, head, channel, sizes):
+    """Write a tile's outputs, of the row's tokens only."""
+    OUT: gl.constexpr = y.type.layout
+    is_whole = (token >= span.low) & (token + sizes.LENGTH <= span.high)
+    if is_whole:
+        y_copy.store(y)
+    fence_async_shared()  # of the state too, which the caller has stored
+    if is_whole:
+        store_tile(results.y_tiles, [token, head * sizes.HEAD_DIM + channel], y_copy)
+    else:
+        tokens = token + gl.arange(0, sizes.LENGTH, layout=gl.SliceLayout(1, OUT))
+        lane = gl.arange(0, sizes.CHANNELS, layout=gl.SliceLayout(0, OUT))
+        inside = (tokens >= span.low) & (tokens < span.high)
+        first = results.y + head * sizes.HEAD_DIM + channel
+        places = first + tokens[:, None].to(gl.int64) * (sizes.HEADS * sizes.HEAD_DIM) + lane[None, :]
+        gl.store(places, y, mask=inside[:, None])
+
+
+@gluon.jit
+def put_state(results, scratch, state, kept, slot, head, channel, sizes):
+    """Send the state behind a tile to a slot, behind the tile's outputs."""
+    if results.pool.dtype.element_ty != gl.bfloat16:
+        if kept >= 0:
+            tma.store_wait(0)  # the last tile's state may be leaving still
+        scratch.leaving.store(state)
+        fence_async_shared()
+    store_tile(results.pool_states, [(slot * sizes.HEADS + head) * sizes.D_STATE, channel], scratch.leaving)
