@@ -71,7 +71,7 @@ class Generation:
             return self.run(lines)
         plain = replace(self._config, prefix_caching=False, num_speculative_tokens=0)
         with own_warnings_hidden():
-            self._run_engine(lines[:1], plain, "warming up")
+            self._run_engine(lines[:1], self._config, "warming up")  # settings that do not fit end the command here
             uncached = self._run_engine(lines, plain, "without cache")
         cached = self._run_engine(lines, self._config, "with cache")
         later = self._report(lines, cached)
