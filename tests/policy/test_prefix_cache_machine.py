@@ -21,7 +21,7 @@ from megatron_mamba_cache.policy.boundaries import select_boundaries
 from megatron_mamba_cache.policy.identifiers import BlockId, BlockKey, SlotId
 from megatron_mamba_cache.policy.prefix_cache import PrefixCache
 from megatron_mamba_cache.policy.requests import RequestSpec, RunningRequest
-from megatron_mamba_cache.policy.slot_pool import SlotOwner
+from megatron_mamba_cache.policy.slot_owners import SlotOwner
 from tests.policy.small_cache import BLOCK, frozen, request, small_cache
 
 MAX_ROWS = 3
