@@ -10,6 +10,7 @@ _MOST_TOKENS = 2**31
 _MOST_TABLE_ENTRIES = 2**28
 _MOST_DRAFTS = 8
 _CHECKPOINTS = ("rolling", "all", "none")
+_EVICTIONS = ("cost", "lru")
 _ATTENTION_BACKENDS = ("auto", "flash-attn", "flashinfer", "torch-varlen", "reference")
 _STATE_DTYPES = ("model", "fp32", "bf16")
 
@@ -32,6 +33,8 @@ class CacheConfig:
             "all", like 1, every one.
         decode_checkpoints: Which block boundaries that a request reaches while it generates keep a state: its newest
             ("rolling"), "all" or "none". With one, a conversation's next turn starts behind its last reply.
+        eviction: What makes room: "cost" evicts what is expected to save the fewest tokens for its size, "lru" what was
+            used least recently [--inference-dynamic-batching-prefix-caching-eviction-policy].
         num_speculative_tokens: Most draft tokens that a step verifies for each request, 0 to 8; the states behind them
             take slots of `prefix_caching_mamba_gb` [--num-speculative-tokens].
         align_prefill_chunks: End a prefill chunk on the last block boundary inside the step's token budget.
@@ -55,6 +58,7 @@ class CacheConfig:
     prefix_caching_mamba_gb: float = 1.0
     boundary_stride: int | Literal["all"] | None = None
     decode_checkpoints: Literal["rolling", "all", "none"] = "rolling"
+    eviction: Literal["cost", "lru"] = "cost"
     num_speculative_tokens: int = 0
     align_prefill_chunks: bool = True
     max_requests: int = 64
@@ -89,6 +93,7 @@ class CacheConfig:
         _require(backend in _ATTENTION_BACKENDS, "attention_backend", backend, f"one of {_ATTENTION_BACKENDS}")
         kept = self.decode_checkpoints
         _require(kept in _CHECKPOINTS, "decode_checkpoints", kept, f"one of {_CHECKPOINTS}")
+        _require(self.eviction in _EVICTIONS, "eviction", self.eviction, f"one of {_EVICTIONS}")
         drafts, most = self.num_speculative_tokens, min(_MOST_DRAFTS, self.block_size_tokens - 1)
         allowed_drafts = f"an int from 0 to {_MOST_DRAFTS}, below block_size_tokens={self.block_size_tokens}"
         is_in_range = type(drafts) is int and 0 <= drafts <= most
@@ -116,6 +121,9 @@ class CacheConfig:
         parser.add_argument(f"{prefix}block-size", type=int, metavar="N", help="tokens in a KV block")
         parser.add_argument(f"{prefix}buffer-size-gb", type=float, metavar="G", help="GiB for KV blocks")
         parser.add_argument(f"{prefix}prefix-caching-mamba-gb", type=float, metavar="G", help="GiB for cached states")
+        parser.add_argument(
+            f"{prefix}prefix-caching-eviction-policy", choices=_EVICTIONS, help="what makes room (default: cost)"
+        )
         parser.add_argument("--num-speculative-tokens", type=int, metavar="K", help="drafts a step verifies, 0 to 8")
         parser.add_argument(
             "--attention-backend", choices=_ATTENTION_BACKENDS, help="what computes attention (default: auto)"
@@ -133,6 +141,7 @@ class CacheConfig:
             "block_size_tokens": arguments.inference_dynamic_batching_block_size,
             "buffer_size_gb": arguments.inference_dynamic_batching_buffer_size_gb,
             "prefix_caching_mamba_gb": arguments.inference_dynamic_batching_prefix_caching_mamba_gb,
+            "eviction": arguments.inference_dynamic_batching_prefix_caching_eviction_policy,
             "num_speculative_tokens": arguments.num_speculative_tokens,
             "attention_backend": arguments.attention_backend,
             "prefix_caching": False if arguments.no_prefix_caching else None,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from .eviction import CachedEntry, Worth, lru_worth
 
 _MOST_HITS = 8
-_HITS_AT_END = 0.25
+_HITS_AT_END = 0.5
 _HITS_INSIDE = 0.01
 
 
