@@ -85,7 +85,7 @@ class StateReservations:
 
     def _publish_state(self, row: RunningRequest, state: ReservedState, block: BlockId) -> None:
         index = state.position // self._block_size
-        before = reversed(row.block_ids[: index - 1])
+        before = (row.block_ids[number] for number in range(index - 2, -1, -1))
         anchor = next((known for known in before if self._slots.slot_of(known) is not None), None)
         # Others that went on behind a prompt's boundary are known by their blocks; this row's own state will follow.
         goes_on = index < len(row.block_ids) and self._kv.parent_of(row.block_ids[index]) == block
