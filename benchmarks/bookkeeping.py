@@ -41,6 +41,8 @@ Python's dictionary alone takes for that: the key, its hash, and two places of t
 any more at 100,000 entries. Evicted in the order of their ids, without the shuffle, the same allocation costs 0.8 times
 as much at 100,000 as at 1,000. Columns in arrays instead of lists, and memory from malloc with huge pages, were tried
 and changed nothing; a list instead of a dictionary in the eviction queue took 0.1 to 0.2 off each of these ratios.
+Costs of states come in any order, so that they go through a heap, which is 1.7 times as deep at 100,000 as at 1,000;
+last uses mostly ascend, and queue up.
 """
 POOL_SIZES = (1_000, 10_000, 50_000, 100_000)
 SLOT_POOL_SIZES = (1_000, 100_000)

@@ -111,32 +111,41 @@ class EvictionHeap:
         Raises:
             CacheIntegrityError: If there is none.
         """
-        item = self._first()
-        self._pop_item()
-        entry_id = item[3]
-        self._live[entry_id] = None
-        self._num_live -= 1
-        self._compact()
-        if item[0] > self.floor:
-            self.floor = item[0]
-        return entry_id
+        while self._run or self._heap:
+            item = self._pop_item()
+            entry_id = item[3]
+            if self._live[entry_id] is item:
+                self._live[entry_id] = None
+                self._num_live -= 1
+                self._compact()
+                if item[0] > self.floor:
+                    self.floor = item[0]
+                return entry_id
+        raise CacheIntegrityError("need an entry to evict, found none; ask for no more than is evictable")
 
-    def pop_current(self, entry_of: Callable[[int], CachedEntry]) -> int:
-        """Remove and return the id to evict first, by what `entry_of` knows of it now.
+    def pop_current(self, changed: Callable[[int], CachedEntry | None]) -> int:
+        """Remove and return the id to evict first, by what is known of it now.
 
         An id whose worth has risen since it was pushed is filed anew; so are a few at most, which keeps this
         O(log n): the last of them is evicted whatever it is worth. A worth that falls is for its owner to push.
 
+        Args:
+            changed: Returns what is known of an id, or None if it is what was pushed.
+
         Raises:
             CacheIntegrityError: If there is none.
         """
+        entry_id = self.pop()
         for _ in range(_MOST_FILED_ANEW):
-            worth, _, _, entry_id = self._first()
-            entry = entry_of(entry_id)
-            if self._worth(entry) <= worth:
+            entry = changed(entry_id)
+            if entry is None:
                 break
             self.push(entry_id, entry)
-        return self.pop()
+            again = self.pop()
+            if again == entry_id:
+                break
+            entry_id = again
+        return entry_id
 
     def clear(self) -> None:
         """Remove every id."""
@@ -144,16 +153,6 @@ class EvictionHeap:
         self._heap.clear()
         self._live.clear()
         self._num_live = 0
-
-    def _first(self) -> _Item:
-        """Return the live item that comes first; stale ones before it are gone then."""
-        while self._run or self._heap:
-            in_run = not self._heap or (self._run and self._run[0] < self._heap[0])
-            item = self._run[0] if in_run else self._heap[0]
-            if self._is_live(item):
-                return item
-            self._pop_item()
-        raise CacheIntegrityError("need an entry to evict, found none; ask for no more than is evictable")
 
     def _pop_item(self) -> _Item:
         if not self._heap or (self._run and self._run[0] < self._heap[0]):

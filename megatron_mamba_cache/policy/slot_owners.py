@@ -38,11 +38,14 @@ class SlotOwners:
         """Return what the slot is in use for."""
         return self._owners[slot]
 
-    def take(self, owner: SlotOwner) -> SlotId:
-        """Give a free slot, of which there is one, to an owner."""
-        slot = self._free.pop()
-        self._set_owner(slot, owner)
-        return slot
+    def take(self, num_slots: int, owner: SlotOwner) -> list[SlotId]:
+        """Give free slots, of which there are so many, to an owner."""
+        slots = [self._free.pop() for _ in range(num_slots)]
+        for slot in slots:
+            self._owners[slot] = owner
+        self._counts[SlotOwner.FREE] -= num_slots
+        self._counts[owner] += num_slots
+        return slots
 
     def hand_over(self, slot: SlotId, owner: SlotOwner, new_owner: SlotOwner) -> None:
         """Pass a slot on.
@@ -56,7 +59,8 @@ class SlotOwners:
 
     def free(self, slot: SlotId, owner: SlotOwner) -> None:
         """Take a slot back from its owner; raises as `hand_over` does."""
-        self.hand_over(slot, owner, SlotOwner.FREE)
+        self._require_owner(slot, owner)
+        self._set_owner(slot, SlotOwner.FREE)
         self._free.append(slot)
 
     def check_integrity(self) -> None:

@@ -34,6 +34,8 @@ class SlotPool:
         self._rolling: set[BlockId] = set()  # decode checkpoints that nobody but their own request has an interest in
         self._orphans: dict[BlockId, list[SlotId]] = {}  # flushed while pinned: free at the block's last unpin
         self._evictable = EvictionHeap(worth)  # the blocks whose state is not pinned
+        # A last use changes with a push only; any other worth is looked at once more before a state goes.
+        self._pop = self._evictable.pop if worth is lru_worth else self._pop_current
         self._num_evicted = 0
         self._clock = 0
 
@@ -251,15 +253,16 @@ class SlotPool:
     def _take(self, num_slots: int, owner: SlotOwner) -> list[SlotId]:
         if num_slots < 0:
             raise ValueError(f"need a count of slots, found {num_slots}")
-        if num_slots > self.num_available:
+        num_free, num_evictable = self._owners.num_free, len(self._evictable)
+        if num_slots > num_free + num_evictable:
             raise CacheCapacityError(
-                f"need {num_slots} state slots, {self._owners.num_free} free and {len(self._evictable)} evictable of "
+                f"need {num_slots} state slots, {num_free} free and {num_evictable} evictable of "
                 f"{self._num_slots}; raise --inference-dynamic-batching-prefix-caching-mamba-gb or max requests"
             )
-        while self._owners.num_free < num_slots:
-            self._forget_state(BlockId(self._evictable.pop_current(self._entry)))
+        for _ in range(num_free, num_slots):
+            self._forget_state(BlockId(self._pop()))
             self._num_evicted += 1
-        return [self._owners.take(owner) for _ in range(num_slots)]
+        return self._owners.take(num_slots, owner)
 
     def _forget_state(self, block: BlockId) -> None:
         self._rolling.discard(block)
@@ -270,6 +273,12 @@ class SlotPool:
         if block not in self._pins:
             self._evictable.push(block, self._entry(block))
 
-    def _entry(self, block: int) -> CachedEntry:
-        time, floor = self._last_used[self._slot_of[BlockId(block)]]
-        return self._lineage.entry(BlockId(block), time, floor, self._slot_of)
+    def _pop_current(self) -> int:
+        return self._evictable.pop_current(self._changed)
+
+    def _changed(self, block: int) -> CachedEntry | None:
+        return None if self._lineage.is_anchor_kept(block, self._slot_of) else self._entry(BlockId(block))
+
+    def _entry(self, block: BlockId) -> CachedEntry:
+        time, floor = self._last_used[self._slot_of[block]]
+        return self._lineage.entry(block, time, floor, self._slot_of)

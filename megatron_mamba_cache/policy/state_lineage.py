@@ -49,6 +49,11 @@ class StateLineage:
         """Say which state is the nearest before the block's."""
         self._anchors[block] = anchor
 
+    def is_anchor_kept(self, block: int, cached: Container[BlockId]) -> bool:
+        """Return whether the block's state costs no more than when it was last looked at."""
+        anchor = self._anchors[block]
+        return anchor == _ROOT or anchor in cached
+
     def entry(self, block: BlockId, last_used: int, floor: float, cached: Container[BlockId]) -> CachedEntry:
         """Return what a worth function may know of the block's state.
 
