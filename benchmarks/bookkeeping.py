@@ -20,6 +20,7 @@ from time import perf_counter_ns
 import numpy as np
 
 from megatron_mamba_cache.policy.block_hashing import CacheSalt, block_keys
+from megatron_mamba_cache.policy.eviction_rules import EVICTION_RULES
 from megatron_mamba_cache.policy.identifiers import BlockId, BlockKey
 from megatron_mamba_cache.policy.kv_block_pool import KVBlockPool
 from megatron_mamba_cache.policy.slot_pool import SlotPool
@@ -40,6 +41,8 @@ Python's dictionary alone takes for that: the key, its hash, and two places of t
 any more at 100,000 entries. Evicted in the order of their ids, without the shuffle, the same allocation costs 0.8 times
 as much at 100,000 as at 1,000. Columns in arrays instead of lists, and memory from malloc with huge pages, were tried
 and changed nothing; a list instead of a dictionary in the eviction queue took 0.1 to 0.2 off each of these ratios.
+Costs of states come in any order, so that they go through a heap, which is 1.7 times as deep at 100,000 as at 1,000;
+last uses mostly ascend, and queue up.
 """
 POOL_SIZES = (1_000, 10_000, 50_000, 100_000)
 SLOT_POOL_SIZES = (1_000, 100_000)
@@ -74,6 +77,9 @@ def measure() -> list[Figure]:
     for operation in (evicting_allocation, deep_evicting_allocation, flat_evicting_allocation, chain_round_trip):
         figures += [operation(size) for size in POOL_SIZES]
     figures += [evicting_take_live(size) for size in SLOT_POOL_SIZES]
+    figures += [evicting_allocation(size, "cost") for size in POOL_SIZES]
+    figures += [chain_round_trip(size, "cost") for size in POOL_SIZES]
+    figures += [evicting_take_live(size, "cost") for size in SLOT_POOL_SIZES]
     figures += [bare_key_removal(size) for size in POOL_SIZES]
     return figures
 
@@ -98,11 +104,10 @@ def hash_and_match(block_size: int) -> list[Figure]:
     ]
 
 
-def evicting_allocation(num_blocks: int) -> Figure:
-    """Time allocate(1) in a full pool of 32-block chains, least recently used in random order."""
-    return Figure(
-        f"allocate(1), evicting, chains of {CHAIN_DEPTH}", num_blocks, _allocation_us(num_blocks, CHAIN_DEPTH)
-    )
+def evicting_allocation(num_blocks: int, rule: str = "lru") -> Figure:
+    """Time allocate(1) in a full pool of 32-block chains, last used in random order."""
+    name = f"allocate(1), evicting, chains of {CHAIN_DEPTH}{_suffix(rule)}"
+    return Figure(name, num_blocks, _allocation_us(num_blocks, CHAIN_DEPTH, rule))
 
 
 def deep_evicting_allocation(num_blocks: int) -> Figure:
@@ -115,9 +120,9 @@ def flat_evicting_allocation(num_blocks: int) -> Figure:
     return Figure("allocate(1), evicting, chains of 1", num_blocks, _allocation_us(num_blocks, 1))
 
 
-def chain_round_trip(num_blocks: int) -> Figure:
+def chain_round_trip(num_blocks: int, rule: str = "lru") -> Figure:
     """Time acquire + release of a 32-block chain in a full pool."""
-    pool, chains = _full_pool(num_blocks, CHAIN_DEPTH)
+    pool, chains = _full_pool(num_blocks, CHAIN_DEPTH, rule)
     order = iter(random.Random(1).choices(chains, k=2_000))
 
     def round_trip() -> None:
@@ -125,15 +130,17 @@ def chain_round_trip(num_blocks: int) -> Figure:
         pool.acquire(chain)
         pool.release(chain)
 
-    return Figure(f"acquire + release {CHAIN_DEPTH} blocks", num_blocks, _median_us(round_trip, repeats=2_000))
+    return Figure(
+        f"acquire + release {CHAIN_DEPTH} blocks{_suffix(rule)}", num_blocks, _median_us(round_trip, repeats=2_000)
+    )
 
 
-def evicting_take_live(num_slots: int) -> Figure:
+def evicting_take_live(num_slots: int, rule: str = "lru") -> Figure:
     """Time take_live where every slot holds a cached state, used last in random order."""
-    pool = SlotPool(num_slots)
+    pool = SlotPool(num_slots, EVICTION_RULES[rule].state_worth)
     blocks = [BlockId(block) for block in range(num_slots)]
     for block, slot in zip(blocks, pool.reserve(num_slots), strict=True):
-        pool.publish(slot, block)
+        pool.publish(slot, block, num_tokens=256 * (1 + block % 16))
     random.Random(0).shuffle(blocks)
     for block in blocks:
         pool.touch([block])
@@ -144,8 +151,8 @@ def evicting_take_live(num_slots: int) -> Figure:
         samples.append(perf_counter_ns() - start)
         pool.release_live(slot)
         (reserved,) = pool.reserve()
-        pool.publish(reserved, block)
-    return Figure("take_live, evicting", num_slots, median(samples) / 1_000)
+        pool.publish(reserved, block, num_tokens=256 * (1 + block % 16))
+    return Figure(f"take_live, evicting{_suffix(rule)}", num_slots, median(samples) / 1_000)
 
 
 def bare_key_removal(num_keys: int) -> Figure:
@@ -230,9 +237,9 @@ def _new_keys(stamps: "count[int]", depth: int) -> list[BlockKey]:
     ]
 
 
-def _full_pool(num_blocks: int, depth: int) -> tuple[KVBlockPool, list[list[BlockId]]]:
+def _full_pool(num_blocks: int, depth: int, rule: str = "lru") -> tuple[KVBlockPool, list[list[BlockId]]]:
     """Return a pool with every block cached, and its chains."""
-    pool = KVBlockPool(num_blocks)
+    pool = KVBlockPool(num_blocks, EVICTION_RULES[rule].block_worth)
     stamps = count(1)
     depths = [min(depth, num_blocks - start) for start in range(0, num_blocks, depth)]
     chains = [_hold_chain(pool, _new_keys(stamps, chain_depth)) for chain_depth in depths]
@@ -242,8 +249,12 @@ def _full_pool(num_blocks: int, depth: int) -> tuple[KVBlockPool, list[list[Bloc
     return pool, chains
 
 
-def _allocation_us(num_blocks: int, depth: int) -> float:
-    pool, _ = _full_pool(num_blocks, depth)
+def _suffix(rule: str) -> str:
+    return "" if rule == "lru" else f", {rule}-aware"
+
+
+def _allocation_us(num_blocks: int, depth: int, rule: str = "lru") -> float:
+    pool, _ = _full_pool(num_blocks, depth, rule)
     stamps = count(10**9)
     samples: list[int] = []
     while len(samples) < 4_000:

@@ -138,19 +138,19 @@ _ONE_OFFS = SessionKind(share=1, new_len=Spread(1_800, 0.9, least=50, most=16_00
 
 LOADS: dict[str, LoadShape] = {
     # Applications behind one server, each with a system prompt of its own; most users ask once or twice.
-    "system prompts": LoadShape(600, 4.0, (_ASSISTANTS,)),
+    "system prompts": LoadShape(1_500, 3.0, (_ASSISTANTS,)),
     # A chat product: one short system prompt, histories of many turns.
-    "long conversations": LoadShape(150, 0.5, (_LONG_CONVERSATIONS,)),
+    "long conversations": LoadShape(400, 0.4, (_LONG_CONVERSATIONS,)),
     # Both at once, and requests that never come back: documents to be summarised, evaluations.
     "mixed": LoadShape(
-        420,
-        1.6,
+        1_000,
+        1.2,
         (replace(_ASSISTANTS, share=0.45), replace(_LONG_CONVERSATIONS, share=0.2), replace(_ONE_OFFS, share=0.35)),
     ),
     # Classification and extraction: many examples in the prompt, a short input, a short answer, one turn.
     "few-shot": LoadShape(
-        900,
-        8.0,
+        2_000,
+        6.0,
         (
             SessionKind(
                 share=1,
@@ -164,8 +164,8 @@ LOADS: dict[str, LoadShape] = {
     ),
     # A coding assistant: files of a repository first, then an editing session over them.
     "repository": LoadShape(
-        150,
-        0.6,
+        300,
+        0.3,
         (
             SessionKind(
                 share=1,
@@ -179,7 +179,7 @@ LOADS: dict[str, LoadShape] = {
         ),
     ),
     # Nothing can hit: what a cache costs where it gives nothing.
-    "unrelated": LoadShape(500, 2.0, (_ONE_OFFS,)),
+    "unrelated": LoadShape(1_000, 2.0, (_ONE_OFFS,)),
 }
 
 

@@ -11,6 +11,7 @@ _MOST_TABLE_ENTRIES = 2**28
 _MOST_DRAFTS = 8
 _MOST_GRAPHS = 512
 _CHECKPOINTS = ("rolling", "all", "none")
+_EVICTIONS = ("cost", "lru")
 _ATTENTION_BACKENDS = ("auto", "flash-attn", "flashinfer", "torch-varlen", "reference")
 _STATE_DTYPES = ("model", "fp32", "bf16")
 
@@ -33,6 +34,8 @@ class CacheConfig:
             "all", like 1, every one.
         decode_checkpoints: Which block boundaries that a request reaches while it generates keep a state: its newest
             ("rolling"), "all" or "none". With one, a conversation's next turn starts behind its last reply.
+        eviction: What makes room: "cost" evicts what is expected to save the fewest tokens for its size, "lru" what was
+            used least recently [--inference-dynamic-batching-prefix-caching-eviction-policy].
         num_speculative_tokens: Most draft tokens that a step verifies for each request, 0 to 8; the states behind them
             take slots of `prefix_caching_mamba_gb` [--num-speculative-tokens].
         align_prefill_chunks: End a prefill chunk on the last block boundary inside the step's token budget.
@@ -58,6 +61,7 @@ class CacheConfig:
     prefix_caching_mamba_gb: float = 1.0
     boundary_stride: int | Literal["all"] | None = None
     decode_checkpoints: Literal["rolling", "all", "none"] = "rolling"
+    eviction: Literal["cost", "lru"] = "cost"
     num_speculative_tokens: int = 0
     align_prefill_chunks: bool = True
     max_requests: int = 64
@@ -96,6 +100,7 @@ class CacheConfig:
         graphs = self.num_cuda_graphs
         are_in_range = type(graphs) is int and 0 <= graphs <= _MOST_GRAPHS
         _require(are_in_range, "num_cuda_graphs", graphs, f"an int from 0 to {_MOST_GRAPHS}")
+        _require(self.eviction in _EVICTIONS, "eviction", self.eviction, f"one of {_EVICTIONS}")
         drafts, most = self.num_speculative_tokens, min(_MOST_DRAFTS, self.block_size_tokens - 1)
         allowed_drafts = f"an int from 0 to {_MOST_DRAFTS}, below block_size_tokens={self.block_size_tokens}"
         is_in_range = type(drafts) is int and 0 <= drafts <= most
@@ -126,6 +131,9 @@ class CacheConfig:
         parser.add_argument(
             f"{prefix}num-cuda-graphs", type=int, metavar="N", help="numbers of rows that CUDA graphs are captured for"
         )
+        parser.add_argument(
+            f"{prefix}prefix-caching-eviction-policy", choices=_EVICTIONS, help="what makes room (default: cost)"
+        )
         parser.add_argument("--num-speculative-tokens", type=int, metavar="K", help="drafts a step verifies, 0 to 8")
         parser.add_argument(
             "--attention-backend", choices=_ATTENTION_BACKENDS, help="what computes attention (default: auto)"
@@ -144,6 +152,7 @@ class CacheConfig:
             "buffer_size_gb": arguments.inference_dynamic_batching_buffer_size_gb,
             "prefix_caching_mamba_gb": arguments.inference_dynamic_batching_prefix_caching_mamba_gb,
             "num_cuda_graphs": arguments.inference_dynamic_batching_num_cuda_graphs,
+            "eviction": arguments.inference_dynamic_batching_prefix_caching_eviction_policy,
             "num_speculative_tokens": arguments.num_speculative_tokens,
             "attention_backend": arguments.attention_backend,
             "prefix_caching": False if arguments.no_prefix_caching else None,

@@ -58,6 +58,7 @@ def parsed(*flags: str, **settings: object) -> CacheConfig:
         ("num_speculative_tokens", 2.0, "an int from 0 to 8"),
         ("num_speculative_tokens", True, "an int from 0 to 8"),
         ("num_speculative_tokens", None, "an int from 0 to 8"),
+        ("eviction", "fifo", "one of ('cost', 'lru')"),
         ("attention_backend", "xformers", "one of ('auto', 'flash-attn', 'flashinfer', 'torch-varlen', 'reference')"),
         ("ssm_state_dtype", "fp16", "one of ('model', 'fp32', 'bf16')"),
         ("conv_state_dtype", "float32", "one of ('model', 'fp32', 'bf16')"),
@@ -91,6 +92,7 @@ def test_bad_setting_is_named_with_its_value_and_what_is_allowed(name: str, valu
         {"num_speculative_tokens": 0, "block_size_tokens": 1},
         {"num_speculative_tokens": 4, "block_size_tokens": 5},
         {"attention_backend": "reference"},
+        {"eviction": "lru"},
         {"ssm_state_dtype": "bf16", "conv_state_dtype": "fp32"},
     ],
 )
@@ -126,6 +128,7 @@ def test_flags_set_what_they_name() -> None:
         "--inference-dynamic-batching-prefix-caching-mamba-gb=0.25",
         "--num-speculative-tokens=3",
         "--attention-backend=reference",
+        "--inference-dynamic-batching-prefix-caching-eviction-policy=lru",
         "--no-prefix-caching",
     )
     assert config == CacheConfig(
@@ -134,6 +137,7 @@ def test_flags_set_what_they_name() -> None:
         prefix_caching_mamba_gb=0.25,
         num_speculative_tokens=3,
         attention_backend="reference",
+        eviction="lru",
         prefix_caching=False,
     )
 

@@ -14,6 +14,7 @@ from ..metrics import CacheCounters
 from ..policy.admission import AdmissionRules
 from ..policy.boundaries import BoundaryRule
 from ..policy.decode_rules import DecodeRules
+from ..policy.eviction_rules import EVICTION_RULES
 from ..policy.prefix_cache import CacheIdentity, PrefixCache
 from ..policy.requests import RunningRequest
 from ..policy.slot_pool import SlotPool
@@ -66,7 +67,7 @@ class CacheMemory:
                 f"{total_blocks * context.block_size_bytes / 2**30:.3g} GiB of KV blocks; lower "
                 "--inference-dynamic-batching-prefix-caching-mamba-gb or --inference-dynamic-batching-buffer-size-gb"
             ) from error
-        self.slots = SlotPool(num_slots)
+        self.slots = SlotPool(num_slots, EVICTION_RULES[config.eviction].state_worth)
         self.blocks = _block_allocator(context, config, total_blocks, self.slots)
         self.step_buffers = _step_buffers(config, shape.ssm_chunk_size, context.max_kv_block_count, device)
         self.geometry = StepGeometry(
@@ -141,7 +142,14 @@ def _num_blocks(context: Any, config: CacheConfig) -> int:
 def _block_allocator(context: Any, config: CacheConfig, total: int, slots: SlotPool) -> KVBlockAllocator:
     paused_gb = config.buffer_size_gb / 4 if config.paused_buffer_size_gb is None else config.paused_buffer_size_gb
     paused = min(int(paused_gb * 2**30) // context.block_size_bytes, total - 2)
-    return KVBlockAllocator(context, total, paused, on_evict=slots.drop, block_size=config.block_size_tokens)
+    return KVBlockAllocator(
+        context,
+        total,
+        paused,
+        on_evict=slots.drop,
+        block_size=config.block_size_tokens,
+        worth=EVICTION_RULES[config.eviction].block_worth,
+    )
 
 
 def _step_buffers(config: CacheConfig, ssm_chunk_size: int, max_blocks: int, device: torch.device | int) -> StepBuffers:

@@ -8,6 +8,7 @@ import torch
 from megatron.core.inference.contexts.dynamic_block_allocator import BlockAllocator
 from torch import Tensor
 
+from ..policy.eviction import Worth, lru_worth
 from ..policy.identifiers import BlockId
 from ..policy.kv_block_pool import KVBlockPool
 
@@ -22,7 +23,8 @@ class KVBlockAllocator(BlockAllocator):
         total_count: Blocks in the buffer, the dummy included: it takes writes that nobody reads.
         paused_count: Blocks that paused requests may keep.
         on_evict: Called with each block that leaves, before it is used again.
-        block_size: Tokens a block, the unit in which a worth function sees depth.
+        block_size: Tokens a block.
+        worth: What a cached block is worth; the lowest is evicted first.
     """
 
     def __init__(
@@ -33,6 +35,7 @@ class KVBlockAllocator(BlockAllocator):
         on_evict: Callable[[BlockId], None] = lambda _block: None,
         *,
         block_size: int = 1,
+        worth: Worth = lru_worth,
     ) -> None:
         # Megatron's constructor would fill a device tensor with free block ids; the pool keeps them on the host.
         self.context = context
@@ -45,7 +48,7 @@ class KVBlockAllocator(BlockAllocator):
                 f"{total_count} KV blocks, one of them a dummy and {paused_count} for paused requests, leave none to "
                 "run on; raise --inference-dynamic-batching-buffer-size-gb or lower paused_buffer_size_gb"
             )
-        self.pool = KVBlockPool(total_count - 1, on_evict=on_evict, block_size=block_size)
+        self.pool = KVBlockPool(total_count - 1, worth, on_evict, block_size=block_size)
         self._lent: Counter[BlockId] = Counter()
 
     @property

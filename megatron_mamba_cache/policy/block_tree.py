@@ -56,6 +56,10 @@ class BlockTree:
         """Return the number of blocks from the root to this one, itself included; 0 if it is unregistered."""
         return self._depths[block]
 
+    def num_children(self, block: BlockId) -> int:
+        """Return how many registered blocks come right after this one."""
+        return self._num_children[block]
+
     def is_leaf(self, block: BlockId) -> bool:
         """Return whether no registered block comes after this one."""
         return not self._num_children[block]
@@ -63,6 +67,17 @@ class BlockTree:
     def blocks(self) -> list[BlockId]:
         """Return the registered blocks in ascending order."""
         return sorted(self._block_of.values())
+
+    def require_addable(self, block: BlockId, key: BlockKey, parent: BlockId | None) -> None:
+        """Raise unless the key is positive, the block has no other one, and the key no other parent."""
+        if key <= 0:
+            raise ValueError(f"need a positive key for block {block}, found {key}")
+        if block in self and self._keys[block] != key:
+            raise CacheIntegrityError(f"need one key a block, found block {block} registered under another key")
+        known = self.find(key)
+        if known is not None and self.parent_of(known) != parent:
+            found = self.parent_of(known)
+            raise CacheIntegrityError(f"need one parent a key, found {parent} beside {found} for block {known}")
 
     def add(self, block: BlockId, key: BlockKey, parent: BlockId | None) -> None:
         """Register an unregistered block under an unused key, after a registered parent or as a first block."""

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from ..errors import CacheIntegrityError
 from .kv_block_pool import KVBlockPool
 from .requests import RunningRequest
-from .slot_pool import SlotOwner, SlotPool
+from .slot_owners import SlotOwner
+from .slot_pool import SlotPool
 
 
 def check_rows_and_pools(rows: Sequence[RunningRequest], kv: KVBlockPool, slots: SlotPool) -> None:

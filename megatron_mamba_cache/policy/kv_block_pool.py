@@ -8,10 +8,6 @@ from .eviction import CachedEntry, EvictionHeap, Worth, lru_worth
 from .identifiers import BlockId, BlockKey
 
 
-def _ignore_eviction(_block: BlockId) -> None:
-    """Let a block leave without telling anybody."""
-
-
 class KVBlockPool:
     """Blocks 0 to num_blocks - 1, each free, referenced, or cached: registered under a key and held by nobody.
 
@@ -23,7 +19,7 @@ class KVBlockPool:
         self,
         num_blocks: int,
         worth: Worth = lru_worth,
-        on_evict: Callable[[BlockId], None] = _ignore_eviction,
+        on_evict: Callable[[BlockId], object] = lambda _block: None,
         *,
         block_size: int = 1,
     ) -> None:
@@ -31,7 +27,7 @@ class KVBlockPool:
 
         Args:
             on_evict: Called with each block that leaves, registered or not, before it is used again.
-            block_size: Tokens a block, the unit in which `worth` sees depth.
+            block_size: Tokens a block.
 
         Raises:
             ValueError: If a size is out of range.
@@ -43,7 +39,8 @@ class KVBlockPool:
         self._on_evict = on_evict
         self._free = [BlockId(block) for block in reversed(range(num_blocks))]  # a stack: lowest id on top
         self._refs = [0] * num_blocks
-        self._last_used = [0] * num_blocks
+        self._last_used = [(0, 0.0)] * num_blocks  # when, and the floor of worth at that time
+        self._num_matches = [0] * num_blocks  # of all that a prompt shares, how often this was the last
         self._tree = BlockTree(num_blocks)
         self._evictable = EvictionHeap(worth)  # the cached leaves
         self._num_cached = 0
@@ -100,6 +97,10 @@ class KVBlockPool:
         """Return the registered block before this one; None for a first or an unregistered block."""
         return self._tree.parent_of(block)
 
+    def num_children(self, block: BlockId) -> int:
+        """Return how many registered blocks come right after this one."""
+        return self._tree.num_children(block)
+
     def depth(self, block: BlockId) -> int:
         """Return the number of blocks from the root to this one, itself included; 0 if it is unregistered."""
         return self._tree.depth(block)
@@ -129,7 +130,7 @@ class KVBlockPool:
         return blocks
 
     def acquire(self, blocks: Sequence[BlockId]) -> None:
-        """Take one reference more on each block, which then counts as just used.
+        """Take one reference more on each block, which then counts as just used; the last one has ended a match.
 
         Raises:
             CacheIntegrityError: If a block is free; nothing has changed then.
@@ -141,6 +142,8 @@ class KVBlockPool:
         now = self._tick()
         for block in blocks:
             self._add_reference(block, now)
+        if blocks:
+            self._num_matches[blocks[-1]] += 1
 
     def release(self, blocks: Sequence[BlockId]) -> None:
         """Give one reference on each block back; the blocks count as just used, the registered ones stay findable.
@@ -158,8 +161,8 @@ class KVBlockPool:
     def touch(self, blocks: Sequence[BlockId], time: int | None = None) -> None:
         """Set the last use of the blocks to `time`, by default to now. Later uses count as later than `time`."""
         self._require_ids(blocks)
-        now = self._tick() if time is None else time
-        self._clock = max(self._clock, now)
+        now = self._tick() if time is None else (time, self._evictable.floor)
+        self._clock = max(self._clock, now[0])
         for block in blocks:
             self._last_used[block] = now
             if block in self._evictable:
@@ -183,6 +186,7 @@ class KVBlockPool:
         known = self._tree.find(key)
         if known is None:
             self._tree.add(block, key, parent)
+            self._num_matches[block] = 0
         if known is None or known == block:
             self._last_used[block] = now
             return block
@@ -206,14 +210,16 @@ class KVBlockPool:
         self._check_counts()
         self._check_references()
 
-    def _tick(self) -> int:
+    def _tick(self) -> tuple[int, float]:
         self._clock += 1
-        return self._clock
+        return self._clock, self._evictable.floor
 
     def _entry(self, block: BlockId) -> CachedEntry:
-        return CachedEntry(self._last_used[block], self._tree.depth(block) * self._block_size)
+        time, floor = self._last_used[block]
+        num_tokens = self._tree.depth(block) * self._block_size
+        return CachedEntry(time, num_tokens, floor, self._block_size, self._num_matches[block])
 
-    def _add_reference(self, block: BlockId, now: int) -> None:
+    def _add_reference(self, block: BlockId, now: tuple[int, float]) -> None:
         if not self._refs[block]:
             self._num_cached -= 1
             self._evictable.discard(block)
@@ -262,18 +268,11 @@ class KVBlockPool:
 
     def _require_registrable(self, block: BlockId, key: BlockKey, parent: BlockId | None) -> None:
         self._require_ids([block] if parent is None else [block, parent])
-        if key <= 0:
-            raise ValueError(f"need a positive key for block {block}, found {key}")
+        self._tree.require_addable(block, key, parent)
         if not self._refs[block]:
             raise CacheIntegrityError(f"need a referenced block to register, found block {block} unreferenced")
-        if block in self._tree and self._tree.key_of(block) != key:
-            raise CacheIntegrityError(f"need one key a block, found block {block} registered under another key")
         if parent is not None and not (parent in self._tree and self._refs[parent]):
             raise CacheIntegrityError(f"need a registered, referenced parent of block {block}, found block {parent}")
-        known = self._tree.find(key)
-        if known is not None and self._tree.parent_of(known) != parent:
-            found = self._tree.parent_of(known)
-            raise CacheIntegrityError(f"need one parent a key, found {parent} beside {found} for block {known}")
 
     def _check_counts(self) -> None:
         blocks = [BlockId(block) for block in range(self._num_blocks)]

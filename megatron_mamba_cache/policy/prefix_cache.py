@@ -221,7 +221,7 @@ class PrefixCache:
         If it raises, its step is aborted at most: the row still holds its blocks and live slot, and can be released.
         """
         self.abort(row)
-        self.slots.touch(row.block_ids)
+        self.slots.touch_path(row.block_ids)
         self._windows.release(row)
         with ExitStack() as undo:
             self.slots.release_live(row.live_slot)

@@ -1,21 +1,13 @@
 """Who owns each slot of the state pool: live, draft and reserved states and the cached ones are the same rows."""
 
 from collections.abc import Sequence
-from enum import Enum
+from itertools import pairwise
 
 from ..errors import CacheCapacityError, CacheIntegrityError
 from .eviction import CachedEntry, EvictionHeap, Worth, lru_worth
 from .identifiers import BlockId, SlotId
-
-
-class SlotOwner(Enum):
-    """What a slot is in use for."""
-
-    FREE = "free"
-    LIVE = "live"
-    RESERVED = "reserved"
-    CACHED = "cached"
-    DRAFT = "draft"
+from .slot_owners import SlotOwner, SlotOwners
+from .state_lineage import StateLineage
 
 
 class SlotPool:
@@ -34,16 +26,16 @@ class SlotPool:
         if num_slots < 0:
             raise ValueError(f"need num_slots >= 0, found {num_slots}")
         self._num_slots = num_slots
-        self._free = [SlotId(slot) for slot in reversed(range(num_slots))]  # a stack: lowest number on top
-        self._owners = [SlotOwner.FREE] * num_slots
-        self._counts = dict.fromkeys(SlotOwner, 0) | {SlotOwner.FREE: num_slots}
-        self._last_used = [0] * num_slots
-        self._num_tokens = [0] * num_slots
+        self._owners = SlotOwners(num_slots)
+        self._last_used = [(0, 0.0)] * num_slots  # when, and the floor of worth at that time
+        self._lineage = StateLineage()
         self._slot_of: dict[BlockId, SlotId] = {}
         self._pins: dict[BlockId, int] = {}
         self._rolling: set[BlockId] = set()  # decode checkpoints that nobody but their own request has an interest in
         self._orphans: dict[BlockId, list[SlotId]] = {}  # flushed while pinned: free at the block's last unpin
         self._evictable = EvictionHeap(worth)  # the blocks whose state is not pinned
+        # A last use changes with a push only; any other worth is looked at once more before a state goes.
+        self._pop = self._evictable.pop if worth is lru_worth else self._pop_current
         self._num_evicted = 0
         self._clock = 0
 
@@ -55,17 +47,17 @@ class SlotPool:
     @property
     def num_available(self) -> int:
         """The most that can be taken or reserved now: free slots and cached states that are not pinned."""
-        return len(self._free) + len(self._evictable)
+        return self._owners.num_free + len(self._evictable)
 
     @property
     def num_reserved(self) -> int:
         """Slots reserved and not yet published or cancelled."""
-        return self._counts[SlotOwner.RESERVED]
+        return self._owners.count(SlotOwner.RESERVED)
 
     @property
     def num_live(self) -> int:
         """Slots of running requests' live states."""
-        return self._counts[SlotOwner.LIVE]
+        return self._owners.count(SlotOwner.LIVE)
 
     @property
     def num_evicted(self) -> int:
@@ -74,11 +66,11 @@ class SlotPool:
 
     def owner_of(self, slot: SlotId) -> SlotOwner:
         """Return what the slot is in use for; a state flushed while pinned counts as cached until it is free."""
-        return self._owners[slot]
+        return self._owners.owner_of(slot)
 
     def count_by_owner(self) -> dict[str, int]:
         """Return the number of slots by the lower-case name of their owner."""
-        return {owner.value: count for owner, count in self._counts.items()}
+        return {owner.value: self._owners.count(owner) for owner in SlotOwner}
 
     def slot_of(self, block: BlockId) -> SlotId | None:
         """Return the slot with the cached state at the end of the block."""
@@ -102,7 +94,7 @@ class SlotPool:
 
     def release_live(self, slot: SlotId) -> None:
         """Take a running request's slot back."""
-        self._free_owned(slot, SlotOwner.LIVE)
+        self._owners.free(slot, SlotOwner.LIVE)
 
     def take_draft(self, num_slots: int) -> list[SlotId]:
         """Give slots to draft states, as `take_live` does."""
@@ -110,7 +102,7 @@ class SlotPool:
 
     def release_draft(self, slot: SlotId) -> None:
         """Take a draft state's slot back."""
-        self._free_owned(slot, SlotOwner.DRAFT)
+        self._owners.free(slot, SlotOwner.DRAFT)
 
     def reserve(self, num_slots: int = 1) -> list[SlotId]:
         """Set slots aside for states that the coming step writes, as `take_live` does; all of them or none."""
@@ -118,13 +110,22 @@ class SlotPool:
 
     def cancel(self, slot: SlotId) -> None:
         """Give a reserved slot back, unpublished."""
-        self._free_owned(slot, SlotOwner.RESERVED)
+        self._owners.free(slot, SlotOwner.RESERVED)
 
-    def publish(self, slot: SlotId, block: BlockId, num_tokens: int = 0) -> None:
+    def publish(
+        self,
+        slot: SlotId,
+        block: BlockId,
+        num_tokens: int = 0,
+        anchor: BlockId | None = None,
+        num_continuations: int = 0,
+    ) -> None:
         """Make a reserved slot, now written, the cached state at the end of the block.
 
         Args:
-            num_tokens: Tokens from the root to the end of the block: what losing the state costs.
+            num_tokens: Tokens from the root to the end of the block.
+            anchor: The block of the nearest cached state before it: what lies between is lost with the state.
+            num_continuations: Texts that go on behind it without a state of theirs that names it as anchor.
 
         Raises:
             CacheIntegrityError: If the slot is not reserved or the block has a state; nothing has changed then.
@@ -133,10 +134,11 @@ class SlotPool:
             raise CacheIntegrityError(
                 f"need a block without a state, found slot {self._slot_of[block]} at block {block}"
             )
-        self._require_owner(slot, SlotOwner.RESERVED)
-        self._set_owner(slot, SlotOwner.CACHED)
+        self._owners.hand_over(slot, SlotOwner.RESERVED, SlotOwner.CACHED)
         self._slot_of[block] = slot
-        self._num_tokens[slot] = num_tokens
+        self._lineage.add(block, num_tokens, anchor, num_continuations)
+        if anchor is not None and anchor in self._evictable:
+            self._evictable.push(anchor, self._entry(anchor))  # it is no longer the end
         self._set_last_used(block, self._tick())
 
     def mark_rolling(self, block: BlockId) -> None:
@@ -164,6 +166,7 @@ class SlotPool:
         self._pins[block] = self._pins.get(block, 0) + 1
         self._rolling.discard(block)
         self._evictable.discard(block)
+        self._lineage.count_hit(block)
         self._set_last_used(block, self._tick())
 
     def unpin(self, block: BlockId) -> None:
@@ -179,7 +182,7 @@ class SlotPool:
             return
         del self._pins[block]
         for slot in self._orphans.pop(block, ()):
-            self._free_owned(slot, SlotOwner.CACHED)
+            self._owners.free(slot, SlotOwner.CACHED)
         if block in self._slot_of:
             self._set_last_used(block, self._tick())
 
@@ -206,6 +209,13 @@ class SlotPool:
             if block in self._slot_of:
                 self._set_last_used(block, now)
 
+    def touch_path(self, blocks: Sequence[BlockId]) -> None:
+        """Set the last use of the states on a path from the root to now, and learn which follows which."""
+        path = [block for block in blocks if block in self._slot_of]
+        for anchor, block in pairwise(path):
+            self._lineage.relink(block, anchor)
+        self.touch(path)
+
     def flush(self) -> None:
         """Forget every cached state. The slot of a pinned one becomes free at its last unpin, the others now.
 
@@ -216,18 +226,16 @@ class SlotPool:
             if block in self._pins:
                 self._orphans.setdefault(block, []).append(slot)
             else:
-                self._free_owned(slot, SlotOwner.CACHED)
+                self._owners.free(slot, SlotOwner.CACHED)
         self._evictable.clear()
         self._rolling.clear()
+        self._lineage.clear()
 
     def check_integrity(self) -> None:
         """Raise CacheIntegrityError, with the equation that failed, unless every invariant of the pool holds. O(n)."""
-        found = {owner: self._owners.count(owner) for owner in SlotOwner}
-        if found != self._counts or sum(found.values()) != self._num_slots:
-            raise CacheIntegrityError(f"owners {found} != counted {self._counts}, or sum != {self._num_slots} slots")
-        self._check_owned(SlotOwner.FREE, self._free)
+        self._owners.check_integrity()
         orphans = [slot for slots in self._orphans.values() for slot in slots]
-        self._check_owned(SlotOwner.CACHED, [*self._slot_of.values(), *orphans])
+        self._owners.check_owned(SlotOwner.CACHED, [*self._slot_of.values(), *orphans])
         if self._pins.keys() - self._slot_of.keys() - self._orphans.keys() or self._orphans.keys() - self._pins.keys():
             raise CacheIntegrityError(
                 f"pins {self._pins} != pins of states {self._slot_of} and orphans {self._orphans}"
@@ -245,46 +253,32 @@ class SlotPool:
     def _take(self, num_slots: int, owner: SlotOwner) -> list[SlotId]:
         if num_slots < 0:
             raise ValueError(f"need a count of slots, found {num_slots}")
-        if num_slots > self.num_available:
+        num_free, num_evictable = self._owners.num_free, len(self._evictable)
+        if num_slots > num_free + num_evictable:
             raise CacheCapacityError(
-                f"need {num_slots} state slots, {len(self._free)} free and {len(self._evictable)} evictable of "
+                f"need {num_slots} state slots, {num_free} free and {num_evictable} evictable of "
                 f"{self._num_slots}; raise --inference-dynamic-batching-prefix-caching-mamba-gb or max requests"
             )
-        while len(self._free) < num_slots:
-            self._forget_state(BlockId(self._evictable.pop()))
+        for _ in range(num_free, num_slots):
+            self._forget_state(BlockId(self._pop()))
             self._num_evicted += 1
-        slots = [self._free.pop() for _ in range(num_slots)]
-        for slot in slots:
-            self._set_owner(slot, owner)
-        return slots
+        return self._owners.take(num_slots, owner)
 
     def _forget_state(self, block: BlockId) -> None:
         self._rolling.discard(block)
-        self._free_owned(self._slot_of.pop(block), SlotOwner.CACHED)
-
-    def _free_owned(self, slot: SlotId, owner: SlotOwner) -> None:
-        self._require_owner(slot, owner)
-        self._set_owner(slot, SlotOwner.FREE)
-        self._free.append(slot)
-
-    def _set_owner(self, slot: SlotId, owner: SlotOwner) -> None:
-        self._counts[self._owners[slot]] -= 1
-        self._counts[owner] += 1
-        self._owners[slot] = owner
-
-    def _require_owner(self, slot: SlotId, owner: SlotOwner) -> None:
-        if not 0 <= slot < self._num_slots:  # a padding -1 would silently index the last slot
-            raise ValueError(f"need a slot of 0 to {self._num_slots - 1}, found {slot}")
-        if self._owners[slot] is not owner:
-            raise CacheIntegrityError(f"need slot {slot} {owner.value}, found it {self._owners[slot].value}")
+        self._owners.free(self._slot_of.pop(block), SlotOwner.CACHED)
 
     def _set_last_used(self, block: BlockId, time: int) -> None:
-        slot = self._slot_of[block]
-        self._last_used[slot] = time
+        self._last_used[self._slot_of[block]] = (time, self._evictable.floor)
         if block not in self._pins:
-            self._evictable.push(block, CachedEntry(time, self._num_tokens[slot]))
+            self._evictable.push(block, self._entry(block))
 
-    def _check_owned(self, owner: SlotOwner, slots: Sequence[SlotId]) -> None:
-        owned = [slot for slot in range(self._num_slots) if self._owners[slot] is owner]
-        if sorted(slots) != owned:
-            raise CacheIntegrityError(f"slots listed as {owner.value} {sorted(slots)} != slots owned so {owned}")
+    def _pop_current(self) -> int:
+        return self._evictable.pop_current(self._changed)
+
+    def _changed(self, block: int) -> CachedEntry | None:
+        return None if self._lineage.is_anchor_kept(block, self._slot_of) else self._entry(BlockId(block))
+
+    def _entry(self, block: BlockId) -> CachedEntry:
+        time, floor = self._last_used[self._slot_of[block]]
+        return self._lineage.entry(block, time, floor, self._slot_of)

@@ -56,7 +56,7 @@ class StateReservations:
                 self._slots.cancel(state.slot)
                 block = None
             else:
-                self._slots.publish(state.slot, block, state.position)
+                self._publish_state(row, state, block)
             del row.reserved[0]
             self._forget_key(row, state)
             if block is not None:
@@ -82,6 +82,15 @@ class StateReservations:
         row.reserved.append(ReservedState(position, slot))
         self._counters.states_reserved += 1
         return True
+
+    def _publish_state(self, row: RunningRequest, state: ReservedState, block: BlockId) -> None:
+        index = state.position // self._block_size
+        before = (row.block_ids[number] for number in range(index - 2, -1, -1))
+        anchor = next((known for known in before if self._slots.slot_of(known) is not None), None)
+        # Others that went on behind a prompt's boundary are known by their blocks; this row's own state will follow.
+        goes_on = index < len(row.block_ids) and self._kv.parent_of(row.block_ids[index]) == block
+        num_others = self._kv.num_children(block) - goes_on
+        self._slots.publish(state.slot, block, state.position, anchor, num_others)
 
     def _note_published(self, row: RunningRequest, block: BlockId) -> None:
         self._counters.states_published += 1

@@ -55,7 +55,7 @@ def test_every_turn_adds_tokens_of_the_vocabulary_and_wants_some(load: ModuleTyp
 
 def test_a_scaled_shape_has_fewer_sessions_and_shorter_texts(load: ModuleType) -> None:
     shape = load.LOADS["repository"]
-    assert len(load.conversations(shape.scaled(sessions=1 / 5), 0, 1000)) == 30
+    assert len(load.conversations(shape.scaled(sessions=1 / 5), 0, 1000)) == 60
     longest = max(len(session.prefix) for session in load.conversations(shape, 0, 1000))
     small = load.conversations(shape.scaled(tokens=1 / 16), 0, 1000)
     assert max(len(session.prefix) for session in small) == pytest.approx(longest / 16, rel=0.01)

@@ -13,6 +13,7 @@ from tests.command_line.command_runs import REPOSITORY, run_here, run_process
 GRAPHS = "--inference-dynamic-batching-num-cuda-graphs"
 BLOCK = "--inference-dynamic-batching-block-size"
 KV = "--inference-dynamic-batching-buffer-size-gb"
+EVICTION = "--inference-dynamic-batching-prefix-caching-eviction-policy"
 DRAFTS = "--num-speculative-tokens"
 STATES = "--inference-dynamic-batching-prefix-caching-mamba-gb"
 
@@ -42,6 +43,7 @@ BAD_FLAGS = [
     (["--top-k", str(2**31)], "--top-k is 2147483648"),
     (["--top-p", "1.5"], "--top-p is 1.5"),
     (["--seed", "-1"], "--seed is -1"),
+    ([EVICTION, "fifo"], f"{EVICTION}: invalid choice: 'fifo' (choose from"),
     (["--dtype", "fp8"], "--dtype"),
     (["--device", "tpu"], "--device"),
     (["--no-such-flag"], "--no-such-flag"),

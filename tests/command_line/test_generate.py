@@ -183,11 +183,11 @@ def test_the_report_has_a_line_about_drafts_where_there_are_any(run_lines: Calla
 def test_the_run_that_drafts_are_compared_with_has_neither_drafts_nor_cache(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drafts_asked: list[int] = []
+    asked: list[tuple[int, bool]] = []
     engine_for = generation.engine_for
 
     def note_and_build(model: Any, config: CacheConfig, *rest: Any) -> MambaCacheEngine:
-        drafts_asked.append(config.num_speculative_tokens)
+        asked.append((config.num_speculative_tokens, config.prefix_caching))
         return engine_for(model, config, *rest)
 
     monkeypatch.setattr(generation, "engine_for", note_and_build)
@@ -197,7 +197,8 @@ def test_the_run_that_drafts_are_compared_with_has_neither_drafts_nor_cache(
     assert finished.status == 0 and "with cache and drafts, and with neither" in finished.stdout
     summary = json.loads(output.read_text())["summary"]
     assert summary["outputs_identical"] is True and summary["without_cache"]["cached_tokens"] == 0
-    assert [number for number in drafts_asked if number] == [2], "of three runs only the last drafts"
+    warming_up, compared, reported = asked
+    assert (warming_up, compared, reported) == ((2, True), (0, False), (2, True))
 
 
 def test_the_report_names_the_reason_when_nothing_is_skipped(run_lines: Callable[..., Finished]) -> None:

@@ -10,6 +10,7 @@ from megatron_mamba_cache.metrics import CacheCounters
 from megatron_mamba_cache.policy.admission import AdmissionPlan, AdmissionRules
 from megatron_mamba_cache.policy.boundaries import BoundaryRule
 from megatron_mamba_cache.policy.decode_rules import DecodeRules
+from megatron_mamba_cache.policy.eviction_rules import EVICTION_RULES
 from megatron_mamba_cache.policy.identifiers import BlockId
 from megatron_mamba_cache.policy.kv_block_pool import KVBlockPool
 from megatron_mamba_cache.policy.prefix_cache import CacheIdentity, PrefixCache
@@ -30,15 +31,17 @@ def small_cache(
     enabled: bool = True,
     checkpoints: Literal["rolling", "all", "none"] = "rolling",
     max_requests: int = 0,
+    eviction: str = "lru",
 ) -> PrefixCache:
     """Return an empty cache; a state leaves with its block, as in an engine.
 
     Args:
         max_requests: Requests whose live slots drafts leave alone; 0: drafts take any slot.
     """
-    slots = SlotPool(num_slots)
+    rule = EVICTION_RULES[eviction]
+    slots = SlotPool(num_slots, rule.state_worth)
     return PrefixCache(
-        KVBlockPool(num_blocks, on_evict=slots.drop),
+        KVBlockPool(num_blocks, rule.block_worth, slots.drop, block_size=block_size),
         slots,
         AdmissionRules(BoundaryRule(block_size, stride), align, chunked_prefill=True),
         CacheIdentity("model", "0"),

@@ -7,7 +7,8 @@ from megatron_mamba_cache.policy.block_hashing import BlockKeyChain
 from megatron_mamba_cache.policy.draft_windows import DraftWindows
 from megatron_mamba_cache.policy.identifiers import BlockId
 from megatron_mamba_cache.policy.requests import RequestSpec, RunningRequest, SamplingSettings
-from megatron_mamba_cache.policy.slot_pool import SlotOwner, SlotPool
+from megatron_mamba_cache.policy.slot_owners import SlotOwner
+from megatron_mamba_cache.policy.slot_pool import SlotPool
 
 
 def live_row(slots: SlotPool) -> RunningRequest:

@@ -33,6 +33,62 @@ def test_the_order_is_that_of_the_given_worth() -> None:
     assert pop_all(heap) == [1, 2, 0]
 
 
+def test_of_equal_worth_the_least_recently_used_goes_first() -> None:
+    heap = EvictionHeap(worth=lambda entry: 0)
+    for entry_id, last_used in enumerate([3, 1, 2]):
+        heap.push(entry_id, CachedEntry(last_used, entry_id))
+    assert pop_all(heap) == [1, 2, 0]
+
+
+def test_the_floor_is_the_highest_worth_evicted_so_far() -> None:
+    heap = EvictionHeap()
+    floors = [heap.floor]
+    for last_used in (5, 3, 8):
+        heap.push(0, CachedEntry(last_used, 1))
+        heap.pop()
+        floors.append(heap.floor)
+    heap.push(0, CachedEntry(9, 1))
+    heap.discard(0)
+    assert [*floors, heap.floor] == [0, 5, 5, 8, 8]
+
+
+def test_an_entry_that_has_become_worth_more_is_not_the_first_to_go() -> None:
+    heap = EvictionHeap()
+    known = {entry_id: CachedEntry(entry_id, 1) for entry_id in range(4)}
+    for entry_id, entry in known.items():
+        heap.push(entry_id, entry)
+    known[0] = CachedEntry(9, 1)
+    assert [heap.pop_current(known.__getitem__) for _ in range(4)] == [1, 2, 3, 0]
+
+
+def test_only_a_few_entries_are_filed_anew_for_one_eviction() -> None:
+    heap = EvictionHeap()
+    for entry_id in range(100):
+        heap.push(entry_id, CachedEntry(entry_id, 1))
+    asked: list[int] = []
+
+    def entry_of(entry_id: int) -> CachedEntry:
+        asked.append(entry_id)
+        return CachedEntry(1000 + entry_id, 1)
+
+    assert heap.pop_current(entry_of) == len(asked) <= 10
+    assert len(heap) == 99
+
+
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=30), st.dictionaries(st.integers(0, 29), st.integers(0, 20)))
+def test_what_goes_is_worth_least_now_however_the_worth_of_a_few_has_risen(
+    times: list[int], rises: dict[int, int]
+) -> None:
+    heap = EvictionHeap()
+    for entry_id, time in enumerate(times):
+        heap.push(entry_id, CachedEntry(time, 1))
+    for entry_id, rise in list(rises.items())[:8]:
+        if entry_id < len(times):
+            times[entry_id] += rise
+    gone = heap.pop_current(lambda entry_id: CachedEntry(times[entry_id], 1))
+    assert times[gone] == min(times)
+
+
 def test_pushing_again_replaces() -> None:
     heap = EvictionHeap()
     heap.push(0, CachedEntry(1, 1))

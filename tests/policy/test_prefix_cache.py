@@ -7,7 +7,7 @@ from megatron_mamba_cache.policy.admission import Refusal
 from megatron_mamba_cache.policy.identifiers import BlockId
 from megatron_mamba_cache.policy.prefix_cache import PrefixCache
 from megatron_mamba_cache.policy.requests import RunningRequest
-from megatron_mamba_cache.policy.slot_pool import SlotOwner
+from megatron_mamba_cache.policy.slot_owners import SlotOwner
 from tests.policy.small_cache import (
     BLOCK,
     ENOUGH,

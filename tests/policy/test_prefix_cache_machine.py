@@ -21,7 +21,7 @@ from megatron_mamba_cache.policy.boundaries import select_boundaries
 from megatron_mamba_cache.policy.identifiers import BlockId, BlockKey, SlotId
 from megatron_mamba_cache.policy.prefix_cache import PrefixCache
 from megatron_mamba_cache.policy.requests import RequestSpec, RunningRequest
-from megatron_mamba_cache.policy.slot_pool import SlotOwner
+from megatron_mamba_cache.policy.slot_owners import SlotOwner
 from tests.policy.small_cache import BLOCK, frozen, request, small_cache
 
 MAX_ROWS = 3
@@ -90,11 +90,18 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         stride=st.sampled_from([None, None, 1, 2]),
         align=st.booleans(),
         checkpoints=st.sampled_from(["rolling", "rolling", "all", "none"]),
+        eviction=st.sampled_from(["lru", "cost"]),
     )
-    def build(self, num_slots: int, stride: int | None, align: bool, checkpoints: Checkpoints) -> None:
+    def build(self, num_slots: int, stride: int | None, align: bool, checkpoints: Checkpoints, eviction: str) -> None:
         self.checkpoints = checkpoints
         self.cache = small_cache(
-            NUM_BLOCKS, num_slots, stride=stride, align=align, checkpoints=checkpoints, max_requests=MAX_ROWS
+            NUM_BLOCKS,
+            num_slots,
+            stride=stride,
+            align=align,
+            checkpoints=checkpoints,
+            max_requests=MAX_ROWS,
+            eviction=eviction,
         )
 
     # Admission.

@@ -8,7 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from megatron_mamba_cache.errors import CacheCapacityError, CacheIntegrityError
 from megatron_mamba_cache.policy.identifiers import BlockId, BlockKey, SlotId
 from megatron_mamba_cache.policy.kv_block_pool import KVBlockPool
-from megatron_mamba_cache.policy.slot_pool import SlotOwner, SlotPool
+from megatron_mamba_cache.policy.slot_owners import SlotOwner
+from megatron_mamba_cache.policy.slot_pool import SlotPool
 
 
 def cache(pool: SlotPool, *blocks: int) -> list[SlotId]:
@@ -349,8 +350,8 @@ def test_a_flush_of_both_pools_survives_a_pinned_state() -> None:
 @pytest.mark.parametrize(
     ("corrupt", "message"),
     [
-        (lambda pool: pool._owners.__setitem__(0, SlotOwner.LIVE), "counted"),
-        (lambda pool: pool._free.__setitem__(0, pool._free[1]), "listed as free"),
+        (lambda pool: pool._owners._owners.__setitem__(0, SlotOwner.LIVE), "counted"),
+        (lambda pool: pool._owners._free.__setitem__(0, pool._owners._free[1]), "listed as free"),
         (lambda pool: pool._slot_of.clear(), "listed as cached"),
         (lambda pool: pool._pins.__setitem__(9, 1), "pins"),
         (lambda pool: pool._evictable.clear(), "evictable"),

@@ -1,0 +1,88 @@
+"""What each state slot is in use for."""
+
+from collections.abc import Sequence
+from enum import Enum
+
+from ..errors import CacheIntegrityError
+from .identifiers import SlotId
+
+
+class SlotOwner(Enum):
+    """What a slot is in use for."""
+
+    FREE = "free"
+    LIVE = "live"
+    RESERVED = "reserved"
+    CACHED = "cached"
+    DRAFT = "draft"
+
+
+class SlotOwners:
+    """Slots 0 to num_slots - 1, one owner each, free at first."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._owners = [SlotOwner.FREE] * num_slots
+        self._counts = dict.fromkeys(SlotOwner, 0) | {SlotOwner.FREE: num_slots}
+        self._free = [SlotId(slot) for slot in reversed(range(num_slots))]  # a stack: lowest number on top
+
+    @property
+    def num_free(self) -> int:
+        """Slots that `take` can give."""
+        return len(self._free)
+
+    def count(self, owner: SlotOwner) -> int:
+        """Return how many slots are in use for this."""
+        return self._counts[owner]
+
+    def owner_of(self, slot: SlotId) -> SlotOwner:
+        """Return what the slot is in use for."""
+        return self._owners[slot]
+
+    def take(self, num_slots: int, owner: SlotOwner) -> list[SlotId]:
+        """Give free slots, of which there are so many, to an owner."""
+        slots = [self._free.pop() for _ in range(num_slots)]
+        for slot in slots:
+            self._owners[slot] = owner
+        self._counts[SlotOwner.FREE] -= num_slots
+        self._counts[owner] += num_slots
+        return slots
+
+    def hand_over(self, slot: SlotId, owner: SlotOwner, new_owner: SlotOwner) -> None:
+        """Pass a slot on.
+
+        Raises:
+            ValueError: If there is no such slot.
+            CacheIntegrityError: If it is not the owner's; nothing has changed then.
+        """
+        self._require_owner(slot, owner)
+        self._set_owner(slot, new_owner)
+
+    def free(self, slot: SlotId, owner: SlotOwner) -> None:
+        """Take a slot back from its owner; raises as `hand_over` does."""
+        self._require_owner(slot, owner)
+        self._set_owner(slot, SlotOwner.FREE)
+        self._free.append(slot)
+
+    def check_integrity(self) -> None:
+        """Raise CacheIntegrityError unless counts and free slots agree with the owners. O(n)."""
+        found = {owner: self._owners.count(owner) for owner in SlotOwner}
+        if found != self._counts:
+            raise CacheIntegrityError(f"owners {found} != counted {self._counts}")
+        self.check_owned(SlotOwner.FREE, self._free)
+
+    def check_owned(self, owner: SlotOwner, slots: Sequence[SlotId]) -> None:
+        """Raise CacheIntegrityError unless `slots`, in any order, are all that the owner has. O(n)."""
+        owned = [slot for slot, found in enumerate(self._owners) if found is owner]
+        if sorted(slots) != owned:
+            raise CacheIntegrityError(f"slots listed as {owner.value} {sorted(slots)} != slots owned so {owned}")
+
+    def _set_owner(self, slot: SlotId, owner: SlotOwner) -> None:
+        self._counts[self._owners[slot]] -= 1
+        self._counts[owner] += 1
+        self._owners[slot] = owner
+
+    def _require_owner(self, slot: SlotId, owner: SlotOwner) -> None:
+        if not 0 <= slot < len(self._owners):  # a padding -1 would silently index the last slot
+            raise ValueError(f"need a slot of 0 to {len(self._owners) - 1}, found {slot}")
+        if self._owners[slot] is not owner:
+            raise CacheIntegrityError(f"need slot {slot} {owner.value}, found it {self._owners[slot].value}")

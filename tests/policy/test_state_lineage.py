@@ -1,0 +1,108 @@
+from itertools import pairwise
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from megatron_mamba_cache.policy.identifiers import BlockId
+from megatron_mamba_cache.policy.state_lineage import StateLineage
+
+
+def lost(lineage: StateLineage, block: int, *cached: int) -> int:
+    return lineage.entry(BlockId(block), 0, 0.0, {BlockId(other) for other in cached}).lost_tokens
+
+
+def chain(*num_tokens: int) -> StateLineage:
+    """Return states at blocks 0, 1, ..., each behind the one before it."""
+    lineage = StateLineage()
+    for block, tokens in enumerate(num_tokens):
+        lineage.add(BlockId(block), tokens, BlockId(block - 1) if block else None, 0)
+    return lineage
+
+
+def test_without_a_state_before_it_all_is_lost() -> None:
+    assert lost(chain(40), 0, 0) == 40
+
+
+def test_what_is_lost_counts_from_the_nearest_state_that_is_left() -> None:
+    lineage = chain(10, 25, 60)
+    assert [lost(lineage, 2, *cached) for cached in [(0, 1, 2), (0, 2), (2,)]] == [35, 50, 60]
+
+
+def test_a_state_published_in_between_counts_once_the_path_is_known() -> None:
+    lineage = chain(10, 60)
+    lineage.add(BlockId(7), 40, BlockId(0), 1)
+    assert lost(lineage, 1, 0, 1, 7) == 50
+    lineage.relink(BlockId(1), BlockId(7))
+    assert lost(lineage, 1, 0, 1, 7) == 20
+
+
+def test_states_behind_a_state_and_requests_from_it_are_counted() -> None:
+    lineage = chain(10)
+    for block in (1, 2):
+        lineage.add(BlockId(block), 20, BlockId(0), 0)
+    lineage.count_hit(BlockId(0))
+    entry = lineage.entry(BlockId(0), 5, 1.5, {BlockId(0)})
+    assert entry == (5, 10, 1.5, 10, 1, 2)
+
+
+class LineageMachine(RuleBasedStateMachine):
+    """States come and go at the blocks of a tree; the model looks for the nearest one from scratch."""
+
+    numbers = st.integers(0, 30)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lineage = StateLineage()
+        self.parents: list[int | None] = []
+        self.cached: set[BlockId] = set()
+
+    def _path(self, block: int) -> list[BlockId]:
+        path, at = [], block
+        while at is not None:
+            path.append(BlockId(at))
+            at = self.parents[at]
+        return path[::-1]
+
+    def _before(self, block: int) -> BlockId | None:
+        states = [other for other in self._path(block)[:-1] if other in self.cached]
+        return states[-1] if states else None
+
+    def _true_loss(self, block: int) -> int:
+        before = self._before(block)
+        return 10 * (len(self._path(block)) - (0 if before is None else len(self._path(before))))
+
+    @rule(number=numbers)
+    def grow(self, number: int) -> None:
+        self.parents.append(number % len(self.parents) if self.parents and number % 5 else None)
+
+    @precondition(lambda self: len(self.cached) < len(self.parents))
+    @rule(number=numbers)
+    def publish(self, number: int) -> None:
+        absent = [block for block in range(len(self.parents)) if block not in self.cached]
+        block = BlockId(absent[number % len(absent)])
+        self.lineage.add(block, 10 * len(self._path(block)), self._before(block), 0)
+        self.cached.add(block)
+
+    @precondition(lambda self: self.cached)
+    @rule(number=numbers)
+    def evict(self, number: int) -> None:
+        self.cached.remove(sorted(self.cached)[number % len(self.cached)])
+
+    @precondition(lambda self: self.parents)
+    @rule(number=numbers)
+    def walk(self, number: int) -> None:
+        states = [block for block in self._path(number % len(self.parents)) if block in self.cached]
+        for before, block in pairwise(states):
+            self.lineage.relink(block, before)
+        for block in states:
+            assert lost(self.lineage, block, *self.cached) == self._true_loss(block)
+
+    @invariant()
+    def a_cost_is_never_too_low(self) -> None:
+        for block in self.cached:
+            assert self._true_loss(block) <= lost(self.lineage, block, *self.cached) <= 10 * len(self._path(block))
+
+
+TestLineageAgainstModel = LineageMachine.TestCase
+TestLineageAgainstModel.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
