@@ -14,6 +14,8 @@ def append_all_but_last(
     They take no time of their own: the step's time goes with the last. Their log-probs leave `step_result`, and so do
     all alternatives to tokens behind a request's first. If one has no text, nothing has changed.
     """
+    if not step_result["top_n_logprobs"] and all(len(tokens) <= 1 for tokens in step_result["kept_tokens"]):
+        return
     log_probs, top_n = step_result["log_probs"], step_result["top_n_logprobs"] or {}
     named = {index: [_named_log_probs(*best, detokenize) for best in places] for index, places in top_n.items()}
     for index, request_id in enumerate(step_result["active_request_ids"].tolist()):

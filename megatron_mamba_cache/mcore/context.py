@@ -291,9 +291,9 @@ class MambaCacheContext(StepReader):
 
     def _count_rows(self) -> None:
         """Set the counts that Megatron's engine and controller read; rows that sit the step out count as paused."""
-        prefilling = [row for row in self.rows if row.is_prefilling and row.scheduled]
-        num_decoding = sum(not row.is_paused and not row.is_prefilling for row in self.rows)
+        scheduled = [row.scheduled for row in self.rows if row.is_prefilling]
+        num_decoding = sum(not row.is_paused for row in self.rows if not row.is_prefilling)
         self.total_request_count = len(self.rows)
-        self.paused_request_count = len(self.rows) - len(prefilling) - num_decoding
-        self.num_prefill_requests = len(prefilling)
-        self.active_token_count = num_decoding + sum(row.scheduled for row in prefilling)
+        self.num_prefill_requests = sum(num_tokens > 0 for num_tokens in scheduled)
+        self.paused_request_count = self.total_request_count - self.num_prefill_requests - num_decoding
+        self.active_token_count = num_decoding + sum(scheduled)

@@ -104,5 +104,8 @@ class MambaCacheController(TextGenerationController):
         }
 
 
+_NO_DRAFTS = DraftCounts()
+
+
 def _draft_counts(row: RunningRequest, kept: KeptTokens) -> DraftCounts:
-    return DraftCounts(len(row.drafts), len(kept.tokens) - 1) if row.drafts else DraftCounts()
+    return DraftCounts(len(row.drafts), len(kept.tokens) - 1) if row.drafts else _NO_DRAFTS

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from ..policy.requests import RunningRequest
 from ..state.padded_step import DecodeShape, graph_shapes, smallest_shape
 from ..state.step_batch import StepBatch, send_padded_step, view_step
-from ..state.step_logits import StepLogits, logits_starts
+from ..state.step_logits import StepLogits, all_greedy, logits_starts
 from .context import MambaCacheContext
 from .padding_rows import decode_padding
 from .served_model import compute_step
@@ -116,7 +116,7 @@ class StepGraph:
             logits=replace(
                 views.logits,
                 starts=logits_starts(rows),
-                all_greedy=all(row.spec.sampling.is_greedy for row in rows),
+                all_greedy=all_greedy(rows),
             ),
         )
 

@@ -203,7 +203,7 @@ class MambaCacheEngine(DynamicInferenceEngine):
     ) -> Any:
         """Append the step's tokens to their requests; evicted ones go back to the head of the queue."""
         outcome = super().post_process_requests(request_ids, finished_request_ids, None, *args, **settings)
-        for request_id in request_ids.tolist():
+        for request_id in request_ids.tolist() if self._failed_steps else ():
             if request_id not in self.requests or self.get_request(request_id).generated_tokens:
                 self._failed_steps.forget(request_id)
         if evict_request_ids is not None:

@@ -19,6 +19,9 @@ class FailedSteps:
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}
 
+    def __bool__(self) -> bool:
+        return bool(self._counts)
+
     def count(self, request_ids: Iterable[int]) -> list[int]:
         """Count a failed step against its requests; return those that are to be refused."""
         request_ids = list(request_ids)

@@ -59,8 +59,8 @@ class StepScheduler:
     def _continue_prefills(self) -> RunningRequest | None:
         """Give rows in mid-prefill their next chunk; return one that the step leaves there."""
         unfinished = None
-        for row in self._context.rows:
-            if row.is_prefilling and self._budget() > 0:
+        for row in [row for row in self._context.rows if row.is_prefilling]:
+            if self._budget() > 0:
                 self.in_hand = row.request_id
                 self._context.continue_prefill(row, self._budget())
             if _is_unfinished(row):

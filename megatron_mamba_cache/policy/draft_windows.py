@@ -23,10 +23,12 @@ class DraftWindows:
     def widen(self, row: RunningRequest, num_drafts: int) -> int:
         """Give the row columns for up to `num_drafts` drafts; return for how many it has them."""
         missing = num_drafts - len(row.draft_slots)
+        if missing <= 0:
+            return num_drafts
         num_live = self._slots.num_live
         num_to_come = max(0, self._max_requests - num_live)
         spare = self._slots.num_available - num_to_come - self._num_checkpoints * num_live
-        if missing > 0 and spare > 0:
+        if spare > 0:
             row.draft_slots += self._slots.take_draft(min(missing, spare))
         return min(num_drafts, len(row.draft_slots))
 

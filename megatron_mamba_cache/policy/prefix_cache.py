@@ -144,7 +144,7 @@ class PrefixCache:
 
     def schedule_decode(self, row: RunningRequest, drafts: Sequence[int] = ()) -> None:
         """Schedule the next token of a decoding row, behind it the drafts that find room, and reserve its boundary."""
-        room = self._room_for_drafts(row, len(drafts))
+        room = self._room_for_drafts(row, len(drafts)) if drafts else 0
         boundary = (row.computed // self.block_size + 1) * self.block_size
         if boundary <= row.computed + 1 + room and self._keeps_decode_states and self._publishes(row):
             self._reservations.reserve_in_decode(row, boundary)  # first: it is worth more than a draft
@@ -278,12 +278,14 @@ class PrefixCache:
 
     def _publish_blocks(self, row: RunningRequest, end: int) -> None:
         num_full = end // self.block_size
+        if num_full <= row.num_published_blocks:
+            return
         if num_full > len(row.chain.keys):
             row.chain.extend(row.tokens(row.chain.num_tokens, num_full * self.block_size))
         for index in range(row.num_published_blocks, num_full):
             parent = row.block_ids[index - 1] if index else None
             row.block_ids[index] = self.kv.register(row.block_ids[index], row.chain.keys[index], parent)
-        row.num_published_blocks = max(row.num_published_blocks, num_full)
+        row.num_published_blocks = num_full
 
     def _unpin_source(self, row: RunningRequest) -> None:
         if row.source_block is not None:

@@ -61,11 +61,10 @@ class RequestSpec:
     tenant: str = ""
     log_probs: LogProbSettings = LogProbSettings()
     num_replayed: int = 0
+    prompt_len: int = field(init=False)  # asked for many times a step
 
-    @property
-    def prompt_len(self) -> int:
-        """Tokens in the prompt."""
-        return len(self.prompt)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt_len", len(self.prompt))
 
     @property
     def may_skip(self) -> bool:
@@ -187,6 +186,8 @@ class RunningRequest:
         sampling = self.spec.sampling
         if new[-1] == sampling.termination_id or self.length + len(new) >= self.spec.max_len:
             return True
+        if not sampling.stop_words:
+            return False
         return any(self._newest_generated(len(word), new) == word for word in sampling.stop_words)
 
     def _newest_generated(self, count: int, new: Sequence[int]) -> tuple[int, ...]:

@@ -25,6 +25,10 @@ def schedule_decode(
     Returns:
         For each row the distributions, [drafts, vocab], that its drafts were drawn from; None where they are certain.
     """
+    if not planner.max_drafts:
+        for row in rows:
+            cache.schedule_decode(row)
+        return [None] * len(rows)
     limits = []
     for row in rows:
         # The step yields one token more than it has drafts; none may lie beyond the request's limit.

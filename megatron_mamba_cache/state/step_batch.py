@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 from torch import Tensor
@@ -99,8 +100,8 @@ def _write(
 ) -> int:
     """Write every integer of a step; return the number of its SSM chunks."""
     num_decode = _num_decode(rows)
-    _write_tokens(rows, buffers, geometry)
     _write_rows(rows, buffers)
+    _write_tokens(rows, num_decode, buffers, geometry)
     _write_windows(rows[:num_decode], buffers)
     write_logits(rows, buffers, purpose, draws_ratios=draws_ratios)
     prefill_rows = rows[num_decode:]
@@ -111,34 +112,41 @@ def _num_decode(rows: Sequence[RunningRequest]) -> int:
     return sum(not row.is_prefilling for row in rows)
 
 
-def _write_tokens(rows: Sequence[RunningRequest], buffers: StepBuffers, geometry: StepGeometry) -> None:
-    ids, positions = buffers.host("token_ids"), buffers.host("token_positions")
-    blocks, offsets = buffers.host("token_blocks"), buffers.host("token_offsets")
-    table = buffers.host_block_table()
-    start = 0
-    for index, row in enumerate(rows):
-        table[index, : len(row.block_ids)] = row.block_ids
-        packed = slice(start, start + row.scheduled)
-        start = packed.stop
-        ids[packed] = row.inputs
-        at = np.arange(row.computed, row.computed + row.scheduled, dtype=np.int32)
-        positions[packed] = at
-        offsets[packed] = at % geometry.block_size
-        block_index = at // geometry.block_size
-        # A block that was found in the cache holds these tokens' KV already and may be in use by others.
-        shared = block_index < row.num_shared_blocks
-        blocks[packed] = np.where(shared, geometry.dummy_block, table[index, block_index])
-
-
 def _write_rows(rows: Sequence[RunningRequest], buffers: StepBuffers) -> None:
     num_rows = len(rows)
-    lengths = np.fromiter((row.scheduled for row in rows), np.int32, num_rows)
+    scheduled, computed = buffers.host("scheduled")[:num_rows], buffers.host("computed")[:num_rows]
+    scheduled[:] = [row.scheduled for row in rows]
+    computed[:] = [row.computed for row in rows]
     cu_query = buffers.host("cu_query")
     cu_query[0] = 0
-    np.cumsum(lengths, out=cu_query[1 : num_rows + 1])
-    buffers.host("scheduled")[:num_rows] = lengths
-    buffers.host("computed")[:num_rows] = [row.computed for row in rows]
-    buffers.host("kv_lengths")[:num_rows] = [row.computed + row.scheduled for row in rows]
+    np.cumsum(scheduled, out=cu_query[1 : num_rows + 1])
+    np.add(computed, scheduled, out=buffers.host("kv_lengths")[:num_rows])
+    num_blocks = np.fromiter((len(row.block_ids) for row in rows), np.int32, num_rows)
+    table = buffers.host_block_table()[:num_rows]
+    blocks = chain.from_iterable(row.block_ids for row in rows)
+    table[np.arange(table.shape[1]) < num_blocks[:, None]] = np.fromiter(blocks, np.int32, int(num_blocks.sum()))
+
+
+def _write_tokens(
+    rows: Sequence[RunningRequest], num_decode: int, buffers: StepBuffers, geometry: StepGeometry
+) -> None:
+    """Write what a step knows of each token, behind `_write_rows`."""
+    num_rows, block_size = len(rows), geometry.block_size
+    scheduled, starts = buffers.host("scheduled")[:num_rows], buffers.host("cu_query")[: num_rows + 1]
+    ids, num_tokens = buffers.host("token_ids"), starts[-1]
+    decoded = chain.from_iterable(row.inputs for row in rows[:num_decode])
+    ids[: starts[num_decode]] = np.fromiter(decoded, np.int32, starts[num_decode])
+    for row, start in zip(rows[num_decode:], starts[num_decode:], strict=False):
+        ids[start : start + row.scheduled] = row.inputs
+    owners = np.repeat(np.arange(num_rows), scheduled)
+    at = np.arange(num_tokens, dtype=np.int32) + (buffers.host("computed")[:num_rows] - starts[:-1])[owners]
+    index = at // block_size
+    buffers.host("token_positions")[:num_tokens] = at
+    buffers.host("token_offsets")[:num_tokens] = at - index * block_size
+    # A block that was found in the cache holds these tokens' KV already and may be in use by others.
+    num_shared = np.fromiter((row.num_shared_blocks for row in rows), np.int32, num_rows)
+    blocks = np.where(index < num_shared[owners], geometry.dummy_block, buffers.host_block_table()[owners, index])
+    buffers.host("token_blocks")[:num_tokens] = blocks
 
 
 def _write_windows(rows: Sequence[RunningRequest], buffers: StepBuffers) -> None:

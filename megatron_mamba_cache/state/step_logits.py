@@ -82,8 +82,13 @@ def view_logits(rows: Sequence[RunningRequest], token_ids: Tensor, buffers: Step
         uniforms=device("uniforms")[: 2 * num_logits].view(torch.float64),
         accept_uniforms=device("accept_uniforms")[: 2 * num_logits].view(torch.float64),
         residual_uniforms=device("residual_uniforms")[: 2 * num_logits].view(torch.float64),
-        all_greedy=all(row.spec.sampling.is_greedy for row in rows),
+        all_greedy=all_greedy(rows),
     )
+
+
+def all_greedy(rows: Sequence[RunningRequest]) -> bool:
+    """Return whether no row needs a random number."""
+    return all(row.spec.sampling.is_greedy for row in rows)
 
 
 def logits_starts(rows: Sequence[RunningRequest]) -> tuple[int, ...]:
@@ -94,6 +99,9 @@ def logits_starts(rows: Sequence[RunningRequest]) -> tuple[int, ...]:
 def _write_uniforms(section: str, purpose: DrawPurpose, rows: Sequence[RunningRequest], buffers: StepBuffers) -> None:
     """Write the number of each token to be sampled: a function of its request's seed, its position and the purpose."""
     uniforms = buffers.host(section).view(np.float64)
+    if all_greedy(rows):
+        uniforms[: sum(1 + len(row.drafts) for row in rows)] = 0.0
+        return
     at = 0
     for row in rows:
         sampling, count = row.spec.sampling, 1 + len(row.drafts)
