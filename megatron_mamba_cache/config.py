@@ -48,6 +48,7 @@ class CacheConfig:
             [--attention-backend].
         num_cuda_graphs: Numbers of rows, up to max_requests, for which decode steps are captured as CUDA graphs, with
             and without drafts; 0 captures none [--inference-dynamic-batching-num-cuda-graphs].
+        cuda_graph_prefill_tokens: With them, steps of few prompts and up to so many of their tokens are captured too.
         weights_version: Part of every block key; states of other weights are never found.
 
     Raises:
@@ -72,6 +73,7 @@ class CacheConfig:
     conv_state_dtype: str = "model"
     attention_backend: str = "auto"
     num_cuda_graphs: int = 0
+    cuda_graph_prefill_tokens: int = 512
     weights_version: str = "0"
 
     def __post_init__(self) -> None:
@@ -101,6 +103,9 @@ class CacheConfig:
         are_in_range = type(graphs) is int and 0 <= graphs <= _MOST_GRAPHS
         _require(are_in_range, "num_cuda_graphs", graphs, f"an int from 0 to {_MOST_GRAPHS}")
         _require(self.eviction in _EVICTIONS, "eviction", self.eviction, f"one of {_EVICTIONS}")
+        prefilled = self.cuda_graph_prefill_tokens
+        is_count = type(prefilled) is int and prefilled >= 0
+        _require(is_count, "cuda_graph_prefill_tokens", prefilled, "an int of at least 0")
         drafts, most = self.num_speculative_tokens, min(_MOST_DRAFTS, self.block_size_tokens - 1)
         allowed_drafts = f"an int from 0 to {_MOST_DRAFTS}, below block_size_tokens={self.block_size_tokens}"
         is_in_range = type(drafts) is int and 0 <= drafts <= most

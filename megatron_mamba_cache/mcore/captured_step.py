@@ -6,19 +6,19 @@ from typing import Protocol
 from torch import Tensor
 
 from ..policy.requests import RunningRequest
-from ..state.padded_step import DecodeShape
+from ..state.padded_step import StepShape
 from ..state.step_batch import StepBatch
 
 
 class CapturedStep(Protocol):
-    """A decode step of a fixed shape that is computed by replaying it."""
+    """A step of a fixed shape that is computed by replaying it."""
 
-    shape: DecodeShape
+    shape: StepShape
     logits: Tensor
     wanted_outputs: Tensor
 
     def lay_out(self, rows: Sequence[RunningRequest], *, draws_ratios: bool) -> StepBatch:
-        """Send the rows of a step, no more and none longer than the shape's; return it as its readers see it."""
+        """Send the rows of a step that the shape holds; return it as its readers see it."""
 
     def forward(self) -> Tensor:
         """Compute the logits of the step that was laid out last; those of padding mean nothing."""
@@ -31,4 +31,4 @@ class GraphsByShape(Protocol):
     """The captured steps over one memory."""
 
     def fitting(self, rows: Sequence[RunningRequest]) -> CapturedStep | None:
-        """Return the smallest that holds the rows of a step; None if there is none, or one of them prefills."""
+        """Return the smallest that holds the rows of a step, None if there is none."""

@@ -75,10 +75,9 @@ class MambaCacheController(TextGenerationController):
         else:
             outcome = verify_step(step.logits, context.wanted_logits(logits), drawn_from)
             copy_reached_boundaries(step, outcome, context.memory)
-        return [
-            row.keep(tokens[:accepted])
-            for row, (accepted, *tokens) in zip(step.rows, outcome[: len(step.rows)].tolist(), strict=True)
-        ]
+        found = outcome.tolist()
+        sampled = [found[place] for place in step.places]
+        return [row.keep(tokens[:accepted]) for row, (accepted, *tokens) in zip(step.rows, sampled, strict=True)]
 
     def _log_probs(self, logits: Tensor, kept: Sequence[KeptTokens]) -> dict[str, Any]:
         context = self.context

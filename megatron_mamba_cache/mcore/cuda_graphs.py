@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs: the forward, then verification and align copies, over buffers at fixed addresses.
+"""Steps as CUDA graphs: the forward, then verification and align copies, over buffers at fixed addresses.
 
 Where tokens are sampled, what follows the forward runs as without graphs: sorting a vocabulary for each row takes
 memory that every graph would keep.
@@ -20,11 +20,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ..policy.requests import RunningRequest
-from ..state.padded_step import DecodeShape, graph_shapes, smallest_shape
+from ..state.padded_step import StepShape, decode_shapes, prefill_shapes, smallest_shape
 from ..state.step_batch import StepBatch, send_padded_step, view_step
 from ..state.step_logits import StepLogits, all_greedy, logits_starts
 from .context import MambaCacheContext
-from .padding_rows import decode_padding
 from .served_model import compute_step
 from .verify_step import copy_reached_boundaries, verify_step
 
@@ -56,27 +55,28 @@ class CudaRecorder:
 
 
 class StepGraph:
-    """The decode steps of one shape.
+    """The steps of one shape.
 
     Args:
         model: Wrapped over the context.
         record: What captures, one computation after another.
     """
 
-    def __init__(self, model: Any, context: MambaCacheContext, shape: DecodeShape, record: Record) -> None:
+    def __init__(self, model: Any, context: MambaCacheContext, shape: StepShape, record: Record) -> None:
         self.shape = shape
         self._context = context
         self._memory = context.memory
         buffers = self._memory.step_buffers
-        padding = decode_padding(shape, self._memory.blocks.dummy_block_idx)
-        send_padded_step(padding, buffers, self._memory.geometry, shape)
-        self._views = view_step(padding, buffers)
+        geometry = self._memory.geometry
+        send_padded_step(shape.pad((), geometry.dummy_block), buffers, geometry, shape)
+        padding, num_chunks = shape.fullest_rows(geometry.dummy_block), shape.num_chunks(geometry.ssm_chunk_size)
+        self._views = view_step(padding, buffers, num_chunks)
         longest = replace(self._views.attention, kv_lens=(context.max_sequence_length,) * shape.num_rows)
         self._attention = self._memory.attention.capture(longest)
 
         def forward() -> tuple[Tensor, ...]:
             with context.rehearsing():
-                self._views = view_step(padding, buffers)
+                self._views = view_step(padding, buffers, num_chunks)
                 context.install(self._views, self._attention.begin())
                 logits = compute_step(model, context)
                 return logits, context.wanted_outputs, *_computed_views(self._views.logits)
@@ -95,27 +95,29 @@ class StepGraph:
         (self._outcome,), self._replay_verify = record(verify)
 
     def lay_out(self, rows: Sequence[RunningRequest], *, draws_ratios: bool) -> StepBatch:
-        """Send the rows of a step, no more and none longer than the shape's; return it as its readers see it."""
-        views = self._results
-        send_padded_step(rows, self._memory.step_buffers, self._memory.geometry, self.shape, draws_ratios=draws_ratios)
-        unused = (0,) * (self.shape.num_rows - len(rows))
+        """Send the rows of a step that the shape holds; return it as its readers see it."""
+        memory, shape, results = self._memory, self.shape, self._results
+        padded = shape.pad(rows, memory.geometry.dummy_block)
+        send_padded_step(padded, memory.step_buffers, memory.geometry, shape, draws_ratios=draws_ratios)
         attention = replace(
-            views.attention,
-            query_lens=(*(row.scheduled for row in rows), *unused),
-            kv_lens=(*(row.computed + row.scheduled for row in rows), *unused),
+            results.attention,
+            query_lens=tuple(row.scheduled for row in padded),
+            kv_lens=tuple(row.computed + row.scheduled for row in padded),
         )
         self._attention.plan_again(attention)
-        num_tokens = sum(row.scheduled for row in rows)
+        places = shape.places(rows)
+        starts = logits_starts(padded)
         return replace(
-            views,
+            results,
             rows=tuple(rows),
-            num_tokens=num_tokens,
-            num_decode_rows=len(rows),
-            num_decode_tokens=num_tokens,
+            places=places,
+            num_tokens=sum(row.scheduled for row in rows),
+            num_decode_rows=sum(not row.is_prefilling for row in rows),
+            num_decode_tokens=sum(row.scheduled for row in rows if not row.is_prefilling),
             attention=attention,
             logits=replace(
-                views.logits,
-                starts=logits_starts(rows),
+                results.logits,
+                starts=(*(starts[place] for place in places), starts[-1]),
                 all_greedy=all_greedy(rows),
             ),
         )
@@ -150,7 +152,9 @@ class StepGraphs:
         self._graphs = {graph.shape: graph for graph in graphs}
 
     def fitting(self, rows: Sequence[RunningRequest]) -> StepGraph | None:
-        """Return the smallest graph that holds the rows of a step; None if there is none, or one of them prefills."""
+        """Return the smallest graph that holds the rows of a step, None if there is none."""
+        if any(row.spec.log_probs.wanted for row in rows if row.is_prefilling):
+            return None  # the logits of a prompt's tokens lie elsewhere in a padded step
         shape = smallest_shape(rows, self._graphs)
         return None if shape is None else self._graphs[shape]
 
@@ -178,7 +182,7 @@ def device_reason(context: MambaCacheContext) -> str | None:
 
 @torch.inference_mode()
 def capture_graphs(model: Any, context: MambaCacheContext) -> CaptureReport | None:
-    """Capture the decode steps of a context between two steps; None where nothing is to be or can be captured."""
+    """Capture the steps of a context between two steps; None where nothing is to be or can be captured."""
     count = context.cache_config.num_cuda_graphs
     reason = reason_without_graphs(context) if count else None
     if not count or reason is not None:
@@ -187,7 +191,8 @@ def capture_graphs(model: Any, context: MambaCacheContext) -> CaptureReport | No
         return None
     began, free_before = time.perf_counter(), torch.cuda.mem_get_info()[0]
     limits = context.memory.step_buffers.limits
-    shapes = graph_shapes(count, limits.max_rows, limits.max_drafts, limits.max_tokens)
+    shapes = decode_shapes(count, limits.max_rows, limits.max_drafts, limits.max_tokens)
+    shapes += prefill_shapes(context.cache_config.cuda_graph_prefill_tokens, limits.max_rows, limits.max_tokens)
     record = CudaRecorder()
     # The largest first: smaller ones find room in the memory that it has left in the pool.
     largest_first = tqdm(sorted(shapes, key=lambda shape: -shape.num_tokens), desc="CUDA graphs", leave=False)
@@ -195,5 +200,5 @@ def capture_graphs(model: Any, context: MambaCacheContext) -> CaptureReport | No
     torch.cuda.synchronize()
     used = free_before - torch.cuda.mem_get_info()[0]
     report = CaptureReport(len(shapes), time.perf_counter() - began, used)
-    _LOG.info("captured %d decode shapes in %.1f s; they hold %.2f GiB", len(shapes), report.seconds, used / 2**30)
+    _LOG.info("captured steps of %d shapes in %.1f s; they hold %.2f GiB", len(shapes), report.seconds, used / 2**30)
     return report

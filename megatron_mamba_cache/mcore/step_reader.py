@@ -88,11 +88,12 @@ class StepReader(DynamicInferenceContext):
         self.counters.steps += 1
 
     def lay_out_graph(self, graph: CapturedStep, rows: Sequence[RunningRequest], *, draws_ratios: bool) -> None:
-        """Make scheduled decode rows the step that a graph computes."""
+        """Make scheduled rows the step that a graph computes."""
         self._step = graph.lay_out(rows, draws_ratios=draws_ratios)
         self.wanted_outputs = graph.wanted_outputs
         self.active_token_count, self.padded_active_token_count = self._step.num_tokens, graph.shape.num_tokens
-        self.padded_active_request_count, self.num_prefill_requests = graph.shape.num_rows, 0
+        self.padded_active_request_count = graph.shape.num_rows
+        self.num_prefill_requests = len(rows) - self._step.num_decode_rows
         self.counters.steps += 1
         self.counters.graph_steps += 1
 

@@ -16,10 +16,10 @@ from ..kernels.progress import progress
 from ..kernels.varlen_rows import PAD_SLOT
 from ..policy.identifiers import BlockId
 from ..policy.requests import RunningRequest
+from ..state.padding_rows import decode_padding_row, prefill_padding_row
 from ..state.state_pool import DraftWindow
 from ..state.step_buffers import StepLimits
 from .context import MambaCacheContext
-from .padding_rows import decode_padding_row, prefill_padding_row
 from .served_model import compute_step
 from .verify_step import copy_reached_boundaries, verify_step
 
@@ -95,9 +95,9 @@ def decode_steps(limits: StepLimits, dummy_block: BlockId) -> Iterator[Rows]:
     """Yield decode rows with and without drafts, alone and before a prefill row, whose inputs lie where these end."""
     widest = min(1 + limits.max_drafts, limits.max_tokens)
     for width in {1, widest}:
-        yield [decode_padding_row(width - 1, dummy_block)]
+        yield [decode_padding_row(width, dummy_block)]
     most_tokens = min(_MOST_RESIDUES - 1, (limits.max_rows - 1) * widest, limits.max_tokens - 1)
     for num_tokens in range(1, most_tokens + 1):
         widths = [widest] * (num_tokens // widest) + [num_tokens % widest] * (num_tokens % widest > 0)
-        decoding = [decode_padding_row(width - 1, dummy_block) for width in widths]
+        decoding = [decode_padding_row(width, dummy_block) for width in widths]
         yield [*decoding, prefill_padding_row(1, dummy_block)]

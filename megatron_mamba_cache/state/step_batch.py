@@ -11,9 +11,10 @@ from ..kernels.align_copy import AlignRows
 from ..kernels.attention_rows import AttentionRows
 from ..kernels.varlen_rows import PAD_SLOT, VarlenRows
 from ..kernels.verify_rows import VerifyRows
+from ..policy.identifiers import BlockId
 from ..policy.random_counter import DrawPurpose
 from ..policy.requests import RunningRequest
-from .padded_step import DecodeShape, pad_step
+from .padded_step import StepShape, pad_tail
 from .prefill_metadata import write_prefill_rows
 from .step_buffers import StepBuffers
 from .step_logits import StepLogits, view_logits, write_logits
@@ -28,6 +29,7 @@ class StepBatch:
     """
 
     rows: tuple[RunningRequest, ...]
+    places: Sequence[int]  # [rows] of each row's results; others are padding's
     num_tokens: int
     num_decode_rows: int
     num_decode_tokens: int
@@ -48,7 +50,7 @@ class StepGeometry:
 
     block_size: int
     ssm_chunk_size: int
-    dummy_block: int
+    dummy_block: BlockId
     window_len: int  # conv inputs that a state carries
 
 
@@ -73,21 +75,17 @@ def lay_out_step(
 
 
 def send_padded_step(
-    rows: Sequence[RunningRequest],
+    padded: Sequence[RunningRequest],
     buffers: StepBuffers,
     geometry: StepGeometry,
-    shape: DecodeShape,
+    shape: StepShape,
     *,
     draws_ratios: bool = False,
 ) -> None:
-    """Write decode rows and padding up to a shape into the buffers, and send them; the views of a captured step exist.
-
-    Args:
-        rows: All decode, no more and none longer than the shape's.
-    """
-    _write(rows, buffers, geometry, DrawPurpose.SAMPLE, draws_ratios=draws_ratios)
-    pad_step(rows, buffers, geometry.dummy_block, shape)
-    buffers.send(len(rows))
+    """Write a step that is padded to a shape, see `StepShape.pad`, and send it; its views exist already."""
+    _write(padded, buffers, geometry, DrawPurpose.SAMPLE, draws_ratios=draws_ratios)
+    pad_tail(padded, buffers, geometry.dummy_block, shape, shape.num_chunks(geometry.ssm_chunk_size))
+    buffers.send(len(padded))
 
 
 def _write(
@@ -174,6 +172,7 @@ def view_step(rows: Sequence[RunningRequest], buffers: StepBuffers, num_chunks: 
     token_ids = device("token_ids")[:num_tokens].long()
     return StepBatch(
         rows=tuple(rows),
+        places=range(len(rows)),
         num_tokens=num_tokens,
         num_decode_rows=num_decode,
         num_decode_tokens=sum(row.scheduled for row in rows[:num_decode]),

@@ -92,19 +92,19 @@ def all_greedy(rows: Sequence[RunningRequest]) -> bool:
 
 
 def logits_starts(rows: Sequence[RunningRequest]) -> tuple[int, ...]:
-    """Return [rows + 1], where each row's logits begin."""
-    return (0, *accumulate(1 + len(row.drafts) for row in rows))
+    """Return [rows + 1], where each row's logits begin; a row of no tokens has none."""
+    return (0, *accumulate(1 + len(row.drafts) if row.scheduled else 0 for row in rows))
 
 
 def _write_uniforms(section: str, purpose: DrawPurpose, rows: Sequence[RunningRequest], buffers: StepBuffers) -> None:
     """Write the number of each token to be sampled: a function of its request's seed, its position and the purpose."""
     uniforms = buffers.host(section).view(np.float64)
     if all_greedy(rows):
-        uniforms[: sum(1 + len(row.drafts) for row in rows)] = 0.0
+        uniforms[: logits_starts(rows)[-1]] = 0.0
         return
     at = 0
     for row in rows:
-        sampling, count = row.spec.sampling, 1 + len(row.drafts)
+        sampling, count = row.spec.sampling, 1 + len(row.drafts) if row.scheduled else 0
         first = row.computed + row.scheduled - len(row.drafts)
         uniforms[at : at + count] = [
             0.0 if sampling.is_greedy else counter_uniform(sampling.seed, first + index, purpose)

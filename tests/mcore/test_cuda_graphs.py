@@ -38,7 +38,7 @@ def totals() -> Iterator[WorkloadTotals]:
 
 
 def with_graphs(config: CacheConfig, count: int = 3) -> CacheConfig:
-    return replace(config, num_cuda_graphs=count)
+    return replace(config, num_cuda_graphs=count, cuda_graph_prefill_tokens=40)
 
 
 def start(**settings: object) -> EngineRun:
@@ -66,15 +66,21 @@ def test_random_workloads_with_drafts_match_the_oracle(name: str, totals: Worklo
     totals.run_batch(name, range(SEEDS_PER_FLAVOUR), run, ("graph_steps", "draft_tokens"))
 
 
-def test_every_decode_step_replays_a_graph() -> None:
-    run = start(max_requests=5)
+def test_every_step_that_a_shape_holds_replays_a_graph() -> None:
+    run = start(max_requests=8)
     for request_id in range(5):
         run.add(request_id, some_tokens(12, seed=request_id), 6 + request_id)
     run.finish()
+    # One step prefills all 60 tokens, too many; then each request decodes what is left of it, the longest longest.
+    assert (run.counters.steps, run.counters.graph_steps) == (10, 9)
+    for request_id in range(5, 8):
+        run.add(request_id, some_tokens(30, seed=request_id), 9)
+        run.step()
+        run.step()
+    run.finish()
+    # Prompts of 30 tokens fit, the later two behind one and two rows that decode.
+    assert run.counters.steps - run.counters.graph_steps == 1
     run.assert_exact()
-    counters = run.counters
-    # One step prefills all; then each request decodes what is left of it, the longest longest.
-    assert (counters.steps, counters.graph_steps) == (10, 9)
 
 
 def test_capturing_touches_no_state_and_takes_nothing() -> None:

@@ -1,0 +1,39 @@
+"""Rows that own nothing, for steps that change nothing: their slots are PAD_SLOT, their block is read by nobody."""
+
+import numpy as np
+
+from ..kernels.varlen_rows import PAD_SLOT
+from ..policy.block_hashing import BlockKeyChain
+from ..policy.identifiers import BlockId, SlotId
+from ..policy.requests import RequestSpec, ReservedState, RunningRequest, SamplingSettings
+
+_GREEDY = SamplingSettings(top_k=1)
+
+
+def prefill_padding_row(num_tokens: int, dummy_block: BlockId) -> RunningRequest:
+    """Return a row that prefills some tokens, maybe none, of a prompt of at least one."""
+    row = _row(RequestSpec(-1, np.zeros(max(1, num_tokens), np.int64), 2 + num_tokens, _GREEDY), dummy_block)
+    row.scheduled = num_tokens
+    return row
+
+
+def decode_padding_row(num_tokens: int, dummy_block: BlockId) -> RunningRequest:
+    """Return a row that decodes its first token and drafts behind it, with a state reserved; or one of no tokens."""
+    row = _row(RequestSpec(-1, np.zeros(0, np.int64), 2, _GREEDY), dummy_block)
+    if num_tokens:
+        row.scheduled, row.generated, row.drafts = num_tokens, [0], (0,) * (num_tokens - 1)
+        row.reserved = [ReservedState(0, SlotId(PAD_SLOT))]
+    return row
+
+
+def _row(spec: RequestSpec, dummy_block: BlockId) -> RunningRequest:
+    return RunningRequest(
+        spec=spec,
+        chain=BlockKeyChain(bytes(32), 1),
+        epoch=-1,
+        age=-1,
+        live_slot=SlotId(PAD_SLOT),
+        block_ids=[dummy_block],
+        num_shared_blocks=0,
+        computed=0,
+    )
