@@ -30,14 +30,8 @@ export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 section engine_tests_on_gpu "The engine's tests on a GPU" python3 -m pytest -p no:cacheprovider --color=no -rfE tests/mcore
 section tests_on_gpu "All other tests on a GPU" \
     python3 -m pytest -p no:cacheprovider --color=no -rfE --ignore=tests/mcore tests
-
-kernel_tests="tests/kernels/test_align_copy.py tests/kernels/test_causal_conv.py tests/kernels/test_conv_verify.py
- tests/kernels/test_gated_norm.py tests/kernels/test_kv_append.py tests/kernels/test_slot_copies.py
- tests/kernels/test_ssd_scan_kernels.py tests/kernels/test_state_verify.py"
-for tool in memcheck racecheck; do # torch's own kernels are not looked at, its cache of memory would hide overruns
-    section "$tool" "compute-sanitizer's $tool on the kernels' tests" env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
-        compute-sanitizer --tool "$tool" --target-processes all --error-exitcode 9 --kernel-name-exclude kns=native \
-        python3 -m pytest -p no:cacheprovider --color=no -q -m gpu -rfE $kernel_tests
+for tool in memcheck racecheck; do
+    section "$tool" "compute-sanitizer's $tool on the kernels' tests" benchmarks/sanitize_kernels.sh "$tool"
 done
 section device_agreement "Same tokens on GPU and CPU" python3 benchmarks/device_agreement.py
 section step_transfers "Copies and waits of a step" \

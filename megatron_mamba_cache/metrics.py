@@ -69,6 +69,9 @@ class CacheSnapshot:
     kv_blocks: dict[str, int] = field(default_factory=dict)  # by kind
     num_compiled_kernels: int = 0  # by Triton in this process, whatever for; those from its disk cache count
     compile_seconds: float = 0.0  # that took
+    num_graphs: int = 0  # step shapes that are captured as CUDA graphs
+    capture_seconds: float = 0.0  # that took
+    graph_bytes: int = 0  # of device memory that they hold
 
     def as_dict(self) -> dict[str, object]:
         """Return plain JSON types."""
@@ -78,4 +81,7 @@ class CacheSnapshot:
             "kv_blocks": dict(self.kv_blocks),
             "num_compiled_kernels": self.num_compiled_kernels,
             "compile_seconds": self.compile_seconds,
+            "num_graphs": self.num_graphs,
+            "capture_seconds": self.capture_seconds,
+            "graph_bytes": self.graph_bytes,
         }

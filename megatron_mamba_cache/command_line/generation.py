@@ -21,7 +21,15 @@ from .prompts import PromptLine
 from .quiet import own_warnings_hidden
 from .ready_model import engine_for, ready_model
 from .replies import reply_lines
-from .report import compilation_line, drafts_line, reason_for_no_skip, summary_line, table_lines, text_lines
+from .report import (
+    compilation_line,
+    drafts_line,
+    graphs_line,
+    reason_for_no_skip,
+    summary_line,
+    table_lines,
+    text_lines,
+)
 from .request_runner import RequestRunner, SamplingFlags
 from .results import RequestRecord, RunResult
 
@@ -112,6 +120,8 @@ class Generation:
         print(f"\n{summary_line(result)}")
         if result.cache.num_compiled_kernels:
             print(compilation_line(result))
+        if result.cache.num_graphs:
+            print(graphs_line(result))
         if self._config.num_speculative_tokens:
             print(drafts_line(result))
         later = LaterTurns.of(lines, result.records)

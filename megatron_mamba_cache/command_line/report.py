@@ -49,6 +49,15 @@ def compilation_line(result: RunResult) -> str:
     return f"compiled {count} kernel{'s' * (count != 1)} in {seconds:.1f} s"
 
 
+def graphs_line(result: RunResult) -> str:
+    """Return in one line which step shapes were captured as CUDA graphs, and how many steps were of one."""
+    cache, counters = result.cache, result.cache.counters
+    return (
+        f"captured {cache.num_graphs} step shape{'s' * (cache.num_graphs != 1)} in {cache.capture_seconds:.1f} s, "
+        f"{cache.graph_bytes / 2**30:.2f} GiB; {counters.graph_steps} of {counters.steps} steps replayed one"
+    )
+
+
 def drafts_line(result: RunResult) -> str:
     """Return in one line what became of the drafts."""
     counters = result.cache.counters

@@ -1,6 +1,7 @@
 """What a context asks of captured steps."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -27,8 +28,19 @@ class CapturedStep(Protocol):
         """Behind `forward`, verify against the best tokens and copy the states of reached boundaries; [rows, 2 + K]."""
 
 
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """What capturing took; bytes are the device's, workspaces included."""
+
+    num_graphs: int = 0
+    seconds: float = 0.0
+    num_bytes: int = 0
+
+
 class GraphsByShape(Protocol):
     """The captured steps over one memory."""
+
+    capture: Capture
 
     def fitting(self, rows: Sequence[RunningRequest]) -> CapturedStep | None:
         """Return the smallest that holds the rows of a step, None if there is none."""

@@ -11,7 +11,7 @@ out by every op, as in warmup. A graph is as good as the memory that it was capt
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from ..policy.requests import RunningRequest
 from ..state.padded_step import StepShape, decode_shapes, prefill_shapes, smallest_shape
 from ..state.step_batch import StepBatch, send_padded_step, view_step
 from ..state.step_logits import StepLogits, all_greedy, logits_starts
+from .captured_step import Capture
 from .context import MambaCacheContext
 from .served_model import compute_step
 from .verify_step import copy_reached_boundaries, verify_step
@@ -148,8 +149,9 @@ def _with_computed(
 class StepGraphs:
     """The graphs of a context's memory, by shape."""
 
-    def __init__(self, graphs: Sequence[StepGraph]) -> None:
+    def __init__(self, graphs: Sequence[StepGraph], capture: Capture) -> None:
         self._graphs = {graph.shape: graph for graph in graphs}
+        self.capture = capture
 
     def fitting(self, rows: Sequence[RunningRequest]) -> StepGraph | None:
         """Return the smallest graph that holds the rows of a step, None if there is none."""
@@ -157,15 +159,6 @@ class StepGraphs:
             return None  # the logits of a prompt's tokens lie elsewhere in a padded step
         shape = smallest_shape(rows, self._graphs)
         return None if shape is None else self._graphs[shape]
-
-
-@dataclass(frozen=True, slots=True)
-class CaptureReport:
-    """What capturing took."""
-
-    num_graphs: int
-    seconds: float
-    num_bytes: int  # of device memory, workspaces included
 
 
 def reason_without_graphs(context: MambaCacheContext) -> str | None:
@@ -181,13 +174,13 @@ def device_reason(context: MambaCacheContext) -> str | None:
 
 
 @torch.inference_mode()
-def capture_graphs(model: Any, context: MambaCacheContext) -> CaptureReport | None:
-    """Capture the steps of a context between two steps; None where nothing is to be or can be captured."""
+def capture_graphs(model: Any, context: MambaCacheContext) -> StepGraphs | None:
+    """Capture the steps of a context, between two steps; None where nothing is to be or can be captured."""
     count = context.cache_config.num_cuda_graphs
     reason = reason_without_graphs(context) if count else None
+    if reason is not None:
+        _LOG.warning("num_cuda_graphs is %d, but steps run without CUDA graphs: %s", count, reason)
     if not count or reason is not None:
-        if reason is not None:
-            _LOG.warning("num_cuda_graphs is %d, but steps run without CUDA graphs: %s", count, reason)
         return None
     began, free_before = time.perf_counter(), torch.cuda.mem_get_info()[0]
     limits = context.memory.step_buffers.limits
@@ -195,10 +188,9 @@ def capture_graphs(model: Any, context: MambaCacheContext) -> CaptureReport | No
     shapes += prefill_shapes(context.cache_config.cuda_graph_prefill_tokens, limits.max_rows, limits.max_tokens)
     record = CudaRecorder()
     # The largest first: smaller ones find room in the memory that it has left in the pool.
-    largest_first = tqdm(sorted(shapes, key=lambda shape: -shape.num_tokens), desc="CUDA graphs", leave=False)
-    context.graphs = StepGraphs([StepGraph(model, context, shape, record) for shape in largest_first])
+    largest_first = sorted(shapes, key=lambda shape: -shape.num_tokens)
+    with tqdm(largest_first, desc="capturing", unit="graph", leave=False, disable=None) as progress:
+        graphs = [StepGraph(model, context, shape, record) for shape in progress]
     torch.cuda.synchronize()
-    used = free_before - torch.cuda.mem_get_info()[0]
-    report = CaptureReport(len(shapes), time.perf_counter() - began, used)
-    _LOG.info("captured steps of %d shapes in %.1f s; they hold %.2f GiB", len(shapes), report.seconds, used / 2**30)
-    return report
+    num_bytes = free_before - torch.cuda.mem_get_info()[0]
+    return StepGraphs(graphs, Capture(len(graphs), time.perf_counter() - began, num_bytes))

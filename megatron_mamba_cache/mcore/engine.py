@@ -52,7 +52,7 @@ class MambaCacheEngine(DynamicInferenceEngine):
 
     def create_cuda_graphs(self, reset_context: bool = True) -> None:
         """Capture the decode steps that the settings ask for: at the start and after a resume."""
-        self.capture_report = capture_graphs(self.controller.inference_wrapped_model, self.context)
+        self.context.graphs = capture_graphs(self.controller.inference_wrapped_model, self.context)
 
     def add_request(
         self,

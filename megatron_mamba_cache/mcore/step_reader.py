@@ -21,7 +21,7 @@ from ..state.mamba_slot_allocator import StateSlotAllocator
 from ..state.state_pool import LayerStates
 from ..state.step_batch import StepBatch, lay_out_step
 from .cache_memory import CacheMemory
-from .captured_step import CapturedStep
+from .captured_step import Capture, CapturedStep, GraphsByShape
 from .log_probs import followed_tokens, selected_log_probs
 
 
@@ -41,6 +41,7 @@ class StepReader(DynamicInferenceContext):
     _memory: CacheMemory | None
     _step: StepBatch | None
     _attend: PlannedAttention
+    graphs: GraphsByShape | None
     graph: CapturedStep | None
 
     @property
@@ -243,6 +244,7 @@ class StepReader(DynamicInferenceContext):
     def snapshot(self) -> CacheSnapshot:
         """Return counters and what every slot and block is used for."""
         memory, counters, compiled = self.memory, self.counters, WATCH.total
+        captured = self.graphs.capture if self.graphs is not None else Capture()
         return CacheSnapshot(
             counters=replace(
                 counters,
@@ -253,4 +255,7 @@ class StepReader(DynamicInferenceContext):
             kv_blocks=memory.blocks.count_by_kind(),
             num_compiled_kernels=compiled.num_kernels,
             compile_seconds=compiled.seconds,
+            num_graphs=captured.num_graphs,
+            capture_seconds=captured.seconds,
+            graph_bytes=captured.num_bytes,
         )

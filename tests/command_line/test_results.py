@@ -9,7 +9,13 @@ from megatron_mamba_cache.command_line.comparison import Difference, first_diffe
 from megatron_mamba_cache.command_line.later_turns import LaterTurns
 from megatron_mamba_cache.command_line.prompts import PromptLine
 from megatron_mamba_cache.command_line.replies import reply_lines
-from megatron_mamba_cache.command_line.report import compilation_line, reason_for_no_skip, table_lines, text_lines
+from megatron_mamba_cache.command_line.report import (
+    compilation_line,
+    graphs_line,
+    reason_for_no_skip,
+    table_lines,
+    text_lines,
+)
 from megatron_mamba_cache.command_line.results import RequestRecord, RunResult
 from megatron_mamba_cache.metrics import CacheCounters, CacheSnapshot
 
@@ -52,6 +58,16 @@ def test_compilations_are_reported_and_written(count: int, words: str) -> None:
     assert compilation_line(compiled) == f"compiled {words}"
     summary = compiled.summary()
     assert (summary["num_compiled_kernels"], summary["compile_seconds"]) == (count, 2.51)
+
+
+def test_captured_graphs_are_reported_and_written() -> None:
+    result = result_of(LONG)
+    counters = replace(result.cache.counters, steps=40, graph_steps=31)
+    cache = replace(result.cache, counters=counters, num_graphs=12, capture_seconds=3.04, graph_bytes=3 * 2**29)
+    captured = replace(result, cache=cache)
+    assert graphs_line(captured) == "captured 12 step shapes in 3.0 s, 1.50 GiB; 31 of 40 steps replayed one"
+    summary = captured.summary()
+    assert (summary["num_graphs"], summary["graph_bytes"], summary["graph_steps"]) == (12, 3 * 2**29, 31)
 
 
 def test_a_failed_request_counts_in_no_total_but_its_own() -> None:

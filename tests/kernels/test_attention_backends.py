@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_mamba_cache.config import _ATTENTION_BACKENDS
-from megatron_mamba_cache.kernels.attention_backends import choice
+from megatron_mamba_cache.kernels.attention_backends import choice, flashinfer
 from megatron_mamba_cache.kernels.attention_backends.choice import BACKENDS, BackendClass, choose_attention
 from megatron_mamba_cache.kernels.attention_backends.flash_attn import cumulative_lengths
 from megatron_mamba_cache.kernels.attention_backends.flashinfer import page_lists
@@ -175,6 +175,7 @@ def stand_in_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer", attention_libraries.flashinfer())
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", attention_libraries.varlen_attn)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(flashinfer, "num_multiprocessors", lambda device: 132)
 
 
 @pytest.mark.usefixtures("stand_in_libraries")
@@ -240,6 +241,15 @@ class CapturedSteps:
             "kv_lens": (*(kv_len for _, kv_len in mix), *[0] * unused),
         }
         return step, replace(self.rows, **lengths)
+
+
+def test_parts_of_rows_take_what_the_library_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flashinfer, "num_multiprocessors", lambda device: 132)
+    shape = shape_of(num_heads=32, num_kv_heads=8, head_dim=128)
+    tile_of_16, tile_of_128 = (32 * tile * 129 * 4 for tile in (16, 128))
+    assert flashinfer.parts_bytes(shape, num_rows=1, num_tokens=1) == 33 * tile_of_16  # two for each multiprocessor
+    assert flashinfer.parts_bytes(shape, num_rows=256, num_tokens=256) == (64 + 255) * tile_of_16
+    assert flashinfer.parts_bytes(shape, num_rows=64, num_tokens=256) == (8 + 63) * tile_of_128
 
 
 @pytest.mark.usefixtures("stand_in_libraries")

@@ -93,8 +93,9 @@ def test_capturing_touches_no_state_and_takes_nothing() -> None:
     run.engine.create_cuda_graphs()
     assert run.context.counters is counters
     after = run.context.snapshot().as_dict()
-    for figure in ("num_compiled_kernels", "compile_seconds"):
-        assert after.pop(figure) >= snapshot.pop(figure)
+    assert after["num_graphs"] == snapshot["num_graphs"] > 0
+    for figure in ("num_compiled_kernels", "compile_seconds", "capture_seconds", "graph_bytes"):
+        assert after.pop(figure) >= 0 and snapshot.pop(figure) >= 0
     assert after == snapshot
     dummy = run.context.memory.blocks.dummy_block_idx
     assert dummy == kv.shape[2] - 1

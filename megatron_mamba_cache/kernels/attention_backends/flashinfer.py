@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from ..attention_rows import AttentionRows
+from ..kernel_launches import num_multiprocessors
 from ..progress import progress
 from .interface import AttentionShape, PlannedAttention, attend_rows, half_precision_refusal, is_installed
 
 _HEAD_DIMS = (64, 128, 256)
-_WORKSPACE_BYTES = 128 * 2**20
+_WORKSPACE_BYTES = 256 * 2**20
 _MOST_SHORT_QUERIES = 16  # query tokens of a decode or verify row
 
 
@@ -78,8 +79,8 @@ class PagedAttention:
 
         return attend
 
-    def plan_pages(self, pages: "PageLists") -> None:
-        """Plan on the host which blocks of the GPU read what."""
+    def plan_pages(self, pages: "PageLists", *, splits: bool = True) -> None:
+        """Plan on the host which blocks of the GPU read what; a row's cached tokens may be split among them."""
         shape = self._shape
         self._wrapper.plan(
             qo_indptr=pages.cu_query,
@@ -94,6 +95,7 @@ class PagedAttention:
             sm_scale=shape.scale,
             q_data_type=shape.dtype,
             kv_data_type=shape.dtype,
+            disable_split_kv=not splits,
         )
 
     def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
@@ -119,6 +121,8 @@ class CapturedFlashInfer:
             wrapper = _wrapper(workspace, "fa2", use_cuda_graph=True, **buffers)
         self._attention = PagedAttention(shape, wrapper)
         self._block_size = shape.block_size
+        # Inside a graph, parts of rows always have room in the workspace, as many as there may be; or there are none.
+        self._splits = parts_bytes(shape, num_rows, sum(rows.query_lens)) <= _WORKSPACE_BYTES
         self.plan_again(rows)  # the first plan is the largest that the wrapper accepts
 
     def begin(self) -> PlannedAttention:
@@ -127,7 +131,20 @@ class CapturedFlashInfer:
 
     def plan_again(self, rows: AttentionRows) -> None:
         """Plan the next replay on the host; needs exact lengths, and as many rows as before."""
-        self._attention.plan_pages(page_lists(rows, self._block_size, keep_all=True))
+        self._attention.plan_pages(page_lists(rows, self._block_size, keep_all=True), splits=self._splits)
+
+
+def parts_bytes(shape: AttentionShape, num_rows: int, num_tokens: int) -> int:
+    """Return the bytes that FlashInfer's fa2 keeps for the results of parts of rows, inside a graph.
+
+    They are float32 tiles of queries, of which a row may have a ragged one more. Source: FlashInfer 0.5.3, scheduler.cuh.
+    """
+    group = shape.num_heads // shape.num_kv_heads
+    longest = (num_tokens - num_rows + 1) * group
+    tile = 128 if longest > 64 else 64 if longest > 16 else 16
+    blocks_on_gpu = 2 * num_multiprocessors(shape.device)
+    num_tiles = max(-(-num_tokens * group // tile) + num_rows - 1, blocks_on_gpu // shape.num_kv_heads)
+    return shape.num_heads * num_tiles * tile * (shape.head_dim + 1) * 4
 
 
 def _wrapper(workspace: Tensor, kernel: str, **settings: Any) -> Any:
