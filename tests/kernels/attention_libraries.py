@@ -145,7 +145,6 @@ class BatchPrefillWithPagedKVCacheWrapper:
         sm_scale=None,
         q_data_type="float16",
         kv_data_type=None,
-        disable_split_kv=False,
     ) -> None:
         assert causal and q_data_type == kv_data_type
         if self._buffers is not None:

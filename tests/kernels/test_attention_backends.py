@@ -247,9 +247,9 @@ def test_parts_of_rows_take_what_the_library_takes(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(flashinfer, "num_multiprocessors", lambda device: 132)
     shape = shape_of(num_heads=32, num_kv_heads=8, head_dim=128)
     tile_of_16, tile_of_128 = (32 * tile * 129 * 4 for tile in (16, 128))
-    assert flashinfer.parts_bytes(shape, num_rows=1, num_tokens=1) == 33 * tile_of_16  # two for each multiprocessor
-    assert flashinfer.parts_bytes(shape, num_rows=256, num_tokens=256) == (64 + 255) * tile_of_16
-    assert flashinfer.parts_bytes(shape, num_rows=64, num_tokens=256) == (8 + 63) * tile_of_128
+    assert flashinfer.parts_bytes(shape, num_rows=1, num_tokens=1) == 33 * tile_of_16 + 32  # two a multiprocessor
+    assert flashinfer.parts_bytes(shape, num_rows=256, num_tokens=256) == (64 + 255) * tile_of_16 + 32
+    assert flashinfer.parts_bytes(shape, num_rows=64, num_tokens=256) == (8 + 63) * tile_of_128 + 32
 
 
 @pytest.mark.usefixtures("stand_in_libraries")

@@ -19,7 +19,8 @@ from ..progress import progress
 from .interface import AttentionShape, PlannedAttention, attend_rows, half_precision_refusal, is_installed
 
 _HEAD_DIMS = (64, 128, 256)
-_WORKSPACE_BYTES = 256 * 2**20
+_WORKSPACE_BYTES = 128 * 2**20
+_ALIGNMENT = 16
 _MOST_SHORT_QUERIES = 16  # query tokens of a decode or verify row
 
 
@@ -44,6 +45,7 @@ class FlashInferAttention:
     def __init__(self, shape: AttentionShape, kernel: str | None = None) -> None:
         self._shape = shape
         self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=shape.device)
+        self._graph_workspace: Tensor | None = None
         with progress("FlashInfer compiles attention kernels for this model, which it does once on a machine"):
             short, long = (kernel, kernel) if kernel else ("fa2", "auto")
             self._short = PagedAttention(shape, _wrapper(self._workspace, short))
@@ -57,8 +59,11 @@ class FlashInferAttention:
         return (self._short if longest <= _MOST_SHORT_QUERIES else self._long).plan(rows)
 
     def capture(self, rows: AttentionRows) -> "CapturedFlashInfer":
-        """Prepare graphs whose rows are at most as long as these."""
-        return CapturedFlashInfer(self._shape, self._workspace, rows)
+        """Prepare graphs whose rows are at most as long as these; capture the largest first, others share its memory."""
+        needed = parts_bytes(self._shape, len(rows.query_lens), sum(rows.query_lens))
+        if self._graph_workspace is None or self._graph_workspace.numel() < needed:
+            self._graph_workspace = torch.zeros(needed, dtype=torch.uint8, device=self._shape.device)
+        return CapturedFlashInfer(self._shape, self._graph_workspace, rows)
 
 
 class PagedAttention:
@@ -79,8 +84,8 @@ class PagedAttention:
 
         return attend
 
-    def plan_pages(self, pages: "PageLists", *, splits: bool = True) -> None:
-        """Plan on the host which blocks of the GPU read what; a row's cached tokens may be split among them."""
+    def plan_pages(self, pages: "PageLists") -> None:
+        """Plan on the host which blocks of the GPU read what."""
         shape = self._shape
         self._wrapper.plan(
             qo_indptr=pages.cu_query,
@@ -95,7 +100,6 @@ class PagedAttention:
             sm_scale=shape.scale,
             q_data_type=shape.dtype,
             kv_data_type=shape.dtype,
-            disable_split_kv=not splits,
         )
 
     def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
@@ -121,8 +125,6 @@ class CapturedFlashInfer:
             wrapper = _wrapper(workspace, "fa2", use_cuda_graph=True, **buffers)
         self._attention = PagedAttention(shape, wrapper)
         self._block_size = shape.block_size
-        # Inside a graph, parts of rows always have room in the workspace, as many as there may be; or there are none.
-        self._splits = parts_bytes(shape, num_rows, sum(rows.query_lens)) <= _WORKSPACE_BYTES
         self.plan_again(rows)  # the first plan is the largest that the wrapper accepts
 
     def begin(self) -> PlannedAttention:
@@ -131,20 +133,21 @@ class CapturedFlashInfer:
 
     def plan_again(self, rows: AttentionRows) -> None:
         """Plan the next replay on the host; needs exact lengths, and as many rows as before."""
-        self._attention.plan_pages(page_lists(rows, self._block_size, keep_all=True), splits=self._splits)
+        self._attention.plan_pages(page_lists(rows, self._block_size, keep_all=True))
 
 
 def parts_bytes(shape: AttentionShape, num_rows: int, num_tokens: int) -> int:
-    """Return the bytes that FlashInfer's fa2 keeps for the results of parts of rows, inside a graph.
+    """Return the bytes that FlashInfer's fa2 takes for the results of parts of rows, inside a graph.
 
-    They are float32 tiles of queries, of which a row may have a ragged one more. Source: FlashInfer 0.5.3, scheduler.cuh.
+    They are float32 tiles of queries and their sums, of which a row may have a ragged one more, as many as it launches
+    blocks. Source: FlashInfer 0.5.3, scheduler.cuh.
     """
     group = shape.num_heads // shape.num_kv_heads
     longest = (num_tokens - num_rows + 1) * group
     tile = 128 if longest > 64 else 64 if longest > 16 else 16
     blocks_on_gpu = 2 * num_multiprocessors(shape.device)
     num_tiles = max(-(-num_tokens * group // tile) + num_rows - 1, blocks_on_gpu // shape.num_kv_heads)
-    return shape.num_heads * num_tiles * tile * (shape.head_dim + 1) * 4
+    return shape.num_heads * num_tiles * tile * (shape.head_dim + 1) * 4 + 2 * _ALIGNMENT
 
 
 def _wrapper(workspace: Tensor, kernel: str, **settings: Any) -> Any:
