@@ -59,7 +59,7 @@ class FlashInferAttention:
         return (self._short if longest <= _MOST_SHORT_QUERIES else self._long).plan(rows)
 
     def capture(self, rows: AttentionRows) -> "CapturedFlashInfer":
-        """Prepare graphs whose rows are at most as long as these; capture the largest first, others share its memory."""
+        """Prepare graphs whose rows are at most as long as these; of several the largest first, to share its memory."""
         needed = parts_bytes(self._shape, len(rows.query_lens), sum(rows.query_lens))
         if self._graph_workspace is None or self._graph_workspace.numel() < needed:
             self._graph_workspace = torch.zeros(needed, dtype=torch.uint8, device=self._shape.device)
