@@ -49,7 +49,6 @@ TILINGS = (
     HopperTiling(heads=1, channels=32, num_stages=2),
     HopperTiling(heads=1, channels=32, num_stages=3),
     HopperTiling(heads=2, channels=64, num_stages=2),
-    HopperTiling(heads=2, channels=64, num_stages=3),
     HopperTiling(heads=2, channels=32, num_stages=2),
     None,
 )

@@ -3,7 +3,7 @@
 One program takes a head of a row and walks the row's tiles, its state in registers, in float32. Per tile, with the
 decays of `ssd_tiles`:
 
-    scores[i, j] = (C_i . B_j) 2^(decay_i + gain_j) for j <= i, else 0
+    scores[i, j] = (C_i . B_j) 2^(decay_i + gain_j) for j <= i, else 0; of float32, 2^(decay_i - decay_j + gain_j)
     y = scores x + 2^decay (C state) + D x
     state = 2^total state + B^T (2^(total + gain) x)
 
@@ -47,11 +47,16 @@ def _advance(state, x, B, C, decays, skip, PRECISION: tl.constexpr):
     decay = tl.load(decays + token)
     gain = tl.load(decays + WIDTH + token)
     total = tl.load(decays + WIDTH - 1)
-    exponent = tl.where(token[:, None] >= token[None, :], decay[:, None] + gain[None, :], float("-inf"))
+    left = total
+    exponent = decay[:, None] + gain[None, :]
+    if PRECISION == "ieee":  # of near tokens, large decays are taken from each other before anything is lost
+        left = total - decay
+        exponent = (decay[:, None] - decay[None, :]) + gain[None, :]
+    exponent = tl.where(token[:, None] >= token[None, :], exponent, float("-inf"))
     scores = tl.dot(C, tl.trans(B), input_precision=PRECISION) * tl.exp2(exponent)
     y = tl.dot(C, state.to(C.dtype), input_precision=PRECISION) * tl.exp2(decay)[:, None] + skip * x
     y = tl.dot(scores.to(x.dtype), x, y, input_precision=PRECISION)
-    weighted = x * tl.exp2(total + gain)[:, None]
+    weighted = x * tl.exp2(left + gain)[:, None]
     state = tl.dot(tl.trans(B), weighted.to(x.dtype), state * tl.exp2(total), input_precision=PRECISION)
     return y, state
 

@@ -1,7 +1,8 @@
 """Tiles of the SSD scan: where the kernels cut a row, and what each tile's tokens decay by.
 
 A row is cut into its SSM chunks, and each chunk into tiles of 64 tokens, 16 of float32, at absolute positions: only a
-row's first tile begins and only its last tile ends between two cuts. Chunk c owns the tile numbers from c * per_chunk
+row's first tile begins and only its last tile ends between two cuts. (A row inside one chunk, whose start no cut tells,
+is cut from its own start on.) Chunk c owns the tile numbers from c * per_chunk
 on; the tiles of a row's first chunk take the last of its numbers, so that the numbers of a row are consecutive.
 
 Grid: every tile number by groups of heads. Graph safe: no host sync, grid fixed by the number of chunks.
@@ -48,8 +49,9 @@ class ScanTiles:
 
     Args:
         decays: [heads, tiles, 2, width] float32; for each token of a tile, log2 of the decay from the tile's start
-            over the token, and log2 of its time step less that. A token outside its row decays by nothing and has a
-            time step of 0.
+            over the token, and log2 of its time step, of bf16 tokens less that. A token outside its row decays by
+            nothing and has a time step of 0. The difference is a sum less for the scan, but where decays are strong
+            it rounds off digits that float32 tokens have and bf16 ones do not.
         slots: [tiles] int32; slot that receives the state at the tile's end, PAD_SLOT for none.
     """
 
@@ -133,6 +135,7 @@ def _tiles_kernel(
     WIDTH: tl.constexpr,
     PER_CHUNK: tl.constexpr,
     HEADS_AT_A_TIME: tl.constexpr,
+    SUBTRACTS: tl.constexpr,
 ):
     """Long because a tile is found and its decays are summed in one launch, with the clearing of what nobody scans."""
     tile = tl.program_id(0)
@@ -165,7 +168,9 @@ def _tiles_kernel(
     step = tl.where(inside[:, None], step, 0.0)  # [WIDTH, HEADS_AT_A_TIME]
     rate = -tl.exp(tl.load(A_log + head, mask=has_head, other=0.0).to(tl.float32)) * _LOG2_E
     decay = tl.cumsum(step * rate[None, :], axis=0)
-    gain = tl.where(step > 0, tl.log2(tl.where(step > 0, step, 1.0)), float("-inf")) - decay
+    gain = tl.where(step > 0, tl.log2(tl.where(step > 0, step, 1.0)), float("-inf"))
+    if SUBTRACTS:
+        gain -= decay
     place = (head[None, :].to(tl.int64) * num_tiles + tile) * (2 * WIDTH) + tl.arange(0, WIDTH)[:, None]
     tl.store(decays + place, decay, mask=has_head[None, :])
     tl.store(decays + place + WIDTH, gain, mask=has_head[None, :])
@@ -175,7 +180,7 @@ def cut_tiles(tokens: SSMTokens, weights: SSMWeights, rows: VarlenRows, shape: T
     """Cut the rows into tiles, sum their decays, and clear the outputs `y` of tokens past the last row.
 
     Args:
-        tokens: Of which `dt` is read.
+        tokens: Of which `dt` is read, and of x the dtype.
         rows: Of at least one chunk.
         y: [tokens, heads, head_dim], contiguous; written in place.
     """
@@ -205,5 +210,6 @@ def cut_tiles(tokens: SSMTokens, weights: SSMWeights, rows: VarlenRows, shape: T
         WIDTH=shape.width,
         PER_CHUNK=shape.per_chunk,
         HEADS_AT_A_TIME=_HEADS_AT_A_TIME,
+        SUBTRACTS=tokens.x.dtype == torch.bfloat16,
     )
     return ScanTiles(shape, decays, slots)

@@ -187,7 +187,7 @@ def test_gated_norm_compiles_with_wide_accesses(
 
 @POOL_DTYPES
 @pytest.mark.parametrize("shape", [SHAPE_8B, SHAPE_NANO])
-@pytest.mark.parametrize("tiling", [None, HopperTiling(1, 32, 3), HopperTiling(2, 64, 2)])
+@pytest.mark.parametrize("tiling", [None, HopperTiling(1, 32, 3), HopperTiling(1, 64, 3), HopperTiling(2, 64, 2)])
 def test_scan_compiles_to_asynchronous_matrix_products(
     tiling: HopperTiling | None, shape: SSMShape, pool_dtype: torch.dtype, compile_for_hopper: Compile
 ) -> None:
