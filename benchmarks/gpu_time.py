@@ -50,7 +50,8 @@ class GpuTimer:
     def __init__(self, num_steps: int) -> None:
         self._num_steps = num_steps
         self._step_times: list[float] = []
-        self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        self._profile = torch.profiler.profile(activities=activities)
         self._is_running = False
         self._result: GpuTime | None = None
 

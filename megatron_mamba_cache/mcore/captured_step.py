@@ -30,7 +30,7 @@ class CapturedStep(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """What capturing took; bytes are the device's, workspaces included."""
+    """What capturing took; bytes are the device's that the graphs hold."""
 
     num_graphs: int = 0
     seconds: float = 0.0

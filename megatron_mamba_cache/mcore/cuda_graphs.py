@@ -8,11 +8,13 @@ touches no cached state. Before a replay the step's rows take the place of the f
 out by every op, as in warmup. A graph is as good as the memory that it was captured over: both are dropped together.
 """
 
+import gc
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from megatron.core.ssm.mamba_hybrid_layer_allocation import Symbols
@@ -30,18 +32,27 @@ from .verify_step import copy_reached_boundaries, verify_step
 
 _LOG = logging.getLogger(__name__)
 
+Compute = Callable[[], tuple[Tensor, ...]]
 Replay = Callable[[], None]
-Record = Callable[[Callable[[], tuple[Tensor, ...]]], tuple[tuple[Tensor, ...], Replay]]
-"""Run a computation once and return its results, and what computes them again, in place."""
+
+
+class Recorder(Protocol):
+    """Records computations that are replayed one after another."""
+
+    def record(self, compute: Compute) -> tuple[tuple[Tensor, ...], Replay]:
+        """Run a computation once and return its results, and what computes them again, in place."""
+
+    def num_bytes(self) -> int:
+        """Return the device memory that all recordings hold."""
 
 
 class CudaRecorder:
-    """Records into CUDA graphs that share one pool of memory: they are replayed one after another."""
+    """Records into CUDA graphs that share one pool of memory."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, compute: Callable[[], tuple[Tensor, ...]]) -> tuple[tuple[Tensor, ...], Replay]:
+    def record(self, compute: Compute) -> tuple[tuple[Tensor, ...], Replay]:
         """Compute once, which compiles and allocates workspaces, then capture."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -54,16 +65,21 @@ class CudaRecorder:
             results = compute()
         return results, graph.replay
 
+    def num_bytes(self) -> int:
+        """Return what torch has reserved for the pool."""
+        segments = torch.cuda.memory_snapshot()
+        return sum(segment["total_size"] for segment in segments if segment["segment_pool_id"] == self._pool)
+
 
 class StepGraph:
     """The steps of one shape.
 
     Args:
         model: Wrapped over the context.
-        record: What captures, one computation after another.
+        recorder: What captures, one computation after another.
     """
 
-    def __init__(self, model: Any, context: MambaCacheContext, shape: StepShape, record: Record) -> None:
+    def __init__(self, model: Any, context: MambaCacheContext, shape: StepShape, recorder: Recorder) -> None:
         self.shape = shape
         self._context = context
         self._memory = context.memory
@@ -82,7 +98,7 @@ class StepGraph:
                 logits = compute_step(model, context)
                 return logits, context.wanted_outputs, *_computed_views(self._views.logits)
 
-        (self.logits, self.wanted_outputs, *computed), self._replay_forward = record(forward)
+        (self.logits, self.wanted_outputs, *computed), self._replay_forward = recorder.record(forward)
         self._results = replace(self._views, logits=_with_computed(self._views.logits, *computed))
 
         def verify() -> tuple[Tensor, ...]:
@@ -93,7 +109,7 @@ class StepGraph:
                 copy_reached_boundaries(self._views, outcome, self._memory)
                 return (outcome,)
 
-        (self._outcome,), self._replay_verify = record(verify)
+        (self._outcome,), self._replay_verify = recorder.record(verify)
 
     def lay_out(self, rows: Sequence[RunningRequest], *, draws_ratios: bool) -> StepBatch:
         """Send the rows of a step that the shape holds; return it as its readers see it."""
@@ -182,15 +198,30 @@ def capture_graphs(model: Any, context: MambaCacheContext) -> StepGraphs | None:
         _LOG.warning("num_cuda_graphs is %d, but steps run without CUDA graphs: %s", count, reason)
     if not count or reason is not None:
         return None
-    began, free_before = time.perf_counter(), torch.cuda.mem_get_info()[0]
+    began = time.perf_counter()
     limits = context.memory.step_buffers.limits
     shapes = decode_shapes(count, limits.max_rows, limits.max_drafts, limits.max_tokens)
     shapes += prefill_shapes(context.cache_config.cuda_graph_prefill_tokens, limits.max_rows, limits.max_tokens)
-    record = CudaRecorder()
+    recorder = CudaRecorder()
     # The largest first: smaller ones find room in the memory that it has left in the pool.
     largest_first = sorted(shapes, key=lambda shape: -shape.num_tokens)
-    with tqdm(largest_first, desc="capturing", unit="graph", leave=False, disable=None) as progress:
-        graphs = [StepGraph(model, context, shape, record) for shape in progress]
+    with (
+        _without_collections(),
+        tqdm(largest_first, desc="capturing", unit="graph", leave=False, disable=None) as progress,
+    ):
+        graphs = [StepGraph(model, context, shape, recorder) for shape in progress]
     torch.cuda.synchronize()
-    num_bytes = free_before - torch.cuda.mem_get_info()[0]
-    return StepGraphs(graphs, Capture(len(graphs), time.perf_counter() - began, num_bytes))
+    return StepGraphs(graphs, Capture(len(graphs), time.perf_counter() - began, recorder.num_bytes()))
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Collect garbage before the block instead of in it: a graph of an earlier engine that goes ends a capture."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -3,6 +3,7 @@
 Where there is no CUDA, a replay computes the padded step again; all else is as on a GPU.
 """
 
+import gc
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from megatron_mamba_cache import CacheConfig, build_engine
+from megatron_mamba_cache.mcore import cuda_graphs
 from megatron_mamba_cache.speculation.prompt_lookup import PromptLookupDrafter
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
 from tests.mcore.graph_stand_ins import capture_without_cuda
@@ -181,3 +183,29 @@ def test_a_cpu_runs_without_graphs(monkeypatch: pytest.MonkeyPatch, caplog: pyte
     run.run(0, some_tokens(20), 5)
     run.assert_exact()
     assert run.counters.graph_steps == 0
+
+
+def test_garbage_is_collected_before_a_capture_and_not_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    collected: list[bool] = []
+
+    class Garbage:
+        """A graph of an engine that is gone: in a cycle, so that only a collection ends it."""
+
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            collected.append(True)
+
+    seen: list[tuple[bool, int]] = []
+    build = cuda_graphs.StepGraph.__init__
+
+    def note_and_build(*arguments: object) -> None:
+        seen.append((gc.isenabled(), len(collected)))
+        build(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(cuda_graphs.StepGraph, "__init__", note_and_build)
+    Garbage()
+    start()
+    assert set(seen) == {(False, 1)}
+    assert gc.isenabled()

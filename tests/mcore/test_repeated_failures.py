@@ -66,9 +66,7 @@ def test_a_request_that_cannot_be_scheduled_to_decode_is_refused_and_the_rest_go
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = start_run()
-    raise_where(
-        monkeypatch, run.context.cache, "schedule_decode", lambda row, *_: row.request_id == POISONED
-    )
+    raise_where(monkeypatch, run.context.cache, "schedule_decode", lambda row, *_: row.request_id == POISONED)
     # Prefilled again, it makes one token each time, and with it a new start; so it comes to its end by itself.
     assert finish_through_faults(run) > 1
     assert [len(run.tokens(request_id)) for request_id in range(4)] == [NUM_TOKENS] * 4

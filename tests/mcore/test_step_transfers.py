@@ -99,9 +99,7 @@ def _our_engine() -> Any:
     from megatron_mamba_cache.models.random_hybrid import RandomHybridConfig, random_hybrid_model
 
     model = random_hybrid_model(RandomHybridConfig(pattern="M*M-", ssm_chunk_size=16))
-    config = CacheConfig(
-        block_size_tokens=BLOCK, buffer_size_gb=0.01, prefix_caching_mamba_gb=0.01, max_requests=8
-    )
+    config = CacheConfig(block_size_tokens=BLOCK, buffer_size_gb=0.01, prefix_caching_mamba_gb=0.01, max_requests=8)
     return build_engine(model, config)
 
 

@@ -1,10 +1,8 @@
 """Settings of torch under which models are compared with transformers, and checkpoints to load or to damage."""
 
 import importlib
-import sys
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,10 +10,23 @@ import torch
 from megatron_mamba_cache.models import hugging_face
 from tests.models.tiny_checkpoints import FAMILIES, tiny_checkpoint
 
-# When they are imported, transformers' models choose GPU kernels of these packages, whatever device they then run on.
-with patch.dict(sys.modules, {"mamba_ssm": None, "causal_conv1d": None}):
+MAMBA_FUNCTIONS = {
+    "causal_conv1d_fn",
+    "causal_conv1d_update",
+    "mamba2_chunk_scan",
+    "mamba2_selective_state_update",
+    "mamba2_split_conv1d_scan_combined",
+}
+"""transformers' own, in torch, which it wraps in those of other packages where they are installed."""
+
+
+@pytest.fixture(autouse=True, scope="session")
+def transformers_in_torch() -> None:
+    """Let transformers' models run in torch: where mamba-ssm is installed, they take its GPU kernels on any device."""
     for family in ("bamba", "granitemoehybrid", "nemotron_h"):
-        importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+        module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+        for name in MAMBA_FUNCTIONS:
+            setattr(module, name, getattr(module, name).__wrapped__)
 
 
 @pytest.fixture(autouse=True, scope="session")
