@@ -74,7 +74,7 @@ def _scan_head(
         skipped = x.load(OUT).to(gl.float32) * skip
         decay = decays.load(gl.SliceLayout(1, OUT))
         y = warpgroup_mma_wait(1, deps=[y])
-        y = y * gl.exp2(decay)[:, None] + skipped
+        y = gl.fma(y, gl.exp2(decay)[:, None], skipped)
         y = warpgroup_mma(shares, x, y, is_async=True)
 
         following = (k + 1) % sizes.STAGES

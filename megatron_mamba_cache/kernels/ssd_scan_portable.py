@@ -54,7 +54,8 @@ def _advance(state, x, B, C, decays, skip, PRECISION: tl.constexpr):
         exponent = (decay[:, None] - decay[None, :]) + gain[None, :]
     exponent = tl.where(token[:, None] >= token[None, :], exponent, float("-inf"))
     scores = tl.dot(C, tl.trans(B), input_precision=PRECISION) * tl.exp2(exponent)
-    y = tl.dot(C, state.to(C.dtype), input_precision=PRECISION) * tl.exp2(decay)[:, None] + skip * x
+    from_state = tl.dot(C, state.to(C.dtype), input_precision=PRECISION)
+    y = tl.fma(from_state, tl.exp2(decay)[:, None], skip * x)  # said, so that every form rounds alike
     y = tl.dot(scores.to(x.dtype), x, y, input_precision=PRECISION)
     weighted = x * tl.exp2(left + gain)[:, None]
     state = tl.dot(tl.trans(B), weighted.to(x.dtype), state * tl.exp2(total), input_precision=PRECISION)

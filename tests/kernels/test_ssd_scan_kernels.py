@@ -249,14 +249,14 @@ def test_hopper_kernel_gives_the_bits_of_the_portable_one(tiling: HopperTiling, 
 @pytest.mark.gpu
 @pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")
 @pytest.mark.parametrize(("head_dim", "d_state"), [(64, 64), (128, 64), (128, 128)])
-def test_other_heads_follow_the_recurrence_with_the_same_bits_in_every_tiling(head_dim: int, d_state: int) -> None:
+def test_other_heads_follow_the_recurrence_with_the_same_bits_in_every_form(head_dim: int, d_state: int) -> None:
     torch.manual_seed(10)
     shape = SSMShape(heads=4, head_dim=head_dim, d_state=d_state, groups=2)
     specs = scan_specs(128)
     steps = random_steps(num_tokens(specs) + 3, "cuda", shape).cast(torch.bfloat16)
     rows = pack_rows(specs, 128, "cuda", num_padding=1)
     outcomes = []
-    for tiling in TILINGS:
+    for tiling in (None, *TILINGS):
         check_against_recurrence(scan_with(tiling), specs, 128, steps, 4e-3)
         for pool_dtype in (torch.float32, torch.bfloat16):
             pool = make_pool(shape, pool_dtype, "cuda", (1, 11))
