@@ -43,14 +43,21 @@ class StepShape:
         """Return the most SSM chunks of the prefill rows: a row cuts at most two of them short."""
         return self.num_prefill_tokens // ssm_chunk_size + 2 * self.num_prefill_rows
 
-    def holds(self, decoding: Sequence[RunningRequest], prefilling: Sequence[RunningRequest]) -> bool:
-        """Return whether the rows of a step fit; one that prefills nothing is left to shapes for that."""
+    @staticmethod
+    def of(rows: Sequence[RunningRequest]) -> "StepShape":
+        """Return the shape that the rows of a step just fit."""
+        decoding = [row.scheduled for row in rows if not row.is_prefilling]
+        prefilling = [row.scheduled for row in rows[len(decoding) :]]
+        return StepShape(len(decoding), max(decoding, default=1), len(prefilling), sum(prefilling))
+
+    def holds(self, step: "StepShape") -> bool:
+        """Return whether a step of another shape fits; one that prefills nothing is left to shapes for that."""
         return (
-            len(decoding) <= self.num_decode_rows
-            and all(row.scheduled <= self.width for row in decoding)
-            and len(prefilling) <= self.num_prefill_rows
-            and sum(row.scheduled for row in prefilling) <= self.num_prefill_tokens
-            and bool(prefilling) == bool(self.num_prefill_rows)
+            step.num_decode_rows <= self.num_decode_rows
+            and step.width <= self.width
+            and step.num_prefill_rows <= self.num_prefill_rows
+            and step.num_prefill_tokens <= self.num_prefill_tokens
+            and bool(step.num_prefill_rows) == bool(self.num_prefill_rows)
         )
 
     def fullest_rows(self, dummy_block: BlockId) -> list[RunningRequest]:
@@ -83,9 +90,8 @@ class StepShape:
 
 def smallest_shape(rows: Sequence[RunningRequest], shapes: Iterable[StepShape]) -> StepShape | None:
     """Return the narrowest shape, of these the smallest, that holds a step's rows; None if none does."""
-    decoding = [row for row in rows if not row.is_prefilling]
-    prefilling = rows[len(decoding) :]
-    fitting = [shape for shape in shapes if shape.holds(decoding, prefilling)]
+    step = StepShape.of(rows)
+    fitting = [shape for shape in shapes if shape.holds(step)]
     return min(fitting, key=lambda shape: (shape.width, shape.num_tokens), default=None)
 
 
