@@ -15,7 +15,6 @@ class CapturedStep(Protocol):
     """A step of a fixed shape that is computed by replaying it."""
 
     shape: StepShape
-    logits: Tensor
     wanted_outputs: Tensor
 
     def lay_out(self, rows: Sequence[RunningRequest], *, draws_ratios: bool) -> StepBatch:

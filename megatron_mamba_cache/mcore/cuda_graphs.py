@@ -81,10 +81,8 @@ class StepGraph:
 
     def __init__(self, model: Any, context: MambaCacheContext, shape: StepShape, recorder: Recorder) -> None:
         self.shape = shape
-        self._context = context
         self._memory = context.memory
-        buffers = self._memory.step_buffers
-        geometry = self._memory.geometry
+        buffers, geometry = self._memory.step_buffers, self._memory.geometry
         send_padded_step(shape.pad((), geometry.dummy_block), buffers, geometry, shape)
         padding, num_chunks = shape.fullest_rows(geometry.dummy_block), shape.num_chunks(geometry.ssm_chunk_size)
         self._views = view_step(padding, buffers, num_chunks)
@@ -98,14 +96,14 @@ class StepGraph:
                 logits = compute_step(model, context)
                 return logits, context.wanted_outputs, *_computed_views(self._views.logits)
 
-        (self.logits, self.wanted_outputs, *computed), self._replay_forward = recorder.record(forward)
+        (self._logits, self.wanted_outputs, *computed), self._replay_forward = recorder.record(forward)
         self._results = replace(self._views, logits=_with_computed(self._views.logits, *computed))
 
         def verify() -> tuple[Tensor, ...]:
             with context.rehearsing():
                 context.install(self._views, self._attention.begin())
                 greedy = replace(self._views.logits, all_greedy=True)
-                outcome = verify_step(greedy, context.wanted_logits(self.logits), [])
+                outcome = verify_step(greedy, context.wanted_logits(self._logits), [])
                 copy_reached_boundaries(self._views, outcome, self._memory)
                 return (outcome,)
 
@@ -122,6 +120,7 @@ class StepGraph:
             kv_lens=tuple(row.computed + row.scheduled for row in padded),
         )
         self._attention.plan_again(attention)
+        decoding = [row for row in rows if not row.is_prefilling]
         places = shape.places(rows)
         starts = logits_starts(padded)
         return replace(
@@ -129,8 +128,8 @@ class StepGraph:
             rows=tuple(rows),
             places=places,
             num_tokens=sum(row.scheduled for row in rows),
-            num_decode_rows=sum(not row.is_prefilling for row in rows),
-            num_decode_tokens=sum(row.scheduled for row in rows if not row.is_prefilling),
+            num_decode_rows=len(decoding),
+            num_decode_tokens=sum(row.scheduled for row in decoding),
             attention=attention,
             logits=replace(
                 results.logits,
@@ -142,7 +141,7 @@ class StepGraph:
     def forward(self) -> Tensor:
         """Compute the logits of the step that was laid out last; their padding means nothing."""
         self._replay_forward()
-        return self.logits
+        return self._logits
 
     def verify_greedily(self) -> Tensor:
         """Behind `forward`, verify against the best tokens and copy the states of reached boundaries."""

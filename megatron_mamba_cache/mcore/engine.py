@@ -51,7 +51,7 @@ class MambaCacheEngine(DynamicInferenceEngine):
         return warm_up(self.controller.inference_wrapped_model, self.context)
 
     def create_cuda_graphs(self, reset_context: bool = True) -> None:
-        """Capture the decode steps that the settings ask for: at the start and after a resume."""
+        """Capture the steps that the settings ask for: at the start and after a resume."""
         self.context.graphs = capture_graphs(self.controller.inference_wrapped_model, self.context)
 
     def add_request(

@@ -70,16 +70,12 @@ class StepShape:
 
     def pad(self, rows: Sequence[RunningRequest], dummy_block: BlockId) -> list[RunningRequest]:
         """Return the rows of a step with padding between and behind them; `places` tells where they are."""
-        decoding = [row for row in rows if not row.is_prefilling]
-        between = decode_padding_row(1 if self.num_prefill_rows else 0, dummy_block)
-        behind = prefill_padding_row(0, dummy_block)
-        num_prefilling = len(rows) - len(decoding)
-        return [
-            *decoding,
-            *[between] * (self.num_decode_rows - len(decoding)),
-            *rows[len(decoding) :],
-            *[behind] * (self.num_prefill_rows - num_prefilling),
-        ]
+        num_decoding = sum(not row.is_prefilling for row in rows)
+        num_between = self.num_decode_rows - num_decoding
+        num_behind = self.num_prefill_rows - (len(rows) - num_decoding)
+        between = [decode_padding_row(1 if self.num_prefill_rows else 0, dummy_block)] if num_between else []
+        behind = [prefill_padding_row(0, dummy_block)] if num_behind else []
+        return [*rows[:num_decoding], *between * num_between, *rows[num_decoding:], *behind * num_behind]
 
     def places(self, rows: Sequence[RunningRequest]) -> tuple[int, ...]:
         """Return the place of each row among the padded ones."""
