@@ -12,10 +12,17 @@ from torch import Tensor
 from megatron_mamba_cache.kernels.attention_rows import AttentionRows
 from megatron_mamba_cache.kernels.reference_attention import paged_attention_ref
 
+IN_GRAPHS = False
+"""Whether calls are captured: the sizes that the host gives are then of the longest rows, else of those at hand."""
+
+
+def _is_size(given: int, needed: Tensor | int) -> bool:
+    return bool(given >= needed if IN_GRAPHS else given == needed)
+
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, cu_query: Tensor, kv_lens: Tensor, table: Tensor, scale: float) -> Tensor:
     lengths = cu_query.diff().tolist()
-    assert q.shape[0] >= cu_query[-1]
+    assert _is_size(q.shape[0], cu_query[-1])
     assert cu_query.dtype == kv_lens.dtype == table.dtype == torch.int32
     rows = AttentionRows(cu_query, kv_lens, table, tuple(lengths), tuple(kv_lens.tolist()), table.numpy())
     return paged_attention_ref(q, k, v, rows, scale)
@@ -42,7 +49,8 @@ def flash_attn_2() -> ModuleType:
         return_attn_probs=False,
         block_table=None,
     ):
-        assert causal and max_seqlen_q >= cu_seqlens_q.diff().max() and max_seqlen_k >= cu_seqlens_k.diff().max()
+        assert causal and _is_size(max_seqlen_q, cu_seqlens_q.diff().max())
+        assert _is_size(max_seqlen_k, cu_seqlens_k.diff().max())
         return _attend(q, k, v, cu_seqlens_q, cu_seqlens_k.diff(), block_table, softmax_scale)
 
     module = ModuleType("flash_attn")
@@ -77,7 +85,7 @@ def flash_attn_3() -> ModuleType:
         causal=False,
         window_size=(-1, -1),
     ):
-        assert causal and max_seqlen_q >= cu_seqlens_q.diff().max()
+        assert causal and _is_size(max_seqlen_q, cu_seqlens_q.diff().max())
         return _attend(q, k_cache, v_cache, cu_seqlens_q, cache_seqlens, page_table, softmax_scale)
 
     module = ModuleType("flash_attn_interface")
@@ -104,7 +112,8 @@ def varlen_attn(
 ):
     """Stand for the function of torch 2.13."""
     assert window_size == (-1, 0) and enable_gqa == (query.shape[1] != key.shape[2])
-    assert max_q >= cu_seq_q.diff().max() and max_k >= seqused_k.max() and torch.equal(cu_seq_k.diff(), seqused_k)
+    assert _is_size(max_q, cu_seq_q.diff().max()) and _is_size(max_k, seqused_k.max())
+    assert torch.equal(cu_seq_k.diff(), seqused_k)
     return _attend(query, key, value, cu_seq_q, seqused_k, block_table, scale)
 
 

@@ -255,7 +255,10 @@ def test_parts_of_rows_take_what_the_library_takes(monkeypatch: pytest.MonkeyPat
 @pytest.mark.usefixtures("stand_in_libraries")
 @pytest.mark.parametrize("width", CAPTURED)
 @pytest.mark.parametrize("built", BACKENDS, ids=lambda built: built.name)
-def test_captured_attention_is_that_of_the_rows_at_each_replay(width: int, built: BackendClass) -> None:
+def test_captured_attention_is_that_of_the_rows_at_each_replay(
+    width: int, built: BackendClass, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention_libraries, "IN_GRAPHS", True)
     torch.manual_seed(3)
     shape = shape_of(num_heads=4, head_dim=8)
     steps = CapturedSteps(width, shape)
