@@ -118,14 +118,14 @@ def busy_s(events: Iterable[Any]) -> float:
     ranges = sorted(
         (event.time_range.start, event.time_range.end)
         for event in events
-        if event.device_type is DeviceType.CUDA and not event.is_user_annotation
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation
     )
     return covered(ranges) / 1e6
 
 
 def waiting_s(events: Iterable[Any]) -> float:
     """Return the seconds of the profiled calls in which the host waits."""
-    waits = (event for event in events if event.device_type is DeviceType.CPU and event.name in _WAITS)
+    waits = (event for event in events if event.device_type == DeviceType.CPU and event.name in _WAITS)
     return sum(event.time_range.end - event.time_range.start for event in waits) / 1e6
 
 

@@ -9,9 +9,8 @@ slope of least squares over the numbers of rows. On a CPU the host does the GPU'
 time and its slope.
 
 Drafts: 8 rows, decode steps only, without drafts, with K = 3 that are always right, and with K = 3 that never are. A
-drafter replays what was recorded. In bf16 a verify step may round otherwise than a step of one token, and a reply part
-from the recorded one where two tokens are nearly as good; so it is recorded again, with these drafts, until they are
-right or a few tries are over. The share that was accepted is given. The three take turns; a line is the middle round.
+drafter replays what was recorded. In bf16 a verify step may round otherwise than a step of one token, so the model gets
+weights that are sure of each token (`sure_model`). The three take turns; a line is the middle round.
 """
 
 import argparse
@@ -29,6 +28,7 @@ from gpu_time import GpuTime, gpu_timer
 from machine import describe_machine
 from recorded_drafts import RightDrafter, WrongDrafter
 from serving_engine import MODES, ServedShape, add_shape_arguments, model_of, send, serving_engine, shape_of
+from sure_model import make_sure
 from turn_latency import rotated, some_tokens
 
 from megatron_mamba_cache.command_line.quiet import own_warnings_hidden, quiet_libraries
@@ -39,7 +39,6 @@ NUM_WARMING = 5
 DRAFT_ROWS = 8
 NUM_DRAFTS = 3
 NUM_REPLY = 256
-NUM_RECORDINGS = 4
 NUM_ROUNDS = 3
 LIMITS = {"8b": {"state_gb": 8.0, "kv_gb": 8.0}, "small": {"state_gb": 0.5}}
 """Live states take the memory; what is cached is not looked for."""
@@ -133,20 +132,16 @@ def timed_step(engine: Any) -> float:
 
 
 def draft_speeds(model: Any, shape: ServedShape, num_prompt: int, num_reply: int) -> dict[str, DraftSpeed]:
-    """Measure the same prompts without drafts, with right ones and with wrong ones."""
+    """Measure the same prompts without drafts, with right ones and with wrong ones; the model gets sure weights."""
+    make_sure(model)
     shape = replace(shape, max_requests=DRAFT_ROWS, num_graphs=min(shape.num_graphs, 1))
     drawn = random.Random(0)
     prompts = [some_tokens(drawn, shape, num_prompt) for _ in range(DRAFT_ROWS)]
-    plain = right = record(model, shape, prompts, num_reply, None)
-    for _ in range(NUM_RECORDINGS):
-        drafts_were = right.replies
-        right = record(model, shape, prompts, num_reply, RightDrafter(drafts_were))
-        if right.replies == drafts_were:
-            break
+    replies = record(model, shape, prompts, num_reply, None).replies
     drafters = {
         "no drafts": None,
-        "right drafts": RightDrafter(right.replies),
-        "wrong drafts": WrongDrafter(plain.replies, shape.vocab_size),
+        "right drafts": RightDrafter(replies),
+        "wrong drafts": WrongDrafter(replies, shape.vocab_size),
     }
     speeds: dict[str, list[DraftSpeed]] = {name: [] for name in drafters}
     for number in range(NUM_ROUNDS):

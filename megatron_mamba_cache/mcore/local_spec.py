@@ -62,7 +62,7 @@ def local_hybrid_spec(options: LocalSpecOptions | None = None) -> ModuleSpec:
         mamba_layer=ModuleSpec(
             module=MambaLayer,
             submodules=MambaLayerSubmodules(
-                norm=ModuleSpec(module=WrappedTorchNorm, params={"eps": options.norm_eps}),
+                norm=ModuleSpec(module=TorchNorm, params={"eps": options.norm_eps}),
                 mixer=_mixer(options),
                 mamba_bda=add,
             ),
@@ -70,7 +70,7 @@ def local_hybrid_spec(options: LocalSpecOptions | None = None) -> ModuleSpec:
         attention_layer=ModuleSpec(
             module=TransformerLayer,
             submodules=TransformerLayerSubmodules(
-                input_layernorm=WrappedTorchNorm, self_attention=_attention(), self_attn_bda=add
+                input_layernorm=TorchNorm, self_attention=_attention(), self_attn_bda=add
             ),
         ),
         mlp_layer=ModuleSpec(module=MLPLayer, submodules=_feed_forward(_dense(), add)),
@@ -80,6 +80,14 @@ def local_hybrid_spec(options: LocalSpecOptions | None = None) -> ModuleSpec:
         stack.moe_layer = ModuleSpec(module=TransformerLayer, submodules=_feed_forward(experts, add))
     multipliers = {"input_multiplier": options.input_multiplier, "output_multiplier": options.output_multiplier}
     return with_mamba_cache(ModuleSpec(module=LocalMambaStack, params=multipliers, submodules=stack))
+
+
+class TorchNorm:
+    """torch's norm with weights of the model's dtype, which it takes one kernel for; Megatron's has float32 ones."""
+
+    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5) -> Any:
+        """Return a `torch.nn` norm, whose own arithmetic is float32."""
+        return WrappedTorchNorm(config, hidden_size, eps).to(config.params_dtype)
 
 
 class LocalMambaStack(MambaStack):
@@ -104,7 +112,7 @@ class LocalMambaStack(MambaStack):
         self.input_multiplier = input_multiplier
         self.output_multiplier = output_multiplier
         if self.post_process and post_layer_norm:
-            self.final_norm = WrappedTorchNorm(config, config.hidden_size, config.layernorm_epsilon)
+            self.final_norm = TorchNorm(config, config.hidden_size, config.layernorm_epsilon)
 
     def forward(self, hidden_states: Any, *args: Any, **settings: Any) -> Tensor:
         """Run the layers; see MambaStack."""
@@ -162,4 +170,4 @@ def _dense() -> ModuleSpec:
 
 
 def _feed_forward(mlp: ModuleSpec, add: Callable[..., Any]) -> TransformerLayerSubmodules:
-    return TransformerLayerSubmodules(pre_mlp_layernorm=WrappedTorchNorm, mlp=mlp, mlp_bda=add)
+    return TransformerLayerSubmodules(pre_mlp_layernorm=TorchNorm, mlp=mlp, mlp_bda=add)

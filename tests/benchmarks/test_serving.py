@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from pytest import approx
 from torch.autograd.profiler_util import FunctionEvent
 
@@ -207,6 +208,14 @@ def test_gpu_is_busy_in_kernels_and_copies_and_the_host_waits_in_calls_that_wait
     ]
     assert gpu_time.busy_s(events) == approx(300e-6)
     assert gpu_time.waiting_s(events) == approx(300e-6)
+
+
+def test_profiled_events_are_told_apart(load: ModuleType) -> None:
+    gpu_time = pytest.importorskip("gpu_time")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        torch.ones(8) @ torch.ones(8)
+    kinds = [event.device_type == gpu_time.DeviceType.CPU for event in profile.events()]
+    assert kinds and all(kinds)  # each event has a DeviceType of its own: equal, but not the same object
 
 
 def test_script_prints_a_table_and_writes_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """The benchmark of steps runs with a tiny model; its drafters are right and wrong, and its lines fit."""
 
+import time
 from types import ModuleType
 
 import pytest
@@ -27,7 +28,6 @@ def test_steps_of_each_number_of_rows_are_timed(step_cost: ModuleType, serving_e
     assert all(cost.wall_ms > 0 for cost in costs)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="in bf16 rounding may end a recorded reply")
 def test_right_drafts_are_all_kept_and_wrong_ones_never(step_cost: ModuleType, serving_engine: ModuleType) -> None:
     shape = serving_engine.SHAPES["tiny"]
     speeds = step_cost.draft_speeds(serving_engine.model_of(shape), shape, 72, 41)
@@ -36,6 +36,31 @@ def test_right_drafts_are_all_kept_and_wrong_ones_never(step_cost: ModuleType, s
     # The first token comes with the prompt; the step that decodes the last of ten times four is the tenth.
     assert [speed.tokens_per_step for speed in speeds.values()] == [rows, 4 * rows, rows]
     assert "| right drafts | " in step_cost.table([step_cost.StepCost(1, 2.0)], speeds)
+
+
+def test_a_sure_model_follows_the_last_token(step_cost: ModuleType, serving_engine: ModuleType) -> None:
+    sure, shape = pytest.importorskip("sure_model"), serving_engine.SHAPES["tiny"]
+    model = serving_engine.model_of(shape)
+    sure.make_sure(model)
+    prompts = [[5, 9, 7], [11] * 70]
+    for prompt, reply in zip(prompts, step_cost.record(model, shape, prompts, 6, None).replies.values(), strict=True):
+        assert reply == [(prompt[-1] + (1 + i) * 7919) % shape.vocab_size for i in range(6)]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_profiler_sees_the_gpu_at_work_and_the_host_waiting(step_cost: ModuleType) -> None:
+    timer = pytest.importorskip("gpu_time").gpu_timer(3)
+    x = torch.randn(4096, 4096, device="cuda")
+    timer.start()
+    for _ in range(3):
+        began = time.perf_counter()
+        float((x @ x @ x).sum().item())
+        timer.add_step(time.perf_counter() - began)
+    found = timer.result()
+    print(found)
+    assert 0.2 * found.wall_s < found.busy_s <= found.wall_s
+    assert 0 < found.waiting_s < found.wall_s
 
 
 def test_a_line_is_fitted_by_least_squares(step_cost: ModuleType) -> None:
