@@ -1,0 +1,29 @@
+"""Weights that make a model sure of each next token, whatever the rounding, at the cost of any other weights."""
+
+from typing import Any
+
+import torch
+
+_STEP = 7919
+_LOUDNESS = 1000.0
+
+
+@torch.no_grad()
+def make_sure(model: Any) -> None:
+    """Give a model embeddings so large that the last token alone decides the next one: `next_token` of it.
+
+    Steps of other shapes round otherwise, and with random weights two tokens are often nearly as good; here the next
+    token's logit is tens of standard deviations above all others.
+    """
+    embeddings = model.embedding.word_embeddings.weight
+    vocab_size = embeddings.shape[0]
+    generator = torch.Generator(embeddings.device).manual_seed(1)
+    drawn = torch.randn(embeddings.shape, generator=generator, device=embeddings.device)
+    embeddings.copy_(_LOUDNESS * drawn)
+    follows = torch.tensor([next_token(token, vocab_size) for token in range(vocab_size)], device=embeddings.device)
+    model.output_layer.weight[follows] = drawn.to(model.output_layer.weight.dtype)
+
+
+def next_token(token: int, vocab_size: int) -> int:
+    """Return the token that follows."""
+    return (token + _STEP) % vocab_size
