@@ -55,9 +55,9 @@ class GpuTimer:
         self._is_running = False
         self._result: GpuTime | None = None
 
-    def wants_to_start(self, num_ended: int, num_turns: int) -> bool:
-        """Whether the window begins now: half of the load's turns have ended."""
-        return not self._is_running and self._result is None and 2 * num_ended >= num_turns
+    def wants_to_start(self, share_over: float) -> bool:
+        """Whether the window begins now: half of the load is over."""
+        return not self._is_running and self._result is None and share_over >= 0.5
 
     def start(self) -> None:
         """Begin the window."""
@@ -90,7 +90,7 @@ class GpuTimer:
 class NoGpuTimer:
     """Stands in where there is no GPU."""
 
-    def wants_to_start(self, num_ended: int, num_turns: int) -> bool:
+    def wants_to_start(self, share_over: float) -> bool:
         """Return False."""
         return False
 

@@ -166,7 +166,8 @@ class OpenLoop:
             send(self._engine, request_id, served.prompt, turn.num_reply)
 
     def _step(self, clock: LoadClock) -> None:
-        if self._timer.wants_to_start(len(self._turns) - len(self._running), self._num_turns):
+        num_ended = len(self._turns) - len(self._running)
+        if self._timer.wants_to_start(max(num_ended / self._num_turns, clock.now() / self._max_seconds)):
             with clock.stopped():
                 self._timer.start()
         began = clock.now()
