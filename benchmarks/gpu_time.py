@@ -1,6 +1,8 @@
 """What the GPU and the host did during a window of steps, by torch's profiler."""
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +41,38 @@ class GpuTime:
     def host_s(self) -> float:
         """Seconds of a step in which the host did not wait for the GPU."""
         return (self.wall_s - self.waiting_s) / self.num_steps
+
+
+@contextmanager
+def noted_waits() -> Iterator[list[float]]:
+    """Note, in the block, the seconds of each reading of a GPU tensor by `tolist`, which is how a step waits."""
+    seconds: list[float] = []
+    read = torch.Tensor.tolist
+
+    def timed_read(tensor: torch.Tensor) -> Any:
+        began = time.perf_counter()
+        values = read(tensor)
+        if tensor.is_cuda:
+            seconds.append(time.perf_counter() - began)
+        return values
+
+    torch.Tensor.tolist = timed_read  # type: ignore[method-assign]
+    try:
+        yield seconds
+    finally:
+        torch.Tensor.tolist = read  # type: ignore[method-assign]
+
+
+def gpu_seconds(run: Callable[[], object], times: int) -> float:
+    """Return the seconds of the GPU for `run`, launched as many times back to back."""
+    run()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(times):
+        run()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3 / times
 
 
 class GpuTimer:

@@ -2,11 +2,12 @@
 
     PYTHONPATH=. python3 benchmarks/step_cost.py [--shape 8b|small|tiny] [--json FILE]
 
-Steps: rows of equal length decode together, without drafts. Wall time is the median of steps that nothing observes;
-the GPU's busy time and the host's work are those of as many steps after them under torch's profiler (`gpu_time`),
-which makes the host a little slower. Idle is what the busy time leaves of the unobserved wall time. "A row more" is the
-slope of least squares over the numbers of rows. On a CPU the host does the GPU's work, and there is no more than wall
-time and its slope.
+Steps: rows of equal length decode together, without drafts. Wall time is the median of steps. The host's work is what
+it leaves when the host's waits for the step's tokens are taken away; much of it goes on while the GPU works. The GPU's
+time is that of the last step's graphs, replayed back to back: its kernels and the short pauses between them. Idle is
+what that leaves of the wall time: the GPU waits for the host. Kernels are those of as many steps under torch's
+profiler (`gpu_time`), pauses left out. "A row more" is the slope of least squares over the numbers of rows. On a CPU
+there is no more than wall time and its slope.
 
 Drafts: 8 rows, decode steps only, without drafts, with K = 3 that are always right, and with K = 3 that never are. A
 drafter replays what was recorded. In bf16 a verify step may round otherwise than a step of one token, so the model gets
@@ -24,7 +25,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from gpu_time import GpuTime, gpu_timer
+from gpu_time import gpu_seconds, gpu_timer, noted_waits
 from machine import describe_machine
 from recorded_drafts import RightDrafter, WrongDrafter
 from serving_engine import MODES, ServedShape, add_shape_arguments, model_of, send, serving_engine, shape_of
@@ -46,21 +47,19 @@ LIMITS = {"8b": {"state_gb": 8.0, "kv_gb": 8.0}, "small": {"state_gb": 0.5}}
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """A decode step of some rows; milliseconds, and the GPU's None on a CPU."""
+    """A decode step of some rows; milliseconds, all but the wall time None on a CPU, `replay_ms` without graphs too."""
 
     num_rows: int
     wall_ms: float
-    busy_ms: float | None = None
-    idle_share: float | None = None
     host_ms: float | None = None
+    replay_ms: float | None = None
+    kernels_ms: float | None = None
 
-    @staticmethod
-    def of(num_rows: int, wall_s: float, gpu: GpuTime | None) -> "StepCost":
-        """Combine the time of unobserved steps with what the profiler saw."""
-        if gpu is None:
-            return StepCost(num_rows, 1e3 * wall_s)
-        busy_s = gpu.busy_s / gpu.num_steps
-        return StepCost(num_rows, 1e3 * wall_s, 1e3 * busy_s, max(0.0, 1 - busy_s / wall_s), 1e3 * gpu.host_s)
+    @property
+    def idle_share(self) -> float | None:
+        """Share of the step in which the GPU waits for the host; without graphs, pauses between kernels count too."""
+        gpu_ms = self.kernels_ms if self.replay_ms is None else self.replay_ms
+        return None if gpu_ms is None else max(0.0, 1 - gpu_ms / self.wall_ms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,17 +110,33 @@ def step_cost(engine: Any, shape: ServedShape, num_rows: int, num_prompt: int) -
         send(engine, 1000 * num_rows + index, some_tokens(drawn, shape, num_prompt), num_tokens)
     while engine.waiting_request_ids or not engine.context.is_decode_only():
         engine.step_modern()
-    times = [timed_step(engine) for _ in range(NUM_WARMING + NUM_STEPS)][NUM_WARMING:]
+    for _ in range(NUM_WARMING):
+        engine.step_modern()
     if len(engine.context.rows) != num_rows:
         raise RuntimeError(f"{len(engine.context.rows)} of {num_rows} rows decode; raise --kv-gb")
-    timer = gpu_timer(NUM_STEPS)
-    timer.start()
-    while not timer.add_step(timed_step(engine)) and engine.has_unfinished_requests():
-        pass
-    gpu = timer.result()
+    with noted_waits() as waits:
+        times = [timed_step(engine) for _ in range(NUM_STEPS)]
+    cost = StepCost(num_rows, 1e3 * median(times))
+    if waits:
+        cost = replace(cost, host_ms=1e3 * (median(times) - median(waits)), **gpu_times(engine))
     while engine.has_unfinished_requests():
         engine.step_modern()
-    return StepCost.of(num_rows, median(times), gpu)
+    return cost
+
+
+def gpu_times(engine: Any) -> dict[str, float | None]:
+    """Return the GPU's times of a step of the rows that decode, which leaves no sense in their tokens."""
+    timer = gpu_timer(NUM_STEPS)
+    timer.start()
+    while not timer.add_step(timed_step(engine)):
+        pass
+    kernels_ms = 1e3 * timer.result().busy_s / NUM_STEPS
+    context = engine.context
+    graph = context.graphs.fitting(context.rows) if context.graphs is not None else None
+    if graph is None:
+        return {"kernels_ms": kernels_ms}
+    seconds = gpu_seconds(lambda: (graph.forward(), graph.verify_greedily()), NUM_STEPS)
+    return {"kernels_ms": kernels_ms, "replay_ms": 1e3 * seconds}
 
 
 def timed_step(engine: Any) -> float:
@@ -185,14 +200,15 @@ def _merged(record: Any) -> Any:
 def table(costs: Sequence[StepCost], drafts: dict[str, DraftSpeed]) -> str:
     """Return the figures as Markdown; columns that this machine has not are left out."""
     heads = ["rows", "a step, ms"]
-    has_gpu = costs[0].busy_ms is not None
+    has_gpu = costs[0].kernels_ms is not None
     if has_gpu:
-        heads += ["GPU busy, ms", "GPU idle, %", "host's work, ms"]
+        heads += ["host's work, ms", "GPU's replay, ms", "of that kernels, ms", "GPU idle, %"]
     lines = [f"| {' | '.join(heads)} |", "|" + "---:|" * len(heads)]
     for cost in costs:
         cells = [f"{cost.num_rows}", f"{cost.wall_ms:.3f}"]
         if has_gpu:
-            cells += [f"{cost.busy_ms:.3f}", f"{100 * cost.idle_share:.1f}", f"{cost.host_ms:.3f}"]
+            replay = "" if cost.replay_ms is None else f"{cost.replay_ms:.3f}"
+            cells += [f"{cost.host_ms:.3f}", replay, f"{cost.kernels_ms:.3f}", f"{100 * cost.idle_share:.1f}"]
         lines.append(f"| {' | '.join(cells)} |")
     lines += [
         "",
@@ -236,7 +252,7 @@ def main() -> None:
     print(table(costs, drafts))
     if arguments.json:
         growth = {name: asdict(line) for name, line in lines_of(costs).items()}
-        figures = {"steps": [asdict(cost) for cost in costs], "growth, ms": growth}
+        figures = {"steps": [asdict(cost) | {"idle_share": cost.idle_share} for cost in costs], "growth, ms": growth}
         figures["drafts"] = {name: asdict(speed) for name, speed in drafts.items()}
         arguments.json.write_text(json.dumps({"machine": describe_machine(), **figures}, indent=2) + "\n")
 

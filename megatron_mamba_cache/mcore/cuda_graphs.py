@@ -21,7 +21,7 @@ from megatron.core.ssm.mamba_hybrid_layer_allocation import Symbols
 from torch import Tensor
 from tqdm import tqdm
 
-from ..policy.requests import RunningRequest
+from ..policy.requests import RunningRequest, num_decoding
 from ..state.padded_step import StepShape, decode_shapes, prefill_shapes, smallest_shape
 from ..state.step_batch import StepBatch, send_padded_step, view_step
 from ..state.step_logits import StepLogits, all_greedy, logits_starts
@@ -120,7 +120,7 @@ class StepGraph:
             kv_lens=tuple(row.computed + row.scheduled for row in padded),
         )
         self._attention.plan_again(attention)
-        decoding = [row for row in rows if not row.is_prefilling]
+        num_decode = num_decoding(rows)
         places = shape.places(rows)
         starts = logits_starts(padded)
         return replace(
@@ -128,8 +128,8 @@ class StepGraph:
             rows=tuple(rows),
             places=places,
             num_tokens=sum(row.scheduled for row in rows),
-            num_decode_rows=len(decoding),
-            num_decode_tokens=sum(row.scheduled for row in decoding),
+            num_decode_rows=num_decode,
+            num_decode_tokens=sum(row.scheduled for row in rows[:num_decode]),
             attention=attention,
             logits=replace(
                 results.logits,
@@ -170,7 +170,7 @@ class StepGraphs:
 
     def fitting(self, rows: Sequence[RunningRequest]) -> StepGraph | None:
         """Return the smallest graph that holds the rows of a step, None if there is none."""
-        if any(row.spec.log_probs.wanted for row in rows if row.is_prefilling):
+        if any(row.spec.log_probs.wanted for row in rows[num_decoding(rows) :]):
             return None  # the logits of a prompt's tokens lie elsewhere in a padded step
         shape = smallest_shape(rows, self._graphs)
         return None if shape is None else self._graphs[shape]

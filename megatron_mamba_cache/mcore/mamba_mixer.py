@@ -96,17 +96,22 @@ class CachingMambaMixer(megatron_mixer.MambaMixer):
         return state
 
     def _dynamic_inference(self, hidden_states: Tensor, context: Any) -> Any:
-        step: StepBatch = context.step
-        states = context.layer_states(self.layer_number - self.pp_layer_offset)
         projected, _ = self.in_proj(hidden_states)
-        inputs = self._split(projected.squeeze(1))
-        mixed = torch.zeros_like(inputs.z)  # padding tokens stay zero
-        decode, prefill = slice(0, step.num_decode_tokens), slice(step.num_decode_tokens, step.num_tokens)
-        if step.decode is not None:
-            mixed[decode] = self._decode_rows(inputs.rows(decode), states, step.decode)
-        if step.prefill is not None:
-            mixed[prefill] = self._prefill_rows(inputs.rows(prefill), states, step.prefill)
+        states = context.layer_states(self.layer_number - self.pp_layer_offset)
+        mixed = self._mix(self._split(projected.squeeze(1)), states, context.step)
         return self.out_proj(mixed.unsqueeze(1))
+
+    def _mix(self, inputs: _MixerInputs, states: LayerStates, step: StepBatch) -> Tensor:
+        """Return [tokens, d_inner]: those of decode rows, of prefill rows, and zeros for padding, which is behind."""
+        mixed = []
+        first_prefilled = step.num_decode_tokens if step.prefill is not None else len(inputs.z)
+        if step.decode is not None:
+            mixed.append(self._decode_rows(inputs.rows(slice(0, first_prefilled)), states, step.decode))
+        if step.prefill is not None:
+            mixed.append(self._prefill_rows(inputs.rows(slice(first_prefilled, None)), states, step.prefill))
+        if not mixed:
+            return torch.zeros_like(inputs.z)
+        return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
     def _prefill_rows(self, inputs: _MixerInputs, states: LayerStates, rows: VarlenRows) -> Tensor:
         xbc = causal_conv(inputs.xbc, self._conv_weight, self.conv1d.bias, states.conv, rows)

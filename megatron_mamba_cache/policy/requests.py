@@ -1,5 +1,6 @@
 """A request as the cache sees it: what was asked for, and how far it has come."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -195,3 +196,8 @@ class RunningRequest:
         first_generated = self.spec.prompt_len - self.spec.num_replayed
         known = self.tokens(max(first_generated, self.length + len(new) - count), self.length)
         return (*map(int, known), *new)[-count:]
+
+
+def num_decoding(rows: Sequence[RunningRequest]) -> int:
+    """Return how many of a step's rows decode, which come before those that prefill."""
+    return bisect_left(rows, True, key=lambda row: row.is_prefilling)

@@ -7,7 +7,7 @@ import numpy as np
 
 from ..kernels.varlen_rows import PAD_SLOT
 from ..policy.identifiers import BlockId
-from ..policy.requests import RunningRequest
+from ..policy.requests import RunningRequest, num_decoding
 from .padding_rows import decode_padding_row, prefill_padding_row
 from .step_buffers import StepBuffers
 
@@ -46,9 +46,10 @@ class StepShape:
     @staticmethod
     def of(rows: Sequence[RunningRequest]) -> "StepShape":
         """Return the shape that the rows of a step just fit."""
-        decoding = [row.scheduled for row in rows if not row.is_prefilling]
-        prefilling = [row.scheduled for row in rows[len(decoding) :]]
-        return StepShape(len(decoding), max(decoding, default=1), len(prefilling), sum(prefilling))
+        num_decode = num_decoding(rows)
+        width = max((row.scheduled for row in rows[:num_decode]), default=1)
+        prefilling = rows[num_decode:]
+        return StepShape(num_decode, width, len(prefilling), sum(row.scheduled for row in prefilling))
 
     def holds(self, step: "StepShape") -> bool:
         """Return whether a step of another shape fits; one that prefills nothing is left to shapes for that."""
@@ -70,18 +71,18 @@ class StepShape:
 
     def pad(self, rows: Sequence[RunningRequest], dummy_block: BlockId) -> list[RunningRequest]:
         """Return the rows of a step with padding between and behind them; `places` tells where they are."""
-        num_decoding = sum(not row.is_prefilling for row in rows)
-        num_between = self.num_decode_rows - num_decoding
-        num_behind = self.num_prefill_rows - (len(rows) - num_decoding)
+        num_decode = num_decoding(rows)
+        num_between = self.num_decode_rows - num_decode
+        num_behind = self.num_prefill_rows - (len(rows) - num_decode)
         between = [decode_padding_row(1 if self.num_prefill_rows else 0, dummy_block)] if num_between else []
         behind = [prefill_padding_row(0, dummy_block)] if num_behind else []
-        return [*rows[:num_decoding], *between * num_between, *rows[num_decoding:], *behind * num_behind]
+        return [*rows[:num_decode], *between * num_between, *rows[num_decode:], *behind * num_behind]
 
     def places(self, rows: Sequence[RunningRequest]) -> tuple[int, ...]:
         """Return the place of each row among the padded ones."""
-        num_decoding = sum(not row.is_prefilling for row in rows)
-        num_prefilling = len(rows) - num_decoding
-        return (*range(num_decoding), *range(self.num_decode_rows, self.num_decode_rows + num_prefilling))
+        num_decode = num_decoding(rows)
+        num_prefilling = len(rows) - num_decode
+        return (*range(num_decode), *range(self.num_decode_rows, self.num_decode_rows + num_prefilling))
 
 
 def smallest_shape(rows: Sequence[RunningRequest], shapes: Iterable[StepShape]) -> StepShape | None:

@@ -13,7 +13,7 @@ from ..kernels.varlen_rows import PAD_SLOT, VarlenRows
 from ..kernels.verify_rows import VerifyRows
 from ..policy.identifiers import BlockId
 from ..policy.random_counter import DrawPurpose
-from ..policy.requests import RunningRequest
+from ..policy.requests import RunningRequest, num_decoding
 from .padded_step import StepShape, pad_tail
 from .prefill_metadata import write_prefill_rows
 from .step_buffers import StepBuffers
@@ -97,17 +97,13 @@ def _write(
     draws_ratios: bool,
 ) -> int:
     """Write every integer of a step; return the number of its SSM chunks."""
-    num_decode = _num_decode(rows)
+    num_decode = num_decoding(rows)
     _write_rows(rows, buffers)
     _write_tokens(rows, num_decode, buffers, geometry)
     _write_windows(rows[:num_decode], buffers)
     write_logits(rows, buffers, purpose, draws_ratios=draws_ratios)
     prefill_rows = rows[num_decode:]
     return write_prefill_rows(prefill_rows, buffers, geometry.ssm_chunk_size) if prefill_rows else 0
-
-
-def _num_decode(rows: Sequence[RunningRequest]) -> int:
-    return sum(not row.is_prefilling for row in rows)
 
 
 def _write_rows(rows: Sequence[RunningRequest], buffers: StepBuffers) -> None:
@@ -166,7 +162,7 @@ def view_step(rows: Sequence[RunningRequest], buffers: StepBuffers, num_chunks: 
     They and what is computed here of them depend on how many rows, tokens and drafts there are, not on the rest; a
     graph that is captured over them reads whatever was sent last.
     """
-    num_decode = _num_decode(rows)
+    num_decode = num_decoding(rows)
     num_tokens = sum(row.scheduled for row in rows)
     device = buffers.device
     token_ids = device("token_ids")[:num_tokens].long()

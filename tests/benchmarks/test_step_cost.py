@@ -68,19 +68,26 @@ def test_a_line_is_fitted_by_least_squares(step_cost: ModuleType) -> None:
     assert (line.at_0, line.slope) == (approx(0.5), approx(2.5))
 
 
-def test_idle_is_what_the_busy_time_leaves_of_steps_that_nothing_observes(step_cost: ModuleType) -> None:
-    gpu = step_cost.GpuTime(num_steps=4, wall_s=0.08, busy_s=0.012, waiting_s=0.032)
-    cost = step_cost.StepCost.of(8, 0.01, gpu)
-    assert (cost.wall_ms, cost.busy_ms, cost.idle_share, cost.host_ms) == (
-        approx(10),
-        approx(3),
-        approx(0.7),
-        approx(12),
-    )
-    speed = step_cost.DraftSpeed(1.0, 1.0, 0.0)
-    text = step_cost.table([cost, step_cost.StepCost(16, 12.0, 3.0, 0.75, 14.0)], {"no drafts": speed})
-    assert "| 8 | 10.000 | 3.000 | 70.0 | 12.000 |" in text
-    assert "The host's work: 10.000 ms and 250.00 µs a row." in text
+def test_idle_is_what_a_replay_leaves_of_a_step(step_cost: ModuleType) -> None:
+    cost = step_cost.StepCost(8, 10.0, host_ms=4.0, replay_ms=8.0, kernels_ms=7.0)
+    eager = step_cost.StepCost(16, 14.0, host_ms=8.0, kernels_ms=7.0)
+    assert (cost.idle_share, eager.idle_share) == (approx(0.2), approx(0.5))
+    assert step_cost.StepCost(8, 10.0).idle_share is None
+    text = step_cost.table([cost, eager], {"no drafts": step_cost.DraftSpeed(1.0, 1.0, 0.0)})
+    assert "| 8 | 10.000 | 4.000 | 8.000 | 7.000 | 20.0 |" in text
+    assert "| 16 | 14.000 | 8.000 |  | 7.000 | 50.0 |" in text
+    assert "The host's work: 0.000 ms and 500.00 µs a row." in text
+
+
+def test_only_reads_of_the_gpu_are_waits(step_cost: ModuleType) -> None:
+    read = torch.Tensor.tolist
+    with pytest.importorskip("gpu_time").noted_waits() as waits:
+        assert torch.ones(2).tolist() == [1.0, 1.0]
+        assert not waits
+        if torch.cuda.is_available():
+            assert torch.ones(2, device="cuda").tolist() == [1.0, 1.0]
+            assert len(waits) == 1 and waits[0] > 0
+    assert torch.Tensor.tolist is read
 
 
 def test_the_middle_run_is_taken(step_cost: ModuleType) -> None:

@@ -152,7 +152,15 @@ def parts_bytes(shape: AttentionShape, num_rows: int, num_tokens: int) -> int:
 
 def _wrapper(workspace: Tensor, kernel: str, **settings: Any) -> Any:
     build = import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper
+    setattr(import_module(build.__module__), "max", largest)  # noqa: B010 - a module has no such attribute yet
     return build(workspace, "NHD", backend=kernel, **settings)
+
+
+def largest(*values: Any, **options: Any) -> Any:
+    """Stand in for `max` where FlashInfer plans: of a tensor the built-in one takes about 3 µs an element."""
+    if len(values) == 1 and isinstance(values[0], Tensor) and not options:
+        return values[0].max()
+    return max(*values, **options)
 
 
 def _try_out(attention: PagedAttention, shape: AttentionShape) -> None:
