@@ -1,4 +1,4 @@
-"""A Gluon kernel of nothing but two groups of warps, to tell what compute-sanitizer says of Triton from what it says of us.
+"""A Gluon kernel of nothing but two groups of warps: what compute-sanitizer says of it, it says of Triton.
 
     compute-sanitizer --tool racecheck python3 benchmarks/bare_warp_groups.py
 

@@ -162,18 +162,21 @@ class BatchPrefillWithPagedKVCacheWrapper:
             assert all(size == most or (index == 2 and size < most) for index, (size, most) in enumerate(sizes))
             self._most_tokens = self._most_tokens or int(qo_indptr[-1])
             assert qo_indptr[-1] <= self._most_tokens  # the first plan is the largest
+            for values, buffer in zip(found, self._buffers, strict=True):
+                buffer[: len(values)].copy_(values)
         num_pages = paged_kv_indptr.diff()
         table = np.full((len(num_pages), max(1, int(num_pages.max()))), 2**30, np.int32)
         for row, pages in enumerate(paged_kv_indices.split(num_pages.tolist())):
             table[row, : len(pages)] = pages
         self._table, self._cu_query, self._scale = torch.from_numpy(table), qo_indptr, sm_scale
-        self._kv_lens = (num_pages - 1).clamp_min(0) * page_size + paged_kv_last_page_len
+        self._full_lens = (num_pages - 1).clamp_min(0) * page_size
+        self._last_page_lens = paged_kv_last_page_len if self._buffers is None else self._buffers[3]
         self._heads = num_qo_heads, num_kv_heads, head_dim_qk, page_size
 
     def run(self, q, paged_kv_cache) -> Tensor:
         k, v = paged_kv_cache
         assert self._heads == (q.shape[1], k.shape[2], k.shape[3], k.shape[1])
-        return _attend(q, k, v, self._cu_query, self._kv_lens, self._table, self._scale)
+        return _attend(q, k, v, self._cu_query, self._full_lens + self._last_page_lens, self._table, self._scale)
 
 
 def flashinfer() -> ModuleType:

@@ -201,6 +201,13 @@ CAPTURED: dict[int, list[Mix]] = {  # most query tokens of a row: steps of at mo
 CAPTURED_ROWS, CAPTURED_BLOCKS = 4, 6
 
 
+def captured_mixes(width: int, block_size: int) -> Iterator[Mix]:
+    """Yield each mix of rows of so many query tokens, and behind it the same a token further in their blocks."""
+    for mix in CAPTURED[width]:
+        yield mix
+        yield [(query_len, kv_len + (kv_len % block_size > 0)) for query_len, kv_len in mix]
+
+
 class CapturedSteps:
     """Steps that are computed by one captured call, over rows that are padded in place."""
 
@@ -263,12 +270,40 @@ def test_captured_attention_is_that_of_the_rows_at_each_replay(
     shape = shape_of(num_heads=4, head_dim=8)
     steps = CapturedSteps(width, shape)
     captured = built(shape).capture(steps.rows)
-    for mix in CAPTURED[width]:
+    for seed, mix in enumerate(captured_mixes(width, shape.block_size)):
+        torch.manual_seed(seed // 2)  # each mix and what it grows to have the same blocks
         step, rows = steps.load(mix, shape)
         captured.plan_again(rows)
         out = captured.begin()(steps.q, steps.k, steps.v)
         if step is not None:
             torch.testing.assert_close(out[: len(step.q)], step.reference(shape.scale), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.usefixtures("stand_in_libraries")
+def test_a_plan_of_flashinfer_holds_until_a_row_has_other_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_libraries, "IN_GRAPHS", True)
+    planned: list[int] = []
+    plan = flashinfer.PagedAttention.plan_pages
+    monkeypatch.setattr(
+        flashinfer.PagedAttention, "plan_pages", lambda self, pages: (planned.append(1), plan(self, pages))
+    )
+    shape = shape_of(num_heads=4, head_dim=8)
+    steps = CapturedSteps(1, shape)
+    captured = flashinfer.FlashInferAttention(shape).capture(steps.rows)
+    _, rows = steps.load([(1, 250), (1, 300)], shape)
+    planned.clear()
+    for first_len in range(250, 260):  # its second page begins at 257
+        captured.plan_again(replace(rows, kv_lens=(first_len, 300, 0, 0)))
+    assert len(planned) == 2
+    steps.table[1] += 1
+    captured.plan_again(replace(rows, kv_lens=(259, 300, 0, 0)))
+    assert len(planned) == 3
+
+
+@pytest.mark.parametrize("values", [[3, 7, 5], [2], [-4, -9]])
+def test_the_largest_of_a_tensor_is_what_max_says(values: list[int]) -> None:
+    assert flashinfer.largest(torch.tensor(values)).item() == max(values) == flashinfer.largest(values)
+    assert flashinfer.largest(4, 9) == 9 and flashinfer.largest([], default=1) == 1
 
 
 # The libraries themselves.
@@ -328,7 +363,8 @@ def test_a_graph_attends_the_rows_of_each_replay(width: int, backend: AttentionB
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = captured.begin()(steps.q, steps.k, steps.v)
-    for mix in CAPTURED[width]:
+    for seed, mix in enumerate(captured_mixes(width, shape.block_size)):
+        torch.manual_seed(seed // 2)  # each mix and what it grows to have the same blocks
         step, rows = steps.load(mix, shape)
         captured.plan_again(rows)
         graph.replay()

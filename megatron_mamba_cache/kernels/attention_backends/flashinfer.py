@@ -125,6 +125,8 @@ class CapturedFlashInfer:
             wrapper = _wrapper(workspace, "fa2", use_cuda_graph=True, **buffers)
         self._attention = PagedAttention(shape, wrapper)
         self._block_size = shape.block_size
+        self._last_page_lens = buffers["paged_kv_last_page_len_buf"]
+        self._planned: PageLists | None = None
         self.plan_again(rows)  # the first plan is the largest that the wrapper accepts
 
     def begin(self) -> PlannedAttention:
@@ -132,8 +134,17 @@ class CapturedFlashInfer:
         return self._attention.run
 
     def plan_again(self, rows: AttentionRows) -> None:
-        """Plan the next replay on the host; needs exact lengths, and as many rows as before."""
-        self._attention.plan_pages(page_lists(rows, self._block_size, keep_all=True))
+        """Plan the next replay on the host; needs exact lengths, and as many rows as before.
+
+        A plan holds as long as every row keeps its pages: what it says of their lengths is written here.
+        """
+        pages, planned = page_lists(rows, self._block_size, keep_all=True), self._planned
+        if planned is not None and pages.has_pages_of(planned):
+            self._last_page_lens.copy_(pages.last_page_lens)
+            return
+        self._planned = None  # as long as planning may fail
+        self._attention.plan_pages(pages)
+        self._planned = pages
 
 
 def parts_bytes(shape: AttentionShape, num_rows: int, num_tokens: int) -> int:
@@ -188,6 +199,17 @@ class PageLists:
     cu_pages: Tensor
     pages: Tensor
     last_page_lens: Tensor
+
+    def has_pages_of(self, other: "PageLists") -> bool:
+        """Whether the same rows have the same pages, which they may fill further than the other's."""
+        return all(
+            mine.equal(theirs)
+            for mine, theirs in (
+                (self.cu_query, other.cu_query),
+                (self.cu_pages, other.cu_pages),
+                (self.pages, other.pages),
+            )
+        )
 
 
 def page_lists(rows: AttentionRows, block_size: int, *, keep_all: bool = False) -> PageLists:
