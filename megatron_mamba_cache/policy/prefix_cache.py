@@ -54,6 +54,7 @@ class PrefixCache:
         self.kv = kv
         self.slots = slots
         self.rules = rules
+        self.block_size = rules.boundaries.block_size
         self.counters = counters
         self.enabled = enabled
         self.epoch = 0
@@ -64,11 +65,6 @@ class PrefixCache:
         )
         self._windows = DraftWindows(slots, decode.max_requests, num_checkpoints=int(self._keeps_decode_states))
         self._num_admitted = 0
-
-    @property
-    def block_size(self) -> int:
-        """Tokens in a KV block."""
-        return self.rules.boundaries.block_size
 
     def candidate(self, spec: RequestSpec) -> Candidate:
         """Return `spec` ready for admission, its prompt's block keys computed."""
@@ -144,8 +140,11 @@ class PrefixCache:
 
     def schedule_decode(self, row: RunningRequest, drafts: Sequence[int] = ()) -> None:
         """Schedule the next token of a decoding row, behind it the drafts that find room, and reserve its boundary."""
-        room = self._room_for_drafts(row, len(drafts)) if drafts else 0
         boundary = (row.computed // self.block_size + 1) * self.block_size
+        if not drafts and not row.reserved and boundary > row.computed + 1:  # most steps of most rows
+            row.drafts, row.scheduled = (), 1
+            return
+        room = self._room_for_drafts(row, len(drafts)) if drafts else 0
         if boundary <= row.computed + 1 + room and self._keeps_decode_states and self._publishes(row):
             self._reservations.reserve_in_decode(row, boundary)  # first: it is worth more than a draft
         num_drafts = self._windows.widen(row, room)
@@ -161,10 +160,13 @@ class PrefixCache:
             num_tokens: Of those scheduled: a prefill's all, once the forward is launched; a decode's as many as it
                 keeps, which are known to the row and whose align copy is launched.
         """
+        end = row.computed + num_tokens
         if self._publishes(row):
-            self._publish_blocks(row, row.computed + num_tokens)
-            self._reservations.publish(row, row.computed + num_tokens)
-        else:
+            if end // self.block_size > row.num_published_blocks:
+                self._publish_blocks(row, end)
+            if row.reserved:
+                self._reservations.publish(row, end)
+        elif row.reserved:
             self._reservations.cancel(row)
         self._unpin_source(row)
 
@@ -278,8 +280,6 @@ class PrefixCache:
 
     def _publish_blocks(self, row: RunningRequest, end: int) -> None:
         num_full = end // self.block_size
-        if num_full <= row.num_published_blocks:
-            return
         if num_full > len(row.chain.keys):
             row.chain.extend(row.tokens(row.chain.num_tokens, num_full * self.block_size))
         for index in range(row.num_published_blocks, num_full):
@@ -290,8 +290,7 @@ class PrefixCache:
     def _unpin_source(self, row: RunningRequest) -> None:
         if row.source_block is not None:
             self.slots.unpin(row.source_block)
-        row.source_block = None
-        row.source_slot = None
+        row.source_block = row.source_slot = None
 
     def _count_admission(self, row: RunningRequest, matched_tokens: int) -> None:
         self.counters.requests_admitted += 1

@@ -3,6 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -93,8 +94,7 @@ class ReservedState:
     slot: SlotId
 
 
-@dataclass(frozen=True, slots=True)
-class KeptTokens:
+class KeptTokens(NamedTuple):
     """What a step adds to a request: the tokens of it that are kept, none in mid-prefill, and whether they end it."""
 
     tokens: tuple[int, ...] = ()
@@ -177,6 +177,8 @@ class RunningRequest:
         """Return what is kept of newly sampled tokens: all, or those up to the one that ends the request."""
         if not self.samples_this_step:
             return KeptTokens()
+        if len(emitted) == 1:
+            return KeptTokens(tuple(emitted), self._ends_with(emitted))
         for count in range(1, len(emitted) + 1):
             if self._ends_with(emitted[:count]):
                 return KeptTokens(tuple(emitted[:count]), ends=True)

@@ -44,14 +44,27 @@ def write_logits(
     without_logits = np.fromiter((row.scheduled for row in rows), np.int64, num_rows) - counts
     before = np.repeat(np.cumsum(without_logits), counts)  # tokens up to the row's end whose logits nobody wants
     buffers.host("logit_tokens")[: starts[-1]] = before + np.arange(starts[-1])
+    _write_sampling(rows, buffers, starts[-1], purpose, draws_ratios=draws_ratios)
+
+
+def _write_sampling(
+    rows: Sequence[RunningRequest], buffers: StepBuffers, num_logits: int, purpose: DrawPurpose, *, draws_ratios: bool
+) -> None:
+    """Write each row's settings and random numbers; where all rows are greedy, the same for all, which is quicker."""
+    num_rows, names = len(rows), ["uniforms", *(["accept_uniforms", "residual_uniforms"] if draws_ratios else [])]
+    temperature, top_p = (buffers.host(name).view(np.float32)[:num_rows] for name in ("temperature", "top_p"))
+    top_k = buffers.host("top_k")[:num_rows]
+    if all_greedy(rows):
+        temperature[:], top_k[:], top_p[:] = 0.0, 1, 0.0
+        for name in names:
+            buffers.host(name).view(np.float64)[:num_logits] = 0.0
+        return
     settings = [row.spec.sampling for row in rows]
-    buffers.host("temperature").view(np.float32)[:num_rows] = [s.temperature for s in settings]
-    buffers.host("top_k")[:num_rows] = [s.top_k for s in settings]
-    buffers.host("top_p").view(np.float32)[:num_rows] = [s.top_p for s in settings]
-    _write_uniforms("uniforms", purpose, rows, buffers)
-    if draws_ratios:
-        _write_uniforms("accept_uniforms", DrawPurpose.ACCEPT, rows, buffers)
-        _write_uniforms("residual_uniforms", DrawPurpose.RESIDUAL, rows, buffers)
+    temperature[:] = [s.temperature for s in settings]
+    top_k[:] = [s.top_k for s in settings]
+    top_p[:] = [s.top_p for s in settings]
+    for name, drawn_for in zip(names, (purpose, DrawPurpose.ACCEPT, DrawPurpose.RESIDUAL), strict=False):
+        _write_uniforms(name, drawn_for, rows, buffers)
 
 
 def view_logits(rows: Sequence[RunningRequest], token_ids: Tensor, buffers: StepBuffers) -> StepLogits:
@@ -99,9 +112,6 @@ def logits_starts(rows: Sequence[RunningRequest]) -> tuple[int, ...]:
 def _write_uniforms(section: str, purpose: DrawPurpose, rows: Sequence[RunningRequest], buffers: StepBuffers) -> None:
     """Write the number of each token to be sampled: a function of its request's seed, its position and the purpose."""
     uniforms = buffers.host(section).view(np.float64)
-    if all_greedy(rows):
-        uniforms[: logits_starts(rows)[-1]] = 0.0
-        return
     at = 0
     for row in rows:
         sampling, count = row.spec.sampling, 1 + len(row.drafts) if row.scheduled else 0

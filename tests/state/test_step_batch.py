@@ -308,10 +308,12 @@ def test_logits_carry_each_request_s_settings_and_random_numbers_of_their_own(
     logits = lay_out_step(rows, StepBuffers(LIMITS, device), GEOMETRY, draws_ratios=draws_ratios).logits
     expected = walk(rows)
     settings = [rows[number].spec.sampling for _, number, _ in expected.logits]
+    assert logits.all_greedy == all(s.is_greedy for s in settings)
+    if logits.all_greedy:
+        settings = [SamplingSettings(temperature=0.0, top_k=1)] * len(settings)
     assert logits.temperature.tolist() == [s.temperature for s in settings]
     assert logits.top_k.tolist() == [s.top_k for s in settings]
     assert logits.top_p.tolist() == [s.top_p for s in settings]
-    assert logits.all_greedy == all(s.is_greedy for s in settings)
     sampled = [expected.positions[token] + 1 for token, _, _ in expected.logits]
     drawn = {DrawPurpose.SAMPLE: logits.uniforms}
     if draws_ratios:
