@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 _LINGER_MS = 5000
 _MOST_MESSAGES_A_ROUND = 1000
+_CONNECTED = msgpack.packb([Headers.CONNECT_ACK.value])
+"""Answers a client's first message; Megatron's client passes over another one."""
 
 
 class PrefixCoordinator(DataParallelInferenceCoordinator):
@@ -83,12 +85,12 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
                 )
 
     def start(self) -> None:
-        """Serve until clients have stopped the engines, or the parent and all replicas are gone."""
+        """Serve until clients have stopped the engines, or the parent, all replicas and all clients are gone."""
         while not self._signals.is_over and not self._is_abandoned():
             self._serve_round()
 
     def _is_abandoned(self) -> bool:
-        return not self._members.identities and os.getppid() != self._parent
+        return not (self._members.identities or self._clients) and os.getppid() != self._parent
 
     def _serve_round(self) -> None:
         """Handle what has come, at most until the next probe is due."""
@@ -101,10 +103,15 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
                     break
                 self._handle_frames(frames)
         if time.monotonic() >= self._next_probe:
-            for identity in self._members.identities:
-                self._send(identity, PROBE)
+            self._probe()
             self._next_probe = time.monotonic() + self._settings.probe_interval_s
         self._announce()
+
+    def _probe(self) -> None:
+        """See who is still there."""
+        self._send_all(self._members.identities, PROBE)
+        if not self._members.identities:  # clients alone are a reason to stay: they wait for answers
+            self._send_all(self._clients, _CONNECTED)
 
     def _handle_frames(self, frames: list[bytes]) -> None:
         if len(frames) != 2 or not frames[1]:
@@ -129,7 +136,7 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
             self._note_keys(replica, body)
         elif kind == Headers.CONNECT.value:
             self._clients.add(sender)
-            self._send(sender, msgpack.packb([Headers.CONNECT_ACK.value]))
+            self._send(sender, _CONNECTED)
         elif kind == Headers.ENGINE_REPLY.value and replica is not None:
             self._forward_replies(replica, body)
         elif sender in self._clients and kind == Headers.SUBMIT_REQUEST.value:
@@ -253,7 +260,7 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
             message = msgpack.packb([announcement.header.value])
             self._send_all((replica.identity for replica in self._members.serving), message)
             if announcement.is_for_clients:
-                self._send_all(list(self._clients), msgpack.packb([announcement.header.value, b""]))
+                self._send_all(self._clients, msgpack.packb([announcement.header.value, b""]))
 
     def _send_all(self, identities: Iterable[bytes], message: bytes) -> None:
         for identity in list(identities):

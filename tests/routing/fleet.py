@@ -7,11 +7,12 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+import zmq
 from megatron.core.inference.inference_client import InferenceClient
 from megatron.core.inference.sampling_params import SamplingParams
 
@@ -75,6 +76,11 @@ class Fleet:
         for replica in others:
             replica.wait_until_ready()
 
+    def launch_world(self, options: Sequence[dict[str, Any]]) -> None:
+        """Start the ranks of one launch."""
+        self.replicas = [ReplicaProcess.start(rank) for rank in options]
+        (self.address,) = {replica.wait_until_ready() for replica in self.replicas}
+
     def named(self, name: str) -> ReplicaProcess:
         """Return a replica by its name."""
         return next(replica for replica in self.replicas if replica.name == name)
@@ -112,9 +118,10 @@ class Client:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self.inference.socket.setsockopt(zmq.LINGER, 0)  # or it waits for a coordinator that has gone
         self.inference.stop()
 
-    def send(self, prompt: Any, params: SamplingParams) -> Awaitable[Answer]:
+    def send(self, prompt: Any, params: SamplingParams) -> asyncio.Future[Answer]:
         """Send a request; the answer can be awaited."""
         future, start = self.inference.add_request(prompt, params), time.monotonic()
 
