@@ -89,6 +89,11 @@ class Fleet:
         """Return the exit statuses of all processes."""
         return [replica.process.wait(END_TIMEOUT_S) for replica in self.replicas]
 
+    def num_aborted_steps(self) -> list[int]:
+        """Return the failed steps of each replica that was stopped; call it after `wait_for_ends`."""
+        reports = [replica.process.communicate()[0] for replica in self.replicas]
+        return [json.loads(report)["steps_aborted"] for report in reports if report]
+
     def end(self) -> None:
         """End what still runs."""
         for replica in self.replicas:

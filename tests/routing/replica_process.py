@@ -1,7 +1,7 @@
 """One replica in a process of its own: a tiny engine that listens to a coordinator until it is stopped.
 
 Run by `fleet.py` as `python -m tests.routing.replica_process '{"address": ..., ...}'`. Writes one line of JSON once it
-takes part, with the coordinator's address and the replica's name.
+takes part, with the coordinator's address and the replica's name, and another one when it has been stopped.
 """
 
 import asyncio
@@ -42,6 +42,7 @@ async def serve(options: dict[str, Any]) -> None:
     )
     print(json.dumps({"address": address, "replica": engine._replica_name}), flush=True)
     await engine.engine_loop_task
+    print(json.dumps({"steps_aborted": engine.context.counters.steps_aborted}), flush=True)
 
 
 def _block_a_step(engine: ReplicaEngine, seconds: float) -> None:
@@ -58,15 +59,15 @@ def _block_a_step(engine: ReplicaEngine, seconds: float) -> None:
 
 def _fail_steps(engine: ReplicaEngine, every: int) -> None:
     """Let every so many-th step raise after its forward."""
-    sample = engine.controller._dynamic_step_sample_logits
+    sample = engine.controller._sample
     calls = iter(range(1, 10**9))
 
-    def failing_sample(*args: Any, **settings: Any) -> Any:
+    def failing_sample(logits: torch.Tensor) -> Any:
         if next(calls) % every == 0:
             raise RuntimeError("planted")
-        return sample(*args, **settings)
+        return sample(logits)
 
-    engine.controller._dynamic_step_sample_logits = failing_sample
+    engine.controller._sample = failing_sample
 
 
 def main(options: dict[str, Any]) -> None:

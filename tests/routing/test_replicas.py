@@ -99,7 +99,7 @@ async def kill_in_the_middle(client: Client, fleet: Fleet, num_requests: int) ->
 
 def test_turns_find_their_prefix_and_a_killed_replica_loses_no_request(fleet: Fleet) -> None:
     """Three launches of one replica each, the last two of which join the first one's coordinator."""
-    fleet.launch([{}, {"fail_steps": 40}, {}])
+    fleet.launch([{"fail_steps": 40}] * 3)
 
     async def scenario(client: Client) -> None:
         conversations = await asyncio.gather(*(converse(client, number, 3) for number in range(18)))
@@ -123,6 +123,7 @@ def test_turns_find_their_prefix_and_a_killed_replica_loses_no_request(fleet: Fl
 
     run(scenario, fleet.address)
     assert sorted(fleet.wait_for_ends()) == [-9, 0, 0]
+    assert all(fleet.num_aborted_steps())  # every fortieth step was made to fail
 
 
 def test_a_slow_replica_is_alive_and_without_retries_the_requests_of_a_dead_one_say_why(
