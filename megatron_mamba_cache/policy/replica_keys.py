@@ -50,11 +50,15 @@ class ReplicaKeys:
     *Resumable* boundaries have a state there, as the replica reports: prefill can start at them. *Expected* ones will
     have, once requests that are on their way have been prefilled. *Seen* blocks belong to prompts that were sent there:
     their KV is likely known, so that the next prompt which parts from them leaves a state where it does.
+
+    `resumed` are boundaries that a prompt has started from. One that none has is the newest end of a conversation;
+    another is where several part.
     """
 
     def __init__(self, max_keys: int) -> None:
         self.resumable = RecentKeys(max_keys)
         self.seen = RecentKeys(max_keys)
+        self.resumed = RecentKeys(max_keys)
         self._expected: Counter[BlockKey] = Counter()
 
     def resumable_depth(self, keys: Sequence[BlockKey]) -> int:
@@ -84,6 +88,7 @@ class ReplicaKeys:
         """Forget what is cached; requests on their way will still leave what is expected."""
         self.resumable.clear()
         self.seen.clear()
+        self.resumed.clear()
 
 
 def _deepest(keys: Sequence[BlockKey], known: Container[BlockKey]) -> int:

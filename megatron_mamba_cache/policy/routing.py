@@ -1,6 +1,6 @@
 """Which replica gets a prompt: where most of it is cached, unless that one has too much to do, or in turn."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import NewType
@@ -10,6 +10,9 @@ from .identifiers import BlockKey
 from .replica_keys import ReplicaKeys
 
 ReplicaName = NewType("ReplicaName", str)
+
+_HALF_LIFE = 64
+"""Requests a replica after which work that was given out counts half."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +53,8 @@ class Route:
 class _Replica:
     keys: ReplicaKeys
     order: int  # of joining
+    given: float  # tokens of work sent there, those of long ago counting less
     load: int = 0  # tokens of work in flight
-    num_routed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,25 +68,29 @@ class PrefixRouter:
     """Sends a prompt to the replica with the longest cached prefix of it, within a bound on load.
 
     A replica takes part if its work in flight is at most `load_factor` times the replicas' mean plus one request of
-    mean work; the least loaded one always does. Of those, the longest prefix that prefill can skip decides, then the
-    longest one whose KV may be known, the least load, the fewest requests so far, and the order of joining. Stale keys
-    cost a prefill somewhere, never a wrong token.
+    mean work; the least loaded one always does. Where a conversation begins, with a shared prefix or without, those of
+    them count whose share of the work given out lately is within `share_factor` in the same way, if any: conversations
+    stay where they begin, and whoever has a system prompt first, or is quick for a while, would collect them. Then the
+    longest prefix that prefill can skip decides, the longest one whose KV may be known, the least work in flight, the
+    least work given, and the order of joining. Stale keys cost a prefill somewhere, never a wrong token.
     """
 
-    def __init__(self, load_factor: float = 1.25, max_keys: int = 65_536) -> None:
+    def __init__(self, load_factor: float = 1.5, share_factor: float = 1.1, max_keys: int = 65_536) -> None:
         """Start without replicas.
 
         Args:
             max_keys: Boundaries remembered of each replica, and as many blocks of prompts sent there.
 
         Raises:
-            ValueError: If `load_factor` is below 1 or `max_keys` not positive.
+            ValueError: If a factor is below 1 or `max_keys` not positive.
         """
-        if not load_factor >= 1:
-            raise ValueError(f"load_factor is {load_factor}; it must be at least 1, the mean itself")
+        for name, factor in (("load_factor", load_factor), ("share_factor", share_factor)):
+            if not factor >= 1:
+                raise ValueError(f"{name} is {factor}; it must be at least 1, the mean itself")
         if max_keys < 1:
             raise ValueError(f"max_keys is {max_keys}; it must be at least 1")
         self._load_factor = load_factor
+        self._share_factor = share_factor
         self._max_keys = max_keys
         self._replicas: dict[ReplicaName, _Replica] = {}
         self._in_flight: dict[int, _InFlight] = {}
@@ -106,7 +113,8 @@ class PrefixRouter:
         """
         if replica in self._replicas:
             raise ValueError(f"replica {replica} takes part already; replicas need names of their own")
-        self._replicas[replica] = _Replica(ReplicaKeys(self._max_keys), next(self._orders))
+        given = sum(other.given for other in self._replicas.values()) / max(len(self._replicas), 1)
+        self._replicas[replica] = _Replica(ReplicaKeys(self._max_keys), next(self._orders), given)
 
     def leave(self, replica: ReplicaName) -> None:
         """Forget a replica and its requests in flight; nothing happens if it is unknown."""
@@ -159,21 +167,29 @@ class PrefixRouter:
             replica.keys.stop_expecting(entry.expected)
 
     def _within_bound(self) -> list[ReplicaName]:
-        if not self._in_flight:
-            return list(self._replicas)
-        total = sum(replica.load for replica in self._replicas.values())
-        bound = self._load_factor * total / len(self._replicas) + total / len(self._in_flight) if total else 0.0
-        return [name for name, replica in self._replicas.items() if replica.load <= bound]
+        """Return who takes part."""
+        return self._below({name: replica.load for name, replica in self._replicas.items()}, self._load_factor)
 
-    def _best(self, candidates: Iterable[ReplicaName], blocks_on: Callable[[ReplicaName], PromptBlocks]) -> Route:
+    def _below(self, amounts: Mapping[ReplicaName, float], factor: float) -> list[ReplicaName]:
+        slack = sum(replica.load for replica in self._replicas.values()) / max(len(self._in_flight), 1)
+        bound = factor * sum(amounts.values()) / max(len(amounts), 1) + slack
+        return [name for name, amount in amounts.items() if amount <= bound]
+
+    def _best(self, candidates: Sequence[ReplicaName], blocks_on: Callable[[ReplicaName], PromptBlocks]) -> Route:
+        depths = {name: self._replicas[name].keys.resumable_depth(blocks_on(name).usable) for name in candidates}
+        modest = self._below({name: replica.given for name, replica in self._replicas.items()}, self._share_factor)
+        eligible = [name for name in candidates if name in modest or self._goes_on(name, depths[name], blocks_on)]
         ranked = []
-        for name in candidates:
-            replica, usable = self._replicas[name], blocks_on(name).usable
-            depth = replica.keys.resumable_depth(usable)
-            rank = (-depth, -replica.keys.seen_depth(usable), replica.load, replica.num_routed, replica.order)
-            ranked.append((rank, name))
-        rank, name = min(ranked)
-        return Route(name, -rank[0])
+        for name in eligible or candidates:
+            replica = self._replicas[name]
+            seen = replica.keys.seen_depth(blocks_on(name).usable)
+            ranked.append(((-depths[name], -seen, replica.load, replica.given, replica.order), name))
+        name = min(ranked)[1]
+        return Route(name, depths[name])
+
+    def _goes_on(self, name: ReplicaName, depth: int, blocks_on: Callable[[ReplicaName], PromptBlocks]) -> bool:
+        """Whether a prompt starts where a conversation has ended so far."""
+        return depth > 0 and blocks_on(name).keys[depth - 1] not in self._replicas[name].keys.resumed
 
     def _count(self, request_id: int, route: Route, blocks: PromptBlocks) -> None:
         replica, keys = self._replicas[route.replica], blocks.keys
@@ -182,9 +198,12 @@ class PrefixRouter:
         match_end = replica.keys.seen_depth(keys)
         ends = {len(keys), len(blocks.usable), match_end} - {0}
         entry = _InFlight(route.replica, blocks.work(route.num_cached_blocks), tuple(keys[end - 1] for end in ends))
+        for other in self._replicas.values():
+            other.given *= 0.5 ** (1 / (_HALF_LIFE * len(self._replicas)))
         replica.load += entry.work
-        replica.num_routed += 1
+        replica.given += entry.work
         replica.keys.seen.note(keys)
+        replica.keys.resumed.note(keys[route.num_cached_blocks - 1 : route.num_cached_blocks])
         replica.keys.expect(entry.expected)
         self._in_flight[request_id] = entry
 

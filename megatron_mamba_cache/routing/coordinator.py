@@ -6,6 +6,7 @@ and a process that ends closes its connections; the coordinator notices either, 
 
 import logging
 import os
+import socket
 import time
 from collections.abc import Iterable
 from multiprocessing.connection import Connection
@@ -18,6 +19,7 @@ from megatron.core.inference.headers import Headers
 
 from ..policy.routing import PromptBlocks, ReplicaName
 from .control_signals import ANSWERS, SIGNALS, ControlSignals
+from .heartbeats import set_heartbeats
 from .membership import Membership, Replica
 from .prompt_keys import PromptKeys, prompt_tokens
 from .requests_in_flight import RequestInFlight, failed_record
@@ -62,12 +64,19 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
         self._clients: set[bytes] = set()
         self._in_flight: dict[int, RequestInFlight] = {}
         self._next_probe = 0.0
-        # Megatron's waits for replicas without an end if it is told how many; here they are counted as they greet.
-        super().__init__(pipe_connection, 0, tokenizer, inference_coordinator_port)
+        # Megatron's own would wait for replicas without an end, and bind before any of these options could be set.
+        self.tokenizer = tokenizer
+        self.next_request_id = 0
+        self.context = zmq.Context()
+        self.router_socket = self.context.socket(zmq.ROUTER)
         self.router_socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # who is gone is noticed when something is sent there
         self.router_socket.setsockopt(zmq.SNDHWM, 0)  # nothing is dropped, and nobody slow holds the others up
         self.router_socket.setsockopt(zmq.RCVHWM, 0)
         self.router_socket.setsockopt(zmq.LINGER, _LINGER_MS)
+        set_heartbeats(self.router_socket)
+        self.addr = _bind(self.router_socket, inference_coordinator_port)
+        pipe_connection.send(self.addr)
+        pipe_connection.close()
 
     def wait_for_replicas(self) -> None:
         """Serve until all expected replicas have joined.
@@ -274,3 +283,18 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
             self._clients.discard(identity)
             if self._members.of_socket(identity) is not None:
                 self._lose(identity, f"its process has ended, or cannot be reached ({error})")
+
+
+def _bind(router: zmq.Socket, port: int | None) -> str:
+    """Listen on a port of this host, or on any other if it is taken; return the address."""
+    host = f"tcp://{socket.gethostname()}"
+    try:
+        if port is not None:
+            router.bind(f"{host}:{port}")
+    except zmq.ZMQError as error:
+        logger.warning("port %s cannot be had (%s); taking another one", port, error)
+        port = None
+    if port is None:
+        router.bind_to_random_port(host)
+    address: str = router.getsockopt_string(zmq.LAST_ENDPOINT)
+    return address

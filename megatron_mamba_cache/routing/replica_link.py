@@ -6,19 +6,20 @@ import time
 import zmq
 
 from ..policy.boundary_journal import BoundaryChanges
+from .heartbeats import set_heartbeats
 from .salts import KeySalt
 from .wire import FENCED, PROBE, WELCOME, Hello, KeyReport, pack_hello, pack_report
-
-_HEARTBEAT_MS = 1000
-_SILENCE_MS = 5000
-"""After so long without a sign of life either side closes the connection; the replica counts as dead then."""
 
 _LINGER_MS = 1000
 _WELCOME_POLL_S = 0.01
 
 
+COORDINATOR_SILENCE_S = 60.0
+"""Without a word from the coordinator for so long, probes included, a replica gives up: nobody could reach it."""
+
+
 class ReplicaFencedError(RuntimeError):
-    """The coordinator has given this replica up."""
+    """The coordinator has given this replica up, or has gone itself."""
 
 
 class ReplicaLink:
@@ -31,11 +32,10 @@ class ReplicaLink:
     def __init__(self, context: zmq.Context, address: str, hello: Hello) -> None:
         self._address = address
         self._is_welcome = False
+        self._last_heard = time.monotonic()
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, f"{hello.replica}/{hello.member}".encode())
-        self._socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENCE_MS)
-        self._socket.setsockopt(zmq.HEARTBEAT_TTL, _SILENCE_MS)  # the coordinator's patience
+        set_heartbeats(self._socket)
         self._socket.setsockopt(zmq.RCVHWM, 0)  # its I/O thread takes everything in, also during a long step
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
@@ -47,10 +47,10 @@ class ReplicaLink:
 
         Raises:
             zmq.Again: If there is none, with `zmq.NOBLOCK`.
-            ReplicaFencedError: If the coordinator has declared this replica dead.
+            ReplicaFencedError: If the coordinator has declared this replica dead, or is not there any more.
         """
         while True:
-            message: bytes = self._socket.recv(flags)
+            message = self._receive(flags)
             if message == FENCED:
                 raise ReplicaFencedError(
                     "the coordinator has declared this replica dead: it could not be reached, or a part of it has "
@@ -59,6 +59,19 @@ class ReplicaLink:
             self._is_welcome = self._is_welcome or message == WELCOME
             if message not in (PROBE, WELCOME):
                 return message
+
+    def _receive(self, flags: int) -> bytes:
+        try:
+            message: bytes = self._socket.recv(flags)
+        except zmq.Again:
+            if time.monotonic() - self._last_heard > COORDINATOR_SILENCE_S:
+                raise ReplicaFencedError(
+                    f"nothing has come from the coordinator at {self._address} for {COORDINATOR_SILENCE_S:g} s; "
+                    "start it and its replicas again"
+                ) from None
+            raise
+        self._last_heard = time.monotonic()
+        return message
 
     async def wait_for_welcome(self, timeout_s: float) -> None:
         """Return once the replica takes part; meanwhile somebody else has to call `recv` or `drain`.

@@ -14,7 +14,9 @@ class RoutingSettings:
 
     Args:
         policy: "prefix" sends a request where the longest prefix of it is cached, "round-robin" to the next in turn.
-        load_factor: With "prefix": work in flight, over the mean, up to which a replica takes more; see `PrefixRouter`.
+        load_factor: With "prefix": work in flight, over the mean, up to which a replica takes more.
+        share_factor: With "prefix": work given out lately, over the mean, up to which conversations begin there; see
+            `PrefixRouter`.
         max_keys: Boundaries remembered of each replica.
         num_replicas: Replicas to wait for before the coordinator is ready; None: those of the launching world. Others
             may join later.
@@ -27,7 +29,8 @@ class RoutingSettings:
     """
 
     policy: Literal["prefix", "round-robin"] = "prefix"
-    load_factor: float = 1.25
+    load_factor: float = 1.5
+    share_factor: float = 1.1
     max_keys: int = 65_536
     num_replicas: int | None = None
     num_attempts: int = 2
@@ -51,7 +54,7 @@ class RoutingSettings:
         """Return a new router of this policy.
 
         Raises:
-            ValueError: If `load_factor` or `max_keys` is out of range.
+            ValueError: If a factor or `max_keys` is out of range.
         """
-        prefix = PrefixRouter(self.load_factor, self.max_keys)
+        prefix = PrefixRouter(self.load_factor, self.share_factor, self.max_keys)
         return prefix if self.policy == "prefix" else RoundRobinRouter()

@@ -423,7 +423,14 @@ def test_missing_replicas_are_an_error_in_time() -> None:
 
 @pytest.mark.parametrize(
     "setting",
-    [{"policy": "random"}, {"load_factor": 0.5}, {"max_keys": 0}, {"num_attempts": 0}, {"join_timeout_s": 0}],
+    [
+        {"policy": "random"},
+        {"load_factor": 0.5},
+        {"share_factor": 0.5},
+        {"max_keys": 0},
+        {"num_attempts": 0},
+        {"join_timeout_s": 0},
+    ],
 )
 def test_bad_settings_are_refused_by_name(setting: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(setting))} is "):
