@@ -21,6 +21,7 @@ from megatron_mamba_cache.routing.settings import RoutingSettings
 from megatron_mamba_cache.routing.wire import FENCED, PROBE, WELCOME, Hello, KeyReport, pack_hello, pack_report
 
 SALT = KeySalt("model", "0", 0, 4)
+CONNECTED = msgpack.packb([Headers.CONNECT_ACK.value])
 TIMEOUT_MS = 5000
 QUIET_MS = 100
 
@@ -40,11 +41,11 @@ class Peer:
         self.socket.send(msgpack.packb([kind.value if isinstance(kind, Headers) else kind, *body]))
 
     def messages(self, timeout_ms: int = TIMEOUT_MS) -> Iterator[list[Any]]:
-        """Yield what comes; probes and welcomes are left out, and do not prolong the time."""
+        """Yield what comes; probes and the answers to greetings are left out, and do not prolong the time."""
         end = time.monotonic() + timeout_ms / 1000
         while self.socket.poll(max(int((end - time.monotonic()) * 1000), 0)):
             message = self.socket.recv()
-            if message not in (PROBE, WELCOME):
+            if message not in (PROBE, WELCOME, CONNECTED):
                 yield msgpack.unpackb(message)
 
     def receive(self) -> list[Any]:
@@ -81,7 +82,7 @@ class FakeClient(Peer):
 
     def connect(self) -> None:
         self.send(Headers.CONNECT)
-        assert self.receive() == [Headers.CONNECT_ACK.value]
+        assert self.socket.poll(TIMEOUT_MS) and self.socket.recv() == CONNECTED
 
     def submit(self, client_request_id: int, prompt: Any, **sampling: Any) -> None:
         self.send(Headers.SUBMIT_REQUEST, client_request_id, prompt, {"num_tokens_to_generate": 4} | sampling)
