@@ -87,9 +87,9 @@ async def kill_in_the_middle(
     rng = random.Random(0)
     victim = fleet.named((await client.send([1] * 40, greedy(2))).replica)
     prompts = [[1] * 40 + some_prompt(rng, 8 + 3 * number) for number in range(num_requests)]
-    pending = [client.send(prompt, greedy(60)) for prompt in prompts]
-    await asyncio.sleep(0.3)
-    assert not any(answer.done() for answer in pending)
+    pending = [client.send(prompt, greedy(120)) for prompt in prompts]
+    await asyncio.sleep(0.2)
+    assert sum(answer.done() for answer in pending) < num_requests / 2
     victim.process.send_signal(how)
     death = time.monotonic()
 
