@@ -110,7 +110,7 @@ class ReplicaEngine(MambaCacheEngine):
     ) -> asyncio.Future:
         """Add a request; see `MambaCacheEngine`. One of a coordinator's that cannot be read fails alone."""
         seed = getattr(sampling_params, "seed", None) if seed is None else seed
-        tenant = tenant or getattr(sampling_params, "tenant", "")
+        tenant = getattr(sampling_params, "tenant", "") if tenant == "" else tenant
         try:
             return super().add_request(request_id, prompt, sampling_params, seed=seed, tenant=tenant)
         except Exception as error:
