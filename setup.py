@@ -32,7 +32,16 @@ setup(
     ],
     extras_require={
         # Loaded checkpoints are compared with transformers; before 5.23 it did not norm Bamba's and Granite's by group.
-        "test": ["pytest>=8", "pytest-xdist", "hypothesis", "ruff", "mypy", "transformers>=5.23,<6"],
+        "test": [
+            "pytest>=8",
+            "pytest-xdist",
+            "hypothesis",
+            "ruff",
+            "mypy",
+            "transformers>=5.23,<6",
+            "pyzmq",
+            "msgpack",
+        ],
         "server": ["fastapi", "uvicorn", "prometheus-client", "pyzmq", "msgpack"],
         "hf": ["transformers>=5", "huggingface_hub"],
     },

@@ -17,7 +17,7 @@ FLOORS = (
     ("policy", "kernels"),
     ("state",),
     ("speculation",),
-    ("mcore",),
+    ("mcore", "routing"),
     ("models",),
     ("server", "command_line", "__main__"),
 )

@@ -9,6 +9,7 @@ from ..speculation.prompt_lookup import PromptLookupDrafter
 from .context import MambaCacheContext
 from .controller import MambaCacheController
 from .engine import MambaCacheEngine
+from .replica_engine import ReplicaEngine
 from .served_model import check_served, wrap_model
 
 
@@ -67,7 +68,7 @@ def build_engine(
         materialize_only_last_token_logits=materialize_only_last_token_logits,
     )
     controller = MambaCacheController(wrap_model(model, context), tokenizer or TokenIdTokenizer(shape.vocab_size))
-    return MambaCacheEngine(controller, context, random_seed)
+    return ReplicaEngine(controller, context, random_seed)
 
 
 def _planner(config: CacheConfig, drafter: Drafter | None, vocab_size: int) -> DraftPlanner | NoDrafts:

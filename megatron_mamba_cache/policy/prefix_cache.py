@@ -58,7 +58,7 @@ class PrefixCache:
         self.counters = counters
         self.enabled = enabled
         self.epoch = 0
-        self._identity = identity
+        self.identity = identity
         self._keeps_decode_states = enabled and decode.checkpoints != "none"
         self._reservations = StateReservations(
             kv, slots, counters, rules.boundaries.block_size, is_rolling=decode.checkpoints == "rolling"
@@ -236,7 +236,7 @@ class PrefixCache:
         """Make all that is cached unreachable; running rows publish nothing more until they are prefilled again."""
         self.epoch += 1
         if weights_version is not None:
-            self._identity = CacheIdentity(self._identity.fingerprint, weights_version)
+            self.identity = CacheIdentity(self.identity.fingerprint, weights_version)
         self._reservations.clear_keys()
         self.slots.flush()  # first: a pinned state has left the map when its block goes
         self.kv.flush()
@@ -247,7 +247,7 @@ class PrefixCache:
 
     def root_of(self, tenant: str) -> bytes:
         """Return the digest under which a tenant's first blocks are chained in this epoch."""
-        identity = self._identity
+        identity = self.identity
         return CacheSalt(identity.fingerprint, identity.weights_version, self.epoch, tenant).root()
 
     def _keys_of(self, spec: RequestSpec) -> BlockKeyChain:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from ..errors import CacheCapacityError, CacheIntegrityError
+from .boundary_journal import NobodyObserves, StateObserver
 from .eviction import CachedEntry, EvictionHeap, Worth, lru_worth
 from .identifiers import BlockId, SlotId
 from .slot_owners import SlotOwner, SlotOwners
@@ -36,6 +37,7 @@ class SlotPool:
         self._evictable = EvictionHeap(worth)  # the blocks whose state is not pinned
         # A last use changes with a push only; any other worth is looked at once more before a state goes.
         self._pop = self._evictable.pop if worth is lru_worth else self._pop_current
+        self._observer: StateObserver = NobodyObserves()
         self._num_evicted = 0
         self._clock = 0
 
@@ -83,6 +85,12 @@ class SlotPool:
     def is_pinned(self, block: BlockId) -> bool:
         """Return whether the block's state may not be evicted now."""
         return block in self._pins
+
+    def observe(self, observer: StateObserver) -> None:
+        """Tell the observer, in place of any other, of all cached states: first those there are, then each change."""
+        self._observer = observer
+        for block in self._slot_of:
+            observer.published(block)
 
     def take_live(self) -> SlotId:
         """Give a slot to a running request, evicting the cached state worth least if none is free.
@@ -136,6 +144,7 @@ class SlotPool:
             )
         self._owners.hand_over(slot, SlotOwner.RESERVED, SlotOwner.CACHED)
         self._slot_of[block] = slot
+        self._observer.published(block)
         self._lineage.add(block, num_tokens, anchor, num_continuations)
         if anchor is not None and anchor in self._evictable:
             self._evictable.push(anchor, self._entry(anchor))  # it is no longer the end
@@ -230,6 +239,7 @@ class SlotPool:
         self._evictable.clear()
         self._rolling.clear()
         self._lineage.clear()
+        self._observer.flushed()
 
     def check_integrity(self) -> None:
         """Raise CacheIntegrityError, with the equation that failed, unless every invariant of the pool holds. O(n)."""
@@ -267,6 +277,7 @@ class SlotPool:
     def _forget_state(self, block: BlockId) -> None:
         self._rolling.discard(block)
         self._owners.free(self._slot_of.pop(block), SlotOwner.CACHED)
+        self._observer.dropped(block)
 
     def _set_last_used(self, block: BlockId, time: int) -> None:
         self._last_used[self._slot_of[block]] = (time, self._evictable.floor)

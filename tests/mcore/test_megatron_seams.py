@@ -10,6 +10,7 @@ from importlib.metadata import version
 import pytest
 from megatron.core.inference.contexts.dynamic_block_allocator import BlockAllocator
 from megatron.core.inference.contexts.dynamic_context import DynamicInferenceContext
+from megatron.core.inference.data_parallel_inference_coordinator import DataParallelInferenceCoordinator
 from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine
 from megatron.core.inference.inference_request import DynamicInferenceRequest, DynamicInferenceRequestRecord
 from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
@@ -24,12 +25,16 @@ from megatron_mamba_cache.mcore.engine import MambaCacheEngine
 from megatron_mamba_cache.mcore.kv_block_allocator import KVBlockAllocator
 from megatron_mamba_cache.mcore.local_spec import LocalMambaStack
 from megatron_mamba_cache.mcore.mamba_mixer import CachingMambaMixer
+from megatron_mamba_cache.mcore.replica_engine import ReplicaEngine
 from megatron_mamba_cache.mcore.self_attention import CachingSelfAttention
+from megatron_mamba_cache.routing.coordinator import PrefixCoordinator
 
 OUR_CLASSES = (
     MambaCacheContext,
     MambaCacheController,
     MambaCacheEngine,
+    ReplicaEngine,
+    PrefixCoordinator,
     KVBlockAllocator,
     CachingMambaMixer,
     CachingSelfAttention,
@@ -91,17 +96,30 @@ PINNED: dict[type, dict[str, str]] = {
         "_add_request": "(self, request)",
         "async_bookkeep": "async (self, step_result, context_state, step_time, step_count)",
         "_check_stop_words_for_request_post_append": "(self, request)",
+        "_ep_group_has_work": "async (self, local_work)",
         "_notify_cond_for_new_request": "async (self)",
         "add_request": "(self, request_id, prompt, sampling_params=None)",
         "async_forward": "async (self)",
+        "async_step": "async (self)",
         "create_cuda_graphs": "(self, reset_context=True)",
         "get_request": "(self, request_id)",
         "has_unfinished_requests": "(self)",
         "post_process_requests": "(self, request_ids, finished_request_ids, evict_request_ids, step_time, sample, "
         "log_probs, top_n_logprobs=None)",
         "reset": "(self)",
+        "resume": "(self)",
+        "run_engine_with_coordinator": "async (self, *, loop=None)",
+        "schedule_requests": "(self)",
         "schedule_waiting_requests": "(self)",
+        "start_listening_to_data_parallel_coordinator": "async (self, inference_coordinator_port=None, "
+        "launch_inference_coordinator=True, *, loop=None)",
         "suspend": "(self)",
+    },
+    DataParallelInferenceCoordinator: {
+        "__init__": "(self, pipe_connection, data_parallel_size, tokenizer, inference_coordinator_port=None)",
+        "detokenize": "(self, finished_request_record)",
+        "start": "(self)",
+        "stop": "(self)",
     },
     DynamicInferenceRequest: {
         "add_event_add": "(self)",

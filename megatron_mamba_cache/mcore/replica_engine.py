@@ -1,0 +1,209 @@
+"""The engine as one of several replicas behind a coordinator; alone it is a `MambaCacheEngine` and nothing else."""
+
+import asyncio
+import importlib.util
+import logging
+from typing import Any
+
+import torch
+from megatron.core.inference.headers import Headers
+from megatron.core.inference.inference_request import DynamicInferenceRequest
+from megatron.core.inference.sampling_params import SamplingParams
+from megatron.core.inference.utils import await_process_call
+
+from ..routing.settings import RoutingSettings
+from .cache_reports import CacheReports, NoReports
+from .context import MambaCacheContext
+from .controller import MambaCacheController
+from .engine import MambaCacheEngine
+from .replica_place import ReplicaPlace, address_on_this_host, agree_on_place, starts_coordinator
+
+logger = logging.getLogger(__name__)
+
+MOST_FAILED_STEPS = 16
+"""Steps in a row that may fail before a replica gives up and leaves its requests to others."""
+
+
+class ReplicaEngine(MambaCacheEngine):
+    """Serves the requests of a coordinator, and tells it where prompts can resume.
+
+    Sampling parameters carry what Megatron's protocol has no field for: a client may add `seed` and `tenant` to them,
+    as in `sampling.add_attributes({"tenant": "red"})`, and those of a reply have `cached_tokens` and `replica`.
+    """
+
+    def __init__(self, controller: MambaCacheController, context: MambaCacheContext, random_seed: int = 0) -> None:
+        self._reports: CacheReports | NoReports = NoReports()
+        self._replica_name = ""
+        self._failed_in_a_row = 0
+        super().__init__(controller, context, random_seed)
+
+    async def start_listening_to_data_parallel_coordinator(
+        self,
+        inference_coordinator_port: int | None = None,
+        launch_inference_coordinator: bool = True,
+        *,
+        loop: asyncio.AbstractEventLoop | None = None,
+        coordinator_address: str | None = None,
+        routing: RoutingSettings | None = None,
+    ) -> str:
+        """Take requests from a coordinator and return its address; all ranks of a launch call it.
+
+        Args:
+            inference_coordinator_port: That the coordinator tries first, or that it has if none is launched.
+            launch_inference_coordinator: Whether the launch's first rank starts one.
+            coordinator_address: Of one that another launch has started, such as "tcp://host:5555"; none is launched.
+            routing: Settings of a coordinator that is started here.
+
+        Raises:
+            ModuleNotFoundError: If pyzmq or msgpack is missing.
+            ConnectionError: If no coordinator answers at the address.
+        """
+        _require_messaging()
+        from ..routing.launch import launch_coordinator
+
+        routing = routing or RoutingSettings()
+        groups = self.pg_collection
+        launches = launch_inference_coordinator and coordinator_address is None
+        launched = None
+        if launches and starts_coordinator(groups):
+            launched = await asyncio.to_thread(
+                launch_coordinator, self.controller.tokenizer, inference_coordinator_port, routing, groups.dp.size()
+            )
+            self.inference_coordinator_process = launched.process  # Megatron's `stop` waits for it
+            coordinator_address = launched.address
+        elif not launches and coordinator_address is None:
+            coordinator_address = address_on_this_host(inference_coordinator_port)
+        place = agree_on_place(groups, coordinator_address)
+        port = int(place.address.rsplit(":", 1)[1])
+        await super().start_listening_to_data_parallel_coordinator(port, False, loop=loop)
+        await self._join(place, routing.join_timeout_s)
+        if launched is not None:
+            await await_process_call(launched.ready.wait, launched.process)
+        return place.address
+
+    async def _join(self, place: ReplicaPlace, timeout_s: float) -> None:
+        """Put a link to the coordinator in the place of Megatron's socket, before the engine's loop has used it."""
+        from ..routing.replica_link import ReplicaLink
+        from ..routing.wire import Hello
+
+        self._replica_name = place.replica
+        self._link = ReplicaLink(
+            self.zmq_context, place.address, Hello(place.replica, place.member, place.num_members, place.domain)
+        )
+        self.zmq_sockets.append(self._link)
+        if self.is_mp_coordinator:
+            # Its name is the data-parallel rank, which another launch's replica may have too.
+            self.zmq_sockets.remove(self.socket_for_receiving_requests)
+            self.socket_for_receiving_requests.close(linger=0)
+            self.socket_for_receiving_requests = self._link
+            self._reports = CacheReports(self.context, self._link)
+        await self._link.wait_for_welcome(timeout_s)
+
+    def add_request(
+        self,
+        request_id: int,
+        prompt: Any,
+        sampling_params: SamplingParams | None = None,
+        *,
+        seed: int | None = None,
+        tenant: str = "",
+    ) -> asyncio.Future:
+        """Add a request; see `MambaCacheEngine`. One of a coordinator's that cannot be read fails alone."""
+        seed = getattr(sampling_params, "seed", None) if seed is None else seed
+        tenant = getattr(sampling_params, "tenant", "") if tenant == "" else tenant
+        try:
+            return super().add_request(request_id, prompt, sampling_params, seed=seed, tenant=tenant)
+        except Exception as error:
+            if not self.use_coordinator or request_id in self.requests:
+                raise
+            no_tokens = torch.empty(0, dtype=torch.int64)
+            text = prompt if isinstance(prompt, str) else None
+            request = DynamicInferenceRequest(
+                request_id=request_id, prompt=text, prompt_tokens=no_tokens, sampling_params=sampling_params
+            )
+            return self._refuse(request, str(error))
+
+    def schedule_requests(self) -> int:
+        """Read what the coordinator has sent; returns the number of messages."""
+        num_messages = super().schedule_requests()
+        if not self.is_mp_coordinator:
+            self._link.drain()
+        if self.is_suspended and not self.suspend_signal:
+            self.resume()  # before the loop looks for work: a suspended engine that finds some cannot go on
+        self._reports.send()
+        return num_messages
+
+    async def async_step(self) -> Any:
+        """Run one step; behind a coordinator one that fails is tried again, its requests having been queued again."""
+        try:
+            outcome = await super().async_step()
+        except Exception:
+            self._failed_in_a_row += 1
+            # Ranks that compute together cannot each decide for themselves to try again.
+            is_alone = self.use_coordinator and self.pg_collection.mp.size() == 1 and self.ep_world_size == 1
+            if not is_alone or self._failed_in_a_row >= MOST_FAILED_STEPS:
+                raise
+            logger.exception("a step of replica %s failed; its requests are tried again", self._replica_name)
+            return None
+        self._failed_in_a_row = 0
+        return outcome
+
+    async def async_bookkeep(self, step_result: Any, *args: Any, **settings: Any) -> Any:
+        """Report the step; a coordinator first hears where prompts can resume now, then what has ended."""
+        if self.use_coordinator:
+            finished = [] if step_result is None else step_result["finished_request_ids"].tolist()
+            for request_id in [*finished, *self.failed_request_ids]:
+                self._annotate(self.requests[request_id].record, request_id)
+            self._reports.send()
+            self._send_unreported()
+        return await super().async_bookkeep(step_result, *args, **settings)
+
+    def suspend(self) -> None:
+        """Drop the context's memory; see `MambaCacheEngine`."""
+        was_suspended = self.is_suspended
+        super().suspend()
+        if not was_suspended:
+            self._reports.void()
+
+    def resume(self) -> None:
+        """Allocate the context's memory again."""
+        was_suspended = self.is_suspended
+        super().resume()
+        if was_suspended:
+            self._reports.watch()
+
+    async def run_engine_with_coordinator(self, *, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        """Step for the coordinator until it stops the engine; however this ends, others get what is not done."""
+        try:
+            await super().run_engine_with_coordinator(loop=loop)
+        finally:
+            self._link.close()
+
+    async def _ep_group_has_work(self, local_work: int) -> bool:
+        """Whether the expert-parallel group has work; before the loop may rest, what has failed is reported."""
+        if not local_work and (self.failed_request_ids or self._unreported):
+            await self.async_bookkeep(None, {"kv_stats": None}, 0.0, self.step_count)
+        return await super()._ep_group_has_work(local_work)
+
+    def _send_unreported(self) -> None:
+        """Send what ended in a step that raised before Megatron could."""
+        if self._unreported and self.is_mp_coordinator:
+            import msgpack
+
+            for record in self._unreported:
+                self._annotate(record, record.request_id)
+            records = [record.serialize() for record in self._unreported]
+            self._link.send(msgpack.packb([Headers.ENGINE_REPLY.value, records]))
+
+    def _annotate(self, record: Any, request_id: int) -> None:
+        sampling = record[0].sampling_params
+        sampling.cached_tokens = self.cached_tokens(request_id)
+        sampling.replica = self._replica_name
+
+
+def _require_messaging() -> None:
+    missing = [name for name in ("zmq", "msgpack") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ModuleNotFoundError(
+            f"a coordinator needs {' and '.join(missing)}: pip install 'megatron-mamba-cache[server]'"
+        )

@@ -1,0 +1,69 @@
+"""Where a process stands among the replicas of its launch: who starts the coordinator, and how it says hello."""
+
+import socket
+from dataclasses import dataclass
+from typing import Any
+from uuid import uuid4
+
+import torch.distributed as dist
+from megatron.core.utils import get_pg_rank, get_pg_size, get_pg_src_rank
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaPlace:
+    """A process's replica.
+
+    Args:
+        replica: Name that no other replica has, of any launch.
+        member, num_members: Rank in the model-parallel group, and its size.
+        domain: The same for replicas that compute together by expert parallelism, else "".
+        address: Of the coordinator.
+    """
+
+    replica: str
+    member: int
+    num_members: int
+    domain: str
+    address: str
+
+
+def starts_coordinator(groups: Any) -> bool:
+    """Whether this process is the one of its launch that starts the coordinator."""
+    return _is_first_member(groups) and get_pg_rank(groups.dp) == 0
+
+
+def address_on_this_host(port: int | None) -> str:
+    """Return the address of a coordinator that runs on this host already.
+
+    Raises:
+        ValueError: If the port is not given.
+    """
+    if port is None:
+        raise ValueError(
+            "joining a coordinator needs coordinator_address, or inference_coordinator_port of one on this host"
+        )
+    return f"tcp://{socket.gethostname()}:{port}"
+
+
+def agree_on_place(groups: Any, address: str | None) -> ReplicaPlace:
+    """Tell all processes of the launch what the first one knows; a collective of all of them.
+
+    Args:
+        groups: Megatron's process groups.
+        address: On the process that starts the coordinator, or on all; None elsewhere.
+    """
+    shared = [address, uuid4().hex]
+    dist.broadcast_object_list(shared, src=get_pg_src_rank(groups.dp), group=groups.dp)
+    if _is_first_member(groups):
+        address, launch = shared
+        domain = f"{launch}-{get_pg_src_rank(groups.ep)}" if get_pg_size(groups.ep) > 1 else ""
+        shared = [address, f"replica-{get_pg_rank(groups.dp)}-{uuid4().hex[:12]}", domain]
+    else:
+        shared = [None, None, None]
+    dist.broadcast_object_list(shared, src=get_pg_src_rank(groups.mp), group=groups.mp)
+    address, replica, domain = shared
+    return ReplicaPlace(replica, get_pg_rank(groups.mp), get_pg_size(groups.mp), domain, address)
+
+
+def _is_first_member(groups: Any) -> bool:
+    return get_pg_rank(groups.tp) == 0 and get_pg_rank(groups.pp) == 0

@@ -1,0 +1,95 @@
+"""What a router knows of one replica's cache: reported boundaries, expected ones, and prompts that were sent there."""
+
+from collections import Counter
+from collections.abc import Container, Iterable, Sequence
+
+from .identifiers import BlockKey
+
+
+class RecentKeys:
+    """A set of keys that forgets those noted least recently, beyond `max_keys`."""
+
+    def __init__(self, max_keys: int) -> None:
+        """Start empty.
+
+        Raises:
+            ValueError: If there is no room for a key.
+        """
+        if max_keys < 1:
+            raise ValueError(f"need room for at least 1 key, found max_keys={max_keys}")
+        self._max_keys = max_keys
+        self._keys: dict[BlockKey, None] = {}  # least recently noted first
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._keys
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def note(self, keys: Iterable[BlockKey]) -> None:
+        """Add keys, or make them the newest ones; what finds no room is forgotten, oldest first."""
+        for key in keys:
+            self._keys.pop(key, None)
+            self._keys[key] = None
+        while len(self._keys) > self._max_keys:
+            del self._keys[next(iter(self._keys))]
+
+    def discard(self, keys: Iterable[BlockKey]) -> None:
+        """Remove keys; unknown ones are passed over."""
+        for key in keys:
+            self._keys.pop(key, None)
+
+    def clear(self) -> None:
+        """Remove all keys."""
+        self._keys.clear()
+
+
+class ReplicaKeys:
+    """Block keys of one replica, in three degrees of certainty.
+
+    *Resumable* boundaries have a state there, as the replica reports: prefill can start at them. *Expected* ones will
+    have, once requests that are on their way have been prefilled. *Seen* blocks belong to prompts that were sent there:
+    their KV is likely known, so that the next prompt which parts from them leaves a state where it does.
+
+    `resumed` are boundaries that a prompt has started from. One that none has is the newest end of a conversation;
+    another is where several part.
+    """
+
+    def __init__(self, max_keys: int) -> None:
+        self.resumable = RecentKeys(max_keys)
+        self.seen = RecentKeys(max_keys)
+        self.resumed = RecentKeys(max_keys)
+        self._expected: Counter[BlockKey] = Counter()
+
+    def resumable_depth(self, keys: Sequence[BlockKey]) -> int:
+        """Return how many of the leading `keys` a prompt with these blocks is likely to skip."""
+        for depth in range(len(keys), 0, -1):
+            key = keys[depth - 1]
+            if key in self.resumable or key in self._expected:
+                return depth
+        return 0
+
+    def seen_depth(self, keys: Sequence[BlockKey]) -> int:
+        """Return how many of the leading `keys` were sent here before."""
+        return _deepest(keys, self.seen)
+
+    def expect(self, keys: Iterable[BlockKey]) -> None:
+        """Count on boundaries that a request will leave here."""
+        self._expected.update(keys)
+
+    def stop_expecting(self, keys: Iterable[BlockKey]) -> None:
+        """Undo one `expect`: what came true has been reported by now."""
+        for key in keys:
+            self._expected[key] -= 1
+            if self._expected[key] <= 0:
+                del self._expected[key]
+
+    def flush(self) -> None:
+        """Forget what is cached; requests on their way will still leave what is expected."""
+        self.resumable.clear()
+        self.seen.clear()
+        self.resumed.clear()
+
+
+def _deepest(keys: Sequence[BlockKey], known: Container[BlockKey]) -> int:
+    return next((depth for depth in range(len(keys), 0, -1) if keys[depth - 1] in known), 0)

@@ -1,0 +1,234 @@
+"""Which replica gets a prompt: where most of it is cached, unless that one has too much to do, or in turn."""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import NewType
+
+from ..errors import CacheCapacityError
+from .identifiers import BlockKey
+from .replica_keys import ReplicaKeys
+
+ReplicaName = NewType("ReplicaName", str)
+
+_HALF_LIFE = 64
+"""Requests a replica after which work that was given out counts half."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptBlocks:
+    """A prompt as one replica names it.
+
+    Args:
+        keys: Of the prompt's complete blocks, under that replica's salt; empty if it caches nothing.
+        block_size: Tokens in a block.
+        prompt_len: Tokens of the prompt.
+        max_new_tokens: Tokens to generate at most.
+    """
+
+    keys: Sequence[BlockKey]
+    block_size: int
+    prompt_len: int
+    max_new_tokens: int = 0
+
+    @property
+    def usable(self) -> Sequence[BlockKey]:
+        """The keys that a hit may reach: a token is always left to compute."""
+        return self.keys[: max(self.prompt_len - 1, 0) // self.block_size]
+
+    def work(self, num_cached_blocks: int) -> int:
+        """Return the tokens to compute and to generate if so many blocks are cached."""
+        return self.prompt_len - num_cached_blocks * self.block_size + self.max_new_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Where a request goes, and how many of its blocks are thought to be cached there."""
+
+    replica: ReplicaName
+    num_cached_blocks: int
+
+
+@dataclass(slots=True)
+class _Replica:
+    keys: ReplicaKeys
+    order: int  # of joining
+    given: float  # tokens of work sent there, those of long ago counting less
+    load: int = 0  # tokens of work in flight
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    replica: ReplicaName
+    work: int
+    expected: tuple[BlockKey, ...]
+
+
+class PrefixRouter:
+    """Sends a prompt to the replica with the longest cached prefix of it, within a bound on load.
+
+    A replica takes part if its work in flight is at most `load_factor` times the replicas' mean plus one request of
+    mean work; the least loaded one always does. Where a conversation begins, with a shared prefix or without, those of
+    them count whose share of the work given out lately is within `share_factor` in the same way, if any: conversations
+    stay where they begin, and whoever has a system prompt first, or is quick for a while, would collect them. Then the
+    longest prefix that prefill can skip decides, the longest one whose KV may be known, the least work in flight, the
+    least work given, and the order of joining. Stale keys cost a prefill somewhere, never a wrong token.
+    """
+
+    def __init__(self, load_factor: float = 1.5, share_factor: float = 1.1, max_keys: int = 65_536) -> None:
+        """Start without replicas.
+
+        Args:
+            max_keys: Boundaries remembered of each replica, and as many blocks of prompts sent there.
+
+        Raises:
+            ValueError: If a factor is below 1 or `max_keys` not positive.
+        """
+        for name, factor in (("load_factor", load_factor), ("share_factor", share_factor)):
+            if not factor >= 1:
+                raise ValueError(f"{name} is {factor}; it must be at least 1, the mean itself")
+        if max_keys < 1:
+            raise ValueError(f"max_keys is {max_keys}; it must be at least 1")
+        self._load_factor = load_factor
+        self._share_factor = share_factor
+        self._max_keys = max_keys
+        self._replicas: dict[ReplicaName, _Replica] = {}
+        self._in_flight: dict[int, _InFlight] = {}
+        self._orders = count()
+
+    @property
+    def replicas(self) -> Collection[ReplicaName]:
+        """The replicas that take part, in order of joining."""
+        return self._replicas.keys()
+
+    def load(self, replica: ReplicaName) -> int:
+        """Return the tokens of work in flight there."""
+        return self._replicas[replica].load
+
+    def join(self, replica: ReplicaName) -> None:
+        """Let a replica take part, its cache empty.
+
+        Raises:
+            ValueError: If it takes part already.
+        """
+        if replica in self._replicas:
+            raise ValueError(f"replica {replica} takes part already; replicas need names of their own")
+        given = sum(other.given for other in self._replicas.values()) / max(len(self._replicas), 1)
+        self._replicas[replica] = _Replica(ReplicaKeys(self._max_keys), next(self._orders), given)
+
+    def leave(self, replica: ReplicaName) -> None:
+        """Forget a replica and its requests in flight; nothing happens if it is unknown."""
+        self._replicas.pop(replica, None)
+        left = [request_id for request_id, entry in self._in_flight.items() if entry.replica == replica]
+        for request_id in left:
+            del self._in_flight[request_id]
+
+    def publish(self, replica: ReplicaName, keys: Iterable[BlockKey]) -> None:
+        """Note boundaries that a replica can resume from; an unknown one is passed over."""
+        if replica in self._replicas:
+            self._replicas[replica].keys.resumable.note(keys)
+
+    def drop(self, replica: ReplicaName, keys: Iterable[BlockKey]) -> None:
+        """Note boundaries that a replica can resume from no longer."""
+        if replica in self._replicas:
+            self._replicas[replica].keys.resumable.discard(keys)
+
+    def flush(self, replica: ReplicaName) -> None:
+        """Note that a replica's cache is empty."""
+        if replica in self._replicas:
+            self._replicas[replica].keys.flush()
+
+    def route(self, request_id: int, blocks_on: Callable[[ReplicaName], PromptBlocks]) -> Route:
+        """Choose a replica for a request and count it there until `finish`.
+
+        Args:
+            request_id: Of no other request in flight.
+            blocks_on: The prompt as a replica names it.
+
+        Raises:
+            CacheCapacityError: If there is no replica.
+            ValueError: If the request is in flight already.
+        """
+        if request_id in self._in_flight:
+            raise ValueError(f"request {request_id} is in flight; finish it before it is routed again")
+        candidates = self._within_bound()
+        if not candidates:
+            raise CacheCapacityError("no replica is left; start one")
+        route = self._best(candidates, blocks_on)
+        self._count(request_id, route, blocks_on(route.replica))
+        return route
+
+    def finish(self, request_id: int) -> None:
+        """Take a request off its replica's load; nothing happens if it is unknown."""
+        entry = self._in_flight.pop(request_id, None)
+        if entry is not None:
+            replica = self._replicas[entry.replica]
+            replica.load -= entry.work
+            replica.keys.stop_expecting(entry.expected)
+
+    def _within_bound(self) -> list[ReplicaName]:
+        """Return who takes part."""
+        return self._below({name: replica.load for name, replica in self._replicas.items()}, self._load_factor)
+
+    def _below(self, amounts: Mapping[ReplicaName, float], factor: float) -> list[ReplicaName]:
+        slack = sum(replica.load for replica in self._replicas.values()) / max(len(self._in_flight), 1)
+        bound = factor * sum(amounts.values()) / max(len(amounts), 1) + slack
+        return [name for name, amount in amounts.items() if amount <= bound]
+
+    def _best(self, candidates: Sequence[ReplicaName], blocks_on: Callable[[ReplicaName], PromptBlocks]) -> Route:
+        depths = {name: self._replicas[name].keys.resumable_depth(blocks_on(name).usable) for name in candidates}
+        modest = self._below({name: replica.given for name, replica in self._replicas.items()}, self._share_factor)
+        eligible = [name for name in candidates if name in modest or self._goes_on(name, depths[name], blocks_on)]
+        ranked = []
+        for name in eligible or candidates:
+            replica = self._replicas[name]
+            seen = replica.keys.seen_depth(blocks_on(name).usable)
+            ranked.append(((-depths[name], -seen, replica.load, replica.given, replica.order), name))
+        name = min(ranked)[1]
+        return Route(name, depths[name])
+
+    def _goes_on(self, name: ReplicaName, depth: int, blocks_on: Callable[[ReplicaName], PromptBlocks]) -> bool:
+        """Whether a prompt starts where a conversation has ended so far."""
+        return depth > 0 and blocks_on(name).keys[depth - 1] not in self._replicas[name].keys.resumed
+
+    def _count(self, request_id: int, route: Route, blocks: PromptBlocks) -> None:
+        replica, keys = self._replicas[route.replica], blocks.keys
+        # What prefill leaves: a state at the prompt's last boundary, at the last one that its repeat may use, and where
+        # its KV match ends.
+        match_end = replica.keys.seen_depth(keys)
+        ends = {len(keys), len(blocks.usable), match_end} - {0}
+        entry = _InFlight(route.replica, blocks.work(route.num_cached_blocks), tuple(keys[end - 1] for end in ends))
+        for other in self._replicas.values():
+            other.given *= 0.5 ** (1 / (_HALF_LIFE * len(self._replicas)))
+        replica.load += entry.work
+        replica.given += entry.work
+        replica.keys.seen.note(keys)
+        replica.keys.resumed.note(keys[route.num_cached_blocks - 1 : route.num_cached_blocks])
+        replica.keys.expect(entry.expected)
+        self._in_flight[request_id] = entry
+
+
+class RoundRobinRouter(PrefixRouter):
+    """Sends prompts to the replicas in turn, whatever they hold; for comparison."""
+
+    def __init__(self) -> None:
+        super().__init__(max_keys=1)
+        self._turn = 0
+
+    def publish(self, replica: ReplicaName, keys: Iterable[BlockKey]) -> None:
+        """Do nothing."""
+
+    def route(self, request_id: int, blocks_on: Callable[[ReplicaName], PromptBlocks]) -> Route:
+        """Choose the next replica in order of joining."""
+        return super().route(request_id, lambda name: _without_keys(blocks_on(name)))
+
+    def _within_bound(self) -> list[ReplicaName]:
+        names = list(self._replicas)
+        if not names:
+            return []
+        self._turn += 1
+        return [names[(self._turn - 1) % len(names)]]
+
+
+def _without_keys(blocks: PromptBlocks) -> PromptBlocks:
+    return PromptBlocks((), blocks.block_size, blocks.prompt_len, blocks.max_new_tokens)

@@ -1,0 +1,95 @@
+"""Signals to all replicas, one after another: who has to answer, and what may be sent next."""
+
+from collections import deque
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from megatron.core.inference.headers import Headers
+
+ANSWERS = {Headers.PAUSE: Headers.PAUSE_ACK, Headers.STOP: Headers.STOP_ACK}
+"""Signals that every replica answers, and the answer, which everybody gets once all have."""
+
+SIGNALS = frozenset({Headers.PAUSE, Headers.UNPAUSE, Headers.SUSPEND, Headers.RESUME, Headers.STOP})
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """A message to all replicas, and to all clients too if it is an answer."""
+
+    header: Headers
+
+    @property
+    def is_for_clients(self) -> bool:
+        """Whether clients wait for it."""
+        return self.header in ANSWERS.values()
+
+
+class ControlSignals:
+    """Orders the signals of clients.
+
+    Nothing follows a PAUSE or a STOP before all replicas that are alive have answered it: a Megatron engine that is
+    unpaused while its answer is on the way stays paused for good. A signal that is repeated is answered again.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[Headers] = deque()
+        self._asked: Headers | None = None  # the signal that is being answered
+        self._answered: set[str] = set()
+        self._steady: list[Headers] = []  # what a replica that joins has missed
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether a STOP has been asked for; engines take no request after it."""
+        return self._asked is Headers.STOP or Headers.STOP in self._waiting or self.is_over
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all have answered a STOP."""
+        return Headers.STOP_ACK in self._steady
+
+    def ask(self, signal: Headers) -> None:
+        """Queue a client's signal."""
+        if not self.is_stopping:
+            self._waiting.append(signal)
+
+    def answer(self, replica: str, header: Headers) -> None:
+        """Note a replica's answer; one that nobody waits for is passed over."""
+        if self._asked is not None and ANSWERS[self._asked] is header:
+            self._answered.add(replica)
+
+    def missed(self) -> tuple[Headers, ...]:
+        """Return what a replica that joins now has to be sent to be in the others' state."""
+        return tuple(self._steady) if self._asked is None else (*self._steady, self._asked)
+
+    def due(self, living: Collection[str]) -> Iterator[Announcement]:
+        """Yield, in order, what is to be sent now; `living` replicas are those whose answers count."""
+        while not self.is_over:
+            if self._asked is not None:
+                if not self._answered >= set(living):
+                    return
+                answer = ANSWERS[self._asked]
+                self._asked = None
+                self._settle(answer)
+                yield Announcement(answer)
+            elif self._waiting:
+                signal = self._waiting.popleft()
+                if signal in ANSWERS:
+                    self._asked = signal
+                    self._answered.clear()
+                else:
+                    self._settle(signal)
+                yield Announcement(signal)
+            else:
+                return
+
+    def _settle(self, header: Headers) -> None:
+        if header is Headers.STOP_ACK:
+            self._steady = [Headers.STOP_ACK]
+        elif header is Headers.PAUSE_ACK and header not in self._steady:
+            self._steady += [Headers.PAUSE, Headers.PAUSE_ACK]
+        elif header is Headers.SUSPEND and header not in self._steady:
+            self._steady.append(header)
+        elif header is Headers.UNPAUSE:
+            self._steady = [kept for kept in self._steady if kept is Headers.SUSPEND]
+        elif header is Headers.RESUME:
+            self._steady = [kept for kept in self._steady if kept is not Headers.SUSPEND]

@@ -1,0 +1,300 @@
+"""Megatron's coordinator with routing by cached prefix, and without a replica's death holding anybody up.
+
+Liveness is the connection's. ZMQ's own heartbeats are answered by an I/O thread, however long a replica's step takes,
+and a process that ends closes its connections; the coordinator notices either, since it can no longer send there.
+"""
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import msgpack
+import zmq
+from megatron.core.inference.data_parallel_inference_coordinator import DataParallelInferenceCoordinator
+from megatron.core.inference.headers import Headers
+
+from ..policy.routing import PromptBlocks, ReplicaName
+from .control_signals import ANSWERS, SIGNALS, ControlSignals
+from .heartbeats import set_heartbeats
+from .membership import Membership, Replica
+from .prompt_keys import PromptKeys, prompt_tokens
+from .requests_in_flight import RequestInFlight, failed_record
+from .settings import RoutingSettings
+from .wire import FENCED, HELLO, KEYS, PROBE, WELCOME, WireError, hello_of, report_of
+
+logger = logging.getLogger(__name__)
+
+_LINGER_MS = 5000
+_MOST_MESSAGES_A_ROUND = 1000
+_CONNECTED = msgpack.packb([Headers.CONNECT_ACK.value])
+"""Answers a client's first message; Megatron's client passes over another one."""
+
+
+class PrefixCoordinator(DataParallelInferenceCoordinator):
+    """Serves Megatron's `InferenceClient`s over replicas that come and go.
+
+    A request whose replica dies is sent to another one, or fails with an error; see `RoutingSettings.num_attempts`.
+    Whatever is malformed, or comes from somebody unknown, is logged and otherwise ignored.
+
+    Args:
+        pipe_connection: Gets the coordinator's address.
+        tokenizer: With `tokenize` and `detokenize`, and `bos`.
+        inference_coordinator_port: Tried first; None: any.
+        num_replicas: To wait for in `wait_for_replicas`.
+    """
+
+    def __init__(
+        self,
+        pipe_connection: Connection,
+        tokenizer: Any,
+        inference_coordinator_port: int | None,
+        settings: RoutingSettings,
+        num_replicas: int = 1,
+    ) -> None:
+        self._settings = settings
+        self._num_replicas = settings.num_replicas or num_replicas
+        self._parent = os.getppid()
+        self._router = settings.router()
+        self._members = Membership()
+        self._signals = ControlSignals()
+        self._clients: set[bytes] = set()
+        self._in_flight: dict[int, RequestInFlight] = {}
+        self._next_probe = 0.0
+        # Megatron's own would wait for replicas without an end, and bind before any of these options could be set.
+        self.tokenizer = tokenizer
+        self.next_request_id = 0
+        self.context = zmq.Context()
+        self.router_socket = self.context.socket(zmq.ROUTER)
+        self.router_socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # who is gone is noticed when something is sent there
+        self.router_socket.setsockopt(zmq.SNDHWM, 0)  # nothing is dropped, and nobody slow holds the others up
+        self.router_socket.setsockopt(zmq.RCVHWM, 0)
+        self.router_socket.setsockopt(zmq.LINGER, _LINGER_MS)
+        set_heartbeats(self.router_socket)
+        self.addr = _bind(self.router_socket, inference_coordinator_port)
+        pipe_connection.send(self.addr)
+        pipe_connection.close()
+
+    def wait_for_replicas(self) -> None:
+        """Serve until all expected replicas have joined.
+
+        Raises:
+            TimeoutError: If they have not within `join_timeout_s`.
+        """
+        end = time.monotonic() + self._settings.join_timeout_s
+        while len(self._members.serving) < self._num_replicas and not self._is_abandoned():
+            self._serve_round()
+            if time.monotonic() > end:
+                raise TimeoutError(
+                    f"{len(self._members.serving)} of {self._num_replicas} replicas joined {self.addr} in "
+                    f"{self._settings.join_timeout_s:g} s; see why the others did not start"
+                )
+
+    def start(self) -> None:
+        """Serve until clients have stopped the engines, or the parent, all replicas and all clients are gone."""
+        while not self._signals.is_over and not self._is_abandoned():
+            self._serve_round()
+
+    def _is_abandoned(self) -> bool:
+        return not (self._members.identities or self._clients) and os.getppid() != self._parent
+
+    def _serve_round(self) -> None:
+        """Handle what has come, at most until the next probe is due."""
+        wait_s = max(self._next_probe - time.monotonic(), 0.0)
+        if self.router_socket.poll(int(wait_s * 1000) + 1):
+            for _ in range(_MOST_MESSAGES_A_ROUND):
+                try:
+                    frames = self.router_socket.recv_multipart(zmq.NOBLOCK)
+                except zmq.Again:
+                    break
+                self._handle_frames(frames)
+        if time.monotonic() >= self._next_probe:
+            self._probe()
+            self._next_probe = time.monotonic() + self._settings.probe_interval_s
+        self._announce()
+
+    def _probe(self) -> None:
+        """See who is still there."""
+        self._send_all(self._members.identities, PROBE)
+        if not self._members.identities:  # clients alone are a reason to stay: they wait for answers
+            self._send_all(self._clients, _CONNECTED)
+
+    def _handle_frames(self, frames: list[bytes]) -> None:
+        if len(frames) != 2 or not frames[1]:
+            return
+        sender, payload = frames
+        if self._members.is_dead(sender):
+            self._send(sender, FENCED)
+            return
+        try:
+            message = msgpack.unpackb(payload, raw=False)
+            if not isinstance(message, list) or not message:
+                raise WireError("need a list that is not empty")
+            self._handle(sender, message[0], message[1:])
+        except Exception as error:  # one bad message must not end the service of all others
+            logger.warning("ignored a message of %r: %s: %s", sender, type(error).__name__, error)
+
+    def _handle(self, sender: bytes, kind: Any, body: list[Any]) -> None:
+        replica = self._members.of_socket(sender)
+        if kind == HELLO:
+            self._greet(sender, body)
+        elif kind == KEYS and replica is not None:
+            self._note_keys(replica, body)
+        elif kind == Headers.CONNECT.value:
+            self._clients.add(sender)
+            self._send(sender, _CONNECTED)
+        elif kind == Headers.ENGINE_REPLY.value and replica is not None:
+            self._forward_replies(replica, body)
+        elif sender in self._clients and kind == Headers.SUBMIT_REQUEST.value:
+            self._submit(sender, body)
+        elif sender in self._clients and kind in {signal.value for signal in SIGNALS}:
+            self._signals.ask(Headers(kind))
+        elif replica is not None and kind in {answer.value for answer in ANSWERS.values()}:
+            self._signals.answer(replica.name, Headers(kind))
+        else:
+            raise WireError(f"{kind!r:.50} from somebody who may not say that")
+
+    # Replicas.
+
+    def _greet(self, sender: bytes, body: list[Any]) -> None:
+        if len(body) != 1:
+            raise WireError(f"a hello of {len(body)} parts")
+        try:
+            replica = self._members.greet(sender, hello_of(body[0]))
+        except WireError:
+            if self._members.is_dead(sender):
+                self._send(sender, FENCED)
+            raise
+        if replica.is_complete:
+            self._router.join(replica.name)
+            self._send_all(replica.members.values(), WELCOME)
+            for header in self._signals.missed():
+                self._send(replica.identity, msgpack.packb([header.value]))
+            logger.info("replica %s has joined", replica.name)
+
+    def _note_keys(self, replica: Replica, body: list[Any]) -> None:
+        if len(body) != 1:
+            raise WireError(f"a report of {len(body)} parts")
+        report = report_of(body[0])
+        if report.salt is not None:
+            replica.salt = report.salt
+        if report.changes.were_flushed:
+            self._router.flush(replica.name)
+        self._router.drop(replica.name, report.changes.dropped)
+        self._router.publish(replica.name, report.changes.published)
+
+    def _lose(self, identity: bytes, reason: str) -> None:
+        """Take a replica out, and find others for its requests."""
+        for replica in self._members.bury(identity):
+            logger.error("replica %s is dead: %s", replica.name, reason)
+            self._router.leave(replica.name)
+            self._send_all(replica.members.values(), FENCED)  # those that are left of it cannot go on alone
+            orphans = [request for request in self._in_flight.values() if request.replica == replica.name]
+            for request in orphans:
+                request.replica = None
+            for request in orphans:
+                self._dispatch(request)
+
+    # Requests.
+
+    def _submit(self, client: bytes, body: list[Any]) -> None:
+        client_request_id, prompt, sampling = body
+        if not isinstance(sampling, dict):
+            raise WireError("sampling parameters that are no dict")
+        request_id = self.next_request_id
+        self.next_request_id += 1
+        request = RequestInFlight(request_id, client, client_request_id, prompt, [], sampling)
+        self._in_flight[request_id] = request
+        try:
+            request.tokens = prompt_tokens(prompt, self.tokenizer, bool(sampling.get("add_BOS", False)))
+        except Exception as error:
+            self._fail(request, f"the prompt cannot be tokenized: {error}")
+            return
+        self._dispatch(request)
+
+    def _dispatch(self, request: RequestInFlight) -> None:
+        """Send a request that is nowhere to a replica, or fail it."""
+        if self._signals.is_stopping:
+            self._fail(request, "the engines are being stopped; send it to others")
+        elif not self._router.replicas:
+            self._fail(request, "no replica is left; start one and send the request again")
+        elif request.num_attempts >= self._settings.num_attempts:
+            self._fail(request, f"the {request.num_attempts} replicas that it was sent to died; see their logs")
+        else:
+            request.num_attempts += 1
+            keys = PromptKeys(request.tokens, request.tenant)
+            route = self._router.route(request.request_id, lambda name: self._blocks(request, keys, name))
+            request.replica = route.replica
+            self._send(self._members[route.replica].identity, request.submission())
+
+    def _blocks(self, request: RequestInFlight, keys: PromptKeys, name: ReplicaName) -> PromptBlocks:
+        salt = self._members[name].salt
+        if salt is None:
+            return PromptBlocks((), 1, len(request.tokens), request.max_new_tokens)
+        return PromptBlocks(keys.under(salt), salt.block_size, len(request.tokens), request.max_new_tokens)
+
+    def _forward_replies(self, replica: Replica, body: list[Any]) -> None:
+        (records,) = body
+        for record in records:
+            request = self._in_flight.get(record["requests"][0]["request_id"])
+            if request is None or request.replica != replica.name:
+                continue  # somebody else has it by now
+            try:
+                self.detokenize(record)
+            except Exception as error:
+                self._fail(request, f"its reply cannot be read or turned into text: {error}")
+                continue
+            self._finish(request)
+            self._send(request.client, request.reply(record))
+
+    def _fail(self, request: RequestInFlight, reason: str) -> None:
+        self._finish(request)
+        self._send(request.client, request.reply(failed_record(request, reason)))
+
+    def _finish(self, request: RequestInFlight) -> None:
+        del self._in_flight[request.request_id]
+        self._router.finish(request.request_id)
+
+    # Everybody.
+
+    def _announce(self) -> None:
+        """Send the control signals that are due."""
+        for announcement in self._signals.due({replica.name for replica in self._members.serving}):
+            if self._signals.is_over:
+                for request in list(self._in_flight.values()):
+                    self._fail(request, "the engines were stopped before it was done")
+            message = msgpack.packb([announcement.header.value])
+            self._send_all((replica.identity for replica in self._members.serving), message)
+            if announcement.is_for_clients:
+                self._send_all(self._clients, msgpack.packb([announcement.header.value, b""]))
+
+    def _send_all(self, identities: Iterable[bytes], message: bytes) -> None:
+        for identity in list(identities):
+            self._send(identity, message)
+
+    def _send(self, identity: bytes, message: bytes) -> None:
+        """Send a message; if nobody is there any more, a replica counts as dead and a client is forgotten."""
+        try:
+            self.router_socket.send_multipart([identity, message], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            self._clients.discard(identity)
+            if self._members.of_socket(identity) is not None:
+                self._lose(identity, f"its process has ended, or cannot be reached ({error})")
+
+
+def _bind(router: zmq.Socket, port: int | None) -> str:
+    """Listen on a port of this host, or on any other if it is taken; return the address."""
+    host = f"tcp://{socket.gethostname()}"
+    try:
+        if port is not None:
+            router.bind(f"{host}:{port}")
+    except zmq.ZMQError as error:
+        logger.warning("port %s cannot be had (%s); taking another one", port, error)
+        port = None
+    if port is None:
+        router.bind_to_random_port(host)
+    address: str = router.getsockopt_string(zmq.LAST_ENDPOINT)
+    return address

@@ -1,0 +1,106 @@
+"""Which processes make up which replica, and which of them are gone."""
+
+from dataclasses import dataclass, field
+
+from ..policy.routing import ReplicaName
+from .salts import KeySalt
+from .wire import Hello, WireError
+
+
+@dataclass(slots=True)
+class Replica:
+    """A replica that is complete or on its way to be.
+
+    Args:
+        members: Socket identities by rank in the replica; number 0 takes the requests.
+        salt: Of its block keys; None: it has not reported any.
+    """
+
+    name: ReplicaName
+    num_members: int
+    domain: str
+    members: dict[int, bytes] = field(default_factory=dict)
+    salt: KeySalt | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all of its processes have said hello."""
+        return len(self.members) == self.num_members
+
+    @property
+    def identity(self) -> bytes:
+        """The socket that takes its requests."""
+        return self.members[0]
+
+
+class Membership:
+    """The replicas by name and by socket. Who has been dead once stays out: it may have lost messages."""
+
+    def __init__(self) -> None:
+        self._replicas: dict[ReplicaName, Replica] = {}
+        self._name_of: dict[bytes, ReplicaName] = {}
+        self._dead: set[ReplicaName] = set()
+        self._dead_sockets: set[bytes] = set()
+
+    @property
+    def serving(self) -> list[Replica]:
+        """Complete replicas."""
+        return [replica for replica in self._replicas.values() if replica.is_complete]
+
+    @property
+    def identities(self) -> list[bytes]:
+        """Sockets of all living processes."""
+        return list(self._name_of)
+
+    def __getitem__(self, name: ReplicaName) -> Replica:
+        return self._replicas[name]
+
+    def of_socket(self, identity: bytes) -> Replica | None:
+        """Return the living replica that a socket belongs to."""
+        name = self._name_of.get(identity)
+        return None if name is None else self._replicas[name]
+
+    def is_dead(self, identity: bytes) -> bool:
+        """Whether the socket belongs to a replica that counts as dead."""
+        return identity in self._dead_sockets
+
+    def greet(self, identity: bytes, hello: Hello) -> Replica:
+        """Enter a process and return its replica.
+
+        Raises:
+            WireError: If it contradicts what is known of its replica; nothing has changed then.
+        """
+        if hello.replica in self._dead:
+            self._dead_sockets.add(identity)
+            raise WireError(f"replica {hello.replica} counts as dead; restart it, so that it takes a new name")
+        replica = self._replicas.get(hello.replica)
+        if replica is None:
+            replica = Replica(hello.replica, hello.num_members, hello.domain)
+        if (replica.num_members, replica.domain) != (hello.num_members, hello.domain):
+            raise WireError(
+                f"a member of {hello.replica} speaks of {hello.num_members} members, others of another number"
+            )
+        if hello.member in replica.members or identity in self._name_of:
+            raise WireError(f"member {hello.member} of {hello.replica} is there already")
+        self._replicas[hello.replica] = replica
+        replica.members[hello.member] = identity
+        self._name_of[identity] = hello.replica
+        return replica
+
+    def bury(self, identity: bytes) -> list[Replica]:
+        """Take out the replica of a lost process and all that die with it; return them."""
+        lost = self.of_socket(identity)
+        if lost is None:
+            return []
+        buried = [
+            replica
+            for replica in self._replicas.values()
+            if replica is lost or (lost.domain and replica.domain == lost.domain)
+        ]
+        for replica in buried:
+            del self._replicas[replica.name]
+            self._dead.add(replica.name)
+            for member in replica.members.values():
+                del self._name_of[member]
+                self._dead_sockets.add(member)
+        return buried

@@ -1,0 +1,40 @@
+"""A prompt's tokens and the keys of its blocks, as each replica names them."""
+
+from typing import Any
+
+from ..policy.block_hashing import block_keys
+from ..policy.identifiers import BlockKey
+from .salts import KeySalt
+
+
+class PromptKeys:
+    """Block keys of one prompt, hashed once for each salt; replicas mostly agree on one."""
+
+    def __init__(self, tokens: list[int], tenant: str) -> None:
+        self._tokens = tokens
+        self._tenant = tenant
+        self._keys: dict[KeySalt, list[BlockKey]] = {}
+
+    def under(self, salt: KeySalt) -> list[BlockKey]:
+        """Return the keys of the complete blocks."""
+        if salt not in self._keys:
+            self._keys[salt] = block_keys(salt.root_of(self._tenant), self._tokens, salt.block_size)
+        return self._keys[salt]
+
+
+def prompt_tokens(prompt: Any, tokenizer: Any, add_bos: bool) -> list[int]:
+    """Return a prompt's token ids, with the beginning that an engine gives a text.
+
+    Raises:
+        ValueError: If it is neither text nor a list of 32-bit integers.
+    """
+    if isinstance(prompt, list):
+        if not all(type(token) is int and -(2**31) <= token < 2**31 for token in prompt):
+            raise ValueError("a prompt is text or a list of token ids, which are 32-bit integers")
+        return prompt
+    if not isinstance(prompt, str):
+        raise ValueError(f"a prompt is text or a list of token ids, found {prompt!r:.100}")
+    tokens = list(tokenizer.tokenize(prompt))
+    bos = tokenizer.bos
+    first = next((place for place, token in enumerate(tokens) if token != bos), len(tokens))
+    return [*([bos] if add_bos else []), *tokens[first:]]

@@ -1,0 +1,113 @@
+"""A replica's connection to the coordinator, in the place of the socket that Megatron's engine would use."""
+
+import asyncio
+import time
+
+import zmq
+
+from ..policy.boundary_journal import BoundaryChanges
+from .heartbeats import set_heartbeats
+from .salts import KeySalt
+from .wire import FENCED, PROBE, WELCOME, Hello, KeyReport, pack_hello, pack_report
+
+_LINGER_MS = 1000
+_WELCOME_POLL_S = 0.01
+
+
+COORDINATOR_SILENCE_S = 60.0
+"""Without a word from the coordinator for so long, probes included, a replica gives up: nobody could reach it."""
+
+
+class ReplicaFencedError(RuntimeError):
+    """The coordinator has given this replica up, or has gone itself."""
+
+
+class ReplicaLink:
+    """Says hello, and then passes Megatron's messages through; what is meant for the link itself stays there.
+
+    Args:
+        address: Of the coordinator, such as "tcp://host:5555".
+    """
+
+    def __init__(self, context: zmq.Context, address: str, hello: Hello) -> None:
+        self._address = address
+        self._is_welcome = False
+        self._last_heard = time.monotonic()
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.IDENTITY, f"{hello.replica}/{hello.member}".encode())
+        set_heartbeats(self._socket)
+        self._socket.setsockopt(zmq.RCVHWM, 0)  # its I/O thread takes everything in, also during a long step
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
+        self._socket.connect(address)
+        self._socket.send(pack_hello(hello))
+
+    def recv(self, flags: int = 0) -> bytes:
+        """Return the next message for the engine.
+
+        Raises:
+            zmq.Again: If there is none, with `zmq.NOBLOCK`.
+            ReplicaFencedError: If the coordinator has declared this replica dead, or is not there any more.
+        """
+        while True:
+            message = self._receive(flags)
+            if message == FENCED:
+                raise ReplicaFencedError(
+                    "the coordinator has declared this replica dead: it could not be reached, or a part of it has "
+                    "ended; its requests have gone to others: restart it"
+                )
+            self._is_welcome = self._is_welcome or message == WELCOME
+            if message not in (PROBE, WELCOME):
+                return message
+
+    def _receive(self, flags: int) -> bytes:
+        try:
+            message: bytes = self._socket.recv(flags)
+        except zmq.Again:
+            if time.monotonic() - self._last_heard > COORDINATOR_SILENCE_S:
+                raise ReplicaFencedError(
+                    f"nothing has come from the coordinator at {self._address} for {COORDINATOR_SILENCE_S:g} s; "
+                    "start it and its replicas again"
+                ) from None
+            raise
+        self._last_heard = time.monotonic()
+        return message
+
+    async def wait_for_welcome(self, timeout_s: float) -> None:
+        """Return once the replica takes part; meanwhile somebody else has to call `recv` or `drain`.
+
+        Raises:
+            ConnectionError: If that takes longer than `timeout_s`.
+        """
+        end = time.monotonic() + timeout_s
+        while not self._is_welcome:
+            if time.monotonic() > end:
+                raise ConnectionError(
+                    f"no coordinator has welcomed this replica at {self._address} within {timeout_s:g} s; check the "
+                    "address, and that all ranks of the replica have started"
+                )
+            await asyncio.sleep(_WELCOME_POLL_S)
+
+    def drain(self) -> None:
+        """Read what has come for a process that gets its requests from another one.
+
+        Raises:
+            ReplicaFencedError: As `recv`.
+        """
+        try:
+            while True:
+                self.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return
+
+    def send(self, message: bytes) -> None:
+        """Send a message of the engine; messages arrive in order."""
+        self._socket.send(message)
+
+    def report_keys(self, changes: BoundaryChanges, salt: KeySalt | None) -> None:
+        """Tell the coordinator what has changed of the cache; `salt` is None while it is the one reported last."""
+        self._socket.send(pack_report(KeyReport(changes, salt)))
+
+    def close(self) -> None:
+        """Close the connection; to the coordinator the replica is dead unless it has been stopped."""
+        self._socket.close()

@@ -1,0 +1,126 @@
+"""What replicas and the coordinator tell each other beside Megatron's messages.
+
+Both kinds are lists packed by msgpack; Megatron's begin with a number, these with a word, so that neither is taken for
+the other: `["hello", {...}]` and `["keys", {...}]` from a replica, `["welcome"]`, `["probe"]` and `["fenced"]` to it.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+
+from ..policy.boundary_journal import BoundaryChanges
+from ..policy.identifiers import BlockKey
+from ..policy.routing import ReplicaName
+from .salts import KeySalt
+
+HELLO, KEYS = "hello", "keys"
+WELCOME = msgpack.packb(["welcome"])
+"""The answer to all members of a replica once the last of them has said hello."""
+
+PROBE = msgpack.packb(["probe"])
+"""Sent to see whether the connection stands; a replica need not look at it."""
+
+FENCED = msgpack.packb(["fenced"])
+"""The answer to whatever comes from a replica that counts as dead."""
+
+_KEY_BYTES = 32
+
+
+class WireError(ValueError):
+    """A message that cannot be what it says it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """How a process introduces itself.
+
+    Args:
+        replica: The name that its replica shares with no other.
+        member: Rank within the replica's model-parallel group; member 0 gets the requests.
+        num_members: Size of that group. The replica is there once all of them are, and dead with any of them.
+        domain: Replicas of one domain compute together (expert parallel) and die together; "" is nobody else's.
+    """
+
+    replica: ReplicaName
+    member: int = 0
+    num_members: int = 1
+    domain: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyReport:
+    """What has changed of a replica's resumable boundaries; `salt` is None while it has not changed."""
+
+    changes: BoundaryChanges
+    salt: KeySalt | None = None
+
+
+def pack_hello(hello: Hello) -> bytes:
+    """Return the message."""
+    fields = {"replica": hello.replica, "member": hello.member, "num_members": hello.num_members}
+    return msgpack.packb([HELLO, {**fields, "domain": hello.domain}])
+
+
+def hello_of(body: Any) -> Hello:
+    """Read what follows the word "hello".
+
+    Raises:
+        WireError: If it is no hello.
+    """
+    fields = _fields(body, {"replica": str, "member": int, "num_members": int, "domain": str})
+    if not 0 <= fields["member"] < fields["num_members"]:
+        raise WireError(f"member {fields['member']} of {fields['num_members']} members")
+    return Hello(**fields)
+
+
+def pack_report(report: KeyReport) -> bytes:
+    """Return the message; 32 bytes a key."""
+    changes, salt = report.changes, report.salt
+    body = {
+        "salt": None if salt is None else [salt.fingerprint, salt.weights_version, salt.epoch, salt.block_size],
+        "flushed": changes.were_flushed,
+        "published": _pack_keys(changes.published),
+        "dropped": _pack_keys(changes.dropped),
+    }
+    return msgpack.packb([KEYS, body])
+
+
+def report_of(body: Any) -> KeyReport:
+    """Read what follows the word "keys".
+
+    Raises:
+        WireError: If it is no report.
+    """
+    fields = _fields(body, {"salt": (list, type(None)), "flushed": bool, "published": bytes, "dropped": bytes})
+    changes = BoundaryChanges(_keys(fields["published"]), _keys(fields["dropped"]), fields["flushed"])
+    return KeyReport(changes, None if fields["salt"] is None else _salt(fields["salt"]))
+
+
+def _salt(values: list[Any]) -> KeySalt:
+    kinds = (str, str, int, int)
+    if len(values) != len(kinds) or not all(isinstance(value, kind) for value, kind in zip(values, kinds, strict=True)):
+        raise WireError(f"a salt of {values!r:.100}")
+    if values[3] < 1:
+        raise WireError(f"a block size of {values[3]}")
+    return KeySalt(*values)
+
+
+def _fields(body: Any, kinds: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(body, dict) or body.keys() != kinds.keys():
+        raise WireError(f"need the fields {sorted(kinds)}, found {body!r:.100}")
+    for name, kind in kinds.items():
+        if not isinstance(body[name], kind):
+            raise WireError(f"{name} is {body[name]!r:.100}")
+    return body
+
+
+def _pack_keys(keys: tuple[BlockKey, ...]) -> bytes:
+    return b"".join(key.to_bytes(_KEY_BYTES, "big") for key in keys)
+
+
+def _keys(packed: bytes) -> tuple[BlockKey, ...]:
+    if len(packed) % _KEY_BYTES:
+        raise WireError(f"keys of {len(packed)} bytes, no multiple of {_KEY_BYTES}")
+    starts = range(0, len(packed), _KEY_BYTES)
+    return tuple(BlockKey(int.from_bytes(packed[start : start + _KEY_BYTES], "big")) for start in starts)
