@@ -5,6 +5,7 @@ where it is switched off. Ranks are compared before the forward, whose collectiv
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ..errors import CacheIntegrityError
@@ -24,6 +25,16 @@ class NoDigest:
         """Do nothing."""
 
 
+@dataclass(slots=True)
+class _NotedRow:
+    """How much of a row is noted."""
+
+    row: RunningRequest
+    num_blocks: int
+    num_published: int
+    checkpoint: int | None = None
+
+
 class RankDigest:
     """Keeps a rank's decisions and compares them with the others'.
 
@@ -34,8 +45,7 @@ class RankDigest:
     def __init__(self, ranks: Ranks, every: int) -> None:
         self._ranks = ranks
         self._every = every
-        self._num_blocks: dict[int, int] = {}  # request id -> KV blocks that are noted
-        self._num_published: dict[int, int] = {}
+        self._noted: dict[int, _NotedRow] = {}
         self._evictions = (0, 0)
         self.log = DecisionLog()
 
@@ -46,6 +56,7 @@ class RankDigest:
             CacheIntegrityError: On all ranks, if they have decided differently; it names the first such decision.
         """
         self.log.step += 1
+        self._noted = {row.request_id: self._noted_of(row) for row in context.rows}
         for row in context.step.rows:
             self._note_row(row)
         self._note_evictions(context)
@@ -54,33 +65,30 @@ class RankDigest:
 
     def note_outcome(self, context: StepReader, rows: Sequence[RunningRequest], kept: Sequence[KeptTokens]) -> None:
         """Note what became of the rows of a step, once it is finished."""
-        note, staying = self.log.note, {row.request_id for row in context.rows}
+        note, staying = self.log.note, set(map(id, context.rows))
         for row, new in zip(rows, kept, strict=True):
             note(DecisionKind.KEEP, row.request_id, int(new.ends), *new.tokens)
-            if row.request_id not in staying:
-                if not new.ends:
-                    note(DecisionKind.PREEMPT, row.request_id)
-                self._forget(row.request_id)
-                continue
-            published = self._num_published.get(row.request_id, 0)
-            if row.num_published_blocks > published:
-                note(DecisionKind.PUBLISH, row.request_id, *row.block_ids[published : row.num_published_blocks])
-                self._num_published[row.request_id] = row.num_published_blocks
-                if row.checkpoint is not None:
-                    note(DecisionKind.CHECKPOINT, row.request_id, row.checkpoint)
+            if id(row) in staying:
+                self._note_publishes(row)
+            elif not new.ends:
+                note(DecisionKind.PREEMPT, row.request_id)
             if row.is_paused:
                 note(DecisionKind.PAUSE, row.request_id)
         self._note_evictions(context)
 
-    def _note_row(self, row: RunningRequest) -> None:
-        note, request_id = self.log.note, row.request_id
-        if request_id not in self._num_blocks:
+    def _noted_of(self, row: RunningRequest) -> "_NotedRow":
+        noted = self._noted.get(row.request_id)
+        if noted is None or noted.row is not row:  # new, or admitted once more
             source = -1 if row.source_slot is None else row.source_slot
-            note(DecisionKind.ADMIT, request_id, row.computed, row.live_slot, source, *row.block_ids)
-            self._num_published[request_id] = row.num_published_blocks
-        elif len(row.block_ids) > self._num_blocks[request_id]:
-            note(DecisionKind.GROW, request_id, *row.block_ids[self._num_blocks[request_id] :])
-        self._num_blocks[request_id] = len(row.block_ids)
+            self.log.note(DecisionKind.ADMIT, row.request_id, row.computed, row.live_slot, source, *row.block_ids)
+            return _NotedRow(row, len(row.block_ids), row.num_published_blocks)
+        return noted
+
+    def _note_row(self, row: RunningRequest) -> None:
+        note, request_id, noted = self.log.note, row.request_id, self._noted[row.request_id]
+        if len(row.block_ids) > noted.num_blocks:
+            note(DecisionKind.GROW, request_id, *row.block_ids[noted.num_blocks :])
+            noted.num_blocks = len(row.block_ids)
         note(DecisionKind.SCHEDULE, request_id, row.computed, row.scheduled, *row.drafts)
         if row.reserved:
             places = (number for state in row.reserved for number in (state.position, state.slot))
@@ -88,15 +96,21 @@ class RankDigest:
         if row.draft_slots:
             note(DecisionKind.WINDOW, request_id, *row.draft_slots, row.accepted - 1)
 
+    def _note_publishes(self, row: RunningRequest) -> None:
+        noted = self._noted[row.request_id]
+        if row.num_published_blocks > noted.num_published:
+            blocks = row.block_ids[noted.num_published : row.num_published_blocks]
+            noted.num_published = row.num_published_blocks
+            self.log.note(DecisionKind.PUBLISH, row.request_id, *blocks)
+        if row.checkpoint is not None and row.checkpoint != noted.checkpoint:
+            noted.checkpoint = row.checkpoint
+            self.log.note(DecisionKind.CHECKPOINT, row.request_id, row.checkpoint)
+
     def _note_evictions(self, context: StepReader) -> None:
         evictions = context.memory.blocks.pool.num_evicted, context.memory.slots.num_evicted
         if evictions != self._evictions:
             self._evictions = evictions
             self.log.note(DecisionKind.EVICT, -1, *evictions)
-
-    def _forget(self, request_id: int) -> None:
-        self._num_blocks.pop(request_id, None)
-        self._num_published.pop(request_id, None)
 
     def _compare(self) -> None:
         mine = self.log.fingerprint()

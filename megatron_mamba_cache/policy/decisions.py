@@ -29,7 +29,7 @@ class DecisionKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One decision about a request, or about the pools (request −1), and its facts."""
+    """One decision about a request, or about the pools (request -1), and its facts."""
 
     step: int
     kind: DecisionKind
