@@ -74,6 +74,8 @@ def whole_model(sizes: RandomHybridConfig, model: Any) -> Any:
         _set(whole, name.split("."), drawn.to(torch.cuda.current_device()))
     whole.decoder.layers = [vars(whole.decoder.layers)[str(number)] for number in range(len(sizes.pattern))]
     whole.decoder.layer_type_list = list(sizes.pattern)
+    for layer in (layer for layer, symbol in zip(whole.decoder.layers, sizes.pattern, strict=True) if symbol == "E"):
+        layer.mlp.experts.local_experts = list(vars(layer.mlp.experts.local_experts).values())
     if model.position_embedding_type == "rope":
         whole.rotary_pos_emb = model.rotary_pos_emb
     return whole

@@ -2,13 +2,29 @@
 
 import random
 from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
 
 from megatron_mamba_cache.speculation.drafter import Drafter
 from tests.distributed.rank_models import Layout, parallel
+from tests.mcore import random_workloads
+from tests.mcore.engine_runs import EngineRun
+from tests.mcore.faults import FAULT_PLACES
 from tests.mcore.noisy_drafter import NoisyDrafter
 from tests.mcore.random_workloads import FLAVOURS, Workload, make_workload, run_workload
 
 NUM_DRAFTS = 3
+_OF_ONE_STAGE = ("the first layer", "attention", "the last mixer", "sampling")
+_FAULTS_OF_EVERY_STAGE = {place: found for place, found in FAULT_PLACES.items() if place not in _OF_ONE_STAGE}
+_MODELS_WITH_EXPERTS = (
+    {"pattern": "ME*M-", "ssm_chunk_size": 8},
+    {"pattern": "M*EME", "ssm_chunk_size": 16, "use_rope": False, "num_experts": 6},
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,19 +49,80 @@ def run_workloads(layout: Layout, flavour: str, seed: int) -> RankOutcome:
 
     Tokens are compared with the oracle's here, plans with the other ranks' before every forward.
     """
-    with parallel(layout):
-        plain = run_workload(_watched(make_workload(FLAVOURS[flavour], seed)))
-        drafted = _watched(make_workload(FLAVOURS[flavour], seed, NUM_DRAFTS))
-        texts = run_workload(replace(drafted, config=replace(drafted.config, num_speculative_tokens=0))).texts
-        outcomes = plain, run_workload(drafted, _drafter(texts, drafted))
-        logs = [outcome.engine.controller.digest.log for outcome in outcomes]
-        return RankOutcome(
-            texts=tuple(outcome.texts for outcome in outcomes),
-            seen=tuple(dict(outcome.seen) for outcome in outcomes),
-            decisions=tuple((log.num_noted, *log.fingerprint()) for log in logs),
-            num_compared=sum(outcome.tally.num_compared for outcome in outcomes),
-            num_stopped=sum(outcome.tally.num_stopped for outcome in outcomes),
-        )
+    with parallel(layout), pytest.MonkeyPatch.context() as patch:
+        if layout.pipeline > 1:
+            patch.setattr(random_workloads, "FAULT_PLACES", _FAULTS_OF_EVERY_STAGE)
+        return _run_workloads(flavour, seed)
+
+
+def run_workloads_of_replicas(layout: Layout, flavours: tuple[str, ...], seed: int) -> RankOutcome:
+    """Run a workload of each replica's own, in step with the others, which may share experts with it."""
+    with parallel(layout), pytest.MonkeyPatch.context() as patch:
+        if layout.expert > 1:  # of one model
+            patch.setattr(random_workloads, "MODELS", (_MODELS_WITH_EXPERTS[seed % len(_MODELS_WITH_EXPERTS)],))
+        steps = SharedSteps()
+        steps.install(patch)
+        replica = parallel_state.get_data_parallel_rank()
+        outcome = _run_workloads(flavours[replica], seed + replica)
+        steps.wait_for_others()
+        return outcome
+
+
+class SharedSteps:
+    """Lets replicas step as often as each other, those without requests idly."""
+
+    def __init__(self) -> None:
+        self._controller: Any = None
+        self._num_idle = 0
+
+    def install(self, patch: pytest.MonkeyPatch) -> None:
+        """Announce every step of an engine to the other replicas."""
+        step = EngineRun.step
+
+        def announced(run: EngineRun) -> list[int]:
+            self._controller = run.engine.controller
+            _num_busy(1)
+            return step(run)
+
+        patch.setattr(EngineRun, "step", announced)
+
+    def wait_for_others(self) -> None:
+        """Compute for nobody until no replica has a request; what is cached stays as it is."""
+        context = self._controller.context
+        before = _contents(context)
+        while _num_busy(0):
+            self._controller.dummy_forward()
+            self._num_idle += 1
+        assert all(torch.equal(now, then) for now, then in zip(_contents(context), before, strict=True))
+        context.check_integrity()
+
+
+def _num_busy(is_busy: int) -> int:
+    """Return how many ranks have requests."""
+    count = torch.tensor([is_busy], device=torch.cuda.current_device())
+    dist.all_reduce(count)
+    return int(count)
+
+
+def _contents(context: Any) -> list[Tensor]:
+    """Return a copy of all states, and of the KV blocks that somebody may read."""
+    memory = context.memory
+    return [memory.state_pool.conv.clone(), memory.state_pool.ssm.clone(), memory.kv_buffer[:, :, :-1].clone()]
+
+
+def _run_workloads(flavour: str, seed: int) -> RankOutcome:
+    plain = run_workload(_watched(make_workload(FLAVOURS[flavour], seed)))
+    drafted = _watched(make_workload(FLAVOURS[flavour], seed, NUM_DRAFTS))
+    texts = run_workload(replace(drafted, config=replace(drafted.config, num_speculative_tokens=0))).texts
+    outcomes = plain, run_workload(drafted, _drafter(texts, drafted))
+    logs = [outcome.engine.controller.digest.log for outcome in outcomes]
+    return RankOutcome(
+        texts=tuple(outcome.texts for outcome in outcomes),
+        seen=tuple(dict(outcome.seen) for outcome in outcomes),
+        decisions=tuple((log.num_noted, *log.fingerprint()) for log in logs),
+        num_compared=sum(outcome.tally.num_compared for outcome in outcomes),
+        num_stopped=sum(outcome.tally.num_stopped for outcome in outcomes),
+    )
 
 
 def _watched(work: Workload) -> Workload:

@@ -20,7 +20,7 @@ from tests.distributed import rank_process
 
 REPOSITORY = Path(__file__).parents[2]
 TIMEOUT_S = 240.0
-_TAIL = 4000
+_TAIL = 6000
 
 
 def is_rank() -> bool:
