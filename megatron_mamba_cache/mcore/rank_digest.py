@@ -7,6 +7,7 @@ where it is switched off. Ranks are compared before the forward, whose collectiv
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from zlib import crc32
 
 from ..errors import CacheIntegrityError
 from ..policy.decisions import DecisionKind, DecisionLog, first_difference
@@ -79,8 +80,9 @@ class RankDigest:
     def _noted_of(self, row: RunningRequest) -> "_NotedRow":
         noted = self._noted.get(row.request_id)
         if noted is None or noted.row is not row:  # new, or admitted once more
-            source = -1 if row.source_slot is None else row.source_slot
-            self.log.note(DecisionKind.ADMIT, row.request_id, row.computed, row.live_slot, source, *row.block_ids)
+            start = row.computed, row.live_slot, -1 if row.source_slot is None else row.source_slot
+            prompt = crc32(row.spec.prompt.tobytes())
+            self.log.note(DecisionKind.ADMIT, row.request_id, prompt, *start, *row.block_ids)
             return _NotedRow(row, len(row.block_ids), row.num_published_blocks)
         return noted
 
@@ -89,7 +91,8 @@ class RankDigest:
         if len(row.block_ids) > noted.num_blocks:
             note(DecisionKind.GROW, request_id, *row.block_ids[noted.num_blocks :])
             noted.num_blocks = len(row.block_ids)
-        note(DecisionKind.SCHEDULE, request_id, row.computed, row.scheduled, *row.drafts)
+        fed = () if row.is_prefilling else map(int, row.inputs)
+        note(DecisionKind.SCHEDULE, request_id, row.computed, row.scheduled, *fed)
         if row.reserved:
             places = (number for state in row.reserved for number in (state.position, state.slot))
             note(DecisionKind.RESERVE, request_id, *places)

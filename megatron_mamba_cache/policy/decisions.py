@@ -14,9 +14,9 @@ _NUM_PIECES = 4
 class DecisionKind(Enum):
     """What was decided, and what its facts are."""
 
-    ADMIT = "admission (tokens skipped, live slot, state restored from, KV blocks)"
+    ADMIT = "admission (checksum of the prompt, tokens skipped, live slot, state restored from, KV blocks)"
     GROW = "new KV blocks"
-    SCHEDULE = "tokens of the step (computed before, scheduled, drafts)"
+    SCHEDULE = "tokens of the step (computed before, scheduled, those fed to decoding)"
     RESERVE = "reserved states (position and slot of each)"
     WINDOW = "draft window (slots, accepted column)"
     KEEP = "accepted tokens (whether they end the request, tokens)"

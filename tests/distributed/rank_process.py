@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-TIMEOUT = timedelta(seconds=60)
+TIMEOUT = timedelta(seconds=20)
 
 
 def start(rank: int, size: int, port: int) -> None:

@@ -34,6 +34,7 @@ class RankOutcome:
     Args:
         texts: Prompt and reply of each request, with drafts and without.
         seen: Counters, likewise.
+        num_idle: Steps computed for nobody, while other replicas had requests.
         decisions: Of each, how many there were and their hash.
     """
 
@@ -42,6 +43,7 @@ class RankOutcome:
     decisions: tuple[tuple[int, ...], tuple[int, ...]]
     num_compared: int
     num_stopped: int
+    num_idle: int = 0
 
 
 def run_workloads(layout: Layout, flavour: str, seed: int) -> RankOutcome:
@@ -64,8 +66,7 @@ def run_workloads_of_replicas(layout: Layout, flavours: tuple[str, ...], seed: i
         steps.install(patch)
         replica = parallel_state.get_data_parallel_rank()
         outcome = _run_workloads(flavours[replica], seed + replica)
-        steps.wait_for_others()
-        return outcome
+        return replace(outcome, num_idle=steps.wait_for_others())
 
 
 class SharedSteps:
@@ -73,7 +74,6 @@ class SharedSteps:
 
     def __init__(self) -> None:
         self._controller: Any = None
-        self._num_idle = 0
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         """Announce every step of an engine to the other replicas."""
@@ -86,15 +86,16 @@ class SharedSteps:
 
         patch.setattr(EngineRun, "step", announced)
 
-    def wait_for_others(self) -> None:
-        """Compute for nobody until no replica has a request; what is cached stays as it is."""
-        context = self._controller.context
+    def wait_for_others(self) -> int:
+        """Compute for nobody until no replica has a request, and say how often; what is cached stays as it is."""
+        context, num_idle = self._controller.context, 0
         before = _contents(context)
         while _num_busy(0):
             self._controller.dummy_forward()
-            self._num_idle += 1
+            num_idle += 1
         assert all(torch.equal(now, then) for now, then in zip(_contents(context), before, strict=True))
         context.check_integrity()
+        return num_idle
 
 
 def _num_busy(is_busy: int) -> int:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from tests.distributed import rank_process
 
 REPOSITORY = Path(__file__).parents[2]
-TIMEOUT_S = 240.0
+TIMEOUT_S = 60.0
 _TAIL = 6000
 
 
