@@ -136,6 +136,7 @@ def _wanted(
     wanted = {name: part for name, part in sharded.items() if not isinstance(part, ShardedObject)}
     if _has_copied_embeddings(architecture):
         wanted[OUTPUT].key = EMBEDDINGS
+        wanted[OUTPUT].replica_id = (1, *wanted[OUTPUT].replica_id[1:])  # the first stage's is the original
     take_fused_names(wanted, len(architecture.pattern), stored)
     return wanted
 
