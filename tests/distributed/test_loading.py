@@ -12,11 +12,9 @@ ONE, TENSOR, PIPELINE, EXPERT = Layout(), Layout(tensor=2), Layout(pipeline=2), 
 @pytest.mark.parametrize(
     ("name", "layouts"),
     [
-        ("nemotron_h-6", [ONE, PIPELINE, TENSOR, PIPELINE]),
-        ("bamba-10", [ONE, PIPELINE, TENSOR]),
-        ("granite-1", [TENSOR, PIPELINE, ONE]),
-        ("nemotron_h_moe-0", [ONE, EXPERT, TENSOR, PIPELINE]),
-        ("granite_moe-4", [PIPELINE, EXPERT, ONE]),
+        ("nemotron_h-6", [ONE, PIPELINE, TENSOR]),  # output weights are the embeddings
+        ("bamba-10", [PIPELINE, ONE]),
+        ("granite_moe-4", [ONE, EXPERT, TENSOR, PIPELINE]),
     ],
 )
 def test_a_checkpoint_generates_the_same_under_every_layout(name: str, layouts: list[Layout], worlds: Worlds) -> None:

@@ -112,10 +112,10 @@ def _contents(context: Any) -> list[Tensor]:
 
 
 def _run_workloads(flavour: str, seed: int) -> RankOutcome:
-    plain = run_workload(_watched(make_workload(FLAVOURS[flavour], seed)))
-    drafted = _watched(make_workload(FLAVOURS[flavour], seed, NUM_DRAFTS))
-    texts = run_workload(replace(drafted, config=replace(drafted.config, num_speculative_tokens=0))).texts
-    outcomes = plain, run_workload(drafted, _drafter(texts, drafted))
+    work = make_workload(FLAVOURS[flavour], seed, NUM_DRAFTS)
+    work = replace(work, config=replace(work.config, rank_digest_steps=1))
+    plain = run_workload(replace(work, config=replace(work.config, num_speculative_tokens=0)))
+    outcomes = plain, run_workload(work, _drafter(plain.texts, work))
     logs = [outcome.engine.controller.digest.log for outcome in outcomes]
     return RankOutcome(
         texts=tuple(outcome.texts for outcome in outcomes),
@@ -124,10 +124,6 @@ def _run_workloads(flavour: str, seed: int) -> RankOutcome:
         num_compared=sum(outcome.tally.num_compared for outcome in outcomes),
         num_stopped=sum(outcome.tally.num_stopped for outcome in outcomes),
     )
-
-
-def _watched(work: Workload) -> Workload:
-    return replace(work, config=replace(work.config, rank_digest_steps=1))
 
 
 def _drafter(texts: dict[int, list[int]], work: Workload) -> Drafter:

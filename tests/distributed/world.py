@@ -33,7 +33,7 @@ class SpawnedWorld:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._processes = [self._start(rank, size, port) for port in [_free_port()] for rank in range(size)]
+        self._processes = [self._start(rank, size, port) for port in [free_port()] for rank in range(size)]
         self._replies: list[queue.Queue[str]] = [queue.Queue() for _ in range(size)]
         self._errors: list[list[str]] = [[] for _ in range(size)]
         for rank, process in enumerate(self._processes):
@@ -136,7 +136,8 @@ class Worlds:
             world.close()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port that nobody listens on."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])
