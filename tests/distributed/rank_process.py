@@ -18,8 +18,8 @@ import torch.distributed as dist
 TIMEOUT = timedelta(seconds=20)
 
 
-def start(rank: int, size: int, port: int) -> None:
-    """Join the world; on CUDA devices where there is one for each rank."""
+def start(rank: int, size: int, meeting: str) -> None:
+    """Join the world at a meeting point of torch.distributed; on CUDA devices where there is one for each rank."""
     torch.set_num_threads(1)
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
@@ -28,7 +28,7 @@ def start(rank: int, size: int, port: int) -> None:
         torch.cuda.set_device(rank)
     dist.init_process_group(
         "nccl" if uses_cuda else "gloo",
-        init_method=f"tcp://127.0.0.1:{port}",
+        init_method=meeting,
         rank=rank,
         world_size=size,
         timeout=TIMEOUT,
@@ -50,7 +50,7 @@ def main(rank: int, size: int, port: int) -> None:
     """Answer requests until stdin ends."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever else is printed is no reply
-    start(rank, size, port)
+    start(rank, size, f"tcp://127.0.0.1:{port}")
     for line in sys.stdin:
         name, arguments = line.split()
         try:

@@ -99,7 +99,7 @@ class JoinedWorld:
     def __init__(self, size: int) -> None:
         self.size = size
         if not dist.is_initialized():
-            rank_process.start(int(os.environ["RANK"]), size, int(os.environ["MASTER_PORT"]) + 1)
+            rank_process.start(int(os.environ["RANK"]), size, "env://")
 
     is_closed = False
 
