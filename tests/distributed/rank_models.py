@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from torch import Tensor
@@ -58,6 +59,13 @@ def parallel(layout: Layout) -> Iterator[None]:
             yield
     finally:
         parallel_state.destroy_model_parallel()
+        _destroy_groups()
+
+
+def _destroy_groups() -> None:
+    """Destroy the groups that Megatron forgets but does not destroy: each keeps threads."""
+    for group in [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]:
+        dist.destroy_process_group(group)
 
 
 def _hybrid(sizes: RandomHybridConfig) -> Hybrid:
