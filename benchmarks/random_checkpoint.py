@@ -7,14 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.models.mamba.mamba_model import MambaModel
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_mamba_cache.models.architecture import HybridArchitecture, build_hybrid_model
+from megatron_mamba_cache.models.architecture import HybridArchitecture
 from megatron_mamba_cache.models.checkpoint_config import CheckpointConfig
+from megatron_mamba_cache.models.hybrid_model import build_hybrid_model
 from megatron_mamba_cache.models.nemotron_h import architecture_of, placements_of
 from megatron_mamba_cache.models.placement import ModelFiller
+from megatron_mamba_cache.models.rank_part import RankPart
 
 STD = 0.02
 COMMON_FIELDS = {
@@ -60,7 +63,13 @@ def random_model(fields: dict[str, Any], dtype: torch.dtype) -> MambaModel:
     """Build the model of a configuration on the current device, with the weights that `write_checkpoint` writes."""
     architecture = architecture_of(CheckpointConfig(COMMON_FIELDS | fields, "the configuration"))
     model = build_hybrid_model(architecture, dtype)
-    filler = ModelFiller(model, placements_of(architecture), rank=0, size=1)
+    filler = ModelFiller(
+        model,
+        placements_of(architecture),
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+        RankPart.of_process(architecture).local_name,
+    )
     for name, tensor in random_tensors(architecture, str(next(model.parameters()).device)):
         filler.fill(name, tensor)
     if unfilled := filler.unfilled():

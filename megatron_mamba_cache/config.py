@@ -49,6 +49,9 @@ class CacheConfig:
         num_cuda_graphs: Numbers of rows, up to max_requests, for which decode steps are captured as CUDA graphs, with
             and without drafts; 0 captures none [--inference-dynamic-batching-num-cuda-graphs].
         cuda_graph_prefill_tokens: With them, steps of few prompts and up to so many of their tokens are captured too.
+        rank_digest_steps: Steps after which the ranks that share a model compare all that they have decided so far, as
+            a hash; where they differ, each raises with the first decision that does. 0: never; 1 finds it before any
+            forward of steps that differ.
         weights_version: Part of every block key; states of other weights are never found.
 
     Raises:
@@ -74,6 +77,7 @@ class CacheConfig:
     attention_backend: str = "auto"
     num_cuda_graphs: int = 0
     cuda_graph_prefill_tokens: int = 512
+    rank_digest_steps: int = 0
     weights_version: str = "0"
 
     def __post_init__(self) -> None:
@@ -103,9 +107,9 @@ class CacheConfig:
         are_in_range = type(graphs) is int and 0 <= graphs <= _MOST_GRAPHS
         _require(are_in_range, "num_cuda_graphs", graphs, f"an int from 0 to {_MOST_GRAPHS}")
         _require(self.eviction in _EVICTIONS, "eviction", self.eviction, f"one of {_EVICTIONS}")
-        prefilled = self.cuda_graph_prefill_tokens
-        is_count = type(prefilled) is int and prefilled >= 0
-        _require(is_count, "cuda_graph_prefill_tokens", prefilled, "an int of at least 0")
+        for name in ("cuda_graph_prefill_tokens", "rank_digest_steps"):
+            count = getattr(self, name)
+            _require(type(count) is int and count >= 0, name, count, "an int of at least 0")
         drafts, most = self.num_speculative_tokens, min(_MOST_DRAFTS, self.block_size_tokens - 1)
         allowed_drafts = f"an int from 0 to {_MOST_DRAFTS}, below block_size_tokens={self.block_size_tokens}"
         is_in_range = type(drafts) is int and 0 <= drafts <= most

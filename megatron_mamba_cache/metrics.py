@@ -1,6 +1,10 @@
 """What the cache did so far: counters that only grow, and a snapshot of what is in use."""
 
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from itertools import zip_longest
+from typing import Any
 
 
 @dataclass(slots=True)
@@ -73,6 +77,20 @@ class CacheSnapshot:
     capture_seconds: float = 0.0  # that took
     graph_bytes: int = 0  # of device memory that they hold
 
+    @staticmethod
+    def summed(snapshots: Sequence["CacheSnapshot"]) -> "CacheSnapshot":
+        """Return the caches of several models as one."""
+        counters = {
+            entry.name: _sum([getattr(one.counters, entry.name) for one in snapshots])
+            for entry in fields(CacheCounters)
+        }
+        others = {
+            entry.name: _sum([getattr(one, entry.name) for one in snapshots])
+            for entry in fields(CacheSnapshot)
+            if entry.name != "counters"
+        }
+        return CacheSnapshot(CacheCounters(**counters), **others)
+
     def as_dict(self) -> dict[str, object]:
         """Return plain JSON types."""
         return {
@@ -85,3 +103,15 @@ class CacheSnapshot:
             "capture_seconds": self.capture_seconds,
             "graph_bytes": self.graph_bytes,
         }
+
+
+def _sum(values: Sequence[Any]) -> Any:
+    """Add numbers, lists place by place, or dicts key by key."""
+    if isinstance(values[0], list):
+        return [sum(place) for place in zip_longest(*values, fillvalue=0)]
+    if isinstance(values[0], dict):
+        total: Counter[str] = Counter()
+        for value in values:
+            total.update(value)
+        return dict(total)
+    return sum(values)

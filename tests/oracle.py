@@ -7,9 +7,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from tests.oracle_layers import ACTIVATIONS, AttentionLayer, MambaLayer, MLPLayer, rms_norm
+from tests.oracle_layers import ACTIVATIONS, AttentionLayer, ExpertLayer, MambaLayer, MLPLayer, rms_norm
 
-Layer = MambaLayer | AttentionLayer | MLPLayer
+Layer = MambaLayer | AttentionLayer | MLPLayer | ExpertLayer
 
 UNSUPPORTED_SETTINGS = (
     "activation_func_clamp_value",
@@ -60,7 +60,7 @@ class HybridOracle:
         """
         _check_settings(model)
         decoder = model.decoder
-        readers = {"M": _mamba_layer, "*": _attention_layer, "-": _mlp_layer}
+        readers = {"M": _mamba_layer, "*": _attention_layer, "-": _mlp_layer, "E": _expert_layer}
         unknown = sorted(set(decoder.layer_type_list) - set(readers))
         if unknown:
             raise ValueError(f"need layers of kind {sorted(readers)}, got {unknown}")
@@ -157,15 +157,32 @@ def _attention_layer(layer: Any, model: Any) -> AttentionLayer:
     )
 
 
+def _expert_layer(layer: Any, model: Any) -> ExpertLayer:
+    config, mlp, norm = model.config, layer.mlp, layer.pre_mlp_layernorm
+    if config.moe_router_score_function != "softmax" or config.moe_router_pre_softmax:
+        raise ValueError("need a router of softmax over the chosen experts")
+    return ExpertLayer(
+        input_norm=_fp64(norm.weight),
+        router=_fp64(mlp.router.weight),
+        experts=tuple(_feed_forward(expert, norm, config) for expert in mlp.experts.local_experts),
+        shared=_feed_forward(mlp.shared_experts, norm, config),
+        top_k=config.moe_router_topk,
+        epsilon=config.layernorm_epsilon,
+    )
+
+
 def _mlp_layer(layer: Any, model: Any) -> MLPLayer:
-    config = model.config
+    return _feed_forward(layer.mlp, layer.pre_mlp_layernorm, model.config)
+
+
+def _feed_forward(mlp: Any, norm: Any, config: Any) -> MLPLayer:
     name = getattr(config.activation_func, "__name__", repr(config.activation_func))
     if name not in ACTIVATIONS:
         raise ValueError(f"need an activation of {sorted(ACTIVATIONS)}, got {name}")
     return MLPLayer(
-        input_norm=_fp64(layer.pre_mlp_layernorm.weight),
-        fc1=_fp64(layer.mlp.linear_fc1.weight),
-        fc2=_fp64(layer.mlp.linear_fc2.weight),
+        input_norm=_fp64(norm.weight),
+        fc1=_fp64(mlp.linear_fc1.weight),
+        fc2=_fp64(mlp.linear_fc2.weight),
         activation=ACTIVATIONS[name],
         is_gated=config.gated_linear_unit,
         epsilon=config.layernorm_epsilon,

@@ -98,11 +98,38 @@ class MLPLayer:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return the layer's output [tokens, hidden], without the residual."""
-        inner = rms_norm(hidden, self.input_norm, self.epsilon) @ self.fc1.T
+        return self.of_normed(rms_norm(hidden, self.input_norm, self.epsilon))
+
+    def of_normed(self, normed: Tensor) -> Tensor:
+        """Return the layer's output for what is normed already."""
+        inner = normed @ self.fc1.T
         if self.is_gated:
             gate, linear = inner.chunk(2, dim=-1)
             return (self.activation(gate) * linear) @ self.fc2.T
         return self.activation(inner) @ self.fc2.T
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLayer:
+    """Weights of one mixture of experts: each token goes to the best by its router, weighed by softmax over these."""
+
+    input_norm: Tensor  # [hidden]
+    router: Tensor  # [experts, hidden]
+    experts: tuple[MLPLayer, ...]
+    shared: MLPLayer  # that every token goes to
+    top_k: int
+    epsilon: float
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Return the layer's output [tokens, hidden], without the residual."""
+        normed = rms_norm(hidden, self.input_norm, self.epsilon)
+        best = (normed @ self.router.T).topk(self.top_k)
+        shares = torch.zeros(len(hidden), len(self.experts), dtype=hidden.dtype, device=hidden.device)
+        shares.scatter_(1, best.indices, best.values.softmax(-1))
+        mixed = sum(
+            share[:, None] * expert.of_normed(normed) for share, expert in zip(shares.T, self.experts, strict=True)
+        )
+        return mixed + self.shared.of_normed(normed)
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:

@@ -20,6 +20,12 @@ _SAMPLING_IN_WORDS = (
     f"{EDITING['temperature']} and top-k {EDITING['top_k']}, and everything else is greedy."
 )
 
+_PROCESSES_IN_WORDS = (
+    "Started by torchrun, processes share a model, and those that are left hold others like it: sessions, and lines "
+    "without one, are dealt out to these in turn. The first process prints and writes for all. Memory flags count for "
+    "each process."
+)
+
 DRAFTERS = ("prompt-lookup", "draft-model")
 
 _SIZE_FLAGS = {
@@ -146,11 +152,19 @@ def _add_generate_arguments(parser: ArgumentParser) -> None:
     machine = parser.add_argument_group("machine")
     machine.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     machine.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of the weights (default: fp32)")
+    _add_parallel_arguments(parser.add_argument_group("several processes", _PROCESSES_IN_WORDS))
     cache = parser.add_argument_group("cache", DEFAULTS_IN_WORDS)
     CacheConfig.add_arguments(cache)  # type: ignore[arg-type]
     drafts = parser.add_argument_group("speculative decoding", "With --num-speculative-tokens above 0.")
     drafts.add_argument("--drafter", choices=DRAFTERS, help="what proposes tokens (default: prompt-lookup)")
     drafts.add_argument("--draft-hf-model", metavar="DIR", help="Hugging Face directory of the draft model")
+
+
+def _add_parallel_arguments(group: object) -> None:
+    add = group.add_argument  # type: ignore[attr-defined]
+    for kind, shared in (("tensor", "layers"), ("pipeline", "depth"), ("expert", "experts")):
+        flag, text = f"--{kind}-model-parallel-size", f"processes that share a model's {shared} (default: 1)"
+        add(flag, type=int, default=1, metavar="N", help=text)
 
 
 def _add_sampling_arguments(group: object) -> None:

@@ -47,4 +47,5 @@ def default_settings(shape: "HybridModelShape", max_length: int) -> dict[str, in
 
 
 def _gib_for(wanted: int, least: int, size: int) -> float:
+    size = max(1, size)  # of a pipeline's stage without such layers; settings take no 0
     return min(wanted * size, max(_GIB, least * size)) / _GIB

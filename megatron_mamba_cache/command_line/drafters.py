@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ..config import CacheConfig
 from ..mcore.model_shape import HybridModelShape
+from ..mcore.ranks import ranks_of_process
 from ..models.draft_model import DraftModelDrafter
 from ..speculation.drafter import Drafter
 from ..speculation.prompt_lookup import PromptLookupDrafter
@@ -35,5 +36,5 @@ def drafter_maker(arguments: Namespace, vocab_size: int) -> Callable[[], Drafter
             f"{_FLAG} {directory.path}: it has a vocabulary of {model.vocab_size} tokens and the model one of "
             f"{vocab_size}; a draft model needs the same"
         )
-    config = CacheConfig(**default_settings(HybridModelShape.of(model), model.max_sequence_length))
+    config = CacheConfig(**default_settings(HybridModelShape.of(model, ranks_of_process()), model.max_sequence_length))
     return lambda: DraftModelDrafter(model, config)

@@ -7,6 +7,7 @@ from .arguments import EDITING, GREEDY, check_generate_arguments, with_sampling
 from .built_in_prompts import built_in_lines
 from .device import select_device
 from .editing_sessions import editing_lines
+from .launch import Launch
 from .model_choice import chosen_directory, require_token_ids
 from .output_file import check_writable
 from .prompts import read_prompts
@@ -19,6 +20,8 @@ def generate(arguments: Namespace) -> int:
     Raises:
         UsageError: On a bad flag, file, line or device.
     """
+    launch = Launch.of_environment()
+    launch.num_replicas(arguments)
     directory = chosen_directory(arguments)
     has_file = arguments.prompts is not None
     edits = directory is not None and not has_file
@@ -27,18 +30,20 @@ def generate(arguments: Namespace) -> int:
     lines = read_prompts(arguments.prompts) if has_file else editing_lines() if edits else built_in_lines()
     if directory is not None:
         directory.check_prompts(lines, arguments.prompts)
-    if arguments.output_path is not None:
+    if arguments.output_path is not None and launch.is_first:
         check_writable(arguments.output_path)
-    if arguments.top_k == 1 and (arguments.temperature != 1 or arguments.top_p):
+    if launch.is_first and arguments.top_k == 1 and (arguments.temperature != 1 or arguments.top_p):
         print("note: --top-k 1 is greedy, so --temperature and --top-p change nothing; try --top-k 0", file=sys.stderr)
     with quiet_libraries():
         device = select_device(arguments.device)
         # These import torch, which fixes the device.
         from .generation import Generation
         from .own_process_groups import own_process_groups
+        from .replicas import OneModel, SeveralProcesses, speaking_for_all
 
-        with own_process_groups():
-            generation = Generation(arguments, directory, device)
+        with own_process_groups(), speaking_for_all(launch):
+            replicas = OneModel() if launch.num_processes == 1 else SeveralProcesses(launch, arguments, device)
+            generation = replicas.make(lambda: Generation(arguments, directory, device, replicas))
             if directory is not None and not generation.reads_text:  # a model of the hub, which was not there before
                 require_token_ids(lines, arguments.prompts, directory.path)
             return generation.run(lines) if has_file else generation.run_and_compare(lines)

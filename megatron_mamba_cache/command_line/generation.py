@@ -10,16 +10,19 @@ from tqdm import tqdm
 from ..config import CacheConfig
 from ..mcore.build import TokenIdTokenizer
 from ..mcore.model_shape import HybridModelShape
+from ..mcore.ranks import ranks_of_process
 from .arguments import cache_config
 from .comparison import comparison_lines, first_difference
 from .default_settings import default_settings
 from .drafters import drafter_maker
 from .later_turns import LaterTurns
+from .launch import Launch
 from .model_choice import ModelDirectory
 from .output_file import write_output
 from .prompts import PromptLine
 from .quiet import own_warnings_hidden
 from .ready_model import engine_for, ready_model
+from .replicas import Replicas
 from .replies import reply_lines
 from .report import (
     compilation_line,
@@ -37,17 +40,23 @@ EXIT_OUTPUTS_DIFFER = 1
 
 
 class Generation:
-    """One model and the flags that requests run with."""
+    """One model and the flags that requests run with.
 
-    def __init__(self, arguments: Namespace, directory: ModelDirectory | None, device: str) -> None:
+    Args:
+        replicas: The processes that hold it, and others like it.
+    """
+
+    def __init__(self, arguments: Namespace, directory: ModelDirectory | None, device: str, replicas: Replicas) -> None:
+        self._replicas = replicas
         self._model = ready_model(directory, arguments.dtype)
         model = self._model.model
-        shape = HybridModelShape.of(model)
+        shape = HybridModelShape.of(model, ranks_of_process())
         settings = default_settings(shape, model.max_sequence_length)
         self._config = config = cache_config(arguments, settings)
         self._drafter = drafter_maker(arguments, shape.vocab_size)
         self._seed = arguments.seed
         self._output_path = arguments.output_path
+        self._is_first = Launch.of_environment().is_first
         self._facts = {"device": device, "dtype": arguments.dtype, "prefix_caching": config.prefix_caching}
         self._sampling = SamplingFlags(
             arguments.num_tokens_to_generate, arguments.temperature, arguments.top_k, arguments.top_p
@@ -65,7 +74,7 @@ class Generation:
 
     def run(self, lines: Sequence[PromptLine]) -> int:
         """Run the lines once, report, and return the exit status."""
-        result = self._run_engine(lines, self._config, "generating")
+        result = self._run_engines(lines, self._config, "generating")
         later = self._report(lines, result)
         self._write(result, **later.as_dict())
         return 0
@@ -80,8 +89,8 @@ class Generation:
         plain = replace(self._config, prefix_caching=False, num_speculative_tokens=0)
         with own_warnings_hidden():
             self._run_engine(lines[:1], self._config, "warming up")  # settings that do not fit end the command here
-            uncached = self._run_engine(lines, plain, "without cache")
-        cached = self._run_engine(lines, self._config, "with cache")
+            uncached = self._run_engines(lines, plain, "without cache")
+        cached = self._run_engines(lines, self._config, "with cache")
         later = self._report(lines, cached)
         if self._config.num_speculative_tokens:
             print("\nThe same requests with cache and drafts, and with neither:")
@@ -100,14 +109,19 @@ class Generation:
         print(f"outputs differ as {self._inexact_because}: {difference}")
         return 0
 
+    def _run_engines(self, lines: Sequence[PromptLine], config: CacheConfig, title: str) -> RunResult:
+        """Run each model's share of the lines; return the results of all."""
+        return self._replicas.gather(self._run_engine(self._replicas.share(lines), config, title))
+
     def _run_engine(self, lines: Sequence[PromptLine], config: CacheConfig, title: str) -> RunResult:
         drafter = self._drafter() if config.num_speculative_tokens else None
-        engine = engine_for(self._model, config, self._seed, drafter)
+        engine = self._replicas.make(lambda: engine_for(self._model, config, self._seed, drafter))
         engine.warmup()
         wanted = sum(self._sampling.num_tokens if line.num_tokens is None else line.num_tokens for line in lines)
         # disable=None: no bar where stderr is no terminal.
         with tqdm(total=wanted, desc=title, unit="token", file=sys.stderr, leave=False, disable=None) as bar:
-            return RequestRunner(engine, self._model.tokenizer, self._sampling, bar.update).run(lines)
+            goes_on = self._replicas.any_goes_on
+            return RequestRunner(engine, self._model.tokenizer, self._sampling, bar.update, goes_on).run(lines)
 
     def _report(self, lines: Sequence[PromptLine], result: RunResult) -> LaterTurns:
         prompts = [self._prompt_text(record) for record in result.records]
@@ -136,7 +150,7 @@ class Generation:
         return self._model.tokenizer.detokenize(record.prompt_tokens)
 
     def _write(self, result: RunResult, **more_summary: object) -> None:
-        if self._output_path is not None:
+        if self._output_path is not None and self._is_first:
             write_output(self._output_path, result, **self._facts, **more_summary)
 
 

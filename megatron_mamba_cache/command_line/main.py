@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from .arguments import command_parser
 from .generate import generate
+from .launch import Launch
 from .usage_error import UsageError
 
 EXIT_USAGE = 2
@@ -24,7 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = parser.parse_args(argv)
         return generate(arguments) if arguments.command == "generate" else _doctor()
     except UsageError as error:
-        print(f"{parser.prog}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        if _speaks_for_all():
+            print(f"{parser.prog}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return EXIT_USAGE
     except KeyboardInterrupt:
         print(f"{parser.prog}: interrupted", file=sys.stderr)
@@ -33,6 +35,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of stdout has left, as `head` does; what is still buffered must not fail once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
+
+
+def _speaks_for_all() -> bool:
+    """Whether this is the first process of a launch; so is one that cannot tell."""
+    try:
+        return Launch.of_environment().is_first
+    except UsageError:
+        return True
 
 
 def _doctor() -> int:

@@ -1,5 +1,6 @@
 """A model with its weights and tokenizer, and the engine around it."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from ..mcore.engine import MambaCacheEngine
 from ..models.byte_tokenizer import ByteTokenizer
 from ..models.hugging_face import LoadedModel, load_hugging_face
 from ..models.hugging_face_tokenizer import HuggingFaceTokenizer, load_tokenizer
+from ..models.parameter_shapes import parameters_of
 from ..models.random_hybrid import RandomHybridConfig, random_hybrid_model
 from ..speculation.drafter import Drafter
 from .arguments import name_flag
@@ -115,7 +117,7 @@ def _load(directory: ModelDirectory, dtype: torch.dtype) -> LoadedModel:
 
 def _description(directory: ModelDirectory, loaded: LoadedModel, dtype: str) -> str:
     name = "the small model of Python source that ships" if directory.is_shipped else str(directory.path)
-    count = sum(parameter.numel() for parameter in loaded.model.parameters())
+    count = sum(math.prod(whole.shape) for whole in parameters_of(loaded.architecture).values())
     return (
         f"{name}, {_layers(loaded.architecture.pattern)}, {count:,} parameters, "
         f"vocabulary of {loaded.architecture.vocab_size} tokens, {dtype}"

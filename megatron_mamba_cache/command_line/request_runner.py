@@ -44,15 +44,22 @@ class RequestRunner:
     Args:
         tokenizer: Turns the lines' text into tokens, and tokens into text.
         on_tokens: Called after a step with the number of tokens it generated.
+        goes_on: Given whether there are requests, returns whether to step.
     """
 
     def __init__(
-        self, engine: MambaCacheEngine, tokenizer: Any, sampling: SamplingFlags, on_tokens: Callable[[int], object]
+        self,
+        engine: MambaCacheEngine,
+        tokenizer: Any,
+        sampling: SamplingFlags,
+        on_tokens: Callable[[int], object],
+        goes_on: Callable[[bool], bool] = bool,
     ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
         self._sampling = sampling
         self._on_tokens = on_tokens
+        self._goes_on = goes_on
         self._running: dict[int, PromptLine] = {}
         self._added_at: dict[int, float] = {}
         self._records: dict[int, RequestRecord] = {}
@@ -63,7 +70,7 @@ class RequestRunner:
         start = time.perf_counter()
         for line in queue.initial_lines():
             self._start_session(line, queue)
-        while self._running:
+        while self._goes_on(bool(self._running)):
             result = self._engine.step_modern()
             now = time.perf_counter()
             self._note_tokens(result["active_request_ids"], now)

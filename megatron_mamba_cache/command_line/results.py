@@ -1,5 +1,6 @@
 """What a run of requests gave: a record a request, and a summary."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..metrics import CacheSnapshot
@@ -104,3 +105,12 @@ class RunResult:
             "acceptance_at": self.cache.counters.acceptance_at,
             "tokens_per_decode_row": self.cache.counters.tokens_per_decode_row,
         }
+
+
+def together(results: Sequence[RunResult]) -> RunResult:
+    """Return the results of models that ran side by side as one: their records in the order of ids, their counts
+    summed, the longest time.
+    """
+    records = sorted((record for result in results for record in result.records), key=lambda record: record.request_id)
+    cache = CacheSnapshot.summed([result.cache for result in results])
+    return RunResult(records, cache, max(result.seconds for result in results))

@@ -9,6 +9,7 @@ from ..speculation.prompt_lookup import PromptLookupDrafter
 from .context import MambaCacheContext
 from .controller import MambaCacheController
 from .engine import MambaCacheEngine
+from .ranks import ranks_of_process
 from .replica_engine import ReplicaEngine
 from .served_model import check_served, wrap_model
 
@@ -42,8 +43,13 @@ def build_engine(
 ) -> MambaCacheEngine:
     """Build an engine that serves `model` with prefix caching.
 
+    Where tensor- or pipeline-parallel ranks share the model, each of them builds an engine, adds the same requests in
+    the same order and steps as often as the others do; each then has every token. Ranks that share experts only have
+    requests of their own, and step together.
+
     Args:
-        model: A MambaModel built from a spec of `with_mamba_cache`; it is put into eval mode.
+        model: A MambaModel built from a spec of `with_mamba_cache`, or this rank's part of one; it is put into eval
+            mode.
         config: Settings of the cache; None takes the defaults.
         drafter: Proposes the tokens that a step verifies; None takes `PromptLookupDrafter` where the settings ask for
             drafts.
@@ -52,20 +58,26 @@ def build_engine(
         materialize_only_last_token_logits: False where requests want prompt log-probs.
 
     Raises:
-        ValueError: If the model is no hybrid, lacks the caching modules, or the settings do not fit it.
+        ValueError: If the model is no hybrid, lacks the caching modules, or the settings do not fit it, here or on
+            another of its ranks.
         TypeError: If it is no MambaModel, or the settings are no CacheConfig.
     """
     if not isinstance(config, CacheConfig | None):
         raise TypeError(f"build_engine needs a CacheConfig or None, found {config!r:.200}")
     config = config or CacheConfig()
-    shape = check_served(model)
+    ranks = ranks_of_process()
+    shape = check_served(model, ranks)
     if isinstance(drafter, ReadsHiddenStates):
         _check_hidden_states(drafter, model.config.hidden_size, materialize_only_last_token_logits)
+        if ranks.num_stages > 1:
+            name = type(drafter).__name__
+            raise ValueError(f"{name} reads hidden states, which the last of {ranks.num_stages} stages has alone")
     context = MambaCacheContext(
         config,
         shape,
         planner=_planner(config, drafter, shape.vocab_size),
         materialize_only_last_token_logits=materialize_only_last_token_logits,
+        ranks=ranks,
     )
     controller = MambaCacheController(wrap_model(model, context), tokenizer or TokenIdTokenizer(shape.vocab_size))
     return ReplicaEngine(controller, context, random_seed)

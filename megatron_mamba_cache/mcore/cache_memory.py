@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..config import CacheConfig
 from ..errors import CacheCapacityError
@@ -18,57 +19,37 @@ from ..policy.eviction_rules import EVICTION_RULES
 from ..policy.prefix_cache import CacheIdentity, PrefixCache
 from ..policy.requests import RunningRequest
 from ..policy.slot_pool import SlotPool
-from ..state.layout import StateLayout
 from ..state.mamba_slot_allocator import StateSlotAllocator, StepReservations
 from ..state.state_pool import DraftWindow, StatePool
 from ..state.step_batch import StepGeometry
 from ..state.step_buffers import StepBuffers, StepLimits
+from .agreement import CacheCapacity
 from .kv_block_allocator import KVBlockAllocator
 from .model_shape import HybridModelShape
+from .ranks import on_all_ranks
 
 
 class CacheMemory:
     """The device memory of one context and who owns what in it; built whole, dropped whole.
 
     Args:
-        context: Its `block_size_bytes`, KV head counts and sequence limits are read.
+        context: Its settings, model shape, capacity, ranks and sequence limits are read.
         weights_version: Of the weights that will fill the cache.
     """
 
     def __init__(
-        self,
-        context: Any,
-        shape: HybridModelShape,
-        counters: CacheCounters,
-        weights_version: str,
-        reservations: StepReservations,
+        self, context: Any, counters: CacheCounters, weights_version: str, reservations: StepReservations
     ) -> None:
         config: CacheConfig = context.cache_config
+        shape: HybridModelShape = context.shape
+        capacity: CacheCapacity = context.capacity
         device = torch.cuda.current_device()
-        layout = shape.state_layout(config)
-        num_slots = _num_slots(layout, config)
-        total_blocks = _num_blocks(context, config)
-        kv_shape = (
-            2,  # key and value
-            context.num_attention_layers,
-            total_blocks,
-            config.block_size_tokens,
-            context.num_attention_heads_per_partition,
-            context.hidden_size_per_attention_head,
-        )
-        self.attention = choose_attention(config.attention_backend, _attention_shape(context, shape, device))
+        self.attention = choose_attention(config.attention_backend, _attention_shape(shape, config, device))
         # Memory before bookkeeping: an impossible budget fails here, not after lists of its size are filled.
-        try:
-            self.state_pool = StatePool(layout, num_slots, device)
-            self.kv_buffer = torch.zeros(kv_shape, dtype=context.params_dtype, device=device)
-        except (RuntimeError, MemoryError) as error:
-            raise CacheCapacityError(
-                f"cannot allocate {num_slots * layout.slot_bytes / 2**30:.3g} GiB of states and "
-                f"{total_blocks * context.block_size_bytes / 2**30:.3g} GiB of KV blocks; lower "
-                "--inference-dynamic-batching-prefix-caching-mamba-gb or --inference-dynamic-batching-buffer-size-gb"
-            ) from error
-        self.slots = SlotPool(num_slots, EVICTION_RULES[config.eviction].state_worth)
-        self.blocks = _block_allocator(context, config, total_blocks, self.slots)
+        tensors = on_all_ranks(context.ranks, lambda: _allocated(shape, config, capacity, device))
+        self.state_pool, self.kv_buffer = tensors
+        self.slots = SlotPool(capacity.num_slots, EVICTION_RULES[config.eviction].state_worth)
+        self.blocks = _block_allocator(context, config, capacity, self.slots)
         self.step_buffers = _step_buffers(config, shape.ssm_chunk_size, context.max_kv_block_count, device)
         self.geometry = StepGeometry(
             config.block_size_tokens, shape.ssm_chunk_size, self.blocks.dummy_block_idx, shape.d_conv - 1
@@ -107,45 +88,42 @@ def step_memory(config: CacheConfig) -> Iterator[None]:
         ) from error
 
 
-def _attention_shape(context: Any, shape: HybridModelShape, device: torch.device | int) -> AttentionShape:
-    num_kv_heads = context.num_attention_heads_per_partition
+def _allocated(
+    shape: HybridModelShape, config: CacheConfig, capacity: CacheCapacity, device: torch.device | int
+) -> tuple[StatePool, Tensor]:
+    """Return the state pool and the KV blocks, [2, layers, blocks, block size, kv heads, head dim]."""
+    layout, num_blocks = shape.state_layout(config), capacity.num_blocks
+    block = (config.block_size_tokens, shape.num_kv_heads, shape.kv_channels)
+    kv_shape = (2, shape.num_attention_layers, num_blocks, *block)  # key and value
+    try:
+        pool = StatePool(layout, capacity.num_slots, device)
+        return pool, torch.zeros(kv_shape, dtype=shape.params_dtype, device=device)
+    except (RuntimeError, MemoryError) as error:
+        block_bytes = shape.block_bytes(config.block_size_tokens)
+        raise CacheCapacityError(
+            f"cannot allocate {capacity.num_slots * layout.slot_bytes / 2**30:.3g} GiB of states and "
+            f"{num_blocks * block_bytes / 2**30:.3g} GiB of KV blocks; lower "
+            "--inference-dynamic-batching-prefix-caching-mamba-gb or --inference-dynamic-batching-buffer-size-gb"
+        ) from error
+
+
+def _attention_shape(shape: HybridModelShape, config: CacheConfig, device: torch.device | int) -> AttentionShape:
     return AttentionShape(
-        num_heads=shape.num_heads // shape.num_kv_heads * num_kv_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=context.hidden_size_per_attention_head,
-        block_size=context.cache_config.block_size_tokens,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.kv_channels,
+        block_size=config.block_size_tokens,
         scale=shape.softmax_scale,
-        dtype=context.params_dtype,
+        dtype=shape.params_dtype,
         device=torch.device("cuda", device) if isinstance(device, int) else device,
     )
 
 
-def _num_slots(layout: StateLayout, config: CacheConfig) -> int:
-    live, drafts = config.max_requests, config.num_speculative_tokens
-    if not (config.prefix_caching or drafts):
-        return live
-    num_slots = layout.num_slots_in(config.prefix_caching_mamba_gb, live, drafts)
-    return num_slots if config.prefix_caching else min(num_slots, live * (1 + drafts))
-
-
-def _num_blocks(context: Any, config: CacheConfig) -> int:
-    total = int(config.buffer_size_gb * 2**30) // context.block_size_bytes
-    if total < 2:
-        raise ValueError(
-            f"buffer_size_gb is {config.buffer_size_gb:g} GiB, which holds {total} KV blocks of "
-            f"{context.block_size_bytes} bytes, and 2 are needed: set --inference-dynamic-batching-buffer-size-gb to "
-            f"at least {2 * context.block_size_bytes / 2**30:.6f}"
-        )
-    return total
-
-
-def _block_allocator(context: Any, config: CacheConfig, total: int, slots: SlotPool) -> KVBlockAllocator:
-    paused_gb = config.buffer_size_gb / 4 if config.paused_buffer_size_gb is None else config.paused_buffer_size_gb
-    paused = min(int(paused_gb * 2**30) // context.block_size_bytes, total - 2)
+def _block_allocator(context: Any, config: CacheConfig, capacity: CacheCapacity, slots: SlotPool) -> KVBlockAllocator:
     return KVBlockAllocator(
         context,
-        total,
-        paused,
+        capacity.num_blocks,
+        capacity.num_paused_blocks,
         on_evict=slots.drop,
         block_size=config.block_size_tokens,
         worth=EVICTION_RULES[config.eviction].block_worth,

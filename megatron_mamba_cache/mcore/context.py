@@ -10,7 +10,6 @@ from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
-from megatron.core.inference.contexts.attention_context.mamba_metadata import MambaInferenceStateConfig
 from megatron.core.inference.contexts.dynamic_context import TensorStateDeallocatedError
 from torch import Tensor
 
@@ -24,11 +23,14 @@ from ..speculation.decode_schedule import schedule_decode
 from ..speculation.draft_planner import DraftPlanner, NoDrafts
 from ..speculation.row_progress import advance_rows, note_hidden_states
 from ..state.step_batch import StepBatch
+from .agreement import CacheCapacity, agreed_settings
 from .cache_memory import CacheMemory, step_memory
 from .captured_step import CapturedStep, GraphsByShape
 from .host_tensors import ids_of, ints
+from .megatron_settings import megatron_settings
 from .model_shape import HybridModelShape
 from .overflow_errors import overflow_error
+from .ranks import OneRank, Ranks
 from .request_spec import spec_of, valid_spec_of
 from .row_reservations import RowReservations
 from .step_reader import StepReader
@@ -52,8 +54,12 @@ class MambaCacheContext(StepReader):
         *,
         planner: DraftPlanner | NoDrafts | None = None,
         materialize_only_last_token_logits: bool = True,
+        ranks: Ranks | None = None,
     ) -> None:
+        self.ranks = ranks or OneRank()
+        config = agreed_settings(config, self.ranks)
         shape.check(config)
+        self.capacity = CacheCapacity.of(config, shape, self.ranks)
         self.cache_config = config
         self.shape = shape
         self.counters = CacheCounters()
@@ -67,22 +73,8 @@ class MambaCacheContext(StepReader):
         self.wanted_outputs = torch.empty(0)
         self.graphs: GraphsByShape | None = None  # over the present memory
         self.graph: CapturedStep | None = None  # that the step which is laid out takes
-        state_shapes = (shape.conv_dim, shape.d_conv), shape.ssm_shape
         with step_memory(config):
-            super().__init__(
-                params_dtype=shape.params_dtype,
-                num_layers=len(shape.layer_types),
-                kv_channels=shape.kv_channels,
-                num_attention_heads=shape.num_kv_heads,
-                max_sequence_length=config.max_sequence_length,
-                buffer_size_gb=0.0,  # Megatron's own allocator stays at its least: `CacheMemory` replaces it
-                max_requests=config.max_requests,
-                max_tokens=config.max_tokens,
-                block_size_tokens=config.block_size_tokens,
-                materialize_only_last_token_logits=materialize_only_last_token_logits,
-                request_metadata_types=[],  # rows keep what Megatron would track in device tensors
-                mamba_inference_state_config=MambaInferenceStateConfig(list(shape.layer_types), *state_shapes),
-            )
+            super().__init__(**megatron_settings(config, shape, only_last_logits=materialize_only_last_token_logits))
 
     # Memory.
 
@@ -90,7 +82,7 @@ class MambaCacheContext(StepReader):
         """Allocate everything, at the start and after a suspend; nothing if it is there."""
         if self.is_tensor_state_allocated:
             return
-        self._memory = CacheMemory(self, self.shape, self.counters, self.weights_version, RowReservations(self))
+        self._memory = CacheMemory(self, self.counters, self.weights_version, RowReservations(self))
         self.block_allocator = self._memory.blocks
         self.is_tensor_state_allocated = True
         self.reset()

@@ -11,10 +11,14 @@ from megatron.core.inference.text_generation_controllers.text_generation_control
 from torch import Tensor
 
 from ..policy.requests import KeptTokens, RunningRequest
+from ..state.padding_rows import decode_padding_row
 from .context import MambaCacheContext
 from .log_probs import followed_tokens, selected_log_probs, top_n_log_probs
+from .rank_digest import digest_of
+from .ranks import num_expert_ranks
 from .request_states import DraftCounts
-from .verify_step import copy_reached_boundaries, verify_step
+from .served_model import compute_step
+from .verify_step import copy_reached_boundaries, logits_on_all_ranks, outcome_on_all_ranks, verify_step
 
 
 class MambaCacheController(TextGenerationController):
@@ -34,6 +38,7 @@ class MambaCacheController(TextGenerationController):
         self._get_stop_word_finished_ids_callback = None
         self._sampling_backend = "torch"
         self._request_metadata: dict[str, Tensor] = {}
+        self.digest = digest_of(self.context)
 
     @torch.inference_mode()
     async def async_generate_output_tokens_dynamic_batch(self, skip_bookkeeping: bool | None = False) -> Any:
@@ -45,8 +50,12 @@ class MambaCacheController(TextGenerationController):
         """
         context = self.context
         if context.active_token_count == 0:
+            if num_expert_ranks() > 1:
+                self.dummy_forward()  # the others may be waiting for this rank's experts
             return None
-        logits = self._dynamic_step_forward_logits(*self._dynamic_step_context_init())
+        inputs = self._dynamic_step_context_init()
+        self.digest.note_plan(context)
+        logits = self._dynamic_step_forward_logits(*inputs)
         context.commit_step()
         await asyncio.sleep(0)  # the forward runs; whoever else wants the host may have it
         kept = self._sample(logits)
@@ -59,11 +68,18 @@ class MambaCacheController(TextGenerationController):
         }
         return result if skip_bookkeeping else result | self._finish_step(kept)
 
+    @torch.inference_mode()
+    def dummy_forward(self) -> None:
+        """Compute a token of nobody's, for the ranks that share this one's experts; the cache stays as it is."""
+        context = self.context
+        with context.rehearsing():
+            context.lay_out([decode_padding_row(1, context.memory.blocks.dummy_block_idx)])
+            compute_step(self.inference_wrapped_model, context)
+            torch.cuda.synchronize()  # before the next step's integers take the place of this one's
+
     def _dynamic_step_forward_logits(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        graph = self.context.graph
-        if graph is None:
-            return super()._dynamic_step_forward_logits(input_ids, position_ids)
-        return graph.forward()
+        context = self.context
+        return compute_step(self.inference_wrapped_model, context) if context.graph is None else context.graph.forward()
 
     def _sample(self, logits: Tensor) -> list[KeptTokens]:
         """Sample, verify, copy the states of reached boundaries, and read the tokens back: the step's one wait."""
@@ -73,7 +89,9 @@ class MambaCacheController(TextGenerationController):
         if context.graph is not None and is_certain:
             outcome = context.graph.verify_greedily()
         else:
-            outcome = verify_step(step.logits, context.wanted_logits(logits), drawn_from)
+            outcome = outcome_on_all_ranks(
+                context, lambda: verify_step(step.logits, context.wanted_logits(logits), drawn_from)
+            )
             copy_reached_boundaries(step, outcome, context.memory)
         found = outcome.tolist()
         sampled = [found[place] for place in step.places]
@@ -86,7 +104,7 @@ class MambaCacheController(TextGenerationController):
             return {"log_probs": None, "top_n_logprobs": None}
         only_last = context.materialize_only_last_token_logits
         places = followed_tokens(step, [new.tokens for new in kept], only_last=only_last)
-        log_probs = F.log_softmax(logits.squeeze(0).float(), dim=-1)
+        log_probs = F.log_softmax(logits_on_all_ranks(context, logits).squeeze(0).float(), dim=-1)
         return {
             "log_probs": selected_log_probs(places, log_probs),
             "top_n_logprobs": top_n_log_probs(step, places, log_probs),
@@ -94,12 +112,15 @@ class MambaCacheController(TextGenerationController):
 
     def _finish_step(self, kept: Sequence[KeptTokens]) -> dict[str, Any]:
         context = self.context
-        row_ids = [row.request_id for row in context.step.rows]
+        rows = context.step.rows
+        row_ids = [row.request_id for row in rows]
         finished = [request_id for request_id, new in zip(row_ids, kept, strict=True) if new.ends]
+        outcome = context.finish_step(kept)
+        self.digest.note_outcome(context, rows, kept)
         return {
             "active_request_ids": torch.tensor(row_ids, dtype=torch.int64),
             "finished_request_ids": torch.tensor(finished, dtype=torch.int64),
-            **context.finish_step(kept),
+            **outcome,
         }
 
 

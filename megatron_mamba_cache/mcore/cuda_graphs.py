@@ -6,6 +6,10 @@ memory that every graph would keep.
 A graph is captured over padding: rows that own no slot, whose KV goes to the block that nobody reads. So capturing
 touches no cached state. Before a replay the step's rows take the place of the first of them; what stays padding is left
 out by every op, as in warmup. A graph is as good as the memory that it was captured over: both are dropped together.
+
+Of what ranks of a model say to each other, collectives of the layers and the outcome of verification are captured, for
+they keep to the stream; the hand-overs between pipeline stages lie around a replay. All ranks capture the same shapes
+in the same order, and compute each once before, which makes their connections.
 """
 
 import gc
@@ -27,8 +31,8 @@ from ..state.step_batch import StepBatch, send_padded_step, view_step
 from ..state.step_logits import StepLogits, all_greedy, logits_starts
 from .captured_step import Capture
 from .context import MambaCacheContext
-from .served_model import compute_step
-from .verify_step import copy_reached_boundaries, verify_step
+from .served_model import compute_part
+from .verify_step import copy_reached_boundaries, outcome_on_all_ranks, verify_step
 
 _LOG = logging.getLogger(__name__)
 
@@ -81,6 +85,7 @@ class StepGraph:
 
     def __init__(self, model: Any, context: MambaCacheContext, shape: StepShape, recorder: Recorder) -> None:
         self.shape = shape
+        self._stage = model.stage
         self._memory = context.memory
         buffers, geometry = self._memory.step_buffers, self._memory.geometry
         send_padded_step(shape.pad((), geometry.dummy_block), buffers, geometry, shape)
@@ -93,7 +98,7 @@ class StepGraph:
             with context.rehearsing():
                 self._views = view_step(padding, buffers, num_chunks)
                 context.install(self._views, self._attention.begin())
-                logits = compute_step(model, context)
+                logits = compute_part(model, context)
                 return logits, context.wanted_outputs, *_computed_views(self._views.logits)
 
         (self._logits, self.wanted_outputs, *computed), self._replay_forward = recorder.record(forward)
@@ -103,7 +108,9 @@ class StepGraph:
             with context.rehearsing():
                 context.install(self._views, self._attention.begin())
                 greedy = replace(self._views.logits, all_greedy=True)
-                outcome = verify_step(greedy, context.wanted_logits(self._logits), [])
+                outcome = outcome_on_all_ranks(
+                    context, lambda: verify_step(greedy, context.wanted_logits(self._logits), [])
+                )
                 copy_reached_boundaries(self._views, outcome, self._memory)
                 return (outcome,)
 
@@ -140,7 +147,9 @@ class StepGraph:
 
     def forward(self) -> Tensor:
         """Compute the logits of the step that was laid out last; their padding means nothing."""
+        self._stage.receive(self.shape.num_tokens)
         self._replay_forward()
+        self._stage.send(self._logits)
         return self._logits
 
     def verify_greedily(self) -> Tensor:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from megatron.core.utils import WrappedTensor
 from torch import Tensor
 
+from .expert_layer import UnevenMoELayer
 from .specs import with_mamba_cache
 
 if not hasattr(moe_utils, "te_general_gemm"):
@@ -77,7 +78,8 @@ def local_hybrid_spec(options: LocalSpecOptions | None = None) -> ModuleSpec:
     )
     if options.num_experts is not None:
         experts = get_moe_module_spec(use_te=False, num_experts=options.num_experts, moe_grouped_gemm=False)
-        stack.moe_layer = ModuleSpec(module=TransformerLayer, submodules=_feed_forward(experts, add))
+        uneven = replace(experts, module=UnevenMoELayer)
+        stack.moe_layer = ModuleSpec(module=TransformerLayer, submodules=_feed_forward(uneven, add))
     multipliers = {"input_multiplier": options.input_multiplier, "output_multiplier": options.output_multiplier}
     return with_mamba_cache(ModuleSpec(module=LocalMambaStack, params=multipliers, submodules=stack))
 

@@ -1,6 +1,7 @@
-"""What the cache has to know about a hybrid model, read off the model once."""
+"""What the cache has to know about a hybrid model, read off the model once, and off its parts on other ranks."""
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,20 +11,42 @@ from megatron.core.ssm.mamba_hybrid_layer_allocation import Symbols
 from ..config import CacheConfig
 from ..state.layout import StateLayout
 from .mamba_mixer import CachingMambaMixer
+from .ranks import OneRank, Ranks
 from .self_attention import CachingSelfAttention
 from .specs import check_layer_pattern
 
 
 @dataclass(frozen=True, slots=True)
+class _MixerShape:
+    """Sizes of the Mamba mixers on a rank, all of them alike."""
+
+    conv_dim: int
+    d_conv: int
+    ssm_shape: tuple[int, int, int]
+    ssm_chunk_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one rank has of a model."""
+
+    layer_types: tuple[str, ...]
+    mixers: _MixerShape | None  # None: no Mamba layer here
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
 class HybridModelShape:
-    """Sizes of a hybrid model on this rank, and a fingerprint of its architecture.
+    """Sizes of a hybrid model on this rank, and a fingerprint of the whole model's architecture.
 
     Args:
-        layer_types: One symbol a layer: M Mamba, * attention, - MLP, E mixture of experts.
+        layer_types: One symbol a layer of this rank: M Mamba, * attention, - MLP, E mixture of experts.
         conv_dim, d_conv: Channels and taps of the causal convolution.
         ssm_shape: (heads, d_state, head_dim).
-        num_heads, num_kv_heads: Query and key/value heads of the whole model.
+        ssm_chunk_size: Of the whole model, though no Mamba layer may be here.
+        num_heads, num_kv_heads: Query and key/value heads.
         softmax_scale: Of attention scores.
+        fingerprint: The same on all ranks.
     """
 
     layer_types: tuple[str, ...]
@@ -40,35 +63,56 @@ class HybridModelShape:
     fingerprint: str
 
     @staticmethod
-    def of(model: Any) -> "HybridModelShape":
-        """Read the shape of a MambaModel built from a spec of `with_mamba_cache`.
+    def of(model: Any, ranks: Ranks | None = None) -> "HybridModelShape":
+        """Read the shape of a MambaModel built from a spec of `with_mamba_cache`; all its ranks call it.
+
+        Args:
+            ranks: That hold the model; None: it lies whole on this one.
 
         Raises:
-            ValueError: If it is no hybrid of Mamba and attention layers, or was built without the caching modules.
+            ValueError: If it is no hybrid of Mamba and attention layers, or was built without the caching modules, or
+                if ranks cannot share its heads or SSM chunks.
         """
-        layer_types = tuple(model.decoder.layer_type_list)
-        check_layer_pattern("".join(layer_types))
-        mixer = _caching_mixer(model)
+        ranks = ranks or OneRank()
+        parts = ranks.gather(_part_of(model))
+        num_tensor_ranks = ranks.num_ranks // ranks.num_stages
+        check_layer_pattern("".join(symbol for part in parts[::num_tensor_ranks] for symbol in part.layer_types))
+        mixers = _agreed_mixers(parts)
         config = model.config
+        if config.num_query_groups % num_tensor_ranks:
+            raise ValueError(
+                f"{config.num_query_groups} KV heads do not divide by {num_tensor_ranks} tensor-parallel ranks; choose "
+                "a --tensor-model-parallel-size that divides them"
+            )
         return HybridModelShape(
-            layer_types=layer_types,
-            conv_dim=mixer.conv1d.weight.shape[0],
-            d_conv=mixer.d_conv,
-            ssm_shape=(mixer.nheads_local_tp, mixer.d_state, mixer.headdim),
-            ssm_chunk_size=mixer.chunk_size,
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_query_groups,
+            layer_types=parts[ranks.index].layer_types,
+            conv_dim=mixers.conv_dim,
+            d_conv=mixers.d_conv,
+            ssm_shape=mixers.ssm_shape,
+            ssm_chunk_size=mixers.ssm_chunk_size,
+            num_heads=config.num_attention_heads // num_tensor_ranks,
+            num_kv_heads=config.num_query_groups // num_tensor_ranks,
             softmax_scale=config.softmax_scale or config.kv_channels**-0.5,
             kv_channels=config.kv_channels,
             vocab_size=model.vocab_size,
             params_dtype=config.params_dtype,
-            fingerprint=_fingerprint(model),
+            fingerprint=_agreed_fingerprint(parts),
         )
 
     @property
     def num_mamba_layers(self) -> int:
         """Mamba layers of this rank."""
         return self.layer_types.count(Symbols.MAMBA)
+
+    @property
+    def num_attention_layers(self) -> int:
+        """Attention layers of this rank."""
+        return self.layer_types.count(Symbols.ATTENTION)
+
+    def block_bytes(self, block_size: int) -> int:
+        """Return the bytes of one KV block over all attention layers of this rank."""
+        per_token = 2 * self.num_attention_layers * self.num_kv_heads * self.kv_channels
+        return block_size * per_token * self.params_dtype.itemsize
 
     def state_layout(self, config: CacheConfig) -> StateLayout:
         """Return the layout of one state slot under the configured dtypes and number of drafts."""
@@ -91,14 +135,43 @@ class HybridModelShape:
             )
 
 
-def _caching_mixer(model: Any) -> CachingMambaMixer:
-    mixers = [module for module in model.modules() if isinstance(module, CachingMambaMixer)]
-    attentions = [module for module in model.modules() if isinstance(module, CachingSelfAttention)]
-    if not mixers or not attentions:
+def _part_of(model: Any) -> _Part:
+    layer_types = tuple(model.decoder.layer_type_list)
+    found = {
+        Symbols.MAMBA: [module for module in model.modules() if isinstance(module, CachingMambaMixer)],
+        Symbols.ATTENTION: [module for module in model.modules() if isinstance(module, CachingSelfAttention)],
+    }
+    if any(not modules and symbol in layer_types for symbol, modules in found.items()):
         raise ValueError(
             "the model was built without the caching modules; build it from with_mamba_cache(spec) instead of spec"
         )
-    return mixers[0]
+    return _Part(layer_types, _mixer_shape(found[Symbols.MAMBA]), _fingerprint(model))
+
+
+def _mixer_shape(mixers: Sequence[Any]) -> _MixerShape | None:
+    if not mixers:
+        return None
+    mixer = mixers[0]
+    ssm_shape = mixer.nheads_local_tp, mixer.d_state, mixer.headdim
+    return _MixerShape(mixer.conv1d.weight.shape[0], mixer.d_conv, ssm_shape, mixer.chunk_size)
+
+
+def _agreed_mixers(parts: Sequence[_Part]) -> _MixerShape:
+    """Return what the mixers of all ranks have in common, which is everything."""
+    shapes = [part.mixers for part in parts if part.mixers is not None]
+    if len(set(shapes)) > 1:
+        raise ValueError(
+            f"the ranks' Mamba mixers differ: {sorted(set(map(repr, shapes)))}; build all parts of the model with the "
+            "same sizes and SSM chunk"
+        )
+    return shapes[0]
+
+
+def _agreed_fingerprint(parts: Sequence[_Part]) -> str:
+    """Return one fingerprint for all parts; of a single one its own."""
+    if len(parts) == 1:
+        return parts[0].fingerprint
+    return hashlib.sha256(repr([part.fingerprint for part in parts]).encode()).hexdigest()
 
 
 def _fingerprint(model: Any) -> str:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megatron.core import parallel_state
+import torch
 from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron.core.inference.model_inference_wrappers.inference_wrapper_config import InferenceWrapperConfig
 from megatron.core.models.mamba import MambaModel
@@ -10,26 +10,56 @@ from torch import Tensor
 
 from ..kernels.compilation import WATCH
 from .context import MambaCacheContext
+from .expert_layer import check_expert_layers
 from .model_shape import HybridModelShape
+from .pipeline_stage import PipelineStage, Stage, WholeModel
+from .ranks import Ranks
 
 
-def check_served(model: Any) -> HybridModelShape:
-    """Return the shape of a model that can be served.
+class HybridInferenceWrapper(GPTInferenceWrapper):
+    """Megatron's wrapper with hand-overs between pipeline stages that a CUDA graph can lie between."""
+
+    def __init__(self, model: Any, settings: InferenceWrapperConfig, context: MambaCacheContext, stage: Stage) -> None:
+        super().__init__(model, settings, context)
+        self.stage = stage
+
+    @torch.inference_mode()
+    def run_one_forward_step(self, inference_input: dict[str, Any], recv_buffer_seq_len: int | None = None) -> Tensor:
+        """Return the last stage's logits, [1, n, vocab]; on another, the hidden states [tokens, 1, hidden] it sent."""
+        num_tokens = inference_input["tokens"].shape[1]
+        self.stage.receive(num_tokens)
+        output = self.compute_part(inference_input)
+        self.stage.send(output)
+        return output
+
+    def compute_part(self, inference_input: dict[str, Any]) -> Tensor:
+        """Compute this stage's layers over what was received; the rest as `run_one_forward_step`."""
+        self.stage.place_input(inference_input["tokens"].shape[1])
+        output: Tensor = self._forward(inference_input)
+        return output
+
+
+def check_served(model: Any, ranks: Ranks) -> HybridModelShape:
+    """Return the shape of a model that can be served; all its ranks call it.
 
     Raises:
         TypeError: If it is no MambaModel.
-        ValueError: If it is no hybrid, lacks the caching modules, captures CUDA graphs or runs on several ranks.
+        ValueError: If it is no hybrid, lacks the caching modules, captures CUDA graphs or splits sequences.
     """
     if not isinstance(model, MambaModel):
         raise TypeError(f"serving needs a MambaModel, found {model!r:.200}")
-    _check_one_rank()
-    shape = HybridModelShape.of(model)
     if model.config.cuda_graph_impl != "none":
         raise ValueError(f"cuda_graph_impl is {model.config.cuda_graph_impl!r}; only 'none' is supported")
-    return shape
+    if model.config.sequence_parallel:
+        raise ValueError(
+            "sequence_parallel is True; steps have any number of tokens here, which ranks cannot share evenly: build "
+            "the model with sequence_parallel=False, its weights are the same"
+        )
+    check_expert_layers(model)
+    return HybridModelShape.of(model, ranks)
 
 
-def wrap_model(model: Any, context: MambaCacheContext) -> GPTInferenceWrapper:
+def wrap_model(model: Any, context: MambaCacheContext) -> HybridInferenceWrapper:
     """Return Megatron's wrapper that runs the model over the context; the model is put into eval mode.
 
     What Triton compiles is counted from here on.
@@ -42,23 +72,26 @@ def wrap_model(model: Any, context: MambaCacheContext) -> GPTInferenceWrapper:
         inference_batch_times_seqlen_threshold=-1,
         padded_vocab_size=shape.vocab_size,
     )
-    wrapper = GPTInferenceWrapper(model, settings, context)
+    is_whole = context.ranks.num_stages == 1
+    stage = WholeModel() if is_whole else PipelineStage(model, context.max_tokens, shape.params_dtype)
+    wrapper = HybridInferenceWrapper(model, settings, context, stage)
     wrapper.prep_model_for_inference()
     return wrapper
 
 
-def compute_step(model: GPTInferenceWrapper, context: MambaCacheContext) -> Tensor:
-    """Run a wrapped model's forward over the step that its context has laid out; return the logits, [1, n, vocab]."""
+def compute_step(model: HybridInferenceWrapper, context: MambaCacheContext) -> Tensor:
+    """Run a wrapped model's forward over the step that its context has laid out; return the logits, [1, n, vocab].
+
+    On another stage than the last it returns that stage's hidden states, [tokens, 1, hidden].
+    """
+    return model.run_one_forward_step(_inputs(context))
+
+
+def compute_part(model: HybridInferenceWrapper, context: MambaCacheContext) -> Tensor:
+    """Compute what `compute_step` does without its hand-overs from and to other stages."""
+    return model.compute_part(_inputs(context))
+
+
+def _inputs(context: MambaCacheContext) -> dict[str, Any]:
     token_ids, positions = context.current_input_and_position_ids()
-    return model.run_one_forward_step({"tokens": token_ids, "position_ids": positions, "attention_mask": None})
-
-
-def _check_one_rank() -> None:
-    sizes = {
-        "tensor": parallel_state.get_tensor_model_parallel_world_size(),
-        "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
-        "context": parallel_state.get_context_parallel_world_size(),
-    }
-    for name, size in sizes.items():
-        if size > 1:
-            raise ValueError(f"{name} parallel size is {size}; this version runs a model on one rank only")
+    return {"tokens": token_ids, "position_ids": positions, "attention_mask": None}

@@ -23,6 +23,8 @@ from ..state.step_batch import StepBatch, lay_out_step
 from .cache_memory import CacheMemory
 from .captured_step import Capture, CapturedStep, GraphsByShape
 from .log_probs import followed_tokens, selected_log_probs
+from .model_shape import HybridModelShape
+from .ranks import Ranks
 
 
 class LiveSlots:
@@ -36,6 +38,8 @@ class StepReader(DynamicInferenceContext):
     """The reading half of `MambaCacheContext`, which owns the fields."""
 
     counters: CacheCounters
+    ranks: Ranks
+    shape: HybridModelShape
     rows: list[RunningRequest]
     wanted_outputs: Tensor
     _memory: CacheMemory | None

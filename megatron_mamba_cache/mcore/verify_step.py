@@ -1,6 +1,6 @@
 """What follows a step's forward on the device: sampling, verification of drafts, and copies of boundary states."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -12,6 +12,7 @@ from ..kernels.verification import DraftDistributions, RatioUniforms, accept_by_
 from ..state.step_batch import StepBatch
 from ..state.step_logits import StepLogits
 from .cache_memory import CacheMemory
+from .step_reader import StepReader
 
 
 def verify_step(rows: StepLogits, logits: Tensor, distributions: Sequence[Tensor | None]) -> Tensor:
@@ -33,6 +34,33 @@ def verify_step(rows: StepLogits, logits: Tensor, distributions: Sequence[Tensor
         return accept_matching(tokens, rows.verify)
     uniforms = RatioUniforms(rows.accept_uniforms, rows.residual_uniforms)
     return accept_by_ratio(tokens, token_probabilities(logits, *settings), rows.verify, drawn, uniforms)
+
+
+def outcome_on_all_ranks(context: StepReader, compute: Callable[[], Tensor]) -> Tensor:
+    """Return what `verify_step` found on the first rank of the last stage: plans that start from it cannot part.
+
+    Args:
+        compute: Verifies; called where the logits are.
+    """
+    ranks = context.ranks
+    if ranks.num_ranks == 1:
+        return compute()
+    if ranks.is_last_stage:
+        return ranks.from_source(compute().contiguous())
+    verify = context.step.logits.verify
+    shape = verify.cu_logits.shape[0] - 1, 2 + verify.max_drafts
+    return ranks.from_source(torch.zeros(shape, dtype=torch.int64, device=verify.cu_logits.device))
+
+
+def logits_on_all_ranks(context: StepReader, output: Tensor) -> Tensor:
+    """Return the last stage's logits, [1, n, vocab], of what each rank's forward returned; bit-equal on all ranks."""
+    ranks, step = context.ranks, context.step
+    if ranks.num_ranks == 1:
+        return output
+    if ranks.is_last_stage:
+        return ranks.from_source(output.contiguous())
+    num_logits = step.logits.tokens.shape[0] if context.materialize_only_last_token_logits else output.shape[0]
+    return ranks.from_source(output.new_empty((1, num_logits, context.shape.vocab_size)))
 
 
 def _drawn_from(rows: StepLogits, distributions: Sequence[Tensor | None]) -> DraftDistributions | None:

@@ -10,7 +10,9 @@ from torch import Tensor
 from ..config import CacheConfig
 from ..kernels.sampling import greedy_tokens, sample_weighted, token_probabilities
 from ..mcore.context import MambaCacheContext
+from ..mcore.ranks import ranks_of_process
 from ..mcore.served_model import check_served, compute_step, wrap_model
+from ..mcore.verify_step import logits_on_all_ranks
 from ..mcore.warmup import warm_up_prefill
 from ..metrics import CacheSnapshot
 from ..policy.random_counter import DrawPurpose
@@ -42,9 +44,11 @@ class DraftModelDrafter:
     """
 
     def __init__(self, model: Any, config: CacheConfig | None = None) -> None:
-        shape = check_served(model)
+        self._ranks = ranks = ranks_of_process()
+        shape = check_served(model, ranks)
         # One state beside the live one: that behind the newest draft.
-        self._context = MambaCacheContext(replace(config or CacheConfig(), num_speculative_tokens=1), shape)
+        config = replace(config or CacheConfig(), num_speculative_tokens=1)
+        self._context = MambaCacheContext(config, shape, ranks=ranks)
         self._model = wrap_model(model, self._context)
         self._rows = DraftRows(self._context)
 
@@ -116,7 +120,7 @@ class DraftModelDrafter:
     def _draw(self, rows: Sequence[RunningRequest]) -> "_DrawnTokens":
         """Compute scheduled rows and draw the token that follows each; reading it back is the forward's one wait."""
         self._context.lay_out(rows, purpose=DrawPurpose.DRAFT)
-        logits = compute_step(self._model, self._context).squeeze(0)
+        logits = logits_on_all_ranks(self._context, compute_step(self._model, self._context)).squeeze(0)
         settings = self._context.step.logits
         if settings.all_greedy:
             return _DrawnTokens(greedy_tokens(logits).tolist(), None)

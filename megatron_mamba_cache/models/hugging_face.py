@@ -11,10 +11,11 @@ from megatron.core.models.mamba.mamba_model import MambaModel
 from tqdm import tqdm
 
 from . import bamba, granite_hybrid, nemotron_h
-from .architecture import HybridArchitecture, build_hybrid_model
+from .architecture import HybridArchitecture
 from .checkpoint_config import CheckpointConfig
-from .layer_placements import EMBEDDINGS
+from .hybrid_model import build_hybrid_model
 from .placement import ModelFiller, Placements
+from .rank_part import EMBEDDINGS, RankPart
 from .safetensors_files import SafetensorsFiles
 
 FAMILIES: dict[str, ModuleType] = {"nemotron_h": nemotron_h, "bamba": bamba, "granitemoehybrid": granite_hybrid}
@@ -37,8 +38,8 @@ class LoadedModel:
 def load_hugging_face(source: str | Path, dtype: torch.dtype = torch.bfloat16) -> LoadedModel:
     """Load a model directory (config.json and safetensors) onto the current device.
 
-    Tensors are read one at a time and cut to this tensor-parallel rank's part on the way in. A name that is no
-    directory is looked up in the local cache of huggingface_hub, or downloaded by it, if that is installed.
+    Tensors that have a place on this rank are read one at a time, and cut to the rank's part on the way in. A name that
+    is no directory is looked up in the local cache of huggingface_hub, or downloaded by it, if that is installed.
 
     Raises:
         ValueError: Naming file and tensor, if anything is missing, damaged, superfluous, of the wrong shape or not
@@ -55,8 +56,13 @@ def load_hugging_face(source: str | Path, dtype: torch.dtype = torch.bfloat16) -
     _check_names(directory, files, placements)
     _check_embeddings(directory, files, architecture, placements)
     model = _built(architecture, dtype, directory)
-    rank = parallel_state.get_tensor_model_parallel_rank()
-    filler = ModelFiller(model, placements, rank, parallel_state.get_tensor_model_parallel_world_size())
+    filler = ModelFiller(
+        model,
+        placements,
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+        RankPart.of_process(architecture).local_name,
+    )
     _fill(filler, files)
     if unfilled := filler.unfilled():
         raise ValueError(f"{directory}: the checkpoint leaves {listed(unfilled)} of the model without values")
@@ -120,8 +126,9 @@ def _built(architecture: HybridArchitecture, dtype: torch.dtype, directory: Path
 
 
 def _fill(filler: ModelFiller, files: SafetensorsFiles) -> None:
-    with tqdm(total=len(files.names), desc="loading", unit="tensor", disable=None) as progress:
-        for name, tensor in files.tensors():
+    wanted = {name for name in files.names if filler.wants(name)}
+    with tqdm(total=len(wanted), desc="loading", unit="tensor", disable=None) as progress:
+        for name, tensor in files.tensors(wanted):
             try:
                 filler.fill(name, tensor)
             except ValueError as error:

@@ -6,8 +6,7 @@ from torch import Tensor
 
 from .architecture import HybridArchitecture
 from .placement import Placement, Split
-
-EMBEDDINGS = "embedding.word_embeddings.weight"
+from .rank_part import EMBEDDINGS, OUTPUT
 
 Places = dict[str, tuple[Placement, ...]]
 
@@ -82,5 +81,5 @@ def ends_places(architecture: HybridArchitecture, names: Mapping[str, str]) -> P
         names["final_norm"]: (Placement("decoder.final_norm.weight"),),
     }
     if not architecture.tie_embeddings:
-        places[names["output"]] = (Placement("output_layer.weight", Split(0)),)
+        places[names["output"]] = (Placement(OUTPUT, Split(0)),)
     return places

@@ -15,13 +15,15 @@ from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.models.mamba.mamba_model import MambaModel
 from torch.distributed.checkpoint.api import CheckpointException
 
-from .architecture import HybridArchitecture, build_hybrid_model
+from .architecture import HybridArchitecture
 from .architecture_file import write_architecture
 from .checkpoint_architecture import DescribedModel, trained_architecture, written_architecture
 from .checkpoint_iterations import weights_directory
 from .checkpoint_writer import InProcessSaveStrategy
 from .common_state import COMMON_FILE, CommonState, NoCommonState, read_common_state
 from .hugging_face import LoadedModel, listed
+from .hybrid_model import build_hybrid_model
+from .rank_part import EMBEDDINGS, OUTPUT, RankPart
 from .tensor_index import check_tensor_index
 from .tensor_names import is_training_state, take_fused_names
 
@@ -38,7 +40,7 @@ class _Mismatch(ValueError):
 
 
 def save_megatron_checkpoint(model: MambaModel, architecture: HybridArchitecture, directory: str | Path) -> None:
-    """Save a model's weights for any tensor-parallel size, and its architecture; all ranks call it.
+    """Save a model's weights for any number of ranks, and its architecture; all ranks call it.
 
     Raises:
         ValueError: If the directory is not empty or cannot be made.
@@ -48,7 +50,10 @@ def save_megatron_checkpoint(model: MambaModel, architecture: HybridArchitecture
     _make_empty(path)
     _barrier()  # no rank writes before all have seen the directory empty
     try:
-        dist_checkpointing.save(model.sharded_state_dict(), str(path), InProcessSaveStrategy())
+        state = model.sharded_state_dict()
+        if _has_copied_embeddings(architecture):
+            del state[OUTPUT]
+        dist_checkpointing.save(state, str(path), InProcessSaveStrategy())
     except CheckpointException as error:
         raise OSError(f"cannot write a checkpoint to {path}: {_reason(error)}") from error
     if _is_first_rank():
@@ -59,7 +64,7 @@ def save_megatron_checkpoint(model: MambaModel, architecture: HybridArchitecture
 def load_megatron_checkpoint(
     directory: str | Path, dtype: torch.dtype = torch.bfloat16, architecture: HybridArchitecture | None = None
 ) -> LoadedModel:
-    """Load what `save_megatron_checkpoint` or Megatron-LM's training wrote, under any tensor-parallel size.
+    """Load what `save_megatron_checkpoint` or Megatron-LM's training wrote, under any number of ranks.
 
     Args:
         directory: Of one checkpoint, or of a run: then its latest one is taken.
@@ -85,7 +90,7 @@ def load_megatron_checkpoint(
     check_tensor_index(path)
     try:
         stored = load_sharded_metadata(str(path))
-        wanted = _wanted(model, common, stored)
+        wanted = _wanted(model, described.architecture, common, stored)
         _check_tensors(path, described, wanted, stored)
         state = dist_checkpointing.load(wanted, str(path), common_strategy=NoCommonState())
     except _Mismatch:
@@ -117,11 +122,22 @@ def _check_files(path: Path) -> None:
             raise ValueError(f"{path} does not hold the weights of a model: {file} is {found}; copy or save it anew")
 
 
-def _wanted(model: MambaModel, common: CommonState, stored: Collection[str]) -> dict[str, Any]:
+def _has_copied_embeddings(architecture: HybridArchitecture) -> bool:
+    """Whether this rank has the embeddings as output weights only, under a name that checkpoints do not have."""
+    part = RankPart.of_process(architecture)
+    return part.is_tied and part.is_last_stage and not part.is_first_stage
+
+
+def _wanted(
+    model: MambaModel, architecture: HybridArchitecture, common: CommonState, stored: Collection[str]
+) -> dict[str, Any]:
     """Return what is to be loaded, under the stored names; a layer's extra state, of quantized training, is not."""
     sharded = model.sharded_state_dict(metadata={"singleton_local_shards": common.splits_experts})
     wanted = {name: part for name, part in sharded.items() if not isinstance(part, ShardedObject)}
-    take_fused_names(wanted, len(model.decoder.layers), stored)
+    if _has_copied_embeddings(architecture):
+        wanted[OUTPUT].key = EMBEDDINGS
+        wanted[OUTPUT].replica_id = (1, *wanted[OUTPUT].replica_id[1:])  # the first stage's is the original
+    take_fused_names(wanted, len(architecture.pattern), stored)
     return wanted
 
 
@@ -130,8 +146,9 @@ def _check_tensors(path: Path, described: DescribedModel, wanted: dict[str, Any]
     parts = dict(wanted)
     apply_factories(parts)
     needed = {part.key: part for part in nested_values(parts)}
-    missing = sorted(needed.keys() - stored.keys())
-    superfluous = sorted(name for name in stored.keys() - needed.keys() if not is_training_state(name))
+    anywhere = _of_all_ranks(needed.keys())
+    missing = sorted(anywhere - stored.keys())
+    superfluous = sorted(name for name in stored.keys() - anywhere if not is_training_state(name))
     model = f"the model that {described.source} describes"
     if missing:
         also = f", and has {listed(superfluous)} that it has no place for" if superfluous else ""
@@ -153,6 +170,14 @@ def _fill(model: MambaModel, state: dict[str, Any]) -> None:
 
 def _reason(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [repr(error)])[-1]
+
+
+def _of_all_ranks(names: Collection[str]) -> set[str]:
+    """Return the names that any rank has."""
+    found: list[Any] = [sorted(names)] * torch.distributed.get_world_size()
+    if len(found) > 1:
+        torch.distributed.all_gather_object(found, sorted(names))
+    return {name for rank in found for name in rank}
 
 
 def _is_first_rank() -> bool:

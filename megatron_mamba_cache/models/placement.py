@@ -61,15 +61,33 @@ Placements = Mapping[str, tuple[Placement, ...]]
 """Checkpoint tensor name → its destinations."""
 
 
-class ModelFiller:
-    """Fills a model's parameters and buffers from checkpoint tensors, and knows what is still empty."""
+def _same_name(name: str) -> str:
+    return name
 
-    def __init__(self, model: nn.Module, placements: Placements, rank: int, size: int) -> None:
+
+class ModelFiller:
+    """Fills a model's parameters and buffers from checkpoint tensors, and knows what is still empty.
+
+    Args:
+        rank, size: Of the tensor-parallel ranks.
+        local_name: Returns what a target is called in `model`, None if another rank has it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        placements: Placements,
+        rank: int,
+        size: int,
+        local_name: Callable[[str], str | None] = _same_name,
+    ) -> None:
         self._placements = placements
         self._rank = rank
         self._size = size
+        self._local_name = local_name
         self._targets = {**dict(model.named_buffers()), **dict(model.named_parameters())}
-        needed = {placement.target for places in placements.values() for placement in places}
+        named = (local_name(placement.target) for places in placements.values() for placement in places)
+        needed = {name for name in named if name is not None}
         needed |= {name for name, _ in model.named_parameters()}
         self._empty = {name: self._targets[name].numel() for name in needed}
 
@@ -82,20 +100,26 @@ class ModelFiller:
         """
         places = self._placements[name]
         for placement, part in zip(places, _selected(name, tensor, places), strict=True):
-            self._place(name, placement, part)
+            target = self._local_name(placement.target)
+            if target is not None:
+                self._place(name, placement, part, target)
+
+    def wants(self, name: str) -> bool:
+        """Return whether a part of a checkpoint tensor goes to this model."""
+        return any(self._local_name(placement.target) is not None for placement in self._placements[name])
 
     def unfilled(self) -> list[str]:
         """Return the names of parameters and buffers that lack values."""
         return sorted(name for name, count in self._empty.items() if count)
 
-    def _place(self, name: str, placement: Placement, selected: Tensor) -> None:
-        part = placement.view(self._targets[placement.target].data)
+    def _place(self, name: str, placement: Placement, selected: Tensor, target: str) -> None:
+        part = placement.view(self._targets[target].data)
         try:
             local = placement.split.local(selected, self._rank, self._size)
         except (ValueError, IndexError) as error:
             raise ValueError(f"tensor {name} of shape {_shape(selected)} cannot be split: {error}") from error
         part.copy_(_reshaped(name, local, part))
-        self._empty[placement.target] -= part.numel()
+        self._empty[target] -= part.numel()
 
 
 def _selected(name: str, tensor: Tensor, places: tuple[Placement, ...]) -> list[Tensor]:

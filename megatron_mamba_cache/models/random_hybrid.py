@@ -1,12 +1,19 @@
 """A small hybrid model with seeded random weights, for trying the cache out without a checkpoint."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.models.mamba.mamba_model import MambaModel
+from torch import Tensor
 
-from .architecture import AttentionShape, FeedForwardShape, HybridArchitecture, MambaShape, build_hybrid_model
+from .architecture import AttentionShape, ExpertsShape, FeedForwardShape, HybridArchitecture, MambaShape
+from .hybrid_model import build_hybrid_model
+from .parameter_shapes import parameters_of
+from .placement import ModelFiller, Placement
+from .rank_part import RankPart
 
 _INTO_RESIDUAL = ("out_proj.weight", "linear_proj.weight", "linear_fc2.weight")
 
@@ -16,8 +23,9 @@ class RandomHybridConfig:
     """Sizes of a random hybrid model.
 
     Args:
-        pattern: One symbol a layer: M Mamba, * attention, - MLP.
+        pattern: One symbol a layer: M Mamba, * attention, - MLP, E mixture of experts.
         use_rope: Rotary position embeddings; False: none.
+        num_experts: Of each E layer, of which a token takes 2.
         init_std: Standard deviation of the weights; large enough that tokens differ.
     """
 
@@ -31,6 +39,7 @@ class RandomHybridConfig:
     mamba_num_groups: int = 2
     num_attention_heads: int = 4
     num_query_groups: int = 2
+    num_experts: int = 4
     use_rope: bool = True
     max_sequence_length: int = 8192
     init_std: float = 0.15
@@ -39,18 +48,55 @@ class RandomHybridConfig:
 
 
 def random_hybrid_model(shape: RandomHybridConfig | None = None) -> MambaModel:
-    """Build the model on the current device, in eval mode; the same seed gives the same weights on any device.
+    """Build this rank's part of the model on the current device, in eval mode.
+
+    The same seed gives the same weights on any device and under any number of ranks.
 
     Raises:
-        ValueError: If the pattern has an unknown symbol, or no Mamba or attention layer.
+        ValueError: If the pattern has an unknown symbol, or no Mamba or attention layer, or if ranks cannot share it.
     """
     shape = shape or RandomHybridConfig()
-    model = build_hybrid_model(_architecture(shape), shape.dtype)
-    _randomize(model, shape)
+    architecture = random_architecture(shape)
+    model = build_hybrid_model(architecture, shape.dtype)
+    splits = {name: (Placement(name, whole.split),) for name, whole in parameters_of(architecture).items()}
+    filler = ModelFiller(
+        model,
+        splits,
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+        RankPart.of_process(architecture).local_name,
+    )
+    for name, drawn in random_weights(shape):
+        filler.fill(name, drawn)
     return model
 
 
-def _architecture(shape: RandomHybridConfig) -> HybridArchitecture:
+def random_weights(shape: RandomHybridConfig) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name and the float32 weights of each parameter of the whole model.
+
+    All are drawn from one CPU generator: Megatron draws some on the device, with other numbers there.
+    """
+    generator = torch.Generator().manual_seed(shape.seed)
+    residual_std = shape.init_std / math.sqrt(2 * len(shape.pattern))
+    for name, whole in parameters_of(random_architecture(shape)).items():
+        if name.endswith(_INTO_RESIDUAL):
+            yield name, torch.randn(whole.shape, generator=generator) * residual_std
+        elif (bounds := _uniform_bounds(name)) is not None:
+            low, high = bounds
+            yield name, torch.rand(whole.shape, generator=generator) * (high - low) + low
+        else:
+            yield name, torch.randn(whole.shape, generator=generator) * shape.init_std
+
+
+def random_architecture(shape: RandomHybridConfig) -> HybridArchitecture:
+    """Return the architecture of these sizes."""
+    experts = ExpertsShape(
+        num_experts=shape.num_experts,
+        top_k=2,
+        hidden_size=shape.hidden_size,
+        shared_hidden_size=shape.hidden_size,
+        score="softmax",
+    )
     return HybridArchitecture(
         pattern=shape.pattern,
         vocab_size=shape.vocab_size,
@@ -71,22 +117,8 @@ def _architecture(shape: RandomHybridConfig) -> HybridArchitecture:
             rotary_base=10_000 if shape.use_rope else None,
         ),
         feed_forward=FeedForwardShape(2 * shape.hidden_size, "gelu", gated=False),
+        experts=experts if "E" in shape.pattern else None,
     )
-
-
-def _randomize(model: MambaModel, shape: RandomHybridConfig) -> None:
-    """Draw every parameter from one CPU generator: Megatron draws some on the device, with other numbers there."""
-    generator = torch.Generator().manual_seed(shape.seed)
-    residual_std = shape.init_std / math.sqrt(2 * len(shape.pattern))
-    for name, parameter in model.named_parameters():
-        if name.endswith(_INTO_RESIDUAL):
-            drawn = torch.randn(parameter.shape, generator=generator) * residual_std
-        elif (bounds := _uniform_bounds(name)) is not None:
-            low, high = bounds
-            drawn = torch.rand(parameter.shape, generator=generator) * (high - low) + low
-        else:
-            drawn = torch.randn(parameter.shape, generator=generator) * shape.init_std
-        parameter.data.copy_(drawn)
 
 
 def _uniform_bounds(name: str) -> tuple[float, float] | None:

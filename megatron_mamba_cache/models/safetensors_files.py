@@ -1,6 +1,6 @@
 """Stream the tensors of a Hugging Face checkpoint, one at a time, whatever files they are spread over."""
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +36,13 @@ class SafetensorsFiles:
             if self.names.get(name) != directory / file:
                 raise ValueError(f"{directory / file} lacks tensor {name}, which {_INDEX} says it has")
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every tensor with its name, on the CPU; none is held here."""
+    def tensors(self, wanted: Container[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield every tensor of a wanted name, with it, on the CPU; none is held here."""
         for path in self._files:
             with _opened(path) as file:
                 for name in file.keys():  # noqa: SIM118  (no mapping)
-                    yield name, file.get_tensor(name)
+                    if name in wanted:
+                        yield name, file.get_tensor(name)
 
     def _read_header(self, path: Path) -> None:
         with _opened(path) as file:

@@ -207,6 +207,7 @@ class WorkloadOutcome:
     seen: Counter[str]
     tally: OracleTally
     texts: dict[int, list[int]]  # prompt and generated tokens
+    engine: Any
 
 
 def run_workload(work: Workload, drafter: Drafter | None = None) -> WorkloadOutcome:
@@ -236,7 +237,7 @@ def run_workload(work: Workload, drafter: Drafter | None = None) -> WorkloadOutc
     tally = run.assert_matches_oracle()
     texts = {request_id: run.prompts[request_id] + run.tokens(request_id) for request_id in run.finished}
     seen["tokens"] = sum(len(run.tokens(request_id)) for request_id in run.finished)
-    return WorkloadOutcome(seen, tally, texts)
+    return WorkloadOutcome(seen, tally, texts, run.engine)
 
 
 def _prefilling(run: EngineRun) -> dict[int, int]:

@@ -13,23 +13,32 @@ from megatron.core.inference.contexts.dynamic_context import DynamicInferenceCon
 from megatron.core.inference.data_parallel_inference_coordinator import DataParallelInferenceCoordinator
 from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine
 from megatron.core.inference.inference_request import DynamicInferenceRequest, DynamicInferenceRequestRecord
+from megatron.core.inference.model_inference_wrappers.abstract_model_inference_wrapper import (
+    AbstractModelInferenceWrapper,
+)
+from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron.core.inference.text_generation_controllers.text_generation_controller import TextGenerationController
 from megatron.core.ssm.mamba_block import MambaStack
 from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.transformer.attention import Attention, SelfAttention
+from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
 
 from megatron_mamba_cache.mcore import SUPPORTED_MEGATRON_CORE
 from megatron_mamba_cache.mcore.context import MambaCacheContext
 from megatron_mamba_cache.mcore.controller import MambaCacheController
 from megatron_mamba_cache.mcore.engine import MambaCacheEngine
+from megatron_mamba_cache.mcore.expert_layer import UnevenAllGatherDispatcher
 from megatron_mamba_cache.mcore.kv_block_allocator import KVBlockAllocator
 from megatron_mamba_cache.mcore.local_spec import LocalMambaStack
 from megatron_mamba_cache.mcore.mamba_mixer import CachingMambaMixer
 from megatron_mamba_cache.mcore.replica_engine import ReplicaEngine
 from megatron_mamba_cache.mcore.self_attention import CachingSelfAttention
+from megatron_mamba_cache.mcore.served_model import HybridInferenceWrapper
 from megatron_mamba_cache.routing.coordinator import PrefixCoordinator
 
 OUR_CLASSES = (
+    HybridInferenceWrapper,
+    UnevenAllGatherDispatcher,
     MambaCacheContext,
     MambaCacheController,
     MambaCacheEngine,
@@ -85,9 +94,21 @@ PINNED: dict[type, dict[str, str]] = {
     TextGenerationController: {
         "_dynamic_step_context_init": "(self, construct_graph_dimensions=None, is_dummy_forward=False)",
         "_dynamic_step_forward_logits": "(self, input_ids, position_ids)",
+        "dummy_forward": "(self)",
         "_init_dynamic_sampling_tensors": "(self)",
         "async_generate_output_tokens_dynamic_batch": "async (self, skip_bookkeeping=False)",
         "set_stop_word_finished_ids_callback": "(self, callback)",
+    },
+    AbstractModelInferenceWrapper: {
+        "_forward": "(self, inference_input)",
+        "run_one_forward_step": "(self, inference_input, recv_buffer_seq_len=None)",
+    },
+    GPTInferenceWrapper: {
+        "__init__": "(self, model, inference_wrapper_config, inference_context=None, pg_collection=None)",
+    },
+    MoEAllGatherTokenDispatcher: {
+        "token_dispatch": "(self, hidden_states, probs)",
+        "token_combine": "(self, hidden_states)",
     },
     DynamicInferenceEngine: {
         "__init__": "(self, controller, context, enable_cuda_graph=None, random_seed=None, *, "

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_mamba_cache.models import architecture
+from megatron_mamba_cache.models import hybrid_model
 from megatron_mamba_cache.models.checkpoint_config import CheckpointConfig
 from megatron_mamba_cache.models.hugging_face import FAMILIES as MODULES
 from megatron_mamba_cache.models.hugging_face import load_hugging_face
@@ -27,12 +27,12 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Note each model that is begun to be built."""
     names: list[str] = []
 
-    class NotedModel(architecture.MambaModel):
+    class NotedModel(hybrid_model.MambaModel):
         def __init__(self, *arguments: Any, **settings: Any) -> None:
             names.append("begun")
             super().__init__(*arguments, **settings)
 
-    monkeypatch.setattr(architecture, "MambaModel", NotedModel)
+    monkeypatch.setattr(hybrid_model, "MambaModel", NotedModel)
     return names
 
 
@@ -184,7 +184,7 @@ def test_weights_that_no_memory_can_hold_are_refused_by_the_largest_sizes(
 
     directory = copy_of(checkpoints["nemotron_h"], tmp_path)
     set_fields(directory, intermediate_size=2**24)
-    monkeypatch.setattr(architecture, "MambaModel", fail)
+    monkeypatch.setattr(hybrid_model, "MambaModel", fail)
     with pytest.raises(MemoryError, match=f"{directory / 'config.json'}: .* feed_forward.hidden_size={2**24}"):
         load_hugging_face(directory, torch.float32)
 
@@ -195,6 +195,6 @@ def test_another_failure_of_torch_is_not_taken_for_lack_of_memory(
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("no kernel image")
 
-    monkeypatch.setattr(architecture, "MambaModel", fail)
+    monkeypatch.setattr(hybrid_model, "MambaModel", fail)
     with pytest.raises(RuntimeError, match="no kernel image"):
         load_hugging_face(checkpoints["nemotron_h"], torch.float32)

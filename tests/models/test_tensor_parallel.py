@@ -132,8 +132,20 @@ def test_what_cannot_be_shared_out_is_refused_before_anything_is_built(
     assert_refused(tmp_path, str(tmp_path / "config.json"), f"{said} does not divide by 2 tensor-parallel ranks")
 
 
-def test_other_kinds_of_parallelism_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sequences_are_not_shared_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = tiny_checkpoint("nemotron_h_moe-0")
     case.write(case.model(), tmp_path)
-    monkeypatch.setattr(parallel_state, "get_expert_model_parallel_world_size", lambda: 2)
-    assert_refused(tmp_path, "expert parallel size is 2")
+    monkeypatch.setattr(parallel_state, "get_context_parallel_world_size", lambda: 2)
+    assert_refused(tmp_path, "context parallel size is 2")
+
+
+@pytest.mark.parametrize(
+    ("case", "size", "said"), [("nemotron_h_moe-0", 1024, "does not divide by 1024"), ("bamba-2", 2, "no experts")]
+)
+def test_experts_that_cannot_be_shared_out_are_refused(
+    case: str, size: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = tiny_checkpoint(case)
+    checkpoint.write(checkpoint.model(), tmp_path)
+    monkeypatch.setattr(parallel_state, "get_expert_model_parallel_world_size", lambda: size)
+    assert_refused(tmp_path, said)

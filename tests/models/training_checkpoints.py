@@ -13,8 +13,9 @@ from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from megatron.core.models.mamba.mamba_model import MambaModel
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 
-from megatron_mamba_cache.models.architecture import HybridArchitecture, build_hybrid_model
+from megatron_mamba_cache.models.architecture import HybridArchitecture
 from megatron_mamba_cache.models.checkpoint_writer import InProcessSaveStrategy
+from megatron_mamba_cache.models.hybrid_model import build_hybrid_model
 
 ITERATION = 100
 FUSED_NORMS = {

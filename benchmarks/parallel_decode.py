@@ -1,0 +1,142 @@
+"""How many tokens a second do decoding rows get from 1, 2 or more cards that share a model by tensor parallelism?
+
+    PYTHONPATH=. python3 benchmarks/parallel_decode.py [--shape 8b|small|tiny] [--ranks 1 2 4] [--json FILE]
+
+Starts a process for each card of the largest number asked for, or runs in those that torchrun has started. Each number
+of ranks is measured in turn in the same run: rows of equal length decode together, without drafts; a step is the median
+of steps after some that warm up, by the first rank's clock. Processes that a number of ranks leaves out wait. Without
+CUDA devices for all, ranks are processes on the CPU, whose figures say nothing but that it runs.
+"""
+
+import argparse
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from machine import describe_machine
+from megatron.core import parallel_state
+from serving_engine import MODES, ServedShape, add_shape_arguments, model_of, send, serving_engine, shape_of
+from step_cost import NUM_STEPS, NUM_WARMING, timed_step
+from turn_latency import some_tokens
+
+from megatron_mamba_cache.command_line.quiet import own_warnings_hidden, quiet_libraries
+from megatron_mamba_cache.mcore.process_groups import initialize_several_processes
+
+LIMITS = {"8b": {"state_gb": 8.0, "kv_gb": 8.0}, "small": {"state_gb": 0.5}}
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSpeed:
+    """Steps of rows that decode on some ranks; `graph_share` of them were CUDA graphs."""
+
+    num_ranks: int
+    num_rows: int
+    step_ms: float
+    tokens_per_s: float
+    graph_share: float
+
+
+def measure(num_ranks: int, shape: ServedShape, num_rows: int) -> DecodeSpeed | None:
+    """Return what the first ranks measure; all processes call it, and those left out get None."""
+    initialize_several_processes(num_ranks, 1, 1)
+    try:
+        speed = None
+        if dist.get_rank() < num_ranks:
+            shape = replace(shape, max_requests=num_rows, max_tokens=max(shape.max_tokens, num_rows))
+            speed = decode_speed(num_ranks, shape, num_rows)
+        dist.barrier()
+        return speed
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def decode_speed(num_ranks: int, shape: ServedShape, num_rows: int) -> DecodeSpeed:
+    """Time decode steps of an engine on the ranks of the present parallel state."""
+    drawn = random.Random(num_rows)
+    num_prompt = shape.block_size * 9 // 8
+    num_prefills = num_rows // max(1, (shape.max_tokens - num_rows) // num_prompt) + 1
+    with serving_engine(model_of(shape), shape, MODES["full"]) as engine:
+        for index in range(num_rows):
+            num_tokens = num_prefills + NUM_WARMING + NUM_STEPS + 2
+            send(engine, index, some_tokens(drawn, shape, num_prompt), num_tokens)
+        while engine.waiting_request_ids or not engine.context.is_decode_only():
+            engine.step_modern()
+        counters = engine.context.counters
+        graphs_before = counters.graph_steps
+        times = [timed_step(engine) for _ in range(NUM_WARMING + NUM_STEPS)][NUM_WARMING:]
+        if len(engine.context.rows) != num_rows:
+            raise RuntimeError(f"{len(engine.context.rows)} of {num_rows} rows decode; raise --kv-gb")
+        graph_share = (counters.graph_steps - graphs_before) / (NUM_WARMING + NUM_STEPS)
+        while engine.has_unfinished_requests():
+            engine.step_modern()
+    step_s = median(times)
+    return DecodeSpeed(num_ranks, num_rows, 1e3 * step_s, num_rows / step_s, graph_share)
+
+
+def table(speeds: Sequence[DecodeSpeed]) -> str:
+    """Return the figures as Markdown."""
+    lines = ["| ranks | rows | a step, ms | tokens/s | of the first line | graphs, % |", "|" + "---:|" * 6]
+    for speed in speeds:
+        share = speed.tokens_per_s / speeds[0].tokens_per_s
+        pace = f"{speed.step_ms:.3f} | {speed.tokens_per_s:,.1f} | {share:.3f}"
+        lines.append(f"| {speed.num_ranks} | {speed.num_rows} | {pace} | {100 * speed.graph_share:.0f} |")
+    return "\n".join(lines)
+
+
+def start_ranks(num_ranks: int) -> int:
+    """Run this script once for each rank, as torchrun would; return the first exit status that is not 0."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    cards = {} if torch.cuda.device_count() >= num_ranks else {"CUDA_VISIBLE_DEVICES": ""}
+    launch = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, *sys.argv],
+            env={"OMP_NUM_THREADS": "1", **os.environ, **cards, **launch, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(num_ranks)
+    ]
+    return next((status for status in [rank.wait() for rank in ranks] if status), 0)
+
+
+def main() -> int:
+    """Measure, print Markdown and write JSON, on the first rank."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_shape_arguments(parser)
+    parser.add_argument(
+        "--ranks", nargs="+", type=int, metavar="N", help="default: 1, 2 and 4 as far as there are cards"
+    )
+    parser.add_argument("--rows", type=int, default=64, metavar="N", help="that decode; default: %(default)s")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
+    arguments = parser.parse_args()
+    num_cards = torch.cuda.device_count()
+    sizes = arguments.ranks or [size for size in (1, 2, 4) if size <= max(2, num_cards)]
+    if "RANK" not in os.environ:
+        return start_ranks(max(sizes))
+    if num_cards:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    shape = shape_of(parser, arguments, LIMITS)
+    with quiet_libraries(), own_warnings_hidden():
+        speeds = [measure(size, shape, arguments.rows) for size in sizes]
+    if dist.get_rank() == 0:
+        found = [speed for speed in speeds if speed is not None]
+        print(table(found))
+        if arguments.json:
+            figures = {"machine": describe_machine(), "decode": [asdict(speed) for speed in found]}
+            arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""The processes that run a command together, as torchrun starts them. Imports neither torch nor megatron."""
+
+import os
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from .prompts import PromptLine
+from .usage_error import UsageError
+
+_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """This process among those of a launch; without a launcher it is the only one."""
+
+    rank: int = 0
+    num_processes: int = 1
+    local_rank: int = 0  # on its machine
+
+    @staticmethod
+    def of_environment(environment: Mapping[str, str] = os.environ) -> "Launch":
+        """Read what torchrun tells each process.
+
+        Raises:
+            UsageError: If a variable of torchrun's holds no number.
+        """
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+        if not all(name in environment for name in names):
+            return Launch()
+        try:
+            return Launch(*(int(environment[name]) for name in names))
+        except ValueError as error:
+            found = ", ".join(f"{name}={environment[name]}" for name in names)
+            raise UsageError(f"{found} in the environment are no numbers; unset them or use torchrun") from error
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process speaks for all."""
+        return self.rank == 0
+
+    def num_replicas(self, arguments: Namespace) -> int:
+        """Return how many models the processes hold, each on tensor times pipeline of them.
+
+        Raises:
+            UsageError: Naming the flags, if the processes cannot be dealt out.
+        """
+        tensor, pipeline, expert = (getattr(arguments, name) for name in _SIZES)
+        for name in _SIZES:
+            if getattr(arguments, name) < 1:
+                raise UsageError(f"--{name.replace('_', '-')} is {getattr(arguments, name)}; it must be at least 1")
+        of_model = tensor * pipeline
+        sizes = f"--tensor-model-parallel-size {tensor} times --pipeline-model-parallel-size {pipeline}"
+        if self.num_processes % (of_model * expert):
+            sizes += f" times --expert-model-parallel-size {expert}" if expert > 1 else ""
+            raise UsageError(
+                f"{sizes} needs a multiple of {of_model * expert} processes, found {self.num_processes}; start them "
+                f"with torchrun --nproc-per-node {of_model * expert}"
+            )
+        return self.num_processes // of_model
+
+
+def deal_lines(lines: Sequence[PromptLine], num_replicas: int) -> list[list[PromptLine]]:
+    """Return each replica's lines: sessions, and lines without one, in turn, so that a session stays together."""
+    shares: list[list[PromptLine]] = [[] for _ in range(num_replicas)]
+    replica_of: dict[str | int, int] = {}
+    num_dealt = 0
+    for line in lines:
+        if line.session is not None and line.session in replica_of:
+            shares[replica_of[line.session]].append(line)
+            continue
+        replica = num_dealt % num_replicas
+        num_dealt += 1
+        shares[replica].append(line)
+        if line.session is not None:
+            replica_of[line.session] = replica
+    return shares

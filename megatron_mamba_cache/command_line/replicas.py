@@ -1,0 +1,134 @@
+"""What the processes of a command do together: start, fail, step side by side, and put their results together."""
+
+import contextlib
+import os
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from ..mcore.process_groups import initialize_several_processes
+from ..mcore.ranks import num_expert_ranks
+from .launch import Launch, deal_lines
+from .prompts import PromptLine
+from .results import RunResult, together
+from .usage_error import UsageError
+
+Made = TypeVar("Made")
+
+
+class Replicas(Protocol):
+    """The models of a command's processes."""
+
+    def make(self, build: Callable[[], Made]) -> Made:
+        """Return what each process builds; where one fails, all do."""
+
+    def share(self, lines: Sequence[PromptLine]) -> list[PromptLine]:
+        """Return the lines that this process's model runs."""
+
+    def any_goes_on(self, has_requests: bool) -> bool:
+        """Return whether this process has to step, for its own requests or for ranks that share its experts."""
+
+    def gather(self, result: RunResult) -> RunResult:
+        """Return the results of all models, in the order of their lines."""
+
+
+class OneModel:
+    """The only model, in this process; see `Replicas`."""
+
+    def make(self, build: Callable[[], Made]) -> Made:
+        """Build."""
+        return build()
+
+    def share(self, lines: Sequence[PromptLine]) -> list[PromptLine]:
+        """Return all lines."""
+        return list(lines)
+
+    def any_goes_on(self, has_requests: bool) -> bool:
+        """Return whether there are requests."""
+        return has_requests
+
+    def gather(self, result: RunResult) -> RunResult:
+        """Return the result."""
+        return result
+
+
+class SeveralProcesses:
+    """Processes that hold one model or several; see `Replicas`.
+
+    Raises:
+        UsageError: If there are fewer CUDA devices than processes on this machine.
+    """
+
+    def __init__(self, launch: Launch, arguments: Namespace, device: str) -> None:
+        if device == "cuda":
+            if launch.local_rank >= torch.cuda.device_count():
+                raise UsageError(
+                    f"process {launch.local_rank} of this machine needs a CUDA device of its own, and there are "
+                    f"{torch.cuda.device_count()}; start fewer, or use --device cpu"
+                )
+            torch.cuda.set_device(launch.local_rank)
+        initialize_several_processes(
+            arguments.tensor_model_parallel_size,
+            arguments.pipeline_model_parallel_size,
+            arguments.expert_model_parallel_size,
+        )
+        self._num_replicas = launch.num_replicas(arguments)
+
+    def make(self, build: Callable[[], Made]) -> Made:
+        """Return what each process builds; where one fails, all do.
+
+        Raises:
+            UsageError: Of the first process that has one.
+        """
+        found, message = None, None
+        try:
+            found = build()
+        except UsageError as error:
+            message = str(error)
+        messages: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(messages, message)
+        for text in messages:
+            if text is not None:
+                raise UsageError(text)
+        return found  # type: ignore[return-value]
+
+    def share(self, lines: Sequence[PromptLine]) -> list[PromptLine]:
+        """Return the lines that this process's model runs."""
+        return deal_lines(lines, self._num_replicas)[parallel_state.get_data_parallel_rank()]
+
+    def any_goes_on(self, has_requests: bool) -> bool:
+        """Return whether this process has to step, for its own requests or for ranks that share its experts."""
+        if num_expert_ranks() == 1:
+            return has_requests
+        busy = torch.tensor([int(has_requests)], device=torch.cuda.current_device())
+        dist.all_reduce(busy, op=dist.ReduceOp.MAX, group=parallel_state.get_expert_model_parallel_group())
+        return bool(busy)
+
+    def gather(self, result: RunResult) -> RunResult:
+        """Return the results of all models, in the order of their lines."""
+        found: list[RunResult | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, result if _is_first_of_model() else None)
+        return together([one for one in found if one is not None])
+
+
+def _is_first_of_model() -> bool:
+    of_model = dist.get_process_group_ranks(parallel_state.get_model_parallel_group())
+    return dist.get_rank() == min(of_model)
+
+
+@contextlib.contextmanager
+def speaking_for_all(launch: Launch) -> Iterator[None]:
+    """Let the first process alone print while the block runs."""
+    if launch.is_first:
+        yield
+        return
+    with (
+        open(os.devnull, "w", encoding="utf-8") as nowhere,
+        contextlib.redirect_stdout(nowhere),
+        contextlib.redirect_stderr(nowhere),
+    ):
+        yield

@@ -1,0 +1,78 @@
+"""What the ranks of one model agree on when an engine is built: settings, and capacities that all of them have."""
+
+from dataclasses import dataclass, fields, replace
+
+from ..config import CacheConfig
+from .model_shape import HybridModelShape
+from .ranks import Ranks, on_all_ranks
+
+_OF_EACH_RANK = ("buffer_size_gb", "paused_buffer_size_gb", "prefix_caching_mamba_gb")
+"""Settings that ranks may differ in: the memory that each gives."""
+_LEAST_OF_ALL = ("max_requests",)
+_ANY_NUMBER = 2**62
+"""What a rank has of states or KV blocks that take no memory there: other ranks set the limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheCapacity:
+    """How much there is to hand out, the same on all ranks of a model.
+
+    Args:
+        num_slots: Rows of the state pool.
+        num_blocks: KV blocks, the dummy included.
+        num_paused_blocks: KV blocks that paused requests may keep.
+    """
+
+    num_slots: int
+    num_blocks: int
+    num_paused_blocks: int
+
+    @staticmethod
+    def of(config: CacheConfig, shape: HybridModelShape, ranks: Ranks) -> "CacheCapacity":
+        """Return the least of what the settings buy on each rank; all ranks call it.
+
+        Raises:
+            ValueError: If the settings buy too little on a rank.
+        """
+        bought = on_all_ranks(ranks, lambda: (_num_slots(config, shape), *_num_blocks(config, shape)))
+        num_slots, num_blocks, num_paused = ranks.least(bought)
+        return CacheCapacity(num_slots, num_blocks, min(num_paused, num_blocks - 2))
+
+
+def agreed_settings(config: CacheConfig, ranks: Ranks) -> CacheConfig:
+    """Return the settings of all ranks, with the least `max_requests`; memory sizes stay each rank's own.
+
+    Raises:
+        ValueError: Naming the setting, if ranks differ in any other.
+    """
+    found = ranks.gather(config)
+    for name in (field.name for field in fields(CacheConfig) if field.name not in (*_OF_EACH_RANK, *_LEAST_OF_ALL)):
+        values = [getattr(settings, name) for settings in found]
+        if any(value != values[0] for value in values):
+            raise ValueError(f"{name} differs between the ranks of the model: {values}; give all of them the same")
+    return replace(config, max_requests=min(settings.max_requests for settings in found))
+
+
+def _num_slots(config: CacheConfig, shape: HybridModelShape) -> int:
+    live, drafts = config.max_requests, config.num_speculative_tokens
+    if not (config.prefix_caching or drafts):
+        return live
+    layout = shape.state_layout(config)
+    num_slots = layout.num_slots_in(config.prefix_caching_mamba_gb, live, drafts) if layout.num_layers else _ANY_NUMBER
+    return num_slots if config.prefix_caching else min(num_slots, live * (1 + drafts))
+
+
+def _num_blocks(config: CacheConfig, shape: HybridModelShape) -> tuple[int, int]:
+    """Return the KV blocks of this rank, the dummy included, and how many of them paused requests may keep."""
+    block_bytes = shape.block_bytes(config.block_size_tokens)
+    if not block_bytes:
+        return _ANY_NUMBER, _ANY_NUMBER
+    total = int(config.buffer_size_gb * 2**30) // block_bytes
+    if total < 2:
+        raise ValueError(
+            f"buffer_size_gb is {config.buffer_size_gb:g} GiB, which holds {total} KV blocks of {block_bytes} bytes, "
+            "and 2 are needed: set --inference-dynamic-batching-buffer-size-gb to at least "
+            f"{2 * block_bytes / 2**30:.6f}"
+        )
+    paused_gb = config.buffer_size_gb / 4 if config.paused_buffer_size_gb is None else config.paused_buffer_size_gb
+    return total, min(int(paused_gb * 2**30) // block_bytes, total - 2)

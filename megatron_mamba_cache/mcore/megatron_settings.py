@@ -1,0 +1,34 @@
+"""What Megatron's own context is told, which `MambaCacheContext` extends."""
+
+from typing import Any
+
+from megatron.core.inference.contexts.attention_context.mamba_metadata import MambaInferenceStateConfig
+from megatron.core.ssm.mamba_hybrid_layer_allocation import Symbols
+
+from ..config import CacheConfig
+from .model_shape import HybridModelShape
+
+
+def megatron_settings(config: CacheConfig, shape: HybridModelShape, *, only_last_logits: bool) -> dict[str, Any]:
+    """Return the arguments of Megatron's dynamic context under which it allocates as little as it can."""
+    layer_types = list(shape.layer_types)
+    if Symbols.ATTENTION not in layer_types:  # Megatron wants one on every stage; no memory is given to it
+        layer_types.append(Symbols.ATTENTION)
+    return {
+        "params_dtype": shape.params_dtype,
+        "num_layers": len(layer_types),
+        "kv_channels": shape.kv_channels,
+        "num_attention_heads": shape.num_kv_heads,
+        "max_sequence_length": config.max_sequence_length,
+        "buffer_size_gb": 0.0,  # Megatron's own allocator stays at its least: `CacheMemory` replaces it
+        "max_requests": config.max_requests,
+        "max_tokens": config.max_tokens,
+        "block_size_tokens": config.block_size_tokens,
+        "materialize_only_last_token_logits": only_last_logits,
+        "request_metadata_types": [],  # rows keep what Megatron would track in device tensors
+        "mamba_inference_state_config": MambaInferenceStateConfig(
+            layer_types, (shape.conv_dim, shape.d_conv), shape.ssm_shape
+        ),
+        "tensor_model_parallel_size": 1,  # the shape is this rank's own
+        "pipeline_model_parallel_size": 1,
+    }

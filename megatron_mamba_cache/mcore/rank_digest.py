@@ -1,0 +1,136 @@
+"""Whether all ranks of a model have decided the same, looked at every few steps.
+
+Decisions are read off the rows once a step is planned and once it is finished, so that nothing of it is in the way
+where it is switched off. Ranks are compared before the forward, whose collectives would not match.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from zlib import crc32
+
+from ..errors import CacheIntegrityError
+from ..policy.decisions import DecisionKind, DecisionLog, first_difference
+from ..policy.requests import KeptTokens, RunningRequest
+from .ranks import Ranks
+from .step_reader import StepReader
+
+
+class NoDigest:
+    """Looks at nothing."""
+
+    def note_plan(self, context: StepReader) -> None:
+        """Do nothing."""
+
+    def note_outcome(self, context: StepReader, rows: Sequence[RunningRequest], kept: Sequence[KeptTokens]) -> None:
+        """Do nothing."""
+
+
+@dataclass(slots=True)
+class _NotedRow:
+    """How much of a row is noted."""
+
+    row: RunningRequest
+    num_blocks: int
+    num_published: int
+    checkpoint: int | None = None
+
+
+class RankDigest:
+    """Keeps a rank's decisions and compares them with the others'.
+
+    Args:
+        every: Steps between two comparisons.
+    """
+
+    def __init__(self, ranks: Ranks, every: int) -> None:
+        self._ranks = ranks
+        self._every = every
+        self._noted: dict[int, _NotedRow] = {}
+        self._evictions = (0, 0)
+        self.log = DecisionLog()
+
+    def note_plan(self, context: StepReader) -> None:
+        """Note what a step that is laid out will compute, and compare if it is time.
+
+        Raises:
+            CacheIntegrityError: On all ranks, if they have decided differently; it names the first such decision.
+        """
+        self.log.step += 1
+        self._noted = {row.request_id: self._noted_of(row) for row in context.rows}
+        for row in context.step.rows:
+            self._note_row(row)
+        self._note_evictions(context)
+        if self.log.step % self._every == 0:
+            self._compare()
+
+    def note_outcome(self, context: StepReader, rows: Sequence[RunningRequest], kept: Sequence[KeptTokens]) -> None:
+        """Note what became of the rows of a step, once it is finished."""
+        note, staying = self.log.note, set(map(id, context.rows))
+        for row, new in zip(rows, kept, strict=True):
+            note(DecisionKind.KEEP, row.request_id, int(new.ends), *new.tokens)
+            if id(row) in staying:
+                self._note_publishes(row)
+            elif not new.ends:
+                note(DecisionKind.PREEMPT, row.request_id)
+            if row.is_paused:
+                note(DecisionKind.PAUSE, row.request_id)
+        self._note_evictions(context)
+
+    def _noted_of(self, row: RunningRequest) -> "_NotedRow":
+        noted = self._noted.get(row.request_id)
+        if noted is None or noted.row is not row:  # new, or admitted once more
+            start = row.computed, row.live_slot, -1 if row.source_slot is None else row.source_slot
+            prompt = crc32(row.spec.prompt.tobytes())
+            self.log.note(DecisionKind.ADMIT, row.request_id, prompt, *start, *row.block_ids)
+            return _NotedRow(row, len(row.block_ids), row.num_published_blocks)
+        return noted
+
+    def _note_row(self, row: RunningRequest) -> None:
+        note, request_id, noted = self.log.note, row.request_id, self._noted[row.request_id]
+        if len(row.block_ids) > noted.num_blocks:
+            note(DecisionKind.GROW, request_id, *row.block_ids[noted.num_blocks :])
+            noted.num_blocks = len(row.block_ids)
+        fed = () if row.is_prefilling else map(int, row.inputs)
+        note(DecisionKind.SCHEDULE, request_id, row.computed, row.scheduled, *fed)
+        if row.reserved:
+            places = (number for state in row.reserved for number in (state.position, state.slot))
+            note(DecisionKind.RESERVE, request_id, *places)
+        if row.draft_slots:
+            note(DecisionKind.WINDOW, request_id, *row.draft_slots, row.accepted - 1)
+
+    def _note_publishes(self, row: RunningRequest) -> None:
+        noted = self._noted[row.request_id]
+        if row.num_published_blocks > noted.num_published:
+            blocks = row.block_ids[noted.num_published : row.num_published_blocks]
+            noted.num_published = row.num_published_blocks
+            self.log.note(DecisionKind.PUBLISH, row.request_id, *blocks)
+        if row.checkpoint is not None and row.checkpoint != noted.checkpoint:
+            noted.checkpoint = row.checkpoint
+            self.log.note(DecisionKind.CHECKPOINT, row.request_id, row.checkpoint)
+
+    def _note_evictions(self, context: StepReader) -> None:
+        evictions = context.memory.blocks.pool.num_evicted, context.memory.slots.num_evicted
+        if evictions != self._evictions:
+            self._evictions = evictions
+            self.log.note(DecisionKind.EVICT, -1, *evictions)
+
+    def _compare(self) -> None:
+        mine = self.log.fingerprint()
+        # The least of a number and of its negative are one number's only if all ranks have the same.
+        least = self._ranks.least([*mine, *(-piece for piece in mine)])
+        lowest, highest = least[: len(mine)], [-piece for piece in least[len(mine) :]]
+        if lowest != highest:
+            raise CacheIntegrityError(
+                f"the ranks of the model have parted; {first_difference(self._ranks.gather(self.log.recent()))}. "
+                "Requests must come in the same order to all of them"
+            )
+
+
+Digest = NoDigest | RankDigest
+
+
+def digest_of(context: Any) -> Digest:
+    """Return what the settings of a context ask for."""
+    every = context.cache_config.rank_digest_steps
+    return RankDigest(context.ranks, every) if every else NoDigest()

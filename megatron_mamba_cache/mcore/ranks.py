@@ -1,0 +1,126 @@
+"""The ranks that hold one model together: tensor parallel times pipeline parallel, one replica of it.
+
+Every decision is reached on each of them by itself, so little is said between them: what memory allows, once, and which
+tokens were sampled, once a step. Every method is collective: all ranks call it, in the same order.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from ..errors import CacheError
+
+Result = TypeVar("Result")
+
+
+class OneRank:
+    """A model that lies whole on this rank."""
+
+    num_ranks = 1
+    index = 0
+    is_first_stage = is_last_stage = True
+    num_stages = 1
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, first stage first and in it in tensor-parallel order."""
+        return [value]
+
+    def least(self, values: Sequence[int]) -> list[int]:
+        """Return the least of each value over all ranks; 64 bits each."""
+        return list(values)
+
+    def from_source(self, tensor: Tensor) -> Tensor:
+        """Make a tensor on every rank what it is on the first rank of the last stage, in place, and return it.
+
+        CUDA-graph safe with NCCL; does not wait for the device.
+        """
+        return tensor
+
+
+class ModelRanks:
+    """Several ranks; the methods are those of `OneRank`."""
+
+    def __init__(self) -> None:
+        self._group = parallel_state.get_model_parallel_group()
+        self._device = torch.cuda.current_device()
+        self.num_ranks = dist.get_world_size(self._group)
+        self.num_stages = parallel_state.get_pipeline_model_parallel_world_size()
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        self.is_first_stage, self.is_last_stage = stage == 0, stage == self.num_stages - 1
+        place = (stage, parallel_state.get_tensor_model_parallel_rank(), dist.get_rank())
+        places: list[Any] = [None] * self.num_ranks
+        dist.all_gather_object(places, place, group=self._group)
+        self._order = sorted(range(self.num_ranks), key=places.__getitem__)
+        ranks = [places[index] for index in self._order]
+        self.index = ranks.index(place)
+        self._source = next(rank for at, _, rank in ranks if at == self.num_stages - 1)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, first stage first and in it in tensor-parallel order."""
+        found: list[Any] = [None] * self.num_ranks
+        dist.all_gather_object(found, value, group=self._group)
+        return [found[index] for index in self._order]
+
+    def least(self, values: Sequence[int]) -> list[int]:
+        """Return the least of each value over all ranks; 64 bits each."""
+        tensor = torch.tensor(list(values), dtype=torch.int64, device=self._device)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self._group)
+        least: list[int] = tensor.tolist()
+        return least
+
+    def from_source(self, tensor: Tensor) -> Tensor:
+        """Make a tensor on every rank what it is on the first rank of the last stage, in place, and return it.
+
+        CUDA-graph safe with NCCL; does not wait for the device.
+        """
+        dist.broadcast(tensor, self._source, group=self._group)
+        return tensor
+
+
+Ranks = OneRank | ModelRanks
+
+
+def ranks_of_process() -> Ranks:
+    """Return the ranks that hold this process's part of a model, as Megatron's parallel state has them.
+
+    Raises:
+        ValueError: If a kind of parallelism is in use that inference of hybrid models has no room for.
+    """
+    if (size := parallel_state.get_context_parallel_world_size()) > 1:
+        raise ValueError(
+            f"context parallel size is {size}, and a sequence's state cannot be shared out: set it to 1, and share the "
+            "model out by tensor, pipeline or expert parallelism"
+        )
+    num_ranks = dist.get_world_size(parallel_state.get_model_parallel_group())
+    return OneRank() if num_ranks == 1 else ModelRanks()
+
+
+def num_expert_ranks() -> int:
+    """Return how many ranks share each layer's experts; their steps go side by side, busy or idle."""
+    size: int = parallel_state.get_expert_model_parallel_world_size()
+    return size
+
+
+def on_all_ranks(ranks: Ranks, compute: Callable[[], Result]) -> Result:
+    """Return what each rank computes for itself; where one fails, fail on all, so that none waits for it.
+
+    Raises:
+        ValueError, CacheError: Of the first rank that raised one, on the others with its number.
+    """
+    error: Exception | None = None
+    try:
+        result = compute()
+    except (ValueError, CacheError) as found:
+        error = found
+    errors = ranks.gather(None if error is None else (type(error), str(error)))
+    if error is not None:
+        raise error
+    for rank, found in enumerate(errors):
+        if found is not None:
+            kind, message = found
+            raise kind(f"on rank {rank} of the model: {message}")
+    return result

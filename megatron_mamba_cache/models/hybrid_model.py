@@ -1,0 +1,138 @@
+"""The Megatron model that an architecture describes: this rank's part of it."""
+
+from dataclasses import asdict
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.mamba.mamba_model import MambaModel
+from megatron.core.transformer import TransformerConfig
+
+from ..mcore.local_spec import LocalSpecOptions, local_hybrid_spec
+from ..mcore.process_groups import initialize_single_process
+from .architecture import ACTIVATIONS, ExpertsShape, HybridArchitecture, check_architecture
+from .memory_errors import largest_sizes_named
+from .rank_part import RankPart, check_ranks, stage_lengths
+
+
+def build_hybrid_model(architecture: HybridArchitecture, dtype: torch.dtype) -> MambaModel:
+    """Build this rank's part of the model on the current device, in eval mode, its parameters not yet given values.
+
+    The model is shared out to Megatron's tensor-, pipeline- and expert-parallel ranks; without `parallel_state`, this
+    process is the only one.
+
+    Raises:
+        ValueError: If the layer pattern has an unknown symbol, or no Mamba or attention layer, if heads cannot be
+            shared out to their groups, or the model to the ranks.
+        MemoryError: Naming the largest sizes, if the weights do not fit in memory.
+    """
+    check_architecture(architecture)
+    initialize_single_process()
+    check_ranks(architecture)
+    part = RankPart.of_process(architecture)
+    mamba, rotary_base = architecture.mamba, architecture.attention.rotary_base
+    options = LocalSpecOptions(
+        ssm_chunk_size=mamba.ssm_chunk_size,
+        d_conv=mamba.d_conv,
+        conv_bias=mamba.conv_bias,
+        time_step_limit=mamba.time_step_limit,
+        norm_eps=architecture.norm_eps,
+        gated_norm_eps=mamba.gated_norm_eps,
+        num_experts=architecture.experts.num_experts if architecture.experts else None,
+        input_multiplier=architecture.input_multiplier,
+        residual_multiplier=architecture.residual_multiplier,
+        output_multiplier=architecture.output_multiplier,
+    )
+    with largest_sizes_named(asdict(architecture)):
+        model = MambaModel(
+            transformer_config(architecture, dtype),
+            local_hybrid_spec(options),
+            vocab_size=architecture.vocab_size,
+            pre_process=part.is_first_stage,
+            post_process=part.is_last_stage,
+            max_sequence_length=architecture.max_sequence_length,
+            hybrid_override_pattern=architecture.pattern,
+            share_embeddings_and_output_weights=architecture.tie_embeddings and part.is_only_stage,
+            position_embedding_type="none" if rotary_base is None else "rope",
+            rotary_base=rotary_base or 10_000,
+            rotary_percent=architecture.attention.rotary_percent,
+        )
+        if rotary_base is not None:
+            _set_rotary_frequencies(model, rotary_base)
+        return model.to(torch.cuda.current_device()).eval()
+
+
+def _set_rotary_frequencies(model: MambaModel, rotary_base: float) -> None:
+    """Compute the frequencies on the CPU: a GPU rounds their powers otherwise, and every angle with them."""
+    rotary = model.rotary_pos_emb
+    dim = 2 * rotary.inv_freq.numel()
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
+    rotary.inv_freq = (1.0 / rotary_base**exponents).to(rotary.inv_freq.device)
+
+
+def transformer_config(architecture: HybridArchitecture, dtype: torch.dtype) -> TransformerConfig:
+    """Return Megatron's configuration of the architecture, for the ranks that there are."""
+    mamba, attention, experts = architecture.mamba, architecture.attention, architecture.experts
+    feed_forward = architecture.feed_forward
+    routing = {} if experts is None else _routing(experts)
+    return TransformerConfig(
+        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        **_stages(architecture, dtype),
+        num_layers=len(architecture.pattern),
+        hidden_size=architecture.hidden_size,
+        ffn_hidden_size=feed_forward.hidden_size,
+        activation_func=ACTIVATIONS[feed_forward.activation],
+        gated_linear_unit=feed_forward.gated,
+        num_attention_heads=attention.num_heads,
+        num_query_groups=attention.num_kv_heads,
+        kv_channels=attention.head_dim,
+        softmax_scale=attention.scale,
+        mamba_num_heads=mamba.num_heads,
+        mamba_head_dim=mamba.head_dim,
+        mamba_state_dim=mamba.state_dim,
+        mamba_num_groups=mamba.num_groups,
+        use_mamba_mem_eff_path=False,
+        normalization="RMSNorm",
+        layernorm_epsilon=architecture.norm_eps,
+        params_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        perform_initialization=False,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        **routing,
+    )
+
+
+def _stages(architecture: HybridArchitecture, dtype: torch.dtype) -> dict[str, object]:
+    """Return how layers are shared out to pipeline stages; nothing where there is one."""
+    num_stages = parallel_state.get_pipeline_model_parallel_world_size()
+    if num_stages == 1:
+        return {}
+    return {
+        "pipeline_model_parallel_size": num_stages,
+        "pipeline_dtype": dtype,
+        "num_layers_in_last_pipeline_stage": stage_lengths(len(architecture.pattern), num_stages)[-1],
+    }
+
+
+def _routing(experts: ExpertsShape) -> dict[str, object]:
+    grouped = experts.num_groups > 1
+    return {
+        "num_moe_experts": experts.num_experts,
+        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+        "moe_router_topk": experts.top_k,
+        "moe_ffn_hidden_size": experts.hidden_size,
+        "moe_shared_expert_intermediate_size": experts.shared_hidden_size,
+        "moe_router_score_function": experts.score,
+        "moe_router_enable_expert_bias": experts.score == "sigmoid",
+        "moe_router_topk_scaling_factor": experts.scaling if experts.score == "sigmoid" else None,
+        "moe_router_num_groups": experts.num_groups if grouped else None,
+        "moe_router_group_topk": experts.top_groups if grouped else None,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_token_dispatcher_type": "allgather",  # the one that needs no CUDA stream
+        "moe_grouped_gemm": False,
+    }

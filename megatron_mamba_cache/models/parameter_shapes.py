@@ -1,0 +1,93 @@
+"""The parameters of a whole hybrid model under Megatron's names, and how tensor-parallel ranks share each."""
+
+from dataclasses import dataclass
+
+from .architecture import HybridArchitecture
+from .placement import Split
+from .rank_part import EMBEDDINGS, OUTPUT
+
+
+@dataclass(frozen=True, slots=True)
+class WholeParameter:
+    """A parameter as one rank would have it."""
+
+    shape: tuple[int, ...]
+    split: Split
+
+
+Parameters = dict[str, WholeParameter]
+
+
+def parameters_of(architecture: HybridArchitecture) -> Parameters:
+    """Return every parameter of the model by its name on one rank, in the order of `named_parameters` there."""
+    hidden, vocab = architecture.hidden_size, architecture.vocab_size
+    layers = {"M": _mamba, "*": _attention, "-": _feed_forward, "E": _experts}
+    found = {EMBEDDINGS: WholeParameter((vocab, hidden), Split(0))}
+    for number, symbol in enumerate(architecture.pattern):
+        of_layer = layers[symbol](architecture)
+        found |= {f"decoder.layers.{number}.{name}": parameter for name, parameter in of_layer.items()}
+    found["decoder.final_norm.weight"] = _on_every_rank(hidden)
+    if not architecture.tie_embeddings:
+        found[OUTPUT] = WholeParameter((vocab, hidden), Split(0))
+    return found
+
+
+def _mamba(architecture: HybridArchitecture) -> Parameters:
+    mamba, hidden = architecture.mamba, architecture.hidden_size
+    inner, bc, heads = mamba.num_heads * mamba.head_dim, mamba.num_groups * mamba.state_dim, mamba.num_heads
+    projected, convolved = (inner, inner, bc, bc, heads), (inner, bc, bc)  # z, x, B, C, dt; x, B, C
+    by_head = WholeParameter((heads,), Split(0))
+    bias = {"mixer.conv1d.bias": WholeParameter((sum(convolved),), Split(0, convolved))} if mamba.conv_bias else {}
+    return {
+        "mixer.dt_bias": by_head,
+        "mixer.A_log": by_head,
+        "mixer.D": by_head,
+        "mixer.in_proj.weight": WholeParameter((sum(projected), hidden), Split(0, projected)),
+        "mixer.conv1d.weight": WholeParameter((sum(convolved), 1, mamba.d_conv), Split(0, convolved)),
+        **bias,
+        "mixer.out_proj.weight": WholeParameter((hidden, inner), Split(1)),
+        "mixer.norm.weight": WholeParameter((inner,), Split(0)),
+        "norm.weight": _on_every_rank(hidden),
+    }
+
+
+def _attention(architecture: HybridArchitecture) -> Parameters:
+    attention, hidden = architecture.attention, architecture.hidden_size
+    queries = attention.num_heads * attention.head_dim
+    rows = queries + 2 * attention.num_kv_heads * attention.head_dim  # group by group, so that one cut parts them
+    return {
+        "input_layernorm.weight": _on_every_rank(hidden),
+        "self_attention.linear_proj.weight": WholeParameter((hidden, queries), Split(1)),
+        "self_attention.linear_qkv.weight": WholeParameter((rows, hidden), Split(0)),
+    }
+
+
+def _feed_forward(architecture: HybridArchitecture) -> Parameters:
+    shape = architecture.feed_forward
+    norm = {"pre_mlp_layernorm.weight": _on_every_rank(architecture.hidden_size)}
+    return norm | _mlp(architecture, "mlp.", shape.hidden_size)
+
+
+def _experts(architecture: HybridArchitecture) -> Parameters:
+    experts, hidden = architecture.experts, architecture.hidden_size
+    assert experts is not None
+    found = {
+        "pre_mlp_layernorm.weight": _on_every_rank(hidden),
+        "mlp.router.weight": _on_every_rank(experts.num_experts, hidden),
+    }
+    for number in range(experts.num_experts):
+        found |= _mlp(architecture, f"mlp.experts.local_experts.{number}.", experts.hidden_size)
+    return found | _mlp(architecture, "mlp.shared_experts.", experts.shared_hidden_size)
+
+
+def _mlp(architecture: HybridArchitecture, prefix: str, size: int) -> Parameters:
+    halves = (size, size) if architecture.feed_forward.gated else (size,)
+    hidden = architecture.hidden_size
+    return {
+        f"{prefix}linear_fc1.weight": WholeParameter((sum(halves), hidden), Split(0, halves)),
+        f"{prefix}linear_fc2.weight": WholeParameter((hidden, size), Split(1)),
+    }
+
+
+def _on_every_rank(*shape: int) -> WholeParameter:
+    return WholeParameter(shape, Split())

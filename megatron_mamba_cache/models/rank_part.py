@@ -1,0 +1,134 @@
+"""Which part of a hybrid model a rank has: its layers, its experts, and the ends of the model."""
+
+import re
+from dataclasses import dataclass
+
+from megatron.core import parallel_state
+
+from .architecture import HybridArchitecture
+
+EMBEDDINGS = "embedding.word_embeddings.weight"
+OUTPUT = "output_layer.weight"
+
+_LAYER = re.compile(r"(?<=decoder\.layers\.)\d+(?=\.)")
+_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+(?=\.)")
+_OF_LAST_STAGE = ("decoder.final_norm.", "output_layer.")
+
+
+def stage_lengths(num_layers: int, num_stages: int) -> list[int]:
+    """Return the layers of each pipeline stage: all alike but the last, which has what they leave.
+
+    Raises:
+        ValueError: If there are fewer layers than stages.
+    """
+    if num_layers < num_stages:
+        raise ValueError(
+            f"{num_layers} layers are fewer than {num_stages} pipeline stages; choose a smaller "
+            "--pipeline-model-parallel-size"
+        )
+    longest = -(-num_layers // num_stages)
+    # The last stage computes the logits too, so it had rather be the shorter.
+    length = longest if (num_stages - 1) * longest < num_layers else longest - 1
+    return [length] * (num_stages - 1) + [num_layers - (num_stages - 1) * length]
+
+
+@dataclass(frozen=True, slots=True)
+class RankPart:
+    """The part of a model that a rank has.
+
+    Args:
+        layers: Of the whole model's.
+        experts: Of each mixture-of-experts layer.
+        is_tied: Whether output weights are the embeddings, of which the last stage then has a copy.
+    """
+
+    layers: range
+    experts: range
+    is_first_stage: bool
+    is_last_stage: bool
+    is_tied: bool
+
+    @staticmethod
+    def of_process(architecture: HybridArchitecture) -> "RankPart":
+        """Return the part of this process, as Megatron's parallel state has it."""
+        num_stages = parallel_state.get_pipeline_model_parallel_world_size()
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        lengths = stage_lengths(len(architecture.pattern), num_stages)
+        first = sum(lengths[:stage])
+        num_experts = architecture.experts.num_experts if architecture.experts else 0
+        share = num_experts // parallel_state.get_expert_model_parallel_world_size()
+        first_expert = share * parallel_state.get_expert_model_parallel_rank()
+        return RankPart(
+            layers=range(first, first + lengths[stage]),
+            experts=range(first_expert, first_expert + share),
+            is_first_stage=stage == 0,
+            is_last_stage=stage == num_stages - 1,
+            is_tied=architecture.tie_embeddings,
+        )
+
+    @property
+    def is_only_stage(self) -> bool:
+        """Whether all layers are here."""
+        return self.is_first_stage and self.is_last_stage
+
+    def local_name(self, name: str) -> str | None:
+        """Return what a parameter of the whole model is called here; None if it is elsewhere."""
+        if name == EMBEDDINGS and not self.is_first_stage:
+            return OUTPUT if self.is_last_stage and self.is_tied else None
+        if name.startswith(_OF_LAST_STAGE) and not self.is_last_stage:
+            return None
+        for pattern, here in ((_LAYER, self.layers), (_EXPERT, self.experts)):
+            if found := pattern.search(name):
+                number = int(found[0])
+                if number not in here:
+                    return None
+                name = f"{name[: found.start()]}{number - here.start}{name[found.end() :]}"
+        return name
+
+
+def check_ranks(architecture: HybridArchitecture) -> None:
+    """Raise `ValueError` unless the ranks of Megatron's parallel state can share the model."""
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    if (context := parallel_state.get_context_parallel_world_size()) > 1:
+        raise ValueError(f"context parallel size is {context}; a sequence's state cannot be shared out")
+    if (for_experts := parallel_state.get_expert_tensor_parallel_world_size()) != size:
+        raise ValueError(f"expert tensor parallel size is {for_experts}, but must be the others' {size}")
+    for name, count in _shared_out(architecture).items():
+        if count % size:
+            raise ValueError(
+                f"{name} {count} does not divide by {size} tensor-parallel ranks; choose a "
+                "--tensor-model-parallel-size that divides it"
+            )
+    stage_lengths(len(architecture.pattern), parallel_state.get_pipeline_model_parallel_world_size())
+    _check_expert_ranks(architecture, parallel_state.get_expert_model_parallel_world_size())
+
+
+def _check_expert_ranks(architecture: HybridArchitecture, size: int) -> None:
+    if size == 1:
+        return
+    if "E" not in architecture.pattern or architecture.experts is None:
+        raise ValueError(
+            f"expert parallel size is {size}, but the model has no experts; leave --expert-model-parallel-size at 1"
+        )
+    if architecture.experts.num_experts % size:
+        raise ValueError(
+            f"number of experts {architecture.experts.num_experts} does not divide by {size} expert-parallel ranks; "
+            "choose an --expert-model-parallel-size that divides it"
+        )
+
+
+def _shared_out(architecture: HybridArchitecture) -> dict[str, int]:
+    """Return what tensor-parallel ranks share."""
+    mamba, attention, experts = architecture.mamba, architecture.attention, architecture.experts
+    shared = {
+        "vocab_size": architecture.vocab_size,
+        "number of Mamba heads": mamba.num_heads,
+        "number of Mamba groups": mamba.num_groups,
+        "number of attention heads": attention.num_heads,
+        "number of KV heads": attention.num_kv_heads,
+    }
+    if "-" in architecture.pattern:
+        shared["feed-forward size"] = architecture.feed_forward.hidden_size
+    if "E" in architecture.pattern and experts is not None:
+        shared |= {"expert size": experts.hidden_size, "shared expert size": experts.shared_hidden_size}
+    return shared

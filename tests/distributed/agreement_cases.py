@@ -1,0 +1,126 @@
+"""On a rank: what ranks agree on, and how they learn that they have parted."""
+
+import torch
+import torch.distributed as dist
+
+from megatron_mamba_cache import build_engine
+from megatron_mamba_cache.config import CacheConfig
+from megatron_mamba_cache.errors import CacheCapacityError, CacheIntegrityError
+from megatron_mamba_cache.mcore import cache_memory
+from tests.distributed.rank_models import Layout, parallel
+from tests.mcore import engine_runs
+from tests.mcore.engine_runs import EngineRun, cache_config, some_tokens, tiny_sizes
+
+STEPS_TOGETHER = 7
+
+
+def capacities(layout: Layout, pattern: str, kv_blocks: list[int], states: list[int], requests: list[int]) -> tuple:
+    """Return what an engine has whose ranks buy different numbers, before a suspend and after it."""
+    rank = dist.get_rank()
+    with parallel(layout):
+        subject = engine_runs.hybrid(tiny_sizes(pattern=pattern))
+        bought = {"kv_blocks": kv_blocks[rank], "cached_states": states[rank], "max_requests": requests[rank]}
+        run = EngineRun.start(subject, cache_config(subject.sizes, **bought))
+        found = [_capacity(run)]
+        run.engine.suspend()
+        run.engine.resume()
+        run.run(0, some_tokens(20))
+        run.assert_exact()
+        return *found, _capacity(run)
+
+
+def _capacity(run: EngineRun) -> tuple[int, int, int, int]:
+    context = run.context
+    pools = context.cache.kv.num_blocks, context.block_allocator.paused_count, context.cache.slots.num_slots
+    return *pools, context.max_requests
+
+
+def error_of_settings(layout: Layout, settings: list[dict]) -> str:
+    """Return the error that an engine is refused with whose ranks have different settings."""
+    with parallel(layout):
+        subject = engine_runs.hybrid(tiny_sizes())
+        try:
+            build_engine(subject.model, cache_config(subject.sizes, **settings[dist.get_rank()]))
+        except (ValueError, CacheCapacityError) as error:
+            return f"{type(error).__name__}: {error}"
+    return "none"
+
+
+def error_of_memory(layout: Layout) -> str:
+    """Return the error where the second rank alone cannot allocate."""
+    with parallel(layout):
+        subject = engine_runs.hybrid(tiny_sizes())
+        if dist.get_rank() == 1:
+            cache_memory.StatePool, pool = _no_pool, cache_memory.StatePool
+        try:
+            build_engine(subject.model, cache_config(subject.sizes))
+        except CacheCapacityError as error:
+            return str(error)
+        finally:
+            if dist.get_rank() == 1:
+                cache_memory.StatePool = pool
+    return "none"
+
+
+def _no_pool(*_: object) -> None:
+    raise RuntimeError("can't allocate memory")
+
+
+def error_of_a_part(layout: Layout, every: int, part: str) -> tuple[str, int]:
+    """Let the second rank decide otherwise once; return the error that ends a step, and how many steps later."""
+    with parallel(layout):
+        subject = engine_runs.hybrid(tiny_sizes())
+        config: CacheConfig = cache_config(subject.sizes, rank_digest_steps=every)
+        run = EngineRun.start(subject, config)
+        run.add(0, some_tokens(40), 60)
+        run.add(1, some_tokens(25, seed=1), 60)
+        for _ in range(STEPS_TOGETHER):
+            run.step()
+        if dist.get_rank() == 1:
+            _part(run, part)
+        for num_steps in range(1, 30):
+            try:
+                run.engine.step_modern()
+            except CacheIntegrityError as error:
+                return str(error), num_steps
+    return "none", 0
+
+
+def _part(run: EngineRun, how: str) -> None:
+    cache = run.context.cache
+    if how == "another block":
+        cache.kv._free[-1], cache.kv._free[-2] = cache.kv._free[-2], cache.kv._free[-1]
+    elif how == "another token":
+        original = run.context.finish_step
+
+        def finish(kept: list) -> dict:
+            run.context.finish_step = original
+            return original([type(new)(tuple(token ^ 1 for token in new.tokens), new.ends) for new in kept])
+
+        run.context.finish_step = finish
+    else:
+        cache.slots.reserve()  # which nobody cancels
+
+
+def broadcast_outcomes(layout: Layout) -> tuple[list[int], list[int]]:
+    """Return the tokens of requests where the first rank of the last stage alone samples what it should."""
+    with parallel(layout):
+        subject = engine_runs.hybrid(tiny_sizes())
+        found = []
+        for falsified in (False, True):
+            run = EngineRun.start(subject)
+            if falsified:
+                _falsify_elsewhere(run)
+            run.add(0, some_tokens(20), 10)
+            run.finish()
+            found.append(run.tokens(0))
+        return found[0], found[1]
+
+
+def _falsify_elsewhere(run: EngineRun) -> None:
+    ranks = run.context.ranks
+    is_source = ranks.is_last_stage and ranks.index == ranks.num_ranks - ranks.num_ranks // ranks.num_stages
+    if is_source:
+        return
+    wanted = run.context.wanted_logits
+    run.context.wanted_logits = lambda logits: torch.roll(wanted(logits), 1, dims=-1)

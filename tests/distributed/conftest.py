@@ -1,0 +1,23 @@
+"""Worlds of ranks for the tests of this folder."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.distributed.world import Worlds, is_rank
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Run a rank's tests in its own process, one after another: all ranks run the same."""
+    if is_rank() and hasattr(config.option, "numprocesses"):
+        config.option.numprocesses = 0
+        config.option.dist = "no"
+
+
+@pytest.fixture(scope="session")
+def worlds() -> Iterator[Worlds]:
+    """Keep processes from one test to the next."""
+    found = Worlds()
+    yield found
+    found.close()

@@ -1,0 +1,32 @@
+"""On a rank: what the processes of a command do together."""
+
+from argparse import Namespace
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_mamba_cache.command_line.launch import Launch
+from megatron_mamba_cache.command_line.replicas import SeveralProcesses
+from megatron_mamba_cache.command_line.usage_error import UsageError
+from tests.distributed.rank_process import has_devices
+
+
+def error_of_one_process() -> str:
+    """Return the error that ends this process where the second one alone finds a mistake."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    sizes = {f"{kind}_model_parallel_size": 1 for kind in ("tensor", "pipeline", "expert")}
+    try:
+        together = SeveralProcesses(
+            Launch(rank, size, rank), Namespace(**sizes), "cuda" if has_devices(size) else "cpu"
+        )
+        together.make(lambda: _build(rank))
+    except UsageError as error:
+        return str(error)
+    finally:
+        parallel_state.destroy_model_parallel()
+    return "none"
+
+
+def _build(rank: int) -> None:
+    if rank == 1:
+        raise UsageError("this process cannot")

@@ -1,0 +1,60 @@
+"""On a rank: a checkpoint loaded under several layouts, from both formats, and what it generates."""
+
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_mamba_cache import CacheConfig, build_engine
+from megatron_mamba_cache.models.hugging_face import LoadedModel, load_hugging_face
+from megatron_mamba_cache.models.megatron_checkpoint import load_megatron_checkpoint, save_megatron_checkpoint
+from tests.distributed.rank_models import Layout, parallel
+from tests.mcore.engine_runs import EngineRun
+from tests.models.tensor_parallel_worker import assert_same_weights, some_prompts
+from tests.models.tiny_checkpoints import TinyCheckpoint, tiny_checkpoint
+
+
+def tokens_under_layouts(name: str, layouts: list[Layout]) -> list[dict[int, list[int]]]:
+    """Return what a checkpoint generates under each layout; each loads again what the one before it has saved."""
+    case = tiny_checkpoint(name)
+    case.config.vocab_size = 128  # the drawn ones are odd on purpose
+    folder = _folder_of_all_ranks()
+    hugging_face = folder / "hugging_face"
+    if dist.get_rank() == 0:
+        case.write(case.model(), hugging_face)
+    dist.barrier()
+    saved: Path | None = None
+    found = []
+    for number, layout in enumerate(layouts):
+        with parallel(layout):
+            loaded = load_hugging_face(hugging_face, torch.float32)
+            if saved is not None:
+                assert_same_weights(loaded, load_megatron_checkpoint(saved, torch.float32))
+            found.append(_tokens(case, loaded))
+            saved = folder / f"saved_{number}"
+            save_megatron_checkpoint(loaded.model, loaded.architecture, saved)
+    return found
+
+
+def _folder_of_all_ranks() -> Path:
+    folder = [tempfile.mkdtemp(prefix="ranks")]
+    dist.broadcast_object_list(folder, 0)
+    return Path(folder[0])
+
+
+def _tokens(case: TinyCheckpoint, loaded: LoadedModel) -> dict[int, list[int]]:
+    config = CacheConfig(
+        **case.cache_settings,
+        buffer_size_gb=0.01,
+        prefix_caching_mamba_gb=0.01,
+        max_requests=4,
+        max_sequence_length=640,
+        rank_digest_steps=1,
+    )
+    run = EngineRun(loaded, build_engine(loaded.model, config))
+    for request_id, prompt in enumerate(some_prompts(loaded.architecture.vocab_size).tolist()):
+        run.add(request_id, prompt, 8)
+    run.finish()
+    run.assert_nothing_held()
+    return {request_id: run.tokens(request_id) for request_id in run.finished}

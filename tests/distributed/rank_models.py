@@ -1,0 +1,109 @@
+"""On a rank: a layout of ranks, and tiny models shared out by it beside the fp64 oracle of the whole model."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import initialize_rng_tracker
+from torch import Tensor
+
+from megatron_mamba_cache.mcore.model_shape import HybridModelShape
+from megatron_mamba_cache.mcore.ranks import ranks_of_process
+from megatron_mamba_cache.models.random_hybrid import RandomHybridConfig, random_hybrid_model, random_weights
+from tests.mcore import engine_runs
+from tests.mcore.engine_runs import Hybrid
+from tests.oracle import HybridOracle
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How ranks share a model; what is left of the world are replicas."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    expert: int = 1
+
+
+@contextmanager
+def parallel(layout: Layout) -> Iterator[None]:
+    """Let Megatron's parallel state be of a layout, and tests' tiny models be shared out by it."""
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        expert_model_parallel_size=layout.expert,
+    )
+    initialize_rng_tracker(inference_rng_tracker=True)
+    try:
+        models: dict[RandomHybridConfig, Hybrid] = {}
+
+        def hybrid(sizes: RandomHybridConfig) -> Hybrid:
+            if sizes not in models:
+                models[sizes] = _hybrid(sizes)
+            return models[sizes]
+
+        def block_bytes(sizes: RandomHybridConfig, block_size: int) -> int:
+            return _bytes(hybrid(sizes).shape.block_bytes(block_size))
+
+        def state_bytes(sizes: RandomHybridConfig, num_drafts: int = 0) -> int:
+            return _state_bytes(hybrid(sizes).shape, num_drafts)
+
+        with pytest.MonkeyPatch.context() as patch:
+            for replacement in (hybrid, block_bytes, state_bytes):
+                patch.setattr(engine_runs, replacement.__name__, replacement)
+            yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        _destroy_groups()
+
+
+def _destroy_groups() -> None:
+    """Destroy the groups that Megatron forgets but does not destroy: each keeps threads."""
+    for group in [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]:
+        dist.destroy_process_group(group)
+
+
+def _hybrid(sizes: RandomHybridConfig) -> Hybrid:
+    model = random_hybrid_model(sizes)
+    oracle = HybridOracle.from_megatron(whole_model(sizes, model))
+    return Hybrid(sizes, model, oracle, HybridModelShape.of(model, ranks_of_process()))
+
+
+def whole_model(sizes: RandomHybridConfig, model: Any) -> Any:
+    """Return all weights of the model that a rank has a part of, under the attributes that a model has."""
+    whole = SimpleNamespace(config=model.config, position_embedding_type=model.position_embedding_type)
+    whole.share_embeddings_and_output_weights = False
+    for name, drawn in random_weights(sizes):
+        _set(whole, name.split("."), drawn.to(torch.cuda.current_device()))
+    whole.decoder.layers = [vars(whole.decoder.layers)[str(number)] for number in range(len(sizes.pattern))]
+    whole.decoder.layer_type_list = list(sizes.pattern)
+    for layer in (layer for layer, symbol in zip(whole.decoder.layers, sizes.pattern, strict=True) if symbol == "E"):
+        layer.mlp.experts.local_experts = list(vars(layer.mlp.experts.local_experts).values())
+    if model.position_embedding_type == "rope":
+        whole.rotary_pos_emb = model.rotary_pos_emb
+    return whole
+
+
+def _set(place: SimpleNamespace, path: list[str], weight: Tensor) -> None:
+    for step in path[:-1]:
+        if not hasattr(place, step):
+            setattr(place, step, SimpleNamespace())
+        place = getattr(place, step)
+    setattr(place, path[-1], weight)
+
+
+def _state_bytes(shape: HybridModelShape, num_drafts: int) -> int:
+    """Return the bytes of one fp32 state on this rank."""
+    heads, state, channels = shape.ssm_shape
+    window = shape.d_conv - 1 + num_drafts
+    return _bytes(shape.num_mamba_layers * 4 * (window * shape.conv_dim + heads * state * channels))
+
+
+def _bytes(count: int) -> int:
+    """Return at least one byte: settings buy something where nothing is needed, too."""
+    return max(1, count)

@@ -1,0 +1,73 @@
+"""Ranks of a model agree on what there is and on what they do; where they part, all of them say so."""
+
+import pytest
+
+from tests.distributed import agreement_cases
+from tests.distributed.rank_models import Layout
+from tests.distributed.world import Worlds
+
+TENSOR, PIPELINE = Layout(tensor=2), Layout(pipeline=2)
+
+
+@pytest.mark.parametrize("layout", [TENSOR, PIPELINE], ids=["tensor", "pipeline"])
+def test_capacities_are_the_least_of_all_ranks_and_stay_so_after_a_suspend(layout: Layout, worlds: Worlds) -> None:
+    first, second = worlds.of(2).run(agreement_cases.capacities, layout, "M*M*", [40, 30], [9, 12], [5, 4])
+    num_live = 4
+    assert first == second
+    assert first[0] == first[1] == (30, first[0][1], 9 + num_live, num_live)
+
+
+def test_a_stage_without_layers_of_a_kind_leaves_the_capacity_to_the_others(worlds: Worlds) -> None:
+    outcomes = worlds.of(2).run(agreement_cases.capacities, PIPELINE, "MM*-", [7, 30], [9, 12], [4, 4])
+    assert outcomes[0] == outcomes[1]
+    blocks, _, slots, _ = outcomes[0][0]
+    assert (blocks, slots) == (30, 9 + 4)  # the first stage has the states, the second the KV blocks
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ([{}, {"max_tokens": 128}], "max_tokens differs between the ranks of the model: [64, 128]"),
+        ([{}, {"kv_blocks": 0, "paused_blocks": None}], "which holds 1 KV blocks"),
+        ([{"cached_states": 0}, {}], "one cached state takes"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_an_error_on_all_ranks(
+    settings: list[dict], said: str, worlds: Worlds
+) -> None:
+    for error in worlds.of(2).run(agreement_cases.error_of_settings, TENSOR, settings):
+        assert said in error and error.startswith("ValueError")
+
+
+def test_memory_that_one_rank_lacks_is_an_error_on_all(worlds: Worlds) -> None:
+    first, second = worlds.of(2).run(agreement_cases.error_of_memory, TENSOR)
+    assert second.startswith("cannot allocate") and first == f"on rank 1 of the model: {second}"
+
+
+@pytest.mark.parametrize(
+    ("layout", "every", "part", "kind"),
+    [
+        (TENSOR, 1, "another block", "new KV blocks"),
+        (TENSOR, 4, "another block", "new KV blocks"),
+        (TENSOR, 4, "another token", "tokens of the step"),
+        (TENSOR, 1, "another slot", "reserved states"),
+        (PIPELINE, 1, "another token", "tokens of the step"),
+        (PIPELINE, 4, "another slot", "reserved states"),
+    ],
+)
+def test_a_rank_that_decides_otherwise_is_found_and_the_decision_named(
+    layout: Layout, every: int, part: str, kind: str, worlds: Worlds
+) -> None:
+    outcomes = worlds.of(2).run(agreement_cases.error_of_a_part, layout, every, part)
+    assert outcomes[0] == outcomes[1]
+    error, num_steps = outcomes[0]
+    assert kind in error and "is the first that differs: rank 0: step" in error and "rank 1: step" in error
+    parted_at = int(error.split("rank 0: step ")[1].split(",")[0])
+    assert parted_at > agreement_cases.STEPS_TOGETHER
+    assert 0 <= agreement_cases.STEPS_TOGETHER + num_steps - parted_at < every
+
+
+@pytest.mark.parametrize("layout", [TENSOR, PIPELINE], ids=["tensor", "pipeline"])
+def test_tokens_come_from_one_rank(layout: Layout, worlds: Worlds) -> None:
+    for tokens, with_others_wrong in worlds.of(2).run(agreement_cases.broadcast_outcomes, layout):
+        assert tokens == with_others_wrong

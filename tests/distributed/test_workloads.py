@@ -1,0 +1,81 @@
+"""Random workloads over models that ranks share: tokens are the oracle's, plans the same on all ranks at each step."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from tests.distributed.rank_models import Layout
+from tests.distributed.workload_cases import RankOutcome, run_workloads, run_workloads_of_replicas
+from tests.distributed.world import Worlds
+from tests.mcore.engine_runs import OracleTally
+
+HAS_ROOM_FOR_4 = max(os.cpu_count() or 1, torch.cuda.device_count()) >= 4
+TENSOR, PIPELINE, BOTH = Layout(tensor=2), Layout(pipeline=2), Layout(tensor=2, pipeline=2)
+SHARED = [
+    *((TENSOR, name, 1) for name in ("tight_blocks", "few_states", "disturbed")),
+    *((PIPELINE, name, 2) for name in ("roomy", "strides", "whole_prompts", "disturbed")),
+    pytest.param(
+        *(BOTH, "small_steps", 3),
+        marks=pytest.mark.skipif(not HAS_ROOM_FOR_4, reason="4 ranks take long on fewer than 4 cores"),
+    ),
+]
+REPLICAS = [
+    (Layout(), ("uncached", "few_states"), 0),
+    (Layout(expert=2), ("tight_blocks", "roomy"), 1),
+]
+
+
+@dataclass(slots=True)
+class Totals:
+    """What all workloads came to."""
+
+    tally: OracleTally = field(default_factory=OracleTally)
+    num_decisions: int = 0
+
+    def add(self, outcome: RankOutcome) -> None:
+        """Count what one rank saw."""
+        self.tally.add(OracleTally(outcome.num_compared, outcome.num_stopped))
+        self.num_decisions += sum(count for count, *_ in outcome.decisions)
+
+
+@pytest.fixture(scope="module")
+def totals() -> Iterator[Totals]:
+    """Collect the totals of the module; print them and assert that few comparisons were stopped."""
+    totals = Totals()
+    yield totals
+    print(f"\n{totals.tally}, {totals.num_decisions} decisions")
+    totals.tally.assert_few_stops()
+
+
+def name_of(value: object) -> str | None:
+    """Name a layout or replicas in a test's id."""
+    if isinstance(value, Layout):
+        return f"tp{value.tensor}-pp{value.pipeline}-ep{value.expert}"
+    return "+".join(value) if isinstance(value, tuple) else None
+
+
+@pytest.mark.parametrize(("layout", "flavour", "seed"), SHARED, ids=name_of)
+def test_ranks_of_a_model_plan_the_same_and_generate_the_oracles_tokens(
+    layout: Layout, flavour: str, seed: int, worlds: Worlds, totals: Totals
+) -> None:
+    outcomes = worlds.of(layout.tensor * layout.pipeline).run(run_workloads, layout, flavour, seed)
+    first = outcomes[0]
+    assert all(outcome.decisions == first.decisions and outcome.texts == first.texts for outcome in outcomes)
+    assert all(count > first.seen[0]["requests"] for count, *_ in first.decisions)
+    assert first.seen[1]["accepted_tokens"]
+    totals.add(first)
+
+
+@pytest.mark.parametrize(("layout", "flavours", "seed"), REPLICAS, ids=name_of)
+def test_replicas_side_by_side_generate_the_oracles_tokens(
+    layout: Layout, flavours: tuple[str, ...], seed: int, worlds: Worlds, totals: Totals
+) -> None:
+    outcomes = worlds.of(2).run(run_workloads_of_replicas, layout, flavours, seed)
+    assert outcomes[0].texts != outcomes[1].texts
+    for outcome in outcomes:
+        totals.add(outcome)
+    if layout.expert > 1:
+        assert max(outcome.num_idle for outcome in outcomes) > 0

@@ -1,0 +1,131 @@
+"""On a rank: random workloads over a model that ranks share."""
+
+import random
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megatron_mamba_cache.speculation.drafter import Drafter
+from tests.distributed.rank_models import Layout, parallel
+from tests.mcore import random_workloads
+from tests.mcore.engine_runs import EngineRun
+from tests.mcore.faults import FAULT_PLACES
+from tests.mcore.noisy_drafter import NoisyDrafter
+from tests.mcore.random_workloads import FLAVOURS, Workload, make_workload, run_workload
+
+NUM_DRAFTS = 3
+_OF_ONE_STAGE = ("the first layer", "attention", "the last mixer", "sampling")
+_FAULTS_OF_EVERY_STAGE = {place: found for place, found in FAULT_PLACES.items() if place not in _OF_ONE_STAGE}
+_MODELS_WITH_EXPERTS = (
+    {"pattern": "ME*M-", "ssm_chunk_size": 8},
+    {"pattern": "M*EME", "ssm_chunk_size": 16, "use_rope": False, "num_experts": 6},
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RankOutcome:
+    """What workloads came to on a rank.
+
+    Args:
+        texts: Prompt and reply of each request, with drafts and without.
+        seen: Counters, likewise.
+        num_idle: Steps computed for nobody, while other replicas had requests.
+        decisions: Of each, how many there were and their hash.
+    """
+
+    texts: tuple[dict[int, list[int]], dict[int, list[int]]]
+    seen: tuple[dict[str, int], dict[str, int]]
+    decisions: tuple[tuple[int, ...], tuple[int, ...]]
+    num_compared: int
+    num_stopped: int
+    num_idle: int = 0
+
+
+def run_workloads(layout: Layout, flavour: str, seed: int) -> RankOutcome:
+    """Run the workload of a flavour and a seed without drafts and with, as the other ranks do.
+
+    Tokens are compared with the oracle's here, plans with the other ranks' before every forward.
+    """
+    with parallel(layout), pytest.MonkeyPatch.context() as patch:
+        if layout.pipeline > 1:
+            patch.setattr(random_workloads, "FAULT_PLACES", _FAULTS_OF_EVERY_STAGE)
+        return _run_workloads(flavour, seed)
+
+
+def run_workloads_of_replicas(layout: Layout, flavours: tuple[str, ...], seed: int) -> RankOutcome:
+    """Run a workload of each replica's own, in step with the others, which may share experts with it."""
+    with parallel(layout), pytest.MonkeyPatch.context() as patch:
+        if layout.expert > 1:  # of one model
+            patch.setattr(random_workloads, "MODELS", (_MODELS_WITH_EXPERTS[seed % len(_MODELS_WITH_EXPERTS)],))
+        steps = SharedSteps()
+        steps.install(patch)
+        replica = parallel_state.get_data_parallel_rank()
+        outcome = _run_workloads(flavours[replica], seed + replica)
+        return replace(outcome, num_idle=steps.wait_for_others())
+
+
+class SharedSteps:
+    """Lets replicas step as often as each other, those without requests idly."""
+
+    def __init__(self) -> None:
+        self._controller: Any = None
+
+    def install(self, patch: pytest.MonkeyPatch) -> None:
+        """Announce every step of an engine to the other replicas."""
+        step = EngineRun.step
+
+        def announced(run: EngineRun) -> list[int]:
+            self._controller = run.engine.controller
+            _num_busy(1)
+            return step(run)
+
+        patch.setattr(EngineRun, "step", announced)
+
+    def wait_for_others(self) -> int:
+        """Compute for nobody until no replica has a request, and say how often; what is cached stays as it is."""
+        context, num_idle = self._controller.context, 0
+        before = _contents(context)
+        while _num_busy(0):
+            self._controller.dummy_forward()
+            num_idle += 1
+        assert all(torch.equal(now, then) for now, then in zip(_contents(context), before, strict=True))
+        context.check_integrity()
+        return num_idle
+
+
+def _num_busy(is_busy: int) -> int:
+    """Return how many ranks have requests."""
+    count = torch.tensor([is_busy], device=torch.cuda.current_device())
+    dist.all_reduce(count)
+    return int(count)
+
+
+def _contents(context: Any) -> list[Tensor]:
+    """Return a copy of all states, and of the KV blocks that somebody may read."""
+    memory = context.memory
+    return [memory.state_pool.conv.clone(), memory.state_pool.ssm.clone(), memory.kv_buffer[:, :, :-1].clone()]
+
+
+def _run_workloads(flavour: str, seed: int) -> RankOutcome:
+    work = make_workload(FLAVOURS[flavour], seed, NUM_DRAFTS)
+    work = replace(work, config=replace(work.config, rank_digest_steps=1))
+    plain = run_workload(replace(work, config=replace(work.config, num_speculative_tokens=0)))
+    outcomes = plain, run_workload(work, _drafter(plain.texts, work))
+    logs = [outcome.engine.controller.digest.log for outcome in outcomes]
+    return RankOutcome(
+        texts=tuple(outcome.texts for outcome in outcomes),
+        seen=tuple(dict(outcome.seen) for outcome in outcomes),
+        decisions=tuple((log.num_noted, *log.fingerprint()) for log in logs),
+        num_compared=sum(outcome.tally.num_compared for outcome in outcomes),
+        num_stopped=sum(outcome.tally.num_stopped for outcome in outcomes),
+    )
+
+
+def _drafter(texts: dict[int, list[int]], work: Workload) -> Drafter:
+    vocab_size = work.subject.sizes.vocab_size
+    return NoisyDrafter(texts, accuracy=0.8, vocab_size=vocab_size, seed=random.Random(len(texts)).randrange(100))

@@ -1,0 +1,66 @@
+"""Each layer, expert and end of a model is on one rank, under the name that it has there."""
+
+import pytest
+
+from megatron_mamba_cache.models.parameter_shapes import parameters_of
+from megatron_mamba_cache.models.random_hybrid import (
+    RandomHybridConfig,
+    random_architecture,
+    random_hybrid_model,
+    random_weights,
+)
+from megatron_mamba_cache.models.rank_part import EMBEDDINGS, OUTPUT, RankPart, stage_lengths
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "num_stages", "lengths"),
+    [(10, 1, [10]), (10, 2, [5, 5]), (5, 2, [3, 2]), (10, 4, [3, 3, 3, 1]), (5, 4, [1, 1, 1, 2]), (2, 2, [1, 1])],
+)
+def test_stages_share_layers_evenly_but_for_the_last(num_layers: int, num_stages: int, lengths: list[int]) -> None:
+    assert stage_lengths(num_layers, num_stages) == lengths
+
+
+@pytest.mark.parametrize("num_layers", range(1, 60))
+@pytest.mark.parametrize("num_stages", range(1, 9))
+def test_no_stage_is_empty(num_layers: int, num_stages: int) -> None:
+    if num_layers < num_stages:
+        with pytest.raises(ValueError, match="--pipeline-model-parallel-size"):
+            stage_lengths(num_layers, num_stages)
+        return
+    lengths = stage_lengths(num_layers, num_stages)
+    assert sum(lengths) == num_layers and min(lengths) >= 1 and len(set(lengths[:-1])) <= 1
+
+
+def part(
+    layers: range, experts: range = range(4), *, first: bool = False, last: bool = False, tied: bool = False
+) -> RankPart:
+    return RankPart(layers, experts, first, last, tied)
+
+
+def test_layers_and_experts_are_counted_from_the_part_s_own_first() -> None:
+    middle = part(range(3, 6), range(2, 4))
+    assert middle.local_name("decoder.layers.4.mixer.D") == "decoder.layers.1.mixer.D"
+    assert middle.local_name("decoder.layers.6.mixer.D") is None
+    expert = "decoder.layers.{}.mlp.experts.local_experts.{}.linear_fc1.weight"
+    assert middle.local_name(expert.format(3, 3)) == expert.format(0, 1)
+    assert middle.local_name(expert.format(3, 1)) is None
+
+
+@pytest.mark.parametrize(("is_first", "is_last"), [(True, False), (False, True), (False, False), (True, True)])
+@pytest.mark.parametrize("tied", [True, False])
+def test_ends_are_on_the_outer_stages(is_first: bool, is_last: bool, tied: bool) -> None:
+    here = part(range(2), first=is_first, last=is_last, tied=tied)
+    copied = OUTPUT if is_last and tied else None
+    assert here.local_name(EMBEDDINGS) == (EMBEDDINGS if is_first else copied)
+    for name in ("decoder.final_norm.weight", OUTPUT):
+        assert here.local_name(name) == (name if is_last else None)
+
+
+@pytest.mark.parametrize("pattern", ["M*-", "M*E-M", "-EM*"])
+def test_parameters_are_those_that_megatron_builds_in_its_order(pattern: str) -> None:
+    shape = RandomHybridConfig(pattern=pattern)
+    model, parameters = random_hybrid_model(shape), parameters_of(random_architecture(shape))
+    built = [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
+    assert built == [(name, whole.shape) for name, whole in parameters.items()]
+    drawn = dict(random_weights(shape))
+    assert all((parameter == drawn[name]).all() for name, parameter in model.named_parameters())

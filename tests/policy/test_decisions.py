@@ -1,0 +1,64 @@
+"""Logs of decisions: equal ones have equal hashes, and of those that part the first difference is told."""
+
+import pytest
+
+from megatron_mamba_cache.policy.decisions import Decision, DecisionKind, DecisionLog, first_difference
+
+Entry = tuple[DecisionKind, int, tuple[int, ...]]
+COMMON: list[Entry] = [(DecisionKind.ADMIT, 1, (0, 2)), (DecisionKind.SCHEDULE, 1, (0, 8))]
+
+
+def log_of(entries: list[Entry]) -> DecisionLog:
+    log = DecisionLog()
+    for step, (kind, request_id, facts) in enumerate(entries):
+        log.step = step
+        log.note(kind, request_id, *facts)
+    return log
+
+
+def test_equal_decisions_have_equal_fingerprints_of_62_bits() -> None:
+    one, other = log_of(COMMON), log_of(COMMON)
+    assert one.fingerprint() == other.fingerprint()
+    assert all(0 <= piece < 2**62 for piece in one.fingerprint())
+    assert one.num_noted == 2
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        (DecisionKind.SCHEDULE, 1, (0, 9)),
+        (DecisionKind.SCHEDULE, 2, (0, 8)),
+        (DecisionKind.GROW, 1, (0, 8)),
+        (DecisionKind.SCHEDULE, 1, (0, 8, 0)),
+    ],
+)
+def test_whatever_differs_changes_the_fingerprint_and_is_named(last: Entry) -> None:
+    one, other = log_of(COMMON), log_of([COMMON[0], last])
+    assert one.fingerprint() != other.fingerprint()
+    told = first_difference([one.recent(), other.recent()])
+    assert told.startswith("decision 1 is the first that differs: rank 0: step 1, request 1, tokens of the step")
+    assert str(Decision(1, *last)) in told
+
+
+def test_a_step_is_part_of_what_was_decided() -> None:
+    late = DecisionLog()
+    late.step = 3
+    late.note(*COMMON[0][:2], *COMMON[0][2])
+    assert late.fingerprint() != log_of(COMMON[:1]).fingerprint()
+
+
+def test_a_rank_that_decided_less_has_nothing_there() -> None:
+    told = first_difference([log_of(COMMON).recent(), log_of(COMMON[:1]).recent()])
+    assert told.endswith("rank 1: nothing")
+
+
+def test_memory_is_bounded_and_a_difference_long_ago_is_told_as_such() -> None:
+    many = [(DecisionKind.EVICT, -1, (number,)) for number in range(10_000)]
+    one, other = log_of(many), log_of([(DecisionKind.EVICT, -1, (-5,)), *many[1:]])
+    assert len(one.recent().decisions) < 5000
+    assert one.num_noted == 10_000 and one.fingerprint() != other.fingerprint()
+    assert "no longer remembered" in first_difference([one.recent(), other.recent()])
+
+
+def test_decisions_about_the_pools_say_so() -> None:
+    assert str(Decision(4, DecisionKind.EVICT, -1, (1, 2))).startswith("step 4, pools, evictions")
