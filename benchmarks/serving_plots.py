@@ -28,12 +28,19 @@ def write_plots(
 
 def _write_delays(folder: Path, delays: Mapping[str, Sequence[float]]) -> Path:
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.add_subplot(xscale="log", xlabel="time to first token, s", ylabel="share of requests")
-    for name, values in delays.items():
-        ordered = sorted(values)
-        axes.step(ordered, [(rank + 1) / len(ordered) for rank in range(len(ordered))], where="post", label=name)
+    axes = figure.add_subplot(xscale="log", xlabel="time to first token, ms", ylabel="share of requests")
+    modes, drafts = ([name.split(", ")[index] for name in delays] for index in (0, -1))
+    for (name, values), mode, num_drafts in zip(delays.items(), modes, drafts, strict=True):
+        ordered = [1e3 * value for value in sorted(values)]
+        shares = [(rank + 1) / len(ordered) for rank in range(len(ordered))]
+        color, style = list(dict.fromkeys(modes)).index(mode), ("-", "--")[num_drafts != drafts[0]]
+        axes.step(ordered, shares, where="post", label=name, color=f"C{color}", linestyle=style)
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
     axes.grid(alpha=0.3)
     axes.legend()
     return _saved(figure, folder / "time_to_first_token.png")
@@ -47,7 +54,7 @@ def _write_bars(folder: Path, figures: Mapping[str, ServingFigures]) -> Path:
     axes = figure.add_subplot(1, 2, 1, title="generated tokens/s")
     axes.barh(names, [each.generated_per_s for each in found])
     axes.invert_yaxis()
-    axes = figure.add_subplot(1, 2, 2, title="prompt tokens skipped, % (outline: the most)")
+    axes = figure.add_subplot(1, 2, 2, title="prompt tokens skipped, %\n(outline: the most that a cache could)")
     axes.barh(names, [100 * each.best_hit_rate for each in found], fill=False)
     axes.barh(names, [100 * each.hit_rate for each in found])
     axes.set_xlim(0, 100)
