@@ -27,6 +27,7 @@ from tqdm import tqdm
 
 from ..policy.requests import RunningRequest, num_decoding
 from ..state.padded_step import StepShape, decode_shapes, prefill_shapes, smallest_shape
+from ..state.plain_steps import PlainStep, send_next
 from ..state.step_batch import StepBatch, send_padded_step, view_step
 from ..state.step_logits import StepLogits, all_greedy, logits_starts
 from .captured_step import Capture
@@ -93,6 +94,7 @@ class StepGraph:
         self._views = view_step(padding, buffers, num_chunks)
         longest = replace(self._views.attention, kv_lens=(context.max_sequence_length,) * shape.num_rows)
         self._attention = self._memory.attention.capture(longest)
+        self._last: PlainStep | None = None
 
         def forward() -> tuple[Tensor, ...]:
             with context.rehearsing():
@@ -120,7 +122,12 @@ class StepGraph:
         """Send the rows of a step that the shape holds; return it as its readers see it."""
         memory, shape, results = self._memory, self.shape, self._results
         padded = shape.pad(rows, memory.geometry.dummy_block)
-        send_padded_step(padded, memory.step_buffers, memory.geometry, shape, draws_ratios=draws_ratios)
+        buffers, last = memory.step_buffers, self._last
+        if last is not None and last.goes_on(rows, buffers, memory.geometry.block_size):
+            self._last = send_next(last, buffers, len(padded))
+        else:
+            send_padded_step(padded, buffers, memory.geometry, shape, draws_ratios=draws_ratios)
+            self._last = PlainStep.sent(rows, buffers)
         attention = replace(
             results.attention,
             query_lens=tuple(row.scheduled for row in padded),

@@ -85,6 +85,7 @@ class StepBuffers:
         self._host = torch.zeros(int(ends[-1]), dtype=torch.int32, pin_memory=pinned)
         self._host_array = self._host.numpy()
         self._device = torch.zeros(int(ends[-1]), dtype=torch.int32, device=device)
+        self.num_sent = 0
 
     @staticmethod
     def _section_sizes(limits: StepLimits) -> dict[str, int]:
@@ -132,5 +133,6 @@ class StepBuffers:
 
         The host side may be written again once the step's results have been read back, which orders it after the copy.
         """
+        self.num_sent += 1
         used = self._spans["block_table"].start + num_table_rows * self.limits.max_blocks
         self._device[:used].copy_(self._host[:used], non_blocking=True)
