@@ -195,21 +195,24 @@ def table(figures: Sequence[Figure]) -> str:
 
 
 def plot(figures: Sequence[Figure], file: Path) -> None:
-    """Draw what both rules save over memory, a panel for each load."""
-    from matplotlib import pyplot
+    """Draw what both rules save over memory, a panel for each load where there is something to save."""
+    from matplotlib.figure import Figure as Picture
+    from matplotlib.ticker import NullLocator
 
-    loads = [load for load in dict.fromkeys(f.load for f in figures) if any(f.saved_tokens for f in figures)]
-    _, panels = pyplot.subplots(1, len(loads), figsize=(3.2 * len(loads), 3.2), sharey=True, squeeze=False)
+    loads = [load for load in dict.fromkeys(f.load for f in figures) if any(f.saved_tokens for f in _of(figures, load))]
+    picture = Picture(figsize=(3.2 * len(loads), 3.2), layout="constrained")
+    panels = picture.subplots(1, len(loads), sharey=True, squeeze=False)[0]
     sizes = [kv for kv, states in MEMORIES if kv == states]
-    for panel, load in zip(panels[0], loads, strict=True):
+    for panel, load in zip(panels, loads, strict=True):
         for rule in RULES:
             panel.plot(sizes, [_saved(_pick(figures, load, size, size, rule)) for size in sizes], "o-", label=rule)
         panel.set(title=load, xscale="log", xlabel="memory / working set", ylim=(0, 1.02))
-        panel.set_xticks(sizes, [f"{size:g}" for size in sizes], minor=False)
-    panels[0][0].set_ylabel("tokens saved / unlimited")
-    panels[0][0].legend()
-    pyplot.tight_layout()
-    pyplot.savefig(file, dpi=120)
+        panel.set_xticks(sizes, [f"{size:g}" for size in sizes])
+        panel.xaxis.set_minor_locator(NullLocator())
+        panel.grid(alpha=0.3)
+    panels[0].set_ylabel("tokens saved / unlimited")
+    panels[0].legend()
+    picture.savefig(file, dpi=120)
 
 
 def _row(load: str, kv: float, states: float, figures: Sequence[Figure]) -> str:

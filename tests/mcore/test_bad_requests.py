@@ -297,7 +297,7 @@ def test_engine_refuses_a_model_without_the_caching_modules(monkeypatch: pytest.
         return spec
 
     with monkeypatch.context() as patch:
-        patch.setattr("megatron_mamba_cache.models.architecture.local_hybrid_spec", spec_without_caching_attention)
+        patch.setattr("megatron_mamba_cache.models.hybrid_model.local_hybrid_spec", spec_without_caching_attention)
         model = random_hybrid_model(tiny_sizes())
     with pytest.raises(ValueError, match=r"without the caching modules.*with_mamba_cache"):
         build_engine(model, CacheConfig(block_size_tokens=16, buffer_size_gb=0.01))
