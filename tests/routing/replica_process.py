@@ -1,25 +1,25 @@
 """One replica in a process of its own: a tiny engine that listens to a coordinator until it is stopped.
 
-`fleet.py` runs `main` there. It says once that it takes part, with the coordinator's address and the replica's name, and
-once how it has ended.
+`fleet.py` runs `main` there. It says once that it takes part, with the coordinator's address and the replica's name,
+and once how it has ended.
 """
 
 import asyncio
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
 from megatron_mamba_cache import build_engine
 from megatron_mamba_cache.mcore.replica_engine import ReplicaEngine
 from megatron_mamba_cache.models.random_hybrid import random_hybrid_model
-from megatron_mamba_cache.routing.replica_link import ReplicaFencedError
 from megatron_mamba_cache.routing.settings import RoutingSettings
+from tests.distributed.rank_models import Layout, parallel
 from tests.mcore.engine_runs import cache_config, tiny_sizes
 
 SIZES = tiny_sizes()
@@ -27,8 +27,9 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=5)
 
 
 def build(kv_blocks: int = 200, cached_states: int = 100) -> ReplicaEngine:
-    """Build the engine that all replicas have; requests of up to 512 tokens, blocks of 16."""
-    config = cache_config(SIZES, kv_blocks=kv_blocks, cached_states=cached_states, max_tokens=256)
+    """Build the engine that all replicas have; requests of up to 512 tokens, blocks of 16; ranks compare each step."""
+    bought = {"kv_blocks": kv_blocks, "cached_states": cached_states}
+    config = cache_config(SIZES, **bought, max_tokens=256, rank_digest_steps=1)
     return build_engine(random_hybrid_model(SIZES), config)
 
 
@@ -42,11 +43,7 @@ async def serve(options: dict[str, Any], reports: Connection) -> None:
         coordinator_address=options.get("address"), routing=RoutingSettings(**options.get("routing", {}))
     )
     reports.send({"address": address, "replica": engine._replica_name})
-    try:
-        await engine.engine_loop_task
-    except ReplicaFencedError as error:  # the process itself stays while a coordinator does that it has started
-        reports.send({"fenced": str(error)})
-        raise
+    await engine.engine_loop_task
     reports.send({"steps_aborted": engine.context.counters.steps_aborted})
 
 
@@ -78,13 +75,18 @@ def _fail_steps(engine: ReplicaEngine, every: int) -> None:
 def main(options: dict[str, Any], reports: Connection) -> None:
     """Join the launch's world, if it has one, and serve."""
     torch.set_num_threads(1)
-    if "world" in options:
-        rank, size, file = options["world"]
-        store = dist.FileStore(file, size)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=options.get("tensor_parallel", 1),
-            pipeline_model_parallel_size=options.get("pipeline_parallel", 1),
-        )
-        initialize_rng_tracker(inference_rng_tracker=True)
-    asyncio.run(serve(options, reports))
+    try:
+        with _world(options) if "world" in options else nullcontext():
+            asyncio.run(serve(options, reports))
+    except SystemExit as end:  # Megatron's, from whatever its loop has raised
+        reports.send({"error": str(end.__context__)})  # the process itself stays while its coordinator does
+        raise
+
+
+@contextmanager
+def _world(options: dict[str, Any]) -> Iterator[None]:
+    rank, size, file = options["world"]
+    store = dist.FileStore(file, size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)
+    with parallel(Layout(*options.get("layout", (1, 1)))):
+        yield
