@@ -1,7 +1,11 @@
 """Fixtures and settings shared by all tests."""
 
+import fcntl
 import gc
 import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,3 +32,15 @@ def pytest_collection_finish() -> None:
 def device(request: pytest.FixtureRequest) -> str:
     """Name each device that this machine has."""
     return request.param
+
+
+@pytest.fixture
+def many_processes() -> Iterator[None]:
+    """Run a test that keeps several processes busy while no other such test runs, in any worker of this run."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # the ranks of torchrun run the same test at the same time
+        yield
+        return
+    name = f"many_processes_{os.getuid()}_{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}.lock"
+    with (Path(tempfile.gettempdir()) / name).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

@@ -21,3 +21,8 @@ def worlds() -> Iterator[Worlds]:
     found = Worlds()
     yield found
     found.close()
+
+
+@pytest.fixture(autouse=True)
+def alone(many_processes: None) -> None:
+    """Keep to `many_processes` in all of this folder."""

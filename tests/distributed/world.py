@@ -19,7 +19,7 @@ import torch.distributed as dist
 from tests.distributed import rank_process
 
 REPOSITORY = Path(__file__).parents[2]
-TIMEOUT_S = 60.0
+TIMEOUT_S = 300.0  # longer than collectives wait, so that ranks say what they waited for
 _TAIL = 6000
 
 

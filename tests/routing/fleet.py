@@ -1,24 +1,29 @@
 """Real replicas in processes of their own, a coordinator, and a client."""
 
 import asyncio
-import json
+import multiprocessing
 import os
-import select
-import subprocess
-import sys
+import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Self
+from unittest.mock import patch
 
 import zmq
 from megatron.core.inference.inference_client import InferenceClient
 from megatron.core.inference.sampling_params import SamplingParams
 
+from tests.routing import replica_process
+
 REPOSITORY = Path(__file__).parents[2]
-START_TIMEOUT_S = 120
-END_TIMEOUT_S = 20
+PATIENCE_S = 300  # no claim: machines that run tests can be very busy
 
 
 def greedy(num_tokens: int, **options: Any) -> SamplingParams:
@@ -28,35 +33,57 @@ def greedy(num_tokens: int, **options: Any) -> SamplingParams:
     return params
 
 
+@cache
+def fork_server() -> ForkServerContext:
+    """Return what starts processes that need not import anything: each is a fork of one that has done it once."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([replica_process.__name__])
+    with patch.dict(os.environ, {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "GLOO_SOCKET_IFNAME": "lo"}):
+        forkserver.ensure_running()
+    return context
+
+
 @dataclass(slots=True)
 class ReplicaProcess:
-    """A started replica."""
+    """A started replica, or a rank of one."""
 
-    process: subprocess.Popen[str]
+    process: BaseProcess
+    reports: Connection
     name: str = ""
 
     @classmethod
     def start(cls, options: dict[str, Any]) -> Self:
         """Start without waiting for it."""
-        command = [sys.executable, "-m", "tests.routing.replica_process", json.dumps(options)]
-        settings = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
-        environment = os.environ | settings
-        return cls(subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, text=True))
+        ours, theirs = fork_server().Pipe(duplex=False)
+        process = fork_server().Process(target=replica_process.main, args=(options, theirs))
+        process.start()
+        theirs.close()  # so that its end is heard
+        return cls(process, ours)
 
     def wait_until_ready(self) -> str:
         """Return the coordinator's address once the replica takes part."""
-        assert self.process.stdout is not None
-        end = time.monotonic() + START_TIMEOUT_S
-        while time.monotonic() < end:
-            if not select.select([self.process.stdout], [], [], 1.0)[0]:
-                continue
-            line = self.process.stdout.readline()
-            assert line, f"a replica ended with status {self.process.wait()} before it took part"
-            if line.startswith("{"):
-                ready = json.loads(line)
-                self.name = ready["replica"]
-                return ready["address"]
-        raise TimeoutError(f"a replica did not start within {START_TIMEOUT_S} s")
+        ready = self.report()
+        self.name = ready["replica"]
+        return ready["address"]
+
+    def report(self) -> dict[str, Any]:
+        """Wait for the next report and return it."""
+        assert self.reports.poll(PATIENCE_S), f"a replica has said nothing for {PATIENCE_S} s"
+        try:
+            return self.reports.recv()
+        except EOFError:
+            self.process.join()
+            raise AssertionError(f"a replica ended with status {self.process.exitcode} and without a word") from None
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal to the process."""
+        os.kill(self.process.pid, number)
+
+    def wait_for_end(self) -> int:
+        """Return the exit status."""
+        self.process.join(PATIENCE_S)
+        assert self.process.exitcode is not None, f"{self.name} still runs after {PATIENCE_S} s"
+        return self.process.exitcode
 
 
 @dataclass(slots=True)
@@ -87,18 +114,14 @@ class Fleet:
 
     def wait_for_ends(self) -> list[int]:
         """Return the exit statuses of all processes."""
-        return [replica.process.wait(END_TIMEOUT_S) for replica in self.replicas]
-
-    def num_aborted_steps(self) -> list[int]:
-        """Return the failed steps of each replica that was stopped; call it after `wait_for_ends`."""
-        reports = [replica.process.communicate()[0] for replica in self.replicas]
-        return [json.loads(report)["steps_aborted"] for report in reports if report]
+        return [replica.wait_for_end() for replica in self.replicas]
 
     def end(self) -> None:
         """End what still runs."""
         for replica in self.replicas:
             replica.process.kill()
-            replica.process.wait()
+            replica.process.join()
+            replica.reports.close()
 
 
 @dataclass(slots=True)

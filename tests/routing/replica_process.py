@@ -1,57 +1,59 @@
 """One replica in a process of its own: a tiny engine that listens to a coordinator until it is stopped.
 
-Run by `fleet.py` as `python -m tests.routing.replica_process '{"address": ..., ...}'`. Writes one line of JSON once it
-takes part, with the coordinator's address and the replica's name, and another one when it has been stopped.
+`fleet.py` runs `main` there. It says once that it takes part, with the coordinator's address and the replica's name,
+and once how it has ended.
 """
 
 import asyncio
-import json
-import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 from megatron_mamba_cache import build_engine
 from megatron_mamba_cache.mcore.replica_engine import ReplicaEngine
 from megatron_mamba_cache.models.random_hybrid import random_hybrid_model
 from megatron_mamba_cache.routing.settings import RoutingSettings
+from tests.distributed.rank_models import Layout, parallel
 from tests.mcore.engine_runs import cache_config, tiny_sizes
 
 SIZES = tiny_sizes()
+COLLECTIVE_TIMEOUT = timedelta(minutes=5)
 
 
 def build(kv_blocks: int = 200, cached_states: int = 100) -> ReplicaEngine:
-    """Build the engine that all replicas have; requests of up to 512 tokens, blocks of 16."""
-    config = cache_config(SIZES, kv_blocks=kv_blocks, cached_states=cached_states, max_tokens=256)
+    """Build the engine that all replicas have; requests of up to 512 tokens, blocks of 16; ranks compare each step."""
+    bought = {"kv_blocks": kv_blocks, "cached_states": cached_states}
+    config = cache_config(SIZES, **bought, max_tokens=256, rank_digest_steps=1)
     return build_engine(random_hybrid_model(SIZES), config)
 
 
-async def serve(options: dict[str, Any]) -> None:
+async def serve(options: dict[str, Any], reports: Connection) -> None:
     """Take part until the engine ends."""
     engine = build()
-    if options.get("block_step_s"):
-        _block_a_step(engine, options["block_step_s"])
+    _pace_steps(engine, options.get("step_s", 0.0), options.get("first_step_s", 0.0))
     if options.get("fail_steps"):
         _fail_steps(engine, options["fail_steps"])
     address = await engine.start_listening_to_data_parallel_coordinator(
         coordinator_address=options.get("address"), routing=RoutingSettings(**options.get("routing", {}))
     )
-    print(json.dumps({"address": address, "replica": engine._replica_name}), flush=True)
+    reports.send({"address": address, "replica": engine._replica_name})
     await engine.engine_loop_task
-    print(json.dumps({"steps_aborted": engine.context.counters.steps_aborted}), flush=True)
+    reports.send({"steps_aborted": engine.context.counters.steps_aborted})
 
 
-def _block_a_step(engine: ReplicaEngine, seconds: float) -> None:
-    """Let the first step hold the process up, as compiling a kernel does."""
+def _pace_steps(engine: ReplicaEngine, seconds: float, first: float) -> None:
+    """Let each step hold the process up without computing, and the first one longer, as compiling a kernel does."""
     forward = engine.async_forward
-    pending = [seconds]
+    pending = [first]
 
     async def slow_forward() -> Any:
-        time.sleep(pending.pop() if pending else 0)
+        time.sleep(pending.pop() if pending else seconds)
         return await forward()
 
     engine.async_forward = slow_forward
@@ -70,16 +72,21 @@ def _fail_steps(engine: ReplicaEngine, every: int) -> None:
     engine.controller._sample = failing_sample
 
 
-def main(options: dict[str, Any]) -> None:
+def main(options: dict[str, Any], reports: Connection) -> None:
     """Join the launch's world, if it has one, and serve."""
     torch.set_num_threads(1)
-    if "world" in options:
-        rank, size, file = options["world"]
-        store = dist.FileStore(file, size)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=options.get("tensor_parallel", 1))
-    asyncio.run(serve(options))
+    try:
+        with _world(options) if "world" in options else nullcontext():
+            asyncio.run(serve(options, reports))
+    except SystemExit as end:  # Megatron's, from whatever its loop has raised
+        reports.send({"error": str(end.__context__)})  # the process itself stays while its coordinator does
+        raise
 
 
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+@contextmanager
+def _world(options: dict[str, Any]) -> Iterator[None]:
+    rank, size, file = options["world"]
+    store = dist.FileStore(file, size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)
+    with parallel(Layout(*options.get("layout", (1, 1)))):
+        yield

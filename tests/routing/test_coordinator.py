@@ -1,5 +1,6 @@
 """The coordinator alone, between replicas and clients that a test plays."""
 
+import queue
 import threading
 import time
 from collections.abc import Iterator
@@ -22,23 +23,40 @@ from megatron_mamba_cache.routing.wire import FENCED, PROBE, WELCOME, Hello, Key
 
 SALT = KeySalt("model", "0", 0, 4)
 CONNECTED = msgpack.packb([Headers.CONNECT_ACK.value])
-TIMEOUT_MS = 5000
+TIMEOUT_MS = 120_000
 QUIET_MS = 100
 
 
-class Peer:
-    """A socket that speaks with the coordinator."""
+class ListeningCoordinator(PrefixCoordinator):
+    """Tells the test what has been heard: messages of different sockets may overtake each other on the way."""
 
-    def __init__(self, context: zmq.Context, address: str, identity: str) -> None:
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.handled: queue.Queue[list[bytes]] = queue.Queue()
+
+    def _handle_frames(self, frames: list[bytes]) -> None:
+        super()._handle_frames(frames)
+        self.handled.put(frames)
+
+
+class Peer:
+    """A socket that speaks with the coordinator; what it sends is heard before the next thing is sent by anybody."""
+
+    def __init__(self, context: zmq.Context, service: "Service", identity: str) -> None:
         self.identity = identity
+        self.handled = service.coordinator.handled
         self.socket = context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.IDENTITY, identity.encode())
         self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.connect(address)
+        self.socket.connect(service.address)
 
     def send(self, *message: Any) -> None:
         kind, *body = message
-        self.socket.send(msgpack.packb([kind.value if isinstance(kind, Headers) else kind, *body]))
+        self.send_bytes(msgpack.packb([kind.value if isinstance(kind, Headers) else kind, *body]))
+
+    def send_bytes(self, message: bytes) -> None:
+        self.socket.send(message)
+        assert self.handled.get(timeout=TIMEOUT_MS / 1000) == [self.identity.encode(), message]
 
     def messages(self, timeout_ms: int = TIMEOUT_MS) -> Iterator[list[Any]]:
         """Yield what comes; probes and the answers to greetings are left out, and do not prolong the time."""
@@ -61,10 +79,10 @@ class FakeReplica(Peer):
     """A replica that answers when it is told to."""
 
     def greet(self, member: int = 0, num_members: int = 1, replica: str | None = None, domain: str = "") -> None:
-        self.socket.send(pack_hello(Hello(replica or self.identity, member, num_members, domain)))
+        self.send_bytes(pack_hello(Hello(replica or self.identity, member, num_members, domain)))
 
     def report(self, published: list[int], salt: KeySalt | None = SALT, **changes: Any) -> None:
-        self.socket.send(pack_report(KeyReport(BoundaryChanges(tuple(published), **changes), salt)))
+        self.send_bytes(pack_report(KeyReport(BoundaryChanges(tuple(published), **changes), salt)))
 
     def take(self) -> int:
         """Take a request and return the coordinator's number of it."""
@@ -109,13 +127,13 @@ class Service:
         self.peers: list[Peer] = []
         ours, theirs = Pipe()
         quick = RoutingSettings(**{"probe_interval_s": 0.05} | settings)
-        self.coordinator = PrefixCoordinator(theirs, TokenIdTokenizer(96), None, quick)
+        self.coordinator = ListeningCoordinator(theirs, TokenIdTokenizer(96), None, quick)
         self.address = ours.recv()
         self.thread = threading.Thread(target=self.coordinator.start, daemon=True)
         self.thread.start()
 
     def replica(self, identity: str, **hello: Any) -> FakeReplica:
-        made = FakeReplica(self.context, self.address, identity)
+        made = FakeReplica(self.context, self, identity)
         self.peers.append(made)
         made.greet(**hello)
         return made
@@ -129,7 +147,7 @@ class Service:
         return made
 
     def client(self, identity: str = "client") -> FakeClient:
-        made = FakeClient(self.context, self.address, identity)
+        made = FakeClient(self.context, self, identity)
         self.peers.append(made)
         made.connect()
         return made
@@ -147,7 +165,7 @@ class Service:
             stopper.send(Headers.STOP)
             assert stopper.receive()[0] == Headers.STOP_ACK.value
             stopper.socket.close()
-            self.thread.join(5)
+            self.thread.join(TIMEOUT_MS / 1000)
         assert not self.thread.is_alive()
         self.coordinator.stop()
         self.context.term()
@@ -237,7 +255,7 @@ def test_malformed_messages_disturb_nobody(service: Service, message: str) -> No
     first, second = service.replicas("ab")
     client = service.client()
     second.report([KEYS[2]])
-    second.socket.send(MALFORMED[message])
+    second.send_bytes(MALFORMED[message])
     client.submit(0, TOKENS)
     second.finish(second.take(), [5])
     assert client.answer()[1]["generated_tokens"] == [5]
@@ -246,7 +264,7 @@ def test_malformed_messages_disturb_nobody(service: Service, message: str) -> No
 
 def test_messages_of_strangers_are_ignored(service: Service) -> None:
     (replica,) = service.replicas("a")
-    stranger = FakeClient(service.context, service.address, "stranger")
+    stranger = FakeClient(service.context, service, "stranger")
     service.peers.append(stranger)
     stranger.submit(0, TOKENS)
     stranger.send(Headers.STOP)
@@ -282,7 +300,7 @@ def test_a_request_of_a_dead_replica_is_done_by_another_and_late_words_of_the_de
     request_id = first.take()
     service.kill(first)
     assert second.take() == request_id
-    late = FakeReplica(service.context, service.address, "a")
+    late = FakeReplica(service.context, service, "a")
     service.peers.append(late)
     late.finish(request_id, [1])
     assert late.receive() == msgpack.unpackb(FENCED)
@@ -396,7 +414,7 @@ def test_a_stop_ends_the_coordinator_and_fails_what_is_not_done(service: Service
     assert "were stopped before it was done" in client.error()
     assert client.receive()[0] == Headers.STOP_ACK.value
     assert replica.receive() == [Headers.STOP_ACK.value]
-    service.thread.join(5)
+    service.thread.join(TIMEOUT_MS / 1000)
     assert not service.thread.is_alive()
 
 

@@ -32,7 +32,7 @@ class Line:
     def say(self, *messages: bytes) -> None:
         for message in messages:
             self.router.send_multipart([self.identity, message])
-        assert self.link._socket.poll(5000)
+        assert self.link._socket.poll(120_000)
 
     def heard(self) -> list[object]:
         return msgpack.unpackb(self.router.recv_multipart()[1])
