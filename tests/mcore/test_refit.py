@@ -1,7 +1,7 @@
 """New weights while the engine is suspended, as reinforcement learning has them: no old state is found, no token lost.
 
-Where there is no CUDA, graphs are padded steps that are computed again, as in the tests of CUDA graphs. They read
-whatever weights the modules have by then, so that only a GPU tells whether replays see the new ones.
+Where there is no CUDA, graphs are padded steps that are computed again, over the memory that parameters had when they
+were captured. Memory that parameters have left holds NaN.
 """
 
 import logging
@@ -12,19 +12,16 @@ import pytest
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
+from megatron_mamba_cache.mcore.cache_reports import CacheReports
 from megatron_mamba_cache.models.random_hybrid import random_hybrid_model
+from megatron_mamba_cache.policy.boundary_journal import BoundaryChanges
+from megatron_mamba_cache.routing.salts import KeySalt
 from tests.mcore.engine_runs import EngineRun, Hybrid, cache_config, hybrid, some_tokens, tiny_sizes
 from tests.mcore.graph_stand_ins import capture_without_cuda
 
 BLOCK = 16
 PROMPT_LEN = 50
 FOUND = PROMPT_LEN // BLOCK * BLOCK
-
-
-@pytest.fixture(autouse=True)
-def captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Capture on any machine."""
-    capture_without_cuda(monkeypatch)
 
 
 @dataclass(slots=True)
@@ -37,10 +34,11 @@ class Refit:
     checked: set[int] = field(default_factory=set)
 
     @classmethod
-    def start(cls, **settings: object) -> "Refit":
-        """Serve the first version, with graphs."""
+    def start(cls, patch: pytest.MonkeyPatch, **settings: object) -> "Refit":
+        """Serve the first version, with graphs on any machine."""
         versions = tuple(hybrid(tiny_sizes(seed=seed)) for seed in (1, 2, 3))
         model = random_hybrid_model(versions[0].sizes)  # a model of its own: its weights change
+        capture_without_cuda(patch, model)
         subject = Hybrid(versions[0].sizes, model, versions[0].oracle, versions[0].shape)
         sizes = {"block_size_tokens": BLOCK, "num_cuda_graphs": 3, "cuda_graph_prefill_tokens": 40}
         return cls(EngineRun.start(subject, cache_config(subject.sizes, **(sizes | settings))), versions)
@@ -57,6 +55,7 @@ class Refit:
             path, _, last = name.rpartition(".")
             fresh = torch.nn.Parameter(weights[name].clone(), requires_grad=parameter.requires_grad)
             setattr(self.run.subject.model.get_submodule(path), last, fresh)
+            parameter.data.fill_(torch.nan)
         self._are_those_of(version)
 
     def assert_exact(self, *request_ids: int) -> None:
@@ -77,18 +76,28 @@ class Refit:
         self.run.subject = Hybrid(old.sizes, old.model, new.oracle, old.shape)
 
 
+class ToldKeys:
+    """A coordinator that writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.reports: list[tuple[BoundaryChanges, KeySalt | None]] = []
+
+    def report_keys(self, changes: BoundaryChanges, salt: KeySalt | None) -> None:
+        self.reports.append((changes, salt))
+
+
 @pytest.fixture(params=[False, True], ids=["dropped", "resident"])
-def refit(request: pytest.FixtureRequest) -> Iterator[Refit]:
+def refit(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Refit]:
     """Serve with either kind of pools; every test ends with an engine that is whole."""
-    found = Refit.start(resident_pools=request.param)
+    found = Refit.start(monkeypatch, resident_pools=request.param)
     yield found
     found.run.context.check_integrity()
 
 
 @pytest.fixture
-def resident() -> Iterator[Refit]:
+def resident(monkeypatch: pytest.MonkeyPatch) -> Iterator[Refit]:
     """Serve with resident pools."""
-    found = Refit.start(resident_pools=True)
+    found = Refit.start(monkeypatch, resident_pools=True)
     yield found
     found.run.context.check_integrity()
 
@@ -158,10 +167,12 @@ def test_nothing_of_the_old_weights_is_found(change: Callable[[Refit], None], re
 
 @pytest.mark.parametrize("num_drafts", [0, 3])
 @pytest.mark.parametrize("steps_before", [1, 3, 7])
-def test_running_requests_go_on_with_the_new_weights(steps_before: int, num_drafts: int, refit: Refit) -> None:
-    refit = Refit.start(
-        resident_pools=refit.run.context.cache_config.resident_pools, num_speculative_tokens=num_drafts, max_requests=2
-    )
+@pytest.mark.parametrize("resident_pools", [False, True], ids=["dropped", "resident"])
+def test_running_requests_go_on_with_the_new_weights(
+    resident_pools: bool, steps_before: int, num_drafts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"resident_pools": resident_pools, "num_speculative_tokens": num_drafts, "max_requests": 2}
+    refit = Refit.start(monkeypatch, **settings)
     run = refit.run
     lengths = [60, 50, 40, 30]  # the last two wait for the first
     for request_id, num_tokens in enumerate(lengths):
@@ -200,8 +211,8 @@ def test_weights_loaded_in_place_keep_resident_graphs(resident: Refit, caplog: p
     assert run.counters.graph_steps and "captured again" not in caplog.text
 
 
-def test_dropped_pools_are_captured_over_anew() -> None:
-    refit = Refit.start()
+def test_dropped_pools_are_captured_over_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    refit = Refit.start(monkeypatch)
     context, memory, graphs = refit.run.context, refit.run.context.memory, refit.run.context.graphs
     refit.run.engine.suspend()
     assert context.graphs is None and not context.is_tensor_state_allocated
@@ -212,20 +223,24 @@ def test_dropped_pools_are_captured_over_anew() -> None:
 
 def _move_one(model: torch.nn.Module) -> str:
     norm = model.decoder.final_norm
-    norm.weight = torch.nn.Parameter(norm.weight.detach().clone())
+    old, norm.weight = norm.weight, torch.nn.Parameter(norm.weight.detach().clone())
+    old.data.fill_(torch.nan)
     return "decoder.final_norm.weight lies elsewhere"
 
 
 def _move_the_data_of_one(model: torch.nn.Module) -> str:
     weight = model.output_layer.weight
-    weight.data = weight.data.clone()  # as weights that were sent to the CPU come back
+    old, weight.data = weight.data, weight.data.clone()  # as weights that were sent to the CPU come back
+    old.fill_(torch.nan)
     return "output_layer.weight lies elsewhere"
 
 
 def _turn_one(model: torch.nn.Module) -> str:
-    weight = model.output_layer.weight
-    weight.data = weight.data.t().contiguous().t()
-    return "output_layer.weight lies elsewhere"
+    weight = model.decoder.layers[1].self_attention.linear_proj.weight  # a square
+    values = weight.data.clone()
+    weight.data = weight.data.t()  # where it was, in another order
+    weight.data.copy_(values)
+    return "self_attention.linear_proj.weight lies elsewhere"
 
 
 def _add_a_buffer(model: torch.nn.Module) -> str:
@@ -251,10 +266,11 @@ def test_weights_that_lie_elsewhere_are_captured_again(
     assert run.context.graphs not in (None, graphs)
     messages = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert [message for message in messages if "captured again" in message and said in message]
-    captured = run.context.graphs
+    captured, before = run.context.graphs, run.counters.graph_steps
     run.engine.flush()
     assert run.context.graphs is captured
     run.run(0, some_tokens(PROMPT_LEN))
+    assert run.counters.graph_steps > before
     resident.assert_exact(0)
 
 
@@ -345,6 +361,29 @@ def test_a_version_that_comes_back_finds_nothing_of_its_first_time(resident: Ref
         run.engine.resume(name)
         assert run.run(request_id, some_tokens(PROMPT_LEN)) == PROMPT_LEN
         resident.assert_exact(request_id)
+
+
+def test_a_coordinator_hears_only_of_what_changes_over_a_suspend(refit: Refit) -> None:
+    run, told = refit.run, ToldKeys()
+    run.engine._reports = reports = CacheReports(run.context, told)
+    run.run(0, some_tokens(PROMPT_LEN))
+    reports.send()
+    published, salt = told.reports[-1]
+    assert published.published and salt.weights_version == "0"
+    is_resident = run.context.cache_config.resident_pools
+    for _ in range(2):
+        run.engine.suspend()
+        reports.send()
+        run.engine.resume()
+        reports.send()
+    assert len(told.reports) == (1 if is_resident else 3)
+    run.engine.suspend()
+    run.engine.flush("1")
+    run.engine.resume()
+    reports.send()
+    changes, salt = told.reports[-1]
+    assert salt.weights_version == "1" and not changes.published
+    assert changes.were_flushed or not is_resident
 
 
 # Mistakes.
