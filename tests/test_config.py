@@ -49,6 +49,7 @@ def parsed(*flags: str, **settings: object) -> CacheConfig:
         ("prefix_caching", None, "True or False"),
         ("align_prefill_chunks", 1, "True or False"),
         ("chunked_prefill", "False", "True or False"),
+        ("resident_pools", 1, "True or False"),
         ("weights_version", "\ud800", "Unicode text"),
         ("weights_version", 5, "Unicode text"),
         ("decode_checkpoints", "newest", "one of ('rolling', 'all', 'none')"),

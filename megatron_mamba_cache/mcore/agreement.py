@@ -1,8 +1,8 @@
-"""What the ranks of one model agree on when an engine is built: settings, and capacities that all of them have."""
+"""What the ranks of one model agree on: settings and capacities when an engine is built, later the weights' version."""
 
 from dataclasses import dataclass, fields, replace
 
-from ..config import CacheConfig
+from ..config import CacheConfig, is_encodable
 from .model_shape import HybridModelShape
 from .ranks import Ranks, on_all_ranks
 
@@ -51,6 +51,31 @@ def agreed_settings(config: CacheConfig, ranks: Ranks) -> CacheConfig:
         if any(value != values[0] for value in values):
             raise ValueError(f"{name} differs between the ranks of the model: {values}; give all of them the same")
     return replace(config, max_requests=min(settings.max_requests for settings in found))
+
+
+def agreed_version(weights_version: str | None, present: str, ranks: Ranks) -> str:
+    """Return the version of the weights on all ranks; all of them call it.
+
+    Args:
+        weights_version: What this rank was told; None keeps the present one.
+
+    Raises:
+        ValueError: On all ranks, if they were told different versions, or one of them what is no version.
+    """
+    version = present if weights_version is None else weights_version
+    versions = ranks.gather(on_all_ranks(ranks, lambda: _checked_version(version)))
+    if any(other != version for other in versions):
+        raise ValueError(
+            f"weights_version differs between the ranks of the model: {versions}; load the same weights on all of them "
+            "and give each the same version"
+        )
+    return version
+
+
+def _checked_version(version: object) -> object:
+    if not is_encodable(version):
+        raise ValueError(f"weights_version is {version!r}; it must be Unicode text")
+    return version
 
 
 def _num_slots(config: CacheConfig, shape: HybridModelShape) -> int:

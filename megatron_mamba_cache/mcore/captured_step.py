@@ -9,6 +9,7 @@ from torch import Tensor
 from ..policy.requests import RunningRequest
 from ..state.padded_step import StepShape
 from ..state.step_batch import StepBatch
+from .weight_places import WeightPlaces
 
 
 class CapturedStep(Protocol):
@@ -37,9 +38,10 @@ class Capture:
 
 
 class GraphsByShape(Protocol):
-    """The captured steps over one memory."""
+    """The captured steps over one memory and one place of the weights."""
 
     capture: Capture
+    weights: WeightPlaces
 
     def fitting(self, rows: Sequence[RunningRequest]) -> CapturedStep | None:
         """Return the smallest that holds the rows of a step, None if there is none."""

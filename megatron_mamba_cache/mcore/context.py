@@ -13,7 +13,7 @@ import torch
 from megatron.core.inference.contexts.dynamic_context import TensorStateDeallocatedError
 from torch import Tensor
 
-from ..config import CacheConfig, is_encodable
+from ..config import CacheConfig
 from ..metrics import CacheCounters
 from ..policy.admission import Refusal
 from ..policy.block_growth import grow_rows
@@ -23,7 +23,7 @@ from ..speculation.decode_schedule import schedule_decode
 from ..speculation.draft_planner import DraftPlanner, NoDrafts
 from ..speculation.row_progress import advance_rows, note_hidden_states
 from ..state.step_batch import StepBatch
-from .agreement import CacheCapacity, agreed_settings
+from .agreement import CacheCapacity, agreed_settings, agreed_version
 from .cache_memory import CacheMemory, step_memory
 from .captured_step import CapturedStep, GraphsByShape
 from .host_tensors import ids_of, ints
@@ -88,7 +88,10 @@ class MambaCacheContext(StepReader):
         self.reset()
 
     def deallocate_all_tensors(self) -> None:
-        """Drop the cache and its memory; every running request loses its state and must be prefilled again."""
+        """Drop all running requests and, unless its pools are resident, the cache and its memory."""
+        if self.cache_config.resident_pools:
+            self.reset()
+            return
         if self._memory is not None:
             self.counters.states_evicted += self._memory.slots.num_evicted
             self.counters.kv_blocks_evicted += self._memory.blocks.pool.num_evicted
@@ -109,18 +112,24 @@ class MambaCacheContext(StepReader):
         self._count_rows()
 
     def flush(self, weights_version: str | None = None) -> None:
-        """Make all cached prefixes unreachable, for instance because the weights changed.
+        """Make all cached prefixes unreachable, for instance because the weights changed; all ranks call it.
 
         Args:
-            weights_version: Of the new weights; None keeps the present one. While suspended nothing is cached, and
-                this is all that changes.
+            weights_version: Of the new weights; None keeps the present one. While memory is dropped nothing is cached,
+                and this is all that changes.
+
+        Raises:
+            ValueError: On all ranks, if it is no text or differs between them; nothing has changed then.
         """
-        if weights_version is not None:
-            if not is_encodable(weights_version):
-                raise ValueError(f"weights_version is {weights_version!r}; it must be Unicode text")
-            self.weights_version = weights_version
+        self.weights_version = agreed_version(weights_version, self.weights_version, self.ranks)
         if self.is_tensor_state_allocated:
             self.cache.flush(self.weights_version)
+
+    def adopt_weights(self, weights_version: str | None) -> None:
+        """Agree on the version of the weights in place, as `flush`; what is cached of the same version stays."""
+        version = agreed_version(weights_version, self.weights_version, self.ranks)
+        if version != self.weights_version:
+            self.flush(version)
 
     # Admission.
 

@@ -5,7 +5,8 @@ memory that every graph would keep.
 
 A graph is captured over padding: rows that own no slot, whose KV goes to the block that nobody reads. So capturing
 touches no cached state. Before a replay the step's rows take the place of the first of them; what stays padding is left
-out by every op, as in warmup. A graph is as good as the memory that it was captured over: both are dropped together.
+out by every op, as in warmup. A graph is as good as the memory that it was captured over: both are dropped together. It
+reads the weights where they lay as well, so graphs remember where that was.
 
 Of what ranks of a model say to each other, collectives of the layers and the outcome of verification are captured, for
 they keep to the stream; the hand-overs between pipeline stages lie around a replay. All ranks capture the same shapes
@@ -34,6 +35,7 @@ from .captured_step import Capture
 from .context import MambaCacheContext
 from .served_model import compute_part
 from .verify_step import copy_reached_boundaries, outcome_on_all_ranks, verify_step
+from .weight_places import WeightPlaces, rotary_tables_of
 
 _LOG = logging.getLogger(__name__)
 
@@ -178,11 +180,20 @@ def _with_computed(
 
 
 class StepGraphs:
-    """The graphs of a context's memory, by shape."""
+    """The graphs of a context's memory, by shape.
 
-    def __init__(self, graphs: Sequence[StepGraph], capture: Capture) -> None:
+    Args:
+        weights: Where the graphs read them.
+        tables: What they read of the model beside its weights, kept from being freed.
+    """
+
+    def __init__(
+        self, graphs: Sequence[StepGraph], capture: Capture, weights: WeightPlaces, tables: Sequence[Tensor]
+    ) -> None:
         self._graphs = {graph.shape: graph for graph in graphs}
+        self._tables = {id(table): table for table in tables}
         self.capture = capture
+        self.weights = weights
 
     def fitting(self, rows: Sequence[RunningRequest]) -> StepGraph | None:
         """Return the smallest graph that holds the rows of a step, None if there is none."""
@@ -222,11 +233,13 @@ def capture_graphs(model: Any, context: MambaCacheContext) -> StepGraphs | None:
     largest_first = sorted(shapes, key=lambda shape: -shape.num_tokens)
     with (
         _without_collections(),
+        rotary_tables_of(model.model) as tables,
         tqdm(largest_first, desc="capturing", unit="graph", leave=False, disable=None) as progress,
     ):
         graphs = [StepGraph(model, context, shape, recorder) for shape in progress]
     torch.cuda.synchronize()
-    return StepGraphs(graphs, Capture(len(graphs), time.perf_counter() - began, recorder.num_bytes()))
+    capture = Capture(len(graphs), time.perf_counter() - began, recorder.num_bytes())
+    return StepGraphs(graphs, capture, WeightPlaces.of(model.model), tables)
 
 
 @contextmanager

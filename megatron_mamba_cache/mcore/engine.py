@@ -5,26 +5,24 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from megatron.core.inference.contexts.dynamic_context import ContextOverflowError
-from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine, RequestEntry
+from megatron.core.inference.engines.dynamic_engine import RequestEntry
 from megatron.core.inference.inference_request import DynamicInferenceRequestRecord, Status
 from megatron.core.inference.sampling_params import SamplingParams
 
-from ..kernels.compilation import Compilations
 from ..policy.requests import Candidate, RequestSpec
 from .accepted_drafts import append_all_but_last
 from .context import MambaCacheContext
 from .controller import MambaCacheController
-from .cuda_graphs import capture_graphs
 from .failed_steps import FailedSteps, refusal_reason
 from .hit_rate_hint import HitRateHint
 from .plain_prompt import plain_prompt
 from .request_spec import check_identity, contradiction_in, fault_of, other_ends, spec_of
-from .request_states import DraftCounts, RequestStates, begin_next_part, complete_parts
+from .request_states import DraftCounts, RequestStates, complete_parts
 from .scheduler import StepScheduler
-from .warmup import warm_up
+from .suspendable_engine import SuspendableEngine
 
 
-class MambaCacheEngine(DynamicInferenceEngine):
+class MambaCacheEngine(SuspendableEngine):
     """Serves requests over a `MambaCacheContext`; use it as Megatron's engine.
 
     A request that cannot run ends as FAILED with the reason in its events; the others are not affected. A step that
@@ -42,17 +40,6 @@ class MambaCacheEngine(DynamicInferenceEngine):
         super().__init__(controller, context, random_seed=random_seed, enable_chunked_prefill=chunked)
         # Rows know their stop words, so a stop word ends its request in the step that completes it.
         controller.set_stop_word_finished_ids_callback(None)
-
-    def warmup(self) -> Compilations:
-        """Compile the kernels that steps launch, so that no request waits for it; return what was compiled.
-
-        Nothing else changes: no request, state, block, counter or random number. On a CPU it does nothing.
-        """
-        return warm_up(self.controller.inference_wrapped_model, self.context)
-
-    def create_cuda_graphs(self, reset_context: bool = True) -> None:
-        """Capture the steps that the settings ask for: at the start and after a resume."""
-        self.context.graphs = capture_graphs(self.controller.inference_wrapped_model, self.context)
 
     def add_request(
         self,
@@ -126,23 +113,6 @@ class MambaCacheEngine(DynamicInferenceEngine):
     def draft_counts(self, request_id: int) -> DraftCounts:
         """Return how many drafts of the request were verified and kept so far; known as long as `cached_tokens`."""
         return self._states.draft_counts(request_id)
-
-    def flush(self, weights_version: str | None = None) -> None:
-        """Make all cached prefixes unreachable; see `MambaCacheContext.flush`."""
-        self.context.flush(weights_version)
-
-    def suspend(self) -> None:
-        """Drop the context's memory; running requests start again after `resume`, oldest first, and lose no token."""
-        if self.is_suspended:
-            return
-        running = [row.request_id for row in sorted(self.context.rows, key=lambda row: row.age)]
-        waiting = list(self.waiting_request_ids)
-        super().suspend()
-        for request_id in self.requests.keys() - set(waiting):
-            self.requests[request_id].record.requests.pop()  # Megatron's checkpoint, made even where nothing is new
-        for request_id in running:
-            self._restart(request_id)
-        self.resume_request_ids = [*running, *waiting]
 
     def schedule_waiting_requests(self) -> None:
         """Schedule the next step, instead of Megatron's two schedulers."""
@@ -259,10 +229,6 @@ class MambaCacheEngine(DynamicInferenceEngine):
             if request_id in self.waiting_request_ids:
                 self.waiting_request_ids.remove(request_id)
             self.waiting_request_ids.appendleft(request_id)
-
-    def _restart(self, request_id: int) -> None:
-        self._states[request_id].spec = self._states[request_id].candidate = None
-        begin_next_part(self.requests[request_id].record)
 
     def _forget(self, request_id: int) -> None:
         self._failed_steps.forget(request_id)

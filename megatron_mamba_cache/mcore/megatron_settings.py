@@ -31,4 +31,5 @@ def megatron_settings(config: CacheConfig, shape: HybridModelShape, *, only_last
         ),
         "tensor_model_parallel_size": 1,  # the shape is this rank's own
         "pipeline_model_parallel_size": 1,
+        "persist_cuda_graphs": config.resident_pools,
     }

@@ -159,17 +159,17 @@ class ReplicaEngine(MambaCacheEngine):
         return await super().async_bookkeep(step_result, *args, **settings)
 
     def suspend(self) -> None:
-        """Drop the context's memory; see `MambaCacheEngine`."""
-        was_suspended = self.is_suspended
+        """Take the rows of running requests, and drop memory that is not resident; see `MambaCacheEngine`."""
+        had_memory = self.context.is_tensor_state_allocated
         super().suspend()
-        if not was_suspended:
+        if had_memory and not self.context.is_tensor_state_allocated:
             self._reports.void()
 
-    def resume(self) -> None:
-        """Allocate the context's memory again."""
-        was_suspended = self.is_suspended
-        super().resume()
-        if was_suspended:
+    def resume(self, weights_version: str | None = None) -> None:
+        """Go on with the weights that the model has now; see `MambaCacheEngine`."""
+        had_memory = self.context.is_tensor_state_allocated
+        super().resume(weights_version)
+        if not had_memory:
             self._reports.watch()
 
     async def run_engine_with_coordinator(self, *, loop: asyncio.AbstractEventLoop | None = None) -> None:

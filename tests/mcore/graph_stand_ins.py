@@ -1,6 +1,8 @@
 """CUDA graphs where there is no CUDA: steps padded to the same shapes, computed again instead of replayed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -28,9 +30,43 @@ class ComputesAgain:
         return results, replay
 
 
-def capture_without_cuda(patch: pytest.MonkeyPatch) -> None:
-    """Let engines on a CPU capture what would be captured on a GPU; nothing happens where CUDA is."""
+class ReadsWeightsWhereTheyLay(ComputesAgain):
+    """As a graph does, a replay reads the memory that a model's parameters had when it was recorded."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+
+    def record(self, compute: Compute) -> tuple[tuple[Tensor, ...], Callable[[], None]]:
+        results, compute_again = super().record(compute)
+        lay = [parameter.data for parameter in self._model.parameters()]
+
+        def replay() -> None:
+            with self._parameters_at(lay):
+                compute_again()
+
+        return results, replay
+
+    @contextmanager
+    def _parameters_at(self, memory: list[Tensor]) -> Iterator[None]:
+        parameters = list(self._model.parameters())
+        lie = [parameter.data for parameter in parameters]
+        try:
+            for parameter, data in zip(parameters, memory, strict=True):
+                parameter.data = data
+            yield
+        finally:
+            for parameter, data in zip(parameters, lie, strict=True):
+                parameter.data = data
+
+
+def capture_without_cuda(patch: pytest.MonkeyPatch, model: Any = None) -> None:
+    """Let engines on a CPU capture what would be captured on a GPU; nothing happens where CUDA is.
+
+    Args:
+        model: Of the engines, if its weights are going to lie elsewhere.
+    """
     if torch.cuda.is_available():
         return
-    patch.setattr(cuda_graphs, "CudaRecorder", ComputesAgain)
+    recorder = ComputesAgain if model is None else lambda: ReadsWeightsWhereTheyLay(model)
+    patch.setattr(cuda_graphs, "CudaRecorder", recorder)
     patch.setattr(cuda_graphs, "device_reason", lambda context: None)

@@ -34,6 +34,7 @@ from megatron_mamba_cache.mcore.mamba_mixer import CachingMambaMixer
 from megatron_mamba_cache.mcore.replica_engine import ReplicaEngine
 from megatron_mamba_cache.mcore.self_attention import CachingSelfAttention
 from megatron_mamba_cache.mcore.served_model import HybridInferenceWrapper
+from megatron_mamba_cache.mcore.suspendable_engine import SuspendableEngine
 from megatron_mamba_cache.routing.coordinator import PrefixCoordinator
 
 OUR_CLASSES = (
@@ -41,6 +42,7 @@ OUR_CLASSES = (
     UnevenAllGatherDispatcher,
     MambaCacheContext,
     MambaCacheController,
+    SuspendableEngine,
     MambaCacheEngine,
     ReplicaEngine,
     PrefixCoordinator,

@@ -1,0 +1,106 @@
+"""The engine between its steps: what it compiles and captures, when its memory goes and comes, which weights it has."""
+
+import logging
+
+from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine
+
+from ..kernels.compilation import Compilations
+from .context import MambaCacheContext
+from .controller import MambaCacheController
+from .cuda_graphs import capture_graphs
+from .request_states import RequestStates, begin_next_part
+from .warmup import warm_up
+from .weight_places import WeightPlaces
+
+_LOG = logging.getLogger(__name__)
+
+
+class SuspendableEngine(DynamicInferenceEngine):
+    """The part of `MambaCacheEngine` that no step runs through.
+
+    Where ranks share the model, all of them call each method, in the same order.
+    """
+
+    context: MambaCacheContext
+    controller: MambaCacheController
+    _states: RequestStates
+
+    def warmup(self) -> Compilations:
+        """Compile the kernels that steps launch, so that no request waits for it; return what was compiled.
+
+        Nothing else changes: no request, state, block, counter or random number. On a CPU it does nothing.
+        """
+        return warm_up(self.controller.inference_wrapped_model, self.context)
+
+    def create_cuda_graphs(self, reset_context: bool = True) -> None:
+        """Capture the steps that the settings ask for: at the start, and after a resume unless the graphs were kept."""
+        self.context.graphs = None  # first: their memory serves the new ones
+        self.context.graphs = capture_graphs(self.controller.inference_wrapped_model, self.context)
+
+    def flush(self, weights_version: str | None = None) -> None:
+        """Make all cached prefixes unreachable; see `MambaCacheContext.flush`.
+
+        If weights lie elsewhere than before, CUDA graphs are captured again, while suspended at the resume. Requests
+        that run go on from states of the old weights: suspend the engine meanwhile where that is not wanted.
+        """
+        self.context.flush(weights_version)
+        if not self.is_suspended:
+            self._recapture_if_moved()
+
+    def suspend(self) -> None:
+        """Take the rows of running requests, and drop the context's memory unless `resident_pools` keeps it.
+
+        The requests start again after `resume`, oldest first, and lose no token. Meanwhile weights may change.
+        """
+        if self.is_suspended:
+            return
+        running = [row.request_id for row in sorted(self.context.rows, key=lambda row: row.age)]
+        waiting = list(self.waiting_request_ids)
+        super().suspend()
+        for request_id in self.requests.keys() - set(waiting):
+            self.requests[request_id].record.requests.pop()  # Megatron's checkpoint, made even where nothing is new
+        for request_id in running:
+            self._restart(request_id)
+        for request_id in waiting:
+            self._states[request_id].candidate = None  # keys of another epoch or version may bear the same number
+        self.resume_request_ids = [*running, *waiting]
+
+    def resume(self, weights_version: str | None = None) -> None:
+        """Go on with the weights that the model has now, in eval mode.
+
+        Args:
+            weights_version: Of these weights; None keeps the one before. What is cached of another is never found.
+
+        Raises:
+            ValueError: If the version is no text or the engine is not suspended; on all ranks, if their versions
+                differ. A suspended engine stays so.
+        """
+        if not self.is_suspended:
+            if weights_version is not None:
+                raise ValueError(
+                    f"weights_version {weights_version!r} is given to resume(), but the engine is not suspended: call "
+                    "flush(weights_version)"
+                )
+            return
+        self.context.adopt_weights(weights_version)
+        self.controller.inference_wrapped_model.model.eval()
+        super().resume()
+        if self.persist_cuda_graphs:
+            self._recapture_if_moved()
+
+    def _recapture_if_moved(self) -> None:
+        """Capture again if on any rank weights lie elsewhere than the graphs read them."""
+        context = self.context
+        change = None
+        if context.graphs is not None:
+            change = context.graphs.weights.first_change(WeightPlaces.of(self.controller.inference_wrapped_model.model))
+        changes = context.ranks.gather(change)
+        reasons = [f"on rank {rank} of the model, {found}" for rank, found in enumerate(changes) if found is not None]
+        if reasons:
+            advice = "weights that are loaded in place, with copy_, keep the graphs"
+            _LOG.warning("CUDA graphs are captured again: %s; %s", reasons[0], advice)
+            self.create_cuda_graphs()
+
+    def _restart(self, request_id: int) -> None:
+        self._states[request_id].spec = self._states[request_id].candidate = None
+        begin_next_part(self.requests[request_id].record)

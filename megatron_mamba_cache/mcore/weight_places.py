@@ -1,0 +1,72 @@
+"""Where the weights of a model lie: captured graphs read them there, whatever the modules point to by then."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Self
+
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """All of a tensor that a captured kernel knows of it."""
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPlaces:
+    """Places of all parameters and buffers of a model, by name; tied ones under each of theirs."""
+
+    places: dict[str, _Place]
+
+    @classmethod
+    def of(cls, model: Any) -> Self:
+        """Read them off the model; nothing waits for the device."""
+        tensors = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+        return cls({name: _place_of(tensor) for name, tensor in tensors})
+
+    def first_change(self, now: Self) -> str | None:
+        """Say which weight is the first that lies elsewhere now, or in another form; None if none does."""
+        before, after = self.places, now.places
+        for name in [*before, *(name for name in after if name not in before)]:
+            if name not in after:
+                return f"{name} is gone"
+            if name not in before:
+                return f"{name} is new"
+            if before[name] != after[name]:
+                is_moved = before[name].shape == after[name].shape and before[name].dtype == after[name].dtype
+                return f"{name} lies elsewhere" if is_moved else f"{name} has another shape or dtype"
+        return None
+
+
+@contextmanager
+def rotary_tables_of(model: Any) -> Iterator[list[Tensor]]:
+    """Collect the rotary tables that forwards in the block read.
+
+    Megatron keeps the last 32 tables of all models and frees the others: forwards over other lengths, as in training,
+    would free one that a graph reads.
+    """
+    tables: list[Tensor] = []
+    handles = [
+        module.register_forward_hook(lambda _module, _inputs, table: tables.append(table))
+        for module in model.modules()
+        if isinstance(module, RotaryEmbedding)
+    ]
+    try:
+        yield tables
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _place_of(tensor: Tensor) -> _Place:
+    return _Place(tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)

@@ -1,0 +1,38 @@
+"""New weights for ranks that share a model: all of them take the same ones, and none finds what the old ones left."""
+
+import pytest
+
+from tests.distributed import refit_cases
+from tests.distributed.rank_models import Layout
+from tests.distributed.refit_cases import LENGTHS, PROMPT_LEN
+from tests.distributed.world import Worlds
+
+LAYOUTS = pytest.mark.parametrize("layout", [Layout(tensor=2), Layout(pipeline=2)], ids=["tensor", "pipeline"])
+
+
+@LAYOUTS
+@pytest.mark.parametrize("resident_pools", [False, True], ids=["dropped", "resident"])
+def test_ranks_refit_together(resident_pools: bool, layout: Layout, worlds: Worlds) -> None:
+    first, second = worlds.of(2).run(refit_cases.refit, layout, resident_pools)
+    assert first == second
+    assert first.computed[:2] == (PROMPT_LEN, PROMPT_LEN) and first.computed[2] < PROMPT_LEN
+    for before, text, num_tokens in zip(first.before, first.texts, LENGTHS, strict=True):
+        assert before and text[: len(before)] == before and len(text) == num_tokens
+    assert first.graphs_kept is resident_pools and not first.graphs_of_moved_kept
+    assert first.graph_steps
+
+
+@LAYOUTS
+@pytest.mark.parametrize(
+    ("versions", "said"),
+    [
+        (["12", "13"], "weights_version differs between the ranks of the model: ['12', '13']"),
+        ([None, "1"], "weights_version differs between the ranks of the model: ['0', '1']"),
+        (["1", 5], "weights_version is 5; it must be Unicode text"),
+    ],
+)
+def test_ranks_that_disagree_about_the_version_all_say_so_and_stay_suspended(
+    versions: list[str | None], said: str, layout: Layout, worlds: Worlds
+) -> None:
+    for errors in worlds.of(2).run(refit_cases.errors_of_versions, layout, versions, layout.tensor > 1):
+        assert all(said in error for error in errors)
