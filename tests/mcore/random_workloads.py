@@ -158,6 +158,7 @@ def _disturbed(rng: random.Random, block: int, request_blocks: int) -> dict[str,
         "boundary_stride": rng.choice([None, 1]),
         "max_requests": rng.randrange(2, 7),
         "max_tokens": rng.choice([block + 3, 4 * block]),
+        "resident_pools": rng.random() < 0.5,
     }
 
 
