@@ -219,7 +219,8 @@ def device_reason(context: MambaCacheContext) -> str | None:
 def capture_graphs(model: Any, context: MambaCacheContext) -> StepGraphs | None:
     """Capture the steps of a context, between two steps; None where nothing is to be or can be captured."""
     count = context.cache_config.num_cuda_graphs
-    reason = reason_without_graphs(context) if count else None
+    reasons = context.ranks.gather(reason_without_graphs(context) if count else None)
+    reason = next((found for found in reasons if found is not None), None)  # a graph waits for the other ranks' graphs
     if reason is not None:
         _LOG.warning("num_cuda_graphs is %d, but steps run without CUDA graphs: %s", count, reason)
     if not count or reason is not None:

@@ -11,6 +11,7 @@ from megatron.core.inference.inference_request import DynamicInferenceRequest
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.inference.utils import await_process_call
 
+from ..errors import CacheIntegrityError
 from ..routing.settings import RoutingSettings
 from .cache_reports import CacheReports, NoReports
 from .context import MambaCacheContext
@@ -137,6 +138,8 @@ class ReplicaEngine(MambaCacheEngine):
         """Run one step; behind a coordinator one that fails is tried again, its requests having been queued again."""
         try:
             outcome = await super().async_step()
+        except CacheIntegrityError:
+            raise  # what is cached can no longer be trusted
         except Exception:
             self._failed_in_a_row += 1
             # Ranks that compute together cannot each decide for themselves to try again.

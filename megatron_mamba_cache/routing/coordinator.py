@@ -22,7 +22,7 @@ from .control_signals import ANSWERS, SIGNALS, ControlSignals
 from .heartbeats import set_heartbeats
 from .membership import Membership, Replica
 from .prompt_keys import PromptKeys, prompt_tokens
-from .requests_in_flight import RequestInFlight, failed_record
+from .requests_in_flight import RequestInFlight, failed_record, readable_sampling
 from .settings import RoutingSettings
 from .wire import FENCED, HELLO, KEYS, PROBE, WELCOME, WireError, hello_of, report_of
 
@@ -160,10 +160,9 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
     # Replicas.
 
     def _greet(self, sender: bytes, body: list[Any]) -> None:
-        if len(body) != 1:
-            raise WireError(f"a hello of {len(body)} parts")
+        (greeting,) = body
         try:
-            replica = self._members.greet(sender, hello_of(body[0]))
+            replica = self._members.greet(sender, hello_of(greeting))
         except WireError:
             if self._members.is_dead(sender):
                 self._send(sender, FENCED)
@@ -176,9 +175,8 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
             logger.info("replica %s has joined", replica.name)
 
     def _note_keys(self, replica: Replica, body: list[Any]) -> None:
-        if len(body) != 1:
-            raise WireError(f"a report of {len(body)} parts")
-        report = report_of(body[0])
+        (news,) = body
+        report = report_of(news)
         if report.salt is not None:
             replica.salt = report.salt
         if report.changes.were_flushed:
@@ -188,15 +186,16 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
 
     def _lose(self, identity: bytes, reason: str) -> None:
         """Take a replica out, and find others for its requests."""
-        for replica in self._members.bury(identity):
+        buried = self._members.bury(identity)
+        names = {replica.name for replica in buried}
+        orphans = [request for request in self._in_flight.values() if request.replica in names]
+        for replica in buried:  # all leave before any request looks for another one
             logger.error("replica %s is dead: %s", replica.name, reason)
             self._router.leave(replica.name)
             self._send_all(replica.members.values(), FENCED)  # those that are left of it cannot go on alone
-            orphans = [request for request in self._in_flight.values() if request.replica == replica.name]
-            for request in orphans:
-                request.replica = None
-            for request in orphans:
-                self._dispatch(request)
+        for request in orphans:
+            request.replica = None
+            self._dispatch(request)
 
     # Requests.
 
@@ -206,12 +205,13 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
             raise WireError("sampling parameters that are no dict")
         request_id = self.next_request_id
         self.next_request_id += 1
-        request = RequestInFlight(request_id, client, client_request_id, prompt, [], sampling)
+        request = RequestInFlight(request_id, client, client_request_id, prompt, [], {})
         self._in_flight[request_id] = request
         try:
+            request.sampling = readable_sampling(sampling)
             request.tokens = prompt_tokens(prompt, self.tokenizer, bool(sampling.get("add_BOS", False)))
         except Exception as error:
-            self._fail(request, f"the prompt cannot be tokenized: {error}")
+            self._fail(request, f"the request cannot be read: {error}")
             return
         self._dispatch(request)
 

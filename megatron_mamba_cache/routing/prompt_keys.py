@@ -26,7 +26,7 @@ def prompt_tokens(prompt: Any, tokenizer: Any, add_bos: bool) -> list[int]:
     """Return a prompt's token ids, with the beginning that an engine gives a text.
 
     Raises:
-        ValueError: If it is neither text nor a list of 32-bit integers.
+        ValueError: If it is neither text nor a list of 32-bit integers, or is to begin with a token that there is not.
     """
     if isinstance(prompt, list):
         if not all(type(token) is int and -(2**31) <= token < 2**31 for token in prompt):
@@ -36,5 +36,7 @@ def prompt_tokens(prompt: Any, tokenizer: Any, add_bos: bool) -> list[int]:
         raise ValueError(f"a prompt is text or a list of token ids, found {prompt!r:.100}")
     tokens = list(tokenizer.tokenize(prompt))
     bos = tokenizer.bos
+    if add_bos and bos is None:
+        raise ValueError("add_BOS is set, but the tokenizer has no token that begins a text; leave it out")
     first = next((place for place, token in enumerate(tokens) if token != bos), len(tokens))
     return [*([bos] if add_bos else []), *tokens[first:]]

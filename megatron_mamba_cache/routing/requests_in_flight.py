@@ -6,6 +6,7 @@ from typing import Any
 
 import msgpack
 from megatron.core.inference.headers import Headers
+from megatron.core.inference.sampling_params import SamplingParams
 
 from ..policy.routing import ReplicaName
 
@@ -54,6 +55,22 @@ class RequestInFlight:
     def reply(self, record: dict[str, Any]) -> bytes:
         """Return Megatron's message that gives its client a record."""
         return msgpack.packb([Headers.ENGINE_REPLY.value, self.client_request_id, record])
+
+
+def readable_sampling(sampling: dict[str, Any]) -> dict[str, Any]:
+    """Return sampling parameters that every replica can read.
+
+    Raises:
+        ValueError: If Megatron would refuse them, or take them for something else than data.
+    """
+    for name in sampling:
+        if name.startswith("_") or callable(getattr(SamplingParams, name, None)):
+            raise ValueError(f"sampling parameter {name!r} has a name that is taken; give it another one")
+    try:
+        SamplingParams.deserialize(dict(sampling))
+    except Exception as error:
+        raise ValueError(f"Megatron refuses the sampling parameters: {error or type(error).__name__}") from error
+    return sampling
 
 
 def failed_record(request: RequestInFlight, reason: str) -> dict[str, Any]:

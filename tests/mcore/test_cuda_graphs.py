@@ -7,12 +7,14 @@ import gc
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from megatron_mamba_cache import CacheConfig, build_engine
 from megatron_mamba_cache.mcore import cuda_graphs
+from megatron_mamba_cache.mcore.ranks import OneRank
 from megatron_mamba_cache.speculation.prompt_lookup import PromptLookupDrafter
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
 from tests.mcore.graph_stand_ins import capture_without_cuda
@@ -173,6 +175,20 @@ def test_experts_run_without_graphs(caplog: pytest.LogCaptureFixture) -> None:
     while engine.requests:
         (finished,) = engine.step_modern()["finished_request_records"] or [None]
     assert len(finished.merge().generated_tokens) == 5 and engine.context.counters.graph_steps == 0
+
+
+class RanksOfWhichOneCannot(OneRank):
+    def gather(self, value: Any) -> list[Any]:
+        return [value, "the host reads how many tokens each expert gets"]
+
+
+def test_where_one_stage_cannot_be_captured_none_is(caplog: pytest.LogCaptureFixture) -> None:
+    settings = {"buffer_size_gb": 0.01, "prefix_caching_mamba_gb": 0.01, "max_requests": 2, "num_cuda_graphs": 2}
+    engine = build_engine(tiny_hybrid().model, CacheConfig(block_size_tokens=64, **settings))
+    assert engine.context.graphs is not None
+    engine.context.ranks = RanksOfWhichOneCannot()
+    engine.create_cuda_graphs()
+    assert engine.context.graphs is None and "steps run without CUDA graphs: the host reads" in caplog.text
 
 
 def test_a_cpu_runs_without_graphs(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

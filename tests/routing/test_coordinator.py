@@ -287,7 +287,7 @@ def test_a_prompt_that_cannot_be_read_fails_alone(service: Service, prompt: Any)
     (replica,) = service.replicas("a")
     client = service.client()
     client.submit(3, prompt)
-    assert "the prompt cannot be tokenized" in client.error()
+    assert "the request cannot be read" in client.error()
     assert replica.hears_nothing()
 
 

@@ -1,0 +1,52 @@
+"""Requests that cannot be served as they are: each fails alone, or finds another replica, and is answered."""
+
+from typing import Any
+
+import pytest
+
+from megatron_mamba_cache.routing.requests_in_flight import readable_sampling
+from tests.routing.test_coordinator import KEYS, TOKENS, Service, service  # noqa: F401 - a fixture
+
+UNREADABLE: list[dict[str, Any]] = [
+    {"top_n_logprobs": "5"},
+    {"top_n_logprobs": None},
+    {"return_prompt_top_n_logprobs": True, "skip_prompt_log_probs": True},
+    {"__class__": 3},
+    {"serialize": 1},
+]
+
+
+def test_requests_of_replicas_that_die_together_go_to_one_that_lives(service: Service) -> None:  # noqa: F811
+    first, _second = service.replica("a", domain="experts"), service.replica("b", domain="experts")
+    other = service.replica("c")
+    client = service.client()
+    client.submit(0, TOKENS)
+    first.take()
+    service.kill(first)
+    other.take()
+    assert service.thread.is_alive()
+
+
+@pytest.mark.parametrize("sampling", UNREADABLE)
+def test_sampling_parameters_that_would_end_a_replica_never_reach_one(sampling: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="sampling parameter"):
+        readable_sampling(sampling)
+
+
+def test_what_a_client_adds_to_sampling_parameters_is_kept() -> None:
+    sampling = {"num_tokens_to_generate": 3, "top_k": 1, "tenant": "red", "seed": 7}
+    assert (
+        readable_sampling(sampling) == sampling == {"num_tokens_to_generate": 3, "top_k": 1, "tenant": "red", "seed": 7}
+    )
+
+
+@pytest.mark.parametrize("sampling", [*UNREADABLE, {"add_BOS": True}])
+def test_a_request_that_cannot_be_read_is_answered(service: Service, sampling: dict[str, Any]) -> None:  # noqa: F811
+    (replica,) = service.replicas("a")
+    replica.report([KEYS[2]])
+    client = service.client()
+    client.submit(0, " ".join(map(str, TOKENS)), **sampling)
+    number, failed = client.answer()
+    told = {} if sampling in UNREADABLE else {"num_tokens_to_generate": 4} | sampling  # what the client can read
+    assert number == 0 and failed["status"] == "FAILED" and failed["sampling_params"] == told
+    assert "the request cannot be read" in failed["events"][-2]["payload"]["message"]
