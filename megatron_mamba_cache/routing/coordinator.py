@@ -117,10 +117,9 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
         self._announce()
 
     def _probe(self) -> None:
-        """See who is still there."""
+        """See who is still there; clients pass over what they have heard before."""
         self._send_all(self._members.identities, PROBE)
-        if not self._members.identities:  # clients alone are a reason to stay: they wait for answers
-            self._send_all(self._clients, _CONNECTED)
+        self._send_all(self._clients, _CONNECTED)
 
     def _handle_frames(self, frames: list[bytes]) -> None:
         if len(frames) != 2 or not frames[1]:

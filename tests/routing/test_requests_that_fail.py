@@ -1,5 +1,8 @@
-"""Requests that cannot be served as they are: each fails alone, or finds another replica, and is answered."""
+"""Requests that cannot be served as they are: each fails alone, or finds another replica, and is answered. Their
+clients are remembered as long as they are there.
+"""
 
+import time
 from typing import Any
 
 import pytest
@@ -50,3 +53,16 @@ def test_a_request_that_cannot_be_read_is_answered(service: Service, sampling: d
     told = {} if sampling in UNREADABLE else {"num_tokens_to_generate": 4} | sampling  # what the client can read
     assert number == 0 and failed["status"] == "FAILED" and failed["sampling_params"] == told
     assert "the request cannot be read" in failed["events"][-2]["payload"]["message"]
+
+
+def test_clients_that_left_are_forgotten(service: Service) -> None:  # noqa: F811
+    service.replicas("a")
+    stays = service.client("stays")
+    for number in range(8):
+        service.kill(service.client(f"client{number}"))
+    end = time.monotonic() + 60
+    while len(service.coordinator._clients) > 1 and time.monotonic() < end:
+        time.sleep(0.05)
+    assert len(service.coordinator._clients) == 1
+    stays.submit(0, "no number")
+    assert stays.answer()[0] == 0
