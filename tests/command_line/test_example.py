@@ -6,11 +6,13 @@ from pathlib import Path
 
 from tests.command_line.command_runs import REPOSITORY, run_process
 
+COMPILES = re.compile(r"WARNING: (\w+ compiles .*, which it does once on a machine \.\.\.|\.\.\. done after \d+ s)")
+
 
 def test_the_example_skips_tokens_and_changes_no_output(tmp_path: Path) -> None:
     finished = run_process(REPOSITORY / "examples" / "generate.py", "--output-path", "out.json", cwd=tmp_path)
     assert finished.status == 0, finished.stderr
-    assert finished.stderr == ""
+    assert not [line for line in finished.stderr.splitlines() if not COMPILES.fullmatch(line)]
     assert "outputs identical: all 12 requests" in finished.stdout
     summary = json.loads((tmp_path / "out.json").read_text())["summary"]
     assert summary["outputs_identical"] is True

@@ -50,6 +50,13 @@ class SSMSteps:
         tokens = replace(self.tokens, **{name: getattr(self.tokens, name).to(dtype) for name in ("x", "B", "C")})
         return replace(self, tokens=tokens)
 
+    def cpu(self) -> "SSMSteps":
+        """Return them on the CPU, where what goes token by token is no launch each."""
+        weights = replace(
+            self.weights, **{name: getattr(self.weights, name).cpu() for name in ("A_log", "D", "dt_bias")}
+        )
+        return replace(self._with_tokens(Tensor.cpu), weights=weights)
+
     def poison(self, tokens: slice) -> None:
         """Make some tokens NaN."""
         for name in NAMES:

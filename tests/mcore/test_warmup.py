@@ -185,7 +185,7 @@ def test_tokens_and_counts_are_those_of_a_run_without_rehearsals(num_drafts: int
                 rehearse_engine(run)
             run.step()
         run.assert_nothing_held()
-        outcomes.append(({index: run.tokens(index) for index in run.finished}, run.context.snapshot()))
+        outcomes.append(({index: run.tokens(index) for index in run.finished}, cache_snapshot(run)))
     assert outcomes[0] == outcomes[1]
 
 

@@ -63,4 +63,4 @@ def test_parameters_are_those_that_megatron_builds_in_its_order(pattern: str) ->
     built = [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
     assert built == [(name, whole.shape) for name, whole in parameters.items()]
     drawn = dict(random_weights(shape))
-    assert all((parameter == drawn[name]).all() for name, parameter in model.named_parameters())
+    assert all((parameter.cpu() == drawn[name]).all() for name, parameter in model.named_parameters())
