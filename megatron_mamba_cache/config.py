@@ -49,6 +49,8 @@ class CacheConfig:
         num_cuda_graphs: Numbers of rows, up to max_requests, for which decode steps are captured as CUDA graphs, with
             and without drafts; 0 captures none [--inference-dynamic-batching-num-cuda-graphs].
         cuda_graph_prefill_tokens: With them, steps of few prompts and up to so many of their tokens are captured too.
+        run_ahead: Whether a captured step that hangs on nothing but the tokens of the one before is launched as soon as
+            they are read, so that the GPU does not wait for the host's bookkeeping; live states are a token ahead then.
         resident_pools: Whether a suspended engine keeps its device memory: KV blocks, states, step buffers and CUDA
             graphs. What is cached then stays findable after a resume, unless the weights' version has changed.
         rank_digest_steps: Steps after which the ranks that share a model compare all that they have decided so far, as
@@ -79,6 +81,7 @@ class CacheConfig:
     attention_backend: str = "auto"
     num_cuda_graphs: int = 0
     cuda_graph_prefill_tokens: int = 512
+    run_ahead: bool = True
     resident_pools: bool = False
     rank_digest_steps: int = 0
     weights_version: str = "0"
@@ -87,7 +90,7 @@ class CacheConfig:
         for name in ("block_size_tokens", "max_requests", "max_tokens", "max_sequence_length"):
             value = getattr(self, name)
             _require(type(value) is int and value >= 1, name, value, "an int of at least 1")
-        for name in ("prefix_caching", "align_prefill_chunks", "chunked_prefill", "resident_pools"):
+        for name in ("prefix_caching", "align_prefill_chunks", "chunked_prefill", "run_ahead", "resident_pools"):
             _require(type(getattr(self, name)) is bool, name, getattr(self, name), "True or False")
         sizes = ("buffer_size_gb", "prefix_caching_mamba_gb", "paused_buffer_size_gb")
         for name in sizes[:2] if self.paused_buffer_size_gb is None else sizes:

@@ -27,6 +27,13 @@ class CapturedStep(Protocol):
     def verify_greedily(self) -> Tensor:
         """Behind `forward`, verify against the best tokens and copy the states of reached boundaries; [rows, 2 + K]."""
 
+    def run_on(self, rows: Sequence[RunningRequest], tokens: Sequence[int]) -> "CapturedStep | None":
+        """Launch the step behind the one laid out last, which gave its rows these tokens, [rows].
+
+        Returns:
+            That step, to be landed; None, with nothing launched, if more than its tokens is open.
+        """
+
 
 @dataclass(frozen=True, slots=True)
 class Capture:

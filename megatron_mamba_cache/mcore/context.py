@@ -10,7 +10,6 @@ from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
-from megatron.core.inference.contexts.dynamic_context import TensorStateDeallocatedError
 from torch import Tensor
 
 from ..config import CacheConfig
@@ -21,22 +20,21 @@ from ..policy.boundaries import prefill_chunk_end
 from ..policy.requests import Candidate, KeptTokens, RequestSpec, RunningRequest
 from ..speculation.decode_schedule import schedule_decode
 from ..speculation.draft_planner import DraftPlanner, NoDrafts
-from ..speculation.row_progress import advance_rows, note_hidden_states
+from ..speculation.row_progress import advance_plain_rows, advance_rows, note_hidden_states
 from ..state.step_batch import StepBatch
 from .agreement import CacheCapacity, agreed_settings, agreed_version
 from .cache_memory import CacheMemory, step_memory
 from .captured_step import CapturedStep, GraphsByShape
-from .host_tensors import ids_of, ints
+from .direct_requests import DirectRequests
+from .host_tensors import ids_of
 from .megatron_settings import megatron_settings
 from .model_shape import HybridModelShape
-from .overflow_errors import overflow_error
 from .ranks import OneRank, Ranks
-from .request_spec import spec_of, valid_spec_of
 from .row_reservations import RowReservations
-from .step_reader import StepReader
+from .run_ahead import RunAhead, tokens_of
 
 
-class MambaCacheContext(StepReader):
+class MambaCacheContext(DirectRequests):
     """Megatron's dynamic context with prefix caching for hybrid models; `StepReader` is what the model sees of it.
 
     The order, tokens, KV blocks and state slots of requests are kept on the host (`rows`); the device sees one packed
@@ -73,6 +71,9 @@ class MambaCacheContext(StepReader):
         self.wanted_outputs = torch.empty(0)
         self.graphs: GraphsByShape | None = None  # over the present memory
         self.graph: CapturedStep | None = None  # that the step which is laid out takes
+        # Where more than this context's rows decides about a step, or looks at it, none is launched early.
+        lone = not config.rank_digest_steps and self.ranks.num_stages == 1 and not self.planner.max_drafts
+        self.ahead = RunAhead(is_wanted=config.run_ahead and lone)
         with step_memory(config):
             super().__init__(**megatron_settings(config, shape, only_last_logits=materialize_only_last_token_logits))
 
@@ -92,6 +93,7 @@ class MambaCacheContext(StepReader):
         if self.cache_config.resident_pools:
             self.reset()
             return
+        self.ahead.drop()
         if self._memory is not None:
             self.counters.states_evicted += self._memory.slots.num_evicted
             self.counters.kv_blocks_evicted += self._memory.blocks.pool.num_evicted
@@ -105,6 +107,7 @@ class MambaCacheContext(StepReader):
     def reset(self) -> None:
         """Drop all running requests. What is cached stays: Megatron resets on idle and dummy steps too."""
         self._drop(list(self.rows))
+        self.ahead.drop()
         self._step = self.graph = None
         self.chunked_prefill_request_id = -1
         self.has_explicit_chunked_prefill_req = False
@@ -168,35 +171,6 @@ class MambaCacheContext(StepReader):
         self.cache.schedule_chunk(row, chunk_end)
         self._count_rows()
 
-    def add_request(self, req: Any, chunk_length: int | None = None) -> None:
-        """Admit a Megatron request, its sampling parameters complete; `chunk_length` limits its first prefill chunk.
-
-        Raises:
-            ValueError: If the request can never run, or one of its id runs already.
-            ContextOverflowError: One of its kinds, if the request does not fit now.
-        """
-        if not self.is_tensor_state_allocated:
-            raise TensorStateDeallocatedError(req.request_id)
-        if any(row.request_id == req.request_id for row in self.rows):
-            raise ValueError(f"request id {req.request_id} is in use; give each request an id of its own")
-        spec = valid_spec_of(
-            req,
-            self.cache_config,
-            self.shape.vocab_size,
-            self.max_blocks_of_a_request,
-            self.materialize_only_last_token_logits,
-        )
-        budget = self.max_tokens - self.active_token_count
-        outcome = self.admit(self.candidate(spec), budget if chunk_length is None else chunk_length)
-        if isinstance(outcome, Refusal):
-            raise overflow_error(outcome, req.request_id)
-
-    def check_availability(self, req: Any) -> tuple[bool, bool, bool]:
-        """Return whether a row, the step's tokens and the KV blocks allow a Megatron request in."""
-        plan = self.cache.plan(self.candidate(spec_of(req)), self.max_tokens - self.active_token_count)
-        has_row = len(self.rows) < self.max_requests and not self.paused_request_count
-        return has_row, plan is not Refusal.NO_TOKENS, plan is not Refusal.NO_BLOCKS
-
     # One step.
 
     def initialize_attention_state(self, *, construct_graph_dimensions: Any = None) -> None:
@@ -209,7 +183,9 @@ class MambaCacheContext(StepReader):
             decoding, self.cache, self.planner, self.max_tokens - self.active_token_count
         )
         draws_ratios = any(drawn_from is not None for drawn_from in self.draft_distributions)
-        self.graph = self.graphs.fitting(self._at_work) if self.graphs is not None else None
+        self.graph = self.ahead.take()
+        if self.graph is None and self.graphs is not None:
+            self.graph = self.graphs.fitting(self._at_work)
         if self.graph is None:
             self.lay_out(self._at_work, draws_ratios=draws_ratios)
         else:
@@ -218,20 +194,6 @@ class MambaCacheContext(StepReader):
     def commit_step(self) -> None:
         """Publish what the forward wrote of prompts; call it once the forward is launched."""
         self.mamba_slot_allocator.commit_intermediate_states()
-
-    def update_requests(self, active_requests_mask: Tensor | Sequence[int], new_tokens: Tensor | Sequence[int]) -> Any:
-        """Finish a step of one token a row; see `finish_step`.
-
-        Args:
-            active_requests_mask: [rows] 0 where the request ends with its new token.
-            new_tokens: [rows] sampled tokens; one of a row in mid-prefill is ignored.
-        """
-        entries = zip(self.step.rows, ints(active_requests_mask), ints(new_tokens), strict=True)
-        kept = [
-            KeptTokens((token,), ends=not goes_on) if row.samples_this_step else KeptTokens()
-            for row, goes_on, token in entries
-        ]
-        return self.finish_step(kept)
 
     def finish_step(self, kept: Sequence[KeptTokens]) -> dict[str, Tensor | None]:
         """Advance the step's rows by what was computed and kept; finished rows leave, others may pause.
@@ -243,6 +205,8 @@ class MambaCacheContext(StepReader):
             A dict of `newly_paused_request_ids` and `evict_request_ids`, int64 CPU tensors or None.
         """
         rows = self.step.rows
+        if self.ahead.step is not None:
+            return self._finish_plain_step([new.tokens[0] for new in kept])
         if self.planner.reads_hidden_states:
             note_hidden_states(rows, kept, self.step.logits.starts, self.wanted_outputs, self.planner)
         advance_rows(rows, kept, self.cache, self.planner)
@@ -260,12 +224,29 @@ class MambaCacheContext(StepReader):
             "evict_request_ids": ids_of(outcome.evicted),
         }
 
+    def run_ahead(self, sampled: Sequence[Sequence[int]]) -> bool:
+        """Launch the next step, if nothing but the tokens of this one was open; return whether it is launched.
+
+        Args:
+            sampled: For each row of this step how many tokens it accepts, and those tokens.
+        """
+        if self.graph is None or len(self.step.rows) != len(self.rows):
+            return False
+        return self.ahead.launch(self.graph, self.step.rows, tokens_of(sampled))
+
+    def _finish_plain_step(self, tokens: Sequence[int]) -> dict[str, Tensor | None]:
+        """Advance rows that all go on as they are: nobody leaves, grows, pauses or publishes."""
+        advance_plain_rows(self.step.rows, tokens, self.cache.counters)
+        self._step, self.graph, self._at_work = None, None, []
+        return {"newly_paused_request_ids": None, "evict_request_ids": None}
+
     def abort_step(self) -> None:
         """Return every reservation of a failed step and drop its rows, whose live states can no longer be trusted.
 
         Prefilled again from the tokens that its caller knows, each of them goes on where it was.
         """
         self._drop([row for row in self.rows if row in self._at_work or row.scheduled])
+        self.ahead.drop()
         torch.cuda.synchronize()  # nothing was read back that orders the next step's buffer after this one's copy
         self._step, self.graph, self._at_work = None, None, []
         self.counters.steps_aborted += 1
@@ -282,9 +263,12 @@ class MambaCacheContext(StepReader):
 
     def _drop(self, rows: Sequence[RunningRequest]) -> None:
         for row in rows:
+            self.ahead.is_alone = False  # what it held may let another in
             self.cache.release(row)
             self.rows.remove(row)
         self._forget(rows)
+        if not self.rows:
+            self.ahead.drop()
 
     def _forget(self, rows: Sequence[RunningRequest]) -> None:
         for row in rows:

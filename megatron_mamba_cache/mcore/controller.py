@@ -82,7 +82,10 @@ class MambaCacheController(TextGenerationController):
         return compute_step(self.inference_wrapped_model, context) if context.graph is None else context.graph.forward()
 
     def _sample(self, logits: Tensor) -> list[KeptTokens]:
-        """Sample, verify, copy the states of reached boundaries, and read the tokens back: the step's one wait."""
+        """Sample, verify, copy the states of reached boundaries, and read the tokens back: the step's one wait.
+
+        Where these tokens are all that the next step lacks, it is launched before anything else is done with them.
+        """
         context = self.context
         step, drawn_from = context.step, context.draft_distributions
         is_certain = step.logits.all_greedy and all(distribution is None for distribution in drawn_from)
@@ -95,6 +98,8 @@ class MambaCacheController(TextGenerationController):
             copy_reached_boundaries(step, outcome, context.memory)
         found = outcome.tolist()
         sampled = [found[place] for place in step.places]
+        if is_certain and context.run_ahead(sampled):
+            return [KeptTokens((tokens[1],)) for tokens in sampled]
         return [row.keep(tokens[:accepted]) for row, (accepted, *tokens) in zip(step.rows, sampled, strict=True)]
 
     def _log_probs(self, logits: Tensor, kept: Sequence[KeptTokens]) -> dict[str, Any]:

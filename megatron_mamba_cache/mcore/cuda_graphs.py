@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from megatron.core.ssm.mamba_hybrid_layer_allocation import Symbols
 from torch import Tensor
@@ -31,8 +32,9 @@ from ..state.padded_step import StepShape, decode_shapes, prefill_shapes, smalle
 from ..state.plain_steps import PlainStep, send_next
 from ..state.step_batch import StepBatch, send_padded_step, view_step
 from ..state.step_logits import StepLogits, all_greedy, logits_starts
-from .captured_step import Capture
+from .captured_step import Capture, CapturedStep
 from .context import MambaCacheContext
+from .run_ahead import LaunchedStep
 from .served_model import compute_part
 from .verify_step import copy_reached_boundaries, outcome_on_all_ranks, verify_step
 from .weight_places import WeightPlaces, rotary_tables_of
@@ -97,6 +99,7 @@ class StepGraph:
         longest = replace(self._views.attention, kv_lens=(context.max_sequence_length,) * shape.num_rows)
         self._attention = self._memory.attention.capture(longest)
         self._last: PlainStep | None = None
+        self._batch: StepBatch | None = None
 
         def forward() -> tuple[Tensor, ...]:
             with context.rehearsing():
@@ -105,7 +108,7 @@ class StepGraph:
                 logits = compute_part(model, context)
                 return logits, context.wanted_outputs, *_computed_views(self._views.logits)
 
-        (self._logits, self.wanted_outputs, *computed), self._replay_forward = recorder.record(forward)
+        (self.logits, self.wanted_outputs, *computed), self._replay_forward = recorder.record(forward)
         self._results = replace(self._views, logits=_with_computed(self._views.logits, *computed))
 
         def verify() -> tuple[Tensor, ...]:
@@ -113,29 +116,48 @@ class StepGraph:
                 context.install(self._views, self._attention.begin())
                 greedy = replace(self._views.logits, all_greedy=True)
                 outcome = outcome_on_all_ranks(
-                    context, lambda: verify_step(greedy, context.wanted_logits(self._logits), [])
+                    context, lambda: verify_step(greedy, context.wanted_logits(self.logits), [])
                 )
                 copy_reached_boundaries(self._views, outcome, self._memory)
                 return (outcome,)
 
-        (self._outcome,), self._replay_verify = recorder.record(verify)
+        (self.outcome,), self._replay_verify = recorder.record(verify)
 
     def lay_out(self, rows: Sequence[RunningRequest], *, draws_ratios: bool) -> StepBatch:
         """Send the rows of a step that the shape holds; return it as its readers see it."""
-        memory, shape, results = self._memory, self.shape, self._results
-        padded = shape.pad(rows, memory.geometry.dummy_block)
-        buffers, last = memory.step_buffers, self._last
-        if last is not None and last.goes_on(rows, buffers, memory.geometry.block_size):
-            self._last = send_next(last, buffers, len(padded))
+        buffers, geometry, last = self._memory.step_buffers, self._memory.geometry, self._last
+        if last is not None and last.goes_on(rows, buffers, geometry.block_size):
+            self._last = send_next(last, [row.generated[-1] for row in rows], buffers, self.shape.num_rows)
+            self._batch = self._a_token_further()
         else:
-            send_padded_step(padded, buffers, memory.geometry, shape, draws_ratios=draws_ratios)
+            padded = self.shape.pad(rows, geometry.dummy_block)
+            send_padded_step(padded, buffers, geometry, self.shape, draws_ratios=draws_ratios)
             self._last = PlainStep.sent(rows, buffers)
-        attention = replace(
-            results.attention,
-            query_lens=tuple(row.scheduled for row in padded),
-            kv_lens=tuple(row.computed + row.scheduled for row in padded),
-        )
-        self._attention.plan_again(attention)
+            self._batch = self._batch_of(rows, padded)
+            self._attention.plan_again(self._batch.attention)
+        return self._batch
+
+    def run_on(self, rows: Sequence[RunningRequest], tokens: Sequence[int]) -> CapturedStep | None:
+        """Launch the step behind the one laid out last; see `CapturedStep`."""
+        buffers, last = self._memory.step_buffers, self._last
+        new = np.array(tokens, np.int64)
+        if last is None or not last.runs_on(rows, new, buffers, self._memory.geometry.block_size):
+            return None
+        self._last = send_next(last, new, buffers, self.shape.num_rows)
+        self.forward()
+        self.verify_greedily()
+        self._batch = self._a_token_further()
+        return LaunchedStep(self, self._batch)
+
+    def _a_token_further(self) -> StepBatch:
+        """Return the batch behind the last, every row of which went on; attention's plan holds for it as well."""
+        batch = self._batch
+        kv_lens = self._memory.step_buffers.host("kv_lengths")[: self.shape.num_rows]
+        return replace(batch, attention=replace(batch.attention, kv_lens=tuple(kv_lens.tolist())))
+
+    def _batch_of(self, rows: Sequence[RunningRequest], padded: Sequence[RunningRequest]) -> StepBatch:
+        """Return the rows of a step that was sent with padding, as its readers see them."""
+        results, shape = self._results, self.shape
         num_decode = num_decoding(rows)
         places = shape.places(rows)
         starts = logits_starts(padded)
@@ -146,7 +168,11 @@ class StepGraph:
             num_tokens=sum(row.scheduled for row in rows),
             num_decode_rows=num_decode,
             num_decode_tokens=sum(row.scheduled for row in rows[:num_decode]),
-            attention=attention,
+            attention=replace(
+                results.attention,
+                query_lens=tuple(row.scheduled for row in padded),
+                kv_lens=tuple(row.computed + row.scheduled for row in padded),
+            ),
             logits=replace(
                 results.logits,
                 starts=(*(starts[place] for place in places), starts[-1]),
@@ -158,13 +184,13 @@ class StepGraph:
         """Compute the logits of the step that was laid out last; their padding means nothing."""
         self._stage.receive(self.shape.num_tokens)
         self._replay_forward()
-        self._stage.send(self._logits)
-        return self._logits
+        self._stage.send(self.logits)
+        return self.logits
 
     def verify_greedily(self) -> Tensor:
         """Behind `forward`, verify against the best tokens and copy the states of reached boundaries."""
         self._replay_verify()
-        return self._outcome
+        return self.outcome
 
 
 def _computed_views(logits: StepLogits) -> tuple[Tensor, ...]:

@@ -1,6 +1,7 @@
 """The engine: Megatron's dynamic engine with a scheduler that knows about prefix hits, and requests that fail alone."""
 
 import asyncio
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -10,15 +11,16 @@ from megatron.core.inference.inference_request import DynamicInferenceRequestRec
 from megatron.core.inference.sampling_params import SamplingParams
 
 from ..policy.requests import Candidate, RequestSpec
-from .accepted_drafts import append_all_but_last
 from .context import MambaCacheContext
 from .controller import MambaCacheController
 from .failed_steps import FailedSteps, refusal_reason
+from .generated_tokens import append_all_but_last, append_tokens, take_back
 from .hit_rate_hint import HitRateHint
 from .plain_prompt import plain_prompt
 from .request_spec import check_identity, contradiction_in, fault_of, other_ends, spec_of
 from .request_states import DraftCounts, RequestStates, complete_parts
 from .scheduler import StepScheduler
+from .step_clock import WallClockEvent
 from .suspendable_engine import SuspendableEngine
 
 
@@ -40,6 +42,7 @@ class MambaCacheEngine(SuspendableEngine):
         super().__init__(controller, context, random_seed=random_seed, enable_chunked_prefill=chunked)
         # Rows know their stop words, so a stop word ends its request in the step that completes it.
         controller.set_stop_word_finished_ids_callback(None)
+        self.step_start_event, self.step_end_event = WallClockEvent(), WallClockEvent()
 
     def add_request(
         self,
@@ -82,6 +85,7 @@ class MambaCacheEngine(SuspendableEngine):
             return self._refuse(request, fault)
         ends = other_ends(sampling, self.controller.tokenizer)
         future = super()._add_request(request)
+        self.context.ahead.is_alone = False
         request.stop_word_ids = [*(request.stop_word_ids or ()), *ends]
         sampling.num_tokens_total = None  # folded into num_tokens_to_generate; both at once is an error on resuming
         spec = self._spec_of(request)
@@ -115,11 +119,14 @@ class MambaCacheEngine(SuspendableEngine):
         return self._states.draft_counts(request_id)
 
     def schedule_waiting_requests(self) -> None:
-        """Schedule the next step, instead of Megatron's two schedulers."""
+        """Schedule the next step, instead of Megatron's two schedulers; one that is launched already stays as it is."""
+        if self.context.ahead.step is not None:
+            return
         scheduled = self.scheduler.fill_step(
             self._admissible(), self._candidate_of, lambda request_id: self._states[request_id].age
         )
         self.context.chunked_prefill_request_id = scheduled.unfinished_prefill_id
+        self.context.ahead.is_alone = not scheduled.admitted and not self._failed_steps
         for row in scheduled.admitted:
             state = self._states[row.request_id]
             if state.cached_tokens is None:
@@ -132,8 +139,10 @@ class MambaCacheEngine(SuspendableEngine):
 
     async def async_forward(self) -> Any:
         """Run one step; if it raises, give back what it reserved and queue its requests again."""
+        launched_at = self.context.ahead.launched_at
         try:
-            return await super().async_forward()
+            result, state, seconds, number = await super().async_forward()
+            return result, state, seconds if launched_at is None else time.perf_counter() - launched_at, number
         except BaseException as error:
             if not self.is_suspended:
                 self.context.abort_step()
@@ -145,20 +154,25 @@ class MambaCacheEngine(SuspendableEngine):
 
         If it raises, what has ended is reported by the next step, and what lacks its token waits again.
         """
-        records = []
+        records, num_known = [], []
         try:
             ending = list(self.failed_request_ids)
             if step_result is not None:
                 ending += step_result["finished_request_ids"].tolist()
+            records = [self.requests[request_id].record for request_id in ending]
+            num_known = [len(record[-1].generated_tokens) for record in records]
+            if step_result is not None:
                 append_all_but_last(step_result, self.get_request, self.controller.tokenizer.detokenize)
                 self._states.count_drafts(step_result["active_request_ids"].tolist(), step_result["draft_counts"])
             for request_id in ending:
                 if self.requests[request_id].future.done():
                     self.requests[request_id].future = self._loop.create_future()
-            records = [self.requests[request_id].record for request_id in ending]
             report = await super().async_bookkeep(step_result, *args, **settings)
         except BaseException as error:
             ended = [record for record in records if record.request_id not in self.requests]
+            for record, known in zip(records, num_known, strict=True):
+                if record.request_id in self.requests:
+                    take_back(record[-1], known)  # its end would be followed by more
             self._unreported += ended
             for record in ended:
                 self._forget(record.request_id)
@@ -172,6 +186,8 @@ class MambaCacheEngine(SuspendableEngine):
         self, request_ids: Any, finished_request_ids: Any, evict_request_ids: Any, *args: Any, **settings: Any
     ) -> Any:
         """Append the step's tokens to their requests; evicted ones go back to the head of the queue."""
+        if self._only_appends(finished_request_ids, evict_request_ids, *args):
+            return append_tokens(self.requests, request_ids.tolist(), *args), []
         outcome = super().post_process_requests(request_ids, finished_request_ids, None, *args, **settings)
         for request_id in request_ids.tolist() if self._failed_steps else ():
             if request_id not in self.requests or self.get_request(request_id).generated_tokens:
@@ -185,6 +201,20 @@ class MambaCacheEngine(SuspendableEngine):
         for request_id in finished_request_ids.tolist():
             self._forget(request_id)
         return outcome
+
+    def _only_appends(
+        self,
+        finished_ids: Any,
+        evicted_ids: Any,
+        seconds: float,
+        sample: Any,
+        log_probs: Any,
+        top_n_logprobs: Any = None,
+    ) -> bool:
+        """Whether a step does no more to its requests than to give each a token, as nearly all steps do."""
+        nobody_goes = not len(finished_ids) and evicted_ids is None
+        has_more = bool(log_probs) or bool(top_n_logprobs) or self.context.chunked_prefill_request_id != -1
+        return nobody_goes and not has_more and not self._failed_steps
 
     def _check_stop_words_for_request_post_append(self, request: Any) -> bool:
         """Return False: a stop word has ended its request already."""
@@ -224,6 +254,7 @@ class MambaCacheEngine(SuspendableEngine):
 
     def _queue_again(self, request_ids: list[int]) -> None:
         """Put requests back at the head of the queue, in the given order."""
+        self.context.ahead.is_alone = False
         for request_id in reversed(request_ids):
             self._restart(request_id)
             if request_id in self.waiting_request_ids:

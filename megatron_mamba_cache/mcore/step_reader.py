@@ -25,6 +25,7 @@ from .captured_step import Capture, CapturedStep, GraphsByShape
 from .log_probs import followed_tokens, selected_log_probs
 from .model_shape import HybridModelShape
 from .ranks import Ranks
+from .run_ahead import RunAhead
 
 
 class LiveSlots:
@@ -47,6 +48,7 @@ class StepReader(DynamicInferenceContext):
     _attend: PlannedAttention
     graphs: GraphsByShape | None
     graph: CapturedStep | None
+    ahead: RunAhead
 
     @property
     def memory(self) -> CacheMemory:
@@ -117,6 +119,7 @@ class StepReader(DynamicInferenceContext):
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
         """Let the block lay out and compute rows that own nothing; afterwards every attribute is what it was."""
+        self.ahead.wait()
         before = dict(vars(self))
         self.counters = CacheCounters()  # those of the cache are the ones before
         try:
@@ -236,7 +239,15 @@ class StepReader(DynamicInferenceContext):
 
     @property
     def mamba_metadata(self) -> LiveSlots:
-        """The live slot of each row of `rows`; between steps, draft windows are settled into it first."""
+        """The live slot of each row of `rows`; between steps, draft windows are settled into it first.
+
+        Raises:
+            CacheIntegrityError: If the next step runs already, so that live states are a token ahead of their rows.
+        """
+        if self.ahead.step is not None:
+            raise CacheIntegrityError(
+                "the next step runs already, and live states with it; set CacheConfig(run_ahead=False) to look at them"
+            )
         self.memory.settle([row for row in self.rows if not row.scheduled])
         return LiveSlots(self.rows)
 

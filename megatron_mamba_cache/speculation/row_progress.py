@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from ..metrics import CacheCounters
 from ..policy.prefix_cache import PrefixCache
 from ..policy.requests import KeptTokens, RunningRequest
 from .draft_planner import DraftPlanner, NoDrafts
@@ -25,6 +26,16 @@ def note_hidden_states(
     for row, new, start in zip(rows, kept, starts, strict=False):
         if new.tokens:
             planner.note_hidden_state(row, hidden_states[start + len(new.tokens) - 1])
+
+
+def advance_plain_rows(rows: Sequence[RunningRequest], tokens: Sequence[int], counters: CacheCounters) -> None:
+    """Advance rows that decoded one token each without drafts, reach no boundary and go on; see `advance_rows`."""
+    for row, token in zip(rows, tokens, strict=True):
+        row.generated.append(token)
+        row.computed += 1
+        row.scheduled = 0
+    counters.decode_rows += len(rows)
+    counters.decode_tokens_computed += len(rows)
 
 
 def advance_rows(

@@ -2,11 +2,36 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import is_
 
 import numpy as np
+import numpy.typing as npt
 
 from ..policy.requests import RunningRequest
 from .step_buffers import StepBuffers
+
+
+@dataclass(frozen=True, slots=True)
+class RowEnds:
+    """What ends each row of a step: a token, or being so long.
+
+    Args:
+        termination_ids: [rows] int64; -1 where no token does.
+        max_lens: [rows] int64; prompt and generated tokens together.
+    """
+
+    termination_ids: npt.NDArray[np.int64]
+    max_lens: npt.NDArray[np.int64]
+
+    @staticmethod
+    def of(rows: Sequence[RunningRequest]) -> "RowEnds | None":
+        """Return what ends rows, None if more of a row is looked at between two steps: stop words, log-probs."""
+        if any(row.spec.sampling.stop_words or row.spec.log_probs.wanted for row in rows):
+            return None
+        return RowEnds(
+            np.array([row.spec.sampling.termination_id for row in rows], np.int64),
+            np.array([row.spec.max_len for row in rows], np.int64),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,10 +40,12 @@ class PlainStep:
 
     Args:
         number: How many steps had been sent with it; what the buffers hold is this step's until another is.
+        ends: None if new tokens alone do not tell whether a row goes on.
     """
 
     rows: tuple[RunningRequest, ...]
     number: int
+    ends: RowEnds | None
 
     @staticmethod
     def sent(rows: Sequence[RunningRequest], buffers: StepBuffers) -> "PlainStep | None":
@@ -26,13 +53,11 @@ class PlainStep:
         is_plain = all(
             _decodes_one(row) and row.accepted == 1 and row.spec.sampling.is_greedy for row in rows
         )  # a row keeps its settings, and has accepted one token in the step after this one as well
-        return PlainStep(tuple(rows), buffers.num_sent) if is_plain else None
+        return PlainStep(tuple(rows), buffers.num_sent, RowEnds.of(rows)) if is_plain else None
 
     def goes_on(self, rows: Sequence[RunningRequest], buffers: StepBuffers, block_size: int) -> bool:
         """Return whether a step is this one, each row a token further in the block that it wrote to."""
-        if buffers.num_sent != self.number or len(rows) != len(self.rows):
-            return False
-        if not all(row is before and _decodes_one(row) for row, before in zip(rows, self.rows, strict=True)):
+        if not self._is_sent_last(rows, buffers) or not all(map(_decodes_one, rows)):
             return False
         num_rows = len(rows)
         computed = np.fromiter((row.computed for row in rows), np.int32, num_rows)
@@ -43,19 +68,47 @@ class PlainStep:
             and (slots == buffers.host_columns()[:num_rows, 0]).all()
         )
 
+    def runs_on(
+        self,
+        rows: Sequence[RunningRequest],
+        tokens: npt.NDArray[np.int64],
+        buffers: StepBuffers,
+        block_size: int,
+    ) -> bool:
+        """Return whether, with these new tokens, the next step is this one a token further, plain as well.
 
-def send_next(last: PlainStep, buffers: StepBuffers, num_table_rows: int) -> PlainStep:
+        Rows still stand where this step found them.
+
+        Args:
+            tokens: [rows] what the step gave each row.
+        """
+        if self.ends is None or not self._is_sent_last(rows, buffers):
+            return False
+        computed = buffers.host("computed")[: len(rows)] + 1  # as the next step will find it
+        ended = (tokens == self.ends.termination_ids) | (computed + 1 >= self.ends.max_lens)
+        needs_block_or_state = (computed % block_size == 0) | ((computed + 1) % block_size == 0)
+        return not (ended | needs_block_or_state).any()
+
+    def _is_sent_last(self, rows: Sequence[RunningRequest], buffers: StepBuffers) -> bool:
+        same_number = buffers.num_sent == self.number and len(rows) == len(self.rows)
+        return same_number and all(map(is_, rows, self.rows))
+
+
+def send_next(
+    last: PlainStep, tokens: Sequence[int] | npt.NDArray[np.int64], buffers: StepBuffers, num_table_rows: int
+) -> PlainStep:
     """Send the step that the last one goes on to, and return it.
 
     Args:
+        tokens: [rows] each row's newest, the input of the step.
         num_table_rows: Rows of the block table that the step uses, padding included.
     """
     num_rows = len(last.rows)
     for name in ("computed", "kv_lengths", "token_positions", "token_offsets"):
         buffers.host(name)[:num_rows] += 1
-    buffers.host("token_ids")[:num_rows] = [row.generated[-1] for row in last.rows]
+    buffers.host("token_ids")[:num_rows] = tokens
     buffers.send(num_table_rows)
-    return PlainStep(last.rows, buffers.num_sent)
+    return PlainStep(last.rows, buffers.num_sent, last.ends)
 
 
 def _decodes_one(row: RunningRequest) -> bool:

@@ -125,22 +125,21 @@ class CapturedFlashInfer:
             wrapper = _wrapper(workspace, "fa2", use_cuda_graph=True, **buffers)
         self._attention = PagedAttention(shape, wrapper)
         self._block_size = shape.block_size
+        self._kv_lengths = rows.kv_lengths
         self._last_page_lens = buffers["paged_kv_last_page_len_buf"]
         self._planned: PageLists | None = None
         self.plan_again(rows)  # the first plan is the largest that the wrapper accepts
 
     def begin(self) -> PlannedAttention:
-        """Return the call of a layer."""
+        """Return the call of a layer; how far rows fill their last pages is found on the device, at each replay."""
+        lengths = self._kv_lengths
+        self._last_page_lens.copy_(torch.where(lengths > 0, (lengths - 1) % self._block_size + 1, 0))
         return self._attention.run
 
     def plan_again(self, rows: AttentionRows) -> None:
-        """Plan the next replay on the host; needs exact lengths, and as many rows as before.
-
-        A plan holds as long as every row keeps its pages: what it says of their lengths is written here.
-        """
+        """Plan the next replay on the host; needs exact lengths, and as many rows as before."""
         pages, planned = page_lists(rows, self._block_size, keep_all=True), self._planned
         if planned is not None and pages.has_pages_of(planned):
-            self._last_page_lens.copy_(pages.last_page_lens)
             return
         self._planned = None  # as long as planning may fail
         self._attention.plan_pages(pages)

@@ -41,7 +41,10 @@ class CapturedAttention(Protocol):
         """Return the call of a layer; while a graph is captured, which keeps what is launched."""
 
     def plan_again(self, rows: AttentionRows) -> None:
-        """Prepare the next replay, outside of any graph: as many rows, with at most as many query and cached tokens."""
+        """Prepare the next replay, outside of any graph: as many rows, with at most as many query and cached tokens.
+
+        What is prepared is good for longer rows as well, as long as they have as many query tokens and the same blocks.
+        """
 
 
 class AttentionBackend(Protocol):

@@ -1,9 +1,34 @@
-"""What accepted drafts add to Megatron's records, which take one token a step."""
+"""What a step adds to Megatron's records: a token a request, and before it what accepted drafts add."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
+
+
+def append_tokens(
+    entries: Mapping[int, Any], request_ids: Sequence[int], seconds: float, sample: Tensor, *_: Any
+) -> list[int]:
+    """Append the last token of each to requests that all go on, and the step's time; return their ids.
+
+    Args:
+        entries: Megatron's, by request id.
+        sample: [requests] token ids.
+    """
+    for request_id, token in zip(request_ids, sample.tolist(), strict=True):
+        request = entries[request_id].record[-1]
+        request.generated_tokens.append(token)
+        if request.tpot is None:
+            request.tpot = []
+        request.tpot.append(seconds)
+    return list(request_ids)
+
+
+def take_back(request: Any, num_known: int) -> None:
+    """Leave a request the first tokens that it generated, and their times."""
+    del request.generated_tokens[num_known:]
+    if request.tpot is not None:
+        del request.tpot[num_known:]
 
 
 def append_all_but_last(

@@ -1,0 +1,212 @@
+"""Steps that are launched before the one before is booked: when they are, and what may happen while they run.
+
+Where there is no CUDA, a step is computed when it is launched; all else is as on a GPU.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from megatron.core.inference.sampling_params import SamplingParams
+
+from megatron_mamba_cache.errors import CacheIntegrityError
+from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
+from tests.mcore.faults import InjectedFault, raise_once
+from tests.mcore.graph_stand_ins import capture_without_cuda
+
+
+@pytest.fixture(autouse=True)
+def captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Capture on any machine."""
+    capture_without_cuda(monkeypatch)
+
+
+def start(num_requests: int = 3, num_tokens: int = 40, **settings: Any) -> EngineRun:
+    """Return an engine whose requests are prefilled."""
+    subject = tiny_hybrid()
+    config = replace(cache_config(subject.sizes, **settings), num_cuda_graphs=3, cuda_graph_prefill_tokens=40)
+    run = EngineRun.start(subject, config)
+    for request_id in range(num_requests):
+        run.add(request_id, some_tokens(20 + 3 * request_id, seed=request_id), num_tokens)
+    while not run.context.rows or any(row.is_prefilling for row in run.context.rows):
+        run.step()
+    return run
+
+
+def is_ahead(run: EngineRun) -> bool:
+    return run.context.ahead.step is not None
+
+
+def step_until_ahead(run: EngineRun) -> None:
+    while not is_ahead(run):
+        run.step()
+
+
+def count_early_steps(run: EngineRun) -> int:
+    """Run all requests to their end and return how many steps ended with the next one launched."""
+    num_early = 0
+    while run.engine.has_unfinished_requests():
+        run.step()
+        num_early += is_ahead(run)
+    run.assert_exact()
+    run.assert_nothing_held()
+    return num_early
+
+
+def test_most_decode_steps_run_ahead_and_rows_stand_where_they_would() -> None:
+    run = start()
+    block_size, num_steps = run.context.block_size_tokens, run.counters.steps
+    while run.engine.has_unfinished_requests():
+        before = {row.request_id: row.computed for row in run.context.rows}
+        was_ahead = is_ahead(run)
+        run.step()
+        after = {row.request_id: row.computed for row in run.context.rows}
+        if was_ahead:
+            assert all(
+                after[request_id] == computed + 1 for request_id, computed in before.items() if request_id in after
+            )
+        if is_ahead(run):
+            assert after.keys() == before.keys()
+            assert all(computed % block_size and (computed + 1) % block_size for computed in after.values())
+        run.context.check_integrity()
+    run.assert_exact()
+    assert run.counters.steps - num_steps == 39
+    assert run.counters.decode_rows == run.counters.decode_tokens_computed == 3 * 39
+
+
+def test_a_step_of_rows_far_from_boundaries_is_always_launched_early() -> None:
+    run = start(1, 10)
+    assert run.context.block_size_tokens == 16  # 9 decode steps behind 20 tokens stay before the boundary at 32
+    assert count_early_steps(run) == 8
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"run_ahead": False},
+        {"rank_digest_steps": 1},
+        {"num_speculative_tokens": 2},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_steps_wait_where_more_than_tokens_decides(settings: dict[str, Any]) -> None:
+    assert count_early_steps(start(**settings)) == 0
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(num_tokens_to_generate=20, temperature=1.0, termination_id=-1),
+        greedy(20, return_log_probs=True, skip_prompt_log_probs=True),
+        greedy(20, stop_words=["95 95 95"]),
+    ],
+    ids=["sampled", "log-probs", "stop words"],
+)
+def test_steps_wait_for_a_row_that_is_looked_at_between_them(sampling: SamplingParams) -> None:
+    run = start(2, 20)
+    run.add(2, some_tokens(20, seed=9), sampling)
+    run.step()  # what runs already does not wait for it
+    while 2 in run.engine.requests:
+        run.step()
+        assert not is_ahead(run)
+    run.finish()
+
+
+def test_a_request_that_arrives_joins_behind_the_step_that_runs() -> None:
+    run = start()
+    step_until_ahead(run)
+    run.add(3, some_tokens(25, seed=3), 20)
+    run.step()
+    assert len(run.context.rows) == 3 and not is_ahead(run)
+    run.step()
+    assert len(run.context.rows) == 4
+    run.finish()
+    run.assert_exact()
+
+
+def test_steps_run_ahead_of_requests_that_find_no_room() -> None:
+    run = start(max_requests=3)
+    run.add(3, some_tokens(25, seed=3), 20)
+    for _ in range(5):
+        step_until_ahead(run)
+        assert len(run.context.rows) == 3 and run.engine.waiting_request_ids
+        run.step()
+    run.finish()
+    run.assert_exact()
+
+
+def suspend_and_resume(run: EngineRun) -> None:
+    run.engine.suspend()
+    assert not is_ahead(run)
+    run.engine.resume()
+
+
+WHILE_ONE_RUNS: dict[str, Callable[[EngineRun], None]] = {
+    "flush": lambda run: run.engine.flush(),
+    "flush of another version": lambda run: run.engine.flush("new"),
+    "suspend and resume": suspend_and_resume,
+    "warmup": lambda run: run.engine.warmup() and None,
+    "graphs captured again": lambda run: run.engine.create_cuda_graphs(),
+    "one row sent back": lambda run: run.engine._send_back([1]),
+    "two rows sent back": lambda run: run.engine._send_back([0, 2]),
+    "all rows sent back": lambda run: run.engine._send_back([0, 1, 2]),
+}
+
+
+@pytest.mark.parametrize("resident", [False, True])
+@pytest.mark.parametrize("name", WHILE_ONE_RUNS)
+def test_whatever_happens_while_a_step_runs_tokens_stay_the_same(name: str, resident: bool) -> None:
+    run = start(resident_pools=resident)
+    for _ in range(4):
+        step_until_ahead(run)
+        WHILE_ONE_RUNS[name](run)
+        run.context.check_integrity()
+        run.step()
+        run.context.check_integrity()
+    run.finish()
+    run.assert_exact()
+    run.assert_nothing_held()
+
+
+@pytest.mark.parametrize("place", ["append_tokens", "finish_step", "run_on"])
+def test_a_fault_beside_a_step_that_runs_loses_no_token(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_mamba_cache.mcore import context as context_module
+    from megatron_mamba_cache.mcore import engine as engine_module
+
+    run = start()
+    step_until_ahead(run)
+    owner: Any = {
+        "append_tokens": (engine_module, "append_tokens"),
+        "finish_step": (context_module, "advance_plain_rows"),
+        "run_on": (run.context.ahead, "launch"),
+    }[place]
+    with monkeypatch.context() as patch:
+        raise_once(patch, *owner)
+        with pytest.raises(InjectedFault):
+            while True:
+                run.step()
+    run.context.check_integrity()
+    run.finish()
+    run.assert_exact()
+    run.assert_nothing_held()
+
+
+def test_live_states_are_not_shown_while_they_are_ahead_of_their_rows() -> None:
+    run = start()
+    step_until_ahead(run)
+    with pytest.raises(CacheIntegrityError, match="run_ahead=False"):
+        run.context.mamba_metadata  # noqa: B018 - reading it is what is refused
+    while is_ahead(run):
+        run.step()
+    assert len(run.context.mamba_metadata.request_to_mamba_state_idx) == len(run.context.rows)
+
+
+def test_a_step_that_ran_ahead_takes_the_time_since_its_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = start()
+    step_until_ahead(run)
+    launched_at = run.context.ahead.launched_at
+    assert launched_at is not None
+    monkeypatch.setattr(run.context.ahead, "_launched_at", launched_at - 100.0)
+    report = run.engine.step_modern()
+    assert 100.0 < report["step_time"] < 200.0
