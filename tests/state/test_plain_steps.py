@@ -1,11 +1,13 @@
 """Steps that go on from the one before hold what laying them out anew would, and no other step is taken for one."""
 
 import random
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from megatron_mamba_cache.policy.identifiers import BlockId, SlotId
-from megatron_mamba_cache.policy.requests import ReservedState, RunningRequest, SamplingSettings
+from megatron_mamba_cache.policy.requests import LogProbSettings, ReservedState, RunningRequest, SamplingSettings
 from megatron_mamba_cache.state.padded_step import StepShape
 from megatron_mamba_cache.state.plain_steps import PlainStep, send_next
 from megatron_mamba_cache.state.step_batch import lay_out_step, send_padded_step
@@ -26,7 +28,7 @@ def send(
 ) -> tuple[PlainStep | None, bool]:
     """Send a step the quick way if there is one; return what the next may go on from, and whether there was."""
     if last is not None and last.goes_on(rows, buffers, GEOMETRY.block_size):
-        return send_next(last, buffers, shape.num_rows), True
+        return send_next(last, [row.generated[-1] for row in rows], buffers, shape.num_rows), True
     send_anew(rows, buffers, shape)
     return PlainStep.sent(rows, buffers), False
 
@@ -114,3 +116,54 @@ def test_a_step_that_only_looks_alike_does_not_go_on(device: str, change: str) -
     elif change == "a prompt to prefill":
         rows[1].spec = decoding(1, prompt_len=30).spec
     assert not last.goes_on(rows, buffers, GEOMETRY.block_size)
+
+
+ENDING = SamplingSettings(top_k=1, termination_id=3)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_step_runs_on_exactly_where_all_rows_go_on_in_their_blocks(device: str, seed: int) -> None:
+    draw, num_on = random.Random(seed), 0
+    for _ in range(40):
+        rows = [
+            decoding(index, prompt_len=draw.randrange(1, 20), num_generated=draw.randrange(1, 9), sampling=ENDING)
+            for index in range(draw.choice([1, 1, 2, 3]))
+        ]
+        for row in rows:
+            row.spec = replace(row.spec, max_len=row.length + draw.choice([1, 2, 30]))
+        buffers = StepBuffers(LIMITS, device)
+        send_anew(rows, buffers, SHAPES[0])
+        last = PlainStep.sent(rows, buffers)
+        assert last is not None
+        tokens = np.array([draw.choice([1, 2, 3, 4, 5, 6, 7, 8]) for _ in rows])
+        nobody_ends = not any(row.keep([int(token)]).ends for row, token in zip(rows, tokens, strict=True))
+        # The next step finds computed + 1 tokens in place, for which it needs no block, and reaches no boundary.
+        within_blocks = all((row.computed + 1) % BLOCK and (row.computed + 2) % BLOCK for row in rows)
+        runs_on = last.runs_on(rows, tokens, buffers, GEOMETRY.block_size)
+        assert runs_on is (nobody_ends and within_blocks)
+        if runs_on:
+            num_on += 1
+            send_next(last, tokens, buffers, SHAPES[0].num_rows)
+            for row, token in zip(rows, tokens.tolist(), strict=True):
+                row.generated.append(token)
+                row.computed += 1
+            expected = StepBuffers(LIMITS, device)
+            send_anew(rows, expected, SHAPES[0])
+            assert same(buffers, expected)
+            assert not last.runs_on(rows, tokens, buffers, GEOMETRY.block_size)  # another was sent since
+    assert num_on >= 3
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [{"sampling": replace(ENDING, stop_words=((5, 6),))}, {"log_probs": LogProbSettings(wanted=True)}],
+    ids=["stop words", "log-probs"],
+)
+def test_a_step_with_a_row_that_is_looked_at_does_not_run_on(device: str, spec: dict[str, object]) -> None:
+    rows = [decoding(0), decoding(1)]
+    rows[1].spec = replace(rows[1].spec, **spec)  # type: ignore[arg-type]
+    buffers = StepBuffers(LIMITS, device)
+    send_anew(rows, buffers, SHAPES[0])
+    last = PlainStep.sent(rows, buffers)
+    assert last is not None and last.ends is None
+    assert not last.runs_on(rows, np.array([1, 1]), buffers, GEOMETRY.block_size)
