@@ -17,6 +17,7 @@ from .cache_reports import CacheReports, NoReports
 from .context import MambaCacheContext
 from .controller import MambaCacheController
 from .engine import MambaCacheEngine
+from .expert_peers import Standing, all_step
 from .replica_place import ReplicaPlace, address_on_this_host, agree_on_place, starts_coordinator
 
 logger = logging.getLogger(__name__)
@@ -183,10 +184,24 @@ class ReplicaEngine(MambaCacheEngine):
             self._link.close()
 
     async def _ep_group_has_work(self, local_work: int) -> bool:
-        """Whether the expert-parallel group has work; before the loop may rest, what has failed is reported."""
+        """Whether the expert-parallel group steps; before the loop may rest, what has failed is reported."""
         if not local_work and (self.failed_request_ids or self._unreported):
             await self.async_bookkeep(None, {"kv_stats": None}, 0.0, self.step_count)
-        return await super()._ep_group_has_work(local_work)
+        return await all_step(self._standing(local_work), self._highest_standing)
+
+    def _standing(self, local_work: int) -> Standing:
+        if self.stopped.is_set():
+            return Standing.STOPPED
+        if self.is_suspended:
+            return Standing.SUSPENDED
+        told = self.received_stop or self.paused.is_set() or self.received_pause or self.suspend_signal
+        return Standing.WORKING if local_work and not told else Standing.RESTING
+
+    async def _highest_standing(self, mine: Standing) -> int:
+        if self.ep_world_size == 1:
+            return mine
+        highest: int = await self.expert_parallel_zmq_communicator.all_reduce_max(mine)
+        return highest
 
     def _send_unreported(self) -> None:
         """Send what ended in a step that raised before Megatron could."""
