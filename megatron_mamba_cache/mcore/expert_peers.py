@@ -1,6 +1,6 @@
 """What ranks that share experts agree on before each round of their loops: whether all step, and when all leave.
 
-Signals of a coordinator reach them in different rounds. No rank may compute while a peer's memory is dropped, since each
+Signals of a coordinator reach them in different rounds. No rank may compute while a peer's memory is dropped, since a
 forward needs all of them, and none may leave while a peer still asks for it.
 """
 

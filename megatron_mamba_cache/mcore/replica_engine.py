@@ -99,7 +99,22 @@ class ReplicaEngine(MambaCacheEngine):
             self.socket_for_receiving_requests.close(linger=0)
             self.socket_for_receiving_requests = self._link
             self._reports = CacheReports(self.context, self._link)
+        self._watch_peers()
         await self._link.wait_for_welcome(timeout_s)
+
+    def _watch_peers(self) -> None:
+        """Let this rank hear of a death wherever it waits for a word of another one."""
+        from ..routing.peer_socket import PeerSocket
+
+        for name in ("model_parallel_subscriber_socket", "model_parallel_num_msgs_subscriber_socket"):
+            socket = getattr(self, name)
+            self.zmq_sockets.remove(socket)
+            setattr(self, name, PeerSocket(socket, self._link))
+            self.zmq_sockets.append(getattr(self, name))
+        if self.ep_world_size > 1:
+            experts = self.expert_parallel_zmq_communicator
+            heard = "gather_sock" if experts.is_leader else "bcast_sock"
+            setattr(experts, heard, PeerSocket(getattr(experts, heard), self._link))
 
     def add_request(
         self,
