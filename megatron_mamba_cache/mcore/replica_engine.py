@@ -3,6 +3,7 @@
 import asyncio
 import importlib.util
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ class ReplicaEngine(MambaCacheEngine):
         self._reports: CacheReports | NoReports = NoReports()
         self._replica_name = ""
         self._failed_in_a_row = 0
+        self._leave_coordinator: Callable[[], None] = lambda: None
         super().__init__(controller, context, random_seed)
 
     async def start_listening_to_data_parallel_coordinator(
@@ -72,13 +74,18 @@ class ReplicaEngine(MambaCacheEngine):
                 launch_coordinator, self.controller.tokenizer, inference_coordinator_port, routing, groups.dp.size()
             )
             self.inference_coordinator_process = launched.process  # Megatron's `stop` waits for it
+            self._leave_coordinator = launched.leave
             coordinator_address = launched.address
         elif not launches and coordinator_address is None:
             coordinator_address = address_on_this_host(inference_coordinator_port)
-        place = agree_on_place(groups, coordinator_address)
-        port = int(place.address.rsplit(":", 1)[1])
-        await super().start_listening_to_data_parallel_coordinator(port, False, loop=loop)
-        await self._join(place, routing.join_timeout_s)
+        try:
+            place = agree_on_place(groups, coordinator_address)
+            port = int(place.address.rsplit(":", 1)[1])
+            await super().start_listening_to_data_parallel_coordinator(port, False, loop=loop)
+            await self._join(place, routing.join_timeout_s)
+        except BaseException:
+            self._leave_coordinator()
+            raise
         if launched is not None:
             await await_process_call(launched.ready.wait, launched.process)
         return place.address
@@ -197,6 +204,7 @@ class ReplicaEngine(MambaCacheEngine):
             await super().run_engine_with_coordinator(loop=loop)
         finally:
             self._link.close()
+            self._leave_coordinator()
 
     async def _ep_group_has_work(self, local_work: int) -> bool:
         """Whether the expert-parallel group steps; before the loop may rest, what has failed is reported."""

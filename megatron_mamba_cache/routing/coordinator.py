@@ -6,9 +6,8 @@ and a process that ends closes its connections; the coordinator notices either, 
 
 import logging
 import os
-import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -19,7 +18,7 @@ from megatron.core.inference.headers import Headers
 
 from ..policy.routing import PromptBlocks, ReplicaName
 from .control_signals import ANSWERS, SIGNALS, ControlSignals
-from .heartbeats import set_heartbeats
+from .listening_router import listening_router
 from .membership import Membership, Replica
 from .prompt_keys import PromptKeys, prompt_tokens
 from .requests_in_flight import RequestInFlight, failed_record, readable_sampling
@@ -28,7 +27,6 @@ from .wire import FENCED, HELLO, KEYS, PROBE, WELCOME, WireError, hello_of, repo
 
 logger = logging.getLogger(__name__)
 
-_LINGER_MS = 5000
 _MOST_MESSAGES_A_ROUND = 1000
 _CONNECTED = msgpack.packb([Headers.CONNECT_ACK.value])
 """Answers a client's first message; Megatron's client passes over another one."""
@@ -45,6 +43,7 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
         tokenizer: With `tokenize` and `detokenize`, and `bos`.
         inference_coordinator_port: Tried first; None: any.
         num_replicas: To wait for in `wait_for_replicas`.
+        starter_has_left: Whether who started it takes part no longer; the end of the parent process counts as well.
     """
 
     def __init__(
@@ -54,10 +53,12 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
         inference_coordinator_port: int | None,
         settings: RoutingSettings,
         num_replicas: int = 1,
+        starter_has_left: Callable[[], bool] = lambda: False,
     ) -> None:
         self._settings = settings
         self._num_replicas = settings.num_replicas or num_replicas
         self._parent = os.getppid()
+        self._starter_has_left = starter_has_left
         self._router = settings.router()
         self._members = Membership()
         self._signals = ControlSignals()
@@ -68,13 +69,8 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
         self.tokenizer = tokenizer
         self.next_request_id = 0
         self.context = zmq.Context()
-        self.router_socket = self.context.socket(zmq.ROUTER)
-        self.router_socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # who is gone is noticed when something is sent there
-        self.router_socket.setsockopt(zmq.SNDHWM, 0)  # nothing is dropped, and nobody slow holds the others up
-        self.router_socket.setsockopt(zmq.RCVHWM, 0)
-        self.router_socket.setsockopt(zmq.LINGER, _LINGER_MS)
-        set_heartbeats(self.router_socket)
-        self.addr = _bind(self.router_socket, inference_coordinator_port)
+        self.router_socket = listening_router(self.context, inference_coordinator_port)
+        self.addr = self.router_socket.getsockopt_string(zmq.LAST_ENDPOINT)
         pipe_connection.send(self.addr)
         pipe_connection.close()
 
@@ -94,12 +90,14 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
                 )
 
     def start(self) -> None:
-        """Serve until clients have stopped the engines, or the parent, all replicas and all clients are gone."""
+        """Serve until clients have stopped the engines, or the starter, all replicas and all clients are gone."""
         while not self._signals.is_over and not self._is_abandoned():
             self._serve_round()
 
     def _is_abandoned(self) -> bool:
-        return not (self._members.identities or self._clients) and os.getppid() != self._parent
+        if self._members.identities or self._clients:
+            return False
+        return os.getppid() != self._parent or self._starter_has_left()
 
     def _serve_round(self) -> None:
         """Handle what has come, at most until the next probe is due."""
@@ -282,18 +280,3 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
             self._clients.discard(identity)
             if self._members.of_socket(identity) is not None:
                 self._lose(identity, f"its process has ended, or cannot be reached ({error})")
-
-
-def _bind(router: zmq.Socket, port: int | None) -> str:
-    """Listen on a port of this host, or on any other if it is taken; return the address."""
-    host = f"tcp://{socket.gethostname()}"
-    try:
-        if port is not None:
-            router.bind(f"{host}:{port}")
-    except zmq.ZMQError as error:
-        logger.warning("port %s cannot be had (%s); taking another one", port, error)
-        port = None
-    if port is None:
-        router.bind_to_random_port(host)
-    address: str = router.getsockopt_string(zmq.LAST_ENDPOINT)
-    return address
