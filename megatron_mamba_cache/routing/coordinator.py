@@ -36,7 +36,9 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
     """Serves Megatron's `InferenceClient`s over replicas that come and go.
 
     A request whose replica dies is sent to another one, or fails with an error; see `RoutingSettings.num_attempts`.
-    Whatever is malformed, or comes from somebody unknown, is logged and otherwise ignored.
+    Who sends a request or a signal is a client, whether it has said so or not: one that was silent for so long that its
+    connection was closed comes back under another identity and does not know. What only a replica may say (replies,
+    answers to signals, reports of keys) is ignored from anybody else, as is whatever is malformed; the log has it.
 
     Args:
         pipe_connection: Gets the coordinator's address.
@@ -145,9 +147,11 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
             self._send(sender, _CONNECTED)
         elif kind == Headers.ENGINE_REPLY.value and replica is not None:
             self._forward_replies(replica, body)
-        elif sender in self._clients and kind == Headers.SUBMIT_REQUEST.value:
+        elif kind == Headers.SUBMIT_REQUEST.value and replica is None:
+            self._clients.add(sender)
             self._submit(sender, body)
-        elif sender in self._clients and kind in {signal.value for signal in SIGNALS}:
+        elif kind in {signal.value for signal in SIGNALS} and replica is None:
+            self._clients.add(sender)
             self._signals.ask(Headers(kind))
         elif replica is not None and kind in {answer.value for answer in ANSWERS.values()}:
             self._signals.answer(replica.name, Headers(kind))
@@ -236,16 +240,23 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
     def _forward_replies(self, replica: Replica, body: list[Any]) -> None:
         (records,) = body
         for record in records:
-            request = self._in_flight.get(record["requests"][0]["request_id"])
-            if request is None or request.replica != replica.name:
-                continue  # somebody else has it by now
             try:
-                self.detokenize(record)
-            except Exception as error:
-                self._fail(request, f"its reply cannot be read or turned into text: {error}")
-                continue
-            self._finish(request)
-            self._send(request.client, request.reply(record))
+                self._forward_reply(replica, record)
+            except Exception as error:  # the others in the message are none the worse for it
+                logger.warning("ignored a reply of %s: %s: %s", replica.name, type(error).__name__, error)
+
+    def _forward_reply(self, replica: Replica, record: Any) -> None:
+        request = self._in_flight.get(record["requests"][0]["request_id"])
+        if request is None or request.replica != replica.name:
+            return  # somebody else has it by now
+        try:
+            self.detokenize(record)
+            reply = request.reply(record)
+        except Exception as error:
+            self._fail(request, f"its reply cannot be read or turned into text: {error}")
+            return
+        self._finish(request)
+        self._send(request.client, reply)
 
     def _fail(self, request: RequestInFlight, reason: str) -> None:
         self._finish(request)

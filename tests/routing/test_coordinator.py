@@ -101,6 +101,17 @@ def test_a_reply_that_cannot_be_read_fails_its_request(service: Service) -> None
     assert "its reply cannot be read" in client.error()
 
 
+def test_a_malformed_record_does_not_take_the_replies_beside_it_along(service: Service) -> None:
+    (replica,) = service.replicas("a")
+    client = service.client()
+    for number in range(2):
+        client.submit(number, TOKENS)
+    done = [{"requests": [{"request_id": replica.take(), "prompt": "1", "generated_tokens": [5]}]} for _ in range(2)]
+    nonsense = [{}, 3, {"requests": []}, {"requests": [{"request_id": [1]}]}]
+    replica.send(Headers.ENGINE_REPLY, [*nonsense, done[0], *nonsense, done[1]])
+    assert [client.answer()[0] for _ in range(2)] == [0, 1]
+
+
 @pytest.mark.parametrize("prompt", ["1 two 3", [1, "2"], [2**40], {"1": 2}, None])
 def test_a_prompt_that_cannot_be_read_fails_alone(service: Service, prompt: Any) -> None:
     (replica,) = service.replicas("a")

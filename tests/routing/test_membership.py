@@ -10,18 +10,46 @@ from megatron_mamba_cache.mcore.build import TokenIdTokenizer
 from megatron_mamba_cache.routing.coordinator import PrefixCoordinator
 from megatron_mamba_cache.routing.settings import RoutingSettings
 from megatron_mamba_cache.routing.wire import FENCED, WELCOME
-from tests.routing.peers import TIMEOUT_MS, TOKENS, FakeClient, FakeReplica, Service
+from tests.routing.peers import KEYS, TIMEOUT_MS, TOKENS, FakeClient, FakeReplica, Service
 
 
-def test_messages_of_strangers_are_ignored(service: Service) -> None:
+def test_what_only_replicas_may_say_is_ignored_from_strangers(service: Service) -> None:
     (replica,) = service.replicas("a")
-    stranger = FakeClient(service.context, service, "stranger")
+    client = service.client()
+    client.submit(0, TOKENS)
+    request_id = replica.take()
+    client.send(Headers.PAUSE)
+    assert replica.receive() == [Headers.PAUSE.value]
+    stranger = FakeReplica(service.context, service, "stranger")
     service.peers.append(stranger)
-    stranger.submit(0, TOKENS)
-    stranger.send(Headers.STOP)
-    stranger.send(Headers.STOP_ACK)
-    stranger.send(Headers.ENGINE_REPLY, [])
-    assert stranger.hears_nothing() and replica.hears_nothing()
+    stranger.finish(request_id, [1])
+    stranger.send(Headers.PAUSE_ACK)
+    stranger.report([KEYS[2]])
+    assert client.hears_nothing() and stranger.hears_nothing() and replica.hears_nothing()
+    replica.send(Headers.PAUSE_ACK)
+    assert client.receive()[0] == Headers.PAUSE_ACK.value
+
+
+def test_a_client_that_comes_back_as_a_stranger_is_answered(service: Service) -> None:
+    """As one whose connection was closed while its process was stopped."""
+    (replica,) = service.replicas("a")
+    service.kill(service.client("before"))
+    back = FakeClient(service.context, service, "after")
+    service.peers.append(back)
+    back.submit(3, TOKENS)
+    replica.finish(replica.take(), [5])
+    number, answer = back.answer()
+    assert (number, answer["generated_tokens"]) == (3, [5])
+
+
+def test_a_signal_of_a_client_that_comes_back_as_a_stranger_is_answered(service: Service) -> None:
+    (replica,) = service.replicas("a")
+    back = FakeClient(service.context, service, "after")
+    service.peers.append(back)
+    back.send(Headers.PAUSE)
+    assert replica.receive() == [Headers.PAUSE.value]
+    replica.send(Headers.PAUSE_ACK)
+    assert back.receive()[0] == Headers.PAUSE_ACK.value
 
 
 def test_a_request_of_a_dead_replica_is_done_by_another_and_late_words_of_the_dead_are_not_heard(
