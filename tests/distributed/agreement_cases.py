@@ -102,6 +102,28 @@ def _part(run: EngineRun, how: str) -> None:
         cache.slots.reserve()  # which nobody cancels
 
 
+def failures_of_one_drafter(layout: Layout) -> tuple[int, int]:
+    """Let the second rank's drafter alone fail, now and then; return a rank's counts of failures and accepted drafts."""
+    with parallel(layout):
+        subject = engine_runs.hybrid(tiny_sizes())
+        config = cache_config(subject.sizes, rank_digest_steps=1, num_speculative_tokens=2)
+        run = EngineRun.start(subject, config)
+        drafter, calls = run.context.planner._drafter, iter(range(1, 1000))
+        propose = drafter.propose
+
+        def failing(wishes: list) -> list:
+            if dist.get_rank() == 1 and next(calls) % 4 == 0:
+                raise RuntimeError("planted")
+            return propose(wishes)
+
+        drafter.propose = failing
+        run.add(0, some_tokens(8) * 3, 20)
+        run.add(1, some_tokens(5, seed=1) * 4, 20)
+        run.finish()
+        run.assert_exact()
+        return run.counters.drafting_failures, run.counters.accepted_tokens
+
+
 def broadcast_outcomes(layout: Layout) -> tuple[list[int], list[int]]:
     """Return the tokens of requests where the first rank of the last stage alone samples what it should."""
     with parallel(layout):

@@ -71,3 +71,11 @@ def test_a_rank_that_decides_otherwise_is_found_and_the_decision_named(
 def test_tokens_come_from_one_rank(layout: Layout, worlds: Worlds) -> None:
     for tokens, with_others_wrong in worlds.of(2).run(agreement_cases.broadcast_outcomes, layout):
         assert tokens == with_others_wrong
+
+
+@pytest.mark.parametrize("layout", [TENSOR, PIPELINE], ids=["tensor", "pipeline"])
+def test_a_drafter_that_fails_on_one_rank_costs_drafts_on_all(layout: Layout, worlds: Worlds) -> None:
+    first, second = worlds.of(2).run(agreement_cases.failures_of_one_drafter, layout)
+    assert first == second
+    num_failures, num_accepted = first
+    assert num_failures and num_accepted
