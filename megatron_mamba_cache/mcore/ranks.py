@@ -118,12 +118,12 @@ def on_all_ranks(ranks: Ranks, compute: Callable[[], Result]) -> Result:
     """Return what each rank computes for itself; where one fails, fail on all, so that none waits for it.
 
     Raises:
-        ValueError, CacheError: Of the first rank that raised one, on the others with its number.
+        ValueError, TypeError, CacheError: Of the first rank that raised one, on the others with its number.
     """
     error: Exception | None = None
     try:
         result = compute()
-    except (ValueError, CacheError) as found:
+    except (ValueError, TypeError, CacheError) as found:
         error = found
     errors = ranks.gather(None if error is None else (type(error), str(error)))
     if error is not None:

@@ -13,7 +13,7 @@ from .context import MambaCacheContext
 from .expert_layer import check_expert_layers
 from .model_shape import HybridModelShape
 from .pipeline_stage import PipelineStage, Stage, WholeModel
-from .ranks import Ranks
+from .ranks import Ranks, on_all_ranks
 
 
 class HybridInferenceWrapper(GPTInferenceWrapper):
@@ -44,8 +44,14 @@ def check_served(model: Any, ranks: Ranks) -> HybridModelShape:
 
     Raises:
         TypeError: If it is no MambaModel.
-        ValueError: If it is no hybrid, lacks the caching modules, captures CUDA graphs or splits sequences.
+        ValueError: If it is no hybrid, lacks the caching modules, captures CUDA graphs or splits sequences. Both are
+            raised on all ranks, where one's part alone cannot be served too.
     """
+    on_all_ranks(ranks, lambda: _check_part(model))
+    return HybridModelShape.of(model, ranks)
+
+
+def _check_part(model: Any) -> None:
     if not isinstance(model, MambaModel):
         raise TypeError(f"serving needs a MambaModel, found {model!r:.200}")
     if model.config.cuda_graph_impl != "none":
@@ -56,7 +62,6 @@ def check_served(model: Any, ranks: Ranks) -> HybridModelShape:
             "the model with sequence_parallel=False, its weights are the same"
         )
     check_expert_layers(model)
-    return HybridModelShape.of(model, ranks)
 
 
 def wrap_model(model: Any, context: MambaCacheContext) -> HybridInferenceWrapper:

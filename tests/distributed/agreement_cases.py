@@ -1,12 +1,15 @@
 """On a rank: what ranks agree on, and how they learn that they have parted."""
 
+from unittest.mock import Mock
+
+import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_mamba_cache import build_engine
 from megatron_mamba_cache.config import CacheConfig
 from megatron_mamba_cache.errors import CacheCapacityError, CacheIntegrityError
-from megatron_mamba_cache.mcore import cache_memory
+from megatron_mamba_cache.mcore import cache_memory, model_shape
 from tests.distributed.rank_models import Layout, parallel
 from tests.mcore import engine_runs
 from tests.mcore.engine_runs import EngineRun, cache_config, some_tokens, tiny_sizes
@@ -46,24 +49,32 @@ def error_of_settings(layout: Layout, settings: list[dict]) -> str:
     return "none"
 
 
-def error_of_memory(layout: Layout) -> str:
-    """Return the error where the second rank alone cannot allocate."""
-    with parallel(layout):
+def error_of_one_rank(layout: Layout, fault: str) -> str:
+    """Return the error of an engine that the second rank alone cannot build."""
+    with parallel(layout), pytest.MonkeyPatch.context() as patch:
         subject = engine_runs.hybrid(tiny_sizes())
+        model = subject.model
         if dist.get_rank() == 1:
-            cache_memory.StatePool, pool = _no_pool, cache_memory.StatePool
+            if fault == "no model":
+                model = torch.nn.Linear(1, 1)
+            elif fault == "sequence_parallel":
+                patch.setattr(model.config, "sequence_parallel", True)
+            else:
+                owner, name, error = FAULTS_OF_ONE_RANK[fault]
+                patch.setattr(owner, name, Mock(side_effect=error))
         try:
-            build_engine(subject.model, cache_config(subject.sizes))
-        except CacheCapacityError as error:
-            return str(error)
-        finally:
-            if dist.get_rank() == 1:
-                cache_memory.StatePool = pool
+            build_engine(model, cache_config(subject.sizes))
+        except (CacheCapacityError, TypeError, ValueError) as error:
+            return f"{type(error).__name__}: {error}"
     return "none"
 
 
-def _no_pool(*_: object) -> None:
-    raise RuntimeError("can't allocate memory")
+FAULTS_OF_ONE_RANK = {
+    "the part's modules": (model_shape, "_part_of", ValueError("planted")),
+    "attention": (cache_memory, "choose_attention", ValueError("planted")),
+    "states": (cache_memory, "StatePool", RuntimeError("can't allocate memory")),
+    "step buffers": (cache_memory, "StepBuffers", RuntimeError("can't allocate memory")),
+}
 
 
 def error_of_a_part(layout: Layout, every: int, part: str) -> tuple[str, int]:
@@ -103,7 +114,7 @@ def _part(run: EngineRun, how: str) -> None:
 
 
 def failures_of_one_drafter(layout: Layout) -> tuple[int, int]:
-    """Let the second rank's drafter alone fail, now and then; return a rank's counts of failures and accepted drafts."""
+    """Let the second rank's drafter alone fail now and then; return failures and accepted drafts as counted."""
     with parallel(layout):
         subject = engine_runs.hybrid(tiny_sizes())
         config = cache_config(subject.sizes, rank_digest_steps=1, num_speculative_tokens=2)

@@ -39,9 +39,21 @@ def test_settings_that_do_not_go_together_are_an_error_on_all_ranks(
         assert said in error and error.startswith("ValueError")
 
 
-def test_memory_that_one_rank_lacks_is_an_error_on_all(worlds: Worlds) -> None:
-    first, second = worlds.of(2).run(agreement_cases.error_of_memory, TENSOR)
-    assert second.startswith("cannot allocate") and first == f"on rank 1 of the model: {second}"
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("no model", "TypeError: serving needs a MambaModel, found Linear"),
+        ("sequence_parallel", "ValueError: sequence_parallel is True"),
+        ("the part's modules", "ValueError: planted"),
+        ("attention", "ValueError: planted"),
+        ("states", "CacheCapacityError: cannot allocate"),
+        ("step buffers", "CacheCapacityError: cannot allocate the step buffers"),
+    ],
+)
+def test_what_one_rank_cannot_build_is_an_error_on_all(fault: str, said: str, worlds: Worlds) -> None:
+    first, second = worlds.of(2).run(agreement_cases.error_of_one_rank, TENSOR, fault)
+    kind, message = second.split(": ", 1)
+    assert second.startswith(said) and first == f"{kind}: on rank 1 of the model: {message}"
 
 
 @pytest.mark.parametrize(
