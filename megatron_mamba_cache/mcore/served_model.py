@@ -44,14 +44,16 @@ def check_served(model: Any, ranks: Ranks) -> HybridModelShape:
 
     Raises:
         TypeError: If it is no MambaModel.
-        ValueError: If it is no hybrid, lacks the caching modules, captures CUDA graphs or splits sequences. Both are
-            raised on all ranks, where one's part alone cannot be served too.
+        ValueError: If it is no hybrid, lacks the caching modules, captures CUDA graphs, splits sequences, or has stages
+            whose hidden states are of more than one dtype.
+
+    Either is raised on all ranks, also where one rank's part alone cannot be served.
     """
-    on_all_ranks(ranks, lambda: _check_part(model))
+    on_all_ranks(ranks, lambda: _check_part(model, ranks.num_stages))
     return HybridModelShape.of(model, ranks)
 
 
-def _check_part(model: Any) -> None:
+def _check_part(model: Any, num_stages: int) -> None:
     if not isinstance(model, MambaModel):
         raise TypeError(f"serving needs a MambaModel, found {model!r:.200}")
     if model.config.cuda_graph_impl != "none":
@@ -60,6 +62,11 @@ def _check_part(model: Any) -> None:
         raise ValueError(
             "sequence_parallel is True; steps have any number of tokens here, which ranks cannot share evenly: build "
             "the model with sequence_parallel=False, its weights are the same"
+        )
+    if model.config.fp32_residual_connection and num_stages > 1 and model.config.params_dtype is not torch.float32:
+        raise ValueError(
+            f"fp32_residual_connection is True, and stages hand {model.config.params_dtype} on: build the model with "
+            "fp32_residual_connection=False, or without pipeline parallelism; its weights are the same"
         )
     check_expert_layers(model)
 
