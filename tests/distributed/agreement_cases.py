@@ -97,6 +97,20 @@ def error_of_a_part(layout: Layout, every: int, part: str) -> tuple[str, int]:
     return "none", 0
 
 
+def error_of_a_missing_request(layout: Layout, num_on_both: int) -> str:
+    """Give the first rank a request more than the second; return the error that ends the step."""
+    with parallel(layout):
+        subject = engine_runs.hybrid(tiny_sizes())
+        run = EngineRun.start(subject, cache_config(subject.sizes, rank_digest_steps=1))
+        for request_id in range(num_on_both + (dist.get_rank() == 0)):
+            run.add(request_id, some_tokens(20, seed=request_id), 4)
+        try:
+            run.step()
+        except CacheIntegrityError as error:
+            return str(error)
+    return "none"
+
+
 def _part(run: EngineRun, how: str) -> None:
     cache = run.context.cache
     if how == "another block":

@@ -79,6 +79,15 @@ def test_a_rank_that_decides_otherwise_is_found_and_the_decision_named(
     assert 0 <= agreement_cases.STEPS_TOGETHER + num_steps - parted_at < every
 
 
+@pytest.mark.parametrize(("num_on_both", "other"), [(0, "nothing"), (1, "step 1, request 0, tokens of the step")])
+def test_a_rank_that_lacks_a_request_is_found_even_if_it_has_no_other(
+    num_on_both: int, other: str, worlds: Worlds
+) -> None:
+    first, second = worlds.of(2).run(agreement_cases.error_of_a_missing_request, TENSOR, num_on_both)
+    assert first == second
+    assert f"rank 0: step 1, request {num_on_both}, admission" in first and f"rank 1: {other}" in first
+
+
 @pytest.mark.parametrize("layout", [TENSOR, PIPELINE], ids=["tensor", "pipeline"])
 def test_tokens_come_from_one_rank(layout: Layout, worlds: Worlds) -> None:
     for tokens, with_others_wrong in worlds.of(2).run(agreement_cases.broadcast_outcomes, layout):
