@@ -119,6 +119,7 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
     def _probe(self) -> None:
         """See who is still there; clients pass over what they have heard before."""
         self._send_all(self._members.identities, PROBE)
+        self._send_all(self._members.dead_identities, FENCED)  # one that was cut off, and is idle, says nothing
         self._send_all(self._clients, _CONNECTED)
 
     def _handle_frames(self, frames: list[bytes]) -> None:

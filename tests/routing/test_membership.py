@@ -72,6 +72,17 @@ def test_a_request_of_a_dead_replica_is_done_by_another_and_late_words_of_the_de
     assert client.hears_nothing()
 
 
+def test_a_dead_process_that_comes_back_is_told_though_it_says_nothing(service: Service) -> None:
+    (replica,) = service.replicas("a")
+    service.kill(replica)
+    client = service.client()
+    client.submit(0, TOKENS)
+    assert "no replica is left" in client.error()
+    back = FakeReplica(service.context, service, "a")
+    service.peers.append(back)
+    assert back.receive() == msgpack.unpackb(FENCED)
+
+
 def test_a_request_whose_replicas_keep_dying_fails_and_so_does_one_without_replicas(service: Service) -> None:
     client = service.client()
     client.submit(0, TOKENS)
