@@ -4,7 +4,8 @@ import fcntl
 import gc
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -34,9 +35,21 @@ def device(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+@pytest.fixture(scope="session")
+def one_world_at_a_time() -> Callable[[], AbstractContextManager[None]]:
+    """Return what to keep several busy processes in: it waits while there are others, of any worker of this run."""
+    return _one_world_at_a_time
+
+
 @pytest.fixture
-def many_processes() -> Iterator[None]:
+def many_processes(one_world_at_a_time: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
     """Run a test that keeps several processes busy while no other such test runs, in any worker of this run."""
+    with one_world_at_a_time():
+        yield
+
+
+@contextmanager
+def _one_world_at_a_time() -> Iterator[None]:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # the ranks of torchrun run the same test at the same time
         yield
         return

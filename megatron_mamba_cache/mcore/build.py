@@ -9,7 +9,7 @@ from ..speculation.prompt_lookup import PromptLookupDrafter
 from .context import MambaCacheContext
 from .controller import MambaCacheController
 from .engine import MambaCacheEngine
-from .ranks import ranks_of_process
+from .ranks import on_all_ranks, ranks_of_process
 from .replica_engine import ReplicaEngine
 from .served_model import check_served, wrap_model
 
@@ -75,7 +75,7 @@ def build_engine(
     context = MambaCacheContext(
         config,
         shape,
-        planner=_planner(config, drafter, shape.vocab_size),
+        planner=on_all_ranks(ranks, lambda: _planner(config, drafter, shape.vocab_size)),
         materialize_only_last_token_logits=materialize_only_last_token_logits,
         ranks=ranks,
     )

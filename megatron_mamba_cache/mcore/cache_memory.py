@@ -44,13 +44,18 @@ class CacheMemory:
         shape: HybridModelShape = context.shape
         capacity: CacheCapacity = context.capacity
         device = torch.cuda.current_device()
-        self.attention = choose_attention(config.attention_backend, _attention_shape(shape, config, device))
+        attention_shape = _attention_shape(shape, config, device)
+        self.attention = on_all_ranks(
+            context.ranks, lambda: choose_attention(config.attention_backend, attention_shape)
+        )
         # Memory before bookkeeping: an impossible budget fails here, not after lists of its size are filled.
         tensors = on_all_ranks(context.ranks, lambda: _allocated(shape, config, capacity, device))
         self.state_pool, self.kv_buffer = tensors
         self.slots = SlotPool(capacity.num_slots, EVICTION_RULES[config.eviction].state_worth)
         self.blocks = _block_allocator(context, config, capacity, self.slots)
-        self.step_buffers = _step_buffers(config, shape.ssm_chunk_size, context.max_kv_block_count, device)
+        self.step_buffers = on_all_ranks(
+            context.ranks, lambda: _step_buffers(config, shape.ssm_chunk_size, context.max_kv_block_count, device)
+        )
         self.geometry = StepGeometry(
             config.block_size_tokens, shape.ssm_chunk_size, self.blocks.dummy_block_idx, shape.d_conv - 1
         )

@@ -179,9 +179,8 @@ class MambaCacheContext(DirectRequests):
             raise NotImplementedError("Megatron's own CUDA graphs are not used; set CacheConfig.num_cuda_graphs")
         decoding = [row for row in self.rows if not row.is_paused and not row.is_prefilling]
         self._at_work = [*decoding, *(row for row in self.rows if row.is_prefilling and row.scheduled)]
-        self.draft_distributions = schedule_decode(
-            decoding, self.cache, self.planner, self.max_tokens - self.active_token_count
-        )
+        budget = self.max_tokens - self.active_token_count
+        self.draft_distributions = schedule_decode(decoding, self.cache, self.planner, budget, self.ranks.all_hold)
         draws_ratios = any(drawn_from is not None for drawn_from in self.draft_distributions)
         self.graph = self.ahead.take()
         if self.graph is None and self.graphs is not None:

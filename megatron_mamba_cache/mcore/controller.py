@@ -50,6 +50,7 @@ class MambaCacheController(TextGenerationController):
         """
         context = self.context
         if context.active_token_count == 0:
+            self.digest.note_idle_step()
             if num_expert_ranks() > 1:
                 self.dummy_forward()  # the others may be waiting for this rank's experts
             return None

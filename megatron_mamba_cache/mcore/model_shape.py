@@ -11,7 +11,7 @@ from megatron.core.ssm.mamba_hybrid_layer_allocation import Symbols
 from ..config import CacheConfig
 from ..state.layout import StateLayout
 from .mamba_mixer import CachingMambaMixer
-from .ranks import OneRank, Ranks
+from .ranks import OneRank, Ranks, on_all_ranks
 from .self_attention import CachingSelfAttention
 from .specs import check_layer_pattern
 
@@ -74,7 +74,7 @@ class HybridModelShape:
                 if ranks cannot share its heads or SSM chunks.
         """
         ranks = ranks or OneRank()
-        parts = ranks.gather(_part_of(model))
+        parts = ranks.gather(on_all_ranks(ranks, lambda: _part_of(model)))
         num_tensor_ranks = ranks.num_ranks // ranks.num_stages
         check_layer_pattern("".join(symbol for part in parts[::num_tensor_ranks] for symbol in part.layer_types))
         mixers = _agreed_mixers(parts)

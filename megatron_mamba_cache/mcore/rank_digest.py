@@ -1,7 +1,9 @@
 """Whether all ranks of a model have decided the same, looked at every few steps.
 
 Decisions are read off the rows once a step is planned and once it is finished, so that nothing of it is in the way
-where it is switched off. Ranks are compared before the forward, whose collectives would not match.
+where it is switched off. Ranks are compared before the forward, whose collectives would not match, and in steps without
+anything to compute: a rank may lack all that the others have. One that does not step at all, because it was given no
+request, is beyond this: the others wait for it until the process group's timeout.
 """
 
 from collections.abc import Sequence
@@ -20,6 +22,9 @@ class NoDigest:
     """Looks at nothing."""
 
     def note_plan(self, context: StepReader) -> None:
+        """Do nothing."""
+
+    def note_idle_step(self) -> None:
         """Do nothing."""
 
     def note_outcome(self, context: StepReader, rows: Sequence[RunningRequest], kept: Sequence[KeptTokens]) -> None:
@@ -61,8 +66,12 @@ class RankDigest:
         for row in context.step.rows:
             self._note_row(row)
         self._note_evictions(context)
-        if self.log.step % self._every == 0:
-            self._compare()
+        self._compare_if_due()
+
+    def note_idle_step(self) -> None:
+        """Count a step that has nothing to compute here, and compare if it is time; raises as `note_plan`."""
+        self.log.step += 1
+        self._compare_if_due()
 
     def note_outcome(self, context: StepReader, rows: Sequence[RunningRequest], kept: Sequence[KeptTokens]) -> None:
         """Note what became of the rows of a step, once it is finished."""
@@ -115,7 +124,9 @@ class RankDigest:
             self._evictions = evictions
             self.log.note(DecisionKind.EVICT, -1, *evictions)
 
-    def _compare(self) -> None:
+    def _compare_if_due(self) -> None:
+        if self.log.step % self._every:
+            return
         mine = self.log.fingerprint()
         # The least of a number and of its negative are one number's only if all ranks have the same.
         least = self._ranks.least([*mine, *(-piece for piece in mine)])

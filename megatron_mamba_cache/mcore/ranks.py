@@ -1,7 +1,8 @@
 """The ranks that hold one model together: tensor parallel times pipeline parallel, one replica of it.
 
-Every decision is reached on each of them by itself, so little is said between them: what memory allows, once, and which
-tokens were sampled, once a step. Every method is collective: all ranks call it, in the same order.
+Every decision is reached on each of them by itself, so little is said between them: what memory allows, once; which
+tokens were sampled, once a step; and where something is drafted, whether that failed. Every method is collective: all
+ranks call it, in the same order.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,6 +33,10 @@ class OneRank:
     def least(self, values: Sequence[int]) -> list[int]:
         """Return the least of each value over all ranks; 64 bits each."""
         return list(values)
+
+    def all_hold(self, holds: bool) -> bool:
+        """Return whether something holds on all ranks."""
+        return holds
 
     def from_source(self, tensor: Tensor) -> Tensor:
         """Make a tensor on every rank what it is on the first rank of the last stage, in place, and return it.
@@ -72,6 +77,10 @@ class ModelRanks:
         least: list[int] = tensor.tolist()
         return least
 
+    def all_hold(self, holds: bool) -> bool:
+        """Return whether something holds on all ranks."""
+        return bool(self.least([int(holds)])[0])
+
     def from_source(self, tensor: Tensor) -> Tensor:
         """Make a tensor on every rank what it is on the first rank of the last stage, in place, and return it.
 
@@ -109,12 +118,12 @@ def on_all_ranks(ranks: Ranks, compute: Callable[[], Result]) -> Result:
     """Return what each rank computes for itself; where one fails, fail on all, so that none waits for it.
 
     Raises:
-        ValueError, CacheError: Of the first rank that raised one, on the others with its number.
+        ValueError, TypeError, CacheError: Of the first rank that raised one, on the others with its number.
     """
     error: Exception | None = None
     try:
         result = compute()
-    except (ValueError, CacheError) as found:
+    except (ValueError, TypeError, CacheError) as found:
         error = found
     errors = ranks.gather(None if error is None else (type(error), str(error)))
     if error is not None:

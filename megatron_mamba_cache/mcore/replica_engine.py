@@ -3,6 +3,7 @@
 import asyncio
 import importlib.util
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from .cache_reports import CacheReports, NoReports
 from .context import MambaCacheContext
 from .controller import MambaCacheController
 from .engine import MambaCacheEngine
+from .expert_peers import Standing, all_step
 from .replica_place import ReplicaPlace, address_on_this_host, agree_on_place, starts_coordinator
 
 logger = logging.getLogger(__name__)
@@ -36,6 +38,7 @@ class ReplicaEngine(MambaCacheEngine):
         self._reports: CacheReports | NoReports = NoReports()
         self._replica_name = ""
         self._failed_in_a_row = 0
+        self._leave_coordinator: Callable[[], None] = lambda: None
         super().__init__(controller, context, random_seed)
 
     async def start_listening_to_data_parallel_coordinator(
@@ -71,13 +74,18 @@ class ReplicaEngine(MambaCacheEngine):
                 launch_coordinator, self.controller.tokenizer, inference_coordinator_port, routing, groups.dp.size()
             )
             self.inference_coordinator_process = launched.process  # Megatron's `stop` waits for it
+            self._leave_coordinator = launched.leave
             coordinator_address = launched.address
         elif not launches and coordinator_address is None:
             coordinator_address = address_on_this_host(inference_coordinator_port)
-        place = agree_on_place(groups, coordinator_address)
-        port = int(place.address.rsplit(":", 1)[1])
-        await super().start_listening_to_data_parallel_coordinator(port, False, loop=loop)
-        await self._join(place, routing.join_timeout_s)
+        try:
+            place = agree_on_place(groups, coordinator_address)
+            port = int(place.address.rsplit(":", 1)[1])
+            await super().start_listening_to_data_parallel_coordinator(port, False, loop=loop)
+            await self._join(place, routing.join_timeout_s)
+        except BaseException:
+            self._leave_coordinator()
+            raise
         if launched is not None:
             await await_process_call(launched.ready.wait, launched.process)
         return place.address
@@ -98,7 +106,22 @@ class ReplicaEngine(MambaCacheEngine):
             self.socket_for_receiving_requests.close(linger=0)
             self.socket_for_receiving_requests = self._link
             self._reports = CacheReports(self.context, self._link)
+        self._watch_peers()
         await self._link.wait_for_welcome(timeout_s)
+
+    def _watch_peers(self) -> None:
+        """Let this rank hear of a death wherever it waits for a word of another one."""
+        from ..routing.peer_socket import PeerSocket
+
+        for name in ("model_parallel_subscriber_socket", "model_parallel_num_msgs_subscriber_socket"):
+            socket = getattr(self, name)
+            self.zmq_sockets.remove(socket)
+            setattr(self, name, PeerSocket(socket, self._link))
+            self.zmq_sockets.append(getattr(self, name))
+        if self.ep_world_size > 1:
+            experts = self.expert_parallel_zmq_communicator
+            heard = "gather_sock" if experts.is_leader else "bcast_sock"
+            setattr(experts, heard, PeerSocket(getattr(experts, heard), self._link))
 
     def add_request(
         self,
@@ -181,12 +204,27 @@ class ReplicaEngine(MambaCacheEngine):
             await super().run_engine_with_coordinator(loop=loop)
         finally:
             self._link.close()
+            self._leave_coordinator()
 
     async def _ep_group_has_work(self, local_work: int) -> bool:
-        """Whether the expert-parallel group has work; before the loop may rest, what has failed is reported."""
+        """Whether the expert-parallel group steps; before the loop may rest, what has failed is reported."""
         if not local_work and (self.failed_request_ids or self._unreported):
             await self.async_bookkeep(None, {"kv_stats": None}, 0.0, self.step_count)
-        return await super()._ep_group_has_work(local_work)
+        return await all_step(self._standing(local_work), self._highest_standing)
+
+    def _standing(self, local_work: int) -> Standing:
+        if self.stopped.is_set():
+            return Standing.STOPPED
+        if self.is_suspended:
+            return Standing.SUSPENDED
+        told = self.received_stop or self.paused.is_set() or self.received_pause or self.suspend_signal
+        return Standing.WORKING if local_work and not told else Standing.RESTING
+
+    async def _highest_standing(self, mine: Standing) -> int:
+        if self.ep_world_size == 1:
+            return mine
+        highest: int = await self.expert_parallel_zmq_communicator.all_reduce_max(mine)
+        return highest
 
     def _send_unreported(self) -> None:
         """Send what ended in a step that raised before Megatron could."""

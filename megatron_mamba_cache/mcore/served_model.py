@@ -13,7 +13,7 @@ from .context import MambaCacheContext
 from .expert_layer import check_expert_layers
 from .model_shape import HybridModelShape
 from .pipeline_stage import PipelineStage, Stage, WholeModel
-from .ranks import Ranks
+from .ranks import Ranks, on_all_ranks
 
 
 class HybridInferenceWrapper(GPTInferenceWrapper):
@@ -44,8 +44,16 @@ def check_served(model: Any, ranks: Ranks) -> HybridModelShape:
 
     Raises:
         TypeError: If it is no MambaModel.
-        ValueError: If it is no hybrid, lacks the caching modules, captures CUDA graphs or splits sequences.
+        ValueError: If it is no hybrid, lacks the caching modules, captures CUDA graphs, splits sequences, or has stages
+            whose hidden states are of more than one dtype.
+
+    Either is raised on all ranks, also where one rank's part alone cannot be served.
     """
+    on_all_ranks(ranks, lambda: _check_part(model, ranks.num_stages))
+    return HybridModelShape.of(model, ranks)
+
+
+def _check_part(model: Any, num_stages: int) -> None:
     if not isinstance(model, MambaModel):
         raise TypeError(f"serving needs a MambaModel, found {model!r:.200}")
     if model.config.cuda_graph_impl != "none":
@@ -55,8 +63,12 @@ def check_served(model: Any, ranks: Ranks) -> HybridModelShape:
             "sequence_parallel is True; steps have any number of tokens here, which ranks cannot share evenly: build "
             "the model with sequence_parallel=False, its weights are the same"
         )
+    if model.config.fp32_residual_connection and num_stages > 1 and model.config.params_dtype is not torch.float32:
+        raise ValueError(
+            f"fp32_residual_connection is True, and stages hand {model.config.params_dtype} on: build the model with "
+            "fp32_residual_connection=False, or without pipeline parallelism; its weights are the same"
+        )
     check_expert_layers(model)
-    return HybridModelShape.of(model, ranks)
 
 
 def wrap_model(model: Any, context: MambaCacheContext) -> HybridInferenceWrapper:

@@ -6,9 +6,8 @@ and a process that ends closes its connections; the coordinator notices either, 
 
 import logging
 import os
-import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -19,7 +18,7 @@ from megatron.core.inference.headers import Headers
 
 from ..policy.routing import PromptBlocks, ReplicaName
 from .control_signals import ANSWERS, SIGNALS, ControlSignals
-from .heartbeats import set_heartbeats
+from .listening_router import listening_router
 from .membership import Membership, Replica
 from .prompt_keys import PromptKeys, prompt_tokens
 from .requests_in_flight import RequestInFlight, failed_record, readable_sampling
@@ -28,7 +27,6 @@ from .wire import FENCED, HELLO, KEYS, PROBE, WELCOME, WireError, hello_of, repo
 
 logger = logging.getLogger(__name__)
 
-_LINGER_MS = 5000
 _MOST_MESSAGES_A_ROUND = 1000
 _CONNECTED = msgpack.packb([Headers.CONNECT_ACK.value])
 """Answers a client's first message; Megatron's client passes over another one."""
@@ -38,13 +36,16 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
     """Serves Megatron's `InferenceClient`s over replicas that come and go.
 
     A request whose replica dies is sent to another one, or fails with an error; see `RoutingSettings.num_attempts`.
-    Whatever is malformed, or comes from somebody unknown, is logged and otherwise ignored.
+    Who sends a request or a signal is a client, whether it has said so or not: one that was silent for so long that its
+    connection was closed comes back under another identity and does not know. What only a replica may say (replies,
+    answers to signals, reports of keys) is ignored from anybody else, as is whatever is malformed; the log has it.
 
     Args:
         pipe_connection: Gets the coordinator's address.
         tokenizer: With `tokenize` and `detokenize`, and `bos`.
         inference_coordinator_port: Tried first; None: any.
         num_replicas: To wait for in `wait_for_replicas`.
+        starter_has_left: Whether who started it takes part no longer; the end of the parent process counts as well.
     """
 
     def __init__(
@@ -54,10 +55,12 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
         inference_coordinator_port: int | None,
         settings: RoutingSettings,
         num_replicas: int = 1,
+        starter_has_left: Callable[[], bool] = lambda: False,
     ) -> None:
         self._settings = settings
         self._num_replicas = settings.num_replicas or num_replicas
         self._parent = os.getppid()
+        self._starter_has_left = starter_has_left
         self._router = settings.router()
         self._members = Membership()
         self._signals = ControlSignals()
@@ -68,13 +71,8 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
         self.tokenizer = tokenizer
         self.next_request_id = 0
         self.context = zmq.Context()
-        self.router_socket = self.context.socket(zmq.ROUTER)
-        self.router_socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # who is gone is noticed when something is sent there
-        self.router_socket.setsockopt(zmq.SNDHWM, 0)  # nothing is dropped, and nobody slow holds the others up
-        self.router_socket.setsockopt(zmq.RCVHWM, 0)
-        self.router_socket.setsockopt(zmq.LINGER, _LINGER_MS)
-        set_heartbeats(self.router_socket)
-        self.addr = _bind(self.router_socket, inference_coordinator_port)
+        self.router_socket = listening_router(self.context, inference_coordinator_port)
+        self.addr = self.router_socket.getsockopt_string(zmq.LAST_ENDPOINT)
         pipe_connection.send(self.addr)
         pipe_connection.close()
 
@@ -94,12 +92,14 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
                 )
 
     def start(self) -> None:
-        """Serve until clients have stopped the engines, or the parent, all replicas and all clients are gone."""
+        """Serve until clients have stopped the engines, or the starter, all replicas and all clients are gone."""
         while not self._signals.is_over and not self._is_abandoned():
             self._serve_round()
 
     def _is_abandoned(self) -> bool:
-        return not (self._members.identities or self._clients) and os.getppid() != self._parent
+        if self._members.identities or self._clients:
+            return False
+        return os.getppid() != self._parent or self._starter_has_left()
 
     def _serve_round(self) -> None:
         """Handle what has come, at most until the next probe is due."""
@@ -119,6 +119,7 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
     def _probe(self) -> None:
         """See who is still there; clients pass over what they have heard before."""
         self._send_all(self._members.identities, PROBE)
+        self._send_all(self._members.dead_identities, FENCED)  # one that was cut off, and is idle, says nothing
         self._send_all(self._clients, _CONNECTED)
 
     def _handle_frames(self, frames: list[bytes]) -> None:
@@ -147,9 +148,11 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
             self._send(sender, _CONNECTED)
         elif kind == Headers.ENGINE_REPLY.value and replica is not None:
             self._forward_replies(replica, body)
-        elif sender in self._clients and kind == Headers.SUBMIT_REQUEST.value:
+        elif kind == Headers.SUBMIT_REQUEST.value and replica is None:
+            self._clients.add(sender)
             self._submit(sender, body)
-        elif sender in self._clients and kind in {signal.value for signal in SIGNALS}:
+        elif kind in {signal.value for signal in SIGNALS} and replica is None:
+            self._clients.add(sender)
             self._signals.ask(Headers(kind))
         elif replica is not None and kind in {answer.value for answer in ANSWERS.values()}:
             self._signals.answer(replica.name, Headers(kind))
@@ -238,16 +241,23 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
     def _forward_replies(self, replica: Replica, body: list[Any]) -> None:
         (records,) = body
         for record in records:
-            request = self._in_flight.get(record["requests"][0]["request_id"])
-            if request is None or request.replica != replica.name:
-                continue  # somebody else has it by now
             try:
-                self.detokenize(record)
-            except Exception as error:
-                self._fail(request, f"its reply cannot be read or turned into text: {error}")
-                continue
-            self._finish(request)
-            self._send(request.client, request.reply(record))
+                self._forward_reply(replica, record)
+            except Exception as error:  # the others in the message are none the worse for it
+                logger.warning("ignored a reply of %s: %s: %s", replica.name, type(error).__name__, error)
+
+    def _forward_reply(self, replica: Replica, record: Any) -> None:
+        request = self._in_flight.get(record["requests"][0]["request_id"])
+        if request is None or request.replica != replica.name:
+            return  # somebody else has it by now
+        try:
+            self.detokenize(record)
+            reply = request.reply(record)
+        except Exception as error:
+            self._fail(request, f"its reply cannot be read or turned into text: {error}")
+            return
+        self._finish(request)
+        self._send(request.client, reply)
 
     def _fail(self, request: RequestInFlight, reason: str) -> None:
         self._finish(request)
@@ -282,18 +292,3 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
             self._clients.discard(identity)
             if self._members.of_socket(identity) is not None:
                 self._lose(identity, f"its process has ended, or cannot be reached ({error})")
-
-
-def _bind(router: zmq.Socket, port: int | None) -> str:
-    """Listen on a port of this host, or on any other if it is taken; return the address."""
-    host = f"tcp://{socket.gethostname()}"
-    try:
-        if port is not None:
-            router.bind(f"{host}:{port}")
-    except zmq.ZMQError as error:
-        logger.warning("port %s cannot be had (%s); taking another one", port, error)
-        port = None
-    if port is None:
-        router.bind_to_random_port(host)
-    address: str = router.getsockopt_string(zmq.LAST_ENDPOINT)
-    return address

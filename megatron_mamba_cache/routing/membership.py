@@ -52,6 +52,11 @@ class Membership:
         """Sockets of all living processes."""
         return list(self._name_of)
 
+    @property
+    def dead_identities(self) -> list[bytes]:
+        """Sockets of processes of dead replicas; some may be there yet, or come back."""
+        return list(self._dead_sockets)
+
     def __getitem__(self, name: ReplicaName) -> Replica:
         return self._replicas[name]
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import deque
 
 import zmq
 
@@ -32,6 +33,7 @@ class ReplicaLink:
     def __init__(self, context: zmq.Context, address: str, hello: Hello) -> None:
         self._address = address
         self._is_welcome = False
+        self._unread: deque[bytes] = deque()  # for the engine
         self._last_heard = time.monotonic()
         self._socket = context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, f"{hello.replica}/{hello.member}".encode())
@@ -49,6 +51,21 @@ class ReplicaLink:
             zmq.Again: If there is none, with `zmq.NOBLOCK`.
             ReplicaFencedError: If the coordinator has declared this replica dead, or is not there any more.
         """
+        return self._unread.popleft() if self._unread else self._next(flags)
+
+    def check(self) -> None:
+        """Look whether this replica is still alive to the coordinator; what has come for the engine is kept for it.
+
+        Raises:
+            ReplicaFencedError: As `recv`.
+        """
+        try:
+            while True:
+                self._unread.append(self._next(zmq.NOBLOCK))
+        except zmq.Again:
+            return
+
+    def _next(self, flags: int) -> bytes:
         while True:
             message = self._receive(flags)
             if message == FENCED:

@@ -1,7 +1,7 @@
 """Schedule the decode rows of a step: ask for drafts where there is room, and give each row what it gets."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -15,12 +15,18 @@ _LOG = logging.getLogger(__name__)
 
 
 def schedule_decode(
-    rows: Sequence[RunningRequest], cache: PrefixCache, planner: DraftPlanner | NoDrafts, budget: int
+    rows: Sequence[RunningRequest],
+    cache: PrefixCache,
+    planner: DraftPlanner | NoDrafts,
+    budget: int,
+    holds_on_all_ranks: Callable[[bool], bool] = bool,
 ) -> list[Tensor | None]:
     """Schedule every decoding row with its drafts; if drafting fails, the step goes on without.
 
     Args:
         budget: Tokens that the step may compute beyond one for each row; older rows' drafts go first.
+        holds_on_all_ranks: Whether something holds on all ranks that share the model, which all ask alike: one whose
+            drafter fails alone would plan another step than the others. By default there is one rank.
 
     Returns:
         For each row the distributions, [drafts, vocab], that its drafts were drawn from; None where they are certain.
@@ -36,21 +42,33 @@ def schedule_decode(
         limits.append(DraftLimit(row, limit))
         budget -= limit
     distributions: list[Tensor | None] = []
-    for row, draft in zip(rows, _plan(limits, planner, cache.counters), strict=True):
+    for row, draft in zip(rows, _plan(limits, planner, cache.counters, holds_on_all_ranks), strict=True):
         cache.schedule_decode(row, draft.tokens)
         drawn_from = draft.distributions if row.drafts else None
         distributions.append(None if drawn_from is None else drawn_from[: len(row.drafts)])
     return distributions
 
 
-def _plan(limits: Sequence[DraftLimit], planner: DraftPlanner | NoDrafts, counters: CacheCounters) -> list[Draft]:
+def _plan(
+    limits: Sequence[DraftLimit],
+    planner: DraftPlanner | NoDrafts,
+    counters: CacheCounters,
+    holds_on_all_ranks: Callable[[bool], bool],
+) -> list[Draft]:
+    none, failure = [Draft()] * len(limits), None
+    if not any(entry.limit for entry in limits):
+        return none
     try:
-        return planner.plan(limits)
+        drafts = planner.plan(limits)
     except Exception as error:  # a drafter is somebody's own code, and no request's fault
-        counters.drafting_failures += 1
-        count = counters.drafting_failures
-        if count.bit_count() == 1:  # the first, second, fourth, ... time
-            _LOG.warning("drafting failed %d times; the steps go on without drafts: %r", count, error)
-        for entry in limits:
-            planner.forget(entry.row.request_id)
-        return [Draft()] * len(limits)
+        drafts, failure = none, error
+    if holds_on_all_ranks(failure is None):
+        return drafts
+    counters.drafting_failures += 1
+    count = counters.drafting_failures
+    if count.bit_count() == 1:  # the first, second, fourth, ... time
+        reason = "on another rank of the model" if failure is None else repr(failure)
+        _LOG.warning("drafting failed %d times; the steps go on without drafts: %s", count, reason)
+    for entry in limits:
+        planner.forget(entry.row.request_id)
+    return none

@@ -1,12 +1,15 @@
 """On a rank: what ranks agree on, and how they learn that they have parted."""
 
+from unittest.mock import Mock
+
+import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_mamba_cache import build_engine
 from megatron_mamba_cache.config import CacheConfig
 from megatron_mamba_cache.errors import CacheCapacityError, CacheIntegrityError
-from megatron_mamba_cache.mcore import cache_memory
+from megatron_mamba_cache.mcore import cache_memory, model_shape
 from tests.distributed.rank_models import Layout, parallel
 from tests.mcore import engine_runs
 from tests.mcore.engine_runs import EngineRun, cache_config, some_tokens, tiny_sizes
@@ -46,24 +49,32 @@ def error_of_settings(layout: Layout, settings: list[dict]) -> str:
     return "none"
 
 
-def error_of_memory(layout: Layout) -> str:
-    """Return the error where the second rank alone cannot allocate."""
-    with parallel(layout):
+def error_of_one_rank(layout: Layout, fault: str) -> str:
+    """Return the error of an engine that the second rank alone cannot build."""
+    with parallel(layout), pytest.MonkeyPatch.context() as patch:
         subject = engine_runs.hybrid(tiny_sizes())
+        model = subject.model
         if dist.get_rank() == 1:
-            cache_memory.StatePool, pool = _no_pool, cache_memory.StatePool
+            if fault == "no model":
+                model = torch.nn.Linear(1, 1)
+            elif fault == "sequence_parallel":
+                patch.setattr(model.config, "sequence_parallel", True)
+            else:
+                owner, name, error = FAULTS_OF_ONE_RANK[fault]
+                patch.setattr(owner, name, Mock(side_effect=error))
         try:
-            build_engine(subject.model, cache_config(subject.sizes))
-        except CacheCapacityError as error:
-            return str(error)
-        finally:
-            if dist.get_rank() == 1:
-                cache_memory.StatePool = pool
+            build_engine(model, cache_config(subject.sizes))
+        except (CacheCapacityError, TypeError, ValueError) as error:
+            return f"{type(error).__name__}: {error}"
     return "none"
 
 
-def _no_pool(*_: object) -> None:
-    raise RuntimeError("can't allocate memory")
+FAULTS_OF_ONE_RANK = {
+    "the part's modules": (model_shape, "_part_of", ValueError("planted")),
+    "attention": (cache_memory, "choose_attention", ValueError("planted")),
+    "states": (cache_memory, "StatePool", RuntimeError("can't allocate memory")),
+    "step buffers": (cache_memory, "StepBuffers", RuntimeError("can't allocate memory")),
+}
 
 
 def error_of_a_part(layout: Layout, every: int, part: str) -> tuple[str, int]:
@@ -86,6 +97,20 @@ def error_of_a_part(layout: Layout, every: int, part: str) -> tuple[str, int]:
     return "none", 0
 
 
+def error_of_a_missing_request(layout: Layout, num_on_both: int) -> str:
+    """Give the first rank a request more than the second; return the error that ends the step."""
+    with parallel(layout):
+        subject = engine_runs.hybrid(tiny_sizes())
+        run = EngineRun.start(subject, cache_config(subject.sizes, rank_digest_steps=1))
+        for request_id in range(num_on_both + (dist.get_rank() == 0)):
+            run.add(request_id, some_tokens(20, seed=request_id), 4)
+        try:
+            run.step()
+        except CacheIntegrityError as error:
+            return str(error)
+    return "none"
+
+
 def _part(run: EngineRun, how: str) -> None:
     cache = run.context.cache
     if how == "another block":
@@ -100,6 +125,28 @@ def _part(run: EngineRun, how: str) -> None:
         run.context.finish_step = finish
     else:
         cache.slots.reserve()  # which nobody cancels
+
+
+def failures_of_one_drafter(layout: Layout) -> tuple[int, int]:
+    """Let the second rank's drafter alone fail now and then; return failures and accepted drafts as counted."""
+    with parallel(layout):
+        subject = engine_runs.hybrid(tiny_sizes())
+        config = cache_config(subject.sizes, rank_digest_steps=1, num_speculative_tokens=2)
+        run = EngineRun.start(subject, config)
+        drafter, calls = run.context.planner._drafter, iter(range(1, 1000))
+        propose = drafter.propose
+
+        def failing(wishes: list) -> list:
+            if dist.get_rank() == 1 and next(calls) % 4 == 0:
+                raise RuntimeError("planted")
+            return propose(wishes)
+
+        drafter.propose = failing
+        run.add(0, some_tokens(8) * 3, 20)
+        run.add(1, some_tokens(5, seed=1) * 4, 20)
+        run.finish()
+        run.assert_exact()
+        return run.counters.drafting_failures, run.counters.accepted_tokens
 
 
 def broadcast_outcomes(layout: Layout) -> tuple[list[int], list[int]]:

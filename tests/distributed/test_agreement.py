@@ -39,9 +39,21 @@ def test_settings_that_do_not_go_together_are_an_error_on_all_ranks(
         assert said in error and error.startswith("ValueError")
 
 
-def test_memory_that_one_rank_lacks_is_an_error_on_all(worlds: Worlds) -> None:
-    first, second = worlds.of(2).run(agreement_cases.error_of_memory, TENSOR)
-    assert second.startswith("cannot allocate") and first == f"on rank 1 of the model: {second}"
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("no model", "TypeError: serving needs a MambaModel, found Linear"),
+        ("sequence_parallel", "ValueError: sequence_parallel is True"),
+        ("the part's modules", "ValueError: planted"),
+        ("attention", "ValueError: planted"),
+        ("states", "CacheCapacityError: cannot allocate"),
+        ("step buffers", "CacheCapacityError: cannot allocate the step buffers"),
+    ],
+)
+def test_what_one_rank_cannot_build_is_an_error_on_all(fault: str, said: str, worlds: Worlds) -> None:
+    first, second = worlds.of(2).run(agreement_cases.error_of_one_rank, TENSOR, fault)
+    kind, message = second.split(": ", 1)
+    assert second.startswith(said) and first == f"{kind}: on rank 1 of the model: {message}"
 
 
 @pytest.mark.parametrize(
@@ -67,7 +79,24 @@ def test_a_rank_that_decides_otherwise_is_found_and_the_decision_named(
     assert 0 <= agreement_cases.STEPS_TOGETHER + num_steps - parted_at < every
 
 
+@pytest.mark.parametrize(("num_on_both", "other"), [(0, "nothing"), (1, "step 1, request 0, tokens of the step")])
+def test_a_rank_that_lacks_a_request_is_found_even_if_it_has_no_other(
+    num_on_both: int, other: str, worlds: Worlds
+) -> None:
+    first, second = worlds.of(2).run(agreement_cases.error_of_a_missing_request, TENSOR, num_on_both)
+    assert first == second
+    assert f"rank 0: step 1, request {num_on_both}, admission" in first and f"rank 1: {other}" in first
+
+
 @pytest.mark.parametrize("layout", [TENSOR, PIPELINE], ids=["tensor", "pipeline"])
 def test_tokens_come_from_one_rank(layout: Layout, worlds: Worlds) -> None:
     for tokens, with_others_wrong in worlds.of(2).run(agreement_cases.broadcast_outcomes, layout):
         assert tokens == with_others_wrong
+
+
+@pytest.mark.parametrize("layout", [TENSOR, PIPELINE], ids=["tensor", "pipeline"])
+def test_a_drafter_that_fails_on_one_rank_costs_drafts_on_all(layout: Layout, worlds: Worlds) -> None:
+    first, second = worlds.of(2).run(agreement_cases.failures_of_one_drafter, layout)
+    assert first == second
+    num_failures, num_accepted = first
+    assert num_failures and num_accepted

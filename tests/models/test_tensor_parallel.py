@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -45,7 +47,9 @@ TRAINED_CASES = ("nemotron_h-6", "nemotron_h_moe-0", "bamba-10")  # with the con
 
 
 @pytest.fixture(scope="module")
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoadedModel]:
+def one_rank(
+    tmp_path_factory: pytest.TempPathFactory, one_world_at_a_time: Callable[[], AbstractContextManager[None]]
+) -> dict[str, LoadedModel]:
     """Write and load each checkpoint in this process, then let two ranks do the same."""
     folder, loaded = tmp_path_factory.mktemp("ranks"), {}
     for name in CASES:
@@ -56,7 +60,8 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoadedModel]
         save_megatron_checkpoint(loaded[name].model, loaded[name].architecture, folder / name / FROM_ONE_RANK)
         if name in TRAINED_CASES:
             write_training_checkpoint(loaded[name].model, loaded[name].architecture, folder / name / FROM_TRAINING)
-    run_ranks(folder)
+    with one_world_at_a_time():
+        run_ranks(folder)
     return loaded
 
 

@@ -4,6 +4,7 @@ import asyncio
 import multiprocessing
 import os
 import signal
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -115,6 +116,18 @@ class Fleet:
     def wait_for_ends(self) -> list[int]:
         """Return the exit statuses of all processes."""
         return [replica.wait_for_end() for replica in self.replicas]
+
+    def wait_until_nobody_listens(self) -> None:
+        """Wait for the end of the coordinator."""
+        host, port = self.address.removeprefix("tcp://").rsplit(":", 1)
+        end = time.monotonic() + PATIENCE_S
+        while time.monotonic() < end:
+            try:
+                socket.create_connection((host, int(port)), PATIENCE_S).close()
+            except ConnectionRefusedError:
+                return
+            time.sleep(0.1)
+        raise AssertionError(f"the coordinator still runs after {PATIENCE_S} s")
 
     def end(self) -> None:
         """End what still runs."""

@@ -79,7 +79,7 @@ def main(options: dict[str, Any], reports: Connection) -> None:
         with _world(options) if "world" in options else nullcontext():
             asyncio.run(serve(options, reports))
     except SystemExit as end:  # Megatron's, from whatever its loop has raised
-        reports.send({"error": str(end.__context__)})  # the process itself stays while its coordinator does
+        reports.send({"error": str(end.__context__)})
         raise
 
 

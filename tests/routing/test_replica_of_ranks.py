@@ -11,6 +11,7 @@ import pytest
 from tests.routing.fleet import Client, Fleet, greedy
 from tests.routing.scenarios import (
     BLOCK,
+    MOST_SECONDS_AFTER_A_DEATH,
     STEP_S,
     assert_right,
     converse,
@@ -60,15 +61,27 @@ def test_ranks_of_a_replica_serve_clients_and_follow_their_signals(
     assert fleet.wait_for_ends() == [0, 0]
 
 
-@pytest.mark.parametrize("dead", [0, 1])
-def test_a_rank_that_dies_ends_the_requests_of_its_replica(dead: int, fleet: Fleet, tmp_path: Path) -> None:
+def test_a_rank_that_dies_ends_the_requests_of_its_replica_and_the_coordinator_ends_with_the_last_client(
+    fleet: Fleet, tmp_path: Path
+) -> None:
+    """The replica's first rank, which started the coordinator, ends before it."""
     launch(fleet, TENSOR, tmp_path)
 
     async def scenario(client: Client) -> None:
-        outcomes = await kill_in_the_middle(client, fleet.replicas[dead], 6, signal.SIGKILL)
+        outcomes = await kill_in_the_middle(client, fleet.replicas[1], 6, signal.SIGKILL)
         assert all("no replica is left" in answer.error for _, answer in outcomes)
-        await client.inference.stop_engines()
+        assert await asyncio.to_thread(fleet.wait_for_ends) == [1, -signal.SIGKILL]
+        assert "no replica is left" in (await client.send([1] * 20, greedy(4))).error
 
     run(scenario, fleet.address)
-    statuses = fleet.wait_for_ends()
-    assert statuses[dead] == -signal.SIGKILL and statuses[1 - dead] == 1
+    fleet.wait_until_nobody_listens()
+
+
+def test_a_rank_that_waits_for_one_that_died_ends_in_time(fleet: Fleet, tmp_path: Path) -> None:
+    """An idle replica: its second rank computes nothing that the first one's end would break."""
+    launch(fleet, TENSOR, tmp_path)
+    first, second = fleet.replicas
+    first.process.kill()
+    assert second.reports.poll(MOST_SECONDS_AFTER_A_DEATH)
+    assert "a part of it has ended" in second.report()["error"]
+    assert fleet.wait_for_ends() == [-signal.SIGKILL, 1]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_mamba_cache.routing.requests_in_flight import readable_sampling
-from tests.routing.test_coordinator import KEYS, TOKENS, Service, service  # noqa: F401 - a fixture
+from tests.routing.peers import KEYS, TOKENS, Service
 
 UNREADABLE: list[dict[str, Any]] = [
     {"top_n_logprobs": "5"},
@@ -19,7 +19,7 @@ UNREADABLE: list[dict[str, Any]] = [
 ]
 
 
-def test_requests_of_replicas_that_die_together_go_to_one_that_lives(service: Service) -> None:  # noqa: F811
+def test_requests_of_replicas_that_die_together_go_to_one_that_lives(service: Service) -> None:
     first, _second = service.replica("a", domain="experts"), service.replica("b", domain="experts")
     other = service.replica("c")
     client = service.client()
@@ -44,7 +44,7 @@ def test_what_a_client_adds_to_sampling_parameters_is_kept() -> None:
 
 
 @pytest.mark.parametrize("sampling", [*UNREADABLE, {"add_BOS": True}])
-def test_a_request_that_cannot_be_read_is_answered(service: Service, sampling: dict[str, Any]) -> None:  # noqa: F811
+def test_a_request_that_cannot_be_read_is_answered(service: Service, sampling: dict[str, Any]) -> None:
     (replica,) = service.replicas("a")
     replica.report([KEYS[2]])
     client = service.client()
@@ -55,7 +55,7 @@ def test_a_request_that_cannot_be_read_is_answered(service: Service, sampling: d
     assert "the request cannot be read" in failed["events"][-2]["payload"]["message"]
 
 
-def test_clients_that_left_are_forgotten(service: Service) -> None:  # noqa: F811
+def test_clients_that_left_are_forgotten(service: Service) -> None:
     service.replicas("a")
     stays = service.client("stays")
     for number in range(8):

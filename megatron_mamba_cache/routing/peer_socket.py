@@ -1,0 +1,54 @@
+"""A socket that other ranks write to, of this replica or among its experts: who waits there hears of a death."""
+
+import zmq
+
+from .replica_link import ReplicaLink
+
+_POLL_MS = 100
+
+
+class PeerSocket:
+    """Stands in for a socket of Megatron's engine, which would wait for a rank that has ended without an end.
+
+    The coordinator notices the death, whatever this rank is doing, and tells all ranks that cannot go on.
+
+    Args:
+        socket: That is read; closed with this one.
+        link: Of this rank, to the coordinator; looked at while nothing comes.
+    """
+
+    def __init__(self, socket: zmq.Socket, link: ReplicaLink) -> None:
+        self._socket = socket
+        self._link = link
+
+    def recv(self, flags: int = 0) -> bytes:
+        """Return the next message.
+
+        Raises:
+            zmq.Again: If there is none, with `zmq.NOBLOCK`.
+            ReplicaFencedError: If the coordinator has declared this replica dead, or is not there any more.
+        """
+        self._wait(flags)
+        message: bytes = self._socket.recv(flags)
+        return message
+
+    def recv_multipart(self, flags: int = 0) -> list[bytes]:
+        """Return the parts of the next message; raises as `recv`."""
+        self._wait(flags)
+        parts: list[bytes] = self._socket.recv_multipart(flags)
+        return parts
+
+    def send(self, message: bytes) -> None:
+        """Send a message."""
+        self._socket.send(message)
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close()
+
+    def _wait(self, flags: int) -> None:
+        """Return once there is a message, or at once with `zmq.NOBLOCK`."""
+        while not self._socket.poll(0 if flags & zmq.NOBLOCK else _POLL_MS):
+            self._link.check()
+            if flags & zmq.NOBLOCK:
+                return

@@ -1,0 +1,160 @@
+"""Who counts as there, and what becomes of the requests of those that have gone."""
+
+from multiprocessing import Pipe
+
+import msgpack
+import pytest
+from megatron.core.inference.headers import Headers
+
+from megatron_mamba_cache.mcore.build import TokenIdTokenizer
+from megatron_mamba_cache.routing.coordinator import PrefixCoordinator
+from megatron_mamba_cache.routing.settings import RoutingSettings
+from megatron_mamba_cache.routing.wire import FENCED, WELCOME
+from tests.routing.peers import KEYS, TIMEOUT_MS, TOKENS, FakeClient, FakeReplica, Service
+
+
+def test_what_only_replicas_may_say_is_ignored_from_strangers(service: Service) -> None:
+    (replica,) = service.replicas("a")
+    client = service.client()
+    client.submit(0, TOKENS)
+    request_id = replica.take()
+    client.send(Headers.PAUSE)
+    assert replica.receive() == [Headers.PAUSE.value]
+    stranger = FakeReplica(service.context, service, "stranger")
+    service.peers.append(stranger)
+    stranger.finish(request_id, [1])
+    stranger.send(Headers.PAUSE_ACK)
+    stranger.report([KEYS[2]])
+    assert client.hears_nothing() and stranger.hears_nothing() and replica.hears_nothing()
+    replica.send(Headers.PAUSE_ACK)
+    assert client.receive()[0] == Headers.PAUSE_ACK.value
+
+
+def test_a_client_that_comes_back_as_a_stranger_is_answered(service: Service) -> None:
+    """As one whose connection was closed while its process was stopped."""
+    (replica,) = service.replicas("a")
+    service.kill(service.client("before"))
+    back = FakeClient(service.context, service, "after")
+    service.peers.append(back)
+    back.submit(3, TOKENS)
+    replica.finish(replica.take(), [5])
+    number, answer = back.answer()
+    assert (number, answer["generated_tokens"]) == (3, [5])
+
+
+def test_a_signal_of_a_client_that_comes_back_as_a_stranger_is_answered(service: Service) -> None:
+    (replica,) = service.replicas("a")
+    back = FakeClient(service.context, service, "after")
+    service.peers.append(back)
+    back.send(Headers.PAUSE)
+    assert replica.receive() == [Headers.PAUSE.value]
+    replica.send(Headers.PAUSE_ACK)
+    assert back.receive()[0] == Headers.PAUSE_ACK.value
+
+
+def test_a_request_of_a_dead_replica_is_done_by_another_and_late_words_of_the_dead_are_not_heard(
+    service: Service,
+) -> None:
+    first, second = service.replicas("ab")
+    client = service.client()
+    client.submit(3, TOKENS)
+    request_id = first.take()
+    service.kill(first)
+    assert second.take() == request_id
+    late = FakeReplica(service.context, service, "a")
+    service.peers.append(late)
+    late.finish(request_id, [1])
+    assert late.receive() == msgpack.unpackb(FENCED)
+    late.greet(replica="a")
+    assert late.receive() == msgpack.unpackb(FENCED)
+    second.finish(request_id, [2])
+    assert client.answer()[1]["generated_tokens"] == [2]
+    assert client.hears_nothing()
+
+
+def test_a_dead_process_that_comes_back_is_told_though_it_says_nothing(service: Service) -> None:
+    (replica,) = service.replicas("a")
+    service.kill(replica)
+    client = service.client()
+    client.submit(0, TOKENS)
+    assert "no replica is left" in client.error()
+    back = FakeReplica(service.context, service, "a")
+    service.peers.append(back)
+    assert back.receive() == msgpack.unpackb(FENCED)
+
+
+def test_a_request_whose_replicas_keep_dying_fails_and_so_does_one_without_replicas(service: Service) -> None:
+    client = service.client()
+    client.submit(0, TOKENS)
+    assert "no replica is left" in client.error()
+    replicas = service.replicas("abc")
+    client.submit(1, TOKENS)
+    replicas[0].take()
+    service.kill(replicas[0])
+    replicas[1].take()
+    service.kill(replicas[1])
+    assert "the 2 replicas that it was sent to died" in client.error()
+    client.submit(2, TOKENS)
+    replicas[2].finish(replicas[2].take(), [1])
+    assert client.answer()[0] == 2
+
+
+def test_a_replica_of_several_processes_is_there_with_all_and_dead_with_any(service: Service) -> None:
+    first = service.replica("a0", replica="a", num_members=2)
+    client = service.client()
+    client.submit(0, TOKENS)
+    assert "no replica is left" in client.error()
+    second = service.replica("a1", replica="a", member=1, num_members=2)
+    assert second.socket.poll(TIMEOUT_MS) and second.socket.recv() == WELCOME
+    client.submit(1, TOKENS)
+    first.take()
+    service.kill(second)
+    assert first.receive() == msgpack.unpackb(FENCED)  # what is left of it is told
+    assert "no replica is left" in client.error()
+
+
+def test_replicas_of_one_domain_die_together(service: Service) -> None:
+    first, second = service.replica("a", domain="experts"), service.replica("b", domain="experts")
+    third = service.replica("c")
+    client = service.client()
+    service.kill(first)
+    assert second.receive() == msgpack.unpackb(FENCED)
+    client.submit(0, TOKENS)
+    third.take()
+
+
+def test_a_client_that_has_gone_holds_nobody_up(service: Service) -> None:
+    (replica,) = service.replicas("a")
+    gone, client = service.client("gone"), service.client()
+    gone.submit(0, TOKENS)
+    request_id = replica.take()
+    service.kill(gone)
+    replica.finish(request_id, [1])
+    client.submit(0, TOKENS)
+    replica.finish(replica.take(), [2])
+    assert client.answer()[1]["generated_tokens"] == [2]
+
+
+def test_missing_replicas_are_an_error_in_time() -> None:
+    ours, theirs = Pipe()
+    settings = RoutingSettings(join_timeout_s=0.2, probe_interval_s=0.05, num_replicas=3)
+    coordinator = PrefixCoordinator(theirs, TokenIdTokenizer(96), None, settings)
+    assert ours.recv().startswith("tcp://")
+    with pytest.raises(TimeoutError, match=r"0 of 3 replicas joined tcp://.* in 0\.2 s"):
+        coordinator.wait_for_replicas()
+    coordinator.stop()
+
+
+def test_the_coordinator_outlives_its_starter_until_nobody_is_there(service: Service) -> None:
+    (replica,) = service.replicas("a")
+    client = service.client()
+    service.starter_left.set()
+    client.submit(0, TOKENS)
+    replica.take()
+    service.kill(replica)
+    assert "no replica is left" in client.error()
+    client.submit(1, TOKENS)
+    assert "no replica is left" in client.error()
+    service.kill(client)
+    service.thread.join(TIMEOUT_MS / 1000)
+    assert not service.thread.is_alive()

@@ -1,0 +1,58 @@
+"""A rank that waits for a word of another one hears of its death, and loses no message of the coordinator's."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import zmq
+
+from megatron_mamba_cache.routing.peer_socket import PeerSocket
+from megatron_mamba_cache.routing.replica_link import ReplicaFencedError
+from megatron_mamba_cache.routing.wire import FENCED, PROBE
+from tests.routing.test_replica_link import Line, line  # noqa: F401 - a fixture
+
+
+@pytest.fixture
+def peer(line: Line) -> Iterator[tuple[zmq.Socket, PeerSocket]]:  # noqa: F811
+    """Yield another rank's socket, and what this rank reads it by."""
+    theirs, ours = line.context.socket(zmq.PAIR), line.context.socket(zmq.PAIR)
+    theirs.bind("inproc://peers")
+    ours.connect("inproc://peers")
+    watched = PeerSocket(ours, line.link)
+    yield theirs, watched
+    theirs.close(linger=0)
+    watched.close()
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [PeerSocket.recv, PeerSocket.recv_multipart, lambda socket: socket.recv(zmq.NOBLOCK)],
+    ids=["one part", "all parts", "without waiting"],
+)
+def test_who_waits_for_a_peer_that_died_is_told(
+    wait: Callable[[PeerSocket], Any],
+    line: Line,  # noqa: F811
+    peer: tuple[zmq.Socket, PeerSocket],
+) -> None:
+    line.say(PROBE, FENCED)
+    with pytest.raises(ReplicaFencedError, match="a part of it has ended"):
+        wait(peer[1])
+
+
+def test_messages_of_peers_and_of_the_coordinator_come_in_order(
+    line: Line,  # noqa: F811
+    peer: tuple[zmq.Socket, PeerSocket],
+) -> None:
+    theirs, watched = peer
+    line.say(b"first request", PROBE, b"second request")
+    with pytest.raises(zmq.Again):
+        watched.recv(zmq.NOBLOCK)
+    theirs.send(b"a word")
+    theirs.send_multipart([b"two", b"words"])
+    assert watched.recv() == b"a word" and watched.recv_multipart() == [b"two", b"words"]
+    line.say(b"third request")
+    line.link.check()
+    heard = [line.link.recv(zmq.NOBLOCK) for _ in range(3)]
+    assert heard == [b"first request", b"second request", b"third request"]
+    with pytest.raises(zmq.Again):
+        line.link.recv(zmq.NOBLOCK)

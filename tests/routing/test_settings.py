@@ -1,0 +1,23 @@
+"""Settings of a coordinator."""
+
+from typing import Any
+
+import pytest
+
+from megatron_mamba_cache.routing.settings import RoutingSettings
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"policy": "random"},
+        {"load_factor": 0.5},
+        {"share_factor": 0.5},
+        {"max_keys": 0},
+        {"num_attempts": 0},
+        {"join_timeout_s": 0},
+    ],
+)
+def test_bad_settings_are_refused_by_name(setting: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(setting))} is "):
+        RoutingSettings(**setting)
