@@ -15,15 +15,10 @@ from packaging.version import Version
 
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED
 
-FILES = [
-    "test_align_copy.py",
-    "test_causal_conv.py",
-    "test_conv_verify.py",
-    "test_gated_norm.py",
-    "test_kv_append.py",
-    "test_slot_copies.py",
-    "test_ssd_scan_kernels.py",
-    "test_state_verify.py",
+# Two processes for two workers, which take about as long: each of them imports everything first.
+GROUPS = [
+    ["test_causal_conv.py", "test_conv_verify.py", "test_gated_norm.py", "test_kv_append.py"],
+    ["test_ssd_scan_kernels.py", "test_state_verify.py", "test_align_copy.py", "test_slot_copies.py"],
 ]
 # Triton 3.6 turns arrays of one element into Python numbers, which numpy 2.4 refuses.
 IS_BROKEN = Version(triton.__version__) < Version("3.7") and Version(np.__version__) >= Version("2.4")
@@ -31,8 +26,8 @@ IS_BROKEN = Version(triton.__version__) < Version("3.7") and Version(np.__versio
 
 @pytest.mark.skipif(INTERPRETED, reason="runs in the interpreter already")
 @pytest.mark.skipif(IS_BROKEN, reason="this Triton's interpreter does not run with this numpy")
-@pytest.mark.parametrize("file", FILES)
-def test_kernel_passes_its_tests_in_the_interpreter(file: str) -> None:
+@pytest.mark.parametrize("files", GROUPS, ids=lambda files: files[0])
+def test_kernels_pass_their_tests_in_the_interpreter(files: list[str]) -> None:
     run = subprocess.run(
         [
             sys.executable,
@@ -43,7 +38,7 @@ def test_kernel_passes_its_tests_in_the_interpreter(file: str) -> None:
             "-p",
             "no:cacheprovider",
             "--color=no",
-            str(Path(__file__).parent / file),
+            *(str(Path(__file__).parent / file) for file in files),
         ],
         env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTEST_ADDOPTS": ""},
         cwd=Path(__file__).parents[2],

@@ -24,7 +24,7 @@ from tests.mcore.workload_totals import WorkloadTotals
 from tests.models.test_training_checkpoints import EXPERTS
 from tests.models.training_checkpoints import random_model
 
-SEEDS_PER_FLAVOUR = 2 if torch.cuda.is_available() else 4
+SEEDS_PER_FLAVOUR = 2
 
 
 @pytest.fixture(autouse=True)

@@ -8,8 +8,8 @@ import torch
 from tests.mcore.random_workloads import FLAVOURS, make_workload, run_workload
 from tests.mcore.workload_totals import WorkloadTotals
 
-SEEDS_PER_BATCH = 11
-# 8 flavours: 352 workloads. A GPU takes many times as long for models this small, and gets a part of them.
+SEEDS_PER_BATCH = 10
+# 8 flavours: 320 workloads. A GPU takes many times as long for models this small, and gets a part of them.
 BATCHES_PER_FLAVOUR = 2 if torch.cuda.is_available() else 4
 
 

@@ -11,7 +11,7 @@ from megatron_mamba_cache.speculation.drafter import Drafter
 from tests.mcore.checked_draft_model import CheckedDraftModel
 from tests.mcore.engine_runs import Hybrid, cache_config, tiny_hybrid
 
-VOCAB, NUM_TOKENS, NUM_REQUESTS, BATCH = 8, 6, 1400, 350
+VOCAB, NUM_TOKENS, NUM_REQUESTS, BATCH = 8, 6, 1200, 300
 SETTINGS = (
     {"temperature": 1.0},
     {"temperature": 0.7, "top_k": 4},
