@@ -96,6 +96,7 @@ class RunAhead:
         self._is_wanted = is_wanted
         self.step: CapturedStep | None = None
         self._launched_at = 0.0
+        self._is_over = False
         self.is_alone = False
         """Whether nobody can join the next step; said by who admits requests, taken back by whatever may let one in."""
 
@@ -107,8 +108,8 @@ class RunAhead:
     def launch(self, captured: CapturedStep, rows: Sequence[RunningRequest], tokens: Sequence[int]) -> bool:
         """Launch the step behind a captured one, which gave all rows these tokens; return whether it could be."""
         if self._is_wanted and self.is_alone:
-            began = time.perf_counter()
-            self.step, self._launched_at = captured.run_on(rows, tokens), began
+            self._launched_at, self._is_over = time.perf_counter(), False
+            self.step = captured.run_on(rows, tokens)
         return self.step is not None
 
     def take(self) -> CapturedStep | None:
@@ -117,9 +118,10 @@ class RunAhead:
         return step
 
     def wait(self) -> None:
-        """Wait for it, before other steps use its buffers or its memory goes."""
-        if self.step is not None:
+        """Wait for it, once, before other steps use its buffers or its memory goes; in a capture nobody may wait."""
+        if self.step is not None and not self._is_over:
             torch.cuda.synchronize()
+            self._is_over = True
 
     def drop(self) -> None:
         """Wait for it and forget it: none of its rows is left."""

@@ -8,9 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron_mamba_cache.errors import CacheIntegrityError
+from megatron_mamba_cache.mcore import cuda_graphs, run_ahead
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
 from tests.mcore.faults import InjectedFault, raise_once
 from tests.mcore.graph_stand_ins import capture_without_cuda
@@ -167,6 +169,31 @@ def test_whatever_happens_while_a_step_runs_tokens_stay_the_same(name: str, resi
     run.finish()
     run.assert_exact()
     run.assert_nothing_held()
+
+
+def test_nothing_waits_in_a_capture_for_a_step_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = start()
+    step_until_ahead(run)
+    waits, in_capture = [], [False]
+    record = cuda_graphs.StepGraph.__init__
+
+    def capture(*args: Any) -> None:
+        in_capture[0] = True
+        record(*args)
+        in_capture[0] = False
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cuda_graphs.StepGraph, "__init__", capture)
+        patch.setattr(run_ahead.torch.cuda, "synchronize", lambda: waits.append(in_capture[0]))
+        run.context.ahead.wait()
+        with run.context.rehearsing():
+            pass
+        if not torch.cuda.is_available():  # where a capture begins by waiting
+            run.engine.create_cuda_graphs()
+            waits.pop()  # for the graphs
+    assert waits == [False]
+    run.finish()
+    run.assert_exact()
 
 
 @pytest.mark.parametrize("place", ["append_tokens", "finish_step", "run_on"])
