@@ -92,6 +92,23 @@ class MambaCacheEngine(SuspendableEngine):
         self._hint.note_prompt(spec.prompt_len)
         return future
 
+    def cancel_request(self, request_id: int) -> bool:
+        """Drop a request between steps, whether it runs, waits or is suspended; return whether it was in the engine.
+
+        Its KV blocks, slots and draft window return at once and its future is cancelled; what it published stays
+        findable, and no step reports it. Ranks that share the model cancel in the same order.
+        """
+        entry = self.requests.pop(request_id, None)
+        if entry is None:
+            return False
+        self.context.drop_rows([request_id])
+        for waiting in (self.waiting_request_ids, self.failed_request_ids, self.resume_request_ids or []):
+            if request_id in waiting:
+                waiting.remove(request_id)
+        self._forget(request_id)
+        entry.future.cancel()
+        return True
+
     def reset(self) -> None:
         """Drop all requests; what is cached stays."""
         self._states.clear()
