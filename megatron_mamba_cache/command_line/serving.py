@@ -43,7 +43,7 @@ class Serving:
         self._config = cache_config(arguments, settings)
         self._drafter = drafter_maker(arguments, shape.vocab_size)
         tokenizer = self._model.tokenizer
-        self._settings = ServerSettings(
+        self.settings = ServerSettings(
             model_name=arguments.served_model_name or _name_of(directory),
             tokenizer=tokenizer,
             end_ids=frozenset({tokenizer.eod, *getattr(tokenizer, "other_end_ids", ())} - {-1}),
@@ -54,14 +54,15 @@ class Serving:
 
     def run(self, listener: socket.socket | None) -> int:
         """Serve with an engine in this process; return the exit status."""
-        backend = EngineThread(self._engine(), self._settings.end_ids)
-        return self._serve(Server(backend, self._settings), listener)
+        backend = EngineThread(self.engine(), self.settings.end_ids)
+        return self._serve(Server(backend, self.settings), listener)
 
     def run_behind_coordinator(self, listener: socket.socket | None) -> int:
         """Serve with the engines of all processes behind a coordinator, if there is a port; else be one of them."""
         raise UsageError("serve does not run under torchrun yet")
 
-    def _engine(self) -> MambaCacheEngine:
+    def engine(self) -> MambaCacheEngine:
+        """Build the engine."""
         drafter = self._drafter() if self._config.num_speculative_tokens else None
         return engine_for(self._model, self._config, 0, drafter)
 
@@ -69,7 +70,7 @@ class Serving:
         assert listener is not None  # the first process has one
         host, port = listener.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        print(f"{self._first_line}\nserving {self._settings.model_name} on {url}", flush=True)
+        print(f"{self._first_line}\nserving {self.settings.model_name} on {url}", flush=True)
         running = DrainingServer(server)
         asyncio.run(running.serve(sockets=[listener]))
         return 0 if server.backend.state.failure is None else 1
