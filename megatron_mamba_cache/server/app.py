@@ -86,6 +86,7 @@ class Server:
             is_draining=lambda: self.rules.is_draining,
             on_status=lambda status: self.metrics.responses.labels(str(status)).inc(),
         )
+        app.openapi()  # is kept; made for the first client that asks, it would hold up all others
         return app
 
 

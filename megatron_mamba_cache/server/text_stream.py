@@ -65,10 +65,10 @@ class StopStrings:
         if self.found is not None:
             return ""
         self._held += text
-        places = [(place, stop) for stop in self._stops if (place := self._held.find(stop)) >= 0]
+        places = [(place + len(stop), place) for stop in self._stops if (place := self._held.find(stop)) >= 0]
         if places:
-            place, self.found = min(places, key=lambda found: (found[0], -len(found[1])))
-            end = place
+            stop_end, end = min(places)  # the one that is complete first, however the text came in pieces
+            self.found = self._held[end:stop_end]
         else:
             end = len(self._held) - self._begun()
         new, self._held = self._held[:end], self._held[end:]

@@ -97,7 +97,7 @@ def _wait_until_ready(url: str) -> None:
     deadline = time.monotonic() + _READY_S
     while time.monotonic() < deadline:
         try:
-            if httpx.get(f"{url}/health").status_code == 200:
+            if httpx.get(f"{url}/health", timeout=60).status_code == 200:
                 return
         except httpx.TransportError:
             pass

@@ -128,8 +128,16 @@ def test_a_reply_ends_for_the_reason_that_it_says(client: openai.OpenAI) -> None
     for stop in ("import sys", ["zzz", "ort sy"], "):\n"):
         first = min(text.find(one) for one in ([stop] if isinstance(stop, str) else stop) if one in text)
         assert ends(max_tokens=20, stop=stop) == ("stop", text[:first])
-    short = client.completions.create(model=MODEL, prompt="# the end\n", seed=3, max_tokens=2000, temperature=1.5)
-    assert short.choices[0].finish_reason == "stop" and short.usage.completion_tokens < 2000
+    ending = {
+        "model": MODEL,
+        "prompt": 'if __name__ == "__main__":\n    unittest.main',
+        "temperature": 0,
+        "max_tokens": 20,
+    }
+    short = client.completions.create(**ending)
+    assert (short.choices[0].finish_reason, short.choices[0].text) == ("stop", "()\n")
+    longer = client.completions.create(**ending, extra_body={"ignore_eos": True})
+    assert longer.choices[0].finish_reason == "length" and longer.choices[0].text.startswith("()\n")
 
 
 def test_choices_have_seeds_of_their_own_and_the_same_ones_again(client: openai.OpenAI) -> None:
