@@ -14,7 +14,9 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["megatron_mamba_cache", "megatron_mamba_cache.*"]),
-    package_data={"megatron_mamba_cache": ["py.typed", "command_line/*.txt", "models/small_python_model/*", "server/*.html"]},
+    package_data={
+        "megatron_mamba_cache": ["py.typed", "command_line/*.txt", "models/small_python_model/*", "server/*.html"]
+    },
     python_requires=">=3.11",
     install_requires=[
         "torch>=2.11,<2.14",

@@ -97,6 +97,13 @@ class CacheSnapshot:
         }
         return CacheSnapshot(CacheCounters(**counters), **others)
 
+    @staticmethod
+    def of_dict(values: dict[str, Any]) -> "CacheSnapshot":
+        """Return the snapshot that `as_dict` described."""
+        names = {entry.name for entry in fields(CacheCounters)}
+        counters = {name: value for name, value in values.items() if name in names}
+        return CacheSnapshot(CacheCounters(**counters), **{n: v for n, v in values.items() if n not in names})
+
     def as_dict(self) -> dict[str, object]:
         """Return plain JSON types."""
         return {

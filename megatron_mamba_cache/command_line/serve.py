@@ -40,7 +40,10 @@ def serve(arguments: Namespace) -> int:
         with own_process_groups(), speaking_for_all(launch):
             replicas = OneModel() if launch.num_processes == 1 else SeveralProcesses(launch, arguments, device)
             serving = replicas.make(lambda: Serving(arguments, keys, directory, device))
-            return serving.run(listener) if launch.num_processes == 1 else serving.run_behind_coordinator(listener)
+            engine = replicas.make(serving.engine)
+            if launch.num_processes == 1 and listener is not None:
+                return serving.run(engine, listener)
+            return serving.run_replica(engine, listener)
 
 
 def bound_socket(host: str, port: int) -> socket.socket:

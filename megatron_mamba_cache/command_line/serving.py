@@ -11,6 +11,7 @@ from ..mcore.ranks import ranks_of_process
 from ..server.app import Server, ServerSettings
 from ..server.engine_thread import EngineThread
 from ..server.limits import ServerLimits
+from ..server.request_faults import RequestRules
 from ..server.running import DrainingServer
 from ..server.tenants import ApiKeys
 from .arguments import cache_config
@@ -21,6 +22,7 @@ from .ready_model import engine_for, ready_model
 from .usage_error import UsageError
 
 _MIB = 2**20
+_JOIN_S = 60.0
 
 
 class Serving:
@@ -52,22 +54,38 @@ class Serving:
         )
         self._first_line = f"{self._model.description}, on {device}"
 
-    def run(self, listener: socket.socket | None) -> int:
-        """Serve with an engine in this process; return the exit status."""
-        backend = EngineThread(self.engine(), self.settings.end_ids)
-        return self._serve(Server(backend, self.settings), listener)
-
-    def run_behind_coordinator(self, listener: socket.socket | None) -> int:
-        """Serve with the engines of all processes behind a coordinator, if there is a port; else be one of them."""
-        raise UsageError("serve does not run under torchrun yet")
-
     def engine(self) -> MambaCacheEngine:
-        """Build the engine."""
+        """Build the engine.
+
+        Raises:
+            UsageError: If the settings do not fit the model or the memory.
+        """
         drafter = self._drafter() if self._config.num_speculative_tokens else None
         return engine_for(self._model, self._config, 0, drafter)
 
-    def _serve(self, server: Server, listener: socket.socket | None) -> int:
-        assert listener is not None  # the first process has one
+    def run(self, engine: MambaCacheEngine, listener: socket.socket) -> int:
+        """Serve with an engine of this process; return the exit status."""
+        return self._serve(Server(EngineThread(engine, self.settings.end_ids), self.settings), listener)
+
+    def run_replica(self, engine: MambaCacheEngine, listener: socket.socket | None) -> int:
+        """Serve with the engines of all processes behind a coordinator; return the exit status.
+
+        Args:
+            listener: Of the process that has the front end; None in all others.
+        """
+        from ..server.coordinator_backend import CoordinatorBackend
+        from ..server.replica import ReplicaThread, serve_replica
+
+        if listener is None:
+            serve_replica(engine)
+            return 0
+        replica = ReplicaThread(engine)
+        rules = RequestRules.of(engine.context)
+        backend = CoordinatorBackend(replica.start(), rules, self.settings.end_ids)
+        status = self._serve(Server(backend, self.settings), listener)
+        return status if replica.join(_JOIN_S) else 1
+
+    def _serve(self, server: Server, listener: socket.socket) -> int:
         host, port = listener.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         print(f"{self._first_line}\nserving {self.settings.model_name} on {url}", flush=True)

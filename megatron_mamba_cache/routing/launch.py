@@ -7,7 +7,7 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Event
 from typing import Any
 
-from .coordinator import PrefixCoordinator
+from .serving_coordinator import ServingCoordinator
 from .settings import RoutingSettings
 
 
@@ -59,7 +59,7 @@ def launch_coordinator(
 def _run(
     pipe: Connection, ready: Event, tokenizer: Any, port: int | None, settings: RoutingSettings, num_replicas: int
 ) -> None:
-    coordinator = PrefixCoordinator(pipe, tokenizer, port, settings, num_replicas)
+    coordinator = ServingCoordinator(pipe, tokenizer, port, settings, num_replicas)
     try:
         coordinator.wait_for_replicas()
         ready.set()

@@ -7,34 +7,24 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
-from megatron.core.inference.sampling_params import SamplingParams
 
 from ..errors import CacheIntegrityError
 from ..mcore.engine import MambaCacheEngine
-from ..mcore.failed_steps import failure_reason
 from ..mcore.replica_engine import MOST_FAILED_STEPS
 from ..mcore.request_states import tokens_after
 from ..metrics import CacheSnapshot
 from .backend import BackendState, GenerationRequest, Progress, Ticket
+from .megatron_requests import Listener, ended, sampling_params
 from .request_faults import RequestRules
 
 logger = logging.getLogger(__name__)
 
 _STATE_INTERVAL_S = 0.1
 _Answer = TypeVar("_Answer")
-
-
-@dataclass(slots=True)
-class _Listener:
-    """Who hears of a request, what ends it before its length does, and how many of its tokens they know."""
-
-    deliver: Callable[[Progress], None]
-    end_ids: frozenset[int]
-    num_tokens: int = 0
 
 
 _Mail = list[tuple[Callable[[Progress], None], Progress]]
@@ -55,7 +45,7 @@ class EngineThread:
         self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._tickets = itertools.count()
-        self._listeners: dict[Ticket, _Listener] = {}
+        self._listeners: dict[Ticket, Listener] = {}
         self._state = BackendState()
         self._state_at = 0.0
         self._generated = 0
@@ -169,10 +159,10 @@ class EngineThread:
             listener = self._listeners.pop(record.request_id, None)
             if listener is not None:
                 progress = self._progress(record.request_id, listener, record.requests)
-                mail.append((listener.deliver, _ended(progress, listener.end_ids, record[-1])))
+                mail.append((listener.deliver, ended(progress, listener.end_ids, record[-1])))
         self._post(mail)
 
-    def _progress(self, request_id: Ticket, listener: _Listener, parts: list[Any]) -> Progress:
+    def _progress(self, request_id: Ticket, listener: Listener, parts: list[Any]) -> Progress:
         known = listener.num_tokens
         tokens = tokens_after(known, parts)
         listener.num_tokens += len(tokens)
@@ -199,7 +189,7 @@ class EngineThread:
         except Exception as error:
             self._post([(deliver, Progress(end="error", error=str(error)))])
         else:
-            self._listeners[ticket] = _Listener(deliver, frozenset() if request.ignores_end else self._end_ids)
+            self._listeners[ticket] = Listener(deliver, frozenset() if request.ignores_end else self._end_ids)
 
     def _drop(self, ticket: Ticket) -> None:
         if self._listeners.pop(ticket, None) is not None:
@@ -242,28 +232,6 @@ class EngineThread:
     def _post(self, mail: _Mail) -> None:
         if mail and self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(_hand_out, mail)
-
-
-def sampling_params(request: GenerationRequest) -> SamplingParams:
-    """Return Megatron's parameters of a request."""
-    return SamplingParams(
-        temperature=request.temperature,
-        top_k=request.top_k,
-        top_p=request.top_p,
-        num_tokens_to_generate=request.max_tokens,
-        return_log_probs=request.num_log_probs is not None,
-        skip_prompt_log_probs=True,
-        top_n_logprobs=request.num_log_probs or 0,
-        termination_id=-1 if request.ignores_end else None,
-    )
-
-
-def _ended(progress: Progress, end_ids: frozenset[int], newest: Any) -> Progress:
-    """Return a reply's last progress with why it ends, as its newest part tells."""
-    error = failure_reason(newest)
-    if error is not None:
-        return replace(progress, end="error", error=error)
-    return replace(progress, end="stop" if progress.tokens and progress.tokens[-1] in end_ids else "length")
 
 
 def _copied(snapshot: CacheSnapshot) -> CacheSnapshot:

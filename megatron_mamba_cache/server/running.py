@@ -31,6 +31,8 @@ class DrainingServer(uvicorn.Server):
             lifespan="on",
             ws="none",
             timeout_graceful_shutdown=None,
+            # Longer than clients keep idle connections, so that none is closed while a request is on its way.
+            timeout_keep_alive=75,
         )
         super().__init__(config)
         self._served = server
