@@ -42,6 +42,8 @@ class RunningServer:
     server: Server
     backend: EngineThread
     loop: asyncio.AbstractEventLoop
+    thread: threading.Thread
+    drain: Callable[[], None]
 
     def between_steps(self, act: Callable[[Any], _Answer]) -> _Answer:
         """Return what `act` returns for the engine between two steps."""
@@ -86,9 +88,12 @@ def running_server(*flags: str) -> Iterator[RunningServer]:
     thread.start()
     try:
         _wait_until_ready(url)
-        yield RunningServer(url, server, backend, loop)
+        yield RunningServer(
+            url, server, backend, loop, thread, drain=lambda: loop.call_soon_threadsafe(running.drain) and None
+        )
     finally:
-        loop.call_soon_threadsafe(running.drain)
+        if thread.is_alive():
+            loop.call_soon_threadsafe(running.drain)
         thread.join(60)
         loop.close()
 

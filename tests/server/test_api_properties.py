@@ -15,7 +15,7 @@ from schemathesis.config import SchemathesisConfig
 
 from tests.server.running_server import RunningServer, bearer
 
-NUM_EXAMPLES = int(os.environ.get("SCHEMATHESIS_EXAMPLES", "12"))
+NUM_EXAMPLES = int(os.environ.get("SCHEMATHESIS_EXAMPLES", "6"))
 OPERATIONS = (
     ("POST", "/v1/completions"),
     ("POST", "/v1/chat/completions"),

@@ -16,7 +16,7 @@ import pytest
 
 from tests.server.running_server import KEYS, RunningServer, bearer, running_server
 
-STREAM_SECONDS = float(os.environ.get("STREAM_SECONDS", "8"))
+STREAM_SECONDS = float(os.environ.get("STREAM_SECONDS", "4"))
 NUM_CLIENTS = 64
 LEAVERS = 3  # every third client leaves in the middle of its streams
 STEP_S = 4.0  # far longer than a step of the model takes, far shorter than the requests

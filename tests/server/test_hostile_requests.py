@@ -17,9 +17,9 @@ import httpx
 
 from tests.server.running_server import RED, RunningServer, resident_mib
 
-NUM_REQUESTS = int(os.environ.get("HOSTILE_REQUESTS", "400"))
+NUM_REQUESTS = int(os.environ.get("HOSTILE_REQUESTS", "240"))
 NUM_CLIENTS = 4
-GOOD_SHARE = 0.03
+GOOD_SHARE = 0.04
 MOST_GROWTH_MIB = 64.0
 WARM_UP_SHARE = 0.25
 

@@ -86,8 +86,8 @@ def test_greedy_requests_get_the_tokens_of_the_generate_command(
 def test_the_second_turn_of_a_chat_skips_the_first_but_for_two_blocks(client: openai.OpenAI, stream: bool) -> None:
     messages: list[Any] = [{"role": "user", "content": "# file: bridge.py\n" + "import time\n" * 40 + "class Bridge"}]
     before, usage = 0, None
-    for turn in range(3):
-        settings: dict[str, Any] = {"temperature": 0.9, "seed": turn, "max_tokens": 100}
+    for turn in range(2 + stream):
+        settings: dict[str, Any] = {"temperature": 0.9, "seed": turn, "max_tokens": 64}
         if stream:
             chunks = list(
                 client.chat.completions.create(
@@ -105,7 +105,7 @@ def test_the_second_turn_of_a_chat_skips_the_first_but_for_two_blocks(client: op
             {"role": "assistant", "content": text},
             {"role": "user", "content": "\n\n# And another one.\ndef "},
         ]
-    assert cached > 256
+    assert cached >= 192
 
 
 def test_cached_tokens_are_those_that_the_engine_skipped(client: openai.OpenAI, server: RunningServer) -> None:
