@@ -86,7 +86,12 @@ class EngineThread:
 
     async def flush(self, weights_version: str | None) -> None:
         """See `Backend`."""
-        await self.between_steps(lambda engine: engine.flush(weights_version))
+
+        def act(engine: MambaCacheEngine) -> None:
+            engine.flush(weights_version)
+            self._look(is_final=True)
+
+        await self.between_steps(act)
 
     async def between_steps(self, act: Callable[[MambaCacheEngine], _Answer]) -> _Answer:
         """Return what `act` returns, or raise what it raises, for the engine between two of its steps."""

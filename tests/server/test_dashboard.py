@@ -39,7 +39,7 @@ def load(server: RunningServer, stop: threading.Event) -> None:
         number = 0
         while not stop.is_set():
             number += 1
-            body = {"prompt": f"{PROMPT}class A{number % 7}", "max_tokens": 12, "n": 4}
+            body = {"prompt": f"{PROMPT * (1 + number % 3)}class A{number % 7}", "max_tokens": 12 + number % 9, "n": 4}
             assert http.post("/v1/completions", json=body).status_code == 200
 
 
@@ -51,8 +51,9 @@ def test_the_dashboard_shows_a_load_and_fits_a_phone(server: RunningServer, page
     assert set(before) == {"free", "live", "reserved", "cached", "draft"} and before["cached"] == 0
     assert page.value(SHOWN.format("tokens-per-second")) == "0"
     stop = threading.Event()
-    thread = threading.Thread(target=load, args=(server, stop))
-    thread.start()
+    threads = [threading.Thread(target=load, args=(server, stop)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
     try:
         page.wait_for("Number(document.getElementById('tokens-per-second').textContent) > 0")
         page.wait_for("Number(document.getElementById('running').textContent) > 0")
@@ -60,11 +61,13 @@ def test_the_dashboard_shows_a_load_and_fits_a_phone(server: RunningServer, page
         page.wait_for("document.querySelectorAll('#slots tr')[3].innerText.match(/[1-9]/)")
         assert page.value("document.querySelector('polyline').points.length") >= 2
         if KEEP_AT:
-            threading.Event().wait(20)  # so that the curve has a shape
+            threading.Event().wait(40)  # so that the curve has a shape
+            page.wait_for("Number(document.getElementById('running').textContent) > 4")
             page.screenshot(Path(KEEP_AT))
     finally:
         stop.set()
-        thread.join()
+        for thread in threads:
+            thread.join()
     assert sum(numbers(page, "slots").values()) == sum(before.values())
     assert any("block" in reason or "KV" in reason for reason in numbers(page, "reasons"))
     assert "requests paused for want of blocks" in numbers(page, "evicted")

@@ -84,9 +84,15 @@ def test_a_key_does_not_wait_for_the_prefix_that_another_one_is_computing(server
 
     def together(number: int, *keys: str) -> int:
         """Return how many requests are deferred when the keys ask for one prompt in one step."""
+
+        def hold_up(_engine: Any) -> None:
+            deadline = time.monotonic() + 60
+            while server.server.gate.num_inside < len(keys) and time.monotonic() < deadline:
+                time.sleep(0.01)
+
         before = server.between_steps(deferred)
         with ThreadPoolExecutor() as pool:
-            held_up = pool.submit(server.between_steps, lambda _engine: time.sleep(1.0))
+            held_up = pool.submit(server.between_steps, hold_up)
             replies = [pool.submit(ask, server, key, prompt=f"# {number}\n{PROMPT}") for key in keys]
             assert held_up.result() is None and all(reply.result() for reply in replies)
         return server.between_steps(deferred) - before
