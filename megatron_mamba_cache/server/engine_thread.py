@@ -151,8 +151,8 @@ class EngineThread:
                 raise
             logger.exception("a step failed; its requests are tried again")
             return
-        self._failed_in_a_row = 0
         mail: _Mail = []
+        generated = self._generated
         for request_id in report["active_request_ids"]:
             listener = self._listeners.get(request_id)
             if listener is not None:
@@ -165,6 +165,8 @@ class EngineThread:
             if listener is not None:
                 progress = self._progress(record.request_id, listener, record.requests)
                 mail.append((listener.deliver, ended(progress, listener.end_ids, record[-1])))
+        if self._generated > generated:  # a step that only reports failures is no sign that steps succeed
+            self._failed_in_a_row = 0
         self._post(mail)
 
     def _progress(self, request_id: Ticket, listener: Listener, parts: list[Any]) -> Progress:
