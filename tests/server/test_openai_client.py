@@ -108,6 +108,31 @@ def test_the_second_turn_of_a_chat_skips_the_first_but_for_two_blocks(client: op
     assert cached >= 192
 
 
+def test_the_next_turn_begins_with_the_tokens_of_the_reply_not_with_others_of_the_same_text(
+    client: openai.OpenAI, server: RunningServer
+) -> None:
+    tokenizer = server.server.settings.tokenizer
+    splits_otherwise = False
+    messages: list[Any] = [{"role": "user", "content": "# file: bridge.py\nimport time\n\n\nclass Bridge"}]
+    said: list[int] = []
+    for turn in range(3):
+        reply = client.chat.completions.create(
+            model=MODEL,
+            messages=messages,
+            seed=turn,
+            max_tokens=48,
+            temperature=1.6,
+            extra_body={"return_token_ids": True},
+        )
+        choice: Any = reply.choices[0]
+        assert choice.prompt_token_ids[: len(said)] == said
+        said = choice.prompt_token_ids + choice.token_ids
+        text = choice.message.content
+        splits_otherwise |= tokenizer.tokenize(text) != choice.token_ids
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "\n\n\ndef "}]
+    assert splits_otherwise  # else it would hold without the map too
+
+
 def test_cached_tokens_are_those_that_the_engine_skipped(client: openai.OpenAI, server: RunningServer) -> None:
     def skipped() -> int:
         return server.between_steps(lambda engine: engine.context.snapshot().counters.prompt_tokens_skipped)
