@@ -60,7 +60,7 @@ def test_no_request_gets_a_5xx(server: RunningServer, method: str, path: str, mo
     @few
     @given(case=operation.as_strategy(generation_mode=mode))
     def ask(case: Any) -> None:
-        reply = case.call(base_url=server.url, headers=bearer())
+        reply = case.call(base_url=server.url, headers=bearer(), timeout=120)
         statuses.add(reply.status_code)
         assert reply.status_code < 500, (reply.status_code, case.body, reply.text)
         if reply.status_code >= 400:
