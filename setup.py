@@ -14,7 +14,9 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["megatron_mamba_cache", "megatron_mamba_cache.*"]),
-    package_data={"megatron_mamba_cache": ["py.typed", "command_line/*.txt", "models/small_python_model/*"]},
+    package_data={
+        "megatron_mamba_cache": ["py.typed", "command_line/*.txt", "models/small_python_model/*", "server/*.html"]
+    },
     python_requires=">=3.11",
     install_requires=[
         "torch>=2.11,<2.14",
@@ -41,6 +43,12 @@ setup(
             "transformers>=5.23,<6",
             "pyzmq",
             "msgpack",
+            "fastapi",
+            "uvicorn",
+            "prometheus-client",
+            "openai",
+            "httpx",
+            "schemathesis>=4,<5",
         ],
         "server": ["fastapi", "uvicorn", "prometheus-client", "pyzmq", "msgpack"],
         "hf": ["transformers>=5", "huggingface_hub"],

@@ -46,6 +46,11 @@ temperatures, and the likeliest token each time above all, soon repeat themselve
 \"\"\"Implementation of JSONDecoder
 ```
 
+## Conversations
+
+`chat_template.jinja` is for the server's sake: a conversation is one file, in which what was given and what the model
+wrote follow each other as they are. A first message such as `# file: bridge.py` and a few lines begins it.
+
 ## Training
 
 - Text: {files:,} files, {size_bytes:,} bytes, {text_tokens:,} tokens of the standard library of CPython {cpython}, its

@@ -22,6 +22,7 @@ class CacheCounters:
     drafting_failures: int = 0  # steps that went on without drafts because the drafter raised
     drafts_at: list[int] = field(default_factory=list)  # draft tokens by their place behind the base token, first first
     accepted_at: list[int] = field(default_factory=list)  # accepted ones likewise
+    requests_without_hit: dict[str, int] = field(default_factory=dict)  # by reason, at first admissions
     states_reserved: int = 0
     states_published: int = 0
     decode_states_published: int = 0
@@ -63,6 +64,11 @@ class CacheCounters:
             self.drafts_at[place] += 1
             self.accepted_at[place] += place < num_accepted
 
+    def count_without_hit(self, reason: str | None) -> None:
+        """Count a request that skipped nothing of its prompt; None: it skipped some, and nothing is counted."""
+        if reason is not None:
+            self.requests_without_hit[reason] = self.requests_without_hit.get(reason, 0) + 1
+
 
 @dataclass(frozen=True, slots=True)
 class CacheSnapshot:
@@ -90,6 +96,13 @@ class CacheSnapshot:
             if entry.name != "counters"
         }
         return CacheSnapshot(CacheCounters(**counters), **others)
+
+    @staticmethod
+    def of_dict(values: dict[str, Any]) -> "CacheSnapshot":
+        """Return the snapshot that `as_dict` described."""
+        names = {entry.name for entry in fields(CacheCounters)}
+        counters = {name: value for name, value in values.items() if name in names}
+        return CacheSnapshot(CacheCounters(**counters), **{n: v for n, v in values.items() if n not in names})
 
     def as_dict(self) -> dict[str, object]:
         """Return plain JSON types."""

@@ -23,6 +23,19 @@ torch.set_num_threads(1)
 DEVICES = ["cpu", *([pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.is_available() else [])]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let long forms of tests be asked for."""
+    parser.addoption("--run-slow", action="store_true", help="run the tests marked slow too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip what takes long unless it is asked for."""
+    if not config.getoption("--run-slow"):
+        for item in items:
+            if item.get_closest_marker("slow"):
+                item.add_marker(pytest.mark.skip(reason="slow; --run-slow runs it"))
+
+
 def pytest_collection_finish() -> None:
     """Leave all that importing made out of later collections: each engine that is built starts some."""
     gc.collect()

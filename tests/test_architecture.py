@@ -19,10 +19,12 @@ FLOORS = (
     ("speculation",),
     ("mcore", "routing"),
     ("models",),
-    ("server", "command_line", "__main__"),
+    ("server",),
+    ("command_line", "__main__"),
 )
 FLOOR_OF = {part: floor for floor, parts in enumerate(FLOORS) for part in parts}
 SEPARATE_PARTS = ({"policy", "kernels"},)
+WEB_PACKAGES = {"fastapi", "starlette", "uvicorn", "pydantic", "prometheus_client"}
 
 MAX_MODULE_LINES = 300
 MAX_FUNCTION_LINES = 50
@@ -111,7 +113,7 @@ def floor_violations(package: Package) -> Iterator[str]:
 
 
 def dependency_violations(package: Package) -> Iterator[str]:
-    """Yield imports of torch that policy reaches, and of megatron below mcore."""
+    """Yield imports of torch that policy reaches, of megatron below mcore, and of web packages outside of server."""
     for module in package.modules.values():
         if not module.name:
             continue
@@ -119,6 +121,9 @@ def dependency_violations(package: Package) -> Iterator[str]:
             for reached in _reachable(package, module):
                 for name in sorted(package.external_imports(reached) & {"torch", "triton"}):
                     yield f"{module.label}: policy reaches {name} through {reached.label}"
+        if module.name[0] != "server":
+            for name in sorted(package.external_imports(module) & WEB_PACKAGES):
+                yield f"{module.label}: imports {name} outside of the server"
         is_below_mcore = FLOOR_OF.get(module.name[0], 0) < FLOOR_OF["mcore"]
         if is_below_mcore and "megatron" in package.external_imports(module):
             yield f"{module.label}: imports megatron below mcore"
@@ -193,6 +198,7 @@ SOUND = {
     "policy/align": "import numpy\nfrom pkg.errors import E",
     "speculation/verifier": "import torch\nfrom pkg.policy import align",
     "mcore/context": "import megatron.core",
+    "server/app": "import fastapi",
     "__main__": "from pkg import C",
 }
 PLANTED = {
@@ -216,6 +222,12 @@ PLANTED = {
     ),
     "mcore_in_speculation": ({"speculation/drafter": "import pkg.mcore.context"}, "higher floor"),
     "megatron_in_speculation": ({"speculation/drafter": "from megatron.core import x"}, "below mcore"),
+    "command_line_in_server": (
+        {"server/app": "import pkg.command_line.launch", "command_line/launch": ""},
+        "higher floor",
+    ),
+    "web_package_in_mcore": ({"mcore/context": "from fastapi import FastAPI"}, "outside of the server"),
+    "web_package_in_command_line": ({"command_line/serve": "import uvicorn"}, "outside of the server"),
     "cycle": ({"state/a": "from pkg.state import b", "state/b": "from . import a"}, "import cycle"),
     "long_module": ({"state/pool": "x = 1\n" * 301}, "301 lines"),
     "long_function": ({"state/pool": f"class Pool:\n  def grow(self):\n{LONG_BODY}"}, "61 lines"),

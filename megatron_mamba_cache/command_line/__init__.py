@@ -1,1 +1,1 @@
-"""The command line: generate and doctor."""
+"""The command line: generate, serve and doctor."""

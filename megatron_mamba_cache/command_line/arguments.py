@@ -7,6 +7,7 @@ from typing import NoReturn
 
 from ..config import CacheConfig
 from .default_settings import DEFAULTS_IN_WORDS
+from .server_arguments import add_server_arguments
 from .usage_error import UsageError
 
 _INT32_MAX = 2**31 - 1
@@ -24,6 +25,11 @@ _PROCESSES_IN_WORDS = (
     "Started by torchrun, processes share a model, and those that are left hold others like it: sessions, and lines "
     "without one, are dealt out to these in turn. The first process prints and writes for all. Memory flags count for "
     "each process."
+)
+
+_REPLICAS_IN_WORDS = (
+    "Started by torchrun, processes share a model, and those that are left are replicas behind a coordinator; the "
+    "first process serves. Memory flags count for each process."
 )
 
 DRAFTERS = ("prompt-lookup", "draft-model")
@@ -55,7 +61,7 @@ def command_parser() -> ArgumentParser:
         description="Prefix caching for hybrid Mamba2 + attention models on megatron-core.",
         allow_abbrev=False,
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="generate | doctor")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="generate | serve | doctor")
     generate = commands.add_parser(
         "generate",
         help="generate text for prompts",
@@ -64,6 +70,16 @@ def command_parser() -> ArgumentParser:
         allow_abbrev=False,
     )
     _add_generate_arguments(generate)
+    serve = commands.add_parser(
+        "serve",
+        help="serve OpenAI's API over HTTP",
+        description="Serve OpenAI's completions and chat completions over HTTP, with the prefix cache. Without a "
+        "model: with the small one of Python source that ships.",
+        allow_abbrev=False,
+    )
+    _add_model_arguments(serve)
+    add_server_arguments(serve)
+    _add_engine_arguments(serve, _REPLICAS_IN_WORDS)
     commands.add_parser("doctor", help="print device, versions and the kernels in use", allow_abbrev=False)
     return parser
 
@@ -106,6 +122,11 @@ def check_generate_arguments(arguments: Namespace) -> None:
     _check_range(arguments, "top_k", 0, _INT32_MAX, f"from 0 (off) to {_INT32_MAX}")
     _check_range(arguments, "top_p", 0, 1, "from 0 (off) to 1")
     _check_range(arguments, "seed", 0, _INT32_MAX, f"from 0 to {_INT32_MAX}")
+    check_engine_arguments(arguments)
+
+
+def check_engine_arguments(arguments: Namespace) -> None:
+    """Raise `UsageError` for a value of the flags of cache and drafts that can never work."""
     for name in _SIZE_FLAGS:
         if getattr(arguments, name) is not None:
             _check_range(arguments, name, 0, math.inf, "a finite number, 0 or more")
@@ -131,15 +152,7 @@ def _check_range(arguments: Namespace, name: str, low: float, high: float, allow
 
 
 def _add_generate_arguments(parser: ArgumentParser) -> None:
-    model = parser.add_argument_group("model").add_mutually_exclusive_group()
-    model.add_argument("--hf-model", metavar="DIR", help="Hugging Face model directory")
-    model.add_argument(
-        "--load",
-        metavar="DIR",
-        help="Megatron distributed checkpoint directory (torch_dist), written by this package or by Megatron-LM's "
-        "training: of one iteration, or of the run, whose latest is taken",
-    )
-    model.add_argument("--random-model", action="store_true", help="a small model with random weights, built here")
+    _add_model_arguments(parser)
     prompts = parser.add_argument_group("prompts and results")
     prompts.add_argument(
         "--prompts",
@@ -149,10 +162,26 @@ def _add_generate_arguments(parser: ArgumentParser) -> None:
     )
     prompts.add_argument("--output-path", metavar="FILE.json", help="write requests and a summary there")
     _add_sampling_arguments(parser.add_argument_group("sampling", _SAMPLING_IN_WORDS))
+    _add_engine_arguments(parser, _PROCESSES_IN_WORDS)
+
+
+def _add_model_arguments(parser: ArgumentParser) -> None:
+    model = parser.add_argument_group("model").add_mutually_exclusive_group()
+    model.add_argument("--hf-model", metavar="DIR", help="Hugging Face model directory")
+    model.add_argument(
+        "--load",
+        metavar="DIR",
+        help="Megatron distributed checkpoint directory (torch_dist), written by this package or by Megatron-LM's "
+        "training: of one iteration, or of the run, whose latest is taken",
+    )
+    model.add_argument("--random-model", action="store_true", help="a small model with random weights, built here")
+
+
+def _add_engine_arguments(parser: ArgumentParser, processes_in_words: str) -> None:
     machine = parser.add_argument_group("machine")
     machine.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     machine.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of the weights (default: fp32)")
-    _add_parallel_arguments(parser.add_argument_group("several processes", _PROCESSES_IN_WORDS))
+    _add_parallel_arguments(parser.add_argument_group("several processes", processes_in_words))
     cache = parser.add_argument_group("cache", DEFAULTS_IN_WORDS)
     CacheConfig.add_arguments(cache)  # type: ignore[arg-type]
     drafts = parser.add_argument_group("speculative decoding", "With --num-speculative-tokens above 0.")

@@ -2,11 +2,13 @@
 
 import os
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 
 from .arguments import command_parser
 from .generate import generate
 from .launch import Launch
+from .serve import serve
 from .usage_error import UsageError
 
 EXIT_USAGE = 2
@@ -23,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = command_parser()
     try:
         arguments = parser.parse_args(argv)
-        return generate(arguments) if arguments.command == "generate" else _doctor()
+        return _COMMANDS[arguments.command](arguments)
     except UsageError as error:
         if _speaks_for_all():
             print(f"{parser.prog}: error: {' '.join(str(error).split())}", file=sys.stderr)
@@ -45,8 +47,11 @@ def _speaks_for_all() -> bool:
         return True
 
 
-def _doctor() -> int:
+def _doctor(_arguments: Namespace) -> int:
     from .doctor import print_diagnosis
 
     print_diagnosis()
     return 0
+
+
+_COMMANDS = {"generate": generate, "serve": serve, "doctor": _doctor}

@@ -9,6 +9,7 @@ from megatron.core.inference.sampling_params import SamplingParams
 
 from ..mcore.engine import MambaCacheEngine
 from ..mcore.failed_steps import failure_reason
+from ..mcore.request_states import tokens_after
 from .prompts import PromptLine
 from .results import RequestRecord, RunResult
 from .session_queue import SessionQueue
@@ -104,7 +105,7 @@ class RequestRunner:
         for request_id in request_ids:
             record = self._records[request_id]
             parts = self._engine.requests[request_id].record.requests
-            self._take_tokens(record, _tokens_after(len(record.generated_tokens), parts), now)
+            self._take_tokens(record, tokens_after(len(record.generated_tokens), parts), now)
 
     def _take_tokens(self, record: RequestRecord, tokens: list[int], now: float) -> None:
         if tokens and record.time_to_first_token_s is None:
@@ -114,7 +115,7 @@ class RequestRunner:
 
     def _finish(self, request: Any, now: float) -> PromptLine:
         record = self._records[request.request_id]
-        self._take_tokens(record, _tokens_after(len(record.generated_tokens), [request]), now)
+        self._take_tokens(record, tokens_after(len(record.generated_tokens), [request]), now)
         record.text = self._tokenizer.detokenize(record.generated_tokens)
         record.latency_s = now - self._added_at.pop(record.request_id)
         record.cached_tokens = self._engine.cached_tokens(record.request_id)
@@ -122,12 +123,3 @@ class RequestRunner:
         record.draft_tokens, record.accepted_tokens = drafts.drafted, drafts.accepted
         record.error = failure_reason(request)
         return self._running.pop(record.request_id)
-
-
-def _tokens_after(count: int, parts: Iterable[Any]) -> list[int]:
-    """Return the generated tokens of a request's parts, in order, without the first `count`."""
-    tokens: list[int] = []
-    for part in parts:
-        tokens += part.generated_tokens[count:]
-        count = max(count - len(part.generated_tokens), 0)
-    return tokens

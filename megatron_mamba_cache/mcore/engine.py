@@ -14,7 +14,7 @@ from ..policy.requests import Candidate, RequestSpec
 from .context import MambaCacheContext
 from .controller import MambaCacheController
 from .failed_steps import FailedSteps, refusal_reason
-from .generated_tokens import append_all_but_last, append_tokens, take_back
+from .generated_tokens import append_all_but_last, append_tokens, has_log_probs, take_back
 from .hit_rate_hint import HitRateHint
 from .plain_prompt import plain_prompt
 from .request_spec import check_identity, contradiction_in, fault_of, other_ends, spec_of
@@ -186,7 +186,9 @@ class MambaCacheEngine(SuspendableEngine):
         self, request_ids: Any, finished_request_ids: Any, evict_request_ids: Any, *args: Any, **settings: Any
     ) -> Any:
         """Append the step's tokens to their requests; evicted ones go back to the head of the queue."""
-        if self._only_appends(finished_request_ids, evict_request_ids, *args):
+        in_prefill = self.context.chunked_prefill_request_id != -1  # it gets no token
+        nobody_goes = not len(finished_request_ids) and evict_request_ids is None
+        if nobody_goes and not (in_prefill or self._failed_steps or has_log_probs(*args)):
             return append_tokens(self.requests, request_ids.tolist(), *args), []
         outcome = super().post_process_requests(request_ids, finished_request_ids, None, *args, **settings)
         for request_id in request_ids.tolist() if self._failed_steps else ():
@@ -201,20 +203,6 @@ class MambaCacheEngine(SuspendableEngine):
         for request_id in finished_request_ids.tolist():
             self._forget(request_id)
         return outcome
-
-    def _only_appends(
-        self,
-        finished_ids: Any,
-        evicted_ids: Any,
-        seconds: float,
-        sample: Any,
-        log_probs: Any,
-        top_n_logprobs: Any = None,
-    ) -> bool:
-        """Whether a step does no more to its requests than to give each a token, as nearly all steps do."""
-        nobody_goes = not len(finished_ids) and evicted_ids is None
-        has_more = bool(log_probs) or bool(top_n_logprobs) or self.context.chunked_prefill_request_id != -1
-        return nobody_goes and not has_more and not self._failed_steps
 
     def _check_stop_words_for_request_post_append(self, request: Any) -> bool:
         """Return False: a stop word has ended its request already."""
@@ -263,7 +251,7 @@ class MambaCacheEngine(SuspendableEngine):
 
     def _forget(self, request_id: int) -> None:
         self._failed_steps.forget(request_id)
-        self._states.leave(request_id)
+        super()._forget(request_id)
 
     def _candidate_of(self, request_id: int) -> Candidate:
         state = self._states[request_id]

@@ -6,6 +6,11 @@ from typing import Any
 from torch import Tensor
 
 
+def has_log_probs(_seconds: float, _sample: Tensor, log_probs: Any, top_n_logprobs: Any = None) -> bool:
+    """Whether a step's report, in the order of Megatron's arguments, has more than tokens for any request."""
+    return bool(log_probs) or bool(top_n_logprobs)
+
+
 def append_tokens(
     entries: Mapping[int, Any], request_ids: Sequence[int], seconds: float, sample: Tensor, *_: Any
 ) -> list[int]:

@@ -19,6 +19,7 @@ from .context import MambaCacheContext
 from .controller import MambaCacheController
 from .engine import MambaCacheEngine
 from .expert_peers import Standing, all_step
+from .progress_reports import NoProgress, ProgressReports, obeyed
 from .replica_place import ReplicaPlace, address_on_this_host, agree_on_place, starts_coordinator
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ class ReplicaEngine(MambaCacheEngine):
 
     def __init__(self, controller: MambaCacheController, context: MambaCacheContext, random_seed: int = 0) -> None:
         self._reports: CacheReports | NoReports = NoReports()
+        self._progress: ProgressReports | NoProgress = NoProgress()
         self._replica_name = ""
         self._failed_in_a_row = 0
         self._leave_coordinator: Callable[[], None] = lambda: None
@@ -106,6 +108,7 @@ class ReplicaEngine(MambaCacheEngine):
             self.socket_for_receiving_requests.close(linger=0)
             self.socket_for_receiving_requests = self._link
             self._reports = CacheReports(self.context, self._link)
+            self._progress = ProgressReports(self, self._link)
         self._watch_peers()
         await self._link.wait_for_welcome(timeout_s)
 
@@ -132,7 +135,12 @@ class ReplicaEngine(MambaCacheEngine):
         seed: int | None = None,
         tenant: str = "",
     ) -> asyncio.Future:
-        """Add a request; see `MambaCacheEngine`. One of a coordinator's that cannot be read fails alone."""
+        """Add a request; see `MambaCacheEngine`. One of a coordinator's that cannot be read fails alone.
+
+        A coordinator's may also be a cancel or a flush; see `routing.front_end`.
+        """
+        if self.use_coordinator and obeyed(self, request_id, sampling_params):
+            return self._loop.create_future()
         seed = getattr(sampling_params, "seed", None) if seed is None else seed
         tenant = getattr(sampling_params, "tenant", "") if tenant == "" else tenant
         try:
@@ -155,6 +163,7 @@ class ReplicaEngine(MambaCacheEngine):
         if self.is_suspended and not self.suspend_signal:
             self.resume()  # before the loop looks for work: a suspended engine that finds some cannot go on
         self._reports.send()
+        self._progress.send_state()
         return num_messages
 
     async def async_step(self) -> Any:
@@ -182,7 +191,9 @@ class ReplicaEngine(MambaCacheEngine):
                 self._annotate(self.requests[request_id].record, request_id)
             self._reports.send()
             self._send_unreported()
-        return await super().async_bookkeep(step_result, *args, **settings)
+        report = await super().async_bookkeep(step_result, *args, **settings)
+        self._progress.send(report["active_request_ids"])
+        return report
 
     def suspend(self) -> None:
         """Take the rows of running requests, and drop memory that is not resident; see `MambaCacheEngine`."""
@@ -240,6 +251,8 @@ class ReplicaEngine(MambaCacheEngine):
         sampling = record[0].sampling_params
         sampling.cached_tokens = self.cached_tokens(request_id)
         sampling.replica = self._replica_name
+        drafts = self.draft_counts(request_id)
+        sampling.draft_tokens, sampling.accepted_tokens = drafts.drafted, drafts.accepted
 
 
 def _require_messaging() -> None:

@@ -1,7 +1,8 @@
 """What the engine keeps of each request beside Megatron's record, and for a while of those that have left."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megatron.core.inference.inference_request import DynamicInferenceRequestRecord, Status
 
@@ -103,3 +104,18 @@ def complete_parts(record: DynamicInferenceRequestRecord) -> None:
     for name in ("prompt_log_probs", "generated_log_probs", "prompt_top_n_logprobs", "generated_top_n_logprobs"):
         if getattr(newest, name) is None and getattr(record[0], name) is not None:
             setattr(newest, name, [])
+
+
+def tokens_after(count: int, parts: Iterable[Any], name: str = "generated_tokens") -> list[Any]:
+    """Return the generated tokens of a request's parts, in order, without the first `count`.
+
+    Args:
+        parts: Megatron's requests of a record.
+        name: Of their list; one with an entry for each generated token. None counts as empty.
+    """
+    found: list[Any] = []
+    for part in parts:
+        entries = getattr(part, name) or []
+        found += entries[count:]
+        count = max(count - len(entries), 0)
+    return found

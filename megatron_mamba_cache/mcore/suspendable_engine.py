@@ -89,6 +89,23 @@ class SuspendableEngine(DynamicInferenceEngine):
         if self.persist_cuda_graphs:
             self._recapture_if_moved()
 
+    def cancel_request(self, request_id: int) -> bool:
+        """Drop a request between steps, whether it runs, waits or is suspended; return whether it was in the engine.
+
+        Its KV blocks, slots and draft window return at once and its future is cancelled; what it published stays
+        findable, and no step reports it. Ranks that share the model cancel in the same order.
+        """
+        entry = self.requests.pop(request_id, None)
+        if entry is None:
+            return False
+        self.context.drop_rows([request_id])
+        for waiting in (self.waiting_request_ids, self.failed_request_ids, self.resume_request_ids or []):
+            if request_id in waiting:
+                waiting.remove(request_id)
+        self._forget(request_id)
+        entry.future.cancel()
+        return True
+
     def _recapture_if_moved(self) -> None:
         """Capture again if on any rank weights lie elsewhere than the graphs read them."""
         context = self.context
@@ -105,3 +122,6 @@ class SuspendableEngine(DynamicInferenceEngine):
     def _restart(self, request_id: int) -> None:
         self._states[request_id].spec = self._states[request_id].candidate = None
         begin_next_part(self.requests[request_id].record)
+
+    def _forget(self, request_id: int) -> None:
+        self._states.leave(request_id)

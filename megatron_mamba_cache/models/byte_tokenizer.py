@@ -1,5 +1,6 @@
 """A tokenizer whose tokens are the bytes of UTF-8 text."""
 
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -21,6 +22,10 @@ class ByteTokenizer:
     def tokenize(self, text: str) -> list[int]:
         """Return the bytes of the text."""
         return list(text.encode())
+
+    def tokenize_behind(self, _tokens: Sequence[int], text: str) -> list[int]:
+        """Return the bytes of a text that goes on behind others."""
+        return self.tokenize(text)
 
     def detokenize(self, tokens: list[int], **_: Any) -> str:
         """Return the text of the bytes; what is no UTF-8 prints as U+FFFD."""

@@ -5,6 +5,7 @@ the same tokens on every machine. transformers is needed for other tokenizer fil
 """
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from .text_codec import JsonCodec, TextCodec, TransformersCodec, auto_tokenizer
 
 _JSON = "tokenizer.json"
 _OTHERS = ("tokenizer_config.json", "tokenizer.model", "spiece.model", "tekken.json", "vocab.json", "vocab.txt")
+_CONTEXT = 4
 _TEMPLATES = ("chat_template.jinja", "chat_template.json")
 
 
@@ -44,6 +46,21 @@ class HuggingFaceTokenizer:
         tokens = self._codec.encode(text)
         return tokens[1:] if self.bos is not None and tokens[:2] == [self.bos, self.bos] else tokens
 
+    def tokenize_behind(self, tokens: Sequence[int], text: str) -> list[int] | None:
+        """Return the tokens of a text that goes on behind others; None if the tokenizer cannot begin a text there."""
+        context = list(tokens[-_CONTEXT:])
+        before = self._codec.decode(context, False)
+        for behind in (self._codec.encode(text, is_start=False), self._behind(before, text)):
+            if behind is not None and self._codec.decode([*context, *behind], False) == before + text:
+                return behind
+        return None
+
+    def _behind(self, before: str, text: str) -> list[int] | None:
+        """Return what the tokens of both texts together have beyond those of the first, if they begin with these."""
+        first = self._codec.encode(before, is_start=False)
+        both = self._codec.encode(before + text, is_start=False)
+        return both[len(first) :] if both[: len(first)] == first else None
+
     def detokenize(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of the tokens; an id that stands for nothing gives no text."""
         return self._codec.decode(tokens, skip_special_tokens)
@@ -65,11 +82,15 @@ class HuggingFaceTokenizer:
         """
         if not self.has_chat_template:
             raise ValueError(f"{self._directory} has no chat template; give text instead of messages")
-        tokenizer = auto_tokenizer(self._directory, "its chat template")
+        tokenizer = self._chat_tokenizer
         try:
             return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
         except Exception as error:  # templates raise errors of their own
             raise ValueError(f"the chat template of {self._directory} refuses the messages: {error}") from error
+
+    @cached_property
+    def _chat_tokenizer(self) -> Any:
+        return auto_tokenizer(self._directory, "its chat template")
 
     def _id_named(self, name: str) -> int | None:
         token = self._settings.get(name)

@@ -10,8 +10,8 @@ class TextCodec(Protocol):
 
     largest_id: int
 
-    def encode(self, text: str) -> list[int]:
-        """Return the text's ids, with the special tokens that the tokenizer's own files add."""
+    def encode(self, text: str, *, is_start: bool = True) -> list[int]:
+        """Return the text's ids; where it is a text's start, with the special tokens that the tokenizer's files add."""
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool) -> str:
         """Return the text of ids; an id that stands for nothing gives no text."""
@@ -40,9 +40,9 @@ class JsonCodec:
         self._tokenizer.no_padding()
         self.largest_id: int = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, is_start: bool = True) -> list[int]:
         """See `TextCodec`."""
-        return list(self._tokenizer.encode(text).ids)
+        return list(self._tokenizer.encode(text, add_special_tokens=is_start).ids)
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool) -> str:
         """See `TextCodec`."""
@@ -67,9 +67,9 @@ class TransformersCodec:
         self._ids: dict[str, int] = self._tokenizer.get_vocab()
         self.largest_id = max(self._ids.values(), default=-1)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, is_start: bool = True) -> list[int]:
         """See `TextCodec`."""
-        return list(self._tokenizer(text)["input_ids"])
+        return list(self._tokenizer(text, add_special_tokens=is_start)["input_ids"])
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool) -> str:
         """See `TextCodec`."""

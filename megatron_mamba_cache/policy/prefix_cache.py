@@ -20,6 +20,7 @@ from .boundaries import select_boundaries
 from .cache_integrity import check_rows_and_pools
 from .decode_rules import DecodeRules
 from .draft_windows import DraftWindows
+from .hit_reasons import reason_for_no_hit
 from .kv_block_pool import KVBlockPool
 from .requests import Candidate, RequestSpec, RunningRequest
 from .slot_pool import SlotPool
@@ -75,8 +76,7 @@ class PrefixCache:
         if candidate.epoch != self.epoch:
             candidate.chain, candidate.epoch = self._keys_of(candidate.spec), self.epoch
         spec = candidate.spec
-        prompt_keys = candidate.chain.keys[: spec.prompt_len // self.block_size]
-        view = PromptView(prompt_keys, spec.prompt_len, spec.may_skip)
+        view = PromptView(candidate.chain.keys[: spec.prompt_len // self.block_size], spec.prompt_len, spec.may_skip)
         return plan_admission(
             view, self.kv, self.slots, budget=budget, reserved_keys=self._reservations.keys, rules=self.rules
         )
@@ -118,7 +118,7 @@ class PrefixCache:
             )
             undo.callback(self._reservations.cancel, row)
             self.schedule_chunk(row, plan.chunk_end)
-            self._count_admission(row, len(match.blocks) * block_size)
+            self._count_admission(row, is_first=age is None)
             undo.pop_all()
         self._num_admitted += 1
         return row
@@ -292,8 +292,9 @@ class PrefixCache:
             self.slots.unpin(row.source_block)
         row.source_block = row.source_slot = None
 
-    def _count_admission(self, row: RunningRequest, matched_tokens: int) -> None:
+    def _count_admission(self, row: RunningRequest, *, is_first: bool) -> None:
+        self.counters.count_without_hit(reason_for_no_hit(row, self.block_size, self.enabled) if is_first else None)
         self.counters.requests_admitted += 1
-        self.counters.prompt_tokens_matched += matched_tokens
+        self.counters.prompt_tokens_matched += row.num_shared_blocks * self.block_size
         self.counters.prompt_tokens_skipped += row.computed
         self.counters.states_restored += row.source_slot is not None

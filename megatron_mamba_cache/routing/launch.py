@@ -7,7 +7,7 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Event
 from typing import Any
 
-from .coordinator import PrefixCoordinator
+from .serving_coordinator import ServingCoordinator
 from .settings import RoutingSettings
 
 
@@ -82,7 +82,7 @@ def _run(
     num_replicas: int,
 ) -> None:
     # Nothing is ever sent there: what can be read is its end.
-    coordinator = PrefixCoordinator(pipe, tokenizer, port, settings, num_replicas, starter.poll)
+    coordinator = ServingCoordinator(pipe, tokenizer, port, settings, num_replicas, starter.poll)
     try:
         coordinator.wait_for_replicas()
         ready.set()

@@ -9,6 +9,7 @@ from megatron.core.inference.headers import Headers
 from megatron.core.inference.sampling_params import SamplingParams
 
 from ..policy.routing import ReplicaName
+from .front_end import CANCELS, FLUSHES
 
 
 @dataclass(slots=True)
@@ -64,7 +65,7 @@ def readable_sampling(sampling: dict[str, Any]) -> dict[str, Any]:
         ValueError: If Megatron would refuse them, or take them for something else than data.
     """
     for name in sampling:
-        if name.startswith("_") or callable(getattr(SamplingParams, name, None)):
+        if name.startswith("_") or name in (CANCELS, FLUSHES) or callable(getattr(SamplingParams, name, None)):
             raise ValueError(f"sampling parameter {name!r} has a name that is taken; give it another one")
     try:
         SamplingParams.deserialize(dict(sampling))

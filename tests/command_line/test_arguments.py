@@ -76,7 +76,7 @@ def test_a_bad_flag_ends_with_one_line(flags: list[str], message: str, capsys: p
     assert finished.stderr.count("\n") == 1, finished.stderr
 
 
-@pytest.mark.parametrize("command", [[], ["serve"], ["doctor", "--fast"]])
+@pytest.mark.parametrize("command", [[], ["sing"], ["doctor", "--fast"]])
 def test_a_bad_command_ends_with_one_line(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(command) == 2
     assert capsys.readouterr().err.count("\n") == 1

@@ -25,8 +25,8 @@ def test_the_example_skips_tokens_and_changes_no_output(tmp_path: Path) -> None:
 
 
 def test_the_code_of_the_readme_prints_what_it_says(tmp_path: Path) -> None:
-    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-    code, printed = re.findall(r"```python\n(.*?)```\n.*?```text\n(.*?)```", readme, re.DOTALL)[0]
+    section = (REPOSITORY / "README.md").read_text(encoding="utf-8").partition("\n## From Python\n")[2]
+    code, printed = re.findall(r"```python\n(.*?)```\n.*?```text\n(.*?)```", section, re.DOTALL)[0]
     finished = run_process("-W", "ignore", "-c", code, cwd=tmp_path)
     assert finished.status == 0, finished.stderr
     assert finished.stdout == printed

@@ -165,7 +165,7 @@ def test_a_chat_is_rendered_as_transformers_does(place: str, tmp_path: Path, mon
     assert tokenizer.render_chat(CHAT) == "<user>May I pass?<assistant>Yes.<assistant>"
     hide_transformers(monkeypatch)
     with pytest.raises(ValueError, match="transformers is needed"):
-        tokenizer.render_chat(CHAT)
+        loaded(tmp_path).render_chat(CHAT)
 
 
 def test_a_chat_that_cannot_be_rendered_is_an_error(tmp_path: Path) -> None:

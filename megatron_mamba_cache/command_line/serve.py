@@ -1,0 +1,68 @@
+"""The serve command up to the import of torch: check the flags, take the port, choose the device."""
+
+import importlib.util
+import socket
+from argparse import Namespace
+
+from .arguments import check_engine_arguments
+from .device import select_device
+from .launch import Launch
+from .model_choice import chosen_directory
+from .quiet import quiet_libraries
+from .server_arguments import api_keys_of, check_server_arguments
+from .usage_error import UsageError
+
+_PACKAGES = {"fastapi": "fastapi", "uvicorn": "uvicorn", "prometheus_client": "prometheus-client"}
+_SEVERAL = {"zmq": "pyzmq", "msgpack": "msgpack"}
+
+
+def serve(arguments: Namespace) -> int:
+    """Serve until a signal ends it; return the exit status.
+
+    Raises:
+        UsageError: On a bad flag, model, device or port, or if a package is missing.
+    """
+    launch = Launch.of_environment()
+    launch.num_replicas(arguments)
+    check_engine_arguments(arguments)
+    check_server_arguments(arguments)
+    keys = api_keys_of(arguments)
+    _require_packages(_PACKAGES if launch.num_processes == 1 else _PACKAGES | _SEVERAL)
+    directory = chosen_directory(arguments)
+    listener = bound_socket(arguments.host, arguments.port) if launch.is_first else None
+    with quiet_libraries():
+        device = select_device(arguments.device)
+        # These import torch, which fixes the device.
+        from .own_process_groups import own_process_groups
+        from .replicas import OneModel, SeveralProcesses, speaking_for_all
+        from .serving import Serving
+
+        with own_process_groups(), speaking_for_all(launch):
+            replicas = OneModel() if launch.num_processes == 1 else SeveralProcesses(launch, arguments, device)
+            serving = replicas.make(lambda: Serving(arguments, keys, directory, device))
+            engine = replicas.make(serving.engine)
+            if launch.num_processes == 1 and listener is not None:
+                return serving.run(engine, listener)
+            return serving.run_replica(engine, listener)
+
+
+def bound_socket(host: str, port: int) -> socket.socket:
+    """Take a port without listening yet.
+
+    Raises:
+        UsageError: If it cannot be had.
+    """
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise UsageError(f"--host {host} --port {port}: {error.strerror or error}; choose another") from error
+    return listener
+
+
+def _require_packages(packages: dict[str, str]) -> None:
+    missing = [package for module, package in packages.items() if importlib.util.find_spec(module) is None]
+    if missing:
+        raise UsageError(f"serve needs {', '.join(missing)}: pip install 'megatron-mamba-cache[server]'")

@@ -1,0 +1,73 @@
+"""The flags of the server itself, and what is wrong with their values."""
+
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from .usage_error import UsageError
+
+_LARGEST_PORT = 65_535
+
+
+def add_server_arguments(parser: ArgumentParser) -> None:
+    """Add the flags that `check_server_arguments` reads."""
+    add = parser.add_argument_group("server").add_argument
+    add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)")
+    add("--port", type=int, default=5000, help="0 takes a free one (default: 5000)")
+    add("--served-model-name", metavar="NAME", help="what clients call the model (default: its directory's name)")
+    add(
+        "--api-key",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="may be given several times; each has prefixes of its own. Without one everybody is served",
+    )
+    add("--admin-api-key", action="append", default=[], metavar="KEY", help="alone reads metrics and flushes, if given")
+    add("--api-key-file", metavar="FILE", help="API keys, one a line, which other users cannot see as they see flags")
+    limits = parser.add_argument_group("limits", "What is too much gets status 429, with the seconds to wait.")
+    limits.add_argument(
+        "--max-running-requests", type=int, metavar="N", help="that the engine runs at once (default: 16)"
+    )
+    limits.add_argument("--max-queued-requests", type=int, default=256, metavar="N", help="that wait (default: 256)")
+    limits.add_argument("--max-choices", type=int, default=16, metavar="N", help="of one request (default: 16)")
+    limits.add_argument("--max-body-mb", type=float, default=4.0, metavar="M", help="MiB of a request (default: 4)")
+    limits.add_argument(
+        "--drain-seconds", type=float, default=30.0, metavar="S", help="for what runs at a SIGTERM (default: 30)"
+    )
+    limits.add_argument(
+        "--transcript-mb",
+        type=float,
+        default=16.0,
+        metavar="M",
+        help="MiB for each API key's exact tokens of earlier turns (default: 16; 0 is off)",
+    )
+
+
+def check_server_arguments(arguments: Namespace) -> None:
+    """Raise `UsageError` for a port that cannot be; limits are checked where they are made."""
+    if not 0 <= arguments.port <= _LARGEST_PORT:
+        raise UsageError(f"--port is {arguments.port}; it must be from 0 (any) to {_LARGEST_PORT}")
+    running = arguments.max_running_requests
+    if running is not None and running < 1:
+        raise UsageError(f"--max-running-requests is {running}; it must be at least 1")
+    for name in ("max_body_mb", "transcript_mb"):
+        if not 0 <= getattr(arguments, name) < 2**20:
+            flag = "--" + name.replace("_", "-")
+            raise UsageError(f"{flag} is {getattr(arguments, name)}; it must be from 0 to below {2**20}")
+
+
+def api_keys_of(arguments: Namespace) -> list[str]:
+    """Return the users' API keys, those of the file too.
+
+    Raises:
+        UsageError: If the file cannot be read or has none.
+    """
+    if arguments.api_key_file is None:
+        return list(arguments.api_key)
+    try:
+        lines = Path(arguments.api_key_file).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--api-key-file {arguments.api_key_file}: {error}") from error
+    keys = [line.strip() for line in lines if line.strip()]
+    if not keys:
+        raise UsageError(f"--api-key-file {arguments.api_key_file}: it has no key; write one a line")
+    return [*arguments.api_key, *keys]

@@ -1,0 +1,22 @@
+"""Why a request skipped nothing of its prompt."""
+
+from .requests import RunningRequest
+
+REASONS = ("caching_off", "prompt_log_probs", "short_prompt", "new_prefix", "no_state")
+
+
+def reason_for_no_hit(row: RunningRequest, block_size: int, enabled: bool) -> str | None:
+    """Return why a row that was just admitted computes its prompt from the first token, one of `REASONS`; None if not.
+
+    "new_prefix": no cached prompt begins with its first block, or none does any more. "no_state": its first blocks are
+    known, but at the end of none of them lies a state.
+    """
+    if row.computed:
+        return None
+    if not enabled:
+        return "caching_off"
+    if not row.spec.may_skip:
+        return "prompt_log_probs"
+    if row.spec.prompt_len <= block_size:
+        return "short_prompt"
+    return "no_state" if row.num_shared_blocks else "new_prefix"

@@ -1,0 +1,71 @@
+"""The coordinator of a server's front end: replies step by step, cancels, flushes, and what the replicas are doing."""
+
+from typing import Any
+
+import msgpack
+
+from .coordinator import PrefixCoordinator
+from .front_end import CANCEL, FLUSH, PROGRESS, STATE, STATES, WATCH, pack_cancel, pack_flush
+from .membership import Replica
+from .wire import WireError
+
+
+class ServingCoordinator(PrefixCoordinator):
+    """A `PrefixCoordinator` that also speaks what `front_end` says; Megatron's clients notice nothing of it."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._watchers: set[bytes] = set()
+        self._states: dict[str, dict[str, Any]] = {}
+
+    def _handle(self, sender: bytes, kind: Any, body: list[Any]) -> None:
+        replica = self._members.of_socket(sender)
+        if replica is not None and kind == PROGRESS:
+            self._forward_progress(replica, body)
+        elif replica is not None and kind == STATE:
+            (self._states[replica.name],) = body
+            self._tell_states()
+        elif sender in self._clients and kind == CANCEL:
+            self._cancel(sender, body)
+        elif sender in self._clients and kind == FLUSH:
+            self._flush(body)
+        elif sender in self._clients and kind == WATCH:
+            self._watchers.add(sender)
+            self._tell_states()
+        else:
+            super()._handle(sender, kind, body)
+
+    def _lose(self, identity: bytes, reason: str) -> None:
+        super()._lose(identity, reason)
+        living = {replica.name for replica in self._members.serving}
+        self._states = {name: state for name, state in self._states.items() if name in living}
+        self._tell_states()
+
+    def _forward_progress(self, replica: Replica, body: list[Any]) -> None:
+        (news,) = body
+        for request_id, progress in news:
+            request = self._in_flight.get(request_id)
+            if request is not None and request.replica == replica.name:
+                self._send(request.client, msgpack.packb([PROGRESS, request.client_request_id, progress]))
+
+    def _cancel(self, client: bytes, body: list[Any]) -> None:
+        (client_request_id,) = body
+        own = (request for request in self._in_flight.values() if request.client == client)
+        request = next((request for request in own if request.client_request_id == client_request_id), None)
+        if request is None:
+            return  # it has ended meanwhile
+        replica = request.replica
+        self._finish(request)
+        if replica is not None:
+            self._send(self._members[replica].identity, pack_cancel(request.request_id))
+
+    def _flush(self, body: list[Any]) -> None:
+        (weights_version,) = body
+        if not isinstance(weights_version, str | None):
+            raise WireError(f"a weights version of {weights_version!r:.50}")
+        request_id, self.next_request_id = self.next_request_id, self.next_request_id + 1
+        for replica in self._members.serving:
+            self._send(replica.identity, pack_flush(request_id, weights_version))
+
+    def _tell_states(self) -> None:
+        self._send_all(self._watchers & self._clients, msgpack.packb([STATES, self._states]))

@@ -1,0 +1,156 @@
+"""The HTTP application: routes, errors, and what they share."""
+
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.exceptions import HTTPException
+from starlette.responses import HTMLResponse, JSONResponse, Response
+
+from .access import AccessControl
+from .backend import Backend
+from .endpoints import ServedModel, openai_routes, seconds_now
+from .errors import ApiError
+from .job import Job, JobRules
+from .limits import QueueGate, ServerLimits
+from .metrics import ServerMetrics
+from .prompts import PromptReader
+from .replies import error_response
+from .schemas import FlushRequest
+from .tenants import ApiKeys
+from .transcripts import Transcripts
+
+_DASHBOARD = Path(__file__).with_name("dashboard.html")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """What a server is given beside its engines.
+
+    Args:
+        model_name: That clients call the model by.
+        tokenizer: Of the model.
+        end_ids: Tokens that end replies.
+    """
+
+    model_name: str
+    tokenizer: Any
+    end_ids: frozenset[int]
+    keys: ApiKeys = field(default_factory=ApiKeys)
+    limits: ServerLimits = field(default_factory=ServerLimits)
+
+
+class Server:
+    """One server: its backend, what it counts, and its ASGI application `app`."""
+
+    def __init__(self, backend: Backend, settings: ServerSettings) -> None:
+        limits = settings.limits
+        self.backend = backend
+        self.settings = settings
+        self.gate = QueueGate(limits, time.monotonic)
+        self.metrics = ServerMetrics(backend, self.gate)
+        self.transcripts = Transcripts(limits.transcript_bytes)
+        self._reader = PromptReader(settings.tokenizer, self.transcripts)
+        self.rules = JobRules(backend, self.gate, settings.tokenizer.detokenize, settings.end_ids, self._note)
+        self.app = self._build()
+
+    def _note(self, job: Job) -> None:
+        self.metrics.note(job)
+        for choice in job.choices:
+            if choice.reply.finish_reason is not None:
+                self._reader.remember(job.tenant, job.prompts[choice.prompt_index], *choice.reply.exact())
+
+    def _build(self) -> FastAPI:
+        settings = self.settings
+        app = FastAPI(
+            title="megatron-mamba-cache",
+            description="OpenAI-compatible inference of hybrid Mamba2 + attention models with prefix caching.",
+            lifespan=_lifespan(self.backend),
+            redoc_url=None,
+        )
+        model = ServedModel(settings.model_name, self._reader, seconds_now())
+        app.include_router(openai_routes(model, self.backend, self.rules, settings.limits))
+        _add_own_routes(app, self)
+        _add_error_handlers(app)
+        app.add_middleware(
+            AccessControl,
+            keys=settings.keys,
+            limits=settings.limits,
+            state=lambda: self.backend.state,
+            is_draining=lambda: self.rules.is_draining,
+            on_status=lambda status: self.metrics.responses.labels(str(status)).inc(),
+        )
+        app.openapi()  # is kept; made for the first client that asks, it would hold up all others
+        return app
+
+
+def _lifespan(backend: Backend) -> Callable[[FastAPI], Any]:
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        await backend.start()
+        try:
+            yield
+        finally:
+            await backend.stop()
+
+    return lifespan
+
+
+def _add_own_routes(app: FastAPI, server: Server) -> None:
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        state = server.backend.state
+        if state.failure is not None:
+            return JSONResponse({"status": "failed", "reason": state.failure}, 503)
+        if server.rules.is_draining or not state.is_ready:
+            return JSONResponse({"status": "draining" if state.is_ready else "starting"}, 503)
+        return JSONResponse({"status": "ready"})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(generate_latest(server.metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    @app.get("/dashboard", response_class=HTMLResponse)
+    async def dashboard() -> HTMLResponse:
+        return HTMLResponse(_DASHBOARD.read_text(encoding="utf-8"), headers={"Cache-Control": "no-store"})
+
+    @app.post("/admin/flush", response_model=None)
+    async def flush(body: FlushRequest | None = None) -> dict[str, Any]:
+        try:
+            await server.backend.flush(None if body is None else body.weights_version)
+        except NotImplementedError as error:
+            raise ApiError(501, str(error), "not_implemented") from error
+        return {"weights_version": server.backend.state.weights_version}
+
+    @app.get("/admin/weights")
+    async def weights() -> dict[str, Any]:
+        return {"weights_version": server.backend.state.weights_version}
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    @app.exception_handler(ApiError)
+    async def api_error(_request: Request, error: ApiError) -> Response:
+        return error_response(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_request: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        place = [str(part) for part in first["loc"] if part != "body"]
+        param = ".".join(place) or None
+        return error_response(ApiError(400, f"{param or 'the body'}: {first['msg']}"[:1000], first["type"], param))
+
+    @app.exception_handler(HTTPException)
+    async def http_error(_request: Request, error: HTTPException) -> Response:
+        response = error_response(ApiError(error.status_code, str(error.detail)))
+        response.headers.update(error.headers or {})
+        return response
+
+    @app.exception_handler(Exception)
+    async def unexpected(_request: Request, _error: Exception) -> Response:
+        return error_response(ApiError(500, "the server failed at this request; its log says why", "internal_error"))

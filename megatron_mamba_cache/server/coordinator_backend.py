@@ -1,0 +1,194 @@
+"""Engines in other processes, behind a coordinator: a `Backend` that speaks its messages.
+
+Megatron's `InferenceClient` returns whole replies; this client hears of every step. See `routing.front_end`.
+"""
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import msgpack
+import zmq
+import zmq.asyncio
+from megatron.core.inference.headers import Headers
+from megatron.core.inference.inference_request import DynamicInferenceRequestRecord
+
+from ..mcore.progress_reports import progress_since
+from ..metrics import CacheSnapshot
+from ..routing.front_end import CANCEL, FLUSH, PROGRESS, STATES, STREAMS, WATCH
+from ..routing.heartbeats import set_heartbeats
+from ..routing.replica_link import COORDINATOR_SILENCE_S
+from .backend import BackendState, GenerationRequest, Progress, Ticket
+from .megatron_requests import Listener, ended, sampling_params
+from .request_faults import RequestRules
+
+logger = logging.getLogger(__name__)
+
+_STOP_S = 20.0
+
+
+class CoordinatorBackend:
+    """A `Backend` over the replicas of a coordinator.
+
+    A request whose replica dies is generated again by another one; its listener hears each token once.
+
+    Args:
+        address: Of the coordinator, such as "tcp://host:5555".
+        rules: Of the replicas' engines, which are alike.
+        end_ids: Tokens that end a reply.
+    """
+
+    def __init__(self, address: str, rules: RequestRules, end_ids: frozenset[int]) -> None:
+        self.max_sequence_length = rules.max_sequence_length
+        self._address = address
+        self._rules = rules
+        self._end_ids = end_ids
+        self._tickets = itertools.count()
+        self._listeners: dict[int, Listener] = {}
+        self._states: dict[str, dict[str, Any]] = {}
+        self._state = BackendState()
+        self._generated = 0
+        self._stopped = asyncio.Event()
+        self._last_heard = time.monotonic()
+
+    async def start(self) -> None:
+        """Connect, and listen from now on."""
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        set_heartbeats(self._socket)
+        self._socket.setsockopt(zmq.LINGER, 1000)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.connect(self._address)
+        self._send(Headers.CONNECT.value)
+        self._send(WATCH)
+        self._task = asyncio.get_running_loop().create_task(self._listen())
+
+    @property
+    def state(self) -> BackendState:
+        """See `Backend`."""
+        return self._state
+
+    def fault_of(self, request: GenerationRequest) -> str | None:
+        """See `Backend`."""
+        return self._rules.fault_of(request)
+
+    def submit(self, request: GenerationRequest, deliver: Callable[[Progress], None]) -> Ticket:
+        """See `Backend`."""
+        ticket = Ticket(next(self._tickets))
+        params = sampling_params(request)
+        params.add_attributes({"seed": request.seed, "tenant": request.tenant, STREAMS: True})
+        self._listeners[ticket] = Listener(deliver, frozenset() if request.ignores_end else self._end_ids)
+        self._send(Headers.SUBMIT_REQUEST.value, ticket, list(request.prompt), params.serialize())
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """See `Backend`."""
+        if self._listeners.pop(ticket, None) is not None:
+            self._send(CANCEL, ticket)
+
+    def fail_all(self, reason: str) -> None:
+        """See `Backend`."""
+        for ticket, listener in list(self._listeners.items()):
+            self.cancel(Ticket(ticket))
+            listener.deliver(Progress(end="error", error=reason))
+
+    async def flush(self, weights_version: str | None) -> None:
+        """See `Backend`; each replica flushes before it sees any request that comes later."""
+        self._send(FLUSH, weights_version)
+        if weights_version is not None:
+            self._state = replace(self._state, weights_version=weights_version)
+
+    async def stop(self) -> None:
+        """Stop the engines of all replicas, and the coordinator with them."""
+        self.fail_all("the server is shutting down")
+        self._send(Headers.STOP.value)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._stopped.wait(), _STOP_S)
+        self._task.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._task
+        self._socket.close()
+        self._context.term()
+
+    def _send(self, *message: Any) -> None:
+        zmq.Socket.send(self._socket, msgpack.packb(list(message)), zmq.NOBLOCK)
+
+    async def _listen(self) -> None:
+        while True:
+            if await self._socket.poll(1000):
+                self._last_heard = time.monotonic()
+                message = msgpack.unpackb(await self._socket.recv(), raw=False)
+                try:
+                    self._handle(message[0], message[1:])
+                except Exception:
+                    logger.exception("a message of the coordinator cannot be read")
+            elif time.monotonic() - self._last_heard > COORDINATOR_SILENCE_S and self._state.failure is None:
+                reason = f"nothing has come from the coordinator at {self._address} for {COORDINATOR_SILENCE_S:g} s"
+                self._state = replace(self._state, failure=reason)
+                self.fail_all(reason)
+
+    def _handle(self, kind: Any, body: list[Any]) -> None:
+        if kind == PROGRESS:
+            ticket, news = body
+            self._deliver(ticket, news)
+        elif kind == Headers.ENGINE_REPLY.value:
+            ticket, record = body
+            self._finish(ticket, DynamicInferenceRequestRecord.deserialize(record))
+        elif kind == STATES:
+            (self._states,) = body
+            self._look()
+        elif kind == Headers.STOP_ACK.value:
+            self._stopped.set()
+
+    def _deliver(self, ticket: int, news: dict[str, Any]) -> None:
+        listener = self._listeners.get(ticket)
+        if listener is not None:
+            progress = self._progress(listener, news)
+            if progress.tokens:
+                listener.deliver(progress)
+
+    def _finish(self, ticket: int, record: DynamicInferenceRequestRecord) -> None:
+        listener = self._listeners.pop(ticket, None)
+        if listener is None:
+            return
+        told = record[0].sampling_params
+        news = progress_since(0, record.requests, getattr(told, "cached_tokens", 0))
+        drafts = {name: getattr(told, name, 0) for name in ("draft_tokens", "accepted_tokens")}
+        listener.deliver(ended(self._progress(listener, news | drafts), listener.end_ids, record[-1]))
+
+    def _progress(self, listener: Listener, news: dict[str, Any]) -> Progress:
+        """Return what a listener has not heard yet; a request that was begun again tells its first tokens again."""
+        known = max(listener.num_tokens - news["start"], 0)
+        tokens = tuple(news["tokens"][known:])
+        listener.num_tokens += len(tokens)
+        self._generated += len(tokens)
+        return Progress(
+            tokens=tokens,
+            log_probs=tuple(news["log_probs"][known:]),
+            alternatives=tuple(news["alternatives"][known:]),
+            cached_tokens=news["cached_tokens"],
+            draft_tokens=news["draft_tokens"],
+            accepted_tokens=news["accepted_tokens"],
+        )
+
+    def _look(self) -> None:
+        """Put the replicas' states together; without any the server is not ready."""
+        states = list(self._states.values())
+        if not states:
+            self._state = replace(self._state, is_ready=False)
+            return
+        self._state = replace(
+            self._state,
+            is_ready=True,
+            cache=CacheSnapshot.summed([CacheSnapshot.of_dict(state["cache"]) for state in states]),
+            num_running=sum(state["num_running"] for state in states),
+            num_waiting=sum(state["num_waiting"] for state in states),
+            generated_tokens=self._generated,
+            weights_version=states[0]["weights_version"],
+        )

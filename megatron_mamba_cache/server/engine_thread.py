@@ -1,0 +1,260 @@
+"""The engine in this process, stepping in a thread of its own; what others want of it happens between its steps."""
+
+import asyncio
+import itertools
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+
+from ..errors import CacheIntegrityError
+from ..mcore.engine import MambaCacheEngine
+from ..mcore.replica_engine import MOST_FAILED_STEPS
+from ..mcore.request_states import tokens_after
+from ..metrics import CacheSnapshot
+from .backend import BackendState, GenerationRequest, Progress, Ticket
+from .megatron_requests import Listener, ended, sampling_params
+from .request_faults import RequestRules
+
+logger = logging.getLogger(__name__)
+
+_STATE_INTERVAL_S = 0.1
+_Answer = TypeVar("_Answer")
+
+
+_Mail = list[tuple[Callable[[Progress], None], Progress]]
+
+
+class EngineThread:
+    """A `Backend` over one engine that nobody else uses.
+
+    Args:
+        end_ids: Tokens that end a reply.
+    """
+
+    def __init__(self, engine: MambaCacheEngine, end_ids: frozenset[int]) -> None:
+        self._engine = engine
+        self._rules = RequestRules.of(engine.context)
+        self.max_sequence_length = self._rules.max_sequence_length
+        self._end_ids = end_ids
+        self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._tickets = itertools.count()
+        self._listeners: dict[Ticket, Listener] = {}
+        self._state = BackendState()
+        self._state_at = 0.0
+        self._generated = 0
+        self._failed_in_a_row = 0
+        self._is_stopping = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    # In the event loop.
+
+    async def start(self) -> None:
+        """Start stepping; what is delivered arrives in the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    @property
+    def state(self) -> BackendState:
+        """See `Backend`."""
+        return self._state
+
+    def fault_of(self, request: GenerationRequest) -> str | None:
+        """See `Backend`."""
+        return self._rules.fault_of(request)
+
+    def submit(self, request: GenerationRequest, deliver: Callable[[Progress], None]) -> Ticket:
+        """See `Backend`."""
+        ticket = Ticket(next(self._tickets))
+        self._commands.put(lambda: self._add(ticket, request, deliver))
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """See `Backend`."""
+        self._commands.put(lambda: self._drop(ticket))
+
+    def fail_all(self, reason: str) -> None:
+        """See `Backend`."""
+        self._commands.put(lambda: self._fail_all(reason))
+
+    async def flush(self, weights_version: str | None) -> None:
+        """See `Backend`."""
+
+        def act(engine: MambaCacheEngine) -> None:
+            engine.flush(weights_version)
+            self._look(is_final=True)
+
+        await self.between_steps(act)
+
+    async def between_steps(self, act: Callable[[MambaCacheEngine], _Answer]) -> _Answer:
+        """Return what `act` returns, or raise what it raises, for the engine between two of its steps."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[_Answer] = loop.create_future()
+
+        def run() -> None:
+            try:
+                found = act(self._engine)
+            except Exception as error:
+                loop.call_soon_threadsafe(_settle, answer, None, error)
+            else:
+                loop.call_soon_threadsafe(_settle, answer, found, None)
+
+        self._commands.put(run)
+        return await answer
+
+    async def stop(self) -> None:
+        """See `Backend`."""
+        self._commands.put(self._end)
+        if self._thread.is_alive():
+            await asyncio.to_thread(self._thread.join)
+
+    # In the thread.
+
+    def _run(self) -> None:
+        try:
+            if self._device is not None:
+                torch.cuda.set_device(self._device)
+            self._engine.warmup()
+            self._look(is_ready=True)
+            while not self._is_stopping:
+                self._obey()
+                if self._engine.has_unfinished_requests():
+                    self._step()
+                self._look()
+        except BaseException as error:
+            logger.exception("the engine has failed")
+            self._break(f"the engine has failed: {error!r}")
+
+    def _obey(self) -> None:
+        """Carry out what was asked for; without requests, wait for it."""
+        if not self._engine.has_unfinished_requests():
+            self._look(is_final=True)
+            self._commands.get()()
+        while not self._commands.empty():
+            self._commands.get()()
+
+    def _step(self) -> None:
+        try:
+            report = self._engine.step_modern()
+        except CacheIntegrityError:
+            raise  # what is cached can no longer be trusted
+        except Exception:
+            self._failed_in_a_row += 1
+            if self._failed_in_a_row >= MOST_FAILED_STEPS:
+                raise
+            logger.exception("a step failed; its requests are tried again")
+            return
+        mail: _Mail = []
+        generated = self._generated
+        for request_id in report["active_request_ids"]:
+            listener = self._listeners.get(request_id)
+            if listener is not None:
+                parts = self._engine.requests[request_id].record.requests
+                progress = self._progress(request_id, listener, parts)
+                if progress.tokens:
+                    mail.append((listener.deliver, progress))
+        for record in report["finished_request_records"]:
+            listener = self._listeners.pop(record.request_id, None)
+            if listener is not None:
+                progress = self._progress(record.request_id, listener, record.requests)
+                mail.append((listener.deliver, ended(progress, listener.end_ids, record[-1])))
+        if self._generated > generated:  # a step that only reports failures is no sign that steps succeed
+            self._failed_in_a_row = 0
+        self._post(mail)
+
+    def _progress(self, request_id: Ticket, listener: Listener, parts: list[Any]) -> Progress:
+        known = listener.num_tokens
+        tokens = tokens_after(known, parts)
+        listener.num_tokens += len(tokens)
+        self._generated += len(tokens)
+        drafts = self._engine.draft_counts(request_id)
+        wants_log_probs = parts[0].sampling_params.return_log_probs
+        wants_top = wants_log_probs and parts[0].sampling_params.top_n_logprobs
+        return Progress(
+            tokens=tuple(tokens),
+            log_probs=tuple(tokens_after(known, parts, "generated_log_probs")) if wants_log_probs else (),
+            alternatives=tuple(tokens_after(known, parts, "generated_top_n_logprobs")) if wants_top else (),
+            cached_tokens=self._engine.cached_tokens(request_id),
+            draft_tokens=drafts.drafted,
+            accepted_tokens=drafts.accepted,
+        )
+
+    def _add(self, ticket: Ticket, request: GenerationRequest, deliver: Callable[[Progress], None]) -> None:
+        try:
+            if self._state.failure is not None:
+                raise RuntimeError(self._state.failure)
+            self._engine.add_request(
+                ticket, list(request.prompt), sampling_params(request), seed=request.seed, tenant=request.tenant
+            )
+        except Exception as error:
+            self._post([(deliver, Progress(end="error", error=str(error)))])
+        else:
+            self._listeners[ticket] = Listener(deliver, frozenset() if request.ignores_end else self._end_ids)
+
+    def _drop(self, ticket: Ticket) -> None:
+        if self._listeners.pop(ticket, None) is not None:
+            self._engine.cancel_request(ticket)
+
+    def _fail_all(self, reason: str) -> None:
+        listeners, self._listeners = self._listeners, {}
+        for ticket in listeners:
+            self._engine.cancel_request(ticket)
+        self._post([(listener.deliver, Progress(end="error", error=reason)) for listener in listeners.values()])
+
+    def _end(self) -> None:
+        self._fail_all("the server is shutting down")
+        self._is_stopping = True
+
+    def _break(self, reason: str) -> None:
+        """Answer everybody, now and later, with an error."""
+        self._state = replace(self._state, failure=reason)
+        listeners, self._listeners = self._listeners, {}
+        self._post([(listener.deliver, Progress(end="error", error=reason)) for listener in listeners.values()])
+        while not self._is_stopping:
+            self._commands.get()()
+
+    def _look(self, *, is_ready: bool | None = None, is_final: bool = False) -> None:
+        """Make the latest state known, now and then while steps run."""
+        now = time.monotonic()
+        if is_ready is None and not is_final and now - self._state_at < _STATE_INTERVAL_S:
+            return
+        engine, self._state_at = self._engine, now
+        running = len(engine.context.rows)
+        self._state = BackendState(
+            is_ready=True,
+            cache=_copied(engine.context.snapshot()),
+            num_running=running,
+            num_waiting=len(engine.requests) - running,
+            generated_tokens=self._generated,
+            weights_version=engine.context.weights_version,
+        )
+
+    def _post(self, mail: _Mail) -> None:
+        if mail and self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(_hand_out, mail)
+
+
+def _copied(snapshot: CacheSnapshot) -> CacheSnapshot:
+    """Return a snapshot whose lists and dicts the engine does not change any more."""
+    return CacheSnapshot.summed([snapshot])
+
+
+def _hand_out(mail: _Mail) -> None:
+    for deliver, progress in mail:
+        deliver(progress)
+
+
+def _settle(answer: "asyncio.Future[Any]", found: Any, error: Exception | None) -> None:
+    if answer.done():
+        return
+    if error is not None:
+        answer.set_exception(error)
+    else:
+        answer.set_result(found)

@@ -1,0 +1,53 @@
+"""Errors in the shape that OpenAI's clients read."""
+
+from dataclasses import dataclass
+from typing import Any
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    501: "server_error",
+    503: "server_error",
+}
+
+
+@dataclass
+class ApiError(Exception):
+    """What a request gets instead of a reply.
+
+    Args:
+        status: Of HTTP.
+        message: What was found, what is allowed.
+        code: A word that programs may look for.
+        param: The field that is wrong.
+        retry_after_s: Whole seconds after which the same request may succeed.
+    """
+
+    status: int
+    message: str
+    code: str | None = None
+    param: str | None = None
+    retry_after_s: int | None = None
+
+    def body(self) -> dict[str, Any]:
+        """Return the JSON object."""
+        error_type = _TYPES.get(self.status, "invalid_request_error")
+        return {"error": {"message": self.message, "type": error_type, "param": self.param, "code": self.code}}
+
+    def headers(self) -> dict[str, str]:
+        """Return the headers that belong to it."""
+        found = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+        return found | ({"WWW-Authenticate": 'Basic realm="API key as password"'} if self.status == 401 else {})
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """Return the error of a request that can never run."""
+    return ApiError(400, message, code, param)
+
+
+def unavailable(message: str, code: str, retry_after_s: int = 1) -> ApiError:
+    """Return the error of a server that is starting, draining or broken."""
+    return ApiError(503, message, code, retry_after_s=retry_after_s)

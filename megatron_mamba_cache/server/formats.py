@@ -1,0 +1,149 @@
+"""Replies in the shapes of OpenAI's two endpoints."""
+
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from .job import Choice, Job
+from .reply import Piece, TokenInfo
+
+
+class Format(Protocol):
+    """How a job's replies are written."""
+
+    def chunk(self, choice: Choice, piece: Piece) -> dict[str, Any]:
+        """Return an event of a stream."""
+
+    def usage_chunk(self, job: Job) -> dict[str, Any]:
+        """Return the last event of a stream that includes the usage."""
+
+    def body(self, job: Job, pieces: Mapping[int, Sequence[Piece]]) -> dict[str, Any]:
+        """Return the whole reply; `pieces` are those of each choice, by index."""
+
+
+class _Envelope:
+    """What both shapes share."""
+
+    prefix, whole_object, chunk_object = "", "", ""
+
+    def __init__(self, model: str, *, includes_usage: bool, returns_token_ids: bool) -> None:
+        self._common = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self._includes_usage = includes_usage
+        self._returns_token_ids = returns_token_ids
+
+    def usage_chunk(self, job: Job) -> dict[str, Any]:
+        """See `Format`."""
+        return {**self._common, "object": self.chunk_object, "choices": [], "usage": job.usage().body()}
+
+    def _chunk(self, choice: dict[str, Any], tokens: Sequence[TokenInfo]) -> dict[str, Any]:
+        if self._returns_token_ids:
+            choice["token_ids"] = [token.token_id for token in tokens]
+        chunk = {**self._common, "object": self.chunk_object, "choices": [choice]}
+        return chunk | ({"usage": None} if self._includes_usage else {})
+
+    def _body(self, job: Job, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        if self._returns_token_ids:
+            for described, choice in zip(choices, job.choices, strict=True):
+                described["token_ids"] = choice.reply.token_ids
+                described["prompt_token_ids"] = list(job.prompts[choice.prompt_index].token_ids)
+        return {**self._common, "object": self.whole_object, "choices": choices, "usage": job.usage().body()}
+
+
+class CompletionFormat(_Envelope):
+    """`/v1/completions`; see `Format`."""
+
+    prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, model: str, *, includes_usage: bool, returns_token_ids: bool) -> None:
+        super().__init__(model, includes_usage=includes_usage, returns_token_ids=returns_token_ids)
+        self._offsets: dict[int, int] = {}
+
+    def chunk(self, choice: Choice, piece: Piece) -> dict[str, Any]:
+        """See `Format`."""
+        described = self._choice(choice, piece.text, piece.tokens, piece.finish_reason)
+        return self._chunk(described, piece.tokens)
+
+    def body(self, job: Job, pieces: Mapping[int, Sequence[Piece]]) -> dict[str, Any]:
+        """See `Format`."""
+        choices = [
+            self._choice(choice, choice.reply.text, _tokens(pieces[choice.index]), choice.reply.finish_reason)
+            for choice in job.choices
+        ]
+        return self._body(job, choices)
+
+    def _choice(self, choice: Choice, text: str, tokens: Sequence[TokenInfo], finish: str | None) -> dict[str, Any]:
+        log_probs = self._log_probs(choice, tokens) if _wants_log_probs(choice) else None
+        return {"index": choice.index, "text": text, "logprobs": log_probs, "finish_reason": finish}
+
+    def _log_probs(self, choice: Choice, tokens: Sequence[TokenInfo]) -> dict[str, Any]:
+        offsets = []
+        for token in tokens:
+            offsets.append(self._offsets.get(choice.index, 0))
+            self._offsets[choice.index] = offsets[-1] + len(token.text)
+        return {
+            "tokens": [token.text for token in tokens],
+            "token_logprobs": [token.log_prob for token in tokens],
+            "top_logprobs": [dict(token.alternatives) for token in tokens] if choice.request.num_log_probs else None,
+            "text_offset": offsets,
+        }
+
+
+class ChatFormat(_Envelope):
+    """`/v1/chat/completions`; see `Format`."""
+
+    prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, model: str, *, includes_usage: bool, returns_token_ids: bool) -> None:
+        super().__init__(model, includes_usage=includes_usage, returns_token_ids=returns_token_ids)
+        self._begun: set[int] = set()
+
+    def chunk(self, choice: Choice, piece: Piece) -> dict[str, Any]:
+        """See `Format`."""
+        role = {} if choice.index in self._begun else {"role": "assistant"}
+        self._begun.add(choice.index)
+        described = {
+            "index": choice.index,
+            "delta": {**role, "content": piece.text},
+            "logprobs": _chat_log_probs(choice, piece.tokens),
+            "finish_reason": piece.finish_reason,
+        }
+        return self._chunk(described, piece.tokens)
+
+    def body(self, job: Job, pieces: Mapping[int, Sequence[Piece]]) -> dict[str, Any]:
+        """See `Format`."""
+        choices = [
+            {
+                "index": choice.index,
+                "message": {"role": "assistant", "content": choice.reply.text, "refusal": None},
+                "logprobs": _chat_log_probs(choice, _tokens(pieces[choice.index])),
+                "finish_reason": choice.reply.finish_reason,
+            }
+            for choice in job.choices
+        ]
+        return self._body(job, choices)
+
+
+def _wants_log_probs(choice: Choice) -> bool:
+    return choice.request.num_log_probs is not None
+
+
+def _tokens(pieces: Sequence[Piece]) -> list[TokenInfo]:
+    return [token for piece in pieces for token in piece.tokens]
+
+
+def _chat_log_probs(choice: Choice, tokens: Sequence[TokenInfo]) -> dict[str, Any] | None:
+    if not _wants_log_probs(choice):
+        return None
+    content = [
+        {
+            **_named(token.text, token.log_prob),
+            "top_logprobs": [_named(text, log_prob) for text, log_prob in token.alternatives.items()],
+        }
+        for token in tokens
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _named(text: str, log_prob: float | None) -> dict[str, Any]:
+    return {"token": text, "logprob": log_prob, "bytes": list(text.encode())}

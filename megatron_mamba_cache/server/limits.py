@@ -1,0 +1,101 @@
+"""What a server takes on at most; more is answered with 429 instead of growing."""
+
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import ApiError
+
+_MOST_RETRY_AFTER_S = 60
+_REMEMBERED_ENDS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLimits:
+    """Limits of a server; every value is checked on construction.
+
+    Args:
+        max_running: Requests that the engine runs at once.
+        max_queued: Requests, each of `n` choices and of several prompts counted, that may wait for one of these.
+        max_choices: Choices times prompts of one HTTP request.
+        max_body_bytes: Of one HTTP request.
+        max_buffered_bytes: Of the bodies of all HTTP requests that are not answered yet.
+        body_timeout_s: Within which a body has to arrive.
+        drain_s: How long accepted requests may take to finish after SIGTERM.
+        transcript_bytes: Memory, for each API key, for the exact tokens of what was rendered and replied.
+
+    Raises:
+        ValueError: Naming the setting, the value and what is allowed.
+    """
+
+    max_running: int = 16
+    max_queued: int = 256
+    max_choices: int = 16
+    max_body_bytes: int = 4 * 2**20
+    max_buffered_bytes: int = 64 * 2**20
+    body_timeout_s: float = 30.0
+    drain_s: float = 30.0
+    transcript_bytes: int = 16 * 2**20
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_running", 1), ("max_choices", 1), ("max_body_bytes", 1024), ("max_queued", 0)):
+            self._require(name, getattr(self, name) >= least, f"at least {least}")
+        self._require("max_buffered_bytes", self.max_buffered_bytes >= self.max_body_bytes, "at least max_body_bytes")
+        self._require("transcript_bytes", self.transcript_bytes >= 0, "0 (off) or more")
+        for name in ("body_timeout_s", "drain_s"):
+            self._require(name, 0 < getattr(self, name) < math.inf, "a positive number of seconds")
+
+    def _require(self, name: str, holds: bool, allowed: str) -> None:
+        if not holds:
+            raise ValueError(f"{name} is {getattr(self, name)!r}; it must be {allowed}")
+
+
+class QueueGate:
+    """Counts the requests that are running or waiting, and refuses what is too many.
+
+    Args:
+        clock: Seconds.
+    """
+
+    def __init__(self, limits: ServerLimits, clock: Callable[[], float]) -> None:
+        self._most = limits.max_running + limits.max_queued
+        self._clock = clock
+        self._ends: deque[float] = deque(maxlen=_REMEMBERED_ENDS)
+        self.num_inside = 0
+        self.num_refused = 0
+
+    def enter(self, count: int) -> None:
+        """Take `count` requests in.
+
+        Raises:
+            ApiError: 429 if they are too many now; nothing has changed then. 400 if they always are.
+        """
+        if count > self._most:
+            raise ApiError(400, f"{count} choices at once, and at most {self._most} fit; ask for fewer", param="n")
+        if self.num_inside + count > self._most:
+            self.num_refused += 1
+            raise ApiError(
+                429,
+                f"{self.num_inside} requests run or wait, and at most {self._most} may; try again later",
+                code="rate_limit_exceeded",
+                retry_after_s=self.retry_after_s(),
+            )
+        self.num_inside += count
+
+    def leave(self) -> None:
+        """Let one request out."""
+        self.num_inside -= 1
+        self._ends.append(self._clock())
+
+    def retry_after_s(self) -> int:
+        """Return the seconds until room is likely: a tenth of the requests inside at the rate of the latest ends."""
+        if len(self._ends) < 2 or self._clock() <= self._ends[0]:
+            return 1
+        rate = len(self._ends) / (self._clock() - self._ends[0])
+        return max(1, min(math.ceil(self.num_inside / 10 / rate), _MOST_RETRY_AFTER_S))
+
+    def describe(self) -> dict[str, Any]:
+        """Return the counts by name."""
+        return {"inside": self.num_inside, "refused": self.num_refused}

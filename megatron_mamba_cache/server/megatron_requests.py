@@ -1,0 +1,46 @@
+"""Between the front end's requests and Megatron's."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron.core.inference.sampling_params import SamplingParams
+
+from ..mcore.failed_steps import failure_reason
+from .backend import GenerationRequest, Progress
+
+
+@dataclass(slots=True)
+class Listener:
+    """Who hears of a request.
+
+    Args:
+        end_ids: Tokens that end it before its length does.
+        num_tokens: Generated tokens that have been told.
+    """
+
+    deliver: Callable[[Progress], None]
+    end_ids: frozenset[int]
+    num_tokens: int = 0
+
+
+def sampling_params(request: GenerationRequest) -> SamplingParams:
+    """Return Megatron's parameters of a request."""
+    return SamplingParams(
+        temperature=request.temperature,
+        top_k=request.top_k,
+        top_p=request.top_p,
+        num_tokens_to_generate=request.max_tokens,
+        return_log_probs=request.num_log_probs is not None,
+        skip_prompt_log_probs=True,
+        top_n_logprobs=request.num_log_probs or 0,
+        termination_id=-1 if request.ignores_end else None,
+    )
+
+
+def ended(progress: Progress, end_ids: frozenset[int], newest: Any) -> Progress:
+    """Return a reply's last progress with why it ends, as the newest part of its record tells."""
+    error = failure_reason(newest)
+    if error is not None:
+        return replace(progress, end="error", error=error)
+    return replace(progress, end="stop" if progress.tokens and progress.tokens[-1] in end_ids else "length")

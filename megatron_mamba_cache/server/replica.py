@@ -1,0 +1,81 @@
+"""An engine as a replica of a launch: beside the front end in a thread, in every other process alone."""
+
+import asyncio
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+
+import torch
+
+from ..mcore.engine import MambaCacheEngine
+
+
+class ReplicaThread:
+    """Serves a coordinator, which it starts, in a thread of its own.
+
+    Args:
+        engine: A `ReplicaEngine` that nobody else uses.
+    """
+
+    def __init__(self, engine: MambaCacheEngine) -> None:
+        self._engine = engine
+        self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        self._has_begun = threading.Event()
+        self._address: str | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="replica", daemon=True)
+
+    def start(self) -> str:
+        """Return the coordinator's address once all replicas have joined.
+
+        Raises:
+            RuntimeError: If the engine has failed instead.
+        """
+        with _signals_ignored():  # the coordinator inherits that: it ends with the engines, not before
+            self._thread.start()
+            self._has_begun.wait()
+        if self._address is None:
+            raise RuntimeError("the engine could not join a coordinator") from self._error
+        return self._address
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the engine's end, once the coordinator was told to stop; return whether it ended well."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive() and self._error is None
+
+    def _run(self) -> None:
+        try:
+            if self._device is not None:
+                torch.cuda.set_device(self._device)
+            asyncio.run(_serve(self._engine, self._note))
+        except BaseException as error:  # Megatron ends its loop's errors with SystemExit
+            self._error = error
+        finally:
+            self._has_begun.set()
+
+    def _note(self, address: str) -> None:
+        self._address = address
+        self._has_begun.set()
+
+
+def serve_replica(engine: MambaCacheEngine) -> None:
+    """Serve the coordinator of the launch's first process until it stops the engines; signals are for that one."""
+    with _signals_ignored():
+        asyncio.run(_serve(engine, lambda _address: None))
+
+
+async def _serve(engine: MambaCacheEngine, note: Callable[[str], None]) -> None:
+    engine.warmup()
+    note(await engine.start_listening_to_data_parallel_coordinator())
+    await engine.engine_loop_task
+
+
+@contextlib.contextmanager
+def _signals_ignored() -> Iterator[None]:
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

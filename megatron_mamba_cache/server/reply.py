@@ -1,0 +1,113 @@
+"""One reply as it grows: tokens in, text with a right end out."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from .backend import Progress
+from .errors import ApiError
+from .text_stream import IncrementalText, StopStrings
+
+
+@dataclass(frozen=True, slots=True)
+class TokenInfo:
+    """A generated token.
+
+    Args:
+        log_prob, alternatives: If wanted; alternatives map text to log-prob.
+    """
+
+    token_id: int
+    text: str
+    log_prob: float | None = None
+    alternatives: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What a reply has grown by.
+
+    Args:
+        finish_reason: "stop" or "length" with the last piece, else None.
+    """
+
+    text: str
+    tokens: tuple[TokenInfo, ...]
+    finish_reason: str | None = None
+
+
+class Reply:
+    """A reply of the engine's tokens up to its end, or to the first stop string in its text.
+
+    Args:
+        detokenize: Text of a list of tokens.
+        stops: Stop strings; they are not part of the text.
+        end_ids: Tokens that end a reply without text of their own.
+    """
+
+    def __init__(
+        self, detokenize: Callable[[list[int]], str], stops: Sequence[str] = (), end_ids: frozenset[int] = frozenset()
+    ) -> None:
+        self._detokenize = detokenize
+        self._text = IncrementalText(detokenize)
+        self._stops = StopStrings(stops)
+        self._end_ids = end_ids
+        self._num_characters = 0  # of the tokens' text, a stop string and what follows included
+        self._ends: list[int | None] = []  # characters up to the end of each token; None: inside a character
+        self._parts: list[str] = []
+        self.token_ids: list[int] = []
+        self.finish_reason: str | None = None
+        self.latest = Progress()
+
+    @property
+    def text(self) -> str:
+        """The text so far, as it was given out."""
+        return "".join(self._parts)
+
+    def take(self, progress: Progress) -> Piece:
+        """Add a step's progress and return what it gives out, which may be nothing yet.
+
+        Raises:
+            ApiError: 500 if the engine could not go on.
+        """
+        self.latest = progress
+        if progress.end == "error":
+            raise ApiError(500, f"the request failed: {progress.error}", code="engine_error")
+        tokens, new = [], []
+        for index, token in enumerate(progress.tokens):
+            tokens.append(self._info(token, index, progress))
+            new.append(self._push(token))
+            if self._stops.found is not None:
+                self.finish_reason = "stop"
+                break
+        if self.finish_reason is None and progress.end is not None:
+            rest = self._text.finish()
+            self._num_characters += len(rest)
+            self._ends[-1:] = [self._num_characters] * bool(self._ends)
+            new += [self._stops.push(rest), self._stops.finish()]
+            self.finish_reason = "stop" if self._stops.found is not None else progress.end
+        text = "".join(new)
+        self._parts.append(text)
+        return Piece(text, tuple(tokens), self.finish_reason)
+
+    def exact(self) -> tuple[str, list[int]]:
+        """Return the reply's text, or as much of it as ends with a token, and its tokens without end tokens."""
+        length = len(self.text)
+        inside = [(end, index) for index, end in enumerate(self._ends) if end is not None and end <= length]
+        end, last = max(inside, default=(0, -1))
+        token_ids = self.token_ids[: last + 1]
+        while token_ids and token_ids[-1] in self._end_ids:
+            token_ids.pop()
+        return self.text[:end], token_ids
+
+    def _push(self, token: int) -> str:
+        self.token_ids.append(token)
+        text = self._text.push(token)
+        self._num_characters += len(text)
+        self._ends.append(None if self._text.holds_back else self._num_characters)
+        return self._stops.push(text)
+
+    def _info(self, token: int, index: int, progress: Progress) -> TokenInfo:
+        if not progress.log_probs:
+            return TokenInfo(token, "")
+        alternatives = progress.alternatives[index] if progress.alternatives else {}
+        return TokenInfo(token, self._detokenize([token]), progress.log_probs[index], alternatives)

@@ -1,0 +1,44 @@
+"""What makes a request impossible, known without asking the engine's thread."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..config import CacheConfig
+from ..mcore.context import MambaCacheContext
+from ..mcore.request_spec import fault_of
+from ..policy.requests import LogProbSettings, RequestSpec, SamplingSettings
+from .backend import GenerationRequest
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRules:
+    """The settings that decide whether a request can ever run."""
+
+    config: CacheConfig
+    vocab_size: int
+    num_blocks: int
+
+    @staticmethod
+    def of(context: MambaCacheContext) -> "RequestRules":
+        """Return the rules of a context's engine."""
+        return RequestRules(context.cache_config, context.shape.vocab_size, context.max_blocks_of_a_request)
+
+    @property
+    def max_sequence_length(self) -> int:
+        """Prompt and generated tokens that a request can have at most; the last one needs no KV block."""
+        return min(self.config.max_sequence_length, self.num_blocks * self.config.block_size_tokens + 1)
+
+    def fault_of(self, request: GenerationRequest) -> str | None:
+        """Return what makes the request impossible, with value, limit and setting; None for a good one."""
+        unfit = next((token for token in request.prompt if not -(2**63) <= token < 2**63), None)
+        if unfit is not None:
+            return f"token {unfit} in the prompt is outside the vocabulary of {self.vocab_size}"
+        spec = RequestSpec(
+            request_id=0,
+            prompt=np.array(request.prompt, dtype=np.int64),
+            max_len=len(request.prompt) + request.max_tokens,
+            sampling=SamplingSettings(request.temperature, request.top_k, request.top_p),
+            log_probs=LogProbSettings(request.num_log_probs is not None, True, request.num_log_probs or 0),
+        )
+        return fault_of(spec, self.config, self.vocab_size, self.num_blocks)

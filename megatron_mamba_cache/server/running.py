@@ -1,0 +1,79 @@
+"""A server's life as a process: it listens, drains on SIGTERM, and ends with status 0."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Generator
+
+import uvicorn
+
+from .app import Server
+
+logger = logging.getLogger(__name__)
+
+_BACKSTOP_S = 5.0
+
+
+class DrainingServer(uvicorn.Server):
+    """uvicorn, but a SIGTERM or SIGINT lets accepted requests finish, and is not raised again at the end.
+
+    After the first signal nothing new is taken. What is not done `drain_s` later ends with an error, and so does
+    everything after a second signal.
+    """
+
+    def __init__(self, server: Server) -> None:
+        config = uvicorn.Config(
+            server.app,
+            log_level="warning",
+            access_log=False,
+            lifespan="on",
+            ws="none",
+            timeout_graceful_shutdown=None,
+            # Longer than clients keep idle connections, so that none is closed while a request is on its way.
+            timeout_keep_alive=75,
+        )
+        super().__init__(config)
+        self._served = server
+        self._drain: asyncio.Task[None] | None = None
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Handle signals in the event loop while the block runs, where this is the main thread."""
+        loop = asyncio.get_running_loop()
+        handled = []
+        for number in (signal.SIGTERM, signal.SIGINT):
+            with contextlib.suppress(ValueError, RuntimeError, NotImplementedError):
+                loop.add_signal_handler(number, self.drain)
+                handled.append(number)
+        try:
+            yield
+        finally:
+            for number in handled:
+                loop.remove_signal_handler(number)
+
+    def drain(self) -> None:
+        """Take nothing new and end once what was accepted has; the second call ends that at once."""
+        if self._drain is None:
+            self._served.rules.is_draining = True
+            self.should_exit = True
+            self._drain = asyncio.get_running_loop().create_task(self._end_in_time())
+        else:
+            self._served.backend.fail_all("the server was stopped")
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Wait for the connections, as uvicorn does, and for nothing else."""
+        try:
+            await super().shutdown(sockets)
+        finally:
+            if self._drain is not None:
+                self._drain.cancel()
+
+    async def _end_in_time(self) -> None:
+        seconds = self._served.settings.limits.drain_s
+        await asyncio.sleep(seconds)
+        logger.warning("requests that are not done %g s after the signal end with an error", seconds)
+        self._served.backend.fail_all(f"the server was stopped, and the request not done {seconds:g} s later")
+        await asyncio.sleep(_BACKSTOP_S)
+        self.force_exit = True  # whoever does not read what is sent to them

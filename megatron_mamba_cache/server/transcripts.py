@@ -1,0 +1,79 @@
+"""The exact tokens of texts that were prompts and replies: a reply tokenizes differently than it was generated."""
+
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .tenants import Tenant
+
+_MOST_ENTRIES = 512
+_CHARACTER_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Transcript:
+    """A text and the tokens that it was made of."""
+
+    text: str
+    token_ids: tuple[int, ...]
+
+
+class Transcripts:
+    """A bounded map from text to tokens for each API key; what was used least recently leaves first.
+
+    An entry serves every later prompt of its tenant that begins with its text: a conversation's next turn, if the
+    chat template renders what was said before as it did then. One that rewrites it (drops earlier reasoning, trims
+    replies, puts a date in front) gives another text, which is tokenized from where the two part, or from the start.
+
+    Threads may share it. Owners never take room from each other.
+
+    Args:
+        max_bytes: Of an owner's entries; 0 keeps none.
+    """
+
+    def __init__(self, max_bytes: int, max_entries: int = _MOST_ENTRIES) -> None:
+        self._max_bytes = max_bytes
+        self._max_entries = max_entries
+        self._entries: dict[str, OrderedDict[tuple[str, str], array[int]]] = {}
+        self._bytes: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def longest(self, tenant: Tenant, text: str) -> Transcript | None:
+        """Return the longest entry of the tenant that `text` begins with; None without one."""
+        with self._lock:
+            entries = self._entries.get(tenant.owner, OrderedDict())
+            fitting = [key for key in entries if key[0] == tenant.salt and text.startswith(key[1])]
+            if not fitting:
+                return None
+            key = max(fitting, key=lambda found: len(found[1]))
+            entries.move_to_end(key)
+            return Transcript(key[1], tuple(entries[key]))
+
+    def remember(self, tenant: Tenant, text: str, token_ids: Sequence[int]) -> None:
+        """Keep the tokens of a text that is not empty; an entry that is larger than all the room is not kept."""
+        key, tokens = (tenant.salt, text), array("q", token_ids)
+        size = _size(key, tokens)
+        if not text or size > self._max_bytes:
+            return
+        with self._lock:
+            entries = self._entries.setdefault(tenant.owner, OrderedDict())
+            self._drop(tenant.owner, key)
+            entries[key] = tokens
+            self._bytes[tenant.owner] = self._bytes.get(tenant.owner, 0) + size
+            while self._bytes[tenant.owner] > self._max_bytes or len(entries) > self._max_entries:
+                self._drop(tenant.owner, next(iter(entries)))
+
+    def num_bytes(self, owner: str) -> int:
+        """Return the size of an owner's entries, as they count against the bound."""
+        return self._bytes.get(owner, 0)
+
+    def _drop(self, owner: str, key: tuple[str, str]) -> None:
+        tokens = self._entries[owner].pop(key, None)
+        if tokens is not None:
+            self._bytes[owner] -= _size(key, tokens)
+
+
+def _size(key: tuple[str, str], tokens: "array[int]") -> int:
+    return sum(_CHARACTER_BYTES * len(part) for part in key) + tokens.itemsize * len(tokens)

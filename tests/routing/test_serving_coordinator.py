@@ -1,0 +1,87 @@
+"""What a server's front end says through a coordinator beside Megatron's messages."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from megatron.core.inference.headers import Headers
+
+from megatron_mamba_cache.routing.front_end import CANCEL, CANCELS, FLUSH, FLUSHES, PROGRESS, STATE, STATES, WATCH
+from megatron_mamba_cache.routing.serving_coordinator import ServingCoordinator
+from tests.routing import test_coordinator
+from tests.routing.test_coordinator import TOKENS, ListeningCoordinator, Service
+
+
+class ListeningServingCoordinator(ListeningCoordinator, ServingCoordinator):
+    """A serving coordinator that tells the test what has been heard."""
+
+
+@pytest.fixture
+def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
+    monkeypatch.setattr(test_coordinator, "ListeningCoordinator", ListeningServingCoordinator)
+    made = Service()
+    yield made
+    made.end()
+
+
+def progress(start: int, *tokens: int) -> dict[str, Any]:
+    return {"start": start, "tokens": list(tokens)}
+
+
+def test_progress_goes_to_the_client_of_its_request_under_the_clients_number(service: Service) -> None:
+    (replica,) = service.replicas("a")
+    client, other = service.client(), service.client("other")
+    client.submit(7, TOKENS)
+    request_id = replica.take()
+    replica.send(PROGRESS, [[request_id, progress(0, 5)], [999, progress(0, 6)]])
+    assert client.receive() == [PROGRESS, 7, progress(0, 5)]
+    replica.finish(request_id, [5, 6])
+    assert client.answer()[0] == 7 and client.hears_nothing() and other.hears_nothing()
+
+
+def test_a_cancelled_request_is_dropped_by_its_replica_and_never_answered(service: Service) -> None:
+    (replica,) = service.replicas("a")
+    client, other = service.client(), service.client("other")
+    client.submit(7, TOKENS)
+    request_id = replica.take()
+    other.send(CANCEL, 7)  # not its own
+    assert replica.hears_nothing()
+    client.send(CANCEL, 7)
+    assert replica.receive() == [Headers.SUBMIT_REQUEST.value, request_id, [], {CANCELS: True}]
+    replica.send(PROGRESS, [[request_id, progress(0, 5)]])
+    replica.finish(request_id, [5])
+    client.send(CANCEL, 7)
+    assert client.hears_nothing() and replica.hears_nothing()
+
+
+def test_a_flush_reaches_every_replica_before_what_is_submitted_later(service: Service) -> None:
+    replicas = service.replicas("ab")
+    client = service.client()
+    client.send(FLUSH, "step-2")
+    client.submit(1, TOKENS)
+    client.submit(2, TOKENS[:3])
+    heard = [replica.receive() for replica in replicas]
+    assert [message[0] for message in heard] == [Headers.SUBMIT_REQUEST.value] * 2
+    assert [message[3] for message in heard] == [{FLUSHES: ["step-2"]}] * 2
+    client.send(FLUSH, 3)  # no version: ignored
+
+
+@pytest.mark.parametrize("name", [CANCELS, FLUSHES])
+def test_no_client_can_make_a_submission_something_else(service: Service, name: str) -> None:
+    (replica,) = service.replicas("a")
+    client = service.client()
+    client.submit(1, TOKENS, **{name: [None]})
+    assert name in client.error() and replica.hears_nothing()
+
+
+def test_those_who_watch_hear_what_the_replicas_do_until_they_are_gone(service: Service) -> None:
+    first, second = service.replicas("ab")
+    client = service.client()
+    client.send(WATCH)
+    assert client.receive() == [STATES, {}]
+    first.send(STATE, {"num_running": 1})
+    assert client.receive() == [STATES, {"a": {"num_running": 1}}]
+    second.send(STATE, {"num_running": 2})
+    assert client.receive() == [STATES, {"a": {"num_running": 1}, "b": {"num_running": 2}}]
+    service.kill(first)
+    assert client.receive() == [STATES, {"b": {"num_running": 2}}]

@@ -1,0 +1,116 @@
+"""A server of the shipped or a random model, in this process: uvicorn and the engine in threads of their own."""
+
+import asyncio
+import resource
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import httpx
+
+from megatron_mamba_cache.command_line.arguments import command_parser
+from megatron_mamba_cache.command_line.model_choice import chosen_directory
+from megatron_mamba_cache.command_line.quiet import quiet_libraries
+from megatron_mamba_cache.command_line.serve import bound_socket
+from megatron_mamba_cache.command_line.server_arguments import api_keys_of
+from megatron_mamba_cache.command_line.serving import Serving
+from megatron_mamba_cache.server.app import Server
+from megatron_mamba_cache.server.engine_thread import EngineThread
+from megatron_mamba_cache.server.running import DrainingServer
+
+RED, BLUE = "red-key", "blue-key"
+MODEL = "small_python_model"
+KEYS = ("--api-key", RED, "--api-key", BLUE)
+
+_READY_S = 60.0
+_Answer = TypeVar("_Answer")
+
+
+def bearer(key: str = RED) -> dict[str, str]:
+    """Return the header that brings an API key."""
+    return {"Authorization": f"Bearer {key}"}
+
+
+@dataclass(frozen=True, slots=True)
+class RunningServer:
+    """A server that has started."""
+
+    url: str
+    server: Server
+    backend: EngineThread
+    loop: asyncio.AbstractEventLoop
+    thread: threading.Thread
+    drain: Callable[[], None]
+
+    def between_steps(self, act: Callable[[Any], _Answer]) -> _Answer:
+        """Return what `act` returns for the engine between two steps."""
+        return asyncio.run_coroutine_threadsafe(self.backend.between_steps(act), self.loop).result(60)
+
+    def held(self) -> dict[str, int]:
+        """Return what requests hold of slots and blocks; raises if the cache's books do not balance."""
+
+        def look(engine: Any) -> dict[str, int]:
+            engine.context.check_integrity()
+            snapshot = engine.context.snapshot()
+            slots = {owner: snapshot.state_slots[owner] for owner in ("live", "reserved", "draft")}
+            return {**slots, "in_use": snapshot.kv_blocks["in_use"], "requests": len(engine.requests)}
+
+        return self.between_steps(look)
+
+    def assert_nothing_held(self) -> None:
+        """Assert that no request holds anything, in the engine or at the gate."""
+        deadline = time.monotonic() + 10
+        while self.server.gate.num_inside and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert self.server.gate.num_inside == 0
+        assert set(self.held().values()) == {0}, self.held()
+
+    def client(self, key: str = RED, **settings: Any) -> httpx.Client:
+        """Return an HTTP client that brings a key."""
+        return httpx.Client(base_url=self.url, headers=bearer(key), timeout=60, **settings)
+
+
+@contextmanager
+def running_server(*flags: str) -> Iterator[RunningServer]:
+    """Run a server with the flags of serve on a free port, until the block ends."""
+    with quiet_libraries():
+        arguments = command_parser().parse_args(["serve", "--device", "cpu", "--port", "0", *flags])
+        serving = Serving(arguments, api_keys_of(arguments), chosen_directory(arguments), "cpu")
+        backend = EngineThread(serving.engine(), serving.settings.end_ids)
+    server = Server(backend, serving.settings)
+    listener = bound_socket("127.0.0.1", 0)
+    url = "http://{}:{}".format(*listener.getsockname())
+    running, loop = DrainingServer(server), asyncio.new_event_loop()
+    thread = threading.Thread(target=lambda: loop.run_until_complete(running.serve(sockets=[listener])), name="http")
+    thread.start()
+    try:
+        _wait_until_ready(url)
+        yield RunningServer(
+            url, server, backend, loop, thread, drain=lambda: loop.call_soon_threadsafe(running.drain) and None
+        )
+    finally:
+        if thread.is_alive():
+            loop.call_soon_threadsafe(running.drain)
+        thread.join(60)
+        loop.close()
+
+
+def _wait_until_ready(url: str) -> None:
+    deadline = time.monotonic() + _READY_S
+    while time.monotonic() < deadline:
+        try:
+            if httpx.get(f"{url}/health", timeout=60).status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.05)
+    raise TimeoutError(f"{url} was not ready within {_READY_S:g} s")
+
+
+def resident_mib() -> float:
+    """Return the memory of this process."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * resource.getpagesize() / 2**20

@@ -1,0 +1,119 @@
+"""SIGTERM under load, to a server in a process of its own: what was accepted ends, and the status is 0."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.command_line.command_runs import REPOSITORY
+from tests.server.running_server import running_server
+
+NUM_CLIENTS = 6
+STARTED_S = 90.0
+
+
+@contextmanager
+def served(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Run `serve --random-model` until the block ends; yield the process and the URL that it prints."""
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "megatron_mamba_cache",
+            "serve",
+            "--random-model",
+            "--device",
+            "cpu",
+            "--port",
+            "0",
+            *flags,
+        ],
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        line = next(line for line in process.stdout if line.startswith("serving "))
+        url = line.split()[-1]
+        deadline = time.monotonic() + STARTED_S
+        while httpx.get(f"{url}/health", timeout=60).status_code != 200:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        yield process, url
+    finally:
+        process.kill()
+        process.wait()
+
+
+def stream(url: str, number: int, body: dict[str, Any], events: list[list[str]], begun: threading.Barrier) -> None:
+    """Stream one request; keep its events."""
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as reply:
+        lines = (line.removeprefix("data: ") for line in reply.iter_lines() if line)
+        events[number].append(next(lines))
+        begun.wait(60)
+        events[number].extend(lines)
+
+
+def terminate_under_load(process: subprocess.Popen[str], url: str, body: dict[str, Any]) -> list[list[str]]:
+    """Send SIGTERM once all clients have their first event; return all events of each."""
+    events: list[list[str]] = [[] for _ in range(NUM_CLIENTS)]
+    begun = threading.Barrier(NUM_CLIENTS + 1)
+    threads = [threading.Thread(target=stream, args=(url, n, body, events, begun)) for n in range(NUM_CLIENTS)]
+    for thread in threads:
+        thread.start()
+    begun.wait(60)
+    process.send_signal(signal.SIGTERM)
+    with pytest.raises(httpx.TransportError):
+        for _ in range(100):  # until the port is closed; before that nothing new is taken
+            assert httpx.get(f"{url}/health", timeout=60).status_code == 503
+            time.sleep(0.02)
+    for thread in threads:
+        thread.join(120)
+    return events
+
+
+def test_accepted_requests_finish_after_sigterm_and_the_status_is_0() -> None:
+    with served("--max-running-requests", "3") as (process, url):
+        body = {"prompt": "abc", "max_tokens": 40, "ignore_eos": True, "stream": True}
+        events = terminate_under_load(process, url, body)
+        assert process.wait(30) == 0
+    for of_client in events:
+        assert of_client[-1] == "[DONE]"
+        assert json.loads(of_client[-2])["choices"][0]["finish_reason"] == "length"
+
+
+def test_requests_that_are_not_done_at_the_drain_limit_end_with_an_error() -> None:
+    with running_server("--random-model", "--drain-seconds", "0.5") as server, server.client() as http:
+        body = {"prompt": "abc", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+        with http.stream("POST", "/v1/completions", json=body) as reply:
+            lines = (line.removeprefix("data: ") for line in reply.iter_lines() if line)
+            next(lines)
+            server.drain()
+            events = list(lines)
+        server.thread.join(30)
+        assert not server.thread.is_alive()
+    assert len(events) < 4000 and "server was stopped" in json.loads(events[-1])["error"]["message"]
+
+
+def test_a_second_signal_ends_everything_at_once() -> None:
+    with running_server("--random-model", "--drain-seconds", "600") as server, server.client() as http:
+        body = {"prompt": "abc", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+        with http.stream("POST", "/v1/completions", json=body) as reply:
+            lines = (line.removeprefix("data: ") for line in reply.iter_lines() if line)
+            next(lines)
+            server.drain()
+            server.drain()
+            events = list(lines)
+    assert "server was stopped" in json.loads(events[-1])["error"]["message"]

@@ -1,0 +1,60 @@
+"""Steps that fail under a server: one is tried again, a broken cache ends the service, and everybody is told."""
+
+from typing import Any
+
+import httpx
+import pytest
+
+from megatron_mamba_cache.errors import CacheIntegrityError
+from megatron_mamba_cache.server.engine_thread import MOST_FAILED_STEPS
+from tests.server.running_server import RunningServer, running_server
+
+BODY: dict[str, Any] = {"prompt": "abc", "max_tokens": 20, "temperature": 0, "ignore_eos": True}
+
+
+def fail_steps(server: RunningServer, error: Exception, count: int) -> None:
+    """Let the next steps raise."""
+
+    def plant(engine: Any) -> None:
+        sample, left = engine.controller._sample, [count]
+
+        def failing_sample(logits: Any) -> Any:
+            if left[0]:
+                left[0] -= 1
+                raise error
+            return sample(logits)
+
+        engine.controller._sample = failing_sample
+
+    server.between_steps(plant)
+
+
+def test_a_step_that_fails_is_tried_again_and_loses_no_token() -> None:
+    with running_server("--random-model") as server, server.client() as http:
+        expected = http.post("/v1/completions", json=BODY).json()["choices"]
+        fail_steps(server, RuntimeError("planted"), 1)
+        assert http.post("/v1/completions", json=BODY).json()["choices"] == expected
+        assert server.between_steps(lambda engine: engine.context.counters.steps_aborted) == 1
+        server.assert_nothing_held()
+
+
+def test_a_request_whose_steps_always_fail_is_answered_with_500_and_the_service_goes_on() -> None:
+    with running_server("--random-model") as server, server.client() as http:
+        fail_steps(server, RuntimeError("planted"), 4)
+        reply = http.post("/v1/completions", json=BODY)
+        assert reply.status_code == 500 and "planted" in reply.json()["error"]["message"]
+        assert http.post("/v1/completions", json=BODY).status_code == 200
+        server.assert_nothing_held()
+
+
+@pytest.mark.parametrize(
+    ("error", "count"), [(CacheIntegrityError("planted"), 1), (RuntimeError("planted"), 10 * MOST_FAILED_STEPS)]
+)
+def test_an_engine_that_cannot_go_on_answers_everybody(error: Exception, count: int) -> None:
+    with running_server("--random-model") as server, server.client() as http:
+        fail_steps(server, error, count)
+        statuses = [http.post("/v1/completions", json=BODY).status_code for _ in range(MOST_FAILED_STEPS)]
+        assert statuses[0] == 500 and statuses[-1] == 503
+        health = httpx.get(f"{server.url}/health", timeout=60)
+        assert health.status_code == 503 and "planted" in health.json()["reason"]
+        assert http.get("/metrics").status_code == 200

@@ -1,0 +1,72 @@
+"""Who may pass and how many: API keys, tenants, the queue."""
+
+import base64
+
+import pytest
+
+from megatron_mamba_cache.server.errors import ApiError
+from megatron_mamba_cache.server.limits import QueueGate, ServerLimits
+from megatron_mamba_cache.server.tenants import ApiKeys, Tenant
+
+
+def basic(key: str) -> str:
+    return "Basic " + base64.b64encode(f"me:{key}".encode()).decode()
+
+
+def test_a_key_is_known_as_bearer_or_as_password() -> None:
+    keys = ApiKeys(["red", "blue"])
+    assert keys.owner_of("Bearer red") == keys.owner_of("bearer  red") == keys.owner_of(basic("red"))
+    assert keys.owner_of("Bearer red") != keys.owner_of("Bearer blue")
+    for wrong in ("", "red", "Bearer", "Bearer Red", "Bearer redd", "Basic red", "Basic !", basic("x"), "Bearer é"):
+        assert keys.owner_of(wrong) is None
+
+
+def test_without_keys_everybody_is_the_same_owner() -> None:
+    assert ApiKeys().owner_of("") == ApiKeys().owner_of("Bearer x") == "" and not ApiKeys().are_needed
+
+
+def test_admin_keys_alone_may_administrate_where_there_are_any() -> None:
+    keys = ApiKeys(["red"], ["boss"])
+    assert keys.may_administrate(keys.owner_of("Bearer boss") or "")
+    assert not keys.may_administrate(keys.owner_of("Bearer red") or "")
+    one = ApiKeys(["red"])
+    assert one.may_administrate(one.owner_of("Bearer red") or "")
+
+
+@pytest.mark.parametrize("keys", [([""], []), ([" "], []), ([], ["boss"])])
+def test_keys_that_protect_nothing_are_refused(keys: tuple[list[str], list[str]]) -> None:
+    with pytest.raises(ValueError, match="API key"):
+        ApiKeys(*keys)
+
+
+def test_tenants_of_other_owners_or_salts_have_other_names() -> None:
+    names = {tenant.name for tenant in (Tenant(), Tenant("a"), Tenant("b"), Tenant("a", "b"), Tenant("", "ab"))}
+    assert len(names) == 5 and Tenant("a", "b").name == Tenant("a", "b").name and Tenant().name == ""
+
+
+def test_a_full_queue_refuses_with_the_time_to_wait_and_takes_more_once_somebody_left() -> None:
+    now = [0.0]
+    gate = QueueGate(ServerLimits(max_running=2, max_queued=1), lambda: now[0])
+    gate.enter(2)
+    with pytest.raises(ApiError) as found:
+        gate.enter(2)
+    assert found.value.status == 429 and found.value.headers()["Retry-After"] == "1" and gate.num_inside == 2
+    gate.enter(1)
+    for _ in range(2):
+        now[0] += 200.0
+        gate.leave()
+    assert gate.retry_after_s() == 10  # a tenth of one request at one in 100 s
+    gate.enter(2)
+    assert gate.num_inside == 3 and gate.num_refused == 1
+
+
+def test_more_choices_than_ever_fit_are_no_matter_of_time() -> None:
+    with pytest.raises(ApiError) as found:
+        QueueGate(ServerLimits(max_running=2, max_queued=1), lambda: 0.0).enter(4)
+    assert found.value.status == 400
+
+
+@pytest.mark.parametrize("wrong", [{"max_running": 0}, {"drain_s": 0}, {"max_buffered_bytes": 1}, {"max_queued": -1}])
+def test_limits_that_cannot_work_name_themselves(wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        ServerLimits(**wrong)

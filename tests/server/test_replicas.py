@@ -1,0 +1,109 @@
+"""serve under torchrun: replicas behind a coordinator, and the same front end before them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.command_line.command_runs import REPOSITORY
+from tests.distributed.world import free_port, is_rank
+from tests.server.running_server import running_server
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(is_rank(), reason="starts torchrun itself")]
+
+STARTED_S = 240.0  # no claim: machines that run tests can be very busy
+PROMPT = "def add(a, b):\n    return a + b\n" * 8
+
+
+@contextmanager
+def replicas(*flags: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """Run `serve --random-model` in two processes; yield torchrun's process and the URL."""
+    port = free_port()
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
+    serve = ["-m", "megatron_mamba_cache", "serve", "--random-model", "--device", "cpu", "--port", str(port)]
+    settings = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    process = subprocess.Popen(
+        [sys.executable, *launcher, *serve, *flags],
+        cwd=REPOSITORY,
+        env={**os.environ, **settings},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait_until(lambda: is_ready(url) or process.poll() is not None, STARTED_S)
+        yield process, url
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def is_ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=10).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def wait_until(condition: Any, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds:g} s"
+        time.sleep(0.1)
+
+
+def streamed(http: httpx.Client, **body: Any) -> list[dict[str, Any]]:
+    with http.stream("POST", "/v1/completions", json={"prompt": PROMPT, "stream": True} | body) as reply:
+        lines = [line.removeprefix("data: ") for line in reply.iter_lines() if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def metric(http: httpx.Client, name: str) -> float:
+    lines = http.get("/metrics").text.splitlines()
+    return next(float(line.split()[-1]) for line in lines if line.startswith(f"mamba_cache_{name} "))
+
+
+def asked(http: httpx.Client, **body: Any) -> dict[str, Any]:
+    reply = http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 12, "temperature": 0} | body)
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+def cached(http: httpx.Client) -> int:
+    return asked(http)["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+@pytest.mark.parametrize(
+    "flags", [(), ("--tensor-model-parallel-size", "2")], ids=["two replicas", "one replica of two"]
+)
+def test_replicas_stream_cancel_flush_and_stop_as_one_engine_does(flags: tuple[str, ...]) -> None:
+    with running_server("--random-model") as server, server.client() as http:
+        sampled = {"seed": 5, "temperature": 1.0, "max_tokens": 12, "n": 2, "logprobs": 1}
+        alone, alone_sampled = asked(http), asked(http, **sampled)
+    with replicas(*flags) as (process, url), httpx.Client(base_url=url, timeout=120) as http:
+        first = asked(http)
+        assert first["choices"] == alone["choices"] and first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        again = asked(http, **sampled)
+        assert [choice["text"] for choice in again["choices"]] == [c["text"] for c in alone_sampled["choices"]]
+        events = streamed(http, max_tokens=12, temperature=0)
+        assert len(events) > 6  # as it is generated, not whole
+        assert "".join(event["choices"][0]["text"] for event in events) == alone["choices"][0]["text"]
+        assert cached(http) > 0
+        with pytest.raises(httpx.ReadTimeout):
+            http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2000, "ignore_eos": True}, timeout=0.5)
+        wait_until(lambda: metric(http, "requests_running") == 0, 20)
+        assert metric(http, "generated_tokens_total") < 1500
+        version = http.post("/admin/flush", json={"weights_version": "2"}).json()
+        assert version == {"weights_version": "2"} and cached(http) == 0 < cached(http)
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+    assert not is_ready(url)

@@ -1,0 +1,108 @@
+"""API keys over HTTP: nothing but health without one, and no prefix shared between two."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.running_server import BLUE, MODEL, RED, RunningServer, bearer, running_server
+
+PROMPT = "class Harbour:\n" + "    boats = []\n" * 30
+PATHS = (
+    ("GET", "/v1/models"),
+    ("GET", f"/v1/models/{MODEL}"),
+    ("POST", "/v1/completions"),
+    ("POST", "/v1/chat/completions"),
+    ("GET", "/metrics"),
+    ("GET", "/dashboard"),
+    ("POST", "/admin/flush"),
+    ("GET", "/admin/weights"),
+    ("GET", "/openapi.json"),
+    ("GET", "/docs"),
+    ("GET", "/nothing"),
+    ("GET", "/health/"),
+    ("GET", "//health"),
+    ("GET", "/%68ealth/x"),
+)
+
+
+def ask(server: RunningServer, key: str, **settings: Any) -> dict[str, Any]:
+    with server.client(key) as http:
+        reply = http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 2, "temperature": 0} | settings)
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+def cached(server: RunningServer, key: str, **settings: Any) -> int:
+    return ask(server, key, **settings)["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+@pytest.mark.parametrize("headers", [{}, bearer("wrong"), {"Authorization": RED}], ids=["none", "wrong", "bare"])
+def test_without_a_known_key_everything_but_health_answers_401(server: RunningServer, headers: dict[str, str]) -> None:
+    with httpx.Client(base_url=server.url, headers=headers, timeout=60) as http:
+        assert http.get("/health").status_code == 200
+        for method, path in PATHS:
+            reply = http.request(method, path)
+            assert reply.status_code == 401, path
+            assert reply.json()["error"]["code"] == "invalid_api_key" and "www-authenticate" in reply.headers
+
+
+def test_two_keys_never_share_a_prefix_and_each_finds_its_own(server: RunningServer) -> None:
+    assert cached(server, RED) == 0 < cached(server, RED)
+    assert cached(server, BLUE) == 0 < cached(server, BLUE)
+
+
+def test_a_salt_keeps_requests_of_one_key_apart(server: RunningServer) -> None:
+    assert cached(server, RED) == 0 == cached(server, RED, cache_salt="mine")
+    assert cached(server, RED, cache_salt="mine") == cached(server, RED) > 0
+    assert cached(server, BLUE, cache_salt="mine") == 0
+
+
+def test_the_hash_map_has_no_block_of_two_keys(server: RunningServer) -> None:
+    def keys(engine: Any) -> set[int]:
+        kv = engine.context.cache.kv
+        return {kv.key_of(block) for block in range(kv.num_blocks)} - {None}
+
+    def new_blocks(key: str) -> set[int]:
+        before = server.between_steps(keys)
+        token_ids.add(tuple(ask(server, key, return_token_ids=True)["choices"][0]["prompt_token_ids"]))
+        return server.between_steps(keys) - before
+
+    token_ids: set[tuple[int, ...]] = set()
+    red, blue = new_blocks(RED), new_blocks(BLUE)
+    assert len(token_ids) == 1 and len(red) == len(blue) >= 2 and not red & blue
+    assert new_blocks(RED) == set()
+
+
+def test_a_key_does_not_wait_for_the_prefix_that_another_one_is_computing(server: RunningServer) -> None:
+    """A request that waits for the same prefix is deferred, which could be timed."""
+
+    def deferred(engine: Any) -> int:
+        return engine.context.counters.admissions_deferred
+
+    def together(number: int, *keys: str) -> int:
+        """Return how many requests are deferred when the keys ask for one prompt in one step."""
+
+        def hold_up(_engine: Any) -> None:
+            deadline = time.monotonic() + 60
+            while server.server.gate.num_inside < len(keys) and time.monotonic() < deadline:
+                time.sleep(0.01)
+
+        before = server.between_steps(deferred)
+        with ThreadPoolExecutor() as pool:
+            held_up = pool.submit(server.between_steps, hold_up)
+            replies = [pool.submit(ask, server, key, prompt=f"# {number}\n{PROMPT}") for key in keys]
+            assert held_up.result() is None and all(reply.result() for reply in replies)
+        return server.between_steps(deferred) - before
+
+    assert together(1, RED, RED) > 0 == together(2, RED, BLUE)
+
+
+def test_only_an_admin_key_reads_metrics_and_flushes_where_there_is_one() -> None:
+    flags = ("--random-model", "--api-key", RED, "--admin-api-key", "boss")
+    with running_server(*flags) as server, server.client(RED) as user, server.client("boss") as admin:
+        for path in ("/metrics", "/dashboard", "/admin/weights"):
+            assert [user.get(path).status_code, admin.get(path).status_code] == [403, 200], path
+        assert user.get("/v1/models").status_code == 200

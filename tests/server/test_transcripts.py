@@ -1,0 +1,124 @@
+"""The exact tokens of earlier turns: found by text, apart for tenants, bounded, and the way a prompt is read."""
+
+import random
+
+import pytest
+
+from megatron_mamba_cache.command_line.model_choice import SHIPPED_MODEL
+from megatron_mamba_cache.models.hugging_face_tokenizer import load_tokenizer
+from megatron_mamba_cache.server.backend import Progress
+from megatron_mamba_cache.server.errors import ApiError
+from megatron_mamba_cache.server.prompts import Prompt, PromptReader
+from megatron_mamba_cache.server.reply import Reply
+from megatron_mamba_cache.server.tenants import Tenant
+from megatron_mamba_cache.server.transcripts import Transcript, Transcripts
+
+TOKENIZER = load_tokenizer(SHIPPED_MODEL, 2048)
+RED, BLUE, SALTED = Tenant("red"), Tenant("blue"), Tenant("red", "salt")
+
+
+def test_the_longest_text_that_a_prompt_begins_with_is_found() -> None:
+    kept = Transcripts(10_000)
+    for text in ("ab", "abcd", "abcx", "b"):
+        kept.remember(RED, text, [len(text)])
+    assert kept.longest(RED, "abcde") == Transcript("abcd", (4,))
+    assert kept.longest(RED, "abc") == Transcript("ab", (2,))
+    assert kept.longest(RED, "a") is None
+
+
+def test_tenants_find_only_their_own() -> None:
+    kept = Transcripts(10_000)
+    kept.remember(RED, "abc", [1])
+    assert kept.longest(BLUE, "abcd") is None and kept.longest(SALTED, "abcd") is None
+
+
+def test_an_owners_entries_stay_within_the_bound_and_out_of_anothers_room() -> None:
+    kept, rng = Transcripts(4000), random.Random(1)
+    kept.remember(BLUE, "blue", [1])
+    for number in range(300):
+        text = f"{number} " + "x" * rng.randrange(300)
+        kept.remember(rng.choice([RED, SALTED]), text, range(rng.randrange(100)))
+        assert kept.num_bytes("red") <= 4000
+    assert kept.num_bytes("red") > 2000 and kept.longest(BLUE, "blue!") is not None
+    kept.remember(RED, "y" * 5000, [1])
+    assert kept.longest(RED, "y" * 5000) is None
+
+
+def test_what_was_used_least_recently_leaves_first() -> None:
+    kept = Transcripts(10_000, max_entries=2)
+    kept.remember(RED, "a", [1])
+    kept.remember(RED, "b", [2])
+    kept.longest(RED, "a!")
+    kept.remember(RED, "c", [3])
+    assert kept.longest(RED, "b") is None and kept.longest(RED, "a") and kept.longest(RED, "c")
+
+
+def odd_tokens(text: str) -> list[int]:
+    """Return tokens of a text that the tokenizer would never give: one for each byte."""
+    return [token for character in text for token in TOKENIZER.tokenize(character)]
+
+
+def test_a_known_text_keeps_its_tokens_and_only_what_is_new_is_tokenized() -> None:
+    reader = PromptReader(TOKENIZER, Transcripts(10_000))
+    prompt, reply = reader.read(RED, "import os\n"), "def main():\n    retu"
+    odd = odd_tokens(reply)
+    assert odd != TOKENIZER.tokenize(reply)
+    reader.remember(RED, prompt, reply, odd)
+    exact = [*prompt.token_ids, *odd]
+    again = reader.read(RED, "import os\n" + reply)
+    assert list(again.token_ids) == exact
+    longer = reader.read(RED, "import os\n" + reply + "rn é\n")
+    assert list(longer.token_ids) == exact + TOKENIZER.tokenize("rn é\n")
+    assert TOKENIZER.detokenize(list(longer.token_ids)) == longer.text
+    assert list(reader.read(BLUE, again.text).token_ids) == TOKENIZER.tokenize(again.text)
+
+
+def test_a_history_that_was_rewritten_is_tokenized_anew() -> None:
+    reader = PromptReader(TOKENIZER, Transcripts(10_000))
+    reader.remember(RED, reader.read(RED, "import os\n"), "import re\n", odd_tokens("import re\n"))
+    changed = "import os\nimport re # and more"
+    assert list(reader.read(RED, "X" + changed).token_ids) == TOKENIZER.tokenize("X" + changed)
+
+
+def test_a_prompt_of_token_ids_is_taken_as_it_is_and_not_remembered() -> None:
+    transcripts = Transcripts(10_000)
+    reader = PromptReader(TOKENIZER, transcripts)
+    assert reader.read(RED, [5, 6]) == Prompt((5, 6), None)
+    reader.remember(RED, Prompt((5, 6), None), "x", [7])
+    assert transcripts.num_bytes("red") == 0
+
+
+@pytest.mark.parametrize("text", ["", "\ud800"])
+def test_a_text_without_tokens_is_refused(text: str) -> None:
+    with pytest.raises(ApiError) as found:
+        PromptReader(TOKENIZER, Transcripts(0)).read(RED, text)
+    assert found.value.status == 400
+
+
+def reply_of(tokens: list[int], stops: tuple[str, ...] = (), end: str = "length") -> Reply:
+    reply = Reply(TOKENIZER.detokenize, stops, frozenset({0}))
+    for token in tokens[:-1]:
+        if reply.finish_reason is None:
+            reply.take(Progress((token,)))
+    if reply.finish_reason is None:
+        reply.take(Progress(tuple(tokens[-1:]), end=end))
+    return reply
+
+
+def test_the_exact_tokens_of_a_reply_are_those_of_its_text() -> None:
+    tokens = TOKENIZER.tokenize("import os\n\n\ndef main():")
+    assert reply_of(tokens).exact() == ("import os\n\n\ndef main():", tokens)
+    assert reply_of([*tokens, 0], end="stop").exact() == ("import os\n\n\ndef main():", tokens)
+
+
+def test_a_stop_string_cuts_the_tokens_with_the_text() -> None:
+    reply = reply_of(TOKENIZER.tokenize("import os\n\n\ndef main():"), ("ef m",))
+    text, token_ids = reply.exact()
+    assert reply.text == "import os\n\n\nd" and reply.finish_reason == "stop"
+    assert reply.text.startswith(text) and TOKENIZER.detokenize(token_ids) == text and token_ids
+
+
+def test_half_a_character_at_the_end_is_part_of_the_text_and_of_the_tokens() -> None:
+    half = TOKENIZER.tokenize("x€")[:-1]
+    reply = reply_of(half)
+    assert reply.text == "x�" and reply.exact() == ("x�", half)
