@@ -27,12 +27,19 @@ class CapturedStep(Protocol):
     def verify_greedily(self) -> Tensor:
         """Behind `forward`, verify against the best tokens and copy the states of reached boundaries; [rows, 2 + K]."""
 
-    def run_on(self, rows: Sequence[RunningRequest], tokens: Sequence[int]) -> "CapturedStep | None":
+    def run_on(self, rows: Sequence[RunningRequest], tokens: Sequence[int]) -> "EarlyStep | None":
         """Launch the step behind the one laid out last, which gave its rows these tokens, [rows].
 
         Returns:
             That step, to be landed; None, with nothing launched, if more than its tokens is open.
         """
+
+
+class EarlyStep(CapturedStep, Protocol):
+    """One that is launched before its rows have come to it: laying it out says which of them are left."""
+
+    def leave_graph(self) -> None:
+        """Keep the results, which are there, when the graph goes."""
 
 
 @dataclass(frozen=True, slots=True)

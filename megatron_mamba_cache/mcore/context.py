@@ -147,6 +147,7 @@ class MambaCacheContext(DirectRequests):
             budget: Tokens that this step may still compute.
             age: See `PrefixCache.admit`.
         """
+        self.ahead.refuse_rows()
         if len(self.rows) >= self.max_requests:
             return Refusal.NO_ROW
         plan = self.cache.plan(candidate, budget)
@@ -160,6 +161,7 @@ class MambaCacheContext(DirectRequests):
 
     def continue_prefill(self, row: RunningRequest, budget: int) -> None:
         """Schedule the next prefill chunk of a row that is admitted already."""
+        self.ahead.refuse_rows()
         rules = self.cache.rules
         chunk_end = prefill_chunk_end(
             start=row.computed,
@@ -205,7 +207,7 @@ class MambaCacheContext(DirectRequests):
         """
         rows = self.step.rows
         if self.ahead.step is not None:
-            return self._finish_plain_step([new.tokens[0] for new in kept])
+            return self._finish_plain_step(kept)
         if self.planner.reads_hidden_states:
             note_hidden_states(rows, kept, self.step.logits.starts, self.wanted_outputs, self.planner)
         advance_rows(rows, kept, self.cache, self.planner)
@@ -233,19 +235,20 @@ class MambaCacheContext(DirectRequests):
             return False
         return self.ahead.launch(self.graph, self.step.rows, tokens_of(sampled))
 
-    def _finish_plain_step(self, tokens: Sequence[int]) -> dict[str, Tensor | None]:
+    def _finish_plain_step(self, kept: Sequence[KeptTokens]) -> dict[str, Tensor | None]:
         """Advance rows that all go on as they are: nobody leaves, grows, pauses or publishes."""
-        advance_plain_rows(self.step.rows, tokens, self.cache.counters)
+        self.ahead.check_inputs(kept)
+        advance_plain_rows(self.step.rows, [new.tokens[0] for new in kept], self.cache.counters)
         self._step, self.graph, self._at_work = None, None, []
         return {"newly_paused_request_ids": None, "evict_request_ids": None}
 
     def abort_step(self) -> None:
         """Return every reservation of a failed step and drop its rows, whose live states can no longer be trusted.
 
-        Prefilled again from the tokens that its caller knows, each of them goes on where it was.
+        Prefilled again from the tokens that its caller knows, each of them goes on where it was. A step that
+        was launched early and that nothing has begun to land has not failed: its rows stay, the next step lands it.
         """
         self._drop([row for row in self.rows if row in self._at_work or row.scheduled])
-        self.ahead.drop()
         torch.cuda.synchronize()  # nothing was read back that orders the next step's buffer after this one's copy
         self._step, self.graph, self._at_work = None, None, []
         self.counters.steps_aborted += 1

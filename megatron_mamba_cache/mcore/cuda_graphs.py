@@ -16,68 +16,33 @@ in the same order, and compute each once before, which makes their connections.
 import gc
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from megatron.core.ssm.mamba_hybrid_layer_allocation import Symbols
 from torch import Tensor
 from tqdm import tqdm
 
+from ..errors import CacheIntegrityError
 from ..policy.requests import RunningRequest, num_decoding
 from ..state.padded_step import StepShape, decode_shapes, prefill_shapes, smallest_shape
 from ..state.plain_steps import PlainStep, send_next
 from ..state.step_batch import StepBatch, send_padded_step, view_step
 from ..state.step_logits import StepLogits, all_greedy, logits_starts
-from .captured_step import Capture, CapturedStep
+from .captured_step import Capture
 from .context import MambaCacheContext
+from .graph_recorder import CudaRecorder, Recorder
 from .run_ahead import LaunchedStep
 from .served_model import compute_part
 from .verify_step import copy_reached_boundaries, outcome_on_all_ranks, verify_step
 from .weight_places import WeightPlaces, rotary_tables_of
 
 _LOG = logging.getLogger(__name__)
-
-Compute = Callable[[], tuple[Tensor, ...]]
-Replay = Callable[[], None]
-
-
-class Recorder(Protocol):
-    """Records computations that are replayed one after another."""
-
-    def record(self, compute: Compute) -> tuple[tuple[Tensor, ...], Replay]:
-        """Run a computation once and return its results, and what computes them again, in place."""
-
-    def num_bytes(self) -> int:
-        """Return the device memory that all recordings hold."""
-
-
-class CudaRecorder:
-    """Records into CUDA graphs that share one pool of memory."""
-
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def record(self, compute: Compute) -> tuple[tuple[Tensor, ...], Replay]:
-        """Compute once, which compiles and allocates workspaces, then capture."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            compute()
-        torch.cuda.current_stream().wait_stream(stream)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            results = compute()
-        return results, graph.replay
-
-    def num_bytes(self) -> int:
-        """Return what torch has reserved for the pool."""
-        segments = torch.cuda.memory_snapshot()
-        return sum(segment["total_size"] for segment in segments if segment["segment_pool_id"] == self._pool)
 
 
 class StepGraph:
@@ -88,7 +53,9 @@ class StepGraph:
         recorder: What captures, one computation after another.
     """
 
-    def __init__(self, model: Any, context: MambaCacheContext, shape: StepShape, recorder: Recorder) -> None:
+    def __init__(
+        self, model: Any, context: MambaCacheContext, shape: StepShape, recorder: Recorder, latest: "LatestStep"
+    ) -> None:
         self.shape = shape
         self._stage = model.stage
         self._memory = context.memory
@@ -98,8 +65,7 @@ class StepGraph:
         self._views = view_step(padding, buffers, num_chunks)
         longest = replace(self._views.attention, kv_lens=(context.max_sequence_length,) * shape.num_rows)
         self._attention = self._memory.attention.capture(longest)
-        self._last: PlainStep | None = None
-        self._batch: StepBatch | None = None
+        self._latest = latest
 
         def forward() -> tuple[Tensor, ...]:
             with context.rehearsing():
@@ -113,7 +79,7 @@ class StepGraph:
 
         def verify() -> tuple[Tensor, ...]:
             with context.rehearsing():
-                context.install(self._views, self._attention.begin())
+                context.install(self._views, _attend_nothing)
                 greedy = replace(self._views.logits, all_greedy=True)
                 outcome = outcome_on_all_ranks(
                     context, lambda: verify_step(greedy, context.wanted_logits(self.logits), [])
@@ -125,35 +91,34 @@ class StepGraph:
 
     def lay_out(self, rows: Sequence[RunningRequest], *, draws_ratios: bool) -> StepBatch:
         """Send the rows of a step that the shape holds; return it as its readers see it."""
-        buffers, geometry, last = self._memory.step_buffers, self._memory.geometry, self._last
-        if last is not None and last.goes_on(rows, buffers, geometry.block_size):
-            self._last = send_next(last, [row.generated[-1] for row in rows], buffers, self.shape.num_rows)
-            self._batch = self._a_token_further()
-        else:
-            padded = self.shape.pad(rows, geometry.dummy_block)
-            send_padded_step(padded, buffers, geometry, self.shape, draws_ratios=draws_ratios)
-            self._last = PlainStep.sent(rows, buffers)
-            self._batch = self._batch_of(rows, padded)
-            self._attention.plan_again(self._batch.attention)
-        return self._batch
+        buffers, geometry, before = self._memory.step_buffers, self._memory.geometry, self._latest.of(self)
+        if before is not None and before.step.goes_on(rows, buffers, geometry.block_size):
+            return self._send_next(before, [row.generated[-1] for row in rows])
+        padded = self.shape.pad(rows, geometry.dummy_block)
+        send_padded_step(padded, buffers, geometry, self.shape, draws_ratios=draws_ratios)
+        batch, plain = self._batch_of(rows, padded), PlainStep.sent(rows, buffers)
+        self._latest.sent = None if plain is None else SentStep(self, plain, batch)
+        self._attention.plan_again(batch.attention)
+        return batch
 
-    def run_on(self, rows: Sequence[RunningRequest], tokens: Sequence[int]) -> CapturedStep | None:
+    def run_on(self, rows: Sequence[RunningRequest], tokens: Sequence[int]) -> LaunchedStep | None:
         """Launch the step behind the one laid out last; see `CapturedStep`."""
-        buffers, last = self._memory.step_buffers, self._last
-        new = np.array(tokens, np.int64)
-        if last is None or not last.runs_on(rows, new, buffers, self._memory.geometry.block_size):
+        memory, before, new = self._memory, self._latest.of(self), np.array(tokens, np.int64)
+        if before is None or not before.step.runs_on(rows, new, memory.step_buffers, memory.geometry.block_size):
             return None
-        self._last = send_next(last, new, buffers, self.shape.num_rows)
+        batch = self._send_next(before, new)
         self.forward()
         self.verify_greedily()
-        self._batch = self._a_token_further()
-        return LaunchedStep(self, self._batch)
+        return LaunchedStep(self, batch)
 
-    def _a_token_further(self) -> StepBatch:
-        """Return the batch behind the last, every row of which went on; attention's plan holds for it as well."""
-        batch = self._batch
-        kv_lens = self._memory.step_buffers.host("kv_lengths")[: self.shape.num_rows]
-        return replace(batch, attention=replace(batch.attention, kv_lens=tuple(kv_lens.tolist())))
+    def _send_next(self, before: "SentStep", tokens: Sequence[int] | npt.NDArray[np.int64]) -> StepBatch:
+        """Send and return the step behind a plain one, every row a token further; attention's plan holds for it."""
+        buffers = self._memory.step_buffers
+        step = send_next(before.step, tokens, buffers, self.shape.num_rows)
+        kv_lens = tuple(buffers.host("kv_lengths")[: self.shape.num_rows].tolist())
+        batch = replace(before.batch, attention=replace(before.batch.attention, kv_lens=kv_lens))
+        self._latest.sent = SentStep(self, step, batch)
+        return batch
 
     def _batch_of(self, rows: Sequence[RunningRequest], padded: Sequence[RunningRequest]) -> StepBatch:
         """Return the rows of a step that was sent with padding, as its readers see them."""
@@ -193,6 +158,25 @@ class StepGraph:
         return self.outcome
 
 
+@dataclass(frozen=True, slots=True)
+class SentStep:
+    """A plain step that a graph sent, and the batch that its readers saw."""
+
+    graph: StepGraph
+    step: PlainStep
+    batch: StepBatch
+
+
+class LatestStep:
+    """The plain step that any graph of one memory sent last, if it was plain: what is sent next may follow from it."""
+
+    sent: SentStep | None = None
+
+    def of(self, graph: StepGraph) -> SentStep | None:
+        """Return it if this graph sent it."""
+        return self.sent if self.sent is not None and self.sent.graph is graph else None
+
+
 def _computed_views(logits: StepLogits) -> tuple[Tensor, ...]:
     """Return what a step's views compute of its buffers, for those who read it behind the forward."""
     return logits.temperature, logits.top_k, logits.top_p, logits.verify.draft_ids
@@ -229,6 +213,11 @@ class StepGraphs:
         return None if shape is None else self._graphs[shape]
 
 
+def _attend_nothing(*_: Tensor) -> Tensor:
+    """Stand for attention behind the forward, where no layer asks for it."""
+    raise CacheIntegrityError("a step that is being verified attends to nothing")
+
+
 def reason_without_graphs(context: MambaCacheContext) -> str | None:
     """Return why the steps of a context cannot be captured, None if they can."""
     if Symbols.MOE in context.shape.layer_types:
@@ -263,7 +252,8 @@ def capture_graphs(model: Any, context: MambaCacheContext) -> StepGraphs | None:
         rotary_tables_of(model.model) as tables,
         tqdm(largest_first, desc="capturing", unit="graph", leave=False, disable=None) as progress,
     ):
-        graphs = [StepGraph(model, context, shape, recorder) for shape in progress]
+        latest = LatestStep()
+        graphs = [StepGraph(model, context, shape, recorder, latest) for shape in progress]
     torch.cuda.synchronize()
     capture = Capture(len(graphs), time.perf_counter() - began, recorder.num_bytes())
     return StepGraphs(graphs, capture, WeightPlaces.of(model.model), tables)

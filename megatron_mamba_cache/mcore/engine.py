@@ -36,13 +36,13 @@ class MambaCacheEngine(SuspendableEngine):
         self.scheduler = StepScheduler(context)
         self._states = RequestStates(random_seed)
         self._failed_steps = FailedSteps()
+        self._step_ended = 0.0
         self._unreported: list[DynamicInferenceRequestRecord] = []  # of requests that ended in a step that raised later
         self._hint = HitRateHint(context.cache_config)
         chunked = context.cache_config.chunked_prefill
         super().__init__(controller, context, random_seed=random_seed, enable_chunked_prefill=chunked)
         # Rows know their stop words, so a stop word ends its request in the step that completes it.
         controller.set_stop_word_finished_ids_callback(None)
-        self.step_start_event, self.step_end_event = WallClockEvent(), WallClockEvent()
 
     def add_request(
         self,
@@ -102,6 +102,7 @@ class MambaCacheEngine(SuspendableEngine):
         self._failed_steps.clear()
         self._unreported.clear()
         super().reset()
+        self.step_start_event, self.step_end_event = WallClockEvent(), WallClockEvent()
 
     def has_unfinished_requests(self) -> bool:
         """Whether a request runs, waits, or has ended and is to be reported by the next step."""
@@ -139,10 +140,11 @@ class MambaCacheEngine(SuspendableEngine):
 
     async def async_forward(self) -> Any:
         """Run one step; if it raises, give back what it reserved and queue its requests again."""
-        launched_at = self.context.ahead.launched_at
+        was_launched, before_ended = self.context.ahead.step is not None, self._step_ended
         try:
             result, state, seconds, number = await super().async_forward()
-            return result, state, seconds if launched_at is None else time.perf_counter() - launched_at, number
+            self._step_ended = time.perf_counter()
+            return result, state, self._step_ended - before_ended if was_launched else seconds, number
         except BaseException as error:
             if not self.is_suspended:
                 self.context.abort_step()

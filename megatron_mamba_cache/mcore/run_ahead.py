@@ -7,7 +7,6 @@ request is cancelled, or the engine suspends): what a row that is gone computes 
 own, before anything that is launched later can use them.
 """
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -17,10 +16,10 @@ import torch
 from torch import Tensor
 
 from ..errors import CacheIntegrityError
-from ..policy.requests import RunningRequest
+from ..policy.requests import KeptTokens, RunningRequest
 from ..state.padded_step import StepShape
 from ..state.step_batch import StepBatch
-from .captured_step import CapturedStep
+from .captured_step import CapturedStep, EarlyStep
 
 
 class ReplayedGraph(Protocol):
@@ -31,7 +30,7 @@ class ReplayedGraph(Protocol):
     logits: Tensor
     outcome: Tensor
 
-    def run_on(self, rows: Sequence[RunningRequest], tokens: Sequence[int]) -> "CapturedStep | None":
+    def run_on(self, rows: Sequence[RunningRequest], tokens: Sequence[int]) -> "EarlyStep | None":
         """See `CapturedStep`."""
 
 
@@ -43,10 +42,18 @@ class LaunchedStep:
     """
 
     def __init__(self, graph: ReplayedGraph, batch: StepBatch) -> None:
-        self._graph = graph
+        self._graph: ReplayedGraph | None = graph
         self._batch = batch
+        self._logits, self._outcome = graph.logits, graph.outcome
+        self._stream = torch.cuda.current_stream() if graph.outcome.is_cuda else None
         self.shape = graph.shape
         self.wanted_outputs = graph.wanted_outputs
+
+    def leave_graph(self) -> None:
+        """Keep the results, which are there, when the graph goes."""
+        self._logits, self._outcome = self._logits.clone(), self._outcome.clone()
+        self.wanted_outputs = self.wanted_outputs.clone()
+        self._graph = None
 
     def lay_out(self, rows: Sequence[RunningRequest], *, draws_ratios: bool) -> StepBatch:
         """Return the step of the rows that are still there.
@@ -73,16 +80,18 @@ class LaunchedStep:
         )
 
     def forward(self) -> Tensor:
-        """Return the logits, which are on their way."""
-        return self._graph.logits
+        """Return the logits, which are on their way; who reads them on another stream than launched them waits."""
+        if self._stream is not None and torch.cuda.current_stream() != self._stream:
+            torch.cuda.current_stream().wait_stream(self._stream)
+        return self._logits
 
     def verify_greedily(self) -> Tensor:
         """Return the outcome, which is on its way."""
-        return self._graph.outcome
+        return self._outcome
 
-    def run_on(self, rows: Sequence[RunningRequest], tokens: Sequence[int]) -> CapturedStep | None:
+    def run_on(self, rows: Sequence[RunningRequest], tokens: Sequence[int]) -> EarlyStep | None:
         """See `CapturedStep`."""
-        return self._graph.run_on(rows, tokens)
+        return None if self._graph is None else self._graph.run_on(rows, tokens)
 
 
 class RunAhead:
@@ -94,21 +103,16 @@ class RunAhead:
 
     def __init__(self, *, is_wanted: bool) -> None:
         self._is_wanted = is_wanted
-        self.step: CapturedStep | None = None
-        self._launched_at = 0.0
+        self.step: EarlyStep | None = None
+        self._tokens: Sequence[int] = ()
         self._is_over = False
         self.is_alone = False
         """Whether nobody can join the next step; said by who admits requests, taken back by whatever may let one in."""
 
-    @property
-    def launched_at(self) -> float | None:
-        """When the step was launched, by `time.perf_counter`; None if none is."""
-        return None if self.step is None else self._launched_at
-
     def launch(self, captured: CapturedStep, rows: Sequence[RunningRequest], tokens: Sequence[int]) -> bool:
         """Launch the step behind a captured one, which gave all rows these tokens; return whether it could be."""
         if self._is_wanted and self.is_alone:
-            self._launched_at, self._is_over = time.perf_counter(), False
+            self._tokens, self._is_over = tokens, False
             self.step = captured.run_on(rows, tokens)
         return self.step is not None
 
@@ -116,6 +120,25 @@ class RunAhead:
         """Return the step that is launched, which is landed now; None if there is none."""
         step, self.step = self.step, None
         return step
+
+    def check_inputs(self, kept: Sequence[KeptTokens]) -> None:
+        """Raise `CacheIntegrityError` unless rows go on with the tokens that the launched step was fed."""
+        if [new.tokens[-1] for new in kept] != self._tokens or any(new.ends for new in kept):
+            raise CacheIntegrityError("the step that runs already was fed other tokens than its rows keep")
+
+    def refuse_rows(self) -> None:
+        """Raise `RuntimeError` if a step is launched, which no row can join any more."""
+        if self.step is not None:
+            raise RuntimeError(
+                "the next step runs already, and no row can join it; admit rows by the engine, or set "
+                "CacheConfig(run_ahead=False)"
+            )
+
+    def leave_graph(self) -> None:
+        """Wait for it and keep its results: the graph that computed it goes."""
+        self.wait()
+        if self.step is not None:
+            self.step.leave_graph()
 
     def wait(self) -> None:
         """Wait for it, once, before other steps use its buffers or its memory goes; in a capture nobody may wait."""

@@ -34,7 +34,7 @@ class SuspendableEngine(DynamicInferenceEngine):
 
     def create_cuda_graphs(self, reset_context: bool = True) -> None:
         """Capture the steps that the settings ask for: at the start, and after a resume unless the graphs were kept."""
-        self.context.ahead.wait()
+        self.context.ahead.leave_graph()
         self.context.graphs = None  # first: their memory serves the new ones
         self.context.graphs = capture_graphs(self.controller.inference_wrapped_model, self.context)
 

@@ -39,7 +39,7 @@ class PlainStep:
     """A step that was sent: one token a row, drawn greedily, no drafts, and no boundary within reach.
 
     Args:
-        number: How many steps had been sent with it; what the buffers hold is this step's until another is.
+        number: How many steps had been begun with it; what the buffers hold is this step's until another is.
         ends: None if new tokens alone do not tell whether a row goes on.
     """
 
@@ -53,7 +53,7 @@ class PlainStep:
         is_plain = all(
             _decodes_one(row) and row.accepted == 1 and row.spec.sampling.is_greedy for row in rows
         )  # a row keeps its settings, and has accepted one token in the step after this one as well
-        return PlainStep(tuple(rows), buffers.num_sent, RowEnds.of(rows)) if is_plain else None
+        return PlainStep(tuple(rows), buffers.num_begun, RowEnds.of(rows)) if is_plain else None
 
     def goes_on(self, rows: Sequence[RunningRequest], buffers: StepBuffers, block_size: int) -> bool:
         """Return whether a step is this one, each row a token further in the block that it wrote to."""
@@ -90,7 +90,7 @@ class PlainStep:
         return not (ended | needs_block_or_state).any()
 
     def _is_sent_last(self, rows: Sequence[RunningRequest], buffers: StepBuffers) -> bool:
-        same_number = buffers.num_sent == self.number and len(rows) == len(self.rows)
+        same_number = buffers.num_begun == self.number and len(rows) == len(self.rows)
         return same_number and all(map(is_, rows, self.rows))
 
 
@@ -104,11 +104,12 @@ def send_next(
         num_table_rows: Rows of the block table that the step uses, padding included.
     """
     num_rows = len(last.rows)
+    buffers.begin()
     for name in ("computed", "kv_lengths", "token_positions", "token_offsets"):
         buffers.host(name)[:num_rows] += 1
     buffers.host("token_ids")[:num_rows] = tokens
     buffers.send(num_table_rows)
-    return PlainStep(last.rows, buffers.num_sent, last.ends)
+    return PlainStep(last.rows, buffers.num_begun, last.ends)
 
 
 def _decodes_one(row: RunningRequest) -> bool:

@@ -98,6 +98,7 @@ def _write(
 ) -> int:
     """Write every integer of a step; return the number of its SSM chunks."""
     num_decode = num_decoding(rows)
+    buffers.begin()
     _write_rows(rows, buffers)
     _write_tokens(rows, num_decode, buffers, geometry)
     _write_windows(rows[:num_decode], buffers)

@@ -85,7 +85,7 @@ class StepBuffers:
         self._host = torch.zeros(int(ends[-1]), dtype=torch.int32, pin_memory=pinned)
         self._host_array = self._host.numpy()
         self._device = torch.zeros(int(ends[-1]), dtype=torch.int32, device=device)
-        self.num_sent = 0
+        self.num_begun = 0
 
     @staticmethod
     def _section_sizes(limits: StepLimits) -> dict[str, int]:
@@ -128,11 +128,14 @@ class StepBuffers:
         """Return the device block table, [max_rows, max_blocks]."""
         return self.device("block_table").view(self.limits.max_rows, self.limits.max_blocks)
 
+    def begin(self) -> None:
+        """Begin to write a step: the host side no longer holds the one before, whether this one is sent or not."""
+        self.num_begun += 1
+
     def send(self, num_table_rows: int) -> None:
         """Copy all sections, and the first rows of the block table, to the device in one copy.
 
         The host side may be written again once the step's results have been read back, which orders it after the copy.
         """
-        self.num_sent += 1
         used = self._spans["block_table"].start + num_table_rows * self.limits.max_blocks
         self._device[:used].copy_(self._host[:used], non_blocking=True)

@@ -3,6 +3,8 @@
 Where there is no CUDA, a step is computed when it is launched; all else is as on a GPU.
 """
 
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,9 +15,12 @@ from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron_mamba_cache.errors import CacheIntegrityError
 from megatron_mamba_cache.mcore import cuda_graphs, run_ahead
+from megatron_mamba_cache.mcore.step_clock import WallClockEvent
+from megatron_mamba_cache.policy.requests import KeptTokens
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
 from tests.mcore.faults import InjectedFault, raise_once
 from tests.mcore.graph_stand_ins import capture_without_cuda
+from tests.mcore.test_warmup import rehearse_engine
 
 
 @pytest.fixture(autouse=True)
@@ -229,11 +234,128 @@ def test_live_states_are_not_shown_while_they_are_ahead_of_their_rows() -> None:
     assert len(run.context.mamba_metadata.request_to_mamba_state_idx) == len(run.context.rows)
 
 
-def test_a_step_that_ran_ahead_takes_the_time_since_its_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_ran_ahead_takes_the_time_since_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
     run = start()
     step_until_ahead(run)
-    launched_at = run.context.ahead.launched_at
-    assert launched_at is not None
-    monkeypatch.setattr(run.context.ahead, "_launched_at", launched_at - 100.0)
-    report = run.engine.step_modern()
-    assert 100.0 < report["step_time"] < 200.0
+    monkeypatch.setattr(run.engine, "_step_ended", run.engine._step_ended - 100.0)
+    assert 100.0 < run.engine.step_modern()["step_time"] < 200.0
+
+
+def test_steps_are_timed_by_the_host_after_a_reset_too() -> None:
+    run = start()
+    run.engine.reset()
+    assert isinstance(run.engine.step_start_event, WallClockEvent)
+    assert isinstance(run.engine.step_end_event, WallClockEvent)
+
+
+EARLY_PLACES: dict[str, Callable[[EngineRun], tuple[Any, str]]] = {
+    "scheduling": lambda run: (run.engine, "schedule_waiting_requests"),
+    "looking at the step": lambda run: (run.context, "is_decode_only"),
+    "preparing the step": lambda run: (run.engine.controller, "_dynamic_step_context_init"),
+    "landing": lambda run: (run.context.ahead.step, "lay_out"),
+}
+
+
+@pytest.mark.parametrize("place", EARLY_PLACES)
+def test_a_step_that_fails_before_it_lands_the_launched_one_loses_no_token(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start()
+    for _ in range(3):
+        step_until_ahead(run)
+        with monkeypatch.context() as patch:
+            raise_once(patch, *EARLY_PLACES[place](run))
+            with pytest.raises(InjectedFault):
+                run.step()
+        run.context.check_integrity()
+        run.step()
+    run.finish()
+    run.assert_exact()
+    run.assert_nothing_held()
+
+
+def test_a_layout_that_is_broken_off_is_not_gone_on_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = start()
+    for _ in range(3):
+        step_until_ahead(run)
+        with monkeypatch.context() as patch:
+            raise_once(patch, run.context.memory.step_buffers, "send")
+            with pytest.raises(InjectedFault):
+                rehearse_engine(run)
+        run.step()
+    run.finish()
+    run.assert_exact()
+
+
+@pytest.mark.parametrize("name", ["rehearsal", "capture", "drop"])
+def test_the_launched_step_is_waited_for_before_its_buffers_are_written(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start()
+    step_until_ahead(run)
+    events: list[str] = []
+    buffers, synchronize = run.context.memory.step_buffers, torch.cuda.synchronize
+    begin = buffers.begin
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "synchronize", lambda: (events.append("wait"), synchronize()))
+        patch.setattr(buffers, "begin", lambda: (events.append("write"), begin()))
+        {"rehearsal": rehearse_engine, "capture": recapture, "drop": lambda run: run.engine._send_back([0, 1, 2])}[
+            name
+        ](run)
+    assert events[0] == "wait"
+    assert ("write" in events) is (name != "drop")
+    run.finish()
+    run.assert_exact()
+
+
+def recapture(run: EngineRun) -> None:
+    run.engine.create_cuda_graphs()
+
+
+def test_a_launched_step_lets_go_of_graphs_that_are_captured_again() -> None:
+    run = start()
+    step_until_ahead(run)
+    graphs = [weakref.ref(graph) for graph in run.context.graphs._graphs.values()]
+    recapture(run)
+    gc.collect()
+    assert is_ahead(run) and not [graph for graph in graphs if graph() is not None]
+    run.step()
+    assert not is_ahead(run)
+    run.finish()
+    run.assert_exact()
+
+
+def test_no_row_joins_a_launched_step() -> None:
+    run = start()
+    step_until_ahead(run)
+    candidate = run.context.candidate(run.context.rows[0].spec)
+    with pytest.raises(RuntimeError, match="run_ahead=False"):
+        run.context.admit(candidate, 100)
+    run.finish()
+    run.assert_exact()
+
+
+def test_who_books_a_step_by_hand_gets_no_other_launched() -> None:
+    run = start()
+    step_until_ahead(run)
+    while is_ahead(run):
+        run.step()
+    run.engine.schedule_waiting_requests()
+    assert run.context.ahead.is_alone
+    step = run.engine.controller.async_generate_output_tokens_dynamic_batch(skip_bookkeeping=True)
+    result = run.engine._loop.run_until_complete(step)
+    assert not is_ahead(run)
+    ended = [row.request_id for row in run.context.rows][1]
+    run.context.update_requests([1, 0, 1], result["sample"])
+    assert ended not in [row.request_id for row in run.context.rows] and len(run.context.rows) == 2
+
+
+def test_other_tokens_than_the_launched_step_was_fed_are_refused() -> None:
+    run = start()
+    step_until_ahead(run)
+    fed = [row.generated[-1] for row in run.context.rows]
+    ahead = run.context.ahead
+    ahead.check_inputs([KeptTokens((token,)) for token in fed])
+    for wrong in ([KeptTokens((token + 1,)) for token in fed], [KeptTokens((token,), ends=True) for token in fed]):
+        with pytest.raises(CacheIntegrityError, match="other tokens"):
+            ahead.check_inputs(wrong)

@@ -8,8 +8,8 @@ from megatron.core.inference.headers import Headers
 
 from megatron_mamba_cache.routing.front_end import CANCEL, CANCELS, FLUSH, FLUSHES, PROGRESS, STATE, STATES, WATCH
 from megatron_mamba_cache.routing.serving_coordinator import ServingCoordinator
-from tests.routing import test_coordinator
-from tests.routing.test_coordinator import TOKENS, ListeningCoordinator, Service
+from tests.routing import peers
+from tests.routing.peers import TOKENS, ListeningCoordinator, Service
 
 
 class ListeningServingCoordinator(ListeningCoordinator, ServingCoordinator):
@@ -18,7 +18,7 @@ class ListeningServingCoordinator(ListeningCoordinator, ServingCoordinator):
 
 @pytest.fixture
 def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
-    monkeypatch.setattr(test_coordinator, "ListeningCoordinator", ListeningServingCoordinator)
+    monkeypatch.setattr(peers, "ListeningCoordinator", ListeningServingCoordinator)
     made = Service()
     yield made
     made.end()

@@ -1,0 +1,45 @@
+"""Records computations into CUDA graphs."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+Compute = Callable[[], tuple[Tensor, ...]]
+Replay = Callable[[], None]
+
+
+class Recorder(Protocol):
+    """Records computations that are replayed one after another."""
+
+    def record(self, compute: Compute) -> tuple[tuple[Tensor, ...], Replay]:
+        """Run a computation once and return its results, and what computes them again, in place."""
+
+    def num_bytes(self) -> int:
+        """Return the device memory that all recordings hold."""
+
+
+class CudaRecorder:
+    """Records into CUDA graphs that share one pool of memory."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, compute: Compute) -> tuple[tuple[Tensor, ...], Replay]:
+        """Compute once, which compiles and allocates workspaces, then capture."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            compute()
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            results = compute()
+        return results, graph.replay
+
+    def num_bytes(self) -> int:
+        """Return what torch has reserved for the pool."""
+        segments = torch.cuda.memory_snapshot()
+        return sum(segment["total_size"] for segment in segments if segment["segment_pool_id"] == self._pool)
