@@ -72,7 +72,7 @@ class MambaCacheContext(DirectRequests):
         self.graphs: GraphsByShape | None = None  # over the present memory
         self.graph: CapturedStep | None = None  # that the step which is laid out takes
         # Where more than this context's rows decides about a step, or looks at it, none is launched early.
-        lone = not config.rank_digest_steps and self.ranks.num_stages == 1 and not self.planner.max_drafts
+        lone = not config.rank_digest_steps and self.ranks.num_stages == 1 and not self.planner.reads_hidden_states
         self.ahead = RunAhead(is_wanted=config.run_ahead and lone)
         with step_memory(config):
             super().__init__(**megatron_settings(config, shape, only_last_logits=materialize_only_last_token_logits))
@@ -231,14 +231,15 @@ class MambaCacheContext(DirectRequests):
         Args:
             sampled: For each row of this step how many tokens it accepts, and those tokens.
         """
-        if self.graph is None or len(self.step.rows) != len(self.rows):
+        rows = self.step.rows
+        if self.graph is None or len(rows) != len(self.rows) or not all(map(self.planner.rests, rows)):
             return False
-        return self.ahead.launch(self.graph, self.step.rows, tokens_of(sampled))
+        return self.ahead.launch(self.graph, rows, tokens_of(sampled))
 
     def _finish_plain_step(self, kept: Sequence[KeptTokens]) -> dict[str, Tensor | None]:
         """Advance rows that all go on as they are: nobody leaves, grows, pauses or publishes."""
         self.ahead.check_inputs(kept)
-        advance_plain_rows(self.step.rows, [new.tokens[0] for new in kept], self.cache.counters)
+        advance_plain_rows(self.step.rows, [new.tokens[0] for new in kept], self.cache.counters, self.planner)
         self._step, self.graph, self._at_work = None, None, []
         return {"newly_paused_request_ids": None, "evict_request_ids": None}
 

@@ -59,7 +59,9 @@ class MambaCacheController(TextGenerationController):
         logits = self._dynamic_step_forward_logits(*inputs)
         context.commit_step()
         await asyncio.sleep(0)  # the forward runs; whoever else wants the host may have it
-        kept = self._sample(logits, may_run_ahead=not skip_bookkeeping)
+        if skip_bookkeeping:
+            context.ahead.is_alone = False  # who books the step by hand may decide otherwise about its rows
+        kept = self._sample(logits)
         result = {
             "sample": torch.tensor([new.tokens[-1] if new.tokens else 0 for new in kept], dtype=torch.int64),
             "kept_tokens": [new.tokens for new in kept],
@@ -82,7 +84,7 @@ class MambaCacheController(TextGenerationController):
         context = self.context
         return compute_step(self.inference_wrapped_model, context) if context.graph is None else context.graph.forward()
 
-    def _sample(self, logits: Tensor, *, may_run_ahead: bool = True) -> list[KeptTokens]:
+    def _sample(self, logits: Tensor) -> list[KeptTokens]:
         """Sample, verify, copy the states of reached boundaries, and read the tokens back: the step's one wait.
 
         Where these tokens are all that the next step lacks, it is launched before anything else is done with them.
@@ -99,7 +101,7 @@ class MambaCacheController(TextGenerationController):
             copy_reached_boundaries(step, outcome, context.memory)
         found = outcome.tolist()
         sampled = [found[place] for place in step.places]
-        if may_run_ahead and is_certain and context.run_ahead(sampled):
+        if is_certain and context.run_ahead(sampled):
             return [KeptTokens((tokens[1],)) for tokens in sampled]
         return [row.keep(tokens[:accepted]) for row, (accepted, *tokens) in zip(step.rows, sampled, strict=True)]
 

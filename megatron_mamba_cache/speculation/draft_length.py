@@ -24,6 +24,11 @@ class DraftLength:
         self._pause = FIRST_PAUSE  # steps, the next time
         self._pause_left = 0
 
+    @property
+    def rests(self) -> bool:
+        """Whether the step behind one without drafts should have none either."""
+        return self._pause_left > 1
+
     def wanted(self, limit: int) -> int:
         """Return how many drafts the next step should try, 0 to `limit`; changes nothing."""
         return 0 if self._pause_left else max(0, min(self._length, limit))

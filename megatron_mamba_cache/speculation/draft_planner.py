@@ -68,6 +68,11 @@ class DraftPlanner:
             self._lengths[row.request_id] = DraftLength(self._max_drafts)
         return self._lengths[row.request_id].wanted(limit)
 
+    def rests(self, row: RunningRequest) -> bool:
+        """Whether a row whose step has no drafts will want none in the next step either."""
+        length = self._lengths.get(row.request_id)
+        return length is not None and length.rests
+
     def plan(self, limits: Sequence[DraftLimit]) -> list[Draft]:
         """Return one draft for each row, in order, at most its limit long; the drafter is asked at most once.
 
@@ -157,6 +162,10 @@ class NoDrafts:
     def wanted(self, row: RunningRequest, limit: int) -> int:
         """Return none."""
         return 0
+
+    def rests(self, row: RunningRequest) -> bool:
+        """Yes."""
+        return True
 
     def plan(self, limits: Sequence[DraftLimit]) -> list[Draft]:
         """Return an empty draft for each row."""

@@ -28,12 +28,15 @@ def note_hidden_states(
             planner.note_hidden_state(row, hidden_states[start + len(new.tokens) - 1])
 
 
-def advance_plain_rows(rows: Sequence[RunningRequest], tokens: Sequence[int], counters: CacheCounters) -> None:
+def advance_plain_rows(
+    rows: Sequence[RunningRequest], tokens: Sequence[int], counters: CacheCounters, planner: DraftPlanner | NoDrafts
+) -> None:
     """Advance rows that decoded one token each without drafts, reach no boundary and go on; see `advance_rows`."""
     for row, token in zip(rows, tokens, strict=True):
         row.generated.append(token)
         row.computed += 1
         row.scheduled = 0
+        planner.note(row, 0, 0)
     counters.decode_rows += len(rows)
     counters.decode_tokens_computed += len(rows)
 

@@ -5,8 +5,9 @@ Where there is no CUDA, a step is computed when it is launched; all else is as o
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from megatron_mamba_cache.errors import CacheIntegrityError
 from megatron_mamba_cache.mcore import cuda_graphs, run_ahead
 from megatron_mamba_cache.mcore.step_clock import WallClockEvent
 from megatron_mamba_cache.policy.requests import KeptTokens
+from megatron_mamba_cache.speculation.drafter import Draft, DraftWish
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
 from tests.mcore.faults import InjectedFault, raise_once
 from tests.mcore.graph_stand_ins import capture_without_cuda
@@ -29,11 +31,13 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> None:
     capture_without_cuda(monkeypatch)
 
 
-def start(num_requests: int = 3, num_tokens: int = 40, **settings: Any) -> EngineRun:
+def start(
+    num_requests: int = 3, num_tokens: int = 40, drafter: "AlwaysWrong | None" = None, **settings: Any
+) -> EngineRun:
     """Return an engine whose requests are prefilled."""
     subject = tiny_hybrid()
     config = replace(cache_config(subject.sizes, **settings), num_cuda_graphs=3, cuda_graph_prefill_tokens=40)
-    run = EngineRun.start(subject, config)
+    run = EngineRun.start(subject, config, drafter=drafter)
     for request_id in range(num_requests):
         run.add(request_id, some_tokens(20 + 3 * request_id, seed=request_id), num_tokens)
     while not run.context.rows or any(row.is_prefilling for row in run.context.rows):
@@ -93,7 +97,6 @@ def test_a_step_of_rows_far_from_boundaries_is_always_launched_early() -> None:
     [
         {"run_ahead": False},
         {"rank_digest_steps": 1},
-        {"num_speculative_tokens": 2},
     ],
     ids=lambda settings: next(iter(settings)),
 )
@@ -359,3 +362,37 @@ def test_other_tokens_than_the_launched_step_was_fed_are_refused() -> None:
     for wrong in ([KeptTokens((token + 1,)) for token in fed], [KeptTokens((token,), ends=True) for token in fed]):
         with pytest.raises(CacheIntegrityError, match="other tokens"):
             ahead.check_inputs(wrong)
+
+
+class AlwaysWrong:
+    """Drafts a token that the model does not choose, as one reply says."""
+
+    def __init__(self, reply: list[int]) -> None:
+        self._reply = reply
+
+    def propose(self, wishes: Sequence[DraftWish]) -> list[Draft]:
+        return [Draft(((self._reply[len(wish.row.generated)] + 1) % 96,)) for wish in wishes]
+
+    def forget(self, request_id: int) -> None:
+        """Nothing is known."""
+
+
+def test_steps_run_ahead_while_drafts_pause() -> None:
+    plain = start(1, 80)
+    plain.finish()
+    reply = plain.tokens(0)
+    run = start(1, 80, num_speculative_tokens=2, drafter=AlwaysWrong([*reply, 0]))
+    num_drafted = []
+    num_early = 0
+    while run.engine.has_unfinished_requests():
+        was_ahead, before = is_ahead(run), run.counters.draft_tokens
+        run.step()
+        num_early += was_ahead
+        num_drafted.append(run.counters.draft_tokens - before)
+        assert not (was_ahead and num_drafted[-1])
+    assert run.tokens(0) == reply and not run.counters.accepted_tokens
+    assert num_early > 30
+    # Three misses, then one draft on trial behind pauses of 8, 16 and 32 steps, as without steps that run ahead.
+    trials = [index for index, count in enumerate(num_drafted) if count]
+    assert [later - earlier - 1 for earlier, later in pairwise(trials[2:])] == [8, 16, 32]
+    run.assert_nothing_held()

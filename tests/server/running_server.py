@@ -77,7 +77,7 @@ class RunningServer:
 def running_server(*flags: str) -> Iterator[RunningServer]:
     """Run a server with the flags of serve on a free port, until the block ends."""
     with quiet_libraries():
-        arguments = command_parser().parse_args(["serve", "--device", "cpu", "--port", "0", *flags])
+        arguments = command_parser().parse_args(["serve", "--port", "0", *flags])
         serving = Serving(arguments, api_keys_of(arguments), chosen_directory(arguments), "cpu")
         backend = EngineThread(serving.engine(), serving.settings.end_ids)
     server = Server(backend, serving.settings)

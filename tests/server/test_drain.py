@@ -38,7 +38,12 @@ def served(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
             *flags,
         ],
         cwd=REPOSITORY,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path]),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

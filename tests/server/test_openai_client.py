@@ -34,7 +34,7 @@ def generated(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("generate")
     lines, out = folder / "prompts.jsonl", folder / "out.json"
     lines.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS), encoding="utf-8")
-    flags = ["--prompts", str(lines), "--output-path", str(out), "--top-k", "1", "--device", "cpu"]
+    flags = ["--prompts", str(lines), "--output-path", str(out), "--top-k", "1"]
     assert main(["generate", "--num-tokens-to-generate", str(NUM_TOKENS), *flags]) == 0
     return json.loads(Path(out).read_text(encoding="utf-8"))["requests"]
 

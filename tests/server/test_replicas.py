@@ -29,7 +29,11 @@ def replicas(*flags: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     port = free_port()
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
     serve = ["-m", "megatron_mamba_cache", "serve", "--random-model", "--device", "cpu", "--port", str(port)]
-    settings = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    settings = {
+        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path]),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
     process = subprocess.Popen(
         [sys.executable, *launcher, *serve, *flags],
         cwd=REPOSITORY,
