@@ -7,7 +7,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -29,29 +28,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--run-slow", action="store_true", help="run the tests marked slow too")
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist writes groups into names
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what takes long unless it is asked for, and keep what shares something large in one worker."""
-    for item in items:
-        if item.get_closest_marker("slow") and not config.getoption("--run-slow"):
-            item.add_marker(pytest.mark.skip(reason="slow; --run-slow runs it"))
-        group = _group_of(item)
-        if group is not None:
-            item.add_marker(pytest.mark.xdist_group(group))
-
-
-def _group_of(item: Any) -> str | None:
-    """Return the name of the tests that one worker runs: those of many processes, or of one module's fixture."""
-    if "one_world_at_a_time" in item.fixturenames:
-        return "processes"
-    if "shared_server" in item.fixturenames:
-        return "server"
-    fixtures = item._fixtureinfo.name2fixturedefs
-    made_once = sorted(name for name, found in fixtures.items() if found[-1].scope == "module")
-    if not made_once:
-        return None
-    params = getattr(getattr(item, "callspec", None), "params", {})
-    return " ".join([item.path.stem, *(str(params[name]) for name in made_once if name in params)])
+    """Skip what takes long unless it is asked for."""
+    if not config.getoption("--run-slow"):
+        for item in items:
+            if item.get_closest_marker("slow"):
+                item.add_marker(pytest.mark.skip(reason="slow; --run-slow runs it"))
 
 
 def pytest_collection_finish() -> None:
