@@ -74,6 +74,8 @@ class SpawnedWorld:
     def _start(self, rank: int, size: int, port: int) -> subprocess.Popen[str]:
         path = os.pathsep.join([str(REPOSITORY), *sys.path])
         environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        if not rank_process.has_devices(size):
+            environment["CUDA_VISIBLE_DEVICES"] = ""  # gloo sends nothing that lies on a device
         return subprocess.Popen(
             [sys.executable, "-m", rank_process.__name__, str(rank), str(size), str(port)],
             stdin=subprocess.PIPE,

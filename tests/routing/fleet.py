@@ -36,10 +36,14 @@ def greedy(num_tokens: int, **options: Any) -> SamplingParams:
 
 @cache
 def fork_server() -> ForkServerContext:
-    """Return what starts processes that need not import anything: each is a fork of one that has done it once."""
+    """Return what starts processes that need not import anything: each is a fork of one that has done it once.
+
+    They compute on the CPU wherever they run: gloo sends nothing that lies on a device.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([replica_process.__name__])
-    with patch.dict(os.environ, {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "GLOO_SOCKET_IFNAME": "lo"}):
+    environment = {"PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": ""}
+    with patch.dict(os.environ, {**environment, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}):
         forkserver.ensure_running()
     return context
 
