@@ -1,5 +1,6 @@
 """On a rank: a layout of ranks, and tiny models shared out by it beside the fp64 oracle of the whole model."""
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -58,6 +59,7 @@ def parallel(layout: Layout) -> Iterator[None]:
                 patch.setattr(engine_runs, replacement.__name__, replacement)
             yield
     finally:
+        gc.collect()  # NCCL waits for the end of graphs that hold its collectives
         parallel_state.destroy_model_parallel()
         _destroy_groups()
 

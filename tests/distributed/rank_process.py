@@ -4,9 +4,11 @@ Run as `python -m tests.distributed.rank_process RANK SIZE PORT`: reads a reques
 and arguments as hexadecimal pickle, and writes one line for each, with what the function returned or its traceback.
 """
 
+import faulthandler
 import importlib
 import os
 import pickle
+import signal
 import sys
 import traceback
 from datetime import timedelta
@@ -15,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+TELL_WHERE = signal.SIGUSR1  # to a rank that does not answer: it writes the stacks of its threads
 TIMEOUT = timedelta(minutes=4)  # no claim: ranks may start far apart on a busy machine
 
 
@@ -50,6 +53,7 @@ def main(rank: int, size: int, port: int) -> None:
     """Answer requests until stdin ends."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever else is printed is no reply
+    faulthandler.register(TELL_WHERE)
     start(rank, size, f"tcp://127.0.0.1:{port}")
     for line in sys.stdin:
         name, arguments = line.split()

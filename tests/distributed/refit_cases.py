@@ -39,38 +39,42 @@ def refit(layout: Layout, resident_pools: bool) -> RefitOutcome:
     """Change the weights of a model between a suspend and a resume, with requests that run and one that waits."""
     with parallel(layout), pytest.MonkeyPatch.context() as patch:
         capture_without_cuda(patch)
-        old, new = (engine_runs.hybrid(tiny_sizes(seed=seed, pattern="M*M*")) for seed in (1, 2))
-        settings = {"num_cuda_graphs": 2, "cuda_graph_prefill_tokens": 20, "rank_digest_steps": 1, "max_requests": 3}
-        run = EngineRun.start(old, cache_config(old.sizes, resident_pools=resident_pools, **settings))
-        computed = [run.run(0, some_tokens(PROMPT_LEN))]
-        run.assert_exact()
-        for request_id, num_tokens in enumerate(LENGTHS, start=1):
-            run.add(request_id, some_tokens(20 + request_id, seed=request_id), num_tokens)
-        for _ in range(6):
-            run.step()
-        graphs = run.context.graphs
-        run.engine.suspend()
-        before = [_generated(run, request_id) for request_id in (1, 2)]
-        old.model.load_state_dict(new.model.state_dict())
-        run.engine.resume("step-1")
-        kept = run.context.graphs is graphs
-        run.subject = Hybrid(old.sizes, old.model, new.oracle, old.shape)
-        run.finish()
-        computed += [run.run(request_id, some_tokens(PROMPT_LEN)) for request_id in (3, 4)]
-        run.assert_matches_oracle([3, 4]).assert_few_stops()
-        graphs = run.context.graphs
-        _move_weights_of_the_second_rank(run)
-        run.engine.flush()
-        moved_kept = run.context.graphs is graphs
-        run.run(5, some_tokens(PROMPT_LEN))
-        run.assert_matches_oracle([5]).assert_few_stops()
-        run.assert_nothing_held()
-        for request_id, generated in zip((1, 2), before, strict=True):
-            rest = run.tokens(request_id)[len(generated) :]
-            check = new.oracle.check_greedy(run.prompts[request_id] + generated, rest, engine_runs.ORACLE_MARGIN)
-            assert check.first_mismatch is None and check.num_compared
-        texts = [run.tokens(request_id) for request_id in (1, 2)]
-        return RefitOutcome(tuple(computed), before, texts, kept, moved_kept, run.counters.graph_steps)
+        return _refit(resident_pools)
+
+
+def _refit(resident_pools: bool) -> RefitOutcome:
+    old, new = (engine_runs.hybrid(tiny_sizes(seed=seed, pattern="M*M*")) for seed in (1, 2))
+    settings = {"num_cuda_graphs": 2, "cuda_graph_prefill_tokens": 20, "rank_digest_steps": 1, "max_requests": 3}
+    run = EngineRun.start(old, cache_config(old.sizes, resident_pools=resident_pools, **settings))
+    computed = [run.run(0, some_tokens(PROMPT_LEN))]
+    run.assert_exact()
+    for request_id, num_tokens in enumerate(LENGTHS, start=1):
+        run.add(request_id, some_tokens(20 + request_id, seed=request_id), num_tokens)
+    for _ in range(6):
+        run.step()
+    graphs = run.context.graphs
+    run.engine.suspend()
+    before = [_generated(run, request_id) for request_id in (1, 2)]
+    old.model.load_state_dict(new.model.state_dict())
+    run.engine.resume("step-1")
+    kept = run.context.graphs is graphs
+    run.subject = Hybrid(old.sizes, old.model, new.oracle, old.shape)
+    run.finish()
+    computed += [run.run(request_id, some_tokens(PROMPT_LEN)) for request_id in (3, 4)]
+    run.assert_matches_oracle([3, 4]).assert_few_stops()
+    graphs = run.context.graphs
+    _move_weights_of_the_second_rank(run)
+    run.engine.flush()
+    moved_kept = run.context.graphs is graphs
+    run.run(5, some_tokens(PROMPT_LEN))
+    run.assert_matches_oracle([5]).assert_few_stops()
+    run.assert_nothing_held()
+    for request_id, generated in zip((1, 2), before, strict=True):
+        rest = run.tokens(request_id)[len(generated) :]
+        check = new.oracle.check_greedy(run.prompts[request_id] + generated, rest, engine_runs.ORACLE_MARGIN)
+        assert check.first_mismatch is None and check.num_compared
+    texts = [run.tokens(request_id) for request_id in (1, 2)]
+    return RefitOutcome(tuple(computed), before, texts, kept, moved_kept, run.counters.graph_steps)
 
 
 def errors_of_versions(layout: Layout, versions: list[str | None], resident_pools: bool) -> tuple[str, str]:

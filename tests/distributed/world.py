@@ -92,6 +92,8 @@ class SpawnedWorld:
             except queue.Empty:
                 if self._processes[rank].poll() is not None:
                     break
+        self._processes[rank].send_signal(rank_process.TELL_WHERE)
+        time.sleep(1.0)
         return False, "no answer; it wrote " + "".join(self._errors[rank])[-_TAIL:]
 
 
