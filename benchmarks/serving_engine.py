@@ -1,7 +1,6 @@
 """Engines that benchmarks of serving measure: a model by its size, and what of its work is cached."""
 
 import argparse
-import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -138,8 +137,7 @@ def serving_engine(
         engine.warmup()
         yield engine
     finally:
-        engine.context.deallocate_all_tensors()
-        gc.collect()
+        engine.close()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 

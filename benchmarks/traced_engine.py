@@ -1,6 +1,5 @@
 """An engine whose requests leave the logits that each of their tokens was chosen from."""
 
-import gc
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -57,8 +56,7 @@ class TracedEngine:
             yield traced
         finally:
             traced._hook.remove()
-            traced.engine.context.deallocate_all_tensors()
-            gc.collect()
+            traced.engine.close()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
 

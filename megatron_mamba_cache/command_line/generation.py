@@ -3,6 +3,7 @@
 import sys
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
+from contextlib import closing
 from dataclasses import replace
 
 from tqdm import tqdm
@@ -115,11 +116,13 @@ class Generation:
 
     def _run_engine(self, lines: Sequence[PromptLine], config: CacheConfig, title: str) -> RunResult:
         drafter = self._drafter() if config.num_speculative_tokens else None
-        engine = self._replicas.make(lambda: engine_for(self._model, config, self._seed, drafter))
-        engine.warmup()
         wanted = sum(self._sampling.num_tokens if line.num_tokens is None else line.num_tokens for line in lines)
-        # disable=None: no bar where stderr is no terminal.
-        with tqdm(total=wanted, desc=title, unit="token", file=sys.stderr, leave=False, disable=None) as bar:
+        with (
+            closing(self._replicas.make(lambda: engine_for(self._model, config, self._seed, drafter))) as engine,
+            # disable=None: no bar where stderr is no terminal.
+            tqdm(total=wanted, desc=title, unit="token", file=sys.stderr, leave=False, disable=None) as bar,
+        ):
+            engine.warmup()
             goes_on = self._replicas.any_goes_on
             return RequestRunner(engine, self._model.tokenizer, self._sampling, bar.update, goes_on).run(lines)
 

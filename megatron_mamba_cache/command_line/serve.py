@@ -3,6 +3,7 @@
 import importlib.util
 import socket
 from argparse import Namespace
+from contextlib import closing
 
 from .arguments import check_engine_arguments
 from .device import select_device
@@ -40,10 +41,10 @@ def serve(arguments: Namespace) -> int:
         with own_process_groups(), speaking_for_all(launch):
             replicas = OneModel() if launch.num_processes == 1 else SeveralProcesses(launch, arguments, device)
             serving = replicas.make(lambda: Serving(arguments, keys, directory, device))
-            engine = replicas.make(serving.engine)
-            if launch.num_processes == 1 and listener is not None:
-                return serving.run(engine, listener)
-            return serving.run_replica(engine, listener)
+            with closing(replicas.make(serving.engine)) as engine:
+                if launch.num_processes == 1 and listener is not None:
+                    return serving.run(engine, listener)
+                return serving.run_replica(engine, listener)
 
 
 def bound_socket(host: str, port: int) -> socket.socket:

@@ -92,7 +92,11 @@ class MambaCacheContext(DirectRequests):
         """Drop all running requests and, unless its pools are resident, the cache and its memory."""
         if self.cache_config.resident_pools:
             self.reset()
-            return
+        else:
+            self.release_memory()
+
+    def release_memory(self) -> None:
+        """Drop all running requests, the cache, its memory, and the graphs over it."""
         self.ahead.drop()
         if self._memory is not None:
             self.counters.states_evicted += self._memory.slots.num_evicted

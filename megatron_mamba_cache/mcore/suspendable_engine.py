@@ -1,5 +1,6 @@
 """The engine between its steps: what it compiles and captures, when its memory goes and comes, which weights it has."""
 
+import gc
 import logging
 
 from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine
@@ -88,6 +89,15 @@ class SuspendableEngine(DynamicInferenceEngine):
         super().resume()
         if self.persist_cuda_graphs:
             self._recapture_if_moved()
+
+    def close(self) -> None:
+        """Free the memory and the CUDA graphs of an engine that computes nothing any more.
+
+        On several ranks, before `torch.distributed.destroy_process_group`: NCCL waits there, without end, for graphs
+        that hold its collectives.
+        """
+        self.context.release_memory()
+        gc.collect()  # graphs and what they remember refer to each other
 
     def cancel_request(self, request_id: int) -> bool:
         """Drop a request between steps, whether it runs, waits or is suspended; return whether it was in the engine.

@@ -7,6 +7,7 @@ import pytest
 
 from tests.command_line.command_runs import REPOSITORY, Finished, run_process
 from tests.distributed import generate_cases
+from tests.distributed.rank_process import has_devices
 from tests.distributed.world import Worlds, free_port, is_rank
 
 starts_ranks = pytest.mark.skipif(is_rank(), reason="starts torchrun itself")
@@ -36,7 +37,8 @@ def by_one_process(prompts: Path) -> list[dict]:
 
 def _flags(prompts: Path) -> list[object]:
     output = prompts.parent / "out.json"
-    return ["--prompts", prompts, "--output-path", output, "--device", "cpu", "--num-speculative-tokens", "2"]
+    device = ["--device", "cuda", "--num-cuda-graphs", 2] if has_devices(2) else ["--device", "cpu"]
+    return ["--prompts", prompts, "--output-path", output, *device, "--num-speculative-tokens", "2"]
 
 
 def run_ranks(prompts: Path, count: int, *flags: object) -> Finished:

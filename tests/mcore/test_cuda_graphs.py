@@ -5,6 +5,7 @@ Where there is no CUDA, a replay computes the padded step again; all else is as 
 
 import gc
 import random
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -135,6 +136,19 @@ def test_after_suspend_and_resume_steps_replay_new_graphs_over_the_new_memory() 
     run.finish()
     assert run.counters.graph_steps > before
     run.assert_exact()
+
+
+@pytest.mark.parametrize("resident_pools", [False, True])
+def test_nothing_is_left_of_a_closed_engine_that_is_still_referred_to(resident_pools: bool) -> None:
+    """Steps of it run ahead, and one is launched; process groups wait for graphs that hold their collectives."""
+    run = start(resident_pools=resident_pools)
+    run.add(0, some_tokens(30), 12)
+    while run.context.ahead.step is None:
+        run.step()
+    left = [weakref.ref(kept) for kept in (run.context.graphs, run.context.memory, run.context.memory.state_pool)]
+    run.engine.close()
+    assert [kept() for kept in left] == [None] * 3
+    run.engine.close()
 
 
 @pytest.mark.parametrize("num_drafts", [0, 3])
