@@ -23,6 +23,7 @@ from .usage_error import UsageError
 
 _MIB = 2**20
 _JOIN_S = 60.0
+_NUM_CUDA_GRAPHS = 9  # a server steps for long, and a step without takes several times as long
 
 
 class Serving:
@@ -39,6 +40,8 @@ class Serving:
         model = self._model.model
         shape = HybridModelShape.of(model, ranks_of_process())
         settings = default_settings(shape, model.max_sequence_length)
+        if device == "cuda":
+            settings["num_cuda_graphs"] = _NUM_CUDA_GRAPHS
         if arguments.max_running_requests is not None:
             running = arguments.max_running_requests
             settings |= {"max_requests": running, "max_tokens": max(settings["max_tokens"], running)}

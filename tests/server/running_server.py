@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import httpx
 
 from megatron_mamba_cache.command_line.arguments import command_parser
+from megatron_mamba_cache.command_line.device import select_device
 from megatron_mamba_cache.command_line.model_choice import chosen_directory
 from megatron_mamba_cache.command_line.quiet import quiet_libraries
 from megatron_mamba_cache.command_line.serve import bound_socket
@@ -78,7 +79,8 @@ def running_server(*flags: str) -> Iterator[RunningServer]:
     """Run a server with the flags of serve on a free port, until the block ends."""
     with quiet_libraries():
         arguments = command_parser().parse_args(["serve", "--port", "0", *flags])
-        serving = Serving(arguments, api_keys_of(arguments), chosen_directory(arguments), "cpu")
+        device = select_device(arguments.device)
+        serving = Serving(arguments, api_keys_of(arguments), chosen_directory(arguments), device)
         backend = EngineThread(serving.engine(), serving.settings.end_ids)
     server = Server(backend, serving.settings)
     listener = bound_socket("127.0.0.1", 0)
