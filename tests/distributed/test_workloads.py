@@ -15,10 +15,11 @@ from tests.mcore.engine_runs import OracleTally
 HAS_ROOM_FOR_4 = max(os.cpu_count() or 1, torch.cuda.device_count()) >= 4
 TENSOR, PIPELINE, BOTH = Layout(tensor=2), Layout(pipeline=2), Layout(tensor=2, pipeline=2)
 SHARED = [
-    *((TENSOR, name, 1) for name in ("tight_blocks", "few_states", "disturbed")),
-    *((PIPELINE, name, 2) for name in ("roomy", "strides", "whole_prompts", "disturbed")),
+    *((TENSOR, name, 1, graphs) for name, graphs in (("tight_blocks", 3), ("few_states", 0), ("disturbed", 3))),
+    *((PIPELINE, name, 2, 0) for name in ("roomy", "strides")),
+    *((PIPELINE, name, 2, 3) for name in ("whole_prompts", "disturbed")),
     pytest.param(
-        *(BOTH, "small_steps", 3),
+        *(BOTH, "small_steps", 3, 3),
         marks=pytest.mark.skipif(not HAS_ROOM_FOR_4, reason="4 ranks take long on fewer than 4 cores"),
     ),
 ]
@@ -57,15 +58,16 @@ def name_of(value: object) -> str | None:
     return "+".join(value) if isinstance(value, tuple) else None
 
 
-@pytest.mark.parametrize(("layout", "flavour", "seed"), SHARED, ids=name_of)
+@pytest.mark.parametrize(("layout", "flavour", "seed", "num_graphs"), SHARED, ids=name_of)
 def test_ranks_of_a_model_plan_the_same_and_generate_the_oracles_tokens(
-    layout: Layout, flavour: str, seed: int, worlds: Worlds, totals: Totals
+    layout: Layout, flavour: str, seed: int, num_graphs: int, worlds: Worlds, totals: Totals
 ) -> None:
-    outcomes = worlds.of(layout.tensor * layout.pipeline).run(run_workloads, layout, flavour, seed)
+    outcomes = worlds.of(layout.tensor * layout.pipeline).run(run_workloads, layout, flavour, seed, num_graphs)
     first = outcomes[0]
     assert all(outcome.decisions == first.decisions and outcome.texts == first.texts for outcome in outcomes)
     assert all(count > first.seen[0]["requests"] for count, *_ in first.decisions)
     assert first.seen[1]["accepted_tokens"]
+    assert all(bool(seen["graph_steps"]) is bool(num_graphs) for seen in first.seen)
     totals.add(first)
 
 

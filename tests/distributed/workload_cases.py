@@ -15,6 +15,7 @@ from tests.distributed.rank_models import Layout, parallel
 from tests.mcore import random_workloads
 from tests.mcore.engine_runs import EngineRun
 from tests.mcore.faults import FAULT_PLACES
+from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.mcore.noisy_drafter import NoisyDrafter
 from tests.mcore.random_workloads import FLAVOURS, Workload, make_workload, run_workload
 
@@ -46,7 +47,7 @@ class RankOutcome:
     num_idle: int = 0
 
 
-def run_workloads(layout: Layout, flavour: str, seed: int) -> RankOutcome:
+def run_workloads(layout: Layout, flavour: str, seed: int, num_graphs: int) -> RankOutcome:
     """Run the workload of a flavour and a seed without drafts and with, as the other ranks do.
 
     Tokens are compared with the oracle's here, plans with the other ranks' before every forward.
@@ -54,7 +55,8 @@ def run_workloads(layout: Layout, flavour: str, seed: int) -> RankOutcome:
     with parallel(layout), pytest.MonkeyPatch.context() as patch:
         if layout.pipeline > 1:
             patch.setattr(random_workloads, "FAULT_PLACES", _FAULTS_OF_EVERY_STAGE)
-        return _run_workloads(flavour, seed)
+        capture_without_cuda(patch)
+        return _run_workloads(flavour, seed, num_graphs)
 
 
 def run_workloads_of_replicas(layout: Layout, flavours: tuple[str, ...], seed: int) -> RankOutcome:
@@ -111,9 +113,10 @@ def _contents(context: Any) -> list[Tensor]:
     return [memory.state_pool.conv.clone(), memory.state_pool.ssm.clone(), memory.kv_buffer[:, :, :-1].clone()]
 
 
-def _run_workloads(flavour: str, seed: int) -> RankOutcome:
+def _run_workloads(flavour: str, seed: int, num_graphs: int = 0) -> RankOutcome:
     work = make_workload(FLAVOURS[flavour], seed, NUM_DRAFTS)
-    work = replace(work, config=replace(work.config, rank_digest_steps=1))
+    graphs = {"num_cuda_graphs": num_graphs, "cuda_graph_prefill_tokens": 40}
+    work = replace(work, config=replace(work.config, rank_digest_steps=1, **graphs))
     plain = run_workload(replace(work, config=replace(work.config, num_speculative_tokens=0)))
     outcomes = plain, run_workload(work, _drafter(plain.texts, work))
     logs = [outcome.engine.controller.digest.log for outcome in outcomes]
