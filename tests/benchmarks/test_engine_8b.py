@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from tests.command_line.command_runs import REPOSITORY, run_process
+from tests.command_line.command_runs import REPOSITORY, run_process, run_script_here
 
 SCRIPT = REPOSITORY / "benchmarks" / "engine_8b.py"
 
@@ -110,6 +110,6 @@ def test_first_reply_passes_a_block_boundary_in_each_scale(engine_8b: ModuleType
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="measures for minutes where there is a GPU")
-def test_without_a_gpu_it_says_so() -> None:
-    finished = run_process(SCRIPT, cwd=REPOSITORY)
+def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    finished = run_script_here(capsys, SCRIPT)
     assert finished.status == 2 and "needs a CUDA device, or --tiny" in finished.stderr

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.command_line.command_runs import REPOSITORY, run_process
+from tests.command_line.command_runs import REPOSITORY, run_script_here
 
 SCRIPT = REPOSITORY / "benchmarks" / "kernels.py"
 
@@ -161,12 +161,12 @@ def test_absent_peers_are_named(kernels: ModuleType, monkeypatch: pytest.MonkeyP
     assert len(record["missing peers"]) == 2
 
 
-def test_unknown_section_is_refused() -> None:
-    finished = run_process(SCRIPT, "--only", "Scans", cwd=REPOSITORY)
+def test_unknown_section_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    finished = run_script_here(capsys, SCRIPT, "--only", "Scans")
     assert finished.status == 2 and "no section Scans; there are Ceilings, Scan," in finished.stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="measures for minutes where there is a GPU")
-def test_without_a_gpu_it_says_so() -> None:
-    finished = run_process(SCRIPT, cwd=REPOSITORY)
+def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    finished = run_script_here(capsys, SCRIPT)
     assert finished.status == 2 and "needs a CUDA device" in finished.stderr

@@ -3,7 +3,9 @@
 import json
 from pathlib import Path
 
-from tests.command_line.command_runs import REPOSITORY, run_process
+import pytest
+
+from tests.command_line.command_runs import REPOSITORY, run_process, run_script_here
 
 SCRIPT = REPOSITORY / "benchmarks" / "load_8b.py"
 
@@ -22,8 +24,8 @@ def test_tiny_shape_is_written_loaded_and_served_from_its_shared_prefix(tmp_path
     assert not list(tmp_path.iterdir())
 
 
-def test_the_table_is_markdown(tmp_path: Path) -> None:
-    finished = run_process(SCRIPT, "--shape", "tiny", cwd=tmp_path)
+def test_the_table_is_markdown(capsys: pytest.CaptureFixture[str]) -> None:
+    finished = run_script_here(capsys, SCRIPT, "--shape", "tiny")
     assert finished.status == 0, finished.stderr
     lines = finished.stdout.splitlines()
     assert lines[:2] == ["| what | value |", "|---|---|"]

@@ -12,7 +12,7 @@ import torch
 from pytest import approx
 from torch.autograd.profiler_util import FunctionEvent
 
-from tests.command_line.command_runs import REPOSITORY, run_process
+from tests.command_line.command_runs import REPOSITORY, run_process, run_script_here
 
 
 @pytest.fixture
@@ -234,9 +234,11 @@ def test_script_prints_a_table_and_writes_requests(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.skipif(find_spec("matplotlib") is not None, reason="matplotlib is installed")
-def test_plots_without_matplotlib_are_refused_before_anything_is_measured(tmp_path: Path) -> None:
+def test_plots_without_matplotlib_are_refused_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     flags = ["--shape", "tiny", "--plots", tmp_path / "plots"]
-    finished = run_process(REPOSITORY / "benchmarks" / "serving.py", *flags, cwd=tmp_path)
+    finished = run_script_here(capsys, REPOSITORY / "benchmarks" / "serving.py", *flags)
     assert finished.status == 2 and "pip install matplotlib" in finished.stderr.splitlines()[-1]
 
 
@@ -248,8 +250,8 @@ def test_plots_without_matplotlib_are_refused_before_anything_is_measured(tmp_pa
         (["--rate", "0"], "must be more than 0, found 0"),
     ],
 )
-def test_a_bad_flag_ends_with_one_line(flags: list[str], message: str, tmp_path: Path) -> None:
-    finished = run_process(REPOSITORY / "benchmarks" / "serving.py", "--shape", "tiny", *flags, cwd=tmp_path)
+def test_a_bad_flag_ends_with_one_line(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    finished = run_script_here(capsys, REPOSITORY / "benchmarks" / "serving.py", "--shape", "tiny", *flags)
     assert finished.status == 2 and message in finished.stderr.splitlines()[-1]
 
 

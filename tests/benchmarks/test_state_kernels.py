@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.command_line.command_runs import REPOSITORY, run_process
+from tests.command_line.command_runs import REPOSITORY, run_script_here
 
 SCRIPT = REPOSITORY / "benchmarks" / "state_kernels.py"
 
@@ -64,6 +64,6 @@ def test_figures_become_tables(bench: Any) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="measures for minutes where there is a GPU")
-def test_without_a_gpu_it_says_so() -> None:
-    finished = run_process(SCRIPT, cwd=REPOSITORY)
+def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    finished = run_script_here(capsys, SCRIPT)
     assert finished.status == 2 and "needs a CUDA device" in finished.stderr

@@ -1,10 +1,12 @@
 """Run the command line in this process or in one of its own."""
 
 import os
+import runpy
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -31,6 +33,20 @@ def run_here(capsys: pytest.CaptureFixture[str], *arguments: object) -> Finished
     """
     capsys.readouterr()
     status = main(["generate", *map(str, arguments)])
+    captured = capsys.readouterr()
+    return Finished(status, captured.out, captured.err)
+
+
+def run_script_here(capsys: pytest.CaptureFixture[str], script: Path, *arguments: object) -> Finished:
+    """Run a script in this process, which has imported already what takes long."""
+    capsys.readouterr()
+    status = 0
+    with patch.object(sys, "argv", [str(script), *map(str, arguments)]), patch.object(sys, "path", sys.path.copy()):
+        sys.path.insert(0, str(script.parent))
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+        except SystemExit as end:
+            status = int(end.code or 0)
     captured = capsys.readouterr()
     return Finished(status, captured.out, captured.err)
 
