@@ -5,13 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.command_line.command_runs import REPOSITORY, run_process, run_script_here
+from tests.command_line.command_runs import REPOSITORY, run_script_here
 
 SCRIPT = REPOSITORY / "benchmarks" / "load_8b.py"
 
 
-def test_tiny_shape_is_written_loaded_and_served_from_its_shared_prefix(tmp_path: Path) -> None:
-    finished = run_process(SCRIPT, "--shape", "tiny", "--folder", tmp_path, "--json", cwd=tmp_path)
+def test_tiny_shape_is_written_loaded_and_served_from_its_shared_prefix(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finished = run_script_here(capsys, SCRIPT, "--shape", "tiny", "--folder", tmp_path, "--json")
     assert finished.status == 0, finished.stderr
     figures = json.loads(finished.stdout)
     assert figures["machine"].startswith("Machine: ")

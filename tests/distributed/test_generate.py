@@ -10,6 +10,7 @@ from tests.distributed import generate_cases
 from tests.distributed.rank_process import has_devices
 from tests.distributed.world import Worlds, free_port, is_rank
 
+GRAPHS = "--inference-dynamic-batching-num-cuda-graphs"
 starts_ranks = pytest.mark.skipif(is_rank(), reason="starts torchrun itself")
 
 LINES = (
@@ -37,7 +38,7 @@ def by_one_process(prompts: Path) -> list[dict]:
 
 def _flags(prompts: Path) -> list[object]:
     output = prompts.parent / "out.json"
-    device = ["--device", "cuda", "--num-cuda-graphs", 2] if has_devices(2) else ["--device", "cpu"]
+    device = ["--device", "cuda", GRAPHS, 2] if has_devices(2) else ["--device", "cpu"]
     return ["--prompts", prompts, "--output-path", output, *device, "--num-speculative-tokens", "2"]
 
 
