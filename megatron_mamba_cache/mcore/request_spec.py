@@ -1,6 +1,7 @@
 """Turn Megatron's request into what the cache needs to know, and say what is wrong with a bad one."""
 
 import math
+from numbers import Integral
 from types import NoneType
 from typing import Any
 
@@ -70,6 +71,9 @@ def contradiction_in(sampling: Any, only_last_logits: bool) -> str | None:
     for name in ("num_tokens_to_generate", "num_tokens_total"):
         if type(getattr(sampling, name)) not in (int, NoneType):
             return f"{name} is {getattr(sampling, name)!r}; it must be an int or None"
+    end = sampling.termination_id
+    if end is not None and not (isinstance(end, Integral) and abs(end) < 2**31):
+        return f"termination_id is {end!r}; it must be a token id, -1 for none, or None for the tokenizer's"
     if sampling.num_tokens_to_generate is not None and sampling.num_tokens_total is not None:
         return (
             f"num_tokens_to_generate={sampling.num_tokens_to_generate} and num_tokens_total="

@@ -55,10 +55,11 @@ class StepReader(DynamicInferenceContext):
         """The device memory.
 
         Raises:
-            TensorStateDeallocatedError: While the engine is suspended.
+            TensorStateDeallocatedError: While the engine is suspended, and once it is closed.
         """
         if self._memory is None:
-            raise TensorStateDeallocatedError(None, "the engine is suspended; resume it first")
+            advice = "the engine is suspended, resume it first; or it is closed, build another"
+            raise TensorStateDeallocatedError(None, advice)
         return self._memory
 
     @property

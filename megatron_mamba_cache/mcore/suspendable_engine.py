@@ -93,8 +93,8 @@ class SuspendableEngine(DynamicInferenceEngine):
     def close(self) -> None:
         """Free the memory and the CUDA graphs of an engine that computes nothing any more.
 
-        On several ranks, before `torch.distributed.destroy_process_group`: NCCL waits there, without end, for graphs
-        that hold its collectives.
+        Requests that are left get no answer. On several ranks, call it before
+        `torch.distributed.destroy_process_group`: NCCL waits there, without end, for graphs that hold its collectives.
         """
         self.context.release_memory()
         gc.collect()  # graphs and what they remember refer to each other

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 from torch import Tensor
 
@@ -129,6 +130,8 @@ class DraftPlanner:
         if len(draft.tokens) > wish.num_tokens:
             raise self._broken(f"{len(draft.tokens)} tokens {whose}, at most {wish.num_tokens} were wished")
         for token in draft.tokens:
+            if not isinstance(token, Integral):
+                raise self._broken(f"{type(token).__name__} {token!r} {whose} as a token, ids are ints")
             if not 0 <= token < self._vocab_size:
                 raise self._broken(f"token {token} {whose}, ids are in [0, {self._vocab_size})")
         if draft.distributions is None:

@@ -182,7 +182,7 @@ FLAVOURS = {
 
 
 def make_workload(flavour: Flavour, seed: int, num_drafts: int = 0) -> Workload:
-    """Return the workload of a flavour and a seed; where steps verify drafts, requests have stop words too."""
+    """Return the workload of a flavour and a seed; with drafts, and sometimes without, requests have stop words."""
     rng = random.Random(f"{flavour.name} {seed}")
     subject = tiny_hybrid(**rng.choice(MODELS))
     block = subject.sizes.ssm_chunk_size * rng.choice([1, 2, 4])
@@ -192,10 +192,11 @@ def make_workload(flavour: Flavour, seed: int, num_drafts: int = 0) -> Workload:
     settings = {"block_size_tokens": block, "max_sequence_length": max_prompt + max_tokens}
     settings |= flavour.settings(rng, block, request_blocks)
     arrivals = _arrivals(rng, subject, block, max_prompt, max_tokens, flavour.gaps)
+    settings["decode_checkpoints"] = rng.choice(["rolling", "rolling", "all", "none"])
     if num_drafts:
         settings["num_speculative_tokens"] = num_drafts = min(num_drafts, block - 1)
-        settings["decode_checkpoints"] = rng.choice(["rolling", "rolling", "all", "none"])
         settings["cached_states"] = max(settings.get("cached_states", 50), num_drafts)
+    if num_drafts or rng.random() < 0.3:
         arrivals = tuple(replace(arrival, stop_words=_stop_words(rng, subject)) for arrival in arrivals)
     disturbed_share = 0.15 if flavour.name == "disturbed" else 0.0
     return Workload(subject, cache_config(subject.sizes, **settings), arrivals, disturbed_share)

@@ -101,6 +101,7 @@ BROKEN = {
     "3 tokens for request 1, at most 2 were wished": [Draft((1, 2, 3))],
     "token -1 for request 1": [Draft((3, -1))],
     r"token 10 for request 1, ids are in \[0, 10\)": [Draft((10,))],
+    r"Tensor tensor\(1\) for request 1 as a token, ids are ints": [Draft(torch.tensor([1]))],
     r"distributions of shape \[2, 10\] for request 1, need \[1, 10\]": [Draft((1,), torch.ones(2, 10))],
     r"distributions of shape \[1, 9\]": [Draft((1,), torch.ones(1, 9))],
     r"distributions of shape \[10\]": [Draft((1,), torch.ones(10))],
