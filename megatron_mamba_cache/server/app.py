@@ -15,6 +15,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from .access import AccessControl
 from .backend import Backend
+from .bodies import Bodies
 from .endpoints import ServedModel, openai_routes, seconds_now
 from .errors import ApiError
 from .job import Job, JobRules
@@ -54,6 +55,7 @@ class Server:
         self.backend = backend
         self.settings = settings
         self.gate = QueueGate(limits, time.monotonic)
+        self.bodies = Bodies(limits, settings.keys.num_owners)
         self.metrics = ServerMetrics(backend, self.gate)
         self.transcripts = Transcripts(limits.transcript_bytes)
         self._reader = PromptReader(settings.tokenizer, self.transcripts)
@@ -81,7 +83,7 @@ class Server:
         app.add_middleware(
             AccessControl,
             keys=settings.keys,
-            limits=settings.limits,
+            bodies=self.bodies,
             state=lambda: self.backend.state,
             is_draining=lambda: self.rules.is_draining,
             on_status=lambda status: self.metrics.responses.labels(str(status)).inc(),

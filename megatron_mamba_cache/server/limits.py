@@ -21,7 +21,7 @@ class ServerLimits:
         max_queued: Requests, each of `n` choices and of several prompts counted, that may wait for one of these.
         max_choices: Choices times prompts of one HTTP request.
         max_body_bytes: Of one HTTP request.
-        max_buffered_bytes: Of the bodies of all HTTP requests that are not answered yet.
+        max_buffered_bytes: Of the bodies of all HTTP requests that are not answered yet; API keys share it equally.
         body_timeout_s: Within which a body has to arrive.
         drain_s: How long accepted requests may take to finish after SIGTERM.
         transcript_bytes: Memory, for each API key, for the exact tokens of what was rendered and replied.

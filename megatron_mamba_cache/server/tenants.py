@@ -53,6 +53,11 @@ class ApiKeys:
         """Whether requests must bring a key."""
         return bool(self._owners)
 
+    @property
+    def num_owners(self) -> int:
+        """How many there are to share what the server has; everybody is one where no key is needed."""
+        return len(set(self._owners)) or 1
+
     def owner_of(self, authorization: str) -> str | None:
         """Return the digest of the key in an Authorization header; "" if none is needed, None if it is not known.
 

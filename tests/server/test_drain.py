@@ -113,10 +113,10 @@ def test_requests_that_are_not_done_at_the_drain_limit_end_with_an_error() -> No
         with http.stream("POST", "/v1/completions", json=body) as reply:
             lines = (line.removeprefix("data: ") for line in reply.iter_lines() if line)
             next(lines)
-            server.drain()
+            server.listening.drain()
             events = list(lines)
-        server.thread.join(30)
-        assert not server.thread.is_alive()
+        server.listening.thread.join(30)
+        assert not server.listening.thread.is_alive()
     assert len(events) < 4000 and "server was stopped" in json.loads(events[-1])["error"]["message"]
 
 
@@ -126,7 +126,7 @@ def test_a_second_signal_ends_everything_at_once() -> None:
         with http.stream("POST", "/v1/completions", json=body) as reply:
             lines = (line.removeprefix("data: ") for line in reply.iter_lines() if line)
             next(lines)
-            server.drain()
-            server.drain()
+            server.listening.drain()
+            server.listening.drain()
             events = list(lines)
     assert "server was stopped" in json.loads(events[-1])["error"]["message"]
