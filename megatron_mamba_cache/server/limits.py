@@ -22,7 +22,8 @@ class ServerLimits:
         max_choices: Choices times prompts of one HTTP request.
         max_body_bytes: Of one HTTP request.
         max_buffered_bytes: Of the bodies of all HTTP requests that are not answered yet; API keys share it equally.
-        body_timeout_s: Within which a body has to arrive.
+        body_timeout_s: Within which the head of an HTTP request, and then its body, has to arrive.
+        send_timeout_s: In which a client has to read a part of what is sent to it.
         drain_s: How long accepted requests may take to finish after SIGTERM.
         transcript_bytes: Memory, for each API key, for the exact tokens of what was rendered and replied.
 
@@ -36,6 +37,7 @@ class ServerLimits:
     max_body_bytes: int = 4 * 2**20
     max_buffered_bytes: int = 64 * 2**20
     body_timeout_s: float = 30.0
+    send_timeout_s: float = 30.0
     drain_s: float = 30.0
     transcript_bytes: int = 16 * 2**20
 
@@ -44,7 +46,7 @@ class ServerLimits:
             self._require(name, getattr(self, name) >= least, f"at least {least}")
         self._require("max_buffered_bytes", self.max_buffered_bytes >= self.max_body_bytes, "at least max_body_bytes")
         self._require("transcript_bytes", self.transcript_bytes >= 0, "0 (off) or more")
-        for name in ("body_timeout_s", "drain_s"):
+        for name in ("body_timeout_s", "send_timeout_s", "drain_s"):
             self._require(name, 0 < getattr(self, name) < math.inf, "a positive number of seconds")
 
     def _require(self, name: str, holds: bool, allowed: str) -> None:

@@ -6,13 +6,17 @@ import logging
 import signal
 import socket
 from collections.abc import Generator
+from functools import partial
 
 import uvicorn
 
 from .app import Server
+from .connection import Connection
 
 logger = logging.getLogger(__name__)
 
+# Longer than clients keep idle connections, so that none is closed while a request is on its way.
+KEEP_ALIVE_S = 75
 _BACKSTOP_S = 5.0
 
 
@@ -26,13 +30,13 @@ class DrainingServer(uvicorn.Server):
     def __init__(self, server: Server) -> None:
         config = uvicorn.Config(
             server.app,
+            http=partial(Connection, limits=server.settings.limits),  # type: ignore[arg-type]
             log_level="warning",
             access_log=False,
             lifespan="on",
             ws="none",
             timeout_graceful_shutdown=None,
-            # Longer than clients keep idle connections, so that none is closed while a request is on its way.
-            timeout_keep_alive=75,
+            timeout_keep_alive=KEEP_ALIVE_S,
         )
         super().__init__(config)
         self._served = server
