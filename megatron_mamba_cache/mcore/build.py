@@ -22,6 +22,7 @@ class TokenIdTokenizer:
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
+        self.longest_token = len(f"{vocab_size} ")
 
     def tokenize(self, text: str) -> list[int]:
         """Parse token ids."""

@@ -9,10 +9,14 @@ class ByteTokenizer:
 
     Args:
         vocab_size: Of the model; ids from 256 up mean nothing and print as U+FFFD.
+
+    Attributes:
+        longest_token: Characters that a token has at most.
     """
 
     eod = -1
     bos = None
+    longest_token = 1
 
     def __init__(self, vocab_size: int = 256) -> None:
         if vocab_size < 256:

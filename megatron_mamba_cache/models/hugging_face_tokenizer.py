@@ -28,6 +28,7 @@ class HuggingFaceTokenizer:
     Attributes:
         bos: The id of the token that begins a text; None without one.
         eod: The id that ends a text, the first that `generation_config.json` names or the tokenizer's; -1 without one.
+        longest_token: Characters that a token has at most, as the tokenizer's files spell it.
         other_end_ids: Further ids that end a text, for instance a chat turn; an engine stops at each.
     """
 
@@ -36,6 +37,7 @@ class HuggingFaceTokenizer:
         self._directory = directory
         self._settings = _settings(directory)
         self.vocab_size = vocab_size
+        self.longest_token = codec.longest_token
         self.bos = self._id_named("bos_token")
         end_ids = _end_ids(directory) or [self._id_named("eos_token")]
         self.eod = -1 if end_ids[0] is None else end_ids[0]

@@ -6,9 +6,15 @@ from typing import Any, Protocol
 
 
 class TextCodec(Protocol):
-    """What turns text into token ids and back; `largest_id` is the largest that it knows."""
+    """What turns text into token ids and back.
+
+    Attributes:
+        largest_id: That it knows.
+        longest_token: Characters of the longest token as the files spell it, at least 1.
+    """
 
     largest_id: int
+    longest_token: int
 
     def encode(self, text: str, *, is_start: bool = True) -> list[int]:
         """Return the text's ids; where it is a text's start, with the special tokens that the tokenizer's files add."""
@@ -38,7 +44,9 @@ class JsonCodec:
             raise ValueError(f"{path} is no tokenizer: {error}") from error
         self._tokenizer.no_truncation()  # the file may hold settings of batches, which are not meant for prompts
         self._tokenizer.no_padding()
-        self.largest_id: int = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.largest_id = max(vocabulary.values(), default=-1)
+        self.longest_token = max(map(len, vocabulary), default=1)
 
     def encode(self, text: str, *, is_start: bool = True) -> list[int]:
         """See `TextCodec`."""
@@ -66,6 +74,7 @@ class TransformersCodec:
         self._tokenizer = auto_tokenizer(directory, "its tokenizer files")
         self._ids: dict[str, int] = self._tokenizer.get_vocab()
         self.largest_id = max(self._ids.values(), default=-1)
+        self.longest_token = max(map(len, self._ids), default=1)
 
     def encode(self, text: str, *, is_start: bool = True) -> list[int]:
         """See `TextCodec`."""

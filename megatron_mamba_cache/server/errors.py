@@ -13,6 +13,8 @@ _TYPES = {
     503: "server_error",
 }
 
+TOO_LONG = "context_length_exceeded"
+
 
 @dataclass
 class ApiError(Exception):

@@ -4,6 +4,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 from .errors import ApiError
@@ -68,7 +69,7 @@ class QueueGate:
         self.num_inside = 0
         self.num_refused = 0
 
-    def enter(self, count: int) -> None:
+    def enter(self, count: int) -> "Places":
         """Take `count` requests in.
 
         Raises:
@@ -85,6 +86,7 @@ class QueueGate:
                 retry_after_s=self.retry_after_s(),
             )
         self.num_inside += count
+        return Places(self, count)
 
     def leave(self) -> None:
         """Let one request out."""
@@ -101,3 +103,25 @@ class QueueGate:
     def describe(self) -> dict[str, Any]:
         """Return the counts by name."""
         return {"inside": self.num_inside, "refused": self.num_refused}
+
+
+class Places:
+    """The places inside that one HTTP request has taken; as a context, it keeps none at the end."""
+
+    def __init__(self, gate: QueueGate, count: int) -> None:
+        self._gate = gate
+        self._count = count
+
+    def leave(self) -> None:
+        """Give one of them back."""
+        self._count -= 1
+        self._gate.leave()
+
+    def __enter__(self) -> "Places":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        while self._count:
+            self.leave()

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .errors import bad_request
+from .errors import TOO_LONG, bad_request
 from .tenants import Tenant
 from .transcripts import Transcripts
 
@@ -25,10 +25,16 @@ class Prompt:
 class PromptReader:
     """Tokenizes prompts, of a text that it knows the exact tokens of only what is new.
 
-    Threads may share it.
+    Threads may share it. A prompt that cannot have few enough tokens is refused before it takes time and memory.
+
+    Args:
+        max_tokens: Of a prompt. A text has `max_tokens` times the characters of the longest token at most, though a
+            tokenizer that drops characters could do with fewer tokens.
     """
 
-    def __init__(self, tokenizer: Any, transcripts: Transcripts) -> None:
+    def __init__(self, tokenizer: Any, transcripts: Transcripts, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self._max_characters = max_tokens * tokenizer.longest_token
         self._tokenizer = tokenizer
         self._transcripts = transcripts
         self._knows_continuations = hasattr(tokenizer, "tokenize_behind")
@@ -37,10 +43,12 @@ class PromptReader:
         """Return a prompt of text or token ids.
 
         Raises:
-            ApiError: 400 if the text has no tokens.
+            ApiError: 400 if the text has no tokens, or the prompt too many.
         """
         if not isinstance(prompt, str):
+            self._check_length(len(prompt), self._max_tokens, "tokens")
             return Prompt(tuple(prompt), None)
+        self._check_length(len(prompt), self._max_characters, "characters")
         try:
             token_ids = tuple(self._token_ids(tenant, prompt))
         except Exception as error:  # each tokenizer raises errors of its own
@@ -68,6 +76,14 @@ class PromptReader:
         """Keep the exact tokens of a prompt and of a reply as the client has it."""
         if prompt.text is not None and self._knows_continuations:
             self._transcripts.remember(tenant, prompt.text + reply, (*prompt.token_ids, *reply_ids))
+
+    def _check_length(self, length: int, limit: int, unit: str) -> None:
+        if length > limit:
+            raise bad_request(
+                f"the prompt has {length} {unit}, and at most {limit} fit: max_sequence_length is {self._max_tokens}",
+                "prompt",
+                TOO_LONG,
+            )
 
     def _token_ids(self, tenant: Tenant, text: str) -> Sequence[int]:
         known = self._transcripts.longest(tenant, text) if self._knows_continuations else None

@@ -60,11 +60,11 @@ class DrainingServer(uvicorn.Server):
     def drain(self) -> None:
         """Take nothing new and end once what was accepted has; the second call ends that at once."""
         if self._drain is None:
-            self._served.rules.is_draining = True
+            self._served.drain()
             self.should_exit = True
             self._drain = asyncio.get_running_loop().create_task(self._end_in_time())
         else:
-            self._served.backend.fail_all("the server was stopped")
+            self._served.end("the server was stopped")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Wait for the connections, as uvicorn does, and for nothing else."""
@@ -78,6 +78,6 @@ class DrainingServer(uvicorn.Server):
         seconds = self._served.settings.limits.drain_s
         await asyncio.sleep(seconds)
         logger.warning("requests that are not done %g s after the signal end with an error", seconds)
-        self._served.backend.fail_all(f"the server was stopped, and the request not done {seconds:g} s later")
+        self._served.end(f"the server was stopped, and the request not done {seconds:g} s later")
         await asyncio.sleep(_BACKSTOP_S)
         self.force_exit = True  # whoever does not read what is sent to them

@@ -1,5 +1,6 @@
 """Clients that leave, that do not read and that do not ask: nothing is kept for them."""
 
+import asyncio
 import socket
 import time
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ import pytest
 
 from megatron_mamba_cache.models.byte_tokenizer import ByteTokenizer
 from megatron_mamba_cache.server.backend import Progress
+from megatron_mamba_cache.server.mail import Mail
 from tests.server.front_end import FrontEnd, front_end, request_bytes, status_of, wait_until
 
 ASKED: dict[str, Any] = {"prompt": "abc", "max_tokens": 3000}
@@ -86,6 +88,28 @@ def test_a_client_that_does_not_read_is_cut_off_and_one_that_does_is_not() -> No
         assert read.result(20) > 10_000_000
         assert_nothing_inside(server)
         idle.close()
+
+
+def test_what_the_engine_has_ended_has_no_place_in_the_queue_whoever_reads_it() -> None:
+    with front_end(tokenizer=LongTokens()) as server:
+        connection = server.connection(request_bytes(STREAMED | {"n": 3}), receive_buffer=4096)
+        wait_until(lambda: len(server.backend.running) == 3)
+        for end in (None, "length"):
+            server.backend.deliver(Progress((97,) * 2000, end=end))
+        wait_until(lambda: server.server.gate.num_inside == 0, 5)
+        assert all_of(connection) > 3 * 4_000_000
+
+
+def test_all_that_waits_for_a_choice_is_read_at_once() -> None:
+    async def run() -> None:
+        mail = Mail()
+        mail.put(1, Progress((1,), log_probs=(0.5,), cached_tokens=3))
+        mail.put(0, Progress((9,)))
+        mail.put(1, Progress((2, 3), log_probs=(0.6, 0.7), cached_tokens=3, draft_tokens=4, end="stop"))
+        joined = Progress((1, 2, 3), log_probs=(0.5, 0.6, 0.7), cached_tokens=3, draft_tokens=4, end="stop")
+        assert [await mail.take(), await mail.take()] == [(1, joined), (0, Progress((9,)))]
+
+    asyncio.run(run())
 
 
 def all_of(connection: socket.socket) -> int:

@@ -59,7 +59,7 @@ def odd_tokens(text: str) -> list[int]:
 
 
 def test_a_known_text_keeps_its_tokens_and_only_what_is_new_is_tokenized() -> None:
-    reader = PromptReader(TOKENIZER, Transcripts(10_000))
+    reader = PromptReader(TOKENIZER, Transcripts(10_000), 4096)
     prompt, reply = reader.read(RED, "import os\n"), "def main():\n    retu"
     odd = odd_tokens(reply)
     assert odd != TOKENIZER.tokenize(reply)
@@ -74,7 +74,7 @@ def test_a_known_text_keeps_its_tokens_and_only_what_is_new_is_tokenized() -> No
 
 
 def test_a_history_that_was_rewritten_is_tokenized_anew() -> None:
-    reader = PromptReader(TOKENIZER, Transcripts(10_000))
+    reader = PromptReader(TOKENIZER, Transcripts(10_000), 4096)
     reader.remember(RED, reader.read(RED, "import os\n"), "import re\n", odd_tokens("import re\n"))
     changed = "import os\nimport re # and more"
     assert list(reader.read(RED, "X" + changed).token_ids) == TOKENIZER.tokenize("X" + changed)
@@ -82,7 +82,7 @@ def test_a_history_that_was_rewritten_is_tokenized_anew() -> None:
 
 def test_a_prompt_of_token_ids_is_taken_as_it_is_and_not_remembered() -> None:
     transcripts = Transcripts(10_000)
-    reader = PromptReader(TOKENIZER, transcripts)
+    reader = PromptReader(TOKENIZER, transcripts, 4096)
     assert reader.read(RED, [5, 6]) == Prompt((5, 6), None)
     reader.remember(RED, Prompt((5, 6), None), "x", [7])
     assert transcripts.num_bytes("red") == 0
@@ -91,7 +91,7 @@ def test_a_prompt_of_token_ids_is_taken_as_it_is_and_not_remembered() -> None:
 @pytest.mark.parametrize("text", ["", "\ud800"])
 def test_a_text_without_tokens_is_refused(text: str) -> None:
     with pytest.raises(ApiError) as found:
-        PromptReader(TOKENIZER, Transcripts(0)).read(RED, text)
+        PromptReader(TOKENIZER, Transcripts(0), 4096).read(RED, text)
     assert found.value.status == 400
 
 
