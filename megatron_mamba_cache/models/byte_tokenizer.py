@@ -31,6 +31,10 @@ class ByteTokenizer:
         """Return the bytes of a text that goes on behind others."""
         return self.tokenize(text)
 
+    def tokenize_after(self, _before: str, text: str) -> list[int]:
+        """Return the bytes of a text that follows another."""
+        return self.tokenize(text)
+
     def detokenize(self, tokens: list[int], **_: Any) -> str:
         """Return the text of the bytes; what is no UTF-8 prints as U+FFFD."""
         return b"".join(bytes([t]) if 0 <= t < 256 else b"\xff" for t in tokens).decode(errors="replace")

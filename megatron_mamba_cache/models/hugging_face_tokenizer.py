@@ -52,13 +52,13 @@ class HuggingFaceTokenizer:
         """Return the tokens of a text that goes on behind others; None if the tokenizer cannot begin a text there."""
         context = list(tokens[-_CONTEXT:])
         before = self._codec.decode(context, False)
-        for behind in (self._codec.encode(text, is_start=False), self._behind(before, text)):
+        for behind in (self._codec.encode(text, is_start=False), self.tokenize_after(before, text)):
             if behind is not None and self._codec.decode([*context, *behind], False) == before + text:
                 return behind
         return None
 
-    def _behind(self, before: str, text: str) -> list[int] | None:
-        """Return what the tokens of both texts together have beyond those of the first, if they begin with these."""
+    def tokenize_after(self, before: str, text: str) -> list[int] | None:
+        """Return the tokens of a text as they are where both are tokenized together; None if a token spans both."""
         first = self._codec.encode(before, is_start=False)
         both = self._codec.encode(before + text, is_start=False)
         return both[len(first) :] if both[: len(first)] == first else None

@@ -67,10 +67,34 @@ def test_a_known_text_keeps_its_tokens_and_only_what_is_new_is_tokenized() -> No
     exact = [*prompt.token_ids, *odd]
     again = reader.read(RED, "import os\n" + reply)
     assert list(again.token_ids) == exact
-    longer = reader.read(RED, "import os\n" + reply + "rn é\n")
-    assert list(longer.token_ids) == exact + TOKENIZER.tokenize("rn é\n")
+    longer = reader.read(RED, "import os\n" + reply + "\n    # é\n")
+    assert list(longer.token_ids) == exact + TOKENIZER.tokenize("\n    # é\n")
     assert TOKENIZER.detokenize(list(longer.token_ids)) == longer.text
     assert list(reader.read(BLUE, again.text).token_ids) == TOKENIZER.tokenize(again.text)
+
+
+TYPED = "import os\n\n\ndef main():\n    parser = argparse.ArgumentParser()\n    parser.add_argument"
+
+
+def test_a_prompt_that_was_typed_on_has_the_tokens_of_a_fresh_one_wherever_the_earlier_one_ended() -> None:
+    for cut in range(1, len(TYPED)):
+        reader = PromptReader(TOKENIZER, Transcripts(10_000), 4096)
+        reader.remember(RED, reader.read(RED, TYPED[:cut]), "", [])
+        assert list(reader.read(RED, TYPED).token_ids) == TOKENIZER.tokenize(TYPED), cut
+
+
+def test_a_known_text_is_not_used_where_a_token_would_span_its_end() -> None:
+    fresh, used = TOKENIZER.tokenize(TYPED), set()
+    for cut in range(5, len(TYPED) - 1):
+        reader = PromptReader(TOKENIZER, Transcripts(10_000), 4096)
+        odd = odd_tokens(TYPED[4:cut])
+        reader.remember(RED, reader.read(RED, TYPED[:4]), TYPED[4:cut], odd)
+        found = list(reader.read(RED, TYPED).token_ids)
+        if found != fresh:
+            used.add(cut)
+            assert found == [*TOKENIZER.tokenize(TYPED[:4]), *odd, *fresh[len(TOKENIZER.tokenize(TYPED[:cut])) :]]
+    ends = {len(TOKENIZER.detokenize(fresh[:count])) for count in range(len(fresh))}
+    assert used <= ends and len(used) > len(ends) / 2
 
 
 def test_a_history_that_was_rewritten_is_tokenized_anew() -> None:
