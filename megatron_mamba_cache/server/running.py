@@ -5,7 +5,7 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from functools import partial
 
 import uvicorn
@@ -25,9 +25,12 @@ class DrainingServer(uvicorn.Server):
 
     After the first signal nothing new is taken. What is not done `drain_s` later ends with an error, and so does
     everything after a second signal.
+
+    Args:
+        on_listening: Called once requests and signals are heard.
     """
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, on_listening: Callable[[], None] = lambda: None) -> None:
         config = uvicorn.Config(
             server.app,
             http=partial(Connection, limits=server.settings.limits),  # type: ignore[arg-type]
@@ -40,6 +43,7 @@ class DrainingServer(uvicorn.Server):
         )
         super().__init__(config)
         self._served = server
+        self._on_listening = on_listening
         self._drain: asyncio.Task[None] | None = None
 
     @contextlib.contextmanager
@@ -56,6 +60,11 @@ class DrainingServer(uvicorn.Server):
         finally:
             for number in handled:
                 loop.remove_signal_handler(number)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, as uvicorn does, and say so."""
+        await super().startup(sockets)
+        self._on_listening()
 
     def drain(self) -> None:
         """Take nothing new and end once what was accepted has; the second call ends that at once."""
@@ -80,4 +89,5 @@ class DrainingServer(uvicorn.Server):
         logger.warning("requests that are not done %g s after the signal end with an error", seconds)
         self._served.end(f"the server was stopped, and the request not done {seconds:g} s later")
         await asyncio.sleep(_BACKSTOP_S)
-        self.force_exit = True  # whoever does not read what is sent to them
+        for connection in list(self.server_state.connections):  # of those who do not read what is sent to them
+            connection.transport.abort()

@@ -62,6 +62,11 @@ class FrontEnd:
     server: Server
     backend: ScriptedBackend
 
+    @property
+    def owners(self) -> list[str]:
+        """The owners of both keys."""
+        return [self.server.settings.keys.owner_of(f"Bearer {key}") or "" for key in (RED, BLUE)]
+
     def client(self, key: str = RED) -> httpx.Client:
         """Return an HTTP client that brings a key."""
         headers = {"Authorization": f"Bearer {key}"}
@@ -80,24 +85,28 @@ class FrontEnd:
         return connection
 
 
-@contextmanager
-def front_end(
+def scripted_server(
     *, tokenizer: Any = None, keys: tuple[str, ...] = (RED, BLUE), backend: ScriptedBackend | None = None, **limits: Any
-) -> Iterator[FrontEnd]:
-    """Run a front end over a scripted backend.
+) -> Server:
+    """Return a server over a scripted backend.
 
     Args:
         tokenizer: None: of bytes.
         limits: Of `ServerLimits`.
     """
-    backend = backend or ScriptedBackend()
-    settings = ServerSettings(
-        "scripted", tokenizer or ByteTokenizer(), frozenset(), ApiKeys(keys), ServerLimits(**limits)
-    )
-    server = Server(backend, settings)
+    tokenizer = tokenizer or ByteTokenizer()
+    settings = ServerSettings("scripted", tokenizer, frozenset(), ApiKeys(keys), ServerLimits(**limits))
+    return Server(backend or ScriptedBackend(), settings)
+
+
+@contextmanager
+def front_end(**settings: Any) -> Iterator[FrontEnd]:
+    """Run a server over a scripted backend until the block ends; see `scripted_server`."""
+    server = scripted_server(**settings)
+    assert isinstance(server.backend, ScriptedBackend)
     with listening(server) as found:
         wait_until(lambda: is_listening(found.url))
-        yield FrontEnd(found, server, backend)
+        yield FrontEnd(found, server, server.backend)
 
 
 def is_listening(url: str) -> bool:
