@@ -1,6 +1,7 @@
 """The gate in front of every route: who may pass, whether the server is ready, and how much may come in."""
 
 from collections.abc import Callable
+from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -76,6 +77,9 @@ class AccessControl:
         scope["owner"] = owner
         if _is_below(path, _ADMIN_PATHS) and not self._keys.may_administrate(owner):
             raise ApiError(403, "this API key may not administrate the server", "not_an_admin_key")
+        origin = _header(scope, b"origin")
+        if _is_below(path, _ADMIN_PATHS) and origin and urlsplit(origin).netloc != _header(scope, b"host"):
+            raise ApiError(403, f"a page of {origin} may not administrate the server", "foreign_origin")
         if not _is_below(path, _SERVED_PATHS):
             return
         state = self._state()
