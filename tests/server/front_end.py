@@ -85,6 +85,13 @@ class FrontEnd:
         return connection
 
 
+class LongTokens(ByteTokenizer):
+    """Every token is a thousand characters."""
+
+    def detokenize(self, tokens: list[int], **_: Any) -> str:
+        return "x" * 1000 * len(tokens)
+
+
 def scripted_server(
     *, tokenizer: Any = None, keys: tuple[str, ...] = (RED, BLUE), backend: ScriptedBackend | None = None, **limits: Any
 ) -> Server:

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from megatron_mamba_cache.models.byte_tokenizer import ByteTokenizer
 from megatron_mamba_cache.server.backend import Progress
 from megatron_mamba_cache.server.mail import Mail
-from tests.server.front_end import FrontEnd, front_end, request_bytes, status_of, wait_until
+from tests.server.front_end import FrontEnd, LongTokens, front_end, request_bytes, status_of, wait_until
 
 ASKED: dict[str, Any] = {"prompt": "abc", "max_tokens": 3000}
 STREAMED = ASKED | {"stream": True}
@@ -68,13 +67,6 @@ def test_a_client_that_sends_too_much_ahead_is_cut_off(server: FrontEnd) -> None
         for _ in range(1000):
             connection.sendall(b"x" * 65_536)
     assert_nothing_inside(server)
-
-
-class LongTokens(ByteTokenizer):
-    """Every token is a thousand characters."""
-
-    def detokenize(self, tokens: list[int], **_: Any) -> str:
-        return "x" * 1000 * len(tokens)
 
 
 def test_a_client_that_does_not_read_is_cut_off_and_one_that_does_is_not() -> None:

@@ -19,7 +19,7 @@ from megatron_mamba_cache.command_line.serve import bound_socket
 from megatron_mamba_cache.command_line.serving import Serving
 from megatron_mamba_cache.server.backend import Progress
 from tests.command_line.command_runs import REPOSITORY
-from tests.server.front_end import front_end, request_bytes, scripted_server, status_of, wait_until
+from tests.server.front_end import LongTokens, front_end, request_bytes, scripted_server, status_of, wait_until
 from tests.server.running_server import running_server
 
 NUM_CLIENTS = 6
@@ -159,6 +159,7 @@ def test_a_request_whose_body_is_not_whole_does_not_hold_up_the_end() -> None:
         connection = server.connection(request_bytes(b"{", told_size=500))
         wait_until(lambda: sum(map(server.server.bodies.num_bytes, server.owners)) == 1)
         server.listening.drain()
+        connection.settimeout(5)
         assert status_of(connection) == 503
         server.listening.thread.join(3)
         assert not server.listening.thread.is_alive()
@@ -168,12 +169,11 @@ def test_clients_that_do_not_read_hold_up_the_end_no_longer_than_the_limit_and_l
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("megatron_mamba_cache.server.running._BACKSTOP_S", 0.2)
-    body = {"prompt": "abc", "max_tokens": 3000, "stream": True, "return_token_ids": True}
-    with front_end(drain_s=0.2) as server:
+    body = {"prompt": "abc", "max_tokens": 3000, "stream": True}
+    with front_end(drain_s=0.2, tokenizer=LongTokens()) as server:
         connection = server.connection(request_bytes(body), receive_buffer=4096)
         wait_until(lambda: server.backend.running)
-        for _ in range(8):
-            server.backend.deliver(Progress((97,) * 10_000, cached_tokens=1))
+        server.backend.deliver(Progress((97,) * 10_000))
         server.listening.drain()
         server.listening.thread.join(5)
         assert not server.listening.thread.is_alive()
