@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -42,16 +43,22 @@ def listening(server: Server) -> Iterator[Listening]:
     """Let a server listen on a free port until the block ends."""
     listener = bound_socket("127.0.0.1", 0)
     url = "http://{}:{}".format(*listener.getsockname())
-    running, loop = DrainingServer(server), asyncio.new_event_loop()
-    thread = threading.Thread(target=lambda: loop.run_until_complete(running.serve(sockets=[listener])), name="http")
+    running, begun = DrainingServer(server), Future()  # type: ignore[var-annotated]
+
+    def run() -> None:
+        with asyncio.Runner() as runner:  # which cancels what is left, as that of serve does
+            begun.set_result(runner.get_loop())
+            runner.run(running.serve(sockets=[listener]))
+
+    thread = threading.Thread(target=run, name="http")
     thread.start()
+    loop = begun.result(60)
     try:
         yield Listening(url, loop, thread, lambda: loop.call_soon_threadsafe(running.drain) and None)
     finally:
         if thread.is_alive():
             loop.call_soon_threadsafe(running.drain)
         thread.join(60)
-        loop.close()
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,18 +73,23 @@ class RunningServer:
         return httpx.Client(base_url=self.url, headers=bearer(key), timeout=60, **settings)
 
 
-@contextmanager
-def running_server(*flags: str) -> Iterator[RunningServer]:
-    """Run a server with the flags of serve on a free port, until the block ends."""
+def made_server(*flags: str) -> Server:
+    """Return a server with the flags of serve that has not started."""
     with quiet_libraries():
         arguments = command_parser().parse_args(["serve", "--port", "0", *flags])
         device = select_device(arguments.device)
         serving = Serving(arguments, api_keys_of(arguments), chosen_directory(arguments), device)
-        backend = EngineThread(serving.engine(), serving.settings.end_ids)
-    server = Server(backend, serving.settings)
+        return Server(EngineThread(serving.engine(), serving.settings.end_ids), serving.settings)
+
+
+@contextmanager
+def running_server(*flags: str) -> Iterator[RunningServer]:
+    """Run a server with the flags of serve on a free port, until the block ends."""
+    server = made_server(*flags)
+    assert isinstance(server.backend, EngineThread)
     with listening(server) as found:
         _wait_until_ready(found.url)
-        yield RunningServer(found, server, backend)
+        yield RunningServer(found, server, server.backend)
 
 
 def _wait_until_ready(url: str) -> None:
