@@ -32,6 +32,10 @@ class TokenIdTokenizer:
         """Print token ids."""
         return " ".join(str(token) for token in tokens)
 
+    def bytes_of(self, token: int) -> bytes:
+        """Print a token id in bytes."""
+        return str(token).encode()
+
 
 def build_engine(
     model: Any,

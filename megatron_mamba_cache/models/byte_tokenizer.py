@@ -38,3 +38,7 @@ class ByteTokenizer:
     def detokenize(self, tokens: list[int], **_: Any) -> str:
         """Return the text of the bytes; what is no UTF-8 prints as U+FFFD."""
         return b"".join(bytes([t]) if 0 <= t < 256 else b"\xff" for t in tokens).decode(errors="replace")
+
+    def bytes_of(self, token: int) -> bytes | None:
+        """Return the byte of a token; None for an id that means nothing."""
+        return bytes([token]) if 0 <= token < 256 else None

@@ -11,6 +11,7 @@ from typing import Any
 
 from .json_file import read_json_object
 from .text_codec import JsonCodec, TextCodec, TransformersCodec, auto_tokenizer
+from .token_bytes import token_bytes
 
 _JSON = "tokenizer.json"
 _OTHERS = ("tokenizer_config.json", "tokenizer.model", "spiece.model", "tekken.json", "vocab.json", "vocab.txt")
@@ -66,6 +67,10 @@ class HuggingFaceTokenizer:
     def detokenize(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of the tokens; an id that stands for nothing gives no text."""
         return self._codec.decode(tokens, skip_special_tokens)
+
+    def bytes_of(self, token: int) -> bytes | None:
+        """Return the bytes of a token, which need not be whole characters; None if the files do not tell them."""
+        return token_bytes(self._codec.token_of(token), self.detokenize([token]))
 
     @property
     def has_chat_template(self) -> bool:

@@ -25,6 +25,9 @@ class TextCodec(Protocol):
     def id_of(self, token: str) -> int | None:
         """Return the id of a token; None if there is none."""
 
+    def token_of(self, token_id: int) -> str | None:
+        """Return the token of an id as the files spell it; None if there is none."""
+
 
 class JsonCodec:
     """A `tokenizer.json`, read by the small tokenizers package.
@@ -62,6 +65,11 @@ class JsonCodec:
         found: int | None = self._tokenizer.token_to_id(token)
         return found
 
+    def token_of(self, token_id: int) -> str | None:
+        """See `TextCodec`."""
+        found: str | None = self._tokenizer.id_to_token(token_id)
+        return found
+
 
 class TransformersCodec:
     """Any other tokenizer of a directory, read by transformers.
@@ -73,6 +81,7 @@ class TransformersCodec:
     def __init__(self, directory: Path) -> None:
         self._tokenizer = auto_tokenizer(directory, "its tokenizer files")
         self._ids: dict[str, int] = self._tokenizer.get_vocab()
+        self._tokens = {token_id: token for token, token_id in self._ids.items()}
         self.largest_id = max(self._ids.values(), default=-1)
         self.longest_token = max(map(len, self._ids), default=1)
 
@@ -88,6 +97,10 @@ class TransformersCodec:
     def id_of(self, token: str) -> int | None:
         """See `TextCodec`."""
         return self._ids.get(token)
+
+    def token_of(self, token_id: int) -> str | None:
+        """See `TextCodec`."""
+        return self._tokens.get(token_id)
 
 
 def auto_tokenizer(directory: Path, purpose: str) -> Any:

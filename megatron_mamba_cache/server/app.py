@@ -64,7 +64,7 @@ class Server:
         self.rules = JobRules(
             backend,
             self.gate,
-            settings.tokenizer.detokenize,
+            settings.tokenizer,
             settings.end_ids,
             FairThreads(_NUM_TOKENIZING),
             self._note,

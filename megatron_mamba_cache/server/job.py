@@ -14,7 +14,7 @@ from .fair_threads import FairThreads
 from .limits import Places, QueueGate
 from .mail import Mail
 from .prompts import Prompt
-from .reply import Piece, Reply
+from .reply import Piece, Reply, TokenTexts
 from .tenants import Tenant
 
 _UINT63 = 2**63
@@ -90,7 +90,7 @@ class JobRules:
 
     backend: Backend
     gate: QueueGate
-    detokenize: Callable[[list[int]], str]
+    tokenizer: TokenTexts
     end_ids: frozenset[int]
     threads: FairThreads
     on_end: Callable[["Job"], None] = field(default=lambda _job: None)
@@ -153,7 +153,7 @@ class Job:
                 prompt_index * order.num_choices + number,
                 prompt_index,
                 _request(order, prompt, number, rules.backend.max_sequence_length),
-                Reply(rules.detokenize, order.stops, rules.end_ids),
+                Reply(rules.tokenizer, order.stops, rules.end_ids),
             )
             for prompt_index, prompt in enumerate(prompts)
             for number in range(order.num_choices)

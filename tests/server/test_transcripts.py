@@ -120,7 +120,7 @@ def test_a_text_without_tokens_is_refused(text: str) -> None:
 
 
 def reply_of(tokens: list[int], stops: tuple[str, ...] = (), end: str = "length") -> Reply:
-    reply = Reply(TOKENIZER.detokenize, stops, frozenset({0}))
+    reply = Reply(TOKENIZER, stops, frozenset({0}))
     for token in tokens[:-1]:
         if reply.finish_reason is None:
             reply.take(Progress((token,)))
