@@ -3,18 +3,17 @@
 import asyncio
 import json
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, Literal, TypeVar
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any
 
 from starlette.responses import JSONResponse, Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from .errors import ApiError
 from .formats import Format
 from .job import Job, JobRules, Order, job_of
 from .reply import Piece
 
-_Found = TypeVar("_Found")
 _DONE = b"data: [DONE]\n\n"
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -45,13 +44,20 @@ class JobResponse(Response):
         Raises:
             ApiError: If the order cannot be taken in, or fails before anything was sent.
         """
-        if not await unless_disconnected(receive, self._answer(send)):
+        has_begun = False
+
+        async def noting_send(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        await unless_disconnected(receive, self._answer(noting_send))
+        if not has_begun:
             await Response(status_code=CLIENT_CLOSED_REQUEST)(scope, receive, send)
 
-    async def _answer(self, send: Send) -> Literal[True]:
+    async def _answer(self, send: Send) -> None:
         async with job_of(self._rules, self._order) as job:
             await self._send(job, send)
-        return True
 
     async def _send(self, job: Job, send: Send) -> None:
         raise NotImplementedError
@@ -97,20 +103,21 @@ class EventStream(JobResponse):
             yield self._form.usage_chunk(job)
 
 
-async def unless_disconnected(receive: Callable[[], Awaitable[Any]], work: Awaitable[_Found]) -> _Found | None:
-    """Return what `work` returns; None, and cancel it, if the client leaves before. Raises what it raises."""
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Let `work` end, and raise what it raises; cancel it if the client leaves before."""
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_disconnect(receive))
     try:
         await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else None
+        if working.done():
+            working.result()
     finally:
         for task in (working, watching):
             task.cancel()
         await asyncio.gather(working, watching, return_exceptions=True)
 
 
-async def _disconnect(receive: Callable[[], Awaitable[Any]]) -> None:
+async def _disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 

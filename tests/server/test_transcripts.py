@@ -76,10 +76,12 @@ def test_a_known_text_keeps_its_tokens_and_only_what_is_new_is_tokenized() -> No
 TYPED = "import os\n\n\ndef main():\n    parser = argparse.ArgumentParser()\n    parser.add_argument"
 
 
-def test_a_prompt_that_was_typed_on_has_the_tokens_of_a_fresh_one_wherever_the_earlier_one_ended() -> None:
+def test_a_prompt_without_a_reply_leaves_no_trace_in_a_longer_one_wherever_it_ended() -> None:
     for cut in range(1, len(TYPED)):
-        reader = PromptReader(TOKENIZER, Transcripts(10_000), 4096)
+        transcripts = Transcripts(10_000)
+        reader = PromptReader(TOKENIZER, transcripts, 4096)
         reader.remember(RED, reader.read(RED, TYPED[:cut]), "", [])
+        assert transcripts.num_bytes("red") == 0  # there is nothing exact in it
         assert list(reader.read(RED, TYPED).token_ids) == TOKENIZER.tokenize(TYPED), cut
 
 
