@@ -91,8 +91,8 @@ class Serving:
     def _serve(self, server: Server, listener: socket.socket) -> int:
         host, port = listener.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        print(f"{self._first_line}\nserving {self.settings.model_name} on {url}", flush=True)
-        running = DrainingServer(server)
+        lines = f"{self._first_line}\nserving {self.settings.model_name} on {url}"
+        running = DrainingServer(server, on_listening=lambda: print(lines, flush=True))
         asyncio.run(running.serve(sockets=[listener]))
         return 0 if server.backend.state.failure is None else 1
 

@@ -22,6 +22,7 @@ class TokenIdTokenizer:
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
+        self.longest_token = len(f"{vocab_size} ")
 
     def tokenize(self, text: str) -> list[int]:
         """Parse token ids."""
@@ -30,6 +31,10 @@ class TokenIdTokenizer:
     def detokenize(self, tokens: list[int], **_: Any) -> str:
         """Print token ids."""
         return " ".join(str(token) for token in tokens)
+
+    def bytes_of(self, token: int) -> bytes:
+        """Print a token id in bytes."""
+        return str(token).encode()
 
 
 def build_engine(

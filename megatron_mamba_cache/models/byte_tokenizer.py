@@ -9,10 +9,14 @@ class ByteTokenizer:
 
     Args:
         vocab_size: Of the model; ids from 256 up mean nothing and print as U+FFFD.
+
+    Attributes:
+        longest_token: Characters that a token has at most.
     """
 
     eod = -1
     bos = None
+    longest_token = 1
 
     def __init__(self, vocab_size: int = 256) -> None:
         if vocab_size < 256:
@@ -27,6 +31,14 @@ class ByteTokenizer:
         """Return the bytes of a text that goes on behind others."""
         return self.tokenize(text)
 
+    def tokenize_after(self, _before: str, text: str) -> list[int]:
+        """Return the bytes of a text that follows another."""
+        return self.tokenize(text)
+
     def detokenize(self, tokens: list[int], **_: Any) -> str:
         """Return the text of the bytes; what is no UTF-8 prints as U+FFFD."""
         return b"".join(bytes([t]) if 0 <= t < 256 else b"\xff" for t in tokens).decode(errors="replace")
+
+    def bytes_of(self, token: int) -> bytes | None:
+        """Return the byte of a token; None for an id that means nothing."""
+        return bytes([token]) if 0 <= token < 256 else None

@@ -11,6 +11,7 @@ from typing import Any
 
 from .json_file import read_json_object
 from .text_codec import JsonCodec, TextCodec, TransformersCodec, auto_tokenizer
+from .token_bytes import token_bytes
 
 _JSON = "tokenizer.json"
 _OTHERS = ("tokenizer_config.json", "tokenizer.model", "spiece.model", "tekken.json", "vocab.json", "vocab.txt")
@@ -28,6 +29,7 @@ class HuggingFaceTokenizer:
     Attributes:
         bos: The id of the token that begins a text; None without one.
         eod: The id that ends a text, the first that `generation_config.json` names or the tokenizer's; -1 without one.
+        longest_token: Characters that a token has at most, as the tokenizer's files spell it.
         other_end_ids: Further ids that end a text, for instance a chat turn; an engine stops at each.
     """
 
@@ -36,6 +38,7 @@ class HuggingFaceTokenizer:
         self._directory = directory
         self._settings = _settings(directory)
         self.vocab_size = vocab_size
+        self.longest_token = codec.longest_token
         self.bos = self._id_named("bos_token")
         end_ids = _end_ids(directory) or [self._id_named("eos_token")]
         self.eod = -1 if end_ids[0] is None else end_ids[0]
@@ -50,13 +53,13 @@ class HuggingFaceTokenizer:
         """Return the tokens of a text that goes on behind others; None if the tokenizer cannot begin a text there."""
         context = list(tokens[-_CONTEXT:])
         before = self._codec.decode(context, False)
-        for behind in (self._codec.encode(text, is_start=False), self._behind(before, text)):
+        for behind in (self._codec.encode(text, is_start=False), self.tokenize_after(before, text)):
             if behind is not None and self._codec.decode([*context, *behind], False) == before + text:
                 return behind
         return None
 
-    def _behind(self, before: str, text: str) -> list[int] | None:
-        """Return what the tokens of both texts together have beyond those of the first, if they begin with these."""
+    def tokenize_after(self, before: str, text: str) -> list[int] | None:
+        """Return the tokens of a text as they are where both are tokenized together; None if a token spans both."""
         first = self._codec.encode(before, is_start=False)
         both = self._codec.encode(before + text, is_start=False)
         return both[len(first) :] if both[: len(first)] == first else None
@@ -64,6 +67,10 @@ class HuggingFaceTokenizer:
     def detokenize(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of the tokens; an id that stands for nothing gives no text."""
         return self._codec.decode(tokens, skip_special_tokens)
+
+    def bytes_of(self, token: int) -> bytes | None:
+        """Return the bytes of a token, which need not be whole characters; None if the files do not tell them."""
+        return token_bytes(self._codec.token_of(token), self.detokenize([token]))
 
     @property
     def has_chat_template(self) -> bool:

@@ -6,9 +6,15 @@ from typing import Any, Protocol
 
 
 class TextCodec(Protocol):
-    """What turns text into token ids and back; `largest_id` is the largest that it knows."""
+    """What turns text into token ids and back.
+
+    Attributes:
+        largest_id: That it knows.
+        longest_token: Characters of the longest token as the files spell it, at least 1.
+    """
 
     largest_id: int
+    longest_token: int
 
     def encode(self, text: str, *, is_start: bool = True) -> list[int]:
         """Return the text's ids; where it is a text's start, with the special tokens that the tokenizer's files add."""
@@ -18,6 +24,9 @@ class TextCodec(Protocol):
 
     def id_of(self, token: str) -> int | None:
         """Return the id of a token; None if there is none."""
+
+    def token_of(self, token_id: int) -> str | None:
+        """Return the token of an id as the files spell it; None if there is none."""
 
 
 class JsonCodec:
@@ -38,7 +47,9 @@ class JsonCodec:
             raise ValueError(f"{path} is no tokenizer: {error}") from error
         self._tokenizer.no_truncation()  # the file may hold settings of batches, which are not meant for prompts
         self._tokenizer.no_padding()
-        self.largest_id: int = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.largest_id = max(vocabulary.values(), default=-1)
+        self.longest_token = max(map(len, vocabulary), default=1)
 
     def encode(self, text: str, *, is_start: bool = True) -> list[int]:
         """See `TextCodec`."""
@@ -54,6 +65,11 @@ class JsonCodec:
         found: int | None = self._tokenizer.token_to_id(token)
         return found
 
+    def token_of(self, token_id: int) -> str | None:
+        """See `TextCodec`."""
+        found: str | None = self._tokenizer.id_to_token(token_id)
+        return found
+
 
 class TransformersCodec:
     """Any other tokenizer of a directory, read by transformers.
@@ -65,7 +81,9 @@ class TransformersCodec:
     def __init__(self, directory: Path) -> None:
         self._tokenizer = auto_tokenizer(directory, "its tokenizer files")
         self._ids: dict[str, int] = self._tokenizer.get_vocab()
+        self._tokens = {token_id: token for token, token_id in self._ids.items()}
         self.largest_id = max(self._ids.values(), default=-1)
+        self.longest_token = max(map(len, self._ids), default=1)
 
     def encode(self, text: str, *, is_start: bool = True) -> list[int]:
         """See `TextCodec`."""
@@ -79,6 +97,10 @@ class TransformersCodec:
     def id_of(self, token: str) -> int | None:
         """See `TextCodec`."""
         return self._ids.get(token)
+
+    def token_of(self, token_id: int) -> str | None:
+        """See `TextCodec`."""
+        return self._tokens.get(token_id)
 
 
 def auto_tokenizer(directory: Path, purpose: str) -> Any:

@@ -15,8 +15,10 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from .access import AccessControl
 from .backend import Backend
+from .bodies import Bodies
 from .endpoints import ServedModel, openai_routes, seconds_now
 from .errors import ApiError
+from .fair_threads import FairThreads
 from .job import Job, JobRules
 from .limits import QueueGate, ServerLimits
 from .metrics import ServerMetrics
@@ -26,6 +28,7 @@ from .schemas import FlushRequest
 from .tenants import ApiKeys
 from .transcripts import Transcripts
 
+_NUM_TOKENIZING = 2  # few enough that tokenizing leaves the engine a processor
 _DASHBOARD = Path(__file__).with_name("dashboard.html")
 
 
@@ -54,11 +57,29 @@ class Server:
         self.backend = backend
         self.settings = settings
         self.gate = QueueGate(limits, time.monotonic)
+        self.bodies = Bodies(limits, settings.keys.num_owners)
         self.metrics = ServerMetrics(backend, self.gate)
         self.transcripts = Transcripts(limits.transcript_bytes)
-        self._reader = PromptReader(settings.tokenizer, self.transcripts)
-        self.rules = JobRules(backend, self.gate, settings.tokenizer.detokenize, settings.end_ids, self._note)
+        self._reader = PromptReader(settings.tokenizer, self.transcripts, backend.max_sequence_length)
+        self.rules = JobRules(
+            backend,
+            self.gate,
+            settings.tokenizer,
+            settings.end_ids,
+            FairThreads(_NUM_TOKENIZING),
+            self._note,
+        )
         self.app = self._build()
+
+    def drain(self) -> None:
+        """Take nothing new; a request whose body is not whole yet is new too."""
+        self.rules.is_draining = True
+        self.bodies.stop()
+
+    def end(self, reason: str) -> None:
+        """End every request with an error."""
+        self.rules.is_over = True
+        self.backend.fail_all(reason)
 
     def _note(self, job: Job) -> None:
         self.metrics.note(job)
@@ -71,17 +92,17 @@ class Server:
         app = FastAPI(
             title="megatron-mamba-cache",
             description="OpenAI-compatible inference of hybrid Mamba2 + attention models with prefix caching.",
-            lifespan=_lifespan(self.backend),
+            lifespan=_lifespan(self),
             redoc_url=None,
         )
         model = ServedModel(settings.model_name, self._reader, seconds_now())
-        app.include_router(openai_routes(model, self.backend, self.rules, settings.limits))
+        app.include_router(openai_routes(model, self.rules, settings.limits))
         _add_own_routes(app, self)
         _add_error_handlers(app)
         app.add_middleware(
             AccessControl,
             keys=settings.keys,
-            limits=settings.limits,
+            bodies=self.bodies,
             state=lambda: self.backend.state,
             is_draining=lambda: self.rules.is_draining,
             on_status=lambda status: self.metrics.responses.labels(str(status)).inc(),
@@ -90,14 +111,15 @@ class Server:
         return app
 
 
-def _lifespan(backend: Backend) -> Callable[[FastAPI], Any]:
+def _lifespan(server: Server) -> Callable[[FastAPI], Any]:
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        await backend.start()
+        await server.backend.start()
         try:
             yield
         finally:
-            await backend.stop()
+            await server.backend.stop()
+            server.rules.threads.close()
 
     return lifespan
 

@@ -52,6 +52,7 @@ class CoordinatorBackend:
         self._listeners: dict[int, Listener] = {}
         self._states: dict[str, dict[str, Any]] = {}
         self._state = BackendState()
+        self._flushed_to: str | None = None  # a version of the weights that some replicas have not told yet
         self._generated = 0
         self._stopped = asyncio.Event()
         self._last_heard = time.monotonic()
@@ -102,6 +103,7 @@ class CoordinatorBackend:
         """See `Backend`; each replica flushes before it sees any request that comes later."""
         self._send(FLUSH, weights_version)
         if weights_version is not None:
+            self._flushed_to = weights_version
             self._state = replace(self._state, weights_version=weights_version)
 
     async def stop(self) -> None:
@@ -183,6 +185,9 @@ class CoordinatorBackend:
         if not states:
             self._state = replace(self._state, is_ready=False)
             return
+        versions = {state["weights_version"] for state in states}
+        if versions == {self._flushed_to}:
+            self._flushed_to = None
         self._state = replace(
             self._state,
             is_ready=True,
@@ -190,5 +195,5 @@ class CoordinatorBackend:
             num_running=sum(state["num_running"] for state in states),
             num_waiting=sum(state["num_waiting"] for state in states),
             generated_tokens=self._generated,
-            weights_version=states[0]["weights_version"],
+            weights_version=self._flushed_to or states[0]["weights_version"],
         )

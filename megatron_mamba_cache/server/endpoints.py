@@ -1,21 +1,22 @@
 """The routes of OpenAI's API."""
 
-import asyncio
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from .backend import Backend, GenerationRequest
+from .backend import GenerationRequest
 from .errors import ApiError, bad_request
-from .formats import ChatFormat, CompletionFormat, Format
-from .job import Job, JobRules
+from .formats import ChatFormat, CompletionFormat
+from .job import JobRules, Order
 from .limits import ServerLimits
 from .prompts import Prompt, PromptReader
-from .replies import EventStream, whole_reply
+from .replies import EventStream, WholeReply
 from .schemas import ChatRequest, CompletionRequest, GenerationFields
 from .tenants import Tenant
 
@@ -36,10 +37,10 @@ class ServedModel:
     created: int
 
 
-def openai_routes(model: ServedModel, backend: Backend, rules: JobRules, limits: ServerLimits) -> APIRouter:
+def openai_routes(model: ServedModel, rules: JobRules, limits: ServerLimits) -> APIRouter:
     """Return the routes below `/v1`."""
     router = APIRouter(prefix="/v1")
-    maker = _JobMaker(model, backend, rules, limits)
+    maker = _OrderMaker(model, limits)
 
     @router.get("/models")
     async def list_models() -> dict[str, Any]:
@@ -53,22 +54,21 @@ def openai_routes(model: ServedModel, backend: Backend, rules: JobRules, limits:
     @router.post("/completions", response_model=None)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         tenant = tenant_of(request, body)
-        texts = body.prompts
-        prompts = await asyncio.to_thread(lambda: [model.reader.read(tenant, text) for text in texts])
-        job = maker.job(prompts, body, tenant, body.max_tokens or _DEFAULT_COMPLETION_TOKENS, body.logprobs)
-        return await _answer(job, _form(CompletionFormat, model, body), body, request)
+        readings = tuple(partial(model.reader.read, tenant, prompt) for prompt in body.prompts)
+        length = body.max_tokens or _DEFAULT_COMPLETION_TOKENS
+        order = maker.order(body, tenant, readings, length, body.logprobs)
+        return _response(rules, order, CompletionFormat, model, body)
 
     @router.post("/chat/completions", response_model=None)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         tenant = tenant_of(request, body)
-        messages = [message.plain() for message in body.messages]
-        prompt = await asyncio.to_thread(model.reader.read_chat, tenant, messages)
         if body.top_logprobs is not None and not body.logprobs:
             raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
-        room = backend.max_sequence_length - len(prompt.token_ids)
-        wanted = body.max_completion_tokens or body.max_tokens or max(room, 1)
-        job = maker.job([prompt], body, tenant, wanted, (body.top_logprobs or 0) if body.logprobs else None)
-        return await _answer(job, _form(ChatFormat, model, body), body, request)
+        messages = [message.plain() for message in body.messages]
+        readings = (partial(model.reader.read_chat, tenant, messages),)
+        length = body.max_completion_tokens or body.max_tokens
+        order = maker.order(body, tenant, readings, length, (body.top_logprobs or 0) if body.logprobs else None)
+        return _response(rules, order, ChatFormat, model, body)
 
     return router
 
@@ -78,11 +78,9 @@ def tenant_of(request: Request, body: GenerationFields) -> Tenant:
     return Tenant(request.scope.get("owner", ""), body.cache_salt or "")
 
 
-class _JobMaker:
-    def __init__(self, model: ServedModel, backend: Backend, rules: JobRules, limits: ServerLimits) -> None:
+class _OrderMaker:
+    def __init__(self, model: ServedModel, limits: ServerLimits) -> None:
         self._model = model
-        self._backend = backend
-        self._rules = rules
         self._limits = limits
 
     def check_model(self, name: str | None) -> None:
@@ -92,19 +90,27 @@ class _JobMaker:
                 404, f"the model {name!r} is not served here, but {self._model.name!r} is", "model_not_found", "model"
             )
 
-    def job(
-        self, prompts: list[Prompt], body: GenerationFields, tenant: Tenant, max_tokens: int, num_log_probs: int | None
-    ) -> Job:
-        """Return the job of a request.
+    def order(
+        self,
+        body: GenerationFields,
+        tenant: Tenant,
+        readings: tuple[Callable[[], Prompt], ...],
+        max_tokens: int | None,
+        num_log_probs: int | None,
+    ) -> Order:
+        """Return what a request asks for.
+
+        Args:
+            max_tokens: None: as many as fit.
 
         Raises:
             ApiError: If the model is another one, or the choices are too many.
         """
         self.check_model(body.model)
-        num_choices = body.n or 1
-        if num_choices * len(prompts) > self._limits.max_choices:
+        num_choices, num_prompts = body.n or 1, len(readings)
+        if num_choices * num_prompts > self._limits.max_choices:
             raise bad_request(
-                f"{len(prompts)} prompts times n={num_choices} make {len(prompts) * num_choices} choices; at most "
+                f"{num_prompts} prompts times n={num_choices} make {num_prompts * num_choices} choices; at most "
                 f"{self._limits.max_choices} are allowed in a request",
                 "n",
             )
@@ -112,7 +118,7 @@ class _JobMaker:
         top_k = max(body.top_k or 0, 0)
         plain = GenerationRequest(
             prompt=(),
-            max_tokens=max_tokens,
+            max_tokens=max_tokens or 1,
             temperature=1.0 if body.temperature is None else body.temperature,
             top_k=1 if body.top_p == 0 else top_k,  # no probability at all: the most probable token
             top_p=body.top_p or 0.0,
@@ -121,17 +127,20 @@ class _JobMaker:
             num_log_probs=num_log_probs,
             ignores_end=bool(body.ignore_eos),
         )
-        return Job(self._rules, tenant, prompts, plain, num_choices, body.stops)
+        return Order(tenant, readings, num_choices, plain, max_tokens is None, body.stops)
 
 
-def _form(kind: type[CompletionFormat] | type[ChatFormat], model: ServedModel, body: GenerationFields) -> Format:
-    return kind(model.name, includes_usage=body.includes_usage, returns_token_ids=bool(body.return_token_ids))
-
-
-async def _answer(job: Job, form: Format, body: GenerationFields, request: Request) -> Response:
+def _response(
+    rules: JobRules,
+    order: Order,
+    kind: type[CompletionFormat] | type[ChatFormat],
+    model: ServedModel,
+    body: GenerationFields,
+) -> Response:
+    form = kind(model.name, includes_usage=body.includes_usage, returns_token_ids=bool(body.return_token_ids))
     if body.stream:
-        return EventStream(job, form, includes_usage=body.includes_usage)
-    return await whole_reply(job, form, request)
+        return EventStream(rules, order, form, includes_usage=body.includes_usage)
+    return WholeReply(rules, order, form)
 
 
 def _described(model: ServedModel) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from ..mcore.replica_engine import MOST_FAILED_STEPS
 from ..mcore.request_states import tokens_after
 from ..metrics import CacheSnapshot
 from .backend import BackendState, GenerationRequest, Progress, Ticket
+from .errors import engine_failed
 from .megatron_requests import Listener, ended, sampling_params
 from .request_faults import RequestRules
 
@@ -94,12 +95,18 @@ class EngineThread:
         await self.between_steps(act)
 
     async def between_steps(self, act: Callable[[MambaCacheEngine], _Answer]) -> _Answer:
-        """Return what `act` returns, or raise what it raises, for the engine between two of its steps."""
+        """Return what `act` returns, or raise what it raises, for the engine between two of its steps.
+
+        Raises:
+            ApiError: 503 if the engine has failed.
+        """
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[_Answer] = loop.create_future()
 
         def run() -> None:
             try:
+                if self._state.failure is not None:
+                    raise engine_failed(self._state.failure)
                 found = act(self._engine)
             except Exception as error:
                 loop.call_soon_threadsafe(_settle, answer, None, error)
@@ -227,7 +234,8 @@ class EngineThread:
             return
         engine, self._state_at = self._engine, now
         running = len(engine.context.rows)
-        self._state = BackendState(
+        self._state = replace(
+            self._state,
             is_ready=True,
             cache=_copied(engine.context.snapshot()),
             num_running=running,

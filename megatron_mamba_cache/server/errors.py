@@ -13,6 +13,8 @@ _TYPES = {
     503: "server_error",
 }
 
+TOO_LONG = "context_length_exceeded"
+
 
 @dataclass
 class ApiError(Exception):
@@ -51,3 +53,8 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
 def unavailable(message: str, code: str, retry_after_s: int = 1) -> ApiError:
     """Return the error of a server that is starting, draining or broken."""
     return ApiError(503, message, code, retry_after_s=retry_after_s)
+
+
+def engine_failed(reason: str) -> ApiError:
+    """Return the error of a server whose engine serves nobody any more."""
+    return unavailable(reason, "engine_failed", retry_after_s=30)

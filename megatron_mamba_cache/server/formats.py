@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from .job import Choice, Job
 from .reply import Piece, TokenInfo
+from .text_stream import REPLACEMENT
 
 
 class Format(Protocol):
@@ -55,10 +56,6 @@ class CompletionFormat(_Envelope):
 
     prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, model: str, *, includes_usage: bool, returns_token_ids: bool) -> None:
-        super().__init__(model, includes_usage=includes_usage, returns_token_ids=returns_token_ids)
-        self._offsets: dict[int, int] = {}
-
     def chunk(self, choice: Choice, piece: Piece) -> dict[str, Any]:
         """See `Format`."""
         described = self._choice(choice, piece.text, piece.tokens, piece.finish_reason)
@@ -77,15 +74,11 @@ class CompletionFormat(_Envelope):
         return {"index": choice.index, "text": text, "logprobs": log_probs, "finish_reason": finish}
 
     def _log_probs(self, choice: Choice, tokens: Sequence[TokenInfo]) -> dict[str, Any]:
-        offsets = []
-        for token in tokens:
-            offsets.append(self._offsets.get(choice.index, 0))
-            self._offsets[choice.index] = offsets[-1] + len(token.text)
         return {
             "tokens": [token.text for token in tokens],
             "token_logprobs": [token.log_prob for token in tokens],
             "top_logprobs": [dict(token.alternatives) for token in tokens] if choice.request.num_log_probs else None,
-            "text_offset": offsets,
+            "text_offset": [token.offset for token in tokens],
         }
 
 
@@ -137,13 +130,20 @@ def _chat_log_probs(choice: Choice, tokens: Sequence[TokenInfo]) -> dict[str, An
         return None
     content = [
         {
-            **_named(token.text, token.log_prob),
-            "top_logprobs": [_named(text, log_prob) for text, log_prob in token.alternatives.items()],
+            **_named(token.text, token.log_prob, token.content),
+            "top_logprobs": [
+                _named(text, log_prob, _bytes_of_text(text)) for text, log_prob in token.alternatives.items()
+            ],
         }
         for token in tokens
     ]
     return {"content": content, "refusal": None}
 
 
-def _named(text: str, log_prob: float | None) -> dict[str, Any]:
-    return {"token": text, "logprob": log_prob, "bytes": list(text.encode())}
+def _named(text: str, log_prob: float | None, content: bytes | None) -> dict[str, Any]:
+    return {"token": text, "logprob": log_prob, "bytes": None if content is None else list(content)}
+
+
+def _bytes_of_text(text: str) -> bytes | None:
+    """Return a text's bytes; None if it stands for tokens that are no whole characters, and so for bytes unknown."""
+    return None if REPLACEMENT in text else text.encode()

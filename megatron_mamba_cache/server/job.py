@@ -1,18 +1,20 @@
 """One HTTP request's replies, from the gate to the last of them."""
 
-import asyncio
 import hashlib
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
 from .backend import Backend, GenerationRequest, Progress, Ticket
-from .errors import bad_request, unavailable
-from .limits import QueueGate
+from .errors import TOO_LONG, bad_request, unavailable
+from .fair_threads import FairThreads
+from .limits import Places, QueueGate
+from .mail import Mail
 from .prompts import Prompt
-from .reply import Piece, Reply
+from .reply import Piece, Reply, TokenTexts
 from .tenants import Tenant
 
 _UINT63 = 2**63
@@ -25,6 +27,7 @@ class Choice:
     Args:
         index: Among the choices of all prompts.
         prompt_index: Of its prompt.
+        ticket: While the engine has it.
     """
 
     index: int
@@ -79,78 +82,98 @@ class JobRules:
 
     Args:
         end_ids: Tokens that end replies.
+        threads: In which prompts are read.
         on_end: Told of each job that has ended, whole or not.
+        is_draining: Whether no request is accepted any more.
+        is_over: Whether those that were accepted are not begun any more either.
     """
 
     backend: Backend
     gate: QueueGate
-    detokenize: Callable[[list[int]], str]
+    tokenizer: TokenTexts
     end_ids: frozenset[int]
+    threads: FairThreads
     on_end: Callable[["Job"], None] = field(default=lambda _job: None)
     is_draining: bool = False
+    is_over: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What an HTTP request asks for.
+
+    Args:
+        readings: One for each prompt; tokenizes it, which may take seconds, and raises `ApiError` if that cannot be.
+        num_choices: Replies that are drawn for each prompt.
+        plain: The request of every choice but for its prompt; the choices of a prompt have seeds of their own.
+        takes_all_room: Whether replies may be as long as fits behind the prompt, whatever `plain` says.
+        stops: Stop strings.
+    """
+
+    tenant: Tenant
+    readings: tuple[Callable[[], Prompt], ...]
+    num_choices: int
+    plain: GenerationRequest
+    takes_all_room: bool
+    stops: tuple[str, ...]
+
+
+@asynccontextmanager
+async def job_of(rules: JobRules, order: Order) -> AsyncIterator["Job"]:
+    """Pass the gate, read the prompts, and yield the job that the engine has then; afterwards nothing of it is left.
+
+    Raises:
+        ApiError: 400 if a prompt cannot be read or a request can never run, 429 if too many are there, 503 if the
+            server drains.
+    """
+    if rules.is_draining:
+        raise unavailable("the server is shutting down", "shutting_down")
+    with rules.gate.enter(len(order.readings) * order.num_choices) as places:
+        prompts = [await rules.threads.run(order.tenant.owner, reading) for reading in order.readings]
+        with Job(rules, order, prompts, places) as job:
+            yield job
 
 
 class Job:
     """The choices of one HTTP request; as a context, it leaves nothing behind in the engine.
 
     Args:
-        plain: The request of every choice but for its prompt; the choices of a prompt have seeds of their own.
-        num_choices: Replies that are drawn for each prompt.
-        stops: Stop strings.
+        prompts: Of the order's readings.
+        places: One for each choice, given back when the engine is done with it.
 
     Raises:
-        ApiError: On entering: 400 if a request can never run, 429 if too many are there, 503 if the server drains.
+        ApiError: On entering: 400 if a request can never run, 503 if the server has ended.
     """
 
-    def __init__(
-        self,
-        rules: JobRules,
-        tenant: Tenant,
-        prompts: list[Prompt],
-        plain: GenerationRequest,
-        num_choices: int,
-        stops: tuple[str, ...],
-    ) -> None:
-        self.tenant = tenant
+    def __init__(self, rules: JobRules, order: Order, prompts: list[Prompt], places: Places) -> None:
+        self.tenant = order.tenant
         self.prompts = prompts
         self.choices = [
             Choice(
-                prompt_index * num_choices + number,
+                prompt_index * order.num_choices + number,
                 prompt_index,
-                replace(plain, prompt=prompt.token_ids, seed=choice_seed(plain.seed, number)),
-                Reply(rules.detokenize, stops, rules.end_ids),
+                _request(order, prompt, number, rules.backend.max_sequence_length),
+                Reply(rules.tokenizer, order.stops, rules.end_ids),
             )
             for prompt_index, prompt in enumerate(prompts)
-            for number in range(num_choices)
+            for number in range(order.num_choices)
         ]
         self._rules = rules
-        self._mail: asyncio.Queue[tuple[Choice, Progress]] = asyncio.Queue()
-        self._inside = 0
+        self._places = places
+        self._mail = Mail()
         self.times = JobTimes(time.monotonic())
 
-    def check(self) -> None:
-        """Raise `ApiError` if the job cannot be taken now, or ever."""
-        if self._rules.is_draining:
-            raise unavailable("the server is shutting down", "shutting_down")
+    def __enter__(self) -> "Job":
+        self._check()
         for choice in self.choices:
-            fault = self._rules.backend.fault_of(choice.request)
-            if fault is not None:
-                code = "context_length_exceeded" if "max_sequence_length" in fault else None
-                raise bad_request(fault, "prompt", code)
-
-    async def __aenter__(self) -> "Job":
-        self.check()
-        self._rules.gate.enter(len(self.choices))
-        self._inside = len(self.choices)
-        for choice in self.choices:
-            choice.ticket = self._rules.backend.submit(choice.request, self._mailer(choice))
+            choice.ticket = self._rules.backend.submit(choice.request, self._listener(choice))
         return self
 
-    async def __aexit__(
+    def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for choice in self.choices:
-            self._leave(choice)
+            self._cancel(choice)
         self.times.ended = time.monotonic()
         self._rules.on_end(self)
 
@@ -160,15 +183,18 @@ class Job:
         Raises:
             ApiError: 500 if one of them fails.
         """
-        while self._inside:
-            choice, progress = await self._mail.get()
-            if choice.ticket is None:
+        num_open = len(self.choices)
+        while num_open:
+            index, progress = await self._mail.take()
+            choice = self.choices[index]
+            if choice.reply.finish_reason is not None:
                 continue  # mail that was on its way when a stop string was found
             if progress.tokens and self.times.first_token is None:
                 self.times.first_token = time.monotonic()
             piece = choice.reply.take(progress)
             if piece.finish_reason is not None:
-                self._leave(choice)
+                self._cancel(choice)
+                num_open -= 1
             if piece.text or piece.tokens or piece.finish_reason:
                 yield choice, piece
 
@@ -184,15 +210,43 @@ class Job:
             accepted_tokens=sum(progress.accepted_tokens for progress in latest),
         )
 
-    def _mailer(self, choice: Choice) -> Callable[[Progress], None]:
-        return lambda progress: self._mail.put_nowait((choice, progress))
+    def _check(self) -> None:
+        if self._rules.is_over:
+            raise unavailable("the server was stopped", "shutting_down")
+        for choice in self.choices:
+            fault = self._rules.backend.fault_of(choice.request)
+            if fault is not None:
+                raise bad_request(fault, "prompt", TOO_LONG if "max_sequence_length" in fault else None)
 
-    def _leave(self, choice: Choice) -> None:
+    def _listener(self, choice: Choice) -> Callable[[Progress], None]:
+        def hear(progress: Progress) -> None:
+            if progress.end is not None:
+                self._forget(choice)
+            self._mail.put(choice.index, progress)
+
+        return hear
+
+    def _cancel(self, choice: Choice) -> None:
         if choice.ticket is not None:
             self._rules.backend.cancel(choice.ticket)
+            self._forget(choice)
+
+    def _forget(self, choice: Choice) -> None:
+        """Note that the engine does not have a choice any more, whether its client has heard all of it or not."""
+        if choice.ticket is not None:
             choice.ticket = None
-            self._inside -= 1
-            self._rules.gate.leave()
+            self._places.leave()
+
+
+def _request(order: Order, prompt: Prompt, number: int, max_sequence_length: int) -> GenerationRequest:
+    """Return the request of a prompt's choice."""
+    room = max(max_sequence_length - len(prompt.token_ids), 1)
+    return replace(
+        order.plain,
+        prompt=prompt.token_ids,
+        seed=choice_seed(order.plain.seed, number),
+        max_tokens=room if order.takes_all_room else order.plain.max_tokens,
+    )
 
 
 def choice_seed(seed: int, number: int) -> int:

@@ -4,6 +4,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 from .errors import ApiError
@@ -21,8 +22,9 @@ class ServerLimits:
         max_queued: Requests, each of `n` choices and of several prompts counted, that may wait for one of these.
         max_choices: Choices times prompts of one HTTP request.
         max_body_bytes: Of one HTTP request.
-        max_buffered_bytes: Of the bodies of all HTTP requests that are not answered yet.
-        body_timeout_s: Within which a body has to arrive.
+        max_buffered_bytes: Of the bodies of all HTTP requests that are not answered yet; API keys share it equally.
+        body_timeout_s: Within which the head of an HTTP request, and then its body, has to arrive.
+        send_timeout_s: In which a client has to read a part of what is sent to it.
         drain_s: How long accepted requests may take to finish after SIGTERM.
         transcript_bytes: Memory, for each API key, for the exact tokens of what was rendered and replied.
 
@@ -36,6 +38,7 @@ class ServerLimits:
     max_body_bytes: int = 4 * 2**20
     max_buffered_bytes: int = 64 * 2**20
     body_timeout_s: float = 30.0
+    send_timeout_s: float = 30.0
     drain_s: float = 30.0
     transcript_bytes: int = 16 * 2**20
 
@@ -44,7 +47,7 @@ class ServerLimits:
             self._require(name, getattr(self, name) >= least, f"at least {least}")
         self._require("max_buffered_bytes", self.max_buffered_bytes >= self.max_body_bytes, "at least max_body_bytes")
         self._require("transcript_bytes", self.transcript_bytes >= 0, "0 (off) or more")
-        for name in ("body_timeout_s", "drain_s"):
+        for name in ("body_timeout_s", "send_timeout_s", "drain_s"):
             self._require(name, 0 < getattr(self, name) < math.inf, "a positive number of seconds")
 
     def _require(self, name: str, holds: bool, allowed: str) -> None:
@@ -66,7 +69,7 @@ class QueueGate:
         self.num_inside = 0
         self.num_refused = 0
 
-    def enter(self, count: int) -> None:
+    def enter(self, count: int) -> "Places":
         """Take `count` requests in.
 
         Raises:
@@ -83,6 +86,7 @@ class QueueGate:
                 retry_after_s=self.retry_after_s(),
             )
         self.num_inside += count
+        return Places(self, count)
 
     def leave(self) -> None:
         """Let one request out."""
@@ -99,3 +103,25 @@ class QueueGate:
     def describe(self) -> dict[str, Any]:
         """Return the counts by name."""
         return {"inside": self.num_inside, "refused": self.num_refused}
+
+
+class Places:
+    """The places inside that one HTTP request has taken; as a context, it keeps none at the end."""
+
+    def __init__(self, gate: QueueGate, count: int) -> None:
+        self._gate = gate
+        self._count = count
+
+    def leave(self) -> None:
+        """Give one of them back."""
+        self._count -= 1
+        self._gate.leave()
+
+    def __enter__(self) -> "Places":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        while self._count:
+            self.leave()

@@ -1,12 +1,15 @@
 """From what a client sends to the token ids of a prompt."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .errors import bad_request
+from .errors import TOO_LONG, bad_request
 from .tenants import Tenant
-from .transcripts import Transcripts
+from .transcripts import Transcript, Transcripts
+
+_CONTEXT_CHARACTERS = 512  # more than what decides where a token ends
+_Behind = Callable[[Transcript, str], list[int] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,35 +28,38 @@ class Prompt:
 class PromptReader:
     """Tokenizes prompts, of a text that it knows the exact tokens of only what is new.
 
-    Threads may share it.
+    Threads may share it. A prompt that cannot have few enough tokens is refused before it takes time and memory.
+
+    Args:
+        max_tokens: Of a prompt. A text has `max_tokens` times the characters of the longest token at most, though a
+            tokenizer that drops characters could do with fewer tokens.
     """
 
-    def __init__(self, tokenizer: Any, transcripts: Transcripts) -> None:
+    def __init__(self, tokenizer: Any, transcripts: Transcripts, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self._max_characters = max_tokens * tokenizer.longest_token
         self._tokenizer = tokenizer
         self._transcripts = transcripts
         self._knows_continuations = hasattr(tokenizer, "tokenize_behind")
 
     def read(self, tenant: Tenant, prompt: str | Sequence[int]) -> Prompt:
-        """Return a prompt of text or token ids.
+        """Return a prompt of text or token ids; known tokens are used if no token of the whole text spans their end.
 
         Raises:
-            ApiError: 400 if the text has no tokens.
+            ApiError: 400 if the text has no tokens, or the prompt too many.
         """
         if not isinstance(prompt, str):
+            self._check_length(len(prompt), self._max_tokens, "tokens")
             return Prompt(tuple(prompt), None)
-        try:
-            token_ids = tuple(self._token_ids(tenant, prompt))
-        except Exception as error:  # each tokenizer raises errors of its own
-            raise bad_request(f"the prompt cannot be tokenized: {error}", "prompt") from error
-        if not token_ids:
-            raise bad_request("the prompt is empty; at least 1 token is needed", "prompt")
-        return Prompt(token_ids, prompt)
+        return self._prompt(tenant, prompt, self._continuation)
 
     def read_chat(self, tenant: Tenant, messages: Sequence[Mapping[str, str]]) -> Prompt:
         """Return the prompt of a conversation, rendered by the model directory's chat template.
 
+        Known tokens are used wherever they end: what was said is followed by the template's text, not by its own.
+
         Raises:
-            ApiError: 400 if there is no template, or it refuses the messages.
+            ApiError: 400 if there is no template, it refuses the messages, or the prompt is too long.
         """
         render = getattr(self._tokenizer, "render_chat", None)
         if render is None:
@@ -62,18 +68,42 @@ class PromptReader:
             text = render(messages)
         except ValueError as error:
             raise bad_request(str(error), "messages") from error
-        return self.read(tenant, text)
+        return self._prompt(tenant, text, self._next_turn)
 
     def remember(self, tenant: Tenant, prompt: Prompt, reply: str, reply_ids: Sequence[int]) -> None:
-        """Keep the exact tokens of a prompt and of a reply as the client has it."""
-        if prompt.text is not None and self._knows_continuations:
+        """Keep the exact tokens of a prompt and of a reply as the client has it, unless it is empty."""
+        if prompt.text is not None and reply and self._knows_continuations:
             self._transcripts.remember(tenant, prompt.text + reply, (*prompt.token_ids, *reply_ids))
 
-    def _token_ids(self, tenant: Tenant, text: str) -> Sequence[int]:
+    def _check_length(self, length: int, limit: int, unit: str) -> None:
+        if length > limit:
+            raise bad_request(
+                f"the prompt has {length} {unit}, and at most {limit} fit: max_sequence_length is {self._max_tokens}",
+                "prompt",
+                TOO_LONG,
+            )
+
+    def _prompt(self, tenant: Tenant, text: str, behind: _Behind) -> Prompt:
+        self._check_length(len(text), self._max_characters, "characters")
+        try:
+            token_ids = tuple(self._token_ids(tenant, text, behind))
+        except Exception as error:  # each tokenizer raises errors of its own
+            raise bad_request(f"the prompt cannot be tokenized: {error}", "prompt") from error
+        if not token_ids:
+            raise bad_request("the prompt is empty; at least 1 token is needed", "prompt")
+        return Prompt(token_ids, text)
+
+    def _token_ids(self, tenant: Tenant, text: str, behind: _Behind) -> Sequence[int]:
         known = self._transcripts.longest(tenant, text) if self._knows_continuations else None
         if known is not None:
             rest = text[len(known.text) :]
-            behind = self._tokenizer.tokenize_behind(known.token_ids, rest) if rest else []
-            if behind is not None:
-                return (*known.token_ids, *behind)
+            new = behind(known, rest) if rest else []
+            if new is not None:
+                return (*known.token_ids, *new)
         return self._tokenizer.tokenize(text)  # type: ignore[no-any-return]
+
+    def _next_turn(self, known: Transcript, rest: str) -> list[int] | None:
+        return self._tokenizer.tokenize_behind(known.token_ids, rest)  # type: ignore[no-any-return]
+
+    def _continuation(self, known: Transcript, rest: str) -> list[int] | None:
+        return self._tokenizer.tokenize_after(known.text[-_CONTEXT_CHARACTERS:], rest)  # type: ignore[no-any-return]

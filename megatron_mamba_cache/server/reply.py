@@ -1,7 +1,8 @@
 """One reply as it grows: tokens in, text with a right end out."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from .backend import Progress
 from .errors import ApiError
@@ -13,11 +14,16 @@ class TokenInfo:
     """A generated token.
 
     Args:
+        text: Of this token alone; U+FFFD stands for bytes that are no whole character. Only with log-probs.
+        content: Its bytes; None if they are not known.
+        offset: Characters of the reply before the first one that it is a part of.
         log_prob, alternatives: If wanted; alternatives map text to log-prob.
     """
 
     token_id: int
-    text: str
+    text: str = ""
+    content: bytes | None = None
+    offset: int = 0
     log_prob: float | None = None
     alternatives: Mapping[str, float] = field(default_factory=dict)
 
@@ -35,20 +41,27 @@ class Piece:
     finish_reason: str | None = None
 
 
+class TokenTexts(Protocol):
+    """What turns generated tokens into text."""
+
+    def detokenize(self, tokens: list[int]) -> str:
+        """Return the text of tokens; bytes that are no UTF-8 come out as U+FFFD."""
+
+    def bytes_of(self, token: int) -> bytes | None:
+        """Return the bytes of a token; None if they are not known."""
+
+
 class Reply:
     """A reply of the engine's tokens up to its end, or to the first stop string in its text.
 
     Args:
-        detokenize: Text of a list of tokens.
         stops: Stop strings; they are not part of the text.
         end_ids: Tokens that end a reply without text of their own.
     """
 
-    def __init__(
-        self, detokenize: Callable[[list[int]], str], stops: Sequence[str] = (), end_ids: frozenset[int] = frozenset()
-    ) -> None:
-        self._detokenize = detokenize
-        self._text = IncrementalText(detokenize)
+    def __init__(self, tokenizer: TokenTexts, stops: Sequence[str] = (), end_ids: frozenset[int] = frozenset()) -> None:
+        self._tokenizer = tokenizer
+        self._text = IncrementalText(tokenizer.detokenize)
         self._stops = StopStrings(stops)
         self._end_ids = end_ids
         self._num_characters = 0  # of the tokens' text, a stop string and what follows included
@@ -108,6 +121,7 @@ class Reply:
 
     def _info(self, token: int, index: int, progress: Progress) -> TokenInfo:
         if not progress.log_probs:
-            return TokenInfo(token, "")
+            return TokenInfo(token)
         alternatives = progress.alternatives[index] if progress.alternatives else {}
-        return TokenInfo(token, self._detokenize([token]), progress.log_probs[index], alternatives)
+        text, content = self._tokenizer.detokenize([token]), self._tokenizer.bytes_of(token)
+        return TokenInfo(token, text, content, self._num_characters, progress.log_probs[index], alternatives)

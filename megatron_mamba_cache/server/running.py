@@ -5,14 +5,18 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from functools import partial
 
 import uvicorn
 
 from .app import Server
+from .connection import Connection
 
 logger = logging.getLogger(__name__)
 
+# Longer than clients keep idle connections, so that none is closed while a request is on its way.
+KEEP_ALIVE_S = 75
 _BACKSTOP_S = 5.0
 
 
@@ -21,21 +25,25 @@ class DrainingServer(uvicorn.Server):
 
     After the first signal nothing new is taken. What is not done `drain_s` later ends with an error, and so does
     everything after a second signal.
+
+    Args:
+        on_listening: Called once requests and signals are heard.
     """
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, on_listening: Callable[[], None] = lambda: None) -> None:
         config = uvicorn.Config(
             server.app,
+            http=partial(Connection, limits=server.settings.limits),  # type: ignore[arg-type]
             log_level="warning",
             access_log=False,
             lifespan="on",
             ws="none",
             timeout_graceful_shutdown=None,
-            # Longer than clients keep idle connections, so that none is closed while a request is on its way.
-            timeout_keep_alive=75,
+            timeout_keep_alive=KEEP_ALIVE_S,
         )
         super().__init__(config)
         self._served = server
+        self._on_listening = on_listening
         self._drain: asyncio.Task[None] | None = None
 
     @contextlib.contextmanager
@@ -53,14 +61,19 @@ class DrainingServer(uvicorn.Server):
             for number in handled:
                 loop.remove_signal_handler(number)
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, as uvicorn does, and say so."""
+        await super().startup(sockets)
+        self._on_listening()
+
     def drain(self) -> None:
         """Take nothing new and end once what was accepted has; the second call ends that at once."""
         if self._drain is None:
-            self._served.rules.is_draining = True
+            self._served.drain()
             self.should_exit = True
             self._drain = asyncio.get_running_loop().create_task(self._end_in_time())
         else:
-            self._served.backend.fail_all("the server was stopped")
+            self._served.end("the server was stopped")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Wait for the connections, as uvicorn does, and for nothing else."""
@@ -74,6 +87,7 @@ class DrainingServer(uvicorn.Server):
         seconds = self._served.settings.limits.drain_s
         await asyncio.sleep(seconds)
         logger.warning("requests that are not done %g s after the signal end with an error", seconds)
-        self._served.backend.fail_all(f"the server was stopped, and the request not done {seconds:g} s later")
+        self._served.end(f"the server was stopped, and the request not done {seconds:g} s later")
         await asyncio.sleep(_BACKSTOP_S)
-        self.force_exit = True  # whoever does not read what is sent to them
+        for connection in list(self.server_state.connections):  # of those who do not read what is sent to them
+            connection.transport.abort()

@@ -57,6 +57,8 @@ class GenerationFields(BaseModel):
     metadata: dict[Name, Name] | None = None
     store: Flag | None = None
     service_tier: Name | None = None
+    prompt_cache_key: Name | None = None
+    safety_identifier: Name | None = None
     # Taken where they ask for nothing.
     presence_penalty: Zero | None = None
     frequency_penalty: Zero | None = None
@@ -112,11 +114,16 @@ def _without_nul(role: str) -> str:
 
 
 class Message(BaseModel):
-    """One message; fields that it does not have here, as replies of OpenAI's have, are passed over."""
+    """One message; fields that it does not have here, as replies of OpenAI's have, are passed over.
+
+    Calls of tools would be lost to the template, so that a message that has some is refused.
+    """
 
     role: Annotated[Text, Field(min_length=1, max_length=64), AfterValidator(_without_nul)]
     content: Text | Annotated[list[TextPart], Field(fail_fast=True, max_length=4096)] | None = None
     name: Name | None = None
+    tool_calls: Annotated[list[Text], Field(max_length=0)] | None = None
+    function_call: None = None
 
     def plain(self) -> dict[str, str]:
         """Return what a chat template reads, its parts joined."""

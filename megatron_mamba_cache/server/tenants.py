@@ -37,12 +37,17 @@ class ApiKeys:
         admin_keys: Of those who may also read metrics and flush; without any, every user may.
 
     Raises:
-        ValueError: If a key is empty, or an admin key is given where users have none.
+        ValueError: If a key is empty or could not be sent in a header, or an admin key is given where users have none.
     """
 
     def __init__(self, keys: Sequence[str] = (), admin_keys: Sequence[str] = ()) -> None:
         if any(not key.strip() for key in (*keys, *admin_keys)):
             raise ValueError("an API key is empty; give some characters that nobody guesses")
+        if any(key != key.strip() or not (key.isascii() and key.isprintable()) for key in (*keys, *admin_keys)):
+            raise ValueError(
+                "an API key has spaces around it or characters that are not printable ASCII, so that no header would "
+                "match it; give another"
+            )
         if admin_keys and not keys:
             raise ValueError("an admin key is given, but no API key, so everybody would be served; give one")
         self._owners = [_owner(key) for key in (*keys, *admin_keys)]
@@ -52,6 +57,11 @@ class ApiKeys:
     def are_needed(self) -> bool:
         """Whether requests must bring a key."""
         return bool(self._owners)
+
+    @property
+    def num_owners(self) -> int:
+        """How many there are to share what the server has; everybody is one where no key is needed."""
+        return len(set(self._owners)) or 1
 
     def owner_of(self, authorization: str) -> str | None:
         """Return the digest of the key in an Authorization header; "" if none is needed, None if it is not known.

@@ -2,7 +2,6 @@
 
 import asyncio
 import resource
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,14 +14,12 @@ from megatron_mamba_cache.command_line.arguments import command_parser
 from megatron_mamba_cache.command_line.device import select_device
 from megatron_mamba_cache.command_line.model_choice import chosen_directory
 from megatron_mamba_cache.command_line.quiet import quiet_libraries
-from megatron_mamba_cache.command_line.serve import bound_socket
 from megatron_mamba_cache.command_line.server_arguments import api_keys_of
 from megatron_mamba_cache.command_line.serving import Serving
 from megatron_mamba_cache.server.app import Server
 from megatron_mamba_cache.server.engine_thread import EngineThread
-from megatron_mamba_cache.server.running import DrainingServer
+from tests.server.front_end import BLUE, RED, Listening, listening
 
-RED, BLUE = "red-key", "blue-key"
 MODEL = "small_python_model"
 KEYS = ("--api-key", RED, "--api-key", BLUE)
 
@@ -39,16 +36,18 @@ def bearer(key: str = RED) -> dict[str, str]:
 class RunningServer:
     """A server that has started."""
 
-    url: str
+    listening: Listening
     server: Server
     backend: EngineThread
-    loop: asyncio.AbstractEventLoop
-    thread: threading.Thread
-    drain: Callable[[], None]
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return self.listening.url
 
     def between_steps(self, act: Callable[[Any], _Answer]) -> _Answer:
         """Return what `act` returns for the engine between two steps."""
-        return asyncio.run_coroutine_threadsafe(self.backend.between_steps(act), self.loop).result(60)
+        return asyncio.run_coroutine_threadsafe(self.backend.between_steps(act), self.listening.loop).result(60)
 
     def held(self) -> dict[str, int]:
         """Return what requests hold of slots and blocks; raises if the cache's books do not balance."""
@@ -74,30 +73,23 @@ class RunningServer:
         return httpx.Client(base_url=self.url, headers=bearer(key), timeout=60, **settings)
 
 
-@contextmanager
-def running_server(*flags: str) -> Iterator[RunningServer]:
-    """Run a server with the flags of serve on a free port, until the block ends."""
+def made_server(*flags: str) -> Server:
+    """Return a server with the flags of serve that has not started."""
     with quiet_libraries():
         arguments = command_parser().parse_args(["serve", "--port", "0", *flags])
         device = select_device(arguments.device)
         serving = Serving(arguments, api_keys_of(arguments), chosen_directory(arguments), device)
-        backend = EngineThread(serving.engine(), serving.settings.end_ids)
-    server = Server(backend, serving.settings)
-    listener = bound_socket("127.0.0.1", 0)
-    url = "http://{}:{}".format(*listener.getsockname())
-    running, loop = DrainingServer(server), asyncio.new_event_loop()
-    thread = threading.Thread(target=lambda: loop.run_until_complete(running.serve(sockets=[listener])), name="http")
-    thread.start()
-    try:
-        _wait_until_ready(url)
-        yield RunningServer(
-            url, server, backend, loop, thread, drain=lambda: loop.call_soon_threadsafe(running.drain) and None
-        )
-    finally:
-        if thread.is_alive():
-            loop.call_soon_threadsafe(running.drain)
-        thread.join(60)
-        loop.close()
+        return Server(EngineThread(serving.engine(), serving.settings.end_ids), serving.settings)
+
+
+@contextmanager
+def running_server(*flags: str) -> Iterator[RunningServer]:
+    """Run a server with the flags of serve on a free port, until the block ends."""
+    server = made_server(*flags)
+    assert isinstance(server.backend, EngineThread)
+    with listening(server) as found:
+        _wait_until_ready(found.url)
+        yield RunningServer(found, server, server.backend)
 
 
 def _wait_until_ready(url: str) -> None:

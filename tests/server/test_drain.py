@@ -9,12 +9,17 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
+from megatron_mamba_cache.command_line.serve import bound_socket
+from megatron_mamba_cache.command_line.serving import Serving
+from megatron_mamba_cache.server.backend import Progress
 from tests.command_line.command_runs import REPOSITORY
+from tests.server.front_end import LongTokens, front_end, request_bytes, scripted_server, status_of, wait_until
 from tests.server.running_server import running_server
 
 NUM_CLIENTS = 6
@@ -113,10 +118,10 @@ def test_requests_that_are_not_done_at_the_drain_limit_end_with_an_error() -> No
         with http.stream("POST", "/v1/completions", json=body) as reply:
             lines = (line.removeprefix("data: ") for line in reply.iter_lines() if line)
             next(lines)
-            server.drain()
+            server.listening.drain()
             events = list(lines)
-        server.thread.join(30)
-        assert not server.thread.is_alive()
+        server.listening.thread.join(30)
+        assert not server.listening.thread.is_alive()
     assert len(events) < 4000 and "server was stopped" in json.loads(events[-1])["error"]["message"]
 
 
@@ -126,7 +131,51 @@ def test_a_second_signal_ends_everything_at_once() -> None:
         with http.stream("POST", "/v1/completions", json=body) as reply:
             lines = (line.removeprefix("data: ") for line in reply.iter_lines() if line)
             next(lines)
-            server.drain()
-            server.drain()
+            server.listening.drain()
+            server.listening.drain()
             events = list(lines)
     assert "server was stopped" in json.loads(events[-1])["error"]["message"]
+
+
+def test_a_signal_is_heard_from_the_moment_that_the_server_says_where_it_listens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def printed(line: str, **_: Any) -> None:
+        if "serving scripted" in line:
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr("builtins.print", printed)
+    before = signal.signal(signal.SIGTERM, lambda *_: pytest.fail("the server did not hear the signal"))
+    try:
+        server = scripted_server()
+        serving = SimpleNamespace(_first_line="", settings=server.settings)
+        assert Serving._serve(serving, server, bound_socket("127.0.0.1", 0)) == 0  # type: ignore[arg-type]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_request_whose_body_is_not_whole_does_not_hold_up_the_end() -> None:
+    with front_end() as server:
+        connection = server.connection(request_bytes(b"{", told_size=500))
+        wait_until(lambda: sum(map(server.server.bodies.num_bytes, server.owners)) == 1)
+        server.listening.drain()
+        connection.settimeout(5)
+        assert status_of(connection) == 503
+        server.listening.thread.join(3)
+        assert not server.listening.thread.is_alive()
+
+
+def test_clients_that_do_not_read_hold_up_the_end_no_longer_than_the_limit_and_leave_no_trace_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("megatron_mamba_cache.server.running._BACKSTOP_S", 0.2)
+    body = {"prompt": "abc", "max_tokens": 3000, "stream": True}
+    with front_end(drain_s=0.2, tokenizer=LongTokens()) as server:
+        connection = server.connection(request_bytes(body), receive_buffer=4096)
+        wait_until(lambda: server.backend.running)
+        server.backend.deliver(Progress((97,) * 10_000))
+        server.listening.drain()
+        server.listening.thread.join(5)
+        assert not server.listening.thread.is_alive()
+        connection.close()
+    assert "Traceback" not in capfd.readouterr().err

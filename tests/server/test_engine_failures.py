@@ -1,5 +1,7 @@
 """Steps that fail under a server: one is tried again, a broken cache ends the service, and everybody is told."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -7,6 +9,7 @@ import pytest
 
 from megatron_mamba_cache.errors import CacheIntegrityError
 from megatron_mamba_cache.server.engine_thread import MOST_FAILED_STEPS
+from tests.server.front_end import wait_until
 from tests.server.running_server import RunningServer, running_server
 
 BODY: dict[str, Any] = {"prompt": "abc", "max_tokens": 20, "temperature": 0, "ignore_eos": True}
@@ -58,3 +61,27 @@ def test_an_engine_that_cannot_go_on_answers_everybody(error: Exception, count: 
         health = httpx.get(f"{server.url}/health", timeout=60)
         assert health.status_code == 503 and "planted" in health.json()["reason"]
         assert http.get("/metrics").status_code == 200
+
+
+def test_a_flush_that_waits_while_the_engine_fails_does_not_bring_it_back() -> None:
+    with running_server("--random-model") as server, server.client() as http, ThreadPoolExecutor() as pool:
+        in_step, waiting = threading.Event(), threading.Event()
+
+        def plant(engine: Any) -> None:
+            def failing_sample(_logits: Any) -> Any:
+                in_step.set()
+                waiting.wait(20)
+                raise CacheIntegrityError("planted")
+
+            engine.controller._sample = failing_sample
+
+        server.between_steps(plant)
+        request = pool.submit(http.post, "/v1/completions", json=BODY)
+        assert in_step.wait(20)
+        flush = pool.submit(http.post, "/admin/flush")
+        wait_until(lambda: server.backend._commands.qsize())
+        waiting.set()
+        assert request.result().status_code == 500
+        assert flush.result().status_code == 503 and "planted" in flush.result().json()["error"]["message"]
+        assert http.get("/health").status_code == 503
+        assert http.post("/v1/completions", json=BODY, timeout=10).status_code == 503

@@ -33,6 +33,14 @@ def test_admin_keys_alone_may_administrate_where_there_are_any() -> None:
     assert one.may_administrate(one.owner_of("Bearer red") or "")
 
 
+@pytest.mark.parametrize("wrong", [" red", "red\n", "r\x00d", "clé", "\ud800", "re\td"])
+def test_keys_that_no_header_can_match_are_refused(wrong: str) -> None:
+    for keys in (([wrong], []), (["red"], [wrong])):
+        with pytest.raises(ValueError, match="API key"):
+            ApiKeys(*keys)
+    assert ApiKeys(["a b"]).owner_of("Bearer a b") is not None
+
+
 @pytest.mark.parametrize("keys", [([""], []), ([" "], []), ([], ["boss"])])
 def test_keys_that_protect_nothing_are_refused(keys: tuple[list[str], list[str]]) -> None:
     with pytest.raises(ValueError, match="API key"):

@@ -141,6 +141,9 @@ def test_cached_tokens_are_those_that_the_engine_skipped(client: openai.OpenAI, 
     replies = [client.completions.create(model=MODEL, prompt=PROMPTS[3], max_tokens=2) for _ in range(3)]
     told = [reply.usage.prompt_tokens_details.cached_tokens for reply in replies]
     assert told[0] == 0 < told[1] == told[2] and skipped() - before == sum(told)
+    several = client.completions.create(model=MODEL, prompt=[PROMPTS[3]] * 2, max_tokens=2, n=3).usage
+    assert several.prompt_tokens == 2 * replies[0].usage.prompt_tokens
+    assert several.prompt_tokens_details.cached_tokens == 2 * told[1]  # not of every choice
 
 
 def test_a_reply_ends_for_the_reason_that_it_says(client: openai.OpenAI) -> None:

@@ -59,7 +59,7 @@ def odd_tokens(text: str) -> list[int]:
 
 
 def test_a_known_text_keeps_its_tokens_and_only_what_is_new_is_tokenized() -> None:
-    reader = PromptReader(TOKENIZER, Transcripts(10_000))
+    reader = PromptReader(TOKENIZER, Transcripts(10_000), 4096)
     prompt, reply = reader.read(RED, "import os\n"), "def main():\n    retu"
     odd = odd_tokens(reply)
     assert odd != TOKENIZER.tokenize(reply)
@@ -67,14 +67,40 @@ def test_a_known_text_keeps_its_tokens_and_only_what_is_new_is_tokenized() -> No
     exact = [*prompt.token_ids, *odd]
     again = reader.read(RED, "import os\n" + reply)
     assert list(again.token_ids) == exact
-    longer = reader.read(RED, "import os\n" + reply + "rn é\n")
-    assert list(longer.token_ids) == exact + TOKENIZER.tokenize("rn é\n")
+    longer = reader.read(RED, "import os\n" + reply + "\n    # é\n")
+    assert list(longer.token_ids) == exact + TOKENIZER.tokenize("\n    # é\n")
     assert TOKENIZER.detokenize(list(longer.token_ids)) == longer.text
     assert list(reader.read(BLUE, again.text).token_ids) == TOKENIZER.tokenize(again.text)
 
 
+TYPED = "import os\n\n\ndef main():\n    parser = argparse.ArgumentParser()\n    parser.add_argument"
+
+
+def test_a_prompt_without_a_reply_leaves_no_trace_in_a_longer_one_wherever_it_ended() -> None:
+    for cut in range(1, len(TYPED)):
+        transcripts = Transcripts(10_000)
+        reader = PromptReader(TOKENIZER, transcripts, 4096)
+        reader.remember(RED, reader.read(RED, TYPED[:cut]), "", [])
+        assert transcripts.num_bytes("red") == 0  # there is nothing exact in it
+        assert list(reader.read(RED, TYPED).token_ids) == TOKENIZER.tokenize(TYPED), cut
+
+
+def test_a_known_text_is_not_used_where_a_token_would_span_its_end() -> None:
+    fresh, used = TOKENIZER.tokenize(TYPED), set()
+    for cut in range(5, len(TYPED) - 1):
+        reader = PromptReader(TOKENIZER, Transcripts(10_000), 4096)
+        odd = odd_tokens(TYPED[4:cut])
+        reader.remember(RED, reader.read(RED, TYPED[:4]), TYPED[4:cut], odd)
+        found = list(reader.read(RED, TYPED).token_ids)
+        if found != fresh:
+            used.add(cut)
+            assert found == [*TOKENIZER.tokenize(TYPED[:4]), *odd, *fresh[len(TOKENIZER.tokenize(TYPED[:cut])) :]]
+    ends = {len(TOKENIZER.detokenize(fresh[:count])) for count in range(len(fresh))}
+    assert used <= ends and len(used) > len(ends) / 2
+
+
 def test_a_history_that_was_rewritten_is_tokenized_anew() -> None:
-    reader = PromptReader(TOKENIZER, Transcripts(10_000))
+    reader = PromptReader(TOKENIZER, Transcripts(10_000), 4096)
     reader.remember(RED, reader.read(RED, "import os\n"), "import re\n", odd_tokens("import re\n"))
     changed = "import os\nimport re # and more"
     assert list(reader.read(RED, "X" + changed).token_ids) == TOKENIZER.tokenize("X" + changed)
@@ -82,7 +108,7 @@ def test_a_history_that_was_rewritten_is_tokenized_anew() -> None:
 
 def test_a_prompt_of_token_ids_is_taken_as_it_is_and_not_remembered() -> None:
     transcripts = Transcripts(10_000)
-    reader = PromptReader(TOKENIZER, transcripts)
+    reader = PromptReader(TOKENIZER, transcripts, 4096)
     assert reader.read(RED, [5, 6]) == Prompt((5, 6), None)
     reader.remember(RED, Prompt((5, 6), None), "x", [7])
     assert transcripts.num_bytes("red") == 0
@@ -91,12 +117,12 @@ def test_a_prompt_of_token_ids_is_taken_as_it_is_and_not_remembered() -> None:
 @pytest.mark.parametrize("text", ["", "\ud800"])
 def test_a_text_without_tokens_is_refused(text: str) -> None:
     with pytest.raises(ApiError) as found:
-        PromptReader(TOKENIZER, Transcripts(0)).read(RED, text)
+        PromptReader(TOKENIZER, Transcripts(0), 4096).read(RED, text)
     assert found.value.status == 400
 
 
 def reply_of(tokens: list[int], stops: tuple[str, ...] = (), end: str = "length") -> Reply:
-    reply = Reply(TOKENIZER.detokenize, stops, frozenset({0}))
+    reply = Reply(TOKENIZER, stops, frozenset({0}))
     for token in tokens[:-1]:
         if reply.finish_reason is None:
             reply.take(Progress((token,)))

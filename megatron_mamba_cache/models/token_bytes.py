@@ -1,0 +1,32 @@
+"""The bytes of a token whose text alone is no whole character."""
+
+import re
+
+_REPLACEMENT = "\ufffd"
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+def token_bytes(name: str | None, text: str) -> bytes | None:
+    """Return the bytes of a token; None if its tokenizer's files do not tell them.
+
+    Args:
+        name: Of the token, as the files spell it: a byte as a character of GPT-2's, or as `<0xE2>`.
+        text: Of the token alone; U+FFFD stands for bytes that are no whole character.
+    """
+    if _REPLACEMENT not in text or name is None or _REPLACEMENT in name:
+        return text.encode()
+    if found := _BYTE.fullmatch(name):
+        return bytes.fromhex(found[1])
+    if all(character in _BYTE_OF for character in name):
+        return bytes(_BYTE_OF[character] for character in name)
+    return None
+
+
+def _bytes_by_character() -> dict[str, int]:
+    """Return GPT-2's byte of each character: printable ones stand for themselves, the others follow from 256 on."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+_BYTE_OF = _bytes_by_character()

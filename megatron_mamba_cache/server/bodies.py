@@ -1,0 +1,101 @@
+"""The bodies of requests, within limits for each of them and for all that an API key has open."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from starlette.types import Receive, Scope
+
+from .errors import ApiError, unavailable
+from .limits import ServerLimits
+
+
+class ClientLeftError(Exception):
+    """The client has left before its request was whole."""
+
+
+class Bodies:
+    """Reads bodies; the bytes of one count for its owner until its request is answered.
+
+    Args:
+        num_owners: Who share `max_buffered_bytes` in equal parts, each large enough for one body, so that none can take
+            the room of another.
+    """
+
+    def __init__(self, limits: ServerLimits, num_owners: int) -> None:
+        self._limits = limits
+        self._share = max(limits.max_buffered_bytes // num_owners, limits.max_body_bytes)
+        self._num_bytes: Counter[str] = Counter()
+        self._arriving: set[asyncio.Timeout] = set()
+        self._is_draining = False
+
+    def num_bytes(self, owner: str) -> int:
+        """Return the bytes of an owner's requests that are not answered yet."""
+        return self._num_bytes[owner]
+
+    def stop(self) -> None:
+        """Refuse the bodies that are not whole yet, and those that come later."""
+        self._is_draining = True
+        for timeout in self._arriving:
+            if not timeout.expired():
+                timeout.reschedule(0)
+
+    @asynccontextmanager
+    async def whole(self, owner: str, scope: Scope, receive: Receive) -> AsyncIterator[bytes]:
+        """Read the body of a request and yield it; it counts for the owner until the block ends.
+
+        Raises:
+            ApiError: 408 if it takes too long, 413 if it is too large, 429 if the owner has too many, 503 if the server
+                drains before it is whole.
+            ClientLeftError: If the client disconnects.
+        """
+        self._check_size(_told_size(scope))
+        body = bytearray()
+        try:
+            await self._read(owner, receive, body)
+            yield bytes(body)
+        finally:
+            self._num_bytes[owner] -= len(body)
+
+    async def _read(self, owner: str, receive: Receive, body: bytearray) -> None:
+        seconds = self._limits.body_timeout_s
+        try:
+            async with asyncio.timeout(0 if self._is_draining else seconds) as timeout:
+                self._arriving.add(timeout)
+                more = True
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientLeftError
+                    self._add(owner, body, message.get("body", b""))
+                    more = message.get("more_body", False)
+        except TimeoutError:
+            if self._is_draining:
+                raise unavailable("the server is shutting down", "shutting_down") from None
+            raise ApiError(408, f"the body has not arrived within {seconds:g} s", "body_timeout") from None
+        finally:
+            self._arriving.discard(timeout)
+
+    def _add(self, owner: str, body: bytearray, part: bytes) -> None:
+        self._check_size(len(body) + len(part))
+        if self._num_bytes[owner] + len(part) > self._share:
+            raise ApiError(
+                429,
+                f"requests of {self._num_bytes[owner]} bytes wait for this API key, and at most {self._share} may; "
+                "try again later",
+                "rate_limit_exceeded",
+                retry_after_s=1,
+            )
+        self._num_bytes[owner] += len(part)
+        body += part
+
+    def _check_size(self, size: int) -> None:
+        if size > self._limits.max_body_bytes:
+            raise ApiError(413, f"the body is larger than {self._limits.max_body_bytes} bytes", "body_too_large")
+
+
+def _told_size(scope: Scope) -> int:
+    """Return the size that a request's header tells; 0 without one."""
+    told: bytes = next((value for name, value in scope["headers"] if name == b"content-length"), b"")
+    return int(told[:20]) if told.isdigit() else 0

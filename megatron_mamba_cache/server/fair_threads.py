@@ -1,0 +1,68 @@
+"""A few threads for work that would hold up the event loop; owners take turns for them."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+_Found = TypeVar("_Found")
+
+
+class FairThreads:
+    """Runs work in threads, of each owner that waits one piece after a piece of every other.
+
+    Every method is called in one event loop. How much may wait is the callers' concern.
+    """
+
+    def __init__(self, num_threads: int) -> None:
+        self._executor = ThreadPoolExecutor(num_threads, "fair")
+        self._num_free = num_threads
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # in the order of the owners' turns
+
+    async def run(self, owner: str, work: Callable[[], _Found]) -> _Found:
+        """Return what `work` returns in a thread, or raise what it raises.
+
+        Work that is cancelled while it waits never begins; later, it ends unheard and keeps its thread until then.
+        """
+        await self._turn(owner)
+        loop = asyncio.get_running_loop()
+
+        def is_over(_work: Future[_Found]) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(self._pass_on)
+
+        running = self._executor.submit(work)
+        running.add_done_callback(is_over)
+        return await asyncio.wrap_future(running)
+
+    def close(self) -> None:
+        """End the threads once they are idle."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    async def _turn(self, owner: str) -> None:
+        """Wait for a free thread and take it."""
+        if self._num_free:
+            self._num_free -= 1
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(owner, deque()).append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():
+                self._pass_on()
+            raise
+
+    def _pass_on(self) -> None:
+        """Give a thread that has become free to the owner whose turn it is."""
+        while self._waiting:
+            owner = next(iter(self._waiting))
+            turns = self._waiting.pop(owner)
+            turn = turns.popleft()
+            if turns:
+                self._waiting[owner] = turns  # behind all others
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._num_free += 1

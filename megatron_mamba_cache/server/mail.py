@@ -1,0 +1,41 @@
+"""What the engine has told of a request's choices and nobody has read yet."""
+
+import asyncio
+
+from .backend import Progress
+
+
+class Mail:
+    """A queue in which all that waits for one choice is one progress, so that a slow reader catches up at once."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, list[Progress]] = {}
+        self._has_some = asyncio.Event()
+
+    def put(self, index: int, progress: Progress) -> None:
+        """Add what a step told of a choice."""
+        self._waiting.setdefault(index, []).append(progress)
+        self._has_some.set()
+
+    async def take(self) -> tuple[int, Progress]:
+        """Return the choice that has waited longest, and all that was told of it."""
+        await self._has_some.wait()
+        index = next(iter(self._waiting))
+        progress = _joined(self._waiting.pop(index))
+        if not self._waiting:
+            self._has_some.clear()
+        return index, progress
+
+
+def _joined(parts: list[Progress]) -> Progress:
+    last = parts[-1]
+    return Progress(
+        tokens=tuple(token for part in parts for token in part.tokens),
+        log_probs=tuple(value for part in parts for value in part.log_probs),
+        alternatives=tuple(best for part in parts for best in part.alternatives),
+        cached_tokens=last.cached_tokens,
+        draft_tokens=last.draft_tokens,
+        accepted_tokens=last.accepted_tokens,
+        end=last.end,
+        error=last.error,
+    )

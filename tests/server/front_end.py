@@ -1,0 +1,168 @@
+"""A front end over a scripted backend, listening in a thread, and raw connections to it."""
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from megatron_mamba_cache.command_line.serve import bound_socket
+from megatron_mamba_cache.models.byte_tokenizer import ByteTokenizer
+from megatron_mamba_cache.server.app import Server, ServerSettings
+from megatron_mamba_cache.server.limits import ServerLimits
+from megatron_mamba_cache.server.running import DrainingServer
+from megatron_mamba_cache.server.tenants import ApiKeys
+from tests.server.scripted_backend import ScriptedBackend
+
+RED, BLUE = "red-key", "blue-key"
+
+
+@dataclass(frozen=True, slots=True)
+class Listening:
+    """A server that listens.
+
+    Args:
+        drain: What a SIGTERM does.
+    """
+
+    url: str
+    loop: asyncio.AbstractEventLoop
+    thread: threading.Thread
+    drain: Callable[[], None]
+
+
+@contextmanager
+def listening(server: Server) -> Iterator[Listening]:
+    """Let a server listen on a free port until the block ends."""
+    listener = bound_socket("127.0.0.1", 0)
+    url = "http://{}:{}".format(*listener.getsockname())
+    running, begun = DrainingServer(server), Future()  # type: ignore[var-annotated]
+
+    def run() -> None:
+        with asyncio.Runner() as runner:  # which cancels what is left, as that of serve does
+            begun.set_result(runner.get_loop())
+            runner.run(running.serve(sockets=[listener]))
+
+    thread = threading.Thread(target=run, name="http")
+    thread.start()
+    loop = begun.result(60)
+    try:
+        yield Listening(url, loop, thread, lambda: loop.call_soon_threadsafe(running.drain) and None)
+    finally:
+        if thread.is_alive():
+            loop.call_soon_threadsafe(running.drain)
+        thread.join(60)
+
+
+@dataclass(frozen=True, slots=True)
+class FrontEnd:
+    """A front end that listens, and its backend."""
+
+    listening: Listening
+    server: Server
+    backend: ScriptedBackend
+
+    @property
+    def owners(self) -> list[str]:
+        """The owners of both keys."""
+        return [self.server.settings.keys.owner_of(f"Bearer {key}") or "" for key in (RED, BLUE)]
+
+    def client(self, key: str = RED) -> httpx.Client:
+        """Return an HTTP client that brings a key."""
+        headers = {"Authorization": f"Bearer {key}"}
+        return httpx.Client(base_url=self.listening.url, headers=headers, timeout=60)
+
+    def connection(self, *parts: bytes, receive_buffer: int | None = None) -> socket.socket:
+        """Return a connection over which parts were sent."""
+        connection = socket.socket()
+        if receive_buffer is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        connection.settimeout(30)
+        host, port = self.listening.url.removeprefix("http://").split(":")
+        connection.connect((host, int(port)))
+        for part in parts:
+            connection.sendall(part)
+        return connection
+
+
+class LongTokens(ByteTokenizer):
+    """Every token is a thousand characters."""
+
+    def detokenize(self, tokens: list[int], **_: Any) -> str:
+        return "x" * 1000 * len(tokens)
+
+
+def scripted_server(
+    *, tokenizer: Any = None, keys: tuple[str, ...] = (RED, BLUE), backend: ScriptedBackend | None = None, **limits: Any
+) -> Server:
+    """Return a server over a scripted backend.
+
+    Args:
+        tokenizer: None: of bytes.
+        limits: Of `ServerLimits`.
+    """
+    tokenizer = tokenizer or ByteTokenizer()
+    settings = ServerSettings("scripted", tokenizer, frozenset(), ApiKeys(keys), ServerLimits(**limits))
+    return Server(backend or ScriptedBackend(), settings)
+
+
+@contextmanager
+def front_end(**settings: Any) -> Iterator[FrontEnd]:
+    """Run a server over a scripted backend until the block ends; see `scripted_server`."""
+    server = scripted_server(**settings)
+    assert isinstance(server.backend, ScriptedBackend)
+    with listening(server) as found:
+        wait_until(lambda: is_listening(found.url))
+        yield FrontEnd(found, server, server.backend)
+
+
+def is_listening(url: str) -> bool:
+    """Whether a server answers."""
+    try:
+        return httpx.get(f"{url}/health", timeout=60).status_code in (200, 503)
+    except httpx.TransportError:
+        return False
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 20.0) -> None:
+    """Wait for a condition.
+
+    Raises:
+        TimeoutError: If it does not come true.
+    """
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not within {seconds:g} s")
+        time.sleep(0.01)
+
+
+def request_bytes(
+    body: dict[str, Any] | bytes, path: str = "/v1/completions", key: str = RED, told_size: int | None = None
+) -> bytes:
+    """Return a POST request as it goes over the wire.
+
+    Args:
+        told_size: The content-length, if it is not the body's.
+    """
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    size = len(content) if told_size is None else told_size
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\n"
+    head += f"content-type: application/json\r\ncontent-length: {size}\r\n\r\n"
+    return head.encode() + content
+
+
+def status_of(connection: socket.socket) -> int:
+    """Return the status of the next response on a connection; 0 if it was closed instead."""
+    try:
+        head = connection.recv(65_536)
+    except ConnectionError:
+        return 0
+    return int(head.split()[1]) if head else 0

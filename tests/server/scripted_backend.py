@@ -1,0 +1,71 @@
+"""A backend without an engine: a test says what it delivers, and sees what was asked of it."""
+
+import asyncio
+import itertools
+from collections.abc import Callable
+
+from megatron_mamba_cache.server.backend import BackendState, GenerationRequest, Progress, Ticket
+
+
+class ScriptedBackend:
+    """A `Backend` whose requests grow by what `deliver` is given, and otherwise wait.
+
+    Attributes:
+        asked: Every request so far.
+        running: Who hears of each request that has not ended and was not cancelled.
+    """
+
+    max_sequence_length = 4096
+
+    def __init__(self, state: BackendState | None = None) -> None:
+        self.state = state or BackendState(is_ready=True)
+        self.asked: list[GenerationRequest] = []
+        self.running: dict[Ticket, Callable[[Progress], None]] = {}
+        self.flushed: list[str | None] = []
+        self._tickets = itertools.count()
+
+    async def start(self) -> None:
+        """Remember the event loop."""
+        self._loop = asyncio.get_running_loop()
+
+    def fault_of(self, request: GenerationRequest) -> str | None:
+        """Find no fault but that of length."""
+        total = len(request.prompt) + request.max_tokens
+        return None if total <= self.max_sequence_length else f"{total} tokens are more than max_sequence_length"
+
+    def submit(self, request: GenerationRequest, deliver: Callable[[Progress], None]) -> Ticket:
+        """Keep the request."""
+        ticket = Ticket(next(self._tickets))
+        self.asked.append(request)
+        self.running[ticket] = deliver
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Drop a request."""
+        self.running.pop(ticket, None)
+
+    def fail_all(self, reason: str) -> None:
+        """End every request with an error."""
+        self._deliver(Progress(end="error", error=reason))
+
+    async def flush(self, weights_version: str | None) -> None:
+        """Note it."""
+        self.flushed.append(weights_version)
+
+    async def stop(self) -> None:
+        """Do nothing."""
+
+    def deliver(self, progress: Progress, times: int = 1) -> None:
+        """Deliver this to every request, from another thread, and wait until it is."""
+
+        async def hand_out() -> None:
+            for _ in range(times):
+                self._deliver(progress)
+
+        asyncio.run_coroutine_threadsafe(hand_out(), self._loop).result(60)
+
+    def _deliver(self, progress: Progress) -> None:
+        for ticket, deliver in list(self.running.items()):
+            if progress.end is not None:
+                del self.running[ticket]
+            deliver(progress)

@@ -1,0 +1,70 @@
+"""How much may come in: limits of a body, and of all bodies of an API key, that no other key can use up."""
+
+from collections.abc import Iterator
+
+from tests.server.front_end import BLUE, RED, FrontEnd, front_end, request_bytes, status_of, wait_until
+
+KIB = 2**10
+TWO_BODIES = {"max_body_bytes": 64 * KIB, "max_buffered_bytes": 2 * 2 * 64 * KIB, "body_timeout_s": 20.0}
+
+
+def unfinished(size: int, path: str = "/v1/completions", key: str = RED) -> bytes:
+    """Return a request all of whose body but ten bytes is there."""
+    return request_bytes(b"x" * (size - 10), path, key, told_size=size)
+
+
+def bytes_of(server: FrontEnd, key: str) -> int:
+    owner = server.server.settings.keys.owner_of(f"Bearer {key}")
+    assert owner is not None
+    return server.server.bodies.num_bytes(owner)
+
+
+def test_bodies_of_requests_without_a_key_or_to_routes_that_have_none_are_not_read() -> None:
+    with front_end(**TWO_BODIES) as server:
+        sent = [unfinished(64 * KIB, "/health", "none"), unfinished(64 * KIB, "/v1/completions", "none")]
+        sent += [unfinished(64 * KIB, path) for path in ("/metrics", "/docs", "/nothing")]
+        connections = [server.connection(one) for one in sent for _ in range(4)]
+        assert {status_of(connection) for connection in connections[:4]} == {405}
+        assert {status_of(connection) for connection in connections[4:8]} == {401}
+        assert {status_of(connection) for connection in connections[8:]} <= {404, 405}
+        assert bytes_of(server, RED) == bytes_of(server, BLUE) == 0
+
+
+def test_a_key_cannot_use_up_the_room_for_bodies_of_another() -> None:
+    with front_end(**TWO_BODIES) as server:
+        open_bodies = [server.connection(unfinished(64 * KIB)) for _ in range(2)]
+        wait_until(lambda: bytes_of(server, RED) == 2 * (64 * KIB - 10))
+        with server.client(RED) as red, server.client(BLUE) as blue:
+            body = {"prompt": "x" * 10_000, "max_tokens": 0}  # is refused once it is read
+            refused = red.post("/v1/completions", json=body)
+            assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
+            assert blue.post("/v1/completions", json=body).status_code == 400
+            for connection in open_bodies:
+                connection.close()
+            wait_until(lambda: bytes_of(server, RED) == 0)
+            assert red.post("/v1/completions", json=body).status_code == 400
+
+
+def test_the_bytes_of_an_answered_request_count_no_longer() -> None:
+    with front_end(**TWO_BODIES) as server, server.client() as http:
+        for _ in range(10):
+            assert http.post("/v1/completions", json={"prompt": "x" * 60_000, "max_tokens": 0}).status_code == 400
+        assert bytes_of(server, RED) == 0
+
+
+def test_a_body_that_does_not_arrive_in_time_is_answered_with_408() -> None:
+    with front_end(body_timeout_s=0.2) as server:
+        assert status_of(server.connection(unfinished(1000))) == 408
+        assert bytes_of(server, RED) == 0
+
+
+def test_a_body_without_a_told_size_is_limited_too() -> None:
+    def chunks(count: int) -> Iterator[bytes]:
+        yield b'{"prompt": "'
+        yield from [b"x" * KIB] * count
+        yield b'", "max_tokens": 0}'
+
+    with front_end(**TWO_BODIES) as server, server.client() as http:
+        assert http.post("/v1/completions", content=chunks(60)).status_code == 400
+        assert http.post("/v1/completions", content=chunks(65)).status_code == 413
+        assert bytes_of(server, RED) == 0

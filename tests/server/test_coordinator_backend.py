@@ -1,0 +1,54 @@
+"""The front end of several replicas, and a coordinator that is a bare socket."""
+
+import asyncio
+from typing import Any
+
+import msgpack
+import zmq
+import zmq.asyncio
+
+from megatron_mamba_cache.config import CacheConfig
+from megatron_mamba_cache.metrics import CacheCounters, CacheSnapshot
+from megatron_mamba_cache.routing.front_end import STATES
+from megatron_mamba_cache.server.coordinator_backend import CoordinatorBackend
+from megatron_mamba_cache.server.request_faults import RequestRules
+
+CACHE = CacheSnapshot(CacheCounters(), {}, {}).as_dict()
+
+
+def states(*versions: str) -> bytes:
+    """Return what a coordinator tells of one replica for each version of the weights."""
+    told = {"cache": CACHE, "num_running": 0, "num_waiting": 0}
+    return msgpack.packb([STATES, {str(n): told | {"weights_version": name} for n, name in enumerate(versions)}])
+
+
+def test_after_a_flush_the_new_version_is_told_until_the_replicas_tell_theirs() -> None:
+    async def run() -> None:
+        context = zmq.asyncio.Context()
+        coordinator = context.socket(zmq.ROUTER)
+        port = coordinator.bind_to_random_port("tcp://127.0.0.1")
+        backend = CoordinatorBackend(f"tcp://127.0.0.1:{port}", RequestRules(CacheConfig(), 100, 100), frozenset())
+        await backend.start()
+        identity, _ = await coordinator.recv_multipart()
+
+        async def version_after(*versions: str) -> str:
+            """Return the version that is told."""
+            before = backend.state
+            await coordinator.send_multipart([identity, states(*versions)])
+            while backend.state is before:
+                await asyncio.sleep(0.001)
+            return backend.state.weights_version
+
+        assert await version_after("1", "1") == "1"
+        await backend.flush("2")
+        told: list[Any] = [backend.state.weights_version]
+        told += [await version_after(*versions) for versions in (("1", "1"), ("2", "1"), ("2", "2"))]
+        assert told == ["2"] * 4
+        assert await version_after("3", "3") == "3"  # another front end has flushed
+        backend._task.cancel()
+        coordinator.close(0)
+        backend._socket.close(0)
+        backend._context.term()
+        context.term()
+
+    asyncio.run(asyncio.wait_for(run(), 30))

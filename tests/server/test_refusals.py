@@ -1,0 +1,46 @@
+"""What is refused and what is passed over, and that a foreign page cannot administrate."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.server.front_end import FrontEnd, front_end
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FrontEnd]:
+    with front_end(keys=()) as server:
+        yield server
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize("lost", [{"tool_calls": [CALL]}, {"function_call": CALL["function"]}])
+def test_calls_of_tools_in_the_history_are_refused(server: FrontEnd, lost: dict[str, Any]) -> None:
+    message = {"role": "assistant", "content": None, "tool_calls": None, "function_call": None, "refusal": None}
+    with server.client() as http:
+        reply = http.post("/v1/chat/completions", json={"messages": [message | lost]})
+        assert reply.status_code == 400 and next(iter(lost)) in reply.json()["error"]["message"]
+        reply = http.post("/v1/chat/completions", json={"messages": [message]})
+        assert "chat template" in reply.json()["error"]["message"]  # taken so far: bytes have none
+
+
+@pytest.mark.parametrize("name", ["prompt_cache_key", "safety_identifier", "user", "service_tier"])
+def test_fields_that_change_nothing_are_passed_over(server: FrontEnd, name: str) -> None:
+    body = {"prompt": "x", "max_tokens": 0, name: "a"}
+    with server.client() as http:
+        assert http.post("/v1/completions", json=body).json()["error"]["param"] == "max_tokens"
+        assert http.post("/v1/completions", json=body | {name: 1}).json()["error"]["param"] == name
+
+
+def test_a_page_of_another_server_cannot_flush(server: FrontEnd) -> None:
+    with server.client() as http:
+        own = server.listening.url
+        for origin in ("http://evil.example", "null", own.replace("127.0.0.1", "localhost"), "http://127.0.0.1:1"):
+            reply = http.post("/admin/flush", headers={"Origin": origin})
+            assert reply.status_code == 403 and origin in reply.json()["error"]["message"]
+        assert server.backend.flushed == []
+        assert http.post("/admin/flush", headers={"Origin": own}).status_code == 200
+        assert http.post("/admin/flush").status_code == 200 and server.backend.flushed == [None, None]
