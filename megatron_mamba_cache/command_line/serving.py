@@ -40,8 +40,7 @@ class Serving:
         model = self._model.model
         shape = HybridModelShape.of(model, ranks_of_process())
         settings = default_settings(shape, model.max_sequence_length)
-        if device == "cuda":
-            settings["num_cuda_graphs"] = _NUM_CUDA_GRAPHS
+        settings["num_cuda_graphs"] = _NUM_CUDA_GRAPHS if device == "cuda" else 0
         if arguments.max_running_requests is not None:
             running = arguments.max_running_requests
             settings |= {"max_requests": running, "max_tokens": max(settings["max_tokens"], running)}

@@ -24,6 +24,7 @@ from .limits import QueueGate, ServerLimits
 from .metrics import ServerMetrics
 from .prompts import PromptReader
 from .replies import error_response
+from .schema_errors import schema_error
 from .schemas import FlushRequest
 from .tenants import ApiKeys
 from .transcripts import Transcripts
@@ -162,10 +163,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_request: Request, error: RequestValidationError) -> Response:
-        first = error.errors()[0]
-        place = [str(part) for part in first["loc"] if part != "body"]
-        param = ".".join(place) or None
-        return error_response(ApiError(400, f"{param or 'the body'}: {first['msg']}"[:1000], first["type"], param))
+        return error_response(schema_error(error.errors()))
 
     @app.exception_handler(HTTPException)
     async def http_error(_request: Request, error: HTTPException) -> Response:

@@ -35,6 +35,28 @@ def test_fields_that_change_nothing_are_passed_over(server: FrontEnd, name: str)
         assert http.post("/v1/completions", json=body | {name: 1}).json()["error"]["param"] == name
 
 
+@pytest.mark.parametrize(
+    ("field", "param", "message"),
+    [
+        ({"prompt": [1, -1]}, "prompt.1", "greater than or equal to 0"),
+        ({"prompt": [1, 2**31]}, "prompt.1", "less than or equal to 2147483647"),
+        ({"prompt": [1, 1.5]}, "prompt.1", "valid integer"),
+        ({"prompt": [[1], [-4]]}, "prompt.1.0", "greater than or equal to 0"),
+        ({"prompt": []}, "prompt", "at least 1 item"),
+        ({"prompt": ["a", 7]}, "prompt.1", "valid string"),
+        ({"prompt": None}, "prompt", "valid string"),
+        ({"prompt": "a", "stop": [""]}, "stop.0", "at least 1 character"),
+        ({"prompt": "a", "n": 0}, "n", "greater than or equal to 1"),
+    ],
+)
+def test_of_the_forms_that_a_field_can_have_the_one_that_was_meant_is_told(
+    server: FrontEnd, field: dict[str, Any], param: str, message: str
+) -> None:
+    with server.client() as http:
+        error = http.post("/v1/completions", json=field).json()["error"]
+    assert error["param"] == param and error["message"].startswith(f"{param}: ") and message in error["message"]
+
+
 def test_a_page_of_another_server_cannot_flush(server: FrontEnd) -> None:
     with server.client() as http:
         own = server.listening.url
