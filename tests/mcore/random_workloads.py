@@ -187,7 +187,7 @@ def make_workload(flavour: Flavour, seed: int, num_drafts: int = 0) -> Workload:
     subject = tiny_hybrid(**rng.choice(MODELS))
     block = subject.sizes.ssm_chunk_size * rng.choice([1, 2, 4])
     max_prompt = rng.choice([3, 4, 6]) * block if block <= 32 else 3 * block
-    max_tokens = rng.randrange(8, 36)
+    max_tokens = rng.randrange(8, 30)
     request_blocks = -(-(max_prompt + max_tokens) // block)
     settings = {"block_size_tokens": block, "max_sequence_length": max_prompt + max_tokens}
     settings |= flavour.settings(rng, block, request_blocks)
