@@ -6,6 +6,9 @@ from setuptools import find_packages, setup
 
 README = Path(__file__).parent / "README.md"
 
+# Connections are uvicorn's, with other rules: 0.54 is the oldest that they were tried with.
+SERVER = ["fastapi", "uvicorn>=0.54,<1", "h11", "prometheus-client", "pyzmq", "msgpack"]
+
 setup(
     name="megatron-mamba-cache",
     version="0.1.0",
@@ -41,16 +44,12 @@ setup(
             "ruff",
             "mypy",
             "transformers>=5.23,<6",
-            "pyzmq",
-            "msgpack",
-            "fastapi",
-            "uvicorn",
-            "prometheus-client",
+            *SERVER,
             "openai",
             "httpx",
             "schemathesis>=4,<5",
         ],
-        "server": ["fastapi", "uvicorn", "prometheus-client", "pyzmq", "msgpack"],
+        "server": SERVER,
         "hf": ["transformers>=5", "huggingface_hub"],
     },
 )
