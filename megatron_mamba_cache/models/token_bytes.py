@@ -2,7 +2,7 @@
 
 import re
 
-_REPLACEMENT = "\ufffd"
+REPLACEMENT = "\ufffd"
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -13,7 +13,7 @@ def token_bytes(name: str | None, text: str) -> bytes | None:
         name: Of the token, as the files spell it: a byte as a character of GPT-2's, or as `<0xE2>`.
         text: Of the token alone; U+FFFD stands for bytes that are no whole character.
     """
-    if _REPLACEMENT not in text or name is None or _REPLACEMENT in name:
+    if REPLACEMENT not in text or name is None or REPLACEMENT in name:
         return text.encode()
     if found := _BYTE.fullmatch(name):
         return bytes.fromhex(found[1])

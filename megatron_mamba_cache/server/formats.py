@@ -5,9 +5,9 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from ..models.token_bytes import REPLACEMENT
 from .job import Choice, Job
 from .reply import Piece, TokenInfo
-from .text_stream import REPLACEMENT
 
 
 class Format(Protocol):

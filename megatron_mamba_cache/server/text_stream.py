@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
-REPLACEMENT = "�"
+from ..models.token_bytes import REPLACEMENT
+
 _MOST_HELD = 3  # an unfinished UTF-8 character has at most three bytes
 _WINDOW = 16
 _CONTEXT = 8

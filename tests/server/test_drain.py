@@ -58,21 +58,13 @@ def served(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
         line = next(line for line in process.stdout if line.startswith("serving "))
         url = line.split()[-1]
         deadline = time.monotonic() + STARTED_S
-        while not is_ready(url):
+        while httpx.get(f"{url}/health", timeout=60).status_code != 200:
             assert time.monotonic() < deadline
             time.sleep(0.05)
         yield process, url
     finally:
         process.kill()
         process.wait()
-
-
-def is_ready(url: str) -> bool:
-    """Whether a server that has said its URL, and may be about to listen, has warmed up."""
-    try:
-        return httpx.get(f"{url}/health", timeout=60).status_code == 200
-    except httpx.ConnectError:
-        return False
 
 
 def stream(url: str, number: int, body: dict[str, Any], events: list[list[str]], begun: threading.Barrier) -> None:

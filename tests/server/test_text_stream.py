@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 from megatron_mamba_cache.command_line.model_choice import SHIPPED_MODEL
 from megatron_mamba_cache.models.byte_tokenizer import ByteTokenizer
 from megatron_mamba_cache.models.hugging_face_tokenizer import load_tokenizer
-from megatron_mamba_cache.server.text_stream import REPLACEMENT, IncrementalText, StopStrings
+from megatron_mamba_cache.models.token_bytes import REPLACEMENT
+from megatron_mamba_cache.server.text_stream import IncrementalText, StopStrings
 
 BYTES = ByteTokenizer()
 SHIPPED = load_tokenizer(SHIPPED_MODEL, 2048)
