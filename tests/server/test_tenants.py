@@ -1,12 +1,13 @@
 """API keys over HTTP: nothing but health without one, and no prefix shared between two."""
 
-import time
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
 
+from tests.server.front_end import wait_until
 from tests.server.running_server import BLUE, MODEL, RED, RunningServer, bearer, running_server
 
 PROMPT = "class Harbour:\n" + "    boats = []\n" * 30
@@ -85,14 +86,16 @@ def test_a_key_does_not_wait_for_the_prefix_that_another_one_is_computing(server
     def together(number: int, *keys: str) -> int:
         """Return how many requests are deferred when the keys ask for one prompt in one step."""
 
+        held = threading.Event()
+
         def hold_up(_engine: Any) -> None:
-            deadline = time.monotonic() + 60
-            while server.server.gate.num_inside < len(keys) and time.monotonic() < deadline:
-                time.sleep(0.01)
+            held.set()
+            wait_until(lambda: server.backend._commands.qsize() >= len(keys), 60)  # tokenized, and sent to the engine
 
         before = server.between_steps(deferred)
         with ThreadPoolExecutor() as pool:
             held_up = pool.submit(server.between_steps, hold_up)
+            assert held.wait(60)
             replies = [pool.submit(ask, server, key, prompt=f"# {number}\n{PROMPT}") for key in keys]
             assert held_up.result() is None and all(reply.result() for reply in replies)
         return server.between_steps(deferred) - before
