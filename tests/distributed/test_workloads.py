@@ -13,15 +13,14 @@ from tests.distributed.world import Worlds
 from tests.mcore.engine_runs import OracleTally
 
 HAS_ROOM_FOR_4 = max(os.cpu_count() or 1, torch.cuda.device_count()) >= 4
-TENSOR, PIPELINE, BOTH = Layout(tensor=2), Layout(pipeline=2), Layout(tensor=2, pipeline=2)
+needs_4 = pytest.mark.skipif(not HAS_ROOM_FOR_4, reason="4 ranks take long on fewer than 4 cores")
+TENSOR, PIPELINE, BOTH, TENSOR_OF_4 = Layout(2), Layout(pipeline=2), Layout(2, pipeline=2), Layout(4)
 SHARED = [
     *((TENSOR, name, 1, graphs) for name, graphs in (("tight_blocks", 3), ("few_states", 0), ("disturbed", 3))),
     *((PIPELINE, name, 2, 0) for name in ("roomy", "strides")),
     *((PIPELINE, name, 2, 3) for name in ("whole_prompts", "disturbed")),
-    pytest.param(
-        *(BOTH, "small_steps", 3, 3),
-        marks=pytest.mark.skipif(not HAS_ROOM_FOR_4, reason="4 ranks take long on fewer than 4 cores"),
-    ),
+    *(pytest.param(BOTH, name, 3, 3, marks=needs_4) for name in ("small_steps", "disturbed")),
+    *(pytest.param(TENSOR_OF_4, name, 4, 3, marks=needs_4) for name in ("tight_blocks", "strides", "disturbed")),
 ]
 REPLICAS = [
     (Layout(), ("uncached", "few_states"), 0),

@@ -17,7 +17,7 @@ from tests.mcore.engine_runs import EngineRun
 from tests.mcore.faults import FAULT_PLACES
 from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.mcore.noisy_drafter import NoisyDrafter
-from tests.mcore.random_workloads import FLAVOURS, Workload, make_workload, run_workload
+from tests.mcore.random_workloads import FLAVOURS, MODELS, Workload, make_workload, run_workload
 
 NUM_DRAFTS = 3
 _OF_ONE_STAGE = ("the first layer", "attention", "the last mixer", "sampling")
@@ -26,6 +26,7 @@ _MODELS_WITH_EXPERTS = (
     {"pattern": "ME*M-", "ssm_chunk_size": 8},
     {"pattern": "M*EME", "ssm_chunk_size": 16, "use_rope": False, "num_experts": 6},
 )
+_WIDTHS = {"mamba_num_groups": 4, "num_query_groups": 4}  # four ranks have a part of each
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,8 @@ def run_workloads(layout: Layout, flavour: str, seed: int, num_graphs: int) -> R
     with parallel(layout), pytest.MonkeyPatch.context() as patch:
         if layout.pipeline > 1:
             patch.setattr(random_workloads, "FAULT_PLACES", _FAULTS_OF_EVERY_STAGE)
+        if layout.tensor > 2:
+            patch.setattr(random_workloads, "MODELS", tuple(model | _WIDTHS for model in MODELS))
         capture_without_cuda(patch)
         return _run_workloads(flavour, seed, num_graphs)
 
