@@ -38,6 +38,9 @@ class CapturedStep(Protocol):
 class EarlyStep(CapturedStep, Protocol):
     """One that is launched before its rows have come to it: laying it out says which of them are left."""
 
+    def is_of(self, rows: Sequence[RunningRequest]) -> bool:
+        """Whether these rows are those that were launched, all of them and no other."""
+
     def leave_graph(self) -> None:
         """Keep the results, which are there, when the graph goes."""
 

@@ -18,7 +18,7 @@ from ..policy.admission import Refusal
 from ..policy.block_growth import grow_rows
 from ..policy.boundaries import prefill_chunk_end
 from ..policy.requests import Candidate, KeptTokens, RequestSpec, RunningRequest
-from ..speculation.decode_schedule import schedule_decode
+from ..speculation.decode_schedule import schedule_decode, schedule_plain_decode
 from ..speculation.draft_planner import DraftPlanner, NoDrafts
 from ..speculation.row_progress import advance_plain_rows, advance_rows, note_hidden_states
 from ..state.step_batch import StepBatch
@@ -31,7 +31,7 @@ from .megatron_settings import megatron_settings
 from .model_shape import HybridModelShape
 from .ranks import OneRank, Ranks
 from .row_reservations import RowReservations
-from .run_ahead import RunAhead, tokens_of
+from .run_ahead import RunAhead
 
 
 class MambaCacheContext(DirectRequests):
@@ -183,10 +183,14 @@ class MambaCacheContext(DirectRequests):
         """Schedule the decode rows and their drafts, and lay the step out."""
         if construct_graph_dimensions is not None:
             raise NotImplementedError("Megatron's own CUDA graphs are not used; set CacheConfig.num_cuda_graphs")
-        decoding = [row for row in self.rows if not row.is_paused and not row.is_prefilling]
-        self._at_work = [*decoding, *(row for row in self.rows if row.is_prefilling and row.scheduled)]
-        budget = self.max_tokens - self.active_token_count
-        self.draft_distributions = schedule_decode(decoding, self.cache, self.planner, budget, self.ranks.all_hold)
+        early = self.ahead.step
+        if early is not None and early.is_of(self.rows):
+            self._at_work, self.draft_distributions = list(self.rows), schedule_plain_decode(self.rows)
+        else:
+            decoding = [row for row in self.rows if not row.is_paused and not row.is_prefilling]
+            self._at_work = [*decoding, *(row for row in self.rows if row.is_prefilling and row.scheduled)]
+            budget = self.max_tokens - self.active_token_count
+            self.draft_distributions = schedule_decode(decoding, self.cache, self.planner, budget, self.ranks.all_hold)
         draws_ratios = any(drawn_from is not None for drawn_from in self.draft_distributions)
         self.graph = self.ahead.take()
         if self.graph is None and self.graphs is not None:
@@ -211,7 +215,7 @@ class MambaCacheContext(DirectRequests):
         """
         rows = self.step.rows
         if self.ahead.step is not None:
-            return self._finish_plain_step(kept)
+            return self.finish_plain_step([new.tokens[-1] for new in kept if not new.ends])
         if self.planner.reads_hidden_states:
             note_hidden_states(rows, kept, self.step.logits.starts, self.wanted_outputs, self.planner)
         advance_rows(rows, kept, self.cache, self.planner)
@@ -229,21 +233,21 @@ class MambaCacheContext(DirectRequests):
             "evict_request_ids": ids_of(outcome.evicted),
         }
 
-    def run_ahead(self, sampled: Sequence[Sequence[int]]) -> bool:
+    def run_ahead(self, tokens: Sequence[int]) -> bool:
         """Launch the next step, if nothing but the tokens of this one was open; return whether it is launched.
 
         Args:
-            sampled: For each row of this step how many tokens it accepts, and those tokens.
+            tokens: [rows] the first new token of each row of this step.
         """
         rows = self.step.rows
-        if self.graph is None or len(rows) != len(self.rows) or not all(map(self.planner.rests, rows)):
+        if self.graph is None or len(rows) != len(self.rows) or not self.planner.rest(rows):
             return False
-        return self.ahead.launch(self.graph, rows, tokens_of(sampled))
+        return self.ahead.launch(self.graph, rows, tokens)
 
-    def _finish_plain_step(self, kept: Sequence[KeptTokens]) -> dict[str, Tensor | None]:
-        """Advance rows that all go on as they are: nobody leaves, grows, pauses or publishes."""
-        self.ahead.check_inputs(kept)
-        advance_plain_rows(self.step.rows, [new.tokens[0] for new in kept], self.cache.counters, self.planner)
+    def finish_plain_step(self, tokens: Sequence[int]) -> dict[str, Tensor | None]:
+        """As `finish_step`, where the next one runs already, fed [rows] `tokens`: nobody leaves, grows or pauses."""
+        self.ahead.check_inputs(tokens)
+        advance_plain_rows(self.step.rows, tokens, self.cache.counters, self.planner)
         self._step, self.graph, self._at_work = None, None, []
         return {"newly_paused_request_ids": None, "evict_request_ids": None}
 

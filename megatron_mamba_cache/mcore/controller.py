@@ -61,7 +61,14 @@ class MambaCacheController(TextGenerationController):
         await asyncio.sleep(0)  # the forward runs; whoever else wants the host may have it
         if skip_bookkeeping:
             context.ahead.is_alone = False  # who books the step by hand may decide otherwise about its rows
-        kept = self._sample(logits)
+        outcome, is_greedy = self._outcome(logits)
+        found = outcome.tolist()  # the step's one wait
+        places = context.step.places
+        # Where these tokens are all that the next step lacks, it is launched before anything else is done with them.
+        if is_greedy and context.run_ahead(tokens := [found[place][1] for place in places]):
+            return self._report_plain_step(tokens)
+        lines = (found[place] for place in places)
+        kept = [row.keep(new[:accepted]) for row, (accepted, *new) in zip(context.step.rows, lines, strict=True)]
         result = {
             "sample": torch.tensor([new.tokens[-1] if new.tokens else 0 for new in kept], dtype=torch.int64),
             "kept_tokens": [new.tokens for new in kept],
@@ -84,26 +91,22 @@ class MambaCacheController(TextGenerationController):
         context = self.context
         return compute_step(self.inference_wrapped_model, context) if context.graph is None else context.graph.forward()
 
-    def _sample(self, logits: Tensor) -> list[KeptTokens]:
-        """Sample, verify, copy the states of reached boundaries, and read the tokens back: the step's one wait.
+    def _outcome(self, logits: Tensor) -> tuple[Tensor, bool]:
+        """Sample, verify, and copy the states of reached boundaries.
 
-        Where these tokens are all that the next step lacks, it is launched before anything else is done with them.
+        Returns:
+            [rows, 2 + K], at the step's places: how many tokens each accepts, and those; and whether they are the best.
         """
         context = self.context
         step, drawn_from = context.step, context.draft_distributions
         is_certain = step.logits.all_greedy and all(distribution is None for distribution in drawn_from)
         if context.graph is not None and is_certain:
-            outcome = context.graph.verify_greedily()
-        else:
-            outcome = outcome_on_all_ranks(
-                context, lambda: verify_step(step.logits, context.wanted_logits(logits), drawn_from)
-            )
-            copy_reached_boundaries(step, outcome, context.memory)
-        found = outcome.tolist()
-        sampled = [found[place] for place in step.places]
-        if is_certain and context.run_ahead(sampled):
-            return [KeptTokens((tokens[1],)) for tokens in sampled]
-        return [row.keep(tokens[:accepted]) for row, (accepted, *tokens) in zip(step.rows, sampled, strict=True)]
+            return context.graph.verify_greedily(), True
+        outcome = outcome_on_all_ranks(
+            context, lambda: verify_step(step.logits, context.wanted_logits(logits), drawn_from)
+        )
+        copy_reached_boundaries(step, outcome, context.memory)
+        return outcome, is_certain
 
     def _log_probs(self, logits: Tensor, kept: Sequence[KeptTokens]) -> dict[str, Any]:
         context = self.context
@@ -120,8 +123,7 @@ class MambaCacheController(TextGenerationController):
 
     def _finish_step(self, kept: Sequence[KeptTokens]) -> dict[str, Any]:
         context = self.context
-        rows = context.step.rows
-        row_ids = [row.request_id for row in rows]
+        rows, row_ids = context.step.rows, context.step.request_ids
         finished = [request_id for request_id, new in zip(row_ids, kept, strict=True) if new.ends]
         outcome = context.finish_step(kept)
         self.digest.note_outcome(context, rows, kept)
@@ -129,6 +131,22 @@ class MambaCacheController(TextGenerationController):
             "active_request_ids": torch.tensor(row_ids, dtype=torch.int64),
             "finished_request_ids": torch.tensor(finished, dtype=torch.int64),
             **outcome,
+        }
+
+    def _report_plain_step(self, tokens: Sequence[int]) -> dict[str, Any]:
+        """Finish and report a step behind which the next one runs already: a token a row, and nothing else to say."""
+        context = self.context
+        step, graph = context.step, context.graph
+        return {
+            "sample": torch.tensor(tokens, dtype=torch.int64),
+            "kept_tokens": list(zip(tokens, strict=True)),
+            "draft_counts": [_NO_DRAFTS] * len(tokens),
+            "cuda_graph_request_count": None if graph is None else graph.shape.num_rows,
+            "log_probs": None,
+            "top_n_logprobs": None,
+            "active_request_ids": torch.tensor(step.request_ids, dtype=torch.int64),
+            "finished_request_ids": torch.empty(0, dtype=torch.int64),
+            **context.finish_plain_step(tokens),
         }
 
 

@@ -129,6 +129,7 @@ class StepGraph:
         return replace(
             results,
             rows=tuple(rows),
+            request_ids=tuple(row.request_id for row in rows),
             places=places,
             num_tokens=sum(row.scheduled for row in rows),
             num_decode_rows=num_decode,

@@ -165,7 +165,8 @@ class MambaCacheEngine(SuspendableEngine):
             num_known = [len(record[-1].generated_tokens) for record in records]
             if step_result is not None:
                 append_all_but_last(step_result, self.get_request, self.controller.tokenizer.detokenize)
-                self._states.count_drafts(step_result["active_request_ids"].tolist(), step_result["draft_counts"])
+                if self.context.planner.max_drafts:
+                    self._states.count_drafts(step_result["active_request_ids"].tolist(), step_result["draft_counts"])
             for request_id in ending:
                 if self.requests[request_id].future.done():
                     self.requests[request_id].future = self._loop.create_future()

@@ -21,7 +21,7 @@ def append_tokens(
         sample: [requests] token ids.
     """
     for request_id, token in zip(request_ids, sample.tolist(), strict=True):
-        request = entries[request_id].record[-1]
+        request = entries[request_id].record.requests[-1]
         request.generated_tokens.append(token)
         if request.tpot is None:
             request.tpot = []
@@ -44,7 +44,7 @@ def append_all_but_last(
     They take no time of their own: the step's time goes with the last. Their log-probs leave `step_result`, and so do
     all alternatives to tokens behind a request's first. If one has no text, nothing has changed.
     """
-    if not step_result["top_n_logprobs"] and all(len(tokens) <= 1 for tokens in step_result["kept_tokens"]):
+    if not step_result["top_n_logprobs"] and max(map(len, step_result["kept_tokens"]), default=0) <= 1:
         return
     log_probs, top_n = step_result["log_probs"], step_result["top_n_logprobs"] or {}
     named = {index: [_named_log_probs(*best, detokenize) for best in places] for index, places in top_n.items()}

@@ -16,6 +16,6 @@ class RowReservations:
 
     def commit(self) -> None:
         """Publish what the step wrote of prompts."""
-        for row in self._context.step.rows:
-            if row.is_prefilling:
-                self._context.cache.publish(row, row.scheduled)
+        step = self._context.step
+        for row in step.rows[step.num_decode_rows :]:
+            self._context.cache.publish(row, row.scheduled)

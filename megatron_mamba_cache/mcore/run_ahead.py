@@ -11,12 +11,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ..errors import CacheIntegrityError
-from ..policy.requests import KeptTokens, RunningRequest
+from ..policy.requests import RunningRequest
 from ..state.padded_step import StepShape
 from ..state.step_batch import StepBatch
 from .captured_step import CapturedStep, EarlyStep
@@ -55,6 +54,10 @@ class LaunchedStep:
         self.wanted_outputs = self.wanted_outputs.clone()
         self._graph = None
 
+    def is_of(self, rows: Sequence[RunningRequest]) -> bool:
+        """Whether these rows are those that were launched, all of them and no other."""
+        return tuple(rows) == self._batch.rows
+
     def lay_out(self, rows: Sequence[RunningRequest], *, draws_ratios: bool) -> StepBatch:
         """Return the step of the rows that are still there.
 
@@ -62,16 +65,17 @@ class LaunchedStep:
             CacheIntegrityError: If others have joined them.
         """
         batch = self._batch
+        if self.is_of(rows) and not draws_ratios:
+            return batch
         place_of = {id(row): place for row, place in zip(batch.rows, batch.places, strict=True)}
         if draws_ratios or any(id(row) not in place_of or row.scheduled != 1 for row in rows):
             raise CacheIntegrityError("a row joined a step that runs already; admit requests by the engine")
-        if len(rows) == len(batch.rows):
-            return batch
         places, starts = tuple(place_of[id(row)] for row in rows), batch.logits.starts
         start_of = dict(zip(batch.places, starts, strict=False))
         return replace(
             batch,
             rows=tuple(rows),
+            request_ids=tuple(row.request_id for row in rows),
             places=places,
             num_tokens=len(rows),
             num_decode_rows=len(rows),
@@ -121,9 +125,9 @@ class RunAhead:
         step, self.step = self.step, None
         return step
 
-    def check_inputs(self, kept: Sequence[KeptTokens]) -> None:
+    def check_inputs(self, tokens: Sequence[int]) -> None:
         """Raise `CacheIntegrityError` unless rows go on with the tokens that the launched step was fed."""
-        if [new.tokens[-1] for new in kept] != self._tokens or any(new.ends for new in kept):
+        if tokens != self._tokens:
             raise CacheIntegrityError("the step that runs already was fed other tokens than its rows keep")
 
     def refuse_rows(self) -> None:
@@ -150,8 +154,3 @@ class RunAhead:
         """Wait for it and forget it: none of its rows is left."""
         self.wait()
         self.step, self.is_alone = None, False
-
-
-def tokens_of(sampled: Sequence[Sequence[int]]) -> list[int]:
-    """Return the new token of each row, of the lines of an outcome, [2 + K]: one is accepted, then that one."""
-    return np.asarray(sampled)[:, 1].tolist()

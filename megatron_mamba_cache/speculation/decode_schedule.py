@@ -49,6 +49,17 @@ def schedule_decode(
     return distributions
 
 
+def schedule_plain_decode(rows: Sequence[RunningRequest]) -> list[Tensor | None]:
+    """Schedule one token of each row, as in the step before: drafts pause still, and no boundary is within reach.
+
+    Returns:
+        As `schedule_decode`: no distributions.
+    """
+    for row in rows:
+        row.scheduled = 1
+    return [None] * len(rows)
+
+
 def _plan(
     limits: Sequence[DraftLimit],
     planner: DraftPlanner | NoDrafts,

@@ -69,10 +69,10 @@ class DraftPlanner:
             self._lengths[row.request_id] = DraftLength(self._max_drafts)
         return self._lengths[row.request_id].wanted(limit)
 
-    def rests(self, row: RunningRequest) -> bool:
-        """Whether a row whose step has no drafts will want none in the next step either."""
-        length = self._lengths.get(row.request_id)
-        return length is not None and length.rests
+    def rest(self, rows: Sequence[RunningRequest]) -> bool:
+        """Whether rows whose step has no drafts will all want none in the next step either."""
+        lengths = [self._lengths.get(row.request_id) for row in rows]
+        return all(length is not None and length.rests for length in lengths)
 
     def plan(self, limits: Sequence[DraftLimit]) -> list[Draft]:
         """Return one draft for each row, in order, at most its limit long; the drafter is asked at most once.
@@ -166,7 +166,7 @@ class NoDrafts:
         """Return none."""
         return 0
 
-    def rests(self, row: RunningRequest) -> bool:
+    def rest(self, rows: Sequence[RunningRequest]) -> bool:
         """Yes."""
         return True
 

@@ -36,7 +36,9 @@ def advance_plain_rows(
         row.generated.append(token)
         row.computed += 1
         row.scheduled = 0
-        planner.note(row, 0, 0)
+    if planner.max_drafts:
+        for row in rows:
+            planner.note(row, 0, 0)
     counters.decode_rows += len(rows)
     counters.decode_tokens_computed += len(rows)
 

@@ -29,6 +29,7 @@ class StepBatch:
     """
 
     rows: tuple[RunningRequest, ...]
+    request_ids: tuple[int, ...]  # [rows]
     places: Sequence[int]  # [rows] of each row's results; others are padding's
     num_tokens: int
     num_decode_rows: int
@@ -169,6 +170,7 @@ def view_step(rows: Sequence[RunningRequest], buffers: StepBuffers, num_chunks: 
     token_ids = device("token_ids")[:num_tokens].long()
     return StepBatch(
         rows=tuple(rows),
+        request_ids=tuple(row.request_id for row in rows),
         places=range(len(rows)),
         num_tokens=num_tokens,
         num_decode_rows=num_decode,

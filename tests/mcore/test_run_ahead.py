@@ -353,15 +353,18 @@ def test_who_books_a_step_by_hand_gets_no_other_launched() -> None:
     assert ended not in [row.request_id for row in run.context.rows] and len(run.context.rows) == 2
 
 
-def test_other_tokens_than_the_launched_step_was_fed_are_refused() -> None:
+def test_other_tokens_than_the_launched_step_was_fed_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     run = start()
     step_until_ahead(run)
-    fed = [row.generated[-1] for row in run.context.rows]
-    ahead = run.context.ahead
-    ahead.check_inputs([KeptTokens((token,)) for token in fed])
+    context = run.context
+    fed = [row.generated[-1] for row in context.rows]
+    monkeypatch.setattr(context, "_step", context.ahead.step.lay_out(context.rows, draws_ratios=False))
     for wrong in ([KeptTokens((token + 1,)) for token in fed], [KeptTokens((token,), ends=True) for token in fed]):
         with pytest.raises(CacheIntegrityError, match="other tokens"):
-            ahead.check_inputs(wrong)
+            context.finish_step(wrong)
+    assert [row.generated[-1] for row in context.rows] == fed
+    context.finish_step([KeptTokens((token,)) for token in fed])
+    assert [row.generated[-2:] for row in context.rows] == [[token, token] for token in fed]
 
 
 class AlwaysWrong:
