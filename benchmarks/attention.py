@@ -1,4 +1,4 @@
-"""How fast are the attention backends, the KV append and the gated norm of a layer, against what the card can do?
+"""How fast are the attention backends, the KV append and a layer's norms, against what the card can do?
 
     PYTHONPATH=. python3 benchmarks/attention.py [--json FILE]
 
@@ -155,16 +155,18 @@ def host_us(call: Callable[[], object]) -> float:
 
 
 def measure_token_kernels(tokens: Sequence[int] = TOKENS) -> list[Figure]:
-    """Measure the KV append and the gated norm, and their twins; several copies of the inputs leave the L2 cache."""
+    """Measure the KV append and the norms, and their twins; several copies of the inputs leave the L2 cache."""
     figures = []
     for num_tokens in tokens:
-        figures += _measure_norm("8B", num_tokens, channels=8192, group_size=1024)
-        figures += _measure_norm("Nano", num_tokens, channels=4096, group_size=512)
+        figures += _measure_gated_norm("8B", num_tokens, channels=8192, group_size=1024)
+        figures += _measure_gated_norm("Nano", num_tokens, channels=4096, group_size=512)
+        figures += _measure_layer_norm("8B", num_tokens, channels=4096)
+        figures += _measure_layer_norm("Nano", num_tokens, channels=2688)
         figures += _measure_append(num_tokens)
     return figures
 
 
-def _measure_norm(name: str, num_tokens: int, channels: int, group_size: int) -> list[Figure]:
+def _measure_gated_norm(name: str, num_tokens: int, channels: int, group_size: int) -> list[Figure]:
     num_copies = max(2, 2**27 // (num_tokens * channels * 6))
     projected = [torch.randn(num_tokens, 2 * channels, device="cuda").bfloat16() for _ in range(num_copies)]
     weight = torch.ones(channels, dtype=torch.bfloat16, device="cuda")
@@ -177,6 +179,21 @@ def _measure_norm(name: str, num_tokens: int, channels: int, group_size: int) ->
         us = launch_us(launches, max(2.0, num_bytes / 3e6))
         case = f"gated norm, {name}, {num_tokens} tokens"
         figures.append(Figure(case, norm.__name__, us, num_bytes, memcpy_us=copy_us(num_bytes)))
+    return figures
+
+
+def _measure_layer_norm(name: str, num_tokens: int, channels: int) -> list[Figure]:
+    num_bytes = 2 * num_tokens * channels * 2
+    inputs = [torch.randn(num_tokens, channels, device="cuda").bfloat16() for _ in range(max(2, 2**27 // num_bytes))]
+    weight = torch.ones(channels, dtype=torch.bfloat16, device="cuda")
+    figures = []
+    for way, norm in {
+        "gated_group_norm": lambda rows: gated_group_norm(rows, None, weight, channels, 1e-5),
+        "torch's rms_norm": lambda rows: torch.nn.functional.rms_norm(rows, (channels,), weight, 1e-5),
+    }.items():
+        us = launch_us([partial(norm, rows) for rows in inputs], max(2.0, num_bytes / 3e6))
+        case = f"layer norm, {name}, {num_tokens} tokens"
+        figures.append(Figure(case, way, us, num_bytes, memcpy_us=copy_us(num_bytes)))
     return figures
 
 
@@ -212,7 +229,7 @@ def table(figures: list[Figure]) -> str:
 
 def main() -> None:
     """Measure, then print Markdown and write JSON."""
-    parser = argparse.ArgumentParser(description="Measure attention backends, KV append and gated norm.")
+    parser = argparse.ArgumentParser(description="Measure attention backends, KV append and norms.")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():

@@ -133,8 +133,9 @@ def attention_figures() -> Iterator[Figure]:
 
 
 def token_figures(num_tokens: tuple[int, ...]) -> Iterator[Figure]:
-    """Yield the gated norm and the KV append, with their twins as peers."""
+    """Yield the norms and the KV append, with their twins or torch's own as peers."""
     measured = attention.measure_token_kernels(num_tokens)
     for ours, twin in zip(measured[::2], measured[1::2], strict=True):
         kernel, *shape, case = ours.case.split(", ")
-        yield Figure(kernel, "".join(shape), case, ours.us, ours.memcpy_us, {"torch twin": twin.us})
+        peer = "torch twin" if twin.way.endswith("_ref") else twin.way
+        yield Figure(kernel, "".join(shape), case, ours.us, ours.memcpy_us, {peer: twin.us})

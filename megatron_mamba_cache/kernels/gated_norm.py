@@ -1,4 +1,7 @@
-"""Gated group RMS norm: RMSNorm(y * silu(z)) over groups of channels, the end of a Mamba2 mixer, in one pass.
+"""Group RMS norm, gated or not, in one pass.
+
+RMSNorm(y * silu(z)) over groups of channels is the end of a Mamba2 mixer, RMSNorm(y) over all of them the beginning of
+a layer.
 
 Layout: tokens of any stride, channels contiguous. Grid: a program holds one group of a token, or several small ones,
 whole in registers; which groups share a program changes no bit of them. All arithmetic is fp32. Graph safe.
@@ -32,6 +35,7 @@ def _gated_group_norm_kernel(
     GROUP_SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
     GROUPS: tl.constexpr,
+    IS_GATED: tl.constexpr,
 ):
     NUM_GROUPS: tl.constexpr = CHANNELS // GROUP_SIZE
     index = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)[:, None]  # of a group among those of all tokens
@@ -39,17 +43,18 @@ def _gated_group_norm_kernel(
     element = tl.arange(0, WIDTH)[None, :]
     channel = index % NUM_GROUPS * GROUP_SIZE + element
     inside = (token < num_tokens) & (element < GROUP_SIZE)  # [GROUPS, WIDTH]
-    gate = tl.load(z + token * z_stride + channel, mask=inside, other=0).to(tl.float32)
     values = tl.load(y + token * y_stride + channel, mask=inside, other=0).to(tl.float32)
-    gated = values * (gate / (1 + tl.exp(-gate)))
-    mean = tl.sum(gated * gated, axis=1, keep_dims=True) / GROUP_SIZE
+    if IS_GATED:
+        gate = tl.load(z + token * z_stride + channel, mask=inside, other=0).to(tl.float32)
+        values *= gate / (1 + tl.exp(-gate))
     scale = tl.load(weight + channel, mask=inside, other=0).to(tl.float32)
-    normed = gated * (1 / tl.sqrt(mean + eps)) * scale
+    mean = tl.sum(values * values, axis=1, keep_dims=True) / GROUP_SIZE
+    normed = values * (1 / tl.sqrt(mean + eps)) * scale
     tl.store(out + token * CHANNELS + channel, normed.to(out.dtype.element_ty), mask=inside)
 
 
-def gated_group_norm(y: Tensor, z: Tensor, weight: Tensor, group_size: int, eps: float) -> Tensor:
-    """Return RMSNorm(y * silu(z)) over groups of channels, times `weight`.
+def gated_group_norm(y: Tensor, z: Tensor | None, weight: Tensor, group_size: int, eps: float) -> Tensor:
+    """Return RMSNorm(y * silu(z)) over groups of channels, times `weight`; RMSNorm(y) without `z`.
 
     A token's result depends on that token alone, to the bit. Where a gradient is asked for, and in float64, the
     reference computes.
@@ -74,31 +79,34 @@ def gated_group_norm(y: Tensor, z: Tensor, weight: Tensor, group_size: int, eps:
     out = torch.empty(num_tokens, channels, dtype=y.dtype, device=y.device)
     if out.numel() == 0:
         return out
+    gate = y if z is None else z
     width = triton.next_power_of_2(group_size)
     groups = max(1, _TILE_LEN // width)
     _gated_group_norm_kernel[(triton.cdiv(num_tokens * (channels // group_size), groups),)](
         y=y,
-        z=z,
+        z=gate,
         weight=weight,
         out=out,
         num_tokens=num_tokens,
         y_stride=y.stride(0),
-        z_stride=z.stride(0),
+        z_stride=gate.stride(0),
         eps=eps,
         CHANNELS=channels,
         GROUP_SIZE=group_size,
         WIDTH=width,
         GROUPS=groups,
+        IS_GATED=z is not None,
         num_warps=max(4, min(16, width // 256)),
     )
     return out
 
 
-def _wants_gradient(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+def _wants_gradient(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
-def _check(y: Tensor, z: Tensor, weight: Tensor, group_size: int) -> None:
+def _check(y: Tensor, z: Tensor | None, weight: Tensor, group_size: int) -> None:
+    z = y if z is None else z
     if y.dim() != 2 or y.shape != z.shape or weight.shape != y.shape[1:]:
         raise ValueError(
             "need y and z [tokens, channels] and weight [channels], "

@@ -17,12 +17,12 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from megatron.core.utils import WrappedTensor
 from torch import Tensor
 
 from .expert_layer import UnevenMoELayer
+from .layer_norm import LayerNorm
 from .specs import with_mamba_cache
 
 if not hasattr(moe_utils, "te_general_gemm"):
@@ -56,14 +56,14 @@ class LocalSpecOptions:
 
 
 def local_hybrid_spec(options: LocalSpecOptions | None = None) -> ModuleSpec:
-    """Return a MambaStack spec with the caching modules, torch's norms and Megatron's own linears."""
+    """Return a MambaStack spec with the caching modules, norms of one kernel and Megatron's own linears."""
     options = options or LocalSpecOptions()
     add = scaled_residual_add(options.residual_multiplier)
     stack = MambaStackSubmodules(
         mamba_layer=ModuleSpec(
             module=MambaLayer,
             submodules=MambaLayerSubmodules(
-                norm=ModuleSpec(module=TorchNorm, params={"eps": options.norm_eps}),
+                norm=ModuleSpec(module=LayerNorm, params={"eps": options.norm_eps}),
                 mixer=_mixer(options),
                 mamba_bda=add,
             ),
@@ -71,7 +71,7 @@ def local_hybrid_spec(options: LocalSpecOptions | None = None) -> ModuleSpec:
         attention_layer=ModuleSpec(
             module=TransformerLayer,
             submodules=TransformerLayerSubmodules(
-                input_layernorm=TorchNorm, self_attention=_attention(), self_attn_bda=add
+                input_layernorm=LayerNorm, self_attention=_attention(), self_attn_bda=add
             ),
         ),
         mlp_layer=ModuleSpec(module=MLPLayer, submodules=_feed_forward(_dense(), add)),
@@ -84,16 +84,8 @@ def local_hybrid_spec(options: LocalSpecOptions | None = None) -> ModuleSpec:
     return with_mamba_cache(ModuleSpec(module=LocalMambaStack, params=multipliers, submodules=stack))
 
 
-class TorchNorm:
-    """torch's norm with weights of the model's dtype, which it takes one kernel for; Megatron's has float32 ones."""
-
-    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5) -> Any:
-        """Return a `torch.nn` norm, whose own arithmetic is float32."""
-        return WrappedTorchNorm(config, hidden_size, eps).to(config.params_dtype)
-
-
 class LocalMambaStack(MambaStack):
-    """A MambaStack whose final norm is torch's: Megatron's hard-codes Transformer Engine's.
+    """A MambaStack with a final norm as the layers': Megatron's hard-codes Transformer Engine's.
 
     Args:
         input_multiplier, output_multiplier: See `LocalSpecOptions`.
@@ -114,7 +106,7 @@ class LocalMambaStack(MambaStack):
         self.input_multiplier = input_multiplier
         self.output_multiplier = output_multiplier
         if self.post_process and post_layer_norm:
-            self.final_norm = TorchNorm(config, config.hidden_size, config.layernorm_epsilon)
+            self.final_norm = LayerNorm(config, config.hidden_size, config.layernorm_epsilon)
 
     def forward(self, hidden_states: Any, *args: Any, **settings: Any) -> Tensor:
         """Run the layers; see MambaStack."""
@@ -172,4 +164,4 @@ def _dense() -> ModuleSpec:
 
 
 def _feed_forward(mlp: ModuleSpec, add: Callable[..., Any]) -> TransformerLayerSubmodules:
-    return TransformerLayerSubmodules(pre_mlp_layernorm=TorchNorm, mlp=mlp, mlp_bda=add)
+    return TransformerLayerSubmodules(pre_mlp_layernorm=LayerNorm, mlp=mlp, mlp_bda=add)

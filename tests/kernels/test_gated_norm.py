@@ -1,4 +1,4 @@
-"""The gated group norm, kernel and twin, against float64, and each token's bits in any batch.
+"""The group norm, gated and not, kernel and twin, against float64, and each token's bits in any batch.
 
 Where the kernel neither compiles nor is interpreted, the op is its twin; `test_interpreted` runs this file again.
 """
@@ -18,7 +18,7 @@ from tests.kernels.packed_rows import same_bits
 EPS = 1e-5
 BF16_TOLERANCE = 2**-7 if INTERPRETED else 2**-8
 """Of one rounding; the interpreter cuts where the compiler rounds."""
-Op = Callable[[Tensor, Tensor, Tensor, int, float], Tensor]
+Op = Callable[[Tensor, Tensor | None, Tensor, int, float], Tensor]
 both_ops = pytest.mark.parametrize("op", [gated_group_norm, gated_group_norm_ref])
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -36,12 +36,13 @@ def inputs(num_tokens: int, channels: int, device: str, dtype: torch.dtype) -> t
     return rows[:, :channels], 4 * rows[:, channels + 5 :], torch.randn(channels, device=device).to(dtype)
 
 
-def expected_norm(y: Tensor, z: Tensor, weight: Tensor, group_size: int) -> Tensor:
+def expected_norm(y: Tensor, z: Tensor | None, weight: Tensor, group_size: int) -> Tensor:
     """Return the norm in float64, a group at a time."""
     out = torch.empty(y.shape, dtype=torch.float64, device=y.device)
     for start in range(0, y.shape[1], group_size):
         group = slice(start, start + group_size)
-        gated = y[:, group].double() * z[:, group].double() * torch.sigmoid(z[:, group].double())
+        gate = 1.0 if z is None else z[:, group].double() * torch.sigmoid(z[:, group].double())
+        gated = y[:, group].double() * gate
         out[:, group] = gated / (gated.square().mean(1, keepdim=True) + EPS).sqrt() * weight[group].double()
     return out
 
@@ -52,12 +53,21 @@ def expected_norm(y: Tensor, z: Tensor, weight: Tensor, group_size: int) -> Tens
     [(1, 1, 1), (3, 1024, 1024), (5, 96, 32), (2, 1500, 500), (7, 63, 63), (1, 2048, 2048), (130, 24, 8), (4, 30, 5)],
 )
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 8e-6), (torch.bfloat16, BF16_TOLERANCE)])
+@pytest.mark.parametrize("is_gated", [True, False], ids=["gated", "plain"])
 def test_norm_of_any_group_size(
-    num_tokens: int, channels: int, group_size: int, dtype: torch.dtype, tolerance: float, op: Op, device: str
+    num_tokens: int,
+    channels: int,
+    group_size: int,
+    dtype: torch.dtype,
+    tolerance: float,
+    is_gated: bool,
+    op: Op,
+    device: str,
 ) -> None:
     """Relative to the value."""
     torch.manual_seed(channels)
-    y, z, weight = inputs(num_tokens, channels, device, dtype)
+    y, gate, weight = inputs(num_tokens, channels, device, dtype)
+    z = gate if is_gated else None
     before = gated_norm._gated_group_norm_kernel.launches
     out = op(y, z, weight, group_size, EPS)
     is_kernel = op is gated_group_norm and launches_kernel(y)
@@ -77,8 +87,10 @@ def test_double_precision_stays_double(device: str) -> None:
 def test_tokens_have_the_same_bits_in_any_batch(group_size: int, dtype: torch.dtype, device: str) -> None:
     y, z, weight = inputs(9, 768, device, dtype)
     together = gated_group_norm(y, z, weight, group_size, EPS)
+    plain = gated_group_norm(y, None, weight, group_size, EPS)
     for rows in (slice(0, 1), slice(3, 4), slice(2, 9), slice(0, 8)):
         assert same_bits(gated_group_norm(y[rows], z[rows], weight, group_size, EPS), together[rows])
+        assert same_bits(gated_group_norm(y[rows], None, weight, group_size, EPS), plain[rows])
 
 
 def test_gates_of_any_size_stay_finite(device: str) -> None:

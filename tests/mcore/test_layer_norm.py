@@ -1,0 +1,32 @@
+"""The norm of layers: torch's numbers, and weights of the model's dtype."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_mamba_cache.mcore.layer_norm import LayerNorm, LayerRMSNorm
+
+
+def config(normalization: str, dtype: torch.dtype) -> SimpleNamespace:
+    unwanted = ("layernorm_zero_centered_gamma", "persist_layer_norm", "sequence_parallel")
+    absent = dict.fromkeys((*unwanted, "memory_efficient_layer_norm"), False)
+    return SimpleNamespace(normalization=normalization, params_dtype=dtype, **absent)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-7)])
+def test_an_rms_norm_has_torchs_numbers_whatever_computes_it(dtype: torch.dtype, tolerance: float, device: str) -> None:
+    torch.manual_seed(0)
+    norm = LayerNorm(config("RMSNorm", dtype), 96, eps=1e-3).to(device)
+    nn.init.normal_(norm.weight)
+    x = torch.randn(5, 3, 96, device=device).to(dtype).transpose(0, 1)
+    with torch.inference_mode():
+        out, expected = norm(x), nn.functional.rms_norm(x.double(), (96,), norm.weight.double(), 1e-3)
+    assert isinstance(norm, LayerRMSNorm) and norm.weight.dtype == out.dtype == dtype and out.shape == x.shape
+    torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_another_norm_is_torchs() -> None:
+    norm = LayerNorm(config("LayerNorm", torch.bfloat16), 8)
+    assert type(norm) is nn.LayerNorm and norm.weight.dtype == torch.bfloat16
