@@ -61,7 +61,7 @@ class MambaCacheController(TextGenerationController):
         await asyncio.sleep(0)  # the forward runs; whoever else wants the host may have it
         if skip_bookkeeping:
             context.ahead.is_alone = False  # who books the step by hand may decide otherwise about its rows
-        outcome, is_greedy = self._outcome(logits)
+        outcome, is_greedy = self._sample(logits)
         found = outcome.tolist()  # the step's one wait
         places = context.step.places
         # Where these tokens are all that the next step lacks, it is launched before anything else is done with them.
@@ -91,7 +91,7 @@ class MambaCacheController(TextGenerationController):
         context = self.context
         return compute_step(self.inference_wrapped_model, context) if context.graph is None else context.graph.forward()
 
-    def _outcome(self, logits: Tensor) -> tuple[Tensor, bool]:
+    def _sample(self, logits: Tensor) -> tuple[Tensor, bool]:
         """Sample, verify, and copy the states of reached boundaries.
 
         Returns:
