@@ -1,10 +1,12 @@
 """How many tokens a second do decoding rows get from 1, 2 or more cards that share a model by tensor parallelism?
 
-    PYTHONPATH=. python3 benchmarks/parallel_decode.py [--shape 8b|small|tiny] [--ranks 1 2 4] [--json FILE]
+    PYTHONPATH=. python3 benchmarks/parallel_decode.py [--shape 8b|small|tiny] [--ranks 1 2 4] [--prompt-blocks 1 16]
+        [--json FILE]
 
 Starts a process for each card of the largest number asked for, or runs in those that torchrun has started. Each number
 of ranks is measured in turn in the same run: rows of equal length decode together, without drafts; a step is the median
-of steps after some that warm up, by the first rank's clock. Processes that a number of ranks leaves out wait. Without
+of steps after some that warm up, by the first rank's clock. Prompts are some KV blocks and an eighth long, so that no
+block ends in these steps. Processes that a number of ranks leaves out wait. Without
 CUDA devices for all, ranks are processes on the CPU, whose figures say nothing but that it runs.
 """
 
@@ -19,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,55 +43,59 @@ class DecodeSpeed:
 
     num_ranks: int
     num_rows: int
+    num_prompt: int
     step_ms: float
     tokens_per_s: float
     graph_share: float
 
 
-def measure(num_ranks: int, shape: ServedShape, num_rows: int) -> DecodeSpeed | None:
-    """Return what the first ranks measure; all processes call it, and those left out get None."""
+def measure(num_ranks: int, shape: ServedShape, num_rows: int, prompt_lens: Sequence[int]) -> list[DecodeSpeed]:
+    """Return what the first ranks measure for each length of prompts; all processes call it, others get nothing."""
     initialize_several_processes(num_ranks, 1, 1)
     try:
-        speed = None
+        speeds = []
         if dist.get_rank() < num_ranks:
             shape = replace(shape, max_requests=num_rows, max_tokens=max(shape.max_tokens, num_rows))
-            speed = decode_speed(num_ranks, shape, num_rows)
+            model = model_of(shape)
+            for num_prompt in prompt_lens:
+                with serving_engine(model, shape, MODES["full"]) as engine:
+                    speeds.append(decode_speed(engine, num_ranks, shape, num_rows, num_prompt))
         dist.barrier()
-        return speed
+        return speeds
     finally:
         parallel_state.destroy_model_parallel()
 
 
-def decode_speed(num_ranks: int, shape: ServedShape, num_rows: int) -> DecodeSpeed:
+def decode_speed(engine: Any, num_ranks: int, shape: ServedShape, num_rows: int, num_prompt: int) -> DecodeSpeed:
     """Time decode steps of an engine on the ranks of the present parallel state."""
     drawn = random.Random(num_rows)
-    num_prompt = shape.block_size * 9 // 8
     num_prefills = num_rows // max(1, (shape.max_tokens - num_rows) // num_prompt) + 1
-    with serving_engine(model_of(shape), shape, MODES["full"]) as engine:
-        for index in range(num_rows):
-            num_tokens = num_prefills + NUM_WARMING + NUM_STEPS + 2
-            send(engine, index, some_tokens(drawn, shape, num_prompt), num_tokens)
-        while engine.waiting_request_ids or not engine.context.is_decode_only():
-            engine.step_modern()
-        counters = engine.context.counters
-        graphs_before = counters.graph_steps
-        times = [timed_step(engine) for _ in range(NUM_WARMING + NUM_STEPS)][NUM_WARMING:]
-        if len(engine.context.rows) != num_rows:
-            raise RuntimeError(f"{len(engine.context.rows)} of {num_rows} rows decode; raise --kv-gb")
-        graph_share = (counters.graph_steps - graphs_before) / (NUM_WARMING + NUM_STEPS)
-        while engine.has_unfinished_requests():
-            engine.step_modern()
+    for index in range(num_rows):
+        num_tokens = num_prefills + NUM_WARMING + NUM_STEPS + 2
+        send(engine, index, some_tokens(drawn, shape, num_prompt), num_tokens)
+    while engine.waiting_request_ids or not engine.context.is_decode_only():
+        engine.step_modern()
+    counters = engine.context.counters
+    graphs_before = counters.graph_steps
+    times = [timed_step(engine) for _ in range(NUM_WARMING + NUM_STEPS)][NUM_WARMING:]
+    if len(engine.context.rows) != num_rows:
+        raise RuntimeError(f"{len(engine.context.rows)} of {num_rows} rows decode; raise --kv-gb")
+    graph_share = (counters.graph_steps - graphs_before) / (NUM_WARMING + NUM_STEPS)
+    while engine.has_unfinished_requests():
+        engine.step_modern()
     step_s = median(times)
-    return DecodeSpeed(num_ranks, num_rows, 1e3 * step_s, num_rows / step_s, graph_share)
+    return DecodeSpeed(num_ranks, num_rows, num_prompt, 1e3 * step_s, num_rows / step_s, graph_share)
 
 
 def table(speeds: Sequence[DecodeSpeed]) -> str:
     """Return the figures as Markdown."""
-    lines = ["| ranks | rows | a step, ms | tokens/s | of the first line | graphs, % |", "|" + "---:|" * 6]
+    lines = ["| ranks | rows | prompt | a step, ms | tokens/s | of the fewest ranks | graphs, % |", "|" + "---:|" * 7]
     for speed in speeds:
-        share = speed.tokens_per_s / speeds[0].tokens_per_s
+        fewest = next(other for other in speeds if other.num_prompt == speed.num_prompt)
+        share = speed.tokens_per_s / fewest.tokens_per_s
         pace = f"{speed.step_ms:.3f} | {speed.tokens_per_s:,.1f} | {share:.3f}"
-        lines.append(f"| {speed.num_ranks} | {speed.num_rows} | {pace} | {100 * speed.graph_share:.0f} |")
+        of = f"{speed.num_ranks} | {speed.num_rows} | {speed.num_prompt}"
+        lines.append(f"| {of} | {pace} | {100 * speed.graph_share:.0f} |")
     return "\n".join(lines)
 
 
@@ -117,6 +124,9 @@ def main() -> int:
         "--ranks", nargs="+", type=int, metavar="N", help="default: 1, 2 and 4 as far as there are cards"
     )
     parser.add_argument("--rows", type=int, default=64, metavar="N", help="that decode; default: %(default)s")
+    parser.add_argument(
+        "--prompt-blocks", nargs="+", type=int, default=[1], metavar="N", help="KV blocks of a prompt; default: 1"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
     arguments = parser.parse_args()
     num_cards = torch.cuda.device_count()
@@ -127,12 +137,12 @@ def main() -> int:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     shape = shape_of(parser, arguments, LIMITS)
     with quiet_libraries(), own_warnings_hidden():
-        speeds = [measure(size, shape, arguments.rows) for size in sizes]
+        prompt_lens = [count * shape.block_size + shape.block_size // 8 for count in arguments.prompt_blocks]
+        speeds = [speed for size in sizes for speed in measure(size, shape, arguments.rows, prompt_lens)]
     if dist.get_rank() == 0:
-        found = [speed for speed in speeds if speed is not None]
-        print(table(found))
+        print(table(speeds))
         if arguments.json:
-            figures = {"machine": describe_machine(), "decode": [asdict(speed) for speed in found]}
+            figures = {"machine": describe_machine(), "decode": [asdict(speed) for speed in speeds]}
             arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
     dist.destroy_process_group()
     return 0

@@ -56,7 +56,7 @@ section ssd_scan_tilings "Prefill scan in every form" python3 benchmarks/ssd_sca
 section step_cost "What a decode step costs, and what drafts give at best" \
     python3 benchmarks/step_cost.py --json "$results/step_cost.json"
 section parallel_decode "Decoding by cards that share a model" \
-    python3 benchmarks/parallel_decode.py --json "$results/parallel_decode.json"
+    python3 benchmarks/parallel_decode.py --prompt-blocks 1 16 --json "$results/parallel_decode.json"
 section tests_on_cards "Tests of ranks on as many GPUs" \
     python3 -m pytest -n 0 -p no:cacheprovider --color=no -rfE tests/distributed
 section turn_latency "How much sooner later turns begin, and what the cache costs where nothing hits" \
