@@ -20,10 +20,11 @@ class BlockTree:
         self._keys = [_UNREGISTERED] * num_blocks
         self._parents = [_ROOT] * num_blocks
         self._num_children = [0] * num_blocks
-        self._depths = [0] * num_blocks
+        self._depths = [0] * num_blocks  # of registered blocks
 
     def __contains__(self, block: BlockId) -> bool:
-        return self._depths[block] > 0  # not the key: a big integer apiece, it is seldom in the CPU's cache
+        # By identity, not value: a key is a big integer of its own, which is seldom in the CPU's cache.
+        return self._keys[block] is not _UNREGISTERED
 
     def __len__(self) -> int:
         return len(self._block_of)
@@ -54,7 +55,7 @@ class BlockTree:
 
     def depth(self, block: BlockId) -> int:
         """Return the number of blocks from the root to this one, itself included; 0 if it is unregistered."""
-        return self._depths[block]
+        return self._depths[block] if block in self else 0
 
     def num_children(self, block: BlockId) -> int:
         """Return how many registered blocks come right after this one."""
@@ -91,21 +92,20 @@ class BlockTree:
 
     def remove_leaf(self, block: BlockId) -> BlockId | None:
         """Forget a block that has no children, and return its parent."""
-        parent = self.parent_of(block)
-        del self._block_of[self._keys[block]]
+        key, parent = self._keys[block], self._parents[block]
         self._keys[block] = _UNREGISTERED
+        del self._block_of[key]
+        if parent == _ROOT:
+            return None
         self._parents[block] = _ROOT
-        self._depths[block] = 0
-        if parent is not None:
-            self._num_children[parent] -= 1
+        self._num_children[parent] -= 1
         return parent
 
     def check_integrity(self) -> None:
         """Raise CacheIntegrityError unless the maps are inverse and parents and child counts agree."""
         forward = {block: key for key, block in self._block_of.items()}
-        backward = {BlockId(block): key for block, key in enumerate(self._keys) if key}
-        registered = {BlockId(block): self._keys[block] for block, depth in enumerate(self._depths) if depth}
-        if forward != backward or forward != registered or len(forward) != len(self._block_of):
+        backward = {BlockId(block): key for block, key in enumerate(self._keys) if BlockId(block) in self}
+        if forward != backward or len(forward) != len(self._block_of):
             raise CacheIntegrityError(f"block of key {self._block_of} != inverse of key of block {backward}")
         num_children = [0] * len(self._keys)
         for block in self._block_of.values():
