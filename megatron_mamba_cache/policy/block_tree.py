@@ -18,13 +18,12 @@ class BlockTree:
     def __init__(self, num_blocks: int) -> None:
         self._block_of: dict[BlockKey, BlockId] = {}
         self._keys = [_UNREGISTERED] * num_blocks
-        self._parents = [_ROOT] * num_blocks
+        self._parents = [_ROOT] * num_blocks  # meant where the depth is above 1
         self._num_children = [0] * num_blocks
-        self._depths = [0] * num_blocks  # of registered blocks
+        self._depths = [0] * num_blocks
 
     def __contains__(self, block: BlockId) -> bool:
-        # By identity, not value: a key is a big integer of its own, which is seldom in the CPU's cache.
-        return self._keys[block] is not _UNREGISTERED
+        return self._depths[block] > 0  # not the key: a big integer apiece, it is seldom in the CPU's cache
 
     def __len__(self) -> int:
         return len(self._block_of)
@@ -50,12 +49,11 @@ class BlockTree:
 
     def parent_of(self, block: BlockId) -> BlockId | None:
         """Return the block before this one; None for a first or an unregistered block."""
-        parent = self._parents[block]
-        return None if parent == _ROOT else parent
+        return self._parents[block] if self._depths[block] > 1 else None
 
     def depth(self, block: BlockId) -> int:
         """Return the number of blocks from the root to this one, itself included; 0 if it is unregistered."""
-        return self._depths[block] if block in self else 0
+        return self._depths[block]
 
     def num_children(self, block: BlockId) -> int:
         """Return how many registered blocks come right after this one."""
@@ -92,20 +90,20 @@ class BlockTree:
 
     def remove_leaf(self, block: BlockId) -> BlockId | None:
         """Forget a block that has no children, and return its parent."""
-        key, parent = self._keys[block], self._parents[block]
+        key, parent = self._keys[block], self.parent_of(block)
         self._keys[block] = _UNREGISTERED
+        self._depths[block] = 0
         del self._block_of[key]
-        if parent == _ROOT:
-            return None
-        self._parents[block] = _ROOT
-        self._num_children[parent] -= 1
+        if parent is not None:
+            self._num_children[parent] -= 1
         return parent
 
     def check_integrity(self) -> None:
         """Raise CacheIntegrityError unless the maps are inverse and parents and child counts agree."""
         forward = {block: key for key, block in self._block_of.items()}
-        backward = {BlockId(block): key for block, key in enumerate(self._keys) if BlockId(block) in self}
-        if forward != backward or len(forward) != len(self._block_of):
+        backward = {BlockId(block): key for block, key in enumerate(self._keys) if key}
+        registered = {BlockId(block): self._keys[block] for block, depth in enumerate(self._depths) if depth}
+        if forward != backward or forward != registered or len(forward) != len(self._block_of):
             raise CacheIntegrityError(f"block of key {self._block_of} != inverse of key of block {backward}")
         num_children = [0] * len(self._keys)
         for block in self._block_of.values():
