@@ -7,7 +7,8 @@ from heapq import heapify, heappop, heappush
 from typing import Any, Generic, TypeVar
 
 _HEAP_SIZE = 1024
-_SAMPLE_SIZE = 31
+_SAMPLE_SIZE = 32
+_NUM_PARTS = 8
 _Item = TypeVar("_Item", bound=tuple[Any, ...])
 
 
@@ -15,8 +16,9 @@ class Quickheap(Generic[_Item]):
     """Tuples, the least of which leaves first: Navarro and Paredes's quickheap, an incremental quicksort.
 
     A heap holds the least items; buckets hold the others, each bucket apart from the next but in no order, so that to
-    add to one touches no item in it. When the heap is empty, the first bucket is halved until its least items fit.
-    Amortised O(log n), as one heap of all items, whose every step is a miss of the CPU's caches once it is large.
+    add to one touches no item in it. When the heap is empty, the first bucket is parted until its least items fit: a
+    walk along a list. Amortised O(log n), as is one heap of all items; but once that is large, its every step is a miss
+    of the CPU's caches.
 
     Items that arrive in ascending order queue up instead, at a cost that does not grow with their number.
     """
@@ -76,13 +78,16 @@ class Quickheap(Generic[_Item]):
         """Make a heap of the least of the items, all of which come before every bucket, and buckets of the others."""
         while len(items) > self._heap_size:
             sample = sorted(items[:: 1 + len(items) // _SAMPLE_SIZE])
-            bound = sample[len(sample) // 2]
-            least = [item for item in items if item < bound]
-            if not least:  # most are equal
+            step = max(1, len(sample) // _NUM_PARTS)
+            bounds = sample[step::step]
+            parts: list[list[_Item]] = [[] for _ in range(len(bounds) + 1)]
+            for item in items:
+                parts[bisect_right(bounds, item)].append(item)
+            if not parts[0]:  # too many are equal
                 break
-            self._buckets.insert(0, [item for item in items if not item < bound])
-            self._bounds.insert(0, bound)
-            items = least
+            items = parts[0]
+            self._buckets[:0] = parts[1:]
+            self._bounds[:0] = bounds
         heapify(items)
         self._heap = items
         self._most_in_heap = 2 * max(len(items), self._heap_size)
