@@ -65,7 +65,10 @@ class Quickheap(Generic[_Item]):
         self._ascending = deque(filter(wanted, self._ascending))
         self._heap = list(filter(wanted, self._heap))
         heapify(self._heap)
-        self._buckets = [list(filter(wanted, bucket)) for bucket in self._buckets]
+        bounded = zip(self._bounds, self._buckets, strict=True)
+        filled = [(bound, kept) for bound, bucket in bounded if (kept := list(filter(wanted, bucket)))]
+        self._bounds = [bound for bound, _ in filled]
+        self._buckets = [bucket for _, bucket in filled]
 
     def clear(self) -> None:
         """Remove every item."""

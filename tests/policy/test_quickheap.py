@@ -102,6 +102,16 @@ def test_the_least_of_many_items_leave_without_a_look_at_the_others() -> None:
     assert len(Counted.compared) <= 2 * 64 + 1  # one heap of all would look at 990
 
 
+def test_buckets_do_not_outlive_what_was_in_them() -> None:
+    heap: Quickheap[tuple[int]] = Quickheap(heap_size=4)
+    for number in range(1_000):
+        heap.push((-number,))
+    assert len(heap._bounds) == len(heap._buckets) > 10
+    heap.keep(lambda item: item[0] == -500)
+    assert len(heap._bounds) == len(heap._buckets) <= 1
+    assert pop_all(heap) == [(-500,)]
+
+
 def test_an_empty_queue_has_nothing_to_pop() -> None:
     heap: Quickheap[tuple[int]] = Quickheap()
     heap.push((1,))
