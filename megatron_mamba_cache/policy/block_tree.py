@@ -18,7 +18,7 @@ class BlockTree:
     def __init__(self, num_blocks: int) -> None:
         self._block_of: dict[BlockKey, BlockId] = {}
         self._keys = [_UNREGISTERED] * num_blocks
-        self._parents = [_ROOT] * num_blocks
+        self._parents = [_ROOT] * num_blocks  # meant where the depth is above 1
         self._num_children = [0] * num_blocks
         self._depths = [0] * num_blocks
 
@@ -49,8 +49,7 @@ class BlockTree:
 
     def parent_of(self, block: BlockId) -> BlockId | None:
         """Return the block before this one; None for a first or an unregistered block."""
-        parent = self._parents[block]
-        return None if parent == _ROOT else parent
+        return self._parents[block] if self._depths[block] > 1 else None
 
     def depth(self, block: BlockId) -> int:
         """Return the number of blocks from the root to this one, itself included; 0 if it is unregistered."""
@@ -91,11 +90,10 @@ class BlockTree:
 
     def remove_leaf(self, block: BlockId) -> BlockId | None:
         """Forget a block that has no children, and return its parent."""
-        parent = self.parent_of(block)
-        del self._block_of[self._keys[block]]
+        key, parent = self._keys[block], self.parent_of(block)
         self._keys[block] = _UNREGISTERED
-        self._parents[block] = _ROOT
         self._depths[block] = 0
+        del self._block_of[key]
         if parent is not None:
             self._num_children[parent] -= 1
         return parent

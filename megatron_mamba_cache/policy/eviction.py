@@ -1,12 +1,11 @@
 """What a cached entry is worth, and a heap that gives up the least worthy first."""
 
-from collections import deque
 from collections.abc import Callable
-from heapq import heapify, heappop, heappush
 from math import isnan
 from typing import NamedTuple, Protocol
 
 from ..errors import CacheIntegrityError
+from .quickheap import Quickheap
 
 _STALE_ALLOWANCE = 64
 _MOST_FILED_ANEW = 8
@@ -63,12 +62,10 @@ class EvictionHeap:
 
     def __init__(self, worth: Worth = lru_worth) -> None:
         self._worth = worth
-        # Recency mostly arrives in ascending order. Such entries queue up in a sorted run, at a cost that does not
-        # grow with their number; only those that come out of order go into the heap.
-        self._run: deque[_Item] = deque()
-        self._heap: list[_Item] = []
+        self._items: Quickheap[_Item] = Quickheap()
         self._live: list[_Item | None] = []
         self._num_live = 0
+        self._num_stale = 0
         self.floor = 0.0
         """The highest worth that was evicted so far, 0 before the first."""
 
@@ -90,12 +87,12 @@ class EvictionHeap:
         item = (worth, entry.last_used, -entry.num_tokens, entry_id)
         if entry_id >= len(self._live):
             self._live += [None] * (entry_id + 1 - len(self._live))
-        self._num_live += self._live[entry_id] is None
-        self._live[entry_id] = item
-        if not self._run or self._run[-1] < item:
-            self._run.append(item)
+        if self._live[entry_id] is None:
+            self._num_live += 1
         else:
-            heappush(self._heap, item)
+            self._num_stale += 1
+        self._live[entry_id] = item
+        self._items.push(item)
         self._compact()
 
     def discard(self, entry_id: int) -> None:
@@ -103,6 +100,7 @@ class EvictionHeap:
         if entry_id in self:
             self._live[entry_id] = None
             self._num_live -= 1
+            self._num_stale += 1
             self._compact()
 
     def pop(self) -> int:
@@ -111,8 +109,8 @@ class EvictionHeap:
         Raises:
             CacheIntegrityError: If there is none.
         """
-        while self._run or self._heap:
-            item = self._pop_item()
+        while self._num_live:
+            item = self._items.pop()
             entry_id = item[3]
             if self._live[entry_id] is item:
                 self._live[entry_id] = None
@@ -121,6 +119,7 @@ class EvictionHeap:
                 if item[0] > self.floor:
                     self.floor = item[0]
                 return entry_id
+            self._num_stale -= 1
         raise CacheIntegrityError("need an entry to evict, found none; ask for no more than is evictable")
 
     def pop_current(self, changed: Callable[[int], CachedEntry | None]) -> int:
@@ -149,22 +148,15 @@ class EvictionHeap:
 
     def clear(self) -> None:
         """Remove every id."""
-        self._run.clear()
-        self._heap.clear()
+        self._items.clear()
         self._live.clear()
-        self._num_live = 0
-
-    def _pop_item(self) -> _Item:
-        if not self._heap or (self._run and self._run[0] < self._heap[0]):
-            return self._run.popleft()
-        return heappop(self._heap)
+        self._num_live = self._num_stale = 0
 
     def _is_live(self, item: _Item) -> bool:
         # Identity, not equality: an id that was discarded and pushed again may have an equal, stale item.
         return self._live[item[3]] is item
 
     def _compact(self) -> None:
-        if len(self._run) + len(self._heap) > 2 * self._num_live + _STALE_ALLOWANCE:
-            self._run = deque(filter(self._is_live, self._run))
-            self._heap = list(filter(self._is_live, self._heap))
-            heapify(self._heap)
+        if self._num_stale > self._num_live + _STALE_ALLOWANCE:
+            self._items.keep(self._is_live)
+            self._num_stale = 0

@@ -138,21 +138,24 @@ def test_stale_items_stay_bounded_by_the_live_ones(direction: int) -> None:
     heap = EvictionHeap()
     for time in range(5_000):
         heap.push(time % 10, CachedEntry(direction * time, 1))
-        assert len(heap._run) + len(heap._heap) <= 2 * len(heap) + 64
+        assert len(heap._items) <= 2 * len(heap) + 64
     for entry_id in range(10):
         heap.discard(entry_id)
-    assert len(heap._run) + len(heap._heap) <= 64
+    assert len(heap._items) <= 64
 
 
-def test_the_order_survives_compaction() -> None:
-    times = list(range(600))
+@pytest.mark.parametrize("num_entries", [600, 6_000])
+def test_the_order_survives_compaction(num_entries: int) -> None:
+    times = list(range(num_entries))
     random.Random(0).shuffle(times)
     heap = EvictionHeap()
     for entry_id, time in enumerate(times):
         heap.push(entry_id, CachedEntry(time, 1))
-    for entry_id in range(450):
+    num_discarded = num_entries * 3 // 4
+    for entry_id in range(num_discarded):
         heap.discard(entry_id)
-    assert pop_all(heap) == sorted(range(450, 600), key=times.__getitem__)
+    assert len(heap._items) <= 2 * len(heap) + 64
+    assert pop_all(heap) == sorted(range(num_discarded, num_entries), key=times.__getitem__)
 
 
 STEPS = st.lists(
