@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.autograd import DeviceType
 
+from megatron_mamba_cache.mcore.host_tensors import Reading
+
 _WAITS = (
     "cudaStreamSynchronize",
     "cudaEventSynchronize",
@@ -45,22 +47,22 @@ class GpuTime:
 
 @contextmanager
 def noted_waits() -> Iterator[list[float]]:
-    """Note, in the block, the seconds of each reading of a GPU tensor by `tolist`, which is how a step waits."""
+    """Note, in the block, the seconds that each step waits for what the GPU found; none on a CPU."""
     seconds: list[float] = []
-    read = torch.Tensor.tolist
+    wait = Reading.wait
 
-    def timed_read(tensor: torch.Tensor) -> Any:
+    def timed_wait(reading: Reading) -> list[list[int]]:
         began = time.perf_counter()
-        values = read(tensor)
-        if tensor.is_cuda:
+        lines = wait(reading)
+        if torch.cuda.is_available():
             seconds.append(time.perf_counter() - began)
-        return values
+        return lines
 
-    torch.Tensor.tolist = timed_read  # type: ignore[method-assign]
+    Reading.wait = timed_wait  # type: ignore[method-assign]
     try:
         yield seconds
     finally:
-        torch.Tensor.tolist = read  # type: ignore[method-assign]
+        Reading.wait = wait  # type: ignore[method-assign]
 
 
 def gpu_seconds(run: Callable[[], object], times: int) -> float:

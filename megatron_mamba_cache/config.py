@@ -49,8 +49,8 @@ class CacheConfig:
         num_cuda_graphs: Numbers of rows, up to max_requests, for which decode steps are captured as CUDA graphs, with
             and without drafts; 0 captures none [--inference-dynamic-batching-num-cuda-graphs].
         cuda_graph_prefill_tokens: With them, steps of few prompts and up to so many of their tokens are captured too.
-        run_ahead: Whether a captured step that hangs on nothing but the tokens of the one before is launched as soon as
-            they are read, so that the GPU does not wait for the host's bookkeeping; live states are a token ahead then.
+        run_ahead: Whether a captured step that hangs on nothing but the tokens of the one before is launched before
+            they are read, so that the GPU does not wait for the host; live states are a token ahead then.
         resident_pools: Whether a suspended engine keeps its device memory: KV blocks, states, step buffers and CUDA
             graphs. What is cached then stays findable after a resume, unless the weights' version has changed.
         rank_digest_steps: Steps after which the ranks that share a model compare all that they have decided so far, as

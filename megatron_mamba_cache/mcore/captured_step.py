@@ -27,8 +27,11 @@ class CapturedStep(Protocol):
     def verify_greedily(self) -> Tensor:
         """Behind `forward`, verify against the best tokens and copy the states of reached boundaries; [rows, 2 + K]."""
 
-    def run_on(self, rows: Sequence[RunningRequest], tokens: Sequence[int]) -> "EarlyStep | None":
-        """Launch the step behind the one laid out last, which gave its rows these tokens, [rows].
+    def run_on(self, rows: Sequence[RunningRequest], tokens: Sequence[int] | None) -> "EarlyStep | None":
+        """Launch the step behind the one laid out last, fed what that one finds.
+
+        Args:
+            tokens: [rows] what it found; None if that is not known yet, so that rows which end are computed on.
 
         Returns:
             That step, to be landed; None, with nothing launched, if more than its tokens is open.
@@ -37,6 +40,9 @@ class CapturedStep(Protocol):
 
 class EarlyStep(CapturedStep, Protocol):
     """One that is launched before its rows have come to it: laying it out says which of them are left."""
+
+    def any_ends(self, tokens: Sequence[int]) -> bool:
+        """Whether one of the tokens that its rows were fed, [rows], ends its row."""
 
     def is_of(self, rows: Sequence[RunningRequest]) -> bool:
         """Whether these rows are those that were launched, all of them and no other."""

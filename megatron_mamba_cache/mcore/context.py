@@ -215,7 +215,8 @@ class MambaCacheContext(DirectRequests):
         """
         rows = self.step.rows
         if self.ahead.step is not None:
-            return self.finish_plain_step([new.tokens[-1] for new in kept if not new.ends])
+            ended = [row for row, new in zip(rows, kept, strict=True) if new.ends]
+            return self.finish_plain_step([new.tokens[-1] for new in kept], ended)
         if self.planner.reads_hidden_states:
             note_hidden_states(rows, kept, self.step.logits.starts, self.wanted_outputs, self.planner)
         advance_rows(rows, kept, self.cache, self.planner)
@@ -233,22 +234,26 @@ class MambaCacheContext(DirectRequests):
             "evict_request_ids": ids_of(outcome.evicted),
         }
 
-    def run_ahead(self, tokens: Sequence[int]) -> bool:
-        """Launch the next step, if nothing but the tokens of this one was open; return whether it is launched.
+    def run_ahead(self, tokens: Sequence[int] | None = None) -> None:
+        """Launch the next step behind a greedy one, if it is not launched and nothing but this one's tokens was open.
 
         Args:
-            tokens: [rows] the first new token of each row of this step.
+            tokens: [rows] what this step found; None if that is not read yet.
         """
         rows = self.step.rows
-        if self.graph is None or len(rows) != len(self.rows) or not self.planner.rest(rows):
-            return False
-        return self.ahead.launch(self.graph, rows, tokens)
+        if self.graph is not None and len(rows) == len(self.rows) and self.planner.rest(rows):
+            self.ahead.launch(self.graph, rows, tokens)
 
-    def finish_plain_step(self, tokens: Sequence[int]) -> dict[str, Tensor | None]:
-        """As `finish_step`, where the next one runs already, fed [rows] `tokens`: nobody leaves, grows or pauses."""
+    def finish_plain_step(
+        self, tokens: Sequence[int], ended: Sequence[RunningRequest] = ()
+    ) -> dict[str, Tensor | None]:
+        """As `finish_step`, where the next one runs already, fed [rows] `tokens`: nobody grows or pauses."""
         self.ahead.check_inputs(tokens)
         advance_plain_rows(self.step.rows, tokens, self.cache.counters, self.planner)
         self._step, self.graph, self._at_work = None, None, []
+        if ended:
+            self._drop(ended)
+            self._count_rows()
         return {"newly_paused_request_ids": None, "evict_request_ids": None}
 
     def abort_step(self) -> None:

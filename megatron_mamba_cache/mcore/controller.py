@@ -13,6 +13,7 @@ from torch import Tensor
 from ..policy.requests import KeptTokens, RunningRequest
 from ..state.padding_rows import decode_padding_row
 from .context import MambaCacheContext
+from .host_tensors import Reading
 from .log_probs import followed_tokens, selected_log_probs, top_n_log_probs
 from .rank_digest import digest_of
 from .ranks import num_expert_ranks
@@ -62,12 +63,13 @@ class MambaCacheController(TextGenerationController):
         if skip_bookkeeping:
             context.ahead.is_alone = False  # who books the step by hand may decide otherwise about its rows
         outcome, is_greedy = self._sample(logits)
-        found = outcome.tolist()  # the step's one wait
-        places = context.step.places
-        # Where these tokens are all that the next step lacks, it is launched before anything else is done with them.
-        if is_greedy and context.run_ahead(tokens := [found[place][1] for place in places]):
+        reading = Reading(outcome)
+        if is_greedy:
+            context.run_ahead()
+        found = reading.wait()  # the step's one wait
+        if is_greedy and (tokens := self._tokens_run_on(found)):
             return self._report_plain_step(tokens)
-        lines = (found[place] for place in places)
+        lines = (found[place] for place in context.step.places)
         kept = [row.keep(new[:accepted]) for row, (accepted, *new) in zip(context.step.rows, lines, strict=True)]
         result = {
             "sample": torch.tensor([new.tokens[-1] if new.tokens else 0 for new in kept], dtype=torch.int64),
@@ -107,6 +109,19 @@ class MambaCacheController(TextGenerationController):
         )
         copy_reached_boundaries(step, outcome, context.memory)
         return outcome, is_certain
+
+    def _tokens_run_on(self, found: Sequence[Sequence[int]]) -> list[int]:
+        """Return the rows' tokens, [rows], if the next step is or can be launched with them and no row ends; else none.
+
+        Args:
+            found: [rows, 2 + K], at the step's places, of a greedy step.
+        """
+        context = self.context
+        tokens = [found[place][1] for place in context.step.places]
+        context.run_ahead(tokens)
+        early = context.ahead.step
+        context.ahead.fed = tokens
+        return [] if early is None or early.any_ends(tokens) else tokens
 
     def _log_probs(self, logits: Tensor, kept: Sequence[KeptTokens]) -> dict[str, Any]:
         context = self.context

@@ -21,8 +21,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from megatron.core.ssm.mamba_hybrid_layer_allocation import Symbols
 from torch import Tensor
@@ -101,17 +99,18 @@ class StepGraph:
         self._attention.plan_again(batch.attention)
         return batch
 
-    def run_on(self, rows: Sequence[RunningRequest], tokens: Sequence[int]) -> LaunchedStep | None:
+    def run_on(self, rows: Sequence[RunningRequest], tokens: Sequence[int] | None) -> LaunchedStep | None:
         """Launch the step behind the one laid out last; see `CapturedStep`."""
-        memory, before, new = self._memory, self._latest.of(self), np.array(tokens, np.int64)
-        if before is None or not before.step.runs_on(rows, new, memory.step_buffers, memory.geometry.block_size):
+        memory, before = self._memory, self._latest.of(self)
+        if before is None or not before.step.runs_on(rows, tokens, memory.step_buffers, memory.geometry.block_size):
             return None
-        batch = self._send_next(before, new)
+        batch = self._send_next(before, None)
+        memory.step_buffers.feed(self.outcome[: len(rows), 1])  # decode rows come first
         self.forward()
         self.verify_greedily()
-        return LaunchedStep(self, batch)
+        return LaunchedStep(self, batch, before.step.ends)
 
-    def _send_next(self, before: "SentStep", tokens: Sequence[int] | npt.NDArray[np.int64]) -> StepBatch:
+    def _send_next(self, before: "SentStep", tokens: Sequence[int] | None) -> StepBatch:
         """Send and return the step behind a plain one, every row a token further; attention's plan holds for it."""
         buffers = self._memory.step_buffers
         step = send_next(before.step, tokens, buffers, self.shape.num_rows)

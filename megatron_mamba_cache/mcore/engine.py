@@ -121,6 +121,7 @@ class MambaCacheEngine(SuspendableEngine):
 
     def schedule_waiting_requests(self) -> None:
         """Schedule the next step, instead of Megatron's two schedulers; one that is launched already stays as it is."""
+        self.context.ahead.has_queue = bool(self.waiting_request_ids)
         if self.context.ahead.step is not None:
             return
         scheduled = self.scheduler.fill_step(

@@ -1,10 +1,11 @@
-"""The next step, launched as soon as this one's tokens are read: the host's bookkeeping goes on beside the GPU's work.
+"""The next step, launched before this one's tokens are read: the GPU feeds itself, the host works beside it.
 
 A step may run ahead where nothing but the tokens was open: every row decodes on, one token without drafts, in the KV
 block that it has, and nobody could join. So it is the step that would have been launched later, only sooner, and is
-landed as any other: when the rows reach it they are compared with what was launched. Rows may leave in between (their
-request is cancelled, or the engine suspends): what a row that is gone computes goes to blocks and a slot that were its
-own, before anything that is launched later can use them.
+landed as any other: when the rows reach it they are compared with what was launched. Rows may leave in between (a token
+ends one, a request is cancelled, the engine suspends): what a row that is gone computes goes to blocks and a slot that
+were its own, before anything that is launched later can use them. Who waits for a row to end is not kept waiting by a
+step more: then the tokens are read first.
 """
 
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from torch import Tensor
 from ..errors import CacheIntegrityError
 from ..policy.requests import RunningRequest
 from ..state.padded_step import StepShape
+from ..state.plain_steps import RowEnds
 from ..state.step_batch import StepBatch
 from .captured_step import CapturedStep, EarlyStep
 
@@ -29,7 +31,7 @@ class ReplayedGraph(Protocol):
     logits: Tensor
     outcome: Tensor
 
-    def run_on(self, rows: Sequence[RunningRequest], tokens: Sequence[int]) -> "EarlyStep | None":
+    def run_on(self, rows: Sequence[RunningRequest], tokens: Sequence[int] | None) -> "EarlyStep | None":
         """See `CapturedStep`."""
 
 
@@ -38,9 +40,11 @@ class LaunchedStep:
 
     Args:
         batch: The step as its readers see it, with all the rows that were launched.
+        ends: What ends each of them.
     """
 
-    def __init__(self, graph: ReplayedGraph, batch: StepBatch) -> None:
+    def __init__(self, graph: ReplayedGraph, batch: StepBatch, ends: RowEnds) -> None:
+        self._ends = ends
         self._graph: ReplayedGraph | None = graph
         self._batch = batch
         self._logits, self._outcome = graph.logits, graph.outcome
@@ -57,6 +61,10 @@ class LaunchedStep:
     def is_of(self, rows: Sequence[RunningRequest]) -> bool:
         """Whether these rows are those that were launched, all of them and no other."""
         return tuple(rows) == self._batch.rows
+
+    def any_ends(self, tokens: Sequence[int]) -> bool:
+        """Whether one of the tokens that its rows were fed, [rows], ends its row."""
+        return self._ends.any_ends(tokens)
 
     def lay_out(self, rows: Sequence[RunningRequest], *, draws_ratios: bool) -> StepBatch:
         """Return the step of the rows that are still there.
@@ -93,7 +101,7 @@ class LaunchedStep:
         """Return the outcome, which is on its way."""
         return self._outcome
 
-    def run_on(self, rows: Sequence[RunningRequest], tokens: Sequence[int]) -> EarlyStep | None:
+    def run_on(self, rows: Sequence[RunningRequest], tokens: Sequence[int] | None) -> EarlyStep | None:
         """See `CapturedStep`."""
         return None if self._graph is None else self._graph.run_on(rows, tokens)
 
@@ -108,17 +116,27 @@ class RunAhead:
     def __init__(self, *, is_wanted: bool) -> None:
         self._is_wanted = is_wanted
         self.step: EarlyStep | None = None
-        self._tokens: Sequence[int] = ()
         self._is_over = False
         self.is_alone = False
         """Whether nobody can join the next step; said by who admits requests, taken back by whatever may let one in."""
+        self.has_queue = False
+        """Whether somebody waits for a row to end; said by who admits requests."""
+        self.fed: Sequence[int] = ()
+        """The tokens, [rows], that the launched step was fed; said by who reads them."""
 
-    def launch(self, captured: CapturedStep, rows: Sequence[RunningRequest], tokens: Sequence[int]) -> bool:
-        """Launch the step behind a captured one, which gave all rows these tokens; return whether it could be."""
-        if self._is_wanted and self.is_alone:
-            self._tokens, self._is_over = tokens, False
+    def launch(
+        self, captured: CapturedStep, rows: Sequence[RunningRequest], tokens: Sequence[int] | None = None
+    ) -> None:
+        """Launch the step behind a captured one, if it is not launched, and can be, and nobody minds.
+
+        Args:
+            tokens: [rows] what that one found; None if that is not known yet. Who waits minds that: a row that ends
+                would make room for him a step later.
+        """
+        is_open = self._is_wanted and self.is_alone and self.step is None
+        if is_open and not (tokens is None and self.has_queue):
+            self._is_over = False
             self.step = captured.run_on(rows, tokens)
-        return self.step is not None
 
     def take(self) -> CapturedStep | None:
         """Return the step that is launched, which is landed now; None if there is none."""
@@ -127,7 +145,7 @@ class RunAhead:
 
     def check_inputs(self, tokens: Sequence[int]) -> None:
         """Raise `CacheIntegrityError` unless rows go on with the tokens that the launched step was fed."""
-        if tokens != self._tokens:
+        if tokens != self.fed:
             raise CacheIntegrityError("the step that runs already was fed other tokens than its rows keep")
 
     def refuse_rows(self) -> None:

@@ -33,6 +33,10 @@ class RowEnds:
             np.array([row.spec.max_len for row in rows], np.int64),
         )
 
+    def any_ends(self, tokens: Sequence[int]) -> bool:
+        """Return whether a new token, of [rows], ends its row."""
+        return bool((np.array(tokens, np.int64) == self.termination_ids).any())
+
 
 @dataclass(frozen=True, slots=True)
 class PlainStep:
@@ -71,43 +75,43 @@ class PlainStep:
     def runs_on(
         self,
         rows: Sequence[RunningRequest],
-        tokens: npt.NDArray[np.int64],
+        tokens: Sequence[int] | None,
         buffers: StepBuffers,
         block_size: int,
     ) -> bool:
-        """Return whether, with these new tokens, the next step is this one a token further, plain as well.
+        """Return whether the next step is this one a token further, plain as well.
 
         Rows still stand where this step found them.
 
         Args:
-            tokens: [rows] what the step gave each row.
+            tokens: [rows] what the step gave each row; None while nobody knows: those that they end leave the next one.
         """
         if self.ends is None or not self._is_sent_last(rows, buffers):
             return False
+        if tokens is not None and self.ends.any_ends(tokens):
+            return False
         computed = buffers.host("computed")[: len(rows)] + 1  # as the next step will find it
-        ended = (tokens == self.ends.termination_ids) | (computed + 1 >= self.ends.max_lens)
         needs_block_or_state = (computed % block_size == 0) | ((computed + 1) % block_size == 0)
-        return not (ended | needs_block_or_state).any()
+        return not ((computed + 1 >= self.ends.max_lens) | needs_block_or_state).any()
 
     def _is_sent_last(self, rows: Sequence[RunningRequest], buffers: StepBuffers) -> bool:
         same_number = buffers.num_begun == self.number and len(rows) == len(self.rows)
         return same_number and all(map(is_, rows, self.rows))
 
 
-def send_next(
-    last: PlainStep, tokens: Sequence[int] | npt.NDArray[np.int64], buffers: StepBuffers, num_table_rows: int
-) -> PlainStep:
+def send_next(last: PlainStep, tokens: Sequence[int] | None, buffers: StepBuffers, num_table_rows: int) -> PlainStep:
     """Send the step that the last one goes on to, and return it.
 
     Args:
-        tokens: [rows] each row's newest, the input of the step.
+        tokens: [rows] each row's newest, the input of the step; None if it is to be fed what the device found.
         num_table_rows: Rows of the block table that the step uses, padding included.
     """
     num_rows = len(last.rows)
     buffers.begin()
     for name in ("computed", "kv_lengths", "token_positions", "token_offsets"):
         buffers.host(name)[:num_rows] += 1
-    buffers.host("token_ids")[:num_rows] = tokens
+    if tokens is not None:
+        buffers.host("token_ids")[:num_rows] = tokens
     buffers.send(num_table_rows)
     return PlainStep(last.rows, buffers.num_begun, last.ends)
 

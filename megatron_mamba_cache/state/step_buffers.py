@@ -85,6 +85,7 @@ class StepBuffers:
         self._host = torch.zeros(int(ends[-1]), dtype=torch.int32, pin_memory=pinned)
         self._host_array = self._host.numpy()
         self._device = torch.zeros(int(ends[-1]), dtype=torch.int32, device=device)
+        self._copied = torch.cuda.Event() if pinned else None
         self.num_begun = 0
 
     @staticmethod
@@ -129,13 +130,21 @@ class StepBuffers:
         return self.device("block_table").view(self.limits.max_rows, self.limits.max_blocks)
 
     def begin(self) -> None:
-        """Begin to write a step: the host side no longer holds the one before, whether this one is sent or not."""
+        """Begin to write a step: the host side no longer holds the one before, whether this one is sent or not.
+
+        Waits until the one before has left the host side.
+        """
         self.num_begun += 1
+        if self._copied is not None:
+            self._copied.synchronize()
 
     def send(self, num_table_rows: int) -> None:
-        """Copy all sections, and the first rows of the block table, to the device in one copy.
-
-        The host side may be written again once the step's results have been read back, which orders it after the copy.
-        """
+        """Copy all sections, and the first rows of the block table, to the device in one copy."""
         used = self._spans["block_table"].start + num_table_rows * self.limits.max_blocks
         self._device[:used].copy_(self._host[:used], non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+
+    def feed(self, tokens: Tensor) -> None:
+        """Behind `send`, put [n] tokens that the device has in the place of the first ones that were sent."""
+        self.device("token_ids")[: tokens.shape[0]].copy_(tokens)

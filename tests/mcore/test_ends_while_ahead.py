@@ -1,0 +1,126 @@
+"""Steps are launched before the tokens of the one before are read: rows that these end have been computed on."""
+
+import pytest
+import torch
+
+from megatron_mamba_cache.mcore.host_tensors import Reading
+from tests.mcore.engine_runs import EngineRun, some_tokens
+from tests.mcore.graph_stand_ins import capture_without_cuda
+from tests.mcore.test_run_ahead import is_ahead, start, step_until_ahead
+
+NUM_TOKENS = 40
+
+
+@pytest.fixture(autouse=True)
+def captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Capture on any machine."""
+    capture_without_cuda(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def replies() -> dict[int, list[int]]:
+    """Return what requests of `start` generate if nothing but their length ends them."""
+    with pytest.MonkeyPatch.context() as patch:
+        capture_without_cuda(patch)
+        run = start(run_ahead=False)
+        run.finish()
+        return {request_id: run.tokens(request_id) for request_id in range(3)}
+
+
+def last_of_new_ones(reply: list[int], before: int) -> int:
+    """Return the index of the last token before a place that is not among those before it."""
+    return max(index for index, token in enumerate(reply[:before]) if token not in reply[:index])
+
+
+def launched_before_read(run: EngineRun, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Return a list that each step adds to: whether the next one was launched when its tokens were read."""
+    found: list[bool] = []
+    wait = Reading.wait
+
+    def noted_wait(reading: Reading) -> list[list[int]]:
+        found.append(is_ahead(run))
+        return wait(reading)
+
+    monkeypatch.setattr(Reading, "wait", noted_wait)
+    return found
+
+
+def test_a_step_is_launched_before_the_tokens_that_it_is_fed_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = start()
+    found = launched_before_read(run, monkeypatch)
+    num_ahead = 0
+    while run.engine.has_unfinished_requests():
+        run.step()
+        num_ahead += is_ahead(run)
+    assert sum(found) == num_ahead > 20  # none was launched later
+    run.assert_exact()
+
+
+@pytest.mark.parametrize("ending", [(0,), (1, 2), (0, 1, 2)])
+def test_a_row_ends_with_a_token_while_the_next_step_computes_it_on(
+    ending: tuple[int, ...], replies: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    last = {request_id: last_of_new_ones(replies[request_id], NUM_TOKENS - 5) for request_id in ending}
+    run = start(ends={request_id: replies[request_id][index] for request_id, index in last.items()})
+    found = launched_before_read(run, monkeypatch)
+    num_computed_on = 0
+    while run.engine.has_unfinished_requests():
+        before = len(run.context.rows)
+        finished = run.step()
+        run.context.check_integrity()
+        num_left = before - len(run.context.rows)
+        assert len(finished) == num_left
+        num_computed_on += num_left > 0 and found[-1]
+        assert is_ahead(run) <= bool(run.context.rows)
+    assert num_computed_on
+    for request_id, reply in replies.items():
+        assert run.tokens(request_id) == reply[: last.get(request_id, NUM_TOKENS) + 1]
+    run.assert_nothing_held()
+
+
+def test_who_waits_for_a_row_to_end_is_admitted_by_the_step_behind_its_end(
+    replies: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    last = last_of_new_ones(replies[1], NUM_TOKENS - 5)
+    run = start(ends={1: replies[1][last]}, max_requests=3)
+    run.add(3, some_tokens(25, seed=3), 6)
+    run.step()  # what runs already does not wait for him
+    found = launched_before_read(run, monkeypatch)
+    num_ahead = 0
+    while 1 in run.engine.requests:
+        run.step()
+        num_ahead += is_ahead(run)
+    assert not any(found) and num_ahead and not is_ahead(run)
+    run.step()
+    assert {row.request_id for row in run.context.rows} == {0, 2, 3}
+    run.finish()
+    assert run.tokens(1) == replies[1][: last + 1] and run.tokens(0) == replies[0]
+    run.assert_nothing_held()
+
+
+def test_the_host_side_is_written_once_the_step_before_has_left_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    events = []
+
+    class Event:
+        def synchronize(self) -> None:
+            events.append(["waited", buffers.host("computed")[:3].tolist()])
+
+        def record(self) -> None:
+            events.append(["sent", buffers.host("computed")[:3].tolist()])
+
+    run = start()
+    step_until_ahead(run)
+    buffers = run.context.memory.step_buffers
+    monkeypatch.setattr(buffers, "_copied", Event())
+    run.step()
+    (waited, before), (sent, after) = events[:2]
+    assert (waited, sent) == ("waited", "sent") and after == [computed + 1 for computed in before]
+    run.finish()
+    run.assert_exact()
+
+
+def test_a_reading_is_of_the_time_when_it_began(device: str) -> None:
+    tensor = torch.arange(6, device=device).view(3, 2)
+    reading = Reading(tensor)
+    tensor.zero_()
+    assert reading.wait() == [[0, 1], [2, 3], [4, 5]]
