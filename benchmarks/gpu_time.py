@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.autograd import DeviceType
 
-from megatron_mamba_cache.mcore.host_tensors import Reading
+from megatron_mamba_cache.state.reading import Reading
 
 _WAITS = (
     "cudaStreamSynchronize",

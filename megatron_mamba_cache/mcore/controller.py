@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ..policy.requests import KeptTokens, RunningRequest
 from ..state.padding_rows import decode_padding_row
+from ..state.reading import Reading
 from .context import MambaCacheContext
-from .host_tensors import Reading
 from .log_probs import followed_tokens, selected_log_probs, top_n_log_probs
 from .rank_digest import digest_of
 from .ranks import num_expert_ranks

@@ -1,4 +1,4 @@
-"""Between the rows of a step, what the device found of them, and the small CPU tensors of Megatron's interfaces."""
+"""Between the rows of a step and the small CPU tensors of Megatron's interfaces."""
 
 from collections.abc import Sequence
 
@@ -6,23 +6,6 @@ import torch
 from torch import Tensor
 
 from ..policy.requests import RunningRequest
-
-
-class Reading:
-    """A tensor on its way to the host, as it is at this place of the stream; the device may overwrite it behind."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._copy = tensor.to("cpu", copy=True, non_blocking=True)  # into pinned memory
-        self._arrival = torch.cuda.Event() if tensor.is_cuda else None
-        if self._arrival is not None:
-            self._arrival.record()
-
-    def wait(self) -> list[list[int]]:
-        """Wait for it, and return its lines."""
-        if self._arrival is not None:
-            self._arrival.synchronize()
-        lines: list[list[int]] = self._copy.tolist()
-        return lines
 
 
 def ints(values: Tensor | Sequence[int]) -> list[int]:

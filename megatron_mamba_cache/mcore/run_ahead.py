@@ -19,6 +19,7 @@ from ..errors import CacheIntegrityError
 from ..policy.requests import RunningRequest
 from ..state.padded_step import StepShape
 from ..state.plain_steps import RowEnds
+from ..state.reading import stream_of
 from ..state.step_batch import StepBatch
 from .captured_step import CapturedStep, EarlyStep
 
@@ -48,7 +49,7 @@ class LaunchedStep:
         self._graph: ReplayedGraph | None = graph
         self._batch = batch
         self._logits, self._outcome = graph.logits, graph.outcome
-        self._stream = torch.cuda.current_stream() if graph.outcome.is_cuda else None
+        self._stream = stream_of(graph.outcome) if graph.outcome.is_cuda else None
         self.shape = graph.shape
         self.wanted_outputs = graph.wanted_outputs
 
@@ -93,8 +94,8 @@ class LaunchedStep:
 
     def forward(self) -> Tensor:
         """Return the logits, which are on their way; who reads them on another stream than launched them waits."""
-        if self._stream is not None and torch.cuda.current_stream() != self._stream:
-            torch.cuda.current_stream().wait_stream(self._stream)
+        if self._stream is not None and (stream := stream_of(self._outcome)) != self._stream:
+            stream.wait_stream(self._stream)
         return self._logits
 
     def verify_greedily(self) -> Tensor:

@@ -11,6 +11,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from .reading import stream_of
+
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
@@ -143,7 +145,7 @@ class StepBuffers:
         used = self._spans["block_table"].start + num_table_rows * self.limits.max_blocks
         self._device[:used].copy_(self._host[:used], non_blocking=True)
         if self._copied is not None:
-            self._copied.record()
+            self._copied.record(stream_of(self._device))
 
     def feed(self, tokens: Tensor) -> None:
         """Behind `send`, put [n] tokens that the device has in the place of the first ones that were sent."""

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from megatron_mamba_cache.mcore.host_tensors import Reading
+from megatron_mamba_cache.state import step_buffers
+from megatron_mamba_cache.state.reading import Reading
 from tests.mcore.engine_runs import EngineRun, some_tokens
 from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.mcore.test_run_ahead import is_ahead, start, step_until_ahead
@@ -105,9 +106,10 @@ def test_the_host_side_is_written_once_the_step_before_has_left_it(monkeypatch: 
         def synchronize(self) -> None:
             events.append(["waited", buffers.host("computed")[:3].tolist()])
 
-        def record(self) -> None:
+        def record(self, _stream: object) -> None:
             events.append(["sent", buffers.host("computed")[:3].tolist()])
 
+    monkeypatch.setattr(step_buffers, "stream_of", lambda tensor: None)
     run = start()
     step_until_ahead(run)
     buffers = run.context.memory.step_buffers
