@@ -109,7 +109,7 @@ def _check(y: Tensor, z: Tensor | None, weight: Tensor, group_size: int) -> None
     z = y if z is None else z
     if y.dim() != 2 or y.shape != z.shape or weight.shape != y.shape[1:]:
         raise ValueError(
-            "need y and z [tokens, channels] and weight [channels], "
+            "need y, z if there is one, [tokens, channels] and weight [channels], "
             f"found {tuple(y.shape)}, {tuple(z.shape)} and {tuple(weight.shape)}"
         )
     if group_size < 1 or y.shape[1] % group_size:

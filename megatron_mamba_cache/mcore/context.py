@@ -6,7 +6,7 @@ device) → the model's forward (write) → `commit_step` (publish prompts) → 
 `abort_step` takes the place of the last two when anything in between fails.
 """
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -204,7 +204,7 @@ class MambaCacheContext(DirectRequests):
         """Publish what the forward wrote of prompts; call it once the forward is launched."""
         self.mamba_slot_allocator.commit_intermediate_states()
 
-    def finish_step(self, kept: Sequence[KeptTokens]) -> dict[str, Tensor | None]:
+    def finish_step(self, kept: Sequence[KeptTokens]) -> Mapping[str, Tensor | None]:
         """Advance the step's rows by what was computed and kept; finished rows leave, others may pause.
 
         Args:
@@ -244,9 +244,7 @@ class MambaCacheContext(DirectRequests):
         if self.graph is not None and len(rows) == len(self.rows) and self.planner.rest(rows):
             self.ahead.launch(self.graph, rows, tokens)
 
-    def finish_plain_step(
-        self, tokens: Sequence[int], ended: Sequence[RunningRequest] = ()
-    ) -> dict[str, Tensor | None]:
+    def finish_plain_step(self, tokens: Sequence[int], ended: Sequence[RunningRequest] = ()) -> dict[str, None]:
         """As `finish_step`, where the next one runs already, fed [rows] `tokens`: nobody grows or pauses."""
         self.ahead.check_inputs(tokens)
         advance_plain_rows(self.step.rows, tokens, self.cache.counters, self.planner)
@@ -270,6 +268,7 @@ class MambaCacheContext(DirectRequests):
 
     def drop_rows(self, request_ids: Container[int]) -> None:
         """Drop rows between steps; what they published stays findable."""
+        self.ahead.is_alone = False  # there is room, or somebody less to wait behind
         self._drop([row for row in self.rows if row.request_id in request_ids])
         self._count_rows()
 
@@ -279,7 +278,7 @@ class MambaCacheContext(DirectRequests):
 
     def _drop(self, rows: Sequence[RunningRequest]) -> None:
         for row in rows:
-            self.ahead.is_alone = False  # what it held may let another in
+            self.ahead.is_alone = False
             self.cache.release(row)
             self.rows.remove(row)
         self._forget(rows)

@@ -24,10 +24,10 @@ class LayerNorm:
 
 
 class LayerRMSNorm(nn.RMSNorm):
-    """RMSNorm(x) of all channels; where no kernel is launched, torch computes."""
+    """RMSNorm(x) of all channels; torch computes where no kernel runs, or x is no rows of contiguous channels."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize x [..., channels]."""
-        if not launches_kernel(x):
+        if not launches_kernel(x) or x.dim() < 2 or x.stride(-1) != 1:
             return super().forward(x)
         return gated_group_norm(x.flatten(0, -2), None, self.weight, x.shape[-1], self.eps).view(x.shape)

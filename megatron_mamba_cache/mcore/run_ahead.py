@@ -146,7 +146,7 @@ class RunAhead:
 
     def check_inputs(self, tokens: Sequence[int]) -> None:
         """Raise `CacheIntegrityError` unless rows go on with the tokens that the launched step was fed."""
-        if tokens != self.fed:
+        if [*tokens] != [*self.fed]:
             raise CacheIntegrityError("the step that runs already was fed other tokens than its rows keep")
 
     def refuse_rows(self) -> None:

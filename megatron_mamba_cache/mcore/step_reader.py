@@ -79,6 +79,11 @@ class StepReader(DynamicInferenceContext):
             raise CacheIntegrityError("no step is laid out; call initialize_attention_state() first")
         return self._step
 
+    @property
+    def is_computing(self) -> bool:
+        """Whether a step is laid out and not finished."""
+        return self._step is not None
+
     def lay_out(
         self,
         rows: Sequence[RunningRequest],

@@ -104,7 +104,12 @@ class SuspendableEngine(DynamicInferenceEngine):
 
         Its KV blocks, slots and draft window return at once and its future is cancelled; what it published stays
         findable, and no step reports it. Ranks that share the model cancel in the same order.
+
+        Raises:
+            RuntimeError: If a step is being computed; nothing has changed then.
         """
+        if self.context.is_computing:
+            raise RuntimeError("a step is being computed; cancel requests between steps")
         entry = self.requests.pop(request_id, None)
         if entry is None:
             return False

@@ -16,11 +16,12 @@ HAS_ROOM_FOR_4 = max(os.cpu_count() or 1, torch.cuda.device_count()) >= 4
 needs_4 = pytest.mark.skipif(not HAS_ROOM_FOR_4, reason="4 ranks take long on fewer than 4 cores")
 TENSOR, PIPELINE, BOTH, TENSOR_OF_4 = Layout(2), Layout(pipeline=2), Layout(2, pipeline=2), Layout(4)
 SHARED = [
-    *((TENSOR, name, 1, graphs) for name, graphs in (("tight_blocks", 3), ("few_states", 0), ("disturbed", 3))),
-    *((PIPELINE, name, 2, 0) for name in ("roomy", "strides")),
-    *((PIPELINE, name, 2, 3) for name in ("whole_prompts", "disturbed")),
-    *(pytest.param(BOTH, name, 3, 3, marks=needs_4) for name in ("small_steps", "disturbed")),
-    *(pytest.param(TENSOR_OF_4, name, 4, 3, marks=needs_4) for name in ("tight_blocks", "strides", "disturbed")),
+    *((TENSOR, name, 1, 3, digest) for name, digest in (("tight_blocks", 1), ("few_states", 0), ("disturbed", 1))),
+    *((PIPELINE, name, 2, 0, 1) for name in ("roomy", "strides")),
+    *((PIPELINE, name, 2, 3, 1) for name in ("whole_prompts", "disturbed")),
+    *(pytest.param(BOTH, name, 3, 3, 1, marks=needs_4) for name in ("small_steps", "disturbed")),
+    *(pytest.param(TENSOR_OF_4, name, 4, 3, 1, marks=needs_4) for name in ("tight_blocks", "strides", "disturbed")),
+    pytest.param(TENSOR_OF_4, "roomy", 4, 3, 0, marks=needs_4),
 ]
 REPLICAS = [
     (Layout(), ("uncached", "few_states"), 0),
@@ -57,13 +58,17 @@ def name_of(value: object) -> str | None:
     return "+".join(value) if isinstance(value, tuple) else None
 
 
-@pytest.mark.parametrize(("layout", "flavour", "seed", "num_graphs"), SHARED, ids=name_of)
+@pytest.mark.parametrize(("layout", "flavour", "seed", "num_graphs", "digest_steps"), SHARED, ids=name_of)
 def test_ranks_of_a_model_plan_the_same_and_generate_the_oracles_tokens(
-    layout: Layout, flavour: str, seed: int, num_graphs: int, worlds: Worlds, totals: Totals
+    layout: Layout, flavour: str, seed: int, num_graphs: int, digest_steps: int, worlds: Worlds, totals: Totals
 ) -> None:
-    outcomes = worlds.of(layout.tensor * layout.pipeline).run(run_workloads, layout, flavour, seed, num_graphs)
+    """Where ranks compare their decisions in every step, none runs ahead; where they do not, steps do on all alike."""
+    world = worlds.of(layout.tensor * layout.pipeline)
+    outcomes = world.run(run_workloads, layout, flavour, seed, num_graphs, digest_steps)
     first = outcomes[0]
     assert all(outcome.decisions == first.decisions and outcome.texts == first.texts for outcome in outcomes)
+    assert all(outcome.num_early == first.num_early and outcome.seen == first.seen for outcome in outcomes)
+    assert bool(first.num_early) is not bool(first.decisions)
     assert all(count > first.seen[0]["requests"] for count, *_ in first.decisions)
     assert first.seen[1]["accepted_tokens"]
     assert all(bool(seen["graph_steps"]) is bool(num_graphs) for seen in first.seen)

@@ -1,6 +1,8 @@
 """On a rank: random workloads over a model that ranks share."""
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,6 +12,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from megatron_mamba_cache.mcore.cuda_graphs import StepGraph
+from megatron_mamba_cache.mcore.run_ahead import LaunchedStep
 from megatron_mamba_cache.speculation.drafter import Drafter
 from tests.distributed.rank_models import Layout, parallel
 from tests.mcore import random_workloads
@@ -37,21 +41,23 @@ class RankOutcome:
         texts: Prompt and reply of each request, with drafts and without.
         seen: Counters, likewise.
         num_idle: Steps computed for nobody, while other replicas had requests.
-        decisions: Of each, how many there were and their hash.
+        decisions: Of each, how many there were and their hash; none where the ranks do not compare them.
+        num_early: Steps that were launched before the one before was over, which none is where ranks compare.
     """
 
     texts: tuple[dict[int, list[int]], dict[int, list[int]]]
     seen: tuple[dict[str, int], dict[str, int]]
-    decisions: tuple[tuple[int, ...], tuple[int, ...]]
+    decisions: tuple[tuple[int, ...], ...]
     num_compared: int
     num_stopped: int
+    num_early: int
     num_idle: int = 0
 
 
-def run_workloads(layout: Layout, flavour: str, seed: int, num_graphs: int) -> RankOutcome:
+def run_workloads(layout: Layout, flavour: str, seed: int, num_graphs: int, digest_steps: int) -> RankOutcome:
     """Run the workload of a flavour and a seed without drafts and with, as the other ranks do.
 
-    Tokens are compared with the oracle's here, plans with the other ranks' before every forward.
+    Tokens are compared with the oracle's here; plans with the other ranks' before every forward, with digests.
     """
     with parallel(layout), pytest.MonkeyPatch.context() as patch:
         if layout.pipeline > 1:
@@ -59,7 +65,7 @@ def run_workloads(layout: Layout, flavour: str, seed: int, num_graphs: int) -> R
         if layout.tensor > 2:
             patch.setattr(random_workloads, "MODELS", tuple(model | _WIDTHS for model in MODELS))
         capture_without_cuda(patch)
-        return _run_workloads(flavour, seed, num_graphs)
+        return _run_workloads(flavour, seed, num_graphs, digest_steps)
 
 
 def run_workloads_of_replicas(layout: Layout, flavours: tuple[str, ...], seed: int) -> RankOutcome:
@@ -116,20 +122,38 @@ def _contents(context: Any) -> list[Tensor]:
     return [memory.state_pool.conv.clone(), memory.state_pool.ssm.clone(), memory.kv_buffer[:, :, :-1].clone()]
 
 
-def _run_workloads(flavour: str, seed: int, num_graphs: int = 0) -> RankOutcome:
+def _run_workloads(flavour: str, seed: int, num_graphs: int = 0, digest_steps: int = 1) -> RankOutcome:
     work = make_workload(FLAVOURS[flavour], seed, NUM_DRAFTS)
     graphs = {"num_cuda_graphs": num_graphs, "cuda_graph_prefill_tokens": 40}
-    work = replace(work, config=replace(work.config, rank_digest_steps=1, **graphs))
-    plain = run_workload(replace(work, config=replace(work.config, num_speculative_tokens=0)))
-    outcomes = plain, run_workload(work, _drafter(plain.texts, work))
-    logs = [outcome.engine.controller.digest.log for outcome in outcomes]
+    work = replace(work, config=replace(work.config, rank_digest_steps=digest_steps, **graphs))
+    with _counted_early_steps() as early:
+        plain = run_workload(replace(work, config=replace(work.config, num_speculative_tokens=0)))
+        outcomes = plain, run_workload(work, _drafter(plain.texts, work))
+    logs = [outcome.engine.controller.digest.log for outcome in outcomes] if digest_steps else []
     return RankOutcome(
         texts=tuple(outcome.texts for outcome in outcomes),
         seen=tuple(dict(outcome.seen) for outcome in outcomes),
         decisions=tuple((log.num_noted, *log.fingerprint()) for log in logs),
         num_compared=sum(outcome.tally.num_compared for outcome in outcomes),
         num_stopped=sum(outcome.tally.num_stopped for outcome in outcomes),
+        num_early=len(early),
     )
+
+
+@contextmanager
+def _counted_early_steps() -> Iterator[list[LaunchedStep]]:
+    """Collect the steps that run ahead in the block."""
+    early: list[LaunchedStep] = []
+    run_on = StepGraph.run_on
+
+    def noted(*args: Any) -> LaunchedStep | None:
+        step = run_on(*args)
+        early.extend([] if step is None else [step])
+        return step
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StepGraph, "run_on", noted)
+        yield early
 
 
 def _drafter(texts: dict[int, list[int]], work: Workload) -> Drafter:

@@ -3,11 +3,11 @@
 Where there is no CUDA, a step is computed when it is launched; all else is as on a GPU.
 """
 
+import asyncio
 import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from megatron_mamba_cache.errors import CacheIntegrityError
 from megatron_mamba_cache.mcore import cuda_graphs, run_ahead
 from megatron_mamba_cache.mcore.step_clock import WallClockEvent
 from megatron_mamba_cache.policy.requests import KeptTokens
-from megatron_mamba_cache.speculation.drafter import Draft, DraftWish
+from megatron_mamba_cache.speculation.drafter import Drafter
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
 from tests.mcore.faults import InjectedFault, raise_once
 from tests.mcore.graph_stand_ins import capture_without_cuda
@@ -34,7 +34,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> None:
 def start(
     num_requests: int = 3,
     num_tokens: int = 40,
-    drafter: "AlwaysWrong | None" = None,
+    drafter: Drafter | None = None,
     ends: dict[int, int] | None = None,
     **settings: Any,
 ) -> EngineRun:
@@ -276,6 +276,7 @@ def test_a_step_that_fails_before_it_lands_the_launched_one_loses_no_token(
             with pytest.raises(InjectedFault):
                 run.step()
         run.context.check_integrity()
+        assert len(run.context.rows) == (0 if place == "landing" else 3)  # what is not begun has not failed
         run.step()
     run.finish()
     run.assert_exact()
@@ -346,10 +347,8 @@ def test_no_row_joins_a_launched_step() -> None:
 def test_who_books_a_step_by_hand_gets_no_other_launched() -> None:
     run = start()
     step_until_ahead(run)
-    while is_ahead(run):
-        run.step()
     run.engine.schedule_waiting_requests()
-    assert run.context.ahead.is_alone
+    assert run.context.ahead.is_alone  # without the hand, another would be launched
     step = run.engine.controller.async_generate_output_tokens_dynamic_batch(skip_bookkeeping=True)
     result = run.engine._loop.run_until_complete(step)
     assert not is_ahead(run)
@@ -371,35 +370,50 @@ def test_other_tokens_than_the_launched_step_was_fed_are_refused(monkeypatch: py
     assert [row.generated[-2:] for row in context.rows] == [[token, token] for token in fed]
 
 
-class AlwaysWrong:
-    """Drafts a token that the model does not choose, as one reply says."""
+def test_reports_of_early_steps_say_what_those_of_others_say() -> None:
+    reports, runs = [], [start(), start(run_ahead=False)]
+    for run in runs:
+        reports.append([])
+        while run.engine.has_unfinished_requests():
+            entries = dict(run.engine.requests)
+            report = run.engine.step_modern()
+            tpots = [len(entry.record[-1].tpot or ()) for entry in entries.values()]
+            kept = [list(entry.record[-1].generated_tokens) for entry in entries.values()]
+            assert tpots == [len(tokens) for tokens in kept]
+            ended = [record.request_id for record in report["finished_request_records"]]
+            told = [report["active_request_ids"], ended, report["cuda_graph_request_count"], kept]
+            reports[-1].append(told)
+    assert reports[0] == reports[1] and reports[0][-1][2] is not None
 
-    def __init__(self, reply: list[int]) -> None:
-        self._reply = reply
 
-    def propose(self, wishes: Sequence[DraftWish]) -> list[Draft]:
-        return [Draft(((self._reply[len(wish.row.generated)] + 1) % 96,)) for wish in wishes]
+def test_who_waited_behind_a_request_that_is_cancelled_is_let_in_at_once() -> None:
+    run = start(1, 60, kv_blocks=5, paused_blocks=1, block_size_tokens=64, max_sequence_length=300)
+    run.add(1, some_tokens(256, seed=1), 5)  # all five blocks, one of which is in use
+    run.add(2, some_tokens(20, seed=2), 5)
+    step_until_ahead(run)
+    run.step()
+    assert list(run.engine.waiting_request_ids) == [1, 2] and is_ahead(run)
+    run.engine.cancel_request(1)
+    run.step()
+    run.step()
+    assert 2 not in run.engine.waiting_request_ids
+    run.finish()
+    run.assert_exact()
 
-    def forget(self, request_id: int) -> None:
-        """Nothing is known."""
 
+def test_nobody_cancels_in_the_middle_of_a_step() -> None:
+    run = start()
+    step_until_ahead(run)
 
-def test_steps_run_ahead_while_drafts_pause() -> None:
-    plain = start(1, 80)
-    plain.finish()
-    reply = plain.tokens(0)
-    run = start(1, 80, num_speculative_tokens=2, drafter=AlwaysWrong([*reply, 0]))
-    num_drafted = []
-    num_early = 0
-    while run.engine.has_unfinished_requests():
-        was_ahead, before = is_ahead(run), run.counters.draft_tokens
-        run.step()
-        num_early += was_ahead
-        num_drafted.append(run.counters.draft_tokens - before)
-        assert not (was_ahead and num_drafted[-1])
-    assert run.tokens(0) == reply and not run.counters.accepted_tokens
-    assert num_early > 30
-    # Three misses, then one draft on trial behind pauses of 8, 16 and 32 steps, as without steps that run ahead.
-    trials = [index for index, count in enumerate(num_drafted) if count]
-    assert [later - earlier - 1 for earlier, later in pairwise(trials[2:])] == [8, 16, 32]
-    run.assert_nothing_held()
+    async def step_and_cancel() -> None:
+        step = asyncio.ensure_future(run.engine.async_step())
+        while not run.context.is_computing:
+            await asyncio.sleep(0)
+        with pytest.raises(RuntimeError, match="between steps"):
+            run.engine.cancel_request(1)
+        await step
+
+    run.engine._loop.run_until_complete(step_and_cancel())
+    assert run.engine.cancel_request(1)
+    run.finish()
+    run.assert_exact()

@@ -1,0 +1,85 @@
+"""Steps run ahead while the drafts of all rows pause, and only then."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+
+from megatron_mamba_cache.speculation.drafter import Draft, DraftWish
+from tests.mcore.graph_stand_ins import capture_without_cuda
+from tests.mcore.test_run_ahead import is_ahead, start
+
+
+@pytest.fixture(autouse=True)
+def captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Capture on any machine."""
+    capture_without_cuda(monkeypatch)
+
+
+class AlwaysWrong:
+    """Drafts a token that the model does not choose, as one reply says."""
+
+    def __init__(self, reply: list[int]) -> None:
+        self._reply = reply
+
+    def propose(self, wishes: Sequence[DraftWish]) -> list[Draft]:
+        return [Draft(((self._reply[len(wish.row.generated)] + 1) % 96,)) for wish in wishes]
+
+    def forget(self, request_id: int) -> None:
+        """Nothing is known."""
+
+
+class RightOrNothing:
+    """Drafts the reply of request 0, and nothing for others but in every seventh step."""
+
+    def __init__(self, replies: list[list[int]]) -> None:
+        self._replies = replies
+
+    def propose(self, wishes: Sequence[DraftWish]) -> list[Draft]:
+        return [self._draft(wish) for wish in wishes]
+
+    def _draft(self, wish: DraftWish) -> Draft:
+        request_id, start = wish.row.request_id, len(wish.row.generated)
+        right = self._replies[request_id][start : start + wish.num_tokens]
+        if request_id == 0:
+            return Draft(tuple((token + 1) % 96 for token in right))
+        return Draft(tuple(right) if start % 7 == 0 else ())
+
+    def forget(self, request_id: int) -> None:
+        """Nothing is known."""
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_no_row_loses_drafts_because_others_rest(order: int) -> None:
+    plain = start(2, 80)
+    plain.finish()
+    replies = [plain.tokens(0), plain.tokens(1)]
+    drafts = []
+    for runs_ahead in (False, True):
+        drafter = RightOrNothing(replies)
+        run = start(2, 80, num_speculative_tokens=2, drafter=drafter, run_ahead=runs_ahead)
+        run.context.rows[:] = run.context.rows[::order]
+        run.finish()
+        drafts.append([run.engine.draft_counts(request_id) for request_id in range(2)])
+    assert drafts[0] == drafts[1] and drafts[0][1].accepted > 10
+
+
+def test_steps_run_ahead_while_drafts_pause() -> None:
+    plain = start(1, 80)
+    plain.finish()
+    reply = plain.tokens(0)
+    run = start(1, 80, num_speculative_tokens=2, drafter=AlwaysWrong([*reply, 0]))
+    num_drafted = []
+    num_early = 0
+    while run.engine.has_unfinished_requests():
+        was_ahead, before = is_ahead(run), run.counters.draft_tokens
+        run.step()
+        num_early += was_ahead
+        num_drafted.append(run.counters.draft_tokens - before)
+        assert not (was_ahead and num_drafted[-1])
+    assert run.tokens(0) == reply and not run.counters.accepted_tokens
+    assert num_early > 30
+    # Three misses, then one draft on trial behind pauses of 8, 16 and 32 steps, as without steps that run ahead.
+    trials = [index for index, count in enumerate(num_drafted) if count]
+    assert [later - earlier - 1 for earlier, later in pairwise(trials[2:])] == [8, 16, 32]
+    run.assert_nothing_held()
