@@ -54,7 +54,7 @@ def noted_waits() -> Iterator[list[float]]:
     def timed_wait(reading: Reading) -> list[list[int]]:
         began = time.perf_counter()
         lines = wait(reading)
-        if torch.cuda.is_available():
+        if reading.is_of_gpu:
             seconds.append(time.perf_counter() - began)
         return lines
 

@@ -13,6 +13,11 @@ class Reading:
         if self._arrival is not None:
             self._arrival.record(stream_of(tensor))
 
+    @property
+    def is_of_gpu(self) -> bool:
+        """Whether there is anything to wait for."""
+        return self._arrival is not None
+
     def wait(self) -> list[list[int]]:
         """Wait for it, and return its lines."""
         if self._arrival is not None:

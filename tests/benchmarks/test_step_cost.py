@@ -7,6 +7,7 @@ import pytest
 import torch
 from pytest import approx
 
+from megatron_mamba_cache.state.reading import Reading
 from tests.command_line.command_runs import REPOSITORY
 
 
@@ -79,15 +80,12 @@ def test_idle_is_what_a_replay_leaves_of_a_step(step_cost: ModuleType) -> None:
     assert "The host's work: 0.000 ms and 500.00 µs a row." in text
 
 
-def test_only_reads_of_the_gpu_are_waits(step_cost: ModuleType) -> None:
-    read = torch.Tensor.tolist
+def test_only_readings_of_the_gpu_are_waits(step_cost: ModuleType, device: str) -> None:
+    wait = Reading.wait
     with pytest.importorskip("gpu_time").noted_waits() as waits:
-        assert torch.ones(2).tolist() == [1.0, 1.0]
-        assert not waits
-        if torch.cuda.is_available():
-            assert torch.ones(2, device="cuda").tolist() == [1.0, 1.0]
-            assert len(waits) == 1 and waits[0] > 0
-    assert torch.Tensor.tolist is read
+        assert Reading(torch.ones(1, 2, device=device)).wait() == [[1.0, 1.0]]
+    assert len(waits) == (device != "cpu") and all(seconds > 0 for seconds in waits)
+    assert Reading.wait is wait
 
 
 def test_the_middle_run_is_taken(step_cost: ModuleType) -> None:
