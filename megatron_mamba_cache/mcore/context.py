@@ -15,7 +15,7 @@ from torch import Tensor
 from ..config import CacheConfig
 from ..metrics import CacheCounters
 from ..policy.admission import Refusal
-from ..policy.block_growth import grow_rows
+from ..policy.block_growth import grow_rows, resume_rows
 from ..policy.boundaries import prefill_chunk_end
 from ..policy.requests import Candidate, KeptTokens, RequestSpec, RunningRequest
 from ..speculation.decode_schedule import schedule_decode, schedule_plain_decode
@@ -235,11 +235,7 @@ class MambaCacheContext(DirectRequests):
         }
 
     def run_ahead(self, tokens: Sequence[int] | None = None) -> None:
-        """Launch the next step behind a greedy one, if it is not launched and nothing but this one's tokens was open.
-
-        Args:
-            tokens: [rows] what this step found; None if that is not read yet.
-        """
+        """Launch the next step, if nothing but what this one finds is open: [rows] `tokens`, None until they are read."""
         rows = self.step.rows
         if self.graph is not None and len(rows) == len(self.rows) and self.planner.rest(rows):
             self.ahead.launch(self.graph, rows, tokens)
@@ -260,25 +256,28 @@ class MambaCacheContext(DirectRequests):
         Prefilled again from the tokens that its caller knows, each of them goes on where it was. A step that
         was launched early and that nothing has begun to land has not failed: its rows stay, the next step lands it.
         """
-        self._drop([row for row in self.rows if row in self._at_work or row.scheduled])
+        self._drop_between_steps([row for row in self.rows if row in self._at_work or row.scheduled])
         torch.cuda.synchronize()  # nothing was read back that orders the next step's buffer after this one's copy
         self._step, self.graph, self._at_work = None, None, []
         self.counters.steps_aborted += 1
-        self._count_rows()
 
     def drop_rows(self, request_ids: Container[int]) -> None:
         """Drop rows between steps; what they published stays findable."""
-        self.ahead.is_alone = False  # there is room, or somebody less to wait behind
-        self._drop([row for row in self.rows if row.request_id in request_ids])
-        self._count_rows()
+        self._drop_between_steps([row for row in self.rows if row.request_id in request_ids])
 
     def check_integrity(self) -> None:
         """Raise `CacheIntegrityError` unless rows, blocks and slots agree."""
         self.cache.check_integrity(self.rows)
 
+    def _drop_between_steps(self, rows: Sequence[RunningRequest]) -> None:
+        self.ahead.is_alone = False  # there is room, or somebody less to wait behind
+        self._drop(rows)
+        if self.rows:
+            resume_rows(self.rows, self.cache)
+        self._count_rows()
+
     def _drop(self, rows: Sequence[RunningRequest]) -> None:
         for row in rows:
-            self.ahead.is_alone = False
             self.cache.release(row)
             self.rows.remove(row)
         self._forget(rows)

@@ -56,6 +56,16 @@ def grow_rows(rows: Sequence[RunningRequest], cache: PrefixCache, paused_capacit
     return GrowthOutcome(paused, evicted)
 
 
+def resume_rows(rows: Sequence[RunningRequest], cache: PrefixCache) -> None:
+    """Give paused rows, in order, the block that each waits for, while there are any; after others left between steps.
+
+    Where only paused rows are left one of them goes on: all that they may hold is less than the pool.
+    """
+    for row in rows:
+        if row.is_paused and cache.kv.num_available:
+            _grow(row, cache)
+
+
 def _needs_block(row: RunningRequest, block_size: int) -> bool:
     return not row.is_prefilling and row.computed == len(row.block_ids) * block_size
 

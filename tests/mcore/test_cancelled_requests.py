@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.mcore.engine_runs import EngineRun, OracleTally, cache_config, some_tokens, tiny_hybrid
+from tests.mcore.faults import InjectedFault, raise_once
 from tests.mcore.noisy_drafter import NoisyDrafter
 from tests.mcore.random_workloads import FLAVOURS, make_workload
 
@@ -39,6 +40,25 @@ def test_a_cancelled_request_holds_nothing_after_the_call(num_steps: int) -> Non
     run.assert_nothing_held()
     assert not run.engine.has_unfinished_requests()
     assert run.run(0, some_tokens(60)) <= 60  # its id is free again
+    run.assert_exact()
+
+
+@pytest.mark.parametrize("how", ["cancelled", "failed"])
+def test_a_paused_row_goes_on_when_the_others_are_gone(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = start_run(kv_blocks=4, paused_blocks=2, max_sequence_length=64, prefix_caching=False)
+    run.add(0, some_tokens(33, seed=0), 14)  # three blocks, in which it stays
+    run.add(1, some_tokens(10, seed=1), 20)  # one, and needs a second
+    while not any(row.is_paused for row in run.context.rows):
+        run.step()
+    if how == "cancelled":
+        cancel(run, 0)
+    else:
+        raise_once(monkeypatch, run.engine.controller, "_sample")
+        with pytest.raises(InjectedFault):
+            run.step()
+    assert [(row.request_id, row.is_paused) for row in run.context.rows] == [(1, False)]
+    run.add(2, some_tokens(5, seed=2), 3)
+    run.finish()
     run.assert_exact()
 
 

@@ -317,6 +317,19 @@ def test_the_launched_step_is_waited_for_before_its_buffers_are_written(
     run.assert_exact()
 
 
+def test_every_launched_step_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = start()
+    waits: list[None] = []
+    monkeypatch.setattr(run_ahead.torch.cuda, "synchronize", lambda: waits.append(None))
+    for count in range(1, 4):
+        step_until_ahead(run)
+        for _ in range(2):
+            run.context.ahead.wait()
+            assert len(waits) == count
+        run.step()
+    monkeypatch.undo()
+
+
 def recapture(run: EngineRun) -> None:
     run.engine.create_cuda_graphs()
 
