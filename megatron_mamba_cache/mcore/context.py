@@ -235,7 +235,7 @@ class MambaCacheContext(DirectRequests):
         }
 
     def run_ahead(self, tokens: Sequence[int] | None = None) -> None:
-        """Launch the next step, if nothing but what this one finds is open: [rows] `tokens`, None until they are read."""
+        """Launch the next step if only what this one finds is open: [rows] `tokens`, None until they are read."""
         rows = self.step.rows
         if self.graph is not None and len(rows) == len(self.rows) and self.planner.rest(rows):
             self.ahead.launch(self.graph, rows, tokens)
