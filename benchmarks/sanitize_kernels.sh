@@ -9,8 +9,6 @@ tool=${1:?memcheck or racecheck}
 shift
 [ $# -gt 0 ] || set -- tests/kernels/test_{ssd_scan_kernels,state_verify,align_copy,slot_copies,causal_conv}.py \
     tests/kernels/test_{conv_verify,kv_append,gated_norm}.py
-export MAMBA_CACHE_IDLE_FIRST_WARPS=0
-[ "$tool" = racecheck ] && MAMBA_CACHE_IDLE_FIRST_WARPS=1 # see ssd_scan_hopper.py
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTORCH_NO_CUDA_MEMORY_CACHING=1 seconds=${SECONDS_EACH:-300}
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

@@ -5,8 +5,6 @@ the tiles of B and C; four warps scan a head, one more fills the ring of tiles a
 which need no state, are begun while the tile before it finishes.
 """
 
-import os
-
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -25,10 +23,7 @@ from .ssd_tiles import TILE_LEN, ScanTiles, tiled_rows
 from .ssm_inputs import SSMTokens
 from .varlen_rows import VarlenRows
 
-# Where the first group of warps waits by itself, compute-sanitizer's racecheck loses sight of how Triton hands
-# arguments to the others. For it, the first group idles: the same code runs in groups behind it, with fewer registers.
-_IS_FIRST_IDLE = os.environ.get("MAMBA_CACHE_IDLE_FIRST_WARPS") == "1"
-_SCAN_REGISTERS = 216 if _IS_FIRST_IDLE else 240
+_SCAN_REGISTERS = 240
 _FILL_REGISTERS = 40
 
 
@@ -127,11 +122,6 @@ def _share(scores, decays, gains, OPERAND: gl.constexpr):
     return gl.convert_layout((scores * gl.exp2(exponent)).to(gl.bfloat16), OPERAND)
 
 
-@gluon.jit
-def _idle():
-    """Do nothing, in the place of the first group of warps."""
-
-
 @gluon.jit(do_not_specialize=["num_tiles"])
 def _scan_kernel(
     x_tiles,
@@ -159,7 +149,6 @@ def _scan_kernel(
     PER_CHUNK: gl.constexpr,
     SCAN_REGISTERS: gl.constexpr,
     FILL_REGISTERS: gl.constexpr,
-    IS_FIRST_IDLE: gl.constexpr,
 ):
     """Long because Gluon takes descriptors one by one, and each group of warps with all its arguments."""
     sizes = Sizes(HEADS, GROUPS, HEAD_DIM, D_STATE, CHANNELS, TOGETHER, LENGTH, STAGES)
@@ -189,29 +178,17 @@ def _scan_kernel(
     first = (ring, scratch, results, span, totals, slots, skip, initial, final, head, channel, sizes, 0)
     filling = (tiles, ring, span, head, channel, num_tiles, sizes)
     if TOGETHER == 1:
-        if IS_FIRST_IDLE:
-            gl.warp_specialize(
-                [(_idle, ()), (_scan_head, first), (fill_ahead, filling)], [4, 1], [SCAN_REGISTERS, FILL_REGISTERS]
-            )
-        else:
-            gl.warp_specialize([(_scan_head, first), (fill_ahead, filling)], [1], [FILL_REGISTERS])
+        gl.warp_specialize([(_scan_head, first), (fill_ahead, filling)], [1], [FILL_REGISTERS])
     else:
         totals += num_tiles.to(gl.int64) * (2 * LENGTH)
         scratch = Scratch(weighted.index(1), state.index(1), leaving.index(1), y_copy.index(1))
         skip = gl.load(D + head + 1).to(gl.float32)
         second = (ring, scratch, results, span, totals, slots, skip, initial, final, head + 1, channel, sizes, 1)
-        if IS_FIRST_IDLE:
-            gl.warp_specialize(
-                [(_idle, ()), (_scan_head, first), (_scan_head, second), (fill_ahead, filling)],
-                [4, 4, 1],
-                [SCAN_REGISTERS, SCAN_REGISTERS, FILL_REGISTERS],
-            )
-        else:
-            gl.warp_specialize(
-                [(_scan_head, first), (_scan_head, second), (fill_ahead, filling)],
-                [4, 1],
-                [SCAN_REGISTERS, FILL_REGISTERS],
-            )
+        gl.warp_specialize(
+            [(_scan_head, first), (_scan_head, second), (fill_ahead, filling)],
+            [4, 1],
+            [SCAN_REGISTERS, FILL_REGISTERS],
+        )
 
 
 def scan_on_hopper(
@@ -256,6 +233,5 @@ def scan_on_hopper(
         PER_CHUNK=tiles.shape.per_chunk,
         SCAN_REGISTERS=_SCAN_REGISTERS,
         FILL_REGISTERS=_FILL_REGISTERS,
-        IS_FIRST_IDLE=_IS_FIRST_IDLE,
         num_warps=4,
     )
