@@ -13,6 +13,7 @@ from megatron.core.inference.sampling_params import SamplingParams
 from ..policy.requests import Candidate, RequestSpec
 from .context import MambaCacheContext
 from .controller import MambaCacheController
+from .engine_loop import EngineLoop
 from .failed_steps import FailedSteps, refusal_reason
 from .generated_tokens import append_tokens, complete_texts, is_reported
 from .hit_rate_hint import HitRateHint
@@ -35,6 +36,7 @@ class MambaCacheEngine(SuspendableEngine):
 
     def __init__(self, controller: MambaCacheController, context: MambaCacheContext, random_seed: int = 0) -> None:
         self.scheduler = StepScheduler(context)
+        self._runs_in = EngineLoop()
         self._states = RequestStates(random_seed)
         self._failed_steps = FailedSteps()
         self._step_ended = 0.0
@@ -63,6 +65,11 @@ class MambaCacheEngine(SuspendableEngine):
         Raises:
             ValueError: If a request of this id is in the engine already.
         """
+        return self._runs_in.call(lambda: self._begin_request(request_id, prompt, sampling_params, seed, tenant))
+
+    def _begin_request(
+        self, request_id: int, prompt: Any, sampling_params: SamplingParams | None, seed: int | None, tenant: str
+    ) -> asyncio.Future:
         if request_id in self.requests:
             raise ValueError(f"request id {request_id} is in use; give each request an id of its own")
         check_identity(request_id, seed, tenant)
