@@ -15,7 +15,7 @@ from .context import MambaCacheContext
 from .controller import MambaCacheController
 from .engine_loop import EngineLoop
 from .failed_steps import FailedSteps, refusal_reason
-from .generated_tokens import append_tokens, complete_texts, is_reported
+from .generated_tokens import append_tokens, is_reported
 from .hit_rate_hint import HitRateHint
 from .plain_prompt import plain_prompt
 from .request_spec import check_identity, contradiction_in, fault_of, other_ends, spec_of
@@ -176,7 +176,9 @@ class MambaCacheEngine(SuspendableEngine):
             self._before_report(step_result)
             report = await super().async_bookkeep(step_result, *args, **settings)
         except BaseException as error:
-            self._note_ended(step.ended())
+            for record in step.ended(None if self.use_coordinator else self.controller.tokenizer.detokenize):
+                self._unreported.append(record)
+                self._forget(record.request_id)
             step.take_back(self.context.rows, self.failed_request_ids)
             self._recover(error)
             raise
@@ -220,16 +222,6 @@ class MambaCacheEngine(SuspendableEngine):
 
     def _before_report(self, step_result: Any) -> None:
         """Do what comes between counting a step's drafts and reporting the step, and may fail with it; here nothing."""
-
-    def _note_ended(self, entries: Iterable[RequestEntry]) -> None:
-        """Keep requests that ended, in a report that failed, for the next one."""
-        for entry in entries:
-            if not self.use_coordinator:
-                complete_texts(entry.record, self.controller.tokenizer.detokenize)
-            if not entry.future.done():
-                entry.future.set_result(entry.record)
-            self._unreported.append(entry.record)
-            self._forget(entry.record.request_id)
 
     def _recover(self, error: BaseException) -> None:
         """After a failed step, send requests back whose row is gone or whose record lacks what the row has."""

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ..policy.requests import RunningRequest
-from .generated_tokens import Addition, RecordMark, additions_of, is_reported, take_back
+from .generated_tokens import Addition, RecordMark, additions_of, complete_texts, is_reported, take_back
 from .request_states import RequestState
 
 
@@ -50,9 +50,19 @@ class StepReport:
         """Return the step's result with what is left for Megatron to append."""
         return None if self._step_result is None else {**self._step_result, "log_probs": None, "top_n_logprobs": None}
 
-    def ended(self) -> list[Any]:
-        """Return the entries of requests that this report has ended so far."""
-        return [mark.entry for request_id, mark in self._leaving.items() if request_id not in self._entries]
+    def ended(self, detokenize: Callable[[list[int]], str] | None) -> list[Any]:
+        """Return the records of requests that this report has ended so far, their futures and texts complete.
+
+        Args:
+            detokenize: None where another process makes the texts.
+        """
+        entries = [mark.entry for request_id, mark in self._leaving.items() if request_id not in self._entries]
+        for entry in entries:
+            if detokenize is not None:
+                complete_texts(entry.record, detokenize)
+            if not entry.future.done():
+                entry.future.set_result(entry.record)
+        return [entry.record for entry in entries]
 
     def take_back(self, rows: Iterable[RunningRequest], failed_ids: Iterable[int]) -> None:
         """Take from each request what it was given, unless it got all of the step and goes on.
