@@ -63,6 +63,8 @@ class ProgressReports:
         news = [[request_id, self._progress(request_id)] for request_id in request_ids if self._streams(request_id)]
         if news := [entry for entry in news if entry[1]["tokens"]]:
             self._target.send(msgpack.packb([PROGRESS, news]))
+        # Only now: what could not be sent is told the next time.
+        self._known |= {request_id: progress["start"] + len(progress["tokens"]) for request_id, progress in news}
         self._known = {request_id: count for request_id, count in self._known.items() if self._streams(request_id)}
 
     def send_state(self) -> None:
@@ -92,7 +94,6 @@ class ProgressReports:
         parts = self._engine.requests[request_id].record.requests
         start = self._known.get(request_id, 0)
         progress = progress_since(start, parts, self._engine.cached_tokens(request_id))
-        self._known[request_id] = start + len(progress["tokens"])
         drafts = self._engine.draft_counts(request_id)
         return progress | {"draft_tokens": drafts.drafted, "accepted_tokens": drafts.accepted}
 

@@ -1,6 +1,6 @@
 """What the engine keeps of each request beside Megatron's record, and for a while of those that have left."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,10 @@ class DraftCounts:
 
     drafted: int = 0
     accepted: int = 0
+
+    def plus(self, other: "DraftCounts") -> "DraftCounts":
+        """Return both together."""
+        return DraftCounts(self.drafted + other.drafted, self.accepted + other.accepted)
 
 
 @dataclass(slots=True)
@@ -59,13 +63,6 @@ class RequestStates(dict[int, RequestState]):
     def draft_counts(self, request_id: int) -> DraftCounts:
         """Return the drafts of a request so far; none if it is forgotten."""
         return self._counts_of(request_id).drafts
-
-    def count_drafts(self, request_ids: Sequence[int], step_counts: Sequence[DraftCounts]) -> None:
-        """Add what a step verified of each of its requests; one that has left is not counted on."""
-        for request_id, step in zip(request_ids, step_counts, strict=True):
-            if step.drafted and (state := self.get(request_id)) is not None:
-                drafted, accepted = state.drafts.drafted + step.drafted, state.drafts.accepted + step.accepted
-                state.drafts = DraftCounts(drafted, accepted)
 
     def leave(self, request_id: int) -> None:
         """Keep only the counts of a request; nothing happens if it has left already."""
