@@ -45,6 +45,7 @@ def build_engine(
     tokenizer: Any = None,
     random_seed: int = 0,
     materialize_only_last_token_logits: bool = True,
+    scores_prompts: bool = False,
 ) -> MambaCacheEngine:
     """Build an engine that serves `model` with prefix caching.
 
@@ -60,7 +61,10 @@ def build_engine(
             drafts.
         tokenizer: With `tokenize`, `detokenize`, `bos` and `eod`; None: requests speak in token ids.
         random_seed: Seed of requests that bring none.
-        materialize_only_last_token_logits: False where requests want prompt log-probs.
+        materialize_only_last_token_logits: False computes the logits of every token in every step.
+        scores_prompts: Whether requests may want prompt log-probs though only the last logits are materialized: those
+            of a prompt are then computed from its hidden states, part by part. Steps without such a request stay as
+            they are; one with such a request takes no CUDA graph.
 
     Raises:
         ValueError: If the model is no hybrid, lacks the caching modules, or the settings do not fit it, here or on
@@ -82,6 +86,7 @@ def build_engine(
         shape,
         planner=on_all_ranks(ranks, lambda: _planner(config, drafter, shape.vocab_size)),
         materialize_only_last_token_logits=materialize_only_last_token_logits,
+        scores_prompts=scores_prompts,
         ranks=ranks,
     )
     controller = MambaCacheController(wrap_model(model, context), tokenizer or TokenIdTokenizer(shape.vocab_size))
