@@ -62,9 +62,8 @@ def build_engine(
         tokenizer: With `tokenize`, `detokenize`, `bos` and `eod`; None: requests speak in token ids.
         random_seed: Seed of requests that bring none.
         materialize_only_last_token_logits: False computes the logits of every token in every step.
-        scores_prompts: Whether requests may want prompt log-probs though only the last logits are materialized: those
-            of a prompt are then computed from its hidden states, part by part. Steps without such a request stay as
-            they are; one with such a request takes no CUDA graph.
+        scores_prompts: Whether requests may want prompt log-probs though only the last logits are materialized; see
+            `prompt_log_probs`. A step that scores a prompt takes no CUDA graph; other steps stay as they are.
 
     Raises:
         ValueError: If the model is no hybrid, lacks the caching modules, or the settings do not fit it, here or on
@@ -77,10 +76,7 @@ def build_engine(
     ranks = ranks_of_process()
     shape = check_served(model, ranks)
     if isinstance(drafter, ReadsHiddenStates):
-        _check_hidden_states(drafter, model.config.hidden_size, materialize_only_last_token_logits)
-        if ranks.num_stages > 1:
-            name = type(drafter).__name__
-            raise ValueError(f"{name} reads hidden states, which the last of {ranks.num_stages} stages has alone")
+        _check_hidden_states(drafter, model.config.hidden_size, materialize_only_last_token_logits, ranks.num_stages)
     context = MambaCacheContext(
         config,
         shape,
@@ -105,9 +101,11 @@ def _planner(config: CacheConfig, drafter: Drafter | None, vocab_size: int) -> D
     return NoDrafts()
 
 
-def _check_hidden_states(drafter: ReadsHiddenStates, hidden_size: int, only_last: bool) -> None:
+def _check_hidden_states(drafter: ReadsHiddenStates, hidden_size: int, only_last: bool, num_stages: int) -> None:
     name, width = type(drafter).__name__, drafter.hidden_size
     if width != hidden_size:
         raise ValueError(f"{name} reads hidden states of width {width}, the model's have {hidden_size}")
     if not only_last:
         raise ValueError(f"{name} reads hidden states: build the engine with materialize_only_last_token_logits=True")
+    if num_stages > 1:
+        raise ValueError(f"{name} reads hidden states, which the last of {num_stages} stages has alone")
