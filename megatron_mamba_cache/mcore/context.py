@@ -195,7 +195,7 @@ class MambaCacheContext(DirectRequests):
             self.draft_distributions = schedule_decode(decoding, self.cache, self.planner, budget, self.ranks.all_hold)
         draws_ratios = any(drawn_from is not None for drawn_from in self.draft_distributions)
         self.graph = self.ahead.take()
-        if self.graph is None and self.graphs is not None and not self.keeps_hidden_states(self._at_work):
+        if self.graph is None and self.graphs is not None:
             self.graph = self.graphs.fitting(self._at_work)
         if self.graph is None:
             self.lay_out(self._at_work, draws_ratios=draws_ratios)

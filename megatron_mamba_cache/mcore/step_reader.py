@@ -190,14 +190,10 @@ class StepReader(DynamicInferenceContext):
         `wanted_outputs`: hidden states, unless the model was told to compute the logits of every token. Where prompts
         are scored, the hidden states of all tokens are kept as well, as `scored_hidden_states` [tokens, hidden].
         """
-        if self.keeps_hidden_states(self.step.rows):
+        if self.materialize_only_last_token_logits and any(row.scores_prompt for row in self.step.rows):
             self.scored_hidden_states = logits.squeeze(0)
         self.wanted_outputs = logits.squeeze(0).index_select(0, self.step.logits.tokens)
         return self.wanted_outputs
-
-    def keeps_hidden_states(self, rows: Sequence[RunningRequest]) -> bool:
-        """Whether a step of these rows needs the hidden states of all its tokens."""
-        return self.materialize_only_last_token_logits and any(row.scores_prompt for row in rows)
 
     def drop_scored_hidden_states(self) -> None:
         """Let the hidden states of all tokens go."""

@@ -170,10 +170,10 @@ def test_sampled_tokens_are_those_without_graphs(num_drafts: int) -> None:
 
 def test_prompts_are_scored_beside_graphs() -> None:
     subject = tiny_hybrid()
-    config = with_graphs(cache_config(subject.sizes, max_tokens=24))
+    config = with_graphs(cache_config(subject.sizes))
     run = EngineRun.start(subject, config, scores_prompts=True)
     run.add(0, some_tokens(20, seed=1), 12)
-    run.add(1, some_tokens(50), greedy(6, return_log_probs=True, skip_prompt_log_probs=False))
+    run.add(1, some_tokens(35), greedy(6, return_log_probs=True, skip_prompt_log_probs=False))
     run.add(2, some_tokens(20, seed=2), 12)
     run.finish()
     assert_log_probs(run, 1)
