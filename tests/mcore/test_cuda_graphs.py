@@ -172,9 +172,11 @@ def test_prompts_are_scored_beside_graphs() -> None:
     subject = tiny_hybrid()
     config = with_graphs(cache_config(subject.sizes))
     run = EngineRun.start(subject, config, scores_prompts=True)
-    run.add(0, some_tokens(20, seed=1), 12)
-    run.add(1, some_tokens(35), greedy(6, return_log_probs=True, skip_prompt_log_probs=False))
-    run.add(2, some_tokens(20, seed=2), 12)
+    for request_id, seed in ((0, 1), (2, 2)):  # the steps of such prompts are captured
+        run.add(request_id, some_tokens(16, seed=seed), 12)
+        run.step()
+    assert run.counters.graph_steps == 2
+    run.add(1, some_tokens(16), greedy(6, return_log_probs=True, skip_prompt_log_probs=False))
     run.finish()
     assert_log_probs(run, 1)
     run.assert_matches_oracle().assert_few_stops()
