@@ -113,9 +113,8 @@ class GenerationFields(PartlySupported):
     @model_validator(mode="after")
     def _options_belong_to_a_stream(self) -> Self:
         if self.stream_options is not None and not self.stream:
-            raise PydanticCustomError(
-                "no_stream", "stream_options needs stream to be true", {"field": "stream_options"}
-            )
+            context = {"field": "stream_options", "sentence": "stream_options needs stream to be true"}
+            raise PydanticCustomError("no_stream", "{sentence}", context)
         return self
 
 

@@ -178,7 +178,7 @@ def test_the_roles_of_a_conversation_pass(server: FrontEnd, role: str) -> None:
 @pytest.mark.parametrize("stream", [None, False])
 def test_options_of_a_stream_need_a_stream(server: FrontEnd, path: str, stream: bool | None) -> None:
     error = error_of(server, path, stream_options={"include_usage": True}, stream=stream)
-    assert error["message"] == "stream_options: stream_options needs stream to be true", error
+    assert error["message"] == "stream_options needs stream to be true", error
     error = error_of(server, path, stream_options={"include_obfuscation": True}, stream=True)
     assert error["param"] == "stream_options.include_obfuscation" and "is not supported" in error["message"]
     options = {"include_usage": True, "include_obfuscation": False}
