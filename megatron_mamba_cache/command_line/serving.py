@@ -4,10 +4,12 @@ import asyncio
 import socket
 from argparse import Namespace
 from collections.abc import Sequence
+from importlib.metadata import version
 from typing import Any
 
 import torch
 
+from .. import __version__
 from ..config import CacheConfig, given_settings
 from ..mcore.engine import MambaCacheEngine
 from ..mcore.model_shape import HybridModelShape
@@ -55,6 +57,7 @@ class Serving:
             end_ids=frozenset({tokenizer.eod, *getattr(tokenizer, "other_end_ids", ())} - {-1}),
             keys=_keys_of(arguments, keys),
             limits=_limits_of(arguments, self._config.max_requests),
+            versions={"version": __version__, **{name: version(name) for name in ("megatron-core", "torch")}},
         )
         self._first_line = f"{self._model.description}, on {device}\n{_sizes_line(self._config)}"
 

@@ -18,6 +18,7 @@ from .failed_steps import FailedSteps, refusal_reason
 from .generated_tokens import append_tokens, is_reported
 from .hit_rate_hint import HitRateHint
 from .plain_prompt import plain_prompt
+from .prompt_log_probs import scoring_allowed
 from .request_spec import check_identity, contradiction_in, fault_of, other_ends, spec_of
 from .request_states import DraftCounts, RequestStates, complete_parts
 from .scheduler import StepScheduler
@@ -88,11 +89,12 @@ class MambaCacheEngine(SuspendableEngine):
         request_id, sampling = request.request_id, request.sampling_params
         if request_id not in self._states:
             self._states.begin(request_id)
-        fault = contradiction_in(sampling, self.context.materialize_only_last_token_logits)
+        fault = contradiction_in(sampling, not self.context.scores_prompts)
         if fault is not None:
             return self._refuse(request, fault)
         ends = other_ends(sampling, self.controller.tokenizer)
-        future = super()._add_request(request)
+        with scoring_allowed(sampling):
+            future = super()._add_request(request)
         self.context.ahead.is_alone = False
         request.stop_word_ids = [*(request.stop_word_ids or ()), *ends]
         sampling.num_tokens_total = None  # folded into num_tokens_to_generate; both at once is an error on resuming

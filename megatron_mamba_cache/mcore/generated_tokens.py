@@ -8,6 +8,7 @@ from megatron.core.inference.inference_request import Status
 from torch import Tensor
 
 from ..policy.requests import RunningRequest
+from .prompt_log_probs import named_alternatives
 from .request_states import DraftCounts, RequestState
 
 _BY_TOKEN = ("generated_tokens", "tpot", "generated_log_probs", "generated_top_n_logprobs")
@@ -108,6 +109,7 @@ def additions_of(
         detokenize: Names alternatives; whatever it raises is raised here.
     """
     log_probs, top_n = step_result["log_probs"] or (), step_result["top_n_logprobs"] or {}
+    prompts = step_result.get("prompt_log_probs") or {}
     found = []
     steps = zip(
         step_result["active_request_ids"].tolist(), step_result["kept_tokens"], step_result["draft_counts"], strict=True
@@ -117,6 +119,9 @@ def additions_of(
         if chosen is None and not drafts.drafted:
             continue
         best = [_by_text(*place, detokenize) for place in top_n[index]] if index in top_n else None
+        if scored := prompts.get(index):
+            chosen = [*(token.log_prob for token in scored), *chosen]
+            best = None if best is None else [*named_alternatives(scored, detokenize), *best]
         request, state = entries[request_id].record.requests[-1], states[request_id]
         found.append(Addition(request, tokens, chosen, best, state, state.drafts, state.drafts.plus(drafts)))
     return found
@@ -127,7 +132,8 @@ def is_reported(row: RunningRequest, request: Any) -> bool:
     num_tokens, wish = len(row.generated), row.spec.log_probs
     if any(len(getattr(request, name) or ()) != num_tokens for name in _BY_TOKEN[:2]):
         return False
-    num_places = num_tokens if wish.skip_prompt else row.computed
+    pending = 0 if num_tokens else len(row.scored)  # a prompt's scores come with the first token
+    num_places = num_tokens if wish.skip_prompt else row.computed - pending
     wanted = [names for names, is_wanted in ((_LOG_PROBS, wish.wanted), (_TOP_N, wish.top_n)) if is_wanted]
     return all(sum(len(getattr(request, name) or ()) for name in names) == num_places for names in wanted)
 
