@@ -3,11 +3,11 @@
 import asyncio
 import socket
 from argparse import Namespace
-from collections.abc import Sequence
 
 from ..mcore.engine import MambaCacheEngine
 from ..mcore.model_shape import HybridModelShape
 from ..mcore.ranks import ranks_of_process
+from ..server.access_log import AccessLog, write_line
 from ..server.app import Server, ServerSettings
 from ..server.engine_thread import EngineThread
 from ..server.limits import ServerLimits
@@ -33,9 +33,7 @@ class Serving:
         UsageError: If the model cannot be loaded, or settings do not fit it.
     """
 
-    def __init__(
-        self, arguments: Namespace, keys: Sequence[str], directory: ModelDirectory | None, device: str
-    ) -> None:
+    def __init__(self, arguments: Namespace, keys: ApiKeys, directory: ModelDirectory | None, device: str) -> None:
         self._model = ready_model(directory, arguments.dtype)
         model = self._model.model
         shape = HybridModelShape.of(model, ranks_of_process())
@@ -51,8 +49,10 @@ class Serving:
             model_name=arguments.served_model_name or _name_of(directory),
             tokenizer=tokenizer,
             end_ids=frozenset({tokenizer.eod, *getattr(tokenizer, "other_end_ids", ())} - {-1}),
-            keys=_keys_of(arguments, keys),
+            keys=keys,
             limits=_limits_of(arguments, self._config.max_requests),
+            access_log=AccessLog(arguments.access_log),
+            cors_origins=tuple(arguments.cors_origin),
         )
         self._first_line = f"{self._model.description}, on {device}"
 
@@ -93,18 +93,12 @@ class Serving:
         lines = f"{self._first_line}\nserving {self.settings.model_name} on {url}"
         running = DrainingServer(server, on_listening=lambda: print(lines, flush=True))
         asyncio.run(running.serve(sockets=[listener]))
+        write_line(server.app.summary())
         return 0 if server.backend.state.failure is None else 1
 
 
 def _name_of(directory: ModelDirectory | None) -> str:
     return "random" if directory is None else directory.path.resolve().name
-
-
-def _keys_of(arguments: Namespace, keys: Sequence[str]) -> ApiKeys:
-    try:
-        return ApiKeys(keys, arguments.admin_api_key)
-    except ValueError as error:
-        raise UsageError(f"--api-key: {error}") from error
 
 
 def _limits_of(arguments: Namespace, max_running: int) -> ServerLimits:

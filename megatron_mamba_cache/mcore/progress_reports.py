@@ -22,6 +22,9 @@ class ReportingEngine(Protocol):
     def draft_counts(self, request_id: int) -> DraftCounts:
         """See `MambaCacheEngine`."""
 
+    def running_seconds(self, request_id: int) -> float:
+        """See `MambaCacheEngine`."""
+
     def cancel_request(self, request_id: int) -> bool:
         """See `MambaCacheEngine`."""
 
@@ -94,7 +97,8 @@ class ProgressReports:
         progress = progress_since(start, parts, self._engine.cached_tokens(request_id))
         self._known[request_id] = start + len(progress["tokens"])
         drafts = self._engine.draft_counts(request_id)
-        return progress | {"draft_tokens": drafts.drafted, "accepted_tokens": drafts.accepted}
+        counts = {"draft_tokens": drafts.drafted, "accepted_tokens": drafts.accepted}
+        return progress | counts | {"running_s": self._engine.running_seconds(request_id)}
 
 
 def progress_since(start: int, parts: Sequence[Any], cached_tokens: int) -> dict[str, Any]:

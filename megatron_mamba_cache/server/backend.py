@@ -46,6 +46,7 @@ class Progress:
         alternatives: The best tokens in the place of each, text to log-prob, if wanted.
         cached_tokens: Prompt tokens that were skipped at its first admission.
         draft_tokens, accepted_tokens: Drafts verified for it so far, and those kept.
+        running_s: Seconds since the step began that ran it first.
         end: Why the reply ends here; None: it goes on.
         error: With the reason "error", what went wrong.
     """
@@ -56,6 +57,7 @@ class Progress:
     cached_tokens: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    running_s: float = 0.0
     end: EndReason | None = None
     error: str | None = None
 
