@@ -35,7 +35,7 @@ class SnapshotCollector(Collector):
         yield _gauge("requests_waiting", "Requests that wait for the engine", state.num_waiting)
         yield _gauge("requests_inside", "Requests that run or wait, those on their way included", self._gate.num_inside)
         yield _counter("requests_refused", "Requests that the full queue refused", self._gate.num_refused)
-        yield _counter("generated_tokens", "Tokens generated", state.generated_tokens)
+        yield _counter("generated_tokens", "Tokens generated for all requests", state.generated_tokens)
         if state.cache is not None:
             yield from _cache_metrics(state.cache)
 
