@@ -38,7 +38,7 @@ class Entrance:
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
                 header = (b"x-request-id", exchange.request_id.encode())
-                message = message | {"headers": [*message.get("headers", ()), header]}
+                message = {**message, "headers": [*message.get("headers", ()), header]}
             await send(message)
 
         self._open[id(exchange)] = exchange

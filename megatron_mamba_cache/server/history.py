@@ -89,6 +89,11 @@ class History:
         first_token, inter_token = self._metrics.take_recent()
         self._recent.append((first_token, inter_token))
         state = self._backend.state
+        values: dict[str, Any] = {
+            **{f"first_token_{name}": value for name, value in quantiles(first_token).items()},
+            **{f"inter_token_{name}": value for name, value in quantiles(inter_token).items()},
+            **{name: max(total - self._totals.get(name, 0), 0) for name, total in totals.items()},
+        }
         self._samples.append(
             Sample(
                 time=round(time.time(), 3),
@@ -96,9 +101,7 @@ class History:
                 running=state.num_running,
                 waiting=state.num_waiting,
                 inside=self._gate.num_inside,
-                **{f"first_token_{name}": value for name, value in quantiles(first_token).items()},
-                **{f"inter_token_{name}": value for name, value in quantiles(inter_token).items()},
-                **{name: max(total - self._totals.get(name, 0), 0) for name, total in totals.items()},
+                **values,
             )
         )
         self._sampled, self._totals = now, totals

@@ -32,5 +32,5 @@ class Durations:
         for bucket in sorted(self._counts):
             rank -= self._counts[bucket]
             if rank <= 0:
-                return _RATIO ** (bucket - 0.5)
+                return float(_RATIO ** (bucket - 0.5))
         return None

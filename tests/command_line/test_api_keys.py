@@ -35,7 +35,9 @@ def test_admin_keys_may_come_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "admins"
     file.write_text("boss: sk-boss\n")
     keys = keys_of("--api-key", "sk-user", "--admin-api-key-file", str(file), "--admin-api-key", "sk-other")
-    may = {key: keys.may_administrate(keys.owner_of(f"Bearer {key}") or "") for key in ("sk-user", "sk-boss", "sk-other")}
+    may = {
+        key: keys.may_administrate(keys.owner_of(f"Bearer {key}") or "") for key in ("sk-user", "sk-boss", "sk-other")
+    }
     assert may == {"sk-user": False, "sk-boss": True, "sk-other": True}
     assert name_of(keys, "sk-boss") == "boss"
 

@@ -69,7 +69,9 @@ def test_what_is_for_admins_is_open_to_no_origin(path: str) -> None:
         assert reply.status_code == 403 and ALLOWED not in reply.headers
 
 
-@pytest.mark.parametrize("wrong", ["chat.example", "https://chat.example/", "https://", "ftp://chat.example", "", "null"])
+@pytest.mark.parametrize(
+    "wrong", ["chat.example", "https://chat.example/", "https://", "ftp://chat.example", "", "null"]
+)
 def test_what_is_not_an_origin_is_a_usage_error(wrong: str) -> None:
     with pytest.raises(UsageError, match="--cors-origin"):
         check_server_arguments(command_parser().parse_args(["serve", "--cors-origin", wrong]))
