@@ -129,6 +129,10 @@ class MambaCacheEngine(SuspendableEngine):
         """Return how many drafts of the request were verified and kept so far; known as long as `cached_tokens`."""
         return self._states.draft_counts(request_id)
 
+    def running_seconds(self, request_id: int) -> float:
+        """Return the seconds since the step began that ran the request first; known as long as `cached_tokens`."""
+        return self._states.running_seconds(request_id)
+
     def schedule_waiting_requests(self) -> None:
         """Schedule the next step, instead of Megatron's two schedulers; one that is launched already stays as it is."""
         self.context.ahead.has_queue = bool(self.waiting_request_ids)
@@ -141,9 +145,7 @@ class MambaCacheEngine(SuspendableEngine):
         self.context.ahead.is_alone = not scheduled.admitted and not self._failed_steps
         for row in scheduled.admitted:
             state = self._states[row.request_id]
-            if state.cached_tokens is None:
-                state.cached_tokens = row.computed
-            state.age = row.age
+            state.admit(row.computed, row.age)
             self.waiting_request_ids.remove(row.request_id)
             self.get_request(row.request_id).add_event_add()
         if scheduled.admitted:

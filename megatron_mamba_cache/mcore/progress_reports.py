@@ -22,6 +22,9 @@ class ReportingEngine(Protocol):
     def draft_counts(self, request_id: int) -> DraftCounts:
         """See `MambaCacheEngine`."""
 
+    def running_seconds(self, request_id: int) -> float:
+        """See `MambaCacheEngine`."""
+
     def cancel_request(self, request_id: int) -> bool:
         """See `MambaCacheEngine`."""
 
@@ -95,7 +98,8 @@ class ProgressReports:
         start = self._known.get(request_id, 0)
         progress = progress_since(start, parts, self._engine.cached_tokens(request_id))
         drafts = self._engine.draft_counts(request_id)
-        return progress | {"draft_tokens": drafts.drafted, "accepted_tokens": drafts.accepted}
+        counts = {"draft_tokens": drafts.drafted, "accepted_tokens": drafts.accepted}
+        return progress | counts | {"running_s": self._engine.running_seconds(request_id)}
 
 
 def progress_since(start: int, parts: Sequence[Any], cached_tokens: int) -> dict[str, Any]:

@@ -254,6 +254,7 @@ class ReplicaEngine(MambaCacheEngine):
         sampling = record[0].sampling_params
         sampling.cached_tokens = self.cached_tokens(request_id)
         sampling.replica = self._replica_name
+        sampling.running_s = self.running_seconds(request_id)
         drafts = self.draft_counts(request_id)
         sampling.draft_tokens, sampling.accepted_tokens = drafts.drafted, drafts.accepted
 

@@ -49,6 +49,7 @@ class Progress:
         prompt_log_probs, prompt_alternatives: Those of the prompt from its second token on, with the first new token.
         cached_tokens: Prompt tokens that were skipped at its first admission.
         draft_tokens, accepted_tokens: Drafts verified for it so far, and those kept.
+        running_s: Seconds since the step began that ran it first.
         end: Why the reply ends here; None: it goes on.
         error: With the reason "error", what went wrong.
     """
@@ -61,6 +62,7 @@ class Progress:
     cached_tokens: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    running_s: float = 0.0
     end: EndReason | None = None
     error: str | None = None
 

@@ -161,7 +161,7 @@ class CoordinatorBackend:
             return
         told = record[0].sampling_params
         news = progress_since(0, record.requests, getattr(told, "cached_tokens", 0))
-        drafts = {name: getattr(told, name, 0) for name in ("draft_tokens", "accepted_tokens")}
+        drafts = {name: getattr(told, name, 0) for name in ("draft_tokens", "accepted_tokens", "running_s")}
         listener.deliver(ended(self._progress(listener, news | drafts), listener.end_ids, record[-1]))
 
     def _progress(self, listener: Listener, news: dict[str, Any]) -> Progress:
@@ -180,6 +180,7 @@ class CoordinatorBackend:
             cached_tokens=news["cached_tokens"],
             draft_tokens=news["draft_tokens"],
             accepted_tokens=news["accepted_tokens"],
+            running_s=news.get("running_s", 0.0),
         )
 
     def _look(self) -> None:

@@ -193,6 +193,7 @@ class EngineThread:
             cached_tokens=self._engine.cached_tokens(request_id),
             draft_tokens=drafts.drafted,
             accepted_tokens=drafts.accepted,
+            running_s=self._engine.running_seconds(request_id),
         )
 
     def _add(self, ticket: Ticket, request: GenerationRequest, deliver: Callable[[Progress], None]) -> None:

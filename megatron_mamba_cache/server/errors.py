@@ -34,10 +34,14 @@ class ApiError(Exception):
     param: str | None = None
     retry_after_s: int | None = None
 
+    @property
+    def type(self) -> str:
+        """Which kind of error the status stands for, in OpenAI's words."""
+        return _TYPES.get(self.status, "invalid_request_error")
+
     def body(self) -> dict[str, Any]:
         """Return the JSON object."""
-        error_type = _TYPES.get(self.status, "invalid_request_error")
-        return {"error": {"message": self.message, "type": error_type, "param": self.param, "code": self.code}}
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     def headers(self) -> dict[str, str]:
         """Return the headers that belong to it."""

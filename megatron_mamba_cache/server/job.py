@@ -17,6 +17,7 @@ from .mail import Mail
 from .prompts import Prompt
 from .reply import EmptyReply, Piece, Reply, TokenTexts
 from .tenants import Tenant
+from .token_times import JobTimes, NoTokenTimes, TokenTimes
 
 _UINT63 = 2**63
 
@@ -71,15 +72,6 @@ class Usage:
 
 
 @dataclass(slots=True)
-class JobTimes:
-    """When things happened to a job, in seconds of a clock; None: not yet."""
-
-    started: float
-    first_token: float | None = None
-    ended: float | None = None
-
-
-@dataclass(slots=True)
 class JobRules:
     """What all jobs of a server share.
 
@@ -87,6 +79,7 @@ class JobRules:
         end_ids: Tokens that end replies.
         threads: In which prompts are read.
         on_end: Told of each job that has ended, whole or not.
+        token_times: Told of the tokens as the engine tells of them, whether their client reads them or not.
         is_draining: Whether no request is accepted any more.
         is_over: Whether those that were accepted are not begun any more either.
     """
@@ -97,6 +90,7 @@ class JobRules:
     end_ids: frozenset[int]
     threads: FairThreads
     on_end: Callable[["Job"], None] = field(default=lambda _job: None)
+    token_times: TokenTimes = field(default_factory=NoTokenTimes)
     is_draining: bool = False
     is_over: bool = False
 
@@ -133,9 +127,10 @@ async def job_of(rules: JobRules, order: Order) -> AsyncIterator["Job"]:
     """
     if rules.is_draining:
         raise unavailable("the server is shutting down", "shutting_down")
+    arrived = time.monotonic()
     with rules.gate.enter(len(order.readings) * order.num_choices) as places:
         prompts = [await rules.threads.run(order.tenant.owner, reading) for reading in order.readings]
-        with Job(rules, order, prompts, places) as job:
+        with Job(rules, order, prompts, places, arrived) as job:
             yield job
 
 
@@ -145,12 +140,13 @@ class Job:
     Args:
         prompts: Of the order's readings.
         places: One for each choice, given back when the engine is done with it.
+        arrived: When its request came to the gate.
 
     Raises:
         ApiError: On entering: 400 if a request can never run, 503 if the server has ended.
     """
 
-    def __init__(self, rules: JobRules, order: Order, prompts: list[Prompt], places: Places) -> None:
+    def __init__(self, rules: JobRules, order: Order, prompts: list[Prompt], places: Places, arrived: float) -> None:
         self.tenant = order.tenant
         self.prompts = prompts
         self.choices = [
@@ -167,7 +163,7 @@ class Job:
         self._rules = rules
         self._places = places
         self._mail = Mail()
-        self.times = JobTimes(time.monotonic())
+        self.times = JobTimes(arrived, rules.token_times)
 
     def __enter__(self) -> "Job":
         self._check()
@@ -195,8 +191,6 @@ class Job:
             choice = self.choices[index]
             if choice.reply.finish_reason is not None:
                 continue  # mail that was on its way when a stop string was found
-            if progress.tokens and self.times.first_token is None:
-                self.times.first_token = time.monotonic()
             piece = choice.reply.take(progress)
             echo, choice.echo = choice.echo, None
             if piece.finish_reason is not None:
@@ -229,6 +223,8 @@ class Job:
 
     def _listener(self, choice: Choice) -> Callable[[Progress], None]:
         def hear(progress: Progress) -> None:
+            if progress.tokens:
+                self.times.note_tokens(choice.index, progress)
             if progress.end is not None:
                 self._forget(choice)
             self._mail.put(choice.index, progress)

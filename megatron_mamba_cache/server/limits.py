@@ -39,7 +39,7 @@ class ServerLimits:
     max_buffered_bytes: int = 64 * 2**20
     body_timeout_s: float = 30.0
     send_timeout_s: float = 30.0
-    drain_s: float = 30.0
+    drain_s: float = 25.0
     transcript_bytes: int = 16 * 2**20
 
     def __post_init__(self) -> None:

@@ -38,6 +38,7 @@ def _joined(parts: list[Progress]) -> Progress:
         cached_tokens=last.cached_tokens,
         draft_tokens=last.draft_tokens,
         accepted_tokens=last.accepted_tokens,
+        running_s=last.running_s,
         end=last.end,
         error=last.error,
     )
