@@ -52,6 +52,7 @@ class MambaCacheContext(DirectRequests):
         *,
         planner: DraftPlanner | NoDrafts | None = None,
         materialize_only_last_token_logits: bool = True,
+        scores_prompts: bool = False,
         ranks: Ranks | None = None,
     ) -> None:
         self.ranks = ranks or OneRank()
@@ -68,7 +69,8 @@ class MambaCacheContext(DirectRequests):
         self._at_work: list[RunningRequest] = []  # the rows of the step in preparation or running
         self.planner = planner or NoDrafts()
         self.draft_distributions: list[Tensor | None] = []  # of the step's decode rows
-        self.wanted_outputs = torch.empty(0)
+        self.wanted_outputs = self.scored_hidden_states = torch.empty(0)
+        self.scores_prompts = scores_prompts or not materialize_only_last_token_logits
         self.graphs: GraphsByShape | None = None  # over the present memory
         self.graph: CapturedStep | None = None  # that the step which is laid out takes
         # Where more than this context's rows decides about a step, or looks at it, none is launched early.
@@ -193,7 +195,7 @@ class MambaCacheContext(DirectRequests):
             self.draft_distributions = schedule_decode(decoding, self.cache, self.planner, budget, self.ranks.all_hold)
         draws_ratios = any(drawn_from is not None for drawn_from in self.draft_distributions)
         self.graph = self.ahead.take()
-        if self.graph is None and self.graphs is not None:
+        if self.graph is None and self.graphs is not None and not self.keeps_hidden_states(self._at_work):
             self.graph = self.graphs.fitting(self._at_work)
         if self.graph is None:
             self.lay_out(self._at_work, draws_ratios=draws_ratios)

@@ -17,6 +17,7 @@ from .failed_steps import FailedSteps, refusal_reason
 from .generated_tokens import append_all_but_last, append_tokens, has_log_probs, take_back
 from .hit_rate_hint import HitRateHint
 from .plain_prompt import plain_prompt
+from .prompt_log_probs import append_prompt_log_probs, scoring_allowed
 from .request_spec import check_identity, contradiction_in, fault_of, other_ends, spec_of
 from .request_states import DraftCounts, RequestStates, complete_parts
 from .scheduler import StepScheduler
@@ -80,11 +81,12 @@ class MambaCacheEngine(SuspendableEngine):
         request_id, sampling = request.request_id, request.sampling_params
         if request_id not in self._states:
             self._states.begin(request_id)
-        fault = contradiction_in(sampling, self.context.materialize_only_last_token_logits)
+        fault = contradiction_in(sampling, not self.context.scores_prompts)
         if fault is not None:
             return self._refuse(request, fault)
         ends = other_ends(sampling, self.controller.tokenizer)
-        future = super()._add_request(request)
+        with scoring_allowed(sampling):
+            future = super()._add_request(request)
         self.context.ahead.is_alone = False
         request.stop_word_ids = [*(request.stop_word_ids or ()), *ends]
         sampling.num_tokens_total = None  # folded into num_tokens_to_generate; both at once is an error on resuming
@@ -166,6 +168,7 @@ class MambaCacheEngine(SuspendableEngine):
             num_known = [len(record[-1].generated_tokens) for record in records]
             if step_result is not None:
                 append_all_but_last(step_result, self.get_request, self.controller.tokenizer.detokenize)
+                append_prompt_log_probs(step_result, self.get_request, self.controller.tokenizer.detokenize)
                 if self.context.planner.max_drafts:
                     self._states.count_drafts(step_result["active_request_ids"].tolist(), step_result["draft_counts"])
             for request_id in ending:

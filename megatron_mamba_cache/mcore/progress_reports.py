@@ -98,12 +98,18 @@ class ProgressReports:
 
 
 def progress_since(start: int, parts: Sequence[Any], cached_tokens: int) -> dict[str, Any]:
-    """Return what a request's parts have beyond the first `start` generated tokens, in plain types."""
+    """Return what a request's parts have beyond the first `start` generated tokens, in plain types.
+
+    The prompt's log-probs come with the first token.
+    """
+    first = parts[0] if start == 0 else None
     return {
         "start": start,
         "tokens": tokens_after(start, parts),
         "log_probs": tokens_after(start, parts, "generated_log_probs"),
         "alternatives": tokens_after(start, parts, "generated_top_n_logprobs"),
+        "prompt_log_probs": getattr(first, "prompt_log_probs", None) or [],
+        "prompt_alternatives": getattr(first, "prompt_top_n_logprobs", None) or [],
         "cached_tokens": cached_tokens,
     }
 

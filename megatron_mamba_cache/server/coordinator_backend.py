@@ -167,6 +167,7 @@ class CoordinatorBackend:
     def _progress(self, listener: Listener, news: dict[str, Any]) -> Progress:
         """Return what a listener has not heard yet; a request that was begun again tells its first tokens again."""
         known = max(listener.num_tokens - news["start"], 0)
+        tells_prompt = not listener.num_tokens
         tokens = tuple(news["tokens"][known:])
         listener.num_tokens += len(tokens)
         self._generated += len(tokens)
@@ -174,6 +175,8 @@ class CoordinatorBackend:
             tokens=tokens,
             log_probs=tuple(news["log_probs"][known:]),
             alternatives=tuple(news["alternatives"][known:]),
+            prompt_log_probs=tuple(news["prompt_log_probs"]) if tells_prompt else (),
+            prompt_alternatives=tuple(news["prompt_alternatives"]) if tells_prompt else (),
             cached_tokens=news["cached_tokens"],
             draft_tokens=news["draft_tokens"],
             accepted_tokens=news["accepted_tokens"],

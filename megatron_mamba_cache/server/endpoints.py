@@ -3,7 +3,7 @@
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -54,9 +54,14 @@ def openai_routes(model: ServedModel, rules: JobRules, limits: ServerLimits) -> 
     @router.post("/completions", response_model=None)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         tenant = tenant_of(request, body)
-        readings = tuple(partial(model.reader.read, tenant, prompt) for prompt in body.prompts)
-        length = body.max_tokens or _DEFAULT_COMPLETION_TOKENS
+        read = model.reader.read
+        if body.echo:
+            read = partial(model.reader.read_to_echo, has_tokens=body.logprobs is not None)
+        readings = tuple(partial(read, tenant, prompt) for prompt in body.prompts)
+        length = _DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
         order = maker.order(body, tenant, readings, length, body.logprobs)
+        if body.echo and body.logprobs is not None:
+            order = replace(order, plain=replace(order.plain, scores_prompt=True))
         return _response(rules, order, CompletionFormat, model, body)
 
     @router.post("/chat/completions", response_model=None)
@@ -101,7 +106,7 @@ class _OrderMaker:
         """Return what a request asks for.
 
         Args:
-            max_tokens: None: as many as fit.
+            max_tokens: None: as many as fit; 0: prompts are computed and nothing is generated.
 
         Raises:
             ApiError: If the model is another one, or the choices are too many.
@@ -127,7 +132,7 @@ class _OrderMaker:
             num_log_probs=num_log_probs,
             ignores_end=bool(body.ignore_eos),
         )
-        return Order(tenant, readings, num_choices, plain, max_tokens is None, body.stops)
+        return Order(tenant, readings, num_choices, plain, max_tokens is None, body.stops, is_empty=max_tokens == 0)
 
 
 def _response(

@@ -37,9 +37,9 @@ class _Envelope:
         """See `Format`."""
         return {**self._common, "object": self.chunk_object, "choices": [], "usage": job.usage().body()}
 
-    def _chunk(self, choice: dict[str, Any], tokens: Sequence[TokenInfo]) -> dict[str, Any]:
+    def _chunk(self, choice: dict[str, Any], piece: Piece) -> dict[str, Any]:
         if self._returns_token_ids:
-            choice["token_ids"] = [token.token_id for token in tokens]
+            choice["token_ids"] = [] if piece.is_prompt else [token.token_id for token in piece.tokens]
         chunk = {**self._common, "object": self.chunk_object, "choices": [choice]}
         return chunk | ({"usage": None} if self._includes_usage else {})
 
@@ -59,12 +59,12 @@ class CompletionFormat(_Envelope):
     def chunk(self, choice: Choice, piece: Piece) -> dict[str, Any]:
         """See `Format`."""
         described = self._choice(choice, piece.text, piece.tokens, piece.finish_reason)
-        return self._chunk(described, piece.tokens)
+        return self._chunk(described, piece)
 
     def body(self, job: Job, pieces: Mapping[int, Sequence[Piece]]) -> dict[str, Any]:
         """See `Format`."""
         choices = [
-            self._choice(choice, choice.reply.text, _tokens(pieces[choice.index]), choice.reply.finish_reason)
+            self._choice(choice, _text(pieces[choice.index]), _tokens(pieces[choice.index]), choice.reply.finish_reason)
             for choice in job.choices
         ]
         return self._body(job, choices)
@@ -77,7 +77,7 @@ class CompletionFormat(_Envelope):
         return {
             "tokens": [token.text for token in tokens],
             "token_logprobs": [token.log_prob for token in tokens],
-            "top_logprobs": [dict(token.alternatives) for token in tokens] if choice.request.num_log_probs else None,
+            "top_logprobs": [_best(token) for token in tokens] if choice.request.num_log_probs else None,
             "text_offset": [token.offset for token in tokens],
         }
 
@@ -101,7 +101,7 @@ class ChatFormat(_Envelope):
             "logprobs": _chat_log_probs(choice, piece.tokens),
             "finish_reason": piece.finish_reason,
         }
-        return self._chunk(described, piece.tokens)
+        return self._chunk(described, piece)
 
     def body(self, job: Job, pieces: Mapping[int, Sequence[Piece]]) -> dict[str, Any]:
         """See `Format`."""
@@ -119,6 +119,19 @@ class ChatFormat(_Envelope):
 
 def _wants_log_probs(choice: Choice) -> bool:
     return choice.request.num_log_probs is not None
+
+
+def _best(token: TokenInfo) -> dict[str, float] | None:
+    """Return the best log-probs by text, and the token's own; None for the first token of a prompt."""
+    if token.log_prob is None:
+        return None
+    best = dict(token.alternatives)
+    best.setdefault(token.text, token.log_prob)
+    return best
+
+
+def _text(pieces: Sequence[Piece]) -> str:
+    return "".join(piece.text for piece in pieces)
 
 
 def _tokens(pieces: Sequence[Piece]) -> list[TokenInfo]:

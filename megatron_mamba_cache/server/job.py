@@ -9,12 +9,13 @@ from types import TracebackType
 from typing import Any
 
 from .backend import Backend, GenerationRequest, Progress, Ticket
+from .echo import Echo
 from .errors import bad_request, too_long, unavailable
 from .fair_threads import FairThreads
 from .limits import Places, QueueGate
 from .mail import Mail
 from .prompts import Prompt
-from .reply import Piece, Reply, TokenTexts
+from .reply import EmptyReply, Piece, Reply, TokenTexts
 from .tenants import Tenant
 
 _UINT63 = 2**63
@@ -28,6 +29,7 @@ class Choice:
         index: Among the choices of all prompts.
         prompt_index: Of its prompt.
         ticket: While the engine has it.
+        echo: The prompt, as long as it is still to be given back.
     """
 
     index: int
@@ -35,6 +37,7 @@ class Choice:
     request: GenerationRequest
     reply: Reply
     ticket: Ticket | None = None
+    echo: Echo | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +111,7 @@ class Order:
         plain: The request of every choice but for its prompt; the choices of a prompt have seeds of their own.
         takes_all_room: Whether replies may be as long as fits behind the prompt, whatever `plain` says.
         stops: Stop strings.
+        is_empty: Whether replies have no tokens: prompts are computed, and scored if that is wanted.
     """
 
     tenant: Tenant
@@ -116,6 +120,7 @@ class Order:
     plain: GenerationRequest
     takes_all_room: bool
     stops: tuple[str, ...]
+    is_empty: bool = False
 
 
 @asynccontextmanager
@@ -153,7 +158,8 @@ class Job:
                 prompt_index * order.num_choices + number,
                 prompt_index,
                 _request(order, prompt, number, rules.backend.max_sequence_length),
-                Reply(rules.tokenizer, order.stops, rules.end_ids),
+                _reply(rules, order, prompt),
+                echo=prompt.echo,
             )
             for prompt_index, prompt in enumerate(prompts)
             for number in range(order.num_choices)
@@ -192,9 +198,12 @@ class Job:
             if progress.tokens and self.times.first_token is None:
                 self.times.first_token = time.monotonic()
             piece = choice.reply.take(progress)
+            echo, choice.echo = choice.echo, None
             if piece.finish_reason is not None:
                 self._cancel(choice)
                 num_open -= 1
+            if echo is not None:
+                yield choice, echo.piece(progress)
             if piece.text or piece.tokens or piece.finish_reason:
                 yield choice, piece
 
@@ -238,6 +247,12 @@ class Job:
         if choice.ticket is not None:
             choice.ticket = None
             self._places.leave()
+
+
+def _reply(rules: JobRules, order: Order, prompt: Prompt) -> Reply:
+    kind = EmptyReply if order.is_empty else Reply
+    offset = 0 if prompt.echo is None else len(prompt.echo.text)
+    return kind(rules.tokenizer, order.stops, rules.end_ids, offset)
 
 
 def _request(order: Order, prompt: Prompt, number: int, max_sequence_length: int) -> GenerationRequest:

@@ -1,9 +1,10 @@
 """From what a client sends to the token ids of a prompt."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from .echo import Echo, echo_of
 from .errors import bad_request, too_long
 from .tenants import Tenant
 from .transcripts import Transcript, Transcripts
@@ -19,10 +20,12 @@ class Prompt:
     Args:
         token_ids: What the engine reads.
         text: What it was made of; None if the client gave token ids.
+        echo: What is given back before the reply; None: nothing.
     """
 
     token_ids: tuple[int, ...]
     text: str | None
+    echo: Echo | None = None
 
 
 class PromptReader:
@@ -52,6 +55,11 @@ class PromptReader:
             self._check_length(len(prompt), self._max_tokens, "tokens")
             return Prompt(tuple(prompt), None)
         return self._prompt(tenant, prompt, self._continuation)
+
+    def read_to_echo(self, tenant: Tenant, prompt: str | Sequence[int], *, has_tokens: bool) -> Prompt:
+        """Return a prompt that is given back before its reply; see `read` and `echo_of`."""
+        found = self.read(tenant, prompt)
+        return replace(found, echo=echo_of(found.token_ids, found.text, self._tokenizer, has_tokens=has_tokens))
 
     def read_chat(self, tenant: Tenant, messages: Sequence[Mapping[str, str]]) -> Prompt:
         """Return the prompt of a conversation, rendered by the model directory's chat template.

@@ -84,9 +84,9 @@ class CompletionRequest(GenerationFields):
         | Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=_MOST_CHOICES)]
         | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=_MOST_CHOICES)]
     )
-    max_tokens: Annotated[Int, Field(ge=1, le=_INT32_MAX)] | None = None
+    max_tokens: Annotated[Int, Field(ge=0, le=_INT32_MAX)] | None = None
     logprobs: Annotated[Int, Field(ge=0, le=20)] | None = None
-    echo: Literal[False] | None = None
+    echo: Flag | None = None
     best_of: Literal[1] | None = None
     suffix: Annotated[Text, Field(max_length=0)] | None = None
 
