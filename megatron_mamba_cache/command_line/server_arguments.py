@@ -27,8 +27,10 @@ def add_server_arguments(parser: ArgumentParser) -> None:
     limits.add_argument(
         "--max-running-requests", type=int, metavar="N", help="that the engine runs at once (default: 16)"
     )
-    limits.add_argument("--max-queued-requests", type=int, default=256, metavar="N", help="that wait (default: 256)")
-    limits.add_argument("--max-choices", type=int, default=16, metavar="N", help="of one request (default: 16)")
+    limits.add_argument("--max-queued-requests", type=int, default=1024, metavar="N", help="that wait (default: 1024)")
+    limits.add_argument(
+        "--max-choices", type=int, default=1024, metavar="N", help="of one request, prompts times n (default: 1024)"
+    )
     limits.add_argument("--max-body-mb", type=float, default=4.0, metavar="M", help="MiB of a request (default: 4)")
     limits.add_argument(
         "--drain-seconds", type=float, default=30.0, metavar="S", help="for what runs at a SIGTERM (default: 30)"

@@ -162,8 +162,8 @@ def _add_error_handlers(app: FastAPI) -> None:
         return error_response(error)
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(_request: Request, error: RequestValidationError) -> Response:
-        return error_response(schema_error(error.errors()))
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        return error_response(schema_error(error.errors(), request.headers.get("content-type")))
 
     @app.exception_handler(HTTPException)
     async def http_error(_request: Request, error: HTTPException) -> Response:

@@ -116,8 +116,8 @@ class _OrderMaker:
         if num_choices * num_prompts > self._limits.max_choices:
             raise bad_request(
                 f"{num_prompts} prompts times n={num_choices} make {num_prompts * num_choices} choices; at most "
-                f"{self._limits.max_choices} are allowed in a request",
-                "n",
+                f"{self._limits.max_choices} are allowed in a request: send fewer, or raise --max-choices",
+                "prompt" if num_choices == 1 else "n",
             )
         seed = secrets.randbelow(2**63) if body.seed is None else body.seed
         top_k = max(body.top_k or 0, 0)
@@ -142,9 +142,15 @@ def _response(
     model: ServedModel,
     body: GenerationFields,
 ) -> Response:
-    form = kind(model.name, includes_usage=body.includes_usage, returns_token_ids=bool(body.return_token_ids))
+    form = kind(
+        model.name,
+        includes_usage=body.includes_usage,
+        returns_token_ids=bool(body.return_token_ids),
+        request_id=body.request_id,
+    )
     if body.stream:
-        return EventStream(rules, order, form, includes_usage=body.includes_usage)
+        tells_always = body.tells_usage_always
+        return EventStream(rules, order, form, includes_usage=body.includes_usage, tells_usage_always=tells_always)
     return WholeReply(rules, order, form)
 
 

@@ -28,8 +28,11 @@ class _Envelope:
 
     prefix, whole_object, chunk_object = "", "", ""
 
-    def __init__(self, model: str, *, includes_usage: bool, returns_token_ids: bool) -> None:
-        self._common = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+    def __init__(
+        self, model: str, *, includes_usage: bool, returns_token_ids: bool, request_id: str | None = None
+    ) -> None:
+        name = uuid.uuid4().hex if request_id is None else request_id
+        self._common = {"id": f"{self.prefix}-{name}", "created": int(time.time()), "model": model}
         self._includes_usage = includes_usage
         self._returns_token_ids = returns_token_ids
 
@@ -87,8 +90,8 @@ class ChatFormat(_Envelope):
 
     prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, model: str, *, includes_usage: bool, returns_token_ids: bool) -> None:
-        super().__init__(model, includes_usage=includes_usage, returns_token_ids=returns_token_ids)
+    def __init__(self, model: str, **settings: Any) -> None:
+        super().__init__(model, **settings)
         self._begun: set[int] = set()
 
     def chunk(self, choice: Choice, piece: Piece) -> dict[str, Any]:

@@ -80,11 +80,21 @@ class EventStream(JobResponse):
 
     Args:
         includes_usage: Whether the last event has the usage.
+        tells_usage_always: Whether the others have the usage so far.
     """
 
-    def __init__(self, rules: JobRules, order: Order, form: Format, *, includes_usage: bool) -> None:
+    def __init__(
+        self,
+        rules: JobRules,
+        order: Order,
+        form: Format,
+        *,
+        includes_usage: bool = False,
+        tells_usage_always: bool = False,
+    ) -> None:
         super().__init__(rules, order, form)
         self._includes_usage = includes_usage
+        self._tells_usage_always = tells_usage_always
 
     async def _send(self, job: Job, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
@@ -98,7 +108,8 @@ class EventStream(JobResponse):
 
     async def _events(self, job: Job) -> AsyncIterator[dict[str, Any]]:
         async for choice, piece in job.pieces():
-            yield self._form.chunk(choice, piece)
+            chunk = self._form.chunk(choice, piece)
+            yield chunk | {"usage": job.usage().body()} if self._tells_usage_always else chunk
         if self._includes_usage:
             yield self._form.usage_chunk(job)
 
