@@ -4,7 +4,9 @@ import asyncio
 import socket
 from argparse import Namespace
 from collections.abc import Sequence
+from importlib.metadata import version
 
+from .. import __version__
 from ..mcore.engine import MambaCacheEngine
 from ..mcore.model_shape import HybridModelShape
 from ..mcore.ranks import ranks_of_process
@@ -53,6 +55,7 @@ class Serving:
             end_ids=frozenset({tokenizer.eod, *getattr(tokenizer, "other_end_ids", ())} - {-1}),
             keys=_keys_of(arguments, keys),
             limits=_limits_of(arguments, self._config.max_requests),
+            versions={"version": __version__, **{name: version(name) for name in ("megatron-core", "torch")}},
         )
         self._first_line = f"{self._model.description}, on {device}"
 

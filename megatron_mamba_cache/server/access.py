@@ -11,9 +11,9 @@ from .errors import ApiError, engine_failed, unavailable
 from .replies import CLIENT_CLOSED_REQUEST, error_response
 from .tenants import ApiKeys
 
-_HEALTH = "/health"
+_OPEN_PATHS = ("/health", "/ping")
 _ADMIN_PATHS = ("/admin", "/metrics", "/dashboard")
-_SERVED_PATHS = ("/v1", "/admin")
+_SERVED_PATHS = ("/v1", "/admin", "/tokenize", "/detokenize")
 
 
 class AccessControl:
@@ -54,7 +54,7 @@ class AccessControl:
             await send(message)
 
         try:
-            if scope["path"] != _HEALTH:
+            if scope["path"] not in _OPEN_PATHS:
                 self._admit(scope)
             if scope["method"] == "POST" and _is_below(scope["path"], _SERVED_PATHS):
                 async with self._bodies.whole(scope["owner"], scope, receive) as body:

@@ -1,7 +1,7 @@
 """The HTTP application: routes, errors, and what they share."""
 
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +27,7 @@ from .replies import error_response
 from .schema_errors import schema_error
 from .schemas import FlushRequest
 from .tenants import ApiKeys
+from .tokenizing import TokenizingRoutes
 from .transcripts import Transcripts
 
 _NUM_TOKENIZING = 2  # few enough that tokenizing leaves the engine a processor
@@ -41,6 +42,7 @@ class ServerSettings:
         model_name: That clients call the model by.
         tokenizer: Of the model.
         end_ids: Tokens that end replies.
+        versions: That `/version` tells, by name.
     """
 
     model_name: str
@@ -48,6 +50,7 @@ class ServerSettings:
     end_ids: frozenset[int]
     keys: ApiKeys = field(default_factory=ApiKeys)
     limits: ServerLimits = field(default_factory=ServerLimits)
+    versions: Mapping[str, str] = field(default_factory=dict)
 
 
 class Server:
@@ -98,6 +101,8 @@ class Server:
         )
         model = ServedModel(settings.model_name, self._reader, seconds_now())
         app.include_router(openai_routes(model, self.rules, settings.limits))
+        longest = self.backend.max_sequence_length
+        app.include_router(TokenizingRoutes(model, settings.tokenizer, self.rules.threads, longest).router())
         _add_own_routes(app, self)
         _add_error_handlers(app)
         app.add_middleware(
@@ -126,6 +131,8 @@ def _lifespan(server: Server) -> Callable[[FastAPI], Any]:
 
 
 def _add_own_routes(app: FastAPI, server: Server) -> None:
+    @app.get("/ping")
+    @app.post("/ping")
     @app.get("/health")
     async def health() -> JSONResponse:
         state = server.backend.state
@@ -134,6 +141,10 @@ def _add_own_routes(app: FastAPI, server: Server) -> None:
         if server.rules.is_draining or not state.is_ready:
             return JSONResponse({"status": "draining" if state.is_ready else "starting"}, 503)
         return JSONResponse({"status": "ready"})
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return dict(server.settings.versions)
 
     @app.get("/metrics")
     async def metrics() -> Response:

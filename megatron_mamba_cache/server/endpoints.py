@@ -36,6 +36,13 @@ class ServedModel:
     reader: PromptReader
     created: int
 
+    def check_name(self, name: str | None) -> None:
+        """Raise `ApiError` 404 for another model than the one that is served."""
+        if name is not None and name != self.name:
+            raise ApiError(
+                404, f"the model {name!r} is not served here, but {self.name!r} is", "model_not_found", "model"
+            )
+
 
 def openai_routes(model: ServedModel, rules: JobRules, limits: ServerLimits) -> APIRouter:
     """Return the routes below `/v1`."""
@@ -48,7 +55,7 @@ def openai_routes(model: ServedModel, rules: JobRules, limits: ServerLimits) -> 
 
     @router.get("/models/{name:path}")
     async def one_model(name: str) -> dict[str, Any]:
-        maker.check_model(name)
+        model.check_name(name)
         return _described(model)
 
     @router.post("/completions", response_model=None)
@@ -88,13 +95,6 @@ class _OrderMaker:
         self._model = model
         self._limits = limits
 
-    def check_model(self, name: str | None) -> None:
-        """Raise `ApiError` 404 for another model than the one that is served."""
-        if name is not None and name != self._model.name:
-            raise ApiError(
-                404, f"the model {name!r} is not served here, but {self._model.name!r} is", "model_not_found", "model"
-            )
-
     def order(
         self,
         body: GenerationFields,
@@ -111,7 +111,7 @@ class _OrderMaker:
         Raises:
             ApiError: If the model is another one, or the choices are too many.
         """
-        self.check_model(body.model)
+        self._model.check_name(body.model)
         num_choices, num_prompts = body.n or 1, len(readings)
         if num_choices * num_prompts > self._limits.max_choices:
             raise bad_request(

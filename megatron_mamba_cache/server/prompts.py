@@ -56,6 +56,13 @@ class PromptReader:
             return Prompt(tuple(prompt), None)
         return self._prompt(tenant, prompt, self._continuation)
 
+    def bare_tokens(self, text: str) -> list[int]:
+        """Return the tokens of a text without the special ones that the tokenizer puts around it; raises as `read`."""
+        self._check_length(len(text), self._max_characters, "characters")
+        if not self._knows_continuations:
+            return list(_tokenized(lambda: self._tokenizer.tokenize(text)))
+        return list(_tokenized(lambda: self._tokenizer.tokenize_after("", text)))
+
     def read_to_echo(self, tenant: Tenant, prompt: str | Sequence[int], *, has_tokens: bool) -> Prompt:
         """Return a prompt that is given back before its reply; see `read` and `echo_of`."""
         found = self.read(tenant, prompt)
@@ -89,10 +96,7 @@ class PromptReader:
 
     def _prompt(self, tenant: Tenant, text: str, behind: _Behind) -> Prompt:
         self._check_length(len(text), self._max_characters, "characters")
-        try:
-            token_ids = tuple(self._token_ids(tenant, text, behind))
-        except Exception as error:  # each tokenizer raises errors of its own
-            raise bad_request(f"the prompt cannot be tokenized: {error}", "prompt") from error
+        token_ids = tuple(_tokenized(lambda: self._token_ids(tenant, text, behind)))
         if not token_ids:
             raise bad_request("the prompt is empty; at least 1 token is needed", "prompt")
         return Prompt(token_ids, text)
@@ -111,3 +115,10 @@ class PromptReader:
 
     def _continuation(self, known: Transcript, rest: str) -> list[int] | None:
         return self._tokenizer.tokenize_after(known.text[-_CONTEXT_CHARACTERS:], rest)  # type: ignore[no-any-return]
+
+
+def _tokenized(tokenize: Callable[[], Sequence[int]]) -> Sequence[int]:
+    try:
+        return tokenize()
+    except Exception as error:  # each tokenizer raises errors of its own
+        raise bad_request(f"the prompt cannot be tokenized: {error}", "prompt") from error

@@ -13,6 +13,7 @@ from .unsupported import (
     MESSAGE,
     REFUSED,
     STREAM_OPTIONS,
+    TEMPLATING,
     Table,
     schema_with,
     without_unsupported,
@@ -185,16 +186,53 @@ class Message(PartlySupported):
         return {"role": self.role, "content": text} | ({} if self.name is None else {"name": self.name})
 
 
+Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=4096)]
+
+
 class ChatRequest(GenerationFields):
     """A request of `/v1/chat/completions`."""
 
     unsupported = CHAT
 
-    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=4096)]
+    messages: Messages
     max_tokens: Annotated[Int, Field(ge=1, le=_INT32_MAX)] | None = None
     max_completion_tokens: Annotated[Int, Field(ge=1, le=_INT32_MAX)] | None = None
     logprobs: Flag | None = None
     top_logprobs: Annotated[Int, Field(ge=0, le=20)] | None = None
+
+
+class TokenizeRequest(PartlySupported):
+    """A request of `/tokenize`: a prompt as `/v1/completions` has it, or messages as `/v1/chat/completions` has them.
+
+    Without special tokens only those of the prompt's own text are found.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+    unsupported = TEMPLATING
+
+    model: Name | None = None
+    prompt: Text | None = None
+    messages: Messages | None = None
+    add_special_tokens: Flag | None = None
+    return_token_strs: Flag | None = None
+
+    @model_validator(mode="after")
+    def _has_one_text(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise PydanticCustomError("one_text", "either prompt or messages is needed", {"field": "prompt"})
+        if self.messages is not None and self.add_special_tokens:
+            sentence = "`add_special_tokens` is not supported by this server with messages; leave it out or send false"
+            raise PydanticCustomError(REFUSED, "{sentence}", {"field": "add_special_tokens", "sentence": sentence})
+        return self
+
+
+class DetokenizeRequest(BaseModel):
+    """A request of `/detokenize`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: Name | None = None
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
 
 
 class FlushRequest(BaseModel):

@@ -112,7 +112,6 @@ COMPLETION: Table = {
 TEMPLATING: Table = {
     "add_generation_prompt": _ON,
     "continue_final_message": _OFF,
-    "add_special_tokens": _OFF,
     "chat_template": _TEMPLATE,
     "chat_template_kwargs": Unsupported(({},), _TEMPLATE.instead),
     "documents": _NO_ITEMS,
@@ -128,6 +127,7 @@ MESSAGE: Table = {"tool_calls": _NO_ITEMS, "function_call": _NOTHING, "audio": _
 CHAT: Table = {
     **COMMON,
     **TEMPLATING,
+    "add_special_tokens": _OFF,
     "tool_choice": Unsupported(("none", "auto")),
     "parallel_tool_calls": Unsupported((True, False)),  # there are no tools to call
     "functions": _NO_ITEMS,
