@@ -10,7 +10,7 @@ from typing import Any
 
 from .backend import Backend, GenerationRequest, Progress, Ticket
 from .echo import Echo
-from .errors import TOO_LONG, bad_request, unavailable
+from .errors import bad_request, too_long, unavailable
 from .fair_threads import FairThreads
 from .limits import Places, QueueGate
 from .mail import Mail
@@ -219,7 +219,9 @@ class Job:
         for choice in self.choices:
             fault = self._rules.backend.fault_of(choice.request)
             if fault is not None:
-                raise bad_request(fault, "prompt", TOO_LONG if "max_sequence_length" in fault else None)
+                if "max_sequence_length" in fault:
+                    raise too_long(fault, self._rules.backend.max_sequence_length)
+                raise bad_request(fault, "prompt")
 
     def _listener(self, choice: Choice) -> Callable[[Progress], None]:
         def hear(progress: Progress) -> None:

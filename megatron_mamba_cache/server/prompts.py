@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .echo import Echo, echo_of
-from .errors import TOO_LONG, bad_request
+from .errors import bad_request, too_long
 from .tenants import Tenant
 from .transcripts import Transcript, Transcripts
 
@@ -92,11 +92,7 @@ class PromptReader:
 
     def _check_length(self, length: int, limit: int, unit: str) -> None:
         if length > limit:
-            raise bad_request(
-                f"the prompt has {length} {unit}, and at most {limit} fit: max_sequence_length is {self._max_tokens}",
-                "prompt",
-                TOO_LONG,
-            )
+            raise too_long(f"the prompt has {length} {unit}, and at most {limit} fit", self._max_tokens)
 
     def _prompt(self, tenant: Tenant, text: str, behind: _Behind) -> Prompt:
         self._check_length(len(text), self._max_characters, "characters")
