@@ -45,6 +45,11 @@ def add_server_arguments(parser: ArgumentParser) -> None:
         default="text",
         help="a line on stdout for each request that has ended, but for probes (default: text)",
     )
+    _add_memory_arguments(parser)
+    _add_limits(parser)
+
+
+def _add_memory_arguments(parser: ArgumentParser) -> None:
     memory = parser.add_argument_group("memory of a GPU", CARD_IN_WORDS)
     memory.add_argument(
         "--memory-fraction",
@@ -53,6 +58,9 @@ def add_server_arguments(parser: ArgumentParser) -> None:
         metavar="F",
         help="of what is free once the weights are loaded, for KV blocks and states (default: 0.9)",
     )
+
+
+def _add_limits(parser: ArgumentParser) -> None:
     limits = parser.add_argument_group("limits", "What is too much gets status 429, with the seconds to wait.")
     limits.add_argument(
         "--max-running-requests",

@@ -48,8 +48,8 @@ class ServerSettings:
         model_name: That clients call the model by.
         tokenizer: Of the model.
         end_ids: Tokens that end replies.
-        versions: That `/version` tells, by name.
         cors_origins: Whose pages may call it from a browser; see `CrossOrigin`.
+        versions: That `/version` tells, by name.
     """
 
     model_name: str
@@ -57,9 +57,9 @@ class ServerSettings:
     end_ids: frozenset[int]
     keys: ApiKeys = field(default_factory=ApiKeys)
     limits: ServerLimits = field(default_factory=ServerLimits)
-    versions: Mapping[str, str] = field(default_factory=dict)
     access_log: AccessLog = field(default_factory=AccessLog)
     cors_origins: tuple[str, ...] = ()
+    versions: Mapping[str, str] = field(default_factory=dict)
 
 
 class Server:
