@@ -10,6 +10,7 @@ from megatron.core import parallel_state
 from megatron.core.models.mamba.mamba_model import MambaModel
 from tqdm import tqdm
 
+from ..installation import install_command
 from . import bamba, granite_hybrid, nemotron_h
 from .architecture import HybridArchitecture
 from .checkpoint_config import CheckpointConfig
@@ -80,7 +81,8 @@ def _directory_of(source: str | Path) -> Path:
         from huggingface_hub import snapshot_download
     except ImportError as error:
         raise ValueError(
-            f"{missing}, and huggingface_hub, which could fetch a model of that name, is not installed"
+            f"{missing}, and huggingface_hub, which could fetch a model of that name, is not installed: "
+            f"{install_command('hf')}"
         ) from error
     try:
         return Path(snapshot_download(str(source), allow_patterns=_FETCHED))
