@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 
 from .blocks import Block
 
@@ -67,9 +66,10 @@ class PythonWorker:
 
 
 class ServerProcess:
-    """A server that a shell block starts; as a context, it is stopped at the end."""
+    """A server that a shell block starts."""
 
     def __init__(self, block: Block, text: str, folder: Path, environment: Mapping[str, str]) -> None:
+        self.text = text
         self._block = block
         self._errors = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115
         self._process = subprocess.Popen(
@@ -95,21 +95,26 @@ class ServerProcess:
         while not any(line.startswith(_READY) for line in self._printed):
             if time.monotonic() > end or not self._reader.is_alive():
                 self.stop()
-                raise BlockError(f"{self._block}: it does not serve:\n{''.join(self._printed)}\n{self._stderr()}")
+                raise BlockError(f"{self._block} does not serve:\n{''.join(self._printed)}\n{self._stderr()}")
             time.sleep(0.1)
         return "".join(self._printed)
 
-    def stop(self) -> int:
-        """Send SIGTERM to its processes and return its status; what does not end is killed."""
+    def stop(self) -> None:
+        """Send SIGTERM to its processes.
+
+        Raises:
+            BlockError: If it does not end with status 0 within a minute; it is killed then.
+        """
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGTERM)
         try:
-            return self._process.wait(_STOP_S)
+            status = self._process.wait(_STOP_S)
         except subprocess.TimeoutExpired:
             os.killpg(self._process.pid, signal.SIGKILL)
-            return self._process.wait()
-        finally:
-            self._reader.join(_STOP_S)
+            status = self._process.wait()
+        self._reader.join(_STOP_S)
+        if status:
+            raise BlockError(f"{self._block} ended with status {status}:\n{''.join(self._printed)}\n{self._stderr()}")
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -119,11 +124,3 @@ class ServerProcess:
     def _stderr(self) -> str:
         self._errors.seek(0)
         return self._errors.read()
-
-    def __enter__(self) -> "ServerProcess":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()

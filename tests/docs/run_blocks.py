@@ -64,9 +64,9 @@ class BlockRunner:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in (self._server, self._python):
-            if process is not None:
-                process.stop()
+        if self._python is not None:
+            self._python.stop()
+        self._stop_server()
 
     def run(self, blocks: Sequence[Block]) -> None:
         """Run blocks in order.
@@ -91,10 +91,15 @@ class BlockRunner:
             return self._python.run(block, text)
         if not block.serves:
             return self._shell(block, text)
-        if self._server is not None:
-            self._server.stop()
-        self._server = ServerProcess(block, text, self._folder, self._environment)
+        if self._server is None or self._server.text != text:
+            self._stop_server()
+            self._server = ServerProcess(block, text, self._folder, self._environment)
         return self._server.wait_until_it_serves()
+
+    def _stop_server(self) -> None:
+        if self._server is not None:
+            server, self._server = self._server, None
+            server.stop()
 
     def _shell(self, block: Block, text: str) -> str:
         done = subprocess.run(
@@ -136,7 +141,11 @@ def main() -> int:
     for page in chosen:
         blocks = blocks_to_run(page, arguments.environment)
         if arguments.pip_lines:
-            print(*(line for block in blocks if block.language == "bash" for line in pip_lines(block.text)), sep="\n")
+            for block in blocks:
+                for line in pip_lines(block.text) if block.language == "bash" else ():
+                    print(line)
+            continue
+        if not blocks:
             continue
         began = time.monotonic()
         try:
