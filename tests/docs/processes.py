@@ -9,6 +9,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from .blocks import Block
@@ -85,8 +86,12 @@ class ServerProcess:
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
-    def wait_until_it_serves(self) -> str:
-        """Wait for the line that says where it listens; return what it has printed.
+    def printed(self) -> str:
+        """Return what it has printed so far."""
+        return "".join(self._printed)
+
+    def wait_until_it_serves(self) -> None:
+        """Wait for the line that says where it listens.
 
         Raises:
             BlockError: If it ends before that, or takes too long.
@@ -94,10 +99,11 @@ class ServerProcess:
         end = time.monotonic() + _START_S
         while not any(line.startswith(_READY) for line in self._printed):
             if time.monotonic() > end or not self._reader.is_alive():
-                self.stop()
-                raise BlockError(f"{self._block} does not serve:\n{''.join(self._printed)}\n{self._stderr()}")
+                with suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait()
+                raise BlockError(f"{self._block} does not serve:\n{self.printed()}\n{self._stderr()}")
             time.sleep(0.1)
-        return "".join(self._printed)
 
     def stop(self) -> None:
         """Send SIGTERM to its processes.
@@ -114,7 +120,7 @@ class ServerProcess:
             status = self._process.wait()
         self._reader.join(_STOP_S)
         if status:
-            raise BlockError(f"{self._block} ended with status {status}:\n{''.join(self._printed)}\n{self._stderr()}")
+            raise BlockError(f"{self._block} ended with status {status}:\n{self.printed()}\n{self._stderr()}")
 
     def _read(self) -> None:
         assert self._process.stdout is not None

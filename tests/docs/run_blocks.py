@@ -80,7 +80,7 @@ class BlockRunner:
                 case "file":
                     (self._folder / block.values[0]).write_text(block.text, encoding="utf-8")
                 case "prints":
-                    check_printed(block, printed)
+                    check_printed(block, printed.replace(f":{self._port}", f":{_USUAL_PORT}"))
                 case _:
                     printed = self._printed_by(block)
 
@@ -93,8 +93,10 @@ class BlockRunner:
             return self._shell(block, text)
         if self._server is None or self._server.text != text:
             self._stop_server()
-            self._server = ServerProcess(block, text, self._folder, self._environment)
-        return self._server.wait_until_it_serves()
+            server = ServerProcess(block, text, self._folder, self._environment)
+            server.wait_until_it_serves()
+            self._server = server
+        return self._server.printed()
 
     def _stop_server(self) -> None:
         if self._server is not None:
