@@ -180,10 +180,14 @@ class CacheConfig:
         Raises:
             ValueError: As the constructor does.
         """
-        given = {field: getattr(arguments, argument_of(field)) for field in FLAGS}
-        given["prefix_caching"] = False if arguments.no_prefix_caching else None
-        settings.update({name: value for name, value in given.items() if value is not None})
-        return CacheConfig(**settings)  # type: ignore[arg-type]
+        return CacheConfig(**(settings | given_settings(arguments)))  # type: ignore[arg-type]
+
+
+def given_settings(arguments: Namespace) -> dict[str, object]:
+    """Return the fields of `CacheConfig` that parsed flags set."""
+    given = {field: getattr(arguments, argument_of(field)) for field in FLAGS}
+    given["prefix_caching"] = False if arguments.no_prefix_caching else None
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def argument_of(field: str) -> str:

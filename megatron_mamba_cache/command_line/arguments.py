@@ -184,7 +184,11 @@ def _add_model_arguments(parser: ArgumentParser) -> None:
 def _add_engine_arguments(parser: ArgumentParser, processes_in_words: str) -> None:
     machine = parser.add_argument_group("machine")
     machine.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    machine.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of the weights (default: fp32)")
+    machine.add_argument(
+        "--dtype",
+        choices=("fp32", "bf16"),
+        help="of the weights (default: on a GPU that of the checkpoint, on a CPU and for the built-in models fp32)",
+    )
     _add_parallel_arguments(parser.add_argument_group("several processes", processes_in_words))
     cache = parser.add_argument_group("cache", DEFAULTS_IN_WORDS)
     CacheConfig.add_arguments(cache)  # type: ignore[arg-type]

@@ -7,6 +7,12 @@ from .usage_error import UsageError
 
 _LARGEST_PORT = 65_535
 
+CARD_IN_WORDS = (
+    "For a model that --hf-model or --load names, KV blocks and cached states fill a GPU where no flag says "
+    "otherwise: blocks of at least 256 tokens, sequences as long as the model reads, up to 256 requests at once, CUDA "
+    "graphs for 9 numbers of rows."
+)
+
 
 def add_server_arguments(parser: ArgumentParser) -> None:
     """Add the flags that `check_server_arguments` reads."""
@@ -23,9 +29,20 @@ def add_server_arguments(parser: ArgumentParser) -> None:
     )
     add("--admin-api-key", action="append", default=[], metavar="KEY", help="alone reads metrics and flushes, if given")
     add("--api-key-file", metavar="FILE", help="API keys, one a line, which other users cannot see as they see flags")
+    memory = parser.add_argument_group("memory of a GPU", CARD_IN_WORDS)
+    memory.add_argument(
+        "--memory-fraction",
+        type=float,
+        default=0.9,
+        metavar="F",
+        help="of what is free once the weights are loaded, for KV blocks and states (default: 0.9)",
+    )
     limits = parser.add_argument_group("limits", "What is too much gets status 429, with the seconds to wait.")
     limits.add_argument(
-        "--max-running-requests", type=int, metavar="N", help="that the engine runs at once (default: 16)"
+        "--max-running-requests",
+        type=int,
+        metavar="N",
+        help="that the engine runs at once (default: 16; on a GPU what fits, up to 256)",
     )
     limits.add_argument("--max-queued-requests", type=int, default=256, metavar="N", help="that wait (default: 256)")
     limits.add_argument("--max-choices", type=int, default=16, metavar="N", help="of one request (default: 16)")
@@ -46,6 +63,8 @@ def check_server_arguments(arguments: Namespace) -> None:
     """Raise `UsageError` for a port that cannot be; limits are checked where they are made."""
     if not 0 <= arguments.port <= _LARGEST_PORT:
         raise UsageError(f"--port is {arguments.port}; it must be from 0 (any) to {_LARGEST_PORT}")
+    if not 0 < arguments.memory_fraction <= 1:
+        raise UsageError(f"--memory-fraction is {arguments.memory_fraction}; it must be above 0 and at most 1")
     running = arguments.max_running_requests
     if running is not None and running < 1:
         raise UsageError(f"--max-running-requests is {running}; it must be at least 1")

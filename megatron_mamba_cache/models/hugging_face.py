@@ -36,11 +36,14 @@ class LoadedModel:
     directory: Path
 
 
-def load_hugging_face(source: str | Path, dtype: torch.dtype = torch.bfloat16) -> LoadedModel:
+def load_hugging_face(source: str | Path, dtype: torch.dtype | None = torch.bfloat16) -> LoadedModel:
     """Load a model directory (config.json and safetensors) onto the current device.
 
     Tensors that have a place on this rank are read one at a time, and cut to the rank's part on the way in. A name that
     is no directory is looked up in the local cache of huggingface_hub, or downloaded by it, if that is installed.
+
+    Args:
+        dtype: Of the weights; None: bfloat16 if config.json says that they are stored so, else float32.
 
     Raises:
         ValueError: Naming file and tensor, if anything is missing, damaged, superfluous, of the wrong shape or not
@@ -56,7 +59,7 @@ def load_hugging_face(source: str | Path, dtype: torch.dtype = torch.bfloat16) -
     placements = family.placements_of(architecture)
     _check_names(directory, files, placements)
     _check_embeddings(directory, files, architecture, placements)
-    model = _built(architecture, dtype, directory)
+    model = _built(architecture, dtype or _stored_dtype(config), directory)
     filler = ModelFiller(
         model,
         placements,
@@ -89,6 +92,12 @@ def _directory_of(source: str | Path) -> Path:
     except (OSError, ValueError) as error:  # huggingface_hub's errors are of these kinds
         reason = " ".join(str(error).split())
         raise ValueError(f"{missing}, and huggingface_hub cannot fetch a model of that name: {reason}") from error
+
+
+def _stored_dtype(config: CheckpointConfig) -> torch.dtype:
+    """Return bfloat16 if the configuration names it, under the newer name or the older one; else float32."""
+    is_bfloat16 = any(config.equals(name, "bfloat16", None) for name in ("dtype", "torch_dtype"))
+    return torch.bfloat16 if is_bfloat16 else torch.float32
 
 
 def _with_own_output(architecture: HybridArchitecture, files: SafetensorsFiles) -> HybridArchitecture:
