@@ -17,7 +17,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
 ENVIRONMENTS = ("base", "server", "test")
-NEEDS = frozenset({"docker", "gpu", "hub", "kubernetes", "prometheus", "several hosts"})
+NEEDS = frozenset({"docker", "gpu", "hub", "kubernetes", "nginx", "prometheus", "several hosts"})
 
 _BLOCK = re.compile(
     r"^(?:<!-- (?P<kind>\w+)(?:: (?P<values>[^>]*?))? -->\n\n?)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S

@@ -11,6 +11,7 @@ from megatron_mamba_cache import CacheConfig
 from megatron_mamba_cache.command_line.arguments import command_parser
 from megatron_mamba_cache.config import FLAGS
 from megatron_mamba_cache.routing.settings import RoutingSettings
+from tests.docs import pending
 from tests.docs.blocks import REPOSITORY, pages
 
 README = REPOSITORY / "README.md"
@@ -22,7 +23,7 @@ FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 FOREIGN = {
     "docker": {"--file", "--gpus", "--publish", "--shm-size", "--tag", "--volume"},
     "kubectl": {"--filename", "--from-file"},
-    "torchrun": {"--nproc-per-node"},
+    "torchrun": {"--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint"},
     "the scripts in benchmarks/": {
         "--json",
         "--loads",
@@ -35,9 +36,6 @@ FOREIGN = {
     },
 }
 """Flags of other programs."""
-
-PENDING = {"--memory-fraction"}
-"""Flags that are about to be added."""
 
 
 def own_flags() -> set[str]:
@@ -87,7 +85,7 @@ def test_links_resolve(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_flag_exists(page: Path) -> None:
-    known = own_flags() | PENDING | set().union(*FOREIGN.values())
+    known = own_flags() | pending.FLAGS | set().union(*FOREIGN.values())
     assert set(FLAG.findall(page.read_text(encoding="utf-8"))) <= known
 
 
@@ -95,7 +93,7 @@ def test_flags_of_others_are_named_somewhere_and_are_not_ours() -> None:
     text = "".join(page.read_text(encoding="utf-8") for page in pages())
     foreign = set().union(*FOREIGN.values())
     assert foreign <= set(FLAG.findall(text))
-    assert not PENDING & own_flags()
+    assert not pending.FLAGS & own_flags()
 
 
 def rows_of(page: Path) -> dict[str, list[str]]:
@@ -116,7 +114,7 @@ def test_settings_are_those_of_the_code_with_their_defaults_and_flags() -> None:
 
 def test_settings_of_routing_are_those_of_the_code() -> None:
     rows = rows_of(REPOSITORY / "docs" / "replicas.md")
-    assert set(rows) == {field.name for field in fields(RoutingSettings)}
+    assert set(rows) == {field.name for field in fields(RoutingSettings)} | pending.ROUTING_SETTINGS
     for field in fields(RoutingSettings):
         shown = f'"{field.default}"' if isinstance(field.default, str) else str(field.default)
         assert rows[field.name][0] == shown, field.name
