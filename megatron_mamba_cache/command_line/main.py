@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from .arguments import as_typed, command_parser
 from .launch import Launch
+from .quick_end import QuickEnd
 from .usage_error import UsageError
 
 EXIT_USAGE = 2
@@ -25,7 +26,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = command_parser()
     try:
         arguments = parser.parse_args(argv)
-        return _COMMANDS[arguments.command](arguments)
+        if argv is not None:
+            return _COMMANDS[arguments.command](arguments)
+        end = QuickEnd()  # the arguments are the process's, which has nothing else to do
+        status = _COMMANDS[arguments.command](arguments)
+        end.arm(status)
+        return status
     except UsageError as error:
         if _speaks_for_all():
             message = as_typed(" ".join(str(error).split()), sys.argv[1:] if argv is None else argv)

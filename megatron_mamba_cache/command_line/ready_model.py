@@ -69,7 +69,9 @@ def engine_for(model: ReadyModel, config: CacheConfig, seed: int, drafter: Draft
         UsageError: If the settings do not fit the model or the machine's memory.
     """
     try:
-        return build_engine(model.model, config, drafter=drafter, tokenizer=model.tokenizer, random_seed=seed)
+        return build_engine(
+            model.model, config, drafter=drafter, tokenizer=model.tokenizer, random_seed=seed, scores_prompts=True
+        )
     except ValueError as error:
         raise UsageError(name_flag(str(error))) from error
     except CacheCapacityError as error:

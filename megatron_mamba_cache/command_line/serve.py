@@ -1,16 +1,18 @@
 """The serve command up to the import of torch: check the flags, take the port, choose the device."""
 
+import gc
 import socket
 from argparse import Namespace
 from contextlib import closing
 
 from ..installation import MissingExtraError, require_extra
+from .api_keys import api_keys_of
 from .arguments import check_engine_arguments
 from .device import select_device
 from .launch import Launch
 from .model_choice import chosen_directory
 from .quiet import quiet_libraries
-from .server_arguments import api_keys_of, check_server_arguments
+from .server_arguments import check_server_arguments
 from .usage_error import UsageError
 
 
@@ -41,6 +43,7 @@ def serve(arguments: Namespace) -> int:
         with own_process_groups(), speaking_for_all(launch):
             replicas = OneModel() if launch.num_processes == 1 else SeveralProcesses(launch, arguments, device)
             serving = replicas.make(lambda: Serving(arguments, keys, directory, device))
+            gc.freeze()  # modules and weights stay; collections, that of `close` too, need not look at them again
             with closing(replicas.make(serving.engine)) as engine:
                 if launch.num_processes == 1 and listener is not None:
                     return serving.run(engine, listener)

@@ -1,11 +1,15 @@
 """The flags of the server itself, and what is wrong with their values."""
 
 from argparse import ArgumentParser, Namespace
-from pathlib import Path
+from urllib.parse import urlsplit
 
 from .usage_error import UsageError
 
 _LARGEST_PORT = 65_535
+_CORS_IN_WORDS = (
+    "whose pages may call the API from a browser, such as https://chat.example; * for all; may be given several times "
+    "(default: none)"
+)
 
 CARD_IN_WORDS = (
     "For a model that --hf-model or --load names, KV blocks and cached states fill a GPU where no flag says "
@@ -28,7 +32,19 @@ def add_server_arguments(parser: ArgumentParser) -> None:
         help="may be given several times; each has prefixes of its own. Without one everybody is served",
     )
     add("--admin-api-key", action="append", default=[], metavar="KEY", help="alone reads metrics and flushes, if given")
-    add("--api-key-file", metavar="FILE", help="API keys, one a line, which other users cannot see as they see flags")
+    add(
+        "--api-key-file",
+        metavar="FILE",
+        help="API keys, one a line, KEY or NAME: KEY, which others cannot see as they see flags; logs tell the name",
+    )
+    add("--admin-api-key-file", metavar="FILE", help="the same, of admin keys")
+    add("--cors-origin", action="append", default=[], metavar="ORIGIN", help=_CORS_IN_WORDS)
+    add(
+        "--access-log",
+        choices=("text", "json", "off"),
+        default="text",
+        help="a line on stdout for each request that has ended, but for probes (default: text)",
+    )
     memory = parser.add_argument_group("memory of a GPU", CARD_IN_WORDS)
     memory.add_argument(
         "--memory-fraction",
@@ -44,11 +60,13 @@ def add_server_arguments(parser: ArgumentParser) -> None:
         metavar="N",
         help="that the engine runs at once (default: 16; on a GPU what fits, up to 256)",
     )
-    limits.add_argument("--max-queued-requests", type=int, default=256, metavar="N", help="that wait (default: 256)")
-    limits.add_argument("--max-choices", type=int, default=16, metavar="N", help="of one request (default: 16)")
+    limits.add_argument("--max-queued-requests", type=int, default=1024, metavar="N", help="that wait (default: 1024)")
+    limits.add_argument(
+        "--max-choices", type=int, default=1024, metavar="N", help="of one request, prompts times n (default: 1024)"
+    )
     limits.add_argument("--max-body-mb", type=float, default=4.0, metavar="M", help="MiB of a request (default: 4)")
     limits.add_argument(
-        "--drain-seconds", type=float, default=30.0, metavar="S", help="for what runs at a SIGTERM (default: 30)"
+        "--drain-seconds", type=float, default=25.0, metavar="S", help="for what runs at a SIGTERM (default: 25)"
     )
     limits.add_argument(
         "--transcript-mb",
@@ -68,25 +86,18 @@ def check_server_arguments(arguments: Namespace) -> None:
     running = arguments.max_running_requests
     if running is not None and running < 1:
         raise UsageError(f"--max-running-requests is {running}; it must be at least 1")
+    for origin in arguments.cors_origin:
+        _check_origin(origin)
     for name in ("max_body_mb", "transcript_mb"):
         if not 0 <= getattr(arguments, name) < 2**20:
             flag = "--" + name.replace("_", "-")
             raise UsageError(f"{flag} is {getattr(arguments, name)}; it must be from 0 to below {2**20}")
 
 
-def api_keys_of(arguments: Namespace) -> list[str]:
-    """Return the users' API keys, those of the file too.
-
-    Raises:
-        UsageError: If the file cannot be read or has none.
-    """
-    if arguments.api_key_file is None:
-        return list(arguments.api_key)
-    try:
-        lines = Path(arguments.api_key_file).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--api-key-file {arguments.api_key_file}: {error}") from error
-    keys = [line.strip() for line in lines if line.strip()]
-    if not keys:
-        raise UsageError(f"--api-key-file {arguments.api_key_file}: it has no key; write one a line")
-    return [*arguments.api_key, *keys]
+def _check_origin(origin: str) -> None:
+    parts = urlsplit(origin)
+    is_origin = parts.scheme in ("http", "https") and parts.netloc and origin == f"{parts.scheme}://{parts.netloc}"
+    if origin != "*" and not is_origin:
+        raise UsageError(
+            f"--cors-origin is {origin!r}; it must be SCHEME://HOST or SCHEME://HOST:PORT without a path, or * for all"
+        )

@@ -3,15 +3,17 @@
 import asyncio
 import socket
 from argparse import Namespace
-from collections.abc import Sequence
+from importlib.metadata import version
 from typing import Any
 
 import torch
 
+from .. import __version__
 from ..config import CacheConfig, given_settings
 from ..mcore.engine import MambaCacheEngine
 from ..mcore.model_shape import HybridModelShape
 from ..mcore.ranks import ranks_of_process
+from ..server.access_log import AccessLog, write_line
 from ..server.app import Server, ServerSettings
 from ..server.engine_thread import EngineThread
 from ..server.limits import ServerLimits
@@ -37,9 +39,7 @@ class Serving:
         UsageError: If the model cannot be loaded, or settings do not fit it.
     """
 
-    def __init__(
-        self, arguments: Namespace, keys: Sequence[str], directory: ModelDirectory | None, device: str
-    ) -> None:
+    def __init__(self, arguments: Namespace, keys: ApiKeys, directory: ModelDirectory | None, device: str) -> None:
         self._model = ready_model(directory, arguments.dtype, device)
         model = self._model.model
         shape = HybridModelShape.of(model, ranks_of_process())
@@ -53,8 +53,11 @@ class Serving:
             model_name=arguments.served_model_name or _name_of(directory),
             tokenizer=tokenizer,
             end_ids=frozenset({tokenizer.eod, *getattr(tokenizer, "other_end_ids", ())} - {-1}),
-            keys=_keys_of(arguments, keys),
+            keys=keys,
             limits=_limits_of(arguments, self._config.max_requests),
+            versions={"version": __version__, **{name: version(name) for name in ("megatron-core", "torch")}},
+            access_log=AccessLog(arguments.access_log),
+            cors_origins=tuple(arguments.cors_origin),
         )
         self._first_line = f"{self._model.description}, on {device}\n{_sizes_line(self._config)}"
 
@@ -117,6 +120,7 @@ class Serving:
         lines = f"{self._first_line}\nserving {self.settings.model_name} on {url}"
         running = DrainingServer(server, on_listening=lambda: print(lines, flush=True))
         asyncio.run(running.serve(sockets=[listener]))
+        write_line(server.app.summary())
         return 0 if server.backend.state.failure is None else 1
 
 
@@ -139,13 +143,6 @@ def _sizes_line(config: CacheConfig) -> str:
 
 def _name_of(directory: ModelDirectory | None) -> str:
     return "random" if directory is None else directory.path.resolve().name
-
-
-def _keys_of(arguments: Namespace, keys: Sequence[str]) -> ApiKeys:
-    try:
-        return ApiKeys(keys, arguments.admin_api_key)
-    except ValueError as error:
-        raise UsageError(f"--api-key: {error}") from error
 
 
 def _limits_of(arguments: Namespace, max_running: int) -> ServerLimits:

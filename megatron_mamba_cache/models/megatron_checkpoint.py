@@ -24,6 +24,7 @@ from .checkpoint_writer import InProcessSaveStrategy
 from .common_state import COMMON_FILE, CommonState, NoCommonState, read_common_state
 from .hugging_face import LoadedModel, listed
 from .hybrid_model import build_hybrid_model
+from .multi_token_prediction import mtp_names, warn_of_mtp
 from .rank_part import EMBEDDINGS, OUTPUT, RankPart
 from .tensor_index import check_tensor_index
 from .tensor_names import is_training_state, take_fused_names
@@ -166,12 +167,15 @@ def _check_tensors(path: Path, described: DescribedModel, wanted: dict[str, Any]
     if missing:
         also = f", and has {listed(superfluous)} that it has no place for" if superfluous else ""
         raise _Mismatch(f"{path} lacks {listed(missing)} of {model}{also}")
-    if superfluous:
-        raise _Mismatch(f"{path} has {listed(superfluous)}, which {model} has no place for")
+    left_out = mtp_names(superfluous)
+    if unknown := sorted(set(superfluous) - set(left_out)):
+        raise _Mismatch(f"{path} has {listed(unknown)}, which {model} has no place for")
     for name, part in needed.items():
         found, expected = tuple(stored[name].global_shape), tuple(part.global_shape)
         if found != expected:  # Megatron would fill what embeddings lack with zeros
             raise _Mismatch(f"{path}: tensor {name} has shape {found} where {model} has {expected}")
+    if left_out:
+        warn_of_mtp(path, len(left_out))
 
 
 def _fill(model: MambaModel, state: dict[str, Any]) -> None:
