@@ -63,5 +63,7 @@ section turn_latency "How much sooner later turns begin, and what the cache cost
     python3 benchmarks/turn_latency.py --json "$results/turn_latency.json"
 section serving "Conversations by the wall clock, served in every mode" \
     python3 benchmarks/serving.py --time-scale 0.6 --sessions 120 --max-seconds 90 --json "$results/serving.json"
+section server_defaults "The sizes that serve takes by itself, and its speed with them" \
+    python3 benchmarks/server_defaults.py --card-gib 0 40 --json "$results/server_defaults.json"
 section speculation_on_gpu "What drafts give and what they cost" python3 benchmarks/speculation.py --device cuda
 exit $failed

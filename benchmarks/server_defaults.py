@@ -1,6 +1,6 @@
 """Do the sizes that `serve` takes by itself fit the card, and how fast is it with them?
 
-    PYTHONPATH=. python3 benchmarks/server_defaults.py [--shape 9b|tiny] [--flags "..." ...] [--json FILE]
+    PYTHONPATH=. python3 benchmarks/server_defaults.py [--shape 9b|tiny] [--flags "..." ...] [--card-gib G ...]
 
 Writes a Hugging Face directory of random weights, starts `serve --hf-model DIRECTORY` with no other flag of size, and
 sends it the heaviest steps that its limits allow over HTTP: as many requests at once as it runs, one prompt nearly as
@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -106,10 +107,25 @@ class CardMemory:
 
 
 @contextmanager
+def card_of(gib: float) -> Iterator[None]:
+    """Hold as much of the card's memory as leaves so much; all of it for 0."""
+    held = torch.empty(0)
+    if gib:
+        free = torch.cuda.mem_get_info()[0]
+        held = torch.empty(max(free - int(gib * 2**30), 0), dtype=torch.uint8, device="cuda")
+    try:
+        yield
+    finally:
+        del held
+        torch.cuda.empty_cache()
+
+
+@contextmanager
 def serving(directory: Path, more: list[str]) -> Iterator[tuple[str, list[str], float]]:
     """Yield the URL of a server, the lines that it printed, and the seconds that it took to start."""
     began = time.monotonic()
-    command = [sys.executable, "-m", "megatron_mamba_cache", "serve", "--port", "0", "--hf-model", str(directory)]
+    command = [sys.executable, "-m", "megatron_mamba_cache", "serve", "--port", "0", "--access-log", "off"]
+    command += ["--hf-model", str(directory)]
     with subprocess.Popen([*command, *more], stdout=subprocess.PIPE, text=True) as process:
         lines: list[str] = []
         try:
@@ -173,6 +189,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=MODELS, default="9b", help="default: %(default)s")
     parser.add_argument("--flags", nargs="+", default=[""], help="more of serve's, in one string for each server")
+    parser.add_argument("--card-gib", nargs="+", type=float, default=[0.0], help="of the card that servers see; 0: all")
     parser.add_argument("--json", type=Path, help="write the figures there")
     arguments = parser.parse_args()
     fields = MODELS[arguments.shape]
@@ -180,8 +197,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(Path(folder), fields, 4 * 10**9, "cuda" if torch.cuda.is_available() else "cpu")
         torch.cuda.empty_cache()
-        for flags in arguments.flags:
-            runs.append(_served(Path(folder), flags, fields["vocab_size"]))
+        for card_gib, flags in product(arguments.card_gib, arguments.flags):
+            with card_of(card_gib):
+                runs.append(_served(Path(folder), flags, fields["vocab_size"]))
             _print_run(runs[-1])
     if arguments.json:
         figures = {"machine": describe_machine(), "runs": list(map(asdict, runs))}

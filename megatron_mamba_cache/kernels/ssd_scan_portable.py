@@ -25,6 +25,7 @@ from .varlen_rows import VarlenRows
 
 _NUM_WARPS = 4
 _NUM_STAGES = 2
+_LEAST_LANES = 64  # of bf16 products: with fewer, Triton 3.6 reads beyond memory on Hopper GPUs
 
 
 class _Packed(NamedTuple):
@@ -65,27 +66,30 @@ def _advance(state, x, B, C, decays, skip, PRECISION: tl.constexpr):
 @triton.jit
 def _advance_partly(
     state, packed, decays, skip, head, group, begin, low, high,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, FIRST: tl.constexpr, CHANNELS: tl.constexpr, D_STATE: tl.constexpr,
-    WIDTH: tl.constexpr, PRECISION: tl.constexpr,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, FIRST: tl.constexpr, CHANNELS: tl.constexpr, LANES: tl.constexpr,
+    D_STATE: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Scan the tile at `begin`, of which only the tokens from `low` on and before `high` are the row's."""
     token = begin + tl.arange(0, WIDTH)
     inside = ((token >= low) & (token < high))[:, None]
     token = token.to(tl.int64)[:, None]
-    channel = head * HEAD_DIM + FIRST + tl.arange(0, CHANNELS)[None, :]
+    lane = tl.arange(0, LANES)[None, :]
+    channel = head * HEAD_DIM + FIRST + lane
+    inside_x = inside & (lane < CHANNELS)
     dim = group * D_STATE + tl.arange(0, D_STATE)[None, :]
-    x = tl.load(packed.x + token * packed.x_stride + channel, mask=inside, other=0.0)
+    x = tl.load(packed.x + token * packed.x_stride + channel, mask=inside_x, other=0.0)
     B = tl.load(packed.B + token * packed.B_stride + dim, mask=inside, other=0.0)
     C = tl.load(packed.C + token * packed.C_stride + dim, mask=inside, other=0.0)
     y, state = _advance(state, x, B, C, decays, skip, PRECISION)
-    tl.store(packed.y + token * (HEADS * HEAD_DIM) + channel, y.to(packed.y.dtype.element_ty), mask=inside)
+    tl.store(packed.y + token * (HEADS * HEAD_DIM) + channel, y.to(packed.y.dtype.element_ty), mask=inside_x)
     return state
 
 
 @triton.jit
-def _store_state(states, slot_stride, slot, state):
+def _store_state(states, slot_stride, slot, state, CHANNELS: tl.constexpr):
     if slot >= 0:
-        tl.store(states + slot.to(tl.int64) * slot_stride, state.to(states.dtype.element_ty))
+        inside = tl.arange(0, state.shape[1])[None, :] < CHANNELS
+        tl.store(states + slot.to(tl.int64) * slot_stride, state.to(states.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
@@ -107,6 +111,7 @@ def _scan_kernel(
     HEAD_DIM: tl.constexpr,
     FIRST: tl.constexpr,
     CHANNELS: tl.constexpr,
+    LANES: tl.constexpr,
     D_STATE: tl.constexpr,
     LENGTH: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -121,12 +126,13 @@ def _scan_kernel(
     low = tl.load(rows.cu_rows + row)
     high = tl.load(rows.cu_rows + row + 1)
 
-    in_state = tl.arange(0, D_STATE)[:, None] * HEAD_DIM + FIRST + tl.arange(0, CHANNELS)[None, :]
+    lane = tl.arange(0, LANES)[None, :]
+    in_state = tl.arange(0, D_STATE)[:, None] * HEAD_DIM + FIRST + lane
     states = pool + head * (D_STATE * HEAD_DIM) + in_state
-    state = tl.zeros((D_STATE, CHANNELS), tl.float32)
+    state = tl.zeros((D_STATE, LANES), tl.float32)
     initial = tl.load(rows.initial_slots + row)
     if initial >= 0:
-        state = tl.load(states + initial.to(tl.int64) * slot_stride).to(tl.float32)
+        state = tl.load(states + initial.to(tl.int64) * slot_stride, mask=lane < CHANNELS, other=0.0).to(tl.float32)
 
     # Where the row's tiles begin, in tokens and in tile numbers: see `ssd_tiles`.
     first_chunk = tl.load(rows.cu_row_chunks + row)
@@ -142,14 +148,14 @@ def _scan_kernel(
 
     first_whole = tl.where(begin < low, 1, 0)
     behind_whole = tl.maximum(first_whole, (high - begin) // LENGTH)
-    if LENGTH < WIDTH:
+    if LENGTH < WIDTH or CHANNELS < LANES:
         behind_whole = first_whole
     for k in tl.range(0, first_whole, num_stages=1):
         state = _advance_partly(
             state, packed, decays, skip, head, group, begin, low, tl.minimum(high, begin + LENGTH),
-            HEADS, HEAD_DIM, FIRST, CHANNELS, D_STATE, WIDTH, PRECISION,
+            HEADS, HEAD_DIM, FIRST, CHANNELS, LANES, D_STATE, WIDTH, PRECISION,
         )  # fmt: skip
-        _store_state(states, slot_stride, tl.load(tile_slots + k), state)
+        _store_state(states, slot_stride, tl.load(tile_slots + k), state, CHANNELS)
     for k in tl.range(first_whole, behind_whole, num_stages=NUM_STAGES):
         token = begin + k * LENGTH
         x = x_tiles.load([token, head * HEAD_DIM + FIRST])
@@ -157,16 +163,16 @@ def _scan_kernel(
         C = C_tiles.load([token, group * D_STATE])
         y, state = _advance(state, x, B, C, decays + k * (2 * WIDTH), skip, PRECISION)
         y_tiles.store([token, head * HEAD_DIM + FIRST], y.to(packed.y.dtype.element_ty))
-        _store_state(states, slot_stride, tl.load(tile_slots + k), state)
+        _store_state(states, slot_stride, tl.load(tile_slots + k), state, CHANNELS)
     for k in tl.range(behind_whole, num_row_tiles, num_stages=1):
         token = begin + k * LENGTH
         state = _advance_partly(
             state, packed, decays + k * (2 * WIDTH), skip, head, group, token, token, tl.minimum(high, token + LENGTH),
-            HEADS, HEAD_DIM, FIRST, CHANNELS, D_STATE, WIDTH, PRECISION,
+            HEADS, HEAD_DIM, FIRST, CHANNELS, LANES, D_STATE, WIDTH, PRECISION,
         )  # fmt: skip
-        _store_state(states, slot_stride, tl.load(tile_slots + k), state)
+        _store_state(states, slot_stride, tl.load(tile_slots + k), state, CHANNELS)
 
-    _store_state(states, slot_stride, tl.load(rows.final_slots + row), state)
+    _store_state(states, slot_stride, tl.load(rows.final_slots + row), state, CHANNELS)
 
 
 def scan_portably(
@@ -181,13 +187,14 @@ def scan_portably(
     num_heads, head_dim = tokens.x.shape[1:]
     num_groups, d_state = tokens.B.shape[1:]
     shape = tiles.shape
+    lanes = lanes_of(channels.width, tokens.x.dtype)
     x, B, C = (_flat(t) for t in (tokens.x, tokens.B, tokens.C))
     _scan_kernel[(num_heads * rows.longest_first.shape[0],)](
         packed=_Packed(x, B, C, y, x.stride(0), B.stride(0), C.stride(0)),
-        x_tiles=_described(x, shape.width, channels.width),
+        x_tiles=_described(x, shape.width, lanes),
         B_tiles=_described(B, shape.width, d_state),
         C_tiles=_described(C, shape.width, d_state),
-        y_tiles=_described(_flat(y), shape.width, channels.width),
+        y_tiles=_described(_flat(y), shape.width, lanes),
         rows=tiled_rows(rows),
         D=D,
         decays=tiles.decays,
@@ -200,6 +207,7 @@ def scan_portably(
         HEAD_DIM=head_dim,
         FIRST=channels.first,
         CHANNELS=channels.width,
+        LANES=lanes,
         D_STATE=d_state,
         LENGTH=shape.length,
         WIDTH=shape.width,
@@ -208,6 +216,11 @@ def scan_portably(
         NUM_STAGES=_NUM_STAGES,
         num_warps=_NUM_WARPS,
     )
+
+
+def lanes_of(width: int, dtype: torch.dtype) -> int:
+    """Return how wide the products for so many channels are; lanes past the channels are masked."""
+    return width if dtype == torch.float32 else max(width, _LEAST_LANES)
 
 
 def _flat(packed: Tensor) -> Tensor:

@@ -219,7 +219,7 @@ def test_the_form_of_the_scan_that_is_chosen_fits_in_shared_memory(
     assert scan.shared_bytes[0] <= HOPPER_SHARED_BYTES
 
 
-@pytest.mark.parametrize(("head_dim", "d_state"), [(128, 128), (64, 256)])
+@pytest.mark.parametrize(("head_dim", "d_state"), [(128, 128), (64, 256), (80, 128)])
 def test_the_largest_states_of_the_portable_scan_fit_in_shared_memory(
     head_dim: int, d_state: int, compile_for_hopper: Compile, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -118,6 +118,13 @@ def test_heads_of_several_slices_follow_the_recurrence(chunk: int, device: str, 
     assert counted_kernel.launches == launched + 2  # 48 channels are 32 and 16
 
 
+def test_lanes_past_the_channels_of_a_slice_are_masked(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(1)
+    monkeypatch.setattr(ssd_scan_portable, "lanes_of", lambda width, dtype: 2 * width)
+    specs = scan_specs(16)
+    check_against_recurrence(ssd_scan, specs, 16, random_steps(num_tokens(specs) + 3, device, SLICED), 1e-5)
+
+
 @pytest.mark.parametrize("head_dim", range(16, 144, 16))
 def test_slices_cover_a_head_once(head_dim: int) -> None:
     slices = head_slices(head_dim)
