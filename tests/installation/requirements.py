@@ -1,0 +1,167 @@
+"""What each environment of the documentation runs, what that needs, and what pyproject.toml declares for it."""
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import packages_distributions
+from importlib.util import find_spec
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tests.installation.imports import Sources
+
+REPOSITORY = Path(__file__).parents[2]
+PACKAGE = "megatron_mamba_cache"
+OWN_NAME = "megatron-mamba-cache"
+
+THROUGH_MEGATRON = {
+    "einops": "parallel_state.py",
+    "psutil": "dist_checkpointing/strategies/filesystem_async.py",
+}
+"""What megatron-core imports in a file of what this package uses, fails without, and does not declare."""
+
+COMMANDS = {
+    "pytest-xdist": ("pyproject.toml", r'addopts = "[^"]*-n \d'),
+    "ruff": (".ci/run", r"\bruff check\b"),
+    "mypy": (".ci/run", r"\bmypy\b"),
+}
+"""Distributions that a command needs rather than an import, and the file and words that show it."""
+
+Declared = Mapping[str, frozenset[str]]
+"""The names of the distributions that the base install ("") and each extra declare."""
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """What a reader of the documentation installs, and starts there.
+
+    Args:
+        extras: Beside the base install.
+        entries: Modules where what is started begins.
+        followed: Extras whose guarded imports are reached.
+    """
+
+    extras: tuple[str, ...]
+    entries: tuple[str, ...]
+    followed: tuple[str, ...] = ()
+
+
+@cache
+def sources() -> Sources:
+    """Return the package, its examples and its tests."""
+    roots = {PACKAGE: REPOSITORY / PACKAGE, "tests": REPOSITORY / "tests"}
+    examples = {f"example_{file.stem}": file for file in (REPOSITORY / "examples").glob("*.py")}
+    benchmarks = {file.stem: file for file in (REPOSITORY / "benchmarks").glob("*.py")}
+    return Sources(roots | examples | benchmarks)
+
+
+def environments() -> dict[str, Environment]:
+    """Return the environments that the documentation names."""
+    command = (f"{PACKAGE}.__main__", "example_generate")
+    public = tuple(f"{PACKAGE}.{home}" for home in _public_homes())
+    models = (f"{PACKAGE}.models.draft_model", f"{PACKAGE}.models.megatron_checkpoint")
+    tests = tuple(
+        ".".join(file.relative_to(REPOSITORY).with_suffix("").parts)
+        for file in sorted((REPOSITORY / "tests").rglob("*.py"))
+        if "clients" not in file.relative_to(REPOSITORY).parts  # of other projects, installed by hand
+    )
+    return {
+        "base": Environment((), (*command, *public, *models)),
+        "server": Environment(("server", "hf"), (*command, *public, f"{PACKAGE}.server.app"), ("server", "hf")),
+        "test": Environment(("test",), (*command, *tests), ("server", "hf", "test")),
+    }
+
+
+def declared(without: tuple[str, str] = ("", "")) -> dict[str, frozenset[str]]:
+    """Return what pyproject.toml declares; an extra that names others of this package has theirs too.
+
+    Args:
+        without: An extra, "" for the base install, and a distribution that is taken out of its list.
+    """
+    lists = {
+        extra: [one for one in requirements if (extra, canonicalize_name(one.name)) != without]
+        for extra, requirements in _lists().items()
+    }
+
+    def names(extra: str) -> frozenset[str]:
+        found = {str(canonicalize_name(one.name)) for one in lists[extra]} - {OWN_NAME}
+        inner = (names(other) for one in lists[extra] if one.name == OWN_NAME for other in one.extras)
+        return frozenset(found.union(*inner))
+
+    return {extra: names(extra) for extra in lists}
+
+
+def own_requirements() -> list[tuple[str, str]]:
+    """Return each extra with each distribution that it declares itself; "" is the base install."""
+    found = [(extra, str(canonicalize_name(one.name))) for extra, ones in _lists().items() for one in ones]
+    return [(extra, name) for extra, name in found if name != OWN_NAME]
+
+
+def _lists() -> dict[str, list[Requirement]]:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    texts = {"": project["dependencies"], **project["optional-dependencies"]}
+    return {extra: list(map(Requirement, found)) for extra, found in texts.items()}
+
+
+def missing(found: Declared) -> list[str]:
+    """Return what an environment needs and the declared requirements lack, each as a sentence."""
+    complaints = []
+    for name, environment in environments().items():
+        available = found[""].union(*(found[extra] for extra in environment.extras))
+        for top, module in sorted(_needed(environment).items()):
+            distributions = distributions_of(top)
+            if not distributions & available:
+                complaints.append(
+                    f"{name}: {module} needs {top} ({' or '.join(sorted(distributions))}), which "
+                    f"{'[' + ','.join(environment.extras) + ']' if environment.extras else 'the base install'} lacks"
+                )
+    needed_extras = {("hf", top): module for top, module in _optional_of_hub().items()}
+    for (extra, top), module in needed_extras.items():
+        if not distributions_of(top) & found[extra]:
+            complaints.append(f"{module} names the extra {extra} for {top}, which [{extra}] lacks")
+    return complaints
+
+
+def distributions_of(top: str) -> set[str]:
+    """Return the distributions that a top-level package comes from."""
+    found = packages_distributions().get(top, [top])
+    return {str(canonicalize_name(name)) for name in found}
+
+
+def _needed(environment: Environment) -> dict[str, str]:
+    """Return the top-level packages, or distributions, that an environment needs, and what needs each."""
+    found = sources().third_parties(environment.entries, environment.followed)
+    found = {top: module for top, module in found.items() if not top.startswith("example_")}
+    for top, file in THROUGH_MEGATRON.items():
+        assert re.search(rf"^\s*import {top}\b", (_megatron() / file).read_text(), re.M), (top, file)
+        found.setdefault(top, f"megatron.core ({file})")
+    if "test" in environment.extras:
+        for name, (file, words) in COMMANDS.items():
+            if re.search(words, (REPOSITORY / file).read_text()):
+                found.setdefault(name, file)
+    return found
+
+
+def _megatron() -> Path:
+    spec = find_spec("megatron.core")
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).parent
+
+
+def _public_homes() -> list[str]:
+    text = (REPOSITORY / PACKAGE / "__init__.py").read_text()
+    return re.findall(r'^    "\w+": "([\w.]+)",$', text, re.M)
+
+
+def _optional_of_hub() -> dict[str, str]:
+    """Return what is imported with its absence handled, and reported as a matter of the extra `hf`."""
+    found = {}
+    for module in (f"{PACKAGE}.models.text_codec", f"{PACKAGE}.models.hugging_face"):
+        for one in sources().imports(module):
+            if one.is_optional:
+                found[one.target.partition(".")[0]] = module
+    return found

@@ -1,0 +1,46 @@
+"""Every third-party import that a command reaches is declared for the environment that the documentation names."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.installation.imports import Import, Sources
+from tests.installation.requirements import declared, missing, own_requirements
+
+
+def test_nothing_is_missing() -> None:
+    assert missing(declared()) == []
+
+
+@pytest.mark.parametrize(("extra", "name"), own_requirements(), ids=lambda value: value or "base")
+def test_each_requirement_is_missed_where_it_is_taken_out(extra: str, name: str) -> None:
+    complaints = missing(declared(without=(extra, name)))
+    print(*complaints, sep="\n")
+    assert complaints
+
+
+def write(folder: Path, files: dict[str, str]) -> Sources:
+    """Write a package `pkg` and return its sources."""
+    for name, text in files.items():
+        path = folder / "pkg" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return Sources({"pkg": folder / "pkg"})
+
+
+def test_imports_are_followed_into_functions_and_packages(tmp_path: Path) -> None:
+    files = {"deep/__init__": "import one", "deep/work": "import two.x"}
+    sources = write(tmp_path, {"__init__": "", "main": "def run():\n    from .deep import work", **files})
+    assert sources.third_parties(["pkg.main"]) == {"one": "pkg.deep", "two": "pkg.deep.work"}
+
+
+def test_what_may_be_absent_is_passed_over(tmp_path: Path) -> None:
+    text = (
+        "import os\ntry:\n    import maybe\nexcept ImportError:\n    import instead\n"
+        "if TYPE_CHECKING:\n    import types_only\n"
+        "def serve():\n    require_extra('server', 'serve')\n    import web\n"
+    )
+    sources = write(tmp_path, {"__init__": "", "main": text})
+    assert sources.third_parties(["pkg.main"]) == {"instead": "pkg.main"}
+    assert sources.third_parties(["pkg.main"], ["server"]) == {"instead": "pkg.main", "web": "pkg.main"}
+    assert Import("maybe", "", is_optional=True) in sources.imports("pkg.main")
