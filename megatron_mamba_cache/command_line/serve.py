@@ -6,6 +6,7 @@ from argparse import Namespace
 from contextlib import closing
 
 from .arguments import check_engine_arguments
+from .coordinator_access import routing_settings
 from .device import select_device
 from .launch import Launch
 from .model_choice import chosen_directory
@@ -28,6 +29,7 @@ def serve(arguments: Namespace) -> int:
     check_engine_arguments(arguments)
     check_server_arguments(arguments)
     keys = api_keys_of(arguments)
+    routing = routing_settings(arguments, launch)
     _require_packages(_PACKAGES if launch.num_processes == 1 else _PACKAGES | _SEVERAL)
     directory = chosen_directory(arguments)
     listener = bound_socket(arguments.host, arguments.port) if launch.is_first else None
@@ -44,7 +46,7 @@ def serve(arguments: Namespace) -> int:
             with closing(replicas.make(serving.engine)) as engine:
                 if launch.num_processes == 1 and listener is not None:
                     return serving.run(engine, listener)
-                return serving.run_replica(engine, listener)
+                return serving.run_replica(engine, listener, routing)
 
 
 def bound_socket(host: str, port: int) -> socket.socket:

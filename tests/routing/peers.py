@@ -46,6 +46,7 @@ class Peer:
     def __init__(self, context: zmq.Context, service: "Service", identity: str) -> None:
         self.identity = identity
         self.handled = service.coordinator.handled
+        self.proof = service.coordinator._mailbox.proof
         self.socket = context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.IDENTITY, identity.encode())
         self.socket.setsockopt(zmq.LINGER, 0)
@@ -80,7 +81,7 @@ class FakeReplica(Peer):
     """A replica that answers when it is told to."""
 
     def greet(self, member: int = 0, num_members: int = 1, replica: str | None = None, domain: str = "") -> None:
-        self.send_bytes(pack_hello(Hello(replica or self.identity, member, num_members, domain)))
+        self.send_bytes(pack_hello(Hello(replica or self.identity, member, num_members, domain, self.proof)))
 
     def report(self, published: list[int], salt: KeySalt | None = SALT, **changes: Any) -> None:
         self.send_bytes(pack_report(KeyReport(BoundaryChanges(tuple(published), **changes), salt)))
