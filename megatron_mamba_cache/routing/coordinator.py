@@ -166,8 +166,9 @@ class PrefixCoordinator(CoordinatorLoop, DataParallelInferenceCoordinator):
             logger.error("replica %s is dead: %s", replica.name, reason)
             self._router.leave(replica.name)
             self._send_all(replica.members.values(), FENCED)  # those that are left of it cannot go on alone
-        for request in orphans:
+        for request in orphans:  # before any is sent: a client that has gone takes all of its requests along
             request.replica = None
+        for request in orphans:
             self._dispatch(request)
 
     # Requests.
