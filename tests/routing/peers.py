@@ -50,6 +50,7 @@ class Peer:
         self.socket = context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.IDENTITY, identity.encode())
         self.socket.setsockopt(zmq.LINGER, 0)
+        service.channel.secure_connection(self.socket)
         self.socket.connect(service.address)
 
     def send(self, *message: Any) -> None:
@@ -129,6 +130,7 @@ class Service:
         self.peers: list[Peer] = []
         ours, theirs = Pipe()
         quick = RoutingSettings(**{"probe_interval_s": 0.05} | settings)
+        self.channel = quick.access().channel
         self.starter_left = threading.Event()
         self.coordinator = ListeningCoordinator(theirs, TokenIdTokenizer(96), None, quick, 1, self.starter_left.is_set)
         self.address = ours.recv()
