@@ -9,7 +9,7 @@ import msgpack
 import zmq
 from megatron.core.inference.headers import Headers
 
-from megatron_mamba_cache.routing.front_end import CANCEL, CANCELS, FLUSHES, PROGRESS, STATE, WATCH
+from megatron_mamba_cache.routing.front_end import CANCEL, CANCELS, FLUSH, FLUSHES, PROGRESS, STATE, WATCH
 from megatron_mamba_cache.routing.wire import FENCED, PROBE, WELCOME, Hello, pack_hello
 
 SAMPLING = {"num_tokens_to_generate": 4, "top_k": 1, "tenant": "red", "seed": 7}
@@ -33,6 +33,8 @@ COMMANDS = {Headers.PAUSE, Headers.UNPAUSE, Headers.SUSPEND, Headers.RESUME, Hea
 """What a process that may connect may say; a mutation that happens to be one is not sent."""
 
 _DEEP = 2000
+_LINGER_MS = 1000
+_SOCKET_TYPES = [zmq.DEALER] * 4 + [zmq.ROUTER] * 2 + [zmq.XSUB, zmq.PUSH]  # coordinators refuse the last two
 
 
 def some_message(rng: random.Random) -> bytes:
@@ -78,7 +80,7 @@ def _is_command(message: bytes) -> bool:
         kind = msgpack.unpackb(message, raw=False)[0]
     except Exception:
         return False
-    return kind == "flush" or kind in {header.value for header in COMMANDS}
+    return kind == FLUSH or kind in [header.value for header in COMMANDS]
 
 
 class Attacker:
@@ -91,9 +93,10 @@ class Attacker:
         self._open()
 
     def _open(self) -> None:
-        self._socket = self._context.socket(self._rng.choice([zmq.DEALER, zmq.ROUTER, zmq.XSUB, zmq.PUSH]))
-        self._socket.setsockopt(zmq.LINGER, 200)
-        self._socket.setsockopt(zmq.SNDTIMEO, 200)
+        self._socket = self._context.socket(self._rng.choice(_SOCKET_TYPES))
+        self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
+        self._socket.setsockopt(zmq.SNDTIMEO, 0)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
         if self._rng.random() < 0.5:
             self._socket.setsockopt(zmq.IDENTITY, self._rng.choice([b"a", b"b", b"client", b"replica-0/0"]))
         if self._socket.type == zmq.ROUTER:
@@ -110,7 +113,7 @@ class Attacker:
             self._send_raw()
             return
         frames = [some_message(self._rng) for _ in range(self._rng.choice([1, 1, 1, 1, 2, 50]))]
-        with suppress(zmq.ZMQError):  # this kind of socket is not connected
+        with suppress(zmq.ZMQError):  # the other side has closed the connection, or will not have it
             self._socket.send_multipart([b"it", *frames] if self._socket.type == zmq.ROUTER else frames)
 
     def _send_raw(self) -> None:

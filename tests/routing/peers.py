@@ -17,6 +17,7 @@ from megatron_mamba_cache.policy.block_hashing import block_keys
 from megatron_mamba_cache.policy.boundary_journal import BoundaryChanges
 from megatron_mamba_cache.routing.coordinator import PrefixCoordinator
 from megatron_mamba_cache.routing.salts import KeySalt
+from megatron_mamba_cache.routing.serving_coordinator import ServingCoordinator
 from megatron_mamba_cache.routing.settings import RoutingSettings
 from megatron_mamba_cache.routing.wire import PROBE, WELCOME, Hello, KeyReport, pack_hello, pack_report
 
@@ -38,6 +39,10 @@ class ListeningCoordinator(PrefixCoordinator):
     def _handle_frames(self, frames: list[bytes]) -> None:
         super()._handle_frames(frames)
         self.handled.put(frames)
+
+
+class ListeningServingCoordinator(ListeningCoordinator, ServingCoordinator):
+    """A serving coordinator that tells the test what has been heard."""
 
 
 class Peer:
@@ -125,6 +130,8 @@ class FakeClient(Peer):
 class Service:
     """A coordinator in a thread, and its peers."""
 
+    kind: type[ListeningCoordinator] = ListeningCoordinator
+
     def __init__(self, **settings: Any) -> None:
         self.context = zmq.Context()
         self.peers: list[Peer] = []
@@ -132,7 +139,7 @@ class Service:
         quick = RoutingSettings(**{"probe_interval_s": 0.05} | settings)
         self.channel = quick.access().channel
         self.starter_left = threading.Event()
-        self.coordinator = ListeningCoordinator(theirs, TokenIdTokenizer(96), None, quick, 1, self.starter_left.is_set)
+        self.coordinator = self.kind(theirs, TokenIdTokenizer(96), None, quick, 1, self.starter_left.is_set)
         self.address = ours.recv()
         self.thread = threading.Thread(target=self.coordinator.start, daemon=True)
         self.thread.start()
@@ -175,3 +182,9 @@ class Service:
         assert not self.thread.is_alive()
         self.coordinator.stop()
         self.context.term()
+
+
+class ServingService(Service):
+    """A coordinator of a server's front end in a thread, and its peers."""
+
+    kind = ListeningServingCoordinator

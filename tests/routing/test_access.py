@@ -22,12 +22,10 @@ from megatron_mamba_cache.routing.front_end import FLUSH, WATCH
 from megatron_mamba_cache.routing.joining_secret import JoiningSecret
 from megatron_mamba_cache.routing.keyed_client import KeyedInferenceClient
 from megatron_mamba_cache.routing.rank_context import RankContext
-from megatron_mamba_cache.routing.serving_coordinator import ServingCoordinator
 from megatron_mamba_cache.routing.settings import RoutingSettings
 from megatron_mamba_cache.routing.wire import Hello, pack_hello
-from tests.routing import peers
 from tests.routing.fleet import greedy
-from tests.routing.peers import TOKENS, FakeReplica, ListeningCoordinator, Service
+from tests.routing.peers import TOKENS, FakeReplica, Service, ServingService
 
 UNHEARD_MS = 1500
 COMMANDS: list[list[Any]] = [
@@ -41,10 +39,6 @@ COMMANDS: list[list[Any]] = [
 ]
 
 
-class ListeningServingCoordinator(ListeningCoordinator, ServingCoordinator):
-    """A serving coordinator that tells the test what has been heard."""
-
-
 def keyed(tmp_path: Path, name: str = "key", digit: str = "a") -> Path:
     """Write a key file."""
     file = tmp_path / name
@@ -54,13 +48,12 @@ def keyed(tmp_path: Path, name: str = "key", digit: str = "a") -> Path:
 
 
 @pytest.fixture
-def serving(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+def serving() -> Iterator[Any]:
     """Yield what starts a serving coordinator."""
-    monkeypatch.setattr(peers, "ListeningCoordinator", ListeningServingCoordinator)
     made: list[Service] = []
 
     def start(**settings: Any) -> Service:
-        made.append(Service(**settings))
+        made.append(ServingService(**settings))
         return made[-1]
 
     yield start
