@@ -1,8 +1,10 @@
 """The settings of the cache: one frozen, validated value, and its command-line arguments."""
 
 from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from types import MappingProxyType
+from typing import Any, Literal
 
 _MOST_GB = 2**20
 _MOST_REQUESTS = 2**20
@@ -14,40 +16,54 @@ _CHECKPOINTS = ("rolling", "all", "none")
 _EVICTIONS = ("cost", "lru")
 _ATTENTION_BACKENDS = ("auto", "flash-attn", "flashinfer", "torch-varlen", "reference")
 _STATE_DTYPES = ("model", "fp32", "bf16")
+_PREFIX = "--inference-dynamic-batching-"
+
+FLAGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "block_size_tokens": (f"{_PREFIX}block-size", "--block-size"),
+        "buffer_size_gb": (f"{_PREFIX}buffer-size-gb", "--kv-gb"),
+        "prefix_caching_mamba_gb": (f"{_PREFIX}prefix-caching-mamba-gb", "--state-gb"),
+        "num_cuda_graphs": (f"{_PREFIX}num-cuda-graphs", "--cuda-graphs"),
+        "max_tokens": (f"{_PREFIX}max-tokens", "--max-tokens-per-step"),
+        "max_sequence_length": ("--inference-max-seq-length", "--max-model-len"),
+        "eviction": (f"{_PREFIX}prefix-caching-eviction-policy",),
+        "decode_checkpoints": ("--decode-checkpoints",),
+        "num_speculative_tokens": ("--num-speculative-tokens",),
+        "attention_backend": ("--attention-backend",),
+    }
+)
+"""The flags of a field: Megatron's name first, then a short alias."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
     """Settings of a `MambaCacheContext`; every value is checked on construction.
 
-    Sizes are GiB (2**30 bytes) of one rank. Names in brackets are command-line flags of the same meaning.
+    Sizes are GiB (2**30 bytes) of one rank. `FLAGS` names the command-line flags.
 
     Args:
-        block_size_tokens: Tokens in a KV block; a multiple of the model's SSM chunk
-            [--inference-dynamic-batching-block-size].
-        buffer_size_gb: Memory for KV blocks [--inference-dynamic-batching-buffer-size-gb].
+        block_size_tokens: Tokens in a KV block; a multiple of the model's SSM chunk.
+        buffer_size_gb: Memory for KV blocks.
         paused_buffer_size_gb: The part of it that paused requests may keep; None: a quarter.
         prefix_caching: Whether prompts reuse cached prefixes [--no-prefix-caching turns it off].
-        prefix_caching_mamba_gb: Memory for cached Mamba states, beside one live state a request
-            [--inference-dynamic-batching-prefix-caching-mamba-gb].
+        prefix_caching_mamba_gb: Memory for cached Mamba states, beside one live state a request.
         boundary_stride: None caches the boundaries that a prompt suggests; n adds every n-th block boundary, and
             "all", like 1, every one.
         decode_checkpoints: Which block boundaries that a request reaches while it generates keep a state: its newest
             ("rolling"), "all" or "none". With one, a conversation's next turn starts behind its last reply.
         eviction: What makes room: "cost" evicts what is expected to save the fewest tokens for its size, "lru" what was
-            used least recently [--inference-dynamic-batching-prefix-caching-eviction-policy].
+            used least recently.
         num_speculative_tokens: Most draft tokens that a step verifies for each request, 0 to 8; the states behind them
-            take slots of `prefix_caching_mamba_gb` [--num-speculative-tokens].
+            take slots of `prefix_caching_mamba_gb`.
         align_prefill_chunks: End a prefill chunk on the last block boundary inside the step's token budget.
         max_requests, max_tokens, max_sequence_length: Limits of a step and of a request; max_requests rows of block
             numbers for max_sequence_length tokens have less than 2**28 entries.
         chunked_prefill: Whether a prompt may be prefilled over several steps.
         ssm_state_dtype, conv_state_dtype: "model" (the parameters' dtype), "fp32" or "bf16".
         attention_backend: Library that computes attention over the KV blocks: "flash-attn", "flashinfer",
-            "torch-varlen" or "reference" (plain torch, exact); "auto" takes the first that serves the model
-            [--attention-backend].
+            "torch-varlen" or "reference" (plain torch, exact); "auto" takes the first that serves the model.
         num_cuda_graphs: Numbers of rows, up to max_requests, for which decode steps are captured as CUDA graphs, with
-            and without drafts; 0 captures none [--inference-dynamic-batching-num-cuda-graphs].
+            and without drafts; 0 captures none.
         cuda_graph_prefill_tokens: With them, steps of few prompts and up to so many of their tokens are captured too.
         run_ahead: Whether a captured step that hangs on nothing but the tokens of the one before is launched before
             they are read, so that the GPU does not wait for the host; live states are a token ahead then.
@@ -117,7 +133,8 @@ class CacheConfig:
             count = getattr(self, name)
             _require(type(count) is int and count >= 0, name, count, "an int of at least 0")
         drafts, most = self.num_speculative_tokens, min(_MOST_DRAFTS, self.block_size_tokens - 1)
-        allowed_drafts = f"an int from 0 to {_MOST_DRAFTS}, below block_size_tokens={self.block_size_tokens}"
+        bound = f", below block_size_tokens={self.block_size_tokens}" if most < _MOST_DRAFTS else ""
+        allowed_drafts = f"an int from 0 to {_MOST_DRAFTS}{bound}"
         is_in_range = type(drafts) is int and 0 <= drafts <= most
         _require(is_in_range, "num_speculative_tokens", drafts, allowed_drafts)
         for name in ("ssm_state_dtype", "conv_state_dtype"):
@@ -139,20 +156,21 @@ class CacheConfig:
     @staticmethod
     def add_arguments(parser: ArgumentParser) -> None:
         """Add the flags that `from_arguments` reads."""
-        prefix = "--inference-dynamic-batching-"
-        parser.add_argument(f"{prefix}block-size", type=int, metavar="N", help="tokens in a KV block")
-        parser.add_argument(f"{prefix}buffer-size-gb", type=float, metavar="G", help="GiB for KV blocks")
-        parser.add_argument(f"{prefix}prefix-caching-mamba-gb", type=float, metavar="G", help="GiB for cached states")
-        parser.add_argument(
-            f"{prefix}num-cuda-graphs", type=int, metavar="N", help="numbers of rows that CUDA graphs are captured for"
-        )
-        parser.add_argument(
-            f"{prefix}prefix-caching-eviction-policy", choices=_EVICTIONS, help="what makes room (default: cost)"
-        )
-        parser.add_argument("--num-speculative-tokens", type=int, metavar="K", help="drafts a step verifies, 0 to 8")
-        parser.add_argument(
-            "--attention-backend", choices=_ATTENTION_BACKENDS, help="what computes attention (default: auto)"
-        )
+
+        def add(field: str, text: str, **options: Any) -> None:
+            parser.add_argument(*FLAGS[field], help=text, **options)
+
+        add("block_size_tokens", "tokens in a KV block", type=int, metavar="N")
+        add("buffer_size_gb", "GiB for KV blocks", type=float, metavar="G")
+        add("prefix_caching_mamba_gb", "GiB for cached states", type=float, metavar="G")
+        add("num_cuda_graphs", "numbers of rows that have CUDA graphs; 0 is none", type=int, metavar="N")
+        add("max_tokens", "tokens that a step computes at most", type=int, metavar="N")
+        add("max_sequence_length", "prompt and generated tokens of a request at most", type=int, metavar="N")
+        add("eviction", "what makes room (default: cost)", choices=_EVICTIONS)
+        kept = "block boundaries inside a reply that keep a state: the newest, all or none (default: rolling)"
+        add("decode_checkpoints", kept, choices=_CHECKPOINTS)
+        add("num_speculative_tokens", "drafts a step verifies, 0 to 8", type=int, metavar="K")
+        add("attention_backend", "what computes attention (default: auto)", choices=_ATTENTION_BACKENDS)
         parser.add_argument("--no-prefix-caching", action="store_true", help="compute every prompt from its start")
 
     @staticmethod
@@ -162,18 +180,19 @@ class CacheConfig:
         Raises:
             ValueError: As the constructor does.
         """
-        given = {
-            "block_size_tokens": arguments.inference_dynamic_batching_block_size,
-            "buffer_size_gb": arguments.inference_dynamic_batching_buffer_size_gb,
-            "prefix_caching_mamba_gb": arguments.inference_dynamic_batching_prefix_caching_mamba_gb,
-            "num_cuda_graphs": arguments.inference_dynamic_batching_num_cuda_graphs,
-            "eviction": arguments.inference_dynamic_batching_prefix_caching_eviction_policy,
-            "num_speculative_tokens": arguments.num_speculative_tokens,
-            "attention_backend": arguments.attention_backend,
-            "prefix_caching": False if arguments.no_prefix_caching else None,
-        }
-        settings.update({name: value for name, value in given.items() if value is not None})
-        return CacheConfig(**settings)  # type: ignore[arg-type]
+        return CacheConfig(**(settings | given_settings(arguments)))  # type: ignore[arg-type]
+
+
+def given_settings(arguments: Namespace) -> dict[str, object]:
+    """Return the fields of `CacheConfig` that parsed flags set."""
+    given = {field: getattr(arguments, argument_of(field)) for field in FLAGS}
+    given["prefix_caching"] = False if arguments.no_prefix_caching else None
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def argument_of(field: str) -> str:
+    """Return the name that a parsed field has in a `Namespace`: that of its first flag."""
+    return FLAGS[field][0].lstrip("-").replace("-", "_")
 
 
 def is_encodable(text: object) -> bool:

@@ -26,14 +26,21 @@ DEVICES = ["cpu", *([pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Let long forms of tests be asked for."""
     parser.addoption("--run-slow", action="store_true", help="run the tests marked slow too")
+    parser.addoption("--run-clients", action="store_true", help="run the tests marked clients too")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Declare the markers of what must be asked for."""
+    config.addinivalue_line("markers", "clients: drives other projects' clients; only with --run-clients")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip what takes long unless it is asked for."""
-    if not config.getoption("--run-slow"):
-        for item in items:
-            if item.get_closest_marker("slow"):
-                item.add_marker(pytest.mark.skip(reason="slow; --run-slow runs it"))
+    for marker in ("slow", "clients"):
+        if not config.getoption(f"--run-{marker}"):
+            for item in items:
+                if item.get_closest_marker(marker):
+                    item.add_marker(pytest.mark.skip(reason=f"{marker}; --run-{marker} runs it"))
 
 
 def pytest_collection_finish() -> None:

@@ -13,7 +13,7 @@ import megatron_mamba_cache.errors
 PACKAGE_ROOT = Path(megatron_mamba_cache.errors.__file__).parent
 
 FLOORS = (
-    ("errors", "config", "metrics"),
+    ("errors", "config", "installation", "metrics"),
     ("policy", "kernels"),
     ("state",),
     ("speculation",),

@@ -54,7 +54,7 @@ def parsed(*flags: str, **settings: object) -> CacheConfig:
         ("weights_version", 5, "Unicode text"),
         ("decode_checkpoints", "newest", "one of ('rolling', 'all', 'none')"),
         ("decode_checkpoints", None, "one of ('rolling', 'all', 'none')"),
-        ("num_speculative_tokens", -1, "an int from 0 to 8, below block_size_tokens=256"),
+        ("num_speculative_tokens", -1, "an int from 0 to 8"),
         ("num_speculative_tokens", 9, "an int from 0 to 8"),
         ("num_speculative_tokens", 2.0, "an int from 0 to 8"),
         ("num_speculative_tokens", True, "an int from 0 to 8"),

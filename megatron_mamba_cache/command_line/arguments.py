@@ -2,10 +2,11 @@
 
 import math
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
-from ..config import CacheConfig
+from .. import __version__
+from ..config import FLAGS, CacheConfig, argument_of
 from .coordinator_access import add_coordinator_arguments
 from .default_settings import DEFAULTS_IN_WORDS
 from .server_arguments import add_server_arguments
@@ -35,16 +36,9 @@ _REPLICAS_IN_WORDS = (
 
 DRAFTERS = ("prompt-lookup", "draft-model")
 
-_SIZE_FLAGS = {
-    "inference_dynamic_batching_block_size": "block_size_tokens",
-    "inference_dynamic_batching_buffer_size_gb": "buffer_size_gb",
-    "inference_dynamic_batching_prefix_caching_mamba_gb": "prefix_caching_mamba_gb",
-}
-_SETTINGS = {
-    **_SIZE_FLAGS,
-    "inference_dynamic_batching_num_cuda_graphs": "num_cuda_graphs",
-    "num_speculative_tokens": "num_speculative_tokens",
-}
+_SIZES = ("block_size_tokens", "buffer_size_gb", "prefix_caching_mamba_gb")
+_CHECKED_LATER: Mapping[str, object] = {"max_requests": 1}
+"""Settings sized from the model: flags are checked against their real values once these are known."""
 
 
 class OneLineParser(ArgumentParser):
@@ -58,10 +52,11 @@ class OneLineParser(ArgumentParser):
 def command_parser() -> ArgumentParser:
     """Return the parser of the whole command line."""
     parser = OneLineParser(
-        prog="megatron_mamba_cache",
+        prog="mamba-cache",
         description="Prefix caching for hybrid Mamba2 + attention models on megatron-core.",
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="generate | serve | doctor")
     generate = commands.add_parser(
         "generate",
@@ -88,15 +83,23 @@ def command_parser() -> ArgumentParser:
 
 def flag_of(name: str) -> str:
     """Return the flag that sets an argument or a field of `CacheConfig`."""
-    by_setting = {setting: argument for argument, setting in _SETTINGS.items()}
-    return "--" + by_setting.get(name, name).replace("_", "-")
+    return FLAGS[name][0] if name in FLAGS else "--" + name.replace("_", "-")
 
 
 def name_flag(message: str) -> str:
     """Put the flag in front of a message that starts with the name of the setting it sets."""
     setting = message.split(" ", 1)[0]
-    known = setting in _SETTINGS.values() and flag_of(setting) not in message
+    known = setting in FLAGS and flag_of(setting) not in message
     return f"{flag_of(setting)}: {message}" if known else message
+
+
+def as_typed(message: str, argv: Sequence[str]) -> str:
+    """Return the message with the short alias of each flag whose alias the command line used."""
+    typed = {word.split("=", 1)[0] for word in argv}
+    for flag, *aliases in FLAGS.values():
+        for alias in typed.intersection(aliases):
+            message = message.replace(flag, alias)
+    return message
 
 
 def cache_config(arguments: Namespace, settings: Mapping[str, object]) -> CacheConfig:
@@ -129,10 +132,11 @@ def check_generate_arguments(arguments: Namespace) -> None:
 
 def check_engine_arguments(arguments: Namespace) -> None:
     """Raise `UsageError` for a value of the flags of cache and drafts that can never work."""
-    for name in _SIZE_FLAGS:
-        if getattr(arguments, name) is not None:
-            _check_range(arguments, name, 0, math.inf, "a finite number, 0 or more")
-    cache_config(arguments, {})
+    for field in _SIZES:
+        size = getattr(arguments, argument_of(field))
+        if size is not None and not 0 <= size < math.inf:
+            raise UsageError(f"{flag_of(field)} is {size}; it must be a finite number, 0 or more")
+    cache_config(arguments, _CHECKED_LATER)
     _check_drafter(arguments)
 
 
@@ -182,7 +186,11 @@ def _add_model_arguments(parser: ArgumentParser) -> None:
 def _add_engine_arguments(parser: ArgumentParser, processes_in_words: str) -> None:
     machine = parser.add_argument_group("machine")
     machine.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    machine.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of the weights (default: fp32)")
+    machine.add_argument(
+        "--dtype",
+        choices=("fp32", "bf16"),
+        help="of the weights (default: on a GPU that of the checkpoint, on a CPU and for the built-in models fp32)",
+    )
     _add_parallel_arguments(parser.add_argument_group("several processes", processes_in_words))
     cache = parser.add_argument_group("cache", DEFAULTS_IN_WORDS)
     CacheConfig.add_arguments(cache)  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
+from ..installation import EXTRAS, install_command, unmet_requirements
 from .model_choice import has_shipped_model
 from .quiet import quiet_libraries
 
@@ -65,19 +66,24 @@ _UNUSED = {
 _USUAL_MODEL = "models in bfloat16 with 128 channels a head and KV blocks of 256 tokens"
 
 
-def print_diagnosis() -> None:
-    """Print device, versions, kernels and optional packages; a missing piece is a line, never an error."""
+def print_diagnosis() -> bool:
+    """Print device, versions, kernels, extras and optional packages; return whether the package can be used.
+
+    A missing piece is a line, never an exception.
+    """
     with quiet_libraries():
-        for line in _diagnosis():
+        obstacle = _obstacle()
+        for line in _diagnosis(obstacle):
             print(line)
+    return obstacle is None
 
 
-def _diagnosis() -> Iterator[str]:
+def _diagnosis(obstacle: str | None) -> Iterator[str]:
     yield f"device             {_device()}"
     yield f"python             {platform.python_version()}"
     for name in _VERSIONS:
         yield f"{name:<18} {_version_of(name) or 'not installed'}"
-    yield f"this package       {_import_state()}"
+    yield f"this package       {'ready' if obstacle is None else f'cannot be used: {obstacle}'}"
     yield f"default model      {_default_model()}"
     yield "\nkernels in use (plain torch, on the CPU and on CUDA, where nothing else is said)"
     for kernel in KERNELS:
@@ -85,11 +91,13 @@ def _diagnosis() -> Iterator[str]:
     yield f"\ncompiled kernels   {_compiled_kernels()}"
     yield f"\nattention backends of {_USUAL_MODEL}; the first that can is used, or what --attention-backend names"
     yield from _attention_backends()
+    yield "\nextras"
+    for name, purpose in EXTRAS.items():
+        yield f"  {name:<18} {_extra_state(name, purpose)}"
     yield "\noptional packages"
     for name, reason in _UNUSED.items():
         yield f"  {name:<18} {_package_state(name, reason)}"
     yield f"  {'apex':<18} {_apex_state()}"
-    yield f"  {'transformers':<18} {_transformers_state()}"
 
 
 def _device() -> str:
@@ -103,12 +111,28 @@ def _device() -> str:
     return f"cuda: {torch.cuda.get_device_name()}, compute capability {major}.{minor}, CUDA {torch.version.cuda}"
 
 
-def _import_state() -> str:
+def _obstacle() -> str | None:
+    """Return why the package cannot be used; None if it can."""
     try:
         import_module("..mcore.build", __package__)
+        unmet = unmet_requirements()
+    except PackageNotFoundError:
+        return None  # imported from a checkout, without an installation whose requirements could be read
     except Exception as error:  # a broken installation raises anything
-        return f"cannot be used: {_one_line(error)}"
-    return "ready"
+        return _one_line(error)
+    return f"it requires {', '.join(map(str, unmet))}" if unmet else None
+
+
+def _extra_state(name: str, purpose: str) -> str:
+    try:
+        unmet = unmet_requirements(name)
+    except PackageNotFoundError:
+        return f"unknown: the package is not installed, only imported. For {purpose}"
+    except Exception as error:  # a broken installation raises anything
+        return f"unknown: {_one_line(error)}"
+    if not unmet:
+        return f"present: {purpose}"
+    return f"missing {', '.join(map(str, unmet))}; for {purpose}: {install_command(name)}"
 
 
 def _compiled_kernels() -> str:
@@ -135,12 +159,6 @@ def _default_model() -> str:
     if has_shipped_model():
         return "the small model of Python source that ships; --random-model builds one with random weights"
     return "random weights, built when needed; the trained model is not part of this installation"
-
-
-def _transformers_state() -> str:
-    purpose = "chat templates, and tokenizers without a tokenizer.json"
-    found = _version_of("transformers")
-    return f"not installed; needed for {purpose}" if found is None else f"{found}, used for {purpose}"
 
 
 def _package_state(name: str, reason: str) -> str:

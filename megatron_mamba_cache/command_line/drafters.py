@@ -18,11 +18,19 @@ from .usage_error import UsageError
 _FLAG = "--draft-hf-model"
 
 
-def drafter_maker(arguments: Namespace, vocab_size: int) -> Callable[[], Drafter]:
+Sizes = Callable[[HybridModelShape, int], dict[str, int | float]]
+"""Returns fields of `CacheConfig` for a model's shape and the most tokens that it reads."""
+
+
+def drafter_maker(
+    arguments: Namespace, vocab_size: int, dtype: str, sizes: Sizes = default_settings
+) -> Callable[[], Drafter]:
     """Return a function that makes a drafter: each engine needs one of its own. A draft model is loaded once, here.
 
     Args:
         vocab_size: Of the model that verifies the drafts.
+        dtype: Of a draft model's weights, "fp32" or "bf16".
+        sizes: Of a draft model's own cache.
 
     Raises:
         UsageError: If the draft model cannot be loaded or has another vocabulary.
@@ -30,11 +38,11 @@ def drafter_maker(arguments: Namespace, vocab_size: int) -> Callable[[], Drafter
     if arguments.drafter != "draft-model":
         return PromptLookupDrafter
     directory = ModelDirectory(Path(arguments.draft_hf_model), ModelFormat.HUGGING_FACE)
-    model = load_weights(directory, arguments.dtype, flag=_FLAG).model
+    model = load_weights(directory, dtype, flag=_FLAG).model
     if model.vocab_size != vocab_size:
         raise UsageError(
             f"{_FLAG} {directory.path}: it has a vocabulary of {model.vocab_size} tokens and the model one of "
             f"{vocab_size}; a draft model needs the same"
         )
-    config = CacheConfig(**default_settings(HybridModelShape.of(model, ranks_of_process()), model.max_sequence_length))
-    return lambda: DraftModelDrafter(model, config)
+    shape = HybridModelShape.of(model, ranks_of_process())
+    return lambda: DraftModelDrafter(model, CacheConfig(**sizes(shape, model.max_sequence_length)))

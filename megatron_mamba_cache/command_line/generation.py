@@ -49,20 +49,20 @@ class Generation:
 
     def __init__(self, arguments: Namespace, directory: ModelDirectory | None, device: str, replicas: Replicas) -> None:
         self._replicas = replicas
-        self._model = ready_model(directory, arguments.dtype)
+        self._model = ready_model(directory, arguments.dtype, device)
         model = self._model.model
         shape = HybridModelShape.of(model, ranks_of_process())
         settings = default_settings(shape, model.max_sequence_length)
         self._config = config = cache_config(arguments, settings)
-        self._drafter = drafter_maker(arguments, shape.vocab_size)
+        self._drafter = drafter_maker(arguments, shape.vocab_size, self._model.dtype)
         self._seed = arguments.seed
         self._output_path = arguments.output_path
         self._is_first = Launch.of_environment().is_first
-        self._facts = {"device": device, "dtype": arguments.dtype, "prefix_caching": config.prefix_caching}
+        self._facts = {"device": device, "dtype": self._model.dtype, "prefix_caching": config.prefix_caching}
         self._sampling = SamplingFlags(
             arguments.num_tokens_to_generate, arguments.temperature, arguments.top_k, arguments.top_p
         )
-        self._inexact_because = _inexact_because(arguments, self._sampling)
+        self._inexact_because = _inexact_because(arguments, self._model.dtype, self._sampling)
         print(f"{self._model.description}, on {device}")
         if directory is None:
             print("Its weights are random, so the text below is noise; what the cache saves is real.")
@@ -157,9 +157,9 @@ class Generation:
             write_output(self._output_path, result, **self._facts, **more_summary)
 
 
-def _inexact_because(arguments: Namespace, sampling: SamplingFlags) -> str | None:
+def _inexact_because(arguments: Namespace, dtype: str, sampling: SamplingFlags) -> str | None:
     """Return why outputs may depend on cache, batch and drafts; None: they must not."""
-    if arguments.dtype == "bf16":
+    if dtype == "bf16":
         return "bf16 may, where rounding depends on the batch"
     if arguments.drafter == "draft-model" and not sampling.is_greedy:
         return "sampled ones may, where a draft model has a hand in them: tokens are others, their distribution is not"

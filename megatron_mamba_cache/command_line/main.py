@@ -5,10 +5,9 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 
-from .arguments import command_parser
-from .generate import generate
+from .arguments import as_typed, command_parser
 from .launch import Launch
-from .serve import serve
+from .quick_end import QuickEnd
 from .usage_error import UsageError
 
 EXIT_USAGE = 2
@@ -17,7 +16,9 @@ EXIT_BROKEN_PIPE = 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status: 0, 1 for a failed comparison, 2 for a usage error.
+    """Run one command and return its exit status.
+
+    It is 0, 1 for a failed comparison, a failed server or a package that cannot be used, or 2 for a usage error.
 
     Args:
         argv: The arguments behind the program's name; None takes the process's.
@@ -25,10 +26,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = command_parser()
     try:
         arguments = parser.parse_args(argv)
-        return _COMMANDS[arguments.command](arguments)
+        if argv is not None:
+            return _COMMANDS[arguments.command](arguments)
+        end = QuickEnd()  # the arguments are the process's, which has nothing else to do
+        status = _COMMANDS[arguments.command](arguments)
+        end.arm(status)
+        return status
     except UsageError as error:
         if _speaks_for_all():
-            print(f"{parser.prog}: error: {' '.join(str(error).split())}", file=sys.stderr)
+            message = as_typed(" ".join(str(error).split()), sys.argv[1:] if argv is None else argv)
+            print(f"{parser.prog}: error: {message}", file=sys.stderr)
         return EXIT_USAGE
     except KeyboardInterrupt:
         print(f"{parser.prog}: interrupted", file=sys.stderr)
@@ -47,11 +54,22 @@ def _speaks_for_all() -> bool:
         return True
 
 
+def _generate(arguments: Namespace) -> int:
+    from .generate import generate
+
+    return generate(arguments)
+
+
+def _serve(arguments: Namespace) -> int:
+    from .serve import serve
+
+    return serve(arguments)
+
+
 def _doctor(_arguments: Namespace) -> int:
     from .doctor import print_diagnosis
 
-    print_diagnosis()
-    return 0
+    return 0 if print_diagnosis() else 1
 
 
-_COMMANDS = {"generate": generate, "serve": serve, "doctor": _doctor}
+_COMMANDS = {"generate": _generate, "serve": _serve, "doctor": _doctor}

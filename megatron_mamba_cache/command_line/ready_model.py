@@ -26,11 +26,16 @@ _SYMBOLS = {"M": "Mamba", "*": "attention", "-": "MLP", "E": "experts"}
 
 @dataclass(frozen=True, slots=True)
 class ReadyModel:
-    """A model, its tokenizer, and lines that say what they are."""
+    """A model, its tokenizer, and a line that says what they are.
+
+    Args:
+        dtype: Of the weights, "fp32" or "bf16".
+    """
 
     model: Any
     tokenizer: HuggingFaceTokenizer | ByteTokenizer | TokenIdTokenizer
     description: str
+    dtype: str
 
     @property
     def writes_text(self) -> bool:
@@ -38,8 +43,12 @@ class ReadyModel:
         return isinstance(self.tokenizer, HuggingFaceTokenizer)
 
 
-def ready_model(directory: ModelDirectory | None, dtype: str) -> ReadyModel:
+def ready_model(directory: ModelDirectory | None, dtype: str | None, device: str) -> ReadyModel:
     """Load a model onto the current device, or build the random one (None), with TF32 off so that fp32 means it.
+
+    Args:
+        dtype: "fp32" or "bf16"; None takes the checkpoint's own on a GPU, and fp32 on a CPU and for built-in models.
+        device: "cpu" or "cuda".
 
     Raises:
         UsageError: If the directory or its tokenizer cannot be loaded.
@@ -49,7 +58,8 @@ def ready_model(directory: ModelDirectory | None, dtype: str) -> ReadyModel:
     if directory is None or directory.is_shipped:
         # Work this small gains nothing from more threads, and waits for them a hundred times longer on a busy machine.
         torch.set_num_threads(1)
-    return _random(dtype) if directory is None else _loaded(directory, dtype)
+        return _random(dtype or "fp32") if directory is None else _loaded(directory, dtype or "fp32")
+    return _loaded(directory, dtype or (None if device == "cuda" else "fp32"))
 
 
 def engine_for(model: ReadyModel, config: CacheConfig, seed: int, drafter: Drafter | None) -> MambaCacheEngine:
@@ -59,31 +69,34 @@ def engine_for(model: ReadyModel, config: CacheConfig, seed: int, drafter: Draft
         UsageError: If the settings do not fit the model or the machine's memory.
     """
     try:
-        return build_engine(model.model, config, drafter=drafter, tokenizer=model.tokenizer, random_seed=seed)
+        return build_engine(
+            model.model, config, drafter=drafter, tokenizer=model.tokenizer, random_seed=seed, scores_prompts=True
+        )
     except ValueError as error:
         raise UsageError(name_flag(str(error))) from error
     except CacheCapacityError as error:
         raise UsageError(str(error)) from error
 
 
-def load_weights(directory: ModelDirectory, dtype: str, *, flag: str) -> LoadedModel:
+def load_weights(directory: ModelDirectory, dtype: str | None, *, flag: str) -> LoadedModel:
     """Load a model directory onto the current device.
 
     Args:
+        dtype: "fp32" or "bf16"; None takes the checkpoint's own.
         flag: Names the directory, and begins the message of an error.
 
     Raises:
         UsageError: If it cannot be loaded.
     """
     try:
-        return _load(directory, _DTYPES[dtype])
+        return _load(directory, None if dtype is None else _DTYPES[dtype])
     except (ValueError, OSError) as error:
         raise UsageError(f"{flag}: {error}") from error
     except (RuntimeError, MemoryError) as error:
         if not _is_out_of_memory(error):
             raise
         sizes = f" ({error})" if isinstance(error, MemoryError) and str(error) else ""
-        raise UsageError(f"{flag} {directory.path}: {dtype} weights do not fit in memory{sizes}") from error
+        raise UsageError(f"{flag} {directory.path}: {dtype or 'its'} weights do not fit in memory{sizes}") from error
 
 
 def _random(dtype: str) -> ReadyModel:
@@ -91,11 +104,12 @@ def _random(dtype: str) -> ReadyModel:
     description = (
         f"built-in random hybrid model, {_layers(shape.pattern)}, vocabulary of {shape.vocab_size} bytes, {dtype}"
     )
-    return ReadyModel(random_hybrid_model(shape), ByteTokenizer(shape.vocab_size), description)
+    return ReadyModel(random_hybrid_model(shape), ByteTokenizer(shape.vocab_size), description, dtype)
 
 
-def _loaded(directory: ModelDirectory, dtype: str) -> ReadyModel:
+def _loaded(directory: ModelDirectory, dtype: str | None) -> ReadyModel:
     loaded = load_weights(directory, dtype, flag=directory.format.value)
+    dtype = next(name for name, value in _DTYPES.items() if value == loaded.model.config.params_dtype)
     try:
         tokenizer = load_tokenizer(loaded.directory, loaded.architecture.vocab_size)
     except (ValueError, OSError) as error:
@@ -104,10 +118,11 @@ def _loaded(directory: ModelDirectory, dtype: str) -> ReadyModel:
         loaded.model,
         tokenizer or TokenIdTokenizer(loaded.architecture.vocab_size),
         _description(directory, loaded, dtype),
+        dtype,
     )
 
 
-def _load(directory: ModelDirectory, dtype: torch.dtype) -> LoadedModel:
+def _load(directory: ModelDirectory, dtype: torch.dtype | None) -> LoadedModel:
     if directory.format is ModelFormat.HUGGING_FACE:
         return load_hugging_face(directory.path, dtype)
     from ..models.megatron_checkpoint import load_megatron_checkpoint

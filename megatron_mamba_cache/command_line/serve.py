@@ -1,21 +1,20 @@
 """The serve command up to the import of torch: check the flags, take the port, choose the device."""
 
-import importlib.util
+import gc
 import socket
 from argparse import Namespace
 from contextlib import closing
 
+from ..installation import MissingExtraError, require_extra
+from .api_keys import api_keys_of
 from .arguments import check_engine_arguments
 from .coordinator_access import routing_settings
 from .device import select_device
 from .launch import Launch
 from .model_choice import chosen_directory
 from .quiet import quiet_libraries
-from .server_arguments import api_keys_of, check_server_arguments
+from .server_arguments import check_server_arguments
 from .usage_error import UsageError
-
-_PACKAGES = {"fastapi": "fastapi", "uvicorn": "uvicorn", "prometheus_client": "prometheus-client"}
-_SEVERAL = {"zmq": "pyzmq", "msgpack": "msgpack"}
 
 
 def serve(arguments: Namespace) -> int:
@@ -30,7 +29,10 @@ def serve(arguments: Namespace) -> int:
     check_server_arguments(arguments)
     keys = api_keys_of(arguments)
     routing = routing_settings(arguments, launch)
-    _require_packages(_PACKAGES if launch.num_processes == 1 else _PACKAGES | _SEVERAL)
+    try:
+        require_extra("server", "serve")
+    except MissingExtraError as error:
+        raise UsageError(str(error)) from error
     directory = chosen_directory(arguments)
     listener = bound_socket(arguments.host, arguments.port) if launch.is_first else None
     with quiet_libraries():
@@ -43,6 +45,7 @@ def serve(arguments: Namespace) -> int:
         with own_process_groups(), speaking_for_all(launch):
             replicas = OneModel() if launch.num_processes == 1 else SeveralProcesses(launch, arguments, device)
             serving = replicas.make(lambda: Serving(arguments, keys, directory, device))
+            gc.freeze()  # modules and weights stay; collections, that of `close` too, need not look at them again
             with closing(replicas.make(serving.engine)) as engine:
                 if launch.num_processes == 1 and listener is not None:
                     return serving.run(engine, listener)
@@ -63,9 +66,3 @@ def bound_socket(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise UsageError(f"--host {host} --port {port}: {error.strerror or error}; choose another") from error
     return listener
-
-
-def _require_packages(packages: dict[str, str]) -> None:
-    missing = [package for module, package in packages.items() if importlib.util.find_spec(module) is None]
-    if missing:
-        raise UsageError(f"serve needs {', '.join(missing)}: pip install 'megatron-mamba-cache[server]'")

@@ -1,11 +1,21 @@
 """The flags of the server itself, and what is wrong with their values."""
 
 from argparse import ArgumentParser, Namespace
-from pathlib import Path
+from urllib.parse import urlsplit
 
 from .usage_error import UsageError
 
 _LARGEST_PORT = 65_535
+_CORS_IN_WORDS = (
+    "whose pages may call the API from a browser, such as https://chat.example; * for all; may be given several times "
+    "(default: none)"
+)
+
+CARD_IN_WORDS = (
+    "For a model that --hf-model or --load names, KV blocks and cached states fill a GPU where no flag says "
+    "otherwise: blocks of at least 256 tokens, sequences as long as the model reads, up to 256 requests at once, CUDA "
+    "graphs for 9 numbers of rows."
+)
 
 
 def add_server_arguments(parser: ArgumentParser) -> None:
@@ -22,16 +32,49 @@ def add_server_arguments(parser: ArgumentParser) -> None:
         help="may be given several times; each has prefixes of its own. Without one everybody is served",
     )
     add("--admin-api-key", action="append", default=[], metavar="KEY", help="alone reads metrics and flushes, if given")
-    add("--api-key-file", metavar="FILE", help="API keys, one a line, which other users cannot see as they see flags")
+    add(
+        "--api-key-file",
+        metavar="FILE",
+        help="API keys, one a line, KEY or NAME: KEY, which others cannot see as they see flags; logs tell the name",
+    )
+    add("--admin-api-key-file", metavar="FILE", help="the same, of admin keys")
+    add("--cors-origin", action="append", default=[], metavar="ORIGIN", help=_CORS_IN_WORDS)
+    add(
+        "--access-log",
+        choices=("text", "json", "off"),
+        default="text",
+        help="a line on stdout for each request that has ended, but for probes (default: text)",
+    )
+    _add_memory_arguments(parser)
+    _add_limits(parser)
+
+
+def _add_memory_arguments(parser: ArgumentParser) -> None:
+    memory = parser.add_argument_group("memory of a GPU", CARD_IN_WORDS)
+    memory.add_argument(
+        "--memory-fraction",
+        type=float,
+        default=0.9,
+        metavar="F",
+        help="of what is free once the weights are loaded, for KV blocks and states (default: 0.9)",
+    )
+
+
+def _add_limits(parser: ArgumentParser) -> None:
     limits = parser.add_argument_group("limits", "What is too much gets status 429, with the seconds to wait.")
     limits.add_argument(
-        "--max-running-requests", type=int, metavar="N", help="that the engine runs at once (default: 16)"
+        "--max-running-requests",
+        type=int,
+        metavar="N",
+        help="that the engine runs at once (default: 16; on a GPU what fits, up to 256)",
     )
-    limits.add_argument("--max-queued-requests", type=int, default=256, metavar="N", help="that wait (default: 256)")
-    limits.add_argument("--max-choices", type=int, default=16, metavar="N", help="of one request (default: 16)")
+    limits.add_argument("--max-queued-requests", type=int, default=1024, metavar="N", help="that wait (default: 1024)")
+    limits.add_argument(
+        "--max-choices", type=int, default=1024, metavar="N", help="of one request, prompts times n (default: 1024)"
+    )
     limits.add_argument("--max-body-mb", type=float, default=4.0, metavar="M", help="MiB of a request (default: 4)")
     limits.add_argument(
-        "--drain-seconds", type=float, default=30.0, metavar="S", help="for what runs at a SIGTERM (default: 30)"
+        "--drain-seconds", type=float, default=25.0, metavar="S", help="for what runs at a SIGTERM (default: 25)"
     )
     limits.add_argument(
         "--transcript-mb",
@@ -46,28 +89,23 @@ def check_server_arguments(arguments: Namespace) -> None:
     """Raise `UsageError` for a port that cannot be; limits are checked where they are made."""
     if not 0 <= arguments.port <= _LARGEST_PORT:
         raise UsageError(f"--port is {arguments.port}; it must be from 0 (any) to {_LARGEST_PORT}")
+    if not 0 < arguments.memory_fraction <= 1:
+        raise UsageError(f"--memory-fraction is {arguments.memory_fraction}; it must be above 0 and at most 1")
     running = arguments.max_running_requests
     if running is not None and running < 1:
         raise UsageError(f"--max-running-requests is {running}; it must be at least 1")
+    for origin in arguments.cors_origin:
+        _check_origin(origin)
     for name in ("max_body_mb", "transcript_mb"):
         if not 0 <= getattr(arguments, name) < 2**20:
             flag = "--" + name.replace("_", "-")
             raise UsageError(f"{flag} is {getattr(arguments, name)}; it must be from 0 to below {2**20}")
 
 
-def api_keys_of(arguments: Namespace) -> list[str]:
-    """Return the users' API keys, those of the file too.
-
-    Raises:
-        UsageError: If the file cannot be read or has none.
-    """
-    if arguments.api_key_file is None:
-        return list(arguments.api_key)
-    try:
-        lines = Path(arguments.api_key_file).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--api-key-file {arguments.api_key_file}: {error}") from error
-    keys = [line.strip() for line in lines if line.strip()]
-    if not keys:
-        raise UsageError(f"--api-key-file {arguments.api_key_file}: it has no key; write one a line")
-    return [*arguments.api_key, *keys]
+def _check_origin(origin: str) -> None:
+    parts = urlsplit(origin)
+    is_origin = parts.scheme in ("http", "https") and parts.netloc and origin == f"{parts.scheme}://{parts.netloc}"
+    if origin != "*" and not is_origin:
+        raise UsageError(
+            f"--cors-origin is {origin!r}; it must be SCHEME://HOST or SCHEME://HOST:PORT without a path, or * for all"
+        )

@@ -3,12 +3,18 @@
 import asyncio
 import socket
 from argparse import Namespace
-from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Any
 
+import torch
+
+from .. import __version__
+from ..config import CacheConfig, given_settings
 from ..mcore.engine import MambaCacheEngine
 from ..mcore.model_shape import HybridModelShape
 from ..mcore.ranks import ranks_of_process
 from ..routing.settings import RoutingSettings
+from ..server.access_log import AccessLog, write_line
 from ..server.app import Server, ServerSettings
 from ..server.engine_thread import EngineThread
 from ..server.limits import ServerLimits
@@ -16,6 +22,7 @@ from ..server.request_faults import RequestRules
 from ..server.running import DrainingServer
 from ..server.tenants import ApiKeys
 from .arguments import cache_config
+from .card_settings import DRAFTER_SHARE, NUM_CUDA_GRAPHS, Card, card_settings
 from .default_settings import default_settings
 from .drafters import drafter_maker
 from .model_choice import ModelDirectory
@@ -24,7 +31,6 @@ from .usage_error import UsageError
 
 _MIB = 2**20
 _JOIN_S = 60.0
-_NUM_CUDA_GRAPHS = 9  # a server steps for long, and a step without takes several times as long
 
 
 class Serving:
@@ -34,28 +40,49 @@ class Serving:
         UsageError: If the model cannot be loaded, or settings do not fit it.
     """
 
-    def __init__(
-        self, arguments: Namespace, keys: Sequence[str], directory: ModelDirectory | None, device: str
-    ) -> None:
-        self._model = ready_model(directory, arguments.dtype)
+    def __init__(self, arguments: Namespace, keys: ApiKeys, directory: ModelDirectory | None, device: str) -> None:
+        self._model = ready_model(directory, arguments.dtype, device)
         model = self._model.model
         shape = HybridModelShape.of(model, ranks_of_process())
-        settings = default_settings(shape, model.max_sequence_length)
-        settings["num_cuda_graphs"] = _NUM_CUDA_GRAPHS if device == "cuda" else 0
-        if arguments.max_running_requests is not None:
-            running = arguments.max_running_requests
-            settings |= {"max_requests": running, "max_tokens": max(settings["max_tokens"], running)}
+        self._drafter = drafter_maker(arguments, shape.vocab_size, self._model.dtype, self._draft_sizes)
+        fills_card = device == "cuda" and directory is not None and not directory.is_shipped
+        self._card = _card_of(model, arguments.memory_fraction) if fills_card else None
+        settings = self._settings(shape, model.max_sequence_length, arguments, device)
         self._config = cache_config(arguments, settings)
-        self._drafter = drafter_maker(arguments, shape.vocab_size)
         tokenizer = self._model.tokenizer
         self.settings = ServerSettings(
             model_name=arguments.served_model_name or _name_of(directory),
             tokenizer=tokenizer,
             end_ids=frozenset({tokenizer.eod, *getattr(tokenizer, "other_end_ids", ())} - {-1}),
-            keys=_keys_of(arguments, keys),
+            keys=keys,
             limits=_limits_of(arguments, self._config.max_requests),
+            versions={"version": __version__, **{name: version(name) for name in ("megatron-core", "torch")}},
+            access_log=AccessLog(arguments.access_log),
+            cors_origins=tuple(arguments.cors_origin),
         )
-        self._first_line = f"{self._model.description}, on {device}"
+        self._first_line = f"{self._model.description}, on {device}\n{_sizes_line(self._config)}"
+
+    def _settings(
+        self, shape: HybridModelShape, max_length: int, arguments: Namespace, device: str
+    ) -> dict[str, int | float]:
+        """Return the fields of `CacheConfig` that hold where no flag says otherwise."""
+        running = arguments.max_running_requests
+        limit = {} if running is None else {"max_requests": running}
+        if self._card is not None:
+            card = self._card.part(1 - DRAFTER_SHARE) if arguments.drafter == "draft-model" else self._card
+            return card_settings(shape, max_length, card, given_settings(arguments) | limit)
+        settings = default_settings(shape, max_length) | limit
+        settings["max_tokens"] = max(settings["max_tokens"], settings["max_requests"])
+        settings["num_cuda_graphs"] = NUM_CUDA_GRAPHS if device == "cuda" else 0
+        return settings
+
+    def _draft_sizes(self, shape: HybridModelShape, max_length: int) -> dict[str, int | float]:
+        """Return the fields of `CacheConfig` of a draft model's cache, made after the engine's settings."""
+        if self._card is None:
+            return default_settings(shape, max_length)
+        length = min(max_length, self._config.max_sequence_length)
+        given = {"max_requests": self._config.max_requests, "max_tokens": self._config.max_tokens}
+        return card_settings(shape, length, self._card.part(DRAFTER_SHARE), given) | {"num_cuda_graphs": 0}
 
     def engine(self) -> MambaCacheEngine:
         """Build the engine.
@@ -95,18 +122,29 @@ class Serving:
         lines = f"{self._first_line}\nserving {self.settings.model_name} on {url}"
         running = DrainingServer(server, on_listening=lambda: print(lines, flush=True))
         asyncio.run(running.serve(sockets=[listener]))
+        write_line(server.app.summary())
         return 0 if server.backend.state.failure is None else 1
+
+
+def _card_of(model: Any, fraction: float) -> Card:
+    """Return what this process's GPU offers now; all ranks that share the model call it."""
+    torch.cuda.empty_cache()
+    (free,) = ranks_of_process().least([torch.cuda.mem_get_info()[0]])
+    widest = max((weight.shape[0] for weight in model.decoder.parameters() if weight.dim() == 2), default=0)
+    experts_a_token = model.config.moe_router_topk if model.config.num_moe_experts else 0
+    return Card(free, fraction, max(widest, experts_a_token * model.config.hidden_size))
+
+
+def _sizes_line(config: CacheConfig) -> str:
+    return (
+        f"{config.buffer_size_gb:.3g} GiB for KV blocks of {config.block_size_tokens} tokens, "
+        f"{config.prefix_caching_mamba_gb:.3g} GiB for cached states; up to {config.max_requests} requests at once, "
+        f"{config.max_sequence_length} tokens a request and {config.max_tokens} a step"
+    )
 
 
 def _name_of(directory: ModelDirectory | None) -> str:
     return "random" if directory is None else directory.path.resolve().name
-
-
-def _keys_of(arguments: Namespace, keys: Sequence[str]) -> ApiKeys:
-    try:
-        return ApiKeys(keys, arguments.admin_api_key)
-    except ValueError as error:
-        raise UsageError(f"--api-key: {error}") from error
 
 
 def _limits_of(arguments: Namespace, max_running: int) -> ServerLimits:

@@ -1,6 +1,6 @@
 """How the scan on Hopper GPUs is cut over the device."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import triton
 from packaging.version import Version
@@ -26,6 +26,10 @@ class HopperTiling:
     channels: int
     num_stages: int
 
+    def within(self, width: int) -> "HopperTiling":
+        """Return the tiling for a slice of so many channels."""
+        return replace(self, channels=min(self.channels, width))
+
 
 def has_tested_gluon() -> bool:
     """Return whether this Triton's Gluon, which is experimental, is one that the Hopper kernel was compiled with."""
@@ -40,7 +44,7 @@ def choose_tiling(tokens: SSMTokens, num_rows: int) -> HopperTiling:
     num_heads, head_dim = tokens.x.shape[1:]
     num_groups = tokens.B.shape[1]
     multiprocessors = num_multiprocessors(tokens.x.device)
-    num_parts = num_rows * num_heads * (head_dim // _CHANNELS)
+    num_parts = num_rows * num_heads * (head_dim // _CHANNELS)  # of a narrower slice beside them there are fewer
     if num_parts >= 2 * multiprocessors and num_heads // num_groups % 2 == 0:
         return HopperTiling(heads=2, channels=_CHANNELS, num_stages=2)
     if 2 * num_parts <= multiprocessors:

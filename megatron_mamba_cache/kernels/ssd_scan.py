@@ -15,7 +15,7 @@ from .kernel_launches import launches_kernel
 from .reference_ssd import ssd_scan_ref
 from .row_checks import check_varlen_rows
 from .ssd_scan_portable import scan_portably
-from .ssd_tiles import TILE_LEN, TileShape, cut_tiles, tile_shape
+from .ssd_tiles import TILE_LEN, TileShape, cut_tiles, head_slices, tile_shape
 from .ssm_inputs import SSMTokens, SSMWeights
 from .varlen_rows import VarlenRows
 
@@ -30,8 +30,8 @@ def ssd_scan(tokens: SSMTokens, weights: SSMWeights, ssm_pool: Tensor, rows: Var
     """Scan packed rows chunk by chunk, carrying each row's state from and to the pool.
 
     A row resumed at a chunk's end, in any packing, continues bit-equal where the pool holds float32. Writes the states
-    at chunk and row ends into `ssm_pool` in place. Sizes that are no powers of two, states of more than 128 x 128 a
-    head, and float64 take the twin.
+    at chunk and row ends into `ssm_pool` in place. A head_dim that is not a multiple of 16, a d_state that is not a
+    power of two from 16 on, states of more than 128 x 128 a head, and float64 take the twin.
 
     Args:
         ssm_pool: [slots, heads, d_state, head_dim]; a slot's state contiguous.
@@ -64,15 +64,19 @@ def scan_tiles(
     shape: TileShape,
     tiling: HopperTiling | None,
 ) -> Tensor:
-    """Scan with the Hopper kernel and this tiling, or the portable one; see `ssd_scan`, which checks and chooses."""
+    """Scan with the Hopper kernel and this tiling, or the portable one; see `ssd_scan`, which checks and chooses.
+
+    A head whose channels are no power of two takes a launch for each of its slices.
+    """
     y = torch.empty(tokens.x.shape, dtype=tokens.x.dtype, device=tokens.x.device)
     tiles = cut_tiles(tokens, weights, rows, shape, y)
-    if tiling is None:
-        scan_portably(tokens, weights.D, ssm_pool, rows, tiles, y)
-    else:
-        from .ssd_scan_hopper import scan_on_hopper
+    for channels in head_slices(tokens.x.shape[2]):
+        if tiling is None:
+            scan_portably(tokens, weights.D, ssm_pool, rows, tiles, y, channels)
+        else:
+            from .ssd_scan_hopper import scan_on_hopper
 
-        scan_on_hopper(tokens, weights.D, ssm_pool, rows, tiles, y, tiling)
+            scan_on_hopper(tokens, weights.D, ssm_pool, rows, tiles, y, channels, tiling.within(channels.width))
     return y
 
 
@@ -81,8 +85,11 @@ def _is_empty(tokens: SSMTokens, rows: VarlenRows) -> bool:
 
 
 def _fits_kernels(tokens: SSMTokens, ssm_pool: Tensor) -> bool:
+    head_dim, d_state = _dims(tokens)
     return (
-        all(dim >= 16 and dim & (dim - 1) == 0 for dim in _dims(tokens))
+        head_dim % 16 == 0
+        and d_state >= 16
+        and d_state & (d_state - 1) == 0
         and prod(_dims(tokens)) <= _MAX_STATE
         and tokens.x.dtype in _DTYPES
         and ssm_pool.dtype in _DTYPES

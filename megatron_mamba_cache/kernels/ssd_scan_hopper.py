@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .hopper_results import Results, Scratch, await_scratch, put_outputs, put_state
 from .hopper_ring import PackedTiles, Sizes, allocate_ring, describe, fill_ahead, find_span
 from .hopper_tiling import HopperTiling
-from .ssd_tiles import TILE_LEN, ScanTiles, tiled_rows
+from .ssd_tiles import TILE_LEN, HeadSlice, ScanTiles, tiled_rows
 from .ssm_inputs import SSMTokens
 from .varlen_rows import VarlenRows
 
@@ -141,6 +141,8 @@ def _scan_kernel(
     HEADS: gl.constexpr,
     GROUPS: gl.constexpr,
     HEAD_DIM: gl.constexpr,
+    FIRST: gl.constexpr,
+    SPLITS: gl.constexpr,
     D_STATE: gl.constexpr,
     CHANNELS: gl.constexpr,
     TOGETHER: gl.constexpr,
@@ -152,11 +154,10 @@ def _scan_kernel(
 ):
     """Long because Gluon takes descriptors one by one, and each group of warps with all its arguments."""
     sizes = Sizes(HEADS, GROUPS, HEAD_DIM, D_STATE, CHANNELS, TOGETHER, LENGTH, STAGES)
-    SPLITS: gl.constexpr = HEAD_DIM // CHANNELS
     PER_ROW: gl.constexpr = HEADS // TOGETHER * SPLITS
     row = gl.load(rows.longest_first + gl.program_id(0) // PER_ROW)
     head = gl.program_id(0) % PER_ROW // SPLITS * TOGETHER
-    channel = gl.program_id(0) % SPLITS * CHANNELS
+    channel = FIRST + gl.program_id(0) % SPLITS * CHANNELS
     initial = gl.load(rows.initial_slots + row)
     final = gl.load(rows.final_slots + row)
     span = find_span(rows, row, LENGTH, PER_CHUNK)
@@ -192,21 +193,28 @@ def _scan_kernel(
 
 
 def scan_on_hopper(
-    tokens: SSMTokens, D: Tensor, ssm_pool: Tensor, rows: VarlenRows, tiles: ScanTiles, y: Tensor, tiling: HopperTiling
+    tokens: SSMTokens,
+    D: Tensor,
+    ssm_pool: Tensor,
+    rows: VarlenRows,
+    tiles: ScanTiles,
+    y: Tensor,
+    channels: HeadSlice,
+    tiling: HopperTiling,
 ) -> None:
-    """Scan the rows from and to the pool's slots; write the outputs of the rows' tokens into `y`, in place.
+    """Scan channels of the rows from and to the pool's slots; write their outputs into `y`, in place.
 
     Long because the kernel's arguments are named one by one.
 
     Args:
-        tokens: bf16; head_dim and d_state are powers of two from 64 to 128.
+        tokens: bf16; head_dim is a multiple of 16 and d_state a power of two, both from 64 to 128.
         ssm_pool: Contiguous.
         tiles: Full ones are as wide as long.
         y: [tokens, heads, head_dim], contiguous.
     """
     num_heads, head_dim = tokens.x.shape[1:]
     num_groups, d_state = tokens.B.shape[1:]
-    splits = head_dim // tiling.channels
+    splits = channels.width // tiling.channels
     _scan_kernel[(rows.longest_first.shape[0] * (num_heads // tiling.heads) * splits,)](
         x_tiles=describe(tokens.x.flatten(1), [TILE_LEN, tiling.channels]),
         B_tiles=describe(tokens.B.flatten(1), [TILE_LEN, d_state]),
@@ -225,6 +233,8 @@ def scan_on_hopper(
         HEADS=num_heads,
         GROUPS=num_groups,
         HEAD_DIM=head_dim,
+        FIRST=channels.first,
+        SPLITS=splits,
         D_STATE=d_state,
         CHANNELS=tiling.channels,
         TOGETHER=tiling.heads,

@@ -1,7 +1,7 @@
 """The SSD scan in plain Triton: for every card, for float32 tokens, and in the interpreter.
 
-One program takes a head of a row and walks the row's tiles, its state in registers, in float32. Per tile, with the
-decays of `ssd_tiles`:
+One program takes a head of a row, or a slice of its channels, and walks the row's tiles, its state in registers, in
+float32. Per tile, with the decays of `ssd_tiles`:
 
     scores[i, j] = (C_i . B_j) 2^(decay_i + gain_j) for j <= i, else 0; of float32, 2^(decay_i - decay_j + gain_j)
     y = scores x + 2^decay (C state) + D x
@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .ssd_tiles import ScanTiles, tiled_rows
+from .ssd_tiles import HeadSlice, ScanTiles, tiled_rows
 from .ssm_inputs import SSMTokens
 from .varlen_rows import VarlenRows
 
@@ -65,13 +65,14 @@ def _advance(state, x, B, C, decays, skip, PRECISION: tl.constexpr):
 @triton.jit
 def _advance_partly(
     state, packed, decays, skip, head, group, begin, low, high,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D_STATE: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, FIRST: tl.constexpr, CHANNELS: tl.constexpr, D_STATE: tl.constexpr,
+    WIDTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Scan the tile at `begin`, of which only the tokens from `low` on and before `high` are the row's."""
     token = begin + tl.arange(0, WIDTH)
     inside = ((token >= low) & (token < high))[:, None]
     token = token.to(tl.int64)[:, None]
-    channel = head * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+    channel = head * HEAD_DIM + FIRST + tl.arange(0, CHANNELS)[None, :]
     dim = group * D_STATE + tl.arange(0, D_STATE)[None, :]
     x = tl.load(packed.x + token * packed.x_stride + channel, mask=inside, other=0.0)
     B = tl.load(packed.B + token * packed.B_stride + dim, mask=inside, other=0.0)
@@ -104,6 +105,8 @@ def _scan_kernel(
     HEADS: tl.constexpr,
     GROUPS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    FIRST: tl.constexpr,
+    CHANNELS: tl.constexpr,
     D_STATE: tl.constexpr,
     LENGTH: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -118,9 +121,9 @@ def _scan_kernel(
     low = tl.load(rows.cu_rows + row)
     high = tl.load(rows.cu_rows + row + 1)
 
-    in_state = tl.arange(0, D_STATE)[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :]
+    in_state = tl.arange(0, D_STATE)[:, None] * HEAD_DIM + FIRST + tl.arange(0, CHANNELS)[None, :]
     states = pool + head * (D_STATE * HEAD_DIM) + in_state
-    state = tl.zeros((D_STATE, HEAD_DIM), tl.float32)
+    state = tl.zeros((D_STATE, CHANNELS), tl.float32)
     initial = tl.load(rows.initial_slots + row)
     if initial >= 0:
         state = tl.load(states + initial.to(tl.int64) * slot_stride).to(tl.float32)
@@ -144,22 +147,22 @@ def _scan_kernel(
     for k in tl.range(0, first_whole, num_stages=1):
         state = _advance_partly(
             state, packed, decays, skip, head, group, begin, low, tl.minimum(high, begin + LENGTH),
-            HEADS, HEAD_DIM, D_STATE, WIDTH, PRECISION,
+            HEADS, HEAD_DIM, FIRST, CHANNELS, D_STATE, WIDTH, PRECISION,
         )  # fmt: skip
         _store_state(states, slot_stride, tl.load(tile_slots + k), state)
     for k in tl.range(first_whole, behind_whole, num_stages=NUM_STAGES):
         token = begin + k * LENGTH
-        x = x_tiles.load([token, head * HEAD_DIM])
+        x = x_tiles.load([token, head * HEAD_DIM + FIRST])
         B = B_tiles.load([token, group * D_STATE])
         C = C_tiles.load([token, group * D_STATE])
         y, state = _advance(state, x, B, C, decays + k * (2 * WIDTH), skip, PRECISION)
-        y_tiles.store([token, head * HEAD_DIM], y.to(packed.y.dtype.element_ty))
+        y_tiles.store([token, head * HEAD_DIM + FIRST], y.to(packed.y.dtype.element_ty))
         _store_state(states, slot_stride, tl.load(tile_slots + k), state)
     for k in tl.range(behind_whole, num_row_tiles, num_stages=1):
         token = begin + k * LENGTH
         state = _advance_partly(
             state, packed, decays + k * (2 * WIDTH), skip, head, group, token, token, tl.minimum(high, token + LENGTH),
-            HEADS, HEAD_DIM, D_STATE, WIDTH, PRECISION,
+            HEADS, HEAD_DIM, FIRST, CHANNELS, D_STATE, WIDTH, PRECISION,
         )  # fmt: skip
         _store_state(states, slot_stride, tl.load(tile_slots + k), state)
 
@@ -167,12 +170,12 @@ def _scan_kernel(
 
 
 def scan_portably(
-    tokens: SSMTokens, D: Tensor, ssm_pool: Tensor, rows: VarlenRows, tiles: ScanTiles, y: Tensor
+    tokens: SSMTokens, D: Tensor, ssm_pool: Tensor, rows: VarlenRows, tiles: ScanTiles, y: Tensor, channels: HeadSlice
 ) -> None:
-    """Scan the rows from and to the pool's slots; write the outputs of the rows' tokens into `y`, in place.
+    """Scan channels of the rows from and to the pool's slots; write their outputs into `y`, in place.
 
     Args:
-        tokens: head_dim and d_state are powers of two from 16 on.
+        tokens: d_state is a power of two from 16 on.
         y: [tokens, heads, head_dim], contiguous.
     """
     num_heads, head_dim = tokens.x.shape[1:]
@@ -181,10 +184,10 @@ def scan_portably(
     x, B, C = (_flat(t) for t in (tokens.x, tokens.B, tokens.C))
     _scan_kernel[(num_heads * rows.longest_first.shape[0],)](
         packed=_Packed(x, B, C, y, x.stride(0), B.stride(0), C.stride(0)),
-        x_tiles=_described(x, shape.width, head_dim),
+        x_tiles=_described(x, shape.width, channels.width),
         B_tiles=_described(B, shape.width, d_state),
         C_tiles=_described(C, shape.width, d_state),
-        y_tiles=_described(_flat(y), shape.width, head_dim),
+        y_tiles=_described(_flat(y), shape.width, channels.width),
         rows=tiled_rows(rows),
         D=D,
         decays=tiles.decays,
@@ -195,6 +198,8 @@ def scan_portably(
         HEADS=num_heads,
         GROUPS=num_groups,
         HEAD_DIM=head_dim,
+        FIRST=channels.first,
+        CHANNELS=channels.width,
         D_STATE=d_state,
         LENGTH=shape.length,
         WIDTH=shape.width,

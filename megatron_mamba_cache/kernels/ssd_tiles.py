@@ -44,6 +44,29 @@ class TileShape:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadSlice:
+    """Channels of every head that one launch scans; channels share nothing but the decays.
+
+    Args:
+        first: Of its channels.
+        width: Channels, a power of two.
+    """
+
+    first: int
+    width: int
+
+
+def head_slices(head_dim: int) -> list[HeadSlice]:
+    """Return slices that make up a head of a multiple of 16 channels, widest first: 80 is 64 and 16."""
+    slices, first = [], 0
+    for width in (1 << bit for bit in reversed(range(head_dim.bit_length()))):
+        if head_dim & width:
+            slices.append(HeadSlice(first, width))
+            first += width
+    return slices
+
+
+@dataclass(frozen=True, slots=True)
 class ScanTiles:
     """The tiles of a batch.
 
@@ -135,6 +158,7 @@ def _tiles_kernel(
     WIDTH: tl.constexpr,
     PER_CHUNK: tl.constexpr,
     HEADS_AT_A_TIME: tl.constexpr,
+    LANES: tl.constexpr,
     SUBTRACTS: tl.constexpr,
 ):
     """Long because a tile is found and its decays are summed in one launch, with the clearing of what nobody scans."""
@@ -142,9 +166,11 @@ def _tiles_kernel(
     head = tl.program_id(1) * HEADS_AT_A_TIME + tl.arange(0, HEADS_AT_A_TIME)
     has_head = head < HEADS
 
-    channel = (tl.program_id(1) * HEADS_AT_A_TIME * HEAD_DIM).to(tl.int64) + tl.arange(0, HEADS_AT_A_TIME * HEAD_DIM)
+    lane = tl.arange(0, LANES)
+    channel = (tl.program_id(1) * HEADS_AT_A_TIME * HEAD_DIM).to(tl.int64) + lane
+    cleared = (lane < HEADS_AT_A_TIME * HEAD_DIM) & (channel < HEADS * HEAD_DIM)
     for token in range(tl.load(rows.cu_rows + num_rows) + tile, num_tokens, num_tiles):  # scanned by nobody
-        tl.store(y + tl.cast(token, tl.int64) * (HEADS * HEAD_DIM) + channel, 0.0, mask=channel < HEADS * HEAD_DIM)
+        tl.store(y + tl.cast(token, tl.int64) * (HEADS * HEAD_DIM) + channel, 0.0, mask=cleared)
 
     chunk = tile // PER_CHUNK
     start = tl.load(rows.cu_chunks + chunk)
@@ -210,6 +236,7 @@ def cut_tiles(tokens: SSMTokens, weights: SSMWeights, rows: VarlenRows, shape: T
         WIDTH=shape.width,
         PER_CHUNK=shape.per_chunk,
         HEADS_AT_A_TIME=_HEADS_AT_A_TIME,
+        LANES=triton.next_power_of_2(_HEADS_AT_A_TIME * y.shape[2]),
         SUBTRACTS=tokens.x.dtype == torch.bfloat16,
     )
     return ScanTiles(shape, decays, slots)

@@ -45,6 +45,7 @@ def build_engine(
     tokenizer: Any = None,
     random_seed: int = 0,
     materialize_only_last_token_logits: bool = True,
+    scores_prompts: bool = False,
 ) -> MambaCacheEngine:
     """Build an engine that serves `model` with prefix caching.
 
@@ -60,7 +61,9 @@ def build_engine(
             drafts.
         tokenizer: With `tokenize`, `detokenize`, `bos` and `eod`; None: requests speak in token ids.
         random_seed: Seed of requests that bring none.
-        materialize_only_last_token_logits: False where requests want prompt log-probs.
+        materialize_only_last_token_logits: False computes the logits of every token in every step.
+        scores_prompts: Whether requests may want prompt log-probs though only the last logits are materialized; see
+            `prompt_log_probs`. A step that scores a prompt takes no CUDA graph; other steps stay as they are.
 
     Raises:
         ValueError: If the model is no hybrid, lacks the caching modules, or the settings do not fit it, here or on
@@ -73,15 +76,13 @@ def build_engine(
     ranks = ranks_of_process()
     shape = check_served(model, ranks)
     if isinstance(drafter, ReadsHiddenStates):
-        _check_hidden_states(drafter, model.config.hidden_size, materialize_only_last_token_logits)
-        if ranks.num_stages > 1:
-            name = type(drafter).__name__
-            raise ValueError(f"{name} reads hidden states, which the last of {ranks.num_stages} stages has alone")
+        _check_hidden_states(drafter, model.config.hidden_size, materialize_only_last_token_logits, ranks.num_stages)
     context = MambaCacheContext(
         config,
         shape,
         planner=on_all_ranks(ranks, lambda: _planner(config, drafter, shape.vocab_size)),
         materialize_only_last_token_logits=materialize_only_last_token_logits,
+        scores_prompts=scores_prompts,
         ranks=ranks,
     )
     controller = MambaCacheController(wrap_model(model, context), tokenizer or TokenIdTokenizer(shape.vocab_size))
@@ -100,9 +101,11 @@ def _planner(config: CacheConfig, drafter: Drafter | None, vocab_size: int) -> D
     return NoDrafts()
 
 
-def _check_hidden_states(drafter: ReadsHiddenStates, hidden_size: int, only_last: bool) -> None:
+def _check_hidden_states(drafter: ReadsHiddenStates, hidden_size: int, only_last: bool, num_stages: int) -> None:
     name, width = type(drafter).__name__, drafter.hidden_size
     if width != hidden_size:
         raise ValueError(f"{name} reads hidden states of width {width}, the model's have {hidden_size}")
     if not only_last:
         raise ValueError(f"{name} reads hidden states: build the engine with materialize_only_last_token_logits=True")
+    if num_stages > 1:
+        raise ValueError(f"{name} reads hidden states, which the last of {num_stages} stages has alone")

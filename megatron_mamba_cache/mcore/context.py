@@ -52,6 +52,7 @@ class MambaCacheContext(DirectRequests):
         *,
         planner: DraftPlanner | NoDrafts | None = None,
         materialize_only_last_token_logits: bool = True,
+        scores_prompts: bool = False,
         ranks: Ranks | None = None,
     ) -> None:
         self.ranks = ranks or OneRank()
@@ -68,7 +69,8 @@ class MambaCacheContext(DirectRequests):
         self._at_work: list[RunningRequest] = []  # the rows of the step in preparation or running
         self.planner = planner or NoDrafts()
         self.draft_distributions: list[Tensor | None] = []  # of the step's decode rows
-        self.wanted_outputs = torch.empty(0)
+        self.wanted_outputs = self.scored_hidden_states = torch.empty(0)
+        self.scores_prompts = scores_prompts or not materialize_only_last_token_logits
         self.graphs: GraphsByShape | None = None  # over the present memory
         self.graph: CapturedStep | None = None  # that the step which is laid out takes
         # Where more than this context's rows decides about a step, or looks at it, none is launched early.

@@ -15,6 +15,7 @@ from ..state.padding_rows import decode_padding_row
 from ..state.reading import Reading
 from .context import MambaCacheContext
 from .log_probs import followed_tokens, selected_log_probs, top_n_log_probs
+from .prompt_log_probs import score_prompts, whole_scores
 from .rank_digest import digest_of
 from .ranks import num_expert_ranks
 from .request_states import DraftCounts
@@ -129,11 +130,14 @@ class MambaCacheController(TextGenerationController):
         if not any(row.spec.log_probs.wanted for row in step.rows):
             return {"log_probs": None, "top_n_logprobs": None}
         only_last = context.materialize_only_last_token_logits
+        if only_last:
+            score_prompts(context, self.inference_wrapped_model.logits_of)
         places = followed_tokens(step, [new.tokens for new in kept], only_last=only_last)
         log_probs = F.log_softmax(logits_on_all_ranks(context, logits).squeeze(0).float(), dim=-1)
         return {
             "log_probs": selected_log_probs(places, log_probs),
             "top_n_logprobs": top_n_log_probs(step, places, log_probs),
+            "prompt_log_probs": whole_scores(step.rows) if only_last else None,
         }
 
     def _finish_step(self, kept: Sequence[KeptTokens]) -> dict[str, Any]:

@@ -13,14 +13,17 @@ from megatron.core.inference.sampling_params import SamplingParams
 from ..policy.requests import Candidate, RequestSpec
 from .context import MambaCacheContext
 from .controller import MambaCacheController
+from .engine_loop import EngineLoop
 from .failed_steps import FailedSteps, refusal_reason
-from .generated_tokens import append_all_but_last, append_tokens, has_log_probs, take_back
+from .generated_tokens import append_tokens, is_reported
 from .hit_rate_hint import HitRateHint
 from .plain_prompt import plain_prompt
+from .prompt_log_probs import scoring_allowed
 from .request_spec import check_identity, contradiction_in, fault_of, other_ends, spec_of
 from .request_states import DraftCounts, RequestStates, complete_parts
 from .scheduler import StepScheduler
 from .step_clock import WallClockEvent
+from .step_report import StepReport
 from .suspendable_engine import SuspendableEngine
 
 
@@ -34,6 +37,7 @@ class MambaCacheEngine(SuspendableEngine):
 
     def __init__(self, controller: MambaCacheController, context: MambaCacheContext, random_seed: int = 0) -> None:
         self.scheduler = StepScheduler(context)
+        self._runs_in = EngineLoop()
         self._states = RequestStates(random_seed)
         self._failed_steps = FailedSteps()
         self._step_ended = 0.0
@@ -62,6 +66,11 @@ class MambaCacheEngine(SuspendableEngine):
         Raises:
             ValueError: If a request of this id is in the engine already.
         """
+        return self._runs_in.call(lambda: self._begin_request(request_id, prompt, sampling_params, seed, tenant))
+
+    def _begin_request(
+        self, request_id: int, prompt: Any, sampling_params: SamplingParams | None, seed: int | None, tenant: str
+    ) -> asyncio.Future:
         if request_id in self.requests:
             raise ValueError(f"request id {request_id} is in use; give each request an id of its own")
         check_identity(request_id, seed, tenant)
@@ -80,11 +89,12 @@ class MambaCacheEngine(SuspendableEngine):
         request_id, sampling = request.request_id, request.sampling_params
         if request_id not in self._states:
             self._states.begin(request_id)
-        fault = contradiction_in(sampling, self.context.materialize_only_last_token_logits)
+        fault = contradiction_in(sampling, not self.context.scores_prompts)
         if fault is not None:
             return self._refuse(request, fault)
         ends = other_ends(sampling, self.controller.tokenizer)
-        future = super()._add_request(request)
+        with scoring_allowed(sampling):
+            future = super()._add_request(request)
         self.context.ahead.is_alone = False
         request.stop_word_ids = [*(request.stop_word_ids or ()), *ends]
         sampling.num_tokens_total = None  # folded into num_tokens_to_generate; both at once is an error on resuming
@@ -119,6 +129,10 @@ class MambaCacheEngine(SuspendableEngine):
         """Return how many drafts of the request were verified and kept so far; known as long as `cached_tokens`."""
         return self._states.draft_counts(request_id)
 
+    def running_seconds(self, request_id: int) -> float:
+        """Return the seconds since the step began that ran the request first; known as long as `cached_tokens`."""
+        return self._states.running_seconds(request_id)
+
     def schedule_waiting_requests(self) -> None:
         """Schedule the next step, instead of Megatron's two schedulers; one that is launched already stays as it is."""
         self.context.ahead.has_queue = bool(self.waiting_request_ids)
@@ -131,9 +145,7 @@ class MambaCacheEngine(SuspendableEngine):
         self.context.ahead.is_alone = not scheduled.admitted and not self._failed_steps
         for row in scheduled.admitted:
             state = self._states[row.request_id]
-            if state.cached_tokens is None:
-                state.cached_tokens = row.computed
-            state.age = row.age
+            state.admit(row.computed, row.age)
             self.waiting_request_ids.remove(row.request_id)
             self.get_request(row.request_id).add_event_add()
         if scheduled.admitted:
@@ -157,29 +169,21 @@ class MambaCacheEngine(SuspendableEngine):
 
         If it raises, what has ended is reported by the next step, and what lacks its token waits again.
         """
-        records, num_known = [], []
+        step = StepReport(step_result, self.requests, self._states)
         try:
-            ending = list(self.failed_request_ids)
-            if step_result is not None:
-                ending += step_result["finished_request_ids"].tolist()
-            records = [self.requests[request_id].record for request_id in ending]
-            num_known = [len(record[-1].generated_tokens) for record in records]
-            if step_result is not None:
-                append_all_but_last(step_result, self.get_request, self.controller.tokenizer.detokenize)
-                if self.context.planner.max_drafts:
-                    self._states.count_drafts(step_result["active_request_ids"].tolist(), step_result["draft_counts"])
-            for request_id in ending:
-                if self.requests[request_id].future.done():
-                    self.requests[request_id].future = self._loop.create_future()
+            for entry in step.mark_leaving(self.failed_request_ids):
+                if entry.future.done():
+                    entry.future = self._loop.create_future()
+            if step_result is not None and (step_result["log_probs"] or self.context.planner.max_drafts):
+                step.append(self.controller.tokenizer.detokenize)
+                step_result = step.rest()
+            self._before_report(step_result)
             report = await super().async_bookkeep(step_result, *args, **settings)
         except BaseException as error:
-            ended = [record for record in records if record.request_id not in self.requests]
-            for record, known in zip(records, num_known, strict=True):
-                if record.request_id in self.requests:
-                    take_back(record[-1], known)  # its end would be followed by more
-            self._unreported += ended
-            for record in ended:
+            for record in step.ended(None if self.use_coordinator else self.controller.tokenizer.detokenize):
+                self._unreported.append(record)
                 self._forget(record.request_id)
+            step.take_back(self.context.rows, self.failed_request_ids)
             self._recover(error)
             raise
         report["finished_request_records"][:0] = self._unreported
@@ -192,7 +196,7 @@ class MambaCacheEngine(SuspendableEngine):
         """Append the step's tokens to their requests; evicted ones go back to the head of the queue."""
         in_prefill = self.context.chunked_prefill_request_id != -1  # it gets no token
         nobody_goes = not len(finished_request_ids) and evict_request_ids is None
-        if nobody_goes and not (in_prefill or self._failed_steps or has_log_probs(*args)):
+        if nobody_goes and not (in_prefill or self._failed_steps):
             return append_tokens(self.requests, request_ids.tolist(), *args), []
         outcome = super().post_process_requests(request_ids, finished_request_ids, None, *args, **settings)
         for request_id in request_ids.tolist() if self._failed_steps else ():
@@ -220,15 +224,19 @@ class MambaCacheEngine(SuspendableEngine):
         self._send_back([row.request_id for row in self.context.rows if row.request_id != alone])
         return [alone] if alone in self.waiting_request_ids else []
 
+    def _before_report(self, step_result: Any) -> None:
+        """Do what comes between counting a step's drafts and reporting the step, and may fail with it; here nothing."""
+
     def _recover(self, error: BaseException) -> None:
-        """After a failed step, send requests back whose row is gone or knows other tokens than their record."""
+        """After a failed step, send requests back whose row is gone or whose record lacks what the row has."""
         self.failed_request_ids = [request_id for request_id in self.failed_request_ids if request_id in self.requests]
         elsewhere = {*self.waiting_request_ids, *self.failed_request_ids}
-        num_generated = {row.request_id: len(row.generated) for row in self.context.rows}
+        rows = {row.request_id: row for row in self.context.rows}
         astray = [
             request_id
             for request_id, entry in self.requests.items()
-            if request_id not in elsewhere and num_generated.get(request_id) != len(entry.record[-1].generated_tokens)
+            if request_id not in elsewhere
+            and not (request_id in rows and is_reported(rows[request_id], entry.record[-1]))
         ]
         self._send_back(astray)
         in_hand, self.scheduler.in_hand = self.scheduler.in_hand, None

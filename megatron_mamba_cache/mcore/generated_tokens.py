@@ -1,14 +1,81 @@
-"""What a step adds to Megatron's records: a token a request, and before it what accepted drafts add."""
+"""What a step adds to Megatron's records: one value for each request, which is there as a whole or not at all."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from megatron.core.inference.inference_request import Status
 from torch import Tensor
 
+from ..policy.requests import RunningRequest
+from .prompt_log_probs import named_alternatives
+from .request_states import DraftCounts, RequestState
 
-def has_log_probs(_seconds: float, _sample: Tensor, log_probs: Any, top_n_logprobs: Any = None) -> bool:
-    """Whether a step's report, in the order of Megatron's arguments, has more than tokens for any request."""
-    return bool(log_probs) or bool(top_n_logprobs)
+_BY_TOKEN = ("generated_tokens", "tpot", "generated_log_probs", "generated_top_n_logprobs")
+_LOG_PROBS = ("prompt_log_probs", "generated_log_probs")
+_TOP_N = ("prompt_top_n_logprobs", "generated_top_n_logprobs")
+
+
+@dataclass(frozen=True, slots=True)
+class Addition:
+    """What a step adds to a request beside its last token and that token's time, which Megatron appends.
+
+    Args:
+        request: Megatron's, the newest of its record.
+        tokens: All that the step generated, the last one included; none in mid-prefill.
+        log_probs: Of prompt tokens, if they are wanted, and then of `tokens`; None: none are wanted.
+        top_n: Likewise, the best tokens at each place, by their text.
+        state: Counts the request's drafts.
+        drafts_before, drafts_after: Those counts without and with the step's drafts.
+    """
+
+    request: Any
+    tokens: Sequence[int]
+    log_probs: Sequence[float] | None
+    top_n: Sequence[dict[str, float]] | None
+    state: RequestState
+    drafts_before: DraftCounts
+    drafts_after: DraftCounts
+
+    def apply(self) -> None:
+        """Append it; accepted drafts take no time of their own: the step's time goes with the last token."""
+        self.state.drafts = self.drafts_after
+        request, others = self.request, self.tokens[:-1]
+        if others:
+            request.generated_tokens.extend(others)
+            request.tpot = request.tpot or []
+            request.tpot.extend(0.0 for _ in others)
+        for names, entries in ((_LOG_PROBS, self.log_probs), (_TOP_N, self.top_n)):
+            if entries is not None:
+                of_prompt, generated = (_list_of(request, name) for name in names)
+                num_prompt = len(entries) - len(self.tokens)
+                generated.extend(entries[num_prompt:])
+                if not request.sampling_params.skip_prompt_log_probs:
+                    of_prompt.extend(entries[:num_prompt])
+
+
+@dataclass(frozen=True, slots=True)
+class RecordMark:
+    """What a request that leaves its row had before the step that it leaves in is reported."""
+
+    entry: Any  # Megatron's
+    request: Any  # the newest of its record
+    num_tokens: int
+    num_events: int
+
+    @staticmethod
+    def of(entry: Any) -> "RecordMark":
+        """Mark a request as it is now."""
+        newest = entry.record.requests[-1]
+        return RecordMark(entry, newest, len(newest.generated_tokens), len(newest.events))
+
+    def take_back(self) -> None:
+        """Leave the request what it had; nothing happens if another part of its record has begun."""
+        if self.entry.record.requests[-1] is not self.request:
+            return
+        take_back(self.request, self.num_tokens)
+        del self.request.events[self.num_events :]
+        self.request.generated_length, self.request.status = None, Status.ACTIVE_AND_GENERATING_TOKENS
 
 
 def append_tokens(
@@ -29,40 +96,79 @@ def append_tokens(
     return list(request_ids)
 
 
-def take_back(request: Any, num_known: int) -> None:
-    """Leave a request the first tokens that it generated, and their times."""
-    del request.generated_tokens[num_known:]
-    if request.tpot is not None:
-        del request.tpot[num_known:]
+def additions_of(
+    step_result: Mapping[str, Any],
+    entries: Mapping[int, Any],
+    states: Mapping[int, RequestState],
+    detokenize: Callable[[list[int]], str],
+) -> list[Addition]:
+    """Return what a step adds to its requests, of those that it gives more than a token; nothing changes yet.
 
-
-def append_all_but_last(
-    step_result: dict[str, Any], request_of: Callable[[int], Any], detokenize: Callable[[list[int]], str]
-) -> None:
-    """Append what accepted drafts add to their requests; Megatron appends one token a step, the last.
-
-    They take no time of their own: the step's time goes with the last. Their log-probs leave `step_result`, and so do
-    all alternatives to tokens behind a request's first. If one has no text, nothing has changed.
+    Args:
+        entries: Megatron's, by request id.
+        detokenize: Names alternatives; whatever it raises is raised here.
     """
-    if not step_result["top_n_logprobs"] and max(map(len, step_result["kept_tokens"]), default=0) <= 1:
-        return
-    log_probs, top_n = step_result["log_probs"], step_result["top_n_logprobs"] or {}
-    named = {index: [_named_log_probs(*best, detokenize) for best in places] for index, places in top_n.items()}
-    for index, request_id in enumerate(step_result["active_request_ids"].tolist()):
-        tokens = step_result["kept_tokens"][index][:-1]
-        request = request_of(request_id)
-        if request.generated_tokens and index in top_n:
-            request.generated_top_n_logprobs = [*(request.generated_top_n_logprobs or ()), *named[index]]
-            del top_n[index]
-        if not tokens:
+    log_probs, top_n = step_result["log_probs"] or (), step_result["top_n_logprobs"] or {}
+    prompts = step_result.get("prompt_log_probs") or {}
+    found = []
+    steps = zip(
+        step_result["active_request_ids"].tolist(), step_result["kept_tokens"], step_result["draft_counts"], strict=True
+    )
+    for index, (request_id, tokens, drafts) in enumerate(steps):
+        chosen = log_probs[index] if log_probs else None
+        if chosen is None and not drafts.drafted:
             continue
-        request.generated_tokens.extend(tokens)
-        request.tpot = [*(request.tpot or ()), *(0.0 for _ in tokens)]
-        if log_probs and log_probs[index]:
-            request.generated_log_probs = [*(request.generated_log_probs or ()), *log_probs[index][:-1]]
-            log_probs[index] = log_probs[index][-1:]
+        best = [_by_text(*place, detokenize) for place in top_n[index]] if index in top_n else None
+        if scored := prompts.get(index):
+            chosen = [*(token.log_prob for token in scored), *chosen]
+            best = None if best is None else [*named_alternatives(scored, detokenize), *best]
+        request, state = entries[request_id].record.requests[-1], states[request_id]
+        found.append(Addition(request, tokens, chosen, best, state, state.drafts, state.drafts.plus(drafts)))
+    return found
 
 
-def _named_log_probs(values: Tensor, token_ids: Tensor, detokenize: Callable[[list[int]], str]) -> dict[str, float]:
+def is_reported(row: RunningRequest, request: Any) -> bool:
+    """Whether a request's record has all that its row has computed: tokens, times, log-probs and alternatives."""
+    num_tokens, wish = len(row.generated), row.spec.log_probs
+    if any(len(getattr(request, name) or ()) != num_tokens for name in _BY_TOKEN[:2]):
+        return False
+    pending = 0 if num_tokens else len(row.scored)  # a prompt's scores come with the first token
+    num_places = num_tokens if wish.skip_prompt else row.computed - pending
+    wanted = [names for names, is_wanted in ((_LOG_PROBS, wish.wanted), (_TOP_N, wish.top_n)) if is_wanted]
+    return all(sum(len(getattr(request, name) or ()) for name in names) == num_places for names in wanted)
+
+
+def take_back(request: Any, num_known: int) -> None:
+    """Leave a request the first tokens that it generated and what goes with each.
+
+    Entries of the prompt come before the first token: without any, the request starts again, and so do they.
+    """
+    for name in _BY_TOKEN:
+        if (entries := getattr(request, name)) is not None:
+            del entries[num_known:]
+    if not num_known:
+        request.prompt_log_probs = request.prompt_top_n_logprobs = None
+
+
+def complete_texts(record: Any, detokenize: Callable[[list[int]], str]) -> None:
+    """Give the parts of a record the texts that they lack; one that cannot be made stays out."""
+    for request in record.requests:
+        try:
+            if request.prompt is None:
+                request.prompt = detokenize(request.prompt_tokens.tolist())
+            if request.generated_text is None:
+                request.generated_text = detokenize(request.generated_tokens)
+        except Exception:  # it is being reported already, and the reply's tokens are there
+            continue
+
+
+def _list_of(request: Any, name: str) -> list[Any]:
+    if getattr(request, name) is None:
+        setattr(request, name, [])
+    entries: list[Any] = getattr(request, name)
+    return entries
+
+
+def _by_text(values: Tensor, token_ids: Tensor, detokenize: Callable[[list[int]], str]) -> dict[str, float]:
     pairs = zip(values.tolist(), token_ids.tolist(), strict=True)
     return {detokenize([token]): value for value, token in pairs}

@@ -22,7 +22,8 @@ def followed_tokens(step: StepBatch, kept: Sequence[Sequence[int]], *, only_last
     """Return, for each row, which logits its log-probs come from; None for a row that wants none of this step.
 
     A row's last computed token is followed by its sampled token, or in mid-prefill by its next prompt token; a decode
-    row's by the tokens that were kept.
+    row's by the tokens that were kept. Where only the last tokens have logits, prompts are scored by
+    `prompt_log_probs`, not here.
 
     Args:
         kept: [rows][tokens] newly sampled tokens that are kept; none of a row in mid-prefill.
@@ -32,7 +33,7 @@ def followed_tokens(step: StepBatch, kept: Sequence[Sequence[int]], *, only_last
     token_start = 0
     for index, (row, new) in enumerate(zip(step.rows, kept, strict=True)):
         token_end = token_start + row.scheduled
-        if not _is_wanted(row):
+        if not _is_wanted(row) or (only_last and not row.samples_this_step):
             found.append(None)
         elif row.is_prefilling:
             end = row.computed + row.scheduled

@@ -22,6 +22,9 @@ class ReportingEngine(Protocol):
     def draft_counts(self, request_id: int) -> DraftCounts:
         """See `MambaCacheEngine`."""
 
+    def running_seconds(self, request_id: int) -> float:
+        """See `MambaCacheEngine`."""
+
     def cancel_request(self, request_id: int) -> bool:
         """See `MambaCacheEngine`."""
 
@@ -63,6 +66,8 @@ class ProgressReports:
         news = [[request_id, self._progress(request_id)] for request_id in request_ids if self._streams(request_id)]
         if news := [entry for entry in news if entry[1]["tokens"]]:
             self._target.send(msgpack.packb([PROGRESS, news]))
+        # Only now: what could not be sent is told the next time.
+        self._known |= {request_id: progress["start"] + len(progress["tokens"]) for request_id, progress in news}
         self._known = {request_id: count for request_id, count in self._known.items() if self._streams(request_id)}
 
     def send_state(self) -> None:
@@ -92,18 +97,24 @@ class ProgressReports:
         parts = self._engine.requests[request_id].record.requests
         start = self._known.get(request_id, 0)
         progress = progress_since(start, parts, self._engine.cached_tokens(request_id))
-        self._known[request_id] = start + len(progress["tokens"])
         drafts = self._engine.draft_counts(request_id)
-        return progress | {"draft_tokens": drafts.drafted, "accepted_tokens": drafts.accepted}
+        counts = {"draft_tokens": drafts.drafted, "accepted_tokens": drafts.accepted}
+        return progress | counts | {"running_s": self._engine.running_seconds(request_id)}
 
 
 def progress_since(start: int, parts: Sequence[Any], cached_tokens: int) -> dict[str, Any]:
-    """Return what a request's parts have beyond the first `start` generated tokens, in plain types."""
+    """Return what a request's parts have beyond the first `start` generated tokens, in plain types.
+
+    The prompt's log-probs come with the first token.
+    """
+    first = parts[0] if start == 0 else None
     return {
         "start": start,
         "tokens": tokens_after(start, parts),
         "log_probs": tokens_after(start, parts, "generated_log_probs"),
         "alternatives": tokens_after(start, parts, "generated_top_n_logprobs"),
+        "prompt_log_probs": getattr(first, "prompt_log_probs", None) or [],
+        "prompt_alternatives": getattr(first, "prompt_top_n_logprobs", None) or [],
         "cached_tokens": cached_tokens,
     }
 

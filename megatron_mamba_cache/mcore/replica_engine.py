@@ -213,16 +213,19 @@ class ReplicaEngine(MambaCacheEngine):
         return outcome
 
     async def async_bookkeep(self, step_result: Any, *args: Any, **settings: Any) -> Any:
-        """Report the step; a coordinator first hears where prompts can resume now, then what has ended."""
+        """Report the step; see `MambaCacheEngine`."""
+        report = await super().async_bookkeep(step_result, *args, **settings)
+        self._progress.send(report["active_request_ids"])
+        return report
+
+    def _before_report(self, step_result: Any) -> None:
+        """Tell a coordinator where prompts can resume now, before it hears what has ended."""
         if self.use_coordinator:
             finished = [] if step_result is None else step_result["finished_request_ids"].tolist()
             for request_id in [*finished, *self.failed_request_ids]:
                 self._annotate(self.requests[request_id].record, request_id)
             self._reports.send()
             self._send_unreported()
-        report = await super().async_bookkeep(step_result, *args, **settings)
-        self._progress.send(report["active_request_ids"])
-        return report
 
     def suspend(self) -> None:
         """Take the rows of running requests, and drop memory that is not resident; see `MambaCacheEngine`."""
@@ -280,6 +283,7 @@ class ReplicaEngine(MambaCacheEngine):
         sampling = record[0].sampling_params
         sampling.cached_tokens = self.cached_tokens(request_id)
         sampling.replica = self._replica_name
+        sampling.running_s = self.running_seconds(request_id)
         drafts = self.draft_counts(request_id)
         sampling.draft_tokens, sampling.accepted_tokens = drafts.drafted, drafts.accepted
 

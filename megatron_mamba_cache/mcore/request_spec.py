@@ -66,7 +66,7 @@ def contradiction_in(sampling: Any, only_last_logits: bool) -> str | None:
     """Return which sampling parameters are of a wrong type or contradict each other, or the engine; None if none do.
 
     Args:
-        only_last_logits: Whether the engine computes the logits of each row's last token only.
+        only_last_logits: Whether the engine computes the logits of each row's last token only, and scores no prompts.
     """
     for name in ("num_tokens_to_generate", "num_tokens_total"):
         if type(getattr(sampling, name)) not in (int, NoneType):
@@ -87,8 +87,8 @@ def contradiction_in(sampling: Any, only_last_logits: bool) -> str | None:
         return f"top_n_logprobs={sampling.top_n_logprobs} needs return_log_probs=True"
     if sampling.return_log_probs and not sampling.skip_prompt_log_probs and only_last_logits:
         return (
-            "log-probs of the prompt need all logits: build the engine with materialize_only_last_token_logits=False, "
-            "or set skip_prompt_log_probs=True"
+            "log-probs of the prompt are off: build the engine with scores_prompts=True or "
+            "materialize_only_last_token_logits=False, or set skip_prompt_log_probs=True"
         )
     return None
 

@@ -1,6 +1,7 @@
 """What the engine keeps of each request beside Megatron's record, and for a while of those that have left."""
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,10 @@ class DraftCounts:
     drafted: int = 0
     accepted: int = 0
 
+    def plus(self, other: "DraftCounts") -> "DraftCounts":
+        """Return both together."""
+        return DraftCounts(self.drafted + other.drafted, self.accepted + other.accepted)
+
 
 @dataclass(slots=True)
 class RequestState:
@@ -30,6 +35,14 @@ class RequestState:
     age: int | None = None  # order of its first admission
     cached_tokens: int | None = None  # prompt tokens skipped at its first admission
     drafts: DraftCounts = DraftCounts()  # over its whole life, evictions included
+    admitted_at: float | None = None  # seconds of the monotonic clock, at its first admission; decides nothing
+
+    def admit(self, cached_tokens: int, age: int) -> None:
+        """Note an admission; only the first one's cached tokens count."""
+        self.age = age
+        if self.cached_tokens is None:
+            self.cached_tokens = cached_tokens
+            self.admitted_at = time.monotonic()
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +51,7 @@ class _RequestCounts:
 
     cached_tokens: int = 0
     drafts: DraftCounts = DraftCounts()
+    admitted_at: float | None = None
 
 
 class RequestStates(dict[int, RequestState]):
@@ -56,16 +70,14 @@ class RequestStates(dict[int, RequestState]):
         """Return the prompt tokens skipped at a request's first admission; 0 before that, or if it is forgotten."""
         return self._counts_of(request_id).cached_tokens
 
+    def running_seconds(self, request_id: int) -> float:
+        """Return the seconds since a request's first admission; 0 before that, or if it is forgotten."""
+        admitted_at = self._counts_of(request_id).admitted_at
+        return 0.0 if admitted_at is None else time.monotonic() - admitted_at
+
     def draft_counts(self, request_id: int) -> DraftCounts:
         """Return the drafts of a request so far; none if it is forgotten."""
         return self._counts_of(request_id).drafts
-
-    def count_drafts(self, request_ids: Sequence[int], step_counts: Sequence[DraftCounts]) -> None:
-        """Add what a step verified of each of its requests; one that has left is not counted on."""
-        for request_id, step in zip(request_ids, step_counts, strict=True):
-            if step.drafted and (state := self.get(request_id)) is not None:
-                drafted, accepted = state.drafts.drafted + step.drafted, state.drafts.accepted + step.accepted
-                state.drafts = DraftCounts(drafted, accepted)
 
     def leave(self, request_id: int) -> None:
         """Keep only the counts of a request; nothing happens if it has left already."""
@@ -80,7 +92,7 @@ class RequestStates(dict[int, RequestState]):
         state = self.get(request_id)
         if state is None:
             return self._left.get(request_id, _RequestCounts())
-        return _RequestCounts(state.cached_tokens or 0, state.drafts)
+        return _RequestCounts(state.cached_tokens or 0, state.drafts, state.admitted_at)
 
 
 def begin_next_part(record: DynamicInferenceRequestRecord) -> None:

@@ -32,6 +32,14 @@ class HybridInferenceWrapper(GPTInferenceWrapper):
         self.stage.send(output)
         return output
 
+    def logits_of(self, hidden_states: Tensor) -> Tensor:
+        """Return the logits, [n, vocab], of what the last layer computed, [n, hidden]; on the last stage only."""
+        model = self.model
+        weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
+        logits, _ = model.output_layer(hidden_states.unsqueeze(1), weight=weight, runtime_gather_output=True)
+        found: Tensor = logits.squeeze(1)
+        return found
+
     def compute_part(self, inference_input: dict[str, Any]) -> Tensor:
         """Compute this stage's layers over what was received; the rest as `run_one_forward_step`."""
         self.stage.place_input(inference_input["tokens"].shape[1])

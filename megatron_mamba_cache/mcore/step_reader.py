@@ -43,6 +43,7 @@ class StepReader(DynamicInferenceContext):
     shape: HybridModelShape
     rows: list[RunningRequest]
     wanted_outputs: Tensor
+    scored_hidden_states: Tensor
     _memory: CacheMemory | None
     _step: StepBatch | None
     _attend: PlannedAttention
@@ -186,10 +187,17 @@ class StepReader(DynamicInferenceContext):
         """Return, of logits or hidden states [1, tokens, n], those whose logits are wanted: [logits, n].
 
         These are each row's last token and, before it, the tokens that drafts follow. They are kept as
-        `wanted_outputs`: hidden states, unless the model was told to compute the logits of every token.
+        `wanted_outputs`: hidden states, unless the model was told to compute the logits of every token. Where prompts
+        are scored, the hidden states of all tokens are kept as well, as `scored_hidden_states` [tokens, hidden].
         """
+        if self.materialize_only_last_token_logits and any(row.scores_prompt for row in self.step.rows):
+            self.scored_hidden_states = logits.squeeze(0)
         self.wanted_outputs = logits.squeeze(0).index_select(0, self.step.logits.tokens)
         return self.wanted_outputs
+
+    def drop_scored_hidden_states(self) -> None:
+        """Let the hidden states of all tokens go."""
+        self.scored_hidden_states = torch.empty(0)
 
     def wanted_logits(self, logits: Tensor) -> Tensor:
         """Return the step's wanted logits, [logits, vocab], of those that the model computed, [1, n, vocab]."""

@@ -1,14 +1,18 @@
 """The engine between its steps: what it compiles and captures, when its memory goes and comes, which weights it has."""
 
+import asyncio
+import contextlib
 import gc
 import logging
 
 from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine
+from megatron.core.utils import get_asyncio_loop, trace_async_exceptions
 
 from ..kernels.compilation import Compilations
 from .context import MambaCacheContext
 from .controller import MambaCacheController
 from .cuda_graphs import capture_graphs
+from .engine_loop import EngineLoop
 from .request_states import RequestStates, begin_next_part
 from .warmup import warm_up
 from .weight_places import WeightPlaces
@@ -25,6 +29,7 @@ class SuspendableEngine(DynamicInferenceEngine):
     context: MambaCacheContext
     controller: MambaCacheController
     _states: RequestStates
+    _runs_in: EngineLoop
 
     def warmup(self) -> Compilations:
         """Compile the kernels that steps launch, so that no request waits for it; return what was compiled.
@@ -87,6 +92,7 @@ class SuspendableEngine(DynamicInferenceEngine):
         self.context.adopt_weights(weights_version)
         self.controller.inference_wrapped_model.model.eval()
         super().resume()
+        self._runs_in.wake()
         if self.persist_cuda_graphs:
             self._recapture_if_moved()
 
@@ -120,6 +126,20 @@ class SuspendableEngine(DynamicInferenceEngine):
         self._forget(request_id)
         entry.future.cancel()
         return True
+
+    @trace_async_exceptions
+    async def run_engine(self, *, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        """Step whenever there is something to do, until this task is cancelled; see Megatron's engine.
+
+        A request is served whenever it is added: before this runs, while it steps and while it waits, from its loop's
+        thread or another one.
+        """
+        self._loop = get_asyncio_loop(loop)
+        self.use_coordinator = False
+        with contextlib.suppress(asyncio.CancelledError), self._runs_in.entered(self._loop):
+            while True:
+                await self._runs_in.wait_until(lambda: not self.is_suspended and self.has_unfinished_requests())
+                await self.async_step()
 
     def _recapture_if_moved(self) -> None:
         """Capture again if on any rank weights lie elsewhere than the graphs read them."""

@@ -1,6 +1,6 @@
 """Load a Hugging Face checkpoint of a hybrid model into Megatron, ready for `build_engine`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -10,11 +10,14 @@ from megatron.core import parallel_state
 from megatron.core.models.mamba.mamba_model import MambaModel
 from tqdm import tqdm
 
+from ..installation import install_command
 from . import bamba, granite_hybrid, nemotron_h
 from .architecture import HybridArchitecture
 from .checkpoint_config import CheckpointConfig
 from .hybrid_model import build_hybrid_model
+from .multi_token_prediction import mtp_names, num_mtp_layers, warn_of_mtp
 from .placement import ModelFiller, Placements
+from .quantized_checkpoints import check_not_quantized
 from .rank_part import EMBEDDINGS, RankPart
 from .safetensors_files import SafetensorsFiles
 
@@ -35,11 +38,14 @@ class LoadedModel:
     directory: Path
 
 
-def load_hugging_face(source: str | Path, dtype: torch.dtype = torch.bfloat16) -> LoadedModel:
+def load_hugging_face(source: str | Path, dtype: torch.dtype | None = torch.bfloat16) -> LoadedModel:
     """Load a model directory (config.json and safetensors) onto the current device.
 
     Tensors that have a place on this rank are read one at a time, and cut to the rank's part on the way in. A name that
     is no directory is looked up in the local cache of huggingface_hub, or downloaded by it, if that is installed.
+
+    Args:
+        dtype: Of the weights; None: bfloat16 if config.json says that they are stored so, else float32.
 
     Raises:
         ValueError: Naming file and tensor, if anything is missing, damaged, superfluous, of the wrong shape or not
@@ -49,13 +55,16 @@ def load_hugging_face(source: str | Path, dtype: torch.dtype = torch.bfloat16) -
     directory = _directory_of(source)
     config = CheckpointConfig.read(directory)
     family = FAMILIES[config.one_of("model_type", sorted(FAMILIES))]
+    check_not_quantized(directory)
     files = SafetensorsFiles(directory)
-    config.require("quantization_config", None, None)
     architecture = _with_own_output(family.architecture_of(config), files)
     placements = family.placements_of(architecture)
-    _check_names(directory, files, placements)
+    left_out = mtp_names(files.names.keys() - placements.keys(), placements.keys(), num_mtp_layers(config))
+    _check_names(directory, files.names.keys() - set(left_out), placements)
+    if left_out:
+        warn_of_mtp(directory, len(left_out))
     _check_embeddings(directory, files, architecture, placements)
-    model = _built(architecture, dtype, directory)
+    model = _built(architecture, dtype or _stored_dtype(config), directory)
     filler = ModelFiller(
         model,
         placements,
@@ -63,7 +72,7 @@ def load_hugging_face(source: str | Path, dtype: torch.dtype = torch.bfloat16) -
         parallel_state.get_tensor_model_parallel_world_size(),
         RankPart.of_process(architecture).local_name,
     )
-    _fill(filler, files)
+    _fill(filler, files, placements)
     if unfilled := filler.unfilled():
         raise ValueError(f"{directory}: the checkpoint leaves {listed(unfilled)} of the model without values")
     return LoadedModel(model, architecture, directory)
@@ -80,7 +89,8 @@ def _directory_of(source: str | Path) -> Path:
         from huggingface_hub import snapshot_download
     except ImportError as error:
         raise ValueError(
-            f"{missing}, and huggingface_hub, which could fetch a model of that name, is not installed"
+            f"{missing}, and huggingface_hub, which could fetch a model of that name, is not installed: "
+            f"{install_command('hf')}"
         ) from error
     try:
         return Path(snapshot_download(str(source), allow_patterns=_FETCHED))
@@ -89,14 +99,19 @@ def _directory_of(source: str | Path) -> Path:
         raise ValueError(f"{missing}, and huggingface_hub cannot fetch a model of that name: {reason}") from error
 
 
+def _stored_dtype(config: CheckpointConfig) -> torch.dtype:
+    """Return bfloat16 if the configuration names it, under the newer name or the older one; else float32."""
+    is_bfloat16 = any(config.equals(name, "bfloat16", None) for name in ("dtype", "torch_dtype"))
+    return torch.bfloat16 if is_bfloat16 else torch.float32
+
+
 def _with_own_output(architecture: HybridArchitecture, files: SafetensorsFiles) -> HybridArchitecture:
     """Return the architecture untied if the checkpoint has output weights all the same, as transformers would use."""
     return replace(architecture, tie_embeddings=architecture.tie_embeddings and _OUTPUT not in files.names)
 
 
-def _check_names(directory: Path, files: SafetensorsFiles, placements: Placements) -> None:
-    unknown = sorted(files.names.keys() - placements.keys())
-    missing = sorted(placements.keys() - files.names.keys())
+def _check_names(directory: Path, names: Set[str], placements: Placements) -> None:
+    unknown, missing = sorted(names - placements.keys()), sorted(placements.keys() - names)
     if unknown:
         raise ValueError(f"{directory}: the checkpoint has {listed(unknown)}, which the model has no place for")
     if missing:
@@ -125,8 +140,8 @@ def _built(architecture: HybridArchitecture, dtype: torch.dtype, directory: Path
         raise MemoryError(f"{directory / 'config.json'}: {error}") from error
 
 
-def _fill(filler: ModelFiller, files: SafetensorsFiles) -> None:
-    wanted = {name for name in files.names if filler.wants(name)}
+def _fill(filler: ModelFiller, files: SafetensorsFiles, names: Iterable[str]) -> None:
+    wanted = {name for name in names if filler.wants(name)}
     with tqdm(total=len(wanted), desc="loading", unit="tensor", disable=None) as progress:
         for name, tensor in files.tensors(wanted):
             try:

@@ -72,6 +72,10 @@ class HuggingFaceTokenizer:
         """Return the bytes of a token, which need not be whole characters; None if the files do not tell them."""
         return token_bytes(self._codec.token_of(token), self.detokenize([token]))
 
+    def token_of(self, token: int) -> str | None:
+        """Return a token as the tokenizer's files spell it; None for an id that stands for nothing."""
+        return self._codec.token_of(token)
+
     @property
     def has_chat_template(self) -> bool:
         """Whether the directory says how to write a conversation."""

@@ -27,7 +27,6 @@ _SUPPORTED: dict[str, tuple[Any, Any]] = {
     "activation_func_clamp_value": (None, None),
     "quick_geglu": (False, False),
     "use_mup": (False, False),
-    "mtp_num_layers": (0, 0),
     "heterogeneous_layers_config_path": (None, None),
 }
 _SUPPORTED_ROTATION: dict[str, tuple[Any, Any]] = {
@@ -74,7 +73,7 @@ def _require(arguments: CheckpointConfig, supported: dict[str, tuple[Any, Any]])
 
 def _pattern(arguments: CheckpointConfig) -> str:
     if arguments.has("hybrid_override_pattern"):
-        return arguments.text("hybrid_override_pattern")
+        return arguments.text("hybrid_override_pattern").split("/")[0]  # the rest are layers that predict more tokens
     shares = [arguments.share(f"hybrid_{kind}_ratio", 0.0) for kind in ("attention", "mlp")]
     if not shares[0] or sum(shares) > 1:
         raise arguments.error(

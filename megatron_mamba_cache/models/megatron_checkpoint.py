@@ -1,5 +1,6 @@
 """Save Megatron distributed checkpoints (torch_dist), and load them and those of Megatron-LM's training."""
 
+import math
 import pickle
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing import ShardedObject
+from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import apply_factories
@@ -23,6 +24,7 @@ from .checkpoint_writer import InProcessSaveStrategy
 from .common_state import COMMON_FILE, CommonState, NoCommonState, read_common_state
 from .hugging_face import LoadedModel, listed
 from .hybrid_model import build_hybrid_model
+from .multi_token_prediction import mtp_names, warn_of_mtp
 from .rank_part import EMBEDDINGS, OUTPUT, RankPart
 from .tensor_index import check_tensor_index
 from .tensor_names import is_training_state, take_fused_names
@@ -62,12 +64,13 @@ def save_megatron_checkpoint(model: MambaModel, architecture: HybridArchitecture
 
 
 def load_megatron_checkpoint(
-    directory: str | Path, dtype: torch.dtype = torch.bfloat16, architecture: HybridArchitecture | None = None
+    directory: str | Path, dtype: torch.dtype | None = torch.bfloat16, architecture: HybridArchitecture | None = None
 ) -> LoadedModel:
     """Load what `save_megatron_checkpoint` or Megatron-LM's training wrote, under any number of ranks.
 
     Args:
         directory: Of one checkpoint, or of a run: then its latest one is taken.
+        dtype: Of the weights; None: bfloat16 if most of them are stored so, else float32.
         architecture: None: it is read from hybrid_architecture.json in the directory, or else from the arguments of
             the training run in common.pt.
 
@@ -81,13 +84,13 @@ def load_megatron_checkpoint(
     _check_files(path)
     common = read_common_state(path)
     described = written or trained_architecture(common, path)
+    check_tensor_index(path)
     try:
-        model = build_hybrid_model(described.architecture, dtype)
+        model = build_hybrid_model(described.architecture, dtype or _stored_dtype(path))
     except (ValueError, AssertionError) as error:
         raise ValueError(f"{described.source} describes no model that Megatron builds: {error}") from error
     except MemoryError as error:
         raise MemoryError(f"{described.source}: {error}") from error
-    check_tensor_index(path)
     try:
         stored = load_sharded_metadata(str(path))
         wanted = _wanted(model, described.architecture, common, stored)
@@ -101,6 +104,17 @@ def load_megatron_checkpoint(
         ) from error
     _fill(model, state)
     return LoadedModel(model, described.architecture, Path(directory))
+
+
+def _stored_dtype(path: Path) -> torch.dtype:
+    """Return bfloat16 if more parameters are stored so than otherwise, else float32."""
+    try:
+        stored = [part for part in load_sharded_metadata(str(path)).values() if isinstance(part, ShardedTensor)]
+        sizes = [(tensor.dtype, math.prod(tensor.global_shape)) for tensor in stored]
+    except _LOAD_ERRORS as error:
+        raise ValueError(f"{path} does not hold the weights of a model: {_reason(error)}") from error
+    num_bfloat16 = sum(size for dtype, size in sizes if dtype is torch.bfloat16)
+    return torch.bfloat16 if 2 * num_bfloat16 > sum(size for _, size in sizes) else torch.float32
 
 
 def _make_empty(path: Path) -> None:
@@ -153,12 +167,15 @@ def _check_tensors(path: Path, described: DescribedModel, wanted: dict[str, Any]
     if missing:
         also = f", and has {listed(superfluous)} that it has no place for" if superfluous else ""
         raise _Mismatch(f"{path} lacks {listed(missing)} of {model}{also}")
-    if superfluous:
-        raise _Mismatch(f"{path} has {listed(superfluous)}, which {model} has no place for")
+    left_out = mtp_names(superfluous)
+    if unknown := sorted(set(superfluous) - set(left_out)):
+        raise _Mismatch(f"{path} has {listed(unknown)}, which {model} has no place for")
     for name, part in needed.items():
         found, expected = tuple(stored[name].global_shape), tuple(part.global_shape)
         if found != expected:  # Megatron would fill what embeddings lack with zeros
             raise _Mismatch(f"{path}: tensor {name} has shape {found} where {model} has {expected}")
+    if left_out:
+        warn_of_mtp(path, len(left_out))
 
 
 def _fill(model: MambaModel, state: dict[str, Any]) -> None:

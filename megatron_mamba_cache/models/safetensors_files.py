@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from .json_file import read_json_object
+from .quantized_checkpoints import check_dtype
 
 _INDEX = "model.safetensors.index.json"
-_DTYPES = ("F64", "F32", "F16", "BF16")  # whole numbers and eight-bit floats mean nothing without their scales
 
 
 class SafetensorsFiles:
@@ -50,11 +50,7 @@ class SafetensorsFiles:
                 if name in self.names:
                     raise ValueError(f"{path} has tensor {name}, and {self.names[name]} has it too")
                 header = file.get_slice(name)
-                if header.get_dtype() not in _DTYPES:
-                    raise ValueError(
-                        f"{path}: tensor {name} is of type {header.get_dtype()}; quantized checkpoints are not "
-                        f"supported, only {', '.join(_DTYPES)}"
-                    )
+                check_dtype(path, name, header.get_dtype())
                 self.names[name], self.shapes[name] = path, tuple(header.get_shape())
 
 

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from ..installation import install_command
+
 
 class TextCodec(Protocol):
     """What turns text into token ids and back.
@@ -37,10 +39,8 @@ class JsonCodec:
     """
 
     def __init__(self, path: Path) -> None:
-        try:
-            from tokenizers import Tokenizer
-        except ImportError as error:
-            raise ValueError(f"{path}: the tokenizers package is missing: pip install tokenizers") from error
+        from tokenizers import Tokenizer
+
         try:
             self._tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the package raises no narrower one
@@ -115,7 +115,7 @@ def auto_tokenizer(directory: Path, purpose: str) -> Any:
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
-        raise ValueError(f"{directory}: transformers is needed for {purpose}: pip install -e '.[hf]'") from error
+        raise ValueError(f"{directory}: transformers is needed for {purpose}: {install_command('hf')}") from error
     try:
         return AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
     except Exception as error:  # which one depends on the tokenizer's class

@@ -44,6 +44,19 @@ class LogProbSettings:
     skip_prompt: bool = False
     top_n: int = 0
 
+    @property
+    def of_prompt(self) -> bool:
+        """Whether those of the prompt are wanted."""
+        return self.wanted and not self.skip_prompt
+
+
+class ScoredToken(NamedTuple):
+    """A prompt token's log-prob, and those of the best tokens in its place, best first."""
+
+    log_prob: float
+    best_log_probs: tuple[float, ...] = ()
+    best_ids: tuple[int, ...] = ()
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestSpec:
@@ -71,7 +84,7 @@ class RequestSpec:
     @property
     def may_skip(self) -> bool:
         """Whether prompt tokens may be left uncomputed: not if their log-probs are wanted."""
-        return self.log_probs.skip_prompt or not self.log_probs.wanted
+        return not self.log_probs.of_prompt
 
 
 @dataclass(slots=True, eq=False)
@@ -131,6 +144,7 @@ class RunningRequest:
     draft_slots: list[SlotId] = field(default_factory=list)  # columns 1, 2, ... of the draft window
     accepted: int = 1  # tokens that the last step kept
     checkpoint: BlockId | None = None  # whose state is this request's newest decode checkpoint
+    scored: list[ScoredToken] = field(default_factory=list)  # prompt tokens, from the second on, if that is wanted
 
     @property
     def request_id(self) -> int:
@@ -151,6 +165,11 @@ class RunningRequest:
     def samples_this_step(self) -> bool:
         """Whether the step yields tokens of this row that are kept."""
         return self.computed + self.scheduled - len(self.drafts) == self.length
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the step's tokens precede prompt tokens whose log-probs are wanted, or it completes such a prompt."""
+        return self.spec.log_probs.of_prompt and self.is_prefilling and bool(self.scheduled)
 
     @property
     def inputs(self) -> Sequence[int] | npt.NDArray[np.int64]:

@@ -8,12 +8,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from .backend import BackendState
 from .bodies import Bodies, ClientLeftError
 from .errors import ApiError, engine_failed, unavailable
+from .exchange import exchange_of
 from .replies import CLIENT_CLOSED_REQUEST, error_response
 from .tenants import ApiKeys
 
-_HEALTH = "/health"
+_OPEN_PATHS = ("/health", "/ping")
 _ADMIN_PATHS = ("/admin", "/metrics", "/dashboard")
-_SERVED_PATHS = ("/v1", "/admin")
+_SERVED_PATHS = ("/v1", "/admin", "/tokenize", "/detokenize")
 
 
 class AccessControl:
@@ -54,7 +55,7 @@ class AccessControl:
             await send(message)
 
         try:
-            if scope["path"] != _HEALTH:
+            if scope["path"] not in _OPEN_PATHS:
                 self._admit(scope)
             if scope["method"] == "POST" and _is_below(scope["path"], _SERVED_PATHS):
                 async with self._bodies.whole(scope["owner"], scope, receive) as body:
@@ -62,8 +63,10 @@ class AccessControl:
             else:
                 await self._app(scope, receive, counting_send)
         except ClientLeftError:
+            exchange_of(scope).status = CLIENT_CLOSED_REQUEST
             self._on_status(CLIENT_CLOSED_REQUEST)
         except ApiError as error:
+            exchange_of(scope).note_error(error)
             await error_response(error)(scope, receive, counting_send)
 
     def _admit(self, scope: Scope) -> None:
@@ -75,10 +78,11 @@ class AccessControl:
                 401, "the API key is missing or not known: send Authorization: Bearer KEY", "invalid_api_key"
             )
         scope["owner"] = owner
-        if _is_below(path, _ADMIN_PATHS) and not self._keys.may_administrate(owner):
+        exchange_of(scope).key_name = self._keys.name_of(owner)
+        if is_for_admins(path) and not self._keys.may_administrate(owner):
             raise ApiError(403, "this API key may not administrate the server", "not_an_admin_key")
         origin = _header(scope, b"origin")
-        if _is_below(path, _ADMIN_PATHS) and origin and urlsplit(origin).netloc != _header(scope, b"host"):
+        if is_for_admins(path) and origin and urlsplit(origin).netloc != _header(scope, b"host"):
             raise ApiError(403, f"a page of {origin} may not administrate the server", "foreign_origin")
         if not _is_below(path, _SERVED_PATHS):
             return
@@ -89,6 +93,11 @@ class AccessControl:
             raise unavailable("the server is warming up", "not_ready")
         if self._is_draining():
             raise unavailable("the server is shutting down", "shutting_down")
+
+
+def is_for_admins(path: str) -> bool:
+    """Whether a path is for those who administrate the server."""
+    return _is_below(path, _ADMIN_PATHS)
 
 
 def _header(scope: Scope, wanted: bytes) -> str:

@@ -1,24 +1,31 @@
 """The HTTP application: routes, errors, and what they share."""
 
+import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import JSONResponse, Response
 
 from .access import AccessControl
+from .access_log import AccessLog
 from .backend import Backend
 from .bodies import Bodies
+from .cross_origin import CrossOrigin
+from .dashboard import dashboard_routes
+from .documentation import add_documentation
 from .endpoints import ServedModel, openai_routes, seconds_now
+from .entrance import Entrance
 from .errors import ApiError
+from .exchange import exchange_of
 from .fair_threads import FairThreads
+from .history import History
 from .job import Job, JobRules
 from .limits import QueueGate, ServerLimits
 from .metrics import ServerMetrics
@@ -27,10 +34,10 @@ from .replies import error_response
 from .schema_errors import schema_error
 from .schemas import FlushRequest
 from .tenants import ApiKeys
+from .tokenizing import TokenizingRoutes
 from .transcripts import Transcripts
 
 _NUM_TOKENIZING = 2  # few enough that tokenizing leaves the engine a processor
-_DASHBOARD = Path(__file__).with_name("dashboard.html")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +48,8 @@ class ServerSettings:
         model_name: That clients call the model by.
         tokenizer: Of the model.
         end_ids: Tokens that end replies.
+        cors_origins: Whose pages may call it from a browser; see `CrossOrigin`.
+        versions: That `/version` tells, by name.
     """
 
     model_name: str
@@ -48,6 +57,9 @@ class ServerSettings:
     end_ids: frozenset[int]
     keys: ApiKeys = field(default_factory=ApiKeys)
     limits: ServerLimits = field(default_factory=ServerLimits)
+    access_log: AccessLog = field(default_factory=AccessLog)
+    cors_origins: tuple[str, ...] = ()
+    versions: Mapping[str, str] = field(default_factory=dict)
 
 
 class Server:
@@ -59,7 +71,8 @@ class Server:
         self.settings = settings
         self.gate = QueueGate(limits, time.monotonic)
         self.bodies = Bodies(limits, settings.keys.num_owners)
-        self.metrics = ServerMetrics(backend, self.gate)
+        self.metrics = ServerMetrics(backend, self.gate, settings.model_name)
+        self.history = History(backend, self.gate, self.metrics)
         self.transcripts = Transcripts(limits.transcript_bytes)
         self._reader = PromptReader(settings.tokenizer, self.transcripts, backend.max_sequence_length)
         self.rules = JobRules(
@@ -69,8 +82,9 @@ class Server:
             settings.end_ids,
             FairThreads(_NUM_TOKENIZING),
             self._note,
+            self.metrics,
         )
-        self.app = self._build()
+        self.app = Entrance(CrossOrigin(self._build(), settings.cors_origins), settings.access_log)
 
     def drain(self) -> None:
         """Take nothing new; a request whose body is not whole yet is new too."""
@@ -79,6 +93,7 @@ class Server:
 
     def end(self, reason: str) -> None:
         """End every request with an error."""
+        self.app.cut_off()
         self.rules.is_over = True
         self.backend.fail_all(reason)
 
@@ -94,10 +109,15 @@ class Server:
             title="megatron-mamba-cache",
             description="OpenAI-compatible inference of hybrid Mamba2 + attention models with prefix caching.",
             lifespan=_lifespan(self),
+            docs_url=None,
             redoc_url=None,
         )
         model = ServedModel(settings.model_name, self._reader, seconds_now())
         app.include_router(openai_routes(model, self.rules, settings.limits))
+        longest = self.backend.max_sequence_length
+        app.include_router(TokenizingRoutes(model, settings.tokenizer, self.rules.threads, longest).router())
+        app.include_router(dashboard_routes(self.history, settings.model_name))
+        add_documentation(app, needs_key=settings.keys.are_needed)
         _add_own_routes(app, self)
         _add_error_handlers(app)
         app.add_middleware(
@@ -116,9 +136,11 @@ def _lifespan(server: Server) -> Callable[[FastAPI], Any]:
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         await server.backend.start()
+        sampling = asyncio.create_task(server.history.keep())
         try:
             yield
         finally:
+            sampling.cancel()
             await server.backend.stop()
             server.rules.threads.close()
 
@@ -126,6 +148,8 @@ def _lifespan(server: Server) -> Callable[[FastAPI], Any]:
 
 
 def _add_own_routes(app: FastAPI, server: Server) -> None:
+    @app.get("/ping")
+    @app.post("/ping")
     @app.get("/health")
     async def health() -> JSONResponse:
         state = server.backend.state
@@ -135,13 +159,13 @@ def _add_own_routes(app: FastAPI, server: Server) -> None:
             return JSONResponse({"status": "draining" if state.is_ready else "starting"}, 503)
         return JSONResponse({"status": "ready"})
 
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return dict(server.settings.versions)
+
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(generate_latest(server.metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
-
-    @app.get("/dashboard", response_class=HTMLResponse)
-    async def dashboard() -> HTMLResponse:
-        return HTMLResponse(_DASHBOARD.read_text(encoding="utf-8"), headers={"Cache-Control": "no-store"})
 
     @app.post("/admin/flush", response_model=None)
     async def flush(body: FlushRequest | None = None) -> dict[str, Any]:
@@ -158,12 +182,13 @@ def _add_own_routes(app: FastAPI, server: Server) -> None:
 
 def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
-    async def api_error(_request: Request, error: ApiError) -> Response:
+    async def api_error(request: Request, error: ApiError) -> Response:
+        exchange_of(request.scope).note_error(error)
         return error_response(error)
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(_request: Request, error: RequestValidationError) -> Response:
-        return error_response(schema_error(error.errors()))
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        return await api_error(request, schema_error(error.errors(), request.headers.get("content-type")))
 
     @app.exception_handler(HTTPException)
     async def http_error(_request: Request, error: HTTPException) -> Response:

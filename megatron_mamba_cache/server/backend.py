@@ -22,6 +22,7 @@ class GenerationRequest:
         seed: Of its random numbers.
         tenant: Whose prefixes it shares.
         num_log_probs: Alternatives for each token whose log-probs are wanted; 0 is the chosen token's alone, None none.
+        scores_prompt: Whether log-probs of the prompt are wanted too; the whole of it is computed then.
         ignores_end: Whether to go on behind the tokenizer's end tokens.
     """
 
@@ -33,6 +34,7 @@ class GenerationRequest:
     seed: int = 0
     tenant: str = ""
     num_log_probs: int | None = None
+    scores_prompt: bool = False
     ignores_end: bool = False
 
 
@@ -44,8 +46,10 @@ class Progress:
         tokens: New token ids.
         log_probs: Of each of them, if wanted.
         alternatives: The best tokens in the place of each, text to log-prob, if wanted.
+        prompt_log_probs, prompt_alternatives: Those of the prompt from its second token on, with the first new token.
         cached_tokens: Prompt tokens that were skipped at its first admission.
         draft_tokens, accepted_tokens: Drafts verified for it so far, and those kept.
+        running_s: Seconds since the step began that ran it first.
         end: Why the reply ends here; None: it goes on.
         error: With the reason "error", what went wrong.
     """
@@ -53,9 +57,12 @@ class Progress:
     tokens: tuple[int, ...] = ()
     log_probs: tuple[float, ...] = ()
     alternatives: tuple[Mapping[str, float], ...] = ()
+    prompt_log_probs: tuple[float, ...] = ()
+    prompt_alternatives: tuple[Mapping[str, float], ...] = ()
     cached_tokens: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    running_s: float = 0.0
     end: EndReason | None = None
     error: str | None = None
 

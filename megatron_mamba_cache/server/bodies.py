@@ -46,10 +46,11 @@ class Bodies:
         """Read the body of a request and yield it; it counts for the owner until the block ends.
 
         Raises:
-            ApiError: 408 if it takes too long, 413 if it is too large, 429 if the owner has too many, 503 if the server
-                drains before it is whole.
+            ApiError: 408 if it takes too long, 413 if it is too large, 415 if it is compressed, 429 if the owner has
+                too many, 503 if the server drains before it is whole.
             ClientLeftError: If the client disconnects.
         """
+        _check_coding(_header(scope, b"content-encoding"))
         self._check_size(_told_size(scope))
         body = bytearray()
         try:
@@ -95,7 +96,21 @@ class Bodies:
             raise ApiError(413, f"the body is larger than {self._limits.max_body_bytes} bytes", "body_too_large")
 
 
+def _check_coding(told: bytes) -> None:
+    if told.lower() not in (b"", b"identity"):
+        raise ApiError(
+            415,
+            f"Content-Encoding is {told.decode('latin-1')}; send the body as it is, without compression",
+            "unsupported_encoding",
+        )
+
+
 def _told_size(scope: Scope) -> int:
     """Return the size that a request's header tells; 0 without one."""
-    told: bytes = next((value for name, value in scope["headers"] if name == b"content-length"), b"")
+    told = _header(scope, b"content-length")
     return int(told[:20]) if told.isdigit() else 0
+
+
+def _header(scope: Scope, wanted: bytes) -> bytes:
+    """Return a header's value; empty without it."""
+    return next((value for name, value in scope["headers"] if name == wanted), b"")

@@ -167,12 +167,13 @@ class CoordinatorBackend:
             return
         told = record[0].sampling_params
         news = progress_since(0, record.requests, getattr(told, "cached_tokens", 0))
-        drafts = {name: getattr(told, name, 0) for name in ("draft_tokens", "accepted_tokens")}
+        drafts = {name: getattr(told, name, 0) for name in ("draft_tokens", "accepted_tokens", "running_s")}
         listener.deliver(ended(self._progress(listener, news | drafts), listener.end_ids, record[-1]))
 
     def _progress(self, listener: Listener, news: dict[str, Any]) -> Progress:
         """Return what a listener has not heard yet; a request that was begun again tells its first tokens again."""
         known = max(listener.num_tokens - news["start"], 0)
+        tells_prompt = not listener.num_tokens
         tokens = tuple(news["tokens"][known:])
         listener.num_tokens += len(tokens)
         self._generated += len(tokens)
@@ -180,9 +181,12 @@ class CoordinatorBackend:
             tokens=tokens,
             log_probs=tuple(news["log_probs"][known:]),
             alternatives=tuple(news["alternatives"][known:]),
+            prompt_log_probs=tuple(news["prompt_log_probs"]) if tells_prompt else (),
+            prompt_alternatives=tuple(news["prompt_alternatives"]) if tells_prompt else (),
             cached_tokens=news["cached_tokens"],
             draft_tokens=news["draft_tokens"],
             accepted_tokens=news["accepted_tokens"],
+            running_s=news.get("running_s", 0.0),
         )
 
     def _look(self) -> None:

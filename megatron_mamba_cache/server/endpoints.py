@@ -3,7 +3,7 @@
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -36,6 +36,13 @@ class ServedModel:
     reader: PromptReader
     created: int
 
+    def check_name(self, name: str | None) -> None:
+        """Raise `ApiError` 404 for another model than the one that is served."""
+        if name is not None and name != self.name:
+            raise ApiError(
+                404, f"the model {name!r} is not served here, but {self.name!r} is", "model_not_found", "model"
+            )
+
 
 def openai_routes(model: ServedModel, rules: JobRules, limits: ServerLimits) -> APIRouter:
     """Return the routes below `/v1`."""
@@ -48,15 +55,20 @@ def openai_routes(model: ServedModel, rules: JobRules, limits: ServerLimits) -> 
 
     @router.get("/models/{name:path}")
     async def one_model(name: str) -> dict[str, Any]:
-        maker.check_model(name)
+        model.check_name(name)
         return _described(model)
 
     @router.post("/completions", response_model=None)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         tenant = tenant_of(request, body)
-        readings = tuple(partial(model.reader.read, tenant, prompt) for prompt in body.prompts)
-        length = body.max_tokens or _DEFAULT_COMPLETION_TOKENS
+        read = model.reader.read
+        if body.echo:
+            read = partial(model.reader.read_to_echo, has_tokens=body.logprobs is not None)
+        readings = tuple(partial(read, tenant, prompt) for prompt in body.prompts)
+        length = _DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
         order = maker.order(body, tenant, readings, length, body.logprobs)
+        if body.echo and body.logprobs is not None:
+            order = replace(order, plain=replace(order.plain, scores_prompt=True))
         return _response(rules, order, CompletionFormat, model, body)
 
     @router.post("/chat/completions", response_model=None)
@@ -83,13 +95,6 @@ class _OrderMaker:
         self._model = model
         self._limits = limits
 
-    def check_model(self, name: str | None) -> None:
-        """Raise `ApiError` 404 for another model than the one that is served."""
-        if name is not None and name != self._model.name:
-            raise ApiError(
-                404, f"the model {name!r} is not served here, but {self._model.name!r} is", "model_not_found", "model"
-            )
-
     def order(
         self,
         body: GenerationFields,
@@ -101,18 +106,18 @@ class _OrderMaker:
         """Return what a request asks for.
 
         Args:
-            max_tokens: None: as many as fit.
+            max_tokens: None: as many as fit; 0: prompts are computed and nothing is generated.
 
         Raises:
             ApiError: If the model is another one, or the choices are too many.
         """
-        self.check_model(body.model)
+        self._model.check_name(body.model)
         num_choices, num_prompts = body.n or 1, len(readings)
         if num_choices * num_prompts > self._limits.max_choices:
             raise bad_request(
                 f"{num_prompts} prompts times n={num_choices} make {num_prompts * num_choices} choices; at most "
-                f"{self._limits.max_choices} are allowed in a request",
-                "n",
+                f"{self._limits.max_choices} are allowed in a request: send fewer, or raise --max-choices",
+                "prompt" if num_choices == 1 else "n",
             )
         seed = secrets.randbelow(2**63) if body.seed is None else body.seed
         top_k = max(body.top_k or 0, 0)
@@ -127,7 +132,7 @@ class _OrderMaker:
             num_log_probs=num_log_probs,
             ignores_end=bool(body.ignore_eos),
         )
-        return Order(tenant, readings, num_choices, plain, max_tokens is None, body.stops)
+        return Order(tenant, readings, num_choices, plain, max_tokens is None, body.stops, is_empty=max_tokens == 0)
 
 
 def _response(
@@ -137,9 +142,15 @@ def _response(
     model: ServedModel,
     body: GenerationFields,
 ) -> Response:
-    form = kind(model.name, includes_usage=body.includes_usage, returns_token_ids=bool(body.return_token_ids))
+    form = kind(
+        model.name,
+        includes_usage=body.includes_usage,
+        returns_token_ids=bool(body.return_token_ids),
+        request_id=body.request_id,
+    )
     if body.stream:
-        return EventStream(rules, order, form, includes_usage=body.includes_usage)
+        tells_always = body.tells_usage_always
+        return EventStream(rules, order, form, includes_usage=body.includes_usage, tells_usage_always=tells_always)
     return WholeReply(rules, order, form)
 
 

@@ -188,9 +188,12 @@ class EngineThread:
             tokens=tuple(tokens),
             log_probs=tuple(tokens_after(known, parts, "generated_log_probs")) if wants_log_probs else (),
             alternatives=tuple(tokens_after(known, parts, "generated_top_n_logprobs")) if wants_top else (),
+            prompt_log_probs=() if known else tuple(parts[0].prompt_log_probs or ()),
+            prompt_alternatives=() if known else tuple(parts[0].prompt_top_n_logprobs or ()),
             cached_tokens=self._engine.cached_tokens(request_id),
             draft_tokens=drafts.drafted,
             accepted_tokens=drafts.accepted,
+            running_s=self._engine.running_seconds(request_id),
         )
 
     def _add(self, ticket: Ticket, request: GenerationRequest, deliver: Callable[[Progress], None]) -> None:

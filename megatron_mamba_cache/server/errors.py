@@ -13,8 +13,6 @@ _TYPES = {
     503: "server_error",
 }
 
-TOO_LONG = "context_length_exceeded"
-
 
 @dataclass
 class ApiError(Exception):
@@ -34,10 +32,14 @@ class ApiError(Exception):
     param: str | None = None
     retry_after_s: int | None = None
 
+    @property
+    def type(self) -> str:
+        """Which kind of error the status stands for, in OpenAI's words."""
+        return _TYPES.get(self.status, "invalid_request_error")
+
     def body(self) -> dict[str, Any]:
         """Return the JSON object."""
-        error_type = _TYPES.get(self.status, "invalid_request_error")
-        return {"error": {"message": self.message, "type": error_type, "param": self.param, "code": self.code}}
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     def headers(self) -> dict[str, str]:
         """Return the headers that belong to it."""
@@ -48,6 +50,18 @@ class ApiError(Exception):
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """Return the error of a request that can never run."""
     return ApiError(400, message, code, param)
+
+
+def too_long(fault: str, max_tokens: int) -> ApiError:
+    """Return the error of a prompt and reply that do not fit.
+
+    LangChain recognizes it by the code, litellm by the first words of OpenAI's own message.
+
+    Args:
+        max_tokens: Of prompt and reply together.
+    """
+    message = f"This model's maximum context length is {max_tokens} tokens: {fault}"
+    return bad_request(message, "prompt", "context_length_exceeded")
 
 
 def unavailable(message: str, code: str, retry_after_s: int = 1) -> ApiError:

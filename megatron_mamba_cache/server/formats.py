@@ -28,8 +28,11 @@ class _Envelope:
 
     prefix, whole_object, chunk_object = "", "", ""
 
-    def __init__(self, model: str, *, includes_usage: bool, returns_token_ids: bool) -> None:
-        self._common = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+    def __init__(
+        self, model: str, *, includes_usage: bool, returns_token_ids: bool, request_id: str | None = None
+    ) -> None:
+        name = uuid.uuid4().hex if request_id is None else request_id
+        self._common = {"id": f"{self.prefix}-{name}", "created": int(time.time()), "model": model}
         self._includes_usage = includes_usage
         self._returns_token_ids = returns_token_ids
 
@@ -37,9 +40,9 @@ class _Envelope:
         """See `Format`."""
         return {**self._common, "object": self.chunk_object, "choices": [], "usage": job.usage().body()}
 
-    def _chunk(self, choice: dict[str, Any], tokens: Sequence[TokenInfo]) -> dict[str, Any]:
+    def _chunk(self, choice: dict[str, Any], piece: Piece) -> dict[str, Any]:
         if self._returns_token_ids:
-            choice["token_ids"] = [token.token_id for token in tokens]
+            choice["token_ids"] = [] if piece.is_prompt else [token.token_id for token in piece.tokens]
         chunk = {**self._common, "object": self.chunk_object, "choices": [choice]}
         return chunk | ({"usage": None} if self._includes_usage else {})
 
@@ -59,12 +62,12 @@ class CompletionFormat(_Envelope):
     def chunk(self, choice: Choice, piece: Piece) -> dict[str, Any]:
         """See `Format`."""
         described = self._choice(choice, piece.text, piece.tokens, piece.finish_reason)
-        return self._chunk(described, piece.tokens)
+        return self._chunk(described, piece)
 
     def body(self, job: Job, pieces: Mapping[int, Sequence[Piece]]) -> dict[str, Any]:
         """See `Format`."""
         choices = [
-            self._choice(choice, choice.reply.text, _tokens(pieces[choice.index]), choice.reply.finish_reason)
+            self._choice(choice, _text(pieces[choice.index]), _tokens(pieces[choice.index]), choice.reply.finish_reason)
             for choice in job.choices
         ]
         return self._body(job, choices)
@@ -77,7 +80,7 @@ class CompletionFormat(_Envelope):
         return {
             "tokens": [token.text for token in tokens],
             "token_logprobs": [token.log_prob for token in tokens],
-            "top_logprobs": [dict(token.alternatives) for token in tokens] if choice.request.num_log_probs else None,
+            "top_logprobs": [_best(token) for token in tokens] if choice.request.num_log_probs else None,
             "text_offset": [token.offset for token in tokens],
         }
 
@@ -87,8 +90,8 @@ class ChatFormat(_Envelope):
 
     prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, model: str, *, includes_usage: bool, returns_token_ids: bool) -> None:
-        super().__init__(model, includes_usage=includes_usage, returns_token_ids=returns_token_ids)
+    def __init__(self, model: str, **settings: Any) -> None:
+        super().__init__(model, **settings)
         self._begun: set[int] = set()
 
     def chunk(self, choice: Choice, piece: Piece) -> dict[str, Any]:
@@ -101,7 +104,7 @@ class ChatFormat(_Envelope):
             "logprobs": _chat_log_probs(choice, piece.tokens),
             "finish_reason": piece.finish_reason,
         }
-        return self._chunk(described, piece.tokens)
+        return self._chunk(described, piece)
 
     def body(self, job: Job, pieces: Mapping[int, Sequence[Piece]]) -> dict[str, Any]:
         """See `Format`."""
@@ -119,6 +122,19 @@ class ChatFormat(_Envelope):
 
 def _wants_log_probs(choice: Choice) -> bool:
     return choice.request.num_log_probs is not None
+
+
+def _best(token: TokenInfo) -> dict[str, float] | None:
+    """Return the best log-probs by text, and the token's own; None for the first token of a prompt."""
+    if token.log_prob is None:
+        return None
+    best = dict(token.alternatives)
+    best.setdefault(token.text, token.log_prob)
+    return best
+
+
+def _text(pieces: Sequence[Piece]) -> str:
+    return "".join(piece.text for piece in pieces)
 
 
 def _tokens(pieces: Sequence[Piece]) -> list[TokenInfo]:

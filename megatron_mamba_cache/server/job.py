@@ -9,13 +9,15 @@ from types import TracebackType
 from typing import Any
 
 from .backend import Backend, GenerationRequest, Progress, Ticket
-from .errors import TOO_LONG, bad_request, unavailable
+from .echo import Echo
+from .errors import bad_request, too_long, unavailable
 from .fair_threads import FairThreads
 from .limits import Places, QueueGate
 from .mail import Mail
 from .prompts import Prompt
-from .reply import Piece, Reply, TokenTexts
+from .reply import EmptyReply, Piece, Reply, TokenTexts
 from .tenants import Tenant
+from .token_times import JobTimes, NoTokenTimes, TokenTimes
 
 _UINT63 = 2**63
 
@@ -28,6 +30,7 @@ class Choice:
         index: Among the choices of all prompts.
         prompt_index: Of its prompt.
         ticket: While the engine has it.
+        echo: The prompt, as long as it is still to be given back.
     """
 
     index: int
@@ -35,6 +38,7 @@ class Choice:
     request: GenerationRequest
     reply: Reply
     ticket: Ticket | None = None
+    echo: Echo | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +72,6 @@ class Usage:
 
 
 @dataclass(slots=True)
-class JobTimes:
-    """When things happened to a job, in seconds of a clock; None: not yet."""
-
-    started: float
-    first_token: float | None = None
-    ended: float | None = None
-
-
-@dataclass(slots=True)
 class JobRules:
     """What all jobs of a server share.
 
@@ -84,6 +79,7 @@ class JobRules:
         end_ids: Tokens that end replies.
         threads: In which prompts are read.
         on_end: Told of each job that has ended, whole or not.
+        token_times: Told of the tokens as the engine tells of them, whether their client reads them or not.
         is_draining: Whether no request is accepted any more.
         is_over: Whether those that were accepted are not begun any more either.
     """
@@ -94,6 +90,7 @@ class JobRules:
     end_ids: frozenset[int]
     threads: FairThreads
     on_end: Callable[["Job"], None] = field(default=lambda _job: None)
+    token_times: TokenTimes = field(default_factory=NoTokenTimes)
     is_draining: bool = False
     is_over: bool = False
 
@@ -108,6 +105,7 @@ class Order:
         plain: The request of every choice but for its prompt; the choices of a prompt have seeds of their own.
         takes_all_room: Whether replies may be as long as fits behind the prompt, whatever `plain` says.
         stops: Stop strings.
+        is_empty: Whether replies have no tokens: prompts are computed, and scored if that is wanted.
     """
 
     tenant: Tenant
@@ -116,6 +114,7 @@ class Order:
     plain: GenerationRequest
     takes_all_room: bool
     stops: tuple[str, ...]
+    is_empty: bool = False
 
 
 @asynccontextmanager
@@ -128,9 +127,10 @@ async def job_of(rules: JobRules, order: Order) -> AsyncIterator["Job"]:
     """
     if rules.is_draining:
         raise unavailable("the server is shutting down", "shutting_down")
+    arrived = time.monotonic()
     with rules.gate.enter(len(order.readings) * order.num_choices) as places:
         prompts = [await rules.threads.run(order.tenant.owner, reading) for reading in order.readings]
-        with Job(rules, order, prompts, places) as job:
+        with Job(rules, order, prompts, places, arrived) as job:
             yield job
 
 
@@ -140,12 +140,13 @@ class Job:
     Args:
         prompts: Of the order's readings.
         places: One for each choice, given back when the engine is done with it.
+        arrived: When its request came to the gate.
 
     Raises:
         ApiError: On entering: 400 if a request can never run, 503 if the server has ended.
     """
 
-    def __init__(self, rules: JobRules, order: Order, prompts: list[Prompt], places: Places) -> None:
+    def __init__(self, rules: JobRules, order: Order, prompts: list[Prompt], places: Places, arrived: float) -> None:
         self.tenant = order.tenant
         self.prompts = prompts
         self.choices = [
@@ -153,7 +154,8 @@ class Job:
                 prompt_index * order.num_choices + number,
                 prompt_index,
                 _request(order, prompt, number, rules.backend.max_sequence_length),
-                Reply(rules.tokenizer, order.stops, rules.end_ids),
+                _reply(rules, order, prompt),
+                echo=prompt.echo,
             )
             for prompt_index, prompt in enumerate(prompts)
             for number in range(order.num_choices)
@@ -161,7 +163,7 @@ class Job:
         self._rules = rules
         self._places = places
         self._mail = Mail()
-        self.times = JobTimes(time.monotonic())
+        self.times = JobTimes(arrived, rules.token_times)
 
     def __enter__(self) -> "Job":
         self._check()
@@ -189,12 +191,13 @@ class Job:
             choice = self.choices[index]
             if choice.reply.finish_reason is not None:
                 continue  # mail that was on its way when a stop string was found
-            if progress.tokens and self.times.first_token is None:
-                self.times.first_token = time.monotonic()
             piece = choice.reply.take(progress)
+            echo, choice.echo = choice.echo, None
             if piece.finish_reason is not None:
                 self._cancel(choice)
                 num_open -= 1
+            if echo is not None:
+                yield choice, echo.piece(progress)
             if piece.text or piece.tokens or piece.finish_reason:
                 yield choice, piece
 
@@ -216,10 +219,14 @@ class Job:
         for choice in self.choices:
             fault = self._rules.backend.fault_of(choice.request)
             if fault is not None:
-                raise bad_request(fault, "prompt", TOO_LONG if "max_sequence_length" in fault else None)
+                if "max_sequence_length" in fault:
+                    raise too_long(fault, self._rules.backend.max_sequence_length)
+                raise bad_request(fault, "prompt")
 
     def _listener(self, choice: Choice) -> Callable[[Progress], None]:
         def hear(progress: Progress) -> None:
+            if progress.tokens:
+                self.times.note_tokens(choice.index, progress)
             if progress.end is not None:
                 self._forget(choice)
             self._mail.put(choice.index, progress)
@@ -236,6 +243,12 @@ class Job:
         if choice.ticket is not None:
             choice.ticket = None
             self._places.leave()
+
+
+def _reply(rules: JobRules, order: Order, prompt: Prompt) -> Reply:
+    kind = EmptyReply if order.is_empty else Reply
+    offset = 0 if prompt.echo is None else len(prompt.echo.text)
+    return kind(rules.tokenizer, order.stops, rules.end_ids, offset)
 
 
 def _request(order: Order, prompt: Prompt, number: int, max_sequence_length: int) -> GenerationRequest:

@@ -33,13 +33,13 @@ class ServerLimits:
     """
 
     max_running: int = 16
-    max_queued: int = 256
-    max_choices: int = 16
+    max_queued: int = 1024
+    max_choices: int = 1024
     max_body_bytes: int = 4 * 2**20
     max_buffered_bytes: int = 64 * 2**20
     body_timeout_s: float = 30.0
     send_timeout_s: float = 30.0
-    drain_s: float = 30.0
+    drain_s: float = 25.0
     transcript_bytes: int = 16 * 2**20
 
     def __post_init__(self) -> None:
@@ -76,7 +76,12 @@ class QueueGate:
             ApiError: 429 if they are too many now; nothing has changed then. 400 if they always are.
         """
         if count > self._most:
-            raise ApiError(400, f"{count} choices at once, and at most {self._most} fit; ask for fewer", param="n")
+            raise ApiError(
+                400,
+                f"the request has {count} choices (prompts times n), and at most {self._most} may run or wait: send "
+                "fewer, or raise --max-queued-requests",
+                param="n",
+            )
         if self.num_inside + count > self._most:
             self.num_refused += 1
             raise ApiError(

@@ -33,9 +33,12 @@ def _joined(parts: list[Progress]) -> Progress:
         tokens=tuple(token for part in parts for token in part.tokens),
         log_probs=tuple(value for part in parts for value in part.log_probs),
         alternatives=tuple(best for part in parts for best in part.alternatives),
+        prompt_log_probs=parts[0].prompt_log_probs,
+        prompt_alternatives=parts[0].prompt_alternatives,
         cached_tokens=last.cached_tokens,
         draft_tokens=last.draft_tokens,
         accepted_tokens=last.accepted_tokens,
+        running_s=last.running_s,
         end=last.end,
         error=last.error,
     )

@@ -32,7 +32,7 @@ def sampling_params(request: GenerationRequest) -> SamplingParams:
         top_p=request.top_p,
         num_tokens_to_generate=request.max_tokens,
         return_log_probs=request.num_log_probs is not None,
-        skip_prompt_log_probs=True,
+        skip_prompt_log_probs=not request.scores_prompt,
         top_n_logprobs=request.num_log_probs or 0,
         termination_id=-1 if request.ignores_end else None,
     )

@@ -1,9 +1,9 @@
 """What Prometheus, and the dashboard, read: the engine's latest snapshot, and what the front end counts itself."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram, Info, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -11,10 +11,13 @@ from ..metrics import CacheCounters, CacheSnapshot
 from .backend import Backend
 from .job import Job
 from .limits import QueueGate
+from .metric_texts import KV_BLOCKS, STATE_SLOTS, counter_text
+from .quantiles import Durations
 
 PREFIX = "mamba_cache_"
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_GAP_SECONDS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0)
 
 
 class SnapshotCollector(Collector):
@@ -32,59 +35,99 @@ class SnapshotCollector(Collector):
         yield _gauge("requests_waiting", "Requests that wait for the engine", state.num_waiting)
         yield _gauge("requests_inside", "Requests that run or wait, those on their way included", self._gate.num_inside)
         yield _counter("requests_refused", "Requests that the full queue refused", self._gate.num_refused)
-        yield _counter("generated_tokens", "Tokens generated", state.generated_tokens)
+        yield _counter("generated_tokens", "Tokens generated for all requests", state.generated_tokens)
         if state.cache is not None:
             yield from _cache_metrics(state.cache)
 
 
 class ServerMetrics:
-    """The registry of a server, and the metrics that it counts of its own."""
+    """The registry of a server, and what it counts itself; it is the `TokenTimes` of all jobs.
 
-    def __init__(self, backend: Backend, gate: QueueGate) -> None:
+    Args:
+        model_name: That clients call the model by.
+    """
+
+    def __init__(self, backend: Backend, gate: QueueGate, model_name: str) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(SnapshotCollector(backend, gate))
-        self.responses = Counter(
-            f"{PREFIX}http_responses", "HTTP responses by status", ["status"], registry=self.registry
+        ProcessCollector(registry=self.registry)
+        Info(f"{PREFIX}model", "The model that is served", registry=self.registry).info({"model": model_name})
+        self.responses = self._counter("http_responses", "HTTP responses by status", ["status"])
+        self.replies = self._counter(
+            "replies", "Replies by how they ended; cut: by an error or because the client left", ["finish_reason"]
         )
-        self.replies = Counter(
-            f"{PREFIX}replies", "Replies by how they ended", ["finish_reason"], registry=self.registry
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of the requests that the engine was given")
+        self.first_token = self._histogram(
+            "time_to_first_token_seconds", "From a request's submission to the engine to its first token", _SECONDS
         )
-        self.prompt_tokens = Counter(f"{PREFIX}prompt_tokens", "Prompt tokens of jobs", registry=self.registry)
-        self.first_token = Histogram(
-            f"{PREFIX}time_to_first_token_seconds",
-            "From a request's tokens to its first new one",
-            buckets=_SECONDS,
-            registry=self.registry,
+        self.duration = self._histogram(
+            "request_seconds", "From a request's submission to the engine to the end of its replies", _SECONDS
         )
-        self.duration = Histogram(
-            f"{PREFIX}request_seconds", "From a request's tokens to its end", buckets=_SECONDS, registry=self.registry
+        self.queueing = self._histogram(
+            "queue_seconds", "From a request's arrival, before its prompt is tokenized, to its first step", _SECONDS
         )
+        self.inter_token = self._histogram(
+            "inter_token_seconds", "From a generated token to the next one of its reply", _GAP_SECONDS
+        )
+        self.recent_first_token, self.recent_inter_token = Durations(), Durations()
 
     def note(self, job: Job) -> None:
         """Count a job that has ended."""
-        times = job.times
         self.prompt_tokens.inc(sum(len(prompt.token_ids) for prompt in job.prompts))
         for choice in job.choices:
             self.replies.labels(choice.reply.finish_reason or "cut").inc()
-        if times.first_token is not None:
-            self.first_token.observe(times.first_token - times.started)
-        if times.ended is not None:
-            self.duration.observe(times.ended - times.started)
+        if job.times.ended is not None:
+            self.duration.observe(job.times.ended - job.times.started)
+
+    def note_queued(self, seconds: float) -> None:
+        """See `TokenTimes`."""
+        self.queueing.observe(seconds)
+
+    def note_first_token(self, seconds: float) -> None:
+        """See `TokenTimes`."""
+        self.first_token.observe(seconds)
+        self.recent_first_token.add(seconds)
+
+    def note_gap(self, seconds: float, num_tokens: int) -> None:
+        """See `TokenTimes`; several tokens of a step share its time."""
+        for _ in range(num_tokens):
+            self.inter_token.observe(seconds / num_tokens)
+        self.recent_inter_token.add(seconds / num_tokens, num_tokens)
+
+    def num_responses(self) -> dict[str, int]:
+        """Return how many responses had each status."""
+        samples = [sample for metric in self.responses.collect() for sample in metric.samples]
+        return {one.labels["status"]: int(one.value) for one in samples if one.name.endswith("_total")}
+
+    def take_recent(self) -> tuple[Durations, Durations]:
+        """Return the times to first tokens and between tokens since the last call."""
+        taken = self.recent_first_token, self.recent_inter_token
+        self.recent_first_token, self.recent_inter_token = Durations(), Durations()
+        return taken
+
+    def _counter(self, name: str, text: str, labels: Sequence[str] = ()) -> Counter:
+        return Counter(f"{PREFIX}{name}", text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
+        return Histogram(f"{PREFIX}{name}", text, buckets=buckets, registry=self.registry)
 
 
 def _cache_metrics(cache: CacheSnapshot) -> Iterable[Metric]:
     for entry in fields(CacheCounters):
         value = getattr(cache.counters, entry.name)
         if isinstance(value, int):
-            yield _counter(entry.name, f"CacheCounters.{entry.name}", value)
+            yield _counter(entry.name, counter_text(entry.name), value)
     reasons = CounterMetricFamily(
         f"{PREFIX}requests_without_hit", "Requests that skipped nothing of their prompt", labels=["reason"]
     )
     for reason, count in sorted(cache.counters.requests_without_hit.items()):
         reasons.add_metric([reason], count)
     yield reasons
-    for name, label, counts in (("state_slots", "owner", cache.state_slots), ("kv_blocks", "kind", cache.kv_blocks)):
-        family = GaugeMetricFamily(f"{PREFIX}{name}", f"CacheSnapshot.{name}", labels=[label])
+    for name, label, text, counts in (
+        ("state_slots", "owner", STATE_SLOTS, cache.state_slots),
+        ("kv_blocks", "kind", KV_BLOCKS, cache.kv_blocks),
+    ):
+        family = GaugeMetricFamily(f"{PREFIX}{name}", text, labels=[label])
         for kind, count in counts.items():
             family.add_metric([kind], count)
         yield family

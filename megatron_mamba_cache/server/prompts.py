@@ -1,10 +1,11 @@
 """From what a client sends to the token ids of a prompt."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from .errors import TOO_LONG, bad_request
+from .echo import Echo, echo_of
+from .errors import bad_request, too_long
 from .tenants import Tenant
 from .transcripts import Transcript, Transcripts
 
@@ -19,10 +20,12 @@ class Prompt:
     Args:
         token_ids: What the engine reads.
         text: What it was made of; None if the client gave token ids.
+        echo: What is given back before the reply; None: nothing.
     """
 
     token_ids: tuple[int, ...]
     text: str | None
+    echo: Echo | None = None
 
 
 class PromptReader:
@@ -53,6 +56,18 @@ class PromptReader:
             return Prompt(tuple(prompt), None)
         return self._prompt(tenant, prompt, self._continuation)
 
+    def bare_tokens(self, text: str) -> list[int]:
+        """Return the tokens of a text without the special ones that the tokenizer puts around it; raises as `read`."""
+        self._check_length(len(text), self._max_characters, "characters")
+        if not self._knows_continuations:
+            return list(_tokenized(lambda: self._tokenizer.tokenize(text)))
+        return list(_tokenized(lambda: self._tokenizer.tokenize_after("", text)))
+
+    def read_to_echo(self, tenant: Tenant, prompt: str | Sequence[int], *, has_tokens: bool) -> Prompt:
+        """Return a prompt that is given back before its reply; see `read` and `echo_of`."""
+        found = self.read(tenant, prompt)
+        return replace(found, echo=echo_of(found.token_ids, found.text, self._tokenizer, has_tokens=has_tokens))
+
     def read_chat(self, tenant: Tenant, messages: Sequence[Mapping[str, str]]) -> Prompt:
         """Return the prompt of a conversation, rendered by the model directory's chat template.
 
@@ -77,18 +92,11 @@ class PromptReader:
 
     def _check_length(self, length: int, limit: int, unit: str) -> None:
         if length > limit:
-            raise bad_request(
-                f"the prompt has {length} {unit}, and at most {limit} fit: max_sequence_length is {self._max_tokens}",
-                "prompt",
-                TOO_LONG,
-            )
+            raise too_long(f"the prompt has {length} {unit}, and at most {limit} fit", self._max_tokens)
 
     def _prompt(self, tenant: Tenant, text: str, behind: _Behind) -> Prompt:
         self._check_length(len(text), self._max_characters, "characters")
-        try:
-            token_ids = tuple(self._token_ids(tenant, text, behind))
-        except Exception as error:  # each tokenizer raises errors of its own
-            raise bad_request(f"the prompt cannot be tokenized: {error}", "prompt") from error
+        token_ids = tuple(_tokenized(lambda: self._token_ids(tenant, text, behind)))
         if not token_ids:
             raise bad_request("the prompt is empty; at least 1 token is needed", "prompt")
         return Prompt(token_ids, text)
@@ -107,3 +115,10 @@ class PromptReader:
 
     def _continuation(self, known: Transcript, rest: str) -> list[int] | None:
         return self._tokenizer.tokenize_after(known.text[-_CONTEXT_CHARACTERS:], rest)  # type: ignore[no-any-return]
+
+
+def _tokenized(tokenize: Callable[[], Sequence[int]]) -> Sequence[int]:
+    try:
+        return tokenize()
+    except Exception as error:  # each tokenizer raises errors of its own
+        raise bad_request(f"the prompt cannot be tokenized: {error}", "prompt") from error

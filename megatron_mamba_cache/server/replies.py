@@ -10,6 +10,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from .errors import ApiError
+from .exchange import Exchange, exchange_of
 from .formats import Format
 from .job import Job, JobRules, Order, job_of
 from .reply import Piece
@@ -45,28 +46,34 @@ class JobResponse(Response):
             ApiError: If the order cannot be taken in, or fails before anything was sent.
         """
         has_begun = False
+        exchange = exchange_of(scope)
 
         async def noting_send(message: Message) -> None:
             nonlocal has_begun
             has_begun = True
             await send(message)
 
-        await unless_disconnected(receive, self._answer(noting_send))
+        is_whole = await unless_disconnected(receive, self._answer(noting_send, exchange))
         if not has_begun:
             await Response(status_code=CLIENT_CLOSED_REQUEST)(scope, receive, send)
+        elif not is_whole:
+            exchange.status = CLIENT_CLOSED_REQUEST
 
-    async def _answer(self, send: Send) -> None:
+    async def _answer(self, send: Send, exchange: Exchange) -> None:
         async with job_of(self._rules, self._order) as job:
-            await self._send(job, send)
+            try:
+                await self._send(job, send, exchange)
+            finally:
+                _note_usage(job, exchange)
 
-    async def _send(self, job: Job, send: Send) -> None:
+    async def _send(self, job: Job, send: Send, exchange: Exchange) -> None:
         raise NotImplementedError
 
 
 class WholeReply(JobResponse):
     """One JSON object, once all replies have ended."""
 
-    async def _send(self, job: Job, send: Send) -> None:
+    async def _send(self, job: Job, send: Send, _exchange: Exchange) -> None:
         pieces: dict[int, list[Piece]] = defaultdict(list)
         async for choice, piece in job.pieces():
             pieces[choice.index].append(piece)
@@ -80,37 +87,50 @@ class EventStream(JobResponse):
 
     Args:
         includes_usage: Whether the last event has the usage.
+        tells_usage_always: Whether the others have the usage so far.
     """
 
-    def __init__(self, rules: JobRules, order: Order, form: Format, *, includes_usage: bool) -> None:
+    def __init__(
+        self,
+        rules: JobRules,
+        order: Order,
+        form: Format,
+        *,
+        includes_usage: bool = False,
+        tells_usage_always: bool = False,
+    ) -> None:
         super().__init__(rules, order, form)
         self._includes_usage = includes_usage
+        self._tells_usage_always = tells_usage_always
 
-    async def _send(self, job: Job, send: Send) -> None:
+    async def _send(self, job: Job, send: Send, exchange: Exchange) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
         try:
             async for event in self._events(job):
                 await send({"type": "http.response.body", "body": _encoded(event), "more_body": True})
         except ApiError as error:
+            exchange.note_error(error)
             await send({"type": "http.response.body", "body": _encoded(error.body()), "more_body": False})
         else:
             await send({"type": "http.response.body", "body": _DONE, "more_body": False})
 
     async def _events(self, job: Job) -> AsyncIterator[dict[str, Any]]:
         async for choice, piece in job.pieces():
-            yield self._form.chunk(choice, piece)
+            chunk = self._form.chunk(choice, piece)
+            yield chunk | {"usage": job.usage().body()} if self._tells_usage_always else chunk
         if self._includes_usage:
             yield self._form.usage_chunk(job)
 
 
-async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Let `work` end, and raise what it raises; cancel it if the client leaves before."""
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, None]) -> bool:
+    """Let `work` end, and raise what it raises; cancel it if the client leaves before. Return whether it ended."""
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_disconnect(receive))
     try:
         await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             working.result()
+        return working.done()
     finally:
         for task in (working, watching):
             task.cancel()
@@ -120,6 +140,12 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, None])
 async def _disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def _note_usage(job: Job, exchange: Exchange) -> None:
+    usage = job.usage()
+    exchange.prompt_tokens, exchange.cached_tokens = usage.prompt_tokens, usage.cached_tokens
+    exchange.completion_tokens, exchange.first_token = usage.completion_tokens, job.times.first_token
 
 
 def _encoded(event: dict[str, Any]) -> bytes:

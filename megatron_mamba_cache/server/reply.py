@@ -34,11 +34,13 @@ class Piece:
 
     Args:
         finish_reason: "stop" or "length" with the last piece, else None.
+        is_prompt: Whether this is the prompt, given back before the reply.
     """
 
     text: str
     tokens: tuple[TokenInfo, ...]
     finish_reason: str | None = None
+    is_prompt: bool = False
 
 
 class TokenTexts(Protocol):
@@ -57,13 +59,21 @@ class Reply:
     Args:
         stops: Stop strings; they are not part of the text.
         end_ids: Tokens that end a reply without text of their own.
+        offset: Characters that are given out before it.
     """
 
-    def __init__(self, tokenizer: TokenTexts, stops: Sequence[str] = (), end_ids: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self,
+        tokenizer: TokenTexts,
+        stops: Sequence[str] = (),
+        end_ids: frozenset[int] = frozenset(),
+        offset: int = 0,
+    ) -> None:
         self._tokenizer = tokenizer
         self._text = IncrementalText(tokenizer.detokenize)
         self._stops = StopStrings(stops)
         self._end_ids = end_ids
+        self._offset = offset
         self._num_characters = 0  # of the tokens' text, a stop string and what follows included
         self._ends: list[int | None] = []  # characters up to the end of each token; None: inside a character
         self._parts: list[str] = []
@@ -82,9 +92,7 @@ class Reply:
         Raises:
             ApiError: 500 if the engine could not go on.
         """
-        self.latest = progress
-        if progress.end == "error":
-            raise ApiError(500, f"the request failed: {progress.error}", code="engine_error")
+        self._note(progress)
         tokens, new = [], []
         for index, token in enumerate(progress.tokens):
             tokens.append(self._info(token, index, progress))
@@ -124,4 +132,20 @@ class Reply:
             return TokenInfo(token)
         alternatives = progress.alternatives[index] if progress.alternatives else {}
         text, content = self._tokenizer.detokenize([token]), self._tokenizer.bytes_of(token)
-        return TokenInfo(token, text, content, self._num_characters, progress.log_probs[index], alternatives)
+        offset = self._offset + self._num_characters
+        return TokenInfo(token, text, content, offset, progress.log_probs[index], alternatives)
+
+    def _note(self, progress: Progress) -> None:
+        self.latest = progress
+        if progress.end == "error":
+            raise ApiError(500, f"the request failed: {progress.error}", code="engine_error")
+
+
+class EmptyReply(Reply):
+    """The reply of no tokens: it ends once the prompt is computed, and the token that tells so is dropped."""
+
+    def take(self, progress: Progress) -> Piece:
+        """See `Reply`."""
+        self._note(progress)
+        self.finish_reason = "length"
+        return Piece("", (), self.finish_reason)

@@ -39,6 +39,8 @@ class RequestRules:
             prompt=np.array(request.prompt, dtype=np.int64),
             max_len=len(request.prompt) + request.max_tokens,
             sampling=SamplingSettings(request.temperature, request.top_k, request.top_p),
-            log_probs=LogProbSettings(request.num_log_probs is not None, True, request.num_log_probs or 0),
+            log_probs=LogProbSettings(
+                request.num_log_probs is not None, not request.scores_prompt, request.num_log_probs or 0
+            ),
         )
         return fault_of(spec, self.config, self.vocab_size, self.num_blocks)

@@ -10,6 +10,7 @@ from functools import partial
 
 import uvicorn
 
+from .access_log import write_line
 from .app import Server
 from .connection import Connection
 
@@ -17,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 # Longer than clients keep idle connections, so that none is closed while a request is on its way.
 KEEP_ALIVE_S = 75
-_BACKSTOP_S = 5.0
+_BACKSTOP_S = 1.0
 
 
 class DrainingServer(uvicorn.Server):
@@ -70,6 +71,9 @@ class DrainingServer(uvicorn.Server):
         """Take nothing new and end once what was accepted has; the second call ends that at once."""
         if self._drain is None:
             self._served.drain()
+            if num_open := self._served.app.num_open:
+                seconds = self._served.settings.limits.drain_s
+                write_line(f"stopping: {num_open} requests may go on for {seconds:g} s")
             self.should_exit = True
             self._drain = asyncio.get_running_loop().create_task(self._end_in_time())
         else:

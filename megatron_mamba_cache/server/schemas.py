@@ -1,13 +1,29 @@
-"""Requests as clients send them; what no server could run is refused by the types."""
+"""Requests as clients send them: the fields that are supported. `unsupported` has the others."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic.types import Strict
+from pydantic_core import PydanticCustomError
+
+from .unsupported import (
+    CHAT,
+    COMMON,
+    COMPLETION,
+    MESSAGE,
+    REFUSED,
+    STREAM_OPTIONS,
+    TEMPLATING,
+    Table,
+    schema_with,
+    without_unsupported,
+)
 
 _INT32_MAX = 2**31 - 1
 _MOST_STOPS = 16
-_MOST_CHOICES = 128
+_MOST_CHOICES = 2**16  # the limit of the server is lower
+_ROLES = ("system", "developer", "user", "assistant")
+_TOOL_ROLES = ("tool", "function")
 
 Int = Annotated[int, Strict()]
 Number = Annotated[float, Strict(), Field(allow_inf_nan=False)]
@@ -18,27 +34,45 @@ TokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
 Name = Annotated[Text, Field(max_length=256)]
 StopString = Annotated[Text, Field(min_length=1, max_length=1024)]
 Stops = Annotated[list[StopString], Field(fail_fast=True, max_length=_MOST_STOPS)]
-Zero = Annotated[Number, Field(ge=0, le=0)]
 
 
-class StreamOptions(BaseModel):
-    """How a stream ends.
+class PartlySupported(BaseModel):
+    """An object some of whose fields are refused, each by name, unless they ask for nothing."""
+
+    model_config = ConfigDict(json_schema_extra=lambda schema, kind: schema_with(kind.unsupported, schema))
+
+    unsupported: ClassVar[Table] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_unsupported(cls, fields: Any) -> Any:
+        return without_unsupported(cls.unsupported, fields)
+
+
+class StreamOptions(PartlySupported):
+    """What a stream has beside its choices.
 
     Args:
         include_usage: Whether a last chunk without choices has the usage.
+        continuous_usage_stats: Whether each chunk has the usage so far.
     """
 
-    include_usage: Flag = False
+    model_config = ConfigDict(extra="forbid")
+    unsupported = STREAM_OPTIONS
+
+    include_usage: Flag | None = None
+    continuous_usage_stats: Flag | None = None
 
 
-class GenerationFields(BaseModel):
+class GenerationFields(PartlySupported):
     """What both endpoints take. Fields of OpenAI's that change nothing here are passed over; others are refused.
 
     Beyond OpenAI's: `top_k` (0 or -1 is off, 1 greedy), `ignore_eos`, `cache_salt` (prefixes are shared only between
-    requests of the same salt) and `return_token_ids`.
+    requests of the same salt), `return_token_ids` and `request_id` (the end of the reply's id).
     """
 
     model_config = ConfigDict(extra="forbid", regex_engine="rust-regex")
+    unsupported = COMMON
 
     model: Name | None = None
     n: Annotated[Int, Field(ge=1, le=_MOST_CHOICES)] | None = None
@@ -52,6 +86,7 @@ class GenerationFields(BaseModel):
     ignore_eos: Flag | None = None
     return_token_ids: Flag | None = None
     cache_salt: Name | None = None
+    request_id: Name | None = None
     # Taken, and without effect.
     user: Name | None = None
     metadata: dict[Name, Name] | None = None
@@ -59,10 +94,6 @@ class GenerationFields(BaseModel):
     service_tier: Name | None = None
     prompt_cache_key: Name | None = None
     safety_identifier: Name | None = None
-    # Taken where they ask for nothing.
-    presence_penalty: Zero | None = None
-    frequency_penalty: Zero | None = None
-    logit_bias: Annotated[dict[Name, Number], Field(max_length=0)] | None = None
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -72,11 +103,25 @@ class GenerationFields(BaseModel):
     @property
     def includes_usage(self) -> bool:
         """Whether a stream ends with the usage."""
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def tells_usage_always(self) -> bool:
+        """Whether each event of a stream has the usage so far."""
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+
+    @model_validator(mode="after")
+    def _options_belong_to_a_stream(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            context = {"field": "stream_options", "sentence": "stream_options needs stream to be true"}
+            raise PydanticCustomError("no_stream", "{sentence}", context)
+        return self
 
 
 class CompletionRequest(GenerationFields):
     """A request of `/v1/completions`; token ids are a prompt too."""
+
+    unsupported = COMPLETION
 
     prompt: (
         Text
@@ -84,11 +129,9 @@ class CompletionRequest(GenerationFields):
         | Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=_MOST_CHOICES)]
         | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=_MOST_CHOICES)]
     )
-    max_tokens: Annotated[Int, Field(ge=1, le=_INT32_MAX)] | None = None
+    max_tokens: Annotated[Int, Field(ge=0, le=_INT32_MAX)] | None = None
     logprobs: Annotated[Int, Field(ge=0, le=20)] | None = None
-    echo: Literal[False] | None = None
-    best_of: Literal[1] | None = None
-    suffix: Annotated[Text, Field(max_length=0)] | None = None
+    echo: Flag | None = None
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -107,23 +150,33 @@ class TextPart(BaseModel):
     text: Text
 
 
-def _without_nul(role: str) -> str:
-    if not role.isprintable() or not role:
-        raise ValueError("a role is a word such as user, assistant or system")
+def _known(role: str) -> str:
+    if role in _TOOL_ROLES:
+        sentence = f"a message of role {role} answers a call, and tools are not supported by this server; leave it out"
+        raise PydanticCustomError(REFUSED, "{sentence}", {"sentence": sentence})
+    if role not in _ROLES:
+        raise PydanticCustomError("role", "the role is one of {roles}", {"roles": ", ".join(_ROLES)})
     return role
 
 
-class Message(BaseModel):
+class Message(PartlySupported):
     """One message; fields that it does not have here, as replies of OpenAI's have, are passed over.
 
     Calls of tools would be lost to the template, so that a message that has some is refused.
     """
 
-    role: Annotated[Text, Field(min_length=1, max_length=64), AfterValidator(_without_nul)]
+    unsupported = MESSAGE
+
+    role: Annotated[Text, AfterValidator(_known), Field(json_schema_extra={"enum": list(_ROLES)})]
     content: Text | Annotated[list[TextPart], Field(fail_fast=True, max_length=4096)] | None = None
     name: Name | None = None
-    tool_calls: Annotated[list[Text], Field(max_length=0)] | None = None
-    function_call: None = None
+
+    @model_validator(mode="after")
+    def _has_content(self) -> Self:
+        if self.content is None and self.role != "assistant":
+            sentence = "the content of a message of role {role} is missing or null; send text"
+            raise PydanticCustomError("no_content", sentence, {"field": "content", "role": self.role})
+        return self
 
     def plain(self) -> dict[str, str]:
         """Return what a chat template reads, its parts joined."""
@@ -132,24 +185,53 @@ class Message(BaseModel):
         return {"role": self.role, "content": text} | ({} if self.name is None else {"name": self.name})
 
 
-class ResponseFormat(BaseModel):
-    """Plain text, the only format."""
-
-    type: Literal["text"]
+Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=4096)]
 
 
 class ChatRequest(GenerationFields):
     """A request of `/v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=4096)]
+    unsupported = CHAT
+
+    messages: Messages
     max_tokens: Annotated[Int, Field(ge=1, le=_INT32_MAX)] | None = None
     max_completion_tokens: Annotated[Int, Field(ge=1, le=_INT32_MAX)] | None = None
     logprobs: Flag | None = None
     top_logprobs: Annotated[Int, Field(ge=0, le=20)] | None = None
-    response_format: ResponseFormat | None = None
-    tools: Annotated[list[Text], Field(max_length=0)] | None = None
-    tool_choice: Literal["none"] | None = None
-    parallel_tool_calls: Flag | None = None
+
+
+class TokenizeRequest(PartlySupported):
+    """A request of `/tokenize`: a prompt as `/v1/completions` has it, or messages as `/v1/chat/completions` has them.
+
+    Without special tokens only those of the prompt's own text are found.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+    unsupported = TEMPLATING
+
+    model: Name | None = None
+    prompt: Text | None = None
+    messages: Messages | None = None
+    add_special_tokens: Flag | None = None
+    return_token_strs: Flag | None = None
+
+    @model_validator(mode="after")
+    def _has_one_text(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise PydanticCustomError("one_text", "either prompt or messages is needed", {"field": "prompt"})
+        if self.messages is not None and self.add_special_tokens:
+            sentence = "`add_special_tokens` is not supported by this server with messages; leave it out or send false"
+            raise PydanticCustomError(REFUSED, "{sentence}", {"field": "add_special_tokens", "sentence": sentence})
+        return self
+
+
+class DetokenizeRequest(BaseModel):
+    """A request of `/detokenize`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: Name | None = None
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
 
 
 class FlushRequest(BaseModel):

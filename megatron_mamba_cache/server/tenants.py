@@ -5,7 +5,7 @@ import binascii
 import hashlib
 import hmac
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -35,12 +35,15 @@ class ApiKeys:
     Args:
         keys: Of users.
         admin_keys: Of those who may also read metrics and flush; without any, every user may.
+        names: What logs call a key, by key; one without a name is called by a few digits of its digest.
 
     Raises:
         ValueError: If a key is empty or could not be sent in a header, or an admin key is given where users have none.
     """
 
-    def __init__(self, keys: Sequence[str] = (), admin_keys: Sequence[str] = ()) -> None:
+    def __init__(
+        self, keys: Sequence[str] = (), admin_keys: Sequence[str] = (), names: Mapping[str, str] | None = None
+    ) -> None:
         if any(not key.strip() for key in (*keys, *admin_keys)):
             raise ValueError("an API key is empty; give some characters that nobody guesses")
         if any(key != key.strip() or not (key.isascii() and key.isprintable()) for key in (*keys, *admin_keys)):
@@ -52,6 +55,8 @@ class ApiKeys:
             raise ValueError("an admin key is given, but no API key, so everybody would be served; give one")
         self._owners = [_owner(key) for key in (*keys, *admin_keys)]
         self._admins = frozenset(_owner(key) for key in admin_keys)
+        self._names = {owner: f"key-{owner[:8]}" for owner in self._owners}
+        self._names |= {_owner(key): name for key, name in (names or {}).items()}
 
     @property
     def are_needed(self) -> bool:
@@ -73,6 +78,10 @@ class ApiKeys:
         found = _owner(_key_in(authorization))
         known = [owner for owner in self._owners if hmac.compare_digest(owner, found)]
         return known[0] if known else None
+
+    def name_of(self, owner: str) -> str:
+        """Return what logs call a known owner's key; "" where none is needed."""
+        return self._names.get(owner, "")
 
     def may_administrate(self, owner: str) -> bool:
         """Whether a known owner may read metrics and flush the cache."""

@@ -1,5 +1,6 @@
 """Which rows of a step get how many drafts: asks the drafter where drafts pay, and checks its answer."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral
@@ -9,6 +10,8 @@ from torch import Tensor
 from ..policy.requests import RunningRequest
 from .draft_length import DraftLength
 from .drafter import CompilesKernels, Draft, Drafter, DraftWish, HasVocabulary, ReadsHiddenStates
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +112,16 @@ class DraftPlanner:
         self._hidden_states[row.request_id] = state
 
     def forget(self, request_id: int) -> None:
-        """Drop what is known of a request that finished or was evicted; nothing if it is unknown."""
+        """Drop what is known of a request that finished or was evicted; nothing if it is unknown.
+
+        A drafter that raises here costs no request: its drafts are verified as ever.
+        """
         self._lengths.pop(request_id, None)
         self._hidden_states.pop(request_id, None)
-        self._drafter.forget(request_id)
+        try:
+            self._drafter.forget(request_id)
+        except Exception as error:  # a drafter is somebody's own code, and rows are being released
+            _LOG.warning("%s cannot forget request %d: %r", type(self._drafter).__name__, request_id, error)
 
     def _wish(self, row: RunningRequest, num_tokens: int) -> DraftWish:
         return DraftWish(row, num_tokens, self._hidden_states.get(row.request_id))

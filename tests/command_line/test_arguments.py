@@ -2,12 +2,14 @@
 
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 from megatron_mamba_cache.command_line.arguments import EDITING, command_parser, with_sampling
 from megatron_mamba_cache.command_line.main import main
+from megatron_mamba_cache.config import FLAGS
 from tests.command_line.command_runs import REPOSITORY, run_here, run_process
 
 GRAPHS = "--inference-dynamic-batching-num-cuda-graphs"
@@ -85,7 +87,7 @@ def test_a_bad_command_ends_with_one_line(command: list[str], capsys: pytest.Cap
 def test_a_bad_flag_in_a_process_of_its_own_leaves_no_traceback(tmp_path: Path) -> None:
     finished = run_process("-m", "megatron_mamba_cache", "generate", "--load", "x", cwd=tmp_path)
     assert finished.status == 2 and finished.stdout == ""
-    assert finished.stderr.startswith("megatron_mamba_cache: error: --load: ") and finished.stderr.count("\n") == 1
+    assert finished.stderr.startswith("mamba-cache: error: --load: ") and finished.stderr.count("\n") == 1
 
 
 def test_cuda_without_a_device_ends_with_one_line(tmp_path: Path) -> None:
@@ -140,3 +142,43 @@ def test_sampling_flags_that_were_not_given_are_greedy_if_any_was() -> None:
     assert sampling() == (EDITING["temperature"], EDITING["top_k"], EDITING["top_p"])
     assert sampling("--top-k", "0") == (1.0, 0, 0.0)
     assert sampling("--temperature", "0.5", "--top-p", "0.9") == (0.5, 1, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--block-size", "0"], "--block-size: block_size_tokens is 0"),
+        (["--kv-gb=nan"], "--kv-gb is nan"),
+        (["--state-gb", "-1"], "--state-gb is -1.0"),
+        (["--cuda-graphs", "-4"], "--cuda-graphs: num_cuda_graphs is -4"),
+        (["--max-model-len", "0"], "--max-model-len: max_sequence_length is 0"),
+        (["--max-tokens-per-step", "0"], "--max-tokens-per-step: max_tokens is 0"),
+        # What is not given is sized from the model: a message cites no default in its place.
+        (["--num-speculative-tokens", "9"], "num_speculative_tokens is 9; it must be an int from 0 to 8\n"),
+        (["--block-size", "4", "--num-speculative-tokens", "4"], "below block_size_tokens=4\n"),
+    ],
+)
+def test_a_message_names_the_flag_that_was_typed_and_the_values_in_force(
+    flags: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finished = run_here(capsys, *flags)
+    assert finished.status == 2 and told in finished.stderr and "--inference" not in finished.stderr
+
+
+def test_limits_that_do_not_fit_the_sizes_of_the_model_are_named_with_these(capsys: pytest.CaptureFixture[str]) -> None:
+    finished = run_here(capsys, "--max-tokens-per-step", "8", "--random-model")
+    assert finished.status == 2 and "max_tokens is 8; it must be at least max_requests=16" in finished.stderr
+
+
+def test_short_flags_mean_what_megatrons_do() -> None:
+    parser = command_parser()
+    for field, (flag, *aliases) in FLAGS.items():
+        value = {"eviction": "lru", "decode_checkpoints": "all", "attention_backend": "reference"}.get(field, "7")
+        for alias in aliases:
+            assert parser.parse_args(["serve", alias, value]) == parser.parse_args(["serve", flag, value])
+
+
+def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        command_parser().parse_args(["--version"])
+    assert end.value.code == 0 and capsys.readouterr().out == f"mamba-cache {version('megatron-mamba-cache')}\n"

@@ -1,11 +1,14 @@
 """The doctor command."""
 
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as installed_version
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from megatron_mamba_cache import installation
 from megatron_mamba_cache.command_line import doctor
 from megatron_mamba_cache.command_line.doctor import KERNELS, KernelChoice
 from megatron_mamba_cache.command_line.main import main
@@ -23,7 +26,9 @@ def test_doctor_names_device_versions_and_kernels(capsys: pytest.CaptureFixture[
         "safetensors ",
         "tokenizers ",
         "default model ",
-        "  transformers ",
+        "  server             present: serve",
+        "  hf                 present: ",
+        "  test               present: ",
     ):
         assert any(line.startswith(start) for line in lines)
     for kernel in KERNELS:
@@ -61,6 +66,52 @@ def test_doctor_accepts_nvidias_apex_and_survives_a_broken_torch(tmp_path: Path)
     (tmp_path / "apex" / "normalization" / "__init__.py").write_text("class FusedRMSNorm: ...\n")
     (tmp_path / "torch.py").write_text("raise OSError('libcudart is missing')\n")
     finished = run_process("-m", "megatron_mamba_cache", "doctor", cwd=tmp_path, import_first=tmp_path)
-    assert finished.status == 0
+    assert finished.status == 1
     assert "apex               installed, not used: norms are torch's" in finished.stdout
     assert "torch cannot be imported (OSError: libcudart is missing)" in finished.stdout
+    assert "this package       cannot be used: OSError: libcudart is missing" in finished.stdout
+
+
+def _lose(monkeypatch: pytest.MonkeyPatch, lost: str, found: str | None) -> None:
+    """Let a distribution be missing, or have the version `found`."""
+
+    def version(name: str) -> str:
+        if name == lost and found is None:
+            raise PackageNotFoundError(name)
+        return found if name == lost and found is not None else installed_version(name)
+
+    monkeypatch.setattr(installation, "version", version)
+
+
+@pytest.mark.parametrize(
+    ("lost", "found", "told"),
+    [
+        ("tqdm", None, "it requires tqdm"),
+        ("megatron-core", "0.16.0", "it requires megatron-core==0.16.1 (found 0.16.0)"),
+    ],
+)
+def test_doctor_fails_where_the_base_install_is_not_whole(
+    lost: str, found: str | None, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _lose(monkeypatch, lost, found)
+    assert main(["doctor"]) == 1
+    assert f"this package       cannot be used: {told}\n" in capsys.readouterr().out
+
+
+def test_doctor_reports_an_extra_that_is_missing_and_can_be_used_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _lose(monkeypatch, "pyzmq", None)
+    assert main(["doctor"]) == 0
+    told = "missing pyzmq; for serve, and replicas behind a coordinator: pip install 'megatron-mamba-cache[server]'"
+    output = capsys.readouterr().out
+    assert f"  server             {told}\n" in output and "  hf                 present: " in output
+
+
+def test_serve_without_its_extra_says_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _lose(monkeypatch, "fastapi", None)
+    assert main(["serve"]) == 2
+    told = "serve needs fastapi, which is not installed: pip install 'megatron-mamba-cache[server]'"
+    assert capsys.readouterr().err == f"mamba-cache: error: {told}\n"

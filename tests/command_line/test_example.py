@@ -1,10 +1,11 @@
-"""The example without arguments, and the README's code, each as a stranger runs it."""
+"""The example without arguments, as a stranger runs it."""
 
 import json
 import re
 from pathlib import Path
 
 from tests.command_line.command_runs import REPOSITORY, run_process
+from tests.docs.blocks import blocks_of, matches
 
 COMPILES = re.compile(r"WARNING: (\w+ compiles .*, which it does once on a machine \.\.\.|\.\.\. done after \d+ s)")
 
@@ -14,6 +15,8 @@ def test_the_example_skips_tokens_and_changes_no_output(tmp_path: Path) -> None:
     assert finished.status == 0, finished.stderr
     assert not [line for line in finished.stderr.splitlines() if not COMPILES.fullmatch(line)]
     assert "outputs identical: all 12 requests" in finished.stdout
+    printed = next(block for block in blocks_of(REPOSITORY / "README.md") if block.kind == "prints")
+    assert matches(printed.text, finished.stdout, times_vary=True)
     summary = json.loads((tmp_path / "out.json").read_text())["summary"]
     assert summary["outputs_identical"] is True
     assert summary["cached_tokens"] > summary["prompt_tokens"] / 2
@@ -22,11 +25,3 @@ def test_the_example_skips_tokens_and_changes_no_output(tmp_path: Path) -> None:
     assert later["cached_tokens"] >= 0.8 * later["prompt_tokens"] > 0
     assert f"skipped {later['cached_tokens']} of {later['prompt_tokens']} prompt tokens" in finished.stdout
     assert f"skipped {summary['cached_tokens']} of {summary['prompt_tokens']} prompt tokens" in finished.stdout
-
-
-def test_the_code_of_the_readme_prints_what_it_says(tmp_path: Path) -> None:
-    section = (REPOSITORY / "README.md").read_text(encoding="utf-8").partition("\n## From Python\n")[2]
-    code, printed = re.findall(r"```python\n(.*?)```\n.*?```text\n(.*?)```", section, re.DOTALL)[0]
-    finished = run_process("-W", "ignore", "-c", code, cwd=tmp_path)
-    assert finished.status == 0, finished.stderr
-    assert finished.stdout == printed

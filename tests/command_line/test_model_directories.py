@@ -9,7 +9,7 @@ import torch
 
 from megatron_mamba_cache.command_line import model_choice
 from megatron_mamba_cache.models.hugging_face import load_hugging_face
-from megatron_mamba_cache.models.megatron_checkpoint import save_megatron_checkpoint
+from megatron_mamba_cache.models.megatron_checkpoint import load_megatron_checkpoint, save_megatron_checkpoint
 from tests.command_line.command_runs import REPOSITORY, Finished, run_here, run_process
 from tests.command_line.tiny_directories import FAMILIES, save_model, save_tokenizer
 from tests.models.training_checkpoints import write_training_checkpoint
@@ -218,3 +218,17 @@ def test_a_model_that_drafts_for_itself_is_always_right(
     assert tokens[0] == tokens[1]
     summary = document["summary"]
     assert summary["accepted_tokens"] == summary["draft_tokens"] > 0 and summary["tokens_per_decode_row"] > 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_have_the_dtype_of_the_checkpoint_where_none_is_asked_for(dtype: torch.dtype, tmp_path: Path) -> None:
+    save_model("nemotron_h", tmp_path / "theirs")
+    config = tmp_path / "theirs" / "config.json"
+    fields = json.loads(config.read_text())
+    for name in ("dtype", "torch_dtype"):
+        fields.pop("dtype", None), fields.pop("torch_dtype", None)
+        config.write_text(json.dumps(fields | {name: str(dtype).removeprefix("torch.")}))
+        loaded = load_hugging_face(tmp_path / "theirs", None)
+        assert {weight.dtype for weight in loaded.model.decoder.layers[0].mixer.in_proj.parameters()} == {dtype}
+    save_megatron_checkpoint(loaded.model, loaded.architecture, tmp_path / "ours")
+    assert load_megatron_checkpoint(tmp_path / "ours", None).model.config.params_dtype is dtype

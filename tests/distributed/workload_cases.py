@@ -129,7 +129,7 @@ def _run_workloads(flavour: str, seed: int, num_graphs: int = 0, digest_steps: i
     with _counted_early_steps() as early:
         plain = run_workload(replace(work, config=replace(work.config, num_speculative_tokens=0)))
         outcomes = plain, run_workload(work, _drafter(plain.texts, work))
-    logs = [outcome.engine.controller.digest.log for outcome in outcomes] if digest_steps else []
+    logs = [outcome.run.engine.controller.digest.log for outcome in outcomes] if digest_steps else []
     return RankOutcome(
         texts=tuple(outcome.texts for outcome in outcomes),
         seen=tuple(dict(outcome.seen) for outcome in outcomes),

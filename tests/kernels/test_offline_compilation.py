@@ -203,7 +203,7 @@ def test_scan_compiles_to_asynchronous_matrix_products(
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 8])
-@pytest.mark.parametrize(("head_dim", "d_state"), [(64, 64), (64, 128), (128, 64), (128, 128)])
+@pytest.mark.parametrize(("head_dim", "d_state"), [(64, 64), (64, 128), (128, 64), (128, 128), (80, 128)])
 def test_the_form_of_the_scan_that_is_chosen_fits_in_shared_memory(
     head_dim: int, d_state: int, num_rows: int, compile_for_hopper: Compile, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,7 @@ from megatron_mamba_cache.kernels import ssd_scan_portable, ssd_tiles
 from megatron_mamba_cache.kernels.hopper_tiling import HopperTiling
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED, launches_kernel
 from megatron_mamba_cache.kernels.ssd_scan import scan_tiles, ssd_scan, ssd_scan_ref
-from megatron_mamba_cache.kernels.ssd_tiles import tile_shape
+from megatron_mamba_cache.kernels.ssd_tiles import head_slices, tile_shape
 from megatron_mamba_cache.kernels.ssm_inputs import SSMTokens, SSMWeights
 from megatron_mamba_cache.kernels.varlen_rows import PAD_SLOT, VarlenRows
 from tests.kernels.kernel_stand_ins import CountedKernel
@@ -32,6 +32,8 @@ from tests.kernels.ssm_steps import SSMShape, SSMSteps, random_steps
 
 SMALL = SSMShape(heads=4, head_dim=16, d_state=32, groups=2)
 LARGE = SSMShape(heads=8, head_dim=64, d_state=128, groups=2)
+SLICED = SSMShape(heads=11, head_dim=48, d_state=32, groups=1)
+NANO_9B = SSMShape(heads=8, head_dim=80, d_state=128, groups=2)
 NUM_SLOTS = 13
 TILINGS = [HopperTiling(heads, channels, stages) for heads in (1, 2) for channels in (32, 64) for stages in (2, 3)][:-1]
 """Of which three stages of two whole heads, with their float32 states on the way out, have no room."""
@@ -108,6 +110,21 @@ def test_float32_rows_follow_the_recurrence(chunk: int, order: int, device: str,
     assert counted_kernel.launches == launched + 1
 
 
+@pytest.mark.parametrize("chunk", [8, 16, 64])
+def test_heads_of_several_slices_follow_the_recurrence(chunk: int, device: str, counted_kernel: CountedKernel) -> None:
+    torch.manual_seed(chunk)
+    specs, launched = scan_specs(chunk), counted_kernel.launches
+    check_against_recurrence(ssd_scan, specs, chunk, random_steps(num_tokens(specs) + 3, device, SLICED), 1e-5)
+    assert counted_kernel.launches == launched + 2  # 48 channels are 32 and 16
+
+
+@pytest.mark.parametrize("head_dim", range(16, 144, 16))
+def test_slices_cover_a_head_once(head_dim: int) -> None:
+    slices = head_slices(head_dim)
+    assert [channel for one in slices for channel in range(one.first, one.first + one.width)] == [*range(head_dim)]
+    assert all(one.width >= 16 and one.width & (one.width - 1) == 0 for one in slices)
+
+
 @pytest.mark.parametrize("shift", [0.0, 3.0, 8.0])
 def test_float32_rows_of_strong_decays_follow_the_recurrence(shift: float, device: str) -> None:
     torch.manual_seed(12)
@@ -153,6 +170,8 @@ FORMS = [
     pytest.param(None, SMALL, 16, torch.float32, id="portable-float32"),
     pytest.param(None, SMALL, 16, torch.bfloat16, marks=compiled_only, id="portable-bfloat16"),
     pytest.param(None, SMALL, 128, torch.float32, id="portable-128"),
+    pytest.param(None, SLICED, 16, torch.float32, id="portable-sliced"),
+    pytest.param(TILINGS[-1], NANO_9B, 128, torch.bfloat16, marks=on_hopper, id="hopper-sliced"),
     *(
         pytest.param(tiling, LARGE, 128, torch.bfloat16, marks=on_hopper, id=f"hopper-{tiling.heads}-{tiling.channels}")
         for tiling in (*TILINGS[1::2], TILINGS[-1])
@@ -249,7 +268,7 @@ def test_hopper_kernel_gives_the_bits_of_the_portable_one(tiling: HopperTiling, 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")
-@pytest.mark.parametrize(("head_dim", "d_state"), [(64, 64), (128, 64), (128, 128)])
+@pytest.mark.parametrize(("head_dim", "d_state"), [(64, 64), (128, 64), (128, 128), (80, 128), (112, 64)])
 def test_other_heads_follow_the_recurrence_with_the_same_bits_in_every_form(head_dim: int, d_state: int) -> None:
     torch.manual_seed(10)
     shape = SSMShape(heads=4, head_dim=head_dim, d_state=d_state, groups=2)

@@ -7,11 +7,15 @@ import pytest
 
 from megatron_mamba_cache.mcore import context as context_module
 from megatron_mamba_cache.mcore import controller as controller_module
+from megatron_mamba_cache.mcore import engine as engine_module
+from megatron_mamba_cache.mcore import step_report as step_report_module
 from megatron_mamba_cache.mcore.mamba_mixer import CachingMambaMixer
 from megatron_mamba_cache.mcore.self_attention import CachingSelfAttention
 from tests.mcore.engine_runs import EngineRun
 
-FAULT_PLACES: dict[str, Callable[[EngineRun], tuple[Any, str]]] = {
+FaultPlaces = dict[str, Callable[[EngineRun], tuple[Any, str]]]
+
+FAULT_PLACES: FaultPlaces = {
     "planning an admission": lambda run: (run.context.cache, "plan"),
     "reserving a slot": lambda run: (run.context.cache.slots, "reserve"),
     "scheduling a decode row": lambda run: (run.context.cache, "schedule_decode"),
@@ -34,6 +38,17 @@ FAULT_PLACES: dict[str, Callable[[EngineRun], tuple[Any, str]]] = {
     "after updating requests": lambda run: (run.context.block_allocator, "get_active_used"),
 }
 """Where a step may fail: an engine's object and the name of its method, or a module and its function."""
+
+REPORT_FAULT_PLACES: FaultPlaces = {
+    "the text of an alternative or a reply": lambda run: (run.engine.controller.tokenizer, "detokenize"),
+    "marking what ends": lambda _run: (step_report_module.RecordMark, "of"),
+    "before the report": lambda run: (run.engine, "_before_report"),
+    "the report": lambda run: (run.engine, "post_process_requests"),
+    "the last tokens": lambda _run: (engine_module, "append_tokens"),
+    "between two requests": lambda run: (run.engine, "_check_stop_words_for_request_post_append"),
+    "forgetting a request that ended": lambda run: (run.engine, "_forget"),
+}
+"""Where the report of a step may fail that is computed and done."""
 
 
 def _modules(run: EngineRun, kind: type) -> list[Any]:

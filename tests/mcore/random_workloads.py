@@ -1,16 +1,16 @@
 """Seeded random workloads: prompts that share, nest, diverge and repeat, arriving while others run."""
 
-import contextlib
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron_mamba_cache import CacheConfig
+from megatron_mamba_cache.mcore.generated_tokens import is_reported
 from megatron_mamba_cache.speculation.drafter import Drafter
 from tests.mcore.engine_runs import (
     MAX_STEPS,
@@ -21,13 +21,21 @@ from tests.mcore.engine_runs import (
     greedy,
     tiny_hybrid,
 )
-from tests.mcore.faults import FAULT_PLACES, InjectedFault, raise_once
+from tests.mcore.faults import FAULT_PLACES, REPORT_FAULT_PLACES, FaultPlaces, InjectedFault, raise_once
 
 MODELS = (
     {"pattern": "M*M-", "ssm_chunk_size": 8},
     {"pattern": "MM*-M*", "ssm_chunk_size": 16, "use_rope": False},
     {"pattern": "*MM", "ssm_chunk_size": 16, "vocab_size": 64},
     {"pattern": "M-*M", "ssm_chunk_size": 8, "use_rope": False, "hidden_size": 48, "vocab_size": 128},
+)
+
+_WISHES: tuple[dict[str, Any], ...] = (
+    {},
+    {"return_log_probs": True, "skip_prompt_log_probs": True},
+    {"return_log_probs": True},
+    {"return_log_probs": True, "skip_prompt_log_probs": True, "top_n_logprobs": 2},
+    {"return_log_probs": True, "top_n_logprobs": 3},
 )
 
 
@@ -40,13 +48,18 @@ class Arrival:
     num_tokens: int
     follows: int | None = None
     stop_words: tuple[tuple[int, ...], ...] = ()
+    wish: dict[str, Any] = field(default_factory=dict)
 
     @property
     def sampling(self) -> SamplingParams:
-        """Greedy, ended by length, by a stop word, or by one of a single token, which is the termination id."""
+        """Greedy, ended by length, by a stop word, or by one of a single token, which is the termination id.
+
+        Log-probs are those that it wishes for.
+        """
         single = [word[0] for word in self.stop_words if len(word) == 1]
         longer = [" ".join(map(str, word)) for word in self.stop_words if len(word) > 1]
-        return greedy(self.num_tokens, termination_id=single[0] if single else -1, stop_words=longer or None)
+        end = single[0] if single else -1
+        return greedy(self.num_tokens, termination_id=end, stop_words=longer or None, **self.wish)
 
     def assert_ends_right(self, tokens: list[int]) -> None:
         """Assert that a reply ends where it must and nowhere before."""
@@ -66,6 +79,11 @@ class Workload:
     config: CacheConfig
     arrivals: tuple[Arrival, ...]
     disturbed_share: float = 0.0  # of the steps: a flush, a suspend or a fault comes before or in them
+    has_log_probs: bool = False  # then reports may fail too
+
+    def fault_places(self, rng: random.Random) -> FaultPlaces:
+        """Return where a step may fail."""
+        return REPORT_FAULT_PLACES if self.has_log_probs and rng.random() < 0.7 else FAULT_PLACES
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +199,12 @@ FLAVOURS = {
 }
 
 
-def make_workload(flavour: Flavour, seed: int, num_drafts: int = 0) -> Workload:
-    """Return the workload of a flavour and a seed; with drafts, and sometimes without, requests have stop words."""
+def make_workload(flavour: Flavour, seed: int, num_drafts: int = 0, *, has_log_probs: bool = False) -> Workload:
+    """Return the workload of a flavour and a seed; with drafts, and sometimes without, requests have stop words.
+
+    Args:
+        has_log_probs: Whether most requests want log-probs, and steps are disturbed whatever the flavour.
+    """
     rng = random.Random(f"{flavour.name} {seed}")
     subject = tiny_hybrid(**rng.choice(MODELS))
     block = subject.sizes.ssm_chunk_size * rng.choice([1, 2, 4])
@@ -198,8 +220,22 @@ def make_workload(flavour: Flavour, seed: int, num_drafts: int = 0) -> Workload:
         settings["cached_states"] = max(settings.get("cached_states", 50), num_drafts)
     if num_drafts or rng.random() < 0.3:
         arrivals = tuple(replace(arrival, stop_words=_stop_words(rng, subject)) for arrival in arrivals)
-    disturbed_share = 0.15 if flavour.name == "disturbed" else 0.0
-    return Workload(subject, cache_config(subject.sizes, **settings), arrivals, disturbed_share)
+    if has_log_probs:
+        arrivals = tuple(replace(arrival, wish=rng.choice(_WISHES)) for arrival in arrivals)
+    disturbed_share = 0.3 if has_log_probs else 0.15 if flavour.name == "disturbed" else 0.0
+    return Workload(subject, cache_config(subject.sizes, **settings), arrivals, disturbed_share, has_log_probs)
+
+
+def undisturbed(work: Workload) -> Workload:
+    """Return the same requests, all of which come at once, with room for each: what they generate in few steps."""
+    config, num_requests = work.config, len(work.arrivals)
+    block = config.block_size_tokens
+    num_blocks = num_requests * -(-config.max_sequence_length // block)
+    roomy = {"kv_blocks": num_blocks, "max_requests": num_requests, "max_tokens": max(block, 256)}
+    limits = {"block_size_tokens": block, "max_sequence_length": config.max_sequence_length}
+    arrivals = tuple(replace(arrival, step=0) for arrival in work.arrivals)
+    settings = cache_config(work.subject.sizes, **limits, **roomy)
+    return Workload(work.subject, settings, arrivals, has_log_probs=work.has_log_probs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,24 +245,26 @@ class WorkloadOutcome:
     seen: Counter[str]
     tally: OracleTally
     texts: dict[int, list[int]]  # prompt and generated tokens
-    engine: Any
+    run: EngineRun
 
 
 def run_workload(work: Workload, drafter: Drafter | None = None) -> WorkloadOutcome:
     """Run a workload to its end, and assert everything about it."""
-    run = EngineRun.start(work.subject, work.config, drafter=drafter)
+    only_last = not work.has_log_probs
+    run = EngineRun.start(work.subject, work.config, drafter=drafter, materialize_only_last_token_logits=only_last)
     seen = Counter(requests=len(work.arrivals))
     pending = dict(enumerate(work.arrivals))
     rng = random.Random(len(work.arrivals))
-    while pending or run.engine.requests:
+    while pending or run.engine.has_unfinished_requests():
         assert run.num_steps < MAX_STEPS, run.context.snapshot()
         for request_id in [i for i, arrival in pending.items() if _is_due(arrival, run)]:
             _add(run, request_id, pending.pop(request_id), work.config.max_sequence_length)
         before, windows = _prefilling(run), {row.request_id: row.accepted for row in run.context.rows}
         if rng.random() < work.disturbed_share:
-            _disturbed_step(rng, run, seen)
+            _disturbed_step(rng, run, seen, work.fault_places(rng))
         else:
             run.step()
+        assert all(is_reported(row, run.engine.get_request(row.request_id)) for row in run.context.rows)
         assert work.config.chunked_prefill or not _prefilling(run)
         for request_id, computed in _prefilling(run).items():
             seen["chunked_steps"] += 1
@@ -239,7 +277,7 @@ def run_workload(work: Workload, drafter: Drafter | None = None) -> WorkloadOutc
     tally = run.assert_matches_oracle()
     texts = {request_id: run.prompts[request_id] + run.tokens(request_id) for request_id in run.finished}
     seen["tokens"] = sum(len(run.tokens(request_id)) for request_id in run.finished)
-    return WorkloadOutcome(seen, tally, texts, run.engine)
+    return WorkloadOutcome(seen, tally, texts, run)
 
 
 def _prefilling(run: EngineRun) -> dict[int, int]:
@@ -247,7 +285,7 @@ def _prefilling(run: EngineRun) -> dict[int, int]:
     return {row.request_id: row.computed for row in run.context.rows if row.is_prefilling}
 
 
-def _disturbed_step(rng: random.Random, run: EngineRun, seen: Counter[str]) -> None:
+def _disturbed_step(rng: random.Random, run: EngineRun, seen: Counter[str], places: FaultPlaces) -> None:
     disturbance = rng.choice(["flush", "suspend", "fault", "fault"])
     if disturbance == "flush":
         run.engine.flush()
@@ -256,11 +294,14 @@ def _disturbed_step(rng: random.Random, run: EngineRun, seen: Counter[str]) -> N
         run.engine.suspend()
         run.engine.resume()
         seen["suspends"] += 1
-    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(InjectedFault):
+    with pytest.MonkeyPatch.context() as patch:
         if disturbance == "fault":
-            owner, name = FAULT_PLACES[rng.choice(sorted(FAULT_PLACES))](run)
-            raise_once(patch, owner, name, call=rng.randrange(1, 4))
-        run.step()
+            place = rng.choice(sorted(places))
+            raise_once(patch, *places[place](run), call=rng.randrange(1, 4))
+        try:
+            run.step()
+        except InjectedFault:
+            seen["faults in reports"] += place in REPORT_FAULT_PLACES
 
 
 def _is_due(arrival: Arrival, run: EngineRun) -> bool:

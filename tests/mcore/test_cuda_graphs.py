@@ -20,6 +20,7 @@ from megatron_mamba_cache.speculation.prompt_lookup import PromptLookupDrafter
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
 from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.mcore.random_workloads import FLAVOURS, WorkloadOutcome, make_workload, run_workload
+from tests.mcore.test_log_probs import assert_log_probs
 from tests.mcore.test_speculative_workloads import make_drafter
 from tests.mcore.workload_totals import WorkloadTotals
 from tests.models.test_training_checkpoints import EXPERTS
@@ -165,6 +166,21 @@ def test_sampled_tokens_are_those_without_graphs(num_drafts: int) -> None:
         texts.append([run.tokens(request_id) for request_id in range(6)])
         assert bool(run.counters.graph_steps) == bool(settings.num_cuda_graphs)
     assert texts[0] == texts[1]
+
+
+def test_prompts_are_scored_beside_graphs() -> None:
+    subject = tiny_hybrid()
+    config = with_graphs(cache_config(subject.sizes))
+    run = EngineRun.start(subject, config, scores_prompts=True)
+    for request_id, seed in ((0, 1), (2, 2)):  # the steps of such prompts are captured
+        run.add(request_id, some_tokens(16, seed=seed), 12)
+        run.step()
+    assert run.counters.graph_steps == 2
+    run.add(1, some_tokens(16), greedy(6, return_log_probs=True, skip_prompt_log_probs=False))
+    run.finish()
+    assert_log_probs(run, 1)
+    run.assert_matches_oracle().assert_few_stops()
+    assert run.counters.graph_steps
 
 
 def test_log_probs_are_those_without_graphs() -> None:

@@ -369,6 +369,45 @@ def test_drafter_that_fails_once_costs_no_token(monkeypatch: pytest.MonkeyPatch)
     run.assert_exact()
 
 
+def test_drafter_that_fails_forgets_the_requests_it_was_asked_for_before_it_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = start_run(3)
+    for request_id in range(3):
+        run.add(request_id, prompt_of(request_id), NUM_TOKENS)
+    for _ in range(3):
+        run.step()
+    drafter = run.context.planner._drafter
+    assert drafter.forgotten == []
+    calls = raise_once(monkeypatch, drafter, "propose")
+    run.step()
+    assert calls == [1] and sorted(drafter.forgotten) == [0, 1, 2]
+    run.finish()
+    assert sorted(drafter.forgotten) == [0, 0, 1, 1, 2, 2]
+
+
+class ForgetsWithDifficulty(NoisyDrafter):
+    """Raises whenever it is told that a request has left."""
+
+    def forget(self, request_id: int) -> None:
+        super().forget(request_id)
+        raise KeyError(request_id)
+
+
+def test_drafter_that_cannot_forget_costs_no_request(caplog: pytest.LogCaptureFixture) -> None:
+    subject = tiny_hybrid()
+    drafter = ForgetsWithDifficulty(greedy_texts(), accuracy=0.8, vocab_size=96)
+    config = cache_config(subject.sizes, block_size_tokens=BLOCK, num_speculative_tokens=3, kv_blocks=12)
+    run = EngineRun.start(subject, config, drafter=drafter)
+    for request_id in range(3):
+        run.add(request_id, prompt_of(request_id), NUM_TOKENS)
+    run.finish()
+    assert set(drafter.forgotten) == {0, 1, 2}
+    assert [len(run.tokens(request_id)) for request_id in range(3)] == [NUM_TOKENS] * 3
+    assert "ForgetsWithDifficulty cannot forget request" in caplog.text
+    run.assert_exact()
+
+
 class BrokenDrafter(NoisyDrafter):
     """Raises, or answers nonsense, whenever it is asked for request 0."""
 

@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 import torch
@@ -10,9 +9,16 @@ import torch
 from megatron_mamba_cache.speculation.drafter import Drafter
 from megatron_mamba_cache.speculation.prompt_lookup import PromptLookupDrafter
 from tests.mcore.checked_draft_model import CheckedDraftModel
-from tests.mcore.engine_runs import cache_config, tiny_hybrid
+from tests.mcore.engine_runs import tiny_hybrid
 from tests.mcore.noisy_drafter import NoisyDrafter
-from tests.mcore.random_workloads import FLAVOURS, Workload, WorkloadOutcome, make_workload, run_workload
+from tests.mcore.random_workloads import (
+    FLAVOURS,
+    Workload,
+    WorkloadOutcome,
+    make_workload,
+    run_workload,
+    undisturbed,
+)
 from tests.mcore.workload_totals import WorkloadTotals
 
 SEEDS_PER_BATCH = 19
@@ -46,17 +52,6 @@ def make_drafter(rng: random.Random, work: Workload) -> Drafter:
     return NoisyDrafter(
         texts, accuracy=rng.choice(ACCURACIES), vocab_size=vocab, seed=rng.randrange(1000), varies=rng.random() < 0.5
     )
-
-
-def undisturbed(work: Workload) -> Workload:
-    """Return the same requests, all of which come at once, with room for each: what they generate in few steps."""
-    config, num_requests = work.config, len(work.arrivals)
-    block = config.block_size_tokens
-    num_blocks = num_requests * -(-config.max_sequence_length // block)
-    roomy = {"kv_blocks": num_blocks, "max_requests": num_requests, "max_tokens": max(block, 256)}
-    limits = {"block_size_tokens": block, "max_sequence_length": config.max_sequence_length}
-    arrivals = tuple(replace(arrival, step=0) for arrival in work.arrivals)
-    return Workload(work.subject, cache_config(work.subject.sizes, **limits, **roomy), arrivals)
 
 
 def make_draft_model(rng: random.Random, work: Workload) -> CheckedDraftModel:

@@ -1,5 +1,6 @@
 """How much may come in: limits of a body, and of all bodies of an API key, that no other key can use up."""
 
+import gzip
 from collections.abc import Iterator
 
 from tests.server.front_end import BLUE, RED, FrontEnd, front_end, request_bytes, status_of, wait_until
@@ -50,6 +51,16 @@ def test_the_bytes_of_an_answered_request_count_no_longer() -> None:
         for _ in range(10):
             assert http.post("/v1/completions", json={"prompt": "x" * 60_000, "max_tokens": 0}).status_code == 400
         assert bytes_of(server, RED) == 0
+
+
+def test_a_compressed_body_is_refused_by_the_name_of_its_compression() -> None:
+    with front_end() as server, server.client() as http:
+        content = gzip.compress(b'{"prompt": "x", "max_tokens": 1}')
+        refused = http.post("/v1/completions", content=content, headers={"Content-Encoding": "gzip"})
+        assert refused.status_code == 415 and "Content-Encoding is gzip" in refused.json()["error"]["message"]
+        as_it_is = {"Content-Encoding": "Identity", "Content-Type": "application/json"}
+        plain = gzip.decompress(content).replace(b"1", b"0.5")  # which is refused, but read
+        assert http.post("/v1/completions", content=plain, headers=as_it_is).status_code == 400
 
 
 def test_a_body_that_does_not_arrive_in_time_is_answered_with_408() -> None:

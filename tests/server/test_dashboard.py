@@ -11,13 +11,22 @@ from pathlib import Path
 import httpx
 import pytest
 
+from megatron_mamba_cache.server.backend import BackendState, Progress
 from tests.server.browser import CHROMIUM, Page, chromium_page
+from tests.server.front_end import front_end, request_bytes, wait_until
 from tests.server.running_server import RED, RunningServer, bearer
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 
 KEEP_AT = os.environ.get("DASHBOARD_SCREENSHOT")
 SHOWN = "document.getElementById('{}').textContent"
+OVERLAPPING = """[...document.querySelectorAll('.chart svg')].some(svg => {
+    const boxes = [...svg.querySelectorAll('text')].map(text => text.getBBox());
+    const across = (a, b) => a.x < b.x + b.width && b.x < a.x + a.width;
+    const down = (a, b) => a.y + 4 < b.y + b.height && b.y + 4 < a.y + a.height;
+    const isOutside = box => box.x < -0.5 || box.x + box.width > svg.clientWidth + 0.5;
+    return boxes.some((a, i) => isOutside(a) || boxes.some((b, j) => j > i && across(a, b) && down(a, b)));
+})"""
 PROMPT = "# file: bridge.py\nimport time\n\n\n" + "# A bridge opens on request.\n" * 30
 
 
@@ -76,3 +85,46 @@ def test_the_dashboard_shows_a_load_and_fits_a_phone(server: RunningServer, page
     page.screenshot(tmp_path / "phone.png")
     assert (tmp_path / "phone.png").stat().st_size > 10_000
     assert [error for error in page.errors if "favicon" not in error] == []
+
+
+def test_every_chart_has_an_axis_with_numbers_and_a_unit_and_shows_what_was_before_the_page(
+    monkeypatch: pytest.MonkeyPatch, page: Page
+) -> None:
+    monkeypatch.setattr("megatron_mamba_cache.server.history.INTERVAL_S", 0.2)
+    texts = (
+        "[...document.querySelectorAll('.chart')].map(one => [...one.querySelectorAll('text')].map(t => t.textContent))"
+    )
+    with front_end() as server:
+        page.resize(390, 844, is_phone=True)
+        page.open(f"{server.listening.url}/dashboard", bearer(RED))
+        page.wait_for("document.querySelectorAll('.chart .empty').length === 6")
+        assert page.value(texts)[0][-1] == "no tokens generated in this time"
+        for tokens in ((97,), (98, 99)):
+            body = request_bytes({"prompt": "abc", "max_tokens": 9})
+            with server.connection(body) as connection:
+                wait_until(lambda: server.backend.running)
+                server.backend.deliver(Progress(tokens))
+                server.backend.deliver(Progress((97,), end="length"))
+                assert connection.recv(65_536)
+        with server.client() as http:
+            assert http.get("/nothing").status_code == 404
+        server.backend.state = BackendState(is_ready=True, num_running=2, generated_tokens=500)
+        threading.Event().wait(1)  # so that all of it is past
+        page.open(f"{server.listening.url}/dashboard", bearer(RED))
+        page.wait_for("document.querySelectorAll('.chart polyline').length > 2")
+        page.value("document.querySelector('[data-minutes=\"5\"]').click()")
+        charts = page.value(texts)
+        units = ["tokens/s", "tokens/s", "requests", "milliseconds", "milliseconds", "responses/min"]
+        assert [labels[0] for labels in charts] == units
+        for labels in (charts[0], *charts[2:]):
+            numbers_shown = [label for label in labels[1:] if ":" not in label]
+            assert len(numbers_shown) >= 3 and numbers_shown[0] == "0" and "no " not in labels[-1], labels
+            assert any(":" in label for label in labels)
+        assert page.value(SHOWN.format("model")) == "scripted"
+        assert page.value("document.getElementById('latency').innerText.match(/ms/g).length") == 6
+        assert page.value("document.documentElement.scrollWidth") <= 390
+        for width in (1440, 390):
+            page.resize(width, 900)
+            page.value("dispatchEvent(new Event('resize'))")
+            assert page.value(OVERLAPPING) is False
+        assert page.errors == []

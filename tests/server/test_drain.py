@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -15,9 +17,11 @@ from typing import Any
 import httpx
 import pytest
 
+from megatron_mamba_cache.command_line.arguments import command_parser
 from megatron_mamba_cache.command_line.serve import bound_socket
 from megatron_mamba_cache.command_line.serving import Serving
 from megatron_mamba_cache.server.backend import Progress
+from megatron_mamba_cache.server.limits import ServerLimits
 from tests.command_line.command_runs import REPOSITORY
 from tests.server.front_end import LongTokens, front_end, request_bytes, scripted_server, status_of, wait_until
 from tests.server.running_server import running_server
@@ -102,6 +106,55 @@ def test_accepted_requests_finish_after_sigterm_and_the_status_is_0() -> None:
     for of_client in events:
         assert of_client[-1] == "[DONE]"
         assert json.loads(of_client[-2])["choices"][0]["finish_reason"] == "length"
+
+
+def seconds_to_the_end(process: subprocess.Popen[str]) -> float:
+    """Send SIGTERM; return how long the process takes to end, with status 0."""
+    begun = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 0
+    return time.monotonic() - begun
+
+
+def test_an_idle_server_ends_within_a_second_and_says_what_it_did() -> None:
+    for attempt in range(3):  # a machine that runs tests may be too busy once
+        with served() as (process, url), httpx.Client(base_url=url, timeout=60) as http:
+            body = {"prompt": "abc", "max_tokens": 4}
+            assert http.post("/v1/completions", json=body).status_code == 200  # its connection stays open
+            seconds = seconds_to_the_end(process)
+            assert process.stdout is not None
+            said = process.stdout.read()
+        assert said.count(" POST /v1/completions 200 ") == 1, said
+        assert re.search("^stopped after .* s: 1 requests served, 0 refused", said, re.MULTILINE), said
+        assert said.splitlines()[-1].startswith("stopped after"), said
+        if seconds < 1 or attempt == 2:
+            assert seconds < 1
+            return
+
+
+def test_streams_end_within_two_seconds_after_the_drain_limit_whether_their_clients_read_or_not() -> None:
+    body = {"prompt": "abc", "max_tokens": 4000, "ignore_eos": True, "stream": True, "logprobs": 5}
+    with served("--drain-seconds", "1") as (process, url), httpx.Client(base_url=url, timeout=60) as http:
+        host, port = url.removeprefix("http://").split(":")
+        with socket.socket() as silent, http.stream("POST", "/v1/completions", json=body) as read:
+            silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            silent.connect((host, int(port)))
+            silent.sendall(request_bytes(body))
+            lines = (line.removeprefix("data: ") for line in read.iter_lines() if line)
+            next(lines)
+            wait_until(lambda: "mamba_cache_requests_running 2.0" in httpx.get(f"{url}/metrics", timeout=60).text)
+            seconds = seconds_to_the_end(process)
+            events = list(lines)
+        assert process.stdout is not None
+        said = process.stdout.read()
+    assert 1 <= seconds < 3
+    assert "server was stopped" in json.loads(events[-1])["error"]["message"]
+    assert "stopping: 2 requests may go on for 1 s" in said and ", 2 cut off" in said
+
+
+def test_the_default_drain_fits_a_grace_period_of_30_seconds() -> None:
+    seconds = command_parser().parse_args(["serve"]).drain_seconds
+    assert seconds == ServerLimits().drain_s and seconds + 2 + 1 < 30
 
 
 def test_requests_that_are_not_done_at_the_drain_limit_end_with_an_error() -> None:

@@ -230,6 +230,16 @@ def test_errors_are_those_of_the_client_library(client: openai.OpenAI) -> None:
         )
 
 
+@pytest.mark.parametrize(
+    "too_long", [{"prompt": [1] * 5000}, {"prompt": "x" * 2**20}, {"prompt": "x", "max_tokens": 4096}]
+)
+def test_what_exceeds_the_context_is_refused_in_openais_words(client: openai.OpenAI, too_long: dict[str, Any]) -> None:
+    with pytest.raises(openai.BadRequestError) as found:
+        client.completions.create(model=MODEL, **too_long)
+    assert found.value.code == "context_length_exceeded" and found.value.param == "prompt"
+    assert "This model's maximum context length is 4096 tokens: " in found.value.message
+
+
 def test_weights_versions_and_flushes_empty_the_cache(client: openai.OpenAI, server: RunningServer) -> None:
     def cached() -> int:
         usage = client.completions.create(model=MODEL, prompt=PROMPTS[3], max_tokens=1).usage

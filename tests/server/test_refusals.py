@@ -29,7 +29,7 @@ def test_calls_of_tools_in_the_history_are_refused(server: FrontEnd, lost: dict[
 
 @pytest.mark.parametrize("name", ["prompt_cache_key", "safety_identifier", "user", "service_tier"])
 def test_fields_that_change_nothing_are_passed_over(server: FrontEnd, name: str) -> None:
-    body = {"prompt": "x", "max_tokens": 0, name: "a"}
+    body = {"prompt": "x", "max_tokens": -1, name: "a"}
     with server.client() as http:
         assert http.post("/v1/completions", json=body).json()["error"]["param"] == "max_tokens"
         assert http.post("/v1/completions", json=body | {name: 1}).json()["error"]["param"] == name

@@ -93,11 +93,17 @@ def test_replicas_stream_cancel_flush_and_stop_as_one_engine_does(flags: tuple[s
     with running_server("--random-model") as server, server.client() as http:
         sampled = {"seed": 5, "temperature": 1.0, "max_tokens": 12, "n": 2, "logprobs": 1}
         alone, alone_sampled = asked(http), asked(http, **sampled)
+        scored = {"echo": True, "logprobs": 2, "max_tokens": 2}
+        alone_scored = asked(http, **scored)["choices"][0]["logprobs"]
     with replicas(*flags) as (process, url), httpx.Client(base_url=url, timeout=120) as http:
         first = asked(http)
         assert first["choices"] == alone["choices"] and first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
         again = asked(http, **sampled)
         assert [choice["text"] for choice in again["choices"]] == [c["text"] for c in alone_sampled["choices"]]
+        for echo in (asked(http, **scored)["choices"][0], streamed(http, temperature=0, **scored)[0]["choices"][0]):
+            values = echo["logprobs"]["token_logprobs"]
+            assert echo["text"].startswith(PROMPT) and len(values) > 50
+            assert values[1:] == pytest.approx(alone_scored["token_logprobs"][1 : len(values)], abs=1e-3)
         events = streamed(http, max_tokens=12, temperature=0)
         assert len(events) > 6  # as it is generated, not whole
         assert "".join(event["choices"][0]["text"] for event in events) == alone["choices"][0]["text"]

@@ -1,8 +1,8 @@
-"""The folder's README names every script and every table."""
+"""The README of benchmarks/ names every script and every table."""
 
 import re
 
-from tests.command_line.command_runs import REPOSITORY
+from tests.docs.blocks import REPOSITORY
 
 FOLDER = REPOSITORY / "benchmarks"
 

@@ -1,0 +1,104 @@
+"""Settings that fill a GPU with what the weights leave of its memory. Imports neither torch nor megatron."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ..config import CacheConfig
+
+if TYPE_CHECKING:
+    from ..mcore.model_shape import HybridModelShape
+
+_GIB = 2**30
+_LEAST_BLOCK = 256  # of fewer tokens flash-attn 2 reads none, and the bookkeeping of a step grows
+_MAX_TOKENS = 8192
+_MAX_REQUESTS = 256
+NUM_CUDA_GRAPHS = 9  # without a graph the host takes several times as long to launch a step as the GPU to compute it
+_TOKENS_A_REQUEST = 2048
+_KV_SHARE = 0.75
+_LEAST_GB = 1e-6  # settings take no 0
+
+DRAFTER_SHARE = 0.15
+"""Of the memory for KV blocks and states, what a draft model's own take."""
+
+_FIXED_BYTES = 2 * _GIB  # CUDA graphs, workspaces of libraries, fragments
+_WIDEST_LAYERS = 4  # outputs as wide as the widest layer's that live at once
+_BYTES_A_LOGIT = 24  # sampling holds it several times: fp32, sorted with its index, summed
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """What a GPU offers and a model's steps take beside the cache.
+
+    Args:
+        free_bytes: Once the weights are loaded; the least of all ranks that share the model.
+        fraction: Of it that KV blocks and states may take.
+        widest_layer: Outputs of the widest linear layer on this rank, the output layer left out.
+    """
+
+    free_bytes: int
+    fraction: float
+    widest_layer: int
+
+    def part(self, share: float) -> "Card":
+        """Return the card with a share of the memory that KV blocks and states may take."""
+        return replace(self, free_bytes=int(share * self.free_bytes))
+
+
+def card_settings(
+    shape: "HybridModelShape", max_length: int, card: Card, given: Mapping[str, Any]
+) -> dict[str, int | float]:
+    """Return fields of `CacheConfig` that fill a GPU.
+
+    KV blocks and states share `fraction` of the free memory, or what the largest step leaves if that is less. As many
+    requests run at once, up to 256, as have room in half of it for their live states and 2,048 tokens each. Of what the
+    live states leave, three quarters hold KV blocks and one quarter cached states; where drafts are verified, states
+    get at least a slot for each draft of each request, up to half.
+
+    Args:
+        max_length: Tokens that the model reads at most.
+        given: Fields that flags have set. They are kept; the rest of the memory is left to the other budget.
+    """
+    block = given.get("block_size_tokens") or math.ceil(_LEAST_BLOCK / shape.ssm_chunk_size) * shape.ssm_chunk_size
+    drafts = given.get("num_speculative_tokens") or 0
+    state_bytes = shape.state_layout(CacheConfig(num_speculative_tokens=drafts)).slot_bytes
+    max_tokens = given.get("max_tokens") or max(_MAX_TOKENS, block)
+    budget = _budget(card, shape, max_tokens, drafts)
+    request_bytes = (1 + drafts) * state_bytes + math.ceil(_TOKENS_A_REQUEST / block) * shape.block_bytes(block)
+    fitting = min(_MAX_REQUESTS, max_tokens, int(budget / 2 / max(request_bytes, 1)))
+    max_requests = given.get("max_requests") or max(1, fitting)
+    rest = max(budget - max_requests * state_bytes, 0.0)
+    cached = 0.0 if given.get("prefix_caching") is False else (1 - _KV_SHARE) * rest
+    states = max(cached, min(drafts * max_requests * state_bytes, rest / 2))
+    kv_gb, state_gb = _split(rest / _GIB, states / _GIB, given, shape)
+    return {
+        "block_size_tokens": block,
+        "buffer_size_gb": kv_gb,
+        "prefix_caching_mamba_gb": state_gb,
+        "max_requests": max_requests,
+        "max_tokens": max_tokens,
+        "max_sequence_length": given.get("max_sequence_length") or max_length,
+        "num_cuda_graphs": NUM_CUDA_GRAPHS,
+    }
+
+
+def _budget(card: Card, shape: "HybridModelShape", max_tokens: int, drafts: int) -> float:
+    """Return the bytes for KV blocks and states."""
+    activations = _WIDEST_LAYERS * card.widest_layer * max_tokens * shape.params_dtype.itemsize
+    logits = _BYTES_A_LOGIT * shape.vocab_size * _MAX_REQUESTS * (1 + drafts)
+    return max(min(card.fraction * card.free_bytes, card.free_bytes - activations - logits - _FIXED_BYTES), 0.0)
+
+
+def _split(
+    rest_gb: float, states_gb: float, given: Mapping[str, Any], shape: "HybridModelShape"
+) -> tuple[float, float]:
+    """Return the GiB of KV blocks and of cached states; a pipeline stage may lack either kind of layer."""
+    kv, states = given.get("buffer_size_gb"), given.get("prefix_caching_mamba_gb")
+    if not shape.num_mamba_layers:
+        states_gb = 0.0
+    elif not shape.num_attention_layers:
+        states_gb = rest_gb
+    if states is None:
+        states = states_gb if kv is None else max(rest_gb - kv, 0.0)
+    return max(rest_gb - states, _LEAST_GB) if kv is None else kv, states

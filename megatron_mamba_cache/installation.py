@@ -1,0 +1,99 @@
+"""What this installation requires, read from its own metadata, and what of it is missing."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, requires, version
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
+
+DISTRIBUTION = "megatron-mamba-cache"
+
+EXTRAS: Mapping[str, str] = MappingProxyType(
+    {
+        "server": "serve, and replicas behind a coordinator",
+        "hf": "models by hub name, chat templates, and tokenizers without a tokenizer.json",
+        "test": "the test suite",
+    }
+)
+"""Each extra and what it is for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unmet:
+    """A requirement that is not met.
+
+    Args:
+        found: The version that is installed; None: the distribution is missing.
+    """
+
+    requirement: str
+    found: str | None
+
+    def __str__(self) -> str:
+        return self.requirement if self.found is None else f"{self.requirement} (found {self.found})"
+
+
+class MissingExtraError(ModuleNotFoundError):
+    """An extra is needed that is not installed; the message says how to install it."""
+
+
+def unmet_requirements(extra: str = "") -> list[Unmet]:
+    """Return what is missing or has another version; of the base install without an `extra`.
+
+    Raises:
+        importlib.metadata.PackageNotFoundError: If the package is imported without being installed.
+    """
+    return [Unmet(str(one), _installed(one.name)) for one in _requirements(extra) if not _is_met(one)]
+
+
+def require_extra(extra: str, purpose: str) -> None:
+    """Check that every distribution of an extra is installed, whatever its version.
+
+    Raises:
+        MissingExtraError: Naming what is missing, what it is needed for, and the command that installs it.
+    """
+    try:
+        missing = [unmet.requirement for unmet in unmet_requirements(extra) if unmet.found is None]
+    except PackageNotFoundError:
+        return  # imported without being installed: the imports themselves will tell
+    if missing:
+        raise MissingExtraError(
+            f"{purpose} needs {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed: "
+            f"{install_command(extra)}"
+        )
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs an extra."""
+    return f"pip install '{DISTRIBUTION}[{extra}]'"
+
+
+def _requirements(extra: str) -> Iterator["Requirement"]:
+    """Yield the requirements that an extra adds to the base install; those of the base install for ""."""
+    from packaging.requirements import Requirement
+
+    for text in requires(DISTRIBUTION) or []:
+        one = Requirement(text)
+        is_base = one.marker is None or one.marker.evaluate({"extra": ""})
+        if is_base if extra == "" else not is_base and one.marker.evaluate({"extra": extra}):
+            if one.name == DISTRIBUTION:
+                for inner in sorted(one.extras):
+                    yield from _requirements(inner)
+            else:
+                one.marker = None
+                yield one
+
+
+def _is_met(one: "Requirement") -> bool:
+    found = _installed(one.name)
+    return found is not None and one.specifier.contains(found, prereleases=True)
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,86 @@
+"""The event loop that an engine steps in by itself: without work it sleeps; other threads call the engine there."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from typing import Generic, TypeVar
+
+_Answer = TypeVar("_Answer")
+_LOOK_EVERY_S = 1.0
+
+
+class EngineLoop:
+    """Knows the loop of a running `run_engine`; without one, calls are made where they come from."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._has_news = asyncio.Event()
+
+    @contextmanager
+    def entered(self, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
+        """Let calls be made in this loop while the block runs there."""
+        self._loop, self._has_news = loop, asyncio.Event()
+        try:
+            yield
+        finally:
+            self._loop = None
+
+    async def wait_until(self, has_work: Callable[[], bool]) -> None:
+        """Wait until there is work; it is looked for again after each `call` and `wake`."""
+        while not has_work():
+            self._has_news.clear()
+            await self._has_news.wait()
+
+    def wake(self) -> None:
+        """Let the loop look for work, from any thread."""
+        if (loop := self._loop) is not None:
+            loop.call_soon_threadsafe(self._has_news.set)
+
+    def call(self, act: Callable[[], _Answer]) -> _Answer:
+        """Return what `act` returns, made in the loop's thread between two of its callbacks; then wake the loop.
+
+        Raises:
+            RuntimeError: If the loop has stopped before `act` was made.
+        """
+        loop = self._loop
+        if loop is None:
+            return act()
+        if _running_loop() is not loop:
+            return _Call(act).made_in(loop, self.wake)
+        try:
+            return act()
+        finally:
+            self._has_news.set()
+
+
+class _Call(Generic[_Answer]):
+    """A call that another thread than the caller's makes."""
+
+    def __init__(self, act: Callable[[], _Answer]) -> None:
+        self._act = act
+        self._answer: Future[_Answer] = Future()
+
+    def made_in(self, loop: asyncio.AbstractEventLoop, on_done: Callable[[], None]) -> _Answer:
+        """Return the answer, or raise what the call raises."""
+        self._answer.add_done_callback(lambda _: on_done())
+        loop.call_soon_threadsafe(self._make)
+        while not wait([self._answer], timeout=_LOOK_EVERY_S).done:
+            if not loop.is_running() and self._answer.cancel():
+                raise RuntimeError("the event loop of run_engine() has stopped; run it again to add requests")
+        return self._answer.result()
+
+    def _make(self) -> None:
+        if not self._answer.set_running_or_notify_cancel():
+            return
+        try:
+            self._answer.set_result(self._act())
+        except BaseException as error:
+            self._answer.set_exception(error)
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None

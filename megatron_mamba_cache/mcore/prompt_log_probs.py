@@ -1,0 +1,126 @@
+"""Log-probabilities of prompt tokens in an engine that materializes the logits of each row's last token only.
+
+A step has the hidden states of all its tokens. The logits of those that score a prompt are computed from them again, a
+bounded number at a time, and a few numbers of each are kept with its row. A request is told of them with its first
+token, so that a prompt that is interrupted is scored anew, whole.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..policy.requests import RunningRequest, ScoredToken
+from .step_reader import StepReader
+
+_MOST_LOGITS = 2**25
+"""Logits that are computed at once: 128 MiB in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredPlaces:
+    """The tokens of one row that score those behind them.
+
+    Args:
+        tokens: Packed indices of the step.
+        followers: The prompt tokens behind them.
+    """
+
+    row: RunningRequest
+    tokens: range
+    followers: tuple[int, ...]
+
+
+def scored_places(rows: Sequence[RunningRequest]) -> list[ScoredPlaces]:
+    """Return what a step's rows score of their prompts; nothing of a row that does not want it."""
+    found = []
+    token_start = 0
+    for row in rows:
+        if row.scores_prompt:
+            first = row.computed + 1
+            followers = row.spec.prompt[first : first + row.scheduled]  # the prompt's last token has none in it
+            tokens = range(token_start, token_start + len(followers))
+            found.append(ScoredPlaces(row, tokens, tuple(followers.tolist())))
+        token_start += row.scheduled
+    return found
+
+
+def score_prompts(context: StepReader, logits_of: Callable[[Tensor], Tensor]) -> None:
+    """Add to each row that wants it the log-probs of the prompt tokens that this step's tokens precede.
+
+    Collective: the ranks of a model call it in the same steps.
+
+    Args:
+        logits_of: Returns the logits [n, vocab] of hidden states [n, hidden]; called on the last stage only.
+    """
+    places = [place for place in scored_places(context.step.rows) if place.followers]
+    if not places:
+        return
+    top_n = max(place.row.spec.log_probs.top_n for place in places)
+    found = _scores(context, places, top_n, logits_of)
+    for place in places:
+        width = place.row.spec.log_probs.top_n
+        for _ in place.followers:
+            token = next(found)
+            place.row.scored.append(ScoredToken(token.log_prob, token.best_log_probs[:width], token.best_ids[:width]))
+
+
+def whole_scores(rows: Sequence[RunningRequest]) -> dict[int, list[ScoredToken]]:
+    """Return, by row index, the scores of the prompts that this step completes."""
+    return {index: row.scored for index, row in enumerate(rows) if row.scores_prompt and row.samples_this_step}
+
+
+def named_alternatives(scored: Sequence[ScoredToken], detokenize: Callable[[list[int]], str]) -> list[dict[str, float]]:
+    """Return each token's best alternatives by text; of those that read alike the most probable one counts."""
+    texts = dict[int, str]()
+    return [_named(token, texts, detokenize) for token in scored]
+
+
+@contextmanager
+def scoring_allowed(sampling: Any) -> Iterator[None]:
+    """Let Megatron add a request within the block whose prompt is scored: it asserts that all logits are there."""
+    skips, sampling.skip_prompt_log_probs = sampling.skip_prompt_log_probs, True
+    try:
+        yield
+    finally:
+        sampling.skip_prompt_log_probs = skips
+
+
+def _scores(
+    context: StepReader, places: Sequence[ScoredPlaces], top_n: int, logits_of: Callable[[Tensor], Tensor]
+) -> Iterator[ScoredToken]:
+    """Return the scores of all followers, in order, each with the `top_n` best tokens in its place."""
+    tokens = [token for place in places for token in place.tokens]
+    followers = [token for place in places for token in place.followers]
+    device = context.step.token_ids.device
+    values = torch.empty(len(tokens), 1 + top_n, device=device)
+    ids = torch.empty(len(tokens), top_n, dtype=torch.int64, device=device)
+    if context.ranks.is_last_stage:
+        hidden = context.scored_hidden_states[torch.tensor(tokens, device=device)]
+        targets = torch.tensor(followers, device=device)[:, None]
+        size = max(_MOST_LOGITS // context.shape.vocab_size, 1)
+        for start in range(0, len(tokens), size):
+            part = slice(start, start + size)
+            log_probs = F.log_softmax(logits_of(hidden[part]).float(), dim=-1)
+            best = torch.topk(log_probs, top_n)
+            values[part, :1] = log_probs.gather(1, targets[part])
+            values[part, 1:], ids[part] = best.values, best.indices
+    context.drop_scored_hidden_states()
+    if context.ranks.num_ranks > 1:
+        context.ranks.from_source(values)
+        context.ranks.from_source(ids)
+    lines = zip(values.tolist(), ids.tolist(), strict=True)
+    return (ScoredToken(log_prob, tuple(best), tuple(tokens)) for (log_prob, *best), tokens in lines)
+
+
+def _named(token: ScoredToken, texts: dict[int, str], detokenize: Callable[[list[int]], str]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for token_id, value in zip(token.best_ids, token.best_log_probs, strict=True):
+        if token_id not in texts:
+            texts[token_id] = detokenize([token_id])
+        found.setdefault(texts[token_id], value)
+    return found

@@ -1,0 +1,91 @@
+"""What a step's report changes of the records of its requests, and how that is taken back where the report fails."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from ..policy.requests import RunningRequest
+from .generated_tokens import Addition, RecordMark, additions_of, complete_texts, is_reported, take_back
+from .request_states import RequestState
+
+
+class StepReport:
+    """One report, from before it changes anything until it is done or has failed.
+
+    Args:
+        step_result: The controller's, None if the step computed nothing.
+        entries: The engine's requests; Megatron removes those that end.
+        states: What the engine keeps of them.
+    """
+
+    def __init__(
+        self, step_result: Mapping[str, Any] | None, entries: Mapping[int, Any], states: Mapping[int, RequestState]
+    ) -> None:
+        self._step_result = step_result
+        self._entries = entries
+        self._states = states
+        self._leaving: dict[int, RecordMark] = {}
+        self._additions: Sequence[Addition] = ()
+
+    def mark_leaving(self, failed_ids: Iterable[int]) -> list[Any]:
+        """Remember what the requests have that this report ends or sends back; return their entries."""
+        leaving = list(failed_ids)
+        if self._step_result is not None:
+            leaving += self._step_result["finished_request_ids"].tolist()
+            evicted = self._step_result.get("evict_request_ids")
+            leaving += [] if evicted is None else evicted.tolist()
+        self._leaving = {request_id: RecordMark.of(self._entries[request_id]) for request_id in leaving}
+        return [mark.entry for mark in self._leaving.values()]
+
+    def append(self, detokenize: Callable[[list[int]], str]) -> None:
+        """Append what Megatron does not: all but each request's last token, and all log-probs.
+
+        If an alternative has no text, nothing has changed.
+        """
+        if self._step_result is not None:
+            self._additions = additions_of(self._step_result, self._entries, self._states, detokenize)
+        for addition in self._additions:
+            addition.apply()
+
+    def rest(self) -> dict[str, Any] | None:
+        """Return the step's result with what is left for Megatron to append."""
+        return None if self._step_result is None else {**self._step_result, "log_probs": None, "top_n_logprobs": None}
+
+    def ended(self, detokenize: Callable[[list[int]], str] | None) -> list[Any]:
+        """Return the records of requests that this report has ended so far, their futures and texts complete.
+
+        Args:
+            detokenize: None where another process makes the texts.
+        """
+        entries = [mark.entry for request_id, mark in self._leaving.items() if request_id not in self._entries]
+        for entry in entries:
+            if detokenize is not None:
+                complete_texts(entry.record, detokenize)
+            if not entry.future.done():
+                entry.future.set_result(entry.record)
+        return [entry.record for entry in entries]
+
+    def take_back(self, rows: Iterable[RunningRequest], failed_ids: Iterable[int]) -> None:
+        """Take from each request what it was given, unless it got all of the step and goes on.
+
+        Args:
+            rows: Those that the step left.
+            failed_ids: Requests that fail, of which the step knows nothing.
+        """
+        for request_id in self._leaving.keys() & self._entries.keys() - set(failed_ids):
+            self._leaving[request_id].take_back()
+        going_on = {row.request_id: row for row in rows}
+        whole = {request_id for request_id, row in going_on.items() if is_reported(row, self._newest(request_id))}
+        for request_id, tokens in self._new_tokens():
+            if request_id in going_on and request_id not in whole:
+                take_back(self._newest(request_id), len(going_on[request_id].generated) - len(tokens))
+        for addition in self._additions:
+            if addition.request.request_id in self._entries.keys() - whole:
+                addition.state.drafts = addition.drafts_before
+
+    def _newest(self, request_id: int) -> Any:
+        return self._entries[request_id].record.requests[-1]
+
+    def _new_tokens(self) -> Iterable[tuple[int, Sequence[int]]]:
+        if self._step_result is None:
+            return ()
+        return zip(self._step_result["active_request_ids"].tolist(), self._step_result["kept_tokens"], strict=True)

@@ -1,0 +1,37 @@
+"""What each counter of the cache counts, in a sentence for those who read `/metrics`."""
+
+COUNTER_TEXTS = {
+    "requests_admitted": "Times that a request was given a row of the batch, again after an eviction included",
+    "prompt_tokens_matched": "Prompt tokens whose KV was found in the cache, with a state to resume from or not",
+    "prompt_tokens_skipped": "Prompt tokens that were not computed because a cached state was restored",
+    "prefill_tokens_computed": "Prompt tokens that were computed, those computed again after an eviction included",
+    "decode_tokens_computed": "Tokens computed by decode steps, drafts included",
+    "decode_rows": "Rows of all decode steps, one for each request and step",
+    "draft_tokens": "Draft tokens that were verified",
+    "accepted_tokens": "Draft tokens that were kept",
+    "drafting_failures": "Steps that went on without drafts because the drafter failed",
+    "states_reserved": "State slots that were reserved for a boundary before a step",
+    "states_published": "States of prompts and replies that became findable in the cache",
+    "decode_states_published": "Of the published states, those at a boundary inside a reply",
+    "states_restored": "Cached states that a request resumed from",
+    "states_skipped_no_room": "States that were not kept because no slot was free or worth evicting",
+    "admissions_deferred": "Steps that requests waited for a prefix that another request was computing",
+    "requests_paused": "Times that a running request was paused for want of KV blocks",
+    "requests_evicted": "Times that a running request lost its memory and had to be computed again",
+    "states_evicted": "Cached states that were evicted",
+    "kv_blocks_evicted": "Cached KV blocks that were evicted",
+    "steps": "Steps of the engine",
+    "graph_steps": "Steps of the engine that replayed a CUDA graph",
+    "steps_aborted": "Steps of the engine that failed; their requests are tried again",
+}
+
+STATE_SLOTS = (
+    "Slots of the state pool by owner: free, live (of a running request), reserved (for a boundary of this step), "
+    "cached (findable), draft (of a draft window)"
+)
+KV_BLOCKS = "KV blocks by kind: free, in_use (of a running request), cached (findable, used by no running request)"
+
+
+def counter_text(name: str) -> str:
+    """Return what a field of `CacheCounters` counts."""
+    return COUNTER_TEXTS.get(name, name.replace("_", " ").capitalize())

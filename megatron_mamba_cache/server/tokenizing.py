@@ -1,0 +1,98 @@
+"""The routes that turn text into token ids and back, in vLLM's shapes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel
+
+from .endpoints import ServedModel
+from .errors import bad_request
+from .fair_threads import FairThreads
+from .schemas import DetokenizeRequest, TokenizeRequest
+from .tenants import Tenant
+
+
+class TokenizeReply(BaseModel):
+    """The tokens of a text.
+
+    Args:
+        max_model_len: Prompt and generated tokens that a request can have at most.
+        token_strs: As the tokenizer's files spell them, if they are wanted.
+    """
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeReply(BaseModel):
+    """The text of tokens, special ones spelled out."""
+
+    prompt: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizingRoutes:
+    """What the routes need.
+
+    Args:
+        threads: In which texts are read.
+        max_model_len: See `TokenizeReply`.
+    """
+
+    model: ServedModel
+    tokenizer: Any
+    threads: FairThreads
+    max_model_len: int
+
+    def router(self) -> APIRouter:
+        """Return the routes."""
+        router = APIRouter()
+
+        @router.post("/tokenize")
+        async def tokenize(body: TokenizeRequest, request: Request) -> TokenizeReply:
+            self.model.check_name(body.model)
+            owner = request.scope.get("owner", "")
+            return await self.threads.run(owner, partial(self._tokenized, Tenant(owner), body))
+
+        @router.post("/detokenize")
+        async def detokenize(body: DetokenizeRequest, request: Request) -> DetokenizeReply:
+            self.model.check_name(body.model)
+            return await self.threads.run(request.scope.get("owner", ""), partial(self._text_of, body.tokens))
+
+        return router
+
+    def _tokenized(self, tenant: Tenant, body: TokenizeRequest) -> TokenizeReply:
+        tokens = self._tokens_of(tenant, body)
+        return TokenizeReply(
+            count=len(tokens),
+            max_model_len=self.max_model_len,
+            tokens=list(tokens),
+            token_strs=[self._spelled(token) for token in tokens] if body.return_token_strs else None,
+        )
+
+    def _tokens_of(self, tenant: Tenant, body: TokenizeRequest) -> Sequence[int]:
+        reader = self.model.reader
+        if body.messages is not None:
+            return reader.read_chat(tenant, [message.plain() for message in body.messages]).token_ids
+        if not body.prompt:
+            return ()
+        if body.add_special_tokens is False:
+            return reader.bare_tokens(body.prompt)
+        return reader.read(tenant, body.prompt).token_ids
+
+    def _text_of(self, tokens: Sequence[int]) -> DetokenizeReply:
+        size = self.tokenizer.vocab_size
+        for index, token in enumerate(tokens):
+            if token >= size:
+                raise bad_request(f"token {token} is outside the vocabulary of {size}", f"tokens.{index}")
+        return DetokenizeReply(prompt=self.tokenizer.detokenize(list(tokens), skip_special_tokens=False))
+
+    def _spelled(self, token: int) -> str:
+        spell = getattr(self.tokenizer, "token_of", None)
+        found: str | None = None if spell is None else spell(token)
+        return self.tokenizer.detokenize([token]) if found is None else found

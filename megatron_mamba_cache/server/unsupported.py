@@ -1,0 +1,169 @@
+"""Fields of OpenAI's and vLLM's requests that this server does not support, and the values that ask for nothing.
+
+To support a field, take its row away and give it to a schema.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic_core import PydanticCustomError
+
+REFUSED = "unsupported_field"
+"""The type of a refusal among pydantic's errors; its context names the field."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unsupported:
+    """What is taken and what is said of one field.
+
+    Args:
+        neutral: The values that ask for nothing, beside null.
+        instead: What to send; "" where `neutral` tells it.
+    """
+
+    neutral: tuple[Any, ...] = ()
+    instead: str = ""
+
+    def takes(self, value: Any) -> bool:
+        """Whether a value asks for nothing."""
+        return value is None or any(_is_same(value, neutral) for neutral in self.neutral)
+
+    def refusal(self, name: str) -> str:
+        """Return the sentence that refuses the field."""
+        instead = self.instead or " or ".join(
+            ["leave it out", *(f"send {json.dumps(value)}" for value in self.neutral[:1])]
+        )
+        return f"`{name}` is not supported by this server; {instead}"
+
+    def schema(self, name: str) -> dict[str, Any]:
+        """Return the JSON schema of what is taken."""
+        return {"enum": [None, *self.neutral], "default": None, "description": self.refusal(name)}
+
+
+Table = Mapping[str, Unsupported]
+
+_NOTHING = Unsupported()
+_OFF = Unsupported((False,))
+_ON = Unsupported((True,))
+_ZERO = Unsupported((0,))
+_ONE = Unsupported((1,))
+_NO_ITEMS = Unsupported(([],))
+_NO_ENTRIES = Unsupported(({},))
+_ECHO_INSTEAD = Unsupported(instead="leave it out, or send echo and logprobs to /v1/completions")
+
+_SAMPLING: Table = {
+    "frequency_penalty": _ZERO,
+    "presence_penalty": _ZERO,
+    "repetition_penalty": _ONE,
+    "logit_bias": _NO_ENTRIES,
+    "min_p": _ZERO,
+    "min_tokens": _ZERO,
+    "stop_token_ids": _NO_ITEMS,
+    "include_stop_str_in_output": _OFF,
+    "allowed_token_ids": _NOTHING,
+    "bad_words": _NO_ITEMS,
+    "logits_processors": _NO_ITEMS,
+    "repetition_detection": _NOTHING,
+    "thinking_token_budget": _NOTHING,
+    "best_of": _ONE,
+    "use_beam_search": _OFF,
+    "length_penalty": _ONE,
+    "early_stopping": _OFF,
+}
+
+_GUIDED: Table = {
+    "guided_json": _NOTHING,
+    "guided_regex": _NOTHING,
+    "guided_choice": _NOTHING,
+    "guided_grammar": _NOTHING,
+    "guided_decoding_backend": _NOTHING,
+    "guided_whitespace_pattern": _NOTHING,
+    "structured_outputs": _NOTHING,
+    "structural_tag": _NOTHING,
+    "response_format": Unsupported(({"type": "text"},)),
+}
+
+_SERVING: Table = {
+    "skip_special_tokens": _ON,
+    "spaces_between_special_tokens": Unsupported((True, False)),  # special tokens have no text here
+    "truncate_prompt_tokens": _NOTHING,
+    "truncation_side": _NOTHING,
+    "prompt_logprobs": _ECHO_INSTEAD,
+    "priority": _ZERO,
+    "return_tokens_as_token_ids": Unsupported((False,), "leave it out, or send return_token_ids"),
+    "kv_transfer_params": _NOTHING,
+    "vllm_xargs": _NO_ENTRIES,
+    "prompt_cache_retention": Unsupported(("in_memory", "in-memory")),
+}
+
+_TEMPLATE = Unsupported(instead="leave it out: the chat template is the model directory's")
+
+COMMON: Table = {**_SAMPLING, **_GUIDED, **_SERVING}
+
+COMPLETION: Table = {
+    **COMMON,
+    "suffix": Unsupported(("",)),
+    "prompt_embeds": _NOTHING,
+    "add_special_tokens": _ON,
+}
+
+TEMPLATING: Table = {
+    "add_generation_prompt": _ON,
+    "continue_final_message": _OFF,
+    "chat_template": _TEMPLATE,
+    "chat_template_kwargs": Unsupported(({},), _TEMPLATE.instead),
+    "documents": _NO_ITEMS,
+    "mm_processor_kwargs": _NO_ENTRIES,
+    "media_io_kwargs": _NO_ENTRIES,
+    "tools": _NO_ITEMS,
+}
+
+STREAM_OPTIONS: Table = {"include_obfuscation": _OFF}
+
+MESSAGE: Table = {"tool_calls": _NO_ITEMS, "function_call": _NOTHING, "audio": _NOTHING}
+
+CHAT: Table = {
+    **COMMON,
+    **TEMPLATING,
+    "add_special_tokens": _OFF,
+    "tool_choice": Unsupported(("none", "auto")),
+    "parallel_tool_calls": Unsupported((True, False)),  # there are no tools to call
+    "functions": _NO_ITEMS,
+    "function_call": Unsupported(("none", "auto")),
+    "reasoning_effort": _NOTHING,
+    "include_reasoning": _ON,
+    "verbosity": Unsupported(("medium",)),
+    "modalities": Unsupported((["text"],)),
+    "audio": _NOTHING,
+    "prediction": _NOTHING,
+    "web_search_options": _NOTHING,
+    "moderation": _NOTHING,
+    "prompt_cache_options": Unsupported(({}, {"mode": "implicit"})),
+    "echo": Unsupported((False,), "leave it out; /v1/completions has it"),
+}
+
+
+def without_unsupported(table: Table, fields: Any) -> Any:
+    """Return a request's fields without those that ask for nothing; what is no object is returned as it is.
+
+    Raises:
+        PydanticCustomError: Of type `REFUSED`, at the first field that asks for something.
+    """
+    if not isinstance(fields, Mapping):
+        return fields
+    for name, value in fields.items():
+        if name in table and not table[name].takes(value):
+            raise PydanticCustomError(REFUSED, "{sentence}", {"field": name, "sentence": table[name].refusal(name)})
+    return {name: value for name, value in fields.items() if name not in table}
+
+
+def schema_with(table: Table, schema: dict[str, Any]) -> None:
+    """Add to a request's JSON schema the fields of a table."""
+    schema["properties"] |= {name: row.schema(name) for name, row in table.items()}
+
+
+def _is_same(value: Any, neutral: Any) -> bool:
+    """Whether two values are equal in JSON, where false is not 0."""
+    return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)

@@ -1,0 +1,110 @@
+"""Settings that fill a GPU: they fit its memory, use it, and keep what flags have set."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_mamba_cache.command_line.card_settings import Card, card_settings
+from megatron_mamba_cache.config import CacheConfig
+from megatron_mamba_cache.mcore.agreement import CacheCapacity
+from megatron_mamba_cache.mcore.model_shape import HybridModelShape
+from megatron_mamba_cache.mcore.ranks import OneRank
+
+GIB = 2**30
+
+
+def shape_of(pattern: str, **sizes: Any) -> HybridModelShape:
+    """Return a shape of Nemotron-H 8B's sizes, but for the layers."""
+    whole = HybridModelShape(
+        layer_types=tuple(pattern),
+        conv_dim=10_240,
+        d_conv=4,
+        ssm_shape=(128, 128, 64),
+        ssm_chunk_size=128,
+        num_heads=32,
+        num_kv_heads=8,
+        softmax_scale=1.0,
+        kv_channels=128,
+        vocab_size=131_072,
+        params_dtype=torch.bfloat16,
+        fingerprint="",
+    )
+    return replace(whole, **sizes)
+
+
+DENSE_8B = shape_of("M" * 24 + "*" * 4 + "-" * 24)
+NANO_30B = shape_of("M" * 23 + "*" * 6 + "E" * 23, ssm_shape=(64, 128, 64), conv_dim=6144, num_kv_heads=2)
+SMALL = shape_of("M*-", ssm_shape=(12, 16, 32), conv_dim=448, num_kv_heads=2, ssm_chunk_size=64, vocab_size=2048)
+SHAPES = (DENSE_8B, NANO_30B, SMALL)
+
+
+def bytes_taken(shape: HybridModelShape, config: CacheConfig) -> int:
+    """Return the bytes of the pools that the settings buy."""
+    capacity = CacheCapacity.of(config, shape, OneRank())
+    slots = capacity.num_slots * shape.state_layout(config).slot_bytes if shape.num_mamba_layers else 0
+    blocks = capacity.num_blocks * shape.block_bytes(config.block_size_tokens) if shape.num_attention_layers else 0
+    return slots + blocks
+
+
+@given(
+    shape=st.sampled_from(SHAPES),
+    free_gib=st.integers(12, 180),
+    fraction=st.floats(0.5, 1.0),
+    drafts=st.sampled_from((0, 1, 4, 8)),
+)
+def test_pools_fit_the_fraction_and_use_it(
+    shape: HybridModelShape, free_gib: int, fraction: float, drafts: int
+) -> None:
+    card = Card(free_gib * GIB, fraction, widest_layer=21_504)
+    settings = card_settings(shape, 131_072, card, {"num_speculative_tokens": drafts})
+    config = CacheConfig(num_speculative_tokens=drafts, **settings)  # type: ignore[arg-type]
+    taken = bytes_taken(shape, config)
+    assert taken <= fraction * card.free_bytes
+    steps = 4 * 21_504 * config.max_tokens * 2 + 24 * shape.vocab_size * 256 * (1 + drafts) + 2 * GIB
+    allowed = min(fraction * card.free_bytes, card.free_bytes - steps)
+    assert taken >= 0.95 * allowed
+    assert config.max_sequence_length == 131_072 and config.num_cuda_graphs == 9
+    assert config.block_size_tokens % shape.ssm_chunk_size == 0 and config.block_size_tokens >= 256
+
+
+def test_an_8b_model_on_a_card_of_139_gib_runs_256_requests_at_once() -> None:
+    settings = card_settings(DENSE_8B, 131_072, Card(120 * GIB, 0.9, 21_504), {})
+    assert settings["max_requests"] == 256
+    assert settings["buffer_size_gb"] > 3 * settings["prefix_caching_mamba_gb"] * 0.99
+
+
+def test_a_small_card_runs_fewer_requests_and_still_caches() -> None:
+    settings = card_settings(DENSE_8B, 131_072, Card(12 * GIB, 0.9, 21_504), {})
+    assert 1 <= settings["max_requests"] < 64
+    assert settings["prefix_caching_mamba_gb"] > 0.5
+
+
+@pytest.mark.parametrize(
+    ("kept", "of_the_other"),
+    [({"buffer_size_gb": 10.0}, "prefix_caching_mamba_gb"), ({"prefix_caching_mamba_gb": 2.0}, "buffer_size_gb")],
+)
+def test_a_budget_that_a_flag_sets_is_kept_and_the_other_takes_the_rest(
+    kept: dict[str, float], of_the_other: str
+) -> None:
+    card = Card(120 * GIB, 0.9, 21_504)
+    free, set_by_flag = card_settings(DENSE_8B, 4096, card, {}), card_settings(DENSE_8B, 4096, card, kept)
+    total = free["buffer_size_gb"] + free["prefix_caching_mamba_gb"]
+    assert kept.items() <= set_by_flag.items()
+    assert math.isclose(set_by_flag[of_the_other], total - next(iter(kept.values())))
+
+
+def test_fields_that_flags_set_are_kept() -> None:
+    kept = {"block_size_tokens": 512, "max_requests": 7, "max_tokens": 1024, "max_sequence_length": 5000}
+    assert kept.items() <= card_settings(DENSE_8B, 131_072, Card(60 * GIB, 0.9, 21_504), kept).items()
+
+
+@pytest.mark.parametrize("pattern", ["MM--", "**--"])
+def test_a_pipeline_stage_without_a_kind_of_layer_gives_all_to_the_other(pattern: str) -> None:
+    shape, card = shape_of(pattern), Card(100 * GIB, 0.9, 21_504)
+    config = CacheConfig(**card_settings(shape, 4096, card, {}))  # type: ignore[arg-type]
+    assert 0.85 * 90 * GIB <= bytes_taken(shape, config) <= 90 * GIB

@@ -1,0 +1,23 @@
+"""On a rank: prompts that are scored by a model that ranks share."""
+
+from megatron_mamba_cache.mcore import prompt_log_probs
+from tests.distributed.rank_models import Layout, parallel
+from tests.mcore import engine_runs
+from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_sizes
+from tests.mcore.test_log_probs import assert_log_probs
+
+
+def scores(layout: Layout, most_logits: int) -> tuple[list[float], list[dict[str, float]]]:
+    """Return the log-probs of a prompt and its best tokens, which the oracle's are compared with here."""
+    prompt_log_probs._MOST_LOGITS = most_logits
+    with parallel(layout):
+        subject = engine_runs.hybrid(tiny_sizes())
+        run = EngineRun.start(subject, cache_config(subject.sizes, max_tokens=24), scores_prompts=True)
+        run.add(0, some_tokens(20, seed=1), 6)
+        wish = {"return_log_probs": True, "skip_prompt_log_probs": False, "top_n_logprobs": 2}
+        run.add(1, some_tokens(50), greedy(4, **wish))
+        run.finish()
+        assert_log_probs(run, 1)
+        run.assert_matches_oracle()
+        request = run.finished[1]
+        return request.prompt_log_probs, request.prompt_top_n_logprobs

@@ -1,0 +1,115 @@
+"""The Dockerfile and the Kubernetes manifest, as far as parsers can tell."""
+
+import json
+import re
+import shlex
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.docs.blocks import REPOSITORY
+from tests.docs.command_lines import parsed
+
+DEPLOY = REPOSITORY / "deploy"
+INSTRUCTIONS = re.compile("CMD|COPY|ENTRYPOINT|ENV|EXPOSE|FROM|HEALTHCHECK|RUN|STOPSIGNAL|USER|VOLUME|WORKDIR")
+
+
+def instructions() -> list[tuple[str, str]]:
+    """Return the Dockerfile's instructions and their arguments."""
+    text = (DEPLOY / "Dockerfile").read_text(encoding="utf-8")
+    text = re.sub(r"\\\n", " ", re.sub(r"^#.*\n", "", text, flags=re.M))
+    return [(line.split()[0], line.split(maxsplit=1)[1]) for line in text.splitlines() if line.strip()]
+
+
+def argument(name: str) -> str:
+    """Return the argument of the last such instruction."""
+    return [value for instruction, value in instructions() if instruction == name][-1]
+
+
+def manifests() -> dict[str, dict[str, Any]]:
+    """Return the manifest's documents by kind."""
+    documents = yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text(encoding="utf-8"))
+    return {document["kind"]: document for document in documents}
+
+
+def pod() -> dict[str, Any]:
+    """Return the specification of the deployment's pod."""
+    spec: dict[str, Any] = manifests()["Deployment"]["spec"]["template"]["spec"]
+    return spec
+
+
+def container() -> dict[str, Any]:
+    """Return its only container."""
+    (only,) = pod()["containers"]
+    found: dict[str, Any] = only
+    return found
+
+
+def test_dockerfile_copies_what_is_there_and_knows_its_instructions() -> None:
+    assert all(INSTRUCTIONS.fullmatch(name) for name, _ in instructions())
+    assert instructions()[0][0] == "FROM"
+    copied = [path for name, value in instructions() if name == "COPY" for path in value.split()[:-1]]
+    assert copied and all((REPOSITORY / path).exists() for path in copied)
+    for name, value in instructions():
+        if name == "RUN":
+            assert shlex.split(value)
+
+
+def test_dockerfile_copies_what_the_build_reads() -> None:
+    copied = {path for name, value in instructions() if name == "COPY" for path in value.split()[:-1]}
+    assert {"pyproject.toml", "setup.py", "README.md", "megatron_mamba_cache"} <= copied
+
+
+def test_image_runs_the_server_as_a_user_without_privileges() -> None:
+    assert argument("USER") not in ("0", "root")
+    names = [name for name, _ in instructions()]
+    assert names.index("USER") > max(index for index, name in enumerate(names) if name in ("COPY", "RUN"))
+    assert json.loads(argument("ENTRYPOINT")) == ["mamba-cache"]
+    serve = parsed(json.loads(argument("CMD")))
+    assert (serve.command, serve.host, str(serve.port)) == ("serve", "0.0.0.0", argument("EXPOSE"))
+    probe = json.loads(argument("HEALTHCHECK").partition("CMD ")[2])
+    compile(probe[2], "HEALTHCHECK", "exec")
+    assert f":{serve.port}/health" in probe[2]
+
+
+def test_pod_runs_the_server_with_flags_that_exist() -> None:
+    serve = parsed(container()["args"])
+    assert serve.command == "serve" and serve.host == "0.0.0.0"
+    (port,) = container()["ports"]
+    assert port["containerPort"] == serve.port
+    service = manifests()["Service"]["spec"]
+    assert service["ports"][0]["targetPort"] == port["name"]
+    assert service["selector"] == manifests()["Deployment"]["spec"]["template"]["metadata"]["labels"]
+
+
+@pytest.mark.parametrize("probe", ["startupProbe", "readinessProbe", "livenessProbe"])
+def test_probes_ask_for_health(probe: str) -> None:
+    assert container()[probe]["httpGet"] == {"path": "/health", "port": "http"}
+
+
+def test_start_has_time_and_the_end_is_longer_than_the_drain() -> None:
+    startup = container()["startupProbe"]
+    assert startup["periodSeconds"] * startup["failureThreshold"] >= 1200
+    assert pod()["terminationGracePeriodSeconds"] >= parsed(container()["args"]).drain_seconds + 10
+
+
+def test_pod_is_not_root_and_has_a_gpu_and_shared_memory() -> None:
+    assert pod()["securityContext"]["runAsNonRoot"] is True
+    assert str(pod()["securityContext"]["runAsUser"]) == argument("USER")
+    assert container()["resources"]["limits"]["nvidia.com/gpu"] == 1
+    volumes = {volume["name"]: volume for volume in pod()["volumes"]}
+    mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in container()["volumeMounts"]}
+    assert mounts["/dev/shm"]["emptyDir"]["medium"] == "Memory"
+
+
+def test_caches_and_keys_are_on_volumes() -> None:
+    volumes = {volume["name"]: volume for volume in pod()["volumes"]}
+    mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in container()["volumeMounts"]}
+    environment = {entry["name"]: entry["value"] for entry in container()["env"]}
+    assert all(environment[name].startswith("/cache/") for name in ("HF_HOME", "TRITON_CACHE_DIR"))
+    claim = mounts["/cache"]["persistentVolumeClaim"]["claimName"]
+    assert manifests()["PersistentVolumeClaim"]["metadata"]["name"] == claim
+    folder, _, _ = parsed(container()["args"]).api_key_file.rpartition("/")
+    assert mounts[folder]["secret"]["secretName"] == "mamba-cache-keys"
+    assert argument("VOLUME") == "/cache"

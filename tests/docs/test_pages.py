@@ -1,0 +1,130 @@
+"""Links resolve, the README is short and leads everywhere, and no page names a flag or a default that is not there."""
+
+import re
+from dataclasses import fields
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from megatron_mamba_cache import CacheConfig
+from megatron_mamba_cache.command_line.arguments import command_parser
+from megatron_mamba_cache.config import FLAGS
+from megatron_mamba_cache.routing.settings import RoutingSettings
+from tests.docs import pending
+from tests.docs.blocks import REPOSITORY, pages
+
+README = REPOSITORY / "README.md"
+PAGES = [pytest.param(page, id=page.name) for page in pages()]
+MOST_LINES = 200
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
+
+FOREIGN = {
+    "docker": {"--file", "--gpus", "--publish", "--shm-size", "--tag", "--volume"},
+    "kubectl": {"--filename", "--from-file"},
+    "torchrun": {"--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint"},
+    "the scripts in benchmarks/": {
+        "--json",
+        "--loads",
+        "--max-seconds",
+        "--quick",
+        "--seeds",
+        "--sessions",
+        "--time-scale",
+        "--tiny",
+    },
+}
+"""Flags of other programs."""
+
+
+def own_flags() -> set[str]:
+    """Return every flag of every command."""
+    parsers = [command_parser()]
+    flags: set[str] = set()
+    while parsers:
+        for action in parsers.pop()._actions:
+            flags.update(action.option_strings)
+            choices = action.choices if isinstance(action.choices, dict) else {}
+            parsers.extend(choices.values())
+    return flags
+
+
+def prose_of(page: Path) -> str:
+    """Return a page's text outside its blocks."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+
+
+def anchors_of(page: Path) -> set[str]:
+    """Return the anchors that GitHub gives a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", prose_of(page), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= MOST_LINES
+
+
+def test_every_page_is_linked_from_the_readme() -> None:
+    linked = {link.partition("#")[0] for link in LINK.findall(prose_of(README))}
+    assert {f"docs/{page.name}" for page in pages() if page != README} <= linked
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_resolve(page: Path) -> None:
+    for link in LINK.findall(prose_of(page)):
+        if link.startswith(("http://", "https://")):
+            assert urlsplit(link).netloc, link
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{page.name}: {link}"
+        assert target.is_relative_to(REPOSITORY), link
+        assert not anchor or anchor in anchors_of(target), f"{page.name}: {link}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_flag_exists(page: Path) -> None:
+    known = own_flags() | pending.FLAGS | set().union(*FOREIGN.values())
+    assert set(FLAG.findall(page.read_text(encoding="utf-8"))) <= known
+
+
+def test_flags_of_others_are_named_somewhere_and_are_not_ours() -> None:
+    text = "".join(page.read_text(encoding="utf-8") for page in pages())
+    foreign = set().union(*FOREIGN.values())
+    assert foreign <= set(FLAG.findall(text))
+    assert not pending.FLAGS & own_flags()
+
+
+def rows_of(page: Path) -> dict[str, list[str]]:
+    """Return the cells of a page's table rows that begin with a name in backticks, by that name."""
+    rows = re.findall(r"^\| `(\w+)` \|(.*)\|$", page.read_text(encoding="utf-8"), re.M)
+    return {name: [cell.strip() for cell in rest.split(" | ")] for name, rest in rows}
+
+
+def test_settings_are_those_of_the_code_with_their_defaults_and_flags() -> None:
+    rows = rows_of(REPOSITORY / "docs" / "settings.md")
+    assert set(rows) == {field.name for field in fields(CacheConfig)}
+    for field in fields(CacheConfig):
+        flags, default, _ = rows[field.name]
+        shown = f'"{field.default}"' if isinstance(field.default, str) else str(field.default)
+        assert default == shown, field.name
+        assert set(FLAG.findall(flags)) >= set(FLAGS.get(field.name, ())), field.name
+
+
+def test_settings_of_routing_are_those_of_the_code() -> None:
+    rows = rows_of(REPOSITORY / "docs" / "replicas.md")
+    assert set(rows) == {field.name for field in fields(RoutingSettings)} | pending.ROUTING_SETTINGS
+    for field in fields(RoutingSettings):
+        shown = f'"{field.default}"' if isinstance(field.default, str) else str(field.default)
+        assert rows[field.name][0] == shown, field.name
+
+
+def test_the_picture_shows_the_measured_figures() -> None:
+    table = (REPOSITORY / "benchmarks" / "results" / "turn_latency.md").read_text(encoding="utf-8")
+    picture = (REPOSITORY / "docs" / "later_turn.svg").read_text(encoding="utf-8")
+    bars = re.findall(r'<rect x="210" y="\d+" width="([\d.]+)"', picture)
+    labels = re.findall(r">([\d.]+)</text>", picture)
+    measured = re.findall(r"^\| [a-z ]+ \| [\d,]+ \| ([\d.]+) \|", table, re.M)
+    assert len(measured) == 3 and labels == measured
+    assert [float(bar) for bar in bars] == pytest.approx([2 * float(value) for value in measured], abs=0.1)

@@ -1,0 +1,117 @@
+"""Blocks of the documentation run as written and print what the pages say.
+
+Here those that take seconds: Python blocks, all in one process, and those that ask a server. `python -m
+tests.docs.run_blocks` runs every block, in the environment that its page asks for, and so does `--run-slow` here.
+"""
+
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+
+from tests.docs.blocks import REPOSITORY, Block, blocks_of, pages
+from tests.docs.processes import BlockError
+from tests.docs.run_blocks import BlockRunner, blocks_to_run, folder_like_repository
+
+HIDDEN_GPU = {"CUDA_VISIBLE_DEVICES": ""}  # pages show what a CPU prints
+
+
+@pytest.fixture
+def runner(tmp_path: Path) -> Iterator[BlockRunner]:
+    """Return a runner whose commands are this Python's and this checkout's, and whose servers take a free port."""
+    for name, module in (("python", ""), ("mamba-cache", " -m megatron_mamba_cache")):
+        script = tmp_path / name
+        script.write_text(f'#!/bin/sh\nexec "{sys.executable}"{module} "$@"\n')
+        script.chmod(0o755)
+    environment = (
+        os.environ
+        | HIDDEN_GPU
+        | {
+            "PATH": os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]]),
+            "PYTHONPATH": str(REPOSITORY),
+            "OMP_NUM_THREADS": "1",
+        }
+    )
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    with folder_like_repository() as folder, BlockRunner(folder, environment, port) as found:
+        yield found
+
+
+def asks_a_server(page: Path) -> bool:
+    """Whether blocks of a page need a server that another of its blocks starts."""
+    return any(block.serves for block in blocks_of(page))
+
+
+def python_blocks(page: Path) -> list[Block]:
+    """Return a page's Python blocks that run, each with what it prints."""
+    found: list[Block] = []
+    is_wanted = False
+    for block in blocks_of(page):
+        if block.kind != "prints":
+            is_wanted = block.kind == "run" and block.language == "python"
+        if is_wanted:
+            found.append(block)
+    return found
+
+
+def test_python_blocks_print_what_the_pages_say(runner: BlockRunner) -> None:
+    blocks = [block for page in pages() if not asks_a_server(page) for block in python_blocks(page)]
+    assert sum(block.kind == "prints" for block in blocks) > 5
+    runner.run(blocks)
+
+
+def test_blocks_that_ask_a_server_print_what_the_pages_say(
+    runner: BlockRunner, one_world_at_a_time: Callable[[], AbstractContextManager[None]]
+) -> None:
+    blocks = [block for page in pages() if asks_a_server(page) for block in blocks_to_run(page, "server")]
+    assert sum(block.kind == "prints" for block in blocks) > 3
+    with one_world_at_a_time():
+        runner.run(blocks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("environment", ["base", "server"])
+@pytest.mark.parametrize("page", [pytest.param(page, id=page.name) for page in pages()])
+def test_every_block_of_the_page_prints_what_it_says(page: Path, environment: str, runner: BlockRunner) -> None:
+    runner.run(blocks_to_run(page, environment))
+
+
+def block(kind: str, language: str, text: str, *values: str) -> Block:
+    """Return a block of a page that is not there."""
+    return Block(REPOSITORY / "docs" / "page.md", 1, language, text, kind, values)
+
+
+def test_block_that_prints_something_else_fails(runner: BlockRunner) -> None:
+    with pytest.raises(BlockError, match="but this was printed\n3"):
+        runner.run([block("run", "python", "print(1 + 2)", "base"), block("prints", "text", "4\n")])
+    with pytest.raises(BlockError, match="but this was printed\nb"):
+        runner.run([block("run", "bash", "echo b", "base"), block("prints", "text", "a\n")])
+
+
+def test_block_that_fails_or_never_serves_fails(runner: BlockRunner) -> None:
+    with pytest.raises(BlockError, match="ended with status 3"):
+        runner.run([block("run", "bash", "exit 3", "base")])
+    with pytest.raises(BlockError, match="ZeroDivisionError"):
+        runner.run([block("run", "python", "1 / 0", "base")])
+    with pytest.raises(BlockError, match="no port"):
+        runner.run([block("run", "bash", "echo no port >&2; exit 1", "server", "serves")])
+
+
+def test_python_block_has_a_namespace_of_its_own_unless_it_continues(runner: BlockRunner) -> None:
+    first = block("run", "python", "a = 1", "base")
+    runner.run([first, block("run", "python", "print(a)", "base", "continues"), block("prints", "text", "1\n")])
+    with pytest.raises(BlockError, match="NameError"):
+        runner.run([first, block("run", "python", "print(a)", "base")])
+
+
+def test_files_of_a_page_are_there_and_leave_no_trace(runner: BlockRunner) -> None:
+    runner.run(
+        [block("file", "json", "{}\n", "x.json"), block("run", "bash", "test -f x.json && test -d docs", "base")]
+    )
+    assert not (REPOSITORY / "x.json").exists()

@@ -1,0 +1,112 @@
+"""A fault while a step is reported: every list of a request is that of an undisturbed run, as long as its tokens."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
+from tests.mcore.faults import FAULT_PLACES, REPORT_FAULT_PLACES, raise_once
+from tests.mcore.graph_stand_ins import capture_without_cuda
+from tests.mcore.noisy_drafter import NoisyDrafter
+from tests.mcore.record_lists import assert_same_lists
+from tests.mcore.test_repeated_failures import finish_through_faults
+
+NUM_TOKENS = {0: 7, 1: 9, 2: 6, 3: 8}
+PROMPTS = {0: some_tokens(20, seed=1), 1: some_tokens(50), 2: some_tokens(33, seed=2), 3: some_tokens(12, seed=3)}
+WISHES = {
+    "log-probs": {"skip_prompt_log_probs": True},
+    "top-n": {"skip_prompt_log_probs": True, "top_n_logprobs": 2},
+    "prompt top-n": {"top_n_logprobs": 2},
+}
+
+PLACES = REPORT_FAULT_PLACES | {
+    name: FAULT_PLACES[name] for name in ("before updating requests", "after updating requests")
+}
+
+
+def start_run(wish: str, num_drafts: int, **settings: Any) -> EngineRun:
+    """Return an engine with four requests, the first of which wants no log-probs."""
+    subject = tiny_hybrid()
+    config = cache_config(subject.sizes, **({"max_tokens": 24, "num_speculative_tokens": num_drafts} | settings))
+    drafter = NoisyDrafter(plain_texts(), accuracy=0.8, vocab_size=96) if num_drafts else None
+    run = EngineRun.start(subject, config, drafter=drafter, materialize_only_last_token_logits=False)
+    for request_id, prompt in PROMPTS.items():
+        wanted = {"return_log_probs": True, **WISHES[wish]} if request_id else {}
+        run.add(request_id, prompt, greedy(NUM_TOKENS[request_id], **wanted))
+    return run
+
+
+@cache
+def plain_texts() -> dict[int, list[int]]:
+    run = EngineRun.start(tiny_hybrid())
+    for request_id, prompt in PROMPTS.items():
+        run.add(request_id, prompt, NUM_TOKENS[request_id])
+    run.finish()
+    return {request_id: prompt + run.tokens(request_id) for request_id, prompt in PROMPTS.items()}
+
+
+@cache
+def undisturbed(wish: str) -> EngineRun:
+    """Return the same requests, finished without a fault and without drafts."""
+    run = start_run(wish, 0)
+    run.finish()
+    return run
+
+
+@pytest.mark.parametrize("call", [1, 4, 9])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("wish", WISHES)
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_a_fault_leaves_every_list_as_long_as_its_tokens(
+    num_drafts: int, wish: str, place: str, call: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start_run(wish, num_drafts)
+    calls = raise_once(monkeypatch, *PLACES[place](run), call=call)
+    num_failed = finish_through_faults(run)
+    assert num_failed == (calls[0] >= call)
+    assert_same_lists(run, undisturbed(wish).finished)
+    run.assert_exact()
+
+
+@pytest.mark.parametrize("place", ["before the report", "the report", "after updating requests", "the last tokens"])
+def test_a_fault_while_the_next_step_runs_already_leaves_every_list_whole(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capture_without_cuda(monkeypatch)
+    run = start_run("prompt top-n", 0, num_cuda_graphs=3, cuda_graph_prefill_tokens=40)
+    for request_id in (10, 11):
+        run.add(request_id, some_tokens(20, seed=request_id), 40)
+    while any(request_id in run.engine.requests for request_id in PROMPTS) or run.context.ahead.step is None:
+        run.step()
+    with monkeypatch.context() as patch:
+        raise_once(patch, *PLACES[place](run))
+        assert finish_through_faults(run) == 1
+    run.assert_exact()
+    alone = {request_id: run.finished.pop(request_id) for request_id in (10, 11)}
+    assert [len(request.generated_tokens) for request in alone.values()] == [40, 40]
+    assert [len(request.tpot) for request in alone.values()] == [40, 40]
+    assert_same_lists(run, undisturbed("prompt top-n").finished)
+
+
+def test_drafts_of_the_last_step_are_counted_before_it_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, counts = start_run("log-probs", 3), {}
+
+    def note(step_result: Any) -> None:
+        ended = [] if step_result is None else step_result["finished_request_ids"].tolist()
+        counts.update({request_id: run.engine.draft_counts(request_id) for request_id in ended})
+
+    monkeypatch.setattr(run.engine, "_before_report", note)
+    run.finish()
+    assert counts == {request_id: run.engine.draft_counts(request_id) for request_id in PROMPTS}
+    assert sum(count.accepted for count in counts.values()) > 0
+
+
+def test_a_request_whose_end_is_reported_late_has_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = start_run("log-probs", 0)
+    detokenize = run.engine.controller.tokenizer.detokenize
+    raise_once(monkeypatch, run.engine.controller.tokenizer, "detokenize", call=3)
+    assert finish_through_faults(run) == 1
+    for request_id, request in run.finished.items():
+        assert request.prompt == detokenize(PROMPTS[request_id])
+        assert request.generated_text == detokenize(run.tokens(request_id))

@@ -1,0 +1,40 @@
+"""Random workloads of requests that want log-probs, whose steps and reports fail: every list is as if none had."""
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from tests.mcore.noisy_drafter import NoisyDrafter
+from tests.mcore.random_workloads import FLAVOURS, WorkloadOutcome, make_workload, run_workload, undisturbed
+from tests.mcore.record_lists import assert_same_lists
+from tests.mcore.workload_totals import WorkloadTotals
+
+SEEDS_PER_FLAVOUR = 5
+NAMES = ("disturbed", "tight_blocks", "small_steps")
+
+
+@pytest.fixture(scope="module")
+def totals() -> Iterator[WorkloadTotals]:
+    """Collect the totals of the module; print them at its end and assert that few comparisons were stopped."""
+    totals = WorkloadTotals()
+    yield totals
+    totals.report()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("has_drafts", [False, True])
+def test_lists_are_those_of_an_undisturbed_run(has_drafts: bool, name: str, totals: WorkloadTotals) -> None:
+    def run(seed: int) -> WorkloadOutcome:
+        rng = random.Random(f"log-probs {name} {seed}")
+        num_drafts = rng.randrange(1, 5) if has_drafts else 0
+        work = make_workload(FLAVOURS[name], 2000 + seed, num_drafts, has_log_probs=True)
+        plain = run_workload(undisturbed(work))
+        vocab = work.subject.sizes.vocab_size
+        drafter = NoisyDrafter(plain.texts, accuracy=0.8, vocab_size=vocab, seed=seed) if has_drafts else None
+        outcome = run_workload(work, drafter)
+        assert_same_lists(outcome.run, plain.run.finished)
+        return outcome
+
+    exercises = ["faults in reports", "steps_aborted", "chunked_steps", *(["accepted_tokens"] if has_drafts else [])]
+    totals.run_batch(name, range(SEEDS_PER_FLAVOUR), run, exercises)

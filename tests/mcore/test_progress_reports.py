@@ -1,0 +1,59 @@
+"""What a coordinator is told of running requests: every token once, whatever fails."""
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import msgpack
+import pytest
+from megatron.core.inference.inference_request import DynamicInferenceRequestRecord
+
+from megatron_mamba_cache.mcore.progress_reports import ProgressReports
+from megatron_mamba_cache.mcore.request_states import DraftCounts
+from megatron_mamba_cache.routing.front_end import PROGRESS, STREAMS
+
+
+@dataclass(slots=True)
+class Wire:
+    """Passes messages on, unless it is broken."""
+
+    is_broken: bool = False
+    tokens: list[int] = field(default_factory=list)
+
+    def send(self, message: bytes) -> None:
+        if self.is_broken:
+            raise ConnectionError("no route")
+        kind, news = msgpack.unpackb(message)
+        assert kind == PROGRESS
+        for _, progress in news:
+            assert progress["start"] == len(self.tokens)
+            self.tokens += progress["tokens"]
+
+
+def engine_with(request: Any) -> Any:
+    record = DynamicInferenceRequestRecord(requests=[request])
+    return SimpleNamespace(
+        requests={0: SimpleNamespace(record=record)},
+        cached_tokens=lambda _: 0,
+        draft_counts=lambda _: DraftCounts(),
+    )
+
+
+def test_tokens_that_could_not_be_sent_are_sent_with_the_next() -> None:
+    request = SimpleNamespace(
+        sampling_params=SimpleNamespace(**{STREAMS: True}),
+        generated_tokens=[5],
+        generated_log_probs=None,
+        generated_top_n_logprobs=None,
+    )
+    wire = Wire()
+    reports = ProgressReports(engine_with(request), wire)
+    reports.send([0])
+    request.generated_tokens += [6, 7]
+    wire.is_broken = True
+    with pytest.raises(ConnectionError):
+        reports.send([0])
+    wire.is_broken = False
+    request.generated_tokens += [8]
+    reports.send([0])
+    assert wire.tokens == [5, 6, 7, 8]

@@ -1,0 +1,106 @@
+"""Prompts are scored where only the last logits are materialized: exactly, in bounded memory, at no cost to others."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_mamba_cache.mcore import prompt_log_probs
+from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
+from tests.mcore.faults import InjectedFault, raise_once
+from tests.mcore.test_log_probs import _assert_top_n, assert_log_probs, oracle_log_probs
+
+SCORED: dict[str, Any] = {"return_log_probs": True, "skip_prompt_log_probs": False}
+
+
+def start_run(**settings: Any) -> EngineRun:
+    """Return an engine that materializes the last logits only and scores prompts."""
+    subject = tiny_hybrid()
+    return EngineRun.start(subject, cache_config(subject.sizes, **settings), scores_prompts=True)
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("most_logits", [1, 7 * 96, 2**25])
+@pytest.mark.parametrize("max_tokens", [9, 24, 64])
+def test_prompt_log_probs_are_the_oracles_whatever_the_chunks(
+    monkeypatch: pytest.MonkeyPatch, max_tokens: int, most_logits: int, drafts: int
+) -> None:
+    monkeypatch.setattr(prompt_log_probs, "_MOST_LOGITS", most_logits)
+    run = start_run(max_tokens=max_tokens, num_speculative_tokens=drafts)
+    run.add(0, some_tokens(20, seed=1), 12)
+    run.add(1, some_tokens(50), greedy(6, **SCORED, top_n_logprobs=2))
+    run.add(2, some_tokens(33, seed=2), greedy(6, **SCORED))
+    run.add(3, some_tokens(1, seed=3), greedy(6, **SCORED))
+    run.add(4, some_tokens(40, seed=4), greedy(6, return_log_probs=True, skip_prompt_log_probs=True))
+    run.finish()
+    for request_id in (1, 2, 3):
+        assert_log_probs(run, request_id)
+    assert not run.finished[4].prompt_log_probs and len(run.finished[4].generated_log_probs) == 6
+    assert not run.finished[0].prompt_log_probs and not run.finished[2].prompt_top_n_logprobs
+    run.assert_matches_oracle().assert_few_stops()
+
+
+def test_a_scored_prompt_is_computed_whole_and_published() -> None:
+    run = start_run()
+    assert run.run(0, some_tokens(50), greedy(4, **SCORED)) == 50
+    assert run.run(1, some_tokens(50)) == 2
+    assert run.run(2, some_tokens(50), greedy(4, **SCORED)) == 50
+    assert_log_probs(run, 2)
+
+
+def _suspend(run: EngineRun) -> None:
+    run.engine.suspend()
+    run.engine.resume()
+
+
+def _fail_a_step(run: EngineRun) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        raise_once(patch, run.context, "finish_step")
+        with pytest.raises(InjectedFault):
+            run.step()
+
+
+def _fail_bookkeeping(run: EngineRun) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        raise_once(patch, run.engine.controller.tokenizer, "detokenize")
+        with suppress(InjectedFault):
+            run.step()
+
+
+@pytest.mark.parametrize("interrupt", [None, _suspend, _fail_a_step, _fail_bookkeeping])
+@pytest.mark.parametrize("steps_before", [0, 1, 2, 3, 5])
+def test_top_n_are_the_oracles_after_an_interruption_too(
+    steps_before: int, interrupt: Callable[[EngineRun], None] | None
+) -> None:
+    run = start_run(max_tokens=16)
+    run.add(1, some_tokens(40), greedy(5, **SCORED, top_n_logprobs=3))
+    if interrupt is not None:
+        for _ in range(steps_before):
+            run.step()
+        interrupt(run)
+    run.finish()
+    assert_log_probs(run, 1)
+    log_probs = oracle_log_probs(run, 1).cpu()
+    _assert_top_n(run.finished[1].prompt_top_n_logprobs, log_probs[:39])
+    _assert_top_n(run.finished[1].generated_top_n_logprobs, log_probs[39:-1])
+
+
+def test_no_more_logits_are_computed_at_once_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_log_probs, "_MOST_LOGITS", 10 * 96)
+    run = start_run()
+    sizes = []
+    wrapper = run.engine.controller.inference_wrapped_model
+    logits_of = wrapper.logits_of
+
+    def noting(hidden: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(hidden))
+        return logits_of(hidden)
+
+    monkeypatch.setattr(wrapper, "logits_of", noting)
+    run.run(0, some_tokens(50))
+    assert not sizes
+    run.run(1, some_tokens(50), greedy(3, **SCORED))
+    assert sum(sizes) == 49 and max(sizes) == 10
+    assert not run.context.scored_hidden_states.numel()

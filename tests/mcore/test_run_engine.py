@@ -1,0 +1,115 @@
+"""`run_engine` serves a request whenever it comes, from whatever thread, and sleeps without one."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import pytest
+from megatron.core.inference.inference_request import Status
+
+from tests.mcore.engine_runs import EngineRun, greedy, some_tokens, tiny_hybrid
+
+TIMEOUT_S = 30
+NUM_TOKENS = 5
+
+
+@asynccontextmanager
+async def running_engine() -> AsyncIterator[EngineRun]:
+    """Run an engine that has gone to sleep without a request."""
+    run = EngineRun.start(tiny_hybrid())
+    task = asyncio.ensure_future(run.engine.run_engine())
+    for _ in range(5):
+        await asyncio.sleep(0)
+    yield run
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+
+
+def add(run: EngineRun, request_id: int, **settings: Any) -> "asyncio.Future[Any]":
+    prompt = some_tokens(20 + request_id)
+    run.prompts[request_id] = prompt
+    return run.engine.add_request(request_id, prompt, greedy(NUM_TOKENS, **settings))
+
+
+async def note_end(run: EngineRun, future: "asyncio.Future[Any]") -> None:
+    record = await asyncio.wait_for(future, TIMEOUT_S)
+    run.finished[record.request_id] = record.merge()
+
+
+def assert_served(run: EngineRun, count: int) -> None:
+    assert [len(run.tokens(request_id)) for request_id in range(count)] == [NUM_TOKENS] * count
+    run.assert_exact()
+
+
+def test_a_request_that_is_added_while_the_engine_idles_is_served() -> None:
+    async def serve() -> None:
+        async with running_engine() as run:
+            for request_id in range(2):  # the engine idles before each
+                await note_end(run, add(run, request_id))
+                await asyncio.sleep(0.01)
+            assert_served(run, 2)
+
+    asyncio.run(serve())
+
+
+def test_requests_that_other_threads_add_are_served_whether_the_engine_idles_or_steps() -> None:
+    async def serve() -> None:
+        async with running_engine() as run:
+            first = await asyncio.to_thread(add, run, 0)
+            others = await asyncio.gather(*(asyncio.to_thread(add, run, request_id) for request_id in range(1, 6)))
+            await asyncio.gather(*(note_end(run, future) for future in (first, *others)))
+            assert_served(run, 6)
+
+    asyncio.run(serve())
+
+
+def test_a_request_that_is_refused_while_the_engine_idles_is_told_so() -> None:
+    async def serve() -> None:
+        async with running_engine() as run:
+            await note_end(run, run.engine.add_request(0, some_tokens(9), greedy(100_000)))
+            assert run.finished[0].status is Status.FAILED
+
+    asyncio.run(serve())
+
+
+def test_what_add_request_raises_reaches_the_thread_that_called_it() -> None:
+    async def serve() -> None:
+        async with running_engine() as run:
+            future = add(run, 0)
+            with pytest.raises(ValueError, match="request id 0 is in use"):
+                await asyncio.to_thread(add, run, 0)
+            await note_end(run, future)
+            assert_served(run, 1)
+
+    asyncio.run(serve())
+
+
+def test_requests_of_a_suspended_engine_are_served_once_it_resumes() -> None:
+    async def serve() -> None:
+        async with running_engine() as run:
+            run.engine.suspend()
+            future = add(run, 0)
+            await asyncio.sleep(0.05)
+            assert not future.done()
+            run.engine.resume()
+            await note_end(run, future)
+            assert_served(run, 1)
+
+    asyncio.run(serve())
+
+
+def test_an_engine_runs_in_one_loop_after_another() -> None:
+    run = EngineRun.start(tiny_hybrid())
+
+    async def serve(request_id: int) -> None:
+        task = asyncio.ensure_future(run.engine.run_engine())
+        await asyncio.sleep(0)
+        await note_end(run, add(run, request_id))
+        task.cancel()
+        await task
+
+    for request_id in range(2):
+        asyncio.run(serve(request_id))
+    assert_served(run, 2)

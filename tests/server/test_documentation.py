@@ -1,0 +1,58 @@
+"""`/docs` needs nothing from another host, and works with an API key."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.server.browser import CHROMIUM, chromium_page
+from tests.server.front_end import RED, front_end
+from tests.server.running_server import bearer
+
+pytest.importorskip("fastapi_offline")
+
+
+def test_the_page_and_what_it_loads_come_from_this_server_alone() -> None:
+    with front_end() as server, server.client() as http:
+        page = http.get("/docs")
+        assert page.status_code == 200
+        links = re.findall(r"""(?:src|href|url)[=:]\s*["']([^"']*)["']""", page.text)
+        assert len(links) >= 4 and "//" not in page.text.replace("<!--", "").replace("// ", "")
+        for link in links:
+            if not link.startswith("data:"):
+                assert http.get(f"/{link}").status_code == 200, link
+        styles = http.get("/docs/assets/swagger-ui.css").text
+        assert not re.search(r"url\((?!['\"]?data:)", styles) and "@import" not in styles
+
+
+def test_the_page_and_its_files_need_a_key_where_there_is_one_and_the_description_says_so() -> None:
+    with front_end() as server, server.client() as http, server.client("no-key") as other:
+        for path in ("/docs", "/docs/assets/swagger-ui-bundle.js", "/openapi.json"):
+            assert other.get(path).status_code == 401
+        assert "Basic" in other.get("/docs").headers["www-authenticate"]  # so that a browser asks for it
+        description = http.get("/openapi.json").json()
+        assert description["components"]["securitySchemes"] == {"API key": {"type": "http", "scheme": "bearer"}}
+        assert description["security"] == [{"API key": []}]
+    with front_end(keys=()) as server, server.client() as http:
+        assert "security" not in http.get("/openapi.json").json()
+
+
+def test_without_its_files_the_page_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_mamba_cache.server.documentation._asset_folder", lambda: None)
+    with front_end() as server, server.client() as http:
+        reply = http.get("/docs")
+        assert reply.status_code == 501 and "pip install" in reply.json()["error"]["message"]
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+def test_a_browser_shows_the_operations_and_asks_no_other_host(tmp_path: Path) -> None:
+    with front_end() as server, chromium_page(tmp_path / "profile") as page:
+        page.open(f"{server.listening.url}/docs", bearer(RED))
+        page.wait_for("document.querySelectorAll('.opblock').length > 5")
+        assert page.value("document.querySelector('.authorize') !== null")
+        asked = json.loads(page.value("JSON.stringify(performance.getEntriesByType('resource').map(one => one.name))"))
+        assert asked and all(url.startswith((server.listening.url, "data:")) for url in asked), asked
+        print(asked, file=sys.stderr)
+        assert page.errors == []

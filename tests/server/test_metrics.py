@@ -1,0 +1,94 @@
+"""What `/metrics` tells: every metric in a sentence, times of queueing and between tokens, the process, the model."""
+
+import re
+import time
+from dataclasses import fields
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from megatron_mamba_cache.metrics import CacheCounters, CacheSnapshot
+from megatron_mamba_cache.server.backend import BackendState, Progress
+from megatron_mamba_cache.server.metric_texts import COUNTER_TEXTS
+from tests.server.front_end import FrontEnd, front_end, request_bytes, wait_until
+from tests.server.running_server import RunningServer
+from tests.server.scripted_backend import ScriptedBackend
+
+EVERY_NAME = (
+    *("ready", "requests_running", "requests_waiting", "requests_inside", "requests_refused", "generated_tokens"),
+    *("http_responses", "replies", "prompt_tokens", "time_to_first_token_seconds", "request_seconds"),
+    *("requests_without_hit", "state_slots", "kv_blocks"),
+)
+
+
+def families(server: FrontEnd | RunningServer) -> dict[str, object]:
+    with server.client() as http:
+        return {family.name: family for family in text_string_to_metric_families(http.get("/metrics").text)}
+
+
+def samples(server: FrontEnd | RunningServer, name: str) -> dict[str, float]:
+    return {sample.name: sample.value for sample in families(server)[name].samples if not sample.labels}  # type: ignore[attr-defined]
+
+
+def test_every_counter_of_the_cache_has_a_text() -> None:
+    numbers = {entry.name for entry in fields(CacheCounters) if isinstance(getattr(CacheCounters(), entry.name), int)}
+    assert set(COUNTER_TEXTS) == numbers
+
+
+def test_every_metric_is_told_in_a_sentence_under_the_name_it_always_had() -> None:
+    cache = CacheSnapshot(CacheCounters(requests_without_hit={"new_prefix": 1}), {"free": 1}, {"free": 2})
+    with front_end(backend=ScriptedBackend(BackendState(is_ready=True, cache=cache))) as server:
+        found = families(server)
+        for name, family in found.items():
+            text = family.documentation  # type: ignore[attr-defined]
+            assert len(text.split()) >= 3 and "CacheCounters" not in text and "CacheSnapshot" not in text, (name, text)
+        names = {*EVERY_NAME, *COUNTER_TEXTS, "queue_seconds", "inter_token_seconds", "model_info"}
+        assert {f"mamba_cache_{name}" for name in names} <= set(found)
+
+
+def test_the_process_and_the_model_are_told() -> None:
+    with front_end() as server, server.client() as http:
+        text = http.get("/metrics").text
+        assert 'mamba_cache_model_info{model="scripted"} 1.0' in text
+        assert re.search(r"^process_resident_memory_bytes [1-9]", text, re.MULTILINE)
+        assert re.search(r"^process_cpu_seconds_total ", text, re.MULTILINE)
+
+
+def test_time_between_tokens_counts_each_token_after_the_first_of_a_reply() -> None:
+    with front_end() as server:
+        connection = server.connection(request_bytes({"prompt": "abc", "max_tokens": 9}))
+        wait_until(lambda: server.backend.running)
+        for tokens in ((97,), (98, 99, 100), (101,)):
+            server.backend.deliver(Progress(tokens))
+            time.sleep(0.05)
+        server.backend.deliver(Progress(end="length"))
+        assert connection.recv(65_536)
+        found = samples(server, "mamba_cache_inter_token_seconds")
+        assert found["mamba_cache_inter_token_seconds_count"] == 4
+        assert 0.1 <= found["mamba_cache_inter_token_seconds_sum"] < 5
+
+
+def test_queueing_ends_where_the_first_step_of_a_request_began() -> None:
+    with front_end() as server:
+        connection = server.connection(request_bytes({"prompt": "abc", "max_tokens": 9}))
+        wait_until(lambda: server.backend.running)
+        time.sleep(0.5)
+        server.backend.deliver(Progress((97,), running_s=0.4, end="length"))
+        assert connection.recv(65_536)
+        found = samples(server, "mamba_cache_queue_seconds")
+        assert found["mamba_cache_queue_seconds_count"] == 1
+        waited = samples(server, "mamba_cache_time_to_first_token_seconds")
+        to_first_token = waited["mamba_cache_time_to_first_token_seconds_sum"]
+        assert 0.1 <= found["mamba_cache_queue_seconds_sum"] <= to_first_token - 0.35
+
+
+def test_the_engine_tells_since_when_a_request_runs(server: RunningServer) -> None:
+    def count(name: str, suffix: str) -> float:
+        return samples(server, name)[f"{name}_{suffix}"]
+
+    names = ("mamba_cache_queue_seconds", "mamba_cache_time_to_first_token_seconds")
+    before = [count(name, "sum") for name in names]
+    with server.client() as http:
+        body = {"prompt": "def f():\n" * 60, "max_tokens": 2}
+        assert http.post("/v1/completions", json=body).status_code == 200
+    queued, first = (count(name, "sum") - value for name, value in zip(names, before, strict=True))
+    assert 0 < queued < first  # computing the prompt is not queueing

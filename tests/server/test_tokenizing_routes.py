@@ -1,0 +1,123 @@
+"""Text to token ids and back over HTTP, in vLLM's shapes, and what an orchestrator asks: version and ping."""
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from megatron_mamba_cache import __version__
+from megatron_mamba_cache.models.byte_tokenizer import ByteTokenizer
+from tests.server.front_end import front_end
+from tests.server.running_server import MODEL, RunningServer
+
+TEXT = "import os\n\n\ndef main(é):\n    return '<|endoftext|>'\n"
+MESSAGES = [{"role": "user", "content": "def a"}]
+
+
+def posted(server: RunningServer, path: str, **body: Any) -> dict[str, Any]:
+    with server.client() as http:
+        reply = http.post(path, json=body)
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+def test_the_tokens_are_those_of_a_completion_and_come_back_as_the_text(server: RunningServer) -> None:
+    found = posted(server, "/tokenize", model=MODEL, prompt=TEXT)
+    assert set(found) == {"count", "max_model_len", "tokens", "token_strs"} and found["token_strs"] is None
+    assert found["count"] == len(found["tokens"]) and found["max_model_len"] == 4096
+    assert posted(server, "/detokenize", model=MODEL, tokens=found["tokens"]) == {"prompt": TEXT}
+    body = {"prompt": TEXT, "max_tokens": 1, "return_token_ids": True}
+    assert posted(server, "/v1/completions", **body)["choices"][0]["prompt_token_ids"] == found["tokens"]
+
+
+def test_messages_have_the_tokens_of_a_chat(server: RunningServer) -> None:
+    found = posted(server, "/tokenize", messages=MESSAGES, return_token_strs=True)
+    chat = posted(server, "/v1/chat/completions", messages=MESSAGES, max_tokens=1)
+    assert found["count"] == chat["usage"]["prompt_tokens"] == len(found["token_strs"])
+    text = posted(server, "/detokenize", tokens=found["tokens"])["prompt"]
+    tokenizer = server.server.settings.tokenizer
+    assert text == tokenizer.render_chat(MESSAGES)
+    assert found["token_strs"] == [tokenizer.token_of(token) for token in found["tokens"]]
+
+
+class BeginningTokenizer(ByteTokenizer):
+    """Puts a token in front of each text."""
+
+    def tokenize(self, text: str) -> list[int]:
+        return [0, *super().tokenize(text)]
+
+    def tokenize_after(self, _before: str, text: str) -> list[int]:
+        return super().tokenize(text)
+
+
+@pytest.mark.parametrize(("add", "expected"), [(None, [0, 97]), (True, [0, 97]), (False, [97])])
+def test_special_tokens_are_left_out_if_that_is_asked_for(add: bool | None, expected: list[int]) -> None:
+    with front_end(tokenizer=BeginningTokenizer()) as server, server.client() as http:
+        reply = http.post("/tokenize", json={"prompt": "a", "add_special_tokens": add})
+    assert reply.json()["tokens"] == expected
+
+
+def test_bare_and_empty_texts_come_back(server: RunningServer) -> None:
+    for text in (TEXT, "x"):
+        found = posted(server, "/tokenize", prompt=text, add_special_tokens=False)["tokens"]
+        assert posted(server, "/detokenize", tokens=found) == {"prompt": text}
+    assert posted(server, "/tokenize", prompt="") | {"max_model_len": 0} == {
+        "count": 0,
+        "max_model_len": 0,
+        "tokens": [],
+        "token_strs": None,
+    }
+    assert posted(server, "/detokenize", tokens=[]) == {"prompt": ""}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "words"),
+    [
+        ("/tokenize", {}, "prompt", "either prompt or messages is needed"),
+        ("/tokenize", {"prompt": "x", "messages": MESSAGES}, "prompt", "either prompt or messages"),
+        ("/tokenize", {"prompt": "x", "tools": [{}]}, "tools", "`tools` is not supported by this server"),
+        ("/tokenize", {"messages": MESSAGES, "add_special_tokens": True}, "add_special_tokens", "not supported"),
+        ("/tokenize", {"prompt": "\ud800"}, "prompt", "cannot be tokenized"),
+        ("/tokenize", {"prompt": "\ud800", "add_special_tokens": False}, "prompt", "cannot be tokenized"),
+        ("/tokenize", {"prompt": "x" * 3_000_000, "add_special_tokens": False}, "prompt", "4096"),
+        ("/tokenize", {"prompt": "x", "nothing": 1}, "nothing", "not a known field"),
+        ("/detokenize", {"tokens": [1, 10**6]}, "tokens.1", "token 1000000 is outside the vocabulary"),
+        ("/detokenize", {"tokens": [-1]}, "tokens.0", "greater than or equal to 0"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(
+    server: RunningServer, path: str, body: dict[str, Any], param: str, words: str
+) -> None:
+    with server.client() as http:
+        reply = http.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
+    error = reply.json()["error"]
+    assert reply.status_code == 400 and error["param"] == param and words in error["message"], error
+
+
+def test_another_model_is_not_served_here(server: RunningServer) -> None:
+    with server.client() as http:
+        for path, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [1]})):
+            assert http.post(path, json=body | {"model": "gpt-5"}).status_code == 404
+
+
+def test_the_routes_need_a_key_and_ping_does_not(server: RunningServer) -> None:
+    for path, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [1]})):
+        assert httpx.post(server.url + path, json=body, timeout=60).status_code == 401
+    assert httpx.get(f"{server.url}/version", timeout=60).status_code == 401
+    for method in ("GET", "POST"):
+        reply = httpx.request(method, f"{server.url}/ping", timeout=60)
+        assert reply.status_code == 200 and reply.json() == {"status": "ready"}
+
+
+def test_the_version_is_the_packages(server: RunningServer) -> None:
+    with server.client() as http:
+        found = http.get("/version").json()
+    assert found["version"] == __version__ and found["megatron-core"].startswith("0.16") and found["torch"]
+
+
+def test_a_ping_tells_what_health_tells() -> None:
+    with front_end() as server:
+        server.server.rules.is_draining = True
+        for method in ("GET", "POST"):
+            assert httpx.request(method, f"{server.listening.url}/ping", timeout=60).status_code == 503

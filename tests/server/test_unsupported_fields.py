@@ -1,0 +1,209 @@
+"""Every field of OpenAI's and vLLM's requests is honoured, or refused by its name; what asks for nothing passes."""
+
+from collections.abc import Iterator
+from typing import Any, get_type_hints
+
+import pytest
+from openai.types import completion_create_params
+from openai.types.chat import completion_create_params as chat_create_params
+
+from megatron_mamba_cache.server.schemas import ChatRequest, CompletionRequest
+from megatron_mamba_cache.server.unsupported import CHAT, COMPLETION
+from tests.server.front_end import FrontEnd, front_end
+
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+SCHEMAS: dict[str, Any] = {COMPLETIONS: CompletionRequest, CHATS: ChatRequest}
+TABLES = {COMPLETIONS: COMPLETION, CHATS: CHAT}
+PLAIN: dict[str, dict[str, Any]] = {
+    COMPLETIONS: {"prompt": "x", "model": "another"},
+    CHATS: {"messages": [{"role": "user", "content": "x"}], "model": "another"},
+}
+OPENAI: dict[str, set[str]] = {
+    COMPLETIONS: set(get_type_hints(completion_create_params.CompletionCreateParamsStreaming)),
+    CHATS: set(get_type_hints(chat_create_params.CompletionCreateParamsStreaming)),
+}
+FUNCTION = {"name": "f", "parameters": {}}
+BOTH: dict[str, Any] = {  # what asks for something, of vLLM's and OpenAI's fields of both endpoints
+    "best_of": 2,
+    "use_beam_search": True,
+    "min_p": 0.1,
+    "repetition_penalty": 1.1,
+    "frequency_penalty": 0.5,
+    "presence_penalty": -0.5,
+    "length_penalty": 0.9,
+    "early_stopping": True,
+    "logit_bias": {"5": 1},
+    "stop_token_ids": [5],
+    "include_stop_str_in_output": True,
+    "min_tokens": 3,
+    "logits_processors": ["x"],
+    "skip_special_tokens": False,
+    "spaces_between_special_tokens": 1,
+    "truncate_prompt_tokens": 8,
+    "truncation_side": "left",
+    "allowed_token_ids": [1],
+    "bad_words": ["x"],
+    "prompt_logprobs": 0,
+    "guided_json": {},
+    "guided_regex": "a+",
+    "guided_choice": ["a"],
+    "guided_grammar": "x",
+    "guided_decoding_backend": "outlines",
+    "guided_whitespace_pattern": " ",
+    "structured_outputs": {"json": {}},
+    "structural_tag": "{}",
+    "response_format": {"type": "json_object"},
+    "priority": 1,
+    "return_tokens_as_token_ids": True,
+    "kv_transfer_params": {},
+    "vllm_xargs": {"a": 1},
+    "repetition_detection": {"max_pattern_size": 3},
+    "thinking_token_budget": 5,
+    "prompt_cache_retention": "24h",
+}
+ASKING: dict[str, dict[str, Any]] = {
+    COMPLETIONS: BOTH | {"suffix": "x", "add_special_tokens": False, "prompt_embeds": "x"},
+    CHATS: BOTH
+    | {
+        "echo": True,
+        "add_generation_prompt": False,
+        "continue_final_message": True,
+        "add_special_tokens": True,
+        "documents": [{"text": "x"}],
+        "chat_template": "x",
+        "chat_template_kwargs": {"enable_thinking": False},
+        "mm_processor_kwargs": {"a": 1},
+        "media_io_kwargs": {"a": 1},
+        "include_reasoning": False,
+        "tools": [{"type": "function", "function": FUNCTION}],
+        "tool_choice": "required",
+        "parallel_tool_calls": 1,
+        "functions": [FUNCTION],
+        "function_call": {"name": "f"},
+        "reasoning_effort": "high",
+        "verbosity": "low",
+        "modalities": ["text", "audio"],
+        "audio": {"voice": "alloy", "format": "wav"},
+        "prediction": {"type": "content", "content": "x"},
+        "web_search_options": {},
+        "moderation": {"model": "x"},
+        "prompt_cache_options": {"mode": "explicit"},
+    },
+}
+REFUSED = [(path, name) for path, fields in ASKING.items() for name in fields]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FrontEnd]:
+    with front_end(keys=()) as server:
+        yield server
+
+
+def error_of(server: FrontEnd, path: str, **fields: Any) -> dict[str, Any]:
+    """Return the error of a request for a model that is not served, which is looked at last."""
+    with server.client() as http:
+        return http.post(path, json=PLAIN[path] | fields).json()["error"]
+
+
+@pytest.mark.parametrize(("path", "name"), REFUSED)
+def test_a_field_that_is_not_supported_is_refused_by_its_name(server: FrontEnd, path: str, name: str) -> None:
+    error = error_of(server, path, **{name: ASKING[path][name]})
+    assert error["message"].startswith(f"`{name}` is not supported by this server; leave it out"), error
+    assert (error["param"], error["code"], error["type"]) == (name, "unsupported_field", "invalid_request_error")
+
+
+@pytest.mark.parametrize(("path", "name"), REFUSED)
+def test_what_asks_for_nothing_passes(server: FrontEnd, path: str, name: str) -> None:
+    for value in (None, *TABLES[path][name].neutral):
+        assert error_of(server, path, **{name: value})["code"] == "model_not_found", value
+
+
+@pytest.mark.parametrize("path", SCHEMAS)
+def test_every_field_of_openai_is_known_and_every_row_is_tried(path: str) -> None:
+    assert OPENAI[path] - set(SCHEMAS[path].model_fields) <= set(ASKING[path])
+    assert set(TABLES[path]) == set(ASKING[path])
+    assert not set(TABLES[path]) & set(SCHEMAS[path].model_fields)
+
+
+@pytest.mark.parametrize("path", SCHEMAS)
+def test_a_field_of_no_api_is_told_apart(server: FrontEnd, path: str) -> None:
+    error = error_of(server, path, temprature=0.5)
+    assert error["message"] == "`temprature` is not a known field; leave it out" and error["param"] == "temprature"
+
+
+def test_the_sentence_says_what_to_send_instead(server: FrontEnd) -> None:
+    expected = "`frequency_penalty` is not supported by this server; leave it out or send 0"
+    assert error_of(server, COMPLETIONS, frequency_penalty=1)["message"] == expected
+    assert error_of(server, COMPLETIONS, frequency_penalty=False)["message"] == expected  # false is not 0
+
+
+@pytest.mark.parametrize("path", SCHEMAS)
+def test_the_description_has_every_row_with_what_it_takes(server: FrontEnd, path: str) -> None:
+    with server.client() as http:
+        schemas = http.get("/openapi.json").json()["components"]["schemas"]
+    fields = schemas[SCHEMAS[path].__name__]["properties"]
+    for name, row in TABLES[path].items():
+        assert fields[name]["enum"] == [None, *row.neutral] and name in fields[name]["description"]
+
+
+MESSAGES: list[tuple[dict[str, Any], str, tuple[str, ...]]] = [
+    ({"role": "narrator", "content": "x"}, "messages.0.role", ("system, developer, user, assistant",)),
+    ({"role": "user", "content": None}, "messages.0.content", ("role user", "null", "send text")),
+    ({"role": "user"}, "messages.0.content", ("missing",)),
+    ({"role": "system", "content": None}, "messages.0.content", ("role system",)),
+    (
+        {"role": "tool", "content": "5", "tool_call_id": "1"},
+        "messages.0.role",
+        ("not supported by this server", "call"),
+    ),
+    ({"role": "function", "content": "5", "name": "f"}, "messages.0.role", ("not supported by this server", "call")),
+    ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "messages.0.tool_calls", ("`tool_calls` is not supported",)),
+]
+
+
+@pytest.mark.parametrize(("message", "param", "words"), MESSAGES)
+def test_a_message_that_a_template_would_lose_is_refused(
+    server: FrontEnd, message: dict[str, Any], param: str, words: tuple[str, ...]
+) -> None:
+    error = error_of(server, CHATS, messages=[message])
+    assert error["param"] == param and all(word in error["message"] for word in words), error
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "user", "assistant"])
+def test_the_roles_of_a_conversation_pass(server: FrontEnd, role: str) -> None:
+    assert error_of(server, CHATS, messages=[{"role": role, "content": "x"}])["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize("path", SCHEMAS)
+@pytest.mark.parametrize("stream", [None, False])
+def test_options_of_a_stream_need_a_stream(server: FrontEnd, path: str, stream: bool | None) -> None:
+    error = error_of(server, path, stream_options={"include_usage": True}, stream=stream)
+    assert error["message"] == "stream_options needs stream to be true", error
+    error = error_of(server, path, stream_options={"include_obfuscation": True}, stream=True)
+    assert error["param"] == "stream_options.include_obfuscation" and "is not supported" in error["message"]
+    options = {"include_usage": True, "include_obfuscation": False}
+    assert error_of(server, path, stream_options=options, stream=True)["code"] == "model_not_found"
+
+
+BODIES: list[tuple[bytes, str | None, tuple[str, ...]]] = [
+    (b'{"prompt": "x",}', "application/json", ("not valid JSON", "character 15")),
+    (b'{"prompt": "x"', "application/json", ("not valid JSON",)),
+    (b'{"prompt": "x"}', None, ("Content-Type is missing", "send application/json")),
+    (b'{"prompt": "x"}', "text/plain", ("Content-Type is 'text/plain'", "send application/json")),
+    (b'{"prompt": "x"}', "application/x-www-form-urlencoded", ("x-www-form-urlencoded", "send application/json")),
+    (b"[]", "application/json; charset=utf-8", ("the body is not a JSON object",)),
+    (b"7", "application/json", ("the body is not a JSON object",)),
+    (b"", "application/json", ("the body is empty", "JSON object")),
+]
+
+
+@pytest.mark.parametrize(("body", "content_type", "words"), BODIES)
+def test_a_body_that_cannot_be_read_is_told_why(
+    server: FrontEnd, body: bytes, content_type: str | None, words: tuple[str, ...]
+) -> None:
+    headers = {} if content_type is None else {"content-type": content_type}
+    with server.client() as http:
+        reply = http.post(COMPLETIONS, content=body, headers=headers)
+    error = reply.json()["error"]
+    assert reply.status_code == 400 and all(word in error["message"] for word in words), error
+    assert set(error) == {"message", "type", "param", "code"}
