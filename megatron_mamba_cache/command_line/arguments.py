@@ -7,6 +7,7 @@ from typing import NoReturn
 
 from .. import __version__
 from ..config import FLAGS, CacheConfig, argument_of
+from .coordinator_access import add_coordinator_arguments
 from .default_settings import DEFAULTS_IN_WORDS
 from .server_arguments import add_server_arguments
 from .usage_error import UsageError
@@ -74,6 +75,7 @@ def command_parser() -> ArgumentParser:
     )
     _add_model_arguments(serve)
     add_server_arguments(serve)
+    add_coordinator_arguments(serve)
     _add_engine_arguments(serve, _REPLICAS_IN_WORDS)
     commands.add_parser("doctor", help="print device, versions and the kernels in use", allow_abbrev=False)
     return parser

@@ -18,6 +18,7 @@ class Launch:
     rank: int = 0
     num_processes: int = 1
     local_rank: int = 0  # on its machine
+    num_on_machine: int | None = None  # None: the launcher does not say
 
     @staticmethod
     def of_environment(environment: Mapping[str, str] = os.environ) -> "Launch":
@@ -26,9 +27,11 @@ class Launch:
         Raises:
             UsageError: If a variable of torchrun's holds no number.
         """
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+        names: tuple[str, ...] = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
         if not all(name in environment for name in names):
             return Launch()
+        if "LOCAL_WORLD_SIZE" in environment:
+            names = (*names, "LOCAL_WORLD_SIZE")
         try:
             return Launch(*(int(environment[name]) for name in names))
         except ValueError as error:
@@ -39,6 +42,11 @@ class Launch:
     def is_first(self) -> bool:
         """Whether this process speaks for all."""
         return self.rank == 0
+
+    @property
+    def is_on_several_machines(self) -> bool:
+        """Whether the launcher has started processes on other machines too."""
+        return self.num_on_machine is not None and self.num_on_machine < self.num_processes
 
     def num_replicas(self, arguments: Namespace) -> int:
         """Return how many models the processes hold, each on tensor times pipeline of them.

@@ -8,6 +8,7 @@ from contextlib import closing
 from ..installation import MissingExtraError, require_extra
 from .api_keys import api_keys_of
 from .arguments import check_engine_arguments
+from .coordinator_access import routing_settings
 from .device import select_device
 from .launch import Launch
 from .model_choice import chosen_directory
@@ -27,6 +28,7 @@ def serve(arguments: Namespace) -> int:
     check_engine_arguments(arguments)
     check_server_arguments(arguments)
     keys = api_keys_of(arguments)
+    routing = routing_settings(arguments, launch)
     try:
         require_extra("server", "serve")
     except MissingExtraError as error:
@@ -47,7 +49,7 @@ def serve(arguments: Namespace) -> int:
             with closing(replicas.make(serving.engine)) as engine:
                 if launch.num_processes == 1 and listener is not None:
                     return serving.run(engine, listener)
-                return serving.run_replica(engine, listener)
+                return serving.run_replica(engine, listener, routing)
 
 
 def bound_socket(host: str, port: int) -> socket.socket:

@@ -13,6 +13,7 @@ from ..config import CacheConfig, given_settings
 from ..mcore.engine import MambaCacheEngine
 from ..mcore.model_shape import HybridModelShape
 from ..mcore.ranks import ranks_of_process
+from ..routing.settings import RoutingSettings
 from ..server.access_log import AccessLog, write_line
 from ..server.app import Server, ServerSettings
 from ..server.engine_thread import EngineThread
@@ -96,21 +97,22 @@ class Serving:
         """Serve with an engine of this process; return the exit status."""
         return self._serve(Server(EngineThread(engine, self.settings.end_ids), self.settings), listener)
 
-    def run_replica(self, engine: MambaCacheEngine, listener: socket.socket | None) -> int:
+    def run_replica(self, engine: MambaCacheEngine, listener: socket.socket | None, routing: RoutingSettings) -> int:
         """Serve with the engines of all processes behind a coordinator; return the exit status.
 
         Args:
             listener: Of the process that has the front end; None in all others.
+            routing: Settings of the coordinator.
         """
         from ..server.coordinator_backend import CoordinatorBackend
         from ..server.replica import ReplicaThread, serve_replica
 
         if listener is None:
-            serve_replica(engine)
+            serve_replica(engine, routing)
             return 0
-        replica = ReplicaThread(engine)
+        replica = ReplicaThread(engine, routing)
         rules = RequestRules.of(engine.context)
-        backend = CoordinatorBackend(replica.start(), rules, self.settings.end_ids)
+        backend = CoordinatorBackend(replica.start(), rules, self.settings.end_ids, routing.access())
         status = self._serve(Server(backend, self.settings), listener)
         return status if replica.join(_JOIN_S) else 1
 

@@ -4,7 +4,7 @@ import asyncio
 import importlib.util
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.inference.headers import Headers
@@ -20,7 +20,10 @@ from .controller import MambaCacheController
 from .engine import MambaCacheEngine
 from .expert_peers import Standing, all_step
 from .progress_reports import NoProgress, ProgressReports, obeyed
-from .replica_place import ReplicaPlace, address_on_this_host, agree_on_place, starts_coordinator
+from .replica_place import ReplicaPlace, address_on_this_host, agree_on_place, check_ranks, starts_coordinator
+
+if TYPE_CHECKING:
+    from ..routing.channels import Channel
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +42,7 @@ class ReplicaEngine(MambaCacheEngine):
         self._reports: CacheReports | NoReports = NoReports()
         self._progress: ProgressReports | NoProgress = NoProgress()
         self._replica_name = ""
+        self._zmq_context: Any = None  # made with the first sockets
         self._failed_in_a_row = 0
         self._leave_coordinator: Callable[[], None] = lambda: None
         super().__init__(controller, context, random_seed)
@@ -58,17 +62,19 @@ class ReplicaEngine(MambaCacheEngine):
             inference_coordinator_port: That the coordinator tries first, or that it has if none is launched.
             launch_inference_coordinator: Whether the launch's first rank starts one.
             coordinator_address: Of one that another launch has started, such as "tcp://host:5555"; none is launched.
-            routing: Settings of a coordinator that is started here.
+            routing: Settings of a coordinator that is started here; key and message limits are for all replicas.
 
         Raises:
             ModuleNotFoundError: If pyzmq or msgpack is missing.
+            ValueError: If ranks or the coordinator are on other hosts, and there is neither a key nor `insecure`.
             ConnectionError: If no coordinator answers at the address.
         """
         _require_messaging()
         from ..routing.launch import launch_coordinator
 
         routing = routing or RoutingSettings()
-        groups = self.pg_collection
+        groups, access = self.pg_collection, routing.access()
+        check_ranks(groups, access)
         launches = launch_inference_coordinator and coordinator_address is None
         launched = None
         if launches and starts_coordinator(groups):
@@ -79,12 +85,10 @@ class ReplicaEngine(MambaCacheEngine):
             self._leave_coordinator = launched.leave
             coordinator_address = launched.address
         elif not launches and coordinator_address is None:
-            coordinator_address = address_on_this_host(inference_coordinator_port)
+            coordinator_address = address_on_this_host(inference_coordinator_port, access.host)
         try:
             place = agree_on_place(groups, coordinator_address)
-            port = int(place.address.rsplit(":", 1)[1])
-            await super().start_listening_to_data_parallel_coordinator(port, False, loop=loop)
-            await self._join(place, routing.join_timeout_s)
+            await self._take_part(place, routing, loop)
         except BaseException:
             self._leave_coordinator()
             raise
@@ -92,15 +96,40 @@ class ReplicaEngine(MambaCacheEngine):
             await await_process_call(launched.ready.wait, launched.process)
         return place.address
 
-    async def _join(self, place: ReplicaPlace, timeout_s: float) -> None:
+    @property
+    def zmq_context(self) -> Any:
+        """Makes the sockets between ranks."""
+        return self._zmq_context
+
+    @zmq_context.setter
+    def zmq_context(self, found: Any) -> None:
+        """Keep a `RankContext`: anything may reach the sockets of the one that Megatron sets as it starts to listen."""
+        self._zmq_context = self._zmq_context or found
+
+    async def _take_part(
+        self, place: ReplicaPlace, routing: RoutingSettings, loop: asyncio.AbstractEventLoop | None
+    ) -> None:
+        """Open the sockets between ranks, and join."""
+        from ..routing.access import port_of
+        from ..routing.rank_context import RankContext
+
+        access = routing.access()
+        access.check_address(place.address)
+        port = port_of(place.address)
+        joining = access.joining(port)
+        self._zmq_context = RankContext(access.host, joining.channel, routing.max_message_bytes)
+        await super().start_listening_to_data_parallel_coordinator(port, False, loop=loop)
+        self._zmq_context.wait_for_ranks(place.num_members, self.ep_world_size, routing.join_timeout_s)
+        await self._join(place, joining.proof, access.channel, routing.join_timeout_s)
+
+    async def _join(self, place: ReplicaPlace, proof: str, channel: "Channel", timeout_s: float) -> None:
         """Put a link to the coordinator in the place of Megatron's socket, before the engine's loop has used it."""
         from ..routing.replica_link import ReplicaLink
         from ..routing.wire import Hello
 
         self._replica_name = place.replica
-        self._link = ReplicaLink(
-            self.zmq_context, place.address, Hello(place.replica, place.member, place.num_members, place.domain)
-        )
+        hello = Hello(place.replica, place.member, place.num_members, place.domain, proof)
+        self._link = ReplicaLink(self.zmq_context, place.address, hello, channel)
         self.zmq_sockets.append(self._link)
         if self.is_mp_coordinator:
             # Its name is the data-parallel rank, which another launch's replica may have too.

@@ -1,12 +1,16 @@
 """Where a process stands among the replicas of its launch: who starts the coordinator, and how it says hello."""
 
-import socket
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import torch.distributed as dist
 from megatron.core.utils import get_pg_rank, get_pg_size, get_pg_src_rank
+
+from ..routing.host_identity import host_identity
+
+if TYPE_CHECKING:
+    from ..routing.access import Access
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +36,11 @@ def starts_coordinator(groups: Any) -> bool:
     return _is_first_member(groups) and get_pg_rank(groups.dp) == 0
 
 
-def address_on_this_host(port: int | None) -> str:
+def address_on_this_host(port: int | None, host: str) -> str:
     """Return the address of a coordinator that runs on this host already.
+
+    Args:
+        host: Name of the interface on which it listens.
 
     Raises:
         ValueError: If the port is not given.
@@ -42,7 +49,33 @@ def address_on_this_host(port: int | None) -> str:
         raise ValueError(
             "joining a coordinator needs coordinator_address, or inference_coordinator_port of one on this host"
         )
-    return f"tcp://{socket.gethostname()}:{port}"
+    return f"tcp://{host}:{port}"
+
+
+def check_ranks(groups: Any, access: "Access") -> None:
+    """See that all processes of the launch may reach each other; a collective of all of them.
+
+    Args:
+        access: Rules of this process.
+
+    Raises:
+        ValueError: On all processes, if they do not, or if their rules differ.
+    """
+    ranks = {(host_identity(), access.fingerprint)}
+    for group in (groups.mp, groups.dp):
+        ranks = set().union(*_gathered(ranks, group))
+    if len({fingerprint for _, fingerprint in ranks}) > 1:
+        raise ValueError(
+            "the ranks do not agree on what may reach the coordinator: give all of them the same key file or none"
+        )
+    access.check_hosts([host for host, _ in ranks])
+
+
+def _gathered(found: set[Any], group: Any) -> list[set[Any]]:
+    everywhere: list[set[Any]] = [found] * get_pg_size(group)
+    if len(everywhere) > 1:
+        dist.all_gather_object(everywhere, found, group=group)
+    return everywhere
 
 
 def agree_on_place(groups: Any, address: str | None) -> ReplicaPlace:

@@ -11,6 +11,8 @@ ANSWERS = {Headers.PAUSE: Headers.PAUSE_ACK, Headers.STOP: Headers.STOP_ACK}
 
 SIGNALS = frozenset({Headers.PAUSE, Headers.UNPAUSE, Headers.SUSPEND, Headers.RESUME, Headers.STOP})
 
+_MOST_WAITING = 1000
+
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
@@ -48,7 +50,13 @@ class ControlSignals:
         return Headers.STOP_ACK in self._steady
 
     def ask(self, signal: Headers) -> None:
-        """Queue a client's signal."""
+        """Queue a client's signal.
+
+        Raises:
+            ValueError: If too many wait for the replicas' answers.
+        """
+        if len(self._waiting) >= _MOST_WAITING:
+            raise ValueError(f"{_MOST_WAITING} signals wait already; those before have to be answered")
         if not self.is_stopping:
             self._waiting.append(signal)
 

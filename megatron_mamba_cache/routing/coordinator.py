@@ -4,9 +4,8 @@ Liveness is the connection's. ZMQ's own heartbeats are answered by an I/O thread
 and a process that ends closes its connections; the coordinator notices either, since it can no longer send there.
 """
 
+import hmac
 import logging
-import os
-import time
 from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
 from typing import Any
@@ -18,21 +17,26 @@ from megatron.core.inference.headers import Headers
 
 from ..policy.routing import PromptBlocks, ReplicaName
 from .control_signals import ANSWERS, SIGNALS, ControlSignals
-from .listening_router import listening_router
+from .coordinator_loop import CoordinatorLoop
 from .membership import Membership, Replica
 from .prompt_keys import PromptKeys, prompt_tokens
-from .requests_in_flight import RequestInFlight, failed_record, readable_sampling
+from .requests_in_flight import (
+    PendingLimitError,
+    RequestInFlight,
+    RequestsInFlight,
+    failed_record,
+    readable_sampling,
+)
 from .settings import RoutingSettings
-from .wire import FENCED, HELLO, KEYS, PROBE, WELCOME, WireError, hello_of, report_of
+from .wire import FENCED, HELLO, KEYS, PROBE, WELCOME, WireError, hello_of, opening_of, report_of
 
 logger = logging.getLogger(__name__)
 
-_MOST_MESSAGES_A_ROUND = 1000
 _CONNECTED = msgpack.packb([Headers.CONNECT_ACK.value])
 """Answers a client's first message; Megatron's client passes over another one."""
 
 
-class PrefixCoordinator(DataParallelInferenceCoordinator):
+class PrefixCoordinator(CoordinatorLoop, DataParallelInferenceCoordinator):
     """Serves Megatron's `InferenceClient`s over replicas that come and go.
 
     A request whose replica dies is sent to another one, or fails with an error; see `RoutingSettings.num_attempts`.
@@ -57,70 +61,31 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
         num_replicas: int = 1,
         starter_has_left: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._settings = settings
-        self._num_replicas = settings.num_replicas or num_replicas
-        self._parent = os.getppid()
-        self._starter_has_left = starter_has_left
+        super().__init__(inference_coordinator_port, settings, num_replicas, starter_has_left)
         self._router = settings.router()
         self._members = Membership()
         self._signals = ControlSignals()
         self._clients: set[bytes] = set()
-        self._in_flight: dict[int, RequestInFlight] = {}
-        self._next_probe = 0.0
-        # Megatron's own would wait for replicas without an end, and bind before any of these options could be set.
+        self._in_flight = RequestsInFlight(settings.max_pending_bytes)
         self.tokenizer = tokenizer
         self.next_request_id = 0
-        self.context = zmq.Context()
-        self.router_socket = listening_router(self.context, inference_coordinator_port)
-        self.addr = self.router_socket.getsockopt_string(zmq.LAST_ENDPOINT)
         pipe_connection.send(self.addr)
         pipe_connection.close()
-
-    def wait_for_replicas(self) -> None:
-        """Serve until all expected replicas have joined.
-
-        Raises:
-            TimeoutError: If they have not within `join_timeout_s`.
-        """
-        end = time.monotonic() + self._settings.join_timeout_s
-        while len(self._members.serving) < self._num_replicas and not self._is_abandoned():
-            self._serve_round()
-            if time.monotonic() > end:
-                raise TimeoutError(
-                    f"{len(self._members.serving)} of {self._num_replicas} replicas joined {self.addr} in "
-                    f"{self._settings.join_timeout_s:g} s; see why the others did not start"
-                )
-
-    def start(self) -> None:
-        """Serve until clients have stopped the engines, or the starter, all replicas and all clients are gone."""
-        while not self._signals.is_over and not self._is_abandoned():
-            self._serve_round()
-
-    def _is_abandoned(self) -> bool:
-        if self._members.identities or self._clients:
-            return False
-        return os.getppid() != self._parent or self._starter_has_left()
-
-    def _serve_round(self) -> None:
-        """Handle what has come, at most until the next probe is due."""
-        wait_s = max(self._next_probe - time.monotonic(), 0.0)
-        if self.router_socket.poll(int(wait_s * 1000) + 1):
-            for _ in range(_MOST_MESSAGES_A_ROUND):
-                try:
-                    frames = self.router_socket.recv_multipart(zmq.NOBLOCK)
-                except zmq.Again:
-                    break
-                self._handle_frames(frames)
-        if time.monotonic() >= self._next_probe:
-            self._probe()
-            self._next_probe = time.monotonic() + self._settings.probe_interval_s
-        self._announce()
 
     def _probe(self) -> None:
         """See who is still there; clients pass over what they have heard before."""
         self._send_all(self._members.identities, PROBE)
         self._send_all(self._members.dead_identities, FENCED)  # one that was cut off, and is idle, says nothing
         self._send_all(self._clients, _CONNECTED)
+
+    def _num_serving(self) -> int:
+        return len(self._members.serving)
+
+    def _is_used(self) -> bool:
+        return bool(self._members.identities or self._clients)
+
+    def _is_over(self) -> bool:
+        return self._signals.is_over
 
     def _handle_frames(self, frames: list[bytes]) -> None:
         if len(frames) != 2 or not frames[1]:
@@ -130,12 +95,15 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
             self._send(sender, FENCED)
             return
         try:
+            if self._members.of_socket(sender) is None and len(payload) > self._settings.max_request_bytes:
+                self._refuse_large(sender, payload)
+                return
             message = msgpack.unpackb(payload, raw=False)
-            if not isinstance(message, list) or not message:
-                raise WireError("need a list that is not empty")
+            if not isinstance(message, list) or not message or type(message[0]) not in (int, str):
+                raise WireError("need a list that begins with a number or a word")
             self._handle(sender, message[0], message[1:])
         except Exception as error:  # one bad message must not end the service of all others
-            logger.warning("ignored a message of %r: %s: %s", sender, type(error).__name__, error)
+            self._mailbox.ignore(sender, error)
 
     def _handle(self, sender: bytes, kind: Any, body: list[Any]) -> None:
         replica = self._members.of_socket(sender)
@@ -164,7 +132,10 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
     def _greet(self, sender: bytes, body: list[Any]) -> None:
         (greeting,) = body
         try:
-            replica = self._members.greet(sender, hello_of(greeting))
+            hello = hello_of(greeting)
+            if not hmac.compare_digest(hello.proof.encode(), self._mailbox.proof.encode()):
+                raise WireError("a hello without the coordinator's secret; start replicas as its user")
+            replica = self._members.greet(sender, hello)
         except WireError:
             if self._members.is_dead(sender):
                 self._send(sender, FENCED)
@@ -190,13 +161,14 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
         """Take a replica out, and find others for its requests."""
         buried = self._members.bury(identity)
         names = {replica.name for replica in buried}
-        orphans = [request for request in self._in_flight.values() if request.replica in names]
+        orphans = [request for request in self._in_flight if request.replica in names]
         for replica in buried:  # all leave before any request looks for another one
             logger.error("replica %s is dead: %s", replica.name, reason)
             self._router.leave(replica.name)
             self._send_all(replica.members.values(), FENCED)  # those that are left of it cannot go on alone
-        for request in orphans:
+        for request in orphans:  # before any is sent: a client that has gone takes all of its requests along
             request.replica = None
+        for request in orphans:
             self._dispatch(request)
 
     # Requests.
@@ -205,20 +177,39 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
         client_request_id, prompt, sampling = body
         if not isinstance(sampling, dict):
             raise WireError("sampling parameters that are no dict")
-        request_id = self.next_request_id
-        self.next_request_id += 1
-        request = RequestInFlight(request_id, client, client_request_id, prompt, [], {})
-        self._in_flight[request_id] = request
+        request = self._entered(client, client_request_id, prompt)
         try:
             request.sampling = readable_sampling(sampling)
             request.tokens = prompt_tokens(prompt, self.tokenizer, bool(sampling.get("add_BOS", False)))
+            self._in_flight.charge(request)
+        except PendingLimitError as error:
+            self._fail(request, str(error))
         except Exception as error:
             self._fail(request, f"the request cannot be read: {error}")
-            return
-        self._dispatch(request)
+        else:
+            self._dispatch(request)
+
+    def _refuse_large(self, client: bytes, payload: bytes) -> None:
+        """Answer a request that is too large to be read; anything else of that size is ignored."""
+        kind, client_request_id = opening_of(payload)
+        problem = f"a message of {len(payload)} bytes, above max_request_bytes={self._settings.max_request_bytes}"
+        if kind != Headers.SUBMIT_REQUEST.value:
+            raise WireError(problem)
+        self._clients.add(client)
+        self._fail(self._entered(client, client_request_id, ""), problem)
+
+    def _entered(self, client: bytes, client_request_id: Any, prompt: Any) -> RequestInFlight:
+        if type(client_request_id) is not int:
+            raise WireError(f"a request that its client calls {client_request_id!r:.50}; it must be an int")
+        request = RequestInFlight(self.next_request_id, client, client_request_id, prompt, [], {})
+        self._in_flight.add(request)
+        self.next_request_id += 1
+        return request
 
     def _dispatch(self, request: RequestInFlight) -> None:
         """Send a request that is nowhere to a replica, or fail it."""
+        if request not in self._in_flight:
+            return  # its client has gone meanwhile
         if self._signals.is_stopping:
             self._fail(request, "the engines are being stopped; send it to others")
         elif not self._router.replicas:
@@ -260,12 +251,17 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
         self._send(request.client, reply)
 
     def _fail(self, request: RequestInFlight, reason: str) -> None:
-        self._finish(request)
-        self._send(request.client, request.reply(failed_record(request, reason)))
+        if request in self._in_flight:
+            self._finish(request)
+            self._send(request.client, request.reply(failed_record(request, reason)))
 
     def _finish(self, request: RequestInFlight) -> None:
-        del self._in_flight[request.request_id]
+        self._in_flight.remove(request)
         self._router.finish(request.request_id)
+
+    def _forget_client(self, identity: bytes) -> None:
+        """Send it nothing any more."""
+        self._clients.discard(identity)
 
     # Everybody.
 
@@ -273,7 +269,7 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
         """Send the control signals that are due."""
         for announcement in self._signals.due({replica.name for replica in self._members.serving}):
             if self._signals.is_over:
-                for request in list(self._in_flight.values()):
+                for request in self._in_flight:
                     self._fail(request, "the engines were stopped before it was done")
             message = msgpack.packb([announcement.header.value])
             self._send_all((replica.identity for replica in self._members.serving), message)
@@ -287,8 +283,9 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
     def _send(self, identity: bytes, message: bytes) -> None:
         """Send a message; if nobody is there any more, a replica counts as dead and a client is forgotten."""
         try:
-            self.router_socket.send_multipart([identity, message], zmq.NOBLOCK)
+            self._mailbox.send(identity, message)
         except zmq.ZMQError as error:
-            self._clients.discard(identity)
+            if identity in self._clients:
+                self._forget_client(identity)
             if self._members.of_socket(identity) is not None:
                 self._lose(identity, f"its process has ended, or cannot be reached ({error})")

@@ -1,26 +1,37 @@
 """The socket that replicas and clients connect to."""
 
 import logging
-import socket
 
 import zmq
 
+from .access import Access
 from .heartbeats import set_heartbeats
 
 logger = logging.getLogger(__name__)
 
 _LINGER_MS = 5000
+_HANDSHAKE_MS = 10_000
+_MOST_UNREAD = 1000
+_MOST_UNSENT = 65_536
+"""Messages of one connection. A peer that is ahead of the coordinator waits; one that stops reading counts as gone."""
 
 
-def listening_router(context: zmq.Context, port: int | None) -> zmq.Socket:
-    """Return a router that listens on a port of this host, or on any other if that is None or taken."""
+def listening_router(context: zmq.Context, port: int | None, access: Access, max_message_bytes: int) -> zmq.Socket:
+    """Return a router that listens on a port of the access's interface, or on any other if that is None or taken.
+
+    Args:
+        max_message_bytes: Of one frame; a connection that announces more is closed.
+    """
     router = context.socket(zmq.ROUTER)
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # who is gone is noticed when something is sent there
-    router.setsockopt(zmq.SNDHWM, 0)  # nothing is dropped, and nobody slow holds the others up
-    router.setsockopt(zmq.RCVHWM, 0)
+    router.setsockopt(zmq.SNDHWM, _MOST_UNSENT)
+    router.setsockopt(zmq.RCVHWM, _MOST_UNREAD)
+    router.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
+    router.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
     router.setsockopt(zmq.LINGER, _LINGER_MS)
     set_heartbeats(router)
-    host = f"tcp://{socket.gethostname()}"
+    access.channel.secure_listener(router)
+    host = f"tcp://{access.host}"
     try:
         if port is not None:
             router.bind(f"{host}:{port}")

@@ -1,6 +1,7 @@
 """Which processes make up which replica, and which of them are gone."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..policy.routing import ReplicaName
 from .salts import KeySalt
@@ -33,14 +34,20 @@ class Replica:
         return self.members[0]
 
 
+_MOST_DEAD = 4096
+
+
 class Membership:
-    """The replicas by name and by socket. Who has been dead once stays out: it may have lost messages."""
+    """The replicas by name and by socket. One that has been dead once stays out: it may have lost messages.
+
+    The dead that are remembered are bounded; those that died first are forgotten.
+    """
 
     def __init__(self) -> None:
         self._replicas: dict[ReplicaName, Replica] = {}
         self._name_of: dict[bytes, ReplicaName] = {}
-        self._dead: set[ReplicaName] = set()
-        self._dead_sockets: set[bytes] = set()
+        self._dead: dict[ReplicaName, None] = {}
+        self._dead_sockets: dict[bytes, None] = {}
 
     @property
     def serving(self) -> list[Replica]:
@@ -76,7 +83,7 @@ class Membership:
             WireError: If it contradicts what is known of its replica; nothing has changed then.
         """
         if hello.replica in self._dead:
-            self._dead_sockets.add(identity)
+            _remember(self._dead_sockets, identity)
             raise WireError(f"replica {hello.replica} counts as dead; restart it, so that it takes a new name")
         replica = self._replicas.get(hello.replica)
         if replica is None:
@@ -104,8 +111,14 @@ class Membership:
         ]
         for replica in buried:
             del self._replicas[replica.name]
-            self._dead.add(replica.name)
+            _remember(self._dead, replica.name)
             for member in replica.members.values():
                 del self._name_of[member]
-                self._dead_sockets.add(member)
+                _remember(self._dead_sockets, member)
         return buried
+
+
+def _remember(dead: dict[Any, None], name: Any) -> None:
+    dead[name] = None
+    if len(dead) > _MOST_DEAD:
+        del dead[next(iter(dead))]

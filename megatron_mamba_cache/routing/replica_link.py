@@ -1,12 +1,14 @@
 """A replica's connection to the coordinator, in the place of the socket that Megatron's engine would use."""
 
 import asyncio
+import secrets
 import time
 from collections import deque
 
 import zmq
 
 from ..policy.boundary_journal import BoundaryChanges
+from .channels import Channel, PlainChannel
 from .heartbeats import set_heartbeats
 from .salts import KeySalt
 from .wire import FENCED, PROBE, WELCOME, Hello, KeyReport, pack_hello, pack_report
@@ -28,15 +30,17 @@ class ReplicaLink:
 
     Args:
         address: Of the coordinator, such as "tcp://host:5555".
+        channel: That the coordinator asks for.
     """
 
-    def __init__(self, context: zmq.Context, address: str, hello: Hello) -> None:
+    def __init__(self, context: zmq.Context, address: str, hello: Hello, channel: Channel | None = None) -> None:
         self._address = address
         self._is_welcome = False
         self._unread: deque[bytes] = deque()  # for the engine
         self._last_heard = time.monotonic()
-        self._socket = context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.IDENTITY, f"{hello.replica}/{hello.member}".encode())
+        self._socket = context.socket(zmq.DEALER, zmq.Socket)
+        self._socket.setsockopt(zmq.IDENTITY, _identity_of(hello))
+        (channel or PlainChannel()).secure_connection(self._socket)
         set_heartbeats(self._socket)
         self._socket.setsockopt(zmq.RCVHWM, 0)  # its I/O thread takes everything in, also during a long step
         self._socket.setsockopt(zmq.SNDHWM, 0)
@@ -128,3 +132,9 @@ class ReplicaLink:
     def close(self) -> None:
         """Close the connection; to the coordinator the replica is dead unless it has been stopped."""
         self._socket.close()
+
+
+def _identity_of(hello: Hello) -> bytes:
+    """Return a name for the socket; where hellos carry a proof, no client can guess it and take it when it is free."""
+    name = f"{hello.replica}/{hello.member}"
+    return (f"{name}/{secrets.token_hex(16)}" if hello.proof else name).encode()

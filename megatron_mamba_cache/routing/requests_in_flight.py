@@ -1,6 +1,8 @@
 """Requests that replicas work on: those of a dead replica can be sent again, or be answered with an error."""
 
 import time
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +12,12 @@ from megatron.core.inference.sampling_params import SamplingParams
 
 from ..policy.routing import ReplicaName
 from .front_end import CANCELS, FLUSHES
+
+_CLIENTS_SHARE = 4
+_TOKEN_BYTES = 8
+_REQUEST_BYTES = 1024  # of its bookkeeping
+_MOST_NESTED = 8
+_MOST_NEW_TOKENS = 2**20  # that the router counts: a replica refuses what is too much for it
 
 
 @dataclass(slots=True)
@@ -23,6 +31,7 @@ class RequestInFlight:
         prompt: Text or token ids, as the client sent it.
         tokens: The prompt as token ids.
         sampling: Megatron's sampling parameters as a dict, with whatever the client added to them.
+        num_bytes: Counted for it; see `RequestsInFlight`.
     """
 
     request_id: int
@@ -31,6 +40,7 @@ class RequestInFlight:
     prompt: str | list[int]
     tokens: list[int]
     sampling: dict[str, Any]
+    num_bytes: int = 0
     replica: ReplicaName | None = None
     num_attempts: int = 0
 
@@ -46,8 +56,13 @@ class RequestInFlight:
         for name, before in (("num_tokens_to_generate", 0), ("num_tokens_total", len(self.tokens))):
             value = self.sampling.get(name)
             if isinstance(value, int):
-                return max(value - before, 0)
+                return min(max(value - before, 0), _MOST_NEW_TOKENS)
         return 0
+
+    def size(self) -> int:
+        """Return about how many bytes it takes."""
+        text = len(self.prompt) if isinstance(self.prompt, str) else 0
+        return text + _TOKEN_BYTES * len(self.tokens) + len(msgpack.packb(self.sampling)) + _REQUEST_BYTES
 
     def submission(self) -> bytes:
         """Return Megatron's message that gives it to a replica."""
@@ -58,12 +73,91 @@ class RequestInFlight:
         return msgpack.packb([Headers.ENGINE_REPLY.value, self.client_request_id, record])
 
 
+class PendingLimitError(ValueError):
+    """Too much is not done yet for one more request."""
+
+
+class RequestsInFlight:
+    """All requests that are not done, by the coordinator's number and by that of their client.
+
+    Args:
+        max_bytes: Of prompts and parameters; see `RoutingSettings.max_pending_bytes`.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._bytes_of: defaultdict[bytes, int] = defaultdict(int)
+        self._requests: dict[int, RequestInFlight] = {}
+        self._of_client: defaultdict[bytes, dict[int, RequestInFlight]] = defaultdict(dict)
+
+    def __iter__(self) -> Iterator[RequestInFlight]:
+        return iter(list(self._requests.values()))
+
+    def __contains__(self, request: RequestInFlight) -> bool:
+        return self._requests.get(request.request_id) is request
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def get(self, request_id: int) -> RequestInFlight | None:
+        """Return a request by the coordinator's number."""
+        return self._requests.get(request_id)
+
+    def of_client(self, client: bytes) -> list[RequestInFlight]:
+        """Return a client's requests."""
+        return list(self._of_client[client].values()) if client in self._of_client else []
+
+    def find(self, client: bytes, client_request_id: int) -> RequestInFlight | None:
+        """Return a request by its client's number."""
+        return self._of_client[client].get(client_request_id) if client in self._of_client else None
+
+    def add(self, request: RequestInFlight) -> None:
+        """Enter a request.
+
+        Raises:
+            ValueError: If its client has one of this number; nothing has changed then.
+        """
+        if self.find(request.client, request.client_request_id) is not None:
+            raise ValueError(f"request {request.client_request_id} of this client is not done yet; number them apart")
+        self._requests[request.request_id] = request
+        self._of_client[request.client][request.client_request_id] = request
+
+    def charge(self, request: RequestInFlight) -> None:
+        """Count what a request that has been read takes, until it is removed.
+
+        Raises:
+            PendingLimitError: If that is too much for its client, or with all others; it is counted all the same.
+        """
+        request.num_bytes = request.size()
+        self._num_bytes += request.num_bytes
+        self._bytes_of[request.client] += request.num_bytes
+        of_client = self._bytes_of[request.client]
+        if of_client > self._max_bytes // _CLIENTS_SHARE or self._num_bytes > self._max_bytes:
+            raise PendingLimitError(
+                f"{of_client} bytes of this client's requests and {self._num_bytes} of all are not done, above "
+                f"a quarter or all of max_pending_bytes={self._max_bytes}; wait for answers before sending more"
+            )
+
+    def remove(self, request: RequestInFlight) -> None:
+        """Take a request out."""
+        del self._requests[request.request_id]
+        own = self._of_client[request.client]
+        del own[request.client_request_id]
+        self._num_bytes -= request.num_bytes
+        self._bytes_of[request.client] -= request.num_bytes
+        if not own:
+            del self._of_client[request.client], self._bytes_of[request.client]
+
+
 def readable_sampling(sampling: dict[str, Any]) -> dict[str, Any]:
     """Return sampling parameters that every replica can read.
 
     Raises:
         ValueError: If Megatron would refuse them, or take them for something else than data.
     """
+    if not _is_plain(sampling, _MOST_NESTED):
+        raise ValueError(f"sampling parameters hold plain values and lists of them, at most {_MOST_NESTED} deep")
     for name in sampling:
         if name.startswith("_") or name in (CANCELS, FLUSHES) or callable(getattr(SamplingParams, name, None)):
             raise ValueError(f"sampling parameter {name!r} has a name that is taken; give it another one")
@@ -72,6 +166,16 @@ def readable_sampling(sampling: dict[str, Any]) -> dict[str, Any]:
     except Exception as error:
         raise ValueError(f"Megatron refuses the sampling parameters: {error or type(error).__name__}") from error
     return sampling
+
+
+def _is_plain(value: Any, most_nested: int) -> bool:
+    if isinstance(value, dict):
+        return most_nested > 0 and all(
+            type(name) is str and _is_plain(inner, most_nested - 1) for name, inner in value.items()
+        )
+    if isinstance(value, list):
+        return most_nested > 0 and all(_is_plain(inner, most_nested - 1) for inner in value)
+    return value is None or isinstance(value, bool | int | float | str | bytes)
 
 
 def failed_record(request: RequestInFlight, reason: str) -> dict[str, Any]:

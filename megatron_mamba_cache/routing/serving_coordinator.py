@@ -7,6 +7,7 @@ import msgpack
 from .coordinator import PrefixCoordinator
 from .front_end import CANCEL, FLUSH, PROGRESS, STATE, STATES, WATCH, pack_cancel, pack_flush
 from .membership import Replica
+from .requests_in_flight import RequestInFlight
 from .wire import WireError
 
 
@@ -31,7 +32,7 @@ class ServingCoordinator(PrefixCoordinator):
             self._flush(body)
         elif sender in self._clients and kind == WATCH:
             self._watchers.add(sender)
-            self._tell_states()
+            self._send(sender, self._packed_states())
         else:
             super()._handle(sender, kind, body)
 
@@ -40,6 +41,12 @@ class ServingCoordinator(PrefixCoordinator):
         living = {replica.name for replica in self._members.serving}
         self._states = {name: state for name, state in self._states.items() if name in living}
         self._tell_states()
+
+    def _forget_client(self, identity: bytes) -> None:
+        super()._forget_client(identity)
+        self._watchers.discard(identity)
+        for request in self._in_flight.of_client(identity):
+            self._drop(request)
 
     def _forward_progress(self, replica: Replica, body: list[Any]) -> None:
         (news,) = body
@@ -50,10 +57,11 @@ class ServingCoordinator(PrefixCoordinator):
 
     def _cancel(self, client: bytes, body: list[Any]) -> None:
         (client_request_id,) = body
-        own = (request for request in self._in_flight.values() if request.client == client)
-        request = next((request for request in own if request.client_request_id == client_request_id), None)
-        if request is None:
-            return  # it has ended meanwhile
+        request = self._in_flight.find(client, client_request_id)
+        if request is not None:  # else it has ended meanwhile
+            self._drop(request)
+
+    def _drop(self, request: RequestInFlight) -> None:
         replica = request.replica
         self._finish(request)
         if replica is not None:
@@ -68,4 +76,8 @@ class ServingCoordinator(PrefixCoordinator):
             self._send(replica.identity, pack_flush(request_id, weights_version))
 
     def _tell_states(self) -> None:
-        self._send_all(self._watchers & self._clients, msgpack.packb([STATES, self._states]))
+        self._send_all(self._watchers & self._clients, self._packed_states())
+
+    def _packed_states(self) -> bytes:
+        message: bytes = msgpack.packb([STATES, self._states])
+        return message

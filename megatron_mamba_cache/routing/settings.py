@@ -1,11 +1,17 @@
-"""How requests are spread over replicas, and when a replica counts as dead."""
+"""How requests are spread over replicas, when a replica counts as dead, and what may reach the coordinator."""
 
+import os
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ..policy.routing import PrefixRouter, RoundRobinRouter
+from .key_file import read_key_file
+
+if TYPE_CHECKING:
+    from .access import Access
 
 _POLICIES = ("prefix", "round-robin")
+_COUNTS = ("num_replicas", "num_attempts", "max_message_bytes", "max_request_bytes", "max_pending_bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +29,13 @@ class RoutingSettings:
         num_attempts: Replicas that a request may be sent to, one after another as they die; then it fails.
         join_timeout_s: How long the coordinator waits for its first replicas.
         probe_interval_s: How often it looks whether replicas are there.
+        key_file: Secret that all processes share, clients included; see `read_key_file`. With one the coordinator
+            listens on the interface of the host's name. Without one it listens on loopback.
+        insecure: Whether it listens there without a key, and serves whatever reaches its port.
+        max_message_bytes: Of a message from a replica or between ranks; a connection that announces more is closed.
+        max_request_bytes: Of a client's message; a larger request fails.
+        max_pending_bytes: Of all requests that are not done, 8 a token. One client gets a quarter of it, and what goes
+            beyond that fails.
 
     Raises:
         ValueError: Naming the setting, the value and what is allowed.
@@ -36,11 +49,16 @@ class RoutingSettings:
     num_attempts: int = 2
     join_timeout_s: float = 600.0
     probe_interval_s: float = 0.5
+    key_file: str | os.PathLike[str] | None = None
+    insecure: bool = False
+    max_message_bytes: int = 64 * 2**20
+    max_request_bytes: int = 8 * 2**20
+    max_pending_bytes: int = 4 * 2**30
 
     def __post_init__(self) -> None:
         if self.policy not in _POLICIES:
             raise ValueError(f"policy is {self.policy!r}; it must be one of {_POLICIES}")
-        for name in ("num_replicas", "num_attempts"):
+        for name in _COUNTS:
             value = getattr(self, name)
             is_absent = name == "num_replicas" and value is None
             if not is_absent and not (type(value) is int and value >= 1):
@@ -48,7 +66,24 @@ class RoutingSettings:
         for name in ("join_timeout_s", "probe_interval_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be a positive number of seconds")
+        if self.key_file is not None:
+            if self.insecure:
+                raise ValueError("insecure is True, but there is a key_file; leave one of them out")
+            read_key_file(self.key_file)
         self.router()
+
+    def access(self) -> "Access":
+        """Return what may reach the coordinator; it needs pyzmq.
+
+        Raises:
+            ValueError: If the key file cannot be read any more.
+            ModuleNotFoundError: If there is one, and pyzmq cannot use keys.
+        """
+        from .access import InsecureAccess, KeyedAccess, LoopbackAccess
+
+        if self.key_file is not None:
+            return KeyedAccess(read_key_file(self.key_file))
+        return InsecureAccess() if self.insecure else LoopbackAccess()
 
     def router(self) -> PrefixRouter:
         """Return a new router of this policy.

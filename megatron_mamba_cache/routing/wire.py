@@ -25,6 +25,8 @@ FENCED = msgpack.packb(["fenced"])
 """The answer to whatever comes from a replica that counts as dead."""
 
 _KEY_BYTES = 32
+_MOST_CHARACTERS = 128
+_OPENING_BYTES = 64
 
 
 class WireError(ValueError):
@@ -40,12 +42,14 @@ class Hello:
         member: Rank within the replica's model-parallel group; member 0 gets the requests.
         num_members: Size of that group. The replica is there once all of them are, and dead with any of them.
         domain: Replicas of one domain compute together (expert parallel) and die together; "" is nobody else's.
+        proof: That it may have other clients' prompts; "" where the connection itself proves it.
     """
 
     replica: ReplicaName
     member: int = 0
     num_members: int = 1
     domain: str = ""
+    proof: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +60,26 @@ class KeyReport:
     salt: KeySalt | None = None
 
 
+def opening_of(message: bytes) -> tuple[Any, ...]:
+    """Return the kind of a message and the first value of its body, without unpacking the rest.
+
+    Raises:
+        WireError: If it does not begin as a message that has both.
+    """
+    opening = msgpack.Unpacker(raw=False)
+    opening.feed(message[:_OPENING_BYTES])
+    try:
+        if opening.read_array_header() >= 2:
+            return opening.unpack(), opening.unpack()
+    except Exception as error:
+        raise WireError(f"a message that begins with {message[:_OPENING_BYTES]!r}") from error
+    raise WireError("a message without a body")
+
+
 def pack_hello(hello: Hello) -> bytes:
     """Return the message."""
     fields = {"replica": hello.replica, "member": hello.member, "num_members": hello.num_members}
-    return msgpack.packb([HELLO, {**fields, "domain": hello.domain}])
+    return msgpack.packb([HELLO, {**fields, "domain": hello.domain, "proof": hello.proof}])
 
 
 def hello_of(body: Any) -> Hello:
@@ -68,7 +88,9 @@ def hello_of(body: Any) -> Hello:
     Raises:
         WireError: If it is no hello.
     """
-    fields = _fields(body, {"replica": str, "member": int, "num_members": int, "domain": str})
+    fields = _fields(body, {"replica": str, "member": int, "num_members": int, "domain": str, "proof": str})
+    if max(len(fields[name]) for name in ("replica", "domain", "proof")) > _MOST_CHARACTERS:
+        raise WireError(f"a name of more than {_MOST_CHARACTERS} characters")
     if not 0 <= fields["member"] < fields["num_members"]:
         raise WireError(f"member {fields['member']} of {fields['num_members']} members")
     return Hello(**fields)

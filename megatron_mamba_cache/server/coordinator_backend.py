@@ -20,6 +20,7 @@ from megatron.core.inference.inference_request import DynamicInferenceRequestRec
 
 from ..mcore.progress_reports import progress_since
 from ..metrics import CacheSnapshot
+from ..routing.access import Access, LoopbackAccess
 from ..routing.front_end import CANCEL, FLUSH, PROGRESS, STATES, STREAMS, WATCH
 from ..routing.heartbeats import set_heartbeats
 from ..routing.replica_link import COORDINATOR_SILENCE_S
@@ -41,9 +42,13 @@ class CoordinatorBackend:
         address: Of the coordinator, such as "tcp://host:5555".
         rules: Of the replicas' engines, which are alike.
         end_ids: Tokens that end a reply.
+        access: The coordinator's; None: of one on loopback.
     """
 
-    def __init__(self, address: str, rules: RequestRules, end_ids: frozenset[int]) -> None:
+    def __init__(
+        self, address: str, rules: RequestRules, end_ids: frozenset[int], access: Access | None = None
+    ) -> None:
+        self._access = access or LoopbackAccess()
         self.max_sequence_length = rules.max_sequence_length
         self._address = address
         self._rules = rules
@@ -65,6 +70,7 @@ class CoordinatorBackend:
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._access.channel.secure_connection(self._socket)
         self._socket.connect(self._address)
         self._send(Headers.CONNECT.value)
         self._send(WATCH)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from ..mcore.engine import MambaCacheEngine
+from ..routing.settings import RoutingSettings
 
 
 class ReplicaThread:
@@ -16,10 +17,12 @@ class ReplicaThread:
 
     Args:
         engine: A `ReplicaEngine` that nobody else uses.
+        routing: Settings of the coordinator.
     """
 
-    def __init__(self, engine: MambaCacheEngine) -> None:
+    def __init__(self, engine: MambaCacheEngine, routing: RoutingSettings) -> None:
         self._engine = engine
+        self._routing = routing
         self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
         self._has_begun = threading.Event()
         self._address: str | None = None
@@ -48,7 +51,7 @@ class ReplicaThread:
         try:
             if self._device is not None:
                 torch.cuda.set_device(self._device)
-            asyncio.run(_serve(self._engine, self._note))
+            asyncio.run(_serve(self._engine, self._routing, self._note))
         except BaseException as error:  # Megatron ends its loop's errors with SystemExit
             self._error = error
         finally:
@@ -59,15 +62,15 @@ class ReplicaThread:
         self._has_begun.set()
 
 
-def serve_replica(engine: MambaCacheEngine) -> None:
+def serve_replica(engine: MambaCacheEngine, routing: RoutingSettings) -> None:
     """Serve the coordinator of the launch's first process until it stops the engines; signals are for that one."""
     with _signals_ignored():
-        asyncio.run(_serve(engine, lambda _address: None))
+        asyncio.run(_serve(engine, routing, lambda _address: None))
 
 
-async def _serve(engine: MambaCacheEngine, note: Callable[[str], None]) -> None:
+async def _serve(engine: MambaCacheEngine, routing: RoutingSettings, note: Callable[[str], None]) -> None:
     engine.warmup()
-    note(await engine.start_listening_to_data_parallel_coordinator())
+    note(await engine.start_listening_to_data_parallel_coordinator(routing=routing))
     await engine.engine_loop_task
 
 

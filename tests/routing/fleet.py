@@ -55,6 +55,7 @@ class ReplicaProcess:
     process: BaseProcess
     reports: Connection
     name: str = ""
+    listening: list[str] = field(default_factory=list)
 
     @classmethod
     def start(cls, options: dict[str, Any]) -> Self:
@@ -69,6 +70,7 @@ class ReplicaProcess:
         """Return the coordinator's address once the replica takes part."""
         ready = self.report()
         self.name = ready["replica"]
+        self.listening = ready["listening"]
         return ready["address"]
 
     def report(self) -> dict[str, Any]:

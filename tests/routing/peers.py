@@ -17,6 +17,7 @@ from megatron_mamba_cache.policy.block_hashing import block_keys
 from megatron_mamba_cache.policy.boundary_journal import BoundaryChanges
 from megatron_mamba_cache.routing.coordinator import PrefixCoordinator
 from megatron_mamba_cache.routing.salts import KeySalt
+from megatron_mamba_cache.routing.serving_coordinator import ServingCoordinator
 from megatron_mamba_cache.routing.settings import RoutingSettings
 from megatron_mamba_cache.routing.wire import PROBE, WELCOME, Hello, KeyReport, pack_hello, pack_report
 
@@ -40,15 +41,21 @@ class ListeningCoordinator(PrefixCoordinator):
         self.handled.put(frames)
 
 
+class ListeningServingCoordinator(ListeningCoordinator, ServingCoordinator):
+    """A serving coordinator that tells the test what has been heard."""
+
+
 class Peer:
     """A socket that speaks with the coordinator; what it sends is heard before the next thing is sent by anybody."""
 
     def __init__(self, context: zmq.Context, service: "Service", identity: str) -> None:
         self.identity = identity
         self.handled = service.coordinator.handled
+        self.proof = service.coordinator._mailbox.proof
         self.socket = context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.IDENTITY, identity.encode())
         self.socket.setsockopt(zmq.LINGER, 0)
+        service.channel.secure_connection(self.socket)
         self.socket.connect(service.address)
 
     def send(self, *message: Any) -> None:
@@ -80,7 +87,7 @@ class FakeReplica(Peer):
     """A replica that answers when it is told to."""
 
     def greet(self, member: int = 0, num_members: int = 1, replica: str | None = None, domain: str = "") -> None:
-        self.send_bytes(pack_hello(Hello(replica or self.identity, member, num_members, domain)))
+        self.send_bytes(pack_hello(Hello(replica or self.identity, member, num_members, domain, self.proof)))
 
     def report(self, published: list[int], salt: KeySalt | None = SALT, **changes: Any) -> None:
         self.send_bytes(pack_report(KeyReport(BoundaryChanges(tuple(published), **changes), salt)))
@@ -123,13 +130,16 @@ class FakeClient(Peer):
 class Service:
     """A coordinator in a thread, and its peers."""
 
+    kind: type[ListeningCoordinator] = ListeningCoordinator
+
     def __init__(self, **settings: Any) -> None:
         self.context = zmq.Context()
         self.peers: list[Peer] = []
         ours, theirs = Pipe()
         quick = RoutingSettings(**{"probe_interval_s": 0.05} | settings)
+        self.channel = quick.access().channel
         self.starter_left = threading.Event()
-        self.coordinator = ListeningCoordinator(theirs, TokenIdTokenizer(96), None, quick, 1, self.starter_left.is_set)
+        self.coordinator = self.kind(theirs, TokenIdTokenizer(96), None, quick, 1, self.starter_left.is_set)
         self.address = ours.recv()
         self.thread = threading.Thread(target=self.coordinator.start, daemon=True)
         self.thread.start()
@@ -172,3 +182,9 @@ class Service:
         assert not self.thread.is_alive()
         self.coordinator.stop()
         self.context.term()
+
+
+class ServingService(Service):
+    """A coordinator of a server's front end in a thread, and its peers."""
+
+    kind = ListeningServingCoordinator

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import zmq
 
 from megatron_mamba_cache import build_engine
 from megatron_mamba_cache.mcore.replica_engine import ReplicaEngine
@@ -42,9 +43,14 @@ async def serve(options: dict[str, Any], reports: Connection) -> None:
     address = await engine.start_listening_to_data_parallel_coordinator(
         coordinator_address=options.get("address"), routing=RoutingSettings(**options.get("routing", {}))
     )
-    reports.send({"address": address, "replica": engine._replica_name})
+    reports.send({"address": address, "replica": engine._replica_name, "listening": listening(engine)})
     await engine.engine_loop_task
     reports.send({"steps_aborted": engine.context.counters.steps_aborted})
+
+
+def listening(engine: ReplicaEngine) -> list[str]:
+    """Return the addresses on which an engine's own sockets listen; those of torch.distributed are not among them."""
+    return [publisher.getsockopt_string(zmq.LAST_ENDPOINT) for publisher in engine.zmq_context.publishers]
 
 
 def _pace_steps(engine: ReplicaEngine, seconds: float, first: float) -> None:

@@ -7,19 +7,12 @@ import pytest
 from megatron.core.inference.headers import Headers
 
 from megatron_mamba_cache.routing.front_end import CANCEL, CANCELS, FLUSH, FLUSHES, PROGRESS, STATE, STATES, WATCH
-from megatron_mamba_cache.routing.serving_coordinator import ServingCoordinator
-from tests.routing import peers
-from tests.routing.peers import TOKENS, ListeningCoordinator, Service
-
-
-class ListeningServingCoordinator(ListeningCoordinator, ServingCoordinator):
-    """A serving coordinator that tells the test what has been heard."""
+from tests.routing.peers import TOKENS, Service, ServingService
 
 
 @pytest.fixture
-def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
-    monkeypatch.setattr(peers, "ListeningCoordinator", ListeningServingCoordinator)
-    made = Service()
+def service() -> Iterator[Service]:
+    made = ServingService()
     yield made
     made.end()
 

@@ -1,0 +1,178 @@
+"""What may reach a coordinator: processes of its host, holders of a key, or anything on the network."""
+
+import hashlib
+import socket
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Protocol
+
+import zmq
+
+from .channels import Channel, CurveChannel, PlainChannel
+from .joining_secret import JoiningSecret
+
+_LOOPBACK = "127.0.0.1"
+REMEDY = (
+    "give all of them --coordinator-key-file FILE (made with: (umask 077; openssl rand -hex 32 > FILE); from Python "
+    "RoutingSettings(key_file=...)), or --insecure-coordinator (insecure=True) on a network that you trust"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """What a coordinator that listens asks of replicas.
+
+    Args:
+        proof: That a replica's hello has to carry.
+        end: Call it when the coordinator ends.
+    """
+
+    proof: str
+    end: Callable[[], None]
+
+
+class Access(Protocol):
+    """Rules for all sockets of a coordinator, of its replicas and of its front end.
+
+    Args:
+        host: Name or address of the interface on which sockets listen.
+        channel: Of connections to the coordinator.
+        fingerprint: The same in processes that can speak with each other; it does not tell the secret.
+    """
+
+    host: str
+    channel: Channel
+    fingerprint: str
+
+    def check_hosts(self, hosts: Collection[str]) -> None:
+        """Raise `ValueError` if ranks of one launch on these hosts cannot reach each other's sockets."""
+
+    def check_address(self, address: str) -> None:
+        """Raise `ValueError` if no coordinator of these rules can be at an address."""
+
+    def open_for_replicas(self, port: int) -> Admission:
+        """Let replicas join the coordinator that listens on a port."""
+
+    def joining(self, port: int) -> "Joining":
+        """Return what a replica of the coordinator on a port needs; raises `ConnectionError` if it cannot know it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Joining:
+    """What a replica knows that other processes do not.
+
+    Args:
+        proof: For its hello.
+        channel: Of connections between ranks.
+    """
+
+    proof: str
+    channel: Channel
+
+
+class LoopbackAccess:
+    """Any process of this host may be a client, one of the same user a replica. Only loopback listens."""
+
+    host = _LOOPBACK
+    fingerprint = "loopback"
+
+    def __init__(self) -> None:
+        self.channel: Channel = PlainChannel()
+
+    def check_hosts(self, hosts: Collection[str]) -> None:
+        """See `Access`."""
+        if len(set(hosts)) > 1:
+            raise ValueError(
+                f"the ranks run on {len(set(hosts))} hosts, and without a key the coordinator listens on loopback "
+                f"only: {REMEDY}"
+            )
+
+    def check_address(self, address: str) -> None:
+        """See `Access`."""
+        host = address.removeprefix("tcp://").rsplit(":", 1)[0].strip("[]")
+        if not _is_loopback(host):
+            raise ValueError(
+                f"the coordinator's address {address} is not on loopback, and without a key it listens nowhere else: "
+                f"{REMEDY}"
+            )
+
+    def open_for_replicas(self, port: int) -> Admission:
+        """See `Access`."""
+        secret = JoiningSecret.create(port)
+        return Admission(_proof_of(secret.value), secret.remove)
+
+    def joining(self, port: int) -> Joining:
+        """See `Access`."""
+        secret = JoiningSecret.read(port).value
+        return Joining(_proof_of(secret), CurveChannel(secret) if zmq.has("curve") else PlainChannel())
+
+
+class KeyedAccess:
+    """Holders of a secret may do everything, on any host; nothing else gets past the handshake."""
+
+    def __init__(self, secret: bytes) -> None:
+        self.host = socket.gethostname()
+        self.channel: Channel = CurveChannel(secret)
+        self.fingerprint = hashlib.blake2b(secret, digest_size=8, person=b"fingerprint").hexdigest()
+
+    def check_hosts(self, hosts: Collection[str]) -> None:
+        """Do nothing."""
+
+    def check_address(self, address: str) -> None:
+        """Do nothing."""
+
+    def open_for_replicas(self, port: int) -> Admission:
+        """See `Access`; the key is proof enough."""
+        return Admission("", lambda: None)
+
+    def joining(self, port: int) -> Joining:
+        """See `Access`."""
+        return Joining("", self.channel)
+
+
+class InsecureAccess:
+    """Whatever reaches the ports of the host's name may do everything."""
+
+    fingerprint = "insecure"
+
+    def __init__(self) -> None:
+        self.host = socket.gethostname()
+        self.channel: Channel = PlainChannel()
+
+    def check_hosts(self, hosts: Collection[str]) -> None:
+        """Do nothing."""
+
+    def check_address(self, address: str) -> None:
+        """Do nothing."""
+
+    def open_for_replicas(self, port: int) -> Admission:
+        """See `Access`; no proof is asked."""
+        return Admission("", lambda: None)
+
+    def joining(self, port: int) -> Joining:
+        """See `Access`."""
+        return Joining("", self.channel)
+
+
+def port_of(address: str) -> int:
+    """Return the port of an address such as "tcp://host:5555".
+
+    Raises:
+        ValueError: If it has none.
+    """
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    if not address.startswith("tcp://") or not host or not port.isdecimal():
+        raise ValueError(f"the coordinator's address is {address!r}; it must look like tcp://host:5555")
+    return int(port)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
+    except OSError:
+        return False
+    return bool(found) and all(address.startswith("127.") or address == "::1" for address in found)
+
+
+def _proof_of(secret: bytes) -> str:
+    return hashlib.blake2b(secret, digest_size=32, person=b"proof").hexdigest()

@@ -1,0 +1,30 @@
+"""Megatron's client for a coordinator that asks for a key."""
+
+import os
+
+import zmq
+from megatron.core.inference.inference_client import InferenceClient
+
+from .channels import CurveChannel
+from .key_file import read_key_file
+
+
+class KeyedInferenceClient(InferenceClient):
+    """Megatron's `InferenceClient`, in everything but the connection, which has the key of a file.
+
+    Args:
+        inference_coordinator_address: Such as "tcp://host:5555".
+        key_file: The coordinator's; see `read_key_file`.
+
+    Raises:
+        ValueError: If the file is not one.
+        ModuleNotFoundError: If pyzmq cannot use keys.
+    """
+
+    def __init__(self, inference_coordinator_address: str, key_file: str | os.PathLike[str]) -> None:
+        channel = CurveChannel(read_key_file(key_file))
+        super().__init__("inproc://replaced")
+        self.socket.close(linger=0)
+        self.socket = self.context.socket(zmq.DEALER)
+        channel.secure_connection(self.socket)
+        self.socket.connect(inference_coordinator_address)

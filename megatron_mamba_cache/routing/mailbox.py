@@ -1,0 +1,73 @@
+"""A coordinator's end of all connections. What comes in is bounded, and so is what is logged about it."""
+
+import logging
+from collections.abc import Iterator
+
+import zmq
+
+from .access import Access, port_of
+from .listening_router import listening_router
+
+logger = logging.getLogger(__name__)
+
+_MOST_MESSAGES_A_ROUND = 1000
+_MOST_LINES_A_ROUND = 20
+
+
+class Mailbox:
+    """Receives from replicas and clients, and sends to them.
+
+    Args:
+        port: Tried first; None: any.
+        max_message_bytes: See `listening_router`.
+    """
+
+    def __init__(self, port: int | None, access: Access, max_message_bytes: int) -> None:
+        self.context = zmq.Context()
+        self._end_admitting = access.channel.admit_clients(self.context)
+        self.socket = listening_router(self.context, port, access, max_message_bytes)
+        self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._admission = access.open_for_replicas(port_of(self.address))
+        self._num_ignored = 0
+
+    @property
+    def proof(self) -> str:
+        """What a replica's hello has to carry."""
+        return self._admission.proof
+
+    def receive(self, wait_s: float) -> Iterator[list[bytes]]:
+        """Wait for messages and yield the frames of those that are there."""
+        if not self.socket.poll(int(wait_s * 1000) + 1):
+            return
+        for _ in range(_MOST_MESSAGES_A_ROUND):
+            try:
+                yield self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+
+    def send(self, identity: bytes, message: bytes) -> None:
+        """Send a message.
+
+        Raises:
+            zmq.ZMQError: If nothing is there any more under this identity, or it does not read.
+        """
+        self.socket.send_multipart([identity, message], zmq.NOBLOCK)
+
+    def ignore(self, sender: bytes, error: Exception) -> None:
+        """Log that a message was ignored."""
+        self._num_ignored += 1
+        if self._num_ignored <= _MOST_LINES_A_ROUND:
+            logger.warning("ignored a message of %r: %s: %s", sender, type(error).__name__, error)
+
+    def summarize(self) -> None:
+        """Log how many ignored messages have no line of their own since the last call."""
+        if self._num_ignored > _MOST_LINES_A_ROUND:
+            logger.warning("ignored %s more messages", self._num_ignored - _MOST_LINES_A_ROUND)
+        self._num_ignored = 0
+
+    def close(self) -> None:
+        """Let no one join any more, send what is due, and close all connections."""
+        self._admission.end()
+        self.socket.close()
+        self._end_admitting()
+        self.context.term()

@@ -1,0 +1,95 @@
+"""Sockets between the ranks of a replica, and between ranks that share experts: Megatron makes them, this decides how.
+
+Megatron binds them to the interface of the host's name and sends every prompt over them to whatever subscribes.
+"""
+
+import time
+from typing import Any
+
+import zmq
+
+from .channels import Channel
+
+_LINGER_MS = 1000
+_POLL_MS = 100
+
+
+class RankSocket(zmq.Socket):
+    """A socket that binds to the context's interface, whatever interface it is told, and over the context's channel."""
+
+    context: "RankContext"
+
+    def bind(self, address: str) -> Any:
+        """Bind to the same port of the context's interface."""
+        self.context.channel.secure_listener(self)
+        return super().bind(f"tcp://{self.context.host}:{address.rsplit(':', 1)[1]}")
+
+    def connect(self, address: str) -> Any:
+        """Connect; Megatron's own socket to the coordinator, which a `ReplicaLink` replaces, reaches nothing."""
+        if self.type == zmq.DEALER:
+            return super().connect("inproc://replaced")
+        self.context.channel.secure_connection(self)
+        return super().connect(address)
+
+    def wait_for_subscribers(self, num_subscribers: int, timeout_s: float) -> None:
+        """Return once so many ranks have subscribed; what is published before does not reach them.
+
+        Raises:
+            ConnectionError: If that takes longer than `timeout_s`.
+        """
+        end = time.monotonic() + timeout_s
+        while num_subscribers:
+            if self.poll(_POLL_MS):
+                num_subscribers -= self.recv() == b"\x01"
+            elif time.monotonic() > end:
+                raise ConnectionError(
+                    f"{num_subscribers} ranks of this replica have not subscribed to "
+                    f"{self.getsockopt_string(zmq.LAST_ENDPOINT)} within {timeout_s:g} s; see why they did not start"
+                )
+
+
+class RankContext(zmq.Context[RankSocket]):
+    """Makes the sockets of Megatron's engine.
+
+    Args:
+        host: Interface on which they listen.
+        max_message_bytes: Of one frame; a connection that announces more is closed.
+    """
+
+    host: str = ""
+    channel: Channel | None = None
+    max_message_bytes: int = -1
+    publishers: list[RankSocket] = []  # noqa: RUF012 - zmq takes attributes that the class lacks for options
+
+    def __init__(self, host: str, channel: Channel, max_message_bytes: int) -> None:
+        super().__init__()
+        self.host = host
+        self.channel = channel
+        self.max_message_bytes = max_message_bytes
+        self.publishers = []
+
+    def wait_for_ranks(self, num_members: int, num_experts: int, timeout_s: float) -> None:
+        """Return once all ranks hear what this one publishes; call it before anything is.
+
+        Args:
+            num_members, num_experts: Ranks of the replica, and ranks that share its experts.
+
+        Raises:
+            ConnectionError: If that takes longer than `timeout_s`.
+        """
+        of_replica, of_experts = self.publishers[:2], self.publishers[2:]  # as Megatron makes them
+        for publisher in of_replica:
+            publisher.wait_for_subscribers(num_members, timeout_s)
+        for publisher in of_experts:
+            publisher.wait_for_subscribers(num_experts - 1, timeout_s)
+
+    def socket(self, socket_type: int, socket_class: Any = RankSocket) -> Any:
+        """Return a socket; a publisher that knows its subscribers in place of one that does not."""
+        is_publisher = socket_type == zmq.PUB
+        made = super().socket(zmq.XPUB if is_publisher else socket_type, socket_class)
+        if is_publisher:
+            self.publishers.append(made)
+            made.setsockopt(zmq.XPUB_VERBOSE, 1)  # each subscription is told, also of what others subscribe to
+        made.setsockopt(zmq.MAXMSGSIZE, self.max_message_bytes)
+        made.setsockopt(zmq.LINGER, _LINGER_MS)
+        return made

@@ -1,0 +1,98 @@
+"""The flags of what may reach the coordinator, and what `serve` refuses before it loads anything."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_mamba_cache.command_line.arguments import command_parser
+from megatron_mamba_cache.command_line.coordinator_access import routing_settings
+from megatron_mamba_cache.command_line.launch import Launch
+from megatron_mamba_cache.command_line.main import EXIT_USAGE, main
+from megatron_mamba_cache.command_line.usage_error import UsageError
+from megatron_mamba_cache.routing.access import InsecureAccess, KeyedAccess, LoopbackAccess
+from megatron_mamba_cache.routing.settings import RoutingSettings
+
+ONE_HOST = Launch(0, 8, 0, 8)
+TWO_HOSTS = Launch(0, 8, 0, 4)
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> Path:
+    file = tmp_path / "coordinator.key"
+    file.write_text("0123456789abcdef" * 4, encoding="ascii")
+    file.chmod(0o600)
+    return file
+
+
+def settings_of(launch: Launch, *flags: str) -> RoutingSettings:
+    return routing_settings(command_parser().parse_args(["serve", *flags]), launch)
+
+
+@pytest.mark.parametrize("launch", [Launch(), ONE_HOST, Launch(0, 8)])
+def test_without_a_flag_one_host_listens_on_loopback(launch: Launch) -> None:
+    settings = settings_of(launch)
+    assert settings == RoutingSettings() and isinstance(settings.access(), LoopbackAccess)
+
+
+@pytest.mark.parametrize("launch", [ONE_HOST, TWO_HOSTS])
+def test_a_key_file_is_the_key_of_all_sockets(launch: Launch, key_file: Path) -> None:
+    settings = settings_of(launch, "--coordinator-key-file", str(key_file))
+    access = settings.access()
+    assert isinstance(access, KeyedAccess)
+    assert access.fingerprint == KeyedAccess(bytes.fromhex(key_file.read_text())).fingerprint
+
+
+@pytest.mark.parametrize("launch", [ONE_HOST, TWO_HOSTS])
+def test_only_an_explicit_flag_opens_the_coordinator_to_all(launch: Launch) -> None:
+    assert isinstance(settings_of(launch, "--insecure-coordinator").access(), InsecureAccess)
+
+
+def test_several_hosts_without_a_word_on_access_are_refused_with_the_remedy() -> None:
+    with pytest.raises(UsageError) as refused:
+        settings_of(TWO_HOSTS)
+    assert str(refused.value) == (
+        "8 processes on several hosts need --coordinator-key-file FILE, the same on each (made with: (umask 077; "
+        "openssl rand -hex 32 > FILE)), or --insecure-coordinator on a network that you trust"
+    )
+
+
+def test_torchrun_says_how_many_processes_are_on_this_host() -> None:
+    environment = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+    launch = Launch.of_environment(environment)
+    assert launch == Launch(5, 8, 1, 4) and launch.is_on_several_machines
+    assert not Launch.of_environment({**environment, "LOCAL_WORLD_SIZE": "8"}).is_on_several_machines
+    del environment["LOCAL_WORLD_SIZE"]  # as older launchers; ranks compare their hosts as they start
+    assert not Launch.of_environment(environment).is_on_several_machines
+    with pytest.raises(UsageError, match="LOCAL_WORLD_SIZE=x"):
+        Launch.of_environment({**environment, "LOCAL_WORLD_SIZE": "x"})
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ((), "2 processes on several hosts need --coordinator-key-file FILE"),
+        (("--coordinator-key-file", "no-file"), "--coordinator-key-file: key file no-file: No such file"),
+        (("--coordinator-key-file", "a", "--insecure-coordinator"), "not allowed with argument --coordinator-key-file"),
+        (("--coordinator-key-file",), "--coordinator-key-file: expected one argument"),
+    ],
+)
+def test_serve_refuses_in_one_line_before_it_loads_a_model(
+    flags: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")):
+        monkeypatch.setenv(name, value)
+    assert main(["serve", "--random-model", "--port", "0", *flags]) == EXIT_USAGE
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+
+
+def test_a_key_file_that_others_can_read_is_refused_on_any_launch(key_file: Path) -> None:
+    key_file.chmod(0o644)
+    for launch in (Launch(), ONE_HOST, TWO_HOSTS):
+        with pytest.raises(UsageError, match=r"--coordinator-key-file: key file .* \(mode 644\); run chmod 600"):
+            settings_of(launch, "--coordinator-key-file", str(key_file))
+
+
+def test_generate_has_no_coordinator_and_no_flag_for_one() -> None:
+    with pytest.raises(UsageError, match="--insecure-coordinator"):
+        command_parser().parse_args(["generate", "--insecure-coordinator"])

@@ -1,0 +1,255 @@
+"""What one connection can make a coordinator keep, read, answer or log: each has a bound, and others are served."""
+
+import logging
+import socket
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import msgpack
+import pytest
+import zmq
+from megatron.core.inference.headers import Headers
+
+from megatron_mamba_cache.routing import listening_router, mailbox, membership
+from megatron_mamba_cache.routing.access import LoopbackAccess, port_of
+from megatron_mamba_cache.routing.channels import CurveChannel
+from megatron_mamba_cache.routing.control_signals import ControlSignals
+from megatron_mamba_cache.routing.mailbox import Mailbox
+from megatron_mamba_cache.routing.membership import Membership
+from megatron_mamba_cache.routing.rank_context import RankContext
+from megatron_mamba_cache.routing.requests_in_flight import RequestInFlight, readable_sampling
+from megatron_mamba_cache.routing.wire import Hello, WireError, hello_of
+from tests.routing.peers import KEYS, TOKENS, FakeClient, FakeReplica, Service
+
+PAGE = b"x" * 10_000
+REQUEST_BYTES = 1300  # more than a request of `TOKENS` is counted as
+
+
+@pytest.fixture
+def box() -> Iterator[Mailbox]:
+    """Yield a mailbox that is read only where the test does."""
+    made = Mailbox(None, LoopbackAccess(), 2 * len(PAGE))
+    yield made
+    made.socket.setsockopt(zmq.LINGER, 0)
+    made.close()
+
+
+def connected(box: Mailbox, **options: int) -> zmq.Socket:
+    """Return a client's socket, from which the mailbox has had a message."""
+    client = zmq.Context.instance().socket(zmq.DEALER)
+    for name, value in {"LINGER": 0, "IMMEDIATE": 1, "SNDTIMEO": 2000, **options}.items():
+        client.setsockopt(getattr(zmq, name), value)
+    client.setsockopt(zmq.IDENTITY, b"client")
+    client.connect(box.address)
+    client.send(b"first")
+    assert box.socket.poll(10_000) and list(box.receive(0)) == [[b"client", b"first"]]
+    return client
+
+
+def assert_served(replica: FakeReplica, client: FakeClient, number: int = 99) -> None:
+    client.submit(number, TOKENS)
+    replica.finish(replica.take(), [5])
+    assert client.answer()[0] == number
+
+
+# Sizes of messages.
+
+
+@pytest.mark.parametrize("service", [{"max_message_bytes": 10_000}], indirect=True)
+def test_a_connection_that_announces_a_huge_frame_is_closed(service: Service) -> None:
+    (replica,) = service.replicas("a")
+    client, other = service.client(), service.client("other")
+    other.socket.send(b"x" * 10_001)
+    assert_served(replica, client)
+    assert not other.socket.poll(300)
+    service.kill(other)
+    assert service.coordinator.handled.empty()
+
+
+def test_a_huge_frame_that_is_announced_and_never_comes_takes_no_memory(box: Mailbox) -> None:
+    client = connected(box)
+    assert box.socket.getsockopt(zmq.MAXMSGSIZE) == 2 * len(PAGE)
+    client.close()
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+    ready = b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+    with socket.create_connection(("127.0.0.1", port_of(box.address)), 10) as connection:
+        connection.sendall(greeting + ready + b"\x02" + (2**40).to_bytes(8, "big"))
+        assert ends(connection)
+
+
+def ends(connection: socket.socket) -> bool:
+    """Return whether the other side closes a connection within seconds."""
+    connection.settimeout(5)
+    try:
+        while connection.recv(4096):
+            pass
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        pass
+    return True
+
+
+def test_a_connection_that_says_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listening_router, "_HANDSHAKE_MS", 200)
+    box = Mailbox(None, LoopbackAccess(), 1000)
+    with socket.create_connection(("127.0.0.1", port_of(box.address)), 10) as connection:
+        assert ends(connection)
+    box.close()
+
+
+@pytest.mark.parametrize("service", [{"max_request_bytes": 2000}], indirect=True)
+def test_a_request_that_is_too_large_is_answered_and_nothing_else_of_that_size_is_read(service: Service) -> None:
+    first, second = service.replicas("ab")
+    client = service.client()
+    for prompt in ("1 " * 1500, [1] * 3000, TOKENS):
+        padding = "" if prompt is not TOKENS else "x" * 2000
+        client.submit(0, prompt, note=padding)
+        assert "bytes, above max_request_bytes=2000" in client.error()
+    client.send(Headers.PAUSE, b"x" * 2000)
+    client.send("x" * 3000)
+    client.send_bytes(b"\xc1" * 3000)
+    client.send_bytes(msgpack.packb([Headers.SUBMIT_REQUEST.value, "x" * 3000, [], {}]))
+    assert first.hears_nothing() and second.hears_nothing() and client.hears_nothing()
+    second.report([KEYS[2], *range(1, 200)])  # a replica may say more
+    assert_served(second, client)
+
+
+def test_ranks_close_a_connection_that_announces_a_huge_frame() -> None:
+    with RankContext("127.0.0.1", CurveChannel(b"a" * 32), 1000) as context:
+        gathering, large, small = (context.socket(kind) for kind in (zmq.PULL, zmq.PUSH, zmq.PUSH))
+        gathering.bind_to_random_port("tcp://127.0.0.1")
+        for sender, message in ((large, b"x" * 1001), (small, b"standing")):
+            sender.setsockopt(zmq.LINGER, 0)
+            sender.connect(gathering.getsockopt_string(zmq.LAST_ENDPOINT))
+            sender.send(message)
+        assert gathering.recv() == b"standing" and not gathering.poll(300)
+        for made in (gathering, large, small):
+            made.close()
+
+
+# What is unfinished.
+
+
+@pytest.mark.parametrize("service", [{"max_pending_bytes": 4 * 3 * REQUEST_BYTES}], indirect=True)
+def test_a_client_has_a_quarter_of_what_may_be_unfinished_and_gets_it_back(service: Service) -> None:
+    (replica,) = service.replicas("a")
+    client, other = service.client(), service.client("other")
+    for number in range(4):
+        client.submit(number, TOKENS)
+    assert "this client's requests and" in client.error()
+    taken = [replica.take() for _ in range(3)]
+    assert_served(replica, other)
+    replica.finish(taken[0], [5])
+    assert client.answer()[0] == 0
+    assert_served(replica, client)
+
+
+@pytest.mark.parametrize("service", [{"max_pending_bytes": 4 * 3 * REQUEST_BYTES}], indirect=True)
+def test_clients_together_have_all_of_what_may_be_unfinished(service: Service) -> None:
+    (replica,) = service.replicas("a")
+    clients = [service.client(f"client{number}") for number in range(5)]
+    for number, client in enumerate(clients[:4]):
+        for request in range(3):
+            client.submit(request, TOKENS)
+            assert replica.take() == 3 * number + request
+    clients[4].submit(0, TOKENS)
+    assert f"max_pending_bytes={12 * REQUEST_BYTES}; wait for answers" in clients[4].error()
+    replica.finish(0, [5])
+    assert clients[0].answer()[0] == 0
+    assert_served(replica, clients[4], 1)
+
+
+def test_a_message_counts_as_often_as_it_is_kept() -> None:
+    def size(prompt: Any, tokens: list[int], **sampling: Any) -> int:
+        return RequestInFlight(0, b"", 0, prompt, tokens, sampling).size()
+
+    assert size([1] * 1000, [1] * 1000) - size([], []) == 8000
+    assert size("1 " * 1000, [1] * 1000) - size("", []) == 10_000
+    assert size([], [], note="x" * 1000) - size([], []) > 1000
+
+
+def test_a_sender_that_is_ahead_waits(box: Mailbox) -> None:
+    client = connected(box, SNDHWM=1, SNDBUF=100_000)
+    num_sent = 0
+    with suppress(zmq.Again):
+        while num_sent < 5000:
+            client.poll(500, zmq.POLLOUT)
+            client.send(PAGE, zmq.NOBLOCK)
+            num_sent += 1
+    assert num_sent < 5000  # of which the mailbox keeps 1000
+    assert len(list(box.receive(0))) == mailbox._MOST_MESSAGES_A_ROUND  # and others have their turn
+    client.close()
+
+
+def test_a_peer_that_does_not_read_counts_as_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listening_router, "_MOST_UNSENT", 100)
+    box = Mailbox(None, LoopbackAccess(), 2 * len(PAGE))
+    client = connected(box, RCVHWM=1, RCVBUF=100_000)
+    num_sent = 0
+    with suppress(zmq.ZMQError):
+        while num_sent < 5000:
+            box.send(b"client", PAGE)
+            num_sent += 1
+    assert num_sent < 5000
+    client.close()
+    box.socket.setsockopt(zmq.LINGER, 0)
+    box.close()
+
+
+# What is remembered, and what is logged.
+
+
+def test_the_dead_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "_MOST_DEAD", 3)
+    members = Membership()
+    for number in range(10):
+        members.greet(b"%d" % number, Hello(f"replica-{number}"))
+        members.bury(b"%d" % number)
+    assert members.dead_identities == [b"7", b"8", b"9"]
+    with pytest.raises(WireError, match="counts as dead"):
+        members.greet(b"again", Hello("replica-9"))
+    assert members.greet(b"again", Hello("replica-6")).is_complete
+
+
+def test_signals_that_wait_for_answers_are_bounded() -> None:
+    signals = ControlSignals()
+    for _ in range(1000):
+        signals.ask(Headers.PAUSE)
+    with pytest.raises(ValueError, match="1000 signals wait already"):
+        signals.ask(Headers.PAUSE)
+
+
+def test_names_of_a_hello_are_short() -> None:
+    fields = {"replica": "a", "member": 0, "num_members": 1, "domain": "", "proof": ""}
+    assert hello_of(fields) == Hello("a")
+    for name in ("replica", "domain", "proof"):
+        with pytest.raises(WireError, match="a name of more than 128 characters"):
+            hello_of({**fields, name: "x" * 129})
+
+
+def test_sampling_parameters_are_plain_and_nested_little() -> None:
+    nested: list[Any] = []
+    for _ in range(6):
+        nested = [nested]
+    assert readable_sampling({"note": nested}) == {"note": nested}
+    for bad in ([nested], msgpack.Timestamp(1), {1: 2}):
+        with pytest.raises(ValueError, match="plain values and lists of them, at most 8 deep"):
+            readable_sampling({"note": bad})
+
+
+@pytest.mark.parametrize("num_tokens", [2**62, -1, True])
+def test_no_request_says_how_much_work_it_is_beyond_any_length(num_tokens: int) -> None:
+    request = RequestInFlight(0, b"", 0, [1], [1], {"num_tokens_to_generate": num_tokens})
+    assert 0 <= request.max_new_tokens <= 2**20
+
+
+def test_a_flood_of_nonsense_takes_few_lines_of_the_log(box: Mailbox, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger=mailbox.__name__):
+        for _ in range(500):
+            box.ignore(b"client", ValueError("x"))
+        box.summarize()
+        assert len(caplog.records) == 21 and caplog.messages[-1] == "ignored 480 more messages"
+        box.ignore(b"client", ValueError("x"))
+    assert len(caplog.records) == 22
