@@ -14,19 +14,6 @@ class ReportTarget(Protocol):
         """Pass changes on; `salt` is None while it is the one reported last."""
 
 
-class NoReports:
-    """Takes the place of reports where nobody routes by them."""
-
-    def send(self) -> None:
-        """Do nothing."""
-
-    def void(self) -> None:
-        """Do nothing."""
-
-    def watch(self) -> None:
-        """Do nothing."""
-
-
 class CacheReports:
     """Watches the slot pool of a context's present memory and reports net changes when it is told to."""
 

@@ -4,6 +4,8 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
+import msgpack
+
 from ..routing.front_end import CANCELS, FLUSHES, PROGRESS, STATE, STREAMS
 from .request_states import DraftCounts, tokens_after
 
@@ -39,16 +41,6 @@ class MessageTarget(Protocol):
         """Pass a message on."""
 
 
-class NoProgress:
-    """Takes the place of reports on ranks that do not speak for their replica, and without a coordinator."""
-
-    def send(self, _request_ids: Iterable[int]) -> None:
-        """Do nothing."""
-
-    def send_state(self) -> None:
-        """Do nothing."""
-
-
 class ProgressReports:
     """The reports of one replica."""
 
@@ -61,8 +53,6 @@ class ProgressReports:
 
     def send(self, request_ids: Iterable[int]) -> None:
         """Tell what requests that go on have generated since the last time."""
-        import msgpack
-
         news = [[request_id, self._progress(request_id)] for request_id in request_ids if self._streams(request_id)]
         if news := [entry for entry in news if entry[1]["tokens"]]:
             self._target.send(msgpack.packb([PROGRESS, news]))
@@ -72,8 +62,6 @@ class ProgressReports:
 
     def send_state(self) -> None:
         """Tell what the engine does, now and then, if that has changed."""
-        import msgpack
-
         now, engine = time.monotonic(), self._engine
         if now - self._state_at < _STATE_INTERVAL_S or not engine.context.is_tensor_state_allocated:
             return

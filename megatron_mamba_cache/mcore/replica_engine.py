@@ -1,7 +1,6 @@
 """The engine as one of several replicas behind a coordinator; alone it is a `MambaCacheEngine` and nothing else."""
 
 import asyncio
-import importlib.util
 import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -13,17 +12,19 @@ from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.inference.utils import await_process_call
 
 from ..errors import CacheIntegrityError
+from ..installation import require_extra
 from ..routing.settings import RoutingSettings
-from .cache_reports import CacheReports, NoReports
 from .context import MambaCacheContext
 from .controller import MambaCacheController
 from .engine import MambaCacheEngine
 from .expert_peers import Standing, all_step
-from .progress_reports import NoProgress, ProgressReports, obeyed
+from .no_coordinator import NoProgress, NoReports
 from .replica_place import ReplicaPlace, address_on_this_host, agree_on_place, check_ranks, starts_coordinator
 
 if TYPE_CHECKING:
     from ..routing.channels import Channel
+    from .cache_reports import CacheReports
+    from .progress_reports import ProgressReports
 
 logger = logging.getLogger(__name__)
 
@@ -65,11 +66,11 @@ class ReplicaEngine(MambaCacheEngine):
             routing: Settings of a coordinator that is started here; key and message limits are for all replicas.
 
         Raises:
-            ModuleNotFoundError: If pyzmq or msgpack is missing.
+            MissingExtraError: If pyzmq or msgpack is missing.
             ValueError: If ranks or the coordinator are on other hosts, and there is neither a key nor `insecure`.
             ConnectionError: If no coordinator answers at the address.
         """
-        _require_messaging()
+        require_extra("server", "a coordinator")
         from ..routing.launch import launch_coordinator
 
         routing = routing or RoutingSettings()
@@ -126,6 +127,8 @@ class ReplicaEngine(MambaCacheEngine):
         """Put a link to the coordinator in the place of Megatron's socket, before the engine's loop has used it."""
         from ..routing.replica_link import ReplicaLink
         from ..routing.wire import Hello
+        from .cache_reports import CacheReports
+        from .progress_reports import ProgressReports
 
         self._replica_name = place.replica
         hello = Hello(place.replica, place.member, place.num_members, place.domain, proof)
@@ -168,8 +171,11 @@ class ReplicaEngine(MambaCacheEngine):
 
         A coordinator's may also be a cancel or a flush; see `routing.front_end`.
         """
-        if self.use_coordinator and obeyed(self, request_id, sampling_params):
-            return self._loop.create_future()
+        if self.use_coordinator:
+            from .progress_reports import obeyed
+
+            if obeyed(self, request_id, sampling_params):
+                return self._loop.create_future()
         seed = getattr(sampling_params, "seed", None) if seed is None else seed
         tenant = getattr(sampling_params, "tenant", "") if tenant == "" else tenant
         try:
@@ -286,11 +292,3 @@ class ReplicaEngine(MambaCacheEngine):
         sampling.running_s = self.running_seconds(request_id)
         drafts = self.draft_counts(request_id)
         sampling.draft_tokens, sampling.accepted_tokens = drafts.drafted, drafts.accepted
-
-
-def _require_messaging() -> None:
-    missing = [name for name in ("zmq", "msgpack") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ModuleNotFoundError(
-            f"a coordinator needs {' and '.join(missing)}: pip install 'megatron-mamba-cache[server]'"
-        )

@@ -7,6 +7,7 @@ step instead: `["progress", client's request id, {...}]`; the reply still comes 
 replica see these in one order.
 """
 
+import msgpack
 from megatron.core.inference.headers import Headers
 
 PROGRESS, CANCEL, FLUSH, WATCH, STATE, STATES = "progress", "cancel", "flush", "watch", "state", "states"
@@ -20,13 +21,9 @@ CANCELS, FLUSHES = "cancels", "flushes"
 
 def pack_cancel(request_id: int) -> bytes:
     """Return the message that makes a replica drop a request."""
-    import msgpack
-
     return msgpack.packb([Headers.SUBMIT_REQUEST.value, request_id, [], {CANCELS: True}])
 
 
 def pack_flush(request_id: int, weights_version: str | None) -> bytes:
     """Return the message that makes a replica flush its cache; no request has the id."""
-    import msgpack
-
     return msgpack.packb([Headers.SUBMIT_REQUEST.value, request_id, [], {FLUSHES: [weights_version]}])
