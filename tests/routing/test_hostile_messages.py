@@ -16,7 +16,7 @@ from tests.routing.scenarios import assert_right, run, some_prompt
 
 MOST_GROWTH_BYTES = 16 * 2**20
 FEW = 300
-NUM_REQUESTS = 8
+NUM_REQUESTS = 4
 
 
 @pytest.fixture
