@@ -4,6 +4,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from ..installation import require_extra
 from ..policy.routing import PrefixRouter, RoundRobinRouter
 from .key_file import read_key_file
 
@@ -77,8 +78,9 @@ class RoutingSettings:
 
         Raises:
             ValueError: If the key file cannot be read any more.
-            ModuleNotFoundError: If there is one, and pyzmq cannot use keys.
+            ModuleNotFoundError: If pyzmq is missing, or there is a key file and pyzmq cannot use keys.
         """
+        require_extra("server", "a coordinator")
         from .access import InsecureAccess, KeyedAccess, LoopbackAccess
 
         if self.key_file is not None:

@@ -1,6 +1,6 @@
 """Run the code blocks of the documentation as written, in the environment of the Python that runs this.
 
-    python -m tests.docs.run_blocks --environment base|server|test [--page README.md ...] [--pip-lines]
+    python -m tests.docs.run_blocks --environment base|server|test [--page README.md ...] [--pip-lines | --first]
 
 Imports the standard library only. `pip install` lines are left out: `--pip-lines` prints them and runs nothing. Every
 page runs in a folder of its own that looks like the repository, so that what blocks write leaves no trace.
@@ -137,11 +137,15 @@ def main() -> int:
     parser.add_argument("--environment", choices=ENVIRONMENTS, required=True)
     parser.add_argument("--page", action="append", type=Path, help="default: the README and all pages of docs/")
     parser.add_argument("--pip-lines", action="store_true", help="print the pip install lines and run nothing")
+    parser.add_argument("--first", action="store_true", help="print the first block as written and run nothing")
     arguments = parser.parse_args()
     chosen = [page.resolve() for page in arguments.page] if arguments.page else pages()
     environment = {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
     for page in chosen:
         blocks = blocks_to_run(page, arguments.environment)
+        if arguments.first and blocks:
+            print(blocks[0].text)
+            return 0
         if arguments.pip_lines:
             for block in blocks:
                 for line in pip_lines(block.text) if block.language == "bash" else ():

@@ -11,7 +11,6 @@ from megatron_mamba_cache import CacheConfig
 from megatron_mamba_cache.command_line.arguments import command_parser
 from megatron_mamba_cache.config import FLAGS
 from megatron_mamba_cache.routing.settings import RoutingSettings
-from tests.docs import pending
 from tests.docs.blocks import REPOSITORY, pages
 
 README = REPOSITORY / "README.md"
@@ -85,7 +84,7 @@ def test_links_resolve(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_flag_exists(page: Path) -> None:
-    known = own_flags() | pending.FLAGS | set().union(*FOREIGN.values())
+    known = own_flags() | set().union(*FOREIGN.values())
     assert set(FLAG.findall(page.read_text(encoding="utf-8"))) <= known
 
 
@@ -93,7 +92,7 @@ def test_flags_of_others_are_named_somewhere_and_are_not_ours() -> None:
     text = "".join(page.read_text(encoding="utf-8") for page in pages())
     foreign = set().union(*FOREIGN.values())
     assert foreign <= set(FLAG.findall(text))
-    assert not pending.FLAGS & own_flags()
+    assert not foreign & own_flags()
 
 
 def rows_of(page: Path) -> dict[str, list[str]]:
@@ -114,7 +113,7 @@ def test_settings_are_those_of_the_code_with_their_defaults_and_flags() -> None:
 
 def test_settings_of_routing_are_those_of_the_code() -> None:
     rows = rows_of(REPOSITORY / "docs" / "replicas.md")
-    assert set(rows) == {field.name for field in fields(RoutingSettings)} | pending.ROUTING_SETTINGS
+    assert set(rows) == {field.name for field in fields(RoutingSettings)}
     for field in fields(RoutingSettings):
         shown = f'"{field.default}"' if isinstance(field.default, str) else str(field.default)
         assert rows[field.name][0] == shown, field.name
