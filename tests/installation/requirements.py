@@ -24,6 +24,9 @@ THROUGH_MEGATRON = {
 }
 """What megatron-core imports in a file of what this package uses, fails without, and does not declare."""
 
+BY_NAME = {"fastapi_offline": f"{PACKAGE}/server/documentation.py"}
+"""Packages of the server that a file finds by their name, without an import."""
+
 COMMANDS = {
     "pytest-xdist": ("pyproject.toml", r'addopts = "[^"]*-n \d'),
     "ruff": (".ci/run", r"\bruff check\b"),
@@ -139,6 +142,10 @@ def _needed(environment: Environment) -> dict[str, str]:
     for top, file in THROUGH_MEGATRON.items():
         assert re.search(rf"^\s*import {top}\b", (_megatron() / file).read_text(), re.M), (top, file)
         found.setdefault(top, f"megatron.core ({file})")
+    if "server" in environment.followed:
+        for top, file in BY_NAME.items():
+            assert f'"{top}"' in (REPOSITORY / file).read_text(), (top, file)
+            found.setdefault(top, file)
     if "test" in environment.extras:
         for name, (file, words) in COMMANDS.items():
             if re.search(words, (REPOSITORY / file).read_text()):
