@@ -35,15 +35,17 @@ class Card:
         free_bytes: Once the weights are loaded; the least of all ranks that share the model.
         fraction: Of it that KV blocks and states may take.
         widest_layer: Outputs of the widest linear layer on this rank, the output layer left out.
+        share: Of the memory for KV blocks and states that one model has, where a draft model has the rest.
     """
 
     free_bytes: int
     fraction: float
     widest_layer: int
+    share: float = 1.0
 
     def part(self, share: float) -> "Card":
-        """Return the card with a share of the memory that KV blocks and states may take."""
-        return replace(self, free_bytes=int(share * self.free_bytes))
+        """Return the card for a model that has a share of the memory for KV blocks and states."""
+        return replace(self, share=share)
 
 
 def card_settings(
@@ -87,7 +89,8 @@ def _budget(card: Card, shape: "HybridModelShape", max_tokens: int, drafts: int)
     """Return the bytes for KV blocks and states."""
     activations = _WIDEST_LAYERS * card.widest_layer * max_tokens * shape.params_dtype.itemsize
     logits = _BYTES_A_LOGIT * shape.vocab_size * _MAX_REQUESTS * (1 + drafts)
-    return max(min(card.fraction * card.free_bytes, card.free_bytes - activations - logits - _FIXED_BYTES), 0.0)
+    whole = min(card.fraction * card.free_bytes, card.free_bytes - activations - logits - _FIXED_BYTES)
+    return max(card.share * whole, 0.0)
 
 
 def _split(

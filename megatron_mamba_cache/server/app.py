@@ -22,7 +22,7 @@ from .dashboard import dashboard_routes
 from .documentation import add_documentation
 from .endpoints import ServedModel, openai_routes, seconds_now
 from .entrance import Entrance
-from .errors import ApiError
+from .errors import ApiError, bad_request
 from .exchange import exchange_of
 from .fair_threads import FairThreads
 from .history import History
@@ -37,6 +37,10 @@ from .tenants import ApiKeys
 from .tokenizing import TokenizingRoutes
 from .transcripts import Transcripts
 
+_UNREADABLE_TO_FASTAPI = "There was an error parsing the body"
+_UNREADABLE = bad_request(
+    "the body is not valid JSON: it is not UTF-8, is nested too deeply or has too long a number", code="invalid_json"
+)
 _NUM_TOKENIZING = 2  # few enough that tokenizing leaves the engine a processor
 
 
@@ -192,7 +196,8 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http_error(_request: Request, error: HTTPException) -> Response:
-        response = error_response(ApiError(error.status_code, str(error.detail)))
+        told = _UNREADABLE if error.detail == _UNREADABLE_TO_FASTAPI else ApiError(error.status_code, str(error.detail))
+        response = error_response(told)
         response.headers.update(error.headers or {})
         return response
 

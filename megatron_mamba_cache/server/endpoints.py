@@ -74,7 +74,7 @@ def openai_routes(model: ServedModel, rules: JobRules, limits: ServerLimits) -> 
     @router.post("/chat/completions", response_model=None)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         tenant = tenant_of(request, body)
-        if body.top_logprobs is not None and not body.logprobs:
+        if body.top_logprobs and not body.logprobs:
             raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
         messages = [message.plain() for message in body.messages]
         readings = (partial(model.reader.read_chat, tenant, messages),)

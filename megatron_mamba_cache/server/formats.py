@@ -125,11 +125,17 @@ def _wants_log_probs(choice: Choice) -> bool:
 
 
 def _best(token: TokenInfo) -> dict[str, float] | None:
-    """Return the best log-probs by text, and the token's own; None for the first token of a prompt."""
+    """Return the best log-probs by text, and the token's own; None for the first token of a prompt.
+
+    Another token that reads like it, as parts of characters do, gets the word `another:` in front.
+    """
     if token.log_prob is None:
         return None
     best = dict(token.alternatives)
-    best.setdefault(token.text, token.log_prob)
+    alike = best.get(token.text, token.log_prob)
+    if alike != token.log_prob:
+        best[f"another:{token.text}"] = alike
+    best[token.text] = token.log_prob
     return best
 
 

@@ -121,4 +121,4 @@ def _tokenized(tokenize: Callable[[], Sequence[int]]) -> Sequence[int]:
     try:
         return tokenize()
     except Exception as error:  # each tokenizer raises errors of its own
-        raise bad_request(f"the prompt cannot be tokenized: {error}", "prompt") from error
+        raise bad_request(f"the text cannot be tokenized: {error}; send valid Unicode", "prompt") from error

@@ -39,7 +39,8 @@ def _body_error(found: Any, content_type: str | None) -> ApiError | None:
 def _field_error(found: Any) -> ApiError:
     place = [part for part in found["loc"] if part != "body" and not _is_form(part)]
     context = found.get("ctx", {})
-    param = ".".join(str(part) for part in [*place, *([context["field"]] if "field" in context else [])]) or None
+    names = [*map(str, place), *([context["field"]] if "field" in context else [])]
+    param = ".".join(names) if names else None
     if "sentence" in context:
         message = context["sentence"] if len(place) == 0 else f"{param}: {context['sentence']}"
     elif found["type"] == "extra_forbidden":

@@ -1,6 +1,6 @@
 """Requests as clients send them: the fields that are supported. `unsupported` has the others."""
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic.types import Strict
@@ -143,10 +143,17 @@ class CompletionRequest(GenerationFields):
         return list(self.prompt)  # type: ignore[arg-type]
 
 
-class TextPart(BaseModel):
-    """A part of a message."""
+def _text_only(kind: str) -> str:
+    if kind != "text":
+        sentence = f"a part of type {kind!r:.50} is not supported by this server; send text"
+        raise PydanticCustomError(REFUSED, "{sentence}", {"sentence": sentence})
+    return kind
 
-    type: Literal["text"]
+
+class TextPart(BaseModel):
+    """A part of a message; parts of other types are refused by their type, whatever else they have."""
+
+    type: Annotated[Text, AfterValidator(_text_only), Field(json_schema_extra={"enum": ["text"]})]
     text: Text
 
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_mamba_cache.command_line.card_settings import Card, card_settings
+from megatron_mamba_cache.command_line.card_settings import DRAFTER_SHARE, Card, card_settings
 from megatron_mamba_cache.config import CacheConfig
 from megatron_mamba_cache.mcore.agreement import CacheCapacity
 from megatron_mamba_cache.mcore.model_shape import HybridModelShape
@@ -108,3 +108,15 @@ def test_a_pipeline_stage_without_a_kind_of_layer_gives_all_to_the_other(pattern
     shape, card = shape_of(pattern), Card(100 * GIB, 0.9, 21_504)
     config = CacheConfig(**card_settings(shape, 4096, card, {}))  # type: ignore[arg-type]
     assert 0.85 * 90 * GIB <= bytes_taken(shape, config) <= 90 * GIB
+
+
+@pytest.mark.parametrize("free_gib", [16, 24, 40, 120])
+def test_a_draft_model_beside_a_model_has_room_wherever_the_model_has(free_gib: int) -> None:
+    card = Card(free_gib * GIB, 0.9, 21_504)
+    drafts = {"num_speculative_tokens": 2}
+    engine = card_settings(DENSE_8B, 131_072, card.part(1 - DRAFTER_SHARE), drafts)
+    given_limits = {"max_requests": engine["max_requests"], "max_tokens": engine["max_tokens"]}
+    drafter = card_settings(SMALL, 4096, card.part(DRAFTER_SHARE), given_limits)
+    taken = bytes_taken(DENSE_8B, CacheConfig(**drafts, **engine)) + bytes_taken(SMALL, CacheConfig(**drafter))  # type: ignore[arg-type]
+    assert taken <= 0.9 * card.free_bytes
+    assert min(drafter["buffer_size_gb"], drafter["prefix_caching_mamba_gb"]) > 0.05

@@ -12,9 +12,9 @@ from megatron_mamba_cache.models.byte_tokenizer import ByteTokenizer
 from megatron_mamba_cache.models.hugging_face_tokenizer import load_tokenizer
 from megatron_mamba_cache.models.token_bytes import token_bytes
 from megatron_mamba_cache.server.backend import GenerationRequest, Progress
-from megatron_mamba_cache.server.formats import ChatFormat, CompletionFormat
+from megatron_mamba_cache.server.formats import ChatFormat, CompletionFormat, _best
 from megatron_mamba_cache.server.job import Choice
-from megatron_mamba_cache.server.reply import Reply
+from megatron_mamba_cache.server.reply import Reply, TokenInfo
 
 SHIPPED = load_tokenizer(SHIPPED_MODEL, 2048)
 TEXTS = st.text(alphabet=st.sampled_from("ab é€😀\n"), min_size=1, max_size=20)
@@ -71,3 +71,9 @@ def test_bytes_come_from_the_tokens_name_where_its_text_tells_none(
 def test_ids_without_a_meaning_have_no_bytes_and_those_without_a_tokenizer_their_digits() -> None:
     assert ByteTokenizer(300).bytes_of(299) is None
     assert TokenIdTokenizer(300).bytes_of(299) == b"299"
+
+
+def test_a_token_keeps_its_place_among_the_best_though_another_reads_like_it() -> None:
+    token = TokenInfo(7, "\ufffd", None, 0, -4.0, {"\ufffd": -0.5, "a": -2.0})
+    assert _best(token) == {"\ufffd": -4.0, "another:\ufffd": -0.5, "a": -2.0}
+    assert _best(TokenInfo(7, "b", None, 0, -2.0, {"b": -2.0})) == {"b": -2.0}

@@ -66,3 +66,34 @@ def test_a_page_of_another_server_cannot_flush(server: FrontEnd) -> None:
         assert server.backend.flushed == []
         assert http.post("/admin/flush", headers={"Origin": own}).status_code == 200
         assert http.post("/admin/flush").status_code == 200 and server.backend.flushed == [None, None]
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file", "refusal"])
+def test_parts_other_than_text_are_named_as_not_supported(server: FrontEnd, kind: str) -> None:
+    message = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": kind, kind: {"url": "x"}}]}
+    with server.client() as http:
+        error = http.post("/v1/chat/completions", json={"messages": [message]}).json()["error"]
+    assert error["param"] == "messages.0.content.1.type" and error["code"] == "unsupported_field"
+    assert f"a part of type '{kind}' is not supported by this server; send text" in error["message"]
+
+
+@pytest.mark.parametrize("body", [b'{"prompt": "\xff"}', b"[" * 100_000, b'{"seed": ' + b"9" * 5000 + b"}"])
+def test_a_body_that_no_parser_reads_gets_a_sentence(server: FrontEnd, body: bytes) -> None:
+    with server.client() as http:
+        reply = http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+    assert reply.status_code == 400 and reply.json()["error"]["code"] == "invalid_json"
+    assert reply.json()["error"]["message"].startswith("the body is not valid JSON: ")
+
+
+def test_a_field_without_a_name_is_refused_as_such(server: FrontEnd) -> None:
+    with server.client() as http:
+        error = http.post("/v1/completions", json={"prompt": "a", "": 1}).json()["error"]
+    assert (error["param"], error["message"]) == ("", "`` is not a known field; leave it out")
+
+
+def test_no_top_log_probs_are_asked_for_by_zero(server: FrontEnd) -> None:
+    message = {"role": "user", "content": "a"}
+    with server.client() as http:
+        for more in ({}, {"logprobs": False}):
+            reply = http.post("/v1/chat/completions", json={"messages": [message], "top_logprobs": 0, **more})
+            assert "chat template" in reply.json()["error"]["message"]  # taken so far: bytes have none
