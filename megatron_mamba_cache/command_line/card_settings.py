@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ..config import CacheConfig
+from .usage_error import UsageError
 
 if TYPE_CHECKING:
     from ..mcore.model_shape import HybridModelShape
@@ -61,16 +62,22 @@ def card_settings(
     Args:
         max_length: Tokens that the model reads at most.
         given: Fields that flags have set. They are kept; the rest of the memory is left to the other budget.
+
+    Raises:
+        UsageError: If the live states leave nothing of the memory for the cache.
     """
     block = given.get("block_size_tokens") or math.ceil(_LEAST_BLOCK / shape.ssm_chunk_size) * shape.ssm_chunk_size
     drafts = given.get("num_speculative_tokens") or 0
     state_bytes = shape.state_layout(CacheConfig(num_speculative_tokens=drafts)).slot_bytes
-    max_tokens = given.get("max_tokens") or max(_MAX_TOKENS, block)
-    budget = _budget(card, shape, max_tokens, drafts)
+    asked = given.get("max_requests") or 0
+    max_tokens = given.get("max_tokens") or max(_MAX_TOKENS, block, asked)
+    budget = _budget(card, shape, max_tokens, max(asked, _MAX_REQUESTS) * (1 + drafts))
     request_bytes = (1 + drafts) * state_bytes + math.ceil(_TOKENS_A_REQUEST / block) * shape.block_bytes(block)
     fitting = min(_MAX_REQUESTS, max_tokens, int(budget / 2 / max(request_bytes, 1)))
-    max_requests = given.get("max_requests") or max(1, fitting)
-    rest = max(budget - max_requests * state_bytes, 0.0)
+    max_requests = asked or max(1, fitting)
+    rest = budget - max_requests * state_bytes
+    if rest < state_bytes + 2 * shape.block_bytes(block):
+        raise UsageError(_no_room(card, budget, max_requests, state_bytes))
     cached = 0.0 if given.get("prefix_caching") is False else (1 - _KV_SHARE) * rest
     states = max(cached, min(drafts * max_requests * state_bytes, rest / 2))
     kv_gb, state_gb = _split(rest / _GIB, states / _GIB, given, shape)
@@ -85,12 +92,22 @@ def card_settings(
     }
 
 
-def _budget(card: Card, shape: "HybridModelShape", max_tokens: int, drafts: int) -> float:
-    """Return the bytes for KV blocks and states."""
+def _budget(card: Card, shape: "HybridModelShape", max_tokens: int, num_sampled: int) -> float:
+    """Return the bytes for KV blocks and states, where so many tokens may be sampled in a step."""
     activations = _WIDEST_LAYERS * card.widest_layer * max_tokens * shape.params_dtype.itemsize
-    logits = _BYTES_A_LOGIT * shape.vocab_size * _MAX_REQUESTS * (1 + drafts)
+    logits = _BYTES_A_LOGIT * shape.vocab_size * num_sampled
     whole = min(card.fraction * card.free_bytes, card.free_bytes - activations - logits - _FIXED_BYTES)
     return max(card.share * whole, 0.0)
+
+
+def _no_room(card: Card, budget: float, max_requests: int, state_bytes: int) -> str:
+    """Return what was needed, what was found and the remedy."""
+    return (
+        f"the weights leave {card.free_bytes / _GIB:.1f} GiB of the GPU, of which the cache can have "
+        f"{budget / _GIB:.1f} GiB beside the largest step; the live states of {max_requests} requests take "
+        f"{max_requests * state_bytes / _GIB:.1f} GiB: lower --max-running-requests or --max-tokens-per-step, or share "
+        "the model out with --tensor-model-parallel-size"
+    )
 
 
 def _split(
@@ -102,6 +119,8 @@ def _split(
         states_gb = 0.0
     elif not shape.num_attention_layers:
         states_gb = rest_gb
-    if states is None:
+    if states is None and given.get("prefix_caching") is False:
+        states = states_gb
+    elif states is None:
         states = states_gb if kv is None else max(rest_gb - kv, 0.0)
     return max(rest_gb - states, _LEAST_GB) if kv is None else kv, states

@@ -115,10 +115,9 @@ class Generation:
         return self._replicas.gather(self._run_engine(self._replicas.share(lines), config, title))
 
     def _run_engine(self, lines: Sequence[PromptLine], config: CacheConfig, title: str) -> RunResult:
-        drafter = self._drafter() if config.num_speculative_tokens else None
         wanted = sum(self._sampling.num_tokens if line.num_tokens is None else line.num_tokens for line in lines)
         with (
-            closing(self._replicas.make(lambda: engine_for(self._model, config, self._seed, drafter))) as engine,
+            closing(self._replicas.make(lambda: engine_for(self._model, config, self._seed, self._drafter))) as engine,
             # disable=None: no bar where stderr is no terminal.
             tqdm(total=wanted, desc=title, unit="token", file=sys.stderr, leave=False, disable=None) as bar,
         ):

@@ -1,6 +1,7 @@
 """A model with its weights and tokenizer, and the engine around it."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,12 +63,18 @@ def ready_model(directory: ModelDirectory | None, dtype: str | None, device: str
     return _loaded(directory, dtype or (None if device == "cuda" else "fp32"))
 
 
-def engine_for(model: ReadyModel, config: CacheConfig, seed: int, drafter: Drafter | None) -> MambaCacheEngine:
-    """Build an engine; without a drafter where the settings ask for no drafts.
+def engine_for(
+    model: ReadyModel, config: CacheConfig, seed: int, make_drafter: Callable[[], Drafter]
+) -> MambaCacheEngine:
+    """Build an engine; a drafter is made where the settings ask for drafts.
 
     Raises:
         UsageError: If the settings do not fit the model or the machine's memory.
     """
+    try:
+        drafter = make_drafter() if config.num_speculative_tokens else None
+    except (ValueError, CacheCapacityError) as error:
+        raise UsageError(f"the drafter's own cache: {error}") from error
     try:
         return build_engine(
             model.model, config, drafter=drafter, tokenizer=model.tokenizer, random_seed=seed, scores_prompts=True

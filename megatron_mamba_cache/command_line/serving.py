@@ -90,8 +90,7 @@ class Serving:
         Raises:
             UsageError: If the settings do not fit the model or the memory.
         """
-        drafter = self._drafter() if self._config.num_speculative_tokens else None
-        return engine_for(self._model, self._config, 0, drafter)
+        return engine_for(self._model, self._config, 0, self._drafter)
 
     def run(self, engine: MambaCacheEngine, listener: socket.socket) -> int:
         """Serve with an engine of this process; return the exit status."""

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_mamba_cache.command_line.card_settings import DRAFTER_SHARE, Card, card_settings
+from megatron_mamba_cache.command_line.usage_error import UsageError
 from megatron_mamba_cache.config import CacheConfig
 from megatron_mamba_cache.mcore.agreement import CacheCapacity
 from megatron_mamba_cache.mcore.model_shape import HybridModelShape
@@ -120,3 +121,23 @@ def test_a_draft_model_beside_a_model_has_room_wherever_the_model_has(free_gib: 
     taken = bytes_taken(DENSE_8B, CacheConfig(**drafts, **engine)) + bytes_taken(SMALL, CacheConfig(**drafter))  # type: ignore[arg-type]
     assert taken <= 0.9 * card.free_bytes
     assert min(drafter["buffer_size_gb"], drafter["prefix_caching_mamba_gb"]) > 0.05
+
+
+@pytest.mark.parametrize(("free_gib", "given_fields"), [(3, {}), (10, {"max_requests": 200})])
+def test_a_card_without_room_is_refused_with_what_helps(free_gib: int, given_fields: dict[str, int]) -> None:
+    with pytest.raises(UsageError, match=f"leave {free_gib}.0 GiB .*lower --max-running-requests or --max-tokens"):
+        card_settings(DENSE_8B, 131_072, Card(free_gib * GIB, 0.9, 21_504), given_fields)
+
+
+def test_many_requests_raise_the_tokens_of_a_step_and_what_is_kept_for_logits() -> None:
+    card = Card(140 * GIB, 1.0, 21_504)
+    settings = card_settings(SMALL, 4096, card, {"max_requests": 10_000})
+    assert settings["max_tokens"] == 10_000
+    wide = replace(SMALL, vocab_size=131_072)
+    config = CacheConfig(**card_settings(wide, 4096, card, {"max_requests": 1024}))  # type: ignore[arg-type]
+    assert bytes_taken(wide, config) <= card.free_bytes - 24 * 131_072 * 1024
+
+
+def test_without_prefix_caching_no_memory_goes_to_cached_states() -> None:
+    flags = {"prefix_caching": False, "buffer_size_gb": 10.0}
+    assert card_settings(DENSE_8B, 4096, Card(60 * GIB, 0.9, 21_504), flags)["prefix_caching_mamba_gb"] == 0
