@@ -23,16 +23,16 @@ def serve(arguments: Namespace) -> int:
     Raises:
         UsageError: On a bad flag, model, device or port, or if a package is missing.
     """
+    try:
+        require_extra("server", "serve")
+    except MissingExtraError as error:
+        raise UsageError(str(error)) from error
     launch = Launch.of_environment()
     launch.num_replicas(arguments)
     check_engine_arguments(arguments)
     check_server_arguments(arguments)
     keys = api_keys_of(arguments)
     routing = routing_settings(arguments, launch)
-    try:
-        require_extra("server", "serve")
-    except MissingExtraError as error:
-        raise UsageError(str(error)) from error
     directory = chosen_directory(arguments)
     listener = bound_socket(arguments.host, arguments.port) if launch.is_first else None
     with quiet_libraries():
