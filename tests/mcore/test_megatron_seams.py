@@ -136,6 +136,7 @@ PINNED: dict[type, dict[str, str]] = {
         "schedule_waiting_requests": "(self)",
         "start_listening_to_data_parallel_coordinator": "async (self, inference_coordinator_port=None, "
         "launch_inference_coordinator=True, *, loop=None)",
+        "run_engine": "async (self, *, loop=None)",
         "suspend": "(self)",
     },
     DataParallelInferenceCoordinator: {
