@@ -1,6 +1,5 @@
 """The flags of what may reach the coordinator of several processes, and what is wrong with them. Imports no torch."""
 
-import importlib.util
 from argparse import ArgumentParser, Namespace
 
 from ..routing.settings import RoutingSettings
@@ -42,8 +41,7 @@ def routing_settings(arguments: Namespace, launch: Launch) -> RoutingSettings:
         )
     try:
         settings = RoutingSettings(key_file=key_file, insecure=insecure)
-        if importlib.util.find_spec("zmq") is not None and importlib.util.find_spec("msgpack") is not None:
-            settings.access()
+        settings.access()
     except (ValueError, ModuleNotFoundError) as error:
         raise UsageError(f"--coordinator-key-file: {error}") from error
     return settings
