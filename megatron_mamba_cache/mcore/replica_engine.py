@@ -121,9 +121,9 @@ class ReplicaEngine(MambaCacheEngine):
         self._zmq_context = RankContext(access.host, joining.channel, routing.max_message_bytes)
         await super().start_listening_to_data_parallel_coordinator(port, False, loop=loop)
         self._zmq_context.wait_for_ranks(place.num_members, self.ep_world_size, routing.join_timeout_s)
-        await self._join(place, joining.proof, access.channel, routing.join_timeout_s)
+        await self._join(place, joining.proof, access.channel, routing)
 
-    async def _join(self, place: ReplicaPlace, proof: str, channel: "Channel", timeout_s: float) -> None:
+    async def _join(self, place: ReplicaPlace, proof: str, channel: "Channel", routing: RoutingSettings) -> None:
         """Put a link to the coordinator in the place of Megatron's socket, before the engine's loop has used it."""
         from ..routing.replica_link import ReplicaLink
         from ..routing.wire import Hello
@@ -132,7 +132,7 @@ class ReplicaEngine(MambaCacheEngine):
 
         self._replica_name = place.replica
         hello = Hello(place.replica, place.member, place.num_members, place.domain, proof)
-        self._link = ReplicaLink(self.zmq_context, place.address, hello, channel)
+        self._link = ReplicaLink(self.zmq_context, place.address, hello, routing.max_message_bytes, channel)
         self.zmq_sockets.append(self._link)
         if self.is_mp_coordinator:
             # Its name is the data-parallel rank, which another launch's replica may have too.
@@ -142,7 +142,7 @@ class ReplicaEngine(MambaCacheEngine):
             self._reports = CacheReports(self.context, self._link)
             self._progress = ProgressReports(self, self._link)
         self._watch_peers()
-        await self._link.wait_for_welcome(timeout_s)
+        await self._link.wait_for_welcome(routing.join_timeout_s)
 
     def _watch_peers(self) -> None:
         """Let this rank hear of a death wherever it waits for a word of another one."""

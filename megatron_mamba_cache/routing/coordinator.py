@@ -18,6 +18,7 @@ from megatron.core.inference.headers import Headers
 from ..policy.routing import PromptBlocks, ReplicaName
 from .control_signals import ANSWERS, SIGNALS, ControlSignals
 from .coordinator_loop import CoordinatorLoop
+from .front_end import pack_cancel
 from .membership import Membership, Replica
 from .prompt_keys import PromptKeys, prompt_tokens
 from .requests_in_flight import (
@@ -28,7 +29,7 @@ from .requests_in_flight import (
     readable_sampling,
 )
 from .settings import RoutingSettings
-from .wire import FENCED, HELLO, KEYS, PROBE, WELCOME, WireError, hello_of, opening_of, report_of
+from .wire import FENCED, HELLO, KEYS, PROBE, UNSENT, WELCOME, WireError, hello_of, opening_of, report_of, unsent_of
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +117,8 @@ class PrefixCoordinator(CoordinatorLoop, DataParallelInferenceCoordinator):
             self._send(sender, _CONNECTED)
         elif kind == Headers.ENGINE_REPLY.value and replica is not None:
             self._forward_replies(replica, body)
+        elif kind == UNSENT and replica is not None:
+            self._fail_unsent(replica, body)
         elif kind == Headers.SUBMIT_REQUEST.value and replica is None:
             self._clients.add(sender)
             self._submit(sender, body)
@@ -249,6 +252,14 @@ class PrefixCoordinator(CoordinatorLoop, DataParallelInferenceCoordinator):
             return
         self._finish(request)
         self._send(request.client, reply)
+
+    def _fail_unsent(self, replica: Replica, body: list[Any]) -> None:
+        """Fail a request whose reply or progress is too large to be sent; its replica need not go on with it."""
+        unsent = unsent_of(body)
+        request = self._in_flight.get(unsent.request_id)
+        if request is not None and request.replica == replica.name:
+            self._fail(request, unsent.reason)
+            self._send(replica.identity, pack_cancel(request.request_id))
 
     def _fail(self, request: RequestInFlight, reason: str) -> None:
         if request in self._in_flight:

@@ -10,8 +10,9 @@ import zmq
 from ..policy.boundary_journal import BoundaryChanges
 from .channels import Channel, PlainChannel
 from .heartbeats import set_heartbeats
+from .message_limit import messages_within, reports_within
 from .salts import KeySalt
-from .wire import FENCED, PROBE, WELCOME, Hello, KeyReport, pack_hello, pack_report
+from .wire import FENCED, PROBE, WELCOME, Hello, KeyReport, pack_hello
 
 _LINGER_MS = 1000
 _WELCOME_POLL_S = 0.01
@@ -30,11 +31,20 @@ class ReplicaLink:
 
     Args:
         address: Of the coordinator, such as "tcp://host:5555".
+        max_message_bytes: Of a message to the coordinator; see `RoutingSettings`.
         channel: That the coordinator asks for.
     """
 
-    def __init__(self, context: zmq.Context, address: str, hello: Hello, channel: Channel | None = None) -> None:
+    def __init__(
+        self,
+        context: zmq.Context,
+        address: str,
+        hello: Hello,
+        max_message_bytes: int,
+        channel: Channel | None = None,
+    ) -> None:
         self._address = address
+        self._max_message_bytes = max_message_bytes
         self._is_welcome = False
         self._unread: deque[bytes] = deque()  # for the engine
         self._last_heard = time.monotonic()
@@ -122,12 +132,14 @@ class ReplicaLink:
             return
 
     def send(self, message: bytes) -> None:
-        """Send a message of the engine; messages arrive in order."""
-        self._socket.send(message)
+        """Send a message of the engine; messages arrive in order. What is above the limit fails its request."""
+        for part in messages_within(self._max_message_bytes, message):
+            self._socket.send(part)
 
     def report_keys(self, changes: BoundaryChanges, salt: KeySalt | None) -> None:
         """Tell the coordinator what has changed of the cache; `salt` is None while it is the one reported last."""
-        self._socket.send(pack_report(KeyReport(changes, salt)))
+        for part in reports_within(self._max_message_bytes, KeyReport(changes, salt)):
+            self._socket.send(part)
 
     def close(self) -> None:
         """Close the connection; to the coordinator the replica is dead unless it has been stopped."""

@@ -1,7 +1,8 @@
 """What replicas and the coordinator tell each other beside Megatron's messages.
 
 Both kinds are lists packed by msgpack; Megatron's begin with a number, these with a word, so that neither is taken for
-the other: `["hello", {...}]` and `["keys", {...}]` from a replica, `["welcome"]`, `["probe"]` and `["fenced"]` to it.
+the other: `["hello", {...}]`, `["keys", {...}]` and `["unsent", request id, reason]` from a replica, `["welcome"]`,
+`["probe"]` and `["fenced"]` to it.
 """
 
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from ..policy.identifiers import BlockKey
 from ..policy.routing import ReplicaName
 from .salts import KeySalt
 
-HELLO, KEYS = "hello", "keys"
+HELLO, KEYS, UNSENT = "hello", "keys", "unsent"
 WELCOME = msgpack.packb(["welcome"])
 """The answer to all members of a replica once the last of them has said hello."""
 
@@ -24,8 +25,11 @@ PROBE = msgpack.packb(["probe"])
 FENCED = msgpack.packb(["fenced"])
 """The answer to whatever comes from a replica that counts as dead."""
 
-_KEY_BYTES = 32
+KEY_BYTES = 32
+"""Of a block key in a report."""
+
 _MOST_CHARACTERS = 128
+_MOST_REASON_CHARACTERS = 1000
 _OPENING_BYTES = 64
 
 
@@ -58,6 +62,14 @@ class KeyReport:
 
     changes: BoundaryChanges
     salt: KeySalt | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Unsent:
+    """A replica cannot send what it computed for a request."""
+
+    request_id: int
+    reason: str
 
 
 def opening_of(message: bytes) -> tuple[Any, ...]:
@@ -119,6 +131,22 @@ def report_of(body: Any) -> KeyReport:
     return KeyReport(changes, None if fields["salt"] is None else _salt(fields["salt"]))
 
 
+def pack_unsent(unsent: Unsent) -> bytes:
+    """Return the message."""
+    return msgpack.packb([UNSENT, unsent.request_id, unsent.reason])
+
+
+def unsent_of(body: list[Any]) -> Unsent:
+    """Read what follows the word "unsent".
+
+    Raises:
+        WireError: If it is not a request's number and a reason.
+    """
+    if [type(value) for value in body] != [int, str]:
+        raise WireError(f"need a request's number and a reason, found {body!r:.100}")
+    return Unsent(body[0], body[1][:_MOST_REASON_CHARACTERS])
+
+
 def _salt(values: list[Any]) -> KeySalt:
     kinds = (str, str, int, int)
     if len(values) != len(kinds) or not all(isinstance(value, kind) for value, kind in zip(values, kinds, strict=True)):
@@ -138,11 +166,11 @@ def _fields(body: Any, kinds: dict[str, Any]) -> dict[str, Any]:
 
 
 def _pack_keys(keys: tuple[BlockKey, ...]) -> bytes:
-    return b"".join(key.to_bytes(_KEY_BYTES, "big") for key in keys)
+    return b"".join(key.to_bytes(KEY_BYTES, "big") for key in keys)
 
 
 def _keys(packed: bytes) -> tuple[BlockKey, ...]:
-    if len(packed) % _KEY_BYTES:
-        raise WireError(f"keys of {len(packed)} bytes, no multiple of {_KEY_BYTES}")
-    starts = range(0, len(packed), _KEY_BYTES)
-    return tuple(BlockKey(int.from_bytes(packed[start : start + _KEY_BYTES], "big")) for start in starts)
+    if len(packed) % KEY_BYTES:
+        raise WireError(f"keys of {len(packed)} bytes, no multiple of {KEY_BYTES}")
+    starts = range(0, len(packed), KEY_BYTES)
+    return tuple(BlockKey(int.from_bytes(packed[start : start + KEY_BYTES], "big")) for start in starts)

@@ -1,20 +1,24 @@
 """A replica's link keeps to itself what is not for the engine, and says when nobody is there."""
 
 import asyncio
+import re
 from collections.abc import Iterator
 
 import msgpack
 import pytest
 import zmq
+from megatron.core.inference.headers import Headers
 
 from megatron_mamba_cache.policy.boundary_journal import BoundaryChanges
 from megatron_mamba_cache.policy.identifiers import BlockKey
 from megatron_mamba_cache.policy.routing import ReplicaName
 from megatron_mamba_cache.routing import replica_link
+from megatron_mamba_cache.routing.front_end import PROGRESS
 from megatron_mamba_cache.routing.replica_link import ReplicaFencedError, ReplicaLink
 from megatron_mamba_cache.routing.salts import KeySalt
-from megatron_mamba_cache.routing.wire import FENCED, PROBE, WELCOME, Hello, KeyReport, hello_of, report_of
+from megatron_mamba_cache.routing.wire import FENCED, PROBE, WELCOME, Hello, KeyReport, hello_of, report_of, unsent_of
 
+MAX_BYTES = 4000
 HELLO = Hello(ReplicaName("a"), 1, 2, "experts")
 
 
@@ -25,7 +29,7 @@ class Line:
         self.context = zmq.Context()
         self.router = self.context.socket(zmq.ROUTER)
         port = self.router.bind_to_random_port("tcp://127.0.0.1")
-        self.link = ReplicaLink(self.context, f"tcp://127.0.0.1:{port}", HELLO)
+        self.link = ReplicaLink(self.context, f"tcp://127.0.0.1:{port}", HELLO, MAX_BYTES)
         self.identity, self.hello = self.router.recv_multipart()
 
     def say(self, *messages: bytes) -> None:
@@ -88,3 +92,40 @@ def test_reports_arrive_as_they_were_made(line: Line) -> None:
     kind, body = line.heard()
     assert (kind, report_of(body)) == ("keys", KeyReport(changes, salt))
     assert report_of(line.heard()[1]) == KeyReport(BoundaryChanges())
+
+
+def test_a_large_report_arrives_in_parts_that_say_the_same(line: Line) -> None:
+    dropped, published = (tuple(BlockKey(key) for key in range(first, first + 150)) for first in (1, 1001))
+    salt = KeySalt("model", "1", 2, 16)
+    line.link.report_keys(BoundaryChanges(published, dropped, were_flushed=True), salt)
+    reports = []
+    while line.router.poll(300):
+        message = line.router.recv_multipart()[1]
+        assert len(message) <= MAX_BYTES
+        reports.append(report_of(msgpack.unpackb(message)[1]))
+    assert len(reports) == 4
+    assert [(report.salt, report.changes.were_flushed) for report in reports] == [(salt, True), *[(None, False)] * 3]
+    parts = [[*report.changes.dropped, *report.changes.published] for report in reports]
+    assert [key for part in parts for key in part] == [*dropped, *published]
+
+
+def test_a_large_message_arrives_by_request_and_what_is_too_large_alone_fails(line: Line) -> None:
+    records = [{"requests": [{"request_id": number, "prompt": "x" * size}]} for number, size in SIZES]
+    line.link.send(msgpack.packb([Headers.ENGINE_REPLY.value, records]))
+    assert [line.heard() for _ in range(2)] == [[Headers.ENGINE_REPLY.value, [record]] for record in records[:2]]
+    assert_unsent(line, 9)
+    line.link.send(msgpack.packb([PROGRESS, [[number, {"tokens": [1] * size}] for number, size in SIZES]]))
+    assert [line.heard()[1][0][0] for _ in range(2)] == [3, 5]
+    assert_unsent(line, 9)
+    line.link.send(b"x" * MAX_BYTES)  # at the limit it goes as it is
+    assert line.router.recv_multipart()[1] == b"x" * MAX_BYTES
+
+
+SIZES = [(3, 3000), (5, 3000), (9, 5000)]
+
+
+def assert_unsent(line: Line, request_id: int) -> None:
+    kind, *body = line.heard()
+    unsent = unsent_of(body)
+    assert (kind, unsent.request_id) == ("unsent", request_id)
+    assert re.fullmatch(r"its reply has 5\d\d\d bytes, above max_message_bytes=4000; ask for .*", unsent.reason)

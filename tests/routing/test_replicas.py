@@ -98,3 +98,21 @@ def test_a_slow_replica_is_alive_and_without_retries_the_requests_of_a_dead_one_
         await client.inference.stop_engines()
 
     run(scenario, fleet.address)
+
+
+def test_a_reply_above_the_message_limit_fails_alone_and_the_replica_goes_on(fleet: Fleet) -> None:
+    limit, scored = 20_000, {"return_log_probs": True, "top_n_logprobs": 20, "skip_prompt_log_probs": True}
+    fleet.launch([{"step_s": 0.0}], {"max_message_bytes": limit})
+
+    async def scenario(client: Client) -> None:
+        prompts = [[number] * 30 for number in range(4)]
+        large = [client.send([9] * 30, greedy(120, **scored)) for _ in range(2)]
+        small = [client.send(prompt, greedy(24)) for prompt in prompts]
+        for answer in await asyncio.gather(*large):
+            assert f"above max_message_bytes={limit}; ask for fewer log-probs" in answer.error
+        for prompt, answer in zip(prompts, await asyncio.gather(*small), strict=True):
+            assert_right(prompt, answer)
+        await client.inference.stop_engines()
+
+    run(scenario, fleet.address)
+    assert fleet.wait_for_ends() == [0]

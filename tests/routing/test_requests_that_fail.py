@@ -6,8 +6,11 @@ import time
 from typing import Any
 
 import pytest
+from megatron.core.inference.headers import Headers
 
+from megatron_mamba_cache.routing.front_end import CANCELS
 from megatron_mamba_cache.routing.requests_in_flight import readable_sampling
+from megatron_mamba_cache.routing.wire import Unsent, pack_unsent
 from tests.routing.peers import KEYS, TOKENS, Service
 
 UNREADABLE: list[dict[str, Any]] = [
@@ -66,3 +69,21 @@ def test_clients_that_left_are_forgotten(service: Service) -> None:
     assert len(service.coordinator._clients) == 1
     stays.submit(0, "no number")
     assert stays.answer()[0] == 0
+
+
+def test_a_reply_that_is_too_large_to_be_sent_fails_its_request_and_its_replica_stops_computing(
+    service: Service,
+) -> None:
+    first, second = service.replicas("ab")
+    client = service.client()
+    for number in range(2):
+        client.submit(number, TOKENS)
+    large, small = (replica.take() for replica in (first, second))
+    second.send_bytes(pack_unsent(Unsent(large, "not its own")))
+    second.send("unsent", large, 5)
+    assert client.hears_nothing()
+    first.send_bytes(pack_unsent(Unsent(large, "its reply is too large")))
+    assert client.error() == "its reply is too large"
+    assert first.receive() == [Headers.SUBMIT_REQUEST.value, large, [], {CANCELS: True}]
+    second.finish(small, [5])
+    assert client.answer()[0] == 1

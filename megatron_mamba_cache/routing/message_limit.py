@@ -1,0 +1,59 @@
+"""Keep a replica's messages below the limit above which the coordinator's socket closes the connection."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgpack
+from megatron.core.inference.headers import Headers
+
+from ..policy.boundary_journal import BoundaryChanges
+from .front_end import PROGRESS
+from .wire import KEY_BYTES, KeyReport, Unsent, pack_report, pack_unsent
+
+_REPORT_BYTES = 1024  # of a report without its keys
+
+
+def messages_within(max_bytes: int, message: bytes) -> Iterator[bytes]:
+    """Yield a message of an engine as messages of at most `max_bytes` each, in order.
+
+    Replies and progress are split by request. If the part of one request alone is above the limit, an `Unsent` takes
+    its place, with which the coordinator fails that request.
+    """
+    if len(message) <= max_bytes:
+        yield message
+        return
+    kind, entries = msgpack.unpackb(message, strict_map_key=False)
+    for entry in entries:
+        part = msgpack.packb([kind, [entry]])
+        if len(part) > max_bytes:
+            reason = (
+                f"its reply has {len(part)} bytes, above max_message_bytes={max_bytes}; ask for fewer log-probs "
+                "or raise RoutingSettings.max_message_bytes"
+            )
+            part = pack_unsent(Unsent(_request_id(kind, entry), reason))
+        yield part
+
+
+def reports_within(max_bytes: int, report: KeyReport) -> Iterator[bytes]:
+    """Yield a report as messages of at most `max_bytes` each, or of one key; they apply one after another."""
+    changes, salt, flushed = report.changes, report.salt, report.changes.were_flushed
+    most = max((max_bytes - _REPORT_BYTES) // KEY_BYTES, 1)
+    dropped, published = changes.dropped, changes.published
+    while True:
+        some_dropped, dropped = dropped[:most], dropped[most:]
+        room = most - len(some_dropped)
+        some_published, published = published[:room], published[room:]
+        yield pack_report(KeyReport(BoundaryChanges(some_published, some_dropped, flushed), salt))
+        if not dropped and not published:
+            return
+        salt, flushed = None, False
+
+
+def _request_id(kind: Any, entry: Any) -> int:
+    """Return the request that an entry is about: a record of a reply, or a pair of progress."""
+    if kind == Headers.ENGINE_REPLY.value:
+        request_id: int = entry["requests"][0]["request_id"]
+        return request_id
+    if kind == PROGRESS:
+        return int(entry[0])
+    raise ValueError(f"a message of kind {kind!r} is above max_message_bytes; only replies and progress can be split")
