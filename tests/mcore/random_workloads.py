@@ -257,11 +257,10 @@ def run_workload(work: Workload, drafter: Drafter | None = None) -> WorkloadOutc
     rng = random.Random(len(work.arrivals))
     while pending or run.engine.has_unfinished_requests():
         assert run.num_steps < MAX_STEPS, run.context.snapshot()
-        for request_id in [i for i, arrival in pending.items() if _is_due(arrival, run)]:
-            _add(run, request_id, pending.pop(request_id), work.config.max_sequence_length)
+        add_due(work, run, pending)
         before, windows = _prefilling(run), {row.request_id: row.accepted for row in run.context.rows}
         if rng.random() < work.disturbed_share:
-            _disturbed_step(rng, run, seen, work.fault_places(rng))
+            disturbed_step(rng, run, seen, work.fault_places(rng))
         else:
             run.step()
         assert all(is_reported(row, run.engine.get_request(row.request_id)) for row in run.context.rows)
@@ -280,12 +279,19 @@ def run_workload(work: Workload, drafter: Drafter | None = None) -> WorkloadOutc
     return WorkloadOutcome(seen, tally, texts, run)
 
 
+def add_due(work: Workload, run: EngineRun, pending: dict[int, Arrival]) -> None:
+    """Add the pending requests whose time has come."""
+    for request_id in [i for i, arrival in pending.items() if _is_due(arrival, run)]:
+        _add(run, request_id, pending.pop(request_id), work.config.max_sequence_length)
+
+
 def _prefilling(run: EngineRun) -> dict[int, int]:
     """Return the computed tokens of each request in mid-prefill."""
     return {row.request_id: row.computed for row in run.context.rows if row.is_prefilling}
 
 
-def _disturbed_step(rng: random.Random, run: EngineRun, seen: Counter[str], places: FaultPlaces) -> None:
+def disturbed_step(rng: random.Random, run: EngineRun, seen: Counter[str], places: FaultPlaces) -> None:
+    """Run a step behind a flush or a suspend, or with a fault in it."""
     disturbance = rng.choice(["flush", "suspend", "fault", "fault"])
     if disturbance == "flush":
         run.engine.flush()
