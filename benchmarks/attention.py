@@ -22,12 +22,12 @@ from ceilings import copy_us
 from graph_timing import MEMCPY_NOTE, launch_us
 from machine import describe_machine
 
-from megatron_mamba_cache.kernels.attention_backends.choice import BACKENDS
-from megatron_mamba_cache.kernels.attention_backends.flashinfer import FlashInferAttention
-from megatron_mamba_cache.kernels.attention_backends.interface import AttentionBackend, AttentionShape
-from megatron_mamba_cache.kernels.attention_rows import AttentionRows
-from megatron_mamba_cache.kernels.gated_norm import gated_group_norm, gated_group_norm_ref
-from megatron_mamba_cache.kernels.kv_append import append_kv, append_kv_ref
+from megatron_mamba_cache.kernels.attention.attention_rows import AttentionRows
+from megatron_mamba_cache.kernels.attention.choice import BACKENDS
+from megatron_mamba_cache.kernels.attention.flashinfer import FlashInferAttention
+from megatron_mamba_cache.kernels.attention.interface import AttentionBackend, AttentionShape
+from megatron_mamba_cache.kernels.attention.kv_append import append_kv, append_kv_ref
+from megatron_mamba_cache.kernels.norm.gated_norm import gated_group_norm, gated_group_norm_ref
 
 BLOCK_SIZE = 256
 TOKENS = (64, 320, 4096)

@@ -70,7 +70,7 @@ def compare(cpu: dict[str, Any], cuda: dict[str, Any], *, is_random: bool) -> di
 def _oracle(*, is_random: bool) -> Any:
     sys.path.insert(0, str(ROOT))
     from megatron_mamba_cache.command_line.model_choice import SHIPPED_MODEL
-    from megatron_mamba_cache.models.hugging_face import load_hugging_face
+    from megatron_mamba_cache.models.checkpoints.hugging_face import load_hugging_face
     from megatron_mamba_cache.models.random_hybrid import random_hybrid_model
     from tests.oracle import HybridOracle
 

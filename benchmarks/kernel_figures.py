@@ -13,7 +13,7 @@ import torch
 from ceilings import floor_us
 from mamba_ssm_peer import peer_function
 
-from megatron_mamba_cache.kernels.attention_backends.choice import choose_attention
+from megatron_mamba_cache.kernels.attention.choice import choose_attention
 
 
 @dataclass(frozen=True, slots=True)

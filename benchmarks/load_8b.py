@@ -21,12 +21,12 @@ from machine import describe_machine
 from random_checkpoint import write_checkpoint
 
 from megatron_mamba_cache import CacheConfig, build_engine
+from megatron_mamba_cache.build import TokenIdTokenizer
 from megatron_mamba_cache.command_line.prompts import PromptLine
 from megatron_mamba_cache.command_line.quiet import own_warnings_hidden, quiet_libraries
 from megatron_mamba_cache.command_line.request_runner import RequestRunner, SamplingFlags
 from megatron_mamba_cache.command_line.results import RunResult
-from megatron_mamba_cache.mcore.build import TokenIdTokenizer
-from megatron_mamba_cache.models.hugging_face import LoadedModel, load_hugging_face
+from megatron_mamba_cache.models.checkpoints.hugging_face import LoadedModel, load_hugging_face
 
 GIB = 2**30
 NUM_REQUESTS = 8

@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_mamba_cache.models.architecture import HybridArchitecture
-from megatron_mamba_cache.models.checkpoint_config import CheckpointConfig
+from megatron_mamba_cache.models.checkpoints.checkpoint_config import CheckpointConfig
+from megatron_mamba_cache.models.families.nemotron_h import architecture_of, placements_of
 from megatron_mamba_cache.models.hybrid_model import build_hybrid_model
-from megatron_mamba_cache.models.nemotron_h import architecture_of, placements_of
 from megatron_mamba_cache.models.placement import ModelFiller
 from megatron_mamba_cache.models.rank_part import RankPart
 

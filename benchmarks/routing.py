@@ -185,7 +185,7 @@ def _serve(pipe: Connection, policy: str, address: str | None) -> None:
 
     from megatron_mamba_cache import CacheConfig, build_engine
     from megatron_mamba_cache.models.random_hybrid import RandomHybridConfig, random_hybrid_model
-    from megatron_mamba_cache.routing.settings import RoutingSettings
+    from megatron_mamba_cache.replicas.settings import RoutingSettings
 
     torch.set_num_threads(1)
     sizes = RandomHybridConfig(

@@ -21,10 +21,10 @@ from machine import describe_machine
 from mamba_ssm_peer import peer_function
 from torch import Tensor
 
-from megatron_mamba_cache.kernels.hopper_tiling import HopperTiling
-from megatron_mamba_cache.kernels.ssd_scan import scan_tiles, ssd_scan
-from megatron_mamba_cache.kernels.ssd_tiles import TILE_LEN, tile_shape
-from megatron_mamba_cache.kernels.ssm_inputs import SSMTokens, SSMWeights
+from megatron_mamba_cache.kernels.ssm.hopper_tiling import HopperTiling
+from megatron_mamba_cache.kernels.ssm.ssd_scan import scan_tiles, ssd_scan
+from megatron_mamba_cache.kernels.ssm.ssd_tiles import TILE_LEN, tile_shape
+from megatron_mamba_cache.kernels.ssm.ssm_inputs import SSMTokens, SSMWeights
 from megatron_mamba_cache.kernels.varlen_rows import PAD_SLOT, VarlenRows
 from megatron_mamba_cache.policy.ssm_chunks import plan_ssm_chunks
 

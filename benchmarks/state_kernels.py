@@ -24,13 +24,13 @@ from machine import describe_machine
 from mamba_ssm_peer import peer_function
 from torch import Tensor
 
-from megatron_mamba_cache.kernels import causal_conv as causal_conv_module
-from megatron_mamba_cache.kernels import conv_verify as conv_verify_module
-from megatron_mamba_cache.kernels import state_verify as state_verify_module
-from megatron_mamba_cache.kernels.causal_conv import ConvTiling, causal_conv
-from megatron_mamba_cache.kernels.conv_verify import ConvVerifyTiling, conv_verify
-from megatron_mamba_cache.kernels.ssm_inputs import SSMTokens, SSMWeights
-from megatron_mamba_cache.kernels.state_verify import VerifyTiling, state_verify, state_verify_ref
+from megatron_mamba_cache.kernels.conv import causal_conv as causal_conv_module
+from megatron_mamba_cache.kernels.conv import conv_verify as conv_verify_module
+from megatron_mamba_cache.kernels.conv.causal_conv import ConvTiling, causal_conv
+from megatron_mamba_cache.kernels.conv.conv_verify import ConvVerifyTiling, conv_verify
+from megatron_mamba_cache.kernels.ssm import state_verify as state_verify_module
+from megatron_mamba_cache.kernels.ssm.ssm_inputs import SSMTokens, SSMWeights
+from megatron_mamba_cache.kernels.ssm.state_verify import VerifyTiling, state_verify, state_verify_ref
 from megatron_mamba_cache.kernels.varlen_rows import whole_rows
 from megatron_mamba_cache.kernels.verify_rows import VerifyRows
 

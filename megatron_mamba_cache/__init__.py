@@ -7,9 +7,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .build import build_engine
     from .config import CacheConfig
-    from .kernels.varlen_chunks import compute_varlen_chunk_metadata
-    from .mcore.build import build_engine
+    from .kernels.ssm.varlen_chunks import compute_varlen_chunk_metadata
     from .mcore.context import MambaCacheContext
     from .mcore.kv_block_allocator import KVBlockAllocator
     from .mcore.specs import with_mamba_cache
@@ -23,8 +23,8 @@ _HOMES = {
     "KVBlockAllocator": "mcore.kv_block_allocator",
     "MambaCacheContext": "mcore.context",
     "MambaSlotAllocator": "state.mamba_slot_allocator",
-    "build_engine": "mcore.build",
-    "compute_varlen_chunk_metadata": "kernels.varlen_chunks",
+    "build_engine": "build",
+    "compute_varlen_chunk_metadata": "kernels.ssm.varlen_chunks",
     "plan_align_copy": "policy.align",
     "with_mamba_cache": "mcore.specs",
 }

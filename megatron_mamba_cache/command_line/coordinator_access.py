@@ -2,7 +2,7 @@
 
 from argparse import ArgumentParser, Namespace
 
-from ..routing.settings import RoutingSettings
+from ..replicas.settings import RoutingSettings
 from .launch import Launch
 from .usage_error import UsageError
 

@@ -114,7 +114,7 @@ def _device() -> str:
 def _obstacle() -> str | None:
     """Return why the package cannot be used; None if it can."""
     try:
-        import_module("..mcore.build", __package__)
+        import_module("..build", __package__)
         unmet = unmet_requirements()
     except PackageNotFoundError:
         return None  # imported from a checkout, without an installation whose requirements could be read
@@ -145,7 +145,7 @@ def _compiled_kernels() -> str:
 
 def _attention_backends() -> Iterator[str]:
     try:
-        choice = import_module("..kernels.attention_backends.choice", __package__)
+        choice = import_module("..kernels.attention.choice", __package__)
         refusals = choice.refusals_for_usual_model()
     except Exception as error:  # a broken installation raises anything
         yield f"  unknown: {_one_line(error)}"

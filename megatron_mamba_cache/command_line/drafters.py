@@ -7,7 +7,7 @@ from pathlib import Path
 from ..config import CacheConfig
 from ..mcore.model_shape import HybridModelShape
 from ..mcore.ranks import ranks_of_process
-from ..models.draft_model import DraftModelDrafter
+from ..models.drafting.draft_model import DraftModelDrafter
 from ..speculation.drafter import Drafter
 from ..speculation.prompt_lookup import PromptLookupDrafter
 from .default_settings import default_settings

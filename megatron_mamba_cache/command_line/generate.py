@@ -39,7 +39,7 @@ def generate(arguments: Namespace) -> int:
         # These import torch, which fixes the device.
         from .generation import Generation
         from .own_process_groups import own_process_groups
-        from .replicas import OneModel, SeveralProcesses, speaking_for_all
+        from .processes import OneModel, SeveralProcesses, speaking_for_all
 
         with own_process_groups(), speaking_for_all(launch):
             replicas = OneModel() if launch.num_processes == 1 else SeveralProcesses(launch, arguments, device)

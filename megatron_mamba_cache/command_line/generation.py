@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from tqdm import tqdm
 
+from ..build import TokenIdTokenizer
 from ..config import CacheConfig
-from ..mcore.build import TokenIdTokenizer
 from ..mcore.model_shape import HybridModelShape
 from ..mcore.ranks import ranks_of_process
 from .arguments import cache_config
@@ -20,10 +20,10 @@ from .later_turns import LaterTurns
 from .launch import Launch
 from .model_choice import ModelDirectory
 from .output_file import write_output
+from .processes import Replicas
 from .prompts import PromptLine
 from .quiet import own_warnings_hidden
 from .ready_model import engine_for, ready_model
-from .replicas import Replicas
 from .replies import reply_lines
 from .report import (
     compilation_line,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from ..models.hugging_face_tokenizer import has_tokenizer
+from ..models.tokenizers.hugging_face_tokenizer import has_tokenizer
 from .prompts import PromptLine
 from .usage_error import UsageError
 

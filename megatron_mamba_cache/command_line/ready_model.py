@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
+from ..build import TokenIdTokenizer, build_engine
 from ..config import CacheConfig
 from ..errors import CacheCapacityError
-from ..mcore.build import TokenIdTokenizer, build_engine
 from ..mcore.engine import MambaCacheEngine
-from ..models.byte_tokenizer import ByteTokenizer
-from ..models.hugging_face import LoadedModel, load_hugging_face
-from ..models.hugging_face_tokenizer import HuggingFaceTokenizer, load_tokenizer
+from ..models.checkpoints.hugging_face import LoadedModel, load_hugging_face
 from ..models.parameter_shapes import parameters_of
 from ..models.random_hybrid import RandomHybridConfig, random_hybrid_model
+from ..models.tokenizers.byte_tokenizer import ByteTokenizer
+from ..models.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer, load_tokenizer
 from ..speculation.drafter import Drafter
 from .arguments import name_flag
 from .model_choice import ModelDirectory, ModelFormat
@@ -132,7 +132,7 @@ def _loaded(directory: ModelDirectory, dtype: str | None) -> ReadyModel:
 def _load(directory: ModelDirectory, dtype: torch.dtype | None) -> LoadedModel:
     if directory.format is ModelFormat.HUGGING_FACE:
         return load_hugging_face(directory.path, dtype)
-    from ..models.megatron_checkpoint import load_megatron_checkpoint
+    from ..models.checkpoints.megatron_checkpoint import load_megatron_checkpoint
 
     return load_megatron_checkpoint(directory.path, dtype)
 

@@ -39,7 +39,7 @@ def serve(arguments: Namespace) -> int:
         device = select_device(arguments.device)
         # These import torch, which fixes the device.
         from .own_process_groups import own_process_groups
-        from .replicas import OneModel, SeveralProcesses, speaking_for_all
+        from .processes import OneModel, SeveralProcesses, speaking_for_all
         from .serving import Serving
 
         with own_process_groups(), speaking_for_all(launch):

@@ -13,7 +13,7 @@ from ..config import CacheConfig, given_settings
 from ..mcore.engine import MambaCacheEngine
 from ..mcore.model_shape import HybridModelShape
 from ..mcore.ranks import ranks_of_process
-from ..routing.settings import RoutingSettings
+from ..replicas.settings import RoutingSettings
 from ..server.access_log import AccessLog, write_line
 from ..server.app import Server, ServerSettings
 from ..server.engine_thread import EngineThread

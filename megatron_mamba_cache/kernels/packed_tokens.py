@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .reference_slots import along_first_dim
+from .slots.reference_slots import along_first_dim
 from .varlen_rows import PAD_SLOT
 from .verify_rows import VerifyRows
 

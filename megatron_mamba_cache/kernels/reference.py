@@ -1,9 +1,9 @@
 """The reference twins of the state kernels, in one place: torch only, same signatures, same in-place effects."""
 
-from .reference_align import align_copy_ref
-from .reference_conv import causal_conv_ref, conv_verify_ref
-from .reference_slots import copy_slots_ref, zero_slots_ref
-from .reference_ssd import ssd_scan_ref, state_verify_ref
+from .conv.reference_conv import causal_conv_ref, conv_verify_ref
+from .slots.reference_align import align_copy_ref
+from .slots.reference_slots import copy_slots_ref, zero_slots_ref
+from .ssm.reference_ssd import ssd_scan_ref, state_verify_ref
 
 __all__ = [
     "align_copy_ref",

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..config import CacheConfig
 from ..errors import CacheCapacityError
-from ..kernels.attention_backends.choice import choose_attention
-from ..kernels.attention_backends.interface import AttentionShape
+from ..kernels.attention.choice import choose_attention
+from ..kernels.attention.interface import AttentionShape
 from ..metrics import CacheCounters
 from ..policy.admission import AdmissionRules
 from ..policy.boundaries import BoundaryRule
@@ -21,8 +21,8 @@ from ..policy.requests import RunningRequest
 from ..policy.slot_pool import SlotPool
 from ..state.mamba_slot_allocator import StateSlotAllocator, StepReservations
 from ..state.state_pool import DraftWindow, StatePool
-from ..state.step_batch import StepGeometry
-from ..state.step_buffers import StepBuffers, StepLimits
+from ..step.batch import StepGeometry
+from ..step.buffers import StepBuffers, StepLimits
 from .agreement import CacheCapacity
 from .kv_block_allocator import KVBlockAllocator
 from .model_shape import HybridModelShape

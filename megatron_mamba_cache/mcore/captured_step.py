@@ -7,8 +7,8 @@ from typing import Protocol
 from torch import Tensor
 
 from ..policy.requests import RunningRequest
-from ..state.padded_step import StepShape
-from ..state.step_batch import StepBatch
+from ..step.batch import StepBatch
+from ..step.shapes import StepShape
 from .weight_places import WeightPlaces
 
 

@@ -21,7 +21,7 @@ from ..policy.requests import Candidate, KeptTokens, RequestSpec, RunningRequest
 from ..speculation.decode_schedule import schedule_decode, schedule_plain_decode
 from ..speculation.draft_planner import DraftPlanner, NoDrafts
 from ..speculation.row_progress import advance_plain_rows, advance_rows, note_hidden_states
-from ..state.step_batch import StepBatch
+from ..step.batch import StepBatch
 from .agreement import CacheCapacity, agreed_settings, agreed_version
 from .cache_memory import CacheMemory, step_memory
 from .captured_step import CapturedStep, GraphsByShape

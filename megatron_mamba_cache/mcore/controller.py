@@ -11,8 +11,8 @@ from megatron.core.inference.text_generation_controllers.text_generation_control
 from torch import Tensor
 
 from ..policy.requests import KeptTokens, RunningRequest
-from ..state.padding_rows import decode_padding_row
-from ..state.reading import Reading
+from ..step.host_copy import Reading
+from ..step.padding_rows import decode_padding_row
 from .context import MambaCacheContext
 from .log_probs import followed_tokens, selected_log_probs, top_n_log_probs
 from .prompt_log_probs import score_prompts, whole_scores

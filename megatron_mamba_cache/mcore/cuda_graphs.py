@@ -28,10 +28,10 @@ from tqdm import tqdm
 
 from ..errors import CacheIntegrityError
 from ..policy.requests import RunningRequest, num_decoding
-from ..state.padded_step import StepShape, decode_shapes, prefill_shapes, smallest_shape
-from ..state.plain_steps import PlainStep, send_next
-from ..state.step_batch import StepBatch, send_padded_step, view_step
-from ..state.step_logits import StepLogits, all_greedy, logits_starts
+from ..step.batch import StepBatch, send_padded_step, view_step
+from ..step.logits import StepLogits, all_greedy, logits_starts
+from ..step.one_token_steps import PlainStep, send_next
+from ..step.shapes import StepShape, decode_shapes, prefill_shapes, smallest_shape
 from .captured_step import Capture
 from .context import MambaCacheContext
 from .graph_recorder import CudaRecorder, Recorder

@@ -7,7 +7,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
-from ..kernels.gated_norm import gated_group_norm
+from ..kernels.norm.gated_norm import gated_group_norm
 
 
 class GatedGroupRMSNorm(nn.Module):

@@ -5,8 +5,8 @@ from typing import Any
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import Tensor, nn
 
-from ..kernels.gated_norm import gated_group_norm
 from ..kernels.kernel_launches import launches_kernel
+from ..kernels.norm.gated_norm import gated_group_norm
 
 
 class LayerNorm:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..policy.requests import RunningRequest
-from ..state.step_batch import StepBatch
+from ..step.batch import StepBatch
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,15 +10,15 @@ import torch.nn.functional as F
 from megatron.core.ssm import mamba_mixer as megatron_mixer
 from torch import Tensor
 
-from ..kernels.causal_conv import causal_conv
-from ..kernels.conv_verify import conv_verify
-from ..kernels.ssd_scan import ssd_scan
-from ..kernels.ssm_inputs import NO_LIMIT, SSMTokens, SSMWeights
-from ..kernels.state_verify import state_verify
+from ..kernels.conv.causal_conv import causal_conv
+from ..kernels.conv.conv_verify import conv_verify
+from ..kernels.ssm.ssd_scan import ssd_scan
+from ..kernels.ssm.ssm_inputs import NO_LIMIT, SSMTokens, SSMWeights
+from ..kernels.ssm.state_verify import state_verify
 from ..kernels.varlen_rows import VarlenRows, whole_rows
 from ..kernels.verify_rows import VerifyRows
 from ..state.state_pool import LayerStates
-from ..state.step_batch import StepBatch
+from ..step.batch import StepBatch
 from .gated_norm import GatedGroupRMSNorm
 
 

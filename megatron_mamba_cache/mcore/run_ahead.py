@@ -17,10 +17,10 @@ from torch import Tensor
 
 from ..errors import CacheIntegrityError
 from ..policy.requests import RunningRequest
-from ..state.padded_step import StepShape
-from ..state.plain_steps import RowEnds
-from ..state.reading import stream_of
-from ..state.step_batch import StepBatch
+from ..step.batch import StepBatch
+from ..step.host_copy import stream_of
+from ..step.one_token_steps import RowEnds
+from ..step.shapes import StepShape
 from .captured_step import CapturedStep, EarlyStep
 
 

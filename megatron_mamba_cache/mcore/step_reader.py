@@ -10,16 +10,16 @@ from megatron.core.inference.contexts.dynamic_context import DynamicInferenceCon
 from torch import Tensor
 
 from ..errors import CacheIntegrityError
-from ..kernels.attention_backends.interface import PlannedAttention
+from ..kernels.attention.interface import PlannedAttention
+from ..kernels.attention.kv_append import append_kv
 from ..kernels.compilation import WATCH
-from ..kernels.kv_append import append_kv
 from ..metrics import CacheCounters, CacheSnapshot
 from ..policy.prefix_cache import PrefixCache
 from ..policy.random_counter import DrawPurpose
 from ..policy.requests import RunningRequest
 from ..state.mamba_slot_allocator import StateSlotAllocator
 from ..state.state_pool import LayerStates
-from ..state.step_batch import StepBatch, lay_out_step
+from ..step.batch import StepBatch, lay_out_step
 from .cache_memory import CacheMemory
 from .captured_step import Capture, CapturedStep, GraphsByShape
 from .log_probs import followed_tokens, selected_log_probs

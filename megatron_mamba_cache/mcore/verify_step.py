@@ -6,11 +6,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..kernels.align_copy import align_copy
-from ..kernels.sampling import greedy_tokens, sample_tokens, token_probabilities
-from ..kernels.verification import DraftDistributions, RatioUniforms, accept_by_ratio, accept_matching
-from ..state.step_batch import StepBatch
-from ..state.step_logits import StepLogits
+from ..kernels.sampling.sampling import greedy_tokens, sample_tokens, token_probabilities
+from ..kernels.sampling.verification import DraftDistributions, RatioUniforms, accept_by_ratio, accept_matching
+from ..kernels.slots.align_copy import align_copy
+from ..step.batch import StepBatch
+from ..step.logits import StepLogits
 from .cache_memory import CacheMemory
 from .step_reader import StepReader
 

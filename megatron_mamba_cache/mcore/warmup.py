@@ -16,9 +16,9 @@ from ..kernels.progress import progress
 from ..kernels.varlen_rows import PAD_SLOT
 from ..policy.identifiers import BlockId
 from ..policy.requests import RunningRequest
-from ..state.padding_rows import decode_padding_row, prefill_padding_row
 from ..state.state_pool import DraftWindow
-from ..state.step_buffers import StepLimits
+from ..step.buffers import StepLimits
+from ..step.padding_rows import decode_padding_row, prefill_padding_row
 from .context import MambaCacheContext
 from .served_model import compute_step
 from .verify_step import copy_reached_boundaries, verify_step

@@ -9,7 +9,7 @@ from .backend import BackendState
 from .bodies import Bodies, ClientLeftError
 from .errors import ApiError, engine_failed, unavailable
 from .exchange import exchange_of
-from .replies import CLIENT_CLOSED_REQUEST, error_response
+from .responses import CLIENT_CLOSED_REQUEST, error_response
 from .tenants import ApiKeys
 
 _OPEN_PATHS = ("/health", "/ping")

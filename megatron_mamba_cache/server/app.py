@@ -30,7 +30,7 @@ from .job import Job, JobRules
 from .limits import QueueGate, ServerLimits
 from .metrics import ServerMetrics
 from .prompts import PromptReader
-from .replies import error_response
+from .responses import error_response
 from .schema_errors import schema_error
 from .schemas import FlushRequest
 from .tenants import ApiKeys

@@ -1,6 +1,6 @@
 """Engines in other processes, behind a coordinator: a `Backend` that speaks its messages.
 
-Megatron's `InferenceClient` returns whole replies; this client hears of every step. See `routing.front_end`.
+Megatron's `InferenceClient` returns whole replies; this client hears of every step. See `replicas.front_end`.
 """
 
 import asyncio
@@ -18,12 +18,12 @@ import zmq.asyncio
 from megatron.core.inference.headers import Headers
 from megatron.core.inference.inference_request import DynamicInferenceRequestRecord
 
-from ..mcore.progress_reports import progress_since
 from ..metrics import CacheSnapshot
-from ..routing.access import Access, LoopbackAccess
-from ..routing.front_end import CANCEL, FLUSH, PROGRESS, STATES, STREAMS, WATCH
-from ..routing.heartbeats import set_heartbeats
-from ..routing.replica_link import COORDINATOR_SILENCE_S
+from ..replicas.access import Access, LoopbackAccess
+from ..replicas.front_end import CANCEL, FLUSH, PROGRESS, STATES, STREAMS, WATCH
+from ..replicas.heartbeats import set_heartbeats
+from ..replicas.progress_reports import progress_since
+from ..replicas.replica_link import COORDINATOR_SILENCE_S
 from .backend import BackendState, GenerationRequest, Progress, Ticket
 from .megatron_requests import Listener, ended, sampling_params
 from .request_faults import RequestRules

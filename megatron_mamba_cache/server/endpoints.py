@@ -16,7 +16,7 @@ from .formats import ChatFormat, CompletionFormat
 from .job import JobRules, Order
 from .limits import ServerLimits
 from .prompts import Prompt, PromptReader
-from .replies import EventStream, WholeReply
+from .responses import EventStream, WholeReply
 from .schemas import ChatRequest, CompletionRequest, GenerationFields
 from .tenants import Tenant
 

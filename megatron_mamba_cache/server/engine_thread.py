@@ -14,9 +14,9 @@ import torch
 
 from ..errors import CacheIntegrityError
 from ..mcore.engine import MambaCacheEngine
-from ..mcore.replica_engine import MOST_FAILED_STEPS
 from ..mcore.request_states import tokens_after
 from ..metrics import CacheSnapshot
+from ..replicas.engine import MOST_FAILED_STEPS
 from .backend import BackendState, GenerationRequest, Progress, Ticket
 from .errors import engine_failed
 from .megatron_requests import Listener, ended, sampling_params

@@ -7,7 +7,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .access_log import AccessLog
 from .exchange import Exchange
-from .replies import CLIENT_CLOSED_REQUEST
+from .responses import CLIENT_CLOSED_REQUEST
 
 _PROBES = frozenset({"/health", "/ping", "/metrics", "/dashboard/history"})  # asked every few seconds
 _KEY_REFUSED = (401, 403)

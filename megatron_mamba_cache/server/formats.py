@@ -5,7 +5,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from ..models.token_bytes import REPLACEMENT
+from ..models.tokenizers.token_bytes import REPLACEMENT
 from .job import Choice, Job
 from .reply import Piece, TokenInfo
 

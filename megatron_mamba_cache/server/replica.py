@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from ..mcore.engine import MambaCacheEngine
-from ..routing.settings import RoutingSettings
+from ..replicas.settings import RoutingSettings
 
 
 class ReplicaThread:

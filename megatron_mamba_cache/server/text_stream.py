@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from ..models.token_bytes import REPLACEMENT
+from ..models.tokenizers.token_bytes import REPLACEMENT
 
 _MOST_HELD = 3  # an unfinished UTF-8 character has at most three bytes
 _WINDOW = 16

@@ -7,7 +7,7 @@ import pytest
 import torch
 from pytest import approx
 
-from megatron_mamba_cache.state.reading import Reading
+from megatron_mamba_cache.step.host_copy import Reading
 from tests.command_line.command_runs import REPOSITORY
 
 

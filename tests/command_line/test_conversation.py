@@ -11,8 +11,8 @@ from megatron_mamba_cache import CacheConfig, build_engine
 from megatron_mamba_cache.command_line.arguments import EDITING
 from megatron_mamba_cache.command_line.model_choice import SHIPPED_MODEL
 from megatron_mamba_cache.mcore.engine import MambaCacheEngine
-from megatron_mamba_cache.models.hugging_face import LoadedModel, load_hugging_face
-from megatron_mamba_cache.models.hugging_face_tokenizer import load_tokenizer
+from megatron_mamba_cache.models.checkpoints.hugging_face import LoadedModel, load_hugging_face
+from megatron_mamba_cache.models.tokenizers.hugging_face_tokenizer import load_tokenizer
 
 BLOCK = 64
 REPLY_TOKENS = 2 * BLOCK + 12  # longer than what a turn may compute beyond its new text

@@ -9,8 +9,8 @@ from megatron_mamba_cache.command_line.coordinator_access import routing_setting
 from megatron_mamba_cache.command_line.launch import Launch
 from megatron_mamba_cache.command_line.main import EXIT_USAGE, main
 from megatron_mamba_cache.command_line.usage_error import UsageError
-from megatron_mamba_cache.routing.access import InsecureAccess, KeyedAccess, LoopbackAccess
-from megatron_mamba_cache.routing.settings import RoutingSettings
+from megatron_mamba_cache.replicas.access import InsecureAccess, KeyedAccess, LoopbackAccess
+from megatron_mamba_cache.replicas.settings import RoutingSettings
 
 ONE_HOST = Launch(0, 8, 0, 8)
 TWO_HOSTS = Launch(0, 8, 0, 4)

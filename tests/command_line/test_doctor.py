@@ -12,7 +12,7 @@ from megatron_mamba_cache import installation
 from megatron_mamba_cache.command_line import doctor
 from megatron_mamba_cache.command_line.doctor import KERNELS, KernelChoice
 from megatron_mamba_cache.command_line.main import main
-from megatron_mamba_cache.kernels.attention_backends import choice
+from megatron_mamba_cache.kernels.attention import choice
 from tests.command_line.command_runs import run_process
 
 

@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from megatron_mamba_cache.command_line import model_choice
-from megatron_mamba_cache.models.hugging_face import load_hugging_face
-from megatron_mamba_cache.models.megatron_checkpoint import load_megatron_checkpoint, save_megatron_checkpoint
+from megatron_mamba_cache.models.checkpoints.hugging_face import load_hugging_face
+from megatron_mamba_cache.models.checkpoints.megatron_checkpoint import (
+    load_megatron_checkpoint,
+    save_megatron_checkpoint,
+)
 from tests.command_line.command_runs import REPOSITORY, Finished, run_here, run_process
 from tests.command_line.tiny_directories import FAMILIES, save_model, save_tokenizer
 from tests.models.training_checkpoints import write_training_checkpoint

@@ -5,10 +5,10 @@ from typing import Any, SupportsIndex
 
 import pytest
 
+from megatron_mamba_cache.build import TokenIdTokenizer
 from megatron_mamba_cache.command_line.prompts import PromptLine
 from megatron_mamba_cache.command_line.request_runner import RequestRunner, SamplingFlags
 from megatron_mamba_cache.command_line.results import RunResult
-from megatron_mamba_cache.mcore.build import TokenIdTokenizer
 from megatron_mamba_cache.mcore.engine import MambaCacheEngine
 from tests.mcore.engine_runs import EngineRun, tiny_hybrid
 

@@ -7,8 +7,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_mamba_cache import CacheConfig, build_engine
-from megatron_mamba_cache.models.hugging_face import LoadedModel, load_hugging_face
-from megatron_mamba_cache.models.megatron_checkpoint import load_megatron_checkpoint, save_megatron_checkpoint
+from megatron_mamba_cache.models.checkpoints.hugging_face import LoadedModel, load_hugging_face
+from megatron_mamba_cache.models.checkpoints.megatron_checkpoint import (
+    load_megatron_checkpoint,
+    save_megatron_checkpoint,
+)
 from tests.distributed.rank_models import Layout, parallel
 from tests.mcore.engine_runs import EngineRun
 from tests.models.tensor_parallel_worker import assert_same_weights, some_prompts

@@ -10,7 +10,7 @@ import pytest
 from megatron_mamba_cache import CacheConfig
 from megatron_mamba_cache.command_line.arguments import command_parser
 from megatron_mamba_cache.config import FLAGS
-from megatron_mamba_cache.routing.settings import RoutingSettings
+from megatron_mamba_cache.replicas.settings import RoutingSettings
 from tests.docs.blocks import REPOSITORY, pages
 
 README = REPOSITORY / "README.md"

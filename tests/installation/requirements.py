@@ -66,7 +66,7 @@ def environments() -> dict[str, Environment]:
     """Return the environments that the documentation names."""
     command = (f"{PACKAGE}.__main__", "example_generate")
     public = tuple(f"{PACKAGE}.{home}" for home in _public_homes())
-    models = (f"{PACKAGE}.models.draft_model", f"{PACKAGE}.models.megatron_checkpoint")
+    models = (f"{PACKAGE}.models.drafting.draft_model", f"{PACKAGE}.models.checkpoints.megatron_checkpoint")
     tests = tuple(
         ".".join(file.relative_to(REPOSITORY).with_suffix("").parts)
         for file in sorted((REPOSITORY / "tests").rglob("*.py"))
@@ -167,7 +167,7 @@ def _public_homes() -> list[str]:
 def _optional_of_hub() -> dict[str, str]:
     """Return what is imported with its absence handled, and reported as a matter of the extra `hf`."""
     found = {}
-    for module in (f"{PACKAGE}.models.text_codec", f"{PACKAGE}.models.hugging_face"):
+    for module in (f"{PACKAGE}.models.tokenizers.text_codec", f"{PACKAGE}.models.checkpoints.hugging_face"):
         for one in sources().imports(module):
             if one.is_optional:
                 found[one.target.partition(".")[0]] = module

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_mamba_cache.kernels.attention_rows import AttentionRows
-from megatron_mamba_cache.kernels.reference_attention import paged_attention_ref
+from megatron_mamba_cache.kernels.attention.attention_rows import AttentionRows
+from megatron_mamba_cache.kernels.attention.reference_attention import paged_attention_ref
 
 IN_GRAPHS = False
 """Whether calls are captured: the sizes that the host gives are then of the longest rows, else of those at hand."""

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from megatron_mamba_cache.config import _ATTENTION_BACKENDS
-from megatron_mamba_cache.kernels.attention_backends import choice, flashinfer
-from megatron_mamba_cache.kernels.attention_backends.choice import BACKENDS, BackendClass, choose_attention
-from megatron_mamba_cache.kernels.attention_backends.flash_attn import cumulative_lengths
-from megatron_mamba_cache.kernels.attention_backends.flashinfer import page_lists
-from megatron_mamba_cache.kernels.attention_backends.interface import AttentionBackend, AttentionShape, attend_rows
-from megatron_mamba_cache.kernels.attention_backends.reference import ReferenceAttention
-from megatron_mamba_cache.kernels.attention_rows import AttentionRows
-from megatron_mamba_cache.kernels.reference_attention import paged_attention_ref
+from megatron_mamba_cache.kernels.attention import choice, flashinfer
+from megatron_mamba_cache.kernels.attention.attention_rows import AttentionRows
+from megatron_mamba_cache.kernels.attention.choice import BACKENDS, BackendClass, choose_attention
+from megatron_mamba_cache.kernels.attention.flash_attn import cumulative_lengths
+from megatron_mamba_cache.kernels.attention.flashinfer import page_lists
+from megatron_mamba_cache.kernels.attention.interface import AttentionBackend, AttentionShape, attend_rows
+from megatron_mamba_cache.kernels.attention.reference import ReferenceAttention
+from megatron_mamba_cache.kernels.attention.reference_attention import paged_attention_ref
 from tests.kernels import attention_libraries
 from tests.kernels.packed_rows import same_bits
 

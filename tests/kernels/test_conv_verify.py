@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_mamba_cache.kernels import conv_verify as conv_verify_module
-from megatron_mamba_cache.kernels.causal_conv import causal_conv, causal_conv_ref
-from megatron_mamba_cache.kernels.conv_verify import ConvVerifyTiling, conv_verify, conv_verify_ref
+from megatron_mamba_cache.kernels.conv import conv_verify as conv_verify_module
+from megatron_mamba_cache.kernels.conv.causal_conv import causal_conv, causal_conv_ref
+from megatron_mamba_cache.kernels.conv.conv_verify import ConvVerifyTiling, conv_verify, conv_verify_ref
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED
 from megatron_mamba_cache.kernels.verify_rows import VerifyRows
 from tests.kernels.kernel_stand_ins import launches_expected

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_mamba_cache.kernels import gated_norm
-from megatron_mamba_cache.kernels.gated_norm import gated_group_norm, gated_group_norm_ref
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED, launches_kernel
+from megatron_mamba_cache.kernels.norm import gated_norm
+from megatron_mamba_cache.kernels.norm.gated_norm import gated_group_norm, gated_group_norm_ref
 from tests.kernels.kernel_stand_ins import CountedKernel
 from tests.kernels.packed_rows import same_bits
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_mamba_cache.kernels import kv_append
+from megatron_mamba_cache.kernels.attention import kv_append
+from megatron_mamba_cache.kernels.attention.kv_append import append_kv, append_kv_ref
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED, launches_kernel
-from megatron_mamba_cache.kernels.kv_append import append_kv, append_kv_ref
 from tests.kernels.kernel_stand_ins import CountedKernel
 from tests.kernels.packed_rows import same_bits
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_mamba_cache.kernels.sampling import sample_tokens, token_probabilities
-from megatron_mamba_cache.kernels.verification import (
+from megatron_mamba_cache.kernels.sampling.sampling import sample_tokens, token_probabilities
+from megatron_mamba_cache.kernels.sampling.verification import (
     DraftDistributions,
     RatioUniforms,
     VerifyLogits,

@@ -9,30 +9,24 @@ from types import ModuleType
 import pytest
 import torch
 
-from megatron_mamba_cache.kernels import align_copy as align_copy_module
-from megatron_mamba_cache.kernels import causal_conv as causal_conv_module
-from megatron_mamba_cache.kernels import conv_verify as conv_verify_module
-from megatron_mamba_cache.kernels import (
-    gated_norm,
-    hopper_tiling,
-    kv_append,
-    slot_copies,
-    ssd_scan,
-    ssd_scan_hopper,
-    ssd_scan_portable,
-    ssd_tiles,
-)
-from megatron_mamba_cache.kernels import state_verify as state_verify_module
-from megatron_mamba_cache.kernels.align_copy import align_copy
-from megatron_mamba_cache.kernels.causal_conv import causal_conv
-from megatron_mamba_cache.kernels.conv_verify import conv_verify
-from megatron_mamba_cache.kernels.gated_norm import gated_group_norm
-from megatron_mamba_cache.kernels.hopper_tiling import HopperTiling
-from megatron_mamba_cache.kernels.kv_append import append_kv
-from megatron_mamba_cache.kernels.slot_copies import copy_slots, zero_slots
-from megatron_mamba_cache.kernels.ssd_scan import scan_tiles
-from megatron_mamba_cache.kernels.ssd_tiles import tile_shape
-from megatron_mamba_cache.kernels.state_verify import state_verify
+from megatron_mamba_cache.kernels.attention import kv_append
+from megatron_mamba_cache.kernels.attention.kv_append import append_kv
+from megatron_mamba_cache.kernels.conv import causal_conv as causal_conv_module
+from megatron_mamba_cache.kernels.conv import conv_verify as conv_verify_module
+from megatron_mamba_cache.kernels.conv.causal_conv import causal_conv
+from megatron_mamba_cache.kernels.conv.conv_verify import conv_verify
+from megatron_mamba_cache.kernels.norm import gated_norm
+from megatron_mamba_cache.kernels.norm.gated_norm import gated_group_norm
+from megatron_mamba_cache.kernels.slots import align_copy as align_copy_module
+from megatron_mamba_cache.kernels.slots import slot_copies
+from megatron_mamba_cache.kernels.slots.align_copy import align_copy
+from megatron_mamba_cache.kernels.slots.slot_copies import copy_slots, zero_slots
+from megatron_mamba_cache.kernels.ssm import hopper_tiling, ssd_scan, ssd_scan_hopper, ssd_scan_portable, ssd_tiles
+from megatron_mamba_cache.kernels.ssm import state_verify as state_verify_module
+from megatron_mamba_cache.kernels.ssm.hopper_tiling import HopperTiling
+from megatron_mamba_cache.kernels.ssm.ssd_scan import scan_tiles
+from megatron_mamba_cache.kernels.ssm.ssd_tiles import tile_shape
+from megatron_mamba_cache.kernels.ssm.state_verify import state_verify
 from tests.kernels.align_steps import StepRow, device_rows
 from tests.kernels.kernel_stand_ins import CompiledInsteadOfLaunched, global_accesses
 from tests.kernels.packed_rows import RowSpec, VerifySpec, pack_rows, pack_verify

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_mamba_cache.kernels import reference_attention
-from megatron_mamba_cache.kernels.attention_rows import AttentionRows
-from megatron_mamba_cache.kernels.reference_attention import paged_attention_ref
+from megatron_mamba_cache.kernels.attention import reference_attention
+from megatron_mamba_cache.kernels.attention.attention_rows import AttentionRows
+from megatron_mamba_cache.kernels.attention.reference_attention import paged_attention_ref
 from tests.kernels.packed_rows import same_bits
 
 BLOCK, DIM, HEADS = 4, 8, 6

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_mamba_cache.kernels.attention_rows import AttentionRows
-from megatron_mamba_cache.kernels.causal_conv import causal_conv
-from megatron_mamba_cache.kernels.conv_verify import conv_verify
-from megatron_mamba_cache.kernels.gated_norm import gated_group_norm
-from megatron_mamba_cache.kernels.kv_append import append_kv
+from megatron_mamba_cache.kernels.attention.attention_rows import AttentionRows
+from megatron_mamba_cache.kernels.attention.kv_append import append_kv
+from megatron_mamba_cache.kernels.attention.reference_attention import append_kv_ref, paged_attention_ref
+from megatron_mamba_cache.kernels.conv.causal_conv import causal_conv
+from megatron_mamba_cache.kernels.conv.conv_verify import conv_verify
+from megatron_mamba_cache.kernels.norm.gated_norm import gated_group_norm
 from megatron_mamba_cache.kernels.reference import (
     align_copy_ref,
     causal_conv_ref,
@@ -22,18 +23,17 @@ from megatron_mamba_cache.kernels.reference import (
     state_verify_ref,
     zero_slots_ref,
 )
-from megatron_mamba_cache.kernels.reference_attention import append_kv_ref, paged_attention_ref
-from megatron_mamba_cache.kernels.sampling import greedy_tokens, sample_tokens, token_probabilities
-from megatron_mamba_cache.kernels.slot_copies import copy_slots, zero_slots
-from megatron_mamba_cache.kernels.ssd_scan import ssd_scan
-from megatron_mamba_cache.kernels.state_verify import state_verify
-from megatron_mamba_cache.kernels.verification import (
+from megatron_mamba_cache.kernels.sampling.sampling import greedy_tokens, sample_tokens, token_probabilities
+from megatron_mamba_cache.kernels.sampling.verification import (
     DraftDistributions,
     RatioUniforms,
     VerifyLogits,
     accept_by_ratio,
     accept_matching,
 )
+from megatron_mamba_cache.kernels.slots.slot_copies import copy_slots, zero_slots
+from megatron_mamba_cache.kernels.ssm.ssd_scan import ssd_scan
+from megatron_mamba_cache.kernels.ssm.state_verify import state_verify
 from tests.kernels.align_steps import StepRow, device_rows, padding_row
 from tests.kernels.packed_rows import RowSpec, VerifySpec, pack_rows, pack_verify
 from tests.kernels.ssm_steps import SSMShape, random_steps

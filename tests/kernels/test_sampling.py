@@ -9,7 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_mamba_cache.kernels.sampling import greedy_tokens, sample_tokens, sample_weighted, token_probabilities
+from megatron_mamba_cache.kernels.sampling.sampling import (
+    greedy_tokens,
+    sample_tokens,
+    sample_weighted,
+    token_probabilities,
+)
 from tests.kernels.sampling_oracle import kept_probabilities
 
 Row = tuple[list[float], float, int, float, float]

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_mamba_cache.kernels import ssd_scan_portable, ssd_tiles
-from megatron_mamba_cache.kernels.hopper_tiling import HopperTiling
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED, launches_kernel
-from megatron_mamba_cache.kernels.ssd_scan import scan_tiles, ssd_scan, ssd_scan_ref
-from megatron_mamba_cache.kernels.ssd_tiles import head_slices, tile_shape
-from megatron_mamba_cache.kernels.ssm_inputs import SSMTokens, SSMWeights
+from megatron_mamba_cache.kernels.ssm import ssd_scan_portable, ssd_tiles
+from megatron_mamba_cache.kernels.ssm.hopper_tiling import HopperTiling
+from megatron_mamba_cache.kernels.ssm.ssd_scan import scan_tiles, ssd_scan, ssd_scan_ref
+from megatron_mamba_cache.kernels.ssm.ssd_tiles import head_slices, tile_shape
+from megatron_mamba_cache.kernels.ssm.ssm_inputs import SSMTokens, SSMWeights
 from megatron_mamba_cache.kernels.varlen_rows import PAD_SLOT, VarlenRows
 from tests.kernels.kernel_stand_ins import CountedKernel
 from tests.kernels.packed_rows import (

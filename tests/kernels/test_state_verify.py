@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_mamba_cache.kernels import state_verify as state_verify_module
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED
 from megatron_mamba_cache.kernels.reference import ssd_scan_ref
-from megatron_mamba_cache.kernels.ssm_inputs import SSMTokens, SSMWeights
-from megatron_mamba_cache.kernels.state_verify import VerifyTiling, state_verify, state_verify_ref
+from megatron_mamba_cache.kernels.ssm import state_verify as state_verify_module
+from megatron_mamba_cache.kernels.ssm.ssm_inputs import SSMTokens, SSMWeights
+from megatron_mamba_cache.kernels.ssm.state_verify import VerifyTiling, state_verify, state_verify_ref
 from megatron_mamba_cache.kernels.varlen_rows import PAD_SLOT
 from megatron_mamba_cache.kernels.verify_rows import VerifyRows
 from tests.kernels.kernel_stand_ins import launches_expected

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_mamba_cache import CacheConfig
-from megatron_mamba_cache.models.draft_model import DraftModelDrafter
+from megatron_mamba_cache.models.drafting.draft_model import DraftModelDrafter
 from megatron_mamba_cache.speculation.drafter import Draft, DraftWish
 from tests.mcore.engine_runs import Hybrid, cache_config
 

@@ -7,13 +7,12 @@ import pytest
 import torch
 from triton.runtime import driver
 
-from megatron_mamba_cache.kernels import (
-    align_copy,
-    causal_conv,
-    conv_verify,
-    gated_norm,
+from megatron_mamba_cache.kernels.attention import kv_append
+from megatron_mamba_cache.kernels.conv import causal_conv, conv_verify
+from megatron_mamba_cache.kernels.norm import gated_norm
+from megatron_mamba_cache.kernels.slots import align_copy
+from megatron_mamba_cache.kernels.ssm import (
     hopper_tiling,
-    kv_append,
     ssd_scan,
     ssd_scan_hopper,
     ssd_scan_portable,

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megatron_mamba_cache.state import step_buffers
-from megatron_mamba_cache.state.reading import Reading
+from megatron_mamba_cache.step import buffers as step_buffers
+from megatron_mamba_cache.step.host_copy import Reading
 from tests.mcore.engine_runs import EngineRun, some_tokens
 from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.mcore.test_run_ahead import is_ahead, start, step_until_ahead

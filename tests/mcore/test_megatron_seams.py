@@ -31,11 +31,11 @@ from megatron_mamba_cache.mcore.expert_layer import UnevenAllGatherDispatcher
 from megatron_mamba_cache.mcore.kv_block_allocator import KVBlockAllocator
 from megatron_mamba_cache.mcore.local_spec import LocalMambaStack
 from megatron_mamba_cache.mcore.mamba_mixer import CachingMambaMixer
-from megatron_mamba_cache.mcore.replica_engine import ReplicaEngine
 from megatron_mamba_cache.mcore.self_attention import CachingSelfAttention
 from megatron_mamba_cache.mcore.served_model import HybridInferenceWrapper
 from megatron_mamba_cache.mcore.suspendable_engine import SuspendableEngine
-from megatron_mamba_cache.routing.coordinator import PrefixCoordinator
+from megatron_mamba_cache.replicas.coordinator import PrefixCoordinator
+from megatron_mamba_cache.replicas.engine import ReplicaEngine
 
 OUR_CLASSES = (
     HybridInferenceWrapper,

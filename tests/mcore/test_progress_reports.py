@@ -8,9 +8,9 @@ import msgpack
 import pytest
 from megatron.core.inference.inference_request import DynamicInferenceRequestRecord
 
-from megatron_mamba_cache.mcore.progress_reports import ProgressReports
 from megatron_mamba_cache.mcore.request_states import DraftCounts
-from megatron_mamba_cache.routing.front_end import PROGRESS, STREAMS
+from megatron_mamba_cache.replicas.front_end import PROGRESS, STREAMS
+from megatron_mamba_cache.replicas.progress_reports import ProgressReports
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_mamba_cache.models.byte_tokenizer import ByteTokenizer
+from megatron_mamba_cache.models.tokenizers.byte_tokenizer import ByteTokenizer
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, tiny_hybrid
 from tests.mcore.faults import InjectedFault, raise_once
 

@@ -8,15 +8,15 @@ import pytest
 import torch
 from megatron.core.inference.sampling_params import SamplingParams
 
-from megatron_mamba_cache.kernels import hopper_tiling
 from megatron_mamba_cache.kernels.compilation import WATCH, Compilations
-from megatron_mamba_cache.kernels.hopper_tiling import choose_tiling
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED
-from megatron_mamba_cache.kernels.ssm_inputs import SSMTokens
+from megatron_mamba_cache.kernels.ssm import hopper_tiling
+from megatron_mamba_cache.kernels.ssm.hopper_tiling import choose_tiling
+from megatron_mamba_cache.kernels.ssm.ssm_inputs import SSMTokens
 from megatron_mamba_cache.mcore import warmup
 from megatron_mamba_cache.mcore.warmup import rehearse, rehearse_prefill, row_counts
 from megatron_mamba_cache.metrics import CacheSnapshot
-from megatron_mamba_cache.models.draft_model import DraftModelDrafter
+from megatron_mamba_cache.models.drafting.draft_model import DraftModelDrafter
 from megatron_mamba_cache.models.random_hybrid import RandomHybridConfig
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, hybrid, some_tokens, tiny_hybrid, tiny_sizes
 from tests.mcore.launch_records import NUM_MULTIPROCESSORS, recorded_launches

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatron_mamba_cache.models.hugging_face import load_hugging_face
+from megatron_mamba_cache.models.checkpoints.hugging_face import load_hugging_face
 
 INDEX = "model.safetensors.index.json"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_mamba_cache.models import hugging_face
+from megatron_mamba_cache.models.checkpoints import hugging_face
 from tests.models.tiny_checkpoints import FAMILIES, tiny_checkpoint
 
 MAMBA_FUNCTIONS = {

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from megatron_mamba_cache.models.hugging_face import LoadedModel
+from megatron_mamba_cache.models.checkpoints.hugging_face import LoadedModel
 from tests.models.served_run import full_sequence_logits
 
 

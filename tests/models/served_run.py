@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_mamba_cache import CacheConfig, build_engine
-from megatron_mamba_cache.models.hugging_face import LoadedModel
+from megatron_mamba_cache.models.checkpoints.hugging_face import LoadedModel
 from tests.mcore.engine_runs import EngineRun
 from tests.models.reference_run import NUM_GENERATED, ReferenceRun
 from tests.models.tiny_checkpoints import TinyCheckpoint

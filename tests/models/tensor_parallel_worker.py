@@ -14,8 +14,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megatron_mamba_cache.models.hugging_face import LoadedModel, load_hugging_face
-from megatron_mamba_cache.models.megatron_checkpoint import load_megatron_checkpoint, save_megatron_checkpoint
+from megatron_mamba_cache.models.checkpoints.hugging_face import LoadedModel, load_hugging_face
+from megatron_mamba_cache.models.checkpoints.megatron_checkpoint import (
+    load_megatron_checkpoint,
+    save_megatron_checkpoint,
+)
 
 HUGGING_FACE, FROM_ONE_RANK, FROM_ALL_RANKS, LOGITS = "hugging_face", "from_one_rank", "from_all_ranks", "logits.pt"
 FROM_TRAINING = "from_training"

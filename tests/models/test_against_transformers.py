@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_mamba_cache.models.hugging_face import load_hugging_face
+from megatron_mamba_cache.models.checkpoints.hugging_face import load_hugging_face
 from tests.models.float64 import ours_in_float64, transformers_in_float64
 from tests.models.reference_run import NUM_GENERATED, ReferenceRun, reference_run
 from tests.models.served_run import BRANCH, FIRST, PROMPT_OF, REPEAT, ServedRun, full_sequence_logits, served_run

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_mamba_cache.models.hugging_face import load_hugging_face
+from megatron_mamba_cache.models.checkpoints.hugging_face import load_hugging_face
 from tests.models.checkpoint_edits import (
     INDEX,
     assert_refused,

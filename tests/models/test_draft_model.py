@@ -9,7 +9,7 @@ from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron_mamba_cache import build_engine
 from megatron_mamba_cache.mcore.mamba_mixer import CachingMambaMixer
-from megatron_mamba_cache.models.draft_model import DraftModelDrafter
+from megatron_mamba_cache.models.drafting.draft_model import DraftModelDrafter
 from megatron_mamba_cache.policy.requests import SamplingSettings
 from megatron_mamba_cache.speculation.drafter import Draft, DraftWish
 from tests.mcore.checked_draft_model import CheckedDraftModel

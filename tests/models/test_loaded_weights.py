@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import NemotronHConfig
 
-from megatron_mamba_cache.models.hugging_face import load_hugging_face
+from megatron_mamba_cache.models.checkpoints.hugging_face import load_hugging_face
 from tests.models.checkpoint_edits import copy_of, drop_field, set_fields, tensors_of, write_tensors
 from tests.models.served_run import full_sequence_logits
 from tests.models.tiny_checkpoints import FAMILIES, tiny_checkpoint

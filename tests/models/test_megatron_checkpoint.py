@@ -7,9 +7,12 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-from megatron_mamba_cache.models.architecture_file import ARCHITECTURE_FILE
-from megatron_mamba_cache.models.hugging_face import LoadedModel, load_hugging_face
-from megatron_mamba_cache.models.megatron_checkpoint import load_megatron_checkpoint, save_megatron_checkpoint
+from megatron_mamba_cache.models.checkpoints.architecture_file import ARCHITECTURE_FILE
+from megatron_mamba_cache.models.checkpoints.hugging_face import LoadedModel, load_hugging_face
+from megatron_mamba_cache.models.checkpoints.megatron_checkpoint import (
+    load_megatron_checkpoint,
+    save_megatron_checkpoint,
+)
 from megatron_mamba_cache.models.random_hybrid import random_hybrid_model
 from tests.command_line.command_runs import run_process
 from tests.models.checkpoint_edits import copy_of, edit_json
@@ -19,8 +22,8 @@ from tests.models.tiny_checkpoints import FAMILIES
 SHIPPED = Path(__file__).resolve().parents[2] / "megatron_mamba_cache" / "models" / "small_python_model"
 SCRIPT = """\
 import sys
-from megatron_mamba_cache.models.hugging_face import load_hugging_face
-from megatron_mamba_cache.models.megatron_checkpoint import save_megatron_checkpoint
+from megatron_mamba_cache.models.checkpoints.hugging_face import load_hugging_face
+from megatron_mamba_cache.models.checkpoints.megatron_checkpoint import save_megatron_checkpoint
 loaded = load_hugging_face(sys.argv[1])
 save_megatron_checkpoint(loaded.model, loaded.architecture, "saved")
 """

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from megatron_mamba_cache.models import bamba, granite_hybrid, nemotron_h
 from megatron_mamba_cache.models.architecture import (
     AttentionShape,
     ExpertsShape,
@@ -16,6 +15,7 @@ from megatron_mamba_cache.models.architecture import (
     HybridArchitecture,
     MambaShape,
 )
+from megatron_mamba_cache.models.families import bamba, granite_hybrid, nemotron_h
 from megatron_mamba_cache.models.placement import ModelFiller, Placement, Placements, Split
 
 HIDDEN, HEAD_DIM, FEED_FORWARD = 8, 3, 12

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_mamba_cache.models import safetensors_files
-from megatron_mamba_cache.models.hugging_face import load_hugging_face
+from megatron_mamba_cache.models.checkpoints import safetensors_files
+from megatron_mamba_cache.models.checkpoints.hugging_face import load_hugging_face
 from tests.models.checkpoint_edits import tensors_of
 from tests.models.tiny_checkpoints import tiny_checkpoint
 

@@ -11,8 +11,11 @@ import pytest
 import torch
 from megatron.core import parallel_state
 
-from megatron_mamba_cache.models.hugging_face import LoadedModel, load_hugging_face
-from megatron_mamba_cache.models.megatron_checkpoint import load_megatron_checkpoint, save_megatron_checkpoint
+from megatron_mamba_cache.models.checkpoints.hugging_face import LoadedModel, load_hugging_face
+from megatron_mamba_cache.models.checkpoints.megatron_checkpoint import (
+    load_megatron_checkpoint,
+    save_megatron_checkpoint,
+)
 from tests.models.checkpoint_edits import assert_refused, set_fields
 from tests.models.served_run import full_sequence_logits
 from tests.models.tensor_parallel_worker import (

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
-from megatron_mamba_cache.models.hugging_face_tokenizer import HuggingFaceTokenizer, load_tokenizer
+from megatron_mamba_cache.models.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer, load_tokenizer
 from tests.command_line.tiny_directories import END_OF_TEXT, VOCABULARY, save_tokenizer
 
 TEXTS = ["", "def f(x):\n\treturn x  # é", " ", "\r\n\r\n", "日本語 🙂", f"a{END_OF_TEXT}b", "\x00\x1b[31m" * 3]

@@ -18,11 +18,11 @@ from megatron_mamba_cache.models.architecture import (
     HybridArchitecture,
     MambaShape,
 )
-from megatron_mamba_cache.models.architecture_file import ARCHITECTURE_FILE, write_architecture
-from megatron_mamba_cache.models.checkpoint_writer import InProcessSaveStrategy
-from megatron_mamba_cache.models.hugging_face import LoadedModel
-from megatron_mamba_cache.models.megatron_checkpoint import load_megatron_checkpoint
-from megatron_mamba_cache.models.tensor_names import is_training_state
+from megatron_mamba_cache.models.checkpoints.architecture_file import ARCHITECTURE_FILE, write_architecture
+from megatron_mamba_cache.models.checkpoints.checkpoint_writer import InProcessSaveStrategy
+from megatron_mamba_cache.models.checkpoints.hugging_face import LoadedModel
+from megatron_mamba_cache.models.checkpoints.megatron_checkpoint import load_megatron_checkpoint
+from megatron_mamba_cache.models.checkpoints.tensor_names import is_training_state
 from tests.models.served_run import full_sequence_logits
 from tests.models.tensor_parallel_worker import assert_same_weights, some_prompts
 from tests.models.training_checkpoints import ITERATION, random_model, write_training_checkpoint

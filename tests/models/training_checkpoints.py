@@ -14,7 +14,7 @@ from megatron.core.models.mamba.mamba_model import MambaModel
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 
 from megatron_mamba_cache.models.architecture import HybridArchitecture
-from megatron_mamba_cache.models.checkpoint_writer import InProcessSaveStrategy
+from megatron_mamba_cache.models.checkpoints.checkpoint_writer import InProcessSaveStrategy
 from megatron_mamba_cache.models.hybrid_model import build_hybrid_model
 
 ITERATION = 100

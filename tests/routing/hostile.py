@@ -9,8 +9,8 @@ import msgpack
 import zmq
 from megatron.core.inference.headers import Headers
 
-from megatron_mamba_cache.routing.front_end import CANCEL, CANCELS, FLUSH, FLUSHES, PROGRESS, STATE, WATCH
-from megatron_mamba_cache.routing.wire import FENCED, PROBE, WELCOME, Hello, pack_hello
+from megatron_mamba_cache.replicas.front_end import CANCEL, CANCELS, FLUSH, FLUSHES, PROGRESS, STATE, WATCH
+from megatron_mamba_cache.replicas.wire import FENCED, PROBE, WELCOME, Hello, pack_hello
 
 SAMPLING = {"num_tokens_to_generate": 4, "top_k": 1, "tenant": "red", "seed": 7}
 VALID: list[bytes] = [

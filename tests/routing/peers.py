@@ -12,14 +12,14 @@ import zmq
 from megatron.core.inference.headers import Headers
 from megatron.core.inference.inference_request import DynamicInferenceRequestRecord
 
-from megatron_mamba_cache.mcore.build import TokenIdTokenizer
+from megatron_mamba_cache.build import TokenIdTokenizer
 from megatron_mamba_cache.policy.block_hashing import block_keys
 from megatron_mamba_cache.policy.boundary_journal import BoundaryChanges
-from megatron_mamba_cache.routing.coordinator import PrefixCoordinator
-from megatron_mamba_cache.routing.salts import KeySalt
-from megatron_mamba_cache.routing.serving_coordinator import ServingCoordinator
-from megatron_mamba_cache.routing.settings import RoutingSettings
-from megatron_mamba_cache.routing.wire import PROBE, WELCOME, Hello, KeyReport, pack_hello, pack_report
+from megatron_mamba_cache.replicas.coordinator import PrefixCoordinator
+from megatron_mamba_cache.replicas.salts import KeySalt
+from megatron_mamba_cache.replicas.serving_coordinator import ServingCoordinator
+from megatron_mamba_cache.replicas.settings import RoutingSettings
+from megatron_mamba_cache.replicas.wire import PROBE, WELCOME, Hello, KeyReport, pack_hello, pack_report
 
 SALT = KeySalt("model", "0", 0, 4)
 CONNECTED = msgpack.packb([Headers.CONNECT_ACK.value])

@@ -17,9 +17,9 @@ import torch.distributed as dist
 import zmq
 
 from megatron_mamba_cache import build_engine
-from megatron_mamba_cache.mcore.replica_engine import ReplicaEngine
 from megatron_mamba_cache.models.random_hybrid import random_hybrid_model
-from megatron_mamba_cache.routing.settings import RoutingSettings
+from megatron_mamba_cache.replicas.engine import ReplicaEngine
+from megatron_mamba_cache.replicas.settings import RoutingSettings
 from tests.distributed.rank_models import Layout, parallel
 from tests.mcore.engine_runs import cache_config, tiny_sizes
 

@@ -14,16 +14,16 @@ import zmq
 from megatron.core.inference.headers import Headers
 from megatron.core.inference.inference_client import InferenceClient
 
-from megatron_mamba_cache.mcore import replica_place
-from megatron_mamba_cache.routing import channels
-from megatron_mamba_cache.routing.access import InsecureAccess, KeyedAccess, LoopbackAccess, port_of
-from megatron_mamba_cache.routing.channels import CurveChannel, PlainChannel
-from megatron_mamba_cache.routing.front_end import FLUSH, WATCH
-from megatron_mamba_cache.routing.joining_secret import JoiningSecret
-from megatron_mamba_cache.routing.keyed_client import KeyedInferenceClient
-from megatron_mamba_cache.routing.rank_context import RankContext
-from megatron_mamba_cache.routing.settings import RoutingSettings
-from megatron_mamba_cache.routing.wire import Hello, pack_hello
+from megatron_mamba_cache.replicas import channels
+from megatron_mamba_cache.replicas import place as replica_place
+from megatron_mamba_cache.replicas.access import InsecureAccess, KeyedAccess, LoopbackAccess, port_of
+from megatron_mamba_cache.replicas.channels import CurveChannel, PlainChannel
+from megatron_mamba_cache.replicas.front_end import FLUSH, WATCH
+from megatron_mamba_cache.replicas.joining_secret import JoiningSecret
+from megatron_mamba_cache.replicas.keyed_client import KeyedInferenceClient
+from megatron_mamba_cache.replicas.rank_context import RankContext
+from megatron_mamba_cache.replicas.settings import RoutingSettings
+from megatron_mamba_cache.replicas.wire import Hello, pack_hello
 from tests.routing.fleet import greedy
 from tests.routing.peers import TOKENS, FakeReplica, Service, ServingService
 
@@ -169,7 +169,7 @@ def answered(client: InferenceClient, replica: FakeReplica) -> list[int]:
 
 def reply_of(request_id: int, tokens: list[int]) -> dict[str, Any]:
     """Return a whole record, as an engine serializes it."""
-    from megatron_mamba_cache.routing.requests_in_flight import RequestInFlight, failed_record
+    from megatron_mamba_cache.replicas.requests_in_flight import RequestInFlight, failed_record
 
     request = RequestInFlight(request_id, b"", 0, TOKENS, TOKENS, {})
     record = failed_record(request, "")

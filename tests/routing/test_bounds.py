@@ -11,15 +11,15 @@ import pytest
 import zmq
 from megatron.core.inference.headers import Headers
 
-from megatron_mamba_cache.routing import listening_router, mailbox, membership
-from megatron_mamba_cache.routing.access import LoopbackAccess, port_of
-from megatron_mamba_cache.routing.channels import CurveChannel
-from megatron_mamba_cache.routing.control_signals import ControlSignals
-from megatron_mamba_cache.routing.mailbox import Mailbox
-from megatron_mamba_cache.routing.membership import Membership
-from megatron_mamba_cache.routing.rank_context import RankContext
-from megatron_mamba_cache.routing.requests_in_flight import RequestInFlight, readable_sampling
-from megatron_mamba_cache.routing.wire import Hello, WireError, hello_of
+from megatron_mamba_cache.replicas import listening_router, mailbox, membership
+from megatron_mamba_cache.replicas.access import LoopbackAccess, port_of
+from megatron_mamba_cache.replicas.channels import CurveChannel
+from megatron_mamba_cache.replicas.control_signals import ControlSignals
+from megatron_mamba_cache.replicas.mailbox import Mailbox
+from megatron_mamba_cache.replicas.membership import Membership
+from megatron_mamba_cache.replicas.rank_context import RankContext
+from megatron_mamba_cache.replicas.requests_in_flight import RequestInFlight, readable_sampling
+from megatron_mamba_cache.replicas.wire import Hello, WireError, hello_of
 from tests.routing.peers import KEYS, TOKENS, FakeClient, FakeReplica, Service
 
 PAGE = b"x" * 10_000

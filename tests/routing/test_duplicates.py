@@ -2,7 +2,7 @@
 
 from megatron.core.inference.headers import Headers
 
-from megatron_mamba_cache.routing.wire import WELCOME
+from megatron_mamba_cache.replicas.wire import WELCOME
 from tests.routing.peers import TIMEOUT_MS, TOKENS, FakeReplica, Service
 
 

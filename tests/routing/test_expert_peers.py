@@ -13,7 +13,7 @@ import zmq
 from megatron.core.inference.headers import Headers
 
 from megatron_mamba_cache import build_engine
-from megatron_mamba_cache.mcore.replica_engine import ReplicaEngine
+from megatron_mamba_cache.replicas.engine import ReplicaEngine
 from tests.mcore.engine_runs import cache_config, greedy, tiny_hybrid
 
 PATIENCE_S = 60

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_mamba_cache.routing.access import port_of
+from megatron_mamba_cache.replicas.access import port_of
 from tests.routing.fleet import Client, Fleet, greedy
 from tests.routing.hostile import Attacker
 from tests.routing.scenarios import assert_right, run, some_prompt

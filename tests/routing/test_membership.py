@@ -6,10 +6,10 @@ import msgpack
 import pytest
 from megatron.core.inference.headers import Headers
 
-from megatron_mamba_cache.mcore.build import TokenIdTokenizer
-from megatron_mamba_cache.routing.coordinator import PrefixCoordinator
-from megatron_mamba_cache.routing.settings import RoutingSettings
-from megatron_mamba_cache.routing.wire import FENCED, WELCOME
+from megatron_mamba_cache.build import TokenIdTokenizer
+from megatron_mamba_cache.replicas.coordinator import PrefixCoordinator
+from megatron_mamba_cache.replicas.settings import RoutingSettings
+from megatron_mamba_cache.replicas.wire import FENCED, WELCOME
 from tests.routing.peers import KEYS, TIMEOUT_MS, TOKENS, FakeClient, FakeReplica, Service
 
 

@@ -15,10 +15,10 @@ import msgpack
 import pytest
 from megatron.core.inference.headers import Headers
 
-from megatron_mamba_cache.routing import access
-from megatron_mamba_cache.routing.access import port_of
-from megatron_mamba_cache.routing.channels import KeyPair
-from megatron_mamba_cache.routing.wire import Hello, pack_hello
+from megatron_mamba_cache.replicas import access
+from megatron_mamba_cache.replicas.access import port_of
+from megatron_mamba_cache.replicas.channels import KeyPair
+from megatron_mamba_cache.replicas.wire import Hello, pack_hello
 from tests.routing import stranger
 from tests.routing.fleet import REPOSITORY
 from tests.routing.peers import FakeReplica, Service, ServingService

@@ -12,11 +12,11 @@ from megatron.core.inference.headers import Headers
 from megatron_mamba_cache.policy.boundary_journal import BoundaryChanges
 from megatron_mamba_cache.policy.identifiers import BlockKey
 from megatron_mamba_cache.policy.routing import ReplicaName
-from megatron_mamba_cache.routing import replica_link
-from megatron_mamba_cache.routing.front_end import PROGRESS
-from megatron_mamba_cache.routing.replica_link import ReplicaFencedError, ReplicaLink
-from megatron_mamba_cache.routing.salts import KeySalt
-from megatron_mamba_cache.routing.wire import FENCED, PROBE, WELCOME, Hello, KeyReport, hello_of, report_of, unsent_of
+from megatron_mamba_cache.replicas import replica_link
+from megatron_mamba_cache.replicas.front_end import PROGRESS
+from megatron_mamba_cache.replicas.replica_link import ReplicaFencedError, ReplicaLink
+from megatron_mamba_cache.replicas.salts import KeySalt
+from megatron_mamba_cache.replicas.wire import FENCED, PROBE, WELCOME, Hello, KeyReport, hello_of, report_of, unsent_of
 
 MAX_BYTES = 4000
 HELLO = Hello(ReplicaName("a"), 1, 2, "experts")

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from megatron.core.inference.headers import Headers
 
-from megatron_mamba_cache.routing.front_end import CANCELS
-from megatron_mamba_cache.routing.requests_in_flight import readable_sampling
-from megatron_mamba_cache.routing.wire import Unsent, pack_unsent
+from megatron_mamba_cache.replicas.front_end import CANCELS
+from megatron_mamba_cache.replicas.requests_in_flight import readable_sampling
+from megatron_mamba_cache.replicas.wire import Unsent, pack_unsent
 from tests.routing.peers import KEYS, TOKENS, Service
 
 UNREADABLE: list[dict[str, Any]] = [

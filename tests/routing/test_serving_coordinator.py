@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from megatron.core.inference.headers import Headers
 
-from megatron_mamba_cache.routing.front_end import CANCEL, CANCELS, FLUSH, FLUSHES, PROGRESS, STATE, STATES, WATCH
+from megatron_mamba_cache.replicas.front_end import CANCEL, CANCELS, FLUSH, FLUSHES, PROGRESS, STATE, STATES, WATCH
 from tests.routing.peers import TOKENS, Service, ServingService
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from megatron_mamba_cache.routing.settings import RoutingSettings
+from megatron_mamba_cache.replicas.settings import RoutingSettings
 
 
 @pytest.mark.parametrize(

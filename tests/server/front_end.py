@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 
 from megatron_mamba_cache.command_line.serve import bound_socket
-from megatron_mamba_cache.models.byte_tokenizer import ByteTokenizer
+from megatron_mamba_cache.models.tokenizers.byte_tokenizer import ByteTokenizer
 from megatron_mamba_cache.server.app import Server, ServerSettings
 from megatron_mamba_cache.server.limits import ServerLimits
 from megatron_mamba_cache.server.running import DrainingServer

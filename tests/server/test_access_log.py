@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from megatron_mamba_cache.models.byte_tokenizer import ByteTokenizer
+from megatron_mamba_cache.models.tokenizers.byte_tokenizer import ByteTokenizer
 from megatron_mamba_cache.server.access_log import AccessLog, AccessLogFormat
 from megatron_mamba_cache.server.app import Server, ServerSettings
 from megatron_mamba_cache.server.backend import Progress

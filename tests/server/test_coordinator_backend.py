@@ -9,7 +9,7 @@ import zmq.asyncio
 
 from megatron_mamba_cache.config import CacheConfig
 from megatron_mamba_cache.metrics import CacheCounters, CacheSnapshot
-from megatron_mamba_cache.routing.front_end import STATES
+from megatron_mamba_cache.replicas.front_end import STATES
 from megatron_mamba_cache.server.coordinator_backend import CoordinatorBackend
 from megatron_mamba_cache.server.request_faults import RequestRules
 

@@ -19,7 +19,7 @@ import httpx
 from megatron_mamba_cache.server.backend import Progress
 from megatron_mamba_cache.server.job import Job, Order
 from megatron_mamba_cache.server.prompts import Prompt
-from megatron_mamba_cache.server.replies import JobResponse
+from megatron_mamba_cache.server.responses import JobResponse
 from tests.server.running_server import RED, RunningServer, resident_mib
 
 NUM_REQUESTS = int(os.environ.get("HOSTILE_REQUESTS", "240"))

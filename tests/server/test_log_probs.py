@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_mamba_cache.build import TokenIdTokenizer
 from megatron_mamba_cache.command_line.model_choice import SHIPPED_MODEL
-from megatron_mamba_cache.mcore.build import TokenIdTokenizer
-from megatron_mamba_cache.models.byte_tokenizer import ByteTokenizer
-from megatron_mamba_cache.models.hugging_face_tokenizer import load_tokenizer
-from megatron_mamba_cache.models.token_bytes import token_bytes
+from megatron_mamba_cache.models.tokenizers.byte_tokenizer import ByteTokenizer
+from megatron_mamba_cache.models.tokenizers.hugging_face_tokenizer import load_tokenizer
+from megatron_mamba_cache.models.tokenizers.token_bytes import token_bytes
 from megatron_mamba_cache.server.backend import GenerationRequest, Progress
 from megatron_mamba_cache.server.formats import ChatFormat, CompletionFormat, _best
 from megatron_mamba_cache.server.job import Choice

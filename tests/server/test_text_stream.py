@@ -4,9 +4,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron_mamba_cache.command_line.model_choice import SHIPPED_MODEL
-from megatron_mamba_cache.models.byte_tokenizer import ByteTokenizer
-from megatron_mamba_cache.models.hugging_face_tokenizer import load_tokenizer
-from megatron_mamba_cache.models.token_bytes import REPLACEMENT
+from megatron_mamba_cache.models.tokenizers.byte_tokenizer import ByteTokenizer
+from megatron_mamba_cache.models.tokenizers.hugging_face_tokenizer import load_tokenizer
+from megatron_mamba_cache.models.tokenizers.token_bytes import REPLACEMENT
 from megatron_mamba_cache.server.text_stream import IncrementalText, StopStrings
 
 BYTES = ByteTokenizer()

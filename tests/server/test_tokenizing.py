@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron_mamba_cache.models.byte_tokenizer import ByteTokenizer
+from megatron_mamba_cache.models.tokenizers.byte_tokenizer import ByteTokenizer
 from megatron_mamba_cache.server.fair_threads import FairThreads
 from tests.server.front_end import BLUE, RED, FrontEnd, front_end, request_bytes, status_of, wait_until
 

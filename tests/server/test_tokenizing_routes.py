@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from megatron_mamba_cache import __version__
-from megatron_mamba_cache.models.byte_tokenizer import ByteTokenizer
+from megatron_mamba_cache.models.tokenizers.byte_tokenizer import ByteTokenizer
 from tests.server.front_end import front_end
 from tests.server.running_server import MODEL, RunningServer
 

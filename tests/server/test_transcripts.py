@@ -5,7 +5,7 @@ import random
 import pytest
 
 from megatron_mamba_cache.command_line.model_choice import SHIPPED_MODEL
-from megatron_mamba_cache.models.hugging_face_tokenizer import load_tokenizer
+from megatron_mamba_cache.models.tokenizers.hugging_face_tokenizer import load_tokenizer
 from megatron_mamba_cache.server.backend import Progress
 from megatron_mamba_cache.server.errors import ApiError
 from megatron_mamba_cache.server.prompts import Prompt, PromptReader

@@ -1,0 +1,111 @@
+"""From a model and settings to an engine that is ready for requests."""
+
+from typing import Any
+
+from .config import CacheConfig
+from .mcore.context import MambaCacheContext
+from .mcore.controller import MambaCacheController
+from .mcore.engine import MambaCacheEngine
+from .mcore.ranks import on_all_ranks, ranks_of_process
+from .mcore.served_model import check_served, wrap_model
+from .replicas.engine import ReplicaEngine
+from .speculation.draft_planner import DraftPlanner, NoDrafts
+from .speculation.drafter import Drafter, ReadsHiddenStates
+from .speculation.prompt_lookup import PromptLookupDrafter
+
+
+class TokenIdTokenizer:
+    """Stands in where no tokenizer is given: text is token ids separated by spaces."""
+
+    eod = -1
+    bos = None
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.longest_token = len(f"{vocab_size} ")
+
+    def tokenize(self, text: str) -> list[int]:
+        """Parse token ids."""
+        return [int(word) for word in text.split()]
+
+    def detokenize(self, tokens: list[int], **_: Any) -> str:
+        """Print token ids."""
+        return " ".join(str(token) for token in tokens)
+
+    def bytes_of(self, token: int) -> bytes:
+        """Print a token id in bytes."""
+        return str(token).encode()
+
+
+def build_engine(
+    model: Any,
+    config: CacheConfig | None = None,
+    *,
+    drafter: Drafter | None = None,
+    tokenizer: Any = None,
+    random_seed: int = 0,
+    materialize_only_last_token_logits: bool = True,
+    scores_prompts: bool = False,
+) -> MambaCacheEngine:
+    """Build an engine that serves `model` with prefix caching.
+
+    Where tensor- or pipeline-parallel ranks share the model, each of them builds an engine, adds the same requests in
+    the same order and steps as often as the others do; each then has every token. Ranks that share experts only have
+    requests of their own, and step together.
+
+    Args:
+        model: A MambaModel built from a spec of `with_mamba_cache`, or this rank's part of one; it is put into eval
+            mode.
+        config: Settings of the cache; None takes the defaults.
+        drafter: Proposes the tokens that a step verifies; None takes `PromptLookupDrafter` where the settings ask for
+            drafts.
+        tokenizer: With `tokenize`, `detokenize`, `bos` and `eod`; None: requests speak in token ids.
+        random_seed: Seed of requests that bring none.
+        materialize_only_last_token_logits: False computes the logits of every token in every step.
+        scores_prompts: Whether requests may want prompt log-probs though only the last logits are materialized; see
+            `prompt_log_probs`. A step that scores a prompt takes no CUDA graph; other steps stay as they are.
+
+    Raises:
+        ValueError: If the model is no hybrid, lacks the caching modules, or the settings do not fit it, here or on
+            another of its ranks.
+        TypeError: If it is no MambaModel, or the settings are no CacheConfig.
+    """
+    if not isinstance(config, CacheConfig | None):
+        raise TypeError(f"build_engine needs a CacheConfig or None, found {config!r:.200}")
+    config = config or CacheConfig()
+    ranks = ranks_of_process()
+    shape = check_served(model, ranks)
+    if isinstance(drafter, ReadsHiddenStates):
+        _check_hidden_states(drafter, model.config.hidden_size, materialize_only_last_token_logits, ranks.num_stages)
+    context = MambaCacheContext(
+        config,
+        shape,
+        planner=on_all_ranks(ranks, lambda: _planner(config, drafter, shape.vocab_size)),
+        materialize_only_last_token_logits=materialize_only_last_token_logits,
+        scores_prompts=scores_prompts,
+        ranks=ranks,
+    )
+    controller = MambaCacheController(wrap_model(model, context), tokenizer or TokenIdTokenizer(shape.vocab_size))
+    return ReplicaEngine(controller, context, random_seed)
+
+
+def _planner(config: CacheConfig, drafter: Drafter | None, vocab_size: int) -> DraftPlanner | NoDrafts:
+    if drafter is not None and (isinstance(drafter, type) or not isinstance(drafter, Drafter)):
+        needed = "an object with propose() and forget(), such as PromptLookupDrafter()"
+        raise TypeError(f"drafter is {drafter!r:.100}; it must be {needed}")
+    max_drafts = config.num_speculative_tokens
+    if max_drafts:
+        return DraftPlanner(drafter or PromptLookupDrafter(), max_drafts, vocab_size)
+    if drafter is not None:
+        raise ValueError("a drafter is given, but num_speculative_tokens is 0; set --num-speculative-tokens")
+    return NoDrafts()
+
+
+def _check_hidden_states(drafter: ReadsHiddenStates, hidden_size: int, only_last: bool, num_stages: int) -> None:
+    name, width = type(drafter).__name__, drafter.hidden_size
+    if width != hidden_size:
+        raise ValueError(f"{name} reads hidden states of width {width}, the model's have {hidden_size}")
+    if not only_last:
+        raise ValueError(f"{name} reads hidden states: build the engine with materialize_only_last_token_logits=True")
+    if num_stages > 1:
+        raise ValueError(f"{name} reads hidden states, which the last of {num_stages} stages has alone")

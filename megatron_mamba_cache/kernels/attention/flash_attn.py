@@ -1,0 +1,127 @@
+"""Attention by flash-attn 2 (package flash_attn) and flash-attn 3 (flash_attn_interface), where one is installed."""
+
+from importlib import import_module
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .attention_rows import AttentionRows
+from .interface import (
+    AttentionShape,
+    DeviceLengths,
+    PlannedAttention,
+    attend_rows,
+    half_precision_refusal,
+    is_installed,
+)
+
+_HEAD_DIMS = range(8, 257, 8)
+PAGE_MULTIPLE = 256
+"""Tokens of which flash-attn 2's pages are a multiple."""
+
+
+class FlashAttention3:
+    """`flash_attn_with_kvcache` of flash-attn 3; pages of any size."""
+
+    name, setting = "flash-attn 3", "flash-attn"
+
+    @staticmethod
+    def refusal(shape: AttentionShape) -> str | None:
+        """Return why it cannot serve a model, None if it can."""
+        if not is_installed("flash_attn_interface"):
+            return "flash_attn_interface is not installed"
+        reason = half_precision_refusal(shape, _HEAD_DIMS)
+        if reason is None and torch.cuda.get_device_capability(shape.device)[0] != 9:
+            return "it needs a Hopper GPU"
+        return reason
+
+    def __init__(self, shape: AttentionShape) -> None:
+        self._attention = import_module("flash_attn_interface").flash_attn_with_kvcache
+        self._scale = shape.scale
+
+    def plan(self, rows: AttentionRows) -> PlannedAttention:
+        """Return the call of a layer."""
+        num_tokens, longest = sum(rows.query_lens), max(rows.query_lens, default=0)
+
+        def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+            return attend_rows(
+                q,
+                num_tokens,
+                lambda tokens: self._attention(
+                    q=tokens,
+                    k_cache=k_cache,
+                    v_cache=v_cache,
+                    cache_seqlens=rows.kv_lengths,
+                    page_table=rows.block_table,
+                    cu_seqlens_q=rows.cu_query,
+                    max_seqlen_q=longest,
+                    softmax_scale=self._scale,
+                    causal=True,
+                ),
+            )
+
+        return attend
+
+    def capture(self, rows: AttentionRows) -> DeviceLengths:
+        """Prepare graphs whose rows are at most as long as these."""
+        return DeviceLengths(self, rows)
+
+
+class FlashAttention2:
+    """`flash_attn_varlen_func` of flash-attn 2 with a block table."""
+
+    name, setting = "flash-attn 2", "flash-attn"
+
+    @staticmethod
+    def refusal(shape: AttentionShape) -> str | None:
+        """Return why it cannot serve a model, None if it can."""
+        if not is_installed("flash_attn"):
+            return "flash_attn is not installed"
+        return half_precision_refusal(shape, _HEAD_DIMS) or page_refusal(shape)
+
+    def __init__(self, shape: AttentionShape) -> None:
+        self._attention = import_module("flash_attn").flash_attn_varlen_func
+        self._scale = shape.scale
+
+    def plan(self, rows: AttentionRows) -> PlannedAttention:
+        """Return the call of a layer."""
+        num_tokens = sum(rows.query_lens)
+        longest_query, longest_kv = max(rows.query_lens, default=0), max(rows.kv_lens, default=0)
+        cu_kv = cumulative_lengths(rows)
+
+        def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+            return attend_rows(
+                q,
+                num_tokens,
+                lambda tokens: self._attention(
+                    q=tokens,
+                    k=k_cache,
+                    v=v_cache,
+                    cu_seqlens_q=rows.cu_query,
+                    cu_seqlens_k=cu_kv,
+                    max_seqlen_q=longest_query,
+                    max_seqlen_k=longest_kv,
+                    softmax_scale=self._scale,
+                    causal=True,
+                    block_table=rows.block_table,
+                ),
+            )
+
+        return attend
+
+    def capture(self, rows: AttentionRows) -> DeviceLengths:
+        """Prepare graphs whose rows are at most as long as these."""
+        return DeviceLengths(self, rows)
+
+
+def page_refusal(shape: AttentionShape) -> str | None:
+    """Return why flash-attn 2's kernels cannot read KV blocks of this size, None if they can."""
+    if shape.block_size % PAGE_MULTIPLE:
+        return f"it needs a block size that is a multiple of {PAGE_MULTIPLE}, found {shape.block_size}"
+    return None
+
+
+def cumulative_lengths(rows: AttentionRows) -> Tensor:
+    """Return [rows + 1] int32, where each row's cached tokens would begin if they were packed."""
+    return F.pad(rows.kv_lengths.cumsum(0, dtype=torch.int32), (1, 0))

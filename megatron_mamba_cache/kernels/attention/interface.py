@@ -1,0 +1,111 @@
+"""What an attention backend is: chosen once for a model, planned once a step, called once a layer."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .attention_rows import AttentionRows
+
+PlannedAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Attend one layer of a planned step: (q, k_cache, v_cache), shaped as for `paged_attention_ref`, to its result."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What all attention layers of a model share on this rank.
+
+    Args:
+        num_heads: Query heads, a multiple of num_kv_heads.
+        block_size: Tokens of a KV block.
+        scale: Of the scores, before softmax.
+        dtype: Of queries, keys, values and results.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    scale: float
+    dtype: torch.dtype
+    device: torch.device
+
+
+class CapturedAttention(Protocol):
+    """Attention inside CUDA graphs of one shape: the same call, planned again before each replay."""
+
+    def begin(self) -> PlannedAttention:
+        """Return the call of a layer; while a graph is captured, which keeps what is launched."""
+
+    def plan_again(self, rows: AttentionRows) -> None:
+        """Prepare the next replay, outside of any graph: as many rows, with at most as many query and cached tokens.
+
+        What is prepared is good for longer rows as well, as long as they have as many query tokens and the same blocks.
+        """
+
+
+class AttentionBackend(Protocol):
+    """Computes what `paged_attention_ref` does, to the rounding of its dtype; built for one `AttentionShape`."""
+
+    name: str
+    setting: str
+    """The value of `CacheConfig.attention_backend` that names it."""
+
+    def plan(self, rows: AttentionRows) -> PlannedAttention:
+        """Prepare a step, from its host lengths and block table, for the calls of its layers.
+
+        No row has fewer cached tokens than query tokens. The plan is good until the next one is made.
+        """
+
+    def capture(self, rows: AttentionRows) -> CapturedAttention:
+        """Prepare graphs whose rows are at most as long as these; the tensors are those that replays will read."""
+
+
+class DeviceLengths:
+    """`CapturedAttention` of a backend that reads exact lengths on the device alone: there is nothing to plan again."""
+
+    def __init__(self, backend: AttentionBackend, rows: AttentionRows) -> None:
+        self._backend = backend
+        self._rows = rows
+
+    def begin(self) -> PlannedAttention:
+        """Return the call of a layer, for the longest rows."""
+        return self._backend.plan(self._rows)
+
+    def plan_again(self, rows: AttentionRows) -> None:
+        """Do nothing."""
+
+
+def attend_rows(q: Tensor, num_tokens: int, attend: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return what `attend` makes of the first `num_tokens` tokens of q, and zeros for those past the last row."""
+    if 0 < num_tokens == q.shape[0]:
+        return attend(q)
+    out = torch.zeros_like(q)
+    if num_tokens:
+        out[:num_tokens] = attend(q[:num_tokens])
+    return out
+
+
+def is_installed(package: str) -> bool:
+    """Return whether a package can be found; it is not imported."""
+    try:
+        return find_spec(package) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def half_precision_refusal(shape: AttentionShape, head_dims: tuple[int, ...] | range) -> str | None:
+    """Return why no half-precision kernel can serve a model, None if one can."""
+    if shape.device.type != "cuda":
+        return f"it needs a CUDA device, found {shape.device.type}"
+    if shape.dtype not in (torch.float16, torch.bfloat16):
+        return f"it needs bfloat16 or float16, the model is {str(shape.dtype).removeprefix('torch.')}"
+    if shape.head_dim not in head_dims:
+        allowed = f"a multiple of 8 up to {head_dims[-1]}" if isinstance(head_dims, range) else f"one of {head_dims}"
+        return f"it needs {allowed} channels a head, the model has {shape.head_dim}"
+    if torch.cuda.get_device_capability(shape.device) < (8, 0):
+        return "it needs compute capability 8.0 or higher"
+    return None

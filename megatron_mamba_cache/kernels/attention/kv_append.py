@@ -1,0 +1,129 @@
+"""KV append: write new keys and values into their blocks of a paged cache, both in one launch.
+
+Layout: a token's heads are one run of elements in the caches; in `key` and `value`, views of a joint projection, they
+may be strided. Grid: a program moves a few tokens, all heads, key and value. Graph safe: no host sync, one launch.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..kernel_launches import launches_kernel
+from .reference_attention import append_kv_ref
+
+__all__ = ["append_kv", "append_kv_ref"]
+
+_TILE_LEN = 1024
+"""Least elements of key, and of value, that a program moves where a token has fewer."""
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _append_kv_kernel(
+    key,
+    value,
+    k_cache,
+    v_cache,
+    token_block,
+    token_offset,
+    num_tokens,
+    key_stride,
+    key_head_stride,
+    value_stride,
+    value_head_stride,
+    block_stride,
+    offset_stride,
+    HEAD_DIM: tl.constexpr,
+    LENGTH: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    exists = token < num_tokens
+    block = tl.load(token_block + token, mask=exists, other=-1).to(tl.int64)
+    offset = tl.load(token_offset + token, mask=exists, other=0).to(tl.int64)
+    element = tl.arange(0, WIDTH)[None, :]
+    head, channel = element // HEAD_DIM, element % HEAD_DIM
+    token = token.to(tl.int64)[:, None]
+    moves = (block[:, None] >= 0) & (element < LENGTH)  # [TOKENS, WIDTH]
+    place = block[:, None] * block_stride + offset[:, None] * offset_stride + element
+    new_key = tl.load(key + token * key_stride + head * key_head_stride + channel, mask=moves)
+    new_value = tl.load(value + token * value_stride + head * value_head_stride + channel, mask=moves)
+    tl.store(k_cache + place, new_key.to(k_cache.dtype.element_ty), mask=moves)
+    tl.store(v_cache + place, new_value.to(v_cache.dtype.element_ty), mask=moves)
+
+
+def append_kv(
+    key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, token_block: Tensor, token_offset: Tensor
+) -> None:
+    """Write each new token's key and value into its place in the caches, in place.
+
+    Args:
+        key, value: [tokens, kv_heads, dim], channels contiguous; cast to the caches' dtype.
+        k_cache, v_cache: [blocks, block_size, kv_heads, dim] of equal strides, a token's heads contiguous.
+        token_block: [tokens] int32 or int64 block ids; a negative one is skipped. Places are distinct, except in
+            blocks that nobody reads.
+        token_offset: [tokens] int32 or int64 positions inside the block.
+
+    Raises:
+        ValueError: If shapes, dtypes, strides or devices disagree.
+
+    Reference: `append_kv_ref`. CUDA-graph safe: no host sync, one launch.
+    """
+    _check(key, value, k_cache, v_cache, token_block, token_offset)
+    if key.numel() == 0:
+        return
+    if not launches_kernel(key) or torch.float64 in (key.dtype, k_cache.dtype):
+        append_kv_ref(key, value, k_cache, v_cache, token_block, token_offset)
+        return
+    num_tokens, num_heads, head_dim = key.shape
+    width = triton.next_power_of_2(num_heads * head_dim)
+    tokens = max(1, _TILE_LEN // width)
+    _append_kv_kernel[(triton.cdiv(num_tokens, tokens),)](
+        key=key,
+        value=value,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        token_block=token_block,
+        token_offset=token_offset,
+        num_tokens=num_tokens,
+        key_stride=key.stride(0),
+        key_head_stride=key.stride(1),
+        value_stride=value.stride(0),
+        value_head_stride=value.stride(1),
+        block_stride=k_cache.stride(0),
+        offset_stride=k_cache.stride(1),
+        HEAD_DIM=head_dim,
+        LENGTH=num_heads * head_dim,
+        WIDTH=width,
+        TOKENS=tokens,
+        num_warps=max(1, min(8, width * tokens // 256)),
+    )
+
+
+def _check(
+    key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, token_block: Tensor, token_offset: Tensor
+) -> None:
+    if key.dim() != 3 or k_cache.dim() != 4 or key.shape != value.shape or key.shape[1:] != k_cache.shape[2:]:
+        raise ValueError(
+            "need key and value [tokens, kv_heads, dim] and caches [blocks, block_size, kv_heads, dim], "
+            f"found {tuple(key.shape)}, {tuple(value.shape)} and {tuple(k_cache.shape)}"
+        )
+    if k_cache.shape != v_cache.shape or k_cache.stride() != v_cache.stride() or k_cache.dtype != v_cache.dtype:
+        raise ValueError(
+            f"need caches of one shape, stride and dtype, found {tuple(k_cache.shape)} {k_cache.stride()} "
+            f"{k_cache.dtype} and {tuple(v_cache.shape)} {v_cache.stride()} {v_cache.dtype}"
+        )
+    has_runs = key.shape[2] == 1 or key.stride(2) == value.stride(2) == 1
+    if not has_runs or not k_cache[:1, :1].is_contiguous():
+        raise ValueError(
+            "need contiguous channels in key and value and contiguous heads in the caches, "
+            f"found strides {key.stride()}, {value.stride()} and {k_cache.stride()}"
+        )
+    for name, places in (("token_block", token_block), ("token_offset", token_offset)):
+        if places.dtype not in (torch.int32, torch.int64) or places.device != key.device:
+            raise ValueError(f"need {name} of integers on {key.device}, found {places.dtype} on {places.device}")
+        if places.shape != key.shape[:1] or not places.is_contiguous():
+            raise ValueError(f"need contiguous {name} of {key.shape[0]} tokens, found {tuple(places.shape)}")
+    if not key.device == value.device == k_cache.device == v_cache.device:
+        raise ValueError(f"need keys, values and caches on one device, found {key.device} and {k_cache.device}")

@@ -1,0 +1,125 @@
+"""Reference of the causal depthwise convolution over packed rows, and of its form for a few tokens a row."""
+
+import torch
+from torch import Tensor
+
+from ..packed_tokens import PackedTokens
+from ..slots.reference_slots import compute_dtype, load_slots, store_slots
+from ..varlen_rows import PAD_SLOT, VarlenRows
+from ..verify_rows import VerifyRows
+
+
+def causal_conv_ref(x: Tensor, weight: Tensor, bias: Tensor | None, conv_pool: Tensor, rows: VarlenRows) -> Tensor:
+    """Convolve packed rows causally and apply SiLU, carrying each row's window from and to the pool.
+
+    Writes in place the last d_conv - 1 raw inputs at each row's end into its final slot, and at each chunk's end
+    into its chunk slot. Initial windows are read before any write.
+
+    Args:
+        x: [tokens, conv_dim].
+        weight: [conv_dim, d_conv]; the last column weighs the newest input.
+        bias: [conv_dim].
+        conv_pool: [slots, window, conv_dim], oldest input first; its first d_conv - 1 window rows are used.
+
+    Returns:
+        [tokens, conv_dim] in x's dtype; zeros past the last row.
+    """
+    num_tokens, num_rows, d_conv = x.shape[0], rows.initial_slots.shape[0], weight.shape[1]
+    if num_rows == 0:
+        return torch.zeros_like(x)
+    pool = conv_pool[:, : d_conv - 1]
+    windows = load_slots(pool, rows.initial_slots, compute_dtype(x))  # [rows, d_conv - 1, conv_dim]
+    inputs = _RawInputs(x, windows, rows)
+
+    tokens = torch.arange(num_tokens, device=x.device)
+    row_ends = rows.cu_rows[1:].to(torch.int64)
+    owner = torch.searchsorted(row_ends, tokens, right=True).clamp_max(num_rows - 1)  # [tokens]
+    history = [inputs.at(tokens - lag, owner) for lag in range(d_conv - 1, -1, -1)]
+    y = _weigh_and_activate(history, weight, bias)
+    y = torch.where((tokens < row_ends[-1])[:, None], y, 0).to(x.dtype)
+
+    _store_windows(pool, inputs, rows)
+    return y
+
+
+def conv_verify_ref(x: Tensor, weight: Tensor, bias: Tensor | None, conv_pool: Tensor, rows: VerifyRows) -> Tensor:
+    """Convolve the base token and the drafts of each row, apply SiLU and move the row's window on, in place.
+
+    Bit-equal to as many steps of one token each, whatever is drafted behind a token. What lies behind the inputs that
+    a row keeps stays as it is.
+
+    Args:
+        x: [tokens, conv_dim].
+        weight, bias: As in `causal_conv_ref`.
+        conv_pool: [slots, window, conv_dim]; window >= d_conv - 2 + rows.max_len.
+
+    Returns:
+        [tokens, conv_dim] in x's dtype; zeros past the last row.
+    """
+    window_len, dtype = weight.shape[1] - 1, compute_dtype(x)
+    tokens = PackedTokens(rows)
+    inputs = tokens.gather(x).to(dtype)  # [rows, max_len, conv_dim]
+    live, lengths = rows.columns[:, 0], rows.cu_tokens[1:] - rows.cu_tokens[:-1]
+    offsets = (rows.accepted - 1).to(torch.int64)[:, None] + torch.arange(window_len, device=x.device)
+    stored = load_slots(conv_pool, live, dtype)
+    window = stored.gather(1, offsets[:, :, None].expand(-1, -1, x.shape[1]))
+    # Inputs of earlier steps have been through the pool's dtype, so those of this step take the same path.
+    history = torch.cat([window, inputs.to(conv_pool.dtype).to(dtype)], dim=1)  # [rows, window + max_len, conv_dim]
+    y = [
+        _weigh_and_activate([*history[:, j : j + window_len].unbind(1), inputs[:, j]], weight, bias)
+        for j in range(rows.max_len)
+    ]
+    kept = history[:, 1:].to(conv_pool.dtype)
+    places = torch.arange(kept.shape[1], device=x.device)
+    num_kept = torch.where(lengths > 0, window_len - 1 + lengths, 0)
+    behind = load_slots(conv_pool[:, : kept.shape[1]], live, conv_pool.dtype)
+    kept = torch.where((places < num_kept[:, None])[:, :, None], kept, behind)
+    store_slots(conv_pool[:, : kept.shape[1]], live, kept)
+    return tokens.scatter(torch.stack(y, dim=1), x)
+
+
+class _RawInputs:
+    """The raw inputs of each row: its tokens, and its initial window at the positions before them."""
+
+    def __init__(self, x: Tensor, windows: Tensor, rows: VarlenRows) -> None:
+        self._x = x if x.shape[0] else x.new_zeros(1, x.shape[1])  # an index_select needs a token to point at
+        self._windows = windows.flatten(0, 1)  # [rows * (d_conv - 1), conv_dim]
+        self._window_len = windows.shape[1]
+        self._row_starts = rows.cu_rows[:-1].to(torch.int64)
+
+    def at(self, positions: Tensor, owner: Tensor) -> Tensor:
+        """Return the inputs [n, conv_dim] of rows `owner` [n] at packed `positions` [n], at most a window too early."""
+        tokens = self._x.index_select(0, positions.clamp(0, self._x.shape[0] - 1)).to(self._windows.dtype)
+        if self._window_len == 0:
+            return tokens
+        in_row = positions - self._row_starts.index_select(0, owner)
+        in_window = (self._window_len + in_row).clamp(0, self._window_len - 1)
+        carried = self._windows.index_select(0, owner * self._window_len + in_window)
+        return torch.where((in_row >= 0)[:, None], tokens, carried)
+
+
+def _weigh_and_activate(history: list[Tensor], weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return SiLU(sum of history[k] * weight[:, k] + bias), the terms added oldest first."""
+    weight = weight.to(history[0].dtype)
+    total = history[0] * weight[:, 0]
+    for tap in range(1, len(history)):
+        total = total + history[tap] * weight[:, tap]
+    if bias is not None:
+        total = total + bias.to(total.dtype)
+    # torch's CPU silu and sigmoid round differently in the last few elements of a tensor than in the others, so
+    # that a token's bits would depend on how many tokens surround it; exp, sum and quotient do not.
+    return total / (1 + torch.exp(-total))
+
+
+def _store_windows(pool: Tensor, inputs: _RawInputs, rows: VarlenRows) -> None:
+    window_len, device = pool.shape[1], pool.device
+    if window_len == 0:
+        return
+    cu_chunks = rows.cu_chunks
+    chunk_slots = torch.where(cu_chunks[1:] > cu_chunks[:-1], rows.chunk_slots, PAD_SLOT)
+    slots = torch.cat([rows.final_slots, chunk_slots])  # [rows + chunks]
+    owner = torch.cat([torch.arange(rows.final_slots.shape[0], device=device), rows.chunk_rows.to(torch.int64)])
+    ends = torch.cat([rows.cu_rows[1:], cu_chunks[1:]]).to(torch.int64)
+    positions = ends[:, None] - window_len + torch.arange(window_len, device=device)
+    windows = inputs.at(positions.flatten(), owner.repeat_interleave(window_len))
+    store_slots(pool, slots, windows.unflatten(0, (-1, window_len)))

@@ -1,0 +1,1 @@
+"""Gated and plain RMS norms by group."""

@@ -1,0 +1,120 @@
+"""Group RMS norm, gated or not, in one pass.
+
+RMSNorm(y * silu(z)) over groups of channels is the end of a Mamba2 mixer, RMSNorm(y) over all of them the beginning of
+a layer.
+
+Layout: tokens of any stride, channels contiguous. Grid: a program holds one group of a token, or several small ones,
+whole in registers; which groups share a program changes no bit of them. All arithmetic is fp32. Graph safe.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..kernel_launches import launches_kernel
+from .reference_norm import gated_group_norm_ref
+
+__all__ = ["gated_group_norm", "gated_group_norm_ref"]
+
+_TILE_LEN = 1024
+"""Least elements of a program where groups are smaller."""
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _gated_group_norm_kernel(
+    y,
+    z,
+    weight,
+    out,
+    num_tokens,
+    y_stride,
+    z_stride,
+    eps,
+    CHANNELS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    GROUPS: tl.constexpr,
+    IS_GATED: tl.constexpr,
+):
+    NUM_GROUPS: tl.constexpr = CHANNELS // GROUP_SIZE
+    index = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)[:, None]  # of a group among those of all tokens
+    token = (index // NUM_GROUPS).to(tl.int64)
+    element = tl.arange(0, WIDTH)[None, :]
+    channel = index % NUM_GROUPS * GROUP_SIZE + element
+    inside = (token < num_tokens) & (element < GROUP_SIZE)  # [GROUPS, WIDTH]
+    values = tl.load(y + token * y_stride + channel, mask=inside, other=0).to(tl.float32)
+    if IS_GATED:
+        gate = tl.load(z + token * z_stride + channel, mask=inside, other=0).to(tl.float32)
+        values *= gate / (1 + tl.exp(-gate))
+    scale = tl.load(weight + channel, mask=inside, other=0).to(tl.float32)
+    mean = tl.sum(values * values, axis=1, keep_dims=True) / GROUP_SIZE
+    normed = values * (1 / tl.sqrt(mean + eps)) * scale
+    tl.store(out + token * CHANNELS + channel, normed.to(out.dtype.element_ty), mask=inside)
+
+
+def gated_group_norm(y: Tensor, z: Tensor | None, weight: Tensor, group_size: int, eps: float) -> Tensor:
+    """Return RMSNorm(y * silu(z)) over groups of channels, times `weight`; RMSNorm(y) without `z`.
+
+    A token's result depends on that token alone, to the bit. Where a gradient is asked for, and in float64, the
+    reference computes.
+
+    Args:
+        y, z: [tokens, channels]; channels contiguous.
+        weight: [channels].
+        group_size: Channels that are normalized together, a divisor of the channels.
+
+    Returns:
+        [tokens, channels], contiguous, in y's dtype.
+
+    Raises:
+        ValueError: If shapes, strides or devices disagree.
+
+    Reference: `gated_group_norm_ref`. CUDA-graph safe: no host sync, one launch.
+    """
+    _check(y, z, weight, group_size)
+    if not launches_kernel(y) or y.dtype == torch.float64 or _wants_gradient(y, z, weight):
+        return gated_group_norm_ref(y, z, weight, group_size, eps)
+    num_tokens, channels = y.shape
+    out = torch.empty(num_tokens, channels, dtype=y.dtype, device=y.device)
+    if out.numel() == 0:
+        return out
+    gate = y if z is None else z
+    width = triton.next_power_of_2(group_size)
+    groups = max(1, _TILE_LEN // width)
+    _gated_group_norm_kernel[(triton.cdiv(num_tokens * (channels // group_size), groups),)](
+        y=y,
+        z=gate,
+        weight=weight,
+        out=out,
+        num_tokens=num_tokens,
+        y_stride=y.stride(0),
+        z_stride=gate.stride(0),
+        eps=eps,
+        CHANNELS=channels,
+        GROUP_SIZE=group_size,
+        WIDTH=width,
+        GROUPS=groups,
+        IS_GATED=z is not None,
+        num_warps=max(4, min(16, width // 256)),
+    )
+    return out
+
+
+def _wants_gradient(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def _check(y: Tensor, z: Tensor | None, weight: Tensor, group_size: int) -> None:
+    z = y if z is None else z
+    if y.dim() != 2 or y.shape != z.shape or weight.shape != y.shape[1:]:
+        raise ValueError(
+            "need y, z if there is one, [tokens, channels] and weight [channels], "
+            f"found {tuple(y.shape)}, {tuple(z.shape)} and {tuple(weight.shape)}"
+        )
+    if group_size < 1 or y.shape[1] % group_size:
+        raise ValueError(f"need a group_size that divides {y.shape[1]} channels, found {group_size}")
+    if y.shape[1] > 1 and not y.stride(1) == z.stride(1) == weight.stride(0) == 1:
+        raise ValueError(f"need contiguous channels, found strides {y.stride()}, {z.stride()} and {weight.stride()}")
+    if not y.device == z.device == weight.device:
+        raise ValueError(f"need y, z and weight on one device, found {y.device}, {z.device} and {weight.device}")

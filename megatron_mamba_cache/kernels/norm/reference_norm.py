@@ -1,0 +1,16 @@
+"""Reference of the gated group RMS norm; torch only, without a host sync."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..slots.reference_slots import compute_dtype
+
+
+def gated_group_norm_ref(y: Tensor, z: Tensor | None, weight: Tensor, group_size: int, eps: float) -> Tensor:
+    """Return RMSNorm(y * silu(z)) over groups of channels, RMSNorm(y) without `z`; see `gated_group_norm`."""
+    dtype = compute_dtype(y)
+    gated = y.to(dtype) if z is None else y.to(dtype) * F.silu(z.to(dtype))
+    gated = gated.unflatten(-1, (-1, group_size))  # [tokens, groups, group_size]
+    normed = gated * torch.rsqrt(gated.square().mean(-1, keepdim=True) + eps)
+    return (normed.flatten(-2) * weight.to(dtype)).to(y.dtype)

@@ -1,0 +1,1 @@
+"""Sampling and verification of drafts on the device."""

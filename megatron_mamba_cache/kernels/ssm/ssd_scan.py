@@ -1,0 +1,147 @@
+"""SSD scan of packed prefill rows: each from its slot's state, leaving states at reserved boundaries and at its end.
+
+`ssd_tiles` cuts the rows and sums the decays, then one of two kernels scans: `ssd_scan_hopper` where it can run, else
+`ssd_scan_portable`. Graph safe: no host sync, grids fixed by the shapes of the arguments.
+"""
+
+from functools import cache
+from math import prod
+
+import torch
+from torch import Tensor
+
+from ..kernel_launches import launches_kernel
+from ..row_checks import check_varlen_rows
+from ..varlen_rows import VarlenRows
+from .hopper_tiling import HopperTiling, choose_tiling, has_tested_gluon
+from .reference_ssd import ssd_scan_ref
+from .ssd_scan_portable import scan_portably
+from .ssd_tiles import TILE_LEN, TileShape, cut_tiles, head_slices, tile_shape
+from .ssm_inputs import SSMTokens, SSMWeights
+
+__all__ = ["ssd_scan", "ssd_scan_ref"]
+
+_DTYPES = (torch.bfloat16, torch.float32)
+_ALIGNMENT = 16  # bytes, of what TMA copies
+_MAX_STATE = 128 * 128  # elements of a head's state: shared memory holds no more of it
+
+
+def ssd_scan(tokens: SSMTokens, weights: SSMWeights, ssm_pool: Tensor, rows: VarlenRows, chunk_size: int) -> Tensor:
+    """Scan packed rows chunk by chunk, carrying each row's state from and to the pool.
+
+    A row resumed at a chunk's end, in any packing, continues bit-equal where the pool holds float32. Writes the states
+    at chunk and row ends into `ssm_pool` in place. A head_dim that is not a multiple of 16, a d_state that is not a
+    power of two from 16 on, states of more than 128 x 128 a head, and float64 take the twin.
+
+    Args:
+        ssm_pool: [slots, heads, d_state, head_dim]; a slot's state contiguous.
+        chunk_size: The longest chunk in `rows`.
+
+    Returns:
+        [tokens, heads, head_dim] in x's dtype; zeros past the last chunk.
+
+    Raises:
+        ValueError: If shapes, dtypes, strides or devices disagree.
+
+    Reference: `ssd_scan_ref`.
+    """
+    _check(tokens, weights, ssm_pool)
+    check_varlen_rows(rows, tokens.x.device)
+    shape = tile_shape(chunk_size, tokens.x.dtype)
+    if not launches_kernel(tokens.x) or shape is None or not _fits_kernels(tokens, ssm_pool) or _is_empty(tokens, rows):
+        return ssd_scan_ref(tokens, weights, ssm_pool, rows, chunk_size)
+    tiling = None
+    if _fits_hopper(tokens, ssm_pool, shape):
+        tiling = choose_tiling(tokens, rows.longest_first.shape[0])
+    return scan_tiles(tokens, weights, ssm_pool, rows, shape, tiling)
+
+
+def scan_tiles(
+    tokens: SSMTokens,
+    weights: SSMWeights,
+    ssm_pool: Tensor,
+    rows: VarlenRows,
+    shape: TileShape,
+    tiling: HopperTiling | None,
+) -> Tensor:
+    """Scan with the Hopper kernel and this tiling, or the portable one; see `ssd_scan`, which checks and chooses.
+
+    A head whose channels are no power of two takes a launch for each of its slices.
+    """
+    y = torch.empty(tokens.x.shape, dtype=tokens.x.dtype, device=tokens.x.device)
+    tiles = cut_tiles(tokens, weights, rows, shape, y)
+    for channels in head_slices(tokens.x.shape[2]):
+        if tiling is None:
+            scan_portably(tokens, weights.D, ssm_pool, rows, tiles, y, channels)
+        else:
+            from .ssd_scan_hopper import scan_on_hopper
+
+            scan_on_hopper(tokens, weights.D, ssm_pool, rows, tiles, y, channels, tiling.within(channels.width))
+    return y
+
+
+def _is_empty(tokens: SSMTokens, rows: VarlenRows) -> bool:
+    return 0 in (tokens.x.shape[0], rows.chunk_rows.shape[0], rows.longest_first.shape[0])
+
+
+def _fits_kernels(tokens: SSMTokens, ssm_pool: Tensor) -> bool:
+    head_dim, d_state = _dims(tokens)
+    return (
+        head_dim % 16 == 0
+        and d_state >= 16
+        and d_state & (d_state - 1) == 0
+        and prod(_dims(tokens)) <= _MAX_STATE
+        and tokens.x.dtype in _DTYPES
+        and ssm_pool.dtype in _DTYPES
+        and all(_is_aligned(packed) for packed in (tokens.x, tokens.B, tokens.C))
+    )
+
+
+def _fits_hopper(tokens: SSMTokens, ssm_pool: Tensor, shape: TileShape) -> bool:
+    return (
+        tokens.x.is_cuda
+        and tokens.x.dtype == torch.bfloat16
+        and shape.length == TILE_LEN
+        and all(64 <= dim <= 128 for dim in _dims(tokens))
+        and ssm_pool.is_contiguous()
+        and _runs_gluon(tokens.x.device)
+    )
+
+
+@cache
+def _runs_gluon(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] == 9 and has_tested_gluon()
+
+
+def _dims(tokens: SSMTokens) -> tuple[int, int]:
+    return tokens.x.shape[2], tokens.B.shape[2]
+
+
+def _is_aligned(packed: Tensor) -> bool:
+    return (packed.stride(0) * packed.element_size()) % _ALIGNMENT == 0 and packed.data_ptr() % _ALIGNMENT == 0
+
+
+def _check(tokens: SSMTokens, weights: SSMWeights, ssm_pool: Tensor) -> None:
+    x, dt, B, C = tokens.x, tokens.dt, tokens.B, tokens.C
+    if x.dim() != 3 or B.dim() != 3 or B.shape != C.shape or dt.shape != x.shape[:2] or B.shape[0] != x.shape[0]:
+        raise ValueError(
+            "need x [tokens, heads, head_dim], dt [tokens, heads] and B, C [tokens, groups, d_state], found "
+            f"{tuple(x.shape)}, {tuple(dt.shape)}, {tuple(B.shape)} and {tuple(C.shape)}"
+        )
+    state_shape = (x.shape[1], B.shape[2], x.shape[2])
+    if tuple(ssm_pool.shape[1:]) != state_shape or x.shape[1] % B.shape[1]:
+        raise ValueError(
+            f"need ssm_pool [slots, {', '.join(map(str, state_shape))}] and heads a multiple of groups, found "
+            f"{tuple(ssm_pool.shape)} and {x.shape[1]} heads of {B.shape[1]} groups"
+        )
+    for name in ("A_log", "D", "dt_bias"):
+        weight = getattr(weights, name)
+        if weight.shape != (x.shape[1],):
+            raise ValueError(f"need {name} of {x.shape[1]} heads, found {tuple(weight.shape)}")
+    if not (x.dtype == B.dtype == C.dtype) or any(t.device != x.device for t in (dt, B, C, ssm_pool)):
+        raise ValueError(f"need x, B and C of one dtype and all on {x.device}, found {x.dtype}, {B.dtype}, {C.dtype}")
+    if ssm_pool.shape[0] and not ssm_pool[0].is_contiguous():
+        raise ValueError(f"need contiguous states in ssm_pool, found strides {ssm_pool.stride()}")
+    for name, packed in (("x", x), ("dt", dt), ("B", B), ("C", C)):
+        if packed.shape[0] and not packed[0].is_contiguous():
+            raise ValueError(f"need {name} contiguous within a token, found strides {packed.stride()}")

@@ -1,0 +1,1 @@
+"""Reading and writing checkpoints: Hugging Face directories and Megatron distributed checkpoints."""

@@ -1,0 +1,92 @@
+"""The architecture of a model as a JSON file beside a Megatron checkpoint's weights."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from ..architecture import (
+    ACTIVATIONS,
+    AttentionShape,
+    ExpertsShape,
+    FeedForwardShape,
+    HybridArchitecture,
+    MambaShape,
+)
+from .checkpoint_config import CheckpointConfig
+from .json_file import read_json_object
+
+ARCHITECTURE_FILE = "hybrid_architecture.json"
+
+
+def write_architecture(architecture: HybridArchitecture, directory: Path) -> None:
+    """Write the file into a directory."""
+    text = json.dumps(asdict(architecture), indent=2)
+    (directory / ARCHITECTURE_FILE).write_text(f"{text}\n", encoding="utf-8")
+
+
+def read_architecture(directory: Path) -> HybridArchitecture:
+    """Read the file of a directory.
+
+    Raises:
+        ValueError: Naming the file, if it cannot be read, and the field that is missing or of a wrong type.
+    """
+    path = directory / ARCHITECTURE_FILE
+    fields = CheckpointConfig(read_json_object(path), str(path))
+    return HybridArchitecture(
+        pattern=fields.text("pattern"),
+        vocab_size=fields.integer("vocab_size"),
+        hidden_size=fields.integer("hidden_size"),
+        max_sequence_length=fields.integer("max_sequence_length"),
+        norm_eps=fields.number("norm_eps"),
+        mamba=_mamba(fields.section("mamba")),
+        attention=_attention(fields.section("attention")),
+        feed_forward=_feed_forward(fields.section("feed_forward")),
+        experts=_experts(fields.section("experts")) if fields.has("experts") else None,
+        tie_embeddings=fields.flag("tie_embeddings", False),
+        input_multiplier=fields.factor("input_multiplier", 1.0),
+        residual_multiplier=fields.factor("residual_multiplier", 1.0),
+        output_multiplier=fields.factor("output_multiplier", 1.0),
+    )
+
+
+def _mamba(fields: CheckpointConfig) -> MambaShape:
+    return MambaShape(
+        num_heads=fields.integer("num_heads"),
+        head_dim=fields.integer("head_dim"),
+        state_dim=fields.integer("state_dim"),
+        num_groups=fields.integer("num_groups"),
+        ssm_chunk_size=fields.integer("ssm_chunk_size"),
+        d_conv=fields.integer("d_conv", 4),
+        conv_bias=fields.flag("conv_bias", True),
+        time_step_limit=fields.limits("time_step_limit"),
+        gated_norm_eps=fields.number("gated_norm_eps") if fields.has("gated_norm_eps") else None,
+    )
+
+
+def _attention(fields: CheckpointConfig) -> AttentionShape:
+    return AttentionShape(
+        num_heads=fields.integer("num_heads"),
+        num_kv_heads=fields.integer("num_kv_heads"),
+        head_dim=fields.integer("head_dim"),
+        scale=fields.number("scale") if fields.has("scale") else None,
+        rotary_base=fields.number("rotary_base") if fields.has("rotary_base") else None,
+        rotary_percent=fields.number("rotary_percent", 1.0),
+    )
+
+
+def _feed_forward(fields: CheckpointConfig) -> FeedForwardShape:
+    activation = fields.one_of("activation", ACTIVATIONS)
+    return FeedForwardShape(fields.integer("hidden_size"), activation, fields.flag("gated"))
+
+
+def _experts(fields: CheckpointConfig) -> ExpertsShape:
+    return ExpertsShape(
+        num_experts=fields.integer("num_experts"),
+        top_k=fields.integer("top_k"),
+        hidden_size=fields.integer("hidden_size"),
+        shared_hidden_size=fields.integer("shared_hidden_size"),
+        score=fields.one_of("score", ("sigmoid", "softmax")),
+        num_groups=fields.integer("num_groups", 1),
+        top_groups=fields.integer("top_groups", 1),
+        scaling=fields.number("scaling", 1.0),
+    )

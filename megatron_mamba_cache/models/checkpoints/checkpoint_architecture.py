@@ -1,0 +1,62 @@
+"""Which architecture the weights of a Megatron checkpoint are loaded as, and who says so."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..architecture import HybridArchitecture
+from . import megatron_arguments
+from .architecture_file import ARCHITECTURE_FILE, read_architecture
+from .checkpoint_config import CheckpointConfig
+from .common_state import COMMON_FILE, CommonState
+
+_REMEDY = f"write {ARCHITECTURE_FILE} beside the weights, or pass architecture= to load_megatron_checkpoint"
+
+
+@dataclass(frozen=True, slots=True)
+class DescribedModel:
+    """An architecture, and what described it, for errors."""
+
+    architecture: HybridArchitecture
+    source: str
+
+
+def written_architecture(
+    given: HybridArchitecture | None, directory: Path, run_directory: Path
+) -> DescribedModel | None:
+    """Return the given architecture, or else that of a JSON file; None without either.
+
+    Args:
+        directory: Of the weights; its file comes before the run's.
+
+    Raises:
+        ValueError: Naming the file, if it is damaged, or the directory, if it holds no checkpoint.
+    """
+    if given is not None:
+        return DescribedModel(given, "the given architecture")
+    for place in (directory, run_directory):
+        if (place / ARCHITECTURE_FILE).exists():
+            return DescribedModel(read_architecture(place), str(place / ARCHITECTURE_FILE))
+    if not directory.is_dir():
+        raise ValueError(f"cannot read {directory}: no such directory")
+    if not (directory / COMMON_FILE).exists():
+        raise ValueError(
+            f"{directory} has neither {ARCHITECTURE_FILE} nor a training run's arguments in {COMMON_FILE}; give the "
+            "directory of a Megatron distributed checkpoint (torch_dist)"
+        )
+    return None
+
+
+def trained_architecture(common: CommonState, directory: Path) -> DescribedModel:
+    """Return the architecture that the arguments of the training run describe.
+
+    Raises:
+        ValueError: Naming the file and the argument, if there are none, or not those of a model that is supported.
+    """
+    path = directory / COMMON_FILE
+    if common.arguments is None:
+        raise ValueError(f"{path} holds no arguments of a training run, so the architecture is unknown; {_REMEDY}")
+    try:
+        architecture = megatron_arguments.architecture_of(CheckpointConfig(common.arguments, str(path), "args."))
+    except ValueError as error:
+        raise ValueError(f"{error}; to say otherwise, {_REMEDY}") from error
+    return DescribedModel(architecture, f"the arguments in {path}")

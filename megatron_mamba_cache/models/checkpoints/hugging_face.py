@@ -1,0 +1,158 @@
+"""Load a Hugging Face checkpoint of a hybrid model into Megatron, ready for `build_engine`."""
+
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.mamba.mamba_model import MambaModel
+from tqdm import tqdm
+
+from ...installation import install_command
+from ..architecture import HybridArchitecture
+from ..families import bamba, granite_hybrid, nemotron_h
+from ..hybrid_model import build_hybrid_model
+from ..placement import ModelFiller, Placements
+from ..rank_part import EMBEDDINGS, RankPart
+from .checkpoint_config import CheckpointConfig
+from .multi_token_prediction import mtp_names, num_mtp_layers, warn_of_mtp
+from .quantized_checkpoints import check_not_quantized
+from .safetensors_files import SafetensorsFiles
+
+FAMILIES: dict[str, ModuleType] = {"nemotron_h": nemotron_h, "bamba": bamba, "granitemoehybrid": granite_hybrid}
+"""`model_type` of a config → the module that knows its architecture and tensor names."""
+
+_OUTPUT = "lm_head.weight"
+_NAMES_SHOWN = 8
+_FETCHED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model with its weights, and what it was read from."""
+
+    model: MambaModel
+    architecture: HybridArchitecture
+    directory: Path
+
+
+def load_hugging_face(source: str | Path, dtype: torch.dtype | None = torch.bfloat16) -> LoadedModel:
+    """Load a model directory (config.json and safetensors) onto the current device.
+
+    Tensors that have a place on this rank are read one at a time, and cut to the rank's part on the way in. A name that
+    is no directory is looked up in the local cache of huggingface_hub, or downloaded by it, if that is installed.
+
+    Args:
+        dtype: Of the weights; None: bfloat16 if config.json says that they are stored so, else float32.
+
+    Raises:
+        ValueError: Naming file and tensor, if anything is missing, damaged, superfluous, of the wrong shape or not
+            supported; nothing is returned half-loaded.
+        MemoryError: Naming the configuration, and the largest sizes in it, if the weights do not fit in memory.
+    """
+    directory = _directory_of(source)
+    config = CheckpointConfig.read(directory)
+    family = FAMILIES[config.one_of("model_type", sorted(FAMILIES))]
+    check_not_quantized(directory)
+    files = SafetensorsFiles(directory)
+    architecture = _with_own_output(family.architecture_of(config), files)
+    placements = family.placements_of(architecture)
+    left_out = mtp_names(files.names.keys() - placements.keys(), placements.keys(), num_mtp_layers(config))
+    _check_names(directory, files.names.keys() - set(left_out), placements)
+    if left_out:
+        warn_of_mtp(directory, len(left_out))
+    _check_embeddings(directory, files, architecture, placements)
+    model = _built(architecture, dtype or _stored_dtype(config), directory)
+    filler = ModelFiller(
+        model,
+        placements,
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+        RankPart.of_process(architecture).local_name,
+    )
+    _fill(filler, files, placements)
+    if unfilled := filler.unfilled():
+        raise ValueError(f"{directory}: the checkpoint leaves {listed(unfilled)} of the model without values")
+    return LoadedModel(model, architecture, directory)
+
+
+def _directory_of(source: str | Path) -> Path:
+    directory = Path(source)
+    if directory.is_dir():
+        return directory
+    if directory.is_absolute() or str(source).count("/") != 1:
+        raise ValueError(f"{source} is no directory; give a Hugging Face model directory, or a hub name as OWNER/NAME")
+    missing = f"{source} is no directory in {Path.cwd()}"
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise ValueError(
+            f"{missing}, and huggingface_hub, which could fetch a model of that name, is not installed: "
+            f"{install_command('hf')}"
+        ) from error
+    try:
+        return Path(snapshot_download(str(source), allow_patterns=_FETCHED))
+    except (OSError, ValueError) as error:  # huggingface_hub's errors are of these kinds
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{missing}, and huggingface_hub cannot fetch a model of that name: {reason}") from error
+
+
+def _stored_dtype(config: CheckpointConfig) -> torch.dtype:
+    """Return bfloat16 if the configuration names it, under the newer name or the older one; else float32."""
+    is_bfloat16 = any(config.equals(name, "bfloat16", None) for name in ("dtype", "torch_dtype"))
+    return torch.bfloat16 if is_bfloat16 else torch.float32
+
+
+def _with_own_output(architecture: HybridArchitecture, files: SafetensorsFiles) -> HybridArchitecture:
+    """Return the architecture untied if the checkpoint has output weights all the same, as transformers would use."""
+    return replace(architecture, tie_embeddings=architecture.tie_embeddings and _OUTPUT not in files.names)
+
+
+def _check_names(directory: Path, names: Set[str], placements: Placements) -> None:
+    unknown, missing = sorted(names - placements.keys()), sorted(placements.keys() - names)
+    if unknown:
+        raise ValueError(f"{directory}: the checkpoint has {listed(unknown)}, which the model has no place for")
+    if missing:
+        raise ValueError(f"{directory}: the checkpoint lacks {listed(missing)}")
+
+
+def _check_embeddings(
+    directory: Path, files: SafetensorsFiles, architecture: HybridArchitecture, placements: Placements
+) -> None:
+    """Raise `ValueError` if the two largest sizes are not the tensors': before a model of them is built."""
+    needed = (architecture.vocab_size, architecture.hidden_size)
+    for name, places in placements.items():
+        if places[0].target == EMBEDDINGS and files.shapes[name] != needed:
+            raise ValueError(
+                f"{files.names[name]}: tensor {name} has shape {files.shapes[name]} where the model has {needed}, the "
+                f"vocab_size and hidden_size of {directory / 'config.json'}"
+            )
+
+
+def _built(architecture: HybridArchitecture, dtype: torch.dtype, directory: Path) -> MambaModel:
+    try:
+        return build_hybrid_model(architecture, dtype)
+    except (ValueError, AssertionError) as error:
+        raise ValueError(f"{directory / 'config.json'} describes no model that Megatron builds: {error}") from error
+    except MemoryError as error:
+        raise MemoryError(f"{directory / 'config.json'}: {error}") from error
+
+
+def _fill(filler: ModelFiller, files: SafetensorsFiles, names: Iterable[str]) -> None:
+    wanted = {name for name in names if filler.wants(name)}
+    with tqdm(total=len(wanted), desc="loading", unit="tensor", disable=None) as progress:
+        for name, tensor in files.tensors(wanted):
+            try:
+                filler.fill(name, tensor)
+            except ValueError as error:
+                raise ValueError(f"{files.names[name]}: {error}") from error
+            del tensor  # or two are held while the next one is read
+            progress.update()
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return how many tensors there are and what the first few are called."""
+    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    return f"{len(names)} tensors: {', '.join(names[:_NAMES_SHOWN])}{more}"

@@ -1,0 +1,139 @@
+"""The architecture that the arguments of a Megatron-LM training run describe."""
+
+from typing import Any
+
+from megatron.core.ssm.mamba_hybrid_layer_allocation import allocate_layers
+
+from ..architecture import AttentionShape, ExpertsShape, FeedForwardShape, HybridArchitecture, MambaShape
+from .checkpoint_config import CheckpointConfig
+
+_GATED_NORM_EPS = 1e-5  # a constant of Megatron's mixer, whatever the arguments say
+_SSM_CHUNK_SIZE = 128  # likewise
+_EXPAND = 2  # likewise, where the arguments give no number of Mamba heads
+
+_SUPPORTED: dict[str, tuple[Any, Any]] = {
+    # argument: the only value that is supported, Megatron-LM's default
+    "normalization": ("RMSNorm", "LayerNorm"),
+    "apply_layernorm_1p": (False, False),
+    "add_bias_linear": (False, True),
+    "add_qkv_bias": (False, False),
+    "qk_layernorm": (False, False),
+    "qk_l2_norm": (False, False),
+    "attention_output_gate": (False, False),
+    "multi_latent_attention": (False, False),
+    "window_size": (None, None),
+    "softmax_type": ("vanilla", "vanilla"),
+    "glu_linear_offset": (0.0, 0.0),
+    "activation_func_clamp_value": (None, None),
+    "quick_geglu": (False, False),
+    "use_mup": (False, False),
+    "heterogeneous_layers_config_path": (None, None),
+}
+_SUPPORTED_ROTATION: dict[str, tuple[Any, Any]] = {
+    "use_rope_scaling": (False, False),
+    "rotary_interleaved": (False, False),
+    "rotary_seq_len_interpolation_factor": (None, None),
+    "no_rope_freq": (None, None),
+}
+_SUPPORTED_ROUTING: dict[str, tuple[Any, Any]] = {
+    "moe_router_pre_softmax": (False, False),
+    "moe_shared_expert_gate": (False, False),
+    "moe_apply_probs_on_input": (False, False),
+    "moe_expert_capacity_factor": (None, None),
+    "moe_latent_size": (None, None),
+}
+
+
+def architecture_of(arguments: CheckpointConfig) -> HybridArchitecture:
+    """Return the architecture of the hybrid model that was trained with these arguments.
+
+    Raises:
+        ValueError: Naming the argument that is missing, ill-typed or not supported.
+    """
+    _require(arguments, _SUPPORTED)
+    pattern = _pattern(arguments)
+    return HybridArchitecture(
+        pattern=pattern,
+        vocab_size=arguments.integer("padded_vocab_size"),
+        hidden_size=arguments.integer("hidden_size"),
+        max_sequence_length=arguments.integer("max_position_embeddings"),
+        norm_eps=arguments.number("norm_epsilon", 1e-5),
+        mamba=_mamba(arguments),
+        attention=_attention(arguments),
+        feed_forward=_feed_forward(arguments),
+        experts=_experts(arguments) if "E" in pattern else None,
+        tie_embeddings=not arguments.flag("untie_embeddings_and_output_weights", False),
+    )
+
+
+def _require(arguments: CheckpointConfig, supported: dict[str, tuple[Any, Any]]) -> None:
+    for name, (value, default) in supported.items():
+        arguments.require(name, value, default)
+
+
+def _pattern(arguments: CheckpointConfig) -> str:
+    if arguments.has("hybrid_override_pattern"):
+        return arguments.text("hybrid_override_pattern").split("/")[0]  # the rest are layers that predict more tokens
+    shares = [arguments.share(f"hybrid_{kind}_ratio", 0.0) for kind in ("attention", "mlp")]
+    if not shares[0] or sum(shares) > 1:
+        raise arguments.error(
+            "hybrid_override_pattern is missing, and hybrid_attention_ratio and hybrid_mlp_ratio describe no hybrid of "
+            f"Mamba and attention layers: {shares[0]} and {shares[1]}"
+        )
+    return "".join(allocate_layers(arguments.integer("num_layers"), *shares))
+
+
+def _mamba(arguments: CheckpointConfig) -> MambaShape:
+    head_dim = arguments.integer("mamba_head_dim", 64)
+    return MambaShape(
+        num_heads=arguments.integer("mamba_num_heads", _EXPAND * arguments.integer("hidden_size") // head_dim),
+        head_dim=head_dim,
+        state_dim=arguments.integer("mamba_state_dim", 128),
+        num_groups=arguments.integer("mamba_num_groups", 8),
+        ssm_chunk_size=_SSM_CHUNK_SIZE,
+        gated_norm_eps=_GATED_NORM_EPS,
+    )
+
+
+def _attention(arguments: CheckpointConfig) -> AttentionShape:
+    num_heads = arguments.integer("num_attention_heads")
+    position = arguments.one_of("position_embedding_type", ("none", "rope"), "learned_absolute")
+    if position == "rope":
+        _require(arguments, _SUPPORTED_ROTATION)
+    is_grouped = arguments.flag("group_query_attention", False)
+    return AttentionShape(
+        num_heads=num_heads,
+        num_kv_heads=arguments.integer("num_query_groups") if is_grouped else num_heads,
+        head_dim=arguments.integer("kv_channels", arguments.integer("hidden_size") // num_heads),
+        scale=arguments.number("softmax_scale") if arguments.has("softmax_scale") else None,
+        rotary_base=arguments.number("rotary_base", 10_000) if position == "rope" else None,
+        rotary_percent=arguments.number("rotary_percent", 1.0),
+    )
+
+
+def _feed_forward(arguments: CheckpointConfig) -> FeedForwardShape:
+    gated = arguments.flag("swiglu", False)
+    squared = arguments.flag("squared_relu", False)
+    activation = "silu" if gated else "relu2" if squared else "gelu"
+    size = arguments.integer("ffn_hidden_size", 4 * arguments.integer("hidden_size"))
+    return FeedForwardShape(size, activation, gated)
+
+
+def _experts(arguments: CheckpointConfig) -> ExpertsShape:
+    _require(arguments, _SUPPORTED_ROUTING)
+    score = arguments.one_of("moe_router_score_function", ("softmax", "sigmoid"), "softmax")
+    arguments.require("moe_router_enable_expert_bias", score == "sigmoid", False)
+    if score == "softmax":
+        arguments.require("moe_router_topk_scaling_factor", None, None)
+    if arguments.equals("moe_router_load_balancing_type", "sinkhorn", "aux_loss"):
+        raise arguments.error("moe_router_load_balancing_type='sinkhorn' is not supported")
+    return ExpertsShape(
+        num_experts=arguments.integer("num_experts"),
+        top_k=arguments.integer("moe_router_topk", 2),
+        hidden_size=arguments.integer("moe_ffn_hidden_size", arguments.integer("ffn_hidden_size")),
+        shared_hidden_size=arguments.integer("moe_shared_expert_intermediate_size"),
+        score=score,
+        num_groups=arguments.integer("moe_router_num_groups", 1),
+        top_groups=arguments.integer("moe_router_group_topk", 1),
+        scaling=arguments.number("moe_router_topk_scaling_factor", 1.0),
+    )

@@ -1,0 +1,206 @@
+"""Save Megatron distributed checkpoints (torch_dist), and load them and those of Megatron-LM's training."""
+
+import math
+import pickle
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import apply_factories
+from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
+from megatron.core.models.mamba.mamba_model import MambaModel
+from torch.distributed.checkpoint.api import CheckpointException
+
+from ..architecture import HybridArchitecture
+from ..hybrid_model import build_hybrid_model
+from ..rank_part import EMBEDDINGS, OUTPUT, RankPart
+from .architecture_file import write_architecture
+from .checkpoint_architecture import DescribedModel, trained_architecture, written_architecture
+from .checkpoint_iterations import weights_directory
+from .checkpoint_writer import InProcessSaveStrategy
+from .common_state import COMMON_FILE, CommonState, NoCommonState, read_common_state
+from .hugging_face import LoadedModel, listed
+from .multi_token_prediction import mtp_names, warn_of_mtp
+from .tensor_index import check_tensor_index
+from .tensor_names import is_training_state, take_fused_names
+
+_FILES = (".metadata", COMMON_FILE, "metadata.json")
+
+_LOAD_ERRORS = (
+    *(CheckpointingException, CheckpointException, OSError, RuntimeError, EOFError, pickle.UnpicklingError),
+    *(ValueError, LookupError, AttributeError, TypeError, ImportError),  # what unpickling damaged bytes may raise
+)
+
+
+class _Mismatch(ValueError):
+    """A checkpoint is whole, and not that of the model."""
+
+
+def save_megatron_checkpoint(model: MambaModel, architecture: HybridArchitecture, directory: str | Path) -> None:
+    """Save a model's weights for any number of ranks, and its architecture; all ranks call it.
+
+    Raises:
+        ValueError: If the directory is not empty or cannot be made.
+        OSError: If a file cannot be written.
+    """
+    path = Path(directory)
+    _make_empty(path)
+    _barrier()  # no rank writes before all have seen the directory empty
+    try:
+        state = model.sharded_state_dict()
+        if _has_copied_embeddings(architecture):
+            del state[OUTPUT]
+        dist_checkpointing.save(state, str(path), InProcessSaveStrategy())
+    except CheckpointException as error:
+        raise OSError(f"cannot write a checkpoint to {path}: {_reason(error)}") from error
+    if _is_first_rank():
+        write_architecture(architecture, path)
+    _barrier()
+
+
+def load_megatron_checkpoint(
+    directory: str | Path, dtype: torch.dtype | None = torch.bfloat16, architecture: HybridArchitecture | None = None
+) -> LoadedModel:
+    """Load what `save_megatron_checkpoint` or Megatron-LM's training wrote, under any number of ranks.
+
+    Args:
+        directory: Of one checkpoint, or of a run: then its latest one is taken.
+        dtype: Of the weights; None: bfloat16 if most of them are stored so, else float32.
+        architecture: None: it is read from hybrid_architecture.json in the directory, or else from the arguments of
+            the training run in common.pt.
+
+    Raises:
+        ValueError: Naming the file, if something is missing, superfluous or does not fit; nothing is returned
+            half-loaded.
+        MemoryError: If the weights do not fit in memory.
+    """
+    path = weights_directory(Path(directory))
+    written = written_architecture(architecture, path, Path(directory))
+    _check_files(path)
+    common = read_common_state(path)
+    described = written or trained_architecture(common, path)
+    check_tensor_index(path)
+    try:
+        model = build_hybrid_model(described.architecture, dtype or _stored_dtype(path))
+    except (ValueError, AssertionError) as error:
+        raise ValueError(f"{described.source} describes no model that Megatron builds: {error}") from error
+    except MemoryError as error:
+        raise MemoryError(f"{described.source}: {error}") from error
+    try:
+        stored = load_sharded_metadata(str(path))
+        wanted = _wanted(model, described.architecture, common, stored)
+        _check_tensors(path, described, wanted, stored)
+        state = dist_checkpointing.load(wanted, str(path), common_strategy=NoCommonState())
+    except _Mismatch:
+        raise
+    except _LOAD_ERRORS as error:
+        raise ValueError(
+            f"{path} does not hold the weights that {described.source} describes: {_reason(error)}"
+        ) from error
+    _fill(model, state)
+    return LoadedModel(model, described.architecture, Path(directory))
+
+
+def _stored_dtype(path: Path) -> torch.dtype:
+    """Return bfloat16 if more parameters are stored so than otherwise, else float32."""
+    try:
+        stored = [part for part in load_sharded_metadata(str(path)).values() if isinstance(part, ShardedTensor)]
+        sizes = [(tensor.dtype, math.prod(tensor.global_shape)) for tensor in stored]
+    except _LOAD_ERRORS as error:
+        raise ValueError(f"{path} does not hold the weights of a model: {_reason(error)}") from error
+    num_bfloat16 = sum(size for dtype, size in sizes if dtype is torch.bfloat16)
+    return torch.bfloat16 if 2 * num_bfloat16 > sum(size for _, size in sizes) else torch.float32
+
+
+def _make_empty(path: Path) -> None:
+    """Make a directory, or take one that is there and empty."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        is_empty = next(path.iterdir(), None) is None
+    except OSError as error:
+        raise ValueError(f"cannot make the directory {path}: {error.strerror}") from error
+    if not is_empty:
+        raise ValueError(f"{path} is not empty; give a new directory")
+
+
+def _check_files(path: Path) -> None:
+    """Raise `ValueError` that names a file of the weights that is missing or empty."""
+    for file in [*(path / name for name in _FILES), *sorted(path.glob("*.distcp"))]:
+        if not file.is_file() or not file.stat().st_size:
+            found = "empty" if file.is_file() else "missing"
+            raise ValueError(f"{path} does not hold the weights of a model: {file} is {found}; copy or save it anew")
+
+
+def _has_copied_embeddings(architecture: HybridArchitecture) -> bool:
+    """Whether this rank has the embeddings as output weights only, under a name that checkpoints do not have."""
+    part = RankPart.of_process(architecture)
+    return part.is_tied and part.is_last_stage and not part.is_first_stage
+
+
+def _wanted(
+    model: MambaModel, architecture: HybridArchitecture, common: CommonState, stored: Collection[str]
+) -> dict[str, Any]:
+    """Return what is to be loaded, under the stored names; a layer's extra state, of quantized training, is not."""
+    sharded = model.sharded_state_dict(metadata={"singleton_local_shards": common.splits_experts})
+    wanted = {name: part for name, part in sharded.items() if not isinstance(part, ShardedObject)}
+    if _has_copied_embeddings(architecture):
+        wanted[OUTPUT].key = EMBEDDINGS
+        wanted[OUTPUT].replica_id = (1, *wanted[OUTPUT].replica_id[1:])  # the first stage's is the original
+    take_fused_names(wanted, len(architecture.pattern), stored)
+    return wanted
+
+
+def _check_tensors(path: Path, described: DescribedModel, wanted: dict[str, Any], stored: Mapping[str, Any]) -> None:
+    """Raise `_Mismatch` unless the checkpoint has just the model's tensors, beside a training run's other state."""
+    parts = dict(wanted)
+    apply_factories(parts)
+    needed = {part.key: part for part in nested_values(parts)}
+    anywhere = _of_all_ranks(needed.keys())
+    missing = sorted(anywhere - stored.keys())
+    superfluous = sorted(name for name in stored.keys() - anywhere if not is_training_state(name))
+    model = f"the model that {described.source} describes"
+    if missing:
+        also = f", and has {listed(superfluous)} that it has no place for" if superfluous else ""
+        raise _Mismatch(f"{path} lacks {listed(missing)} of {model}{also}")
+    left_out = mtp_names(superfluous)
+    if unknown := sorted(set(superfluous) - set(left_out)):
+        raise _Mismatch(f"{path} has {listed(unknown)}, which {model} has no place for")
+    for name, part in needed.items():
+        found, expected = tuple(stored[name].global_shape), tuple(part.global_shape)
+        if found != expected:  # Megatron would fill what embeddings lack with zeros
+            raise _Mismatch(f"{path}: tensor {name} has shape {found} where {model} has {expected}")
+    if left_out:
+        warn_of_mtp(path, len(left_out))
+
+
+def _fill(model: MambaModel, state: dict[str, Any]) -> None:
+    outcome = model.load_state_dict(state, strict=False)  # what it lacks is extra state only
+    unfilled = [name for name in outcome.missing_keys if not is_training_state(name)]
+    if unfilled or outcome.unexpected_keys:
+        raise ValueError(f"not filled: {unfilled}; without a place: {outcome.unexpected_keys}")
+
+
+def _reason(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [repr(error)])[-1]
+
+
+def _of_all_ranks(names: Collection[str]) -> set[str]:
+    """Return the names that any rank has."""
+    found: list[Any] = [sorted(names)] * torch.distributed.get_world_size()
+    if len(found) > 1:
+        torch.distributed.all_gather_object(found, sorted(names))
+    return {name for rank in found for name in rank}
+
+
+def _is_first_rank() -> bool:
+    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+
+
+def _barrier() -> None:
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()

@@ -1,0 +1,1 @@
+"""Drafters with weights of their own."""

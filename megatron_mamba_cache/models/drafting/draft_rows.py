@@ -1,0 +1,217 @@
+"""What a draft model holds of the requests it drafts for: who is served next, and who makes room for whom."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from ...errors import CacheIntegrityError
+from ...mcore.context import MambaCacheContext
+from ...policy.admission import Refusal
+from ...policy.boundaries import prefill_chunk_end
+from ...policy.requests import RequestSpec, RunningRequest
+from ...speculation.drafter import DraftWish
+
+
+@dataclass(slots=True, eq=False)
+class DraftRow:
+    """A request that the draft model holds memory for.
+
+    Args:
+        row: To the draft model all text is a prompt that grows. Its live state never has a token that is not verified.
+        text: [max_sequence_length] tokens: the row's prompt is a view of its start, the round's drafts lie behind it.
+        last_wished: Round.
+    """
+
+    row: RunningRequest
+    text: npt.NDArray[np.int64]
+    last_wished: int
+
+    def branch(self, drafts: Sequence[int]) -> RunningRequest:
+        """Return a row that computes the last of `drafts`, for one forward; it owns nothing.
+
+        It starts from the live state, or from the branch before it, and writes to the draft slot only; its KV lies
+        behind the text, where the text overwrites it.
+        """
+        row, at = self.row, self.row.length + len(drafts)
+        self.text[at - 1] = drafts[-1]
+        return RunningRequest(
+            spec=replace(row.spec, prompt=self.text[:at]),
+            chain=row.chain,
+            epoch=row.epoch,
+            age=row.age,
+            live_slot=row.draft_slots[0],
+            block_ids=row.block_ids,
+            num_shared_blocks=row.num_shared_blocks,
+            computed=at - 1,
+            scheduled=1,
+            source_slot=row.live_slot if len(drafts) == 1 else None,
+        )
+
+
+class DraftRows:
+    """The draft model's rows, by request.
+
+    A request is admitted when drafts for it are wished, and stays until it is forgotten or makes room. Where a round
+    cannot serve all wishes, those that have waited longest come first, the shortest of them before the others.
+
+    Args:
+        context: The draft model's own; its rows are these.
+    """
+
+    def __init__(self, context: MambaCacheContext) -> None:
+        self._context = context
+        self._held: dict[int, DraftRow] = {}
+        self._waits_since: dict[int, int] = {}  # request id -> round
+        self._round = 0
+
+    def schedule(self, wishes: Sequence[DraftWish]) -> list[DraftRow]:
+        """Begin a round: schedule what is new of the wished requests' text, within the step's tokens."""
+        self._round += 1
+        budget = self._context.cache_config.max_tokens
+        for wish in wishes:
+            self._waits_since.setdefault(wish.row.request_id, self._round)
+            if held := self._held.get(wish.row.request_id):
+                held.last_wished = self._round
+        scheduled = []
+        for wish in sorted(wishes, key=self._turn):
+            held = self._schedule(wish.row, budget) if budget else None
+            if held is not None:
+                budget -= held.row.scheduled
+                scheduled.append(held)
+        return scheduled
+
+    def settle(self, served: Sequence[DraftRow]) -> None:
+        """Publish and count what the forward of the scheduled rows computed."""
+        self._context.commit_step()
+        for held in served:
+            self._context.cache.advance(held.row, held.row.scheduled)
+            self._waits_since[held.row.request_id] = self._round + 1
+
+    def room_for_drafts(self, held: DraftRow, num_drafts: int) -> int:
+        """Return for how many drafts, at least 1, the row has room, after taking a slot and blocks for them.
+
+        The last draft is not fed to the model, so that the first one takes no room.
+        """
+        row = held.row
+        num_drafts = min(num_drafts, len(held.text) - row.length + 1)
+        if num_drafts == 1:
+            return 1
+        self._grow(row, row.length + num_drafts - 1)
+        num_drafts = min(num_drafts, self._capacity(row) - row.length + 1)
+        return num_drafts if num_drafts > 1 and self._context.cache.take_draft_slot(row) else 1
+
+    def end_round(self, served: Sequence[DraftRow]) -> None:
+        """Return the slots that `room_for_drafts` took."""
+        for held in served:
+            self._context.cache.return_draft_slots(held.row)
+
+    def abort_round(self, request_ids: Collection[int]) -> None:
+        """Drop what is held of the requests of a round that failed, and wait for the device."""
+        try:
+            self._context.abort_step()
+        finally:
+            self.drop(request_ids)
+
+    def drop(self, request_ids: Collection[int]) -> None:
+        """Drop what is held of these requests; what they published stays findable."""
+        try:
+            self._context.drop_rows(request_ids)
+        finally:
+            rows = self._context.rows
+            self._held = {request_id: held for request_id, held in self._held.items() if held.row in rows}
+
+    def drop_all(self) -> None:
+        """Drop what is held of every request."""
+        self.drop(set(self._held))
+
+    def forget(self, request_id: int) -> None:
+        """Drop all that is known of a request; nothing if it is unknown."""
+        self._waits_since.pop(request_id, None)
+        if request_id in self._held:
+            self.drop({request_id})
+
+    def check_integrity(self) -> None:
+        """Raise `CacheIntegrityError` unless rows, blocks and slots agree, and no slot is kept beyond a round."""
+        self._context.check_integrity()
+        held, rows = [draft.row.request_id for draft in self._held.values()], self._context.rows
+        if sorted(held) != sorted(row.request_id for row in rows):
+            raise CacheIntegrityError(f"requests {sorted(held)} are held, the context has {rows}")
+        if any(row.draft_slots or row.scheduled for row in rows):
+            raise CacheIntegrityError("a row keeps draft slots or scheduled tokens between rounds")
+
+    def _turn(self, wish: DraftWish) -> tuple[int, int, int]:
+        request_id = wish.row.request_id
+        held = self._held.get(request_id)
+        return self._waits_since[request_id], wish.row.length - (held.row.computed if held else 0), request_id
+
+    def _schedule(self, target: RunningRequest, budget: int) -> DraftRow | None:
+        """Schedule a request of the target model; None where its text is done already, or there is no room for it."""
+        held = self._held.get(target.request_id)
+        if held is not None and not held.row.length <= target.length <= len(held.text):
+            self.drop({target.request_id})
+            held = None
+        if held is None:
+            return self._admit(target, budget)
+        row = held.row
+        if row.length < target.length:
+            held.text[row.length : target.length] = target.tokens(row.length, target.length)
+            self._context.cache.lengthen_prompt(row, held.text[: target.length])
+        if row.computed == row.length:
+            return None
+        if not self._find_blocks(row, row.length):
+            self.drop({target.request_id})
+            return None
+        rules = self._context.cache.rules
+        chunk_end = prefill_chunk_end(
+            start=row.computed,
+            prompt_len=row.length,
+            budget=budget,
+            block_size=self._context.cache.block_size,
+            align=rules.align_prefill_chunks,
+        )
+        self._context.cache.schedule_chunk(row, chunk_end)
+        return held
+
+    def _admit(self, target: RunningRequest, budget: int) -> DraftRow | None:
+        context, length = self._context, target.length
+        max_len = context.cache_config.max_sequence_length
+        if length > min(max_len, context.max_blocks_of_a_request * context.cache.block_size):
+            return None
+        text = np.empty(max_len, np.int64)
+        text[:length] = target.tokens(0, length)
+        candidate = context.candidate(
+            RequestSpec(target.request_id, text[:length], max_len, target.spec.sampling, target.spec.tenant)
+        )
+        row = context.admit(candidate, budget)
+        while row in (Refusal.NO_ROW, Refusal.NO_BLOCKS, Refusal.NO_SLOT) and self._drop_idle():
+            row = context.admit(candidate, budget)
+        if isinstance(row, Refusal):
+            return None
+        self._held[target.request_id] = held = DraftRow(row, text, self._round)
+        return held
+
+    def _find_blocks(self, row: RunningRequest, num_tokens: int) -> bool:
+        """Give the row blocks for `num_tokens`; others that are not wished in this round make room."""
+        self._grow(row, num_tokens)
+        while self._capacity(row) < num_tokens and self._drop_idle():
+            self._grow(row, num_tokens)
+        return self._capacity(row) >= num_tokens
+
+    def _grow(self, row: RunningRequest, num_tokens: int) -> None:
+        cache = self._context.cache
+        while self._capacity(row) < num_tokens and cache.kv.num_available:
+            cache.grow(row)
+
+    def _capacity(self, row: RunningRequest) -> int:
+        return len(row.block_ids) * self._context.cache.block_size
+
+    def _drop_idle(self) -> bool:
+        """Drop the row that has not been wished for longest; return whether there was one beside this round's."""
+        idle = [held for held in self._held.values() if held.last_wished < self._round]
+        if not idle:
+            return False
+        oldest = min(idle, key=lambda held: (held.last_wished, held.row.request_id))
+        self.drop({oldest.row.request_id})
+        return True

@@ -1,0 +1,99 @@
+"""Bamba checkpoints: each layer is a mixer and a gated MLP."""
+
+from ..architecture import AttentionShape, FeedForwardShape, HybridArchitecture, MambaShape
+from ..checkpoints.checkpoint_config import CheckpointConfig
+from ..placement import Placement, Split
+from .layer_placements import (
+    Places,
+    attention_places,
+    ends_places,
+    gate_half,
+    mamba_places,
+    mlp_norm_place,
+    up_half,
+)
+
+
+def architecture_of(config: CheckpointConfig) -> HybridArchitecture:
+    """Return the architecture that a Bamba configuration describes; a layer of it is two of Megatron's."""
+    for name in ("attention_bias", "mlp_bias", "mamba_proj_bias"):
+        config.require(name, False, False)
+    config.require("hidden_act", "silu", "silu")  # the mixers' too
+    num_layers, num_heads = config.integer("num_hidden_layers"), config.integer("num_attention_heads")
+    attention_layers = set(config.indices("attn_layer_indices", num_layers))
+    layers = ("*" if layer in attention_layers else "M" for layer in range(num_layers))
+    return HybridArchitecture(
+        pattern="".join(f"{mixer}-" for mixer in layers),
+        vocab_size=config.integer("vocab_size"),
+        hidden_size=config.integer("hidden_size"),
+        max_sequence_length=config.integer("max_position_embeddings", 4096),
+        norm_eps=config.number("rms_norm_eps", 1e-5),
+        mamba=mamba_shape(config),
+        attention=AttentionShape(
+            num_heads=num_heads,
+            num_kv_heads=config.integer("num_key_value_heads", num_heads),
+            head_dim=config.integer("head_dim", config.integer("hidden_size") // num_heads),
+            rotary_base=rotary_base(config),
+            rotary_percent=config.section("rope_parameters").number(
+                "partial_rotary_factor", config.number("partial_rotary_factor", 0.5)
+            ),
+        ),
+        feed_forward=FeedForwardShape(config.integer("intermediate_size"), "silu", gated=True),
+        tie_embeddings=config.flag("tie_word_embeddings", False),
+    )
+
+
+def placements_of(architecture: HybridArchitecture) -> Places:
+    """Return where each tensor of a Bamba checkpoint goes."""
+    names = {"embeddings": "model.embed_tokens.weight", "final_norm": "model.final_layernorm.weight"}
+    places = ends_places(architecture, {**names, "output": "lm_head.weight"})
+    for layer, mixer in enumerate(architecture.pattern[::2]):
+        prefix = f"model.layers.{layer}."
+        norm = f"{prefix}input_layernorm.weight"
+        if mixer == "M":
+            places |= mamba_places(architecture, 2 * layer, f"{prefix}mamba.", norm)
+        else:
+            places |= attention_places(architecture, 2 * layer, f"{prefix}self_attn.", norm)
+        places |= _gated_mlp(2 * layer + 1, f"{prefix}feed_forward.")
+        places |= mlp_norm_place(2 * layer + 1, f"{prefix}pre_ff_layernorm.weight")
+    return places
+
+
+def mamba_shape(config: CheckpointConfig) -> MambaShape:
+    """Return the mixers' sizes under the names that Bamba and Granite share."""
+    num_heads = config.integer("mamba_n_heads")
+    inner = config.integer("mamba_expand", 2) * config.integer("hidden_size")
+    is_derived = config.equals("mamba_d_head", "auto", default="auto")
+    head_dim = inner // num_heads if is_derived else config.integer("mamba_d_head")
+    if num_heads * head_dim != inner:
+        raise config.error(
+            f"mamba_n_heads={num_heads} heads of {head_dim} channels are not mamba_expand times hidden_size, {inner}"
+        )
+    return MambaShape(
+        num_heads=num_heads,
+        head_dim=head_dim,
+        state_dim=config.integer("mamba_d_state"),
+        num_groups=config.integer("mamba_n_groups"),
+        ssm_chunk_size=config.integer("mamba_chunk_size", 256),
+        d_conv=config.integer("mamba_d_conv", 4),
+        conv_bias=config.flag("mamba_conv_bias", True),
+        time_step_limit=config.limits("time_step_limit"),
+    )
+
+
+def rotary_base(config: CheckpointConfig) -> float:
+    """Return the base of plain rotary embeddings; scaled ones are an error."""
+    rope = config.section("rope_parameters", "rope_scaling")
+    kind = rope.text("rope_type", rope.text("type", "default"))
+    if kind != "default":
+        raise config.error(f"rope_type={kind!r} is not supported, only 'default'")
+    return rope.number("rope_theta", config.number("rope_theta", 10_000.0))
+
+
+def _gated_mlp(layer: int, prefix: str) -> Places:
+    fc1 = f"decoder.layers.{layer}.mlp.linear_fc1.weight"
+    return {
+        f"{prefix}gate_proj.weight": (Placement(fc1, Split(0), view=gate_half),),
+        f"{prefix}up_proj.weight": (Placement(fc1, Split(0), view=up_half),),
+        f"{prefix}down_proj.weight": (Placement(f"decoder.layers.{layer}.mlp.linear_fc2.weight", Split(1)),),
+    }

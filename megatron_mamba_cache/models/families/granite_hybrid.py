@@ -1,0 +1,105 @@
+"""GraniteMoeHybrid (Granite 4) checkpoints: a mixer, then experts and a shared MLP, with multipliers in between."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from ..architecture import AttentionShape, ExpertsShape, FeedForwardShape, HybridArchitecture
+from ..checkpoints.checkpoint_config import CheckpointConfig
+from ..placement import Placement, Split
+from .bamba import mamba_shape, rotary_base
+from .layer_placements import Places, attention_places, ends_places, mamba_places, mlp_norm_place
+
+_SYMBOLS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*"}
+
+
+def architecture_of(config: CheckpointConfig) -> HybridArchitecture:
+    """Return the architecture that a GraniteMoeHybrid configuration describes; a layer of it is two of Megatron's."""
+    for name in ("attention_bias", "mamba_proj_bias"):
+        config.require(name, False, False)
+    config.require("hidden_act", "silu", "silu")  # the mixers' too
+    num_experts, num_heads = config.integer("num_local_experts", 0, least=0), config.integer("num_attention_heads")
+    feed_forward = "E" if num_experts else "-"
+    position = config.one_of("position_embedding_type", ("rope", "nope"), "nope")
+    return HybridArchitecture(
+        pattern="".join(f"{mixer}{feed_forward}" for mixer in config.each_of("layer_types", _SYMBOLS)),
+        vocab_size=config.integer("vocab_size"),
+        hidden_size=config.integer("hidden_size"),
+        max_sequence_length=config.integer("max_position_embeddings", 4096),
+        norm_eps=config.number("rms_norm_eps", 1e-6),
+        mamba=mamba_shape(config),
+        attention=AttentionShape(
+            num_heads=num_heads,
+            num_kv_heads=config.integer("num_key_value_heads", num_heads),
+            head_dim=config.integer("head_dim", config.integer("hidden_size") // num_heads),
+            scale=config.number("attention_multiplier", 1.0),
+            rotary_base=rotary_base(config) if position == "rope" else None,
+        ),
+        feed_forward=FeedForwardShape(config.integer("shared_intermediate_size"), "silu", gated=True),
+        experts=_experts(config) if num_experts else None,
+        tie_embeddings=config.flag("tie_word_embeddings", False),
+        input_multiplier=config.factor("embedding_multiplier", 1.0),
+        residual_multiplier=config.factor("residual_multiplier", 1.0),
+        output_multiplier=1.0 / config.factor("logits_scaling", 1.0),
+    )
+
+
+def placements_of(architecture: HybridArchitecture) -> Places:
+    """Return where each tensor of a GraniteMoeHybrid checkpoint goes."""
+    names = {"embeddings": "model.embed_tokens.weight", "final_norm": "model.norm.weight"}
+    places = ends_places(architecture, {**names, "output": "lm_head.weight"})
+    for layer, mixer in enumerate(architecture.pattern[::2]):
+        prefix = f"model.layers.{layer}."
+        norm = f"{prefix}input_layernorm.weight"
+        if mixer == "M":
+            places |= mamba_places(architecture, 2 * layer, f"{prefix}mamba.", norm)
+        else:
+            places |= attention_places(architecture, 2 * layer, f"{prefix}self_attn.", norm)
+        places |= _feed_forward(architecture, 2 * layer + 1, prefix)
+        places |= mlp_norm_place(2 * layer + 1, f"{prefix}post_attention_layernorm.weight")
+    return places
+
+
+def _experts(config: CheckpointConfig) -> ExpertsShape:
+    top_k = config.integer("num_experts_per_tok")
+    if top_k < 2:
+        raise config.error(
+            f"num_experts_per_tok={top_k} is not supported: Megatron weighs chosen experts by the softmax of their "
+            "scores only from 2 a token on"
+        )
+    return ExpertsShape(
+        num_experts=config.integer("num_local_experts"),
+        top_k=top_k,
+        hidden_size=config.integer("intermediate_size"),
+        shared_hidden_size=config.integer("shared_intermediate_size"),
+        score="softmax",
+    )
+
+
+def _feed_forward(architecture: HybridArchitecture, layer: int, prefix: str) -> Places:
+    mlp, experts = f"decoder.layers.{layer}.mlp.", architecture.experts
+    shared = f"{mlp}shared_experts." if experts else mlp
+    both_halves = Split(0, (architecture.feed_forward.hidden_size,) * 2)  # gate and up, each split on its own
+    places: Places = {
+        f"{prefix}shared_mlp.input_linear.weight": (Placement(f"{shared}linear_fc1.weight", both_halves),),
+        f"{prefix}shared_mlp.output_linear.weight": (Placement(f"{shared}linear_fc2.weight", Split(1)),),
+    }
+    if experts is None:
+        return places
+    stacked, each = f"{prefix}block_sparse_moe.", f"{mlp}experts.local_experts.{{}}."
+    gate_and_up = Split(0, (experts.hidden_size,) * 2)
+    return {
+        **places,
+        f"{stacked}router.layer.weight": (Placement(f"{mlp}router.weight"),),
+        f"{stacked}input_linear.weight": _each_expert(experts.num_experts, f"{each}linear_fc1.weight", gate_and_up),
+        f"{stacked}output_linear.weight": _each_expert(experts.num_experts, f"{each}linear_fc2.weight", Split(1)),
+    }
+
+
+def _each_expert(num_experts: int, target: str, split: Split) -> tuple[Placement, ...]:
+    """Return one destination for each expert of a tensor that stacks them."""
+
+    def expert(index: int) -> Callable[[Tensor], Tensor]:
+        return lambda stacked: stacked[index]
+
+    return tuple(Placement(target.format(index), split, select=expert(index)) for index in range(num_experts))

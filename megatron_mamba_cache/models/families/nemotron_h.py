@@ -1,0 +1,114 @@
+"""NemotronH checkpoints: one mixer a layer, Mamba, attention, MLP or mixture of experts."""
+
+from ..architecture import ACTIVATIONS, AttentionShape, ExpertsShape, FeedForwardShape, HybridArchitecture, MambaShape
+from ..checkpoints.checkpoint_config import CheckpointConfig
+from ..placement import Placement, Split
+from .layer_placements import Places, attention_places, ends_places, mamba_places, mlp_norm_place
+
+_SYMBOLS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*", "mlp": "-", "moe": "E"}
+
+
+def architecture_of(config: CheckpointConfig) -> HybridArchitecture:
+    """Return the architecture that a NemotronH configuration describes."""
+    for name in ("attention_bias", "mlp_bias", "use_bias", "mamba_proj_bias"):
+        config.require(name, False, False)
+    config.require("mamba_hidden_act", "silu", "silu")
+    pattern = _pattern(config)
+    # transformers clamps time steps from below at time_step_min in its chunked form, and nowhere else; the limit that
+    # the model was trained under is this one.
+    limit = config.limits("time_step_limit")
+    return HybridArchitecture(
+        pattern=pattern,
+        vocab_size=config.integer("vocab_size"),
+        hidden_size=config.integer("hidden_size"),
+        max_sequence_length=config.integer("max_position_embeddings", 4096),
+        norm_eps=config.number("layer_norm_epsilon", 1e-5),
+        mamba=MambaShape(
+            num_heads=config.integer("mamba_num_heads"),
+            head_dim=config.integer("mamba_head_dim"),
+            state_dim=config.integer("ssm_state_size"),
+            num_groups=config.integer("n_groups"),
+            ssm_chunk_size=config.integer("chunk_size", 128),
+            d_conv=config.integer("conv_kernel", 4),
+            conv_bias=config.flag("use_conv_bias", True),
+            time_step_limit=limit,
+        ),
+        attention=AttentionShape(
+            num_heads=config.integer("num_attention_heads"),
+            num_kv_heads=config.integer("num_key_value_heads"),
+            # attention_head_dim is its older name; without either transformers takes 128, whatever the hidden size
+            head_dim=config.integer("head_dim", config.integer("attention_head_dim", 128)),
+        ),
+        feed_forward=FeedForwardShape(
+            config.integer("intermediate_size"), config.one_of("mlp_hidden_act", ACTIVATIONS, "relu2"), gated=False
+        ),
+        experts=_experts(config) if "E" in pattern else None,
+        tie_embeddings=config.flag("tie_word_embeddings", False),
+    )
+
+
+def placements_of(architecture: HybridArchitecture) -> Places:
+    """Return where each tensor of a NemotronH checkpoint goes."""
+    names = {"embeddings": "backbone.embeddings.weight", "final_norm": "backbone.norm_f.weight"}
+    places = ends_places(architecture, {**names, "output": "lm_head.weight"})
+    for layer, symbol in enumerate(architecture.pattern):
+        prefix, norm = f"backbone.layers.{layer}.mixer.", f"backbone.layers.{layer}.norm.weight"
+        if symbol == "M":
+            places |= mamba_places(architecture, layer, prefix, norm)
+        elif symbol == "*":
+            places |= attention_places(architecture, layer, prefix, norm)
+        elif symbol == "-":
+            places |= {**_mlp(layer, prefix, "mlp."), **mlp_norm_place(layer, norm)}
+        else:
+            places |= {**_mixture(architecture, layer, prefix), **mlp_norm_place(layer, norm)}
+    return places
+
+
+def _pattern(config: CheckpointConfig) -> str:
+    if config.has("layers_block_type"):
+        return "".join(config.each_of("layers_block_type", _SYMBOLS))
+    return config.text("hybrid_override_pattern")
+
+
+def _experts(config: CheckpointConfig) -> ExpertsShape:
+    config.require("norm_topk_prob", True, True)
+    config.require("moe_latent_size", None, None)
+    config.require("n_shared_experts", 1, 1)
+    top_k = config.integer("num_experts_per_tok")
+    num_groups, top_groups = config.integer("n_group", 1), config.integer("topk_group", 1)
+    if top_k < 2 or (num_groups > 1 and top_k // top_groups != 2):
+        raise config.error(
+            f"num_experts_per_tok={top_k} with n_group={num_groups} and topk_group={top_groups} is not supported: "
+            "Megatron routes alike only from 2 experts a token on, and with groups from exactly 2 a chosen group"
+        )
+    return ExpertsShape(
+        num_experts=config.integer("n_routed_experts"),
+        top_k=top_k,
+        hidden_size=config.integer("moe_intermediate_size"),
+        shared_hidden_size=config.integer("moe_shared_expert_intermediate_size"),
+        score="sigmoid",
+        num_groups=num_groups,
+        top_groups=top_groups,
+        scaling=config.number("routed_scaling_factor", 1.0),
+    )
+
+
+def _mlp(layer: int, prefix: str, part: str) -> Places:
+    target = f"decoder.layers.{layer}.{part}"
+    return {
+        f"{prefix}up_proj.weight": (Placement(f"{target}linear_fc1.weight", Split(0)),),
+        f"{prefix}down_proj.weight": (Placement(f"{target}linear_fc2.weight", Split(1)),),
+    }
+
+
+def _mixture(architecture: HybridArchitecture, layer: int, prefix: str) -> Places:
+    assert architecture.experts is not None
+    router = f"decoder.layers.{layer}.mlp.router."
+    places = {
+        f"{prefix}gate.weight": (Placement(f"{router}weight"),),
+        f"{prefix}gate.e_score_correction_bias": (Placement(f"{router}expert_bias"),),
+        **_mlp(layer, f"{prefix}shared_experts.", "mlp.shared_experts."),
+    }
+    for expert in range(architecture.experts.num_experts):
+        places |= _mlp(layer, f"{prefix}experts.{expert}.", f"mlp.experts.local_experts.{expert}.")
+    return places

@@ -1,0 +1,1 @@
+"""Tokenizers, and text from tokens as they come."""

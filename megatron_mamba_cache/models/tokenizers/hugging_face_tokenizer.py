@@ -1,0 +1,158 @@
+"""The tokenizer of a Hugging Face model directory; nothing is downloaded, and torch is not needed.
+
+A `tokenizer.json` is read by the small tokenizers package whether or not transformers is installed, so that a text has
+the same tokens on every machine. transformers is needed for other tokenizer files and for chat templates only.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ..checkpoints.json_file import read_json_object
+from .text_codec import JsonCodec, TextCodec, TransformersCodec, auto_tokenizer
+from .token_bytes import token_bytes
+
+_JSON = "tokenizer.json"
+_OTHERS = ("tokenizer_config.json", "tokenizer.model", "spiece.model", "tekken.json", "vocab.json", "vocab.txt")
+_CONTEXT = 4
+_TEMPLATES = ("chat_template.jinja", "chat_template.json")
+
+
+class HuggingFaceTokenizer:
+    """A directory's tokenizer with the interface of Megatron's controller.
+
+    Args:
+        directory: Its `generation_config.json` and `tokenizer_config.json` are read too.
+        vocab_size: Of the model, which may be larger than the tokenizer's.
+
+    Attributes:
+        bos: The id of the token that begins a text; None without one.
+        eod: The id that ends a text, the first that `generation_config.json` names or the tokenizer's; -1 without one.
+        longest_token: Characters that a token has at most, as the tokenizer's files spell it.
+        other_end_ids: Further ids that end a text, for instance a chat turn; an engine stops at each.
+    """
+
+    def __init__(self, codec: TextCodec, directory: Path, vocab_size: int) -> None:
+        self._codec = codec
+        self._directory = directory
+        self._settings = _settings(directory)
+        self.vocab_size = vocab_size
+        self.longest_token = codec.longest_token
+        self.bos = self._id_named("bos_token")
+        end_ids = _end_ids(directory) or [self._id_named("eos_token")]
+        self.eod = -1 if end_ids[0] is None else end_ids[0]
+        self.other_end_ids = tuple(end_ids[1:])
+
+    def tokenize(self, text: str) -> list[int]:
+        """Return the text's tokens; `bos` comes once, even if the text (a rendered chat, say) spells it out."""
+        tokens = self._codec.encode(text)
+        return tokens[1:] if self.bos is not None and tokens[:2] == [self.bos, self.bos] else tokens
+
+    def tokenize_behind(self, tokens: Sequence[int], text: str) -> list[int] | None:
+        """Return the tokens of a text that goes on behind others; None if the tokenizer cannot begin a text there."""
+        context = list(tokens[-_CONTEXT:])
+        before = self._codec.decode(context, False)
+        for behind in (self._codec.encode(text, is_start=False), self.tokenize_after(before, text)):
+            if behind is not None and self._codec.decode([*context, *behind], False) == before + text:
+                return behind
+        return None
+
+    def tokenize_after(self, before: str, text: str) -> list[int] | None:
+        """Return the tokens of a text as they are where both are tokenized together; None if a token spans both."""
+        first = self._codec.encode(before, is_start=False)
+        both = self._codec.encode(before + text, is_start=False)
+        return both[len(first) :] if both[: len(first)] == first else None
+
+    def detokenize(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Return the text of the tokens; an id that stands for nothing gives no text."""
+        return self._codec.decode(tokens, skip_special_tokens)
+
+    def bytes_of(self, token: int) -> bytes | None:
+        """Return the bytes of a token, which need not be whole characters; None if the files do not tell them."""
+        return token_bytes(self._codec.token_of(token), self.detokenize([token]))
+
+    def token_of(self, token: int) -> str | None:
+        """Return a token as the tokenizer's files spell it; None for an id that stands for nothing."""
+        return self._codec.token_of(token)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the directory says how to write a conversation."""
+        has_file = any((self._directory / name).exists() for name in _TEMPLATES)
+        return has_file or bool(self._settings.get("chat_template"))
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Return the prompt of a conversation, up to where the assistant's reply begins.
+
+        Args:
+            messages: Each with "role" and "content", oldest first.
+
+        Raises:
+            ValueError: If the directory has no chat template, transformers is missing, or the template refuses.
+        """
+        if not self.has_chat_template:
+            raise ValueError(f"{self._directory} has no chat template; give text instead of messages")
+        tokenizer = self._chat_tokenizer
+        try:
+            return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
+        except Exception as error:  # templates raise errors of their own
+            raise ValueError(f"the chat template of {self._directory} refuses the messages: {error}") from error
+
+    @cached_property
+    def _chat_tokenizer(self) -> Any:
+        return auto_tokenizer(self._directory, "its chat template")
+
+    def _id_named(self, name: str) -> int | None:
+        token = self._settings.get(name)
+        if isinstance(token, dict):  # an added token with its settings
+            token = token.get("content")
+        return self._codec.id_of(token) if isinstance(token, str) else None
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """Return whether a directory holds files of a tokenizer."""
+    return any((directory / name).exists() for name in (_JSON, *_OTHERS))
+
+
+def load_tokenizer(directory: str | Path, vocab_size: int) -> HuggingFaceTokenizer | None:
+    """Read the tokenizer of a model directory; None if it holds none, so that requests speak in token ids.
+
+    Args:
+        vocab_size: Of the model.
+
+    Raises:
+        ValueError: Naming the file, if it is damaged, has ids beyond the model's vocabulary, or needs transformers and
+            that is not installed.
+    """
+    directory = Path(directory)
+    if not has_tokenizer(directory):
+        return None
+    path, config = directory / _JSON, directory / "config.json"
+    codec: TextCodec = JsonCodec(path) if path.exists() else TransformersCodec(directory)
+    if codec.largest_id >= vocab_size:
+        tokenizer_at, model_at = (named if named.exists() else directory for named in (path, config))
+        raise ValueError(
+            f"{tokenizer_at} has token ids up to {codec.largest_id}, but the model of {model_at} "
+            f"has a vocabulary of {vocab_size}; the two do not belong together"
+        )
+    return HuggingFaceTokenizer(codec, directory, vocab_size)
+
+
+def _end_ids(directory: Path) -> list[int]:
+    path = directory / "generation_config.json"
+    named = read_json_object(path).get("eos_token_id") if path.exists() else None
+    end_ids = named if isinstance(named, list) else [] if named is None else [named]
+    if any(type(end_id) is not int or end_id < 0 for end_id in end_ids):
+        raise ValueError(f"{path}: eos_token_id={named!r}, but must be a token id or a list of them")
+    return end_ids
+
+
+def _settings(directory: Path) -> dict[str, Any]:
+    """Return what the tokenizer's configuration says, and what an older file says where it is silent."""
+    merged: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        if (directory / name).exists():
+            found = read_json_object(directory / name)
+            merged |= {key: value for key, value in found.items() if value is not None}
+    return merged

@@ -1,0 +1,122 @@
+"""Text to token ids and back, as the tokenizer files of a directory say; torch is not needed."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from ...installation import install_command
+
+
+class TextCodec(Protocol):
+    """What turns text into token ids and back.
+
+    Attributes:
+        largest_id: That it knows.
+        longest_token: Characters of the longest token as the files spell it, at least 1.
+    """
+
+    largest_id: int
+    longest_token: int
+
+    def encode(self, text: str, *, is_start: bool = True) -> list[int]:
+        """Return the text's ids; where it is a text's start, with the special tokens that the tokenizer's files add."""
+
+    def decode(self, tokens: Sequence[int], skip_special_tokens: bool) -> str:
+        """Return the text of ids; an id that stands for nothing gives no text."""
+
+    def id_of(self, token: str) -> int | None:
+        """Return the id of a token; None if there is none."""
+
+    def token_of(self, token_id: int) -> str | None:
+        """Return the token of an id as the files spell it; None if there is none."""
+
+
+class JsonCodec:
+    """A `tokenizer.json`, read by the small tokenizers package.
+
+    Raises:
+        ValueError: Naming the file, if it is damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        from tokenizers import Tokenizer
+
+        try:
+            self._tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the package raises no narrower one
+            raise ValueError(f"{path} is no tokenizer: {error}") from error
+        self._tokenizer.no_truncation()  # the file may hold settings of batches, which are not meant for prompts
+        self._tokenizer.no_padding()
+        vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.largest_id = max(vocabulary.values(), default=-1)
+        self.longest_token = max(map(len, vocabulary), default=1)
+
+    def encode(self, text: str, *, is_start: bool = True) -> list[int]:
+        """See `TextCodec`."""
+        return list(self._tokenizer.encode(text, add_special_tokens=is_start).ids)
+
+    def decode(self, tokens: Sequence[int], skip_special_tokens: bool) -> str:
+        """See `TextCodec`."""
+        known = [token for token in tokens if 0 <= token <= self.largest_id]
+        return str(self._tokenizer.decode(known, skip_special_tokens=skip_special_tokens))
+
+    def id_of(self, token: str) -> int | None:
+        """See `TextCodec`."""
+        found: int | None = self._tokenizer.token_to_id(token)
+        return found
+
+    def token_of(self, token_id: int) -> str | None:
+        """See `TextCodec`."""
+        found: str | None = self._tokenizer.id_to_token(token_id)
+        return found
+
+
+class TransformersCodec:
+    """Any other tokenizer of a directory, read by transformers.
+
+    Raises:
+        ValueError: If transformers is missing or cannot read the files.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._tokenizer = auto_tokenizer(directory, "its tokenizer files")
+        self._ids: dict[str, int] = self._tokenizer.get_vocab()
+        self._tokens = {token_id: token for token, token_id in self._ids.items()}
+        self.largest_id = max(self._ids.values(), default=-1)
+        self.longest_token = max(map(len, self._ids), default=1)
+
+    def encode(self, text: str, *, is_start: bool = True) -> list[int]:
+        """See `TextCodec`."""
+        return list(self._tokenizer(text, add_special_tokens=is_start)["input_ids"])
+
+    def decode(self, tokens: Sequence[int], skip_special_tokens: bool) -> str:
+        """See `TextCodec`."""
+        known = [token for token in tokens if 0 <= token <= self.largest_id]
+        return str(self._tokenizer.decode(known, skip_special_tokens=skip_special_tokens))
+
+    def id_of(self, token: str) -> int | None:
+        """See `TextCodec`."""
+        return self._ids.get(token)
+
+    def token_of(self, token_id: int) -> str | None:
+        """See `TextCodec`."""
+        return self._tokens.get(token_id)
+
+
+def auto_tokenizer(directory: Path, purpose: str) -> Any:
+    """Return transformers' tokenizer of a directory; nothing is downloaded.
+
+    Args:
+        purpose: What it is needed for, as the error says it.
+
+    Raises:
+        ValueError: If transformers is missing or cannot read the files.
+    """
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise ValueError(f"{directory}: transformers is needed for {purpose}: {install_command('hf')}") from error
+    try:
+        return AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+    except Exception as error:  # which one depends on the tokenizer's class
+        raise ValueError(f"transformers cannot read the tokenizer files of {directory}: {error}") from error

@@ -1,0 +1,294 @@
+"""The engine as one of several replicas behind a coordinator; alone it is a `MambaCacheEngine` and nothing else."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.inference.headers import Headers
+from megatron.core.inference.inference_request import DynamicInferenceRequest
+from megatron.core.inference.sampling_params import SamplingParams
+from megatron.core.inference.utils import await_process_call
+
+from ..errors import CacheIntegrityError
+from ..installation import require_extra
+from ..mcore.context import MambaCacheContext
+from ..mcore.controller import MambaCacheController
+from ..mcore.engine import MambaCacheEngine
+from .expert_peers import Standing, all_step
+from .no_coordinator import NoProgress, NoReports
+from .place import ReplicaPlace, address_on_this_host, agree_on_place, check_ranks, starts_coordinator
+from .settings import RoutingSettings
+
+if TYPE_CHECKING:
+    from .cache_reports import CacheReports
+    from .channels import Channel
+    from .progress_reports import ProgressReports
+
+logger = logging.getLogger(__name__)
+
+MOST_FAILED_STEPS = 16
+"""Steps in a row that may fail before a replica gives up and leaves its requests to others."""
+
+
+class ReplicaEngine(MambaCacheEngine):
+    """Serves the requests of a coordinator, and tells it where prompts can resume.
+
+    Sampling parameters carry what Megatron's protocol has no field for: a client may add `seed` and `tenant` to them,
+    as in `sampling.add_attributes({"tenant": "red"})`, and those of a reply have `cached_tokens` and `replica`.
+    """
+
+    def __init__(self, controller: MambaCacheController, context: MambaCacheContext, random_seed: int = 0) -> None:
+        self._reports: CacheReports | NoReports = NoReports()
+        self._progress: ProgressReports | NoProgress = NoProgress()
+        self._replica_name = ""
+        self._zmq_context: Any = None  # made with the first sockets
+        self._failed_in_a_row = 0
+        self._leave_coordinator: Callable[[], None] = lambda: None
+        super().__init__(controller, context, random_seed)
+
+    async def start_listening_to_data_parallel_coordinator(
+        self,
+        inference_coordinator_port: int | None = None,
+        launch_inference_coordinator: bool = True,
+        *,
+        loop: asyncio.AbstractEventLoop | None = None,
+        coordinator_address: str | None = None,
+        routing: RoutingSettings | None = None,
+    ) -> str:
+        """Take requests from a coordinator and return its address; all ranks of a launch call it.
+
+        Args:
+            inference_coordinator_port: That the coordinator tries first, or that it has if none is launched.
+            launch_inference_coordinator: Whether the launch's first rank starts one.
+            coordinator_address: Of one that another launch has started, such as "tcp://host:5555"; none is launched.
+            routing: Settings of a coordinator that is started here; key and message limits are for all replicas.
+
+        Raises:
+            MissingExtraError: If pyzmq or msgpack is missing.
+            ValueError: If ranks or the coordinator are on other hosts, and there is neither a key nor `insecure`.
+            ConnectionError: If no coordinator answers at the address.
+        """
+        require_extra("server", "a coordinator")
+        from .launch import launch_coordinator
+
+        routing = routing or RoutingSettings()
+        groups, access = self.pg_collection, routing.access()
+        check_ranks(groups, access)
+        launches = launch_inference_coordinator and coordinator_address is None
+        launched = None
+        if launches and starts_coordinator(groups):
+            launched = await asyncio.to_thread(
+                launch_coordinator, self.controller.tokenizer, inference_coordinator_port, routing, groups.dp.size()
+            )
+            self.inference_coordinator_process = launched.process  # Megatron's `stop` waits for it
+            self._leave_coordinator = launched.leave
+            coordinator_address = launched.address
+        elif not launches and coordinator_address is None:
+            coordinator_address = address_on_this_host(inference_coordinator_port, access.host)
+        try:
+            place = agree_on_place(groups, coordinator_address)
+            await self._take_part(place, routing, loop)
+        except BaseException:
+            self._leave_coordinator()
+            raise
+        if launched is not None:
+            await await_process_call(launched.ready.wait, launched.process)
+        return place.address
+
+    @property
+    def zmq_context(self) -> Any:
+        """Makes the sockets between ranks."""
+        return self._zmq_context
+
+    @zmq_context.setter
+    def zmq_context(self, found: Any) -> None:
+        """Keep a `RankContext`: anything may reach the sockets of the one that Megatron sets as it starts to listen."""
+        self._zmq_context = self._zmq_context or found
+
+    async def _take_part(
+        self, place: ReplicaPlace, routing: RoutingSettings, loop: asyncio.AbstractEventLoop | None
+    ) -> None:
+        """Open the sockets between ranks, and join."""
+        from .access import port_of
+        from .rank_context import RankContext
+
+        access = routing.access()
+        access.check_address(place.address)
+        port = port_of(place.address)
+        joining = access.joining(port)
+        self._zmq_context = RankContext(access.host, joining.channel, routing.max_message_bytes)
+        await super().start_listening_to_data_parallel_coordinator(port, False, loop=loop)
+        self._zmq_context.wait_for_ranks(place.num_members, self.ep_world_size, routing.join_timeout_s)
+        await self._join(place, joining.proof, access.channel, routing)
+
+    async def _join(self, place: ReplicaPlace, proof: str, channel: "Channel", routing: RoutingSettings) -> None:
+        """Put a link to the coordinator in the place of Megatron's socket, before the engine's loop has used it."""
+        from .cache_reports import CacheReports
+        from .progress_reports import ProgressReports
+        from .replica_link import ReplicaLink
+        from .wire import Hello
+
+        self._replica_name = place.replica
+        hello = Hello(place.replica, place.member, place.num_members, place.domain, proof)
+        self._link = ReplicaLink(self.zmq_context, place.address, hello, routing.max_message_bytes, channel)
+        self.zmq_sockets.append(self._link)
+        if self.is_mp_coordinator:
+            # Its name is the data-parallel rank, which another launch's replica may have too.
+            self.zmq_sockets.remove(self.socket_for_receiving_requests)
+            self.socket_for_receiving_requests.close(linger=0)
+            self.socket_for_receiving_requests = self._link
+            self._reports = CacheReports(self.context, self._link)
+            self._progress = ProgressReports(self, self._link)
+        self._watch_peers()
+        await self._link.wait_for_welcome(routing.join_timeout_s)
+
+    def _watch_peers(self) -> None:
+        """Let this rank hear of a death wherever it waits for a word of another one."""
+        from .peer_socket import PeerSocket
+
+        for name in ("model_parallel_subscriber_socket", "model_parallel_num_msgs_subscriber_socket"):
+            socket = getattr(self, name)
+            self.zmq_sockets.remove(socket)
+            setattr(self, name, PeerSocket(socket, self._link))
+            self.zmq_sockets.append(getattr(self, name))
+        if self.ep_world_size > 1:
+            experts = self.expert_parallel_zmq_communicator
+            heard = "gather_sock" if experts.is_leader else "bcast_sock"
+            setattr(experts, heard, PeerSocket(getattr(experts, heard), self._link))
+
+    def add_request(
+        self,
+        request_id: int,
+        prompt: Any,
+        sampling_params: SamplingParams | None = None,
+        *,
+        seed: int | None = None,
+        tenant: str = "",
+    ) -> asyncio.Future:
+        """Add a request; see `MambaCacheEngine`. One of a coordinator's that cannot be read fails alone.
+
+        A coordinator's may also be a cancel or a flush; see `replicas.front_end`.
+        """
+        if self.use_coordinator:
+            from .progress_reports import obeyed
+
+            if obeyed(self, request_id, sampling_params):
+                return self._loop.create_future()
+        seed = getattr(sampling_params, "seed", None) if seed is None else seed
+        tenant = getattr(sampling_params, "tenant", "") if tenant == "" else tenant
+        try:
+            return super().add_request(request_id, prompt, sampling_params, seed=seed, tenant=tenant)
+        except Exception as error:
+            if not self.use_coordinator or request_id in self.requests:
+                raise
+            no_tokens = torch.empty(0, dtype=torch.int64)
+            text = prompt if isinstance(prompt, str) else None
+            request = DynamicInferenceRequest(
+                request_id=request_id, prompt=text, prompt_tokens=no_tokens, sampling_params=sampling_params
+            )
+            return self._refuse(request, str(error))
+
+    def schedule_requests(self) -> int:
+        """Read what the coordinator has sent; returns the number of messages."""
+        num_messages = super().schedule_requests()
+        if not self.is_mp_coordinator:
+            self._link.drain()
+        if self.is_suspended and not self.suspend_signal:
+            self.resume()  # before the loop looks for work: a suspended engine that finds some cannot go on
+        self._reports.send()
+        self._progress.send_state()
+        return num_messages
+
+    async def async_step(self) -> Any:
+        """Run one step; behind a coordinator one that fails is tried again, its requests having been queued again."""
+        try:
+            outcome = await super().async_step()
+        except CacheIntegrityError:
+            raise  # what is cached can no longer be trusted
+        except Exception:
+            self._failed_in_a_row += 1
+            # Ranks that compute together cannot each decide for themselves to try again.
+            is_alone = self.use_coordinator and self.pg_collection.mp.size() == 1 and self.ep_world_size == 1
+            if not is_alone or self._failed_in_a_row >= MOST_FAILED_STEPS:
+                raise
+            logger.exception("a step of replica %s failed; its requests are tried again", self._replica_name)
+            return None
+        self._failed_in_a_row = 0
+        return outcome
+
+    async def async_bookkeep(self, step_result: Any, *args: Any, **settings: Any) -> Any:
+        """Report the step; see `MambaCacheEngine`."""
+        report = await super().async_bookkeep(step_result, *args, **settings)
+        self._progress.send(report["active_request_ids"])
+        return report
+
+    def _before_report(self, step_result: Any) -> None:
+        """Tell a coordinator where prompts can resume now, before it hears what has ended."""
+        if self.use_coordinator:
+            finished = [] if step_result is None else step_result["finished_request_ids"].tolist()
+            for request_id in [*finished, *self.failed_request_ids]:
+                self._annotate(self.requests[request_id].record, request_id)
+            self._reports.send()
+            self._send_unreported()
+
+    def suspend(self) -> None:
+        """Take the rows of running requests, and drop memory that is not resident; see `MambaCacheEngine`."""
+        had_memory = self.context.is_tensor_state_allocated
+        super().suspend()
+        if had_memory and not self.context.is_tensor_state_allocated:
+            self._reports.void()
+
+    def resume(self, weights_version: str | None = None) -> None:
+        """Go on with the weights that the model has now; see `MambaCacheEngine`."""
+        had_memory = self.context.is_tensor_state_allocated
+        super().resume(weights_version)
+        if not had_memory:
+            self._reports.watch()
+
+    async def run_engine_with_coordinator(self, *, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        """Step for the coordinator until it stops the engine; however this ends, others get what is not done."""
+        try:
+            await super().run_engine_with_coordinator(loop=loop)
+        finally:
+            self._link.close()
+            self._leave_coordinator()
+
+    async def _ep_group_has_work(self, local_work: int) -> bool:
+        """Whether the expert-parallel group steps; before the loop may rest, what has failed is reported."""
+        if not local_work and (self.failed_request_ids or self._unreported):
+            await self.async_bookkeep(None, {"kv_stats": None}, 0.0, self.step_count)
+        return await all_step(self._standing(local_work), self._highest_standing)
+
+    def _standing(self, local_work: int) -> Standing:
+        if self.stopped.is_set():
+            return Standing.STOPPED
+        if self.is_suspended:
+            return Standing.SUSPENDED
+        told = self.received_stop or self.paused.is_set() or self.received_pause or self.suspend_signal
+        return Standing.WORKING if local_work and not told else Standing.RESTING
+
+    async def _highest_standing(self, mine: Standing) -> int:
+        if self.ep_world_size == 1:
+            return mine
+        highest: int = await self.expert_parallel_zmq_communicator.all_reduce_max(mine)
+        return highest
+
+    def _send_unreported(self) -> None:
+        """Send what ended in a step that raised before Megatron could."""
+        if self._unreported and self.is_mp_coordinator:
+            import msgpack
+
+            for record in self._unreported:
+                self._annotate(record, record.request_id)
+            records = [record.serialize() for record in self._unreported]
+            self._link.send(msgpack.packb([Headers.ENGINE_REPLY.value, records]))
+
+    def _annotate(self, record: Any, request_id: int) -> None:
+        sampling = record[0].sampling_params
+        sampling.cached_tokens = self.cached_tokens(request_id)
+        sampling.replica = self._replica_name
+        sampling.running_s = self.running_seconds(request_id)
+        drafts = self.draft_counts(request_id)
+        sampling.draft_tokens, sampling.accepted_tokens = drafts.drafted, drafts.accepted

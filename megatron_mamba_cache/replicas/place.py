@@ -1,0 +1,102 @@
+"""Where a process stands among the replicas of its launch: who starts the coordinator, and how it says hello."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import torch.distributed as dist
+from megatron.core.utils import get_pg_rank, get_pg_size, get_pg_src_rank
+
+from .host_identity import host_identity
+
+if TYPE_CHECKING:
+    from .access import Access
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaPlace:
+    """A process's replica.
+
+    Args:
+        replica: Name that no other replica has, of any launch.
+        member, num_members: Rank in the model-parallel group, and its size.
+        domain: The same for replicas that compute together by expert parallelism, else "".
+        address: Of the coordinator.
+    """
+
+    replica: str
+    member: int
+    num_members: int
+    domain: str
+    address: str
+
+
+def starts_coordinator(groups: Any) -> bool:
+    """Whether this process is the one of its launch that starts the coordinator."""
+    return _is_first_member(groups) and get_pg_rank(groups.dp) == 0
+
+
+def address_on_this_host(port: int | None, host: str) -> str:
+    """Return the address of a coordinator that runs on this host already.
+
+    Args:
+        host: Name of the interface on which it listens.
+
+    Raises:
+        ValueError: If the port is not given.
+    """
+    if port is None:
+        raise ValueError(
+            "joining a coordinator needs coordinator_address, or inference_coordinator_port of one on this host"
+        )
+    return f"tcp://{host}:{port}"
+
+
+def check_ranks(groups: Any, access: "Access") -> None:
+    """See that all processes of the launch may reach each other; a collective of all of them.
+
+    Args:
+        access: Rules of this process.
+
+    Raises:
+        ValueError: On all processes, if they do not, or if their rules differ.
+    """
+    ranks = {(host_identity(), access.fingerprint)}
+    for group in (groups.mp, groups.dp):
+        ranks = set().union(*_gathered(ranks, group))
+    if len({fingerprint for _, fingerprint in ranks}) > 1:
+        raise ValueError(
+            "the ranks do not agree on what may reach the coordinator: give all of them the same key file or none"
+        )
+    access.check_hosts([host for host, _ in ranks])
+
+
+def _gathered(found: set[Any], group: Any) -> list[set[Any]]:
+    everywhere: list[set[Any]] = [found] * get_pg_size(group)
+    if len(everywhere) > 1:
+        dist.all_gather_object(everywhere, found, group=group)
+    return everywhere
+
+
+def agree_on_place(groups: Any, address: str | None) -> ReplicaPlace:
+    """Tell all processes of the launch what the first one knows; a collective of all of them.
+
+    Args:
+        groups: Megatron's process groups.
+        address: On the process that starts the coordinator, or on all; None elsewhere.
+    """
+    shared = [address, uuid4().hex]
+    dist.broadcast_object_list(shared, src=get_pg_src_rank(groups.dp), group=groups.dp)
+    if _is_first_member(groups):
+        address, launch = shared
+        domain = f"{launch}-{get_pg_src_rank(groups.ep)}" if get_pg_size(groups.ep) > 1 else ""
+        shared = [address, f"replica-{get_pg_rank(groups.dp)}-{uuid4().hex[:12]}", domain]
+    else:
+        shared = [None, None, None]
+    dist.broadcast_object_list(shared, src=get_pg_src_rank(groups.mp), group=groups.mp)
+    address, replica, domain = shared
+    return ReplicaPlace(replica, get_pg_rank(groups.mp), get_pg_size(groups.mp), domain, address)
+
+
+def _is_first_member(groups: Any) -> bool:
+    return get_pg_rank(groups.tp) == 0 and get_pg_rank(groups.pp) == 0

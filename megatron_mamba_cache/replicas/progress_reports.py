@@ -1,0 +1,118 @@
+"""Tells a coordinator what each step added to requests whose client wants to hear of it, and what the engine does."""
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import msgpack
+
+from ..mcore.request_states import DraftCounts, tokens_after
+from .front_end import CANCELS, FLUSHES, PROGRESS, STATE, STREAMS
+
+_STATE_INTERVAL_S = 0.25
+
+
+class ReportingEngine(Protocol):
+    """What the reports read of an engine."""
+
+    requests: dict[int, Any]
+    context: Any
+
+    def cached_tokens(self, request_id: int) -> int:
+        """See `MambaCacheEngine`."""
+
+    def draft_counts(self, request_id: int) -> DraftCounts:
+        """See `MambaCacheEngine`."""
+
+    def running_seconds(self, request_id: int) -> float:
+        """See `MambaCacheEngine`."""
+
+    def cancel_request(self, request_id: int) -> bool:
+        """See `MambaCacheEngine`."""
+
+    def flush(self, weights_version: str | None) -> None:
+        """See `MambaCacheEngine`."""
+
+
+class MessageTarget(Protocol):
+    """Where messages go."""
+
+    def send(self, message: bytes) -> None:
+        """Pass a message on."""
+
+
+class ProgressReports:
+    """The reports of one replica."""
+
+    def __init__(self, engine: ReportingEngine, target: MessageTarget) -> None:
+        self._engine = engine
+        self._target = target
+        self._known: dict[int, int] = {}  # tokens told, by request
+        self._state_at = 0.0
+        self._last_state: dict[str, Any] = {}
+
+    def send(self, request_ids: Iterable[int]) -> None:
+        """Tell what requests that go on have generated since the last time."""
+        news = [[request_id, self._progress(request_id)] for request_id in request_ids if self._streams(request_id)]
+        if news := [entry for entry in news if entry[1]["tokens"]]:
+            self._target.send(msgpack.packb([PROGRESS, news]))
+        # Only now: what could not be sent is told the next time.
+        self._known |= {request_id: progress["start"] + len(progress["tokens"]) for request_id, progress in news}
+        self._known = {request_id: count for request_id, count in self._known.items() if self._streams(request_id)}
+
+    def send_state(self) -> None:
+        """Tell what the engine does, now and then, if that has changed."""
+        now, engine = time.monotonic(), self._engine
+        if now - self._state_at < _STATE_INTERVAL_S or not engine.context.is_tensor_state_allocated:
+            return
+        self._state_at = now
+        running = len(engine.context.rows)
+        state = {
+            "cache": engine.context.snapshot().as_dict(),
+            "num_running": running,
+            "num_waiting": len(engine.requests) - running,
+            "weights_version": engine.context.weights_version,
+        }
+        if state != self._last_state:
+            self._last_state = state
+            self._target.send(msgpack.packb([STATE, state]))
+
+    def _streams(self, request_id: int) -> bool:
+        entry = self._engine.requests.get(request_id)
+        return entry is not None and bool(getattr(entry.record[0].sampling_params, STREAMS, False))
+
+    def _progress(self, request_id: int) -> dict[str, Any]:
+        parts = self._engine.requests[request_id].record.requests
+        start = self._known.get(request_id, 0)
+        progress = progress_since(start, parts, self._engine.cached_tokens(request_id))
+        drafts = self._engine.draft_counts(request_id)
+        counts = {"draft_tokens": drafts.drafted, "accepted_tokens": drafts.accepted}
+        return progress | counts | {"running_s": self._engine.running_seconds(request_id)}
+
+
+def progress_since(start: int, parts: Sequence[Any], cached_tokens: int) -> dict[str, Any]:
+    """Return what a request's parts have beyond the first `start` generated tokens, in plain types.
+
+    The prompt's log-probs come with the first token.
+    """
+    first = parts[0] if start == 0 else None
+    return {
+        "start": start,
+        "tokens": tokens_after(start, parts),
+        "log_probs": tokens_after(start, parts, "generated_log_probs"),
+        "alternatives": tokens_after(start, parts, "generated_top_n_logprobs"),
+        "prompt_log_probs": getattr(first, "prompt_log_probs", None) or [],
+        "prompt_alternatives": getattr(first, "prompt_top_n_logprobs", None) or [],
+        "cached_tokens": cached_tokens,
+    }
+
+
+def obeyed(engine: ReportingEngine, request_id: int, sampling: Any) -> bool:
+    """Carry out a submission that is a cancel or a flush; return whether it is."""
+    if getattr(sampling, CANCELS, False):
+        engine.cancel_request(request_id)
+        return True
+    flush = getattr(sampling, FLUSHES, None)
+    if flush is not None:
+        engine.flush(*flush)
+    return flush is not None

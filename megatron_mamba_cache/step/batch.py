@@ -1,0 +1,236 @@
+"""Lay the rows of a step out for the model: one token array, decode rows first, then prefill rows."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+from torch import Tensor
+
+from ..kernels.attention.attention_rows import AttentionRows
+from ..kernels.slots.align_copy import AlignRows
+from ..kernels.varlen_rows import PAD_SLOT, VarlenRows
+from ..kernels.verify_rows import VerifyRows
+from ..policy.identifiers import BlockId
+from ..policy.random_counter import DrawPurpose
+from ..policy.requests import RunningRequest, num_decoding
+from .buffers import StepBuffers
+from .logits import StepLogits, view_logits, write_logits
+from .prefill_metadata import write_prefill_rows
+from .shapes import StepShape, pad_tail
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """What one step computes, as the model and the sampler read it.
+
+    Tokens are packed: each decode row's base token and drafts, then each prefill row's tokens. `prefill` counts tokens
+    from the first prefill token. All tensors but those of int64 are views of `StepBuffers`.
+    """
+
+    rows: tuple[RunningRequest, ...]
+    request_ids: tuple[int, ...]  # [rows]
+    places: Sequence[int]  # [rows] of each row's results; others are padding's
+    num_tokens: int
+    num_decode_rows: int
+    num_decode_tokens: int
+    token_ids: Tensor  # [tokens] int64
+    positions: Tensor  # [tokens] int64
+    token_blocks: Tensor  # [tokens] int32 block each token's KV is written to
+    token_offsets: Tensor  # [tokens] int32 position inside it
+    attention: AttentionRows
+    decode: VerifyRows | None  # None: no decode row
+    prefill: VarlenRows | None  # None: no prefill row
+    logits: StepLogits
+    align: AlignRows | None  # None: no decode row can reach a boundary; `accepted` is filled in after verification
+
+
+@dataclass(frozen=True, slots=True)
+class StepGeometry:
+    """What the layout of a step depends on besides its rows."""
+
+    block_size: int
+    ssm_chunk_size: int
+    dummy_block: BlockId
+    window_len: int  # conv inputs that a state carries
+
+
+def lay_out_step(
+    rows: Sequence[RunningRequest],
+    buffers: StepBuffers,
+    geometry: StepGeometry,
+    *,
+    draws_ratios: bool = False,
+    purpose: DrawPurpose = DrawPurpose.SAMPLE,
+) -> StepBatch:
+    """Write a step's rows into the buffers, send them, and return the views.
+
+    Args:
+        rows: Decoding rows first, then prefilling ones; each with `scheduled` tokens.
+        draws_ratios: Whether drafts come with distributions, so that accepting them takes random numbers.
+        purpose: What the tokens are drawn for.
+    """
+    num_chunks = _write(rows, buffers, geometry, purpose, draws_ratios=draws_ratios)
+    buffers.send(len(rows))
+    return view_step(rows, buffers, num_chunks)
+
+
+def send_padded_step(
+    padded: Sequence[RunningRequest],
+    buffers: StepBuffers,
+    geometry: StepGeometry,
+    shape: StepShape,
+    *,
+    draws_ratios: bool = False,
+) -> None:
+    """Write a step that is padded to a shape, see `StepShape.pad`, and send it; its views exist already."""
+    _write(padded, buffers, geometry, DrawPurpose.SAMPLE, draws_ratios=draws_ratios)
+    pad_tail(padded, buffers, geometry.dummy_block, shape, shape.num_chunks(geometry.ssm_chunk_size))
+    buffers.send(len(padded))
+
+
+def _write(
+    rows: Sequence[RunningRequest],
+    buffers: StepBuffers,
+    geometry: StepGeometry,
+    purpose: DrawPurpose,
+    *,
+    draws_ratios: bool,
+) -> int:
+    """Write every integer of a step; return the number of its SSM chunks."""
+    num_decode = num_decoding(rows)
+    buffers.begin()
+    _write_rows(rows, buffers)
+    _write_tokens(rows, num_decode, buffers, geometry)
+    _write_windows(rows[:num_decode], buffers)
+    write_logits(rows, buffers, purpose, draws_ratios=draws_ratios)
+    prefill_rows = rows[num_decode:]
+    return write_prefill_rows(prefill_rows, buffers, geometry.ssm_chunk_size) if prefill_rows else 0
+
+
+def _write_rows(rows: Sequence[RunningRequest], buffers: StepBuffers) -> None:
+    num_rows = len(rows)
+    scheduled, computed = buffers.host("scheduled")[:num_rows], buffers.host("computed")[:num_rows]
+    scheduled[:] = [row.scheduled for row in rows]
+    computed[:] = [row.computed for row in rows]
+    cu_query = buffers.host("cu_query")
+    cu_query[0] = 0
+    np.cumsum(scheduled, out=cu_query[1 : num_rows + 1])
+    np.add(computed, scheduled, out=buffers.host("kv_lengths")[:num_rows])
+    num_blocks = np.fromiter((len(row.block_ids) for row in rows), np.int32, num_rows)
+    table = buffers.host_block_table()[:num_rows]
+    blocks = chain.from_iterable(row.block_ids for row in rows)
+    table[np.arange(table.shape[1]) < num_blocks[:, None]] = np.fromiter(blocks, np.int32, int(num_blocks.sum()))
+
+
+def _write_tokens(
+    rows: Sequence[RunningRequest], num_decode: int, buffers: StepBuffers, geometry: StepGeometry
+) -> None:
+    """Write what a step knows of each token, behind `_write_rows`."""
+    num_rows, block_size = len(rows), geometry.block_size
+    scheduled, starts = buffers.host("scheduled")[:num_rows], buffers.host("cu_query")[: num_rows + 1]
+    ids, num_tokens = buffers.host("token_ids"), starts[-1]
+    decoded = chain.from_iterable(row.inputs for row in rows[:num_decode])
+    ids[: starts[num_decode]] = np.fromiter(decoded, np.int32, starts[num_decode])
+    for row, start in zip(rows[num_decode:], starts[num_decode:], strict=False):
+        ids[start : start + row.scheduled] = row.inputs
+    owners = np.repeat(np.arange(num_rows), scheduled)
+    at = np.arange(num_tokens, dtype=np.int32) + (buffers.host("computed")[:num_rows] - starts[:-1])[owners]
+    index = at // block_size
+    buffers.host("token_positions")[:num_tokens] = at
+    buffers.host("token_offsets")[:num_tokens] = at - index * block_size
+    # A block that was found in the cache holds these tokens' KV already and may be in use by others.
+    num_shared = np.fromiter((row.num_shared_blocks for row in rows), np.int32, num_rows)
+    blocks = np.where(index < num_shared[owners], geometry.dummy_block, buffers.host_block_table()[owners, index])
+    buffers.host("token_blocks")[:num_tokens] = blocks
+
+
+def _write_windows(rows: Sequence[RunningRequest], buffers: StepBuffers) -> None:
+    num_rows = len(rows)
+    buffers.host("num_drafts")[:num_rows] = [len(row.drafts) for row in rows]
+    buffers.host("accepted")[:num_rows] = [row.accepted for row in rows]
+    buffers.host("align_slots")[:num_rows] = [row.reserved[0].slot if row.reserved else PAD_SLOT for row in rows]
+    columns = buffers.host_columns()
+    columns[:num_rows, 0] = [row.live_slot for row in rows]
+    if columns.shape[1] > 1:
+        columns[:num_rows, 1:] = PAD_SLOT
+        for index, row in enumerate(rows):
+            columns[index, 1 : 1 + len(row.draft_slots)] = row.draft_slots
+
+
+def view_step(rows: Sequence[RunningRequest], buffers: StepBuffers, num_chunks: int = 0) -> StepBatch:
+    """Return the views of a step that has been sent.
+
+    They and what is computed here of them depend on how many rows, tokens and drafts there are, not on the rest; a
+    graph that is captured over them reads whatever was sent last.
+    """
+    num_decode = num_decoding(rows)
+    num_tokens = sum(row.scheduled for row in rows)
+    device = buffers.device
+    token_ids = device("token_ids")[:num_tokens].long()
+    return StepBatch(
+        rows=tuple(rows),
+        request_ids=tuple(row.request_id for row in rows),
+        places=range(len(rows)),
+        num_tokens=num_tokens,
+        num_decode_rows=num_decode,
+        num_decode_tokens=sum(row.scheduled for row in rows[:num_decode]),
+        token_ids=token_ids,
+        positions=device("token_positions")[:num_tokens].long(),
+        token_blocks=device("token_blocks")[:num_tokens],
+        token_offsets=device("token_offsets")[:num_tokens],
+        attention=_attention_rows(rows, buffers),
+        decode=_decode_rows(rows[:num_decode], buffers) if num_decode else None,
+        prefill=_prefill_rows(len(rows) - num_decode, num_chunks, buffers) if num_decode < len(rows) else None,
+        logits=view_logits(rows, token_ids, buffers),
+        align=_align_rows(num_decode, buffers) if any(row.reserved for row in rows[:num_decode]) else None,
+    )
+
+
+def _attention_rows(rows: Sequence[RunningRequest], buffers: StepBuffers) -> AttentionRows:
+    num_rows = len(rows)
+    return AttentionRows(
+        cu_query=buffers.device("cu_query")[: num_rows + 1],
+        kv_lengths=buffers.device("kv_lengths")[:num_rows],
+        block_table=buffers.device_block_table()[:num_rows],
+        query_lens=tuple(row.scheduled for row in rows),
+        kv_lens=tuple(row.computed + row.scheduled for row in rows),
+        host_block_table=buffers.host_block_table()[:num_rows],
+    )
+
+
+def _decode_rows(rows: Sequence[RunningRequest], buffers: StepBuffers) -> VerifyRows:
+    num_rows = len(rows)
+    return VerifyRows(
+        cu_tokens=buffers.device("cu_query")[: num_rows + 1],
+        columns=buffers.device_columns()[:num_rows],
+        accepted=buffers.device("accepted")[:num_rows],
+        max_len=max(row.scheduled for row in rows),
+    )
+
+
+def _prefill_rows(num_rows: int, num_chunks: int, buffers: StepBuffers) -> VarlenRows:
+    device = buffers.device
+    return VarlenRows(
+        cu_rows=device("cu_rows")[: num_rows + 1],
+        initial_slots=device("initial_slots")[:num_rows],
+        final_slots=device("final_slots")[:num_rows],
+        cu_chunks=device("cu_chunks")[: num_chunks + 1],
+        chunk_rows=device("chunk_rows")[:num_chunks],
+        chunk_slots=device("chunk_slots")[:num_chunks],
+        cu_row_chunks=device("cu_row_chunks")[: num_rows + 1],
+        longest_first=device("longest_first")[:num_rows],
+    )
+
+
+def _align_rows(num_rows: int, buffers: StepBuffers) -> AlignRows:
+    device = buffers.device
+    return AlignRows(
+        computed=device("computed")[:num_rows],
+        scheduled=device("scheduled")[:num_rows],
+        drafts=device("num_drafts")[:num_rows],
+        accepted=device("accepted")[:num_rows],
+        columns=buffers.device_columns()[:num_rows],
+        state_columns=device("state_columns")[:num_rows],
+        targets=device("align_slots")[:num_rows],
+    )

@@ -1,0 +1,152 @@
+"""Every integer of a step in one buffer at a fixed address, sent to the device in one copy.
+
+Kernels and captured graphs see views whose addresses never change; the host fills the same layout in (pinned) memory.
+The block table comes last, so that a step sends only the rows it uses.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from .host_copy import stream_of
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """The most that a step can hold.
+
+    Args:
+        max_chunks: SSM chunks of all prefill rows together.
+        max_blocks: Block-table entries of a row.
+        max_drafts: Draft tokens of a row.
+    """
+
+    max_tokens: int
+    max_rows: int
+    max_chunks: int
+    max_blocks: int
+    max_drafts: int = 0
+
+    @property
+    def max_logits(self) -> int:
+        """Tokens whose logits are wanted: each row's last, and those that drafts follow."""
+        return min(self.max_tokens, self.max_rows * (1 + self.max_drafts))
+
+
+class StepBuffers:
+    """A host and a device buffer of the same sections, all int32 (floats travel as their bits).
+
+    Sections, in order of `SECTIONS`; see `StepBatch` for what each holds.
+    """
+
+    SECTIONS = (
+        "uniforms",
+        "accept_uniforms",
+        "residual_uniforms",
+        "token_ids",
+        "token_positions",
+        "token_blocks",
+        "token_offsets",
+        "cu_query",
+        "kv_lengths",
+        "cu_logits",
+        "logit_tokens",
+        "logit_rows",
+        "computed",
+        "scheduled",
+        "num_drafts",
+        "accepted",
+        "columns",
+        "state_columns",
+        "align_slots",
+        "temperature",
+        "top_k",
+        "top_p",
+        "cu_rows",
+        "initial_slots",
+        "final_slots",
+        "cu_chunks",
+        "chunk_rows",
+        "chunk_slots",
+        "cu_row_chunks",
+        "longest_first",
+        "block_table",
+    )
+
+    def __init__(self, limits: StepLimits, device: torch.device | int | str) -> None:
+        self.limits = limits
+        sizes = self._section_sizes(limits)
+        ends = np.cumsum([sizes[name] for name in self.SECTIONS])
+        self._spans = {
+            name: slice(int(end) - sizes[name], int(end)) for name, end in zip(self.SECTIONS, ends, strict=True)
+        }
+        pinned = torch.device(device).type == "cuda"
+        self._host = torch.zeros(int(ends[-1]), dtype=torch.int32, pin_memory=pinned)
+        self._host_array = self._host.numpy()
+        self._device = torch.zeros(int(ends[-1]), dtype=torch.int32, device=device)
+        self._copied = torch.cuda.Event() if pinned else None
+        self.num_begun = 0
+
+    @staticmethod
+    def _section_sizes(limits: StepLimits) -> dict[str, int]:
+        sizes = {name: limits.max_rows for name in StepBuffers.SECTIONS}
+        for name in ("token_ids", "token_positions", "token_blocks", "token_offsets"):
+            sizes[name] = limits.max_tokens
+        for name in ("cu_query", "cu_logits", "cu_rows", "cu_row_chunks"):
+            sizes[name] = limits.max_rows + 1
+        for name in ("uniforms", "accept_uniforms", "residual_uniforms"):
+            sizes[name] = 2 * limits.max_logits  # float64
+        sizes["logit_tokens"] = sizes["logit_rows"] = limits.max_logits
+        sizes["columns"] = limits.max_rows * (1 + limits.max_drafts)
+        sizes["cu_chunks"] = limits.max_chunks + 1
+        sizes["chunk_rows"] = sizes["chunk_slots"] = limits.max_chunks
+        sizes["block_table"] = limits.max_rows * limits.max_blocks
+        return sizes
+
+    def host(self, name: str) -> npt.NDArray[np.int32]:
+        """Return the host side of a section, to be written before `send`."""
+        section: npt.NDArray[np.int32] = self._host_array[self._spans[name]]
+        return section
+
+    def device(self, name: str) -> Tensor:
+        """Return the device side of a section: a view whose address never changes."""
+        return self._device[self._spans[name]]
+
+    def host_block_table(self) -> npt.NDArray[np.int32]:
+        """Return the host block table, [max_rows, max_blocks]."""
+        return self.host("block_table").reshape(self.limits.max_rows, self.limits.max_blocks)
+
+    def host_columns(self) -> npt.NDArray[np.int32]:
+        """Return the host draft-window columns, [max_rows, 1 + max_drafts]."""
+        return self.host("columns").reshape(self.limits.max_rows, 1 + self.limits.max_drafts)
+
+    def device_columns(self) -> Tensor:
+        """Return the device draft-window columns, [max_rows, 1 + max_drafts]."""
+        return self.device("columns").view(self.limits.max_rows, 1 + self.limits.max_drafts)
+
+    def device_block_table(self) -> Tensor:
+        """Return the device block table, [max_rows, max_blocks]."""
+        return self.device("block_table").view(self.limits.max_rows, self.limits.max_blocks)
+
+    def begin(self) -> None:
+        """Begin to write a step: the host side no longer holds the one before, whether this one is sent or not.
+
+        Waits until the one before has left the host side.
+        """
+        self.num_begun += 1
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def send(self, num_table_rows: int) -> None:
+        """Copy all sections, and the first rows of the block table, to the device in one copy."""
+        used = self._spans["block_table"].start + num_table_rows * self.limits.max_blocks
+        self._device[:used].copy_(self._host[:used], non_blocking=True)
+        if self._copied is not None:
+            self._copied.record(stream_of(self._device))
+
+    def feed(self, tokens: Tensor) -> None:
+        """Behind `send`, put [n] tokens that the device has in the place of the first ones that were sent."""
+        self.device("token_ids")[: tokens.shape[0]].copy_(tokens)

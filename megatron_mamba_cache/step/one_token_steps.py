@@ -1,0 +1,120 @@
+"""Steps in which every row decodes one token and nothing else happens: the next is a few sums away from the last."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import is_
+
+import numpy as np
+import numpy.typing as npt
+
+from ..policy.requests import RunningRequest
+from .buffers import StepBuffers
+
+
+@dataclass(frozen=True, slots=True)
+class RowEnds:
+    """What ends each row of a step: a token, or being so long.
+
+    Args:
+        termination_ids: [rows] int64; -1 where no token does.
+        max_lens: [rows] int64; prompt and generated tokens together.
+    """
+
+    termination_ids: npt.NDArray[np.int64]
+    max_lens: npt.NDArray[np.int64]
+
+    @staticmethod
+    def of(rows: Sequence[RunningRequest]) -> "RowEnds | None":
+        """Return what ends rows, None if more of a row is looked at between two steps: stop words, log-probs."""
+        if any(row.spec.sampling.stop_words or row.spec.log_probs.wanted for row in rows):
+            return None
+        return RowEnds(
+            np.array([row.spec.sampling.termination_id for row in rows], np.int64),
+            np.array([row.spec.max_len for row in rows], np.int64),
+        )
+
+    def any_ends(self, tokens: Sequence[int]) -> bool:
+        """Return whether a new token, of [rows], ends its row."""
+        return bool((np.array(tokens, np.int64) == self.termination_ids).any())
+
+
+@dataclass(frozen=True, slots=True)
+class PlainStep:
+    """A step that was sent: one token a row, drawn greedily, no drafts, and no boundary within reach.
+
+    Args:
+        number: How many steps had been begun with it; what the buffers hold is this step's until another is.
+        ends: None if new tokens alone do not tell whether a row goes on.
+    """
+
+    rows: tuple[RunningRequest, ...]
+    number: int
+    ends: RowEnds | None
+
+    @staticmethod
+    def sent(rows: Sequence[RunningRequest], buffers: StepBuffers) -> "PlainStep | None":
+        """Return the step whose rows were written to the buffers and sent last, None if it is not a plain one."""
+        is_plain = all(
+            _decodes_one(row) and row.accepted == 1 and row.spec.sampling.is_greedy for row in rows
+        )  # a row keeps its settings, and has accepted one token in the step after this one as well
+        return PlainStep(tuple(rows), buffers.num_begun, RowEnds.of(rows)) if is_plain else None
+
+    def goes_on(self, rows: Sequence[RunningRequest], buffers: StepBuffers, block_size: int) -> bool:
+        """Return whether a step is this one, each row a token further in the block that it wrote to."""
+        if not self._is_sent_last(rows, buffers) or not all(map(_decodes_one, rows)):
+            return False
+        num_rows = len(rows)
+        computed = np.fromiter((row.computed for row in rows), np.int32, num_rows)
+        slots = np.fromiter((row.live_slot for row in rows), np.int32, num_rows)
+        return bool(
+            (computed == buffers.host("computed")[:num_rows] + 1).all()
+            and (computed % block_size).all()
+            and (slots == buffers.host_columns()[:num_rows, 0]).all()
+        )
+
+    def runs_on(
+        self,
+        rows: Sequence[RunningRequest],
+        tokens: Sequence[int] | None,
+        buffers: StepBuffers,
+        block_size: int,
+    ) -> bool:
+        """Return whether the next step is this one a token further, plain as well.
+
+        Rows still stand where this step found them.
+
+        Args:
+            tokens: [rows] what the step gave each row; None while nobody knows: those that they end leave the next one.
+        """
+        if self.ends is None or not self._is_sent_last(rows, buffers):
+            return False
+        if tokens is not None and self.ends.any_ends(tokens):
+            return False
+        computed = buffers.host("computed")[: len(rows)] + 1  # as the next step will find it
+        needs_block_or_state = (computed % block_size == 0) | ((computed + 1) % block_size == 0)
+        return not ((computed + 1 >= self.ends.max_lens) | needs_block_or_state).any()
+
+    def _is_sent_last(self, rows: Sequence[RunningRequest], buffers: StepBuffers) -> bool:
+        same_number = buffers.num_begun == self.number and len(rows) == len(self.rows)
+        return same_number and all(map(is_, rows, self.rows))
+
+
+def send_next(last: PlainStep, tokens: Sequence[int] | None, buffers: StepBuffers, num_table_rows: int) -> PlainStep:
+    """Send the step that the last one goes on to, and return it.
+
+    Args:
+        tokens: [rows] each row's newest, the input of the step; None if it is to be fed what the device found.
+        num_table_rows: Rows of the block table that the step uses, padding included.
+    """
+    num_rows = len(last.rows)
+    buffers.begin()
+    for name in ("computed", "kv_lengths", "token_positions", "token_offsets"):
+        buffers.host(name)[:num_rows] += 1
+    if tokens is not None:
+        buffers.host("token_ids")[:num_rows] = tokens
+    buffers.send(num_table_rows)
+    return PlainStep(last.rows, buffers.num_begun, last.ends)
+
+
+def _decodes_one(row: RunningRequest) -> bool:
+    return row.scheduled == 1 and not row.drafts and not row.reserved and not row.is_prefilling

@@ -1,0 +1,40 @@
+"""The metadata of a step's prefill rows: SSM chunks by absolute position, and the slot each boundary is written to."""
+
+from collections.abc import Sequence
+
+from ..kernels.varlen_rows import PAD_SLOT
+from ..policy.requests import RunningRequest
+from ..policy.ssm_chunks import plan_ssm_chunks
+from .buffers import StepBuffers
+
+
+def write_prefill_rows(rows: Sequence[RunningRequest], buffers: StepBuffers, ssm_chunk_size: int) -> int:
+    """Write the `VarlenRows` sections of the buffers; return the number of SSM chunks.
+
+    A row that starts at a cached boundary reads its initial state straight from the cached slot and writes its final
+    state to its live slot, so that a restore costs no copy; a row in mid-prefill reads and writes its live slot.
+    """
+    starts = [0]
+    for row in rows:
+        starts.append(starts[-1] + row.scheduled)
+    plan = plan_ssm_chunks([row.computed for row in rows], starts, ssm_chunk_size)
+    num_chunks, num_rows = len(plan.chunk_rows), len(rows)
+    chunk_slots = [PAD_SLOT] * num_chunks
+    for row, start in zip(rows, starts, strict=False):
+        for state in row.reserved:
+            chunk_slots[plan.chunk_at_end(start + state.position - row.computed)] = state.slot
+    buffers.host("cu_rows")[: num_rows + 1] = starts
+    buffers.host("initial_slots")[:num_rows] = [_initial_slot(row) for row in rows]
+    buffers.host("final_slots")[:num_rows] = [row.live_slot for row in rows]
+    buffers.host("cu_chunks")[: num_chunks + 1] = plan.cu_chunks
+    buffers.host("chunk_rows")[:num_chunks] = plan.chunk_rows
+    buffers.host("chunk_slots")[:num_chunks] = chunk_slots
+    buffers.host("cu_row_chunks")[: num_rows + 1] = plan.cu_row_chunks
+    buffers.host("longest_first")[:num_rows] = sorted(range(num_rows), key=lambda row: -rows[row].scheduled)
+    return num_chunks
+
+
+def _initial_slot(row: RunningRequest) -> int:
+    if row.source_slot is not None:
+        return row.source_slot
+    return row.live_slot if row.computed else PAD_SLOT

@@ -1,0 +1,152 @@
+"""Steps that are padded to the shape of a captured graph."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..kernels.varlen_rows import PAD_SLOT
+from ..policy.identifiers import BlockId
+from ..policy.requests import RunningRequest, num_decoding
+from .buffers import StepBuffers
+from .padding_rows import decode_padding_row, prefill_padding_row
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """Decode rows of at most `width` tokens, then prefill rows of so many tokens together.
+
+    Prefill tokens begin where the decode rows' tokens would end if each had one: beside prefill rows, `width` is 1.
+    """
+
+    num_decode_rows: int = 0
+    width: int = 1
+    num_prefill_rows: int = 0
+    num_prefill_tokens: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of both kinds."""
+        return self.num_decode_rows + self.num_prefill_rows
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the graph computes."""
+        return self.num_decode_rows * self.width + self.num_prefill_tokens
+
+    @property
+    def num_logits(self) -> int:
+        """Tokens whose logits it computes."""
+        return self.num_decode_rows * self.width + self.num_prefill_rows
+
+    def num_chunks(self, ssm_chunk_size: int) -> int:
+        """Return the most SSM chunks of the prefill rows: a row cuts at most two of them short."""
+        return self.num_prefill_tokens // ssm_chunk_size + 2 * self.num_prefill_rows
+
+    @staticmethod
+    def of(rows: Sequence[RunningRequest]) -> "StepShape":
+        """Return the shape that the rows of a step just fit."""
+        num_decode = num_decoding(rows)
+        width = max((row.scheduled for row in rows[:num_decode]), default=1)
+        prefilling = rows[num_decode:]
+        return StepShape(num_decode, width, len(prefilling), sum(row.scheduled for row in prefilling))
+
+    def holds(self, step: "StepShape") -> bool:
+        """Return whether a step of another shape fits; one that prefills nothing is left to shapes for that."""
+        return (
+            step.num_decode_rows <= self.num_decode_rows
+            and step.width <= self.width
+            and step.num_prefill_rows <= self.num_prefill_rows
+            and step.num_prefill_tokens <= self.num_prefill_tokens
+            and bool(step.num_prefill_rows) == bool(self.num_prefill_rows)
+        )
+
+    def fullest_rows(self, dummy_block: BlockId) -> list[RunningRequest]:
+        """Return padding that fills the shape, every row with a token: what the views of a captured step are for."""
+        decoding = [decode_padding_row(self.width, dummy_block) for _ in range(self.num_decode_rows)]
+        lengths = [1] * self.num_prefill_rows
+        if lengths:
+            lengths[0] += self.num_prefill_tokens - len(lengths)
+        return decoding + [prefill_padding_row(length, dummy_block) for length in lengths]
+
+    def pad(self, rows: Sequence[RunningRequest], dummy_block: BlockId) -> list[RunningRequest]:
+        """Return the rows of a step with padding between and behind them; `places` tells where they are."""
+        num_decode = num_decoding(rows)
+        num_between = self.num_decode_rows - num_decode
+        num_behind = self.num_prefill_rows - (len(rows) - num_decode)
+        between = [decode_padding_row(1 if self.num_prefill_rows else 0, dummy_block)] if num_between else []
+        behind = [prefill_padding_row(0, dummy_block)] if num_behind else []
+        return [*rows[:num_decode], *between * num_between, *rows[num_decode:], *behind * num_behind]
+
+    def places(self, rows: Sequence[RunningRequest]) -> tuple[int, ...]:
+        """Return the place of each row among the padded ones."""
+        num_decode = num_decoding(rows)
+        num_prefilling = len(rows) - num_decode
+        return (*range(num_decode), *range(self.num_decode_rows, self.num_decode_rows + num_prefilling))
+
+
+def smallest_shape(rows: Sequence[RunningRequest], shapes: Iterable[StepShape]) -> StepShape | None:
+    """Return the narrowest shape, of these the smallest, that holds a step's rows; None if none does."""
+    step = StepShape.of(rows)
+    fitting = [shape for shape in shapes if shape.holds(step)]
+    return min(fitting, key=lambda shape: (shape.width, shape.num_tokens), default=None)
+
+
+def decode_shapes(count: int, max_rows: int, max_drafts: int, max_tokens: int) -> list[StepShape]:
+    """Return shapes to capture: about `count` numbers of rows, each without drafts and with the most."""
+    return [
+        StepShape(num_rows, width)
+        for width in sorted({1, 1 + max_drafts})
+        for num_rows in _row_numbers(count, min(max_rows, max_tokens // width))
+    ]
+
+
+def prefill_shapes(most_tokens: int, max_rows: int, max_tokens: int) -> list[StepShape]:
+    """Return shapes of few prefill rows and up to `most_tokens` of their tokens, alone and behind many decode rows."""
+    num_prefill = min(_PREFILL_ROWS, max_rows)
+    sizes = [size for size in _PREFILL_SIZES if size < most_tokens] + [most_tokens] * (most_tokens >= num_prefill)
+    return [
+        StepShape(num_decode, 1, num_prefill, size)
+        for num_decode in sorted({0, max_rows - num_prefill})
+        for size in sizes
+        if num_decode + size <= max_tokens
+    ]
+
+
+_PREFILL_ROWS = 4
+_PREFILL_SIZES = tuple(64 << power for power in range(16))
+
+
+def _row_numbers(count: int, max_rows: int) -> list[int]:
+    """Return up to `count` numbers of rows that grow by the same factor each, the last being `max_rows`.
+
+    So no step computes many times the rows that it has. From 8 on they are multiples of 8, which take products as long.
+    """
+    if not max_rows:
+        return []
+    numbers = [round(float(number)) for number in np.geomspace(1, max_rows, count)] if count > 1 else [max_rows]
+    return sorted({min(number if number <= 8 else -(-number // 8) * 8, max_rows) for number in numbers})
+
+
+def pad_tail(
+    padded: Sequence[RunningRequest], buffers: StepBuffers, dummy_block: int, shape: StepShape, num_chunks: int
+) -> None:
+    """Write what lies behind the rows of a written step: tokens, logits and SSM chunks that are nobody's.
+
+    Args:
+        num_chunks: Those of the shape.
+    """
+    num_rows = len(padded)
+    tokens = slice(int(buffers.host("cu_query")[num_rows]), shape.num_tokens)
+    for name, value in (("token_ids", 0), ("token_positions", 0), ("token_blocks", dummy_block), ("token_offsets", 0)):
+        buffers.host(name)[tokens] = value
+    logits = slice(int(buffers.host("cu_logits")[num_rows]), shape.num_logits)
+    for name in ("logit_tokens", "logit_rows"):
+        buffers.host(name)[logits] = 0
+    for name in ("uniforms", "accept_uniforms", "residual_uniforms"):
+        buffers.host(name).view(np.float64)[logits] = 0.0
+    if shape.num_prefill_rows:
+        written = int(buffers.host("cu_row_chunks")[shape.num_prefill_rows])
+        buffers.host("cu_chunks")[written + 1 : num_chunks + 1] = buffers.host("cu_chunks")[written]
+        buffers.host("chunk_rows")[written:num_chunks] = 0
+        buffers.host("chunk_slots")[written:num_chunks] = PAD_SLOT

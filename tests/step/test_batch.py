@@ -1,0 +1,432 @@
+"""The layout of a step against a walk over every token."""
+
+import random
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_mamba_cache.errors import CacheIntegrityError
+from megatron_mamba_cache.kernels.varlen_rows import PAD_SLOT
+from megatron_mamba_cache.policy.align import plan_align_copy
+from megatron_mamba_cache.policy.block_hashing import BlockKeyChain
+from megatron_mamba_cache.policy.identifiers import BlockId, SlotId
+from megatron_mamba_cache.policy.random_counter import DrawPurpose, counter_uniform
+from megatron_mamba_cache.policy.requests import RequestSpec, ReservedState, RunningRequest, SamplingSettings
+from megatron_mamba_cache.step.batch import StepBatch, StepGeometry, lay_out_step
+from megatron_mamba_cache.step.buffers import StepBuffers, StepLimits
+
+BLOCK, SSM_CHUNK, DUMMY = 8, 4, 999
+GEOMETRY = StepGeometry(BLOCK, SSM_CHUNK, DUMMY, window_len=3)
+MOST_DRAFTS = 7
+LIMITS = StepLimits(max_tokens=256, max_rows=8, max_chunks=256 // SSM_CHUNK + 16, max_blocks=8, max_drafts=MOST_DRAFTS)
+
+
+def row_of(
+    index: int,
+    *,
+    prompt_len: int,
+    computed: int,
+    scheduled: int,
+    num_generated: int = 0,
+    num_shared: int = 0,
+    source_slot: int | None = None,
+    reserved: dict[int, int] | None = None,
+    sampling: SamplingSettings | None = None,
+    num_drafts: int = 0,
+    accepted: int = 1,
+) -> RunningRequest:
+    """Return a row whose tokens, blocks and slots all follow from its index and can be told apart."""
+    num_blocks = -(-(prompt_len + num_generated + num_drafts) // BLOCK)
+    prompt = np.arange(prompt_len, dtype=np.int64) + 1000 * index
+    spec = RequestSpec(index, prompt, 10_000, sampling or SamplingSettings(top_k=1))
+    return RunningRequest(
+        spec=spec,
+        chain=BlockKeyChain(bytes(32), BLOCK),
+        epoch=0,
+        age=index,
+        live_slot=SlotId(50 + index),
+        block_ids=[BlockId(20 * index + number) for number in range(num_blocks)],
+        num_shared_blocks=num_shared,
+        computed=computed,
+        scheduled=scheduled,
+        generated=[1000 * index + 500 + number for number in range(num_generated)],
+        source_slot=None if source_slot is None else SlotId(source_slot),
+        reserved=[ReservedState(position, SlotId(slot)) for position, slot in (reserved or {}).items()],
+        drafts=tuple(1000 * index + 900 + number for number in range(num_drafts)),
+        draft_slots=[SlotId(300 + 10 * index + column) for column in range(max(num_drafts, accepted - 1))],
+        accepted=accepted,
+    )
+
+
+def decoding(
+    index: int, *, prompt_len: int = 5, num_generated: int = 1, num_drafts: int = 0, **settings: object
+) -> RunningRequest:
+    computed = prompt_len + num_generated - 1
+    return row_of(
+        index,
+        prompt_len=prompt_len,
+        computed=computed,
+        scheduled=1 + num_drafts,
+        num_generated=num_generated,
+        num_drafts=num_drafts,
+        **settings,  # type: ignore[arg-type]
+    )
+
+
+def lay_out(rows: list[RunningRequest], device: str) -> StepBatch:
+    return lay_out_step(rows, StepBuffers(LIMITS, device), GEOMETRY)
+
+
+def random_rows(seed: int) -> list[RunningRequest]:
+    draw = random.Random(seed)
+    num_decode, num_prefill = draw.randint(0, 4), draw.randint(0, 4)
+    most_drafts = draw.choice([0, MOST_DRAFTS])
+    rows = [random_decode(index, draw, most_drafts) for index in range(num_decode)]
+    slots = iter(range(100, 200))
+    for index in range(num_decode, num_decode + num_prefill):
+        prompt_len = draw.randint(1, 56)
+        shared = draw.randint(0, prompt_len // BLOCK)
+        is_hit = draw.random() < 0.5
+        skip = draw.randint(0, min(shared, (prompt_len - 1) // BLOCK)) * BLOCK
+        computed = skip if is_hit else draw.choice([0, draw.randint(0, prompt_len - 1)])
+        scheduled = draw.randint(1, prompt_len - computed)
+        boundaries = [p for p in range(computed + 1, computed + scheduled + 1) if p % BLOCK == 0]
+        rows.append(
+            row_of(
+                index,
+                prompt_len=prompt_len,
+                computed=computed,
+                scheduled=scheduled,
+                num_shared=shared,
+                source_slot=next(slots) if is_hit and computed else None,
+                reserved={p: next(slots) for p in boundaries if draw.random() < 0.6},
+                sampling=random_sampling(draw),
+            )
+        )
+    return rows
+
+
+def random_decode(index: int, draw: random.Random, most_drafts: int) -> RunningRequest:
+    prompt_len, num_generated = draw.randint(1, 20), draw.randint(1, 20)
+    num_drafts = draw.randint(0, most_drafts)
+    computed = prompt_len + num_generated - 1
+    boundary = (computed // BLOCK + 1) * BLOCK
+    is_reserved = boundary <= computed + 1 + num_drafts and draw.random() < 0.7
+    return decoding(
+        index,
+        prompt_len=prompt_len,
+        num_generated=num_generated,
+        num_drafts=num_drafts,
+        accepted=draw.randint(1, 1 + MOST_DRAFTS),
+        reserved={boundary: 200 + index} if is_reserved else None,
+        sampling=random_sampling(draw),
+    )
+
+
+def random_sampling(draw: random.Random) -> SamplingSettings:
+    return SamplingSettings(
+        temperature=draw.choice([0.0, 0.5, 1.0]),
+        top_k=draw.choice([0, 1, 7]),
+        top_p=draw.choice([0.0, 0.25]),
+        seed=draw.randint(0, 2**64 - 1),
+    )
+
+
+@dataclass(slots=True)
+class Expected:
+    """What a walk over the rows, token by token, says the step holds."""
+
+    ids: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    cu_query: list[int] = field(default_factory=lambda: [0])
+    cu_rows: list[int] = field(default_factory=lambda: [0])
+    initial_slots: list[int] = field(default_factory=list)
+    final_slots: list[int] = field(default_factory=list)
+    chunks: list[tuple[int, int, int, int]] = field(default_factory=list)  # packed start and end, row, slot
+    logits: list[tuple[int, int, int | None]] = field(default_factory=list)  # packed token, row, draft that follows it
+
+
+def walk(rows: list[RunningRequest]) -> Expected:
+    expected = Expected()
+    num_decode_tokens = 0
+    for number, row in enumerate(rows):
+        is_prefilling = row.computed < row.spec.prompt_len
+        known = [*row.spec.prompt.tolist(), *row.generated]
+        text, end = [*known, *row.drafts], row.computed + row.scheduled
+        for position in range(row.computed, end):
+            if position + 1 == end:
+                expected.logits.append((len(expected.ids), number, None))
+            elif position + 1 >= len(known):
+                expected.logits.append((len(expected.ids), number, text[position + 1]))
+            index = position // BLOCK
+            expected.ids.append(text[position])
+            expected.positions.append(position)
+            expected.blocks.append(DUMMY if index < row.num_shared_blocks else row.block_ids[index])
+            expected.offsets.append(position - index * BLOCK)
+            if is_prefilling:
+                walk_prefill_token(row, position, len(expected.cu_rows) - 1, expected)
+        expected.cu_query.append(len(expected.ids))
+        num_decode_tokens += 0 if is_prefilling else row.scheduled
+        if is_prefilling:
+            expected.cu_rows.append(len(expected.ids) - num_decode_tokens)
+            start_slot = row.live_slot if row.computed else PAD_SLOT
+            expected.initial_slots.append(start_slot if row.source_slot is None else row.source_slot)
+            expected.final_slots.append(row.live_slot)
+    return expected
+
+
+def walk_prefill_token(row: RunningRequest, position: int, row_number: int, expected: Expected) -> None:
+    """Extend the row's chunk by a token, or begin one where an absolute multiple of the chunk is passed."""
+    if position == row.computed or position % SSM_CHUNK == 0:
+        start = expected.chunks[-1][1] if expected.chunks else 0
+        expected.chunks.append((start, start, row_number, PAD_SLOT))
+    start, end, number, _ = expected.chunks.pop()
+    reached = {state.position: state.slot for state in row.reserved}
+    expected.chunks.append((start, end + 1, number, reached.get(position + 1, PAD_SLOT)))
+
+
+def ints(tensor: Tensor) -> list[int]:
+    return tensor.tolist()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_step_is_what_a_walk_over_its_tokens_says(device: str, seed: int) -> None:
+    rows = random_rows(seed)
+    batch, expected = lay_out(rows, device), walk(rows)
+    assert batch.rows == tuple(rows)
+    assert batch.num_tokens == len(expected.ids)
+    assert ints(batch.token_ids) == expected.ids
+    assert ints(batch.positions) == expected.positions
+    assert ints(batch.token_blocks) == expected.blocks
+    assert ints(batch.token_offsets) == expected.offsets
+    assert ints(batch.attention.cu_query) == expected.cu_query
+    assert batch.attention.query_lens == tuple(end - start for start, end in pairwise(expected.cu_query))
+    assert ints(batch.attention.kv_lengths) == [row.computed + row.scheduled for row in rows]
+    assert list(batch.attention.kv_lens) == ints(batch.attention.kv_lengths)
+    num_decode = sum(not row.is_prefilling for row in rows)
+    assert batch.num_decode_rows == num_decode
+    assert batch.num_decode_tokens == expected.cu_query[num_decode]
+    for index, row in enumerate(rows):
+        assert ints(batch.attention.block_table[index, : len(row.block_ids)]) == row.block_ids
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_prefill_rows_are_what_a_walk_over_their_tokens_says(device: str, seed: int) -> None:
+    rows = random_rows(seed)
+    prefill, expected = lay_out(rows, device).prefill, walk(rows)
+    if not expected.final_slots:
+        assert prefill is None
+        return
+    assert prefill is not None
+    assert ints(prefill.cu_rows) == expected.cu_rows
+    assert ints(prefill.initial_slots) == expected.initial_slots
+    assert ints(prefill.final_slots) == expected.final_slots
+    assert ints(prefill.cu_chunks) == [0, *(end for _, end, _, _ in expected.chunks)]
+    assert ints(prefill.chunk_rows) == [number for _, _, number, _ in expected.chunks]
+    assert ints(prefill.chunk_slots) == [slot for _, _, _, slot in expected.chunks]
+    assert sorted(slot for _, _, _, slot in expected.chunks if slot != PAD_SLOT) == sorted(
+        state.slot for row in rows if row.is_prefilling for state in row.reserved
+    )
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_decode_rows_name_the_columns_of_each_window_and_where_its_state_lies(device: str, seed: int) -> None:
+    rows = [row for row in random_rows(seed) if not row.is_prefilling]
+    batch, expected = lay_out(rows, device), walk(rows)
+    if not rows:
+        assert batch.decode is None and batch.num_decode_tokens == 0
+        return
+    assert batch.decode is not None
+    assert ints(batch.decode.cu_tokens) == expected.cu_query
+    assert ints(batch.decode.accepted) == [row.accepted for row in rows]
+    assert batch.decode.max_len == max(len(row.drafts) for row in rows) + 1
+    for row, columns in zip(rows, ints(batch.decode.columns), strict=True):
+        assert columns == [row.live_slot, *row.draft_slots, *[PAD_SLOT] * (MOST_DRAFTS - len(row.draft_slots))]
+        assert columns[row.accepted - 1] == row.state_slot
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_align_rows_name_the_slot_that_each_row_reserved(device: str, seed: int) -> None:
+    rows = random_rows(seed)
+    decode = [row for row in rows if not row.is_prefilling]
+    batch = lay_out(rows, device)
+    align = batch.align
+    if not any(row.reserved for row in decode):
+        assert align is None
+        return
+    assert align is not None and batch.decode is not None
+    assert ints(align.targets) == [row.reserved[0].slot if row.reserved else PAD_SLOT for row in decode]
+    assert ints(align.computed) == [row.computed for row in decode]
+    assert ints(align.scheduled) == [row.scheduled for row in decode]
+    assert ints(align.drafts) == [len(row.drafts) for row in decode]
+    assert ints(align.columns) == ints(batch.decode.columns)
+    assert ints(align.state_columns) == [0] * len(decode)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_align_rows_reach_the_boundary_that_is_reserved_and_no_other(device: str, seed: int) -> None:
+    for row in random_rows(seed):
+        align = lay_out([row], device).align
+        if align is None:
+            continue
+        (reserved,) = row.reserved
+        arguments = [int(values[0]) for values in (align.computed, align.scheduled, align.drafts)]
+        for accepted in range(1, 2 + len(row.drafts)):
+            plan = plan_align_copy(*arguments, accepted, int(align.state_columns[0]), BLOCK)
+            assert (plan is not None) == (row.computed + accepted >= reserved.position)
+            if plan is not None:
+                assert (plan.destination_column + 1) * BLOCK == reserved.position
+                # Column j holds the state behind the step's token j.
+                assert plan.source_column == plan.shift == reserved.position - 1 - row.computed
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_logits_are_wanted_of_each_last_token_and_of_those_that_drafts_follow(device: str, seed: int) -> None:
+    rows = random_rows(seed)
+    logits, expected = lay_out(rows, device).logits, walk(rows).logits
+    assert ints(logits.tokens) == [token for token, _, _ in expected]
+    counts = [sum(owner == number for _, owner, _ in expected) for number in range(len(rows))]
+    assert logits.starts == (0, *accumulate(counts))
+    assert ints(logits.verify.cu_logits) == list(logits.starts)
+    assert logits.verify.max_drafts == max((len(row.drafts) for row in rows), default=0)
+    for found, (_, _, draft) in zip(ints(logits.verify.draft_ids), expected, strict=True):
+        assert draft is None or found == draft
+
+
+@pytest.mark.parametrize("draws_ratios", [False, True])
+@pytest.mark.parametrize("seed", range(60))
+def test_logits_carry_each_request_s_settings_and_random_numbers_of_their_own(
+    device: str, seed: int, draws_ratios: bool
+) -> None:
+    rows = random_rows(seed)
+    logits = lay_out_step(rows, StepBuffers(LIMITS, device), GEOMETRY, draws_ratios=draws_ratios).logits
+    expected = walk(rows)
+    settings = [rows[number].spec.sampling for _, number, _ in expected.logits]
+    assert logits.all_greedy == all(s.is_greedy for s in settings)
+    if logits.all_greedy:
+        settings = [SamplingSettings(temperature=0.0, top_k=1)] * len(settings)
+    assert logits.temperature.tolist() == [s.temperature for s in settings]
+    assert logits.top_k.tolist() == [s.top_k for s in settings]
+    assert logits.top_p.tolist() == [s.top_p for s in settings]
+    sampled = [expected.positions[token] + 1 for token, _, _ in expected.logits]
+    drawn = {DrawPurpose.SAMPLE: logits.uniforms}
+    if draws_ratios:
+        drawn |= {DrawPurpose.ACCEPT: logits.accept_uniforms, DrawPurpose.RESIDUAL: logits.residual_uniforms}
+    for purpose, uniforms in drawn.items():
+        assert uniforms.tolist() == [
+            0.0 if s.is_greedy else counter_uniform(s.seed, position, purpose)
+            for s, position in zip(settings, sampled, strict=True)
+        ]
+
+
+def test_tensors_are_of_the_types_that_the_model_and_the_kernels_take(device: str) -> None:
+    batch = lay_out([decoding(0), row_of(1, prompt_len=9, computed=0, scheduled=9)], device)
+    assert batch.token_ids.dtype == batch.positions.dtype == torch.int64
+    assert batch.prefill is not None and batch.decode is not None
+    logits, decode = batch.logits, batch.decode
+    int32 = [
+        batch.token_blocks,
+        batch.prefill.cu_chunks,
+        logits.tokens,
+        logits.top_k,
+        logits.verify.cu_logits,
+        decode.cu_tokens,
+        decode.columns,
+        decode.accepted,
+    ]
+    assert {tensor.dtype for tensor in int32} == {torch.int32}
+    assert logits.uniforms.dtype == torch.float64 and logits.verify.draft_ids.dtype == torch.int64
+    assert all(tensor.device.type == device for tensor in (*int32, batch.token_ids, logits.uniforms))
+
+
+@pytest.mark.parametrize(
+    ("computed", "source_slot", "initial"), [(0, None, PAD_SLOT), (8, 7, 7), (8, None, 51), (3, None, 51)]
+)
+def test_row_starts_from_nothing_a_cached_slot_or_its_live_slot(
+    device: str, computed: int, source_slot: int | None, initial: int
+) -> None:
+    row = row_of(1, prompt_len=20, computed=computed, scheduled=20 - computed, source_slot=source_slot)
+    prefill = lay_out([row], device).prefill
+    assert prefill is not None
+    assert (ints(prefill.initial_slots), ints(prefill.final_slots)) == ([initial], [51])
+
+
+def test_tokens_of_shared_blocks_are_written_to_the_dummy(device: str) -> None:
+    row = row_of(1, prompt_len=20, computed=8, scheduled=12, num_shared=2, source_slot=7)
+    batch = lay_out([row], device)
+    assert ints(batch.token_blocks) == [DUMMY] * 8 + [22] * 4
+    assert ints(batch.attention.block_table[0, :3]) == [20, 21, 22]
+
+
+def test_boundaries_that_a_step_passes_and_ends_on_are_written_to_their_slots(device: str) -> None:
+    rows = [decoding(0), row_of(1, prompt_len=30, computed=3, scheduled=21, reserved={8: 70, 24: 71})]
+    prefill = lay_out(rows, device).prefill
+    assert prefill is not None
+    assert ints(prefill.cu_chunks) == [0, 1, 5, 9, 13, 17, 21]
+    assert ints(prefill.chunk_slots) == [PAD_SLOT, 70, PAD_SLOT, PAD_SLOT, PAD_SLOT, 71]
+
+
+def test_boundary_that_no_chunk_ends_on_is_an_error(device: str) -> None:
+    row = row_of(1, prompt_len=30, computed=0, scheduled=20, reserved={6: 70})
+    with pytest.raises(CacheIntegrityError, match="need an SSM chunk that ends at packed position 6"):
+        lay_out([row], device)
+
+
+def test_largest_steps_fit_the_buffers(device: str) -> None:
+    rows = [row_of(index, prompt_len=62, computed=3, scheduled=32) for index in range(8)]
+    batch = lay_out(rows, device)
+    assert batch.num_tokens == LIMITS.max_tokens
+    assert batch.prefill is not None and len(batch.prefill.chunk_rows) == 8 * 9
+
+
+def test_most_drafts_of_most_rows_fit_the_buffers(device: str) -> None:
+    rows = [decoding(index, num_drafts=MOST_DRAFTS) for index in range(LIMITS.max_rows)]
+    logits = lay_out(rows, device).logits
+    assert len(logits.tokens) == LIMITS.max_logits == LIMITS.max_rows * (1 + MOST_DRAFTS)
+
+
+def test_a_narrower_window_shows_nothing_of_the_step_before(device: str) -> None:
+    buffers = StepBuffers(LIMITS, device)
+    before = lay_out_step([decoding(0, num_drafts=5, reserved={8: 70})], buffers, GEOMETRY)
+    assert len(ints(before.positions)) == 6  # read back, so that the host side may be written again
+    batch = lay_out_step([decoding(1), decoding(2, accepted=3)], buffers, GEOMETRY)
+    assert batch.decode is not None and batch.align is None
+    empty = [PAD_SLOT] * MOST_DRAFTS
+    assert ints(batch.decode.columns) == [[51, *empty], [52, 320, 321, *empty[2:]]]
+    assert ints(buffers.device("align_slots")[:2]) == [PAD_SLOT, PAD_SLOT]
+
+
+def test_step_without_room_for_drafts_has_one_column_a_row(device: str) -> None:
+    limits = replace(LIMITS, max_drafts=0)
+    batch = lay_out_step([decoding(0), decoding(1)], StepBuffers(limits, device), GEOMETRY)
+    assert batch.decode is not None and ints(batch.decode.columns) == [[50], [51]]
+
+
+def test_a_second_step_shows_nothing_of_the_first(device: str) -> None:
+    buffers = StepBuffers(LIMITS, device)
+    lay_out_step(random_rows(1), buffers, GEOMETRY)
+    rows = random_rows(2)
+    second, alone = lay_out_step(rows, buffers, GEOMETRY), lay_out(rows, device)
+    assert ints(second.token_ids) == ints(alone.token_ids)
+    assert ints(second.attention.cu_query) == ints(alone.attention.cu_query)
+    assert ints(second.logits.tokens) == ints(alone.logits.tokens)
+    assert (second.prefill is None) == (alone.prefill is None)
+    if second.prefill is not None and alone.prefill is not None:
+        for name in ("cu_rows", "initial_slots", "final_slots", "cu_chunks", "chunk_rows", "chunk_slots"):
+            assert ints(getattr(second.prefill, name)) == ints(getattr(alone.prefill, name))
+
+
+def test_views_of_a_step_lie_in_its_buffers(device: str) -> None:
+    buffers = StepBuffers(LIMITS, device)
+    batch = lay_out_step([decoding(0), row_of(1, prompt_len=9, computed=0, scheduled=9)], buffers, GEOMETRY)
+    assert batch.token_blocks.data_ptr() == buffers.device("token_blocks").data_ptr()
+    assert batch.attention.block_table.data_ptr() == buffers.device_block_table().data_ptr()
+    assert batch.logits.uniforms.data_ptr() == buffers.device("uniforms").data_ptr()
+    assert batch.prefill is not None
+    assert batch.prefill.chunk_slots.data_ptr() == buffers.device("chunk_slots").data_ptr()

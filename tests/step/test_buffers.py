@@ -1,0 +1,131 @@
+"""Properties of the one buffer that a step sends."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_mamba_cache.step.buffers import StepBuffers, StepLimits
+
+LIMITS = StepLimits(max_tokens=11, max_rows=5, max_chunks=7, max_blocks=3)
+
+
+def fill(buffers: StepBuffers, first: int) -> None:
+    """Give every host element a value of its own."""
+    for name in StepBuffers.SECTIONS:
+        section = buffers.host(name)
+        section[:] = np.arange(first, first + len(section))
+        first += len(section)
+
+
+def device_values(buffers: StepBuffers) -> dict[str, list[int]]:
+    return {name: buffers.device(name).tolist() for name in StepBuffers.SECTIONS}
+
+
+def host_values(buffers: StepBuffers) -> dict[str, list[int]]:
+    return {name: buffers.host(name).tolist() for name in StepBuffers.SECTIONS}
+
+
+@pytest.mark.parametrize(("max_drafts", "num_logits"), [(0, 5), (1, 10), (2, 11), (8, 11)])
+def test_sections_never_overlap_and_have_the_sizes_of_the_limits(max_drafts: int, num_logits: int, device: str) -> None:
+    limits = replace(LIMITS, max_drafts=max_drafts)
+    buffers = StepBuffers(limits, device)
+    assert limits.max_logits == num_logits
+    fill(buffers, first=1)
+    values = [value for section in host_values(buffers).values() for value in section]
+    assert sorted(values) == list(range(1, len(values) + 1))
+    per_logit, per_token, per_row = 3 * 2 + 2, 4, 13 + (1 + max_drafts)
+    assert len(values) == per_logit * num_logits + per_token * 11 + 4 * 6 + per_row * 5 + 8 + 2 * 7 + 5 * 3
+
+
+def test_every_section_arrives_where_it_was_written(device: str) -> None:
+    buffers = StepBuffers(LIMITS, device)
+    fill(buffers, first=1)
+    buffers.send(LIMITS.max_rows)
+    assert device_values(buffers) == host_values(buffers)
+
+
+@pytest.mark.parametrize("num_rows", range(LIMITS.max_rows + 1))
+def test_send_copies_the_used_table_rows_and_nothing_after_them(device: str, num_rows: int) -> None:
+    buffers = StepBuffers(LIMITS, device)
+    fill(buffers, first=1)
+    buffers.send(num_rows)
+    sent, expected = device_values(buffers), host_values(buffers)
+    used = num_rows * LIMITS.max_blocks
+    table = sent.pop("block_table")
+    whole_table = expected.pop("block_table")
+    assert table == whole_table[:used] + [0] * (len(table) - used)
+    assert sent == expected
+
+
+def test_a_later_step_leaves_the_rows_it_does_not_use_as_they_were(device: str) -> None:
+    buffers = StepBuffers(LIMITS, device)
+    fill(buffers, first=1)
+    buffers.send(LIMITS.max_rows)
+    before = buffers.device_block_table()[2:].tolist()
+    fill(buffers, first=1000)
+    buffers.send(2)
+    assert buffers.device_block_table()[2:].tolist() == before
+    assert buffers.device_block_table()[:2].tolist() == buffers.host_block_table()[:2].tolist()
+
+
+def test_addresses_never_change(device: str) -> None:
+    buffers = StepBuffers(LIMITS, device)
+
+    def addresses() -> list[int]:
+        sections = [buffers.device(name).data_ptr() for name in StepBuffers.SECTIONS]
+        host = [buffers.host(name).ctypes.data for name in StepBuffers.SECTIONS]
+        return [*sections, *host, buffers.device_block_table().data_ptr()]
+
+    before = addresses()
+    for num_rows in (1, 5, 0, 3):
+        fill(buffers, first=num_rows)
+        buffers.send(num_rows)
+        assert addresses() == before
+    assert len(set(before[:-1])) == len(before) - 1
+
+
+def test_send_is_one_copy(device: str) -> None:
+    buffers = StepBuffers(LIMITS, device)
+    buffers.send(3)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        buffers.send(3)
+    assert [event.name for event in profile.events()].count("aten::copy_") == 1
+
+
+def test_views_taken_before_a_send_show_what_it_brings(device: str) -> None:
+    buffers = StepBuffers(LIMITS, device)
+    ids, table = buffers.device("token_ids"), buffers.device_block_table()
+    fill(buffers, first=1)
+    buffers.send(LIMITS.max_rows)
+    assert ids.tolist() == buffers.host("token_ids").tolist()
+    assert table.tolist() == buffers.host_block_table().tolist()
+
+
+def test_columns_of_a_row_lie_side_by_side(device: str) -> None:
+    buffers = StepBuffers(replace(LIMITS, max_drafts=2), device)
+    columns = np.arange(15).reshape(5, 3)
+    buffers.host_columns()[:] = columns
+    buffers.send(0)
+    assert buffers.device_columns().tolist() == columns.tolist()
+    assert buffers.device("columns").tolist() == list(range(15))
+
+
+def test_floats_travel_as_their_bits(device: str) -> None:
+    buffers = StepBuffers(LIMITS, device)
+    temperature = np.array([0.0, 1.0, 1e-30, 3.14159, np.inf], np.float32)
+    uniforms = np.array([0.0, 0.5, 2.0**-53, 1 - 2.0**-53, 1 / 3])
+    buffers.host("temperature").view(np.float32)[:] = temperature
+    buffers.host("uniforms").view(np.float64)[:] = uniforms
+    buffers.send(0)
+    assert buffers.device("temperature").view(torch.float32).tolist() == temperature.tolist()
+    assert buffers.device("uniforms").view(torch.float64).tolist() == uniforms.tolist()
+
+
+def test_limits_of_one_are_enough(device: str) -> None:
+    buffers = StepBuffers(StepLimits(1, 1, 1, 1), device)
+    fill(buffers, first=1)
+    buffers.send(1)
+    assert device_values(buffers) == host_values(buffers)
+    assert buffers.device("uniforms").view(torch.float64).shape == (1,)

@@ -1,0 +1,169 @@
+"""Steps that go on from the one before hold what laying them out anew would, and no other step is taken for one."""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megatron_mamba_cache.policy.identifiers import BlockId, SlotId
+from megatron_mamba_cache.policy.requests import LogProbSettings, ReservedState, RunningRequest, SamplingSettings
+from megatron_mamba_cache.step.batch import lay_out_step, send_padded_step
+from megatron_mamba_cache.step.buffers import StepBuffers
+from megatron_mamba_cache.step.one_token_steps import PlainStep, send_next
+from megatron_mamba_cache.step.shapes import StepShape
+from tests.state.test_step_batch import BLOCK, GEOMETRY, LIMITS, decoding
+
+SHAPES = (StepShape(6, 1), StepShape(6, 4))
+MOST_COMPUTED = LIMITS.max_blocks * BLOCK - LIMITS.max_drafts
+SAMPLED = SamplingSettings(temperature=0.7, seed=3)
+
+
+def send_anew(rows: list[RunningRequest], buffers: StepBuffers, shape: StepShape) -> None:
+    send_padded_step(shape.pad(rows, GEOMETRY.dummy_block), buffers, GEOMETRY, shape)
+
+
+def send(
+    rows: list[RunningRequest], buffers: StepBuffers, shape: StepShape, last: PlainStep | None
+) -> tuple[PlainStep | None, bool]:
+    """Send a step the quick way if there is one; return what the next may go on from, and whether there was."""
+    if last is not None and last.goes_on(rows, buffers, GEOMETRY.block_size):
+        return send_next(last, [row.generated[-1] for row in rows], buffers, shape.num_rows), True
+    send_anew(rows, buffers, shape)
+    return PlainStep.sent(rows, buffers), False
+
+
+def same(buffers: StepBuffers, expected: StepBuffers) -> bool:
+    return all(buffers.device(name).equal(expected.device(name)) for name in StepBuffers.SECTIONS)
+
+
+def advance(row: RunningRequest, draw: random.Random) -> None:
+    """Finish the row's step and schedule the next one, as an engine does; without drafts unless some are drawn."""
+    kept = draw.randrange(1, row.scheduled + 1)
+    row.generated += [draw.randrange(1000) for _ in range(kept)]
+    row.computed += kept
+    row.accepted, row.drafts, row.reserved = kept, (), []
+    row.scheduled = 1
+    while row.computed >= len(row.block_ids) * BLOCK:
+        row.block_ids.append(BlockId(draw.randrange(50)))
+
+
+def disturb(rows: list[RunningRequest], shape: StepShape, draw: random.Random) -> None:
+    """Change what no step goes on over."""
+    row = draw.choice(rows)
+    change = draw.randrange(6)
+    if change == 0 and shape.width > 1:
+        row.drafts = tuple(draw.randrange(1000) for _ in range(draw.randrange(1, shape.width)))
+        row.scheduled = 1 + len(row.drafts)
+        row.draft_slots = [SlotId(draw.randrange(60)) for _ in row.drafts]
+    elif change == 1:
+        row.reserved = [ReservedState((row.computed // BLOCK + 1) * BLOCK, SlotId(draw.randrange(60)))]
+    elif change == 2:
+        row.live_slot = SlotId(draw.randrange(60))
+    elif change == 3 and len(rows) > 1:
+        rows.remove(row)
+    elif change == 4 and len(rows) < shape.num_decode_rows:
+        rows.append(decoding(len(rows), prompt_len=draw.randrange(1, 20), num_generated=draw.randrange(1, 5)))
+    else:
+        draw.shuffle(rows)
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_step_is_as_if_laid_out_anew(device: str, shape: StepShape, seed: int) -> None:
+    draw = random.Random(seed)
+    rows = [decoding(index, prompt_len=draw.randrange(1, 20), num_generated=1 + index) for index in range(4)]
+    buffers, expected = StepBuffers(LIMITS, device), StepBuffers(LIMITS, device)
+    last, num_quick = None, 0
+    for _ in range(60):
+        if draw.random() < 0.1:
+            disturb(rows, shape, draw)
+        if draw.random() < 0.05:  # a step of another shape, or without one
+            for each in (buffers, expected):
+                lay_out_step(rows[:1], each, GEOMETRY)
+        last, was_quick = send(rows, buffers, shape, last)
+        num_quick += was_quick
+        send_anew(rows, expected, shape)
+        assert same(buffers, expected)
+        for row in rows:
+            advance(row, draw)
+        rows = [row for row in rows if row.computed < MOST_COMPUTED] or [decoding(0)]
+    assert num_quick >= 5
+
+
+def test_rows_that_draw_are_never_plain(device: str) -> None:
+    buffers, rows = StepBuffers(LIMITS, device), [decoding(0), decoding(1, sampling=SAMPLED)]
+    send_anew(rows, buffers, SHAPES[0])
+    assert PlainStep.sent(rows, buffers) is None
+    assert PlainStep.sent(rows[:1], buffers) is not None
+
+
+@pytest.mark.parametrize("change", ["another row", "a prompt to prefill", "another step", "no step between"])
+def test_a_step_that_only_looks_alike_does_not_go_on(device: str, change: str) -> None:
+    buffers, rows = StepBuffers(LIMITS, device), [decoding(0, prompt_len=3), decoding(1, prompt_len=3)]
+    send_anew(rows, buffers, SHAPES[0])
+    last = PlainStep.sent(rows, buffers)
+    assert last is not None
+    if change != "no step between":
+        for row in rows:
+            advance(row, random.Random(0))
+        assert last.goes_on(rows, buffers, GEOMETRY.block_size)
+    if change == "another row":
+        rows[1] = decoding(1, prompt_len=3, num_generated=2)
+    elif change == "another step":  # of rows in other blocks, as far as these were
+        lay_out_step([decoding(index, prompt_len=3) for index in range(2)], buffers, GEOMETRY)
+        assert buffers.host("computed")[:2].tolist() == [row.computed - 1 for row in rows]
+    elif change == "a prompt to prefill":
+        rows[1].spec = decoding(1, prompt_len=30).spec
+    assert not last.goes_on(rows, buffers, GEOMETRY.block_size)
+
+
+ENDING = SamplingSettings(top_k=1, termination_id=3)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_step_runs_on_exactly_where_all_rows_go_on_in_their_blocks(device: str, seed: int) -> None:
+    draw, num_on = random.Random(seed), 0
+    for _ in range(40):
+        rows = [
+            decoding(index, prompt_len=draw.randrange(1, 20), num_generated=draw.randrange(1, 9), sampling=ENDING)
+            for index in range(draw.choice([1, 1, 2, 3]))
+        ]
+        for row in rows:
+            row.spec = replace(row.spec, max_len=row.length + draw.choice([1, 2, 30]))
+        buffers = StepBuffers(LIMITS, device)
+        send_anew(rows, buffers, SHAPES[0])
+        last = PlainStep.sent(rows, buffers)
+        assert last is not None
+        tokens = np.array([draw.choice([1, 2, 3, 4, 5, 6, 7, 8]) for _ in rows])
+        nobody_ends = not any(row.keep([int(token)]).ends for row, token in zip(rows, tokens, strict=True))
+        # The next step finds computed + 1 tokens in place, for which it needs no block, and reaches no boundary.
+        within_blocks = all((row.computed + 1) % BLOCK and (row.computed + 2) % BLOCK for row in rows)
+        runs_on = last.runs_on(rows, tokens, buffers, GEOMETRY.block_size)
+        assert runs_on is (nobody_ends and within_blocks)
+        if runs_on:
+            num_on += 1
+            send_next(last, tokens, buffers, SHAPES[0].num_rows)
+            for row, token in zip(rows, tokens.tolist(), strict=True):
+                row.generated.append(token)
+                row.computed += 1
+            expected = StepBuffers(LIMITS, device)
+            send_anew(rows, expected, SHAPES[0])
+            assert same(buffers, expected)
+            assert not last.runs_on(rows, tokens, buffers, GEOMETRY.block_size)  # another was sent since
+    assert num_on >= 3
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [{"sampling": replace(ENDING, stop_words=((5, 6),))}, {"log_probs": LogProbSettings(wanted=True)}],
+    ids=["stop words", "log-probs"],
+)
+def test_a_step_with_a_row_that_is_looked_at_does_not_run_on(device: str, spec: dict[str, object]) -> None:
+    rows = [decoding(0), decoding(1)]
+    rows[1].spec = replace(rows[1].spec, **spec)  # type: ignore[arg-type]
+    buffers = StepBuffers(LIMITS, device)
+    send_anew(rows, buffers, SHAPES[0])
+    last = PlainStep.sent(rows, buffers)
+    assert last is not None and last.ends is None
+    assert not last.runs_on(rows, np.array([1, 1]), buffers, GEOMETRY.block_size)

@@ -1,0 +1,166 @@
+"""Steps that are padded to a shape: what the rows are given, what padding is given, and which shape is taken."""
+
+import random
+from itertools import accumulate
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_mamba_cache.kernels.varlen_rows import PAD_SLOT
+from megatron_mamba_cache.policy.requests import RunningRequest
+from megatron_mamba_cache.step.batch import lay_out_step, send_padded_step, view_step
+from megatron_mamba_cache.step.buffers import StepBuffers
+from megatron_mamba_cache.step.shapes import StepShape, decode_shapes, prefill_shapes, smallest_shape
+from tests.state.test_step_batch import GEOMETRY, LIMITS, random_decode, row_of
+
+SHAPES = (StepShape(6, 4), StepShape(0, 1, 3, 40), StepShape(5, 1, 3, 40))
+PER_TOKEN = ("token_ids", "token_positions", "token_blocks", "token_offsets")
+PER_ROW = ("kv_lengths", "computed", "scheduled", "temperature", "top_k", "top_p")
+PER_DECODE_ROW = ("num_drafts", "accepted", "align_slots")
+PER_PREFILL_ROW = ("initial_slots", "final_slots")
+
+
+def some_rows(draw: random.Random, shape: StepShape) -> list[RunningRequest]:
+    decoding = draw.randrange(shape.num_decode_rows + 1)
+    rows = [random_decode(index, draw, shape.width - 1) for index in range(decoding)]
+    left = shape.num_prefill_tokens
+    for index in range(draw.randrange(1, shape.num_prefill_rows + 1) if shape.num_prefill_rows else 0):
+        computed, scheduled = draw.randrange(20), draw.randrange(1, left // (shape.num_prefill_rows - index) + 1)
+        left -= scheduled
+        rows.append(row_of(decoding + index, prompt_len=computed + scheduled, computed=computed, scheduled=scheduled))
+    return rows
+
+
+def filled_with_junk(device: str) -> StepBuffers:
+    """Return buffers as a larger step may have left them, its block ids and slots of somebody else."""
+    buffers = StepBuffers(LIMITS, device)
+    for name in StepBuffers.SECTIONS:
+        buffers.host(name)[:] = 7
+    buffers.send(LIMITS.max_rows)
+    return buffers
+
+
+def section(buffers: StepBuffers, name: str) -> np.ndarray:
+    return buffers.device(name).cpu().numpy()
+
+
+def send(rows: list[RunningRequest], buffers: StepBuffers, shape: StepShape) -> None:
+    send_padded_step(shape.pad(rows, GEOMETRY.dummy_block), buffers, GEOMETRY, shape)
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows_are_laid_out_as_without_padding(device: str, shape: StepShape, seed: int) -> None:
+    rows = some_rows(random.Random(seed), shape)
+    plain, padded = StepBuffers(LIMITS, device), filled_with_junk(device)
+    lay_out_step(rows, plain, GEOMETRY)
+    send(rows, padded, shape)
+    places, num_decode = list(shape.places(rows)), sum(not row.is_prefilling for row in rows)
+    for name in PER_ROW:
+        assert np.array_equal(section(plain, name)[: len(rows)], section(padded, name)[places]), name
+    for name in PER_DECODE_ROW:
+        assert np.array_equal(section(plain, name)[:num_decode], section(padded, name)[:num_decode]), name
+    for name in PER_PREFILL_ROW:
+        count = len(rows) - num_decode
+        assert np.array_equal(section(plain, name)[:count], section(padded, name)[:count]), name
+    columns = [buffers.device_columns().cpu().numpy()[:num_decode] for buffers in (plain, padded)]
+    assert np.array_equal(*columns)
+    begins = [section(buffers, "cu_query") for buffers in (plain, padded)]
+    for index, (row, place) in enumerate(zip(rows, places, strict=True)):
+        here, there = (slice(b[i], b[i] + row.scheduled) for b, i in zip(begins, (index, place), strict=True))
+        for name in PER_TOKEN:
+            assert np.array_equal(section(plain, name)[here], section(padded, name)[there]), name
+        wanted = section(padded, "logit_tokens")[slice(*section(padded, "cu_logits")[place : place + 2])]
+        assert wanted.tolist() == list(range(there.stop - 1 - len(row.drafts), there.stop))
+    if num_decode < len(rows):  # SSM chunks count from the first prefill token
+        first = shape.num_decode_rows
+        assert begins[1][first] == shape.num_decode_rows
+        num_chunks = section(plain, "cu_row_chunks")[len(rows) - num_decode]
+        assert np.array_equal(
+            section(plain, "cu_chunks")[: num_chunks + 1], section(padded, "cu_chunks")[: num_chunks + 1]
+        )
+        assert np.array_equal(section(plain, "chunk_slots")[:num_chunks], section(padded, "chunk_slots")[:num_chunks])
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("shape", SHAPES)
+def test_padding_owns_nothing(device: str, shape: StepShape, seed: int) -> None:
+    rows = some_rows(random.Random(seed), shape)
+    buffers = filled_with_junk(device)
+    send(rows, buffers, shape)
+    places = set(shape.places(rows))
+    begins = section(buffers, "cu_query")[: shape.num_rows + 1]
+    of_rows = {token for place in places for token in range(begins[place], begins[place + 1])}
+    blocks = section(buffers, "token_blocks")
+    assert all(blocks[token] == GEOMETRY.dummy_block for token in range(shape.num_tokens) if token not in of_rows)
+    padding = [place for place in range(shape.num_rows) if place not in places]
+    decoding = [place for place in padding if place < shape.num_decode_rows]
+    assert (buffers.device_columns().cpu().numpy()[decoding] == PAD_SLOT).all()
+    assert (section(buffers, "align_slots")[decoding] == PAD_SLOT).all()
+    assert (section(buffers, "accepted")[decoding] == 1).all()
+    prefilling = [place - shape.num_decode_rows for place in padding if place >= shape.num_decode_rows]
+    for name in PER_PREFILL_ROW:
+        assert (section(buffers, name)[prefilling] == PAD_SLOT).all()
+    num_chunks = shape.num_chunks(GEOMETRY.ssm_chunk_size)
+    if shape.num_prefill_rows:
+        used = section(buffers, "cu_row_chunks")[shape.num_prefill_rows]
+        assert used <= num_chunks
+        assert (section(buffers, "chunk_slots")[used:num_chunks] == PAD_SLOT).all()
+        assert (np.diff(section(buffers, "cu_chunks")[used : num_chunks + 1]) == 0).all()
+    uniforms = section(buffers, "uniforms").view(np.float64)[: shape.num_logits]
+    assert ((uniforms >= 0) & (uniforms < 1)).all()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_views_of_a_shape_are_of_its_size_and_read_what_is_sent_later(device: str, shape: StepShape) -> None:
+    buffers = StepBuffers(LIMITS, device)
+    send([], buffers, shape)
+    fullest, num_chunks = shape.fullest_rows(GEOMETRY.dummy_block), shape.num_chunks(GEOMETRY.ssm_chunk_size)
+    views = view_step(fullest, buffers, num_chunks)
+    assert views.num_tokens == len(views.token_ids) == len(views.token_blocks) == shape.num_tokens
+    assert len(views.attention.kv_lengths) == shape.num_rows and views.logits.tokens.shape == (shape.num_logits,)
+    assert (views.decode is not None) == (views.align is not None) == bool(shape.num_decode_rows)
+    assert views.decode is None or views.decode.max_len == shape.width
+    assert (views.prefill is not None) == bool(shape.num_prefill_rows)
+    assert views.prefill is None or views.prefill.chunk_slots.shape == (num_chunks,)
+    rows = some_rows(random.Random(3), shape)
+    send(rows, buffers, shape)
+    lengths = [row.scheduled for row in shape.pad(rows, GEOMETRY.dummy_block)]
+    assert views.attention.cu_query.tolist() == [0, *accumulate(lengths)]
+
+
+@given(st.data())
+def test_the_smallest_shape_that_holds_a_step_is_taken(data: st.DataObject) -> None:
+    count, drafts = data.draw(st.integers(1, 12)), data.draw(st.integers(0, 8))
+    max_rows = data.draw(st.integers(1, 80))
+    max_tokens = data.draw(st.integers(max_rows, 800))
+    most_prefilled = data.draw(st.integers(0, 300))
+    for_decode = decode_shapes(count, max_rows, drafts, max_tokens)
+    shapes = for_decode + prefill_shapes(most_prefilled, max_rows, max_tokens)
+    assert len(shapes) == len(set(shapes)) and len(for_decode) <= 2 * count
+    assert all(shape.num_tokens <= max_tokens and shape.num_rows <= max_rows for shape in shapes)
+    assert all(shape.num_prefill_tokens <= most_prefilled for shape in shapes)
+    assert max(shape.num_rows for shape in for_decode if shape.width == 1) == max_rows
+    num_rows = data.draw(st.integers(1, max_rows))
+    rows = [row_of(i, prompt_len=1, computed=1, scheduled=1, num_generated=1) for i in range(num_rows)]
+    shape = smallest_shape(rows, shapes)
+    assert shape is not None and shape.width == 1 and not shape.num_prefill_rows
+    assert shape.num_rows == min(s.num_rows for s in for_decode if s.width == 1 and s.num_rows >= num_rows)
+
+
+def test_a_step_takes_a_shape_of_its_kind_or_none() -> None:
+    shapes = decode_shapes(3, 8, 2, 256) + prefill_shapes(100, 8, 256)
+    decoding = row_of(0, prompt_len=1, computed=1, scheduled=1, num_generated=1)
+    drafting = row_of(0, prompt_len=1, computed=1, scheduled=3, num_generated=1, num_drafts=2)
+    prefilling = row_of(1, prompt_len=90, computed=1, scheduled=80)
+    wide = row_of(2, prompt_len=1, computed=1, scheduled=4, num_generated=1, num_drafts=3)
+    assert smallest_shape([decoding], shapes) == StepShape(1, 1)
+    assert smallest_shape([decoding, drafting], shapes) == StepShape(3, 3)
+    assert smallest_shape([prefilling], shapes) == StepShape(0, 1, 4, 100)
+    assert smallest_shape([decoding, prefilling], shapes) == StepShape(4, 1, 4, 100)
+    assert smallest_shape([drafting, prefilling], shapes) is None
+    assert smallest_shape([prefilling, prefilling], shapes) is None
+    assert smallest_shape([wide], shapes) is None
+    assert smallest_shape([decoding] * 9, shapes) is None
