@@ -19,6 +19,9 @@ from tests.models.served_run import BRANCH, FIRST, PROMPT_OF, REPEAT, ServedRun,
 from tests.models.tiny_checkpoints import CASE_NAMES, LARGE_CHUNK_NAMES, TinyCheckpoint, tiny_checkpoint
 
 TOLERANCE = 1e-4
+EXACT_TOLERANCE = 2e-5
+"""Of the largest logit, from the model in float64, where transformers is further off; how CPUs round differs."""
+
 AMBIGUOUS_MARGIN = 1e-4
 FLOAT64_TOLERANCE = 1e-10
 
@@ -67,12 +70,12 @@ def comparison(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 def assert_agree(ours: Tensor, theirs: Tensor, exact: Tensor) -> None:
     """Assert that logits are those of transformers, to the tolerance.
 
-    Where the two are further apart, it must be transformers that rounds: ours are within the tolerance of its model in
-    float64, and nearer to that than its own.
+    Where the two are further apart, it must be transformers that rounds: ours are nearer to its model in float64 than
+    its own, and within `EXACT_TOLERANCE` of it.
     """
     apart = (ours - theirs).abs() > TOLERANCE
     our_errors, their_errors = ((logits[apart] - exact[apart]).abs() for logits in (ours, theirs))
-    assert (our_errors <= TOLERANCE).all()
+    assert (our_errors <= EXACT_TOLERANCE * exact.abs().max()).all()
     assert (our_errors < their_errors).all()
     if apart.any():
         warnings.warn(

@@ -1,6 +1,7 @@
 """A rank that waits for a word of another one hears of its death, and loses no message of the coordinator's."""
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -36,7 +37,9 @@ def test_who_waits_for_a_peer_that_died_is_told(
 ) -> None:
     line.say(PROBE, FENCED)
     with pytest.raises(ReplicaFencedError, match="a part of it has ended"):
-        wait(peer[1])
+        while True:
+            with suppress(zmq.Again):  # the second message may arrive later than the first
+                wait(peer[1])
 
 
 def test_messages_of_peers_and_of_the_coordinator_come_in_order(
