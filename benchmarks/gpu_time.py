@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.autograd import DeviceType
 
-from megatron_mamba_cache.step.host_copy import Reading
+from megatron_mamba_cache.step.host_copy import HostCopy
 
 _WAITS = (
     "cudaStreamSynchronize",
@@ -49,20 +49,20 @@ class GpuTime:
 def noted_waits() -> Iterator[list[float]]:
     """Note, in the block, the seconds that each step waits for what the GPU found; none on a CPU."""
     seconds: list[float] = []
-    wait = Reading.wait
+    wait = HostCopy.wait
 
-    def timed_wait(reading: Reading) -> list[list[int]]:
+    def timed_wait(reading: HostCopy) -> list[list[int]]:
         began = time.perf_counter()
         lines = wait(reading)
         if reading.is_of_gpu:
             seconds.append(time.perf_counter() - began)
         return lines
 
-    Reading.wait = timed_wait  # type: ignore[method-assign]
+    HostCopy.wait = timed_wait  # type: ignore[method-assign]
     try:
         yield seconds
     finally:
-        Reading.wait = wait  # type: ignore[method-assign]
+        HostCopy.wait = wait  # type: ignore[method-assign]
 
 
 def gpu_seconds(run: Callable[[], object], times: int) -> float:

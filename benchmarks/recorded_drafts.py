@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from megatron_mamba_cache.speculation.drafter import Draft, DraftWish
+from megatron_mamba_cache.speculation.drafter import Draft, DraftRequest
 
 
 class RightDrafter:
@@ -15,14 +15,14 @@ class RightDrafter:
     def __init__(self, replies: Mapping[int, Sequence[int]]) -> None:
         self._replies = replies
 
-    def propose(self, wishes: Sequence[DraftWish]) -> list[Draft]:
+    def propose(self, wishes: Sequence[DraftRequest]) -> list[Draft]:
         """Return as many tokens as are wished for, or as are left."""
         return [Draft(tuple(self._known(wish))) for wish in wishes]
 
     def forget(self, request_id: int) -> None:
         """Forget nothing."""
 
-    def _known(self, wish: DraftWish) -> Sequence[int]:
+    def _known(self, wish: DraftRequest) -> Sequence[int]:
         return self._replies[wish.row.request_id][len(wish.row.generated) :][: wish.num_tokens]
 
 
@@ -33,5 +33,5 @@ class WrongDrafter(RightDrafter):
         super().__init__(replies)
         self._vocab_size = vocab_size
 
-    def _known(self, wish: DraftWish) -> Sequence[int]:
+    def _known(self, wish: DraftRequest) -> Sequence[int]:
         return [(token + 1) % self._vocab_size for token in super()._known(wish)]

@@ -21,11 +21,11 @@ from machine import describe_machine
 from mamba_ssm_peer import peer_function
 from torch import Tensor
 
+from megatron_mamba_cache.kernels.prefill_rows import PAD_SLOT, PrefillRows
 from megatron_mamba_cache.kernels.ssm.hopper_tiling import HopperTiling
 from megatron_mamba_cache.kernels.ssm.ssd_scan import scan_tiles, ssd_scan
 from megatron_mamba_cache.kernels.ssm.ssd_tiles import TILE_LEN, tile_shape
 from megatron_mamba_cache.kernels.ssm.ssm_inputs import SSMTokens, SSMWeights
-from megatron_mamba_cache.kernels.varlen_rows import PAD_SLOT, VarlenRows
 from megatron_mamba_cache.policy.ssm_chunks import plan_ssm_chunks
 
 CHUNK = 256
@@ -76,7 +76,7 @@ class Batch:
     tokens: SSMTokens
     weights: SSMWeights
     pool: Tensor
-    rows: VarlenRows
+    rows: PrefillRows
 
     @property
     def num_tokens(self) -> int:
@@ -122,7 +122,7 @@ def with_boundaries(batch: Batch, boundaries: tuple[int, ...], ssm_dtype: torch.
     return replace(batch, pool=pool, rows=_rows(batch.lengths, boundaries, device))
 
 
-def _rows(lengths: tuple[int, ...], boundaries: tuple[int, ...], device: str) -> VarlenRows:
+def _rows(lengths: tuple[int, ...], boundaries: tuple[int, ...], device: str) -> PrefillRows:
     starts = [0, *accumulate(lengths)]
     plan = plan_ssm_chunks([0] * len(lengths), starts, CHUNK)
     chunk_slots = [PAD_SLOT] * len(plan.chunk_rows)
@@ -144,7 +144,7 @@ def _rows(lengths: tuple[int, ...], boundaries: tuple[int, ...], device: str) ->
         plan.cu_row_chunks,
         sorted(range(len(lengths)), key=lambda row: -lengths[row]),
     )
-    return VarlenRows(*(torch.tensor(column, dtype=torch.int32, device=device) for column in columns))
+    return PrefillRows(*(torch.tensor(column, dtype=torch.int32, device=device) for column in columns))
 
 
 def scan_launch(batch: Batch) -> Launch:

@@ -28,11 +28,11 @@ from megatron_mamba_cache.kernels.conv import causal_conv as causal_conv_module
 from megatron_mamba_cache.kernels.conv import conv_verify as conv_verify_module
 from megatron_mamba_cache.kernels.conv.causal_conv import ConvTiling, causal_conv
 from megatron_mamba_cache.kernels.conv.conv_verify import ConvVerifyTiling, conv_verify
+from megatron_mamba_cache.kernels.decode_rows import DecodeRows
+from megatron_mamba_cache.kernels.prefill_rows import whole_rows
 from megatron_mamba_cache.kernels.ssm import state_verify as state_verify_module
 from megatron_mamba_cache.kernels.ssm.ssm_inputs import SSMTokens, SSMWeights
 from megatron_mamba_cache.kernels.ssm.state_verify import VerifyTiling, state_verify, state_verify_ref
-from megatron_mamba_cache.kernels.varlen_rows import whole_rows
-from megatron_mamba_cache.kernels.verify_rows import VerifyRows
 
 ROTATED_BYTES = 2**30
 D_CONV = 4
@@ -136,13 +136,13 @@ def num_rotations(num_bytes: int) -> int:
     return min(256, max(2, -(-ROTATED_BYTES // num_bytes)))
 
 
-def windows_of_step(number: int, num_rows: int, num_drafts: int, device: str) -> VerifyRows:
+def windows_of_step(number: int, num_rows: int, num_drafts: int, device: str) -> DecodeRows:
     """Return rows of 1 + `num_drafts` tokens over slots that are step `number`'s own, at all accepted counts."""
     num_columns = 1 + num_drafts
     row = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
     slots = torch.arange(num_rows * num_columns, dtype=torch.int32, device=device)
     columns = slots.view(num_columns, num_rows).t() + number * num_rows * num_columns
-    return VerifyRows(row * num_columns, columns.contiguous(), 1 + row[:-1] % num_columns, num_columns)
+    return DecodeRows(row * num_columns, columns.contiguous(), 1 + row[:-1] % num_columns, num_columns)
 
 
 class StateBench:

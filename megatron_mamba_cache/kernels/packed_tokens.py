@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
+from .decode_rows import DecodeRows
+from .prefill_rows import PAD_SLOT
 from .slots.reference_slots import along_first_dim
-from .varlen_rows import PAD_SLOT
-from .verify_rows import VerifyRows
 
 
 class PackedTokens:
@@ -14,7 +14,7 @@ class PackedTokens:
     `inside` [rows, max_len] bool says which of the padded form's tokens are real; those of padded rows are not.
     """
 
-    def __init__(self, rows: VerifyRows) -> None:
+    def __init__(self, rows: DecodeRows) -> None:
         starts, ends = rows.cu_tokens[:-1].to(torch.int64), rows.cu_tokens[1:].to(torch.int64)
         self._positions = starts[:, None] + torch.arange(rows.max_len, device=starts.device)
         self.inside = (self._positions < ends[:, None]) & (rows.columns[:, :1] != PAD_SLOT)

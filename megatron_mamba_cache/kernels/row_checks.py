@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from .varlen_rows import VarlenRows
-from .verify_rows import VerifyRows
+from .decode_rows import DecodeRows
+from .prefill_rows import PrefillRows
 
 
-def check_verify_rows(rows: VerifyRows, device: torch.device) -> None:
+def check_verify_rows(rows: DecodeRows, device: torch.device) -> None:
     """Raise a ValueError unless the tensors of `rows` fit together and lie on `device`."""
     num_rows = rows.accepted.shape[0]
     _check_vectors({"cu_tokens": (rows.cu_tokens, num_rows + 1), "accepted": (rows.accepted, num_rows)}, device)
@@ -24,7 +24,7 @@ def check_verify_rows(rows: VerifyRows, device: torch.device) -> None:
         )
 
 
-def check_varlen_rows(rows: VarlenRows, device: torch.device) -> None:
+def check_varlen_rows(rows: PrefillRows, device: torch.device) -> None:
     """Raise a ValueError unless the tensors of `rows` fit together and lie on `device`."""
     num_rows, num_chunks = rows.final_slots.shape[0], rows.chunk_rows.shape[0]
     vectors = {

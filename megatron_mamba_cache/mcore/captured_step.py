@@ -27,7 +27,7 @@ class CapturedStep(Protocol):
     def verify_greedily(self) -> Tensor:
         """Behind `forward`, verify against the best tokens and copy the states of reached boundaries; [rows, 2 + K]."""
 
-    def run_on(self, rows: Sequence[RunningRequest], tokens: Sequence[int] | None) -> "EarlyStep | None":
+    def launch_next(self, rows: Sequence[RunningRequest], tokens: Sequence[int] | None) -> "EarlyStep | None":
         """Launch the step behind the one laid out last, fed what that one finds.
 
         Args:

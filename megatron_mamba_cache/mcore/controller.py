@@ -11,7 +11,7 @@ from megatron.core.inference.text_generation_controllers.text_generation_control
 from torch import Tensor
 
 from ..policy.requests import KeptTokens, RunningRequest
-from ..step.host_copy import Reading
+from ..step.host_copy import HostCopy
 from ..step.padding_rows import decode_padding_row
 from .context import MambaCacheContext
 from .log_probs import followed_tokens, selected_log_probs, top_n_log_probs
@@ -64,7 +64,7 @@ class MambaCacheController(TextGenerationController):
         if skip_bookkeeping:
             context.ahead.is_alone = False  # who books the step by hand may decide otherwise about its rows
         outcome, is_greedy = self._sample(logits)
-        reading = Reading(outcome)
+        reading = HostCopy(outcome)
         if is_greedy:
             context.run_ahead()
         found = reading.wait()  # the step's one wait

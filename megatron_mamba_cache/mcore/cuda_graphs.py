@@ -30,7 +30,7 @@ from ..errors import CacheIntegrityError
 from ..policy.requests import RunningRequest, num_decoding
 from ..step.batch import StepBatch, send_padded_step, view_step
 from ..step.logits import StepLogits, all_greedy, logits_starts
-from ..step.one_token_steps import PlainStep, send_next
+from ..step.one_token_steps import OneTokenStep, send_next
 from ..step.shapes import StepShape, decode_shapes, prefill_shapes, smallest_shape
 from .captured_step import Capture
 from .context import MambaCacheContext
@@ -90,19 +90,21 @@ class StepGraph:
     def lay_out(self, rows: Sequence[RunningRequest], *, draws_ratios: bool) -> StepBatch:
         """Send the rows of a step that the shape holds; return it as its readers see it."""
         buffers, geometry, before = self._memory.step_buffers, self._memory.geometry, self._latest.of(self)
-        if before is not None and before.step.goes_on(rows, buffers, geometry.block_size):
+        if before is not None and before.step.continues(rows, buffers, geometry.block_size):
             return self._send_next(before, [row.generated[-1] for row in rows])
         padded = self.shape.pad(rows, geometry.dummy_block)
         send_padded_step(padded, buffers, geometry, self.shape, draws_ratios=draws_ratios)
-        batch, plain = self._batch_of(rows, padded), PlainStep.sent(rows, buffers)
+        batch, plain = self._batch_of(rows, padded), OneTokenStep.sent(rows, buffers)
         self._latest.sent = None if plain is None else SentStep(self, plain, batch)
         self._attention.plan_again(batch.attention)
         return batch
 
-    def run_on(self, rows: Sequence[RunningRequest], tokens: Sequence[int] | None) -> LaunchedStep | None:
+    def launch_next(self, rows: Sequence[RunningRequest], tokens: Sequence[int] | None) -> LaunchedStep | None:
         """Launch the step behind the one laid out last; see `CapturedStep`."""
         memory, before = self._memory, self._latest.of(self)
-        if before is None or not before.step.runs_on(rows, tokens, memory.step_buffers, memory.geometry.block_size):
+        if before is None or not before.step.can_launch_next(
+            rows, tokens, memory.step_buffers, memory.geometry.block_size
+        ):
             return None
         batch = self._send_next(before, None)
         memory.step_buffers.feed(self.outcome[: len(rows), 1])  # decode rows come first
@@ -163,7 +165,7 @@ class SentStep:
     """A plain step that a graph sent, and the batch that its readers saw."""
 
     graph: StepGraph
-    step: PlainStep
+    step: OneTokenStep
     batch: StepBatch
 
 

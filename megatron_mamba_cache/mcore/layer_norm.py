@@ -10,9 +10,10 @@ from ..kernels.norm.gated_norm import gated_group_norm
 
 
 class LayerNorm:
-    """torch's norm with weights of the model's dtype, Megatron's has float32 ones; RMS norms by our kernel.
+    """Builds a norm whose weights have the model's dtype; Megatron's norm keeps float32 weights.
 
-    torch takes more than twice as long for the few tokens of a decode step.
+    RMS norms use our kernel: torch takes more than twice as long for the few tokens of a decode step. A class rather
+    than a function, because Megatron builds modules of specs by calling classes and leaves functions as they are.
     """
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5) -> Any:
@@ -24,7 +25,7 @@ class LayerNorm:
 
 
 class LayerRMSNorm(nn.RMSNorm):
-    """RMSNorm(x) of all channels; torch computes where no kernel runs, or x is no rows of contiguous channels."""
+    """RMSNorm(x) of all channels; torch computes it where no kernel runs or x's channels are not contiguous."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize x [..., channels]."""

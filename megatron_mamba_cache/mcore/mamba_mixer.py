@@ -12,11 +12,11 @@ from torch import Tensor
 
 from ..kernels.conv.causal_conv import causal_conv
 from ..kernels.conv.conv_verify import conv_verify
+from ..kernels.decode_rows import DecodeRows
+from ..kernels.prefill_rows import PrefillRows, whole_rows
 from ..kernels.ssm.ssd_scan import ssd_scan
 from ..kernels.ssm.ssm_inputs import NO_LIMIT, SSMTokens, SSMWeights
 from ..kernels.ssm.state_verify import state_verify
-from ..kernels.varlen_rows import VarlenRows, whole_rows
-from ..kernels.verify_rows import VerifyRows
 from ..state.state_pool import LayerStates
 from ..step.batch import StepBatch
 from .gated_norm import GatedGroupRMSNorm
@@ -113,12 +113,12 @@ class CachingMambaMixer(megatron_mixer.MambaMixer):
             return torch.zeros_like(inputs.z)
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
-    def _prefill_rows(self, inputs: _MixerInputs, states: LayerStates, rows: VarlenRows) -> Tensor:
+    def _prefill_rows(self, inputs: _MixerInputs, states: LayerStates, rows: PrefillRows) -> Tensor:
         xbc = causal_conv(inputs.xbc, self._conv_weight, self.conv1d.bias, states.conv, rows)
         y = ssd_scan(self._ssm_tokens(xbc, inputs.dt), self._ssm_weights, states.ssm, rows, self.chunk_size)
         return self._gate(y.flatten(1), inputs.z)
 
-    def _decode_rows(self, inputs: _MixerInputs, states: LayerStates, rows: VerifyRows) -> Tensor:
+    def _decode_rows(self, inputs: _MixerInputs, states: LayerStates, rows: DecodeRows) -> Tensor:
         xbc = conv_verify(inputs.xbc, self._conv_weight, self.conv1d.bias, states.conv, rows)
         y = state_verify(self._ssm_tokens(xbc, inputs.dt), self._ssm_weights, states.ssm, rows)
         return self._gate(y.flatten(1), inputs.z)

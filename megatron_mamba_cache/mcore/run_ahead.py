@@ -32,7 +32,7 @@ class ReplayedGraph(Protocol):
     logits: Tensor
     outcome: Tensor
 
-    def run_on(self, rows: Sequence[RunningRequest], tokens: Sequence[int] | None) -> "EarlyStep | None":
+    def launch_next(self, rows: Sequence[RunningRequest], tokens: Sequence[int] | None) -> "EarlyStep | None":
         """See `CapturedStep`."""
 
 
@@ -102,9 +102,9 @@ class LaunchedStep:
         """Return the outcome, which is on its way."""
         return self._outcome
 
-    def run_on(self, rows: Sequence[RunningRequest], tokens: Sequence[int] | None) -> EarlyStep | None:
+    def launch_next(self, rows: Sequence[RunningRequest], tokens: Sequence[int] | None) -> EarlyStep | None:
         """See `CapturedStep`."""
-        return None if self._graph is None else self._graph.run_on(rows, tokens)
+        return None if self._graph is None else self._graph.launch_next(rows, tokens)
 
 
 class RunAhead:
@@ -137,7 +137,7 @@ class RunAhead:
         is_open = self._is_wanted and self.is_alone and self.step is None
         if is_open and not (tokens is None and self.has_queue):
             self._is_over = False
-            self.step = captured.run_on(rows, tokens)
+            self.step = captured.launch_next(rows, tokens)
 
     def take(self) -> CapturedStep | None:
         """Return the step that is launched, which is landed now; None if there is none."""

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from ..kernels.compilation import WATCH, Compilations
+from ..kernels.prefill_rows import PAD_SLOT
 from ..kernels.progress import progress
-from ..kernels.varlen_rows import PAD_SLOT
 from ..policy.identifiers import BlockId
 from ..policy.requests import RunningRequest
 from ..state.state_pool import DraftWindow

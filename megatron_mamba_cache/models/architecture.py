@@ -19,7 +19,7 @@ ACTIVATIONS = {"relu2": squared_relu, "silu": F.silu, "gelu": F.gelu}
 
 
 @dataclass(frozen=True, slots=True)
-class MambaShape:
+class MambaSizes:
     """Sizes of the Mamba2 mixers.
 
     Args:
@@ -38,7 +38,7 @@ class MambaShape:
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionShape:
+class AttentionSizes:
     """Sizes of the attention layers.
 
     Args:
@@ -56,7 +56,7 @@ class AttentionShape:
 
 
 @dataclass(frozen=True, slots=True)
-class FeedForwardShape:
+class FeedForwardSizes:
     """Sizes of the dense feed-forward layers; `gated` ones multiply the activation with a second projection."""
 
     hidden_size: int
@@ -65,7 +65,7 @@ class FeedForwardShape:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertsShape:
+class ExpertsSizes:
     """Sizes and routing of the mixture-of-experts layers.
 
     Args:
@@ -98,10 +98,10 @@ class HybridArchitecture:
     hidden_size: int
     max_sequence_length: int
     norm_eps: float
-    mamba: MambaShape
-    attention: AttentionShape
-    feed_forward: FeedForwardShape
-    experts: ExpertsShape | None = None
+    mamba: MambaSizes
+    attention: AttentionSizes
+    feed_forward: FeedForwardSizes
+    experts: ExpertsSizes | None = None
     tie_embeddings: bool = False
     input_multiplier: float = 1.0
     residual_multiplier: float = 1.0

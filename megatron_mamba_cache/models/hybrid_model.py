@@ -9,7 +9,7 @@ from megatron.core.transformer import TransformerConfig
 
 from ..mcore.local_spec import LocalSpecOptions, local_hybrid_spec
 from ..mcore.process_groups import initialize_single_process
-from .architecture import ACTIVATIONS, ExpertsShape, HybridArchitecture, check_architecture
+from .architecture import ACTIVATIONS, ExpertsSizes, HybridArchitecture, check_architecture
 from .memory_errors import largest_sizes_named
 from .rank_part import RankPart, check_ranks, stage_lengths
 
@@ -118,7 +118,7 @@ def _stages(architecture: HybridArchitecture, dtype: torch.dtype) -> dict[str, o
     }
 
 
-def _routing(experts: ExpertsShape) -> dict[str, object]:
+def _routing(experts: ExpertsSizes) -> dict[str, object]:
     grouped = experts.num_groups > 1
     return {
         "num_moe_experts": experts.num_experts,

@@ -9,7 +9,7 @@ from megatron.core import parallel_state
 from megatron.core.models.mamba.mamba_model import MambaModel
 from torch import Tensor
 
-from .architecture import AttentionShape, ExpertsShape, FeedForwardShape, HybridArchitecture, MambaShape
+from .architecture import AttentionSizes, ExpertsSizes, FeedForwardSizes, HybridArchitecture, MambaSizes
 from .hybrid_model import build_hybrid_model
 from .parameter_shapes import parameters_of
 from .placement import ModelFiller, Placement
@@ -90,7 +90,7 @@ def random_weights(shape: RandomHybridConfig) -> Iterator[tuple[str, Tensor]]:
 
 def random_architecture(shape: RandomHybridConfig) -> HybridArchitecture:
     """Return the architecture of these sizes."""
-    experts = ExpertsShape(
+    experts = ExpertsSizes(
         num_experts=shape.num_experts,
         top_k=2,
         hidden_size=shape.hidden_size,
@@ -103,20 +103,20 @@ def random_architecture(shape: RandomHybridConfig) -> HybridArchitecture:
         hidden_size=shape.hidden_size,
         max_sequence_length=shape.max_sequence_length,
         norm_eps=1e-5,
-        mamba=MambaShape(
+        mamba=MambaSizes(
             num_heads=shape.mamba_num_heads,
             head_dim=shape.mamba_head_dim,
             state_dim=shape.mamba_state_dim,
             num_groups=shape.mamba_num_groups,
             ssm_chunk_size=shape.ssm_chunk_size,
         ),
-        attention=AttentionShape(
+        attention=AttentionSizes(
             num_heads=shape.num_attention_heads,
             num_kv_heads=shape.num_query_groups,
             head_dim=shape.hidden_size // shape.num_attention_heads,
             rotary_base=10_000 if shape.use_rope else None,
         ),
-        feed_forward=FeedForwardShape(2 * shape.hidden_size, "gelu", gated=False),
+        feed_forward=FeedForwardSizes(2 * shape.hidden_size, "gelu", gated=False),
         experts=experts if "E" in shape.pattern else None,
     )
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..policy.requests import RunningRequest
 from .draft_length import DraftLength
-from .drafter import CompilesKernels, Draft, Drafter, DraftWish, HasVocabulary, ReadsHiddenStates
+from .drafter import CompilesKernels, Draft, Drafter, DraftRequest, HasVocabulary, ReadsHiddenStates
 
 _LOG = logging.getLogger(__name__)
 
@@ -123,10 +123,10 @@ class DraftPlanner:
         except Exception as error:  # a drafter is somebody's own code, and rows are being released
             _LOG.warning("%s cannot forget request %d: %r", type(self._drafter).__name__, request_id, error)
 
-    def _wish(self, row: RunningRequest, num_tokens: int) -> DraftWish:
-        return DraftWish(row, num_tokens, self._hidden_states.get(row.request_id))
+    def _wish(self, row: RunningRequest, num_tokens: int) -> DraftRequest:
+        return DraftRequest(row, num_tokens, self._hidden_states.get(row.request_id))
 
-    def _propose(self, wishes: Sequence[DraftWish]) -> list[Draft]:
+    def _propose(self, wishes: Sequence[DraftRequest]) -> list[Draft]:
         drafts = self._drafter.propose(wishes)
         if len(drafts) != len(wishes):
             raise self._broken(f"{len(drafts)} drafts for {len(wishes)} wishes")
@@ -134,7 +134,7 @@ class DraftPlanner:
             self._check(wish, draft)
         return drafts
 
-    def _check(self, wish: DraftWish, draft: Draft) -> None:
+    def _check(self, wish: DraftRequest, draft: Draft) -> None:
         whose = f"for request {wish.row.request_id}"
         if len(draft.tokens) > wish.num_tokens:
             raise self._broken(f"{len(draft.tokens)} tokens {whose}, at most {wish.num_tokens} were wished")

@@ -10,7 +10,7 @@ from ..policy.requests import RunningRequest
 
 
 @dataclass(frozen=True, slots=True)
-class DraftWish:
+class DraftRequest:
     """A request that drafts are wanted for.
 
     Args:
@@ -51,7 +51,7 @@ class Drafter(Protocol):
     next, by any number of tokens, until it is forgotten.
     """
 
-    def propose(self, wishes: Sequence[DraftWish]) -> list[Draft]:
+    def propose(self, wishes: Sequence[DraftRequest]) -> list[Draft]:
         """Return one draft for each wish, in order; an empty draft where nothing is worth proposing.
 
         The wishes name each request once, and not every running request. An error fails the step; it must leave the

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from ..policy.requests import RunningRequest
-from .drafter import Draft, DraftWish
+from .drafter import Draft, DraftRequest
 from .suffix_index import SuffixIndex
 
 _NUM_CHECKED = 8
@@ -33,7 +33,7 @@ class PromptLookupDrafter:
         self._max_candidates = max_candidates
         self._indices: dict[int, SuffixIndex] = {}
 
-    def propose(self, wishes: Sequence[DraftWish]) -> list[Draft]:
+    def propose(self, wishes: Sequence[DraftRequest]) -> list[Draft]:
         """Return a copied draft for each wish, in order, empty where the text's end is new; see `Drafter`."""
         return [Draft(self._current_index(wish.row).continuation(wish.num_tokens)) for wish in wishes]
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..kernels.prefill_rows import PAD_SLOT
 from ..kernels.slots.align_copy import AlignRows, align_copy
 from ..kernels.slots.slot_copies import copy_slots, copy_slots_between, zero_slots
-from ..kernels.varlen_rows import PAD_SLOT
 from .layout import StateLayout
 
 

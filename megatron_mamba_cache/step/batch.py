@@ -8,9 +8,9 @@ import numpy as np
 from torch import Tensor
 
 from ..kernels.attention.attention_rows import AttentionRows
+from ..kernels.decode_rows import DecodeRows
+from ..kernels.prefill_rows import PAD_SLOT, PrefillRows
 from ..kernels.slots.align_copy import AlignRows
-from ..kernels.varlen_rows import PAD_SLOT, VarlenRows
-from ..kernels.verify_rows import VerifyRows
 from ..policy.identifiers import BlockId
 from ..policy.random_counter import DrawPurpose
 from ..policy.requests import RunningRequest, num_decoding
@@ -39,8 +39,8 @@ class StepBatch:
     token_blocks: Tensor  # [tokens] int32 block each token's KV is written to
     token_offsets: Tensor  # [tokens] int32 position inside it
     attention: AttentionRows
-    decode: VerifyRows | None  # None: no decode row
-    prefill: VarlenRows | None  # None: no prefill row
+    decode: DecodeRows | None  # None: no decode row
+    prefill: PrefillRows | None  # None: no prefill row
     logits: StepLogits
     align: AlignRows | None  # None: no decode row can reach a boundary; `accepted` is filled in after verification
 
@@ -199,9 +199,9 @@ def _attention_rows(rows: Sequence[RunningRequest], buffers: StepBuffers) -> Att
     )
 
 
-def _decode_rows(rows: Sequence[RunningRequest], buffers: StepBuffers) -> VerifyRows:
+def _decode_rows(rows: Sequence[RunningRequest], buffers: StepBuffers) -> DecodeRows:
     num_rows = len(rows)
-    return VerifyRows(
+    return DecodeRows(
         cu_tokens=buffers.device("cu_query")[: num_rows + 1],
         columns=buffers.device_columns()[:num_rows],
         accepted=buffers.device("accepted")[:num_rows],
@@ -209,9 +209,9 @@ def _decode_rows(rows: Sequence[RunningRequest], buffers: StepBuffers) -> Verify
     )
 
 
-def _prefill_rows(num_rows: int, num_chunks: int, buffers: StepBuffers) -> VarlenRows:
+def _prefill_rows(num_rows: int, num_chunks: int, buffers: StepBuffers) -> PrefillRows:
     device = buffers.device
-    return VarlenRows(
+    return PrefillRows(
         cu_rows=device("cu_rows")[: num_rows + 1],
         initial_slots=device("initial_slots")[:num_rows],
         final_slots=device("final_slots")[:num_rows],

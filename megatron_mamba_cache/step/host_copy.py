@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 
-class Reading:
+class HostCopy:
     """A tensor as it is at this place of the stream; the device may overwrite it behind."""
 
     def __init__(self, tensor: Tensor) -> None:

@@ -39,7 +39,7 @@ class RowEnds:
 
 
 @dataclass(frozen=True, slots=True)
-class PlainStep:
+class OneTokenStep:
     """A step that was sent: one token a row, drawn greedily, no drafts, and no boundary within reach.
 
     Args:
@@ -52,14 +52,14 @@ class PlainStep:
     ends: RowEnds | None
 
     @staticmethod
-    def sent(rows: Sequence[RunningRequest], buffers: StepBuffers) -> "PlainStep | None":
+    def sent(rows: Sequence[RunningRequest], buffers: StepBuffers) -> "OneTokenStep | None":
         """Return the step whose rows were written to the buffers and sent last, None if it is not a plain one."""
         is_plain = all(
             _decodes_one(row) and row.accepted == 1 and row.spec.sampling.is_greedy for row in rows
         )  # a row keeps its settings, and has accepted one token in the step after this one as well
-        return PlainStep(tuple(rows), buffers.num_begun, RowEnds.of(rows)) if is_plain else None
+        return OneTokenStep(tuple(rows), buffers.num_begun, RowEnds.of(rows)) if is_plain else None
 
-    def goes_on(self, rows: Sequence[RunningRequest], buffers: StepBuffers, block_size: int) -> bool:
+    def continues(self, rows: Sequence[RunningRequest], buffers: StepBuffers, block_size: int) -> bool:
         """Return whether a step is this one, each row a token further in the block that it wrote to."""
         if not self._is_sent_last(rows, buffers) or not all(map(_decodes_one, rows)):
             return False
@@ -72,7 +72,7 @@ class PlainStep:
             and (slots == buffers.host_columns()[:num_rows, 0]).all()
         )
 
-    def runs_on(
+    def can_launch_next(
         self,
         rows: Sequence[RunningRequest],
         tokens: Sequence[int] | None,
@@ -99,7 +99,9 @@ class PlainStep:
         return same_number and all(map(is_, rows, self.rows))
 
 
-def send_next(last: PlainStep, tokens: Sequence[int] | None, buffers: StepBuffers, num_table_rows: int) -> PlainStep:
+def send_next(
+    last: OneTokenStep, tokens: Sequence[int] | None, buffers: StepBuffers, num_table_rows: int
+) -> OneTokenStep:
     """Send the step that the last one goes on to, and return it.
 
     Args:
@@ -113,7 +115,7 @@ def send_next(last: PlainStep, tokens: Sequence[int] | None, buffers: StepBuffer
     if tokens is not None:
         buffers.host("token_ids")[:num_rows] = tokens
     buffers.send(num_table_rows)
-    return PlainStep(last.rows, buffers.num_begun, last.ends)
+    return OneTokenStep(last.rows, buffers.num_begun, last.ends)
 
 
 def _decodes_one(row: RunningRequest) -> bool:

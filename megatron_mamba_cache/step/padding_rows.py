@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ..kernels.varlen_rows import PAD_SLOT
+from ..kernels.prefill_rows import PAD_SLOT
 from ..policy.block_hashing import BlockKeyChain
 from ..policy.identifiers import BlockId, SlotId
 from ..policy.requests import RequestSpec, ReservedState, RunningRequest, SamplingSettings

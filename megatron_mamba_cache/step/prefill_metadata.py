@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 
-from ..kernels.varlen_rows import PAD_SLOT
+from ..kernels.prefill_rows import PAD_SLOT
 from ..policy.requests import RunningRequest
 from ..policy.ssm_chunks import plan_ssm_chunks
 from .buffers import StepBuffers
 
 
 def write_prefill_rows(rows: Sequence[RunningRequest], buffers: StepBuffers, ssm_chunk_size: int) -> int:
-    """Write the `VarlenRows` sections of the buffers; return the number of SSM chunks.
+    """Write the `PrefillRows` sections of the buffers; return the number of SSM chunks.
 
     A row that starts at a cached boundary reads its initial state straight from the cached slot and writes its final
     state to its live slot, so that a restore costs no copy; a row in mid-prefill reads and writes its live slot.

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..kernels.varlen_rows import PAD_SLOT
+from ..kernels.prefill_rows import PAD_SLOT
 from ..policy.identifiers import BlockId
 from ..policy.requests import RunningRequest, num_decoding
 from .buffers import StepBuffers

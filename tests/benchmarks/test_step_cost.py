@@ -7,7 +7,7 @@ import pytest
 import torch
 from pytest import approx
 
-from megatron_mamba_cache.step.host_copy import Reading
+from megatron_mamba_cache.step.host_copy import HostCopy
 from tests.command_line.command_runs import REPOSITORY
 
 
@@ -81,11 +81,11 @@ def test_idle_is_what_a_replay_leaves_of_a_step(step_cost: ModuleType) -> None:
 
 
 def test_only_readings_of_the_gpu_are_waits(step_cost: ModuleType, device: str) -> None:
-    wait = Reading.wait
+    wait = HostCopy.wait
     with pytest.importorskip("gpu_time").noted_waits() as waits:
-        assert Reading(torch.ones(1, 2, device=device)).wait() == [[1.0, 1.0]]
+        assert HostCopy(torch.ones(1, 2, device=device)).wait() == [[1.0, 1.0]]
     assert len(waits) == (device != "cpu") and all(seconds > 0 for seconds in waits)
-    assert Reading.wait is wait
+    assert HostCopy.wait is wait
 
 
 def test_the_middle_run_is_taken(step_cost: ModuleType) -> None:

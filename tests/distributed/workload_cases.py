@@ -144,7 +144,7 @@ def _run_workloads(flavour: str, seed: int, num_graphs: int = 0, digest_steps: i
 def _counted_early_steps() -> Iterator[list[LaunchedStep]]:
     """Collect the steps that run ahead in the block."""
     early: list[LaunchedStep] = []
-    run_on = StepGraph.run_on
+    run_on = StepGraph.launch_next
 
     def noted(*args: Any) -> LaunchedStep | None:
         step = run_on(*args)
@@ -152,7 +152,7 @@ def _counted_early_steps() -> Iterator[list[LaunchedStep]]:
         return step
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StepGraph, "run_on", noted)
+        patch.setattr(StepGraph, "launch_next", noted)
         yield early
 
 

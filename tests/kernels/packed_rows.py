@@ -8,8 +8,8 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from megatron_mamba_cache.kernels.varlen_rows import PAD_SLOT, VarlenRows
-from megatron_mamba_cache.kernels.verify_rows import VerifyRows
+from megatron_mamba_cache.kernels.decode_rows import DecodeRows
+from megatron_mamba_cache.kernels.prefill_rows import PAD_SLOT, PrefillRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class RowSpec:
     boundaries: dict[int, int] = field(default_factory=dict)
 
 
-def pack_rows(specs: Sequence[RowSpec], chunk_size: int, device: str, num_padding: int = 0) -> VarlenRows:
+def pack_rows(specs: Sequence[RowSpec], chunk_size: int, device: str, num_padding: int = 0) -> PrefillRows:
     """Cut the rows at absolute multiples of `chunk_size`; add empty padding rows and chunks."""
     cu_rows = [0, *accumulate(spec.length for spec in specs)]
     cu_chunks, chunk_rows, chunk_slots, cu_row_chunks = [0], [], [], [0]
@@ -46,7 +46,7 @@ def pack_rows(specs: Sequence[RowSpec], chunk_size: int, device: str, num_paddin
         cu_row_chunks + cu_row_chunks[-1:] * num_padding,
         sorted(range(len(specs) + num_padding), key=lambda row: -specs[row].length if row < len(specs) else 0),
     )
-    return VarlenRows(*(torch.tensor(column, dtype=torch.int32, device=device) for column in columns))
+    return PrefillRows(*(torch.tensor(column, dtype=torch.int32, device=device) for column in columns))
 
 
 def scan_specs(chunk: int) -> list[RowSpec]:
@@ -77,7 +77,7 @@ class VerifySpec:
         return self.columns[self.accepted - 1]
 
 
-def pack_verify(specs: Sequence[VerifySpec], device: str, *, num_spare: int = 0) -> VerifyRows:
+def pack_verify(specs: Sequence[VerifySpec], device: str, *, num_spare: int = 0) -> DecodeRows:
     """Pack decode rows; the table and the bound of a row's tokens are `num_spare` wider than needed."""
     max_len = max((spec.length for spec in specs), default=1) + num_spare
     width = max([max_len, *(len(spec.columns) + num_spare for spec in specs)])
@@ -87,7 +87,7 @@ def pack_verify(specs: Sequence[VerifySpec], device: str, *, num_spare: int = 0)
         torch.tensor(values, dtype=torch.int32, device=device)
         for values in (cu_tokens, table, [spec.accepted for spec in specs])
     )
-    return VerifyRows(cu_tokens, columns.view(len(specs), width), accepted, max_len)
+    return DecodeRows(cu_tokens, columns.view(len(specs), width), accepted, max_len)
 
 
 def random_verify_specs(seed: int, num_slots: int) -> list[VerifySpec]:
@@ -105,7 +105,7 @@ def random_verify_specs(seed: int, num_slots: int) -> list[VerifySpec]:
     return specs
 
 
-def one_token_rows(slots: Sequence[int], device: str) -> VerifyRows:
+def one_token_rows(slots: Sequence[int], device: str) -> DecodeRows:
     """Return rows of a token each without a draft; PAD_SLOT makes a padding row."""
     return pack_verify([VerifySpec(1, () if slot == PAD_SLOT else (slot,)) for slot in slots], device)
 

@@ -16,7 +16,7 @@ from megatron_mamba_cache.kernels.conv import causal_conv as causal_conv_module
 from megatron_mamba_cache.kernels.conv.causal_conv import ConvTiling, causal_conv, causal_conv_ref
 from megatron_mamba_cache.kernels.conv.conv_verify import conv_verify, conv_verify_ref
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED
-from megatron_mamba_cache.kernels.varlen_rows import PAD_SLOT, VarlenRows
+from megatron_mamba_cache.kernels.prefill_rows import PAD_SLOT, PrefillRows
 from tests.kernels.kernel_stand_ins import launches_expected
 from tests.kernels.packed_rows import (
     RowSpec,
@@ -42,7 +42,7 @@ SPECS = [
 ]
 NUM_SLOTS = 10
 
-Op = Callable[[Tensor, Tensor, Tensor | None, Tensor, VarlenRows], Tensor]
+Op = Callable[[Tensor, Tensor, Tensor | None, Tensor, PrefillRows], Tensor]
 
 
 @pytest.fixture(params=[causal_conv, causal_conv_ref])
@@ -306,9 +306,9 @@ def test_a_replayed_graph_reads_its_rows_anew(conv_dim: int) -> None:
     weight, bias = torch.randn(conv_dim, 4, device="cuda"), torch.randn(conv_dim, device="cuda")
     x, pool = torch.randn(60, conv_dim, device="cuda"), torch.randn(NUM_SLOTS, 3, conv_dim, device="cuda")
     plans = [[RowSpec(60, final=2)], SPECS, [RowSpec(30, initial=4, final=4), RowSpec(2, 7, 5, 5, {8: 6})], []]
-    names = VarlenRows.__dataclass_fields__
+    names = PrefillRows.__dataclass_fields__
     sizes = (9, 8, 8, 17, 16, 16, 9, 8)
-    buffers = VarlenRows(*(torch.zeros(size, dtype=torch.int32, device="cuda") for size in sizes))
+    buffers = PrefillRows(*(torch.zeros(size, dtype=torch.int32, device="cuda") for size in sizes))
 
     def fill(specs: list[RowSpec]) -> None:
         rows = pack_rows(specs, CHUNK, "cuda", num_padding=16)

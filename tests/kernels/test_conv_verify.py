@@ -13,8 +13,8 @@ from torch import Tensor
 from megatron_mamba_cache.kernels.conv import conv_verify as conv_verify_module
 from megatron_mamba_cache.kernels.conv.causal_conv import causal_conv, causal_conv_ref
 from megatron_mamba_cache.kernels.conv.conv_verify import ConvVerifyTiling, conv_verify, conv_verify_ref
+from megatron_mamba_cache.kernels.decode_rows import DecodeRows
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED
-from megatron_mamba_cache.kernels.verify_rows import VerifyRows
 from tests.kernels.kernel_stand_ins import launches_expected
 from tests.kernels.packed_rows import (
     RowSpec,
@@ -32,7 +32,7 @@ from tests.kernels.packed_rows import (
 CONV_DIM = 37
 MOST_DRAFTS = 8
 
-Op = Callable[[Tensor, Tensor, Tensor | None, Tensor, VerifyRows], Tensor]
+Op = Callable[[Tensor, Tensor, Tensor | None, Tensor, DecodeRows], Tensor]
 
 
 @pytest.fixture(params=[conv_verify, conv_verify_ref])

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED, launches_kernel
+from megatron_mamba_cache.kernels.prefill_rows import PAD_SLOT, PrefillRows
 from megatron_mamba_cache.kernels.ssm import ssd_scan_portable, ssd_tiles
 from megatron_mamba_cache.kernels.ssm.hopper_tiling import HopperTiling
 from megatron_mamba_cache.kernels.ssm.ssd_scan import scan_tiles, ssd_scan, ssd_scan_ref
 from megatron_mamba_cache.kernels.ssm.ssd_tiles import head_slices, tile_shape
 from megatron_mamba_cache.kernels.ssm.ssm_inputs import SSMTokens, SSMWeights
-from megatron_mamba_cache.kernels.varlen_rows import PAD_SLOT, VarlenRows
 from tests.kernels.kernel_stand_ins import CountedKernel
 from tests.kernels.packed_rows import (
     RowSpec,
@@ -37,7 +37,7 @@ NANO_9B = SSMShape(heads=8, head_dim=80, d_state=128, groups=2)
 NUM_SLOTS = 13
 TILINGS = [HopperTiling(heads, channels, stages) for heads in (1, 2) for channels in (32, 64) for stages in (2, 3)][:-1]
 """Of which three stages of two whole heads, with their float32 states on the way out, have no room."""
-Scan = Callable[[SSMTokens, SSMWeights, Tensor, VarlenRows, int], Tensor]
+Scan = Callable[[SSMTokens, SSMWeights, Tensor, PrefillRows, int], Tensor]
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 on_hopper = [pytest.mark.gpu, pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")]
 
@@ -62,7 +62,7 @@ def only_where_kernels_run(device: str) -> None:
 def scan_with(tiling: HopperTiling | None) -> Scan:
     """Return the scan in one form."""
 
-    def scan(tokens: SSMTokens, weights: SSMWeights, pool: Tensor, rows: VarlenRows, chunk_size: int) -> Tensor:
+    def scan(tokens: SSMTokens, weights: SSMWeights, pool: Tensor, rows: PrefillRows, chunk_size: int) -> Tensor:
         shape = tile_shape(chunk_size, tokens.x.dtype)
         assert shape is not None
         return scan_tiles(tokens, weights, pool, rows, shape, tiling)

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_mamba_cache.kernels.decode_rows import DecodeRows
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED
+from megatron_mamba_cache.kernels.prefill_rows import PAD_SLOT
 from megatron_mamba_cache.kernels.reference import ssd_scan_ref
 from megatron_mamba_cache.kernels.ssm import state_verify as state_verify_module
 from megatron_mamba_cache.kernels.ssm.ssm_inputs import SSMTokens, SSMWeights
 from megatron_mamba_cache.kernels.ssm.state_verify import VerifyTiling, state_verify, state_verify_ref
-from megatron_mamba_cache.kernels.varlen_rows import PAD_SLOT
-from megatron_mamba_cache.kernels.verify_rows import VerifyRows
 from tests.kernels.kernel_stand_ins import launches_expected
 from tests.kernels.packed_rows import (
     RowSpec,
@@ -35,7 +35,7 @@ from tests.kernels.ssm_steps import SSMShape, random_steps
 
 SHAPE = SSMShape(heads=4, head_dim=5, d_state=7, groups=2)
 NUM_SLOTS = 8
-Op = Callable[[SSMTokens, SSMWeights, Tensor, VerifyRows], Tensor]
+Op = Callable[[SSMTokens, SSMWeights, Tensor, DecodeRows], Tensor]
 BOTH_POOLS = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 
@@ -271,7 +271,7 @@ def test_float64_is_computed_by_the_twin(device: str) -> None:
 def test_no_rows_give_zeros(num_tokens: int, device: str) -> None:
     steps = random_steps(num_tokens, device, SHAPE)
     pool = make_pool(2, torch.float32, device, set())
-    rows = VerifyRows(*(torch.zeros(size, dtype=torch.int32, device=device) for size in ((1,), (0, 1), (0,))), 1)
+    rows = DecodeRows(*(torch.zeros(size, dtype=torch.int32, device=device) for size in ((1,), (0, 1), (0,))), 1)
     y = state_verify(steps.tokens, steps.weights, pool, rows)
     assert y.shape == steps.tokens.x.shape and (y == 0).all() and pool.isnan().all()
 
@@ -319,11 +319,11 @@ def test_a_replayed_graph_reads_its_rows_anew(shape: SSMShape, dtype: torch.dtyp
         for number, plan in enumerate(lengths)
     ]
     packed = [replace(pack_verify(specs, "cuda", num_spare=0), max_len=9) for specs in plans]
-    buffers = VerifyRows(
+    buffers = DecodeRows(
         *(torch.full(size, PAD_SLOT, dtype=torch.int32, device="cuda") for size in ((4,), (3, 9), (3,))), 9
     )
 
-    def fill(rows: VerifyRows) -> None:
+    def fill(rows: DecodeRows) -> None:
         buffers.cu_tokens.copy_(rows.cu_tokens)
         buffers.columns.fill_(PAD_SLOT)
         buffers.columns[:, : rows.columns.shape[1]] = rows.columns

@@ -5,7 +5,7 @@ from typing import Any
 
 from megatron_mamba_cache import CacheConfig
 from megatron_mamba_cache.models.drafting.draft_model import DraftModelDrafter
-from megatron_mamba_cache.speculation.drafter import Draft, DraftWish
+from megatron_mamba_cache.speculation.drafter import Draft, DraftRequest
 from tests.mcore.engine_runs import Hybrid, cache_config
 
 
@@ -17,7 +17,7 @@ class CheckedDraftModel(DraftModelDrafter):
         """Build a drafter around a tiny model; without a config, from `cache_config`'s settings."""
         return cls(subject.model, config or cache_config(subject.sizes, num_speculative_tokens=1, **settings))
 
-    def propose(self, wishes: Sequence[DraftWish]) -> list[Draft]:
+    def propose(self, wishes: Sequence[DraftRequest]) -> list[Draft]:
         """Return one draft for each wish."""
         try:
             return super().propose(wishes)

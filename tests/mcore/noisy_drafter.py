@@ -3,7 +3,7 @@
 import random
 from collections.abc import Mapping, Sequence
 
-from megatron_mamba_cache.speculation.drafter import Draft, DraftWish
+from megatron_mamba_cache.speculation.drafter import Draft, DraftRequest
 
 
 class NoisyDrafter:
@@ -30,7 +30,7 @@ class NoisyDrafter:
         self._varies = varies
         self.forgotten: list[int] = []
 
-    def propose(self, wishes: Sequence[DraftWish]) -> list[Draft]:
+    def propose(self, wishes: Sequence[DraftRequest]) -> list[Draft]:
         """Return one draft for each wish."""
         return [Draft(tuple(self._noisy(wish))) for wish in wishes]
 
@@ -38,7 +38,7 @@ class NoisyDrafter:
         """Note that the request left."""
         self.forgotten.append(request_id)
 
-    def _noisy(self, wish: DraftWish) -> list[int]:
+    def _noisy(self, wish: DraftRequest) -> list[int]:
         count = self._random.randrange(wish.num_tokens + 1) if self._varies else wish.num_tokens
         known = list(self._texts[wish.row.request_id][wish.row.length :][:count])
         known += [0] * (count - len(known))

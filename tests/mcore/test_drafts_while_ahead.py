@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from megatron_mamba_cache.speculation.drafter import Draft, DraftWish
+from megatron_mamba_cache.speculation.drafter import Draft, DraftRequest
 from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.mcore.test_run_ahead import is_ahead, start
 
@@ -22,7 +22,7 @@ class AlwaysWrong:
     def __init__(self, reply: list[int]) -> None:
         self._reply = reply
 
-    def propose(self, wishes: Sequence[DraftWish]) -> list[Draft]:
+    def propose(self, wishes: Sequence[DraftRequest]) -> list[Draft]:
         return [Draft(((self._reply[len(wish.row.generated)] + 1) % 96,)) for wish in wishes]
 
     def forget(self, request_id: int) -> None:
@@ -35,10 +35,10 @@ class RightOrNothing:
     def __init__(self, replies: list[list[int]]) -> None:
         self._replies = replies
 
-    def propose(self, wishes: Sequence[DraftWish]) -> list[Draft]:
+    def propose(self, wishes: Sequence[DraftRequest]) -> list[Draft]:
         return [self._draft(wish) for wish in wishes]
 
-    def _draft(self, wish: DraftWish) -> Draft:
+    def _draft(self, wish: DraftRequest) -> Draft:
         request_id, start = wish.row.request_id, len(wish.row.generated)
         right = self._replies[request_id][start : start + wish.num_tokens]
         if request_id == 0:

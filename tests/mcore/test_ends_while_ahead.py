@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_mamba_cache.step import buffers as step_buffers
-from megatron_mamba_cache.step.host_copy import Reading
+from megatron_mamba_cache.step.host_copy import HostCopy
 from tests.mcore.engine_runs import EngineRun, some_tokens
 from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.mcore.test_run_ahead import is_ahead, start, step_until_ahead
@@ -36,13 +36,13 @@ def last_of_new_ones(reply: list[int], before: int) -> int:
 def launched_before_read(run: EngineRun, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Return a list that each step adds to: whether the next one was launched when its tokens were read."""
     found: list[bool] = []
-    wait = Reading.wait
+    wait = HostCopy.wait
 
-    def noted_wait(reading: Reading) -> list[list[int]]:
+    def noted_wait(reading: HostCopy) -> list[list[int]]:
         found.append(is_ahead(run))
         return wait(reading)
 
-    monkeypatch.setattr(Reading, "wait", noted_wait)
+    monkeypatch.setattr(HostCopy, "wait", noted_wait)
     return found
 
 
@@ -123,6 +123,6 @@ def test_the_host_side_is_written_once_the_step_before_has_left_it(monkeypatch: 
 
 def test_a_reading_is_of_the_time_when_it_began(device: str) -> None:
     tensor = torch.arange(6, device=device).view(3, 2)
-    reading = Reading(tensor)
+    reading = HostCopy(tensor)
     tensor.zero_()
     assert reading.wait() == [[0, 1], [2, 3], [4, 5]]

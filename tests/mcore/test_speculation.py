@@ -11,7 +11,7 @@ from megatron.core.inference.sampling_params import SamplingParams
 from megatron_mamba_cache.mcore import controller as controller_module
 from megatron_mamba_cache.mcore import verify_step as verify_module
 from megatron_mamba_cache.policy.align import plan_align_copy
-from megatron_mamba_cache.speculation.drafter import Draft, DraftWish
+from megatron_mamba_cache.speculation.drafter import Draft, DraftRequest
 from megatron_mamba_cache.speculation.prompt_lookup import PromptLookupDrafter
 from megatron_mamba_cache.state.state_pool import DraftWindow, StatePool
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
@@ -194,7 +194,7 @@ class HiddenStateDrafter(NoisyDrafter):
         super().__init__(*arguments, **settings)
         self.seen: dict[tuple[int, int], torch.Tensor] = {}
 
-    def propose(self, wishes: Sequence[DraftWish]) -> list[Draft]:
+    def propose(self, wishes: Sequence[DraftRequest]) -> list[Draft]:
         for wish in wishes:
             assert wish.hidden_state is not None
             self.seen[wish.row.request_id, wish.row.length] = wish.hidden_state.clone()
@@ -413,7 +413,7 @@ class BrokenDrafter(NoisyDrafter):
 
     answer: Any = None
 
-    def propose(self, wishes: Sequence[DraftWish]) -> list[Draft]:
+    def propose(self, wishes: Sequence[DraftRequest]) -> list[Draft]:
         drafts = super().propose(wishes)
         if all(wish.row.request_id for wish in wishes):
             return drafts

@@ -11,7 +11,7 @@ from megatron_mamba_cache import build_engine
 from megatron_mamba_cache.mcore.mamba_mixer import CachingMambaMixer
 from megatron_mamba_cache.models.drafting.draft_model import DraftModelDrafter
 from megatron_mamba_cache.policy.requests import SamplingSettings
-from megatron_mamba_cache.speculation.drafter import Draft, DraftWish
+from megatron_mamba_cache.speculation.drafter import Draft, DraftRequest
 from tests.mcore.checked_draft_model import CheckedDraftModel
 from tests.mcore.engine_runs import TINY_VOCAB, EngineRun, Hybrid, cache_config, some_tokens, tiny_hybrid
 from tests.mcore.faults import InjectedFault, raise_once
@@ -40,7 +40,7 @@ def propose(
     sampling: SamplingSettings = GREEDY,
 ) -> dict[int, Draft]:
     """Return the drafts of requests with these texts."""
-    wishes = [DraftWish(row_of(text, request_id=i, sampling=sampling), num_tokens) for i, text in texts.items()]
+    wishes = [DraftRequest(row_of(text, request_id=i, sampling=sampling), num_tokens) for i, text in texts.items()]
     return dict(zip(texts, drafter.propose(wishes), strict=True))
 
 
@@ -80,7 +80,7 @@ def test_drafts_do_not_depend_on_the_batch() -> None:
 
 def test_each_request_gets_as_many_drafts_as_it_wishes() -> None:
     drafter = CheckedDraftModel.start(small_model())
-    wishes = [DraftWish(row_of(some_tokens(5, seed=i), request_id=i, sampling=GREEDY), 1 + i) for i in range(5)]
+    wishes = [DraftRequest(row_of(some_tokens(5, seed=i), request_id=i, sampling=GREEDY), 1 + i) for i in range(5)]
     assert [len(draft.tokens) for draft in drafter.propose(wishes)] == [1, 2, 3, 4, 5]
 
 
@@ -103,7 +103,7 @@ def test_a_greedy_request_beside_sampled_ones_is_drafted_for_greedily() -> None:
     drafter, text = CheckedDraftModel.start(small_model()), some_tokens(9)
     settings = [GREEDY, SamplingSettings(seed=3), SamplingSettings(temperature=0.0)]
     rows = [row_of(text, request_id=i, sampling=sampling) for i, sampling in enumerate(settings)]
-    drafts = drafter.propose([DraftWish(row, 3) for row in rows])
+    drafts = drafter.propose([DraftRequest(row, 3) for row in rows])
     alone = propose(CheckedDraftModel.start(small_model()), {0: text}, 3)[0]
     assert drafts[0].tokens == drafts[2].tokens == alone.tokens
     assert [draft.distributions is None for draft in drafts] == [True, False, True]
@@ -127,7 +127,7 @@ def test_a_model_that_drafts_for_itself_is_right_again_after_every_rejection() -
     class SometimesWrong(CheckedDraftModel):
         calls = 0
 
-        def propose(self, wishes: Sequence[DraftWish]) -> list[Draft]:
+        def propose(self, wishes: Sequence[DraftRequest]) -> list[Draft]:
             drafts = super().propose(wishes)
             self.calls += 1
             if self.calls % 3:
@@ -236,7 +236,7 @@ def test_the_next_turn_skips_what_was_generated() -> None:
 def test_tenants_share_nothing() -> None:
     drafter, text = CheckedDraftModel.start(small_model()), some_tokens(40)
     for index, tenant in enumerate(["", "other"]):
-        drafter.propose([DraftWish(row_of(text, request_id=index, tenant=tenant, sampling=GREEDY), 2)])
+        drafter.propose([DraftRequest(row_of(text, request_id=index, tenant=tenant, sampling=GREEDY), 2)])
     assert drafter.snapshot().counters.prompt_tokens_skipped == 0
 
 

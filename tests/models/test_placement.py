@@ -9,17 +9,17 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from megatron_mamba_cache.models.architecture import (
-    AttentionShape,
-    ExpertsShape,
-    FeedForwardShape,
+    AttentionSizes,
+    ExpertsSizes,
+    FeedForwardSizes,
     HybridArchitecture,
-    MambaShape,
+    MambaSizes,
 )
 from megatron_mamba_cache.models.families import bamba, granite_hybrid, nemotron_h
 from megatron_mamba_cache.models.placement import ModelFiller, Placement, Placements, Split
 
 HIDDEN, HEAD_DIM, FEED_FORWARD = 8, 3, 12
-MAMBA = MambaShape(num_heads=8, head_dim=2, state_dim=3, num_groups=4, ssm_chunk_size=8)
+MAMBA = MambaSizes(num_heads=8, head_dim=2, state_dim=3, num_groups=4, ssm_chunk_size=8)
 INNER, BC = 16, 12
 SIZES = [1, 2, 4]
 MIXER, ATTENTION = "decoder.layers.0.mixer.", "decoder.layers.2.self_attention."
@@ -33,9 +33,9 @@ def architecture(pattern: str, num_kv_heads: int = 4, gated: bool = True, expert
         max_sequence_length=64,
         norm_eps=1e-5,
         mamba=MAMBA,
-        attention=AttentionShape(num_heads=8, num_kv_heads=num_kv_heads, head_dim=HEAD_DIM),
-        feed_forward=FeedForwardShape(FEED_FORWARD, "silu", gated),
-        experts=ExpertsShape(3, 2, FEED_FORWARD, FEED_FORWARD, "softmax") if experts else None,
+        attention=AttentionSizes(num_heads=8, num_kv_heads=num_kv_heads, head_dim=HEAD_DIM),
+        feed_forward=FeedForwardSizes(FEED_FORWARD, "silu", gated),
+        experts=ExpertsSizes(3, 2, FEED_FORWARD, FEED_FORWARD, "softmax") if experts else None,
     )
 
 

@@ -12,11 +12,11 @@ import torch
 from megatron.core import dist_checkpointing
 
 from megatron_mamba_cache.models.architecture import (
-    AttentionShape,
-    ExpertsShape,
-    FeedForwardShape,
+    AttentionSizes,
+    ExpertsSizes,
+    FeedForwardSizes,
     HybridArchitecture,
-    MambaShape,
+    MambaSizes,
 )
 from megatron_mamba_cache.models.checkpoints.architecture_file import ARCHITECTURE_FILE, write_architecture
 from megatron_mamba_cache.models.checkpoints.checkpoint_writer import InProcessSaveStrategy
@@ -33,23 +33,23 @@ DENSE = HybridArchitecture(
     hidden_size=32,
     max_sequence_length=512,
     norm_eps=1e-4,
-    mamba=MambaShape(4, 8, 8, 2, ssm_chunk_size=128, gated_norm_eps=1e-5),
-    attention=AttentionShape(4, 2, 8),
-    feed_forward=FeedForwardShape(48, "relu2", gated=False),
+    mamba=MambaSizes(4, 8, 8, 2, ssm_chunk_size=128, gated_norm_eps=1e-5),
+    attention=AttentionSizes(4, 2, 8),
+    feed_forward=FeedForwardSizes(48, "relu2", gated=False),
 )
 GATED = replace(
     DENSE,
     pattern="*-M",
-    attention=AttentionShape(4, 4, 16, scale=None, rotary_base=500.0, rotary_percent=0.5),
-    feed_forward=FeedForwardShape(48, "silu", gated=True),
+    attention=AttentionSizes(4, 4, 16, scale=None, rotary_base=500.0, rotary_percent=0.5),
+    feed_forward=FeedForwardSizes(48, "silu", gated=True),
     tie_embeddings=True,
 )
-EXPERTS = replace(DENSE, pattern="ME*E", experts=ExpertsShape(4, 2, 24, 40, "sigmoid", scaling=2.5))
+EXPERTS = replace(DENSE, pattern="ME*E", experts=ExpertsSizes(4, 2, 24, 40, "sigmoid", scaling=2.5))
 GATED_EXPERTS = replace(
     DENSE,
     pattern="M*E-",
-    feed_forward=FeedForwardShape(48, "silu", gated=True),
-    experts=ExpertsShape(4, 3, 24, 40, "softmax"),
+    feed_forward=FeedForwardSizes(48, "silu", gated=True),
+    experts=ExpertsSizes(4, 3, 24, 40, "softmax"),
 )
 ARCHITECTURES = {"dense": DENSE, "gated": GATED, "experts": EXPERTS, "gated_experts": GATED_EXPERTS}
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_mamba_cache.speculation.draft_planner import DraftLimit, DraftPlanner, NoDrafts
-from megatron_mamba_cache.speculation.drafter import Draft, DraftWish
+from megatron_mamba_cache.speculation.drafter import Draft, DraftRequest
 from tests.speculation.request_rows import row_of
 
 VOCAB = 10
@@ -19,7 +19,7 @@ class CountingDrafter:
         self.calls: list[list[tuple[int, int]]] = []
         self.forgotten: list[int] = []
 
-    def propose(self, wishes: Sequence[DraftWish]) -> list[Draft]:
+    def propose(self, wishes: Sequence[DraftRequest]) -> list[Draft]:
         self.calls.append([(wish.row.request_id, wish.num_tokens) for wish in wishes])
         return [Draft((wish.row.request_id,) * wish.num_tokens) for wish in wishes]
 
@@ -34,7 +34,7 @@ class BrokenDrafter(CountingDrafter):
         super().__init__()
         self.answer = answer
 
-    def propose(self, wishes: Sequence[DraftWish]) -> list[Draft]:
+    def propose(self, wishes: Sequence[DraftRequest]) -> list[Draft]:
         return self.answer
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_mamba_cache.policy.requests import RunningRequest
 from megatron_mamba_cache.speculation import suffix_index
-from megatron_mamba_cache.speculation.drafter import DraftWish
+from megatron_mamba_cache.speculation.drafter import DraftRequest
 from megatron_mamba_cache.speculation.prompt_lookup import PromptLookupDrafter
 from tests.speculation.request_rows import row_of
 
@@ -20,7 +20,7 @@ ALL_CANDIDATES = 1 << 20
 
 
 def drafted(drafter: PromptLookupDrafter, row: RunningRequest, num_tokens: int = 5) -> tuple[int, ...]:
-    (draft,) = drafter.propose([DraftWish(row, num_tokens)])
+    (draft,) = drafter.propose([DraftRequest(row, num_tokens)])
     assert draft.distributions is None
     return draft.tokens
 
@@ -120,7 +120,7 @@ def test_text_whose_end_is_new_gets_no_draft(text: list[int]) -> None:
 def test_wishes_of_several_requests_are_answered_in_order() -> None:
     rows = [row_of([1, 2, 3, 1, 2], request_id=4), row_of([1], request_id=3), row_of([6, 7, 8, 9, 6, 7], request_id=8)]
     drafts = PromptLookupDrafter().propose(
-        [DraftWish(row, length) for row, length in zip(rows, (1, 5, 2), strict=True)]
+        [DraftRequest(row, length) for row, length in zip(rows, (1, 5, 2), strict=True)]
     )
     assert [draft.tokens for draft in drafts] == [(3,), (), (8, 9)]
 

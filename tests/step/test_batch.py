@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_mamba_cache.errors import CacheIntegrityError
-from megatron_mamba_cache.kernels.varlen_rows import PAD_SLOT
+from megatron_mamba_cache.kernels.prefill_rows import PAD_SLOT
 from megatron_mamba_cache.policy.align import plan_align_copy
 from megatron_mamba_cache.policy.block_hashing import BlockKeyChain
 from megatron_mamba_cache.policy.identifiers import BlockId, SlotId

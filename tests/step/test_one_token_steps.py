@@ -10,9 +10,9 @@ from megatron_mamba_cache.policy.identifiers import BlockId, SlotId
 from megatron_mamba_cache.policy.requests import LogProbSettings, ReservedState, RunningRequest, SamplingSettings
 from megatron_mamba_cache.step.batch import lay_out_step, send_padded_step
 from megatron_mamba_cache.step.buffers import StepBuffers
-from megatron_mamba_cache.step.one_token_steps import PlainStep, send_next
+from megatron_mamba_cache.step.one_token_steps import OneTokenStep, send_next
 from megatron_mamba_cache.step.shapes import StepShape
-from tests.state.test_step_batch import BLOCK, GEOMETRY, LIMITS, decoding
+from tests.step.test_batch import BLOCK, GEOMETRY, LIMITS, decoding
 
 SHAPES = (StepShape(6, 1), StepShape(6, 4))
 MOST_COMPUTED = LIMITS.max_blocks * BLOCK - LIMITS.max_drafts
@@ -24,13 +24,13 @@ def send_anew(rows: list[RunningRequest], buffers: StepBuffers, shape: StepShape
 
 
 def send(
-    rows: list[RunningRequest], buffers: StepBuffers, shape: StepShape, last: PlainStep | None
-) -> tuple[PlainStep | None, bool]:
+    rows: list[RunningRequest], buffers: StepBuffers, shape: StepShape, last: OneTokenStep | None
+) -> tuple[OneTokenStep | None, bool]:
     """Send a step the quick way if there is one; return what the next may go on from, and whether there was."""
-    if last is not None and last.goes_on(rows, buffers, GEOMETRY.block_size):
+    if last is not None and last.continues(rows, buffers, GEOMETRY.block_size):
         return send_next(last, [row.generated[-1] for row in rows], buffers, shape.num_rows), True
     send_anew(rows, buffers, shape)
-    return PlainStep.sent(rows, buffers), False
+    return OneTokenStep.sent(rows, buffers), False
 
 
 def same(buffers: StepBuffers, expected: StepBuffers) -> bool:
@@ -94,20 +94,20 @@ def test_every_step_is_as_if_laid_out_anew(device: str, shape: StepShape, seed: 
 def test_rows_that_draw_are_never_plain(device: str) -> None:
     buffers, rows = StepBuffers(LIMITS, device), [decoding(0), decoding(1, sampling=SAMPLED)]
     send_anew(rows, buffers, SHAPES[0])
-    assert PlainStep.sent(rows, buffers) is None
-    assert PlainStep.sent(rows[:1], buffers) is not None
+    assert OneTokenStep.sent(rows, buffers) is None
+    assert OneTokenStep.sent(rows[:1], buffers) is not None
 
 
 @pytest.mark.parametrize("change", ["another row", "a prompt to prefill", "another step", "no step between"])
 def test_a_step_that_only_looks_alike_does_not_go_on(device: str, change: str) -> None:
     buffers, rows = StepBuffers(LIMITS, device), [decoding(0, prompt_len=3), decoding(1, prompt_len=3)]
     send_anew(rows, buffers, SHAPES[0])
-    last = PlainStep.sent(rows, buffers)
+    last = OneTokenStep.sent(rows, buffers)
     assert last is not None
     if change != "no step between":
         for row in rows:
             advance(row, random.Random(0))
-        assert last.goes_on(rows, buffers, GEOMETRY.block_size)
+        assert last.continues(rows, buffers, GEOMETRY.block_size)
     if change == "another row":
         rows[1] = decoding(1, prompt_len=3, num_generated=2)
     elif change == "another step":  # of rows in other blocks, as far as these were
@@ -115,7 +115,7 @@ def test_a_step_that_only_looks_alike_does_not_go_on(device: str, change: str) -
         assert buffers.host("computed")[:2].tolist() == [row.computed - 1 for row in rows]
     elif change == "a prompt to prefill":
         rows[1].spec = decoding(1, prompt_len=30).spec
-    assert not last.goes_on(rows, buffers, GEOMETRY.block_size)
+    assert not last.continues(rows, buffers, GEOMETRY.block_size)
 
 
 ENDING = SamplingSettings(top_k=1, termination_id=3)
@@ -133,13 +133,13 @@ def test_a_step_runs_on_exactly_where_all_rows_go_on_in_their_blocks(device: str
             row.spec = replace(row.spec, max_len=row.length + draw.choice([1, 2, 30]))
         buffers = StepBuffers(LIMITS, device)
         send_anew(rows, buffers, SHAPES[0])
-        last = PlainStep.sent(rows, buffers)
+        last = OneTokenStep.sent(rows, buffers)
         assert last is not None
         tokens = np.array([draw.choice([1, 2, 3, 4, 5, 6, 7, 8]) for _ in rows])
         nobody_ends = not any(row.keep([int(token)]).ends for row, token in zip(rows, tokens, strict=True))
         # The next step finds computed + 1 tokens in place, for which it needs no block, and reaches no boundary.
         within_blocks = all((row.computed + 1) % BLOCK and (row.computed + 2) % BLOCK for row in rows)
-        runs_on = last.runs_on(rows, tokens, buffers, GEOMETRY.block_size)
+        runs_on = last.can_launch_next(rows, tokens, buffers, GEOMETRY.block_size)
         assert runs_on is (nobody_ends and within_blocks)
         if runs_on:
             num_on += 1
@@ -150,7 +150,7 @@ def test_a_step_runs_on_exactly_where_all_rows_go_on_in_their_blocks(device: str
             expected = StepBuffers(LIMITS, device)
             send_anew(rows, expected, SHAPES[0])
             assert same(buffers, expected)
-            assert not last.runs_on(rows, tokens, buffers, GEOMETRY.block_size)  # another was sent since
+            assert not last.can_launch_next(rows, tokens, buffers, GEOMETRY.block_size)  # another was sent since
     assert num_on >= 3
 
 
@@ -164,6 +164,6 @@ def test_a_step_with_a_row_that_is_looked_at_does_not_run_on(device: str, spec: 
     rows[1].spec = replace(rows[1].spec, **spec)  # type: ignore[arg-type]
     buffers = StepBuffers(LIMITS, device)
     send_anew(rows, buffers, SHAPES[0])
-    last = PlainStep.sent(rows, buffers)
+    last = OneTokenStep.sent(rows, buffers)
     assert last is not None and last.ends is None
-    assert not last.runs_on(rows, np.array([1, 1]), buffers, GEOMETRY.block_size)
+    assert not last.can_launch_next(rows, np.array([1, 1]), buffers, GEOMETRY.block_size)

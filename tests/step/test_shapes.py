@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_mamba_cache.kernels.varlen_rows import PAD_SLOT
+from megatron_mamba_cache.kernels.prefill_rows import PAD_SLOT
 from megatron_mamba_cache.policy.requests import RunningRequest
 from megatron_mamba_cache.step.batch import lay_out_step, send_padded_step, view_step
 from megatron_mamba_cache.step.buffers import StepBuffers
 from megatron_mamba_cache.step.shapes import StepShape, decode_shapes, prefill_shapes, smallest_shape
-from tests.state.test_step_batch import GEOMETRY, LIMITS, random_decode, row_of
+from tests.step.test_batch import GEOMETRY, LIMITS, random_decode, row_of
 
 SHAPES = (StepShape(6, 4), StepShape(0, 1, 3, 40), StepShape(5, 1, 3, 40))
 PER_TOKEN = ("token_ids", "token_positions", "token_blocks", "token_offsets")

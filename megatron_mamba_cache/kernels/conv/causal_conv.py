@@ -24,8 +24,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..kernel_launches import is_computed_in_fp32, launches_kernel
+from ..prefill_rows import PrefillRows
 from ..row_checks import check_varlen_rows
-from ..varlen_rows import VarlenRows
 from .conv_row_ends import begin_row, count_up_to, end_chunk
 from .conv_taps import (
     ConvInputs,
@@ -62,7 +62,7 @@ _MAX_REGISTERS = 128  # of a thread, so that four programs of four warps fit on 
 
 
 class _Rows(NamedTuple):
-    """The kernel's view of `VarlenRows`."""
+    """The kernel's view of `PrefillRows`."""
 
     cu_rows: Tensor
     initial_slots: Tensor
@@ -189,7 +189,7 @@ def _causal_conv_kernel(
 
 
 def causal_conv(
-    x: Tensor, weight: Tensor, bias: Tensor | None, conv_pool: Tensor, rows: VarlenRows, tiling: ConvTiling = TILING
+    x: Tensor, weight: Tensor, bias: Tensor | None, conv_pool: Tensor, rows: PrefillRows, tiling: ConvTiling = TILING
 ) -> Tensor:
     """Convolve packed rows causally and apply SiLU, carrying each row's window from and to the pool.
 
@@ -228,7 +228,7 @@ def _launch(
     weight: Tensor,
     bias: Tensor | None,
     conv_pool: Tensor,
-    rows: VarlenRows,
+    rows: PrefillRows,
     tiling: ConvTiling,
 ) -> None:
     conv_dim, d_conv = weight.shape

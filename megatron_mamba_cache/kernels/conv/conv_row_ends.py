@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from ..masks import only_if
-from ..varlen_rows import PAD_SLOT
+from ..prefill_rows import PAD_SLOT
 from .conv_taps import appended, load_bias, load_taps, weigh_and_activate
 
 _PAD = tl.constexpr(PAD_SLOT)

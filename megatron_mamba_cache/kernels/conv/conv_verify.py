@@ -17,11 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..decode_rows import DecodeRows
 from ..kernel_launches import is_computed_in_fp32, launches_kernel
 from ..masks import only_if
+from ..prefill_rows import PAD_SLOT
 from ..row_checks import check_verify_rows
-from ..varlen_rows import PAD_SLOT
-from ..verify_rows import VerifyRows
 from .conv_taps import (
     ConvInputs,
     ConvWindows,
@@ -54,7 +54,7 @@ _PAD = tl.constexpr(PAD_SLOT)
 
 
 class _Rows(NamedTuple):
-    """The kernel's view of `VerifyRows`."""
+    """The kernel's view of `DecodeRows`."""
 
     cu_tokens: Tensor
     columns: Tensor
@@ -119,7 +119,7 @@ def conv_verify(
     weight: Tensor,
     bias: Tensor | None,
     conv_pool: Tensor,
-    rows: VerifyRows,
+    rows: DecodeRows,
     tiling: ConvVerifyTiling = TILING,
 ) -> Tensor:
     """Convolve the base token and the drafts of each row, apply SiLU and move the row's window on, in place.
@@ -158,7 +158,7 @@ def _launch(
     weight: Tensor,
     bias: Tensor | None,
     conv_pool: Tensor,
-    rows: VerifyRows,
+    rows: DecodeRows,
     tiling: ConvVerifyTiling,
 ) -> None:
     conv_dim, d_conv = weight.shape

@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor
 
+from ..decode_rows import DecodeRows
 from ..packed_tokens import PackedTokens
+from ..prefill_rows import PAD_SLOT, PrefillRows
 from ..slots.reference_slots import compute_dtype, load_slots, store_slots
-from ..varlen_rows import PAD_SLOT, VarlenRows
-from ..verify_rows import VerifyRows
 
 
-def causal_conv_ref(x: Tensor, weight: Tensor, bias: Tensor | None, conv_pool: Tensor, rows: VarlenRows) -> Tensor:
+def causal_conv_ref(x: Tensor, weight: Tensor, bias: Tensor | None, conv_pool: Tensor, rows: PrefillRows) -> Tensor:
     """Convolve packed rows causally and apply SiLU, carrying each row's window from and to the pool.
 
     Writes in place the last d_conv - 1 raw inputs at each row's end into its final slot, and at each chunk's end
@@ -42,7 +42,7 @@ def causal_conv_ref(x: Tensor, weight: Tensor, bias: Tensor | None, conv_pool: T
     return y
 
 
-def conv_verify_ref(x: Tensor, weight: Tensor, bias: Tensor | None, conv_pool: Tensor, rows: VerifyRows) -> Tensor:
+def conv_verify_ref(x: Tensor, weight: Tensor, bias: Tensor | None, conv_pool: Tensor, rows: DecodeRows) -> Tensor:
     """Convolve the base token and the drafts of each row, apply SiLU and move the row's window on, in place.
 
     Bit-equal to as many steps of one token each, whatever is drafted behind a token. What lies behind the inputs that
@@ -81,7 +81,7 @@ def conv_verify_ref(x: Tensor, weight: Tensor, bias: Tensor | None, conv_pool: T
 class _RawInputs:
     """The raw inputs of each row: its tokens, and its initial window at the positions before them."""
 
-    def __init__(self, x: Tensor, windows: Tensor, rows: VarlenRows) -> None:
+    def __init__(self, x: Tensor, windows: Tensor, rows: PrefillRows) -> None:
         self._x = x if x.shape[0] else x.new_zeros(1, x.shape[1])  # an index_select needs a token to point at
         self._windows = windows.flatten(0, 1)  # [rows * (d_conv - 1), conv_dim]
         self._window_len = windows.shape[1]
@@ -111,7 +111,7 @@ def _weigh_and_activate(history: list[Tensor], weight: Tensor, bias: Tensor | No
     return total / (1 + torch.exp(-total))
 
 
-def _store_windows(pool: Tensor, inputs: _RawInputs, rows: VarlenRows) -> None:
+def _store_windows(pool: Tensor, inputs: _RawInputs, rows: PrefillRows) -> None:
     window_len, device = pool.shape[1], pool.device
     if window_len == 0:
         return

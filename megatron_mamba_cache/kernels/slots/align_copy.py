@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..kernel_launches import launches_kernel
-from ..varlen_rows import PAD_SLOT
+from ..prefill_rows import PAD_SLOT
 from .align_rows import AlignRows
 from .reference_align import align_copy_ref
 from .slot_tiles import CopyTiling, copy_tiles, cut_slots

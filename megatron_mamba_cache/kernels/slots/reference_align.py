@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..varlen_rows import PAD_SLOT
+from ..prefill_rows import PAD_SLOT
 from .align_rows import AlignRows
 from .reference_slots import redirect_padding
 

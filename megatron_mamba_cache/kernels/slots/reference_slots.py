@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..varlen_rows import PAD_SLOT
+from ..prefill_rows import PAD_SLOT
 
 
 def load_slots(pool: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..kernel_launches import launches_kernel
-from ..varlen_rows import PAD_SLOT
+from ..prefill_rows import PAD_SLOT
 from .reference_slots import copy_slots_between_ref, copy_slots_ref, zero_slots_ref
 from .slot_tiles import CopyTiling, SlotTiles, access_bytes, copy_tiles, cut_slots, zero_tiles
 

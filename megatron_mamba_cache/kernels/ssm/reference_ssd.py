@@ -5,14 +5,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..decode_rows import DecodeRows
 from ..packed_tokens import PackedTokens
+from ..prefill_rows import PAD_SLOT, PrefillRows
 from ..slots.reference_slots import along_first_dim, compute_dtype, load_slots, store_slots
-from ..varlen_rows import PAD_SLOT, VarlenRows
-from ..verify_rows import VerifyRows
 from .ssm_inputs import SSMTokens, SSMWeights
 
 
-def ssd_scan_ref(tokens: SSMTokens, weights: SSMWeights, ssm_pool: Tensor, rows: VarlenRows, chunk_size: int) -> Tensor:
+def ssd_scan_ref(
+    tokens: SSMTokens, weights: SSMWeights, ssm_pool: Tensor, rows: PrefillRows, chunk_size: int
+) -> Tensor:
     """Scan packed rows chunk by chunk, carrying each row's state from and to the pool.
 
     Computes the recurrence of `ssm_inputs` by the block decomposition of section 6. Every chunk is padded to
@@ -51,7 +53,7 @@ def ssd_scan_ref(tokens: SSMTokens, weights: SSMWeights, ssm_pool: Tensor, rows:
     return y[:num_tokens]
 
 
-def state_verify_ref(tokens: SSMTokens, weights: SSMWeights, ssm_pool: Tensor, rows: VerifyRows) -> Tensor:
+def state_verify_ref(tokens: SSMTokens, weights: SSMWeights, ssm_pool: Tensor, rows: DecodeRows) -> Tensor:
     """Advance each row's state over its base token and drafts, keep the state after each in place; return the outputs.
 
     Bit-equal to as many steps of one token each: between tokens a state goes through the pool's dtype.
@@ -90,7 +92,7 @@ class _ChunkSlots:
     stored_slots: Tensor  # [chunks, 2]: where the state at its end goes, as a boundary and as the row's last
 
 
-def _chunk_slots(rows: VarlenRows) -> _ChunkSlots:
+def _chunk_slots(rows: PrefillRows) -> _ChunkSlots:
     starts, ends = rows.cu_chunks[:-1].to(torch.int64), rows.cu_chunks[1:].to(torch.int64)
     owner = rows.chunk_rows.to(torch.int64)
     is_first = starts == rows.cu_rows.index_select(0, owner)
@@ -101,7 +103,7 @@ def _chunk_slots(rows: VarlenRows) -> _ChunkSlots:
     return _ChunkSlots(starts, ends, is_first, rows.initial_slots.index_select(0, owner), stored_slots)
 
 
-def _store_empty_rows(ssm_pool: Tensor, rows: VarlenRows) -> None:
+def _store_empty_rows(ssm_pool: Tensor, rows: PrefillRows) -> None:
     is_empty = rows.cu_rows[1:] == rows.cu_rows[:-1]
     states = load_slots(ssm_pool, rows.initial_slots, ssm_pool.dtype)
     store_slots(ssm_pool, torch.where(is_empty, rows.final_slots, PAD_SLOT), states)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ..kernel_launches import launches_kernel
+from ..prefill_rows import PrefillRows
 from ..row_checks import check_varlen_rows
-from ..varlen_rows import VarlenRows
 from .hopper_tiling import HopperTiling, choose_tiling, has_tested_gluon
 from .reference_ssd import ssd_scan_ref
 from .ssd_scan_portable import scan_portably
@@ -26,7 +26,7 @@ _ALIGNMENT = 16  # bytes, of what TMA copies
 _MAX_STATE = 128 * 128  # elements of a head's state: shared memory holds no more of it
 
 
-def ssd_scan(tokens: SSMTokens, weights: SSMWeights, ssm_pool: Tensor, rows: VarlenRows, chunk_size: int) -> Tensor:
+def ssd_scan(tokens: SSMTokens, weights: SSMWeights, ssm_pool: Tensor, rows: PrefillRows, chunk_size: int) -> Tensor:
     """Scan packed rows chunk by chunk, carrying each row's state from and to the pool.
 
     A row resumed at a chunk's end, in any packing, continues bit-equal where the pool holds float32. Writes the states
@@ -60,7 +60,7 @@ def scan_tiles(
     tokens: SSMTokens,
     weights: SSMWeights,
     ssm_pool: Tensor,
-    rows: VarlenRows,
+    rows: PrefillRows,
     shape: TileShape,
     tiling: HopperTiling | None,
 ) -> Tensor:
@@ -80,7 +80,7 @@ def scan_tiles(
     return y
 
 
-def _is_empty(tokens: SSMTokens, rows: VarlenRows) -> bool:
+def _is_empty(tokens: SSMTokens, rows: PrefillRows) -> bool:
     return 0 in (tokens.x.shape[0], rows.chunk_rows.shape[0], rows.longest_first.shape[0])
 
 

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..varlen_rows import VarlenRows
+from ..prefill_rows import PrefillRows
 from .hopper_results import Results, Scratch, await_scratch, put_outputs, put_state
 from .hopper_ring import PackedTiles, Sizes, allocate_ring, describe, fill_ahead, find_span
 from .hopper_tiling import HopperTiling
@@ -196,7 +196,7 @@ def scan_on_hopper(
     tokens: SSMTokens,
     D: Tensor,
     ssm_pool: Tensor,
-    rows: VarlenRows,
+    rows: PrefillRows,
     tiles: ScanTiles,
     y: Tensor,
     channels: HeadSlice,

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..varlen_rows import VarlenRows
+from ..prefill_rows import PrefillRows
 from .ssd_tiles import HeadSlice, ScanTiles, tiled_rows
 from .ssm_inputs import SSMTokens
 
@@ -176,7 +176,7 @@ def _scan_kernel(
 
 
 def scan_portably(
-    tokens: SSMTokens, D: Tensor, ssm_pool: Tensor, rows: VarlenRows, tiles: ScanTiles, y: Tensor, channels: HeadSlice
+    tokens: SSMTokens, D: Tensor, ssm_pool: Tensor, rows: PrefillRows, tiles: ScanTiles, y: Tensor, channels: HeadSlice
 ) -> None:
     """Scan channels of the rows from and to the pool's slots; write their outputs into `y`, in place.
 

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..varlen_rows import PAD_SLOT, VarlenRows
+from ..prefill_rows import PAD_SLOT, PrefillRows
 from .ssm_inputs import SSMTokens, SSMWeights
 from .time_steps import time_step
 
@@ -84,7 +84,7 @@ class ScanTiles:
 
 
 class _CutRows(NamedTuple):
-    """What the kernel reads of `VarlenRows`."""
+    """What the kernel reads of `PrefillRows`."""
 
     cu_rows: Tensor
     cu_chunks: Tensor
@@ -94,7 +94,7 @@ class _CutRows(NamedTuple):
 
 
 class TiledRows(NamedTuple):
-    """A scan kernel's view of `VarlenRows`."""
+    """A scan kernel's view of `PrefillRows`."""
 
     cu_rows: Tensor
     cu_chunks: Tensor
@@ -104,7 +104,7 @@ class TiledRows(NamedTuple):
     final_slots: Tensor
 
 
-def tiled_rows(rows: VarlenRows) -> TiledRows:
+def tiled_rows(rows: PrefillRows) -> TiledRows:
     """Return what the scan kernels read of the rows."""
     return TiledRows(*(getattr(rows, name) for name in TiledRows._fields))
 
@@ -202,7 +202,7 @@ def _tiles_kernel(
     tl.store(decays + place + WIDTH, gain, mask=has_head[None, :])
 
 
-def cut_tiles(tokens: SSMTokens, weights: SSMWeights, rows: VarlenRows, shape: TileShape, y: Tensor) -> ScanTiles:
+def cut_tiles(tokens: SSMTokens, weights: SSMWeights, rows: PrefillRows, shape: TileShape, y: Tensor) -> ScanTiles:
     """Cut the rows into tiles, sum their decays, and clear the outputs `y` of tokens past the last row.
 
     Args:

@@ -18,11 +18,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..decode_rows import DecodeRows
 from ..kernel_launches import is_computed_in_fp32, launches_kernel
 from ..masks import only_if
+from ..prefill_rows import PAD_SLOT
 from ..row_checks import check_verify_rows
-from ..varlen_rows import PAD_SLOT
-from ..verify_rows import VerifyRows
 from .reference_ssd import state_verify_ref
 from .ssm_inputs import SSMTokens, SSMWeights
 from .time_steps import time_step
@@ -73,7 +73,7 @@ class _Weights(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """The kernel's view of `VerifyRows`."""
+    """The kernel's view of `DecodeRows`."""
 
     cu_tokens: Tensor
     columns: Tensor
@@ -159,7 +159,7 @@ def _state_verify_kernel(
 
 
 def state_verify(
-    tokens: SSMTokens, weights: SSMWeights, ssm_pool: Tensor, rows: VerifyRows, tiling: VerifyTiling = TILING
+    tokens: SSMTokens, weights: SSMWeights, ssm_pool: Tensor, rows: DecodeRows, tiling: VerifyTiling = TILING
 ) -> Tensor:
     """Advance each row's state over its base token and drafts, keep the state after each in place; return the outputs.
 
@@ -190,7 +190,7 @@ def state_verify(
 
 
 def _launch(
-    y: Tensor, tokens: SSMTokens, weights: SSMWeights, ssm_pool: Tensor, rows: VerifyRows, tiling: VerifyTiling
+    y: Tensor, tokens: SSMTokens, weights: SSMWeights, ssm_pool: Tensor, rows: DecodeRows, tiling: VerifyTiling
 ) -> None:
     num_tokens, heads, head_dim = y.shape
     num_rows = rows.accepted.shape[0]

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from ..architecture import (
     ACTIVATIONS,
-    AttentionShape,
-    ExpertsShape,
-    FeedForwardShape,
+    AttentionSizes,
+    ExpertsSizes,
+    FeedForwardSizes,
     HybridArchitecture,
-    MambaShape,
+    MambaSizes,
 )
 from .checkpoint_config import CheckpointConfig
 from .json_file import read_json_object
@@ -49,8 +49,8 @@ def read_architecture(directory: Path) -> HybridArchitecture:
     )
 
 
-def _mamba(fields: CheckpointConfig) -> MambaShape:
-    return MambaShape(
+def _mamba(fields: CheckpointConfig) -> MambaSizes:
+    return MambaSizes(
         num_heads=fields.integer("num_heads"),
         head_dim=fields.integer("head_dim"),
         state_dim=fields.integer("state_dim"),
@@ -63,8 +63,8 @@ def _mamba(fields: CheckpointConfig) -> MambaShape:
     )
 
 
-def _attention(fields: CheckpointConfig) -> AttentionShape:
-    return AttentionShape(
+def _attention(fields: CheckpointConfig) -> AttentionSizes:
+    return AttentionSizes(
         num_heads=fields.integer("num_heads"),
         num_kv_heads=fields.integer("num_kv_heads"),
         head_dim=fields.integer("head_dim"),
@@ -74,13 +74,13 @@ def _attention(fields: CheckpointConfig) -> AttentionShape:
     )
 
 
-def _feed_forward(fields: CheckpointConfig) -> FeedForwardShape:
+def _feed_forward(fields: CheckpointConfig) -> FeedForwardSizes:
     activation = fields.one_of("activation", ACTIVATIONS)
-    return FeedForwardShape(fields.integer("hidden_size"), activation, fields.flag("gated"))
+    return FeedForwardSizes(fields.integer("hidden_size"), activation, fields.flag("gated"))
 
 
-def _experts(fields: CheckpointConfig) -> ExpertsShape:
-    return ExpertsShape(
+def _experts(fields: CheckpointConfig) -> ExpertsSizes:
+    return ExpertsSizes(
         num_experts=fields.integer("num_experts"),
         top_k=fields.integer("top_k"),
         hidden_size=fields.integer("hidden_size"),

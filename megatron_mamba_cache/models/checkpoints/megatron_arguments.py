@@ -4,7 +4,7 @@ from typing import Any
 
 from megatron.core.ssm.mamba_hybrid_layer_allocation import allocate_layers
 
-from ..architecture import AttentionShape, ExpertsShape, FeedForwardShape, HybridArchitecture, MambaShape
+from ..architecture import AttentionSizes, ExpertsSizes, FeedForwardSizes, HybridArchitecture, MambaSizes
 from .checkpoint_config import CheckpointConfig
 
 _GATED_NORM_EPS = 1e-5  # a constant of Megatron's mixer, whatever the arguments say
@@ -83,9 +83,9 @@ def _pattern(arguments: CheckpointConfig) -> str:
     return "".join(allocate_layers(arguments.integer("num_layers"), *shares))
 
 
-def _mamba(arguments: CheckpointConfig) -> MambaShape:
+def _mamba(arguments: CheckpointConfig) -> MambaSizes:
     head_dim = arguments.integer("mamba_head_dim", 64)
-    return MambaShape(
+    return MambaSizes(
         num_heads=arguments.integer("mamba_num_heads", _EXPAND * arguments.integer("hidden_size") // head_dim),
         head_dim=head_dim,
         state_dim=arguments.integer("mamba_state_dim", 128),
@@ -95,13 +95,13 @@ def _mamba(arguments: CheckpointConfig) -> MambaShape:
     )
 
 
-def _attention(arguments: CheckpointConfig) -> AttentionShape:
+def _attention(arguments: CheckpointConfig) -> AttentionSizes:
     num_heads = arguments.integer("num_attention_heads")
     position = arguments.one_of("position_embedding_type", ("none", "rope"), "learned_absolute")
     if position == "rope":
         _require(arguments, _SUPPORTED_ROTATION)
     is_grouped = arguments.flag("group_query_attention", False)
-    return AttentionShape(
+    return AttentionSizes(
         num_heads=num_heads,
         num_kv_heads=arguments.integer("num_query_groups") if is_grouped else num_heads,
         head_dim=arguments.integer("kv_channels", arguments.integer("hidden_size") // num_heads),
@@ -111,15 +111,15 @@ def _attention(arguments: CheckpointConfig) -> AttentionShape:
     )
 
 
-def _feed_forward(arguments: CheckpointConfig) -> FeedForwardShape:
+def _feed_forward(arguments: CheckpointConfig) -> FeedForwardSizes:
     gated = arguments.flag("swiglu", False)
     squared = arguments.flag("squared_relu", False)
     activation = "silu" if gated else "relu2" if squared else "gelu"
     size = arguments.integer("ffn_hidden_size", 4 * arguments.integer("hidden_size"))
-    return FeedForwardShape(size, activation, gated)
+    return FeedForwardSizes(size, activation, gated)
 
 
-def _experts(arguments: CheckpointConfig) -> ExpertsShape:
+def _experts(arguments: CheckpointConfig) -> ExpertsSizes:
     _require(arguments, _SUPPORTED_ROUTING)
     score = arguments.one_of("moe_router_score_function", ("softmax", "sigmoid"), "softmax")
     arguments.require("moe_router_enable_expert_bias", score == "sigmoid", False)
@@ -127,7 +127,7 @@ def _experts(arguments: CheckpointConfig) -> ExpertsShape:
         arguments.require("moe_router_topk_scaling_factor", None, None)
     if arguments.equals("moe_router_load_balancing_type", "sinkhorn", "aux_loss"):
         raise arguments.error("moe_router_load_balancing_type='sinkhorn' is not supported")
-    return ExpertsShape(
+    return ExpertsSizes(
         num_experts=arguments.integer("num_experts"),
         top_k=arguments.integer("moe_router_topk", 2),
         hidden_size=arguments.integer("moe_ffn_hidden_size", arguments.integer("ffn_hidden_size")),

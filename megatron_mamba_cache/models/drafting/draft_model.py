@@ -17,7 +17,7 @@ from ...mcore.warmup import warm_up_prefill
 from ...metrics import CacheSnapshot
 from ...policy.random_counter import DrawPurpose
 from ...policy.requests import RunningRequest
-from ...speculation.drafter import Draft, DraftWish
+from ...speculation.drafter import Draft, DraftRequest
 from .draft_rows import DraftRow, DraftRows
 
 
@@ -58,7 +58,7 @@ class DraftModelDrafter:
         return self._context.shape.vocab_size
 
     @torch.inference_mode()
-    def propose(self, wishes: Sequence[DraftWish]) -> list[Draft]:
+    def propose(self, wishes: Sequence[DraftRequest]) -> list[Draft]:
         """Return one draft for each wish, in order; see `Drafter`.
 
         A draft is empty while the request's prompt is prefilled, where there is no room for it, and where the text is
@@ -94,7 +94,7 @@ class DraftModelDrafter:
         """Raise `CacheIntegrityError` unless rows, blocks and slots agree."""
         self._rows.check_integrity()
 
-    def _propose(self, wishes: Sequence[DraftWish]) -> list[Draft]:
+    def _propose(self, wishes: Sequence[DraftRequest]) -> list[Draft]:
         served = self._rows.schedule(wishes)
         if not served:
             return [Draft()] * len(wishes)

@@ -11,7 +11,7 @@ from ...mcore.context import MambaCacheContext
 from ...policy.admission import Refusal
 from ...policy.boundaries import prefill_chunk_end
 from ...policy.requests import RequestSpec, RunningRequest
-from ...speculation.drafter import DraftWish
+from ...speculation.drafter import DraftRequest
 
 
 @dataclass(slots=True, eq=False)
@@ -66,7 +66,7 @@ class DraftRows:
         self._waits_since: dict[int, int] = {}  # request id -> round
         self._round = 0
 
-    def schedule(self, wishes: Sequence[DraftWish]) -> list[DraftRow]:
+    def schedule(self, wishes: Sequence[DraftRequest]) -> list[DraftRow]:
         """Begin a round: schedule what is new of the wished requests' text, within the step's tokens."""
         self._round += 1
         budget = self._context.cache_config.max_tokens
@@ -141,7 +141,7 @@ class DraftRows:
         if any(row.draft_slots or row.scheduled for row in rows):
             raise CacheIntegrityError("a row keeps draft slots or scheduled tokens between rounds")
 
-    def _turn(self, wish: DraftWish) -> tuple[int, int, int]:
+    def _turn(self, wish: DraftRequest) -> tuple[int, int, int]:
         request_id = wish.row.request_id
         held = self._held.get(request_id)
         return self._waits_since[request_id], wish.row.length - (held.row.computed if held else 0), request_id

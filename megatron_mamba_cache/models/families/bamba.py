@@ -1,6 +1,6 @@
 """Bamba checkpoints: each layer is a mixer and a gated MLP."""
 
-from ..architecture import AttentionShape, FeedForwardShape, HybridArchitecture, MambaShape
+from ..architecture import AttentionSizes, FeedForwardSizes, HybridArchitecture, MambaSizes
 from ..checkpoints.checkpoint_config import CheckpointConfig
 from ..placement import Placement, Split
 from .layer_placements import (
@@ -29,7 +29,7 @@ def architecture_of(config: CheckpointConfig) -> HybridArchitecture:
         max_sequence_length=config.integer("max_position_embeddings", 4096),
         norm_eps=config.number("rms_norm_eps", 1e-5),
         mamba=mamba_shape(config),
-        attention=AttentionShape(
+        attention=AttentionSizes(
             num_heads=num_heads,
             num_kv_heads=config.integer("num_key_value_heads", num_heads),
             head_dim=config.integer("head_dim", config.integer("hidden_size") // num_heads),
@@ -38,7 +38,7 @@ def architecture_of(config: CheckpointConfig) -> HybridArchitecture:
                 "partial_rotary_factor", config.number("partial_rotary_factor", 0.5)
             ),
         ),
-        feed_forward=FeedForwardShape(config.integer("intermediate_size"), "silu", gated=True),
+        feed_forward=FeedForwardSizes(config.integer("intermediate_size"), "silu", gated=True),
         tie_embeddings=config.flag("tie_word_embeddings", False),
     )
 
@@ -59,7 +59,7 @@ def placements_of(architecture: HybridArchitecture) -> Places:
     return places
 
 
-def mamba_shape(config: CheckpointConfig) -> MambaShape:
+def mamba_shape(config: CheckpointConfig) -> MambaSizes:
     """Return the mixers' sizes under the names that Bamba and Granite share."""
     num_heads = config.integer("mamba_n_heads")
     inner = config.integer("mamba_expand", 2) * config.integer("hidden_size")
@@ -69,7 +69,7 @@ def mamba_shape(config: CheckpointConfig) -> MambaShape:
         raise config.error(
             f"mamba_n_heads={num_heads} heads of {head_dim} channels are not mamba_expand times hidden_size, {inner}"
         )
-    return MambaShape(
+    return MambaSizes(
         num_heads=num_heads,
         head_dim=head_dim,
         state_dim=config.integer("mamba_d_state"),

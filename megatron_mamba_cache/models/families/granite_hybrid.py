@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from ..architecture import AttentionShape, ExpertsShape, FeedForwardShape, HybridArchitecture
+from ..architecture import AttentionSizes, ExpertsSizes, FeedForwardSizes, HybridArchitecture
 from ..checkpoints.checkpoint_config import CheckpointConfig
 from ..placement import Placement, Split
 from .bamba import mamba_shape, rotary_base
@@ -28,14 +28,14 @@ def architecture_of(config: CheckpointConfig) -> HybridArchitecture:
         max_sequence_length=config.integer("max_position_embeddings", 4096),
         norm_eps=config.number("rms_norm_eps", 1e-6),
         mamba=mamba_shape(config),
-        attention=AttentionShape(
+        attention=AttentionSizes(
             num_heads=num_heads,
             num_kv_heads=config.integer("num_key_value_heads", num_heads),
             head_dim=config.integer("head_dim", config.integer("hidden_size") // num_heads),
             scale=config.number("attention_multiplier", 1.0),
             rotary_base=rotary_base(config) if position == "rope" else None,
         ),
-        feed_forward=FeedForwardShape(config.integer("shared_intermediate_size"), "silu", gated=True),
+        feed_forward=FeedForwardSizes(config.integer("shared_intermediate_size"), "silu", gated=True),
         experts=_experts(config) if num_experts else None,
         tie_embeddings=config.flag("tie_word_embeddings", False),
         input_multiplier=config.factor("embedding_multiplier", 1.0),
@@ -60,14 +60,14 @@ def placements_of(architecture: HybridArchitecture) -> Places:
     return places
 
 
-def _experts(config: CheckpointConfig) -> ExpertsShape:
+def _experts(config: CheckpointConfig) -> ExpertsSizes:
     top_k = config.integer("num_experts_per_tok")
     if top_k < 2:
         raise config.error(
             f"num_experts_per_tok={top_k} is not supported: Megatron weighs chosen experts by the softmax of their "
             "scores only from 2 a token on"
         )
-    return ExpertsShape(
+    return ExpertsSizes(
         num_experts=config.integer("num_local_experts"),
         top_k=top_k,
         hidden_size=config.integer("intermediate_size"),

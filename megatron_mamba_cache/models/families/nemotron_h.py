@@ -1,6 +1,6 @@
 """NemotronH checkpoints: one mixer a layer, Mamba, attention, MLP or mixture of experts."""
 
-from ..architecture import ACTIVATIONS, AttentionShape, ExpertsShape, FeedForwardShape, HybridArchitecture, MambaShape
+from ..architecture import ACTIVATIONS, AttentionSizes, ExpertsSizes, FeedForwardSizes, HybridArchitecture, MambaSizes
 from ..checkpoints.checkpoint_config import CheckpointConfig
 from ..placement import Placement, Split
 from .layer_placements import Places, attention_places, ends_places, mamba_places, mlp_norm_place
@@ -23,7 +23,7 @@ def architecture_of(config: CheckpointConfig) -> HybridArchitecture:
         hidden_size=config.integer("hidden_size"),
         max_sequence_length=config.integer("max_position_embeddings", 4096),
         norm_eps=config.number("layer_norm_epsilon", 1e-5),
-        mamba=MambaShape(
+        mamba=MambaSizes(
             num_heads=config.integer("mamba_num_heads"),
             head_dim=config.integer("mamba_head_dim"),
             state_dim=config.integer("ssm_state_size"),
@@ -33,13 +33,13 @@ def architecture_of(config: CheckpointConfig) -> HybridArchitecture:
             conv_bias=config.flag("use_conv_bias", True),
             time_step_limit=limit,
         ),
-        attention=AttentionShape(
+        attention=AttentionSizes(
             num_heads=config.integer("num_attention_heads"),
             num_kv_heads=config.integer("num_key_value_heads"),
             # attention_head_dim is its older name; without either transformers takes 128, whatever the hidden size
             head_dim=config.integer("head_dim", config.integer("attention_head_dim", 128)),
         ),
-        feed_forward=FeedForwardShape(
+        feed_forward=FeedForwardSizes(
             config.integer("intermediate_size"), config.one_of("mlp_hidden_act", ACTIVATIONS, "relu2"), gated=False
         ),
         experts=_experts(config) if "E" in pattern else None,
@@ -70,7 +70,7 @@ def _pattern(config: CheckpointConfig) -> str:
     return config.text("hybrid_override_pattern")
 
 
-def _experts(config: CheckpointConfig) -> ExpertsShape:
+def _experts(config: CheckpointConfig) -> ExpertsSizes:
     config.require("norm_topk_prob", True, True)
     config.require("moe_latent_size", None, None)
     config.require("n_shared_experts", 1, 1)
@@ -81,7 +81,7 @@ def _experts(config: CheckpointConfig) -> ExpertsShape:
             f"num_experts_per_tok={top_k} with n_group={num_groups} and topk_group={top_groups} is not supported: "
             "Megatron routes alike only from 2 experts a token on, and with groups from exactly 2 a chosen group"
         )
-    return ExpertsShape(
+    return ExpertsSizes(
         num_experts=config.integer("n_routed_experts"),
         top_k=top_k,
         hidden_size=config.integer("moe_intermediate_size"),

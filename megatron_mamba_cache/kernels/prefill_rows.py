@@ -10,7 +10,7 @@ PAD_SLOT = -1
 
 
 @dataclass(frozen=True, slots=True)
-class VarlenRows:
+class PrefillRows:
     """Describe packed rows, their SSM chunks and their state slots; all tensors on the ops' device.
 
     An initial slot may be shared by several rows, and may equal its own row's final slot. Final and chunk slots
@@ -39,13 +39,13 @@ class VarlenRows:
     longest_first: Tensor
 
 
-def whole_rows(num_rows: int, row_len: int, ssm_chunk_size: int, device: torch.device) -> VarlenRows:
+def whole_rows(num_rows: int, row_len: int, ssm_chunk_size: int, device: torch.device) -> PrefillRows:
     """Return equal rows that start from the zero state and keep no state: a plain full-sequence batch."""
     chunk_starts = torch.arange(0, row_len, ssm_chunk_size, dtype=torch.int32, device=device)
     row_starts = torch.arange(0, (num_rows + 1) * row_len, row_len, dtype=torch.int32, device=device)
     starts = (row_starts[:-1, None] + chunk_starts).flatten()
     none = torch.full_like(row_starts[:-1], PAD_SLOT)
-    return VarlenRows(
+    return PrefillRows(
         cu_rows=row_starts,
         initial_slots=none,
         final_slots=none,

@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class VerifyRows:
+class DecodeRows:
     """Describe packed decode rows and their draft windows; all tensors on the ops' device.
 
     A row starts from the state that its last step accepted and keeps the state after each of its tokens, so that any
