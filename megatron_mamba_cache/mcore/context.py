@@ -7,6 +7,7 @@ device) → the model's forward (write) → `commit_step` (publish prompts) → 
 """
 
 from collections.abc import Container, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,17 +22,17 @@ from ..policy.requests import Candidate, KeptTokens, RequestSpec, RunningRequest
 from ..speculation.decode_schedule import schedule_decode, schedule_plain_decode
 from ..speculation.draft_planner import DraftPlanner, NoDrafts
 from ..speculation.row_progress import advance_plain_rows, advance_rows, note_hidden_states
-from ..step.batch import StepBatch
+from ..step.captured_step import EarlyStep, GraphsByShape
+from ..step.run_ahead import EarlySteps, QueueState, may_run_ahead
+from ..step.step import Step
 from .agreement import CacheCapacity, agreed_settings, agreed_version
 from .cache_memory import CacheMemory, step_memory
-from .captured_step import CapturedStep, GraphsByShape
 from .direct_requests import DirectRequests
 from .host_tensors import ids_of
 from .megatron_settings import megatron_settings
 from .model_shape import HybridModelShape
 from .ranks import OneRank, Ranks
 from .row_reservations import RowReservations
-from .run_ahead import RunAhead
 
 
 class MambaCacheContext(DirectRequests):
@@ -65,17 +66,15 @@ class MambaCacheContext(DirectRequests):
         self.weights_version = config.weights_version
         self.rows: list[RunningRequest] = []
         self._memory: CacheMemory | None = None
-        self._step: StepBatch | None = None
-        self._at_work: list[RunningRequest] = []  # the rows of the step in preparation or running
+        self._step: Step | None = None
+        self._at_work: list[RunningRequest] = []  # the rows of the step that is being prepared or computed
         self.planner = planner or NoDrafts()
-        self.draft_distributions: list[Tensor | None] = []  # of the step's decode rows
-        self.wanted_outputs = self.scored_hidden_states = torch.empty(0)
         self.scores_prompts = scores_prompts or not materialize_only_last_token_logits
-        self.graphs: GraphsByShape | None = None  # over the present memory
-        self.graph: CapturedStep | None = None  # that the step which is laid out takes
-        # Where more than this context's rows decides about a step, or looks at it, none is launched early.
+        self._graphs: GraphsByShape | None = None  # over the present memory
+        # Steps that depend on more than this context's rows, or are inspected, are never launched early.
         lone = not config.rank_digest_steps and self.ranks.num_stages == 1 and not self.planner.reads_hidden_states
-        self.ahead = RunAhead(is_wanted=config.run_ahead and lone)
+        self._early_steps = EarlySteps(are_allowed=config.run_ahead and lone)
+        self._queue = QueueState()
         with step_memory(config):
             super().__init__(**megatron_settings(config, shape, only_last_logits=materialize_only_last_token_logits))
 
@@ -99,13 +98,13 @@ class MambaCacheContext(DirectRequests):
 
     def release_memory(self) -> None:
         """Drop all running requests, the cache, its memory, and the graphs over it."""
-        self.ahead.drop()
+        self._drop_early_step()
         if self._memory is not None:
             self.counters.states_evicted += self._memory.slots.num_evicted
             self.counters.kv_blocks_evicted += self._memory.blocks.pool.num_evicted
         self._forget(self.rows)
         self.rows = []
-        self._step = self.graph = self.graphs = None  # graphs read and write the memory that goes
+        self._step = self._graphs = None  # graphs read and write the memory that is freed
         self._memory = None
         self.is_tensor_state_allocated = False
         self._count_rows()
@@ -113,8 +112,8 @@ class MambaCacheContext(DirectRequests):
     def reset(self) -> None:
         """Drop all running requests. What is cached stays: Megatron resets on idle and dummy steps too."""
         self._drop(list(self.rows))
-        self.ahead.drop()
-        self._step = self.graph = None
+        self._drop_early_step()
+        self._step = None
         self.chunked_prefill_request_id = -1
         self.has_explicit_chunked_prefill_req = False
         self.padded_active_token_count = self.padded_active_request_count = 0
@@ -153,7 +152,7 @@ class MambaCacheContext(DirectRequests):
             budget: Tokens that this step may still compute.
             age: See `PrefixCache.admit`.
         """
-        self.ahead.refuse_rows()
+        self._early_steps.refuse_rows()
         if len(self.rows) >= self.max_requests:
             return Refusal.NO_ROW
         plan = self.cache.plan(candidate, budget)
@@ -167,7 +166,7 @@ class MambaCacheContext(DirectRequests):
 
     def continue_prefill(self, row: RunningRequest, budget: int) -> None:
         """Schedule the next prefill chunk of a row that is admitted already."""
-        self.ahead.refuse_rows()
+        self._early_steps.refuse_rows()
         rules = self.cache.rules
         chunk_end = prefill_chunk_end(
             start=row.computed,
@@ -185,22 +184,21 @@ class MambaCacheContext(DirectRequests):
         """Schedule the decode rows and their drafts, and lay the step out."""
         if construct_graph_dimensions is not None:
             raise NotImplementedError("Megatron's own CUDA graphs are not used; set CacheConfig.num_cuda_graphs")
-        early = self.ahead.step
+        early = self.early_step
         if early is not None and early.is_of(self.rows):
-            self._at_work, self.draft_distributions = list(self.rows), schedule_plain_decode(self.rows)
+            self._at_work, distributions = list(self.rows), schedule_plain_decode(self.rows)
         else:
             decoding = [row for row in self.rows if not row.is_paused and not row.is_prefilling]
             self._at_work = [*decoding, *(row for row in self.rows if row.is_prefilling and row.scheduled)]
             budget = self.max_tokens - self.active_token_count
-            self.draft_distributions = schedule_decode(decoding, self.cache, self.planner, budget, self.ranks.all_hold)
-        draws_ratios = any(drawn_from is not None for drawn_from in self.draft_distributions)
-        self.graph = self.ahead.take()
-        if self.graph is None and self.graphs is not None:
-            self.graph = self.graphs.fitting(self._at_work)
-        if self.graph is None:
-            self.lay_out(self._at_work, draws_ratios=draws_ratios)
+            distributions = schedule_decode(decoding, self.cache, self.planner, budget, self.ranks.all_hold)
+        graph = self._early_steps.take()
+        if graph is None and self._graphs is not None:
+            graph = self._graphs.fitting(self._at_work)
+        if graph is None:
+            self.lay_out(self._at_work, distributions)
         else:
-            self.lay_out_graph(self.graph, self._at_work, draws_ratios=draws_ratios)
+            self.lay_out_graph(graph, self._at_work, distributions)
 
     def commit_step(self) -> None:
         """Publish what the forward wrote of prompts; call it once the forward is launched."""
@@ -216,18 +214,18 @@ class MambaCacheContext(DirectRequests):
             A dict of `newly_paused_request_ids` and `evict_request_ids`, int64 CPU tensors or None.
         """
         rows = self.step.rows
-        if self.ahead.step is not None:
+        if self.early_step is not None:
             ended = [row for row, new in zip(rows, kept, strict=True) if new.ends]
             return self.finish_plain_step([new.tokens[-1] for new in kept], ended)
         if self.planner.reads_hidden_states:
-            note_hidden_states(rows, kept, self.step.logits.starts, self.wanted_outputs, self.planner)
+            note_hidden_states(rows, kept, self.step.batch.logits.starts, self.step.wanted_outputs, self.planner)
         advance_rows(rows, kept, self.cache, self.planner)
         self._drop([row for row, new in zip(rows, kept, strict=True) if new.ends])
         outcome = grow_rows(self.rows, self.cache, self.block_allocator.paused_count)
         self.rows = [row for row in self.rows if row not in outcome.evicted]
         self._forget(outcome.evicted)
         self.memory.settle(outcome.paused)
-        self._step, self.graph, self._at_work = None, None, []
+        self._step, self._at_work = None, []
         self.counters.requests_paused += len(outcome.paused)
         self.counters.requests_evicted += len(outcome.evicted)
         self._count_rows()
@@ -236,17 +234,25 @@ class MambaCacheContext(DirectRequests):
             "evict_request_ids": ids_of(outcome.evicted),
         }
 
-    def run_ahead(self, tokens: Sequence[int] | None = None) -> None:
-        """Launch the next step if only what this one finds is open: [rows] `tokens`, None until they are read."""
-        rows = self.step.rows
-        if self.graph is not None and len(rows) == len(self.rows) and self.planner.rest(rows):
-            self.ahead.launch(self.graph, rows, tokens)
+    def launch_next(self, tokens: Sequence[int] | None = None) -> None:
+        """Launch the step after this greedy one if `may_run_ahead` allows it.
+
+        Args:
+            tokens: [rows] what this step found; None until they are read.
+        """
+        step, is_known = self.step, tokens is not None
+        if step.graph is not None and may_run_ahead(
+            step, len(self.rows), self._queue, self.planner, are_tokens_known=is_known
+        ):
+            self._early_steps.launch(step.graph, step.rows, tokens)
+        if tokens is not None:
+            self._early_steps.note_fed(tokens)
 
     def finish_plain_step(self, tokens: Sequence[int], ended: Sequence[RunningRequest] = ()) -> dict[str, None]:
-        """As `finish_step`, where the next one runs already, fed [rows] `tokens`: nobody grows or pauses."""
-        self.ahead.check_inputs(tokens)
+        """As `finish_step`, where the next step runs already, fed [rows] `tokens`: no row grows or pauses."""
+        self._early_steps.check_inputs(tokens)
         advance_plain_rows(self.step.rows, tokens, self.cache.counters, self.planner)
-        self._step, self.graph, self._at_work = None, None, []
+        self._step, self._at_work = None, []
         if ended:
             self._drop(ended)
             self._count_rows()
@@ -260,19 +266,56 @@ class MambaCacheContext(DirectRequests):
         """
         self._drop_between_steps([row for row in self.rows if row in self._at_work or row.scheduled])
         torch.cuda.synchronize()  # nothing was read back that orders the next step's buffer after this one's copy
-        self._step, self.graph, self._at_work = None, None, []
+        self._step, self._at_work = None, []
         self.counters.steps_aborted += 1
 
     def drop_rows(self, request_ids: Container[int]) -> None:
         """Drop rows between steps; what they published stays findable."""
         self._drop_between_steps([row for row in self.rows if row.request_id in request_ids])
 
+    # Steps that are launched early.
+
+    @property
+    def early_step(self) -> EarlyStep | None:
+        """The step that is launched before its turn and has not landed."""
+        return self._early_steps.launched
+
+    def note_queue(self, *, has_waiting: bool) -> None:
+        """Note whether requests wait for a row to end."""
+        if has_waiting is not self._queue.has_waiting:
+            self._queue = replace(self._queue, has_waiting=has_waiting)
+
+    def note_scheduled(self, *, is_settled: bool) -> None:
+        """Note whether the scheduler found no request that can join the next step."""
+        if is_settled is not self._queue.is_settled:
+            self._queue = replace(self._queue, is_settled=is_settled)
+
+    def note_change(self) -> None:
+        """Note that a request may be able to join the next step: one has come or left, or books its step by hand."""
+        self.note_scheduled(is_settled=False)
+
+    # Captured graphs.
+
+    @property
+    def graphs(self) -> GraphsByShape | None:
+        """The steps that are captured over the present memory."""
+        return self._graphs
+
+    def drop_graphs(self) -> None:
+        """Free all graphs; the results of a step that one of them computes are copied first."""
+        self._early_steps.leave_graph()
+        self._graphs = None
+
+    def adopt_graphs(self, graphs: GraphsByShape | None) -> None:
+        """Let steps be computed by these graphs, captured over the present memory; None for none."""
+        self._graphs = graphs
+
     def check_integrity(self) -> None:
         """Raise `CacheIntegrityError` unless rows, blocks and slots agree."""
         self.cache.check_integrity(self.rows)
 
     def _drop_between_steps(self, rows: Sequence[RunningRequest]) -> None:
-        self.ahead.is_alone = False  # there is room, or somebody less to wait behind
+        self.note_change()
         self._drop(rows)
         if self.rows:
             resume_rows(self.rows, self.cache)
@@ -284,7 +327,11 @@ class MambaCacheContext(DirectRequests):
             self.rows.remove(row)
         self._forget(rows)
         if not self.rows:
-            self.ahead.drop()
+            self._drop_early_step()
+
+    def _drop_early_step(self) -> None:
+        self.note_change()
+        self._early_steps.drop()
 
     def _forget(self, rows: Sequence[RunningRequest]) -> None:
         for row in rows:

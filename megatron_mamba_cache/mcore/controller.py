@@ -12,9 +12,10 @@ from torch import Tensor
 
 from ..policy.requests import KeptTokens, RunningRequest
 from ..step.host_copy import HostCopy
+from ..step.log_probs import followed_tokens, selected_log_probs, top_n_log_probs
 from ..step.padding_rows import decode_padding_row
+from ..step.step import Step
 from .context import MambaCacheContext
-from .log_probs import followed_tokens, selected_log_probs, top_n_log_probs
 from .prompt_log_probs import score_prompts, whole_scores
 from .rank_digest import digest_of
 from .ranks import num_expert_ranks
@@ -62,28 +63,28 @@ class MambaCacheController(TextGenerationController):
         context.commit_step()
         await asyncio.sleep(0)  # the forward runs; whoever else wants the host may have it
         if skip_bookkeeping:
-            context.ahead.is_alone = False  # who books the step by hand may decide otherwise about its rows
+            context.note_change()  # a caller that books the step by hand may decide otherwise about its rows
         outcome, is_greedy = self._sample(logits)
         reading = HostCopy(outcome)
         if is_greedy:
-            context.run_ahead()
+            context.launch_next()
         found = reading.wait()  # the step's one wait
-        if is_greedy and (tokens := self._tokens_run_on(found)):
+        if is_greedy and (tokens := self._early_tokens(found)):
             return self._report_plain_step(tokens)
-        lines = (found[place] for place in context.step.places)
+        lines = (found[place] for place in context.step.batch.places)
         kept = [row.keep(new[:accepted]) for row, (accepted, *new) in zip(context.step.rows, lines, strict=True)]
         result = {
             "sample": torch.tensor([new.tokens[-1] if new.tokens else 0 for new in kept], dtype=torch.int64),
             "kept_tokens": [new.tokens for new in kept],
             "draft_counts": [_draft_counts(row, new) for row, new in zip(context.step.rows, kept, strict=True)],
-            "cuda_graph_request_count": None if context.graph is None else context.graph.shape.num_rows,
+            "cuda_graph_request_count": _graph_rows(context.step),
             **self._log_probs(logits, kept),
         }
         return result if skip_bookkeeping else result | self._finish_step(kept)
 
     @torch.inference_mode()
     def dummy_forward(self) -> None:
-        """Compute a token of nobody's, for the ranks that share this one's experts; the cache stays as it is."""
+        """Run one dummy token for the ranks that share this rank's experts; the cache does not change."""
         context = self.context
         with context.rehearsing():
             context.lay_out([decode_padding_row(1, context.memory.blocks.dummy_block_idx)])
@@ -91,8 +92,8 @@ class MambaCacheController(TextGenerationController):
             torch.cuda.synchronize()  # before the next step's integers take the place of this one's
 
     def _dynamic_step_forward_logits(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        context = self.context
-        return compute_step(self.inference_wrapped_model, context) if context.graph is None else context.graph.forward()
+        graph = self.context.step.graph
+        return compute_step(self.inference_wrapped_model, self.context) if graph is None else graph.forward()
 
     def _sample(self, logits: Tensor) -> tuple[Tensor, bool]:
         """Sample, verify, and copy the states of reached boundaries.
@@ -101,32 +102,30 @@ class MambaCacheController(TextGenerationController):
             [rows, 2 + K], at the step's places: how many tokens each accepts, and those; and whether they are the best.
         """
         context = self.context
-        step, drawn_from = context.step, context.draft_distributions
-        is_certain = step.logits.all_greedy and all(distribution is None for distribution in drawn_from)
-        if context.graph is not None and is_certain:
-            return context.graph.verify_greedily(), True
+        step, is_greedy = context.step, context.step.is_greedy
+        if step.graph is not None and is_greedy:
+            return step.graph.verify_greedily(), True
         outcome = outcome_on_all_ranks(
-            context, lambda: verify_step(step.logits, context.wanted_logits(logits), drawn_from)
+            context, lambda: verify_step(step.batch.logits, context.wanted_logits(logits), step.draft_distributions)
         )
-        copy_reached_boundaries(step, outcome, context.memory)
-        return outcome, is_certain
+        copy_reached_boundaries(step.batch, outcome, context.memory)
+        return outcome, is_greedy
 
-    def _tokens_run_on(self, found: Sequence[Sequence[int]]) -> list[int]:
+    def _early_tokens(self, found: Sequence[Sequence[int]]) -> list[int]:
         """Return the rows' tokens, [rows], if the next step is or can be launched with them and no row ends; else none.
 
         Args:
             found: [rows, 2 + K], at the step's places, of a greedy step.
         """
         context = self.context
-        tokens = [found[place][1] for place in context.step.places]
-        context.run_ahead(tokens)
-        early = context.ahead.step
-        context.ahead.fed = tokens
+        tokens = [found[place][1] for place in context.step.batch.places]
+        context.launch_next(tokens)
+        early = context.early_step
         return [] if early is None or early.any_ends(tokens) else tokens
 
     def _log_probs(self, logits: Tensor, kept: Sequence[KeptTokens]) -> dict[str, Any]:
         context = self.context
-        step = context.step
+        step = context.step.batch
         if not any(row.spec.log_probs.wanted for row in step.rows):
             return {"log_probs": None, "top_n_logprobs": None}
         only_last = context.materialize_only_last_token_logits
@@ -142,7 +141,7 @@ class MambaCacheController(TextGenerationController):
 
     def _finish_step(self, kept: Sequence[KeptTokens]) -> dict[str, Any]:
         context = self.context
-        rows, row_ids = context.step.rows, context.step.request_ids
+        rows, row_ids = context.step.rows, context.step.batch.request_ids
         finished = [request_id for request_id, new in zip(row_ids, kept, strict=True) if new.ends]
         outcome = context.finish_step(kept)
         self.digest.note_outcome(context, rows, kept)
@@ -155,21 +154,25 @@ class MambaCacheController(TextGenerationController):
     def _report_plain_step(self, tokens: Sequence[int]) -> dict[str, Any]:
         """Finish and report a step behind which the next one runs already: a token a row, and nothing else to say."""
         context = self.context
-        step, graph = context.step, context.graph
+        step = context.step
         return {
             "sample": torch.tensor(tokens, dtype=torch.int64),
             "kept_tokens": list(zip(tokens, strict=True)),
             "draft_counts": [_NO_DRAFTS] * len(tokens),
-            "cuda_graph_request_count": None if graph is None else graph.shape.num_rows,
+            "cuda_graph_request_count": _graph_rows(step),
             "log_probs": None,
             "top_n_logprobs": None,
-            "active_request_ids": torch.tensor(step.request_ids, dtype=torch.int64),
+            "active_request_ids": torch.tensor(step.batch.request_ids, dtype=torch.int64),
             "finished_request_ids": torch.empty(0, dtype=torch.int64),
             **context.finish_plain_step(tokens),
         }
 
 
 _NO_DRAFTS = DraftCounts()
+
+
+def _graph_rows(step: Step) -> int | None:
+    return None if step.graph is None else step.graph.shape.num_rows
 
 
 def _draft_counts(row: RunningRequest, kept: KeptTokens) -> DraftCounts:

@@ -26,16 +26,16 @@ from megatron.core.ssm.mamba_hybrid_layer_allocation import Symbols
 from torch import Tensor
 from tqdm import tqdm
 
-from ..errors import CacheIntegrityError
 from ..policy.requests import RunningRequest, num_decoding
 from ..step.batch import StepBatch, send_padded_step, view_step
+from ..step.captured_step import Capture
 from ..step.logits import StepLogits, all_greedy, logits_starts
 from ..step.one_token_steps import OneTokenStep, send_next
+from ..step.recorder import CudaRecorder, Recorder
+from ..step.run_ahead import LaunchedStep
 from ..step.shapes import StepShape, decode_shapes, prefill_shapes, smallest_shape
-from .captured_step import Capture
+from ..step.step import Step
 from .context import MambaCacheContext
-from .graph_recorder import CudaRecorder, Recorder
-from .run_ahead import LaunchedStep
 from .served_model import compute_part
 from .verify_step import copy_reached_boundaries, outcome_on_all_ranks, verify_step
 from .weight_places import WeightPlaces, rotary_tables_of
@@ -68,16 +68,16 @@ class StepGraph:
         def forward() -> tuple[Tensor, ...]:
             with context.rehearsing():
                 self._views = view_step(padding, buffers, num_chunks)
-                context.install(self._views, self._attention.begin())
+                context.install(Step(self._views, self._attention.begin()))
                 logits = compute_part(model, context)
-                return logits, context.wanted_outputs, *_computed_views(self._views.logits)
+                return logits, context.step.wanted_outputs, *_computed_views(self._views.logits)
 
         (self.logits, self.wanted_outputs, *computed), self._replay_forward = recorder.record(forward)
         self._results = replace(self._views, logits=_with_computed(self._views.logits, *computed))
 
         def verify() -> tuple[Tensor, ...]:
             with context.rehearsing():
-                context.install(self._views, _attend_nothing)
+                context.install(Step(self._views))
                 greedy = replace(self._views.logits, all_greedy=True)
                 outcome = outcome_on_all_ranks(
                     context, lambda: verify_step(greedy, context.wanted_logits(self.logits), [])
@@ -213,11 +213,6 @@ class StepGraphs:
             return None  # the logits of a prompt's tokens lie elsewhere in a padded step
         shape = smallest_shape(rows, self._graphs)
         return None if shape is None else self._graphs[shape]
-
-
-def _attend_nothing(*_: Tensor) -> Tensor:
-    """Stand for attention behind the forward, where no layer asks for it."""
-    raise CacheIntegrityError("a step that is being verified attends to nothing")
 
 
 def reason_without_graphs(context: MambaCacheContext) -> str | None:

@@ -95,7 +95,7 @@ class MambaCacheEngine(SuspendableEngine):
         ends = other_ends(sampling, self.controller.tokenizer)
         with scoring_allowed(sampling):
             future = super()._add_request(request)
-        self.context.ahead.is_alone = False
+        self.context.note_change()
         request.stop_word_ids = [*(request.stop_word_ids or ()), *ends]
         sampling.num_tokens_total = None  # folded into num_tokens_to_generate; both at once is an error on resuming
         spec = self._spec_of(request)
@@ -135,14 +135,14 @@ class MambaCacheEngine(SuspendableEngine):
 
     def schedule_waiting_requests(self) -> None:
         """Schedule the next step, instead of Megatron's two schedulers; one that is launched already stays as it is."""
-        self.context.ahead.has_queue = bool(self.waiting_request_ids)
-        if self.context.ahead.step is not None:
+        self.context.note_queue(has_waiting=bool(self.waiting_request_ids))
+        if self.context.early_step is not None:
             return
         scheduled = self.scheduler.fill_step(
             self._admissible(), self._candidate_of, lambda request_id: self._states[request_id].age
         )
         self.context.chunked_prefill_request_id = scheduled.unfinished_prefill_id
-        self.context.ahead.is_alone = not scheduled.admitted and not self._failed_steps
+        self.context.note_scheduled(is_settled=not scheduled.admitted and not self._failed_steps)
         for row in scheduled.admitted:
             state = self._states[row.request_id]
             state.admit(row.computed, row.age)
@@ -153,7 +153,7 @@ class MambaCacheEngine(SuspendableEngine):
 
     async def async_forward(self) -> Any:
         """Run one step; if it raises, give back what it reserved and queue its requests again."""
-        was_launched, before_ended = self.context.ahead.step is not None, self._step_ended
+        was_launched, before_ended = self.context.early_step is not None, self._step_ended
         try:
             result, state, seconds, number = await super().async_forward()
             self._step_ended = time.perf_counter()
@@ -254,7 +254,7 @@ class MambaCacheEngine(SuspendableEngine):
 
     def _queue_again(self, request_ids: list[int]) -> None:
         """Put requests back at the head of the queue, in the given order."""
-        self.context.ahead.is_alone = False
+        self.context.note_change()
         for request_id in reversed(request_ids):
             self._restart(request_id)
             if request_id in self.waiting_request_ids:

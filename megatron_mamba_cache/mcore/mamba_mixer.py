@@ -98,7 +98,7 @@ class CachingMambaMixer(megatron_mixer.MambaMixer):
     def _dynamic_inference(self, hidden_states: Tensor, context: Any) -> Any:
         projected, _ = self.in_proj(hidden_states)
         states = context.layer_states(self.layer_number - self.pp_layer_offset)
-        mixed = self._mix(self._split(projected.squeeze(1)), states, context.step)
+        mixed = self._mix(self._split(projected.squeeze(1)), states, context.step.batch)
         return self.out_proj(mixed.unsqueeze(1))
 
     def _mix(self, inputs: _MixerInputs, states: LayerStates, step: StepBatch) -> Tensor:

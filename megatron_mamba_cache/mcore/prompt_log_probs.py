@@ -96,11 +96,11 @@ def _scores(
     """Return the scores of all followers, in order, each with the `top_n` best tokens in its place."""
     tokens = [token for place in places for token in place.tokens]
     followers = [token for place in places for token in place.followers]
-    device = context.step.token_ids.device
+    device = context.step.batch.token_ids.device
     values = torch.empty(len(tokens), 1 + top_n, device=device)
     ids = torch.empty(len(tokens), top_n, dtype=torch.int64, device=device)
     if context.ranks.is_last_stage:
-        hidden = context.scored_hidden_states[torch.tensor(tokens, device=device)]
+        hidden = context.step.scored_hidden_states[torch.tensor(tokens, device=device)]
         targets = torch.tensor(followers, device=device)[:, None]
         size = max(_MOST_LOGITS // context.shape.vocab_size, 1)
         for start in range(0, len(tokens), size):
@@ -109,7 +109,6 @@ def _scores(
             best = torch.topk(log_probs, top_n)
             values[part, :1] = log_probs.gather(1, targets[part])
             values[part, 1:], ids[part] = best.values, best.indices
-    context.drop_scored_hidden_states()
     if context.ranks.num_ranks > 1:
         context.ranks.from_source(values)
         context.ranks.from_source(ids)

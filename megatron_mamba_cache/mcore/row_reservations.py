@@ -16,6 +16,6 @@ class RowReservations:
 
     def commit(self) -> None:
         """Publish what the step wrote of prompts."""
-        step = self._context.step
+        step = self._context.step.batch
         for row in step.rows[step.num_decode_rows :]:
             self._context.cache.publish(row, row.scheduled)

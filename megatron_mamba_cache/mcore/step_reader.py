@@ -10,7 +10,6 @@ from megatron.core.inference.contexts.dynamic_context import DynamicInferenceCon
 from torch import Tensor
 
 from ..errors import CacheIntegrityError
-from ..kernels.attention.interface import PlannedAttention
 from ..kernels.attention.kv_append import append_kv
 from ..kernels.compilation import WATCH
 from ..metrics import CacheCounters, CacheSnapshot
@@ -19,13 +18,14 @@ from ..policy.random_counter import DrawPurpose
 from ..policy.requests import RunningRequest
 from ..state.mamba_slot_allocator import StateSlotAllocator
 from ..state.state_pool import LayerStates
-from ..step.batch import StepBatch, lay_out_step
+from ..step.batch import lay_out_step
+from ..step.captured_step import Capture, CapturedStep, GraphsByShape
+from ..step.log_probs import followed_tokens, selected_log_probs
+from ..step.run_ahead import EarlySteps
+from ..step.step import Step
 from .cache_memory import CacheMemory
-from .captured_step import Capture, CapturedStep, GraphsByShape
-from .log_probs import followed_tokens, selected_log_probs
 from .model_shape import HybridModelShape
 from .ranks import Ranks
-from .run_ahead import RunAhead
 
 
 class LiveSlots:
@@ -35,6 +35,15 @@ class LiveSlots:
         self.request_to_mamba_state_idx = [row.live_slot for row in rows]
 
 
+_STEP_COUNTS = (
+    "active_token_count",
+    "padded_active_token_count",
+    "padded_active_request_count",
+    "num_prefill_requests",
+)
+"""Counts of the step that is laid out, which Megatron reads."""
+
+
 class StepReader(DynamicInferenceContext):
     """The reading half of `MambaCacheContext`, which owns the fields."""
 
@@ -42,14 +51,10 @@ class StepReader(DynamicInferenceContext):
     ranks: Ranks
     shape: HybridModelShape
     rows: list[RunningRequest]
-    wanted_outputs: Tensor
-    scored_hidden_states: Tensor
     _memory: CacheMemory | None
-    _step: StepBatch | None
-    _attend: PlannedAttention
-    graphs: GraphsByShape | None
-    graph: CapturedStep | None
-    ahead: RunAhead
+    _step: Step | None
+    _early_steps: EarlySteps
+    _graphs: GraphsByShape | None
 
     @property
     def memory(self) -> CacheMemory:
@@ -74,8 +79,8 @@ class StepReader(DynamicInferenceContext):
         return self.memory.slot_allocator
 
     @property
-    def step(self) -> StepBatch:
-        """The batch that is laid out for the running step."""
+    def step(self) -> Step:
+        """The step that is laid out and has not landed."""
         if self._step is None:
             raise CacheIntegrityError("no step is laid out; call initialize_attention_state() first")
         return self._step
@@ -88,56 +93,72 @@ class StepReader(DynamicInferenceContext):
     def lay_out(
         self,
         rows: Sequence[RunningRequest],
+        draft_distributions: Sequence[Tensor | None] = (),
         *,
-        draws_ratios: bool = False,
         purpose: DrawPurpose = DrawPurpose.SAMPLE,
     ) -> None:
         """Make scheduled rows the step that the model computes: pack every integer, send it in one copy.
 
-        The arguments are those of `lay_out_step`. What the step before it computed has been read back.
+        What the step before it computed has been read back.
+
+        Args:
+            draft_distributions: See `Step`.
+            purpose: What tokens are drawn for.
         """
-        memory = self.memory
-        step = lay_out_step(rows, memory.step_buffers, memory.geometry, draws_ratios=draws_ratios, purpose=purpose)
-        self.install(step, memory.attention.plan(step.attention))
+        memory, draws_ratios = self.memory, any(drawn is not None for drawn in draft_distributions)
+        batch = lay_out_step(rows, memory.step_buffers, memory.geometry, draws_ratios=draws_ratios, purpose=purpose)
+        self.install(Step(batch, memory.attention.plan(batch.attention), draft_distributions=draft_distributions))
         self.counters.steps += 1
 
-    def lay_out_graph(self, graph: CapturedStep, rows: Sequence[RunningRequest], *, draws_ratios: bool) -> None:
-        """Make scheduled rows the step that a graph computes."""
-        self._step = graph.lay_out(rows, draws_ratios=draws_ratios)
-        self.wanted_outputs = graph.wanted_outputs
-        self.active_token_count, self.padded_active_token_count = self._step.num_tokens, graph.shape.num_tokens
-        self.padded_active_request_count = graph.shape.num_rows
-        self.num_prefill_requests = len(rows) - self._step.num_decode_rows
+    def lay_out_graph(
+        self, graph: CapturedStep, rows: Sequence[RunningRequest], draft_distributions: Sequence[Tensor | None]
+    ) -> None:
+        """Make scheduled rows the step that a graph computes; the arguments are those of `lay_out`."""
+        draws_ratios = any(drawn is not None for drawn in draft_distributions)
+        batch = graph.lay_out(rows, draws_ratios=draws_ratios)
+        self.install(
+            Step(batch, graph=graph, draft_distributions=draft_distributions, wanted_outputs=graph.wanted_outputs)
+        )
         self.counters.steps += 1
         self.counters.graph_steps += 1
 
     def using_cuda_graph_this_step(self) -> bool:
-        """Whether the step that is laid out is one that a graph computes."""
-        return self.graph is not None
+        """Return whether a graph computes the step that is laid out."""
+        return self._step is not None and self._step.graph is not None
 
-    def install(self, step: StepBatch, attend: PlannedAttention) -> None:
-        """Make a batch of views, and the attention that was planned for it, what the model computes."""
-        self._step, self._attend = step, attend
-        self.padded_active_token_count = self.active_token_count = step.num_tokens
-        self.padded_active_request_count = len(step.rows)
-        self.num_prefill_requests = len(step.rows) - step.num_decode_rows
-        self.token_to_pos_ids = self.token_to_position_in_request = step.positions
+    def install(self, step: Step) -> None:
+        """Make a step the one that the model and the sampler see, and count it as Megatron does."""
+        self._step = step
+        self.active_token_count, self.padded_active_token_count = step.batch.num_tokens, step.num_padded_tokens
+        self.padded_active_request_count, self.num_prefill_requests = step.num_padded_rows, step.num_prefill_rows
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """Let the block lay out and compute rows that own nothing; afterwards every attribute is what it was."""
-        self.ahead.wait()
-        before = dict(vars(self))
-        self.counters = CacheCounters()  # those of the cache are the ones before
+        """Let the block lay out and compute padding; afterwards the step and all counts are what they were."""
+        self._early_steps.wait()
+        step, counters, counts = self._step, self.counters, {name: getattr(self, name) for name in _STEP_COUNTS}
+        self.counters = CacheCounters()  # the cache keeps counting with the ones before
         try:
             yield
         finally:
-            vars(self).clear()
-            vars(self).update(before)
+            self._step, self.counters = step, counters
+            for name, count in counts.items():
+                setattr(self, name, count)
 
     def current_input_and_position_ids(self, *, num_warmup_tokens: int | None = None) -> tuple[Tensor, Tensor]:
         """Return the step's token ids and positions, each [1, tokens] int64."""
-        return self.step.token_ids.unsqueeze(0), self.step.positions.unsqueeze(0)
+        batch = self.step.batch
+        return batch.token_ids.unsqueeze(0), batch.positions.unsqueeze(0)
+
+    @property
+    def token_to_pos_ids(self) -> Tensor:
+        """Each token's position, [tokens] int64."""
+        return self.step.batch.positions
+
+    @property
+    def token_to_position_in_request(self) -> Tensor:
+        """As `token_to_pos_ids`."""
+        return self.step.batch.positions
 
     def layer_states(self, layer_number: int) -> LayerStates:
         """Return the state pool of a Mamba layer, numbered from 1 over this rank's layers."""
@@ -151,7 +172,7 @@ class StepReader(DynamicInferenceContext):
     def append_key_value_cache(self, layer_number: int, key: Tensor, value: Tensor) -> None:
         """Write the step's keys and values, [tokens, 1, kv heads, head dim], into their blocks."""
         key_cache, value_cache, _ = self.key_value_cache(layer_number)
-        step = self.step
+        step = self.step.batch
         num_tokens = step.num_tokens
         append_kv(
             key.squeeze(1)[:num_tokens],
@@ -164,40 +185,36 @@ class StepReader(DynamicInferenceContext):
 
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         """Attend the step's query tokens to the KV blocks of a layer; see `paged_attention_ref`."""
-        return self._attend(q, k_cache, v_cache)
+        return self.step.attend(q, k_cache, v_cache)
 
     def key_value_cache(self, layer_number: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return a layer's key blocks, value blocks and the step's block table."""
         layer = self.layer_map[layer_number - 1]
         buffer = self.memory.kv_buffer
-        return buffer[0, layer], buffer[1, layer], self.step.attention.block_table
+        return buffer[0, layer], buffer[1, layer], self.step.batch.attention.block_table
 
     def cu_query_lengths(self) -> tuple[Tensor, int]:
         """Return cumulative query lengths and the longest."""
-        attention = self.step.attention
+        attention = self.step.batch.attention
         return attention.cu_query, max(attention.query_lens)
 
     def cu_kv_lengths(self) -> tuple[Tensor, Tensor, int]:
         """Return cumulative KV lengths, KV lengths and the longest."""
-        attention = self.step.attention
+        attention = self.step.batch.attention
         cumulative = torch.nn.functional.pad(attention.kv_lengths.cumsum(0, dtype=torch.int32), (1, 0))
         return cumulative, attention.kv_lengths, max(attention.kv_lens)
 
     def last_token_logits(self, logits: Tensor) -> Tensor:
         """Return, of logits or hidden states [1, tokens, n], those whose logits are wanted: [logits, n].
 
-        These are each row's last token and, before it, the tokens that drafts follow. They are kept as
-        `wanted_outputs`: hidden states, unless the model was told to compute the logits of every token. Where prompts
-        are scored, the hidden states of all tokens are kept as well, as `scored_hidden_states` [tokens, hidden].
+        These are each row's last token and, before it, the tokens that drafts follow. The step keeps them as
+        `wanted_outputs`, and all hidden states as `scored_hidden_states` where prompts are scored.
         """
-        if self.materialize_only_last_token_logits and any(row.scores_prompt for row in self.step.rows):
-            self.scored_hidden_states = logits.squeeze(0)
-        self.wanted_outputs = logits.squeeze(0).index_select(0, self.step.logits.tokens)
-        return self.wanted_outputs
-
-    def drop_scored_hidden_states(self) -> None:
-        """Let the hidden states of all tokens go."""
-        self.scored_hidden_states = torch.empty(0)
+        step = self.step
+        if self.materialize_only_last_token_logits and any(row.scores_prompt for row in step.rows):
+            step.scored_hidden_states = logits.squeeze(0)
+        step.wanted_outputs = logits.squeeze(0).index_select(0, step.batch.logits.tokens)
+        return step.wanted_outputs
 
     def wanted_logits(self, logits: Tensor) -> Tensor:
         """Return the step's wanted logits, [logits, vocab], of those that the model computed, [1, n, vocab]."""
@@ -209,7 +226,7 @@ class StepReader(DynamicInferenceContext):
         """Return each row's log-probs of the tokens that follow, and all log-probs, in a step without drafts."""
         tokens = zip(self.step.rows, new_tokens.tolist(), strict=True)
         kept = [(token,) if row.samples_this_step else () for row, token in tokens]
-        places = followed_tokens(self.step, kept, only_last=bool(only_last_token_logits))
+        places = followed_tokens(self.step.batch, kept, only_last=bool(only_last_token_logits))
         log_probs = F.log_softmax(logits.squeeze(0).float(), dim=-1)
         return selected_log_probs(places, log_probs), log_probs
 
@@ -258,7 +275,7 @@ class StepReader(DynamicInferenceContext):
         Raises:
             CacheIntegrityError: If the next step runs already, so that live states are a token ahead of their rows.
         """
-        if self.ahead.step is not None:
+        if self._early_steps.launched is not None:
             raise CacheIntegrityError(
                 "the next step runs already, and live states with it; set CacheConfig(run_ahead=False) to look at them"
             )
@@ -273,7 +290,7 @@ class StepReader(DynamicInferenceContext):
     def snapshot(self) -> CacheSnapshot:
         """Return counters and what every slot and block is used for."""
         memory, counters, compiled = self.memory, self.counters, WATCH.total
-        captured = self.graphs.capture if self.graphs is not None else Capture()
+        captured = Capture() if self._graphs is None else self._graphs.capture
         return CacheSnapshot(
             counters=replace(
                 counters,

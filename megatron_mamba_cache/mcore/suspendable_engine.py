@@ -40,9 +40,8 @@ class SuspendableEngine(DynamicInferenceEngine):
 
     def create_cuda_graphs(self, reset_context: bool = True) -> None:
         """Capture the steps that the settings ask for: at the start, and after a resume unless the graphs were kept."""
-        self.context.ahead.leave_graph()
-        self.context.graphs = None  # first: their memory serves the new ones
-        self.context.graphs = capture_graphs(self.controller.inference_wrapped_model, self.context)
+        self.context.drop_graphs()  # first: their memory serves the new ones
+        self.context.adopt_graphs(capture_graphs(self.controller.inference_wrapped_model, self.context))
 
     def flush(self, weights_version: str | None = None) -> None:
         """Make all cached prefixes unreachable; see `MambaCacheContext.flush`.

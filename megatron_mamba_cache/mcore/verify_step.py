@@ -47,14 +47,14 @@ def outcome_on_all_ranks(context: StepReader, compute: Callable[[], Tensor]) -> 
         return compute()
     if ranks.is_last_stage:
         return ranks.from_source(compute().contiguous())
-    verify = context.step.logits.verify
+    verify = context.step.batch.logits.verify
     shape = verify.cu_logits.shape[0] - 1, 2 + verify.max_drafts
     return ranks.from_source(torch.zeros(shape, dtype=torch.int64, device=verify.cu_logits.device))
 
 
 def logits_on_all_ranks(context: StepReader, output: Tensor) -> Tensor:
     """Return the last stage's logits, [1, n, vocab], of what each rank's forward returned; bit-equal on all ranks."""
-    ranks, step = context.ranks, context.step
+    ranks, step = context.ranks, context.step.batch
     if ranks.num_ranks == 1:
         return output
     if ranks.is_last_stage:

@@ -58,7 +58,7 @@ def rehearse(model: Any, context: MambaCacheContext) -> None:
     with context.rehearsing():
         for rows in decode_steps(limits, memory.blocks.dummy_block_idx):
             context.lay_out(rows)
-            logits, step = compute_step(model, context), context.step
+            logits, step = compute_step(model, context), context.step.batch
             # Values decide nothing about kernels, but a model's NaN would break the sampler.
             zeros = logits.new_zeros(step.logits.starts[-1], logits.shape[-1])
             copy_reached_boundaries(step, verify_step(step.logits, zeros, []), memory)

@@ -13,8 +13,8 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from megatron_mamba_cache.mcore.cuda_graphs import StepGraph
-from megatron_mamba_cache.mcore.run_ahead import LaunchedStep
 from megatron_mamba_cache.speculation.drafter import Drafter
+from megatron_mamba_cache.step.run_ahead import LaunchedStep
 from tests.distributed.rank_models import Layout, parallel
 from tests.mcore import random_workloads
 from tests.mcore.engine_runs import EngineRun

@@ -127,3 +127,38 @@ def test_the_picture_shows_the_measured_figures() -> None:
     measured = re.findall(r"^\| [a-z ]+ \| [\d,]+ \| ([\d.]+) \|", table, re.M)
     assert len(measured) == 3 and labels == measured
     assert [float(bar) for bar in bars] == pytest.approx([2 * float(value) for value in measured], abs=0.1)
+
+
+ARCHITECTURE = REPOSITORY / "docs" / "architecture.md"
+PACKAGE = REPOSITORY / "megatron_mamba_cache"
+
+
+def paths_of_the_map() -> set[str]:
+    """Return the files and folders that the architecture page names in backticks."""
+    names = re.findall(r"`([\w./-]+)`", prose_of(ARCHITECTURE))
+    return {name for name in names if name.endswith((".py", "/")) or name.startswith(("tests/", "docs/"))}
+
+
+def test_files_that_the_map_names_exist() -> None:
+    paths = paths_of_the_map()
+    assert len(paths) > 50
+    assert [path for path in sorted(paths) if not ((PACKAGE / path).exists() or (REPOSITORY / path).exists())] == []
+
+
+def test_the_map_names_every_folder_of_the_package() -> None:
+    folders = {f"{init.parent.relative_to(PACKAGE)}/" for init in PACKAGE.rglob("*/__init__.py")}
+    assert folders <= paths_of_the_map()
+    drawn = re.search(r"^```text\n(.*?)^```", ARCHITECTURE.read_text(encoding="utf-8"), re.M | re.S)
+    assert drawn is not None
+    top = {path.name + "/" for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
+    modules = {path.name for path in PACKAGE.glob("*.py") if not path.name.startswith("__")}
+    assert set(re.findall(r"\b(\w+/|\w+\.py)", drawn[1])) == top | modules
+
+
+def test_functions_and_classes_that_the_map_names_exist() -> None:
+    source = "".join(path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py"))
+    names = re.findall(r"`([A-Za-z_]+(?:\.[a-z_]+)?)`", prose_of(ARCHITECTURE))
+    own = {name.rpartition(".")[2] for name in names if ("_" in name or name[0].isupper()) and not name.endswith(".py")}
+    assert len(own) > 20
+    for name in sorted(own - {PACKAGE.name}):
+        assert re.search(rf"^\s*(?:async )?(?:def|class) {name}\b", source, re.M), name

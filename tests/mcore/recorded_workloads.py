@@ -88,7 +88,7 @@ def _steps(work: Workload, run: EngineRun, rng: random.Random, cancelled_share: 
 
 def is_early(run: EngineRun) -> bool:
     """Return whether the next step is launched already."""
-    return run.context.ahead.step is not None
+    return run.context.early_step is not None
 
 
 def _digest(run: EngineRun) -> str:

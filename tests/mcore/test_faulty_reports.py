@@ -77,7 +77,7 @@ def test_a_fault_while_the_next_step_runs_already_leaves_every_list_whole(
     run = start_run("prompt top-n", 0, num_cuda_graphs=3, cuda_graph_prefill_tokens=40)
     for request_id in (10, 11):
         run.add(request_id, some_tokens(20, seed=request_id), 40)
-    while any(request_id in run.engine.requests for request_id in PROMPTS) or run.context.ahead.step is None:
+    while any(request_id in run.engine.requests for request_id in PROMPTS) or run.context.early_step is None:
         run.step()
     with monkeypatch.context() as patch:
         raise_once(patch, *PLACES[place](run))

@@ -103,4 +103,4 @@ def test_no_more_logits_are_computed_at_once_than_allowed(monkeypatch: pytest.Mo
     assert not sizes
     run.run(1, some_tokens(50), greedy(3, **SCORED))
     assert sum(sizes) == 49 and max(sizes) == 10
-    assert not run.context.scored_hidden_states.numel()
+    assert not run.context.is_computing  # and its hidden states are gone with it

@@ -121,7 +121,7 @@ class DraftModelDrafter:
         """Compute scheduled rows and draw the token that follows each; reading it back is the forward's one wait."""
         self._context.lay_out(rows, purpose=DrawPurpose.DRAFT)
         logits = logits_on_all_ranks(self._context, compute_step(self._model, self._context)).squeeze(0)
-        settings = self._context.step.logits
+        settings = self._context.step.batch.logits
         if settings.all_greedy:
             return _DrawnTokens(greedy_tokens(logits).tolist(), None)
         probabilities = token_probabilities(logits, settings.temperature, settings.top_k, settings.top_p)

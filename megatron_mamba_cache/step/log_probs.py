@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..policy.requests import RunningRequest
-from ..step.batch import StepBatch
+from .batch import StepBatch
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,15 +1,15 @@
-"""The next step, launched before this one's tokens are read: the GPU feeds itself, the host works beside it.
+"""The next step, launched before this step's tokens are read: the GPU feeds itself while the host works.
 
-A step may run ahead where nothing but the tokens was open: every row decodes on, one token without drafts, in the KV
-block that it has, and nobody could join. So it is the step that would have been launched later, only sooner, and is
-landed as any other: when the rows reach it they are compared with what was launched. Rows may leave in between (a token
-ends one, a request is cancelled, the engine suspends): what a row that is gone computes goes to blocks and a slot that
-were its own, before anything that is launched later can use them. Who waits for a row to end is not kept waiting by a
-step more: then the tokens are read first.
+`may_run_ahead` decides it. A step may run ahead where only its tokens are open: every row decodes one more token
+without drafts, in the KV block that it has, and no request can join. So it is the step that would have been launched
+later, only sooner, and it lands as any other: when the rows reach it they are compared with what was launched. Rows may
+leave in between (a token ends one, a request is cancelled, the engine suspends). What a row that has left computes goes
+to blocks and a slot that were its own, before anything launched later can use them. A request that waits for a row to
+end never waits an extra step: while one is queued, tokens are read first.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -17,11 +17,13 @@ from torch import Tensor
 
 from ..errors import CacheIntegrityError
 from ..policy.requests import RunningRequest
-from ..step.batch import StepBatch
-from ..step.host_copy import stream_of
-from ..step.one_token_steps import RowEnds
-from ..step.shapes import StepShape
+from ..speculation.draft_planner import DraftPlanner, NoDrafts
+from .batch import StepBatch
 from .captured_step import CapturedStep, EarlyStep
+from .host_copy import stream_of
+from .one_token_steps import RowEnds
+from .shapes import StepShape
+from .step import Step
 
 
 class ReplayedGraph(Protocol):
@@ -107,69 +109,107 @@ class LaunchedStep:
         return None if self._graph is None else self._graph.launch_next(rows, tokens)
 
 
-class RunAhead:
-    """Whether the next step is launched before this one is booked, and that step.
+@dataclass(frozen=True, slots=True)
+class QueueState:
+    """The queue as the scheduler last saw it, and whether that still holds.
 
     Args:
-        is_wanted: Whether steps may run ahead at all.
+        has_waiting: Whether a request waits for a row to end.
+        is_settled: Whether the scheduler found no request that can join the next step, and nothing has changed since.
     """
 
-    def __init__(self, *, is_wanted: bool) -> None:
-        self._is_wanted = is_wanted
-        self.step: EarlyStep | None = None
-        self._is_over = False
-        self.is_alone = False
-        """Whether nobody can join the next step; said by who admits requests, taken back by whatever may let one in."""
-        self.has_queue = False
-        """Whether somebody waits for a row to end; said by who admits requests."""
-        self.fed: Sequence[int] = ()
-        """The tokens, [rows], that the launched step was fed; said by who reads them."""
+    has_waiting: bool = False
+    is_settled: bool = False
 
-    def launch(
-        self, captured: CapturedStep, rows: Sequence[RunningRequest], tokens: Sequence[int] | None = None
-    ) -> None:
-        """Launch the step behind a captured one, if it is not launched, and can be, and nobody minds.
+
+def may_run_ahead(
+    step: Step,
+    num_running: int,
+    queue: QueueState,
+    planner: DraftPlanner | NoDrafts,
+    *,
+    are_tokens_known: bool,
+) -> bool:
+    """Return whether the step after a greedy one may be launched now.
+
+    Args:
+        num_running: Requests that have a row, paused ones among them.
+        are_tokens_known: Whether the step's tokens are read. Until then a request that waits for a row to end decides:
+            launching would let it in a step later.
+    """
+    return (
+        step.graph is not None
+        and queue.is_settled
+        and (are_tokens_known or not queue.has_waiting)
+        and len(step.rows) == num_running
+        and planner.rest(step.rows)
+    )
+
+
+class EarlySteps:
+    """Holds the step that is launched before its turn, if there is one.
+
+    Args:
+        are_allowed: Whether steps may be launched early at all.
+    """
+
+    def __init__(self, *, are_allowed: bool) -> None:
+        self._are_allowed = are_allowed
+        self._launched: EarlyStep | None = None
+        self._is_complete = False
+        self._fed: Sequence[int] = ()
+
+    @property
+    def launched(self) -> EarlyStep | None:
+        """The launched step that has not landed."""
+        return self._launched
+
+    def launch(self, graph: CapturedStep, rows: Sequence[RunningRequest], tokens: Sequence[int] | None = None) -> None:
+        """Launch the step after a captured one unless one is launched, they are not allowed, or its shape forbids it.
 
         Args:
-            tokens: [rows] what that one found; None if that is not known yet. Who waits minds that: a row that ends
-                would make room for him a step later.
+            tokens: [rows] what the captured step found; None while that is unknown.
         """
-        is_open = self._is_wanted and self.is_alone and self.step is None
-        if is_open and not (tokens is None and self.has_queue):
-            self._is_over = False
-            self.step = captured.launch_next(rows, tokens)
+        if self._are_allowed and self._launched is None:
+            self._is_complete = False
+            self._launched = graph.launch_next(rows, tokens)
+
+    def note_fed(self, tokens: Sequence[int]) -> EarlyStep | None:
+        """Note the tokens, [rows], that the launched step was fed, now that they are read; return that step."""
+        self._fed = tokens
+        return self._launched
 
     def take(self) -> CapturedStep | None:
-        """Return the step that is launched, which is landed now; None if there is none."""
-        step, self.step = self.step, None
+        """Return the launched step, which now lands; None if there is none."""
+        step, self._launched = self._launched, None
         return step
 
     def check_inputs(self, tokens: Sequence[int]) -> None:
-        """Raise `CacheIntegrityError` unless rows go on with the tokens that the launched step was fed."""
-        if [*tokens] != [*self.fed]:
+        """Raise `CacheIntegrityError` unless rows keep the tokens that the launched step was fed."""
+        if [*tokens] != [*self._fed]:
             raise CacheIntegrityError("the step that runs already was fed other tokens than its rows keep")
 
     def refuse_rows(self) -> None:
-        """Raise `RuntimeError` if a step is launched, which no row can join any more."""
-        if self.step is not None:
+        """Raise `RuntimeError` if a step is launched, which no row can join."""
+        if self._launched is not None:
             raise RuntimeError(
                 "the next step runs already, and no row can join it; admit rows by the engine, or set "
                 "CacheConfig(run_ahead=False)"
             )
 
     def leave_graph(self) -> None:
-        """Wait for it and keep its results: the graph that computed it goes."""
+        """Wait for the launched step and copy its results: the graph that computed it is freed."""
         self.wait()
-        if self.step is not None:
-            self.step.leave_graph()
+        if self._launched is not None:
+            self._launched.leave_graph()
 
     def wait(self) -> None:
-        """Wait for it, once, before other steps use its buffers or its memory goes; in a capture nobody may wait."""
-        if self.step is not None and not self._is_over:
+        """Wait once for the launched step, before its buffers or memory are reused; a capture must not wait again."""
+        if self._launched is not None and not self._is_complete:
             torch.cuda.synchronize()
-            self._is_over = True
+            self._is_complete = True
 
     def drop(self) -> None:
-        """Wait for it and forget it: none of its rows is left."""
+        """Wait for the launched step and forget it: none of its rows is left."""
         self.wait()
-        self.step, self.is_alone = None, False
+        self._launched = None

@@ -1,0 +1,76 @@
+"""Steps that a CUDA graph computes, as contexts and runners see them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from ..policy.requests import RunningRequest
+from .batch import StepBatch
+from .shapes import StepShape
+
+
+class CapturedStep(Protocol):
+    """A step of a fixed shape that a replay computes."""
+
+    shape: StepShape
+    wanted_outputs: Tensor
+
+    def lay_out(self, rows: Sequence[RunningRequest], *, draws_ratios: bool) -> StepBatch:
+        """Send the rows of a step that fits the shape; return the step as its readers see it."""
+
+    def forward(self) -> Tensor:
+        """Compute the logits of the step that was laid out last; those of padding mean nothing."""
+
+    def verify_greedily(self) -> Tensor:
+        """After `forward`, verify against the best tokens and copy states at reached boundaries; [rows, 2 + K]."""
+
+    def launch_next(self, rows: Sequence[RunningRequest], tokens: Sequence[int] | None) -> "EarlyStep | None":
+        """Launch the step after the one laid out last, fed with what that one finds.
+
+        Args:
+            tokens: [rows] what it found; None while that is unknown, so that rows which end are computed further.
+
+        Returns:
+            That step, to be landed; None, with nothing launched, if more than its tokens is open.
+        """
+
+
+class EarlyStep(CapturedStep, Protocol):
+    """A step launched before its rows reach it; laying it out says which of them are left."""
+
+    def any_ends(self, tokens: Sequence[int]) -> bool:
+        """Return whether one of the tokens that its rows were fed, [rows], ends its row."""
+
+    def is_of(self, rows: Sequence[RunningRequest]) -> bool:
+        """Return whether these rows are exactly those that were launched."""
+
+    def leave_graph(self) -> None:
+        """Copy the results, which are complete, before the graph is freed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """What capturing took; bytes of device memory that the graphs hold."""
+
+    num_graphs: int = 0
+    seconds: float = 0.0
+    num_bytes: int = 0
+
+
+class CapturedWeights(Protocol):
+    """The addresses at which graphs read the model's weights."""
+
+    def first_change(self, now: Any) -> str | None:
+        """Return the first weight whose address differs from where it is now, None if all are in place."""
+
+
+class GraphsByShape(Protocol):
+    """The captured steps over one memory and one set of weight addresses."""
+
+    capture: Capture
+    weights: CapturedWeights
+
+    def fitting(self, rows: Sequence[RunningRequest]) -> CapturedStep | None:
+        """Return the smallest one that holds the rows of a step, None if there is none."""

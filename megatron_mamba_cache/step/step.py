@@ -1,0 +1,66 @@
+"""One step of the engine, from the moment it is laid out until it has landed or failed."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..errors import CacheIntegrityError
+from ..kernels.attention.interface import PlannedAttention
+from ..policy.requests import RunningRequest
+from .batch import StepBatch
+from .captured_step import CapturedStep
+
+
+def no_attention(*_: Tensor) -> Tensor:
+    """Take the place of planned attention where no layer runs eagerly: in a graph's replay, or after the forward."""
+    raise CacheIntegrityError("a layer asks for attention outside the forward of its step")
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """What one step computes, and what its forward leaves for sampling.
+
+    Args:
+        batch: Views of the step's rows on the device.
+        attend: Attention, planned for these rows.
+        graph: That computes the step; None if layers run one by one.
+        draft_distributions: Of the decode rows, in order: what their drafts were drawn from; None where drafts are
+            certain.
+        wanted_outputs: [logits, hidden] outputs of the last layer that logits are computed from, or the logits
+            themselves where the model computes those of every token.
+        scored_hidden_states: [tokens, hidden] of all tokens while prompt log-probs are wanted, else empty.
+    """
+
+    batch: StepBatch
+    attend: PlannedAttention = no_attention
+    graph: CapturedStep | None = None
+    draft_distributions: Sequence[Tensor | None] = ()
+    wanted_outputs: Tensor = field(default_factory=lambda: torch.empty(0))
+    scored_hidden_states: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    @property
+    def rows(self) -> tuple[RunningRequest, ...]:
+        """The step's rows, decode rows first."""
+        return self.batch.rows
+
+    @property
+    def num_prefill_rows(self) -> int:
+        """Rows that compute prompt tokens."""
+        return len(self.batch.rows) - self.batch.num_decode_rows
+
+    @property
+    def num_padded_tokens(self) -> int:
+        """Tokens that are computed, padding included."""
+        return self.batch.num_tokens if self.graph is None else self.graph.shape.num_tokens
+
+    @property
+    def num_padded_rows(self) -> int:
+        """Rows that are computed, padding included."""
+        return len(self.batch.rows) if self.graph is None else self.graph.shape.num_rows
+
+    @property
+    def is_greedy(self) -> bool:
+        """True when every new token is the best one, and every draft is certain."""
+        return self.batch.logits.all_greedy and all(drawn is None for drawn in self.draft_distributions)
