@@ -3,8 +3,9 @@
 Megatron is imported when a name that needs it is first used.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from .public_names import lazy_names
 
 if TYPE_CHECKING:
     from .build import build_engine
@@ -41,13 +42,4 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f".{_HOMES[name]}", __name__), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -13,7 +13,7 @@ import megatron_mamba_cache.errors
 PACKAGE_ROOT = Path(megatron_mamba_cache.errors.__file__).parent
 
 FLOORS = (
-    ("errors", "config", "installation", "metrics"),
+    ("errors", "config", "installation", "metrics", "public_names"),
     ("policy", "kernels"),
     ("state",),
     ("speculation",),

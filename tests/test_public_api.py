@@ -1,5 +1,6 @@
 """What the package offers, and what importing it costs."""
 
+import re
 import subprocess
 import sys
 from importlib import import_module
@@ -19,6 +20,24 @@ PUBLIC_NAMES = {
     "plan_align_copy",
     "with_mamba_cache",
 }
+FACES = {
+    "mcore": {"initialize_single_process", "local_hybrid_spec"},
+    "models": {
+        "ByteTokenizer",
+        "DraftModelDrafter",
+        "RandomHybridConfig",
+        "load_hugging_face",
+        "load_megatron_checkpoint",
+        "load_tokenizer",
+        "random_hybrid_model",
+        "save_megatron_checkpoint",
+    },
+    "replicas": {"KeyedInferenceClient", "ReplicaEngine", "RoutingSettings"},
+    "speculation": {"Draft", "DraftRequest", "Drafter", "PromptLookupDrafter", "ReadsHiddenStates"},
+}
+"""What the documentation imports from parts of the package."""
+
+DOCUMENTED_IMPORT = re.compile(r"from (megatron_mamba_cache[\w.]*) import ([\w, ]+)")
 NEED_NO_MEGATRON = ("CacheConfig", "MambaSlotAllocator", "compute_varlen_chunk_metadata", "plan_align_copy")
 
 
@@ -76,3 +95,25 @@ def test_settings_and_plans_need_no_torch() -> None:
 
 def test_names_of_the_engine_import_megatron_when_used() -> None:
     assert "megatron" in modules_after("from megatron_mamba_cache import build_engine")
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_parts_have_public_names_that_are_found_where_they_live(face: str) -> None:
+    package = import_module(f"megatron_mamba_cache.{face}")
+    assert set(package.__all__) == FACES[face] <= set(dir(package))
+    for name in FACES[face]:
+        value = getattr(package, name)
+        assert getattr(import_module(value.__module__), name) is value and value.__doc__
+        assert value.__module__.startswith(f"megatron_mamba_cache.{face}.")
+    with pytest.raises(AttributeError, match=f"module 'megatron_mamba_cache.{face}' has no attribute 'nothing'"):
+        package.nothing  # noqa: B018
+
+
+def test_the_documentation_imports_public_names_only() -> None:
+    root = Path(str(megatron_mamba_cache.__file__)).parents[1]
+    texts = [path.read_text(encoding="utf-8") for path in (root / "README.md", *(root / "docs").glob("*.md"))]
+    found = [match for text in texts for match in DOCUMENTED_IMPORT.findall(text)]
+    assert len(found) > 10
+    for module, names in found:
+        face = module.removeprefix("megatron_mamba_cache").lstrip(".")
+        assert {name.strip() for name in names.split(",")} <= (FACES[face] if face else PUBLIC_NAMES), module

@@ -1,6 +1,25 @@
 """The glue to megatron-core: the only floor, with those above it, that imports it."""
 
 from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+from ..public_names import lazy_names
+
+if TYPE_CHECKING:
+    from .local_spec import local_hybrid_spec
+    from .process_groups import initialize_single_process
+
+_HOMES = {
+    "initialize_single_process": "process_groups",
+    "local_hybrid_spec": "local_spec",
+}
+
+__all__ = [
+    "initialize_single_process",
+    "local_hybrid_spec",
+]
+
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)
 
 SUPPORTED_MEGATRON_CORE = "0.16.1"
 

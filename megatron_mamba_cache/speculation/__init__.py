@@ -1,1 +1,27 @@
-"""Drafts for decode steps: who proposes tokens, and how many are worth verifying. No megatron here."""
+"""Speculative decoding: the drafter protocol, prompt lookup, and how many drafts a request gets."""
+
+from typing import TYPE_CHECKING
+
+from ..public_names import lazy_names
+
+if TYPE_CHECKING:
+    from .drafter import Draft, Drafter, DraftRequest, ReadsHiddenStates
+    from .prompt_lookup import PromptLookupDrafter
+
+_HOMES = {
+    "Draft": "drafter",
+    "DraftRequest": "drafter",
+    "Drafter": "drafter",
+    "PromptLookupDrafter": "prompt_lookup",
+    "ReadsHiddenStates": "drafter",
+}
+
+__all__ = [
+    "Draft",
+    "DraftRequest",
+    "Drafter",
+    "PromptLookupDrafter",
+    "ReadsHiddenStates",
+]
+
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

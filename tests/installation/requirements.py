@@ -53,6 +53,10 @@ class Environment:
     followed: tuple[str, ...] = ()
 
 
+BASE_FACES = ("mcore", "models", "speculation")
+"""Parts of the package whose public names need the base install only."""
+
+
 @cache
 def sources() -> Sources:
     """Return the package, its examples and its tests."""
@@ -65,16 +69,17 @@ def sources() -> Sources:
 def environments() -> dict[str, Environment]:
     """Return the environments that the documentation names."""
     command = (f"{PACKAGE}.__main__", "example_generate")
-    public = tuple(f"{PACKAGE}.{home}" for home in _public_homes())
-    models = (f"{PACKAGE}.models.drafting.draft_model", f"{PACKAGE}.models.checkpoints.megatron_checkpoint")
+    public = (*_public_homes(), *(home for face in BASE_FACES for home in _public_homes(face)))
     tests = tuple(
         ".".join(file.relative_to(REPOSITORY).with_suffix("").parts)
         for file in sorted((REPOSITORY / "tests").rglob("*.py"))
         if "clients" not in file.relative_to(REPOSITORY).parts  # of other projects, installed by hand
     )
     return {
-        "base": Environment((), (*command, *public, *models)),
-        "server": Environment(("server", "hf"), (*command, *public, f"{PACKAGE}.server.app"), ("server", "hf")),
+        "base": Environment((), (*command, *public)),
+        "server": Environment(
+            ("server", "hf"), (*command, *public, *_public_homes("replicas"), f"{PACKAGE}.server.app"), ("server", "hf")
+        ),
         "test": Environment(("test",), (*command, *tests), ("server", "hf", "test")),
     }
 
@@ -159,9 +164,12 @@ def _megatron() -> Path:
     return Path(spec.origin).parent
 
 
-def _public_homes() -> list[str]:
-    text = (REPOSITORY / PACKAGE / "__init__.py").read_text()
-    return re.findall(r'^    "\w+": "([\w.]+)",$', text, re.M)
+def _public_homes(face: str = "") -> list[str]:
+    """Return the modules of the public names of the package, or of one of its parts."""
+    text = (REPOSITORY / PACKAGE / face / "__init__.py").read_text()
+    homes = re.findall(r'^    "\w+": "([\w.]+)",$', text, re.M)
+    assert homes, face
+    return [".".join(filter(None, (PACKAGE, face, home))) for home in homes]
 
 
 def _optional_of_hub() -> dict[str, str]:

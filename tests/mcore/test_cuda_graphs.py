@@ -144,7 +144,7 @@ def test_nothing_is_left_of_a_closed_engine_that_is_still_referred_to(resident_p
     """Steps of it run ahead, and one is launched; process groups wait for graphs that hold their collectives."""
     run = start(resident_pools=resident_pools)
     run.add(0, some_tokens(30), 12)
-    while run.context.ahead.step is None:
+    while run.context.early_step is None:
         run.step()
     left = [weakref.ref(kept) for kept in (run.context.graphs, run.context.memory, run.context.memory.state_pool)]
     run.engine.close()
