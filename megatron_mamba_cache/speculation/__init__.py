@@ -1,1 +1,1 @@
-"""Drafts for decode steps: who proposes tokens, and how many are worth verifying. No megatron here."""
+"""Drafts for decode steps: the drafters, and how many drafts are worth verifying. Imports no megatron."""
