@@ -1,1 +1,1 @@
-"""Ops on packed batches and state pools: each has a torch reference; Triton forms stand beside them."""
+"""Ops on packed batches and state pools: Triton kernels, each with a torch reference beside it."""

@@ -1,8 +1,8 @@
-"""What Triton compiles in this process: how many kernels, in how many seconds, and a line where one takes long.
+"""Count what Triton compiles in this process, and the seconds it takes, and log compilations that take long.
 
-Triton compiles a kernel when it is first launched with arguments of some types, alignments and constants, and calls
-hooks before and after; those of Gluon too. They are called as well for a kernel that lies in Triton's cache on disk,
-which takes milliseconds. The interpreter compiles nothing.
+Triton, Gluon included, compiles a kernel when it is first launched with arguments of some types, alignments and
+constants, and calls hooks before and after. The hooks are also called for a kernel in Triton's disk cache, which takes
+milliseconds. The interpreter compiles nothing.
 """
 
 import time
@@ -31,7 +31,7 @@ class Compilations:
 
 
 class CompilationWatch:
-    """Counts compilations by Triton's hooks, and calls those hooks that were there before."""
+    """Counts compilations through Triton's hooks, and calls the hooks that were installed before."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -46,7 +46,7 @@ class CompilationWatch:
         return self._total
 
     def install(self) -> None:
-        """Put the hooks in their places; where others have taken these since, before them."""
+        """Install the hooks; where others have replaced them since, install them again in front."""
         runtime = knobs.runtime
         before, after = self._hooks
         if before is None or runtime.jit_cache_hook is not before:
@@ -75,7 +75,7 @@ class CompilationWatch:
     def _begin(self, identity: Hashable, name: str) -> None:
         self._thread.compiled_at = None
         with self._lock:
-            for _, failed in self._running.values():  # no hook says that a compilation failed
+            for _, failed in self._running.values():  # no hook reports a failed compilation
                 failed.end()
             line = ProgressLine(f"Triton compiles {name} at its first use, which it does once on a machine")
             self._running[identity] = time.perf_counter(), line
@@ -92,7 +92,7 @@ class CompilationWatch:
         self._thread.compiled_at = now if is_launched else None
 
     def _note_load(self, *_: object) -> None:
-        """Count the time until a kernel is loaded, in which some versions of Triton compile its launcher."""
+        """Count the time until a kernel is loaded, during which some versions of Triton compile its launcher."""
         compiled_at = getattr(self._thread, "compiled_at", None)
         self._thread.compiled_at = None
         if compiled_at is not None:
@@ -108,4 +108,4 @@ def _identity(event: dict[str, Any]) -> Hashable:
 
 
 WATCH = CompilationWatch()
-"""Of this process; installed when a model is made ready for serving."""
+"""The watch of this process; installed when a model is prepared for serving."""

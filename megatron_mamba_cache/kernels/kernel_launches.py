@@ -1,4 +1,4 @@
-"""Where and on what ops launch their Triton kernels."""
+"""When ops launch their Triton kernels, and on what device."""
 
 from functools import cache
 
@@ -17,7 +17,7 @@ def launches_kernel(tensor: Tensor) -> bool:
 
 
 def is_computed_in_fp32(*tensors: Tensor) -> bool:
-    """Return whether all of `tensors` are of the dtypes that kernels compute in fp32."""
+    """Return whether all of `tensors` have dtypes that kernels compute in fp32."""
     return all(tensor.dtype in _FP32_OR_NARROWER for tensor in tensors)
 
 

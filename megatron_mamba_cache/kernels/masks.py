@@ -6,8 +6,8 @@ import triton.language as tl
 
 @triton.jit
 def only_if(flag, mask):
-    """Return `mask` if the scalar `flag` holds, and nothing but False otherwise.
+    """Return `mask` if the scalar `flag` holds, all False otherwise.
 
-    `mask & flag` says the same to the compiler, but Triton 3.9's interpreter makes integers of it.
+    `mask & flag` compiles to the same, but Triton 3.9's interpreter turns it into integers.
     """
     return tl.where(flag, mask, False)

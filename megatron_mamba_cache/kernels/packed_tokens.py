@@ -1,4 +1,4 @@
-"""Between packed tokens and the [rows, max_len] form in which a few tokens a row are computed; no host sync."""
+"""Convert between packed tokens and the padded [rows, max_len] form of a few tokens a row; no host sync."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from .slots.reference_slots import along_first_dim
 
 
 class PackedTokens:
-    """Where the tokens of decode rows lie in the packed order.
+    """The packed positions of decode rows' tokens.
 
     `inside` [rows, max_len] bool says which of the padded form's tokens are real; those of padded rows are not.
     """
@@ -29,7 +29,7 @@ class PackedTokens:
     def scatter(self, padded: Tensor, like: Tensor) -> Tensor:
         """Return [rows, max_len, ...] as packed tokens of the shape and dtype of `like`, zeros where there is none."""
         num_tokens = like.shape[0]
-        packed = like.new_zeros(num_tokens + 1, *like.shape[1:])  # the last takes what is no token
+        packed = like.new_zeros(num_tokens + 1, *like.shape[1:])  # the last takes what is not a token
         targets = torch.where(self.inside, self._positions, num_tokens).flatten()
         packed.index_copy_(0, targets, padded.flatten(0, 1).to(like.dtype))
         return packed[:num_tokens]

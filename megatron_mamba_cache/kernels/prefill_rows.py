@@ -14,19 +14,19 @@ class PrefillRows:
     """Describe packed rows, their SSM chunks and their state slots; all tensors on the ops' device.
 
     An initial slot may be shared by several rows, and may equal its own row's final slot. Final and chunk slots
-    are pairwise distinct and never another row's initial slot. Tokens past the last row belong to nobody.
+    are pairwise distinct and never another row's initial slot. Tokens past the last row are padding.
 
     Args:
         cu_rows: [rows + 1] int32; row r holds the packed tokens cu_rows[r] to cu_rows[r + 1], the end excluded.
         initial_slots: [rows] int32; slot of the state before the row's first token, PAD_SLOT for the zero state.
         final_slots: [rows] int32; slot that receives the state after the row's last token, PAD_SLOT for none.
             An empty row's final slot receives its initial state.
-        cu_chunks: [chunks + 1] int32; packed starts of the SSM chunks, in order. A chunk never spans rows; one of
-            no tokens is padding: it changes and stores nothing.
+        cu_chunks: [chunks + 1] int32; packed starts of the SSM chunks, in order. A chunk never spans rows; an
+            empty one is padding: it changes and stores nothing.
         chunk_rows: [chunks] int32; the row that a chunk belongs to.
         chunk_slots: [chunks] int32; slot that receives the state at the chunk's end, PAD_SLOT for none.
         cu_row_chunks: [rows + 1] int32; row r's chunks are cu_row_chunks[r] to cu_row_chunks[r + 1], the end excluded.
-        longest_first: [rows] int32; the rows in the order in which long work is best begun, longest first.
+        longest_first: [rows] int32; the rows in the order in which to start their work, longest first.
     """
 
     cu_rows: Tensor

@@ -1,4 +1,4 @@
-"""A line that says what takes the time, where it takes long."""
+"""A log line for work that takes long."""
 
 import logging
 import time
@@ -12,7 +12,7 @@ _speaker = Lock()
 
 
 class ProgressLine:
-    """Says what goes on once it has gone on for 2 s, and how long it took at its end; of several only the first."""
+    """Logs work that has run for 2 s, and its duration when it ends; of several at once, only the first."""
 
     def __init__(self, message: str) -> None:
         self._message = message

@@ -1,4 +1,4 @@
-"""Checks of the rows that ops are given: dtypes, shapes, devices; nothing that would wait for the device."""
+"""Checks of the rows that ops take: dtypes, shapes, devices; no host sync."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from .prefill_rows import PrefillRows
 
 
 def check_verify_rows(rows: DecodeRows, device: torch.device) -> None:
-    """Raise a ValueError unless the tensors of `rows` fit together and lie on `device`."""
+    """Raise a ValueError unless the tensors of `rows` fit together and are on `device`."""
     num_rows = rows.accepted.shape[0]
     _check_vectors({"cu_tokens": (rows.cu_tokens, num_rows + 1), "accepted": (rows.accepted, num_rows)}, device)
     columns = rows.columns
@@ -25,7 +25,7 @@ def check_verify_rows(rows: DecodeRows, device: torch.device) -> None:
 
 
 def check_varlen_rows(rows: PrefillRows, device: torch.device) -> None:
-    """Raise a ValueError unless the tensors of `rows` fit together and lie on `device`."""
+    """Raise a ValueError unless the tensors of `rows` fit together and are on `device`."""
     num_rows, num_chunks = rows.final_slots.shape[0], rows.chunk_rows.shape[0]
     vectors = {
         "cu_rows": (rows.cu_rows, num_rows + 1),

@@ -1,1 +1,1 @@
-"""Decisions of the cache: plain values in, frozen plans out. No torch and no megatron here."""
+"""Cache decisions: plain values in, frozen plans out. Imports neither torch nor megatron."""

@@ -35,7 +35,7 @@ class PrefixMatch:
 
 @dataclass(frozen=True, slots=True)
 class AdmissionRules:
-    """What planning an admission depends on besides the request and the pools."""
+    """Settings that admission planning depends on, besides the request and the pools."""
 
     boundaries: BoundaryRule
     align_prefill_chunks: bool
@@ -44,7 +44,7 @@ class AdmissionRules:
 
 @dataclass(frozen=True, slots=True)
 class AdmissionPlan:
-    """What admitting a request does: share `match.blocks`, add `num_new_blocks`, compute up to `chunk_end`."""
+    """How to admit a request: share `match.blocks`, add `num_new_blocks`, compute up to `chunk_end`."""
 
     match: PrefixMatch
     num_new_blocks: int
@@ -53,7 +53,7 @@ class AdmissionPlan:
 
 @dataclass(frozen=True, slots=True)
 class PromptView:
-    """The parts of a request that admission looks at."""
+    """The fields of a request that admission reads."""
 
     keys: Sequence[BlockKey]
     prompt_len: int
@@ -63,7 +63,7 @@ class PromptView:
 def match_prefix(prompt: PromptView, kv: KVBlockPool, slots: SlotPool, block_size: int) -> PrefixMatch:
     """Return the longest reusable prefix; never mutates.
 
-    A recurrent state is valid at one position only: without a state there is no skip, however much KV is known.
+    A recurrent state is valid at one position only: without a state nothing is skipped, however much KV is cached.
     """
     blocks = tuple(kv.longest_match(prompt.keys))
     deepest = min(len(blocks), (prompt.prompt_len - 1) // block_size) if prompt.may_skip else 0
@@ -81,7 +81,7 @@ def plan_admission(
     reserved_keys: Container[BlockKey],
     rules: AdmissionRules,
 ) -> AdmissionPlan | Refusal:
-    """Plan the admission of one request, whole, or say why not.
+    """Plan the complete admission of one request, or return why it is refused.
 
     Args:
         budget: Tokens this step may still compute.
@@ -89,7 +89,7 @@ def plan_admission(
     """
     block_size = rules.boundaries.block_size
     match = match_prefix(prompt, kv, slots, block_size)
-    # One step of waiting is cheaper than computing even one block again.
+    # Waiting one step is cheaper than recomputing even one block.
     if prompt.may_skip and _reserved_beyond(prompt, match.skip_tokens, reserved_keys, block_size):
         return Refusal.WAITS_FOR_PREFIX
     if not has_live_slot_beside(match, slots, block_size):
@@ -118,7 +118,7 @@ def _reserved_beyond(prompt: PromptView, skip_tokens: int, keys: Container[Block
 
 
 def has_live_slot_beside(match: PrefixMatch, slots: SlotPool, block_size: int) -> bool:
-    """Whether a live slot can be had without evicting the state that the match starts from."""
+    """Return whether a live slot is available without evicting the state that the match starts from."""
     if not match.skip_tokens:
         return slots.num_available >= 1
     taken_by_pin = 0 if slots.is_pinned(match.blocks[match.skip_tokens // block_size - 1]) else 1

@@ -1,6 +1,6 @@
-"""Which accepted step of a verify crosses a block boundary, and what the align copy moves.
+"""Find the accepted token of a verify step that reaches a block boundary, and plan its align copy.
 
-The host's twin of the decision that the GPU takes from device tensors.
+This is the host twin of the decision that the GPU makes from device tensors.
 """
 
 from dataclasses import dataclass
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class AlignCopy:
-    """The copy of the state at a block boundary out of a row's columns.
+    """A copy of the state at a block boundary out of a row's columns.
 
     Args:
         source_column: column that holds the SSM state at the boundary.
         shift: accepted drafts before the boundary; the conv window of the row's state column moves left by it.
         destination_column: block that ends on the boundary.
-        moves_bytes: False where both states already lie where they belong.
+        moves_bytes: False when both states are already in place.
         num_accepted_after: accepted tokens that the next step counts from the row's state column.
     """
 
@@ -41,7 +41,7 @@ def plan_align_copy(
     accepted = max(num_accepted, 1)
     running = num_computed + num_scheduled - num_draft
     aligned = (running + accepted - 1) // block_size * block_size
-    # Position 0 is no boundary: no block ends there.
+    # Position 0 is not a boundary: no block ends there.
     if aligned < running or aligned <= 0:
         return None
     shift = aligned - running

@@ -1,4 +1,4 @@
-"""Give decoding rows the block their next token needs; where there are too few, pause and evict."""
+"""Give decoding requests the block that their next token needs; when there are too few, pause and evict."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,21 +10,21 @@ from .requests import RunningRequest
 
 @dataclass(frozen=True, slots=True)
 class GrowthOutcome:
-    """Who was held back: `paused` rows newly wait for a block, `evicted` ones were released, youngest first."""
+    """Requests held back: `paused` ones newly wait for a block, `evicted` ones were released, youngest first."""
 
     paused: tuple[RunningRequest, ...] = ()
     evicted: tuple[RunningRequest, ...] = ()
 
 
 def grow_rows(rows: Sequence[RunningRequest], cache: PrefixCache, paused_capacity: int) -> GrowthOutcome:
-    """Grow, pause, resume and evict rows after a step.
+    """Grow, pause, resume and evict requests after a step.
 
     Args:
-        rows: All admitted rows that have not finished.
-        paused_capacity: Blocks that paused rows may keep.
+        rows: All admitted requests that have not finished.
+        paused_capacity: Blocks that paused requests may keep.
 
     Raises:
-        CacheCapacityError: If a single row cannot go on in the whole pool.
+        CacheCapacityError: If a single request cannot continue even with the whole pool.
     """
     needing = [row for row in rows if _needs_block(row, cache.block_size)]
     if len(needing) <= cache.kv.num_available:
@@ -57,9 +57,9 @@ def grow_rows(rows: Sequence[RunningRequest], cache: PrefixCache, paused_capacit
 
 
 def resume_rows(rows: Sequence[RunningRequest], cache: PrefixCache) -> None:
-    """Give paused rows, in order, the block that each waits for, while there are any; after others left between steps.
+    """Give paused requests, in order, the block each waits for, while blocks last; for use after others left.
 
-    Where only paused rows are left one of them goes on: all that they may hold is less than the pool.
+    When only paused requests are left, at least one resumes: together they may hold less than the pool.
     """
     for row in rows:
         if row.is_paused and cache.kv.num_available:
@@ -71,7 +71,7 @@ def _needs_block(row: RunningRequest, block_size: int) -> bool:
 
 
 def _may_stay_paused(rows: Sequence[RunningRequest], capacity: int) -> bool:
-    """Whether all of them are paused already and hold few enough blocks for that."""
+    """Return whether all rows are already paused and together hold at most `capacity` blocks."""
     return all(row.is_paused for row in rows) and len({block for row in rows for block in row.block_ids}) <= capacity
 
 

@@ -1,4 +1,4 @@
-"""Chained keys of KV blocks: a key names a block's tokens, all tokens before them, and the salt they are under."""
+"""Chained keys of KV blocks: a key identifies a block's tokens, all tokens before them, and their salt."""
 
 import sys
 from array import array
@@ -20,7 +20,7 @@ _INT32 = np.iinfo(np.int32)
 
 @dataclass(frozen=True, slots=True)
 class CacheSalt:
-    """What must agree, besides the tokens, before one request may read what another wrote.
+    """What must match, besides the tokens, before one request may read what another wrote.
 
     `epoch` counts flushes; `tenant` separates users who must not observe each other's hits.
     """
@@ -43,8 +43,8 @@ class CacheSalt:
 class BlockKeyChain:
     """The keys of one growing token sequence, one for each complete block.
 
-    key(i) = SHA-256(key(i-1) ‖ tokens of block i as little-endian int32), `root` standing in for key(-1); a key is the
-    whole digest as a big-endian integer. Tokens of an incomplete last block are kept, but have no key yet.
+    key(i) = SHA-256(key(i-1) ‖ tokens of block i as little-endian int32), with `root` as key(-1); a key is the whole
+    digest as a big-endian integer. Tokens of an incomplete last block are kept, but have no key yet.
     """
 
     def __init__(self, root: bytes, block_size: int) -> None:
@@ -65,19 +65,19 @@ class BlockKeyChain:
 
     @property
     def keys(self) -> list[BlockKey]:
-        """The keys so far, first block first: the chain's own list, which grows with it and is not to be changed."""
+        """The keys so far, first block first. This is the chain's own list, which grows with it: do not change it."""
         return self._keys
 
     @property
     def num_tokens(self) -> int:
-        """Tokens so far, those of the incomplete last block included."""
+        """Tokens so far, including those of the incomplete last block."""
         return self._num_tokens
 
     def extend(self, tokens: TokenIds) -> None:
         """Append tokens and hash the blocks they complete.
 
         Raises:
-            ValueError: If a token is no 32-bit integer; the chain is unchanged then.
+            ValueError: If a token is not a 32-bit integer; the chain is then unchanged.
         """
         new = _int32_view(tokens)
         self._num_tokens += len(new) // _TOKEN_BYTES

@@ -1,4 +1,4 @@
-"""Which block is registered under which key, and which block comes before it: the trees that shared prefixes form."""
+"""The trees that shared prefixes form: the key of each registered block, and the block before it."""
 
 from collections.abc import Sequence
 
@@ -12,18 +12,18 @@ _ROOT = BlockId(-1)
 class BlockTree:
     """A two-way map between keys and blocks 0 to num_blocks - 1, with each block's parent, depth and child count.
 
-    The one map of the cache: a block is found, named and forgotten here and nowhere else.
+    This is the only map of the cache: blocks are registered, found and forgotten nowhere else.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self._block_of: dict[BlockKey, BlockId] = {}
         self._keys = [_UNREGISTERED] * num_blocks
-        self._parents = [_ROOT] * num_blocks  # meant where the depth is above 1
+        self._parents = [_ROOT] * num_blocks  # valid where the depth is above 1
         self._num_children = [0] * num_blocks
         self._depths = [0] * num_blocks
 
     def __contains__(self, block: BlockId) -> bool:
-        return self._depths[block] > 0  # not the key: a big integer apiece, it is seldom in the CPU's cache
+        return self._depths[block] > 0  # not the key: a big integer, seldom in the CPU's cache
 
     def __len__(self) -> int:
         return len(self._block_of)
@@ -68,7 +68,7 @@ class BlockTree:
         return sorted(self._block_of.values())
 
     def require_addable(self, block: BlockId, key: BlockKey, parent: BlockId | None) -> None:
-        """Raise unless the key is positive, the block has no other one, and the key no other parent."""
+        """Raise unless the key is positive, the block has no other key, and the key has no other parent."""
         if key <= 0:
             raise ValueError(f"need a positive key for block {block}, found {key}")
         if block in self and self._keys[block] != key:

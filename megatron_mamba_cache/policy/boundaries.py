@@ -1,4 +1,4 @@
-"""Which positions of a prompt deserve a cached state, and where a prefill chunk ends.
+"""Choose the positions of a prompt that get a cached state, and where a prefill chunk ends.
 
 All positions are absolute token positions, counted from the start of the request.
 """
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class BoundaryRule:
-    """Say which boundaries a prefill reserves.
+    """The rule for which boundaries a prefill reserves.
 
     Args:
         block_size: tokens in a block; every boundary is a multiple of it.

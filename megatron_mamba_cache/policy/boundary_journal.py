@@ -1,4 +1,4 @@
-"""What changes about the boundaries that prompts can start from, noted for whoever routes prompts between replicas."""
+"""Changes of the boundaries that prompts can start from, recorded for the router between replicas."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,20 +8,20 @@ from .identifiers import BlockId, BlockKey
 
 
 class StateObserver(Protocol):
-    """Hears of each block that gets or loses a cached state; it must neither raise nor change the pool."""
+    """Is notified of each block that gets or loses a cached state; it must neither raise nor change the pool."""
 
     def published(self, block: BlockId) -> None:
         """The state at the end of the block has become findable."""
 
     def dropped(self, block: BlockId) -> None:
-        """The block's state has gone."""
+        """The block's state is gone."""
 
     def flushed(self) -> None:
-        """All states have gone."""
+        """All states are gone."""
 
 
 class NobodyObserves:
-    """Takes the place of an observer where prompts are not routed."""
+    """The null observer, used where prompts are not routed."""
 
     def published(self, block: BlockId) -> None:
         """Do nothing."""
@@ -35,10 +35,10 @@ class NobodyObserves:
 
 @dataclass(frozen=True, slots=True)
 class BoundaryChanges:
-    """Net changes of the resumable boundaries, by the keys of the blocks that they end; keys are of one salt.
+    """Net changes of the resumable boundaries, by the keys of the blocks that they end; all keys share one salt.
 
     Args:
-        were_flushed: Everything reported before is void; `dropped` is empty then.
+        were_flushed: True when everything reported before is void; `dropped` is then empty.
     """
 
     published: tuple[BlockKey, ...] = ()
@@ -50,11 +50,11 @@ class BoundaryChanges:
 
 
 class BoundaryJournal:
-    """Collects what a slot pool tells until it is taken; a boundary that comes and goes in between leaves no trace.
+    """Collects a slot pool's changes until they are taken; a boundary that comes and goes in between leaves no trace.
 
     A hit needs the state at a boundary and every KV block before it. No block leaves before its children, and a state
-    leaves with its block, so that the keys of blocks with a state say all about where hits happen. The journal holds at
-    most one entry for each state of the pool and one for each boundary that is to be reported as gone.
+    leaves with its block, so the keys of blocks with a state tell exactly where hits can happen. The journal holds at
+    most one entry for each state of the pool and one for each boundary still to be reported as gone.
     """
 
     def __init__(self) -> None:
@@ -68,14 +68,14 @@ class BoundaryJournal:
         self._new[block] = None
 
     def dropped(self, block: BlockId) -> None:
-        """Note a state that has gone."""
+        """Note a state that is gone."""
         if block in self._new:
             del self._new[block]
         elif block in self._reported:
             self._gone.append(self._reported.pop(block))
 
     def flushed(self) -> None:
-        """Note that all states have gone."""
+        """Note that all states are gone."""
         self._new.clear()
         self._reported.clear()
         self._gone.clear()
@@ -85,7 +85,7 @@ class BoundaryJournal:
         """Return the changes since the last call and forget them.
 
         Args:
-            key_of: Of the KV block pool, as it is now; a block without a key is left out.
+            key_of: Returns a block's current key in the KV block pool; a block without a key is left out.
         """
         published = []
         for block in self._new:

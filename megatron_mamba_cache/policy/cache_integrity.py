@@ -1,4 +1,4 @@
-"""Whether running requests and the pools agree about every KV block and state slot."""
+"""Check that running requests and the pools agree about every KV block and state slot."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from .slot_pool import SlotPool
 
 
 def check_rows_and_pools(rows: Sequence[RunningRequest], kv: KVBlockPool, slots: SlotPool) -> None:
-    """Raise `CacheIntegrityError`, with what disagrees, unless the pools hold and the rows own what the pools say."""
+    """Raise `CacheIntegrityError`, naming the mismatch, unless the pools are intact and agree with the requests."""
     kv.check_integrity()
     slots.check_integrity()
     _check_blocks(rows, kv)

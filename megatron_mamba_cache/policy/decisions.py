@@ -1,4 +1,4 @@
-"""What a rank has decided, hashed and remembered for a while, so that ranks that part can be told where they did."""
+"""A hash of a rank's decisions and a record of the newest, to find the first one on which ranks disagree."""
 
 import hashlib
 from collections import deque
@@ -12,7 +12,7 @@ _NUM_PIECES = 4
 
 
 class DecisionKind(Enum):
-    """What was decided, and what its facts are."""
+    """The kinds of decisions, and the facts of each."""
 
     ADMIT = "admission (checksum of the prompt, tokens skipped, live slot, state restored from, KV blocks)"
     GROW = "new KV blocks"
@@ -64,7 +64,7 @@ class DecisionLog:
         return self._num_noted
 
     def note(self, kind: DecisionKind, request_id: int, *facts: int) -> None:
-        """Add a decision of the present step."""
+        """Record a decision of the current step."""
         decision = Decision(self.step, kind, request_id, facts)
         self._hash.update(repr((self.step, kind.name, request_id, facts)).encode())
         self._recent.append(decision)
@@ -81,10 +81,10 @@ class DecisionLog:
 
 
 def first_difference(ranks: Sequence[RecentDecisions]) -> str:
-    """Say which decision is the first that ranks, whose hashes differ, do not share, and what each has decided.
+    """Describe the first decision that differs between ranks, and what each of them decided.
 
     Args:
-        ranks: Of each rank, in order.
+        ranks: The newest decisions of each rank, in order; the ranks' hashes differ.
     """
     first = max(recent.first for recent in ranks)
     end = max(recent.first + len(recent.decisions) for recent in ranks)

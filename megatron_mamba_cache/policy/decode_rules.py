@@ -1,4 +1,4 @@
-"""What decoding keeps and may take."""
+"""Rules for the state slots that decoding keeps and may take."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,12 +6,11 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class DecodeRules:
-    """Which states decoding leaves behind, and how many requests share the pool with draft windows.
+    """Which states decoding keeps, and how many requests share the pool with draft windows.
 
     Args:
-        checkpoints: Which boundaries that a request reaches in decode keep a state: its newest ("rolling"), "all" or
-            "none".
-        max_requests: Requests that run at once.
+        checkpoints: Boundaries reached in decode that keep a state: a request's newest ("rolling"), "all" or "none".
+        max_requests: The most requests that run at once.
     """
 
     checkpoints: Literal["rolling", "all", "none"] = "rolling"

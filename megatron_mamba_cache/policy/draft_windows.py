@@ -1,18 +1,18 @@
-"""The columns of requests' draft windows: slots of the common pool, as many as each step needs."""
+"""The columns of requests' draft windows: slots of the shared pool, as many as each step needs."""
 
 from .requests import RunningRequest
 from .slot_pool import SlotPool
 
 
 class DraftWindows:
-    """Gives running requests slots for the states behind their drafts, and takes them back.
+    """Gives running requests slots for the states after their drafts, and takes them back.
 
-    Column 0 is the request's live slot. Drafts never take the slots that requests not admitted yet would live in, nor
-    those that the running ones' checkpoints would.
+    Column 0 is the request's live slot. Drafts never take slots that are needed for requests not admitted yet or for
+    the checkpoints of running ones.
 
     Args:
-        max_requests: Requests that may live in the pool at once.
-        num_checkpoints: Cached states to leave room for, for each running request.
+        max_requests: The most requests with a live slot at once.
+        num_checkpoints: Cached states to leave room for, per running request.
     """
 
     def __init__(self, slots: SlotPool, max_requests: int, num_checkpoints: int = 0) -> None:
@@ -21,7 +21,7 @@ class DraftWindows:
         self._num_checkpoints = num_checkpoints
 
     def widen(self, row: RunningRequest, num_drafts: int) -> int:
-        """Give the row columns for up to `num_drafts` drafts; return for how many it has them."""
+        """Give the request columns for up to `num_drafts` drafts; return how many drafts it has columns for."""
         missing = num_drafts - len(row.draft_slots)
         if missing <= 0:
             return num_drafts

@@ -1,4 +1,4 @@
-"""What a cached entry is worth, and a heap that gives up the least worthy first."""
+"""The worth of a cached entry, and a heap that yields the entry of least worth first."""
 
 from collections.abc import Callable
 from math import isnan
@@ -12,19 +12,19 @@ _MOST_FILED_ANEW = 8
 
 
 class CachedEntry(NamedTuple):
-    """What a worth function may know of an entry. A tuple, since one is made for every push.
+    """What a worth function may read of an entry. A tuple, because one is made for every push.
 
-    Entries of a pool are of one size, so that what counts is worth an entry, not a byte.
+    All entries of a pool have the same size, so worth is per entry, not per byte.
 
     Args:
         last_used: A logical time.
         num_tokens: From the root to the end of the entry.
-        floor: The highest worth of an entry evicted until `last_used`, 0 if none was: aging, as in Greedy-Dual.
-        lost_tokens: What a request that ends here computes again once the entry is gone: of a state, all from the
-            nearest state before it; of a KV block, the block.
-        num_hits: Requests that found this entry to be the deepest of use to them.
-        num_continuations: Of a state, others that followed directly behind it: 0 at the end of all that is known, 1
-            inside a text that went on, more where texts part.
+        floor: The highest worth evicted up to `last_used`, 0 if none was: aging, as in Greedy-Dual.
+        lost_tokens: Tokens that a request matching up to here recomputes once the entry is gone: for a state, all since
+            the nearest state before it; for a KV block, the block's own.
+        num_hits: Requests for which this entry was the deepest usable one.
+        num_continuations: For a state, the texts that continued directly after it: 0 at the end of all known text, 1
+            inside a text, more where texts branch.
     """
 
     last_used: int
@@ -36,7 +36,7 @@ class CachedEntry(NamedTuple):
 
 
 class Worth(Protocol):
-    """A function of the entry alone, so that every rank reaches the same figure; the lowest is evicted first."""
+    """A function of the entry alone, so every rank computes the same value; the lowest is evicted first."""
 
     def __call__(self, entry: CachedEntry, /) -> float:
         """Return what keeping the entry is worth; any finite scale."""
@@ -51,13 +51,13 @@ _Item = tuple[float, int, int, int]  # worth, last use, minus depth, id: compare
 
 
 class EvictionHeap:
-    """Ids in the order of their eviction: least worth first, then least recently used, deeper, lower id.
+    """Ids in eviction order: lowest worth first, then least recently used, deepest, lowest id.
 
-    Ids count from 0: memory grows with the highest. A list holds what is live, as a dictionary of many ids costs a
-    push or pop several times as much in misses of the CPU's caches.
+    Ids count from 0: memory grows with the highest. Live items are in a list: with many ids, a dictionary makes a push
+    or pop several times slower through CPU cache misses.
 
-    Entries replaced or discarded stay behind until they surface or until they outnumber the live ones, so every
-    operation is amortised O(log n) and stale entries number at most the live ones plus a constant.
+    Replaced and discarded items stay in the heap until they surface or outnumber the live ones, so every operation is
+    amortised O(log n) and there are at most as many stale items as live ones, plus a constant.
     """
 
     def __init__(self, worth: Worth = lru_worth) -> None:
@@ -67,7 +67,7 @@ class EvictionHeap:
         self._num_live = 0
         self._num_stale = 0
         self.floor = 0.0
-        """The highest worth that was evicted so far, 0 before the first."""
+        """The highest worth evicted so far, 0 before the first eviction."""
 
     def __len__(self) -> int:
         return self._num_live
@@ -76,7 +76,7 @@ class EvictionHeap:
         return entry_id < len(self._live) and self._live[entry_id] is not None
 
     def push(self, entry_id: int, entry: CachedEntry) -> None:
-        """Add an id, or replace what is known of it.
+        """Add an id, or replace its entry.
 
         Raises:
             ValueError: If the worth is not a number.
@@ -123,13 +123,13 @@ class EvictionHeap:
         raise CacheIntegrityError("need an entry to evict, found none; ask for no more than is evictable")
 
     def pop_current(self, changed: Callable[[int], CachedEntry | None]) -> int:
-        """Remove and return the id to evict first, by what is known of it now.
+        """Remove and return the id to evict first by its current entry.
 
-        An id whose worth has risen since it was pushed is filed anew; so are a few at most, which keeps this
-        O(log n): the last of them is evicted whatever it is worth. A worth that falls is for its owner to push.
+        An id whose entry has changed since it was pushed is pushed again. This happens a few times at most, which keeps
+        it O(log n); the last id is evicted whatever its worth. When a worth falls, the owner must push the id itself.
 
         Args:
-            changed: Returns what is known of an id, or None if it is what was pushed.
+            changed: Returns an id's current entry, or None if it is the one that was pushed.
 
         Raises:
             CacheIntegrityError: If there is none.

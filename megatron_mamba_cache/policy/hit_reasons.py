@@ -1,4 +1,4 @@
-"""Why a request skipped nothing of its prompt."""
+"""Why a request skipped no prompt tokens."""
 
 from .requests import RunningRequest
 
@@ -6,10 +6,10 @@ REASONS = ("caching_off", "prompt_log_probs", "short_prompt", "new_prefix", "no_
 
 
 def reason_for_no_hit(row: RunningRequest, block_size: int, enabled: bool) -> str | None:
-    """Return why a row that was just admitted computes its prompt from the first token, one of `REASONS`; None if not.
+    """Return why a newly admitted request computes its prompt from the first token, one of `REASONS`; None on a hit.
 
     "new_prefix": no cached prompt begins with its first block, or none does any more. "no_state": its first blocks are
-    known, but at the end of none of them lies a state.
+    cached, but no state is cached at the end of any of them.
     """
     if row.computed:
         return None

@@ -1,4 +1,4 @@
-"""The two kinds of number that must never be mixed: KV blocks and state slots."""
+"""Distinct types for numbers that must never be mixed: KV blocks and state slots."""
 
 from typing import NewType
 

@@ -1,4 +1,4 @@
-"""Who holds each KV block, under which key it is found, and which one goes when room is needed."""
+"""The KV block pool: references on each block, the key it is found under, and eviction."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,10 +9,10 @@ from .identifiers import BlockId, BlockKey
 
 
 class KVBlockPool:
-    """Blocks 0 to num_blocks - 1, each free, referenced, or cached: registered under a key and held by nobody.
+    """Blocks 0 to num_blocks - 1, each free, referenced, or cached: registered under a key and unreferenced.
 
-    Registered blocks form trees along their sequences. Who holds a block holds its ancestors too, so that all that is
-    cached can be evicted, leaves first. Time is logical: one tick for each call that uses blocks.
+    Registered blocks form trees along their sequences. A request that holds a block also holds its ancestors, so every
+    cached block can be evicted, leaves first. Time is logical: one tick for each call that uses blocks.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class KVBlockPool:
         self._free = [BlockId(block) for block in reversed(range(num_blocks))]  # a stack: lowest id on top
         self._refs = [0] * num_blocks
         self._last_used = [(0, 0.0)] * num_blocks  # when, and the floor of worth at that time
-        self._num_matches = [0] * num_blocks  # of all that a prompt shares, how often this was the last
+        self._num_matches = [0] * num_blocks  # how often the block was the last that a prompt shares
         self._tree = BlockTree(num_blocks)
         self._evictable = EvictionHeap(worth)  # the cached leaves
         self._num_cached = 0
@@ -59,12 +59,12 @@ class KVBlockPool:
 
     @property
     def num_cached(self) -> int:
-        """Registered blocks that nobody holds."""
+        """Registered blocks without references."""
         return self._num_cached
 
     @property
     def num_referenced(self) -> int:
-        """Blocks that somebody holds."""
+        """Blocks with references."""
         return self._num_blocks - len(self._free) - self._num_cached
 
     @property
@@ -130,7 +130,7 @@ class KVBlockPool:
         return blocks
 
     def acquire(self, blocks: Sequence[BlockId]) -> None:
-        """Take one reference more on each block, which then counts as just used; the last one has ended a match.
+        """Add one reference to each block, which then counts as just used; the last block counts as the end of a match.
 
         Raises:
             CacheIntegrityError: If a block is free; nothing has changed then.
@@ -146,7 +146,7 @@ class KVBlockPool:
             self._num_matches[blocks[-1]] += 1
 
     def release(self, blocks: Sequence[BlockId]) -> None:
-        """Give one reference on each block back; the blocks count as just used, the registered ones stay findable.
+        """Drop one reference on each block; the blocks count as just used, and registered ones stay findable.
 
         Raises:
             CacheIntegrityError: If a block has fewer references than it is listed times; nothing has changed then.
@@ -195,7 +195,7 @@ class KVBlockPool:
         return known
 
     def flush(self) -> None:
-        """Forget every key: cached blocks become free, held ones unregistered; `on_evict` hears of each."""
+        """Forget every key: cached blocks become free, held ones unregistered; `on_evict` is called with each."""
         registered = self._tree.blocks()
         self._tree = BlockTree(self._num_blocks)
         self._evictable.clear()
@@ -227,7 +227,7 @@ class KVBlockPool:
         self._last_used[block] = now
 
     def _drop_references(self, blocks: Sequence[BlockId]) -> list[BlockId]:
-        """Take one reference off each block, or off none if one lacks it; return those left with none."""
+        """Drop one reference on each block, or on none if one lacks it; return the blocks left without references."""
         refs = self._refs
         emptied = []
         for index, block in enumerate(blocks):
@@ -241,7 +241,7 @@ class KVBlockPool:
         return emptied
 
     def _file_all(self, emptied: Sequence[BlockId]) -> None:
-        """Put blocks without references where they belong: free, or cached."""
+        """File blocks without references as free or cached."""
         for block in emptied:
             if block not in self._tree:
                 self._free.append(block)

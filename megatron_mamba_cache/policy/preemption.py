@@ -1,4 +1,4 @@
-"""Who gets a block, pauses or leaves when the step's rows want more KV blocks than there are."""
+"""Plan which rows get a block, pause or are evicted when a step's rows need more KV blocks than there are."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ class RowDemand:
 
     Args:
         age: order of admission; smaller is older and goes first, ties broken by `row`.
-        needs_block: the row cannot go on without one more block; true of every paused row.
+        needs_block: the row cannot continue without one more block; true of every paused row.
         blocks: blocks held; one that several rows hold is available once the last of them has left.
         prefilling: the row holds all its blocks already, and is never paused.
     """
@@ -34,7 +34,7 @@ class RowDemand:
 
 @dataclass(frozen=True, slots=True)
 class PreemptionPlan:
-    """What becomes of the rows that need a block; every other row goes on.
+    """What happens to the rows that need a block; every other row continues.
 
     Args:
         grants: rows that get one new block, oldest first; a paused row among them resumes.
@@ -48,17 +48,17 @@ class PreemptionPlan:
 
 
 def plan_preemption(rows: Sequence[RowDemand], num_available: int, paused_capacity: int) -> PreemptionPlan:
-    """Give the blocks left to the oldest rows, pause the others, and evict the youngest of those that may not stay.
+    """Give the remaining blocks to the oldest rows, pause the others, and evict the youngest that may not stay.
 
     A paused row may not stay while the paused rows together hold more than `paused_capacity` blocks, or while no
     row would be active.
 
     Args:
-        num_available: blocks that can be had now, evictable cached ones included.
+        num_available: blocks available now, evictable cached ones included.
 
     Raises:
         ValueError: If a row occurs twice or a number of blocks is negative.
-        CacheCapacityError: If a row is alone and there is no block for it.
+        CacheCapacityError: If a single row remains and there is no block for it.
     """
     _check_rows(rows, num_available, paused_capacity)
     waiting = sorted((row for row in rows if row.needs_block), key=_seniority)

@@ -1,8 +1,8 @@
-"""The cache as one thing: KV blocks and state slots of requests that are admitted, published and released.
+"""The prefix cache: KV blocks and state slots of requests that are admitted, published and released.
 
-Every public method applies whole or raises and has changed no more than it says. The order of calls for a request is
-admit → publish → advance → (schedule_chunk or schedule_decode → publish → advance, grow in between) → release. A step
-that fails ends the request's stay: abort, or release at once, for its live state can no longer be trusted.
+Every public method applies completely, or raises and has changed no more than it says. The order of calls for a request
+is admit → publish → advance → (schedule_chunk or schedule_decode → publish → advance, grow in between) → release. After
+a failed step the request must leave: abort it, or release it at once, because its live state can no longer be trusted.
 """
 
 from collections.abc import Sequence
@@ -68,7 +68,7 @@ class PrefixCache:
         self._num_admitted = 0
 
     def candidate(self, spec: RequestSpec) -> Candidate:
-        """Return `spec` ready for admission, its prompt's block keys computed."""
+        """Return `spec` ready for admission, with its prompt's block keys computed."""
         return Candidate(spec, self._keys_of(spec), self.epoch)
 
     def plan(self, candidate: Candidate, budget: int) -> AdmissionPlan | Refusal:
@@ -85,10 +85,10 @@ class PrefixCache:
         """Apply an admission plan and schedule the request's first prefill chunk.
 
         Args:
-            age: Of a request that ran before and lost its memory; None for a new one.
+            age: The age of a request that ran before and was evicted; None for a new one.
 
         Raises:
-            CacheIntegrityError: If a block or state of the plan is gone since it was made; nothing has changed then.
+            CacheIntegrityError: If a block or state has gone since the plan was made; nothing has changed then.
         """
         match, block_size = plan.match, self.block_size
         self._check_plan(candidate, plan)
@@ -124,7 +124,7 @@ class PrefixCache:
         return row
 
     def schedule_chunk(self, row: RunningRequest, chunk_end: int) -> None:
-        """Schedule prefill up to `chunk_end` and reserve the boundaries that deserve a cached state."""
+        """Schedule prefill up to `chunk_end` and reserve the boundaries that get a cached state."""
         row.scheduled = chunk_end - row.computed
         if not self._publishes(row):
             return
@@ -139,9 +139,9 @@ class PrefixCache:
             self._reservations.reserve_in_prompt(row, position)
 
     def schedule_decode(self, row: RunningRequest, drafts: Sequence[int] = ()) -> None:
-        """Schedule the next token of a decoding row, behind it the drafts that find room, and reserve its boundary."""
+        """Schedule a decoding request's next token and the drafts that fit after it, and reserve its boundary."""
         boundary = (row.computed // self.block_size + 1) * self.block_size
-        if not drafts and not row.reserved and boundary > row.computed + 1:  # most steps of most rows
+        if not drafts and not row.reserved and boundary > row.computed + 1:  # most steps of most requests
             row.drafts, row.scheduled = (), 1
             return
         room = self._room_for_drafts(row, len(drafts)) if drafts else 0
@@ -154,11 +154,11 @@ class PrefixCache:
             self._reservations.cancel(row)
 
     def publish(self, row: RunningRequest, num_tokens: int) -> None:
-        """Make what the row's step wrote findable, before the row advances by the same tokens.
+        """Make what the step wrote for the request findable, before the request advances by the same tokens.
 
         Args:
-            num_tokens: Of those scheduled: a prefill's all, once the forward is launched; a decode's as many as it
-                keeps, which are known to the row and whose align copy is launched.
+            num_tokens: Of the scheduled tokens: all in prefill, once the forward is launched; the kept ones in decode,
+                once they are added to the request and their align copy is launched.
         """
         end = row.computed + num_tokens
         if self._publishes(row):
@@ -178,7 +178,7 @@ class PrefixCache:
         row.drafts = ()
 
     def advance(self, row: RunningRequest, num_tokens: int) -> None:
-        """Count `num_tokens` of those scheduled as computed: a prefill's all, a decode's as many as it keeps."""
+        """Count `num_tokens` of the scheduled tokens as computed: all in prefill, the kept ones in decode."""
         if row.is_prefilling:
             self.counters.prefill_tokens_computed += num_tokens
             row.accepted = 1
@@ -192,11 +192,11 @@ class PrefixCache:
         self._windows.trim(row)
 
     def close_window(self, row: RunningRequest) -> None:
-        """Take back the columns of a row's draft window; its live slot holds the live state by now."""
+        """Take back the columns of a request's draft window; its live slot must hold the live state by now."""
         self._windows.release(row)
 
     def grow(self, row: RunningRequest) -> None:
-        """Give the row one more KV block.
+        """Give the request one more KV block.
 
         Raises:
             CacheCapacityError: If there is none; nothing has changed then.
@@ -204,23 +204,23 @@ class PrefixCache:
         row.block_ids.extend(self.kv.allocate(1))
 
     def lengthen_prompt(self, row: RunningRequest, prompt: npt.NDArray[np.int64]) -> None:
-        """Let the row prefill on to the end of a longer prompt, which begins with the present one."""
+        """Let the request prefill to the end of a longer prompt, which begins with the current one."""
         row.spec = replace(row.spec, prompt=prompt)
         if self.enabled:
             row.chain.extend(prompt[row.chain.num_tokens :])
 
     def take_draft_slot(self, row: RunningRequest) -> bool:
-        """Give the row a draft slot if one can be spared; return whether it has one."""
+        """Give the request a draft slot if one can be spared; return whether it has one."""
         return self._windows.widen(row, 1) == 1
 
     def return_draft_slots(self, row: RunningRequest) -> None:
-        """Take back the row's draft slots, but for those up to the accepted one."""
+        """Take back the request's draft slots past the accepted one."""
         self._windows.trim(row)
 
     def release(self, row: RunningRequest) -> None:
-        """Take back all that the row holds; its published blocks and states stay findable.
+        """Take back all that the request holds; its published blocks and states stay findable.
 
-        If it raises, its step is aborted at most: the row still holds its blocks and live slot, and can be released.
+        If this raises, at most the step and the draft window are gone: blocks and live slot can be released again.
         """
         self.abort(row)
         self.slots.touch_path(row.block_ids)
@@ -233,20 +233,20 @@ class PrefixCache:
         row.block_ids = []
 
     def flush(self, weights_version: str | None = None) -> None:
-        """Make all that is cached unreachable; running rows publish nothing more until they are prefilled again."""
+        """Make everything cached unreachable; running requests publish nothing more until they are prefilled again."""
         self.epoch += 1
         if weights_version is not None:
             self.identity = CacheIdentity(self.identity.fingerprint, weights_version)
         self._reservations.clear_keys()
-        self.slots.flush()  # first: a pinned state has left the map when its block goes
+        self.slots.flush()  # first: a pinned state must leave the map before its block does
         self.kv.flush()
 
     def check_integrity(self, rows: Sequence[RunningRequest]) -> None:
-        """Raise `CacheIntegrityError` unless pools and rows agree about every block and slot."""
+        """Raise `CacheIntegrityError` unless pools and requests agree about every block and slot."""
         check_rows_and_pools(rows, self.kv, self.slots)
 
     def root_of(self, tenant: str) -> bytes:
-        """Return the digest under which a tenant's first blocks are chained in this epoch."""
+        """Return the root digest of a tenant's key chains in this epoch."""
         identity = self.identity
         return CacheSalt(identity.fingerprint, identity.weights_version, self.epoch, tenant).root()
 
@@ -271,7 +271,7 @@ class PrefixCache:
             raise CacheIntegrityError("the room an admission plan counted on is gone; plan again before admitting")
 
     def _room_for_drafts(self, row: RunningRequest, num_drafts: int) -> int:
-        """Return how many drafts the row's KV blocks take, after growing it by one block where that is possible."""
+        """Return how many drafts fit the request's KV blocks, after adding one block if needed and possible."""
         room = len(row.block_ids) * self.block_size - row.computed - 1
         if num_drafts > room and self.kv.num_available:
             self.grow(row)

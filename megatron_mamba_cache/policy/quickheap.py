@@ -13,24 +13,24 @@ _Item = TypeVar("_Item", bound=tuple[Any, ...])
 
 
 class Quickheap(Generic[_Item]):
-    """Tuples, the least of which leaves first: Navarro and Paredes's quickheap, an incremental quicksort.
+    """A min-priority queue of tuples: Navarro and Paredes's quickheap, an incremental quicksort.
 
-    A heap holds the least items; buckets hold the others, each bucket apart from the next but in no order, so that to
-    add to one touches no item in it. When the heap is empty, the first bucket is parted until its least items fit: a
-    walk along a list. Amortised O(log n), as is one heap of all items; but once that is large, its every step is a miss
-    of the CPU's caches.
+    A heap holds the least items and buckets hold the others. Buckets are ordered, the items in a bucket are not, so
+    adding to a bucket touches no item in it. When the heap is empty, the first bucket is split until its least items
+    fit, which scans a list. Operations are amortised O(log n), as with one heap of all items; but every step of a large
+    heap is a CPU cache miss.
 
-    Items that arrive in ascending order queue up instead, at a cost that does not grow with their number.
+    Items that arrive in ascending order are queued instead, at constant cost.
     """
 
     def __init__(self, heap_size: int = _HEAP_SIZE) -> None:
-        """Start empty, with a heap of about so many items at most."""
+        """Start empty, with a heap of about `heap_size` items."""
         self._heap_size = heap_size
         self._most_in_heap = 2 * heap_size
         self._ascending: deque[_Item] = deque()
         self._heap: list[_Item] = []
         self._buckets: list[list[_Item]] = []
-        self._bounds: list[_Item] = []  # ascending; all that comes before a bucket is less than its bound
+        self._bounds: list[_Item] = []  # ascending; every item before a bucket is less than its bound
 
     def __len__(self) -> int:
         return len(self._ascending) + len(self._heap) + sum(map(len, self._buckets))
@@ -78,7 +78,7 @@ class Quickheap(Generic[_Item]):
         self._bounds.clear()
 
     def _take(self, items: list[_Item]) -> None:
-        """Make a heap of the least of the items, all of which come before every bucket, and buckets of the others."""
+        """Make a heap of the least of `items`, all of which precede every bucket, and buckets of the others."""
         while len(items) > self._heap_size:
             sample = sorted(items[:: 1 + len(items) // _SAMPLE_SIZE])
             step = max(1, len(sample) // _NUM_PARTS)

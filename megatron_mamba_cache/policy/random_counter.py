@@ -8,7 +8,7 @@ _UINT64 = 1 << 64
 
 
 class DrawPurpose(IntEnum):
-    """Name what a random number is for, so that draws at one position are independent."""
+    """The purpose of a random number, which keeps draws at one position independent."""
 
     SAMPLE = 0
     ACCEPT = 1

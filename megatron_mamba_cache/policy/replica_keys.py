@@ -1,4 +1,4 @@
-"""What a router knows of one replica's cache: reported boundaries, expected ones, and prompts that were sent there."""
+"""A router's view of one replica's cache: reported boundaries, expected ones, and prompts that were sent there."""
 
 from collections import Counter
 from collections.abc import Container, Iterable, Sequence
@@ -7,13 +7,13 @@ from .identifiers import BlockKey
 
 
 class RecentKeys:
-    """A set of keys that forgets those noted least recently, beyond `max_keys`."""
+    """A set of at most `max_keys` keys; the least recently noted are forgotten first."""
 
     def __init__(self, max_keys: int) -> None:
         """Start empty.
 
         Raises:
-            ValueError: If there is no room for a key.
+            ValueError: If `max_keys` is below 1.
         """
         if max_keys < 1:
             raise ValueError(f"need room for at least 1 key, found max_keys={max_keys}")
@@ -27,7 +27,7 @@ class RecentKeys:
         return len(self._keys)
 
     def note(self, keys: Iterable[BlockKey]) -> None:
-        """Add keys, or make them the newest ones; what finds no room is forgotten, oldest first."""
+        """Add keys or make them the newest; beyond `max_keys`, the oldest are forgotten."""
         for key in keys:
             self._keys.pop(key, None)
             self._keys[key] = None
@@ -35,7 +35,7 @@ class RecentKeys:
             del self._keys[next(iter(self._keys))]
 
     def discard(self, keys: Iterable[BlockKey]) -> None:
-        """Remove keys; unknown ones are passed over."""
+        """Remove keys; unknown ones are ignored."""
         for key in keys:
             self._keys.pop(key, None)
 
@@ -47,12 +47,12 @@ class RecentKeys:
 class ReplicaKeys:
     """Block keys of one replica, in three degrees of certainty.
 
-    *Resumable* boundaries have a state there, as the replica reports: prefill can start at them. *Expected* ones will
-    have, once requests that are on their way have been prefilled. *Seen* blocks belong to prompts that were sent there:
-    their KV is likely known, so that the next prompt which parts from them leaves a state where it does.
+    *Resumable* boundaries have a state, as reported by the replica: prefill can start at them. *Expected* ones will
+    have one once the requests in flight are prefilled. *Seen* blocks belong to prompts that were sent there: their KV
+    is likely cached, so the next prompt that branches off from them leaves a state where it does.
 
-    `resumed` are boundaries that a prompt has started from. One that none has is the newest end of a conversation;
-    another is where several part.
+    `resumed` holds boundaries that a prompt has started from. A resumable boundary outside it is the newest end of a
+    conversation; one inside it is where several branch.
     """
 
     def __init__(self, max_keys: int) -> None:
@@ -74,18 +74,18 @@ class ReplicaKeys:
         return _deepest(keys, self.seen)
 
     def expect(self, keys: Iterable[BlockKey]) -> None:
-        """Count on boundaries that a request will leave here."""
+        """Add boundaries that a request is expected to leave here."""
         self._expected.update(keys)
 
     def stop_expecting(self, keys: Iterable[BlockKey]) -> None:
-        """Undo one `expect`: what came true has been reported by now."""
+        """Undo one `expect`; the boundaries that were written have been reported by now."""
         for key in keys:
             self._expected[key] -= 1
             if self._expected[key] <= 0:
                 del self._expected[key]
 
     def flush(self) -> None:
-        """Forget what is cached; requests on their way will still leave what is expected."""
+        """Forget what is cached; requests in flight will still leave what is expected."""
         self.resumable.clear()
         self.seen.clear()
         self.resumed.clear()

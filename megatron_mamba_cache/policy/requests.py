@@ -1,4 +1,4 @@
-"""A request as the cache sees it: what was asked for, and how far it has come."""
+"""A request as the cache sees it: what was asked for, and its progress."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ class SamplingSettings:
 
     Args:
         temperature, top_k, top_p: 0 switches top_k and top_p off; temperature 0 or top_k 1 is greedy.
-        seed: Of the request's own counter-based random numbers.
+        seed: Seed of the request's counter-based random numbers.
         termination_id: Token that ends the request; -1 for none.
         stop_words: Token sequences that end it.
     """
@@ -32,7 +32,7 @@ class SamplingSettings:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether no random number is needed."""
+        """True when no random number is needed."""
         return self.top_k == 1 or self.temperature == 0.0
 
 
@@ -46,7 +46,7 @@ class LogProbSettings:
 
     @property
     def of_prompt(self) -> bool:
-        """Whether those of the prompt are wanted."""
+        """True when log-probabilities of the prompt are wanted."""
         return self.wanted and not self.skip_prompt
 
 
@@ -76,14 +76,14 @@ class RequestSpec:
     tenant: str = ""
     log_probs: LogProbSettings = LogProbSettings()
     num_replayed: int = 0
-    prompt_len: int = field(init=False)  # asked for many times a step
+    prompt_len: int = field(init=False)  # read many times a step
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt_len", len(self.prompt))
 
     @property
     def may_skip(self) -> bool:
-        """Whether prompt tokens may be left uncomputed: not if their log-probs are wanted."""
+        """True when cached prompt tokens may be skipped; False when their log-probs are wanted."""
         return not self.log_probs.of_prompt
 
 
@@ -108,7 +108,7 @@ class ReservedState:
 
 
 class KeptTokens(NamedTuple):
-    """What a step adds to a request: the tokens of it that are kept, none in mid-prefill, and whether they end it."""
+    """What a step adds to a request: the tokens kept, none in mid-prefill, and whether they end the request."""
 
     tokens: tuple[int, ...] = ()
     ends: bool = False
@@ -119,10 +119,10 @@ class RunningRequest:
     """A request that holds KV blocks and a live state.
 
     `computed` tokens have KV and are folded into the live state; `scheduled` more are computed by the step in
-    preparation, the last of them `drafts`. `tokens[computed]` is the next input.
+    preparation, the last of which are `drafts`. `tokens[computed]` is the next input.
 
-    The live state lies in column `accepted` - 1 of the draft window, whose column 0 is the live slot. Nothing of the
-    columns before it is needed, but the conv windows of all lie in the live slot.
+    The live SSM state is in column `accepted` - 1 of the draft window, whose column 0 is the live slot. Earlier columns
+    are no longer needed, except that the live slot holds the conv windows of all columns.
     """
 
     spec: RequestSpec
@@ -144,7 +144,7 @@ class RunningRequest:
     draft_slots: list[SlotId] = field(default_factory=list)  # columns 1, 2, ... of the draft window
     accepted: int = 1  # tokens that the last step kept
     checkpoint: BlockId | None = None  # whose state is this request's newest decode checkpoint
-    scored: list[ScoredToken] = field(default_factory=list)  # prompt tokens, from the second on, if that is wanted
+    scored: list[ScoredToken] = field(default_factory=list)  # prompt tokens, from the second on, if wanted
 
     @property
     def request_id(self) -> int:
@@ -153,22 +153,22 @@ class RunningRequest:
 
     @property
     def length(self) -> int:
-        """Tokens known: the prompt and what was sampled."""
+        """Known tokens, prompt and generated."""
         return self.spec.prompt_len + len(self.generated)
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether prompt tokens are still to be computed."""
+        """True while prompt tokens are still to be computed."""
         return self.computed < self.spec.prompt_len
 
     @property
     def samples_this_step(self) -> bool:
-        """Whether the step yields tokens of this row that are kept."""
+        """True when the step yields tokens that this request keeps."""
         return self.computed + self.scheduled - len(self.drafts) == self.length
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether the step's tokens precede prompt tokens whose log-probs are wanted, or it completes such a prompt."""
+        """True when the step's tokens precede prompt tokens whose log-probs are wanted, or complete such a prompt."""
         return self.spec.log_probs.of_prompt and self.is_prefilling and bool(self.scheduled)
 
     @property
@@ -184,7 +184,7 @@ class RunningRequest:
         return self.draft_slots[self.accepted - 2] if self.accepted > 1 else self.live_slot
 
     def tokens(self, start: int, end: int) -> Sequence[int] | npt.NDArray[np.int64]:
-        """Return tokens start to end, absolute positions, of prompt and generated text."""
+        """Return the tokens at absolute positions [start, end) of prompt and generated text."""
         prompt_len = self.spec.prompt_len
         if end <= prompt_len:
             return self.spec.prompt[start:end]
@@ -193,7 +193,7 @@ class RunningRequest:
         return [*self.spec.prompt[start:].tolist(), *self.generated[: end - prompt_len]]
 
     def keep(self, emitted: Sequence[int]) -> KeptTokens:
-        """Return what is kept of newly sampled tokens: all, or those up to the one that ends the request."""
+        """Return the newly sampled tokens to keep: all, or those up to the one that ends the request."""
         if not self.samples_this_step:
             return KeptTokens()
         if len(emitted) == 1:
@@ -204,7 +204,7 @@ class RunningRequest:
         return KeptTokens(tuple(emitted))
 
     def _ends_with(self, new: Sequence[int]) -> bool:
-        """Whether the last of `new` tokens ends the request: end token, length limit or the end of a stop word."""
+        """Return whether the last of `new` ends the request: end token, length limit or the end of a stop word."""
         sampling = self.spec.sampling
         if new[-1] == sampling.termination_id or self.length + len(new) >= self.spec.max_len:
             return True
@@ -213,12 +213,12 @@ class RunningRequest:
         return any(self._newest_generated(len(word), new) == word for word in sampling.stop_words)
 
     def _newest_generated(self, count: int, new: Sequence[int]) -> tuple[int, ...]:
-        """Return the last `count` generated tokens, or all; those of before an interruption are generated too."""
+        """Return the last `count` generated tokens, or all; those from before an interruption count too."""
         first_generated = self.spec.prompt_len - self.spec.num_replayed
         known = self.tokens(max(first_generated, self.length + len(new) - count), self.length)
         return (*map(int, known), *new)[-count:]
 
 
 def num_decoding(rows: Sequence[RunningRequest]) -> int:
-    """Return how many of a step's rows decode, which come before those that prefill."""
+    """Return how many of a step's rows decode; they come before those that prefill."""
     return bisect_left(rows, True, key=lambda row: row.is_prefilling)

@@ -1,4 +1,4 @@
-"""Which replica gets a prompt: where most of it is cached, unless that one has too much to do, or in turn."""
+"""Choose the replica for a prompt: the one that caches most of it, unless it is overloaded, or round robin."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,18 +12,18 @@ from .replica_keys import ReplicaKeys
 ReplicaName = NewType("ReplicaName", str)
 
 _HALF_LIFE = 64
-"""Requests a replica after which work that was given out counts half."""
+"""Requests per replica after which assigned work counts half."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptBlocks:
-    """A prompt as one replica names it.
+    """A prompt under the block keys of one replica.
 
     Args:
-        keys: Of the prompt's complete blocks, under that replica's salt; empty if it caches nothing.
+        keys: Keys of the prompt's complete blocks, under that replica's salt; empty if it caches nothing.
         block_size: Tokens in a block.
         prompt_len: Tokens of the prompt.
-        max_new_tokens: Tokens to generate at most.
+        max_new_tokens: The most tokens to generate.
     """
 
     keys: Sequence[BlockKey]
@@ -33,11 +33,11 @@ class PromptBlocks:
 
     @property
     def usable(self) -> Sequence[BlockKey]:
-        """The keys that a hit may reach: a token is always left to compute."""
+        """The keys that a hit may reach: at least one token is always left to compute."""
         return self.keys[: max(self.prompt_len - 1, 0) // self.block_size]
 
     def work(self, num_cached_blocks: int) -> int:
-        """Return the tokens to compute and to generate if so many blocks are cached."""
+        """Return the tokens to compute and to generate if `num_cached_blocks` blocks are cached."""
         return self.prompt_len - num_cached_blocks * self.block_size + self.max_new_tokens
 
 
@@ -53,7 +53,7 @@ class Route:
 class _Replica:
     keys: ReplicaKeys
     order: int  # of joining
-    given: float  # tokens of work sent there, those of long ago counting less
+    given: float  # tokens of work sent there, older work counting less
     load: int = 0  # tokens of work in flight
 
 
@@ -67,22 +67,22 @@ class _InFlight:
 class PrefixRouter:
     """Sends a prompt to the replica with the longest cached prefix of it, within a bound on load.
 
-    A replica takes part if its work in flight is at most `load_factor` times the replicas' mean plus one request of
-    mean work; the least loaded one always does. Where a conversation begins, with a shared prefix or without, those of
-    them count whose share of the work given out lately is within `share_factor` in the same way, if any: conversations
-    stay where they begin, and whoever has a system prompt first, or is quick for a while, would collect them. Then the
-    longest prefix that prefill can skip decides, the longest one whose KV may be known, the least work in flight, the
-    least work given, and the order of joining. Stale keys cost a prefill somewhere, never a wrong token.
+    A replica is a candidate if its work in flight is at most `load_factor` times the replicas' mean plus one request of
+    mean work; the least loaded one always is. A new conversation, with or without a shared prefix, goes to one of those
+    candidates, if any, whose share of recent work is within `share_factor` in the same way: conversations stay where
+    they begin, so the first replica with a system prompt, or one that is fast for a while, would collect them. Among
+    these, replicas rank by the longest prefix that prefill can skip, the longest one whose KV may be cached, the least
+    work in flight, the least work assigned, and the order of joining. Stale keys cost a prefill, never a wrong token.
     """
 
     def __init__(self, load_factor: float = 1.5, share_factor: float = 1.1, max_keys: int = 65_536) -> None:
         """Start without replicas.
 
         Args:
-            max_keys: Boundaries remembered of each replica, and as many blocks of prompts sent there.
+            max_keys: Boundaries remembered for each replica, and as many blocks of prompts sent there.
 
         Raises:
-            ValueError: If a factor is below 1 or `max_keys` not positive.
+            ValueError: If a factor is below 1 or `max_keys` is not positive.
         """
         for name, factor in (("load_factor", load_factor), ("share_factor", share_factor)):
             if not factor >= 1:
@@ -98,18 +98,18 @@ class PrefixRouter:
 
     @property
     def replicas(self) -> Collection[ReplicaName]:
-        """The replicas that take part, in order of joining."""
+        """The replicas, in order of joining."""
         return self._replicas.keys()
 
     def load(self, replica: ReplicaName) -> int:
-        """Return the tokens of work in flight there."""
+        """Return the replica's tokens of work in flight."""
         return self._replicas[replica].load
 
     def join(self, replica: ReplicaName) -> None:
-        """Let a replica take part, its cache empty.
+        """Add a replica with an empty cache.
 
         Raises:
-            ValueError: If it takes part already.
+            ValueError: If it has joined already.
         """
         if replica in self._replicas:
             raise ValueError(f"replica {replica} takes part already; replicas need names of their own")
@@ -124,12 +124,12 @@ class PrefixRouter:
             del self._in_flight[request_id]
 
     def publish(self, replica: ReplicaName, keys: Iterable[BlockKey]) -> None:
-        """Note boundaries that a replica can resume from; an unknown one is passed over."""
+        """Note boundaries that a replica can resume from; an unknown replica is ignored."""
         if replica in self._replicas:
             self._replicas[replica].keys.resumable.note(keys)
 
     def drop(self, replica: ReplicaName, keys: Iterable[BlockKey]) -> None:
-        """Note boundaries that a replica can resume from no longer."""
+        """Note boundaries that a replica can no longer resume from."""
         if replica in self._replicas:
             self._replicas[replica].keys.resumable.discard(keys)
 
@@ -142,8 +142,8 @@ class PrefixRouter:
         """Choose a replica for a request and count it there until `finish`.
 
         Args:
-            request_id: Of no other request in flight.
-            blocks_on: The prompt as a replica names it.
+            request_id: Unique among requests in flight.
+            blocks_on: Returns the prompt under a replica's keys.
 
         Raises:
             CacheCapacityError: If there is no replica.
@@ -167,7 +167,7 @@ class PrefixRouter:
             replica.keys.stop_expecting(entry.expected)
 
     def _within_bound(self) -> list[ReplicaName]:
-        """Return who takes part."""
+        """Return the replicas within the load bound."""
         return self._below({name: replica.load for name, replica in self._replicas.items()}, self._load_factor)
 
     def _below(self, amounts: Mapping[ReplicaName, float], factor: float) -> list[ReplicaName]:
@@ -188,13 +188,13 @@ class PrefixRouter:
         return Route(name, depths[name])
 
     def _goes_on(self, name: ReplicaName, depth: int, blocks_on: Callable[[ReplicaName], PromptBlocks]) -> bool:
-        """Whether a prompt starts where a conversation has ended so far."""
+        """Return whether a prompt starts where a conversation has ended so far."""
         return depth > 0 and blocks_on(name).keys[depth - 1] not in self._replicas[name].keys.resumed
 
     def _count(self, request_id: int, route: Route, blocks: PromptBlocks) -> None:
         replica, keys = self._replicas[route.replica], blocks.keys
-        # What prefill leaves: a state at the prompt's last boundary, at the last one that its repeat may use, and where
-        # its KV match ends.
+        # Prefill leaves states at the prompt's last boundary, at the last one that its repeat may use, and where its KV
+        # match ends.
         match_end = replica.keys.seen_depth(keys)
         ends = {len(keys), len(blocks.usable), match_end} - {0}
         entry = _InFlight(route.replica, blocks.work(route.num_cached_blocks), tuple(keys[end - 1] for end in ends))
@@ -209,7 +209,7 @@ class PrefixRouter:
 
 
 class RoundRobinRouter(PrefixRouter):
-    """Sends prompts to the replicas in turn, whatever they hold; for comparison."""
+    """Sends prompts to the replicas in turn, whatever they cache; for comparison."""
 
     def __init__(self) -> None:
         super().__init__(max_keys=1)

@@ -1,4 +1,4 @@
-"""What each state slot is in use for."""
+"""What each state slot is used for."""
 
 from collections.abc import Sequence
 from enum import Enum
@@ -8,7 +8,7 @@ from .identifiers import SlotId
 
 
 class SlotOwner(Enum):
-    """What a slot is in use for."""
+    """What a slot is used for."""
 
     FREE = "free"
     LIVE = "live"
@@ -31,15 +31,15 @@ class SlotOwners:
         return len(self._free)
 
     def count(self, owner: SlotOwner) -> int:
-        """Return how many slots are in use for this."""
+        """Return how many slots the owner has."""
         return self._counts[owner]
 
     def owner_of(self, slot: SlotId) -> SlotOwner:
-        """Return what the slot is in use for."""
+        """Return what the slot is used for."""
         return self._owners[slot]
 
     def take(self, num_slots: int, owner: SlotOwner) -> list[SlotId]:
-        """Give free slots, of which there are so many, to an owner."""
+        """Give `num_slots` free slots to an owner; there must be enough."""
         slots = [self._free.pop() for _ in range(num_slots)]
         for slot in slots:
             self._owners[slot] = owner
@@ -48,11 +48,11 @@ class SlotOwners:
         return slots
 
     def hand_over(self, slot: SlotId, owner: SlotOwner, new_owner: SlotOwner) -> None:
-        """Pass a slot on.
+        """Pass a slot to another owner.
 
         Raises:
             ValueError: If there is no such slot.
-            CacheIntegrityError: If it is not the owner's; nothing has changed then.
+            CacheIntegrityError: If the slot is not `owner`'s; nothing has changed then.
         """
         self._require_owner(slot, owner)
         self._set_owner(slot, new_owner)
@@ -71,7 +71,7 @@ class SlotOwners:
         self.check_owned(SlotOwner.FREE, self._free)
 
     def check_owned(self, owner: SlotOwner, slots: Sequence[SlotId]) -> None:
-        """Raise CacheIntegrityError unless `slots`, in any order, are all that the owner has. O(n)."""
+        """Raise CacheIntegrityError unless `slots`, in any order, are exactly the owner's. O(n)."""
         owned = [slot for slot, found in enumerate(self._owners) if found is owner]
         if sorted(slots) != owned:
             raise CacheIntegrityError(f"slots listed as {owner.value} {sorted(slots)} != slots owned so {owned}")

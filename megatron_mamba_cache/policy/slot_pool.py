@@ -1,4 +1,4 @@
-"""Who owns each slot of the state pool: live, draft and reserved states and the cached ones are the same rows."""
+"""The owner of each slot of the state pool: live, draft, reserved and cached states share the same rows."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -32,10 +32,10 @@ class SlotPool:
         self._lineage = StateLineage()
         self._slot_of: dict[BlockId, SlotId] = {}
         self._pins: dict[BlockId, int] = {}
-        self._rolling: set[BlockId] = set()  # decode checkpoints that nobody but their own request has an interest in
-        self._orphans: dict[BlockId, list[SlotId]] = {}  # flushed while pinned: free at the block's last unpin
+        self._rolling: set[BlockId] = set()  # decode checkpoints that only their own request uses
+        self._orphans: dict[BlockId, list[SlotId]] = {}  # flushed while pinned: freed at the block's last unpin
         self._evictable = EvictionHeap(worth)  # the blocks whose state is not pinned
-        # A last use changes with a push only; any other worth is looked at once more before a state goes.
+        # A last use changes only with a push; any other worth is checked again before a state is evicted.
         self._pop = self._evictable.pop if worth is lru_worth else self._pop_current
         self._observer: StateObserver = NobodyObserves()
         self._num_evicted = 0
@@ -67,7 +67,7 @@ class SlotPool:
         return self._num_evicted
 
     def owner_of(self, slot: SlotId) -> SlotOwner:
-        """Return what the slot is in use for; a state flushed while pinned counts as cached until it is free."""
+        """Return what the slot is used for; a state flushed while pinned counts as cached until it is free."""
         return self._owners.owner_of(slot)
 
     def count_by_owner(self) -> dict[str, int]:
@@ -87,7 +87,7 @@ class SlotPool:
         return block in self._pins
 
     def observe(self, observer: StateObserver) -> None:
-        """Tell the observer, in place of any other, of all cached states: first those there are, then each change."""
+        """Notify the observer, replacing any other, of all cached states: first the existing ones, then each change."""
         self._observer = observer
         for block in self._slot_of:
             observer.published(block)
@@ -132,8 +132,8 @@ class SlotPool:
 
         Args:
             num_tokens: Tokens from the root to the end of the block.
-            anchor: The block of the nearest cached state before it: what lies between is lost with the state.
-            num_continuations: Texts that go on behind it without a state of theirs that names it as anchor.
+            anchor: The block of the nearest cached state before it: the tokens in between are lost with the state.
+            num_continuations: Texts that continue after it and have no state with this one as anchor.
 
         Raises:
             CacheIntegrityError: If the slot is not reserved or the block has a state; nothing has changed then.
@@ -151,7 +151,7 @@ class SlotPool:
         self._set_last_used(block, self._tick())
 
     def mark_rolling(self, block: BlockId) -> None:
-        """Let `retire` drop the block's state, until somebody pins it or asks to `keep` it."""
+        """Let `retire` drop the block's state, until it is pinned or `keep` is called."""
         if block in self._slot_of:
             self._rolling.add(block)
 
@@ -165,7 +165,7 @@ class SlotPool:
             self.drop(block)
 
     def pin(self, block: BlockId) -> None:
-        """Keep the block's state from eviction until as many `unpin` calls; it counts as just used.
+        """Protect the block's state from eviction until as many `unpin` calls; it counts as just used.
 
         Raises:
             CacheIntegrityError: If the block has no state.
@@ -219,7 +219,7 @@ class SlotPool:
                 self._set_last_used(block, now)
 
     def touch_path(self, blocks: Sequence[BlockId]) -> None:
-        """Set the last use of the states on a path from the root to now, and learn which follows which."""
+        """Set the last use of the states on a path from the root to now, and record which follows which."""
         path = [block for block in blocks if block in self._slot_of]
         for anchor, block in pairwise(path):
             self._lineage.relink(block, anchor)
@@ -228,7 +228,7 @@ class SlotPool:
     def flush(self) -> None:
         """Forget every cached state. The slot of a pinned one becomes free at its last unpin, the others now.
 
-        A block pool that drops states as its own blocks are flushed is flushed after this one.
+        Flush this pool before a block pool that drops states as its own blocks are flushed.
         """
         for block in sorted(self._slot_of):
             slot = self._slot_of.pop(block)

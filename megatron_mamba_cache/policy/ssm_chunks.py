@@ -1,7 +1,7 @@
 """Logical SSM chunks of a packed prefill batch, cut at absolute positions.
 
 A request resumed at a multiple of the chunk size is cut exactly as an uninterrupted one, so the scan does the same
-operations and leaves the same bits.
+operations and produces the same bits.
 """
 
 from bisect import bisect_left
@@ -28,7 +28,7 @@ class SSMChunkPlan:
 
     @property
     def last_chunk_indices(self) -> tuple[int, ...]:
-        """Return the last chunk of each row; -1 for a row without new tokens."""
+        """The last chunk of each row; -1 for a row without new tokens."""
         return tuple(last - 1 if first < last else -1 for first, last in pairwise(self.cu_row_chunks))
 
     def chunk_at_end(self, packed_end: int) -> int:

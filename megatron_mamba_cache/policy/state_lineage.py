@@ -1,4 +1,4 @@
-"""Whence cached states came and what came of them: what their worth depends on, by the KV block that they end."""
+"""The lineage of cached states, which their worth depends on, by the KV block that they end."""
 
 from collections.abc import Container
 
@@ -9,29 +9,29 @@ _ROOT = BlockId(-1)
 
 
 class StateLineage:
-    """The nearest state before each state, and how often requests went on behind it.
+    """The nearest state before each state, and how often requests continued after it.
 
-    Kept by block, in lists as long as the highest block number. What is kept of a state that has left still leads from
-    those behind it to those before it; a block's ancestors stay registered as long as the block, so that no number
-    means another block meanwhile.
+    Kept by block, in lists as long as the highest block number. The record of a dropped state still links the states
+    after it to those before it; a block's ancestors stay registered as long as the block, so no number is reused for
+    another block meanwhile.
 
-    A state that is published between two others is not known to the one behind it before `relink`: until then that
-    one's cost is too high.
+    A state published between two others is unknown to the later one until `relink`; until then the later one's cost is
+    too high.
     """
 
     def __init__(self) -> None:
         self._num_tokens: list[int] = []
-        self._anchors: list[BlockId] = []  # the nearest state before, when it was last known
+        self._anchors: list[BlockId] = []  # the nearest state before, as last known
         self._num_hits: list[int] = []
         self._num_continuations: list[int] = []
 
     def add(self, block: BlockId, num_tokens: int, anchor: BlockId | None, num_continuations: int) -> None:
-        """Begin with a state at the end of a block.
+        """Record a state at the end of a block.
 
         Args:
             num_tokens: From the root to the end of the block.
             anchor: The block of the nearest state before it.
-            num_continuations: Texts that go on behind it already.
+            num_continuations: Texts that already continue after it.
         """
         self._make_room(block)
         self._num_tokens[block] = num_tokens
@@ -46,16 +46,16 @@ class StateLineage:
         self._num_hits[block] += 1
 
     def relink(self, block: BlockId, anchor: BlockId) -> None:
-        """Say which state is the nearest before the block's."""
+        """Set the nearest state before the block's."""
         self._anchors[block] = anchor
 
     def is_anchor_kept(self, block: int, cached: Container[BlockId]) -> bool:
-        """Return whether the block's state costs no more than when it was last looked at."""
+        """Return whether the block's state costs no more than when it was last checked."""
         anchor = self._anchors[block]
         return anchor == _ROOT or anchor in cached
 
     def entry(self, block: BlockId, last_used: int, floor: float, cached: Container[BlockId]) -> CachedEntry:
-        """Return what a worth function may know of the block's state.
+        """Return what a worth function may read of the block's state.
 
         Args:
             cached: The blocks that have a state.
@@ -71,14 +71,14 @@ class StateLineage:
         )
 
     def clear(self) -> None:
-        """Forget everything: no block keeps what it held."""
+        """Forget all states."""
         for column in (self._num_tokens, self._anchors, self._num_hits, self._num_continuations):
             column.clear()
 
     def _tokens_before(self, block: BlockId, cached: Container[BlockId]) -> int:
-        """Follow the anchors to one that is cached; shorten the way for the next time."""
+        """Return the tokens up to the nearest cached anchor; shortens the path for the next call."""
         anchor, end = self._anchors[block], self._num_tokens[block]
-        # Positions fall along the way, so that it ends even where the caller keeps no order among blocks.
+        # Positions must fall along the path, so it ends even if the caller keeps no order among blocks.
         while anchor != _ROOT and anchor not in cached and self._num_tokens[anchor] < end:
             anchor, end = self._anchors[anchor], self._num_tokens[anchor]
         self._anchors[block] = anchor

@@ -13,7 +13,7 @@ class StateReservations:
     """Reserves, publishes and cancels the boundary states of running requests.
 
     Args:
-        is_rolling: A request keeps its newest decode checkpoint only, beside those that others have an interest in.
+        is_rolling: A request keeps only its newest decode checkpoint, besides those that other requests use.
     """
 
     def __init__(
@@ -28,11 +28,11 @@ class StateReservations:
 
     @property
     def keys(self) -> Container[BlockKey]:
-        """Keys of the prompt boundaries that are reserved: whoever shares them may wait for the publish."""
+        """Keys of the reserved prompt boundaries: requests that share them may wait for the publish."""
         return self._keys
 
     def reserve_in_prompt(self, row: RunningRequest, position: int) -> None:
-        """Reserve a boundary of the row's prompt, unless its state is known, on its way, or finds no slot."""
+        """Reserve a boundary of the request's prompt, unless its state is cached or reserved, or no slot is left."""
         key = row.chain.keys[position // self._block_size - 1]
         known = self._kv.find(key)
         if known is not None and self._slots.slot_of(known) is not None:
@@ -46,13 +46,13 @@ class StateReservations:
         self._reserve(row, position)
 
     def publish(self, row: RunningRequest, end: int) -> None:
-        """Make the states at boundaries up to token `end` findable, whose blocks are registered; cancel the others."""
-        while row.reserved:  # one by one, so that whatever fails in between leaves the rest to `cancel`
+        """Publish the states at boundaries up to token `end`, whose blocks are registered; cancel the others."""
+        while row.reserved:  # one by one, so that a failure leaves the rest to `cancel`
             state = row.reserved[0]
             block = row.block_ids[state.position // self._block_size - 1] if state.position <= end else None
             if block is None or self._slots.slot_of(block) is not None:
                 if block is not None:
-                    self._slots.keep(block)  # two requests have come to it
+                    self._slots.keep(block)  # two requests reached it
                 self._slots.cancel(state.slot)
                 block = None
             else:
@@ -63,7 +63,7 @@ class StateReservations:
                 self._note_published(row, block)
 
     def cancel(self, row: RunningRequest) -> None:
-        """Return every reservation of the row."""
+        """Return every reservation of the request."""
         while row.reserved:
             state = row.reserved[-1]
             self._slots.cancel(state.slot)
@@ -71,7 +71,7 @@ class StateReservations:
             self._forget_key(row, state)
 
     def clear_keys(self) -> None:
-        """Forget whose prompt boundaries are on their way: nobody will find them."""
+        """Forget the keys of reserved prompt boundaries: no request can match them any more."""
         self._keys.clear()
 
     def _reserve(self, row: RunningRequest, position: int) -> bool:
@@ -87,7 +87,7 @@ class StateReservations:
         index = state.position // self._block_size
         before = (row.block_ids[number] for number in range(index - 2, -1, -1))
         anchor = next((known for known in before if self._slots.slot_of(known) is not None), None)
-        # Others that went on behind a prompt's boundary are known by their blocks; this row's own state will follow.
+        # Other texts that continue after a prompt boundary are known by their blocks; this request's state will follow.
         goes_on = index < len(row.block_ids) and self._kv.parent_of(row.block_ids[index]) == block
         num_others = self._kv.num_children(block) - goes_on
         self._slots.publish(state.slot, block, state.position, anchor, num_others)

@@ -1,4 +1,4 @@
-"""Schedule the decode rows of a step: ask for drafts where there is room, and give each row what it gets."""
+"""Schedule the decode rows of a step: ask for drafts where there is room, and schedule what fits."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -21,15 +21,15 @@ def schedule_decode(
     budget: int,
     holds_on_all_ranks: Callable[[bool], bool] = bool,
 ) -> list[Tensor | None]:
-    """Schedule every decoding row with its drafts; if drafting fails, the step goes on without.
+    """Schedule every decoding row with its drafts; if drafting fails, the step continues without drafts.
 
     Args:
         budget: Tokens that the step may compute beyond one for each row; older rows' drafts go first.
-        holds_on_all_ranks: Whether something holds on all ranks that share the model, which all ask alike: one whose
-            drafter fails alone would plan another step than the others. By default there is one rank.
+        holds_on_all_ranks: Returns whether a condition holds on all ranks that share the model; every rank calls it.
+            A rank whose drafter fails alone would otherwise plan a different step. By default there is one rank.
 
     Returns:
-        For each row the distributions, [drafts, vocab], that its drafts were drawn from; None where they are certain.
+        For each row the distributions, [drafts, vocab], that its drafts were drawn from; None if they were not drawn.
     """
     if not planner.max_drafts:
         for row in rows:
@@ -37,7 +37,7 @@ def schedule_decode(
         return [None] * len(rows)
     limits = []
     for row in rows:
-        # The step yields one token more than it has drafts; none may lie beyond the request's limit.
+        # The step yields one token more than it has drafts; none may exceed the request's limit.
         limit = planner.wanted(row, max(0, min(planner.max_drafts, row.spec.max_len - row.length - 1, budget)))
         limits.append(DraftLimit(row, limit))
         budget -= limit
@@ -50,10 +50,10 @@ def schedule_decode(
 
 
 def schedule_plain_decode(rows: Sequence[RunningRequest]) -> list[Tensor | None]:
-    """Schedule one token of each row, as in the step before: drafts pause still, and no boundary is within reach.
+    """Schedule one token for each row, as in the step before: drafts are still paused and no boundary is within reach.
 
     Returns:
-        As `schedule_decode`: no distributions.
+        No distributions, in the form of `schedule_decode`.
     """
     for row in rows:
         row.scheduled = 1
@@ -71,7 +71,7 @@ def _plan(
         return none
     try:
         drafts = planner.plan(limits)
-    except Exception as error:  # a drafter is somebody's own code, and no request's fault
+    except Exception as error:  # a drafter is user code, and its failure must not fail a request
         drafts, failure = none, error
     if holds_on_all_ranks(failure is None):
         return drafts

@@ -1,4 +1,4 @@
-"""How many drafts of one request are worth verifying, learnt from how the last ones fared."""
+"""How many drafts of one request are worth verifying, learned from its recent steps."""
 
 FIRST_LENGTH = 4
 MAX_MISSES = 3
@@ -9,10 +9,10 @@ LONGEST_PAUSE = 256
 class DraftLength:
     """The number of drafts of one request, between 0 and a maximum.
 
-    It doubles where all drafts were accepted, and falls towards one more than were accepted otherwise. After a few
-    steps in a row that accepted nothing it is zero for a pause; then one draft is tried. A draft that fails on trial
-    doubles the next pause, steps that accept something shorten it again. Drafts that are never right so cost a
-    handful at first, and then one in `LONGEST_PAUSE` steps.
+    It doubles when all drafts are accepted, and otherwise falls towards one more than were accepted. After a few
+    consecutive steps that accept nothing it is zero for a pause; then one draft is tried. If that fails, the next pause
+    doubles; steps that accept a draft shorten it again. Drafts that are never right thus cost a handful at first, then
+    one in `LONGEST_PAUSE` steps.
     """
 
     def __init__(self, max_drafts: int) -> None:
@@ -21,12 +21,12 @@ class DraftLength:
         self._max_drafts = max_drafts
         self._length = min(FIRST_LENGTH, max_drafts)
         self._num_misses = 0  # steps in a row that accepted none of their drafts
-        self._pause = FIRST_PAUSE  # steps, the next time
+        self._pause = FIRST_PAUSE  # steps of the next pause
         self._pause_left = 0
 
     @property
     def rests(self) -> bool:
-        """Whether the step behind one without drafts should have none either."""
+        """True when the step after one without drafts should have none either."""
         return self._pause_left > 1
 
     def wanted(self, limit: int) -> int:

@@ -1,4 +1,4 @@
-"""Which rows of a step get how many drafts: asks the drafter where drafts pay, and checks its answer."""
+"""Plan how many drafts each row of a step gets: ask the drafter where drafts pay, and check its answer."""
 
 import logging
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ class DraftPlanner:
     Args:
         drafter: Proposes the tokens.
         max_drafts: The most drafts of a row in a step, at least 1; `NoDrafts` stands for 0.
-        vocab_size: Token ids lie below it, and distributions are as wide.
+        vocab_size: Bound of token ids, and the width of distributions.
 
     Raises:
         ValueError: If `max_drafts` or `vocab_size` is below 1, or the drafter has another vocabulary.
@@ -56,7 +56,7 @@ class DraftPlanner:
 
     @property
     def reads_hidden_states(self) -> bool:
-        """Whether `note_hidden_state` is to be called."""
+        """True when `note_hidden_state` must be called."""
         return isinstance(self._drafter, ReadsHiddenStates)
 
     def warmup(self) -> None:
@@ -65,7 +65,7 @@ class DraftPlanner:
             self._drafter.warmup()
 
     def wanted(self, row: RunningRequest, limit: int) -> int:
-        """Return how many drafts of at most `limit` a row is worth now."""
+        """Return how many drafts, at most `limit`, a row should get now."""
         if limit <= 0:
             return 0
         if row.request_id not in self._lengths:
@@ -73,14 +73,14 @@ class DraftPlanner:
         return self._lengths[row.request_id].wanted(limit)
 
     def rest(self, rows: Sequence[RunningRequest]) -> bool:
-        """Whether rows whose step has no drafts will all want none in the next step either."""
+        """Return whether rows whose step has no drafts will all want none in the next step either."""
         lengths = [self._lengths.get(row.request_id) for row in rows]
         return all(length is not None and length.rests for length in lengths)
 
     def plan(self, limits: Sequence[DraftLimit]) -> list[Draft]:
-        """Return one draft for each row, in order, at most its limit long; the drafter is asked at most once.
+        """Return one draft for each row, in order, at most its limit long; the drafter is called at most once.
 
-        What is known of the requests stays as it is, so that a step that fails may be planned again.
+        What the planner knows about the requests does not change, so a failed step may be planned again.
 
         Raises:
             ValueError: If the drafter's answer breaks its contract; the message names the drafter.
@@ -99,28 +99,28 @@ class DraftPlanner:
         """Learn from a finished step of a row; call it once for each planned row, drafted or not.
 
         Args:
-            num_drafted: Drafts that were verified, after whatever the caller cut.
+            num_drafted: Drafts that were verified, after any cut by the caller.
             num_accepted: How many of them were accepted; the base token does not count.
 
-        A request that was forgotten meanwhile is left alone.
+        A request that was forgotten meanwhile is ignored.
         """
         if length := self._lengths.get(row.request_id):
             length.note(num_drafted, num_accepted)
 
     def note_hidden_state(self, row: RunningRequest, state: Tensor) -> None:
-        """Keep the last hidden state [hidden] that a row's newest token was chosen by, for its next draft."""
+        """Keep the last hidden state [hidden] that a row's newest token was chosen from, for its next draft."""
         self._hidden_states[row.request_id] = state
 
     def forget(self, request_id: int) -> None:
-        """Drop what is known of a request that finished or was evicted; nothing if it is unknown.
+        """Drop what is known about a request that finished or was evicted; an unknown one is ignored.
 
-        A drafter that raises here costs no request: its drafts are verified as ever.
+        A drafter that raises here fails no request: its drafts are still verified.
         """
         self._lengths.pop(request_id, None)
         self._hidden_states.pop(request_id, None)
         try:
             self._drafter.forget(request_id)
-        except Exception as error:  # a drafter is somebody's own code, and rows are being released
+        except Exception as error:  # a drafter is user code, and requests are being released
             _LOG.warning("%s cannot forget request %d: %r", type(self._drafter).__name__, request_id, error)
 
     def _wish(self, row: RunningRequest, num_tokens: int) -> DraftRequest:
@@ -160,23 +160,23 @@ class NoDrafts:
 
     @property
     def max_drafts(self) -> int:
-        """The most drafts of a row in a step: none."""
+        """Always 0."""
         return 0
 
     @property
     def reads_hidden_states(self) -> bool:
-        """No."""
+        """Always False."""
         return False
 
     def warmup(self) -> None:
         """Compile nothing."""
 
     def wanted(self, row: RunningRequest, limit: int) -> int:
-        """Return none."""
+        """Return 0."""
         return 0
 
     def rest(self, rows: Sequence[RunningRequest]) -> bool:
-        """Yes."""
+        """Return True."""
         return True
 
     def plan(self, limits: Sequence[DraftLimit]) -> list[Draft]:

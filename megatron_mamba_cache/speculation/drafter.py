@@ -1,4 +1,4 @@
-"""What a drafter is: it proposes the next tokens of requests, and a verify step keeps those that hold."""
+"""The drafter protocol: a drafter proposes the next tokens of requests, and a verify step keeps the accepted ones."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ class DraftRequest:
     """A request that drafts are wanted for.
 
     Args:
-        row: Read only; `row.tokens(0, row.length)` is its text so far. Not to be kept beyond the call.
+        row: Read only; `row.tokens(0, row.length)` is its text so far. Do not keep it beyond the call.
         num_tokens: The most drafts that are useful, at least 1.
-        hidden_state: [hidden] the model's last hidden state, after its final norm, that the newest token was chosen by,
-            on the model's device; None for a drafter that is no `ReadsHiddenStates`.
+        hidden_state: [hidden] the model's last hidden state, after its final norm, that the newest token was chosen
+            from, on the model's device; None for a drafter that is not a `ReadsHiddenStates`.
     """
 
     row: RunningRequest
@@ -30,8 +30,8 @@ class Draft:
     """Tokens proposed to follow a request's text; it may be empty.
 
     Args:
-        tokens: At most as many as wished, each in [0, vocab).
-        distributions: [len(tokens), vocab] floating-point probabilities that each token was really drawn from, on the
+        tokens: At most as many as requested, each in [0, vocab).
+        distributions: [len(tokens), vocab] floating-point probabilities that each token was drawn from, on the
             model's device; None where the tokens were chosen outright (a point mass).
     """
 
@@ -41,26 +41,26 @@ class Draft:
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Proposes tokens; whatever it proposes, the text that comes out is distributed as without it.
+    """Proposes tokens. Whatever it proposes, the output has the same distribution as without it.
 
     That holds while a draft does not depend on the random numbers that verify it. A drafter that draws its tokens
-    therefore uses numbers of its own, and returns the very distributions that it drew from. On several ranks each
+    therefore uses its own random numbers, and returns the exact distributions that it drew from. On several ranks each
     rank runs its drafter, and all must propose the same tokens.
 
-    A drafter may keep what it knows of a request between calls. A request's text only grows from one call to the
+    A drafter may keep what it knows about a request between calls. A request's text only grows from one call to the
     next, by any number of tokens, until it is forgotten.
     """
 
     def propose(self, wishes: Sequence[DraftRequest]) -> list[Draft]:
         """Return one draft for each wish, in order; an empty draft where nothing is worth proposing.
 
-        The wishes name each request once, and not every running request. An error fails the step; it must leave the
-        drafter usable.
+        Each request has at most one wish; not every running request has one. An error costs the
+        step its drafts; it must leave the drafter usable.
         """
         ...
 
     def forget(self, request_id: int) -> None:
-        """Drop what is kept of a request that left; nothing if it is unknown.
+        """Drop what is kept about a request that left; an unknown one is ignored.
 
         A request that was evicted is forgotten too, and may later start again with the same text.
         """
@@ -69,11 +69,11 @@ class Drafter(Protocol):
 
 @runtime_checkable
 class HasVocabulary(Protocol):
-    """A drafter that can propose for models of one vocabulary only, a draft model's."""
+    """A drafter, such as a draft model, that can propose only for models with its own vocabulary."""
 
     @property
     def vocab_size(self) -> int:
-        """Width of its distributions; padding counts."""
+        """Width of its distributions, padding included."""
         ...
 
 

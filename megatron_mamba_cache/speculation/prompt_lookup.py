@@ -1,4 +1,4 @@
-"""A drafter that copies: what followed the last time the text ended like this, in the prompt or in the output."""
+"""A drafter that copies what followed an earlier occurrence of the text's end, in the prompt or in the output."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ class PromptLookupDrafter:
 
     Args:
         min_match: The fewest last tokens that must have occurred before.
-        max_match: The most that are compared; longer matches count as this long. Equal ones: the most recent wins.
+        max_match: The most that are compared; longer matches count as this long. Among equals the most recent wins.
         max_candidates: Earlier occurrences that are compared, the most recent ones.
 
     Raises:
@@ -38,11 +38,11 @@ class PromptLookupDrafter:
         return [Draft(self._current_index(wish.row).continuation(wish.num_tokens)) for wish in wishes]
 
     def forget(self, request_id: int) -> None:
-        """Free the index of a request; nothing if it is unknown."""
+        """Free the index of a request; an unknown one is ignored."""
         self._indices.pop(request_id, None)
 
     def _current_index(self, row: RunningRequest) -> SuffixIndex:
-        """Return the index of a row's text, brought up to date; built anew if the text is another one now."""
+        """Return the up-to-date index of a request's text; a different text gets a new index."""
         index = self._indices.get(row.request_id)
         if index is None or not _goes_on(index, row):
             index = SuffixIndex(self._min_match, self._max_match, self._max_candidates)
@@ -53,6 +53,6 @@ class PromptLookupDrafter:
 
 
 def _goes_on(index: SuffixIndex, row: RunningRequest) -> bool:
-    """Whether a row's text begins with the index's, as far as its last tokens tell; a shorter text does not."""
+    """Return whether a request's text begins with the index's, judged by its last tokens; a shorter text does not."""
     last = index.last_tokens(_NUM_CHECKED)
     return list(row.tokens(len(index) - len(last), len(index))) == last

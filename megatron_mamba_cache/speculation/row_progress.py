@@ -1,4 +1,4 @@
-"""What a finished step changes of its rows: tokens they keep, what of them is published, what the planner learns."""
+"""Advance the rows of a finished step: add the tokens they keep, publish them, and inform the planner."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ def note_hidden_states(
     hidden_states: Tensor,
     planner: DraftPlanner | NoDrafts,
 ) -> None:
-    """Tell the planner the hidden state that each row's newest token was chosen by.
+    """Tell the planner the hidden state that each row's newest token was chosen from.
 
     Args:
         starts: [rows] Each row's first logits row.
@@ -31,7 +31,7 @@ def note_hidden_states(
 def advance_plain_rows(
     rows: Sequence[RunningRequest], tokens: Sequence[int], counters: CacheCounters, planner: DraftPlanner | NoDrafts
 ) -> None:
-    """Advance rows that decoded one token each without drafts, reach no boundary and go on; see `advance_rows`."""
+    """Advance rows that decoded one token each without drafts, reach no boundary and continue; see `advance_rows`."""
     for row, token in zip(rows, tokens, strict=True):
         row.generated.append(token)
         row.computed += 1
@@ -46,10 +46,10 @@ def advance_plain_rows(
 def advance_rows(
     rows: Sequence[RunningRequest], kept: Sequence[KeptTokens], cache: PrefixCache, planner: DraftPlanner | NoDrafts
 ) -> None:
-    """Advance the rows of a step by what they keep; prompts are published already, what was generated is now.
+    """Advance the rows of a step by what they keep, and publish generated tokens; prompts are published already.
 
     Args:
-        kept: Of each row, in order; at least one token of a row that decodes.
+        kept: Each row's, in order; at least one token for a row that decodes.
     """
     for row, new in zip(rows, kept, strict=True):
         row.generated.extend(new.tokens)

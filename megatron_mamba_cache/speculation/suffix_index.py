@@ -1,8 +1,8 @@
-"""Where the end of a growing text occurred before: an index of its n-grams, with chains as in LZ77 compressors.
+"""An n-gram index of a growing text that finds where its end occurred before, with chains as in LZ77 compressors.
 
 Every position is filed under the hash of the n-gram that ends there: `newest` holds the last position of a hash and
-`previous` the one before each, so that a chain visits occurrences from the most recent on. Positions of another
-n-gram with the same hash turn up in a chain too; a look at the tokens tells. Memory: 12 to 20 bytes a token.
+`previous` the one before each, so a chain visits occurrences from the most recent on. A chain also holds positions of
+other n-grams with the same hash, which comparing the tokens rules out. Memory: 12 to 20 bytes a token.
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,8 +22,8 @@ class SuffixIndex:
     """Index a text that only grows, for the longest match of its end.
 
     Args:
-        min_match: Tokens that a match has at least; the length of the n-grams.
-        max_match: Tokens of a match that are looked at.
+        min_match: The fewest tokens of a match; the length of the n-grams.
+        max_match: The most tokens of a match that are compared.
         max_candidates: Occurrences that are compared, the most recent ones.
     """
 
@@ -44,7 +44,7 @@ class SuffixIndex:
         return tokens
 
     def extend(self, tokens: npt.ArrayLike) -> None:
-        """Append tokens [n] in [0, 2**31) to the text; constant time a token, taken over many calls."""
+        """Append tokens [n] in [0, 2**31) to the text; amortised constant time a token."""
         added = np.asarray(tokens, dtype=np.int32)
         start, end = self._length, self._length + len(added)
         must_grow = end > len(self._text)
@@ -58,8 +58,8 @@ class SuffixIndex:
     def continuation(self, num_tokens: int) -> tuple[int, ...]:
         """Return the `num_tokens` tokens that followed the longest earlier match of the text's end.
 
-        The most recent one wins among equals; empty if there is no match. What followed may reach the end of the
-        text: then the text is taken to go on as it follows here, so that a repetition is carried on.
+        The most recent one wins among equals; empty if there is no match. If what followed reaches the end of the
+        text, it is repeated, so that a repetition continues.
         """
         start = self._match_end()
         if start == 0:
@@ -77,13 +77,13 @@ class SuffixIndex:
         num_bits = capacity.bit_length()
         self._newest = np.full(1 << num_bits, _NOWHERE, dtype=np.int32)
         self._shift = 64 - num_bits
-        # A view reads a single number several times faster than an array does.
+        # A memoryview reads a single number several times faster than an array does.
         self._text_view = self._text.data
         self._previous_view = self._previous.data
         self._newest_view = self._newest.data
 
     def _file(self, start: int, end: int) -> None:
-        """File the positions from `start` on, not filed yet, in order."""
+        """File the positions from `start` to `end`, exclusive, in order; none is filed yet."""
         if end - start > _FEW_TOKENS:
             self._file_many(start, end)
             return
@@ -96,7 +96,7 @@ class SuffixIndex:
     def _file_many(self, start: int, end: int) -> None:
         text = self._text[start + 1 - self._min_match : end].astype(np.uint64)
         grams = (text[offset : offset + end - start] for offset in range(self._min_match))
-        # Both numbers in one integer, since values sort several times faster than their order is found.
+        # Both numbers in one integer, because sorting values is several times faster than argsort.
         pairs = _hash_grams(grams, self._shift) << 32 | np.arange(start, end, dtype=np.uint64)
         pairs.sort()
         buckets, positions = (pairs >> 32).astype(np.int64), (pairs & 0xFFFFFFFF).astype(np.int64)
@@ -118,7 +118,7 @@ class SuffixIndex:
         return best_end
 
     def _match_len(self, position: int, suffix: list[int], to_beat: int) -> int:
-        """Return how much of `suffix`, last token first, ends at `position`; 0 if surely no more than `to_beat`."""
+        """Return how much of `suffix`, last token first, ends at `position`; 0 if it cannot exceed `to_beat`."""
         text, longest = self._text_view, min(len(suffix), position + 1)
         if longest <= to_beat or text[position - to_beat] != suffix[to_beat]:
             return 0
@@ -140,7 +140,7 @@ class SuffixIndex:
 
 
 def _hash_grams(grams: Iterable[Any], shift: int) -> Any:
-    """Hash n-grams to 64 - `shift` bits, given as their first tokens, their second ...: integers or uint64 arrays."""
+    """Hash n-grams to 64 - `shift` bits; `grams` yields first tokens, then second ...: integers or uint64 arrays."""
     code: Any = 0
     for tokens in grams:
         code = (code * _MIX + tokens + 1) & _UINT64_MASK

@@ -1,1 +1,1 @@
-"""What lives on the device: the state pool, the buffers of a step, and who owns each slot."""
+"""The pool of Mamba states on the device, and the allocator that gives KV blocks slots of it."""

@@ -31,11 +31,11 @@ class StateLayout:
         return self.num_layers * (conv + ssm)
 
     def num_slots_in(self, budget_gb: float, num_live: int, num_drafts: int = 0) -> int:
-        """Return the rows of a pool: what the budget buys for cached and draft states, and one live row a request.
+        """Return a pool's number of slots: those the budget buys for cached and draft states, and `num_live` live ones.
 
         Raises:
-            ValueError: If the budget buys no cached state, or less than one request's drafts take; the message says
-                the least that does.
+            ValueError: If the budget buys no cached state, or fewer slots than one request's drafts take; the message
+                gives the smallest sufficient budget.
         """
         bought, needed = int(budget_gb * 2**30) // self.slot_bytes, max(1, num_drafts)
         if bought < needed:

@@ -16,7 +16,7 @@ from .slot_allocator_context import NoReservations, PromptRequest, SlotAllocator
 from .state_pool import StatePool
 
 MAX_INTERMEDIATE_OFFSETS_PER_REQUEST = 3
-"""Most boundaries that a prompt suggests by itself: where its KV match ends, its last and its last but one."""
+"""The most boundaries that a prompt itself determines: the end of its KV match, its last and its last but one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,9 @@ class StateSlotAllocator:
         self._stored: dict[int, list[_StoredOffset]] = {}  # request index -> boundaries of its running chunk
 
     def allocate_slots_batch(self, block_ids: Sequence[int]) -> list[int]:
-        """Give each block a slot, evicting the least worthy states if needed; the same block twice gets one slot.
+        """Give each block a slot, evicting the states of least worth if needed; the same block twice gets one slot.
 
-        The caller fills a new slot before anybody may look for it: in an engine, before the next step.
+        The caller must fill a new slot before it can be matched: in an engine, before the next step.
 
         Raises:
             CacheCapacityError: If there are too few slots; nothing has changed then.
@@ -84,7 +84,7 @@ class StateSlotAllocator:
         return -1 if slot is None else slot
 
     def has_state(self, block_id: int) -> bool:
-        """Whether a state is cached for the block."""
+        """Return whether a state is cached for the block."""
         return self.get_slot(block_id) >= 0
 
     def invalidate_block(self, block_id: int) -> None:
@@ -98,7 +98,7 @@ class StateSlotAllocator:
             self._stored[request_idx] = [item for item in stored if item.block != block]
 
     def on_kv_blocks_deregistered(self, block_ids: Sequence[int], hashes: Sequence[int]) -> None:
-        """Drop the states of blocks that leave the KV cache; `hashes` is part of Megatron's signature, not needed."""
+        """Drop the states of blocks that leave the KV cache; `hashes` is part of Megatron's signature, unused."""
         for block in block_ids:
             self.invalidate_block(block)
 
@@ -116,7 +116,7 @@ class StateSlotAllocator:
         """Write one layer's state of a block that has a slot.
 
         Raises:
-            ValueError: If the block has no slot; allocate one first. If the layer or a shape is not the pool's.
+            ValueError: If the block has no slot (allocate one first), or the layer or a shape is not the pool's.
         """
         slot = self._slot_or_error(block_id)
         layout = self.state_pool.layout
@@ -160,11 +160,11 @@ class StateSlotAllocator:
         matched_block_ids: Sequence[int],
         overall_required_blocks: int,
     ) -> None:
-        """Reserve a slot for each boundary of a request's prefill chunk that deserves a state and has none.
+        """Reserve a slot for each boundary of a request's prefill chunk that should have a state and has none.
 
         The chunk covers `prefill_chunk_length` tokens from `req.finished_chunk_token_count`; its first `skip_tokens`
-        are not computed, and offsets count from the first that is. What no slot can be had for is left out. The last
-        two arguments are part of Megatron's signature: `context.request_to_kv_block_ids` says the same.
+        are not computed, and offsets count from the first that is. Boundaries without a slot left are skipped. The last
+        two arguments are part of Megatron's signature, unused: `context.request_to_kv_block_ids` has the same data.
         """
         chunk_start = req.finished_chunk_token_count
         start = chunk_start + skip_tokens
@@ -206,9 +206,9 @@ class StateSlotAllocator:
         )
 
     def commit_intermediate_states(self) -> None:
-        """Publish the boundary states that the forward (or its graph replay) has written; nobody may write them now."""
+        """Publish the boundary states that the forward (or its graph replay) has written; they are now read-only."""
         for stored in self._stored.values():
-            while stored:  # one by one, so that a failure leaves the rest as reserved as it is
+            while stored:  # one by one, so that a failure leaves the rest reserved
                 item = stored[0]
                 if self.has_state(item.block):
                     self.slots.cancel(item.slot)

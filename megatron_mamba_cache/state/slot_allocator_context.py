@@ -1,4 +1,4 @@
-"""What a slot allocator needs from around it: protocols, each naming exactly what is read."""
+"""Protocols of what a slot allocator needs from its context, each naming exactly what is read."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -45,7 +45,7 @@ class PromptRequest(Protocol):
 
 
 class StepReservations(Protocol):
-    """Boundaries that a scheduler reserved for the running step on its own account."""
+    """Boundaries that a scheduler itself reserved for the running step."""
 
     def offsets(self) -> list[list[int]]:
         """Return, for each prefill row, its boundaries relative to the row's first token of this step."""
@@ -55,7 +55,7 @@ class StepReservations(Protocol):
 
 
 class NoReservations:
-    """There is no scheduler: all reservations come through `compute_and_store_offsets`."""
+    """The null object without a scheduler: all reservations come through `compute_and_store_offsets`."""
 
     def offsets(self) -> list[list[int]]:
         """Return no rows."""

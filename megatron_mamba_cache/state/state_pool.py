@@ -22,7 +22,7 @@ class LayerStates:
 
 @dataclass(frozen=True, slots=True)
 class DraftWindow:
-    """Where the accepted state of a draft window lies.
+    """The location of a draft window's accepted state.
 
     Args:
         live: Slot of column 0, which holds the conv window.
@@ -58,10 +58,10 @@ class StatePool:
         copy_slots((self.conv, self.ssm), src, dst)
 
     def store_from(self, conv: Tensor, ssm: Tensor, src: Sequence[int], dst: Sequence[int]) -> None:
-        """Copy slots `src` of other pools, of slots shaped as these, into slots `dst` of this one, all layers.
+        """Copy slots `src` of other pools with the same slot shapes into slots `dst` of this one, all layers.
 
         Args:
-            conv, ssm: [layers, slots, ...]; this pool's own will do, if no slot is in both lists.
+            conv, ssm: [layers, slots, ...]; may be this pool's own if no slot is in both lists.
             dst: Pairwise distinct.
         """
         sent = self._send(src, dst)
@@ -73,21 +73,21 @@ class StatePool:
         copy_slots_between((self.conv, self.ssm), (conv, ssm), sent[0], sent[1])
 
     def settle(self, windows: Sequence[DraftWindow], window_len: int) -> None:
-        """Make column 0 of each draft window the state that another column holds, all layers, in place.
+        """Copy the accepted state of each draft window to column 0, all layers, in place.
 
         Args:
             window_len: Conv inputs that a state keeps.
         """
         if not windows:
             return
-        # The align copy of a step in which every token ends a block, so that the accepted one does.
+        # This is the align copy of a step in which every token ends a block, and so does the accepted one.
         width = 1 + max(window.offset for window in windows)
         numbers = [
             [window.live, 1 + window.offset]
             + [window.slot if column == window.offset else window.live for column in range(width)]
             for window in windows
         ]
-        # In rows of 16 bytes, so that every number of windows runs the same compiled kernel.
+        # Rows are padded to 16 bytes, so that every number of windows runs the same compiled kernel.
         table = torch.full((2 + width, -(-len(windows) // 4) * 4), PAD_SLOT, dtype=torch.int32)
         table[:, : len(windows)] = torch.tensor(numbers, dtype=torch.int32).T
         table = table.to(self.ssm.device)[:, : len(windows)]

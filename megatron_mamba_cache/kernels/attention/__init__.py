@@ -1,1 +1,1 @@
-"""Causal attention over the paged KV cache, by whichever library a machine has."""
+"""Causal attention over the paged KV cache, by whichever library is installed."""

@@ -1,4 +1,4 @@
-"""Packed query rows of a step and where their cached tokens lie."""
+"""Packed query rows of a step and the location of their cached tokens."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ class AttentionRows:
         block_table: [rows, max_blocks] int32; entries past a row's last block may hold anything.
         query_lens: Host copy of the query lengths.
         kv_lens: Host copy of `kv_lengths`, or upper bounds of it: they size the reads, `kv_lengths` masks them.
-        host_block_table: Host copy of `block_table`, good until the step's results have been read back.
+        host_block_table: Host copy of `block_table`, valid until the step's results have been read back.
     """
 
     cu_query: Tensor

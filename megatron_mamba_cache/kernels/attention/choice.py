@@ -1,4 +1,4 @@
-"""Which attention backend serves a model: the first of `BACKENDS` that can, or the one that a setting names."""
+"""Choose a model's attention backend: the first of `BACKENDS` that can serve it, or the one that a setting names."""
 
 import logging
 from typing import Protocol
@@ -16,13 +16,13 @@ _logger = logging.getLogger(__name__)
 
 
 class BackendClass(Protocol):
-    """A class of backends."""
+    """The class of a backend."""
 
     name: str
     setting: str
 
     def __call__(self, shape: AttentionShape) -> AttentionBackend:
-        """Build a backend; its library may fail in any way."""
+        """Build a backend; its library may raise anything."""
 
     def refusal(self, shape: AttentionShape) -> str | None:
         """Return why it cannot serve a model, None if it can."""
@@ -54,7 +54,7 @@ def choose_attention(setting: str, shape: AttentionShape) -> AttentionBackend:
         if reason is None:
             try:
                 return backend(shape)
-            except Exception as error:  # a broken installation, or a compiler that is missing, raises anything
+            except Exception as error:  # a broken installation or a missing compiler may raise anything
                 reason = f"it fails with {type(error).__name__}: {error}"
                 if setting == "auto":
                     _logger.warning("attention does not use %s: %s", backend.name, reason)

@@ -18,7 +18,7 @@ from .interface import (
 
 _HEAD_DIMS = range(8, 257, 8)
 PAGE_MULTIPLE = 256
-"""Tokens of which flash-attn 2's pages are a multiple."""
+"""flash-attn 2's page size is a multiple of this many tokens."""
 
 
 class FlashAttention3:
@@ -41,7 +41,7 @@ class FlashAttention3:
         self._scale = shape.scale
 
     def plan(self, rows: AttentionRows) -> PlannedAttention:
-        """Return the call of a layer."""
+        """Return the attention call for each layer."""
         num_tokens, longest = sum(rows.query_lens), max(rows.query_lens, default=0)
 
         def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ class FlashAttention2:
         self._scale = shape.scale
 
     def plan(self, rows: AttentionRows) -> PlannedAttention:
-        """Return the call of a layer."""
+        """Return the attention call for each layer."""
         num_tokens = sum(rows.query_lens)
         longest_query, longest_kv = max(rows.query_lens, default=0), max(rows.kv_lens, default=0)
         cu_kv = cumulative_lengths(rows)

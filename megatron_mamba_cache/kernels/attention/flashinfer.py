@@ -1,7 +1,7 @@
 """Attention by FlashInfer's prefill kernels over a paged cache, which serve decode, verify and prefill rows alike.
 
-FlashInfer compiles for a model's shape at first use and keeps the result on disk. Building the backend does that, with
-a line that says so, rather than the first request.
+FlashInfer compiles for a model's shape at first use and keeps the result on disk. This happens when the backend is
+built, with a log line, not at the first request.
 """
 
 from dataclasses import dataclass
@@ -59,7 +59,7 @@ class FlashInferAttention:
         return (self._short if longest <= _MOST_SHORT_QUERIES else self._long).plan(rows)
 
     def capture(self, rows: AttentionRows) -> "CapturedFlashInfer":
-        """Prepare graphs whose rows are at most as long as these; of several the largest first, to share its memory."""
+        """Prepare graphs whose rows are at most as long as these; prepare the largest first, to share its memory."""
         needed = parts_bytes(self._shape, len(rows.query_lens), sum(rows.query_lens))
         if self._graph_workspace is None or self._graph_workspace.numel() < needed:
             self._graph_workspace = torch.zeros(needed, dtype=torch.uint8, device=self._shape.device)
@@ -67,7 +67,7 @@ class FlashInferAttention:
 
 
 class PagedAttention:
-    """One of FlashInfer's wrappers."""
+    """A FlashInfer wrapper."""
 
     def __init__(self, shape: AttentionShape, wrapper: Any) -> None:
         self._shape = shape
@@ -85,7 +85,7 @@ class PagedAttention:
         return attend
 
     def plan_pages(self, pages: "PageLists") -> None:
-        """Plan on the host which blocks of the GPU read what."""
+        """Plan on the host which thread blocks read which pages."""
         shape = self._shape
         self._wrapper.plan(
             qo_indptr=pages.cu_query,
@@ -109,7 +109,7 @@ class PagedAttention:
 
 
 class CapturedFlashInfer:
-    """A wrapper whose plan lies at fixed addresses; graphs of several shapes share the workspace, one after another."""
+    """A wrapper whose plan is at fixed addresses; graphs of several shapes share the workspace, one after another."""
 
     def __init__(self, shape: AttentionShape, workspace: Tensor, rows: AttentionRows) -> None:
         num_rows, num_blocks = rows.block_table.shape
@@ -131,7 +131,7 @@ class CapturedFlashInfer:
         self.plan_again(rows)  # the first plan is the largest that the wrapper accepts
 
     def begin(self) -> PlannedAttention:
-        """Return the call of a layer; how far rows fill their last pages is found on the device, at each replay."""
+        """Return the attention call for each layer; the device computes last-page lengths at each replay."""
         lengths = self._kv_lengths
         self._last_page_lens.copy_(torch.where(lengths > 0, (lengths - 1) % self._block_size + 1, 0))
         return self._attention.run
@@ -141,16 +141,16 @@ class CapturedFlashInfer:
         pages, planned = page_lists(rows, self._block_size, keep_all=True), self._planned
         if planned is not None and pages.has_pages_of(planned):
             return
-        self._planned = None  # as long as planning may fail
+        self._planned = None  # in case planning fails
         self._attention.plan_pages(pages)
         self._planned = pages
 
 
 def parts_bytes(shape: AttentionShape, num_rows: int, num_tokens: int) -> int:
-    """Return the bytes that FlashInfer's fa2 takes for the results of parts of rows, inside a graph.
+    """Return the bytes that FlashInfer's fa2 needs for the partial results of rows inside a graph.
 
-    They are float32 tiles of queries and their sums, of which a row may have a ragged one more, as many as it launches
-    blocks. Source: FlashInfer 0.5.3, scheduler.cuh.
+    They are float32 query tiles and their sums: as many as the rows have tiles, with a ragged one each, or as many as
+    FlashInfer launches blocks, if that is more. Source: FlashInfer 0.5.3, scheduler.cuh.
     """
     group = shape.num_heads // shape.num_kv_heads
     longest = (num_tokens - num_rows + 1) * group
@@ -167,14 +167,14 @@ def _wrapper(workspace: Tensor, kernel: str, **settings: Any) -> Any:
 
 
 def largest(*values: Any, **options: Any) -> Any:
-    """Stand in for `max` where FlashInfer plans: of a tensor the built-in one takes about 3 µs an element."""
+    """Replace `max` where FlashInfer plans: on a tensor the built-in takes about 3 µs an element."""
     if len(values) == 1 and isinstance(values[0], Tensor) and not options:
         return values[0].max()
     return max(*values, **options)
 
 
 def _try_out(attention: PagedAttention, shape: AttentionShape) -> None:
-    """Compile all that a step needs, by a step of one token."""
+    """Compile all that a step needs by running a step of one token."""
     one = torch.ones(1, dtype=torch.int32, device=shape.device)
     table = torch.zeros(1, 1, dtype=torch.int32)
     rows = AttentionRows(torch.cat((one - 1, one)), one, table.to(shape.device), (1,), (1,), table.numpy())
@@ -200,7 +200,7 @@ class PageLists:
     last_page_lens: Tensor
 
     def has_pages_of(self, other: "PageLists") -> bool:
-        """Whether the same rows have the same pages, which they may fill further than the other's."""
+        """Return whether the same rows have the same pages; they may fill them further than the other's."""
         return all(
             mine.equal(theirs)
             for mine, theirs in (
@@ -212,7 +212,7 @@ class PageLists:
 
 
 def page_lists(rows: AttentionRows, block_size: int, *, keep_all: bool = False) -> PageLists:
-    """Return the pages of a step's rows; rows without query tokens are left out, unless all are to be kept."""
+    """Return the pages of a step's rows; rows without query tokens are left out unless `keep_all`."""
     query_lens, kv_lens = np.array(rows.query_lens, np.int32), np.array(rows.kv_lens, np.int32)
     table = rows.host_block_table
     if not keep_all:

@@ -1,4 +1,4 @@
-"""What an attention backend is: chosen once for a model, planned once a step, called once a layer."""
+"""The attention backend protocol: chosen once for a model, planned once a step, called once a layer."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,8 +21,8 @@ class AttentionShape:
     Args:
         num_heads: Query heads, a multiple of num_kv_heads.
         block_size: Tokens of a KV block.
-        scale: Of the scores, before softmax.
-        dtype: Of queries, keys, values and results.
+        scale: Factor of the scores, before softmax.
+        dtype: Dtype of queries, keys, values and results.
     """
 
     num_heads: int
@@ -38,17 +38,17 @@ class CapturedAttention(Protocol):
     """Attention inside CUDA graphs of one shape: the same call, planned again before each replay."""
 
     def begin(self) -> PlannedAttention:
-        """Return the call of a layer; while a graph is captured, which keeps what is launched."""
+        """Return the attention call for each layer; called during graph capture, which records the launches."""
 
     def plan_again(self, rows: AttentionRows) -> None:
         """Prepare the next replay, outside of any graph: as many rows, with at most as many query and cached tokens.
 
-        What is prepared is good for longer rows as well, as long as they have as many query tokens and the same blocks.
+        The plan is also valid for longer rows, as long as they have as many query tokens and the same blocks.
         """
 
 
 class AttentionBackend(Protocol):
-    """Computes what `paged_attention_ref` does, to the rounding of its dtype; built for one `AttentionShape`."""
+    """Computes what `paged_attention_ref` does, up to the rounding of its dtype; built for one `AttentionShape`."""
 
     name: str
     setting: str
@@ -57,7 +57,7 @@ class AttentionBackend(Protocol):
     def plan(self, rows: AttentionRows) -> PlannedAttention:
         """Prepare a step, from its host lengths and block table, for the calls of its layers.
 
-        No row has fewer cached tokens than query tokens. The plan is good until the next one is made.
+        No row has fewer cached tokens than query tokens. The plan is valid until the next one is made.
         """
 
     def capture(self, rows: AttentionRows) -> CapturedAttention:
@@ -65,14 +65,14 @@ class AttentionBackend(Protocol):
 
 
 class DeviceLengths:
-    """`CapturedAttention` of a backend that reads exact lengths on the device alone: there is nothing to plan again."""
+    """`CapturedAttention` of a backend that reads exact lengths only on the device: there is nothing to plan again."""
 
     def __init__(self, backend: AttentionBackend, rows: AttentionRows) -> None:
         self._backend = backend
         self._rows = rows
 
     def begin(self) -> PlannedAttention:
-        """Return the call of a layer, for the longest rows."""
+        """Return the attention call for each layer, for the longest rows."""
         return self._backend.plan(self._rows)
 
     def plan_again(self, rows: AttentionRows) -> None:
@@ -80,7 +80,7 @@ class DeviceLengths:
 
 
 def attend_rows(q: Tensor, num_tokens: int, attend: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return what `attend` makes of the first `num_tokens` tokens of q, and zeros for those past the last row."""
+    """Return `attend` of the first `num_tokens` tokens of q, and zeros for those past the last row."""
     if 0 < num_tokens == q.shape[0]:
         return attend(q)
     out = torch.zeros_like(q)

@@ -15,7 +15,7 @@ from .reference_attention import append_kv_ref
 __all__ = ["append_kv", "append_kv_ref"]
 
 _TILE_LEN = 1024
-"""Least elements of key, and of value, that a program moves where a token has fewer."""
+"""The fewest elements of key, and of value, that a program moves; smaller tokens share a program."""
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -62,7 +62,7 @@ def append_kv(
         key, value: [tokens, kv_heads, dim], channels contiguous; cast to the caches' dtype.
         k_cache, v_cache: [blocks, block_size, kv_heads, dim] of equal strides, a token's heads contiguous.
         token_block: [tokens] int32 or int64 block ids; a negative one is skipped. Places are distinct, except in
-            blocks that nobody reads.
+            blocks that are never read.
         token_offset: [tokens] int32 or int64 positions inside the block.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Attention by the torch twin: exact, of any shape, dtype and device; not fast."""
+"""Attention by the torch twin: exact, for any shape, dtype and device, but slow."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +25,7 @@ class ReferenceAttention:
         self._scale = shape.scale
 
     def plan(self, rows: AttentionRows) -> PlannedAttention:
-        """Return the call of a layer; there is nothing to prepare."""
+        """Return the attention call for each layer; there is nothing to prepare."""
         return partial(self._attend, rows)
 
     def _attend(self, rows: AttentionRows, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
@@ -38,13 +38,13 @@ class ReferenceAttention:
 
 @dataclass(frozen=True, slots=True)
 class CapturedReference:
-    """The twin with rows whose lengths the host does not know: each token is a row of its own."""
+    """The twin for rows whose lengths the host does not know: each token is its own row."""
 
     rows: AttentionRows
     backend: ReferenceAttention
 
     def begin(self) -> PlannedAttention:
-        """Return the call of a layer."""
+        """Return the attention call for each layer."""
         return self.backend.plan(token_rows(self.rows))
 
     def plan_again(self, rows: AttentionRows) -> None:
@@ -52,7 +52,7 @@ class CapturedReference:
 
 
 def token_rows(rows: AttentionRows) -> AttentionRows:
-    """Return rows of one token each, one for every packed token that there may be, found on the device.
+    """Return rows of one token each, one for every possible packed token, computed on the device.
 
     Args:
         rows: Host lengths are upper bounds. A packed token past the last row gets a row without cached tokens.

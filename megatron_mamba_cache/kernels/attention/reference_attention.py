@@ -17,11 +17,11 @@ _MAX_PADDED_TOKENS = 1 << 18  # cached tokens gathered at once for such rows, pa
 def paged_attention_ref(q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: AttentionRows, scale: float) -> Tensor:
     """Attend every query token to its row's cached tokens up to its own position (bottom-right causal).
 
-    Consecutive rows of equally many, few query tokens are computed together, others one by one. No host sync.
+    Consecutive short rows with equally many query tokens are computed together, others one by one. No host sync.
 
     Args:
         q: [tokens, heads, dim]; heads a multiple of kv_heads, consecutive heads share one.
-        k_cache, v_cache: [blocks, block_size, kv_heads, dim]; what lies past a row's length does not matter.
+        k_cache, v_cache: [blocks, block_size, kv_heads, dim]; contents past a row's length do not matter.
 
     Returns:
         [tokens, heads, dim] in q's dtype; zeros past the last row's tokens.
@@ -59,7 +59,7 @@ def append_kv_ref(
 
 
 def _row_groups(rows: AttentionRows) -> Iterator[tuple[int, int]]:
-    """Split the rows into half-open runs: single rows, or alike short ones within the limit of padded tokens."""
+    """Split the rows into half-open runs: single rows, or equally short ones within the limit of padded tokens."""
     first, num_rows = 0, len(rows.query_lens)
     while first < num_rows:
         last, longest, query_len = first + 1, rows.kv_lens[first], rows.query_lens[first]
@@ -92,7 +92,7 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scal
         tile = queries[:, begin : begin + _QUERY_TILE]
         before = torch.arange(begin, begin + tile.shape[1], device=queries.device) - query_len
         positions = lengths[:, None] + before  # [rows, tile]: absolute, of each query token
-        seen = kv_len - query_len + begin + tile.shape[1]  # no token of this tile looks further
+        seen = kv_len - query_len + begin + tile.shape[1]  # no token of this tile attends further
         tiles.append(_attend_tile(tile, keys[:, :, :seen], values[:, :, :seen], positions, scale))
     return torch.cat(tiles, dim=1)
 

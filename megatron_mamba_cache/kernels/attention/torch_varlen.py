@@ -32,7 +32,7 @@ class TorchVarlenAttention:
         self._shape = shape
 
     def plan(self, rows: AttentionRows) -> PlannedAttention:
-        """Return the call of a layer."""
+        """Return the attention call for each layer."""
         num_tokens = sum(rows.query_lens)
         longest_query, longest_kv = max(rows.query_lens, default=0), max(rows.kv_lens, default=0)
         cu_kv = cumulative_lengths(rows)
@@ -66,7 +66,7 @@ class TorchVarlenAttention:
 
 
 def _varlen_attn() -> Callable[..., Tensor] | None:
-    """Return torch's function; None where it reads no block table."""
+    """Return torch's function; None if it reads no block table."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:

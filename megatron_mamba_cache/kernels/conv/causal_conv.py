@@ -4,8 +4,8 @@
 
 The d_conv - 1 inputs before a row's end go to its final slot, those before a chunk's end to the chunk's slot.
 
-An initial slot may be its own row's final slot, so what reads a row's initial window must also write its final one.
-Programs have one of three parts, each for a tile of channels:
+An initial slot may be its own row's final slot, so the program that reads a row's initial window also writes its final
+one. Each program does one of three parts, for a tile of channels:
 
     row     its first d_conv - 1 tokens, which alone need the initial window, and every window that holds part of it
     chunk   the window at its end, all of it inputs of this step
@@ -43,11 +43,11 @@ __all__ = ["TILING", "ConvTiling", "causal_conv", "causal_conv_ref"]
 
 @dataclass(frozen=True, slots=True)
 class ConvTiling:
-    """How tokens are cut over programs; every choice computes the same bits.
+    """How tokens are split over programs; every choice computes the same bits.
 
     Args:
         tokens, channels: of a tile, powers of two.
-        at_once: tokens whose inputs are on their way at once, a divisor of `tokens`.
+        at_once: tokens whose inputs are loaded at once, a divisor of `tokens`.
         num_warps: warps of a program.
     """
 
@@ -58,7 +58,7 @@ class ConvTiling:
 
 
 TILING = ConvTiling(tokens=32, channels=1024, at_once=8, num_warps=4)
-_MAX_REGISTERS = 128  # of a thread, so that four programs of four warps fit on a multiprocessor
+_MAX_REGISTERS = 128  # per thread, so that four programs of four warps fit on a multiprocessor
 
 
 class _Rows(NamedTuple):
@@ -85,7 +85,7 @@ def _convolve_run(
     TOKENS: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """Compute tokens of one row, each with D_CONV - 1 before it: every input is read once, some tokens at once."""
+    """Compute tokens of one row, each with D_CONV - 1 before it: every input is read once, AT_ONCE tokens at a time."""
     inside = channel < CONV_DIM
     taps = load_taps(weight, channel, CONV_DIM, D_CONV)
     offset = load_bias(bias, channel, CONV_DIM)
@@ -122,7 +122,7 @@ def _convolve_mixture(
     D_CONV: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Compute those of some tokens that have D_CONV - 1 tokens of their row before them; clear those past all rows."""
+    """Compute the tokens that have D_CONV - 1 tokens of their row before them; clear those past all rows."""
     token = first_token + tl.arange(0, TOKENS)
     row = count_up_to(rows.cu_rows + 1, num_rows, token)
     is_past = row == num_rows
@@ -182,7 +182,7 @@ def _causal_conv_kernel(
         if (in_row >= D_CONV - 1) & (first_token + TOKENS <= row_end):
             _convolve_run(y, inputs, weight, bias, first_token, channel, CONV_DIM, D_CONV, TOKENS, AT_ONCE)
         else:
-            for begin in range(first_token, first_token + TOKENS, 2):  # few: they are rare, and registers are not
+            for begin in range(first_token, first_token + TOKENS, 2):  # few, to save registers: such tiles are rare
                 _convolve_mixture(
                     y, inputs, weight, bias, rows, num_rows, num_tokens, begin, channel, CONV_DIM, D_CONV, 2
                 )

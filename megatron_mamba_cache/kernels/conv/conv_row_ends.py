@@ -1,4 +1,4 @@
-"""What the ends of packed rows and chunks ask of a causal convolution: the tokens and windows that tiles leave out.
+"""The ends of packed rows and chunks in a causal convolution: the tokens and windows that tiles leave out.
 
 Called from inside `causal_conv`'s kernel.
 """
@@ -39,7 +39,7 @@ def begin_row(
             at = y + tl.cast(start + j, tl.int64) * CONV_DIM + channel
             tl.store(at, out, mask=only_if(j < num_tokens, inside))
 
-        tl.debug_barrier()  # a write may land on what another thread of this program reads
+        tl.debug_barrier()  # a write may overwrite what another thread of this program reads
         for j in tl.static_range(WINDOW):  # the window after j tokens
             window = history[j : j + WINDOW]
             _store_window(windows, tl.where(j == num_tokens, final, _PAD), window, channel, inside, WINDOW)
@@ -55,7 +55,7 @@ def begin_row(
 
 @triton.jit
 def end_chunk(inputs, windows, rows, chunk, channel, CONV_DIM: tl.constexpr, WINDOW: tl.constexpr):
-    """Store the window at a chunk's end, if all of it are inputs of this step."""
+    """Store the window at a chunk's end, if it holds only inputs of this step."""
     slot = tl.load(rows.chunk_slots + chunk)
     if slot != _PAD:
         start = tl.load(rows.cu_chunks + chunk)

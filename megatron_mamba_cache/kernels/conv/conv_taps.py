@@ -28,7 +28,7 @@ class ConvInputs(NamedTuple):
 
 @triton.jit
 def appended(values, value):
-    """Return the tuple `values` with one more at its end."""
+    """Return the tuple `values` with `value` at its end."""
     return values + (value,)  # noqa: RUF005 (kernels cannot unpack into a tuple)
 
 

@@ -1,11 +1,11 @@
-"""Causal convolution of decode and verify steps: a row's base token and drafts, and the window moved on in place.
+"""Causal convolution of decode and verify steps: a row's base token and drafts; the window advances in place.
 
-A row's window lies in its column 0's slot, `accepted` - 1 inputs on; its place after the step is the slot's beginning:
+A row's window is in its column 0's slot, from input `accepted` - 1 on; after the step it begins at the slot's start:
 
     history = window, x;  y[j] = SiLU(sum over k of weight[k] * history[j + k] + bias);  stored = history[1:]
 
 Layout: a program owns one row and a tile of channels. It reads the window before it writes, and its tokens in order.
-Grid: a program for each row and tile, and one row more, which clears the outputs past the last row. Graph safe: no
+Grid: a program for each row and tile, plus one row that clears the outputs past the last row. Graph safe: no
 host sync, one launch, grid fixed by the shapes of the arguments.
 """
 
@@ -38,7 +38,7 @@ __all__ = ["TILING", "ConvVerifyTiling", "conv_verify", "conv_verify_ref"]
 
 @dataclass(frozen=True, slots=True)
 class ConvVerifyTiling:
-    """How rows are cut over programs; every choice computes the same bits.
+    """How rows are split over programs; every choice computes the same bits.
 
     Args:
         channels: channels of a program, a power of two.
@@ -98,7 +98,7 @@ def _conv_verify_kernel(
         window = appended(window, old.to(tl.float32))
     taps = load_taps(weight, channel, CONV_DIM, D_CONV)
     offset = load_bias(bias, channel, CONV_DIM)
-    tl.debug_barrier()  # a write may land on what another thread of this program reads
+    tl.debug_barrier()  # a write may overwrite what another thread of this program reads
     if start < end:
         for k in tl.static_range(1, D_CONV - 1):
             tl.store(stored + (k - 1) * windows.time_stride, window[k], mask=inside)
@@ -107,7 +107,7 @@ def _conv_verify_kernel(
         x = tl.load(inputs.x + at * inputs.token_stride + channel, mask=inside, other=0.0).to(tl.float32)
         out = weigh_and_activate(appended(window, x), taps, offset, D_CONV)
         tl.store(y + at * CONV_DIM + channel, out, mask=inside)
-        # Inputs of earlier steps have been through the pool's dtype, so those of this step take the same path.
+        # Inputs of earlier steps were rounded to the pool's dtype, so those of this step are rounded too.
         kept = x.to(windows.pool.dtype.element_ty)
         time = D_CONV - 2 + token - start
         tl.store(stored + time * windows.time_stride, kept, mask=only_if(time >= 0, inside))
@@ -122,10 +122,10 @@ def conv_verify(
     rows: DecodeRows,
     tiling: ConvVerifyTiling = TILING,
 ) -> Tensor:
-    """Convolve the base token and the drafts of each row, apply SiLU and move the row's window on, in place.
+    """Convolve the base token and the drafts of each row, apply SiLU and advance the row's window in place.
 
-    Bit-equal to as many steps of one token each, whatever is drafted behind a token. A padded row and tokens past
-    the last row give zeros and touch nothing; so do window rows behind those that the row's tokens reach.
+    Bit-equal to as many steps of one token each, whatever drafts follow a token. A padded row and tokens past the last
+    row give zeros and touch nothing; window rows past those that the row's tokens reach stay as they are.
 
     Args:
         x: [tokens, conv_dim]; any stride between tokens.

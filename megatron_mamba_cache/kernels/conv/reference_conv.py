@@ -43,10 +43,10 @@ def causal_conv_ref(x: Tensor, weight: Tensor, bias: Tensor | None, conv_pool: T
 
 
 def conv_verify_ref(x: Tensor, weight: Tensor, bias: Tensor | None, conv_pool: Tensor, rows: DecodeRows) -> Tensor:
-    """Convolve the base token and the drafts of each row, apply SiLU and move the row's window on, in place.
+    """Convolve the base token and the drafts of each row, apply SiLU and advance the row's window in place.
 
-    Bit-equal to as many steps of one token each, whatever is drafted behind a token. What lies behind the inputs that
-    a row keeps stays as it is.
+    Bit-equal to as many steps of one token each, whatever drafts follow a token. The window past the inputs that a row
+    keeps stays as it is.
 
     Args:
         x: [tokens, conv_dim].
@@ -63,7 +63,7 @@ def conv_verify_ref(x: Tensor, weight: Tensor, bias: Tensor | None, conv_pool: T
     offsets = (rows.accepted - 1).to(torch.int64)[:, None] + torch.arange(window_len, device=x.device)
     stored = load_slots(conv_pool, live, dtype)
     window = stored.gather(1, offsets[:, :, None].expand(-1, -1, x.shape[1]))
-    # Inputs of earlier steps have been through the pool's dtype, so those of this step take the same path.
+    # Inputs of earlier steps were rounded to the pool's dtype, so those of this step are rounded too.
     history = torch.cat([window, inputs.to(conv_pool.dtype).to(dtype)], dim=1)  # [rows, window + max_len, conv_dim]
     y = [
         _weigh_and_activate([*history[:, j : j + window_len].unbind(1), inputs[:, j]], weight, bias)
@@ -88,7 +88,7 @@ class _RawInputs:
         self._row_starts = rows.cu_rows[:-1].to(torch.int64)
 
     def at(self, positions: Tensor, owner: Tensor) -> Tensor:
-        """Return the inputs [n, conv_dim] of rows `owner` [n] at packed `positions` [n], at most a window too early."""
+        """Return inputs [n, conv_dim] of rows `owner` [n] at packed `positions` [n], up to a window before the row."""
         tokens = self._x.index_select(0, positions.clamp(0, self._x.shape[0] - 1)).to(self._windows.dtype)
         if self._window_len == 0:
             return tokens

@@ -1,10 +1,9 @@
 """Group RMS norm, gated or not, in one pass.
 
-RMSNorm(y * silu(z)) over groups of channels is the end of a Mamba2 mixer, RMSNorm(y) over all of them the beginning of
-a layer.
+RMSNorm(y * silu(z)) over groups of channels ends a Mamba2 mixer, RMSNorm(y) over all of them begins a layer.
 
-Layout: tokens of any stride, channels contiguous. Grid: a program holds one group of a token, or several small ones,
-whole in registers; which groups share a program changes no bit of them. All arithmetic is fp32. Graph safe.
+Layout: tokens of any stride, channels contiguous. Grid: a program holds one whole group of a token, or several small
+ones, in registers; sharing a program does not change a group's bits. All arithmetic is fp32. Graph safe.
 """
 
 import torch
@@ -18,7 +17,7 @@ from .reference_norm import gated_group_norm_ref
 __all__ = ["gated_group_norm", "gated_group_norm_ref"]
 
 _TILE_LEN = 1024
-"""Least elements of a program where groups are smaller."""
+"""The fewest elements of a program; smaller groups share one."""
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -38,7 +37,7 @@ def _gated_group_norm_kernel(
     IS_GATED: tl.constexpr,
 ):
     NUM_GROUPS: tl.constexpr = CHANNELS // GROUP_SIZE
-    index = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)[:, None]  # of a group among those of all tokens
+    index = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)[:, None]  # group number over all tokens
     token = (index // NUM_GROUPS).to(tl.int64)
     element = tl.arange(0, WIDTH)[None, :]
     channel = index % NUM_GROUPS * GROUP_SIZE + element
@@ -56,8 +55,8 @@ def _gated_group_norm_kernel(
 def gated_group_norm(y: Tensor, z: Tensor | None, weight: Tensor, group_size: int, eps: float) -> Tensor:
     """Return RMSNorm(y * silu(z)) over groups of channels, times `weight`; RMSNorm(y) without `z`.
 
-    A token's result depends on that token alone, to the bit. Where a gradient is asked for, and in float64, the
-    reference computes.
+    A token's result depends on that token alone, to the bit. The reference computes in float64 and where a
+    gradient is needed.
 
     Args:
         y, z: [tokens, channels]; channels contiguous.

@@ -34,10 +34,10 @@ def token_probabilities(logits: Tensor, temperature: Tensor, top_k: Tensor, top_
 
 
 def sample_weighted(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Draw one token a row in proportion to `weights` [rows, vocab], in token order, not all zero in a row.
+    """Draw one token a row in proportion to `weights`.
 
     Args:
-        weights: [rows, vocab] float64, none negative.
+        weights: [rows, vocab] float64, in token order, none negative and not all zero in a row.
         uniforms: [rows] float64 in [0, 1).
 
     Returns:
@@ -71,7 +71,7 @@ def _keep_top_k(scaled: Tensor, top_k: Tensor) -> Tensor:
 
 
 def _keep_nucleus(probabilities: Tensor, top_p: Tensor) -> Tensor:
-    """Zero the ranked probabilities [rows, vocab] behind the first set that reaches `top_p`; not renormalised."""
+    """Zero the ranked probabilities [rows, vocab] past the first set that reaches `top_p`; not renormalised."""
     is_off = (top_p <= 0) | (top_p >= 1)
     limit = torch.where(is_off, 2, top_p.to(torch.float64))[:, None]
     before = probabilities.cumsum(dim=-1).roll(1, dims=-1)  # [rows, vocab]: mass of all better ranks
@@ -84,6 +84,6 @@ def _invert_cumulative(weights: Tensor, uniforms: Tensor) -> Tensor:
     cumulative = weights.cumsum(dim=-1)
     target = uniforms.to(torch.float64)[:, None] * cumulative[:, -1:]
     rank = (cumulative <= target).sum(dim=-1)
-    # A parallel scan rounds each rank on its own, so that the sum may exceed the cumulative weight of the last kept
-    # token: stay on a token that has any weight.
+    # A parallel scan rounds each rank separately, so the sum may exceed the cumulative weight of the last kept token:
+    # clamp to a token with nonzero weight.
     return torch.minimum(rank, (weights > 0).sum(dim=-1) - 1)

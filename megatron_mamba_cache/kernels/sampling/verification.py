@@ -1,9 +1,9 @@
-"""Which drafts of a step hold: lossless verification on the device, torch only, without a host sync.
+"""Lossless verification of a step's drafts on the device; torch only, without a host sync.
 
-A row's logits rows stand for consecutive positions: the token after the base token, after the first draft, and so
-on. Both ops return [rows, 2 + max_drafts] int64: the number a >= 1 of tokens that a row emits (the base token counts
-as accepted), then those a tokens, accepted drafts first; what lies past them is unspecified, but valid ids. A row
-without logits rows is padding: it accepts 1 and emits anything.
+A row's logits rows are for consecutive positions: the token after the base token, after the first draft, and so on.
+Both ops return [rows, 2 + max_drafts] int64: the number a >= 1 of tokens that a row emits (the base token counts as
+accepted), then those a tokens, accepted drafts first; entries past them are unspecified, but valid ids. A row without
+logits rows is padding: it accepts 1 and emits anything.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class VerifyLogits:
 
     Args:
         cu_logits: [rows + 1] int32; row r's logits rows are cu_logits[r] to cu_logits[r + 1], the end excluded: one
-            after its base token, then one after each draft. Logits rows past the last row belong to nobody.
+            after its base token, then one after each draft. Logits rows past the last row are padding.
         draft_ids: [logits] int64; the draft that follows logits row i in its row; anything at the row's last one.
         max_drafts: The most drafts that any row has.
     """
@@ -48,7 +48,7 @@ class DraftDistributions:
 class RatioUniforms:
     """Random numbers of ratio acceptance: [logits] float64 in [0, 1) each, independent of the drafts and each other.
 
-    A position's numbers are looked at again if a draft before it was rejected; they may be the same ones then.
+    A position is verified again if a draft before it was rejected; its numbers may then be the same.
     """
 
     accept: Tensor
@@ -61,8 +61,7 @@ def accept_matching(tokens: Tensor, rows: VerifyLogits) -> Tensor:
     This is rejection sampling for drafts x that are fixed before the position's t ~ p is drawn: x is accepted with
     probability P(t = x) = p(x), which is min(1, p(x) / q(x)) for the point mass q at x, and what replaces it is t
     given t != x, whose law is the normalised residual max(p - q, 0). Either way t itself is emitted, and t depends
-    on nothing but the text before it and the position's own random number, so the tokens are those of a run
-    without drafts.
+    only on the text before it and the position's own random number, so the tokens are those of a run without drafts.
 
     Args:
         tokens: [logits] int64; sampled, or the most probable one, at every logits row.
@@ -114,7 +113,7 @@ def accept_by_ratio(
 
 @dataclass(frozen=True, slots=True)
 class _Windows:
-    """The logits rows side by side: logits [rows, 1 + max_drafts] int64, repeating past a row's end, in bounds."""
+    """The logits rows of each row: logits [rows, 1 + max_drafts] int64; past a row's end arbitrary, in bounds."""
 
     logits: Tensor
     num_drafts: Tensor  # [rows]; -1 in a row without logits rows
@@ -140,7 +139,7 @@ def _residual(p: Tensor, q: Tensor) -> Tensor:
 
 
 def _emit_nothing(tokens: Tensor, rows: VerifyLogits) -> Tensor:
-    """Return what padding rows get in a step without logits."""
+    """Return the result of padding rows in a step without logits."""
     result = tokens.new_zeros(rows.cu_logits.shape[0] - 1, 2 + rows.max_drafts)
     result[:, :1] = 1
     return result

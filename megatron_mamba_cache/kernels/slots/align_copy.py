@@ -6,10 +6,10 @@ The device decides. For each row, with running = computed + scheduled - drafts,
     copy iff aligned >= running and aligned > 0;  shift = aligned - running
 
 The SSM state of column state_column + shift goes to the row's target slot, and so does the conv window of column
-state_column, read `shift` inputs later.
+state_column, from input `shift` on.
 
 Layout: see `slot_tiles`. Grid: the programs that stay resident. Each decides all rows, numbers those that move
-bytes, and takes every n-th tile of theirs, all layers and both state types: one row spreads over the whole device,
+bytes, and takes every n-th of their tiles, all layers and both state types: one row spreads over the whole device,
 and a step that moves nothing costs one decision. Graph safe: no host sync, one launch, grid fixed at capture.
 """
 
@@ -30,7 +30,7 @@ __all__ = ["ROWS_AT_A_TIME", "TILING", "AlignRows", "align_copy", "align_copy_re
 
 TILING = CopyTiling(tile_len=4096, num_warps=16, programs_per_sm=1)
 ROWS_AT_A_TIME = 256
-"""Rows whose decisions a program holds at once; for more it repeats."""
+"""Rows that a program decides at once; more rows take several rounds."""
 _PAD = tl.constexpr(PAD_SLOT)
 
 
@@ -59,7 +59,7 @@ def _decide(rows, first_row, num_rows, block_size, ROWS: tl.constexpr):
     drafts = tl.load(rows.drafts + row, mask=exists, other=0)
     target = tl.load(rows.targets + row, mask=exists, other=_PAD)
     running = computed + scheduled - drafts
-    # Most rows are far from a boundary, however many drafts they accept: of those nothing more is read.
+    # Most rows are far from a boundary, however many drafts they accept: nothing more is read for those.
     is_near = (target != _PAD) & ((running + block_size - 1) // block_size * block_size - running < rows.num_columns)
     accepted = tl.load(rows.accepted + row * rows.accepted_stride, mask=is_near, other=1).to(tl.int32)
     state_column = tl.load(rows.state_columns + row, mask=is_near, other=0)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class AlignRows:
-    """What the align copy of a step looks at; all tensors on the pools' device.
+    """What the align copy of a step reads; all tensors on the pools' device.
 
     A row copies at most one state. Targets are pairwise distinct and never another row's source. Where a row
     copies, state_columns + shift is one of its columns.

@@ -27,7 +27,7 @@ def align_copy_ref(conv_pool: Tensor, ssm_pool: Tensor, rows: AlignRows, block_s
     conv_source, ssm_source = _slots_at(rows.columns, column), _slots_at(rows.columns, column + shift)
     copies = reached & (conv_source != PAD_SLOT) & (ssm_source != PAD_SLOT)
 
-    # A row that copies nothing does as the first one that does; where none does, slot 0 gets its own content.
+    # A row that copies nothing repeats the first one that copies; if none does, slot 0 gets its own content.
     redirect = redirect_padding(copies)
     conv_source, ssm_source, shift, target = (
         torch.where(copies, values, 0).index_select(0, redirect).to(torch.int64)

@@ -1,7 +1,7 @@
 """Whole-slot copies and clears of state pools: all layers and state types in one launch.
 
-Layout: see `slot_tiles`; a slot and layer are one time, so that nothing but its bytes counts. Grid: the programs that
-stay resident. Each reads all slot numbers, skips padding, and takes every n-th tile of what is left: one slot spreads
+Layout: see `slot_tiles`; a slot and layer are one time, so only their bytes matter. Grid: the programs that stay
+resident. Each reads all slot numbers, skips padding, and takes every n-th tile of what is left: one slot spreads
 over the whole device. Graph safe: no host sync, one launch, grid fixed at capture.
 """
 
@@ -21,13 +21,13 @@ __all__ = ["TILING", "copy_slots", "copy_slots_between", "copy_slots_ref", "zero
 
 TILING = CopyTiling(tile_len=4096, num_warps=16, programs_per_sm=1)
 SLOTS_AT_A_TIME = 256
-"""Slot numbers that a program holds at once; for more it repeats."""
+"""Slot numbers that a program reads at once; more take several rounds."""
 _PAD = tl.constexpr(PAD_SLOT)
 
 
 @triton.jit
 def _after(turn, LAYERS: tl.constexpr, LENGTH: tl.constexpr, WIDTH: tl.constexpr):
-    """Return the first tile that a program takes of what follows, if `turn` is the first that it takes of a slot."""
+    """Return the first tile that a program takes of the next slot or pool, if `turn` is its first of this one."""
     programs = tl.num_programs(0)
     return (turn + programs - LAYERS * ((LENGTH + WIDTH - 1) // WIDTH) % programs) % programs
 
@@ -94,7 +94,7 @@ def copy_slots(pools: Sequence[Tensor], src: Tensor, dst: Tensor, tiling: CopyTi
     Args:
         pools: Each [layers, slots, ...]; a slot and layer contiguous.
         src, dst: [n] int32 slot numbers; a pair holding PAD_SLOT is skipped. Otherwise dst is unique, and no pair's
-            dst is the src of another: a copy may come before or after any other one.
+            dst is the src of another: copies happen in any order.
 
     Raises:
         ValueError: If lengths, shapes, dtypes, strides or devices disagree.
@@ -109,7 +109,7 @@ def copy_slots_between(
 ) -> None:
     """Copy whole slots of each source pool into the pool of the same position, all layers, in place.
 
-    As `copy_slots`, for pools that differ in their number of slots only; if in their dtypes too, the reference casts.
+    As `copy_slots`, for pools that differ only in their number of slots; if dtypes differ too, the reference casts.
 
     Reference: `copy_slots_between_ref`.
     """

@@ -1,8 +1,8 @@
 """Slots of a pool cut into tiles, so that resident programs share the copy of one slot.
 
-Copies are blind to dtypes: a slot and layer hold [times, elements] of the widest integer that size and alignment
-allow, the conv window one time for each input, an SSM state one time in all. A tile has all times of a power of two
-of elements, so that a window may move left within its own slot. Two 8-byte elements make a 16-byte access.
+Copies ignore dtypes: a slot and layer hold [times, elements] of the widest integer that size and alignment allow; a
+conv window has one time for each input, an SSM state only one. A tile has all times of a power of two of elements, so
+a window may move left within its own slot. Two 8-byte elements make a 16-byte access.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ _INTERPRETED_PROGRAMS = 2
 
 @dataclass(frozen=True, slots=True)
 class CopyTiling:
-    """How a copy is cut over the device; every choice copies the same bytes.
+    """How a copy is split over the device; every choice copies the same bytes.
 
     Args:
         tile_len: elements of a tile, a power of two; 8 bytes each where alignment allows.
@@ -35,7 +35,7 @@ class CopyTiling:
     programs_per_sm: int
 
     def num_programs(self, device: torch.device) -> int:
-        """Return the programs of a grid that stays resident on `device`."""
+        """Return the number of programs that stay resident on `device`."""
         if device.type != "cuda":
             return _INTERPRETED_PROGRAMS
         return self.programs_per_sm * num_multiprocessors(device)
@@ -74,7 +74,7 @@ def access_bytes(pool: Tensor) -> int:
 
 
 def cut_slots(pool: Tensor, tiling: CopyTiling, access: int | None = None) -> SlotTiles:
-    """Cut a pool [layers, slots, times, elements], none of them 0, whose elements are contiguous.
+    """Cut a nonempty pool [layers, slots, times, elements] whose elements are contiguous.
 
     Args:
         access: bytes of an access, at most those of `access_bytes`, which is the default.
@@ -131,7 +131,7 @@ def copy_tiles(
             inside = (time < TIMES) & (element < LENGTH)
             values = tl.load(sources, mask=inside)
             if TIMES > 1:
-                tl.debug_barrier()  # a write may land on what another thread of this program reads
+                tl.debug_barrier()  # a write may overwrite what another thread of this program reads
             tl.store(targets, values, mask=inside)
 
 

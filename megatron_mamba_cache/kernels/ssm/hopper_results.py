@@ -1,7 +1,7 @@
-"""How outputs and states leave a scan on Hopper GPUs: by TMA, out of shared memory, behind the next tile's work; Gluon.
+"""Stores of a scan's outputs and states on Hopper GPUs: TMA from shared memory, during the next tile's work; Gluon.
 
-TMA reads what it stores after the call. Stores are over in the order in which they began: a tile's outputs, then its
-state. So a state in float32, which has a place of its own, may still leave while the next tile is finished.
+TMA reads what it stores after the call. Stores complete in the order in which they began: a tile's outputs, then its
+state. So a float32 state, which has its own buffer, may still be in flight while the next tile is finished.
 """
 
 from triton.experimental import gluon
@@ -14,7 +14,7 @@ from .hopper_ring import store_tile
 
 @aggregate
 class Results:
-    """Where outputs and states go, as pointers and as descriptors of tiles."""
+    """The destinations of outputs and states, as pointers and as tile descriptors."""
 
     y: gl.tensor
     y_tiles: tma.tensor_descriptor
@@ -33,9 +33,9 @@ class Results:
 
 @aggregate
 class Scratch:
-    """What four warps hold in shared memory: weighted inputs, the state in bf16, a state and outputs on their way out.
+    """What four warps hold in shared memory: weighted inputs, the state in bf16, and a state and outputs to be stored.
 
-    A pool of bf16 takes the state as it lies there: `leaving` is `state` then.
+    A bf16 pool takes the state as it is: `leaving` is then `state`.
     """
 
     weighted: gl.shared_memory_descriptor
@@ -53,10 +53,10 @@ class Scratch:
 
 @gluon.jit
 def await_scratch(results, kept):
-    """Wait until the last tile's outputs have left, and its state if it lies where the next one will.
+    """Wait until the last tile's outputs are stored, and its state if the next one uses the same buffer.
 
     Args:
-        kept: Slot that the last tile's state is on its way to, if not negative.
+        kept: Slot that the last tile's state is being stored to, if not negative.
     """
     if results.pool.dtype.element_ty != gl.bfloat16 and kept >= 0:
         tma.store_wait(1)
@@ -66,12 +66,12 @@ def await_scratch(results, kept):
 
 @gluon.jit
 def put_outputs(results, y_copy, y, span, token, head, channel, sizes):
-    """Write a tile's outputs, of the row's tokens only."""
+    """Write a tile's outputs, for the row's tokens only."""
     OUT: gl.constexpr = y.type.layout
     is_whole = (token >= span.low) & (token + sizes.LENGTH <= span.high)
     if is_whole:
         y_copy.store(y)
-    fence_async_shared()  # of the state too, which the caller has stored
+    fence_async_shared()  # for the state too, which the caller has stored
     if is_whole:
         store_tile(results.y_tiles, [token, head * sizes.HEAD_DIM + channel], y_copy)
     else:
@@ -85,10 +85,10 @@ def put_outputs(results, y_copy, y, span, token, head, channel, sizes):
 
 @gluon.jit
 def put_state(results, scratch, state, kept, slot, head, channel, sizes):
-    """Send the state behind a tile to a slot, behind the tile's outputs."""
+    """Store the state after a tile to a slot, after the tile's outputs."""
     if results.pool.dtype.element_ty != gl.bfloat16:
         if kept >= 0:
-            tma.store_wait(0)  # the last tile's state may be leaving still
+            tma.store_wait(0)  # the last tile's state may still be in flight
         scratch.leaving.store(state)
         fence_async_shared()
     store_tile(results.pool_states, [(slot * sizes.HEADS + head) * sizes.D_STATE, channel], scratch.leaving)

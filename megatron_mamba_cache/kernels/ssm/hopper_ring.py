@@ -1,7 +1,7 @@
 """A ring of tiles in the shared memory of a Hopper GPU: one warp fills it ahead of those that scan; Gluon.
 
-A tile's tokens arrive by TMA, whose box may reach beyond the row. Of such a tile the warp clears what is not the row's
-before it says that the tile is full: a product with a neighbour's NaN would be NaN, whatever its weight.
+A tile's tokens arrive by TMA, whose box may reach beyond the row. In such a tile the warp clears tokens outside the row
+before it signals that the tile is full: a product with a neighbour's NaN would be NaN, whatever its weight.
 """
 
 from torch import Tensor
@@ -18,7 +18,7 @@ store_tile = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_
 
 @aggregate
 class Sizes:
-    """What is known when the kernel is compiled: a layer's sizes, and how a program cuts them.
+    """Compile-time sizes: those of a layer, and how a program splits them.
 
     A program scans CHANNELS channels of each of TOGETHER heads, in tiles of LENGTH tokens of which STAGES are held.
     """
@@ -46,7 +46,7 @@ class Sizes:
 
 @aggregate
 class PackedTiles:
-    """Descriptors of packed tokens, and of what they decay by, in tiles."""
+    """Tile descriptors of packed tokens and of their decays."""
 
     x: tma.tensor_descriptor
     B: tma.tensor_descriptor
@@ -82,7 +82,7 @@ class Span:
 
 @aggregate
 class Ring:
-    """The tiles, with the barriers that say when one is full and when it may be overwritten.
+    """The tiles, with the barriers that signal when one is full and when it may be overwritten.
 
     C, B [STAGES, LENGTH, D_STATE]; x [STAGES * TOGETHER, LENGTH, CHANNELS]; decays [2 * STAGES * TOGETHER, 1, LENGTH],
     a head's decays before its gains.
@@ -109,7 +109,7 @@ class Ring:
 
 @gluon.jit
 def allocate_ring(tiles, sizes):
-    """Return an empty ring; to be called before warps part."""
+    """Return an empty ring; call it before warps are specialized."""
     tokens_by_dim: gl.constexpr = [sizes.STAGES, sizes.LENGTH, sizes.D_STATE]
     heads: gl.constexpr = sizes.STAGES * sizes.TOGETHER
     ring = Ring(
@@ -131,7 +131,7 @@ def allocate_ring(tiles, sizes):
 
 @gluon.jit
 def find_span(rows, row, LENGTH: gl.constexpr, PER_CHUNK: gl.constexpr):
-    """Return where a row's tiles lie: see `ssd_tiles`."""
+    """Return the span of a row's tiles; see `ssd_tiles`."""
     low = gl.load(rows.cu_rows + row)
     high = gl.load(rows.cu_rows + row + 1)
     first_chunk = gl.load(rows.cu_row_chunks + row)
@@ -166,7 +166,7 @@ def fill_ahead(tiles, ring, span, head, channel, num_tiles, sizes):
 
 @gluon.jit
 def _copy_tile(tiles, ring, stage, barrier, token, tile, head, channel, num_tiles, sizes):
-    """Begin to copy a tile; `barrier` says when it is there."""
+    """Start copying a tile; `barrier` signals when it has arrived."""
     SHARED_BYTES: gl.constexpr = 2 * 2 * sizes.LENGTH * sizes.D_STATE
     HEAD_BYTES: gl.constexpr = 2 * sizes.LENGTH * sizes.CHANNELS + 2 * 4 * sizes.LENGTH
     mbarrier.expect(barrier, SHARED_BYTES + sizes.TOGETHER * HEAD_BYTES)
@@ -196,7 +196,7 @@ def _clear_outside(tile, begin, low, high):
 
 
 def describe(matrix: Tensor, block: list[int]) -> TensorDescriptor:
-    """Return what TMA has to know of a matrix that is read or written in blocks."""
+    """Return the TMA descriptor of a matrix that is read or written in blocks."""
     layout = gl.NVMMASharedLayout(0, 32, 2)  # vectors are not swizzled
     if block[0] > 1:
         layout = gl.NVMMASharedLayout.get_default_for(block, getattr(gl, str(matrix.dtype).removeprefix("torch.")))

@@ -1,4 +1,4 @@
-"""How the scan on Hopper GPUs is cut over the device."""
+"""How the scan on Hopper GPUs is split over the device."""
 
 from dataclasses import dataclass, replace
 
@@ -14,12 +14,12 @@ _FIRST_TRITON, _TRITON_BEYOND = Version("3.6"), Version("3.10")
 
 @dataclass(frozen=True, slots=True)
 class HopperTiling:
-    """One way to cut the scan; every one gives the same bits.
+    """One way to split the scan; every one gives the same bits.
 
     Args:
         heads: Heads of a program, 1 or 2; two share their group's tiles of B and C.
         channels: Channels of a head that a program takes, a power of two from 16 on.
-        num_stages: Tiles on their way to a program at once, at least 2.
+        num_stages: Tiles in a program's ring, at least 2.
     """
 
     heads: int
@@ -27,24 +27,24 @@ class HopperTiling:
     num_stages: int
 
     def within(self, width: int) -> "HopperTiling":
-        """Return the tiling for a slice of so many channels."""
+        """Return the tiling for a slice of `width` channels."""
         return replace(self, channels=min(self.channels, width))
 
 
 def has_tested_gluon() -> bool:
-    """Return whether this Triton's Gluon, which is experimental, is one that the Hopper kernel was compiled with."""
+    """Return whether the Hopper kernel was tested with this Triton's Gluon, which is experimental."""
     return _FIRST_TRITON <= Version(Version(triton.__version__).base_version) < _TRITON_BEYOND
 
 
 def choose_tiling(tokens: SSMTokens, num_rows: int) -> HopperTiling:
-    """Return the fastest way to scan so many rows: few rows have to be spread, many share what they read.
+    """Return the fastest tiling for `num_rows` rows: few rows must be spread, many share what they read.
 
     A head of more than 64 channels is split in any case: the tiles and states of two such heads outgrow shared memory.
     """
     num_heads, head_dim = tokens.x.shape[1:]
     num_groups = tokens.B.shape[1]
     multiprocessors = num_multiprocessors(tokens.x.device)
-    num_parts = num_rows * num_heads * (head_dim // _CHANNELS)  # of a narrower slice beside them there are fewer
+    num_parts = num_rows * num_heads * (head_dim // _CHANNELS)  # narrower slices have fewer
     if num_parts >= 2 * multiprocessors and num_heads // num_groups % 2 == 0:
         return HopperTiling(heads=2, channels=_CHANNELS, num_stages=2)
     if 2 * num_parts <= multiprocessors:

@@ -1,4 +1,4 @@
-"""log(1 + x) inside kernels, exact for small x too; Triton's language has none."""
+"""log(1 + x) inside kernels, accurate for small x too; Triton's language has none."""
 
 import triton
 import triton.language as tl

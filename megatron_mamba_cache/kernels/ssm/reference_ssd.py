@@ -31,7 +31,7 @@ def ssd_scan_ref(
     x = tokens.x
     num_tokens, num_chunks = x.shape[0], rows.chunk_rows.shape[0]
     _store_empty_rows(ssm_pool, rows)
-    y = x.new_zeros(num_tokens + 1, *x.shape[1:])  # the last row takes what lies beyond a chunk's end
+    y = x.new_zeros(num_tokens + 1, *x.shape[1:])  # the last row takes what is past a chunk's end
     if num_tokens == 0 or num_chunks == 0:
         return y[:num_tokens]
     dtype = compute_dtype(x)
@@ -56,7 +56,7 @@ def ssd_scan_ref(
 def state_verify_ref(tokens: SSMTokens, weights: SSMWeights, ssm_pool: Tensor, rows: DecodeRows) -> Tensor:
     """Advance each row's state over its base token and drafts, keep the state after each in place; return the outputs.
 
-    Bit-equal to as many steps of one token each: between tokens a state goes through the pool's dtype.
+    Bit-equal to as many steps of one token each: between tokens a state is rounded to the pool's dtype.
 
     Args:
         ssm_pool: [slots, heads, d_state, head_dim].
@@ -110,7 +110,7 @@ def _store_empty_rows(ssm_pool: Tensor, rows: PrefillRows) -> None:
 
 
 def _gather_tokens(packed: Tensor, positions: Tensor, inside: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a chunk's tokens [chunk_size, ...] in `dtype`; zeros, whatever lies there, beyond the chunk's end."""
+    """Return a chunk's tokens [chunk_size, ...] in `dtype`; zeros past the chunk's end, whatever is there."""
     tokens = packed.index_select(0, positions)
     return torch.where(along_first_dim(inside, tokens), tokens, 0).to(dtype)
 

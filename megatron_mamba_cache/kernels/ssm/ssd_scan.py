@@ -1,4 +1,4 @@
-"""SSD scan of packed prefill rows: each from its slot's state, leaving states at reserved boundaries and at its end.
+"""SSD scan of packed prefill rows: each starts from its slot's state and stores states at boundaries and at its end.
 
 `ssd_tiles` cuts the rows and sums the decays, then one of two kernels scans: `ssd_scan_hopper` where it can run, else
 `ssd_scan_portable`. Graph safe: no host sync, grids fixed by the shapes of the arguments.
@@ -31,7 +31,7 @@ def ssd_scan(tokens: SSMTokens, weights: SSMWeights, ssm_pool: Tensor, rows: Pre
 
     A row resumed at a chunk's end, in any packing, continues bit-equal where the pool holds float32. Writes the states
     at chunk and row ends into `ssm_pool` in place. A head_dim that is not a multiple of 16, a d_state that is not a
-    power of two from 16 on, states of more than 128 x 128 a head, and float64 take the twin.
+    power of two from 16 on, states of more than 128 x 128 a head, and float64 use the twin.
 
     Args:
         ssm_pool: [slots, heads, d_state, head_dim]; a slot's state contiguous.
@@ -66,7 +66,7 @@ def scan_tiles(
 ) -> Tensor:
     """Scan with the Hopper kernel and this tiling, or the portable one; see `ssd_scan`, which checks and chooses.
 
-    A head whose channels are no power of two takes a launch for each of its slices.
+    A head whose channels are not a power of two takes a launch for each of its slices.
     """
     y = torch.empty(tokens.x.shape, dtype=tokens.x.dtype, device=tokens.x.device)
     tiles = cut_tiles(tokens, weights, rows, shape, y)

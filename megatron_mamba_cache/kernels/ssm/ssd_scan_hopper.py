@@ -1,8 +1,8 @@
 """The SSD scan on Hopper GPUs, in Gluon: copies, matrix products and element-wise work overlap. bf16 tokens.
 
-The arithmetic of `ssd_scan_portable`, and its bits. A program takes one head of a row, or two of one group that share
-the tiles of B and C; four warps scan a head, one more fills the ring of tiles ahead of them. The scores of a tile,
-which need no state, are begun while the tile before it finishes.
+Its arithmetic and bits are those of `ssd_scan_portable`. A program takes one head of a row, or two of one group that
+share the tiles of B and C; four warps scan a head, one more fills the ring of tiles ahead of them. The scores of a
+tile, which need no state, are begun while the tile before it finishes.
 """
 
 from torch import Tensor
@@ -31,7 +31,7 @@ _FILL_REGISTERS = 40
 def _scan_head(
     ring, scratch, results, span, totals, tile_slots, skip, initial, final, head, channel, sizes, PART: gl.constexpr
 ):
-    """Scan some channels of a head of a row, four warps.
+    """Scan some channels of a head of a row, with four warps.
 
     Long because the order of its asynchronous products and waits is the algorithm.
     """
@@ -51,7 +51,7 @@ def _scan_head(
     fence_async_shared()
     total = gl.load(totals, mask=span.count > 0, other=0.0)
     scores = no_scores
-    kept = initial * 0 - 1  # no tile has left a state
+    kept = initial * 0 - 1  # no tile has stored a state
     if span.count > 0:
         mbarrier.wait(ring.full.index(0), 0)
         begun = warpgroup_mma(ring.C.index(0), ring.B.index(0).permute((1, 0)), no_scores, use_acc=False, is_async=True)
@@ -101,7 +101,7 @@ def _scan_head(
 
 @gluon.jit
 def _weigh(x, gains, total, weighted):
-    """Leave a tile's inputs, weighted by their part in the state behind the tile, in shared memory."""
+    """Store a tile's inputs in shared memory, weighted by their share of the state after the tile."""
     CHANNELS: gl.constexpr = x.shape[1]
     FLAT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // CHANNELS, CHANNELS // 8], [4, 1], [1, 0])
     gain = gains.load(gl.SliceLayout(1, FLAT))
@@ -111,7 +111,7 @@ def _weigh(x, gains, total, weighted):
 
 @gluon.jit
 def _share(scores, decays, gains, OPERAND: gl.constexpr):
-    """Return what each token's output takes of each input before it, in bf16, as an operand."""
+    """Return the weight of each input up to a token in the token's output, in bf16, as an operand."""
     SCORES: gl.constexpr = scores.type.layout
     LENGTH: gl.constexpr = scores.shape[0]
     target = gl.arange(0, LENGTH, layout=gl.SliceLayout(1, SCORES))

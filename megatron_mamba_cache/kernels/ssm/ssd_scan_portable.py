@@ -1,14 +1,14 @@
-"""The SSD scan in plain Triton: for every card, for float32 tokens, and in the interpreter.
+"""The SSD scan in plain Triton: for every GPU, for float32 tokens, and in the interpreter.
 
 One program takes a head of a row, or a slice of its channels, and walks the row's tiles, its state in registers, in
 float32. Per tile, with the decays of `ssd_tiles`:
 
-    scores[i, j] = (C_i . B_j) 2^(decay_i + gain_j) for j <= i, else 0; of float32, 2^(decay_i - decay_j + gain_j)
+    scores[i, j] = (C_i . B_j) 2^(decay_i + gain_j) for j <= i, else 0; for float32, 2^(decay_i - decay_j + gain_j)
     y = scores x + 2^decay (C state) + D x
     state = 2^total state + B^T (2^(total + gain) x)
 
-Inputs are read once, outputs written once, and a state is stored only where a tile ends on a boundary. Of a tile that
-reaches beyond its row only the row's tokens are read: what lies beside them may be anything.
+Inputs are read once, outputs written once, and a state is stored only where a tile ends on a boundary. In a tile that
+reaches beyond its row, only the row's tokens are read: the others may be anything.
 """
 
 from typing import NamedTuple
@@ -25,7 +25,7 @@ from .ssm_inputs import SSMTokens
 
 _NUM_WARPS = 4
 _NUM_STAGES = 2
-_LEAST_LANES = 64  # of bf16 products: with fewer, Triton 3.6 reads beyond memory on Hopper GPUs
+_LEAST_LANES = 64  # of bf16 products: with fewer, Triton 3.6 reads out of bounds on Hopper GPUs
 
 
 class _Packed(NamedTuple):
@@ -42,7 +42,7 @@ class _Packed(NamedTuple):
 
 @triton.jit
 def _advance(state, x, B, C, decays, skip, PRECISION: tl.constexpr):
-    """Return the outputs [width, head_dim] of a tile and the state [d_state, head_dim] behind it."""
+    """Return the outputs [width, head_dim] of a tile and the state [d_state, head_dim] after it."""
     WIDTH: tl.constexpr = x.shape[0]
     token = tl.arange(0, WIDTH)
     decay = tl.load(decays + token)
@@ -50,13 +50,13 @@ def _advance(state, x, B, C, decays, skip, PRECISION: tl.constexpr):
     total = tl.load(decays + WIDTH - 1)
     left = total
     exponent = decay[:, None] + gain[None, :]
-    if PRECISION == "ieee":  # of near tokens, large decays are taken from each other before anything is lost
+    if PRECISION == "ieee":  # subtract large decays of near tokens first, before digits are lost
         left = total - decay
         exponent = (decay[:, None] - decay[None, :]) + gain[None, :]
     exponent = tl.where(token[:, None] >= token[None, :], exponent, float("-inf"))
     scores = tl.dot(C, tl.trans(B), input_precision=PRECISION) * tl.exp2(exponent)
     from_state = tl.dot(C, state.to(C.dtype), input_precision=PRECISION)
-    y = tl.fma(from_state, tl.exp2(decay)[:, None], skip * x)  # said, so that every form rounds alike
+    y = tl.fma(from_state, tl.exp2(decay)[:, None], skip * x)  # explicit, so that every form rounds alike
     y = tl.dot(scores.to(x.dtype), x, y, input_precision=PRECISION)
     weighted = x * tl.exp2(left + gain)[:, None]
     state = tl.dot(tl.trans(B), weighted.to(x.dtype), state * tl.exp2(total), input_precision=PRECISION)
@@ -69,7 +69,7 @@ def _advance_partly(
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, FIRST: tl.constexpr, CHANNELS: tl.constexpr, LANES: tl.constexpr,
     D_STATE: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Scan the tile at `begin`, of which only the tokens from `low` on and before `high` are the row's."""
+    """Scan the tile at `begin`, of which only the tokens from `low` to `high`, exclusive, are the row's."""
     token = begin + tl.arange(0, WIDTH)
     inside = ((token >= low) & (token < high))[:, None]
     token = token.to(tl.int64)[:, None]
@@ -119,7 +119,7 @@ def _scan_kernel(
     PRECISION: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """Long because Triton takes descriptors one by one, and tiles at a row's edges are scanned otherwise."""
+    """Long because Triton takes descriptors one by one, and tiles at a row's edges are scanned differently."""
     row = tl.load(rows.longest_first + tl.program_id(0) // HEADS)
     head = tl.program_id(0) % HEADS
     group = head // (HEADS // GROUPS)
@@ -181,7 +181,7 @@ def scan_portably(
     """Scan channels of the rows from and to the pool's slots; write their outputs into `y`, in place.
 
     Args:
-        tokens: d_state is a power of two from 16 on.
+        tokens: d_state is a power of two of at least 16.
         y: [tokens, heads, head_dim], contiguous.
     """
     num_heads, head_dim = tokens.x.shape[1:]
@@ -219,7 +219,7 @@ def scan_portably(
 
 
 def lanes_of(width: int, dtype: torch.dtype) -> int:
-    """Return how wide the products for so many channels are; lanes past the channels are masked."""
+    """Return the width of the products for `width` channels; lanes past the channels are masked."""
     return width if dtype == torch.float32 else max(width, _LEAST_LANES)
 
 

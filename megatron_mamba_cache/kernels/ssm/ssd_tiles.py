@@ -1,9 +1,9 @@
-"""Tiles of the SSD scan: where the kernels cut a row, and what each tile's tokens decay by.
+"""Tiles of the SSD scan: where the kernels cut a row, and the decays of each tile's tokens.
 
-A row is cut into its SSM chunks, and each chunk into tiles of 64 tokens, 16 of float32, at absolute positions: only a
-row's first tile begins and only its last tile ends between two cuts. (A row inside one chunk, whose start no cut tells,
-is cut from its own start on.) Chunk c owns the tile numbers from c * per_chunk
-on; the tiles of a row's first chunk take the last of its numbers, so that the numbers of a row are consecutive.
+A row is cut into its SSM chunks, and each chunk into tiles of 64 tokens, 16 for float32, at absolute positions: only a
+row's first tile begins and only its last tile ends between two cuts. (A row inside one chunk has no cut that gives its
+absolute position; it is cut from its own start on.) Chunk c owns the tile numbers from c * per_chunk on; the tiles of a
+row's first chunk take the last of its numbers, so the numbers of a row are consecutive.
 
 Grid: every tile number by groups of heads. Graph safe: no host sync, grid fixed by the number of chunks.
 """
@@ -45,11 +45,11 @@ class TileShape:
 
 @dataclass(frozen=True, slots=True)
 class HeadSlice:
-    """Channels of every head that one launch scans; channels share nothing but the decays.
+    """Channels of every head that one launch scans; channels share only the decays.
 
     Args:
-        first: Of its channels.
-        width: Channels, a power of two.
+        first: The first channel.
+        width: Number of channels, a power of two.
     """
 
     first: int
@@ -72,9 +72,9 @@ class ScanTiles:
 
     Args:
         decays: [heads, tiles, 2, width] float32; for each token of a tile, log2 of the decay from the tile's start
-            over the token, and log2 of its time step, of bf16 tokens less that. A token outside its row decays by
-            nothing and has a time step of 0. The difference is a sum less for the scan, but where decays are strong
-            it rounds off digits that float32 tokens have and bf16 ones do not.
+            through the token, and log2 of its time step, for bf16 tokens minus the former. A token outside its row has
+            no decay and a time step of 0. The difference saves the scan a sum, but where decays are strong it rounds
+            off digits that float32 tokens have and bf16 ones do not.
         slots: [tiles] int32; slot that receives the state at the tile's end, PAD_SLOT for none.
     """
 
@@ -110,7 +110,7 @@ def tiled_rows(rows: PrefillRows) -> TiledRows:
 
 
 def tile_shape(chunk_size: int, dtype: torch.dtype) -> TileShape | None:
-    """Return how chunks of this size are cut for tokens of this dtype; None if they are no multiple of a tile.
+    """Return how chunks of this size are cut for tokens of this dtype; None if they are not a multiple of a tile.
 
     float32 products run without tensor cores, unrolled: long tiles would not fit in registers.
     """
@@ -161,7 +161,7 @@ def _tiles_kernel(
     LANES: tl.constexpr,
     SUBTRACTS: tl.constexpr,
 ):
-    """Long because a tile is found and its decays are summed in one launch, with the clearing of what nobody scans."""
+    """Long because one launch finds a tile, sums its decays and clears the outputs past the last row."""
     tile = tl.program_id(0)
     head = tl.program_id(1) * HEADS_AT_A_TIME + tl.arange(0, HEADS_AT_A_TIME)
     has_head = head < HEADS
@@ -169,7 +169,7 @@ def _tiles_kernel(
     lane = tl.arange(0, LANES)
     channel = (tl.program_id(1) * HEADS_AT_A_TIME * HEAD_DIM).to(tl.int64) + lane
     cleared = (lane < HEADS_AT_A_TIME * HEAD_DIM) & (channel < HEADS * HEAD_DIM)
-    for token in range(tl.load(rows.cu_rows + num_rows) + tile, num_tokens, num_tiles):  # scanned by nobody
+    for token in range(tl.load(rows.cu_rows + num_rows) + tile, num_tokens, num_tiles):  # past the last row
         tl.store(y + tl.cast(token, tl.int64) * (HEADS * HEAD_DIM) + channel, 0.0, mask=cleared)
 
     chunk = tile // PER_CHUNK
@@ -206,8 +206,8 @@ def cut_tiles(tokens: SSMTokens, weights: SSMWeights, rows: PrefillRows, shape: 
     """Cut the rows into tiles, sum their decays, and clear the outputs `y` of tokens past the last row.
 
     Args:
-        tokens: Of which `dt` is read, and of x the dtype.
-        rows: Of at least one chunk.
+        tokens: Only `dt` and x's dtype are read.
+        rows: At least one chunk.
         y: [tokens, heads, head_dim], contiguous; written in place.
     """
     num_tokens, num_heads = tokens.dt.shape

@@ -1,4 +1,4 @@
-"""What the recurrence of a Mamba2 layer reads of its packed tokens and of its weights.
+"""The packed tokens and the weights that the recurrence of a Mamba2 layer reads.
 
     h_t = exp(dt_t A) h_(t-1) + dt_t B_t x_t        y_t = C_t h_t + D x_t
 

@@ -3,10 +3,10 @@
     state = exp(dt * A) * state + B (dt * x);  y = C state + D x;  dt = clamp(softplus(dt + bias));  A = -exp(A_log)
 
 Each row reads the state that its last step accepted, once, and writes one state a token; between tokens a state stays
-in registers and goes through the pool's dtype, so that n tokens are bit-equal to n steps of one.
+in registers and is rounded to the pool's dtype, so n tokens are bit-equal to n steps of one.
 
 Layout: a program owns one row and `width` columns of head_dim of one head's state [d_state, head_dim], all of d_state:
-no sum crosses programs. Grid: a program for each row, head and width, and one row more, which clears the outputs past
+no sum crosses programs. Grid: a program for each row, head and width, plus one row that clears the outputs past
 the last row. Graph safe: no host sync, one launch, grid fixed by the shapes of the arguments.
 """
 
@@ -32,12 +32,12 @@ __all__ = ["TILING", "VerifyTiling", "state_verify", "state_verify_ref"]
 
 @dataclass(frozen=True, slots=True)
 class VerifyTiling:
-    """How states are cut over programs; the choice may change the order of the sum over d_state, nothing else.
+    """How states are split over programs; the choice may change only the order of the sum over d_state.
 
     Args:
         width: columns of head_dim of a program, a power of two.
         num_warps: warps of a program.
-        max_registers: registers of a thread, of which the programs that fit on a multiprocessor depend.
+        max_registers: registers of a thread, which bound the programs that fit on a multiprocessor.
     """
 
     width: int
@@ -109,7 +109,7 @@ def _state_verify_kernel(
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Long because it is one loop and what it keeps in registers."""
+    """Long because it is one loop with its values kept in registers."""
     PARTS: tl.constexpr = (HEAD_DIM + WIDTH - 1) // WIDTH
     part = tl.program_id(0) % PARTS
     head = tl.program_id(0) // PARTS % HEADS
@@ -144,7 +144,7 @@ def _state_verify_kernel(
 
     for token in range(start, end):
         x, b, c, dt = inputs
-        # Nothing waits for the next token's inputs but the next token.
+        # Prefetched: only the next token waits for these inputs.
         inputs = _load_inputs(tokens, token + 1, end, head, group, n, p, D_STATE, HEAD_DIM)
         slot = tl.load(first_column + (token - start)).to(tl.int64)
         x = x.to(tl.float32)
@@ -163,7 +163,7 @@ def state_verify(
 ) -> Tensor:
     """Advance each row's state over its base token and drafts, keep the state after each in place; return the outputs.
 
-    Bit-equal to as many steps of one token each: between tokens a state goes through the pool's dtype. A padded row
+    Bit-equal to as many steps of one token each: between tokens a state is rounded to the pool's dtype. A padded row
     and tokens past the last row give zeros and touch nothing.
 
     Args:

@@ -22,13 +22,13 @@ def time_step(dt, bias, minimum, maximum):
 
 @triton.jit
 def softplus(v):
-    """Return log(1 + exp(v)) of fp32 values to within 1e-6 of itself, however small it is."""
+    """Return log(1 + exp(v)) of fp32 values to a relative error of 1e-6, however small it is."""
     return tl.where(v < 0, 0.0, v) + log1p(_exp_of_negative(-tl.abs(v)))
 
 
 @triton.jit
 def _exp_of_negative(v):
-    """Return exp(v) of v <= 0; the hardware's exp2 alone loses digits as |v| grows."""
+    """Return exp(v) for v <= 0; the hardware's exp2 alone loses digits as |v| grows."""
     v = tl.where(v < -_VANISHES, -_VANISHES, v)
     whole = tl.floor(v * _LOG2_E + 0.5)
     rest = v - whole * _LN2_HIGH - whole * _LN2_LOW

@@ -9,7 +9,7 @@ _MAX_INT32 = 2**31 - 1
 
 
 class VarlenChunks(NamedTuple):
-    """Hold the chunk metadata of packed rows; unpacks in this order, all int32.
+    """The chunk metadata of packed rows; unpacks in this order, all int32.
 
     Args:
         cu_chunk_seqlens: [chunks + 1]; packed starts of the chunks, and the end of the last one.
@@ -38,7 +38,7 @@ def compute_varlen_chunk_metadata(query_start_loc: Tensor, chunk_size: int) -> V
     multiples = torch.arange(0, int(starts[-1]), chunk_size, device=starts.device)
     cuts = torch.unique(torch.cat([starts, multiples]))  # [chunks + 1], sorted
     row_ends = starts[1:].contiguous()
-    rows = torch.searchsorted(row_ends, cuts[:-1].contiguous(), right=True)  # [chunks]; steps over empty rows
+    rows = torch.searchsorted(row_ends, cuts[:-1].contiguous(), right=True)  # [chunks]; skips empty rows
     last = torch.searchsorted(cuts, row_ends) - 1  # [rows]
     last = torch.where(row_ends > starts[:-1], last, -1)
     return VarlenChunks(cuts.to(torch.int32), last.to(torch.int32), rows.to(torch.int32))
