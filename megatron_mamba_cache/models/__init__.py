@@ -1,1 +1,1 @@
-"""Where models come from: what ships with the package, and tokenizers for it."""
+"""Models, checkpoints, draft models and tokenizers."""
