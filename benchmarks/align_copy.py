@@ -2,9 +2,9 @@
 
     PYTHONPATH=. python3 benchmarks/align_copy.py [--json FILE] [--sweep]
 
-Every figure is the median time of a launch inside a CUDA graph of many, on random data; successive launches copy
-other slots, so that the L2 cache holds none of them. Pools hold 64 source and 64 target slots. A memcpy is measured up
-to 384 MiB and scaled by bytes beyond.
+Each figure is the median time of a launch inside a CUDA graph of many, on random data; successive launches copy
+different slots, so that none are in the L2 cache. Pools hold 64 source and 64 target slots. A memcpy is measured up to
+384 MiB and scaled by bytes beyond that.
 """
 
 import argparse
@@ -43,7 +43,7 @@ TILINGS = (
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One measured case; times in microseconds. No memcpy where nothing is copied."""
+    """One measured case; times in microseconds. There is no memcpy if nothing is copied."""
 
     model: str
     rows: int
@@ -70,7 +70,7 @@ class Bench:
         self.ssm = torch.empty(lead + ssm_shape, dtype=model.ssm_dtype, device="cuda").normal_()
 
     def rotations(self, num_rows: int, num_copying: int) -> list[AlignRows]:
-        """Return steps that copy, one after another, every source slot to a target of its own."""
+        """Return steps that copy, one after another, every source slot to its own target."""
         count = NUM_SOURCES // num_copying if num_copying else 8
         return [self._step(num_rows, num_copying, number * num_copying) for number in range(count)]
 
@@ -81,7 +81,7 @@ class Bench:
         ]
 
     def memcpy_us(self, num_copying: int) -> float:
-        """Return the time of a plain copy of as many bytes as `num_copying` states."""
+        """Return the time of a plain copy of the bytes of `num_copying` states."""
         return memcpy_us(self.ssm, num_copying * self.model.slot_bytes)
 
     def check(self) -> None:
@@ -100,7 +100,7 @@ class Bench:
                 raise RuntimeError(f"{self.model.name}: slot {target} is not a copy of slot {source}")
 
     def _step(self, num_rows: int, num_copying: int, first: int) -> AlignRows:
-        """Every n-th row reaches a boundary with its first draft; the others stop short of one."""
+        """Return rows of which every n-th reaches a boundary with its first draft; the others stop short of one."""
         row = torch.arange(num_rows, dtype=torch.int32, device="cuda")
         period = num_rows // num_copying if num_copying else num_rows + 1
         copies = (row % period == 0) & (row // period < num_copying) if num_copying else torch.zeros_like(row).bool()
@@ -131,7 +131,7 @@ def measure(bench: Bench, cases: Iterable[tuple[int, int]], tilings: Iterable[Co
 
 
 def behind_small_op(bench: Bench, num_rows: int, num_copying: int) -> dict[str, float]:
-    """Measure a small op that writes the accepted counts, as verification does, and the pair of it and the copy."""
+    """Measure a small op that writes the accepted counts, as verification does, alone and followed by the copy."""
     steps = bench.rotations(num_rows, num_copying)
     twos = torch.full((num_rows,), 2, device="cuda")
 
@@ -146,7 +146,7 @@ def behind_small_op(bench: Bench, num_rows: int, num_copying: int) -> dict[str, 
 
 
 def table(figures: Sequence[Figure]) -> str:
-    """Return the figures as Markdown: a line a case, a column a model."""
+    """Return the figures as Markdown: a line per case, a column per model."""
     models = list(dict.fromkeys(figure.model for figure in figures))
     by_case = {(figure.rows, figure.copying, figure.model): figure for figure in figures}
     lines = ["| rows / copying | " + " | ".join(f"{model}: µs, of memcpy" for model in models) + " |"]
@@ -158,7 +158,7 @@ def table(figures: Sequence[Figure]) -> str:
 
 
 def sweep_table(figures: Sequence[Figure]) -> str:
-    """Return one model's figures as Markdown: a line a tiling, a column a case."""
+    """Return one model's figures as Markdown: a line per tiling, a column per case."""
     cases = list(dict.fromkeys((figure.rows, figure.copying) for figure in figures))
     found = {(figure.tiling, figure.rows, figure.copying): figure for figure in figures}
     lines = [f"{figures[0].model}:", "", "| tile, warps, programs an SM | "]

@@ -1,10 +1,10 @@
-"""How fast are the attention backends, the KV append and a layer's norms, against what the card can do?
+"""How fast are the attention backends, the KV append and a layer's norms, compared to the card's limits?
 
     PYTHONPATH=. python3 benchmarks/attention.py [--json FILE]
 
-Every figure is the median time of a launch inside a CUDA graph of many, bf16. Bytes are those that a launch must read
-and write, and a memcpy is one that reads and writes as many in all, measured up to 384 MiB read and scaled by bytes
-beyond. FLOPs are those of the scores that causality leaves. The host's plan of a step is timed apart, for all layers.
+Each figure is the median time of a launch inside a CUDA graph of many, bf16. Bytes are those that a launch must read
+and write, and a memcpy reads and writes as many in total, measured up to 384 MiB read and scaled by bytes beyond that.
+FLOPs are those of the scores inside the causal mask. The host's plan of a step is timed separately, for all layers.
 """
 
 import argparse
@@ -66,17 +66,17 @@ class Figure:
 
     @property
     def of_memcpy(self) -> float:
-        """Return the speed relative to a plain copy of as many bytes."""
+        """Return the speed relative to a plain copy of the same number of bytes."""
         return self.memcpy_us / self.us
 
     @property
     def gb_per_s(self) -> float:
-        """Return the bytes moved a second."""
+        """Return the bandwidth in GB/s."""
         return self.num_bytes / self.us / 1e3
 
     @property
     def tflops(self) -> float:
-        """Return the arithmetic done a second."""
+        """Return the speed in TFLOP/s."""
         return self.num_flops / self.us / 1e6
 
 
@@ -87,7 +87,7 @@ def attention_bytes(case: Case, shape: AttentionShape) -> float:
 
 
 def attention_flops(case: Case, shape: AttentionShape) -> float:
-    """Return the FLOPs of the scores that causality leaves, and of their sums of values."""
+    """Return the FLOPs of the scores inside the causal mask, and of their sums of values."""
     scores = case.query_len * case.kv_len - case.query_len * (case.query_len - 1) / 2
     return 4 * case.num_rows * scores * shape.num_heads * shape.head_dim
 
@@ -113,7 +113,7 @@ def shape_of(num_heads: int, device: torch.device) -> AttentionShape:
 
 
 def backends(shape: AttentionShape) -> dict[str, AttentionBackend]:
-    """Build every backend that can serve the shape, FlashInfer's two kernels apart."""
+    """Build every backend that supports the shape; FlashInfer's two kernels are listed separately."""
     built: dict[str, AttentionBackend] = {}
     for backend in BACKENDS:
         reason = backend.refusal(shape)
@@ -144,7 +144,7 @@ def measure_attention(case: Case, shape: AttentionShape, named: dict[str, Attent
 
 
 def host_us(call: Callable[[], object]) -> float:
-    """Return the median time that a call takes the host."""
+    """Return the median host time of a call."""
     times = []
     for _ in range(20):
         torch.cuda.synchronize()
@@ -155,7 +155,7 @@ def host_us(call: Callable[[], object]) -> float:
 
 
 def measure_token_kernels(tokens: Sequence[int] = TOKENS) -> list[Figure]:
-    """Measure the KV append and the norms, and their twins; several copies of the inputs leave the L2 cache."""
+    """Measure the KV append and the norms, and their twins; inputs rotate through copies, so that none are in L2."""
     figures = []
     for num_tokens in tokens:
         figures += _measure_gated_norm("8B", num_tokens, channels=8192, group_size=1024)

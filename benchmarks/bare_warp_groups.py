@@ -1,9 +1,9 @@
-"""A Gluon kernel of nothing but two groups of warps: what compute-sanitizer says of it, it says of Triton.
+"""A Gluon kernel with only two groups of warps: what compute-sanitizer reports about it is due to Triton.
 
     compute-sanitizer --tool racecheck python3 benchmarks/bare_warp_groups.py [--waits]
 
-The groups have no memory in common but that in which Triton hands arguments to the second one. With `--waits` the
-warps of the first group wait for each other, and exchange numbers through memory of their own, again and again.
+The groups share no memory except that in which Triton passes arguments to the second one. With `--waits`, the warps of
+the first group repeatedly wait for each other and exchange numbers through their own memory.
 """
 
 import argparse

@@ -2,8 +2,8 @@
 
     PYTHONPATH=. python benchmarks/bookkeeping.py [--json] [--output benchmarks/results/bookkeeping.md]
 
-Pure Python on one CPU core: no GPU and no Megatron. Every figure is a median, the lowest of three rounds: what
-else runs on a shared machine can only add time.
+Pure Python on one CPU core: no GPU and no Megatron. Each figure is a median, the lowest of three rounds: other work on
+a shared machine can only add time.
 """
 
 import argparse
@@ -94,7 +94,7 @@ def best_of(rounds: list[list[Figure]]) -> list[Figure]:
 
 
 def hash_and_match(block_size: int) -> list[Figure]:
-    """Time the keys of a 128k-token prompt, and its match in a pool that holds all of it."""
+    """Time the keys of a 128k-token prompt, and its match in a pool that holds all its blocks."""
     root = CacheSalt("model", "weights", epoch=0).root()
     tokens = np.random.default_rng(0).integers(0, 128_000, PROMPT_TOKENS)
     keys = block_keys(root, tokens, block_size)
@@ -140,7 +140,7 @@ def chain_round_trip(num_blocks: int, rule: str = "lru") -> Figure:
 
 
 def evicting_take_live(num_slots: int, rule: str = "lru") -> Figure:
-    """Time take_live where every slot holds a cached state, used last in random order."""
+    """Time take_live when every slot holds a cached state, last used in random order."""
     pool = SlotPool(num_slots, EVICTION_RULES[rule].state_worth)
     blocks = [BlockId(block) for block in range(num_slots)]
     for block, slot in zip(blocks, pool.reserve(num_slots), strict=True):

@@ -1,10 +1,10 @@
-"""causal-conv1d's convolution, where it is installed and was built."""
+"""causal-conv1d's convolution, if it is installed and built."""
 
 from collections.abc import Callable
 
 
 def peer_conv() -> Callable[..., object] | None:
-    """Return `causal_conv1d_fn`; None without it."""
+    """Return `causal_conv1d_fn`; None if it is not available."""
     try:
         from causal_conv1d import causal_conv1d_fn
     except ImportError:

@@ -1,4 +1,4 @@
-"""What the card can do, measured in the same run as what is compared with it: plain copies, and a matrix product."""
+"""The card's limits, measured in the same run as the figures compared with them: plain copies, and a matrix product."""
 
 from functools import cache
 
@@ -12,7 +12,7 @@ MATMUL_SIZE = 8192
 
 @cache
 def copy_us(num_bytes: int) -> float:
-    """Return the time of a plain copy that reads and writes `num_bytes` in all; see `graph_timing.memcpy_us`."""
+    """Return the time of a plain copy that reads and writes `num_bytes` in total; see `graph_timing.memcpy_us`."""
     return memcpy_us(_copied_memory(), num_bytes // 2)
 
 
@@ -26,7 +26,7 @@ def matmul_tflops() -> float:
 
 
 def floor_us(num_bytes: int, num_flops: float = 0.0) -> float:
-    """Return the time below which nothing moves as many bytes or does as many FLOPs in bf16."""
+    """Return the time to move this many bytes or do this many FLOPs in bf16, whichever is longer."""
     return max(copy_us(num_bytes), num_flops / matmul_tflops() / 1e6 if num_flops else 0.0)
 
 

@@ -1,7 +1,7 @@
-"""Open-loop loads of conversations with several turns, made from a seed or read from a trace. No torch here.
+"""Open-loop loads of multi-turn conversations, made from a seed or read from a trace. No torch here.
 
 A load is open-loop: sessions arrive as a Poisson process, whatever the server does. Within a session each turn waits
-for the reply before it, and then for the user.
+for the reply before it, and then for the user's think time.
 """
 
 import json
@@ -31,10 +31,10 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A session: the prompt of a turn is `prefix`, every turn before it with its reply, and what the turn adds.
+    """A session: a turn's prompt is `prefix`, all earlier turns with their replies, and what the turn adds.
 
     Args:
-        arrival_s: Of the session, from the start of the load.
+        arrival_s: Arrival of the session, from the start of the load.
         prefix: System prompt, few-shot examples or repository files, shared with other conversations; may be empty.
     """
 
@@ -45,7 +45,7 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A log-normal distribution, cut off at `least` and `most`; `sigma` is of the logarithm, 0 for a constant."""
+    """A log-normal distribution, clipped to `least` and `most`; `sigma` is that of the logarithm, 0 for a constant."""
 
     median: float
     sigma: float = 0.0
@@ -61,7 +61,7 @@ class Spread:
         return max(1, round(self.sample(random)))
 
     def scaled(self, factor: float) -> "Spread":
-        """Return the distribution of `factor` times the value."""
+        """Return the distribution of the value times `factor`."""
         return Spread(self.median * factor, self.sigma, self.least * factor, self.most * factor)
 
 
@@ -70,12 +70,12 @@ class SessionKind:
     """Sessions of one kind; lengths in tokens.
 
     Args:
-        share: Of all sessions, as a weight.
-        new_len, reply_len: Of each turn.
-        turns: Of a session.
-        think_s: Before each turn but the first.
-        num_prefixes: Different shared prefixes; 0: each session is on its own.
-        prefix_len: Of each.
+        share: Weight of this kind among all sessions.
+        new_len, reply_len: Lengths of each turn.
+        turns: Turns of a session.
+        think_s: Think time before each turn but the first.
+        num_prefixes: Number of shared prefixes; 0: sessions share nothing.
+        prefix_len: Length of each.
         zipf: Popularity of the i-th prefix is proportional to i ** -zipf.
     """
 
@@ -91,14 +91,14 @@ class SessionKind:
 
 @dataclass(frozen=True, slots=True)
 class LoadShape:
-    """What sessions come, how many and how fast: `sessions_per_s` is the rate of the Poisson process."""
+    """The kinds of sessions, their number and their rate: `sessions_per_s` is the rate of the Poisson process."""
 
     num_sessions: int
     sessions_per_s: float
     kinds: tuple[SessionKind, ...]
 
     def scaled(self, *, tokens: float = 1.0, sessions: float = 1.0, seconds: float = 1.0) -> "LoadShape":
-        """Return the shape with every length, the number of sessions and every time multiplied; 1 of each at least."""
+        """Return the shape with every length, the number of sessions and every time multiplied; at least 1 of each."""
         kinds = tuple(
             replace(
                 kind,
@@ -184,9 +184,9 @@ LOADS: dict[str, LoadShape] = {
 
 
 def conversations(shape: LoadShape, seed: int, vocab_size: int) -> list[Conversation]:
-    """Make the sessions of a load, in the order of arrival; the same arguments give the same tokens.
+    """Make the sessions of a load, in order of arrival; the same arguments give the same tokens.
 
-    A scaled shape has the sessions, prefixes and turns of the shape itself, but for rounding.
+    A scaled shape has the sessions, prefixes and turns of the shape itself, except for rounding.
     """
     random, text = (np.random.default_rng([seed, stream]) for stream in range(2))  # lengths do not move with tokens
     arrivals = np.cumsum(random.exponential(1 / shape.sessions_per_s, shape.num_sessions))
@@ -205,15 +205,15 @@ def conversations(shape: LoadShape, seed: int, vocab_size: int) -> list[Conversa
 
 
 def read_trace(path: Path, vocab_size: int, seed: int) -> list[Conversation]:
-    """Read a trace of lengths, a JSON object for each turn on a line of its own, and make tokens for it.
+    """Read a trace of lengths, one JSON object per line and turn, and make tokens for it.
 
     Fields: "session" (text or a number), "new_tokens" and "reply_tokens" (counts of at least 1); "arrival_s" in a
-    session's first line and "think_s" in its others, 0 where it is missing; in its first line also "prefix" (text or a
-    number) and "prefix_tokens" (a count) if it shares one. Lines of a session come in the order of its turns, those of
-    different sessions may interleave. Equal prefixes have equal tokens, the longer ones beginning with the shorter.
+    session's first line and "think_s" in its others, 0 if missing; in its first line also "prefix" (text or a number)
+    and "prefix_tokens" (a count) if it shares one. Lines of a session are in the order of its turns; those of different
+    sessions may interleave. Equal prefixes have equal tokens; a longer one begins with the shorter.
 
     Raises:
-        ValueError: Naming the line that lacks a field or has a value that cannot be.
+        ValueError: Naming the line that lacks a field or has an invalid value.
     """
     sessions: dict[str | float, list[_TraceLine]] = {}
     longest: dict[str | float, int] = {}

@@ -2,7 +2,7 @@
 
 Runs examples/generate.py in fp32 once on each device, greedily, with the random model, the model that ships, and the
 latter with drafts, and compares the tokens of every request. Where two differ, a float64 model that shares no code with
-the package says whether its best two tokens were closer than 1e-5 there: rounding may then choose either.
+the package checks whether its best two tokens are within 1e-5 there: rounding may then choose either.
 """
 
 import argparse
@@ -22,7 +22,7 @@ RUNS = {"random model": ["--random-model"], "shipped model": [], "4 drafts": ["-
 
 
 def main() -> int:
-    """Print the comparisons; exit 1 if a token differs that the margin does not explain."""
+    """Print the comparisons; exit 1 if a difference is not explained by the margin."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     as_json = parser.parse_args().json
@@ -51,7 +51,7 @@ def run_example(device: str, own_flags: list[str]) -> dict[str, Any]:
 
 
 def compare(cpu: dict[str, Any], cuda: dict[str, Any], *, is_random: bool) -> dict[str, Any]:
-    """Return what was compared and which requests differ without the margin's excuse."""
+    """Return what was compared and which requests differ by more than the margin explains."""
     pairs = list(zip(cpu["requests"], cuda["requests"], strict=True))
     unequal = [pair for pair in pairs if pair[0]["generated_tokens"] != pair[1]["generated_tokens"]]
     oracle = _oracle(is_random=is_random) if unequal else None
@@ -84,7 +84,7 @@ def _is_a_tie(oracle: Any, ours: dict[str, Any], theirs: dict[str, Any]) -> bool
 
 
 def table(reports: dict[str, dict[str, Any]]) -> str:
-    """Return the reports as a Markdown table, a column each."""
+    """Return the reports as a Markdown table, one column each."""
     names = list(next(iter(reports.values())))
     rows = [f"| {name} | {' | '.join(str(report[name]) for report in reports.values())} |" for name in names]
     return "\n".join([f"| | {' | '.join(reports)} |", f"|---{'|---' * len(reports)}|", *rows])

@@ -1,14 +1,14 @@
-"""Are cached and uncached logits of a whole engine as alike as two uncached runs are, and how fast is it?
+"""Do an engine's cached and uncached logits agree as well as those of two uncached runs, and how fast is it?
 
     PYTHONPATH=. python3 benchmarks/engine_8b.py [--tiny] [--json FILE]
 
 A NemotronH of 8B parameters, random weights, bf16. Requests share a long prefix, and one continues another's reply.
 Ways to serve them are compared by the logits of the same tokens: alone without a cache; together without a cache, in
-large steps and in small ones whose chunks end anywhere; with a cache, alone and together. The cached ones may differ
-from the first by no more than uncached ones differ among themselves; a control, whose cached states are lost, must
+large steps and in small ones whose chunks end anywhere; with a cache, alone and together. The cached runs may differ
+from the first by no more than uncached runs differ among themselves; a control whose cached states are lost must
 differ by more. Then a shallower model of the same width in fp32, TF32 off, must generate the same tokens with a cache
-as without; where two differ, a float64 model that shares no code with the package says whether its best two tokens
-were closer than 1e-5 there. A prefill step is one with any prompt token in it.
+as without; where two differ, a float64 model that shares no code with the package checks whether its best two tokens
+are within 1e-5 there. A prefill step is one with any prompt token in it.
 """
 
 import argparse
@@ -46,7 +46,7 @@ SLACK = 1.1
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """A model in bf16, the pattern of the one in fp32, and what both serve."""
+    """A bf16 model, the pattern of the fp32 one, and the requests of both."""
 
     shape: Shape
     fp32_pattern: str
@@ -121,7 +121,7 @@ def compare_logits(scale: Scale, model: Any) -> dict[str, Any]:
 
 
 def are_no_larger(cached: Sequence[Difference], uncached: Sequence[Difference]) -> bool:
-    """Whether no cached run differs by more than the uncached ones do, in the median and at most, up to SLACK."""
+    """Return whether cached runs' median and largest differences are at most SLACK times those of uncached runs."""
     return all(
         max(getattr(pair, name) for pair in cached) <= SLACK * max(getattr(pair, name) for pair in uncached)
         for name in ("median", "largest")
@@ -129,7 +129,7 @@ def are_no_larger(cached: Sequence[Difference], uncached: Sequence[Difference]) 
 
 
 def compare_tokens(scale: Scale) -> dict[str, Any]:
-    """Return how the tokens of a shallower fp32 model with a cache compare with those without."""
+    """Compare the tokens of a shallower fp32 model with and without a cache."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     model = random_model(scale.shape.fields | {"hybrid_override_pattern": scale.fp32_pattern}, torch.float32)
     with_cache = config_of(scale, prefix_caching=True, kv_gb=scale.fp32_kv_gb)
@@ -184,7 +184,7 @@ def measure_speed(scale: Scale, model: Any) -> dict[str, Any]:
 
 
 def speeds(times: StepTimes, prompts: Mapping[int, Sequence[int]]) -> dict[str, float]:
-    """Return tokens a second of prefill, computed and served, and of decode."""
+    """Return tokens per second of prefill, computed and served, and of decode."""
     served = sum(map(len, prompts.values()))
     return {
         "prefill, s": times.prefill_s,
@@ -245,7 +245,7 @@ def measure(scale: Scale) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Measure, print Markdown and write JSON; return 1 unless logits and tokens are as alike as they must be."""
+    """Measure, print Markdown and write JSON; return 1 unless logits and tokens agree as required."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tiny", action="store_true", help="a tiny model, for any machine")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")

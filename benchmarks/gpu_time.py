@@ -1,4 +1,4 @@
-"""What the GPU and the host did during a window of steps, by torch's profiler."""
+"""GPU and host times of a window of steps, by torch's profiler."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,9 +24,9 @@ class GpuTime:
     """A window of steps, in seconds.
 
     Args:
-        wall_s: Inside the steps, from call to return.
-        busy_s: During which the GPU ran a kernel or a copy, overlapping ones counted once.
-        waiting_s: During which the host was in a call that waits for the GPU.
+        wall_s: Time inside the steps, from call to return.
+        busy_s: Time in which the GPU ran a kernel or a copy, overlapping ones counted once.
+        waiting_s: Time that the host spent in calls that wait for the GPU.
     """
 
     num_steps: int
@@ -36,7 +36,7 @@ class GpuTime:
 
     @property
     def idle_share(self) -> float:
-        """Share of the time inside steps in which the GPU had nothing to run."""
+        """Share of the time inside steps in which the GPU was idle."""
         return max(0.0, 1 - self.busy_s / self.wall_s)
 
     @property
@@ -47,7 +47,7 @@ class GpuTime:
 
 @contextmanager
 def noted_waits() -> Iterator[list[float]]:
-    """Note, in the block, the seconds that each step waits for what the GPU found; none on a CPU."""
+    """Record, inside the block, the seconds that each step waits for the GPU's results; none on a CPU."""
     seconds: list[float] = []
     wait = HostCopy.wait
 
@@ -66,7 +66,7 @@ def noted_waits() -> Iterator[list[float]]:
 
 
 def gpu_seconds(run: Callable[[], object], times: int) -> float:
-    """Return the seconds of the GPU for `run`, launched as many times back to back."""
+    """Return the mean GPU seconds of `run`, launched `times` times back to back."""
     run()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
@@ -78,9 +78,9 @@ def gpu_seconds(run: Callable[[], object], times: int) -> float:
 
 
 class GpuTimer:
-    """Profiles a window of steps, from the middle of a load on.
+    """Profiles a window of steps, starting in the middle of a load.
 
-    The profiler makes launches slower, so that host and idle times are upper bounds.
+    The profiler slows down launches, so host and idle times are upper bounds.
     """
 
     def __init__(self, num_steps: int) -> None:
@@ -92,7 +92,7 @@ class GpuTimer:
         self._result: GpuTime | None = None
 
     def wants_to_start(self, share_over: float) -> bool:
-        """Whether the window begins now: half of the load is over."""
+        """Return whether the window begins now: half of the load is over."""
         return not self._is_running and self._result is None and share_over >= 0.5
 
     def start(self) -> None:
@@ -102,7 +102,7 @@ class GpuTimer:
         self._is_running = True
 
     def add_step(self, seconds: float) -> bool:
-        """Note a step; return whether the window is to end."""
+        """Record a step; return whether the window should end."""
         if self._is_running:
             self._step_times.append(seconds)
         return self._is_running and len(self._step_times) == self._num_steps
@@ -117,28 +117,28 @@ class GpuTimer:
             self._result = GpuTime(len(self._step_times), sum(self._step_times), busy_s(events), waiting_s(events))
 
     def result(self) -> GpuTime | None:
-        """Return the times of the window, which ends now if it has not yet; None if it has no step."""
+        """Return the times of the window, ending it if it is still open; None if it has no step."""
         if self._is_running:
             self.stop()
         return self._result
 
 
 class NoGpuTimer:
-    """Stands in where there is no GPU."""
+    """Takes the place of `GpuTimer` without a GPU."""
 
     def wants_to_start(self, share_over: float) -> bool:
         """Return False."""
         return False
 
     def start(self) -> None:
-        """Begin nothing."""
+        """Do nothing."""
 
     def add_step(self, seconds: float) -> bool:
         """Return False."""
         return False
 
     def stop(self) -> None:
-        """End nothing."""
+        """Do nothing."""
 
     def result(self) -> None:
         """Return None."""

@@ -25,7 +25,7 @@ def launch_us(launches: Sequence[Launch], expected_us: float) -> float:
 
 
 def interleaved_us(variants: Sequence[Sequence[Launch]], expected_us: float, num_rounds: int) -> list[float]:
-    """Return `launch_us` of each variant, their graphs replayed in turn, so that what drifts hits all alike."""
+    """Return `launch_us` of each variant, with graphs replayed in turn, so that drift affects all equally."""
     graphs = [_captured(launches, expected_us) for launches in variants]
     rounds = [[_replay_ms(graph) for graph, _ in graphs] for _ in range(num_rounds + 3)][3:]
     times = zip(*rounds, strict=True)
@@ -33,10 +33,10 @@ def interleaved_us(variants: Sequence[Sequence[Launch]], expected_us: float, num
 
 
 def memcpy_us(memory: Tensor, num_bytes: int) -> float:
-    """Return the time of a plain copy that reads `num_bytes` and writes as many: the ceiling of what moves memory.
+    """Return the time of a plain copy that reads and writes `num_bytes` each: the limit for any memory-bound kernel.
 
-    A copy of more than MOST_COPIED is not measured itself but as so many times the one of MOST_COPIED: memcpy nodes of
-    graphs slow down beyond it, and a slow copy is no ceiling.
+    A copy of more than MOST_COPIED is not measured but scaled from one of MOST_COPIED: memcpy nodes of graphs slow down
+    beyond it, and a slow copy is not a limit.
 
     Args:
         memory: As for `memcpys`.
@@ -47,10 +47,10 @@ def memcpy_us(memory: Tensor, num_bytes: int) -> float:
 
 
 def memcpys(memory: Tensor, num_bytes: int, count: int) -> list[Launch]:
-    """Return `count` plain copies of `num_bytes`, from and to other places of `memory` each, all of it in turn.
+    """Return `count` plain copies of `num_bytes`, each between different places, cycling through all of `memory`.
 
     Args:
-        memory: Contiguous; what it holds is overwritten.
+        memory: Contiguous; its contents are overwritten.
         num_bytes: Rounded down to a multiple of 256.
 
     Raises:

@@ -1,11 +1,11 @@
-"""How many prompt tokens does the cache save under each eviction rule, load by load and memory by memory?
+"""How many prompt tokens does the cache save under each eviction rule, for each load and memory size?
 
     PYTHONPATH=. python benchmarks/hit_rates.py [--output FILE.md] [--plot FILE.png] [--json] [--trace FILE.jsonl]
 
-No model and no GPU: invented tokens go through the real cache (`served_load.py`). Memory is that of an 8B hybrid in
-bf16: a KV block of 256 tokens takes 4 MiB, a state slot 53 MB. Beside what running requests hold, the cache has a
+No model and no GPU: synthetic tokens go through the real cache (`served_load.py`). Memory is that of an 8B hybrid in
+bf16: a KV block of 256 tokens takes 4 MiB, a state slot 53 MB. Besides what running requests hold, the cache has a
 multiple of the working set: the most blocks and states that an unlimited cache held at any one time and that were used
-once more after it. That is what a rule would need that knows the future; none does.
+again later. That is what an ideal rule that knows the future would need.
 """
 
 import argparse
@@ -69,7 +69,7 @@ mixed 0.90 and 0.37, worth a whole hit 0.91 and 0.35.
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One load, by name or the path of a trace, made from one seed."""
+    """One load, given by name or as the path of a trace, made from one seed."""
 
     load: str
     seed: int
@@ -92,7 +92,7 @@ class Bound:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """What one rule saved of one load in one memory; `kv` and `states` are multiples of the working set."""
+    """What one rule saved on one load in one memory size; `kv` and `states` are multiples of the working set."""
 
     load: str
     seed: int
@@ -129,7 +129,7 @@ def main() -> None:
 
 
 def measure(works: Sequence[Work], num_processes: int) -> list[Figure]:
-    """Serve every load in every memory under every rule."""
+    """Serve every load in every memory size under every rule."""
     runs = [(work, memory, rule) for work in works for memory in MEMORIES for rule in RULES]
     figures = []
     with ProcessPoolExecutor(num_processes) as processes:
@@ -150,7 +150,7 @@ def bound_of(work: Work) -> Bound:
 
 
 def serve(work: Work, memory: tuple[float, float], rule: str) -> Figure:
-    """Serve a load in so many times its working set."""
+    """Serve a load in a multiple of its working set."""
     bound, (kv, states) = bound_of(work), memory
     num_blocks = bound.working_set.running_blocks + round(kv * bound.working_set.cached_blocks)
     num_slots = SERVER.max_requests + round(states * bound.working_set.cached_states)
@@ -195,7 +195,7 @@ def table(figures: Sequence[Figure]) -> str:
 
 
 def plot(figures: Sequence[Figure], file: Path) -> None:
-    """Draw what both rules save over memory, a panel for each load where there is something to save."""
+    """Plot what both rules save over memory, one panel for each load with something to save."""
     from matplotlib.figure import Figure as Picture
     from matplotlib.ticker import NullLocator
 
@@ -228,7 +228,7 @@ def _row(load: str, kv: float, states: float, figures: Sequence[Figure]) -> str:
 
 
 def _targets(figures: Sequence[Figure]) -> Iterator[str]:
-    """Yield what was aimed at beside what was measured, means over the seeds."""
+    """Yield each target beside the measured value, means over the seeds."""
     loads = [load for load in dict.fromkeys(f.load for f in figures) if any(f.saved_tokens for f in _of(figures, load))]
     yield "Aims, and what the cost-aware rule reached:"
     yield ""

@@ -1,4 +1,4 @@
-"""The figures of every kernel in one form: its time, its floor, and its peers of the same run."""
+"""The figures of every kernel in one form: its time, its floor, and its peers in the same run."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -21,9 +21,9 @@ class Figure:
     """One kernel on one case; in microseconds.
 
     Args:
-        shape: "8B" or "Nano", with the states' dtype where it counts; "" where both are the same.
-        floor_us: Of the bytes it must move or the FLOPs it must do, whichever takes longer; None where it moves none.
-        peers: Name → time of the same work done otherwise.
+        shape: "8B" or "Nano", with the states' dtype where it matters; "" if both shapes are the same.
+        floor_us: Time of the bytes it must move or the FLOPs it must do, whichever is longer; None if it moves none.
+        peers: Name → time of the same work done in another way.
     """
 
     kernel: str
@@ -39,7 +39,7 @@ class Figure:
         return self.floor_us / self.us if self.floor_us else None
 
     def record(self) -> dict[str, Any]:
-        """Return what JSON has of it."""
+        """Return it as JSON types."""
         speedups = {name: us / self.us for name, us in self.peers.items()}
         return asdict(self) | {"of floor": self.of_floor, "times faster than": speedups}
 
@@ -57,7 +57,7 @@ def table(figures: Iterable[Figure]) -> str:
 
 
 def scan_figures(models: Iterable[str], cases: Iterable[str], peer_chunks: tuple[int, ...]) -> Iterator[Figure]:
-    """Yield the prefill scan, in the form it chooses and, where measured, in the portable one."""
+    """Yield the prefill scan, in its chosen form and, where measured, in the portable one."""
     measured = list(ssd_scan.measure(models, cases, peer_chunks))
     times = {(figure.model, figure.case, figure.form): figure.ns for figure in measured}
     for model, case in dict.fromkeys((figure.model, figure.case) for figure in measured):

@@ -5,8 +5,8 @@
 Times are medians of a launch inside a CUDA graph of several, on random data. A floor is the time of a plain copy of the
 bytes that the kernel must move, or of its FLOPs in a large bf16 matrix product, whichever is longer, both measured in
 this run. The scan must move x, y, B, C and dt once, a clear only writes, an update of K drafts reads one state and
-writes 1 + K. Peers do the same work: mamba-ssm, causal-conv1d, plain torch; one that is not installed is named as
-missing. Boundary states are measured against the same tokens without them, in graphs that are replayed by turns.
+writes 1 + K. Peers do the same work: mamba-ssm, causal-conv1d, plain torch; one that is not installed is listed as
+missing. Boundary states are compared with the same tokens without them, in graphs that are replayed in turn.
 """
 
 import argparse
@@ -89,7 +89,7 @@ QUICK = Selection(
 
 
 class Report:
-    """What was measured so far: printed as it comes, and kept for JSON."""
+    """The results so far: printed as they arrive, and kept for JSON."""
 
     def __init__(self, file: Path | None) -> None:
         self._file = file
@@ -97,11 +97,11 @@ class Report:
 
     @property
     def has_failures(self) -> bool:
-        """Whether a section failed."""
+        """True when a section failed."""
         return bool(self._document["failed"])
 
     def add(self, title: str, section: Callable[[], tuple[str, object]]) -> None:
-        """Run a section, which returns Markdown and a value for JSON; one that fails is told and ends no other."""
+        """Run a section, which returns Markdown and a value for JSON; a failure is reported and stops no other."""
         began = time.perf_counter()
         print(f"\n## {title}\n", flush=True)
         try:
@@ -124,7 +124,7 @@ class Report:
 
 
 def sections(selection: Selection) -> Iterator[tuple[str, Callable[[], tuple[str, object]]]]:
-    """Yield the title of each section and what measures it."""
+    """Yield the title of each section and the function that measures it."""
     chosen = selection
     yield "Ceilings", ceilings
     yield "Scan", lambda: scan(chosen)
@@ -156,7 +156,7 @@ def ceilings() -> tuple[str, object]:
 
 
 def scan(selection: Selection) -> tuple[str, object]:
-    """Measure the prefill scan, and say how its time grows with the tokens."""
+    """Measure the prefill scan, and how its time grows with the number of tokens."""
     figures = list(scan_figures(selection.models, selection.scan_cases, selection.peer_chunks))
     growths = [growth(figures, model) for model in selection.models]
     lines = [
@@ -172,7 +172,7 @@ def scan(selection: Selection) -> tuple[str, object]:
 
 
 def growth(figures: Iterable[Figure], model: str) -> dict[str, Any]:
-    """Return the scan's time a token of each case, and how that of single rows grows with their length."""
+    """Return the scan's time per token of each case, and how that of single rows grows with their length."""
     us = {figure.case: figure.us for figure in figures if (figure.kernel, figure.shape) == ("ssd_scan", model)}
     ns = {case: taken * 1000 / sum(ssd_scan.CASES[case]) for case, taken in us.items()}
     long_rows = [ns[case] for case in GROWTH_CASES if case in ns]
@@ -181,7 +181,7 @@ def growth(figures: Iterable[Figure], model: str) -> dict[str, Any]:
 
 
 def boundaries(selection: Selection) -> tuple[str, object]:
-    """Measure what states at boundaries of 4k prompts cost the scan."""
+    """Measure what states at boundaries of 4k prompts add to the scan."""
     return boundary_table(list(ssd_scan.measure_boundaries(selection.models, selection.boundary_rows)))
 
 

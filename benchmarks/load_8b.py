@@ -3,7 +3,7 @@
     PYTHONPATH=. python3 benchmarks/load_8b.py [--shape 8b|tiny] [--json]
 
 Writes a NemotronH directory with random bf16 weights to a temporary folder, loads it in bf16 onto the GPU if there is
-one, and serves requests that share a long prefix. The files were just written, so they come from the page cache.
+one, and serves requests that share a long prefix. The files were just written, so they are read from the page cache.
 """
 
 import argparse
@@ -36,10 +36,10 @@ GREEDY = SamplingFlags(NUM_GENERATED, temperature=1.0, top_k=1, top_p=0.0)
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A model and the requests that it is served.
+    """A model and the requests that it serves.
 
     Args:
-        fields: Of the model's configuration.
+        fields: Fields of the model's configuration.
         shared, own: Prompt tokens that all requests share, and those of each request alone.
         state_gb, kv_gb: Memory of the cache.
     """
@@ -166,7 +166,7 @@ def generation_figures(shape: Shape, loaded: LoadedModel) -> dict[str, Any]:
 
 
 def prompts(shape: Shape) -> list[PromptLine]:
-    """Return requests whose prompts begin alike."""
+    """Return requests whose prompts share a prefix."""
     generator, vocab_size = torch.Generator().manual_seed(0), shape.fields["vocab_size"]
 
     def some_tokens(count: int) -> list[int]:
@@ -177,7 +177,7 @@ def prompts(shape: Shape) -> list[PromptLine]:
 
 
 def serve(shape: Shape, loaded: LoadedModel, lines: list[PromptLine], prefix_caching: bool) -> RunResult:
-    """Run requests on an engine of their own, with its kernels compiled before the first."""
+    """Run requests on a new engine, with its kernels compiled before the first."""
     config = CacheConfig(
         block_size_tokens=shape.block_size,
         buffer_size_gb=shape.kv_gb,
@@ -193,7 +193,7 @@ def serve(shape: Shape, loaded: LoadedModel, lines: list[PromptLine], prefix_cac
 
 
 class HostMemory:
-    """The process's resident memory from here on; Linux only, 0 elsewhere."""
+    """The growth of the process's resident memory; Linux only, 0 elsewhere."""
 
     def __init__(self) -> None:
         with suppress(OSError):  # the peak is then the process's, which is no less
@@ -201,7 +201,7 @@ class HostMemory:
         self._before = _status_bytes("VmRSS")
 
     def peak_growth(self) -> int:
-        """Return the bytes by which it grew at most."""
+        """Return the most bytes by which it grew."""
         return _status_bytes("VmHWM") - self._before
 
 
@@ -214,13 +214,13 @@ def _status_bytes(field: str) -> int:
 
 
 def peak_gpu_bytes() -> int:
-    """Return the most that tensors took; 0 without a GPU."""
+    """Return the peak bytes of tensors; 0 without a GPU."""
     return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
 
 
 @contextmanager
 def stopwatch() -> Iterator[list[float]]:
-    """Yield a list that holds the block's seconds once it has ended, its work on the GPU included."""
+    """Yield a list that holds the block's seconds once it has ended, including its GPU work."""
     seconds: list[float] = []
     start = time.perf_counter()
     yield seconds

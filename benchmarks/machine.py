@@ -1,4 +1,4 @@
-"""Print the card, processor and versions that a measurement was made with."""
+"""Describe the card, processor and versions used for a measurement."""
 
 import platform
 from importlib.metadata import PackageNotFoundError, version

@@ -1,4 +1,4 @@
-"""The Triton kernels of mamba-ssm, where it is installed, without its compiled extensions and its models.
+"""The Triton kernels of mamba-ssm, if it is installed, without its compiled extensions and its models.
 
 MAMBA_SKIP_CUDA_BUILD=TRUE pip install --no-deps --no-build-isolation mamba-ssm==2.3.2.post1
 """
@@ -12,7 +12,7 @@ from types import ModuleType
 
 
 def peer_function(module: str, name: str) -> Callable[..., object] | None:
-    """Return a function of mamba_ssm.ops.triton; None where mamba-ssm is not installed."""
+    """Return a function of mamba_ssm.ops.triton; None if mamba-ssm is not installed."""
     if missing_peer() is not None:
         return None
     function: Callable[..., object] = getattr(import_module(f"mamba_ssm.ops.triton.{module}"), name)
@@ -21,7 +21,7 @@ def peer_function(module: str, name: str) -> Callable[..., object] | None:
 
 @cache
 def missing_peer() -> str | None:
-    """Return why mamba-ssm is no peer here; None if it is one."""
+    """Return why mamba-ssm is unavailable; None if it is available."""
     spec = find_spec("mamba_ssm")
     if spec is None or spec.submodule_search_locations is None:
         return "mamba-ssm is not installed"

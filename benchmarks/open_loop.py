@@ -1,4 +1,4 @@
-"""Conversations on an engine by the wall clock: each turn comes when it comes, however busy the engine is."""
+"""Open-loop conversations on an engine by the wall clock: turns arrive on schedule, however busy the engine is."""
 
 import heapq
 import time
@@ -16,7 +16,7 @@ from megatron_mamba_cache.mcore.failed_steps import failure_reason
 
 
 class LoadClock:
-    """Seconds since it was made, without those for which it was stopped."""
+    """Seconds since its creation, without those for which it was stopped."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
@@ -27,13 +27,13 @@ class LoadClock:
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """Leave the block's time out."""
+        """Exclude the time of the block."""
         began = time.perf_counter()
         yield
         self._start += time.perf_counter() - began
 
     def sleep_until(self, moment: float) -> None:
-        """Wait; not at all if the moment has passed."""
+        """Wait until a moment; return at once if it has passed."""
         time.sleep(max(0.0, moment - self.now()))
 
 
@@ -43,7 +43,7 @@ class ServedTurn:
 
     Args:
         conversation, turn: Numbers from 0.
-        token_moments: When each generated token came; those of one step came together.
+        token_moments: When each generated token arrived; those of one step arrive together.
         cached: Prompt tokens that were not computed.
     """
 
@@ -58,7 +58,7 @@ class ServedTurn:
 
     @property
     def has_ended(self) -> bool:
-        """Whether all of the reply came."""
+        """True when the whole reply has arrived."""
         return bool(self.reply)
 
     @property
@@ -68,7 +68,7 @@ class ServedTurn:
 
     @property
     def time_per_output_token(self) -> float | None:
-        """Seconds between tokens after the first, on average; None before the end, or if there is one token only."""
+        """Mean seconds between tokens after the first; None before the end, or if there is only one token."""
         if not self.has_ended or len(self.token_moments) < 2:
             return None
         return (self.token_moments[-1] - self.token_moments[0]) / (len(self.token_moments) - 1)
@@ -76,14 +76,14 @@ class ServedTurn:
 
 @dataclass(frozen=True, slots=True)
 class ServedLoad:
-    """What came of a load.
+    """The results of a load.
 
     Args:
-        turns: In the order of their arrival.
-        num_unsent: Turns that were still to come when the time was up.
+        turns: In order of arrival.
+        num_unsent: Turns that had not arrived when the time was up.
         step_s: Seconds inside the engine's steps.
-        peak_slots: State slots that were in use at once.
-        gpu: Of a window of steps in the middle of the load; None on a CPU, or where it was too short for a window.
+        peak_slots: Most state slots in use at once.
+        gpu: Times of a window of steps in the middle of the load; None on a CPU, or if the load was too short for one.
     """
 
     turns: list[ServedTurn]
@@ -96,13 +96,13 @@ class ServedLoad:
 
 
 class OpenLoop:
-    """Serves conversations once, on an engine that nobody else uses.
+    """Serves conversations once, on an engine used for nothing else.
 
-    A conversation's first turn arrives when the load says so, every later one `think_s` after the reply before it. No
-    turn waits for another conversation's: what the engine cannot take yet waits in its queue.
+    A conversation's first turn arrives at the time set by the load, every later one `think_s` after the reply before
+    it. No turn waits for another conversation's: requests that the engine cannot take yet wait in its queue.
 
     Args:
-        max_seconds: When to stop, whatever still waits or runs.
+        max_seconds: When to stop, even if turns are still waiting or running.
         on_tokens: Called after a step with the number of tokens that it generated.
     """
 
@@ -130,7 +130,7 @@ class OpenLoop:
         self._step_s = 0.0
 
     def run(self) -> ServedLoad:
-        """Serve all turns, or those that the time allows.
+        """Serve all turns, or as many as the time allows.
 
         Raises:
             RuntimeError: If a request fails.
@@ -215,7 +215,7 @@ class OpenLoop:
 
 
 def fitting(conversations: Sequence[Conversation], max_length: int) -> list[Conversation]:
-    """Return the conversations without the turns that a request of `max_length` tokens cannot hold."""
+    """Return the conversations without the turns that do not fit in `max_length` tokens."""
     cut = [_cut(conversation, max_length) for conversation in conversations]
     return [conversation for conversation in cut if conversation.turns]
 

@@ -1,13 +1,13 @@
-"""How many tokens a second do decoding rows get from 1, 2 or more cards that share a model by tensor parallelism?
+"""How many tokens per second do decoding rows get from 1, 2 or more cards that share a model by tensor parallelism?
 
     PYTHONPATH=. python3 benchmarks/parallel_decode.py [--shape 8b|small|tiny] [--ranks 1 2 4] [--prompt-blocks 1 16]
         [--json FILE]
 
-Starts a process for each card of the largest number asked for, or runs in those that torchrun has started. Each number
-of ranks is measured in turn in the same run: rows of equal length decode together, without drafts; a step is the median
-of steps after some that warm up, by the first rank's clock. Prompts are some KV blocks and an eighth long, so that no
-block ends in these steps. Processes that a number of ranks leaves out wait. Without
-CUDA devices for all, ranks are processes on the CPU, whose figures say nothing but that it runs.
+Starts a process for each card of the largest number of ranks, or runs in those that torchrun has started. Each number
+of ranks is measured in turn in the same run: rows of equal length decode together, without drafts; a step's time is the
+median after some warm-up steps, by the first rank's clock. Prompts are some KV blocks and an eighth long, so that no
+block ends in these steps. Processes beyond the measured number of ranks wait. Without CUDA devices for all, ranks are
+processes on the CPU, whose figures only show that it runs.
 """
 
 import argparse
@@ -39,7 +39,7 @@ LIMITS = {"8b": {"state_gb": 8.0, "kv_gb": 8.0}, "small": {"state_gb": 0.5}}
 
 @dataclass(frozen=True, slots=True)
 class DecodeSpeed:
-    """Steps of rows that decode on some ranks; `graph_share` of them were CUDA graphs."""
+    """Decode steps on some ranks; `graph_share` of them replayed CUDA graphs."""
 
     num_ranks: int
     num_rows: int
@@ -50,7 +50,7 @@ class DecodeSpeed:
 
 
 def measure(num_ranks: int, shape: ServedShape, num_rows: int, prompt_lens: Sequence[int]) -> list[DecodeSpeed]:
-    """Return what the first ranks measure for each length of prompts; all processes call it, others get nothing."""
+    """Return what the first ranks measure for each prompt length; all processes call it, the others get nothing."""
     initialize_several_processes(num_ranks, 1, 1)
     try:
         speeds = []
@@ -67,7 +67,7 @@ def measure(num_ranks: int, shape: ServedShape, num_rows: int, prompt_lens: Sequ
 
 
 def decode_speed(engine: Any, num_ranks: int, shape: ServedShape, num_rows: int, num_prompt: int) -> DecodeSpeed:
-    """Time decode steps of an engine on the ranks of the present parallel state."""
+    """Time decode steps of an engine on the ranks of the current parallel state."""
     drawn = random.Random(num_rows)
     num_prefills = num_rows // max(1, (shape.max_tokens - num_rows) // num_prompt) + 1
     for index in range(num_rows):
@@ -100,7 +100,7 @@ def table(speeds: Sequence[DecodeSpeed]) -> str:
 
 
 def start_ranks(num_ranks: int) -> int:
-    """Run this script once for each rank, as torchrun would; return the first exit status that is not 0."""
+    """Run this script once for each rank, as torchrun would; return the first nonzero exit status."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]

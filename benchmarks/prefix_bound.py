@@ -1,4 +1,4 @@
-"""The most prompt tokens that any cache could have skipped in a load that has been served."""
+"""Upper bound on the prompt tokens that any cache could have skipped in a served load."""
 
 from collections.abc import Iterator, Sequence
 
@@ -12,12 +12,11 @@ _ROOT = CacheSalt("prefix bound", "", epoch=0).root()
 
 
 def skippable_tokens(turns: Sequence[ServedTurn], block_size: int) -> list[int]:
-    """Return for each turn the prompt tokens that a cache of endless memory could have skipped at its admission.
+    """Return for each turn the prompt tokens that a cache of unlimited memory could have skipped at its admission.
 
-    That is the longest common prefix of its prompt and any text that was known by then, cut down to whole blocks; one
-    token at least is left to compute. Known is a prompt that was admitted in an earlier step, whether or not it is
-    computed yet, and of its reply what had come by then but for the newest token, which no step has computed. A turn
-    that was never admitted skips nothing.
+    That is the longest common prefix of its prompt and any text known by then, rounded down to whole blocks; at least
+    one token is left to compute. Known text is every prompt admitted in an earlier step, computed or not, and its reply
+    so far without the newest token, which no step has computed. A turn that was never admitted skips nothing.
     """
     known_since: dict[BlockKey, float] = {}
     for turn in turns:

@@ -1,4 +1,4 @@
-"""NemotronH models with random weights: built at once, or written in Hugging Face layout, without transformers."""
+"""NemotronH models with random weights: built directly, or written in Hugging Face layout without transformers."""
 
 import json
 import math
@@ -36,8 +36,8 @@ def write_checkpoint(directory: Path, fields: dict[str, Any], max_shard_bytes: i
     """Write the configuration and bf16 weights, drawn on a device; return the bytes of the weights.
 
     Args:
-        fields: Of the configuration, beside `COMMON_FIELDS`; "hybrid_override_pattern" has M, * and - only.
-        max_shard_bytes: Of a file; also about what the host's memory holds of the weights.
+        fields: Fields of the configuration, besides `COMMON_FIELDS`; "hybrid_override_pattern" may use only M, * and -.
+        max_shard_bytes: Most bytes of a file; also roughly the host memory used for the weights.
     """
     config = COMMON_FIELDS | fields
     (directory / "config.json").write_text(json.dumps(config, indent=2))
@@ -129,7 +129,7 @@ def _mlp(architecture: HybridArchitecture) -> dict[str, tuple[int, ...]]:
 
 
 def _drawn(name: str, shape: tuple[int, ...], num_layers: int, generator: torch.Generator) -> Tensor:
-    """Draw weights under which activations stay of order one, however many layers there are."""
+    """Draw weights that keep activations of order one at any depth."""
     tensor = torch.empty(shape, dtype=torch.bfloat16, device=generator.device)
     last = name.rpartition(".")[2]
     if last in ("A_log", "dt_bias"):
@@ -144,7 +144,7 @@ def _drawn(name: str, shape: tuple[int, ...], num_layers: int, generator: torch.
 
 
 def _write_shard(directory: Path, shard: dict[str, Tensor], weight_map: dict[str, str]) -> None:
-    """Write the tensors to the next file, note where they are, and let them go."""
+    """Write the tensors to the next file, record where they are, and free them."""
     file = f"model-{len(set(weight_map.values())) + 1:05}.safetensors"
     save_file(shard, directory / file, metadata={"format": "pt"})
     weight_map.update(dict.fromkeys(shard, file))

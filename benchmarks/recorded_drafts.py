@@ -1,4 +1,4 @@
-"""Drafters that know what will be generated: one is always right, the other never."""
+"""Drafters that know what will be generated: one is always right, the other always wrong."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,7 +6,7 @@ from megatron_mamba_cache.speculation.drafter import Draft, DraftRequest
 
 
 class RightDrafter:
-    """Proposes what was generated when the reply was recorded.
+    """Proposes the tokens of the recorded reply.
 
     Args:
         replies: Request id -> the tokens that will be generated.
@@ -16,18 +16,18 @@ class RightDrafter:
         self._replies = replies
 
     def propose(self, wishes: Sequence[DraftRequest]) -> list[Draft]:
-        """Return as many tokens as are wished for, or as are left."""
+        """Return as many tokens as the wish asks for, or as are left."""
         return [Draft(tuple(self._known(wish))) for wish in wishes]
 
     def forget(self, request_id: int) -> None:
-        """Forget nothing."""
+        """Do nothing."""
 
     def _known(self, wish: DraftRequest) -> Sequence[int]:
         return self._replies[wish.row.request_id][len(wish.row.generated) :][: wish.num_tokens]
 
 
 class WrongDrafter(RightDrafter):
-    """Proposes each token plus one, which does not follow."""
+    """Proposes each token plus one, which is always wrong."""
 
     def __init__(self, replies: Mapping[int, Sequence[int]], vocab_size: int) -> None:
         super().__init__(replies)

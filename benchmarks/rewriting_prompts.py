@@ -1,4 +1,4 @@
-"""Prompts of an editing assistant that is to write a file it has read once more, with a change."""
+"""Prompts of an editing assistant that must rewrite a file it has read, with a change."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ _STARTS = ("class JobLog:\n", "def parse_line(", "    def __init__(self, time")
 def rewriting_lines() -> list[PromptLine]:
     """Return one line for each change and place: the file, then the changed file up to that place.
 
-    The reply that is wanted repeats the file's next lines, changed where the name occurs.
+    The expected reply repeats the file's next lines, changed where the name occurs.
     """
     file = _FILE.read_text(encoding="utf-8")
     lines: list[PromptLine] = []

@@ -1,11 +1,11 @@
-"""Do the turns of conversations land on the replica that has their prefix, and is load even all the same?
+"""Do the turns of conversations reach the replica that has their prefix, and is the load still even?
 
     PYTHONPATH=. python3 benchmarks/routing.py [--json FILE] [--conversations N] [--at-once N]
 
-Four replicas, each a process with an engine of its own on the CPU, behind one coordinator and Megatron's client; the
-same conversations by prefix and in turn (round robin). Half of them begin with one of three system prompts. A
-later turn's prompt is the conversation so far, replies included, and what the user adds. So many conversations run at
-once; the next one begins when one ends.
+Four replicas, each a process with its own engine on the CPU, behind one coordinator and Megatron's client; the same
+conversations routed by prefix and by round robin. Half of them begin with one of three system prompts. A later turn's
+prompt is the conversation so far, replies included, and what the user adds. A fixed number of conversations (--at-once)
+runs at a time; the next one begins when one ends.
 
 A turn is at home on the replica that served the turn before it. Load is counted in requests, and in tokens computed
 and generated. Required by prefix: 95 % of later turns at home, and no replica with more than 1.3 times the mean load.
@@ -41,10 +41,10 @@ START_TIMEOUT_S = 180
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What became of one turn.
+    """The result of one turn.
 
     Args:
-        replica: Name of the one that served it.
+        replica: Name of the replica that served it.
         is_at_home: Whether that is the replica of the turn before; None for a first turn.
     """
 
@@ -58,7 +58,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What one policy comes to; loads are the most loaded replica's over the mean."""
+    """The results of one policy; loads are the most loaded replica's over the mean."""
 
     later_turns: int
     at_home: float
@@ -93,7 +93,7 @@ def _most_over_mean(loads: Mapping[str, int]) -> float:
 
 
 def first_texts(num_conversations: int) -> list[list[int]]:
-    """Return what the conversations begin with; every other one has one of three system prompts."""
+    """Return the first texts of the conversations; every other one has one of three system prompts."""
     rng = random.Random(0)
     systems = [_some_tokens(rng, (SYSTEM_PROMPT, SYSTEM_PROMPT)) for _ in range(3)]
     return [
@@ -107,7 +107,7 @@ def _some_tokens(rng: random.Random, bounds: tuple[int, int]) -> list[int]:
 
 
 async def converse(client: Any, number: int, text: list[int]) -> list[Turn]:
-    """Hold one conversation and return its turns."""
+    """Run one conversation and return its turns."""
     rng, turns = random.Random(number), []
     for _ in range(NUM_TURNS):
         turn, reply = await _take_turn(client, text, rng.randint(*REPLY), turns[-1].replica if turns else None)
@@ -131,7 +131,7 @@ async def _take_turn(client: Any, prompt: list[int], length: int, home: str | No
 
 
 async def run_conversations(address: str, num_conversations: int, num_at_once: int) -> Figures:
-    """Hold all conversations, stop the replicas and return what it came to."""
+    """Run all conversations, stop the replicas and return the results."""
     from megatron.core.inference.inference_client import InferenceClient
 
     client, turns = InferenceClient(address), []
@@ -180,7 +180,7 @@ def _wait(end: Connection) -> str:
 
 
 def _serve(pipe: Connection, policy: str, address: str | None) -> None:
-    """Be one replica."""
+    """Run one replica."""
     import torch
 
     from megatron_mamba_cache import CacheConfig, build_engine
@@ -228,7 +228,7 @@ def table(figures: Mapping[str, Figures]) -> str:
 
 
 def shortfalls(figures: Figures) -> Iterable[str]:
-    """Yield what routing by prefix fails to reach."""
+    """Yield the requirements that routing by prefix misses."""
     if figures.at_home < REQUIRED_AT_HOME:
         yield f"{figures.at_home:.1%} of later turns at home, {REQUIRED_AT_HOME:.0%} needed"
     for kind, load in (("requests", figures.load_of_requests), ("tokens", figures.load_of_tokens)):

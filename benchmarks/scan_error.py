@@ -1,6 +1,6 @@
 """How far is the prefill scan from a recurrence in float64, and how far is mamba-ssm's?
 
-Both compute the same tokens; the judge is the reference scan on double inputs.
+Both compute the same tokens; the baseline is the reference scan on float64 inputs.
 """
 
 from collections.abc import Iterator
@@ -26,12 +26,12 @@ class ScanError:
 
 
 def relative_error(found: Tensor, wanted: Tensor) -> float:
-    """Return the Frobenius norm of the difference over that of what is wanted."""
+    """Return the Frobenius norm of the difference over that of the expected value."""
     return float((found.double() - wanted.double()).norm() / wanted.double().norm())
 
 
 def in_dtype(batch: Batch, dtype: torch.dtype) -> Batch:
-    """Return the same tokens in another dtype, with a pool of its own for float64 results or float32 ones."""
+    """Return the same tokens in another dtype, with a new pool for float64 or float32 results."""
     tokens = batch.tokens
     cast = SSMTokens(tokens.x.to(dtype), tokens.dt.to(dtype), tokens.B.to(dtype), tokens.C.to(dtype))
     pool = torch.zeros_like(batch.pool, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
@@ -39,7 +39,7 @@ def in_dtype(batch: Batch, dtype: torch.dtype) -> Batch:
 
 
 def scan_errors(batch: Batch, peer_chunks: tuple[int, ...] = ()) -> Iterator[ScanError]:
-    """Yield the errors of our scan, of bf16 and of fp32 tokens, and of mamba-ssm's with each chunk size."""
+    """Yield the errors of our scan on bf16 and fp32 tokens, and of mamba-ssm's with each chunk size."""
     exact = in_dtype(batch, torch.float64)
     y = ssd_scan_ref(exact.tokens, exact.weights, exact.pool, exact.rows, CHUNK)
     for name, dtype in (("ours, bf16 tokens", torch.bfloat16), ("ours, fp32 tokens", torch.float32)):

@@ -1,7 +1,7 @@
 """A server without a model: conversations go through the real prefix cache, step by step, on a simulated clock.
 
 Admission, prefill chunks, publishing, decode checkpoints, growth and eviction are those of an engine; only the forward
-is missing, and tokens are invented. Decode steps in which no row reaches a block boundary change nothing in the cache,
+is missing, and tokens are synthetic. Decode steps in which no row reaches a block boundary change nothing in the cache,
 so runs of them are taken at once.
 """
 
@@ -24,7 +24,7 @@ Text = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """What is simulated besides the cache: limits of a step, and how long one takes."""
+    """The simulated server: limits of a step, and how long one takes."""
 
     max_requests: int = 16
     max_tokens: int = 8192
@@ -35,7 +35,7 @@ class Server:
 
 @dataclass(slots=True)
 class Tally:
-    """Prompt tokens of every turn's first admission, and how many of them were skipped."""
+    """Prompt tokens at every turn's first admission, and how many of them were skipped."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -49,7 +49,7 @@ class Tally:
 
 
 class Observer:
-    """Is told what requests hold and hit; this one takes no interest."""
+    """Is notified of what requests hold and hit; this base class ignores it."""
 
     def admitted(self, row: RunningRequest) -> None:
         """A row was admitted."""
@@ -63,7 +63,7 @@ class Observer:
 
 @dataclass(slots=True)
 class _Visit:
-    """Where a conversation stands: the turn that waits or runs, and the text before its reply."""
+    """The progress of a conversation: the turn that waits or runs, and the text before its reply."""
 
     session: Conversation
     turn: int = 0
@@ -180,7 +180,7 @@ class ServedLoad:
         self._observer.stepped(self._cache)
 
     def _skip_quiet_steps(self, running: Sequence[RunningRequest]) -> int:
-        """Take the decode steps in which nothing happens but one; return how many there are with that one."""
+        """Take all but the last of the decode steps in which nothing happens; return how many there are with it."""
         block = self._cache.block_size
         quiet = min(min(block - row.computed % block, row.spec.max_len - row.length) for row in running) - 1
         if self._arrivals and len(self._rows) < self._server.max_requests:

@@ -1,10 +1,10 @@
-"""Do the sizes that `serve` takes by itself fit the card, and how fast is it with them?
+"""Do the sizes that `serve` chooses by default fit the card, and how fast is it with them?
 
     PYTHONPATH=. python3 benchmarks/server_defaults.py [--shape 9b|tiny] [--flags "..." ...] [--card-gib G ...]
 
-Writes a Hugging Face directory of random weights, starts `serve --hf-model DIRECTORY` with no other flag of size, and
+Writes a Hugging Face directory of random weights, starts `serve --hf-model DIRECTORY` with no other size flag, and
 sends it the heaviest steps that its limits allow over HTTP: as many requests at once as it runs, one prompt nearly as
-long as a sequence may be, and sampled requests that want log-probs. The card's memory is read all the while.
+long as a sequence may be, and sampled requests with log-probs. The card's memory is read throughout.
 """
 
 import argparse
@@ -58,10 +58,10 @@ _START_S = 420
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A load and what came of it.
+    """A load and its results.
 
     Args:
-        gib_used: Of the card, the most while the load ran; 0 without a card.
+        gib_used: Peak memory of the card while the load ran; 0 without a card.
     """
 
     name: str
@@ -83,7 +83,7 @@ class Run:
 
 
 class CardMemory:
-    """The most memory of the first card that was in use since it was last asked."""
+    """The peak memory in use on the first card since the last call of `take`."""
 
     def __init__(self) -> None:
         self._most = 0.0
@@ -108,7 +108,7 @@ class CardMemory:
 
 @contextmanager
 def card_of(gib: float) -> Iterator[None]:
-    """Hold as much of the card's memory as leaves so much; all of it for 0."""
+    """Occupy the card's memory so that only `gib` are left; 0 leaves all of it."""
     held = torch.empty(0)
     if gib:
         free = torch.cuda.mem_get_info()[0]
@@ -149,7 +149,7 @@ def _wait_until_ready(url: str, end: float) -> None:
 
 
 async def _run(url: str, prompts: list[list[int]], settings: dict[str, Any]) -> int:
-    """Send all prompts at once; return the tokens that came back."""
+    """Send all prompts at once; return the tokens received."""
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
 

@@ -1,15 +1,14 @@
-"""What does a cache give users of a busy server: how soon, how fast and how many tokens, under the same load?
+"""What does a cache give users of a busy server: latency, speed and throughput under the same load?
 
     PYTHONPATH=. python3 benchmarks/serving.py [--shape tiny] [--load NAME] [--json FILE] [--plots FOLDER]
 
-Conversations of several turns come by the wall clock, whether or not the engine keeps up (`open_loop`), and are served
-by one engine after another: without a cache; with states at boundaries of prompts only; and with states of replies too;
-each without drafts and with drafts looked up in the prompt. Lengths, arrivals and what users say are the same for all;
-a reply is what the engine generates, greedily, so that prompts of later turns may hold other tokens of the same number.
-Random weights: what drafts are worth depends on the model, and is no more than a guess here.
+Multi-turn conversations arrive by the wall clock, whether or not the engine keeps up (`open_loop`), and are served by
+one engine after another: without a cache; with states at boundaries of prompts only; and with states of replies too;
+each without drafts and with drafts looked up in the prompt. Lengths, arrivals and the users' texts are the same for
+all; replies are generated greedily by each engine, so prompts of later turns may have different tokens of the same
+number. With random weights, the benefit of drafts is only a guess, since it depends on the model.
 
-The first engine serves the first turns of a few conversations before, unmeasured. `serving_figures` says what each
-figure is.
+The first engine first serves the first turns of a few conversations, unmeasured. `serving_figures` defines each figure.
 """
 
 import argparse
@@ -44,13 +43,13 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """Words for a table's head."""
+        """Name for a table's header."""
         return f"{self.mode}, K = {self.num_drafts}"
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One engine's figures and each of its requests."""
+    """One engine's figures and requests."""
 
     figures: ServingFigures
     load: ServedLoad
@@ -59,7 +58,7 @@ class Served:
 def serve_all(
     shape: ServedShape, load: Sequence[Conversation], variants: Sequence[Variant], max_seconds: float = float("inf")
 ) -> dict[str, Served]:
-    """Serve the conversations by each engine."""
+    """Serve the conversations with each engine."""
     model = model_of(shape)
     load = fitting(load, shape.max_length)
     serve(model, shape, [_first_turn(conversation) for conversation in load[:NUM_WARMING]], variants[0], max_seconds)
@@ -71,7 +70,7 @@ def _first_turn(conversation: Conversation) -> Conversation:
 
 
 def serve(model: Any, shape: ServedShape, load: Sequence[Conversation], variant: Variant, max_seconds: float) -> Served:
-    """Serve the conversations by one engine."""
+    """Serve the conversations with one engine."""
     wanted = sum(turn.num_reply for conversation in load for turn in conversation.turns)
     bar = tqdm(total=wanted, desc=variant.name, unit="token", file=sys.stderr, leave=False, disable=None)
     with bar, serving_engine(model, shape, MODES[variant.mode], variant.num_drafts) as engine:
@@ -82,7 +81,7 @@ def serve(model: Any, shape: ServedShape, load: Sequence[Conversation], variant:
 
 
 def document(found: dict[str, Served], arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return everything that was measured as JSON types; of requests lengths and moments, not tokens."""
+    """Return all measurements as JSON types; requests have lengths and times, but no tokens."""
     engines = {
         name: asdict(served.figures)
         | {"hit_rate": served.figures.hit_rate, "best_hit_rate": served.figures.best_hit_rate}
@@ -106,7 +105,7 @@ def _request(turn: Any) -> dict[str, Any]:
 
 
 def load_of(parser: argparse.ArgumentParser, arguments: argparse.Namespace, vocab_size: int) -> list[Conversation]:
-    """Return the conversations that parsed flags ask for."""
+    """Return the conversations that parsed flags select."""
     if arguments.trace:
         if arguments.rate or arguments.tokens_scale != 1 or arguments.time_scale != 1:
             parser.error("--trace says how fast and how long; --rate, --tokens-scale and --time-scale change --load")
@@ -153,7 +152,7 @@ def _positive(text: str) -> float:
 
 
 def main() -> None:
-    """Serve, print Markdown, and write JSON and pictures."""
+    """Serve, print Markdown, and write JSON and plots."""
     parser, arguments = parse()
     if arguments.plots and not can_plot():
         parser.error(MISSING)

@@ -1,4 +1,4 @@
-"""Engines that benchmarks of serving measure: a model by its size, and what of its work is cached."""
+"""Engines for the serving benchmarks: a model by its size, and what the engine caches."""
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,10 +19,10 @@ class ServedShape:
     """A NemotronH model with random weights, and the limits of engines around it.
 
     Args:
-        fields: Of the model's configuration.
-        max_length: Tokens of a request, prompt and reply.
-        state_gb, kv_gb: GiB of cached states, beside a live one for each request, and of KV blocks.
-        num_graphs: Numbers of rows whose decode steps are CUDA graphs, on a GPU.
+        fields: Fields of the model's configuration.
+        max_length: Most tokens of a request, prompt and reply.
+        state_gb, kv_gb: GiB of cached states, beside a live one per request, and of KV blocks.
+        num_graphs: Number of row counts whose decode steps are CUDA graphs, on a GPU.
     """
 
     fields: dict[str, Any]
@@ -36,7 +36,7 @@ class ServedShape:
 
     @property
     def vocab_size(self) -> int:
-        """Token ids lie below it."""
+        """Token ids are below it."""
         return int(self.fields["vocab_size"])
 
 
@@ -88,10 +88,10 @@ def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
 def shape_of(
     parser: argparse.ArgumentParser, arguments: argparse.Namespace, limits: Mapping[str, Mapping[str, Any]]
 ) -> ServedShape:
-    """Return the shape that parsed flags ask for; end with an error if this machine cannot serve it.
+    """Return the shape that parsed flags select; exit with an error if this machine cannot serve it.
 
     Args:
-        limits: Name of a shape -> fields that a benchmark sets otherwise where no flag does.
+        limits: Name of a shape -> fields that a benchmark overrides unless a flag sets them.
     """
     if arguments.shape == "8b" and not torch.cuda.is_available():
         parser.error("--shape 8b needs a CUDA device; on a CPU take --shape tiny")
@@ -102,13 +102,13 @@ def shape_of(
 
 
 def model_of(shape: ServedShape) -> Any:
-    """Build the model: in bf16 on a GPU, in fp32 on a CPU, which has no fast bf16."""
+    """Build the model: in bf16 on a GPU, in fp32 on a CPU, where bf16 is slow."""
     fields = shape.fields | {"max_position_embeddings": shape.max_length}
     return random_model(fields, torch.bfloat16 if torch.cuda.is_available() else torch.float32)
 
 
 def config_of(shape: ServedShape, mode: Mode, num_drafts: int = 0) -> CacheConfig:
-    """Return the settings of an engine; without a cache, prefill chunks end where the step's budget does."""
+    """Return the settings of an engine; without a cache, prefill chunks end with the step's budget."""
     return CacheConfig(
         block_size_tokens=shape.block_size,
         buffer_size_gb=shape.kv_gb,
@@ -128,9 +128,9 @@ def config_of(shape: ServedShape, mode: Mode, num_drafts: int = 0) -> CacheConfi
 def serving_engine(
     model: Any, shape: ServedShape, mode: Mode, num_drafts: int = 0, drafter: Any = None
 ) -> Iterator[Any]:
-    """Yield a warm engine whose memory is free after the block; drafts are looked up in prompts unless told otherwise.
+    """Yield a warm engine whose memory is freed after the block; drafts are looked up in prompts by default.
 
-    Every benchmark of serving builds its engines here.
+    All serving benchmarks build their engines here.
     """
     engine = build_engine(model, config_of(shape, mode, num_drafts), drafter=drafter)
     try:
@@ -143,6 +143,6 @@ def serving_engine(
 
 
 def send(engine: Any, request_id: int, prompt: Sequence[int], num_tokens: int) -> None:
-    """Add a greedy request that ends after as many tokens, whatever they are."""
+    """Add a greedy request that ends after a fixed number of tokens."""
     greedy = SamplingParams(num_tokens_to_generate=num_tokens, top_k=1, termination_id=-1)
     engine.add_request(request_id, list(prompt), greedy)

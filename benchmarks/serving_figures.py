@@ -1,4 +1,4 @@
-"""What a served load says about an engine: latencies, throughput, and hits against the most there could be."""
+"""Figures of a served load: latencies, throughput, and hits compared to the upper bound."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -12,7 +12,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Of one quantity over requests, in seconds."""
+    """Percentiles of one quantity over requests, in seconds."""
 
     p50: float
     p95: float
@@ -24,18 +24,18 @@ class ServingFigures:
     """One engine under one load.
 
     Args:
-        num_requests, num_ended: That were sent, and whose reply is whole.
-        num_unsent: Turns that were still to come when the time was up.
+        num_requests, num_ended: Requests that were sent, and that have their whole reply.
+        num_unsent: Turns that had not arrived when the time was up.
         first_token, first_token_later: From a request's arrival to its first token, of all and of second and later
-            turns. One that still waited when the time was up counts with its wait so far.
-        wait: From the arrival to the beginning of the step that admitted the request.
-        per_token: Of a reply's tokens after the first, on average over the reply.
-        generated_per_s, tokens_per_s: Tokens generated, and with those of prompts that were answered, by the load's
+            turns. A request still waiting when the time was up counts with its wait so far.
+        wait: From the arrival to the start of the step that admitted the request.
+        per_token: Mean time of a reply's tokens after the first.
+        generated_per_s, tokens_per_s: Tokens generated, and these plus the tokens of answered prompts, over the load's
             whole time: from the start to the last reply, or to the limit.
-        prompt_tokens, cached_tokens, skippable_tokens: Of requests that ended: in all, not computed, and the most that
-            any cache could have left out (`prefix_bound`).
-        peak_state_gib: State slots in use at once, live and draft states included, times the bytes of one.
-        step_s: Of a step, on average.
+        prompt_tokens, cached_tokens, skippable_tokens: Prompt tokens of requests that ended: total, not computed, and
+            the most that any cache could have skipped (`prefix_bound`).
+        peak_state_gib: Most state slots in use at once, live and draft states included, times the bytes of one.
+        step_s: Mean time of a step.
         host_s, gpu_idle_share: See `gpu_time.GpuTime`.
     """
 
@@ -64,7 +64,7 @@ class ServingFigures:
 
     @property
     def best_hit_rate(self) -> float:
-        """The same of a cache that forgets nothing."""
+        """The same for a cache that evicts nothing."""
         return self.skippable_tokens / max(1, self.prompt_tokens)
 
 
@@ -98,13 +98,13 @@ def figures_of(load: ServedLoad, block_size: int, slot_bytes: int) -> ServingFig
 
 
 def percentiles(values: Iterable[float]) -> Percentiles | None:
-    """Return the 50th, 95th and 99th percentile; None of nothing."""
+    """Return the 50th, 95th and 99th percentile; None for no values."""
     ordered = sorted(values)
     return Percentiles(*(nearest_rank(ordered, percent) for percent in (50, 95, 99))) if ordered else None
 
 
 def nearest_rank(ordered: Sequence[float], percent: int) -> float:
-    """Return the smallest of the values that at least as many percent of them do not exceed."""
+    """Return the smallest value that at least `percent` percent of the values do not exceed."""
     return ordered[math.ceil(percent * len(ordered) / 100) - 1]
 
 
@@ -131,7 +131,7 @@ ROWS: dict[str, Cell] = {
 
 
 def table(found: dict[str, ServingFigures]) -> str:
-    """Return the figures as Markdown: a line a quantity, a column an engine; what nobody has is left out."""
+    """Return the figures as Markdown: a line per quantity, a column per engine; leave out quantities that none has."""
     lines = [f"| | {' | '.join(found)} |", "|---|" + "---:|" * len(found)]
     for name, cell in ROWS.items():
         cells = [cell(figures) for figures in found.values()]

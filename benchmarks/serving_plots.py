@@ -1,4 +1,4 @@
-"""Pictures of what serving measured, by matplotlib."""
+"""Plots of the serving benchmark, by matplotlib."""
 
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
@@ -10,14 +10,14 @@ MISSING = "plots need matplotlib, which is not installed: pip install matplotlib
 
 
 def can_plot() -> bool:
-    """Whether matplotlib is there."""
+    """Return whether matplotlib is installed."""
     return find_spec("matplotlib") is not None
 
 
 def write_plots(
     folder: Path, delays: Mapping[str, Sequence[float]], figures: Mapping[str, ServingFigures]
 ) -> list[Path]:
-    """Write the distribution of the time to first token, and bars of throughput and hits; return the PNG files.
+    """Plot the distribution of the time to first token, and bars of throughput and hits; return the PNG files.
 
     Args:
         delays: Engine -> seconds to the first token of each request.

@@ -1,4 +1,4 @@
-"""Requests that share a prefix, served with a cache and without, and how far the logits of two runs are apart."""
+"""Requests that share a prefix, served with a cache and without, and how far the logits of two runs differ."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -20,13 +20,13 @@ class Workload:
     """Requests that share a prefix, and prompts to measure speed with; all lengths in tokens.
 
     Args:
-        shared: Of the prefix.
-        first: Of the rest of the first prompt, whose reply of `first_reply` tokens passes a block boundary.
-        own: Of the rest of each other prompt.
-        turn: Of what follows the first reply in a prompt of its own.
-        reply: Of all other replies.
-        small_step: Most tokens of a step of the small ones.
-        num_long, long, long_reply: Prompts to measure speed with.
+        shared: Length of the prefix.
+        first: Length of the rest of the first prompt, whose reply of `first_reply` tokens crosses a block boundary.
+        own: Length of the rest of each other prompt.
+        turn: Length of the turn that continues the first reply in its own prompt.
+        reply: Length of all other replies.
+        small_step: Most tokens of a small step.
+        num_long, long, long_reply: Number and lengths of the prompts to measure speed with.
     """
 
     shared: int
@@ -43,12 +43,12 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How far the logits of two runs are apart, over the vocabulary, where the same tokens came before.
+    """How far the logits of two runs differ, over the vocabulary, at positions after equal tokens.
 
     Args:
-        positions: Generated tokens whose logits were compared.
-        median, largest: Of the absolute differences.
-        mean_largest: Of the largest at each position.
+        positions: Number of generated tokens whose logits were compared.
+        median, largest: Median and maximum of the absolute differences.
+        mean_largest: Mean over positions of the largest difference.
     """
 
     positions: int
@@ -63,17 +63,17 @@ def some_tokens(count: int, vocab_size: int, seed: int) -> list[int]:
 
 
 def prompts_of(workload: Workload, vocab_size: int) -> dict[int, list[int]]:
-    """Return the prompts that share a prefix, by request id, but for the one that continues the first reply."""
+    """Return the prompts that share a prefix, by request id, except the one that continues the first reply."""
     shared = some_tokens(workload.shared, vocab_size, seed=0)
     lengths = (workload.first, *workload.own)
     return {number: shared + some_tokens(length, vocab_size, number + 1) for number, length in enumerate(lengths)}
 
 
 def serve_cached(model: Any, config: CacheConfig, workload: Workload) -> tuple[Traces, dict[int, list[int]]]:
-    """Serve the requests one after another with a cache; return what they left, and all prompts.
+    """Serve the requests one after another with a cache; return their traces and all prompts.
 
     Raises:
-        RuntimeError: If a request that shares its prefix did not find it, or the turn not the reply before it.
+        RuntimeError: If a request did not hit its shared prefix, or the turn did not hit the reply before it.
     """
     vocab_size = model.vocab_size
     prompts = prompts_of(workload, vocab_size)
@@ -103,7 +103,7 @@ def serve_cached_together(
     prompts: dict[int, list[int]],
     between: Callable[[TracedEngine], object] = lambda _: None,
 ) -> Traces:
-    """Serve the first request with a cache, then all others at once; `between` them do something to the engine."""
+    """Serve the first request with a cache, then all others at once; call `between` on the engine in between."""
     others = {request_id: prompt for request_id, prompt in prompts.items() if request_id != FIRST}
     with TracedEngine.over(model, config) as traced:
         traces = traced.serve({FIRST: prompts[FIRST]}, workload.first_reply)
@@ -125,7 +125,7 @@ def serve_uncached(
 
 
 def difference(left: Traces, right: Traces) -> Difference:
-    """Compare the logits of two runs, each request's up to where its tokens part, the first request's left out."""
+    """Compare the logits of two runs, each request's until its tokens differ, leaving out the first request."""
     medians, maxima = [], []
     for request_id in (left.keys() & right.keys()) - {FIRST}:  # the first finds nothing cached
         for ours, theirs in comparable_logits(left[request_id], right[request_id]):
@@ -136,7 +136,7 @@ def difference(left: Traces, right: Traces) -> Difference:
 
 
 def comparable_logits(left: Trace, right: Trace) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield both logits at each position before which all tokens are the same."""
+    """Yield both logits at each position whose earlier tokens are all equal."""
     pairs = zip(left.tokens, right.tokens, strict=False)
     num_equal = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     both = list(zip(left.logits, right.logits, strict=False))

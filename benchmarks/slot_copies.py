@@ -2,9 +2,9 @@
 
     PYTHONPATH=. python3 benchmarks/slot_copies.py [--json FILE] [--sweep]
 
-Every figure is the median time of a launch inside a CUDA graph of many, on random data; successive launches take
-other slots, so that the L2 cache holds none of them. Pools hold 64 source and 64 target slots. A memcpy is measured up
-to 384 MiB and scaled by bytes beyond.
+Each figure is the median time of a launch inside a CUDA graph of many, on random data; successive launches use
+different slots, so that none are in the L2 cache. Pools hold 64 source and 64 target slots. A memcpy is measured up to
+384 MiB and scaled by bytes beyond that.
 """
 
 import argparse
@@ -39,7 +39,7 @@ TILINGS = (
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One way to treat `slots` slots of a model; in microseconds."""
+    """One way to copy or clear `slots` slots of a model; times in microseconds."""
 
     model: str
     slots: int
@@ -54,7 +54,7 @@ class Figure:
 
 
 def slot_numbers(count: int, device: str) -> list[Tensor]:
-    """Return lists of `count` source slots, all source slots in turn; the targets are NUM_SOURCES further on."""
+    """Return lists of `count` source slots, cycling through all; targets have numbers NUM_SOURCES higher."""
     return list(torch.arange(NUM_SOURCES, dtype=torch.int32, device=device).split(count))
 
 
@@ -80,7 +80,7 @@ class Bench:
         return [lambda slots=src + NUM_SOURCES: zero_slots(self.pools, slots) for src in slot_numbers(count, "cuda")]
 
     def request_copies(self, count: int) -> list[Launch]:
-        """Return copies of one request and state type after another."""
+        """Return copies in a loop over requests and state types."""
 
         def copy(slots: Sequence[int]) -> None:
             for slot in slots:
@@ -90,7 +90,7 @@ class Bench:
         return [partial(copy, src.tolist()) for src in slot_numbers(count, "cpu")]
 
     def fancy_copies(self, count: int) -> list[Launch]:
-        """Return copies by indexing with all slots at once."""
+        """Return copies by advanced indexing with all slots at once."""
 
         def copy(src: Tensor, dst: Tensor) -> None:
             for pool in self.pools:
@@ -100,7 +100,7 @@ class Bench:
         return [lambda src=src, dst=src + NUM_SOURCES: copy(src, dst) for src in lists]
 
     def memcpy_us(self, count: int) -> float:
-        """Return the time of a plain copy of as many bytes."""
+        """Return the time of a plain copy of the same number of bytes."""
         return memcpy_us(self.pools[1], count * self.model.slot_bytes)
 
     def check(self) -> None:
@@ -146,7 +146,7 @@ def sweep(bench: Bench) -> list[Figure]:
 
 
 def table(figures: Sequence[Figure]) -> str:
-    """Return the figures as Markdown: a line a model and count, a column a way."""
+    """Return the figures as Markdown: a line per model and count, a column per way."""
     ways = list(dict.fromkeys(figure.way for figure in figures))
     found = {(figure.model, figure.slots, figure.way): figure for figure in figures}
     lines = ["| model, slots | memcpy, µs | " + " | ".join(f"{way}: µs, of memcpy" for way in ways) + " |"]

@@ -1,4 +1,4 @@
-"""Models by the sizes of a slot: what copies of whole states are measured with."""
+"""Models and their slot sizes, for benchmarks of whole-state copies."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ class SlotModel:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a slot, which a copy of one state moves."""
+        """Bytes of a slot, all moved by a copy of one state."""
         return self.num_layers * (WINDOW_LEN * self.conv_dim * 2 + self.num_heads * 128 * 64 * self.ssm_dtype.itemsize)
 
 

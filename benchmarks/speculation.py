@@ -1,17 +1,17 @@
-"""How many tokens does a decode step give with drafts, what does a token cost, and what do useless drafts cost?
+"""How many tokens does a decode step yield with drafts, what does a token cost, and what do useless drafts cost?
 
     PYTHONPATH=. python benchmarks/speculation.py [--device cpu|cuda] [--json] [--output FILE.md]
 
-With the model that ships, fp32, four drafts a step at most.
+Uses the model that ships, in fp32, with at most four drafts per step.
 
 Useful drafts: prompt lookup on two editing workloads, the command's own sessions (an assistant has read one file and
-writes others) and rewriting (it writes the file it has read once more, with a name changed). Runs with and without
-drafts take turns; times are medians of steps' sums, of the steps that only decode.
+writes others) and rewriting (it rewrites the file it has read, with a name changed). Runs with and without drafts
+alternate; times are medians of summed decode-only steps.
 
 Useless drafts: a drafter that knows what will be generated and proposes something else. An engine with it and one
-without drafts take turns step by step, so that whatever else the machine does hits both; medians over repetitions.
+without drafts alternate step by step, so that other load on the machine affects both; medians over repetitions.
 
-On a CPU, times are processor time, in which other processes hardly count; on a GPU they are wall time.
+On a CPU, times are processor time, which other processes hardly affect; on a GPU they are wall time.
 """
 
 import argparse
@@ -47,7 +47,7 @@ SAMPLINGS = {"greedy": GREEDY, "sampled": EDITING}
 
 @dataclass(frozen=True, slots=True)
 class UsefulFigure:
-    """One workload; times in milliseconds a generated token, over the steps that only decode."""
+    """One workload; times in milliseconds per generated token, over decode-only steps."""
 
     workload: str
     sampling: str
@@ -60,7 +60,7 @@ class UsefulFigure:
 
 @dataclass(frozen=True, slots=True)
 class UselessFigure:
-    """One batch; times in milliseconds a step, over all steps of a run."""
+    """One batch; times in milliseconds per step, over all steps of a run."""
 
     num_requests: int
     num_steps: int
@@ -72,7 +72,7 @@ class UselessFigure:
 
 @dataclass(slots=True)
 class StepClock:
-    """Runs an engine's steps in place of its own method, and sums up the times of those that only decode."""
+    """Replaces an engine's step method, and sums up the times of decode-only steps."""
 
     engine: Any
     step: Callable[[], Any]
@@ -94,7 +94,7 @@ class StepClock:
 
 @dataclass(slots=True)
 class Subject:
-    """The model, the settings of engines around it, and the clock that steps are timed with."""
+    """The model, the settings of its engines, and the clock that times steps."""
 
     model: Any
     settings: dict[str, Any]
@@ -135,7 +135,7 @@ def main() -> None:
 
 
 def useful_drafts(subject: Subject, workload: str, lines: Sequence[PromptLine], sampling: str) -> UsefulFigure:
-    """Run the lines with and without prompt lookup, taking turns."""
+    """Run the lines with and without prompt lookup, alternating."""
     ms: dict[int, list[float]] = {0: [], NUM_DRAFTS: []}
     tokens, counters = {}, {}
     for _ in range(REPETITIONS):
@@ -156,7 +156,7 @@ def useful_drafts(subject: Subject, workload: str, lines: Sequence[PromptLine], 
 
 
 def useless_drafts(subject: Subject, num_requests: int) -> UselessFigure:
-    """Run the same requests in two engines, one with drafts that are always wrong, a step of each at a time."""
+    """Run the same requests in two engines, one with always-wrong drafts, alternating step by step."""
     from recorded_drafts import WrongDrafter
 
     tokenizer = subject.model.tokenizer
@@ -179,7 +179,7 @@ def useless_drafts(subject: Subject, num_requests: int) -> UselessFigure:
 
 @dataclass(slots=True)
 class Lockstep:
-    """What one of the engines that take turns has done."""
+    """The progress of one of the alternating engines."""
 
     seconds: float = 0.0
     num_steps: int = 0
@@ -189,7 +189,7 @@ class Lockstep:
 def _lockstep(
     engines: Sequence[Any], prompts: Sequence[Sequence[int]], now: Callable[[], float], *, swaps: bool = False
 ) -> list[Lockstep]:
-    """Run the prompts greedily in each engine, one step of each at a time, the last engine first if `swaps`."""
+    """Run the prompts greedily in each engine, alternating step by step, the last engine first if `swaps`."""
     from megatron.core.inference.sampling_params import SamplingParams
 
     for engine in engines:

@@ -1,10 +1,10 @@
-"""How fast is the prefill scan beside mamba-ssm's, and what do states stored at boundaries cost?
+"""How fast is the prefill scan compared to mamba-ssm's, and what do states stored at boundaries cost?
 
     PYTHONPATH=. python3 benchmarks/ssd_scan.py [--json FILE] [--sweep]
 
-Nanoseconds a token and layer, bf16 tokens, float32 states; every figure is the median time of a launch inside a CUDA
-graph of several, on random data. mamba-ssm scans the same tokens, from no state and leaving none but the last, with
-the faster of two chunk sizes; rows of different lengths are one sequence with an index of rows for it.
+Nanoseconds per token and layer, bf16 tokens, float32 states; each figure is the median time of a launch inside a CUDA
+graph of several, on random data. mamba-ssm scans the same tokens, without initial states and storing only the final
+ones, with the faster of two chunk sizes; it takes rows of different lengths as one sequence with row indices.
 """
 
 import argparse
@@ -60,7 +60,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One measured case, in nanoseconds a token and layer."""
+    """One measured case, in nanoseconds per token and layer."""
 
     model: str
     case: str
@@ -70,7 +70,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Random tokens and weights of a layer, and rows that begin without a state."""
+    """Random tokens and weights of a layer, and rows that start without a state."""
 
     lengths: tuple[int, ...]
     tokens: SSMTokens
@@ -85,7 +85,7 @@ class Batch:
 
 
 def make_batch(num_heads: int, lengths: tuple[int, ...], device: str = "cuda") -> Batch:
-    """Return rows of these lengths whose states at the end go to float32 slots of their own."""
+    """Return rows of these lengths, each with its own float32 slot for the final state."""
     num_tokens = sum(lengths)
 
     def randn(*sizes: int, scale: float = 1.0) -> Tensor:
@@ -109,7 +109,7 @@ def tokens_bytes(num_heads: int, num_tokens: int) -> int:
 
 
 def scan_flops(num_heads: int, num_tokens: int) -> int:
-    """Return the FLOPs of the scan in tiles of TILE_LEN: scores, their sums of x, and the state's part and update."""
+    """Return the FLOPs of the scan in tiles of TILE_LEN: scores, their sums of x, and the state's output and update."""
     a_head = 4 * D_STATE * HEAD_DIM + 2 * TILE_LEN * HEAD_DIM
     return num_tokens * (num_heads * a_head + GROUPS * 2 * TILE_LEN * D_STATE)
 
@@ -148,7 +148,7 @@ def _rows(lengths: tuple[int, ...], boundaries: tuple[int, ...], device: str) ->
 
 
 def scan_launch(batch: Batch) -> Launch:
-    """Return our scan, in the form that it chooses."""
+    """Return our scan, in the form it chooses."""
     return lambda: ssd_scan(batch.tokens, batch.weights, batch.pool, batch.rows, CHUNK)
 
 
@@ -160,7 +160,7 @@ def form_launch(batch: Batch, tiling: HopperTiling | None) -> Launch:
 
 
 def peer_launches(batch: Batch, chunk_sizes: Sequence[int] = PEER_CHUNKS) -> list[Launch]:
-    """Return mamba-ssm's scan of the same tokens with each of its chunk sizes; none where it is not installed."""
+    """Return mamba-ssm's scan of the same tokens with each of its chunk sizes; none if it is not installed."""
     scan = peer_function("ssd_combined", "mamba_chunk_scan_combined")
     if scan is None:
         return []
@@ -184,7 +184,7 @@ def peer_launches(batch: Batch, chunk_sizes: Sequence[int] = PEER_CHUNKS) -> lis
 
 
 def ns_per_token(batch: Batch, launch: Launch) -> float:
-    """Return the time of a launch by the batch's tokens."""
+    """Return the time of a launch per token of the batch."""
     return launch_us([launch], GUESSED_NS * batch.num_tokens / 1000) * 1000 / batch.num_tokens
 
 
@@ -208,7 +208,7 @@ def measure(
 def measure_boundaries(
     models: Iterable[str] = HEADS, counts: Iterable[int] = (1, 8), dtypes: Iterable[torch.dtype] = DTYPES
 ) -> Iterator[Figure]:
-    """Yield our scan of `counts` 4k prompts with and without boundary states, in graphs replayed by turns."""
+    """Yield our scan of `counts` 4k prompts with and without boundary states, in graphs replayed in turn."""
     for model in models:
         for num_rows in counts:
             tokens = make_batch(HEADS[model], (4096,) * num_rows)
@@ -234,7 +234,7 @@ def sweep() -> Iterator[Figure]:
 
 
 def table(figures: list[Figure]) -> str:
-    """Return the figures as Markdown, a line for each model and case."""
+    """Return the figures as Markdown, a line per model and case."""
     forms = list(dict.fromkeys(figure.form for figure in figures))
     found = {(figure.model, figure.case, figure.form): figure.ns for figure in figures}
     with_ratio = "mamba-ssm" in forms

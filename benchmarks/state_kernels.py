@@ -1,13 +1,13 @@
-"""How close do the kernels of decode states and convolutions come to a plain copy of as many bytes?
+"""How close do the kernels of decode states and convolutions come to a plain copy of the same number of bytes?
 
     PYTHONPATH=. python3 benchmarks/state_kernels.py [--json FILE] [--sweep]
 
-Every figure is the median time of a launch inside a CUDA graph of many, on random data; successive launches use other
-slots and inputs, a GiB of them in all, so that the L2 cache holds none. A ratio is the time of a plain copy that reads
-and writes as many bytes in all, over the kernel's: of the states alone for the state update, which with K drafts reads
-one and writes 1 + K; of inputs, outputs and windows for the convolutions. It is measured up to 384 MiB read and scaled
-by bytes beyond. mamba-ssm's update, where it is installed, runs on the same number of states, in its own layout and
-without drafts.
+Each figure is the median time of a launch inside a CUDA graph of many, on random data; successive launches use
+different slots and inputs, a GiB in total, so that none are in the L2 cache. A ratio is the time of a plain copy that
+reads and writes the same number of bytes, over the kernel's: only the states for the state update, which with K drafts
+reads one and writes 1 + K; inputs, outputs and windows for the convolutions. The copy is measured up to 384 MiB read
+and scaled by bytes beyond that. mamba-ssm's update, if installed, runs on the same number of states, in its own layout
+and without drafts.
 """
 
 import argparse
@@ -88,7 +88,7 @@ class Layer:
 
     @property
     def projected(self) -> int:
-        """Width of the input projection, of which the convolution's input is a part."""
+        """Width of the input projection, which contains the convolution's input."""
         return self.conv_dim + self.heads * self.head_dim + self.heads
 
     def state_bytes(self, dtype: torch.dtype) -> int:
@@ -132,12 +132,12 @@ def timed(
 
 
 def num_rotations(num_bytes: int) -> int:
-    """Return how many steps over `num_bytes` each it takes to use ROTATED_BYTES, two at least."""
+    """Return how many steps of `num_bytes` each cover ROTATED_BYTES, at least 2 and at most 256."""
     return min(256, max(2, -(-ROTATED_BYTES // num_bytes)))
 
 
 def windows_of_step(number: int, num_rows: int, num_drafts: int, device: str) -> DecodeRows:
-    """Return rows of 1 + `num_drafts` tokens over slots that are step `number`'s own, at all accepted counts."""
+    """Return rows of 1 + `num_drafts` tokens with slots unique to step `number`, over all accepted counts."""
     num_columns = 1 + num_drafts
     row = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
     slots = torch.arange(num_rows * num_columns, dtype=torch.int32, device=device)
@@ -213,7 +213,7 @@ class PeerBench:
 
 
 class ConvBench:
-    """One layer's convolution: weights, and inputs that are part of a wider projection."""
+    """One layer's convolution: weights, and inputs that are slices of a wider projection."""
 
     def __init__(self, layer: Layer, device: str = "cuda") -> None:
         self.layer, self.device = layer, device
@@ -225,7 +225,7 @@ class ConvBench:
         return 2 * num_rows * length * self.layer.conv_dim * 2
 
     def prompts(self, num_rows: int, length: int, tiling: ConvTiling) -> list[Launch]:
-        """Return convolutions of whole prompts, each with inputs of its own, which leave their windows in slots."""
+        """Return convolutions of whole prompts, each with its own inputs, which store their windows in slots."""
         rows = whole_rows(num_rows, length, CHUNK, torch.device(self.device))
         slots = torch.arange(num_rows, dtype=torch.int32, device=self.device)
         rows = replace(rows, initial_slots=slots, final_slots=slots)
@@ -234,7 +234,7 @@ class ConvBench:
         return [lambda x=x: causal_conv(x, self.weight, self.bias, pool, rows, tiling) for x in inputs]
 
     def peer_prompts(self, num_rows: int, length: int, conv: Peer) -> list[Launch]:
-        """Return causal-conv1d's convolutions of whole prompts, which leave no window."""
+        """Return causal-conv1d's convolutions of whole prompts, which store no window."""
         inputs = [x.unflatten(0, (num_rows, length)).mT for x in self._prompt_inputs(num_rows, length)]
         return [lambda x=x: conv(x, self.weight, self.bias, activation="silu") for x in inputs]
 
@@ -243,7 +243,7 @@ class ConvBench:
         return 2 * num_rows * D_CONV * self.layer.conv_dim * 2
 
     def decodes(self, num_rows: int, tiling: ConvVerifyTiling) -> list[Launch]:
-        """Return steps of one token a row, each over slots and inputs of its own."""
+        """Return steps of one token per row, each with its own slots and inputs."""
         layer, count = self.layer, num_rotations(self.decode_bytes(num_rows))
         pool = torch.randn(count * num_rows, D_CONV - 1, layer.conv_dim, device=self.device).bfloat16()
         wide = torch.randn(count, num_rows, layer.projected, device=self.device).bfloat16()
@@ -260,7 +260,7 @@ class ConvBench:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return bf16 or fp32."""
+    """Return "bf16" or "fp32"."""
     return {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
 
 
@@ -289,7 +289,7 @@ def measure_states(
 def measure_convs(
     layer: Layer, tilings: Sequence[ConvTiling], decode_tilings: Sequence[ConvVerifyTiling]
 ) -> Iterator[Figure]:
-    """Measure both convolutions in every case with every tiling, and causal-conv1d's of prompts if it is installed."""
+    """Measure both convolutions in every case with every tiling, and causal-conv1d's of prompts if installed."""
     bench, peer = ConvBench(layer), peer_conv()
     for num_rows, length in PROMPTS:
         num_bytes, case = bench.prompt_bytes(num_rows, length), f"{num_rows} x {length} tokens"
@@ -308,7 +308,7 @@ def measure_convs(
 
 
 def table(figures: Sequence[Figure]) -> str:
-    """Return the figures as Markdown: a line a case, a column a layer."""
+    """Return the figures as Markdown: a line per case, a column per layer."""
     layers = list(dict.fromkeys(figure.layer for figure in figures))
     found = {(figure.kernel, figure.case, figure.layer): figure for figure in figures}
     lines = ["| kernel | case | " + " | ".join(f"{layer}: µs, GB/s, of memcpy" for layer in layers) + " |"]
@@ -320,7 +320,7 @@ def table(figures: Sequence[Figure]) -> str:
 
 
 def sweep_table(figures: Sequence[Figure]) -> str:
-    """Return the figures as Markdown: a line a case and tiling."""
+    """Return the figures as Markdown: a line per case and tiling."""
     lines = ["| kernel | layer | case | tiling | µs, GB/s, of memcpy |", "|---|---|---|---|---:|"]
     for figure in figures:
         sizes = ", ".join(f"{name} {size}" for name, size in asdict(figure.tiling).items()) if figure.tiling else ""

@@ -1,17 +1,17 @@
-"""What does a decode step cost at few and many rows, on the host and on the GPU, and what do drafts give at best?
+"""What does a decode step cost at few and many rows, on the host and on the GPU, and what do drafts gain at best?
 
     PYTHONPATH=. python3 benchmarks/step_cost.py [--shape 8b|small|tiny] [--json FILE]
 
-Steps: rows of equal length decode together, without drafts. Wall time is the median of steps. The host's work is what
-it leaves when the host's waits for the step's tokens are taken away; much of it goes on while the GPU works. The GPU's
-time is that of the last step's graphs, replayed back to back: its kernels and the short pauses between them. Idle is
-what that leaves of the wall time: the GPU waits for the host. Kernels are those of as many steps under torch's
-profiler (`gpu_time`), pauses left out. "A row more" is the slope of least squares over the numbers of rows. On a CPU
-there is no more than wall time and its slope.
+Steps: rows of equal length decode together, without drafts. Wall time is the median over steps. Host work is wall time
+minus the host's waits for the step's tokens; much of it overlaps with the GPU's work. GPU time is that of the last
+step's graphs, replayed back to back: its kernels and the short pauses between them. Idle is wall time minus GPU time:
+the GPU waits for the host. Kernel time is measured over as many steps under torch's profiler (`gpu_time`), without
+pauses. "µs a row" is the least-squares slope over the numbers of rows. On a CPU there are only wall time and its
+slope.
 
-Drafts: 8 rows, decode steps only, without drafts, with K = 3 that are always right, and with K = 3 that never are. A
-drafter replays what was recorded. In bf16 a verify step may round otherwise than a step of one token, so the model gets
-weights that are sure of each token (`sure_model`). The three take turns; a line is the middle round.
+Drafts: 8 rows, decode steps only, without drafts, with K = 3 that are always right, and with K = 3 that are always
+wrong. A drafter replays a recording. In bf16 a verify step may round differently from a step of one token, so the model
+gets weights that are sure of each token (`sure_model`). The three alternate; a line shows the middle round.
 """
 
 import argparse
@@ -47,7 +47,7 @@ LIMITS = {"8b": {"state_gb": 8.0, "kv_gb": 8.0}, "small": {"state_gb": 0.5}}
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """A decode step of some rows; milliseconds, all but the wall time None on a CPU, `replay_ms` without graphs too."""
+    """A decode step of some rows, in milliseconds; only wall time is set on a CPU, no `replay_ms` without graphs."""
 
     num_rows: int
     wall_ms: float
@@ -57,7 +57,7 @@ class StepCost:
 
     @property
     def idle_share(self) -> float | None:
-        """Share of the step in which the GPU waits for the host; without graphs, pauses between kernels count too."""
+        """Share of the step in which the GPU waits for the host; without graphs, it includes pauses between kernels."""
         gpu_ms = self.kernels_ms if self.replay_ms is None else self.replay_ms
         return None if gpu_ms is None else max(0.0, 1 - gpu_ms / self.wall_ms)
 
@@ -78,7 +78,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class DraftSpeed:
-    """Decode steps of one drafter; `accepted` is the share of its drafts that were kept."""
+    """Decode steps with one drafter; `accepted` is the share of its drafts that were accepted."""
 
     tokens_per_s: float
     tokens_per_step: float
@@ -101,7 +101,7 @@ def step_costs(model: Any, shape: ServedShape, rows: Sequence[int], num_prompt: 
 
 
 def step_cost(engine: Any, shape: ServedShape, num_rows: int, num_prompt: int) -> StepCost:
-    """Measure decode steps of some rows, whose prompts have nothing in common."""
+    """Measure decode steps of some rows, whose prompts share no prefix."""
     drawn = random.Random(num_rows)
     # The first rows decode while the others are prefilled in what they leave of a step.
     num_prefills = num_rows // max(1, (shape.max_tokens - num_rows) // num_prompt) + 1
@@ -125,7 +125,7 @@ def step_cost(engine: Any, shape: ServedShape, num_rows: int, num_prompt: int) -
 
 
 def gpu_times(engine: Any) -> dict[str, float | None]:
-    """Return the GPU's times of a step of the rows that decode, which leaves no sense in their tokens."""
+    """Return the GPU's times of a step of the decoding rows; their tokens are meaningless afterwards."""
     timer = gpu_timer(NUM_STEPS)
     timer.start()
     while not timer.add_step(timed_step(engine)):
@@ -147,7 +147,7 @@ def timed_step(engine: Any) -> float:
 
 
 def draft_speeds(model: Any, shape: ServedShape, num_prompt: int, num_reply: int) -> dict[str, DraftSpeed]:
-    """Measure the same prompts without drafts, with right ones and with wrong ones; the model gets sure weights."""
+    """Measure the same prompts without drafts, with right and with wrong ones; the model gets `sure_model` weights."""
     make_sure(model)
     shape = replace(shape, max_requests=DRAFT_ROWS, num_graphs=min(shape.num_graphs, 1))
     drawn = random.Random(0)
@@ -166,14 +166,14 @@ def draft_speeds(model: Any, shape: ServedShape, num_prompt: int, num_reply: int
 
 
 def middle(speeds: Sequence[DraftSpeed]) -> DraftSpeed:
-    """Return the one of an odd number of runs that is neither fast nor slow."""
+    """Return the median of an odd number of runs."""
     return sorted(speeds, key=lambda speed: speed.tokens_per_s)[len(speeds) // 2]
 
 
 def record(
     model: Any, shape: ServedShape, prompts: Sequence[Sequence[int]], num_reply: int, drafter: RightDrafter | None
 ) -> Recording:
-    """Serve the prompts side by side and time the steps that only decode."""
+    """Serve the prompts together and time the decode-only steps."""
     num_drafts = NUM_DRAFTS if drafter else 0
     with serving_engine(model, shape, MODES["full"], num_drafts, drafter) as engine:
         for index, prompt in enumerate(prompts):
@@ -198,7 +198,7 @@ def _merged(record: Any) -> Any:
 
 
 def table(costs: Sequence[StepCost], drafts: dict[str, DraftSpeed]) -> str:
-    """Return the figures as Markdown; columns that this machine has not are left out."""
+    """Return the figures as Markdown; columns that this machine lacks are left out."""
     heads = ["rows", "a step, ms"]
     has_gpu = costs[0].kernels_ms is not None
     if has_gpu:
@@ -228,7 +228,7 @@ def table(costs: Sequence[StepCost], drafts: dict[str, DraftSpeed]) -> str:
 
 
 def lines_of(costs: Sequence[StepCost]) -> dict[str, Line]:
-    """Return how wall time and the host's work grow with rows, in milliseconds; nothing of one number of rows."""
+    """Return how wall time and the host's work grow with rows, in milliseconds; empty for a single number of rows."""
     rows = [cost.num_rows for cost in costs]
     grown = {"A step": [cost.wall_ms for cost in costs]}
     if costs[0].host_ms is not None:

@@ -1,4 +1,4 @@
-"""Weights that make a model sure of each next token, whatever the rounding, at the cost of any other weights."""
+"""Weights that make a model sure of each next token despite rounding, at the same cost as any other weights."""
 
 from typing import Any
 
@@ -10,9 +10,9 @@ _LOUDNESS = 1000.0
 
 @torch.no_grad()
 def make_sure(model: Any) -> None:
-    """Give a model embeddings so large that the last token alone decides the next one: `next_token` of it.
+    """Give a model embeddings so large that the last token alone determines the next one, by `next_token`.
 
-    Steps of other shapes round otherwise, and with random weights two tokens are often nearly as good; here the next
+    Steps of different shapes round differently, and with random weights two tokens are often nearly tied; here the next
     token's logit is tens of standard deviations above all others.
     """
     embeddings = model.embedding.word_embeddings.weight
@@ -25,5 +25,5 @@ def make_sure(model: Any) -> None:
 
 
 def next_token(token: int, vocab_size: int) -> int:
-    """Return the token that follows."""
+    """Return the token that follows `token`."""
     return (token + _STEP) % vocab_size

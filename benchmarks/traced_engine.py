@@ -1,4 +1,4 @@
-"""An engine whose requests leave the logits that each of their tokens was chosen from."""
+"""An engine that records the logits from which each token of a request was chosen."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ class Trace:
     """What a request generated, greedily.
 
     Args:
-        logits: [vocab] each, one a token; none where they were not kept.
+        logits: [vocab] each, one per token; empty if they were not kept.
         cached: Prompt tokens that were skipped.
     """
 
@@ -39,7 +39,7 @@ class StepTimes:
 
 
 class TracedEngine:
-    """Serves requests over a model of which no other engine runs."""
+    """Serves requests with a model that no other engine uses."""
 
     def __init__(self, model: Any, config: CacheConfig, *, keeps_logits: bool = True) -> None:
         self.engine = build_engine(model, config)
@@ -50,7 +50,7 @@ class TracedEngine:
     @classmethod
     @contextmanager
     def over(cls, model: Any, config: CacheConfig, *, keeps_logits: bool = True) -> Iterator[Self]:
-        """Yield an engine whose memory is free after the block."""
+        """Yield an engine whose memory is freed after the block."""
         traced = cls(model, config, keeps_logits=keeps_logits)
         try:
             yield traced
@@ -81,7 +81,7 @@ class TracedEngine:
         return {request_id: self._traces.pop(request_id) for request_id in prompts}, times
 
     def lose_states(self) -> None:
-        """Overwrite every state with zeros, between requests: a fault that whoever reads a cached one should notice."""
+        """Zero every state, between requests: a fault that any reader of a cached state should notice."""
         pool = self.engine.context.memory.state_pool
         pool.conv.zero_()
         pool.ssm.zero_()

@@ -1,15 +1,15 @@
-"""How much sooner does a later turn begin with a cache, and what does the cache cost where nothing can hit?
+"""How much sooner does a later turn begin with a cache, and what does the cache cost when nothing can hit?
 
     PYTHONPATH=. python3 benchmarks/turn_latency.py [--shape 8b|small|tiny] [--json FILE]
 
-Later turns: conversations of three turns, the last reply a long one, then a fourth turn, whose time to the first token
-is measured, one request at a time, without a cache, with states at boundaries of prompts only, and with states of
-replies too. Each repetition is another conversation, a fraction of a block longer or shorter, so that the boundaries
-lie elsewhere; engines take turns. Required is a first token 8 times sooner than without a cache, and twice as soon as
-with prompts' boundaries only where that reply has 1,000 tokens or more.
+Later turns: conversations of three turns with a long last reply, then a fourth turn, whose time to first token is
+measured, one request at a time, without a cache, with states at boundaries of prompts only, and with states of replies
+too. Each repetition is another conversation, a fraction of a block longer or shorter, so that the boundaries differ;
+engines alternate. The first token must come 8 times sooner than without a cache and, if that reply has 1,000 tokens or
+more, twice as soon as with prompts' boundaries only.
 
-Nothing hits: prompts that have nothing in common, in an engine with the cache and in one without. They take turns
-batch by batch, the first one changing, so that the machine's drift hits both. Required is 0.98 of the throughput.
+No hits: prompts that share no prefix, in an engine with the cache and in one without. They alternate batch by batch and
+take turns to go first, so that the machine's drift affects both. The cache must keep 0.98 of the throughput.
 """
 
 import argparse
@@ -35,7 +35,7 @@ REQUIRED_THROUGHPUT = 0.98
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What comes before the measured turn: (what the user adds, reply) of each turn in tokens, and how much is new."""
+    """The (user, reply) lengths of the turns before the measured one, and the measured turn's new tokens."""
 
     turns: tuple[tuple[int, int], ...]
     new: int
@@ -43,7 +43,7 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """What a shape is asked; the batches are of prompts that nothing can hit."""
+    """The workload of a shape; prompts of the batches cannot hit."""
 
     history: History
     repetitions: int
@@ -68,10 +68,10 @@ LIMITS = {
 
 @dataclass(frozen=True, slots=True)
 class TurnLatency:
-    """Of the measured turn, by mode; milliseconds are medians.
+    """Latency of the measured turn, by mode; milliseconds are medians.
 
     Args:
-        times_sooner: Than without replies' states, by what the other engine has: median of each repetition's ratio.
+        times_sooner: Speedup over each mode without replies' states: median of each repetition's ratio.
     """
 
     prompt_tokens: int
@@ -82,7 +82,7 @@ class TurnLatency:
 
 @dataclass(frozen=True, slots=True)
 class ColdThroughput:
-    """Tokens a second where nothing hits; `ratio` is the median of each round's, with the cache to without."""
+    """Tokens per second when nothing hits; `ratio` is the median over rounds, with the cache over without."""
 
     tokens_per_s: dict[str, float]
     ratio: float
@@ -117,7 +117,7 @@ def later_turns(model: Any, shape: ServedShape, scale: Scale) -> TurnLatency:
 
 
 def histories_in(engine: Any, shape: ServedShape, scale: Scale) -> list[list[int]]:
-    """Serve all turns but the last, the conversations side by side; return the prompts of their last turns."""
+    """Serve all turns but the last, all conversations together; return the prompts of their last turns."""
     drawn = random.Random(0)
     texts: list[list[int]] = [[] for _ in range(scale.repetitions + 1)]
     jitters = [drawn.randrange(shape.block_size) for _ in texts]
@@ -131,7 +131,7 @@ def histories_in(engine: Any, shape: ServedShape, scale: Scale) -> list[list[int
 
 
 def first_token(engine: Any, request_id: int, prompt: Sequence[int]) -> tuple[float, int]:
-    """Return the seconds from a request's arrival to its first token, and the tokens that it skipped; it ends then."""
+    """Return the seconds from a request's arrival to its first token, and the tokens it skipped; it ends then."""
     began = time.perf_counter()
     send(engine, request_id, prompt, 2)
     while not engine.get_request(request_id).generated_tokens:
@@ -145,7 +145,7 @@ def cold_throughput(model: Any, shape: ServedShape, scale: Scale) -> ColdThrough
     """Measure batches that cannot hit, with and without a cache.
 
     Raises:
-        RuntimeError: If something hit.
+        RuntimeError: If a prompt hit.
     """
     seconds: dict[str, list[float]] = {"no cache": [], "full": []}
     drawn = random.Random(1)
@@ -168,7 +168,7 @@ def cold_throughput(model: Any, shape: ServedShape, scale: Scale) -> ColdThrough
 
 
 def run(engine: Any, prompts: Mapping[int, Sequence[int]], num_tokens: int) -> list[list[int]]:
-    """Run requests, and those that run already, to their end; return the replies in the order of the prompts.
+    """Run requests, and those already running, to their end; return the replies in the order of the prompts.
 
     Raises:
         RuntimeError: If a request fails.
@@ -185,7 +185,7 @@ def run(engine: Any, prompts: Mapping[int, Sequence[int]], num_tokens: int) -> l
 
 
 def rotated(names: list[str], number: int) -> list[str]:
-    """Return the names, another one first each time."""
+    """Return the names, rotated by `number`."""
     first = number % len(names)
     return names[first:] + names[:first]
 

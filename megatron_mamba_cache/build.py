@@ -1,4 +1,4 @@
-"""From a model and settings to an engine that is ready for requests."""
+"""Build an engine that is ready for requests from a model and settings."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ class TokenIdTokenizer:
         return " ".join(str(token) for token in tokens)
 
     def bytes_of(self, token: int) -> bytes:
-        """Print a token id in bytes."""
+        """Print a token id as bytes."""
         return str(token).encode()
 
 
@@ -50,8 +50,8 @@ def build_engine(
     """Build an engine that serves `model` with prefix caching.
 
     Where tensor- or pipeline-parallel ranks share the model, each of them builds an engine, adds the same requests in
-    the same order and steps as often as the others do; each then has every token. Ranks that share experts only have
-    requests of their own, and step together.
+    the same order and runs the same number of steps; each then has every token. Ranks that share only experts have
+    their own requests, and step together.
 
     Args:
         model: A MambaModel built from a spec of `with_mamba_cache`, or this rank's part of one; it is put into eval
@@ -59,16 +59,16 @@ def build_engine(
         config: Settings of the cache; None takes the defaults.
         drafter: Proposes the tokens that a step verifies; None takes `PromptLookupDrafter` where the settings ask for
             drafts.
-        tokenizer: With `tokenize`, `detokenize`, `bos` and `eod`; None: requests speak in token ids.
-        random_seed: Seed of requests that bring none.
+        tokenizer: Has `tokenize`, `detokenize`, `bos` and `eod`; None: requests use token ids.
+        random_seed: Seed of requests without their own.
         materialize_only_last_token_logits: False computes the logits of every token in every step.
-        scores_prompts: Whether requests may want prompt log-probs though only the last logits are materialized; see
-            `prompt_log_probs`. A step that scores a prompt takes no CUDA graph; other steps stay as they are.
+        scores_prompts: Whether requests may ask for prompt log-probs although only the last logits are materialized;
+            see `prompt_log_probs`. A step that scores a prompt uses no CUDA graph; other steps are unaffected.
 
     Raises:
-        ValueError: If the model is no hybrid, lacks the caching modules, or the settings do not fit it, here or on
+        ValueError: If the model is not a hybrid, lacks the caching modules, or the settings do not fit it, here or on
             another of its ranks.
-        TypeError: If it is no MambaModel, or the settings are no CacheConfig.
+        TypeError: If it is not a MambaModel, or the settings are not a CacheConfig.
     """
     if not isinstance(config, CacheConfig | None):
         raise TypeError(f"build_engine needs a CacheConfig or None, found {config!r:.200}")
@@ -108,4 +108,4 @@ def _check_hidden_states(drafter: ReadsHiddenStates, hidden_size: int, only_last
     if not only_last:
         raise ValueError(f"{name} reads hidden states: build the engine with materialize_only_last_token_logits=True")
     if num_stages > 1:
-        raise ValueError(f"{name} reads hidden states, which the last of {num_stages} stages has alone")
+        raise ValueError(f"{name} reads hidden states, which only the last of {num_stages} stages has")

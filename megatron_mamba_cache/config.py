@@ -46,32 +46,33 @@ class CacheConfig:
         buffer_size_gb: Memory for KV blocks.
         paused_buffer_size_gb: The part of it that paused requests may keep; None: a quarter.
         prefix_caching: Whether prompts reuse cached prefixes [--no-prefix-caching turns it off].
-        prefix_caching_mamba_gb: Memory for cached Mamba states, beside one live state a request.
-        boundary_stride: None caches the boundaries that a prompt suggests; n adds every n-th block boundary, and
-            "all", like 1, every one.
+        prefix_caching_mamba_gb: Memory for cached Mamba states, beside one live state per request.
+        boundary_stride: None caches the boundaries that a prompt suggests; n adds every n-th block boundary; "all",
+            like 1, adds every one.
         decode_checkpoints: Which block boundaries that a request reaches while it generates keep a state: its newest
-            ("rolling"), "all" or "none". With one, a conversation's next turn starts behind its last reply.
-        eviction: What makes room: "cost" evicts what is expected to save the fewest tokens for its size, "lru" what was
-            used least recently.
-        num_speculative_tokens: Most draft tokens that a step verifies for each request, 0 to 8; the states behind them
-            take slots of `prefix_caching_mamba_gb`.
+            ("rolling"), "all" or "none". With one, a conversation's next turn resumes after its last reply.
+        eviction: "cost" evicts the entry expected to save the fewest tokens for its size, "lru" the least recently
+            used one.
+        num_speculative_tokens: Most draft tokens that a step verifies per request, 0 to 8; the states after them take
+            slots of `prefix_caching_mamba_gb`.
         align_prefill_chunks: End a prefill chunk on the last block boundary inside the step's token budget.
         max_requests, max_tokens, max_sequence_length: Limits of a step and of a request; max_requests rows of block
-            numbers for max_sequence_length tokens have less than 2**28 entries.
+            numbers for max_sequence_length tokens must have fewer than 2**28 entries.
         chunked_prefill: Whether a prompt may be prefilled over several steps.
         ssm_state_dtype, conv_state_dtype: "model" (the parameters' dtype), "fp32" or "bf16".
         attention_backend: Library that computes attention over the KV blocks: "flash-attn", "flashinfer",
-            "torch-varlen" or "reference" (plain torch, exact); "auto" takes the first that serves the model.
-        num_cuda_graphs: Numbers of rows, up to max_requests, for which decode steps are captured as CUDA graphs, with
-            and without drafts; 0 captures none.
-        cuda_graph_prefill_tokens: With them, steps of few prompts and up to so many of their tokens are captured too.
-        run_ahead: Whether a captured step that hangs on nothing but the tokens of the one before is launched before
-            they are read, so that the GPU does not wait for the host; live states are a token ahead then.
+            "torch-varlen" or "reference" (plain torch, exact); "auto" takes the first that supports the model.
+        num_cuda_graphs: How many row counts, up to max_requests, have decode steps captured as CUDA graphs, with and
+            without drafts; 0 captures none.
+        cuda_graph_prefill_tokens: With CUDA graphs, steps with few prompts and up to this many of their tokens are
+            captured too.
+        run_ahead: Whether a captured step that depends only on the tokens of the step before is launched before they
+            are read, so that the GPU does not wait for the host; live states are then one token ahead.
         resident_pools: Whether a suspended engine keeps its device memory: KV blocks, states, step buffers and CUDA
-            graphs. What is cached then stays findable after a resume, unless the weights' version has changed.
-        rank_digest_steps: Steps after which the ranks that share a model compare all that they have decided so far, as
-            a hash; where they differ, each raises with the first decision that does. 0: never; 1 finds it before any
-            forward of steps that differ.
+            graphs. The cache then stays valid after a resume, unless the weights' version has changed.
+        rank_digest_steps: Every this many steps, the ranks that share a model compare a hash of all their decisions so
+            far; if the hashes differ, each rank raises with the first decision that differs. 0: never; 1 detects it
+            before any forward of the differing steps.
         weights_version: Part of every block key; states of other weights are never found.
 
     Raises:
@@ -175,7 +176,7 @@ class CacheConfig:
 
     @staticmethod
     def from_arguments(arguments: Namespace, **settings: object) -> "CacheConfig":
-        """Build the config that parsed flags describe; a flag that was not given leaves `settings` or the default.
+        """Build the config from parsed flags; a flag that was not given leaves `settings` or the default.
 
         Raises:
             ValueError: As the constructor does.
@@ -191,12 +192,12 @@ def given_settings(arguments: Namespace) -> dict[str, object]:
 
 
 def argument_of(field: str) -> str:
-    """Return the name that a parsed field has in a `Namespace`: that of its first flag."""
+    """Return the name of a field in a parsed `Namespace`: that of its first flag."""
     return FLAGS[field][0].lstrip("-").replace("-", "_")
 
 
 def is_encodable(text: object) -> bool:
-    """Whether `text` is a str that UTF-8 can encode, as block keys do with it."""
+    """Return whether `text` is a str that UTF-8 can encode, as block keys require."""
     try:
         return isinstance(text, str) and bool(text.encode() or True)
     except UnicodeEncodeError:

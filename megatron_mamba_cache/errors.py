@@ -1,4 +1,4 @@
-"""The errors this package raises on its own account."""
+"""The errors that this package defines."""
 
 
 class CacheError(Exception):
@@ -6,7 +6,7 @@ class CacheError(Exception):
 
 
 class CacheCapacityError(CacheError):
-    """There is no room for what was asked; the message names the setting that buys more."""
+    """There is not enough room for an allocation; the message names the setting to raise."""
 
 
 class CacheIntegrityError(CacheError):

@@ -1,4 +1,4 @@
-"""What this installation requires, read from its own metadata, and what of it is missing."""
+"""The requirements of this installation, read from its own metadata, and which of them are not met."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class Unmet:
     """A requirement that is not met.
 
     Args:
-        found: The version that is installed; None: the distribution is missing.
+        found: The installed version; None: the distribution is missing.
     """
 
     requirement: str
@@ -37,11 +37,11 @@ class Unmet:
 
 
 class MissingExtraError(ModuleNotFoundError):
-    """An extra is needed that is not installed; the message says how to install it."""
+    """A needed extra is not installed; the message says how to install it."""
 
 
 def unmet_requirements(extra: str = "") -> list[Unmet]:
-    """Return what is missing or has another version; of the base install without an `extra`.
+    """Return the requirements of an extra, or of the base install, that are missing or have a wrong version.
 
     Raises:
         importlib.metadata.PackageNotFoundError: If the package is imported without being installed.
@@ -58,7 +58,7 @@ def require_extra(extra: str, purpose: str) -> None:
     try:
         missing = [unmet.requirement for unmet in unmet_requirements(extra) if unmet.found is None]
     except PackageNotFoundError:
-        return  # imported without being installed: the imports themselves will tell
+        return  # imported without being installed: the imports themselves will fail
     if missing:
         raise MissingExtraError(
             f"{purpose} needs {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed: "

@@ -1,4 +1,4 @@
-"""What the cache did so far: counters that only grow, and a snapshot of what is in use."""
+"""Metrics of the cache: counters that only grow, and a snapshot of the memory in use."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -9,18 +9,18 @@ from typing import Any
 
 @dataclass(slots=True)
 class CacheCounters:
-    """Counts since the start; token counts are prompt tokens unless they say otherwise."""
+    """Counts since the start; token counts are of prompt tokens unless they say otherwise."""
 
     requests_admitted: int = 0
     prompt_tokens_matched: int = 0  # KV known, state or not
     prompt_tokens_skipped: int = 0  # not computed, because a state was restored
-    prefill_tokens_computed: int = 0  # re-prefill after an eviction included
-    decode_tokens_computed: int = 0  # drafts included
-    decode_rows: int = 0  # rows of all steps that decoded
+    prefill_tokens_computed: int = 0  # including re-prefill after an eviction
+    decode_tokens_computed: int = 0  # including drafts
+    decode_rows: int = 0  # summed over all decode steps
     draft_tokens: int = 0
     accepted_tokens: int = 0  # drafts that were kept
-    drafting_failures: int = 0  # steps that went on without drafts because the drafter raised
-    drafts_at: list[int] = field(default_factory=list)  # draft tokens by their place behind the base token, first first
+    drafting_failures: int = 0  # steps that ran without drafts because the drafter raised
+    drafts_at: list[int] = field(default_factory=list)  # draft tokens by position after the base token
     accepted_at: list[int] = field(default_factory=list)  # accepted ones likewise
     requests_without_hit: dict[str, int] = field(default_factory=dict)  # by reason, at first admissions
     states_reserved: int = 0
@@ -28,10 +28,10 @@ class CacheCounters:
     decode_states_published: int = 0
     states_restored: int = 0
     states_skipped_no_room: int = 0
-    admissions_deferred: int = 0  # steps a request waited for a prefix that another was computing
+    admissions_deferred: int = 0  # steps a request waited for a prefix that another request was computing
     requests_paused: int = 0
     requests_evicted: int = 0
-    states_evicted: int = 0  # from memory that a suspend has dropped; a snapshot adds the present one's
+    states_evicted: int = 0  # from memory dropped by a suspend; a snapshot adds those from current memory
     kv_blocks_evicted: int = 0  # likewise
     steps: int = 0
     graph_steps: int = 0  # of them, those that replayed a CUDA graph
@@ -39,17 +39,17 @@ class CacheCounters:
 
     @property
     def acceptance_rate(self) -> float:
-        """Share of the drafts that were kept; 0 if nothing was drafted."""
+        """Share of the drafts that were accepted; 0 if nothing was drafted."""
         return self.accepted_tokens / self.draft_tokens if self.draft_tokens else 0.0
 
     @property
     def acceptance_at(self) -> list[float]:
-        """The same for each place behind the base token: a draft is kept only if all before it are."""
+        """The same for each position after the base token; a draft is accepted only if all before it are."""
         return [accepted / drafts for drafts, accepted in zip(self.drafts_at, self.accepted_at, strict=True)]
 
     @property
     def tokens_per_decode_row(self) -> float:
-        """Tokens that a decode step kept of each request on average; 1 without drafts, 0 if nothing decoded."""
+        """Average tokens that a decode step kept per request; 1 without drafts, 0 if nothing decoded."""
         return (self.decode_rows + self.accepted_tokens) / self.decode_rows if self.decode_rows else 0.0
 
     def count_drafts(self, num_drafts: int, num_accepted: int) -> None:
@@ -65,27 +65,27 @@ class CacheCounters:
             self.accepted_at[place] += place < num_accepted
 
     def count_without_hit(self, reason: str | None) -> None:
-        """Count a request that skipped nothing of its prompt; None: it skipped some, and nothing is counted."""
+        """Count a request that skipped none of its prompt; None: it skipped some, and nothing is counted."""
         if reason is not None:
             self.requests_without_hit[reason] = self.requests_without_hit.get(reason, 0) + 1
 
 
 @dataclass(frozen=True, slots=True)
 class CacheSnapshot:
-    """One look at the cache: the counters so far and what every slot and block is used for."""
+    """A snapshot of the cache: the counters so far and the use of every slot and block."""
 
     counters: CacheCounters
     state_slots: dict[str, int] = field(default_factory=dict)  # by owner
     kv_blocks: dict[str, int] = field(default_factory=dict)  # by kind
-    num_compiled_kernels: int = 0  # by Triton in this process, whatever for; those from its disk cache count
-    compile_seconds: float = 0.0  # that took
-    num_graphs: int = 0  # step shapes that are captured as CUDA graphs
-    capture_seconds: float = 0.0  # that took
-    graph_bytes: int = 0  # of device memory that they hold
+    num_compiled_kernels: int = 0  # by Triton in this process, for any purpose; those from its disk cache count
+    compile_seconds: float = 0.0  # time spent on them
+    num_graphs: int = 0  # step shapes captured as CUDA graphs
+    capture_seconds: float = 0.0  # time spent on them
+    graph_bytes: int = 0  # device memory that they hold
 
     @staticmethod
     def summed(snapshots: Sequence["CacheSnapshot"]) -> "CacheSnapshot":
-        """Return the caches of several models as one."""
+        """Return the sum of several models' snapshots."""
         counters = {
             entry.name: _sum([getattr(one.counters, entry.name) for one in snapshots])
             for entry in fields(CacheCounters)
@@ -99,7 +99,7 @@ class CacheSnapshot:
 
     @staticmethod
     def of_dict(values: dict[str, Any]) -> "CacheSnapshot":
-        """Return the snapshot that `as_dict` described."""
+        """Return the snapshot that `as_dict` returned as a dict."""
         names = {entry.name for entry in fields(CacheCounters)}
         counters = {name: value for name, value in values.items() if name in names}
         return CacheSnapshot(CacheCounters(**counters), **{n: v for n, v in values.items() if n not in names})
@@ -119,7 +119,7 @@ class CacheSnapshot:
 
 
 def _sum(values: Sequence[Any]) -> Any:
-    """Add numbers, lists place by place, or dicts key by key."""
+    """Add numbers, lists element by element, or dicts key by key."""
     if isinstance(values[0], list):
         return [sum(place) for place in zip_longest(*values, fillvalue=0)]
     if isinstance(values[0], dict):

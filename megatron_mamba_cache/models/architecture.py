@@ -10,7 +10,7 @@ from ..mcore.specs import check_layer_pattern
 
 
 def squared_relu(x: Tensor) -> Tensor:
-    """Return the square of what is positive; Megatron's own is compiled anew for each number of tokens."""
+    """Return the square of ReLU; Megatron's own is recompiled for each number of tokens."""
     return F.relu(x).square()
 
 
@@ -23,7 +23,7 @@ class MambaSizes:
     """Sizes of the Mamba2 mixers.
 
     Args:
-        gated_norm_eps: Of the norm at a mixer's end; None: the model's.
+        gated_norm_eps: Epsilon of the norm at a mixer's end; None: the model's.
     """
 
     num_heads: int
@@ -42,9 +42,9 @@ class AttentionSizes:
     """Sizes of the attention layers.
 
     Args:
-        scale: Of the scores; None: 1 / sqrt(head_dim).
+        scale: Factor on the scores; None: 1 / sqrt(head_dim).
         rotary_base: None: no position embedding.
-        rotary_percent: The part of a head's channels that is rotated.
+        rotary_percent: The share of a head's channels that is rotated.
     """
 
     num_heads: int
@@ -57,10 +57,10 @@ class AttentionSizes:
 
 @dataclass(frozen=True, slots=True)
 class FeedForwardSizes:
-    """Sizes of the dense feed-forward layers; `gated` ones multiply the activation with a second projection."""
+    """Sizes of the dense feed-forward layers; `gated` ones multiply the activation by a second projection."""
 
     hidden_size: int
-    activation: str  # of ACTIVATIONS
+    activation: str  # a key of ACTIVATIONS
     gated: bool
 
 
@@ -69,8 +69,8 @@ class ExpertsSizes:
     """Sizes and routing of the mixture-of-experts layers.
 
     Args:
-        score: "sigmoid" with a bias for choosing, or "softmax" over the chosen.
-        num_groups, top_groups: Experts are chosen from the best groups only; 1 and 1: from all.
+        score: "sigmoid" with a selection bias, or "softmax" over the chosen experts.
+        num_groups, top_groups: Experts are chosen from the `top_groups` best groups; 1 and 1: from all experts.
         scaling: Factor on the routing weights.
     """
 
@@ -86,10 +86,10 @@ class ExpertsSizes:
 
 @dataclass(frozen=True, slots=True)
 class HybridArchitecture:
-    """All that a checkpoint's configuration says about a hybrid model.
+    """Everything a checkpoint's configuration says about a hybrid model.
 
     Args:
-        pattern: One symbol a layer: M Mamba, * attention, - feed-forward, E mixture of experts.
+        pattern: One symbol per layer: M Mamba, * attention, - feed-forward, E mixture of experts.
         input_multiplier, residual_multiplier, output_multiplier: See `LocalSpecOptions`.
     """
 
@@ -109,7 +109,7 @@ class HybridArchitecture:
 
 
 def check_architecture(architecture: HybridArchitecture) -> None:
-    """Raise `ValueError` for an unknown or missing kind of layer, and for heads or experts that do not go up."""
+    """Raise `ValueError` for an unknown or missing kind of layer, and for inconsistent numbers of heads or experts."""
     check_layer_pattern(architecture.pattern)
     _check_heads(architecture)
     _check_experts(architecture)
@@ -133,9 +133,9 @@ def _check_experts(architecture: HybridArchitecture) -> None:
     if experts is None:
         raise ValueError(f"layer pattern {architecture.pattern!r} has experts (E), but their sizes are not given")
     if experts.top_k > experts.num_experts:
-        raise ValueError(f"{experts.top_k} experts a token are more than the {experts.num_experts} that there are")
+        raise ValueError(f"{experts.top_k} experts per token are more than the model's {experts.num_experts}")
     if experts.top_k < 2 and experts.score == "softmax":
-        raise ValueError("1 expert a token with softmax scores is more than Megatron routes; 2 are the fewest")
+        raise ValueError("Megatron does not route 1 expert per token with softmax scores; use at least 2")
     if experts.num_experts % experts.num_groups or experts.top_groups > experts.num_groups:
         raise ValueError(
             f"{experts.num_experts} experts cannot be chosen from {experts.top_groups} of {experts.num_groups} groups"

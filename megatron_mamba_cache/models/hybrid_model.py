@@ -1,4 +1,4 @@
-"""The Megatron model that an architecture describes: this rank's part of it."""
+"""Build this rank's part of the Megatron model that an architecture describes."""
 
 from dataclasses import asdict
 
@@ -15,14 +15,14 @@ from .rank_part import RankPart, check_ranks, stage_lengths
 
 
 def build_hybrid_model(architecture: HybridArchitecture, dtype: torch.dtype) -> MambaModel:
-    """Build this rank's part of the model on the current device, in eval mode, its parameters not yet given values.
+    """Build this rank's part of the model on the current device, in eval mode, with uninitialized parameters.
 
-    The model is shared out to Megatron's tensor-, pipeline- and expert-parallel ranks; without `parallel_state`, this
+    The model is split over Megatron's tensor-, pipeline- and expert-parallel ranks; without `parallel_state`, this
     process is the only one.
 
     Raises:
-        ValueError: If the layer pattern has an unknown symbol, or no Mamba or attention layer, if heads cannot be
-            shared out to their groups, or the model to the ranks.
+        ValueError: If the layer pattern has an unknown symbol, or no Mamba or attention layer, or if heads cannot be
+            divided into their groups, or the model over the ranks.
         MemoryError: Naming the largest sizes, if the weights do not fit in memory.
     """
     check_architecture(architecture)
@@ -62,7 +62,7 @@ def build_hybrid_model(architecture: HybridArchitecture, dtype: torch.dtype) -> 
 
 
 def _set_rotary_frequencies(model: MambaModel, rotary_base: float) -> None:
-    """Compute the frequencies on the CPU: a GPU rounds their powers otherwise, and every angle with them."""
+    """Compute the frequencies on the CPU: a GPU rounds their powers differently, and so every angle."""
     rotary = model.rotary_pos_emb
     dim = 2 * rotary.inv_freq.numel()
     exponents = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim
@@ -70,7 +70,7 @@ def _set_rotary_frequencies(model: MambaModel, rotary_base: float) -> None:
 
 
 def transformer_config(architecture: HybridArchitecture, dtype: torch.dtype) -> TransformerConfig:
-    """Return Megatron's configuration of the architecture, for the ranks that there are."""
+    """Return Megatron's configuration of the architecture for the present ranks."""
     mamba, attention, experts = architecture.mamba, architecture.attention, architecture.experts
     feed_forward = architecture.feed_forward
     routing = {} if experts is None else _routing(experts)
@@ -107,7 +107,7 @@ def transformer_config(architecture: HybridArchitecture, dtype: torch.dtype) -> 
 
 
 def _stages(architecture: HybridArchitecture, dtype: torch.dtype) -> dict[str, object]:
-    """Return how layers are shared out to pipeline stages; nothing where there is one."""
+    """Return how layers are split over pipeline stages; nothing for a single stage."""
     num_stages = parallel_state.get_pipeline_model_parallel_world_size()
     if num_stages == 1:
         return {}

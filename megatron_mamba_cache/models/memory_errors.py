@@ -1,4 +1,4 @@
-"""Errors of memory that cannot be had, which say what it was wanted for."""
+"""Allocation errors that name the model's largest sizes."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -9,10 +9,10 @@ _SIZES_SHOWN = 4
 
 @contextmanager
 def largest_sizes_named(fields: Mapping[str, Any]) -> Iterator[None]:
-    """Turn torch's errors of allocation, which name no setting, into one that names the likeliest to be wrong.
+    """Turn torch's allocation errors, which name no setting, into one that names the model's largest sizes.
 
     Args:
-        fields: Of an architecture; integers among them, and in mappings inside, are sizes.
+        fields: Fields of an architecture; integers, also in nested mappings, are sizes.
 
     Raises:
         MemoryError: If the block fails to allocate.

@@ -9,7 +9,7 @@ from .rank_part import EMBEDDINGS, OUTPUT
 
 @dataclass(frozen=True, slots=True)
 class WholeParameter:
-    """A parameter as one rank would have it."""
+    """A parameter of the undivided model."""
 
     shape: tuple[int, ...]
     split: Split
@@ -19,7 +19,7 @@ Parameters = dict[str, WholeParameter]
 
 
 def parameters_of(architecture: HybridArchitecture) -> Parameters:
-    """Return every parameter of the model by its name on one rank, in the order of `named_parameters` there."""
+    """Return every parameter of the model by its name on a single rank, in the order of `named_parameters` there."""
     hidden, vocab = architecture.hidden_size, architecture.vocab_size
     layers = {"M": _mamba, "*": _attention, "-": _feed_forward, "E": _experts}
     found = {EMBEDDINGS: WholeParameter((vocab, hidden), Split(0))}
@@ -54,7 +54,7 @@ def _mamba(architecture: HybridArchitecture) -> Parameters:
 def _attention(architecture: HybridArchitecture) -> Parameters:
     attention, hidden = architecture.attention, architecture.hidden_size
     queries = attention.num_heads * attention.head_dim
-    rows = queries + 2 * attention.num_kv_heads * attention.head_dim  # group by group, so that one cut parts them
+    rows = queries + 2 * attention.num_kv_heads * attention.head_dim  # group by group, so that one cut splits them
     return {
         "input_layernorm.weight": _on_every_rank(hidden),
         "self_attention.linear_proj.weight": WholeParameter((hidden, queries), Split(1)),

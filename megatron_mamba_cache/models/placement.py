@@ -1,4 +1,4 @@
-"""Where a checkpoint's tensors go in a Megatron model, and what of them this tensor-parallel rank keeps."""
+"""Where a checkpoint's tensors go in a Megatron model, and which part of each this tensor-parallel rank keeps."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ class Split:
 
     Args:
         dim: The dimension that is split; None: every rank keeps all.
-        sections: Sizes along `dim` of the parts that are each split on their own; none: one part.
+        sections: Sizes along `dim` of the parts that are split separately; empty: one part.
     """
 
     dim: int | None = None
@@ -66,11 +66,11 @@ def _same_name(name: str) -> str:
 
 
 class ModelFiller:
-    """Fills a model's parameters and buffers from checkpoint tensors, and knows what is still empty.
+    """Fills a model's parameters and buffers from checkpoint tensors, and tracks which are still empty.
 
     Args:
-        rank, size: Of the tensor-parallel ranks.
-        local_name: Returns what a target is called in `model`, None if another rank has it.
+        rank, size: Tensor-parallel rank and number of ranks.
+        local_name: Returns a target's name in `model`, None if another rank has it.
     """
 
     def __init__(
@@ -93,10 +93,10 @@ class ModelFiller:
 
     @torch.no_grad()
     def fill(self, name: str, tensor: Tensor) -> None:
-        """Copy a checkpoint tensor to where it goes.
+        """Copy a checkpoint tensor to its destinations.
 
         Raises:
-            ValueError: Naming it and both shapes, if its shape is not what the model has there.
+            ValueError: Naming it and both shapes, if its shape is not the model's.
         """
         places = self._placements[name]
         for placement, part in zip(places, _selected(name, tensor, places), strict=True):
@@ -123,7 +123,7 @@ class ModelFiller:
 
 
 def _selected(name: str, tensor: Tensor, places: tuple[Placement, ...]) -> list[Tensor]:
-    """Return the part of each place; together they must be the whole tensor."""
+    """Return the part for each place; together they must cover the whole tensor."""
     try:
         parts = [placement.select(tensor) for placement in places]
     except IndexError:
@@ -135,7 +135,7 @@ def _selected(name: str, tensor: Tensor, places: tuple[Placement, ...]) -> list[
 
 
 def _reshaped(name: str, local: Tensor, part: Tensor) -> Tensor:
-    # Attention's projections are rows of heads in a checkpoint, and groups of heads in the model.
+    # Attention projections are stored by head in a checkpoint, and by group of heads in the model.
     needed = (part[..., 0].numel(), part.shape[-1]) if part.dim() == 4 else _shape(part)
     if _shape(local) != needed:
         raise ValueError(f"tensor {name} has shape {_shape(local)} where the model has {needed}")

@@ -23,9 +23,9 @@ class RandomHybridConfig:
     """Sizes of a random hybrid model.
 
     Args:
-        pattern: One symbol a layer: M Mamba, * attention, - MLP, E mixture of experts.
+        pattern: One symbol per layer: M Mamba, * attention, - MLP, E mixture of experts.
         use_rope: Rotary position embeddings; False: none.
-        num_experts: Of each E layer, of which a token takes 2.
+        num_experts: Experts of each E layer; each token is routed to 2.
         init_std: Standard deviation of the weights; large enough that tokens differ.
     """
 
@@ -53,7 +53,8 @@ def random_hybrid_model(shape: RandomHybridConfig | None = None) -> MambaModel:
     The same seed gives the same weights on any device and under any number of ranks.
 
     Raises:
-        ValueError: If the pattern has an unknown symbol, or no Mamba or attention layer, or if ranks cannot share it.
+        ValueError: If the pattern has an unknown symbol, or no Mamba or attention layer, or if the ranks cannot share
+            the model.
     """
     shape = shape or RandomHybridConfig()
     architecture = random_architecture(shape)
@@ -74,7 +75,7 @@ def random_hybrid_model(shape: RandomHybridConfig | None = None) -> MambaModel:
 def random_weights(shape: RandomHybridConfig) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and the float32 weights of each parameter of the whole model.
 
-    All are drawn from one CPU generator: Megatron draws some on the device, with other numbers there.
+    All are drawn from one CPU generator: Megatron draws some on the device, where the numbers differ.
     """
     generator = torch.Generator().manual_seed(shape.seed)
     residual_std = shape.init_std / math.sqrt(2 * len(shape.pattern))
@@ -122,7 +123,7 @@ def random_architecture(shape: RandomHybridConfig) -> HybridArchitecture:
 
 
 def _uniform_bounds(name: str) -> tuple[float, float] | None:
-    """Return the range of what is no matrix; None for a matrix."""
+    """Return the range of a uniformly drawn parameter; None for one drawn from a normal distribution."""
     if "norm" in name:
         return 0.8, 1.2
     if "conv1d" in name:

@@ -1,4 +1,4 @@
-"""Which part of a hybrid model a rank has: its layers, its experts, and the ends of the model."""
+"""Which part of a hybrid model a rank has: its layers, its experts, and whether it has the embeddings and output."""
 
 import re
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ _OF_LAST_STAGE = ("decoder.final_norm.", "output_layer.")
 
 
 def stage_lengths(num_layers: int, num_stages: int) -> list[int]:
-    """Return the layers of each pipeline stage: all alike but the last, which has what they leave.
+    """Return the number of layers of each pipeline stage: equal for all but the last, which has the rest.
 
     Raises:
         ValueError: If there are fewer layers than stages.
@@ -27,7 +27,7 @@ def stage_lengths(num_layers: int, num_stages: int) -> list[int]:
             "--pipeline-model-parallel-size"
         )
     longest = -(-num_layers // num_stages)
-    # The last stage computes the logits too, so it had rather be the shorter.
+    # The last stage also computes the logits, so it should be the shorter one.
     length = longest if (num_stages - 1) * longest < num_layers else longest - 1
     return [length] * (num_stages - 1) + [num_layers - (num_stages - 1) * length]
 
@@ -37,9 +37,9 @@ class RankPart:
     """The part of a model that a rank has.
 
     Args:
-        layers: Of the whole model's.
-        experts: Of each mixture-of-experts layer.
-        is_tied: Whether output weights are the embeddings, of which the last stage then has a copy.
+        layers: Its layers, numbered as in the whole model.
+        experts: Its experts in each mixture-of-experts layer.
+        is_tied: True if the output weights are the embeddings; the last stage then has a copy of them.
     """
 
     layers: range
@@ -50,7 +50,7 @@ class RankPart:
 
     @staticmethod
     def of_process(architecture: HybridArchitecture) -> "RankPart":
-        """Return the part of this process, as Megatron's parallel state has it."""
+        """Return the part of this process, by Megatron's parallel state."""
         num_stages = parallel_state.get_pipeline_model_parallel_world_size()
         stage = parallel_state.get_pipeline_model_parallel_rank()
         lengths = stage_lengths(len(architecture.pattern), num_stages)
@@ -68,11 +68,11 @@ class RankPart:
 
     @property
     def is_only_stage(self) -> bool:
-        """Whether all layers are here."""
+        """True when this rank has all layers."""
         return self.is_first_stage and self.is_last_stage
 
     def local_name(self, name: str) -> str | None:
-        """Return what a parameter of the whole model is called here; None if it is elsewhere."""
+        """Return the local name of a parameter of the whole model; None if another rank has it."""
         if name == EMBEDDINGS and not self.is_first_stage:
             return OUTPUT if self.is_last_stage and self.is_tied else None
         if name.startswith(_OF_LAST_STAGE) and not self.is_last_stage:
@@ -118,7 +118,7 @@ def _check_expert_ranks(architecture: HybridArchitecture, size: int) -> None:
 
 
 def _shared_out(architecture: HybridArchitecture) -> dict[str, int]:
-    """Return what tensor-parallel ranks share."""
+    """Return the sizes that are divided among tensor-parallel ranks."""
     mamba, attention, experts = architecture.mamba, architecture.attention, architecture.experts
     shared = {
         "vocab_size": architecture.vocab_size,

@@ -1,4 +1,4 @@
-"""What may reach a coordinator: processes of its host, holders of a key, or anything on the network."""
+"""Access rules of a coordinator: local processes only, holders of a key, or anything on the network."""
 
 import hashlib
 import socket
@@ -20,11 +20,11 @@ REMEDY = (
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """What a coordinator that listens asks of replicas.
+    """What a listening coordinator requires of replicas.
 
     Args:
-        proof: That a replica's hello has to carry.
-        end: Call it when the coordinator ends.
+        proof: The proof that a replica's hello must carry.
+        end: Must be called when the coordinator ends.
     """
 
     proof: str
@@ -32,12 +32,12 @@ class Admission:
 
 
 class Access(Protocol):
-    """Rules for all sockets of a coordinator, of its replicas and of its front end.
+    """Rules for all sockets of a coordinator, its replicas and its front end.
 
     Args:
         host: Name or address of the interface on which sockets listen.
-        channel: Of connections to the coordinator.
-        fingerprint: The same in processes that can speak with each other; it does not tell the secret.
+        channel: Channel of connections to the coordinator.
+        fingerprint: Equal in processes that can talk to each other; it does not reveal the secret.
     """
 
     host: str
@@ -48,22 +48,22 @@ class Access(Protocol):
         """Raise `ValueError` if ranks of one launch on these hosts cannot reach each other's sockets."""
 
     def check_address(self, address: str) -> None:
-        """Raise `ValueError` if no coordinator of these rules can be at an address."""
+        """Raise `ValueError` if no coordinator under these rules can have this address."""
 
     def open_for_replicas(self, port: int) -> Admission:
         """Let replicas join the coordinator that listens on a port."""
 
     def joining(self, port: int) -> "Joining":
-        """Return what a replica of the coordinator on a port needs; raises `ConnectionError` if it cannot know it."""
+        """Return what a replica needs to join the coordinator on a port; raises `ConnectionError` if unavailable."""
 
 
 @dataclass(frozen=True, slots=True)
 class Joining:
-    """What a replica knows that other processes do not.
+    """What a replica needs to join.
 
     Args:
-        proof: For its hello.
-        channel: Of connections between ranks.
+        proof: The proof that its hello carries.
+        channel: Channel of connections between ranks.
     """
 
     proof: str
@@ -71,7 +71,7 @@ class Joining:
 
 
 class LoopbackAccess:
-    """Any process of this host may be a client, one of the same user a replica. Only loopback listens."""
+    """Any local process may be a client; only processes of the same user may be replicas. Listens on loopback only."""
 
     host = _LOOPBACK
     fingerprint = "loopback"
@@ -108,7 +108,7 @@ class LoopbackAccess:
 
 
 class KeyedAccess:
-    """Holders of a secret may do everything, on any host; nothing else gets past the handshake."""
+    """Holders of a secret may do everything, from any host; all others fail the handshake."""
 
     def __init__(self, secret: bytes) -> None:
         self.host = socket.gethostname()
@@ -131,7 +131,7 @@ class KeyedAccess:
 
 
 class InsecureAccess:
-    """Whatever reaches the ports of the host's name may do everything."""
+    """Any process that can reach the ports on the hostname's interface may do everything."""
 
     fingerprint = "insecure"
 
@@ -146,7 +146,7 @@ class InsecureAccess:
         """Do nothing."""
 
     def open_for_replicas(self, port: int) -> Admission:
-        """See `Access`; no proof is asked."""
+        """See `Access`; no proof is required."""
         return Admission("", lambda: None)
 
     def joining(self, port: int) -> Joining:

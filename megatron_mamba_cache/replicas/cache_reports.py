@@ -1,4 +1,4 @@
-"""Tells a coordinator which boundaries the cache of one replica can resume from, and under which salt."""
+"""Report to a coordinator which boundaries a replica's cache can resume from, and under which salt."""
 
 from typing import Protocol
 
@@ -8,33 +8,33 @@ from .salts import KeySalt
 
 
 class ReportTarget(Protocol):
-    """Where reports go."""
+    """The receiver of reports."""
 
     def report_keys(self, changes: BoundaryChanges, salt: KeySalt | None) -> None:
-        """Pass changes on; `salt` is None while it is the one reported last."""
+        """Pass changes on; `salt` is None if it is unchanged since the last report."""
 
 
 class CacheReports:
-    """Watches the slot pool of a context's present memory and reports net changes when it is told to."""
+    """Watches the slot pool of a context's current memory and reports net changes on request."""
 
     def __init__(self, context: MambaCacheContext, target: ReportTarget) -> None:
         self._context = context
         self._target = target
         self._journal = BoundaryJournal()
-        self._salt: KeySalt | None = None  # as reported last
+        self._salt: KeySalt | None = None  # as last reported
         if context.is_tensor_state_allocated:
             self.watch()
 
     def watch(self) -> None:
-        """Watch memory that has been allocated anew."""
+        """Watch newly allocated memory."""
         self._context.cache.slots.observe(self._journal)
 
     def void(self) -> None:
-        """Note that the memory has gone, and all that was cached in it."""
+        """Note that the memory was freed, with everything cached in it."""
         self._journal.flushed()
 
     def send(self) -> None:
-        """Report what has changed since the last time, if anything has."""
+        """Report the changes since the last report, if any."""
         context = self._context
         if not context.is_tensor_state_allocated:
             changes = self._journal.take(lambda _: None)

@@ -1,4 +1,4 @@
-"""How a socket's connections are protected: not at all, or by CURVE with keys that follow from one secret."""
+"""How a socket's connections are protected: not at all, or by CURVE with keys derived from one secret."""
 
 import hashlib
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from zmq.utils import z85
 
 
 class Channel(Protocol):
-    """What the two ends of a connection do before they bind or connect."""
+    """Prepares the two ends of a connection before they bind or connect."""
 
     def secure_listener(self, socket: zmq.Socket) -> None:
         """Prepare a socket that will bind."""
@@ -20,11 +20,11 @@ class Channel(Protocol):
         """Prepare a socket that will connect."""
 
     def admit_clients(self, context: zmq.Context) -> Callable[[], None]:
-        """Begin to check the keys of clients that connect to this context's sockets; return what ends it."""
+        """Start checking the keys of clients that connect to this context's sockets; return a function to stop."""
 
 
 class PlainChannel:
-    """Whatever reaches the port is served."""
+    """Serves every connection, without checks or encryption."""
 
     def secure_listener(self, socket: zmq.Socket) -> None:
         """Do nothing."""
@@ -39,20 +39,20 @@ class PlainChannel:
 
 @dataclass(frozen=True, slots=True)
 class KeyPair:
-    """A key pair of CURVE, both in Z85."""
+    """A CURVE key pair, both keys in Z85."""
 
     public: bytes
     secret: bytes
 
     @classmethod
     def derive(cls, secret: bytes, purpose: bytes) -> Self:
-        """Return the pair that follows from a secret for a purpose of at most 16 bytes."""
+        """Derive a pair from a secret for a purpose of at most 16 bytes."""
         encoded = z85.encode(hashlib.blake2b(secret, digest_size=32, person=purpose).digest())
         return cls(zmq.curve_public(encoded), encoded)
 
 
 class CurveChannel:
-    """Both ends know one secret: neither a client's connection nor a server that lacks it gets past the handshake.
+    """Both ends know one secret; a client or server without it fails the handshake.
 
     Raises:
         ModuleNotFoundError: If libzmq was built without CURVE.
@@ -65,13 +65,13 @@ class CurveChannel:
         self._client = KeyPair.derive(secret, b"client")
 
     def secure_listener(self, socket: zmq.Socket) -> None:
-        """Let it take only connections that know the server's public key, which is as secret as the secret."""
+        """Accept only connections that know the server's public key, which is as secret as the secret itself."""
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self._server.public)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self._server.secret)
 
     def secure_connection(self, socket: zmq.Socket) -> None:
-        """Let it speak only with a server of this secret."""
+        """Connect only to a server with this secret."""
         socket.setsockopt(zmq.CURVE_SERVERKEY, self._server.public)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self._client.public)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self._client.secret)
@@ -84,5 +84,5 @@ class CurveChannel:
         return authenticator.stop
 
     def callback(self, _domain: str, client_key: bytes) -> bool:
-        """Return whether a client's public key is the one of this secret; the authenticator asks."""
+        """Return whether a client's public key belongs to this secret; called by the authenticator."""
         return client_key == self._client.public

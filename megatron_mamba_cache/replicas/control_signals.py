@@ -1,4 +1,4 @@
-"""Signals to all replicas, one after another: who has to answer, and what may be sent next."""
+"""Signals to all replicas, one at a time: which replicas must answer, and what may be sent next."""
 
 from collections import deque
 from collections.abc import Collection, Iterator
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megatron.core.inference.headers import Headers
 
 ANSWERS = {Headers.PAUSE: Headers.PAUSE_ACK, Headers.STOP: Headers.STOP_ACK}
-"""Signals that every replica answers, and the answer, which everybody gets once all have."""
+"""Signals that every replica answers → the answer, which is announced once all have answered."""
 
 SIGNALS = frozenset({Headers.PAUSE, Headers.UNPAUSE, Headers.SUSPEND, Headers.RESUME, Headers.STOP})
 
@@ -16,44 +16,44 @@ _MOST_WAITING = 1000
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """A message to all replicas, and to all clients too if it is an answer."""
+    """A message to all replicas, and to all clients if it is an answer."""
 
     header: Headers
 
     @property
     def is_for_clients(self) -> bool:
-        """Whether clients wait for it."""
+        """True when clients wait for it."""
         return self.header in ANSWERS.values()
 
 
 class ControlSignals:
     """Orders the signals of clients.
 
-    Nothing follows a PAUSE or a STOP before all replicas that are alive have answered it: a Megatron engine that is
-    unpaused while its answer is on the way stays paused for good. A signal that is repeated is answered again.
+    No signal follows a PAUSE or a STOP until all living replicas have answered it: a Megatron engine that is unpaused
+    while its answer is in flight stays paused forever. A repeated signal is answered again.
     """
 
     def __init__(self) -> None:
         self._waiting: deque[Headers] = deque()
         self._asked: Headers | None = None  # the signal that is being answered
         self._answered: set[str] = set()
-        self._steady: list[Headers] = []  # what a replica that joins has missed
+        self._steady: list[Headers] = []  # the signals that a joining replica has missed
 
     @property
     def is_stopping(self) -> bool:
-        """Whether a STOP has been asked for; engines take no request after it."""
+        """True when a STOP was requested; engines accept no requests after it."""
         return self._asked is Headers.STOP or Headers.STOP in self._waiting or self.is_over
 
     @property
     def is_over(self) -> bool:
-        """Whether all have answered a STOP."""
+        """True when all replicas have answered a STOP."""
         return Headers.STOP_ACK in self._steady
 
     def ask(self, signal: Headers) -> None:
         """Queue a client's signal.
 
         Raises:
-            ValueError: If too many wait for the replicas' answers.
+            ValueError: If too many signals are waiting for the replicas' answers.
         """
         if len(self._waiting) >= _MOST_WAITING:
             raise ValueError(f"{_MOST_WAITING} signals wait already; those before have to be answered")
@@ -61,16 +61,16 @@ class ControlSignals:
             self._waiting.append(signal)
 
     def answer(self, replica: str, header: Headers) -> None:
-        """Note a replica's answer; one that nobody waits for is passed over."""
+        """Note a replica's answer; an unexpected one is ignored."""
         if self._asked is not None and ANSWERS[self._asked] is header:
             self._answered.add(replica)
 
     def missed(self) -> tuple[Headers, ...]:
-        """Return what a replica that joins now has to be sent to be in the others' state."""
+        """Return the signals that bring a newly joined replica to the state of the others."""
         return tuple(self._steady) if self._asked is None else (*self._steady, self._asked)
 
     def due(self, living: Collection[str]) -> Iterator[Announcement]:
-        """Yield, in order, what is to be sent now; `living` replicas are those whose answers count."""
+        """Yield, in order, what to send now; only the answers of `living` replicas count."""
         while not self.is_over:
             if self._asked is not None:
                 if not self._answered >= set(living):

@@ -1,7 +1,7 @@
-"""Megatron's coordinator with routing by cached prefix, and without a replica's death holding anybody up.
+"""Megatron's coordinator with routing by cached prefix and tolerance of dead replicas.
 
-Liveness is the connection's. ZMQ's own heartbeats are answered by an I/O thread, however long a replica's step takes,
-and a process that ends closes its connections; the coordinator notices either, since it can no longer send there.
+A replica is alive while its connection is. ZMQ's heartbeats are answered by an I/O thread, however long a replica's
+step takes, and a process that ends closes its connections; in both cases the coordinator's next send fails.
 """
 
 import hmac
@@ -34,23 +34,23 @@ from .wire import FENCED, HELLO, KEYS, PROBE, UNSENT, WELCOME, WireError, hello_
 logger = logging.getLogger(__name__)
 
 _CONNECTED = msgpack.packb([Headers.CONNECT_ACK.value])
-"""Answers a client's first message; Megatron's client passes over another one."""
+"""The answer to a client's first message; Megatron's client ignores further ones."""
 
 
 class PrefixCoordinator(CoordinatorLoop, DataParallelInferenceCoordinator):
-    """Serves Megatron's `InferenceClient`s over replicas that come and go.
+    """Serves Megatron's `InferenceClient`s over replicas that join and leave.
 
     A request whose replica dies is sent to another one, or fails with an error; see `RoutingSettings.num_attempts`.
-    Who sends a request or a signal is a client, whether it has said so or not: one that was silent for so long that its
-    connection was closed comes back under another identity and does not know. What only a replica may say (replies,
-    answers to signals, reports of keys) is ignored from anybody else, as is whatever is malformed; the log has it.
+    The sender of a request or a signal counts as a client even without a CONNECT: a client whose idle connection was
+    closed reconnects under another identity without noticing. Messages that only a replica may send (replies, answers
+    to signals, key reports) are ignored and logged when they come from other senders, as are malformed messages.
 
     Args:
-        pipe_connection: Gets the coordinator's address.
-        tokenizer: With `tokenize` and `detokenize`, and `bos`.
+        pipe_connection: Receives the coordinator's address.
+        tokenizer: Has `tokenize`, `detokenize` and `bos`.
         inference_coordinator_port: Tried first; None: any.
-        num_replicas: To wait for in `wait_for_replicas`.
-        starter_has_left: Whether who started it takes part no longer; the end of the parent process counts as well.
+        num_replicas: Replicas that `wait_for_replicas` waits for.
+        starter_has_left: Returns whether the starting process has left; the end of the parent process counts as well.
     """
 
     def __init__(
@@ -74,9 +74,9 @@ class PrefixCoordinator(CoordinatorLoop, DataParallelInferenceCoordinator):
         pipe_connection.close()
 
     def _probe(self) -> None:
-        """See who is still there; clients pass over what they have heard before."""
+        """Probe all connections; clients ignore a repeated answer."""
         self._send_all(self._members.identities, PROBE)
-        self._send_all(self._members.dead_identities, FENCED)  # one that was cut off, and is idle, says nothing
+        self._send_all(self._members.dead_identities, FENCED)  # a fenced process that is idle sends nothing
         self._send_all(self._clients, _CONNECTED)
 
     def _num_serving(self) -> int:
@@ -103,7 +103,7 @@ class PrefixCoordinator(CoordinatorLoop, DataParallelInferenceCoordinator):
             if not isinstance(message, list) or not message or type(message[0]) not in (int, str):
                 raise WireError("need a list that begins with a number or a word")
             self._handle(sender, message[0], message[1:])
-        except Exception as error:  # one bad message must not end the service of all others
+        except Exception as error:  # one bad message must not stop the service
             self._mailbox.ignore(sender, error)
 
     def _handle(self, sender: bytes, kind: Any, body: list[Any]) -> None:
@@ -128,7 +128,7 @@ class PrefixCoordinator(CoordinatorLoop, DataParallelInferenceCoordinator):
         elif replica is not None and kind in {answer.value for answer in ANSWERS.values()}:
             self._signals.answer(replica.name, Headers(kind))
         else:
-            raise WireError(f"{kind!r:.50} from somebody who may not say that")
+            raise WireError(f"{kind!r:.50} from a sender that may not send it")
 
     # Replicas.
 
@@ -161,15 +161,15 @@ class PrefixCoordinator(CoordinatorLoop, DataParallelInferenceCoordinator):
         self._router.publish(replica.name, report.changes.published)
 
     def _lose(self, identity: bytes, reason: str) -> None:
-        """Take a replica out, and find others for its requests."""
+        """Remove a dead replica and re-route its requests."""
         buried = self._members.bury(identity)
         names = {replica.name for replica in buried}
         orphans = [request for request in self._in_flight if request.replica in names]
-        for replica in buried:  # all leave before any request looks for another one
+        for replica in buried:  # all leave before any request is re-routed
             logger.error("replica %s is dead: %s", replica.name, reason)
             self._router.leave(replica.name)
-            self._send_all(replica.members.values(), FENCED)  # those that are left of it cannot go on alone
-        for request in orphans:  # before any is sent: a client that has gone takes all of its requests along
+            self._send_all(replica.members.values(), FENCED)  # its remaining members cannot go on alone
+        for request in orphans:  # before any is sent: losing a client drops all of its requests
             request.replica = None
         for request in orphans:
             self._dispatch(request)
@@ -179,7 +179,7 @@ class PrefixCoordinator(CoordinatorLoop, DataParallelInferenceCoordinator):
     def _submit(self, client: bytes, body: list[Any]) -> None:
         client_request_id, prompt, sampling = body
         if not isinstance(sampling, dict):
-            raise WireError("sampling parameters that are no dict")
+            raise WireError("sampling parameters that are not a dict")
         request = self._entered(client, client_request_id, prompt)
         try:
             request.sampling = readable_sampling(sampling)
@@ -193,7 +193,7 @@ class PrefixCoordinator(CoordinatorLoop, DataParallelInferenceCoordinator):
             self._dispatch(request)
 
     def _refuse_large(self, client: bytes, payload: bytes) -> None:
-        """Answer a request that is too large to be read; anything else of that size is ignored."""
+        """Fail a request that is too large to be read; any other message of that size is ignored."""
         kind, client_request_id = opening_of(payload)
         problem = f"a message of {len(payload)} bytes, above max_request_bytes={self._settings.max_request_bytes}"
         if kind != Headers.SUBMIT_REQUEST.value:
@@ -210,9 +210,9 @@ class PrefixCoordinator(CoordinatorLoop, DataParallelInferenceCoordinator):
         return request
 
     def _dispatch(self, request: RequestInFlight) -> None:
-        """Send a request that is nowhere to a replica, or fail it."""
+        """Send an unassigned request to a replica, or fail it."""
         if request not in self._in_flight:
-            return  # its client has gone meanwhile
+            return  # its client has left in the meantime
         if self._signals.is_stopping:
             self._fail(request, "the engines are being stopped; send it to others")
         elif not self._router.replicas:
@@ -237,13 +237,13 @@ class PrefixCoordinator(CoordinatorLoop, DataParallelInferenceCoordinator):
         for record in records:
             try:
                 self._forward_reply(replica, record)
-            except Exception as error:  # the others in the message are none the worse for it
+            except Exception as error:  # the other replies in the message are still valid
                 logger.warning("ignored a reply of %s: %s: %s", replica.name, type(error).__name__, error)
 
     def _forward_reply(self, replica: Replica, record: Any) -> None:
         request = self._in_flight.get(record["requests"][0]["request_id"])
         if request is None or request.replica != replica.name:
-            return  # somebody else has it by now
+            return  # it has been re-routed to another replica
         try:
             self.detokenize(record)
             reply = request.reply(record)
@@ -254,7 +254,7 @@ class PrefixCoordinator(CoordinatorLoop, DataParallelInferenceCoordinator):
         self._send(request.client, reply)
 
     def _fail_unsent(self, replica: Replica, body: list[Any]) -> None:
-        """Fail a request whose reply or progress is too large to be sent; its replica need not go on with it."""
+        """Fail a request whose reply or progress is too large to be sent, and cancel it on its replica."""
         unsent = unsent_of(body)
         request = self._in_flight.get(unsent.request_id)
         if request is not None and request.replica == replica.name:
@@ -271,10 +271,10 @@ class PrefixCoordinator(CoordinatorLoop, DataParallelInferenceCoordinator):
         self._router.finish(request.request_id)
 
     def _forget_client(self, identity: bytes) -> None:
-        """Send it nothing any more."""
+        """Stop sending to a client."""
         self._clients.discard(identity)
 
-    # Everybody.
+    # All connections.
 
     def _announce(self) -> None:
         """Send the control signals that are due."""
@@ -292,7 +292,7 @@ class PrefixCoordinator(CoordinatorLoop, DataParallelInferenceCoordinator):
             self._send(identity, message)
 
     def _send(self, identity: bytes, message: bytes) -> None:
-        """Send a message; if nobody is there any more, a replica counts as dead and a client is forgotten."""
+        """Send a message; if it cannot be delivered, a replica counts as dead and a client is forgotten."""
         try:
             self._mailbox.send(identity, message)
         except zmq.ZMQError as error:

@@ -1,4 +1,4 @@
-"""The life of a coordinator: it listens, waits for replicas, serves, and ends."""
+"""The main loop of a coordinator: listen, wait for replicas, serve, stop."""
 
 import os
 import time
@@ -10,14 +10,14 @@ from .settings import RoutingSettings
 
 
 class CoordinatorLoop(ABC):
-    """Serves rounds of messages.
+    """Serves messages in rounds.
 
-    Megatron's own loop would wait for replicas without an end, and bind before any option could be set.
+    Megatron's own loop would wait for replicas forever, and bind before any option could be set.
 
     Args:
         port: Tried first; None: any.
-        num_replicas: To wait for in `wait_for_replicas`.
-        starter_has_left: Whether the process that started it takes part no longer; its end counts as well.
+        num_replicas: Replicas that `wait_for_replicas` waits for.
+        starter_has_left: Returns whether the starting process has left; its end counts as well.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class CoordinatorLoop(ABC):
         """Serve until all expected replicas have joined.
 
         Raises:
-            TimeoutError: If they have not within `join_timeout_s`.
+            TimeoutError: If they do not join within `join_timeout_s`.
         """
         end = time.monotonic() + self._settings.join_timeout_s
         while self._num_serving() < self._num_replicas and not self._is_abandoned():
@@ -47,7 +47,7 @@ class CoordinatorLoop(ABC):
                 )
 
     def start(self) -> None:
-        """Serve until clients have stopped the engines, or the starter, all replicas and all clients are gone."""
+        """Serve until clients have stopped the engines, or the starter, all replicas and all clients have left."""
         while not self._is_over() and not self._is_abandoned():
             self._serve_round()
 
@@ -59,7 +59,7 @@ class CoordinatorLoop(ABC):
         return not self._is_used() and (os.getppid() != self._parent or self._starter_has_left())
 
     def _serve_round(self) -> None:
-        """Handle what has come, at most until the next probe is due."""
+        """Handle incoming messages, at most until the next probe is due."""
         for frames in self._mailbox.receive(max(self._next_probe - time.monotonic(), 0.0)):
             self._handle_frames(frames)
         if time.monotonic() >= self._next_probe:
@@ -74,7 +74,7 @@ class CoordinatorLoop(ABC):
 
     @abstractmethod
     def _probe(self) -> None:
-        """Look which connections stand."""
+        """Check which connections are alive."""
 
     @abstractmethod
     def _announce(self) -> None:
@@ -82,11 +82,11 @@ class CoordinatorLoop(ABC):
 
     @abstractmethod
     def _num_serving(self) -> int:
-        """Return how many replicas serve."""
+        """Return the number of serving replicas."""
 
     @abstractmethod
     def _is_used(self) -> bool:
-        """Return whether replicas or clients are there."""
+        """Return whether any replica or client is connected."""
 
     @abstractmethod
     def _is_over(self) -> bool:

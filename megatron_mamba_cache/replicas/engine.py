@@ -1,4 +1,4 @@
-"""The engine as one of several replicas behind a coordinator; alone it is a `MambaCacheEngine` and nothing else."""
+"""The engine as one of several replicas behind a coordinator; without one it is a plain `MambaCacheEngine`."""
 
 import asyncio
 import logging
@@ -29,21 +29,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MOST_FAILED_STEPS = 16
-"""Steps in a row that may fail before a replica gives up and leaves its requests to others."""
+"""Consecutive failed steps after which a replica gives up and leaves its requests to others."""
 
 
 class ReplicaEngine(MambaCacheEngine):
-    """Serves the requests of a coordinator, and tells it where prompts can resume.
+    """Serves the requests of a coordinator, and reports to it where prompts can resume.
 
-    Sampling parameters carry what Megatron's protocol has no field for: a client may add `seed` and `tenant` to them,
-    as in `sampling.add_attributes({"tenant": "red"})`, and those of a reply have `cached_tokens` and `replica`.
+    Sampling parameters carry values that Megatron's protocol has no field for: a client may add `seed` and `tenant` to
+    them, as in `sampling.add_attributes({"tenant": "red"})`, and those of a reply have `cached_tokens` and `replica`.
     """
 
     def __init__(self, controller: MambaCacheController, context: MambaCacheContext, random_seed: int = 0) -> None:
         self._reports: CacheReports | NoReports = NoReports()
         self._progress: ProgressReports | NoProgress = NoProgress()
         self._replica_name = ""
-        self._zmq_context: Any = None  # made with the first sockets
+        self._zmq_context: Any = None  # created with the first sockets
         self._failed_in_a_row = 0
         self._leave_coordinator: Callable[[], None] = lambda: None
         super().__init__(controller, context, random_seed)
@@ -60,14 +60,15 @@ class ReplicaEngine(MambaCacheEngine):
         """Take requests from a coordinator and return its address; all ranks of a launch call it.
 
         Args:
-            inference_coordinator_port: That the coordinator tries first, or that it has if none is launched.
-            launch_inference_coordinator: Whether the launch's first rank starts one.
-            coordinator_address: Of one that another launch has started, such as "tcp://host:5555"; none is launched.
-            routing: Settings of a coordinator that is started here; key and message limits are for all replicas.
+            inference_coordinator_port: The port that a launched coordinator tries first, or that of a running one.
+            launch_inference_coordinator: Whether the launch's first rank starts a coordinator.
+            coordinator_address: Address of a coordinator that another launch has started, such as "tcp://host:5555";
+                none is launched.
+            routing: Settings of a coordinator that is started here; key and message limits apply to all replicas.
 
         Raises:
             MissingExtraError: If pyzmq or msgpack is missing.
-            ValueError: If ranks or the coordinator are on other hosts, and there is neither a key nor `insecure`.
+            ValueError: If ranks or the coordinator are on other hosts, and neither a key nor `insecure` is set.
             ConnectionError: If no coordinator answers at the address.
         """
         require_extra("server", "a coordinator")
@@ -99,12 +100,12 @@ class ReplicaEngine(MambaCacheEngine):
 
     @property
     def zmq_context(self) -> Any:
-        """Makes the sockets between ranks."""
+        """The context that makes the sockets between ranks."""
         return self._zmq_context
 
     @zmq_context.setter
     def zmq_context(self, found: Any) -> None:
-        """Keep a `RankContext`: anything may reach the sockets of the one that Megatron sets as it starts to listen."""
+        """Keep a `RankContext`: the one that Megatron sets when it starts to listen has unprotected sockets."""
         self._zmq_context = self._zmq_context or found
 
     async def _take_part(
@@ -124,7 +125,7 @@ class ReplicaEngine(MambaCacheEngine):
         await self._join(place, joining.proof, access.channel, routing)
 
     async def _join(self, place: ReplicaPlace, proof: str, channel: "Channel", routing: RoutingSettings) -> None:
-        """Put a link to the coordinator in the place of Megatron's socket, before the engine's loop has used it."""
+        """Replace Megatron's socket by a link to the coordinator, before the engine's loop uses it."""
         from .cache_reports import CacheReports
         from .progress_reports import ProgressReports
         from .replica_link import ReplicaLink
@@ -135,7 +136,7 @@ class ReplicaEngine(MambaCacheEngine):
         self._link = ReplicaLink(self.zmq_context, place.address, hello, routing.max_message_bytes, channel)
         self.zmq_sockets.append(self._link)
         if self.is_mp_coordinator:
-            # Its name is the data-parallel rank, which another launch's replica may have too.
+            # Its name is the data-parallel rank, which a replica of another launch may share.
             self.zmq_sockets.remove(self.socket_for_receiving_requests)
             self.socket_for_receiving_requests.close(linger=0)
             self.socket_for_receiving_requests = self._link
@@ -145,7 +146,7 @@ class ReplicaEngine(MambaCacheEngine):
         await self._link.wait_for_welcome(routing.join_timeout_s)
 
     def _watch_peers(self) -> None:
-        """Let this rank hear of a death wherever it waits for a word of another one."""
+        """Make every wait for another rank end with an error when the replica dies."""
         from .peer_socket import PeerSocket
 
         for name in ("model_parallel_subscriber_socket", "model_parallel_num_msgs_subscriber_socket"):
@@ -167,9 +168,9 @@ class ReplicaEngine(MambaCacheEngine):
         seed: int | None = None,
         tenant: str = "",
     ) -> asyncio.Future:
-        """Add a request; see `MambaCacheEngine`. One of a coordinator's that cannot be read fails alone.
+        """Add a request; see `MambaCacheEngine`. A coordinator's request that cannot be read fails alone.
 
-        A coordinator's may also be a cancel or a flush; see `replicas.front_end`.
+        A request from a coordinator may also be a cancel or a flush; see `replicas.front_end`.
         """
         if self.use_coordinator:
             from .progress_reports import obeyed
@@ -191,25 +192,25 @@ class ReplicaEngine(MambaCacheEngine):
             return self._refuse(request, str(error))
 
     def schedule_requests(self) -> int:
-        """Read what the coordinator has sent; returns the number of messages."""
+        """Read the coordinator's messages; return how many there were."""
         num_messages = super().schedule_requests()
         if not self.is_mp_coordinator:
             self._link.drain()
         if self.is_suspended and not self.suspend_signal:
-            self.resume()  # before the loop looks for work: a suspended engine that finds some cannot go on
+            self.resume()  # before the loop looks for work: a suspended engine cannot run any
         self._reports.send()
         self._progress.send_state()
         return num_messages
 
     async def async_step(self) -> Any:
-        """Run one step; behind a coordinator one that fails is tried again, its requests having been queued again."""
+        """Run one step; behind a coordinator, the requests of a failed step are queued and tried again."""
         try:
             outcome = await super().async_step()
         except CacheIntegrityError:
-            raise  # what is cached can no longer be trusted
+            raise  # the cache can no longer be trusted
         except Exception:
             self._failed_in_a_row += 1
-            # Ranks that compute together cannot each decide for themselves to try again.
+            # Ranks that compute together cannot each decide alone to try again.
             is_alone = self.use_coordinator and self.pg_collection.mp.size() == 1 and self.ep_world_size == 1
             if not is_alone or self._failed_in_a_row >= MOST_FAILED_STEPS:
                 raise
@@ -225,7 +226,7 @@ class ReplicaEngine(MambaCacheEngine):
         return report
 
     def _before_report(self, step_result: Any) -> None:
-        """Tell a coordinator where prompts can resume now, before it hears what has ended."""
+        """Report where prompts can resume, before the coordinator learns which requests have ended."""
         if self.use_coordinator:
             finished = [] if step_result is None else step_result["finished_request_ids"].tolist()
             for request_id in [*finished, *self.failed_request_ids]:
@@ -234,21 +235,21 @@ class ReplicaEngine(MambaCacheEngine):
             self._send_unreported()
 
     def suspend(self) -> None:
-        """Take the rows of running requests, and drop memory that is not resident; see `MambaCacheEngine`."""
+        """Drop the rows of running requests and memory that is not resident; see `MambaCacheEngine`."""
         had_memory = self.context.is_tensor_state_allocated
         super().suspend()
         if had_memory and not self.context.is_tensor_state_allocated:
             self._reports.void()
 
     def resume(self, weights_version: str | None = None) -> None:
-        """Go on with the weights that the model has now; see `MambaCacheEngine`."""
+        """Resume with the model's current weights; see `MambaCacheEngine`."""
         had_memory = self.context.is_tensor_state_allocated
         super().resume(weights_version)
         if not had_memory:
             self._reports.watch()
 
     async def run_engine_with_coordinator(self, *, loop: asyncio.AbstractEventLoop | None = None) -> None:
-        """Step for the coordinator until it stops the engine; however this ends, others get what is not done."""
+        """Step for the coordinator until it stops the engine; on any exit, unfinished requests go to other replicas."""
         try:
             await super().run_engine_with_coordinator(loop=loop)
         finally:
@@ -256,7 +257,7 @@ class ReplicaEngine(MambaCacheEngine):
             self._leave_coordinator()
 
     async def _ep_group_has_work(self, local_work: int) -> bool:
-        """Whether the expert-parallel group steps; before the loop may rest, what has failed is reported."""
+        """Return whether the expert-parallel group steps; failed requests are reported before the loop rests."""
         if not local_work and (self.failed_request_ids or self._unreported):
             await self.async_bookkeep(None, {"kv_stats": None}, 0.0, self.step_count)
         return await all_step(self._standing(local_work), self._highest_standing)
@@ -276,7 +277,7 @@ class ReplicaEngine(MambaCacheEngine):
         return highest
 
     def _send_unreported(self) -> None:
-        """Send what ended in a step that raised before Megatron could."""
+        """Send the requests that ended in a step that raised before Megatron could send them."""
         if self._unreported and self.is_mp_coordinator:
             import msgpack
 

@@ -1,33 +1,33 @@
-"""What ranks that share experts agree on before each round of their loops: whether all step, and when all leave.
+"""How ranks that share experts agree, before each round of their loops, whether all step and when all leave.
 
-Signals of a coordinator reach them in different rounds. No rank may compute while a peer's memory is dropped, since a
-forward needs all of them, and none may leave while a peer still asks for it.
+A coordinator's signals reach them in different rounds. No rank may compute while a peer's memory is dropped, since a
+forward needs all of them, and none may leave while a peer still needs it.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable
 from enum import IntEnum
 
-_ROUND_S = 0.02  # as long as Megatron's loop rests where there is nothing to do
+_ROUND_S = 0.02  # as long as Megatron's idle loop sleeps
 
 
 class Standing(IntEnum):
-    """How a rank stands before a round. The highest standing of a group decides for all of it."""
+    """The state of a rank before a round. The highest standing in a group decides for all its ranks."""
 
     STOPPED = 0
-    """It has heard that all engines have stopped, and leaves once all have heard it."""
+    """It has received the final stop, and leaves once all ranks have received it."""
     RESTING = 1
     """It has no requests, or was told to pause, stop or suspend."""
     WORKING = 2
-    """It has requests: all step, those without any for the others' sake."""
+    """It has requests: all ranks step, those without requests included."""
     SUSPENDED = 3
-    """It cannot compute: nobody steps."""
+    """It cannot compute: no rank steps."""
 
 
 async def all_step(mine: Standing, highest: Callable[[Standing], Awaitable[int]]) -> bool:
-    """Return whether the ranks of a group step now; all of them call it, once a round.
+    """Return whether the ranks of a group step now; all of them call it once per round.
 
-    Where this rank has stopped, it returns once all have.
+    If this rank has stopped, it returns once all have stopped.
 
     Args:
         mine: Standing of this rank.

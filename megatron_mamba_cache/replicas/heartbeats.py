@@ -1,4 +1,4 @@
-"""How long a connection may be silent, the same on both sides."""
+"""Heartbeat settings, the same on both sides of a connection."""
 
 import zmq
 
@@ -7,9 +7,9 @@ _SILENCE_MS = 5000
 
 
 def set_heartbeats(socket: zmq.Socket) -> None:
-    """Let ZMQ's I/O thread ask the other side for a sign of life, and close the connection that gives none for 5 s.
+    """Make ZMQ's I/O thread ping the peer every second, and close a connection that stays silent for 5 s.
 
-    Call it before the socket binds or connects. Both sides need it: libzmq forgets the patience that a peer asks for
+    Call it before the socket binds or connects. Both sides need it: libzmq drops the timeout that a peer asks for
     (`HEARTBEAT_TTL`) as soon as that peer sends anything else.
     """
     socket.setsockopt(zmq.HEARTBEAT_IVL, _INTERVAL_MS)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 
 def host_identity() -> str:
-    """Return a text that is the same in two processes only if both reach each other over loopback.
+    """Return a string that is equal in two processes only if they can reach each other over loopback.
 
-    A host's name alone does not tell: containers may share it, or share the host's kernel but not its network.
+    The hostname alone is not enough: containers may share it, or share the host's kernel but not its network.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

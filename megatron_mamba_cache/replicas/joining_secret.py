@@ -1,6 +1,6 @@
-"""The secret of a coordinator on loopback, which only processes of the same user can read.
+"""The secret of a coordinator on loopback, readable only by processes of the same user.
 
-A client needs the address alone, as Megatron's does. A replica gets other clients' prompts, so it has to know more.
+A client needs only the address, as with Megatron. A replica gets other clients' prompts, so it must know the secret.
 """
 
 import hashlib
@@ -20,14 +20,14 @@ _NUM_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class JoiningSecret:
-    """A secret in a file of this user's folder for temporary files."""
+    """A secret in a file of this user's temporary folder."""
 
     path: Path
     value: bytes
 
     @classmethod
     def create(cls, port: int) -> Self:
-        """Draw one and write it for the replicas; what an earlier coordinator of the port has left is replaced.
+        """Draw a secret and write it for the replicas, replacing that of an earlier coordinator on the port.
 
         Raises:
             PermissionError: If the folder belongs to another user or is open to others.
@@ -41,7 +41,7 @@ class JoiningSecret:
 
     @classmethod
     def read(cls, port: int) -> Self:
-        """Return that of the coordinator on a port of this host.
+        """Return the secret of the coordinator on a port of this host.
 
         Raises:
             ConnectionError: If there is none.

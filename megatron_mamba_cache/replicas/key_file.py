@@ -1,4 +1,4 @@
-"""The file with the secret that all hosts of a coordinator share: 32 random bytes as 64 hexadecimal digits."""
+"""The key file that all hosts of a coordinator share: 32 random bytes as 64 hexadecimal digits."""
 
 import os
 import stat

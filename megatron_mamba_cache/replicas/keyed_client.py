@@ -1,4 +1,4 @@
-"""Megatron's client for a coordinator that asks for a key."""
+"""Megatron's client for a coordinator that requires a key."""
 
 import os
 
@@ -10,14 +10,14 @@ from .key_file import read_key_file
 
 
 class KeyedInferenceClient(InferenceClient):
-    """Megatron's `InferenceClient`, in everything but the connection, which has the key of a file.
+    """Megatron's `InferenceClient` over a connection secured by a key file.
 
     Args:
         inference_coordinator_address: Such as "tcp://host:5555".
         key_file: The coordinator's; see `read_key_file`.
 
     Raises:
-        ValueError: If the file is not one.
+        ValueError: If the file is not a valid key file.
         ModuleNotFoundError: If pyzmq cannot use keys.
     """
 

@@ -1,4 +1,4 @@
-"""Run a coordinator in a process of its own."""
+"""Run a coordinator in its own process."""
 
 import multiprocessing
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ from .settings import RoutingSettings
 class LaunchedCoordinator:
     """A coordinator's process.
 
-    It outlives this process, which does not wait for it at exit, as long as replicas or clients are there.
+    It outlives this process, which does not wait for it at exit, as long as replicas or clients are connected.
 
     Args:
         address: Where replicas and clients connect.
         ready: Set once all expected replicas have joined.
-        presence: Open while this process takes part.
+        presence: Open while this process participates.
     """
 
     process: BaseProcess
@@ -29,7 +29,7 @@ class LaunchedCoordinator:
     presence: Connection
 
     def leave(self) -> None:
-        """Let it end as soon as neither replicas nor clients are there; so does the end of this process."""
+        """Let it end as soon as no replica or client is connected; the end of this process does the same."""
         self.presence.close()
 
 
@@ -38,15 +38,15 @@ def launch_coordinator(
 ) -> LaunchedCoordinator:
     """Start a coordinator and return once it listens.
 
-    It ends when clients stop the engines, or when this process has left it and nobody else is there.
+    It ends when clients stop the engines, or when this process has left and no replica or client is connected.
 
     Args:
-        tokenizer: It is pickled.
+        tokenizer: Must be picklable.
         port: Tried first; None: any.
-        num_replicas: To wait for before it is ready, unless the settings say another number.
+        num_replicas: Replicas to wait for before it is ready, unless the settings give another number.
 
     Raises:
-        RuntimeError: If the process ends instead.
+        RuntimeError: If the process ends before it listens.
     """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -58,7 +58,7 @@ def launch_coordinator(
         name="inference-coordinator",
     )
     process.start()
-    # Or this process would wait for it at exit, and it for the end of this process.
+    # Otherwise this process would wait for it at exit, while it waits for the end of this process.
     multiprocessing.process._children.discard(process)
     theirs.close()
     starter.close()
@@ -81,7 +81,7 @@ def _run(
     settings: RoutingSettings,
     num_replicas: int,
 ) -> None:
-    # Nothing is ever sent there: what can be read is its end.
+    # Nothing is ever sent over `starter`: it becomes readable only when the other end closes.
     coordinator = ServingCoordinator(pipe, tokenizer, port, settings, num_replicas, starter.poll)
     try:
         coordinator.wait_for_replicas()

@@ -13,17 +13,17 @@ _LINGER_MS = 5000
 _HANDSHAKE_MS = 10_000
 _MOST_UNREAD = 1000
 _MOST_UNSENT = 65_536
-"""Messages of one connection. A peer that is ahead of the coordinator waits; one that stops reading counts as gone."""
+"""Messages per connection. A peer that sends too fast waits; one that stops reading counts as disconnected."""
 
 
 def listening_router(context: zmq.Context, port: int | None, access: Access, max_message_bytes: int) -> zmq.Socket:
-    """Return a router that listens on a port of the access's interface, or on any other if that is None or taken.
+    """Return a router that listens on a port of the access's interface; on any free port if it is None or taken.
 
     Args:
-        max_message_bytes: Of one frame; a connection that announces more is closed.
+        max_message_bytes: Most bytes of one frame; a connection that announces more is closed.
     """
     router = context.socket(zmq.ROUTER)
-    router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # who is gone is noticed when something is sent there
+    router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending to a disconnected peer raises
     router.setsockopt(zmq.SNDHWM, _MOST_UNSENT)
     router.setsockopt(zmq.RCVHWM, _MOST_UNREAD)
     router.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
@@ -36,7 +36,7 @@ def listening_router(context: zmq.Context, port: int | None, access: Access, max
         if port is not None:
             router.bind(f"{host}:{port}")
     except zmq.ZMQError as error:
-        logger.warning("port %s cannot be had (%s); taking another one", port, error)
+        logger.warning("port %s is not available (%s); using another one", port, error)
         port = None
     if port is None:
         router.bind_to_random_port(host)

@@ -1,4 +1,4 @@
-"""A coordinator's end of all connections. What comes in is bounded, and so is what is logged about it."""
+"""A coordinator's end of all connections. Incoming messages and the log lines about them are bounded."""
 
 import logging
 from collections.abc import Iterator
@@ -32,11 +32,11 @@ class Mailbox:
 
     @property
     def proof(self) -> str:
-        """What a replica's hello has to carry."""
+        """The proof that a replica's hello must carry."""
         return self._admission.proof
 
     def receive(self, wait_s: float) -> Iterator[list[bytes]]:
-        """Wait for messages and yield the frames of those that are there."""
+        """Wait for messages and yield the frames of those that have arrived."""
         if not self.socket.poll(int(wait_s * 1000) + 1):
             return
         for _ in range(_MOST_MESSAGES_A_ROUND):
@@ -49,7 +49,7 @@ class Mailbox:
         """Send a message.
 
         Raises:
-            zmq.ZMQError: If nothing is there any more under this identity, or it does not read.
+            zmq.ZMQError: If no peer has this identity any more, or it does not read.
         """
         self.socket.send_multipart([identity, message], zmq.NOBLOCK)
 
@@ -60,13 +60,13 @@ class Mailbox:
             logger.warning("ignored a message of %r: %s: %s", sender, type(error).__name__, error)
 
     def summarize(self) -> None:
-        """Log how many ignored messages have no line of their own since the last call."""
+        """Log how many messages were ignored without a log line since the last call."""
         if self._num_ignored > _MOST_LINES_A_ROUND:
             logger.warning("ignored %s more messages", self._num_ignored - _MOST_LINES_A_ROUND)
         self._num_ignored = 0
 
     def close(self) -> None:
-        """Let no one join any more, send what is due, and close all connections."""
+        """Stop admitting replicas and clients, send pending messages, and close all connections."""
         self._admission.end()
         self.socket.close()
         self._end_admitting()

@@ -1,4 +1,4 @@
-"""Which processes make up which replica, and which of them are gone."""
+"""Which processes make up which replica, and which replicas are dead."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,11 +10,11 @@ from .wire import Hello, WireError
 
 @dataclass(slots=True)
 class Replica:
-    """A replica that is complete or on its way to be.
+    """A replica, complete or still assembling.
 
     Args:
         members: Socket identities by rank in the replica; number 0 takes the requests.
-        salt: Of its block keys; None: it has not reported any.
+        salt: Salt of its block keys; None: not reported yet.
     """
 
     name: ReplicaName
@@ -25,7 +25,7 @@ class Replica:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all of its processes have said hello."""
+        """True when all of its processes have said hello."""
         return len(self.members) == self.num_members
 
     @property
@@ -38,9 +38,9 @@ _MOST_DEAD = 4096
 
 
 class Membership:
-    """The replicas by name and by socket. One that has been dead once stays out: it may have lost messages.
+    """The replicas by name and by socket. A dead replica may not rejoin, since it may have lost messages.
 
-    The dead that are remembered are bounded; those that died first are forgotten.
+    The number of dead replicas remembered is bounded; those that died first are forgotten.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class Membership:
 
     @property
     def dead_identities(self) -> list[bytes]:
-        """Sockets of processes of dead replicas; some may be there yet, or come back."""
+        """Sockets of processes of dead replicas; some may still be connected, or reconnect."""
         return list(self._dead_sockets)
 
     def __getitem__(self, name: ReplicaName) -> Replica:
@@ -73,11 +73,11 @@ class Membership:
         return None if name is None else self._replicas[name]
 
     def is_dead(self, identity: bytes) -> bool:
-        """Whether the socket belongs to a replica that counts as dead."""
+        """Return whether the socket belongs to a dead replica."""
         return identity in self._dead_sockets
 
     def greet(self, identity: bytes, hello: Hello) -> Replica:
-        """Enter a process and return its replica.
+        """Register a process and return its replica.
 
         Raises:
             WireError: If it contradicts what is known of its replica; nothing has changed then.
@@ -90,17 +90,17 @@ class Membership:
             replica = Replica(hello.replica, hello.num_members, hello.domain)
         if (replica.num_members, replica.domain) != (hello.num_members, hello.domain):
             raise WireError(
-                f"a member of {hello.replica} speaks of {hello.num_members} members, others of another number"
+                f"a member of {hello.replica} says {hello.num_members} members; others disagree on that or the domain"
             )
         if hello.member in replica.members or identity in self._name_of:
-            raise WireError(f"member {hello.member} of {hello.replica} is there already")
+            raise WireError(f"member {hello.member} of {hello.replica} has already joined")
         self._replicas[hello.replica] = replica
         replica.members[hello.member] = identity
         self._name_of[identity] = hello.replica
         return replica
 
     def bury(self, identity: bytes) -> list[Replica]:
-        """Take out the replica of a lost process and all that die with it; return them."""
+        """Remove and return the replica of a lost process and all replicas that die with it."""
         lost = self.of_socket(identity)
         if lost is None:
             return []

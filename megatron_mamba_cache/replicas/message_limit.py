@@ -1,4 +1,4 @@
-"""Keep a replica's messages below the limit above which the coordinator's socket closes the connection."""
+"""Keep a replica's messages within the size limit; the coordinator's socket closes a connection that exceeds it."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,10 +14,10 @@ _REPORT_BYTES = 1024  # of a report without its keys
 
 
 def messages_within(max_bytes: int, message: bytes) -> Iterator[bytes]:
-    """Yield a message of an engine as messages of at most `max_bytes` each, in order.
+    """Yield an engine's message as messages of at most `max_bytes` each, in order.
 
-    Replies and progress are split by request. If the part of one request alone is above the limit, an `Unsent` takes
-    its place, with which the coordinator fails that request.
+    Replies and progress are split by request. If the part of a single request exceeds the limit, an `Unsent` replaces
+    it, which makes the coordinator fail that request.
     """
     if len(message) <= max_bytes:
         yield message
@@ -35,7 +35,7 @@ def messages_within(max_bytes: int, message: bytes) -> Iterator[bytes]:
 
 
 def reports_within(max_bytes: int, report: KeyReport) -> Iterator[bytes]:
-    """Yield a report as messages of at most `max_bytes` each, or of one key; they apply one after another."""
+    """Yield a report as messages of at most `max_bytes` each, but of one key at least; they apply in order."""
     changes, salt, flushed = report.changes, report.salt, report.changes.were_flushed
     most = max((max_bytes - _REPORT_BYTES) // KEY_BYTES, 1)
     dropped, published = changes.dropped, changes.published

@@ -1,4 +1,4 @@
-"""What an engine without a coordinator has in the place of reports to it; needs nothing that reports need."""
+"""Null objects for the reports of an engine without a coordinator; they need none of the reports' dependencies."""
 
 from collections.abc import Iterable
 
@@ -17,7 +17,7 @@ class NoReports:
 
 
 class NoProgress:
-    """Takes the place of `ProgressReports` without a coordinator, and on ranks that do not speak for their replica."""
+    """Takes the place of `ProgressReports` without a coordinator, and on ranks other than their replica's first."""
 
     def send(self, _request_ids: Iterable[int]) -> None:
         """Do nothing."""

@@ -1,4 +1,4 @@
-"""A socket that other ranks write to, of this replica or among its experts: who waits there hears of a death."""
+"""A socket that reads from other ranks, of this replica or of its expert group, and raises when the replica is dead."""
 
 import zmq
 
@@ -8,13 +8,13 @@ _POLL_MS = 100
 
 
 class PeerSocket:
-    """Stands in for a socket of Megatron's engine, which would wait for a rank that has ended without an end.
+    """Wraps a socket of Megatron's engine, which would wait forever for a rank that has ended.
 
     The coordinator notices the death, whatever this rank is doing, and tells all ranks that cannot go on.
 
     Args:
-        socket: That is read; closed with this one.
-        link: Of this rank, to the coordinator; looked at while nothing comes.
+        socket: The socket to read; closed with this one.
+        link: This rank's link to the coordinator; checked while no message arrives.
     """
 
     def __init__(self, socket: zmq.Socket, link: ReplicaLink) -> None:
@@ -26,7 +26,7 @@ class PeerSocket:
 
         Raises:
             zmq.Again: If there is none, with `zmq.NOBLOCK`.
-            ReplicaFencedError: If the coordinator has declared this replica dead, or is not there any more.
+            ReplicaFencedError: If the coordinator has declared this replica dead, or is gone.
         """
         self._wait(flags)
         message: bytes = self._socket.recv(flags)

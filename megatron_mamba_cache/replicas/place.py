@@ -1,4 +1,4 @@
-"""Where a process stands among the replicas of its launch: who starts the coordinator, and how it says hello."""
+"""A process's place among the replicas of its launch: whether it starts the coordinator, and how it says hello."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,10 +18,10 @@ class ReplicaPlace:
     """A process's replica.
 
     Args:
-        replica: Name that no other replica has, of any launch.
+        replica: Name, unique across all launches.
         member, num_members: Rank in the model-parallel group, and its size.
-        domain: The same for replicas that compute together by expert parallelism, else "".
-        address: Of the coordinator.
+        domain: Shared by replicas that compute together by expert parallelism, else "".
+        address: The coordinator's.
     """
 
     replica: str
@@ -32,12 +32,12 @@ class ReplicaPlace:
 
 
 def starts_coordinator(groups: Any) -> bool:
-    """Whether this process is the one of its launch that starts the coordinator."""
+    """Return whether this process starts the coordinator of its launch."""
     return _is_first_member(groups) and get_pg_rank(groups.dp) == 0
 
 
 def address_on_this_host(port: int | None, host: str) -> str:
-    """Return the address of a coordinator that runs on this host already.
+    """Return the address of a coordinator already running on this host.
 
     Args:
         host: Name of the interface on which it listens.
@@ -53,13 +53,13 @@ def address_on_this_host(port: int | None, host: str) -> str:
 
 
 def check_ranks(groups: Any, access: "Access") -> None:
-    """See that all processes of the launch may reach each other; a collective of all of them.
+    """Check that all processes of the launch may reach each other; a collective over all of them.
 
     Args:
         access: Rules of this process.
 
     Raises:
-        ValueError: On all processes, if they do not, or if their rules differ.
+        ValueError: On all processes, if they may not, or if their rules differ.
     """
     ranks = {(host_identity(), access.fingerprint)}
     for group in (groups.mp, groups.dp):
@@ -79,7 +79,7 @@ def _gathered(found: set[Any], group: Any) -> list[set[Any]]:
 
 
 def agree_on_place(groups: Any, address: str | None) -> ReplicaPlace:
-    """Tell all processes of the launch what the first one knows; a collective of all of them.
+    """Agree on the replicas and the address across all processes of the launch; a collective over all of them.
 
     Args:
         groups: Megatron's process groups.

@@ -1,4 +1,4 @@
-"""Tells a coordinator what each step added to requests whose client wants to hear of it, and what the engine does."""
+"""Report to a coordinator what each step added to streaming requests, and the state of the engine."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -35,7 +35,7 @@ class ReportingEngine(Protocol):
 
 
 class MessageTarget(Protocol):
-    """Where messages go."""
+    """The receiver of messages."""
 
     def send(self, message: bytes) -> None:
         """Pass a message on."""
@@ -47,21 +47,21 @@ class ProgressReports:
     def __init__(self, engine: ReportingEngine, target: MessageTarget) -> None:
         self._engine = engine
         self._target = target
-        self._known: dict[int, int] = {}  # tokens told, by request
+        self._known: dict[int, int] = {}  # request id -> tokens reported
         self._state_at = 0.0
         self._last_state: dict[str, Any] = {}
 
     def send(self, request_ids: Iterable[int]) -> None:
-        """Tell what requests that go on have generated since the last time."""
+        """Report what these requests have generated since the last report."""
         news = [[request_id, self._progress(request_id)] for request_id in request_ids if self._streams(request_id)]
         if news := [entry for entry in news if entry[1]["tokens"]]:
             self._target.send(msgpack.packb([PROGRESS, news]))
-        # Only now: what could not be sent is told the next time.
+        # Only now: what could not be sent is reported the next time.
         self._known |= {request_id: progress["start"] + len(progress["tokens"]) for request_id, progress in news}
         self._known = {request_id: count for request_id, count in self._known.items() if self._streams(request_id)}
 
     def send_state(self) -> None:
-        """Tell what the engine does, now and then, if that has changed."""
+        """Report the state of the engine if it has changed, at most every `_STATE_INTERVAL_S`."""
         now, engine = time.monotonic(), self._engine
         if now - self._state_at < _STATE_INTERVAL_S or not engine.context.is_tensor_state_allocated:
             return
@@ -91,7 +91,7 @@ class ProgressReports:
 
 
 def progress_since(start: int, parts: Sequence[Any], cached_tokens: int) -> dict[str, Any]:
-    """Return what a request's parts have beyond the first `start` generated tokens, in plain types.
+    """Return what a request's parts hold beyond the first `start` generated tokens, in plain types.
 
     The prompt's log-probs come with the first token.
     """
@@ -108,7 +108,7 @@ def progress_since(start: int, parts: Sequence[Any], cached_tokens: int) -> dict
 
 
 def obeyed(engine: ReportingEngine, request_id: int, sampling: Any) -> bool:
-    """Carry out a submission that is a cancel or a flush; return whether it is."""
+    """Carry out a submission if it is a cancel or a flush; return whether it was one."""
     if getattr(sampling, CANCELS, False):
         engine.cancel_request(request_id)
         return True

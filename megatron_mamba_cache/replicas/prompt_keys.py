@@ -1,4 +1,4 @@
-"""A prompt's tokens and the keys of its blocks, as each replica names them."""
+"""A prompt's tokens and the keys of its blocks under each replica's salt."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from .salts import KeySalt
 
 
 class PromptKeys:
-    """Block keys of one prompt, hashed once for each salt; replicas mostly agree on one."""
+    """Block keys of one prompt, hashed once per salt; replicas mostly share one salt."""
 
     def __init__(self, tokens: list[int], tenant: str) -> None:
         self._tokens = tokens
@@ -23,10 +23,10 @@ class PromptKeys:
 
 
 def prompt_tokens(prompt: Any, tokenizer: Any, add_bos: bool) -> list[int]:
-    """Return a prompt's token ids, with the beginning that an engine gives a text.
+    """Return a prompt's token ids; a text begins with BOS as an engine would tokenize it.
 
     Raises:
-        ValueError: If it is neither text nor a list of 32-bit integers, or is to begin with a token that there is not.
+        ValueError: If it is neither text nor a list of 32-bit integers, or `add_bos` is set and there is no BOS.
     """
     if isinstance(prompt, list):
         if not all(type(token) is int and -(2**31) <= token < 2**31 for token in prompt):

@@ -1,6 +1,6 @@
-"""Sockets between the ranks of a replica, and between ranks that share experts: Megatron makes them, this decides how.
+"""Sockets between the ranks of a replica, and between ranks that share experts: restricts those that Megatron creates.
 
-Megatron binds them to the interface of the host's name and sends every prompt over them to whatever subscribes.
+Megatron binds them to the hostname's interface and sends every prompt over them to any subscriber.
 """
 
 import time
@@ -15,7 +15,7 @@ _POLL_MS = 100
 
 
 class RankSocket(zmq.Socket):
-    """A socket that binds to the context's interface, whatever interface it is told, and over the context's channel."""
+    """A socket that binds to the context's interface, ignoring the one given, and uses the context's channel."""
 
     context: "RankContext"
 
@@ -25,14 +25,14 @@ class RankSocket(zmq.Socket):
         return super().bind(f"tcp://{self.context.host}:{address.rsplit(':', 1)[1]}")
 
     def connect(self, address: str) -> Any:
-        """Connect; Megatron's own socket to the coordinator, which a `ReplicaLink` replaces, reaches nothing."""
+        """Connect; Megatron's own socket to the coordinator is left unconnected, since a `ReplicaLink` replaces it."""
         if self.type == zmq.DEALER:
             return super().connect("inproc://replaced")
         self.context.channel.secure_connection(self)
         return super().connect(address)
 
     def wait_for_subscribers(self, num_subscribers: int, timeout_s: float) -> None:
-        """Return once so many ranks have subscribed; what is published before does not reach them.
+        """Return once `num_subscribers` ranks have subscribed; they miss whatever is published before.
 
         Raises:
             ConnectionError: If that takes longer than `timeout_s`.
@@ -53,7 +53,7 @@ class RankContext(zmq.Context[RankSocket]):
 
     Args:
         host: Interface on which they listen.
-        max_message_bytes: Of one frame; a connection that announces more is closed.
+        max_message_bytes: Most bytes of one frame; a connection that announces more is closed.
     """
 
     host: str = ""
@@ -69,7 +69,7 @@ class RankContext(zmq.Context[RankSocket]):
         self.publishers = []
 
     def wait_for_ranks(self, num_members: int, num_experts: int, timeout_s: float) -> None:
-        """Return once all ranks hear what this one publishes; call it before anything is.
+        """Return once all ranks receive what this one publishes; call it before publishing.
 
         Args:
             num_members, num_experts: Ranks of the replica, and ranks that share its experts.
@@ -77,19 +77,19 @@ class RankContext(zmq.Context[RankSocket]):
         Raises:
             ConnectionError: If that takes longer than `timeout_s`.
         """
-        of_replica, of_experts = self.publishers[:2], self.publishers[2:]  # as Megatron makes them
+        of_replica, of_experts = self.publishers[:2], self.publishers[2:]  # in Megatron's order of creation
         for publisher in of_replica:
             publisher.wait_for_subscribers(num_members, timeout_s)
         for publisher in of_experts:
             publisher.wait_for_subscribers(num_experts - 1, timeout_s)
 
     def socket(self, socket_type: int, socket_class: Any = RankSocket) -> Any:
-        """Return a socket; a publisher that knows its subscribers in place of one that does not."""
+        """Return a socket; for PUB an XPUB, which reports its subscribers."""
         is_publisher = socket_type == zmq.PUB
         made = super().socket(zmq.XPUB if is_publisher else socket_type, socket_class)
         if is_publisher:
             self.publishers.append(made)
-            made.setsockopt(zmq.XPUB_VERBOSE, 1)  # each subscription is told, also of what others subscribe to
+            made.setsockopt(zmq.XPUB_VERBOSE, 1)  # report every subscription, repeated ones included
         made.setsockopt(zmq.MAXMSGSIZE, self.max_message_bytes)
         made.setsockopt(zmq.LINGER, _LINGER_MS)
         return made

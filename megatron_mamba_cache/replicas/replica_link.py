@@ -1,4 +1,4 @@
-"""A replica's connection to the coordinator, in the place of the socket that Megatron's engine would use."""
+"""A replica's connection to the coordinator; it replaces the socket that Megatron's engine would use."""
 
 import asyncio
 import secrets
@@ -19,20 +19,20 @@ _WELCOME_POLL_S = 0.01
 
 
 COORDINATOR_SILENCE_S = 60.0
-"""Without a word from the coordinator for so long, probes included, a replica gives up: nobody could reach it."""
+"""A replica gives up after this long without any message from the coordinator, probes included."""
 
 
 class ReplicaFencedError(RuntimeError):
-    """The coordinator has given this replica up, or has gone itself."""
+    """The coordinator has declared this replica dead, or is gone itself."""
 
 
 class ReplicaLink:
-    """Says hello, and then passes Megatron's messages through; what is meant for the link itself stays there.
+    """Says hello, then passes Megatron's messages through; it consumes messages meant for the link itself.
 
     Args:
-        address: Of the coordinator, such as "tcp://host:5555".
-        max_message_bytes: Of a message to the coordinator; see `RoutingSettings`.
-        channel: That the coordinator asks for.
+        address: The coordinator's, such as "tcp://host:5555".
+        max_message_bytes: Most bytes of a message to the coordinator; see `RoutingSettings`.
+        channel: The channel that the coordinator requires.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class ReplicaLink:
         self._socket.setsockopt(zmq.IDENTITY, _identity_of(hello))
         (channel or PlainChannel()).secure_connection(self._socket)
         set_heartbeats(self._socket)
-        self._socket.setsockopt(zmq.RCVHWM, 0)  # its I/O thread takes everything in, also during a long step
+        self._socket.setsockopt(zmq.RCVHWM, 0)  # unlimited: the I/O thread keeps receiving during a long step
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
         self._socket.connect(address)
@@ -63,12 +63,12 @@ class ReplicaLink:
 
         Raises:
             zmq.Again: If there is none, with `zmq.NOBLOCK`.
-            ReplicaFencedError: If the coordinator has declared this replica dead, or is not there any more.
+            ReplicaFencedError: If the coordinator has declared this replica dead, or is gone.
         """
         return self._unread.popleft() if self._unread else self._next(flags)
 
     def check(self) -> None:
-        """Look whether this replica is still alive to the coordinator; what has come for the engine is kept for it.
+        """Check that the coordinator still counts this replica as alive; messages for the engine are kept.
 
         Raises:
             ReplicaFencedError: As `recv`.
@@ -105,7 +105,7 @@ class ReplicaLink:
         return message
 
     async def wait_for_welcome(self, timeout_s: float) -> None:
-        """Return once the replica takes part; meanwhile somebody else has to call `recv` or `drain`.
+        """Return once the coordinator has welcomed the replica; meanwhile another task must call `recv` or `drain`.
 
         Raises:
             ConnectionError: If that takes longer than `timeout_s`.
@@ -120,7 +120,7 @@ class ReplicaLink:
             await asyncio.sleep(_WELCOME_POLL_S)
 
     def drain(self) -> None:
-        """Read what has come for a process that gets its requests from another one.
+        """Read and drop messages, on a process that gets its requests from another one.
 
         Raises:
             ReplicaFencedError: As `recv`.
@@ -132,21 +132,21 @@ class ReplicaLink:
             return
 
     def send(self, message: bytes) -> None:
-        """Send a message of the engine; messages arrive in order. What is above the limit fails its request."""
+        """Send a message of the engine; messages arrive in order. A part above the limit fails its request."""
         for part in messages_within(self._max_message_bytes, message):
             self._socket.send(part)
 
     def report_keys(self, changes: BoundaryChanges, salt: KeySalt | None) -> None:
-        """Tell the coordinator what has changed of the cache; `salt` is None while it is the one reported last."""
+        """Tell the coordinator what has changed in the cache; `salt` is None if unchanged since the last report."""
         for part in reports_within(self._max_message_bytes, KeyReport(changes, salt)):
             self._socket.send(part)
 
     def close(self) -> None:
-        """Close the connection; to the coordinator the replica is dead unless it has been stopped."""
+        """Close the connection; the coordinator counts the replica as dead unless it has been stopped."""
         self._socket.close()
 
 
 def _identity_of(hello: Hello) -> bytes:
-    """Return a name for the socket; where hellos carry a proof, no client can guess it and take it when it is free."""
+    """Return a name for the socket; where hellos carry a proof, clients cannot guess it and take it once it is free."""
     name = f"{hello.replica}/{hello.member}"
     return (f"{name}/{secrets.token_hex(16)}" if hello.proof else name).encode()

@@ -1,4 +1,4 @@
-"""Requests that replicas work on: those of a dead replica can be sent again, or be answered with an error."""
+"""Requests in flight: those of a dead replica can be sent again, or answered with an error."""
 
 import time
 from collections import defaultdict
@@ -15,9 +15,9 @@ from .front_end import CANCELS, FLUSHES
 
 _CLIENTS_SHARE = 4
 _TOKEN_BYTES = 8
-_REQUEST_BYTES = 1024  # of its bookkeeping
+_REQUEST_BYTES = 1024  # bookkeeping of a request
 _MOST_NESTED = 8
-_MOST_NEW_TOKENS = 2**20  # that the router counts: a replica refuses what is too much for it
+_MOST_NEW_TOKENS = 2**20  # most that the router counts; a replica refuses requests that are too long for it
 
 
 @dataclass(slots=True)
@@ -25,13 +25,13 @@ class RequestInFlight:
     """A request of a client.
 
     Args:
-        request_id: Of all clients' requests; the replicas know it by this.
+        request_id: The coordinator's number, unique over all clients; replicas use it.
         client: Socket identity.
-        client_request_id: What the client calls it.
+        client_request_id: The client's number.
         prompt: Text or token ids, as the client sent it.
         tokens: The prompt as token ids.
-        sampling: Megatron's sampling parameters as a dict, with whatever the client added to them.
-        num_bytes: Counted for it; see `RequestsInFlight`.
+        sampling: Megatron's sampling parameters as a dict, with any additions of the client.
+        num_bytes: Bytes counted for it; see `RequestsInFlight`.
     """
 
     request_id: int
@@ -46,13 +46,13 @@ class RequestInFlight:
 
     @property
     def tenant(self) -> str:
-        """Whose prefixes it may share."""
+        """The tenant whose prefixes it may share."""
         tenant = self.sampling.get("tenant", "")
         return tenant if isinstance(tenant, str) else ""
 
     @property
     def max_new_tokens(self) -> int:
-        """Tokens to generate at most, as far as the client said."""
+        """Most tokens to generate; 0 if the client set no limit."""
         for name, before in (("num_tokens_to_generate", 0), ("num_tokens_total", len(self.tokens))):
             value = self.sampling.get(name)
             if isinstance(value, int):
@@ -60,28 +60,28 @@ class RequestInFlight:
         return 0
 
     def size(self) -> int:
-        """Return about how many bytes it takes."""
+        """Return roughly how many bytes it takes."""
         text = len(self.prompt) if isinstance(self.prompt, str) else 0
         return text + _TOKEN_BYTES * len(self.tokens) + len(msgpack.packb(self.sampling)) + _REQUEST_BYTES
 
     def submission(self) -> bytes:
-        """Return Megatron's message that gives it to a replica."""
+        """Return Megatron's message that submits it to a replica."""
         return msgpack.packb([Headers.SUBMIT_REQUEST.value, self.request_id, self.prompt, self.sampling])
 
     def reply(self, record: dict[str, Any]) -> bytes:
-        """Return Megatron's message that gives its client a record."""
+        """Return Megatron's message that sends a record to its client."""
         return msgpack.packb([Headers.ENGINE_REPLY.value, self.client_request_id, record])
 
 
 class PendingLimitError(ValueError):
-    """Too much is not done yet for one more request."""
+    """The unfinished requests leave no room for one more."""
 
 
 class RequestsInFlight:
-    """All requests that are not done, by the coordinator's number and by that of their client.
+    """All unfinished requests, by the coordinator's number and by their client's.
 
     Args:
-        max_bytes: Of prompts and parameters; see `RoutingSettings.max_pending_bytes`.
+        max_bytes: Most bytes of prompts and parameters; see `RoutingSettings.max_pending_bytes`.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -113,21 +113,21 @@ class RequestsInFlight:
         return self._of_client[client].get(client_request_id) if client in self._of_client else None
 
     def add(self, request: RequestInFlight) -> None:
-        """Enter a request.
+        """Add a request.
 
         Raises:
-            ValueError: If its client has one of this number; nothing has changed then.
+            ValueError: If its client has an unfinished one with this number; nothing has changed then.
         """
         if self.find(request.client, request.client_request_id) is not None:
-            raise ValueError(f"request {request.client_request_id} of this client is not done yet; number them apart")
+            raise ValueError(f"request {request.client_request_id} of this client is unfinished; use another number")
         self._requests[request.request_id] = request
         self._of_client[request.client][request.client_request_id] = request
 
     def charge(self, request: RequestInFlight) -> None:
-        """Count what a request that has been read takes, until it is removed.
+        """Count the bytes of a request until it is removed.
 
         Raises:
-            PendingLimitError: If that is too much for its client, or with all others; it is counted all the same.
+            PendingLimitError: If its client or all clients together exceed their limit; it is counted all the same.
         """
         request.num_bytes = request.size()
         self._num_bytes += request.num_bytes
@@ -140,7 +140,7 @@ class RequestsInFlight:
             )
 
     def remove(self, request: RequestInFlight) -> None:
-        """Take a request out."""
+        """Remove a request."""
         del self._requests[request.request_id]
         own = self._of_client[request.client]
         del own[request.client_request_id]
@@ -151,10 +151,10 @@ class RequestsInFlight:
 
 
 def readable_sampling(sampling: dict[str, Any]) -> dict[str, Any]:
-    """Return sampling parameters that every replica can read.
+    """Return sampling parameters after checking that every replica can read them.
 
     Raises:
-        ValueError: If Megatron would refuse them, or take them for something else than data.
+        ValueError: If Megatron would refuse them, or treat them as anything but data.
     """
     if not _is_plain(sampling, _MOST_NESTED):
         raise ValueError(f"sampling parameters hold plain values and lists of them, at most {_MOST_NESTED} deep")
@@ -179,9 +179,9 @@ def _is_plain(value: Any, most_nested: int) -> bool:
 
 
 def failed_record(request: RequestInFlight, reason: str) -> dict[str, Any]:
-    """Return Megatron's record of a request that failed outside of an engine, as `serialize` would make it.
+    """Return Megatron's record of a request that failed outside an engine, as `serialize` would make it.
 
-    `InferenceClient` gives its caller the record; the reason is the message of its last event but one.
+    `InferenceClient` returns the record to its caller; the reason is the message of its second-to-last event.
     """
     now = time.time()
     error = {

@@ -1,4 +1,4 @@
-"""What a replica's block keys depend on, so that a coordinator can name a prompt's blocks as the replica does."""
+"""What a replica's block keys depend on, so that a coordinator computes the same keys as the replica."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from ..policy.block_hashing import CacheSalt
 
 @dataclass(frozen=True, slots=True)
 class KeySalt:
-    """What a replica's block keys are chained under, but for the tenant."""
+    """The salt that a replica's block keys are chained from, without the tenant."""
 
     fingerprint: str
     weights_version: str
@@ -15,5 +15,5 @@ class KeySalt:
     block_size: int
 
     def root_of(self, tenant: str) -> bytes:
-        """Return the digest that a tenant's chains start from."""
+        """Return the digest at the root of a tenant's chains."""
         return CacheSalt(self.fingerprint, self.weights_version, self.epoch, tenant).root()

@@ -1,4 +1,4 @@
-"""The coordinator of a server's front end: replies step by step, cancels, flushes, and what the replicas are doing."""
+"""The coordinator of a server's front end: streamed replies, cancels, flushes, and the states of the replicas."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from .wire import WireError
 
 
 class ServingCoordinator(PrefixCoordinator):
-    """A `PrefixCoordinator` that also speaks what `front_end` says; Megatron's clients notice nothing of it."""
+    """A `PrefixCoordinator` that also speaks the messages of `front_end`; Megatron's clients are unaffected."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -58,7 +58,7 @@ class ServingCoordinator(PrefixCoordinator):
     def _cancel(self, client: bytes, body: list[Any]) -> None:
         (client_request_id,) = body
         request = self._in_flight.find(client, client_request_id)
-        if request is not None:  # else it has ended meanwhile
+        if request is not None:  # else it has already ended
             self._drop(request)
 
     def _drop(self, request: RequestInFlight) -> None:

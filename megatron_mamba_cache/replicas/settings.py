@@ -1,4 +1,4 @@
-"""How requests are spread over replicas, when a replica counts as dead, and what may reach the coordinator."""
+"""How requests are spread over replicas, how often replicas are probed, and what may reach the coordinator."""
 
 import os
 from dataclasses import dataclass
@@ -20,23 +20,25 @@ class RoutingSettings:
     """Settings of a coordinator; every value is checked on construction.
 
     Args:
-        policy: "prefix" sends a request where the longest prefix of it is cached, "round-robin" to the next in turn.
-        load_factor: With "prefix": work in flight, over the mean, up to which a replica takes more.
-        share_factor: With "prefix": work given out lately, over the mean, up to which conversations begin there; see
-            `PrefixRouter`.
-        max_keys: Boundaries remembered of each replica.
+        policy: "prefix" sends a request to the replica that caches its longest prefix, "round-robin" to the next one.
+        load_factor: With "prefix": a replica takes more requests while its work in flight is at most this multiple of
+            the mean.
+        share_factor: With "prefix": conversations begin on a replica while its recent work is at most this multiple of
+            the mean; see `PrefixRouter`.
+        max_keys: Boundaries remembered per replica.
         num_replicas: Replicas to wait for before the coordinator is ready; None: those of the launching world. Others
             may join later.
         num_attempts: Replicas that a request may be sent to, one after another as they die; then it fails.
         join_timeout_s: How long the coordinator waits for its first replicas.
-        probe_interval_s: How often it looks whether replicas are there.
-        key_file: Secret that all processes share, clients included; see `read_key_file`. With one the coordinator
-            listens on the interface of the host's name. Without one it listens on loopback.
-        insecure: Whether it listens there without a key, and serves whatever reaches its port.
-        max_message_bytes: Of a message from a replica or between ranks; a connection that announces more is closed.
-        max_request_bytes: Of a client's message; a larger request fails.
-        max_pending_bytes: Of all requests that are not done, 8 a token. One client gets a quarter of it, and what goes
-            beyond that fails.
+        probe_interval_s: Seconds between probes of the connections.
+        key_file: File of the secret that all processes share, clients included; see `read_key_file`. With one the
+            coordinator listens on the hostname's interface, without one on loopback.
+        insecure: Listen on the hostname's interface without a key, and serve anything that reaches the port.
+        max_message_bytes: Limit of a message from a replica or between ranks; a connection that announces more is
+            closed.
+        max_request_bytes: Limit of a client's message; a larger request fails.
+        max_pending_bytes: Limit of all unfinished requests, at 8 bytes a token. One client gets a quarter of it; a
+            request beyond that fails.
 
     Raises:
         ValueError: Naming the setting, the value and what is allowed.
@@ -77,7 +79,7 @@ class RoutingSettings:
         """Return what may reach the coordinator; it needs pyzmq.
 
         Raises:
-            ValueError: If the key file cannot be read any more.
+            ValueError: If the key file can no longer be read.
             ModuleNotFoundError: If pyzmq is missing, or there is a key file and pyzmq cannot use keys.
         """
         require_extra("server", "a coordinator")

@@ -1,7 +1,7 @@
-"""What replicas and the coordinator tell each other beside Megatron's messages.
+"""Messages between replicas and the coordinator, beside Megatron's own.
 
-Both kinds are lists packed by msgpack; Megatron's begin with a number, these with a word, so that neither is taken for
-the other: `["hello", {...}]`, `["keys", {...}]` and `["unsent", request id, reason]` from a replica, `["welcome"]`,
+Both kinds are lists packed by msgpack. Megatron's begin with a number, these with a word, so the two cannot be
+confused: `["hello", {...}]`, `["keys", {...}]` and `["unsent", request id, reason]` from a replica, `["welcome"]`,
 `["probe"]` and `["fenced"]` to it.
 """
 
@@ -20,13 +20,13 @@ WELCOME = msgpack.packb(["welcome"])
 """The answer to all members of a replica once the last of them has said hello."""
 
 PROBE = msgpack.packb(["probe"])
-"""Sent to see whether the connection stands; a replica need not look at it."""
+"""Sent to test the connection; a replica need not act on it."""
 
 FENCED = msgpack.packb(["fenced"])
-"""The answer to whatever comes from a replica that counts as dead."""
+"""The answer to every message from a replica that counts as dead."""
 
 KEY_BYTES = 32
-"""Of a block key in a report."""
+"""Size of a block key in a report."""
 
 _MOST_CHARACTERS = 128
 _MOST_REASON_CHARACTERS = 1000
@@ -34,7 +34,7 @@ _OPENING_BYTES = 64
 
 
 class WireError(ValueError):
-    """A message that cannot be what it says it is."""
+    """A malformed or inadmissible message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +42,11 @@ class Hello:
     """How a process introduces itself.
 
     Args:
-        replica: The name that its replica shares with no other.
+        replica: Unique name of its replica.
         member: Rank within the replica's model-parallel group; member 0 gets the requests.
-        num_members: Size of that group. The replica is there once all of them are, and dead with any of them.
-        domain: Replicas of one domain compute together (expert parallel) and die together; "" is nobody else's.
-        proof: That it may have other clients' prompts; "" where the connection itself proves it.
+        num_members: Size of that group. The replica is complete once all members have joined, and dies with any.
+        domain: Replicas of one domain compute together (expert parallel) and die together; "" stands for none.
+        proof: Proves that it may receive other clients' prompts; "" where the connection itself proves it.
     """
 
     replica: ReplicaName
@@ -58,7 +58,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class KeyReport:
-    """What has changed of a replica's resumable boundaries; `salt` is None while it has not changed."""
+    """Changes of a replica's resumable boundaries; `salt` is None if unchanged."""
 
     changes: BoundaryChanges
     salt: KeySalt | None = None
@@ -76,7 +76,7 @@ def opening_of(message: bytes) -> tuple[Any, ...]:
     """Return the kind of a message and the first value of its body, without unpacking the rest.
 
     Raises:
-        WireError: If it does not begin as a message that has both.
+        WireError: If it does not begin with both.
     """
     opening = msgpack.Unpacker(raw=False)
     opening.feed(message[:_OPENING_BYTES])
@@ -98,7 +98,7 @@ def hello_of(body: Any) -> Hello:
     """Read what follows the word "hello".
 
     Raises:
-        WireError: If it is no hello.
+        WireError: If it is not a valid hello.
     """
     fields = _fields(body, {"replica": str, "member": int, "num_members": int, "domain": str, "proof": str})
     if max(len(fields[name]) for name in ("replica", "domain", "proof")) > _MOST_CHARACTERS:
@@ -109,7 +109,7 @@ def hello_of(body: Any) -> Hello:
 
 
 def pack_report(report: KeyReport) -> bytes:
-    """Return the message; 32 bytes a key."""
+    """Return the message, with 32 bytes per key."""
     changes, salt = report.changes, report.salt
     body = {
         "salt": None if salt is None else [salt.fingerprint, salt.weights_version, salt.epoch, salt.block_size],
@@ -124,7 +124,7 @@ def report_of(body: Any) -> KeyReport:
     """Read what follows the word "keys".
 
     Raises:
-        WireError: If it is no report.
+        WireError: If it is not a valid report.
     """
     fields = _fields(body, {"salt": (list, type(None)), "flushed": bool, "published": bytes, "dropped": bytes})
     changes = BoundaryChanges(_keys(fields["published"]), _keys(fields["dropped"]), fields["flushed"])
@@ -171,6 +171,6 @@ def _pack_keys(keys: tuple[BlockKey, ...]) -> bytes:
 
 def _keys(packed: bytes) -> tuple[BlockKey, ...]:
     if len(packed) % KEY_BYTES:
-        raise WireError(f"keys of {len(packed)} bytes, no multiple of {KEY_BYTES}")
+        raise WireError(f"keys of {len(packed)} bytes, not a multiple of {KEY_BYTES}")
     starts = range(0, len(packed), KEY_BYTES)
     return tuple(BlockKey(int.from_bytes(packed[start : start + KEY_BYTES], "big")) for start in starts)

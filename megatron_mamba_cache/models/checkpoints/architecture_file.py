@@ -28,7 +28,7 @@ def read_architecture(directory: Path) -> HybridArchitecture:
     """Read the file of a directory.
 
     Raises:
-        ValueError: Naming the file, if it cannot be read, and the field that is missing or of a wrong type.
+        ValueError: Naming the file if it cannot be read, and any field that is missing or of a wrong type.
     """
     path = directory / ARCHITECTURE_FILE
     fields = CheckpointConfig(read_json_object(path), str(path))

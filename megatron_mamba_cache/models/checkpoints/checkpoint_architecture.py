@@ -1,4 +1,4 @@
-"""Which architecture the weights of a Megatron checkpoint are loaded as, and who says so."""
+"""Which architecture the weights of a Megatron checkpoint are loaded as, and its source."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ _REMEDY = f"write {ARCHITECTURE_FILE} beside the weights, or pass architecture= 
 
 @dataclass(frozen=True, slots=True)
 class DescribedModel:
-    """An architecture, and what described it, for errors."""
+    """An architecture and its source, which errors name."""
 
     architecture: HybridArchitecture
     source: str
@@ -23,13 +23,13 @@ class DescribedModel:
 def written_architecture(
     given: HybridArchitecture | None, directory: Path, run_directory: Path
 ) -> DescribedModel | None:
-    """Return the given architecture, or else that of a JSON file; None without either.
+    """Return the given architecture, else that of a JSON file; None if there is neither.
 
     Args:
-        directory: Of the weights; its file comes before the run's.
+        directory: The weights' directory; its file takes precedence over the run's.
 
     Raises:
-        ValueError: Naming the file, if it is damaged, or the directory, if it holds no checkpoint.
+        ValueError: Naming the file if it is damaged, or the directory if it holds no checkpoint.
     """
     if given is not None:
         return DescribedModel(given, "the given architecture")
@@ -50,7 +50,7 @@ def trained_architecture(common: CommonState, directory: Path) -> DescribedModel
     """Return the architecture that the arguments of the training run describe.
 
     Raises:
-        ValueError: Naming the file and the argument, if there are none, or not those of a model that is supported.
+        ValueError: Naming the file and the argument, if there are none or the model is not supported.
     """
     path = directory / COMMON_FILE
     if common.arguments is None:

@@ -8,17 +8,17 @@ from typing import Any
 from .json_file import read_json_object
 
 _REQUIRED: Any = object()
-_MOST = 2**24  # far above any model's sizes; a larger one would fail as an allocation that names nothing
+_MOST = 2**24  # far above any model's sizes; a larger one would fail as an allocation that names no field
 
 
 class CheckpointConfig:
     """The fields of a `config.json`; a missing, ill-typed or unsupported one is a `ValueError` that names it.
 
-    A field that is null counts as absent. Numbers are finite, and positive but for factors; true is no number.
+    A null field counts as absent. Numbers must be finite, and positive except for factors; a bool is not a number.
 
     Args:
-        source: The file, for errors.
-        prefix: In front of field names in errors, for an object inside the file.
+        source: The file that errors name.
+        prefix: Prefix of field names in errors, for an object inside the file.
     """
 
     def __init__(self, fields: Mapping[str, Any], source: str, prefix: str = "") -> None:
@@ -28,22 +28,22 @@ class CheckpointConfig:
 
     @staticmethod
     def read(directory: Path) -> "CheckpointConfig":
-        """Read `config.json` of a directory."""
+        """Read the `config.json` of a directory."""
         path = directory / "config.json"
         if not path.exists():
             raise ValueError(f"cannot read {path}: No such file or directory; give a Hugging Face model directory")
         return CheckpointConfig(read_json_object(path), str(path))
 
     def has(self, name: str) -> bool:
-        """Return whether a field is there and not null."""
+        """Return whether a field is present and not null."""
         return self._fields.get(name) is not None
 
     def equals(self, name: str, value: Any, default: Any) -> bool:
-        """Return whether a field has a value, or its default has where it is absent."""
+        """Return whether a field, or its default if it is absent, equals `value`."""
         return bool(self._get(name, default) == value)
 
     def integer(self, name: str, default: int = _REQUIRED, least: int = 1) -> int:
-        """Return a field that is an integer, `least` or more, and no absurd one."""
+        """Return a field that is an integer of at least `least` and of plausible size."""
         value = self._get(name, default)
         if type(value) is not int or not least <= value <= _MOST:
             raise self._wrong(name, value, f"an integer from {least} to {_MOST}")
@@ -78,14 +78,14 @@ class CheckpointConfig:
         return value
 
     def text(self, name: str, default: str = _REQUIRED) -> str:
-        """Return a field that is a text, and not an empty one."""
+        """Return a field that is a non-empty string."""
         value = self._get(name, default)
         if not isinstance(value, str) or not value:
             raise self._wrong(name, value, "a text")
         return value
 
     def section(self, *names: str) -> "CheckpointConfig":
-        """Return the object that the first of these fields holds that is there; an empty one without any."""
+        """Return the object in the first of these fields that is present; an empty one if none is."""
         for name in filter(self.has, names):
             value = self._get(name, {})
             if not isinstance(value, dict):
@@ -94,14 +94,14 @@ class CheckpointConfig:
         return CheckpointConfig({}, self._source, f"{self._prefix}{names[0]}.")
 
     def indices(self, name: str, end: int) -> list[int]:
-        """Return a list of integers from 0 up to, not including, `end`."""
+        """Return a list of integers from 0 to `end`, exclusive."""
         value = self._get(name, [])
         if not isinstance(value, list) or any(type(index) is not int or not 0 <= index < end for index in value):
             raise self._wrong(name, value, f"a list of integers from 0 to {end - 1}")
         return value
 
     def limits(self, name: str) -> tuple[float, float]:
-        """Return a pair of numbers, 0 and infinity where absent; infinity may be "inf" or {"__float__": "Infinity"}."""
+        """Return a pair of numbers, by default 0 and infinity; infinity may be "inf" or {"__float__": "Infinity"}."""
         value = self._get(name, [0.0, math.inf])
         pair = [_number(entry) for entry in value] if isinstance(value, list) else []
         low, high = pair if len(pair) == 2 else (math.nan, math.nan)
@@ -110,19 +110,19 @@ class CheckpointConfig:
         return low, high
 
     def require(self, name: str, allowed: Any, default: Any) -> None:
-        """Raise `ValueError` unless a field has the one value that is supported."""
+        """Raise `ValueError` unless a field has the one supported value."""
         self.one_of(name, (allowed,), default)
 
     def one_of(self, name: str, allowed: Iterable[Any], default: Any = _REQUIRED) -> Any:
-        """Return a field that must have one of the values that are supported."""
+        """Return a field that must have one of the supported values."""
         value, allowed = self._get(name, default), tuple(allowed)
-        is_plain = value is None or isinstance(value, str | int | float)  # a tensor compares to a tensor
+        is_plain = value is None or isinstance(value, str | int | float)  # comparing a tensor gives a tensor
         if not is_plain or value not in allowed:
             raise self.error(f"{self._shown(name, value)} is not supported, only {', '.join(map(repr, allowed))}")
         return value
 
     def each_of(self, name: str, known: Mapping[str, str]) -> list[str]:
-        """Return what the entries of a list stand for; there is one, and every one must be known."""
+        """Return what the entries of a list stand for; it must not be empty, and every entry must be known."""
         entries = self._get(name, _REQUIRED)
         if not isinstance(entries, list) or not entries or not all(isinstance(entry, str) for entry in entries):
             raise self._wrong(name, entries, f"a list of {sorted(known)}")

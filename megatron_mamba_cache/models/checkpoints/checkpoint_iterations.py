@@ -1,4 +1,4 @@
-"""Which directory holds a Megatron checkpoint's weights, where training has left one for each saved iteration."""
+"""Which directory holds a Megatron checkpoint's weights when training has saved several iterations."""
 
 from pathlib import Path
 
@@ -8,10 +8,10 @@ _MAX_DIGITS = 12
 
 
 def weights_directory(directory: Path) -> Path:
-    """Return the directory of the latest iteration; the directory itself where it names none.
+    """Return the directory of the latest iteration; the directory itself if it has no tracker file.
 
     Raises:
-        ValueError: Naming the file, if it names no iteration, or the directory of the iteration that is not there.
+        ValueError: Naming the file if it names no iteration, or the iteration's directory if it is missing.
     """
     tracker = directory / _TRACKER
     if not tracker.is_file():

@@ -1,7 +1,7 @@
-"""Write Megatron distributed checkpoints (torch_dist) without other processes.
+"""Write Megatron distributed checkpoints (torch_dist) without starting processes.
 
 Megatron's own strategy starts a process that holds a queue and one for each file: a script without a `__main__` guard
-would run itself again there, and a process that dies leaves the save waiting.
+would run itself again there, and a process that dies leaves the save hanging.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 
 
 class InProcessSaveStrategy(TorchDistSaveShardedStrategy):
-    """Megatron's torch_dist strategy, which writes one file for each rank, in the rank's own process."""
+    """Megatron's torch_dist strategy; writes one file per rank, in the rank's own process."""
 
     def __init__(self) -> None:
         super().__init__("torch_dist", 1, thread_count=1)
@@ -26,7 +26,7 @@ class InProcessSaveStrategy(TorchDistSaveShardedStrategy):
         """Write the tensors of a state dict; all ranks call it.
 
         Raises:
-            CheckpointException: On the first rank, if a file cannot be written on any.
+            CheckpointException: On the first rank, if any rank cannot write its file.
         """
         with _results_in_this_process():
             request = self.async_save(sharded_state_dict, Path(checkpoint_dir))
@@ -37,7 +37,7 @@ class InProcessSaveStrategy(TorchDistSaveShardedStrategy):
 
 @contextmanager
 def _results_in_this_process() -> Iterator[None]:
-    """Give Megatron's writer a plain queue where it would start a process that holds one."""
+    """Give Megatron's writer a plain queue instead of a process that holds one."""
     before = filesystem_async._results_queue
     filesystem_async._results_queue = Queue()
     try:
@@ -47,7 +47,7 @@ def _results_in_this_process() -> Iterator[None]:
 
 
 def _write(transforms: list[Any], use_msc: bool, rank: int, buckets: list[Any], results: Queue) -> None:
-    """Write each file, then say what is in them; stands where Megatron's writer starts its processes."""
+    """Write each file, then report their contents; replaces the function that starts Megatron's writer processes."""
     try:
         results.put({number: _written(transforms, use_msc, number, bucket) for number, bucket in enumerate(buckets)})
     except Exception as error:  # the ranks learn of it when they exchange results

@@ -1,6 +1,6 @@
 """What a Megatron checkpoint holds beside its tensors, read without running or importing what it names.
 
-Classes that torch or Megatron hold to be safe are built; stand-ins take the place of all others.
+Classes that torch or Megatron considers safe are built; stand-ins replace all others.
 """
 
 import pickle
@@ -23,7 +23,7 @@ UNPICKLING_ERRORS = (
     *(ValueError, LookupError, AttributeError, TypeError, AssertionError, ArithmeticError),
 )
 """What unpickling damaged bytes may raise."""
-_NUMPY_TYPES = [type(numpy.dtype(code)) for code in numpy.typecodes["All"]]  # of arrays, as a run's random state holds
+_NUMPY_TYPES = [type(numpy.dtype(code)) for code in numpy.typecodes["All"]]  # for the arrays of a run's random state
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +31,9 @@ class CommonState:
     """The parts of `common.pt` that loading weights needs.
 
     Args:
-        arguments: Of the training run that wrote the checkpoint, by name; None: none are there. Values of types that
-            torch does not know, such as enums, are stand-ins equal to nothing.
-        splits_experts: Whether each expert's tensors have names of their own, instead of one for all experts.
+        arguments: Arguments of the training run that wrote the checkpoint, by name; None: none are stored. Values of
+            types unknown to torch, such as enums, are stand-ins that equal nothing.
+        splits_experts: Whether each expert's tensors have their own names, instead of one for all experts.
     """
 
     arguments: Mapping[str, Any] | None
@@ -41,7 +41,7 @@ class CommonState:
 
 
 class NoCommonState(TorchCommonLoadStrategy):
-    """Stands where Megatron would read `common.pt` on its own, and fail for a class that it does not know."""
+    """Prevents Megatron from reading `common.pt` itself and failing on a class that it does not know."""
 
     def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
         """Return nothing."""
@@ -78,13 +78,13 @@ def _arguments(found: Any) -> dict[str, Any] | None:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the line that says what is wrong: torch puts advice in front of it and behind it."""
+    """Return the line that says what is wrong: torch puts advice before and after it."""
     lines = [line for line in str(error).splitlines() if line.strip() and not line.startswith("Check the")]
     return lines[-1] if lines else repr(error)
 
 
 class _StandIn:
-    """An object of a class that is not imported: it keeps its attributes and takes whatever it is built from."""
+    """An object of a class that is not imported: it accepts any constructor arguments and keeps its attributes."""
 
     def __new__(cls, *_: Any) -> "_StandIn":
         return super().__new__(cls)
@@ -98,5 +98,5 @@ class _StandIn:
 
 
 def _stand_in(name: str) -> type[_StandIn]:
-    """Return a class of its own for each name: torch keeps the ones it may build in a set."""
+    """Return a new class for a name: torch keeps the allowed classes in a set."""
     return type(name.rpartition(".")[2], (_StandIn,), {"__module__": __name__})

@@ -31,7 +31,7 @@ _FETCHED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model with its weights, and what it was read from."""
+    """A model with its weights, and its source."""
 
     model: MambaModel
     architecture: HybridArchitecture
@@ -41,15 +41,15 @@ class LoadedModel:
 def load_hugging_face(source: str | Path, dtype: torch.dtype | None = torch.bfloat16) -> LoadedModel:
     """Load a model directory (config.json and safetensors) onto the current device.
 
-    Tensors that have a place on this rank are read one at a time, and cut to the rank's part on the way in. A name that
-    is no directory is looked up in the local cache of huggingface_hub, or downloaded by it, if that is installed.
+    Tensors that this rank needs are read one at a time, and cut to the rank's part on the way in. A name that is not a
+    directory is looked up in the local cache of huggingface_hub, or downloaded by it, if that is installed.
 
     Args:
-        dtype: Of the weights; None: bfloat16 if config.json says that they are stored so, else float32.
+        dtype: Dtype of the weights; None: bfloat16 if config.json says that they are stored so, else float32.
 
     Raises:
         ValueError: Naming file and tensor, if anything is missing, damaged, superfluous, of the wrong shape or not
-            supported; nothing is returned half-loaded.
+            supported; no model is returned half-loaded.
         MemoryError: Naming the configuration, and the largest sizes in it, if the weights do not fit in memory.
     """
     directory = _directory_of(source)
@@ -100,13 +100,13 @@ def _directory_of(source: str | Path) -> Path:
 
 
 def _stored_dtype(config: CheckpointConfig) -> torch.dtype:
-    """Return bfloat16 if the configuration names it, under the newer name or the older one; else float32."""
+    """Return bfloat16 if the configuration names it, under the newer or the older field; else float32."""
     is_bfloat16 = any(config.equals(name, "bfloat16", None) for name in ("dtype", "torch_dtype"))
     return torch.bfloat16 if is_bfloat16 else torch.float32
 
 
 def _with_own_output(architecture: HybridArchitecture, files: SafetensorsFiles) -> HybridArchitecture:
-    """Return the architecture untied if the checkpoint has output weights all the same, as transformers would use."""
+    """Return the architecture, untied if the checkpoint has output weights anyway; transformers would use them."""
     return replace(architecture, tie_embeddings=architecture.tie_embeddings and _OUTPUT not in files.names)
 
 
@@ -121,7 +121,7 @@ def _check_names(directory: Path, names: Set[str], placements: Placements) -> No
 def _check_embeddings(
     directory: Path, files: SafetensorsFiles, architecture: HybridArchitecture, placements: Placements
 ) -> None:
-    """Raise `ValueError` if the two largest sizes are not the tensors': before a model of them is built."""
+    """Raise `ValueError` if vocabulary and hidden size differ from the tensors', before a model is built with them."""
     needed = (architecture.vocab_size, architecture.hidden_size)
     for name, places in placements.items():
         if places[0].target == EMBEDDINGS and files.shapes[name] != needed:
@@ -148,11 +148,11 @@ def _fill(filler: ModelFiller, files: SafetensorsFiles, names: Iterable[str]) ->
                 filler.fill(name, tensor)
             except ValueError as error:
                 raise ValueError(f"{files.names[name]}: {error}") from error
-            del tensor  # or two are held while the next one is read
+            del tensor  # otherwise two are held while the next one is read
             progress.update()
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return how many tensors there are and what the first few are called."""
+    """Return the number of tensors and the names of the first few."""
     more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
     return f"{len(names)} tensors: {', '.join(names[:_NAMES_SHOWN])}{more}"

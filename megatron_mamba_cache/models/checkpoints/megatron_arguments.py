@@ -73,7 +73,7 @@ def _require(arguments: CheckpointConfig, supported: dict[str, tuple[Any, Any]])
 
 def _pattern(arguments: CheckpointConfig) -> str:
     if arguments.has("hybrid_override_pattern"):
-        return arguments.text("hybrid_override_pattern").split("/")[0]  # the rest are layers that predict more tokens
+        return arguments.text("hybrid_override_pattern").split("/")[0]  # the rest are multi-token prediction layers
     shares = [arguments.share(f"hybrid_{kind}_ratio", 0.0) for kind in ("attention", "mlp")]
     if not shares[0] or sum(shares) > 1:
         raise arguments.error(

@@ -1,4 +1,4 @@
-"""Save Megatron distributed checkpoints (torch_dist), and load them and those of Megatron-LM's training."""
+"""Save Megatron distributed checkpoints (torch_dist), and load them and those written by Megatron-LM's training."""
 
 import math
 import pickle
@@ -38,7 +38,7 @@ _LOAD_ERRORS = (
 
 
 class _Mismatch(ValueError):
-    """A checkpoint is whole, and not that of the model."""
+    """A checkpoint is intact, but of another model."""
 
 
 def save_megatron_checkpoint(model: MambaModel, architecture: HybridArchitecture, directory: str | Path) -> None:
@@ -69,13 +69,13 @@ def load_megatron_checkpoint(
     """Load what `save_megatron_checkpoint` or Megatron-LM's training wrote, under any number of ranks.
 
     Args:
-        directory: Of one checkpoint, or of a run: then its latest one is taken.
-        dtype: Of the weights; None: bfloat16 if most of them are stored so, else float32.
-        architecture: None: it is read from hybrid_architecture.json in the directory, or else from the arguments of
-            the training run in common.pt.
+        directory: Directory of one checkpoint, or of a run, whose latest one is taken.
+        dtype: Dtype of the weights; None: bfloat16 if most of them are stored so, else float32.
+        architecture: None: it is read from hybrid_architecture.json in the directory, else from the arguments of the
+            training run in common.pt.
 
     Raises:
-        ValueError: Naming the file, if something is missing, superfluous or does not fit; nothing is returned
+        ValueError: Naming the file, if something is missing, superfluous or does not fit; no model is returned
             half-loaded.
         MemoryError: If the weights do not fit in memory.
     """
@@ -107,7 +107,7 @@ def load_megatron_checkpoint(
 
 
 def _stored_dtype(path: Path) -> torch.dtype:
-    """Return bfloat16 if more parameters are stored so than otherwise, else float32."""
+    """Return bfloat16 if most parameters are stored so, else float32."""
     try:
         stored = [part for part in load_sharded_metadata(str(path)).values() if isinstance(part, ShardedTensor)]
         sizes = [(tensor.dtype, math.prod(tensor.global_shape)) for tensor in stored]
@@ -118,7 +118,7 @@ def _stored_dtype(path: Path) -> torch.dtype:
 
 
 def _make_empty(path: Path) -> None:
-    """Make a directory, or take one that is there and empty."""
+    """Make a directory, or accept an existing empty one."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         is_empty = next(path.iterdir(), None) is None
@@ -129,7 +129,7 @@ def _make_empty(path: Path) -> None:
 
 
 def _check_files(path: Path) -> None:
-    """Raise `ValueError` that names a file of the weights that is missing or empty."""
+    """Raise `ValueError` naming a weight file that is missing or empty."""
     for file in [*(path / name for name in _FILES), *sorted(path.glob("*.distcp"))]:
         if not file.is_file() or not file.stat().st_size:
             found = "empty" if file.is_file() else "missing"
@@ -137,7 +137,7 @@ def _check_files(path: Path) -> None:
 
 
 def _has_copied_embeddings(architecture: HybridArchitecture) -> bool:
-    """Whether this rank has the embeddings as output weights only, under a name that checkpoints do not have."""
+    """Return whether this rank has the embeddings only as output weights, a name that checkpoints do not have."""
     part = RankPart.of_process(architecture)
     return part.is_tied and part.is_last_stage and not part.is_first_stage
 
@@ -145,7 +145,7 @@ def _has_copied_embeddings(architecture: HybridArchitecture) -> bool:
 def _wanted(
     model: MambaModel, architecture: HybridArchitecture, common: CommonState, stored: Collection[str]
 ) -> dict[str, Any]:
-    """Return what is to be loaded, under the stored names; a layer's extra state, of quantized training, is not."""
+    """Return what to load, under the stored names; leaves out a layer's extra state, which quantized training uses."""
     sharded = model.sharded_state_dict(metadata={"singleton_local_shards": common.splits_experts})
     wanted = {name: part for name, part in sharded.items() if not isinstance(part, ShardedObject)}
     if _has_copied_embeddings(architecture):
@@ -156,7 +156,7 @@ def _wanted(
 
 
 def _check_tensors(path: Path, described: DescribedModel, wanted: dict[str, Any], stored: Mapping[str, Any]) -> None:
-    """Raise `_Mismatch` unless the checkpoint has just the model's tensors, beside a training run's other state."""
+    """Raise `_Mismatch` unless the checkpoint has exactly the model's tensors, besides other training state."""
     parts = dict(wanted)
     apply_factories(parts)
     needed = {part.key: part for part in nested_values(parts)}
@@ -172,14 +172,14 @@ def _check_tensors(path: Path, described: DescribedModel, wanted: dict[str, Any]
         raise _Mismatch(f"{path} has {listed(unknown)}, which {model} has no place for")
     for name, part in needed.items():
         found, expected = tuple(stored[name].global_shape), tuple(part.global_shape)
-        if found != expected:  # Megatron would fill what embeddings lack with zeros
+        if found != expected:  # Megatron would pad embeddings that are too small with zeros
             raise _Mismatch(f"{path}: tensor {name} has shape {found} where {model} has {expected}")
     if left_out:
         warn_of_mtp(path, len(left_out))
 
 
 def _fill(model: MambaModel, state: dict[str, Any]) -> None:
-    outcome = model.load_state_dict(state, strict=False)  # what it lacks is extra state only
+    outcome = model.load_state_dict(state, strict=False)  # only extra state may be missing
     unfilled = [name for name in outcome.missing_keys if not is_training_state(name)]
     if unfilled or outcome.unexpected_keys:
         raise ValueError(f"not filled: {unfilled}; without a place: {outcome.unexpected_keys}")

@@ -1,4 +1,4 @@
-"""Layers for multi-token prediction (MTP) in checkpoints: told apart by name, said not to be used, left out."""
+"""Layers for multi-token prediction (MTP) in checkpoints: recognized by name, left out with a warning."""
 
 import logging
 import re
@@ -20,7 +20,7 @@ def mtp_names(unknown: Iterable[str], known: Iterable[str] = (), num_mtp_layers:
 
     Args:
         known: Names of the model's own tensors.
-        num_mtp_layers: That may follow the model's layers under the names of layers, as some families have them.
+        num_mtp_layers: MTP layers that may follow the model's layers under ordinary layer names, as in some families.
     """
     num_layers = 1 + max((_layer_of(name) for name in known), default=-1)
     following = range(num_layers, num_layers + num_mtp_layers)
@@ -33,7 +33,7 @@ def num_mtp_layers(config: CheckpointConfig) -> int:
 
 
 def warn_of_mtp(source: Path, num_tensors: int) -> None:
-    """Say once for all ranks that the MTP layers of a checkpoint are left out."""
+    """Warn, on the first rank only, that the MTP layers of a checkpoint are left out."""
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
         _LOG.warning(
             "%s has layers for multi-token prediction (MTP), which is not used yet; their %d tensors are left out",
@@ -43,6 +43,6 @@ def warn_of_mtp(source: Path, num_tensors: int) -> None:
 
 
 def _layer_of(name: str) -> int:
-    """Return the number of a tensor's layer; -1 of one outside the layers."""
+    """Return the number of a tensor's layer; -1 for a tensor outside the layers."""
     layer = _LAYER.match(name)
     return -1 if layer is None else int(layer[1])

@@ -1,4 +1,4 @@
-"""Quantized checkpoints are refused in one line that says how they are quantized and what to give instead."""
+"""Refuse quantized checkpoints with an error that says how they are quantized and what to give instead."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,15 +11,15 @@ _FIELDS = ("quantization_config", "compression_config")
 _FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 _TOOLS = {"awq": "AWQ", "gptq": "GPTQ", "bitsandbytes": "bitsandbytes", "fp8": "FP8", "fbgemm_fp8": "FP8"}
 _FIELDS_OF_TOOLS = {"load_in_4bit": "bitsandbytes", "load_in_8bit": "bitsandbytes", "w_bit": "awq", "desc_act": "gptq"}
-_PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")  # whole numbers and narrower floats mean nothing without their scales
+_PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")  # integers and narrower floats mean nothing without their scales
 _DTYPES = {"F8_E4M3": "FP8", "F8_E5M2": "FP8", "F8_E8M0": "FP8 scales", "F4": "FP4", "U8": "packed NVFP4 or integers"}
 
 
 def check_not_quantized(directory: Path) -> None:
-    """Look at what the files beside the weights of a Hugging Face directory say of them.
+    """Check that the files beside the weights of a Hugging Face directory do not describe quantized weights.
 
     Raises:
-        ValueError: Naming the file and the kind of quantization, if they are quantized.
+        ValueError: Naming the file and the kind of quantization, if they do.
     """
     config = directory / "config.json"
     fields = read_json_object(config)
@@ -39,7 +39,7 @@ def check_dtype(path: Path, name: str, dtype: str) -> None:
 
 
 def _kind_of(found: Any) -> str:
-    """Return number format and tool as far as they are known, such as "NVFP4 (modelopt)"."""
+    """Return number format and tool as far as known, such as "NVFP4 (modelopt)"."""
     if not isinstance(found, Mapping):
         return repr(found)
     producer, inner = found.get("producer"), found.get("quantization")
@@ -54,7 +54,7 @@ def _kind_of(found: Any) -> str:
 
 
 def _implied_tool(details: Mapping[str, Any]) -> str:
-    """Return the tool whose older versions wrote no name but these fields."""
+    """Return the tool whose older versions wrote these fields but no name."""
     return next((tool for field, tool in _FIELDS_OF_TOOLS.items() if field in details), "")
 
 
@@ -79,7 +79,7 @@ def _format_of(details: Mapping[str, Any]) -> str:
 
 
 def _group_weights(details: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return how compressed-tensors says that the weights of its first group are stored; nothing if it does not."""
+    """Return how compressed-tensors says it stores the weights of the first group that has any; else nothing."""
     groups = details.get("config_groups")
     for group in groups.values() if isinstance(groups, Mapping) else ():
         weights = group.get("weights") if isinstance(group, Mapping) else None

@@ -1,4 +1,4 @@
-"""Stream the tensors of a Hugging Face checkpoint, one at a time, whatever files they are spread over."""
+"""Stream the tensors of a Hugging Face checkpoint one at a time, from one file or many."""
 
 from collections.abc import Container, Iterator
 from pathlib import Path
@@ -16,12 +16,12 @@ class SafetensorsFiles:
     """The tensors of `model.safetensors`, or of the shards its index names; headers are read on construction.
 
     Attributes:
-        names: File of each tensor.
-        shapes: Shape of each tensor.
+        names: Tensor name → its file.
+        shapes: Tensor name → its shape.
 
     Raises:
-        ValueError: Naming the file, if one is missing, damaged, or lacks a tensor that the index says it has, and the
-            tensor, if it is in two files or quantized.
+        ValueError: Naming the file if one is missing, damaged or lacks a tensor that the index lists, and the tensor
+            if it is in two files or quantized.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -37,16 +37,16 @@ class SafetensorsFiles:
                 raise ValueError(f"{directory / file} lacks tensor {name}, which {_INDEX} says it has")
 
     def tensors(self, wanted: Container[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield every tensor of a wanted name, with it, on the CPU; none is held here."""
+        """Yield the name and the tensor, on the CPU, of each wanted name; none is held here."""
         for path in self._files:
             with _opened(path) as file:
-                for name in file.keys():  # noqa: SIM118  (no mapping)
+                for name in file.keys():  # noqa: SIM118  (not a mapping)
                     if name in wanted:
                         yield name, file.get_tensor(name)
 
     def _read_header(self, path: Path) -> None:
         with _opened(path) as file:
-            for name in file.keys():  # noqa: SIM118  (no mapping)
+            for name in file.keys():  # noqa: SIM118  (not a mapping)
                 if name in self.names:
                     raise ValueError(f"{path} has tensor {name}, and {self.names[name]} has it too")
                 header = file.get_slice(name)
@@ -55,7 +55,7 @@ class SafetensorsFiles:
 
 
 def _index(directory: Path) -> dict[str, str]:
-    """Return the file of each tensor; nothing where there are no shards."""
+    """Return the file of each tensor; empty if there are no shards."""
     path = directory / _INDEX
     if not path.exists():
         return {}

@@ -1,4 +1,4 @@
-"""The index of a checkpoint's tensors, `.metadata`, looked through before torch reads it and builds what it names."""
+"""Check the index of a checkpoint's tensors, `.metadata`, before torch reads it and builds what it names."""
 
 import pickle
 from pathlib import Path
@@ -21,10 +21,10 @@ _KNOWN_NAMES = {
 
 
 def check_tensor_index(directory: Path) -> None:
-    """Refuse an index that names anything but what torch writes into one; reading it would run what it names.
+    """Refuse an index that names anything that torch does not write into one; reading it would run what it names.
 
     Raises:
-        ValueError: Naming the file, and what it names or what is wrong with it.
+        ValueError: Naming the file, and the refused name or what is wrong with the file.
     """
     path = directory / INDEX_FILE
     if not path.is_file():

@@ -1,4 +1,4 @@
-"""Names in Megatron checkpoints: of norms that Transformer Engine fuses into linears, and of a run's own state."""
+"""Names in Megatron checkpoints: norms that Transformer Engine fuses into linears, and a training run's own state."""
 
 import re
 from collections.abc import Collection
@@ -7,7 +7,7 @@ from typing import Any
 from megatron.core.dist_checkpointing.utils import apply_prefix_mapping
 
 _FUSED_NORMS = {
-    # the norm before a layer's first linear → the same weights as a part of that linear
+    # the norm before a layer's first linear → the same weights as part of that linear
     "norm.": "mixer.in_proj.layer_norm_",
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
@@ -19,10 +19,10 @@ _TRAINING_STATE = re.compile(
 
 
 def take_fused_names(sharded_state: dict[str, Any], num_layers: int, stored: Collection[str]) -> None:
-    """Rename, in place, the norms that a checkpoint stores as a part of the linear behind them.
+    """Rename, in place, the norms that a checkpoint stores as part of the linear that follows them.
 
     Args:
-        sharded_state: Of the model that is to be filled.
+        sharded_state: Sharded state dict of the model to fill.
         stored: Names of the checkpoint's tensors.
     """
     layers = (f"decoder.layers.{layer}." for layer in range(num_layers))
@@ -31,5 +31,5 @@ def take_fused_names(sharded_state: dict[str, Any], num_layers: int, stored: Col
 
 
 def is_training_state(name: str) -> bool:
-    """Return whether a stored name is of an optimizer, a random state or the like, and not of a weight."""
+    """Return whether a stored name belongs to an optimizer, a random state or the like, not to a weight."""
     return _TRAINING_STATE.match(name) is not None

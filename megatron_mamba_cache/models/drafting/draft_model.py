@@ -1,4 +1,4 @@
-"""A drafter that asks a smaller model, whose states it caches as an engine would."""
+"""A drafter that runs a smaller model and caches its states as an engine would."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -22,31 +22,31 @@ from .draft_rows import DraftRow, DraftRows
 
 
 class DraftModelDrafter:
-    """Draft the tokens that a draft model would generate: its best for greedy requests, else drawn as the request is.
+    """Draft what a draft model would generate: its best tokens for greedy requests, else sampled as the request is.
 
-    It has KV blocks, state slots and a prefix cache of its own, so that prompts of one prefix are prefilled once.
-    A call computes what is new of each request's text in one forward, long prompts over several calls, whose drafts are
-    empty until then; every draft after the first takes one more forward of all requests together. A rejected draft
-    costs nothing: the live state has the verified text only, and drafts go on from it in a slot beside. The drafted
-    tokens are read back once a forward.
+    It has its own KV blocks, state slots and prefix cache, so that a shared prefix is prefilled once. A call computes
+    each request's new text in one forward; a long prompt takes several calls, and its drafts are empty until the last.
+    Every draft after the first takes one more forward of all requests together. A rejected draft costs nothing: the
+    live state holds only verified text, and drafts continue from it in a separate slot. The drafted tokens are read
+    back once per forward.
 
-    Where memory is short a request is drafted for less, or not at all; it never fails for that.
+    When memory is short, a request gets fewer drafts or none; it never fails for lack of memory.
 
     Args:
-        model: Any MambaModel that `build_engine` takes, of the same vocabulary as the engine's model.
-        config: Of the draft model's own cache; None takes the defaults. `block_size_tokens` need not be the engine's.
-            A state of `prefix_caching_mamba_gb` is in use for each request that is drafted more than one token.
-            `num_speculative_tokens` and `decode_checkpoints` mean nothing here.
+        model: Any MambaModel that `build_engine` accepts, with the same vocabulary as the engine's model.
+        config: Settings of the draft model's own cache; None takes the defaults. `block_size_tokens` need not be the
+            engine's. Each request with more than one draft token uses one more state of `prefix_caching_mamba_gb`.
+            `num_speculative_tokens` and `decode_checkpoints` are ignored.
 
     Raises:
         ValueError: If the model cannot be served, or the settings do not fit it.
-        TypeError: If it is no MambaModel.
+        TypeError: If it is not a MambaModel.
     """
 
     def __init__(self, model: Any, config: CacheConfig | None = None) -> None:
         self._ranks = ranks = ranks_of_process()
         shape = check_served(model, ranks)
-        # One state beside the live one: that behind the newest draft.
+        # One state beside the live one: the state after the newest draft.
         config = replace(config or CacheConfig(), num_speculative_tokens=1)
         self._context = MambaCacheContext(config, shape, ranks=ranks)
         self._model = wrap_model(model, self._context)
@@ -54,15 +54,15 @@ class DraftModelDrafter:
 
     @property
     def vocab_size(self) -> int:
-        """Width of the distributions; padding counts."""
+        """Width of the distributions, padding included."""
         return self._context.shape.vocab_size
 
     @torch.inference_mode()
     def propose(self, wishes: Sequence[DraftRequest]) -> list[Draft]:
-        """Return one draft for each wish, in order; see `Drafter`.
+        """Return one draft per wish, in order; see `Drafter`.
 
-        A draft is empty while the request's prompt is prefilled, where there is no room for it, and where the text is
-        the same as in the call before.
+        A draft is empty while the request's prompt is being prefilled, when there is no room for it, and when the text
+        has not changed since the last call.
         """
         try:
             return self._propose(wishes)
@@ -71,22 +71,22 @@ class DraftModelDrafter:
             raise
 
     def forget(self, request_id: int) -> None:
-        """Return what is held of a request; nothing if it is unknown. What was published stays findable."""
+        """Free what is held for a request; do nothing if it is unknown. What was published stays findable."""
         self._rows.forget(request_id)
 
     def warmup(self) -> None:
-        """Compile all that drafting launches; to a draft model every row is a prompt."""
+        """Compile all kernels that drafting launches; to a draft model every row is a prompt."""
         warm_up_prefill(self._model, self._context)
 
     def flush(self, weights_version: str | None = None) -> None:
-        """Drop all that the draft model knows, because its weights changed; see `MambaCacheContext.flush`."""
+        """Drop everything the draft model has cached, because its weights changed; see `MambaCacheContext.flush`."""
         self._rows.drop_all()
         self._context.flush(weights_version)
 
     def snapshot(self) -> CacheSnapshot:
-        """Return counters and what every slot and block of the draft model is used for.
+        """Return the draft model's counters and the use of its slots and blocks.
 
-        Of the counters, prefill tokens are the verified ones, decode tokens the drafts that were fed to the model.
+        Prefill tokens count verified tokens, decode tokens the drafts that were fed to the model.
         """
         return self._context.snapshot()
 
@@ -118,7 +118,7 @@ class DraftModelDrafter:
         return [started[request_id].finished() if request_id in started else Draft() for request_id in ids]
 
     def _draw(self, rows: Sequence[RunningRequest]) -> "_DrawnTokens":
-        """Compute scheduled rows and draw the token that follows each; reading it back is the forward's one wait."""
+        """Compute scheduled rows and draw the token after each; reading them back is the forward's only host sync."""
         self._context.lay_out(rows, purpose=DrawPurpose.DRAFT)
         logits = logits_on_all_ranks(self._context, compute_step(self._model, self._context)).squeeze(0)
         settings = self._context.step.batch.logits
@@ -138,7 +138,7 @@ class _DrawnTokens:
 
 @dataclass(slots=True)
 class _UnfinishedDraft:
-    """A draft that grows by a token a forward, up to its limit."""
+    """A draft that grows by one token per forward, up to its limit."""
 
     held: DraftRow
     limit: int
@@ -146,7 +146,7 @@ class _UnfinishedDraft:
     distributions: list[Tensor] = field(default_factory=list)
 
     def append(self, drawn: _DrawnTokens, index: int) -> None:
-        """Take the token of one row of a forward."""
+        """Append the token of one row of a forward."""
         self.tokens.append(drawn.tokens[index])
         if drawn.probabilities is not None and not self.held.row.spec.sampling.is_greedy:
             self.distributions.append(drawn.probabilities[index])

@@ -1,4 +1,4 @@
-"""What a draft model holds of the requests it drafts for: who is served next, and who makes room for whom."""
+"""The rows of a draft model: which requests are drafted next, and which rows are dropped to make room."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -19,9 +19,9 @@ class DraftRow:
     """A request that the draft model holds memory for.
 
     Args:
-        row: To the draft model all text is a prompt that grows. Its live state never has a token that is not verified.
-        text: [max_sequence_length] tokens: the row's prompt is a view of its start, the round's drafts lie behind it.
-        last_wished: Round.
+        row: To the draft model all text is a growing prompt. Its live state holds only verified tokens.
+        text: [max_sequence_length] tokens: the row's prompt is a view of its start, followed by the round's drafts.
+        last_wished: The last round with a wish for it.
     """
 
     row: RunningRequest
@@ -31,8 +31,8 @@ class DraftRow:
     def branch(self, drafts: Sequence[int]) -> RunningRequest:
         """Return a row that computes the last of `drafts`, for one forward; it owns nothing.
 
-        It starts from the live state, or from the branch before it, and writes to the draft slot only; its KV lies
-        behind the text, where the text overwrites it.
+        It starts from the live state, or from the branch before it, and writes only to the draft slot; its KV follows
+        that of the text, which later overwrites it.
         """
         row, at = self.row, self.row.length + len(drafts)
         self.text[at - 1] = drafts[-1]
@@ -53,11 +53,11 @@ class DraftRow:
 class DraftRows:
     """The draft model's rows, by request.
 
-    A request is admitted when drafts for it are wished, and stays until it is forgotten or makes room. Where a round
-    cannot serve all wishes, those that have waited longest come first, the shortest of them before the others.
+    A request is admitted when drafts are first wanted for it, and stays until it is forgotten or dropped to make room.
+    If a round cannot serve all wishes, those that have waited longest come first, and among them the shortest.
 
     Args:
-        context: The draft model's own; its rows are these.
+        context: The draft model's own context; it has exactly these rows.
     """
 
     def __init__(self, context: MambaCacheContext) -> None:
@@ -67,7 +67,7 @@ class DraftRows:
         self._round = 0
 
     def schedule(self, wishes: Sequence[DraftRequest]) -> list[DraftRow]:
-        """Begin a round: schedule what is new of the wished requests' text, within the step's tokens."""
+        """Begin a round: schedule the new text of the requests in `wishes`, within the step's token budget."""
         self._round += 1
         budget = self._context.cache_config.max_tokens
         for wish in wishes:
@@ -90,9 +90,9 @@ class DraftRows:
             self._waits_since[held.row.request_id] = self._round + 1
 
     def room_for_drafts(self, held: DraftRow, num_drafts: int) -> int:
-        """Return for how many drafts, at least 1, the row has room, after taking a slot and blocks for them.
+        """Take a slot and blocks for drafts, and return how many drafts, at least 1, the row has room for.
 
-        The last draft is not fed to the model, so that the first one takes no room.
+        The last draft is not fed to the model, so a single draft takes no room.
         """
         row = held.row
         num_drafts = min(num_drafts, len(held.text) - row.length + 1)
@@ -108,14 +108,14 @@ class DraftRows:
             self._context.cache.return_draft_slots(held.row)
 
     def abort_round(self, request_ids: Collection[int]) -> None:
-        """Drop what is held of the requests of a round that failed, and wait for the device."""
+        """Drop what is held for the requests of a failed round, and wait for the device."""
         try:
             self._context.abort_step()
         finally:
             self.drop(request_ids)
 
     def drop(self, request_ids: Collection[int]) -> None:
-        """Drop what is held of these requests; what they published stays findable."""
+        """Drop what is held for these requests; what they published stays findable."""
         try:
             self._context.drop_rows(request_ids)
         finally:
@@ -123,17 +123,17 @@ class DraftRows:
             self._held = {request_id: held for request_id, held in self._held.items() if held.row in rows}
 
     def drop_all(self) -> None:
-        """Drop what is held of every request."""
+        """Drop what is held for every request."""
         self.drop(set(self._held))
 
     def forget(self, request_id: int) -> None:
-        """Drop all that is known of a request; nothing if it is unknown."""
+        """Drop everything about a request; do nothing if it is unknown."""
         self._waits_since.pop(request_id, None)
         if request_id in self._held:
             self.drop({request_id})
 
     def check_integrity(self) -> None:
-        """Raise `CacheIntegrityError` unless rows, blocks and slots agree, and no slot is kept beyond a round."""
+        """Raise `CacheIntegrityError` unless rows, blocks and slots agree, and no draft slot outlives a round."""
         self._context.check_integrity()
         held, rows = [draft.row.request_id for draft in self._held.values()], self._context.rows
         if sorted(held) != sorted(row.request_id for row in rows):
@@ -147,7 +147,7 @@ class DraftRows:
         return self._waits_since[request_id], wish.row.length - (held.row.computed if held else 0), request_id
 
     def _schedule(self, target: RunningRequest, budget: int) -> DraftRow | None:
-        """Schedule a request of the target model; None where its text is done already, or there is no room for it."""
+        """Schedule a request of the target model; None if its text is already computed, or there is no room for it."""
         held = self._held.get(target.request_id)
         if held is not None and not held.row.length <= target.length <= len(held.text):
             self.drop({target.request_id})
@@ -193,7 +193,7 @@ class DraftRows:
         return held
 
     def _find_blocks(self, row: RunningRequest, num_tokens: int) -> bool:
-        """Give the row blocks for `num_tokens`; others that are not wished in this round make room."""
+        """Give the row blocks for `num_tokens`, dropping idle rows if needed; return whether it has enough."""
         self._grow(row, num_tokens)
         while self._capacity(row) < num_tokens and self._drop_idle():
             self._grow(row, num_tokens)
@@ -208,7 +208,7 @@ class DraftRows:
         return len(row.block_ids) * self._context.cache.block_size
 
     def _drop_idle(self) -> bool:
-        """Drop the row that has not been wished for longest; return whether there was one beside this round's."""
+        """Drop the row without a wish for the longest time; return whether one had no wish in this round."""
         idle = [held for held in self._held.values() if held.last_wished < self._round]
         if not idle:
             return False

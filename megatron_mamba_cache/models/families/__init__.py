@@ -1,1 +1,1 @@
-"""Hugging Face model families: how each config becomes an architecture and each tensor finds its place."""
+"""Hugging Face model families: how each config maps to an architecture and each tensor to its destination."""

@@ -15,10 +15,10 @@ from .layer_placements import (
 
 
 def architecture_of(config: CheckpointConfig) -> HybridArchitecture:
-    """Return the architecture that a Bamba configuration describes; a layer of it is two of Megatron's."""
+    """Return the architecture that a Bamba configuration describes; one of its layers is two in Megatron."""
     for name in ("attention_bias", "mlp_bias", "mamba_proj_bias"):
         config.require(name, False, False)
-    config.require("hidden_act", "silu", "silu")  # the mixers' too
+    config.require("hidden_act", "silu", "silu")  # also used by the mixers
     num_layers, num_heads = config.integer("num_hidden_layers"), config.integer("num_attention_heads")
     attention_layers = set(config.indices("attn_layer_indices", num_layers))
     layers = ("*" if layer in attention_layers else "M" for layer in range(num_layers))
@@ -60,7 +60,7 @@ def placements_of(architecture: HybridArchitecture) -> Places:
 
 
 def mamba_shape(config: CheckpointConfig) -> MambaSizes:
-    """Return the mixers' sizes under the names that Bamba and Granite share."""
+    """Return the mixers' sizes from the fields that Bamba and Granite share."""
     num_heads = config.integer("mamba_n_heads")
     inner = config.integer("mamba_expand", 2) * config.integer("hidden_size")
     is_derived = config.equals("mamba_d_head", "auto", default="auto")

@@ -14,10 +14,10 @@ _SYMBOLS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "atten
 
 
 def architecture_of(config: CheckpointConfig) -> HybridArchitecture:
-    """Return the architecture that a GraniteMoeHybrid configuration describes; a layer of it is two of Megatron's."""
+    """Return the architecture that a GraniteMoeHybrid configuration describes; one of its layers is two in Megatron."""
     for name in ("attention_bias", "mamba_proj_bias"):
         config.require(name, False, False)
-    config.require("hidden_act", "silu", "silu")  # the mixers' too
+    config.require("hidden_act", "silu", "silu")  # also used by the mixers
     num_experts, num_heads = config.integer("num_local_experts", 0, least=0), config.integer("num_attention_heads")
     feed_forward = "E" if num_experts else "-"
     position = config.one_of("position_embedding_type", ("rope", "nope"), "nope")
@@ -65,7 +65,7 @@ def _experts(config: CheckpointConfig) -> ExpertsSizes:
     if top_k < 2:
         raise config.error(
             f"num_experts_per_tok={top_k} is not supported: Megatron weighs chosen experts by the softmax of their "
-            "scores only from 2 a token on"
+            "scores only with at least 2 per token"
         )
     return ExpertsSizes(
         num_experts=config.integer("num_local_experts"),
@@ -79,7 +79,7 @@ def _experts(config: CheckpointConfig) -> ExpertsSizes:
 def _feed_forward(architecture: HybridArchitecture, layer: int, prefix: str) -> Places:
     mlp, experts = f"decoder.layers.{layer}.mlp.", architecture.experts
     shared = f"{mlp}shared_experts." if experts else mlp
-    both_halves = Split(0, (architecture.feed_forward.hidden_size,) * 2)  # gate and up, each split on its own
+    both_halves = Split(0, (architecture.feed_forward.hidden_size,) * 2)  # gate and up, split separately
     places: Places = {
         f"{prefix}shared_mlp.input_linear.weight": (Placement(f"{shared}linear_fc1.weight", both_halves),),
         f"{prefix}shared_mlp.output_linear.weight": (Placement(f"{shared}linear_fc2.weight", Split(1)),),
@@ -97,7 +97,7 @@ def _feed_forward(architecture: HybridArchitecture, layer: int, prefix: str) -> 
 
 
 def _each_expert(num_experts: int, target: str, split: Split) -> tuple[Placement, ...]:
-    """Return one destination for each expert of a tensor that stacks them."""
+    """Return one destination per expert for a tensor that stacks all experts."""
 
     def expert(index: int) -> Callable[[Tensor], Tensor]:
         return lambda stacked: stacked[index]

@@ -16,7 +16,7 @@ def mamba_places(architecture: HybridArchitecture, layer: int, prefix: str, norm
 
     Args:
         layer: Index of the Megatron layer.
-        prefix: Checkpoint name of the mixer, with its dot.
+        prefix: Checkpoint name of the mixer, with the trailing dot.
         norm: Checkpoint name of the norm before it.
     """
     mamba, target = architecture.mamba, f"decoder.layers.{layer}."

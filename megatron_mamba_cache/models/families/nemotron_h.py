@@ -1,4 +1,4 @@
-"""NemotronH checkpoints: one mixer a layer, Mamba, attention, MLP or mixture of experts."""
+"""NemotronH checkpoints: each layer is one mixer: Mamba, attention, MLP or mixture of experts."""
 
 from ..architecture import ACTIVATIONS, AttentionSizes, ExpertsSizes, FeedForwardSizes, HybridArchitecture, MambaSizes
 from ..checkpoints.checkpoint_config import CheckpointConfig
@@ -14,8 +14,8 @@ def architecture_of(config: CheckpointConfig) -> HybridArchitecture:
         config.require(name, False, False)
     config.require("mamba_hidden_act", "silu", "silu")
     pattern = _pattern(config)
-    # transformers clamps time steps from below at time_step_min in its chunked form, and nowhere else; the limit that
-    # the model was trained under is this one.
+    # transformers clamps time steps from below at time_step_min, but only in its chunked form; the model was trained
+    # with this limit.
     limit = config.limits("time_step_limit")
     return HybridArchitecture(
         pattern=pattern,
@@ -36,7 +36,7 @@ def architecture_of(config: CheckpointConfig) -> HybridArchitecture:
         attention=AttentionSizes(
             num_heads=config.integer("num_attention_heads"),
             num_kv_heads=config.integer("num_key_value_heads"),
-            # attention_head_dim is its older name; without either transformers takes 128, whatever the hidden size
+            # attention_head_dim is its older name; without either, transformers uses 128 for any hidden size
             head_dim=config.integer("head_dim", config.integer("attention_head_dim", 128)),
         ),
         feed_forward=FeedForwardSizes(
@@ -79,7 +79,7 @@ def _experts(config: CheckpointConfig) -> ExpertsSizes:
     if top_k < 2 or (num_groups > 1 and top_k // top_groups != 2):
         raise config.error(
             f"num_experts_per_tok={top_k} with n_group={num_groups} and topk_group={top_groups} is not supported: "
-            "Megatron routes alike only from 2 experts a token on, and with groups from exactly 2 a chosen group"
+            "Megatron routes the same only with at least 2 experts per token, and with groups exactly 2 per chosen group"
         )
     return ExpertsSizes(
         num_experts=config.integer("n_routed_experts"),

@@ -1,1 +1,1 @@
-"""Tokenizers, and text from tokens as they come."""
+"""Tokenizers: text to token ids and back."""

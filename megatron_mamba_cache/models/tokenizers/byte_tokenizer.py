@@ -8,10 +8,10 @@ class ByteTokenizer:
     """Text to bytes and back; token ids 0 to 255, no special tokens.
 
     Args:
-        vocab_size: Of the model; ids from 256 up mean nothing and print as U+FFFD.
+        vocab_size: The model's; ids from 256 up mean nothing and print as U+FFFD.
 
     Attributes:
-        longest_token: Characters that a token has at most.
+        longest_token: Most characters of a token.
     """
 
     eod = -1
@@ -28,7 +28,7 @@ class ByteTokenizer:
         return list(text.encode())
 
     def tokenize_behind(self, _tokens: Sequence[int], text: str) -> list[int]:
-        """Return the bytes of a text that goes on behind others."""
+        """Return the bytes of a text that continues after other tokens."""
         return self.tokenize(text)
 
     def tokenize_after(self, _before: str, text: str) -> list[int]:
@@ -36,7 +36,7 @@ class ByteTokenizer:
         return self.tokenize(text)
 
     def detokenize(self, tokens: list[int], **_: Any) -> str:
-        """Return the text of the bytes; what is no UTF-8 prints as U+FFFD."""
+        """Return the text of the bytes; invalid UTF-8 prints as U+FFFD."""
         return b"".join(bytes([t]) if 0 <= t < 256 else b"\xff" for t in tokens).decode(errors="replace")
 
     def bytes_of(self, token: int) -> bytes | None:

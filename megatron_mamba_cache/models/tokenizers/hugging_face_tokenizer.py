@@ -1,7 +1,7 @@
 """The tokenizer of a Hugging Face model directory; nothing is downloaded, and torch is not needed.
 
 A `tokenizer.json` is read by the small tokenizers package whether or not transformers is installed, so that a text has
-the same tokens on every machine. transformers is needed for other tokenizer files and for chat templates only.
+the same tokens on every machine. transformers is needed only for other tokenizer files and for chat templates.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,12 +24,12 @@ class HuggingFaceTokenizer:
 
     Args:
         directory: Its `generation_config.json` and `tokenizer_config.json` are read too.
-        vocab_size: Of the model, which may be larger than the tokenizer's.
+        vocab_size: The model's, which may be larger than the tokenizer's.
 
     Attributes:
         bos: The id of the token that begins a text; None without one.
         eod: The id that ends a text, the first that `generation_config.json` names or the tokenizer's; -1 without one.
-        longest_token: Characters that a token has at most, as the tokenizer's files spell it.
+        longest_token: Most characters of a token, as the tokenizer's files spell it.
         other_end_ids: Further ids that end a text, for instance a chat turn; an engine stops at each.
     """
 
@@ -45,12 +45,12 @@ class HuggingFaceTokenizer:
         self.other_end_ids = tuple(end_ids[1:])
 
     def tokenize(self, text: str) -> list[int]:
-        """Return the text's tokens; `bos` comes once, even if the text (a rendered chat, say) spells it out."""
+        """Return the text's tokens; `bos` comes once, even if the text (such as a rendered chat) spells it out."""
         tokens = self._codec.encode(text)
         return tokens[1:] if self.bos is not None and tokens[:2] == [self.bos, self.bos] else tokens
 
     def tokenize_behind(self, tokens: Sequence[int], text: str) -> list[int] | None:
-        """Return the tokens of a text that goes on behind others; None if the tokenizer cannot begin a text there."""
+        """Return the tokens of a text that continues after others; None if the tokenizer cannot start a text there."""
         context = list(tokens[-_CONTEXT:])
         before = self._codec.decode(context, False)
         for behind in (self._codec.encode(text, is_start=False), self.tokenize_after(before, text)):
@@ -59,7 +59,7 @@ class HuggingFaceTokenizer:
         return None
 
     def tokenize_after(self, before: str, text: str) -> list[int] | None:
-        """Return the tokens of a text as they are where both are tokenized together; None if a token spans both."""
+        """Return the tokens of a text when both are tokenized together; None if a token spans both."""
         first = self._codec.encode(before, is_start=False)
         both = self._codec.encode(before + text, is_start=False)
         return both[len(first) :] if both[: len(first)] == first else None
@@ -69,7 +69,7 @@ class HuggingFaceTokenizer:
         return self._codec.decode(tokens, skip_special_tokens)
 
     def bytes_of(self, token: int) -> bytes | None:
-        """Return the bytes of a token, which need not be whole characters; None if the files do not tell them."""
+        """Return the bytes of a token, which need not be whole characters; None if the files do not give them."""
         return token_bytes(self._codec.token_of(token), self.detokenize([token]))
 
     def token_of(self, token: int) -> str | None:
@@ -78,7 +78,7 @@ class HuggingFaceTokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the directory says how to write a conversation."""
+        """True when the directory has a chat template."""
         has_file = any((self._directory / name).exists() for name in _TEMPLATES)
         return has_file or bool(self._settings.get("chat_template"))
 
@@ -116,14 +116,14 @@ def has_tokenizer(directory: Path) -> bool:
 
 
 def load_tokenizer(directory: str | Path, vocab_size: int) -> HuggingFaceTokenizer | None:
-    """Read the tokenizer of a model directory; None if it holds none, so that requests speak in token ids.
+    """Read the tokenizer of a model directory; None if it holds none, so that requests use token ids.
 
     Args:
-        vocab_size: Of the model.
+        vocab_size: The model's.
 
     Raises:
-        ValueError: Naming the file, if it is damaged, has ids beyond the model's vocabulary, or needs transformers and
-            that is not installed.
+        ValueError: Naming the file, if it is damaged, has ids beyond the model's vocabulary, or needs transformers,
+            which is not installed.
     """
     directory = Path(directory)
     if not has_tokenizer(directory):
@@ -149,7 +149,7 @@ def _end_ids(directory: Path) -> list[int]:
 
 
 def _settings(directory: Path) -> dict[str, Any]:
-    """Return what the tokenizer's configuration says, and what an older file says where it is silent."""
+    """Return the tokenizer's configuration, with missing values taken from an older file."""
     merged: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         if (directory / name).exists():

@@ -8,10 +8,10 @@ from ...installation import install_command
 
 
 class TextCodec(Protocol):
-    """What turns text into token ids and back.
+    """Turns text into token ids and back.
 
     Attributes:
-        largest_id: That it knows.
+        largest_id: The largest known id.
         longest_token: Characters of the longest token as the files spell it, at least 1.
     """
 
@@ -19,7 +19,7 @@ class TextCodec(Protocol):
     longest_token: int
 
     def encode(self, text: str, *, is_start: bool = True) -> list[int]:
-        """Return the text's ids; where it is a text's start, with the special tokens that the tokenizer's files add."""
+        """Return the text's ids; at the start of a text, with the special tokens that the tokenizer's files add."""
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool) -> str:
         """Return the text of ids; an id that stands for nothing gives no text."""
@@ -44,8 +44,8 @@ class JsonCodec:
         try:
             self._tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the package raises no narrower one
-            raise ValueError(f"{path} is no tokenizer: {error}") from error
-        self._tokenizer.no_truncation()  # the file may hold settings of batches, which are not meant for prompts
+            raise ValueError(f"{path} is not a tokenizer: {error}") from error
+        self._tokenizer.no_truncation()  # the file may hold batch settings, which are not meant for prompts
         self._tokenizer.no_padding()
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         self.largest_id = max(vocabulary.values(), default=-1)
@@ -107,7 +107,7 @@ def auto_tokenizer(directory: Path, purpose: str) -> Any:
     """Return transformers' tokenizer of a directory; nothing is downloaded.
 
     Args:
-        purpose: What it is needed for, as the error says it.
+        purpose: What it is needed for; used in the error.
 
     Raises:
         ValueError: If transformers is missing or cannot read the files.

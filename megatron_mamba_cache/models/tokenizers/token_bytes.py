@@ -1,4 +1,4 @@
-"""The bytes of a token whose text alone is no whole character."""
+"""The bytes of a token, even if its text is not a whole character."""
 
 import re
 
@@ -7,11 +7,11 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def token_bytes(name: str | None, text: str) -> bytes | None:
-    """Return the bytes of a token; None if its tokenizer's files do not tell them.
+    """Return the bytes of a token; None if the tokenizer's files do not give them.
 
     Args:
-        name: Of the token, as the files spell it: a byte as a character of GPT-2's, or as `<0xE2>`.
-        text: Of the token alone; U+FFFD stands for bytes that are no whole character.
+        name: The token as the files spell it: a byte as one of GPT-2's characters, or as `<0xE2>`.
+        text: The token's text alone; U+FFFD stands for bytes that are not a whole character.
     """
     if REPLACEMENT not in text or name is None or REPLACEMENT in name:
         return text.encode()
@@ -23,7 +23,7 @@ def token_bytes(name: str | None, text: str) -> bytes | None:
 
 
 def _bytes_by_character() -> dict[str, int]:
-    """Return GPT-2's byte of each character: printable ones stand for themselves, the others follow from 256 on."""
+    """Return GPT-2's byte of each character: printable ones stand for themselves, the others are numbered from 256."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
