@@ -36,7 +36,7 @@ class Launch:
             return Launch(*(int(environment[name]) for name in names))
         except ValueError as error:
             found = ", ".join(f"{name}={environment[name]}" for name in names)
-            raise UsageError(f"{found} in the environment are no numbers; unset them or use torchrun") from error
+            raise UsageError(f"{found} in the environment must be numbers; unset them or use torchrun") from error
 
     @property
     def is_first(self) -> bool:

@@ -57,7 +57,7 @@ def ready_model(directory: ModelDirectory | None, dtype: str | None, device: str
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     if directory is None or directory.is_shipped:
-        # Work this small gains nothing from more threads, and on a busy machine it waits a hundred times longer for them.
+        # Work this small gains nothing from more threads; on a busy machine it waits a hundred times longer for them.
         torch.set_num_threads(1)
         return _random(dtype or "fp32") if directory is None else _loaded(directory, dtype or "fp32")
     return _loaded(directory, dtype or (None if device == "cuda" else "fp32"))

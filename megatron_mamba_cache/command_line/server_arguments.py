@@ -35,9 +35,9 @@ def add_server_arguments(parser: ArgumentParser) -> None:
     add(
         "--api-key-file",
         metavar="FILE",
-        help="API keys, one a line, KEY or NAME: KEY, which others cannot see as they see flags; logs tell the name",
+        help="API keys, one a line, KEY or NAME: KEY; other users cannot see them, unlike flags; logs show the name",
     )
-    add("--admin-api-key-file", metavar="FILE", help="the same, of admin keys")
+    add("--admin-api-key-file", metavar="FILE", help="the same for admin keys")
     add("--cors-origin", action="append", default=[], metavar="ORIGIN", help=_CORS_IN_WORDS)
     add(
         "--access-log",
