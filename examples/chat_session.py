@@ -1,4 +1,4 @@
-"""Chat in the terminal with an endpoint of OpenAI's kind; each turn shows its cached tokens and time to first token.
+"""Chat in the terminal with an OpenAI-compatible endpoint; each turn shows its cached tokens and time to first token.
 
     python -m megatron_mamba_cache serve &
     python examples/chat_session.py
@@ -16,10 +16,10 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one turn took.
+    """One turn: its text and what it took.
 
     Args:
-        first_token_s: Seconds until text came; None if none did.
+        first_token_s: Seconds until the first text; None if there was none.
     """
 
     text: str
@@ -67,7 +67,7 @@ def take_turn(client: Any, model: str, messages: list[dict[str, str]], settings:
 
 
 def typed_lines() -> Iterator[str]:
-    """Yield what is typed until the input ends; `\\n` in it stands for a line's end."""
+    """Yield what is typed until the input ends; `\\n` in it stands for a line break."""
     while True:
         try:
             yield input("\n> ").replace("\\n", "\n")

@@ -19,7 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 SHIPPED_MODEL = Path(__file__).resolve().parent.parent / "megatron_mamba_cache" / "models" / "small_python_model"
-# Upper ends of the parts of the hash's range; what lies above is for training.
+# Upper ends of the parts of the hash's range; the rest is for training.
 PARTS = {"held-out": 0.03, "validation": 0.05}
 # Tables rather than code, or written when a Python is built.
 NO_SOURCE = ("encodings/", "pydoc_data/", "html/entities.py", "stringprep.py", "_sysconfigdata", "config-")
@@ -47,13 +47,13 @@ class Source:
 
     @property
     def in_test_suite(self) -> bool:
-        """Say whether the file belongs to CPython's own tests, which not every installation has."""
+        """True when the file belongs to CPython's own tests, which not every installation has."""
         return not SUITE_FOLDERS.isdisjoint(self.path.split("/")[:-1])
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What a model, and for comparison xz, needs for `size_bytes` bytes of text."""
+    """The bits that a model, and for comparison xz, need for `size_bytes` bytes of text."""
 
     bits: float
     xz_bits: int
@@ -94,7 +94,7 @@ def installed_library() -> Path:
 
 
 def library_version(stdlib: Path) -> str:
-    """Return the CPython version of a library folder; of another Python's, what the folder's name says."""
+    """Return the CPython version of a library folder; for another Python's, what the folder's name says."""
     if stdlib == installed_library():
         return platform.python_version()
     return stdlib.name.removeprefix("python") if stdlib.name.startswith("python") else "unknown version"
@@ -126,7 +126,7 @@ def library_part(stdlib: Path, part: str) -> list[Source]:
 
 
 def first_bytes(sources: list[Source], limit: int) -> list[Source]:
-    """Return as few sources as hold `limit` bytes, from the first on; all if they hold less."""
+    """Return the fewest leading sources that hold `limit` bytes; all if they hold less."""
     taken, size = [], 0
     for source in sources:
         if size >= limit:

@@ -73,7 +73,7 @@ def model_card(facts: Mapping[str, object], scores: Mapping[str, Score]) -> str:
     """Return the card; it names no path of the machine it was made on.
 
     Args:
-        facts: A value for each name that the card's text has in braces, but for the scores.
+        facts: A value for each name that the card's text has in braces, except the scores.
         scores: Part of the library → how well the model predicts it.
     """
     rows = [

@@ -103,7 +103,7 @@ def main() -> None:
 
 
 def train_tokenizer(sources: list[Source], vocabulary: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer; indentation is one token, and decoding returns the very bytes."""
+    """Train a byte-level BPE tokenizer; indentation is one token, and decoding returns the exact bytes."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -146,7 +146,7 @@ def build_model(settings: Settings, tokenizer: PreTrainedTokenizerFast) -> Nemot
     )
     model = NemotronHForCausalLM(config)
     # transformers clamps dt at time_step_min where it scans a prompt but not where it generates; at zero both agree.
-    # Not before the weights are drawn: that takes its logarithm.
+    # Only after the weights are drawn: that takes its logarithm.
     config.time_step_min = 0.0
     for block in model.model.layers:
         if block.block_type == "linear_attention":
@@ -155,7 +155,7 @@ def build_model(settings: Settings, tokenizer: PreTrainedTokenizerFast) -> Nemot
 
 
 class TrainingText:
-    """The documents as token ids, dealt out in windows; each epoch has another order and other cuts."""
+    """The documents as token ids, split into windows; each epoch has another order and other cuts."""
 
     def __init__(
         self, sources: list[Source], tokenizer: PreTrainedTokenizerFast, settings: Settings, device: str
@@ -234,7 +234,7 @@ def _optimizer(model: nn.Module, settings: Settings) -> AdamW:
 
 
 def _add_dropout(model: nn.Module, share: float) -> list[torch.utils.hooks.RemovableHandle]:
-    """Drop parts of what joins the residual stream, for which the architecture has no setting."""
+    """Add dropout to what joins the residual stream; the architecture has no setting for it."""
 
     def drop(_module: nn.Module, _inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         return nn.functional.dropout(output, share)

@@ -1,4 +1,4 @@
-"""The API keys of the command line: flags, and files of one key a line."""
+"""API keys from flags and from files of one key a line."""
 
 import re
 from argparse import Namespace
@@ -21,7 +21,7 @@ def api_keys_of(arguments: Namespace) -> ApiKeys:
     """Return the keys of all flags.
 
     Raises:
-        UsageError: If a file cannot be read or has no key, or a key cannot be one.
+        UsageError: If a file cannot be read or has no key, or a key is not valid.
     """
     users = _read("--api-key-file", arguments.api_key_file)
     admins = _read("--admin-api-key-file", arguments.admin_api_key_file)
@@ -34,7 +34,7 @@ def api_keys_of(arguments: Namespace) -> ApiKeys:
 
 
 def _read(flag: str, path: str | None) -> _KeyFile:
-    """Return the keys of a file, each line of which is KEY or NAME: KEY; none without a file."""
+    """Return the keys of a file whose lines are KEY or NAME: KEY; none without a file."""
     found = _KeyFile()
     if path is None:
         return found

@@ -1,4 +1,4 @@
-"""The flags, and what is wrong with their values. Imports neither torch nor megatron, so that mistakes show at once."""
+"""The flags and the checks of their values. Imports neither torch nor megatron, so that mistakes show at once."""
 
 import math
 from argparse import ArgumentParser, Namespace
@@ -42,7 +42,7 @@ _CHECKED_LATER: Mapping[str, object] = {"max_requests": 1}
 
 
 class OneLineParser(ArgumentParser):
-    """An ArgumentParser that leaves it to the caller to report a mistake, in one line."""
+    """An ArgumentParser that raises a mistake, so that the caller can report it in one line."""
 
     def error(self, message: str) -> NoReturn:
         """Raise `UsageError`."""
@@ -87,7 +87,7 @@ def flag_of(name: str) -> str:
 
 
 def name_flag(message: str) -> str:
-    """Put the flag in front of a message that starts with the name of the setting it sets."""
+    """Put the flag of a setting in front of a message that starts with the setting's name."""
     setting = message.split(" ", 1)[0]
     known = setting in FLAGS and flag_of(setting) not in message
     return f"{flag_of(setting)}: {message}" if known else message
@@ -103,7 +103,7 @@ def as_typed(message: str, argv: Sequence[str]) -> str:
 
 
 def cache_config(arguments: Namespace, settings: Mapping[str, object]) -> CacheConfig:
-    """Return the settings that the flags describe, `settings` where they say nothing.
+    """Return the settings that the flags give, and `settings` for the rest.
 
     Raises:
         UsageError: Naming the flag.
@@ -131,7 +131,7 @@ def check_generate_arguments(arguments: Namespace) -> None:
 
 
 def check_engine_arguments(arguments: Namespace) -> None:
-    """Raise `UsageError` for a value of the flags of cache and drafts that can never work."""
+    """Raise `UsageError` for a cache or draft flag with a value that can never work."""
     for field in _SIZES:
         size = getattr(arguments, argument_of(field))
         if size is not None and not 0 <= size < math.inf:

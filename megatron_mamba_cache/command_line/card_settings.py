@@ -1,4 +1,4 @@
-"""Settings that fill a GPU with what the weights leave of its memory. Imports neither torch nor megatron."""
+"""Settings that fill the GPU memory that the weights leave free. Imports neither torch nor megatron."""
 
 import math
 from collections.abc import Mapping
@@ -12,31 +12,31 @@ if TYPE_CHECKING:
     from ..mcore.model_shape import HybridModelShape
 
 _GIB = 2**30
-_LEAST_BLOCK = 256  # of fewer tokens flash-attn 2 reads none, and the bookkeeping of a step grows
+_LEAST_BLOCK = 256  # flash-attn 2 reads no smaller blocks, and the bookkeeping of a step grows with their number
 _MAX_TOKENS = 8192
 _MAX_REQUESTS = 256
 NUM_CUDA_GRAPHS = 9  # without a graph the host takes several times as long to launch a step as the GPU to compute it
 _TOKENS_A_REQUEST = 2048
 _KV_SHARE = 0.75
-_LEAST_GB = 1e-6  # settings take no 0
+_LEAST_GB = 1e-6  # settings must not be 0
 
 DRAFTER_SHARE = 0.15
-"""Of the memory for KV blocks and states, what a draft model's own take."""
+"""A draft model's share of the memory for KV blocks and states."""
 
 _FIXED_BYTES = 2 * _GIB  # CUDA graphs, workspaces of libraries, fragments
-_WIDEST_LAYERS = 4  # outputs as wide as the widest layer's that live at once
-_BYTES_A_LOGIT = 24  # sampling holds it several times: fp32, sorted with its index, summed
+_WIDEST_LAYERS = 4  # outputs of the widest layer's width that are live at once
+_BYTES_A_LOGIT = 24  # sampling holds several copies: fp32, sorted with its index, summed
 
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """What a GPU offers and a model's steps take beside the cache.
+    """A GPU's free memory, and what a model's steps take of it besides the cache.
 
     Args:
-        free_bytes: Once the weights are loaded; the least of all ranks that share the model.
-        fraction: Of it that KV blocks and states may take.
-        widest_layer: Outputs of the widest linear layer on this rank, the output layer left out.
-        share: Of the memory for KV blocks and states that one model has, where a draft model has the rest.
+        free_bytes: Free memory once the weights are loaded; the least of all ranks that share the model.
+        fraction: Share of it that KV blocks and states may take.
+        widest_layer: Outputs of the widest linear layer on this rank, excluding the output layer.
+        share: The model's share of the memory for KV blocks and states; a draft model has the rest.
     """
 
     free_bytes: int
@@ -45,7 +45,7 @@ class Card:
     share: float = 1.0
 
     def part(self, share: float) -> "Card":
-        """Return the card for a model that has a share of the memory for KV blocks and states."""
+        """Return the card for a model with `share` of the memory for KV blocks and states."""
         return replace(self, share=share)
 
 
@@ -56,15 +56,15 @@ def card_settings(
 
     KV blocks and states share `fraction` of the free memory, or what the largest step leaves if that is less. As many
     requests run at once, up to 256, as have room in half of it for their live states and 2,048 tokens each. Of what the
-    live states leave, three quarters hold KV blocks and one quarter cached states; where drafts are verified, states
-    get at least a slot for each draft of each request, up to half.
+    live states leave, three quarters hold KV blocks and one quarter cached states; with drafts, states get at least a
+    slot for each draft of each request, up to half.
 
     Args:
-        max_length: Tokens that the model reads at most.
+        max_length: The most tokens that the model can read.
         given: Fields that flags have set. They are kept; the rest of the memory is left to the other budget.
 
     Raises:
-        UsageError: If the live states leave nothing of the memory for the cache.
+        UsageError: If the live states leave no memory for the cache.
     """
     block = given.get("block_size_tokens") or math.ceil(_LEAST_BLOCK / shape.ssm_chunk_size) * shape.ssm_chunk_size
     drafts = given.get("num_speculative_tokens") or 0
@@ -93,7 +93,7 @@ def card_settings(
 
 
 def _budget(card: Card, shape: "HybridModelShape", max_tokens: int, num_sampled: int) -> float:
-    """Return the bytes for KV blocks and states, where so many tokens may be sampled in a step."""
+    """Return the bytes for KV blocks and states if a step samples at most `num_sampled` tokens."""
     activations = _WIDEST_LAYERS * card.widest_layer * max_tokens * shape.params_dtype.itemsize
     logits = _BYTES_A_LOGIT * shape.vocab_size * num_sampled
     whole = min(card.fraction * card.free_bytes, card.free_bytes - activations - logits - _FIXED_BYTES)

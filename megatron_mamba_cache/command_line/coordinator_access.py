@@ -1,4 +1,4 @@
-"""The flags of what may reach the coordinator of several processes, and what is wrong with them. Imports no torch."""
+"""The flags for access to the coordinator of several processes, and their checks. Imports no torch."""
 
 from argparse import ArgumentParser, Namespace
 
@@ -30,7 +30,7 @@ def routing_settings(arguments: Namespace, launch: Launch) -> RoutingSettings:
     """Return the settings of the launch's coordinator.
 
     Raises:
-        UsageError: If the key file is not one, or the processes are on several hosts without a word on that.
+        UsageError: If the key file is not valid, or the processes are on several hosts and neither flag is given.
     """
     key_file, insecure = arguments.coordinator_key_file, arguments.insecure_coordinator
     if launch.is_on_several_machines and key_file is None and not insecure:

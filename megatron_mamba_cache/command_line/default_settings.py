@@ -1,4 +1,4 @@
-"""The settings of the cache where no flag says otherwise, sized from the model. Imports neither torch nor megatron."""
+"""The default settings of the cache, sized from the model. Imports neither torch nor megatron."""
 
 import math
 from typing import TYPE_CHECKING
@@ -25,10 +25,10 @@ DEFAULTS_IN_WORDS = (
 
 
 def default_settings(shape: "HybridModelShape", max_length: int) -> dict[str, int | float]:
-    """Return fields of `CacheConfig` under which every run works that the model itself allows.
+    """Return fields of `CacheConfig` that allow every run that the model itself allows.
 
     Args:
-        max_length: Tokens that the model reads at most.
+        max_length: The most tokens that the model can read.
     """
     block = math.ceil(_LEAST_BLOCK / shape.ssm_chunk_size) * shape.ssm_chunk_size
     length = min(max_length, _MAX_LENGTH)
@@ -47,5 +47,5 @@ def default_settings(shape: "HybridModelShape", max_length: int) -> dict[str, in
 
 
 def _gib_for(wanted: int, least: int, size: int) -> float:
-    size = max(1, size)  # of a pipeline's stage without such layers; settings take no 0
+    size = max(1, size)  # 0 in a pipeline stage without such layers; settings must not be 0
     return min(wanted * size, max(_GIB, least * size)) / _GIB

@@ -7,10 +7,10 @@ from .usage_error import UsageError
 
 
 def select_device(name: str) -> str:
-    """Make this process use "cpu" or "cuda" as asked, or whichever there is for "auto"; return which it is.
+    """Make this process use "cpu" or "cuda", with "auto" whichever is available; return which it is.
 
     Raises:
-        UsageError: If there is no CUDA device, or the process uses one already and the CPU is wanted.
+        UsageError: If CUDA is asked for and there is no device, or the CPU is and the process uses CUDA already.
     """
     if name == "cpu":
         _hide_cuda()

@@ -1,4 +1,4 @@
-"""What proposes drafts for the engines of a run, as the flags say it."""
+"""The drafters of a run's engines, as the flags choose them."""
 
 from argparse import Namespace
 from collections.abc import Callable
@@ -25,12 +25,12 @@ Sizes = Callable[[HybridModelShape, int], dict[str, int | float]]
 def drafter_maker(
     arguments: Namespace, vocab_size: int, dtype: str, sizes: Sizes = default_settings
 ) -> Callable[[], Drafter]:
-    """Return a function that makes a drafter: each engine needs one of its own. A draft model is loaded once, here.
+    """Return a function that makes a drafter, since each engine needs its own. A draft model is loaded once, here.
 
     Args:
-        vocab_size: Of the model that verifies the drafts.
-        dtype: Of a draft model's weights, "fp32" or "bf16".
-        sizes: Of a draft model's own cache.
+        vocab_size: Vocabulary of the model that verifies the drafts.
+        dtype: Dtype of a draft model's weights, "fp32" or "bf16".
+        sizes: Sizes of a draft model's own cache.
 
     Raises:
         UsageError: If the draft model cannot be loaded or has another vocabulary.

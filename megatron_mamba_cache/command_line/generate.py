@@ -44,6 +44,6 @@ def generate(arguments: Namespace) -> int:
         with own_process_groups(), speaking_for_all(launch):
             replicas = OneModel() if launch.num_processes == 1 else SeveralProcesses(launch, arguments, device)
             generation = replicas.make(lambda: Generation(arguments, directory, device, replicas))
-            if directory is not None and not generation.reads_text:  # a model of the hub, which was not there before
+            if directory is not None and not generation.reads_text:  # a hub model, which was not on disk before
                 require_token_ids(lines, arguments.prompts, directory.path)
             return generation.run(lines) if has_file else generation.run_and_compare(lines)

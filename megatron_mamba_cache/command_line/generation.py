@@ -1,4 +1,4 @@
-"""Run lines on a model and print what came of it."""
+"""Run lines on a model and print the results."""
 
 import sys
 from argparse import Namespace
@@ -44,7 +44,7 @@ class Generation:
     """One model and the flags that requests run with.
 
     Args:
-        replicas: The processes that hold it, and others like it.
+        replicas: The processes that hold it and its replicas.
     """
 
     def __init__(self, arguments: Namespace, directory: ModelDirectory | None, device: str, replicas: Replicas) -> None:
@@ -70,7 +70,7 @@ class Generation:
 
     @property
     def reads_text(self) -> bool:
-        """Whether prompts may be text."""
+        """True when prompts may be text."""
         return not isinstance(self._model.tokenizer, TokenIdTokenizer)
 
     def run(self, lines: Sequence[PromptLine]) -> int:
@@ -81,7 +81,7 @@ class Generation:
         return 0
 
     def run_and_compare(self, lines: Sequence[PromptLine]) -> int:
-        """Run the lines with the cache and without it, report both, and return 1 if outputs differ that must not.
+        """Run the lines with the cache and without it, report both, and return 1 if outputs differ but must not.
 
         The run without the cache has no drafts either.
         """
@@ -118,7 +118,7 @@ class Generation:
         wanted = sum(self._sampling.num_tokens if line.num_tokens is None else line.num_tokens for line in lines)
         with (
             closing(self._replicas.make(lambda: engine_for(self._model, config, self._seed, self._drafter))) as engine,
-            # disable=None: no bar where stderr is no terminal.
+            # disable=None: no bar unless stderr is a terminal.
             tqdm(total=wanted, desc=title, unit="token", file=sys.stderr, leave=False, disable=None) as bar,
         ):
             engine.warmup()
@@ -157,11 +157,11 @@ class Generation:
 
 
 def _inexact_because(arguments: Namespace, dtype: str, sampling: SamplingFlags) -> str | None:
-    """Return why outputs may depend on cache, batch and drafts; None: they must not."""
+    """Return why outputs may depend on cache, batch and drafts; None if they must not."""
     if dtype == "bf16":
         return "bf16 may, where rounding depends on the batch"
     if arguments.drafter == "draft-model" and not sampling.is_greedy:
-        return "sampled ones may, where a draft model has a hand in them: tokens are others, their distribution is not"
+        return "sampled ones may with a draft model, which changes tokens but not their distribution"
     return None
 
 

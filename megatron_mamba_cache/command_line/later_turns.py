@@ -1,4 +1,4 @@
-"""How much of the later turns of sessions was skipped: the first has nobody to share its session's prompts with."""
+"""How much of the later turns of sessions was skipped; a first turn has no earlier one to share a prefix with."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

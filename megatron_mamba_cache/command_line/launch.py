@@ -25,7 +25,7 @@ class Launch:
         """Read what torchrun tells each process.
 
         Raises:
-            UsageError: If a variable of torchrun's holds no number.
+            UsageError: If one of torchrun's variables is not a number.
         """
         names: tuple[str, ...] = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
         if not all(name in environment for name in names):
@@ -36,23 +36,23 @@ class Launch:
             return Launch(*(int(environment[name]) for name in names))
         except ValueError as error:
             found = ", ".join(f"{name}={environment[name]}" for name in names)
-            raise UsageError(f"{found} in the environment are no numbers; unset them or use torchrun") from error
+            raise UsageError(f"{found} in the environment must be numbers; unset them or use torchrun") from error
 
     @property
     def is_first(self) -> bool:
-        """Whether this process speaks for all."""
+        """True for the process that prints for all."""
         return self.rank == 0
 
     @property
     def is_on_several_machines(self) -> bool:
-        """Whether the launcher has started processes on other machines too."""
+        """True when the launcher has started processes on other machines too."""
         return self.num_on_machine is not None and self.num_on_machine < self.num_processes
 
     def num_replicas(self, arguments: Namespace) -> int:
-        """Return how many models the processes hold, each on tensor times pipeline of them.
+        """Return how many models the processes hold, each on tensor times pipeline processes.
 
         Raises:
-            UsageError: Naming the flags, if the processes cannot be dealt out.
+            UsageError: Naming the flags, if the processes cannot be divided.
         """
         tensor, pipeline, expert = (getattr(arguments, name) for name in _SIZES)
         for name in _SIZES:
@@ -70,7 +70,7 @@ class Launch:
 
 
 def deal_lines(lines: Sequence[PromptLine], num_replicas: int) -> list[list[PromptLine]]:
-    """Return each replica's lines: sessions, and lines without one, in turn, so that a session stays together."""
+    """Return each replica's lines: sessions, and lines without one, are dealt in turn, so a session stays together."""
     shares: list[list[PromptLine]] = [[] for _ in range(num_replicas)]
     replica_of: dict[str | int, int] = {}
     num_dealt = 0

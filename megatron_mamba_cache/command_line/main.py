@@ -21,14 +21,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     It is 0, 1 for a failed comparison, a failed server or a package that cannot be used, or 2 for a usage error.
 
     Args:
-        argv: The arguments behind the program's name; None takes the process's.
+        argv: The arguments after the program's name; None takes the process's.
     """
     parser = command_parser()
     try:
         arguments = parser.parse_args(argv)
         if argv is not None:
             return _COMMANDS[arguments.command](arguments)
-        end = QuickEnd()  # the arguments are the process's, which has nothing else to do
+        end = QuickEnd()  # the arguments are the process's own, so it has nothing else to do
         status = _COMMANDS[arguments.command](arguments)
         end.arm(status)
         return status
@@ -41,13 +41,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{parser.prog}: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader of stdout has left, as `head` does; what is still buffered must not fail once more at exit.
+        # The reader of stdout has closed it, as `head` does; buffered output must not fail once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
 
 
 def _speaks_for_all() -> bool:
-    """Whether this is the first process of a launch; so is one that cannot tell."""
+    """Return whether this is the first process of a launch; True if it cannot tell."""
     try:
         return Launch.of_environment().is_first
     except UsageError:

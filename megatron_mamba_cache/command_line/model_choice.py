@@ -1,4 +1,4 @@
-"""Which model a run uses, as the flags say it. Imports neither torch nor megatron."""
+"""Which model a run uses, as the flags choose it. Imports neither torch nor megatron."""
 
 from argparse import Namespace
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class ModelDirectory:
     """A directory to load a model from.
 
     Args:
-        path: Not there where --hf-model names a model of the hub.
+        path: Does not exist if --hf-model names a hub model.
     """
 
     path: Path
@@ -33,21 +33,21 @@ class ModelDirectory:
 
     @property
     def is_shipped(self) -> bool:
-        """Whether it is the model that comes with the package."""
+        """True when it is the model that ships with the package."""
         return self.path == SHIPPED_MODEL
 
     def check_prompts(self, lines: list[PromptLine], file: str | None) -> None:
-        """Raise `UsageError` for a text prompt if the directory is there and has no tokenizer.
+        """Raise `UsageError` for a text prompt if the directory exists and has no tokenizer.
 
         Args:
-            file: Where the lines come from; None: they are built in.
+            file: Where the lines come from; None if they are built in.
         """
         if self.path.is_dir() and not has_tokenizer(self.path):
             require_token_ids(lines, file, self.path)
 
 
 def chosen_directory(arguments: Namespace) -> ModelDirectory | None:
-    """Return what the flags name, or else the shipped model; None: the random model."""
+    """Return what the flags name, or else the shipped model; None for the random model."""
     if arguments.hf_model is not None:
         return ModelDirectory(Path(arguments.hf_model), ModelFormat.HUGGING_FACE)
     if arguments.load is not None:
@@ -63,7 +63,7 @@ def has_shipped_model() -> bool:
 
 
 def require_token_ids(lines: list[PromptLine], file: str | None, directory: Path) -> None:
-    """Raise `UsageError` that names the first line whose prompt is text: no tokenizer can read it."""
+    """Raise `UsageError` for the first line whose prompt is text, since there is no tokenizer to read it."""
     line = next((line for line in lines if isinstance(line.prompt, str)), None)
     if line is None:
         return

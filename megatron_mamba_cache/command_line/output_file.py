@@ -8,7 +8,7 @@ from .usage_error import UsageError
 
 
 def check_writable(path: str) -> None:
-    """Raise `UsageError` unless a file can be written there; leaves what is there as it was."""
+    """Raise `UsageError` unless a file can be written there; leave an existing file unchanged."""
     target = Path(path)
     try:
         existed = target.exists()

@@ -9,7 +9,7 @@ from megatron.core import parallel_state
 
 @contextmanager
 def own_process_groups() -> Iterator[None]:
-    """Destroy the process groups that the block started; those that were there before stay."""
+    """Destroy the process groups that the block started; keep earlier ones."""
     were_there = dist.is_initialized()
     try:
         yield

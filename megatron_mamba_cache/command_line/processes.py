@@ -1,4 +1,4 @@
-"""What the processes of a command do together: start, fail, step side by side, and put their results together."""
+"""What the processes of a command do together: start, fail, step, and combine their results."""
 
 import contextlib
 import os
@@ -24,7 +24,7 @@ class Replicas(Protocol):
     """The models of a command's processes."""
 
     def make(self, build: Callable[[], Made]) -> Made:
-        """Return what each process builds; where one fails, all do."""
+        """Return what each process builds; if one fails, all do."""
 
     def share(self, lines: Sequence[PromptLine]) -> list[PromptLine]:
         """Return the lines that this process's model runs."""
@@ -79,10 +79,10 @@ class SeveralProcesses:
         self._num_replicas = launch.num_replicas(arguments)
 
     def make(self, build: Callable[[], Made]) -> Made:
-        """Return what each process builds; where one fails, all do.
+        """Return what each process builds; if one fails, all do.
 
         Raises:
-            UsageError: Of the first process that has one.
+            UsageError: That of the first process that raised one.
         """
         found, message = None, None
         try:
@@ -122,7 +122,7 @@ def _is_first_of_model() -> bool:
 
 @contextlib.contextmanager
 def speaking_for_all(launch: Launch) -> Iterator[None]:
-    """Let the first process alone print while the block runs."""
+    """Let only the first process print while the block runs."""
     if launch.is_first:
         yield
         return

@@ -17,7 +17,7 @@ class PromptLine:
         request_id: The line's number, from 0.
         prompt: Text, or token ids.
         num_tokens: Tokens to generate; None leaves it to the command line.
-        session: Lines of one session run one after another; None: on its own.
+        session: Lines of one session run one after another; None if the line is on its own.
     """
 
     request_id: int
@@ -29,7 +29,7 @@ class PromptLine:
 def read_prompts(path: str) -> list[PromptLine]:
     """Read all lines of a file.
 
-    Blank lines at the end are no requests.
+    Blank lines at the end are ignored.
 
     Raises:
         UsageError: Naming the file, and the line with its number, counted from 1.

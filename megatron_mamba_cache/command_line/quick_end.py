@@ -1,4 +1,4 @@
-"""A process that ends at once when it is done."""
+"""End a process at once when it is done."""
 
 import atexit
 import os
@@ -7,10 +7,10 @@ from contextlib import suppress
 
 
 class QuickEnd:
-    """Ends the process after all exit handlers, without the seconds in which Python takes torch and megatron apart.
+    """Ends the process after all exit handlers, without the seconds that Python takes to tear down torch and megatron.
 
     Make it before torch is imported: exit handlers run in the reverse order of their registration. Until `arm` is
-    called the process ends as any other.
+    called, the process ends like any other.
     """
 
     def __init__(self) -> None:

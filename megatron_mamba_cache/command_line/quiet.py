@@ -35,7 +35,7 @@ def quiet_libraries() -> Iterator[None]:
 
 @contextmanager
 def own_warnings_hidden() -> Iterator[None]:
-    """Hide this package's warnings too, where the command knows what they say; but not what takes long."""
+    """Hide this package's warnings too, where the command already knows them, but not its progress messages."""
     own, progress = logging.getLogger(_OWN), logging.getLogger(_PROGRESS)
     levels = own.level, progress.level
     own.setLevel(logging.ERROR)

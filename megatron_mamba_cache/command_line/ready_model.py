@@ -27,10 +27,10 @@ _SYMBOLS = {"M": "Mamba", "*": "attention", "-": "MLP", "E": "experts"}
 
 @dataclass(frozen=True, slots=True)
 class ReadyModel:
-    """A model, its tokenizer, and a line that says what they are.
+    """A model, its tokenizer, and a line that describes them.
 
     Args:
-        dtype: Of the weights, "fp32" or "bf16".
+        dtype: Dtype of the weights, "fp32" or "bf16".
     """
 
     model: Any
@@ -40,12 +40,12 @@ class ReadyModel:
 
     @property
     def writes_text(self) -> bool:
-        """Whether what it generates is worth more than a glance."""
+        """True when its replies are worth reading in full."""
         return isinstance(self.tokenizer, HuggingFaceTokenizer)
 
 
 def ready_model(directory: ModelDirectory | None, dtype: str | None, device: str) -> ReadyModel:
-    """Load a model onto the current device, or build the random one (None), with TF32 off so that fp32 means it.
+    """Load a model onto the current device, or build the random one (None), with TF32 off so that fp32 is fp32.
 
     Args:
         dtype: "fp32" or "bf16"; None takes the checkpoint's own on a GPU, and fp32 on a CPU and for built-in models.
@@ -57,7 +57,7 @@ def ready_model(directory: ModelDirectory | None, dtype: str | None, device: str
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     if directory is None or directory.is_shipped:
-        # Work this small gains nothing from more threads, and waits for them a hundred times longer on a busy machine.
+        # Work this small gains nothing from more threads; on a busy machine it waits a hundred times longer for them.
         torch.set_num_threads(1)
         return _random(dtype or "fp32") if directory is None else _loaded(directory, dtype or "fp32")
     return _loaded(directory, dtype or (None if device == "cuda" else "fp32"))
@@ -66,7 +66,7 @@ def ready_model(directory: ModelDirectory | None, dtype: str | None, device: str
 def engine_for(
     model: ReadyModel, config: CacheConfig, seed: int, make_drafter: Callable[[], Drafter]
 ) -> MambaCacheEngine:
-    """Build an engine; a drafter is made where the settings ask for drafts.
+    """Build an engine, with a drafter if the settings ask for drafts.
 
     Raises:
         UsageError: If the settings do not fit the model or the machine's memory.
@@ -90,7 +90,7 @@ def load_weights(directory: ModelDirectory, dtype: str | None, *, flag: str) -> 
 
     Args:
         dtype: "fp32" or "bf16"; None takes the checkpoint's own.
-        flag: Names the directory, and begins the message of an error.
+        flag: The flag that names the directory; error messages begin with it.
 
     Raises:
         UsageError: If it cannot be loaded.

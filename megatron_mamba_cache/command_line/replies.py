@@ -12,12 +12,12 @@ _WIDTH = 110
 
 
 def reply_lines(lines: Sequence[PromptLine], records: Sequence[RequestRecord], prompts: Sequence[str]) -> Iterator[str]:
-    """Yield the end of each prompt, marked "|", and its reply, marked ">"; of a session those of the last turn.
+    """Yield the end of each prompt, marked "|", and its reply, marked ">"; of a session only those of the last turn.
 
     All characters are printable ASCII. A prompt that ends inside a line is continued on it.
 
     Args:
-        records, prompts: Of the lines, in the same order; prompts are text.
+        records, prompts: One for each line, in the same order; prompts are text.
     """
     last_turns = {line.session: index for index, line in enumerate(lines)}
     is_shown = [line.session is None or last_turns[line.session] == index for index, line in enumerate(lines)]

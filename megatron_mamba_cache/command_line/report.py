@@ -44,13 +44,13 @@ def summary_line(result: RunResult) -> str:
 
 
 def compilation_line(result: RunResult) -> str:
-    """Return in one line what Triton compiled in this process; a warmup leaves none of it to the requests."""
+    """Return in one line what Triton compiled in this process; after a warmup, requests compile nothing."""
     count, seconds = result.cache.num_compiled_kernels, result.cache.compile_seconds
     return f"compiled {count} kernel{'s' * (count != 1)} in {seconds:.1f} s"
 
 
 def graphs_line(result: RunResult) -> str:
-    """Return in one line which step shapes were captured as CUDA graphs, and how many steps were of one."""
+    """Return in one line which step shapes were captured as CUDA graphs, and how many steps replayed one."""
     cache, counters = result.cache, result.cache.counters
     return (
         f"captured {cache.num_graphs} step shape{'s' * (cache.num_graphs != 1)} in {cache.capture_seconds:.1f} s, "
@@ -59,7 +59,7 @@ def graphs_line(result: RunResult) -> str:
 
 
 def drafts_line(result: RunResult) -> str:
-    """Return in one line what became of the drafts."""
+    """Return in one line how many drafts were accepted."""
     counters = result.cache.counters
     if not counters.draft_tokens:
         return f"nothing was drafted in {counters.decode_rows} decode steps of requests"

@@ -1,4 +1,4 @@
-"""Run lines through an engine, sessions in order, and note when each token came."""
+"""Run lines through an engine, sessions in order, and time their tokens."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -17,7 +17,7 @@ from .session_queue import SessionQueue
 
 @dataclass(frozen=True, slots=True)
 class SamplingFlags:
-    """How tokens are drawn, and how many where a line says none."""
+    """How tokens are sampled, and how many if a line does not say."""
 
     num_tokens: int
     temperature: float
@@ -26,7 +26,7 @@ class SamplingFlags:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most probable token is always taken."""
+        """True when the most probable token is always taken."""
         return self.top_k == 1 or self.temperature == 0
 
     def parameters(self, line: PromptLine) -> SamplingParams:
@@ -40,7 +40,7 @@ class SamplingFlags:
 
 
 class RequestRunner:
-    """Feeds lines to an engine that nobody else uses.
+    """Feeds lines to an engine that has no other user.
 
     Args:
         tokenizer: Turns the lines' text into tokens, and tokens into text.
@@ -66,7 +66,7 @@ class RequestRunner:
         self._records: dict[int, RequestRecord] = {}
 
     def run(self, lines: Iterable[PromptLine]) -> RunResult:
-        """Run all lines to their end; one that cannot run has the reason in its record."""
+        """Run all lines to their end; the record of a line that cannot run has the reason."""
         queue = SessionQueue(lines)
         start = time.perf_counter()
         for line in queue.initial_lines():
@@ -101,7 +101,7 @@ class RequestRunner:
         return record
 
     def _note_tokens(self, request_ids: Iterable[int], now: float) -> None:
-        """Note what requests that go on have generated since the last step."""
+        """Record what running requests have generated since the last step."""
         for request_id in request_ids:
             record = self._records[request_id]
             parts = self._engine.requests[request_id].record.requests

@@ -1,4 +1,4 @@
-"""What a run of requests gave: a record a request, and a summary."""
+"""The results of a run: one record for each request, and a summary."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,12 +8,12 @@ from ..metrics import CacheSnapshot
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request and what became of it.
+    """One request and its outcome.
 
     Args:
         cached_tokens: Prompt tokens skipped at its first admission.
-        draft_tokens, accepted_tokens: Drafts that were verified for it, and those of them that were kept.
-        time_to_first_token_s, latency_s: Seconds since it was added; the first is None if no token came.
+        draft_tokens, accepted_tokens: Drafts verified for it, and those accepted.
+        time_to_first_token_s, latency_s: Seconds since it was added; the first is None if there was no token.
         error: Why it could not run.
     """
 
@@ -108,8 +108,8 @@ class RunResult:
 
 
 def together(results: Sequence[RunResult]) -> RunResult:
-    """Return the results of models that ran side by side as one: their records in the order of ids, their counts
-    summed, the longest time.
+    """Return the results of models that ran side by side as one: records in the order of ids, counts summed, the
+    longest time.
     """
     records = sorted((record for result in results for record in result.records), key=lambda record: record.request_id)
     cache = CacheSnapshot.summed([result.cache for result in results])

@@ -45,7 +45,7 @@ def serve(arguments: Namespace) -> int:
         with own_process_groups(), speaking_for_all(launch):
             replicas = OneModel() if launch.num_processes == 1 else SeveralProcesses(launch, arguments, device)
             serving = replicas.make(lambda: Serving(arguments, keys, directory, device))
-            gc.freeze()  # modules and weights stay; collections, that of `close` too, need not look at them again
+            gc.freeze()  # modules and weights stay; no later collection, the one in `close` included, has to scan them
             with closing(replicas.make(serving.engine)) as engine:
                 if launch.num_processes == 1 and listener is not None:
                     return serving.run(engine, listener)
@@ -53,10 +53,10 @@ def serve(arguments: Namespace) -> int:
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """Take a port without listening yet.
+    """Bind a port without listening yet.
 
     Raises:
-        UsageError: If it cannot be had.
+        UsageError: If it cannot be bound.
     """
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

@@ -1,4 +1,4 @@
-"""The flags of the server itself, and what is wrong with their values."""
+"""The flags of the server itself, and the checks of their values."""
 
 from argparse import ArgumentParser, Namespace
 from urllib.parse import urlsplit
@@ -35,9 +35,9 @@ def add_server_arguments(parser: ArgumentParser) -> None:
     add(
         "--api-key-file",
         metavar="FILE",
-        help="API keys, one a line, KEY or NAME: KEY, which others cannot see as they see flags; logs tell the name",
+        help="API keys, one a line, KEY or NAME: KEY; other users cannot see them, unlike flags; logs show the name",
     )
-    add("--admin-api-key-file", metavar="FILE", help="the same, of admin keys")
+    add("--admin-api-key-file", metavar="FILE", help="the same for admin keys")
     add("--cors-origin", action="append", default=[], metavar="ORIGIN", help=_CORS_IN_WORDS)
     add(
         "--access-log",
@@ -86,7 +86,7 @@ def _add_limits(parser: ArgumentParser) -> None:
 
 
 def check_server_arguments(arguments: Namespace) -> None:
-    """Raise `UsageError` for a port that cannot be; limits are checked where they are made."""
+    """Raise `UsageError` for a value that can never work; `ServerLimits` checks the limits."""
     if not 0 <= arguments.port <= _LARGEST_PORT:
         raise UsageError(f"--port is {arguments.port}; it must be from 0 (any) to {_LARGEST_PORT}")
     if not 0 < arguments.memory_fraction <= 1:

@@ -1,4 +1,4 @@
-"""A model, its engine, and the server around it, as the flags of serve say it."""
+"""A model, its engine and the server around it, built from the flags of serve."""
 
 import asyncio
 import socket
@@ -65,7 +65,7 @@ class Serving:
     def _settings(
         self, shape: HybridModelShape, max_length: int, arguments: Namespace, device: str
     ) -> dict[str, int | float]:
-        """Return the fields of `CacheConfig` that hold where no flag says otherwise."""
+        """Return the fields of `CacheConfig` that apply where no flag is given."""
         running = arguments.max_running_requests
         limit = {} if running is None else {"max_requests": running}
         if self._card is not None:
@@ -77,7 +77,7 @@ class Serving:
         return settings
 
     def _draft_sizes(self, shape: HybridModelShape, max_length: int) -> dict[str, int | float]:
-        """Return the fields of `CacheConfig` of a draft model's cache, made after the engine's settings."""
+        """Return the fields of `CacheConfig` of a draft model's cache, which follow the engine's settings."""
         if self._card is None:
             return default_settings(shape, max_length)
         length = min(max_length, self._config.max_sequence_length)
@@ -100,7 +100,7 @@ class Serving:
         """Serve with the engines of all processes behind a coordinator; return the exit status.
 
         Args:
-            listener: Of the process that has the front end; None in all others.
+            listener: Socket of the process that runs the front end; None in all others.
             routing: Settings of the coordinator.
         """
         from ..server.coordinator_backend import CoordinatorBackend
@@ -126,7 +126,7 @@ class Serving:
 
 
 def _card_of(model: Any, fraction: float) -> Card:
-    """Return what this process's GPU offers now; all ranks that share the model call it."""
+    """Return this process's card with what is free now; call it on all ranks that share the model."""
     torch.cuda.empty_cache()
     (free,) = ranks_of_process().least([torch.cuda.mem_get_info()[0]])
     widest = max((weight.shape[0] for weight in model.decoder.parameters() if weight.dim() == 2), default=0)

@@ -7,7 +7,7 @@ from .prompts import PromptLine
 
 
 class SessionQueue:
-    """Hands lines out in an order that keeps each session's; nothing else holds a line back."""
+    """Hands out lines so that each session's run in order; nothing else delays a line."""
 
     def __init__(self, lines: Iterable[PromptLine]) -> None:
         self._first: list[PromptLine] = []
@@ -22,11 +22,11 @@ class SessionQueue:
                 self._first.append(line)
 
     def initial_lines(self) -> list[PromptLine]:
-        """Return the lines that wait for nobody, in the file's order."""
+        """Return the lines that wait for no other, in the file's order."""
         return list(self._first)
 
     def line_after(self, finished: PromptLine) -> PromptLine | None:
-        """Hand out the line that only waited for `finished`; None if there is none."""
+        """Remove and return the line that waited only for `finished`; None if there is none."""
         if finished.session is None or not self._later[finished.session]:
             return None
         return self._later[finished.session].popleft()

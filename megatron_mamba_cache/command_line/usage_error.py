@@ -1,4 +1,4 @@
-"""What the user got wrong."""
+"""The error for a user's mistake."""
 
 
 class UsageError(Exception):

@@ -1,4 +1,4 @@
-"""The gate in front of every route: who may pass, whether the server is ready, and how much may come in."""
+"""Middleware in front of every route: API keys, readiness and limits on bodies."""
 
 from collections.abc import Callable
 from urllib.parse import urlsplit
@@ -18,12 +18,12 @@ _SERVED_PATHS = ("/v1", "/admin", "/tokenize", "/detokenize")
 
 
 class AccessControl:
-    """ASGI middleware: API key first, then readiness, then the whole body of what may have one, within its limits.
+    """ASGI middleware: checks the API key, then readiness, then reads the whole body of a POST within its limits.
 
     Args:
-        state: Of the backend, now.
-        is_draining: Whether the server takes nothing new.
-        on_status: Told of each response's status.
+        state: Returns the backend's current state.
+        is_draining: Returns whether the server refuses new requests.
+        on_status: Called with each response's status.
     """
 
     def __init__(
@@ -96,18 +96,18 @@ class AccessControl:
 
 
 def is_for_admins(path: str) -> bool:
-    """Whether a path is for those who administrate the server."""
+    """Return whether a path is for administrators only."""
     return _is_below(path, _ADMIN_PATHS)
 
 
 def _header(scope: Scope, wanted: bytes) -> str:
-    """Return a header's value; "" without it."""
+    """Return a header's value, or "" if it is absent."""
     value: bytes = next((value for name, value in scope["headers"] if name == wanted), b"")
     return value.decode("latin-1")
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` that gives the body once, and then what comes."""
+    """Return a `receive` that yields the body once and then calls the original."""
     pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replay() -> Message:

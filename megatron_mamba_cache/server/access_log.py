@@ -1,4 +1,4 @@
-"""The access log: a line for each HTTP request when it ends, as text or as a JSON object."""
+"""The access log: one line for each HTTP request when it ends, as text or as a JSON object."""
 
 import json
 from collections.abc import Callable
@@ -14,17 +14,17 @@ Write = Callable[[str], object]
 
 
 def write_line(line: str) -> None:
-    """Write to stdout; a reader that has left does not stop the server."""
+    """Write a line to stdout; a closed pipe does not stop the server."""
     with suppress(OSError, ValueError):
         print(line, flush=True)
 
 
 class AccessLog:
-    """Writes a line for each exchange that it is given.
+    """Writes one line for each exchange.
 
     Args:
-        write: Takes a line without its end.
-        now: The time of day.
+        write: Called with each line, without its newline.
+        now: Returns the current time.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class AccessLog:
 
 
 def _fields(exchange: Exchange, now: datetime) -> dict[str, Any]:
-    """Return what a line tells, by the names of the JSON form."""
+    """Return the fields of a line, under their JSON names."""
     return {
         "time": now.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
         "request_id": exchange.request_id,

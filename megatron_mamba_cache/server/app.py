@@ -1,4 +1,4 @@
-"""The HTTP application: routes, errors, and what they share."""
+"""The HTTP application: routes, error handlers and their shared state."""
 
 import asyncio
 import time
@@ -41,19 +41,19 @@ _UNREADABLE_TO_FASTAPI = "There was an error parsing the body"
 _UNREADABLE = bad_request(
     "the body is not valid JSON: it is not UTF-8, is nested too deeply or has too long a number", code="invalid_json"
 )
-_NUM_TOKENIZING = 2  # few enough that tokenizing leaves the engine a processor
+_NUM_TOKENIZING = 2  # few enough that tokenizing leaves the engine a CPU core
 
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """What a server is given beside its engines.
+    """A server's settings, apart from its engines.
 
     Args:
-        model_name: That clients call the model by.
-        tokenizer: Of the model.
+        model_name: What clients call the model.
+        tokenizer: The model's tokenizer.
         end_ids: Tokens that end replies.
-        cors_origins: Whose pages may call it from a browser; see `CrossOrigin`.
-        versions: That `/version` tells, by name.
+        cors_origins: Origins whose pages may call the server from a browser; see `CrossOrigin`.
+        versions: Versions that `/version` reports, by name.
     """
 
     model_name: str
@@ -67,7 +67,7 @@ class ServerSettings:
 
 
 class Server:
-    """One server: its backend, what it counts, and its ASGI application `app`."""
+    """One server: its backend, its metrics and its ASGI application `app`."""
 
     def __init__(self, backend: Backend, settings: ServerSettings) -> None:
         limits = settings.limits
@@ -91,7 +91,7 @@ class Server:
         self.app = Entrance(CrossOrigin(self._build(), settings.cors_origins), settings.access_log)
 
     def drain(self) -> None:
-        """Take nothing new; a request whose body is not whole yet is new too."""
+        """Refuse new requests, including those whose body is incomplete."""
         self.rules.is_draining = True
         self.bodies.stop()
 
@@ -132,7 +132,7 @@ class Server:
             is_draining=lambda: self.rules.is_draining,
             on_status=lambda status: self.metrics.responses.labels(str(status)).inc(),
         )
-        app.openapi()  # is kept; made for the first client that asks, it would hold up all others
+        app.openapi()  # cached from here on; building it for the first client would block all others
         return app
 
 

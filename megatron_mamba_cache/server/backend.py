@@ -1,4 +1,4 @@
-"""What the front end needs of the engines behind it, wherever they run."""
+"""The front end's interface to the engines, wherever they run."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,17 +13,17 @@ EndReason = Literal["stop", "length", "error"]
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One prompt and how its reply is drawn.
+    """One prompt and the sampling settings of its reply.
 
     Args:
         prompt: Token ids.
-        max_tokens: To generate at most, at least 1.
+        max_tokens: The most tokens to generate; at least 1.
         temperature, top_k, top_p: 0 switches top_k and top_p off; temperature 0 or top_k 1 is greedy.
-        seed: Of its random numbers.
-        tenant: Whose prefixes it shares.
-        num_log_probs: Alternatives for each token whose log-probs are wanted; 0 is the chosen token's alone, None none.
-        scores_prompt: Whether log-probs of the prompt are wanted too; the whole of it is computed then.
-        ignores_end: Whether to go on behind the tokenizer's end tokens.
+        seed: Seed of its random numbers.
+        tenant: Tenant whose prefixes it shares.
+        num_log_probs: Alternatives with log-probs for each token; 0 gives only the chosen token's, None gives none.
+        scores_prompt: Whether to return log-probs of the prompt too, which computes the whole prompt.
+        ignores_end: Whether to continue after the tokenizer's end tokens.
     """
 
     prompt: tuple[int, ...]
@@ -44,14 +44,14 @@ class Progress:
 
     Args:
         tokens: New token ids.
-        log_probs: Of each of them, if wanted.
-        alternatives: The best tokens in the place of each, text to log-prob, if wanted.
+        log_probs: One for each new token, if requested.
+        alternatives: The most probable tokens for each new token, text to log-prob, if requested.
         prompt_log_probs, prompt_alternatives: Those of the prompt from its second token on, with the first new token.
-        cached_tokens: Prompt tokens that were skipped at its first admission.
-        draft_tokens, accepted_tokens: Drafts verified for it so far, and those kept.
-        running_s: Seconds since the step began that ran it first.
-        end: Why the reply ends here; None: it goes on.
-        error: With the reason "error", what went wrong.
+        cached_tokens: Prompt tokens that were skipped at the request's first admission.
+        draft_tokens, accepted_tokens: Drafts verified so far, and those accepted.
+        running_s: Seconds since the start of the first step that ran the request.
+        end: Why the reply ends here; None while it continues.
+        error: What went wrong, if `end` is "error".
     """
 
     tokens: tuple[int, ...] = ()
@@ -69,14 +69,14 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class BackendState:
-    """One look at the engines.
+    """A snapshot of the engines.
 
     Args:
         is_ready: Whether warmup is over.
-        failure: Why they serve nobody any more.
-        cache: Counters and owners, all engines together; None before they have told.
-        num_running, num_waiting: Requests.
-        generated_tokens: Since the start.
+        failure: Why the engines no longer serve requests; None while they do.
+        cache: Counters and owners, summed over all engines; None before the first report.
+        num_running, num_waiting: Number of requests.
+        generated_tokens: Tokens generated since the start.
     """
 
     is_ready: bool = False
@@ -89,13 +89,13 @@ class BackendState:
 
 
 class Backend(Protocol):
-    """The engines. Every method is called in the front end's event loop; none waits for a step, but for `flush`."""
+    """The engines. Call every method in the front end's event loop; only `flush` and `stop` may wait for a step."""
 
     max_sequence_length: int
-    """Prompt and generated tokens of a request, at most."""
+    """The most prompt and generated tokens of a request."""
 
     async def start(self) -> None:
-        """Start the engines' warmup; what is delivered arrives in the running event loop."""
+        """Start the engines' warmup; progress is delivered in the running event loop."""
 
     @property
     def state(self) -> BackendState:
@@ -105,16 +105,16 @@ class Backend(Protocol):
         """Return why a request can never run; None if it can."""
 
     def submit(self, request: GenerationRequest, deliver: Callable[[Progress], None]) -> Ticket:
-        """Queue a request; `deliver` is called in the event loop for what each step adds, the last time with an end."""
+        """Queue a request; `deliver` is called in the event loop with each step's progress, the last with an `end`."""
 
     def cancel(self, ticket: Ticket) -> None:
-        """Drop a request before the next step; nothing is delivered any more. One that has ended is passed over."""
+        """Drop a request before the next step and deliver nothing more; ignore one that has ended."""
 
     def fail_all(self, reason: str) -> None:
         """End every request with an error before the next step."""
 
     async def flush(self, weights_version: str | None) -> None:
-        """Make what is cached unreachable; see `MambaCacheContext.flush`."""
+        """Make everything cached unreachable; see `MambaCacheContext.flush`."""
 
     async def stop(self) -> None:
-        """End the engines."""
+        """Stop the engines."""

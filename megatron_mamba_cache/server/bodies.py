@@ -1,4 +1,4 @@
-"""The bodies of requests, within limits for each of them and for all that an API key has open."""
+"""Request bodies, limited in size each and in total for each API key."""
 
 import asyncio
 from collections import Counter
@@ -12,15 +12,15 @@ from .limits import ServerLimits
 
 
 class ClientLeftError(Exception):
-    """The client has left before its request was whole."""
+    """The client disconnected before its request was complete."""
 
 
 class Bodies:
-    """Reads bodies; the bytes of one count for its owner until its request is answered.
+    """Reads bodies; a body's bytes count against its owner until its request is answered.
 
     Args:
-        num_owners: Who share `max_buffered_bytes` in equal parts, each large enough for one body, so that none can take
-            the room of another.
+        num_owners: Owners that share `max_buffered_bytes` equally. Each share holds at least one body, and no owner can
+            use another's share.
     """
 
     def __init__(self, limits: ServerLimits, num_owners: int) -> None:
@@ -31,11 +31,11 @@ class Bodies:
         self._is_draining = False
 
     def num_bytes(self, owner: str) -> int:
-        """Return the bytes of an owner's requests that are not answered yet."""
+        """Return the bytes of an owner's unanswered requests."""
         return self._num_bytes[owner]
 
     def stop(self) -> None:
-        """Refuse the bodies that are not whole yet, and those that come later."""
+        """Refuse incomplete bodies and all later ones."""
         self._is_draining = True
         for timeout in self._arriving:
             if not timeout.expired():
@@ -43,11 +43,11 @@ class Bodies:
 
     @asynccontextmanager
     async def whole(self, owner: str, scope: Scope, receive: Receive) -> AsyncIterator[bytes]:
-        """Read the body of a request and yield it; it counts for the owner until the block ends.
+        """Read a request's body and yield it; its bytes count against the owner until the block ends.
 
         Raises:
-            ApiError: 408 if it takes too long, 413 if it is too large, 415 if it is compressed, 429 if the owner has
-                too many, 503 if the server drains before it is whole.
+            ApiError: 408 if it takes too long, 413 if it is too large, 415 if it is compressed, 429 if the owner's
+                share is full, 503 if the server drains before the body is complete.
             ClientLeftError: If the client disconnects.
         """
         _check_coding(_header(scope, b"content-encoding"))
@@ -106,11 +106,11 @@ def _check_coding(told: bytes) -> None:
 
 
 def _told_size(scope: Scope) -> int:
-    """Return the size that a request's header tells; 0 without one."""
+    """Return a request's Content-Length, or 0 if it is absent."""
     told = _header(scope, b"content-length")
     return int(told[:20]) if told.isdigit() else 0
 
 
 def _header(scope: Scope, wanted: bytes) -> bytes:
-    """Return a header's value; empty without it."""
+    """Return a header's value, or b"" if it is absent."""
     return next((value for name, value in scope["headers"] if name == wanted), b"")

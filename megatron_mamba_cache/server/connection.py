@@ -1,4 +1,4 @@
-"""A client's connection: uvicorn's, but its end is always noticed, and it is not kept for one that does nothing."""
+"""A client's connection: uvicorn's, but disconnects are always noticed and stalled clients are dropped."""
 
 import asyncio
 from collections.abc import Callable
@@ -16,15 +16,16 @@ _LEAST_READ = 256 * 2**10
 
 
 class Connection(H11Protocol):
-    """uvicorn's protocol, which stops reading when bytes follow a request, and then cannot see that the client leaves.
+    """uvicorn's protocol, but it keeps reading while it replies.
 
-    This one reads on. It closes the connection of a client that
+    uvicorn stops reading when bytes follow a request, and then misses a disconnect. This class also closes the
+    connection of a client that
 
     - sends more than 64 KiB ahead of a reply,
-    - takes less than 256 KiB, and less than all there is, of what is sent to it in `send_timeout_s`,
+    - reads less than 256 KiB, and less than all, of the pending output in `send_timeout_s`,
     - sends nothing at first, or takes longer than `body_timeout_s` for the head of a request.
 
-    An open request of a connection that closes ends as if its client had left.
+    When a connection closes, its open request ends as if the client had disconnected.
     """
 
     def __init__(
@@ -43,9 +44,9 @@ class Connection(H11Protocol):
         self._unread = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Wait for the first byte as long as between two requests."""
+        """Apply the keep-alive timeout to the first byte too."""
         super().connection_made(transport)
-        transport.set_write_buffer_limits(high=0)  # so that whatever stays unread is noticed
+        transport.set_write_buffer_limits(high=0)  # so that any unread output is noticed
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -55,7 +56,7 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def handle_events(self) -> None:
-        """Handle what has come, and read on."""
+        """Handle received events and keep reading."""
         super().handle_events()
         num_ahead = len(self.conn.trailing_data[0])
         if self.conn.their_state is not h11.IDLE:
@@ -69,12 +70,12 @@ class Connection(H11Protocol):
                 self.flow.resume_reading()
 
     def pause_writing(self) -> None:
-        """Note that the client does not read as fast as it is sent to."""
+        """Watch a client that reads more slowly than the server writes."""
         super().pause_writing()
         self._watch_reader()
 
     def resume_writing(self) -> None:
-        """Note that the client has read."""
+        """Stop watching a client that has caught up."""
         super().resume_writing()
         self._read_timer.stop()
 
@@ -90,7 +91,7 @@ class Connection(H11Protocol):
 
 
 class _Timer:
-    """Calls something later, unless it is stopped or started anew."""
+    """Calls a function after a delay, unless stopped or restarted."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -98,16 +99,16 @@ class _Timer:
 
     @property
     def is_running(self) -> bool:
-        """Whether the call is still to come."""
+        """True when a call has been scheduled and not stopped."""
         return self._handle is not None
 
     def start(self, seconds: float, act: Callable[[], None]) -> None:
-        """Call `act` in so many seconds."""
+        """Call `act` after `seconds`, instead of any pending call."""
         self.stop()
         self._handle = self._loop.call_later(seconds, act)
 
     def stop(self) -> None:
-        """Call nothing."""
+        """Cancel the pending call."""
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None

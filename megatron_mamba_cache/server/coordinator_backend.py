@@ -1,6 +1,7 @@
-"""Engines in other processes, behind a coordinator: a `Backend` that speaks its messages.
+"""A `Backend` for engines in other processes, behind a coordinator.
 
-Megatron's `InferenceClient` returns whole replies; this client hears of every step. See `replicas.front_end`.
+Megatron's `InferenceClient` returns whole replies; this client gets the progress of every step. See
+`replicas.front_end`.
 """
 
 import asyncio
@@ -36,13 +37,13 @@ _STOP_S = 20.0
 class CoordinatorBackend:
     """A `Backend` over the replicas of a coordinator.
 
-    A request whose replica dies is generated again by another one; its listener hears each token once.
+    A request whose replica dies is generated again by another one; its listener gets each token once.
 
     Args:
-        address: Of the coordinator, such as "tcp://host:5555".
-        rules: Of the replicas' engines, which are alike.
+        address: The coordinator's, such as "tcp://host:5555".
+        rules: Rules of the replicas' engines, which are identical.
         end_ids: Tokens that end a reply.
-        access: The coordinator's; None: of one on loopback.
+        access: How to reach the coordinator; None for one on loopback.
     """
 
     def __init__(
@@ -57,13 +58,13 @@ class CoordinatorBackend:
         self._listeners: dict[int, Listener] = {}
         self._states: dict[str, dict[str, Any]] = {}
         self._state = BackendState()
-        self._flushed_to: str | None = None  # a version of the weights that some replicas have not told yet
+        self._flushed_to: str | None = None  # a weights version that some replicas have not reported yet
         self._generated = 0
         self._stopped = asyncio.Event()
         self._last_heard = time.monotonic()
 
     async def start(self) -> None:
-        """Connect, and listen from now on."""
+        """Connect and start listening."""
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         set_heartbeats(self._socket)
@@ -106,14 +107,14 @@ class CoordinatorBackend:
             listener.deliver(Progress(end="error", error=reason))
 
     async def flush(self, weights_version: str | None) -> None:
-        """See `Backend`; each replica flushes before it sees any request that comes later."""
+        """See `Backend`; each replica flushes before it handles any later request."""
         self._send(FLUSH, weights_version)
         if weights_version is not None:
             self._flushed_to = weights_version
             self._state = replace(self._state, weights_version=weights_version)
 
     async def stop(self) -> None:
-        """Stop the engines of all replicas, and the coordinator with them."""
+        """Stop the engines of all replicas and the coordinator."""
         self.fail_all("the server is shutting down")
         self._send(Headers.STOP.value)
         with suppress(TimeoutError):
@@ -171,7 +172,7 @@ class CoordinatorBackend:
         listener.deliver(ended(self._progress(listener, news | drafts), listener.end_ids, record[-1]))
 
     def _progress(self, listener: Listener, news: dict[str, Any]) -> Progress:
-        """Return what a listener has not heard yet; a request that was begun again tells its first tokens again."""
+        """Return the progress that is new to a listener; a restarted request reports its first tokens again."""
         known = max(listener.num_tokens - news["start"], 0)
         tells_prompt = not listener.num_tokens
         tokens = tuple(news["tokens"][known:])
@@ -190,7 +191,7 @@ class CoordinatorBackend:
         )
 
     def _look(self) -> None:
-        """Put the replicas' states together; without any the server is not ready."""
+        """Combine the replicas' states; without replicas the server is not ready."""
         states = list(self._states.values())
         if not states:
             self._state = replace(self._state, is_ready=False)

@@ -1,4 +1,4 @@
-"""Which pages of other origins may call the server from a browser."""
+"""Cross-origin access: which origins' pages may call the server from a browser."""
 
 from collections.abc import Sequence
 
@@ -12,12 +12,12 @@ _EXPOSED = ("X-Request-Id", "Retry-After")
 
 
 class CrossOrigin:
-    """ASGI middleware in front of the API keys: a browser's preflight request brings none.
+    """ASGI middleware in front of the API key check, because a browser's preflight request carries no key.
 
-    What is for admins is never open to other origins.
+    Admin paths are never open to other origins.
 
     Args:
-        origins: Such as "https://chat.example"; "*" stands for all. Without any nothing is open.
+        origins: Allowed origins, such as "https://chat.example"; "*" allows all. If empty, none is allowed.
     """
 
     def __init__(self, app: ASGIApp, origins: Sequence[str]) -> None:

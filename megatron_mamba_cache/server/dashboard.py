@@ -1,4 +1,4 @@
-"""The dashboard: one page without anything from elsewhere, and the past that its charts show."""
+"""The dashboard: one self-contained page, and the history that its charts show."""
 
 import math
 from pathlib import Path

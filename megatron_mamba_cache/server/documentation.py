@@ -1,4 +1,4 @@
-"""`/docs`: Swagger UI over the server's own description, with nothing that a browser would fetch from another host."""
+"""`/docs`: Swagger UI for the server's OpenAPI schema, without assets from other hosts."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,10 +17,10 @@ _NO_ICON = "data:,"
 
 
 def add_documentation(app: FastAPI, *, needs_key: bool) -> None:
-    """Add `/docs` and what it loads; call it before the description is made.
+    """Add `/docs` and its assets; call this before the schema is built.
 
     Args:
-        needs_key: Whether requests need an API key; the page has a button to give it then.
+        needs_key: Whether requests need an API key; if so, the page has a button to enter one.
     """
     if needs_key:
         _describe_key(app)
@@ -43,13 +43,13 @@ def add_documentation(app: FastAPI, *, needs_key: bool) -> None:
 
 
 def _asset_folder() -> Path | None:
-    """Return where Swagger UI's files are; None if their package is not installed."""
+    """Return the folder of Swagger UI's files; None if their package is not installed."""
     found = find_spec(_PACKAGE)
     return None if found is None or found.origin is None else Path(found.origin).with_name("static")
 
 
 def _describe_key(app: FastAPI) -> None:
-    """Let the description say that requests bring a key."""
+    """Add the API key to the schema as a security scheme."""
     plain = app.openapi
 
     def with_key() -> dict[str, Any]:

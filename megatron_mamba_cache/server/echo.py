@@ -1,4 +1,4 @@
-"""A prompt that is given back before its reply, with the log-probs of its tokens where they are wanted."""
+"""The echo of a prompt before its reply, with its tokens' log-probs if requested."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,18 +10,18 @@ from .text_stream import IncrementalText
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """A prompt as it is given back.
+    """A prompt as it is echoed.
 
     Args:
         text: As the client sent it, or the text of its token ids.
-        tokens: With their texts and offsets; none where no log-probs are wanted.
+        tokens: With their texts and offsets; empty unless log-probs are requested.
     """
 
     text: str
     tokens: tuple[TokenInfo, ...] = ()
 
     def piece(self, progress: Progress) -> Piece:
-        """Return what comes before a reply; `progress` is its first, and has the prompt's log-probs."""
+        """Return the piece before a reply; `progress` is the reply's first and has the prompt's log-probs."""
         return Piece(self.text, self._scored(progress), is_prompt=True)
 
     def _scored(self, progress: Progress) -> tuple[TokenInfo, ...]:
@@ -34,11 +34,11 @@ class Echo:
 
 
 def echo_of(token_ids: Sequence[int], text: str | None, tokenizer: TokenTexts, *, has_tokens: bool) -> Echo:
-    """Return the echo of a prompt; this takes time, as tokenizing does.
+    """Return the echo of a prompt; like tokenizing, this takes time.
 
     Args:
-        text: None: the text of the token ids.
-        has_tokens: Whether its tokens are told.
+        text: The prompt's text; None uses the text of the token ids.
+        has_tokens: Whether the echo has the prompt's tokens.
     """
     if not has_tokens:
         return Echo(tokenizer.detokenize(list(token_ids)) if text is None else text)

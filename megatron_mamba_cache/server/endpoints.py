@@ -25,11 +25,11 @@ _DEFAULT_COMPLETION_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model and what turns requests into its tokens.
+    """A model and the reader that turns requests into its tokens.
 
     Args:
-        name: That clients call it by.
-        created: Seconds since the epoch, as `/v1/models` tells it.
+        name: What clients call the model.
+        created: Seconds since the epoch, as `/v1/models` reports it.
     """
 
     name: str
@@ -37,7 +37,7 @@ class ServedModel:
     created: int
 
     def check_name(self, name: str | None) -> None:
-        """Raise `ApiError` 404 for another model than the one that is served."""
+        """Raise `ApiError` 404 if a request names a model that is not served."""
         if name is not None and name != self.name:
             raise ApiError(
                 404, f"the model {name!r} is not served here, but {self.name!r} is", "model_not_found", "model"
@@ -86,7 +86,7 @@ def openai_routes(model: ServedModel, rules: JobRules, limits: ServerLimits) -> 
 
 
 def tenant_of(request: Request, body: GenerationFields) -> Tenant:
-    """Return whose prefixes a request may share; `scope["owner"]` has been found by its API key."""
+    """Return the tenant whose prefixes a request may share; `scope["owner"]` was set from its API key."""
     return Tenant(request.scope.get("owner", ""), body.cache_salt or "")
 
 
@@ -103,13 +103,13 @@ class _OrderMaker:
         max_tokens: int | None,
         num_log_probs: int | None,
     ) -> Order:
-        """Return what a request asks for.
+        """Return a request's order.
 
         Args:
-            max_tokens: None: as many as fit; 0: prompts are computed and nothing is generated.
+            max_tokens: None generates as many as fit; 0 computes the prompts and generates nothing.
 
         Raises:
-            ApiError: If the model is another one, or the choices are too many.
+            ApiError: If the model is not served, or there are too many choices.
         """
         self._model.check_name(body.model)
         num_choices, num_prompts = body.n or 1, len(readings)
@@ -125,7 +125,7 @@ class _OrderMaker:
             prompt=(),
             max_tokens=max_tokens or 1,
             temperature=1.0 if body.temperature is None else body.temperature,
-            top_k=1 if body.top_p == 0 else top_k,  # no probability at all: the most probable token
+            top_k=1 if body.top_p == 0 else top_k,  # top_p 0 takes the most probable token
             top_p=body.top_p or 0.0,
             seed=seed,
             tenant=tenant.name,
@@ -159,5 +159,5 @@ def _described(model: ServedModel) -> dict[str, Any]:
 
 
 def seconds_now() -> int:
-    """Return the time as `/v1/models` tells it."""
+    """Return whole seconds since the epoch, as `/v1/models` reports them."""
     return int(time.time())

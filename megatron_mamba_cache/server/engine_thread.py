@@ -1,4 +1,4 @@
-"""The engine in this process, stepping in a thread of its own; what others want of it happens between its steps."""
+"""The engine in this process, stepping in its own thread; commands run between its steps."""
 
 import asyncio
 import itertools
@@ -32,7 +32,7 @@ _Mail = list[tuple[Callable[[Progress], None], Progress]]
 
 
 class EngineThread:
-    """A `Backend` over one engine that nobody else uses.
+    """A `Backend` over one engine that has no other user.
 
     Args:
         end_ids: Tokens that end a reply.
@@ -58,7 +58,7 @@ class EngineThread:
     # In the event loop.
 
     async def start(self) -> None:
-        """Start stepping; what is delivered arrives in the running event loop."""
+        """Start stepping; progress is delivered in the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
@@ -95,7 +95,7 @@ class EngineThread:
         await self.between_steps(act)
 
     async def between_steps(self, act: Callable[[MambaCacheEngine], _Answer]) -> _Answer:
-        """Return what `act` returns, or raise what it raises, for the engine between two of its steps.
+        """Call `act` with the engine between two steps; return its result or raise its error.
 
         Raises:
             ApiError: 503 if the engine has failed.
@@ -140,7 +140,7 @@ class EngineThread:
             self._break(f"the engine has failed: {error!r}")
 
     def _obey(self) -> None:
-        """Carry out what was asked for; without requests, wait for it."""
+        """Run the queued commands; without requests, wait for one."""
         if not self._engine.has_unfinished_requests():
             self._look(is_final=True)
             self._commands.get()()
@@ -151,7 +151,7 @@ class EngineThread:
         try:
             report = self._engine.step_modern()
         except CacheIntegrityError:
-            raise  # what is cached can no longer be trusted
+            raise  # the cache can no longer be trusted
         except Exception:
             self._failed_in_a_row += 1
             if self._failed_in_a_row >= MOST_FAILED_STEPS:
@@ -172,7 +172,7 @@ class EngineThread:
             if listener is not None:
                 progress = self._progress(record.request_id, listener, record.requests)
                 mail.append((listener.deliver, ended(progress, listener.end_ids, record[-1])))
-        if self._generated > generated:  # a step that only reports failures is no sign that steps succeed
+        if self._generated > generated:  # a step that only reports failures is not a success
             self._failed_in_a_row = 0
         self._post(mail)
 
@@ -223,7 +223,7 @@ class EngineThread:
         self._is_stopping = True
 
     def _break(self, reason: str) -> None:
-        """Answer everybody, now and later, with an error."""
+        """Answer all requests, now and later, with an error."""
         self._state = replace(self._state, failure=reason)
         listeners, self._listeners = self._listeners, {}
         self._post([(listener.deliver, Progress(end="error", error=reason)) for listener in listeners.values()])
@@ -231,7 +231,7 @@ class EngineThread:
             self._commands.get()()
 
     def _look(self, *, is_ready: bool | None = None, is_final: bool = False) -> None:
-        """Make the latest state known, now and then while steps run."""
+        """Update the visible state, only at intervals while steps run."""
         now = time.monotonic()
         if is_ready is None and not is_final and now - self._state_at < _STATE_INTERVAL_S:
             return
@@ -253,7 +253,7 @@ class EngineThread:
 
 
 def _copied(snapshot: CacheSnapshot) -> CacheSnapshot:
-    """Return a snapshot whose lists and dicts the engine does not change any more."""
+    """Return a copy of a snapshot whose lists and dicts the engine no longer changes."""
     return CacheSnapshot.summed([snapshot])
 
 

@@ -9,13 +9,13 @@ from .access_log import AccessLog
 from .exchange import Exchange
 from .responses import CLIENT_CLOSED_REQUEST
 
-_PROBES = frozenset({"/health", "/ping", "/metrics", "/dashboard/history"})  # asked every few seconds
+_PROBES = frozenset({"/health", "/ping", "/metrics", "/dashboard/history"})  # polled every few seconds
 _KEY_REFUSED = (401, 403)
 _NOT_SERVED = ("refused", "failed", "left by clients", "cut off")
 
 
 class Entrance:
-    """ASGI middleware around everything else; an exchange stands in the scope as `scope["exchange"]`.
+    """ASGI middleware around everything else; stores the exchange as `scope["exchange"]`.
 
     Probes are neither counted nor logged, unless their key is refused.
     """
@@ -49,17 +49,17 @@ class Entrance:
             self._end(exchange)
 
     def cut_off(self) -> None:
-        """Note that what is open now ends with the server."""
+        """Mark all open requests as cut off by the server's end."""
         for exchange in self._open.values():
             exchange.is_cut_off = True
 
     @property
     def num_open(self) -> int:
-        """Requests that have no whole response yet, probes left out."""
+        """Number of requests without a complete response, excluding probes."""
         return sum(exchange.path not in _PROBES for exchange in self._open.values())
 
     def summary(self) -> str:
-        """Return how long the server was there and what became of its requests."""
+        """Return the server's uptime and the outcomes of its requests."""
         others = ", ".join(f"{self._counts[kind]} {kind}" for kind in _NOT_SERVED)
         seconds = time.monotonic() - self._began
         return f"stopped after {seconds:.1f} s: {self._counts['served']} requests served, {others}"
@@ -74,7 +74,7 @@ class Entrance:
 
 
 def _kind(exchange: Exchange) -> str:
-    """Return what became of a request, as the summary says it."""
+    """Return a request's outcome, as the summary names it."""
     if exchange.is_cut_off:
         return "cut off"
     if exchange.status == CLIENT_CLOSED_REQUEST:

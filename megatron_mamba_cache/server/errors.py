@@ -1,4 +1,4 @@
-"""Errors in the shape that OpenAI's clients read."""
+"""Errors in the format that OpenAI's clients expect."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,12 +16,12 @@ _TYPES = {
 
 @dataclass
 class ApiError(Exception):
-    """What a request gets instead of a reply.
+    """An error that a request gets instead of a reply.
 
     Args:
-        status: Of HTTP.
-        message: What was found, what is allowed.
-        code: A word that programs may look for.
+        status: HTTP status.
+        message: What was found and what is allowed.
+        code: Error code for programs.
         param: The field that is wrong.
         retry_after_s: Whole seconds after which the same request may succeed.
     """
@@ -34,7 +34,7 @@ class ApiError(Exception):
 
     @property
     def type(self) -> str:
-        """Which kind of error the status stands for, in OpenAI's words."""
+        """OpenAI's error type for the status."""
         return _TYPES.get(self.status, "invalid_request_error")
 
     def body(self) -> dict[str, Any]:
@@ -42,7 +42,7 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     def headers(self) -> dict[str, str]:
-        """Return the headers that belong to it."""
+        """Return the error's response headers."""
         found = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
         return found | ({"WWW-Authenticate": 'Basic realm="API key as password"'} if self.status == 401 else {})
 
@@ -58,7 +58,7 @@ def too_long(fault: str, max_tokens: int) -> ApiError:
     LangChain recognizes it by the code, litellm by the first words of OpenAI's own message.
 
     Args:
-        max_tokens: Of prompt and reply together.
+        max_tokens: Limit for prompt and reply together.
     """
     message = f"This model's maximum context length is {max_tokens} tokens: {fault}"
     return bad_request(message, "prompt", "context_length_exceeded")
@@ -70,5 +70,5 @@ def unavailable(message: str, code: str, retry_after_s: int = 1) -> ApiError:
 
 
 def engine_failed(reason: str) -> ApiError:
-    """Return the error of a server whose engine serves nobody any more."""
+    """Return the error of a server whose engine has failed."""
     return unavailable(reason, "engine_failed", retry_after_s=30)

@@ -1,4 +1,4 @@
-"""One HTTP request from its arrival to the end of its response, as the access log tells of it."""
+"""One HTTP request from its arrival to the end of its response, as the access log reports it."""
 
 import re
 import time
@@ -17,16 +17,16 @@ class Exchange:
     """A request and its response.
 
     Args:
-        request_id: The client's, or one that was made.
-        path: As it came, without the query; percent-encoded bytes stay encoded.
-        arrived: Seconds of the monotonic clock.
-        key_name: Name of the API key; "" before it is known, or where no key is needed.
-        status: Of the response, or 499 if its client left before the end; 0 before it begins.
+        request_id: The client's, or a generated one.
+        path: As received, without the query; percent-encoded bytes stay encoded.
+        arrived: Time of arrival, in seconds of the monotonic clock.
+        key_name: Name of the API key; "" before it is known, or if no key is needed.
+        status: The response's, or 499 if the client left before the end; 0 before the response begins.
         prompt_tokens, cached_tokens, completion_tokens: None for a request without replies of the model.
-        first_token: When its first token came.
-        ended: When it ended.
-        error: Code or type of the error that it was answered with.
-        is_cut_off: Whether the end of the server ended it.
+        first_token: Time of its first token.
+        ended: Time of its end.
+        error: Code or type of the error in its response.
+        is_cut_off: Whether the server's end cut it off.
     """
 
     request_id: str
@@ -50,22 +50,22 @@ class Exchange:
         return Exchange(_request_id(scope), scope["method"], _printable(path.partition(b"?")[0]))
 
     def note_error(self, error: ApiError) -> None:
-        """Note the error that the request is answered with, in the middle of a stream too."""
+        """Record the error in the response, also one in the middle of a stream."""
         self.error = error.code or error.type
 
 
 def exchange_of(scope: Scope) -> Exchange:
-    """Return the exchange that a request belongs to; one of no consequence where none was begun."""
+    """Return a request's exchange, or a throwaway one if it has none."""
     found = scope.get("exchange")
     return found if isinstance(found, Exchange) else Exchange.of_scope(scope)
 
 
 def _request_id(scope: Scope) -> str:
-    """Return the client's `X-Request-Id` if it may stand in a header and in a line of a log, or a new one."""
+    """Return the client's `X-Request-Id` if it is safe in headers and log lines, else a new one."""
     told: bytes = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
     return told.decode() if _SANE_ID.fullmatch(told) else uuid.uuid4().hex
 
 
 def _printable(path: bytes) -> str:
-    """Return a path on one line of ASCII without spaces, whatever a client has sent."""
+    """Return a path as printable ASCII without spaces, whatever the client sent."""
     return "".join(chr(byte) if 0x21 <= byte <= 0x7E else f"%{byte:02X}" for byte in path)

@@ -1,4 +1,4 @@
-"""A few threads for work that would hold up the event loop; owners take turns for them."""
+"""A few threads for work that would block the event loop; owners take turns."""
 
 import asyncio
 from collections import deque
@@ -10,9 +10,9 @@ _Found = TypeVar("_Found")
 
 
 class FairThreads:
-    """Runs work in threads, of each owner that waits one piece after a piece of every other.
+    """Runs work in threads, round-robin over the owners with waiting work.
 
-    Every method is called in one event loop. How much may wait is the callers' concern.
+    Call every method in one event loop. The callers limit how much work waits.
     """
 
     def __init__(self, num_threads: int) -> None:
@@ -21,9 +21,10 @@ class FairThreads:
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # in the order of the owners' turns
 
     async def run(self, owner: str, work: Callable[[], _Found]) -> _Found:
-        """Return what `work` returns in a thread, or raise what it raises.
+        """Run `work` in a thread; return its result or raise its error.
 
-        Work that is cancelled while it waits never begins; later, it ends unheard and keeps its thread until then.
+        Work that is cancelled while it waits never starts. If cancelled later, it keeps its thread until it ends, and
+        its result is dropped.
         """
         await self._turn(owner)
         loop = asyncio.get_running_loop()
@@ -55,13 +56,13 @@ class FairThreads:
             raise
 
     def _pass_on(self) -> None:
-        """Give a thread that has become free to the owner whose turn it is."""
+        """Give a free thread to the owner whose turn it is."""
         while self._waiting:
             owner = next(iter(self._waiting))
             turns = self._waiting.pop(owner)
             turn = turns.popleft()
             if turns:
-                self._waiting[owner] = turns  # behind all others
+                self._waiting[owner] = turns  # after all others
             if not turn.done():
                 turn.set_result(None)
                 return

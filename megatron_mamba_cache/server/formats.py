@@ -1,4 +1,4 @@
-"""Replies in the shapes of OpenAI's two endpoints."""
+"""Replies in the formats of OpenAI's two endpoints."""
 
 import time
 import uuid
@@ -11,7 +11,7 @@ from .reply import Piece, TokenInfo
 
 
 class Format(Protocol):
-    """How a job's replies are written."""
+    """Encodes a job's replies."""
 
     def chunk(self, choice: Choice, piece: Piece) -> dict[str, Any]:
         """Return an event of a stream."""
@@ -20,11 +20,11 @@ class Format(Protocol):
         """Return the last event of a stream that includes the usage."""
 
     def body(self, job: Job, pieces: Mapping[int, Sequence[Piece]]) -> dict[str, Any]:
-        """Return the whole reply; `pieces` are those of each choice, by index."""
+        """Return the whole reply; `pieces` has those of each choice, by its index."""
 
 
 class _Envelope:
-    """What both shapes share."""
+    """The fields that both formats share."""
 
     prefix, whole_object, chunk_object = "", "", ""
 
@@ -127,7 +127,7 @@ def _wants_log_probs(choice: Choice) -> bool:
 def _best(token: TokenInfo) -> dict[str, float] | None:
     """Return the best log-probs by text, and the token's own; None for the first token of a prompt.
 
-    Another token that reads like it, as parts of characters do, gets the word `another:` in front.
+    Another token with the same text, as parts of characters have, gets the prefix `another:`.
     """
     if token.log_prob is None:
         return None
@@ -167,5 +167,5 @@ def _named(text: str, log_prob: float | None, content: bytes | None) -> dict[str
 
 
 def _bytes_of_text(text: str) -> bytes | None:
-    """Return a text's bytes; None if it stands for tokens that are no whole characters, and so for bytes unknown."""
+    """Return a text's bytes; None if it has partial characters, whose bytes are unknown."""
     return None if REPLACEMENT in text else text.encode()

@@ -1,4 +1,4 @@
-"""What a server did over its last hour, in samples a few seconds apart, for the dashboard's charts."""
+"""A server's last hour in samples a few seconds apart, for the dashboard's charts."""
 
 import asyncio
 import math
@@ -22,16 +22,16 @@ _SHARES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One interval: what there was at its end, and what was done in it.
+    """One interval: the load at its end and the counts within it.
 
     Args:
-        time: Its end, in seconds since the epoch.
-        seconds: Its length.
-        first_token_p50, inter_token_p50: And so on; seconds, None where there was no token.
-        refused: Responses of status 429.
-        client_errors: Of other statuses from 400 to 498.
-        left: Whose client left.
-        server_errors: Of statuses from 500.
+        time: End of the interval, in seconds since the epoch.
+        seconds: Length of the interval.
+        first_token_p50, inter_token_p50 and so on: Quantiles in seconds; None if there was no token.
+        refused: Responses with status 429.
+        client_errors: Responses with other statuses from 400 to 498.
+        left: Responses whose client left (499).
+        server_errors: Responses with statuses from 500.
     """
 
     time: float
@@ -58,7 +58,7 @@ class History:
     """A ring of samples, and the quantiles of the last minute.
 
     Args:
-        clock: Seconds that only grow.
+        clock: Returns seconds that only increase.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class History:
         self._sampled, self._totals = now, totals
 
     def body(self, after: float = -math.inf) -> dict[str, Any]:
-        """Return the samples later than a time, oldest first, and the quantiles of the last minute, as plain JSON.
+        """Return the samples after a time, oldest first, and the quantiles of the last minute, as plain JSON.
 
         A sample is a list in the order of `fields`.
         """
@@ -123,7 +123,7 @@ class History:
         }
 
     def _now(self) -> dict[str, int]:
-        """Return the counts that a sample tells the growth of."""
+        """Return the counters whose growth a sample records."""
         state = self._backend.state
         counters = CacheCounters() if state.cache is None else state.cache.counters
         responses = self._metrics.num_responses()

@@ -1,4 +1,4 @@
-"""One HTTP request's replies, from the gate to the last of them."""
+"""One HTTP request's replies, from the gate to the end of the last one."""
 
 import hashlib
 import time
@@ -24,13 +24,13 @@ _UINT63 = 2**63
 
 @dataclass(slots=True)
 class Choice:
-    """A reply in the making.
+    """A reply in progress.
 
     Args:
         index: Among the choices of all prompts.
-        prompt_index: Of its prompt.
-        ticket: While the engine has it.
-        echo: The prompt, as long as it is still to be given back.
+        prompt_index: Index of its prompt.
+        ticket: Set while the engine has the request.
+        echo: The prompt's echo until it is sent.
     """
 
     index: int
@@ -46,8 +46,8 @@ class Usage:
     """Token counts of an HTTP request.
 
     Args:
-        cached_tokens: Prompt tokens that were skipped, of each prompt's first choice.
-        draft_tokens, accepted_tokens: Drafts verified for all choices, and those kept.
+        cached_tokens: Prompt tokens that were skipped, by each prompt's first choice.
+        draft_tokens, accepted_tokens: Drafts verified for all choices, and those accepted.
     """
 
     prompt_tokens: int
@@ -57,7 +57,7 @@ class Usage:
     accepted_tokens: int
 
     def body(self) -> dict[str, Any]:
-        """Return OpenAI's object; `draft_tokens` is beyond it."""
+        """Return OpenAI's usage object, with `draft_tokens` as an extension."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
@@ -77,11 +77,11 @@ class JobRules:
 
     Args:
         end_ids: Tokens that end replies.
-        threads: In which prompts are read.
-        on_end: Told of each job that has ended, whole or not.
-        token_times: Told of the tokens as the engine tells of them, whether their client reads them or not.
-        is_draining: Whether no request is accepted any more.
-        is_over: Whether those that were accepted are not begun any more either.
+        threads: Threads that read prompts.
+        on_end: Called with each job that has ended, complete or not.
+        token_times: Notified of tokens when the engine reports them, whether or not their client reads them.
+        is_draining: Whether new requests are refused.
+        is_over: Whether accepted requests are no longer started either.
     """
 
     backend: Backend
@@ -100,12 +100,12 @@ class Order:
     """What an HTTP request asks for.
 
     Args:
-        readings: One for each prompt; tokenizes it, which may take seconds, and raises `ApiError` if that cannot be.
-        num_choices: Replies that are drawn for each prompt.
-        plain: The request of every choice but for its prompt; the choices of a prompt have seeds of their own.
-        takes_all_room: Whether replies may be as long as fits behind the prompt, whatever `plain` says.
+        readings: One for each prompt; tokenizes it, which may take seconds, and raises `ApiError` if it cannot.
+        num_choices: Replies to generate for each prompt.
+        plain: The request of every choice, without its prompt; each choice of a prompt has its own seed.
+        takes_all_room: Whether replies may be as long as fits after the prompt, whatever `plain` says.
         stops: Stop strings.
-        is_empty: Whether replies have no tokens: prompts are computed, and scored if that is wanted.
+        is_empty: Whether replies have no tokens: prompts are computed, and scored if requested.
     """
 
     tenant: Tenant
@@ -119,11 +119,11 @@ class Order:
 
 @asynccontextmanager
 async def job_of(rules: JobRules, order: Order) -> AsyncIterator["Job"]:
-    """Pass the gate, read the prompts, and yield the job that the engine has then; afterwards nothing of it is left.
+    """Pass the gate, read the prompts and yield the submitted job; cancel what is left of it at the end.
 
     Raises:
-        ApiError: 400 if a prompt cannot be read or a request can never run, 429 if too many are there, 503 if the
-            server drains.
+        ApiError: 400 if a prompt cannot be read or a request can never run, 429 if too many requests run or wait, 503
+            if the server drains.
     """
     if rules.is_draining:
         raise unavailable("the server is shutting down", "shutting_down")
@@ -135,12 +135,12 @@ async def job_of(rules: JobRules, order: Order) -> AsyncIterator["Job"]:
 
 
 class Job:
-    """The choices of one HTTP request; as a context, it leaves nothing behind in the engine.
+    """The choices of one HTTP request; a context manager that cancels unfinished choices on exit.
 
     Args:
-        prompts: Of the order's readings.
-        places: One for each choice, given back when the engine is done with it.
-        arrived: When its request came to the gate.
+        prompts: Results of the order's readings.
+        places: One for each choice, released when the engine is done with it.
+        arrived: When its request reached the gate.
 
     Raises:
         ApiError: On entering: 400 if a request can never run, 503 if the server has ended.
@@ -180,7 +180,7 @@ class Job:
         self._rules.on_end(self)
 
     async def pieces(self) -> AsyncIterator[tuple[Choice, Piece]]:
-        """Yield what the choices grow by until all have ended; pieces without text or tokens are left out.
+        """Yield the choices' pieces until all have ended; empty pieces are left out.
 
         Raises:
             ApiError: 500 if one of them fails.
@@ -190,7 +190,7 @@ class Job:
             index, progress = await self._mail.take()
             choice = self.choices[index]
             if choice.reply.finish_reason is not None:
-                continue  # mail that was on its way when a stop string was found
+                continue  # progress that was sent before a stop string was found
             piece = choice.reply.take(progress)
             echo, choice.echo = choice.echo, None
             if piece.finish_reason is not None:
@@ -239,7 +239,7 @@ class Job:
             self._forget(choice)
 
     def _forget(self, choice: Choice) -> None:
-        """Note that the engine does not have a choice any more, whether its client has heard all of it or not."""
+        """Record that the engine no longer has a choice, whether or not its client has read all of it."""
         if choice.ticket is not None:
             choice.ticket = None
             self._places.leave()
@@ -263,7 +263,7 @@ def _request(order: Order, prompt: Prompt, number: int, max_sequence_length: int
 
 
 def choice_seed(seed: int, number: int) -> int:
-    """Return the seed of a request's choice: its own of the first one, others that follow from it behind."""
+    """Return the seed of a choice: the request's own for the first one, derived from it for the others."""
     if number == 0:
         return seed % _UINT63
     return int.from_bytes(hashlib.sha256(f"{seed} {number}".encode()).digest()[:8], "little") % _UINT63

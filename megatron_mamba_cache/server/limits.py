@@ -1,4 +1,4 @@
-"""What a server takes on at most; more is answered with 429 instead of growing."""
+"""The limits of a server; what exceeds them is refused, so that queues and memory stay bounded."""
 
 import math
 from collections import deque
@@ -19,14 +19,14 @@ class ServerLimits:
 
     Args:
         max_running: Requests that the engine runs at once.
-        max_queued: Requests, each of `n` choices and of several prompts counted, that may wait for one of these.
+        max_queued: Requests that may wait to run; each choice of each prompt counts as one.
         max_choices: Choices times prompts of one HTTP request.
-        max_body_bytes: Of one HTTP request.
-        max_buffered_bytes: Of the bodies of all HTTP requests that are not answered yet; API keys share it equally.
-        body_timeout_s: Within which the head of an HTTP request, and then its body, has to arrive.
-        send_timeout_s: In which a client has to read a part of what is sent to it.
+        max_body_bytes: Size of one HTTP request's body.
+        max_buffered_bytes: Size of the bodies of all unanswered HTTP requests; API keys share it equally.
+        body_timeout_s: Time for the head of an HTTP request to arrive, and again for its body.
+        send_timeout_s: Time for a client to read a part of the pending output.
         drain_s: How long accepted requests may take to finish after SIGTERM.
-        transcript_bytes: Memory, for each API key, for the exact tokens of what was rendered and replied.
+        transcript_bytes: Memory for each API key's exact tokens of rendered prompts and replies.
 
     Raises:
         ValueError: Naming the setting, the value and what is allowed.
@@ -56,10 +56,10 @@ class ServerLimits:
 
 
 class QueueGate:
-    """Counts the requests that are running or waiting, and refuses what is too many.
+    """Counts running and waiting requests and refuses those beyond the limit.
 
     Args:
-        clock: Seconds.
+        clock: Returns seconds.
     """
 
     def __init__(self, limits: ServerLimits, clock: Callable[[], float]) -> None:
@@ -70,10 +70,10 @@ class QueueGate:
         self.num_refused = 0
 
     def enter(self, count: int) -> "Places":
-        """Take `count` requests in.
+        """Let `count` requests in.
 
         Raises:
-            ApiError: 429 if they are too many now; nothing has changed then. 400 if they always are.
+            ApiError: 429 if there is no room for them now, in which case nothing changes; 400 if there never is.
         """
         if count > self._most:
             raise ApiError(
@@ -99,7 +99,7 @@ class QueueGate:
         self._ends.append(self._clock())
 
     def retry_after_s(self) -> int:
-        """Return the seconds until room is likely: a tenth of the requests inside at the rate of the latest ends."""
+        """Return the seconds until room is likely: a tenth of the requests inside, at the recent completion rate."""
         if len(self._ends) < 2 or self._clock() <= self._ends[0]:
             return 1
         rate = len(self._ends) / (self._clock() - self._ends[0])
@@ -111,14 +111,14 @@ class QueueGate:
 
 
 class Places:
-    """The places inside that one HTTP request has taken; as a context, it keeps none at the end."""
+    """The places that one HTTP request has taken; a context manager that releases the rest on exit."""
 
     def __init__(self, gate: QueueGate, count: int) -> None:
         self._gate = gate
         self._count = count
 
     def leave(self) -> None:
-        """Give one of them back."""
+        """Release one place."""
         self._count -= 1
         self._gate.leave()
 

@@ -1,4 +1,4 @@
-"""What the engine has told of a request's choices and nobody has read yet."""
+"""Progress of a request's choices that has not been read yet."""
 
 import asyncio
 
@@ -6,19 +6,19 @@ from .backend import Progress
 
 
 class Mail:
-    """A queue in which all that waits for one choice is one progress, so that a slow reader catches up at once."""
+    """A queue that merges the waiting progress of each choice, so that a slow reader catches up at once."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, list[Progress]] = {}
         self._has_some = asyncio.Event()
 
     def put(self, index: int, progress: Progress) -> None:
-        """Add what a step told of a choice."""
+        """Add a step's progress of a choice."""
         self._waiting.setdefault(index, []).append(progress)
         self._has_some.set()
 
     async def take(self) -> tuple[int, Progress]:
-        """Return the choice that has waited longest, and all that was told of it."""
+        """Return the choice that has waited longest, and all of its waiting progress."""
         await self._has_some.wait()
         index = next(iter(self._waiting))
         progress = _joined(self._waiting.pop(index))

@@ -1,4 +1,4 @@
-"""Between the front end's requests and Megatron's."""
+"""Conversions between the front end's requests and Megatron's."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -12,11 +12,11 @@ from .backend import GenerationRequest, Progress
 
 @dataclass(slots=True)
 class Listener:
-    """Who hears of a request.
+    """The receiver of a request's progress.
 
     Args:
-        end_ids: Tokens that end it before its length does.
-        num_tokens: Generated tokens that have been told.
+        end_ids: Tokens that end it before its length limit.
+        num_tokens: Generated tokens that have been delivered.
     """
 
     deliver: Callable[[Progress], None]
@@ -25,7 +25,7 @@ class Listener:
 
 
 def sampling_params(request: GenerationRequest) -> SamplingParams:
-    """Return Megatron's parameters of a request."""
+    """Return Megatron's sampling parameters for a request."""
     return SamplingParams(
         temperature=request.temperature,
         top_k=request.top_k,
@@ -39,7 +39,7 @@ def sampling_params(request: GenerationRequest) -> SamplingParams:
 
 
 def ended(progress: Progress, end_ids: frozenset[int], newest: Any) -> Progress:
-    """Return a reply's last progress with why it ends, as the newest part of its record tells."""
+    """Return a reply's last progress with the reason of its end, taken from the newest part of its record."""
     error = failure_reason(newest)
     if error is not None:
         return replace(progress, end="error", error=error)

@@ -1,4 +1,4 @@
-"""What each counter of the cache counts, in a sentence for those who read `/metrics`."""
+"""The help texts of the cache's counters in `/metrics`."""
 
 COUNTER_TEXTS = {
     "requests_admitted": "Times that a request was given a row of the batch, again after an eviction included",

@@ -1,4 +1,4 @@
-"""What Prometheus, and the dashboard, read: the engine's latest snapshot, and what the front end counts itself."""
+"""Metrics for Prometheus and the dashboard: the engine's latest snapshot and the front end's own counters."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
@@ -21,14 +21,14 @@ _GAP_SECONDS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.0
 
 
 class SnapshotCollector(Collector):
-    """Reads a backend's latest state whenever it is asked."""
+    """Reads a backend's latest state on each scrape."""
 
     def __init__(self, backend: Backend, gate: QueueGate) -> None:
         self._backend = backend
         self._gate = gate
 
     def collect(self) -> Iterable[Metric]:
-        """Yield every counter of the cache, what slots and blocks are used for, and the queue."""
+        """Yield every counter of the cache, the use of slots and blocks, and the queue."""
         state = self._backend.state
         yield _gauge("ready", "1 once the engine is warmed up and while it works", state.is_ready and not state.failure)
         yield _gauge("requests_running", "Requests that the engine runs", state.num_running)
@@ -41,10 +41,10 @@ class SnapshotCollector(Collector):
 
 
 class ServerMetrics:
-    """The registry of a server, and what it counts itself; it is the `TokenTimes` of all jobs.
+    """A server's registry and its own counters; also the `TokenTimes` of all jobs.
 
     Args:
-        model_name: That clients call the model by.
+        model_name: What clients call the model.
     """
 
     def __init__(self, backend: Backend, gate: QueueGate, model_name: str) -> None:

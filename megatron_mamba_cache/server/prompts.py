@@ -1,4 +1,4 @@
-"""From what a client sends to the token ids of a prompt."""
+"""Turn what a client sends into the token ids of a prompt."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,18 +9,18 @@ from .errors import bad_request, too_long
 from .tenants import Tenant
 from .transcripts import Transcript, Transcripts
 
-_CONTEXT_CHARACTERS = 512  # more than what decides where a token ends
+_CONTEXT_CHARACTERS = 512  # more than enough to decide where a token ends
 _Behind = Callable[[Transcript, str], list[int] | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt.
+    """A tokenized prompt.
 
     Args:
         token_ids: What the engine reads.
-        text: What it was made of; None if the client gave token ids.
-        echo: What is given back before the reply; None: nothing.
+        text: The text that was tokenized; None if the client sent token ids.
+        echo: What to send before the reply; None sends nothing.
     """
 
     token_ids: tuple[int, ...]
@@ -29,13 +29,13 @@ class Prompt:
 
 
 class PromptReader:
-    """Tokenizes prompts, of a text that it knows the exact tokens of only what is new.
+    """Tokenizes prompts; if the exact tokens of a prefix are known, tokenizes only the rest.
 
-    Threads may share it. A prompt that cannot have few enough tokens is refused before it takes time and memory.
+    Thread-safe. A prompt that is certain to have too many tokens is refused before it takes time and memory.
 
     Args:
-        max_tokens: Of a prompt. A text has `max_tokens` times the characters of the longest token at most, though a
-            tokenizer that drops characters could do with fewer tokens.
+        max_tokens: Limit of a prompt. A text may have at most `max_tokens` times the characters of the longest token,
+            although a tokenizer that drops characters might need fewer tokens.
     """
 
     def __init__(self, tokenizer: Any, transcripts: Transcripts, max_tokens: int) -> None:
@@ -46,7 +46,7 @@ class PromptReader:
         self._knows_continuations = hasattr(tokenizer, "tokenize_behind")
 
     def read(self, tenant: Tenant, prompt: str | Sequence[int]) -> Prompt:
-        """Return a prompt of text or token ids; known tokens are used if no token of the whole text spans their end.
+        """Return a prompt of text or token ids; known tokens are reused if no token of the whole text spans their end.
 
         Raises:
             ApiError: 400 if the text has no tokens, or the prompt too many.
@@ -57,21 +57,21 @@ class PromptReader:
         return self._prompt(tenant, prompt, self._continuation)
 
     def bare_tokens(self, text: str) -> list[int]:
-        """Return the tokens of a text without the special ones that the tokenizer puts around it; raises as `read`."""
+        """Return a text's tokens without the special ones that the tokenizer adds around it; raises as `read` does."""
         self._check_length(len(text), self._max_characters, "characters")
         if not self._knows_continuations:
             return list(_tokenized(lambda: self._tokenizer.tokenize(text)))
         return list(_tokenized(lambda: self._tokenizer.tokenize_after("", text)))
 
     def read_to_echo(self, tenant: Tenant, prompt: str | Sequence[int], *, has_tokens: bool) -> Prompt:
-        """Return a prompt that is given back before its reply; see `read` and `echo_of`."""
+        """Return a prompt with its echo; see `read` and `echo_of`."""
         found = self.read(tenant, prompt)
         return replace(found, echo=echo_of(found.token_ids, found.text, self._tokenizer, has_tokens=has_tokens))
 
     def read_chat(self, tenant: Tenant, messages: Sequence[Mapping[str, str]]) -> Prompt:
         """Return the prompt of a conversation, rendered by the model directory's chat template.
 
-        Known tokens are used wherever they end: what was said is followed by the template's text, not by its own.
+        Known tokens are reused wherever they end, because each message is followed by the template's text.
 
         Raises:
             ApiError: 400 if there is no template, it refuses the messages, or the prompt is too long.
@@ -86,7 +86,7 @@ class PromptReader:
         return self._prompt(tenant, text, self._next_turn)
 
     def remember(self, tenant: Tenant, prompt: Prompt, reply: str, reply_ids: Sequence[int]) -> None:
-        """Keep the exact tokens of a prompt and of a reply as the client has it, unless it is empty."""
+        """Store the exact tokens of a prompt and its reply, as the client has it, unless the reply is empty."""
         if prompt.text is not None and reply and self._knows_continuations:
             self._transcripts.remember(tenant, prompt.text + reply, (*prompt.token_ids, *reply_ids))
 
@@ -120,5 +120,5 @@ class PromptReader:
 def _tokenized(tokenize: Callable[[], Sequence[int]]) -> Sequence[int]:
     try:
         return tokenize()
-    except Exception as error:  # each tokenizer raises errors of its own
+    except Exception as error:  # each tokenizer raises its own errors
         raise bad_request(f"the text cannot be tokenized: {error}; send valid Unicode", "prompt") from error

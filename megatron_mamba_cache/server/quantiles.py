@@ -1,4 +1,4 @@
-"""Quantiles of durations within five percent, in little memory, however many there are."""
+"""Quantiles of durations within five percent, in little memory regardless of their number."""
 
 import math
 from collections import Counter
@@ -9,14 +9,14 @@ _LEAST = 1e-6
 
 
 class Durations:
-    """A histogram whose buckets grow by five percent; a bound of its relative error follows."""
+    """A histogram whose buckets grow by five percent, which bounds its relative error."""
 
     def __init__(self) -> None:
         self._counts: Counter[int] = Counter()
 
     @staticmethod
     def together(parts: Iterable["Durations"]) -> "Durations":
-        """Return all durations of several histograms."""
+        """Return the sum of several histograms."""
         whole = Durations()
         for part in parts:
             whole._counts.update(part._counts)
@@ -27,7 +27,7 @@ class Durations:
         self._counts[math.ceil(math.log(max(seconds, _LEAST), _RATIO))] += times
 
     def quantile(self, share: float) -> float | None:
-        """Return the duration that such a share of them does not exceed; None without any."""
+        """Return the duration that `share` of all durations does not exceed; None if there are none."""
         rank = math.ceil(share * self._counts.total())
         for bucket in sorted(self._counts):
             rank -= self._counts[bucket]

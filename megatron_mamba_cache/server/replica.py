@@ -1,4 +1,4 @@
-"""An engine as a replica of a launch: beside the front end in a thread, in every other process alone."""
+"""An engine as a replica of a launch: in a thread beside the front end, or alone in any other process."""
 
 import asyncio
 import contextlib
@@ -13,10 +13,10 @@ from ..replicas.settings import RoutingSettings
 
 
 class ReplicaThread:
-    """Serves a coordinator, which it starts, in a thread of its own.
+    """Starts a coordinator and serves it in a thread of its own.
 
     Args:
-        engine: A `ReplicaEngine` that nobody else uses.
+        engine: A `ReplicaEngine` that has no other user.
         routing: Settings of the coordinator.
     """
 
@@ -30,12 +30,12 @@ class ReplicaThread:
         self._thread = threading.Thread(target=self._run, name="replica", daemon=True)
 
     def start(self) -> str:
-        """Return the coordinator's address once all replicas have joined.
+        """Start, and return the coordinator's address once all replicas have joined.
 
         Raises:
-            RuntimeError: If the engine has failed instead.
+            RuntimeError: If the engine fails first.
         """
-        with _signals_ignored():  # the coordinator inherits that: it ends with the engines, not before
+        with _signals_ignored():  # the coordinator inherits this, so it ends with the engines, not before
             self._thread.start()
             self._has_begun.wait()
         if self._address is None:
@@ -43,7 +43,7 @@ class ReplicaThread:
         return self._address
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the engine's end, once the coordinator was told to stop; return whether it ended well."""
+        """Wait for the engine to end once the coordinator was told to stop; return whether it ended without error."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive() and self._error is None
 
@@ -52,7 +52,7 @@ class ReplicaThread:
             if self._device is not None:
                 torch.cuda.set_device(self._device)
             asyncio.run(_serve(self._engine, self._routing, self._note))
-        except BaseException as error:  # Megatron ends its loop's errors with SystemExit
+        except BaseException as error:  # Megatron turns its loop's errors into SystemExit
             self._error = error
         finally:
             self._has_begun.set()
@@ -63,7 +63,7 @@ class ReplicaThread:
 
 
 def serve_replica(engine: MambaCacheEngine, routing: RoutingSettings) -> None:
-    """Serve the coordinator of the launch's first process until it stops the engines; signals are for that one."""
+    """Serve the first process's coordinator until it stops the engines; signals are left to the first process."""
     with _signals_ignored():
         asyncio.run(_serve(engine, routing, lambda _address: None))
 

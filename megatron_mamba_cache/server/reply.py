@@ -1,4 +1,4 @@
-"""One reply as it grows: tokens in, text with a right end out."""
+"""One reply as it grows: tokens in, text out, up to where the reply ends."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,10 +14,10 @@ class TokenInfo:
     """A generated token.
 
     Args:
-        text: Of this token alone; U+FFFD stands for bytes that are no whole character. Only with log-probs.
-        content: Its bytes; None if they are not known.
-        offset: Characters of the reply before the first one that it is a part of.
-        log_prob, alternatives: If wanted; alternatives map text to log-prob.
+        text: Of this token alone; U+FFFD stands for bytes of a partial character. Only with log-probs.
+        content: Its bytes; None if unknown.
+        offset: Characters of the reply before the first one that the token is part of.
+        log_prob, alternatives: If requested; alternatives map text to log-prob.
     """
 
     token_id: int
@@ -30,11 +30,11 @@ class TokenInfo:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What a reply has grown by.
+    """What a step adds to a reply.
 
     Args:
         finish_reason: "stop" or "length" with the last piece, else None.
-        is_prompt: Whether this is the prompt, given back before the reply.
+        is_prompt: Whether this is the echoed prompt.
     """
 
     text: str
@@ -44,22 +44,22 @@ class Piece:
 
 
 class TokenTexts(Protocol):
-    """What turns generated tokens into text."""
+    """Turns generated tokens into text."""
 
     def detokenize(self, tokens: list[int]) -> str:
-        """Return the text of tokens; bytes that are no UTF-8 come out as U+FFFD."""
+        """Return the text of tokens; bytes that are not UTF-8 become U+FFFD."""
 
     def bytes_of(self, token: int) -> bytes | None:
-        """Return the bytes of a token; None if they are not known."""
+        """Return the bytes of a token; None if unknown."""
 
 
 class Reply:
-    """A reply of the engine's tokens up to its end, or to the first stop string in its text.
+    """The engine's tokens and their text, up to the end of the reply or the first stop string.
 
     Args:
         stops: Stop strings; they are not part of the text.
-        end_ids: Tokens that end a reply without text of their own.
-        offset: Characters that are given out before it.
+        end_ids: Tokens that end a reply and have no text of their own.
+        offset: Characters sent before the reply.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Reply:
         self._stops = StopStrings(stops)
         self._end_ids = end_ids
         self._offset = offset
-        self._num_characters = 0  # of the tokens' text, a stop string and what follows included
+        self._num_characters = 0  # of the tokens' text, including a stop string and what follows
         self._ends: list[int | None] = []  # characters up to the end of each token; None: inside a character
         self._parts: list[str] = []
         self.token_ids: list[int] = []
@@ -83,14 +83,14 @@ class Reply:
 
     @property
     def text(self) -> str:
-        """The text so far, as it was given out."""
+        """The text returned so far."""
         return "".join(self._parts)
 
     def take(self, progress: Progress) -> Piece:
-        """Add a step's progress and return what it gives out, which may be nothing yet.
+        """Add a step's progress and return the next piece, which may be empty.
 
         Raises:
-            ApiError: 500 if the engine could not go on.
+            ApiError: 500 if the request failed in the engine.
         """
         self._note(progress)
         tokens, new = [], []
@@ -111,7 +111,7 @@ class Reply:
         return Piece(text, tuple(tokens), self.finish_reason)
 
     def exact(self) -> tuple[str, list[int]]:
-        """Return the reply's text, or as much of it as ends with a token, and its tokens without end tokens."""
+        """Return the reply's text up to the last token that ends within it, and its tokens without end tokens."""
         length = len(self.text)
         inside = [(end, index) for index, end in enumerate(self._ends) if end is not None and end <= length]
         end, last = max(inside, default=(0, -1))
@@ -142,7 +142,7 @@ class Reply:
 
 
 class EmptyReply(Reply):
-    """The reply of no tokens: it ends once the prompt is computed, and the token that tells so is dropped."""
+    """A reply without tokens: it ends once the prompt is computed; the token that signals this is dropped."""
 
     def take(self, progress: Progress) -> Piece:
         """See `Reply`."""

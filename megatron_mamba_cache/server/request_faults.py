@@ -1,4 +1,4 @@
-"""What makes a request impossible, known without asking the engine's thread."""
+"""Why a request can never run, found without asking the engine's thread."""
 
 from dataclasses import dataclass
 
@@ -26,11 +26,11 @@ class RequestRules:
 
     @property
     def max_sequence_length(self) -> int:
-        """Prompt and generated tokens that a request can have at most; the last one needs no KV block."""
+        """The most prompt and generated tokens of a request; the last one needs no KV block."""
         return min(self.config.max_sequence_length, self.num_blocks * self.config.block_size_tokens + 1)
 
     def fault_of(self, request: GenerationRequest) -> str | None:
-        """Return what makes the request impossible, with value, limit and setting; None for a good one."""
+        """Return why the request can never run, with value, limit and setting; None if it can."""
         unfit = next((token for token in request.prompt if not -(2**63) <= token < 2**63), None)
         if unfit is not None:
             return f"token {unfit} in the prompt is outside the vocabulary of {self.vocab_size}"

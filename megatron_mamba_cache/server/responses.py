@@ -1,4 +1,4 @@
-"""Send a job's replies, whole or as a stream; a client that leaves takes its requests along."""
+"""Send a job's replies, whole or as a stream; cancel its requests if the client disconnects."""
 
 import asyncio
 import json
@@ -31,7 +31,7 @@ def error_response(error: ApiError) -> JSONResponse:
 
 
 class JobResponse(Response):
-    """The replies that an order asks for; a client that leaves takes along what was begun for it."""
+    """The replies to an order; if the client disconnects, its requests are cancelled."""
 
     def __init__(self, rules: JobRules, order: Order, form: Format) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class JobResponse(Response):
         """Send the replies.
 
         Raises:
-            ApiError: If the order cannot be taken in, or fails before anything was sent.
+            ApiError: If the order is refused, or fails before anything was sent.
         """
         has_begun = False
         exchange = exchange_of(scope)
@@ -83,11 +83,11 @@ class WholeReply(JobResponse):
 
 
 class EventStream(JobResponse):
-    """Server-sent events, from the moment that the engine has the job.
+    """Server-sent events, starting once the engine has the job.
 
     Args:
         includes_usage: Whether the last event has the usage.
-        tells_usage_always: Whether the others have the usage so far.
+        tells_usage_always: Whether all others have the usage so far.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class EventStream(JobResponse):
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, None]) -> bool:
-    """Let `work` end, and raise what it raises; cancel it if the client leaves before. Return whether it ended."""
+    """Run `work` and raise its errors; cancel it if the client disconnects first. Return whether it ended."""
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_disconnect(receive))
     try:

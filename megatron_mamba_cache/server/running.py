@@ -1,4 +1,4 @@
-"""A server's life as a process: it listens, drains on SIGTERM, and ends with status 0."""
+"""The server's process: it listens, drains on SIGTERM and ends with status 0."""
 
 import asyncio
 import contextlib
@@ -24,11 +24,11 @@ _BACKSTOP_S = 1.0
 class DrainingServer(uvicorn.Server):
     """uvicorn, but a SIGTERM or SIGINT lets accepted requests finish, and is not raised again at the end.
 
-    After the first signal nothing new is taken. What is not done `drain_s` later ends with an error, and so does
-    everything after a second signal.
+    After the first signal new requests are refused. Requests that are not done `drain_s` later end with an error. A
+    second signal ends all requests with an error.
 
     Args:
-        on_listening: Called once requests and signals are heard.
+        on_listening: Called once requests and signals are handled.
     """
 
     def __init__(self, server: Server, on_listening: Callable[[], None] = lambda: None) -> None:
@@ -49,7 +49,7 @@ class DrainingServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """Handle signals in the event loop while the block runs, where this is the main thread."""
+        """Handle signals in the event loop while the block runs, if this is the main thread."""
         loop = asyncio.get_running_loop()
         handled = []
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -63,12 +63,12 @@ class DrainingServer(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, as uvicorn does, and say so."""
+        """Listen, as uvicorn does, then call `on_listening`."""
         await super().startup(sockets)
         self._on_listening()
 
     def drain(self) -> None:
-        """Take nothing new and end once what was accepted has; the second call ends that at once."""
+        """Refuse new requests and stop once the accepted ones end; a second call ends them at once."""
         if self._drain is None:
             self._served.drain()
             if num_open := self._served.app.num_open:
@@ -80,7 +80,7 @@ class DrainingServer(uvicorn.Server):
             self._served.end("the server was stopped")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Wait for the connections, as uvicorn does, and for nothing else."""
+        """Wait for the connections, as uvicorn does, but not for the rest of the drain time."""
         try:
             await super().shutdown(sockets)
         finally:
@@ -93,5 +93,5 @@ class DrainingServer(uvicorn.Server):
         logger.warning("requests that are not done %g s after the signal end with an error", seconds)
         self._served.end(f"the server was stopped, and the request not done {seconds:g} s later")
         await asyncio.sleep(_BACKSTOP_S)
-        for connection in list(self.server_state.connections):  # of those who do not read what is sent to them
+        for connection in list(self.server_state.connections):  # of clients that do not read their responses
             connection.transport.abort()

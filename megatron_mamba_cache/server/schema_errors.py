@@ -1,4 +1,4 @@
-"""What is wrong with a request that does not fit its schema, in one error."""
+"""One error for a request that does not match its schema."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,10 +11,10 @@ _NO_OBJECT = ("model_attributes_type", "model_type", "dict_type")
 
 
 def schema_error(errors: Sequence[Any], content_type: str | None) -> ApiError:
-    """Return what pydantic's errors come to: of the first field's forms, the error of the one that fits furthest.
+    """Return one error for all of pydantic's: the first field's, from the form of it that matches furthest.
 
     Args:
-        content_type: Of the request; None without one.
+        content_type: The request's; None if it has none.
     """
     found = max((error for error in errors if error["loc"][:2] == errors[0]["loc"][:2]), key=_reach)
     return _body_error(found, content_type) or _field_error(found)
@@ -56,11 +56,11 @@ def _is_json(content_type: str | None) -> bool:
 
 
 def _reach(error: Any) -> tuple[int, int, bool]:
-    """Return how far a form fits: how deep it goes, at which item it ends, and whether more than its type is wrong."""
+    """Return how far a form matches: its depth, the item where it fails, and whether the error is not just a type."""
     place = error["loc"]
     return len(place), place[-1] if isinstance(place[-1], int) else -1, error["type"] not in _OTHER_FORM
 
 
 def _is_form(part: str | int) -> bool:
-    """Whether a part of an error's place is pydantic's name of a form, not a field or an item."""
+    """Return whether a part of an error's place is pydantic's name for a form, not a field or an item."""
     return isinstance(part, str) and (part == "str" or "[" in part or "-" in part)

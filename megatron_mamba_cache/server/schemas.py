@@ -1,4 +1,4 @@
-"""Requests as clients send them: the fields that are supported. `unsupported` has the others."""
+"""Schemas of client requests: the supported fields. `unsupported` has the others."""
 
 from typing import Annotated, Any, ClassVar, Self
 
@@ -37,7 +37,7 @@ Stops = Annotated[list[StopString], Field(fail_fast=True, max_length=_MOST_STOPS
 
 
 class PartlySupported(BaseModel):
-    """An object some of whose fields are refused, each by name, unless they ask for nothing."""
+    """An object that refuses its unsupported fields by name, unless their values ask for nothing."""
 
     model_config = ConfigDict(json_schema_extra=lambda schema, kind: schema_with(kind.unsupported, schema))
 
@@ -50,7 +50,7 @@ class PartlySupported(BaseModel):
 
 
 class StreamOptions(PartlySupported):
-    """What a stream has beside its choices.
+    """What a stream has besides its choices.
 
     Args:
         include_usage: Whether a last chunk without choices has the usage.
@@ -65,7 +65,7 @@ class StreamOptions(PartlySupported):
 
 
 class GenerationFields(PartlySupported):
-    """What both endpoints take. Fields of OpenAI's that change nothing here are passed over; others are refused.
+    """Fields of both endpoints. Fields of OpenAI's that change nothing here are ignored; others are refused.
 
     Beyond OpenAI's: `top_k` (0 or -1 is off, 1 greedy), `ignore_eos`, `cache_salt` (prefixes are shared only between
     requests of the same salt), `return_token_ids` and `request_id` (the end of the reply's id).
@@ -87,7 +87,7 @@ class GenerationFields(PartlySupported):
     return_token_ids: Flag | None = None
     cache_salt: Name | None = None
     request_id: Name | None = None
-    # Taken, and without effect.
+    # Accepted, without effect.
     user: Name | None = None
     metadata: dict[Name, Name] | None = None
     store: Flag | None = None
@@ -102,12 +102,12 @@ class GenerationFields(PartlySupported):
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream ends with the usage."""
+        """True when a stream ends with the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
     def tells_usage_always(self) -> bool:
-        """Whether each event of a stream has the usage so far."""
+        """True when each event of a stream has the usage so far."""
         return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
     @model_validator(mode="after")
@@ -119,7 +119,7 @@ class GenerationFields(PartlySupported):
 
 
 class CompletionRequest(GenerationFields):
-    """A request of `/v1/completions`; token ids are a prompt too."""
+    """A request of `/v1/completions`; a prompt is text or token ids."""
 
     unsupported = COMPLETION
 
@@ -151,7 +151,7 @@ def _text_only(kind: str) -> str:
 
 
 class TextPart(BaseModel):
-    """A part of a message; parts of other types are refused by their type, whatever else they have."""
+    """A part of a message; parts of other types are refused by their type, whatever their other fields."""
 
     type: Annotated[Text, AfterValidator(_text_only), Field(json_schema_extra={"enum": ["text"]})]
     text: Text
@@ -167,9 +167,9 @@ def _known(role: str) -> str:
 
 
 class Message(PartlySupported):
-    """One message; fields that it does not have here, as replies of OpenAI's have, are passed over.
+    """One message; unknown fields, such as those in OpenAI's replies, are ignored.
 
-    Calls of tools would be lost to the template, so that a message that has some is refused.
+    The template would drop tool calls, so a message that has some is refused.
     """
 
     unsupported = MESSAGE
@@ -186,7 +186,7 @@ class Message(PartlySupported):
         return self
 
     def plain(self) -> dict[str, str]:
-        """Return what a chat template reads, its parts joined."""
+        """Return the message for a chat template, its parts joined."""
         content = self.content or ""
         text = content if isinstance(content, str) else "".join(part.text for part in content)
         return {"role": self.role, "content": text} | ({} if self.name is None else {"name": self.name})
@@ -208,9 +208,9 @@ class ChatRequest(GenerationFields):
 
 
 class TokenizeRequest(PartlySupported):
-    """A request of `/tokenize`: a prompt as `/v1/completions` has it, or messages as `/v1/chat/completions` has them.
+    """A request of `/tokenize`: a prompt as in `/v1/completions`, or messages as in `/v1/chat/completions`.
 
-    Without special tokens only those of the prompt's own text are found.
+    If `add_special_tokens` is false, the only special tokens are those in the prompt's own text.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -242,7 +242,7 @@ class DetokenizeRequest(BaseModel):
 
 
 class FlushRequest(BaseModel):
-    """A request of `/admin/flush`; without a version the present one stays."""
+    """A request of `/admin/flush`; without a version the current one stays."""
 
     model_config = ConfigDict(extra="forbid")
 

@@ -1,4 +1,4 @@
-"""Who asks: API keys, and the tenants whose prefixes are never shared."""
+"""API keys, and tenants, which never share prefixes with each other."""
 
 import base64
 import binascii
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Whose prefixes a request may share: of one API key, and there of one salt that the request may name.
+    """The requests that share prefixes: those with one API key and one salt.
 
     Args:
-        owner: Digest of the API key; "" where the server has none.
-        salt: The request's own `cache_salt`.
+        owner: Digest of the API key; "" if the server has none.
+        salt: The request's `cache_salt`.
     """
 
     owner: str = ""
@@ -23,22 +23,22 @@ class Tenant:
 
     @property
     def name(self) -> str:
-        """The tenant's name in block keys; it does not tell the API key."""
+        """The tenant's name in block keys; it does not reveal the API key."""
         if not (self.owner or self.salt):
             return ""
         return hashlib.sha256(json.dumps([self.owner, self.salt]).encode()).hexdigest()
 
 
 class ApiKeys:
-    """The keys that a server knows; without any, everybody is served.
+    """The keys that a server accepts; without any, it serves every request.
 
     Args:
-        keys: Of users.
-        admin_keys: Of those who may also read metrics and flush; without any, every user may.
-        names: What logs call a key, by key; one without a name is called by a few digits of its digest.
+        keys: The users' keys.
+        admin_keys: Keys that may also read metrics and flush; without any, every user's key may.
+        names: What logs call a key, by key; a key without a name is shown by a few digits of its digest.
 
     Raises:
-        ValueError: If a key is empty or could not be sent in a header, or an admin key is given where users have none.
+        ValueError: If a key is empty or cannot be sent in a header, or there are admin keys but no user keys.
     """
 
     def __init__(
@@ -60,12 +60,12 @@ class ApiKeys:
 
     @property
     def are_needed(self) -> bool:
-        """Whether requests must bring a key."""
+        """True when requests must carry a key."""
         return bool(self._owners)
 
     @property
     def num_owners(self) -> int:
-        """How many there are to share what the server has; everybody is one where no key is needed."""
+        """Number of owners that share the server's memory; 1 if no key is needed."""
         return len(set(self._owners)) or 1
 
     def owner_of(self, authorization: str) -> str | None:
@@ -80,11 +80,11 @@ class ApiKeys:
         return known[0] if known else None
 
     def name_of(self, owner: str) -> str:
-        """Return what logs call a known owner's key; "" where none is needed."""
+        """Return what logs call a known owner's key; "" if none is needed."""
         return self._names.get(owner, "")
 
     def may_administrate(self, owner: str) -> bool:
-        """Whether a known owner may read metrics and flush the cache."""
+        """Return whether a known owner may read metrics and flush the cache."""
         return not self._admins or owner in self._admins
 
 

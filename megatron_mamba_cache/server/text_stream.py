@@ -1,4 +1,4 @@
-"""Text out of tokens as they come: no half characters, and nothing of a stop string."""
+"""Text from tokens as they arrive, without partial characters or any part of a stop string."""
 
 from collections.abc import Callable, Sequence
 
@@ -14,22 +14,22 @@ class IncrementalText:
     """Turns tokens into text one at a time; the pieces together are the text of all tokens.
 
     Args:
-        detokenize: Text of a list of tokens; bytes that are no UTF-8 come out as U+FFFD.
+        detokenize: Returns the text of a list of tokens; bytes that are not UTF-8 become U+FFFD.
     """
 
     def __init__(self, detokenize: Callable[[list[int]], str]) -> None:
         self._detokenize = detokenize
-        self._window: list[int] = []  # the newest tokens, behind enough of those before for their context
-        self._given = 0  # characters of the window's text that are given out already
+        self._window: list[int] = []  # the newest tokens, after enough earlier ones for their context
+        self._given = 0  # characters of the window's text that were returned already
         self._is_held = False
 
     @property
     def holds_back(self) -> bool:
-        """Whether the newest token's text is not given out whole."""
+        """True when part of the newest token's text is held back."""
         return self._is_held
 
     def push(self, token: int) -> str:
-        """Return the text that is certain now; the end of a character that is not complete is held back."""
+        """Return the text that is certain now; an incomplete character at its end is held back."""
         self._window.append(token)
         text = self._detokenize(self._window)
         tail = len(text) - len(text.rstrip(REPLACEMENT))
@@ -49,10 +49,10 @@ class IncrementalText:
 
 
 class StopStrings:
-    """Passes text through up to the first stop string, which may come in several pieces.
+    """Passes text through up to the first stop string, which may span several pieces.
 
     Args:
-        stops: None of them is empty.
+        stops: Non-empty strings.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -62,13 +62,13 @@ class StopStrings:
         """The stop string that ended the text."""
 
     def push(self, text: str) -> str:
-        """Return what surely comes before any stop string; nothing once one was found."""
+        """Return the text that is certainly before any stop string; "" once one was found."""
         if self.found is not None:
             return ""
         self._held += text
         places = [(place + len(stop), place) for stop in self._stops if (place := self._held.find(stop)) >= 0]
         if places:
-            stop_end, end = min(places)  # the one that is complete first, however the text came in pieces
+            stop_end, end = min(places)  # the one that is complete first, however the text was split
             self.found = self._held[end:stop_end]
         else:
             end = len(self._held) - self._begun()
@@ -76,12 +76,12 @@ class StopStrings:
         return new
 
     def finish(self) -> str:
-        """Return what was held back, as no stop string will be completed."""
+        """Return what was held back, since no stop string can be completed any more."""
         new, self._held = ("" if self.found is not None else self._held), ""
         return new
 
     def _begun(self) -> int:
-        """Return the length of the longest end of the held text that begins a stop string."""
+        """Return the length of the longest suffix of the held text that begins a stop string."""
         longest = max((len(stop) for stop in self._stops), default=1) - 1
         ends = range(min(longest, len(self._held)), 0, -1)
         return next((size for size in ends if any(stop.startswith(self._held[-size:]) for stop in self._stops)), 0)

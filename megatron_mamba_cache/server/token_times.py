@@ -1,4 +1,4 @@
-"""When a job's tokens come: how long it was queued, to its first token, and from each token to the next."""
+"""A job's latencies: in the queue, to its first token, and from each token to the next."""
 
 import time
 from typing import Protocol
@@ -7,20 +7,20 @@ from .backend import Progress
 
 
 class TokenTimes(Protocol):
-    """Hears how long the tokens of replies take, in seconds."""
+    """Records how long the tokens of replies take, in seconds."""
 
     def note_queued(self, seconds: float) -> None:
-        """Note how long a reply waited, from its request's arrival to the first step that ran it."""
+        """Record a reply's wait, from its request's arrival to the first step that ran it."""
 
     def note_first_token(self, seconds: float) -> None:
-        """Note how long a job waited for its first token, from the moment that the engine had it."""
+        """Record a job's wait for its first token, from its submission to the engine."""
 
     def note_gap(self, seconds: float, num_tokens: int) -> None:
-        """Note that a reply grew by so many tokens so many seconds after it last did."""
+        """Record that a reply grew by `num_tokens`, `seconds` after it last did."""
 
 
 class NoTokenTimes:
-    """Hears nothing; see `TokenTimes`."""
+    """Records nothing; see `TokenTimes`."""
 
     def note_queued(self, seconds: float) -> None:
         """Do nothing."""
@@ -33,14 +33,14 @@ class NoTokenTimes:
 
 
 class JobTimes:
-    """When things happened to a job, in seconds of the monotonic clock; None: not yet.
+    """Times of a job's events, in seconds of the monotonic clock; None until they happen.
 
     Args:
-        arrived: At the gate.
-        hears: Told of the tokens as the engine tells of them, whether their client reads them or not.
+        arrived: When it reached the gate.
+        hears: Notified of tokens when the engine reports them, whether or not their client reads them.
 
     Attributes:
-        started: Its prompts were read, and the engine is given them.
+        started: When its prompts were read, just before they go to the engine.
     """
 
     def __init__(self, arrived: float, hears: TokenTimes) -> None:
@@ -52,7 +52,7 @@ class JobTimes:
         self._grew: dict[int, float] = {}  # by choice
 
     def note_tokens(self, choice: int, progress: Progress) -> None:
-        """Note the tokens that the engine has just told of."""
+        """Record the tokens that the engine has just reported."""
         now = time.monotonic()
         if choice in self._grew:
             self._hears.note_gap(now - self._grew[choice], len(progress.tokens))

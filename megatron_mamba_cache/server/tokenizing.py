@@ -19,8 +19,8 @@ class TokenizeReply(BaseModel):
     """The tokens of a text.
 
     Args:
-        max_model_len: Prompt and generated tokens that a request can have at most.
-        token_strs: As the tokenizer's files spell them, if they are wanted.
+        max_model_len: The most prompt and generated tokens of a request.
+        token_strs: The tokens as the tokenizer's files spell them, if requested.
     """
 
     count: int
@@ -37,10 +37,10 @@ class DetokenizeReply(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class TokenizingRoutes:
-    """What the routes need.
+    """The routes and what they need.
 
     Args:
-        threads: In which texts are read.
+        threads: Threads that tokenize.
         max_model_len: See `TokenizeReply`.
     """
 

@@ -1,4 +1,4 @@
-"""The exact tokens of texts that were prompts and replies: a reply tokenizes differently than it was generated."""
+"""The exact tokens of earlier prompts and replies: a reply's text may tokenize differently than it was generated."""
 
 import threading
 from array import array
@@ -14,23 +14,24 @@ _CHARACTER_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Transcript:
-    """A text and the tokens that it was made of."""
+    """A text and its exact tokens."""
 
     text: str
     token_ids: tuple[int, ...]
 
 
 class Transcripts:
-    """A bounded map from text to tokens for each API key; what was used least recently leaves first.
+    """A bounded map from text to tokens for each API key; the least recently used entry is dropped first.
 
     An entry serves every later prompt of its tenant that begins with its text: a conversation's next turn, if the
-    chat template renders what was said before as it did then. One that rewrites it (drops earlier reasoning, trims
-    replies, puts a date in front) gives another text, which is tokenized from where the two part, or from the start.
+    chat template renders the earlier messages as before. A template that rewrites them (drops earlier reasoning, trims
+    replies, puts a date in front) gives another text, which is tokenized from the end of an entry that still matches,
+    or from the start.
 
-    Threads may share it. Owners never take room from each other.
+    Thread-safe. Owners never take room from each other.
 
     Args:
-        max_bytes: Of an owner's entries; 0 keeps none.
+        max_bytes: Limit of an owner's entries; 0 keeps none.
     """
 
     def __init__(self, max_bytes: int, max_entries: int = _MOST_ENTRIES) -> None:
@@ -41,7 +42,7 @@ class Transcripts:
         self._lock = threading.Lock()
 
     def longest(self, tenant: Tenant, text: str) -> Transcript | None:
-        """Return the longest entry of the tenant that `text` begins with; None without one."""
+        """Return the longest entry of the tenant that `text` begins with; None if there is none."""
         with self._lock:
             entries = self._entries.get(tenant.owner, OrderedDict())
             fitting = [key for key in entries if key[0] == tenant.salt and text.startswith(key[1])]
@@ -52,7 +53,7 @@ class Transcripts:
             return Transcript(key[1], tuple(entries[key]))
 
     def remember(self, tenant: Tenant, text: str, token_ids: Sequence[int]) -> None:
-        """Keep the tokens of a text that is not empty; an entry that is larger than all the room is not kept."""
+        """Store the tokens of a non-empty text; an entry larger than the whole limit is not stored."""
         key, tokens = (tenant.salt, text), array("q", token_ids)
         size = _size(key, tokens)
         if not text or size > self._max_bytes:
@@ -66,7 +67,7 @@ class Transcripts:
                 self._drop(tenant.owner, next(iter(entries)))
 
     def num_bytes(self, owner: str) -> int:
-        """Return the size of an owner's entries, as they count against the bound."""
+        """Return the size of an owner's entries, as counted against the limit."""
         return self._bytes.get(owner, 0)
 
     def _drop(self, owner: str, key: tuple[str, str]) -> None:

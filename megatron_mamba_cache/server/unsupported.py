@@ -1,6 +1,6 @@
 """Fields of OpenAI's and vLLM's requests that this server does not support, and the values that ask for nothing.
 
-To support a field, take its row away and give it to a schema.
+To support a field, remove its entry here and add it to a schema.
 """
 
 import json
@@ -16,18 +16,18 @@ REFUSED = "unsupported_field"
 
 @dataclass(frozen=True, slots=True)
 class Unsupported:
-    """What is taken and what is said of one field.
+    """The accepted values of one field, and how all others are refused.
 
     Args:
-        neutral: The values that ask for nothing, beside null.
-        instead: What to send; "" where `neutral` tells it.
+        neutral: The values that ask for nothing, besides null.
+        instead: What to send instead; "" derives it from `neutral`.
     """
 
     neutral: tuple[Any, ...] = ()
     instead: str = ""
 
     def takes(self, value: Any) -> bool:
-        """Whether a value asks for nothing."""
+        """Return whether a value asks for nothing."""
         return value is None or any(_is_same(value, neutral) for neutral in self.neutral)
 
     def refusal(self, name: str) -> str:
@@ -38,7 +38,7 @@ class Unsupported:
         return f"`{name}` is not supported by this server; {instead}"
 
     def schema(self, name: str) -> dict[str, Any]:
-        """Return the JSON schema of what is taken."""
+        """Return the JSON schema of the accepted values."""
         return {"enum": [None, *self.neutral], "default": None, "description": self.refusal(name)}
 
 
@@ -146,7 +146,7 @@ CHAT: Table = {
 
 
 def without_unsupported(table: Table, fields: Any) -> Any:
-    """Return a request's fields without those that ask for nothing; what is no object is returned as it is.
+    """Return a request's fields without those of the table; return anything but an object unchanged.
 
     Raises:
         PydanticCustomError: Of type `REFUSED`, at the first field that asks for something.
@@ -160,10 +160,10 @@ def without_unsupported(table: Table, fields: Any) -> Any:
 
 
 def schema_with(table: Table, schema: dict[str, Any]) -> None:
-    """Add to a request's JSON schema the fields of a table."""
+    """Add the fields of a table to a request's JSON schema."""
     schema["properties"] |= {name: row.schema(name) for name, row in table.items()}
 
 
 def _is_same(value: Any, neutral: Any) -> bool:
-    """Whether two values are equal in JSON, where false is not 0."""
+    """Return whether two values are equal in JSON, where false is not 0."""
     return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)
