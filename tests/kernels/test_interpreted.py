@@ -27,7 +27,7 @@ IS_BROKEN = Version(triton.__version__) < Version("3.7") and Version(np.__versio
 @pytest.mark.skipif(INTERPRETED, reason="runs in the interpreter already")
 @pytest.mark.skipif(IS_BROKEN, reason="this Triton's interpreter does not run with this numpy")
 @pytest.mark.parametrize("files", GROUPS, ids=lambda files: files[0])
-def test_kernels_pass_their_tests_in_the_interpreter(files: list[str]) -> None:
+def test_kernels_pass_their_tests_in_the_interpreter(files: list[str], pytestconfig: pytest.Config) -> None:
     run = subprocess.run(
         [
             sys.executable,
@@ -38,6 +38,7 @@ def test_kernels_pass_their_tests_in_the_interpreter(files: list[str]) -> None:
             "-p",
             "no:cacheprovider",
             "--color=no",
+            *(["--run-slow"] if pytestconfig.getoption("--run-slow") else []),
             *(str(Path(__file__).parent / file) for file in files),
         ],
         env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTEST_ADDOPTS": ""},
