@@ -17,8 +17,8 @@ from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED
 
 # Two processes for two workers, which take about as long: each of them imports everything first.
 GROUPS = [
-    ["test_causal_conv.py", "test_conv_verify.py", "test_gated_norm.py", "test_kv_append.py"],
-    ["test_ssd_scan_kernels.py", "test_state_verify.py", "test_align_copy.py", "test_slot_copies.py"],
+    ["test_causal_conv.py", "test_conv_verify.py", "test_align_copy.py", "test_gated_norm.py", "test_kv_append.py"],
+    ["test_ssd_scan_kernels.py", "test_state_verify.py", "test_slot_copies.py"],
 ]
 # Triton 3.6 turns arrays of one element into Python numbers, which numpy 2.4 refuses.
 IS_BROKEN = Version(triton.__version__) < Version("3.7") and Version(np.__version__) >= Version("2.4")
@@ -27,7 +27,7 @@ IS_BROKEN = Version(triton.__version__) < Version("3.7") and Version(np.__versio
 @pytest.mark.skipif(INTERPRETED, reason="runs in the interpreter already")
 @pytest.mark.skipif(IS_BROKEN, reason="this Triton's interpreter does not run with this numpy")
 @pytest.mark.parametrize("files", GROUPS, ids=lambda files: files[0])
-def test_kernels_pass_their_tests_in_the_interpreter(files: list[str]) -> None:
+def test_kernels_pass_their_tests_in_the_interpreter(files: list[str], pytestconfig: pytest.Config) -> None:
     run = subprocess.run(
         [
             sys.executable,
@@ -38,6 +38,7 @@ def test_kernels_pass_their_tests_in_the_interpreter(files: list[str]) -> None:
             "-p",
             "no:cacheprovider",
             "--color=no",
+            *(["--run-slow"] if pytestconfig.getoption("--run-slow") else []),
             *(str(Path(__file__).parent / file) for file in files),
         ],
         env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTEST_ADDOPTS": ""},

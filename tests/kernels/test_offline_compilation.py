@@ -4,6 +4,7 @@ The interpreter accepts programs that the compiler refuses.
 """
 
 from collections.abc import Callable
+from itertools import product
 from types import ModuleType
 
 import pytest
@@ -82,8 +83,15 @@ def test_state_verify_moves_states_in_wide_accesses(
     assert global_accesses(ptx, "st") == {"v4.b32", "b16"}
 
 
-@POOL_DTYPES
-@pytest.mark.parametrize("conv_dim", [10240, 6144])
+@pytest.mark.parametrize(
+    ("conv_dim", "pool_dtype"),
+    [
+        (10240, torch.bfloat16),
+        (6144, torch.float32),
+        pytest.param(10240, torch.float32, marks=pytest.mark.slow),
+        pytest.param(6144, torch.bfloat16, marks=pytest.mark.slow),
+    ],
+)
 def test_convolutions_move_inputs_and_windows_in_wide_accesses(
     conv_dim: int, pool_dtype: torch.dtype, compile_for_hopper: Compile
 ) -> None:
@@ -179,9 +187,23 @@ def test_gated_norm_compiles_with_wide_accesses(
     assert global_accesses(ptx) == {"v4.b32"}
 
 
-@POOL_DTYPES
-@pytest.mark.parametrize("shape", [SHAPE_8B, SHAPE_NANO])
-@pytest.mark.parametrize("tiling", [None, HopperTiling(1, 32, 3), HopperTiling(1, 64, 3), HopperTiling(2, 64, 2)])
+# Each takes seconds to compile: by default each tiling once, shapes and dtypes in turn.
+SCANS = [
+    (None, SHAPE_8B, torch.bfloat16),
+    (HopperTiling(1, 32, 3), SHAPE_NANO, torch.float32),
+    (HopperTiling(1, 64, 3), SHAPE_8B, torch.float32),
+    (HopperTiling(2, 64, 2), SHAPE_NANO, torch.bfloat16),
+]
+OTHER_SCANS = [
+    pytest.param(tiling, shape, dtype, marks=pytest.mark.slow)
+    for tiling, shape, dtype in product(
+        [scan[0] for scan in SCANS], (SHAPE_8B, SHAPE_NANO), (torch.bfloat16, torch.float32)
+    )
+    if (tiling, shape, dtype) not in SCANS
+]
+
+
+@pytest.mark.parametrize(("tiling", "shape", "pool_dtype"), SCANS + OTHER_SCANS)
 def test_scan_compiles_to_asynchronous_matrix_products(
     tiling: HopperTiling | None, shape: SSMShape, pool_dtype: torch.dtype, compile_for_hopper: Compile
 ) -> None:
@@ -196,8 +218,16 @@ def test_scan_compiles_to_asynchronous_matrix_products(
     assert "wgmma.mma_async" in scan.ptx[0] and "cp.async.bulk.tensor" in scan.ptx[0]
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 8])
-@pytest.mark.parametrize(("head_dim", "d_state"), [(64, 64), (64, 128), (128, 64), (128, 128), (80, 128)])
+# Each takes seconds to compile: by default each state once, and each number of rows.
+CHOSEN = [(64, 64, 8), (64, 128, 1), (128, 64, 2), (128, 128, 8), (80, 128, 1)]
+OTHERS_CHOSEN = [
+    pytest.param(head_dim, d_state, num_rows, marks=pytest.mark.slow)
+    for (head_dim, d_state, _), num_rows in product(CHOSEN, (1, 2, 8))
+    if (head_dim, d_state, num_rows) not in CHOSEN
+]
+
+
+@pytest.mark.parametrize(("head_dim", "d_state", "num_rows"), CHOSEN + OTHERS_CHOSEN)
 def test_the_form_of_the_scan_that_is_chosen_fits_in_shared_memory(
     head_dim: int, d_state: int, num_rows: int, compile_for_hopper: Compile, monkeypatch: pytest.MonkeyPatch
 ) -> None:

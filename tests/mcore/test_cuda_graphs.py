@@ -26,7 +26,7 @@ from tests.mcore.workload_totals import WorkloadTotals
 from tests.models.test_training_checkpoints import EXPERTS
 from tests.models.training_checkpoints import random_model
 
-SEEDS_PER_FLAVOUR = 2
+SEEDS = [pytest.param(range(1, 2), id="short"), pytest.param(range(2, 5), id="long", marks=pytest.mark.slow)]
 
 
 @pytest.fixture(autouse=True)
@@ -52,24 +52,26 @@ def start(**settings: object) -> EngineRun:
     return EngineRun.start(subject, with_graphs(cache_config(subject.sizes, **settings)))
 
 
+@pytest.mark.parametrize("seeds", SEEDS)
 @pytest.mark.parametrize("name", FLAVOURS)
-def test_random_workloads_match_the_oracle(name: str, totals: WorkloadTotals) -> None:
+def test_random_workloads_match_the_oracle(name: str, seeds: range, totals: WorkloadTotals) -> None:
     def run(seed: int) -> WorkloadOutcome:
         work = make_workload(FLAVOURS[name], 2000 + seed)
         return run_workload(replace(work, config=with_graphs(work.config)))
 
-    totals.run_batch(name, range(SEEDS_PER_FLAVOUR), run, ("graph_steps",))
+    totals.run_batch(name, seeds, run, ("graph_steps",))
 
 
+@pytest.mark.parametrize("seeds", SEEDS)
 @pytest.mark.parametrize("name", FLAVOURS)
-def test_random_workloads_with_drafts_match_the_oracle(name: str, totals: WorkloadTotals) -> None:
+def test_random_workloads_with_drafts_match_the_oracle(name: str, seeds: range, totals: WorkloadTotals) -> None:
     def run(seed: int) -> WorkloadOutcome:
         rng = random.Random(f"graphs {name} {seed}")
         work = make_workload(FLAVOURS[name], 3000 + seed, num_drafts=rng.randrange(1, 9))
         drafter = make_drafter(rng, work)
         return run_workload(replace(work, config=with_graphs(work.config)), drafter)
 
-    totals.run_batch(name, range(SEEDS_PER_FLAVOUR), run, ("graph_steps", "draft_tokens"))
+    totals.run_batch(name, seeds, run, ("graph_steps", "draft_tokens"))
 
 
 def test_every_step_that_a_shape_holds_replays_a_graph() -> None:

@@ -10,7 +10,7 @@ from tests.mcore.random_workloads import FLAVOURS, WorkloadOutcome, make_workloa
 from tests.mcore.record_lists import assert_same_lists
 from tests.mcore.workload_totals import WorkloadTotals
 
-SEEDS_PER_FLAVOUR = 5
+SEEDS = [pytest.param(range(2), id="short"), pytest.param(range(2, 8), id="long", marks=pytest.mark.slow)]
 NAMES = ("disturbed", "tight_blocks", "small_steps")
 
 
@@ -22,9 +22,12 @@ def totals() -> Iterator[WorkloadTotals]:
     totals.report()
 
 
+@pytest.mark.parametrize("seeds", SEEDS)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("has_drafts", [False, True])
-def test_lists_are_those_of_an_undisturbed_run(has_drafts: bool, name: str, totals: WorkloadTotals) -> None:
+def test_lists_are_those_of_an_undisturbed_run(
+    has_drafts: bool, name: str, seeds: range, totals: WorkloadTotals
+) -> None:
     def run(seed: int) -> WorkloadOutcome:
         rng = random.Random(f"log-probs {name} {seed}")
         num_drafts = rng.randrange(1, 5) if has_drafts else 0
@@ -37,4 +40,4 @@ def test_lists_are_those_of_an_undisturbed_run(has_drafts: bool, name: str, tota
         return outcome
 
     exercises = ["faults in reports", "steps_aborted", "chunked_steps", *(["accepted_tokens"] if has_drafts else [])]
-    totals.run_batch(name, range(SEEDS_PER_FLAVOUR), run, exercises)
+    totals.run_batch(name, seeds, run, exercises)

@@ -178,8 +178,8 @@ def test_tokens_and_counts_are_those_of_a_run_without_rehearsals(num_drafts: int
         subject = tiny_hybrid()
         run = EngineRun.start(subject, cache_config(subject.sizes, num_speculative_tokens=num_drafts, kv_blocks=12))
         for index in range(6):
-            sampling = SamplingParams(num_tokens_to_generate=30, temperature=1.0, termination_id=-1)
-            run.add(index, some_tokens(20 + 5 * index), sampling if index % 2 else greedy(30))
+            sampling = SamplingParams(num_tokens_to_generate=14, temperature=1.0, termination_id=-1)
+            run.add(index, some_tokens(20 + 5 * index), sampling if index % 2 else greedy(14))
         while run.engine.requests:
             if rehearses:
                 rehearse_engine(run)

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from tests.models.tiny_checkpoints import TinyCheckpoint
 
-NUM_GENERATED = 64
+NUM_GENERATED = 40
 MIN_DISTINCT_TOKENS = 10
 _MAX_DRAWS = 8
 

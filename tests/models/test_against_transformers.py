@@ -24,6 +24,18 @@ EXACT_TOLERANCE = 2e-5
 
 AMBIGUOUS_MARGIN = 1e-4
 FLOAT64_TOLERANCE = 1e-10
+# A large chunk of each family by default, each chunk of some family.
+LARGE = {
+    "nemotron_h-7-chunk128",
+    "nemotron_h_moe-6-chunk256",
+    "bamba-4-chunk64",
+    "granite-6-chunk256",
+    "granite_moe-3-chunk128",
+}
+CASES = [
+    *CASE_NAMES,
+    *(pytest.param(name, marks=[] if name in LARGE else [pytest.mark.slow]) for name in LARGE_CHUNK_NAMES),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +65,7 @@ class Comparison:
         return int(unsure[0]) if len(unsure) else NUM_GENERATED
 
 
-@pytest.fixture(scope="module", params=CASE_NAMES + LARGE_CHUNK_NAMES)
+@pytest.fixture(scope="module", params=CASES)
 def comparison(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Comparison:
     """Write, load and run each checkpoint once."""
     case, directory = tiny_checkpoint(request.param), tmp_path_factory.mktemp(request.param)
