@@ -7,7 +7,7 @@ from .decode_rows import DecodeRows
 from .prefill_rows import PrefillRows
 
 
-def check_verify_rows(rows: DecodeRows, device: torch.device) -> None:
+def check_decode_rows(rows: DecodeRows, device: torch.device) -> None:
     """Raise a ValueError unless the tensors of `rows` fit together and are on `device`."""
     num_rows = rows.accepted.shape[0]
     _check_vectors({"cu_tokens": (rows.cu_tokens, num_rows + 1), "accepted": (rows.accepted, num_rows)}, device)
@@ -24,7 +24,7 @@ def check_verify_rows(rows: DecodeRows, device: torch.device) -> None:
         )
 
 
-def check_varlen_rows(rows: PrefillRows, device: torch.device) -> None:
+def check_prefill_rows(rows: PrefillRows, device: torch.device) -> None:
     """Raise a ValueError unless the tensors of `rows` fit together and are on `device`."""
     num_rows, num_chunks = rows.final_slots.shape[0], rows.chunk_rows.shape[0]
     vectors = {

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..kernel_launches import is_computed_in_fp32, launches_kernel
 from ..prefill_rows import PrefillRows
-from ..row_checks import check_varlen_rows
+from ..row_checks import check_prefill_rows
 from .conv_row_ends import begin_row, count_up_to, end_chunk
 from .conv_taps import (
     ConvInputs,
@@ -213,7 +213,7 @@ def causal_conv(
     at capture.
     """
     check_conv(x, weight, bias, conv_pool, weight.shape[1] - 1)
-    check_varlen_rows(rows, x.device)
+    check_prefill_rows(rows, x.device)
     if not launches_kernel(x) or not is_computed_in_fp32(x, conv_pool):
         return causal_conv_ref(x, weight, bias, conv_pool, rows)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)

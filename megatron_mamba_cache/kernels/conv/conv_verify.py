@@ -21,7 +21,7 @@ from ..decode_rows import DecodeRows
 from ..kernel_launches import is_computed_in_fp32, launches_kernel
 from ..masks import only_if
 from ..prefill_rows import PAD_SLOT
-from ..row_checks import check_verify_rows
+from ..row_checks import check_decode_rows
 from .conv_taps import (
     ConvInputs,
     ConvWindows,
@@ -143,7 +143,7 @@ def conv_verify(
     at capture.
     """
     check_conv(x, weight, bias, conv_pool, weight.shape[1] - 2 + rows.max_len)
-    check_verify_rows(rows, x.device)
+    check_decode_rows(rows, x.device)
     if not launches_kernel(x) or not is_computed_in_fp32(x, conv_pool):
         return conv_verify_ref(x, weight, bias, conv_pool, rows)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)

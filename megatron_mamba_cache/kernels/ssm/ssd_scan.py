@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..kernel_launches import launches_kernel
 from ..prefill_rows import PrefillRows
-from ..row_checks import check_varlen_rows
+from ..row_checks import check_prefill_rows
 from .hopper_tiling import HopperTiling, choose_tiling, has_tested_gluon
 from .reference_ssd import ssd_scan_ref
 from .ssd_scan_portable import scan_portably
@@ -46,7 +46,7 @@ def ssd_scan(tokens: SSMTokens, weights: SSMWeights, ssm_pool: Tensor, rows: Pre
     Reference: `ssd_scan_ref`.
     """
     _check(tokens, weights, ssm_pool)
-    check_varlen_rows(rows, tokens.x.device)
+    check_prefill_rows(rows, tokens.x.device)
     shape = tile_shape(chunk_size, tokens.x.dtype)
     if not launches_kernel(tokens.x) or shape is None or not _fits_kernels(tokens, ssm_pool) or _is_empty(tokens, rows):
         return ssd_scan_ref(tokens, weights, ssm_pool, rows, chunk_size)

@@ -22,7 +22,7 @@ from ..decode_rows import DecodeRows
 from ..kernel_launches import is_computed_in_fp32, launches_kernel
 from ..masks import only_if
 from ..prefill_rows import PAD_SLOT
-from ..row_checks import check_verify_rows
+from ..row_checks import check_decode_rows
 from .reference_ssd import state_verify_ref
 from .ssm_inputs import SSMTokens, SSMWeights
 from .time_steps import time_step
@@ -180,7 +180,7 @@ def state_verify(
     """
     _check_tokens(tokens, weights)
     _check_pool(tokens, ssm_pool)
-    check_verify_rows(rows, ssm_pool.device)
+    check_decode_rows(rows, ssm_pool.device)
     if not launches_kernel(ssm_pool) or not is_computed_in_fp32(tokens.x, ssm_pool):
         return state_verify_ref(tokens, weights, ssm_pool, rows)
     y = torch.empty_like(tokens.x, memory_format=torch.contiguous_format)
