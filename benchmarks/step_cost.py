@@ -6,7 +6,7 @@ Steps: rows of equal length decode together, without drafts. Wall time is the me
 minus the host's waits for the step's tokens; much of it overlaps with the GPU's work. GPU time is that of the last
 step's graphs, replayed back to back: its kernels and the short pauses between them. Idle is wall time minus GPU time:
 the GPU waits for the host. Kernel time is measured over as many steps under torch's profiler (`gpu_time`), without
-pauses. "A row more" is the least-squares slope over the numbers of rows. On a CPU there are only wall time and its
+pauses. "µs a row" is the least-squares slope over the numbers of rows. On a CPU there are only wall time and its
 slope.
 
 Drafts: 8 rows, decode steps only, without drafts, with K = 3 that are always right, and with K = 3 that are always

@@ -108,4 +108,4 @@ def _check_hidden_states(drafter: ReadsHiddenStates, hidden_size: int, only_last
     if not only_last:
         raise ValueError(f"{name} reads hidden states: build the engine with materialize_only_last_token_logits=True")
     if num_stages > 1:
-        raise ValueError(f"{name} reads hidden states, which the last of {num_stages} stages has alone")
+        raise ValueError(f"{name} reads hidden states, which only the last of {num_stages} stages has")

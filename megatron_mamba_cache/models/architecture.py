@@ -133,9 +133,9 @@ def _check_experts(architecture: HybridArchitecture) -> None:
     if experts is None:
         raise ValueError(f"layer pattern {architecture.pattern!r} has experts (E), but their sizes are not given")
     if experts.top_k > experts.num_experts:
-        raise ValueError(f"{experts.top_k} experts a token are more than the {experts.num_experts} that there are")
+        raise ValueError(f"{experts.top_k} experts per token are more than the model's {experts.num_experts}")
     if experts.top_k < 2 and experts.score == "softmax":
-        raise ValueError("1 expert a token with softmax scores is more than Megatron routes; 2 are the fewest")
+        raise ValueError("Megatron does not route 1 expert per token with softmax scores; use at least 2")
     if experts.num_experts % experts.num_groups or experts.top_groups > experts.num_groups:
         raise ValueError(
             f"{experts.num_experts} experts cannot be chosen from {experts.top_groups} of {experts.num_groups} groups"

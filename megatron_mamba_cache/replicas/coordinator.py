@@ -128,7 +128,7 @@ class PrefixCoordinator(CoordinatorLoop, DataParallelInferenceCoordinator):
         elif replica is not None and kind in {answer.value for answer in ANSWERS.values()}:
             self._signals.answer(replica.name, Headers(kind))
         else:
-            raise WireError(f"{kind!r:.50} from somebody who may not say that")
+            raise WireError(f"{kind!r:.50} from a sender that may not send it")
 
     # Replicas.
 
@@ -179,7 +179,7 @@ class PrefixCoordinator(CoordinatorLoop, DataParallelInferenceCoordinator):
     def _submit(self, client: bytes, body: list[Any]) -> None:
         client_request_id, prompt, sampling = body
         if not isinstance(sampling, dict):
-            raise WireError("sampling parameters that are no dict")
+            raise WireError("sampling parameters that are not a dict")
         request = self._entered(client, client_request_id, prompt)
         try:
             request.sampling = readable_sampling(sampling)

@@ -36,7 +36,7 @@ def listening_router(context: zmq.Context, port: int | None, access: Access, max
         if port is not None:
             router.bind(f"{host}:{port}")
     except zmq.ZMQError as error:
-        logger.warning("port %s cannot be had (%s); taking another one", port, error)
+        logger.warning("port %s is not available (%s); using another one", port, error)
         port = None
     if port is None:
         router.bind_to_random_port(host)

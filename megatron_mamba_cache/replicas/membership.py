@@ -90,10 +90,10 @@ class Membership:
             replica = Replica(hello.replica, hello.num_members, hello.domain)
         if (replica.num_members, replica.domain) != (hello.num_members, hello.domain):
             raise WireError(
-                f"a member of {hello.replica} speaks of {hello.num_members} members, others of another number"
+                f"a member of {hello.replica} says {hello.num_members} members; others disagree on that or the domain"
             )
         if hello.member in replica.members or identity in self._name_of:
-            raise WireError(f"member {hello.member} of {hello.replica} is there already")
+            raise WireError(f"member {hello.member} of {hello.replica} has already joined")
         self._replicas[hello.replica] = replica
         replica.members[hello.member] = identity
         self._name_of[identity] = hello.replica

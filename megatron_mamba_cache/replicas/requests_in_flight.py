@@ -119,7 +119,7 @@ class RequestsInFlight:
             ValueError: If its client has an unfinished one with this number; nothing has changed then.
         """
         if self.find(request.client, request.client_request_id) is not None:
-            raise ValueError(f"request {request.client_request_id} of this client is not done yet; number them apart")
+            raise ValueError(f"request {request.client_request_id} of this client is unfinished; use another number")
         self._requests[request.request_id] = request
         self._of_client[request.client][request.client_request_id] = request
 

@@ -171,6 +171,6 @@ def _pack_keys(keys: tuple[BlockKey, ...]) -> bytes:
 
 def _keys(packed: bytes) -> tuple[BlockKey, ...]:
     if len(packed) % KEY_BYTES:
-        raise WireError(f"keys of {len(packed)} bytes, no multiple of {KEY_BYTES}")
+        raise WireError(f"keys of {len(packed)} bytes, not a multiple of {KEY_BYTES}")
     starts = range(0, len(packed), KEY_BYTES)
     return tuple(BlockKey(int.from_bytes(packed[start : start + KEY_BYTES], "big")) for start in starts)

@@ -16,7 +16,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no JSON: {error}") from error
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(found, dict):
-        raise ValueError(f"{path} holds no JSON object")
+        raise ValueError(f"{path} does not hold a JSON object")
     return found

@@ -65,7 +65,7 @@ def _experts(config: CheckpointConfig) -> ExpertsSizes:
     if top_k < 2:
         raise config.error(
             f"num_experts_per_tok={top_k} is not supported: Megatron weighs chosen experts by the softmax of their "
-            "scores only from 2 a token on"
+            "scores only with at least 2 per token"
         )
     return ExpertsSizes(
         num_experts=config.integer("num_local_experts"),

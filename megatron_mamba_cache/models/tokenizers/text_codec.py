@@ -44,7 +44,7 @@ class JsonCodec:
         try:
             self._tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the package raises no narrower one
-            raise ValueError(f"{path} is no tokenizer: {error}") from error
+            raise ValueError(f"{path} is not a tokenizer: {error}") from error
         self._tokenizer.no_truncation()  # the file may hold batch settings, which are not meant for prompts
         self._tokenizer.no_padding()
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
