@@ -87,9 +87,12 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
+REHEARSED = [("fp32", 0), ("bf16", 3), ("bf16-odd", 0), ("bf16-hopper", 3)]
+OTHERS_REHEARSED = [pytest.param(name, 3 - drafts, marks=pytest.mark.slow) for name, drafts in REHEARSED]
+
+
 @needs_compiler
-@pytest.mark.parametrize("num_drafts", [0, 3])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "num_drafts"), REHEARSED + OTHERS_REHEARSED)
 def test_what_steps_launch_was_launched_by_the_rehearsal(name: str, num_drafts: int) -> None:
     sizes = MODELS[name]
     with recorded_launches(on_hopper=name == "bf16-hopper") as record:

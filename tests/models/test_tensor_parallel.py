@@ -53,19 +53,28 @@ TRAINED_CASES = ("nemotron_h-6", "nemotron_h_moe-0", "bamba-10")  # with the con
 def one_rank(
     tmp_path_factory: pytest.TempPathFactory, one_world_at_a_time: Callable[[], AbstractContextManager[None]]
 ) -> dict[str, LoadedModel]:
-    """Write and load each checkpoint in this process, then let two ranks do the same."""
-    folder, loaded = tmp_path_factory.mktemp("ranks"), {}
-    for name in CASES:
-        case = tiny_checkpoint(name)
-        case.config.vocab_size = 128  # the drawn ones are odd on purpose
-        case.write(case.model(), folder / name / HUGGING_FACE)
-        loaded[name] = load_hugging_face(folder / name / HUGGING_FACE, torch.float32)
-        save_megatron_checkpoint(loaded[name].model, loaded[name].architecture, folder / name / FROM_ONE_RANK)
-        if name in TRAINED_CASES:
-            write_training_checkpoint(loaded[name].model, loaded[name].architecture, folder / name / FROM_TRAINING)
+    """Load each checkpoint in this process; two ranks have done the same, once for all workers of this run."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "checkpoints of two ranks"
     with one_world_at_a_time():
-        run_ranks(folder)
-    return loaded
+        if not folder.exists():
+            made = tmp_path_factory.mktemp("ranks")
+            for name in CASES:
+                write_checkpoints(name, made / name)
+            run_ranks(made)
+            made.rename(folder)
+    return {name: load_hugging_face(folder / name / HUGGING_FACE, torch.float32) for name in CASES}
+
+
+def write_checkpoints(name: str, folder: Path) -> None:
+    """Write a case as each kind of checkpoint that one process writes."""
+    case = tiny_checkpoint(name)
+    case.config.vocab_size = 128  # the drawn ones are odd on purpose
+    case.write(case.model(), folder / HUGGING_FACE)
+    loaded = load_hugging_face(folder / HUGGING_FACE, torch.float32)
+    save_megatron_checkpoint(loaded.model, loaded.architecture, folder / FROM_ONE_RANK)
+    if name in TRAINED_CASES:
+        write_training_checkpoint(loaded.model, loaded.architecture, folder / FROM_TRAINING)
 
 
 def run_ranks(folder: Path) -> None:
