@@ -61,7 +61,9 @@ def _add_memory_arguments(parser: ArgumentParser) -> None:
 
 
 def _add_limits(parser: ArgumentParser) -> None:
-    limits = parser.add_argument_group("limits", "What is too much gets status 429, with the seconds to wait.")
+    limits = parser.add_argument_group(
+        "limits", "What exceeds a limit is refused: with status 429 and the seconds to wait where waiting helps."
+    )
     limits.add_argument(
         "--max-running-requests",
         type=int,

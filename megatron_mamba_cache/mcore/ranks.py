@@ -96,9 +96,13 @@ Ranks = OneRank | ModelRanks
 def ranks_of_process() -> Ranks:
     """Return the ranks that hold this process's part of a model, as Megatron's parallel state has them.
 
+    Before that state is initialized there is one rank, and no model of Megatron's.
+
     Raises:
         ValueError: If a kind of parallelism is in use that inference of hybrid models has no room for.
     """
+    if not parallel_state.model_parallel_is_initialized():
+        return OneRank()
     if (size := parallel_state.get_context_parallel_world_size()) > 1:
         raise ValueError(
             f"context parallel size is {size}, and a sequence's state cannot be shared out: set it to 1, and share the "

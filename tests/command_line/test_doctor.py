@@ -1,7 +1,7 @@
 """The doctor command."""
 
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError
+from importlib.metadata import PackageNotFoundError, distributions
 from importlib.metadata import version as installed_version
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +15,12 @@ from megatron_mamba_cache.command_line.main import main
 from megatron_mamba_cache.kernels.attention import choice
 from tests.command_line.command_runs import run_process
 
+needs_installation = pytest.mark.skipif(
+    not any(distributions(name="megatron-mamba-cache")), reason="this package is imported, not installed"
+)
 
+
+@needs_installation
 def test_doctor_names_device_versions_and_kernels(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -83,6 +88,7 @@ def _lose(monkeypatch: pytest.MonkeyPatch, lost: str, found: str | None) -> None
     monkeypatch.setattr(installation, "version", version)
 
 
+@needs_installation
 @pytest.mark.parametrize(
     ("lost", "found", "told"),
     [
@@ -98,6 +104,7 @@ def test_doctor_fails_where_the_base_install_is_not_whole(
     assert f"this package       cannot be used: {told}\n" in capsys.readouterr().out
 
 
+@needs_installation
 def test_doctor_reports_an_extra_that_is_missing_and_can_be_used_all_the_same(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -108,6 +115,7 @@ def test_doctor_reports_an_extra_that_is_missing_and_can_be_used_all_the_same(
     assert f"  server             {told}\n" in output and "  hf                 present: " in output
 
 
+@needs_installation
 def test_serve_without_its_extra_says_how_to_install_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
