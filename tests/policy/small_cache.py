@@ -59,6 +59,11 @@ def request(
     return RequestSpec(request_id, tokens, max_len, SamplingSettings(), tenant, LogProbSettings(wanted=not may_skip))
 
 
+def outcome(cache: PrefixCache, prompt: list[int], *, budget: int = ENOUGH, **settings: object) -> object:
+    """Return the plan of a prompt's admission, or why it is refused."""
+    return cache.plan(cache.candidate(request(99, prompt, **settings)), budget)  # type: ignore[arg-type]
+
+
 def planned(cache: PrefixCache, spec: RequestSpec, budget: int = ENOUGH) -> AdmissionPlan:
     """Return the plan of an admission that is not refused."""
     plan = cache.plan(cache.candidate(spec), budget)

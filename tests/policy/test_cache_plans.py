@@ -1,0 +1,106 @@
+"""Plans change nothing and are refused once they no longer hold."""
+
+import pytest
+
+from megatron_mamba_cache.errors import CacheCapacityError, CacheIntegrityError
+from megatron_mamba_cache.policy.admission import Refusal
+from megatron_mamba_cache.policy.prefix_cache import PrefixCache
+from tests.policy.small_cache import (
+    BLOCK,
+    ENOUGH,
+    admit,
+    drop_states,
+    frozen,
+    prefill,
+    request,
+    serve,
+    small_cache,
+)
+
+A, B, C, D = ([token] * BLOCK for token in (1, 2, 3, 4))
+
+
+@pytest.mark.parametrize("prompt", [[*A, *B, 9], [*A, *B, *C, 9], [*D, 9], A * 20])
+@pytest.mark.parametrize("budget", [0, 3, ENOUGH])
+def test_planning_changes_nothing(prompt: list[int], budget: int) -> None:
+    cache = small_cache(num_blocks=9, num_slots=4)
+    serve(cache, request(0, [*A, *B, 9]))
+    admit(cache, request(1, [*A, *B, *C, 5]))
+    candidate = cache.candidate(request(2, prompt))
+    before = frozen(cache)
+    cache.plan(candidate, budget)
+    assert frozen(cache) == before
+
+
+def test_plan_after_a_flush_refreshes_stale_keys_and_nothing_else() -> None:
+    cache = small_cache()
+    candidate = cache.candidate(request(0, [*A, *B, 9]))
+    cache.flush()
+    before = frozen(cache)
+    cache.plan(candidate, ENOUGH)
+    assert frozen(cache) == before
+    assert candidate.epoch == cache.epoch
+    assert candidate.chain.keys == cache.candidate(candidate.spec).chain.keys
+
+
+def remove_the_state(cache: PrefixCache) -> None:
+    drop_states(cache)
+
+
+def remove_the_blocks(cache: PrefixCache) -> None:
+    cache.kv.release(cache.kv.allocate(cache.kv.num_available))
+
+
+def remove_the_free_blocks(cache: PrefixCache) -> None:
+    cache.kv.allocate(cache.kv.num_free)
+
+
+def remove_every_key(cache: PrefixCache) -> None:
+    cache.flush()
+
+
+def remove_the_free_slots(cache: PrefixCache) -> None:
+    for _ in range(cache.slots.count_by_owner()["free"]):
+        cache.slots.take_live()
+
+
+@pytest.mark.parametrize(
+    "remove",
+    [remove_the_state, remove_the_blocks, remove_the_free_blocks, remove_every_key, remove_the_free_slots],
+    ids=lambda remove: remove.__name__,
+)
+def test_plan_that_no_longer_holds_is_refused_and_nothing_changes(remove: object) -> None:
+    cache = small_cache()
+    serve(cache, request(0, [*A, *B, 9]))
+    candidate = cache.candidate(request(1, [*A, *B, 8]))
+    plan = cache.plan(candidate, ENOUGH)
+    assert not isinstance(plan, Refusal) and plan.match.skip_tokens == 2 * BLOCK
+    remove(cache)  # type: ignore[operator]
+    before = frozen(cache)
+    with pytest.raises(CacheIntegrityError):
+        cache.admit(candidate, plan)
+    assert frozen(cache) == before
+
+
+def test_plan_whose_blocks_hold_another_prefix_by_now_is_refused() -> None:
+    cache = small_cache(num_blocks=4)
+    serve(cache, request(0, [*A, *B, 9]))
+    drop_states(cache)
+    candidate = cache.candidate(request(1, [*A, *B, 8]))
+    plan = cache.plan(candidate, ENOUGH)
+    assert not isinstance(plan, Refusal) and len(plan.match.blocks) == 2
+    serve(cache, request(2, [*C, *C, *C, *C]))
+    assert all(cache.kv.key_of(block) for block in plan.match.blocks)
+    before = frozen(cache)
+    with pytest.raises(CacheIntegrityError, match="no longer cached"):
+        cache.admit(candidate, plan)
+    assert frozen(cache) == before
+
+
+def test_growing_without_a_block_changes_nothing() -> None:
+    cache = small_cache(num_blocks=2)
+    row = prefill(cache, request(0, [*A, *B]))
+    before = frozen(cache)
+    with pytest.raises(CacheCapacityError, match="buffer-size-gb"):
+        cache.grow(row)
+    assert frozen(cache) == before and len(row.block_ids) == 2

@@ -1,0 +1,198 @@
+"""Aborted steps, released rows, evictions, and the check that finds what disagrees."""
+
+import pytest
+
+from megatron_mamba_cache.errors import CacheCapacityError, CacheIntegrityError
+from megatron_mamba_cache.policy.admission import Refusal
+from megatron_mamba_cache.policy.identifiers import BlockId
+from megatron_mamba_cache.policy.slot_owners import SlotOwner
+from tests.policy.small_cache import (
+    BLOCK,
+    admit,
+    cached_states,
+    outcome,
+    planned,
+    prefill,
+    request,
+    run_step,
+    serve,
+    small_cache,
+)
+
+A, B, C, D = ([token] * BLOCK for token in (1, 2, 3, 4))
+
+
+# Abort, release, eviction.
+
+
+@pytest.mark.parametrize(
+    ("part", "method"),
+    [("slots", "unpin"), ("slots", "cancel"), ("slots", "touch"), ("slots", "release_live"), ("kv", "release")],
+)
+def test_release_that_fails_half_way_can_be_repeated(part: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = small_cache()
+    serve(cache, request(0, [*A, *B, 9]))
+    row = admit(cache, request(1, [*A, *B, *C, 9]))
+    assert row.reserved and row.source_block is not None
+    held = (list(row.block_ids), row.live_slot)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError(method)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(getattr(cache, part), method, fail)
+        with pytest.raises(RuntimeError, match=method):
+            cache.release(row)
+    cache.check_integrity([row])
+    assert (row.block_ids, row.live_slot) == held
+    assert cache.slots.owner_of(row.live_slot) is SlotOwner.LIVE
+    cache.release(row)
+    cache.check_integrity([])
+    assert (cache.kv.num_referenced, cache.slots.num_available) == (0, cache.slots.num_slots)
+
+
+def test_abort_returns_reservations_and_pins_and_publishes_nothing() -> None:
+    cache = small_cache(stride=1)
+    serve(cache, request(0, [*A, 9]))
+    row = admit(cache, request(1, [*A, *B, *C, 9]))
+    assert len(row.reserved) == 2 and cache.slots.is_pinned(row.block_ids[0])
+    cache.abort(row)
+    assert (row.reserved, row.scheduled, row.source_block) == ([], 0, None)
+    assert cache.slots.num_reserved == 0 and not cache.slots.is_pinned(row.block_ids[0])
+    assert [cache.kv.key_of(block) is None for block in row.block_ids] == [False, True, True, True]
+    cache.check_integrity([row])
+
+
+def test_release_in_the_middle_of_a_step_returns_everything() -> None:
+    cache = small_cache(stride=1)
+    serve(cache, request(0, [*A, 9]))
+    row = admit(cache, request(1, [*A, *B, *C, 9]))
+    cache.release(row)
+    cache.check_integrity([])
+    assert cache.slots.count_by_owner() == {"free": 7, "live": 0, "reserved": 0, "cached": 1, "draft": 0}
+    assert cache.kv.num_cached == 1
+
+
+def test_what_a_finished_request_published_stays_until_evicted() -> None:
+    cache = small_cache(num_blocks=4)
+    serve(cache, request(0, [*A, *B, 9]))
+    serve(cache, request(1, [*C, 9]))
+    assert planned(cache, request(2, [*A, *B, 9])).match.skip_tokens == 2 * BLOCK
+    serve(cache, request(3, [*D, *D, *D, 9]))
+    assert planned(cache, request(4, [*A, *B, 9])).match.blocks == ()
+
+
+def test_state_leaves_with_its_block() -> None:
+    cache = small_cache(num_blocks=3)
+    serve(cache, request(0, [*A, *B, 9]))
+    (block,) = cached_states(cache)
+    taken = cache.kv.allocate(2)
+    assert block in taken and cached_states(cache) == []
+    assert cache.slots.count_by_owner()["free"] == 8
+
+
+def test_matched_prefix_is_not_evicted_for_the_request_that_matched_it() -> None:
+    cache = small_cache(num_blocks=4)
+    serve(cache, request(0, [*A, *B, 9]))
+    serve(cache, request(1, [*D, 9]))
+    row = admit(cache, request(2, [*A, *B, *C, 9]))
+    assert row.computed == 2 * BLOCK
+    assert [cache.kv.find(key) for key in row.chain.keys[:2]] == row.block_ids[:2]
+    assert outcome(cache, [*D, 9]) is Refusal.NO_BLOCKS
+    cache.check_integrity([row])
+
+
+def test_states_of_a_request_that_just_ended_outlive_older_ones() -> None:
+    cache = small_cache(num_slots=4)
+    first = prefill(cache, request(0, [*A, 9]))
+    cache.release(prefill(cache, request(1, [*B, 9])))
+    cache.release(first)
+    cache.slots.reserve(3)
+    assert cached_states(cache) == [cache.kv.find(first.chain.keys[0])]
+
+
+def test_source_state_is_pinned_until_the_step_is_published() -> None:
+    cache = small_cache(num_slots=3)
+    serve(cache, request(0, [*A, *B, 9]))
+    row = admit(cache, request(1, [*A, *B, 8]))
+    source = row.source_block
+    assert source is not None and cache.slots.is_pinned(source)
+    with pytest.raises(CacheCapacityError):
+        cache.slots.reserve(2)
+    run_step(cache, [row])
+    assert not cache.slots.is_pinned(source) and row.source_slot is None
+
+
+def test_age_counts_admissions_and_survives_a_readmission() -> None:
+    cache = small_cache()
+    rows = [prefill(cache, request(index, [index])) for index in range(3)]
+    assert [row.age for row in rows] == [0, 1, 2]
+    cache.release(rows[0])
+    again = cache.candidate(request(0, [0, 0]))
+    plan = planned(cache, again.spec)
+    assert cache.admit(again, plan, age=rows[0].age).age == 0
+
+
+def test_counters_say_what_was_matched_and_what_was_skipped() -> None:
+    cache = small_cache()
+    serve(cache, request(0, [*A, *B, 9]))
+    serve(cache, request(1, [*A, *B, 9]), [1, 2])
+    serve(cache, request(2, [*A, *C, 9]))
+    counters = cache.counters
+    assert (counters.requests_admitted, counters.prompt_tokens_matched, counters.prompt_tokens_skipped) == (3, 12, 8)
+    assert (counters.prefill_tokens_computed, counters.decode_tokens_computed) == (9 + 1 + 9, 2)
+    assert (counters.states_reserved, counters.states_published, counters.states_restored) == (3, 3, 1)
+
+
+# Integrity checks.
+
+
+def lose_a_row(rows: list[object]) -> None:
+    rows.pop()
+
+
+def lose_a_block(rows: list[object]) -> None:
+    rows[0].block_ids.pop()  # type: ignore[attr-defined]
+
+
+def hold_a_strange_block(rows: list[object]) -> None:
+    rows[0].block_ids.append(BlockId(15))  # type: ignore[attr-defined]
+
+
+def lose_a_column(rows: list[object]) -> None:
+    rows[0].draft_slots.pop()  # type: ignore[attr-defined]
+
+
+def claim_a_strange_column(rows: list[object]) -> None:
+    rows[0].draft_slots[0] = rows[0].live_slot  # type: ignore[attr-defined]
+
+
+def swap_live_slot_and_column(rows: list[object]) -> None:
+    row = rows[0]
+    row.draft_slots[0], row.live_slot = row.live_slot, row.draft_slots[0]  # type: ignore[attr-defined]
+
+
+def lose_a_reservation(rows: list[object]) -> None:
+    rows[1].reserved.clear()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "corrupt",
+    [
+        lose_a_row,
+        lose_a_block,
+        hold_a_strange_block,
+        lose_a_reservation,
+        lose_a_column,
+        claim_a_strange_column,
+        swap_live_slot_and_column,
+    ],
+)
+def test_check_integrity_finds_rows_that_disagree_with_the_pools(corrupt: object) -> None:
+    cache = small_cache()
+    rows = [prefill(cache, request(0, [*A, 9])), admit(cache, request(1, [*B, 9]))]
+    cache.schedule_decode(rows[0], [8])
+    cache.check_integrity(rows)
+    corrupt(rows)  # type: ignore[operator]
+    with pytest.raises(CacheIntegrityError):
+        cache.check_integrity(rows)
