@@ -7,7 +7,7 @@ import pytest
 from megatron.core.inference.headers import Headers
 
 from megatron_mamba_cache.replicas.front_end import CANCEL, CANCELS, FLUSH, FLUSHES, PROGRESS, STATE, STATES, WATCH
-from tests.routing.peers import TOKENS, Service, ServingService
+from tests.replicas.peers import TOKENS, Service, ServingService
 
 
 @pytest.fixture

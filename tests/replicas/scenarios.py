@@ -8,8 +8,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from tests.mcore.engine_runs import ORACLE_MARGIN, TINY_VOCAB, hybrid
-from tests.routing.fleet import PATIENCE_S, Answer, Client, Fleet, ReplicaProcess, greedy
-from tests.routing.replica_process import SIZES
+from tests.replicas.fleet import PATIENCE_S, Answer, Client, Fleet, ReplicaProcess, greedy
+from tests.replicas.replica_process import SIZES
 
 MOST_SECONDS_AFTER_A_DEATH = 10
 STEP_S = 0.03  # most of a step: a busy machine makes it little longer

@@ -10,7 +10,7 @@ import zmq
 from megatron_mamba_cache.replicas.peer_socket import PeerSocket
 from megatron_mamba_cache.replicas.replica_link import ReplicaFencedError
 from megatron_mamba_cache.replicas.wire import FENCED, PROBE
-from tests.routing.test_replica_link import Line, line  # noqa: F401 - a fixture
+from tests.replicas.test_replica_link import Line, line  # noqa: F401 - a fixture
 
 
 @pytest.fixture

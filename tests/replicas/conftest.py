@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.routing.peers import Service
+from tests.replicas.peers import Service
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from megatron.core.inference.headers import Headers
 
 from megatron_mamba_cache.replicas.wire import WELCOME
-from tests.routing.peers import TIMEOUT_MS, TOKENS, FakeReplica, Service
+from tests.replicas.peers import TIMEOUT_MS, TOKENS, FakeReplica, Service
 
 
 def test_a_number_that_is_in_use_names_the_first_request(service: Service) -> None:

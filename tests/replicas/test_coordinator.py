@@ -9,7 +9,7 @@ from megatron.core.inference.headers import Headers
 from megatron_mamba_cache.policy.block_hashing import block_keys
 from megatron_mamba_cache.replicas.salts import KeySalt
 from megatron_mamba_cache.replicas.wire import Hello, pack_hello
-from tests.routing.peers import KEYS, SALT, TOKENS, Service
+from tests.replicas.peers import KEYS, SALT, TOKENS, Service
 
 
 def test_a_prompt_goes_to_the_replica_that_reports_its_prefix_and_the_reply_to_its_client(service: Service) -> None:

@@ -11,7 +11,7 @@ from megatron.core.inference.headers import Headers
 from megatron_mamba_cache.replicas.front_end import CANCELS
 from megatron_mamba_cache.replicas.requests_in_flight import readable_sampling
 from megatron_mamba_cache.replicas.wire import Unsent, pack_unsent
-from tests.routing.peers import KEYS, TOKENS, Service
+from tests.replicas.peers import KEYS, TOKENS, Service
 
 UNREADABLE: list[dict[str, Any]] = [
     {"top_n_logprobs": "5"},

@@ -10,9 +10,9 @@ import psutil
 import pytest
 
 from megatron_mamba_cache.replicas.access import port_of
-from tests.routing.fleet import Client, Fleet, greedy
-from tests.routing.hostile import Attacker
-from tests.routing.scenarios import assert_right, run, some_prompt
+from tests.replicas.fleet import Client, Fleet, greedy
+from tests.replicas.hostile import Attacker
+from tests.replicas.scenarios import assert_right, run, some_prompt
 
 MOST_GROWTH_BYTES = 16 * 2**20
 FEW = 300

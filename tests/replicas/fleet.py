@@ -21,7 +21,7 @@ import zmq
 from megatron.core.inference.inference_client import InferenceClient
 from megatron.core.inference.sampling_params import SamplingParams
 
-from tests.routing import replica_process
+from tests.replicas import replica_process
 
 REPOSITORY = Path(__file__).parents[2]
 PATIENCE_S = 300  # no claim: machines that run tests can be very busy

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.routing.fleet import Client, Fleet, greedy
-from tests.routing.scenarios import (
+from tests.replicas.fleet import Client, Fleet, greedy
+from tests.replicas.scenarios import (
     BLOCK,
     MOST_SECONDS_AFTER_A_DEATH,
     STEP_S,

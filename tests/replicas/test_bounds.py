@@ -20,7 +20,7 @@ from megatron_mamba_cache.replicas.membership import Membership
 from megatron_mamba_cache.replicas.rank_context import RankContext
 from megatron_mamba_cache.replicas.requests_in_flight import RequestInFlight, readable_sampling
 from megatron_mamba_cache.replicas.wire import Hello, WireError, hello_of
-from tests.routing.peers import KEYS, TOKENS, FakeClient, FakeReplica, Service
+from tests.replicas.peers import KEYS, TOKENS, FakeClient, FakeReplica, Service
 
 PAGE = b"x" * 10_000
 REQUEST_BYTES = 1300  # more than a request of `TOKENS` is counted as

@@ -10,7 +10,7 @@ from megatron_mamba_cache.build import TokenIdTokenizer
 from megatron_mamba_cache.replicas.coordinator import PrefixCoordinator
 from megatron_mamba_cache.replicas.settings import RoutingSettings
 from megatron_mamba_cache.replicas.wire import FENCED, WELCOME
-from tests.routing.peers import KEYS, TIMEOUT_MS, TOKENS, FakeClient, FakeReplica, Service
+from tests.replicas.peers import KEYS, TIMEOUT_MS, TOKENS, FakeClient, FakeReplica, Service
 
 
 def test_what_only_replicas_may_say_is_ignored_from_strangers(service: Service) -> None:

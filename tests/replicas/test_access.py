@@ -24,8 +24,8 @@ from megatron_mamba_cache.replicas.keyed_client import KeyedInferenceClient
 from megatron_mamba_cache.replicas.rank_context import RankContext
 from megatron_mamba_cache.replicas.settings import RoutingSettings
 from megatron_mamba_cache.replicas.wire import Hello, pack_hello
-from tests.routing.fleet import greedy
-from tests.routing.peers import TOKENS, FakeReplica, Service, ServingService
+from tests.replicas.fleet import greedy
+from tests.replicas.peers import TOKENS, FakeReplica, Service, ServingService
 
 UNHEARD_MS = 1500
 COMMANDS: list[list[Any]] = [

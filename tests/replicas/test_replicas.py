@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.routing.fleet import Client, Fleet, greedy
-from tests.routing.scenarios import (
+from tests.replicas.fleet import Client, Fleet, greedy
+from tests.replicas.scenarios import (
     BLOCK,
     STEP_S,
     assert_right,

@@ -2,7 +2,7 @@
 
 from megatron.core.inference.headers import Headers
 
-from tests.routing.peers import TIMEOUT_MS, TOKENS, Service
+from tests.replicas.peers import TIMEOUT_MS, TOKENS, Service
 
 
 def test_a_pause_is_complete_without_the_dead_and_holds_for_who_joins(service: Service) -> None:

@@ -7,7 +7,7 @@ import pytest
 from megatron.core.inference.headers import Headers
 
 from megatron_mamba_cache.replicas.front_end import CANCELS
-from tests.routing.peers import TOKENS, Service, ServingService
+from tests.replicas.peers import TOKENS, Service, ServingService
 
 NOTICED_S = 60  # no claim: machines that run tests can be very busy
 
