@@ -1,4 +1,4 @@
-"""The glue to megatron-core: the only floor, with those above it, that imports it."""
+"""The interface to megatron-core, which only this floor and those above it import."""
 
 from importlib.metadata import version
 from typing import TYPE_CHECKING
@@ -34,6 +34,6 @@ def _check_megatron_core(installed: str) -> None:
 
 _check_megatron_core(version("megatron-core"))
 
-from . import cpu as _cpu  # noqa: E402  (after the version check, which says more than what would fail here)
+from . import cpu as _cpu  # noqa: E402  (after the version check, whose error is clearer than one from here)
 
 _cpu.install()

@@ -7,18 +7,18 @@ from .model_shape import HybridModelShape
 from .ranks import Ranks, on_all_ranks
 
 _OF_EACH_RANK = ("buffer_size_gb", "paused_buffer_size_gb", "prefix_caching_mamba_gb")
-"""Settings that ranks may differ in: the memory that each gives."""
+"""Settings that may differ between ranks: the memory that each provides."""
 _LEAST_OF_ALL = ("max_requests",)
 _ANY_NUMBER = 2**62
-"""What a rank has of states or KV blocks that take no memory there: other ranks set the limit."""
+"""The number of slots or KV blocks on a rank where they take no memory: other ranks set the limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheCapacity:
-    """How much there is to hand out, the same on all ranks of a model.
+    """Sizes of the pools, the same on all ranks of a model.
 
     Args:
-        num_slots: Rows of the state pool.
+        num_slots: Slots of the state pool.
         num_blocks: KV blocks, the dummy included.
         num_paused_blocks: KV blocks that paused requests may keep.
     """
@@ -29,10 +29,10 @@ class CacheCapacity:
 
     @staticmethod
     def of(config: CacheConfig, shape: HybridModelShape, ranks: Ranks) -> "CacheCapacity":
-        """Return the least of what the settings buy on each rank; all ranks call it.
+        """Return the least capacity that the settings give on any rank; all ranks call it.
 
         Raises:
-            ValueError: If the settings buy too little on a rank.
+            ValueError: If the settings give too little on a rank.
         """
         bought = on_all_ranks(ranks, lambda: (_num_slots(config, shape), *_num_blocks(config, shape)))
         num_slots, num_blocks, num_paused = ranks.least(bought)
@@ -40,10 +40,10 @@ class CacheCapacity:
 
 
 def agreed_settings(config: CacheConfig, ranks: Ranks) -> CacheConfig:
-    """Return the settings of all ranks, with the least `max_requests`; memory sizes stay each rank's own.
+    """Return the settings with the least `max_requests` of all ranks; each rank keeps its own memory sizes.
 
     Raises:
-        ValueError: Naming the setting, if ranks differ in any other.
+        ValueError: If ranks differ in any other setting; the message names it.
     """
     found = ranks.gather(config)
     for name in (field.name for field in fields(CacheConfig) if field.name not in (*_OF_EACH_RANK, *_LEAST_OF_ALL)):
@@ -57,10 +57,10 @@ def agreed_version(weights_version: str | None, present: str, ranks: Ranks) -> s
     """Return the version of the weights on all ranks; all of them call it.
 
     Args:
-        weights_version: What this rank was told; None keeps the present one.
+        weights_version: Version given to this rank; None keeps the present one.
 
     Raises:
-        ValueError: On all ranks, if they were told different versions, or one of them what is no version.
+        ValueError: On all ranks, if their versions differ or one of them is not Unicode text.
     """
     version = present if weights_version is None else weights_version
     versions = ranks.gather(on_all_ranks(ranks, lambda: _checked_version(version)))

@@ -1,4 +1,4 @@
-"""Everything of a context that suspending drops: KV buffer, state pool, step buffers and the maps into them."""
+"""Everything that a context drops when it is suspended: KV buffer, state pool, step buffers and the maps into them."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -30,11 +30,11 @@ from .ranks import on_all_ranks
 
 
 class CacheMemory:
-    """The device memory of one context and who owns what in it; built whole, dropped whole.
+    """The device memory of one context and its bookkeeping; built and dropped as a whole.
 
     Args:
         context: Its settings, model shape, capacity, ranks and sequence limits are read.
-        weights_version: Of the weights that will fill the cache.
+        weights_version: Version of the weights that will fill the cache.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class CacheMemory:
         self.slot_allocator = StateSlotAllocator(context, self.state_pool, self.slots, rule, reservations)
 
     def settle(self, rows: Sequence[RunningRequest]) -> None:
-        """Move the accepted state of each row into its live slot, and take the columns of its draft window back."""
+        """Move the accepted state of each row into its live slot, and release the columns of its draft window."""
         unsettled = [row for row in rows if row.accepted > 1]
         windows = [DraftWindow(row.live_slot, row.state_slot, row.accepted - 1) for row in unsettled]
         self.state_pool.settle(windows, self.geometry.window_len)
@@ -83,7 +83,7 @@ class CacheMemory:
 
 @contextmanager
 def step_memory(config: CacheConfig) -> Iterator[None]:
-    """Turn a failure to allocate what a step's size asks for into a `CacheCapacityError` that names the settings."""
+    """Turn a failed allocation that depends on step sizes into a `CacheCapacityError` that names the settings."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

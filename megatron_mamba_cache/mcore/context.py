@@ -39,11 +39,11 @@ class MambaCacheContext(DirectRequests):
     """Megatron's dynamic context with prefix caching for hybrid models; `StepReader` is what the model sees of it.
 
     The order, tokens, KV blocks and state slots of requests are kept on the host (`rows`); the device sees one packed
-    buffer a step. `rows` holds admitted requests, oldest admission first, paused ones among them.
+    buffer a step. `rows` holds admitted requests, oldest admission first, paused ones included.
 
     Raises:
-        CacheCapacityError: On more memory than there is.
-        ValueError: On settings that do not fit the model or buy too little memory.
+        CacheCapacityError: If there is not enough memory.
+        ValueError: If the settings do not fit the model or give too little memory.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class MambaCacheContext(DirectRequests):
     # Memory.
 
     def allocate_all_tensors(self, *, is_init: bool) -> None:
-        """Allocate everything, at the start and after a suspend; nothing if it is there."""
+        """Allocate everything, at the start and after a suspend; do nothing if it is allocated."""
         if self.is_tensor_state_allocated:
             return
         self._memory = CacheMemory(self, self.counters, self.weights_version, RowReservations(self))
@@ -123,18 +123,18 @@ class MambaCacheContext(DirectRequests):
         """Make all cached prefixes unreachable, for instance because the weights changed; all ranks call it.
 
         Args:
-            weights_version: Of the new weights; None keeps the present one. While memory is dropped nothing is cached,
-                and this is all that changes.
+            weights_version: Version of the new weights; None keeps the present one. While memory is dropped, nothing
+                is cached and only the version changes.
 
         Raises:
-            ValueError: On all ranks, if it is no text or differs between them; nothing has changed then.
+            ValueError: On all ranks, if it is not Unicode text or differs between them; nothing has changed then.
         """
         self.weights_version = agreed_version(weights_version, self.weights_version, self.ranks)
         if self.is_tensor_state_allocated:
             self.cache.flush(self.weights_version)
 
     def adopt_weights(self, weights_version: str | None) -> None:
-        """Agree on the version of the weights in place, as `flush`; what is cached of the same version stays."""
+        """Agree on the version of the present weights, as in `flush`; what was cached with the same version stays."""
         version = agreed_version(weights_version, self.weights_version, self.ranks)
         if version != self.weights_version:
             self.flush(version)
@@ -146,7 +146,7 @@ class MambaCacheContext(DirectRequests):
         return self.cache.candidate(spec)
 
     def admit(self, candidate: Candidate, budget: int, age: int | None = None) -> RunningRequest | Refusal:
-        """Admit a request with its first prefill chunk in this step, or say why not.
+        """Admit a request with its first prefill chunk in this step, or return why not.
 
         Args:
             budget: Tokens that this step may still compute.
@@ -165,7 +165,7 @@ class MambaCacheContext(DirectRequests):
         return row
 
     def continue_prefill(self, row: RunningRequest, budget: int) -> None:
-        """Schedule the next prefill chunk of a row that is admitted already."""
+        """Schedule the next prefill chunk of a row that is already admitted."""
         self._early_steps.refuse_rows()
         rules = self.cache.rules
         chunk_end = prefill_chunk_end(
@@ -201,14 +201,14 @@ class MambaCacheContext(DirectRequests):
             self.lay_out_graph(graph, self._at_work, distributions)
 
     def commit_step(self) -> None:
-        """Publish what the forward wrote of prompts; call it once the forward is launched."""
+        """Publish what the forward wrote for prompts; call it once the forward is launched."""
         self.mamba_slot_allocator.commit_intermediate_states()
 
     def finish_step(self, kept: Sequence[KeptTokens]) -> Mapping[str, Tensor | None]:
         """Advance the step's rows by what was computed and kept; finished rows leave, others may pause.
 
         Args:
-            kept: Of each row, in order; at least one token of a row that decodes.
+            kept: Each row's kept tokens, in order; at least one for a row that decodes.
 
         Returns:
             A dict of `newly_paused_request_ids` and `evict_request_ids`, int64 CPU tensors or None.
@@ -238,7 +238,7 @@ class MambaCacheContext(DirectRequests):
         """Launch the step after this greedy one if `may_run_ahead` allows it.
 
         Args:
-            tokens: [rows] what this step found; None until they are read.
+            tokens: [rows] new tokens of this step; None until they are read.
         """
         step, is_known = self.step, tokens is not None
         if step.graph is not None and may_run_ahead(
@@ -249,7 +249,7 @@ class MambaCacheContext(DirectRequests):
             self._early_steps.note_fed(tokens)
 
     def finish_plain_step(self, tokens: Sequence[int], ended: Sequence[RunningRequest] = ()) -> dict[str, None]:
-        """As `finish_step`, where the next step runs already, fed [rows] `tokens`: no row grows or pauses."""
+        """Do as `finish_step` when the next step runs already, fed with `tokens` [rows]: no row grows or pauses."""
         self._early_steps.check_inputs(tokens)
         advance_plain_rows(self.step.rows, tokens, self.cache.counters, self.planner)
         self._step, self._at_work = None, []
@@ -261,11 +261,11 @@ class MambaCacheContext(DirectRequests):
     def abort_step(self) -> None:
         """Return every reservation of a failed step and drop its rows, whose live states can no longer be trusted.
 
-        Prefilled again from the tokens that its caller knows, each of them goes on where it was. A step that
-        was launched early and that nothing has begun to land has not failed: its rows stay, the next step lands it.
+        Prefilled again from the tokens that its caller knows, each request continues where it was. An early step
+        that has not begun to land has not failed: its rows stay, and the next step lands it.
         """
         self._drop_between_steps([row for row in self.rows if row in self._at_work or row.scheduled])
-        torch.cuda.synchronize()  # nothing was read back that orders the next step's buffer after this one's copy
+        torch.cuda.synchronize()  # no read-back orders writes to the next step's buffer after this step's copy
         self._step, self._at_work = None, []
         self.counters.steps_aborted += 1
 
@@ -273,11 +273,11 @@ class MambaCacheContext(DirectRequests):
         """Drop rows between steps; what they published stays findable."""
         self._drop_between_steps([row for row in self.rows if row.request_id in request_ids])
 
-    # Steps that are launched early.
+    # Early steps.
 
     @property
     def early_step(self) -> EarlyStep | None:
-        """The step that is launched before its turn and has not landed."""
+        """The early step, launched and not landed; None if there is none."""
         return self._early_steps.launched
 
     def note_queue(self, *, has_waiting: bool) -> None:
@@ -291,7 +291,7 @@ class MambaCacheContext(DirectRequests):
             self._queue = replace(self._queue, is_settled=is_settled)
 
     def note_change(self) -> None:
-        """Note that a request may be able to join the next step: one has come or left, or books its step by hand."""
+        """Note that a request may now join the next step: one has come or left, or its step is booked by hand."""
         self.note_scheduled(is_settled=False)
 
     # Captured graphs.
@@ -302,12 +302,12 @@ class MambaCacheContext(DirectRequests):
         return self._graphs
 
     def drop_graphs(self) -> None:
-        """Free all graphs; the results of a step that one of them computes are copied first."""
+        """Free all graphs; the results of an early step that one of them computes are copied first."""
         self._early_steps.leave_graph()
         self._graphs = None
 
     def adopt_graphs(self, graphs: GraphsByShape | None) -> None:
-        """Let steps be computed by these graphs, captured over the present memory; None for none."""
+        """Compute steps with these graphs, captured over the present memory; None for no graphs."""
         self._graphs = graphs
 
     def check_integrity(self) -> None:
@@ -338,7 +338,7 @@ class MambaCacheContext(DirectRequests):
             self.planner.forget(row.request_id)
 
     def _count_rows(self) -> None:
-        """Set the counts that Megatron's engine and controller read; rows that sit the step out count as paused."""
+        """Set the counts that Megatron's engine and controller read; rows that skip the step count as paused."""
         scheduled = [row.scheduled for row in self.rows if row.is_prefilling]
         num_decoding = sum(not row.is_paused for row in self.rows if not row.is_prefilling)
         self.total_request_count = len(self.rows)

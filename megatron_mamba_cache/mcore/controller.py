@@ -1,4 +1,4 @@
-"""The controller: publishes after the forward, samples with numbers of the request's own, verifies drafts, and ends
+"""The controller: publishes after the forward, samples with each request's random numbers, verifies drafts and ends
 requests."""
 
 import asyncio
@@ -37,7 +37,7 @@ class MambaCacheController(TextGenerationController):
         return context
 
     def _init_dynamic_sampling_tensors(self) -> None:
-        # Rows live on the host, so there is nothing to copy from the device as Megatron's version prepares.
+        # Rows live on the host, so the copies from the device that Megatron's version prepares are not needed.
         self._get_stop_word_finished_ids_callback = None
         self._sampling_backend = "torch"
         self._request_metadata: dict[str, Tensor] = {}
@@ -48,27 +48,27 @@ class MambaCacheController(TextGenerationController):
         """Run one step; see Megatron.
 
         Returns:
-            None if there is nothing to compute; else Megatron's dict, and in it `kept_tokens`, the new tokens of each
-            row, of which `sample` holds the last, and `draft_counts`, the drafts of each that it verified and kept.
+            None if there is nothing to compute; else Megatron's dict with `kept_tokens`, each row's new tokens, the
+            last of which is in `sample`, and `draft_counts`, each row's verified and kept drafts.
         """
         context = self.context
         if context.active_token_count == 0:
             self.digest.note_idle_step()
             if num_expert_ranks() > 1:
-                self.dummy_forward()  # the others may be waiting for this rank's experts
+                self.dummy_forward()  # other ranks may be waiting for this rank's experts
             return None
         inputs = self._dynamic_step_context_init()
         self.digest.note_plan(context)
         logits = self._dynamic_step_forward_logits(*inputs)
         context.commit_step()
-        await asyncio.sleep(0)  # the forward runs; whoever else wants the host may have it
+        await asyncio.sleep(0)  # the forward runs; other tasks may use the host
         if skip_bookkeeping:
-            context.note_change()  # a caller that books the step by hand may decide otherwise about its rows
+            context.note_change()  # a caller that finishes the step may decide otherwise about its rows
         outcome, is_greedy = self._sample(logits)
         reading = HostCopy(outcome)
         if is_greedy:
             context.launch_next()
-        found = reading.wait()  # the step's one wait
+        found = reading.wait()  # the step's only wait
         if is_greedy and (tokens := self._early_tokens(found)):
             return self._report_plain_step(tokens)
         lines = (found[place] for place in context.step.batch.places)
@@ -89,7 +89,7 @@ class MambaCacheController(TextGenerationController):
         with context.rehearsing():
             context.lay_out([decode_padding_row(1, context.memory.blocks.dummy_block_idx)])
             compute_step(self.inference_wrapped_model, context)
-            torch.cuda.synchronize()  # before the next step's integers take the place of this one's
+            torch.cuda.synchronize()  # before the next step's integers overwrite this one's
 
     def _dynamic_step_forward_logits(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         graph = self.context.step.graph
@@ -99,7 +99,8 @@ class MambaCacheController(TextGenerationController):
         """Sample, verify, and copy the states of reached boundaries.
 
         Returns:
-            [rows, 2 + K], at the step's places: how many tokens each accepts, and those; and whether they are the best.
+            The outcome, [rows, 2 + K] at the step's places: how many tokens each row accepts, then these tokens; and
+            whether the step is greedy.
         """
         context = self.context
         step, is_greedy = context.step, context.step.is_greedy
@@ -112,10 +113,10 @@ class MambaCacheController(TextGenerationController):
         return outcome, is_greedy
 
     def _early_tokens(self, found: Sequence[Sequence[int]]) -> list[int]:
-        """Return the rows' tokens, [rows], if the next step is or can be launched with them and no row ends; else none.
+        """Return the rows' tokens, [rows], if the next step is or can be launched with them and no row ends; else [].
 
         Args:
-            found: [rows, 2 + K], at the step's places, of a greedy step.
+            found: The outcome of a greedy step, [rows, 2 + K] at the step's places.
         """
         context = self.context
         tokens = [found[place][1] for place in context.step.batch.places]
@@ -152,7 +153,7 @@ class MambaCacheController(TextGenerationController):
         }
 
     def _report_plain_step(self, tokens: Sequence[int]) -> dict[str, Any]:
-        """Finish and report a step behind which the next one runs already: a token a row, and nothing else to say."""
+        """Finish and report a step whose successor runs already: one token a row and nothing else."""
         context = self.context
         step = context.step
         return {

@@ -1,7 +1,7 @@
-"""All that makes megatron-core's dynamic inference run on a machine without CUDA. Does nothing where CUDA is.
+"""Make megatron-core's dynamic inference run on a machine without CUDA; change nothing where CUDA is available.
 
 megatron-core asks `torch.cuda` for the current device, times steps with CUDA events, marks ranges for the profiler and
-reads memory statistics; each gets the nearest thing a CPU has.
+reads memory statistics; each gets its nearest equivalent on a CPU.
 """
 
 from collections import defaultdict
@@ -13,7 +13,7 @@ from .step_clock import WallClockEvent
 
 
 def install() -> None:
-    """Patch `torch.cuda` and megatron-core's engine for the CPU, once; nothing happens where CUDA is."""
+    """Patch `torch.cuda` and megatron-core's engine for the CPU, once; do nothing where CUDA is available."""
     if torch.cuda.is_available() or torch.cuda.Event is WallClockEvent:
         return
     from megatron.core.inference.engines import dynamic_engine
@@ -27,4 +27,4 @@ def install() -> None:
 
 
 def _ignore(*_: Any, **__: Any) -> None:
-    """Take the place of a call that has no meaning on a CPU."""
+    """Stand in for a call that has no meaning on a CPU."""

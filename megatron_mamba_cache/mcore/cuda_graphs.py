@@ -1,16 +1,16 @@
 """Steps as CUDA graphs: the forward, then verification and align copies, over buffers at fixed addresses.
 
-Where tokens are sampled, what follows the forward runs as without graphs: sorting a vocabulary for each row takes
-memory that every graph would keep.
+Unless a step is greedy, what follows the forward runs without a graph: sorting a vocabulary for each row takes memory
+that every graph would keep.
 
-A graph is captured over padding: rows that own no slot, whose KV goes to the block that nobody reads. So capturing
-touches no cached state. Before a replay the step's rows take the place of the first of them; what stays padding is left
-out by every op, as in warmup. A graph is as good as the memory that it was captured over: both are dropped together. It
-reads the weights where they lay as well, so graphs remember where that was.
+A graph is captured over padding: rows that own no slot, whose KV goes to the dummy block. So capturing touches no
+cached state. Before a replay the step's rows replace padding rows; every op skips those that remain, as in warmup. A
+graph is valid only for the memory that it was captured over: both are dropped together. It also reads the weights at
+the addresses that they had at capture, so graphs record these.
 
-Of what ranks of a model say to each other, collectives of the layers and the outcome of verification are captured, for
-they keep to the stream; the hand-overs between pipeline stages lie around a replay. All ranks capture the same shapes
-in the same order, and compute each once before, which makes their connections.
+Of the communication between a model's ranks, the layers' collectives and the outcome of verification are captured,
+because they stay on the stream; transfers between pipeline stages run before and after a replay. All ranks capture the
+same shapes in the same order, and compute each once before, which opens their connections.
 """
 
 import gc
@@ -47,8 +47,8 @@ class StepGraph:
     """The steps of one shape.
 
     Args:
-        model: Wrapped over the context.
-        recorder: What captures, one computation after another.
+        model: The model, wrapped over the context.
+        recorder: Captures one computation after another.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class StepGraph:
         return batch
 
     def launch_next(self, rows: Sequence[RunningRequest], tokens: Sequence[int] | None) -> LaunchedStep | None:
-        """Launch the step behind the one laid out last; see `CapturedStep`."""
+        """Launch the step after the one laid out last; see `CapturedStep`."""
         memory, before = self._memory, self._latest.of(self)
         if before is None or not before.step.can_launch_next(
             rows, tokens, memory.step_buffers, memory.geometry.block_size
@@ -113,7 +113,7 @@ class StepGraph:
         return LaunchedStep(self, batch, before.step.ends)
 
     def _send_next(self, before: "SentStep", tokens: Sequence[int] | None) -> StepBatch:
-        """Send and return the step behind a plain one, every row a token further; attention's plan holds for it."""
+        """Send and return the step after a plain one, each row one token further; its attention plan stays valid."""
         buffers = self._memory.step_buffers
         step = send_next(before.step, tokens, buffers, self.shape.num_rows)
         kv_lens = tuple(buffers.host("kv_lengths")[: self.shape.num_rows].tolist())
@@ -148,14 +148,14 @@ class StepGraph:
         )
 
     def forward(self) -> Tensor:
-        """Compute the logits of the step that was laid out last; their padding means nothing."""
+        """Compute the logits of the step that was laid out last; those of padding are meaningless."""
         self._stage.receive(self.shape.num_tokens)
         self._replay_forward()
         self._stage.send(self.logits)
         return self.logits
 
     def verify_greedily(self) -> Tensor:
-        """Behind `forward`, verify against the best tokens and copy the states of reached boundaries."""
+        """After `forward`, verify against the best tokens and copy the states of reached boundaries."""
         self._replay_verify()
         return self.outcome
 
@@ -170,17 +170,17 @@ class SentStep:
 
 
 class LatestStep:
-    """The plain step that any graph of one memory sent last, if it was plain: what is sent next may follow from it."""
+    """The step that the graphs of one memory sent last, if it was plain: the next one may follow from it."""
 
     sent: SentStep | None = None
 
     def of(self, graph: StepGraph) -> SentStep | None:
-        """Return it if this graph sent it."""
+        """Return the step if this graph sent it."""
         return self.sent if self.sent is not None and self.sent.graph is graph else None
 
 
 def _computed_views(logits: StepLogits) -> tuple[Tensor, ...]:
-    """Return what a step's views compute of its buffers, for those who read it behind the forward."""
+    """Return the tensors that a step's views compute from its buffers and that are read after the forward."""
     return logits.temperature, logits.top_k, logits.top_p, logits.verify.draft_ids
 
 
@@ -195,8 +195,8 @@ class StepGraphs:
     """The graphs of a context's memory, by shape.
 
     Args:
-        weights: Where the graphs read them.
-        tables: What they read of the model beside its weights, kept from being freed.
+        weights: Addresses at which the graphs read the weights.
+        tables: What they read of the model besides its weights, kept from being freed.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class StepGraphs:
     def fitting(self, rows: Sequence[RunningRequest]) -> StepGraph | None:
         """Return the smallest graph that holds the rows of a step, None if there is none."""
         if any(row.spec.log_probs.wanted for row in rows[num_decoding(rows) :]):
-            return None  # the logits of a prompt's tokens lie elsewhere in a padded step
+            return None  # the logits of a prompt's tokens are elsewhere in a padded step
         shape = smallest_shape(rows, self._graphs)
         return None if shape is None else self._graphs[shape]
 
@@ -223,13 +223,13 @@ def reason_without_graphs(context: MambaCacheContext) -> str | None:
 
 
 def device_reason(context: MambaCacheContext) -> str | None:
-    """Return why the device captures nothing, None if it does."""
+    """Return why the device cannot capture, None if it can."""
     return None if context.memory.state_pool.ssm.is_cuda else "the model runs on a CPU"
 
 
 @torch.inference_mode()
 def capture_graphs(model: Any, context: MambaCacheContext) -> StepGraphs | None:
-    """Capture the steps of a context, between two steps; None where nothing is to be or can be captured."""
+    """Capture the steps of a context, between two steps; return None if nothing is to be or can be captured."""
     count = context.cache_config.num_cuda_graphs
     reasons = context.ranks.gather(reason_without_graphs(context) if count else None)
     reason = next((found for found in reasons if found is not None), None)  # a graph waits for the other ranks' graphs
@@ -242,7 +242,7 @@ def capture_graphs(model: Any, context: MambaCacheContext) -> StepGraphs | None:
     shapes = decode_shapes(count, limits.max_rows, limits.max_drafts, limits.max_tokens)
     shapes += prefill_shapes(context.cache_config.cuda_graph_prefill_tokens, limits.max_rows, limits.max_tokens)
     recorder = CudaRecorder()
-    # The largest first: smaller ones find room in the memory that it has left in the pool.
+    # The largest first: smaller ones fit into the memory that it leaves in the pool.
     largest_first = sorted(shapes, key=lambda shape: -shape.num_tokens)
     with (
         _without_collections(),
@@ -258,7 +258,7 @@ def capture_graphs(model: Any, context: MambaCacheContext) -> StepGraphs | None:
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """Collect garbage before the block instead of in it: a graph of an earlier engine that goes ends a capture."""
+    """Collect garbage before the block instead of in it: freeing an earlier engine's graph would end a capture."""
     gc.collect()
     was_enabled = gc.isenabled()
     gc.disable()

@@ -1,4 +1,4 @@
-"""Megatron's own calls on a context, for who drives it without an engine: a request at a time, one token a row."""
+"""Megatron's own calls on a context, for callers without an engine: one request at a time, one token a row."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ class DirectRequests(StepReader):
 
     @abstractmethod
     def admit(self, candidate: Candidate, budget: int, age: int | None = None) -> RunningRequest | Refusal:
-        """Admit a request with its first prefill chunk in this step, or say why not."""
+        """Admit a request with its first prefill chunk in this step, or return why not."""
 
     @abstractmethod
     def finish_step(self, kept: Sequence[KeptTokens]) -> dict[str, Tensor | None]:
@@ -37,8 +37,8 @@ class DirectRequests(StepReader):
         """Admit a Megatron request, its sampling parameters complete; `chunk_length` limits its first prefill chunk.
 
         Raises:
-            ValueError: If the request can never run, or one of its id runs already.
-            ContextOverflowError: One of its kinds, if the request does not fit now.
+            ValueError: If the request can never run, or its id is in use.
+            ContextOverflowError: If the request does not fit now; of the subclass that says why, where there is one.
         """
         if not self.is_tensor_state_allocated:
             raise TensorStateDeallocatedError(req.request_id)
@@ -57,7 +57,7 @@ class DirectRequests(StepReader):
             raise overflow_error(outcome, req.request_id)
 
     def check_availability(self, req: Any) -> tuple[bool, bool, bool]:
-        """Return whether a row, the step's tokens and the KV blocks allow a Megatron request in."""
+        """Return whether there are a row, tokens in the step and KV blocks for a Megatron request."""
         plan = self.cache.plan(self.candidate(spec_of(req)), self.max_tokens - self.active_token_count)
         has_row = len(self.rows) < self.max_requests and not self.paused_request_count
         return has_row, plan is not Refusal.NO_TOKENS, plan is not Refusal.NO_BLOCKS
@@ -67,7 +67,7 @@ class DirectRequests(StepReader):
 
         Args:
             active_requests_mask: [rows] 0 where the request ends with its new token.
-            new_tokens: [rows] sampled tokens; one of a row in mid-prefill is ignored.
+            new_tokens: [rows] sampled tokens; that of a row in mid-prefill is ignored.
         """
         entries = zip(self.step.rows, ints(active_requests_mask), ints(new_tokens), strict=True)
         kept = [

@@ -31,8 +31,8 @@ class MambaCacheEngine(SuspendableEngine):
     """Serves requests over a `MambaCacheContext`; use it as Megatron's engine.
 
     A request that cannot run ends as FAILED with the reason in its events; the others are not affected. A step that
-    raises gives back what it reserved; its requests wait again and lose no token. One that makes steps raise again and
-    again is found and fails alone; see `FailedSteps`.
+    raises returns what it reserved; its requests are queued again and lose no token. A request that keeps making steps
+    raise is isolated and fails alone; see `FailedSteps`.
     """
 
     def __init__(self, controller: MambaCacheController, context: MambaCacheContext, random_seed: int = 0) -> None:
@@ -60,11 +60,11 @@ class MambaCacheEngine(SuspendableEngine):
         """Add a request; see Megatron's engine.
 
         Args:
-            seed: Of the request's random numbers; None derives one from the engine's seed and the request id.
+            seed: Seed of the request's random numbers; None derives one from the engine's seed and the request id.
             tenant: Requests of different tenants never share a prefix.
 
         Raises:
-            ValueError: If a request of this id is in the engine already.
+            ValueError: If a request with this id is already in the engine.
         """
         return self._runs_in.call(lambda: self._begin_request(request_id, prompt, sampling_params, seed, tenant))
 
@@ -77,7 +77,7 @@ class MambaCacheEngine(SuspendableEngine):
         self._states.begin(request_id, seed, tenant)
         try:
             return super().add_request(request_id, plain_prompt(prompt), sampling_params or SamplingParams())
-        except BaseException:  # for instance a prompt that is no token ids: leave no trace of it
+        except BaseException:  # for instance an invalid prompt: leave no trace of it
             self._states.pop(request_id, None)
             self.requests.pop(request_id, None)
             if request_id in self.waiting_request_ids:
@@ -115,26 +115,26 @@ class MambaCacheEngine(SuspendableEngine):
         self.step_start_event, self.step_end_event = WallClockEvent(), WallClockEvent()
 
     def has_unfinished_requests(self) -> bool:
-        """Whether a request runs, waits, or has ended and is to be reported by the next step."""
+        """Return whether a request runs, waits, or has ended and is to be reported by the next step."""
         return super().has_unfinished_requests() or bool(self.failed_request_ids or self._unreported)
 
     def cached_tokens(self, request_id: int) -> int:
-        """Return the prompt tokens that were skipped when the request was first admitted; 0 before that.
+        """Return the number of prompt tokens skipped when the request was first admitted; 0 before that.
 
-        Known of the newest 65,536 requests that have left.
+        Kept for the newest 65,536 requests that have left.
         """
         return self._states.cached_tokens(request_id)
 
     def draft_counts(self, request_id: int) -> DraftCounts:
-        """Return how many drafts of the request were verified and kept so far; known as long as `cached_tokens`."""
+        """Return how many drafts of the request were verified and kept so far; kept as long as `cached_tokens`."""
         return self._states.draft_counts(request_id)
 
     def running_seconds(self, request_id: int) -> float:
-        """Return the seconds since the step began that ran the request first; known as long as `cached_tokens`."""
+        """Return the seconds since the request was first admitted; kept as long as `cached_tokens`."""
         return self._states.running_seconds(request_id)
 
     def schedule_waiting_requests(self) -> None:
-        """Schedule the next step, instead of Megatron's two schedulers; one that is launched already stays as it is."""
+        """Schedule the next step, in place of Megatron's two schedulers; an early step stays as it is."""
         self.context.note_queue(has_waiting=bool(self.waiting_request_ids))
         if self.context.early_step is not None:
             return
@@ -152,7 +152,7 @@ class MambaCacheEngine(SuspendableEngine):
             self._loop.call_soon_threadsafe(self._loop.create_task, self._notify_cond_for_new_request())
 
     async def async_forward(self) -> Any:
-        """Run one step; if it raises, give back what it reserved and queue its requests again."""
+        """Run one step; if it raises, return what it reserved and queue its requests again."""
         was_launched, before_ended = self.context.early_step is not None, self._step_ended
         try:
             result, state, seconds, number = await super().async_forward()
@@ -165,9 +165,9 @@ class MambaCacheEngine(SuspendableEngine):
             raise
 
     async def async_bookkeep(self, step_result: Any, *args: Any, **settings: Any) -> Any:
-        """Report the step; a request whose caller has cancelled its future ends as any other.
+        """Report the step; a request whose caller has cancelled its future ends like any other.
 
-        If it raises, what has ended is reported by the next step, and what lacks its token waits again.
+        If this raises, the next step reports the requests that have ended; those that lack a token are queued again.
         """
         step = StepReport(step_result, self.requests, self._states)
         try:
@@ -217,7 +217,7 @@ class MambaCacheEngine(SuspendableEngine):
         return False
 
     def _admissible(self) -> Iterable[int]:
-        """Return the waiting requests that may join the step; for one that is to run alone, make all others wait."""
+        """Return the waiting requests that may join the step; if one is to run alone, send all others back."""
         alone = self._failed_steps.next_alone()
         if alone is None:
             return self.waiting_request_ids
@@ -225,10 +225,10 @@ class MambaCacheEngine(SuspendableEngine):
         return [alone] if alone in self.waiting_request_ids else []
 
     def _before_report(self, step_result: Any) -> None:
-        """Do what comes between counting a step's drafts and reporting the step, and may fail with it; here nothing."""
+        """Do nothing; a subclass may act here, between counting drafts and the report, and may raise."""
 
     def _recover(self, error: BaseException) -> None:
-        """After a failed step, send requests back whose row is gone or whose record lacks what the row has."""
+        """After a failed step, send back requests whose row is gone or whose record lacks what the row has."""
         self.failed_request_ids = [request_id for request_id in self.failed_request_ids if request_id in self.requests]
         elsewhere = {*self.waiting_request_ids, *self.failed_request_ids}
         rows = {row.request_id: row for row in self.context.rows}
@@ -240,7 +240,7 @@ class MambaCacheEngine(SuspendableEngine):
         ]
         self._send_back(astray)
         in_hand, self.scheduler.in_hand = self.scheduler.in_hand, None
-        if not isinstance(error, Exception):  # the caller stops, which is no request's fault
+        if not isinstance(error, Exception):  # the caller stops; no request is to blame
             return
         refused = self._failed_steps.count(astray if in_hand is None else [in_hand])
         self.context.drop_rows(refused)
@@ -248,7 +248,7 @@ class MambaCacheEngine(SuspendableEngine):
             self._refuse(self.get_request(request_id), refusal_reason(error))
 
     def _send_back(self, request_ids: Sequence[int]) -> None:
-        """Take the rows of admitted requests away and put them at the head of the queue, oldest first."""
+        """Drop the rows of admitted requests and put these requests at the head of the queue, oldest first."""
         self.context.drop_rows(request_ids)
         self._queue_again(sorted(request_ids, key=lambda request_id: self._states[request_id].age))
 

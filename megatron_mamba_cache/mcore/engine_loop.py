@@ -1,4 +1,4 @@
-"""The event loop that an engine steps in by itself: without work it sleeps; other threads call the engine there."""
+"""The event loop in which an engine steps: it sleeps without work, and calls from other threads run in it."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -11,7 +11,7 @@ _LOOK_EVERY_S = 1.0
 
 
 class EngineLoop:
-    """Knows the loop of a running `run_engine`; without one, calls are made where they come from."""
+    """Holds the loop of a running `run_engine`; without one, calls run in the caller's thread."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -19,7 +19,7 @@ class EngineLoop:
 
     @contextmanager
     def entered(self, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
-        """Let calls be made in this loop while the block runs there."""
+        """Run calls in this loop while the block runs there."""
         self._loop, self._has_news = loop, asyncio.Event()
         try:
             yield
@@ -27,21 +27,21 @@ class EngineLoop:
             self._loop = None
 
     async def wait_until(self, has_work: Callable[[], bool]) -> None:
-        """Wait until there is work; it is looked for again after each `call` and `wake`."""
+        """Wait until there is work; `call` and `wake` make it check again."""
         while not has_work():
             self._has_news.clear()
             await self._has_news.wait()
 
     def wake(self) -> None:
-        """Let the loop look for work, from any thread."""
+        """Make the loop check for work; may be called from any thread."""
         if (loop := self._loop) is not None:
             loop.call_soon_threadsafe(self._has_news.set)
 
     def call(self, act: Callable[[], _Answer]) -> _Answer:
-        """Return what `act` returns, made in the loop's thread between two of its callbacks; then wake the loop.
+        """Run `act` in the loop's thread, between two callbacks, and return its result; then wake the loop.
 
         Raises:
-            RuntimeError: If the loop has stopped before `act` was made.
+            RuntimeError: If the loop stops before it has run `act`.
         """
         loop = self._loop
         if loop is None:
@@ -55,14 +55,14 @@ class EngineLoop:
 
 
 class _Call(Generic[_Answer]):
-    """A call that another thread than the caller's makes."""
+    """A call that runs in another thread than the caller's."""
 
     def __init__(self, act: Callable[[], _Answer]) -> None:
         self._act = act
         self._answer: Future[_Answer] = Future()
 
     def made_in(self, loop: asyncio.AbstractEventLoop, on_done: Callable[[], None]) -> _Answer:
-        """Return the answer, or raise what the call raises."""
+        """Return the call's result, or raise what the call raises."""
         self._answer.add_done_callback(lambda _: on_done())
         loop.call_soon_threadsafe(self._make)
         while not wait([self._answer], timeout=_LOOK_EVERY_S).done:

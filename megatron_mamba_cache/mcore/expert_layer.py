@@ -1,4 +1,4 @@
-"""A mixture-of-experts layer whose expert-parallel ranks may bring different numbers of tokens."""
+"""A mixture-of-experts layer whose expert-parallel ranks may have different numbers of tokens."""
 
 from typing import Any
 
@@ -14,10 +14,10 @@ from .ranks import num_expert_ranks
 
 
 class UnevenAllGatherDispatcher(MoEAllGatherTokenDispatcher):
-    """Megatron's all-gather dispatcher, which wants as many tokens on each rank, over padding that no expert gets.
+    """Megatron's all-gather dispatcher, which needs equal token counts on all ranks, with padding that no expert gets.
 
-    Ranks that share experts have requests of their own here, some of them none. Reading how many tokens there are at
-    most waits for the device, as reading how many each expert gets does anyway.
+    Ranks that share experts serve different requests here, some of them none. Reading the largest number of tokens
+    waits for the device, as reading how many each expert gets does anyway.
     """
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> Any:
@@ -35,7 +35,7 @@ class UnevenAllGatherDispatcher(MoEAllGatherTokenDispatcher):
 
 
 class UnevenMoELayer(MoELayer):
-    """Megatron's layer; with expert parallelism and its all-gather dispatcher, ranks may differ in their tokens."""
+    """Megatron's layer; with expert parallelism and its all-gather dispatcher, ranks' token counts may differ."""
 
     def __init__(self, config: Any, *args: Any, pg_collection: Any = None, **settings: Any) -> None:
         super().__init__(config, *args, pg_collection=pg_collection, **settings)
@@ -49,7 +49,7 @@ class UnevenMoELayer(MoELayer):
 
 
 def check_expert_layers(model: Any) -> None:
-    """Raise `ValueError` if the model's expert-parallel ranks would have to bring the same number of tokens."""
+    """Raise `ValueError` if the model's expert-parallel ranks would need the same number of tokens."""
     if num_expert_ranks() == 1 or model.config.moe_token_dispatcher_type != "allgather":
         return
     if any(type(module) is MoELayer for module in model.modules()):

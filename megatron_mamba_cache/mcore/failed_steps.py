@@ -1,4 +1,4 @@
-"""Which requests steps fail with: those that may be to blame run alone, and one that fails alone too is refused."""
+"""Find the request that makes steps fail: suspects run alone, and one that also fails alone is refused."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -12,8 +12,8 @@ FAILURES_BEFORE_REFUSAL = 4
 class FailedSteps:
     """Counts, for each request, the failed steps that it took part in since its last token.
 
-    One failure may pass by itself. After `FAILURES_BEFORE_ALONE` a request runs in no step with others until it has
-    made a token, so that whatever brings it to `FAILURES_BEFORE_REFUSAL` is its own.
+    One failure may be transient. After `FAILURES_BEFORE_ALONE` a request runs alone until it has generated a token, so
+    that the failures that bring it to `FAILURES_BEFORE_REFUSAL` are its own.
     """
 
     def __init__(self) -> None:
@@ -23,14 +23,14 @@ class FailedSteps:
         return bool(self._counts)
 
     def count(self, request_ids: Iterable[int]) -> list[int]:
-        """Count a failed step against its requests; return those that are to be refused."""
+        """Count a failed step against its requests; return those to refuse."""
         request_ids = list(request_ids)
         for request_id in request_ids:
             self._counts[request_id] = self._counts.get(request_id, 0) + 1
         return [request_id for request_id in request_ids if self._counts[request_id] >= FAILURES_BEFORE_REFUSAL]
 
     def forget(self, request_id: int) -> None:
-        """Clear a request: it has made a token, or has left."""
+        """Clear a request: it has generated a token, or has left."""
         self._counts.pop(request_id, None)
 
     def clear(self) -> None:
@@ -43,12 +43,12 @@ class FailedSteps:
 
 
 def refusal_reason(error: Exception) -> str:
-    """Say why a request is refused whose last step raised `error`."""
+    """Return why a request whose last step raised `error` is refused."""
     return f"its steps failed {FAILURES_BEFORE_REFUSAL} times since its last token, at last alone, with {error!r}"
 
 
 def failure_reason(request: Any) -> str | None:
-    """Return why a request FAILED; None if it did not."""
+    """Return why a request failed; None if it did not."""
     if request.status is not Status.FAILED:
         return None
     errors = [event.payload for event in request.events if event.payload is not None]

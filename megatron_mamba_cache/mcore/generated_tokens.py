@@ -1,4 +1,4 @@
-"""What a step adds to Megatron's records: one value for each request, which is there as a whole or not at all."""
+"""What a step adds to Megatron's records: one value for each request, added as a whole or not at all."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ _TOP_N = ("prompt_top_n_logprobs", "generated_top_n_logprobs")
 
 @dataclass(frozen=True, slots=True)
 class Addition:
-    """What a step adds to a request beside its last token and that token's time, which Megatron appends.
+    """What a step adds to a request besides its last token and that token's time, which Megatron appends.
 
     Args:
-        request: Megatron's, the newest of its record.
+        request: Megatron's request, the newest of its record.
         tokens: All that the step generated, the last one included; none in mid-prefill.
-        log_probs: Of prompt tokens, if they are wanted, and then of `tokens`; None: none are wanted.
+        log_probs: Those of prompt tokens, if they are wanted, then those of `tokens`; None if none are wanted.
         top_n: Likewise, the best tokens at each place, by their text.
         state: Counts the request's drafts.
         drafts_before, drafts_after: Those counts without and with the step's drafts.
@@ -38,7 +38,7 @@ class Addition:
     drafts_after: DraftCounts
 
     def apply(self) -> None:
-        """Append it; accepted drafts take no time of their own: the step's time goes with the last token."""
+        """Append it; accepted drafts get no time of their own: the last token gets the step's."""
         self.state.drafts = self.drafts_after
         request, others = self.request, self.tokens[:-1]
         if others:
@@ -56,7 +56,7 @@ class Addition:
 
 @dataclass(frozen=True, slots=True)
 class RecordMark:
-    """What a request that leaves its row had before the step that it leaves in is reported."""
+    """What a request had before the report of the step in which it leaves its row."""
 
     entry: Any  # Megatron's
     request: Any  # the newest of its record
@@ -70,7 +70,7 @@ class RecordMark:
         return RecordMark(entry, newest, len(newest.generated_tokens), len(newest.events))
 
     def take_back(self) -> None:
-        """Leave the request what it had; nothing happens if another part of its record has begun."""
+        """Restore what the request had; do nothing if another part of its record has begun."""
         if self.entry.record.requests[-1] is not self.request:
             return
         take_back(self.request, self.num_tokens)
@@ -81,10 +81,10 @@ class RecordMark:
 def append_tokens(
     entries: Mapping[int, Any], request_ids: Sequence[int], seconds: float, sample: Tensor, *_: Any
 ) -> list[int]:
-    """Append the last token of each to requests that all go on, and the step's time; return their ids.
+    """Append each request's last token and the step's time where all of them continue; return their ids.
 
     Args:
-        entries: Megatron's, by request id.
+        entries: Megatron's entries, by request id.
         sample: [requests] token ids.
     """
     for request_id, token in zip(request_ids, sample.tolist(), strict=True):
@@ -102,11 +102,11 @@ def additions_of(
     states: Mapping[int, RequestState],
     detokenize: Callable[[list[int]], str],
 ) -> list[Addition]:
-    """Return what a step adds to its requests, of those that it gives more than a token; nothing changes yet.
+    """Return what a step adds to its requests, for those that get more than a token; nothing changes yet.
 
     Args:
-        entries: Megatron's, by request id.
-        detokenize: Names alternatives; whatever it raises is raised here.
+        entries: Megatron's entries, by request id.
+        detokenize: Makes the texts of alternatives; what it raises is raised here.
     """
     log_probs, top_n = step_result["log_probs"] or (), step_result["top_n_logprobs"] or {}
     prompts = step_result.get("prompt_log_probs") or {}
@@ -128,7 +128,7 @@ def additions_of(
 
 
 def is_reported(row: RunningRequest, request: Any) -> bool:
-    """Whether a request's record has all that its row has computed: tokens, times, log-probs and alternatives."""
+    """Return whether a request's record has all that its row computed: tokens, times, log-probs, alternatives."""
     num_tokens, wish = len(row.generated), row.spec.log_probs
     if any(len(getattr(request, name) or ()) != num_tokens for name in _BY_TOKEN[:2]):
         return False
@@ -139,9 +139,9 @@ def is_reported(row: RunningRequest, request: Any) -> bool:
 
 
 def take_back(request: Any, num_known: int) -> None:
-    """Leave a request the first tokens that it generated and what goes with each.
+    """Keep the first `num_known` tokens that a request generated, and what belongs to each; delete the rest.
 
-    Entries of the prompt come before the first token: without any, the request starts again, and so do they.
+    If none is kept, the entries of the prompt are deleted too: the request starts again.
     """
     for name in _BY_TOKEN:
         if (entries := getattr(request, name)) is not None:
@@ -151,7 +151,7 @@ def take_back(request: Any, num_known: int) -> None:
 
 
 def complete_texts(record: Any, detokenize: Callable[[list[int]], str]) -> None:
-    """Give the parts of a record the texts that they lack; one that cannot be made stays out."""
+    """Add the texts that the parts of a record lack; a text that cannot be made is left out."""
     for request in record.requests:
         try:
             if request.prompt is None:

@@ -1,4 +1,4 @@
-"""Say once, in the log, why nothing can ever hit."""
+"""Log once why no prompt can ever hit the cache."""
 
 import logging
 

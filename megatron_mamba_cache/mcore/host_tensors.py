@@ -1,4 +1,4 @@
-"""Between the rows of a step and the small CPU tensors of Megatron's interfaces."""
+"""Convert between the rows of a step and the small CPU tensors of Megatron's interfaces."""
 
 from collections.abc import Sequence
 

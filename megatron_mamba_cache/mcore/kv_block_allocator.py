@@ -14,13 +14,13 @@ from ..policy.kv_block_pool import KVBlockPool
 
 
 class KVBlockAllocator(BlockAllocator):
-    """The KV blocks of a context: `pool` decides, this class speaks Megatron's language.
+    """The KV blocks of a context: `pool` decides, this class has Megatron's interface.
 
-    The context itself allocates through `pool`. Blocks taken through the tensor methods belong to the caller, who
-    releases each once for every time it was handed out.
+    The context itself allocates through `pool`. Blocks taken through the tensor methods belong to the caller, which
+    releases each as often as it was handed out.
 
     Args:
-        total_count: Blocks in the buffer, the dummy included: it takes writes that nobody reads.
+        total_count: Blocks in the buffer, including the dummy, which takes writes that are never read.
         paused_count: Blocks that paused requests may keep.
         on_evict: Called with each block that leaves, before it is used again.
         block_size: Tokens a block.
@@ -53,7 +53,7 @@ class KVBlockAllocator(BlockAllocator):
 
     @property
     def total_avail(self) -> int:
-        """Blocks that an allocation could get: free ones and cached ones that nobody uses."""
+        """Blocks that an allocation could get: free ones and cached ones without references."""
         return self.pool.num_available
 
     def get_active_used(self) -> int:
@@ -75,7 +75,7 @@ class KVBlockAllocator(BlockAllocator):
         return torch.tensor(blocks, dtype=torch.int32, device=torch.cuda.current_device())
 
     def release_memory_blocks(self, blocks: Tensor) -> None:
-        """Give back one reference for each entry of `blocks`."""
+        """Release one reference for each entry of `blocks`."""
         ids = [BlockId(block) for block in blocks.tolist()]
         self.pool.release(ids)
         self._lent.subtract(ids)
@@ -86,6 +86,6 @@ class KVBlockAllocator(BlockAllocator):
         self._lent.clear()
 
     def count_by_kind(self) -> dict[str, int]:
-        """Return how many blocks are free, cached and in use; the dummy is none of them."""
+        """Return how many blocks are free, cached and in use; the dummy is not counted."""
         pool = self.pool
         return {"free": pool.num_free, "cached": pool.num_cached, "in_use": pool.num_referenced}

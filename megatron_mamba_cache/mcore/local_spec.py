@@ -36,9 +36,9 @@ class LocalSpecOptions:
     Args:
         ssm_chunk_size: Tokens in a tile of the SSM scan; the KV block size is a multiple of it.
         d_conv, conv_bias, time_step_limit: See `CachingMambaMixer`.
-        norm_eps: Of the norm before a Mamba mixer, which Megatron builds without asking its config.
-        gated_norm_eps: Of the norm at a Mamba mixer's end; None: `norm_eps` too.
-        num_experts: Experts of a mixture-of-experts layer; None: there are no such layers.
+        norm_eps: Epsilon of the norm before a Mamba mixer, which Megatron builds without reading its config.
+        gated_norm_eps: Epsilon of the norm at a Mamba mixer's end; None uses `norm_eps`.
+        num_experts: Experts of a mixture-of-experts layer; None if there are no such layers.
         input_multiplier, residual_multiplier, output_multiplier: Factors on the embeddings, on what each layer adds to
             the residual, and on the final hidden states (so, on the logits).
     """
@@ -56,7 +56,7 @@ class LocalSpecOptions:
 
 
 def local_hybrid_spec(options: LocalSpecOptions | None = None) -> ModuleSpec:
-    """Return a MambaStack spec with the caching modules, norms of one kernel and Megatron's own linears."""
+    """Return a MambaStack spec with the caching modules, single-kernel norms and Megatron's own linears."""
     options = options or LocalSpecOptions()
     add = scaled_residual_add(options.residual_multiplier)
     stack = MambaStackSubmodules(
@@ -85,7 +85,7 @@ def local_hybrid_spec(options: LocalSpecOptions | None = None) -> ModuleSpec:
 
 
 class LocalMambaStack(MambaStack):
-    """A MambaStack with a final norm as the layers': Megatron's hard-codes Transformer Engine's.
+    """A MambaStack whose final norm is of the same class as its layers'; Megatron hard-codes Transformer Engine's.
 
     Args:
         input_multiplier, output_multiplier: See `LocalSpecOptions`.
@@ -118,7 +118,7 @@ class LocalMambaStack(MambaStack):
 
 
 def scaled_residual_add(multiplier: float) -> Callable[..., Callable[..., Tensor]]:
-    """Return what stands where Megatron's bias-dropout-add does: residual + multiplier * output, without dropout."""
+    """Return a replacement for Megatron's bias-dropout-add: residual + multiplier * output, without dropout."""
 
     def select(training: bool, fused: bool) -> Callable[..., Tensor]:
         if training:

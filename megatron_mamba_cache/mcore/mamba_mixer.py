@@ -37,10 +37,10 @@ class _MixerInputs:
 class CachingMambaMixer(megatron_mixer.MambaMixer):
     """Megatron's Mamba mixer with its inference replaced: any mix of decode and prefill rows, each from its own slot.
 
-    Needs neither mamba-ssm nor causal-conv1d. What Megatron's mixer has no argument for:
+    Needs neither mamba-ssm nor causal-conv1d. Arguments that Megatron's mixer lacks or restricts:
 
     Args:
-        norm_eps: Of the gated norm; Megatron's is a constant.
+        norm_eps: Epsilon of the gated norm; a constant in Megatron's mixer.
         time_step_limit: Range that time steps are clamped to, after softplus.
         conv_bias: May be False here.
     """
@@ -84,7 +84,7 @@ class CachingMambaMixer(megatron_mixer.MambaMixer):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return the weights as sharded tensors; see Megatron's mixer, which takes a conv bias for granted."""
+        """Return the weights as sharded tensors; see Megatron's mixer, which assumes a conv bias."""
         if self.conv1d.bias is not None:
             return super().sharded_state_dict(prefix, sharded_offsets, metadata)
         self.conv1d.bias = torch.nn.Parameter(self.conv1d.weight.new_zeros(self.conv1d.weight.shape[0]))
@@ -102,7 +102,7 @@ class CachingMambaMixer(megatron_mixer.MambaMixer):
         return self.out_proj(mixed.unsqueeze(1))
 
     def _mix(self, inputs: _MixerInputs, states: LayerStates, step: StepBatch) -> Tensor:
-        """Return [tokens, d_inner]: those of decode rows, of prefill rows, and zeros for padding, which is behind."""
+        """Return [tokens, d_inner]: those of decode rows, of prefill rows, and zeros for padding at the end."""
         mixed = []
         first_prefilled = step.num_decode_tokens if step.prefill is not None else len(inputs.z)
         if step.decode is not None:

@@ -1,4 +1,4 @@
-"""What Megatron's own context is told, which `MambaCacheContext` extends."""
+"""Arguments for Megatron's own context, which `MambaCacheContext` extends."""
 
 from typing import Any
 
@@ -10,9 +10,9 @@ from .model_shape import HybridModelShape
 
 
 def megatron_settings(config: CacheConfig, shape: HybridModelShape, *, only_last_logits: bool) -> dict[str, Any]:
-    """Return the arguments of Megatron's dynamic context under which it allocates as little as it can."""
+    """Return the arguments of Megatron's dynamic context with which it allocates as little as possible."""
     layer_types = list(shape.layer_types)
-    if Symbols.ATTENTION not in layer_types:  # Megatron wants one on every stage; no memory is given to it
+    if Symbols.ATTENTION not in layer_types:  # Megatron requires one on every stage; it gets no memory
         layer_types.append(Symbols.ATTENTION)
     return {
         "params_dtype": shape.params_dtype,
@@ -20,7 +20,7 @@ def megatron_settings(config: CacheConfig, shape: HybridModelShape, *, only_last
         "kv_channels": shape.kv_channels,
         "num_attention_heads": shape.num_kv_heads,
         "max_sequence_length": config.max_sequence_length,
-        "buffer_size_gb": 0.0,  # Megatron's own allocator stays at its least: `CacheMemory` replaces it
+        "buffer_size_gb": 0.0,  # Megatron's own allocator stays minimal: `CacheMemory` replaces it
         "max_requests": config.max_requests,
         "max_tokens": config.max_tokens,
         "block_size_tokens": config.block_size_tokens,

@@ -1,4 +1,4 @@
-"""What the cache has to know about a hybrid model, read off the model once, and off its parts on other ranks."""
+"""What the cache needs to know about a hybrid model, read once from the model and its parts on other ranks."""
 
 import hashlib
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ class _MixerShape:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What one rank has of a model."""
+    """One rank's part of a model."""
 
     layer_types: tuple[str, ...]
     mixers: _MixerShape | None  # None: no Mamba layer here
@@ -43,9 +43,9 @@ class HybridModelShape:
         layer_types: One symbol a layer of this rank: M Mamba, * attention, - MLP, E mixture of experts.
         conv_dim, d_conv: Channels and taps of the causal convolution.
         ssm_shape: (heads, d_state, head_dim).
-        ssm_chunk_size: Of the whole model, though no Mamba layer may be here.
+        ssm_chunk_size: That of the whole model, even if this rank has no Mamba layer.
         num_heads, num_kv_heads: Query and key/value heads.
-        softmax_scale: Of attention scores.
+        softmax_scale: Factor on attention scores.
         fingerprint: The same on all ranks.
     """
 
@@ -67,11 +67,11 @@ class HybridModelShape:
         """Read the shape of a MambaModel built from a spec of `with_mamba_cache`; all its ranks call it.
 
         Args:
-            ranks: That hold the model; None: it lies whole on this one.
+            ranks: Ranks that hold the model; None if this one holds all of it.
 
         Raises:
-            ValueError: If it is no hybrid of Mamba and attention layers, or was built without the caching modules, or
-                if ranks cannot share its heads or SSM chunks.
+            ValueError: If it is not a hybrid of Mamba and attention layers, was built without the caching modules, has
+                KV heads that the ranks cannot share, or has different mixers on them.
         """
         ranks = ranks or OneRank()
         parts = ranks.gather(on_all_ranks(ranks, lambda: _part_of(model)))
@@ -157,7 +157,7 @@ def _mixer_shape(mixers: Sequence[Any]) -> _MixerShape | None:
 
 
 def _agreed_mixers(parts: Sequence[_Part]) -> _MixerShape:
-    """Return what the mixers of all ranks have in common, which is everything."""
+    """Return the sizes of the mixers, the same on all ranks that have any."""
     shapes = [part.mixers for part in parts if part.mixers is not None]
     if len(set(shapes)) > 1:
         raise ValueError(
@@ -168,7 +168,7 @@ def _agreed_mixers(parts: Sequence[_Part]) -> _MixerShape:
 
 
 def _agreed_fingerprint(parts: Sequence[_Part]) -> str:
-    """Return one fingerprint for all parts; of a single one its own."""
+    """Return one fingerprint for all parts; a single part keeps its own."""
     if len(parts) == 1:
         return parts[0].fingerprint
     return hashlib.sha256(repr([part.fingerprint for part in parts]).encode()).hexdigest()

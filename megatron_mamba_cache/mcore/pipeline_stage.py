@@ -1,7 +1,7 @@
-"""Hidden states between the stages of a pipeline, around a forward on one of them.
+"""Transfers of hidden states between pipeline stages, around the forward of one of them.
 
-Megatron's wrapper waits for the device at each hand-over, which no CUDA graph can hold. Here a hand-over only takes its
-place in the stream, and a captured forward lies between two of them, over an input at a fixed address.
+Megatron's wrapper waits for the device at each transfer, which a CUDA graph cannot contain. Here a transfer is only
+queued on the stream, and a captured forward runs between two transfers, over an input at a fixed address.
 """
 
 from typing import Any
@@ -30,8 +30,8 @@ class PipelineStage:
 
     Args:
         model: This stage's part of a MambaModel.
-        max_tokens: Of a step.
-        dtype: Of hidden states.
+        max_tokens: Most tokens of a step.
+        dtype: Dtype of hidden states.
     """
 
     def __init__(self, model: Any, max_tokens: int, dtype: torch.dtype) -> None:
@@ -44,18 +44,18 @@ class PipelineStage:
         self._input = torch.zeros(shape, dtype=dtype, device=torch.cuda.current_device())
 
     def place_input(self, num_tokens: int) -> None:
-        """Let the model read [tokens, 1, hidden] where `receive` writes."""
+        """Make the model read its input, [tokens, 1, hidden], where `receive` writes."""
         if not self._is_first:
             self._model.set_input_tensor(self._input[:num_tokens])
 
     def receive(self, num_tokens: int) -> None:
-        """Write the hidden states of the stage before to where the model reads."""
+        """Write the previous stage's hidden states to where the model reads."""
         if not self._is_first:
             before = parallel_state.get_pipeline_model_parallel_prev_rank()
             dist.recv(self._input[:num_tokens], before, group=self._group)
 
     def send(self, output: Tensor) -> None:
-        """Hand what the forward computed, [tokens, 1, hidden], to the stage behind."""
+        """Send what the forward computed, [tokens, 1, hidden], to the next stage."""
         if not self._is_last:
             dist.send(output.contiguous(), parallel_state.get_pipeline_model_parallel_next_rank(), group=self._group)
 

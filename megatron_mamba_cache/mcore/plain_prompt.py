@@ -11,7 +11,7 @@ def plain_prompt(prompt: Any) -> str | list[int]:
 
     Raises:
         TypeError: If it is neither.
-        ValueError: If something in it is no 64-bit integer; the message names it and its place.
+        ValueError: If an entry is not a 64-bit integer; the message names it and its place.
     """
     if isinstance(prompt, str):
         return prompt

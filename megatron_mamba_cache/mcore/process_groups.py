@@ -1,4 +1,4 @@
-"""Start Megatron's process groups: for one process, so that a script needs no launcher, or for those of torchrun."""
+"""Start Megatron's process groups: for one process, so that a script needs no launcher, or for torchrun's."""
 
 import torch
 import torch.distributed as dist
@@ -7,7 +7,7 @@ from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
 
 def initialize_single_process() -> None:
-    """Initialize torch.distributed and Megatron's model-parallel state for one rank; nothing if they are already."""
+    """Initialize torch.distributed and Megatron's model-parallel state for one rank, unless they are already."""
     if not dist.is_initialized():
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -20,8 +20,8 @@ def initialize_several_processes(tensor_size: int, pipeline_size: int, expert_si
     """Initialize both for the processes that torchrun has started; each has chosen its CUDA device, where there is one.
 
     Args:
-        tensor_size, pipeline_size, expert_size: Ranks that share a model's layers, its depth and its experts; what is
-            left of the processes are replicas.
+        tensor_size, pipeline_size, expert_size: Ranks that share a model's layers, its depth and its experts; the
+            remaining processes form replicas.
     """
     if not dist.is_initialized():
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")

@@ -1,8 +1,8 @@
 """Log-probabilities of prompt tokens in an engine that materializes the logits of each row's last token only.
 
-A step has the hidden states of all its tokens. The logits of those that score a prompt are computed from them again, a
-bounded number at a time, and a few numbers of each are kept with its row. A request is told of them with its first
-token, so that a prompt that is interrupted is scored anew, whole.
+A step has the hidden states of all its tokens. The logits of those that score a prompt are computed from them, a
+bounded number at a time, and a few numbers of each are kept with its row. A request gets its scores with its first
+token, so a prompt that is interrupted is scored again as a whole.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,11 +23,11 @@ _MOST_LOGITS = 2**25
 
 @dataclass(frozen=True, slots=True)
 class ScoredPlaces:
-    """The tokens of one row that score those behind them.
+    """The tokens of one row that score those after them.
 
     Args:
         tokens: Packed indices of the step.
-        followers: The prompt tokens behind them.
+        followers: The prompt tokens after them.
     """
 
     row: RunningRequest
@@ -36,13 +36,13 @@ class ScoredPlaces:
 
 
 def scored_places(rows: Sequence[RunningRequest]) -> list[ScoredPlaces]:
-    """Return what a step's rows score of their prompts; nothing of a row that does not want it."""
+    """Return which prompt tokens a step's rows score; none for a row whose prompt is not scored."""
     found = []
     token_start = 0
     for row in rows:
         if row.scores_prompt:
             first = row.computed + 1
-            followers = row.spec.prompt[first : first + row.scheduled]  # the prompt's last token has none in it
+            followers = row.spec.prompt[first : first + row.scheduled]  # the prompt's last token has none
             tokens = range(token_start, token_start + len(followers))
             found.append(ScoredPlaces(row, tokens, tuple(followers.tolist())))
         token_start += row.scheduled
@@ -50,7 +50,7 @@ def scored_places(rows: Sequence[RunningRequest]) -> list[ScoredPlaces]:
 
 
 def score_prompts(context: StepReader, logits_of: Callable[[Tensor], Tensor]) -> None:
-    """Add to each row that wants it the log-probs of the prompt tokens that this step's tokens precede.
+    """Add the log-probs of the prompt tokens that follow this step's tokens to each row that wants them.
 
     Collective: the ranks of a model call it in the same steps.
 
@@ -75,14 +75,14 @@ def whole_scores(rows: Sequence[RunningRequest]) -> dict[int, list[ScoredToken]]
 
 
 def named_alternatives(scored: Sequence[ScoredToken], detokenize: Callable[[list[int]], str]) -> list[dict[str, float]]:
-    """Return each token's best alternatives by text; of those that read alike the most probable one counts."""
+    """Return each token's best alternatives by text; of equal texts the most probable one counts."""
     texts = dict[int, str]()
     return [_named(token, texts, detokenize) for token in scored]
 
 
 @contextmanager
 def scoring_allowed(sampling: Any) -> Iterator[None]:
-    """Let Megatron add a request within the block whose prompt is scored: it asserts that all logits are there."""
+    """Let the block add a request whose prompt is scored, although Megatron asserts that all logits exist."""
     skips, sampling.skip_prompt_log_probs = sampling.skip_prompt_log_probs, True
     try:
         yield

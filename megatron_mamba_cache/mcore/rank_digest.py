@@ -1,9 +1,9 @@
-"""Whether all ranks of a model have decided the same, looked at every few steps.
+"""Check every few steps that all ranks of a model made the same decisions.
 
-Decisions are read off the rows once a step is planned and once it is finished, so that nothing of it is in the way
-where it is switched off. Ranks are compared before the forward, whose collectives would not match, and in steps without
-anything to compute: a rank may lack all that the others have. One that does not step at all, because it was given no
-request, is beyond this: the others wait for it until the process group's timeout.
+Decisions are read from the rows once a step is planned and once it is finished, so the check costs nothing where it is
+switched off. Ranks are compared before the forward, whose collectives would not match, and in steps with nothing to
+compute: a rank may lack all that the others have. A rank that does not step at all, because it was given no request, is
+not detected: the others wait for it until the process group's timeout.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from .step_reader import StepReader
 
 
 class NoDigest:
-    """Looks at nothing."""
+    """Compares nothing."""
 
     def note_plan(self, context: StepReader) -> None:
         """Do nothing."""
@@ -33,7 +33,7 @@ class NoDigest:
 
 @dataclass(slots=True)
 class _NotedRow:
-    """How much of a row is noted."""
+    """How much of a row has been noted."""
 
     row: RunningRequest
     num_blocks: int
@@ -74,7 +74,7 @@ class RankDigest:
         self._compare_if_due()
 
     def note_outcome(self, context: StepReader, rows: Sequence[RunningRequest], kept: Sequence[KeptTokens]) -> None:
-        """Note what became of the rows of a step, once it is finished."""
+        """Note what happened to the rows of a step, once it is finished."""
         note, staying = self.log.note, set(map(id, context.rows))
         for row, new in zip(rows, kept, strict=True):
             note(DecisionKind.KEEP, row.request_id, int(new.ends), *new.tokens)
@@ -128,7 +128,7 @@ class RankDigest:
         if self.log.step % self._every:
             return
         mine = self.log.fingerprint()
-        # The least of a number and of its negative are one number's only if all ranks have the same.
+        # The least values of a number and of its negative are opposites only if all ranks have the same number.
         least = self._ranks.least([*mine, *(-piece for piece in mine)])
         lowest, highest = least[: len(mine)], [-piece for piece in least[len(mine) :]]
         if lowest != highest:
@@ -142,6 +142,6 @@ Digest = NoDigest | RankDigest
 
 
 def digest_of(context: Any) -> Digest:
-    """Return what the settings of a context ask for."""
+    """Return the digest that the settings of a context ask for."""
     every = context.cache_config.rank_digest_steps
     return RankDigest(context.ranks, every) if every else NoDigest()

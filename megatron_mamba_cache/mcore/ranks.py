@@ -1,8 +1,8 @@
 """The ranks that hold one model together: tensor parallel times pipeline parallel, one replica of it.
 
-Every decision is reached on each of them by itself, so little is said between them: what memory allows, once; which
-tokens were sampled, once a step; and where something is drafted, whether that failed. Every method is collective: all
-ranks call it, in the same order.
+Each rank reaches every decision by itself, so ranks exchange little: what memory allows, once; the sampled tokens, once
+a step; and whether drafting failed, where there are drafts. Every method is collective: all ranks call it, in the same
+order.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 
 
 class OneRank:
-    """A model that lies whole on this rank."""
+    """A model that this rank holds as a whole."""
 
     num_ranks = 1
     index = 0
@@ -99,7 +99,7 @@ def ranks_of_process() -> Ranks:
     Before that state is initialized there is one rank, and no model of Megatron's.
 
     Raises:
-        ValueError: If a kind of parallelism is in use that inference of hybrid models has no room for.
+        ValueError: If context parallelism is in use, which is not supported.
     """
     if not parallel_state.model_parallel_is_initialized():
         return OneRank()
@@ -113,16 +113,16 @@ def ranks_of_process() -> Ranks:
 
 
 def num_expert_ranks() -> int:
-    """Return how many ranks share each layer's experts; their steps go side by side, busy or idle."""
+    """Return how many ranks share each layer's experts; they step together, busy or idle."""
     size: int = parallel_state.get_expert_model_parallel_world_size()
     return size
 
 
 def on_all_ranks(ranks: Ranks, compute: Callable[[], Result]) -> Result:
-    """Return what each rank computes for itself; where one fails, fail on all, so that none waits for it.
+    """Return what each rank computes for itself; if one fails, raise on all, so that none waits for it.
 
     Raises:
-        ValueError, TypeError, CacheError: Of the first rank that raised one, on the others with its number.
+        ValueError, TypeError, CacheError: What this rank raised, else what the first failed rank did, with its number.
     """
     error: Exception | None = None
     try:

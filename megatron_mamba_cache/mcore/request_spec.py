@@ -42,13 +42,13 @@ def spec_of(request: Any, *, seed: int = 0, tenant: str = "", num_replayed: int 
 def valid_spec_of(
     request: Any, config: CacheConfig, vocab_size: int, num_blocks: int, only_last_logits: bool
 ) -> RequestSpec:
-    """Return the spec of a DynamicInferenceRequest that comes past the engine.
+    """Return the spec of a DynamicInferenceRequest that bypasses the engine.
 
     Args:
         num_blocks, only_last_logits: See `fault_of` and `contradiction_in`.
 
     Raises:
-        ValueError: If the engine would refuse the request, or its number of tokens to generate is open.
+        ValueError: If the engine would refuse the request, or its number of tokens to generate is not set.
     """
     check_identity(request.request_id, None, "")
     fault = contradiction_in(request.sampling_params, only_last_logits)
@@ -66,7 +66,7 @@ def contradiction_in(sampling: Any, only_last_logits: bool) -> str | None:
     """Return which sampling parameters are of a wrong type or contradict each other, or the engine; None if none do.
 
     Args:
-        only_last_logits: Whether the engine computes the logits of each row's last token only, and scores no prompts.
+        only_last_logits: True when the engine computes logits of each row's last token only and scores no prompts.
     """
     for name in ("num_tokens_to_generate", "num_tokens_total"):
         if type(getattr(sampling, name)) not in (int, NoneType):
@@ -156,6 +156,6 @@ def _fault_of_log_probs(wish: LogProbSettings, vocab_size: int) -> str | None:
 
 
 def other_ends(sampling: Any, tokenizer: Any) -> list[list[int]]:
-    """Return, as stop words, what ends a request besides its tokenizer's `eod`; nothing if it names its own end."""
+    """Return, as stop words, what ends a request besides its tokenizer's `eod`; none if it sets `termination_id`."""
     end_ids = getattr(tokenizer, "other_end_ids", ()) if sampling.termination_id is None else ()
     return [[end_id] for end_id in end_ids]

@@ -1,4 +1,4 @@
-"""What the engine keeps of each request beside Megatron's record, and for a while of those that have left."""
+"""What the engine keeps of each request besides Megatron's record, and for a while of those that have left."""
 
 import time
 from collections.abc import Iterable
@@ -20,13 +20,13 @@ class DraftCounts:
     accepted: int = 0
 
     def plus(self, other: "DraftCounts") -> "DraftCounts":
-        """Return both together."""
+        """Return the sum of both."""
         return DraftCounts(self.drafted + other.drafted, self.accepted + other.accepted)
 
 
 @dataclass(slots=True)
 class RequestState:
-    """What the engine keeps of a request beside Megatron's record."""
+    """What the engine keeps of a request besides Megatron's record."""
 
     seed: int
     tenant: str = ""
@@ -47,7 +47,7 @@ class RequestState:
 
 @dataclass(frozen=True, slots=True)
 class _RequestCounts:
-    """What stays of a request that has left."""
+    """What is kept of a request that has left."""
 
     cached_tokens: int = 0
     drafts: DraftCounts = DraftCounts()
@@ -63,7 +63,7 @@ class RequestStates(dict[int, RequestState]):
         self._left: dict[int, _RequestCounts] = {}  # oldest first
 
     def begin(self, request_id: int, seed: int | None = None, tenant: str = "") -> None:
-        """Keep the state of a request from now on; None derives its seed from the engine's and the id."""
+        """Keep the state of a request from now on; `seed` None derives one from the engine's seed and the id."""
         self[request_id] = RequestState((self._engine_seed << 32) + request_id if seed is None else seed, tenant)
 
     def cached_tokens(self, request_id: int) -> int:
@@ -96,7 +96,7 @@ class RequestStates(dict[int, RequestState]):
 
 
 def begin_next_part(record: DynamicInferenceRequestRecord) -> None:
-    """Make a request that lost its memory ready to be prefilled, what it generated included."""
+    """Prepare a request that lost its row for another prefill, including what it generated."""
     if record[-1].generated_tokens:
         record.checkpoint()
         record[-1].status = Status.ACTIVE_AND_GENERATING_TOKENS
@@ -123,7 +123,7 @@ def tokens_after(count: int, parts: Iterable[Any], name: str = "generated_tokens
 
     Args:
         parts: Megatron's requests of a record.
-        name: Of their list; one with an entry for each generated token. None counts as empty.
+        name: Name of their list, which has an entry for each generated token. None counts as empty.
     """
     found: list[Any] = []
     for part in parts:

@@ -1,4 +1,4 @@
-"""The boundaries of a context's prefill rows, as the slot allocator asks for them."""
+"""The boundaries of a context's prefill rows, as the slot allocator reads them."""
 
 from .step_reader import StepReader
 
@@ -15,7 +15,7 @@ class RowReservations:
         return [[state.position - row.computed for state in row.reserved] for row in prefilling]
 
     def commit(self) -> None:
-        """Publish what the step wrote of prompts."""
+        """Publish what the step wrote for prompts."""
         step = self._context.step.batch
         for row in step.rows[step.num_decode_rows :]:
             self._context.cache.publish(row, row.scheduled)

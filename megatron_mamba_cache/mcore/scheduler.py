@@ -1,4 +1,4 @@
-"""Fill a step: rows in mid-prefill first, then waiting requests in order, within the budget of what is computed."""
+"""Fill a step: rows in mid-prefill first, then waiting requests in order, within the budget of tokens to compute."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -8,12 +8,12 @@ from ..policy.requests import Candidate, RunningRequest
 from .context import MambaCacheContext
 
 MOST_PASSED_OVER = 64
-"""Requests waiting for another's prefix that a step looks past, however many wait behind them."""
+"""The most requests waiting for another's prefix that a step skips, however many are queued after them."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledStep:
-    """What a step got: newly admitted rows, and the id of the row whose prompt goes on in the next step, or -1."""
+    """What a step got: newly admitted rows, and the id of the request whose prompt continues in the next, or -1."""
 
     admitted: tuple[RunningRequest, ...]
     unfinished_prefill_id: int
@@ -22,15 +22,15 @@ class ScheduledStep:
 class StepScheduler:
     """Admits waiting requests into a context, oldest first.
 
-    Only tokens that will be computed count against `max_tokens`: a prefix hit costs what it leaves. At most one row is
-    left in mid-prefill, and nobody is admitted while a row is paused for want of blocks. A request that waits for
-    another's prefix does not hold up those behind it, up to `MOST_PASSED_OVER` of them; one that finds no room does.
+    Only tokens that will be computed count against `max_tokens`, not those that a prefix hit skips. At most one row is
+    left in mid-prefill, and no request is admitted while a row is paused for lack of blocks. Up to `MOST_PASSED_OVER`
+    requests that wait for another's prefix do not block those after them; a request that finds no room does.
     """
 
     def __init__(self, context: MambaCacheContext) -> None:
         self._context = context
         self.in_hand: int | None = None
-        """The request that is being scheduled; where scheduling raises, the one to blame."""
+        """The request that is being scheduled; if scheduling raises, the one to blame."""
 
     def fill_step(
         self,
@@ -57,7 +57,7 @@ class StepScheduler:
         return ScheduledStep(tuple(admitted), -1 if unfinished is None else unfinished.request_id)
 
     def _continue_prefills(self) -> RunningRequest | None:
-        """Give rows in mid-prefill their next chunk; return one that the step leaves there."""
+        """Give rows in mid-prefill their next prefill chunk; return one that stays in mid-prefill, if any."""
         unfinished = None
         for row in [row for row in self._context.rows if row.is_prefilling]:
             if self._budget() > 0:

@@ -1,4 +1,4 @@
-"""A model that can be run over a `MambaCacheContext`: what it must be, and Megatron's wrapper around the two."""
+"""A model that runs over a `MambaCacheContext`: what it must be, and Megatron's wrapper around both."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from .ranks import Ranks, on_all_ranks
 
 
 class HybridInferenceWrapper(GPTInferenceWrapper):
-    """Megatron's wrapper with hand-overs between pipeline stages that a CUDA graph can lie between."""
+    """Megatron's wrapper with transfers between pipeline stages that a CUDA graph can run between."""
 
     def __init__(self, model: Any, settings: InferenceWrapperConfig, context: MambaCacheContext, stage: Stage) -> None:
         super().__init__(model, settings, context)
@@ -33,7 +33,7 @@ class HybridInferenceWrapper(GPTInferenceWrapper):
         return output
 
     def logits_of(self, hidden_states: Tensor) -> Tensor:
-        """Return the logits, [n, vocab], of what the last layer computed, [n, hidden]; on the last stage only."""
+        """Return the logits, [n, vocab], of the last layer's outputs, [n, hidden]; on the last stage only."""
         model = self.model
         weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
         logits, _ = model.output_layer(hidden_states.unsqueeze(1), weight=weight, runtime_gather_output=True)
@@ -51,11 +51,11 @@ def check_served(model: Any, ranks: Ranks) -> HybridModelShape:
     """Return the shape of a model that can be served; all its ranks call it.
 
     Raises:
-        TypeError: If it is no MambaModel.
-        ValueError: If it is no hybrid, lacks the caching modules, captures CUDA graphs, splits sequences, or has stages
-            whose hidden states are of more than one dtype.
+        TypeError: If it is not a MambaModel.
+        ValueError: If it is not a hybrid, lacks the caching modules, captures CUDA graphs, splits sequences, or has
+            stages whose hidden states are of more than one dtype.
 
-    Either is raised on all ranks, also where one rank's part alone cannot be served.
+    Either is raised on all ranks, even if only one rank's part cannot be served.
     """
     on_all_ranks(ranks, lambda: _check_part(model, ranks.num_stages))
     return HybridModelShape.of(model, ranks)
@@ -102,13 +102,13 @@ def wrap_model(model: Any, context: MambaCacheContext) -> HybridInferenceWrapper
 def compute_step(model: HybridInferenceWrapper, context: MambaCacheContext) -> Tensor:
     """Run a wrapped model's forward over the step that its context has laid out; return the logits, [1, n, vocab].
 
-    On another stage than the last it returns that stage's hidden states, [tokens, 1, hidden].
+    Stages other than the last return their hidden states, [tokens, 1, hidden].
     """
     return model.run_one_forward_step(_inputs(context))
 
 
 def compute_part(model: HybridInferenceWrapper, context: MambaCacheContext) -> Tensor:
-    """Compute what `compute_step` does without its hand-overs from and to other stages."""
+    """Compute what `compute_step` does, without its transfers from and to other stages."""
     return model.compute_part(_inputs(context))
 
 

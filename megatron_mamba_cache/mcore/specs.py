@@ -20,7 +20,7 @@ def with_mamba_cache(spec: ModuleSpec) -> ModuleSpec:
 
     Raises:
         ValueError: If the spec has no Mamba mixer or no self-attention to replace.
-        TypeError: If it is no ModuleSpec.
+        TypeError: If it is not a ModuleSpec.
     """
     if not isinstance(spec, ModuleSpec):
         raise TypeError(f"with_mamba_cache needs the ModuleSpec of a MambaStack, found {spec!r}")

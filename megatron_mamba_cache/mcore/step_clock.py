@@ -1,4 +1,4 @@
-"""Times of steps by the host's clock: an event of the GPU would wait for the step that runs ahead."""
+"""Step times by the host's clock: a GPU event would wait for the step that runs ahead."""
 
 import time
 from typing import Any

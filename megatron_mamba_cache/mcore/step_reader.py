@@ -87,7 +87,7 @@ class StepReader(DynamicInferenceContext):
 
     @property
     def is_computing(self) -> bool:
-        """Whether a step is laid out and not finished."""
+        """True when a step is laid out and not finished."""
         return self._step is not None
 
     def lay_out(
@@ -99,7 +99,7 @@ class StepReader(DynamicInferenceContext):
     ) -> None:
         """Make scheduled rows the step that the model computes: pack every integer, send it in one copy.
 
-        What the step before it computed has been read back.
+        The results of the previous step must have been read back.
 
         Args:
             draft_distributions: See `Step`.
@@ -134,10 +134,10 @@ class StepReader(DynamicInferenceContext):
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """Let the block lay out and compute padding; afterwards the step and all counts are what they were."""
+        """Let the block lay out and compute padding; the step and all counts are restored afterwards."""
         self._early_steps.wait()
         step, counters, counts = self._step, self.counters, {name: getattr(self, name) for name in _STEP_COUNTS}
-        self.counters = CacheCounters()  # the cache keeps counting with the ones before
+        self.counters = CacheCounters()  # the cache keeps counting with the previous ones
         try:
             yield
         finally:
@@ -157,7 +157,7 @@ class StepReader(DynamicInferenceContext):
 
     @property
     def token_to_position_in_request(self) -> Tensor:
-        """As `token_to_pos_ids`."""
+        """The same as `token_to_pos_ids`."""
         return self.step.batch.positions
 
     def layer_states(self, layer_number: int) -> LayerStates:
@@ -217,7 +217,7 @@ class StepReader(DynamicInferenceContext):
         return step.wanted_outputs
 
     def wanted_logits(self, logits: Tensor) -> Tensor:
-        """Return the step's wanted logits, [logits, vocab], of those that the model computed, [1, n, vocab]."""
+        """Return the step's wanted logits, [logits, vocab], from those that the model computed, [1, n, vocab]."""
         return logits.squeeze(0) if self.materialize_only_last_token_logits else self.last_token_logits(logits)
 
     def calculate_log_probs(

@@ -1,4 +1,4 @@
-"""What a step's report changes of the records of its requests, and how that is taken back where the report fails."""
+"""What a step's report changes in its requests' records, and how that is taken back if the report fails."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -12,9 +12,9 @@ class StepReport:
     """One report, from before it changes anything until it is done or has failed.
 
     Args:
-        step_result: The controller's, None if the step computed nothing.
+        step_result: The controller's result, None if the step computed nothing.
         entries: The engine's requests; Megatron removes those that end.
-        states: What the engine keeps of them.
+        states: The engine's own states of these requests.
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class StepReport:
         self._additions: Sequence[Addition] = ()
 
     def mark_leaving(self, failed_ids: Iterable[int]) -> list[Any]:
-        """Remember what the requests have that this report ends or sends back; return their entries."""
+        """Mark what the requests that this report ends or sends back have now; return their entries."""
         leaving = list(failed_ids)
         if self._step_result is not None:
             leaving += self._step_result["finished_request_ids"].tolist()
@@ -39,7 +39,7 @@ class StepReport:
     def append(self, detokenize: Callable[[list[int]], str]) -> None:
         """Append what Megatron does not: all but each request's last token, and all log-probs.
 
-        If an alternative has no text, nothing has changed.
+        If the text of an alternative cannot be made, nothing has changed.
         """
         if self._step_result is not None:
             self._additions = additions_of(self._step_result, self._entries, self._states, detokenize)
@@ -65,11 +65,11 @@ class StepReport:
         return [entry.record for entry in entries]
 
     def take_back(self, rows: Iterable[RunningRequest], failed_ids: Iterable[int]) -> None:
-        """Take from each request what it was given, unless it got all of the step and goes on.
+        """Take back what each request was given, unless it got all of the step and continues.
 
         Args:
-            rows: Those that the step left.
-            failed_ids: Requests that fail, of which the step knows nothing.
+            rows: Rows that are left after the step.
+            failed_ids: Requests that fail and are not part of the step.
         """
         for request_id in self._leaving.keys() & self._entries.keys() - set(failed_ids):
             self._leaving[request_id].take_back()

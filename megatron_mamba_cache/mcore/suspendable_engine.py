@@ -1,4 +1,4 @@
-"""The engine between its steps: what it compiles and captures, when its memory goes and comes, which weights it has."""
+"""The engine between its steps: compiling, capturing, suspending, resuming, and the version of its weights."""
 
 import asyncio
 import contextlib
@@ -21,9 +21,9 @@ _LOG = logging.getLogger(__name__)
 
 
 class SuspendableEngine(DynamicInferenceEngine):
-    """The part of `MambaCacheEngine` that no step runs through.
+    """The part of `MambaCacheEngine` that steps do not use.
 
-    Where ranks share the model, all of them call each method, in the same order.
+    Ranks that share a model all call each method, in the same order.
     """
 
     context: MambaCacheContext
@@ -46,15 +46,15 @@ class SuspendableEngine(DynamicInferenceEngine):
     def flush(self, weights_version: str | None = None) -> None:
         """Make all cached prefixes unreachable; see `MambaCacheContext.flush`.
 
-        If weights lie elsewhere than before, CUDA graphs are captured again, while suspended at the resume. Requests
-        that run go on from states of the old weights: suspend the engine meanwhile where that is not wanted.
+        If weights have moved, CUDA graphs are captured again; a suspended engine does so when it resumes. Running
+        requests continue from states of the old weights: suspend the engine first where that is not wanted.
         """
         self.context.flush(weights_version)
         if not self.is_suspended:
             self._recapture_if_moved()
 
     def suspend(self) -> None:
-        """Take the rows of running requests, and drop the context's memory unless `resident_pools` keeps it.
+        """Drop the rows of running requests, and the context's memory unless `resident_pools` keeps it.
 
         The requests start again after `resume`, oldest first, and lose no token. Meanwhile weights may change.
         """
@@ -68,18 +68,18 @@ class SuspendableEngine(DynamicInferenceEngine):
         for request_id in running:
             self._restart(request_id)
         for request_id in waiting:
-            self._states[request_id].candidate = None  # keys of another epoch or version may bear the same number
+            self._states[request_id].candidate = None  # another epoch or version may have the same number
         self.resume_request_ids = [*running, *waiting]
 
     def resume(self, weights_version: str | None = None) -> None:
-        """Go on with the weights that the model has now, in eval mode.
+        """Continue with the weights that the model has now, in eval mode.
 
         Args:
-            weights_version: Of these weights; None keeps the one before. What is cached of another is never found.
+            weights_version: Version of these weights; None keeps the previous one. What another cached is never found.
 
         Raises:
-            ValueError: If the version is no text or the engine is not suspended; on all ranks, if their versions
-                differ. A suspended engine stays so.
+            ValueError: If a version is given to an engine that is not suspended; on all ranks, if it is not Unicode
+                text or differs between them. A suspended engine stays suspended.
         """
         if not self.is_suspended:
             if weights_version is not None:
@@ -99,7 +99,7 @@ class SuspendableEngine(DynamicInferenceEngine):
         """Free the memory and the CUDA graphs of an engine that computes nothing any more.
 
         Requests that are left get no answer. On several ranks, call it before
-        `torch.distributed.destroy_process_group`: NCCL waits there, without end, for graphs that hold its collectives.
+        `torch.distributed.destroy_process_group`: NCCL waits there forever for graphs that hold its collectives.
         """
         self.context.release_memory()
         gc.collect()  # graphs and what they remember refer to each other
@@ -107,7 +107,7 @@ class SuspendableEngine(DynamicInferenceEngine):
     def cancel_request(self, request_id: int) -> bool:
         """Drop a request between steps, whether it runs, waits or is suspended; return whether it was in the engine.
 
-        Its KV blocks, slots and draft window return at once and its future is cancelled; what it published stays
+        Its KV blocks, slots and draft window are released and its future is cancelled; what it published stays
         findable, and no step reports it. Ranks that share the model cancel in the same order.
 
         Raises:
@@ -128,7 +128,7 @@ class SuspendableEngine(DynamicInferenceEngine):
 
     @trace_async_exceptions
     async def run_engine(self, *, loop: asyncio.AbstractEventLoop | None = None) -> None:
-        """Step whenever there is something to do, until this task is cancelled; see Megatron's engine.
+        """Step whenever there is work, until this task is cancelled; see Megatron's engine.
 
         A request is served whenever it is added: before this runs, while it steps and while it waits, from its loop's
         thread or another one.
@@ -141,7 +141,7 @@ class SuspendableEngine(DynamicInferenceEngine):
                 await self.async_step()
 
     def _recapture_if_moved(self) -> None:
-        """Capture again if on any rank weights lie elsewhere than the graphs read them."""
+        """Capture again if on any rank weights have moved from where the graphs read them."""
         context = self.context
         change = None
         if context.graphs is not None:

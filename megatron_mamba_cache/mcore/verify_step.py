@@ -16,11 +16,11 @@ from .step_reader import StepReader
 
 
 def verify_step(rows: StepLogits, logits: Tensor, distributions: Sequence[Tensor | None]) -> Tensor:
-    """Sample every logits row and accept the drafts that hold.
+    """Sample every logits row and accept the drafts that pass verification.
 
     Args:
         logits: [logits, vocab].
-        distributions: Of the decode rows, in order: what their drafts were drawn from; None where they are certain.
+        distributions: For each decode row, what its drafts were drawn from; None where drafts are certain.
 
     Returns:
         [rows, 2 + max drafts] int64: how many tokens each row accepts, and those tokens.
@@ -37,10 +37,10 @@ def verify_step(rows: StepLogits, logits: Tensor, distributions: Sequence[Tensor
 
 
 def outcome_on_all_ranks(context: StepReader, compute: Callable[[], Tensor]) -> Tensor:
-    """Return what `verify_step` found on the first rank of the last stage: plans that start from it cannot part.
+    """Return the outcome of `verify_step` on the first rank of the last stage, so that ranks' plans stay the same.
 
     Args:
-        compute: Verifies; called where the logits are.
+        compute: Runs `verify_step`; called where the logits are.
     """
     ranks = context.ranks
     if ranks.num_ranks == 1:
@@ -53,7 +53,7 @@ def outcome_on_all_ranks(context: StepReader, compute: Callable[[], Tensor]) -> 
 
 
 def logits_on_all_ranks(context: StepReader, output: Tensor) -> Tensor:
-    """Return the last stage's logits, [1, n, vocab], of what each rank's forward returned; bit-equal on all ranks."""
+    """Return the last stage's logits, [1, n, vocab], bit-equal on all ranks; `output` is what the forward returned."""
     ranks, step = context.ranks, context.step.batch
     if ranks.num_ranks == 1:
         return output
@@ -79,7 +79,7 @@ def _drawn_from(rows: StepLogits, distributions: Sequence[Tensor | None]) -> Dra
 
 
 def copy_reached_boundaries(step: StepBatch, outcome: Tensor, memory: CacheMemory) -> None:
-    """Copy the state of each decode row at the boundary it reached, if it did, into the slot reserved for it."""
+    """Copy the boundary state of each decode row that reached a boundary into the slot reserved for it."""
     if step.align is not None:
         accepted = outcome[: step.align.targets.shape[0], 0]
         pool, geometry = memory.state_pool, memory.geometry

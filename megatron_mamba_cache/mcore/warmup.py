@@ -1,9 +1,9 @@
-"""Warmup: all that steps of a model launch is compiled before the first request, and nothing else changes.
+"""Warmup: compile all kernels that a model's steps launch before the first request, and change nothing else.
 
-What Triton compiles depends on dtypes, strides, constants and the alignment of every pointer, so that only the calls
-of real steps tell what they need. Warmup makes these calls: the model's own forward, the verification and the align
-copy, over the context's own pools and step buffers. Its rows are padding, which every op leaves out: their slots are
-PAD_SLOT and their KV goes to the block that nobody reads. They are admitted nowhere, so that there is nothing to undo.
+What Triton compiles depends on dtypes, strides, constants and the alignment of every pointer, so only the calls of real
+steps show what they need. Warmup makes these calls: the model's own forward, the verification and the align copy, over
+the context's own pools and step buffers. Its rows are padding, which every op skips: their slots are PAD_SLOT and their
+KV goes to the dummy block. They are never admitted, so there is nothing to undo.
 """
 
 from collections.abc import Iterator
@@ -24,15 +24,15 @@ from .served_model import compute_step
 from .verify_step import copy_reached_boundaries, verify_step
 
 _MOST_RESIDUES = 8
-"""Places modulo 16 bytes, the alignment that compiled kernels differ by, where an element of 2 bytes may lie."""
+"""The number of offsets of 2-byte elements modulo 16 bytes, the alignment by which compiled kernels differ."""
 
 Rows = list[RunningRequest]
 
 
 def warm_up(model: Any, context: MambaCacheContext) -> Compilations:
-    """Compile what steps of a wrapped model launch, its drafter's too; return what was compiled.
+    """Compile what steps of a wrapped model and its drafter launch; return what was compiled.
 
-    Between steps only. Where nothing is compiled, on a CPU, it does nothing.
+    Call it between steps only. On a CPU it does nothing.
     """
     WATCH.install()  # other hooks may have taken its place
     before = WATCH.total
@@ -44,7 +44,7 @@ def warm_up(model: Any, context: MambaCacheContext) -> Compilations:
 
 
 def warm_up_prefill(model: Any, context: MambaCacheContext) -> None:
-    """Compile what steps without decode rows launch, as `warm_up`."""
+    """Compile what steps without decode rows launch, like `warm_up`."""
     if context.memory.state_pool.ssm.is_cuda:
         rehearse_prefill(model, context)
 
@@ -59,10 +59,10 @@ def rehearse(model: Any, context: MambaCacheContext) -> None:
         for rows in decode_steps(limits, memory.blocks.dummy_block_idx):
             context.lay_out(rows)
             logits, step = compute_step(model, context), context.step.batch
-            # Values decide nothing about kernels, but a model's NaN would break the sampler.
+            # What is compiled does not depend on values, but a model's NaN would break the sampler.
             zeros = logits.new_zeros(step.logits.starts[-1], logits.shape[-1])
             copy_reached_boundaries(step, verify_step(step.logits, zeros, []), memory)
-            torch.cuda.synchronize()  # before the next step's integers take the place of this one's
+            torch.cuda.synchronize()  # before the next step's integers overwrite this one's
     if limits.max_drafts:
         memory.state_pool.settle([DraftWindow(PAD_SLOT, PAD_SLOT, 1)], memory.geometry.window_len)
 
@@ -87,12 +87,12 @@ def prefill_steps(limits: StepLimits, dummy_block: BlockId) -> Iterator[Rows]:
 
 
 def row_counts(max_rows: int) -> list[int]:
-    """Return numbers of rows, up to the most, that lie so close that the scan has no form between two of them."""
+    """Return numbers of rows up to `max_rows`, so close that the scan has no form between two of them."""
     return [*(1 << power for power in range((max_rows - 1).bit_length())), max_rows]
 
 
 def decode_steps(limits: StepLimits, dummy_block: BlockId) -> Iterator[Rows]:
-    """Yield decode rows with and without drafts, alone and before a prefill row, whose inputs lie where these end."""
+    """Yield decode rows with and without drafts, alone and before a prefill row, whose inputs begin where these end."""
     widest = min(1 + limits.max_drafts, limits.max_tokens)
     for width in {1, widest}:
         yield [decode_padding_row(width, dummy_block)]

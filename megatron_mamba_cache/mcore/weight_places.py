@@ -1,4 +1,4 @@
-"""Where the weights of a model lie: captured graphs read them there, whatever the modules point to by then."""
+"""The addresses of a model's weights: captured graphs read them there, whatever the modules point to later."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """All of a tensor that a captured kernel knows of it."""
+    """What a captured kernel knows of a tensor."""
 
     address: int
     shape: tuple[int, ...]
@@ -24,18 +24,18 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class WeightPlaces:
-    """Places of all parameters and buffers of a model, by name; tied ones under each of theirs."""
+    """Places of all parameters and buffers of a model, by name; tied ones under each of their names."""
 
     places: dict[str, _Place]
 
     @classmethod
     def of(cls, model: Any) -> Self:
-        """Read them off the model; nothing waits for the device."""
+        """Read the places from the model, without waiting for the device."""
         tensors = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
         return cls({name: _place_of(tensor) for name, tensor in tensors})
 
     def first_change(self, now: Self) -> str | None:
-        """Say which weight is the first that lies elsewhere now, or in another form; None if none does."""
+        """Return which weight is the first that has moved or changed its form; None if none has."""
         before, after = self.places, now.places
         for name in [*before, *(name for name in after if name not in before)]:
             if name not in after:

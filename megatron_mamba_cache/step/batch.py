@@ -30,7 +30,7 @@ class StepBatch:
 
     rows: tuple[RunningRequest, ...]
     request_ids: tuple[int, ...]  # [rows]
-    places: Sequence[int]  # [rows] of each row's results; others are padding's
+    places: Sequence[int]  # [rows] where each row's results are; other places are padding
     num_tokens: int
     num_decode_rows: int
     num_decode_tokens: int
@@ -67,7 +67,7 @@ def lay_out_step(
 
     Args:
         rows: Decoding rows first, then prefilling ones; each with `scheduled` tokens.
-        draws_ratios: Whether drafts come with distributions, so that accepting them takes random numbers.
+        draws_ratios: True when drafts come with distributions, so that accepting them takes random numbers.
         purpose: What the tokens are drawn for.
     """
     num_chunks = _write(rows, buffers, geometry, purpose, draws_ratios=draws_ratios)
@@ -83,7 +83,7 @@ def send_padded_step(
     *,
     draws_ratios: bool = False,
 ) -> None:
-    """Write a step that is padded to a shape, see `StepShape.pad`, and send it; its views exist already."""
+    """Write and send a step that is padded to a shape, see `StepShape.pad`; its views exist already."""
     _write(padded, buffers, geometry, DrawPurpose.SAMPLE, draws_ratios=draws_ratios)
     pad_tail(padded, buffers, geometry.dummy_block, shape, shape.num_chunks(geometry.ssm_chunk_size))
     buffers.send(len(padded))
@@ -126,7 +126,7 @@ def _write_rows(rows: Sequence[RunningRequest], buffers: StepBuffers) -> None:
 def _write_tokens(
     rows: Sequence[RunningRequest], num_decode: int, buffers: StepBuffers, geometry: StepGeometry
 ) -> None:
-    """Write what a step knows of each token, behind `_write_rows`."""
+    """Write the sections that hold one entry a token; called after `_write_rows`."""
     num_rows, block_size = len(rows), geometry.block_size
     scheduled, starts = buffers.host("scheduled")[:num_rows], buffers.host("cu_query")[: num_rows + 1]
     ids, num_tokens = buffers.host("token_ids"), starts[-1]
@@ -139,7 +139,7 @@ def _write_tokens(
     index = at // block_size
     buffers.host("token_positions")[:num_tokens] = at
     buffers.host("token_offsets")[:num_tokens] = at - index * block_size
-    # A block that was found in the cache holds these tokens' KV already and may be in use by others.
+    # A block that was found in the cache holds these tokens' KV already, and other rows may read it.
     num_shared = np.fromiter((row.num_shared_blocks for row in rows), np.int32, num_rows)
     blocks = np.where(index < num_shared[owners], geometry.dummy_block, buffers.host_block_table()[owners, index])
     buffers.host("token_blocks")[:num_tokens] = blocks
@@ -161,7 +161,7 @@ def _write_windows(rows: Sequence[RunningRequest], buffers: StepBuffers) -> None
 def view_step(rows: Sequence[RunningRequest], buffers: StepBuffers, num_chunks: int = 0) -> StepBatch:
     """Return the views of a step that has been sent.
 
-    They and what is computed here of them depend on how many rows, tokens and drafts there are, not on the rest; a
+    The views and what is computed from them here depend on the numbers of rows, tokens and drafts, not on the rest. A
     graph that is captured over them reads whatever was sent last.
     """
     num_decode = num_decoding(rows)

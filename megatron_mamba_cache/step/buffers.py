@@ -32,14 +32,14 @@ class StepLimits:
 
     @property
     def max_logits(self) -> int:
-        """Tokens whose logits are wanted: each row's last, and those that drafts follow."""
+        """The most tokens whose logits are wanted: each row's last, and those that drafts follow."""
         return min(self.max_tokens, self.max_rows * (1 + self.max_drafts))
 
 
 class StepBuffers:
     """A host and a device buffer of the same sections, all int32 (floats travel as their bits).
 
-    Sections, in order of `SECTIONS`; see `StepBatch` for what each holds.
+    The sections are in the order of `SECTIONS`; see `StepBatch` for what each holds.
     """
 
     SECTIONS = (
@@ -132,9 +132,9 @@ class StepBuffers:
         return self.device("block_table").view(self.limits.max_rows, self.limits.max_blocks)
 
     def begin(self) -> None:
-        """Begin to write a step: the host side no longer holds the one before, whether this one is sent or not.
+        """Begin to write a step: the host side no longer holds the previous one, whether this one is sent or not.
 
-        Waits until the one before has left the host side.
+        Waits until the previous step has been copied from the host side.
         """
         self.num_begun += 1
         if self._copied is not None:
@@ -148,5 +148,5 @@ class StepBuffers:
             self._copied.record(stream_of(self._device))
 
     def feed(self, tokens: Tensor) -> None:
-        """Behind `send`, put [n] tokens that the device has in the place of the first ones that were sent."""
+        """After `send`, replace the first token ids that were sent by [n] tokens on the device."""
         self.device("token_ids")[: tokens.shape[0]].copy_(tokens)

@@ -21,27 +21,27 @@ class CapturedStep(Protocol):
         """Send the rows of a step that fits the shape; return the step as its readers see it."""
 
     def forward(self) -> Tensor:
-        """Compute the logits of the step that was laid out last; those of padding mean nothing."""
+        """Compute the logits of the step that was laid out last; those of padding are meaningless."""
 
     def verify_greedily(self) -> Tensor:
-        """After `forward`, verify against the best tokens and copy states at reached boundaries; [rows, 2 + K]."""
+        """After `forward`, verify against the best tokens and copy reached boundary states; return [rows, 2 + K]."""
 
     def launch_next(self, rows: Sequence[RunningRequest], tokens: Sequence[int] | None) -> "EarlyStep | None":
-        """Launch the step after the one laid out last, fed with what that one finds.
+        """Launch the step after the one laid out last, fed with the tokens of that one.
 
         Args:
-            tokens: [rows] what it found; None while that is unknown, so that rows which end are computed further.
+            tokens: [rows] the new tokens; None while they are unknown, so that rows which end are computed too.
 
         Returns:
-            That step, to be landed; None, with nothing launched, if more than its tokens is open.
+            The launched step, which has to land; None, with nothing launched, if more than its tokens is unknown.
         """
 
 
 class EarlyStep(CapturedStep, Protocol):
-    """A step launched before its rows reach it; laying it out says which of them are left."""
+    """A step launched before its rows reach it; `lay_out` is given those of them that are left."""
 
     def any_ends(self, tokens: Sequence[int]) -> bool:
-        """Return whether one of the tokens that its rows were fed, [rows], ends its row."""
+        """Return whether any of the tokens that its rows were fed, [rows], ends its row."""
 
     def is_of(self, rows: Sequence[RunningRequest]) -> bool:
         """Return whether these rows are exactly those that were launched."""
@@ -52,7 +52,7 @@ class EarlyStep(CapturedStep, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """What capturing took; bytes of device memory that the graphs hold."""
+    """What a capture produced; `num_bytes` is the device memory that the graphs hold."""
 
     num_graphs: int = 0
     seconds: float = 0.0
@@ -63,7 +63,7 @@ class CapturedWeights(Protocol):
     """The addresses at which graphs read the model's weights."""
 
     def first_change(self, now: Any) -> str | None:
-        """Return the first weight whose address differs from where it is now, None if all are in place."""
+        """Return the first weight that is no longer where the graphs read it, None if all are in place."""
 
 
 class GraphsByShape(Protocol):
@@ -73,4 +73,4 @@ class GraphsByShape(Protocol):
     weights: CapturedWeights
 
     def fitting(self, rows: Sequence[RunningRequest]) -> CapturedStep | None:
-        """Return the smallest one that holds the rows of a step, None if there is none."""
+        """Return the smallest captured step that holds the rows of a step, None if there is none."""

@@ -1,11 +1,11 @@
-"""What the device found, on its way to the host."""
+"""Results on their way from the device to the host."""
 
 import torch
 from torch import Tensor
 
 
 class HostCopy:
-    """A tensor as it is at this place of the stream; the device may overwrite it behind."""
+    """A copy of a tensor at this point of the stream; the device may overwrite the tensor afterwards."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._copy = tensor.to("cpu", copy=True, non_blocking=True)  # into pinned memory
@@ -15,11 +15,11 @@ class HostCopy:
 
     @property
     def is_of_gpu(self) -> bool:
-        """Whether there is anything to wait for."""
+        """True when the tensor is on a GPU, so that there is something to wait for."""
         return self._arrival is not None
 
     def wait(self) -> list[list[int]]:
-        """Wait for it, and return its lines."""
+        """Wait for the copy and return its rows."""
         if self._arrival is not None:
             self._arrival.synchronize()
         lines: list[list[int]] = self._copy.tolist()
@@ -27,5 +27,5 @@ class HostCopy:
 
 
 def stream_of(tensor: Tensor) -> torch.cuda.Stream:
-    """Return the current stream of a CUDA tensor's device, which torch finds by number without a dozen calls."""
+    """Return the current stream of a CUDA tensor's device; torch finds it fastest by the device's number."""
     return torch.cuda.current_stream(tensor.get_device())

@@ -12,22 +12,22 @@ from .batch import StepBatch
 
 @dataclass(frozen=True, slots=True)
 class FollowedTokens:
-    """The tokens of one row whose successors are known: consecutive logits rows and what followed."""
+    """The tokens of one row whose successors are known: consecutive logits rows and the tokens that followed."""
 
     logits: range
     followers: tuple[int, ...]
 
 
 def followed_tokens(step: StepBatch, kept: Sequence[Sequence[int]], *, only_last: bool) -> list[FollowedTokens | None]:
-    """Return, for each row, which logits its log-probs come from; None for a row that wants none of this step.
+    """Return, for each row, which logits its log-probs come from; None for a row without log-probs in this step.
 
-    A row's last computed token is followed by its sampled token, or in mid-prefill by its next prompt token; a decode
-    row's by the tokens that were kept. Where only the last tokens have logits, prompts are scored by
+    A prefill row's last computed token is followed by its sampled token, or in mid-prefill by its next prompt token; a
+    decode row's tokens by those that were kept. Where only the last tokens have logits, prompts are scored by
     `prompt_log_probs`, not here.
 
     Args:
-        kept: [rows][tokens] newly sampled tokens that are kept; none of a row in mid-prefill.
-        only_last: Whether logits exist only for the tokens of `StepBatch.logits`, else for every token of the step.
+        kept: [rows][tokens] newly sampled tokens that are kept; none for a row in mid-prefill.
+        only_last: True when logits exist only for the tokens of `StepBatch.logits`, else for every token of the step.
     """
     found: list[FollowedTokens | None] = []
     token_start = 0
@@ -63,7 +63,7 @@ def selected_log_probs(places: Sequence[FollowedTokens | None], log_probs: Tenso
 def top_n_log_probs(
     step: StepBatch, places: Sequence[FollowedTokens | None], log_probs: Tensor
 ) -> dict[int, list[tuple[Tensor, Tensor]]] | None:
-    """Return, by row index, the best log-probs and their tokens at each place; None if no row wants them."""
+    """Return, by row index, the best log-probs and their tokens at each place; None if none are wanted."""
     found: dict[int, list[tuple[Tensor, Tensor]]] = {}
     for index, (row, place) in enumerate(zip(step.rows, places, strict=True)):
         wish = row.spec.log_probs

@@ -42,7 +42,7 @@ def write_logits(
     buffers.host("cu_logits")[: num_rows + 1] = starts
     buffers.host("logit_rows")[: starts[-1]] = np.repeat(np.arange(num_rows, dtype=np.int32), counts)
     without_logits = np.fromiter((row.scheduled for row in rows), np.int64, num_rows) - counts
-    before = np.repeat(np.cumsum(without_logits), counts)  # tokens up to the row's end whose logits nobody wants
+    before = np.repeat(np.cumsum(without_logits), counts)  # tokens without logits, up to the row's end
     buffers.host("logit_tokens")[: starts[-1]] = before + np.arange(starts[-1])
     _write_sampling(rows, buffers, starts[-1], purpose, draws_ratios=draws_ratios)
 
@@ -50,7 +50,7 @@ def write_logits(
 def _write_sampling(
     rows: Sequence[RunningRequest], buffers: StepBuffers, num_logits: int, purpose: DrawPurpose, *, draws_ratios: bool
 ) -> None:
-    """Write each row's settings and random numbers; where all rows are greedy, the same for all, which is quicker."""
+    """Write each row's settings and random numbers; if all rows are greedy, constants, which is faster."""
     num_rows, names = len(rows), ["uniforms", *(["accept_uniforms", "residual_uniforms"] if draws_ratios else [])]
     temperature, top_p = (buffers.host(name).view(np.float32)[:num_rows] for name in ("temperature", "top_p"))
     top_k = buffers.host("top_k")[:num_rows]
@@ -105,12 +105,12 @@ def all_greedy(rows: Sequence[RunningRequest]) -> bool:
 
 
 def logits_starts(rows: Sequence[RunningRequest]) -> tuple[int, ...]:
-    """Return [rows + 1], where each row's logits begin; a row of no tokens has none."""
+    """Return where each row's logits begin, [rows + 1]; a row without tokens has none."""
     return (0, *accumulate(1 + len(row.drafts) if row.scheduled else 0 for row in rows))
 
 
 def _write_uniforms(section: str, purpose: DrawPurpose, rows: Sequence[RunningRequest], buffers: StepBuffers) -> None:
-    """Write the number of each token to be sampled: a function of its request's seed, its position and the purpose."""
+    """Write each sampled token's random number, a function of its request's seed, its position and the purpose."""
     uniforms = buffers.host(section).view(np.float64)
     at = 0
     for row in rows:

@@ -1,4 +1,4 @@
-"""Steps in which every row decodes one token and nothing else happens: the next is a few sums away from the last."""
+"""Steps in which every row decodes one token and nothing else happens: a few additions turn one into the next."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ from .buffers import StepBuffers
 
 @dataclass(frozen=True, slots=True)
 class RowEnds:
-    """What ends each row of a step: a token, or being so long.
+    """What ends each row of a step: a token or a length.
 
     Args:
-        termination_ids: [rows] int64; -1 where no token does.
+        termination_ids: [rows] int64; -1 for none.
         max_lens: [rows] int64; prompt and generated tokens together.
     """
 
@@ -25,7 +25,7 @@ class RowEnds:
 
     @staticmethod
     def of(rows: Sequence[RunningRequest]) -> "RowEnds | None":
-        """Return what ends rows, None if more of a row is looked at between two steps: stop words, log-probs."""
+        """Return what ends the rows, None if more of a row is read between two steps: stop words or log-probs."""
         if any(row.spec.sampling.stop_words or row.spec.log_probs.wanted for row in rows):
             return None
         return RowEnds(
@@ -34,7 +34,7 @@ class RowEnds:
         )
 
     def any_ends(self, tokens: Sequence[int]) -> bool:
-        """Return whether a new token, of [rows], ends its row."""
+        """Return whether any of the new tokens, [rows], ends its row."""
         return bool((np.array(tokens, np.int64) == self.termination_ids).any())
 
 
@@ -43,8 +43,8 @@ class OneTokenStep:
     """A step that was sent: one token a row, drawn greedily, no drafts, and no boundary within reach.
 
     Args:
-        number: How many steps had been begun with it; what the buffers hold is this step's until another is.
-        ends: None if new tokens alone do not tell whether a row goes on.
+        number: `StepBuffers.num_begun` when it was sent; the buffers hold this step until another one begins.
+        ends: None if new tokens alone do not tell whether a row continues.
     """
 
     rows: tuple[RunningRequest, ...]
@@ -60,7 +60,7 @@ class OneTokenStep:
         return OneTokenStep(tuple(rows), buffers.num_begun, RowEnds.of(rows)) if is_plain else None
 
     def continues(self, rows: Sequence[RunningRequest], buffers: StepBuffers, block_size: int) -> bool:
-        """Return whether a step is this one, each row a token further in the block that it wrote to."""
+        """Return whether a step is this one with each row one token further, in the same KV block."""
         if not self._is_sent_last(rows, buffers) or not all(map(_decodes_one, rows)):
             return False
         num_rows = len(rows)
@@ -79,12 +79,12 @@ class OneTokenStep:
         buffers: StepBuffers,
         block_size: int,
     ) -> bool:
-        """Return whether the next step is this one a token further, plain as well.
+        """Return whether the next step is a plain one too, with each row one token further.
 
-        Rows still stand where this step found them.
+        The rows have not advanced yet.
 
         Args:
-            tokens: [rows] what the step gave each row; None while nobody knows: those that they end leave the next one.
+            tokens: [rows] the step's new tokens; None while they are unknown: rows that end leave the next step.
         """
         if self.ends is None or not self._is_sent_last(rows, buffers):
             return False
@@ -102,10 +102,10 @@ class OneTokenStep:
 def send_next(
     last: OneTokenStep, tokens: Sequence[int] | None, buffers: StepBuffers, num_table_rows: int
 ) -> OneTokenStep:
-    """Send the step that the last one goes on to, and return it.
+    """Send the step that follows the last one, and return it.
 
     Args:
-        tokens: [rows] each row's newest, the input of the step; None if it is to be fed what the device found.
+        tokens: [rows] each row's newest token, the input of the step; None if the device feeds it.
         num_table_rows: Rows of the block table that the step uses, padding included.
     """
     num_rows = len(last.rows)

@@ -1,4 +1,4 @@
-"""Rows that own nothing, for steps that change nothing: their slots are PAD_SLOT, their block is read by nobody."""
+"""Padding rows, which own nothing and change nothing: their slots are PAD_SLOT, their only block is the dummy."""
 
 import numpy as np
 
@@ -11,14 +11,14 @@ _GREEDY = SamplingSettings(top_k=1)
 
 
 def prefill_padding_row(num_tokens: int, dummy_block: BlockId) -> RunningRequest:
-    """Return a row that prefills some tokens, maybe none, of a prompt of at least one."""
+    """Return a row that prefills `num_tokens` tokens, 0 or more; its prompt has at least one."""
     row = _row(RequestSpec(-1, np.zeros(max(1, num_tokens), np.int64), 2 + num_tokens, _GREEDY), dummy_block)
     row.scheduled = num_tokens
     return row
 
 
 def decode_padding_row(num_tokens: int, dummy_block: BlockId) -> RunningRequest:
-    """Return a row that decodes its first token and drafts behind it, with a state reserved; or one of no tokens."""
+    """Return a row that decodes a token and `num_tokens` - 1 drafts, with a state reserved; or one without tokens."""
     row = _row(RequestSpec(-1, np.zeros(0, np.int64), 2, _GREEDY), dummy_block)
     if num_tokens:
         row.scheduled, row.generated, row.drafts = num_tokens, [0], (0,) * (num_tokens - 1)

@@ -14,7 +14,7 @@ class Recorder(Protocol):
     """Records computations that are replayed one after another."""
 
     def record(self, compute: Compute) -> tuple[tuple[Tensor, ...], Replay]:
-        """Run a computation once and return its results, and what computes them again, in place."""
+        """Run a computation once; return its results and a replay that computes them again, in place."""
 
     def num_bytes(self) -> int:
         """Return the device memory that all recordings hold."""
@@ -40,6 +40,6 @@ class CudaRecorder:
         return results, graph.replay
 
     def num_bytes(self) -> int:
-        """Return what torch has reserved for the pool."""
+        """Return the bytes that torch has reserved for the pool."""
         segments = torch.cuda.memory_snapshot()
         return sum(segment["total_size"] for segment in segments if segment["segment_pool_id"] == self._pool)

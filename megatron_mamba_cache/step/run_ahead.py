@@ -1,11 +1,11 @@
 """The next step, launched before this step's tokens are read: the GPU feeds itself while the host works.
 
-`may_run_ahead` decides it. A step may run ahead where only its tokens are open: every row decodes one more token
-without drafts, in the KV block that it has, and no request can join. So it is the step that would have been launched
-later, only sooner, and it lands as any other: when the rows reach it they are compared with what was launched. Rows may
-leave in between (a token ends one, a request is cancelled, the engine suspends). What a row that has left computes goes
-to blocks and a slot that were its own, before anything launched later can use them. A request that waits for a row to
-end never waits an extra step: while one is queued, tokens are read first.
+`may_run_ahead` decides when. A step may run ahead if only its tokens are unknown: every row decodes one more token
+without drafts, in the KV block that it has, and no request can join. It is then the step that would have been launched
+later, and it lands like any other: when the rows reach it, they are compared with those that were launched. Rows may
+leave in between (a token ends one, a request is cancelled, the engine suspends). What is computed for such a row goes
+to the blocks and the slot that it had, before anything launched later can use them. A queued request never waits an
+extra step: while one is queued, tokens are read first.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ from .step import Step
 
 
 class ReplayedGraph(Protocol):
-    """A graph whose newest replay is launched."""
+    """A graph whose latest replay has been launched."""
 
     shape: StepShape
     wanted_outputs: Tensor
@@ -39,7 +39,7 @@ class ReplayedGraph(Protocol):
 
 
 class LaunchedStep:
-    """A step that is launched already, in the place of the captured one that computes it.
+    """A step that is already launched; it stands in for the captured step that computes it.
 
     Args:
         batch: The step as its readers see it, with all the rows that were launched.
@@ -56,24 +56,24 @@ class LaunchedStep:
         self.wanted_outputs = graph.wanted_outputs
 
     def leave_graph(self) -> None:
-        """Keep the results, which are there, when the graph goes."""
+        """Copy the results, which are complete, before the graph is freed."""
         self._logits, self._outcome = self._logits.clone(), self._outcome.clone()
         self.wanted_outputs = self.wanted_outputs.clone()
         self._graph = None
 
     def is_of(self, rows: Sequence[RunningRequest]) -> bool:
-        """Whether these rows are those that were launched, all of them and no other."""
+        """Return whether these rows are exactly those that were launched."""
         return tuple(rows) == self._batch.rows
 
     def any_ends(self, tokens: Sequence[int]) -> bool:
-        """Whether one of the tokens that its rows were fed, [rows], ends its row."""
+        """Return whether any of the tokens that its rows were fed, [rows], ends its row."""
         return self._ends.any_ends(tokens)
 
     def lay_out(self, rows: Sequence[RunningRequest], *, draws_ratios: bool) -> StepBatch:
-        """Return the step of the rows that are still there.
+        """Return the step with only the rows that are left.
 
         Raises:
-            CacheIntegrityError: If others have joined them.
+            CacheIntegrityError: If another row has joined them.
         """
         batch = self._batch
         if self.is_of(rows) and not draws_ratios:
@@ -95,13 +95,13 @@ class LaunchedStep:
         )
 
     def forward(self) -> Tensor:
-        """Return the logits, which are on their way; who reads them on another stream than launched them waits."""
+        """Return the logits, which may still be computed; a stream other than the launching one waits for them."""
         if self._stream is not None and (stream := stream_of(self._outcome)) != self._stream:
             stream.wait_stream(self._stream)
         return self._logits
 
     def verify_greedily(self) -> Tensor:
-        """Return the outcome, which is on its way."""
+        """Return the outcome, which may still be computed."""
         return self._outcome
 
     def launch_next(self, rows: Sequence[RunningRequest], tokens: Sequence[int] | None) -> EarlyStep | None:
@@ -114,8 +114,8 @@ class QueueState:
     """The queue as the scheduler last saw it, and whether that still holds.
 
     Args:
-        has_waiting: Whether a request waits for a row to end.
-        is_settled: Whether the scheduler found no request that can join the next step, and nothing has changed since.
+        has_waiting: True when a request waits for a row to end.
+        is_settled: True when the scheduler found no request that can join the next step and nothing has changed since.
     """
 
     has_waiting: bool = False
@@ -133,9 +133,9 @@ def may_run_ahead(
     """Return whether the step after a greedy one may be launched now.
 
     Args:
-        num_running: Requests that have a row, paused ones among them.
-        are_tokens_known: Whether the step's tokens are read. Until then a request that waits for a row to end decides:
-            launching would let it in a step later.
+        num_running: Requests that have a row, paused ones included.
+        are_tokens_known: True when the step's tokens have been read. Until then nothing is launched while a request
+            waits for a row to end: it would be admitted a step later.
     """
     return (
         step.graph is not None
@@ -147,10 +147,10 @@ def may_run_ahead(
 
 
 class EarlySteps:
-    """Holds the step that is launched before its turn, if there is one.
+    """Holds the early step, if there is one.
 
     Args:
-        are_allowed: Whether steps may be launched early at all.
+        are_allowed: True when steps may be launched early.
     """
 
     def __init__(self, *, are_allowed: bool) -> None:
@@ -161,14 +161,14 @@ class EarlySteps:
 
     @property
     def launched(self) -> EarlyStep | None:
-        """The launched step that has not landed."""
+        """The launched step that has not landed, if there is one."""
         return self._launched
 
     def launch(self, graph: CapturedStep, rows: Sequence[RunningRequest], tokens: Sequence[int] | None = None) -> None:
-        """Launch the step after a captured one unless one is launched, they are not allowed, or its shape forbids it.
+        """Launch the step after a captured one, unless one is launched, none is allowed, or its graph declines.
 
         Args:
-            tokens: [rows] what the captured step found; None while that is unknown.
+            tokens: [rows] new tokens of the captured step; None while they are unknown.
         """
         if self._are_allowed and self._launched is None:
             self._is_complete = False
@@ -190,7 +190,7 @@ class EarlySteps:
             raise CacheIntegrityError("the step that runs already was fed other tokens than its rows keep")
 
     def refuse_rows(self) -> None:
-        """Raise `RuntimeError` if a step is launched, which no row can join."""
+        """Raise `RuntimeError` if a step is launched: no row can join it."""
         if self._launched is not None:
             raise RuntimeError(
                 "the next step runs already, and no row can join it; admit rows by the engine, or set "
@@ -198,7 +198,7 @@ class EarlySteps:
             )
 
     def leave_graph(self) -> None:
-        """Wait for the launched step and copy its results: the graph that computed it is freed."""
+        """Wait for the launched step and copy its results, before the graph that computed it is freed."""
         self.wait()
         if self._launched is not None:
             self._launched.leave_graph()

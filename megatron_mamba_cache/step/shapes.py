@@ -14,9 +14,9 @@ from .padding_rows import decode_padding_row, prefill_padding_row
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """Decode rows of at most `width` tokens, then prefill rows of so many tokens together.
+    """Decode rows of at most `width` tokens each, then prefill rows of `num_prefill_tokens` tokens in total.
 
-    Prefill tokens begin where the decode rows' tokens would end if each had one: beside prefill rows, `width` is 1.
+    Prefill tokens begin after one token for each decode row: beside prefill rows, `width` is 1.
     """
 
     num_decode_rows: int = 0
@@ -36,23 +36,23 @@ class StepShape:
 
     @property
     def num_logits(self) -> int:
-        """Tokens whose logits it computes."""
+        """Tokens whose logits the graph computes."""
         return self.num_decode_rows * self.width + self.num_prefill_rows
 
     def num_chunks(self, ssm_chunk_size: int) -> int:
-        """Return the most SSM chunks of the prefill rows: a row cuts at most two of them short."""
+        """Return the most SSM chunks that the prefill rows can have: a row cuts at most two of them short."""
         return self.num_prefill_tokens // ssm_chunk_size + 2 * self.num_prefill_rows
 
     @staticmethod
     def of(rows: Sequence[RunningRequest]) -> "StepShape":
-        """Return the shape that the rows of a step just fit."""
+        """Return the smallest shape that holds the rows of a step."""
         num_decode = num_decoding(rows)
         width = max((row.scheduled for row in rows[:num_decode]), default=1)
         prefilling = rows[num_decode:]
         return StepShape(num_decode, width, len(prefilling), sum(row.scheduled for row in prefilling))
 
     def holds(self, step: "StepShape") -> bool:
-        """Return whether a step of another shape fits; one that prefills nothing is left to shapes for that."""
+        """Return whether a step of another shape fits; steps with and without prefill rows have separate shapes."""
         return (
             step.num_decode_rows <= self.num_decode_rows
             and step.width <= self.width
@@ -62,7 +62,7 @@ class StepShape:
         )
 
     def fullest_rows(self, dummy_block: BlockId) -> list[RunningRequest]:
-        """Return padding that fills the shape, every row with a token: what the views of a captured step are for."""
+        """Return padding that fills the shape, at least one token a row; a captured step's views are made for it."""
         decoding = [decode_padding_row(self.width, dummy_block) for _ in range(self.num_decode_rows)]
         lengths = [1] * self.num_prefill_rows
         if lengths:
@@ -70,7 +70,7 @@ class StepShape:
         return decoding + [prefill_padding_row(length, dummy_block) for length in lengths]
 
     def pad(self, rows: Sequence[RunningRequest], dummy_block: BlockId) -> list[RunningRequest]:
-        """Return the rows of a step with padding between and behind them; `places` tells where they are."""
+        """Return the rows of a step with padding between and after them; `places` returns where they are."""
         num_decode = num_decoding(rows)
         num_between = self.num_decode_rows - num_decode
         num_behind = self.num_prefill_rows - (len(rows) - num_decode)
@@ -86,14 +86,14 @@ class StepShape:
 
 
 def smallest_shape(rows: Sequence[RunningRequest], shapes: Iterable[StepShape]) -> StepShape | None:
-    """Return the narrowest shape, of these the smallest, that holds a step's rows; None if none does."""
+    """Return the narrowest shape that holds a step's rows, the smallest if several do; None if none does."""
     step = StepShape.of(rows)
     fitting = [shape for shape in shapes if shape.holds(step)]
     return min(fitting, key=lambda shape: (shape.width, shape.num_tokens), default=None)
 
 
 def decode_shapes(count: int, max_rows: int, max_drafts: int, max_tokens: int) -> list[StepShape]:
-    """Return shapes to capture: about `count` numbers of rows, each without drafts and with the most."""
+    """Return shapes to capture: about `count` numbers of rows, each without drafts and with `max_drafts`."""
     return [
         StepShape(num_rows, width)
         for width in sorted({1, 1 + max_drafts})
@@ -102,7 +102,7 @@ def decode_shapes(count: int, max_rows: int, max_drafts: int, max_tokens: int) -
 
 
 def prefill_shapes(most_tokens: int, max_rows: int, max_tokens: int) -> list[StepShape]:
-    """Return shapes of few prefill rows and up to `most_tokens` of their tokens, alone and behind many decode rows."""
+    """Return shapes of few prefill rows with up to `most_tokens` tokens, alone and after many decode rows."""
     num_prefill = min(_PREFILL_ROWS, max_rows)
     sizes = [size for size in _PREFILL_SIZES if size < most_tokens] + [most_tokens] * (most_tokens >= num_prefill)
     return [
@@ -118,9 +118,9 @@ _PREFILL_SIZES = tuple(64 << power for power in range(16))
 
 
 def _row_numbers(count: int, max_rows: int) -> list[int]:
-    """Return up to `count` numbers of rows that grow by the same factor each, the last being `max_rows`.
+    """Return up to `count` numbers of rows that grow by a constant factor; the last is `max_rows`.
 
-    So no step computes many times the rows that it has. From 8 on they are multiples of 8, which take products as long.
+    So no step computes many times the rows that it has. From 8 on, rounding up to multiples of 8 costs no time.
     """
     if not max_rows:
         return []
@@ -131,10 +131,10 @@ def _row_numbers(count: int, max_rows: int) -> list[int]:
 def pad_tail(
     padded: Sequence[RunningRequest], buffers: StepBuffers, dummy_block: int, shape: StepShape, num_chunks: int
 ) -> None:
-    """Write what lies behind the rows of a written step: tokens, logits and SSM chunks that are nobody's.
+    """Fill the tail of a packed step with padding: tokens, logits and SSM chunks.
 
     Args:
-        num_chunks: Those of the shape.
+        num_chunks: SSM chunks of the shape.
     """
     num_rows = len(padded)
     tokens = slice(int(buffers.host("cu_query")[num_rows]), shape.num_tokens)

@@ -14,7 +14,7 @@ from .captured_step import CapturedStep
 
 
 def no_attention(*_: Tensor) -> Tensor:
-    """Take the place of planned attention where no layer runs eagerly: in a graph's replay, or after the forward."""
+    """Stand in for planned attention where no layer runs eagerly: in a graph's replay, or after the forward."""
     raise CacheIntegrityError("a layer asks for attention outside the forward of its step")
 
 
@@ -25,12 +25,11 @@ class Step:
     Args:
         batch: Views of the step's rows on the device.
         attend: Attention, planned for these rows.
-        graph: That computes the step; None if layers run one by one.
-        draft_distributions: Of the decode rows, in order: what their drafts were drawn from; None where drafts are
-            certain.
+        graph: Graph that computes the step; None if it runs eagerly.
+        draft_distributions: For each decode row, what its drafts were drawn from; None where drafts are certain.
         wanted_outputs: [logits, hidden] outputs of the last layer that logits are computed from, or the logits
             themselves where the model computes those of every token.
-        scored_hidden_states: [tokens, hidden] of all tokens while prompt log-probs are wanted, else empty.
+        scored_hidden_states: [tokens, hidden] hidden states of all tokens if prompt log-probs are wanted, else empty.
     """
 
     batch: StepBatch
