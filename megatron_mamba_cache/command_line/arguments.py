@@ -173,7 +173,7 @@ def _add_generate_arguments(parser: ArgumentParser) -> None:
 
 def _add_model_arguments(parser: ArgumentParser) -> None:
     model = parser.add_argument_group("model").add_mutually_exclusive_group()
-    model.add_argument("--hf-model", metavar="DIR", help="Hugging Face model directory")
+    model.add_argument("--hf-model", metavar="DIR", help="Hugging Face directory, or a hub name: OWNER/NAME")
     model.add_argument(
         "--load",
         metavar="DIR",

@@ -22,13 +22,15 @@ def messages_within(max_bytes: int, message: bytes) -> Iterator[bytes]:
     if len(message) <= max_bytes:
         yield message
         return
-    kind, entries = msgpack.unpackb(message, strict_map_key=False)
-    for entry in entries:
+    kind, *body = msgpack.unpackb(message, strict_map_key=False)
+    if kind not in (Headers.ENGINE_REPLY.value, PROGRESS):
+        raise ValueError(f"a message of kind {kind!r} is above max_message_bytes={max_bytes} and cannot be split")
+    for entry in body[0]:
         part = msgpack.packb([kind, [entry]])
         if len(part) > max_bytes:
             reason = (
-                f"its reply has {len(part)} bytes, above max_message_bytes={max_bytes}; ask for fewer log-probs "
-                "or raise RoutingSettings.max_message_bytes"
+                f"its reply has {len(part)} bytes, above max_message_bytes={max_bytes}; ask for fewer log-probs, "
+                "or raise max_message_bytes in the coordinator's RoutingSettings"
             )
             part = pack_unsent(Unsent(_request_id(kind, entry), reason))
         yield part
@@ -51,9 +53,4 @@ def reports_within(max_bytes: int, report: KeyReport) -> Iterator[bytes]:
 
 def _request_id(kind: Any, entry: Any) -> int:
     """Return the request that an entry is about: a record of a reply, or a pair of progress."""
-    if kind == Headers.ENGINE_REPLY.value:
-        request_id: int = entry["requests"][0]["request_id"]
-        return request_id
-    if kind == PROGRESS:
-        return int(entry[0])
-    raise ValueError(f"a message of kind {kind!r} is above max_message_bytes; only replies and progress can be split")
+    return int(entry[0] if kind == PROGRESS else entry["requests"][0]["request_id"])

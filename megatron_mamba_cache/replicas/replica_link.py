@@ -15,6 +15,8 @@ from .salts import KeySalt
 from .wire import FENCED, PROBE, WELCOME, Hello, KeyReport, pack_hello
 
 _LINGER_MS = 1000
+_ENCRYPTION_BYTES = 64
+"""CURVE adds 33 bytes to a message, and the coordinator's socket counts them."""
 _WELCOME_POLL_S = 0.01
 
 
@@ -44,7 +46,7 @@ class ReplicaLink:
         channel: Channel | None = None,
     ) -> None:
         self._address = address
-        self._max_message_bytes = max_message_bytes
+        self._max_message_bytes = max_message_bytes - _ENCRYPTION_BYTES
         self._is_welcome = False
         self._unread: deque[bytes] = deque()  # for the engine
         self._last_heard = time.monotonic()

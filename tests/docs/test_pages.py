@@ -148,7 +148,7 @@ def test_files_that_the_map_names_exist() -> None:
 def test_the_map_names_every_folder_of_the_package() -> None:
     folders = {f"{init.parent.relative_to(PACKAGE)}/" for init in PACKAGE.rglob("*/__init__.py")}
     assert folders <= paths_of_the_map()
-    drawn = re.search(r"^```text\n(.*?)^```", ARCHITECTURE.read_text(encoding="utf-8"), re.M | re.S)
+    drawn = re.search(r"^## The picture\n\n((?:    .*\n)+)", ARCHITECTURE.read_text(encoding="utf-8"), re.M)
     assert drawn is not None
     top = {path.name + "/" for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
     modules = {path.name for path in PACKAGE.glob("*.py") if not path.name.startswith("__")}

@@ -117,8 +117,10 @@ def test_a_large_message_arrives_by_request_and_what_is_too_large_alone_fails(li
     line.link.send(msgpack.packb([PROGRESS, [[number, {"tokens": [1] * size}] for number, size in SIZES]]))
     assert [line.heard()[1][0][0] for _ in range(2)] == [3, 5]
     assert_unsent(line, 9)
-    line.link.send(b"x" * MAX_BYTES)  # at the limit it goes as it is
-    assert line.router.recv_multipart()[1] == b"x" * MAX_BYTES
+    line.link.send(b"x" * (MAX_BYTES - 64))  # what encryption leaves of the limit goes as it is
+    assert line.router.recv_multipart()[1] == b"x" * (MAX_BYTES - 64)
+    with pytest.raises(ValueError, match="a message of kind 'state' is above max_message_bytes=3936"):
+        line.link.send(msgpack.packb(["state", {"cache": "x" * MAX_BYTES}]))
 
 
 SIZES = [(3, 3000), (5, 3000), (9, 5000)]
@@ -128,4 +130,4 @@ def assert_unsent(line: Line, request_id: int) -> None:
     kind, *body = line.heard()
     unsent = unsent_of(body)
     assert (kind, unsent.request_id) == ("unsent", request_id)
-    assert re.fullmatch(r"its reply has 5\d\d\d bytes, above max_message_bytes=4000; ask for .*", unsent.reason)
+    assert re.fullmatch(r"its reply has 5\d\d\d bytes, above max_message_bytes=3936; ask for .*", unsent.reason)

@@ -79,7 +79,7 @@ def _experts(config: CheckpointConfig) -> ExpertsSizes:
     if top_k < 2 or (num_groups > 1 and top_k // top_groups != 2):
         raise config.error(
             f"num_experts_per_tok={top_k} with n_group={num_groups} and topk_group={top_groups} is not supported: "
-            "Megatron routes the same only with at least 2 experts per token, and with groups 2 per chosen group"
+            "Megatron routes the same only with at least 2 experts per token, and exactly 2 per chosen group"
         )
     return ExpertsSizes(
         num_experts=config.integer("n_routed_experts"),
