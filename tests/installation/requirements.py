@@ -136,10 +136,16 @@ def missing(found: Declared) -> list[str]:
 
 def distributions_of(top: str) -> set[str]:
     """Return the distributions that a top-level package comes from."""
-    found = packages_distributions().get(top, [top])
+    found = _distributions_by_package().get(top, [top])
     return {str(canonicalize_name(name)) for name in found}
 
 
+@cache
+def _distributions_by_package() -> Mapping[str, list[str]]:
+    return packages_distributions()  # which reads the metadata of everything that is installed
+
+
+@cache
 def _needed(environment: Environment) -> dict[str, str]:
     """Return the top-level packages, or distributions, that an environment needs, and what needs each."""
     found = sources().third_parties(environment.entries, environment.followed)
