@@ -174,10 +174,9 @@ class EarlySteps:
             self._is_complete = False
             self._launched = graph.launch_next(rows, tokens)
 
-    def note_fed(self, tokens: Sequence[int]) -> EarlyStep | None:
-        """Note the tokens, [rows], that the launched step was fed, now that they are read; return that step."""
+    def note_fed(self, tokens: Sequence[int]) -> None:
+        """Note the tokens, [rows], that the launched step was fed, now that they are read."""
         self._fed = tokens
-        return self._launched
 
     def take(self) -> CapturedStep | None:
         """Return the launched step, which now lands; None if there is none."""
