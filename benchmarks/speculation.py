@@ -258,10 +258,10 @@ def _merge(record: Any) -> Any:
 
 def _subject(now: Callable[[], float]) -> Subject:
     from megatron_mamba_cache.command_line.ready_model import ready_model
-    from megatron_mamba_cache.mcore.model_shape import HybridModelShape
+    from megatron_mamba_cache.mcore.model_reading import model_shape_of
 
     model = ready_model(ModelDirectory(SHIPPED_MODEL, ModelFormat.HUGGING_FACE), "fp32")
-    settings = default_settings(HybridModelShape.of(model.model), model.model.max_sequence_length)
+    settings = default_settings(model_shape_of(model.model), model.model.max_sequence_length)
     return Subject(model, settings, now)
 
 

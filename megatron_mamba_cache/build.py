@@ -6,8 +6,9 @@ from .config import CacheConfig
 from .mcore.context import MambaCacheContext
 from .mcore.controller import MambaCacheController
 from .mcore.engine import MambaCacheEngine
-from .mcore.ranks import on_all_ranks, ranks_of_process
+from .mcore.model_ranks import ranks_of_process
 from .mcore.served_model import check_served, wrap_model
+from .ranks.group import on_all_ranks
 from .replicas.engine import ReplicaEngine
 from .speculation.draft_planner import DraftPlanner, NoDrafts
 from .speculation.drafter import Drafter, ReadsHiddenStates

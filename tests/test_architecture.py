@@ -16,7 +16,7 @@ FLOORS = (
     ("errors", "config", "installation", "metrics", "public_names"),
     ("policy", "kernels"),
     ("state",),
-    ("speculation",),
+    ("speculation", "ranks"),
     ("step",),
     ("mcore",),
     ("models", "replicas"),
@@ -33,6 +33,19 @@ MAX_CLASS_LINES = 500
 MAX_FUNCTION_LINES = 50
 BANNED_WORDS = {"utils", "helper", "manager", "meta"}
 BANNED_VERBS = ("do_", "maybe_")
+
+WITHOUT_MEGATRON = {
+    "mcore": "checks the installed release",
+    "mcore.engine_loop": "the loop of Megatron's run_engine()",
+    "mcore.request_spec": "reads Megatron's requests",
+    "mcore.step_clock": "stands in for the events that Megatron's engine times steps with",
+    "mcore.step_report": "changes Megatron's records",
+}
+"""Modules of mcore that import nothing of Megatron, and why they are there."""
+SET_BY_MEGATRON = {"chunked_prefill_request_id"}
+"""What our engine sets of a context because Megatron's does."""
+OWNERS = {"context", "runner", "step"}
+"""Objects whose attributes only they themselves set."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -132,6 +145,26 @@ def dependency_violations(package: Package) -> Iterator[str]:
             yield f"{module.label}: imports megatron below mcore"
 
 
+def mcore_violations(package: Package) -> Iterator[str]:
+    """Yield modules of mcore that import nothing of Megatron without a stated reason, and reasons that are stale."""
+    imports = {module.label: "megatron" in package.external_imports(module) for module in package.modules.values()}
+    for label, imports_megatron in imports.items():
+        if label.split(".")[0] == "mcore" and imports_megatron == (label in WITHOUT_MEGATRON):
+            yield f"{label}: {'drop its reason' if imports_megatron else 'imports nothing of megatron; move it down'}"
+
+
+def ownership_violations(package: Package) -> Iterator[str]:
+    """Yield assignments to attributes of a context, runner or step by another object, and swaps of `vars(self)`."""
+    for module in package.modules.values():
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
+                owner = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", "")
+                if owner.lstrip("_") in OWNERS and node.attr not in SET_BY_MEGATRON:
+                    yield f"{module.label}:{node.lineno}: sets {owner}.{node.attr} from outside"
+            elif isinstance(node, ast.Call) and ast.unparse(node) == "vars(self)":
+                yield f"{module.label}:{node.lineno}: vars(self)"
+
+
 def _reachable(package: Package, module: Module) -> Iterator[Module]:
     seen, queue = {module.name}, [module]
     while queue:
@@ -188,6 +221,8 @@ Check = Callable[[Package], Iterator[str]]
 CHECKS: tuple[Check, ...] = (
     floor_violations,
     dependency_violations,
+    mcore_violations,
+    ownership_violations,
     cycle_violations,
     size_violations,
     name_violations,
@@ -235,8 +270,16 @@ PLANTED = {
         {"server/app": "import pkg.command_line.launch", "command_line/launch": ""},
         "higher floor",
     ),
-    "web_package_in_mcore": ({"mcore/context": "from fastapi import FastAPI"}, "outside of the server"),
+    "web_package_in_mcore": (
+        {"mcore/context": "from fastapi import FastAPI\nimport megatron.core"},
+        "outside of the server",
+    ),
     "web_package_in_command_line": ({"command_line/serve": "import uvicorn"}, "outside of the server"),
+    "mcore_without_megatron": ({"mcore/sizes": "import torch"}, "imports nothing of megatron"),
+    "stale_reason": ({"mcore/step_clock": "import megatron.core"}, "drop its reason"),
+    "attribute_set_from_outside": ({"step/run": "def f(context):\n    context.rows = ()"}, "sets context.rows"),
+    "attribute_of_a_part_set": ({"step/run": "def f(a):\n    a.runner.counts += 1"}, "sets runner.counts"),
+    "swapped_attributes": ({"step/run": "class R:\n    def f(self):\n        return vars(self)"}, "vars(self)"),
     "cycle": ({"state/a": "from pkg.state import b", "state/b": "from . import a"}, "import cycle"),
     "long_module": ({"state/pool": "x = 1\n" * 301}, "301 lines"),
     "long_class_among_others": (

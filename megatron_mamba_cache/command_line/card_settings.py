@@ -9,7 +9,7 @@ from ..config import CacheConfig
 from .usage_error import UsageError
 
 if TYPE_CHECKING:
-    from ..mcore.model_shape import HybridModelShape
+    from ..state.model_shape import HybridModelShape
 
 _GIB = 2**30
 _LEAST_BLOCK = 256  # flash-attn 2 reads no smaller blocks, and the bookkeeping of a step grows with their number

@@ -19,7 +19,7 @@ class KernelChoice:
     """Which implementation of an operation runs, and why.
 
     Args:
-        functions: Names of the functions that run it, in `module` of mcore.
+        functions: Names of the functions that run it, in `module` of the package.
     """
 
     operation: str
@@ -30,27 +30,27 @@ class KernelChoice:
 
 KERNELS = (
     KernelChoice(
-        "attention", "cache_memory", ("choose_attention",), "takes a backend that can read the KV blocks; see below"
+        "attention", "step.memory", ("choose_attention",), "takes a backend that can read the KV blocks; see below"
     ),
-    KernelChoice("KV append", "step_reader", ("append_kv",), "Triton on CUDA, its torch twin on the CPU"),
-    KernelChoice("conv", "mamba_mixer", ("causal_conv", "conv_verify"), "Triton on CUDA, torch twins on the CPU"),
+    KernelChoice("KV append", "mcore.context", ("append_kv",), "Triton on CUDA, its torch twin on the CPU"),
+    KernelChoice("conv", "mcore.mamba_mixer", ("causal_conv", "conv_verify"), "Triton on CUDA, torch twins on the CPU"),
     KernelChoice(
         "norm",
-        "gated_norm",
+        "mcore.gated_norm",
         ("gated_group_norm",),
         "gated, in the mixer: Triton on CUDA, its torch twin on the CPU; other norms are those of the model's spec, "
         "torch's in models that the command loads",
     ),
     KernelChoice(
         "scan",
-        "mamba_mixer",
+        "mcore.mamba_mixer",
         ("ssd_scan",),
         "Gluon on Hopper GPUs for bf16, else Triton on CUDA; its torch twin on the CPU and for odd sizes",
     ),
-    KernelChoice("decode update", "mamba_mixer", ("state_verify",), "Triton on CUDA, its torch twin on the CPU"),
+    KernelChoice("decode update", "mcore.mamba_mixer", ("state_verify",), "Triton on CUDA, its torch twin on the CPU"),
     KernelChoice(
         "align copy",
-        "verify_step",
+        "step.verify",
         ("align_copy",),
         "keeps the states at block boundaries that decoding reaches: Triton on CUDA, its torch twin on the CPU",
     ),

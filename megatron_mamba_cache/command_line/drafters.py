@@ -5,11 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..config import CacheConfig
-from ..mcore.model_shape import HybridModelShape
-from ..mcore.ranks import ranks_of_process
+from ..mcore.model_ranks import ranks_of_process
+from ..mcore.model_reading import model_shape_of
 from ..models.drafting.draft_model import DraftModelDrafter
 from ..speculation.drafter import Drafter
 from ..speculation.prompt_lookup import PromptLookupDrafter
+from ..state.model_shape import HybridModelShape
 from .default_settings import default_settings
 from .model_choice import ModelDirectory, ModelFormat
 from .ready_model import load_weights
@@ -44,5 +45,5 @@ def drafter_maker(
             f"{_FLAG} {directory.path}: it has a vocabulary of {model.vocab_size} tokens and the model one of "
             f"{vocab_size}; a draft model needs the same"
         )
-    shape = HybridModelShape.of(model, ranks_of_process())
+    shape = model_shape_of(model, ranks_of_process())
     return lambda: DraftModelDrafter(model, CacheConfig(**sizes(shape, model.max_sequence_length)))

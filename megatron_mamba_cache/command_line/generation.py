@@ -10,8 +10,8 @@ from tqdm import tqdm
 
 from ..build import TokenIdTokenizer
 from ..config import CacheConfig
-from ..mcore.model_shape import HybridModelShape
-from ..mcore.ranks import ranks_of_process
+from ..mcore.model_ranks import ranks_of_process
+from ..mcore.model_reading import model_shape_of
 from .arguments import cache_config
 from .comparison import comparison_lines, first_difference
 from .default_settings import default_settings
@@ -51,7 +51,7 @@ class Generation:
         self._replicas = replicas
         self._model = ready_model(directory, arguments.dtype, device)
         model = self._model.model
-        shape = HybridModelShape.of(model, ranks_of_process())
+        shape = model_shape_of(model, ranks_of_process())
         settings = default_settings(shape, model.max_sequence_length)
         self._config = config = cache_config(arguments, settings)
         self._drafter = drafter_maker(arguments, shape.vocab_size, self._model.dtype)

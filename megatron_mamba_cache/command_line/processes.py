@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from ..mcore.model_ranks import num_expert_ranks
 from ..mcore.process_groups import initialize_several_processes
-from ..mcore.ranks import num_expert_ranks
 from .launch import Launch, deal_lines
 from .prompts import PromptLine
 from .results import RunResult, together

@@ -11,8 +11,8 @@ import torch
 from .. import __version__
 from ..config import CacheConfig, given_settings
 from ..mcore.engine import MambaCacheEngine
-from ..mcore.model_shape import HybridModelShape
-from ..mcore.ranks import ranks_of_process
+from ..mcore.model_ranks import ranks_of_process
+from ..mcore.model_reading import model_shape_of
 from ..replicas.settings import RoutingSettings
 from ..server.access_log import AccessLog, write_line
 from ..server.app import Server, ServerSettings
@@ -21,6 +21,7 @@ from ..server.limits import ServerLimits
 from ..server.request_faults import RequestRules
 from ..server.running import DrainingServer
 from ..server.tenants import ApiKeys
+from ..state.model_shape import HybridModelShape
 from .arguments import cache_config
 from .card_settings import DRAFTER_SHARE, NUM_CUDA_GRAPHS, Card, card_settings
 from .default_settings import default_settings
@@ -43,7 +44,7 @@ class Serving:
     def __init__(self, arguments: Namespace, keys: ApiKeys, directory: ModelDirectory | None, device: str) -> None:
         self._model = ready_model(directory, arguments.dtype, device)
         model = self._model.model
-        shape = HybridModelShape.of(model, ranks_of_process())
+        shape = model_shape_of(model, ranks_of_process())
         self._drafter = drafter_maker(arguments, shape.vocab_size, self._model.dtype, self._draft_sizes)
         fills_card = device == "cuda" and directory is not None and not directory.is_shipped
         self._card = _card_of(model, arguments.memory_fraction) if fills_card else None

@@ -1,50 +1,97 @@
-"""The inference context: Megatron's interface over rows that live on the host and a cache of their prefixes.
+"""Megatron's inference context over a `StepRunner`: what its engine, its controller and its model call or read."""
 
-One step runs through it as: `admit` and `continue_prefill` (reserve) → `initialize_attention_state` (one buffer to the
-device) → the model's forward (write) → `commit_step` (publish prompts) → sampling, verification and align copies →
-`finish_step` (publish what was generated, advance, finish, preempt).
-`abort_step` takes the place of the last two when anything in between fails.
-"""
-
-from collections.abc import Container, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from megatron.core.inference.contexts.dynamic_context import (
+    BlockOverflowError,
+    ContextOverflowError,
+    DynamicInferenceContext,
+    RequestOverflowError,
+    TensorStateDeallocatedError,
+    TokenOverflowError,
+)
 from torch import Tensor
+from typing_extensions import override
 
 from ..config import CacheConfig
-from ..metrics import CacheCounters
+from ..errors import CacheIntegrityError
+from ..kernels.attention.kv_append import append_kv
+from ..metrics import CacheCounters, CacheSnapshot
 from ..policy.admission import Refusal
-from ..policy.block_growth import grow_rows, resume_rows
-from ..policy.boundaries import prefill_chunk_end
-from ..policy.requests import Candidate, KeptTokens, RequestSpec, RunningRequest
-from ..speculation.decode_schedule import schedule_decode, schedule_plain_decode
+from ..policy.prefix_cache import PrefixCache
+from ..policy.requests import Candidate, KeptTokens, RequestSpec, RunningRequest, StepTokens
+from ..ranks.agreement import CacheCapacity, agreed_settings, agreed_version
+from ..ranks.digest import digest_of
+from ..ranks.group import OneRank, Ranks
 from ..speculation.draft_planner import DraftPlanner, NoDrafts
-from ..speculation.row_progress import advance_plain_rows, advance_rows, note_hidden_states
+from ..state.mamba_slot_allocator import StateSlotAllocator
+from ..state.model_shape import HybridModelShape
+from ..state.state_pool import LayerStates
 from ..step.captured_step import EarlyStep, GraphsByShape
-from ..step.run_ahead import EarlySteps, QueueState, may_run_ahead
+from ..step.log_probs import followed_tokens, selected_log_probs
+from ..step.memory import CacheMemory, step_memory
+from ..step.runner import StepCounts, StepRunner
 from ..step.step import Step
-from .agreement import CacheCapacity, agreed_settings, agreed_version
-from .cache_memory import CacheMemory, step_memory
-from .direct_requests import DirectRequests
-from .host_tensors import ids_of
+from .kv_block_allocator import KVBlockAllocator
 from .megatron_settings import megatron_settings
-from .model_shape import HybridModelShape
-from .ranks import OneRank, Ranks
-from .row_reservations import RowReservations
+from .request_spec import spec_of, valid_spec_of
+
+_OVERFLOWS = {
+    Refusal.NO_ROW: RequestOverflowError,
+    Refusal.NO_TOKENS: TokenOverflowError,
+    Refusal.NO_BLOCKS: BlockOverflowError,
+}
+"""Megatron's error for a request that does not fit now, where it has one of its own."""
 
 
-class MambaCacheContext(DirectRequests):
-    """Megatron's dynamic context with prefix caching for hybrid models; `StepReader` is what the model sees of it.
+class RunnerCount:
+    """A count that Megatron's classes read of a context; its value is always the runner's.
 
-    The order, tokens, KV blocks and state slots of requests are kept on the host (`rows`); the device sees one packed
-    buffer a step. `rows` holds admitted requests, oldest admission first, paused ones included.
+    Megatron's constructor sets these attributes too; what it sets is ignored.
+
+    Args:
+        name: Field of `StepCounts`.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, context: "MambaCacheContext", owner: type | None = None) -> int:
+        count: int = getattr(context.counts, self._name)
+        return count
+
+    def __set__(self, context: "MambaCacheContext", value: int) -> None:
+        """Ignore the value."""
+
+
+class LiveSlots:
+    """Row index → live slot, under the name Megatron's metadata has."""
+
+    def __init__(self, rows: Sequence[RunningRequest]) -> None:
+        self.request_to_mamba_state_idx = [row.live_slot for row in rows]
+
+
+class MambaCacheContext(DynamicInferenceContext):
+    """Megatron's dynamic context with prefix caching for hybrid models.
+
+    Requests and steps are those of `runner`, which exists as long as the device memory does: not while the engine is
+    suspended. Beside the counts below, Megatron's classes set `chunked_prefill_request_id`,
+    `has_explicit_chunked_prefill_req`, `is_tensor_state_allocated`, `block_allocator` and sizes that never change.
 
     Raises:
         CacheCapacityError: If there is not enough memory.
         ValueError: If the settings do not fit the model or give too little memory.
     """
+
+    total_request_count = RunnerCount("rows")
+    paused_request_count = RunnerCount("paused")
+    num_prefill_requests = RunnerCount("prefilling")
+    active_token_count = RunnerCount("tokens")
+    padded_active_token_count = RunnerCount("padded_tokens")
+    padded_active_request_count = RunnerCount("padded_rows")
 
     def __init__(
         self,
@@ -63,32 +110,49 @@ class MambaCacheContext(DirectRequests):
         self.cache_config = config
         self.shape = shape
         self.counters = CacheCounters()
+        self.digest = digest_of(self.ranks, config.rank_digest_steps)
         self.weights_version = config.weights_version
-        self.rows: list[RunningRequest] = []
-        self._memory: CacheMemory | None = None
-        self._step: Step | None = None
-        self._at_work: list[RunningRequest] = []  # the rows of the step that is being prepared or computed
         self.planner = planner or NoDrafts()
         self.scores_prompts = scores_prompts or not materialize_only_last_token_logits
-        self._graphs: GraphsByShape | None = None  # over the present memory
-        # Steps that depend on more than this context's rows, or are inspected, are never launched early.
-        lone = not config.rank_digest_steps and self.ranks.num_stages == 1 and not self.planner.reads_hidden_states
-        self._early_steps = EarlySteps(are_allowed=config.run_ahead and lone)
-        self._queue = QueueState()
+        self._runner: StepRunner | None = None
+        self._slot_allocator: StateSlotAllocator | None = None
         with step_memory(config):
             super().__init__(**megatron_settings(config, shape, only_last_logits=materialize_only_last_token_logits))
 
     # Memory.
 
+    @override
     def allocate_all_tensors(self, *, is_init: bool) -> None:
         """Allocate everything, at the start and after a suspend; do nothing if it is allocated."""
         if self.is_tensor_state_allocated:
             return
-        self._memory = CacheMemory(self, self.counters, self.weights_version, RowReservations(self))
-        self.block_allocator = self._memory.blocks
+        memory = CacheMemory(
+            self.cache_config,
+            self.shape,
+            self.capacity,
+            self.ranks,
+            max_blocks=self.max_kv_block_count,
+            counters=self.counters,
+            weights_version=self.weights_version,
+        )
+        self.block_allocator = KVBlockAllocator(
+            self, self.capacity.num_blocks, self.capacity.num_paused_blocks, pool=memory.blocks
+        )
+        self._runner = runner = StepRunner(
+            memory,
+            self.cache_config,
+            self.ranks,
+            self.planner,
+            self.digest,
+            self.counters,
+            vocab_size=self.shape.vocab_size,
+            only_last_logits=self.materialize_only_last_token_logits,
+        )
+        self._slot_allocator = StateSlotAllocator(self, memory.state_pool, memory.slots, memory.boundary_rule, runner)
         self.is_tensor_state_allocated = True
         self.reset()
 
+    @override
     def deallocate_all_tensors(self) -> None:
         """Drop all running requests and, unless its pools are resident, the cache and its memory."""
         if self.cache_config.resident_pools:
@@ -98,26 +162,17 @@ class MambaCacheContext(DirectRequests):
 
     def release_memory(self) -> None:
         """Drop all running requests, the cache, its memory, and the graphs over it."""
-        self._drop_early_step()
-        if self._memory is not None:
-            self.counters.states_evicted += self._memory.slots.num_evicted
-            self.counters.kv_blocks_evicted += self._memory.blocks.pool.num_evicted
-        self._forget(self.rows)
-        self.rows = []
-        self._step = self._graphs = None  # graphs read and write the memory that is freed
-        self._memory = None
+        if self._runner is not None:
+            self._runner.close()
+            self._slot_allocator = self._runner = None
         self.is_tensor_state_allocated = False
-        self._count_rows()
 
+    @override
     def reset(self) -> None:
         """Drop all running requests. What is cached stays: Megatron resets on idle and dummy steps too."""
-        self._drop(list(self.rows))
-        self._drop_early_step()
-        self._step = None
+        self.runner.reset()
         self.chunked_prefill_request_id = -1
         self.has_explicit_chunked_prefill_req = False
-        self.padded_active_token_count = self.padded_active_request_count = 0
-        self._count_rows()
 
     def flush(self, weights_version: str | None = None) -> None:
         """Make all cached prefixes unreachable, for instance because the weights changed; all ranks call it.
@@ -139,209 +194,304 @@ class MambaCacheContext(DirectRequests):
         if version != self.weights_version:
             self.flush(version)
 
-    # Admission.
+    # What is behind Megatron's interface.
+
+    @property
+    def runner(self) -> StepRunner:
+        """The runner over the device memory.
+
+        Raises:
+            TensorStateDeallocatedError: While the engine is suspended, and once it is closed.
+        """
+        if self._runner is None:
+            raise _no_memory()
+        return self._runner
+
+    @property
+    def counts(self) -> StepCounts:
+        """What the next step consists of; nothing while the engine is suspended."""
+        return StepCounts() if self._runner is None else self._runner.counts
+
+    @property
+    def rows(self) -> Sequence[RunningRequest]:
+        """Admitted requests, oldest admission first, paused ones included; none while the engine is suspended."""
+        return () if self._runner is None else self._runner.requests.rows
+
+    @property
+    def is_computing(self) -> bool:
+        """True when a step is laid out and has not landed."""
+        return self._runner is not None and self._runner.is_computing
+
+    @property
+    def early_step(self) -> EarlyStep | None:
+        """The next step, launched before it is scheduled; None if there is none."""
+        return None if self._runner is None else self._runner.early_step
+
+    @property
+    def graphs(self) -> GraphsByShape | None:
+        """The steps that are captured over the present memory."""
+        return None if self._runner is None else self._runner.graphs
+
+    @property
+    def memory(self) -> CacheMemory:
+        """The device memory; raises as `runner`."""
+        return self.runner.memory
+
+    @property
+    def cache(self) -> PrefixCache:
+        """The prefix cache over this context's blocks and slots."""
+        return self.runner.cache
+
+    @property
+    def step(self) -> Step:
+        """The step that is laid out and has not landed."""
+        return self.runner.step
+
+    @property
+    def mamba_slot_allocator(self) -> StateSlotAllocator:
+        """Cached states by KV block; raises as `runner`."""
+        if self._slot_allocator is None:
+            raise _no_memory()
+        return self._slot_allocator
+
+    @property
+    def max_blocks_of_a_request(self) -> int:
+        """KV blocks that one request can have at most; known while suspended too."""
+        return self.block_allocator.total_count - 1
 
     def candidate(self, spec: RequestSpec) -> Candidate:
         """Return a request ready for `admit`."""
         return self.cache.candidate(spec)
 
     def admit(self, candidate: Candidate, budget: int, age: int | None = None) -> RunningRequest | Refusal:
-        """Admit a request with its first prefill chunk in this step, or return why not.
+        """Admit a request to the next step; see `StepRunner.admit`."""
+        return self.runner.admit(candidate, budget, age)
 
-        Args:
-            budget: Tokens that this step may still compute.
-            age: See `PrefixCache.admit`.
+    def drop_rows(self, request_ids: Container[int]) -> None:
+        """Drop rows between steps; what they published stays findable. A suspended engine has none."""
+        if self._runner is not None:
+            self._runner.drop([row for row in self.rows if row.request_id in request_ids])
+
+    def note_change(self) -> None:
+        """Note that a request may now join the next step; see `StepRunner.note_change`."""
+        if self._runner is not None:
+            self._runner.note_change()
+
+    def snapshot(self) -> CacheSnapshot:
+        """Return counters and what every slot and block is used for."""
+        return self.runner.snapshot()
+
+    def check_integrity(self) -> None:
+        """Raise `CacheIntegrityError` unless rows, blocks and slots agree."""
+        self.runner.requests.check_integrity()
+
+    # Megatron's calls, for callers without an engine: one request at a time, one token a row.
+
+    @override
+    def add_request(self, req: Any, chunk_length: int | None = None) -> None:
+        """Admit a Megatron request, its sampling parameters complete; `chunk_length` limits its first prefill chunk.
+
+        Raises:
+            ValueError: If the request can never run, or its id is in use.
+            ContextOverflowError: If the request does not fit now; of the subclass that says why, where there is one.
         """
-        self._early_steps.refuse_rows()
-        if len(self.rows) >= self.max_requests:
-            return Refusal.NO_ROW
-        plan = self.cache.plan(candidate, budget)
-        if isinstance(plan, Refusal):
-            self.counters.admissions_deferred += plan is Refusal.WAITS_FOR_PREFIX
-            return plan
-        row = self.cache.admit(candidate, plan, age)
-        self.rows.append(row)
-        self._count_rows()
-        return row
-
-    def continue_prefill(self, row: RunningRequest, budget: int) -> None:
-        """Schedule the next prefill chunk of a row that is already admitted."""
-        self._early_steps.refuse_rows()
-        rules = self.cache.rules
-        chunk_end = prefill_chunk_end(
-            start=row.computed,
-            prompt_len=row.spec.prompt_len,
-            budget=budget,
-            block_size=self.block_size_tokens,
-            align=rules.align_prefill_chunks,
+        if not self.is_tensor_state_allocated:
+            raise TensorStateDeallocatedError(req.request_id)
+        if any(row.request_id == req.request_id for row in self.rows):
+            raise ValueError(f"request id {req.request_id} is in use; give each request an id of its own")
+        spec = valid_spec_of(
+            req,
+            self.cache_config,
+            self.shape.vocab_size,
+            self.max_blocks_of_a_request,
+            self.materialize_only_last_token_logits,
         )
-        self.cache.schedule_chunk(row, chunk_end)
-        self._count_rows()
+        budget = self.runner.requests.budget if chunk_length is None else chunk_length
+        outcome = self.admit(self.candidate(spec), budget)
+        if isinstance(outcome, Refusal):
+            raise _OVERFLOWS.get(outcome, ContextOverflowError)(req.request_id, outcome.value)
 
-    # One step.
+    @override
+    def check_availability(self, req: Any) -> tuple[bool, bool, bool]:
+        """Return whether there are a row, tokens in the step and KV blocks for a Megatron request."""
+        plan = self.cache.plan(self.candidate(spec_of(req)), self.runner.requests.budget)
+        has_row = len(self.rows) < self.max_requests and not self.paused_request_count
+        return has_row, plan is not Refusal.NO_TOKENS, plan is not Refusal.NO_BLOCKS
 
-    def initialize_attention_state(self, *, construct_graph_dimensions: Any = None) -> None:
-        """Schedule the decode rows and their drafts, and lay the step out."""
-        if construct_graph_dimensions is not None:
-            raise NotImplementedError("Megatron's own CUDA graphs are not used; set CacheConfig.num_cuda_graphs")
-        early = self.early_step
-        if early is not None and early.is_of(self.rows):
-            self._at_work, distributions = list(self.rows), schedule_plain_decode(self.rows)
-        else:
-            decoding = [row for row in self.rows if not row.is_paused and not row.is_prefilling]
-            self._at_work = [*decoding, *(row for row in self.rows if row.is_prefilling and row.scheduled)]
-            budget = self.max_tokens - self.active_token_count
-            distributions = schedule_decode(decoding, self.cache, self.planner, budget, self.ranks.all_hold)
-        graph = self._early_steps.take()
-        if graph is None and self._graphs is not None:
-            graph = self._graphs.fitting(self._at_work)
-        if graph is None:
-            self.lay_out(self._at_work, distributions)
-        else:
-            self.lay_out_graph(graph, self._at_work, distributions)
-
-    def commit_step(self) -> None:
-        """Publish what the forward wrote for prompts; call it once the forward is launched."""
-        self.mamba_slot_allocator.commit_intermediate_states()
-
-    def finish_step(self, kept: Sequence[KeptTokens]) -> Mapping[str, Tensor | None]:
-        """Advance the step's rows by what was computed and kept; finished rows leave, others may pause.
+    @override
+    def update_requests(self, active_requests_mask: Tensor | Sequence[int], new_tokens: Tensor | Sequence[int]) -> Any:
+        """Land a step of one token a row; see `StepRunner.land`.
 
         Args:
-            kept: Each row's kept tokens, in order; at least one for a row that decodes.
+            active_requests_mask: [rows] 0 where the request ends with its new token.
+            new_tokens: [rows] sampled tokens; that of a row in mid-prefill is ignored.
 
         Returns:
             A dict of `newly_paused_request_ids` and `evict_request_ids`, int64 CPU tensors or None.
         """
-        rows = self.step.rows
-        if self.early_step is not None:
-            ended = [row for row, new in zip(rows, kept, strict=True) if new.ends]
-            return self.finish_plain_step([new.tokens[-1] for new in kept], ended)
-        if self.planner.reads_hidden_states:
-            note_hidden_states(rows, kept, self.step.batch.logits.starts, self.step.wanted_outputs, self.planner)
-        advance_rows(rows, kept, self.cache, self.planner)
-        self._drop([row for row, new in zip(rows, kept, strict=True) if new.ends])
-        outcome = grow_rows(self.rows, self.cache, self.block_allocator.paused_count)
-        self.rows = [row for row in self.rows if row not in outcome.evicted]
-        self._forget(outcome.evicted)
-        self.memory.settle(outcome.paused)
-        self._step, self._at_work = None, []
-        self.counters.requests_paused += len(outcome.paused)
-        self.counters.requests_evicted += len(outcome.evicted)
-        self._count_rows()
+        entries = zip(self.step.rows, _ints(active_requests_mask), _ints(new_tokens), strict=True)
+        kept = [
+            KeptTokens((token,), ends=not continues) if row.samples_this_step else KeptTokens()
+            for row, continues, token in entries
+        ]
+        held_back = self.runner.land(StepTokens.of(kept))
         return {
-            "newly_paused_request_ids": ids_of(outcome.paused),
-            "evict_request_ids": ids_of(outcome.evicted),
+            "newly_paused_request_ids": ids_of(held_back.paused),
+            "evict_request_ids": ids_of(held_back.evicted),
         }
 
-    def launch_next(self, tokens: Sequence[int] | None = None) -> None:
-        """Launch the step after this greedy one if `may_run_ahead` allows it.
+    @override
+    def calculate_log_probs(
+        self, logits: Tensor, new_tokens: Tensor, only_last_token_logits: bool | None = False
+    ) -> tuple[list[list[float] | None], Tensor]:
+        """Return each row's log-probs of the tokens that follow, and all log-probs, in a step without drafts."""
+        tokens = zip(self.step.rows, new_tokens.tolist(), strict=True)
+        kept = [(token,) if row.samples_this_step else () for row, token in tokens]
+        places = followed_tokens(self.step.batch, kept, only_last=bool(only_last_token_logits))
+        log_probs = F.log_softmax(logits.squeeze(0).float(), dim=-1)
+        return selected_log_probs(places, log_probs), log_probs
 
-        Args:
-            tokens: [rows] new tokens of this step; None until they are read.
-        """
-        step, is_known = self.step, tokens is not None
-        if step.graph is not None and may_run_ahead(
-            step, len(self.rows), self._queue, self.planner, are_tokens_known=is_known
-        ):
-            self._early_steps.launch(step.graph, step.rows, tokens)
-        if tokens is not None:
-            self._early_steps.note_fed(tokens)
+    # The step, as the model and the controller read it.
 
-    def finish_plain_step(self, tokens: Sequence[int], ended: Sequence[RunningRequest] = ()) -> dict[str, None]:
-        """Do as `finish_step` when the next step runs already, fed with `tokens` [rows]: no row grows or pauses."""
-        self._early_steps.check_inputs(tokens)
-        advance_plain_rows(self.step.rows, tokens, self.cache.counters, self.planner)
-        self._step, self._at_work = None, []
-        if ended:
-            self._drop(ended)
-            self._count_rows()
-        return {"newly_paused_request_ids": None, "evict_request_ids": None}
+    @override
+    def initialize_attention_state(self, *, construct_graph_dimensions: Any = None) -> None:
+        """Schedule the decode rows and their drafts, and lay the step out."""
+        if construct_graph_dimensions is not None:
+            raise NotImplementedError("Megatron's own CUDA graphs are not used; set CacheConfig.num_cuda_graphs")
+        self.runner.plan()
 
-    def abort_step(self) -> None:
-        """Return every reservation of a failed step and drop its rows, whose live states can no longer be trusted.
+    @override
+    def using_cuda_graph_this_step(self) -> bool:
+        """Return whether a graph computes the step that is laid out."""
+        return self.is_computing and self.step.graph is not None
 
-        Prefilled again from the tokens that its caller knows, each request continues where it was. An early step
-        that has not begun to land has not failed: its rows stay, and the next step lands it.
-        """
-        self._drop_between_steps([row for row in self.rows if row in self._at_work or row.scheduled])
-        torch.cuda.synchronize()  # no read-back orders writes to the next step's buffer after this step's copy
-        self._step, self._at_work = None, []
-        self.counters.steps_aborted += 1
-
-    def drop_rows(self, request_ids: Container[int]) -> None:
-        """Drop rows between steps; what they published stays findable."""
-        self._drop_between_steps([row for row in self.rows if row.request_id in request_ids])
-
-    # Early steps.
+    @override
+    def current_input_and_position_ids(self, *, num_warmup_tokens: int | None = None) -> tuple[Tensor, Tensor]:
+        """Return the step's token ids and positions, each [1, tokens] int64."""
+        batch = self.step.batch
+        return batch.token_ids.unsqueeze(0), batch.positions.unsqueeze(0)
 
     @property
-    def early_step(self) -> EarlyStep | None:
-        """The early step, launched and not landed; None if there is none."""
-        return self._early_steps.launched
-
-    def note_queue(self, *, has_waiting: bool) -> None:
-        """Note whether requests wait for a row to end."""
-        if has_waiting is not self._queue.has_waiting:
-            self._queue = replace(self._queue, has_waiting=has_waiting)
-
-    def note_scheduled(self, *, is_settled: bool) -> None:
-        """Note whether the scheduler found no request that can join the next step."""
-        if is_settled is not self._queue.is_settled:
-            self._queue = replace(self._queue, is_settled=is_settled)
-
-    def note_change(self) -> None:
-        """Note that a request may now join the next step: one has come or left, or its step is booked by hand."""
-        self.note_scheduled(is_settled=False)
-
-    # Captured graphs.
+    def token_to_pos_ids(self) -> Tensor:
+        """Each token's position, [tokens] int64."""
+        return self.step.batch.positions
 
     @property
-    def graphs(self) -> GraphsByShape | None:
-        """The steps that are captured over the present memory."""
-        return self._graphs
+    def token_to_position_in_request(self) -> Tensor:
+        """The same as `token_to_pos_ids`."""
+        return self.step.batch.positions
 
-    def drop_graphs(self) -> None:
-        """Free all graphs; the results of an early step that one of them computes are copied first."""
-        self._early_steps.leave_graph()
-        self._graphs = None
+    def layer_states(self, layer_number: int) -> LayerStates:
+        """Return the state pool of a Mamba layer, numbered from 1 over this rank's layers."""
+        return self.memory.state_pool.layer(self.layer_map[layer_number - 1])
 
-    def adopt_graphs(self, graphs: GraphsByShape | None) -> None:
-        """Compute steps with these graphs, captured over the present memory; None for no graphs."""
-        self._graphs = graphs
+    @override
+    def mamba_states_cache(self, layer_number: int) -> tuple[Tensor, Tensor]:
+        """Return conv windows and SSM states of a layer over all slots; see `LayerStates` for their shapes."""
+        states = self.layer_states(layer_number)
+        return states.conv, states.ssm
 
-    def check_integrity(self) -> None:
-        """Raise `CacheIntegrityError` unless rows, blocks and slots agree."""
-        self.cache.check_integrity(self.rows)
+    @override
+    def append_key_value_cache(self, layer_number: int, key: Tensor, value: Tensor) -> None:
+        """Write the step's keys and values, [tokens, 1, kv heads, head dim], into their blocks."""
+        key_cache, value_cache, _ = self.key_value_cache(layer_number)
+        batch = self.step.batch
+        num_tokens = batch.num_tokens
+        append_kv(
+            key.squeeze(1)[:num_tokens],
+            value.squeeze(1)[:num_tokens],
+            key_cache,
+            value_cache,
+            batch.token_blocks,
+            batch.token_offsets,
+        )
 
-    def _drop_between_steps(self, rows: Sequence[RunningRequest]) -> None:
-        self.note_change()
-        self._drop(rows)
-        if self.rows:
-            resume_rows(self.rows, self.cache)
-        self._count_rows()
+    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        """Attend the step's query tokens to the KV blocks of a layer; see `paged_attention_ref`."""
+        return self.step.attend(q, k_cache, v_cache)
 
-    def _drop(self, rows: Sequence[RunningRequest]) -> None:
-        for row in rows:
-            self.cache.release(row)
-            self.rows.remove(row)
-        self._forget(rows)
-        if not self.rows:
-            self._drop_early_step()
+    @override
+    def key_value_cache(self, layer_number: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return a layer's key blocks, value blocks and the step's block table."""
+        layer, buffer = self.layer_map[layer_number - 1], self.memory.kv_buffer
+        return buffer[0, layer], buffer[1, layer], self.step.batch.attention.block_table
 
-    def _drop_early_step(self) -> None:
-        self.note_change()
-        self._early_steps.drop()
+    @override
+    def cu_query_lengths(self) -> tuple[Tensor, int]:
+        """Return cumulative query lengths and the longest."""
+        attention = self.step.batch.attention
+        return attention.cu_query, max(attention.query_lens)
 
-    def _forget(self, rows: Sequence[RunningRequest]) -> None:
-        for row in rows:
-            self.planner.forget(row.request_id)
+    @override
+    def cu_kv_lengths(self) -> tuple[Tensor, Tensor, int]:
+        """Return cumulative KV lengths, KV lengths and the longest."""
+        attention = self.step.batch.attention
+        cumulative = torch.nn.functional.pad(attention.kv_lengths.cumsum(0, dtype=torch.int32), (1, 0))
+        return cumulative, attention.kv_lengths, max(attention.kv_lens)
 
-    def _count_rows(self) -> None:
-        """Set the counts that Megatron's engine and controller read; rows that skip the step count as paused."""
-        scheduled = [row.scheduled for row in self.rows if row.is_prefilling]
-        num_decoding = sum(not row.is_paused for row in self.rows if not row.is_prefilling)
-        self.total_request_count = len(self.rows)
-        self.num_prefill_requests = sum(num_tokens > 0 for num_tokens in scheduled)
-        self.paused_request_count = self.total_request_count - self.num_prefill_requests - num_decoding
-        self.active_token_count = num_decoding + sum(scheduled)
+    @override
+    def last_token_logits(self, logits: Tensor) -> Tensor:
+        """Return the logits or hidden states that are wanted, [logits, n]; see `Step.select_outputs`."""
+        return self.step.select_outputs(logits, are_hidden_states=self.materialize_only_last_token_logits)
+
+    # The memory and what it is used for, under Megatron's names.
+
+    @override
+    def get_kvcache_utilization_stats(self) -> dict[str, float]:
+        """Return what Megatron logs: the use of KV blocks, and how many requests and tokens there are."""
+        return {
+            **self.block_allocator.utilization(),
+            "active_request_count": self.get_active_request_count(),
+            "paused_request_count": self.paused_request_count,
+            "active_token_count": self.active_token_count,
+            "total_request_count": self.total_request_count,
+            "max_requests": self.max_requests,
+        }
+
+    @property
+    def memory_buffer(self) -> Tensor:
+        """KV blocks: [2, layers, blocks, block size, kv heads, head dim]."""
+        return self.memory.kv_buffer
+
+    @property
+    def mamba_conv_states(self) -> Tensor:
+        """Conv windows of all slots: [layers, slots, window, conv dim]."""
+        return self.memory.state_pool.conv
+
+    @property
+    def mamba_ssm_states(self) -> Tensor:
+        """SSM states of all slots: [layers, slots, heads, d_state, head dim]."""
+        return self.memory.state_pool.ssm
+
+    @property
+    def mamba_metadata(self) -> LiveSlots:
+        """The live slot of each row of `rows`; between steps, draft windows are settled into it first.
+
+        Raises:
+            CacheIntegrityError: If the next step runs already, so that live states are a token ahead of their rows.
+        """
+        if self.runner.early_step is not None:
+            raise CacheIntegrityError(
+                "the next step runs already, and live states with it; set CacheConfig(run_ahead=False) to look at them"
+            )
+        self.memory.settle([row for row in self.rows if not row.scheduled])
+        return LiveSlots(self.rows)
+
+    @property
+    def request_to_kv_block_ids(self) -> list[list[int]]:
+        """The KV blocks of each row of `rows`."""
+        return [list(row.block_ids) for row in self.rows]
+
+
+def _no_memory() -> TensorStateDeallocatedError:
+    return TensorStateDeallocatedError(None, "the engine is suspended, resume it first; or it is closed, build another")
+
+
+def ids_of(rows: Sequence[RunningRequest]) -> Tensor | None:
+    """Return the request ids of rows, [rows] int64; None if there are none."""
+    return torch.tensor([row.request_id for row in rows], dtype=torch.int64) if rows else None
+
+
+def _ints(values: Tensor | Sequence[int]) -> list[int]:
+    """Return a tensor or a sequence of numbers as a list."""
+    return values.tolist() if isinstance(values, Tensor) else [int(value) for value in values]

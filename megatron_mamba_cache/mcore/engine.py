@@ -10,18 +10,24 @@ from megatron.core.inference.engines.dynamic_engine import RequestEntry
 from megatron.core.inference.inference_request import DynamicInferenceRequestRecord, Status
 from megatron.core.inference.sampling_params import SamplingParams
 
+from ..policy.hit_rate_hint import HitRateHint
 from ..policy.requests import Candidate, RequestSpec
+from ..policy.scheduler import StepScheduler
 from .context import MambaCacheContext
 from .controller import MambaCacheController
 from .engine_loop import EngineLoop
 from .failed_steps import FailedSteps, refusal_reason
 from .generated_tokens import append_tokens, is_reported
-from .hit_rate_hint import HitRateHint
-from .plain_prompt import plain_prompt
-from .prompt_log_probs import scoring_allowed
-from .request_spec import check_identity, contradiction_in, fault_of, other_ends, spec_of
+from .request_spec import (
+    check_identity,
+    contradiction_in,
+    fault_of,
+    other_ends,
+    plain_prompt,
+    scoring_allowed,
+    spec_of,
+)
 from .request_states import DraftCounts, RequestStates, complete_parts
-from .scheduler import StepScheduler
 from .step_clock import WallClockEvent
 from .step_report import StepReport
 from .suspendable_engine import SuspendableEngine
@@ -36,7 +42,7 @@ class MambaCacheEngine(SuspendableEngine):
     """
 
     def __init__(self, controller: MambaCacheController, context: MambaCacheContext, random_seed: int = 0) -> None:
-        self.scheduler = StepScheduler(context)
+        self.scheduler = StepScheduler()
         self._runs_in = EngineLoop()
         self._states = RequestStates(random_seed)
         self._failed_steps = FailedSteps()
@@ -135,14 +141,15 @@ class MambaCacheEngine(SuspendableEngine):
 
     def schedule_waiting_requests(self) -> None:
         """Schedule the next step, in place of Megatron's two schedulers; an early step stays as it is."""
-        self.context.note_queue(has_waiting=bool(self.waiting_request_ids))
+        runner = self.context.runner
+        runner.note_queue(has_waiting=bool(self.waiting_request_ids))
         if self.context.early_step is not None:
             return
         scheduled = self.scheduler.fill_step(
-            self._admissible(), self._candidate_of, lambda request_id: self._states[request_id].age
+            runner.requests, self._admissible(), self._candidate_of, lambda request_id: self._states[request_id].age
         )
         self.context.chunked_prefill_request_id = scheduled.unfinished_prefill_id
-        self.context.note_scheduled(is_settled=not scheduled.admitted and not self._failed_steps)
+        runner.note_scheduled(is_settled=not scheduled.admitted and not self._failed_steps)
         for row in scheduled.admitted:
             state = self._states[row.request_id]
             state.admit(row.computed, row.age)
@@ -153,14 +160,15 @@ class MambaCacheEngine(SuspendableEngine):
 
     async def async_forward(self) -> Any:
         """Run one step; if it raises, return what it reserved and queue its requests again."""
-        was_launched, before_ended = self.context.early_step is not None, self._step_ended
+        was_launched = self.context.early_step is not None
+        before_ended = self._step_ended
         try:
             result, state, seconds, number = await super().async_forward()
             self._step_ended = time.perf_counter()
             return result, state, self._step_ended - before_ended if was_launched else seconds, number
         except BaseException as error:
             if not self.is_suspended:
-                self.context.abort_step()
+                self.context.runner.drop_failed_step()
                 self._recover(error)
             raise
 
@@ -239,7 +247,7 @@ class MambaCacheEngine(SuspendableEngine):
             and not (request_id in rows and is_reported(rows[request_id], entry.record[-1]))
         ]
         self._send_back(astray)
-        in_hand, self.scheduler.in_hand = self.scheduler.in_hand, None
+        in_hand = self.scheduler.take_in_hand()
         if not isinstance(error, Exception):  # the caller stops; no request is to blame
             return
         refused = self._failed_steps.count(astray if in_hand is None else [in_hand])

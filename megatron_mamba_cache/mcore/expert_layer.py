@@ -10,7 +10,7 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
 from torch import Tensor
 
-from .ranks import num_expert_ranks
+from .model_ranks import num_expert_ranks
 
 
 class UnevenAllGatherDispatcher(MoEAllGatherTokenDispatcher):

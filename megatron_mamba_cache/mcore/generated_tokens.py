@@ -8,7 +8,7 @@ from megatron.core.inference.inference_request import Status
 from torch import Tensor
 
 from ..policy.requests import RunningRequest
-from .prompt_log_probs import named_alternatives
+from ..step.prompt_log_probs import named_alternatives
 from .request_states import DraftCounts, RequestState
 
 _BY_TOKEN = ("generated_tokens", "tpot", "generated_log_probs", "generated_top_n_logprobs")

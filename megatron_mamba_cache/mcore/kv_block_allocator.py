@@ -25,6 +25,7 @@ class KVBlockAllocator(BlockAllocator):
         on_evict: Called with each block that leaves, before it is used again.
         block_size: Tokens a block.
         worth: What a cached block is worth; the lowest is evicted first.
+        pool: The pool of an engine, with `total_count` - 1 blocks; None makes one from the arguments before.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class KVBlockAllocator(BlockAllocator):
         *,
         block_size: int = 1,
         worth: Worth = lru_worth,
+        pool: KVBlockPool | None = None,
     ) -> None:
         # Megatron's constructor would fill a device tensor with free block ids; the pool keeps them on the host.
         self.context = context
@@ -48,7 +50,7 @@ class KVBlockAllocator(BlockAllocator):
                 f"{total_count} KV blocks, one of them a dummy and {paused_count} for paused requests, leave none to "
                 "run on; raise --inference-dynamic-batching-buffer-size-gb or lower paused_buffer_size_gb"
             )
-        self.pool = KVBlockPool(total_count - 1, worth, on_evict, block_size=block_size)
+        self.pool = pool or KVBlockPool(total_count - 1, worth, on_evict, block_size=block_size)
         self._lent: Counter[BlockId] = Counter()
 
     @property
@@ -65,6 +67,18 @@ class KVBlockAllocator(BlockAllocator):
     def get_paused_used(self) -> int:
         """Return the distinct blocks of paused rows."""
         return len({block for row in self.context.rows if row.is_paused for block in row.block_ids})
+
+    def utilization(self) -> dict[str, float]:
+        """Return the counts and shares of blocks in use, under the names Megatron logs them by."""
+        total, active = max(self.total_count - 1, 1), self.get_active_used()
+        return {
+            "total_blocks": total,
+            "allocated_blocks": total - self.total_avail,
+            "active_unique_blocks": active,
+            "allocated_utilization": (total - self.total_avail) / total,
+            "active_utilization": active / total,
+            "block_count_avail": self.total_avail,
+        }
 
     def allocate_memory_blocks(self, num_blocks: int) -> Tensor | None:
         """Return [num_blocks] int32 block ids on the device, evicting if needed; None if there are too few."""
@@ -87,5 +101,4 @@ class KVBlockAllocator(BlockAllocator):
 
     def count_by_kind(self) -> dict[str, int]:
         """Return how many blocks are free, cached and in use; the dummy is not counted."""
-        pool = self.pool
-        return {"free": pool.num_free, "cached": pool.num_cached, "in_use": pool.num_referenced}
+        return self.pool.count_by_kind()

@@ -6,7 +6,7 @@ from megatron.core.inference.contexts.attention_context.mamba_metadata import Ma
 from megatron.core.ssm.mamba_hybrid_layer_allocation import Symbols
 
 from ..config import CacheConfig
-from .model_shape import HybridModelShape
+from ..state.model_shape import HybridModelShape
 
 
 def megatron_settings(config: CacheConfig, shape: HybridModelShape, *, only_last_logits: bool) -> dict[str, Any]:

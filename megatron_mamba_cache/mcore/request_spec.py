@@ -1,11 +1,14 @@
 """Turn Megatron's request into what the cache needs to know, and say what is wrong with a bad one."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from numbers import Integral
 from types import NoneType
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from ..config import CacheConfig, is_encodable
 from ..policy.requests import LogProbSettings, RequestSpec, SamplingSettings
@@ -159,3 +162,34 @@ def other_ends(sampling: Any, tokenizer: Any) -> list[list[int]]:
     """Return, as stop words, what ends a request besides its tokenizer's `eod`; none if it sets `termination_id`."""
     end_ids = getattr(tokenizer, "other_end_ids", ()) if sampling.termination_id is None else ()
     return [[end_id] for end_id in end_ids]
+
+
+def plain_prompt(prompt: Any) -> str | list[int]:
+    """Return text as it is, and token ids in any sequence, array or tensor as a list.
+
+    Raises:
+        TypeError: If it is neither.
+        ValueError: If an entry is not a 64-bit integer; the message names it and its place.
+    """
+    if isinstance(prompt, str):
+        return prompt
+    tokens = prompt.tolist() if isinstance(prompt, Tensor | np.ndarray) else prompt
+    try:
+        tokens = list(tokens)
+    except TypeError:
+        raise TypeError(f"a prompt is text or a sequence of token ids, found {prompt!r:.100}") from None
+    for place, token in enumerate(tokens):
+        is_integer = isinstance(token, int | np.integer) and not isinstance(token, bool)
+        if not (is_integer and -(2**63) <= token < 2**63):
+            raise ValueError(f"token {place} of the prompt is {token!r:.100}; token ids are integers of 64 bits")
+    return [int(token) for token in tokens]
+
+
+@contextmanager
+def scoring_allowed(sampling: Any) -> Iterator[None]:
+    """Let the block add a request whose prompt is scored, although Megatron asserts that all logits exist."""
+    skips, sampling.skip_prompt_log_probs = sampling.skip_prompt_log_probs, True
+    try:
+        yield
+    finally:
+        sampling.skip_prompt_log_probs = skips

@@ -1,19 +1,24 @@
 """A model that runs over a `MambaCacheContext`: what it must be, and Megatron's wrapper around both."""
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from megatron.core.inference.model_inference_wrappers.gpt.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron.core.inference.model_inference_wrappers.inference_wrapper_config import InferenceWrapperConfig
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.mamba import MambaModel
 from torch import Tensor
 
 from ..kernels.compilation import WATCH
+from ..ranks.group import Ranks, on_all_ranks
+from ..state.model_shape import HybridModelShape
+from ..step.weight_places import WeightPlaces
 from .context import MambaCacheContext
 from .expert_layer import check_expert_layers
-from .model_shape import HybridModelShape
+from .model_reading import model_shape_of
 from .pipeline_stage import PipelineStage, Stage, WholeModel
-from .ranks import Ranks, on_all_ranks
 
 
 class HybridInferenceWrapper(GPTInferenceWrapper):
@@ -28,9 +33,33 @@ class HybridInferenceWrapper(GPTInferenceWrapper):
         """Return the last stage's logits, [1, n, vocab]; on another, the hidden states [tokens, 1, hidden] it sent."""
         num_tokens = inference_input["tokens"].shape[1]
         self.stage.receive(num_tokens)
-        output = self.compute_part(inference_input)
+        output = self._compute(inference_input)
         self.stage.send(output)
         return output
+
+    def compute_step(self) -> Tensor:
+        """See `StepModel`."""
+        return self.run_one_forward_step(self._inputs())
+
+    def compute_part(self) -> Tensor:
+        """See `StepModel`."""
+        return self._compute(self._inputs())
+
+    def receive(self, num_tokens: int) -> None:
+        """See `StepModel`."""
+        self.stage.receive(num_tokens)
+
+    def send(self, output: Tensor) -> None:
+        """See `StepModel`."""
+        self.stage.send(output)
+
+    def weight_places(self) -> WeightPlaces:
+        """See `StepModel`."""
+        return WeightPlaces.of(self.model)
+
+    def tables_read(self) -> AbstractContextManager[list[Tensor]]:
+        """See `StepModel`."""
+        return _rotary_tables_of(self.model)
 
     def logits_of(self, hidden_states: Tensor) -> Tensor:
         """Return the logits, [n, vocab], of the last layer's outputs, [n, hidden]; on the last stage only."""
@@ -40,11 +69,14 @@ class HybridInferenceWrapper(GPTInferenceWrapper):
         found: Tensor = logits.squeeze(1)
         return found
 
-    def compute_part(self, inference_input: dict[str, Any]) -> Tensor:
-        """Compute this stage's layers over what was received; the rest as `run_one_forward_step`."""
+    def _compute(self, inference_input: dict[str, Any]) -> Tensor:
         self.stage.place_input(inference_input["tokens"].shape[1])
         output: Tensor = self._forward(inference_input)
         return output
+
+    def _inputs(self) -> dict[str, Any]:
+        token_ids, positions = self.inference_context.current_input_and_position_ids()
+        return {"tokens": token_ids, "position_ids": positions, "attention_mask": None}
 
 
 def check_served(model: Any, ranks: Ranks) -> HybridModelShape:
@@ -58,7 +90,7 @@ def check_served(model: Any, ranks: Ranks) -> HybridModelShape:
     Either is raised on all ranks, even if only one rank's part cannot be served.
     """
     on_all_ranks(ranks, lambda: _check_part(model, ranks.num_stages))
-    return HybridModelShape.of(model, ranks)
+    return model_shape_of(model, ranks)
 
 
 def _check_part(model: Any, num_stages: int) -> None:
@@ -99,19 +131,21 @@ def wrap_model(model: Any, context: MambaCacheContext) -> HybridInferenceWrapper
     return wrapper
 
 
-def compute_step(model: HybridInferenceWrapper, context: MambaCacheContext) -> Tensor:
-    """Run a wrapped model's forward over the step that its context has laid out; return the logits, [1, n, vocab].
+@contextmanager
+def _rotary_tables_of(model: Any) -> Iterator[list[Tensor]]:
+    """Collect the rotary tables that forwards in the block read.
 
-    Stages other than the last return their hidden states, [tokens, 1, hidden].
+    Megatron keeps the last 32 tables of all models and frees the others: forwards over other lengths, as in training,
+    would free one that a graph reads.
     """
-    return model.run_one_forward_step(_inputs(context))
-
-
-def compute_part(model: HybridInferenceWrapper, context: MambaCacheContext) -> Tensor:
-    """Compute what `compute_step` does, without its transfers from and to other stages."""
-    return model.compute_part(_inputs(context))
-
-
-def _inputs(context: MambaCacheContext) -> dict[str, Any]:
-    token_ids, positions = context.current_input_and_position_ids()
-    return {"tokens": token_ids, "position_ids": positions, "attention_mask": None}
+    tables: list[Tensor] = []
+    handles = [
+        module.register_forward_hook(lambda _module, _inputs, table: tables.append(table))
+        for module in model.modules()
+        if isinstance(module, RotaryEmbedding)
+    ]
+    try:
+        yield tables
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -9,13 +9,12 @@ from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngin
 from megatron.core.utils import get_asyncio_loop, trace_async_exceptions
 
 from ..kernels.compilation import Compilations
+from ..step.graphs import capture_graphs
+from ..step.warmup import warm_up
 from .context import MambaCacheContext
 from .controller import MambaCacheController
-from .cuda_graphs import capture_graphs
 from .engine_loop import EngineLoop
 from .request_states import RequestStates, begin_next_part
-from .warmup import warm_up
-from .weight_places import WeightPlaces
 
 _LOG = logging.getLogger(__name__)
 
@@ -36,12 +35,14 @@ class SuspendableEngine(DynamicInferenceEngine):
 
         Nothing else changes: no request, state, block, counter or random number. On a CPU it does nothing.
         """
-        return warm_up(self.controller.inference_wrapped_model, self.context)
+        return warm_up(self.controller.inference_wrapped_model, self.context.runner)
 
     def create_cuda_graphs(self, reset_context: bool = True) -> None:
         """Capture the steps that the settings ask for: at the start, and after a resume unless the graphs were kept."""
-        self.context.drop_graphs()  # first: their memory serves the new ones
-        self.context.adopt_graphs(capture_graphs(self.controller.inference_wrapped_model, self.context))
+        context, runner = self.context, self.context.runner
+        runner.drop_graphs()  # first: their memory serves the new ones
+        model = self.controller.inference_wrapped_model
+        runner.adopt_graphs(capture_graphs(model, runner, context.cache_config, context.shape))
 
     def flush(self, weights_version: str | None = None) -> None:
         """Make all cached prefixes unreachable; see `MambaCacheContext.flush`.
@@ -142,11 +143,10 @@ class SuspendableEngine(DynamicInferenceEngine):
 
     def _recapture_if_moved(self) -> None:
         """Capture again if on any rank weights have moved from where the graphs read them."""
-        context = self.context
-        change = None
-        if context.graphs is not None:
-            change = context.graphs.weights.first_change(WeightPlaces.of(self.controller.inference_wrapped_model.model))
-        changes = context.ranks.gather(change)
+        graphs, change = self.context.runner.graphs, None
+        if graphs is not None:
+            change = graphs.weights.first_change(self.controller.inference_wrapped_model.weight_places())
+        changes = self.context.ranks.gather(change)
         reasons = [f"on rank {rank} of the model, {found}" for rank, found in enumerate(changes) if found is not None]
         if reasons:
             advice = "weights that are loaded in place, with copy_, keep the graphs"

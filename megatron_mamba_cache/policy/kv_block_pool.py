@@ -77,6 +77,10 @@ class KVBlockPool:
         """Blocks evicted to make room since the pool was made; flushed ones do not count."""
         return self._num_evicted
 
+    def count_by_kind(self) -> dict[str, int]:
+        """Return how many blocks are free, cached and in use."""
+        return {"free": self.num_free, "cached": self.num_cached, "in_use": self.num_referenced}
+
     def num_refs(self, block: BlockId) -> int:
         """Return how many references are held on the block."""
         return self._refs[block]

@@ -114,6 +114,24 @@ class KeptTokens(NamedTuple):
     ends: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class StepTokens:
+    """What the rows of a step keep.
+
+    Args:
+        tokens: [rows] new tokens of each, in order: at least one for a row that decodes, none in mid-prefill.
+        ended: Indices of the rows that end with them.
+    """
+
+    tokens: Sequence[tuple[int, ...]]
+    ended: Sequence[int] = ()
+
+    @staticmethod
+    def of(kept: Sequence[KeptTokens]) -> "StepTokens":
+        """Collect what each row keeps."""
+        return StepTokens([new.tokens for new in kept], [index for index, new in enumerate(kept) if new.ends])
+
+
 @dataclass(slots=True, eq=False)
 class RunningRequest:
     """A request that holds KV blocks and a live state.

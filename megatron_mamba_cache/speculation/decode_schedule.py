@@ -49,7 +49,7 @@ def schedule_decode(
     return distributions
 
 
-def schedule_plain_decode(rows: Sequence[RunningRequest]) -> list[Tensor | None]:
+def schedule_one_token(rows: Sequence[RunningRequest]) -> list[Tensor | None]:
     """Schedule one token for each row, as in the step before: drafts are still paused and no boundary is within reach.
 
     Returns:

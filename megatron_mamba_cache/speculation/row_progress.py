@@ -1,4 +1,4 @@
-"""Advance the rows of a finished step: add the tokens they keep, publish them, and inform the planner."""
+"""Advance the rows of a step that lands: add the tokens they keep, publish them, and inform the planner."""
 
 from collections.abc import Sequence
 
@@ -6,13 +6,13 @@ from torch import Tensor
 
 from ..metrics import CacheCounters
 from ..policy.prefix_cache import PrefixCache
-from ..policy.requests import KeptTokens, RunningRequest
+from ..policy.requests import RunningRequest
 from .draft_planner import DraftPlanner, NoDrafts
 
 
 def note_hidden_states(
     rows: Sequence[RunningRequest],
-    kept: Sequence[KeptTokens],
+    kept: Sequence[tuple[int, ...]],
     starts: Sequence[int],
     hidden_states: Tensor,
     planner: DraftPlanner | NoDrafts,
@@ -24,16 +24,19 @@ def note_hidden_states(
         hidden_states: [logits, hidden].
     """
     for row, new, start in zip(rows, kept, starts, strict=False):
-        if new.tokens:
-            planner.note_hidden_state(row, hidden_states[start + len(new.tokens) - 1])
+        if new:
+            planner.note_hidden_state(row, hidden_states[start + len(new) - 1])
 
 
-def advance_plain_rows(
-    rows: Sequence[RunningRequest], tokens: Sequence[int], counters: CacheCounters, planner: DraftPlanner | NoDrafts
+def advance_one_token_rows(
+    rows: Sequence[RunningRequest],
+    kept: Sequence[tuple[int, ...]],
+    counters: CacheCounters,
+    planner: DraftPlanner | NoDrafts,
 ) -> None:
-    """Advance rows that decoded one token each without drafts, reach no boundary and continue; see `advance_rows`."""
-    for row, token in zip(rows, tokens, strict=True):
-        row.generated.append(token)
+    """Advance rows that decoded one token each without drafts and reach no boundary; see `advance_rows`."""
+    for row, new in zip(rows, kept, strict=True):
+        row.generated.extend(new)
         row.computed += 1
         row.scheduled = 0
     if planner.max_drafts:
@@ -44,19 +47,22 @@ def advance_plain_rows(
 
 
 def advance_rows(
-    rows: Sequence[RunningRequest], kept: Sequence[KeptTokens], cache: PrefixCache, planner: DraftPlanner | NoDrafts
+    rows: Sequence[RunningRequest],
+    kept: Sequence[tuple[int, ...]],
+    cache: PrefixCache,
+    planner: DraftPlanner | NoDrafts,
 ) -> None:
     """Advance the rows of a step by what they keep, and publish generated tokens; prompts are published already.
 
     Args:
-        kept: Each row's, in order; at least one token for a row that decodes.
+        kept: Each row's tokens, in order; at least one for a row that decodes.
     """
     for row, new in zip(rows, kept, strict=True):
-        row.generated.extend(new.tokens)
+        row.generated.extend(new)
         if row.is_prefilling:
             cache.advance(row, row.scheduled)
             continue
-        num_kept = len(new.tokens)
+        num_kept = len(new)
         cache.publish(row, num_kept)
         planner.note(row, len(row.drafts), num_kept - 1)
         cache.advance(row, num_kept)

@@ -191,7 +191,7 @@ class StateSlotAllocator:
         (None, None) if no boundary is reserved.
         """
         rows = [[item.offset for item in self._stored[index]] for index in sorted(self._stored)]
-        rows = rows or self._reservations.offsets()
+        rows = rows or self._reservations.boundary_offsets()
         if not any(rows):
             return None, None
         k = MAX_INTERMEDIATE_OFFSETS_PER_REQUEST
@@ -216,7 +216,7 @@ class StateSlotAllocator:
                     self.slots.publish(item.slot, item.block)
                 del stored[0]
         self._stored.clear()
-        self._reservations.commit()
+        self._reservations.publish_prompts()
 
     def reset(self) -> None:
         """Drop every cached state, hash and stored boundary; live slots stay."""

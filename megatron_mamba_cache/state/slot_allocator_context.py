@@ -45,21 +45,21 @@ class PromptRequest(Protocol):
 
 
 class StepReservations(Protocol):
-    """Boundaries that a scheduler itself reserved for the running step."""
+    """Boundaries that an engine itself reserved for the running step."""
 
-    def offsets(self) -> list[list[int]]:
+    def boundary_offsets(self) -> list[list[int]]:
         """Return, for each prefill row, its boundaries relative to the row's first token of this step."""
 
-    def commit(self) -> None:
-        """Publish what the step wrote."""
+    def publish_prompts(self) -> None:
+        """Publish what the step wrote for prompts."""
 
 
 class NoReservations:
-    """The null object without a scheduler: all reservations come through `compute_and_store_offsets`."""
+    """The null object without an engine: all reservations come through `compute_and_store_offsets`."""
 
-    def offsets(self) -> list[list[int]]:
+    def boundary_offsets(self) -> list[list[int]]:
         """Return no rows."""
         return []
 
-    def commit(self) -> None:
+    def publish_prompts(self) -> None:
         """Do nothing."""

@@ -1,13 +1,49 @@
 """Log-probabilities of the tokens that follow each computed token."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ..policy.requests import RunningRequest
+from ..policy.requests import RunningRequest, ScoredToken
 from .batch import StepBatch
+from .prompt_log_probs import whole_scores
+
+
+@dataclass(frozen=True, slots=True)
+class StepLogProbs:
+    """The log-probs that a step yields; None where no row wants any.
+
+    Args:
+        of_tokens: [rows] log-probs of the tokens that followed those computed; None for a row that wants none.
+        best: By row index, the best log-probs and their tokens in the place of each.
+        of_prompts: By row index, the scores of the prompts that the step completes.
+    """
+
+    of_tokens: Sequence[list[float] | None] | None = None
+    best: Mapping[int, list[tuple[Tensor, Tensor]]] | None = None
+    of_prompts: Mapping[int, list[ScoredToken]] | None = None
+
+
+NO_LOG_PROBS = StepLogProbs()
+
+
+def step_log_probs(step: StepBatch, kept: Sequence[Sequence[int]], logits: Tensor, *, only_last: bool) -> StepLogProbs:
+    """Return the log-probs that the rows of a step want; prompts are scored already where `only_last` is true.
+
+    Args:
+        logits: [n, vocab].
+        kept, only_last: See `followed_tokens`.
+    """
+    places = followed_tokens(step, kept, only_last=only_last)
+    log_probs = F.log_softmax(logits.float(), dim=-1)
+    return StepLogProbs(
+        of_tokens=selected_log_probs(places, log_probs),
+        best=top_n_log_probs(step, places, log_probs),
+        of_prompts=whole_scores(step.rows) if only_last else None,
+    )
 
 
 @dataclass(frozen=True, slots=True)

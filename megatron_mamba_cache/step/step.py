@@ -45,6 +45,11 @@ class Step:
         return self.batch.rows
 
     @property
+    def num_drafts(self) -> list[int]:
+        """[rows] drafts of each row that are verified."""
+        return [len(row.drafts) for row in self.batch.rows]
+
+    @property
     def num_prefill_rows(self) -> int:
         """Rows that compute prompt tokens."""
         return len(self.batch.rows) - self.batch.num_decode_rows
@@ -63,3 +68,14 @@ class Step:
     def is_greedy(self) -> bool:
         """True when every new token is the best one, and every draft is certain."""
         return self.batch.logits.all_greedy and all(drawn is None for drawn in self.draft_distributions)
+
+    def select_outputs(self, outputs: Tensor, *, are_hidden_states: bool = False) -> Tensor:
+        """Return, of the last layer's outputs or the logits, [1, tokens, n], those wanted: [logits, n].
+
+        These are each row's last token and, before it, the tokens that drafts follow. The step keeps them as
+        `wanted_outputs`, and all hidden states as `scored_hidden_states` where prompts are scored.
+        """
+        if are_hidden_states and any(row.scores_prompt for row in self.rows):
+            self.scored_hidden_states = outputs.squeeze(0)
+        self.wanted_outputs = outputs.squeeze(0).index_select(0, self.batch.logits.tokens)
+        return self.wanted_outputs

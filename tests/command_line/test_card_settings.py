@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from megatron_mamba_cache.command_line.card_settings import DRAFTER_SHARE, Card, card_settings
 from megatron_mamba_cache.command_line.usage_error import UsageError
 from megatron_mamba_cache.config import CacheConfig
-from megatron_mamba_cache.mcore.agreement import CacheCapacity
-from megatron_mamba_cache.mcore.model_shape import HybridModelShape
-from megatron_mamba_cache.mcore.ranks import OneRank
+from megatron_mamba_cache.ranks.agreement import CacheCapacity
+from megatron_mamba_cache.ranks.group import OneRank
+from megatron_mamba_cache.state.model_shape import HybridModelShape
 
 GIB = 2**30
 

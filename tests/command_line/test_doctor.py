@@ -42,7 +42,7 @@ def test_doctor_names_device_versions_and_kernels(capsys: pytest.CaptureFixture[
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.operation)
 def test_the_kernels_that_doctor_names_are_those_the_layers_use(kernel: KernelChoice) -> None:
-    layer = import_module(f"megatron_mamba_cache.mcore.{kernel.module}")
+    layer = import_module(f"megatron_mamba_cache.{kernel.module}")
     assert all(hasattr(layer, function) for function in kernel.functions)
 
 

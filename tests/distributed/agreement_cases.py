@@ -9,7 +9,9 @@ import torch.distributed as dist
 from megatron_mamba_cache import build_engine
 from megatron_mamba_cache.config import CacheConfig
 from megatron_mamba_cache.errors import CacheCapacityError, CacheIntegrityError
-from megatron_mamba_cache.mcore import cache_memory, model_shape
+from megatron_mamba_cache.mcore import model_reading
+from megatron_mamba_cache.step import memory as cache_memory
+from megatron_mamba_cache.step import runner as runner_module
 from tests.distributed.rank_models import Layout, parallel
 from tests.mcore import engine_runs
 from tests.mcore.engine_runs import EngineRun, cache_config, some_tokens, tiny_sizes
@@ -70,7 +72,7 @@ def error_of_one_rank(layout: Layout, fault: str) -> str:
 
 
 FAULTS_OF_ONE_RANK = {
-    "the part's modules": (model_shape, "_part_of", ValueError("planted")),
+    "the part's modules": (model_reading, "_part_of", ValueError("planted")),
     "attention": (cache_memory, "choose_attention", ValueError("planted")),
     "states": (cache_memory, "StatePool", RuntimeError("can't allocate memory")),
     "step buffers": (cache_memory, "StepBuffers", RuntimeError("can't allocate memory")),
@@ -116,13 +118,13 @@ def _part(run: EngineRun, how: str) -> None:
     if how == "another block":
         cache.kv._free[-1], cache.kv._free[-2] = cache.kv._free[-2], cache.kv._free[-1]
     elif how == "another token":
-        original = run.context.finish_step
+        original = runner_module.advance_rows
 
-        def finish(kept: list) -> dict:
-            run.context.finish_step = original
-            return original([type(new)(tuple(token ^ 1 for token in new.tokens), new.ends) for new in kept])
+        def advance(rows: list, kept: list, *settings: object) -> None:
+            runner_module.advance_rows = original
+            original(rows, [tuple(token ^ 1 for token in new) for new in kept], *settings)
 
-        run.context.finish_step = finish
+        runner_module.advance_rows = advance
     else:
         cache.slots.reserve()  # which nobody cancels
 
@@ -169,5 +171,5 @@ def _falsify_elsewhere(run: EngineRun) -> None:
     is_source = ranks.is_last_stage and ranks.index == ranks.num_ranks - ranks.num_ranks // ranks.num_stages
     if is_source:
         return
-    wanted = run.context.wanted_logits
-    run.context.wanted_logits = lambda logits: torch.roll(wanted(logits), 1, dims=-1)
+    wanted = run.context.runner.wanted_logits
+    run.context.runner.wanted_logits = lambda step, logits: torch.roll(wanted(step, logits), 1, dims=-1)

@@ -14,9 +14,10 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from torch import Tensor
 
-from megatron_mamba_cache.mcore.model_shape import HybridModelShape
-from megatron_mamba_cache.mcore.ranks import ranks_of_process
+from megatron_mamba_cache.mcore.model_ranks import ranks_of_process
+from megatron_mamba_cache.mcore.model_reading import model_shape_of
 from megatron_mamba_cache.models.random_hybrid import RandomHybridConfig, random_hybrid_model, random_weights
+from megatron_mamba_cache.state.model_shape import HybridModelShape
 from tests.mcore import engine_runs
 from tests.mcore.engine_runs import Hybrid
 from tests.oracle import HybridOracle
@@ -73,7 +74,7 @@ def _destroy_groups() -> None:
 def _hybrid(sizes: RandomHybridConfig) -> Hybrid:
     model = random_hybrid_model(sizes)
     oracle = HybridOracle.from_megatron(whole_model(sizes, model))
-    return Hybrid(sizes, model, oracle, HybridModelShape.of(model, ranks_of_process()))
+    return Hybrid(sizes, model, oracle, model_shape_of(model, ranks_of_process()))
 
 
 def whole_model(sizes: RandomHybridConfig, model: Any) -> Any:

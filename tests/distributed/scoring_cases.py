@@ -1,6 +1,6 @@
 """On a rank: prompts that are scored by a model that ranks share."""
 
-from megatron_mamba_cache.mcore import prompt_log_probs
+from megatron_mamba_cache.step import prompt_log_probs
 from tests.distributed.rank_models import Layout, parallel
 from tests.mcore import engine_runs
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_sizes

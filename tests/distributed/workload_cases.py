@@ -12,8 +12,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megatron_mamba_cache.mcore.cuda_graphs import StepGraph
 from megatron_mamba_cache.speculation.drafter import Drafter
+from megatron_mamba_cache.step.graphs import StepGraph
 from megatron_mamba_cache.step.run_ahead import LaunchedStep
 from tests.distributed.rank_models import Layout, parallel
 from tests.mcore import random_workloads
@@ -129,7 +129,7 @@ def _run_workloads(flavour: str, seed: int, num_graphs: int = 0, digest_steps: i
     with _counted_early_steps() as early:
         plain = run_workload(replace(work, config=replace(work.config, num_speculative_tokens=0)))
         outcomes = plain, run_workload(work, _drafter(plain.texts, work))
-    logs = [outcome.run.engine.controller.digest.log for outcome in outcomes] if digest_steps else []
+    logs = [outcome.run.engine.context.digest.log for outcome in outcomes] if digest_steps else []
     return RankOutcome(
         texts=tuple(outcome.texts for outcome in outcomes),
         seen=tuple(dict(outcome.seen) for outcome in outcomes),

@@ -10,8 +10,9 @@ from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron_mamba_cache import CacheConfig, build_engine
 from megatron_mamba_cache.mcore.engine import MambaCacheEngine
-from megatron_mamba_cache.mcore.model_shape import HybridModelShape
+from megatron_mamba_cache.mcore.model_reading import model_shape_of
 from megatron_mamba_cache.models.random_hybrid import RandomHybridConfig, random_hybrid_model
+from megatron_mamba_cache.state.model_shape import HybridModelShape
 from tests.oracle import HybridOracle
 
 GIB = 2**30
@@ -51,7 +52,7 @@ def tiny_sizes(**settings: Any) -> RandomHybridConfig:
 def hybrid(sizes: RandomHybridConfig) -> Hybrid:
     """Return the model of these sizes, built once a session."""
     model = random_hybrid_model(sizes)
-    return Hybrid(sizes, model, HybridOracle.from_megatron(model), HybridModelShape.of(model))
+    return Hybrid(sizes, model, HybridOracle.from_megatron(model), model_shape_of(model))
 
 
 def tiny_hybrid(**settings: Any) -> Hybrid:

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from megatron_mamba_cache.mcore import context as context_module
-from megatron_mamba_cache.mcore import controller as controller_module
 from megatron_mamba_cache.mcore import engine as engine_module
 from megatron_mamba_cache.mcore import step_report as step_report_module
 from megatron_mamba_cache.mcore.mamba_mixer import CachingMambaMixer
 from megatron_mamba_cache.mcore.self_attention import CachingSelfAttention
+from megatron_mamba_cache.policy import running_requests
+from megatron_mamba_cache.step import runner as runner_module
 from tests.mcore.engine_runs import EngineRun
 
 FaultPlaces = dict[str, Callable[[EngineRun], tuple[Any, str]]]
@@ -19,20 +19,20 @@ FAULT_PLACES: FaultPlaces = {
     "planning an admission": lambda run: (run.context.cache, "plan"),
     "reserving a slot": lambda run: (run.context.cache.slots, "reserve"),
     "scheduling a decode row": lambda run: (run.context.cache, "schedule_decode"),
-    "laying out the step": lambda run: (run.context, "lay_out"),
+    "laying out the step": lambda run: (run.context.runner, "lay_out"),
     "the first layer": lambda run: (run.subject.model.decoder.layers[0], "forward"),
     "attention": lambda run: (_modules(run, CachingSelfAttention)[0], "forward"),
     "the last mixer": lambda run: (_modules(run, CachingMambaMixer)[-1], "forward"),
-    "before publishing": lambda run: (run.context, "commit_step"),
+    "before publishing": lambda run: (run.context.runner, "publish_prompts"),
     "publishing blocks": lambda run: (run.context.cache.kv, "register"),
     "publishing states": lambda run: (run.context.cache.slots, "publish"),
     "after publishing a state": lambda run: (run.context.cache._reservations, "_note_published"),
     "counting an admission": lambda run: (run.context.cache, "_count_admission"),
-    "sampling": lambda _run: (controller_module, "verify_step"),
-    "copying states": lambda _run: (controller_module, "copy_reached_boundaries"),
-    "before updating requests": lambda run: (run.context, "finish_step"),
+    "sampling": lambda _run: (runner_module, "verify_step"),
+    "copying states": lambda _run: (runner_module, "copy_reached_boundaries"),
+    "before updating requests": lambda run: (run.context.runner, "land"),
     "advancing a row": lambda run: (run.context.cache, "advance"),
-    "growing rows": lambda run: (context_module, "grow_rows"),
+    "growing rows": lambda run: (running_requests, "grow_rows"),
     "releasing a finished row's blocks": lambda run: (run.context.cache.kv, "release"),
     "releasing a finished row's live slot": lambda run: (run.context.cache.slots, "release_live"),
     "after updating requests": lambda run: (run.context.block_allocator, "get_active_used"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_mamba_cache.mcore import cuda_graphs
+from megatron_mamba_cache.step import graphs as cuda_graphs
 
 Compute = Callable[[], tuple[Tensor, ...]]
 
@@ -69,4 +69,4 @@ def capture_without_cuda(patch: pytest.MonkeyPatch, model: Any = None) -> None:
         return
     recorder = ComputesAgain if model is None else lambda: ReadsWeightsWhereTheyLay(model)
     patch.setattr(cuda_graphs, "CudaRecorder", recorder)
-    patch.setattr(cuda_graphs, "device_reason", lambda context: None)
+    patch.setattr(cuda_graphs, "device_reason", lambda memory: None)

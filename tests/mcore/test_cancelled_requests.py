@@ -53,7 +53,7 @@ def test_a_paused_row_goes_on_when_the_others_are_gone(how: str, monkeypatch: py
     if how == "cancelled":
         cancel(run, 0)
     else:
-        raise_once(monkeypatch, run.engine.controller, "_sample")
+        raise_once(monkeypatch, run.context.runner, "_sample")
         with pytest.raises(InjectedFault):
             run.step()
     assert [(row.request_id, row.is_paused) for row in run.context.rows] == [(1, False)]

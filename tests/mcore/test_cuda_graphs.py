@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from megatron_mamba_cache import CacheConfig, build_engine
-from megatron_mamba_cache.mcore import cuda_graphs
-from megatron_mamba_cache.mcore.ranks import OneRank
+from megatron_mamba_cache.ranks.group import OneRank
 from megatron_mamba_cache.speculation.prompt_lookup import PromptLookupDrafter
+from megatron_mamba_cache.step import graphs as cuda_graphs
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
 from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.mcore.random_workloads import FLAVOURS, WorkloadOutcome, make_workload, run_workload
@@ -105,7 +105,7 @@ def test_capturing_touches_no_state_and_takes_nothing() -> None:
     for figure in ("num_compiled_kernels", "compile_seconds", "capture_seconds", "graph_bytes"):
         assert after.pop(figure) >= 0 and snapshot.pop(figure) >= 0
     assert after == snapshot
-    dummy = run.context.memory.blocks.dummy_block_idx
+    dummy = run.context.memory.dummy_block
     assert dummy == kv.shape[2] - 1
     for old, new in zip(before, (pool.conv, pool.ssm, kv[:, :, :-1]), strict=True):
         assert torch.equal(old, new)
@@ -218,7 +218,7 @@ def test_where_one_stage_cannot_be_captured_none_is(caplog: pytest.LogCaptureFix
     settings = {"buffer_size_gb": 0.01, "prefix_caching_mamba_gb": 0.01, "max_requests": 2, "num_cuda_graphs": 2}
     engine = build_engine(tiny_hybrid().model, CacheConfig(block_size_tokens=64, **settings))
     assert engine.context.graphs is not None
-    engine.context.ranks = RanksOfWhichOneCannot()
+    engine.context.runner.ranks = RanksOfWhichOneCannot()
     engine.create_cuda_graphs()
     assert engine.context.graphs is None and "steps run without CUDA graphs: the host reads" in caplog.text
 

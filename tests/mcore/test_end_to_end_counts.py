@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from megatron_mamba_cache.step.step import Step
 from tests.mcore.engine_runs import EngineRun, cache_config, tiny_hybrid
 
 VOCAB = 512
@@ -107,14 +108,14 @@ def test_ten_identical_prompts_hold_one_copy_of_their_blocks(monkeypatch: pytest
     assert [row.request_id for row in run.context.rows] == [0]
     kv, after_first = run.context.cache.kv, run.context.snapshot().kv_blocks
     shared = run.context.rows[0].block_ids[:3]
-    lay_out = run.context.initialize_attention_state
+    plan = run.context.runner.plan
     seen = []
 
-    def look(**settings: object) -> None:
+    def look() -> Step:
         seen.append((run.context.snapshot().kv_blocks, [kv.num_refs(block) for block in shared]))
-        lay_out(**settings)
+        return plan()
 
-    monkeypatch.setattr(run.context, "initialize_attention_state", look)
+    monkeypatch.setattr(run.context.runner, "plan", look)
     run.step()
     assert seen == [(after_first, [10, 10, 10])]
     run.finish()

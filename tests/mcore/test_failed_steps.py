@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from megatron_mamba_cache.mcore import controller as controller_module
+from megatron_mamba_cache.step import runner as runner_module
 from tests.mcore.engine_runs import EngineRun, cache_config, tiny_hybrid
 from tests.mcore.faults import FAULT_PLACES, InjectedFault, raise_once
 
@@ -59,7 +59,7 @@ def test_faults_in_a_row_lose_no_token(steps_between: int, monkeypatch: pytest.M
         run.step()
     for _ in range(3):
         with monkeypatch.context() as patch:
-            raise_once(patch, controller_module, "verify_step")
+            raise_once(patch, runner_module, "verify_step")
             step_until_fault(run)
         assert_nothing_reserved(run)
         for _ in range(steps_between):
@@ -81,6 +81,6 @@ def test_a_failed_step_publishes_nothing_it_did_not_write(monkeypatch: pytest.Mo
 def test_requests_of_a_failed_step_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     run = start_run()
     run.add(4, [1, 2, 3])
-    raise_once(monkeypatch, run.context, "commit_step")
+    raise_once(monkeypatch, run.context.runner, "publish_prompts")
     step_until_fault(run)
     assert list(run.engine.waiting_request_ids) == [1, 2, 3, 4]

@@ -87,7 +87,7 @@ def _suspend(run: EngineRun) -> None:
 
 def _fail_a_step(run: EngineRun) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        raise_once(patch, run.context, "finish_step")
+        raise_once(patch, run.context.runner, "land")
         with pytest.raises(InjectedFault):
             run.step()
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_mamba_cache.mcore import prompt_log_probs
+from megatron_mamba_cache.step import prompt_log_probs
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
 from tests.mcore.faults import InjectedFault, raise_once
 from tests.mcore.test_log_probs import _assert_top_n, assert_log_probs, oracle_log_probs
@@ -57,7 +57,7 @@ def _suspend(run: EngineRun) -> None:
 
 def _fail_a_step(run: EngineRun) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        raise_once(patch, run.context, "finish_step")
+        raise_once(patch, run.context.runner, "land")
         with pytest.raises(InjectedFault):
             run.step()
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from megatron_mamba_cache.mcore import controller as controller_module
 from megatron_mamba_cache.mcore import engine as engine_module
 from megatron_mamba_cache.mcore.failed_steps import FAILURES_BEFORE_ALONE, FAILURES_BEFORE_REFUSAL, failure_reason
+from megatron_mamba_cache.step import runner as runner_module
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
 from tests.mcore.faults import InjectedFault, raise_once, raise_where
 
@@ -52,7 +52,7 @@ def _poisons_layout(run: EngineRun, num_generated: int) -> tuple[Any, str, Calla
         prompt_len = len(run.prompts[POISONED])
         return any(row.request_id == POISONED and row.length >= prompt_len + num_generated for row in rows)
 
-    return run.context, "lay_out", is_fault
+    return run.context.runner, "lay_out", is_fault
 
 
 def _poisons_planning(run: EngineRun, _: int) -> tuple[Any, str, Callable[..., bool]]:
@@ -60,7 +60,7 @@ def _poisons_planning(run: EngineRun, _: int) -> tuple[Any, str, Callable[..., b
 
 
 def _poisons_next_chunk(run: EngineRun, _: int) -> tuple[Any, str, Callable[..., bool]]:
-    return run.context, "continue_prefill", lambda row, _: row.request_id == POISONED
+    return run.context.runner.requests, "continue_prefill", lambda row, _: row.request_id == POISONED
 
 
 def test_a_request_that_cannot_be_scheduled_to_decode_is_refused_and_the_rest_go_on(
@@ -91,7 +91,7 @@ def test_two_such_requests_are_refused_and_the_rest_go_on(monkeypatch: pytest.Mo
     poisoned = (0, 1)
     raise_where(
         monkeypatch,
-        run.context,
+        run.context.runner,
         "lay_out",
         lambda rows, *_, **__: any(row.request_id in poisoned for row in rows),
     )
@@ -103,7 +103,7 @@ def test_two_such_requests_are_refused_and_the_rest_go_on(monkeypatch: pytest.Mo
 
 def test_suspects_run_alone_until_each_has_made_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     run, steps = start_run(), []
-    lay_out = run.context.lay_out
+    lay_out = run.context.runner.lay_out
 
     def note_rows(rows: Sequence[Any], *arguments: Any, **settings: Any) -> Any:
         steps.append({row.request_id for row in rows})
@@ -111,7 +111,7 @@ def test_suspects_run_alone_until_each_has_made_a_token(monkeypatch: pytest.Monk
             raise InjectedFault("the first steps")
         return lay_out(rows, *arguments, **settings)
 
-    monkeypatch.setattr(run.context, "lay_out", note_rows)
+    monkeypatch.setattr(run.context.runner, "lay_out", note_rows)
     assert finish_through_faults(run) == FAILURES_BEFORE_ALONE
     suspects = steps[0]
     assert suspects == {0, POISONED} and steps[1] == suspects
@@ -125,7 +125,7 @@ def test_failures_between_tokens_never_add_up_to_a_refusal(monkeypatch: pytest.M
     for _ in range(NUM_TOKENS - 1):
         for _ in range(FAILURES_BEFORE_REFUSAL - 1):
             with monkeypatch.context() as patch:
-                raise_once(patch, controller_module, "verify_step")
+                raise_once(patch, runner_module, "verify_step")
                 with pytest.raises(InjectedFault):
                     run.step()
         run.step()
@@ -141,7 +141,7 @@ def test_an_interrupt_is_no_request_s_fault(monkeypatch: pytest.MonkeyPatch) -> 
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(run.context, "commit_step", interrupt)
+        patch.setattr(run.context.runner, "publish_prompts", interrupt)
         for _ in range(2 * FAILURES_BEFORE_REFUSAL):
             with pytest.raises(KeyboardInterrupt):
                 run.step()

@@ -15,10 +15,10 @@ import torch
 from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron_mamba_cache.errors import CacheIntegrityError
-from megatron_mamba_cache.mcore import cuda_graphs
 from megatron_mamba_cache.mcore.step_clock import WallClockEvent
-from megatron_mamba_cache.policy.requests import KeptTokens
+from megatron_mamba_cache.policy.requests import StepTokens
 from megatron_mamba_cache.speculation.drafter import Drafter
+from megatron_mamba_cache.step import graphs as cuda_graphs
 from megatron_mamba_cache.step import run_ahead
 from megatron_mamba_cache.step.step import Step
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
@@ -200,8 +200,8 @@ def test_nothing_waits_in_a_capture_for_a_step_that_runs(monkeypatch: pytest.Mon
     with monkeypatch.context() as patch:
         patch.setattr(cuda_graphs.StepGraph, "__init__", capture)
         patch.setattr(run_ahead.torch.cuda, "synchronize", lambda: waits.append(in_capture[0]))
-        run.context._early_steps.wait()
-        with run.context.rehearsing():
+        run.context.runner._early_steps.wait()
+        with run.context.runner.rehearsing():
             pass
         if not torch.cuda.is_available():  # where a capture begins by waiting
             run.engine.create_cuda_graphs()
@@ -211,17 +211,17 @@ def test_nothing_waits_in_a_capture_for_a_step_that_runs(monkeypatch: pytest.Mon
     run.assert_exact()
 
 
-@pytest.mark.parametrize("place", ["append_tokens", "finish_step", "run_on"])
+@pytest.mark.parametrize("place", ["append_tokens", "land", "launch_next"])
 def test_a_fault_beside_a_step_that_runs_loses_no_token(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_mamba_cache.mcore import context as context_module
     from megatron_mamba_cache.mcore import engine as engine_module
+    from megatron_mamba_cache.step import runner as runner_module
 
     run = start()
     step_until_ahead(run)
     owner: Any = {
         "append_tokens": (engine_module, "append_tokens"),
-        "finish_step": (context_module, "advance_plain_rows"),
-        "run_on": (run.context._early_steps, "launch"),
+        "land": (runner_module, "advance_one_token_rows"),
+        "launch_next": (run.context.runner._early_steps, "launch"),
     }[place]
     with monkeypatch.context() as patch:
         raise_once(patch, *owner)
@@ -261,7 +261,7 @@ def test_steps_are_timed_by_the_host_after_a_reset_too() -> None:
 EARLY_PLACES: dict[str, Callable[[EngineRun], tuple[Any, str]]] = {
     "scheduling": lambda run: (run.engine, "schedule_waiting_requests"),
     "looking at the step": lambda run: (run.context, "is_decode_only"),
-    "preparing the step": lambda run: (run.engine.controller, "_dynamic_step_context_init"),
+    "preparing the step": lambda run: (run.context.runner, "plan"),
     "landing": lambda run: (run.context.early_step, "lay_out"),
 }
 
@@ -326,7 +326,7 @@ def test_every_launched_step_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> N
     for count in range(1, 4):
         step_until_ahead(run)
         for _ in range(2):
-            run.context._early_steps.wait()
+            run.context.runner._early_steps.wait()
             assert len(waits) == count
         run.step()
     monkeypatch.undo()
@@ -363,7 +363,7 @@ def test_who_books_a_step_by_hand_gets_no_other_launched() -> None:
     run = start()
     step_until_ahead(run)
     run.engine.schedule_waiting_requests()
-    assert run.context._queue.is_settled  # without the hand, another would be launched
+    assert run.context.runner._queue.is_settled  # without the hand, another would be launched
     step = run.engine.controller.async_generate_output_tokens_dynamic_batch(skip_bookkeeping=True)
     result = run.engine._loop.run_until_complete(step)
     assert not is_ahead(run)
@@ -378,11 +378,11 @@ def test_other_tokens_than_the_launched_step_was_fed_are_refused(monkeypatch: py
     context = run.context
     fed = [row.generated[-1] for row in context.rows]
     batch = context.early_step.lay_out(context.rows, draws_ratios=False)
-    monkeypatch.setattr(context, "_step", Step(batch))
+    monkeypatch.setattr(context.runner, "_step", Step(batch))
     with pytest.raises(CacheIntegrityError, match="other tokens"):
-        context.finish_step([KeptTokens((token + 1,)) for token in fed])
+        context.runner.land(StepTokens([(token + 1,) for token in fed]))
     assert [row.generated[-1] for row in context.rows] == fed
-    context.finish_step([KeptTokens((token,)) for token in fed])
+    context.runner.land(StepTokens([(token,) for token in fed]))
     assert [row.generated[-2:] for row in context.rows] == [[token, token] for token in fed]
 
 

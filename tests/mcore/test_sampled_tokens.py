@@ -97,7 +97,7 @@ def after_a_failed_step() -> EngineRun:
     for _ in range(9):
         run.step()
     with pytest.MonkeyPatch.context() as patch:
-        raise_once(patch, run.context, "finish_step")
+        raise_once(patch, run.context.runner, "land")
         with pytest.raises(InjectedFault):
             run.step()
     return run

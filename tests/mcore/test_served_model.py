@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_mamba_cache.mcore.ranks import OneRank
 from megatron_mamba_cache.mcore.served_model import check_served
+from megatron_mamba_cache.ranks.group import OneRank
 from tests.mcore.engine_runs import tiny_hybrid
 
 

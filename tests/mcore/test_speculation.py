@@ -8,12 +8,12 @@ import pytest
 import torch
 from megatron.core.inference.sampling_params import SamplingParams
 
-from megatron_mamba_cache.mcore import controller as controller_module
-from megatron_mamba_cache.mcore import verify_step as verify_module
 from megatron_mamba_cache.policy.align import plan_align_copy
 from megatron_mamba_cache.speculation.drafter import Draft, DraftRequest
 from megatron_mamba_cache.speculation.prompt_lookup import PromptLookupDrafter
 from megatron_mamba_cache.state.state_pool import DraftWindow, StatePool
+from megatron_mamba_cache.step import runner as runner_module
+from megatron_mamba_cache.step import verify as verify_module
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
 from tests.mcore.faults import InjectedFault, raise_once
 from tests.mcore.noisy_drafter import NoisyDrafter
@@ -276,7 +276,7 @@ def test_interrupted_request_comes_back_to_its_decode_checkpoint(monkeypatch: py
         run.step()
     (row,) = run.context.rows
     length, before = row.length, run.counters.prefill_tokens_computed
-    raise_once(monkeypatch, controller_module, "verify_step")
+    raise_once(monkeypatch, runner_module, "verify_step")
     with pytest.raises(InjectedFault):
         run.step()
     assert not run.context.rows and length > 2 * BLOCK

@@ -79,7 +79,7 @@ def _suspend(run: EngineRun) -> None:
 
 def _fail_a_step(run: EngineRun) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        raise_once(patch, run.context, "commit_step")
+        raise_once(patch, run.context.runner, "publish_prompts")
         with pytest.raises(InjectedFault):
             run.step()
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from megatron_mamba_cache.mcore import engine as engine_module
-from megatron_mamba_cache.mcore.scheduler import MOST_PASSED_OVER
 from megatron_mamba_cache.policy import block_growth
+from megatron_mamba_cache.policy.scheduler import MOST_PASSED_OVER
 from tests.mcore.engine_runs import EngineRun, cache_config, some_tokens, tiny_hybrid
 
 BLOCK = 16

@@ -13,11 +13,11 @@ from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED
 from megatron_mamba_cache.kernels.ssm import hopper_tiling
 from megatron_mamba_cache.kernels.ssm.hopper_tiling import choose_tiling
 from megatron_mamba_cache.kernels.ssm.ssm_inputs import SSMTokens
-from megatron_mamba_cache.mcore import warmup
-from megatron_mamba_cache.mcore.warmup import rehearse, rehearse_prefill, row_counts
 from megatron_mamba_cache.metrics import CacheSnapshot
 from megatron_mamba_cache.models.drafting.draft_model import DraftModelDrafter
 from megatron_mamba_cache.models.random_hybrid import RandomHybridConfig
+from megatron_mamba_cache.step import warmup
+from megatron_mamba_cache.step.warmup import rehearse, rehearse_prefill, row_counts
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, hybrid, some_tokens, tiny_hybrid, tiny_sizes
 from tests.mcore.launch_records import NUM_MULTIPROCESSORS, recorded_launches
 
@@ -53,7 +53,7 @@ def start_run(sizes: RandomHybridConfig, num_drafts: int, **settings: Any) -> En
 
 
 def rehearse_engine(run: EngineRun) -> None:
-    rehearse(run.engine.controller.inference_wrapped_model, run.context)
+    rehearse(run.engine.controller.inference_wrapped_model, run.context.runner)
 
 
 def run_workload(run: EngineRun) -> None:
@@ -116,7 +116,7 @@ def test_what_a_draft_model_launches_was_launched_by_its_rehearsal() -> None:
         )
         rehearse_engine(run)
         of_the_engine = record.take()
-        rehearse_prefill(drafter._model, drafter._context)
+        rehearse_prefill(drafter._model, drafter._context.runner)
         of_the_drafter = record.take()
         for index in range(NUM_ROWS):
             run.add(index, some_tokens(20 + index), 20)
@@ -158,14 +158,16 @@ def test_rehearsal_changes_nothing(num_drafts: int, settings: dict[str, int]) ->
     run.step()
     assert run.context.rows
     context = run.context
-    attributes, snapshot, row = dict(vars(context)), cache_snapshot(run), repr(context.rows[0])
+    owners = context, context.runner
+    attributes, snapshot, row = [dict(vars(owner)) for owner in owners], cache_snapshot(run), repr(context.rows[0])
     tensors = [context.mamba_conv_states, context.mamba_ssm_states, context.memory_buffer]
     before, random_numbers = [tensor.clone() for tensor in tensors], torch.get_rng_state()
     rehearse_engine(run)
-    assert vars(context).keys() == attributes.keys()
-    assert all(value is attributes[name] for name, value in vars(context).items())
+    for owner, before_it in zip(owners, attributes, strict=True):
+        assert vars(owner).keys() == before_it.keys()
+        assert all(value is before_it[name] for name, value in vars(owner).items())
     assert (cache_snapshot(run), repr(context.rows[0])) == (snapshot, row)
-    dummy = context.memory.blocks.dummy_block_idx
+    dummy = context.memory.dummy_block
     for tensor in (before[2], context.memory_buffer):
         tensor[:, :, dummy] = 0  # which nobody reads
     assert all(torch.equal(tensor, old) for tensor, old in zip(tensors, before, strict=True))
@@ -199,7 +201,7 @@ def test_a_failed_rehearsal_leaves_the_engine_usable(monkeypatch: pytest.MonkeyP
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(warmup, "compute_step", fail)
+        patch.setattr(run.engine.controller.inference_wrapped_model, "compute_step", fail)
         with pytest.raises(RuntimeError, match="out of memory"):
             rehearse_engine(run)
     run.run(0, some_tokens(20))
@@ -220,7 +222,7 @@ def test_rehearsal_of_a_draft_model_changes_nothing() -> None:
     run = EngineRun.start(subject, cache_config(subject.sizes, num_speculative_tokens=3), drafter=drafter)
     run.run(0, some_tokens(40))
     before = drafter.snapshot()
-    rehearse_prefill(drafter._model, drafter._context)
+    rehearse_prefill(drafter._model, drafter._context.runner)
     assert drafter.snapshot() == before
     drafter.check_integrity()
     run.run(1, some_tokens(50))

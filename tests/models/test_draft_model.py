@@ -339,7 +339,7 @@ def test_a_fault_leaves_the_drafter_usable(monkeypatch: pytest.MonkeyPatch) -> N
         assert len(draft.tokens) == 4
 
 
-@pytest.mark.parametrize("place", ["lay_out", "commit_step", "last_token_logits"])
+@pytest.mark.parametrize("place", ["lay_out", "publish_prompts", "logits_on_all_ranks"])
 def test_an_engine_goes_on_after_a_fault_of_its_drafter(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     drafter = CheckedDraftModel.start(tiny_hybrid())
     run = start_run(drafter)
@@ -349,7 +349,7 @@ def test_an_engine_goes_on_after_a_fault_of_its_drafter(place: str, monkeypatch:
         num_failed = run.counters.drafting_failures
         with monkeypatch.context() as patch:
             if run.num_steps % 3 == 1 and num_failed < 5:
-                raise_once(patch, drafter.context, place, call=1 + num_failed)
+                raise_once(patch, drafter.context.runner, place, call=1 + num_failed)
             run.step()
     assert run.counters.drafting_failures >= 1
     run.assert_exact()

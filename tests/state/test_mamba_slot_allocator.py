@@ -440,10 +440,10 @@ class Reservations:
         self._offsets = offsets
         self.num_commits = 0
 
-    def offsets(self) -> list[list[int]]:
+    def boundary_offsets(self) -> list[list[int]]:
         return self._offsets
 
-    def commit(self) -> None:
+    def publish_prompts(self) -> None:
         self.num_commits += 1
 
 

@@ -10,14 +10,13 @@ from torch import Tensor
 from ...config import CacheConfig
 from ...kernels.sampling.sampling import greedy_tokens, sample_weighted, token_probabilities
 from ...mcore.context import MambaCacheContext
-from ...mcore.ranks import ranks_of_process
-from ...mcore.served_model import check_served, compute_step, wrap_model
-from ...mcore.verify_step import logits_on_all_ranks
-from ...mcore.warmup import warm_up_prefill
+from ...mcore.model_ranks import ranks_of_process
+from ...mcore.served_model import check_served, wrap_model
 from ...metrics import CacheSnapshot
 from ...policy.random_counter import DrawPurpose
 from ...policy.requests import RunningRequest
 from ...speculation.drafter import Draft, DraftRequest
+from ...step.warmup import warm_up_prefill
 from .draft_rows import DraftRow, DraftRows
 
 
@@ -76,7 +75,7 @@ class DraftModelDrafter:
 
     def warmup(self) -> None:
         """Compile all kernels that drafting launches; to a draft model every row is a prompt."""
-        warm_up_prefill(self._model, self._context)
+        warm_up_prefill(self._model, self._context.runner)
 
     def flush(self, weights_version: str | None = None) -> None:
         """Drop everything the draft model has cached, because its weights changed; see `MambaCacheContext.flush`."""
@@ -119,9 +118,10 @@ class DraftModelDrafter:
 
     def _draw(self, rows: Sequence[RunningRequest]) -> "_DrawnTokens":
         """Compute scheduled rows and draw the token after each; reading them back is the forward's only host sync."""
-        self._context.lay_out(rows, purpose=DrawPurpose.DRAFT)
-        logits = logits_on_all_ranks(self._context, compute_step(self._model, self._context)).squeeze(0)
-        settings = self._context.step.batch.logits
+        runner = self._context.runner
+        step = runner.begin(runner.lay_out(rows, purpose=DrawPurpose.DRAFT))
+        logits = runner.logits_on_all_ranks(step, self._model.compute_step())
+        settings = step.batch.logits
         if settings.all_greedy:
             return _DrawnTokens(greedy_tokens(logits).tolist(), None)
         probabilities = token_probabilities(logits, settings.temperature, settings.top_k, settings.top_p)

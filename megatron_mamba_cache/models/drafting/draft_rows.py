@@ -84,7 +84,7 @@ class DraftRows:
 
     def settle(self, served: Sequence[DraftRow]) -> None:
         """Publish and count what the forward of the scheduled rows computed."""
-        self._context.commit_step()
+        self._context.runner.publish_prompts()
         for held in served:
             self._context.cache.advance(held.row, held.row.scheduled)
             self._waits_since[held.row.request_id] = self._round + 1
@@ -110,7 +110,7 @@ class DraftRows:
     def abort_round(self, request_ids: Collection[int]) -> None:
         """Drop what is held for the requests of a failed round, and wait for the device."""
         try:
-            self._context.abort_step()
+            self._context.runner.drop_failed_step()
         finally:
             self.drop(request_ids)
 

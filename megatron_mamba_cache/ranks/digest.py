@@ -8,26 +8,26 @@ not detected: the others wait for it until the process group's timeout.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 from zlib import crc32
 
 from ..errors import CacheIntegrityError
 from ..policy.decisions import DecisionKind, DecisionLog, first_difference
-from ..policy.requests import KeptTokens, RunningRequest
-from .ranks import Ranks
-from .step_reader import StepReader
+from ..policy.prefix_cache import PrefixCache
+from ..policy.requests import RunningRequest, StepTokens
+from ..policy.running_requests import RunningRequests
+from .group import Ranks
 
 
 class NoDigest:
     """Compares nothing."""
 
-    def note_plan(self, context: StepReader) -> None:
+    def note_plan(self, requests: RunningRequests, step_rows: Sequence[RunningRequest]) -> None:
         """Do nothing."""
 
     def note_idle_step(self) -> None:
         """Do nothing."""
 
-    def note_outcome(self, context: StepReader, rows: Sequence[RunningRequest], kept: Sequence[KeptTokens]) -> None:
+    def note_outcome(self, requests: RunningRequests, step_rows: Sequence[RunningRequest], kept: StepTokens) -> None:
         """Do nothing."""
 
 
@@ -55,17 +55,17 @@ class RankDigest:
         self._evictions = (0, 0)
         self.log = DecisionLog()
 
-    def note_plan(self, context: StepReader) -> None:
+    def note_plan(self, requests: RunningRequests, step_rows: Sequence[RunningRequest]) -> None:
         """Note what a step that is laid out will compute, and compare if it is time.
 
         Raises:
             CacheIntegrityError: On all ranks, if they have decided differently; it names the first such decision.
         """
         self.log.step += 1
-        self._noted = {row.request_id: self._noted_of(row) for row in context.rows}
-        for row in context.step.rows:
+        self._noted = {row.request_id: self._noted_of(row) for row in requests}
+        for row in step_rows:
             self._note_row(row)
-        self._note_evictions(context)
+        self._note_evictions(requests.cache)
         self._compare_if_due()
 
     def note_idle_step(self) -> None:
@@ -73,18 +73,18 @@ class RankDigest:
         self.log.step += 1
         self._compare_if_due()
 
-    def note_outcome(self, context: StepReader, rows: Sequence[RunningRequest], kept: Sequence[KeptTokens]) -> None:
-        """Note what happened to the rows of a step, once it is finished."""
-        note, staying = self.log.note, set(map(id, context.rows))
-        for row, new in zip(rows, kept, strict=True):
-            note(DecisionKind.KEEP, row.request_id, int(new.ends), *new.tokens)
+    def note_outcome(self, requests: RunningRequests, step_rows: Sequence[RunningRequest], kept: StepTokens) -> None:
+        """Note what happened to the rows of a step that has landed."""
+        note, staying, ended = self.log.note, set(map(id, requests)), set(kept.ended)
+        for index, (row, tokens) in enumerate(zip(step_rows, kept.tokens, strict=True)):
+            note(DecisionKind.KEEP, row.request_id, int(index in ended), *tokens)
             if id(row) in staying:
                 self._note_publishes(row)
-            elif not new.ends:
+            elif index not in ended:
                 note(DecisionKind.PREEMPT, row.request_id)
             if row.is_paused:
                 note(DecisionKind.PAUSE, row.request_id)
-        self._note_evictions(context)
+        self._note_evictions(requests.cache)
 
     def _noted_of(self, row: RunningRequest) -> "_NotedRow":
         noted = self._noted.get(row.request_id)
@@ -118,8 +118,8 @@ class RankDigest:
             noted.checkpoint = row.checkpoint
             self.log.note(DecisionKind.CHECKPOINT, row.request_id, row.checkpoint)
 
-    def _note_evictions(self, context: StepReader) -> None:
-        evictions = context.memory.blocks.pool.num_evicted, context.memory.slots.num_evicted
+    def _note_evictions(self, cache: PrefixCache) -> None:
+        evictions = cache.kv.num_evicted, cache.slots.num_evicted
         if evictions != self._evictions:
             self._evictions = evictions
             self.log.note(DecisionKind.EVICT, -1, *evictions)
@@ -141,7 +141,6 @@ class RankDigest:
 Digest = NoDigest | RankDigest
 
 
-def digest_of(context: Any) -> Digest:
-    """Return the digest that the settings of a context ask for."""
-    every = context.cache_config.rank_digest_steps
-    return RankDigest(context.ranks, every) if every else NoDigest()
+def digest_of(ranks: Ranks, every: int) -> Digest:
+    """Return the digest that compares after every so many steps; 0 compares nothing."""
+    return RankDigest(ranks, every) if every else NoDigest()

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from ..policy.admission import Refusal
-from ..policy.requests import Candidate, RunningRequest
-from .context import MambaCacheContext
+from .admission import Refusal
+from .requests import Candidate, RunningRequest
+from .running_requests import RunningRequests
 
 MOST_PASSED_OVER = 64
 """The most requests waiting for another's prefix that a step skips, however many are queued after them."""
@@ -20,32 +20,37 @@ class ScheduledStep:
 
 
 class StepScheduler:
-    """Admits waiting requests into a context, oldest first.
+    """Admits waiting requests, oldest first.
 
-    Only tokens that will be computed count against `max_tokens`, not those that a prefix hit skips. At most one row is
-    left in mid-prefill, and no request is admitted while a row is paused for lack of blocks. Up to `MOST_PASSED_OVER`
-    requests that wait for another's prefix do not block those after them; a request that finds no room does.
+    Only tokens that will be computed count against a step's budget, not those that a prefix hit skips. At most one row
+    is left in mid-prefill, and no request is admitted while a row is paused for lack of blocks. Up to
+    `MOST_PASSED_OVER` requests that wait for another's prefix do not block those after them; a request that finds no
+    room does.
     """
 
-    def __init__(self, context: MambaCacheContext) -> None:
-        self._context = context
-        self.in_hand: int | None = None
-        """The request that is being scheduled; if scheduling raises, the one to blame."""
+    def __init__(self) -> None:
+        self._in_hand: int | None = None
+
+    def take_in_hand(self) -> int | None:
+        """Return the request whose scheduling raised, the one to blame, and forget it; None if there is none."""
+        request_id, self._in_hand = self._in_hand, None
+        return request_id
 
     def fill_step(
         self,
+        requests: RunningRequests,
         waiting: Iterable[int],
         candidate_of: Callable[[int], Candidate],
         age_of: Callable[[int], int | None],
     ) -> ScheduledStep:
         """Schedule the next step's prefill work; decode rows take one token each by themselves."""
-        unfinished = self._continue_prefills()
+        unfinished = self._continue_prefills(requests)
         admitted, num_passed_over = [], 0
-        for request_id in () if any(row.is_paused for row in self._context.rows) else waiting:
+        for request_id in () if requests.any_paused else waiting:
             if unfinished is not None or num_passed_over == MOST_PASSED_OVER:
                 break
-            self.in_hand = request_id
-            outcome = self._context.admit(candidate_of(request_id), self._budget(), age_of(request_id))
+            self._in_hand = request_id
+            outcome = requests.admit(candidate_of(request_id), requests.budget, age_of(request_id))
             if isinstance(outcome, RunningRequest):
                 admitted.append(outcome)
                 unfinished = outcome if _is_unfinished(outcome) else None
@@ -53,22 +58,19 @@ class StepScheduler:
                 num_passed_over += 1
             else:
                 break
-        self.in_hand = None
+        self._in_hand = None
         return ScheduledStep(tuple(admitted), -1 if unfinished is None else unfinished.request_id)
 
-    def _continue_prefills(self) -> RunningRequest | None:
+    def _continue_prefills(self, requests: RunningRequests) -> RunningRequest | None:
         """Give rows in mid-prefill their next prefill chunk; return one that stays in mid-prefill, if any."""
         unfinished = None
-        for row in [row for row in self._context.rows if row.is_prefilling]:
-            if self._budget() > 0:
-                self.in_hand = row.request_id
-                self._context.continue_prefill(row, self._budget())
+        for row in requests.prefilling:
+            if requests.budget > 0:
+                self._in_hand = row.request_id
+                requests.continue_prefill(row, requests.budget)
             if _is_unfinished(row):
                 unfinished = row
         return unfinished
-
-    def _budget(self) -> int:
-        return self._context.max_tokens - self._context.active_token_count
 
 
 def _is_unfinished(row: RunningRequest) -> bool:

@@ -7,7 +7,6 @@ KV goes to the dummy block. They are never admitted, so there is nothing to undo
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
@@ -17,11 +16,11 @@ from ..kernels.progress import progress
 from ..policy.identifiers import BlockId
 from ..policy.requests import RunningRequest
 from ..state.state_pool import DraftWindow
-from ..step.buffers import StepLimits
-from ..step.padding_rows import decode_padding_row, prefill_padding_row
-from .context import MambaCacheContext
-from .served_model import compute_step
-from .verify_step import copy_reached_boundaries, verify_step
+from .buffers import StepLimits
+from .model import StepModel
+from .padding_rows import decode_padding_row, prefill_padding_row
+from .runner import StepRunner
+from .verify import copy_reached_boundaries, verify_step
 
 _MOST_RESIDUES = 8
 """The number of offsets of 2-byte elements modulo 16 bytes, the alignment by which compiled kernels differ."""
@@ -29,36 +28,36 @@ _MOST_RESIDUES = 8
 Rows = list[RunningRequest]
 
 
-def warm_up(model: Any, context: MambaCacheContext) -> Compilations:
+def warm_up(model: StepModel, runner: StepRunner) -> Compilations:
     """Compile what steps of a wrapped model and its drafter launch; return what was compiled.
 
     Call it between steps only. On a CPU it does nothing.
     """
     WATCH.install()  # other hooks may have taken its place
     before = WATCH.total
-    if context.memory.state_pool.ssm.is_cuda:
+    if runner.memory.state_pool.ssm.is_cuda:
         with progress("Triton compiles the kernels of this model, which it does once on a machine"):
-            rehearse(model, context)
-            context.planner.warmup()
+            rehearse(model, runner)
+            runner.planner.warmup()
     return WATCH.total.since(before)
 
 
-def warm_up_prefill(model: Any, context: MambaCacheContext) -> None:
+def warm_up_prefill(model: StepModel, runner: StepRunner) -> None:
     """Compile what steps without decode rows launch, like `warm_up`."""
-    if context.memory.state_pool.ssm.is_cuda:
-        rehearse_prefill(model, context)
+    if runner.memory.state_pool.ssm.is_cuda:
+        rehearse_prefill(model, runner)
 
 
 @torch.inference_mode()
-def rehearse(model: Any, context: MambaCacheContext) -> None:
+def rehearse(model: StepModel, runner: StepRunner) -> None:
     """Compute padding in every form that a step may have, on any device."""
-    rehearse_prefill(model, context)
-    memory = context.memory
+    rehearse_prefill(model, runner)
+    memory = runner.memory
     limits = memory.step_buffers.limits
-    with context.rehearsing():
-        for rows in decode_steps(limits, memory.blocks.dummy_block_idx):
-            context.lay_out(rows)
-            logits, step = compute_step(model, context), context.step.batch
+    with runner.rehearsing():
+        for rows in decode_steps(limits, memory.dummy_block):
+            runner.show(runner.lay_out(rows))
+            logits, step = model.compute_step(), runner.step.batch
             # What is compiled does not depend on values, but a model's NaN would break the sampler.
             zeros = logits.new_zeros(step.logits.starts[-1], logits.shape[-1])
             copy_reached_boundaries(step, verify_step(step.logits, zeros, []), memory)
@@ -68,13 +67,13 @@ def rehearse(model: Any, context: MambaCacheContext) -> None:
 
 
 @torch.inference_mode()
-def rehearse_prefill(model: Any, context: MambaCacheContext) -> None:
+def rehearse_prefill(model: StepModel, runner: StepRunner) -> None:
     """Compute padding in every form that a step of prefill rows may have, on any device."""
-    memory = context.memory
-    with context.rehearsing():
-        for rows in prefill_steps(memory.step_buffers.limits, memory.blocks.dummy_block_idx):
-            context.lay_out(rows)
-            compute_step(model, context)
+    memory = runner.memory
+    with runner.rehearsing():
+        for rows in prefill_steps(memory.step_buffers.limits, memory.dummy_block):
+            runner.show(runner.lay_out(rows))
+            model.compute_step()
             torch.cuda.synchronize()
 
 

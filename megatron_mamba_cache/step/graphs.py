@@ -19,26 +19,27 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
-from megatron.core.ssm.mamba_hybrid_layer_allocation import Symbols
 from torch import Tensor
 from tqdm import tqdm
 
+from ..config import CacheConfig
 from ..policy.requests import RunningRequest, num_decoding
-from ..step.batch import StepBatch, send_padded_step, view_step
-from ..step.captured_step import Capture
-from ..step.logits import StepLogits, all_greedy, logits_starts
-from ..step.one_token_steps import OneTokenStep, send_next
-from ..step.recorder import CudaRecorder, Recorder
-from ..step.run_ahead import LaunchedStep
-from ..step.shapes import StepShape, decode_shapes, prefill_shapes, smallest_shape
-from ..step.step import Step
-from .context import MambaCacheContext
-from .served_model import compute_part
-from .verify_step import copy_reached_boundaries, outcome_on_all_ranks, verify_step
-from .weight_places import WeightPlaces, rotary_tables_of
+from ..state.model_shape import EXPERTS, HybridModelShape
+from .batch import StepBatch, send_padded_step, view_step
+from .captured_step import Capture
+from .logits import StepLogits, all_greedy, logits_starts
+from .memory import CacheMemory
+from .model import StepModel
+from .one_token_steps import OneTokenStep, send_next
+from .recorder import CudaRecorder, Recorder
+from .run_ahead import LaunchedStep
+from .runner import StepRunner
+from .shapes import StepShape, decode_shapes, prefill_shapes, smallest_shape
+from .step import Step
+from .verify import copy_reached_boundaries, outcome_on_all_ranks, verify_step
+from .weight_places import WeightPlaces
 
 _LOG = logging.getLogger(__name__)
 
@@ -47,43 +48,50 @@ class StepGraph:
     """The steps of one shape.
 
     Args:
-        model: The model, wrapped over the context.
+        model: Reads the steps that the runner shows.
         recorder: Captures one computation after another.
+        longest: The most tokens of a request.
     """
 
     def __init__(
-        self, model: Any, context: MambaCacheContext, shape: StepShape, recorder: Recorder, latest: "LatestStep"
+        self,
+        model: StepModel,
+        runner: StepRunner,
+        shape: StepShape,
+        recorder: Recorder,
+        latest: "LatestStep",
+        longest: int,
     ) -> None:
         self.shape = shape
-        self._stage = model.stage
-        self._memory = context.memory
+        self._model = model
+        self._memory = runner.memory
         buffers, geometry = self._memory.step_buffers, self._memory.geometry
         send_padded_step(shape.pad((), geometry.dummy_block), buffers, geometry, shape)
         padding, num_chunks = shape.fullest_rows(geometry.dummy_block), shape.num_chunks(geometry.ssm_chunk_size)
         self._views = view_step(padding, buffers, num_chunks)
-        longest = replace(self._views.attention, kv_lens=(context.max_sequence_length,) * shape.num_rows)
-        self._attention = self._memory.attention.capture(longest)
+        fullest = replace(self._views.attention, kv_lens=(longest,) * shape.num_rows)
+        self._attention = self._memory.attention.capture(fullest)
         self._latest = latest
 
         def forward() -> tuple[Tensor, ...]:
-            with context.rehearsing():
+            with runner.rehearsing():
                 self._views = view_step(padding, buffers, num_chunks)
-                context.install(Step(self._views, self._attention.begin()))
-                logits = compute_part(model, context)
-                return logits, context.step.wanted_outputs, *_computed_views(self._views.logits)
+                step = Step(self._views, self._attention.begin())
+                runner.show(step)
+                logits = model.compute_part()
+                return logits, step.wanted_outputs, *_computed_views(self._views.logits)
 
         (self.logits, self.wanted_outputs, *computed), self._replay_forward = recorder.record(forward)
         self._results = replace(self._views, logits=_with_computed(self._views.logits, *computed))
 
         def verify() -> tuple[Tensor, ...]:
-            with context.rehearsing():
-                context.install(Step(self._views))
-                greedy = replace(self._views.logits, all_greedy=True)
-                outcome = outcome_on_all_ranks(
-                    context, lambda: verify_step(greedy, context.wanted_logits(self.logits), [])
-                )
-                copy_reached_boundaries(self._views, outcome, self._memory)
-                return (outcome,)
+            step = Step(self._views)
+            greedy = replace(self._views.logits, all_greedy=True)
+            outcome = outcome_on_all_ranks(
+                runner.ranks, greedy, lambda: verify_step(greedy, runner.wanted_logits(step, self.logits), [])
+            )
+            copy_reached_boundaries(self._views, outcome, self._memory)
+            return (outcome,)
 
         (self.outcome,), self._replay_verify = recorder.record(verify)
 
@@ -102,9 +110,9 @@ class StepGraph:
     def launch_next(self, rows: Sequence[RunningRequest], tokens: Sequence[int] | None) -> LaunchedStep | None:
         """Launch the step after the one laid out last; see `CapturedStep`."""
         memory, before = self._memory, self._latest.of(self)
-        if before is None or not before.step.can_launch_next(
-            rows, tokens, memory.step_buffers, memory.geometry.block_size
-        ):
+        if before is None or before.step.ends is None:
+            return None
+        if not before.step.can_launch_next(rows, tokens, memory.step_buffers, memory.geometry.block_size):
             return None
         batch = self._send_next(before, None)
         memory.step_buffers.feed(self.outcome[: len(rows), 1])  # decode rows come first
@@ -149,9 +157,9 @@ class StepGraph:
 
     def forward(self) -> Tensor:
         """Compute the logits of the step that was laid out last; those of padding are meaningless."""
-        self._stage.receive(self.shape.num_tokens)
+        self._model.receive(self.shape.num_tokens)
         self._replay_forward()
-        self._stage.send(self.logits)
+        self._model.send(self.logits)
         return self.logits
 
     def verify_greedily(self) -> Tensor:
@@ -192,7 +200,7 @@ def _with_computed(
 
 
 class StepGraphs:
-    """The graphs of a context's memory, by shape.
+    """The graphs of one memory, by shape.
 
     Args:
         weights: Addresses at which the graphs read the weights.
@@ -215,45 +223,48 @@ class StepGraphs:
         return None if shape is None else self._graphs[shape]
 
 
-def reason_without_graphs(context: MambaCacheContext) -> str | None:
-    """Return why the steps of a context cannot be captured, None if they can."""
-    if Symbols.MOE in context.shape.layer_types:
+def reason_without_graphs(shape: HybridModelShape, memory: CacheMemory) -> str | None:
+    """Return why the steps of a model cannot be captured, None if they can."""
+    if EXPERTS in shape.layer_types:
         return "the host reads how many tokens each expert gets"
-    return device_reason(context)
+    return device_reason(memory)
 
 
-def device_reason(context: MambaCacheContext) -> str | None:
+def device_reason(memory: CacheMemory) -> str | None:
     """Return why the device cannot capture, None if it can."""
-    return None if context.memory.state_pool.ssm.is_cuda else "the model runs on a CPU"
+    return None if memory.state_pool.ssm.is_cuda else "the model runs on a CPU"
 
 
 @torch.inference_mode()
-def capture_graphs(model: Any, context: MambaCacheContext) -> StepGraphs | None:
-    """Capture the steps of a context, between two steps; return None if nothing is to be or can be captured."""
-    count = context.cache_config.num_cuda_graphs
-    reasons = context.ranks.gather(reason_without_graphs(context) if count else None)
+def capture_graphs(
+    model: StepModel, runner: StepRunner, config: CacheConfig, shape: HybridModelShape
+) -> StepGraphs | None:
+    """Capture steps, between two steps; return None if nothing is to be or can be captured."""
+    count = config.num_cuda_graphs
+    reasons = runner.ranks.gather(reason_without_graphs(shape, runner.memory) if count else None)
     reason = next((found for found in reasons if found is not None), None)  # a graph waits for the other ranks' graphs
     if reason is not None:
         _LOG.warning("num_cuda_graphs is %d, but steps run without CUDA graphs: %s", count, reason)
     if not count or reason is not None:
         return None
     began = time.perf_counter()
-    limits = context.memory.step_buffers.limits
+    limits = runner.memory.step_buffers.limits
     shapes = decode_shapes(count, limits.max_rows, limits.max_drafts, limits.max_tokens)
-    shapes += prefill_shapes(context.cache_config.cuda_graph_prefill_tokens, limits.max_rows, limits.max_tokens)
+    shapes += prefill_shapes(config.cuda_graph_prefill_tokens, limits.max_rows, limits.max_tokens)
     recorder = CudaRecorder()
     # The largest first: smaller ones fit into the memory that it leaves in the pool.
-    largest_first = sorted(shapes, key=lambda shape: -shape.num_tokens)
+    largest_first = sorted(shapes, key=lambda step_shape: -step_shape.num_tokens)
     with (
         _without_collections(),
-        rotary_tables_of(model.model) as tables,
+        model.tables_read() as tables,
         tqdm(largest_first, desc="capturing", unit="graph", leave=False, disable=None) as progress,
     ):
         latest = LatestStep()
-        graphs = [StepGraph(model, context, shape, recorder, latest) for shape in progress]
+        longest = config.max_sequence_length
+        graphs = [StepGraph(model, runner, step_shape, recorder, latest, longest) for step_shape in progress]
     torch.cuda.synchronize()
     capture = Capture(len(graphs), time.perf_counter() - began, recorder.num_bytes())
-    return StepGraphs(graphs, capture, WeightPlaces.of(model.model), tables)
+    return StepGraphs(graphs, capture, model.weight_places(), tables)
 
 
 @contextmanager

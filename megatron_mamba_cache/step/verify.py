@@ -9,10 +9,10 @@ from torch import Tensor
 from ..kernels.sampling.sampling import greedy_tokens, sample_tokens, token_probabilities
 from ..kernels.sampling.verification import DraftDistributions, RatioUniforms, accept_by_ratio, accept_matching
 from ..kernels.slots.align_copy import align_copy
-from ..step.batch import StepBatch
-from ..step.logits import StepLogits
-from .cache_memory import CacheMemory
-from .step_reader import StepReader
+from ..ranks.group import Ranks
+from .batch import StepBatch
+from .logits import StepLogits
+from .memory import CacheMemory
 
 
 def verify_step(rows: StepLogits, logits: Tensor, distributions: Sequence[Tensor | None]) -> Tensor:
@@ -36,31 +36,31 @@ def verify_step(rows: StepLogits, logits: Tensor, distributions: Sequence[Tensor
     return accept_by_ratio(tokens, token_probabilities(logits, *settings), rows.verify, drawn, uniforms)
 
 
-def outcome_on_all_ranks(context: StepReader, compute: Callable[[], Tensor]) -> Tensor:
+def outcome_on_all_ranks(ranks: Ranks, rows: StepLogits, compute: Callable[[], Tensor]) -> Tensor:
     """Return the outcome of `verify_step` on the first rank of the last stage, so that ranks' plans stay the same.
 
     Args:
         compute: Runs `verify_step`; called where the logits are.
     """
-    ranks = context.ranks
     if ranks.num_ranks == 1:
         return compute()
     if ranks.is_last_stage:
         return ranks.from_source(compute().contiguous())
-    verify = context.step.batch.logits.verify
-    shape = verify.cu_logits.shape[0] - 1, 2 + verify.max_drafts
-    return ranks.from_source(torch.zeros(shape, dtype=torch.int64, device=verify.cu_logits.device))
+    shape = rows.verify.cu_logits.shape[0] - 1, 2 + rows.verify.max_drafts
+    return ranks.from_source(torch.zeros(shape, dtype=torch.int64, device=rows.verify.cu_logits.device))
 
 
-def logits_on_all_ranks(context: StepReader, output: Tensor) -> Tensor:
-    """Return the last stage's logits, [1, n, vocab], bit-equal on all ranks; `output` is what the forward returned."""
-    ranks, step = context.ranks, context.step.batch
+def logits_on_all_ranks(ranks: Ranks, output: Tensor, num_logits: int, vocab_size: int) -> Tensor:
+    """Return the last stage's logits, [1, num_logits, vocab], bit-equal on all ranks.
+
+    Args:
+        output: What the forward returned here: the logits, or another stage's hidden states.
+    """
     if ranks.num_ranks == 1:
         return output
     if ranks.is_last_stage:
         return ranks.from_source(output.contiguous())
-    num_logits = step.logits.tokens.shape[0] if context.materialize_only_last_token_logits else output.shape[0]
-    return ranks.from_source(output.new_empty((1, num_logits, context.shape.vocab_size)))
+    return ranks.from_source(output.new_empty((1, num_logits, vocab_size)))
 
 
 def _drawn_from(rows: StepLogits, distributions: Sequence[Tensor | None]) -> DraftDistributions | None:

@@ -1,13 +1,10 @@
 """The addresses of a model's weights: captured graphs read them there, whatever the modules point to later."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Self
 
 import torch
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from torch import Tensor
 
 
@@ -46,26 +43,6 @@ class WeightPlaces:
                 is_moved = before[name].shape == after[name].shape and before[name].dtype == after[name].dtype
                 return f"{name} lies elsewhere" if is_moved else f"{name} has another shape or dtype"
         return None
-
-
-@contextmanager
-def rotary_tables_of(model: Any) -> Iterator[list[Tensor]]:
-    """Collect the rotary tables that forwards in the block read.
-
-    Megatron keeps the last 32 tables of all models and frees the others: forwards over other lengths, as in training,
-    would free one that a graph reads.
-    """
-    tables: list[Tensor] = []
-    handles = [
-        module.register_forward_hook(lambda _module, _inputs, table: tables.append(table))
-        for module in model.modules()
-        if isinstance(module, RotaryEmbedding)
-    ]
-    try:
-        yield tables
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _place_of(tensor: Tensor) -> _Place:

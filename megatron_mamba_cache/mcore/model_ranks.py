@@ -1,53 +1,18 @@
-"""The ranks that hold one model together: tensor parallel times pipeline parallel, one replica of it.
+"""The ranks of a model as Megatron's parallel state has them."""
 
-Each rank reaches every decision by itself, so ranks exchange little: what memory allows, once; the sampled tokens, once
-a step; and whether drafting failed, where there are drafts. Every method is collective: all ranks call it, in the same
-order.
-"""
-
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from ..errors import CacheError
-
-Result = TypeVar("Result")
-
-
-class OneRank:
-    """A model that this rank holds as a whole."""
-
-    num_ranks = 1
-    index = 0
-    is_first_stage = is_last_stage = True
-    num_stages = 1
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, first stage first and in it in tensor-parallel order."""
-        return [value]
-
-    def least(self, values: Sequence[int]) -> list[int]:
-        """Return the least of each value over all ranks; 64 bits each."""
-        return list(values)
-
-    def all_hold(self, holds: bool) -> bool:
-        """Return whether something holds on all ranks."""
-        return holds
-
-    def from_source(self, tensor: Tensor) -> Tensor:
-        """Make a tensor on every rank what it is on the first rank of the last stage, in place, and return it.
-
-        CUDA-graph safe with NCCL; does not wait for the device.
-        """
-        return tensor
+from ..ranks.group import OneRank, Ranks
 
 
 class ModelRanks:
-    """Several ranks; the methods are those of `OneRank`."""
+    """The `Ranks` of a model that several ranks hold."""
 
     def __init__(self) -> None:
         self._group = parallel_state.get_model_parallel_group()
@@ -90,9 +55,6 @@ class ModelRanks:
         return tensor
 
 
-Ranks = OneRank | ModelRanks
-
-
 def ranks_of_process() -> Ranks:
     """Return the ranks that hold this process's part of a model, as Megatron's parallel state has them.
 
@@ -116,24 +78,3 @@ def num_expert_ranks() -> int:
     """Return how many ranks share each layer's experts; they step together, busy or idle."""
     size: int = parallel_state.get_expert_model_parallel_world_size()
     return size
-
-
-def on_all_ranks(ranks: Ranks, compute: Callable[[], Result]) -> Result:
-    """Return what each rank computes for itself; if one fails, raise on all, so that none waits for it.
-
-    Raises:
-        ValueError, TypeError, CacheError: What this rank raised, else what the first failed rank did, with its number.
-    """
-    error: Exception | None = None
-    try:
-        result = compute()
-    except (ValueError, TypeError, CacheError) as found:
-        error = found
-    errors = ranks.gather(None if error is None else (type(error), str(error)))
-    if error is not None:
-        raise error
-    for rank, found in enumerate(errors):
-        if found is not None:
-            kind, message = found
-            raise kind(f"on rank {rank} of the model: {message}")
-    return result

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,61 +15,68 @@ from ..policy.admission import AdmissionRules
 from ..policy.boundaries import BoundaryRule
 from ..policy.decode_rules import DecodeRules
 from ..policy.eviction_rules import EVICTION_RULES
+from ..policy.identifiers import BlockId
+from ..policy.kv_block_pool import KVBlockPool
 from ..policy.prefix_cache import CacheIdentity, PrefixCache
 from ..policy.requests import RunningRequest
 from ..policy.slot_pool import SlotPool
-from ..state.mamba_slot_allocator import StateSlotAllocator, StepReservations
+from ..ranks.agreement import CacheCapacity
+from ..ranks.group import Ranks, on_all_ranks
+from ..state.model_shape import HybridModelShape
 from ..state.state_pool import DraftWindow, StatePool
-from ..step.batch import StepGeometry
-from ..step.buffers import StepBuffers, StepLimits
-from .agreement import CacheCapacity
-from .kv_block_allocator import KVBlockAllocator
-from .model_shape import HybridModelShape
-from .ranks import on_all_ranks
+from .batch import StepGeometry
+from .buffers import StepBuffers, StepLimits
 
 
 class CacheMemory:
     """The device memory of one context and its bookkeeping; built and dropped as a whole.
 
     Args:
-        context: Its settings, model shape, capacity, ranks and sequence limits are read.
+        capacity: Sizes of the pools.
+        max_blocks: KV blocks of the longest request.
+        counters: What the prefix cache counts on.
         weights_version: Version of the weights that will fill the cache.
+
+    Raises:
+        CacheCapacityError: If there is not enough memory, on any of the ranks.
     """
 
     def __init__(
-        self, context: Any, counters: CacheCounters, weights_version: str, reservations: StepReservations
+        self,
+        config: CacheConfig,
+        shape: HybridModelShape,
+        capacity: CacheCapacity,
+        ranks: Ranks,
+        *,
+        max_blocks: int,
+        counters: CacheCounters,
+        weights_version: str,
     ) -> None:
-        config: CacheConfig = context.cache_config
-        shape: HybridModelShape = context.shape
-        capacity: CacheCapacity = context.capacity
         device = torch.cuda.current_device()
         attention_shape = _attention_shape(shape, config, device)
-        self.attention = on_all_ranks(
-            context.ranks, lambda: choose_attention(config.attention_backend, attention_shape)
-        )
+        self.attention = on_all_ranks(ranks, lambda: choose_attention(config.attention_backend, attention_shape))
         # Memory before bookkeeping: an impossible budget fails here, not after lists of its size are filled.
-        tensors = on_all_ranks(context.ranks, lambda: _allocated(shape, config, capacity, device))
-        self.state_pool, self.kv_buffer = tensors
-        self.slots = SlotPool(capacity.num_slots, EVICTION_RULES[config.eviction].state_worth)
-        self.blocks = _block_allocator(context, config, capacity, self.slots)
-        self.step_buffers = on_all_ranks(
-            context.ranks, lambda: _step_buffers(config, shape.ssm_chunk_size, context.max_kv_block_count, device)
+        self.state_pool, self.kv_buffer = on_all_ranks(ranks, lambda: _allocated(shape, config, capacity, device))
+        rule = EVICTION_RULES[config.eviction]
+        self.slots = SlotPool(capacity.num_slots, rule.state_worth)
+        self.dummy_block = BlockId(capacity.num_blocks - 1)  # takes writes that are never read
+        self.blocks = KVBlockPool(
+            capacity.num_blocks - 1, rule.block_worth, self.slots.drop, block_size=config.block_size_tokens
         )
-        self.geometry = StepGeometry(
-            config.block_size_tokens, shape.ssm_chunk_size, self.blocks.dummy_block_idx, shape.d_conv - 1
-        )
+        self.num_paused_blocks = capacity.num_paused_blocks
+        self.step_buffers = on_all_ranks(ranks, lambda: _step_buffers(config, shape.ssm_chunk_size, max_blocks, device))
+        self.geometry = StepGeometry(config.block_size_tokens, shape.ssm_chunk_size, self.dummy_block, shape.d_conv - 1)
         stride = 1 if config.boundary_stride == "all" else config.boundary_stride
-        rule = BoundaryRule(config.block_size_tokens, stride)
+        self.boundary_rule = BoundaryRule(config.block_size_tokens, stride)
         self.prefix_cache = PrefixCache(
-            self.blocks.pool,
+            self.blocks,
             self.slots,
-            AdmissionRules(rule, config.align_prefill_chunks, config.chunked_prefill),
+            AdmissionRules(self.boundary_rule, config.align_prefill_chunks, config.chunked_prefill),
             CacheIdentity(shape.fingerprint, weights_version),
             counters,
             decode=DecodeRules(config.decode_checkpoints, config.max_requests),
             enabled=config.prefix_caching,
         )
-        self.slot_allocator = StateSlotAllocator(context, self.state_pool, self.slots, rule, reservations)
 
     def settle(self, rows: Sequence[RunningRequest]) -> None:
         """Move the accepted state of each row into its live slot, and release the columns of its draft window."""
@@ -121,17 +127,6 @@ def _attention_shape(shape: HybridModelShape, config: CacheConfig, device: torch
         scale=shape.softmax_scale,
         dtype=shape.params_dtype,
         device=torch.device("cuda", device) if isinstance(device, int) else device,
-    )
-
-
-def _block_allocator(context: Any, config: CacheConfig, capacity: CacheCapacity, slots: SlotPool) -> KVBlockAllocator:
-    return KVBlockAllocator(
-        context,
-        capacity.num_blocks,
-        capacity.num_paused_blocks,
-        on_evict=slots.drop,
-        block_size=config.block_size_tokens,
-        worth=EVICTION_RULES[config.eviction].block_worth,
     )
 
 

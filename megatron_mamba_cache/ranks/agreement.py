@@ -3,8 +3,8 @@
 from dataclasses import dataclass, fields, replace
 
 from ..config import CacheConfig, is_encodable
-from .model_shape import HybridModelShape
-from .ranks import Ranks, on_all_ranks
+from ..state.model_shape import HybridModelShape
+from .group import Ranks, on_all_ranks
 
 _OF_EACH_RANK = ("buffer_size_gb", "paused_buffer_size_gb", "prefix_caching_mamba_gb")
 """Settings that may differ between ranks: the memory that each provides."""

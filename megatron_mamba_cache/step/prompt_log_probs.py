@@ -6,16 +6,15 @@ token, so a prompt that is interrupted is scored again as a whole.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..policy.requests import RunningRequest, ScoredToken
-from .step_reader import StepReader
+from ..ranks.group import Ranks
+from .step import Step
 
 _MOST_LOGITS = 2**25
 """Logits that are computed at once: 128 MiB in float32."""
@@ -49,7 +48,7 @@ def scored_places(rows: Sequence[RunningRequest]) -> list[ScoredPlaces]:
     return found
 
 
-def score_prompts(context: StepReader, logits_of: Callable[[Tensor], Tensor]) -> None:
+def score_prompts(step: Step, ranks: Ranks, logits_of: Callable[[Tensor], Tensor], vocab_size: int) -> None:
     """Add the log-probs of the prompt tokens that follow this step's tokens to each row that wants them.
 
     Collective: the ranks of a model call it in the same steps.
@@ -57,11 +56,11 @@ def score_prompts(context: StepReader, logits_of: Callable[[Tensor], Tensor]) ->
     Args:
         logits_of: Returns the logits [n, vocab] of hidden states [n, hidden]; called on the last stage only.
     """
-    places = [place for place in scored_places(context.step.rows) if place.followers]
+    places = [place for place in scored_places(step.rows) if place.followers]
     if not places:
         return
     top_n = max(place.row.spec.log_probs.top_n for place in places)
-    found = _scores(context, places, top_n, logits_of)
+    found = _scores(step, ranks, places, top_n, logits_of, _MOST_LOGITS // vocab_size)
     for place in places:
         width = place.row.spec.log_probs.top_n
         for _ in place.followers:
@@ -80,38 +79,33 @@ def named_alternatives(scored: Sequence[ScoredToken], detokenize: Callable[[list
     return [_named(token, texts, detokenize) for token in scored]
 
 
-@contextmanager
-def scoring_allowed(sampling: Any) -> Iterator[None]:
-    """Let the block add a request whose prompt is scored, although Megatron asserts that all logits exist."""
-    skips, sampling.skip_prompt_log_probs = sampling.skip_prompt_log_probs, True
-    try:
-        yield
-    finally:
-        sampling.skip_prompt_log_probs = skips
-
-
 def _scores(
-    context: StepReader, places: Sequence[ScoredPlaces], top_n: int, logits_of: Callable[[Tensor], Tensor]
+    step: Step,
+    ranks: Ranks,
+    places: Sequence[ScoredPlaces],
+    top_n: int,
+    logits_of: Callable[[Tensor], Tensor],
+    most_at_once: int,
 ) -> Iterator[ScoredToken]:
     """Return the scores of all followers, in order, each with the `top_n` best tokens in its place."""
     tokens = [token for place in places for token in place.tokens]
     followers = [token for place in places for token in place.followers]
-    device = context.step.batch.token_ids.device
+    device = step.batch.token_ids.device
     values = torch.empty(len(tokens), 1 + top_n, device=device)
     ids = torch.empty(len(tokens), top_n, dtype=torch.int64, device=device)
-    if context.ranks.is_last_stage:
-        hidden = context.step.scored_hidden_states[torch.tensor(tokens, device=device)]
+    if ranks.is_last_stage:
+        hidden = step.scored_hidden_states[torch.tensor(tokens, device=device)]
         targets = torch.tensor(followers, device=device)[:, None]
-        size = max(_MOST_LOGITS // context.shape.vocab_size, 1)
+        size = max(most_at_once, 1)
         for start in range(0, len(tokens), size):
             part = slice(start, start + size)
             log_probs = F.log_softmax(logits_of(hidden[part]).float(), dim=-1)
             best = torch.topk(log_probs, top_n)
             values[part, :1] = log_probs.gather(1, targets[part])
             values[part, 1:], ids[part] = best.values, best.indices
-    if context.ranks.num_ranks > 1:
-        context.ranks.from_source(values)
-        context.ranks.from_source(ids)
+    if ranks.num_ranks > 1:
+        ranks.from_source(values)
+        ranks.from_source(ids)
     lines = zip(values.tolist(), ids.tolist(), strict=True)
     return (ScoredToken(log_prob, tuple(best), tuple(tokens)) for (log_prob, *best), tokens in lines)
 

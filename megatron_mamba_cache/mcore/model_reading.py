@@ -1,0 +1,116 @@
+"""Read the shape of a model from the model and its parts on other ranks."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.ssm.mamba_hybrid_layer_allocation import Symbols
+
+from ..ranks.group import OneRank, Ranks, on_all_ranks
+from ..state.model_shape import HybridModelShape
+from .mamba_mixer import CachingMambaMixer
+from .self_attention import CachingSelfAttention
+from .specs import check_layer_pattern
+
+
+@dataclass(frozen=True, slots=True)
+class _MixerShape:
+    """Sizes of the Mamba mixers on a rank, all of them alike."""
+
+    conv_dim: int
+    d_conv: int
+    ssm_shape: tuple[int, int, int]
+    ssm_chunk_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One rank's part of a model."""
+
+    layer_types: tuple[str, ...]
+    mixers: _MixerShape | None  # None: no Mamba layer here
+    fingerprint: str
+
+
+def model_shape_of(model: Any, ranks: Ranks | None = None) -> HybridModelShape:
+    """Read the shape of a MambaModel built from a spec of `with_mamba_cache`; all its ranks call it.
+
+    Args:
+        ranks: Ranks that hold the model; None if this one holds all of it.
+
+    Raises:
+        ValueError: If it is not a hybrid of Mamba and attention layers, was built without the caching modules, has
+            KV heads that the ranks cannot share, or has different mixers on them.
+    """
+    ranks = ranks or OneRank()
+    parts = ranks.gather(on_all_ranks(ranks, lambda: _part_of(model)))
+    num_tensor_ranks = ranks.num_ranks // ranks.num_stages
+    check_layer_pattern("".join(symbol for part in parts[::num_tensor_ranks] for symbol in part.layer_types))
+    mixers = _agreed_mixers(parts)
+    config = model.config
+    if config.num_query_groups % num_tensor_ranks:
+        raise ValueError(
+            f"{config.num_query_groups} KV heads do not divide by {num_tensor_ranks} tensor-parallel ranks; choose "
+            "a --tensor-model-parallel-size that divides them"
+        )
+    return HybridModelShape(
+        layer_types=parts[ranks.index].layer_types,
+        conv_dim=mixers.conv_dim,
+        d_conv=mixers.d_conv,
+        ssm_shape=mixers.ssm_shape,
+        ssm_chunk_size=mixers.ssm_chunk_size,
+        num_heads=config.num_attention_heads // num_tensor_ranks,
+        num_kv_heads=config.num_query_groups // num_tensor_ranks,
+        softmax_scale=config.softmax_scale or config.kv_channels**-0.5,
+        kv_channels=config.kv_channels,
+        vocab_size=model.vocab_size,
+        params_dtype=config.params_dtype,
+        fingerprint=_agreed_fingerprint(parts),
+    )
+
+
+def _part_of(model: Any) -> _Part:
+    layer_types = tuple(model.decoder.layer_type_list)
+    found = {
+        Symbols.MAMBA: [module for module in model.modules() if isinstance(module, CachingMambaMixer)],
+        Symbols.ATTENTION: [module for module in model.modules() if isinstance(module, CachingSelfAttention)],
+    }
+    if any(not modules and symbol in layer_types for symbol, modules in found.items()):
+        raise ValueError(
+            "the model was built without the caching modules; build it from with_mamba_cache(spec) instead of spec"
+        )
+    return _Part(layer_types, _mixer_shape(found[Symbols.MAMBA]), _fingerprint(model))
+
+
+def _mixer_shape(mixers: Sequence[Any]) -> _MixerShape | None:
+    if not mixers:
+        return None
+    mixer = mixers[0]
+    ssm_shape = mixer.nheads_local_tp, mixer.d_state, mixer.headdim
+    return _MixerShape(mixer.conv1d.weight.shape[0], mixer.d_conv, ssm_shape, mixer.chunk_size)
+
+
+def _agreed_mixers(parts: Sequence[_Part]) -> _MixerShape:
+    """Return the sizes of the mixers, the same on all ranks that have any."""
+    shapes = [part.mixers for part in parts if part.mixers is not None]
+    if len(set(shapes)) > 1:
+        raise ValueError(
+            f"the ranks' Mamba mixers differ: {sorted(set(map(repr, shapes)))}; build all parts of the model with the "
+            "same sizes and SSM chunk"
+        )
+    return shapes[0]
+
+
+def _agreed_fingerprint(parts: Sequence[_Part]) -> str:
+    """Return one fingerprint for all parts; a single part keeps its own."""
+    if len(parts) == 1:
+        return parts[0].fingerprint
+    return hashlib.sha256(repr([part.fingerprint for part in parts]).encode()).hexdigest()
+
+
+def _fingerprint(model: Any) -> str:
+    described = sorted((name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters())
+    config = model.config
+    facts = (described, model.position_embedding_type, config.layernorm_epsilon, config.rotary_interleaved)
+    return hashlib.sha256(repr(facts).encode()).hexdigest()

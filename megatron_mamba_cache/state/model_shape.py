@@ -1,0 +1,74 @@
+"""The sizes of a hybrid model that the cache depends on."""
+
+from dataclasses import dataclass
+
+import torch
+
+from ..config import CacheConfig
+from .layout import StateLayout
+
+MAMBA, ATTENTION, EXPERTS = "M", "*", "E"
+"""Symbols of layer types, as in Megatron's hybrid patterns."""
+
+
+@dataclass(frozen=True, slots=True)
+class HybridModelShape:
+    """Sizes of a hybrid model on this rank, and a fingerprint of the whole model's architecture.
+
+    Args:
+        layer_types: One symbol a layer of this rank: M Mamba, * attention, - MLP, E mixture of experts.
+        conv_dim, d_conv: Channels and taps of the causal convolution.
+        ssm_shape: (heads, d_state, head_dim).
+        ssm_chunk_size: That of the whole model, even if this rank has no Mamba layer.
+        num_heads, num_kv_heads: Query and key/value heads.
+        softmax_scale: Factor on attention scores.
+        fingerprint: The same on all ranks.
+    """
+
+    layer_types: tuple[str, ...]
+    conv_dim: int
+    d_conv: int
+    ssm_shape: tuple[int, int, int]
+    ssm_chunk_size: int
+    num_heads: int
+    num_kv_heads: int
+    softmax_scale: float
+    kv_channels: int
+    vocab_size: int
+    params_dtype: torch.dtype
+    fingerprint: str
+
+    @property
+    def num_mamba_layers(self) -> int:
+        """Mamba layers of this rank."""
+        return self.layer_types.count(MAMBA)
+
+    @property
+    def num_attention_layers(self) -> int:
+        """Attention layers of this rank."""
+        return self.layer_types.count(ATTENTION)
+
+    def block_bytes(self, block_size: int) -> int:
+        """Return the bytes of one KV block over all attention layers of this rank."""
+        per_token = 2 * self.num_attention_layers * self.num_kv_heads * self.kv_channels
+        return block_size * per_token * self.params_dtype.itemsize
+
+    def state_layout(self, config: CacheConfig) -> StateLayout:
+        """Return the layout of one state slot under the configured dtypes and number of drafts."""
+        dtypes = {"model": self.params_dtype, "fp32": torch.float32, "bf16": torch.bfloat16}
+        return StateLayout(
+            num_layers=self.num_mamba_layers,
+            conv_shape=(self.d_conv - 1 + config.num_speculative_tokens, self.conv_dim),
+            ssm_shape=self.ssm_shape,
+            conv_dtype=dtypes[config.conv_state_dtype],
+            ssm_dtype=dtypes[config.ssm_state_dtype],
+        )
+
+    def check(self, config: CacheConfig) -> None:
+        """Raise `ValueError` if the settings do not fit the model."""
+        if config.prefix_caching and config.block_size_tokens % self.ssm_chunk_size:
+            raise ValueError(
+                f"block_size_tokens is {config.block_size_tokens}, which is no multiple of the model's SSM chunk of "
+                f"{self.ssm_chunk_size}: set --inference-dynamic-batching-block-size to a multiple of it, or "
+                "--no-prefix-caching"
+            )

@@ -1,0 +1,456 @@
+"""The life of a step. `StepRunner.run` is all of it:
+
+plan → forward → publish prompts → sample → launch the next step, if it may run ahead → read → land.
+
+`drop_failed_step` takes the place of what is left when anything in it raises.
+"""
+
+import asyncio
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..config import CacheConfig
+from ..errors import CacheIntegrityError
+from ..kernels.compilation import WATCH
+from ..metrics import CacheCounters, CacheSnapshot
+from ..policy.admission import Refusal
+from ..policy.block_growth import GrowthOutcome
+from ..policy.prefix_cache import PrefixCache
+from ..policy.random_counter import DrawPurpose
+from ..policy.requests import Candidate, RunningRequest, StepTokens
+from ..policy.running_requests import RunningRequests
+from ..ranks.digest import Digest
+from ..ranks.group import Ranks
+from ..speculation.decode_schedule import schedule_decode, schedule_one_token
+from ..speculation.draft_planner import DraftPlanner, NoDrafts
+from ..speculation.row_progress import advance_one_token_rows, advance_rows, note_hidden_states
+from .batch import lay_out_step
+from .captured_step import Capture, CapturedStep, EarlyStep, GraphsByShape
+from .host_copy import HostCopy
+from .log_probs import NO_LOG_PROBS, StepLogProbs, step_log_probs
+from .memory import CacheMemory
+from .model import StepModel
+from .prompt_log_probs import score_prompts
+from .run_ahead import EarlySteps, QueueState, may_run_ahead
+from .step import Step
+from .verify import copy_reached_boundaries, logits_on_all_ranks, outcome_on_all_ranks, verify_step
+
+
+class StepCounts(NamedTuple):
+    """Counts of the step that is scheduled or laid out; see `RowCounts`.
+
+    Args:
+        tokens: Tokens to compute; with drafts, once the step is laid out.
+        padded_tokens, padded_rows: What the device computes of the step that was laid out last, padding included.
+    """
+
+    rows: int = 0
+    paused: int = 0
+    prefilling: int = 0
+    tokens: int = 0
+    padded_tokens: int = 0
+    padded_rows: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """What a step did.
+
+    Args:
+        num_drafts: [rows] drafts that were verified.
+        held_back: Rows that were paused or evicted when it landed.
+    """
+
+    step: Step
+    kept: StepTokens
+    num_drafts: Sequence[int]
+    log_probs: StepLogProbs
+    held_back: GrowthOutcome
+
+
+class StepRunner:
+    """Runs one step after another over one memory, and holds everything that is dropped with that memory.
+
+    Args:
+        digest: Compares ranks' decisions.
+        counters: Outlive the runner.
+        vocab_size: Of the model, padding included.
+        only_last_logits: True when a forward returns logits only for the tokens of `StepBatch.logits`.
+    """
+
+    def __init__(
+        self,
+        memory: CacheMemory,
+        config: CacheConfig,
+        ranks: Ranks,
+        planner: DraftPlanner | NoDrafts,
+        digest: Digest,
+        counters: CacheCounters,
+        *,
+        vocab_size: int,
+        only_last_logits: bool = True,
+    ) -> None:
+        self.memory = memory
+        self.ranks = ranks
+        self.planner = planner
+        self.counters = counters
+        self.vocab_size = vocab_size
+        self.only_last_logits = only_last_logits
+        self.requests = RunningRequests(memory.prefix_cache, config.max_requests, config.max_tokens)
+        self.counts = StepCounts()
+        self._digest = digest
+        self._step: Step | None = None
+        self._at_work: list[RunningRequest] = []  # the rows of the step that is being planned or computed
+        self._graphs: GraphsByShape | None = None
+        self._queue = QueueState()
+        # Steps that depend on more than these rows, or are inspected, are never launched early.
+        alone = not config.rank_digest_steps and ranks.num_stages == 1 and not planner.reads_hidden_states
+        self._early_steps = EarlySteps(are_allowed=config.run_ahead and alone)
+
+    # The life of a step.
+
+    async def run(self, model: StepModel, *, lands: bool = True) -> StepOutcome:
+        """Run the step that the scheduler has filled. If this raises, call `drop_failed_step`.
+
+        Args:
+            lands: False if the caller decides what rows keep and calls `land` itself.
+        """
+        step = self.plan()
+        self._digest.note_plan(self.requests, step.rows)
+        logits = self._forward(step, model)
+        self.publish_prompts()
+        await asyncio.sleep(0)  # the forward runs; other tasks may use the host
+        if not lands:
+            self.note_change()
+        is_greedy = step.is_greedy
+        copy = HostCopy(self._sample(step, logits, is_greedy=is_greedy))
+        if is_greedy:
+            self._launch_next(step)
+        found = copy.wait()  # the step's only wait
+        kept = self._keep(step, found, is_greedy=is_greedy)
+        log_probs, num_drafts = self._log_probs(step, logits, kept, model), step.num_drafts
+        held_back = self.land(kept) if lands else GrowthOutcome()
+        return StepOutcome(step, kept, num_drafts, log_probs, held_back)
+
+    def plan(self) -> Step:
+        """Schedule the decode rows and their drafts, and lay the step out."""
+        early = self.early_step
+        if early is not None and early.is_of(self.requests.rows):
+            self._at_work, distributions = list(self.requests), schedule_one_token(self.requests.rows)
+        else:
+            decoding = self.requests.decoding
+            self._at_work = [*decoding, *(row for row in self.requests.prefilling if row.scheduled)]
+            budget = self.requests.budget
+            distributions = schedule_decode(decoding, self.cache, self.planner, budget, self.ranks.all_hold)
+        graph = self._early_steps.take()
+        if graph is None and self._graphs is not None:
+            graph = self._graphs.fitting(self._at_work)
+        if graph is None:
+            return self.begin(self.lay_out(self._at_work, distributions))
+        return self.begin(self._lay_out_graph(graph, self._at_work, distributions))
+
+    def publish_prompts(self) -> None:
+        """Make what the forward, which is launched, writes of prompts findable."""
+        batch = self.step.batch
+        for row in batch.rows[batch.num_decode_rows :]:
+            self.cache.publish(row, row.scheduled)
+
+    def boundary_offsets(self) -> list[list[int]]:
+        """Return, for each prefill row of the next step, its reserved boundaries relative to its first token."""
+        rows = [row for row in self.requests.prefilling if row.scheduled]
+        return [[state.position - row.computed for state in row.reserved] for row in rows]
+
+    def land(self, kept: StepTokens) -> GrowthOutcome:
+        """Advance the step's rows by what they keep, and publish it; rows that end leave, others may be held back."""
+        step, is_before_early_step = self.step, self.early_step is not None
+        ended = [step.rows[index] for index in kept.ended]
+        if is_before_early_step:  # which runs with these tokens: no row reaches a boundary or needs a block
+            self._early_steps.check_inputs([new[-1] for new in kept.tokens])
+            advance_one_token_rows(step.rows, kept.tokens, self.counters, self.planner)
+            self._step, self._at_work = None, []
+            self._drop(ended)
+            held_back = GrowthOutcome()
+        else:
+            if self.planner.reads_hidden_states:
+                note_hidden_states(step.rows, kept.tokens, step.batch.logits.starts, step.wanted_outputs, self.planner)
+            advance_rows(step.rows, kept.tokens, self.cache, self.planner)
+            self._drop(ended)
+            held_back = self._grow()
+            self._step, self._at_work = None, []
+        if ended or not is_before_early_step:  # else every row decodes again
+            self._count()
+        self._digest.note_outcome(self.requests, step.rows, kept)
+        return held_back
+
+    def drop_failed_step(self) -> None:
+        """Return every reservation of a failed step and drop its rows, whose live states can no longer be trusted.
+
+        Prefilled again from the tokens that its caller knows, each request continues where it was. An early step
+        that has not begun to land has not failed: its rows stay, and the next step lands it.
+        """
+        self.drop([row for row in self.requests if row in self._at_work or row.scheduled])
+        torch.cuda.synchronize()  # no read-back orders writes to the next step's buffer after this step's copy
+        self._step, self._at_work = None, []
+        self.counters.steps_aborted += 1
+
+    # Rows.
+
+    @property
+    def cache(self) -> PrefixCache:
+        """The prefix cache over the memory's blocks and slots."""
+        return self.memory.prefix_cache
+
+    def admit(self, candidate: Candidate, budget: int, age: int | None = None) -> RunningRequest | Refusal:
+        """Admit a request to the next step; see `RunningRequests.admit`.
+
+        Raises:
+            RuntimeError: If the next step runs already.
+        """
+        self._early_steps.refuse_rows()
+        outcome = self.requests.admit(candidate, budget, age)
+        self._count()
+        return outcome
+
+    def drop(self, rows: Collection[RunningRequest]) -> None:
+        """Drop rows between steps; what they published stays findable."""
+        self.note_change()
+        self._drop(rows)
+        if self.requests:
+            self.requests.resume()
+        self._count()
+
+    def reset(self) -> None:
+        """Drop all rows and the step that is laid out or launched. What is cached stays."""
+        self._drop(list(self.requests))
+        self._drop_early_step()
+        self._step, self._at_work, self.counts = None, [], StepCounts()
+
+    def close(self) -> None:
+        """Wait for an early step, and let the planner forget all rows: the memory is about to be freed."""
+        self._drop_early_step()
+        self.counters.states_evicted += self.memory.slots.num_evicted
+        self.counters.kv_blocks_evicted += self.memory.blocks.num_evicted
+        self._forget(self.requests)
+
+    # The step that the model and the sampler see.
+
+    @property
+    def step(self) -> Step:
+        """The step that is laid out and has not landed."""
+        if self._step is None:
+            raise CacheIntegrityError("no step is laid out; call initialize_attention_state() first")
+        return self._step
+
+    @property
+    def is_computing(self) -> bool:
+        """True when a step is laid out and has not landed."""
+        return self._step is not None
+
+    def lay_out(
+        self,
+        rows: Sequence[RunningRequest],
+        draft_distributions: Sequence[Tensor | None] = (),
+        *,
+        purpose: DrawPurpose = DrawPurpose.SAMPLE,
+    ) -> Step:
+        """Pack every integer of scheduled rows, and send them in one copy; return the step that runs eagerly.
+
+        The results of the previous step must have been read back.
+
+        Args:
+            draft_distributions: See `Step`.
+            purpose: What tokens are drawn for.
+        """
+        memory, draws_ratios = self.memory, any(drawn is not None for drawn in draft_distributions)
+        batch = lay_out_step(rows, memory.step_buffers, memory.geometry, draws_ratios=draws_ratios, purpose=purpose)
+        return Step(batch, memory.attention.plan(batch.attention), draft_distributions=draft_distributions)
+
+    def begin(self, step: Step) -> Step:
+        """Count a step that is laid out, show it to the model and the sampler, and return it."""
+        self.show(step)
+        self.counters.steps += 1
+        self.counters.graph_steps += step.graph is not None
+        return step
+
+    def show(self, step: Step) -> None:
+        """Make a step the one that the model and the sampler see."""
+        self._step = step
+        self.counts = self.counts._replace(
+            tokens=step.batch.num_tokens,
+            prefilling=step.num_prefill_rows,
+            padded_tokens=step.num_padded_tokens,
+            padded_rows=step.num_padded_rows,
+        )
+
+    @contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """Let the block show and compute padding; what was shown before is shown again afterwards."""
+        self._early_steps.wait()
+        step, counts = self._step, self.counts
+        try:
+            yield
+        finally:
+            self._step, self.counts = step, counts
+
+    def wanted_logits(self, step: Step, logits: Tensor) -> Tensor:
+        """Return a step's wanted logits, [logits, vocab], from those that the model computed, [1, n, vocab]."""
+        return logits.squeeze(0) if self.only_last_logits else step.select_outputs(logits)
+
+    def logits_on_all_ranks(self, step: Step, output: Tensor) -> Tensor:
+        """Return the logits, [n, vocab], bit-equal on all ranks, from what the forward returned on each."""
+        num_logits = step.batch.logits.tokens.shape[0] if self.only_last_logits else step.num_padded_tokens
+        return logits_on_all_ranks(self.ranks, output, num_logits, self.vocab_size).squeeze(0)
+
+    # Running ahead.
+
+    @property
+    def early_step(self) -> EarlyStep | None:
+        """The early step, launched and not landed; None if there is none."""
+        return self._early_steps.launched
+
+    def note_queue(self, *, has_waiting: bool) -> None:
+        """Note whether requests wait for a row to end."""
+        if has_waiting is not self._queue.has_waiting:
+            self._queue = replace(self._queue, has_waiting=has_waiting)
+
+    def note_scheduled(self, *, is_settled: bool) -> None:
+        """Note that the scheduler has filled a step, and whether it found no request that can join the next one."""
+        self._count()
+        self._settle(is_settled=is_settled)
+
+    def note_change(self) -> None:
+        """Note that a request may now join the next step: one has come or left, or its step is booked by hand."""
+        self._settle(is_settled=False)
+
+    # Captured graphs.
+
+    @property
+    def graphs(self) -> GraphsByShape | None:
+        """The steps that are captured over this memory."""
+        return self._graphs
+
+    def drop_graphs(self) -> None:
+        """Free all graphs; the results of an early step that one of them computes are copied first."""
+        self._early_steps.leave_graph()
+        self._graphs = None
+
+    def adopt_graphs(self, graphs: GraphsByShape | None) -> None:
+        """Compute steps with these graphs, captured over this memory; None for no graphs."""
+        self._graphs = graphs
+
+    def snapshot(self) -> CacheSnapshot:
+        """Return counters and what every slot and block is used for."""
+        memory, counters, compiled = self.memory, self.counters, WATCH.total
+        captured = Capture() if self._graphs is None else self._graphs.capture
+        return CacheSnapshot(
+            counters=replace(
+                counters,
+                states_evicted=counters.states_evicted + memory.slots.num_evicted,
+                kv_blocks_evicted=counters.kv_blocks_evicted + memory.blocks.num_evicted,
+            ),
+            state_slots=memory.slots.count_by_owner(),
+            kv_blocks=memory.blocks.count_by_kind(),
+            num_compiled_kernels=compiled.num_kernels,
+            compile_seconds=compiled.seconds,
+            num_graphs=captured.num_graphs,
+            capture_seconds=captured.seconds,
+            graph_bytes=captured.num_bytes,
+        )
+
+    def _lay_out_graph(
+        self, graph: CapturedStep, rows: Sequence[RunningRequest], draft_distributions: Sequence[Tensor | None]
+    ) -> Step:
+        """Send scheduled rows to a graph; return the step that it computes. The arguments are those of `lay_out`."""
+        batch = graph.lay_out(rows, draws_ratios=any(drawn is not None for drawn in draft_distributions))
+        return Step(batch, graph=graph, draft_distributions=draft_distributions, wanted_outputs=graph.wanted_outputs)
+
+    def _forward(self, step: Step, model: StepModel) -> Tensor:
+        return model.compute_step() if step.graph is None else step.graph.forward()
+
+    def _sample(self, step: Step, logits: Tensor, *, is_greedy: bool) -> Tensor:
+        """Sample, verify, and copy the states of reached boundaries.
+
+        Returns:
+            [rows, 2 + K] at the step's places: how many tokens each row accepts, then these tokens.
+        """
+        if step.graph is not None and is_greedy:
+            return step.graph.verify_greedily()
+        rows = step.batch.logits
+        outcome = outcome_on_all_ranks(
+            self.ranks, rows, lambda: verify_step(rows, self.wanted_logits(step, logits), step.draft_distributions)
+        )
+        copy_reached_boundaries(step.batch, outcome, self.memory)
+        return outcome
+
+    def _launch_next(self, step: Step, tokens: Sequence[int] | None = None) -> None:
+        """Launch the step after a greedy one if `may_run_ahead` allows it.
+
+        Args:
+            tokens: [rows] new tokens of this step; None until they are read.
+        """
+        if step.graph is not None and may_run_ahead(
+            step, len(self.requests), self._queue, self.planner, are_tokens_known=tokens is not None
+        ):
+            self._early_steps.launch(step.graph, step.rows, tokens)
+        if tokens is not None:
+            self._early_steps.note_fed(tokens)
+
+    def _keep(self, step: Step, found: Sequence[Sequence[int]], *, is_greedy: bool) -> StepTokens:
+        """Return what each row keeps of its outcome; launch the step after a greedy one if it may run ahead.
+
+        Args:
+            found: The outcome, [rows, 2 + K] at the step's places.
+        """
+        if is_greedy:
+            tokens = [found[place][1] for place in step.batch.places]
+            self._launch_next(step, tokens)
+            early = self.early_step
+            if early is not None and not early.any_ends(tokens):
+                return StepTokens(list(zip(tokens, strict=True)))
+        lines = (found[place] for place in step.batch.places)
+        return StepTokens.of([row.keep(new[:accepted]) for row, (accepted, *new) in zip(step.rows, lines, strict=True)])
+
+    def _log_probs(self, step: Step, logits: Tensor, kept: StepTokens, model: StepModel) -> StepLogProbs:
+        """Return the log-probs that rows want; while the next step runs already, none does."""
+        if self.early_step is not None or not any(row.spec.log_probs.wanted for row in step.rows):
+            return NO_LOG_PROBS
+        if self.only_last_logits:
+            score_prompts(step, self.ranks, model.logits_of, self.vocab_size)
+        logits = self.logits_on_all_ranks(step, logits)
+        return step_log_probs(step.batch, kept.tokens, logits, only_last=self.only_last_logits)
+
+    def _grow(self) -> GrowthOutcome:
+        outcome = self.requests.grow(self.memory.num_paused_blocks)
+        self._forget(outcome.evicted)
+        self.memory.settle(outcome.paused)
+        self.counters.requests_paused += len(outcome.paused)
+        self.counters.requests_evicted += len(outcome.evicted)
+        return outcome
+
+    def _drop(self, rows: Collection[RunningRequest]) -> None:
+        if not rows:
+            return
+        self.requests.drop(rows)
+        self._forget(rows)
+        if not self.requests:
+            self._drop_early_step()
+
+    def _drop_early_step(self) -> None:
+        self.note_change()
+        self._early_steps.drop()
+
+    def _forget(self, rows: Iterable[RunningRequest]) -> None:
+        for row in rows:
+            self.planner.forget(row.request_id)
+
+    def _count(self) -> None:
+        self.counts = self.counts._replace(**self.requests.counts._asdict())
+
+    def _settle(self, *, is_settled: bool) -> None:
+        if is_settled is not self._queue.is_settled:
+            self._queue = replace(self._queue, is_settled=is_settled)
