@@ -9,6 +9,7 @@ from megatron.core.inference.contexts.dynamic_context import ContextOverflowErro
 from megatron.core.inference.engines.dynamic_engine import RequestEntry
 from megatron.core.inference.inference_request import DynamicInferenceRequestRecord, Status
 from megatron.core.inference.sampling_params import SamplingParams
+from typing_extensions import override
 
 from ..policy.hit_rate_hint import HitRateHint
 from ..policy.requests import Candidate, RequestSpec
@@ -54,6 +55,7 @@ class MambaCacheEngine(SuspendableEngine):
         # Rows know their stop words, so a stop word ends its request in the step that completes it.
         controller.set_stop_word_finished_ids_callback(None)
 
+    @override
     def add_request(
         self,
         request_id: int,
@@ -90,6 +92,7 @@ class MambaCacheEngine(SuspendableEngine):
                 self.waiting_request_ids.remove(request_id)
             raise
 
+    @override
     def _add_request(self, request: Any) -> asyncio.Future:
         """Validate a request and put it at the end of the queue, or fail it alone."""
         request_id, sampling = request.request_id, request.sampling_params
@@ -112,6 +115,7 @@ class MambaCacheEngine(SuspendableEngine):
         self._hint.note_prompt(spec.prompt_len)
         return future
 
+    @override
     def reset(self) -> None:
         """Drop all requests; what is cached stays."""
         self._states.clear()
@@ -120,6 +124,7 @@ class MambaCacheEngine(SuspendableEngine):
         super().reset()
         self.step_start_event, self.step_end_event = WallClockEvent(), WallClockEvent()
 
+    @override
     def has_unfinished_requests(self) -> bool:
         """Return whether a request runs, waits, or has ended and is to be reported by the next step."""
         return super().has_unfinished_requests() or bool(self.failed_request_ids or self._unreported)
@@ -139,6 +144,7 @@ class MambaCacheEngine(SuspendableEngine):
         """Return the seconds since the request was first admitted; kept as long as `cached_tokens`."""
         return self._states.running_seconds(request_id)
 
+    @override
     def schedule_waiting_requests(self) -> None:
         """Schedule the next step, in place of Megatron's two schedulers; an early step stays as it is."""
         runner = self.context.runner
@@ -158,6 +164,7 @@ class MambaCacheEngine(SuspendableEngine):
         if scheduled.admitted:
             self._loop.call_soon_threadsafe(self._loop.create_task, self._notify_cond_for_new_request())
 
+    @override
     async def async_forward(self) -> Any:
         """Run one step; if it raises, return what it reserved and queue its requests again."""
         was_launched = self.context.early_step is not None
@@ -172,6 +179,7 @@ class MambaCacheEngine(SuspendableEngine):
                 self._recover(error)
             raise
 
+    @override
     async def async_bookkeep(self, step_result: Any, *args: Any, **settings: Any) -> Any:
         """Report the step; a request whose caller has cancelled its future ends like any other.
 
@@ -198,6 +206,7 @@ class MambaCacheEngine(SuspendableEngine):
         self._unreported.clear()
         return report
 
+    @override
     def post_process_requests(
         self, request_ids: Any, finished_request_ids: Any, evict_request_ids: Any, *args: Any, **settings: Any
     ) -> Any:
@@ -220,6 +229,7 @@ class MambaCacheEngine(SuspendableEngine):
             self._forget(request_id)
         return outcome
 
+    @override
     def _check_stop_words_for_request_post_append(self, request: Any) -> bool:
         """Return False: a stop word has ended its request already."""
         return False

@@ -9,6 +9,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
 from torch import Tensor
+from typing_extensions import override
 
 from .model_ranks import num_expert_ranks
 
@@ -20,6 +21,7 @@ class UnevenAllGatherDispatcher(MoEAllGatherTokenDispatcher):
     waits for the device, as reading how many each expert gets does anyway.
     """
 
+    @override
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> Any:
         """Gather the tokens of all ranks; see Megatron."""
         self._num_tokens = hidden_states.shape[0]
@@ -29,6 +31,7 @@ class UnevenAllGatherDispatcher(MoEAllGatherTokenDispatcher):
         self.routing_map = F.pad(self.routing_map, rows)
         return super().token_dispatch(F.pad(hidden_states, rows), F.pad(probs, rows))
 
+    @override
     def token_combine(self, hidden_states: Tensor) -> Tensor:
         """Return the outputs of this rank's tokens; see Megatron."""
         return super().token_combine(hidden_states)[: self._num_tokens]

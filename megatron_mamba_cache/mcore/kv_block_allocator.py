@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from megatron.core.inference.contexts.dynamic_block_allocator import BlockAllocator
 from torch import Tensor
+from typing_extensions import override
 
 from ..policy.eviction import Worth, lru_worth
 from ..policy.identifiers import BlockId
@@ -58,12 +59,14 @@ class KVBlockAllocator(BlockAllocator):
         """Blocks that an allocation could get: free ones and cached ones without references."""
         return self.pool.num_available
 
+    @override
     def get_active_used(self) -> int:
         """Return the distinct blocks of running rows."""
         if not any(row.is_paused for row in self.context.rows):
             return self.pool.num_referenced - sum(count > 0 for count in self._lent.values())
         return len({block for row in self.context.rows if not row.is_paused for block in row.block_ids})
 
+    @override
     def get_paused_used(self) -> int:
         """Return the distinct blocks of paused rows."""
         return len({block for row in self.context.rows if row.is_paused for block in row.block_ids})
@@ -80,6 +83,7 @@ class KVBlockAllocator(BlockAllocator):
             "block_count_avail": self.total_avail,
         }
 
+    @override
     def allocate_memory_blocks(self, num_blocks: int) -> Tensor | None:
         """Return [num_blocks] int32 block ids on the device, evicting if needed; None if there are too few."""
         if not self.is_memory_available(num_blocks):
@@ -88,12 +92,14 @@ class KVBlockAllocator(BlockAllocator):
         self._lent.update(blocks)
         return torch.tensor(blocks, dtype=torch.int32, device=torch.cuda.current_device())
 
+    @override
     def release_memory_blocks(self, blocks: Tensor) -> None:
         """Release one reference for each entry of `blocks`."""
         ids = [BlockId(block) for block in blocks.tolist()]
         self.pool.release(ids)
         self._lent.subtract(ids)
 
+    @override
     def reset(self) -> None:
         """Take back what the tensor methods handed out; what the context's rows hold and what is cached stays."""
         self.pool.release([block for block, count in self._lent.items() for _ in range(count)])

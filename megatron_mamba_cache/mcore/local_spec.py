@@ -20,6 +20,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from megatron.core.utils import WrappedTensor
 from torch import Tensor
+from typing_extensions import override
 
 from .expert_layer import UnevenMoELayer
 from .layer_norm import LayerNorm
@@ -108,6 +109,7 @@ class LocalMambaStack(MambaStack):
         if self.post_process and post_layer_norm:
             self.final_norm = LayerNorm(config, config.hidden_size, config.layernorm_epsilon)
 
+    @override
     def forward(self, hidden_states: Any, *args: Any, **settings: Any) -> Tensor:
         """Run the layers; see MambaStack."""
         if self.pre_process and self.input_multiplier != 1.0:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.ssm import mamba_mixer as megatron_mixer
 from torch import Tensor
+from typing_extensions import override
 
 from ..kernels.conv.causal_conv import causal_conv
 from ..kernels.conv.conv_verify import conv_verify
@@ -71,6 +72,7 @@ class CachingMambaMixer(megatron_mixer.MambaMixer):
                 channels, channels // self.ngroups_local_tp, norm_eps, config.params_dtype, self.D.device
             )
 
+    @override
     def forward(self, hidden_states: Tensor, inference_context: Any = None, **settings: Any) -> Any:
         """Mix hidden_states [tokens, batch, hidden]; see Megatron's mixer.
 
@@ -81,6 +83,7 @@ class CachingMambaMixer(megatron_mixer.MambaMixer):
         projected, _ = self.in_proj(hidden_states)
         return self.out_proj(self._full_sequences(projected))
 
+    @override
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
@@ -95,6 +98,7 @@ class CachingMambaMixer(megatron_mixer.MambaMixer):
         del state[f"{prefix}conv1d.bias"]
         return state
 
+    @override
     def _dynamic_inference(self, hidden_states: Tensor, context: Any) -> Any:
         projected, _ = self.in_proj(hidden_states)
         states = context.layer_states(self.layer_number - self.pp_layer_offset)

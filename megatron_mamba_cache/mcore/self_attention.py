@@ -4,6 +4,7 @@ from typing import Any
 
 from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
+from typing_extensions import override
 
 
 class CachingSelfAttention(SelfAttention):
@@ -17,6 +18,7 @@ class CachingSelfAttention(SelfAttention):
         if config.attention_output_gate:
             raise ValueError("attention_output_gate=True is not supported; set it to False")
 
+    @override
     def forward(
         self,
         hidden_states: Tensor,

@@ -10,6 +10,7 @@ from megatron.core.inference.model_inference_wrappers.inference_wrapper_config i
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.mamba import MambaModel
 from torch import Tensor
+from typing_extensions import override
 
 from ..kernels.compilation import WATCH
 from ..ranks.group import Ranks, on_all_ranks
@@ -28,6 +29,7 @@ class HybridInferenceWrapper(GPTInferenceWrapper):
         super().__init__(model, settings, context)
         self.stage = stage
 
+    @override
     @torch.inference_mode()
     def run_one_forward_step(self, inference_input: dict[str, Any], recv_buffer_seq_len: int | None = None) -> Tensor:
         """Return the last stage's logits, [1, n, vocab]; on another, the hidden states [tokens, 1, hidden] it sent."""

@@ -7,6 +7,7 @@ import logging
 
 from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine
 from megatron.core.utils import get_asyncio_loop, trace_async_exceptions
+from typing_extensions import override
 
 from ..kernels.compilation import Compilations
 from ..step.graphs import capture_graphs
@@ -37,6 +38,7 @@ class SuspendableEngine(DynamicInferenceEngine):
         """
         return warm_up(self.controller.inference_wrapped_model, self.context.runner)
 
+    @override
     def create_cuda_graphs(self, reset_context: bool = True) -> None:
         """Capture the steps that the settings ask for: at the start, and after a resume unless the graphs were kept."""
         context, runner = self.context, self.context.runner
@@ -54,6 +56,7 @@ class SuspendableEngine(DynamicInferenceEngine):
         if not self.is_suspended:
             self._recapture_if_moved()
 
+    @override
     def suspend(self) -> None:
         """Drop the rows of running requests, and the context's memory unless `resident_pools` keeps it.
 
@@ -72,6 +75,7 @@ class SuspendableEngine(DynamicInferenceEngine):
             self._states[request_id].candidate = None  # another epoch or version may have the same number
         self.resume_request_ids = [*running, *waiting]
 
+    @override
     def resume(self, weights_version: str | None = None) -> None:
         """Continue with the weights that the model has now, in eval mode.
 
@@ -127,6 +131,7 @@ class SuspendableEngine(DynamicInferenceEngine):
         entry.future.cancel()
         return True
 
+    @override
     @trace_async_exceptions
     async def run_engine(self, *, loop: asyncio.AbstractEventLoop | None = None) -> None:
         """Step whenever there is work, until this task is cancelled; see Megatron's engine.

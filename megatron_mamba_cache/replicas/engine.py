@@ -10,6 +10,7 @@ from megatron.core.inference.headers import Headers
 from megatron.core.inference.inference_request import DynamicInferenceRequest
 from megatron.core.inference.sampling_params import SamplingParams
 from megatron.core.inference.utils import await_process_call
+from typing_extensions import override
 
 from ..errors import CacheIntegrityError
 from ..installation import require_extra
@@ -48,6 +49,7 @@ class ReplicaEngine(MambaCacheEngine):
         self._leave_coordinator: Callable[[], None] = lambda: None
         super().__init__(controller, context, random_seed)
 
+    @override
     async def start_listening_to_data_parallel_coordinator(
         self,
         inference_coordinator_port: int | None = None,
@@ -159,6 +161,7 @@ class ReplicaEngine(MambaCacheEngine):
             heard = "gather_sock" if experts.is_leader else "bcast_sock"
             setattr(experts, heard, PeerSocket(getattr(experts, heard), self._link))
 
+    @override
     def add_request(
         self,
         request_id: int,
@@ -191,6 +194,7 @@ class ReplicaEngine(MambaCacheEngine):
             )
             return self._refuse(request, str(error))
 
+    @override
     def schedule_requests(self) -> int:
         """Read the coordinator's messages; return how many there were."""
         num_messages = super().schedule_requests()
@@ -202,6 +206,7 @@ class ReplicaEngine(MambaCacheEngine):
         self._progress.send_state()
         return num_messages
 
+    @override
     async def async_step(self) -> Any:
         """Run one step; behind a coordinator, the requests of a failed step are queued and tried again."""
         try:
@@ -219,6 +224,7 @@ class ReplicaEngine(MambaCacheEngine):
         self._failed_in_a_row = 0
         return outcome
 
+    @override
     async def async_bookkeep(self, step_result: Any, *args: Any, **settings: Any) -> Any:
         """Report the step; see `MambaCacheEngine`."""
         report = await super().async_bookkeep(step_result, *args, **settings)
@@ -234,6 +240,7 @@ class ReplicaEngine(MambaCacheEngine):
             self._reports.send()
             self._send_unreported()
 
+    @override
     def suspend(self) -> None:
         """Drop the rows of running requests and memory that is not resident; see `MambaCacheEngine`."""
         had_memory = self.context.is_tensor_state_allocated
@@ -241,6 +248,7 @@ class ReplicaEngine(MambaCacheEngine):
         if had_memory and not self.context.is_tensor_state_allocated:
             self._reports.void()
 
+    @override
     def resume(self, weights_version: str | None = None) -> None:
         """Resume with the model's current weights; see `MambaCacheEngine`."""
         had_memory = self.context.is_tensor_state_allocated
@@ -248,6 +256,7 @@ class ReplicaEngine(MambaCacheEngine):
         if not had_memory:
             self._reports.watch()
 
+    @override
     async def run_engine_with_coordinator(self, *, loop: asyncio.AbstractEventLoop | None = None) -> None:
         """Step for the coordinator until it stops the engine; on any exit, unfinished requests go to other replicas."""
         try:
@@ -256,6 +265,7 @@ class ReplicaEngine(MambaCacheEngine):
             self._link.close()
             self._leave_coordinator()
 
+    @override
     async def _ep_group_has_work(self, local_work: int) -> bool:
         """Return whether the expert-parallel group steps; failed requests are reported before the loop rests."""
         if not local_work and (self.failed_request_ids or self._unreported):

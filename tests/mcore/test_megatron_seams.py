@@ -230,3 +230,11 @@ def test_overriding_method_takes_every_positional_argument_of_megatrons(cls: typ
         ours = inspect.signature(getattr(cls, name))
         arguments = [parameter for parameter in theirs if parameter.kind is not parameter.KEYWORD_ONLY]
         ours.bind(*arguments, **{p.name: None for p in theirs if p.kind is p.KEYWORD_ONLY})
+
+
+@pytest.mark.parametrize("ours", OUR_CLASSES, ids=lambda ours: ours.__name__)
+def test_methods_that_replace_megatron_s_are_marked_and_no_others(ours: type) -> None:
+    theirs = {name for base in ours.__mro__ if base.__module__.startswith("megatron.core") for name in vars(base)}
+    methods = {name: method for name, method in vars(ours).items() if inspect.isfunction(method) and name[:2] != "__"}
+    marked = {name for name, method in methods.items() if getattr(method, "__override__", False)}
+    assert marked == methods.keys() & theirs
