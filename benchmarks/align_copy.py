@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from graph_timing import MEMCPY_NOTE, Launch, launch_us, memcpy_us
-from machine import describe_machine
-from slot_sizes import MODELS, WINDOW_LEN, SlotModel
+from measuring.graph_timing import MEMCPY_NOTE, Launch, launch_us, memcpy_us
+from measuring.machine import describe_machine
+from measuring.slot_sizes import MODELS, WINDOW_LEN, SlotModel
 from torch import Tensor
 
 from megatron_mamba_cache.kernels.slots.align_copy import TILING, AlignRows, align_copy

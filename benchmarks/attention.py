@@ -18,9 +18,9 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from ceilings import copy_us
-from graph_timing import MEMCPY_NOTE, launch_us
-from machine import describe_machine
+from measuring.ceilings import copy_us
+from measuring.graph_timing import MEMCPY_NOTE, launch_us
+from measuring.machine import describe_machine
 
 from megatron_mamba_cache.kernels.attention.attention_rows import AttentionRows
 from megatron_mamba_cache.kernels.attention.choice import BACKENDS

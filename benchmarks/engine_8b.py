@@ -22,9 +22,8 @@ from typing import Any
 import torch
 from device_agreement import MARGIN, ROOT
 from load_8b import SHAPES, Shape, stopwatch
-from machine import describe_machine
-from random_checkpoint import random_model
-from shared_prefix_runs import (
+from loads.random_checkpoint import random_model
+from loads.shared_prefix_runs import (
     FIRST,
     Difference,
     Workload,
@@ -35,7 +34,8 @@ from shared_prefix_runs import (
     serve_uncached,
     some_tokens,
 )
-from traced_engine import StepTimes, Trace, TracedEngine
+from measuring.machine import describe_machine
+from measuring.traced_engine import StepTimes, Trace, TracedEngine
 
 from megatron_mamba_cache import CacheConfig
 from megatron_mamba_cache.command_line.quiet import own_warnings_hidden, quiet_libraries

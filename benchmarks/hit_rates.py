@@ -20,9 +20,9 @@ from functools import cache
 from pathlib import Path
 from statistics import mean
 
-from conversation_load import LOADS, Conversation, conversations, read_trace
-from served_load import Observer, ServedLoad, Server
-from working_set import WorkingSet, WorkingSetObserver
+from loads.conversation_load import LOADS, Conversation, conversations, read_trace
+from loads.served_load import Observer, ServedLoad, Server
+from loads.working_set import WorkingSet, WorkingSetObserver
 
 from megatron_mamba_cache.metrics import CacheCounters
 from megatron_mamba_cache.policy.admission import AdmissionRules

@@ -20,15 +20,14 @@ from typing import Any
 
 import align_copy
 import attention
-import scan_error
 import slot_copies
 import ssd_scan
 import state_kernels
 import torch
-from causal_conv1d_peer import peer_conv
-from ceilings import copy_us, matmul_tflops
-from graph_timing import MEMCPY_NOTE
-from kernel_figures import (
+from measuring import scan_error
+from measuring.ceilings import copy_us, matmul_tflops
+from measuring.graph_timing import MEMCPY_NOTE
+from measuring.kernel_figures import (
     Figure,
     align_figures,
     attention_figures,
@@ -38,8 +37,9 @@ from kernel_figures import (
     table,
     token_figures,
 )
-from machine import describe_machine
-from mamba_ssm_peer import missing_peer
+from measuring.machine import describe_machine
+from peers.causal_conv1d_peer import peer_conv
+from peers.mamba_ssm_peer import missing_peer
 
 GROWTH_CASES = ("1 x 4k", "1 x 32k", "1 x 128k")
 MOST_GROWTH = 1.15

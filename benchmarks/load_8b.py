@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import describe_machine
-from random_checkpoint import write_checkpoint
+from loads.random_checkpoint import write_checkpoint
+from measuring.machine import describe_machine
 
 from megatron_mamba_cache import CacheConfig, build_engine
 from megatron_mamba_cache.build import TokenIdTokenizer

@@ -25,9 +25,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from machine import describe_machine
+from loads.serving_engine import MODES, ServedShape, add_shape_arguments, model_of, send, serving_engine, shape_of
+from measuring.machine import describe_machine
 from megatron.core import parallel_state
-from serving_engine import MODES, ServedShape, add_shape_arguments, model_of, send, serving_engine, shape_of
 from step_cost import NUM_STEPS, NUM_WARMING, timed_step
 from turn_latency import some_tokens
 

@@ -26,7 +26,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from machine import describe_machine
+from measuring.machine import describe_machine
 
 NUM_REPLICAS = 4
 NUM_TURNS = 4

@@ -14,7 +14,7 @@ section() { # section FILE TITLE COMMAND...
     shift 2
     {
         printf '# %s\n\nCommand: `PYTHONPATH=. %s`\n\n' "$title" "$*"
-        python3 benchmarks/machine.py
+        python3 benchmarks/measuring/machine.py
         printf '\n'
     } >"$file"
     "$@" >"$file.log" 2>&1 || status=$?

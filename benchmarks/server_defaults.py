@@ -28,8 +28,8 @@ import httpx
 import numpy as np
 import torch
 from load_8b import SHAPES
-from machine import describe_machine
-from random_checkpoint import write_checkpoint
+from loads.random_checkpoint import write_checkpoint
+from measuring.machine import describe_machine
 
 MODELS = {
     "9b": {

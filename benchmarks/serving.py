@@ -19,13 +19,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from conversation_load import LOADS, Conversation, conversations, read_trace
-from gpu_time import gpu_timer
-from machine import describe_machine
-from open_loop import OpenLoop, ServedLoad, fitting
-from serving_engine import MODES, ServedShape, add_shape_arguments, model_of, serving_engine, shape_of
-from serving_figures import ServingFigures, figures_of, table
-from serving_plots import MISSING, can_plot, write_plots
+from loads.conversation_load import LOADS, Conversation, conversations, read_trace
+from loads.open_loop import OpenLoop, ServedLoad, fitting
+from loads.serving_engine import MODES, ServedShape, add_shape_arguments, model_of, serving_engine, shape_of
+from measuring.gpu_time import gpu_timer
+from measuring.machine import describe_machine
+from measuring.serving_figures import ServingFigures, figures_of, table
+from measuring.serving_plots import MISSING, can_plot, write_plots
 from tqdm import tqdm
 
 from megatron_mamba_cache.command_line.quiet import own_warnings_hidden, quiet_libraries

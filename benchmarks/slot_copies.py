@@ -15,9 +15,9 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from graph_timing import MEMCPY_NOTE, Launch, launch_us, memcpy_us
-from machine import describe_machine
-from slot_sizes import MODELS, SlotModel
+from measuring.graph_timing import MEMCPY_NOTE, Launch, launch_us, memcpy_us
+from measuring.machine import describe_machine
+from measuring.slot_sizes import MODELS, SlotModel
 from torch import Tensor
 
 from megatron_mamba_cache.kernels.slots.slot_copies import TILING, copy_slots, zero_slots

@@ -157,7 +157,7 @@ def useful_drafts(subject: Subject, workload: str, lines: Sequence[PromptLine], 
 
 def useless_drafts(subject: Subject, num_requests: int) -> UselessFigure:
     """Run the same requests in two engines, one with always-wrong drafts, alternating step by step."""
-    from recorded_drafts import WrongDrafter
+    from loads.recorded_drafts import WrongDrafter
 
     tokenizer = subject.model.tokenizer
     prompts = [tokenizer.tokenize(line.prompt)[-USELESS_PROMPT_TOKENS:] for line in editing_lines()[:num_requests]]
@@ -210,7 +210,7 @@ def _lockstep(
 
 def table(useful: Sequence[UsefulFigure], useless: Sequence[UselessFigure], *, clock: str) -> str:
     """Return the figures as Markdown."""
-    from machine import describe_machine
+    from measuring.machine import describe_machine
 
     command = f"OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', '')} PYTHONPATH=. python {' '.join(sys.argv)}"
     lines = ["# What drafts give and what they cost", "", f"    {command}", "", describe_machine(), ""]
@@ -266,7 +266,7 @@ def _subject(now: Callable[[], float]) -> Subject:
 
 
 def _workloads() -> dict[str, list[PromptLine]]:
-    from rewriting_prompts import rewriting_lines
+    from loads.rewriting_prompts import rewriting_lines
 
     return {"sessions of the command": editing_lines(), "rewriting": rewriting_lines()}
 

@@ -16,9 +16,9 @@ from itertools import accumulate
 from pathlib import Path
 
 import torch
-from graph_timing import Launch, interleaved_us, launch_us
-from machine import describe_machine
-from mamba_ssm_peer import peer_function
+from measuring.graph_timing import Launch, interleaved_us, launch_us
+from measuring.machine import describe_machine
+from peers.mamba_ssm_peer import peer_function
 from torch import Tensor
 
 from megatron_mamba_cache.kernels.prefill_rows import PAD_SLOT, PrefillRows

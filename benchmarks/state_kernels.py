@@ -17,11 +17,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from causal_conv1d_peer import peer_conv
-from ceilings import copy_us
-from graph_timing import MEMCPY_NOTE, Launch, launch_us
-from machine import describe_machine
-from mamba_ssm_peer import peer_function
+from measuring.ceilings import copy_us
+from measuring.graph_timing import MEMCPY_NOTE, Launch, launch_us
+from measuring.machine import describe_machine
+from peers.causal_conv1d_peer import peer_conv
+from peers.mamba_ssm_peer import peer_function
 from torch import Tensor
 
 from megatron_mamba_cache.kernels.conv import causal_conv as causal_conv_module

@@ -25,11 +25,11 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from gpu_time import gpu_seconds, gpu_timer, noted_waits
-from machine import describe_machine
-from recorded_drafts import RightDrafter, WrongDrafter
-from serving_engine import MODES, ServedShape, add_shape_arguments, model_of, send, serving_engine, shape_of
-from sure_model import make_sure
+from loads.recorded_drafts import RightDrafter, WrongDrafter
+from loads.serving_engine import MODES, ServedShape, add_shape_arguments, model_of, send, serving_engine, shape_of
+from loads.sure_model import make_sure
+from measuring.gpu_time import gpu_seconds, gpu_timer, noted_waits
+from measuring.machine import describe_machine
 from turn_latency import rotated, some_tokens
 
 from megatron_mamba_cache.command_line.quiet import own_warnings_hidden, quiet_libraries

@@ -23,8 +23,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from machine import describe_machine
-from serving_engine import MODES, ServedShape, add_shape_arguments, model_of, send, serving_engine, shape_of
+from loads.serving_engine import MODES, ServedShape, add_shape_arguments, model_of, send, serving_engine, shape_of
+from measuring.machine import describe_machine
 
 from megatron_mamba_cache.command_line.quiet import own_warnings_hidden, quiet_libraries
 from megatron_mamba_cache.mcore.failed_steps import failure_reason

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
@@ -15,7 +16,7 @@ LINE = {"session": "a", "new_tokens": 5, "reply_tokens": 3}
 @pytest.fixture
 def load(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(REPOSITORY / "benchmarks")
-    return pytest.importorskip("conversation_load")
+    return import_module("loads.conversation_load")
 
 
 def write_trace(folder: Path, *lines: dict[str, object]) -> Path:

@@ -1,6 +1,7 @@
 """The simulation of a load serves every request through the real cache, and both rules save tokens."""
 
 import sys
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
@@ -12,7 +13,7 @@ from tests.command_line.command_runs import REPOSITORY
 @pytest.fixture
 def hit_rates(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(REPOSITORY / "benchmarks")
-    module = pytest.importorskip("hit_rates")
+    module = import_module("hit_rates")
     small = {name: shape.scaled(sessions=1 / 20) for name, shape in module.LOADS.items()}
     monkeypatch.setattr(module, "LOADS", small)
     module.bound_of.cache_clear()
@@ -21,7 +22,7 @@ def hit_rates(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.fixture
 def served_load(hit_rates: ModuleType) -> ModuleType:
-    return sys.modules["served_load"]
+    return sys.modules["loads.served_load"]
 
 
 @pytest.mark.parametrize("rule", ["lru", "cost"])

@@ -1,6 +1,7 @@
 """The parts of the benchmark of all kernels that need no GPU: floors, ratios, errors and how they are told."""
 
 import json
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,22 +17,22 @@ SCRIPT = REPOSITORY / "benchmarks" / "kernels.py"
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(REPOSITORY / "benchmarks")
-    return pytest.importorskip("kernels")
+    return import_module("kernels")
 
 
 @pytest.fixture
 def kernel_figures(kernels: ModuleType) -> ModuleType:
-    return pytest.importorskip("kernel_figures")
+    return import_module("measuring.kernel_figures")
 
 
 @pytest.fixture
 def ssd_scan(kernels: ModuleType) -> ModuleType:
-    return pytest.importorskip("ssd_scan")
+    return import_module("ssd_scan")
 
 
 @pytest.fixture
 def scan_error(kernels: ModuleType) -> ModuleType:
-    return pytest.importorskip("scan_error")
+    return import_module("measuring.scan_error")
 
 
 @pytest.mark.parametrize(("heads", "num_bytes", "num_flops"), [(128, 37_120, 5_373_952), (64, 20_608, 2_752_512)])
@@ -74,7 +75,7 @@ def test_scan_has_the_longer_floor_and_its_peer_beside_it(
     measured = [ssd_scan.Figure("8B", "1 x 4k", form, ns) for form, ns in times.items()]
     measured.append(ssd_scan.Figure("Nano", "1 x 32k", "ours", 18.0))
     monkeypatch.setattr(ssd_scan, "measure", lambda *_: measured)
-    ceilings = pytest.importorskip("ceilings")
+    ceilings = import_module("measuring.ceilings")
     monkeypatch.setattr(ceilings, "copy_us", lambda num_bytes: num_bytes / 4e6)
     monkeypatch.setattr(ceilings, "matmul_tflops", lambda: 800.0)
     ours, portable, nano = kernel_figures.scan_figures(["8B", "Nano"], ["1 x 4k", "1 x 32k"], (256,))
@@ -88,7 +89,7 @@ def test_scan_has_the_longer_floor_and_its_peer_beside_it(
 
 
 def test_peers_stand_beside_the_same_case(kernel_figures: ModuleType) -> None:
-    states = pytest.importorskip("state_kernels")
+    states = import_module("state_kernels")
     measured = [
         states.Figure("state_verify", "8B", "64 rows", states.STATE_TILINGS[0], 8, 70.0, 63.0),
         states.Figure("mamba-ssm", "8B", "64 rows", None, 8, 140.0, 63.0),

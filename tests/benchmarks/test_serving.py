@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -18,32 +19,32 @@ from tests.command_line.command_runs import REPOSITORY, run_process, run_script_
 @pytest.fixture
 def load(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(REPOSITORY / "benchmarks")
-    return pytest.importorskip("conversation_load")
+    return import_module("loads.conversation_load")
 
 
 @pytest.fixture
 def serving(load: ModuleType) -> ModuleType:
-    return pytest.importorskip("serving")
+    return import_module("serving")
 
 
 @pytest.fixture
 def open_loop(load: ModuleType) -> ModuleType:
-    return pytest.importorskip("open_loop")
+    return import_module("loads.open_loop")
 
 
 @pytest.fixture
 def figures(load: ModuleType) -> ModuleType:
-    return pytest.importorskip("serving_figures")
+    return import_module("measuring.serving_figures")
 
 
 @pytest.fixture
 def skippable_tokens(load: ModuleType) -> Any:
-    return pytest.importorskip("prefix_bound").skippable_tokens
+    return import_module("loads.prefix_bound").skippable_tokens
 
 
 @pytest.fixture
 def tiny(load: ModuleType) -> Any:
-    return pytest.importorskip("serving_engine").SHAPES["tiny"]
+    return import_module("loads.serving_engine").SHAPES["tiny"]
 
 
 def some_conversations(load: ModuleType) -> list[Any]:
@@ -190,13 +191,13 @@ def test_figures_are_computed_as_described(figures: ModuleType, open_loop: Modul
 
 
 def test_overlapping_kernels_count_once(load: ModuleType) -> None:
-    covered = pytest.importorskip("gpu_time").covered
+    covered = import_module("measuring.gpu_time").covered
     assert covered([]) == 0
     assert covered([(0, 4), (1, 2), (3, 6), (8, 9), (9, 10)]) == 8
 
 
 def test_gpu_is_busy_in_kernels_and_copies_and_the_host_waits_in_calls_that_wait(load: ModuleType) -> None:
-    gpu_time = pytest.importorskip("gpu_time")
+    gpu_time = import_module("measuring.gpu_time")
     on_gpu = {"device_type": gpu_time.DeviceType.CUDA}
     events = [
         FunctionEvent(0, "state_verify", 0, 100, 300, **on_gpu),
@@ -211,7 +212,7 @@ def test_gpu_is_busy_in_kernels_and_copies_and_the_host_waits_in_calls_that_wait
 
 
 def test_profiled_events_are_told_apart(load: ModuleType) -> None:
-    gpu_time = pytest.importorskip("gpu_time")
+    gpu_time = import_module("measuring.gpu_time")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         torch.ones(8) @ torch.ones(8)
     kinds = [event.device_type == gpu_time.DeviceType.CPU for event in profile.events()]
@@ -260,6 +261,6 @@ def test_plots_are_written_where_matplotlib_is(
 ) -> None:
     pytest.importorskip("matplotlib")
     served = serving.serve_all(tiny, some_conversations(load)[2:], [serving.Variant("full", 0)])
-    plots = pytest.importorskip("serving_plots")
+    plots = import_module("measuring.serving_plots")
     files = plots.write_plots(tmp_path, {"full": [0.1, 0.2]}, {"full": served["full, K = 0"].figures})
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in files) and len(files) == 2

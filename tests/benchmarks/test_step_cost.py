@@ -1,6 +1,7 @@
 """The benchmark of steps runs with a tiny model; its drafters are right and wrong, and its lines fit."""
 
 import time
+from importlib import import_module
 from types import ModuleType
 
 import pytest
@@ -14,12 +15,12 @@ from tests.command_line.command_runs import REPOSITORY
 @pytest.fixture
 def step_cost(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(REPOSITORY / "benchmarks")
-    return pytest.importorskip("step_cost")
+    return import_module("step_cost")
 
 
 @pytest.fixture
 def serving_engine(step_cost: ModuleType) -> ModuleType:
-    return pytest.importorskip("serving_engine")
+    return import_module("loads.serving_engine")
 
 
 def test_steps_of_each_number_of_rows_are_timed(step_cost: ModuleType, serving_engine: ModuleType) -> None:
@@ -40,7 +41,7 @@ def test_right_drafts_are_all_kept_and_wrong_ones_never(step_cost: ModuleType, s
 
 
 def test_a_sure_model_follows_the_last_token(step_cost: ModuleType, serving_engine: ModuleType) -> None:
-    sure, shape = pytest.importorskip("sure_model"), serving_engine.SHAPES["tiny"]
+    sure, shape = import_module("loads.sure_model"), serving_engine.SHAPES["tiny"]
     model = serving_engine.model_of(shape)
     sure.make_sure(model)
     prompts = [[5, 9, 7], [11] * 70]
@@ -51,7 +52,7 @@ def test_a_sure_model_follows_the_last_token(step_cost: ModuleType, serving_engi
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_profiler_sees_the_gpu_at_work_and_the_host_waiting(step_cost: ModuleType) -> None:
-    timer = pytest.importorskip("gpu_time").gpu_timer(3)
+    timer = import_module("measuring.gpu_time").gpu_timer(3)
     x = torch.randn(4096, 4096, device="cuda")
     timer.start()
     for _ in range(3):
@@ -82,7 +83,7 @@ def test_idle_is_what_a_replay_leaves_of_a_step(step_cost: ModuleType) -> None:
 
 def test_only_readings_of_the_gpu_are_waits(step_cost: ModuleType, device: str) -> None:
     wait = HostCopy.wait
-    with pytest.importorskip("gpu_time").noted_waits() as waits:
+    with import_module("measuring.gpu_time").noted_waits() as waits:
         assert HostCopy(torch.ones(1, 2, device=device)).wait() == [[1.0, 1.0]]
     assert len(waits) == (device != "cpu") and all(seconds > 0 for seconds in waits)
     assert HostCopy.wait is wait

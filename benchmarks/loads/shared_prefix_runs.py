@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from traced_engine import Trace, TracedEngine
+from measuring.traced_engine import Trace, TracedEngine
 
 from megatron_mamba_cache import CacheConfig
 

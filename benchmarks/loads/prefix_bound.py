@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from open_loop import ServedTurn
+from loads.open_loop import ServedTurn
 
 from megatron_mamba_cache.policy.block_hashing import CacheSalt, block_keys
 from megatron_mamba_cache.policy.identifiers import BlockKey

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from served_load import Observer
+from loads.served_load import Observer
 
 from megatron_mamba_cache.policy.identifiers import BlockId
 from megatron_mamba_cache.policy.prefix_cache import PrefixCache

@@ -4,8 +4,8 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from open_loop import ServedLoad
-from prefix_bound import skippable_tokens
+from loads.open_loop import ServedLoad
+from loads.prefix_bound import skippable_tokens
 
 GIB = 2**30
 

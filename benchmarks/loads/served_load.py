@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
-from conversation_load import Conversation
+from loads.conversation_load import Conversation
 
 from megatron_mamba_cache.policy.admission import AdmissionPlan, Refusal
 from megatron_mamba_cache.policy.block_growth import grow_rows

@@ -3,7 +3,7 @@
 from functools import cache
 
 import torch
-from graph_timing import launch_us, memcpy_us
+from measuring.graph_timing import launch_us, memcpy_us
 from torch import Tensor
 
 COPIED_BYTES = 2**31

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from serving_figures import ServingFigures
+from measuring.serving_figures import ServingFigures
 
 MISSING = "plots need matplotlib, which is not installed: pip install matplotlib, or leave --plots out"
 

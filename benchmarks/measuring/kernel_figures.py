@@ -10,8 +10,8 @@ import slot_copies
 import ssd_scan
 import state_kernels
 import torch
-from ceilings import floor_us
-from mamba_ssm_peer import peer_function
+from measuring.ceilings import floor_us
+from peers.mamba_ssm_peer import peer_function
 
 from megatron_mamba_cache.kernels.attention.choice import choose_attention
 

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 import torch
 from load_8b import SHAPES as LOADED_SHAPES
+from loads.random_checkpoint import random_model
 from megatron.core.inference.sampling_params import SamplingParams
-from random_checkpoint import random_model
 
 from megatron_mamba_cache import CacheConfig, build_engine
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-from conversation_load import Conversation
-from gpu_time import GpuTime, GpuTimer, NoGpuTimer
-from serving_engine import send
+from loads.conversation_load import Conversation
+from loads.serving_engine import send
+from measuring.gpu_time import GpuTime, GpuTimer, NoGpuTimer
 
 from megatron_mamba_cache.mcore.failed_steps import failure_reason
 
