@@ -129,12 +129,12 @@ def additions_of(
 
 def is_reported(row: RunningRequest, request: Any) -> bool:
     """Return whether a request's record has all that its row computed: tokens, times, log-probs, alternatives."""
-    num_tokens, wish = len(row.generated), row.spec.log_probs
+    num_tokens, settings = len(row.generated), row.spec.log_probs
     if any(len(getattr(request, name) or ()) != num_tokens for name in _BY_TOKEN[:2]):
         return False
     pending = 0 if num_tokens else len(row.scored)  # a prompt's scores come with the first token
-    num_places = num_tokens if wish.skip_prompt else row.computed - pending
-    wanted = [names for names, is_wanted in ((_LOG_PROBS, wish.wanted), (_TOP_N, wish.top_n)) if is_wanted]
+    num_places = num_tokens if settings.skip_prompt else row.computed - pending
+    wanted = [names for names, is_wanted in ((_LOG_PROBS, settings.wanted), (_TOP_N, settings.top_n)) if is_wanted]
     return all(sum(len(getattr(request, name) or ()) for name in names) == num_places for names in wanted)
 
 

@@ -152,10 +152,10 @@ def _fault_of_sampling(sampling: SamplingSettings) -> str | None:
     )
 
 
-def _fault_of_log_probs(wish: LogProbSettings, vocab_size: int) -> str | None:
-    if 0 <= wish.top_n <= vocab_size:
+def _fault_of_log_probs(settings: LogProbSettings, vocab_size: int) -> str | None:
+    if 0 <= settings.top_n <= vocab_size:
         return None
-    return f"top_n_logprobs is {wish.top_n}; it must be from 0 to the vocabulary's {vocab_size}"
+    return f"top_n_logprobs is {settings.top_n}; it must be from 0 to the vocabulary's {vocab_size}"
 
 
 def other_ends(sampling: Any, tokenizer: Any) -> list[list[int]]:

@@ -133,7 +133,7 @@ class RankDigest:
         lowest, highest = least[: len(mine)], [-piece for piece in least[len(mine) :]]
         if lowest != highest:
             raise CacheIntegrityError(
-                f"the ranks of the model have parted; {first_difference(self._ranks.gather(self.log.recent()))}. "
+                f"the ranks of the model disagree; {first_difference(self._ranks.gather(self.log.recent()))}. "
                 "Requests must come in the same order to all of them"
             )
 

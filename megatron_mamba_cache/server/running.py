@@ -73,7 +73,7 @@ class DrainingServer(uvicorn.Server):
             self._served.drain()
             if num_open := self._served.app.num_open:
                 seconds = self._served.settings.limits.drain_s
-                write_line(f"stopping: {num_open} requests may go on for {seconds:g} s")
+                write_line(f"stopping: {num_open} requests may continue for {seconds:g} s")
             self.should_exit = True
             self._drain = asyncio.get_running_loop().create_task(self._end_in_time())
         else:

@@ -45,7 +45,7 @@ class ApiKeys:
         self, keys: Sequence[str] = (), admin_keys: Sequence[str] = (), names: Mapping[str, str] | None = None
     ) -> None:
         if any(not key.strip() for key in (*keys, *admin_keys)):
-            raise ValueError("an API key is empty; give some characters that nobody guesses")
+            raise ValueError("an API key is empty; choose characters that cannot be guessed")
         if any(key != key.strip() or not (key.isascii() and key.isprintable()) for key in (*keys, *admin_keys)):
             raise ValueError(
                 "an API key has spaces around it or characters that are not printable ASCII, so that no header would "

@@ -79,7 +79,7 @@ def _plan(
     count = counters.drafting_failures
     if count.bit_count() == 1:  # the first, second, fourth, ... time
         reason = "on another rank of the model" if failure is None else repr(failure)
-        _LOG.warning("drafting failed %d times; the steps go on without drafts: %s", count, reason)
+        _LOG.warning("drafting failed %d times; steps continue without drafts: %s", count, reason)
     for entry in limits:
         planner.forget(entry.row.request_id)
     return none

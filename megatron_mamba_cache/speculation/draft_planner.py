@@ -90,8 +90,8 @@ class DraftPlanner:
         asked = [index for index, num_tokens in wanted.items() if num_tokens]
         if not asked:
             return drafts
-        wishes = [self._wish(limits[index].row, wanted[index]) for index in asked]
-        for index, draft in zip(asked, self._propose(wishes), strict=True):
+        requests = [self._request(limits[index].row, wanted[index]) for index in asked]
+        for index, draft in zip(asked, self._propose(requests), strict=True):
             drafts[index] = draft
         return drafts
 
@@ -123,21 +123,21 @@ class DraftPlanner:
         except Exception as error:  # a drafter is user code, and requests are being released
             _LOG.warning("%s cannot forget request %d: %r", type(self._drafter).__name__, request_id, error)
 
-    def _wish(self, row: RunningRequest, num_tokens: int) -> DraftRequest:
+    def _request(self, row: RunningRequest, num_tokens: int) -> DraftRequest:
         return DraftRequest(row, num_tokens, self._hidden_states.get(row.request_id))
 
-    def _propose(self, wishes: Sequence[DraftRequest]) -> list[Draft]:
-        drafts = self._drafter.propose(wishes)
-        if len(drafts) != len(wishes):
-            raise self._broken(f"{len(drafts)} drafts for {len(wishes)} wishes")
-        for wish, draft in zip(wishes, drafts, strict=True):
-            self._check(wish, draft)
+    def _propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        drafts = self._drafter.propose(requests)
+        if len(drafts) != len(requests):
+            raise self._broken(f"{len(drafts)} drafts for {len(requests)} requests")
+        for request, draft in zip(requests, drafts, strict=True):
+            self._check(request, draft)
         return drafts
 
-    def _check(self, wish: DraftRequest, draft: Draft) -> None:
-        whose = f"for request {wish.row.request_id}"
-        if len(draft.tokens) > wish.num_tokens:
-            raise self._broken(f"{len(draft.tokens)} tokens {whose}, at most {wish.num_tokens} were wished")
+    def _check(self, request: DraftRequest, draft: Draft) -> None:
+        whose = f"for request {request.row.request_id}"
+        if len(draft.tokens) > request.num_tokens:
+            raise self._broken(f"{len(draft.tokens)} tokens {whose}, at most {request.num_tokens} were requested")
         for token in draft.tokens:
             if not isinstance(token, Integral):
                 raise self._broken(f"{type(token).__name__} {token!r} {whose} as a token, ids are ints")

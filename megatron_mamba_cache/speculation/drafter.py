@@ -51,11 +51,11 @@ class Drafter(Protocol):
     next, by any number of tokens, until it is forgotten.
     """
 
-    def propose(self, wishes: Sequence[DraftRequest]) -> list[Draft]:
-        """Return one draft for each wish, in order; an empty draft where nothing is worth proposing.
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        """Return one draft for each request, in order; an empty draft where nothing is worth proposing.
 
-        Each request has at most one wish; not every running request has one. An error costs the
-        step its drafts; it must leave the drafter usable.
+        There is at most one for each running request. An error costs the step its drafts; it must leave the drafter
+        usable.
         """
         ...
 

@@ -33,9 +33,9 @@ class PromptLookupDrafter:
         self._max_candidates = max_candidates
         self._indices: dict[int, SuffixIndex] = {}
 
-    def propose(self, wishes: Sequence[DraftRequest]) -> list[Draft]:
-        """Return a copied draft for each wish, in order, empty where the text's end is new; see `Drafter`."""
-        return [Draft(self._current_index(wish.row).continuation(wish.num_tokens)) for wish in wishes]
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        """Return a copied draft for each request, in order, empty where the text's end is new; see `Drafter`."""
+        return [Draft(self._current_index(request.row).continuation(request.num_tokens)) for request in requests]
 
     def forget(self, request_id: int) -> None:
         """Free the index of a request; an unknown one is ignored."""

@@ -68,7 +68,7 @@ class HybridModelShape:
         """Raise `ValueError` if the settings do not fit the model."""
         if config.prefix_caching and config.block_size_tokens % self.ssm_chunk_size:
             raise ValueError(
-                f"block_size_tokens is {config.block_size_tokens}, which is no multiple of the model's SSM chunk of "
+                f"block_size_tokens is {config.block_size_tokens}, which is not a multiple of the model's SSM chunk of "
                 f"{self.ssm_chunk_size}: set --inference-dynamic-batching-block-size to a multiple of it, or "
                 "--no-prefix-caching"
             )

@@ -102,14 +102,14 @@ def top_n_log_probs(
     """Return, by row index, the best log-probs and their tokens at each place; None if none are wanted."""
     found: dict[int, list[tuple[Tensor, Tensor]]] = {}
     for index, (row, place) in enumerate(zip(step.rows, places, strict=True)):
-        wish = row.spec.log_probs
-        if wish.top_n and place is not None:
-            skips = wish.skip_prompt and row.is_prefilling
-            best = torch.topk(log_probs[list(place.logits[-1:] if skips else place.logits)], wish.top_n)
+        settings = row.spec.log_probs
+        if settings.top_n and place is not None:
+            skips = settings.skip_prompt and row.is_prefilling
+            best = torch.topk(log_probs[list(place.logits[-1:] if skips else place.logits)], settings.top_n)
             found[index] = list(zip(best.values.cpu(), best.indices.cpu(), strict=True))
     return found or None
 
 
 def _is_wanted(row: RunningRequest) -> bool:
-    wish = row.spec.log_probs
-    return wish.wanted and (row.samples_this_step or not wish.skip_prompt)
+    settings = row.spec.log_probs
+    return settings.wanted and (row.samples_this_step or not settings.skip_prompt)

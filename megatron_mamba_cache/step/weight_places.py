@@ -41,7 +41,7 @@ class WeightPlaces:
                 return f"{name} is new"
             if before[name] != after[name]:
                 is_moved = before[name].shape == after[name].shape and before[name].dtype == after[name].dtype
-                return f"{name} lies elsewhere" if is_moved else f"{name} has another shape or dtype"
+                return f"{name} has moved" if is_moved else f"{name} has another shape or dtype"
         return None
 
 

@@ -225,14 +225,14 @@ def _move_one(model: torch.nn.Module) -> str:
     norm = model.decoder.final_norm
     old, norm.weight = norm.weight, torch.nn.Parameter(norm.weight.detach().clone())
     old.data.fill_(torch.nan)
-    return "decoder.final_norm.weight lies elsewhere"
+    return "decoder.final_norm.weight has moved"
 
 
 def _move_the_data_of_one(model: torch.nn.Module) -> str:
     weight = model.output_layer.weight
     old, weight.data = weight.data, weight.data.clone()  # as weights that were sent to the CPU come back
     old.fill_(torch.nan)
-    return "output_layer.weight lies elsewhere"
+    return "output_layer.weight has moved"
 
 
 def _turn_one(model: torch.nn.Module) -> str:
@@ -240,7 +240,7 @@ def _turn_one(model: torch.nn.Module) -> str:
     values = weight.data.clone()
     weight.data = weight.data.t()  # where it was, in another order
     weight.data.copy_(values)
-    return "self_attention.linear_proj.weight lies elsewhere"
+    return "self_attention.linear_proj.weight has moved"
 
 
 def _add_a_buffer(model: torch.nn.Module) -> str:

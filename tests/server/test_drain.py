@@ -149,7 +149,7 @@ def test_streams_end_within_two_seconds_after_the_drain_limit_whether_their_clie
         said = process.stdout.read()
     assert 1 <= seconds < 3
     assert "server was stopped" in json.loads(events[-1])["error"]["message"]
-    assert "stopping: 2 requests may go on for 1 s" in said and ", 2 cut off" in said
+    assert "stopping: 2 requests may continue for 1 s" in said and ", 2 cut off" in said
 
 
 def test_the_default_drain_fits_a_grace_period_of_30_seconds() -> None:

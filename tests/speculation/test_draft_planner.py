@@ -96,9 +96,9 @@ def test_note_after_forget_remembers_nothing() -> None:
 
 
 BROKEN = {
-    "2 drafts for 1 wishes": [Draft(), Draft()],
-    "0 drafts for 1 wishes": [],
-    "3 tokens for request 1, at most 2 were wished": [Draft((1, 2, 3))],
+    "2 drafts for 1 requests": [Draft(), Draft()],
+    "0 drafts for 1 requests": [],
+    "3 tokens for request 1, at most 2 were requested": [Draft((1, 2, 3))],
     "token -1 for request 1": [Draft((3, -1))],
     r"token 10 for request 1, ids are in \[0, 10\)": [Draft((10,))],
     r"Tensor tensor\(1\) for request 1 as a token, ids are ints": [Draft(torch.tensor([1]))],

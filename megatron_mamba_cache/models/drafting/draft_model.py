@@ -57,16 +57,16 @@ class DraftModelDrafter:
         return self._context.shape.vocab_size
 
     @torch.inference_mode()
-    def propose(self, wishes: Sequence[DraftRequest]) -> list[Draft]:
-        """Return one draft per wish, in order; see `Drafter`.
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        """Return one draft for each request, in order; see `Drafter`.
 
         A draft is empty while the request's prompt is being prefilled, when there is no room for it, and when the text
         has not changed since the last call.
         """
         try:
-            return self._propose(wishes)
+            return self._propose(requests)
         except BaseException:
-            self._rows.abort_round({wish.row.request_id for wish in wishes})
+            self._rows.abort_round({request.row.request_id for request in requests})
             raise
 
     def forget(self, request_id: int) -> None:
@@ -93,13 +93,13 @@ class DraftModelDrafter:
         """Raise `CacheIntegrityError` unless rows, blocks and slots agree."""
         self._rows.check_integrity()
 
-    def _propose(self, wishes: Sequence[DraftRequest]) -> list[Draft]:
-        served = self._rows.schedule(wishes)
+    def _propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        served = self._rows.schedule(requests)
         if not served:
-            return [Draft()] * len(wishes)
+            return [Draft()] * len(requests)
         drawn = self._draw([held.row for held in served])
         self._rows.settle(served)
-        limits = {wish.row.request_id: wish.num_tokens for wish in wishes}
+        limits = {request.row.request_id: request.num_tokens for request in requests}
         started = {}
         for index, held in enumerate(served):
             row = held.row
@@ -113,7 +113,7 @@ class DraftModelDrafter:
             for index, draft in enumerate(growing):
                 draft.append(drawn, index)
         self._rows.end_round(served)
-        ids = [wish.row.request_id for wish in wishes]
+        ids = [request.row.request_id for request in requests]
         return [started[request_id].finished() if request_id in started else Draft() for request_id in ids]
 
     def _draw(self, rows: Sequence[RunningRequest]) -> "_DrawnTokens":

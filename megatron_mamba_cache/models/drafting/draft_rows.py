@@ -21,12 +21,12 @@ class DraftRow:
     Args:
         row: To the draft model all text is a growing prompt. Its live state holds only verified tokens.
         text: [max_sequence_length] tokens: the row's prompt is a view of its start, followed by the round's drafts.
-        last_wished: The last round with a wish for it.
+        last_requested: The last round in which drafts were requested for it.
     """
 
     row: RunningRequest
     text: npt.NDArray[np.int64]
-    last_wished: int
+    last_requested: int
 
     def branch(self, drafts: Sequence[int]) -> RunningRequest:
         """Return a row that computes the last of `drafts`, for one forward; it owns nothing.
@@ -54,7 +54,7 @@ class DraftRows:
     """The draft model's rows, by request.
 
     A request is admitted when drafts are first wanted for it, and stays until it is forgotten or dropped to make room.
-    If a round cannot serve all wishes, those that have waited longest come first, and among them the shortest.
+    If a round cannot serve all draft requests, those that have waited longest come first, and among them the shortest.
 
     Args:
         context: The draft model's own context; it has exactly these rows.
@@ -66,17 +66,17 @@ class DraftRows:
         self._waits_since: dict[int, int] = {}  # request id -> round
         self._round = 0
 
-    def schedule(self, wishes: Sequence[DraftRequest]) -> list[DraftRow]:
-        """Begin a round: schedule the new text of the requests in `wishes`, within the step's token budget."""
+    def schedule(self, requests: Sequence[DraftRequest]) -> list[DraftRow]:
+        """Begin a round: schedule the new text of the given requests, within the step's token budget."""
         self._round += 1
         budget = self._context.cache_config.max_tokens
-        for wish in wishes:
-            self._waits_since.setdefault(wish.row.request_id, self._round)
-            if held := self._held.get(wish.row.request_id):
-                held.last_wished = self._round
+        for request in requests:
+            self._waits_since.setdefault(request.row.request_id, self._round)
+            if held := self._held.get(request.row.request_id):
+                held.last_requested = self._round
         scheduled = []
-        for wish in sorted(wishes, key=self._turn):
-            held = self._schedule(wish.row, budget) if budget else None
+        for request in sorted(requests, key=self._turn):
+            held = self._schedule(request.row, budget) if budget else None
             if held is not None:
                 budget -= held.row.scheduled
                 scheduled.append(held)
@@ -141,10 +141,10 @@ class DraftRows:
         if any(row.draft_slots or row.scheduled for row in rows):
             raise CacheIntegrityError("a row keeps draft slots or scheduled tokens between rounds")
 
-    def _turn(self, wish: DraftRequest) -> tuple[int, int, int]:
-        request_id = wish.row.request_id
+    def _turn(self, request: DraftRequest) -> tuple[int, int, int]:
+        request_id = request.row.request_id
         held = self._held.get(request_id)
-        return self._waits_since[request_id], wish.row.length - (held.row.computed if held else 0), request_id
+        return self._waits_since[request_id], request.row.length - (held.row.computed if held else 0), request_id
 
     def _schedule(self, target: RunningRequest, budget: int) -> DraftRow | None:
         """Schedule a request of the target model; None if its text is already computed, or there is no room for it."""
@@ -208,10 +208,10 @@ class DraftRows:
         return len(row.block_ids) * self._context.cache.block_size
 
     def _drop_idle(self) -> bool:
-        """Drop the row without a wish for the longest time; return whether one had no wish in this round."""
-        idle = [held for held in self._held.values() if held.last_wished < self._round]
+        """Drop the row whose drafts were requested longest ago; return False if all were requested in this round."""
+        idle = [held for held in self._held.values() if held.last_requested < self._round]
         if not idle:
             return False
-        oldest = min(idle, key=lambda held: (held.last_wished, held.row.request_id))
+        oldest = min(idle, key=lambda held: (held.last_requested, held.row.request_id))
         self.drop({oldest.row.request_id})
         return True
