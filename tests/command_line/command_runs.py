@@ -5,6 +5,7 @@ import runpy
 import subprocess
 import sys
 from dataclasses import dataclass
+from importlib.metadata import distributions
 from pathlib import Path
 from unittest.mock import patch
 
@@ -15,6 +16,10 @@ import megatron_mamba_cache.mcore.engine  # noqa: F401
 from megatron_mamba_cache.command_line.main import main
 
 REPOSITORY = Path(__file__).parents[2]
+
+needs_installation = pytest.mark.skipif(
+    not any(distributions(name="megatron-mamba-cache")), reason="this package is imported, not installed"
+)
 
 
 @dataclass(frozen=True, slots=True)

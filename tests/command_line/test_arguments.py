@@ -10,7 +10,7 @@ import pytest
 from megatron_mamba_cache.command_line.arguments import EDITING, command_parser, with_sampling
 from megatron_mamba_cache.command_line.main import main
 from megatron_mamba_cache.config import FLAGS
-from tests.command_line.command_runs import REPOSITORY, run_here, run_process
+from tests.command_line.command_runs import REPOSITORY, needs_installation, run_here, run_process
 
 GRAPHS = "--inference-dynamic-batching-num-cuda-graphs"
 BLOCK = "--inference-dynamic-batching-block-size"
@@ -178,6 +178,7 @@ def test_short_flags_mean_what_megatrons_do() -> None:
             assert parser.parse_args(["serve", alias, value]) == parser.parse_args(["serve", flag, value])
 
 
+@needs_installation
 def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         command_parser().parse_args(["--version"])

@@ -1,7 +1,7 @@
 """The doctor command."""
 
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, distributions
+from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,11 +13,7 @@ from megatron_mamba_cache.command_line import doctor
 from megatron_mamba_cache.command_line.doctor import KERNELS, KernelChoice
 from megatron_mamba_cache.command_line.main import main
 from megatron_mamba_cache.kernels.attention import choice
-from tests.command_line.command_runs import run_process
-
-needs_installation = pytest.mark.skipif(
-    not any(distributions(name="megatron-mamba-cache")), reason="this package is imported, not installed"
-)
+from tests.command_line.command_runs import needs_installation, run_process
 
 
 @needs_installation

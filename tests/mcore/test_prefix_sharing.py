@@ -89,7 +89,7 @@ def test_shared_blocks_are_never_written() -> None:
     run.context.memory_buffer[:, :, shared] += 1
     marked = run.context.memory_buffer[:, :, shared].clone()
     run.context.initialize_attention_state()
-    run.engine.controller._dynamic_step_forward_logits(*run.context.current_input_and_position_ids())
+    run.engine.controller.inference_wrapped_model.compute_step()
     assert torch.equal(run.context.memory_buffer[:, :, shared], marked)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron_mamba_cache import CacheConfig, build_engine
 from megatron_mamba_cache.models.checkpoints.hugging_face import LoadedModel
+from megatron_mamba_cache.step.step import Step
 from tests.mcore.engine_runs import EngineRun
 from tests.models.reference_run import NUM_GENERATED, ReferenceRun
 from tests.models.tiny_checkpoints import TinyCheckpoint
@@ -68,13 +69,13 @@ def served_run(case: TinyCheckpoint, loaded: LoadedModel, reference: ReferenceRu
 
 def _record_logits(engine: Any) -> dict[int, list[Tensor]]:
     recorded: dict[int, list[Tensor]] = defaultdict(list)
-    sample = engine.controller._sample
+    sample = engine.context.runner._sample
 
-    def record_and_sample(logits: Tensor) -> Any:
-        for row, row_logits in zip(engine.context.step.rows, logits.squeeze(0), strict=True):
+    def record_and_sample(step: Step, logits: Tensor, **settings: bool) -> Tensor:
+        for row, row_logits in zip(step.rows, logits.squeeze(0), strict=True):
             if row.samples_this_step:
                 recorded[row.request_id].append(row_logits.to("cpu", copy=True))
-        return sample(logits)
+        return sample(step, logits, **settings)
 
-    engine.controller._sample = record_and_sample
+    engine.context.runner._sample = record_and_sample
     return recorded

@@ -67,15 +67,15 @@ def _pace_steps(engine: ReplicaEngine, seconds: float, first: float) -> None:
 
 def _fail_steps(engine: ReplicaEngine, every: int) -> None:
     """Let every so many-th step raise after its forward."""
-    sample = engine.controller._sample
+    sample = engine.context.runner._sample
     calls = iter(range(1, 10**9))
 
-    def failing_sample(logits: torch.Tensor) -> Any:
+    def failing_sample(*arguments: Any, **settings: Any) -> Any:
         if next(calls) % every == 0:
             raise RuntimeError("planted")
-        return sample(logits)
+        return sample(*arguments, **settings)
 
-    engine.controller._sample = failing_sample
+    engine.context.runner._sample = failing_sample
 
 
 def main(options: dict[str, Any], reports: Connection) -> None:

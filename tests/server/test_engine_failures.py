@@ -19,15 +19,15 @@ def fail_steps(server: RunningServer, error: Exception, count: int) -> None:
     """Let the next steps raise."""
 
     def plant(engine: Any) -> None:
-        sample, left = engine.controller._sample, [count]
+        sample, left = engine.context.runner._sample, [count]
 
-        def failing_sample(logits: Any) -> Any:
+        def failing_sample(*arguments: Any, **settings: Any) -> Any:
             if left[0]:
                 left[0] -= 1
                 raise error
-            return sample(logits)
+            return sample(*arguments, **settings)
 
-        engine.controller._sample = failing_sample
+        engine.context.runner._sample = failing_sample
 
     server.between_steps(plant)
 
@@ -68,12 +68,12 @@ def test_a_flush_that_waits_while_the_engine_fails_does_not_bring_it_back() -> N
         in_step, waiting = threading.Event(), threading.Event()
 
         def plant(engine: Any) -> None:
-            def failing_sample(_logits: Any) -> Any:
+            def failing_sample(*_: Any, **__: Any) -> Any:
                 in_step.set()
                 waiting.wait(20)
                 raise CacheIntegrityError("planted")
 
-            engine.controller._sample = failing_sample
+            engine.context.runner._sample = failing_sample
 
         server.between_steps(plant)
         request = pool.submit(http.post, "/v1/completions", json=BODY)
