@@ -93,8 +93,7 @@ def _landing_result(outcome: StepOutcome) -> dict[str, Any]:
 
 
 def _draft_counts(outcome: StepOutcome) -> list[DraftCounts]:
-    num_drafts = outcome.num_drafts
-    if not any(num_drafts):
-        return [_NO_DRAFTS] * len(num_drafts)
-    rows = zip(num_drafts, outcome.kept.tokens, strict=True)
+    if not any(outcome.num_drafts):
+        return [_NO_DRAFTS] * len(outcome.kept.tokens)
+    rows = zip(outcome.num_drafts, outcome.kept.tokens, strict=True)
     return [DraftCounts(drafted, len(new) - 1) if drafted else _NO_DRAFTS for drafted, new in rows]

@@ -29,12 +29,13 @@ def schedule_decode(
             A rank whose drafter fails alone would otherwise plan a different step. By default there is one rank.
 
     Returns:
-        For each row the distributions, [drafts, vocab], that its drafts were drawn from; None if they were not drawn.
+        For each row the distributions, [drafts, vocab], that its drafts were drawn from, None if they were not drawn;
+        empty where no drafts are planned.
     """
     if not planner.max_drafts:
         for row in rows:
             cache.schedule_decode(row)
-        return [None] * len(rows)
+        return []
     limits = []
     for row in rows:
         # The step yields one token more than it has drafts; none may exceed the request's limit.
@@ -49,15 +50,10 @@ def schedule_decode(
     return distributions
 
 
-def schedule_one_token(rows: Sequence[RunningRequest]) -> list[Tensor | None]:
-    """Schedule one token for each row, as in the step before: drafts are still paused and no boundary is within reach.
-
-    Returns:
-        No distributions, in the form of `schedule_decode`.
-    """
+def schedule_one_token(rows: Sequence[RunningRequest]) -> None:
+    """Schedule one token for each row as in the step before: drafts still pause, and no boundary is within reach."""
     for row in rows:
         row.scheduled = 1
-    return [None] * len(rows)
 
 
 def _plan(

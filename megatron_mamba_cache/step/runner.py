@@ -62,7 +62,7 @@ class StepOutcome:
     """What a step did.
 
     Args:
-        num_drafts: [rows] drafts that were verified.
+        num_drafts: [rows] drafts that were verified; empty where no drafts are planned.
         held_back: Rows that were paused or evicted when it landed.
     """
 
@@ -133,7 +133,8 @@ class StepRunner:
             self._launch_next(step)
         found = copy.wait()  # the step's only wait
         kept = self._keep(step, found, is_greedy=is_greedy)
-        log_probs, num_drafts = self._log_probs(step, logits, kept, model), step.num_drafts
+        log_probs = self._log_probs(step, logits, kept, model)
+        num_drafts = step.num_drafts if self.planner.max_drafts else ()
         held_back = self.land(kept) if lands else GrowthOutcome()
         return StepOutcome(step, kept, num_drafts, log_probs, held_back)
 
@@ -141,7 +142,8 @@ class StepRunner:
         """Schedule the decode rows and their drafts, and lay the step out."""
         early = self.early_step
         if early is not None and early.is_of(self.requests.rows):
-            self._at_work, distributions = list(self.requests), schedule_one_token(self.requests.rows)
+            self._at_work, distributions = list(self.requests), []
+            schedule_one_token(self._at_work)
         else:
             decoding = self.requests.decoding
             self._at_work = [*decoding, *(row for row in self.requests.prefilling if row.scheduled)]
@@ -279,10 +281,12 @@ class StepRunner:
 
     def show(self, step: Step) -> None:
         """Make a step the one that the model and the sampler see."""
-        self._step = step
-        self.counts = self.counts._replace(
-            tokens=step.batch.num_tokens,
+        self._step, before = step, self.counts
+        self.counts = StepCounts(
+            rows=before.rows,
+            paused=before.paused,
             prefilling=step.num_prefill_rows,
+            tokens=step.batch.num_tokens,
             padded_tokens=step.num_padded_tokens,
             padded_rows=step.num_padded_rows,
         )

@@ -26,7 +26,8 @@ class Step:
         batch: Views of the step's rows on the device.
         attend: Attention, planned for these rows.
         graph: Graph that computes the step; None if it runs eagerly.
-        draft_distributions: For each decode row, what its drafts were drawn from; None where drafts are certain.
+        draft_distributions: For each decode row, what its drafts were drawn from, None where drafts are certain; empty
+            where they all are.
         wanted_outputs: [logits, hidden] outputs of the last layer that logits are computed from, or the logits
             themselves where the model computes those of every token.
         scored_hidden_states: [tokens, hidden] hidden states of all tokens if prompt log-probs are wanted, else empty.
