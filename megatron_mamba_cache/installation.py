@@ -77,8 +77,11 @@ def _requirements(extra: str) -> Iterator["Requirement"]:
 
     for text in requires(DISTRIBUTION) or []:
         one = Requirement(text)
-        is_base = one.marker is None or one.marker.evaluate({"extra": ""})
-        if is_base if extra == "" else not is_base and one.marker.evaluate({"extra": extra}):
+        if one.marker is None or one.marker.evaluate({"extra": ""}):
+            is_added = extra == ""
+        else:
+            is_added = extra != "" and one.marker.evaluate({"extra": extra})
+        if is_added:
             if one.name == DISTRIBUTION:
                 for inner in sorted(one.extras):
                     yield from _requirements(inner)

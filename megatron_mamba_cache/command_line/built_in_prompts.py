@@ -41,7 +41,7 @@ _SINGLE_QUESTIONS = (
 
 def built_in_lines() -> list[PromptLine]:
     """Return the sessions' turns, each prompt complete with the turns before it, and single questions."""
-    turns = []
+    turns: list[tuple[str, str | None]] = []
     for session, questions in _SESSIONS.items():
         prompt = _DOCUMENT
         for question in questions:

@@ -3,6 +3,7 @@
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from ..config import CacheConfig
 from ..mcore.model_ranks import ranks_of_process
@@ -19,7 +20,7 @@ from .usage_error import UsageError
 _FLAG = "--draft-hf-model"
 
 
-Sizes = Callable[[HybridModelShape, int], dict[str, int | float]]
+Sizes = Callable[[HybridModelShape, int], dict[str, Any]]
 """Returns fields of `CacheConfig` for a model's shape and the most tokens that it reads."""
 
 

@@ -86,6 +86,7 @@ class MambaCacheContext(DynamicInferenceContext):
         ValueError: If the settings do not fit the model or give too little memory.
     """
 
+    is_tensor_state_allocated: bool
     total_request_count = RunnerCount("rows")
     paused_request_count = RunnerCount("paused")
     num_prefill_requests = RunnerCount("prefilling")

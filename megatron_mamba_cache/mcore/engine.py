@@ -1,6 +1,7 @@
 """The engine: Megatron's dynamic engine with a scheduler that knows about prefix hits, and requests that fail alone."""
 
 import asyncio
+import math
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -248,7 +249,8 @@ class MambaCacheEngine(SuspendableEngine):
     def _recover(self, error: BaseException) -> None:
         """After a failed step, send back requests whose row is gone or whose record lacks what the row has."""
         self.failed_request_ids = [request_id for request_id in self.failed_request_ids if request_id in self.requests]
-        elsewhere = {*self.waiting_request_ids, *self.failed_request_ids}
+        suspended = self.resume_request_ids if self.is_suspended else ()
+        elsewhere = {*self.waiting_request_ids, *self.failed_request_ids, *suspended}
         rows = {row.request_id: row for row in self.context.rows}
         astray = [
             request_id
@@ -268,7 +270,11 @@ class MambaCacheEngine(SuspendableEngine):
     def _send_back(self, request_ids: Sequence[int]) -> None:
         """Drop the rows of admitted requests and put these requests at the head of the queue, oldest first."""
         self.context.drop_rows(request_ids)
-        self._queue_again(sorted(request_ids, key=lambda request_id: self._states[request_id].age))
+        self._queue_again(sorted(request_ids, key=self._age_of))
+
+    def _age_of(self, request_id: int) -> float:
+        age = self._states[request_id].age
+        return math.inf if age is None else age  # never admitted: younger than all others
 
     def _queue_again(self, request_ids: list[int]) -> None:
         """Put requests back at the head of the queue, in the given order."""

@@ -21,6 +21,8 @@ class UnevenAllGatherDispatcher(MoEAllGatherTokenDispatcher):
     waits for the device, as reading how many each expert gets does anyway.
     """
 
+    routing_map: Tensor
+
     @override
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> Any:
         """Gather the tokens of all ranks; see Megatron."""
@@ -39,6 +41,8 @@ class UnevenAllGatherDispatcher(MoEAllGatherTokenDispatcher):
 
 class UnevenMoELayer(MoELayer):
     """Megatron's layer; with expert parallelism and its all-gather dispatcher, ranks' token counts may differ."""
+
+    token_dispatcher: Any
 
     def __init__(self, config: Any, *args: Any, pg_collection: Any = None, **settings: Any) -> None:
         super().__init__(config, *args, pg_collection=pg_collection, **settings)

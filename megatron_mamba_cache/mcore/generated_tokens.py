@@ -108,7 +108,8 @@ def additions_of(
         entries: Megatron's entries, by request id.
         detokenize: Makes the texts of alternatives; what it raises is raised here.
     """
-    log_probs, top_n = step_result["log_probs"] or (), step_result["top_n_logprobs"] or {}
+    log_probs: Sequence[Sequence[float] | None] = step_result["log_probs"] or ()
+    top_n: Mapping[int, Sequence[tuple[Tensor, Tensor]]] = step_result["top_n_logprobs"] or {}
     prompts = step_result.get("prompt_log_probs") or {}
     found = []
     steps = zip(
@@ -120,6 +121,7 @@ def additions_of(
             continue
         best = [_by_text(*place, detokenize) for place in top_n[index]] if index in top_n else None
         if scored := prompts.get(index):
+            assert chosen is not None  # a request whose prompt is scored wants log-probs
             chosen = [*(token.log_prob for token in scored), *chosen]
             best = None if best is None else [*named_alternatives(scored, detokenize), *best]
         request, state = entries[request_id].record.requests[-1], states[request_id]

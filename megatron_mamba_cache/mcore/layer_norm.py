@@ -27,6 +27,8 @@ class LayerNorm:
 class LayerRMSNorm(nn.RMSNorm):
     """RMSNorm(x) of all channels; torch computes it where no kernel runs or x's channels are not contiguous."""
 
+    eps: float
+
     def forward(self, x: Tensor) -> Tensor:
         """Normalize x [..., channels]."""
         if not launches_kernel(x) or x.dim() < 2 or x.stride(-1) != 1:

@@ -75,7 +75,7 @@ def contradiction_in(sampling: Any, only_last_logits: bool) -> str | None:
         if type(getattr(sampling, name)) not in (int, NoneType):
             return f"{name} is {getattr(sampling, name)!r}; it must be an int or None"
     end = sampling.termination_id
-    if end is not None and not (isinstance(end, Integral) and abs(end) < 2**31):
+    if end is not None and not (isinstance(end, Integral) and abs(int(end)) < 2**31):
         return f"termination_id is {end!r}; it must be a token id, -1 for none, or None for the tokenizer's"
     if sampling.num_tokens_to_generate is not None and sampling.num_tokens_total is not None:
         return (

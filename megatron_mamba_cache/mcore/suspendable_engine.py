@@ -28,6 +28,7 @@ class SuspendableEngine(DynamicInferenceEngine):
 
     context: MambaCacheContext
     controller: MambaCacheController
+    failed_request_ids: list[int]
     _states: RequestStates
     _runs_in: EngineLoop
 

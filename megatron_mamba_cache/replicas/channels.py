@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
@@ -13,26 +13,26 @@ from zmq.utils import z85
 class Channel(Protocol):
     """Prepares the two ends of a connection before they bind or connect."""
 
-    def secure_listener(self, socket: zmq.Socket) -> None:
+    def secure_listener(self, socket: zmq.Socket[Any]) -> None:
         """Prepare a socket that will bind."""
 
-    def secure_connection(self, socket: zmq.Socket) -> None:
+    def secure_connection(self, socket: zmq.Socket[Any]) -> None:
         """Prepare a socket that will connect."""
 
-    def admit_clients(self, context: zmq.Context) -> Callable[[], None]:
+    def admit_clients(self, context: zmq.Context[zmq.Socket[bytes]]) -> Callable[[], None]:
         """Start checking the keys of clients that connect to this context's sockets; return a function to stop."""
 
 
 class PlainChannel:
     """Serves every connection, without checks or encryption."""
 
-    def secure_listener(self, socket: zmq.Socket) -> None:
+    def secure_listener(self, socket: zmq.Socket[Any]) -> None:
         """Do nothing."""
 
-    def secure_connection(self, socket: zmq.Socket) -> None:
+    def secure_connection(self, socket: zmq.Socket[Any]) -> None:
         """Do nothing."""
 
-    def admit_clients(self, context: zmq.Context) -> Callable[[], None]:
+    def admit_clients(self, context: zmq.Context[zmq.Socket[bytes]]) -> Callable[[], None]:
         """Do nothing."""
         return lambda: None
 
@@ -64,19 +64,19 @@ class CurveChannel:
         self._server = KeyPair.derive(secret, b"server")
         self._client = KeyPair.derive(secret, b"client")
 
-    def secure_listener(self, socket: zmq.Socket) -> None:
+    def secure_listener(self, socket: zmq.Socket[Any]) -> None:
         """Accept only connections that know the server's public key, which is as secret as the secret itself."""
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self._server.public)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self._server.secret)
 
-    def secure_connection(self, socket: zmq.Socket) -> None:
+    def secure_connection(self, socket: zmq.Socket[Any]) -> None:
         """Connect only to a server with this secret."""
         socket.setsockopt(zmq.CURVE_SERVERKEY, self._server.public)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self._client.public)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self._client.secret)
 
-    def admit_clients(self, context: zmq.Context) -> Callable[[], None]:
+    def admit_clients(self, context: zmq.Context[zmq.Socket[bytes]]) -> Callable[[], None]:
         """Refuse all other keys; see `Channel`."""
         authenticator = ThreadAuthenticator(context)
         authenticator.start()

@@ -40,6 +40,8 @@ class ReplicaEngine(MambaCacheEngine):
     them, as in `sampling.add_attributes({"tenant": "red"})`, and those of a reply have `cached_tokens` and `replica`.
     """
 
+    socket_for_receiving_requests: Any
+
     def __init__(self, controller: MambaCacheController, context: MambaCacheContext, random_seed: int = 0) -> None:
         self._reports: CacheReports | NoReports = NoReports()
         self._progress: ProgressReports | NoProgress = NoProgress()
@@ -170,7 +172,7 @@ class ReplicaEngine(MambaCacheEngine):
         *,
         seed: int | None = None,
         tenant: str = "",
-    ) -> asyncio.Future:
+    ) -> asyncio.Future[Any]:
         """Add a request; see `MambaCacheEngine`. A coordinator's request that cannot be read fails alone.
 
         A request from a coordinator may also be a cancel or a flush; see `replicas.front_end`.
@@ -179,7 +181,8 @@ class ReplicaEngine(MambaCacheEngine):
             from .progress_reports import obeyed
 
             if obeyed(self, request_id, sampling_params):
-                return self._loop.create_future()
+                unanswered: asyncio.Future[Any] = self._loop.create_future()
+                return unanswered
         seed = getattr(sampling_params, "seed", None) if seed is None else seed
         tenant = getattr(sampling_params, "tenant", "") if tenant == "" else tenant
         try:
@@ -197,7 +200,7 @@ class ReplicaEngine(MambaCacheEngine):
     @override
     def schedule_requests(self) -> int:
         """Read the coordinator's messages; return how many there were."""
-        num_messages = super().schedule_requests()
+        num_messages: int = super().schedule_requests()
         if not self.is_mp_coordinator:
             self._link.drain()
         if self.is_suspended and not self.suspend_signal:

@@ -21,9 +21,11 @@ CANCELS, FLUSHES = "cancels", "flushes"
 
 def pack_cancel(request_id: int) -> bytes:
     """Return the message that makes a replica drop a request."""
-    return msgpack.packb([Headers.SUBMIT_REQUEST.value, request_id, [], {CANCELS: True}])
+    message: bytes = msgpack.packb([Headers.SUBMIT_REQUEST.value, request_id, [], {CANCELS: True}])
+    return message
 
 
 def pack_flush(request_id: int, weights_version: str | None) -> bytes:
     """Return the message that makes a replica flush its cache; no request may have this id."""
-    return msgpack.packb([Headers.SUBMIT_REQUEST.value, request_id, [], {FLUSHES: [weights_version]}])
+    message: bytes = msgpack.packb([Headers.SUBMIT_REQUEST.value, request_id, [], {FLUSHES: [weights_version]}])
+    return message

@@ -21,6 +21,8 @@ class KeyedInferenceClient(InferenceClient):
         ModuleNotFoundError: If pyzmq cannot use keys.
     """
 
+    socket: zmq.Socket[bytes]
+
     def __init__(self, inference_coordinator_address: str, key_file: str | os.PathLike[str]) -> None:
         channel = CurveChannel(read_key_file(key_file))
         super().__init__("inproc://replaced")

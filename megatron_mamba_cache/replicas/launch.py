@@ -59,7 +59,7 @@ def launch_coordinator(
     )
     process.start()
     # Otherwise this process would wait for it at exit, while it waits for the end of this process.
-    multiprocessing.process._children.discard(process)
+    multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]  # private, so typeshed omits it
     theirs.close()
     starter.close()
     try:

@@ -16,7 +16,9 @@ _MOST_UNSENT = 65_536
 """Messages per connection. A peer that sends too fast waits; one that stops reading counts as disconnected."""
 
 
-def listening_router(context: zmq.Context, port: int | None, access: Access, max_message_bytes: int) -> zmq.Socket:
+def listening_router(
+    context: zmq.Context[zmq.Socket[bytes]], port: int | None, access: Access, max_message_bytes: int
+) -> zmq.Socket[bytes]:
     """Return a router that listens on a port of the access's interface; on any free port if it is None or taken.
 
     Args:

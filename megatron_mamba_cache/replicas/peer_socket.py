@@ -17,7 +17,7 @@ class PeerSocket:
         link: This rank's link to the coordinator; checked while no message arrives.
     """
 
-    def __init__(self, socket: zmq.Socket, link: ReplicaLink) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], link: ReplicaLink) -> None:
         self._socket = socket
         self._link = link
 

@@ -7,6 +7,7 @@ from uuid import uuid4
 import torch.distributed as dist
 from megatron.core.utils import get_pg_rank, get_pg_size, get_pg_src_rank
 
+from ..policy.routing import ReplicaName
 from .host_identity import host_identity
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ class ReplicaPlace:
         address: The coordinator's.
     """
 
-    replica: str
+    replica: ReplicaName
     member: int
     num_members: int
     domain: str
@@ -85,7 +86,7 @@ def agree_on_place(groups: Any, address: str | None) -> ReplicaPlace:
         groups: Megatron's process groups.
         address: On the process that starts the coordinator, or on all; None elsewhere.
     """
-    shared = [address, uuid4().hex]
+    shared: list[Any] = [address, uuid4().hex]  # a broadcast overwrites it
     dist.broadcast_object_list(shared, src=get_pg_src_rank(groups.dp), group=groups.dp)
     if _is_first_member(groups):
         address, launch = shared
@@ -99,4 +100,5 @@ def agree_on_place(groups: Any, address: str | None) -> ReplicaPlace:
 
 
 def _is_first_member(groups: Any) -> bool:
-    return get_pg_rank(groups.tp) == 0 and get_pg_rank(groups.pp) == 0
+    is_first: bool = get_pg_rank(groups.tp) == 0 and get_pg_rank(groups.pp) == 0
+    return is_first

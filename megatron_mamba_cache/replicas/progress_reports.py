@@ -53,7 +53,7 @@ class ProgressReports:
 
     def send(self, request_ids: Iterable[int]) -> None:
         """Report what these requests have generated since the last report."""
-        news = [[request_id, self._progress(request_id)] for request_id in request_ids if self._streams(request_id)]
+        news = [(request_id, self._progress(request_id)) for request_id in request_ids if self._streams(request_id)]
         if news := [entry for entry in news if entry[1]["tokens"]]:
             self._target.send(msgpack.packb([PROGRESS, news]))
         # Only now: what could not be sent is reported the next time.

@@ -14,7 +14,7 @@ _LINGER_MS = 1000
 _POLL_MS = 100
 
 
-class RankSocket(zmq.Socket):
+class RankSocket(zmq.Socket[bytes]):
     """A socket that binds to the context's interface, ignoring the one given, and uses the context's channel."""
 
     context: "RankContext"
@@ -57,7 +57,7 @@ class RankContext(zmq.Context[RankSocket]):
     """
 
     host: str = ""
-    channel: Channel | None = None
+    channel: Channel
     max_message_bytes: int = -1
     publishers: list[RankSocket] = []  # noqa: RUF012 - zmq takes attributes that the class lacks for options
 
@@ -83,10 +83,10 @@ class RankContext(zmq.Context[RankSocket]):
         for publisher in of_experts:
             publisher.wait_for_subscribers(num_experts - 1, timeout_s)
 
-    def socket(self, socket_type: int, socket_class: Any = RankSocket) -> Any:
+    def socket(self, socket_type: int, socket_class: Any = RankSocket, **settings: Any) -> Any:
         """Return a socket; for PUB an XPUB, which reports its subscribers."""
         is_publisher = socket_type == zmq.PUB
-        made = super().socket(zmq.XPUB if is_publisher else socket_type, socket_class)
+        made = super().socket(zmq.XPUB if is_publisher else socket_type, socket_class, **settings)
         if is_publisher:
             self.publishers.append(made)
             made.setsockopt(zmq.XPUB_VERBOSE, 1)  # report every subscription, repeated ones included

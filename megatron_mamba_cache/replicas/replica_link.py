@@ -39,7 +39,7 @@ class ReplicaLink:
 
     def __init__(
         self,
-        context: zmq.Context,
+        context: zmq.Context[zmq.Socket[bytes]],
         address: str,
         hello: Hello,
         max_message_bytes: int,

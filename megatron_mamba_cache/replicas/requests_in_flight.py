@@ -66,11 +66,13 @@ class RequestInFlight:
 
     def submission(self) -> bytes:
         """Return Megatron's message that submits it to a replica."""
-        return msgpack.packb([Headers.SUBMIT_REQUEST.value, self.request_id, self.prompt, self.sampling])
+        message: bytes = msgpack.packb([Headers.SUBMIT_REQUEST.value, self.request_id, self.prompt, self.sampling])
+        return message
 
     def reply(self, record: dict[str, Any]) -> bytes:
         """Return Megatron's message that sends a record to its client."""
-        return msgpack.packb([Headers.ENGINE_REPLY.value, self.client_request_id, record])
+        message: bytes = msgpack.packb([Headers.ENGINE_REPLY.value, self.client_request_id, record])
+        return message
 
 
 class PendingLimitError(ValueError):

@@ -91,7 +91,8 @@ def opening_of(message: bytes) -> tuple[Any, ...]:
 def pack_hello(hello: Hello) -> bytes:
     """Return the message."""
     fields = {"replica": hello.replica, "member": hello.member, "num_members": hello.num_members}
-    return msgpack.packb([HELLO, {**fields, "domain": hello.domain, "proof": hello.proof}])
+    message: bytes = msgpack.packb([HELLO, {**fields, "domain": hello.domain, "proof": hello.proof}])
+    return message
 
 
 def hello_of(body: Any) -> Hello:
@@ -117,7 +118,8 @@ def pack_report(report: KeyReport) -> bytes:
         "published": _pack_keys(changes.published),
         "dropped": _pack_keys(changes.dropped),
     }
-    return msgpack.packb([KEYS, body])
+    message: bytes = msgpack.packb([KEYS, body])
+    return message
 
 
 def report_of(body: Any) -> KeyReport:
@@ -133,7 +135,8 @@ def report_of(body: Any) -> KeyReport:
 
 def pack_unsent(unsent: Unsent) -> bytes:
     """Return the message."""
-    return msgpack.packb([UNSENT, unsent.request_id, unsent.reason])
+    message: bytes = msgpack.packb([UNSENT, unsent.request_id, unsent.reason])
+    return message
 
 
 def unsent_of(body: list[Any]) -> Unsent:

@@ -1,6 +1,6 @@
 """The echo of a prompt before its reply, with its tokens' log-probs if requested."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .backend import Progress
@@ -26,7 +26,7 @@ class Echo:
 
     def _scored(self, progress: Progress) -> tuple[TokenInfo, ...]:
         first, others = self.tokens[:1], self.tokens[1:]
-        best = progress.prompt_alternatives or [{}] * len(others)
+        best: Sequence[Mapping[str, float]] = progress.prompt_alternatives or [{}] * len(others)
         return first + tuple(
             replace(token, log_prob=log_prob, alternatives=alternatives)
             for token, log_prob, alternatives in zip(others, progress.prompt_log_probs, best, strict=True)

@@ -69,8 +69,13 @@ class CapturedWeights(Protocol):
 class GraphsByShape(Protocol):
     """The captured steps over one memory and one set of weight addresses."""
 
-    capture: Capture
-    weights: CapturedWeights
+    @property
+    def capture(self) -> Capture:
+        """What the capture produced."""
+
+    @property
+    def weights(self) -> CapturedWeights:
+        """The addresses at which the graphs read the weights."""
 
     def fitting(self, rows: Sequence[RunningRequest]) -> CapturedStep | None:
         """Return the smallest captured step that holds the rows of a step, None if there is none."""

@@ -86,6 +86,11 @@ BAD_REQUESTS: dict[str, tuple[list[int], SamplingParams, tuple[str, ...]]] = {
     "termination id that is text": (some_tokens(5), greedy(4, termination_id="x"), ("termination_id is 'x'",)),
     "termination id that is a list": (some_tokens(5), greedy(4, termination_id=[5]), ("termination_id is [5]",)),
     "termination id beyond 32 bits": (some_tokens(5), greedy(4, termination_id=2**63), (str(2**63), "a token id")),
+    "termination id whose magnitude wraps": (
+        some_tokens(5),
+        greedy(4, termination_id=np.int64(-(2**63))),
+        (str(-(2**63)), "a token id"),
+    ),
     "two lengths": (
         some_tokens(5),
         greedy(3, num_tokens_total=20),

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
-from tests.mcore.faults import FAULT_PLACES, REPORT_FAULT_PLACES, raise_once
+from tests.mcore.faults import FAULT_PLACES, REPORT_FAULT_PLACES, InjectedFault, raise_once
 from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.mcore.noisy_drafter import NoisyDrafter
 from tests.mcore.record_lists import assert_same_lists
@@ -110,3 +110,19 @@ def test_a_request_whose_end_is_reported_late_has_its_text(monkeypatch: pytest.M
     for request_id, request in run.finished.items():
         assert request.prompt == detokenize(PROMPTS[request_id])
         assert request.generated_text == detokenize(run.tokens(request_id))
+
+
+def test_a_report_that_fails_in_a_suspended_engine_leaves_its_requests_to_the_resume(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = start_run("log-probs", 0)
+    run.step()
+    run.engine.suspend()
+    run.add(9, [])  # refused, and reported while the engine is suspended
+    raise_once(monkeypatch, *REPORT_FAULT_PLACES["before the report"](run))
+    with pytest.raises(InjectedFault):
+        run.engine._run_coroutine_sync(run.engine.async_bookkeep(None, {"kv_stats": None}, 0.0, run.num_steps))
+    run.engine.resume()
+    assert list(run.engine.waiting_request_ids) == list(NUM_TOKENS)
+    run.finish()
+    run.assert_matches_oracle(PROMPTS)

@@ -120,8 +120,8 @@ class CapturedFlashInfer:
             "paged_kv_last_page_len_buf": num_rows,
         }
         with torch.inference_mode(False):  # else only inference mode could plan again
-            of_int32 = {"dtype": torch.int32, "device": workspace.device}
-            buffers = {name: torch.zeros(size, **of_int32) for name, size in sizes.items()}
+            device = workspace.device
+            buffers = {name: torch.zeros(size, dtype=torch.int32, device=device) for name, size in sizes.items()}
             wrapper = _wrapper(workspace, "fa2", use_cuda_graph=True, **buffers)
         self._attention = PagedAttention(shape, wrapper)
         self._block_size = shape.block_size
@@ -178,7 +178,7 @@ def _try_out(attention: PagedAttention, shape: AttentionShape) -> None:
     one = torch.ones(1, dtype=torch.int32, device=shape.device)
     table = torch.zeros(1, 1, dtype=torch.int32)
     rows = AttentionRows(torch.cat((one - 1, one)), one, table.to(shape.device), (1,), (1,), table.numpy())
-    options = {"dtype": shape.dtype, "device": shape.device}
+    options: dict[str, Any] = {"dtype": shape.dtype, "device": shape.device}
     cache = torch.zeros(1, shape.block_size, shape.num_kv_heads, shape.head_dim, **options)
     attention.plan(rows)(torch.zeros(1, shape.num_heads, shape.head_dim, **options), cache, cache)
     torch.cuda.synchronize(shape.device)

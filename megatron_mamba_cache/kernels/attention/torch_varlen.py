@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from typing import cast
 
 from torch import Tensor
 
@@ -71,4 +72,6 @@ def _varlen_attn() -> Callable[..., Tensor] | None:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    return varlen_attn if "block_table" in inspect.signature(varlen_attn).parameters else None
+    if "block_table" not in inspect.signature(varlen_attn).parameters:
+        return None
+    return cast(Callable[..., Tensor], varlen_attn)  # it returns a tuple only with `return_aux`

@@ -104,7 +104,7 @@ def _convolve_run(
                 window = appended(window, history[j + k].to(tl.float32))
             out = weigh_and_activate(window, taps, offset, D_CONV)
             tl.store(y + (begin + j) * CONV_DIM, out, mask=inside)
-        history = history[AT_ONCE:]
+        history = history[AT_ONCE:]  # type: ignore[assignment]  # mypy sees only the empty tuple
 
 
 @triton.jit

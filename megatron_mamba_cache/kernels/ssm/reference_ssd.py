@@ -44,10 +44,10 @@ def ssd_scan_ref(
         positions = chunks.starts[i] + steps
         inside = positions < chunks.ends[i]
         gathered = positions.clamp_max(num_tokens - 1)
-        chunk = [_gather_tokens(t, gathered, inside, dtype) for t in packed]
+        x_chunk, dt, B, C = (_gather_tokens(t, gathered, inside, dtype) for t in packed)
         initial = load_slots(ssm_pool, chunks.initial_slots[i : i + 1], dtype)[0]
         state = torch.where(chunks.is_first[i], initial, state)
-        y_chunk, state = _scan_chunk(*chunk, decay, skip, state)
+        y_chunk, state = _scan_chunk(x_chunk, dt, B, C, decay, skip, state)
         y.index_copy_(0, torch.where(inside, positions, num_tokens), y_chunk.to(x.dtype))
         store_slots(ssm_pool, chunks.stored_slots[i], state.expand(2, *state.shape))
     return y[:num_tokens]

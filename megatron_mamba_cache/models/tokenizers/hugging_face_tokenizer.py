@@ -40,8 +40,9 @@ class HuggingFaceTokenizer:
         self.vocab_size = vocab_size
         self.longest_token = codec.longest_token
         self.bos = self._id_named("bos_token")
-        end_ids = _end_ids(directory) or [self._id_named("eos_token")]
-        self.eod = -1 if end_ids[0] is None else end_ids[0]
+        eos = self._id_named("eos_token")
+        end_ids = _end_ids(directory) or ([] if eos is None else [eos])
+        self.eod = end_ids[0] if end_ids else -1
         self.other_end_ids = tuple(end_ids[1:])
 
     def tokenize(self, text: str) -> list[int]:
