@@ -35,7 +35,7 @@ LARGE = SSMShape(heads=8, head_dim=64, d_state=128, groups=2)
 SLICED = SSMShape(heads=3 if INTERPRETED else 11, head_dim=48, d_state=32, groups=1)
 NANO_9B = SSMShape(heads=8, head_dim=80, d_state=128, groups=2)
 NUM_SLOTS = 13
-SEVERAL_TILES = 64 if INTERPRETED else 128  # tokens of a chunk; the interpreter takes seconds for each
+SEVERAL_TILES = 32 if INTERPRETED else 128  # tokens of a chunk; the interpreter takes seconds for 64
 TILINGS = [HopperTiling(heads, channels, stages) for heads in (1, 2) for channels in (32, 64) for stages in (2, 3)][:-1]
 """Of which three stages of two whole heads, with their float32 states on the way out, have no room."""
 Scan = Callable[[SSMTokens, SSMWeights, Tensor, PrefillRows, int], Tensor]
