@@ -9,7 +9,11 @@ from pathlib import Path
 from unittest.mock import patch
 
 REPOSITORY = Path(__file__).parents[1]
-PRELOADED = ["tests.distributed.rank_process", "tests.replicas.replica_process"]
+PRELOADED = [
+    "tests.distributed.rank_process",
+    "tests.models.tensor_parallel_worker",
+    "tests.replicas.replica_process",
+]
 
 
 @cache
@@ -24,3 +28,10 @@ def fork_server() -> ForkServerContext:
     with patch.dict(os.environ, {**environment, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}):
         forkserver.ensure_running()
     return context
+
+
+def write_output_to(log: Path) -> None:
+    """Write all that this process prints from now on to a file."""
+    with log.open("w") as written:
+        os.dup2(written.fileno(), 1)
+        os.dup2(written.fileno(), 2)

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.fork_server import write_output_to
+
 TELL_WHERE = signal.SIGUSR1  # to a rank that does not answer: it writes the stacks of its threads
 TIMEOUT = timedelta(minutes=4)  # no claim: ranks may start far apart on a busy machine
 
@@ -54,9 +56,7 @@ def main(rank: int, size: int, port: int, requests: Connection, log: Path) -> No
     Args:
         log: Gets all that is printed.
     """
-    with log.open("w") as written:
-        os.dup2(written.fileno(), 1)
-        os.dup2(written.fileno(), 2)
+    write_output_to(log)
     faulthandler.register(TELL_WHERE)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     start(rank, size, f"tcp://127.0.0.1:{port}")
