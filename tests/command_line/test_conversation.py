@@ -18,10 +18,10 @@ BLOCK = 64
 REPLY_TOKENS = 2 * BLOCK + 12  # longer than what a turn may compute beyond its new text
 NEW_TEXTS = (
     "import unittest\n\n\nclass QueueTest(unittest.TestCase):\n\n    def setUp(self):\n        self.queue = Queue()\n",
-    "\n    def test_empty(self):\n",
-    "\n\nclass Queue:\n",
     "\n    def put(self, item):\n        self.items.append(item)\n\n    def get(self):\n" * 4,
     "\n",
+    "\n    def test_empty(self):\n",
+    "\n\nclass Queue:\n",
 )
 SAMPLINGS = {"greedy": {"top_k": 1}, "sampled": EDITING}
 
@@ -67,11 +67,14 @@ def converse(engine: MambaCacheEngine, num_turns: int) -> dict[str, Conversation
     }
     for turn, text in enumerate(NEW_TEXTS[:num_turns]):
         new = tokenizer.tokenize(text)
-        take_turn(engine, turn, list(conversations.values()), new)
+        reply_tokens = REPLY_TOKENS if turn + 1 < num_turns else 1  # no turn reads the last reply
+        take_turn(engine, turn, list(conversations.values()), new, reply_tokens)
     return conversations
 
 
-def take_turn(engine: MambaCacheEngine, turn: int, conversations: list[Conversation], new: list[int]) -> None:
+def take_turn(
+    engine: MambaCacheEngine, turn: int, conversations: list[Conversation], new: list[int], reply_tokens: int
+) -> None:
     """Add new text to each conversation, and the reply; note what of the prompt was computed."""
     counters = engine.context.counters
     computed, prompts = counters.prefill_tokens_computed, {}
@@ -79,7 +82,7 @@ def take_turn(engine: MambaCacheEngine, turn: int, conversations: list[Conversat
         conversation.tokens += new
         request_id = turn * len(conversations) + number
         prompts[request_id] = conversation
-        settings = SamplingParams(num_tokens_to_generate=REPLY_TOKENS, termination_id=-1, **conversation.sampling)
+        settings = SamplingParams(num_tokens_to_generate=reply_tokens, termination_id=-1, **conversation.sampling)
         engine.add_request(request_id, list(conversation.tokens), settings)
     while engine.has_unfinished_requests():
         records = engine.step_modern()["finished_request_records"]
@@ -96,14 +99,15 @@ def take_turn(engine: MambaCacheEngine, turn: int, conversations: list[Conversat
 
 
 @pytest.mark.parametrize("num_drafts", [0, 4])
-def test_a_turn_computes_its_new_text_and_at_most_two_blocks(num_drafts: int) -> None:
+@pytest.mark.parametrize("num_turns", [3, pytest.param(5, marks=pytest.mark.slow)])
+def test_a_turn_computes_its_new_text_and_at_most_two_blocks(num_turns: int, num_drafts: int) -> None:
     engine = start_engine(num_drafts)
-    for name, conversation in converse(engine, num_turns=5).items():
-        assert len(conversation.computed_counts) == 5
+    for name, conversation in converse(engine, num_turns).items():
+        assert len(conversation.computed_counts) == num_turns
         turns = list(zip(conversation.computed_counts, conversation.new_counts, strict=True))[1:]
         assert all(computed <= new + 2 * BLOCK for computed, new in turns), (name, turns)
     counters = engine.context.counters
-    assert counters.decode_states_published >= 2 * 5 * (REPLY_TOKENS // BLOCK)
+    assert counters.decode_states_published >= 2 * (num_turns - 1) * (REPLY_TOKENS // BLOCK)
     assert (counters.accepted_tokens > 0) == (num_drafts > 0)
 
 

@@ -1,21 +1,20 @@
-"""One rank of a world of processes that run the same functions by name, one after another.
+"""One rank of a world of processes that run the same functions by name, one after another."""
 
-Run as `python -m tests.distributed.rank_process RANK SIZE PORT`: reads a request a line from stdin, `module:function`
-and arguments as hexadecimal pickle, and writes one line for each, with what the function returned or its traceback.
-"""
-
+import contextlib
 import faulthandler
 import importlib
 import os
-import pickle
 import signal
-import sys
 import traceback
 from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from tests.fork_server import write_output_to
 
 TELL_WHERE = signal.SIGUSR1  # to a rank that does not answer: it writes the stacks of its threads
 TIMEOUT = timedelta(minutes=4)  # no claim: ranks may start far apart on a busy machine
@@ -49,22 +48,24 @@ def call(name: str, arguments: tuple[Any, ...]) -> Any:
     return getattr(importlib.import_module(module), function)(*arguments)
 
 
-def main(rank: int, size: int, port: int) -> None:
-    """Answer requests until stdin ends."""
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever else is printed is no reply
+def main(rank: int, size: int, port: int, requests: Connection, log: Path) -> None:
+    """Answer requests until the other end is closed: a name `module:function` and the function's arguments.
+
+    Each answer is whether the function returned, and what it returned or its traceback.
+
+    Args:
+        log: Gets all that is printed.
+    """
+    write_output_to(log)
     faulthandler.register(TELL_WHERE)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     start(rank, size, f"tcp://127.0.0.1:{port}")
-    for line in sys.stdin:
-        name, arguments = line.split()
-        try:
-            reply = (True, call(name, pickle.loads(bytes.fromhex(arguments))))
-        except BaseException:
-            reply = (False, traceback.format_exc())
-        replies.write(pickle.dumps(reply).hex() + "\n")
-        replies.flush()
+    with contextlib.suppress(EOFError):
+        while True:
+            name, arguments = requests.recv()
+            try:
+                reply = (True, call(name, arguments))
+            except BaseException:
+                reply = (False, traceback.format_exc())
+            requests.send(reply)
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(*map(int, sys.argv[1:4]))

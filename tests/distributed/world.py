@@ -1,15 +1,14 @@
 """Several ranks for a test: processes that this one starts, or those that torchrun has started, this one among them."""
 
 import contextlib
+import multiprocessing
 import os
-import pickle
-import queue
 import socket
-import subprocess
-import sys
-import threading
+import tempfile
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,8 @@ import pytest
 import torch.distributed as dist
 
 from tests.distributed import rank_process
+from tests.fork_server import fork_server
 
-REPOSITORY = Path(__file__).parents[2]
 TIMEOUT_S = 300.0  # longer than collectives wait, so that ranks say what they waited for
 _TAIL = 6000
 
@@ -33,12 +32,12 @@ class SpawnedWorld:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._processes = [self._start(rank, size, port) for port in [free_port()] for rank in range(size)]
-        self._replies: list[queue.Queue[str]] = [queue.Queue() for _ in range(size)]
-        self._errors: list[list[str]] = [[] for _ in range(size)]
-        for rank, process in enumerate(self._processes):
-            _in_thread(process.stdout, self._replies[rank].put)
-            _in_thread(process.stderr, self._errors[rank].append)
+        self._logs = tempfile.TemporaryDirectory()
+        self._requests: list[Connection] = []
+        self._processes: list[BaseProcess] = []
+        port = free_port()
+        for rank in range(size):
+            self._start(rank, port)
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Run a function of a module on every rank; return what it returned on each.
@@ -46,11 +45,9 @@ class SpawnedWorld:
         Raises:
             AssertionError: With the tracebacks of the ranks that failed, or what those wrote that do not answer.
         """
-        request = f"{function.__module__}:{function.__name__} {pickle.dumps(arguments).hex()}\n"
-        for process in self._processes:
+        for requests in self._requests:
             with contextlib.suppress(BrokenPipeError):
-                process.stdin.write(request)
-                process.stdin.flush()
+                requests.send((f"{function.__module__}:{function.__name__}", arguments))
         end = time.monotonic() + TIMEOUT_S
         replies = [self._reply(rank, end) for rank in range(self.size)]
         failures = [f"rank {rank}:\n{reply}" for rank, (succeeded, reply) in enumerate(replies) if not succeeded]
@@ -66,35 +63,34 @@ class SpawnedWorld:
 
     def close(self) -> None:
         """End the processes."""
-        for process in self._processes:
+        for process, requests in zip(self._processes, self._requests, strict=True):
             process.kill()
-            process.wait()
-        self._processes = []
+            process.join()
+            requests.close()
+        self._processes, self._requests = [], []
+        self._logs.cleanup()
 
-    def _start(self, rank: int, size: int, port: int) -> subprocess.Popen[str]:
-        path = os.pathsep.join([str(REPOSITORY), *sys.path])
-        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        if not rank_process.has_devices(size):
-            environment["CUDA_VISIBLE_DEVICES"] = ""  # gloo sends nothing that lies on a device
-        return subprocess.Popen(
-            [sys.executable, "-m", rank_process.__name__, str(rank), str(size), str(port)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=environment,
-            text=True,
-        )
+    def _start(self, rank: int, port: int) -> None:
+        # What is forked cannot use a device: the process that it is a fork of may have looked for one.
+        context = multiprocessing.get_context("spawn") if rank_process.has_devices(self.size) else fork_server()
+        ours, theirs = context.Pipe()
+        process = context.Process(target=rank_process.main, args=(rank, self.size, port, theirs, self._log(rank)))
+        process.start()
+        theirs.close()  # so that its end is heard
+        self._requests.append(ours)
+        self._processes.append(process)
+
+    def _log(self, rank: int) -> Path:
+        return Path(self._logs.name) / f"{rank}.log"
 
     def _reply(self, rank: int, end: float) -> tuple[bool, Any]:
-        while time.monotonic() < end:
-            try:
-                return pickle.loads(bytes.fromhex(self._replies[rank].get(timeout=1.0)))
-            except queue.Empty:
-                if self._processes[rank].poll() is not None:
-                    break
-        self._processes[rank].send_signal(rank_process.TELL_WHERE)
+        with contextlib.suppress(EOFError, ConnectionResetError):
+            if self._requests[rank].poll(max(0.0, end - time.monotonic())):
+                return self._requests[rank].recv()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._processes[rank].pid, rank_process.TELL_WHERE)
         time.sleep(1.0)
-        return False, "no answer; it wrote " + "".join(self._errors[rank])[-_TAIL:]
+        return False, "no answer; it wrote " + self._log(rank).read_text()[-_TAIL:]
 
 
 class JoinedWorld:
@@ -145,7 +141,3 @@ def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])
-
-
-def _in_thread(lines: Any, take: Callable[[str], object]) -> None:
-    threading.Thread(target=lambda: [take(line) for line in lines], daemon=True).start()

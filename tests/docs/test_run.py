@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.blocks import REPOSITORY, Block, blocks_of, pages
+from tests.docs.blocks import REPOSITORY, Block, blocks_of, pages, without_pip
 from tests.docs.processes import BlockError
 from tests.docs.run_blocks import BlockRunner, blocks_to_run, folder_like_repository
 
@@ -45,7 +45,12 @@ def runner(tmp_path: Path) -> Iterator[BlockRunner]:
 
 def asks_a_server(page: Path) -> bool:
     """Whether blocks of a page need a server that another of its blocks starts."""
-    return any(block.serves for block in blocks_of(page))
+    return bool(served_by(page))
+
+
+def served_by(page: Path) -> list[str]:
+    """Return the blocks of a page that start servers; pages of the same ones can share a server."""
+    return [without_pip(block.text) for block in blocks_of(page) if block.serves]
 
 
 def python_blocks(page: Path) -> list[Block]:
@@ -69,7 +74,8 @@ def test_python_blocks_print_what_the_pages_say(runner: BlockRunner) -> None:
 def test_blocks_that_ask_a_server_print_what_the_pages_say(
     runner: BlockRunner, one_world_at_a_time: Callable[[], AbstractContextManager[None]]
 ) -> None:
-    blocks = [block for page in pages() if asks_a_server(page) for block in blocks_to_run(page, "server")]
+    asking = sorted((page for page in pages() if asks_a_server(page)), key=served_by)
+    blocks = [block for page in asking for block in blocks_to_run(page, "server")]
     assert sum(block.kind == "prints" for block in blocks) > 3
     with one_world_at_a_time():
         runner.run(blocks)

@@ -1,7 +1,9 @@
 """Fixtures of kernel tests."""
 
 from collections.abc import Callable, Iterator
-from types import ModuleType
+from dataclasses import replace
+from functools import cache
+from types import FunctionType, ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -26,6 +28,25 @@ def interpreter_rounds_to_bf16() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "_convert_float", convert_rounding)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def interpreter_repeats_no_work() -> Iterator[None]:
+    """Skip what Triton's interpreter repeats for each call or throws away; the results are the same."""
+    builder, patch_language = interpreter.interpreter_builder, interpreter._patch_lang
+
+    @cache
+    def patch_language_once(kernel: FunctionType) -> SimpleNamespace:
+        """Leave the language patched; an interpreting process compiles nothing."""
+        patch_language(kernel)
+        return SimpleNamespace(restore=lambda: None)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_lang", patch_language_once)
+        # Sums and products are computed again in int64 for an assertion that only exists with `debug`.
+        assert not builder.options.debug
+        patch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
         yield
 
 

@@ -1,11 +1,10 @@
 """One of several tensor-parallel ranks on the CPU: load checkpoints of both kinds, compare them, save one again.
 
-Run by `test_tensor_parallel.py` as `python -m tests.models.tensor_parallel_worker RANK SIZE FOLDER`. For each folder
-below FOLDER: `hugging_face`, `from_one_rank` (a Megatron checkpoint) and, where it is there, `from_training` (one as
-Megatron-LM's training leaves it) are read; `from_all_ranks` (another one) and `logits.pt` are written.
+`test_tensor_parallel.py` runs `main` in a process of its own. For each folder below its folder: `hugging_face`,
+`from_one_rank` (a Megatron checkpoint) and, where it is there, `from_training` (one as Megatron-LM's training leaves
+it) are read; `from_all_ranks` (another one) and `logits.pt` are written.
 """
 
-import sys
 from datetime import timedelta
 from pathlib import Path
 
@@ -19,11 +18,17 @@ from megatron_mamba_cache.models.checkpoints.megatron_checkpoint import (
     load_megatron_checkpoint,
     save_megatron_checkpoint,
 )
+from tests.fork_server import write_output_to
 
 HUGGING_FACE, FROM_ONE_RANK, FROM_ALL_RANKS, LOGITS = "hugging_face", "from_one_rank", "from_all_ranks", "logits.pt"
 FROM_TRAINING = "from_training"
 TIMEOUT = timedelta(seconds=120)
 PROMPT_LENGTH = 40
+
+
+def log_of(folder: Path, rank: int) -> Path:
+    """Return the file that a rank prints to."""
+    return folder / f"{rank}.log"
 
 
 def some_prompts(vocab_size: int) -> Tensor:
@@ -41,7 +46,8 @@ def logits_of(loaded: LoadedModel) -> Tensor:
 
 
 def main(rank: int, size: int, folder: Path) -> None:
-    """Do one rank's part."""
+    """Do one rank's part; what it prints is in its log."""
+    write_output_to(log_of(folder, rank))
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
@@ -76,7 +82,3 @@ def assert_same_weights(one: LoadedModel, other: LoadedModel) -> None:
 def weights_of(loaded: LoadedModel) -> dict[str, Tensor]:
     """Return parameters and buffers that a checkpoint holds."""
     return {name: tensor for name, tensor in loaded.model.state_dict().items() if isinstance(tensor, Tensor)}
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

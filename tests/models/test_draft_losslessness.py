@@ -8,6 +8,7 @@ from megatron.core.inference.sampling_params import SamplingParams
 from torch import Tensor
 
 from megatron_mamba_cache import build_engine
+from megatron_mamba_cache.models.drafting.draft_model import DraftModelDrafter
 from megatron_mamba_cache.speculation.drafter import Drafter
 from tests.mcore.checked_draft_model import CheckedDraftModel
 from tests.mcore.engine_runs import Hybrid, cache_config, tiny_hybrid
@@ -33,7 +34,7 @@ ROOM = {"max_requests": BATCH, "max_tokens": 2000, "max_sequence_length": 32, "k
 
 def start_drafter(kind: type[CheckedDraftModel] = CheckedDraftModel) -> CheckedDraftModel:
     """Return a draft model that is like the model, and not the same."""
-    return kind.start(tiny_hybrid(**SIZES | {"pattern": "M*M", "seed": 1}), cached_states=2 * BATCH, **ROOM)
+    return kind.start(tiny_hybrid(**SIZES | {"pattern": "*M", "seed": 1}), cached_states=2 * BATCH, **ROOM)
 
 
 @cache
@@ -105,6 +106,8 @@ def test_a_draft_model_changes_no_distribution(num_requests: int) -> None:
 
 def test_the_check_notices_distributions_that_drafts_were_not_drawn_from() -> None:
     class Liar(CheckedDraftModel):
+        propose, forget = DraftModelDrafter.propose, DraftModelDrafter.forget  # the run above checks the bookkeeping
+
         def _draw(self, rows):  # type: ignore[no-untyped-def]
             drawn = super()._draw(rows)
             drawn.probabilities.mul_(0.5).add_(0.5 / VOCAB)

@@ -1,8 +1,6 @@
 """Two ranks share a model: checkpoints of both kinds load into its parts, and come back whole with the same bits."""
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -16,6 +14,7 @@ from megatron_mamba_cache.models.checkpoints.megatron_checkpoint import (
     load_megatron_checkpoint,
     save_megatron_checkpoint,
 )
+from tests.fork_server import fork_server
 from tests.models.checkpoint_edits import assert_refused, set_fields
 from tests.models.served_run import full_sequence_logits
 from tests.models.tensor_parallel_worker import (
@@ -25,12 +24,13 @@ from tests.models.tensor_parallel_worker import (
     HUGGING_FACE,
     LOGITS,
     assert_same_weights,
+    log_of,
+    main,
     some_prompts,
 )
 from tests.models.tiny_checkpoints import tiny_checkpoint
 from tests.models.training_checkpoints import write_training_checkpoint
 
-REPOSITORY = Path(__file__).parents[2]
 NUM_RANKS = 2
 TOLERANCE = 1e-5  # of the largest logit: partial sums of two ranks round otherwise
 TIMEOUT_S = 240
@@ -78,28 +78,18 @@ def write_checkpoints(name: str, folder: Path) -> None:
 
 
 def run_ranks(folder: Path) -> None:
-    """Run the worker once for each rank; none outlives this call."""
-    command = [sys.executable, "-m", "tests.models.tensor_parallel_worker"]
-    # The ranks run on the CPU, wherever this process runs.
-    path = os.pathsep.join([str(REPOSITORY), *sys.path])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(NUM_RANKS), str(folder)],
-            cwd=folder,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(NUM_RANKS)
-    ]
+    """Run the worker once for each rank, on the CPU; none outlives this call."""
+    ranks = [fork_server().Process(target=main, args=(rank, NUM_RANKS, folder)) for rank in range(NUM_RANKS)]
     try:
-        outputs = [rank.communicate(timeout=TIMEOUT_S)[0] for rank in ranks]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join(TIMEOUT_S)
     finally:
         for rank in ranks:
             rank.kill()
-    assert [rank.returncode for rank in ranks] == [0] * NUM_RANKS, "\n".join(output[-3000:] for output in outputs)
+    outputs = [log_of(folder, rank).read_text() for rank in range(NUM_RANKS)]
+    assert [rank.exitcode for rank in ranks] == [0] * NUM_RANKS, "\n".join(output[-3000:] for output in outputs)
 
 
 @pytest.mark.parametrize("name", CASES)

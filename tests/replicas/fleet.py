@@ -1,29 +1,23 @@
 """Real replicas in processes of their own, a coordinator, and a client."""
 
 import asyncio
-import multiprocessing
 import os
 import signal
 import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any, Self
-from unittest.mock import patch
 
 import zmq
 from megatron.core.inference.inference_client import InferenceClient
 from megatron.core.inference.sampling_params import SamplingParams
 
+from tests.fork_server import fork_server
 from tests.replicas import replica_process
 
-REPOSITORY = Path(__file__).parents[2]
 PATIENCE_S = 300  # no claim: machines that run tests can be very busy
 
 
@@ -32,20 +26,6 @@ def greedy(num_tokens: int, **options: Any) -> SamplingParams:
     params = SamplingParams(num_tokens_to_generate=num_tokens, top_k=1, termination_id=-1)
     params.add_attributes(options)
     return params
-
-
-@cache
-def fork_server() -> ForkServerContext:
-    """Return what starts processes that need not import anything: each is a fork of one that has done it once.
-
-    They compute on the CPU wherever they run: gloo sends nothing that lies on a device.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([replica_process.__name__])
-    environment = {"PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": ""}
-    with patch.dict(os.environ, {**environment, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}):
-        forkserver.ensure_running()
-    return context
 
 
 @dataclass(slots=True)

@@ -19,8 +19,8 @@ from megatron_mamba_cache.replicas import access
 from megatron_mamba_cache.replicas.access import port_of
 from megatron_mamba_cache.replicas.channels import KeyPair
 from megatron_mamba_cache.replicas.wire import Hello, pack_hello
+from tests.fork_server import REPOSITORY
 from tests.replicas import stranger
-from tests.replicas.fleet import REPOSITORY
 from tests.replicas.peers import FakeReplica, Service, ServingService
 
 HERE, THERE = "198.18.77.1", "198.18.77.2"  # of the range for tests of networks; in these two interfaces only
