@@ -122,8 +122,8 @@ class Generation:
             tqdm(total=wanted, desc=title, unit="token", file=sys.stderr, leave=False, disable=None) as bar,
         ):
             engine.warmup()
-            goes_on = self._replicas.any_goes_on
-            return RequestRunner(engine, self._model.tokenizer, self._sampling, bar.update, goes_on).run(lines)
+            continues = self._replicas.any_continues
+            return RequestRunner(engine, self._model.tokenizer, self._sampling, bar.update, continues).run(lines)
 
     def _report(self, lines: Sequence[PromptLine], result: RunResult) -> LaterTurns:
         prompts = [self._prompt_text(record) for record in result.records]

@@ -29,7 +29,7 @@ class Replicas(Protocol):
     def share(self, lines: Sequence[PromptLine]) -> list[PromptLine]:
         """Return the lines that this process's model runs."""
 
-    def any_goes_on(self, has_requests: bool) -> bool:
+    def any_continues(self, has_requests: bool) -> bool:
         """Return whether this process has to step, for its own requests or for ranks that share its experts."""
 
     def gather(self, result: RunResult) -> RunResult:
@@ -47,7 +47,7 @@ class OneModel:
         """Return all lines."""
         return list(lines)
 
-    def any_goes_on(self, has_requests: bool) -> bool:
+    def any_continues(self, has_requests: bool) -> bool:
         """Return whether there are requests."""
         return has_requests
 
@@ -100,7 +100,7 @@ class SeveralProcesses:
         """Return the lines that this process's model runs."""
         return deal_lines(lines, self._num_replicas)[parallel_state.get_data_parallel_rank()]
 
-    def any_goes_on(self, has_requests: bool) -> bool:
+    def any_continues(self, has_requests: bool) -> bool:
         """Return whether this process has to step, for its own requests or for ranks that share its experts."""
         if num_expert_ranks() == 1:
             return has_requests

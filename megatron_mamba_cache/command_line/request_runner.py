@@ -45,7 +45,7 @@ class RequestRunner:
     Args:
         tokenizer: Turns the lines' text into tokens, and tokens into text.
         on_tokens: Called after a step with the number of tokens it generated.
-        goes_on: Given whether there are requests, returns whether to step.
+        continues: Given whether there are requests, returns whether to step.
     """
 
     def __init__(
@@ -54,13 +54,13 @@ class RequestRunner:
         tokenizer: Any,
         sampling: SamplingFlags,
         on_tokens: Callable[[int], object],
-        goes_on: Callable[[bool], bool] = bool,
+        continues: Callable[[bool], bool] = bool,
     ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
         self._sampling = sampling
         self._on_tokens = on_tokens
-        self._goes_on = goes_on
+        self._continues = continues
         self._running: dict[int, PromptLine] = {}
         self._added_at: dict[int, float] = {}
         self._records: dict[int, RequestRecord] = {}
@@ -71,7 +71,7 @@ class RequestRunner:
         start = time.perf_counter()
         for line in queue.initial_lines():
             self._start_session(line, queue)
-        while self._goes_on(bool(self._running)):
+        while self._continues(bool(self._running)):
             result = self._engine.step_modern()
             now = time.perf_counter()
             self._note_tokens(result["active_request_ids"], now)

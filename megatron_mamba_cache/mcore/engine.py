@@ -237,11 +237,11 @@ class MambaCacheEngine(SuspendableEngine):
 
     def _admissible(self) -> Iterable[int]:
         """Return the waiting requests that may join the step; if one is to run alone, send all others back."""
-        alone = self._failed_steps.next_alone()
-        if alone is None:
+        isolated = self._failed_steps.next_isolated()
+        if isolated is None:
             return self.waiting_request_ids
-        self._send_back([row.request_id for row in self.context.rows if row.request_id != alone])
-        return [alone] if alone in self.waiting_request_ids else []
+        self._send_back([row.request_id for row in self.context.rows if row.request_id != isolated])
+        return [isolated] if isolated in self.waiting_request_ids else []
 
     def _before_report(self, step_result: Any) -> None:
         """Do nothing; a subclass may act here, between counting drafts and the report, and may raise."""

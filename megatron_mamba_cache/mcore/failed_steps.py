@@ -5,15 +5,15 @@ from typing import Any
 
 from megatron.core.inference.inference_request import Status
 
-FAILURES_BEFORE_ALONE = 2
+FAILURES_BEFORE_ISOLATION = 2
 FAILURES_BEFORE_REFUSAL = 4
 
 
 class FailedSteps:
     """Counts, for each request, the failed steps that it took part in since its last token.
 
-    One failure may be transient. After `FAILURES_BEFORE_ALONE` a request runs alone until it has generated a token, so
-    that the failures that bring it to `FAILURES_BEFORE_REFUSAL` are its own.
+    One failure may be transient. After `FAILURES_BEFORE_ISOLATION` a request runs alone until it has generated a token,
+    so that the failures that bring it to `FAILURES_BEFORE_REFUSAL` are its own.
     """
 
     def __init__(self) -> None:
@@ -37,9 +37,10 @@ class FailedSteps:
         """Clear every request."""
         self._counts.clear()
 
-    def next_alone(self) -> int | None:
+    def next_isolated(self) -> int | None:
         """Return the request that is to run alone now; the same one until it is cleared."""
-        return next((request_id for request_id, count in self._counts.items() if count >= FAILURES_BEFORE_ALONE), None)
+        suspects = (request_id for request_id, count in self._counts.items() if count >= FAILURES_BEFORE_ISOLATION)
+        return next(suspects, None)
 
 
 def refusal_reason(error: Exception) -> str:

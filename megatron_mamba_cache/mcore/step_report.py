@@ -73,11 +73,11 @@ class StepReport:
         """
         for request_id in self._leaving.keys() & self._entries.keys() - set(failed_ids):
             self._leaving[request_id].take_back()
-        going_on = {row.request_id: row for row in rows}
-        whole = {request_id for request_id, row in going_on.items() if is_reported(row, self._newest(request_id))}
+        continuing = {row.request_id: row for row in rows}
+        whole = {request_id for request_id, row in continuing.items() if is_reported(row, self._newest(request_id))}
         for request_id, tokens in self._new_tokens():
-            if request_id in going_on and request_id not in whole:
-                take_back(self._newest(request_id), len(going_on[request_id].generated) - len(tokens))
+            if request_id in continuing and request_id not in whole:
+                take_back(self._newest(request_id), len(continuing[request_id].generated) - len(tokens))
         for addition in self._additions:
             if addition.request.request_id in self._entries.keys() - whole:
                 addition.state.drafts = addition.drafts_before

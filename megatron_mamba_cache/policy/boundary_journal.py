@@ -20,7 +20,7 @@ class StateObserver(Protocol):
         """All states are gone."""
 
 
-class NobodyObserves:
+class NoObserver:
     """The null observer, used where prompts are not routed."""
 
     def published(self, block: BlockId) -> None:

@@ -178,7 +178,7 @@ class PrefixRouter:
     def _best(self, candidates: Sequence[ReplicaName], blocks_on: Callable[[ReplicaName], PromptBlocks]) -> Route:
         depths = {name: self._replicas[name].keys.resumable_depth(blocks_on(name).usable) for name in candidates}
         modest = self._below({name: replica.given for name, replica in self._replicas.items()}, self._share_factor)
-        eligible = [name for name in candidates if name in modest or self._goes_on(name, depths[name], blocks_on)]
+        eligible = [name for name in candidates if name in modest or self._continues(name, depths[name], blocks_on)]
         ranked = []
         for name in eligible or candidates:
             replica = self._replicas[name]
@@ -187,7 +187,7 @@ class PrefixRouter:
         name = min(ranked)[1]
         return Route(name, depths[name])
 
-    def _goes_on(self, name: ReplicaName, depth: int, blocks_on: Callable[[ReplicaName], PromptBlocks]) -> bool:
+    def _continues(self, name: ReplicaName, depth: int, blocks_on: Callable[[ReplicaName], PromptBlocks]) -> bool:
         """Return whether a prompt starts where a conversation has ended so far."""
         return depth > 0 and blocks_on(name).keys[depth - 1] not in self._replicas[name].keys.resumed
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from ..errors import CacheCapacityError, CacheIntegrityError
-from .boundary_journal import NobodyObserves, StateObserver
+from .boundary_journal import NoObserver, StateObserver
 from .eviction import CachedEntry, EvictionHeap, Worth, lru_worth
 from .identifiers import BlockId, SlotId
 from .slot_owners import SlotOwner, SlotOwners
@@ -37,7 +37,7 @@ class SlotPool:
         self._evictable = EvictionHeap(worth)  # the blocks whose state is not pinned
         # A last use changes only with a push; any other worth is checked again before a state is evicted.
         self._pop = self._evictable.pop if worth is lru_worth else self._pop_current
-        self._observer: StateObserver = NobodyObserves()
+        self._observer: StateObserver = NoObserver()
         self._num_evicted = 0
         self._clock = 0
 

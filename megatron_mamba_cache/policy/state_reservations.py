@@ -88,8 +88,8 @@ class StateReservations:
         before = (row.block_ids[number] for number in range(index - 2, -1, -1))
         anchor = next((known for known in before if self._slots.slot_of(known) is not None), None)
         # Other texts that continue after a prompt boundary are known by their blocks; this request's state will follow.
-        goes_on = index < len(row.block_ids) and self._kv.parent_of(row.block_ids[index]) == block
-        num_others = self._kv.num_children(block) - goes_on
+        continues = index < len(row.block_ids) and self._kv.parent_of(row.block_ids[index]) == block
+        num_others = self._kv.num_children(block) - continues
         self._slots.publish(state.slot, block, state.position, anchor, num_others)
 
     def _note_published(self, row: RunningRequest, block: BlockId) -> None:

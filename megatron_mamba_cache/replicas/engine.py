@@ -219,8 +219,8 @@ class ReplicaEngine(MambaCacheEngine):
         except Exception:
             self._failed_in_a_row += 1
             # Ranks that compute together cannot each decide alone to try again.
-            is_alone = self.use_coordinator and self.pg_collection.mp.size() == 1 and self.ep_world_size == 1
-            if not is_alone or self._failed_in_a_row >= MOST_FAILED_STEPS:
+            is_one_process = self.use_coordinator and self.pg_collection.mp.size() == 1 and self.ep_world_size == 1
+            if not is_one_process or self._failed_in_a_row >= MOST_FAILED_STEPS:
                 raise
             logger.exception("a step of replica %s failed; its requests are tried again", self._replica_name)
             return None

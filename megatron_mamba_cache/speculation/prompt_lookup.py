@@ -44,7 +44,7 @@ class PromptLookupDrafter:
     def _current_index(self, row: RunningRequest) -> SuffixIndex:
         """Return the up-to-date index of a request's text; a different text gets a new index."""
         index = self._indices.get(row.request_id)
-        if index is None or not _goes_on(index, row):
+        if index is None or not _continues(index, row):
             index = SuffixIndex(self._min_match, self._max_match, self._max_candidates)
             self._indices[row.request_id] = index
         if len(index) < row.length:
@@ -52,7 +52,7 @@ class PromptLookupDrafter:
         return index
 
 
-def _goes_on(index: SuffixIndex, row: RunningRequest) -> bool:
+def _continues(index: SuffixIndex, row: RunningRequest) -> bool:
     """Return whether a request's text begins with the index's, judged by its last tokens; a shorter text does not."""
     last = index.last_tokens(_NUM_CHECKED)
     return list(row.tokens(len(index) - len(last), len(index))) == last

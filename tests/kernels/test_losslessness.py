@@ -141,12 +141,12 @@ class Continuations:
         return accept_by_ratio(tokens, token_probabilities(logits, *settings), verify, drawn, numbers)
 
     def _append(self, result: Tensor) -> None:
-        goes_on = self.lengths < NUM_TOKENS
+        continues = self.lengths < NUM_TOKENS
         for column in range(1 + MAX_DRAFTS):
-            is_emitted = (goes_on & (column < result[:, 0])).nonzero()[:, 0]
+            is_emitted = (continues & (column < result[:, 0])).nonzero()[:, 0]
             self.text[is_emitted, 1 + self.lengths[is_emitted] + column] = result[is_emitted, 1 + column]
-        self.lengths += torch.where(goes_on, result[:, 0], 0)
-        self.num_accepted += int((result[:, 0] - 1)[goes_on].sum())
+        self.lengths += torch.where(continues, result[:, 0], 0)
+        self.num_accepted += int((result[:, 0] - 1)[continues].sum())
 
 
 def exact_probabilities(settings: tuple[float, int, float], num_tokens: int) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from megatron_mamba_cache.mcore import engine as engine_module
-from megatron_mamba_cache.mcore.failed_steps import FAILURES_BEFORE_ALONE, FAILURES_BEFORE_REFUSAL, failure_reason
+from megatron_mamba_cache.mcore.failed_steps import FAILURES_BEFORE_ISOLATION, FAILURES_BEFORE_REFUSAL, failure_reason
 from megatron_mamba_cache.step import runner as runner_module
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
 from tests.mcore.faults import InjectedFault, raise_once, raise_where
@@ -107,12 +107,12 @@ def test_suspects_run_alone_until_each_has_made_a_token(monkeypatch: pytest.Monk
 
     def note_rows(rows: Sequence[Any], *arguments: Any, **settings: Any) -> Any:
         steps.append({row.request_id for row in rows})
-        if len(steps) <= FAILURES_BEFORE_ALONE:
+        if len(steps) <= FAILURES_BEFORE_ISOLATION:
             raise InjectedFault("the first steps")
         return lay_out(rows, *arguments, **settings)
 
     monkeypatch.setattr(run.context.runner, "lay_out", note_rows)
-    assert finish_through_faults(run) == FAILURES_BEFORE_ALONE
+    assert finish_through_faults(run) == FAILURES_BEFORE_ISOLATION
     suspects = steps[0]
     assert suspects == {0, POISONED} and steps[1] == suspects
     assert steps[2:5] == [{0}, {POISONED}, {POISONED}], "the second prompt takes two steps"
