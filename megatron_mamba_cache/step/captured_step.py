@@ -26,15 +26,15 @@ class CapturedStep(Protocol):
     def verify_greedily(self) -> Tensor:
         """After `forward`, verify against the best tokens and copy reached boundary states; return [rows, 2 + K]."""
 
-    def launch_next(self, rows: Sequence[RunningRequest], tokens: Sequence[int] | None) -> "EarlyStep | None":
-        """Launch the step after the one laid out last, fed with the tokens of that one.
+    def can_launch_next(self, rows: Sequence[RunningRequest], tokens: Sequence[int] | None) -> bool:
+        """Return whether the step after the one laid out last depends on nothing but the tokens of that one.
 
         Args:
             tokens: [rows] the new tokens; None while they are unknown, so that rows which end are computed too.
-
-        Returns:
-            The launched step, which has to land; None, with nothing launched, if more than its tokens is unknown.
         """
+
+    def launch_next(self, rows: Sequence[RunningRequest]) -> "EarlyStep":
+        """Launch that step, fed with the tokens on the device; return it, which has to land."""
 
 
 class EarlyStep(CapturedStep, Protocol):

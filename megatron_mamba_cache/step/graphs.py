@@ -25,6 +25,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ..config import CacheConfig
+from ..errors import CacheIntegrityError
 from ..policy.requests import RunningRequest, num_decoding
 from ..state.model_shape import EXPERTS, HybridModelShape
 from .batch import StepBatch, send_padded_step, view_step
@@ -107,15 +108,20 @@ class StepGraph:
         self._attention.plan_again(batch.attention)
         return batch
 
-    def launch_next(self, rows: Sequence[RunningRequest], tokens: Sequence[int] | None) -> LaunchedStep | None:
-        """Launch the step after the one laid out last; see `CapturedStep`."""
+    def can_launch_next(self, rows: Sequence[RunningRequest], tokens: Sequence[int] | None) -> bool:
+        """Return whether the step after the one laid out last may be launched; see `CapturedStep`."""
         memory, before = self._memory, self._latest.of(self)
+        return before is not None and before.step.can_launch_next(
+            rows, tokens, memory.step_buffers, memory.geometry.block_size
+        )
+
+    def launch_next(self, rows: Sequence[RunningRequest]) -> LaunchedStep:
+        """Launch the step after the one laid out last; see `CapturedStep`."""
+        before = self._latest.of(self)
         if before is None or before.step.ends is None:
-            return None
-        if not before.step.can_launch_next(rows, tokens, memory.step_buffers, memory.geometry.block_size):
-            return None
+            raise CacheIntegrityError("the next step depends on more than this step's tokens; ask can_launch_next()")
         batch = self._send_next(before, None)
-        memory.step_buffers.feed(self.outcome[: len(rows), 1])  # decode rows come first
+        self._memory.step_buffers.feed(self.outcome[: len(rows), 1])  # decode rows come first
         self.forward()
         self.verify_greedily()
         return LaunchedStep(self, batch, before.step.ends)

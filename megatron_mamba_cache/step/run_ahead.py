@@ -34,7 +34,10 @@ class ReplayedGraph(Protocol):
     logits: Tensor
     outcome: Tensor
 
-    def launch_next(self, rows: Sequence[RunningRequest], tokens: Sequence[int] | None) -> "EarlyStep | None":
+    def can_launch_next(self, rows: Sequence[RunningRequest], tokens: Sequence[int] | None) -> bool:
+        """See `CapturedStep`."""
+
+    def launch_next(self, rows: Sequence[RunningRequest]) -> "EarlyStep":
         """See `CapturedStep`."""
 
 
@@ -104,9 +107,15 @@ class LaunchedStep:
         """Return the outcome, which may still be computed."""
         return self._outcome
 
-    def launch_next(self, rows: Sequence[RunningRequest], tokens: Sequence[int] | None) -> EarlyStep | None:
+    def can_launch_next(self, rows: Sequence[RunningRequest], tokens: Sequence[int] | None) -> bool:
+        """See `CapturedStep`; False once the graph is freed."""
+        return self._graph is not None and self._graph.can_launch_next(rows, tokens)
+
+    def launch_next(self, rows: Sequence[RunningRequest]) -> EarlyStep:
         """See `CapturedStep`."""
-        return None if self._graph is None else self._graph.launch_next(rows, tokens)
+        if self._graph is None:
+            raise CacheIntegrityError("the graph that computed this step is freed; ask can_launch_next()")
+        return self._graph.launch_next(rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,34 +136,29 @@ def may_run_ahead(
     num_running: int,
     queue: QueueState,
     planner: DraftPlanner | NoDrafts,
-    *,
-    are_tokens_known: bool,
+    tokens: Sequence[int] | None,
 ) -> bool:
-    """Return whether the step after a greedy one may be launched now.
+    """Return whether the step after a greedy one may be launched now, where the settings allow it.
 
     Args:
         num_running: Requests that have a row, paused ones included.
-        are_tokens_known: True when the step's tokens have been read. Until then nothing is launched while a request
+        tokens: [rows] the step's tokens; None until they are read. Until then nothing is launched while a request
             waits for a row to end: it would be admitted a step later.
     """
     return (
         step.graph is not None
         and queue.is_settled
-        and (are_tokens_known or not queue.has_waiting)
+        and (tokens is not None or not queue.has_waiting)
         and len(step.rows) == num_running
         and planner.rest(step.rows)
+        and step.graph.can_launch_next(step.rows, tokens)
     )
 
 
 class EarlySteps:
-    """Holds the early step, if there is one.
+    """Holds the early step, if there is one."""
 
-    Args:
-        are_allowed: True when steps may be launched early.
-    """
-
-    def __init__(self, *, are_allowed: bool) -> None:
-        self._are_allowed = are_allowed
+    def __init__(self) -> None:
         self._launched: EarlyStep | None = None
         self._is_complete = False
         self._fed: Sequence[int] = ()
@@ -164,15 +168,10 @@ class EarlySteps:
         """The launched step that has not landed, if there is one."""
         return self._launched
 
-    def launch(self, graph: CapturedStep, rows: Sequence[RunningRequest], tokens: Sequence[int] | None = None) -> None:
-        """Launch the step after a captured one, unless one is launched, none is allowed, or its graph declines.
-
-        Args:
-            tokens: [rows] new tokens of the captured step; None while they are unknown.
-        """
-        if self._are_allowed and self._launched is None:
-            self._is_complete = False
-            self._launched = graph.launch_next(rows, tokens)
+    def launch(self, graph: CapturedStep, rows: Sequence[RunningRequest]) -> None:
+        """Launch the step after a captured one."""
+        self._is_complete = False
+        self._launched = graph.launch_next(rows)
 
     def note_fed(self, tokens: Sequence[int]) -> None:
         """Note the tokens, [rows], that the launched step was fed, now that they are read."""

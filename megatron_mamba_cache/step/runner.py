@@ -110,7 +110,8 @@ class StepRunner:
         self._queue = QueueState()
         # Steps that depend on more than these rows, or are inspected, are never launched early.
         alone = not config.rank_digest_steps and ranks.num_stages == 1 and not planner.reads_hidden_states
-        self._early_steps = EarlySteps(are_allowed=config.run_ahead and alone)
+        self._may_launch_early = config.run_ahead and alone
+        self._early_steps = EarlySteps()
 
     # The life of a step.
 
@@ -392,15 +393,18 @@ class StepRunner:
         return outcome
 
     def _launch_next(self, step: Step, tokens: Sequence[int] | None = None) -> None:
-        """Launch the step after a greedy one if `may_run_ahead` allows it.
+        """Launch the step after a greedy one if settings and `may_run_ahead` allow it, and it is not launched yet.
 
         Args:
             tokens: [rows] new tokens of this step; None until they are read.
         """
-        if step.graph is not None and may_run_ahead(
-            step, len(self.requests), self._queue, self.planner, are_tokens_known=tokens is not None
+        if (
+            self._may_launch_early
+            and self.early_step is None
+            and step.graph is not None
+            and may_run_ahead(step, len(self.requests), self._queue, self.planner, tokens)
         ):
-            self._early_steps.launch(step.graph, step.rows, tokens)
+            self._early_steps.launch(step.graph, step.rows)
         if tokens is not None:
             self._early_steps.note_fed(tokens)
 

@@ -23,6 +23,16 @@ def serving_engine(step_cost: ModuleType) -> ModuleType:
     return import_module("loads.serving_engine")
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="takes captured steps without CUDA")
+def test_the_host_s_calls_grow_with_rows(serving_engine: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    host_work = import_module("host_work")
+    for name, count in (("NUM_PROFILED", 3), ("NUM_TIMED", 3), ("NUM_REPLY", 100)):
+        monkeypatch.setattr(host_work, name, count)
+    model = serving_engine.model_of(serving_engine.SHAPES["tiny"])
+    few, many = (host_work.host_work(model, num_rows) for num_rows in (2, 12))
+    assert 300 < few.calls < many.calls < few.calls + 10 * 10 and few.milliseconds > 0
+
+
 def test_steps_of_each_number_of_rows_are_timed(step_cost: ModuleType, serving_engine: ModuleType) -> None:
     shape = serving_engine.SHAPES["tiny"]
     costs = step_cost.step_costs(serving_engine.model_of(shape), shape, (1, 20), 72)

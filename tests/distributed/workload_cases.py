@@ -144,12 +144,11 @@ def _run_workloads(flavour: str, seed: int, num_graphs: int = 0, digest_steps: i
 def _counted_early_steps() -> Iterator[list[LaunchedStep]]:
     """Collect the steps that run ahead in the block."""
     early: list[LaunchedStep] = []
-    run_on = StepGraph.launch_next
+    launch_next = StepGraph.launch_next
 
-    def noted(*args: Any) -> LaunchedStep | None:
-        step = run_on(*args)
-        early.extend([] if step is None else [step])
-        return step
+    def noted(*args: Any) -> LaunchedStep:
+        early.append(launch_next(*args))
+        return early[-1]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StepGraph, "launch_next", noted)

@@ -1,0 +1,122 @@
+"""What does the host do in a decode step: how many calls of Python, and how long do they take?
+
+    PYTHONPATH=. python3 benchmarks/host_work.py [--rows N ...] [--json FILE]
+
+The tiny model decodes with captured steps whose replays are left out: what remains is the host's own work, on any
+machine. Tokens are meaningless. Only steps count that were launched early and launch the next one, as nearly all steps
+of a busy engine; no row ends or reaches a block's end in them. Calls include those of functions in C. Times are medians
+over steps without the profiler. To compare two versions, let them take turns: a machine's speed changes by the minute.
+"""
+
+import argparse
+import cProfile
+import json
+import pstats
+import random
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest.mock import patch
+
+from loads.serving_engine import MODES, SHAPES, config_of, model_of, send
+from measuring.machine import describe_machine
+from torch import Tensor
+from turn_latency import some_tokens
+
+from megatron_mamba_cache import build_engine
+from megatron_mamba_cache.step import graphs
+
+ROWS = (1, 8, 64)
+NUM_PROMPT = 70
+NUM_REPLY = 900
+NUM_PROFILED = 30
+NUM_TIMED = 200
+
+
+@dataclass(frozen=True, slots=True)
+class HostWork:
+    """The host's work in a decode step of some rows."""
+
+    num_rows: int
+    calls: float
+    milliseconds: float
+
+
+class LeavesReplaysOut:
+    """Takes the place of `CudaRecorder`: what is recorded is computed once, and not again."""
+
+    def num_bytes(self) -> int:
+        """Return 0."""
+        return 0
+
+    def record(self, compute: Callable[[], tuple[Tensor, ...]]) -> tuple[tuple[Tensor, ...], Callable[[], None]]:
+        """Return copies of the results, and a replay that does nothing."""
+        return tuple(result.clone() for result in compute()), lambda: None
+
+
+def host_work(model: Any, num_rows: int) -> HostWork:
+    """Measure steps of some rows."""
+    shape = replace(SHAPES["tiny"], max_requests=num_rows, max_tokens=4096, state_gb=0.1, kv_gb=0.1)
+    drawn = random.Random(num_rows)
+    with (
+        patch.object(graphs, "CudaRecorder", LeavesReplaysOut),
+        patch.object(graphs, "device_reason", lambda memory: None),
+    ):
+        engine = build_engine(model, replace(config_of(shape, MODES["full"]), num_cuda_graphs=1))
+    for index in range(num_rows):
+        send(engine, index, some_tokens(drawn, shape, NUM_PROMPT), NUM_REPLY)
+    while engine.waiting_request_ids or not engine.context.is_decode_only():
+        engine.step_modern()
+    calls = [_num_calls(engine) for _ in range(NUM_PROFILED)]
+    seconds = [_seconds(engine) for _ in range(NUM_TIMED)]
+    engine.close()
+    return HostWork(num_rows, median(calls), 1e3 * median(seconds))
+
+
+def _num_calls(engine: Any) -> int:
+    """Run steps until one is as described; return its calls."""
+    while engine.has_unfinished_requests():
+        profile, was_early = cProfile.Profile(), _is_ahead(engine)
+        profile.enable()
+        engine.step_modern()
+        profile.disable()
+        if was_early and _is_ahead(engine):
+            return int(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]
+    raise RuntimeError("no step ran ahead twice in a row; raise NUM_REPLY")
+
+
+def _seconds(engine: Any) -> float:
+    """Run steps until one is as described; return its seconds."""
+    while engine.has_unfinished_requests():
+        was_early, began = _is_ahead(engine), time.perf_counter()
+        engine.step_modern()
+        seconds = time.perf_counter() - began
+        if was_early and _is_ahead(engine):
+            return seconds
+    raise RuntimeError("no step ran ahead twice in a row; raise NUM_REPLY")
+
+
+def _is_ahead(engine: Any) -> bool:
+    return engine.context.early_step is not None
+
+
+def main() -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    arguments = parser.parse_args()
+    model = model_of(SHAPES["tiny"])
+    found = [host_work(model, num_rows) for num_rows in arguments.rows]
+    print(describe_machine(), "\n\n| rows | calls a step | ms a step |\n|---:|---:|---:|")
+    for work in found:
+        print(f"| {work.num_rows} | {work.calls:.0f} | {work.milliseconds:.3f} |")
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps([asdict(work) for work in found]))
+
+
+if __name__ == "__main__":
+    main()
