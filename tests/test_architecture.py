@@ -44,8 +44,10 @@ WITHOUT_MEGATRON = {
 """Modules of mcore that import nothing of Megatron, and why they are there."""
 SET_BY_MEGATRON = {"chunked_prefill_request_id"}
 """What our engine sets of a context because Megatron's does."""
-OWNERS = {"context", "runner", "step"}
-"""Objects whose attributes only they themselves set."""
+OWNERS = {"context", "ctx", "runner", "step", "early_step", "early_steps", "queue"}
+"""Names of objects whose attributes only they themselves set."""
+OWNING_CLASSES = {"MambaCacheContext", "StepRunner", "Step", "EarlySteps", "LaunchedStep", "QueueState"}
+"""Their classes: what these declare is set on `self` alone, whatever the object is called."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -154,15 +156,40 @@ def mcore_violations(package: Package) -> Iterator[str]:
 
 
 def ownership_violations(package: Package) -> Iterator[str]:
-    """Yield assignments to attributes of a context, runner or step by another object, and swaps of `vars(self)`."""
+    """Yield what sets attributes of a context, runner or step from outside, and swaps of `vars(self)`."""
+    private = {name for name in _owned_attributes(package) if name.startswith("_")}
     for module in package.modules.values():
         for node in ast.walk(module.tree):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
-                owner = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", "")
-                if owner.lstrip("_") in OWNERS and node.attr not in SET_BY_MEGATRON:
+                owner = _name_of(node.value)
+                is_owned = owner.lstrip("_") in OWNERS or (owner != "self" and node.attr in private)
+                if is_owned and node.attr not in SET_BY_MEGATRON:
                     yield f"{module.label}:{node.lineno}: sets {owner}.{node.attr} from outside"
             elif isinstance(node, ast.Call) and ast.unparse(node) == "vars(self)":
                 yield f"{module.label}:{node.lineno}: vars(self)"
+            elif isinstance(node, ast.Call) and node.args and _name_of(node.func) in _SETTERS:
+                owner = _name_of(node.args[0])
+                if owner.lstrip("_") in OWNERS:
+                    yield f"{module.label}:{node.lineno}: sets an attribute of {owner} from outside"
+
+
+_SETTERS = {"setattr", "delattr", "__setattr__", "__delattr__"}
+
+
+def _owned_attributes(package: Package) -> set[str]:
+    """Return the attributes that the owning classes set on themselves."""
+    classes = (node for module in package.modules.values() for node in ast.walk(module.tree))
+    bodies = (node for node in classes if isinstance(node, ast.ClassDef) and node.name in OWNING_CLASSES)
+    return {
+        node.attr
+        for body in bodies
+        for node in ast.walk(body)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _name_of(node.value) == "self"
+    }
+
+
+def _name_of(node: ast.expr) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
 
 
 def _reachable(package: Package, module: Module) -> Iterator[Module]:
@@ -279,6 +306,14 @@ PLANTED = {
     "stale_reason": ({"mcore/step_clock": "import megatron.core"}, "drop its reason"),
     "attribute_set_from_outside": ({"step/run": "def f(context):\n    context.rows = ()"}, "sets context.rows"),
     "attribute_of_a_part_set": ({"step/run": "def f(a):\n    a.runner.counts += 1"}, "sets runner.counts"),
+    "attribute_set_by_name": (
+        {"step/run": "def f(runner):\n    setattr(runner, 'rows', ())"},
+        "an attribute of runner",
+    ),
+    "attribute_of_an_alias_set": (
+        {"step/run": "class StepRunner:\n    def f(self):\n        self._own = 1\ndef g(r):\n    r._own = 2"},
+        "sets r._own",
+    ),
     "swapped_attributes": ({"step/run": "class R:\n    def f(self):\n        return vars(self)"}, "vars(self)"),
     "cycle": ({"state/a": "from pkg.state import b", "state/b": "from . import a"}, "import cycle"),
     "long_module": ({"state/pool": "x = 1\n" * 301}, "301 lines"),

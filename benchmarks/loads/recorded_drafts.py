@@ -15,15 +15,15 @@ class RightDrafter:
     def __init__(self, replies: Mapping[int, Sequence[int]]) -> None:
         self._replies = replies
 
-    def propose(self, wishes: Sequence[DraftRequest]) -> list[Draft]:
-        """Return as many tokens as the wish asks for, or as are left."""
-        return [Draft(tuple(self._known(wish))) for wish in wishes]
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        """Return as many tokens as the request asks for, or as are left."""
+        return [Draft(tuple(self._known(request))) for request in requests]
 
     def forget(self, request_id: int) -> None:
         """Do nothing."""
 
-    def _known(self, wish: DraftRequest) -> Sequence[int]:
-        return self._replies[wish.row.request_id][len(wish.row.generated) :][: wish.num_tokens]
+    def _known(self, request: DraftRequest) -> Sequence[int]:
+        return self._replies[request.row.request_id][len(request.row.generated) :][: request.num_tokens]
 
 
 class WrongDrafter(RightDrafter):
@@ -33,5 +33,5 @@ class WrongDrafter(RightDrafter):
         super().__init__(replies)
         self._vocab_size = vocab_size
 
-    def _known(self, wish: DraftRequest) -> Sequence[int]:
-        return [(token + 1) % self._vocab_size for token in super()._known(wish)]
+    def _known(self, request: DraftRequest) -> Sequence[int]:
+        return [(token + 1) % self._vocab_size for token in super()._known(request)]

@@ -171,7 +171,8 @@ class MambaCacheContext(DynamicInferenceContext):
     @override
     def reset(self) -> None:
         """Drop all running requests. What is cached stays: Megatron resets on idle and dummy steps too."""
-        self.runner.reset()
+        if self._runner is not None:
+            self._runner.reset()
         self.chunked_prefill_request_id = -1
         self.has_explicit_chunked_prefill_req = False
 

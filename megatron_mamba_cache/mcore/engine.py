@@ -148,12 +148,14 @@ class MambaCacheEngine(SuspendableEngine):
     @override
     def schedule_waiting_requests(self) -> None:
         """Schedule the next step, in place of Megatron's two schedulers; an early step stays as it is."""
+        if not (self.context.is_tensor_state_allocated or self.waiting_request_ids):
+            return
         runner = self.context.runner
         runner.note_queue(has_waiting=bool(self.waiting_request_ids))
-        if self.context.early_step is not None:
+        if runner.early_step is not None:
             return
-        scheduled = self.scheduler.fill_step(
-            runner.requests, self._admissible(), self._candidate_of, lambda request_id: self._states[request_id].age
+        scheduled = runner.schedule(
+            self.scheduler, self._admissible(), self._candidate_of, lambda request_id: self._states[request_id].age
         )
         self.context.chunked_prefill_request_id = scheduled.unfinished_prefill_id
         runner.note_scheduled(is_settled=not scheduled.admitted and not self._failed_steps)
@@ -175,7 +177,7 @@ class MambaCacheEngine(SuspendableEngine):
             self._step_ended = time.perf_counter()
             return result, state, self._step_ended - before_ended if was_launched else seconds, number
         except BaseException as error:
-            if not self.is_suspended:
+            if self.context.is_tensor_state_allocated and not self.is_suspended:
                 self.context.runner.drop_failed_step()
                 self._recover(error)
             raise
@@ -213,8 +215,8 @@ class MambaCacheEngine(SuspendableEngine):
     ) -> Any:
         """Append the step's tokens to their requests; evicted ones go back to the head of the queue."""
         in_prefill = self.context.chunked_prefill_request_id != -1  # it gets no token
-        nobody_goes = not len(finished_request_ids) and evict_request_ids is None
-        if nobody_goes and not (in_prefill or self._failed_steps):
+        all_continue = not len(finished_request_ids) and evict_request_ids is None
+        if all_continue and not (in_prefill or self._failed_steps):
             return append_tokens(self.requests, request_ids.tolist(), *args), []
         outcome = super().post_process_requests(request_ids, finished_request_ids, None, *args, **settings)
         for request_id in request_ids.tolist() if self._failed_steps else ():

@@ -17,7 +17,7 @@ from .model_ranks import num_expert_ranks
 class UnevenAllGatherDispatcher(MoEAllGatherTokenDispatcher):
     """Megatron's all-gather dispatcher, which needs equal token counts on all ranks, with padding that no expert gets.
 
-    Ranks that share experts serve different requests here, some of them none. Reading the largest number of tokens
+    Ranks that share experts serve different requests here, and some may have none. Reading the largest number of tokens
     waits for the device, as reading how many each expert gets does anyway.
     """
 
@@ -61,6 +61,6 @@ def check_expert_layers(model: Any) -> None:
         return
     if any(type(module) is MoELayer for module in model.modules()):
         raise ValueError(
-            "moe_token_dispatcher_type is 'allgather', which wants as many tokens on each expert-parallel rank: set it "
-            "to 'alltoall', or build the model from local_hybrid_spec"
+            "moe_token_dispatcher_type is 'allgather', which needs the same number of tokens on each expert-parallel "
+            "rank: set it to 'alltoall', or build the model from local_hybrid_spec"
         )

@@ -45,7 +45,7 @@ class FailedSteps:
 
 def refusal_reason(error: Exception) -> str:
     """Return why a request whose last step raised `error` is refused."""
-    return f"its steps failed {FAILURES_BEFORE_REFUSAL} times since its last token, at last alone, with {error!r}"
+    return f"its steps failed {FAILURES_BEFORE_REFUSAL} times since its last token, the last time alone, with {error!r}"
 
 
 def failure_reason(request: Any) -> str | None:

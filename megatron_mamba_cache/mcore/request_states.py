@@ -1,4 +1,4 @@
-"""What the engine keeps of each request besides Megatron's record, and for a while of those that have left."""
+"""What the engine keeps of each request besides Megatron's record; a part of it for a while after the request left."""
 
 import time
 from collections.abc import Iterable

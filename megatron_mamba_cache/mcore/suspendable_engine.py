@@ -42,7 +42,10 @@ class SuspendableEngine(DynamicInferenceEngine):
     @override
     def create_cuda_graphs(self, reset_context: bool = True) -> None:
         """Capture the steps that the settings ask for: at the start, and after a resume unless the graphs were kept."""
-        context, runner = self.context, self.context.runner
+        context = self.context
+        if not context.is_tensor_state_allocated:  # Megatron calls this again when it is
+            return
+        runner = context.runner
         runner.drop_graphs()  # first: their memory serves the new ones
         model = self.controller.inference_wrapped_model
         runner.adopt_graphs(capture_graphs(model, runner, context.cache_config, context.shape))
@@ -149,7 +152,7 @@ class SuspendableEngine(DynamicInferenceEngine):
 
     def _recapture_if_moved(self) -> None:
         """Capture again if on any rank weights have moved from where the graphs read them."""
-        graphs, change = self.context.runner.graphs, None
+        graphs, change = self.context.graphs, None
         if graphs is not None:
             change = graphs.weights.first_change(self.controller.inference_wrapped_model.weight_places())
         changes = self.context.ranks.gather(change)

@@ -1,6 +1,6 @@
 """Give decoding requests the block that their next token needs; when there are too few, pause and evict."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from .preemption import RowDemand, plan_preemption
@@ -16,12 +16,18 @@ class GrowthOutcome:
     evicted: tuple[RunningRequest, ...] = ()
 
 
-def grow_rows(rows: Sequence[RunningRequest], cache: PrefixCache, paused_capacity: int) -> GrowthOutcome:
+def grow_rows(
+    rows: Sequence[RunningRequest],
+    cache: PrefixCache,
+    paused_capacity: int,
+    release: Callable[[RunningRequest], object] | None = None,
+) -> GrowthOutcome:
     """Grow, pause, resume and evict requests after a step.
 
     Args:
         rows: All admitted requests that have not finished.
         paused_capacity: Blocks that paused requests may keep.
+        release: Takes back all that an evicted request holds; None is `cache.release`.
 
     Raises:
         CacheCapacityError: If a single request cannot continue even with the whole pool.
@@ -47,7 +53,7 @@ def grow_rows(rows: Sequence[RunningRequest], cache: PrefixCache, paused_capacit
     plan = plan_preemption(demands, cache.kv.num_available, paused_capacity)
     evicted = tuple(rows[index] for index in plan.evicted)
     for row in evicted:
-        cache.release(row)
+        (release or cache.release)(row)
     for index in plan.grants:
         _grow(rows[index], cache)
     paused = tuple(rows[index] for index in plan.paused if not rows[index].is_paused)

@@ -117,15 +117,11 @@ class RunningRequests:
         If releasing one raises, it and those after it stay.
         """
         for row in list(rows):
-            self.cache.release(row)
-            self._rows.remove(row)
+            self._release(row)
 
     def grow(self, paused_capacity: int) -> GrowthOutcome:
         """Give decoding rows the KV blocks that they need; rows may be paused, resumed or evicted, see `grow_rows`."""
-        outcome = grow_rows(self._rows, self.cache, paused_capacity)
-        if outcome.evicted:
-            self._rows = [row for row in self._rows if row not in outcome.evicted]
-        return outcome
+        return grow_rows(list(self._rows), self.cache, paused_capacity, self._release)
 
     def resume(self) -> None:
         """Resume paused rows while KV blocks last, after others left between steps."""
@@ -134,3 +130,7 @@ class RunningRequests:
     def check_integrity(self) -> None:
         """Raise `CacheIntegrityError` unless rows, blocks and slots agree."""
         self.cache.check_integrity(self._rows)
+
+    def _release(self, row: RunningRequest) -> None:
+        self.cache.release(row)
+        self._rows.remove(row)

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import zmq
 
@@ -23,12 +24,16 @@ class Mailbox:
     """
 
     def __init__(self, port: int | None, access: Access, max_message_bytes: int) -> None:
-        self.context = zmq.Context()
-        self._end_admitting = access.channel.admit_clients(self.context)
-        self.socket = listening_router(self.context, port, access, max_message_bytes)
-        self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._admission = access.open_for_replicas(port_of(self.address))
         self._num_ignored = 0
+        with ExitStack() as undo:
+            self.context = zmq.Context()
+            undo.callback(self.context.destroy, linger=0)
+            self._end_admitting = access.channel.admit_clients(self.context)
+            undo.callback(self._end_admitting)  # before: the context waits for its sockets
+            self.socket = listening_router(self.context, port, access, max_message_bytes)
+            self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+            self._admission = access.open_for_replicas(port_of(self.address))
+            undo.pop_all()
 
     @property
     def proof(self) -> str:

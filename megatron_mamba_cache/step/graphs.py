@@ -104,7 +104,7 @@ class StepGraph:
         padded = self.shape.pad(rows, geometry.dummy_block)
         send_padded_step(padded, buffers, geometry, self.shape, draws_ratios=draws_ratios)
         batch, plain = self._batch_of(rows, padded), OneTokenStep.sent(rows, buffers)
-        self._latest.sent = None if plain is None else SentStep(self, plain, batch)
+        self._latest.note(None if plain is None else SentStep(self, plain, batch))
         self._attention.plan_again(batch.attention)
         return batch
 
@@ -132,7 +132,7 @@ class StepGraph:
         step = send_next(before.step, tokens, buffers, self.shape.num_rows)
         kv_lens = tuple(buffers.host("kv_lengths")[: self.shape.num_rows].tolist())
         batch = replace(before.batch, attention=replace(before.batch.attention, kv_lens=kv_lens))
-        self._latest.sent = SentStep(self, step, batch)
+        self._latest.note(SentStep(self, step, batch))
         return batch
 
     def _batch_of(self, rows: Sequence[RunningRequest], padded: Sequence[RunningRequest]) -> StepBatch:
@@ -186,11 +186,16 @@ class SentStep:
 class LatestStep:
     """The step that the graphs of one memory sent last, if it was plain: the next one may follow from it."""
 
-    sent: SentStep | None = None
+    def __init__(self) -> None:
+        self._sent: SentStep | None = None
+
+    def note(self, sent: SentStep | None) -> None:
+        """Note the step that was sent; None if it was of another kind."""
+        self._sent = sent
 
     def of(self, graph: StepGraph) -> SentStep | None:
         """Return the step if this graph sent it."""
-        return self.sent if self.sent is not None and self.sent.graph is graph else None
+        return self._sent if self._sent is not None and self._sent.graph is graph else None
 
 
 def _computed_views(logits: StepLogits) -> tuple[Tensor, ...]:

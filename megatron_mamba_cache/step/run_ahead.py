@@ -137,16 +137,21 @@ def may_run_ahead(
     queue: QueueState,
     planner: DraftPlanner | NoDrafts,
     tokens: Sequence[int] | None,
+    *,
+    is_wanted: bool,
 ) -> bool:
-    """Return whether the step after a greedy one may be launched now, where the settings allow it.
+    """Return whether the step after this one may be launched now; changes nothing.
 
     Args:
         num_running: Requests that have a row, paused ones included.
+        is_wanted: Whether the settings ask for it.
         tokens: [rows] the step's tokens; None until they are read. Until then nothing is launched while a request
             waits for a row to end: it would be admitted a step later.
     """
     return (
-        step.graph is not None
+        is_wanted
+        and step.graph is not None
+        and step.is_greedy
         and queue.is_settled
         and (tokens is not None or not queue.has_waiting)
         and len(step.rows) == num_running

@@ -6,7 +6,7 @@ plan → forward → publish prompts → sample → launch the next step, if it 
 """
 
 import asyncio
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -24,6 +24,7 @@ from ..policy.prefix_cache import PrefixCache
 from ..policy.random_counter import DrawPurpose
 from ..policy.requests import Candidate, RunningRequest, StepTokens
 from ..policy.running_requests import RunningRequests
+from ..policy.scheduler import ScheduledStep, StepScheduler
 from ..ranks.digest import Digest
 from ..ranks.group import Ranks
 from ..speculation.decode_schedule import schedule_decode, schedule_one_token
@@ -108,9 +109,9 @@ class StepRunner:
         self._at_work: list[RunningRequest] = []  # the rows of the step that is being planned or computed
         self._graphs: GraphsByShape | None = None
         self._queue = QueueState()
-        # Steps that depend on more than these rows, or are inspected, are never launched early.
-        alone = not config.rank_digest_steps and ranks.num_stages == 1 and not planner.reads_hidden_states
-        self._may_launch_early = config.run_ahead and alone
+        # Nothing is launched early that depends on more than these rows, or whose every step is compared.
+        by_itself = not config.rank_digest_steps and ranks.num_stages == 1 and not planner.reads_hidden_states
+        self._runs_ahead = config.run_ahead and by_itself
         self._early_steps = EarlySteps()
 
     # The life of a step.
@@ -122,18 +123,16 @@ class StepRunner:
             lands: False if the caller decides what rows keep and calls `land` itself.
         """
         step = self.plan()
-        self._digest.note_plan(self.requests, step.rows)
         logits = self._forward(step, model)
         self.publish_prompts()
         await asyncio.sleep(0)  # the forward runs; other tasks may use the host
+        if self._step is not step:
+            raise CacheIntegrityError("the step was dropped while it was computed; its requests start again")
         if not lands:
             self.note_change()
-        is_greedy = step.is_greedy
-        copy = HostCopy(self._sample(step, logits, is_greedy=is_greedy))
-        if is_greedy:
-            self._launch_next(step)
-        found = copy.wait()  # the step's only wait
-        kept = self._keep(step, found, is_greedy=is_greedy)
+        copy = HostCopy(self._sample(step, logits))
+        self._launch_next(step)
+        kept = self._keep(step, copy.wait())  # the step's only wait
         log_probs = self._log_probs(step, logits, kept, model)
         num_drafts = step.num_drafts if self.planner.max_drafts else ()
         held_back = self.land(kept) if lands else GrowthOutcome()
@@ -154,11 +153,15 @@ class StepRunner:
         if graph is None and self._graphs is not None:
             graph = self._graphs.fitting(self._at_work)
         if graph is None:
-            return self.begin(self.lay_out(self._at_work, distributions))
-        return self.begin(self._lay_out_graph(graph, self._at_work, distributions))
+            step = self.lay_out(self._at_work, distributions)
+        else:
+            step = self._lay_out_graph(graph, self._at_work, distributions)
+        self.begin(step)
+        self._digest.note_plan(self.requests, step.rows)
+        return step
 
     def publish_prompts(self) -> None:
-        """Make what the forward, which is launched, writes of prompts findable."""
+        """Make the prompt blocks and states that the forward writes findable; the forward is launched."""
         batch = self.step.batch
         for row in batch.rows[batch.num_decode_rows :]:
             self.cache.publish(row, row.scheduled)
@@ -193,13 +196,15 @@ class StepRunner:
     def drop_failed_step(self) -> None:
         """Return every reservation of a failed step and drop its rows, whose live states can no longer be trusted.
 
-        Prefilled again from the tokens that its caller knows, each request continues where it was. An early step
-        that has not begun to land has not failed: its rows stay, and the next step lands it.
+        A request that is admitted again, with the tokens that it has, continues where it was. An early step that has
+        not begun to land has not failed: its rows stay, and the next step lands it.
         """
-        self.drop([row for row in self.requests if row in self._at_work or row.scheduled])
-        torch.cuda.synchronize()  # no read-back orders writes to the next step's buffer after this step's copy
-        self._step, self._at_work = None, []
-        self.counters.steps_aborted += 1
+        try:
+            self.drop([row for row in self.requests if row in self._at_work or row.scheduled])
+            torch.cuda.synchronize()  # no read-back orders writes to the next step's buffer after this step's copy
+        finally:
+            self._step, self._at_work = None, []
+            self.counters.steps_aborted += 1
 
     # Rows.
 
@@ -219,6 +224,23 @@ class StepRunner:
         self._count()
         return outcome
 
+    def schedule(
+        self,
+        scheduler: StepScheduler,
+        waiting: Iterable[int],
+        candidate_of: Callable[[int], Candidate],
+        age_of: Callable[[int], int | None],
+    ) -> ScheduledStep:
+        """Let a scheduler fill the next step; see `StepScheduler.fill_step`.
+
+        Raises:
+            RuntimeError: If the next step runs already.
+        """
+        self._early_steps.refuse_rows()
+        scheduled = scheduler.fill_step(self.requests, waiting, candidate_of, age_of)
+        self._count()
+        return scheduled
+
     def drop(self, rows: Collection[RunningRequest]) -> None:
         """Drop rows between steps; what they published stays findable."""
         self.note_change()
@@ -235,6 +257,7 @@ class StepRunner:
 
     def close(self) -> None:
         """Wait for an early step, and let the planner forget all rows: the memory is about to be freed."""
+        self._step, self._at_work = None, []
         self._drop_early_step()
         self.counters.states_evicted += self.memory.slots.num_evicted
         self.counters.kv_blocks_evicted += self.memory.blocks.num_evicted
@@ -324,8 +347,7 @@ class StepRunner:
             self._queue = replace(self._queue, has_waiting=has_waiting)
 
     def note_scheduled(self, *, is_settled: bool) -> None:
-        """Note that the scheduler has filled a step, and whether it found no request that can join the next one."""
-        self._count()
+        """Note whether the scheduler found no request that can join the next step."""
         self._settle(is_settled=is_settled)
 
     def note_change(self) -> None:
@@ -377,13 +399,13 @@ class StepRunner:
     def _forward(self, step: Step, model: StepModel) -> Tensor:
         return model.compute_step() if step.graph is None else step.graph.forward()
 
-    def _sample(self, step: Step, logits: Tensor, *, is_greedy: bool) -> Tensor:
+    def _sample(self, step: Step, logits: Tensor) -> Tensor:
         """Sample, verify, and copy the states of reached boundaries.
 
         Returns:
             [rows, 2 + K] at the step's places: how many tokens each row accepts, then these tokens.
         """
-        if step.graph is not None and is_greedy:
+        if step.graph is not None and step.is_greedy:
             return step.graph.verify_greedily()
         rows = step.batch.logits
         outcome = outcome_on_all_ranks(
@@ -393,33 +415,31 @@ class StepRunner:
         return outcome
 
     def _launch_next(self, step: Step, tokens: Sequence[int] | None = None) -> None:
-        """Launch the step after a greedy one if settings and `may_run_ahead` allow it, and it is not launched yet.
+        """Launch the step after this one if it is not launched yet and `may_run_ahead` allows it.
 
         Args:
             tokens: [rows] new tokens of this step; None until they are read.
         """
-        if (
-            self._may_launch_early
-            and self.early_step is None
-            and step.graph is not None
-            and may_run_ahead(step, len(self.requests), self._queue, self.planner, tokens)
-        ):
-            self._early_steps.launch(step.graph, step.rows)
-        if tokens is not None:
-            self._early_steps.note_fed(tokens)
+        graph, num_running = step.graph, len(self.requests)
+        if graph is None or self.early_step is not None:
+            return
+        if may_run_ahead(step, num_running, self._queue, self.planner, tokens, is_wanted=self._runs_ahead):
+            self._early_steps.launch(graph, step.rows)
 
-    def _keep(self, step: Step, found: Sequence[Sequence[int]], *, is_greedy: bool) -> StepTokens:
-        """Return what each row keeps of its outcome; launch the step after a greedy one if it may run ahead.
+    def _keep(self, step: Step, found: Sequence[Sequence[int]]) -> StepTokens:
+        """Return what each row keeps of its outcome; launch the next step if it may run ahead.
 
         Args:
             found: The outcome, [rows, 2 + K] at the step's places.
         """
-        if is_greedy:
+        if step.is_greedy:
             tokens = [found[place][1] for place in step.batch.places]
             self._launch_next(step, tokens)
             early = self.early_step
-            if early is not None and not early.any_ends(tokens):
-                return StepTokens(list(zip(tokens, strict=True)))
+            if early is not None:
+                self._early_steps.note_fed(tokens)
+                if not early.any_ends(tokens):
+                    return StepTokens(list(zip(tokens, strict=True)))
         lines = (found[place] for place in step.batch.places)
         return StepTokens.of([row.keep(new[:accepted]) for row, (accepted, *new) in zip(step.rows, lines, strict=True)])
 

@@ -1,0 +1,141 @@
+"""What drops a step while it is computed, or the memory under an engine, costs no request a token."""
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from megatron_mamba_cache.errors import CacheIntegrityError
+from megatron_mamba_cache.policy import block_growth
+from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
+from tests.mcore.faults import InjectedFault
+from tests.mcore.graph_stand_ins import capture_without_cuda
+from tests.mcore.test_bad_requests import megatron_request
+
+
+def suspend_and_resume(run: EngineRun) -> None:
+    run.engine.suspend()
+    run.engine.resume()
+
+
+DROPS: dict[str, Callable[[EngineRun], None]] = {
+    "suspend": lambda run: run.engine.suspend(),
+    "suspend and resume": suspend_and_resume,
+    "reset of the context": lambda run: run.context.reset(),
+}
+
+
+def start_run(**settings: object) -> EngineRun:
+    subject = tiny_hybrid()
+    run = EngineRun.start(subject, cache_config(subject.sizes, **settings))
+    run.add(1, some_tokens(20), 12)
+    run.add(2, some_tokens(37, seed=3), 12)
+    return run
+
+
+def step_while(run: EngineRun, act: Callable[[EngineRun], None]) -> None:
+    """Run a step; act while its forward runs."""
+
+    async def step_and_act() -> None:
+        step = asyncio.ensure_future(run.engine.async_step())
+        while not run.context.is_computing:
+            await asyncio.sleep(0)
+        act(run)
+        with pytest.raises(CacheIntegrityError, match="dropped while it was computed"):
+            await step
+
+    run.engine._loop.run_until_complete(step_and_act())
+
+
+@pytest.mark.parametrize("name", DROPS)
+@pytest.mark.parametrize("resident_pools", [False, True])
+@pytest.mark.parametrize("num_graphs", [0, 2])
+@pytest.mark.parametrize("num_steps", [0, 4])
+def test_a_step_that_is_dropped_while_it_is_computed_leaves_no_token(
+    name: str, resident_pools: bool, num_graphs: int, num_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capture_without_cuda(monkeypatch)
+    run = start_run(resident_pools=resident_pools, num_cuda_graphs=num_graphs)
+    for _ in range(num_steps):
+        run.step()
+    step_while(run, DROPS[name])
+    if run.engine.is_suspended:
+        run.engine.resume()
+    run.finish()
+    run.assert_exact()
+    run.assert_nothing_held()
+
+
+def test_a_closed_engine_ends_the_step_that_is_computed() -> None:
+    run = start_run()
+    run.step()
+    step_while(run, lambda run: run.engine.close())
+    assert not run.context.is_computing and not run.context.rows
+
+
+def test_a_suspended_engine_can_be_reset() -> None:
+    run = start_run()
+    run.step()
+    run.engine.suspend()
+    run.engine.reset()
+    assert not run.engine.requests and not run.engine.has_unfinished_requests()
+
+
+def test_a_closed_engine_without_requests_does_nothing() -> None:
+    run = start_run()
+    run.finish()
+    run.engine.close()
+    for act in (run.engine.flush, run.engine.reset, run.engine.create_cuda_graphs, run.engine.step_modern):
+        act()
+    assert run.context.graphs is None and run.engine.cancel_request(1) is False
+
+
+@pytest.mark.parametrize("digest_steps", [0, 1, 2])
+def test_the_digest_follows_steps_that_a_caller_takes_by_itself(digest_steps: int) -> None:
+    subject = tiny_hybrid()
+    run = EngineRun.start(subject, cache_config(subject.sizes, rank_digest_steps=digest_steps))
+    context, model = run.context, run.engine.controller.inference_wrapped_model
+    prompt, tokens = some_tokens(20), []
+    context.add_request(megatron_request(5, prompt, greedy(3)))
+    for _ in range(3):
+        context.initialize_attention_state()
+        with torch.inference_mode():
+            logits = model.compute_step()
+        context.mamba_slot_allocator.commit_intermediate_states()
+        best = logits.squeeze(0)[-1:].argmax(-1)
+        tokens += best.tolist()
+        context.update_requests([1], best)
+    assert subject.oracle.check_greedy(prompt, tokens, 1e-5).first_mismatch is None
+
+
+def test_an_evicted_row_is_released_once_though_growth_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = tiny_hybrid()
+    settings = {"kv_blocks": 5, "paused_blocks": 1, "max_sequence_length": 64, "prefix_caching": False}
+    run = EngineRun.start(subject, cache_config(subject.sizes, **settings))
+    for request_id in range(3):
+        run.add(request_id, some_tokens(10, seed=request_id), 40)
+    plan, raised = block_growth.plan_preemption, []
+
+    def plan_and_fail(*arguments: object) -> object:
+        planned = plan(*arguments)
+        if planned.evicted and planned.grants and not raised:
+            raised.append(True)
+            monkeypatch.setattr(block_growth, "_grow", fail_once)
+        return planned
+
+    grow = block_growth._grow
+
+    def fail_once(*arguments: object) -> None:
+        monkeypatch.setattr(block_growth, "_grow", grow)
+        raise InjectedFault("growing")
+
+    monkeypatch.setattr(block_growth, "plan_preemption", plan_and_fail)
+    while run.engine.has_unfinished_requests():
+        try:
+            run.step()
+        except InjectedFault:
+            run.context.check_integrity()
+    assert raised
+    run.assert_exact()
+    run.assert_nothing_held()
