@@ -1,0 +1,39 @@
+"""References of routing and of the order of tokens by expert; torch only, without a host sync."""
+
+import torch
+from torch import Tensor
+
+from .routing_rule import RoutingRule
+
+
+def route_ref(logits: Tensor, bias: Tensor | None, rule: RoutingRule) -> tuple[Tensor, Tensor]:
+    """Return each token's experts and their weights; see `route`."""
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    scores = logits.sigmoid() if rule.score == "sigmoid" else logits.softmax(-1)
+    # A softmax rounds small scores to 0, and the logits have the same order.
+    choice = scores if rule.score == "sigmoid" else logits
+    choice = choice if bias is None else scores + bias.to(scores.dtype)
+    if rule.num_groups > 1:
+        choice = _in_best_groups(choice, rule)
+    # A stable sort takes the first of equal scores, which topk does not promise.
+    ids = choice.sort(dim=-1, descending=True, stable=True).indices[:, : rule.top_k]
+    weights = scores.gather(-1, ids)
+    if rule.normalizes:
+        weights = weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
+    return ids.to(torch.int32), weights * rule.scale
+
+
+def order_by_expert_ref(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Return the chosen pairs in the order of their experts, and where each expert's begin; see `order_by_expert`."""
+    experts, order = ids.flatten().sort(dim=0, stable=True)
+    starts = torch.searchsorted(experts, torch.arange(num_experts + 1, dtype=ids.dtype, device=ids.device))
+    return order.to(torch.int32), starts.to(torch.int32)
+
+
+def _in_best_groups(choice: Tensor, rule: RoutingRule) -> Tensor:
+    """Return the scores with those of experts outside the best groups at minus infinity."""
+    grouped = choice.unflatten(-1, (rule.num_groups, -1))
+    best_two = grouped.sort(dim=-1, descending=True).values[..., :2].sum(-1)  # [tokens, groups]
+    best = best_two.sort(dim=-1, descending=True, stable=True).indices[:, : rule.top_groups]
+    inside = torch.zeros_like(best_two, dtype=torch.bool).scatter(-1, best, True)
+    return grouped.masked_fill(~inside.unsqueeze(-1), float("-inf")).flatten(-2)

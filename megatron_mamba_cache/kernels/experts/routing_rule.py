@@ -1,0 +1,45 @@
+"""How a router chooses experts."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingRule:
+    """How tokens choose experts from a router's logits, and what the chosen ones weigh.
+
+    Args:
+        top_k: Experts of a token.
+        score: `sigmoid` of each logit, or `softmax` over all experts.
+        num_groups: Groups of consecutive experts, all of one size; 1 for none.
+        top_groups: Groups that a token's experts may be in: those whose best two experts score most together.
+        normalizes: Whether a token's weights are divided by their sum.
+        scale: Factor on all weights.
+
+    Raises:
+        ValueError: If the numbers do not fit each other.
+    """
+
+    top_k: int
+    score: Literal["sigmoid", "softmax"] = "softmax"
+    num_groups: int = 1
+    top_groups: int = 1
+    normalizes: bool = True
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.score not in ("sigmoid", "softmax"):
+            raise ValueError(f"score is {self.score!r}; 'sigmoid' and 'softmax' are supported")
+        if self.top_k < 1 or not 1 <= self.top_groups <= self.num_groups:
+            raise ValueError(
+                f"top_k is {self.top_k}, top_groups {self.top_groups} of {self.num_groups} groups; need top_k >= 1 and "
+                "1 <= top_groups <= num_groups"
+            )
+
+    def check(self, num_experts: int) -> None:
+        """Raise `ValueError` unless this many experts can be chosen from."""
+        if num_experts % self.num_groups:
+            raise ValueError(f"{num_experts} experts do not divide into {self.num_groups} groups of one size")
+        in_reach = num_experts // self.num_groups * self.top_groups
+        if self.top_k > in_reach:
+            raise ValueError(f"top_k is {self.top_k}, and a token can choose from {in_reach} experts")
