@@ -17,7 +17,14 @@ from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED
 
 # Two processes for two workers, which take about as long: each of them imports everything first.
 GROUPS = [
-    ["test_causal_conv.py", "test_conv_verify.py", "test_align_copy.py", "test_gated_norm.py", "test_kv_append.py"],
+    [
+        "test_causal_conv.py",
+        "test_conv_verify.py",
+        "test_align_copy.py",
+        "test_gated_norm.py",
+        "test_kv_append.py",
+        "test_grouped_product.py",
+    ],
     ["test_ssd_scan_kernels.py", "test_state_verify.py", "test_slot_copies.py", "test_routing.py"],
 ]
 # Triton 3.6 turns arrays of one element into Python numbers, which numpy 2.4 refuses.

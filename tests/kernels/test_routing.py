@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from megatron_mamba_cache.kernels.experts import expert_order, routing
-from megatron_mamba_cache.kernels.experts.expert_order import order_by_expert, order_by_expert_ref
+from megatron_mamba_cache.kernels.experts.expert_order import ExpertOrder, order_by_expert, order_by_expert_ref
 from megatron_mamba_cache.kernels.experts.routing import RoutingRule, route, route_ref
 from tests.kernels.kernel_stand_ins import CompiledInsteadOfLaunched
 from tests.kernels.packed_rows import same_bits
 
 Route = Callable[[Tensor, Tensor | None, RoutingRule], tuple[Tensor, Tensor]]
-Order = Callable[[Tensor, int], tuple[Tensor, Tensor]]
+Order = Callable[[Tensor, int], ExpertOrder]
 both_routes = pytest.mark.parametrize("op", [route, route_ref])
 both_orders = pytest.mark.parametrize("op", [order_by_expert, order_by_expert_ref])
 
@@ -123,17 +123,18 @@ def test_pairs_are_in_the_order_of_experts(
         "one expert": torch.zeros(shape, dtype=torch.int64),
         "the last expert": torch.full(shape, num_experts - 1),
     }[spread].to(torch.int32)
-    order, starts = op(ids.to(device), num_experts)
+    pairs, places, starts = op(ids.to(device), num_experts)
     flat = ids.flatten().tolist()
-    assert order.tolist() == sorted(range(len(flat)), key=lambda pair: (flat[pair], pair))
+    assert pairs.tolist() == sorted(range(len(flat)), key=lambda pair: (flat[pair], pair))
+    assert pairs[places.flatten().long()].tolist() == list(range(len(flat))) and places.shape == shape
     assert starts.tolist() == [sum(expert < bound for expert in flat) for bound in range(num_experts + 1)]
 
 
 def test_no_tokens(device: str) -> None:
     ids, weights = route(torch.zeros(0, 8, device=device), None, RoutingRule(2))
     assert ids.shape == weights.shape == (0, 2)
-    order, starts = order_by_expert(ids, 8)
-    assert order.shape == (0,) and starts.tolist() == [0] * 9
+    order = order_by_expert(ids, 8)
+    assert order.pairs.shape == (0,) and order.starts.tolist() == [0] * 9
 
 
 @pytest.mark.parametrize(

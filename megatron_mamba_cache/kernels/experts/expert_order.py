@@ -11,15 +11,15 @@ import triton.language as tl
 from torch import Tensor
 
 from ..kernel_launches import launches_kernel
-from .reference_routing import order_by_expert_ref
+from .reference_routing import ExpertOrder, order_by_expert_ref
 
-__all__ = ["order_by_expert", "order_by_expert_ref"]
+__all__ = ["ExpertOrder", "order_by_expert", "order_by_expert_ref"]
 
 _PAIRS_AT_A_TIME = 1024
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
-def _order_kernel(ids, order, starts, num_pairs, NUM_EXPERTS: tl.constexpr, PAIRS: tl.constexpr):
+def _order_kernel(ids, pairs, places, starts, num_pairs, NUM_EXPERTS: tl.constexpr, PAIRS: tl.constexpr):
     expert = tl.program_id(0)
     lane = tl.arange(0, PAIRS)
     lower = tl.zeros([PAIRS], tl.int32)
@@ -33,22 +33,20 @@ def _order_kernel(ids, order, starts, num_pairs, NUM_EXPERTS: tl.constexpr, PAIR
         chosen = tl.load(ids + begin + lane, mask=begin + lane < num_pairs, other=NUM_EXPERTS)
         is_own = (chosen == expert).to(tl.int32)
         rank = tl.cumsum(is_own, axis=0)
-        tl.store(order + place + rank - 1, begin + lane, mask=is_own > 0)
+        tl.store(pairs + place + rank - 1, begin + lane, mask=is_own > 0)
+        tl.store(places + begin + lane, place + rank - 1, mask=is_own > 0)
         place += tl.sum(is_own, axis=0)
     if expert == NUM_EXPERTS - 1:
         tl.store(starts + NUM_EXPERTS, place)
 
 
-def order_by_expert(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Return the pairs of tokens and experts in the order of experts, and where each expert's begin.
+def order_by_expert(ids: Tensor, num_experts: int) -> ExpertOrder:
+    """Return the pairs of tokens and experts in the order of experts.
 
     Pair `token * top_k + slot` is a token and its expert in that slot. Pairs of an expert stay in order.
 
     Args:
         ids: [tokens, top_k] int32, contiguous: experts from 0 to num_experts - 1.
-
-    Returns:
-        Pairs, [tokens * top_k] int32, and starts, [num_experts + 1] int32; the last start is the number of pairs.
 
     Raises:
         ValueError: If `ids` has another form, or there are no experts.
@@ -62,15 +60,17 @@ def order_by_expert(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
         )
     if not launches_kernel(ids):
         return order_by_expert_ref(ids, num_experts)
-    order = torch.empty(ids.numel(), dtype=torch.int32, device=ids.device)
+    pairs = torch.empty(ids.numel(), dtype=torch.int32, device=ids.device)
+    places = torch.empty_like(ids)
     starts = torch.empty(num_experts + 1, dtype=torch.int32, device=ids.device)
     _order_kernel[(num_experts,)](
         ids=ids,
-        order=order,
+        pairs=pairs,
+        places=places,
         starts=starts,
         num_pairs=ids.numel(),
         NUM_EXPERTS=num_experts,
         PAIRS=_PAIRS_AT_A_TIME,
         num_warps=4,
     )
-    return order, starts
+    return ExpertOrder(pairs, places, starts)

@@ -1,5 +1,7 @@
 """References of routing and of the order of tokens by expert; torch only, without a host sync."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -23,11 +25,26 @@ def route_ref(logits: Tensor, bias: Tensor | None, rule: RoutingRule) -> tuple[T
     return ids.to(torch.int32), weights * rule.scale
 
 
-def order_by_expert_ref(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Return the chosen pairs in the order of their experts, and where each expert's begin; see `order_by_expert`."""
-    experts, order = ids.flatten().sort(dim=0, stable=True)
+class ExpertOrder(NamedTuple):
+    """Pairs of a token and one of its experts, in the order of experts.
+
+    Args:
+        pairs: [tokens * top_k] int32: token * top_k + slot; those of an expert in ascending order.
+        places: [tokens, top_k] int32: where each pair is in `pairs`.
+        starts: [experts + 1] int32: where each expert's pairs begin; the last one is the number of pairs.
+    """
+
+    pairs: Tensor
+    places: Tensor
+    starts: Tensor
+
+
+def order_by_expert_ref(ids: Tensor, num_experts: int) -> ExpertOrder:
+    """Return the pairs of tokens and experts in the order of experts; see `order_by_expert`."""
+    experts, pairs = ids.flatten().sort(dim=0, stable=True)
+    places = torch.empty_like(pairs).scatter_(0, pairs, torch.arange(len(pairs), device=ids.device))
     starts = torch.searchsorted(experts, torch.arange(num_experts + 1, dtype=ids.dtype, device=ids.device))
-    return order.to(torch.int32), starts.to(torch.int32)
+    return ExpertOrder(pairs.to(torch.int32), places.to(torch.int32).view(ids.shape), starts.to(torch.int32))
 
 
 def _in_best_groups(choice: Tensor, rule: RoutingRule) -> Tensor:

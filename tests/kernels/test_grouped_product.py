@@ -1,0 +1,155 @@
+"""The products of experts and their weighted sum, kernels and twins, against plain loops in float64.
+
+Where a kernel neither compiles nor is interpreted, the op is its twin; `test_interpreted` runs this file again.
+"""
+
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_mamba_cache.kernels.experts import grouped_product as grouped_product_module
+from megatron_mamba_cache.kernels.experts.expert_order import order_by_expert
+from megatron_mamba_cache.kernels.experts.grouped_product import (
+    grouped_product,
+    grouped_product_ref,
+    weighted_sum,
+    weighted_sum_ref,
+)
+from tests.kernels.kernel_stand_ins import CompiledInsteadOfLaunched
+from tests.kernels.packed_rows import same_bits
+
+OPS = {"kernel": (grouped_product, weighted_sum), "reference": (grouped_product_ref, weighted_sum_ref)}
+TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+
+
+class Layer:
+    """The weights of one experts layer."""
+
+    def __init__(self, num_experts: int, hidden: int, inside: int, activation: str, dtype: torch.dtype) -> None:
+        generator = torch.Generator().manual_seed(num_experts * hidden + inside)
+        width = 2 * inside if activation == "gated_silu" else inside
+        self.first = torch.randn(num_experts, width, hidden, generator=generator).div(hidden**0.5).to(dtype)
+        self.second = torch.randn(num_experts, hidden, inside, generator=generator).div(inside**0.5).to(dtype)
+        self.activation = activation
+
+    def to(self, device: str) -> "Layer":
+        self.first, self.second = self.first.to(device), self.second.to(device)
+        return self
+
+    def run(self, ops: str, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """Compute [tokens, hidden] by the ops."""
+        product, total = OPS[ops]
+        order = order_by_expert(ids, len(self.first))
+        inside = product(x, self.first, order, top_k=ids.shape[1], activation=self.activation)
+        return total(product(inside, self.second, order), order.places, weights)
+
+    def expected(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """Compute the same in float64, a token and an expert at a time."""
+        out = torch.zeros(x.shape, dtype=torch.float64)
+        for token in range(len(x)):
+            for expert, weight in zip(ids[token].tolist(), weights[token].tolist(), strict=True):
+                inside = self.first[expert].double().cpu() @ x[token].double().cpu()
+                if self.activation == "squared_relu":
+                    inside = inside.relu().square()
+                elif self.activation == "gated_silu":
+                    inside = F.silu(inside[: len(inside) // 2]) * inside[len(inside) // 2 :]
+                out[token] += weight * (self.second[expert].double().cpu() @ inside)
+        return out
+
+
+def choice(num_tokens: int, top_k: int, num_experts: int, spread: str) -> Tensor:
+    """Return [tokens, top_k] int32 experts: different ones for a token, or all tokens' the same."""
+    generator = torch.Generator().manual_seed(num_tokens)
+    lines = [torch.randperm(num_experts, generator=generator)[:top_k] for _ in range(num_tokens)]
+    if spread == "the same":
+        lines = lines[:1] * num_tokens
+    return torch.stack(lines).to(torch.int32)
+
+
+@pytest.mark.parametrize("ops", OPS)
+@pytest.mark.parametrize("activation", ["squared_relu", "gated_silu", "none"])
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize(
+    ("num_tokens", "top_k", "num_experts", "hidden", "inside", "spread"),
+    [
+        (1, 3, 8, 64, 96, "random"),
+        (7, 2, 5, 72, 40, "random"),
+        (40, 2, 3, 48, 33, "random"),
+        (19, 1, 4, 130, 64, "the same"),
+        (2, 1, 1, 16, 16, "the same"),
+    ],
+)
+def test_each_token_gets_the_weighted_sum_of_its_experts(
+    num_tokens: int,
+    top_k: int,
+    num_experts: int,
+    hidden: int,
+    inside: int,
+    spread: str,
+    dtype: torch.dtype,
+    activation: str,
+    ops: str,
+    device: str,
+) -> None:
+    layer = Layer(num_experts, hidden, inside, activation, dtype).to(device)
+    torch.manual_seed(0)
+    x = torch.randn(num_tokens, hidden + 8).to(dtype)[:, :hidden].to(device)
+    ids = choice(num_tokens, top_k, num_experts, spread).to(device)
+    weights = torch.rand(num_tokens, top_k).to(device)
+    out = layer.run(ops, x, ids, weights)
+    expected = layer.expected(x, ids, weights)
+    assert out.dtype == dtype and out.shape == (num_tokens, hidden)
+    tolerance = TOLERANCES[dtype] * expected.abs().max().item()
+    torch.testing.assert_close(out.double().cpu(), expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("activation", ["squared_relu", "gated_silu"])
+def test_a_token_has_the_same_bits_alone_and_among_others(activation: str, device: str) -> None:
+    layer = Layer(6, 80, 48, activation, torch.bfloat16).to(device)
+    torch.manual_seed(3)
+    x, ids = torch.randn(64, 80).bfloat16().to(device), choice(64, 2, 6, "random").to(device)
+    weights = torch.rand(64, 2).to(device)
+    together = layer.run("kernel", x, ids, weights)
+    for rows in (slice(0, 1), slice(40, 41), slice(5, 30)):
+        assert same_bits(layer.run("kernel", x[rows], ids[rows].contiguous(), weights[rows]), together[rows])
+
+
+def test_no_tokens(device: str) -> None:
+    layer = Layer(3, 16, 16, "none", torch.float32).to(device)
+    ids = torch.zeros(0, 2, dtype=torch.int32, device=device)
+    assert layer.run("kernel", torch.zeros(0, 16, device=device), ids, ids.float()).shape == (0, 16)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"weight": torch.zeros(2, 4, 7)}, r"\[experts, outputs, inputs\]"),
+        ({"weight": torch.zeros(3, 4, 8)}, "order of 3 experts"),
+        ({"weight": torch.zeros(2, 4, 8).bfloat16()}, "one dtype"),
+        ({"weight": torch.zeros(2, 4, 16)[:, :, ::2]}, "contiguous"),
+        ({"weight": torch.zeros(2, 5, 8), "activation": "gated_silu"}, "as many gates"),
+    ],
+)
+def test_arguments_that_disagree_are_refused(changes: dict, reason: str) -> None:
+    order = order_by_expert(torch.zeros(3, 1, dtype=torch.int32), 2)
+    arguments = {"x": torch.zeros(3, 8), "weight": torch.zeros(2, 4, 8), "order": order, "top_k": 1} | changes
+    with pytest.raises(ValueError, match=reason):
+        grouped_product(**arguments)
+
+
+@pytest.mark.parametrize("activation", ["squared_relu", "gated_silu"])
+def test_other_numbers_of_tokens_compile_nothing_new(
+    activation: str, compile_for_hopper: Callable[[ModuleType, str], CompiledInsteadOfLaunched]
+) -> None:
+    products = compile_for_hopper(grouped_product_module, "_grouped_product_kernel")
+    sums = compile_for_hopper(grouped_product_module, "_weighted_sum_kernel")
+    layer = Layer(16, 128, 256, activation, torch.bfloat16)
+    for num_tokens in (1, 2, 16, 33, 300):
+        ids = choice(num_tokens, 2, 16, "random")
+        layer.run("kernel", torch.zeros(num_tokens, 128).bfloat16(), ids, torch.zeros(num_tokens, 2))
+    assert len(products.ptx) == 10 and len(products.compiled) == 2 and len(sums.compiled) == 1
+    assert "cp.async" in products.ptx[0] and ".local." not in products.ptx[0]
