@@ -196,8 +196,8 @@ class StepRunner:
     def drop_failed_step(self) -> None:
         """Return every reservation of a failed step and drop its rows, whose live states can no longer be trusted.
 
-        A request that is admitted again, with the tokens that it has, continues where it was. Once a step has landed, the
-        rows of the early step after it stay, and the next step lands it.
+        A request that is admitted again, with the tokens that it has, continues where it was. Once a step has landed,
+        the rows of the early step after it stay, and the next step lands it.
         """
         try:
             self.drop([row for row in self.requests if row in self._at_work or row.scheduled])
