@@ -158,9 +158,9 @@ def test_the_map_names_every_folder_of_the_package() -> None:
 
 
 def test_the_readme_s_tree_has_the_folders_of_the_package() -> None:
-    drawn = re.search(r"^megatron_mamba_cache/\n((?:  .*\n)+)", README.read_text(encoding="utf-8"), re.M)
+    drawn = re.search(r"^    megatron_mamba_cache/\n((?:      .*\n)+)", README.read_text(encoding="utf-8"), re.M)
     assert drawn is not None
-    assert set(re.findall(r"^  (\w+)/ ", drawn[1], re.M)) == {
+    assert set(re.findall(r"^      (\w+)/ ", drawn[1], re.M)) == {
         init.parent.name for init in PACKAGE.glob("*/__init__.py")
     }
 
