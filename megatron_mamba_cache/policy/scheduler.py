@@ -45,14 +45,15 @@ class StepScheduler:
     ) -> ScheduledStep:
         """Schedule the next step's prefill work; decode rows take one token each by themselves."""
         unfinished = self._continue_prefills(requests)
-        admitted, num_passed_over = [], 0
+        admitted, num_passed_over, budget = [], 0, requests.budget
         for request_id in () if requests.any_paused else waiting:
             if unfinished is not None or num_passed_over == MOST_PASSED_OVER:
                 break
             self._in_hand = request_id
-            outcome = requests.admit(candidate_of(request_id), requests.budget, age_of(request_id))
+            outcome = requests.admit(candidate_of(request_id), budget, age_of(request_id))
             if isinstance(outcome, RunningRequest):
                 admitted.append(outcome)
+                budget = requests.budget
                 unfinished = outcome if _is_unfinished(outcome) else None
             elif outcome is Refusal.WAITS_FOR_PREFIX:
                 num_passed_over += 1

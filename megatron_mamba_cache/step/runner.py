@@ -38,7 +38,7 @@ from .memory import CacheMemory
 from .model import StepModel
 from .prompt_log_probs import score_prompts
 from .run_ahead import EarlySteps, QueueState, may_run_ahead
-from .step import Step
+from .step import Step, any_drawn
 from .verify import copy_reached_boundaries, logits_on_all_ranks, outcome_on_all_ranks, verify_step
 
 
@@ -292,7 +292,7 @@ class StepRunner:
             draft_distributions: See `Step`.
             purpose: What tokens are drawn for.
         """
-        memory, draws_ratios = self.memory, any(drawn is not None for drawn in draft_distributions)
+        memory, draws_ratios = self.memory, any_drawn(draft_distributions)
         batch = lay_out_step(rows, memory.step_buffers, memory.geometry, draws_ratios=draws_ratios, purpose=purpose)
         return Step(batch, memory.attention.plan(batch.attention), draft_distributions=draft_distributions)
 
@@ -348,11 +348,12 @@ class StepRunner:
 
     def note_scheduled(self, *, is_settled: bool) -> None:
         """Note whether the scheduler found no request that can join the next step."""
-        self._settle(is_settled=is_settled)
+        if is_settled is not self._queue.is_settled:
+            self._queue = replace(self._queue, is_settled=is_settled)
 
     def note_change(self) -> None:
-        """Note that a request may now join the next step: one has come or left, or its step is booked by hand."""
-        self._settle(is_settled=False)
+        """Note that a request may now join the next step: one has come or left, or a caller decides what rows keep."""
+        self.note_scheduled(is_settled=False)
 
     # Captured graphs.
 
@@ -393,7 +394,7 @@ class StepRunner:
         self, graph: CapturedStep, rows: Sequence[RunningRequest], draft_distributions: Sequence[Tensor | None]
     ) -> Step:
         """Send scheduled rows to a graph; return the step that it computes. The arguments are those of `lay_out`."""
-        batch = graph.lay_out(rows, draws_ratios=any(drawn is not None for drawn in draft_distributions))
+        batch = graph.lay_out(rows, draws_ratios=any_drawn(draft_distributions))
         return Step(batch, graph=graph, draft_distributions=draft_distributions, wanted_outputs=graph.wanted_outputs)
 
     def _forward(self, step: Step, model: StepModel) -> Tensor:
@@ -478,7 +479,3 @@ class StepRunner:
 
     def _count(self) -> None:
         self.counts = self.counts._replace(**self.requests.counts._asdict())
-
-    def _settle(self, *, is_settled: bool) -> None:
-        if is_settled is not self._queue.is_settled:
-            self._queue = replace(self._queue, is_settled=is_settled)

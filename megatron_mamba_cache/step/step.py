@@ -18,6 +18,11 @@ def no_attention(*_: Tensor) -> Tensor:
     raise CacheIntegrityError("a layer asks for attention outside the forward of its step")
 
 
+def any_drawn(draft_distributions: Sequence[Tensor | None]) -> bool:
+    """Return whether any row's drafts were drawn from a distribution, so that accepting them takes random numbers."""
+    return any(drawn is not None for drawn in draft_distributions)
+
+
 @dataclass(slots=True, eq=False)
 class Step:
     """What one step computes, and what its forward leaves for sampling.
@@ -68,7 +73,7 @@ class Step:
     @property
     def is_greedy(self) -> bool:
         """True when every new token is the best one, and every draft is certain."""
-        return self.batch.logits.all_greedy and all(drawn is None for drawn in self.draft_distributions)
+        return self.batch.logits.all_greedy and not any_drawn(self.draft_distributions)
 
     def select_outputs(self, outputs: Tensor, *, are_hidden_states: bool = False) -> Tensor:
         """Return, of the last layer's outputs or the logits, [1, tokens, n], those wanted: [logits, n].

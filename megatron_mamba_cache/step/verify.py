@@ -13,6 +13,7 @@ from ..ranks.group import Ranks
 from .batch import StepBatch
 from .logits import StepLogits
 from .memory import CacheMemory
+from .step import any_drawn
 
 
 def verify_step(rows: StepLogits, logits: Tensor, distributions: Sequence[Tensor | None]) -> Tensor:
@@ -65,7 +66,7 @@ def logits_on_all_ranks(ranks: Ranks, output: Tensor, num_logits: int, vocab_siz
 
 def _drawn_from(rows: StepLogits, distributions: Sequence[Tensor | None]) -> DraftDistributions | None:
     """Return the distributions of all rows that have any, and which logits row each belongs to."""
-    if all(drawn is None for drawn in distributions):
+    if not any_drawn(distributions):
         return None
     index = torch.full(rows.tokens.shape, -1, dtype=torch.int32)
     found: list[Tensor] = []
