@@ -170,6 +170,12 @@ class Service:
         self.peers.remove(peer)
 
     def end(self) -> None:
+        try:
+            self._stop_coordinator()
+        finally:
+            self.context.destroy(linger=0)  # a context that is collected while a socket is open never returns
+
+    def _stop_coordinator(self) -> None:
         for peer in self.peers:
             peer.socket.close()
         if self.thread.is_alive():
@@ -181,7 +187,6 @@ class Service:
             self.thread.join(TIMEOUT_MS / 1000)
         assert not self.thread.is_alive()
         self.coordinator.stop()
-        self.context.term()
 
 
 class ServingService(Service):

@@ -5,6 +5,7 @@ import os
 import socket
 import stat
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -50,16 +51,15 @@ def keyed(tmp_path: Path, name: str = "key", digit: str = "a") -> Path:
 @pytest.fixture
 def serving() -> Iterator[Any]:
     """Yield what starts a serving coordinator."""
-    made: list[Service] = []
+    with ExitStack() as ends:
 
-    def start(**settings: Any) -> Service:
-        made.append(ServingService(**settings))
-        return made[-1]
+        def start(**settings: Any) -> Service:
+            service = ServingService(**settings)
+            ends.callback(service.end)
+            ends.callback(heard, service)
+            return service
 
-    yield start
-    for service in made:
-        heard(service)
-        service.end()
+        yield start
 
 
 def speak(address: str, *, secret: bytes | None = None, server: bytes | None = None) -> bytes | None:
@@ -161,10 +161,12 @@ def answered(client: InferenceClient, replica: FakeReplica) -> list[int]:
         request_id = await asyncio.to_thread(replica.take)
         replica.socket.send(msgpack.packb([Headers.ENGINE_REPLY.value, [reply_of(request_id, [5, 6])]]))
         record = await asyncio.wait_for(answer, 30)
-        client.stop()
         return list(record.merge().generated_tokens)
 
-    return asyncio.run(ask())
+    try:
+        return asyncio.run(ask())
+    finally:
+        client.context.destroy(linger=0)
 
 
 def reply_of(request_id: int, tokens: list[int]) -> dict[str, Any]:
@@ -202,7 +204,7 @@ def test_a_stranger_that_says_hello_gets_no_prompt(serving: Any) -> None:
 def test_a_stranger_under_a_replicas_identity_is_not_connected(serving: Any) -> None:
     service = serving()
     (replica,) = service.replicas("a")
-    thief = zmq.Context.instance().socket(zmq.DEALER)
+    thief = service.context.socket(zmq.DEALER)
     thief.setsockopt(zmq.IDENTITY, b"a")
     thief.setsockopt(zmq.LINGER, 0)
     thief.connect(service.address)

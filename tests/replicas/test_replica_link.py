@@ -46,8 +46,7 @@ def line() -> Iterator[Line]:
     made = Line()
     yield made
     made.link.close()
-    made.router.close(linger=0)
-    made.context.term()
+    made.context.destroy(linger=0)
 
 
 def test_hello_is_said_first_under_a_name_of_its_own(line: Line) -> None:

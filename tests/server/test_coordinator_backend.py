@@ -1,6 +1,7 @@
 """The front end of several replicas, and a coordinator that is a bare socket."""
 
 import asyncio
+from contextlib import ExitStack
 from typing import Any
 
 import msgpack
@@ -23,12 +24,14 @@ def states(*versions: str) -> bytes:
 
 
 def test_after_a_flush_the_new_version_is_told_until_the_replicas_tell_theirs() -> None:
-    async def run() -> None:
+    async def run(contexts: ExitStack) -> None:
         context = zmq.asyncio.Context()
+        contexts.callback(context.destroy, linger=0)
         coordinator = context.socket(zmq.ROUTER)
         port = coordinator.bind_to_random_port("tcp://127.0.0.1")
         backend = CoordinatorBackend(f"tcp://127.0.0.1:{port}", RequestRules(CacheConfig(), 100, 100), frozenset())
         await backend.start()
+        contexts.callback(backend._context.destroy, linger=0)
         identity, _ = await coordinator.recv_multipart()
 
         async def version_after(*versions: str) -> str:
@@ -46,9 +49,6 @@ def test_after_a_flush_the_new_version_is_told_until_the_replicas_tell_theirs() 
         assert told == ["2"] * 4
         assert await version_after("3", "3") == "3"  # another front end has flushed
         backend._task.cancel()
-        coordinator.close(0)
-        backend._socket.close(0)
-        backend._context.term()
-        context.term()
 
-    asyncio.run(asyncio.wait_for(run(), 30))
+    with ExitStack() as contexts:
+        asyncio.run(asyncio.wait_for(run(contexts), 30))
