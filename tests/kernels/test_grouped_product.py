@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_mamba_cache.kernels.experts import grouped_product as grouped_product_module
+from megatron_mamba_cache.kernels.experts import product_forms
 from megatron_mamba_cache.kernels.experts.expert_order import order_by_expert
 from megatron_mamba_cache.kernels.experts.grouped_product import (
     grouped_product,
@@ -118,6 +119,36 @@ def test_a_token_has_the_same_bits_alone_and_among_others(activation: str, devic
         assert same_bits(layer.run("kernel", x[rows], ids[rows].contiguous(), weights[rows]), together[rows])
 
 
+@pytest.mark.parametrize("ops", OPS)
+def test_experts_that_are_elsewhere_add_nothing(ops: str, device: str) -> None:
+    layer = Layer(6, 80, 48, "squared_relu", torch.float32).to(device)
+    torch.manual_seed(5)
+    x, ids, weights = torch.randn(9, 80).to(device), choice(9, 3, 6, "random").to(device), torch.rand(9, 3).to(device)
+    addend = torch.randn(9, 80).to(device)
+    product, total = OPS[ops]
+    halves = []
+    for first in (0, 3):
+        order = order_by_expert(ids, 3, first)
+        experts = slice(first, first + 3)
+        inside = product(x, layer.first[experts], order, top_k=3, activation="squared_relu")
+        halves.append(total(product(inside, layer.second[experts], order), order.places, weights, addend))
+    expected = layer.expected(x, ids, weights) + 2 * addend.double().cpu()
+    torch.testing.assert_close(sum(halves).double().cpu(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("activation", ["squared_relu", "gated_silu"])
+@pytest.mark.parametrize("num_tokens", [40, 130])
+def test_many_rows_an_expert(activation: str, num_tokens: int, device: str) -> None:
+    layer = Layer(2, 64, 96, activation, torch.bfloat16).to(device)
+    torch.manual_seed(6)
+    x, ids = torch.randn(num_tokens, 64).bfloat16().to(device), choice(num_tokens, 1, 2, "random").to(device)
+    weights = torch.rand(num_tokens, 1).to(device)
+    expected = layer.expected(x, ids, weights)
+    out = layer.run("kernel", x, ids, weights)
+    tolerance = 2e-2 * expected.abs().max().item()
+    torch.testing.assert_close(out.double().cpu(), expected, rtol=0, atol=tolerance)
+
+
 def test_no_tokens(device: str) -> None:
     layer = Layer(3, 16, 16, "none", torch.float32).to(device)
     ids = torch.zeros(0, 2, dtype=torch.int32, device=device)
@@ -142,14 +173,24 @@ def test_arguments_that_disagree_are_refused(changes: dict, reason: str) -> None
 
 
 @pytest.mark.parametrize("activation", ["squared_relu", "gated_silu"])
+@pytest.mark.parametrize("loads_boxes", [True, False])
 def test_other_numbers_of_tokens_compile_nothing_new(
-    activation: str, compile_for_hopper: Callable[[ModuleType, str], CompiledInsteadOfLaunched]
+    activation: str,
+    loads_boxes: bool,
+    compile_for_hopper: Callable[[ModuleType, str], CompiledInsteadOfLaunched],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(product_forms, "can_load_boxes", lambda weight: loads_boxes)
     products = compile_for_hopper(grouped_product_module, "_grouped_product_kernel")
     sums = compile_for_hopper(grouped_product_module, "_weighted_sum_kernel")
     layer = Layer(16, 128, 256, activation, torch.bfloat16)
-    for num_tokens in (1, 2, 16, 33, 300):
+    tokens = (1, 2, 16, 33, 127, 300, 700, 800, 2000)
+    for num_tokens in tokens:
         ids = choice(num_tokens, 2, 16, "random")
         layer.run("kernel", torch.zeros(num_tokens, 128).bfloat16(), ids, torch.zeros(num_tokens, 2))
-    assert len(products.ptx) == 10 and len(products.compiled) == 2 and len(sums.compiled) == 1
-    assert "cp.async" in products.ptx[0] and ".local." not in products.ptx[0]
+    num_forms = 3 if loads_boxes else 2
+    assert len(products.ptx) == 2 * len(tokens) and len(sums.compiled) == 1
+    assert len(products.compiled) == 2 * num_forms  # of either product
+    for ptx in products.ptx:
+        assert ".local." not in ptx and ("cp.async.bulk" in ptx) == loads_boxes
+        assert "wgmma" in ptx

@@ -13,12 +13,19 @@ from torch import Tensor
 
 from megatron_mamba_cache.kernels.experts import expert_order, routing
 from megatron_mamba_cache.kernels.experts.expert_order import ExpertOrder, order_by_expert, order_by_expert_ref
-from megatron_mamba_cache.kernels.experts.routing import RoutingRule, route, route_ref
+from megatron_mamba_cache.kernels.experts.routing import (
+    RoutingRule,
+    route,
+    route_ref,
+    router_logits,
+    router_logits_ref,
+)
 from tests.kernels.kernel_stand_ins import CompiledInsteadOfLaunched
 from tests.kernels.packed_rows import same_bits
 
-Route = Callable[[Tensor, Tensor | None, RoutingRule], tuple[Tensor, Tensor]]
-Order = Callable[[Tensor, int], ExpertOrder]
+Route = Callable[..., tuple[Tensor, Tensor]]
+Order = Callable[..., ExpertOrder]
+Logits = Callable[[Tensor, Tensor], Tensor]
 both_routes = pytest.mark.parametrize("op", [route, route_ref])
 both_orders = pytest.mark.parametrize("op", [order_by_expert, order_by_expert_ref])
 
@@ -66,7 +73,7 @@ def test_each_token_gets_its_best_experts(
     torch.manual_seed(num_experts)
     wide = torch.randn(7, num_experts + 3, device=device).to(dtype)
     logits, bias = wide[:, :num_experts], torch.randn(num_experts, device=device) if has_bias else None
-    ids, weights = op(logits, bias, rule)
+    ids, weights = op(logits[None], bias, rule)
     assert ids.dtype == torch.int32 and weights.dtype == torch.float32
     offsets = [0.0] * num_experts if bias is None else bias.tolist()
     for token, line in enumerate(logits.tolist()):
@@ -87,7 +94,7 @@ def num_differing(found: Iterable[int], expected: Sequence[int]) -> int:
 @pytest.mark.parametrize("score", ["sigmoid", "softmax"])
 def test_equal_scores_go_to_the_lowest_experts(score: str, op: Route, device: str) -> None:
     logits = torch.tensor([[0.0] * 12, [1.0, 2.0] * 6, [-0.0, 0.0] * 6], device=device)
-    ids, weights = op(logits, None, RoutingRule(4, score))
+    ids, weights = op(logits[None], None, RoutingRule(4, score))
     assert ids.tolist() == [[0, 1, 2, 3], [1, 3, 5, 7], [0, 1, 2, 3]]
     torch.testing.assert_close(weights, torch.full((3, 4), 0.25, device=device))
 
@@ -97,22 +104,64 @@ def test_a_token_has_the_same_bits_in_any_batch(name: str, device: str) -> None:
     num_experts, rule = RULES[name]
     torch.manual_seed(1)
     logits, bias = torch.randn(9, num_experts, device=device), torch.randn(num_experts, device=device)
-    ids, weights = route(logits, bias, rule)
+    ids, weights = route(logits[None], bias, rule)
     for rows in (slice(0, 1), slice(4, 5), slice(2, 9)):
-        some_ids, some_weights = route(logits[rows], bias, rule)
+        some_ids, some_weights = route(logits[None, rows], bias, rule)
         assert torch.equal(some_ids, ids[rows]) and same_bits(some_weights, weights[rows])
 
 
 @both_routes
 def test_scores_that_vanish_still_choose_by_logits(op: Route, device: str) -> None:
     logits = torch.tensor([[200.0, -10.0, -20.0, -5.0]], device=device)
-    ids, weights = op(logits, None, RoutingRule(3))
+    ids, weights = op(logits[None], None, RoutingRule(3))
     assert ids.tolist() == [[0, 3, 1]] and weights[0, 0] == 1 and weights.isfinite().all()
 
 
+@both_routes
+def test_tokens_of_padding_get_no_expert(op: Route, device: str) -> None:
+    torch.manual_seed(2)
+    logits, is_real = torch.randn(1, 5, 8, device=device), torch.tensor([1, 0, 1, 1, 0], dtype=torch.int32).to(device)
+    ids, weights = op(logits, None, RoutingRule(3), is_real)
+    expected_ids, expected_weights = op(logits, None, RoutingRule(3))
+    assert ids[[1, 4]].eq(-1).all() and weights[[1, 4]].eq(0).all()
+    assert torch.equal(ids[[0, 2, 3]], expected_ids[[0, 2, 3]])
+    assert same_bits(weights[[0, 2, 3]], expected_weights[[0, 2, 3]])
+
+
+@pytest.mark.parametrize("op", [router_logits, router_logits_ref])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-5), (torch.float64, 1e-12)]
+)
+@pytest.mark.parametrize(("num_tokens", "num_inputs", "num_experts"), [(1, 72, 5), (19, 1100, 70), (300, 130, 8)])
+def test_logits_are_products_in_fp32(
+    num_tokens: int, num_inputs: int, num_experts: int, dtype: torch.dtype, tolerance: float, op: Logits, device: str
+) -> None:
+    torch.manual_seed(num_inputs)
+    x = torch.randn(num_tokens, num_inputs + 8).to(dtype)[:, :num_inputs]
+    gate = torch.randn(num_experts, num_inputs).div(num_inputs**0.5).to(dtype)
+    logits = op(x.to(device), gate.to(device)).sum(0).cpu()
+    expected = x.double() @ gate.double().T
+    torch.testing.assert_close(logits.double(), expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize(("num_tokens", "rows"), [(64, (slice(0, 1), slice(9, 40))), (700, (slice(1, 301),))])
+def test_a_tokens_logits_have_the_same_bits_in_any_batch_of_a_form(
+    num_tokens: int, rows: Sequence[slice], device: str
+) -> None:
+    if device == "cpu":
+        pytest.skip("a CPU's matrix products round by their shape")
+    torch.manual_seed(4)
+    x, gate = torch.randn(num_tokens, 200, device=device), torch.randn(9, 200, device=device)
+    together = router_logits(x, gate).sum(0)
+    for some in rows:
+        assert same_bits(router_logits(x[some], gate).sum(0), together[some])
+
+
 @both_orders
-@pytest.mark.parametrize(("num_tokens", "top_k", "num_experts"), [(1, 6, 128), (9, 2, 5), (700, 3, 7), (3, 1, 1)])
-@pytest.mark.parametrize("spread", ["random", "one expert", "the last expert"])
+@pytest.mark.parametrize(
+    ("num_tokens", "top_k", "num_experts"), [(1, 6, 128), (9, 2, 5), (700, 3, 7), (1500, 3, 7), (3, 1, 1)]
+)
+@pytest.mark.parametrize("spread", ["random", "one expert", "the last expert", "few here"])
 def test_pairs_are_in_the_order_of_experts(
     num_tokens: int, top_k: int, num_experts: int, spread: str, op: Order, device: str
 ) -> None:
@@ -122,16 +171,22 @@ def test_pairs_are_in_the_order_of_experts(
         "random": torch.randint(num_experts, shape),
         "one expert": torch.zeros(shape, dtype=torch.int64),
         "the last expert": torch.full(shape, num_experts - 1),
+        "few here": torch.randint(-1, 4 * num_experts, shape),
     }[spread].to(torch.int32)
-    pairs, places, starts = op(ids.to(device), num_experts)
-    flat = ids.flatten().tolist()
-    assert pairs.tolist() == sorted(range(len(flat)), key=lambda pair: (flat[pair], pair))
-    assert pairs[places.flatten().long()].tolist() == list(range(len(flat))) and places.shape == shape
-    assert starts.tolist() == [sum(expert < bound for expert in flat) for bound in range(num_experts + 1)]
+    first = num_experts if spread == "few here" else 0
+    pairs, places, starts = op(ids.to(device), num_experts, first)
+    flat = [expert - first for expert in ids.flatten().tolist()]
+    here = [pair for pair, expert in enumerate(flat) if 0 <= expert < num_experts]
+    assert pairs[: len(here)].tolist() == sorted(here, key=lambda pair: (flat[pair], pair))
+    assert starts.tolist() == [sum(flat[pair] < bound for pair in here) for bound in range(num_experts + 1)]
+    assert places.shape == shape
+    for pair, place in enumerate(places.flatten().tolist()):
+        assert pairs[place] == pair if pair in set(here) else place == -1
 
 
 def test_no_tokens(device: str) -> None:
-    ids, weights = route(torch.zeros(0, 8, device=device), None, RoutingRule(2))
+    logits = router_logits(torch.zeros(0, 16, device=device), torch.zeros(8, 16, device=device))
+    ids, weights = route(logits, None, RoutingRule(2))
     assert ids.shape == weights.shape == (0, 2)
     order = order_by_expert(ids, 8)
     assert order.pairs.shape == (0,) and order.starts.tolist() == [0] * 9
@@ -140,8 +195,8 @@ def test_no_tokens(device: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"logits": torch.zeros(3)}, r"\[tokens, experts\]"),
-        ({"logits": torch.zeros(3, 16)[:, ::2]}, "contiguous experts"),
+        ({"logits": torch.zeros(3, 8)}, r"\[parts, tokens, experts\]"),
+        ({"logits": torch.zeros(1, 3, 16)[..., ::2]}, "contiguous experts"),
         ({"bias": torch.zeros(7)}, r"bias \[experts\]"),
         ({"bias": torch.zeros(8, device="meta")}, "one device"),
         ({"rule": RoutingRule(9)}, "can choose from 8"),
@@ -149,9 +204,22 @@ def test_no_tokens(device: str) -> None:
     ],
 )
 def test_arguments_that_disagree_are_refused(changes: dict, reason: str) -> None:
-    arguments = {"logits": torch.zeros(3, 8), "bias": None, "rule": RoutingRule(2)} | changes
+    arguments = {"logits": torch.zeros(1, 3, 8), "bias": None, "rule": RoutingRule(2)} | changes
     with pytest.raises(ValueError, match=reason):
         route(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("x", "gate", "reason"),
+    [
+        (torch.zeros(3, 8), torch.zeros(4, 7), r"gate \[experts, inputs\]"),
+        (torch.zeros(3, 8), torch.zeros(4, 8).bfloat16(), "one dtype"),
+        (torch.zeros(3, 16)[:, ::2], torch.zeros(4, 8), "contiguous"),
+    ],
+)
+def test_logits_of_arguments_that_disagree_are_refused(x: Tensor, gate: Tensor, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        router_logits(x, gate)
 
 
 @pytest.mark.parametrize("fields", [{"top_k": 0}, {"top_k": 1, "top_groups": 2}, {"top_k": 1, "score": "tanh"}])
@@ -164,11 +232,19 @@ def test_rules_that_cannot_be_are_refused(fields: dict) -> None:
 def test_other_numbers_of_tokens_compile_nothing_new(
     name: str, compile_for_hopper: Callable[[ModuleType, str], CompiledInsteadOfLaunched]
 ) -> None:
-    routes = compile_for_hopper(routing, "_route_kernel")
-    orders = compile_for_hopper(expert_order, "_order_kernel")
+    routes, products = (compile_for_hopper(routing, kernel) for kernel in ("_route_kernel", "_logits_kernel"))
+    orders = [
+        compile_for_hopper(expert_order, kernel)
+        for kernel in ("_order_kernel", "_count_kernel", "_sum_counts_kernel", "_place_kernel")
+    ]
     num_experts, rule = RULES[name]
-    for num_tokens in (1, 2, 16, 33, 4096):
-        ids, _ = route(torch.empty(num_tokens, num_experts), torch.empty(num_experts), rule)
+    gate, bias = torch.empty(num_experts, 256).bfloat16(), torch.empty(num_experts)
+    for num_tokens in (1, 2, 16, 33, 4096, 8192):
+        ids, _ = route(router_logits(torch.empty(num_tokens, 256).bfloat16(), gate), bias, rule)
         order_by_expert(ids, num_experts)
-    for kernel in (routes, orders):
-        assert len(kernel.ptx) == 5 and len(kernel.compiled) == 1 and ".local." not in kernel.ptx[0]
+    assert len(routes.ptx) == len(products.ptx) == 6
+    assert len(routes.compiled) == len(products.compiled) == 2  # few tokens and many
+    for kernel in orders:
+        assert kernel.ptx and len(kernel.compiled) == 1
+    for kernel in (routes, products, *orders):
+        assert ".local." not in kernel.ptx[0]

@@ -1,8 +1,10 @@
 """The order of tokens by expert: which pairs of a token and one of its experts each expert computes.
 
-Layout: pairs in the order of tokens, then of the tokens' experts. Grid: a program an expert. It reads all pairs twice:
-once to count those of lower experts, which come before its own, and once to write its own in their order. So the same
-choice of experts gives the same order on every run, without atomics. Graph safe: no host sync, one launch.
+Layout: pairs in the order of tokens, then of the tokens' experts. The same choice of experts gives the same order on
+every run: there are no atomics. Few pairs take one launch, a program an expert: it reads all pairs twice, to count
+those of lower experts, which come before its own, and to write its own in their order. More pairs take three launches
+over chunks of pairs: count each chunk's pairs of each expert and rank each pair among them; sum the counts of the
+chunks before; place. Graph safe: no host sync.
 """
 
 import torch
@@ -16,42 +18,114 @@ from .reference_routing import ExpertOrder, order_by_expert_ref
 __all__ = ["ExpertOrder", "order_by_expert", "order_by_expert_ref"]
 
 _PAIRS_AT_A_TIME = 1024
+_FEW_PAIRS = 4096
+_CHUNK = 128
+"""Pairs of a chunk."""
+_CHUNKS_AT_A_TIME = 256
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
-def _order_kernel(ids, pairs, places, starts, num_pairs, NUM_EXPERTS: tl.constexpr, PAIRS: tl.constexpr):
+@triton.jit
+def _load_experts(ids, place, num_pairs, first_expert, NUM_EXPERTS: tl.constexpr):
+    """Return the experts of pairs; NUM_EXPERTS for those whose expert is elsewhere, and beyond the last pair."""
+    expert = tl.load(ids + place, mask=place < num_pairs, other=-1) - first_expert
+    return tl.where((place < num_pairs) & (expert >= 0) & (expert < NUM_EXPERTS), expert, NUM_EXPERTS)
+
+
+@triton.jit(do_not_specialize=["num_pairs", "first_expert"])
+def _order_kernel(ids, pairs, places, starts, num_pairs, first_expert, NUM_EXPERTS: tl.constexpr, PAIRS: tl.constexpr):
     expert = tl.program_id(0)
     lane = tl.arange(0, PAIRS)
     lower = tl.zeros([PAIRS], tl.int32)
     for begin in range(0, num_pairs, PAIRS):
-        chosen = tl.load(ids + begin + lane, mask=begin + lane < num_pairs, other=NUM_EXPERTS)
+        chosen = _load_experts(ids, begin + lane, num_pairs, first_expert, NUM_EXPERTS)
         lower += (chosen < expert).to(tl.int32)
     first = tl.sum(lower, axis=0)
     tl.store(starts + expert, first)
     place = first
     for begin in range(0, num_pairs, PAIRS):
-        chosen = tl.load(ids + begin + lane, mask=begin + lane < num_pairs, other=NUM_EXPERTS)
+        chosen = _load_experts(ids, begin + lane, num_pairs, first_expert, NUM_EXPERTS)
         is_own = (chosen == expert).to(tl.int32)
         rank = tl.cumsum(is_own, axis=0)
         tl.store(pairs + place + rank - 1, begin + lane, mask=is_own > 0)
         tl.store(places + begin + lane, place + rank - 1, mask=is_own > 0)
+        if expert == 0:
+            tl.store(places + begin + lane, -1, mask=(chosen == NUM_EXPERTS) & (begin + lane < num_pairs))
         place += tl.sum(is_own, axis=0)
     if expert == NUM_EXPERTS - 1:
         tl.store(starts + NUM_EXPERTS, place)
 
 
-def order_by_expert(ids: Tensor, num_experts: int) -> ExpertOrder:
+@triton.jit(do_not_specialize=["num_pairs", "first_expert"])
+def _count_kernel(
+    ids, ranks, counts, num_pairs, first_expert, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr
+):
+    """Count a chunk's pairs of each expert, and rank each pair among those of its expert."""
+    chunk, lane, expert = tl.program_id(0), tl.arange(0, CHUNK), tl.arange(0, EXPERTS)
+    chosen = _load_experts(ids, chunk * CHUNK + lane, num_pairs, first_expert, NUM_EXPERTS)
+    count = tl.sum((chosen[:, None] == expert[None, :]).to(tl.int32), axis=0)
+    tl.store(counts + chunk * NUM_EXPERTS + expert, count, mask=expert < NUM_EXPERTS)
+    other = _load_experts(ids, chunk * CHUNK + lane, num_pairs, first_expert, NUM_EXPERTS)
+    is_before = (other[None, :] == chosen[:, None]) & (lane[None, :] < lane[:, None])
+    tl.store(ranks + chunk * CHUNK + lane, tl.sum(is_before.to(tl.int32), axis=1))
+
+
+@triton.jit(do_not_specialize=["num_chunks"])
+def _sum_counts_kernel(counts, totals, num_chunks, NUM_EXPERTS: tl.constexpr, CHUNKS: tl.constexpr):
+    """Replace the counts of an expert by those of the chunks before, and store their total."""
+    expert, lane = tl.program_id(0), tl.arange(0, CHUNKS)
+    before = 0
+    for begin in range(0, num_chunks, CHUNKS):
+        at = counts + (begin + lane) * NUM_EXPERTS + expert
+        count = tl.load(at, mask=begin + lane < num_chunks, other=0)
+        tl.store(at, before + tl.cumsum(count, axis=0) - count, mask=begin + lane < num_chunks)
+        before += tl.sum(count, axis=0)
+    tl.store(totals + expert, before)
+
+
+@triton.jit(do_not_specialize=["num_pairs", "first_expert"])
+def _place_kernel(
+    ids,
+    ranks,
+    counts,
+    totals,
+    pairs,
+    places,
+    starts,
+    num_pairs,
+    first_expert,
+    NUM_EXPERTS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    chunk, lane, expert = tl.program_id(0), tl.arange(0, CHUNK), tl.arange(0, EXPERTS)
+    total = tl.load(totals + expert, mask=expert < NUM_EXPERTS, other=0)
+    if chunk == 0:
+        ends = tl.cumsum(total, axis=0)
+        tl.store(starts + expert, ends - total, mask=expert < NUM_EXPERTS)
+        tl.store(starts + NUM_EXPERTS, tl.sum(total, axis=0))
+    pair = chunk * CHUNK + lane
+    chosen = _load_experts(ids, pair, num_pairs, first_expert, NUM_EXPERTS)
+    is_here = chosen < NUM_EXPERTS
+    start = tl.sum(tl.where(expert[None, :] < chosen[:, None], total[None, :], 0), axis=1)
+    start += tl.load(counts + chunk * NUM_EXPERTS + chosen, mask=is_here, other=0)
+    place = start + tl.load(ranks + pair)
+    tl.store(pairs + place, pair, mask=is_here)
+    tl.store(places + pair, tl.where(is_here, place, -1), mask=pair < num_pairs)
+
+
+def order_by_expert(ids: Tensor, num_experts: int, first_expert: int = 0) -> ExpertOrder:
     """Return the pairs of tokens and experts in the order of experts.
 
     Pair `token * top_k + slot` is a token and its expert in that slot. Pairs of an expert stay in order.
 
     Args:
-        ids: [tokens, top_k] int32, contiguous: experts from 0 to num_experts - 1.
+        ids: [tokens, top_k] int32, contiguous.
+        num_experts, first_expert: The experts to order for. Pairs of other experts have no place.
 
     Raises:
         ValueError: If `ids` has another form, or there are no experts.
 
-    Reference: `order_by_expert_ref`. CUDA-graph safe: no host sync, one launch.
+    Reference: `order_by_expert_ref`. CUDA-graph safe: no host sync, one launch, or three for many pairs.
     """
     if ids.dim() != 2 or ids.dtype != torch.int32 or not ids.is_contiguous() or num_experts < 1:
         raise ValueError(
@@ -59,18 +133,46 @@ def order_by_expert(ids: Tensor, num_experts: int) -> ExpertOrder:
             f"strides {ids.stride()}, and {num_experts} experts"
         )
     if not launches_kernel(ids):
-        return order_by_expert_ref(ids, num_experts)
-    pairs = torch.empty(ids.numel(), dtype=torch.int32, device=ids.device)
-    places = torch.empty_like(ids)
-    starts = torch.empty(num_experts + 1, dtype=torch.int32, device=ids.device)
+        return order_by_expert_ref(ids, num_experts, first_expert)
+    order = ExpertOrder(ids.new_empty(ids.numel()), torch.empty_like(ids), ids.new_empty(num_experts + 1))
+    if ids.numel() > _FEW_PAIRS:
+        _order_many(ids, order, first_expert)
+        return order
     _order_kernel[(num_experts,)](
         ids=ids,
-        pairs=pairs,
-        places=places,
-        starts=starts,
+        pairs=order.pairs,
+        places=order.places,
+        starts=order.starts,
         num_pairs=ids.numel(),
+        first_expert=first_expert,
         NUM_EXPERTS=num_experts,
         PAIRS=_PAIRS_AT_A_TIME,
         num_warps=4,
     )
-    return ExpertOrder(pairs, places, starts)
+    return order
+
+
+def _order_many(ids: Tensor, order: ExpertOrder, first_expert: int) -> None:
+    num_experts, num_chunks = len(order.starts) - 1, triton.cdiv(ids.numel(), _CHUNK)
+    ranks, counts = ids.new_empty(num_chunks * _CHUNK), ids.new_empty(num_chunks, num_experts)
+    totals = ids.new_empty(num_experts)
+    of_pairs = {"ids": ids, "ranks": ranks, "counts": counts, "num_pairs": ids.numel(), "first_expert": first_expert}
+    sizes = {"NUM_EXPERTS": num_experts, "EXPERTS": triton.next_power_of_2(num_experts), "CHUNK": _CHUNK}
+    _count_kernel[(num_chunks,)](**of_pairs, **sizes, num_warps=4)
+    _sum_counts_kernel[(num_experts,)](
+        counts=counts,
+        totals=totals,
+        num_chunks=num_chunks,
+        NUM_EXPERTS=num_experts,
+        CHUNKS=_CHUNKS_AT_A_TIME,
+        num_warps=4,
+    )
+    _place_kernel[(num_chunks,)](
+        **of_pairs,
+        **sizes,
+        totals=totals,
+        pairs=order.pairs,
+        places=order.places,
+        starts=order.starts,
+        num_warps=4,
+    )

@@ -6,8 +6,9 @@ expert's rows are consecutive and its weights are read once for each tile of row
 one expert and WIDTH outputs. The host does not know how many tiles an expert has: programs are launched for the most
 tiles that any choice can have, and each finds its expert from the starts; those beyond the last tile do nothing.
 
-A row's inputs are summed in one order, whatever other rows there are, so a token's bits do not depend on the batch.
-Accumulation is fp32. Graph safe: no host sync, no atomics.
+With few rows an expert, reading the weights takes the time, with many the products do: `product_forms` has the tiles
+of each form. Within a form a row's inputs are summed in one order, whatever other rows there are, so that a token's
+bits do not depend on the batch. Accumulation is fp32. Graph safe: no host sync, no atomics.
 """
 
 from typing import Literal
@@ -16,8 +17,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..kernel_launches import INTERPRETED, is_computed_in_fp32, launches_kernel
+from .product_forms import ProductForm, choose_form
 from .reference_experts import grouped_product_ref, weighted_sum_ref
 from .reference_routing import ExpertOrder
 
@@ -25,10 +28,6 @@ __all__ = ["Activation", "grouped_product", "grouped_product_ref", "weighted_sum
 
 Activation = Literal["none", "squared_relu", "gated_silu"]
 
-_TILE = 16
-_WIDTH = 64
-_DEPTH = 64
-"""Rows, outputs and inputs of a tile."""
 _SUM_WIDTH = 1024
 _IS_INTERPRETED = tl.constexpr(INTERPRETED)
 
@@ -50,10 +49,97 @@ def _tile_of(starts, number, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, T
 
 
 @triton.jit
-def _operand(pointers, mask):
-    """Load what a product takes; the interpreter multiplies the bits of bf16 instead of its values."""
-    values = tl.load(pointers, mask=mask, other=0)
+def _operand(values):
+    """Return what a product takes; the interpreter multiplies the bits of bf16 instead of its values."""
     return values.to(tl.float32) if _IS_INTERPRETED else values
+
+
+@triton.jit
+def _load_weights(
+    weight,
+    first_row,
+    first_column,
+    begin,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DEPTH: tl.constexpr,
+    BOXES: tl.constexpr,
+):
+    """Load the weights [WIDTH, DEPTH] of columns; beyond the last column, a box has what comes after its weights."""
+    if BOXES:
+        values = weight.load([first_row + first_column, begin])
+    else:
+        column, element = first_column + tl.arange(0, WIDTH), begin + tl.arange(0, DEPTH)
+        places = weight + (first_row + column).to(tl.int64)[:, None] * INPUTS + element[None, :]
+        values = tl.load(places, mask=(column < OUTPUTS)[:, None] & (element < INPUTS)[None, :], other=0)
+    return values
+
+
+@triton.jit
+def _multiply(given, weights, total, SWAPS: tl.constexpr, PRECISION: tl.constexpr):
+    left, right = (weights, given) if SWAPS else (given, weights)
+    return tl.dot(_operand(left), _operand(right).T, total, input_precision=PRECISION)
+
+
+@triton.jit
+def _compute_tile(
+    x,
+    weight,
+    pairs,
+    out,
+    x_stride,
+    expert,
+    first,
+    last,
+    DIVISOR: tl.constexpr,
+    INPUTS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TILE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DEPTH: tl.constexpr,
+    SWAPS: tl.constexpr,
+    BOXES: tl.constexpr,
+):
+    """Compute and store TILE rows of an expert, of which those from `last` on are another's, times WIDTH outputs."""
+    IS_GATED: tl.constexpr = ACTIVATION == "gated_silu"
+    row = first + tl.arange(0, TILE)
+    is_row = row < last
+    # Rows of x are tokens, or pairs in the order of experts.
+    source = tl.load(pairs + row, mask=is_row, other=0) // DIVISOR if DIVISOR > 0 else tl.where(is_row, row, first)
+    first_column = tl.program_id(0) * WIDTH
+    column = first_column + tl.arange(0, WIDTH)
+    element = tl.arange(0, DEPTH)
+    rows = x + source.to(tl.int64)[:, None] * x_stride + element[None, :]
+    first_row = expert * ((2 if IS_GATED else 1) * OUTPUTS)
+    total = tl.zeros([WIDTH, TILE] if SWAPS else [TILE, WIDTH], tl.float32)
+    others = tl.zeros([WIDTH, TILE] if SWAPS else [TILE, WIDTH], tl.float32)
+    for begin in range(0, INPUTS, DEPTH):
+        if INPUTS % DEPTH == 0:
+            given = tl.load(rows + begin)
+        else:
+            given = tl.load(rows + begin, mask=(begin + element < INPUTS)[None, :], other=0)
+        weights = _load_weights(weight, first_row, first_column, begin, OUTPUTS, INPUTS, WIDTH, DEPTH, BOXES)
+        total = _multiply(given, weights, total, SWAPS, PRECISION)
+        if IS_GATED:
+            weights = _load_weights(
+                weight, first_row + OUTPUTS, first_column, begin, OUTPUTS, INPUTS, WIDTH, DEPTH, BOXES
+            )
+            others = _multiply(given, weights, others, SWAPS, PRECISION)
+    if ACTIVATION == "squared_relu":
+        total = tl.maximum(total, 0)
+        total = total * total
+    if IS_GATED:
+        total = total / (1 + tl.exp(-total)) * others
+    result = total.to(out.dtype.element_ty)
+    if SWAPS:
+        places = out + row.to(tl.int64)[None, :] * OUTPUTS + column[:, None]
+        tl.store(places, result, mask=is_row[None, :] & (column < OUTPUTS)[:, None])
+    else:
+        places = out + row.to(tl.int64)[:, None] * OUTPUTS + column[None, :]
+        tl.store(places, result, mask=is_row[:, None] & (column < OUTPUTS)[None, :])
 
 
 @triton.jit
@@ -74,42 +160,37 @@ def _grouped_product_kernel(
     TILE: tl.constexpr,
     WIDTH: tl.constexpr,
     DEPTH: tl.constexpr,
+    SWAPS: tl.constexpr,
+    BOXES: tl.constexpr,
+    HAS_HALVES: tl.constexpr,
 ):
     expert, first, last = _tile_of(starts, tl.program_id(1), NUM_EXPERTS, EXPERTS, TILE)
     if first >= last:
         return
-    IS_GATED: tl.constexpr = ACTIVATION == "gated_silu"
-    row = first + tl.arange(0, TILE)
-    is_row = row < last
-    # Rows of x are tokens, or pairs in the order of experts.
-    source = tl.load(pairs + row, mask=is_row, other=0) // DIVISOR if DIVISOR > 0 else row
-    column = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
-    is_column = column < OUTPUTS
-    element = tl.arange(0, DEPTH)
-    rows = x + source.to(tl.int64)[:, None] * x_stride + element[None, :]
-    num_weights: tl.constexpr = (2 if IS_GATED else 1) * OUTPUTS * INPUTS
-    columns = weight + expert.to(tl.int64) * num_weights + column[None, :] * INPUTS + element[:, None]
-    total = tl.zeros([TILE, WIDTH], tl.float32)
-    others = tl.zeros([TILE, WIDTH], tl.float32)
-    for begin in range(0, INPUTS, DEPTH):
-        is_input = begin + element < INPUTS
-        given = _operand(rows + begin, is_row[:, None] & is_input[None, :])
-        inside = is_input[:, None] & is_column[None, :]
-        total = tl.dot(given, _operand(columns + begin, inside), total, input_precision=PRECISION)
-        if IS_GATED:
-            other = _operand(columns + OUTPUTS * INPUTS + begin, inside)
-            others = tl.dot(given, other, others, input_precision=PRECISION)
-    if ACTIVATION == "squared_relu":
-        total = tl.maximum(total, 0)
-        total = total * total
-    if IS_GATED:
-        total = total / (1 + tl.exp(-total)) * others
-    places = out + row.to(tl.int64)[:, None] * OUTPUTS + column[None, :]
-    tl.store(places, total.to(out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+    if HAS_HALVES and last - first <= TILE // 2:
+        _compute_tile(
+            x, weight, pairs, out, x_stride, expert, first, last,
+            DIVISOR, INPUTS, OUTPUTS, ACTIVATION, PRECISION, TILE // 2, WIDTH, DEPTH, SWAPS, BOXES,
+        )  # fmt: skip
+    else:
+        _compute_tile(
+            x, weight, pairs, out, x_stride, expert, first, last,
+            DIVISOR, INPUTS, OUTPUTS, ACTIVATION, PRECISION, TILE, WIDTH, DEPTH, SWAPS, BOXES,
+        )  # fmt: skip
 
 
 @triton.jit
-def _weighted_sum_kernel(rows, places, weights, out, OUTPUTS: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr):
+def _weighted_sum_kernel(
+    rows,
+    places,
+    weights,
+    addend,
+    out,
+    HAS_ADDEND: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = column < OUTPUTS
@@ -117,7 +198,10 @@ def _weighted_sum_kernel(rows, places, weights, out, OUTPUTS: tl.constexpr, TOP_
     for slot in range(TOP_K):
         place = tl.load(places + token * TOP_K + slot).to(tl.int64)
         weight = tl.load(weights + token * TOP_K + slot)
-        total += weight * tl.load(rows + place * OUTPUTS + column, mask=inside, other=0).to(tl.float32)
+        row = tl.load(rows + place * OUTPUTS + column, mask=inside & (place >= 0), other=0)
+        total += weight * row.to(tl.float32)
+    if HAS_ADDEND:
+        total += tl.load(addend + token * OUTPUTS + column, mask=inside, other=0).to(tl.float32)
     tl.store(out + token * OUTPUTS + column, total.to(out.dtype.element_ty), mask=inside)
 
 
@@ -156,10 +240,11 @@ def grouped_product(
     out = torch.empty(num_rows, outputs, dtype=x.dtype, device=x.device)
     if out.numel() == 0:
         return out
-    most_tiles = min(num_rows, num_experts + num_rows // _TILE)
-    _grouped_product_kernel[(triton.cdiv(outputs, _WIDTH), most_tiles)](
+    form = choose_form(num_rows, weight, is_gated=activation == "gated_silu")
+    most_tiles = min(num_rows, num_experts + num_rows // form.rows)
+    _grouped_product_kernel[(triton.cdiv(outputs, form.outputs), most_tiles)](
         x=x,
-        weight=weight,
+        weight=_boxes(weight, form) if form.loads_boxes else weight,
         pairs=order.pairs,
         starts=order.starts,
         out=out,
@@ -171,22 +256,31 @@ def grouped_product(
         EXPERTS=triton.next_power_of_2(num_experts),
         ACTIVATION=activation,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        TILE=_TILE,
-        WIDTH=_WIDTH,
-        DEPTH=_DEPTH,
-        num_warps=4,
-        num_stages=4,
+        TILE=form.rows,
+        WIDTH=form.outputs,
+        DEPTH=form.inputs,
+        SWAPS=form.multiplies_weights,
+        BOXES=form.loads_boxes,
+        HAS_HALVES=form.has_halves,
+        num_warps=form.num_warps,
+        num_stages=form.num_stages,
     )
     return out
 
 
-def weighted_sum(rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+def _boxes(weight: Tensor, form: ProductForm) -> TensorDescriptor:
+    """Return the weights as rows of all experts, to be loaded a box at a time."""
+    return TensorDescriptor.from_tensor(weight.flatten(0, 1), [form.outputs, form.inputs])
+
+
+def weighted_sum(rows: Tensor, places: Tensor, weights: Tensor, addend: Tensor | None = None) -> Tensor:
     """Return for each token the sum of its experts' rows times their weights, in the order of its slots.
 
     Args:
         rows: [pairs, outputs], contiguous.
-        places: [tokens, top_k] int32: which row each slot has.
+        places: [tokens, top_k] int32: which row each slot has; -1 for none.
         weights: [tokens, top_k] float32.
+        addend: [tokens, outputs], contiguous, added to the sum; None for none.
 
     Returns:
         [tokens, outputs] in the rows' dtype; summed in fp32.
@@ -194,7 +288,7 @@ def weighted_sum(rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
     Reference: `weighted_sum_ref`. CUDA-graph safe: no host sync, one launch.
     """
     if not launches_kernel(rows) or not is_computed_in_fp32(rows):
-        return weighted_sum_ref(rows, places, weights)
+        return weighted_sum_ref(rows, places, weights, addend)
     (num_tokens, top_k), outputs = places.shape, rows.shape[1]
     out = torch.empty(num_tokens, outputs, dtype=rows.dtype, device=rows.device)
     if out.numel() == 0:
@@ -203,7 +297,9 @@ def weighted_sum(rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
         rows=rows,
         places=places,
         weights=weights,
+        addend=rows if addend is None else addend,
         out=out,
+        HAS_ADDEND=addend is not None,
         OUTPUTS=outputs,
         TOP_K=top_k,
         WIDTH=_SUM_WIDTH,

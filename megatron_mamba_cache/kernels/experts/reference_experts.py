@@ -18,14 +18,15 @@ def grouped_product_ref(
 ) -> Tensor:
     """Return the activated products of rows with their experts' weights; see `grouped_product`."""
     dtype = compute_dtype(x)
-    rows = x if top_k is None else x[order.pairs.long() // top_k]
     bounds = order.starts.tolist()
+    rows = x if top_k is None else x[order.pairs[: bounds[-1]].long() // top_k]
     parts = [
         F.linear(rows[begin:end].to(dtype), weight[expert].to(dtype))
         for expert, (begin, end) in enumerate(pairwise(bounds))
         if end > begin
     ]
-    products = torch.cat(parts) if parts else rows.new_zeros(0, weight.shape[1], dtype=dtype)
+    elsewhere = rows.new_zeros(len(order.pairs) - bounds[-1], weight.shape[1], dtype=dtype)
+    products = torch.cat([*parts, elsewhere])
     if activation == "squared_relu":
         products = products.relu().square()
     elif activation == "gated_silu":
@@ -34,10 +35,12 @@ def grouped_product_ref(
     return products.to(x.dtype)
 
 
-def weighted_sum_ref(rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+def weighted_sum_ref(rows: Tensor, places: Tensor, weights: Tensor, addend: Tensor | None = None) -> Tensor:
     """Return for each token the weighted sum of its experts' rows, in the order of its slots; see `weighted_sum`."""
     dtype = compute_dtype(rows)
     total = torch.zeros(places.shape[0], rows.shape[1], dtype=dtype, device=rows.device)
     for slot in range(places.shape[1]):
-        total = total + weights[:, slot, None].to(dtype) * rows[places[:, slot].long()].to(dtype)
-    return total.to(rows.dtype)
+        place = places[:, slot].long()
+        products = weights[:, slot, None].to(dtype) * rows[place.clamp_min(0)].to(dtype)
+        total = total + products.masked_fill((place < 0).unsqueeze(-1), 0)
+    return (total if addend is None else total + addend.to(dtype)).to(rows.dtype)

@@ -3,14 +3,24 @@
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from ..slots.reference_slots import compute_dtype
 from .routing_rule import RoutingRule
 
 
-def route_ref(logits: Tensor, bias: Tensor | None, rule: RoutingRule) -> tuple[Tensor, Tensor]:
+def router_logits_ref(x: Tensor, gate: Tensor) -> Tensor:
+    """Return the products of tokens with the router's weights, as one part; see `router_logits`."""
+    dtype = compute_dtype(x)
+    return F.linear(x.to(dtype), gate.to(dtype)).unsqueeze(0)
+
+
+def route_ref(
+    logits: Tensor, bias: Tensor | None, rule: RoutingRule, is_real: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return each token's experts and their weights; see `route`."""
-    logits = logits if logits.dtype == torch.float64 else logits.float()
+    logits = (logits if logits.dtype == torch.float64 else logits.float()).sum(0)
     scores = logits.sigmoid() if rule.score == "sigmoid" else logits.softmax(-1)
     # A softmax rounds small scores to 0, and the logits have the same order.
     choice = scores if rule.score == "sigmoid" else logits
@@ -22,16 +32,21 @@ def route_ref(logits: Tensor, bias: Tensor | None, rule: RoutingRule) -> tuple[T
     weights = scores.gather(-1, ids)
     if rule.normalizes:
         weights = weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
-    return ids.to(torch.int32), weights * rule.scale
+    weights, ids = weights * rule.scale, ids.to(torch.int32)
+    if is_real is None:
+        return ids, weights
+    is_own = is_real.bool().unsqueeze(-1)
+    return ids.where(is_own, -1), weights.where(is_own, 0)
 
 
 class ExpertOrder(NamedTuple):
     """Pairs of a token and one of its experts, in the order of experts.
 
     Args:
-        pairs: [tokens * top_k] int32: token * top_k + slot; those of an expert in ascending order.
-        places: [tokens, top_k] int32: where each pair is in `pairs`.
-        starts: [experts + 1] int32: where each expert's pairs begin; the last one is the number of pairs.
+        pairs: [tokens * top_k] int32: token * top_k + slot; those of an expert in ascending order. Entries from
+            `starts[-1]` on mean nothing.
+        places: [tokens, top_k] int32: where each pair is in `pairs`; -1 for pairs of other experts.
+        starts: [experts + 1] int32: where each expert's pairs begin; the last one is the number of pairs in order.
     """
 
     pairs: Tensor
@@ -39,12 +54,15 @@ class ExpertOrder(NamedTuple):
     starts: Tensor
 
 
-def order_by_expert_ref(ids: Tensor, num_experts: int) -> ExpertOrder:
+def order_by_expert_ref(ids: Tensor, num_experts: int, first_expert: int = 0) -> ExpertOrder:
     """Return the pairs of tokens and experts in the order of experts; see `order_by_expert`."""
-    experts, pairs = ids.flatten().sort(dim=0, stable=True)
+    ids = ids - first_expert
+    here = (ids >= 0) & (ids < num_experts)
+    experts, pairs = ids.where(here, num_experts).flatten().sort(dim=0, stable=True)
     places = torch.empty_like(pairs).scatter_(0, pairs, torch.arange(len(pairs), device=ids.device))
+    places = places.view(ids.shape).where(here, -1)
     starts = torch.searchsorted(experts, torch.arange(num_experts + 1, dtype=ids.dtype, device=ids.device))
-    return ExpertOrder(pairs.to(torch.int32), places.to(torch.int32).view(ids.shape), starts.to(torch.int32))
+    return ExpertOrder(pairs.to(torch.int32), places.to(torch.int32), starts.to(torch.int32))
 
 
 def _in_best_groups(choice: Tensor, rule: RoutingRule) -> Tensor:

@@ -1,9 +1,13 @@
-"""Routing: the experts of each token, and their weights.
+"""Routing: the logits of each token, its experts and their weights.
 
-Layout: tokens of any stride, experts contiguous. Grid: a program a token, whose experts are in registers as
-[groups, experts of a group], both padded to powers of 2. The best expert is found `top_k` times by one maximum over
-keys that hold a score's order above and the expert's number below, so that equal scores go to the lowest number. All
-arithmetic is fp32. Graph safe.
+Logits: the router's weights times the tokens, in fp32. Few tokens would keep few multiprocessors busy, so that their
+inputs are cut into parts, whose products are added where experts are chosen, always in one order.
+
+Experts: a program a token, whose experts are in registers as [groups, experts of a group], both padded to powers of 2.
+The best expert is found `top_k` times by one maximum over keys that hold a score's order above and the expert's number
+below, so that equal scores go to the lowest number. All arithmetic is fp32.
+
+Graph safe. A token's result depends on that token alone, to the bit, within a form (few tokens, many).
 """
 
 import torch
@@ -11,13 +15,55 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..kernel_launches import launches_kernel
-from .reference_routing import route_ref
+from ..kernel_launches import INTERPRETED, is_computed_in_fp32, launches_kernel
+from .reference_routing import route_ref, router_logits_ref
 from .routing_rule import RoutingRule
 
-__all__ = ["RoutingRule", "route", "route_ref"]
+__all__ = ["RoutingRule", "route", "route_ref", "router_logits", "router_logits_ref"]
 
+_IS_INTERPRETED = tl.constexpr(INTERPRETED)
+_FEW_TOKENS = 256
+_FEW_PARTS = 8
+_EXPERTS = 64
+_DEPTH = 64
+"""Experts and inputs of a tile."""
 _LOWEST = tl.constexpr(-(2**63))
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _logits_kernel(
+    x,
+    gate,
+    logits,
+    stride,
+    num_tokens,
+    INPUTS: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TILE: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """Multiply a tile of tokens with the weights of a tile of experts, over one part of the inputs."""
+    part = tl.program_id(2)
+    token, element = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.arange(0, DEPTH)
+    expert = tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)
+    is_token, is_expert = token < num_tokens, expert < NUM_EXPERTS
+    length: tl.constexpr = (INPUTS + PARTS * DEPTH - 1) // (PARTS * DEPTH) * DEPTH
+    tokens = x + token.to(tl.int64)[None, :] * stride + element[:, None]
+    weights = gate + expert[:, None] * INPUTS + element[None, :]
+    total = tl.zeros([EXPERTS, TILE], tl.float32)
+    for begin in range(part * length, min((part + 1) * length, INPUTS), DEPTH):
+        is_input = begin + element < INPUTS
+        weight = tl.load(weights + begin, mask=is_expert[:, None] & is_input[None, :], other=0)
+        given = tl.load(tokens + begin, mask=is_token[None, :] & is_input[:, None], other=0)
+        if _IS_INTERPRETED:  # it would multiply the bits of bf16 instead of its values
+            weight, given = weight.to(tl.float32), given.to(tl.float32)
+        total = tl.dot(weight, given, total, input_precision=PRECISION)
+    row = part.to(tl.int64) * num_tokens + token
+    places = logits + row[None, :] * NUM_EXPERTS + expert[:, None]
+    tl.store(places, total, mask=is_expert[:, None] & is_token[None, :])
 
 
 @triton.jit
@@ -49,14 +95,17 @@ def _best_groups(choice, key, group, NUM_GROUPS: tl.constexpr, GROUP_SIZE: tl.co
     return chosen
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["part_stride"])
 def _route_kernel(
     logits,
     bias,
+    is_real,
     ids,
     weights,
     stride,
+    part_stride,
     scale,
+    PARTS: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -66,13 +115,17 @@ def _route_kernel(
     SLOTS: tl.constexpr,
     IS_SIGMOID: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_PADDING: tl.constexpr,
     NORMALIZES: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     group, member = tl.arange(0, GROUPS)[:, None], tl.arange(0, WIDTH)[None, :]
     expert = group * GROUP_SIZE + member
     exists = (group < NUM_GROUPS) & (member < GROUP_SIZE)
-    logit = tl.load(logits + token * stride + expert, mask=exists, other=float("-inf")).to(tl.float32)
+    places = logits + token * stride + expert
+    logit = tl.load(places, mask=exists, other=float("-inf")).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        logit += tl.load(places + part * part_stride, mask=exists, other=0).to(tl.float32)
     if IS_SIGMOID:
         score = 1 / (1 + tl.exp(-logit))
         choice = score
@@ -98,19 +151,67 @@ def _route_kernel(
         key = tl.where(is_best, _LOWEST, key)
     if NORMALIZES:
         weight = weight / tl.maximum(tl.sum(weight, axis=0), 1.1754943508222875e-38)
+    if HAS_PADDING:
+        is_own = tl.load(is_real + token) != 0
+        picked, weight = tl.where(is_own, picked, -1), tl.where(is_own, weight, 0.0)
     tl.store(ids + token * TOP_K + slot, picked, mask=slot < TOP_K)
     tl.store(weights + token * TOP_K + slot, weight * scale, mask=slot < TOP_K)
 
 
-def route(logits: Tensor, bias: Tensor | None, rule: RoutingRule) -> tuple[Tensor, Tensor]:
-    """Return each token's experts, best first, and their weights.
-
-    Of experts with equal scores the one with the lowest number is chosen. A token's result depends on that token alone,
-    to the bit. The reference computes float64 logits.
+def router_logits(x: Tensor, gate: Tensor) -> Tensor:
+    """Return the products of tokens with the router's weights, for `route`.
 
     Args:
-        logits: [tokens, experts]; experts contiguous.
+        x: [tokens, inputs]; inputs contiguous.
+        gate: [experts, inputs], contiguous, of the tokens' dtype.
+
+    Returns:
+        [parts, tokens, experts] float32: products of parts of the inputs, whose sum is the logits.
+
+    Raises:
+        ValueError: If shapes, strides, dtypes or devices disagree.
+
+    Reference: `router_logits_ref`. CUDA-graph safe: no host sync, one launch.
+    """
+    _check_products(x, gate)
+    if not launches_kernel(x) or not is_computed_in_fp32(x):
+        return router_logits_ref(x, gate)
+    (num_tokens, num_inputs), num_experts = x.shape, gate.shape[0]
+    are_few = num_tokens <= _FEW_TOKENS
+    parts, tile = (_FEW_PARTS, 16) if are_few else (1, 64)
+    logits = torch.empty(parts, num_tokens, num_experts, dtype=torch.float32, device=x.device)
+    if not num_tokens:
+        return logits
+    _logits_kernel[(triton.cdiv(num_tokens, tile), triton.cdiv(num_experts, _EXPERTS), parts)](
+        x=x,
+        gate=gate,
+        logits=logits,
+        stride=x.stride(0),
+        num_tokens=num_tokens,
+        INPUTS=num_inputs,
+        NUM_EXPERTS=num_experts,
+        PARTS=parts,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        TILE=tile,
+        EXPERTS=_EXPERTS,
+        DEPTH=_DEPTH,
+        num_warps=4,
+        num_stages=3,
+    )
+    return logits
+
+
+def route(
+    logits: Tensor, bias: Tensor | None, rule: RoutingRule, is_real: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return each token's experts, best first, and their weights.
+
+    Of experts with equal scores the one with the lowest number is chosen. The reference computes float64 logits.
+
+    Args:
+        logits: [parts, tokens, experts], summed over parts; experts contiguous.
         bias: [experts], added to the scores for the choice only; None for none.
+        is_real: [tokens] int32, 0 for tokens of padding, which get expert -1; None if all are real.
 
     Returns:
         Experts [tokens, top_k] int32, and weights [tokens, top_k] float32.
@@ -122,8 +223,8 @@ def route(logits: Tensor, bias: Tensor | None, rule: RoutingRule) -> tuple[Tenso
     """
     _check(logits, bias, rule)
     if not launches_kernel(logits) or logits.dtype == torch.float64:
-        return route_ref(logits, bias, rule)
-    num_tokens, num_experts = logits.shape
+        return route_ref(logits, bias, rule, is_real)
+    num_parts, num_tokens, num_experts = logits.shape
     ids = torch.empty(num_tokens, rule.top_k, dtype=torch.int32, device=logits.device)
     weights = torch.empty(num_tokens, rule.top_k, dtype=torch.float32, device=logits.device)
     if not num_tokens:
@@ -132,10 +233,13 @@ def route(logits: Tensor, bias: Tensor | None, rule: RoutingRule) -> tuple[Tenso
     _route_kernel[(num_tokens,)](
         logits=logits,
         bias=logits if bias is None else bias,
+        is_real=ids if is_real is None else is_real,
         ids=ids,
         weights=weights,
-        stride=logits.stride(0),
+        stride=logits.stride(1),
+        part_stride=logits.stride(0),
         scale=rule.scale,
+        PARTS=num_parts,
         NUM_GROUPS=rule.num_groups,
         GROUP_SIZE=size,
         GROUPS=triton.next_power_of_2(rule.num_groups),
@@ -145,18 +249,30 @@ def route(logits: Tensor, bias: Tensor | None, rule: RoutingRule) -> tuple[Tenso
         SLOTS=triton.next_power_of_2(rule.top_k),
         IS_SIGMOID=rule.score == "sigmoid",
         HAS_BIAS=bias is not None,
+        HAS_PADDING=is_real is not None,
         NORMALIZES=rule.normalizes,
         num_warps=max(1, min(4, triton.next_power_of_2(num_experts) // 128)),
     )
     return ids, weights
 
 
+def _check_products(x: Tensor, gate: Tensor) -> None:
+    if x.dim() != 2 or gate.dim() != 2 or x.shape[1] != gate.shape[1]:
+        raise ValueError(f"need x [tokens, inputs] and gate [experts, inputs], found {x.shape} and {gate.shape}")
+    if x.dtype != gate.dtype or x.device != gate.device:
+        raise ValueError(f"need one dtype and device, found {x.dtype} on {x.device}, {gate.dtype} on {gate.device}")
+    if not gate.is_contiguous() or (x.shape[1] > 1 and x.stride(1) != 1):
+        raise ValueError(f"need contiguous inputs, found strides {x.stride()} and {gate.stride()}")
+
+
 def _check(logits: Tensor, bias: Tensor | None, rule: RoutingRule) -> None:
-    if logits.dim() != 2 or (bias is not None and bias.shape != logits.shape[1:]):
+    if logits.dim() != 3 or (bias is not None and bias.shape != logits.shape[2:]):
         found = "none" if bias is None else tuple(bias.shape)
-        raise ValueError(f"need logits [tokens, experts] and bias [experts], found {tuple(logits.shape)} and {found}")
-    rule.check(logits.shape[1])
-    if logits.shape[1] > 1 and (logits.stride(1) != 1 or (bias is not None and bias.stride(0) != 1)):
+        raise ValueError(
+            f"need logits [parts, tokens, experts] and bias [experts], found {tuple(logits.shape)} and {found}"
+        )
+    rule.check(logits.shape[2])
+    if logits.shape[2] > 1 and (logits.stride(2) != 1 or (bias is not None and bias.stride(0) != 1)):
         raise ValueError(f"need contiguous experts, found strides {logits.stride()}")
     if bias is not None and bias.device != logits.device:
         raise ValueError(f"need logits and bias on one device, found {logits.device} and {bias.device}")

@@ -1,0 +1,242 @@
+"""How close does a layer of experts come to the card's limits, from the router to the weighted sum?
+
+    PYTHONPATH=. python3 benchmarks/experts.py [--shapes NAME ...] [--tokens N ...] [--json FILE]
+
+Each time is the median of a layer inside a CUDA graph of many, whose tokens differ from layer to layer, so that their
+experts are not in the L2 cache. Weights and inputs are random in bf16; all experts are equally likely. The floor is
+the bytes of the experts that are hit, at the rate of a plain copy, or the FLOPs of their products, at the rate of a
+large matrix product, whichever takes longer; both rates are measured in the same run. The router's weights, the
+tokens and what is between the two products count as overhead. Latent projections are not included.
+
+The peer is `torch.nn.functional.grouped_mm` with sorting and summing by torch around it, which captures as well. The
+columns after it are the parts of the layer, timed alone in the same way.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from measuring.ceilings import copy_us, matmul_tflops
+from measuring.graph_timing import launch_us
+from measuring.machine import describe_machine
+from torch import Tensor
+
+from megatron_mamba_cache.kernels.experts.expert_order import order_by_expert
+from megatron_mamba_cache.kernels.experts.grouped_product import Activation, grouped_product, weighted_sum
+from megatron_mamba_cache.kernels.experts.routed_experts import routed_experts
+from megatron_mamba_cache.kernels.experts.routing import RoutingRule, route, router_logits
+
+TOKENS = (1, 8, 16, 64, 256, 1024, 4096, 8192, 32768)
+COLD_BYTES = 2**28  # of experts that launches read between two uses of the same ones: several times the L2 cache
+MOST_TOKENS = 32  # different inputs of a graph
+TOLERANCE = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """Sizes of a layer of experts; `hidden` is what they read and write, `inner` what is between their products."""
+
+    num_experts: int
+    hidden: int
+    inner: int
+    activation: Activation
+    rule: RoutingRule
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of an expert's weights in bf16."""
+        return 2 * (3 if self.activation == "gated_silu" else 2) * self.hidden * self.inner
+
+
+SHAPES = {
+    "nano": LayerShape(128, 2688, 1856, "squared_relu", RoutingRule(6, "sigmoid", scale=2.5)),
+    "super": LayerShape(512, 1024, 2688, "squared_relu", RoutingRule(22, "sigmoid", scale=5.0)),
+    "granite-small": LayerShape(72, 4096, 768, "gated_silu", RoutingRule(10)),
+    "granite-tiny": LayerShape(64, 1536, 512, "gated_silu", RoutingRule(6)),
+}
+"""Nemotron 3 Nano and Super (their routed experts), Granite 4 H Small and Tiny."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A layer's times, in microseconds, at a number of tokens."""
+
+    shape: str
+    tokens: int
+    experts_hit: float
+    bytes_us: float
+    flops_us: float
+    layer_us: float
+    grouped_mm_us: float
+    parts_us: dict[str, float]
+
+    @property
+    def floor_us(self) -> float:
+        """The larger one of the floors."""
+        return max(self.bytes_us, self.flops_us)
+
+    @property
+    def of_floor(self) -> float:
+        """Share of the time that the floor is."""
+        return self.floor_us / self.layer_us
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Tokens, and what the parts of the layer make of them."""
+
+    x: Tensor
+    logits: Tensor
+    ids: Tensor
+    weights: Tensor
+    inner: Tensor
+    rows: Tensor
+
+
+class Bench:
+    """A layer of experts with random weights."""
+
+    def __init__(self, name: str, shape: LayerShape) -> None:
+        torch.manual_seed(0)
+        self.name = name
+        self.shape = shape
+        width = shape.inner * (2 if shape.activation == "gated_silu" else 1)
+        self.gate = self._random(shape.num_experts, shape.hidden)
+        self.first = self._random(shape.num_experts, width, shape.hidden)
+        self.second = self._random(shape.num_experts, shape.hidden, shape.inner)
+
+    def _random(self, *sizes: int) -> Tensor:
+        return torch.randn(*sizes, device="cuda", dtype=torch.bfloat16).mul_(sizes[-1] ** -0.5)
+
+    def measure(self, num_tokens: int) -> Figure:
+        """Measure the layer, its peer and its parts."""
+        batches = [self._inputs(num_tokens)]
+        hit = float(batches[0].ids.unique().numel())
+        num_batches = min(MOST_TOKENS, 1 + int(COLD_BYTES / (hit * self.shape.expert_bytes)))
+        batches += [self._inputs(num_tokens) for _ in range(num_batches - 1)]
+        hit = sum(float(batch.ids.unique().numel()) for batch in batches) / len(batches)
+        num_flops = self.shape.expert_bytes * num_tokens * self.shape.rule.top_k  # two a weight of two bytes
+        bytes_us = copy_us(round(hit * self.shape.expert_bytes))
+        flops_us = num_flops / matmul_tflops() / 1e6
+        expected_us = max(bytes_us, flops_us, 5.0)
+
+        def time(run: Callable[[Inputs], object]) -> float:
+            return launch_us([lambda batch=batch: run(batch) for batch in batches], expected_us)
+
+        self._check(batches[0])
+        orders = {id(batch): order_by_expert(batch.ids, self.shape.num_experts) for batch in batches}
+        top_k, activation = self.shape.rule.top_k, self.shape.activation
+        parts = {
+            "logits": lambda batch: router_logits(batch.x, self.gate),
+            "route": lambda batch: route(batch.logits, None, self.shape.rule),
+            "order": lambda batch: order_by_expert(batch.ids, self.shape.num_experts),
+            "first": lambda batch: grouped_product(
+                batch.x, self.first, orders[id(batch)], top_k=top_k, activation=activation
+            ),
+            "second": lambda batch: grouped_product(batch.inner, self.second, orders[id(batch)]),
+            "sum": lambda batch: weighted_sum(batch.rows, orders[id(batch)].places, batch.weights),
+        }
+        layer_us = time(lambda batch: self._layer(batch.x))
+        return Figure(
+            self.name,
+            num_tokens,
+            hit,
+            bytes_us,
+            flops_us,
+            layer_us,
+            time(lambda batch: self._peer(batch.x)),
+            {name: time(run) for name, run in parts.items()},
+        )
+
+    def _inputs(self, num_tokens: int) -> Inputs:
+        x = torch.randn(num_tokens, self.shape.hidden, device="cuda").bfloat16()
+        logits = router_logits(x, self.gate)
+        ids, weights = route(logits, None, self.shape.rule)
+        order = order_by_expert(ids, self.shape.num_experts)
+        inner = grouped_product(x, self.first, order, top_k=self.shape.rule.top_k, activation=self.shape.activation)
+        return Inputs(x, logits, ids, weights, inner, grouped_product(inner, self.second, order))
+
+    def _layer(self, x: Tensor) -> Tensor:
+        ids, weights = route(router_logits(x, self.gate), None, self.shape.rule)
+        return routed_experts(x, ids, weights, self.first, self.second, self.shape.activation)
+
+    def _peer(self, x: Tensor) -> Tensor:
+        """Compute the same with torch."""
+        rule = self.shape.rule
+        product = getattr(F, "grouped_mm", None) or torch._grouped_mm  # its name in torch 2.11
+        logits = torch.mm(x, self.gate.T, out_dtype=torch.float32)
+        scores = logits.sigmoid() if rule.score == "sigmoid" else logits.softmax(-1)
+        weights, ids = scores.topk(rule.top_k, dim=-1)
+        weights = weights / weights.sum(-1, keepdim=True) * rule.scale
+        experts, order = ids.flatten().sort(stable=True)
+        tokens = order // rule.top_k
+        wanted = torch.arange(self.shape.num_experts, device=x.device)
+        ends = torch.searchsorted(experts, wanted, right=True).to(torch.int32)
+        inner = product(x[tokens], self.first.transpose(1, 2), offs=ends)
+        if self.shape.activation == "gated_silu":
+            gates, others = inner.chunk(2, dim=-1)
+            inner = F.silu(gates) * others
+        else:
+            inner = inner.relu().square()
+        rows = product(inner, self.second.transpose(1, 2), offs=ends) * weights.flatten()[order, None]
+        return torch.zeros(x.shape, device=x.device).index_add_(0, tokens, rows.float()).bfloat16()
+
+    def _check(self, batch: Inputs) -> None:
+        """Raise `RuntimeError` if layer and peer differ by more than bf16 rounds."""
+        found, expected = self._layer(batch.x).float(), self._peer(batch.x).float()
+        error = (found - expected).abs().mean() / expected.abs().mean()
+        if not error < TOLERANCE:
+            raise RuntimeError(f"{self.name}: layer and peer differ by {error:.4f} of the mean output")
+
+
+def table(figures: Sequence[Figure]) -> str:
+    """Return the figures as Markdown."""
+    parts = list(figures[0].parts_us)
+    heads = [
+        "shape",
+        "tokens",
+        "experts hit",
+        "bytes, µs",
+        "FLOPs, µs",
+        "layer, µs",
+        "of the floor",
+        "grouped_mm, of it",
+    ]
+    lines = [f"| {' | '.join([*heads, *parts])} |", "|---|" + "---:|" * (len(heads) + len(parts) - 1)]
+    for figure in figures:
+        peer = f"{figure.floor_us / figure.grouped_mm_us:.2f}"
+        cells = [figure.shape, f"{figure.tokens:,}", f"{figure.experts_hit:.0f}"]
+        cells += [f"{us:,.1f}" for us in (figure.bytes_us, figure.flops_us, figure.layer_us)]
+        cells += [f"{figure.of_floor:.2f}", peer, *(f"{figure.parts_us[part]:,.1f}" for part in parts)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure, then print Markdown and write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="default: all")
+    parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS), metavar="N")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA device")
+    figures: list[Figure] = []
+    for name in arguments.shapes:
+        bench = Bench(name, SHAPES[name])
+        figures += [bench.measure(num_tokens) for num_tokens in arguments.tokens]
+        del bench
+        torch.cuda.empty_cache()
+    print(table(figures))
+    if arguments.json:
+        document = {"machine": describe_machine(), "matmul, TFLOP/s": matmul_tflops()}
+        document["figures"] = [asdict(figure) | {"of the floor": figure.of_floor} for figure in figures]
+        arguments.json.write_text(json.dumps(document, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""The tiles of a grouped product, by how many rows an expert has on average and by what the device can load."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..kernel_launches import INTERPRETED
+
+
+@dataclass(frozen=True, slots=True)
+class ProductForm:
+    """Tiles of a grouped product; measured on an H200, see `benchmarks/results/experts.md`.
+
+    Args:
+        rows, outputs, inputs: Of a tile.
+        has_halves: Whether a tile with at most half of its rows computes half of them only.
+        loads_boxes: Whether weights are loaded by Hopper's tensor memory accelerator.
+    """
+
+    rows: int
+    outputs: int
+    inputs: int
+    num_warps: int
+    num_stages: int
+    has_halves: bool = False
+    loads_boxes: bool = False
+
+    @property
+    def multiplies_weights(self) -> bool:
+        """True if weights are the left operand, of which tensor cores take 64 rows at least."""
+        return self.rows < 64
+
+
+def choose_form(num_pairs: int, weight: Tensor, *, is_gated: bool) -> ProductForm:
+    """Return the form for a number of pairs; it depends on their number alone, not on which experts they choose.
+
+    Args:
+        weight: [experts, outputs, inputs].
+    """
+    mean_rows = num_pairs / weight.shape[0]
+    if weight.dtype == torch.float32:
+        return ProductForm(16 if mean_rows <= 16 else 64, 64, 32, 4, 3)
+    if not can_load_boxes(weight):
+        return ProductForm(16, 64, 64, 4, 4) if mean_rows <= 16 else ProductForm(64, 64 if is_gated else 128, 64, 4, 3)
+    if mean_rows <= 16:
+        return ProductForm(16, 64 if is_gated else 128, 64, 4, 5, loads_boxes=True)
+    if mean_rows <= 96:
+        return ProductForm(64, 128 if is_gated else 256, 64, 4, 4, loads_boxes=True)
+    return ProductForm(128, 128 if is_gated else 256, 64, 8, 4, has_halves=True, loads_boxes=True)
+
+
+def can_load_boxes(weight: Tensor) -> bool:
+    """Return whether the device's tensor memory accelerator can load these weights."""
+    if INTERPRETED or not weight.is_cuda or torch.cuda.get_device_capability(weight.device)[0] != 9:
+        return False
+    return weight.shape[2] * weight.element_size() % 16 == 0 and weight.data_ptr() % 16 == 0

@@ -1,0 +1,38 @@
+"""The routed experts of a layer, from the choice of experts to the weighted sum."""
+
+from torch import Tensor
+
+from .expert_order import order_by_expert
+from .grouped_product import Activation, grouped_product, weighted_sum
+
+
+def routed_experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    first: Tensor,
+    second: Tensor,
+    activation: Activation,
+    *,
+    first_expert: int = 0,
+    addend: Tensor | None = None,
+) -> Tensor:
+    """Return the weighted sum of each token's experts, of those whose weights are here.
+
+    Args:
+        x: [tokens, inputs].
+        ids: [tokens, top_k] int32: each token's experts; -1 for none.
+        weights: [tokens, top_k] float32: what each of them weighs.
+        first: [experts, inner, inputs]; [experts, 2 * inner, inputs] for gated activations, see `grouped_product`.
+        second: [experts, outputs, inner].
+        first_expert: Number of the first expert whose weights are here.
+        addend: [tokens, outputs], added to the sum; None for none.
+
+    Returns:
+        [tokens, outputs] in x's dtype.
+
+    CUDA-graph safe: no host sync; four launches, six for many tokens.
+    """
+    order = order_by_expert(ids, len(first), first_expert)
+    inner = grouped_product(x, first, order, top_k=ids.shape[1], activation=activation)
+    return weighted_sum(grouped_product(inner, second, order), order.places, weights, addend)
