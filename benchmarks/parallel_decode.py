@@ -1,7 +1,7 @@
 """How many tokens per second do decoding rows get from 1, 2 or more cards that share a model by tensor parallelism?
 
-    PYTHONPATH=. python3 benchmarks/parallel_decode.py [--shape 8b|small|tiny] [--ranks 1 2 4] [--prompt-blocks 1 16]
-        [--json FILE]
+    PYTHONPATH=. python3 benchmarks/parallel_decode.py [--shape 8b|nano3|small|tiny] [--ranks 1 2 4]
+        [--prompt-blocks 1 16] [--json FILE]
 
 Starts a process for each card of the largest number of ranks, or runs in those that torchrun has started. Each number
 of ranks is measured in turn in the same run: rows of equal length decode together, without drafts; a step's time is the
@@ -34,7 +34,7 @@ from turn_latency import some_tokens
 from megatron_mamba_cache.command_line.quiet import own_warnings_hidden, quiet_libraries
 from megatron_mamba_cache.mcore.process_groups import initialize_several_processes
 
-LIMITS = {"8b": {"state_gb": 8.0, "kv_gb": 8.0}, "small": {"state_gb": 0.5}}
+LIMITS = {"8b": {"state_gb": 8.0, "kv_gb": 8.0}, "nano3": {"state_gb": 8.0, "kv_gb": 4.0}, "small": {"state_gb": 0.5}}
 
 
 @dataclass(frozen=True, slots=True)

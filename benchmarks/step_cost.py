@@ -1,6 +1,6 @@
 """What does a decode step cost at few and many rows, on the host and on the GPU, and what do drafts gain at best?
 
-    PYTHONPATH=. python3 benchmarks/step_cost.py [--shape 8b|small|tiny] [--json FILE]
+    PYTHONPATH=. python3 benchmarks/step_cost.py [--shape 8b|nano3|small|tiny] [--json FILE]
 
 Steps: rows of equal length decode together, without drafts. Wall time is the median over steps. Host work is wall time
 minus the host's waits for the step's tokens; much of it overlaps with the GPU's work. GPU time is that of the last
@@ -41,7 +41,7 @@ DRAFT_ROWS = 8
 NUM_DRAFTS = 3
 NUM_REPLY = 256
 NUM_ROUNDS = 3
-LIMITS = {"8b": {"state_gb": 8.0, "kv_gb": 8.0}, "small": {"state_gb": 0.5}}
+LIMITS = {"8b": {"state_gb": 8.0, "kv_gb": 8.0}, "nano3": {"state_gb": 8.0, "kv_gb": 4.0}, "small": {"state_gb": 0.5}}
 """Live states take the memory; what is cached is not looked for."""
 
 

@@ -1,6 +1,6 @@
 """How much sooner does a later turn begin with a cache, and what does the cache cost when nothing can hit?
 
-    PYTHONPATH=. python3 benchmarks/turn_latency.py [--shape 8b|small|tiny] [--json FILE]
+    PYTHONPATH=. python3 benchmarks/turn_latency.py [--shape 8b|nano3|small|tiny] [--json FILE]
 
 Later turns: conversations of three turns with a long last reply, then a fourth turn, whose time to first token is
 measured, one request at a time, without a cache, with states at boundaries of prompts only, and with states of replies
@@ -54,12 +54,16 @@ class Scale:
 
 
 SCALES = {
+    "nano3": Scale(
+        History(((2900, 128), (2900, 128), (1100, 1024)), 256), 7, batch=32, prompt=2000, reply=128, rounds=8
+    ),
     "8b": Scale(History(((2900, 128), (2900, 128), (1100, 1024)), 256), 7, batch=32, prompt=2000, reply=128, rounds=8),
     "small": Scale(History(((2900, 128), (2900, 128), (1100, 1024)), 256), 5, batch=8, prompt=2000, reply=32, rounds=4),
     "tiny": Scale(History(((700, 16), (700, 16), (300, 256)), 64), 5, batch=6, prompt=300, reply=24, rounds=8),
 }
 LIMITS = {
     "8b": {"max_requests": 32, "max_tokens": 16_384, "state_gb": 10.0, "kv_gb": 4.0},
+    "nano3": {"max_requests": 32, "max_tokens": 16_384, "state_gb": 10.0, "kv_gb": 4.0},
     "small": {"max_tokens": 16_384},
     "tiny": {"max_tokens": 4096},
 }

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 from tests.oracle_layers import ACTIVATIONS, AttentionLayer, ExpertLayer, MambaLayer, MLPLayer, rms_norm
 
 Layer = MambaLayer | AttentionLayer | MLPLayer | ExpertLayer
+
+ROUTING_MARGIN = 1e-6
 
 UNSUPPORTED_SETTINGS = (
     "activation_func_clamp_value",
@@ -75,25 +78,34 @@ class HybridOracle:
             epsilon=model.config.layernorm_epsilon,
         )
 
-    @torch.no_grad()
     def logits(self, tokens: Sequence[int]) -> Tensor:
         """Return the logits after each token, [tokens, vocab] fp64."""
+        return self._run(tokens)[0]
+
+    @torch.no_grad()
+    def _run(self, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return the logits after each token, and the narrowest choice of experts up to there, [tokens] fp64."""
         hidden = self.embedding[torch.tensor(tokens, dtype=torch.long, device=self.embedding.device)]
+        gaps = torch.full((len(tokens),), float("inf"), dtype=hidden.dtype, device=hidden.device)
         for layer in self.layers:
+            if isinstance(layer, ExpertLayer):
+                gaps = gaps.minimum(layer.routing_gaps(hidden))
             hidden = hidden + layer(hidden)
-        return rms_norm(hidden, self.final_norm, self.epsilon) @ self.output.T
+        return rms_norm(hidden, self.final_norm, self.epsilon) @ self.output.T, gaps.cummin(0).values
 
     def check_greedy(self, prompt: Sequence[int], generated: Sequence[int], margin: float = 1e-5) -> GreedyCheck:
         """Compare greedily generated tokens with the oracle's choice after the same tokens.
 
-        Stops at the first mismatch, and where the two best logits are less than `margin` apart.
+        Stops at the first mismatch, where the two best logits are less than `margin` apart, and where a token's last
+        expert and the next one score less than ROUTING_MARGIN apart.
         """
         if not prompt:
             raise ValueError("need a prompt of at least 1 token, got none")
-        best = self.logits([*prompt, *generated])[len(prompt) - 1 : -1].topk(2)
-        margins = (best.values[:, 0] - best.values[:, 1]).tolist()
-        for index, (choice, gap) in enumerate(zip(best.indices[:, 0].tolist(), margins, strict=True)):
-            if gap < margin:
+        logits, routing_gaps = (found[len(prompt) - 1 : -1] for found in self._run([*prompt, *generated]))
+        best = logits.topk(2)
+        is_unsure = (best.values[:, 0] - best.values[:, 1] < margin) | (routing_gaps < ROUTING_MARGIN)
+        for index, (choice, unsure) in enumerate(zip(best.indices[:, 0].tolist(), is_unsure.tolist(), strict=True)):
+            if unsure:
                 return GreedyCheck(num_compared=index, num_stopped=1, first_mismatch=None)
             if choice != generated[index]:
                 return GreedyCheck(num_compared=index + 1, num_stopped=0, first_mismatch=index)
@@ -164,11 +176,21 @@ def _expert_layer(layer: Any, model: Any) -> ExpertLayer:
     return ExpertLayer(
         input_norm=_fp64(norm.weight),
         router=_fp64(mlp.router.weight),
-        experts=tuple(_feed_forward(expert, norm, config) for expert in mlp.experts.local_experts),
+        experts=tuple(_feed_forward(expert, norm, config) for expert in _experts(mlp.experts)),
         shared=_feed_forward(mlp.shared_experts, norm, config),
         top_k=config.moe_router_topk,
         epsilon=config.layernorm_epsilon,
     )
+
+
+def _experts(experts: Any) -> list[Any]:
+    """Return each expert under the attributes that a layer of its own has."""
+    if hasattr(experts, "local_experts"):
+        return experts.local_experts
+    return [
+        SimpleNamespace(linear_fc1=SimpleNamespace(weight=first), linear_fc2=SimpleNamespace(weight=second))
+        for first, second in zip(experts.linear_fc1, experts.linear_fc2, strict=True)
+    ]
 
 
 def _mlp_layer(layer: Any, model: Any) -> MLPLayer:

@@ -131,6 +131,14 @@ class ExpertLayer:
         )
         return mixed + self.shared.of_normed(normed)
 
+    def routing_gaps(self, hidden: Tensor) -> Tensor:
+        """Return by how much the last chosen expert outscores the next, [tokens]; infinite if all are chosen."""
+        if self.top_k == len(self.experts):
+            return torch.full((len(hidden),), float("inf"), dtype=hidden.dtype, device=hidden.device)
+        scores = rms_norm(hidden, self.input_norm, self.epsilon) @ self.router.T
+        best = scores.topk(self.top_k + 1).values
+        return best[:, -2] - best[:, -1]
+
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """Scale the last dimension to a root mean square of 1, then by `weight`."""

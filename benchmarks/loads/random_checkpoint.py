@@ -36,7 +36,7 @@ def write_checkpoint(directory: Path, fields: dict[str, Any], max_shard_bytes: i
     """Write the configuration and bf16 weights, drawn on a device; return the bytes of the weights.
 
     Args:
-        fields: Fields of the configuration, besides `COMMON_FIELDS`; "hybrid_override_pattern" may use only M, * and -.
+        fields: Fields of the configuration, besides `COMMON_FIELDS`.
         max_shard_bytes: Most bytes of a file; also roughly the host memory used for the weights.
     """
     config = COMMON_FIELDS | fields
@@ -86,7 +86,7 @@ def random_tensors(architecture: HybridArchitecture, device: str) -> Iterator[tu
 
 def tensor_shapes(architecture: HybridArchitecture) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield the name and shape of each tensor of a NemotronH checkpoint, layer by layer."""
-    hidden, shapes_of = architecture.hidden_size, {"M": _mamba, "*": _attention, "-": _mlp}
+    hidden, shapes_of = architecture.hidden_size, {"M": _mamba, "*": _attention, "-": _mlp, "E": _mixture}
     yield "backbone.embeddings.weight", (architecture.vocab_size, hidden)
     for layer, symbol in enumerate(architecture.pattern):
         prefix = f"backbone.layers.{layer}."
@@ -128,6 +128,19 @@ def _mlp(architecture: HybridArchitecture) -> dict[str, tuple[int, ...]]:
     return {"up_proj.weight": (inner, hidden), "down_proj.weight": (hidden, inner)}
 
 
+def _mixture(architecture: HybridArchitecture) -> dict[str, tuple[int, ...]]:
+    experts, hidden = architecture.experts, architecture.hidden_size
+    assert experts is not None
+    router = {"gate.weight": (experts.num_experts, hidden), "gate.e_score_correction_bias": (experts.num_experts,)}
+    sizes = {f"experts.{number}": experts.hidden_size for number in range(experts.num_experts)}
+    mlps = {
+        f"{name}.{part}.weight": shape
+        for name, inner in (sizes | {"shared_experts": experts.shared_hidden_size}).items()
+        for part, shape in {"up_proj": (inner, hidden), "down_proj": (hidden, inner)}.items()
+    }
+    return router | mlps
+
+
 def _drawn(name: str, shape: tuple[int, ...], num_layers: int, generator: torch.Generator) -> Tensor:
     """Draw weights that keep activations of order one at any depth."""
     tensor = torch.empty(shape, dtype=torch.bfloat16, device=generator.device)
@@ -135,6 +148,8 @@ def _drawn(name: str, shape: tuple[int, ...], num_layers: int, generator: torch.
     if last in ("A_log", "dt_bias"):
         low, high = {"A_log": (0.0, math.log(16)), "dt_bias": (-4.0, -1.0)}[last]
         return tensor.uniform_(low, high, generator=generator)
+    if last == "e_score_correction_bias":
+        return tensor.zero_()
     if last == "D" or "norm" in name:
         return tensor.fill_(1.0)
     if "conv1d" in name:

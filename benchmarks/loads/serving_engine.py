@@ -54,8 +54,29 @@ SMALL_FIELDS: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 128,
 }
+NANO3_FIELDS: dict[str, Any] = {
+    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    "hidden_size": 2688,
+    "vocab_size": 131_072,
+    "intermediate_size": 1856,
+    "mamba_num_heads": 64,
+    "mamba_head_dim": 64,
+    "ssm_state_size": 128,
+    "n_groups": 8,
+    "chunk_size": 128,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "n_routed_experts": 128,
+    "num_experts_per_tok": 6,
+    "moe_intermediate_size": 1856,
+    "moe_shared_expert_intermediate_size": 3712,
+    "routed_scaling_factor": 2.5,
+}
+"""The sizes of NVIDIA-Nemotron-3-Nano-30B-A3B."""
 SHAPES = {
     "8b": ServedShape(LOADED_SHAPES["8b"].fields, 256, 65_536, 64, 8192, state_gb=24.0, kv_gb=24.0),
+    "nano3": ServedShape(NANO3_FIELDS, 256, 65_536, 64, 8192, state_gb=16.0, kv_gb=8.0),
     "small": ServedShape(SMALL_FIELDS, 256, 32_768, 32, 8192, state_gb=1.0, kv_gb=2.0),
     "tiny": ServedShape(LOADED_SHAPES["tiny"].fields, 64, 4096, 16, 1024, state_gb=0.01, kv_gb=0.02),
 }
@@ -93,8 +114,8 @@ def shape_of(
     Args:
         limits: Name of a shape -> fields that a benchmark overrides unless a flag sets them.
     """
-    if arguments.shape == "8b" and not torch.cuda.is_available():
-        parser.error("--shape 8b needs a CUDA device; on a CPU take --shape tiny")
+    if arguments.shape in ("8b", "nano3") and not torch.cuda.is_available():
+        parser.error(f"--shape {arguments.shape} needs a CUDA device; on a CPU take --shape tiny")
     given = {
         name: value for name in ("state_gb", "kv_gb", "num_graphs") if (value := getattr(arguments, name)) is not None
     }

@@ -1,65 +1,219 @@
-"""A mixture-of-experts layer whose expert-parallel ranks may have different numbers of tokens."""
+"""A layer of a hybrid model that is a mixture of experts, without a host read between router and weighted sum."""
 
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
-from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
-from torch import Tensor
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor, nn
 from typing_extensions import override
 
+from ..kernels.experts.routing import RoutingRule, route, router_logits
 from .model_ranks import num_expert_ranks
+from .stacked_experts import StackedExperts
 
 
-class UnevenAllGatherDispatcher(MoEAllGatherTokenDispatcher):
-    """Megatron's all-gather dispatcher, which needs equal token counts on all ranks, with padding that no expert gets.
+class ExpertLayer(TransformerLayer):
+    """Norm, mixture of experts and residual; Megatron's class holds the parts."""
 
-    Ranks that share experts serve different requests here, and some may have none. Reading the largest number of tokens
-    waits for the device, as reading how many each expert gets does anyway.
+    mlp: "MixtureOfExperts"
+
+    @override
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Any = None, inference_context: Any = None, **_: Any
+    ) -> tuple[Tensor, None]:
+        """Compute hidden_states [tokens, 1, hidden] of a dynamic batch, or of any other form without padding."""
+        is_dynamic = inference_context is not None and not inference_context.is_static_batching()
+        is_real = inference_context.real_tokens if is_dynamic else None
+        output = self.mlp(self.pre_mlp_layernorm(hidden_states), is_real)
+        add = self.mlp_bda(self.training, self.config.bias_dropout_fusion)
+        return add((output, None), hidden_states, self.hidden_dropout), None
+
+
+class Router(MegatronModule):
+    """Chooses the experts of tokens.
+
+    Attributes:
+        weight: [experts, hidden].
+        expert_bias: [experts] float32, added to the scores for the choice only; None if there is none.
     """
 
-    routing_map: Tensor
+    expert_bias: Tensor | None
 
-    @override
-    def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> Any:
-        """Gather the tokens of all ranks; see Megatron."""
-        self._num_tokens = hidden_states.shape[0]
-        most = torch.tensor([self._num_tokens], device=hidden_states.device)
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.tp_ep_group)
-        rows = (0, 0, 0, int(most) - self._num_tokens)
-        self.routing_map = F.pad(self.routing_map, rows)
-        return super().token_dispatch(F.pad(hidden_states, rows), F.pad(probs, rows))
+    def __init__(self, config: Any) -> None:
+        super().__init__(config=config)
+        device, num_experts = torch.cuda.current_device(), config.num_moe_experts
+        weight = torch.empty(num_experts, config.hidden_size, device=device, dtype=config.params_dtype)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        has_bias = config.moe_router_enable_expert_bias
+        self.register_buffer("expert_bias", torch.zeros(num_experts, device=device) if has_bias else None)
+        self._rule = routing_rule(config)
 
-    @override
-    def token_combine(self, hidden_states: Tensor) -> Tensor:
-        """Return the outputs of this rank's tokens; see Megatron."""
-        return super().token_combine(hidden_states)[: self._num_tokens]
+    def forward(self, x: Tensor, is_real: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the experts of tokens [tokens, hidden] and their weights; see `route`."""
+        return route(router_logits(x, self.weight), self.expert_bias, self._rule, is_real)
 
 
-class UnevenMoELayer(MoELayer):
-    """Megatron's layer; with expert parallelism and its all-gather dispatcher, ranks' token counts may differ."""
+class Projection(MegatronModule):
+    """A linear layer that every rank has whole.
 
-    token_dispatcher: Any
+    Attributes:
+        weight: [outputs, inputs].
+    """
 
-    def __init__(self, config: Any, *args: Any, pg_collection: Any = None, **settings: Any) -> None:
-        super().__init__(config, *args, pg_collection=pg_collection, **settings)
-        if self.ep_group.size() > 1 and isinstance(self.token_dispatcher, MoEAllGatherTokenDispatcher):
-            self.token_dispatcher = UnevenAllGatherDispatcher(
-                self.num_local_experts,
-                self.local_expert_indices,
+    def __init__(self, config: Any, num_inputs: int, num_outputs: int) -> None:
+        super().__init__(config=config)
+        weight = torch.empty(num_outputs, num_inputs, device=torch.cuda.current_device(), dtype=config.params_dtype)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [tokens, outputs]."""
+        return F.linear(x, self.weight)
+
+
+class MixtureOfExperts(MegatronModule):
+    """Router, routed experts, and the shared expert that every token goes to.
+
+    With expert-parallel ranks, which serve different requests, each computes the tokens of all for its own experts.
+
+    Args:
+        submodules: Has Megatron's spec of `shared_experts`.
+
+    Raises:
+        ValueError: If experts cannot be shared by the ranks, or the router is of an unknown kind.
+    """
+
+    def __init__(
+        self, config: Any, submodules: Any, layer_number: int | None = None, pg_collection: Any = None
+    ) -> None:
+        super().__init__(config=config)
+        groups = pg_collection or get_default_pg_collection()
+        check_experts(config, groups)
+        self._tensor_ranks, self._expert_ranks = groups.tp, groups.ep
+        self.router = Router(config)
+        self.experts = StackedExperts(config, groups)
+        self.shared_experts = None
+        if config.moe_shared_expert_intermediate_size is not None:
+            self.shared_experts = build_module(
+                submodules.shared_experts,
                 config=config,
-                pg_collection=pg_collection or get_default_pg_collection(),
+                pg_collection=groups,
+                gate=config.moe_shared_expert_gate,
             )
+            # Its sum over ranks is taken together with that of the routed experts.
+            self.shared_experts.linear_fc2.explicit_expert_comm = True
+        self.fc1_latent_proj = self.fc2_latent_proj = None
+        if config.moe_latent_size:
+            self.fc1_latent_proj = Projection(config, config.hidden_size, config.moe_latent_size)
+            self.fc2_latent_proj = Projection(config, config.moe_latent_size, config.hidden_size)
+
+    def forward(self, hidden_states: Tensor, is_real: Tensor | None = None) -> Tensor:
+        """Return the layer's output for hidden_states [..., hidden], without the residual.
+
+        Args:
+            is_real: [tokens] int32, 0 for tokens of padding, which no expert computes; None if all are real.
+        """
+        x = hidden_states.flatten(0, -2)
+        shared = None if self.shared_experts is None else self.shared_experts(hidden_states).flatten(0, -2)
+        ids, weights = self.router(x, is_real)
+        if self.fc1_latent_proj is not None and self.fc2_latent_proj is not None:
+            routed = self.fc2_latent_proj(self._routed(self.fc1_latent_proj(x), ids, weights, None))
+            out = routed if shared is None else routed + shared
+        else:
+            out = self._routed(x, ids, weights, shared)
+        if self._tensor_ranks.size() > 1:
+            out = reduce_from_tensor_model_parallel_region(out, group=self._tensor_ranks)
+        return out.view(hidden_states.shape)
+
+    def _routed(self, x: Tensor, ids: Tensor, weights: Tensor, addend: Tensor | None) -> Tensor:
+        if self._expert_ranks.size() == 1:
+            return self.experts(x, ids, weights, addend)
+        routed = self._routed_on_all_ranks(x, ids, weights)
+        return routed if addend is None else routed + addend
+
+    def _routed_on_all_ranks(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """Exchange tokens and outputs with the ranks that have the other experts.
+
+        Ranks have different numbers of tokens, some none. Reading the largest number waits for the device.
+        """
+        num_tokens = torch.tensor([len(x)], device=x.device)
+        dist.all_reduce(num_tokens, op=dist.ReduceOp.MAX, group=self._expert_ranks)
+        num_padding = int(num_tokens) - len(x)
+        gathered = [
+            self._gathered(F.pad(part, (0, 0, 0, num_padding), value=value))
+            for part, value in ((x, 0), (ids, -1), (weights, 0))
+        ]
+        partial = self.experts(*gathered, None)
+        dist.all_reduce(partial, group=self._expert_ranks)
+        return partial.chunk(self._expert_ranks.size())[self._expert_ranks.rank()][: len(x)]
+
+    def _gathered(self, part: Tensor) -> Tensor:
+        """Return the parts of all ranks, one after another."""
+        whole = part.new_empty(self._expert_ranks.size() * len(part), *part.shape[1:])
+        dist.all_gather_into_tensor(whole, part.contiguous(), group=self._expert_ranks)
+        return whole
+
+
+def check_experts(config: Any, groups: Any) -> None:
+    """Raise `ValueError` naming the setting, if the layer cannot be built for these ranks."""
+    for name, number, group in (
+        ("num_moe_experts", config.num_moe_experts, groups.ep),
+        ("moe_ffn_hidden_size", config.moe_ffn_hidden_size, groups.tp),
+    ):
+        if number % group.size():
+            raise ValueError(f"{name} is {number}, which {group.size()} ranks cannot share; use a divisor of it")
+    if groups.expt_tp.size() != groups.tp.size():
+        raise ValueError(
+            f"expert tensor parallel size is {groups.expt_tp.size()}, but must be the others' {groups.tp.size()}"
+        )
+    if config.add_bias_linear:
+        raise ValueError("add_bias_linear is True; experts with biases are not supported")
+    if config.moe_shared_expert_overlap:
+        raise ValueError("moe_shared_expert_overlap is True; set it to False")
+
+
+def routing_rule(config: Any) -> RoutingRule:
+    """Return how Megatron's configuration routes.
+
+    Raises:
+        ValueError: Naming the setting, if it routes in another way than by `RoutingRule`.
+    """
+    score, top_k = config.moe_router_score_function, config.moe_router_topk
+    if score not in ("sigmoid", "softmax"):
+        raise ValueError(f"moe_router_score_function is {score!r}; 'sigmoid' and 'softmax' are supported")
+    if config.moe_expert_capacity_factor is not None:
+        raise ValueError(
+            f"moe_expert_capacity_factor is {config.moe_expert_capacity_factor}; set it to None: no token is dropped"
+        )
+    rule = RoutingRule(
+        top_k=top_k,
+        score=score,
+        num_groups=config.moe_router_num_groups or 1,
+        top_groups=config.moe_router_group_topk or config.moe_router_num_groups or 1,
+        normalizes=not config.moe_router_pre_softmax if score == "softmax" else top_k > 1,
+        scale=config.moe_router_topk_scaling_factor or 1.0,
+    )
+    rule.check(config.num_moe_experts)
+    return rule
+
+
+def waits_for_experts(model: Any) -> bool:
+    """Return whether the host waits in a layer of experts: in Megatron's own, and where ranks exchange tokens."""
+    layers = [module for module in model.modules() if isinstance(module, (MoELayer, MixtureOfExperts))]
+    return any(isinstance(layer, MoELayer) or num_expert_ranks() > 1 for layer in layers)
 
 
 def check_expert_layers(model: Any) -> None:
     """Raise `ValueError` if the model's expert-parallel ranks would need the same number of tokens."""
     if num_expert_ranks() == 1 or model.config.moe_token_dispatcher_type != "allgather":
         return
-    if any(type(module) is MoELayer for module in model.modules()):
+    if any(isinstance(module, MoELayer) for module in model.modules()):
         raise ValueError(
             "moe_token_dispatcher_type is 'allgather', which needs the same number of tokens on each expert-parallel "
             "rank: set it to 'alltoall', or build the model from local_hybrid_spec"

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
@@ -22,7 +22,7 @@ from megatron.core.utils import WrappedTensor
 from torch import Tensor
 from typing_extensions import override
 
-from .expert_layer import UnevenMoELayer
+from .expert_layer import ExpertLayer, MixtureOfExperts
 from .layer_norm import LayerNorm
 from .specs import with_mamba_cache
 
@@ -79,8 +79,8 @@ def local_hybrid_spec(options: LocalSpecOptions | None = None) -> ModuleSpec:
     )
     if options.num_experts is not None:
         experts = get_moe_module_spec(use_te=False, num_experts=options.num_experts, moe_grouped_gemm=False)
-        uneven = replace(experts, module=UnevenMoELayer)
-        stack.moe_layer = ModuleSpec(module=TransformerLayer, submodules=_feed_forward(uneven, add))
+        mixture = ModuleSpec(module=MixtureOfExperts, submodules=experts.submodules)
+        stack.moe_layer = ModuleSpec(module=ExpertLayer, submodules=_feed_forward(mixture, add))
     multipliers = {"input_multiplier": options.input_multiplier, "output_multiplier": options.output_multiplier}
     return with_mamba_cache(ModuleSpec(module=LocalMambaStack, params=multipliers, submodules=stack))
 

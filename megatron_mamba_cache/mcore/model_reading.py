@@ -9,6 +9,7 @@ from megatron.core.ssm.mamba_hybrid_layer_allocation import Symbols
 
 from ..ranks.group import OneRank, Ranks, on_all_ranks
 from ..state.model_shape import HybridModelShape
+from .expert_layer import waits_for_experts
 from .mamba_mixer import CachingMambaMixer
 from .self_attention import CachingSelfAttention
 from .specs import check_layer_pattern
@@ -30,6 +31,7 @@ class _Part:
 
     layer_types: tuple[str, ...]
     mixers: _MixerShape | None  # None: no Mamba layer here
+    waits_for_experts: bool
     fingerprint: str
 
 
@@ -67,6 +69,7 @@ def model_shape_of(model: Any, ranks: Ranks | None = None) -> HybridModelShape:
         vocab_size=model.vocab_size,
         params_dtype=config.params_dtype,
         fingerprint=_agreed_fingerprint(parts),
+        waits_for_experts=parts[ranks.index].waits_for_experts,
     )
 
 
@@ -80,7 +83,7 @@ def _part_of(model: Any) -> _Part:
         raise ValueError(
             "the model was built without the caching modules; build it from with_mamba_cache(spec) instead of spec"
         )
-    return _Part(layer_types, _mixer_shape(found[Symbols.MAMBA]), _fingerprint(model))
+    return _Part(layer_types, _mixer_shape(found[Symbols.MAMBA]), waits_for_experts(model), _fingerprint(model))
 
 
 def _mixer_shape(mixers: Sequence[Any]) -> _MixerShape | None:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ..mcore.stacked_experts import StackedExperts
+
 
 @dataclass(frozen=True, slots=True)
 class Split:
@@ -85,10 +87,11 @@ class ModelFiller:
         self._rank = rank
         self._size = size
         self._local_name = local_name
-        self._targets = {**dict(model.named_buffers()), **dict(model.named_parameters())}
+        parameters = unstacked_parameters(model)
+        self._targets = {**dict(model.named_buffers()), **parameters}
         named = (local_name(placement.target) for places in placements.values() for placement in places)
         needed = {name for name in named if name is not None}
-        needed |= {name for name, _ in model.named_parameters()}
+        needed |= parameters.keys()
         self._empty = {name: self._targets[name].numel() for name in needed}
 
     @torch.no_grad()
@@ -120,6 +123,17 @@ class ModelFiller:
             raise ValueError(f"tensor {name} of shape {_shape(selected)} cannot be split: {error}") from error
         part.copy_(_reshaped(name, local, part))
         self._empty[target] -= part.numel()
+
+
+def unstacked_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Return the model's parameters by name; instead of those that stack experts, each expert's part."""
+    stacks = {name: module for name, module in model.named_modules() if isinstance(module, StackedExperts)}
+    found: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        prefix = name.rpartition(".")[0]
+        views = stacks[prefix].named_views() if prefix in stacks else ()
+        found |= {f"{prefix}.{part}": view for part, view in views} or {name: parameter}
+    return found
 
 
 def _selected(name: str, tensor: Tensor, places: tuple[Placement, ...]) -> list[Tensor]:

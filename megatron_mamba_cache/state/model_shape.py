@@ -23,6 +23,7 @@ class HybridModelShape:
         num_heads, num_kv_heads: Query and key/value heads.
         softmax_scale: Factor on attention scores.
         fingerprint: The same on all ranks.
+        waits_for_experts: True if the host waits inside a step for what experts a rank's tokens choose.
     """
 
     layer_types: tuple[str, ...]
@@ -37,6 +38,12 @@ class HybridModelShape:
     vocab_size: int
     params_dtype: torch.dtype
     fingerprint: str
+    waits_for_experts: bool = False
+
+    @property
+    def has_experts(self) -> bool:
+        """True if this rank has a mixture of experts."""
+        return EXPERTS in self.layer_types
 
     @property
     def num_mamba_layers(self) -> int:

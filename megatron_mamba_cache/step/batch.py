@@ -38,6 +38,7 @@ class StepBatch:
     positions: Tensor  # [tokens] int64
     token_blocks: Tensor  # [tokens] int32 block each token's KV is written to
     token_offsets: Tensor  # [tokens] int32 position inside it
+    real_tokens: Tensor | None  # [tokens] int32, 0 for padding; None if the model does not ask
     attention: AttentionRows
     decode: DecodeRows | None  # None: no decode row
     prefill: PrefillRows | None  # None: no prefill row
@@ -143,6 +144,9 @@ def _write_tokens(
     num_shared = np.fromiter((row.num_shared_blocks for row in rows), np.int32, num_rows)
     blocks = np.where(index < num_shared[owners], geometry.dummy_block, buffers.host_block_table()[owners, index])
     buffers.host("token_blocks")[:num_tokens] = blocks
+    if buffers.limits.marks_real_tokens:
+        is_real = np.fromiter((row.live_slot != PAD_SLOT for row in rows), np.int32, num_rows)
+        buffers.host("real_tokens")[:num_tokens] = is_real[owners]
 
 
 def _write_windows(rows: Sequence[RunningRequest], buffers: StepBuffers) -> None:
@@ -179,6 +183,7 @@ def view_step(rows: Sequence[RunningRequest], buffers: StepBuffers, num_chunks: 
         positions=device("token_positions")[:num_tokens].long(),
         token_blocks=device("token_blocks")[:num_tokens],
         token_offsets=device("token_offsets")[:num_tokens],
+        real_tokens=device("real_tokens")[:num_tokens] if buffers.limits.marks_real_tokens else None,
         attention=_attention_rows(rows, buffers),
         decode=_decode_rows(rows[:num_decode], buffers) if num_decode else None,
         prefill=_prefill_rows(len(rows) - num_decode, num_chunks, buffers) if num_decode < len(rows) else None,

@@ -22,6 +22,7 @@ class StepLimits:
         max_chunks: SSM chunks of all prefill rows together.
         max_blocks: Block-table entries of a row.
         max_drafts: Draft tokens of a row.
+        marks_real_tokens: Whether the model asks which tokens are not padding.
     """
 
     max_tokens: int
@@ -29,6 +30,7 @@ class StepLimits:
     max_chunks: int
     max_blocks: int
     max_drafts: int = 0
+    marks_real_tokens: bool = False
 
     @property
     def max_logits(self) -> int:
@@ -50,6 +52,7 @@ class StepBuffers:
         "token_positions",
         "token_blocks",
         "token_offsets",
+        "real_tokens",
         "cu_query",
         "kv_lengths",
         "cu_logits",
@@ -95,6 +98,7 @@ class StepBuffers:
         sizes = {name: limits.max_rows for name in StepBuffers.SECTIONS}
         for name in ("token_ids", "token_positions", "token_blocks", "token_offsets"):
             sizes[name] = limits.max_tokens
+        sizes["real_tokens"] = limits.max_tokens if limits.marks_real_tokens else 0
         for name in ("cu_query", "cu_logits", "cu_rows", "cu_row_chunks"):
             sizes[name] = limits.max_rows + 1
         for name in ("uniforms", "accept_uniforms", "residual_uniforms"):

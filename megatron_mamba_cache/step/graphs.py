@@ -27,7 +27,7 @@ from tqdm import tqdm
 from ..config import CacheConfig
 from ..errors import CacheIntegrityError
 from ..policy.requests import RunningRequest, num_decoding
-from ..state.model_shape import EXPERTS, HybridModelShape
+from ..state.model_shape import HybridModelShape
 from .batch import StepBatch, send_padded_step, view_step
 from .captured_step import Capture
 from .logits import StepLogits, all_greedy, logits_starts
@@ -236,8 +236,8 @@ class StepGraphs:
 
 def reason_without_graphs(shape: HybridModelShape, memory: CacheMemory) -> str | None:
     """Return why the steps of a model cannot be captured, None if they can."""
-    if EXPERTS in shape.layer_types:
-        return "the host reads how many tokens each expert gets"
+    if shape.waits_for_experts:
+        return "the host waits for what experts the tokens choose, in Megatron's layer or with expert-parallel ranks"
     return device_reason(memory)
 
 

@@ -64,7 +64,7 @@ class CacheMemory:
             capacity.num_blocks - 1, rule.block_worth, self.slots.drop, block_size=config.block_size_tokens
         )
         self.num_paused_blocks = capacity.num_paused_blocks
-        self.step_buffers = on_all_ranks(ranks, lambda: _step_buffers(config, shape.ssm_chunk_size, max_blocks, device))
+        self.step_buffers = on_all_ranks(ranks, lambda: _step_buffers(config, shape, max_blocks, device))
         self.geometry = StepGeometry(config.block_size_tokens, shape.ssm_chunk_size, self.dummy_block, shape.d_conv - 1)
         stride = 1 if config.boundary_stride == "all" else config.boundary_stride
         self.boundary_rule = BoundaryRule(config.block_size_tokens, stride)
@@ -130,9 +130,17 @@ def _attention_shape(shape: HybridModelShape, config: CacheConfig, device: torch
     )
 
 
-def _step_buffers(config: CacheConfig, ssm_chunk_size: int, max_blocks: int, device: torch.device | int) -> StepBuffers:
-    # A row cuts at most two chunks short: its first, up to a chunk multiple, and its last.
-    max_chunks = config.max_tokens // ssm_chunk_size + 2 * config.max_requests
-    drafts = config.num_speculative_tokens
+def _step_buffers(
+    config: CacheConfig, shape: HybridModelShape, max_blocks: int, device: torch.device | int
+) -> StepBuffers:
+    limits = StepLimits(
+        max_tokens=config.max_tokens,
+        max_rows=config.max_requests,
+        # A row cuts at most two chunks short: its first, up to a chunk multiple, and its last.
+        max_chunks=config.max_tokens // shape.ssm_chunk_size + 2 * config.max_requests,
+        max_blocks=max_blocks,
+        max_drafts=config.num_speculative_tokens,
+        marks_real_tokens=shape.has_experts,
+    )
     with step_memory(config):
-        return StepBuffers(StepLimits(config.max_tokens, config.max_requests, max_chunks, max_blocks, drafts), device)
+        return StepBuffers(limits, device)

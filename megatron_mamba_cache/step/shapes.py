@@ -140,6 +140,8 @@ def pad_tail(
     tokens = slice(int(buffers.host("cu_query")[num_rows]), shape.num_tokens)
     for name, value in (("token_ids", 0), ("token_positions", 0), ("token_blocks", dummy_block), ("token_offsets", 0)):
         buffers.host(name)[tokens] = value
+    if buffers.limits.marks_real_tokens:
+        buffers.host("real_tokens")[tokens] = 0
     logits = slice(int(buffers.host("cu_logits")[num_rows]), shape.num_logits)
     for name in ("logit_tokens", "logit_rows"):
         buffers.host(name)[logits] = 0

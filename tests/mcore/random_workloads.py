@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,6 +29,11 @@ MODELS = (
     {"pattern": "*MM", "ssm_chunk_size": 16, "vocab_size": 64},
     {"pattern": "M-*M", "ssm_chunk_size": 8, "use_rope": False, "hidden_size": 48, "vocab_size": 128},
 )
+EXPERT_MODELS = (
+    {"pattern": "MEM*E", "ssm_chunk_size": 8},
+    {"pattern": "ME*EM", "ssm_chunk_size": 16, "use_rope": False, "hidden_size": 48, "num_experts": 7},
+)
+MODEL_FORMS = {"dense": MODELS, "experts": EXPERT_MODELS}
 
 _WISHES: tuple[dict[str, Any], ...] = (
     {},
@@ -199,14 +204,22 @@ FLAVOURS = {
 }
 
 
-def make_workload(flavour: Flavour, seed: int, num_drafts: int = 0, *, has_log_probs: bool = False) -> Workload:
+def make_workload(
+    flavour: Flavour,
+    seed: int,
+    num_drafts: int = 0,
+    *,
+    has_log_probs: bool = False,
+    models: Sequence[dict[str, Any]] = MODELS,
+) -> Workload:
     """Return the workload of a flavour and a seed; with drafts, and sometimes without, requests have stop words.
 
     Args:
         has_log_probs: Whether most requests want log-probs, and steps are disturbed whatever the flavour.
+        models: Sizes of models, one of which is drawn.
     """
     rng = random.Random(f"{flavour.name} {seed}")
-    subject = tiny_hybrid(**rng.choice(MODELS))
+    subject = tiny_hybrid(**rng.choice(models))
     block = subject.sizes.ssm_chunk_size * rng.choice([1, 2, 4])
     max_prompt = rng.choice([3, 4, 6]) * block if block <= 32 else 3 * block
     max_tokens = rng.randrange(8, 30)

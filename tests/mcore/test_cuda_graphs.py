@@ -14,12 +14,13 @@ import pytest
 import torch
 
 from megatron_mamba_cache import CacheConfig, build_engine
+from megatron_mamba_cache.mcore import model_reading
 from megatron_mamba_cache.ranks.group import OneRank
 from megatron_mamba_cache.speculation.prompt_lookup import PromptLookupDrafter
 from megatron_mamba_cache.step import graphs as cuda_graphs
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
 from tests.mcore.graph_stand_ins import capture_without_cuda
-from tests.mcore.random_workloads import FLAVOURS, WorkloadOutcome, make_workload, run_workload
+from tests.mcore.random_workloads import FLAVOURS, MODEL_FORMS, WorkloadOutcome, make_workload, run_workload
 from tests.mcore.test_log_probs import assert_log_probs
 from tests.mcore.test_speculative_workloads import make_drafter
 from tests.mcore.workload_totals import WorkloadTotals
@@ -27,6 +28,7 @@ from tests.models.test_training_checkpoints import EXPERTS
 from tests.models.training_checkpoints import random_model
 
 SEEDS = [pytest.param(range(1, 2), id="short"), pytest.param(range(2, 5), id="long", marks=pytest.mark.slow)]
+forms = pytest.mark.parametrize("models", MODEL_FORMS.values(), ids=list(MODEL_FORMS))
 
 
 @pytest.fixture(autouse=True)
@@ -52,22 +54,26 @@ def start(**settings: object) -> EngineRun:
     return EngineRun.start(subject, with_graphs(cache_config(subject.sizes, **settings)))
 
 
+@forms
 @pytest.mark.parametrize("seeds", SEEDS)
 @pytest.mark.parametrize("name", FLAVOURS)
-def test_random_workloads_match_the_oracle(name: str, seeds: range, totals: WorkloadTotals) -> None:
+def test_random_workloads_match_the_oracle(name: str, seeds: range, models: Any, totals: WorkloadTotals) -> None:
     def run(seed: int) -> WorkloadOutcome:
-        work = make_workload(FLAVOURS[name], 2000 + seed)
+        work = make_workload(FLAVOURS[name], 2000 + seed, models=models)
         return run_workload(replace(work, config=with_graphs(work.config)))
 
     totals.run_batch(name, seeds, run, ("graph_steps",))
 
 
+@forms
 @pytest.mark.parametrize("seeds", SEEDS)
 @pytest.mark.parametrize("name", FLAVOURS)
-def test_random_workloads_with_drafts_match_the_oracle(name: str, seeds: range, totals: WorkloadTotals) -> None:
+def test_random_workloads_with_drafts_match_the_oracle(
+    name: str, seeds: range, models: Any, totals: WorkloadTotals
+) -> None:
     def run(seed: int) -> WorkloadOutcome:
         rng = random.Random(f"graphs {name} {seed}")
-        work = make_workload(FLAVOURS[name], 3000 + seed, num_drafts=rng.randrange(1, 9))
+        work = make_workload(FLAVOURS[name], 3000 + seed, num_drafts=rng.randrange(1, 9), models=models)
         drafter = make_drafter(rng, work)
         return run_workload(replace(work, config=with_graphs(work.config)), drafter)
 
@@ -199,19 +205,37 @@ def test_log_probs_are_those_without_graphs() -> None:
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-5)
 
 
-def test_experts_run_without_graphs(caplog: pytest.LogCaptureFixture) -> None:
+def test_where_the_host_waits_for_experts_steps_run_without_graphs(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     small = {"buffer_size_gb": 0.01, "prefix_caching_mamba_gb": 0.01, "max_requests": 2}
+    monkeypatch.setattr(model_reading, "waits_for_experts", lambda model: True)
     engine = build_engine(random_model(EXPERTS), CacheConfig(block_size_tokens=128, num_cuda_graphs=2, **small))
-    assert "steps run without CUDA graphs: the host reads how many tokens each expert gets" in caplog.text
+    assert "steps run without CUDA graphs: the host waits for what experts the tokens choose" in caplog.text
     engine.add_request(0, some_tokens(20), greedy(5))
     while engine.requests:
         (finished,) = engine.step_modern()["finished_request_records"] or [None]
     assert len(finished.merge().generated_tokens) == 5 and engine.context.counters.graph_steps == 0
 
 
+def test_padding_goes_to_no_expert() -> None:
+    subject = tiny_hybrid(pattern="ME*")
+    run = EngineRun.start(subject, with_graphs(cache_config(subject.sizes, max_requests=8)))
+    mixture, chosen = subject.model.decoder.layers[1].mlp, []
+    mixture.router.register_forward_hook(lambda *call: chosen.append(call[-1][0]))
+    for request_id in range(5):
+        run.add(request_id, some_tokens(6, seed=request_id), 12)
+    run.finish()
+    assert run.counters.graph_steps
+    padded = [ids for ids in chosen if (ids == -1).any()]
+    assert padded and all((ids == -1).all(1).eq((ids == -1).any(1)).all() for ids in chosen)
+    assert sum(int((ids >= 0).all(1).sum()) for ids in chosen) >= 5 * (6 + 11)
+    run.assert_exact()
+
+
 class RanksOfWhichOneCannot(OneRank):
     def gather(self, value: Any) -> list[Any]:
-        return [value, "the host reads how many tokens each expert gets"]
+        return [value, "the host waits for experts"]
 
 
 def test_where_one_stage_cannot_be_captured_none_is(caplog: pytest.LogCaptureFixture) -> None:
@@ -220,7 +244,7 @@ def test_where_one_stage_cannot_be_captured_none_is(caplog: pytest.LogCaptureFix
     assert engine.context.graphs is not None
     engine.context.runner.ranks = RanksOfWhichOneCannot()
     engine.create_cuda_graphs()
-    assert engine.context.graphs is None and "steps run without CUDA graphs: the host reads" in caplog.text
+    assert engine.context.graphs is None and "steps run without CUDA graphs: the host waits" in caplog.text
 
 
 def test_a_cpu_runs_without_graphs(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -21,13 +21,13 @@ from megatron.core.inference.text_generation_controllers.text_generation_control
 from megatron.core.ssm.mamba_block import MambaStack
 from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.transformer.attention import Attention, SelfAttention
-from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_mamba_cache.mcore import SUPPORTED_MEGATRON_CORE
 from megatron_mamba_cache.mcore.context import MambaCacheContext
 from megatron_mamba_cache.mcore.controller import MambaCacheController
 from megatron_mamba_cache.mcore.engine import MambaCacheEngine
-from megatron_mamba_cache.mcore.expert_layer import UnevenAllGatherDispatcher
+from megatron_mamba_cache.mcore.expert_layer import ExpertLayer
 from megatron_mamba_cache.mcore.kv_block_allocator import KVBlockAllocator
 from megatron_mamba_cache.mcore.local_spec import LocalMambaStack
 from megatron_mamba_cache.mcore.mamba_mixer import CachingMambaMixer
@@ -39,7 +39,7 @@ from megatron_mamba_cache.replicas.engine import ReplicaEngine
 
 OUR_CLASSES = (
     HybridInferenceWrapper,
-    UnevenAllGatherDispatcher,
+    ExpertLayer,
     MambaCacheContext,
     MambaCacheController,
     SuspendableEngine,
@@ -108,10 +108,7 @@ PINNED: dict[type, dict[str, str]] = {
     GPTInferenceWrapper: {
         "__init__": "(self, model, inference_wrapper_config, inference_context=None, pg_collection=None)",
     },
-    MoEAllGatherTokenDispatcher: {
-        "token_dispatch": "(self, hidden_states, probs)",
-        "token_combine": "(self, hidden_states)",
-    },
+    TransformerLayer: {"forward": "(self, *args, **kwargs)"},
     DynamicInferenceEngine: {
         "__init__": "(self, controller, context, enable_cuda_graph=None, random_seed=None, *, "
         "track_paused_request_events=False, enable_chunked_prefill=True, inference_logging_step_interval=0, "

@@ -5,12 +5,17 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.mcore.random_workloads import FLAVOURS, make_workload, run_workload
+from tests.mcore.random_workloads import FLAVOURS, MODEL_FORMS, make_workload, run_workload
 from tests.mcore.workload_totals import WorkloadTotals
 
 # The first ten seeds of each flavour by default; a GPU takes many times as long for models this small.
 SHORT, LONG = range(10), range(10, 19 if torch.cuda.is_available() else 38)
-SEEDS = [pytest.param(SHORT, id="short"), pytest.param(LONG, id="long", marks=pytest.mark.slow)]
+SEEDS = [
+    pytest.param("dense", SHORT, id="short"),
+    pytest.param("dense", LONG, id="long", marks=pytest.mark.slow),
+    pytest.param("experts", range(3), id="experts"),
+    pytest.param("experts", range(3, 38), id="experts-long", marks=pytest.mark.slow),
+]
 
 
 @pytest.fixture(scope="module")
@@ -21,8 +26,12 @@ def totals() -> Iterator[WorkloadTotals]:
     totals.report()
 
 
-@pytest.mark.parametrize("seeds", SEEDS)
+@pytest.mark.parametrize(("form", "seeds"), SEEDS)
 @pytest.mark.parametrize("name", FLAVOURS)
-def test_tokens_are_the_oracles_and_everything_is_returned(name: str, seeds: range, totals: WorkloadTotals) -> None:
-    flavour = FLAVOURS[name]
-    totals.run_batch(name, seeds, lambda seed: run_workload(make_workload(flavour, seed)), flavour.exercises)
+def test_tokens_are_the_oracles_and_everything_is_returned(
+    name: str, form: str, seeds: range, totals: WorkloadTotals
+) -> None:
+    flavour, models = FLAVOURS[name], MODEL_FORMS[form]
+    # A few seeds do not exercise all that a flavour is for.
+    exercises = flavour.exercises if form == "dense" else ()
+    totals.run_batch(name, seeds, lambda seed: run_workload(make_workload(flavour, seed, models=models)), exercises)

@@ -3,6 +3,7 @@
 import pytest
 
 from megatron_mamba_cache.models.parameter_shapes import parameters_of
+from megatron_mamba_cache.models.placement import unstacked_parameters
 from megatron_mamba_cache.models.random_hybrid import (
     RandomHybridConfig,
     random_architecture,
@@ -60,7 +61,7 @@ def test_ends_are_on_the_outer_stages(is_first: bool, is_last: bool, tied: bool)
 def test_parameters_are_those_that_megatron_builds_in_its_order(pattern: str) -> None:
     shape = RandomHybridConfig(pattern=pattern)
     model, parameters = random_hybrid_model(shape), parameters_of(random_architecture(shape))
-    built = [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
+    built = [(name, tuple(parameter.shape)) for name, parameter in unstacked_parameters(model).items()]
     assert built == [(name, whole.shape) for name, whole in parameters.items()]
     drawn = dict(random_weights(shape))
-    assert all((parameter.cpu() == drawn[name]).all() for name, parameter in model.named_parameters())
+    assert all((part.cpu() == drawn[name]).all() for name, part in unstacked_parameters(model).items())

@@ -1,5 +1,7 @@
 """The routed experts of a layer, from the choice of experts to the weighted sum."""
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from .expert_order import order_by_expert
@@ -14,6 +16,7 @@ def routed_experts(
     second: Tensor,
     activation: Activation,
     *,
+    apart: Callable[[Tensor], Tensor] | None = None,
     first_expert: int = 0,
     addend: Tensor | None = None,
 ) -> Tensor:
@@ -25,6 +28,8 @@ def routed_experts(
         weights: [tokens, top_k] float32: what each of them weighs.
         first: [experts, inner, inputs]; [experts, 2 * inner, inputs] for gated activations, see `grouped_product`.
         second: [experts, outputs, inner].
+        activation: In the first product's launch.
+        apart: An activation that the first product does not have, applied to its result; None for none.
         first_expert: Number of the first expert whose weights are here.
         addend: [tokens, outputs], added to the sum; None for none.
 
@@ -35,4 +40,5 @@ def routed_experts(
     """
     order = order_by_expert(ids, len(first), first_expert)
     inner = grouped_product(x, first, order, top_k=ids.shape[1], activation=activation)
-    return weighted_sum(grouped_product(inner, second, order), order.places, weights, addend)
+    rows = grouped_product(inner if apart is None else apart(inner), second, order)
+    return weighted_sum(rows, order.places, weights, addend)

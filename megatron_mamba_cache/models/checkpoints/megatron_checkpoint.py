@@ -14,8 +14,10 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import apply_factories
 from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.models.mamba.mamba_model import MambaModel
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
+from ...mcore.stacked_experts import STACKED_PARAMETERS
 from ..architecture import HybridArchitecture
 from ..hybrid_model import build_hybrid_model
 from ..rank_part import EMBEDDINGS, OUTPUT, RankPart
@@ -95,6 +97,7 @@ def load_megatron_checkpoint(
         stored = load_sharded_metadata(str(path))
         wanted = _wanted(model, described.architecture, common, stored)
         _check_tensors(path, described, wanted, stored)
+        stacked = _stacked_parts(model, wanted)
         state = dist_checkpointing.load(wanted, str(path), common_strategy=NoCommonState())
     except _Mismatch:
         raise
@@ -102,7 +105,7 @@ def load_megatron_checkpoint(
         raise ValueError(
             f"{path} does not hold the weights that {described.source} describes: {_reason(error)}"
         ) from error
-    _fill(model, state)
+    _fill(model, state, stacked)
     return LoadedModel(model, described.architecture, Path(directory))
 
 
@@ -178,9 +181,23 @@ def _check_tensors(path: Path, described: DescribedModel, wanted: dict[str, Any]
         warn_of_mtp(path, len(left_out))
 
 
-def _fill(model: MambaModel, state: dict[str, Any]) -> None:
+def _stacked_parts(model: MambaModel, wanted: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return what is loaded straight into a part of a parameter: an expert's weights among those of all experts."""
+    own_names = model.state_dict().keys()
+    return {
+        name: part.data for name, part in wanted.items() if isinstance(part, ShardedTensor) and name not in own_names
+    }
+
+
+def _fill(model: MambaModel, state: dict[str, Any], stacked: Mapping[str, Tensor]) -> None:
+    for name, part in stacked.items():
+        loaded = state.pop(name)
+        if loaded.data_ptr() != part.data_ptr():
+            part.copy_(loaded)
     outcome = model.load_state_dict(state, strict=False)  # only extra state may be missing
-    unfilled = [name for name in outcome.missing_keys if not is_training_state(name)]
+    unfilled = [
+        name for name in outcome.missing_keys if not is_training_state(name) and not name.endswith(STACKED_PARAMETERS)
+    ]
     if unfilled or outcome.unexpected_keys:
         raise ValueError(f"not filled: {unfilled}; without a place: {outcome.unexpected_keys}")
 

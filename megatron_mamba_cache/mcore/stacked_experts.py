@@ -1,0 +1,114 @@
+"""The routed experts of a layer: two stacked parameters, which Megatron's checkpoints hold an expert at a time."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor, nn
+from typing_extensions import override
+
+from ..kernels.experts.grouped_product import Activation
+from ..kernels.experts.routed_experts import routed_experts
+
+STACKED_PARAMETERS = (".experts.linear_fc1", ".experts.linear_fc2")
+"""How the names of the parameters end that hold the weights of several experts."""
+
+
+class StackedExperts(MegatronModule):
+    """This rank's experts, split over tensor-parallel ranks as Megatron's are.
+
+    Args:
+        config: Megatron's; its `moe_latent_size` or else its `hidden_size` is what experts read and write.
+        pg_collection: Has the groups `ep`, `tp` and `expt_dp`.
+
+    Attributes:
+        linear_fc1: [experts, inner, inputs]; [experts, 2 * inner, inputs] if gated, the gates first.
+        linear_fc2: [experts, inputs, inner].
+    """
+
+    def __init__(self, config: Any, pg_collection: Any) -> None:
+        super().__init__(config=config)
+        num_ranks, self._rank = pg_collection.ep.size(), pg_collection.ep.rank()
+        self._tensor_rank, self._num_tensor_ranks = pg_collection.tp.rank(), pg_collection.tp.size()
+        self._copy = pg_collection.expt_dp.rank()
+        self.num_experts = config.num_moe_experts // num_ranks
+        self.first_expert = self._rank * self.num_experts
+        self._num_halves = 2 if config.gated_linear_unit else 1
+        inner = config.moe_ffn_hidden_size // self._num_tensor_ranks
+        width = config.moe_latent_size or config.hidden_size
+        self.linear_fc1 = self._parameter(self._num_halves * inner, width)
+        self.linear_fc2 = self._parameter(width, inner)
+        self._activation, self._apart = _activation(config)
+
+    def _parameter(self, *sizes: int) -> nn.Parameter:
+        device, dtype = torch.cuda.current_device(), self.config.params_dtype
+        return nn.Parameter(torch.empty(self.num_experts, *sizes, device=device, dtype=dtype), requires_grad=False)
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor, addend: Tensor | None) -> Tensor:
+        """Return the weighted sum of each token's experts that are here; see `routed_experts`."""
+        return routed_experts(
+            x,
+            ids,
+            weights,
+            self.linear_fc1,
+            self.linear_fc2,
+            self._activation,
+            apart=self._apart,
+            first_expert=self.first_expert,
+            addend=addend,
+        )
+
+    def named_views(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield each expert's part of the parameters, under the name that it has in Megatron's own layer."""
+        for expert in range(self.num_experts):
+            for name, stacked in (("linear_fc1", self.linear_fc1), ("linear_fc2", self.linear_fc2)):
+                yield f"local_experts.{expert}.{name}.weight", stacked.data[expert]
+
+    @override
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        """Return each expert's views under the keys of Megatron's experts, to be written or filled in place.
+
+        Args:
+            metadata: With `singleton_local_shards`, each expert has a key of its own.
+        """
+        has_own_keys = (metadata or {}).get("singleton_local_shards", False)
+        parts = {}
+        for name, view in self.named_views():
+            expert, tensor = name.removeprefix("local_experts.").split(".", 1)
+            number = self.first_expert + int(expert)
+            own = f"{number}." if has_own_keys else ""
+            of_expert = [] if has_own_keys else [(len(sharded_offsets), number, self.config.num_moe_experts)]
+            offsets = [*sharded_offsets, *of_expert]
+            axis = len(offsets) + (0 if tensor.startswith("linear_fc1") else 1)
+            num_halves = self._num_halves if tensor.startswith("linear_fc1") else 1
+            for half, part in enumerate(view.chunk(num_halves)):
+                place = half * self._num_tensor_ranks + self._tensor_rank
+                parts[f"{prefix}{name}" + (f".{half}" if num_halves > 1 else "")] = ShardedTensor.from_rank_offsets(
+                    f"{prefix}experts.{own}{tensor}",
+                    part,
+                    *offsets,
+                    (axis, place, num_halves * self._num_tensor_ranks),
+                    replica_id=(0, 0, self._copy),
+                    prepend_axis_num=len(offsets),
+                )
+        return parts
+
+
+def _activation(config: Any) -> tuple[Activation, Any]:
+    """Return the activation in the first product, and what is applied to its result; None for nothing."""
+    name, is_gated = getattr(config.activation_func, "__name__", ""), config.gated_linear_unit
+    if name == "squared_relu" and not is_gated:
+        return "squared_relu", None
+    if config.activation_func is nn.functional.silu and is_gated:
+        return "gated_silu", None
+    activation = config.activation_func
+    if not is_gated:
+        return "none", activation
+
+    def gated(inner: Tensor) -> Tensor:
+        gates, others = inner.chunk(2, dim=-1)
+        return activation(gates) * others
+
+    return "none", gated
