@@ -26,9 +26,10 @@ from measuring.machine import describe_machine
 from torch import Tensor
 
 from megatron_mamba_cache.kernels.experts.expert_order import order_by_expert
-from megatron_mamba_cache.kernels.experts.grouped_product import Activation, grouped_product, weighted_sum
+from megatron_mamba_cache.kernels.experts.grouped_product import Activation, grouped_product
 from megatron_mamba_cache.kernels.experts.routed_experts import routed_experts
 from megatron_mamba_cache.kernels.experts.routing import RoutingRule, route, router_logits
+from megatron_mamba_cache.kernels.experts.weighted_sum import weighted_sum
 
 TOKENS = (1, 8, 16, 64, 256, 1024, 4096, 8192, 32768)
 COLD_BYTES = 2**28  # of experts that launches read between two uses of the same ones: several times the L2 cache

@@ -379,11 +379,6 @@ class MambaCacheContext(DynamicInferenceContext):
         return self.step.batch.positions
 
     @property
-    def real_tokens(self) -> Tensor | None:
-        """Which tokens are not padding, [tokens] int32; None if the model has no experts."""
-        return self.step.batch.real_tokens
-
-    @property
     def token_to_position_in_request(self) -> Tensor:
         """The same as `token_to_pos_ids`."""
         return self.step.batch.positions

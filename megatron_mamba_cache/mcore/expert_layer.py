@@ -30,7 +30,7 @@ class ExpertLayer(TransformerLayer):
     ) -> tuple[Tensor, None]:
         """Compute hidden_states [tokens, 1, hidden] of a dynamic batch, or of any other form without padding."""
         is_dynamic = inference_context is not None and not inference_context.is_static_batching()
-        is_real = inference_context.real_tokens if is_dynamic else None
+        is_real = inference_context.step.batch.real_tokens if is_dynamic else None
         output = self.mlp(self.pre_mlp_layernorm(hidden_states), is_real)
         add = self.mlp_bda(self.training, self.config.bias_dropout_fusion)
         return add((output, None), hidden_states, self.hidden_dropout), None

@@ -13,13 +13,10 @@ from torch import Tensor
 
 from megatron_mamba_cache.kernels.experts import grouped_product as grouped_product_module
 from megatron_mamba_cache.kernels.experts import product_forms
+from megatron_mamba_cache.kernels.experts import weighted_sum as weighted_sum_module
 from megatron_mamba_cache.kernels.experts.expert_order import order_by_expert
-from megatron_mamba_cache.kernels.experts.grouped_product import (
-    grouped_product,
-    grouped_product_ref,
-    weighted_sum,
-    weighted_sum_ref,
-)
+from megatron_mamba_cache.kernels.experts.grouped_product import grouped_product, grouped_product_ref
+from megatron_mamba_cache.kernels.experts.weighted_sum import weighted_sum, weighted_sum_ref
 from tests.kernels.kernel_stand_ins import CompiledInsteadOfLaunched
 from tests.kernels.packed_rows import same_bits
 
@@ -182,7 +179,7 @@ def test_other_numbers_of_tokens_compile_nothing_new(
 ) -> None:
     monkeypatch.setattr(product_forms, "can_load_boxes", lambda weight: loads_boxes)
     products = compile_for_hopper(grouped_product_module, "_grouped_product_kernel")
-    sums = compile_for_hopper(grouped_product_module, "_weighted_sum_kernel")
+    sums = compile_for_hopper(weighted_sum_module, "_weighted_sum_kernel")
     layer = Layer(16, 128, 256, activation, torch.bfloat16)
     tokens = (1, 2, 16, 33, 127, 300, 700, 800, 2000)
     for num_tokens in tokens:

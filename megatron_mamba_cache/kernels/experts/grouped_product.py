@@ -1,4 +1,4 @@
-"""Products of each expert's weights with the tokens that chose it, and the weighted sum of a token's experts.
+"""Products of each expert's weights with the tokens that chose it.
 
 Layout: weights [experts, outputs, inputs], inputs contiguous; a gated layer's first weights hold the gates' outputs
 before the others. Rows are pairs of a token and an expert in the order of experts (`order_by_expert`), so that an
@@ -21,14 +21,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..kernel_launches import INTERPRETED, is_computed_in_fp32, launches_kernel
 from .product_forms import ProductForm, choose_form
-from .reference_experts import grouped_product_ref, weighted_sum_ref
+from .reference_experts import grouped_product_ref
 from .reference_routing import ExpertOrder
 
-__all__ = ["Activation", "grouped_product", "grouped_product_ref", "weighted_sum", "weighted_sum_ref"]
+__all__ = ["Activation", "grouped_product", "grouped_product_ref"]
 
 Activation = Literal["none", "squared_relu", "gated_silu"]
 
-_SUM_WIDTH = 1024
 _IS_INTERPRETED = tl.constexpr(INTERPRETED)
 
 
@@ -103,7 +102,10 @@ def _compute_tile(
     SWAPS: tl.constexpr,
     BOXES: tl.constexpr,
 ):
-    """Compute and store TILE rows of an expert, of which those from `last` on are another's, times WIDTH outputs."""
+    """Compute and store TILE rows of an expert, of which those from `last` on are another's, times WIDTH outputs.
+
+    Long because of its arguments.
+    """
     IS_GATED: tl.constexpr = ACTIVATION == "gated_silu"
     row = first + tl.arange(0, TILE)
     is_row = row < last
@@ -179,32 +181,6 @@ def _grouped_product_kernel(
         )  # fmt: skip
 
 
-@triton.jit
-def _weighted_sum_kernel(
-    rows,
-    places,
-    weights,
-    addend,
-    out,
-    HAS_ADDEND: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    inside = column < OUTPUTS
-    total = tl.zeros([WIDTH], tl.float32)
-    for slot in range(TOP_K):
-        place = tl.load(places + token * TOP_K + slot).to(tl.int64)
-        weight = tl.load(weights + token * TOP_K + slot)
-        row = tl.load(rows + place * OUTPUTS + column, mask=inside & (place >= 0), other=0)
-        total += weight * row.to(tl.float32)
-    if HAS_ADDEND:
-        total += tl.load(addend + token * OUTPUTS + column, mask=inside, other=0).to(tl.float32)
-    tl.store(out + token * OUTPUTS + column, total.to(out.dtype.element_ty), mask=inside)
-
-
 def grouped_product(
     x: Tensor,
     weight: Tensor,
@@ -271,41 +247,6 @@ def grouped_product(
 def _boxes(weight: Tensor, form: ProductForm) -> TensorDescriptor:
     """Return the weights as rows of all experts, to be loaded a box at a time."""
     return TensorDescriptor.from_tensor(weight.flatten(0, 1), [form.outputs, form.inputs])
-
-
-def weighted_sum(rows: Tensor, places: Tensor, weights: Tensor, addend: Tensor | None = None) -> Tensor:
-    """Return for each token the sum of its experts' rows times their weights, in the order of its slots.
-
-    Args:
-        rows: [pairs, outputs], contiguous.
-        places: [tokens, top_k] int32: which row each slot has; -1 for none.
-        weights: [tokens, top_k] float32.
-        addend: [tokens, outputs], contiguous, added to the sum; None for none.
-
-    Returns:
-        [tokens, outputs] in the rows' dtype; summed in fp32.
-
-    Reference: `weighted_sum_ref`. CUDA-graph safe: no host sync, one launch.
-    """
-    if not launches_kernel(rows) or not is_computed_in_fp32(rows):
-        return weighted_sum_ref(rows, places, weights, addend)
-    (num_tokens, top_k), outputs = places.shape, rows.shape[1]
-    out = torch.empty(num_tokens, outputs, dtype=rows.dtype, device=rows.device)
-    if out.numel() == 0:
-        return out
-    _weighted_sum_kernel[(num_tokens, triton.cdiv(outputs, _SUM_WIDTH))](
-        rows=rows,
-        places=places,
-        weights=weights,
-        addend=rows if addend is None else addend,
-        out=out,
-        HAS_ADDEND=addend is not None,
-        OUTPUTS=outputs,
-        TOP_K=top_k,
-        WIDTH=_SUM_WIDTH,
-        num_warps=4,
-    )
-    return out
 
 
 def _check(x: Tensor, weight: Tensor, order: ExpertOrder, activation: Activation) -> None:

@@ -5,7 +5,8 @@ from collections.abc import Callable
 from torch import Tensor
 
 from .expert_order import order_by_expert
-from .grouped_product import Activation, grouped_product, weighted_sum
+from .grouped_product import Activation, grouped_product
+from .weighted_sum import weighted_sum
 
 
 def routed_experts(

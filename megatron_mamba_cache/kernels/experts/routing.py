@@ -118,6 +118,7 @@ def _route_kernel(
     HAS_PADDING: tl.constexpr,
     NORMALIZES: tl.constexpr,
 ):
+    """Choose the experts of a token. Long because of its arguments."""
     token = tl.program_id(0).to(tl.int64)
     group, member = tl.arange(0, GROUPS)[:, None], tl.arange(0, WIDTH)[None, :]
     expert = group * GROUP_SIZE + member
@@ -206,7 +207,8 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """Return each token's experts, best first, and their weights.
 
-    Of experts with equal scores the one with the lowest number is chosen. The reference computes float64 logits.
+    Of experts with equal scores the one with the lowest number is chosen. The reference computes float64 logits. Long
+    because of its contract.
 
     Args:
         logits: [parts, tokens, experts], summed over parts; experts contiguous.

@@ -1,0 +1,79 @@
+"""The weighted sum of a token's experts.
+
+Layout: rows in the order of experts, a row a pair of a token and an expert. Grid: a program a token and WIDTH of its
+outputs, which reads the token's rows in the order of its slots: always the same sum. Graph safe: no host sync, no
+atomics.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..kernel_launches import is_computed_in_fp32, launches_kernel
+from .reference_experts import weighted_sum_ref
+
+__all__ = ["weighted_sum", "weighted_sum_ref"]
+
+_SUM_WIDTH = 1024
+
+
+@triton.jit
+def _weighted_sum_kernel(
+    rows,
+    places,
+    weights,
+    addend,
+    out,
+    HAS_ADDEND: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    inside = column < OUTPUTS
+    total = tl.zeros([WIDTH], tl.float32)
+    for slot in range(TOP_K):
+        place = tl.load(places + token * TOP_K + slot).to(tl.int64)
+        weight = tl.load(weights + token * TOP_K + slot)
+        row = tl.load(rows + place * OUTPUTS + column, mask=inside & (place >= 0), other=0)
+        total += weight * row.to(tl.float32)
+    if HAS_ADDEND:
+        total += tl.load(addend + token * OUTPUTS + column, mask=inside, other=0).to(tl.float32)
+    tl.store(out + token * OUTPUTS + column, total.to(out.dtype.element_ty), mask=inside)
+
+
+def weighted_sum(rows: Tensor, places: Tensor, weights: Tensor, addend: Tensor | None = None) -> Tensor:
+    """Return for each token the sum of its experts' rows times their weights, in the order of its slots.
+
+    Args:
+        rows: [pairs, outputs], contiguous.
+        places: [tokens, top_k] int32: which row each slot has; -1 for none.
+        weights: [tokens, top_k] float32.
+        addend: [tokens, outputs], contiguous, added to the sum; None for none.
+
+    Returns:
+        [tokens, outputs] in the rows' dtype; summed in fp32.
+
+    Reference: `weighted_sum_ref`. CUDA-graph safe: no host sync, one launch.
+    """
+    if not launches_kernel(rows) or not is_computed_in_fp32(rows):
+        return weighted_sum_ref(rows, places, weights, addend)
+    (num_tokens, top_k), outputs = places.shape, rows.shape[1]
+    out = torch.empty(num_tokens, outputs, dtype=rows.dtype, device=rows.device)
+    if out.numel() == 0:
+        return out
+    _weighted_sum_kernel[(num_tokens, triton.cdiv(outputs, _SUM_WIDTH))](
+        rows=rows,
+        places=places,
+        weights=weights,
+        addend=rows if addend is None else addend,
+        out=out,
+        HAS_ADDEND=addend is not None,
+        OUTPUTS=outputs,
+        TOP_K=top_k,
+        WIDTH=_SUM_WIDTH,
+        num_warps=4,
+    )
+    return out
