@@ -12,7 +12,7 @@ from megatron_mamba_cache.errors import CacheIntegrityError
 from megatron_mamba_cache.mcore.failed_steps import FAILURES_BEFORE_REFUSAL, failure_reason
 from megatron_mamba_cache.policy import block_growth
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
-from tests.mcore.faults import InjectedFault
+from tests.mcore.faults import InjectedFault, raise_once
 from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.mcore.test_bad_requests import megatron_request
 
@@ -141,6 +141,23 @@ def test_the_digest_follows_steps_that_a_caller_takes_by_itself(digest_steps: in
         tokens += best.tolist()
         context.update_requests([1], best)
     assert subject.oracle.check_greedy(prompt, tokens, 1e-5).first_mismatch is None
+
+
+def test_rows_that_a_step_advanced_before_it_failed_are_dropped_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = start_run()
+    for _ in range(3):
+        run.step()
+    context, model = run.context, run.engine.controller.inference_wrapped_model
+    context.initialize_attention_state()
+    with torch.inference_mode():
+        best = model.compute_step().squeeze(0).argmax(-1)
+    raise_once(monkeypatch, context.runner.requests, "grow")
+    with pytest.raises(InjectedFault):
+        context.update_requests([1, 1], best)
+    assert [row.scheduled for row in context.rows] == [0, 0]
+    context.runner.drop_failed_step()
+    assert not context.rows and not context.is_computing
+    context.check_integrity()
 
 
 def test_an_evicted_row_is_released_once_though_growth_fails(monkeypatch: pytest.MonkeyPatch) -> None:
