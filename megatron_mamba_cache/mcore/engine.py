@@ -12,13 +12,13 @@ from megatron.core.inference.inference_request import DynamicInferenceRequestRec
 from megatron.core.inference.sampling_params import SamplingParams
 from typing_extensions import override
 
+from ..policy.failed_steps import FailedSteps, refusal_reason
 from ..policy.hit_rate_hint import HitRateHint
 from ..policy.requests import Candidate, RequestSpec
 from ..policy.scheduler import StepScheduler
 from .context import MambaCacheContext
 from .controller import MambaCacheController
 from .engine_loop import EngineLoop
-from .failed_steps import FailedSteps, refusal_reason
 from .generated_tokens import append_tokens, is_reported
 from .request_spec import (
     check_identity,

@@ -9,8 +9,9 @@ from megatron.core.inference.contexts.dynamic_context import TensorStateDealloca
 from megatron.core.inference.engines.dynamic_engine import EngineSuspendedError
 
 from megatron_mamba_cache.errors import CacheIntegrityError
-from megatron_mamba_cache.mcore.failed_steps import FAILURES_BEFORE_REFUSAL, failure_reason
+from megatron_mamba_cache.mcore.failure_reason import failure_reason
 from megatron_mamba_cache.policy import block_growth
+from megatron_mamba_cache.policy.failed_steps import FAILURES_BEFORE_REFUSAL
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
 from tests.mcore.faults import InjectedFault, raise_once
 from tests.mcore.graph_stand_ins import capture_without_cuda
