@@ -137,7 +137,7 @@ class MambaCacheContext(DynamicInferenceContext):
             weights_version=self.weights_version,
         )
         self.block_allocator = KVBlockAllocator(
-            self, self.capacity.num_blocks, self.capacity.num_paused_blocks, pool=memory.blocks
+            self, self.capacity.num_blocks, self.capacity.num_paused_blocks, memory.blocks
         )
         self._runner = runner = StepRunner(
             memory,
