@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import megatron_mamba_cache.errors
+from megatron_mamba_cache.mcore.megatron_settings import SET_BY_MEGATRON
 
 PACKAGE_ROOT = Path(megatron_mamba_cache.errors.__file__).parent
 
@@ -42,8 +43,6 @@ WITHOUT_MEGATRON = {
     "mcore.step_report": "changes Megatron's records",
 }
 """Modules of mcore that import nothing of Megatron, and why they are there."""
-SET_BY_MEGATRON = {"chunked_prefill_request_id"}
-"""What our engine sets of a context because Megatron's does."""
 OWNERS = {"context", "ctx", "runner", "step", "early_step", "early_steps", "queue"}
 """Names of objects whose attributes only they themselves set."""
 OWNING_CLASSES = {"MambaCacheContext", "StepRunner", "Step", "EarlySteps", "LaunchedStep", "QueueState"}
