@@ -27,7 +27,7 @@ from loads.serving_engine import MODES, ServedShape, add_shape_arguments, model_
 from measuring.machine import describe_machine
 
 from megatron_mamba_cache.command_line.quiet import own_warnings_hidden, quiet_libraries
-from megatron_mamba_cache.mcore.failed_steps import failure_reason
+from megatron_mamba_cache.mcore.failure_reason import failure_reason
 
 REQUIRED = {"no cache": 8.0, "prompt boundaries": 2.0}
 REQUIRED_THROUGHPUT = 0.98

@@ -1,7 +1,7 @@
 """The package's shape: which floor may import which, how long things may be, and what they may not be called."""
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import megatron_mamba_cache.errors
+from megatron_mamba_cache.mcore.megatron_settings import SET_BY_MEGATRON
 
 PACKAGE_ROOT = Path(megatron_mamba_cache.errors.__file__).parent
 
@@ -42,12 +43,17 @@ WITHOUT_MEGATRON = {
     "mcore.step_report": "changes Megatron's records",
 }
 """Modules of mcore that import nothing of Megatron, and why they are there."""
-SET_BY_MEGATRON = {"chunked_prefill_request_id"}
-"""What our engine sets of a context because Megatron's does."""
 OWNERS = {"context", "ctx", "runner", "step", "early_step", "early_steps", "queue"}
 """Names of objects whose attributes only they themselves set."""
 OWNING_CLASSES = {"MambaCacheContext", "StepRunner", "Step", "EarlySteps", "LaunchedStep", "QueueState"}
 """Their classes: what these declare is set on `self` alone, whatever the object is called."""
+
+ATTRIBUTE_DICTS = {
+    "command_line.arguments": {"vars(arguments)"},
+    "models.checkpoints.common_state": {"vars(found)", "self.__dict__"},
+    "public_names": {"vars(sys.modules[package])"},
+}
+"""The only uses of objects' attributes as dicts: a namespace, an object of an unknown class, a module."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -105,11 +111,20 @@ def _imported_paths(module: Module, root_name: str) -> Iterator[tuple[str, ...]]
         if isinstance(node, ast.Import):
             yield from (tuple(alias.name.split(".")) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            origin = tuple(node.module.split(".")) if node.module else ()
-            if node.level:
-                here = (root_name, *module.name) if module.is_package else (root_name, *module.name[:-1])
-                origin = here[: len(here) - node.level + 1] + origin
+            origin = _absolute_path(module, root_name, node.level, node.module or "")
             yield from ((*origin, alias.name) for alias in node.names)
+        elif isinstance(node, ast.Call) and node.args and _name_of(node.func) in ("import_module", "__import__"):
+            name = node.args[0]
+            if isinstance(name, ast.Constant) and isinstance(name.value, str):
+                target = name.value.lstrip(".")
+                yield _absolute_path(module, root_name, len(name.value) - len(target), target)
+
+
+def _absolute_path(module: Module, root_name: str, level: int, name: str) -> tuple[str, ...]:
+    """Return the path that `level` dots and `name` mean in a module."""
+    path = tuple(name.split(".")) if name else ()
+    here = (root_name, *module.name) if module.is_package else (root_name, *module.name[:-1])
+    return here[: len(here) - level + 1] + path if level else path
 
 
 def floor_violations(package: Package) -> Iterator[str]:
@@ -156,21 +171,60 @@ def mcore_violations(package: Package) -> Iterator[str]:
 
 
 def ownership_violations(package: Package) -> Iterator[str]:
-    """Yield what sets attributes of a context, runner or step from outside, and swaps of `vars(self)`."""
+    """Yield what reaches into a context, runner or step from outside, and what bypasses attributes, one a line."""
     private = {name for name in _owned_attributes(package) if name.startswith("_")}
     for module in package.modules.values():
+        found: dict[int, str] = {}
         for node in ast.walk(module.tree):
-            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
-                owner = _name_of(node.value)
-                is_owned = owner.lstrip("_") in OWNERS or (owner != "self" and node.attr in private)
-                if is_owned and node.attr not in SET_BY_MEGATRON:
-                    yield f"{module.label}:{node.lineno}: sets {owner}.{node.attr} from outside"
-            elif isinstance(node, ast.Call) and ast.unparse(node) == "vars(self)":
-                yield f"{module.label}:{node.lineno}: vars(self)"
-            elif isinstance(node, ast.Call) and node.args and _name_of(node.func) in _SETTERS:
-                owner = _name_of(node.args[0])
-                if owner.lstrip("_") in OWNERS:
-                    yield f"{module.label}:{node.lineno}: sets an attribute of {owner} from outside"
+            breach = _breach(node, private, ATTRIBUTE_DICTS.get(module.label, set()))
+            if breach is not None:
+                found.setdefault(getattr(node, "lineno", 0), breach)
+        yield from (f"{module.label}:{line}: {breach}" for line, breach in sorted(found.items()))
+
+
+def _breach(node: ast.AST, private: Container[str], allowed_dicts: Container[str]) -> str | None:
+    """Return how a node breaks the rule of ownership, if it does."""
+    if isinstance(node, ast.Attribute) and node.attr == "__dict__":
+        return None if ast.unparse(node) in allowed_dicts else ast.unparse(node)
+    if isinstance(node, ast.Attribute):
+        return _attribute_breach(node, private)
+    if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
+        is_of_owner = isinstance(node.value, ast.Attribute) and _reaches_through_owner(node.value.value)
+        return f"sets {ast.unparse(node)} from outside" if is_of_owner else None
+    if isinstance(node, ast.Call) and _name_of(node.func) == "vars":
+        return None if ast.unparse(node) in allowed_dicts else ast.unparse(node)
+    if isinstance(node, ast.Call) and node.args and _name_of(node.func) in _SETTERS:
+        owner = node.args[0]
+        return f"sets an attribute of {_name_of(owner)} from outside" if _reaches_through_owner(owner) else None
+    return None
+
+
+def _attribute_breach(node: ast.Attribute, private: Container[str]) -> str | None:
+    if _name_of(node.value) in ("self", "cls"):
+        return None
+    if node.attr in private or (_is_private(node.attr) and _is_owner(_name_of(node.value))):
+        verb = "reads" if isinstance(node.ctx, ast.Load) else "sets"
+        return f"{verb} {ast.unparse(node)} from outside"
+    is_set = isinstance(node.ctx, ast.Store | ast.Del) and _reaches_through_owner(node.value)
+    return f"sets {ast.unparse(node)} from outside" if is_set and node.attr not in SET_BY_MEGATRON else None
+
+
+def _reaches_through_owner(node: ast.expr) -> bool:
+    """Return whether an expression is an owner, or an attribute or item of one."""
+    while True:
+        if _is_owner(_name_of(node)):
+            return True
+        if not isinstance(node, ast.Attribute | ast.Subscript):
+            return False
+        node = node.value
+
+
+def _is_owner(name: str) -> bool:
+    return name.lstrip("_") in OWNERS
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
 
 
 _SETTERS = {"setattr", "delattr", "__setattr__", "__delattr__"}
@@ -275,6 +329,11 @@ SOUND = {
 PLANTED = {
     "upward_import": ({"policy/align": "from pkg.state import pool", "state/pool": ""}, "higher floor"),
     "relative_upward_import": ({"policy/align": "from ..state import pool", "state/pool": ""}, "higher floor"),
+    "relative_string_import": (
+        {"policy/align": 'm = import_module("..mcore.context", __package__)'},
+        "imports mcore.context of a higher floor",
+    ),
+    "string_import": ({"policy/align": 'm = importlib.import_module("pkg.mcore.context")'}, "higher floor"),
     "facade_import": ({"policy/align": "from pkg import Context"}, "higher floor"),
     "type_checking_import": (
         {"policy/align": "if TYPE_CHECKING:\n    from pkg.state.pool import P", "state/pool": ""},
@@ -305,7 +364,7 @@ PLANTED = {
     "mcore_without_megatron": ({"mcore/sizes": "import torch"}, "imports nothing of megatron"),
     "stale_reason": ({"mcore/step_clock": "import megatron.core"}, "drop its reason"),
     "attribute_set_from_outside": ({"step/run": "def f(context):\n    context.rows = ()"}, "sets context.rows"),
-    "attribute_of_a_part_set": ({"step/run": "def f(a):\n    a.runner.counts += 1"}, "sets runner.counts"),
+    "attribute_of_a_part_set": ({"step/run": "def f(a):\n    a.runner.counts += 1"}, "sets a.runner.counts"),
     "attribute_set_by_name": (
         {"step/run": "def f(runner):\n    setattr(runner, 'rows', ())"},
         "an attribute of runner",
@@ -314,7 +373,29 @@ PLANTED = {
         {"step/run": "class StepRunner:\n    def f(self):\n        self._own = 1\ndef g(r):\n    r._own = 2"},
         "sets r._own",
     ),
+    "attribute_of_a_part_of_an_owner_set": (
+        {"step/run": "def f(context, x):\n    context.runner.memory.slots = x"},
+        "sets context.runner.memory.slots",
+    ),
+    "item_of_an_attribute_set": ({"step/run": "def f(context, x):\n    context.rows[0] = x"}, "sets context.rows[0]"),
+    "item_of_an_attribute_deleted": ({"step/run": "def f(a):\n    del a.context.rows[0]"}, "sets a.context.rows[0]"),
+    "private_attribute_called": (
+        {"step/run": "def f(runner):\n    runner._early_steps.drop()"},
+        "reads runner._early_steps",
+    ),
+    "private_attribute_of_a_part_called": (
+        {"step/run": "def f(a):\n    a._runner._at_work.clear()"},
+        "reads a._runner._at_work",
+    ),
+    "private_attribute_of_an_alias_read": (
+        {"step/run": "class StepRunner:\n    def f(self):\n        self._own = 1\ndef g(r):\n    return r._own"},
+        "reads r._own",
+    ),
     "swapped_attributes": ({"step/run": "class R:\n    def f(self):\n        return vars(self)"}, "vars(self)"),
+    "attributes_updated": ({"step/run": "def f(x):\n    vars(x).update(rows=())"}, "vars(x)"),
+    "copied_dict": ({"step/run": "class R:\n    def f(self):\n        return dict(self.__dict__)"}, "self.__dict__"),
+    "updated_dict": ({"step/run": "class R:\n    def f(self):\n        self.__dict__.update(a=1)"}, "self.__dict__"),
+    "item_of_a_dict_set": ({"step/run": "def f(runner):\n    runner.__dict__['_step'] = None"}, "runner.__dict__"),
     "cycle": ({"state/a": "from pkg.state import b", "state/b": "from . import a"}, "import cycle"),
     "long_module": ({"state/pool": "x = 1\n" * 301}, "301 lines"),
     "long_class_among_others": (

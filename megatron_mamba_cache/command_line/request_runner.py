@@ -8,7 +8,7 @@ from typing import Any
 from megatron.core.inference.sampling_params import SamplingParams
 
 from ..mcore.engine import MambaCacheEngine
-from ..mcore.failed_steps import failure_reason
+from ..mcore.failure_reason import failure_reason
 from ..mcore.request_states import tokens_after
 from .prompts import PromptLine
 from .results import RequestRecord, RunResult

@@ -78,8 +78,8 @@ class MambaCacheContext(DynamicInferenceContext):
     """Megatron's dynamic context with prefix caching for hybrid models.
 
     Requests and steps are those of `runner`, which exists as long as the device memory does: not while the engine is
-    suspended. Beside the counts below, Megatron's classes set `chunked_prefill_request_id`,
-    `has_explicit_chunked_prefill_req`, `is_tensor_state_allocated`, `block_allocator` and sizes that never change.
+    suspended. Beside the counts below, Megatron's constructor sets `block_allocator`, `is_tensor_state_allocated` and
+    sizes that never change, and its engine sets `SET_BY_MEGATRON` (`mcore/megatron_settings.py`).
 
     Raises:
         CacheCapacityError: If there is not enough memory.
@@ -137,7 +137,7 @@ class MambaCacheContext(DynamicInferenceContext):
             weights_version=self.weights_version,
         )
         self.block_allocator = KVBlockAllocator(
-            self, self.capacity.num_blocks, self.capacity.num_paused_blocks, pool=memory.blocks
+            self, self.capacity.num_blocks, self.capacity.num_paused_blocks, memory.blocks
         )
         self._runner = runner = StepRunner(
             memory,

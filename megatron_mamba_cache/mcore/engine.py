@@ -12,13 +12,13 @@ from megatron.core.inference.inference_request import DynamicInferenceRequestRec
 from megatron.core.inference.sampling_params import SamplingParams
 from typing_extensions import override
 
+from ..policy.failed_steps import FailedSteps, refusal_reason
 from ..policy.hit_rate_hint import HitRateHint
 from ..policy.requests import Candidate, RequestSpec
 from ..policy.scheduler import StepScheduler
 from .context import MambaCacheContext
 from .controller import MambaCacheController
 from .engine_loop import EngineLoop
-from .failed_steps import FailedSteps, refusal_reason
 from .generated_tokens import append_tokens, is_reported
 from .request_spec import (
     check_identity,
@@ -169,7 +169,10 @@ class MambaCacheEngine(SuspendableEngine):
 
     @override
     async def async_forward(self) -> Any:
-        """Run one step; if it raises, return what it reserved and queue its requests again."""
+        """Run one step; if it raises, return what it reserved and queue its requests again.
+
+        The requests of a suspended engine stay as they are. Those of a closed one are refused, one after another.
+        """
         was_launched = self.context.early_step is not None
         before_ended = self._step_ended
         try:
@@ -177,8 +180,9 @@ class MambaCacheEngine(SuspendableEngine):
             self._step_ended = time.perf_counter()
             return result, state, self._step_ended - before_ended if was_launched else seconds, number
         except BaseException as error:
-            if self.context.is_tensor_state_allocated and not self.is_suspended:
-                self.context.runner.drop_failed_step()
+            if not self.is_suspended:
+                if self.context.is_tensor_state_allocated:
+                    self.context.runner.drop_failed_step()
                 self._recover(error)
             raise
 
@@ -264,6 +268,8 @@ class MambaCacheEngine(SuspendableEngine):
         in_hand = self.scheduler.take_in_hand()
         if not isinstance(error, Exception):  # the caller stops; no request is to blame
             return
+        if not (self.context.is_tensor_state_allocated or self.is_suspended):  # closed: no request can run again
+            in_hand = next(iter(self._admissible()), None)
         refused = self._failed_steps.count(astray if in_hand is None else [in_hand])
         self.context.drop_rows(refused)
         for request_id in refused:

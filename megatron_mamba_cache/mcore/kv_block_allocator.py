@@ -1,7 +1,6 @@
 """Megatron's block allocator over a ref-counted, hashed pool."""
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +8,6 @@ from megatron.core.inference.contexts.dynamic_block_allocator import BlockAlloca
 from torch import Tensor
 from typing_extensions import override
 
-from ..policy.eviction import Worth, lru_worth
 from ..policy.identifiers import BlockId
 from ..policy.kv_block_pool import KVBlockPool
 
@@ -23,23 +21,10 @@ class KVBlockAllocator(BlockAllocator):
     Args:
         total_count: Blocks in the buffer, including the dummy, which takes writes that are never read.
         paused_count: Blocks that paused requests may keep.
-        on_evict: Called with each block that leaves, before it is used again.
-        block_size: Tokens a block.
-        worth: What a cached block is worth; the lowest is evicted first.
-        pool: The pool of an engine, with `total_count` - 1 blocks; None makes one from the arguments before.
+        pool: Has `total_count` - 1 blocks.
     """
 
-    def __init__(
-        self,
-        context: Any,
-        total_count: int,
-        paused_count: int,
-        on_evict: Callable[[BlockId], None] = lambda _block: None,
-        *,
-        block_size: int = 1,
-        worth: Worth = lru_worth,
-        pool: KVBlockPool | None = None,
-    ) -> None:
+    def __init__(self, context: Any, total_count: int, paused_count: int, pool: KVBlockPool) -> None:
         # Megatron's constructor would fill a device tensor with free block ids; the pool keeps them on the host.
         self.context = context
         self.total_count = total_count
@@ -51,7 +36,7 @@ class KVBlockAllocator(BlockAllocator):
                 f"{total_count} KV blocks, one of them a dummy and {paused_count} for paused requests, leave none to "
                 "run on; raise --inference-dynamic-batching-buffer-size-gb or lower paused_buffer_size_gb"
             )
-        self.pool = pool or KVBlockPool(total_count - 1, worth, on_evict, block_size=block_size)
+        self.pool = pool
         self._lent: Counter[BlockId] = Counter()
 
     @property
@@ -104,7 +89,3 @@ class KVBlockAllocator(BlockAllocator):
         """Take back what the tensor methods handed out; what the context's rows hold and what is cached stays."""
         self.pool.release([block for block, count in self._lent.items() for _ in range(count)])
         self._lent.clear()
-
-    def count_by_kind(self) -> dict[str, int]:
-        """Return how many blocks are free, cached and in use; the dummy is not counted."""
-        return self.pool.count_by_kind()

@@ -1,4 +1,4 @@
-"""Arguments for Megatron's own context, which `MambaCacheContext` extends."""
+"""Arguments for Megatron's own context, which `MambaCacheContext` extends, and what its engine sets of it."""
 
 from typing import Any
 
@@ -7,6 +7,9 @@ from megatron.core.ssm.mamba_hybrid_layer_allocation import Symbols
 
 from ..config import CacheConfig
 from ..state.model_shape import HybridModelShape
+
+SET_BY_MEGATRON = frozenset({"chunked_prefill_request_id", "has_explicit_chunked_prefill_req"})
+"""The attributes of a context that Megatron's engine sets, and ours in its place; only the context sets any other."""
 
 
 def megatron_settings(config: CacheConfig, shape: HybridModelShape, *, only_last_logits: bool) -> dict[str, Any]:

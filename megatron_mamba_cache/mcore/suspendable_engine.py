@@ -107,7 +107,7 @@ class SuspendableEngine(DynamicInferenceEngine):
     def close(self) -> None:
         """Free the memory and the CUDA graphs of an engine that computes nothing any more.
 
-        Requests that are left get no answer. On several ranks, call it before
+        Requests that are left get no token: steps after this refuse those that wait. On several ranks, call it before
         `torch.distributed.destroy_process_group`: NCCL waits there forever for graphs that hold its collectives.
         """
         self.context.release_memory()

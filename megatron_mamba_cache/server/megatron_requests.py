@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron.core.inference.sampling_params import SamplingParams
 
-from ..mcore.failed_steps import failure_reason
+from ..mcore.failure_reason import failure_reason
 from .backend import GenerationRequest, Progress
 
 

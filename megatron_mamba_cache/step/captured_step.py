@@ -29,6 +29,8 @@ class CapturedStep(Protocol):
     def can_launch_next(self, rows: Sequence[RunningRequest], tokens: Sequence[int] | None) -> bool:
         """Return whether the step after the one laid out last depends on nothing but the tokens of that one.
 
+        False if that one draws a token or a draft at random: `verify_greedily` does not compute its tokens.
+
         Args:
             tokens: [rows] the new tokens; None while they are unknown, so that rows which end are computed too.
         """

@@ -151,7 +151,6 @@ def may_run_ahead(
     return (
         is_wanted
         and step.graph is not None
-        and step.is_greedy
         and queue.is_settled
         and (tokens is not None or not queue.has_waiting)
         and len(step.rows) == num_running

@@ -421,11 +421,12 @@ class StepRunner:
         Args:
             tokens: [rows] new tokens of this step; None until they are read.
         """
-        graph, num_running = step.graph, len(self.requests)
-        if graph is None or self.early_step is not None:
+        if self.early_step is not None:
             return
+        num_running = len(self.requests)
         if may_run_ahead(step, num_running, self._queue, self.planner, tokens, is_wanted=self._runs_ahead):
-            self._early_steps.launch(graph, step.rows)
+            assert step.graph is not None
+            self._early_steps.launch(step.graph, step.rows)
 
     def _keep(self, step: Step, found: Sequence[Sequence[int]]) -> StepTokens:
         """Return what each row keeps of its outcome; launch the next step if it may run ahead.

@@ -5,11 +5,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from megatron.core.inference.contexts.dynamic_context import TensorStateDeallocatedError
+from megatron.core.inference.engines.dynamic_engine import EngineSuspendedError
 
 from megatron_mamba_cache.errors import CacheIntegrityError
+from megatron_mamba_cache.mcore.failure_reason import failure_reason
 from megatron_mamba_cache.policy import block_growth
+from megatron_mamba_cache.policy.failed_steps import FAILURES_BEFORE_REFUSAL
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
-from tests.mcore.faults import InjectedFault
+from tests.mcore.faults import InjectedFault, raise_once
 from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.mcore.test_bad_requests import megatron_request
 
@@ -74,6 +78,37 @@ def test_a_closed_engine_ends_the_step_that_is_computed() -> None:
     assert not run.context.is_computing and not run.context.rows
 
 
+def test_a_closed_engine_refuses_the_requests_that_are_left_one_after_another() -> None:
+    run = start_run(max_requests=1)
+    run.step()
+    assert [row.request_id for row in run.context.rows] == [1] and list(run.engine.waiting_request_ids) == [2]
+    run.engine.close()
+    for num_failed in range(2 * FAILURES_BEFORE_REFUSAL):
+        assert len(run.engine.failed_request_ids) == num_failed // FAILURES_BEFORE_REFUSAL
+        with pytest.raises(TensorStateDeallocatedError, match="closed"):
+            run.engine.step_modern()
+        if num_failed == 0:
+            assert list(run.engine.waiting_request_ids) == [1, 2]
+    assert run.engine.failed_request_ids == [1, 2] and not run.engine.waiting_request_ids
+    reports = [record.merge() for record in run.engine.step_modern()["finished_request_records"]]
+    assert [request.request_id for request in reports] == [1, 2]
+    assert all("TensorStateDeallocatedError" in (failure_reason(request) or "") for request in reports)
+    assert not run.engine.requests and not run.engine.has_unfinished_requests()
+
+
+def test_the_requests_of_a_suspended_engine_wait_while_it_is_stepped() -> None:
+    run = start_run(max_requests=1)
+    run.step()
+    run.engine.suspend()
+    for _ in range(2 * FAILURES_BEFORE_REFUSAL):
+        with pytest.raises(EngineSuspendedError):
+            run.engine.step_modern()
+    assert run.engine.resume_request_ids == [1, 2] and not run.engine.failed_request_ids
+    run.engine.resume()
+    run.finish()
+    run.assert_exact()
+
+
 def test_a_suspended_engine_can_be_reset() -> None:
     run = start_run()
     run.step()
@@ -107,6 +142,23 @@ def test_the_digest_follows_steps_that_a_caller_takes_by_itself(digest_steps: in
         tokens += best.tolist()
         context.update_requests([1], best)
     assert subject.oracle.check_greedy(prompt, tokens, 1e-5).first_mismatch is None
+
+
+def test_rows_that_a_step_advanced_before_it_failed_are_dropped_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = start_run()
+    for _ in range(3):
+        run.step()
+    context, model = run.context, run.engine.controller.inference_wrapped_model
+    context.initialize_attention_state()
+    with torch.inference_mode():
+        best = model.compute_step().squeeze(0).argmax(-1)
+    raise_once(monkeypatch, context.runner.requests, "grow")
+    with pytest.raises(InjectedFault):
+        context.update_requests([1, 1], best)
+    assert [row.scheduled for row in context.rows] == [0, 0]
+    context.runner.drop_failed_step()
+    assert not context.rows and not context.is_computing
+    context.check_integrity()
 
 
 def test_an_evicted_row_is_released_once_though_growth_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from megatron.core.inference.contexts.dynamic_block_allocator import BlockAlloca
 from megatron_mamba_cache import KVBlockAllocator
 from megatron_mamba_cache.errors import CacheIntegrityError
 from megatron_mamba_cache.policy.identifiers import BlockId, BlockKey
+from megatron_mamba_cache.policy.kv_block_pool import KVBlockPool
 
 TOTAL = 10
 
@@ -19,7 +20,7 @@ def row(*blocks: int, paused: bool = False) -> SimpleNamespace:
 
 
 def allocator(total: int = TOTAL, paused: int = 2, rows: tuple[SimpleNamespace, ...] = ()) -> KVBlockAllocator:
-    return KVBlockAllocator(SimpleNamespace(rows=list(rows)), total, paused)
+    return KVBlockAllocator(SimpleNamespace(rows=list(rows)), total, paused, KVBlockPool(max(total - 1, 0)))
 
 
 def take(own: KVBlockAllocator, num_blocks: int) -> torch.Tensor:
@@ -59,10 +60,10 @@ def test_no_blocks_can_be_asked_for() -> None:
 def test_allocation_that_fails_returns_none_and_changes_nothing() -> None:
     own = allocator()
     take(own, 7)
-    before = own.count_by_kind()
+    before = own.pool.count_by_kind()
     assert not own.is_memory_available(3)
     assert own.allocate_memory_blocks(3) is None
-    assert own.count_by_kind() == before == {"free": 2, "cached": 0, "in_use": 7}
+    assert own.pool.count_by_kind() == before == {"free": 2, "cached": 0, "in_use": 7}
     assert own.is_memory_available(2) and len(take(own, 2)) == 2
 
 
@@ -105,11 +106,11 @@ def test_releasing_once_too_often_is_an_error_that_changes_nothing() -> None:
 
 def test_cached_blocks_are_available_and_evicted_when_needed() -> None:
     evicted: list[BlockId] = []
-    own = KVBlockAllocator(SimpleNamespace(rows=[]), TOTAL, 2, on_evict=evicted.append)
+    own = KVBlockAllocator(SimpleNamespace(rows=[]), TOTAL, 2, KVBlockPool(TOTAL - 1, on_evict=evicted.append))
     (block,) = own.pool.allocate(1)
     own.pool.register(block, BlockKey(5), None)
     own.pool.release([block])
-    assert own.count_by_kind() == {"free": 8, "cached": 1, "in_use": 0}
+    assert own.pool.count_by_kind() == {"free": 8, "cached": 1, "in_use": 0}
     take(own, 8)
     assert evicted == []
     assert take(own, 1).tolist() == [block] and evicted == [block]
@@ -122,7 +123,7 @@ def test_reset_takes_back_what_was_handed_out_and_leaves_the_rest() -> None:
     own.pool.release(cached)
     own.release_memory_blocks(take(own, 3)[:1])
     own.reset()
-    assert own.count_by_kind() == {"free": 6, "cached": 1, "in_use": 2}
+    assert own.pool.count_by_kind() == {"free": 6, "cached": 1, "in_use": 2}
     own.reset()
     own.pool.release(rows)
     assert own.pool.find(BlockKey(5)) == cached[0]

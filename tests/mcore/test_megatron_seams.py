@@ -3,6 +3,7 @@
 Another version of megatron-core fails here first, by name.
 """
 
+import ast
 import inspect
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -31,6 +32,7 @@ from megatron_mamba_cache.mcore.expert_layer import ExpertLayer
 from megatron_mamba_cache.mcore.kv_block_allocator import KVBlockAllocator
 from megatron_mamba_cache.mcore.local_spec import LocalMambaStack
 from megatron_mamba_cache.mcore.mamba_mixer import CachingMambaMixer
+from megatron_mamba_cache.mcore.megatron_settings import SET_BY_MEGATRON
 from megatron_mamba_cache.mcore.self_attention import CachingSelfAttention
 from megatron_mamba_cache.mcore.served_model import HybridInferenceWrapper
 from megatron_mamba_cache.mcore.suspendable_engine import SuspendableEngine
@@ -235,3 +237,9 @@ def test_methods_that_replace_megatron_s_are_marked_and_no_others(ours: type) ->
     methods = {name: method for name, method in vars(ours).items() if inspect.isfunction(method) and name[:2] != "__"}
     marked = {name for name, method in methods.items() if getattr(method, "__override__", False)}
     assert marked == methods.keys() & theirs
+
+
+def test_megatron_s_engine_sets_the_attributes_of_a_context_that_ours_may_set() -> None:
+    source = ast.parse(inspect.getsource(inspect.getmodule(DynamicInferenceEngine)))  # type: ignore[arg-type]
+    stores = (node for node in ast.walk(source) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store))
+    assert {node.attr for node in stores if ast.unparse(node.value) in ("context", "self.context")} == SET_BY_MEGATRON

@@ -142,6 +142,17 @@ def test_a_request_that_arrives_joins_behind_the_step_that_runs() -> None:
     run.assert_exact()
 
 
+def test_nothing_is_scheduled_while_a_step_runs() -> None:
+    run = start()
+    step_until_ahead(run)
+    runner, scheduler = run.context.runner, run.engine.scheduler
+    with pytest.raises(RuntimeError, match="runs already"):
+        runner.schedule(scheduler, (), run.engine._candidate_of, lambda _: None)
+    assert is_ahead(run)
+    run.finish()
+    run.assert_exact()
+
+
 def test_steps_run_ahead_of_requests_that_find_no_room() -> None:
     run = start(max_requests=3)
     run.add(3, some_tokens(25, seed=3), 20)

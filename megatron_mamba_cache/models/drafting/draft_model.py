@@ -48,6 +48,7 @@ class DraftModelDrafter:
         # One state beside the live one: the state after the newest draft.
         config = replace(config or CacheConfig(), num_speculative_tokens=1)
         self._context = MambaCacheContext(config, shape, ranks=ranks)
+        self._counters = self._context.counters
         self._model = wrap_model(model, self._context)
         self._rows = DraftRows(self._context)
 
@@ -109,7 +110,7 @@ class DraftModelDrafter:
                 unfinished.append(drawn, index)
         while growing := [draft for draft in started.values() if len(draft.tokens) < draft.limit]:
             drawn = self._draw([draft.held.branch(draft.tokens) for draft in growing])
-            self._context.counters.decode_tokens_computed += len(growing)
+            self._counters.decode_tokens_computed += len(growing)
             for index, draft in enumerate(growing):
                 draft.append(drawn, index)
         self._rows.end_round(served)

@@ -1,9 +1,6 @@
 """Find the request that makes steps fail: suspects run alone, and one that also fails alone is refused."""
 
 from collections.abc import Iterable
-from typing import Any
-
-from megatron.core.inference.inference_request import Status
 
 FAILURES_BEFORE_ISOLATION = 2
 FAILURES_BEFORE_REFUSAL = 4
@@ -46,11 +43,3 @@ class FailedSteps:
 def refusal_reason(error: Exception) -> str:
     """Return why a request whose last step raised `error` is refused."""
     return f"its steps failed {FAILURES_BEFORE_REFUSAL} times since its last token, the last time alone, with {error!r}"
-
-
-def failure_reason(request: Any) -> str | None:
-    """Return why a request failed; None if it did not."""
-    if request.status is not Status.FAILED:
-        return None
-    errors = [event.payload for event in request.events if event.payload is not None]
-    return str(getattr(errors[-1], "message", None) or errors[-1]) if errors else "failed without a reason"

@@ -1,0 +1,74 @@
+"""Which request runs alone and which is refused, by the failed steps that each took part in."""
+
+import pytest
+
+from megatron_mamba_cache.policy.failed_steps import (
+    FAILURES_BEFORE_ISOLATION,
+    FAILURES_BEFORE_REFUSAL,
+    FailedSteps,
+    refusal_reason,
+)
+
+
+def failed(*steps: list[int]) -> FailedSteps:
+    """Return the counts after these steps failed, each given by its requests."""
+    failures = FailedSteps()
+    for request_ids in steps:
+        failures.count(request_ids)
+    return failures
+
+
+def test_nothing_is_counted_at_first() -> None:
+    assert not FailedSteps() and FailedSteps().next_isolated() is None
+
+
+def test_a_request_is_refused_after_so_many_failed_steps_and_no_earlier() -> None:
+    failures = FailedSteps()
+    refused = [failures.count([1]) for _ in range(FAILURES_BEFORE_REFUSAL)]
+    assert refused == [[]] * (FAILURES_BEFORE_REFUSAL - 1) + [[1]]
+
+
+def test_the_requests_of_a_step_are_counted_apart() -> None:
+    failures = failed(*[[1]] * (FAILURES_BEFORE_REFUSAL - 1))
+    assert failures.count([2, 1, 3]) == [1]
+    assert failures.count(iter([2, 3])) == []
+
+
+def test_a_request_is_isolated_after_so_many_failed_steps_and_no_earlier() -> None:
+    steps = [[1, 2]] * FAILURES_BEFORE_ISOLATION
+    assert failed(*steps[1:]).next_isolated() is None
+    assert failed(*steps).next_isolated() == 1
+
+
+def test_one_request_stays_isolated_until_it_is_forgotten() -> None:
+    failures = failed(*[[1, 2]] * FAILURES_BEFORE_ISOLATION)
+    failures.count([2])
+    assert failures.next_isolated() == 1
+    failures.forget(1)
+    assert failures.next_isolated() == 2
+    failures.forget(2)
+    assert failures.next_isolated() is None and not failures
+
+
+def test_a_forgotten_request_starts_anew() -> None:
+    failures = failed(*[[1]] * (FAILURES_BEFORE_REFUSAL - 1))
+    failures.forget(1)
+    assert failures.count([1]) == [] and failures.next_isolated() is None
+
+
+def test_forgetting_an_unknown_request_changes_nothing() -> None:
+    failures = failed([1])
+    failures.forget(2)
+    assert failures
+
+
+@pytest.mark.parametrize("num_steps", [1, FAILURES_BEFORE_ISOLATION, FAILURES_BEFORE_REFUSAL])
+def test_clear_forgets_every_request(num_steps: int) -> None:
+    failures = failed(*[[1, 2]] * num_steps)
+    failures.clear()
+    assert not failures and failures.next_isolated() is None
+
+
+def test_a_refusal_says_how_often_steps_failed_and_with_what() -> None:
+    reason = refusal_reason(ValueError("broken"))
+    assert str(FAILURES_BEFORE_REFUSAL) in reason and "ValueError('broken')" in reason

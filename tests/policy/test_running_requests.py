@@ -1,0 +1,136 @@
+"""The rows of an engine: how many there are, what they compute, and which stay when a release raises."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from megatron_mamba_cache.policy.admission import Refusal
+from megatron_mamba_cache.policy.requests import RunningRequest
+from megatron_mamba_cache.policy.running_requests import RowCounts, RunningRequests
+from tests.policy.small_cache import ENOUGH, request, run_step, small_cache
+
+MAX_REQUESTS = 3
+MAX_TOKENS = 10
+MAX_LEN = 20
+NUM_BLOCKS = 7  # fewer than three of the longest requests need
+
+
+class RunningRequestsMachine(RuleBasedStateMachine):
+    """Requests come, compute, pause and leave over a small cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requests = RunningRequests(small_cache(NUM_BLOCKS), MAX_REQUESTS, MAX_TOKENS)
+        self.num_seen = 0
+
+    @rule(prompt=st.lists(st.sampled_from([1, 1, 2]), min_size=1, max_size=MAX_LEN - 1))
+    def admit(self, prompt: list[int]) -> None:
+        before, budget = list(self.requests), self.requests.budget
+        self.num_seen += 1
+        candidate = self.requests.cache.candidate(request(self.num_seen, prompt, max_len=MAX_LEN))
+        outcome = self.requests.admit(candidate, budget)
+        assert (outcome is Refusal.NO_ROW) == (len(before) == MAX_REQUESTS)
+        if isinstance(outcome, Refusal):
+            assert list(self.requests) == before
+        else:
+            assert list(self.requests) == [*before, outcome]
+            assert self.requests.budget == budget - outcome.scheduled
+
+    @rule(grows=st.booleans())
+    def step(self, grows: bool) -> None:
+        """Run a step as an engine does: continue prompts, decode, drop rows that end, and grow the others."""
+        for row in self.requests.prefilling:
+            if not row.scheduled and self.requests.budget > 0:
+                self.requests.continue_prefill(row, self.requests.budget)
+        for row in self.requests.decoding:
+            self.requests.cache.schedule_decode(row)
+        run_step(self.requests.cache, [row for row in self.requests if row.scheduled])
+        self.requests.drop([row for row in self.requests if row.length >= MAX_LEN])
+        before = list(self.requests)
+        held_back = self.requests.grow(paused_capacity=2)
+        assert list(self.requests) == [row for row in before if row not in held_back.evicted]
+        assert all(row.is_paused for row in held_back.paused)
+
+    @precondition(lambda self: len(self.requests))
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        leaving = data.draw(st.lists(st.sampled_from(list(self.requests)), unique_by=id))
+        staying = [row for row in self.requests if row not in leaving]
+        self.requests.drop(leaving)
+        assert list(self.requests) == staying
+        self.requests.resume()
+
+    @invariant()
+    def counts_are_those_of_the_rows(self) -> None:
+        prefilling = [row for row in self.requests if row.is_prefilling and row.scheduled]
+        decoding = [row for row in self.requests if not row.is_prefilling and not row.is_paused]
+        num_tokens = sum(row.scheduled for row in prefilling) + len(decoding)
+        counts = self.requests.counts
+        assert counts.rows == len(self.requests) == len(self.requests.rows) <= MAX_REQUESTS
+        assert counts.prefilling == len(prefilling) and counts.tokens == num_tokens
+        assert counts.paused == counts.rows - len(prefilling) - len(decoding)
+        assert self.requests.budget == MAX_TOKENS - num_tokens >= 0
+        assert self.requests.decoding == decoding
+        assert self.requests.any_paused == any(row.is_paused for row in self.requests)
+
+    @invariant()
+    def rows_and_pools_agree(self) -> None:
+        self.requests.check_integrity()
+
+
+TestRunningRequests = RunningRequestsMachine.TestCase
+TestRunningRequests.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def running(num_rows: int) -> RunningRequests:
+    """Return requests of four prompt tokens each, admitted and not computed yet."""
+    requests = RunningRequests(small_cache(), max_requests=num_rows, max_tokens=ENOUGH)
+    for request_id in range(num_rows):
+        admitted(requests, request_id)
+    return requests
+
+
+def admitted(requests: RunningRequests, request_id: int) -> RunningRequest | Refusal:
+    return requests.admit(requests.cache.candidate(request(request_id, [request_id] * 4)), requests.budget)
+
+
+def test_no_request_is_admitted_beyond_the_most_and_one_that_leaves_makes_room() -> None:
+    requests = running(2)
+    assert admitted(requests, 2) is Refusal.NO_ROW
+    assert requests.counts == RowCounts(rows=2, paused=0, prefilling=2, tokens=8)
+    requests.drop([requests.rows[0]])
+    assert isinstance(admitted(requests, 2), RunningRequest)
+    assert [row.request_id for row in requests] == [1, 2]
+
+
+def test_only_requests_that_wait_for_a_prefix_count_as_deferred() -> None:
+    requests = RunningRequests(small_cache(), max_requests=8, max_tokens=ENOUGH)
+    counters, prompt = requests.cache.counters, [1] * 9
+    assert isinstance(requests.admit(requests.cache.candidate(request(0, prompt)), ENOUGH), RunningRequest)
+    assert requests.admit(requests.cache.candidate(request(1, [2])), 0) is Refusal.NO_TOKENS
+    assert counters.admissions_deferred == 0
+    assert requests.admit(requests.cache.candidate(request(2, prompt)), ENOUGH) is Refusal.WAITS_FOR_PREFIX
+    assert counters.admissions_deferred == 1 and len(requests) == 1
+
+
+def test_a_release_that_raises_leaves_its_row_and_those_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = running(4)
+    first, second, third, fourth = requests
+    release = requests.cache.release
+
+    def fail_on_second(row: RunningRequest) -> None:
+        if row is second:
+            raise RuntimeError("release")
+        release(row)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(requests.cache, "release", fail_on_second)
+        with pytest.raises(RuntimeError, match="release"):
+            requests.drop([first, second, third])
+    assert list(requests) == [second, third, fourth] and not first.block_ids
+    assert requests.counts == RowCounts(rows=3, paused=0, prefilling=3, tokens=12)
+    requests.check_integrity()
+    requests.drop([second, third, fourth])
+    assert not len(requests) and requests.counts == RowCounts()
+    requests.check_integrity()

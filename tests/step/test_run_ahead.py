@@ -1,0 +1,113 @@
+"""When the next step may be launched: only if every condition holds."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_mamba_cache.policy.requests import RunningRequest
+from megatron_mamba_cache.speculation.draft_planner import DraftPlanner, NoDrafts
+from megatron_mamba_cache.speculation.prompt_lookup import PromptLookupDrafter
+from megatron_mamba_cache.step.batch import StepBatch
+from megatron_mamba_cache.step.captured_step import EarlyStep
+from megatron_mamba_cache.step.run_ahead import QueueState, may_run_ahead
+from megatron_mamba_cache.step.shapes import StepShape
+from megatron_mamba_cache.step.step import Step
+from tests.step.test_batch import decoding, lay_out
+
+TOKENS = [7, 8]
+
+
+class Graph:
+    """A captured step that says whether it can launch the next one, and records what it was asked."""
+
+    shape = StepShape(2, 1)
+    wanted_outputs = torch.empty(0)
+
+    def __init__(self, can_launch: bool) -> None:
+        self._can_launch = can_launch
+        self.asked: list[tuple[Sequence[RunningRequest], Sequence[int] | None]] = []
+
+    def can_launch_next(self, rows: Sequence[RunningRequest], tokens: Sequence[int] | None) -> bool:
+        self.asked.append((rows, tokens))
+        return self._can_launch
+
+    def lay_out(self, rows: Sequence[RunningRequest], *, draws_ratios: bool) -> StepBatch:
+        raise NotImplementedError
+
+    def forward(self) -> Tensor:
+        raise NotImplementedError
+
+    def verify_greedily(self) -> Tensor:
+        raise NotImplementedError
+
+    def launch_next(self, rows: Sequence[RunningRequest]) -> EarlyStep:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """All that the answer depends on, in a step of two rows; by default all of it is in favour."""
+
+    is_wanted: bool = True
+    is_captured: bool = True
+    is_settled: bool = True
+    has_waiting: bool = False
+    tokens: Sequence[int] | None = None
+    num_running: int = 2
+    drafts_rest: bool = True
+    can_launch: bool = True
+
+
+ALL_HOLD = Conditions()
+HOLDING = {
+    "tokens unknown": ALL_HOLD,
+    "tokens known": replace(ALL_HOLD, tokens=TOKENS),
+    "tokens known, a request waits": replace(ALL_HOLD, tokens=TOKENS, has_waiting=True),
+}
+FAILING = {
+    "not wanted": {"is_wanted": False},
+    "eager": {"is_captured": False},
+    "queue not settled": {"is_settled": False},
+    "a running request is not in the step": {"num_running": 3},
+    "drafts do not rest": {"drafts_rest": False},
+    "the graph cannot feed it": {"can_launch": False},
+}
+
+
+def answer(conditions: Conditions) -> tuple[bool, Graph]:
+    graph = Graph(conditions.can_launch)
+    batch = lay_out([decoding(0), decoding(1)], "cpu")
+    step = Step(batch, graph=graph if conditions.is_captured else None)
+    # A planner rests only once it has learned that drafts of these rows fail.
+    planner = NoDrafts() if conditions.drafts_rest else DraftPlanner(PromptLookupDrafter(), 3, 100)
+    is_allowed = may_run_ahead(
+        step,
+        conditions.num_running,
+        QueueState(has_waiting=conditions.has_waiting, is_settled=conditions.is_settled),
+        planner,
+        conditions.tokens,
+        is_wanted=conditions.is_wanted,
+    )
+    return is_allowed, graph
+
+
+@pytest.mark.parametrize("name", HOLDING)
+def test_a_step_may_run_ahead_if_every_condition_holds(name: str) -> None:
+    conditions = HOLDING[name]
+    is_allowed, graph = answer(conditions)
+    assert is_allowed
+    [(rows, tokens)] = graph.asked
+    assert [row.request_id for row in rows] == [0, 1] and tokens is conditions.tokens
+
+
+@pytest.mark.parametrize("holding", HOLDING)
+@pytest.mark.parametrize("failing", FAILING)
+def test_no_step_runs_ahead_if_one_condition_fails(failing: str, holding: str) -> None:
+    assert not answer(replace(HOLDING[holding], **FAILING[failing]))[0]  # type: ignore[arg-type]
+
+
+def test_no_step_runs_ahead_of_a_waiting_request_while_tokens_are_unknown() -> None:
+    assert not answer(replace(ALL_HOLD, has_waiting=True))[0]
