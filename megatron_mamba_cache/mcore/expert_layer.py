@@ -46,14 +46,15 @@ class Router(MegatronModule):
 
     expert_bias: Tensor | None
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, rule: RoutingRule) -> None:
         super().__init__(config=config)
         device, num_experts = torch.cuda.current_device(), config.num_moe_experts
         weight = torch.empty(num_experts, config.hidden_size, device=device, dtype=config.params_dtype)
         self.weight = nn.Parameter(weight, requires_grad=False)
         has_bias = config.moe_router_enable_expert_bias
         self.register_buffer("expert_bias", torch.zeros(num_experts, device=device) if has_bias else None)
-        self._rule = routing_rule(config)
+        rule.check(num_experts)
+        self._rule = rule
 
     def forward(self, x: Tensor, is_real: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the experts of tokens [tokens, hidden] and their weights; see `route`."""
@@ -84,19 +85,25 @@ class MixtureOfExperts(MegatronModule):
 
     Args:
         submodules: Has Megatron's spec of `shared_experts`.
+        routing: How tokens choose experts; None: as the configuration says.
 
     Raises:
         ValueError: If experts cannot be shared by the ranks, or the router is of an unknown kind.
     """
 
     def __init__(
-        self, config: Any, submodules: Any, layer_number: int | None = None, pg_collection: Any = None
+        self,
+        config: Any,
+        submodules: Any,
+        layer_number: int | None = None,
+        pg_collection: Any = None,
+        routing: RoutingRule | None = None,
     ) -> None:
         super().__init__(config=config)
         groups = pg_collection or get_default_pg_collection()
         check_experts(config, groups)
         self._tensor_ranks, self._expert_ranks = groups.tp, groups.ep
-        self.router = Router(config)
+        self.router = Router(config, routing or routing_rule(config))
         self.experts = StackedExperts(config, groups)
         self.shared_experts = None
         if config.moe_shared_expert_intermediate_size is not None:
@@ -191,16 +198,16 @@ def routing_rule(config: Any) -> RoutingRule:
         raise ValueError(
             f"moe_expert_capacity_factor is {config.moe_expert_capacity_factor}; set it to None: no token is dropped"
         )
-    rule = RoutingRule(
+    top_groups = config.moe_router_group_topk or config.moe_router_num_groups or 1
+    return RoutingRule(
         top_k=top_k,
         score=score,
         num_groups=config.moe_router_num_groups or 1,
-        top_groups=config.moe_router_group_topk or config.moe_router_num_groups or 1,
+        top_groups=top_groups,
+        num_scoring=max(1, top_k // top_groups),
         normalizes=not config.moe_router_pre_softmax if score == "softmax" else top_k > 1,
         scale=config.moe_router_topk_scaling_factor or 1.0,
     )
-    rule.check(config.num_moe_experts)
-    return rule
 
 
 def waits_for_experts(model: Any) -> bool:

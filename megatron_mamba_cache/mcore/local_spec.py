@@ -22,6 +22,7 @@ from megatron.core.utils import WrappedTensor
 from torch import Tensor
 from typing_extensions import override
 
+from ..kernels.experts.routing_rule import RoutingRule
 from .expert_layer import ExpertLayer, MixtureOfExperts
 from .layer_norm import LayerNorm
 from .specs import with_mamba_cache
@@ -40,6 +41,7 @@ class LocalSpecOptions:
         norm_eps: Epsilon of the norm before a Mamba mixer, which Megatron builds without reading its config.
         gated_norm_eps: Epsilon of the norm at a Mamba mixer's end; None uses `norm_eps`.
         num_experts: Experts of a mixture-of-experts layer; None if there are no such layers.
+        routing: How tokens choose experts; None: as the TransformerConfig says.
         input_multiplier, residual_multiplier, output_multiplier: Factors on the embeddings, on what each layer adds to
             the residual, and on the final hidden states (so, on the logits).
     """
@@ -51,6 +53,7 @@ class LocalSpecOptions:
     norm_eps: float = 1e-5
     gated_norm_eps: float | None = None
     num_experts: int | None = None
+    routing: RoutingRule | None = None
     input_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     output_multiplier: float = 1.0
@@ -79,7 +82,9 @@ def local_hybrid_spec(options: LocalSpecOptions | None = None) -> ModuleSpec:
     )
     if options.num_experts is not None:
         experts = get_moe_module_spec(use_te=False, num_experts=options.num_experts, moe_grouped_gemm=False)
-        mixture = ModuleSpec(module=MixtureOfExperts, submodules=experts.submodules)
+        mixture = ModuleSpec(
+            module=MixtureOfExperts, params={"routing": options.routing}, submodules=experts.submodules
+        )
         stack.moe_layer = ModuleSpec(module=ExpertLayer, submodules=_feed_forward(mixture, add))
     multipliers = {"input_multiplier": options.input_multiplier, "output_multiplier": options.output_multiplier}
     return with_mamba_cache(ModuleSpec(module=LocalMambaStack, params=multipliers, submodules=stack))

@@ -2,10 +2,12 @@
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..kernels.experts.routing_rule import RoutingRule
 from ..mcore.specs import check_layer_pattern
 
 
@@ -69,19 +71,44 @@ class ExpertsSizes:
     """Sizes and routing of the mixture-of-experts layers.
 
     Args:
-        score: "sigmoid" with a selection bias, or "softmax" over the chosen experts.
-        num_groups, top_groups: Experts are chosen from the `top_groups` best groups; 1 and 1: from all experts.
+        score: "sigmoid" with a selection bias, or "softmax".
+        num_groups, top_groups, num_scoring: Experts are chosen from the groups whose best `num_scoring` experts score
+            most together; 1 and 1: from all experts.
+        normalizes: Whether the routing weights of a token are divided by their sum.
         scaling: Factor on the routing weights.
+        latent_size: What the routed experts read and write, between two projections; None: the hidden size.
     """
 
     num_experts: int
     top_k: int
     hidden_size: int
     shared_hidden_size: int
-    score: str
+    score: Literal["sigmoid", "softmax"]
     num_groups: int = 1
     top_groups: int = 1
+    num_scoring: int = 2
+    normalizes: bool = True
     scaling: float = 1.0
+    latent_size: int | None = None
+
+    @property
+    def rule(self) -> RoutingRule:
+        """How tokens choose experts.
+
+        Raises:
+            ValueError: If the numbers do not fit each other.
+        """
+        rule = RoutingRule(
+            top_k=self.top_k,
+            score=self.score,
+            num_groups=self.num_groups,
+            top_groups=self.top_groups,
+            num_scoring=self.num_scoring,
+            normalizes=self.normalizes,
+            scale=self.scaling,
+        )
+        rule.check(self.num_experts)
+        return rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +161,8 @@ def _check_experts(architecture: HybridArchitecture) -> None:
         raise ValueError(f"layer pattern {architecture.pattern!r} has experts (E), but their sizes are not given")
     if experts.top_k > experts.num_experts:
         raise ValueError(f"{experts.top_k} experts per token are more than the model's {experts.num_experts}")
-    if experts.top_k < 2 and experts.score == "softmax":
-        raise ValueError("Megatron does not route 1 expert per token with softmax scores; use at least 2")
     if experts.num_experts % experts.num_groups or experts.top_groups > experts.num_groups:
         raise ValueError(
             f"{experts.num_experts} experts cannot be chosen from {experts.top_groups} of {experts.num_groups} groups"
         )
+    _ = experts.rule

@@ -38,6 +38,7 @@ def build_hybrid_model(architecture: HybridArchitecture, dtype: torch.dtype) -> 
         norm_eps=architecture.norm_eps,
         gated_norm_eps=mamba.gated_norm_eps,
         num_experts=architecture.experts.num_experts if architecture.experts else None,
+        routing=architecture.experts.rule if architecture.experts else None,
         input_multiplier=architecture.input_multiplier,
         residual_multiplier=architecture.residual_multiplier,
         output_multiplier=architecture.output_multiplier,
@@ -119,7 +120,7 @@ def _stages(architecture: HybridArchitecture, dtype: torch.dtype) -> dict[str, o
 
 
 def _routing(experts: ExpertsSizes) -> dict[str, object]:
-    grouped = experts.num_groups > 1
+    """Return what Megatron's configuration says of experts; the spec has the whole routing rule."""
     return {
         "num_moe_experts": experts.num_experts,
         "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
@@ -128,9 +129,9 @@ def _routing(experts: ExpertsSizes) -> dict[str, object]:
         "moe_shared_expert_intermediate_size": experts.shared_hidden_size,
         "moe_router_score_function": experts.score,
         "moe_router_enable_expert_bias": experts.score == "sigmoid",
-        "moe_router_topk_scaling_factor": experts.scaling if experts.score == "sigmoid" else None,
-        "moe_router_num_groups": experts.num_groups if grouped else None,
-        "moe_router_group_topk": experts.top_groups if grouped else None,
+        "moe_router_pre_softmax": experts.score == "softmax" and experts.top_k == 1,  # else it refuses one expert
+        "moe_router_topk_scaling_factor": experts.scaling,
+        "moe_latent_size": experts.latent_size,
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_token_dispatcher_type": "allgather",  # the one that needs no CUDA stream

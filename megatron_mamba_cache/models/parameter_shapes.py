@@ -65,7 +65,7 @@ def _attention(architecture: HybridArchitecture) -> Parameters:
 def _feed_forward(architecture: HybridArchitecture) -> Parameters:
     shape = architecture.feed_forward
     norm = {"pre_mlp_layernorm.weight": _on_every_rank(architecture.hidden_size)}
-    return norm | _mlp(architecture, "mlp.", shape.hidden_size)
+    return norm | _mlp(architecture, "mlp.", shape.hidden_size, architecture.hidden_size)
 
 
 def _experts(architecture: HybridArchitecture) -> Parameters:
@@ -75,14 +75,20 @@ def _experts(architecture: HybridArchitecture) -> Parameters:
         "pre_mlp_layernorm.weight": _on_every_rank(hidden),
         "mlp.router.weight": _on_every_rank(experts.num_experts, hidden),
     }
+    width = experts.latent_size or hidden
     for number in range(experts.num_experts):
-        found |= _mlp(architecture, f"mlp.experts.local_experts.{number}.", experts.hidden_size)
-    return found | _mlp(architecture, "mlp.shared_experts.", experts.shared_hidden_size)
+        found |= _mlp(architecture, f"mlp.experts.local_experts.{number}.", experts.hidden_size, width)
+    found |= _mlp(architecture, "mlp.shared_experts.", experts.shared_hidden_size, hidden)
+    if experts.latent_size is None:
+        return found
+    return found | {
+        "mlp.fc1_latent_proj.weight": _on_every_rank(width, hidden),
+        "mlp.fc2_latent_proj.weight": _on_every_rank(hidden, width),
+    }
 
 
-def _mlp(architecture: HybridArchitecture, prefix: str, size: int) -> Parameters:
+def _mlp(architecture: HybridArchitecture, prefix: str, size: int, hidden: int) -> Parameters:
     halves = (size, size) if architecture.feed_forward.gated else (size,)
-    hidden = architecture.hidden_size
     return {
         f"{prefix}linear_fc1.weight": WholeParameter((sum(halves), hidden), Split(0, halves)),
         f"{prefix}linear_fc2.weight": WholeParameter((hidden, size), Split(1)),

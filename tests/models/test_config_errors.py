@@ -38,17 +38,11 @@ UNSUPPORTED: list[tuple[str, dict[str, Any]]] = [
     *(("nemotron_h", {name: True}) for name in ("attention_bias", "mlp_bias", "use_bias", "mamba_proj_bias")),
     ("nemotron_h", {"mamba_hidden_act": "gelu"}),
     ("nemotron_h", {"mlp_hidden_act": "swish"}),
-    ("nemotron_h_moe", {"moe_latent_size": 16}),
-    ("nemotron_h_moe", {"norm_topk_prob": False}),
     ("nemotron_h_moe", {"n_shared_experts": 2}),
-    ("nemotron_h_moe", {"num_experts_per_tok": 1}),
-    ("nemotron_h_moe", {"num_experts_per_tok": 2, "n_group": 4, "topk_group": 2}),
-    ("nemotron_h_moe", {"num_experts_per_tok": 3, "n_group": 4, "topk_group": 1}),
     *(("bamba", {name: True}) for name in ("attention_bias", "mlp_bias", "mamba_proj_bias")),
     ("bamba", {"hidden_act": "gelu"}),
     *(("granite", {name: True}) for name in ("attention_bias", "mamba_proj_bias")),
     ("granite", {"hidden_act": "relu2"}),
-    ("granite_moe", {"num_experts_per_tok": 1}),
 ]
 UNKNOWN_LAYERS = [("nemotron_h", "layers_block_type"), ("granite", "layer_types"), ("granite_moe", "layer_types")]
 

@@ -82,11 +82,13 @@ _OPTIONS: dict[str, dict[str, Sequence[Any]]] = {
 }
 _OPTIONS["nemotron_h_moe"] = _OPTIONS["nemotron_h"] | {
     "layers": ["-ME*", "*EME", "M*EE", "EM*M", "M*E", "-E*M", "MEM*E", "*ME"],
-    # experts, chosen ones, groups of experts, chosen groups; with groups two of each chosen group score it
-    "experts": [(8, 2, 1, 1), (8, 2, 2, 1), (4, 3, 1, 1), (8, 4, 2, 2), (16, 4, 4, 2), (6, 2, 1, 1), (16, 5, 4, 2)],
+    # experts, chosen ones, groups of experts, chosen groups
+    "experts": [(8, 2, 1, 1), (8, 2, 4, 2), (4, 3, 1, 1), (8, 4, 2, 2), (16, 3, 4, 1), (6, 1, 1, 1), (16, 5, 4, 2)],
     "scaling": [1.0, 2.5],
+    "latent": [None, 16, None, 12],
+    "normalizes": [True, True, False],
 }
-_OPTIONS["granite_moe"] = _OPTIONS["granite"] | {"experts": [(4, 2), (8, 3), (6, 4), (8, 2)]}
+_OPTIONS["granite_moe"] = _OPTIONS["granite"] | {"experts": [(4, 2), (8, 3), (6, 4), (8, 1)]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +200,8 @@ def _nemotron_h(drawn: dict[str, Any]) -> NemotronHConfig:
         n_group=expert_groups,
         topk_group=top_groups,
         routed_scaling_factor=drawn.get("scaling", 1.0),
+        moe_latent_size=drawn.get("latent"),
+        norm_topk_prob=drawn.get("normalizes", True),
         moe_intermediate_size=24,
         moe_shared_expert_intermediate_size=40,
     )

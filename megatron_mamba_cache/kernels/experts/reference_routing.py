@@ -68,7 +68,7 @@ def order_by_expert_ref(ids: Tensor, num_experts: int, first_expert: int = 0) ->
 def _in_best_groups(choice: Tensor, rule: RoutingRule) -> Tensor:
     """Return the scores with those of experts outside the best groups at minus infinity."""
     grouped = choice.unflatten(-1, (rule.num_groups, -1))
-    best_two = grouped.sort(dim=-1, descending=True).values[..., :2].sum(-1)  # [tokens, groups]
-    best = best_two.sort(dim=-1, descending=True, stable=True).indices[:, : rule.top_groups]
-    inside = torch.zeros_like(best_two, dtype=torch.bool).scatter(-1, best, True)
+    scores = grouped.sort(dim=-1, descending=True).values[..., : rule.num_scoring].sum(-1)  # [tokens, groups]
+    best = scores.sort(dim=-1, descending=True, stable=True).indices[:, : rule.top_groups]
+    inside = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True)
     return grouped.masked_fill(~inside.unsqueeze(-1), float("-inf")).flatten(-2)

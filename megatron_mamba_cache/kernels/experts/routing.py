@@ -80,13 +80,14 @@ def _number_of(key):
 
 
 @triton.jit
-def _best_groups(choice, key, group, NUM_GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr, TOP_GROUPS: tl.constexpr):
-    """Return which groups have the best two experts, [GROUPS, 1]."""
-    first = tl.max(choice, axis=1, keep_dims=True)
-    if GROUP_SIZE > 1:
-        is_first = key == tl.max(key, axis=1, keep_dims=True)
-        first += tl.max(tl.where(is_first, float("-inf"), choice), axis=1, keep_dims=True)
-    group_key = tl.where(group < NUM_GROUPS, _ordered(first, group), _LOWEST)
+def _best_groups(choice, key, group, NUM_GROUPS: tl.constexpr, NUM_SCORING: tl.constexpr, TOP_GROUPS: tl.constexpr):
+    """Return which groups have the best experts, [GROUPS, 1]."""
+    total = tl.max(choice, axis=1, keep_dims=True)
+    for _ in tl.static_range(1, NUM_SCORING):
+        best = key == tl.max(key, axis=1, keep_dims=True)
+        choice, key = tl.where(best, float("-inf"), choice), tl.where(best, _LOWEST, key)
+        total += tl.max(choice, axis=1, keep_dims=True)
+    group_key = tl.where(group < NUM_GROUPS, _ordered(total, group), _LOWEST)
     chosen = group < 0
     for _ in tl.static_range(TOP_GROUPS):
         is_best = group_key == tl.max(group_key, axis=0, keep_dims=True)
@@ -111,6 +112,7 @@ def _route_kernel(
     GROUPS: tl.constexpr,
     WIDTH: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
+    NUM_SCORING: tl.constexpr,
     TOP_K: tl.constexpr,
     SLOTS: tl.constexpr,
     IS_SIGMOID: tl.constexpr,
@@ -139,7 +141,7 @@ def _route_kernel(
     key = tl.where(exists, _ordered(choice, expert), _LOWEST)
     if NUM_GROUPS > 1:
         of_experts = tl.where(exists, choice, float("-inf"))
-        chosen = _best_groups(of_experts, key, group, NUM_GROUPS, GROUP_SIZE, TOP_GROUPS)
+        chosen = _best_groups(of_experts, key, group, NUM_GROUPS, NUM_SCORING, TOP_GROUPS)
         key = tl.where(chosen, key, _LOWEST)
     slot = tl.arange(0, SLOTS)
     picked, weight = tl.zeros([SLOTS], tl.int32), tl.zeros([SLOTS], tl.float32)
@@ -247,6 +249,7 @@ def route(
         GROUPS=triton.next_power_of_2(rule.num_groups),
         WIDTH=triton.next_power_of_2(size),
         TOP_GROUPS=rule.top_groups,
+        NUM_SCORING=min(rule.num_scoring, size),
         TOP_K=rule.top_k,
         SLOTS=triton.next_power_of_2(rule.top_k),
         IS_SIGMOID=rule.score == "sigmoid",

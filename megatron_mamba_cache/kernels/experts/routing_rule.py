@@ -12,7 +12,8 @@ class RoutingRule:
         top_k: Experts of a token.
         score: `sigmoid` of each logit, or `softmax` over all experts.
         num_groups: Groups of consecutive experts, all of one size; 1 for none.
-        top_groups: Groups that a token's experts may be in: those whose best two experts score most together.
+        top_groups: Groups that a token's experts may be in: those whose best experts score most together.
+        num_scoring: How many of a group's best experts score it.
         normalizes: Whether a token's weights are divided by their sum.
         scale: Factor on all weights.
 
@@ -24,16 +25,17 @@ class RoutingRule:
     score: Literal["sigmoid", "softmax"] = "softmax"
     num_groups: int = 1
     top_groups: int = 1
+    num_scoring: int = 2
     normalizes: bool = True
     scale: float = 1.0
 
     def __post_init__(self) -> None:
         if self.score not in ("sigmoid", "softmax"):
             raise ValueError(f"score is {self.score!r}; 'sigmoid' and 'softmax' are supported")
-        if self.top_k < 1 or not 1 <= self.top_groups <= self.num_groups:
+        if min(self.top_k, self.num_scoring) < 1 or not 1 <= self.top_groups <= self.num_groups:
             raise ValueError(
-                f"top_k is {self.top_k}, top_groups {self.top_groups} of {self.num_groups} groups; need top_k >= 1 and "
-                "1 <= top_groups <= num_groups"
+                f"top_k is {self.top_k}, num_scoring {self.num_scoring}, top_groups {self.top_groups} of "
+                f"{self.num_groups} groups; need top_k >= 1, num_scoring >= 1 and 1 <= top_groups <= num_groups"
             )
 
     def check(self, num_experts: int) -> None:

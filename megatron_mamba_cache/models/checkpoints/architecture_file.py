@@ -88,5 +88,8 @@ def _experts(fields: CheckpointConfig) -> ExpertsSizes:
         score=fields.one_of("score", ("sigmoid", "softmax")),
         num_groups=fields.integer("num_groups", 1),
         top_groups=fields.integer("top_groups", 1),
+        num_scoring=fields.integer("num_scoring", 2),
+        normalizes=fields.flag("normalizes", True),
         scaling=fields.number("scaling", 1.0),
+        latent_size=fields.integer("latent_size") if fields.has("latent_size") else None,
     )

@@ -40,7 +40,6 @@ _SUPPORTED_ROUTING: dict[str, tuple[Any, Any]] = {
     "moe_shared_expert_gate": (False, False),
     "moe_apply_probs_on_input": (False, False),
     "moe_expert_capacity_factor": (None, None),
-    "moe_latent_size": (None, None),
 }
 
 
@@ -123,17 +122,19 @@ def _experts(arguments: CheckpointConfig) -> ExpertsSizes:
     _require(arguments, _SUPPORTED_ROUTING)
     score = arguments.one_of("moe_router_score_function", ("softmax", "sigmoid"), "softmax")
     arguments.require("moe_router_enable_expert_bias", score == "sigmoid", False)
-    if score == "softmax":
-        arguments.require("moe_router_topk_scaling_factor", None, None)
     if arguments.equals("moe_router_load_balancing_type", "sinkhorn", "aux_loss"):
         raise arguments.error("moe_router_load_balancing_type='sinkhorn' is not supported")
+    top_k, top_groups = arguments.integer("moe_router_topk", 2), arguments.integer("moe_router_group_topk", 1)
     return ExpertsSizes(
         num_experts=arguments.integer("num_experts"),
-        top_k=arguments.integer("moe_router_topk", 2),
+        top_k=top_k,
         hidden_size=arguments.integer("moe_ffn_hidden_size", arguments.integer("ffn_hidden_size")),
         shared_hidden_size=arguments.integer("moe_shared_expert_intermediate_size"),
         score=score,
         num_groups=arguments.integer("moe_router_num_groups", 1),
-        top_groups=arguments.integer("moe_router_group_topk", 1),
+        top_groups=top_groups,
+        num_scoring=max(1, top_k // top_groups),
+        normalizes=score == "softmax" or top_k > 1,
         scaling=arguments.number("moe_router_topk_scaling_factor", 1.0),
+        latent_size=arguments.integer("moe_latent_size") if arguments.has("moe_latent_size") else None,
     )

@@ -61,15 +61,9 @@ def placements_of(architecture: HybridArchitecture) -> Places:
 
 
 def _experts(config: CheckpointConfig) -> ExpertsSizes:
-    top_k = config.integer("num_experts_per_tok")
-    if top_k < 2:
-        raise config.error(
-            f"num_experts_per_tok={top_k} is not supported: Megatron weighs chosen experts by the softmax of their "
-            "scores only with at least 2 per token"
-        )
     return ExpertsSizes(
         num_experts=config.integer("num_local_experts"),
-        top_k=top_k,
+        top_k=config.integer("num_experts_per_tok"),
         hidden_size=config.integer("intermediate_size"),
         shared_hidden_size=config.integer("shared_intermediate_size"),
         score="softmax",

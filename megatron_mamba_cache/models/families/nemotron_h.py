@@ -71,25 +71,18 @@ def _pattern(config: CheckpointConfig) -> str:
 
 
 def _experts(config: CheckpointConfig) -> ExpertsSizes:
-    config.require("norm_topk_prob", True, True)
-    config.require("moe_latent_size", None, None)
     config.require("n_shared_experts", 1, 1)
-    top_k = config.integer("num_experts_per_tok")
-    num_groups, top_groups = config.integer("n_group", 1), config.integer("topk_group", 1)
-    if top_k < 2 or (num_groups > 1 and top_k // top_groups != 2):
-        raise config.error(
-            f"num_experts_per_tok={top_k} with n_group={num_groups} and topk_group={top_groups} is not supported: "
-            "Megatron routes the same only with at least 2 experts per token, and exactly 2 per chosen group"
-        )
     return ExpertsSizes(
         num_experts=config.integer("n_routed_experts"),
-        top_k=top_k,
+        top_k=config.integer("num_experts_per_tok"),
         hidden_size=config.integer("moe_intermediate_size"),
         shared_hidden_size=config.integer("moe_shared_expert_intermediate_size"),
         score="sigmoid",
-        num_groups=num_groups,
-        top_groups=top_groups,
+        num_groups=config.integer("n_group", 1),
+        top_groups=config.integer("topk_group", 1),
+        normalizes=config.flag("norm_topk_prob", True),
         scaling=config.number("routed_scaling_factor", 1.0),
+        latent_size=config.integer("moe_latent_size") if config.has("moe_latent_size") else None,
     )
 
 
@@ -109,6 +102,9 @@ def _mixture(architecture: HybridArchitecture, layer: int, prefix: str) -> Place
         f"{prefix}gate.e_score_correction_bias": (Placement(f"{router}expert_bias"),),
         **_mlp(layer, f"{prefix}shared_experts.", "mlp.shared_experts."),
     }
+    if architecture.experts.latent_size is not None:
+        for name in ("fc1_latent_proj", "fc2_latent_proj"):
+            places[f"{prefix}{name}.weight"] = (Placement(f"decoder.layers.{layer}.mlp.{name}.weight"),)
     for expert in range(architecture.experts.num_experts):
         places |= _mlp(layer, f"{prefix}experts.{expert}.", f"mlp.experts.local_experts.{expert}.")
     return places
