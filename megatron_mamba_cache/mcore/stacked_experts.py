@@ -74,6 +74,7 @@ class StackedExperts(MegatronModule):
             metadata: With `singleton_local_shards`, each expert has a key of its own.
         """
         has_own_keys = (metadata or {}).get("singleton_local_shards", False)
+        rank, num_ranks = self._tensor_rank, self._num_tensor_ranks
         parts = {}
         for name, view in self.named_views():
             expert, tensor = name.removeprefix("local_experts.").split(".", 1)
@@ -81,15 +82,17 @@ class StackedExperts(MegatronModule):
             own = f"{number}." if has_own_keys else ""
             of_expert = [] if has_own_keys else [(len(sharded_offsets), number, self.config.num_moe_experts)]
             offsets = [*sharded_offsets, *of_expert]
-            axis = len(offsets) + (0 if tensor.startswith("linear_fc1") else 1)
-            num_halves = self._num_halves if tensor.startswith("linear_fc1") else 1
+            is_first = tensor == "linear_fc1.weight"
+            axis, num_halves = len(offsets) + (0 if is_first else 1), self._num_halves if is_first else 1
             for half, part in enumerate(view.chunk(num_halves)):
-                place = half * self._num_tensor_ranks + self._tensor_rank
+                # With keys of its own each half of a gated one has a key too; else the gates come before all others.
+                suffix = ("_w", "_v")[half] if num_halves > 1 and has_own_keys else ""
+                place = (rank, num_ranks) if has_own_keys else (half * num_ranks + rank, num_halves * num_ranks)
                 parts[f"{prefix}{name}" + (f".{half}" if num_halves > 1 else "")] = ShardedTensor.from_rank_offsets(
-                    f"{prefix}experts.{own}{tensor}",
+                    f"{prefix}experts.{own}{tensor}{suffix}",
                     part,
                     *offsets,
-                    (axis, place, num_halves * self._num_tensor_ranks),
+                    (axis, *place),
                     replica_id=(0, 0, self._copy),
                     prepend_axis_num=len(offsets),
                 )

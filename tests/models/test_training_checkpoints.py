@@ -10,6 +10,12 @@ from typing import Any
 import pytest
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import apply_factories
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from torch import Tensor
 
 from megatron_mamba_cache.models.architecture import (
     AttentionSizes,
@@ -51,7 +57,16 @@ GATED_EXPERTS = replace(
     feed_forward=FeedForwardSizes(48, "silu", gated=True),
     experts=ExpertsSizes(4, 3, 24, 40, "softmax"),
 )
-ARCHITECTURES = {"dense": DENSE, "gated": GATED, "experts": EXPERTS, "gated_experts": GATED_EXPERTS}
+LATENT_EXPERTS = replace(
+    EXPERTS, pattern="EM*", experts=ExpertsSizes(9, 3, 24, 40, "sigmoid", 3, 1, num_scoring=3, latent_size=16)
+)
+ARCHITECTURES = {
+    "dense": DENSE,
+    "gated": GATED,
+    "experts": EXPERTS,
+    "gated_experts": GATED_EXPERTS,
+    "latent_experts": LATENT_EXPERTS,
+}
 
 
 @pytest.fixture(scope="module")
@@ -81,10 +96,33 @@ def test_a_run_loads_bit_equal_with_the_architecture_of_its_arguments(
     assert_same_weights(given, loaded)
     prompts = some_prompts(architecture.vocab_size)
     logits, expected = full_sequence_logits(loaded, prompts), full_sequence_logits(given, prompts)
-    if torch.cuda.is_available() and architecture.experts:  # a GPU adds experts up in the order in which they come
-        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
-    else:
-        assert torch.equal(logits, expected)
+    assert torch.equal(logits, expected)
+
+
+@pytest.mark.parametrize("singleton_experts", [False, True])
+@pytest.mark.parametrize("architecture", [EXPERTS, GATED_EXPERTS], ids=["experts", "gated_experts"])
+def test_stacked_experts_are_written_where_megatrons_own_are(
+    architecture: HybridArchitecture, singleton_experts: bool
+) -> None:
+    model, metadata = random_model(architecture), {"singleton_local_shards": singleton_experts}
+    ours = model.decoder.layers[architecture.pattern.index("E")].mlp.experts
+    spec = get_moe_module_spec(use_te=False, num_experts=ours.num_experts, moe_grouped_gemm=False)
+    megatrons = MoELayer(model.config, spec.submodules).experts
+    for expert, mlp in enumerate(megatrons.local_experts):
+        mlp.linear_fc1.weight.data, mlp.linear_fc2.weight.data = ours.linear_fc1[expert], ours.linear_fc2[expert]
+    parts = [experts.sharded_state_dict("experts.", (), metadata) for experts in (ours, megatrons)]
+    written, expected = map(shards_of, parts)
+    assert len(written) == ours.num_experts * (3 if architecture.feed_forward.gated else 2)
+    assert written.keys() == expected.keys()
+    for place, tensor in written.items():
+        assert torch.equal(tensor, expected[place])
+
+
+def shards_of(state: dict[str, Any]) -> dict[Any, Tensor]:
+    """Return each shard's data by its key, global shape and place."""
+    apply_factories(state)
+    tensors = [part for part in nested_values(state) if isinstance(part, ShardedTensor)]  # not of quantized training
+    return {(part.key, part.global_shape, part.global_offset): part.data for part in tensors}
 
 
 def test_the_gated_norm_has_megatrons_own_epsilon_and_the_others_have_that_of_the_arguments(

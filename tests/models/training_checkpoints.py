@@ -106,6 +106,7 @@ def arguments_of(architecture: HybridArchitecture) -> dict[str, Any]:
             "moe_router_score_function": experts.score,
             "moe_router_enable_expert_bias": experts.score == "sigmoid",
             "moe_router_topk_scaling_factor": experts.scaling if experts.score == "sigmoid" else None,
+            "moe_latent_size": experts.latent_size,
             "moe_router_num_groups": experts.num_groups if experts.num_groups > 1 else None,
             "moe_router_group_topk": experts.top_groups if experts.num_groups > 1 else None,
             "moe_router_load_balancing_type": "aux_loss",

@@ -124,16 +124,17 @@ def _experts(arguments: CheckpointConfig) -> ExpertsSizes:
     arguments.require("moe_router_enable_expert_bias", score == "sigmoid", False)
     if arguments.equals("moe_router_load_balancing_type", "sinkhorn", "aux_loss"):
         raise arguments.error("moe_router_load_balancing_type='sinkhorn' is not supported")
-    top_k, top_groups = arguments.integer("moe_router_topk", 2), arguments.integer("moe_router_group_topk", 1)
+    top_k, num_groups = arguments.integer("moe_router_topk", 2), arguments.integer("moe_router_num_groups", 1)
+    top_groups = arguments.integer("moe_router_group_topk", 1)
     return ExpertsSizes(
         num_experts=arguments.integer("num_experts"),
         top_k=top_k,
         hidden_size=arguments.integer("moe_ffn_hidden_size", arguments.integer("ffn_hidden_size")),
         shared_hidden_size=arguments.integer("moe_shared_expert_intermediate_size"),
         score=score,
-        num_groups=arguments.integer("moe_router_num_groups", 1),
+        num_groups=num_groups,
         top_groups=top_groups,
-        num_scoring=max(1, top_k // top_groups),
+        num_scoring=max(1, top_k // top_groups) if num_groups > 1 else 2,
         normalizes=score == "softmax" or top_k > 1,
         scaling=arguments.number("moe_router_topk_scaling_factor", 1.0),
         latent_size=arguments.integer("moe_latent_size") if arguments.has("moe_latent_size") else None,
