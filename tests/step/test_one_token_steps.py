@@ -91,7 +91,7 @@ def test_every_step_is_as_if_laid_out_anew(device: str, shape: StepShape, seed: 
     assert num_quick >= 5
 
 
-def test_rows_that_draw_are_never_plain(device: str) -> None:
+def test_rows_that_draw_never_make_a_one_token_step(device: str) -> None:
     buffers, rows = StepBuffers(LIMITS, device), [decoding(0), decoding(1, sampling=SAMPLED)]
     send_anew(rows, buffers, SHAPES[0])
     assert OneTokenStep.sent(rows, buffers) is None
