@@ -22,8 +22,8 @@ class AlwaysWrong:
     def __init__(self, reply: list[int]) -> None:
         self._reply = reply
 
-    def propose(self, wishes: Sequence[DraftRequest]) -> list[Draft]:
-        return [Draft(((self._reply[len(wish.row.generated)] + 1) % 96,)) for wish in wishes]
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        return [Draft(((self._reply[len(request.row.generated)] + 1) % 96,)) for request in requests]
 
     def forget(self, request_id: int) -> None:
         """Nothing is known."""
@@ -35,12 +35,12 @@ class RightOrNothing:
     def __init__(self, replies: list[list[int]]) -> None:
         self._replies = replies
 
-    def propose(self, wishes: Sequence[DraftRequest]) -> list[Draft]:
-        return [self._draft(wish) for wish in wishes]
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        return [self._draft(request) for request in requests]
 
-    def _draft(self, wish: DraftRequest) -> Draft:
-        request_id, start = wish.row.request_id, len(wish.row.generated)
-        right = self._replies[request_id][start : start + wish.num_tokens]
+    def _draft(self, request: DraftRequest) -> Draft:
+        request_id, start = request.row.request_id, len(request.row.generated)
+        right = self._replies[request_id][start : start + request.num_tokens]
         if request_id == 0:
             return Draft(tuple((token + 1) % 96 for token in right))
         return Draft(tuple(right) if start % 7 == 0 else ())
