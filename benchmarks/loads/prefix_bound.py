@@ -29,7 +29,7 @@ def _blocks(turn: ServedTurn, block_size: int) -> Iterator[tuple[BlockKey, float
     """Yield the blocks of a turn's text and the moment after which each is known."""
     if turn.admitted is None:
         return
-    # Of a reply that has not ended nobody kept the tokens; no later turn can have come in time to need them.
+    # The tokens of a reply that has not ended are not kept; no later turn can have come in time to need them.
     text = np.array([*turn.prompt, *turn.reply[:-1]], dtype=np.int64)
     for number, key in enumerate(block_keys(_ROOT, text, block_size), 1):
         num_generated = number * block_size - len(turn.prompt)

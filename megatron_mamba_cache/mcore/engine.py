@@ -242,7 +242,7 @@ class MambaCacheEngine(SuspendableEngine):
         return False
 
     def _admissible(self) -> Iterable[int]:
-        """Return the waiting requests that may join the step; if one is to run alone, send all others back."""
+        """Return the waiting requests that may join the step; if one is to run isolated, send all others back."""
         isolated = self._failed_steps.next_isolated()
         if isolated is None:
             return self.waiting_request_ids

@@ -1,4 +1,4 @@
-"""Find the request that makes steps fail: suspects run alone, and one that also fails alone is refused."""
+"""Find the request that makes steps fail: suspects run isolated, and one that also fails isolated is refused."""
 
 from collections.abc import Iterable
 
@@ -9,7 +9,7 @@ FAILURES_BEFORE_REFUSAL = 4
 class FailedSteps:
     """Counts, for each request, the failed steps that it took part in since its last token.
 
-    One failure may be transient. After `FAILURES_BEFORE_ISOLATION` a request runs alone until it has generated a token,
+    One failure may be transient. After `FAILURES_BEFORE_ISOLATION` a request runs isolated until it generates a token,
     so that the failures that bring it to `FAILURES_BEFORE_REFUSAL` are its own.
     """
 
@@ -35,11 +35,13 @@ class FailedSteps:
         self._counts.clear()
 
     def next_isolated(self) -> int | None:
-        """Return the request that is to run alone now; the same one until it is cleared."""
+        """Return the request that is to run isolated now; the same one until it is cleared."""
         suspects = (request_id for request_id, count in self._counts.items() if count >= FAILURES_BEFORE_ISOLATION)
         return next(suspects, None)
 
 
 def refusal_reason(error: Exception) -> str:
     """Return why a request whose last step raised `error` is refused."""
-    return f"its steps failed {FAILURES_BEFORE_REFUSAL} times since its last token, the last time alone, with {error!r}"
+    return (
+        f"its steps failed {FAILURES_BEFORE_REFUSAL} times since its last token, the last time isolated, with {error!r}"
+    )

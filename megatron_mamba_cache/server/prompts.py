@@ -10,7 +10,7 @@ from .tenants import Tenant
 from .transcripts import Transcript, Transcripts
 
 _CONTEXT_CHARACTERS = 512  # more than enough to decide where a token ends
-_Behind = Callable[[Transcript, str], list[int] | None]
+_TokensAfter = Callable[[Transcript, str], list[int] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class PromptReader:
         self._max_characters = max_tokens * tokenizer.longest_token
         self._tokenizer = tokenizer
         self._transcripts = transcripts
-        self._knows_continuations = hasattr(tokenizer, "tokenize_behind")
+        self._knows_continuations = hasattr(tokenizer, "tokenize_after_tokens")
 
     def read(self, tenant: Tenant, prompt: str | Sequence[int]) -> Prompt:
         """Return a prompt of text or token ids; known tokens are reused if no token of the whole text spans their end.
@@ -61,7 +61,7 @@ class PromptReader:
         self._check_length(len(text), self._max_characters, "characters")
         if not self._knows_continuations:
             return list(_tokenized(lambda: self._tokenizer.tokenize(text)))
-        return list(_tokenized(lambda: self._tokenizer.tokenize_after("", text)))
+        return list(_tokenized(lambda: self._tokenizer.tokenize_after_text("", text)))
 
     def read_to_echo(self, tenant: Tenant, prompt: str | Sequence[int], *, has_tokens: bool) -> Prompt:
         """Return a prompt with its echo; see `read` and `echo_of`."""
@@ -94,27 +94,27 @@ class PromptReader:
         if length > limit:
             raise too_long(f"the prompt has {length} {unit}, and at most {limit} fit", self._max_tokens)
 
-    def _prompt(self, tenant: Tenant, text: str, behind: _Behind) -> Prompt:
+    def _prompt(self, tenant: Tenant, text: str, tokens_after: _TokensAfter) -> Prompt:
         self._check_length(len(text), self._max_characters, "characters")
-        token_ids = tuple(_tokenized(lambda: self._token_ids(tenant, text, behind)))
+        token_ids = tuple(_tokenized(lambda: self._token_ids(tenant, text, tokens_after)))
         if not token_ids:
             raise bad_request("the prompt is empty; at least 1 token is needed", "prompt")
         return Prompt(token_ids, text)
 
-    def _token_ids(self, tenant: Tenant, text: str, behind: _Behind) -> Sequence[int]:
+    def _token_ids(self, tenant: Tenant, text: str, tokens_after: _TokensAfter) -> Sequence[int]:
         known = self._transcripts.longest(tenant, text) if self._knows_continuations else None
         if known is not None:
             rest = text[len(known.text) :]
-            new = behind(known, rest) if rest else []
+            new = tokens_after(known, rest) if rest else []
             if new is not None:
                 return (*known.token_ids, *new)
         return self._tokenizer.tokenize(text)  # type: ignore[no-any-return]
 
     def _next_turn(self, known: Transcript, rest: str) -> list[int] | None:
-        return self._tokenizer.tokenize_behind(known.token_ids, rest)  # type: ignore[no-any-return]
+        return self._tokenizer.tokenize_after_tokens(known.token_ids, rest)  # type: ignore[no-any-return]
 
     def _continuation(self, known: Transcript, rest: str) -> list[int] | None:
-        return self._tokenizer.tokenize_after(known.text[-_CONTEXT_CHARACTERS:], rest)  # type: ignore[no-any-return]
+        return self._tokenizer.tokenize_after_text(known.text[-_CONTEXT_CHARACTERS:], rest)  # type: ignore[no-any-return]
 
 
 def _tokenized(tokenize: Callable[[], Sequence[int]]) -> Sequence[int]:

@@ -51,7 +51,7 @@ def schedule_decode(
 
 
 def schedule_one_token(rows: Sequence[RunningRequest]) -> None:
-    """Schedule one token for each row as in the step before: drafts still pause, and no boundary is within reach."""
+    """Schedule one token for each row as in the step before: drafts still rest, and no boundary is within reach."""
     for row in rows:
         row.scheduled = 1
 

@@ -103,8 +103,8 @@ class StepGraph:
             return self._send_next(before, [row.generated[-1] for row in rows])
         padded = self.shape.pad(rows, geometry.dummy_block)
         send_padded_step(padded, buffers, geometry, self.shape, draws_ratios=draws_ratios)
-        batch, plain = self._batch_of(rows, padded), OneTokenStep.sent(rows, buffers)
-        self._latest.note(None if plain is None else SentStep(self, plain, batch))
+        batch, step = self._batch_of(rows, padded), OneTokenStep.sent(rows, buffers)
+        self._latest.note(None if step is None else SentStep(self, step, batch))
         self._attention.plan_again(batch.attention)
         return batch
 
@@ -127,7 +127,7 @@ class StepGraph:
         return LaunchedStep(self, batch, before.step.ends)
 
     def _send_next(self, before: "SentStep", tokens: Sequence[int] | None) -> StepBatch:
-        """Send and return the step after a plain one, each row one token further; its attention plan stays valid."""
+        """Send and return the next one-token step, each row one token further; its attention plan stays valid."""
         buffers = self._memory.step_buffers
         step = send_next(before.step, tokens, buffers, self.shape.num_rows)
         kv_lens = tuple(buffers.host("kv_lengths")[: self.shape.num_rows].tolist())
@@ -176,7 +176,7 @@ class StepGraph:
 
 @dataclass(frozen=True, slots=True)
 class SentStep:
-    """A plain step that a graph sent, and the batch that its readers saw."""
+    """A one-token step that a graph sent, and the batch that its readers saw."""
 
     graph: StepGraph
     step: OneTokenStep
@@ -184,7 +184,7 @@ class SentStep:
 
 
 class LatestStep:
-    """The step that the graphs of one memory sent last, if it was plain: the next one may follow from it."""
+    """The step that the graphs of one memory sent last, if it was a one-token step: the next one may follow from it."""
 
     def __init__(self) -> None:
         self._sent: SentStep | None = None

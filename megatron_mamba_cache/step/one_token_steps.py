@@ -53,11 +53,11 @@ class OneTokenStep:
 
     @staticmethod
     def sent(rows: Sequence[RunningRequest], buffers: StepBuffers) -> "OneTokenStep | None":
-        """Return the step whose rows were written to the buffers and sent last, None if it is not a plain one."""
-        is_plain = all(
+        """Return the step whose rows were written to the buffers and sent last, None if it is not a one-token step."""
+        decodes_one_each = all(
             _decodes_one(row) and row.accepted == 1 and row.spec.sampling.is_greedy for row in rows
         )  # a row keeps its settings, and has accepted one token in the step after this one as well
-        return OneTokenStep(tuple(rows), buffers.num_begun, RowEnds.of(rows)) if is_plain else None
+        return OneTokenStep(tuple(rows), buffers.num_begun, RowEnds.of(rows)) if decodes_one_each else None
 
     def continues(self, rows: Sequence[RunningRequest], buffers: StepBuffers, block_size: int) -> bool:
         """Return whether a step is this one with each row one token further, in the same KV block."""
@@ -79,7 +79,7 @@ class OneTokenStep:
         buffers: StepBuffers,
         block_size: int,
     ) -> bool:
-        """Return whether the next step is a plain one too, with each row one token further.
+        """Return whether the next step is a one-token step too, with each row one token further.
 
         The rows have not advanced yet.
 

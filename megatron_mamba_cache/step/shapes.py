@@ -73,10 +73,10 @@ class StepShape:
         """Return the rows of a step with padding between and after them; `places` returns where they are."""
         num_decode = num_decoding(rows)
         num_between = self.num_decode_rows - num_decode
-        num_behind = self.num_prefill_rows - (len(rows) - num_decode)
+        num_after = self.num_prefill_rows - (len(rows) - num_decode)
         between = [decode_padding_row(1 if self.num_prefill_rows else 0, dummy_block)] if num_between else []
-        behind = [prefill_padding_row(0, dummy_block)] if num_behind else []
-        return [*rows[:num_decode], *between * num_between, *rows[num_decode:], *behind * num_behind]
+        after = [prefill_padding_row(0, dummy_block)] if num_after else []
+        return [*rows[:num_decode], *between * num_between, *rows[num_decode:], *after * num_after]
 
     def places(self, rows: Sequence[RunningRequest]) -> tuple[int, ...]:
         """Return the place of each row among the padded ones."""

@@ -134,7 +134,7 @@ def turn_of(open_loop: ModuleType, prompt: list[int], reply: list[int], admitted
         ([1, 2, 3, 4, 5], 0.5, 4, 4),
         ([1, 2, 3, 4], 0.5, 0, 2),  # a token is left to compute
         ([1, 2, 3, 9, 9], 0.5, 0, 2),
-        ([1, 2, 3, 4, 5, 6, 7, 8, 9, 12], 3.5, 4, 6),  # 8 has come, but nobody has computed it
+        ([1, 2, 3, 4, 5, 6, 7, 8, 9, 12], 3.5, 4, 6),  # 8 has come, but is not computed yet
         ([1, 2, 3, 4, 5, 6, 7, 8, 9, 12], 4.5, 8, 8),
         ([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13], 9.0, 8, 10),  # the newest token never is
         ([1, 2, 3, 4, 5], None, 0, 0),

@@ -98,7 +98,7 @@ def test_a_turn_is_added_only_after_the_one_before_has_finished(
     monkeypatch.setattr(MambaCacheEngine, "add_request", note_and_add)
     sessions: list[str | int | None] = ["a", 1, "a", None, 1, "a"]
     generate([{"prompt": "x"} if name is None else {"prompt": "x", "session": name} for name in sessions])
-    assert list(unfinished_at_add)[:3] == [0, 1, 3]  # the others wait for nobody
+    assert list(unfinished_at_add)[:3] == [0, 1, 3]  # the others do not wait
     for request_id, unfinished in unfinished_at_add.items():
         if sessions[request_id] is not None:
             assert not any(sessions[other] == sessions[request_id] for other in unfinished)

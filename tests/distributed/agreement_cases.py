@@ -126,7 +126,7 @@ def _part(run: EngineRun, how: str) -> None:
 
         runner_module.advance_rows = advance
     else:
-        cache.slots.reserve()  # which nobody cancels
+        cache.slots.reserve()  # which is never cancelled
 
 
 def failures_of_one_drafter(layout: Layout) -> tuple[int, int]:
@@ -138,10 +138,10 @@ def failures_of_one_drafter(layout: Layout) -> tuple[int, int]:
         drafter, calls = run.context.planner._drafter, iter(range(1, 1000))
         propose = drafter.propose
 
-        def failing(wishes: list) -> list:
+        def failing(requests: list) -> list:
             if dist.get_rank() == 1 and next(calls) % 4 == 0:
                 raise RuntimeError("planted")
-            return propose(wishes)
+            return propose(requests)
 
         drafter.propose = failing
         run.add(0, some_tokens(8) * 3, 20)

@@ -40,7 +40,7 @@ class RankOutcome:
     Args:
         texts: Prompt and reply of each request, with drafts and without.
         seen: Counters, likewise.
-        num_idle: Steps computed for nobody, while other replicas had requests.
+        num_idle: Dummy steps, while other replicas had requests.
         decisions: Of each, how many there were and their hash; none where the ranks do not compare them.
         num_early: Steps that were launched before the one before was over, which none is where ranks compare.
     """
@@ -98,7 +98,7 @@ class SharedSteps:
         patch.setattr(EngineRun, "step", announced)
 
     def wait_for_others(self) -> int:
-        """Compute for nobody until no replica has a request, and say how often; what is cached stays as it is."""
+        """Run dummy steps until no replica has a request, and return their number; what is cached stays as it is."""
         context, num_idle = self._controller.context, 0
         before = _contents(context)
         while _num_busy(0):
@@ -117,7 +117,7 @@ def _num_busy(is_busy: int) -> int:
 
 
 def _contents(context: Any) -> list[Tensor]:
-    """Return a copy of all states, and of the KV blocks that somebody may read."""
+    """Return a copy of all states, and of the KV blocks that a request may read."""
     memory = context.memory
     return [memory.state_pool.conv.clone(), memory.state_pool.ssm.clone(), memory.kv_buffer[:, :, :-1].clone()]
 

@@ -1,6 +1,7 @@
 """Links resolve, the README is short and leads everywhere, and no page names a flag or a default that is not there."""
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from dataclasses import fields
@@ -133,6 +134,7 @@ def test_the_picture_shows_the_measured_figures() -> None:
 
 ARCHITECTURE = REPOSITORY / "docs" / "architecture.md"
 PACKAGE = REPOSITORY / "megatron_mamba_cache"
+Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def paths_of_the_map() -> set[str]:
@@ -165,29 +167,92 @@ def test_the_readme_s_tree_has_the_folders_of_the_package() -> None:
     }
 
 
-def test_functions_and_classes_that_the_map_names_exist() -> None:
+def test_names_of_code_on_the_map_exist() -> None:
     """A method is looked for in the class that the map names."""
     names = re.findall(r"`([A-Za-z_]+(?:\.[a-z_]+)?)`", prose_of(ARCHITECTURE))
     own = {name for name in names if ("_" in name or name[0].isupper()) and not name.endswith(".py")} - {PACKAGE.name}
     assert len(own) > 30
-    assert sorted(own - defined_names()) == []
+    assert sorted(own - set().union(*names_by_file().values())) == []
 
 
-def defined_names() -> set[str]:
-    """Return the functions and classes of the package, and its methods as Class.method, inherited ones included."""
-    classes: dict[str, ast.ClassDef] = {}
-    found = set()
-    for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ClassDef):
-                classes[node.name] = node
-            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                found.add(node.name)
-    for name, node in classes.items():
-        for line in _lineage(node, classes):
-            methods = (item for item in line.body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef))
-            found.update(f"{name}.{method.name}" for method in methods)
-    return found
+PLACED_NAME = re.compile(r"`([\w.]+)`(?: and `([\w.]+)`)?\s+(?:\(|in\s+)`([\w/]+\.py)`")
+NAMES_IN_FILE = re.compile(r"`([\w/]+\.py)`\s+\(([^()]*(?:\([^()]*\)[^()]*)*)\)")
+
+
+def placed_names() -> set[tuple[str, str]]:
+    """Return each name that the map gives with its file, and that file: `Name` (`file`), in `file`, `file` (`Name`)."""
+    prose = prose_of(ARCHITECTURE)
+    placed = {(name, file) for *names, file in PLACED_NAME.findall(prose) for name in names if name}
+    for file, inside in NAMES_IN_FILE.findall(prose):
+        placed |= {(name, file) for name in re.findall(r"`([\w.]+)`", inside)}
+    return placed
+
+
+def test_names_that_the_map_places_in_a_file_are_defined_there() -> None:
+    placed, defined = placed_names(), names_by_file()
+    assert len(placed) > 30
+    assert sorted((name, file) for name, file in placed if name not in defined.get(file, ())) == []
+
+
+def test_methods_of_the_life_of_a_step_are_called_in_its_order() -> None:
+    """Items 2 to 7 follow `StepRunner.run` from top to bottom."""
+    life = prose_of(ARCHITECTURE).partition("## The life of a step")[2].partition("\n### ")[0]
+    items = "".join(re.findall(r"^[2-7]\. .*\n(?:   .*\n)*", life, re.M))
+    named = re.findall(r"`StepRunner\.(\w+)`", items)
+    called = iter(calls_of("StepRunner.run"))
+    assert len(named) > 3 and all(name in called for name in named), named
+
+
+def test_methods_call_what_the_map_says_that_they_call() -> None:
+    said = re.findall(r"`(\w+\.\w+)` calls\s+`(?:\w+\.)?(\w+)`", prose_of(ARCHITECTURE))
+    assert len(said) > 1
+    assert [(caller, name) for caller, name in said if name not in calls_of(caller)] == []
+
+
+def calls_of(method: str) -> list[str]:
+    """Return the names of what `Class.method` calls, from top to bottom."""
+    of_class, _, name = method.partition(".")
+    (definition,) = (
+        item
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef) and node.name == of_class
+        for item in node.body
+        if isinstance(item, Function) and item.name == name
+    )
+    calls = sorted(
+        (call.func.lineno, call.func.col_offset, getattr(call.func, "attr", getattr(call.func, "id", "")))
+        for call in ast.walk(definition)
+        if isinstance(call, ast.Call)
+    )
+    return [name for *_, name in calls]
+
+
+@functools.cache
+def names_by_file() -> dict[str, set[str]]:
+    """Return what each file of the package defines: functions, classes, constants, and methods as Class.method.
+
+    A class has its inherited methods as well.
+    """
+    trees = {
+        path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
+        for path in PACKAGE.rglob("*.py")
+    }
+    classes = {node.name: node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    return {file: set(_names_in(tree, classes)) for file, tree in trees.items()}
+
+
+def _names_in(tree: ast.Module, classes: dict[str, ast.ClassDef]) -> Iterator[str]:
+    for statement in tree.body:
+        targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+        yield from (target.id for target in targets if isinstance(target, ast.Name))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | Function):
+            yield node.name
+        if isinstance(node, ast.ClassDef):
+            name = node.name
+            methods = (item for line in _lineage(node, classes) for item in line.body if isinstance(item, Function))
+            yield from (f"{name}.{method.name}" for method in methods)
 
 
 def _lineage(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> Iterator[ast.ClassDef]:

@@ -24,7 +24,7 @@ from tests.kernels import attention_libraries
 from tests.kernels.packed_rows import same_bits
 
 BLOCK = 256
-JUNK = 2**30  # a block id that nobody may read
+JUNK = 2**30  # a block id that may not be read
 
 Mix = list[tuple[int, int]]  # query tokens and cached tokens of each row
 MIXES: dict[str, Mix] = {

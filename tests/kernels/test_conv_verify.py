@@ -149,7 +149,7 @@ def test_outputs_and_windows_are_those_of_the_packed_convolution(
         assert same_bits(pool[spec.columns[0], num_drafts : num_drafts + d_conv - 1], window)
 
 
-def test_neighbours_nan_stays_with_them_and_tokens_past_the_last_row_are_nobody_s(op: Op, device: str) -> None:
+def test_neighbours_nan_stays_with_them_and_tokens_past_the_last_row_belong_to_none(op: Op, device: str) -> None:
     torch.manual_seed(2)
     weight, bias = make_weights(4, device)
     specs = [VerifySpec(3, (0, 1, 2)), VerifySpec(2, (3, 4)), VerifySpec(1, (5,))]

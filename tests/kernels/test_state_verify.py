@@ -167,7 +167,7 @@ def test_states_and_outputs_are_those_of_the_prefill_scan(num_drafts: int, op: O
         torch.testing.assert_close(pool[spec.columns[num_drafts]], scanned[row.final], rtol=2e-5, atol=2e-5)
 
 
-def test_neighbours_nan_stays_with_them_and_tokens_past_the_last_row_are_nobody_s(op: Op, device: str) -> None:
+def test_neighbours_nan_stays_with_them_and_tokens_past_the_last_row_belong_to_none(op: Op, device: str) -> None:
     torch.manual_seed(4)
     specs = [VerifySpec(3, (0, 1, 2)), VerifySpec(2, (3, 4)), VerifySpec(1, (5,))]
     step = random_steps(8, device, SHAPE)

@@ -17,10 +17,10 @@ class CheckedDraftModel(DraftModelDrafter):
         """Build a drafter around a tiny model; without a config, from `cache_config`'s settings."""
         return cls(subject.model, config or cache_config(subject.sizes, num_speculative_tokens=1, **settings))
 
-    def propose(self, wishes: Sequence[DraftRequest]) -> list[Draft]:
-        """Return one draft for each wish."""
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        """Return one draft for each request."""
         try:
-            return super().propose(wishes)
+            return super().propose(requests)
         finally:
             self.check_integrity()
 

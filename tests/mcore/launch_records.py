@@ -52,7 +52,7 @@ class LaunchRecord:
 
 
 class RecordedKernel:
-    """Stand for a kernel: note what a launch would compile, and clear the outputs, which nobody computes."""
+    """Stand for a kernel: note what a launch would compile, and clear the outputs, which are not computed."""
 
     def __init__(self, kernel: object, name: str, record: LaunchRecord) -> None:
         self._kernel = kernel

@@ -11,7 +11,7 @@ class NoisyDrafter:
 
     Args:
         texts: Request id -> prompt and reply.
-        varies: Propose a random part of what is wished for, from nothing on.
+        varies: Propose a random part of what is requested, from nothing on.
     """
 
     def __init__(
@@ -30,17 +30,17 @@ class NoisyDrafter:
         self._varies = varies
         self.forgotten: list[int] = []
 
-    def propose(self, wishes: Sequence[DraftRequest]) -> list[Draft]:
-        """Return one draft for each wish."""
-        return [Draft(tuple(self._noisy(wish))) for wish in wishes]
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        """Return one draft for each request."""
+        return [Draft(tuple(self._noisy(request))) for request in requests]
 
     def forget(self, request_id: int) -> None:
         """Note that the request left."""
         self.forgotten.append(request_id)
 
-    def _noisy(self, wish: DraftRequest) -> list[int]:
-        count = self._random.randrange(wish.num_tokens + 1) if self._varies else wish.num_tokens
-        known = list(self._texts[wish.row.request_id][wish.row.length :][:count])
+    def _noisy(self, request: DraftRequest) -> list[int]:
+        count = self._random.randrange(request.num_tokens + 1) if self._varies else request.num_tokens
+        known = list(self._texts[request.row.request_id][request.row.length :][:count])
         known += [0] * (count - len(known))
         wrong = [(token + self._random.randrange(1, self._vocab_size)) % self._vocab_size for token in known]
         return [

@@ -1,4 +1,4 @@
-"""Requests that are cancelled between steps: what they held returns at once, and nobody else notices."""
+"""Requests that are cancelled between steps: what they held returns at once, and no other request is affected."""
 
 import random
 from collections import defaultdict

@@ -1,4 +1,4 @@
-"""Steps run ahead while the drafts of all rows pause, and only then."""
+"""Steps run ahead while the drafts of all rows rest, and only then."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -22,8 +22,8 @@ class AlwaysWrong:
     def __init__(self, reply: list[int]) -> None:
         self._reply = reply
 
-    def propose(self, wishes: Sequence[DraftRequest]) -> list[Draft]:
-        return [Draft(((self._reply[len(wish.row.generated)] + 1) % 96,)) for wish in wishes]
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        return [Draft(((self._reply[len(request.row.generated)] + 1) % 96,)) for request in requests]
 
     def forget(self, request_id: int) -> None:
         """Nothing is known."""
@@ -35,12 +35,12 @@ class RightOrNothing:
     def __init__(self, replies: list[list[int]]) -> None:
         self._replies = replies
 
-    def propose(self, wishes: Sequence[DraftRequest]) -> list[Draft]:
-        return [self._draft(wish) for wish in wishes]
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        return [self._draft(request) for request in requests]
 
-    def _draft(self, wish: DraftRequest) -> Draft:
-        request_id, start = wish.row.request_id, len(wish.row.generated)
-        right = self._replies[request_id][start : start + wish.num_tokens]
+    def _draft(self, request: DraftRequest) -> Draft:
+        request_id, start = request.row.request_id, len(request.row.generated)
+        right = self._replies[request_id][start : start + request.num_tokens]
         if request_id == 0:
             return Draft(tuple((token + 1) % 96 for token in right))
         return Draft(tuple(right) if start % 7 == 0 else ())
@@ -64,7 +64,7 @@ def test_no_row_loses_drafts_because_others_rest(order: int) -> None:
     assert drafts[0] == drafts[1] and drafts[0][1].accepted > 10
 
 
-def test_steps_run_ahead_while_drafts_pause() -> None:
+def test_steps_run_ahead_while_drafts_rest() -> None:
     plain = start(1, 80)
     plain.finish()
     reply = plain.tokens(0)
@@ -79,7 +79,7 @@ def test_steps_run_ahead_while_drafts_pause() -> None:
         assert not (was_ahead and num_drafted[-1])
     assert run.tokens(0) == reply and not run.counters.accepted_tokens
     assert num_early > 30
-    # Three misses, then one draft on trial behind pauses of 8, 16 and 32 steps, as without steps that run ahead.
+    # Three misses, then one draft on trial after rests of 8, 16 and 32 steps, as without steps that run ahead.
     trials = [index for index, count in enumerate(num_drafted) if count]
     assert [later - earlier - 1 for earlier, later in pairwise(trials[2:])] == [8, 16, 32]
     run.assert_nothing_held()

@@ -79,13 +79,13 @@ def test_a_row_ends_with_a_token_while_the_next_step_computes_it_on(
     run.assert_nothing_held()
 
 
-def test_who_waits_for_a_row_to_end_is_admitted_by_the_step_behind_its_end(
+def test_a_request_that_waits_for_a_row_to_end_is_admitted_by_the_step_after_its_end(
     replies: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     last = last_of_new_ones(replies[1], NUM_TOKENS - 5)
     run = start(ends={1: replies[1][last]}, max_requests=3)
     run.add(3, some_tokens(25, seed=3), 6)
-    run.step()  # what runs already does not wait for him
+    run.step()  # what runs already does not wait for it
     found = launched_before_read(run, monkeypatch)
     num_ahead = 0
     while 1 in run.engine.requests:

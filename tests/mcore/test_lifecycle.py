@@ -194,7 +194,7 @@ def test_request_added_while_suspended_runs_after_resuming() -> None:
     run.assert_nothing_held()
 
 
-def test_future_cancelled_by_its_caller_costs_nobody_a_token() -> None:
+def test_future_cancelled_by_its_caller_costs_no_token() -> None:
     run = EngineRun.start(tiny_hybrid(), cache_config(tiny_hybrid().sizes))
     run.add(0, some_tokens(20), 3)
     run.add(1, some_tokens(30, seed=2), 12)

@@ -102,7 +102,7 @@ def test_two_such_requests_are_refused_and_the_rest_go_on(monkeypatch: pytest.Mo
     run.assert_exact()
 
 
-def test_suspects_run_alone_until_each_has_made_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_suspects_run_isolated_until_each_has_made_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     run, steps = start_run(), []
     lay_out = run.context.runner.lay_out
 

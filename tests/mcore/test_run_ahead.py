@@ -1,4 +1,4 @@
-"""Steps that are launched before the one before is booked: when they are, and what may happen while they run.
+"""Steps that are launched before the one before has landed: when they are, and what may happen while they run.
 
 Where there is no CUDA, a step is computed when it is launched; all else is as on a GPU.
 """
@@ -370,11 +370,11 @@ def test_no_row_joins_a_launched_step() -> None:
     run.assert_exact()
 
 
-def test_who_books_a_step_by_hand_gets_no_other_launched() -> None:
+def test_a_step_that_the_caller_lands_launches_no_other() -> None:
     run = start()
     step_until_ahead(run)
     run.engine.schedule_waiting_requests()
-    assert run.context.runner._queue.is_settled  # without the hand, another would be launched
+    assert run.context.runner._queue.is_settled  # if the runner landed it, another would be launched
     step = run.engine.controller.async_generate_output_tokens_dynamic_batch(skip_bookkeeping=True)
     result = run.engine._loop.run_until_complete(step)
     assert not is_ahead(run)
@@ -413,7 +413,7 @@ def test_reports_of_early_steps_say_what_those_of_others_say() -> None:
     assert reports[0] == reports[1] and reports[0][-1][2] is not None
 
 
-def test_who_waited_behind_a_request_that_is_cancelled_is_let_in_at_once() -> None:
+def test_a_request_that_waited_after_a_cancelled_one_is_admitted_at_once() -> None:
     run = start(1, 60, kv_blocks=5, paused_blocks=1, block_size_tokens=64, max_sequence_length=300)
     run.add(1, some_tokens(256, seed=1), 5)  # all five blocks, one of which is in use
     run.add(2, some_tokens(20, seed=2), 5)
@@ -428,7 +428,7 @@ def test_who_waited_behind_a_request_that_is_cancelled_is_let_in_at_once() -> No
     run.assert_exact()
 
 
-def test_nobody_cancels_in_the_middle_of_a_step() -> None:
+def test_a_request_cannot_be_cancelled_in_the_middle_of_a_step() -> None:
     run = start()
     step_until_ahead(run)
 

@@ -186,7 +186,7 @@ def test_sampled_tokens_are_those_without_drafts(num_drafts: int, accuracy: floa
 
 
 class HiddenStateDrafter(NoisyDrafter):
-    """Notes the hidden states that come with its wishes, by request and length of the text."""
+    """Notes the hidden states that come with its draft requests, by request and length of the text."""
 
     hidden_size = 32
 
@@ -194,11 +194,11 @@ class HiddenStateDrafter(NoisyDrafter):
         super().__init__(*arguments, **settings)
         self.seen: dict[tuple[int, int], torch.Tensor] = {}
 
-    def propose(self, wishes: Sequence[DraftRequest]) -> list[Draft]:
-        for wish in wishes:
-            assert wish.hidden_state is not None
-            self.seen[wish.row.request_id, wish.row.length] = wish.hidden_state.clone()
-        return super().propose(wishes)
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        for request in requests:
+            assert request.hidden_state is not None
+            self.seen[request.row.request_id, request.row.length] = request.hidden_state.clone()
+        return super().propose(requests)
 
 
 def test_drafter_gets_the_hidden_state_that_the_newest_token_was_chosen_by() -> None:
@@ -305,7 +305,7 @@ def test_checkpoint_that_another_request_matched_is_not_retired() -> None:
     assert run.run(1, text[: boundary + 1], 1) == 1
     run.finish()
     assert run.run(2, text[: boundary + 1], 1) == 1
-    assert run.run(3, text[: boundary - BLOCK + 1], 1) > 1  # its predecessor was nobody's and has been retired
+    assert run.run(3, text[: boundary - BLOCK + 1], 1) > 1  # no other request used its predecessor, now retired
     run.assert_exact()
 
 
@@ -413,13 +413,13 @@ class BrokenDrafter(NoisyDrafter):
 
     answer: Any = None
 
-    def propose(self, wishes: Sequence[DraftRequest]) -> list[Draft]:
-        drafts = super().propose(wishes)
-        if all(wish.row.request_id for wish in wishes):
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        drafts = super().propose(requests)
+        if all(request.row.request_id for request in requests):
             return drafts
         if isinstance(self.answer, Exception):
             raise self.answer
-        return [self.answer] * len(wishes)
+        return [self.answer] * len(requests)
 
 
 @pytest.mark.parametrize("answer", [RuntimeError("no"), None, Draft((96,)), Draft((1,) * 9), Draft((-1,))])

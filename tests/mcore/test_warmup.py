@@ -169,7 +169,7 @@ def test_rehearsal_changes_nothing(num_drafts: int, settings: dict[str, int]) ->
     assert (cache_snapshot(run), repr(context.rows[0])) == (snapshot, row)
     dummy = context.memory.dummy_block
     for tensor in (before[2], context.memory_buffer):
-        tensor[:, :, dummy] = 0  # which nobody reads
+        tensor[:, :, dummy] = 0  # which is never read
     assert all(torch.equal(tensor, old) for tensor, old in zip(tensors, before, strict=True))
     assert torch.equal(torch.get_rng_state(), random_numbers)
     run.finish()
@@ -235,7 +235,7 @@ class WarmDrafter:
     def __init__(self) -> None:
         self.warmups = 0
 
-    def propose(self, wishes: Any) -> list[Any]:
+    def propose(self, requests: Any) -> list[Any]:
         raise AssertionError("nothing is to be drafted")
 
     def forget(self, request_id: int) -> None:

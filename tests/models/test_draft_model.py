@@ -40,8 +40,8 @@ def propose(
     sampling: SamplingSettings = GREEDY,
 ) -> dict[int, Draft]:
     """Return the drafts of requests with these texts."""
-    wishes = [DraftRequest(row_of(text, request_id=i, sampling=sampling), num_tokens) for i, text in texts.items()]
-    return dict(zip(texts, drafter.propose(wishes), strict=True))
+    requests = [DraftRequest(row_of(text, request_id=i, sampling=sampling), num_tokens) for i, text in texts.items()]
+    return dict(zip(texts, drafter.propose(requests), strict=True))
 
 
 def acceptance(run: EngineRun) -> float:
@@ -78,10 +78,10 @@ def test_drafts_do_not_depend_on_the_batch() -> None:
         assert propose(CheckedDraftModel.start(small_model()), {i: text})[i].tokens == together[i].tokens
 
 
-def test_each_request_gets_as_many_drafts_as_it_wishes() -> None:
+def test_each_request_gets_as_many_drafts_as_it_asks_for() -> None:
     drafter = CheckedDraftModel.start(small_model())
-    wishes = [DraftRequest(row_of(some_tokens(5, seed=i), request_id=i, sampling=GREEDY), 1 + i) for i in range(5)]
-    assert [len(draft.tokens) for draft in drafter.propose(wishes)] == [1, 2, 3, 4, 5]
+    requests = [DraftRequest(row_of(some_tokens(5, seed=i), request_id=i, sampling=GREEDY), 1 + i) for i in range(5)]
+    assert [len(draft.tokens) for draft in drafter.propose(requests)] == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.5}, {"top_k": 5}, {"top_p": 0.7, "temperature": 1.5}])
@@ -127,8 +127,8 @@ def test_a_model_that_drafts_for_itself_is_right_again_after_every_rejection() -
     class SometimesWrong(CheckedDraftModel):
         calls = 0
 
-        def propose(self, wishes: Sequence[DraftRequest]) -> list[Draft]:
-            drafts = super().propose(wishes)
+        def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+            drafts = super().propose(requests)
             self.calls += 1
             if self.calls % 3:
                 return drafts
@@ -302,7 +302,7 @@ def test_short_memory_costs_drafts_and_nothing_else(tight: dict[str, int]) -> No
     assert run.counters.draft_tokens and acceptance(run) > 0.95
 
 
-def test_the_request_that_was_not_wished_for_longest_makes_room() -> None:
+def test_the_request_whose_drafts_were_asked_for_longest_ago_makes_room() -> None:
     drafter = CheckedDraftModel.start(small_model(), max_requests=2)
     texts = {i: some_tokens(9, seed=i) for i in range(3)}
     propose(drafter, {0: texts[0]})

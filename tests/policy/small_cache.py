@@ -123,7 +123,7 @@ def verify(cache: PrefixCache, row: RunningRequest, drafts: Sequence[int], kept:
 
 
 def serve(cache: PrefixCache, spec: RequestSpec, reply: Iterable[int] = ()) -> int:
-    """Run a request from admission to release, nobody beside it, and return the prompt tokens that it skipped."""
+    """Run a request from admission to release, no other beside it, and return the prompt tokens that it skipped."""
     row = admit(cache, spec)
     skipped = row.computed
     run_step(cache, [row], 0)

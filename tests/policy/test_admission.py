@@ -155,7 +155,7 @@ def test_matched_blocks_do_not_count_as_room_for_new_ones() -> None:
     assert pools.plan(17) is Refusal.NO_BLOCKS
 
 
-def test_blocks_that_somebody_holds_are_no_room() -> None:
+def test_held_blocks_are_not_available() -> None:
     pools = Pools(num_blocks=4)
     pools.kv.allocate(3)
     assert isinstance(pools.plan(4), AdmissionPlan)

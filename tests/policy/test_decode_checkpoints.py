@@ -45,7 +45,7 @@ def turn_after(row: RunningRequest) -> list[int]:
     ("checkpoints", "positions"), [("rolling", [BLOCK, 4 * BLOCK]), ("all", [4, 8, 12, 16]), ("none", [BLOCK])]
 )
 @pytest.mark.parametrize("num_drafts", [0, 3])
-def test_decoding_leaves_the_checkpoints_that_are_wished(
+def test_decoding_leaves_the_checkpoints_that_are_configured(
     checkpoints: str, positions: list[int], num_drafts: int
 ) -> None:
     cache = small_cache(checkpoints=checkpoints, max_requests=1)  # type: ignore[arg-type]

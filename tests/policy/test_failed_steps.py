@@ -1,4 +1,4 @@
-"""Which request runs alone and which is refused, by the failed steps that each took part in."""
+"""Which request runs isolated and which is refused, by the failed steps that each took part in."""
 
 import pytest
 

@@ -49,7 +49,7 @@ def test_a_boundary_at_the_very_end_of_a_prompt_is_no_hit() -> None:
     assert subject.route(0, everywhere(prompt)).num_cached_blocks == 0
 
 
-def test_a_dropped_or_flushed_boundary_attracts_nobody() -> None:
+def test_a_dropped_or_flushed_boundary_attracts_no_request() -> None:
     prompt = blocks(range(20))
     for forget in (lambda made: made.drop(NAMES[2], prompt.keys), lambda made: made.flush(NAMES[2])):
         subject = router()
@@ -86,7 +86,7 @@ def test_a_prompt_without_a_state_goes_where_its_blocks_were_seen() -> None:
 
 
 def test_a_shared_beginning_does_not_gather_what_the_others_are_not_given() -> None:
-    """One request at a time, so that nobody is ever busy: who has the system prompt still gets a fair share only."""
+    """One request at a time, so that no replica is busy: one with the system prompt still gets a fair share only."""
     subject, system = router(), list(range(8))
     served: Counter[ReplicaName] = Counter()
     for request_id in range(400):

@@ -156,7 +156,7 @@ def test_only_a_rolling_checkpoint_is_retired() -> None:
 
 
 @pytest.mark.parametrize("how", ["pin", "keep"])
-def test_a_checkpoint_that_somebody_has_an_interest_in_is_not_retired(how: str) -> None:
+def test_a_checkpoint_that_another_request_uses_is_not_retired(how: str) -> None:
     pool = SlotPool(3)
     cache(pool, 0)
     pool.mark_rolling(BlockId(0))
@@ -471,7 +471,7 @@ class SlotMachine(RuleBasedStateMachine):
 
     @rule(block=blocks)
     def mark_rolling(self, block: BlockId) -> None:
-        """Mark a state that nobody reads, as its request does right after publishing it."""
+        """Mark a state that no request reads, as its request does right after publishing it."""
         if not self.pins[block]:
             self.pool.mark_rolling(block)
             self.rolling |= {block} & self.states.keys()

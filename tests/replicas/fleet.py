@@ -103,7 +103,7 @@ class Fleet:
         """Return the exit statuses of all processes."""
         return [replica.wait_for_end() for replica in self.replicas]
 
-    def wait_until_nobody_listens(self) -> None:
+    def wait_until_nothing_listens(self) -> None:
         """Wait for the end of the coordinator."""
         host, port = self.address.removeprefix("tcp://").rsplit(":", 1)
         end = time.monotonic() + PATIENCE_S

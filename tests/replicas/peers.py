@@ -46,7 +46,7 @@ class ListeningServingCoordinator(ListeningCoordinator, ServingCoordinator):
 
 
 class Peer:
-    """A socket that speaks with the coordinator; what it sends is heard before the next thing is sent by anybody."""
+    """A socket that speaks with the coordinator; what it sends is heard before any peer sends the next thing."""
 
     def __init__(self, context: zmq.Context, service: "Service", identity: str) -> None:
         self.identity = identity

@@ -63,7 +63,7 @@ def serving() -> Iterator[Any]:
 
 
 def speak(address: str, *, secret: bytes | None = None, server: bytes | None = None) -> bytes | None:
-    """Say everything that a client may say, and hello, as one who has no key, or another one; return an answer."""
+    """Say everything that a client may say, and hello, as a client with no key or another one; return an answer."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.setsockopt(zmq.LINGER, 0)
         if secret is not None:

@@ -5,7 +5,7 @@ from megatron.core.inference.headers import Headers
 from tests.replicas.peers import TIMEOUT_MS, TOKENS, Service
 
 
-def test_a_pause_is_complete_without_the_dead_and_holds_for_who_joins(service: Service) -> None:
+def test_a_pause_is_complete_without_the_dead_and_holds_for_those_that_join(service: Service) -> None:
     first, second = service.replicas("ab")
     client = service.client()
     client.send(Headers.PAUSE)

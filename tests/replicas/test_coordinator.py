@@ -1,4 +1,4 @@
-"""Who gets a prompt and its reply, and what nobody is disturbed by."""
+"""Which replica gets a prompt, which client its reply, and what disturbs neither."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ def test_prompts_of_text_and_of_tenants_are_named_as_their_replica_does(service:
     assert third.receive()[3]["tenant"] == "red"
 
 
-def test_keys_of_an_old_salt_attract_nobody(service: Service) -> None:
+def test_keys_of_an_old_salt_attract_no_request(service: Service) -> None:
     first, second = service.replicas("ab")
     second.report([KEYS[2]])
     second.report([], KeySalt("model", "1", 1, 4), were_flushed=True)
@@ -63,7 +63,7 @@ MALFORMED: dict[str, Any] = {
     "unknown_number": msgpack.packb([99]),
     "registration_of_megatron": b"",
     "hello_without_fields": msgpack.packb(["hello", {}]),
-    "hello_of_nobody": msgpack.packb(["hello"]),
+    "bare_hello": msgpack.packb(["hello"]),
     "second_hello": pack_hello(Hello("b")),
     "hello_out_of_range": msgpack.packb(["hello", {"replica": "x", "member": 2, "num_members": 2, "domain": ""}]),
     "report_of_half_a_key": msgpack.packb(
@@ -75,13 +75,13 @@ MALFORMED: dict[str, Any] = {
     ),
     "reply_to_nothing": msgpack.packb([Headers.ENGINE_REPLY.value, [{"requests": [{"request_id": 99}]}]]),
     "reply_of_nothing": msgpack.packb([Headers.ENGINE_REPLY.value, [{}]]),
-    "answer_that_nobody_waits_for": msgpack.packb([Headers.PAUSE_ACK.value]),
+    "unexpected_answer": msgpack.packb([Headers.PAUSE_ACK.value]),
     "request_from_a_replica": msgpack.packb([Headers.SUBMIT_REQUEST.value, 0, [1], {}]),
 }
 
 
 @pytest.mark.parametrize("message", MALFORMED)
-def test_malformed_messages_disturb_nobody(service: Service, message: str) -> None:
+def test_malformed_messages_disturb_no_peer(service: Service, message: str) -> None:
     first, second = service.replicas("ab")
     client = service.client()
     second.report([KEYS[2]])

@@ -1,4 +1,4 @@
-"""Who counts as there, and what becomes of the requests of those that have gone."""
+"""Which peers count as there, and what becomes of the requests of those that have gone."""
 
 from multiprocessing import Pipe
 
@@ -123,7 +123,7 @@ def test_replicas_of_one_domain_die_together(service: Service) -> None:
     third.take()
 
 
-def test_a_client_that_has_gone_holds_nobody_up(service: Service) -> None:
+def test_a_client_that_has_gone_delays_no_other(service: Service) -> None:
     (replica,) = service.replicas("a")
     gone, client = service.client("gone"), service.client()
     gone.submit(0, TOKENS)
@@ -145,7 +145,7 @@ def test_missing_replicas_are_an_error_in_time() -> None:
     coordinator.stop()
 
 
-def test_the_coordinator_outlives_its_starter_until_nobody_is_there(service: Service) -> None:
+def test_the_coordinator_outlives_its_starter_until_no_peer_is_there(service: Service) -> None:
     (replica,) = service.replicas("a")
     client = service.client()
     service.starter_left.set()

@@ -30,7 +30,7 @@ def peer(line: Line) -> Iterator[tuple[zmq.Socket, PeerSocket]]:  # noqa: F811
     [PeerSocket.recv, PeerSocket.recv_multipart, lambda socket: socket.recv(zmq.NOBLOCK)],
     ids=["one part", "all parts", "without waiting"],
 )
-def test_who_waits_for_a_peer_that_died_is_told(
+def test_waiting_for_a_peer_that_died_raises(
     wait: Callable[[PeerSocket], Any],
     line: Line,  # noqa: F811
     peer: tuple[zmq.Socket, PeerSocket],

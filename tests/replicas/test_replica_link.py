@@ -1,4 +1,4 @@
-"""A replica's link keeps to itself what is not for the engine, and says when nobody is there."""
+"""A replica's link keeps to itself what is not for the engine, and says when there is no coordinator."""
 
 import asyncio
 import re
@@ -68,14 +68,14 @@ def test_a_fenced_replica_is_told_to_restart(line: Line) -> None:
         line.link.drain()
 
 
-def test_nobody_to_welcome_is_an_error_in_time(line: Line) -> None:
+def test_a_missing_welcome_is_an_error_in_time(line: Line) -> None:
     with pytest.raises(ConnectionError, match=r"no coordinator has welcomed this replica at tcp://127\.0\.0\.1:\d+"):
         asyncio.run(line.link.wait_for_welcome(0.05))
 
 
 def test_a_coordinator_that_has_gone_is_noticed_but_one_that_probes_is_there(line: Line) -> None:
     silence_s = replica_link.COORDINATOR_SILENCE_S + 1
-    line.link._last_heard -= silence_s  # as in a long step, in which nobody reads
+    line.link._last_heard -= silence_s  # as in a long step, in which nothing reads
     line.say(PROBE)
     line.link.drain()
     line.link._last_heard -= silence_s

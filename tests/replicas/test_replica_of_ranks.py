@@ -74,7 +74,7 @@ def test_a_rank_that_dies_ends_the_requests_of_its_replica_and_the_coordinator_e
         assert "no replica is left" in (await client.send([1] * 20, greedy(4))).error
 
     run(scenario, fleet.address)
-    fleet.wait_until_nobody_listens()
+    fleet.wait_until_nothing_listens()
 
 
 def test_a_rank_that_waits_for_one_that_died_ends_in_time(fleet: Fleet, tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def test_a_slow_replica_is_alive_and_without_retries_the_requests_of_a_dead_one_
             replica.process.kill()
         while "no replica is left" not in (await client.send([1] * 20, greedy(4))).error:
             await asyncio.sleep(0.1)
-        await client.inference.pause_engines()  # nobody is there to wait for
+        await client.inference.pause_engines()  # there is no replica to wait for
         await client.inference.stop_engines()
 
     run(scenario, fleet.address)

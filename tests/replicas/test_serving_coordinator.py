@@ -67,7 +67,7 @@ def test_no_client_can_make_a_submission_something_else(service: Service, name: 
     assert name in client.error() and replica.hears_nothing()
 
 
-def test_those_who_watch_hear_what_the_replicas_do_until_they_are_gone(service: Service) -> None:
+def test_those_that_watch_hear_what_the_replicas_do_until_they_are_gone(service: Service) -> None:
     first, second = service.replicas("ab")
     client = service.client()
     client.send(WATCH)

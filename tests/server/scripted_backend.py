@@ -12,7 +12,7 @@ class ScriptedBackend:
 
     Attributes:
         asked: Every request so far.
-        running: Who hears of each request that has not ended and was not cancelled.
+        running: What to call with the progress of each request that has not ended and was not cancelled.
     """
 
     max_sequence_length = 4096

@@ -1,4 +1,4 @@
-"""Clients that leave: what their requests held returns within a step, and nobody else notices.
+"""Clients that leave: what their requests held returns within a step, and no other request is affected.
 
 STREAM_SECONDS sets how long the 64 clients run; 300 is the long form.
 """
@@ -121,7 +121,7 @@ async def read_stream(http: httpx.AsyncClient, body: dict[str, Any], seen: Count
     return "".join(parts)
 
 
-def test_many_streams_of_which_a_third_is_left_disturb_nobody(server: RunningServer) -> None:
+def test_many_streams_of_which_a_third_is_left_disturb_no_other(server: RunningServer) -> None:
     seen: Counter[str] = Counter()
     expected: dict[str, str] = {}
 

@@ -1,4 +1,4 @@
-"""Who may pass and how many: API keys, tenants, the queue."""
+"""Which requests may pass and how many: API keys, tenants, the queue."""
 
 import base64
 
@@ -21,7 +21,7 @@ def test_a_key_is_known_as_bearer_or_as_password() -> None:
         assert keys.owner_of(wrong) is None
 
 
-def test_without_keys_everybody_is_the_same_owner() -> None:
+def test_without_keys_all_clients_are_the_same_owner() -> None:
     assert ApiKeys().owner_of("") == ApiKeys().owner_of("Bearer x") == "" and not ApiKeys().are_needed
 
 
@@ -52,7 +52,7 @@ def test_tenants_of_other_owners_or_salts_have_other_names() -> None:
     assert len(names) == 5 and Tenant("a", "b").name == Tenant("a", "b").name and Tenant().name == ""
 
 
-def test_a_full_queue_refuses_with_the_time_to_wait_and_takes_more_once_somebody_left() -> None:
+def test_a_full_queue_refuses_with_the_time_to_wait_and_takes_more_once_a_request_left() -> None:
     now = [0.0]
     gate = QueueGate(ServerLimits(max_running=2, max_queued=1), lambda: now[0])
     gate.enter(2)

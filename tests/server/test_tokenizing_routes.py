@@ -47,7 +47,7 @@ class BeginningTokenizer(ByteTokenizer):
     def tokenize(self, text: str) -> list[int]:
         return [0, *super().tokenize(text)]
 
-    def tokenize_after(self, _before: str, text: str) -> list[int]:
+    def tokenize_after_text(self, _before: str, text: str) -> list[int]:
         return super().tokenize(text)
 
 

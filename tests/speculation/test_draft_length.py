@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_mamba_cache.speculation.draft_length import LONGEST_PAUSE, DraftLength
+from megatron_mamba_cache.speculation.draft_length import LONGEST_REST, DraftLength
 
 NO_LIMIT = 1 << 30
 MAXIMA = [1, 2, 3, 5, 8, 16]
@@ -40,13 +40,13 @@ def test_hopeless_drafts_cost_at_most_5_percent_of_the_steps(max_drafts: int, nu
 
 
 @pytest.mark.parametrize("max_drafts", MAXIMA)
-def test_pauses_double_and_stay_bounded(max_drafts: int) -> None:
+def test_rests_double_and_stay_bounded(max_drafts: int) -> None:
     length = DraftLength(max_drafts)
     run(length, 10, all_right)
     drafted = run(length, 5000, all_wrong)
     tried = [step for step, count in enumerate(drafted) if count]
-    pauses = [later - earlier - 1 for earlier, later in pairwise(tried)][2:]
-    assert pauses[:7] == [8, 16, 32, 64, 128, 256, 256] and max(pauses) == LONGEST_PAUSE
+    rests = [later - earlier - 1 for earlier, later in pairwise(tried)][2:]
+    assert rests[:7] == [8, 16, 32, 64, 128, 256, 256] and max(rests) == LONGEST_REST
     assert {drafted[step] for step in tried[3:]} == {1}
 
 
@@ -54,9 +54,9 @@ def test_pauses_double_and_stay_bounded(max_drafts: int) -> None:
 def test_right_drafts_reach_the_maximum_within_logarithmic_steps(max_drafts: int) -> None:
     length = DraftLength(max_drafts)
     run(length, 3000, all_wrong)
-    drafted = run(length, 1 + LONGEST_PAUSE + max_drafts.bit_length(), all_right)
+    drafted = run(length, 1 + LONGEST_REST + max_drafts.bit_length(), all_right)
     tried = [count for count in drafted if count]
-    assert drafted.index(1) <= LONGEST_PAUSE and 0 not in drafted[drafted.index(1) :]
+    assert drafted.index(1) <= LONGEST_REST and 0 not in drafted[drafted.index(1) :]
     assert max_drafts in tried[: max_drafts.bit_length() + 1]
     assert length.wanted(NO_LIMIT) == max_drafts
 
@@ -77,14 +77,14 @@ def test_one_step_without_success_is_not_hopeless() -> None:
     assert length.wanted(NO_LIMIT) == 0
 
 
-def test_steps_without_a_draft_change_nothing_outside_a_pause() -> None:
+def test_steps_without_a_draft_change_nothing_outside_a_rest() -> None:
     length = DraftLength(8)
     for _ in range(100):
         length.note(0, 0)
     assert length.wanted(NO_LIMIT) == 4
 
 
-def test_accepted_drafts_shorten_the_next_pause() -> None:
+def test_accepted_drafts_shorten_the_next_rest() -> None:
     length = DraftLength(1)
     run(length, 3 + 8 + 1 + 16, all_wrong)
     run(length, 1, all_right)

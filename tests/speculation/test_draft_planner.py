@@ -1,4 +1,4 @@
-"""Properties of the plan of a step's drafts: who is asked, what is refused, and what is remembered."""
+"""Properties of the plan of a step's drafts: which requests get some, what is refused, and what is remembered."""
 
 from collections.abc import Sequence
 
@@ -13,15 +13,15 @@ VOCAB = 10
 
 
 class CountingDrafter:
-    """Proposes the request's id, as often as wished, and records what it was asked."""
+    """Proposes the request's id, as often as requested, and records what it was asked."""
 
     def __init__(self) -> None:
         self.calls: list[list[tuple[int, int]]] = []
         self.forgotten: list[int] = []
 
-    def propose(self, wishes: Sequence[DraftRequest]) -> list[Draft]:
-        self.calls.append([(wish.row.request_id, wish.num_tokens) for wish in wishes])
-        return [Draft((wish.row.request_id,) * wish.num_tokens) for wish in wishes]
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        self.calls.append([(request.row.request_id, request.num_tokens) for request in requests])
+        return [Draft((request.row.request_id,) * request.num_tokens) for request in requests]
 
     def forget(self, request_id: int) -> None:
         self.forgotten.append(request_id)
@@ -34,7 +34,7 @@ class BrokenDrafter(CountingDrafter):
         super().__init__()
         self.answer = answer
 
-    def propose(self, wishes: Sequence[DraftRequest]) -> list[Draft]:
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         return self.answer
 
 

@@ -117,7 +117,7 @@ def test_text_whose_end_is_new_gets_no_draft(text: list[int]) -> None:
     assert drafted_for(text) == ()
 
 
-def test_wishes_of_several_requests_are_answered_in_order() -> None:
+def test_draft_requests_are_answered_in_order() -> None:
     rows = [row_of([1, 2, 3, 1, 2], request_id=4), row_of([1], request_id=3), row_of([6, 7, 8, 9, 6, 7], request_id=8)]
     drafts = PromptLookupDrafter().propose(
         [DraftRequest(row, length) for row, length in zip(rows, (1, 5, 2), strict=True)]

@@ -52,7 +52,7 @@ def allocator(max_slots: int = 4, block_size: int = 64) -> MambaSlotAllocator:
 def sharing_allocator(
     num_slots: int, device: str, rule: BoundaryRule, reservations: StepReservations
 ) -> StateSlotAllocator:
-    """Return an allocator over a pool and a slot map that somebody else owns."""
+    """Return an allocator over a pool and a slot map that it does not own."""
     layout = StateLayout(NUM_LAYERS, CONV_SHAPE, SSM_SHAPE, torch.float32, torch.float32)
     pool = StatePool(layout, num_slots, device)
     return StateSlotAllocator(context(device=device), pool, SlotPool(num_slots), rule, reservations)

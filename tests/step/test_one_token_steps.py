@@ -91,7 +91,7 @@ def test_every_step_is_as_if_laid_out_anew(device: str, shape: StepShape, seed: 
     assert num_quick >= 5
 
 
-def test_rows_that_draw_are_never_plain(device: str) -> None:
+def test_rows_that_draw_never_make_a_one_token_step(device: str) -> None:
     buffers, rows = StepBuffers(LIMITS, device), [decoding(0), decoding(1, sampling=SAMPLED)]
     send_anew(rows, buffers, SHAPES[0])
     assert OneTokenStep.sent(rows, buffers) is None
@@ -136,11 +136,11 @@ def test_a_step_runs_on_exactly_where_all_rows_go_on_in_their_blocks(device: str
         last = OneTokenStep.sent(rows, buffers)
         assert last is not None
         tokens = np.array([draw.choice([1, 2, 3, 4, 5, 6, 7, 8]) for _ in rows])
-        nobody_ends = not any(row.keep([int(token)]).ends for row, token in zip(rows, tokens, strict=True))
+        no_row_ends = not any(row.keep([int(token)]).ends for row, token in zip(rows, tokens, strict=True))
         # The next step finds computed + 1 tokens in place, for which it needs no block, and reaches no boundary.
         within_blocks = all((row.computed + 1) % BLOCK and (row.computed + 2) % BLOCK for row in rows)
         runs_on = last.can_launch_next(rows, tokens, buffers, GEOMETRY.block_size)
-        assert runs_on is (nobody_ends and within_blocks)
+        assert runs_on is (no_row_ends and within_blocks)
         if runs_on:
             num_on += 1
             send_next(last, tokens, buffers, SHAPES[0].num_rows)

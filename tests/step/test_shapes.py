@@ -34,7 +34,7 @@ def some_rows(draw: random.Random, shape: StepShape) -> list[RunningRequest]:
 
 
 def filled_with_junk(device: str) -> StepBuffers:
-    """Return buffers as a larger step may have left them, its block ids and slots of somebody else."""
+    """Return buffers as a larger step may have left them, with block ids and slots of other requests."""
     buffers = StepBuffers(LIMITS, device)
     for name in StepBuffers.SECTIONS:
         buffers.host(name)[:] = 7

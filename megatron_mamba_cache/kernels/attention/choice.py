@@ -60,7 +60,7 @@ def choose_attention(setting: str, shape: AttentionShape) -> AttentionBackend:
                     _logger.warning("attention does not use %s: %s", backend.name, reason)
         refusals.append(f"{backend.name}: {reason}")
     raise ValueError(
-        f"attention_backend is {setting!r}, which cannot serve this model ({'; '.join(refusals)}); mend that, or set "
+        f"attention_backend is {setting!r}, which cannot serve this model ({'; '.join(refusals)}); fix that, or set "
         f"{_FLAG} to auto or reference"
     )
 

@@ -72,8 +72,8 @@ def conv_verify_ref(x: Tensor, weight: Tensor, bias: Tensor | None, conv_pool: T
     kept = history[:, 1:].to(conv_pool.dtype)
     places = torch.arange(kept.shape[1], device=x.device)
     num_kept = torch.where(lengths > 0, window_len - 1 + lengths, 0)
-    behind = load_slots(conv_pool[:, : kept.shape[1]], live, conv_pool.dtype)
-    kept = torch.where((places < num_kept[:, None])[:, :, None], kept, behind)
+    after = load_slots(conv_pool[:, : kept.shape[1]], live, conv_pool.dtype)
+    kept = torch.where((places < num_kept[:, None])[:, :, None], kept, after)
     store_slots(conv_pool[:, : kept.shape[1]], live, kept)
     return tokens.scatter(torch.stack(y, dim=1), x)
 

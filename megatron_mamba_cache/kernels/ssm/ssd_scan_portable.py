@@ -147,16 +147,16 @@ def _scan_kernel(
     skip = tl.load(D + head).to(tl.float32)
 
     first_whole = tl.where(begin < low, 1, 0)
-    behind_whole = tl.maximum(first_whole, (high - begin) // LENGTH)
+    after_whole = tl.maximum(first_whole, (high - begin) // LENGTH)
     if LENGTH < WIDTH or CHANNELS < LANES:
-        behind_whole = first_whole
+        after_whole = first_whole
     for k in tl.range(0, first_whole, num_stages=1):
         state = _advance_partly(
             state, packed, decays, skip, head, group, begin, low, tl.minimum(high, begin + LENGTH),
             HEADS, HEAD_DIM, FIRST, CHANNELS, LANES, D_STATE, WIDTH, PRECISION,
         )  # fmt: skip
         _store_state(states, slot_stride, tl.load(tile_slots + k), state, CHANNELS)
-    for k in tl.range(first_whole, behind_whole, num_stages=NUM_STAGES):
+    for k in tl.range(first_whole, after_whole, num_stages=NUM_STAGES):
         token = begin + k * LENGTH
         x = x_tiles.load([token, head * HEAD_DIM + FIRST])
         B = B_tiles.load([token, group * D_STATE])
@@ -164,7 +164,7 @@ def _scan_kernel(
         y, state = _advance(state, x, B, C, decays + k * (2 * WIDTH), skip, PRECISION)
         y_tiles.store([token, head * HEAD_DIM + FIRST], y.to(packed.y.dtype.element_ty))
         _store_state(states, slot_stride, tl.load(tile_slots + k), state, CHANNELS)
-    for k in tl.range(behind_whole, num_row_tiles, num_stages=1):
+    for k in tl.range(after_whole, num_row_tiles, num_stages=1):
         token = begin + k * LENGTH
         state = _advance_partly(
             state, packed, decays + k * (2 * WIDTH), skip, head, group, token, token, tl.minimum(high, token + LENGTH),

@@ -27,11 +27,11 @@ class ByteTokenizer:
         """Return the bytes of the text."""
         return list(text.encode())
 
-    def tokenize_behind(self, _tokens: Sequence[int], text: str) -> list[int]:
+    def tokenize_after_tokens(self, _tokens: Sequence[int], text: str) -> list[int]:
         """Return the bytes of a text that continues after other tokens."""
         return self.tokenize(text)
 
-    def tokenize_after(self, _before: str, text: str) -> list[int]:
+    def tokenize_after_text(self, _before: str, text: str) -> list[int]:
         """Return the bytes of a text that follows another."""
         return self.tokenize(text)
 

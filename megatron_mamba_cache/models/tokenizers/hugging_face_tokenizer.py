@@ -50,16 +50,16 @@ class HuggingFaceTokenizer:
         tokens = self._codec.encode(text)
         return tokens[1:] if self.bos is not None and tokens[:2] == [self.bos, self.bos] else tokens
 
-    def tokenize_behind(self, tokens: Sequence[int], text: str) -> list[int] | None:
+    def tokenize_after_tokens(self, tokens: Sequence[int], text: str) -> list[int] | None:
         """Return the tokens of a text that continues after others; None if the tokenizer cannot start a text there."""
         context = list(tokens[-_CONTEXT:])
         before = self._codec.decode(context, False)
-        for behind in (self._codec.encode(text, is_start=False), self.tokenize_after(before, text)):
-            if behind is not None and self._codec.decode([*context, *behind], False) == before + text:
-                return behind
+        for after in (self._codec.encode(text, is_start=False), self.tokenize_after_text(before, text)):
+            if after is not None and self._codec.decode([*context, *after], False) == before + text:
+                return after
         return None
 
-    def tokenize_after(self, before: str, text: str) -> list[int] | None:
+    def tokenize_after_text(self, before: str, text: str) -> list[int] | None:
         """Return the tokens of a text when both are tokenized together; None if a token spans both."""
         first = self._codec.encode(before, is_start=False)
         both = self._codec.encode(before + text, is_start=False)
