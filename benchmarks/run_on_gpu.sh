@@ -44,6 +44,8 @@ section state_kernels "State and convolution kernels against a memcpy of as many
     python3 benchmarks/state_kernels.py --json "$results/state_kernels.json"
 section state_kernel_tilings "State and convolution kernels with other tile sizes" \
     python3 benchmarks/state_kernels.py --sweep
+section experts "Layers of experts against the card's limits" \
+    python3 benchmarks/experts.py --json "$results/experts.json"
 section slot_copies "Whole-slot copies and clears against a memcpy of the same bytes" \
     python3 benchmarks/slot_copies.py --json "$results/slot_copies.json"
 section attention "Attention backends, KV append and gated norm" \

@@ -210,16 +210,16 @@ def make_workload(
     num_drafts: int = 0,
     *,
     has_log_probs: bool = False,
-    models: Sequence[dict[str, Any]] = MODELS,
+    models: Sequence[dict[str, Any]] | None = None,
 ) -> Workload:
     """Return the workload of a flavour and a seed; with drafts, and sometimes without, requests have stop words.
 
     Args:
         has_log_probs: Whether most requests want log-probs, and steps are disturbed whatever the flavour.
-        models: Sizes of models, one of which is drawn.
+        models: Sizes of models, one of which is drawn; None: MODELS.
     """
     rng = random.Random(f"{flavour.name} {seed}")
-    subject = tiny_hybrid(**rng.choice(models))
+    subject = tiny_hybrid(**rng.choice(MODELS if models is None else models))
     block = subject.sizes.ssm_chunk_size * rng.choice([1, 2, 4])
     max_prompt = rng.choice([3, 4, 6]) * block if block <= 32 else 3 * block
     max_tokens = rng.randrange(8, 30)

@@ -209,8 +209,8 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """Return each token's experts, best first, and their weights.
 
-    Of experts with equal scores the one with the lowest number is chosen. The reference computes float64 logits. Long
-    because of its contract.
+    Of experts with equal scores the one with the lowest number is chosen. The reference computes float64 logits.
+    Long because of its contract.
 
     Args:
         logits: [parts, tokens, experts], summed over parts; experts contiguous.
