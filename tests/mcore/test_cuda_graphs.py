@@ -218,6 +218,7 @@ def test_where_the_host_waits_for_experts_steps_run_without_graphs(
     assert len(finished.merge().generated_tokens) == 5 and engine.context.counters.graph_steps == 0
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a replay calls no hook")
 def test_padding_goes_to_no_expert() -> None:
     subject = tiny_hybrid(pattern="ME*")
     run = EngineRun.start(subject, with_graphs(cache_config(subject.sizes, max_requests=8)))
