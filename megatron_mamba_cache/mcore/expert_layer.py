@@ -1,5 +1,7 @@
 """A layer of a hybrid model that is a mixture of experts, without a host read between router and weighted sum."""
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -127,22 +129,44 @@ class MixtureOfExperts(MegatronModule):
             is_real: [tokens] int32, 0 for tokens of padding, which no expert computes; None if all are real.
         """
         x = hidden_states.flatten(0, -2)
-        shared = None if self.shared_experts is None else self.shared_experts(hidden_states).flatten(0, -2)
+        shared = self._shared(hidden_states)
         ids, weights = self.router(x, is_real)
         if self.fc1_latent_proj is not None and self.fc2_latent_proj is not None:
             routed = self.fc2_latent_proj(self._routed(self.fc1_latent_proj(x), ids, weights, None))
-            out = routed if shared is None else routed + shared
+            out = routed if shared is None else routed + shared()
         else:
             out = self._routed(x, ids, weights, shared)
         if self._tensor_ranks.size() > 1:
             out = reduce_from_tensor_model_parallel_region(out, group=self._tensor_ranks)
         return out.view(hidden_states.shape)
 
-    def _routed(self, x: Tensor, ids: Tensor, weights: Tensor, addend: Tensor | None) -> Tensor:
+    def _shared(self, hidden_states: Tensor) -> Callable[[], Tensor] | None:
+        """Launch the shared expert; return what returns its output [tokens, hidden], None if there is none.
+
+        In a graph it runs beside the routing, whose small kernels leave the memory idle. Without one, another stream
+        costs the host more than it gains.
+        """
+        if self.shared_experts is None:
+            return None
+        if not (hidden_states.is_cuda and torch.cuda.is_current_stream_capturing()):
+            computed = self.shared_experts(hidden_states).flatten(0, -2)
+            return lambda: computed
+        here, beside = torch.cuda.current_stream(), _stream_beside(hidden_states.device)
+        beside.wait_stream(here)
+        with torch.cuda.stream(beside):
+            output = self.shared_experts(hidden_states).flatten(0, -2)
+
+        def joined() -> Tensor:
+            here.wait_stream(beside)
+            return output
+
+        return joined
+
+    def _routed(self, x: Tensor, ids: Tensor, weights: Tensor, addend: Callable[[], Tensor] | None) -> Tensor:
         if self._expert_ranks.size() == 1:
             return self.experts(x, ids, weights, addend)
         routed = self._routed_on_all_ranks(x, ids, weights)
-        return routed if addend is None else routed + addend
+        return routed if addend is None else routed + addend()
 
     def _routed_on_all_ranks(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Exchange tokens and outputs with the ranks that have the other experts.
@@ -165,6 +189,12 @@ class MixtureOfExperts(MegatronModule):
         whole = part.new_empty(self._expert_ranks.size() * len(part), *part.shape[1:])
         dist.all_gather_into_tensor(whole, part.contiguous(), group=self._expert_ranks)
         return whole
+
+
+@cache
+def _stream_beside(device: torch.device) -> torch.cuda.Stream:
+    """Return the device's stream for what runs beside a layer's main part."""
+    return torch.cuda.Stream(device)
 
 
 def check_experts(config: Any, groups: Any) -> None:

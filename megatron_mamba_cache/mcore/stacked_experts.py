@@ -1,6 +1,6 @@
 """The routed experts of a layer: two stacked parameters, which Megatron's checkpoints hold an expert at a time."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ class StackedExperts(MegatronModule):
         device, dtype = torch.cuda.current_device(), self.config.params_dtype
         return nn.Parameter(torch.empty(self.num_experts, *sizes, device=device, dtype=dtype), requires_grad=False)
 
-    def forward(self, x: Tensor, ids: Tensor, weights: Tensor, addend: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor, addend: Callable[[], Tensor] | None) -> Tensor:
         """Return the weighted sum of each token's experts that are here; see `routed_experts`."""
         return routed_experts(
             x,

@@ -5,16 +5,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch.nn.functional as F
-from torch import Tensor
 
 from ..kernels.experts.routing_rule import RoutingRule
+from ..kernels.experts.squared_relu import squared_relu
 from ..mcore.specs import check_layer_pattern
-
-
-def squared_relu(x: Tensor) -> Tensor:
-    """Return the square of ReLU; Megatron's own is recompiled for each number of tokens."""
-    return F.relu(x).square()
-
 
 ACTIVATIONS = {"relu2": squared_relu, "silu": F.silu, "gelu": F.gelu}
 """Names of activations in a checkpoint's configuration."""

@@ -78,15 +78,18 @@ def rehearse_prefill(model: StepModel, runner: StepRunner) -> None:
 
 
 def prefill_steps(limits: StepLimits, dummy_block: BlockId) -> Iterator[Rows]:
-    """Yield prefill rows, some of one token and one of more; the scan's form depends on how many rows there are."""
+    """Yield prefill rows, some of one token and some of more; the scan's form depends on how many rows there are."""
     for num_rows in row_counts(limits.max_rows):
         yield [prefill_padding_row(1, dummy_block) for _ in range(num_rows)]
     if limits.max_tokens > 1:
         yield [prefill_padding_row(2, dummy_block)]
+    if limits.marks_real_tokens:
+        # The forms of experts' products depend on the number of tokens, padding included.
+        yield from ([prefill_padding_row(count, dummy_block)] for count in row_counts(limits.max_tokens))
 
 
 def row_counts(max_rows: int) -> list[int]:
-    """Return numbers of rows up to `max_rows`, so close that the scan has no form between two of them."""
+    """Return numbers of rows up to `max_rows`, so close that no kernel has a form between two of them."""
     return [*(1 << power for power in range((max_rows - 1).bit_length())), max_rows]
 
 

@@ -9,6 +9,7 @@ from triton.runtime import driver
 
 from megatron_mamba_cache.kernels.attention import kv_append
 from megatron_mamba_cache.kernels.conv import causal_conv, conv_verify
+from megatron_mamba_cache.kernels.experts import expert_order, grouped_product, product_forms, routing, weighted_sum
 from megatron_mamba_cache.kernels.norm import gated_norm
 from megatron_mamba_cache.kernels.slots import align_copy
 from megatron_mamba_cache.kernels.ssm import (
@@ -26,12 +27,20 @@ KERNELS = (
     (align_copy, "_align_copy_kernel"),
     (causal_conv, "_causal_conv_kernel"),
     (conv_verify, "_conv_verify_kernel"),
+    (expert_order, "_order_kernel"),
+    (expert_order, "_count_kernel"),
+    (expert_order, "_sum_counts_kernel"),
+    (expert_order, "_place_kernel"),
     (gated_norm, "_gated_group_norm_kernel"),
+    (grouped_product, "_grouped_product_kernel"),
     (kv_append, "_append_kv_kernel"),
+    (routing, "_logits_kernel"),
+    (routing, "_route_kernel"),
     (ssd_scan_hopper, "_scan_kernel"),
     (ssd_scan_portable, "_scan_kernel"),
     (ssd_tiles, "_tiles_kernel"),
     (state_verify, "_state_verify_kernel"),
+    (weighted_sum, "_weighted_sum_kernel"),
 )
 
 
@@ -83,5 +92,6 @@ def recorded_launches(*, on_hopper: bool) -> Iterator[LaunchRecord]:
             patch.setattr(module, "launches_kernel", lambda tensor: True, raising=False)
         patch.setattr(ssd_scan, "launches_kernel", lambda tensor: True)
         patch.setattr(ssd_scan, "_fits_hopper", lambda *_: on_hopper)
+        patch.setattr(product_forms, "can_load_boxes", lambda weight: on_hopper)
         patch.setattr(hopper_tiling, "num_multiprocessors", lambda device: NUM_MULTIPROCESSORS)
         yield record

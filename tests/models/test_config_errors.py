@@ -38,6 +38,7 @@ UNSUPPORTED: list[tuple[str, dict[str, Any]]] = [
     *(("nemotron_h", {name: True}) for name in ("attention_bias", "mlp_bias", "use_bias", "mamba_proj_bias")),
     ("nemotron_h", {"mamba_hidden_act": "gelu"}),
     ("nemotron_h", {"mlp_hidden_act": "swish"}),
+    ("nemotron_h", {"moe_latent_size": 16}),
     ("nemotron_h_moe", {"n_shared_experts": 2}),
     *(("bamba", {name: True}) for name in ("attention_bias", "mlp_bias", "mamba_proj_bias")),
     ("bamba", {"hidden_act": "gelu"}),

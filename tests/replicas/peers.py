@@ -178,13 +178,14 @@ class Service:
     def _stop_coordinator(self) -> None:
         for peer in self.peers:
             peer.socket.close()
-        if self.thread.is_alive():
-            stopper = self.client("stopper")
-            stopper.send(Headers.STOP)
-            while stopper.receive()[0] != Headers.STOP_ACK.value:
-                pass  # an answer to what the test has left unanswered
-            stopper.socket.close()
-            self.thread.join(TIMEOUT_MS / 1000)
+        stopper = FakeClient(self.context, self, "stopper")
+        stopper.socket.send(msgpack.packb([Headers.STOP.value]))
+        end = time.monotonic() + TIMEOUT_MS / 1000
+        while self.thread.is_alive() and time.monotonic() < end:  # it ends unasked where the test has stopped it
+            stopper.socket.poll(20)
+            while stopper.socket.poll(0):
+                stopper.socket.recv()
+        stopper.socket.close()
         assert not self.thread.is_alive()
         self.coordinator.stop()
 

@@ -50,7 +50,7 @@ def listening(server: Server) -> Iterator[Listening]:
             begun.set_result(runner.get_loop())
             runner.run(running.serve(sockets=[listener]))
 
-    thread = threading.Thread(target=run, name="http")
+    thread = threading.Thread(target=run, name="http", daemon=True)  # or one that does not end holds pytest
     thread.start()
     loop = begun.result(60)
     try:
@@ -59,6 +59,8 @@ def listening(server: Server) -> Iterator[Listening]:
         if thread.is_alive():
             loop.call_soon_threadsafe(running.drain)
         thread.join(60)
+        if thread.is_alive():
+            raise TimeoutError(f"the server at {url} does not end")
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,7 +131,7 @@ def _compute_tile(
             )
             others = _multiply(given, weights, others, SWAPS, PRECISION)
     if ACTIVATION == "squared_relu":
-        total = tl.maximum(total, 0)
+        total = tl.maximum(total, 0, propagate_nan=tl.PropagateNan.ALL)
         total = total * total
     if IS_GATED:
         total = total / (1 + tl.exp(-total)) * others

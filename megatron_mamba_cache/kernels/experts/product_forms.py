@@ -44,7 +44,12 @@ def choose_form(num_pairs: int, weight: Tensor, *, is_gated: bool) -> ProductFor
     if not can_load_boxes(weight):
         return ProductForm(16, 64, 64, 4, 4) if mean_rows <= 16 else ProductForm(64, 64 if is_gated else 128, 64, 4, 3)
     if mean_rows <= 16:
-        return ProductForm(16, 64 if is_gated else 128, 64, 4, 5, loads_boxes=True)
+        # As much in flight as hides the memory's latency even where few programs run: 144 and 108 KiB of boxes.
+        return (
+            ProductForm(16, 64, 64, 4, 8, loads_boxes=True)
+            if is_gated
+            else ProductForm(16, 128, 64, 8, 6, loads_boxes=True)
+        )
     if mean_rows <= 96:
         return ProductForm(64, 128 if is_gated else 256, 64, 4, 4, loads_boxes=True)
     return ProductForm(128, 128 if is_gated else 256, 64, 8, 4, has_halves=True, loads_boxes=True)

@@ -19,7 +19,7 @@ def routed_experts(
     *,
     apart: Callable[[Tensor], Tensor] | None = None,
     first_expert: int = 0,
-    addend: Tensor | None = None,
+    addend: Callable[[], Tensor] | None = None,
 ) -> Tensor:
     """Return the weighted sum of each token's experts, of those whose weights are here.
 
@@ -32,7 +32,8 @@ def routed_experts(
         activation: In the first product's launch.
         apart: An activation that the first product does not have, applied to its result; None for none.
         first_expert: Number of the first expert whose weights are here.
-        addend: [tokens, outputs], added to the sum; None for none.
+        addend: Returns [tokens, outputs], which is added to the sum; called once the products are launched, so that
+            it may wait for another stream. None for none.
 
     Returns:
         [tokens, outputs] in x's dtype.
@@ -42,4 +43,4 @@ def routed_experts(
     order = order_by_expert(ids, len(first), first_expert)
     inner = grouped_product(x, first, order, top_k=ids.shape[1], activation=activation)
     rows = grouped_product(inner if apart is None else apart(inner), second, order)
-    return weighted_sum(rows, order.places, weights, addend)
+    return weighted_sum(rows, order.places, weights, None if addend is None else addend())

@@ -36,9 +36,9 @@ def _weighted_sum_kernel(
     total = tl.zeros([WIDTH], tl.float32)
     for slot in range(TOP_K):
         place = tl.load(places + token * TOP_K + slot).to(tl.int64)
-        weight = tl.load(weights + token * TOP_K + slot)
-        row = tl.load(rows + place * OUTPUTS + column, mask=inside & (place >= 0), other=0)
-        total += weight * row.to(tl.float32)
+        if place >= 0:
+            weight = tl.load(weights + token * TOP_K + slot)
+            total += weight * tl.load(rows + place * OUTPUTS + column, mask=inside, other=0).to(tl.float32)
     if HAS_ADDEND:
         total += tl.load(addend + token * OUTPUTS + column, mask=inside, other=0).to(tl.float32)
     tl.store(out + token * OUTPUTS + column, total.to(out.dtype.element_ty), mask=inside)

@@ -14,6 +14,11 @@ def architecture_of(config: CheckpointConfig) -> HybridArchitecture:
         config.require(name, False, False)
     config.require("mamba_hidden_act", "silu", "silu")
     pattern = _pattern(config)
+    if "E" not in pattern and config.has("moe_latent_size"):
+        latent = config.integer("moe_latent_size")
+        raise config.error(
+            f"moe_latent_size={latent} is not supported without experts in the layer pattern {pattern!r}"
+        )
     # transformers clamps time steps from below at time_step_min, but only in its chunked form; the model was trained
     # with this limit.
     limit = config.limits("time_step_limit")
