@@ -131,8 +131,15 @@ def _card_of(model: Any, fraction: float) -> Card:
     torch.cuda.empty_cache()
     (free,) = ranks_of_process().least([torch.cuda.mem_get_info()[0]])
     widest = max((weight.shape[0] for weight in model.decoder.parameters() if weight.dim() == 2), default=0)
-    experts_a_token = model.config.moe_router_topk if model.config.num_moe_experts else 0
-    return Card(free, fraction, max(widest, experts_a_token * model.config.hidden_size))
+    return Card(free, fraction, max(widest, expert_width(model.config)))
+
+
+def expert_width(config: Any) -> int:
+    """Return the mean width of the two products of a token's experts, which are live at once; 0 without experts."""
+    if not config.num_moe_experts:
+        return 0
+    inner = config.moe_ffn_hidden_size // config.tensor_model_parallel_size
+    return int(config.moe_router_topk * (inner + (config.moe_latent_size or config.hidden_size)) // 2)
 
 
 def _sizes_line(config: CacheConfig) -> str:

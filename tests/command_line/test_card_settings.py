@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_mamba_cache.command_line.card_settings import DRAFTER_SHARE, Card, card_settings
+from megatron_mamba_cache.command_line.serving import expert_width
 from megatron_mamba_cache.command_line.usage_error import UsageError
 from megatron_mamba_cache.config import CacheConfig
 from megatron_mamba_cache.ranks.agreement import CacheCapacity
@@ -141,3 +143,22 @@ def test_many_requests_raise_the_tokens_of_a_step_and_what_is_kept_for_logits() 
 def test_without_prefix_caching_no_memory_goes_to_cached_states() -> None:
     flags = {"prefix_caching": False, "buffer_size_gb": 10.0}
     assert card_settings(DENSE_8B, 4096, Card(60 * GIB, 0.9, 21_504), flags)["prefix_caching_mamba_gb"] == 0
+
+
+@pytest.mark.parametrize(
+    ("latent_size", "num_ranks", "expected"), [(None, 1, 6 * (1856 + 2688) // 2), (1024, 2, 6 * (928 + 1024) // 2)]
+)
+def test_experts_are_as_wide_as_what_their_products_leave(
+    latent_size: int | None, num_ranks: int, expected: int
+) -> None:
+    config = SimpleNamespace(
+        num_moe_experts=128,
+        moe_router_topk=6,
+        moe_ffn_hidden_size=1856,
+        moe_latent_size=latent_size,
+        hidden_size=2688,
+        tensor_model_parallel_size=num_ranks,
+    )
+    assert expert_width(config) == expected
+    config.num_moe_experts = None
+    assert expert_width(config) == 0
