@@ -22,6 +22,12 @@ def is_computed_in_fp32(*tensors: Tensor) -> bool:
 
 
 @cache
+def is_hopper(device: torch.device) -> bool:
+    """Return whether a CUDA device has Hopper's instructions: compute capability 9."""
+    return torch.cuda.get_device_capability(device)[0] == 9
+
+
+@cache
 def num_multiprocessors(device: torch.device) -> int:
     """Return how many multiprocessors a CUDA device has."""
     return torch.cuda.get_device_properties(device).multi_processor_count

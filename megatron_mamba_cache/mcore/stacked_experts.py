@@ -30,11 +30,10 @@ class StackedExperts(MegatronModule):
 
     def __init__(self, config: Any, pg_collection: Any) -> None:
         super().__init__(config=config)
-        num_ranks, self._rank = pg_collection.ep.size(), pg_collection.ep.rank()
         self._tensor_rank, self._num_tensor_ranks = pg_collection.tp.rank(), pg_collection.tp.size()
         self._copy = pg_collection.expt_dp.rank()
-        self.num_experts = config.num_moe_experts // num_ranks
-        self.first_expert = self._rank * self.num_experts
+        self.num_experts = config.num_moe_experts // pg_collection.ep.size()
+        self.first_expert = pg_collection.ep.rank() * self.num_experts
         self._num_halves = 2 if config.gated_linear_unit else 1
         inner = config.moe_ffn_hidden_size // self._num_tensor_ranks
         width = config.moe_latent_size or config.hidden_size

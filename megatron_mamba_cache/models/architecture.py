@@ -92,7 +92,7 @@ class ExpertsSizes:
         Raises:
             ValueError: If the numbers do not fit each other.
         """
-        rule = RoutingRule(
+        return RoutingRule(
             top_k=self.top_k,
             score=self.score,
             num_groups=self.num_groups,
@@ -101,8 +101,6 @@ class ExpertsSizes:
             normalizes=self.normalizes,
             scale=self.scaling,
         )
-        rule.check(self.num_experts)
-        return rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,4 +157,4 @@ def _check_experts(architecture: HybridArchitecture) -> None:
         raise ValueError(
             f"{experts.num_experts} experts cannot be chosen from {experts.top_groups} of {experts.num_groups} groups"
         )
-    _ = experts.rule
+    experts.rule.check(experts.num_experts)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..kernel_launches import INTERPRETED
+from ..kernel_launches import INTERPRETED, is_hopper
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,6 @@ def choose_form(num_pairs: int, weight: Tensor, *, is_gated: bool) -> ProductFor
 
 def can_load_boxes(weight: Tensor) -> bool:
     """Return whether the device's tensor memory accelerator can load these weights."""
-    if INTERPRETED or not weight.is_cuda or torch.cuda.get_device_capability(weight.device)[0] != 9:
+    if INTERPRETED or not weight.is_cuda or not is_hopper(weight.device):
         return False
     return weight.shape[2] * weight.element_size() % 16 == 0 and weight.data_ptr() % 16 == 0

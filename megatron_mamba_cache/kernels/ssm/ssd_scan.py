@@ -10,7 +10,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from ..kernel_launches import launches_kernel
+from ..kernel_launches import is_hopper, launches_kernel
 from ..prefill_rows import PrefillRows
 from ..row_checks import check_prefill_rows
 from .hopper_tiling import HopperTiling, choose_tiling, has_tested_gluon
@@ -110,7 +110,7 @@ def _fits_hopper(tokens: SSMTokens, ssm_pool: Tensor, shape: TileShape) -> bool:
 
 @cache
 def _runs_gluon(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device)[0] == 9 and has_tested_gluon()
+    return is_hopper(device) and has_tested_gluon()
 
 
 def _dims(tokens: SSMTokens) -> tuple[int, int]:
