@@ -1,8 +1,9 @@
-"""How many tokens per second do decoding rows get from 1, 2 or more cards that share a model by tensor parallelism?
+"""How many tokens per second do decoding rows get from 1, 2 or more cards that share a model?
 
     PYTHONPATH=. python3 benchmarks/parallel_decode.py [--shape 8b|nano3|small|tiny] [--ranks 1 2 4]
-        [--prompt-blocks 1 16] [--json FILE]
+        [--share tensors experts] [--prompt-blocks 1 16] [--json FILE]
 
+Cards share all tensors, and decode all rows together; or they share the experts, and each decodes its part of the rows.
 Starts a process for each card of the largest number of ranks, or runs in those that torchrun has started. Each number
 of ranks is measured in turn in the same run: rows of equal length decode together, without drafts; a step's time is the
 median after some warm-up steps, by the first rank's clock. Prompts are some KV blocks and an eighth long, so that no
@@ -34,6 +35,7 @@ from turn_latency import some_tokens
 from megatron_mamba_cache.command_line.quiet import own_warnings_hidden, quiet_libraries
 from megatron_mamba_cache.mcore.process_groups import initialize_several_processes
 
+SHARED = ("tensors", "experts")
 LIMITS = {"8b": {"state_gb": 8.0, "kv_gb": 8.0}, "nano3": {"state_gb": 8.0, "kv_gb": 4.0}, "small": {"state_gb": 0.5}}
 
 
@@ -42,6 +44,7 @@ class DecodeSpeed:
     """Decode steps on some ranks; `graph_share` of them replayed CUDA graphs."""
 
     num_ranks: int
+    shared: str
     num_rows: int
     num_prompt: int
     step_ms: float
@@ -49,26 +52,32 @@ class DecodeSpeed:
     graph_share: float
 
 
-def measure(num_ranks: int, shape: ServedShape, num_rows: int, prompt_lens: Sequence[int]) -> list[DecodeSpeed]:
+def measure(
+    num_ranks: int, shared: str, shape: ServedShape, num_rows: int, prompt_lens: Sequence[int]
+) -> list[DecodeSpeed]:
     """Return what the first ranks measure for each prompt length; all processes call it, the others get nothing."""
-    initialize_several_processes(num_ranks, 1, 1)
+    sizes = (num_ranks, 1, 1) if shared == "tensors" else (1, 1, num_ranks)
+    initialize_several_processes(*sizes)
     try:
         speeds = []
         if dist.get_rank() < num_ranks:
-            shape = replace(shape, max_requests=num_rows, max_tokens=max(shape.max_tokens, num_rows))
+            own_rows = num_rows if shared == "tensors" else num_rows // num_ranks
+            shape = replace(shape, max_requests=own_rows, max_tokens=max(shape.max_tokens, own_rows))
             model = model_of(shape)
             for num_prompt in prompt_lens:
                 with serving_engine(model, shape, MODES["full"]) as engine:
-                    speeds.append(decode_speed(engine, num_ranks, shape, num_rows, num_prompt))
+                    step_ms, graph_share = decode_step(engine, shape, own_rows, num_prompt)
+                pace = num_rows / step_ms * 1e3
+                speeds.append(DecodeSpeed(num_ranks, shared, num_rows, num_prompt, step_ms, pace, graph_share))
         dist.barrier()
         return speeds
     finally:
         parallel_state.destroy_model_parallel()
 
 
-def decode_speed(engine: Any, num_ranks: int, shape: ServedShape, num_rows: int, num_prompt: int) -> DecodeSpeed:
-    """Time decode steps of an engine on the ranks of the current parallel state."""
-    drawn = random.Random(num_rows)
+def decode_step(engine: Any, shape: ServedShape, num_rows: int, num_prompt: int) -> tuple[float, float]:
+    """Return the milliseconds of a decode step of an engine's rows, and the share of such steps that are graphs."""
+    drawn = random.Random(1000 * num_rows + parallel_state.get_data_parallel_rank())
     num_prefills = num_rows // max(1, (shape.max_tokens - num_rows) // num_prompt) + 1
     for index in range(num_rows):
         num_tokens = num_prefills + NUM_WARMING + NUM_STEPS + 2
@@ -83,18 +92,20 @@ def decode_speed(engine: Any, num_ranks: int, shape: ServedShape, num_rows: int,
     graph_share = (counters.graph_steps - graphs_before) / (NUM_WARMING + NUM_STEPS)
     while engine.has_unfinished_requests():
         engine.step_modern()
-    step_s = median(times)
-    return DecodeSpeed(num_ranks, num_rows, num_prompt, 1e3 * step_s, num_rows / step_s, graph_share)
+    return 1e3 * median(times), graph_share
 
 
 def table(speeds: Sequence[DecodeSpeed]) -> str:
     """Return the figures as Markdown."""
-    lines = ["| ranks | rows | prompt | a step, ms | tokens/s | of the fewest ranks | graphs, % |", "|" + "---:|" * 7]
+    heads = "ranks | they share | rows | prompt | a step, ms | tokens/s | of the fewest ranks | graphs, %"
+    lines = [f"| {heads} |", "|" + "---:|" * 8]
     for speed in speeds:
         fewest = next(other for other in speeds if other.num_prompt == speed.num_prompt)
         share = speed.tokens_per_s / fewest.tokens_per_s
         pace = f"{speed.step_ms:.3f} | {speed.tokens_per_s:,.1f} | {share:.3f}"
-        of = f"{speed.num_ranks} | {speed.num_rows} | {speed.num_prompt}"
+        of = (
+            f"{speed.num_ranks} | {speed.shared if speed.num_ranks > 1 else ''} | {speed.num_rows} | {speed.num_prompt}"
+        )
         lines.append(f"| {of} | {pace} | {100 * speed.graph_share:.0f} |")
     return "\n".join(lines)
 
@@ -123,6 +134,7 @@ def main() -> int:
     parser.add_argument(
         "--ranks", nargs="+", type=int, metavar="N", help="default: 1, 2 and 4 as far as there are cards"
     )
+    parser.add_argument("--share", nargs="+", choices=SHARED, default=["tensors"], help="default: tensors")
     parser.add_argument("--rows", type=int, default=64, metavar="N", help="that decode; default: %(default)s")
     parser.add_argument(
         "--prompt-blocks", nargs="+", type=int, default=[1], metavar="N", help="KV blocks of a prompt; default: 1"
@@ -138,7 +150,10 @@ def main() -> int:
     shape = shape_of(parser, arguments, LIMITS)
     with quiet_libraries(), own_warnings_hidden():
         prompt_lens = [count * shape.block_size + shape.block_size // 8 for count in arguments.prompt_blocks]
-        speeds = [speed for size in sizes for speed in measure(size, shape, arguments.rows, prompt_lens)]
+        ways = [
+            (size, shared) for size in sizes for shared in arguments.share if size > 1 or shared == arguments.share[0]
+        ]
+        speeds = [speed for way in ways for speed in measure(*way, shape, arguments.rows, prompt_lens)]
     if dist.get_rank() == 0:
         print(table(speeds))
         if arguments.json:

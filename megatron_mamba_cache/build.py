@@ -6,7 +6,7 @@ from .config import CacheConfig
 from .mcore.context import MambaCacheContext
 from .mcore.controller import MambaCacheController
 from .mcore.engine import MambaCacheEngine
-from .mcore.model_ranks import ranks_of_process
+from .mcore.model_ranks import expert_peers_of_process, ranks_of_process
 from .mcore.served_model import check_served, wrap_model
 from .ranks.group import on_all_ranks
 from .replicas.engine import ReplicaEngine
@@ -76,8 +76,7 @@ def build_engine(
     config = config or CacheConfig()
     ranks = ranks_of_process()
     shape = check_served(model, ranks)
-    if isinstance(drafter, ReadsHiddenStates):
-        _check_hidden_states(drafter, model.config.hidden_size, materialize_only_last_token_logits, ranks.num_stages)
+    _check_hidden_states(drafter, model.config.hidden_size, materialize_only_last_token_logits, ranks.num_stages)
     context = MambaCacheContext(
         config,
         shape,
@@ -85,6 +84,7 @@ def build_engine(
         materialize_only_last_token_logits=materialize_only_last_token_logits,
         scores_prompts=scores_prompts,
         ranks=ranks,
+        peers=expert_peers_of_process(),
     )
     controller = MambaCacheController(wrap_model(model, context), tokenizer or TokenIdTokenizer(shape.vocab_size))
     return ReplicaEngine(controller, context, random_seed)
@@ -102,7 +102,9 @@ def _planner(config: CacheConfig, drafter: Drafter | None, vocab_size: int) -> D
     return NoDrafts()
 
 
-def _check_hidden_states(drafter: ReadsHiddenStates, hidden_size: int, only_last: bool, num_stages: int) -> None:
+def _check_hidden_states(drafter: Drafter | None, hidden_size: int, only_last: bool, num_stages: int) -> None:
+    if not isinstance(drafter, ReadsHiddenStates):
+        return
     name, width = type(drafter).__name__, drafter.hidden_size
     if width != hidden_size:
         raise ValueError(f"{name} reads hidden states of width {width}, the model's have {hidden_size}")

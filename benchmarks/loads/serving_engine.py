@@ -23,6 +23,7 @@ class ServedShape:
         max_length: Most tokens of a request, prompt and reply.
         state_gb, kv_gb: GiB of cached states, beside a live one per request, and of KV blocks.
         num_graphs: Number of row counts whose decode steps are CUDA graphs, on a GPU.
+        prefill_graph_tokens: Most prompt tokens of a graph; None: the engine's default.
     """
 
     fields: dict[str, Any]
@@ -33,6 +34,7 @@ class ServedShape:
     state_gb: float
     kv_gb: float
     num_graphs: int = 9
+    prefill_graph_tokens: int | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -130,6 +132,7 @@ def model_of(shape: ServedShape) -> Any:
 
 def config_of(shape: ServedShape, mode: Mode, num_drafts: int = 0) -> CacheConfig:
     """Return the settings of an engine; without a cache, prefill chunks end with the step's budget."""
+    prefill_graphs = {"cuda_graph_prefill_tokens": shape.prefill_graph_tokens}
     return CacheConfig(
         block_size_tokens=shape.block_size,
         buffer_size_gb=shape.kv_gb,
@@ -142,6 +145,7 @@ def config_of(shape: ServedShape, mode: Mode, num_drafts: int = 0) -> CacheConfi
         max_tokens=shape.max_tokens,
         max_sequence_length=shape.max_length,
         num_cuda_graphs=shape.num_graphs if torch.cuda.is_available() else 0,
+        **(prefill_graphs if shape.prefill_graph_tokens is not None else {}),
     )
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from ..mcore.model_ranks import num_expert_ranks
+from ..mcore.model_ranks import expert_peers_of_process
 from ..mcore.process_groups import initialize_several_processes
 from .launch import Launch, deal_lines
 from .prompts import PromptLine
@@ -77,6 +77,7 @@ class SeveralProcesses:
             arguments.expert_model_parallel_size,
         )
         self._num_replicas = launch.num_replicas(arguments)
+        self._peers = expert_peers_of_process()
 
     def make(self, build: Callable[[], Made]) -> Made:
         """Return what each process builds; if one fails, all do.
@@ -102,11 +103,7 @@ class SeveralProcesses:
 
     def any_continues(self, has_requests: bool) -> bool:
         """Return whether this process has to step, for its own requests or for ranks that share its experts."""
-        if num_expert_ranks() == 1:
-            return has_requests
-        busy = torch.tensor([int(has_requests)], device=torch.cuda.current_device())
-        dist.all_reduce(busy, op=dist.ReduceOp.MAX, group=parallel_state.get_expert_model_parallel_group())
-        return bool(busy)
+        return bool(self._peers.greatest([has_requests])[0])  # not by the device, where an early step may wait for them
 
     def gather(self, result: RunResult) -> RunResult:
         """Return the results of all models, in the order of their lines."""

@@ -23,9 +23,10 @@ from ..metrics import CacheCounters, CacheSnapshot
 from ..policy.admission import Refusal
 from ..policy.prefix_cache import PrefixCache
 from ..policy.requests import Candidate, KeptTokens, RequestSpec, RunningRequest, StepTokens
-from ..ranks.agreement import CacheCapacity, agreed_settings, agreed_version
+from ..ranks.agreement import CacheCapacity, agreed_settings, agreed_version, settings_of_peers
 from ..ranks.digest import digest_of
 from ..ranks.group import OneRank, Ranks
+from ..ranks.peers import ExpertPeers, NoPeers
 from ..speculation.draft_planner import DraftPlanner, NoDrafts
 from ..state.mamba_slot_allocator import StateSlotAllocator
 from ..state.model_shape import HybridModelShape
@@ -33,8 +34,10 @@ from ..state.state_pool import LayerStates
 from ..step.captured_step import EarlyStep, GraphsByShape
 from ..step.log_probs import followed_tokens, selected_log_probs
 from ..step.memory import CacheMemory, step_memory
-from ..step.runner import StepCounts, StepRunner
+from ..step.padding_steps import end_shared_steps
+from ..step.runner import StepRunner
 from ..step.step import Step
+from ..step.step_outcome import StepCounts
 from .kv_block_allocator import KVBlockAllocator
 from .megatron_settings import megatron_settings
 from .request_spec import spec_of, valid_spec_of
@@ -103,9 +106,11 @@ class MambaCacheContext(DynamicInferenceContext):
         materialize_only_last_token_logits: bool = True,
         scores_prompts: bool = False,
         ranks: Ranks | None = None,
+        peers: ExpertPeers | None = None,
     ) -> None:
         self.ranks = ranks or OneRank()
-        config = agreed_settings(config, self.ranks)
+        self.peers = peers or NoPeers()
+        config = settings_of_peers(agreed_settings(config, self.ranks), self.peers)
         shape.check(config)
         self.capacity = CacheCapacity.of(config, shape, self.ranks)
         self.cache_config = config
@@ -148,6 +153,7 @@ class MambaCacheContext(DynamicInferenceContext):
             self.counters,
             vocab_size=self.shape.vocab_size,
             only_last_logits=self.materialize_only_last_token_logits,
+            peers=self.peers,
         )
         self._slot_allocator = StateSlotAllocator(self, memory.state_pool, memory.slots, memory.boundary_rule, runner)
         self.is_tensor_state_allocated = True
@@ -158,12 +164,14 @@ class MambaCacheContext(DynamicInferenceContext):
         """Drop all running requests and, unless its pools are resident, the cache and its memory."""
         if self.cache_config.resident_pools:
             self.reset()
+            end_shared_steps(self.runner)
         else:
             self.release_memory()
 
     def release_memory(self) -> None:
         """Drop all running requests, the cache, its memory, and the graphs over it."""
         if self._runner is not None:
+            end_shared_steps(self._runner)
             self._runner.close()
             self._slot_allocator = self._runner = None
         self.is_tensor_state_allocated = False
@@ -337,10 +345,7 @@ class MambaCacheContext(DynamicInferenceContext):
             for row, continues, token in entries
         ]
         held_back = self.runner.land(StepTokens.of(kept))
-        return {
-            "newly_paused_request_ids": ids_of(held_back.paused),
-            "evict_request_ids": ids_of(held_back.evicted),
-        }
+        return {"newly_paused_request_ids": ids_of(held_back.paused), "evict_request_ids": ids_of(held_back.evicted)}
 
     @override
     def calculate_log_probs(
@@ -398,15 +403,8 @@ class MambaCacheContext(DynamicInferenceContext):
         """Write the step's keys and values, [tokens, 1, kv heads, head dim], into their blocks."""
         key_cache, value_cache, _ = self.key_value_cache(layer_number)
         batch = self.step.batch
-        num_tokens = batch.num_tokens
-        append_kv(
-            key.squeeze(1)[:num_tokens],
-            value.squeeze(1)[:num_tokens],
-            key_cache,
-            value_cache,
-            batch.token_blocks,
-            batch.token_offsets,
-        )
+        keys, values = (new.squeeze(1)[: batch.num_tokens] for new in (key, value))
+        append_kv(keys, values, key_cache, value_cache, batch.token_blocks, batch.token_offsets)
 
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         """Attend the step's query tokens to the KV blocks of a layer; see `paged_attention_ref`."""

@@ -7,10 +7,9 @@ from megatron.core.inference.text_generation_controllers.text_generation_control
 from torch import Tensor
 from typing_extensions import override
 
-from ..step.padding_rows import decode_padding_row
-from ..step.runner import StepOutcome
+from ..step.padding_steps import take_part
+from ..step.step_outcome import StepOutcome
 from .context import MambaCacheContext, ids_of
-from .model_ranks import num_expert_ranks
 from .request_states import DraftCounts
 
 
@@ -45,7 +44,7 @@ class MambaCacheController(TextGenerationController):
         context = self.context
         if context.active_token_count == 0:
             context.digest.note_idle_step()
-            if num_expert_ranks() > 1:
+            if context.peers.num_ranks > 1:
                 self.dummy_forward()  # other ranks may be waiting for this rank's experts
             return None
         outcome = await context.runner.run(self.inference_wrapped_model, lands=not skip_bookkeeping)
@@ -55,12 +54,8 @@ class MambaCacheController(TextGenerationController):
     @override
     @torch.inference_mode()
     def dummy_forward(self) -> None:
-        """Run one dummy token for the ranks that share this rank's experts; the cache does not change."""
-        runner = self.context.runner
-        with runner.rehearsing():
-            runner.show(runner.lay_out([decode_padding_row(1, runner.memory.dummy_block)]))
-            self.inference_wrapped_model.compute_step()
-            torch.cuda.synchronize()  # before the next step's integers overwrite this one's
+        """Compute padding for the ranks that share this rank's experts; the cache does not change."""
+        take_part(self.inference_wrapped_model, self.context.runner)
 
 
 _NO_DRAFTS = DraftCounts()

@@ -152,13 +152,16 @@ class MambaCacheEngine(SuspendableEngine):
             return
         runner = self.context.runner
         runner.note_queue(has_waiting=bool(self.waiting_request_ids))
+        if runner.sharing.is_fixed:  # requests wait a step, which ranks that share experts have agreed on
+            runner.note_scheduled(is_settled=not self.waiting_request_ids and self._is_at_rest())
+            return
         if runner.early_step is not None:
             return
         scheduled = runner.schedule(
             self.scheduler, self._admissible(), self._candidate_of, lambda request_id: self._states[request_id].age
         )
         self.context.chunked_prefill_request_id = scheduled.unfinished_prefill_id
-        runner.note_scheduled(is_settled=not scheduled.admitted and not self._failed_steps)
+        runner.note_scheduled(is_settled=not scheduled.admitted and self._is_at_rest())
         for row in scheduled.admitted:
             state = self._states[row.request_id]
             state.admit(row.computed, row.age)
@@ -240,6 +243,10 @@ class MambaCacheEngine(SuspendableEngine):
     def _check_stop_words_for_request_post_append(self, request: Any) -> bool:
         """Return False: a stop word has ended its request already."""
         return False
+
+    def _is_at_rest(self) -> bool:
+        """Return whether nothing but a new request can change what the next step has to compute."""
+        return not self._failed_steps
 
     def _admissible(self) -> Iterable[int]:
         """Return the waiting requests that may join the step; if one is to run isolated, send all others back."""

@@ -5,7 +5,6 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from megatron.core.transformer.module import MegatronModule
@@ -17,6 +16,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from ..kernels.experts.routing import RoutingRule, route, router_logits
+from ..step.batch import StepBatch
+from ..step.expert_exchange import exchange_among
 from .model_ranks import num_expert_ranks
 from .stacked_experts import StackedExperts
 
@@ -32,8 +33,8 @@ class ExpertLayer(TransformerLayer):
     ) -> tuple[Tensor, None]:
         """Compute hidden_states [tokens, 1, hidden] of a dynamic batch, or of any other form without padding."""
         is_dynamic = inference_context is not None and not inference_context.is_static_batching()
-        is_real = inference_context.step.batch.real_tokens if is_dynamic else None
-        output = self.mlp(self.pre_mlp_layernorm(hidden_states), is_real)
+        batch = inference_context.step.batch if is_dynamic else None
+        output = self.mlp(self.pre_mlp_layernorm(hidden_states), batch)
         add = self.mlp_bda(self.training, self.config.bias_dropout_fusion)
         return add((output, None), hidden_states, self.hidden_dropout), None
 
@@ -83,7 +84,7 @@ class Projection(MegatronModule):
 class MixtureOfExperts(MegatronModule):
     """Router, routed experts, and the shared expert that every token goes to.
 
-    With expert-parallel ranks, which serve different requests, each computes the tokens of all for its own experts.
+    Expert-parallel ranks serve different requests; each computes the tokens of all for its own experts.
 
     Args:
         submodules: Has Megatron's spec of `shared_experts`.
@@ -104,7 +105,8 @@ class MixtureOfExperts(MegatronModule):
         super().__init__(config=config)
         groups = pg_collection or get_default_pg_collection()
         check_experts(config, groups)
-        self._tensor_ranks, self._expert_ranks = groups.tp, groups.ep
+        self._tensor_ranks = groups.tp
+        self._exchange = exchange_among(groups.ep) if groups.ep.size() > 1 else None
         self.router = Router(config, routing or routing_rule(config))
         self.experts = StackedExperts(config, groups)
         self.shared_experts = None
@@ -122,20 +124,20 @@ class MixtureOfExperts(MegatronModule):
             self.fc1_latent_proj = Projection(config, config.hidden_size, config.moe_latent_size)
             self.fc2_latent_proj = Projection(config, config.moe_latent_size, config.hidden_size)
 
-    def forward(self, hidden_states: Tensor, is_real: Tensor | None = None) -> Tensor:
+    def forward(self, hidden_states: Tensor, batch: StepBatch | None = None) -> Tensor:
         """Return the layer's output for hidden_states [..., hidden], without the residual.
 
         Args:
-            is_real: [tokens] int32, 0 for tokens of padding, which no expert computes; None if all are real.
+            batch: The step that the tokens are of, some perhaps padding, which no expert computes; None: all are real
+                and, where ranks share experts, each rank has as many.
         """
         x = hidden_states.flatten(0, -2)
         shared = self._shared(hidden_states)
-        ids, weights = self.router(x, is_real)
-        if self.fc1_latent_proj is not None and self.fc2_latent_proj is not None:
-            routed = self.fc2_latent_proj(self._routed(self.fc1_latent_proj(x), ids, weights, None))
+        if self.fc2_latent_proj is not None:
+            routed = self.fc2_latent_proj(self._routed(x, batch, None))
             out = routed if shared is None else routed + shared()
         else:
-            out = self._routed(x, ids, weights, shared)
+            out = self._routed(x, batch, shared)
         if self._tensor_ranks.size() > 1:
             out = reduce_from_tensor_model_parallel_region(out, group=self._tensor_ranks)
         return out.view(hidden_states.shape)
@@ -162,33 +164,22 @@ class MixtureOfExperts(MegatronModule):
 
         return joined
 
-    def _routed(self, x: Tensor, ids: Tensor, weights: Tensor, addend: Callable[[], Tensor] | None) -> Tensor:
-        if self._expert_ranks.size() == 1:
-            return self.experts(x, ids, weights, addend)
-        routed = self._routed_on_all_ranks(x, ids, weights)
-        return routed if addend is None else routed + addend()
+    def _routed(self, x: Tensor, batch: StepBatch | None, addend: Callable[[], Tensor] | None) -> Tensor:
+        """Return the sum of each token's experts [tokens, latent size or hidden], plus the addend.
 
-    def _routed_on_all_ranks(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """Exchange tokens and outputs with the ranks that have the other experts.
-
-        Ranks have different numbers of tokens, some none. Reading the largest number waits for the device.
+        With other ranks' experts: each rank gathers the tokens of all, routes them, and sends back what its experts
+        add to them. All ranks exchange equally many tokens, so nothing waits for the host.
         """
-        num_tokens = torch.tensor([len(x)], device=x.device)
-        dist.all_reduce(num_tokens, op=dist.ReduceOp.MAX, group=self._expert_ranks)
-        num_padding = int(num_tokens) - len(x)
-        gathered = [
-            self._gathered(F.pad(part, (0, 0, 0, num_padding), value=value))
-            for part, value in ((x, 0), (ids, -1), (weights, 0))
-        ]
-        partial = self.experts(*gathered, None)
-        dist.all_reduce(partial, group=self._expert_ranks)
-        return partial.chunk(self._expert_ranks.size())[self._expert_ranks.rank()][: len(x)]
+        is_real = None if batch is None else batch.real_tokens
+        if self._exchange is None:
+            return self._of_experts_here(x, is_real, addend)
+        everyone = self._exchange.gather(x, len(x) if batch is None else batch.num_exchanged)
+        partial = self._of_experts_here(everyone, self._exchange.real_tokens(batch), None)
+        return self._exchange.combine(partial, len(x), None if addend is None else addend())
 
-    def _gathered(self, part: Tensor) -> Tensor:
-        """Return the parts of all ranks, one after another."""
-        whole = part.new_empty(self._expert_ranks.size() * len(part), *part.shape[1:])
-        dist.all_gather_into_tensor(whole, part.contiguous(), group=self._expert_ranks)
-        return whole
+    def _of_experts_here(self, x: Tensor, is_real: Tensor | None, addend: Callable[[], Tensor] | None) -> Tensor:
+        ids, weights = self.router(x, is_real)
+        return self.experts(x if self.fc1_latent_proj is None else self.fc1_latent_proj(x), ids, weights, addend)
 
 
 @cache
@@ -241,9 +232,8 @@ def routing_rule(config: Any) -> RoutingRule:
 
 
 def waits_for_experts(model: Any) -> bool:
-    """Return whether the host waits in a layer of experts: in Megatron's own, and where ranks exchange tokens."""
-    layers = [module for module in model.modules() if isinstance(module, (MoELayer, MixtureOfExperts))]
-    return any(isinstance(layer, MoELayer) or num_expert_ranks() > 1 for layer in layers)
+    """Return whether the host waits in a layer of experts, as it does in Megatron's own."""
+    return any(isinstance(module, MoELayer) for module in model.modules())
 
 
 def check_expert_layers(model: Any) -> None:

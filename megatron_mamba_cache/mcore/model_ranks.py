@@ -9,6 +9,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from ..ranks.group import OneRank, Ranks
+from ..ranks.peers import ExpertPeers, NoPeers
 
 
 class ModelRanks:
@@ -72,6 +73,31 @@ def ranks_of_process() -> Ranks:
         )
     num_ranks = dist.get_world_size(parallel_state.get_model_parallel_group())
     return OneRank() if num_ranks == 1 else ModelRanks()
+
+
+class ExpertRanks:
+    """The `ExpertPeers` of a rank that shares experts, over sockets of the hosts."""
+
+    def __init__(self) -> None:
+        group = parallel_state.get_expert_model_parallel_group()
+        self.num_ranks = dist.get_world_size(group)
+        members = dist.get_process_group_ranks(group)
+        on_host = dist.get_backend(group) == "gloo"
+        self._group = group if on_host else dist.new_group(members, backend="gloo", use_local_synchronization=True)
+
+    def greatest(self, values: Sequence[int]) -> list[int]:
+        """Return the greatest of each value over all ranks; 64 bits each. Waits for the ranks, not for the device."""
+        tensor = torch.tensor(list(values), dtype=torch.int64, device="cpu")
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
+        greatest: list[int] = tensor.tolist()
+        return greatest
+
+
+def expert_peers_of_process() -> ExpertPeers:
+    """Return the ranks that share experts with this one; all of them call it."""
+    if not parallel_state.model_parallel_is_initialized() or num_expert_ranks() == 1:
+        return NoPeers()
+    return ExpertRanks()
 
 
 def num_expert_ranks() -> int:

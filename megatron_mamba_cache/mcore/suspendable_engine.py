@@ -31,6 +31,7 @@ class SuspendableEngine(DynamicInferenceEngine):
     failed_request_ids: list[int]
     _states: RequestStates
     _runs_in: EngineLoop
+    _has_captured = False
 
     def warmup(self) -> Compilations:
         """Compile the kernels that steps launch, so that no request waits for it; return what was compiled.
@@ -45,7 +46,12 @@ class SuspendableEngine(DynamicInferenceEngine):
         context = self.context
         if not context.is_tensor_state_allocated:  # Megatron calls this again when it is
             return
-        runner = context.runner
+        waits = self._has_captured and context.peers.num_ranks > 1  # the others may hear of a resume later
+        self._has_captured = True
+        context.runner.capture_by(self._capture, now=not waits)
+
+    def _capture(self) -> None:
+        context, runner = self.context, self.context.runner
         runner.drop_graphs()  # first: their memory serves the new ones
         model = self.controller.inference_wrapped_model
         runner.adopt_graphs(capture_graphs(model, runner, context.cache_config, context.shape))

@@ -273,15 +273,28 @@ class ReplicaEngine(MambaCacheEngine):
         """Return whether the expert-parallel group steps; failed requests are reported before the loop rests."""
         if not local_work and (self.failed_request_ids or self._unreported):
             await self.async_bookkeep(None, {"kv_stats": None}, 0.0, self.step_count)
-        return await all_step(self._standing(local_work), self._highest_standing)
+        found: bool = await all_step(self._standing(local_work), self._highest_standing)
+        if found and not local_work:
+            self.context.runner.note_queue(has_waiting=False)
+            self.context.runner.note_scheduled(is_settled=self._is_at_rest())
+        return found
 
     def _standing(self, local_work: int) -> Standing:
+        context = self.context
+        if not self.is_suspended and context.is_tensor_state_allocated and context.runner.sharing.is_owed:
+            return Standing.WORKING  # whatever it was told: other ranks may have launched the step
         if self.stopped.is_set():
             return Standing.STOPPED
         if self.is_suspended:
             return Standing.SUSPENDED
-        told = self.received_stop or self.paused.is_set() or self.received_pause or self.suspend_signal
-        return Standing.WORKING if local_work and not told else Standing.RESTING
+        return Standing.WORKING if local_work and not self._is_told_to_rest() else Standing.RESTING
+
+    def _is_told_to_rest(self) -> bool:
+        return bool(self.received_stop or self.paused.is_set() or self.received_pause or self.suspend_signal)
+
+    @override
+    def _is_at_rest(self) -> bool:
+        return super()._is_at_rest() and not self._is_told_to_rest()
 
     async def _highest_standing(self, mine: Standing) -> int:
         if self.ep_world_size == 1:

@@ -1,7 +1,7 @@
 """Lay the rows of a step out for the model: one token array, decode rows first, then prefill rows."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
@@ -32,6 +32,7 @@ class StepBatch:
     request_ids: tuple[int, ...]  # [rows]
     places: Sequence[int]  # [rows] where each row's results are; other places are padding
     num_tokens: int
+    num_exchanged: int  # tokens that ranks which share experts exchange, the same number on each: at least num_tokens
     num_decode_rows: int
     num_decode_tokens: int
     token_ids: Tensor  # [tokens] int64
@@ -63,6 +64,7 @@ def lay_out_step(
     *,
     draws_ratios: bool = False,
     purpose: DrawPurpose = DrawPurpose.SAMPLE,
+    num_exchanged: int = 0,
 ) -> StepBatch:
     """Write a step's rows into the buffers, send them, and return the views.
 
@@ -70,10 +72,12 @@ def lay_out_step(
         rows: Decoding rows first, then prefilling ones; each with `scheduled` tokens.
         draws_ratios: True when drafts come with distributions, so that accepting them takes random numbers.
         purpose: What the tokens are drawn for.
+        num_exchanged: The most tokens of any rank that shares the experts, if it is more than the rows have.
     """
     num_chunks = _write(rows, buffers, geometry, purpose, draws_ratios=draws_ratios)
     buffers.send(len(rows))
-    return view_step(rows, buffers, num_chunks)
+    batch = view_step(rows, buffers, num_chunks)
+    return replace(batch, num_exchanged=num_exchanged) if num_exchanged > batch.num_tokens else batch
 
 
 def send_padded_step(
@@ -177,6 +181,7 @@ def view_step(rows: Sequence[RunningRequest], buffers: StepBuffers, num_chunks: 
         request_ids=tuple(row.request_id for row in rows),
         places=range(len(rows)),
         num_tokens=num_tokens,
+        num_exchanged=num_tokens,
         num_decode_rows=num_decode,
         num_decode_tokens=sum(row.scheduled for row in rows[:num_decode]),
         token_ids=token_ids,

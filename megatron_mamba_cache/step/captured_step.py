@@ -1,6 +1,6 @@
 """Steps that a CUDA graph computes, as contexts and runners see them."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -79,5 +79,9 @@ class GraphsByShape(Protocol):
     def weights(self) -> CapturedWeights:
         """The addresses at which the graphs read the weights."""
 
-    def fitting(self, rows: Sequence[RunningRequest]) -> CapturedStep | None:
-        """Return the smallest captured step that holds the rows of a step, None if there is none."""
+    @property
+    def shapes(self) -> Collection[StepShape]:
+        """The shapes of the captured steps."""
+
+    def fitting(self, rows: Sequence[RunningRequest], shape: StepShape | None = None) -> CapturedStep | None:
+        """Return the captured step of a shape, by default the smallest that holds a step's rows; None if none does."""

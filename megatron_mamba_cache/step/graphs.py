@@ -16,7 +16,7 @@ same shapes in the same order, and compute each once before, which opens their c
 import gc
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -37,7 +37,7 @@ from .one_token_steps import OneTokenStep, send_next
 from .recorder import CudaRecorder, Recorder
 from .run_ahead import LaunchedStep
 from .runner import StepRunner
-from .shapes import StepShape, decode_shapes, prefill_shapes, smallest_shape
+from .shapes import StepShape, decode_shapes, prefill_shapes, smallest_holding
 from .step import Step
 from .verify import copy_reached_boundaries, outcome_on_all_ranks, verify_step
 from .weight_places import WeightPlaces
@@ -226,18 +226,23 @@ class StepGraphs:
         self.capture = capture
         self.weights = weights
 
-    def fitting(self, rows: Sequence[RunningRequest]) -> StepGraph | None:
-        """Return the smallest graph that holds the rows of a step, None if there is none."""
+    @property
+    def shapes(self) -> Collection[StepShape]:
+        """The shapes of the graphs."""
+        return self._graphs.keys()
+
+    def fitting(self, rows: Sequence[RunningRequest], shape: StepShape | None = None) -> StepGraph | None:
+        """Return the graph of a shape, by default the smallest that holds the rows of a step; None if there is none."""
         if any(row.spec.log_probs.wanted for row in rows[num_decoding(rows) :]):
             return None  # the logits of a prompt's tokens are elsewhere in a padded step
-        shape = smallest_shape(rows, self._graphs)
-        return None if shape is None else self._graphs[shape]
+        found = shape or smallest_holding(StepShape.of(rows), self._graphs)
+        return None if found is None else self._graphs.get(found)
 
 
 def reason_without_graphs(shape: HybridModelShape, memory: CacheMemory) -> str | None:
     """Return why the steps of a model cannot be captured, None if they can."""
     if shape.waits_for_experts:
-        return "the host waits for what experts the tokens choose, in Megatron's layer or with expert-parallel ranks"
+        return "the host waits for what experts the tokens choose, in Megatron's layer"
     return device_reason(memory)
 
 
@@ -254,6 +259,8 @@ def capture_graphs(
     count = config.num_cuda_graphs
     reasons = runner.ranks.gather(reason_without_graphs(shape, runner.memory) if count else None)
     reason = next((found for found in reasons if found is not None), None)  # a graph waits for the other ranks' graphs
+    if count and runner.peers.greatest([reason is not None])[0]:
+        reason = reason or "a rank that shares experts with this one cannot capture"
     if reason is not None:
         _LOG.warning("num_cuda_graphs is %d, but steps run without CUDA graphs: %s", count, reason)
     if not count or reason is not None:

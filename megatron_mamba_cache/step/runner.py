@@ -8,8 +8,7 @@ plan → forward → publish prompts → sample → launch the next step, if it 
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -27,6 +26,7 @@ from ..policy.running_requests import RunningRequests
 from ..policy.scheduler import ScheduledStep, StepScheduler
 from ..ranks.digest import Digest
 from ..ranks.group import Ranks
+from ..ranks.peers import ExpertPeers, NoPeers
 from ..speculation.decode_schedule import schedule_decode, schedule_one_token
 from ..speculation.draft_planner import DraftPlanner, NoDrafts
 from ..speculation.row_progress import advance_one_token_rows, advance_rows, note_hidden_states
@@ -38,40 +38,11 @@ from .memory import CacheMemory
 from .model import StepModel
 from .prompt_log_probs import score_prompts
 from .run_ahead import EarlySteps, QueueState, may_run_ahead
+from .shapes import StepShape
+from .shared_steps import OwnSteps, SharedSteps, StepSharing
 from .step import Step, any_drawn
+from .step_outcome import StepCounts, StepOutcome
 from .verify import copy_reached_boundaries, logits_on_all_ranks, outcome_on_all_ranks, verify_step
-
-
-class StepCounts(NamedTuple):
-    """Counts of the step that is scheduled or laid out; see `RowCounts`.
-
-    Args:
-        tokens: Tokens to compute; with drafts, once the step is laid out.
-        padded_tokens, padded_rows: What the device computes of the step that was laid out last, padding included.
-    """
-
-    rows: int = 0
-    paused: int = 0
-    prefilling: int = 0
-    tokens: int = 0
-    padded_tokens: int = 0
-    padded_rows: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class StepOutcome:
-    """What a step did.
-
-    Args:
-        num_drafts: [rows] drafts that were verified; empty where no drafts are planned.
-        held_back: Rows that were paused or evicted when it landed.
-    """
-
-    step: Step
-    kept: StepTokens
-    num_drafts: Sequence[int]
-    log_probs: StepLogProbs
-    held_back: GrowthOutcome
 
 
 class StepRunner:
@@ -82,6 +53,7 @@ class StepRunner:
         counters: Outlive the runner.
         vocab_size: Of the model, padding included.
         only_last_logits: True when a forward returns logits only for the tokens of `StepBatch.logits`.
+        peers: The ranks that this one shares experts with; None: it has all experts.
     """
 
     def __init__(
@@ -95,9 +67,11 @@ class StepRunner:
         *,
         vocab_size: int,
         only_last_logits: bool = True,
+        peers: ExpertPeers | None = None,
     ) -> None:
         self.memory = memory
         self.ranks = ranks
+        self.peers = peers or NoPeers()
         self.planner = planner
         self.counters = counters
         self.vocab_size = vocab_size
@@ -112,7 +86,11 @@ class StepRunner:
         # Nothing is launched early that depends on more than these rows, or whose every step is compared.
         by_itself = not config.rank_digest_steps and ranks.num_stages == 1 and not planner.reads_hidden_states
         self._runs_ahead = config.run_ahead and by_itself
-        self._early_steps = EarlySteps()
+        self.early_steps = EarlySteps()
+        self._capture: Callable[[], None] = lambda: None
+        self.sharing: StepSharing = OwnSteps()
+        if self.peers.num_ranks > 1:
+            self.sharing = SharedSteps(self.peers, self.requests, planner, self._shapes, lambda: self._capture())
 
     # The life of a step.
 
@@ -140,6 +118,7 @@ class StepRunner:
 
     def plan(self) -> Step:
         """Schedule the decode rows and their drafts, and lay the step out."""
+        shape = self.sharing.next_shape()
         early = self.early_step
         if early is not None and early.is_of(self.requests.rows):
             self._at_work, distributions = list(self.requests), []
@@ -147,13 +126,13 @@ class StepRunner:
         else:
             decoding = self.requests.decoding
             self._at_work = [*decoding, *(row for row in self.requests.prefilling if row.scheduled)]
-            budget = self.requests.budget
+            budget = 0 if shape is not None and shape.width == 1 else self.requests.budget
             distributions = schedule_decode(decoding, self.cache, self.planner, budget, self.ranks.all_hold)
-        graph = self._early_steps.take()
+        graph = self.early_steps.take()
         if graph is None and self._graphs is not None:
-            graph = self._graphs.fitting(self._at_work)
+            graph = self._graphs.fitting(self._at_work, shape)
         if graph is None:
-            step = self.lay_out(self._at_work, distributions)
+            step = self.lay_out(self._at_work, distributions, shape=shape)
         else:
             step = self._lay_out_graph(graph, self._at_work, distributions)
         self.begin(step)
@@ -176,7 +155,7 @@ class StepRunner:
         step, is_before_early_step = self.step, self.early_step is not None
         ended = [step.rows[index] for index in kept.ended]
         if is_before_early_step:  # which runs with these tokens: no row reaches a boundary or needs a block
-            self._early_steps.check_inputs([new[-1] for new in kept.tokens])
+            self.early_steps.check_inputs([new[-1] for new in kept.tokens])
             advance_one_token_rows(step.rows, kept.tokens, self.counters, self.planner)
             self._step, self._at_work = None, []
             self._drop(ended)
@@ -201,7 +180,10 @@ class StepRunner:
         """
         try:
             self.drop([row for row in self.requests if row in self._at_work or row.scheduled])
-            torch.cuda.synchronize()  # no read-back orders writes to the next step's buffer after this step's copy
+            if (
+                not self.sharing.is_shared
+            ):  # else another rank may have to launch first, and this step's copy is awaited
+                torch.cuda.synchronize()  # no read-back orders writes to the next step's buffer after this step's copy
         finally:
             self._step, self._at_work = None, []
             self.counters.steps_aborted += 1
@@ -219,7 +201,7 @@ class StepRunner:
         Raises:
             RuntimeError: If the next step runs already.
         """
-        self._early_steps.refuse_rows()
+        self.early_steps.refuse_rows()
         outcome = self.requests.admit(candidate, budget, age)
         self._count()
         return outcome
@@ -236,7 +218,7 @@ class StepRunner:
         Raises:
             RuntimeError: If the next step runs already.
         """
-        self._early_steps.refuse_rows()
+        self.early_steps.refuse_rows()
         scheduled = scheduler.fill_step(self.requests, waiting, candidate_of, age_of)
         self._count()
         return scheduled
@@ -283,6 +265,7 @@ class StepRunner:
         draft_distributions: Sequence[Tensor | None] = (),
         *,
         purpose: DrawPurpose = DrawPurpose.SAMPLE,
+        shape: StepShape | None = None,
     ) -> Step:
         """Pack every integer of scheduled rows, and send them in one copy; return the step that runs eagerly.
 
@@ -291,9 +274,17 @@ class StepRunner:
         Args:
             draft_distributions: See `Step`.
             purpose: What tokens are drawn for.
+            shape: That in which ranks share the step; None if they do not.
         """
         memory, draws_ratios = self.memory, any_drawn(draft_distributions)
-        batch = lay_out_step(rows, memory.step_buffers, memory.geometry, draws_ratios=draws_ratios, purpose=purpose)
+        batch = lay_out_step(
+            rows,
+            memory.step_buffers,
+            memory.geometry,
+            draws_ratios=draws_ratios,
+            purpose=purpose,
+            num_exchanged=0 if shape is None else shape.num_tokens,
+        )
         return Step(batch, memory.attention.plan(batch.attention), draft_distributions=draft_distributions)
 
     def begin(self, step: Step) -> Step:
@@ -318,7 +309,7 @@ class StepRunner:
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
         """Let the block show and compute padding; what was shown before is shown again afterwards."""
-        self._early_steps.wait()
+        self.early_steps.wait()
         step, counts = self._step, self.counts
         try:
             yield
@@ -339,7 +330,12 @@ class StepRunner:
     @property
     def early_step(self) -> EarlyStep | None:
         """The early step, launched and not landed; None if there is none."""
-        return self._early_steps.launched
+        return self.early_steps.launched
+
+    @property
+    def queue(self) -> QueueState:
+        """The queue as the scheduler last saw it."""
+        return self._queue
 
     def note_queue(self, *, has_waiting: bool) -> None:
         """Note whether requests wait for a row to end."""
@@ -364,8 +360,21 @@ class StepRunner:
 
     def drop_graphs(self) -> None:
         """Free all graphs; the results of an early step that one of them computes are copied first."""
-        self._early_steps.leave_graph()
+        self.early_steps.leave_graph()
         self._graphs = None
+
+    def capture_by(self, capture: Callable[[], None], *, now: bool) -> None:
+        """Capture graphs.
+
+        Args:
+            capture: Does so; ranks that share experts capture together, and call it whenever one of them wants to.
+            now: False waits for the next step whose shape they agree on; no graph is replayed before.
+        """
+        self._capture = capture
+        if now or not isinstance(self.sharing, SharedSteps):
+            capture()
+        else:
+            self.sharing.wants_capture, self._graphs = True, None  # an early step keeps its own
 
     def adopt_graphs(self, graphs: GraphsByShape | None) -> None:
         """Compute steps with these graphs, captured over this memory; None for no graphs."""
@@ -424,9 +433,10 @@ class StepRunner:
         if self.early_step is not None:
             return
         num_running = len(self.requests)
-        if may_run_ahead(step, num_running, self._queue, self.planner, tokens, is_wanted=self._runs_ahead):
+        wants = may_run_ahead(step, num_running, self._queue, self.planner, tokens, is_wanted=self._runs_ahead)
+        if self.sharing.may_launch(step, self._queue, wants=wants, knows_tokens=tokens is not None):
             assert step.graph is not None
-            self._early_steps.launch(step.graph, step.rows)
+            self.early_steps.launch(step.graph, step.rows)
 
     def _keep(self, step: Step, found: Sequence[Sequence[int]]) -> StepTokens:
         """Return what each row keeps of its outcome; launch the next step if it may run ahead.
@@ -439,7 +449,7 @@ class StepRunner:
             self._launch_next(step, tokens)
             early = self.early_step
             if early is not None:
-                self._early_steps.note_fed(tokens)
+                self.early_steps.note_fed(tokens)
                 if not early.any_ends(tokens):
                     return StepTokens(list(zip(tokens, strict=True)))
         lines = (found[place] for place in step.batch.places)
@@ -472,7 +482,11 @@ class StepRunner:
 
     def _drop_early_step(self) -> None:
         self.note_change()
-        self._early_steps.drop()
+        if not self.sharing.is_owed:  # else it stays, without rows, as this rank's part of a shared step
+            self.early_steps.drop()
+
+    def _shapes(self) -> Collection[StepShape]:
+        return () if self._graphs is None else self._graphs.shapes
 
     def _forget(self, rows: Iterable[RunningRequest]) -> None:
         for row in rows:

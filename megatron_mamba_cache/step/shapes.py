@@ -85,9 +85,8 @@ class StepShape:
         return (*range(num_decode), *range(self.num_decode_rows, self.num_decode_rows + num_prefilling))
 
 
-def smallest_shape(rows: Sequence[RunningRequest], shapes: Iterable[StepShape]) -> StepShape | None:
-    """Return the narrowest shape that holds a step's rows, the smallest if several do; None if none does."""
-    step = StepShape.of(rows)
+def smallest_holding(step: StepShape, shapes: Iterable[StepShape]) -> StepShape | None:
+    """Return the narrowest shape that holds a step's, the smallest if several do; None if none does."""
     fitting = [shape for shape in shapes if shape.holds(step)]
     return min(fitting, key=lambda shape: (shape.width, shape.num_tokens), default=None)
 

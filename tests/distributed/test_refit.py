@@ -7,10 +7,11 @@ from tests.distributed.rank_models import Layout
 from tests.distributed.refit_cases import LENGTHS, PROMPT_LEN
 from tests.distributed.world import Worlds
 
-LAYOUTS = pytest.mark.parametrize("layout", [Layout(tensor=2), Layout(pipeline=2)], ids=["tensor", "pipeline"])
+TENSOR, PIPELINE = Layout(tensor=2), Layout(pipeline=2)
+LAYOUTS = pytest.mark.parametrize("layout", [TENSOR, PIPELINE], ids=["tensor", "pipeline"])
 
 
-@LAYOUTS
+@pytest.mark.parametrize("layout", [TENSOR, PIPELINE, Layout(expert=2)], ids=["tensor", "pipeline", "expert"])
 @pytest.mark.parametrize("resident_pools", [False, True], ids=["dropped", "resident"])
 def test_ranks_refit_together(resident_pools: bool, layout: Layout, worlds: Worlds) -> None:
     first, second = worlds.of(2).run(refit_cases.refit, layout, resident_pools)

@@ -24,8 +24,11 @@ SHARED = [
     pytest.param(TENSOR_OF_4, "roomy", 4, 3, 0, marks=needs_4),
 ]
 REPLICAS = [
-    (Layout(), ("uncached", "few_states"), 0),
-    (Layout(expert=2), ("tight_blocks", "roomy"), 1),
+    (Layout(), ("uncached", "few_states"), 0, 0, 1),
+    (Layout(expert=2), ("tight_blocks", "roomy"), 1, 0, 1),
+    (Layout(expert=2), ("few_states", "strides"), 2, 3, 0),
+    pytest.param(Layout(2, expert=2), ("tight_blocks", "roomy"), 3, 3, 0, marks=needs_4),
+    pytest.param(Layout(expert=4), ("tight_blocks", "roomy", "strides", "uncached"), 4, 3, 0, marks=needs_4),
 ]
 
 
@@ -75,13 +78,23 @@ def test_ranks_of_a_model_plan_the_same_and_generate_the_oracles_tokens(
     totals.add(first)
 
 
-@pytest.mark.parametrize(("layout", "flavours", "seed"), REPLICAS, ids=name_of)
+@pytest.mark.parametrize(("layout", "flavours", "seed", "num_graphs", "digest_steps"), REPLICAS, ids=name_of)
 def test_replicas_side_by_side_generate_the_oracles_tokens(
-    layout: Layout, flavours: tuple[str, ...], seed: int, worlds: Worlds, totals: Totals
+    layout: Layout,
+    flavours: tuple[str, ...],
+    seed: int,
+    num_graphs: int,
+    digest_steps: int,
+    worlds: Worlds,
+    totals: Totals,
 ) -> None:
-    outcomes = worlds.of(2).run(run_workloads_of_replicas, layout, flavours, seed)
-    assert outcomes[0].texts != outcomes[1].texts
+    """Those that share experts replay graphs of one shape together and run ahead together."""
+    world = worlds.of(layout.tensor * len(flavours))
+    outcomes = world.run(run_workloads_of_replicas, layout, flavours, seed, num_graphs, digest_steps)
+    assert outcomes[0].texts != outcomes[-1].texts
     for outcome in outcomes:
         totals.add(outcome)
+        assert all(bool(seen["graph_steps"]) is bool(num_graphs) for seen in outcome.seen)
+    assert bool(sum(outcome.num_early for outcome in outcomes)) is bool(num_graphs)
     if layout.expert > 1:
         assert max(outcome.num_idle for outcome in outcomes) > 0

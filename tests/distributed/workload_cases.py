@@ -1,17 +1,17 @@
 """On a rank: random workloads over a model that ranks share."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from megatron_mamba_cache.mcore.model_ranks import expert_peers_of_process
 from megatron_mamba_cache.speculation.drafter import Drafter
 from megatron_mamba_cache.step.graphs import StepGraph
 from megatron_mamba_cache.step.run_ahead import LaunchedStep
@@ -65,19 +65,24 @@ def run_workloads(layout: Layout, flavour: str, seed: int, num_graphs: int, dige
         if layout.tensor > 2:
             patch.setattr(random_workloads, "MODELS", tuple(model | _WIDTHS for model in MODELS))
         capture_without_cuda(patch)
-        return _run_workloads(flavour, seed, num_graphs, digest_steps)
+        return _run_workloads(_workload(flavour, seed, num_graphs, digest_steps))
 
 
-def run_workloads_of_replicas(layout: Layout, flavours: tuple[str, ...], seed: int) -> RankOutcome:
+def run_workloads_of_replicas(
+    layout: Layout, flavours: tuple[str, ...], seed: int, num_graphs: int, digest_steps: int
+) -> RankOutcome:
     """Run a workload of each replica's own, in step with the others, which may share experts with it."""
     with parallel(layout), pytest.MonkeyPatch.context() as patch:
+        capture_without_cuda(patch)
         if layout.expert > 1:  # of one model
             patch.setattr(random_workloads, "MODELS", (_MODELS_WITH_EXPERTS[seed % len(_MODELS_WITH_EXPERTS)],))
         steps = SharedSteps()
         steps.install(patch)
         replica = parallel_state.get_data_parallel_rank()
-        outcome = _run_workloads(flavours[replica], seed + replica)
-        return replace(outcome, num_idle=steps.wait_for_others())
+        work = _workload(flavours[replica], seed + replica, num_graphs, digest_steps)
+        if num_graphs:  # of the same shapes on all ranks
+            work = replace(work, config=_workload(flavours[0], seed, num_graphs, digest_steps).config)
+        return _run_workloads(work, steps.wait_for_others)
 
 
 class SharedSteps:
@@ -85,6 +90,7 @@ class SharedSteps:
 
     def __init__(self) -> None:
         self._controller: Any = None
+        self._peers = expert_peers_of_process()  # a round that waits for the device would wait for an early step
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         """Announce every step of an engine to the other replicas."""
@@ -92,7 +98,7 @@ class SharedSteps:
 
         def announced(run: EngineRun) -> list[int]:
             self._controller = run.engine.controller
-            _num_busy(1)
+            self._any_busy(True)
             return step(run)
 
         patch.setattr(EngineRun, "step", announced)
@@ -101,19 +107,15 @@ class SharedSteps:
         """Run dummy steps until no replica has a request, and return their number; what is cached stays as it is."""
         context, num_idle = self._controller.context, 0
         before = _contents(context)
-        while _num_busy(0):
+        while self._any_busy(context.runner.sharing.is_owed):
             self._controller.dummy_forward()
             num_idle += 1
         assert all(torch.equal(now, then) for now, then in zip(_contents(context), before, strict=True))
         context.check_integrity()
         return num_idle
 
-
-def _num_busy(is_busy: int) -> int:
-    """Return how many ranks have requests."""
-    count = torch.tensor([is_busy], device=torch.cuda.current_device())
-    dist.all_reduce(count)
-    return int(count)
+    def _any_busy(self, is_busy: bool) -> bool:
+        return bool(self._peers.greatest([is_busy])[0])
 
 
 def _contents(context: Any) -> list[Tensor]:
@@ -122,14 +124,20 @@ def _contents(context: Any) -> list[Tensor]:
     return [memory.state_pool.conv.clone(), memory.state_pool.ssm.clone(), memory.kv_buffer[:, :, :-1].clone()]
 
 
-def _run_workloads(flavour: str, seed: int, num_graphs: int = 0, digest_steps: int = 1) -> RankOutcome:
+def _workload(flavour: str, seed: int, num_graphs: int, digest_steps: int) -> Workload:
     work = make_workload(FLAVOURS[flavour], seed, NUM_DRAFTS)
     graphs = {"num_cuda_graphs": num_graphs, "cuda_graph_prefill_tokens": 40}
-    work = replace(work, config=replace(work.config, rank_digest_steps=digest_steps, **graphs))
+    return replace(work, config=replace(work.config, rank_digest_steps=digest_steps, **graphs))
+
+
+def _run_workloads(work: Workload, wait_for_others: Callable[[], int] = lambda: 0) -> RankOutcome:
     with _counted_early_steps() as early:
         plain = run_workload(replace(work, config=replace(work.config, num_speculative_tokens=0)))
+        num_idle = wait_for_others()
         outcomes = plain, run_workload(work, _drafter(plain.texts, work))
-    logs = [outcome.run.engine.context.digest.log for outcome in outcomes] if digest_steps else []
+        num_idle += wait_for_others()
+    compares = work.config.rank_digest_steps > 0
+    logs = [outcome.run.engine.context.digest.log for outcome in outcomes] if compares else []
     return RankOutcome(
         texts=tuple(outcome.texts for outcome in outcomes),
         seen=tuple(dict(outcome.seen) for outcome in outcomes),
@@ -137,6 +145,7 @@ def _run_workloads(flavour: str, seed: int, num_graphs: int = 0, digest_steps: i
         num_compared=sum(outcome.tally.num_compared for outcome in outcomes),
         num_stopped=sum(outcome.tally.num_stopped for outcome in outcomes),
         num_early=len(early),
+        num_idle=num_idle,
     )
 
 

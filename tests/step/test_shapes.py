@@ -12,7 +12,7 @@ from megatron_mamba_cache.kernels.prefill_rows import PAD_SLOT
 from megatron_mamba_cache.policy.requests import RunningRequest
 from megatron_mamba_cache.step.batch import lay_out_step, send_padded_step, view_step
 from megatron_mamba_cache.step.buffers import StepBuffers
-from megatron_mamba_cache.step.shapes import StepShape, decode_shapes, prefill_shapes, smallest_shape
+from megatron_mamba_cache.step.shapes import StepShape, decode_shapes, prefill_shapes, smallest_holding
 from tests.step.test_batch import GEOMETRY, LIMITS, random_decode, row_of
 
 SHAPES = (StepShape(6, 4), StepShape(0, 1, 3, 40), StepShape(5, 1, 3, 40))
@@ -145,7 +145,7 @@ def test_the_smallest_shape_that_holds_a_step_is_taken(data: st.DataObject) -> N
     assert max(shape.num_rows for shape in for_decode if shape.width == 1) == max_rows
     num_rows = data.draw(st.integers(1, max_rows))
     rows = [row_of(i, prompt_len=1, computed=1, scheduled=1, num_generated=1) for i in range(num_rows)]
-    shape = smallest_shape(rows, shapes)
+    shape = smallest_holding(StepShape.of(rows), shapes)
     assert shape is not None and shape.width == 1 and not shape.num_prefill_rows
     assert shape.num_rows == min(s.num_rows for s in for_decode if s.width == 1 and s.num_rows >= num_rows)
 
@@ -156,11 +156,11 @@ def test_a_step_takes_a_shape_of_its_kind_or_none() -> None:
     drafting = row_of(0, prompt_len=1, computed=1, scheduled=3, num_generated=1, num_drafts=2)
     prefilling = row_of(1, prompt_len=90, computed=1, scheduled=80)
     wide = row_of(2, prompt_len=1, computed=1, scheduled=4, num_generated=1, num_drafts=3)
-    assert smallest_shape([decoding], shapes) == StepShape(1, 1)
-    assert smallest_shape([decoding, drafting], shapes) == StepShape(3, 3)
-    assert smallest_shape([prefilling], shapes) == StepShape(0, 1, 4, 100)
-    assert smallest_shape([decoding, prefilling], shapes) == StepShape(4, 1, 4, 100)
-    assert smallest_shape([drafting, prefilling], shapes) is None
-    assert smallest_shape([prefilling, prefilling], shapes) is None
-    assert smallest_shape([wide], shapes) is None
-    assert smallest_shape([decoding] * 9, shapes) is None
+    assert smallest_holding(StepShape.of([decoding]), shapes) == StepShape(1, 1)
+    assert smallest_holding(StepShape.of([decoding, drafting]), shapes) == StepShape(3, 3)
+    assert smallest_holding(StepShape.of([prefilling]), shapes) == StepShape(0, 1, 4, 100)
+    assert smallest_holding(StepShape.of([decoding, prefilling]), shapes) == StepShape(4, 1, 4, 100)
+    assert smallest_holding(StepShape.of([drafting, prefilling]), shapes) is None
+    assert smallest_holding(StepShape.of([prefilling, prefilling]), shapes) is None
+    assert smallest_holding(StepShape.of([wide]), shapes) is None
+    assert smallest_holding(StepShape.of([decoding] * 9), shapes) is None

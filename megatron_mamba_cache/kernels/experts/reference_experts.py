@@ -44,3 +44,12 @@ def weighted_sum_ref(rows: Tensor, places: Tensor, weights: Tensor, addend: Tens
         products = weights[:, slot, None].to(dtype) * rows[place.clamp_min(0)].to(dtype)
         total = total + products.masked_fill((place < 0).unsqueeze(-1), 0)
     return (total if addend is None else total + addend.to(dtype)).to(rows.dtype)
+
+
+def sum_of_ranks_ref(parts: Tensor, num_tokens: int, addend: Tensor | None = None) -> Tensor:
+    """Return the sum over ranks of the first rows of each part, in the order of the ranks; see `sum_of_ranks`."""
+    dtype = compute_dtype(parts)
+    total = torch.zeros(num_tokens, parts.shape[2], dtype=dtype, device=parts.device)
+    for part in parts:
+        total = total + part[:num_tokens].to(dtype)
+    return (total if addend is None else total + addend.to(dtype)).to(parts.dtype)

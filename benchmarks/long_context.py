@@ -1,0 +1,161 @@
+"""How fast does a row with a long history decode, and how much does a long prompt disturb the rows beside it?
+
+    PYTHONPATH=. python3 benchmarks/long_context.py [--shape 8b|nano3|small|tiny] [--json FILE]
+
+A long row: one request decodes alone behind a long prompt, without drafts, with the floor of its step: the bytes of the
+weights (of experts, those that one token hits), of its state, read and written, and of its KV, at the rate of a plain
+copy measured in the same run.
+
+Beside a long prompt: rows decode undisturbed, then while that prompt is prefilled. `max_tokens` of a step, less the
+rows, is how many of its tokens a step computes: small chunks disturb the rows less and take longer in all. Each line
+is an engine; "prefill" is the time from the prompt's arrival to its first token, beside that of the first line.
+"""
+
+import argparse
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from loads.serving_engine import MODES, ServedShape, add_shape_arguments, model_of, send, serving_engine, shape_of
+from measuring.ceilings import floor_us
+from measuring.machine import describe_machine
+from measuring.serving_figures import nearest_rank
+from step_cost import step_cost, timed_step
+from turn_latency import some_tokens
+
+from megatron_mamba_cache.command_line.quiet import own_warnings_hidden, quiet_libraries
+from megatron_mamba_cache.mcore.stacked_experts import StackedExperts
+
+NUM_UNDISTURBED = 30
+NUM_WARMING = 5
+ROWS = 32
+LIMITS = {
+    "8b": {"state_gb": 8.0, "kv_gb": 6.0},
+    "nano3": {"state_gb": 8.0, "kv_gb": 3.0},
+    "small": {"state_gb": 0.5, "kv_gb": 3.0},
+}
+LENGTHS = {"8b": 131_072, "nano3": 131_072, "small": 65_536, "tiny": 2048}
+CHUNKS = {"tiny": (128, 32)}
+
+
+@dataclass(frozen=True, slots=True)
+class LongRow:
+    """A decode step of one row behind a long history."""
+
+    history: int
+    step_ms: float
+    replay_ms: float | None
+    floor_ms: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Disturbed:
+    """Rows that decode beside a long prompt, in milliseconds a token, and the prompt's seconds."""
+
+    chunk: int
+    undisturbed_ms: float
+    median_ms: float
+    p99_ms: float
+    graph_share: float
+    prefill_s: float
+
+
+def long_row(model: Any, shape: ServedShape, history: int) -> LongRow:
+    """Measure one row behind a prompt of `history` tokens."""
+    with serving_engine(model, replace(shape, max_requests=1), MODES["full"]) as engine:
+        cost = step_cost(engine, shape, 1, history)
+        floor_ms = floor_us(step_bytes(model, engine, history)) / 1e3 if torch.cuda.is_available() else None
+    return LongRow(history, cost.wall_ms, cost.replay_ms, floor_ms)
+
+
+def step_bytes(model: Any, engine: Any, history: int) -> int:
+    """Return the bytes that a step of one row reads and writes: weights, experts hit, state and KV."""
+    weights = sum(weight.nbytes for weight in model.parameters())
+    weights -= model.embedding.word_embeddings.weight.nbytes
+    if model.share_embeddings_and_output_weights:
+        weights += model.embedding.word_embeddings.weight.nbytes
+    for module in model.modules():
+        if isinstance(module, StackedExperts):
+            stacked = sum(weight.nbytes for weight in module.parameters())
+            weights -= stacked - stacked * model.config.moe_router_topk // model.config.num_moe_experts
+    context = engine.context
+    state = context.shape.state_layout(context.cache_config).slot_bytes
+    kv = context.shape.block_bytes(1) * history
+    return int(weights + 2 * state + kv)
+
+
+def disturbed(model: Any, shape: ServedShape, rows: int, chunk: int, length: int) -> Disturbed:
+    """Measure rows that decode while a prompt is prefilled in chunks."""
+    shape = replace(shape, max_requests=rows + 1, max_tokens=chunk + rows)
+    drawn = random.Random(chunk)
+    with serving_engine(model, shape, MODES["full"]) as engine:
+        for index in range(rows):
+            reply = NUM_WARMING + NUM_UNDISTURBED + 2 * length // chunk + rows * shape.block_size // chunk + 16
+            send(engine, index, some_tokens(drawn, shape, shape.block_size // 2), reply)
+        while engine.waiting_request_ids or not engine.context.is_decode_only():
+            engine.step_modern()
+        undisturbed = [timed_step(engine) for _ in range(NUM_WARMING + NUM_UNDISTURBED)][NUM_WARMING:]
+        counters = engine.context.counters
+        steps, graphs = counters.steps, counters.graph_steps
+        send(engine, rows, some_tokens(drawn, shape, length), 2)
+        beside: list[float] = []
+        while not engine.get_request(rows).generated_tokens:
+            beside.append(timed_step(engine))
+        share = (counters.graph_steps - graphs) / (counters.steps - steps)
+        while engine.has_unfinished_requests():
+            engine.step_modern()
+    found = [1e3 * seconds for seconds in (median(undisturbed), median(beside), nearest_rank(sorted(beside), 99))]
+    return Disturbed(chunk, *found, share, sum(beside))
+
+
+def table(lone: LongRow, lines: Sequence[Disturbed]) -> str:
+    """Return the figures as Markdown."""
+    floor = "" if lone.floor_ms is None else f"{lone.floor_ms:.3f} | {lone.floor_ms / lone.step_ms:.2f}"
+    found = [
+        "| history | a step, ms | floor, ms | of the floor |",
+        "|---:|---:|---:|---:|",
+        f"| {lone.history:,} | {lone.step_ms:.3f} | {floor} |",
+        "",
+        "| prompt tokens a step | ms a token undisturbed | beside the prompt: median | p99 | p99, times | prefill, s "
+        "| of the first line | graphs, % |",
+        "|" + "---:|" * 8,
+    ]
+    for one in lines:
+        found.append(
+            f"| {one.chunk:,} | {one.undisturbed_ms:.2f} | {one.median_ms:.2f} | {one.p99_ms:.2f} "
+            f"| {one.p99_ms / one.undisturbed_ms:.2f} | {one.prefill_s:.2f} "
+            f"| {one.prefill_s / lines[0].prefill_s:.2f} | {100 * one.graph_share:.0f} |"
+        )
+    return "\n".join(found)
+
+
+def main() -> None:
+    """Measure, print Markdown and write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_shape_arguments(parser)
+    parser.add_argument("--chunks", type=int, nargs="+", metavar="N", help="default: 8192 4096 2048 1024 768 512")
+    parser.add_argument("--graph-tokens", type=int, default=1024, metavar="N", help="default: %(default)s")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
+    arguments = parser.parse_args()
+    length, shape = LENGTHS[arguments.shape], shape_of(parser, arguments, LIMITS)
+    longest = length + shape.block_size
+    shape = replace(shape, max_length=longest, prefill_graph_tokens=arguments.graph_tokens)
+    chunks = arguments.chunks or CHUNKS.get(arguments.shape, (8192, 4096, 2048, 1024, 768, 512))
+    rows = ROWS if arguments.shape != "tiny" else 4
+    with quiet_libraries(), own_warnings_hidden():
+        model = model_of(shape)
+        lone = long_row(model, shape, length)
+        lines = [disturbed(model, shape, rows, chunk, length) for chunk in chunks]
+    print(table(lone, lines))
+    if arguments.json:
+        figures = {"machine": describe_machine(), "long_row": asdict(lone), "beside": [asdict(one) for one in lines]}
+        arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

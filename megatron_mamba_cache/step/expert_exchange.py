@@ -1,0 +1,63 @@
+"""How expert-parallel ranks exchange tokens: each sends its own to all, and gets what their experts add to them."""
+
+from functools import cache
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..kernels.experts.sum_of_ranks import sum_of_ranks
+from .batch import StepBatch
+
+
+class ExpertExchange:
+    """The exchanges of all layers: collectives of fixed shape, which CUDA graphs capture.
+
+    Args:
+        ranks: The process group that shares the experts.
+    """
+
+    def __init__(self, ranks: dist.ProcessGroup) -> None:
+        self._ranks = ranks
+        self._num_ranks = dist.get_world_size(ranks)
+        self._marked: tuple[StepBatch, Tensor] | None = None
+
+    def gather(self, x: Tensor, num_exchanged: int) -> Tensor:
+        """Return the tokens of all ranks, [ranks * num_exchanged, ...], from this rank's [tokens, ...].
+
+        Args:
+            num_exchanged: The same on all ranks and at least the number of tokens; what is missing is 0.
+        """
+        if len(x) < num_exchanged:
+            x = F.pad(x, (0,) * (2 * x.dim() - 1) + (num_exchanged - len(x),))
+        everyone = x.new_empty(self._num_ranks * num_exchanged, *x.shape[1:])
+        dist.all_gather_into_tensor(everyone, x.contiguous(), group=self._ranks)
+        return everyone
+
+    def real_tokens(self, batch: StepBatch | None) -> Tensor | None:
+        """Return which of the gathered tokens are real, [ranks * num_exchanged] int32; None if all are.
+
+        The first layer of a step gathers it.
+        """
+        if batch is None or batch.real_tokens is None:
+            return None
+        if self._marked is None or self._marked[0] is not batch:
+            self._marked = batch, self.gather(batch.real_tokens, batch.num_exchanged)
+        return self._marked[1]
+
+    def combine(self, partial: Tensor, num_tokens: int, addend: Tensor | None) -> Tensor:
+        """Return the sum over ranks for this rank's tokens, [tokens, outputs], plus the addend of the same shape.
+
+        Args:
+            partial: [ranks * num_exchanged, outputs]: what this rank's experts add to the tokens of each rank.
+        """
+        received = torch.empty_like(partial)
+        dist.all_to_all_single(received, partial, group=self._ranks)
+        return sum_of_ranks(received.view(self._num_ranks, -1, partial.shape[1]), num_tokens, addend)
+
+
+@cache
+def exchange_among(ranks: dist.ProcessGroup) -> ExpertExchange:
+    """Return the one object that all layers whose experts a process group shares exchange tokens through."""
+    return ExpertExchange(ranks)

@@ -1,0 +1,56 @@
+"""Steps of ranks that share experts, as a rank without rows computes them: padding, which changes nothing."""
+
+import torch
+
+from .model import StepModel
+from .padding_rows import decode_padding_row
+from .runner import StepRunner
+from .shapes import StepShape
+from .shared_steps import NO_ROWS, SharedSteps
+
+
+@torch.inference_mode()
+def take_part(model: StepModel, runner: StepRunner) -> None:
+    """Compute this rank's part of a step, unless it is launched; launch that of the next one if the ranks owe it."""
+    sharing = runner.sharing
+    if not isinstance(sharing, SharedSteps):
+        _compute_padding(StepShape(1), model, runner)
+        torch.cuda.synchronize()  # before the next step's integers overwrite this one's
+        return
+    shape, launched = sharing.next_shape(), runner.early_steps.take()
+    if launched is None and not sharing.padding_is_launched:
+        _compute_padding(shape, model, runner)
+    sharing.padding_is_launched = False
+    owes_next = sharing.look_ahead(NO_ROWS, runner.queue, wants_early=False)
+    torch.cuda.synchronize()
+    if owes_next:
+        _compute_padding(shape, model, runner)
+        sharing.padding_is_launched = True
+
+
+@torch.inference_mode()
+def end_shared_steps(runner: StepRunner) -> None:
+    """Compute what this rank owes of a step that other ranks may have launched; all of them call it now."""
+    sharing = runner.sharing
+    if not isinstance(sharing, SharedSteps):
+        return
+    graphs = runner.graphs
+    if sharing.is_owed and runner.early_step is None and not sharing.padding_is_launched and graphs is not None:
+        graph = graphs.fitting((), sharing.present)
+        assert graph is not None  # nothing is owed without one
+        graph.lay_out((), draws_ratios=False)
+        graph.forward()
+    sharing.forget()
+    runner.early_steps.drop()
+    torch.cuda.synchronize()
+
+
+def _compute_padding(shape: StepShape, model: StepModel, runner: StepRunner) -> None:
+    graph = None if runner.graphs is None else runner.graphs.fitting((), shape)
+    if graph is not None:
+        graph.lay_out((), draws_ratios=False)
+        graph.forward()
+        return
+    with runner.rehearsing():
+        runner.show(runner.lay_out([decode_padding_row(1, runner.memory.dummy_block)], shape=shape))
+        model.compute_step()

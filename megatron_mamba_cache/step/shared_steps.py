@@ -1,0 +1,158 @@
+"""What ranks that share experts agree on about a step: its shape, and whether it is launched early.
+
+Their layers exchange tokens, the same number on every rank, so all compute each step in one shape: the smallest that
+holds each rank's rows. A rank without rows computes padding. There are two rounds:
+
+- Once a step is launched, while the device computes it, ranks look ahead. A rank whose next step is sure to be a step
+  of decode rows promises how many. If all promise, the next step's shape is fixed. If it is the present one, the ranks
+  that can launch the next step do so, and every rank owes it: it computes the next step before it waits for a rank.
+- If one does not promise, ranks agree on the shape of the next step when each knows its rows.
+
+Every rank reaches the same conclusions from the same numbers, and no round waits for the device.
+"""
+
+from collections.abc import Callable, Collection
+from typing import Protocol
+
+from ..policy.running_requests import RunningRequests
+from ..ranks.peers import ExpertPeers
+from ..speculation.draft_planner import DraftPlanner, NoDrafts
+from .run_ahead import QueueState
+from .shapes import StepShape, smallest_holding
+from .step import Step
+
+NO_ROWS = StepShape(0)
+
+
+class StepSharing(Protocol):
+    """The next step, as far as ranks have agreed on it."""
+
+    is_shared: bool
+    """False if this rank has all experts."""
+
+    @property
+    def is_fixed(self) -> bool:
+        """True when the shape of the next step is agreed already: no request can join this rank's rows."""
+
+    @property
+    def is_owed(self) -> bool:
+        """True when ranks may have launched the next step already."""
+
+    def next_shape(self) -> StepShape | None:
+        """Return the shape in which all ranks compute the next step, None if there are no others; graphs may change."""
+
+    def may_launch(self, step: Step, queue: QueueState, *, wants: bool, knows_tokens: bool) -> bool:
+        """Return whether this rank launches the step after this one, which it wants to or not."""
+
+
+class OwnSteps:
+    """The `StepSharing` of a rank that has all experts: it decides by itself."""
+
+    is_shared = is_fixed = is_owed = False
+
+    def next_shape(self) -> None:
+        """Return None."""
+
+    def may_launch(self, step: Step, queue: QueueState, *, wants: bool, knows_tokens: bool) -> bool:
+        """Return what this rank wants."""
+        return wants
+
+
+class SharedSteps:
+    """The `StepSharing` of ranks that share experts.
+
+    Args:
+        shapes: Returns those of this rank's graphs, which are the other ranks' too.
+        capture: Captures graphs, which all ranks do together.
+
+    Attributes:
+        padding_is_launched: Whether this rank, which has no rows, has launched its part of the next step.
+        wants_capture: Whether this rank's graphs have to be captured again.
+    """
+
+    is_shared = True
+
+    def __init__(
+        self,
+        peers: ExpertPeers,
+        requests: RunningRequests,
+        planner: DraftPlanner | NoDrafts,
+        shapes: Callable[[], Collection[StepShape]],
+        capture: Callable[[], None],
+    ) -> None:
+        self._peers = peers
+        self._requests = requests
+        self._planner = planner
+        self._shapes = shapes
+        self._capture = capture
+        self._present = NO_ROWS
+        self._fixed: StepShape | None = None
+        self._is_owed = False
+        self.padding_is_launched = False
+        self.wants_capture = False
+
+    @property
+    def is_fixed(self) -> bool:
+        """See `StepSharing`."""
+        return self._fixed is not None
+
+    @property
+    def is_owed(self) -> bool:
+        """See `StepSharing`."""
+        return self._is_owed
+
+    @property
+    def present(self) -> StepShape:
+        """The shape of the present step."""
+        return self._present
+
+    def next_shape(self) -> StepShape:
+        """See `StepSharing`; from now on it is the present one."""
+        fixed, self._fixed, self._is_owed = self._fixed, None, False
+        self._present = computed_shape(fixed or self._agreed(), self._shapes())
+        return self._present
+
+    def _agreed(self) -> StepShape:
+        """Return what holds the rows of all ranks; before that, capture if one of them wants to."""
+        decoding = self._requests.decoding
+        prompt_tokens = [row.scheduled for row in self._requests.prefilling if row.scheduled]
+        width = 1 if self._planner.rest(decoding) else 1 + self._planner.max_drafts
+        mine = (len(decoding), width, len(prompt_tokens), sum(prompt_tokens))
+        captures, num_rows, width, *prefill = self._peers.greatest([int(self.wants_capture), *mine])
+        if captures:
+            self.wants_capture = False
+            self._capture()
+        return StepShape(num_rows, 1 if prefill[0] else width, *prefill)
+
+    def may_launch(self, step: Step, queue: QueueState, *, wants: bool, knows_tokens: bool) -> bool:
+        """See `StepSharing`; ranks agree before tokens are read."""
+        if knows_tokens:
+            return False
+        rests = not any(step.num_drafts) and len(step.rows) == len(self._requests) and self._planner.rest(step.rows)
+        next_rows = StepShape(len(self._requests), 1 if rests else 1 + self._planner.max_drafts)
+        return self.look_ahead(next_rows, queue, wants_early=wants) and wants
+
+    def look_ahead(self, next_rows: StepShape, queue: QueueState, *, wants_early: bool) -> bool:
+        """Agree on the next step as far as possible; return whether it is owed.
+
+        Args:
+            next_rows: Holds the rows that this rank has now, in its next step.
+            wants_early: Whether this rank launches the next step if it is owed.
+        """
+        ends_prefill = all(row.computed + row.scheduled >= row.spec.prompt_len for row in self._requests.prefilling)
+        is_sure = queue.is_settled and not queue.has_waiting and not self.wants_capture and ends_prefill
+        numbers = [not is_sure, wants_early, next_rows.num_decode_rows, next_rows.width]
+        unsure, early, num_rows, width = self._peers.greatest([int(number) for number in numbers])
+        shapes = self._shapes()
+        self._fixed = None if unsure else computed_shape(StepShape(num_rows, width), shapes)
+        self._is_owed = bool(early) and self._fixed == self._present and self._present in shapes
+        return self._is_owed
+
+    def forget(self) -> None:
+        """Forget the next step, which all ranks have computed or none will."""
+        self._fixed, self._is_owed, self.padding_is_launched = None, False, False
+
+
+def computed_shape(step: StepShape, shapes: Collection[StepShape]) -> StepShape:
+    """Return the shape in which ranks compute a step: a graph's if one holds it, else its own, but not empty."""
+    return smallest_holding(step, shapes) or (step if step.num_tokens else StepShape(1))

@@ -1,0 +1,42 @@
+"""What a step consists of and what it did, as Megatron's interface reports it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ..policy.block_growth import GrowthOutcome
+from ..policy.requests import StepTokens
+from .log_probs import StepLogProbs
+from .step import Step
+
+
+class StepCounts(NamedTuple):
+    """Counts of the step that is scheduled or laid out; see `RowCounts`.
+
+    Args:
+        tokens: Tokens to compute; with drafts, once the step is laid out.
+        padded_tokens, padded_rows: What the device computes of the step that was laid out last, padding included.
+    """
+
+    rows: int = 0
+    paused: int = 0
+    prefilling: int = 0
+    tokens: int = 0
+    padded_tokens: int = 0
+    padded_rows: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """What a step did.
+
+    Args:
+        num_drafts: [rows] drafts that were verified; empty where no drafts are planned.
+        held_back: Rows that were paused or evicted when it landed.
+    """
+
+    step: Step
+    kept: StepTokens
+    num_drafts: Sequence[int]
+    log_probs: StepLogProbs
+    held_back: GrowthOutcome

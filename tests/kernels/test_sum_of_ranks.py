@@ -1,0 +1,51 @@
+"""The sum of what ranks' experts add to each token: in the order of the ranks, whatever the number of tokens."""
+
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+import torch
+
+from megatron_mamba_cache.kernels.experts import sum_of_ranks as sum_of_ranks_module
+from megatron_mamba_cache.kernels.experts.sum_of_ranks import sum_of_ranks, sum_of_ranks_ref
+from tests.kernels.kernel_stand_ins import CompiledInsteadOfLaunched
+from tests.kernels.packed_rows import same_bits
+
+OPS = [sum_of_ranks, sum_of_ranks_ref]
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_addend", [True, False])
+@pytest.mark.parametrize(("shape", "num_tokens"), [((2, 1, 8), 1), ((4, 9, 1100), 5), ((3, 6, 64), 6)])
+def test_each_token_gets_the_sum_of_its_rows(
+    shape: tuple[int, int, int], num_tokens: int, has_addend: bool, dtype: torch.dtype, op: object, device: str
+) -> None:
+    torch.manual_seed(num_tokens)
+    outputs = shape[2]
+    parts = torch.randn(shape, device=device).to(dtype)
+    addend = torch.randn(num_tokens, outputs, device=device).to(dtype) if has_addend else None
+    expected = sum(part[:num_tokens].double() for part in parts) + (0 if addend is None else addend.double())
+    torch.testing.assert_close(op(parts, num_tokens, addend), expected.to(dtype))
+
+
+def test_the_kernel_has_the_bits_of_its_twin_and_a_token_those_that_it_has_alone(device: str) -> None:
+    torch.manual_seed(0)
+    parts = torch.randn(4, 7, 300, device=device).bfloat16()
+    together = sum_of_ranks(parts, 7)
+    assert same_bits(together, sum_of_ranks_ref(parts, 7))
+    assert same_bits(sum_of_ranks(parts[:, 5:6].contiguous(), 1), together[5:6])
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_no_tokens(op: object, device: str) -> None:
+    assert op(torch.randn(2, 3, 8, device=device), 0).shape == (0, 8)
+
+
+def test_other_numbers_of_tokens_compile_nothing_new(
+    compile_for_hopper: Callable[[ModuleType, str], CompiledInsteadOfLaunched],
+) -> None:
+    sums = compile_for_hopper(sum_of_ranks_module, "_sum_of_ranks_kernel")
+    for num_rows in (1, 2, 16, 33):
+        sum_of_ranks_module.sum_of_ranks(torch.zeros(2, num_rows, 64).bfloat16(), 1)
+    assert len(sums.ptx) == 4 and len(sums.compiled) == 1
