@@ -27,9 +27,9 @@ section() { # section FILE TITLE COMMAND...
 }
 
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
-section engine_tests_on_gpu "The engine's tests on a GPU" python3 -m pytest -p no:cacheprovider --color=no -rfE tests/mcore
+section engine_tests_on_gpu "The engine's tests on a GPU" python3 -m pytest --run-long -p no:cacheprovider --color=no -rfE tests/mcore
 section tests_on_gpu "All other tests on a GPU" \
-    python3 -m pytest -p no:cacheprovider --color=no -rfE --ignore=tests/mcore tests
+    python3 -m pytest --run-long -p no:cacheprovider --color=no -rfE --ignore=tests/mcore tests
 for tool in memcheck racecheck; do
     section "$tool" "compute-sanitizer's $tool on the kernels' tests" benchmarks/sanitize_kernels.sh "$tool"
 done
@@ -62,6 +62,8 @@ section parallel_decode "Decoding by cards that share a model" \
     python3 benchmarks/parallel_decode.py --prompt-blocks 1 16 --json "$results/parallel_decode.json"
 section tests_on_cards "Tests of ranks on as many GPUs" \
     python3 -m pytest -n 0 -p no:cacheprovider --color=no -rfE tests/distributed
+section chat "A chat of many users" python3 benchmarks/chat.py --json "$results/chat.json"
+section long_context "Long contexts" python3 benchmarks/long_context.py --json "$results/long_context.json"
 section turn_latency "How much sooner later turns begin, and what the cache costs where nothing hits" \
     python3 benchmarks/turn_latency.py --json "$results/turn_latency.json"
 section serving "Conversations by the wall clock, served in every mode" \

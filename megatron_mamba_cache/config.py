@@ -97,7 +97,7 @@ class CacheConfig:
     conv_state_dtype: str = "model"
     attention_backend: str = "auto"
     num_cuda_graphs: int = 0
-    cuda_graph_prefill_tokens: int = 512
+    cuda_graph_prefill_tokens: int = 1024
     run_ahead: bool = True
     resident_pools: bool = False
     rank_digest_steps: int = 0

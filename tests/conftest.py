@@ -25,6 +25,7 @@ DEVICES = ["cpu", *([pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Let long forms of tests be asked for."""
+    parser.addoption("--run-long", action="store_true", help="run the tests marked long too, as CI does")
     parser.addoption("--run-slow", action="store_true", help="run the tests marked slow too")
     parser.addoption("--run-clients", action="store_true", help="run the tests marked clients too")
 
@@ -36,7 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip what takes long unless it is asked for."""
-    for marker in ("slow", "clients"):
+    for marker in ("long", "slow", "clients"):
         if not config.getoption(f"--run-{marker}"):
             for item in items:
                 if item.get_closest_marker(marker):

@@ -26,6 +26,7 @@ from ..state.model_shape import HybridModelShape
 from ..state.state_pool import DraftWindow, StatePool
 from .batch import StepGeometry
 from .buffers import StepBuffers, StepLimits
+from .shapes import most_padding_rows
 
 
 class CacheMemory:
@@ -133,11 +134,13 @@ def _attention_shape(shape: HybridModelShape, config: CacheConfig, device: torch
 def _step_buffers(
     config: CacheConfig, shape: HybridModelShape, max_blocks: int, device: torch.device | int
 ) -> StepBuffers:
+    has_prefill_graphs = config.num_cuda_graphs and config.cuda_graph_prefill_tokens
+    max_rows = config.max_requests + (most_padding_rows(config.max_requests) if has_prefill_graphs else 0)
     limits = StepLimits(
         max_tokens=config.max_tokens,
-        max_rows=config.max_requests,
+        max_rows=max_rows,
         # A row cuts at most two chunks short: its first, up to a chunk multiple, and its last.
-        max_chunks=config.max_tokens // shape.ssm_chunk_size + 2 * config.max_requests,
+        max_chunks=config.max_tokens // shape.ssm_chunk_size + 2 * max_rows,
         max_blocks=max_blocks,
         max_drafts=config.num_speculative_tokens,
         marks_real_tokens=shape.has_experts,

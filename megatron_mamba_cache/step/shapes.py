@@ -101,18 +101,28 @@ def decode_shapes(count: int, max_rows: int, max_drafts: int, max_tokens: int) -
 
 
 def prefill_shapes(most_tokens: int, max_rows: int, max_tokens: int) -> list[StepShape]:
-    """Return shapes of few prefill rows with up to `most_tokens` tokens, alone and after many decode rows."""
+    """Return shapes of few prefill rows with up to `most_tokens` tokens: alone, after some decode rows and after all.
+
+    They have up to `most_padding_rows` more rows than requests can run.
+    """
     num_prefill = min(_PREFILL_ROWS, max_rows)
     sizes = [size for size in _PREFILL_SIZES if size < most_tokens] + [most_tokens] * (most_tokens >= num_prefill)
+    some = max_rows // _PART if max_rows >= _PART * _PREFILL_ROWS else 0
     return [
         StepShape(num_decode, 1, num_prefill, size)
-        for num_decode in sorted({0, max_rows - num_prefill})
+        for num_decode in sorted({0, some, max_rows - 1})
         for size in sizes
         if num_decode + size <= max_tokens
     ]
 
 
+def most_padding_rows(max_rows: int) -> int:
+    """Return by how many rows a shape of `prefill_shapes` may exceed the rows of requests."""
+    return min(_PREFILL_ROWS, max_rows) - 1
+
+
 _PREFILL_ROWS = 4
+_PART = 8  # of many decode rows, "some" are one in so many
 _PREFILL_SIZES = tuple(64 << power for power in range(16))
 
 

@@ -29,6 +29,7 @@ def tiny_model(engine_8b: ModuleType) -> torch.nn.Module:
     return engine_8b.random_model(engine_8b.SCALES["tiny"].shape.fields, torch.float32)
 
 
+@pytest.mark.long
 def test_tiny_models_agree_with_and_without_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     file = tmp_path / "figures.json"

@@ -219,6 +219,7 @@ def test_profiled_events_are_told_apart(load: ModuleType) -> None:
     assert kinds and all(kinds)  # each event has a DeviceType of its own: equal, but not the same object
 
 
+@pytest.mark.long
 def test_script_prints_a_table_and_writes_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     script, file = REPOSITORY / "benchmarks" / "serving.py", tmp_path / "figures.json"

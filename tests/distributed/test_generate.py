@@ -49,6 +49,7 @@ def run_ranks(prompts: Path, count: int, *flags: object) -> Finished:
     return run_process(*launcher, script, *_flags(prompts), *flags, cwd=prompts.parent)
 
 
+@pytest.mark.long
 @starts_ranks
 @pytest.mark.parametrize("flags", [("--tensor-model-parallel-size", 2), ()], ids=["shared", "replicas"])
 def test_ranks_write_once_what_one_process_writes(flags: tuple, prompts: Path, by_one_process: list[dict]) -> None:

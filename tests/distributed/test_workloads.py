@@ -16,9 +16,11 @@ HAS_ROOM_FOR_4 = max(os.cpu_count() or 1, torch.cuda.device_count()) >= 4
 needs_4 = pytest.mark.skipif(not HAS_ROOM_FOR_4, reason="4 ranks take long on fewer than 4 cores")
 TENSOR, PIPELINE, BOTH, TENSOR_OF_4 = Layout(2), Layout(pipeline=2), Layout(2, pipeline=2), Layout(4)
 SHARED = [
-    *((TENSOR, name, 1, 3, digest) for name, digest in (("tight_blocks", 1), ("few_states", 0), ("disturbed", 1))),
-    *((PIPELINE, name, 2, 0, 1) for name in ("roomy", "strides")),
-    *((PIPELINE, name, 2, 3, 1) for name in ("whole_prompts", "disturbed")),
+    *((TENSOR, name, 1, 3, digest) for name, digest in (("few_states", 0), ("disturbed", 1))),
+    pytest.param(TENSOR, "tight_blocks", 1, 3, 1, marks=pytest.mark.long),
+    *(pytest.param(PIPELINE, name, 2, 0, 1, marks=pytest.mark.long) for name in ("roomy", "strides")),
+    pytest.param(PIPELINE, "whole_prompts", 2, 3, 1, marks=pytest.mark.long),
+    (PIPELINE, "disturbed", 2, 3, 1),
     *(pytest.param(BOTH, name, 3, 3, 1, marks=needs_4) for name in ("small_steps", "disturbed")),
     *(pytest.param(TENSOR_OF_4, name, 4, 3, 1, marks=needs_4) for name in ("tight_blocks", "strides", "disturbed")),
     pytest.param(TENSOR_OF_4, "roomy", 4, 3, 0, marks=needs_4),

@@ -38,6 +38,7 @@ GROUPS = [
 IS_BROKEN = Version(triton.__version__) < Version("3.7") and Version(np.__version__) >= Version("2.4")
 
 
+@pytest.mark.long
 @pytest.mark.skipif(INTERPRETED, reason="runs in the interpreter already")
 @pytest.mark.skipif(IS_BROKEN, reason="this Triton's interpreter does not run with this numpy")
 @pytest.mark.parametrize("files", GROUPS, ids=lambda files: files[0])

@@ -211,7 +211,7 @@ def test_nothing_waits_in_a_capture_for_a_step_that_runs(monkeypatch: pytest.Mon
     with monkeypatch.context() as patch:
         patch.setattr(cuda_graphs.StepGraph, "__init__", capture)
         patch.setattr(run_ahead.torch.cuda, "synchronize", lambda: waits.append(in_capture[0]))
-        run.context.runner._early_steps.wait()
+        run.context.runner.early_steps.wait()
         with run.context.runner.rehearsing():
             pass
         if not torch.cuda.is_available():  # where a capture begins by waiting
@@ -232,7 +232,7 @@ def test_a_fault_beside_a_step_that_runs_loses_no_token(place: str, monkeypatch:
     owner: Any = {
         "append_tokens": (engine_module, "append_tokens"),
         "land": (runner_module, "advance_one_token_rows"),
-        "launch_next": (run.context.runner._early_steps, "launch"),
+        "launch_next": (run.context.runner.early_steps, "launch"),
     }[place]
     with monkeypatch.context() as patch:
         raise_once(patch, *owner)
@@ -337,7 +337,7 @@ def test_every_launched_step_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> N
     for count in range(1, 4):
         step_until_ahead(run)
         for _ in range(2):
-            run.context.runner._early_steps.wait()
+            run.context.runner.early_steps.wait()
             assert len(waits) == count
         run.step()
     monkeypatch.undo()

@@ -31,6 +31,7 @@ EXERCISES = {
     + (() if name == "uncached" else ("decode_states_published",))
     for name in FLAVOURS
 }
+BY_DEFAULT = ("tight_blocks", "small_steps", "disturbed", "whole_prompts")
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +75,9 @@ def make_draft_model(rng: random.Random, work: Workload) -> CheckedDraftModel:
 
 
 @pytest.mark.parametrize("seeds", SEEDS)
-@pytest.mark.parametrize("name", FLAVOURS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.long) for name in FLAVOURS]
+)
 def test_tokens_are_the_oracles_whatever_is_drafted(name: str, seeds: range, totals: WorkloadTotals) -> None:
     def run(seed: int) -> WorkloadOutcome:
         rng = random.Random(f"drafts {name} {seed}")

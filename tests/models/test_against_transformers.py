@@ -24,7 +24,7 @@ EXACT_TOLERANCE = 2e-5
 
 AMBIGUOUS_MARGIN = 1e-4
 FLOAT64_TOLERANCE = 1e-10
-# A large chunk of each family by default, each chunk of some family.
+# A large chunk of each family in CI, each chunk of some family.
 LARGE = {
     "nemotron_h-7-chunk128",
     "nemotron_h_moe-6-chunk256",
@@ -34,7 +34,7 @@ LARGE = {
 }
 CASES = [
     *CASE_NAMES,
-    *(pytest.param(name, marks=[] if name in LARGE else [pytest.mark.slow]) for name in LARGE_CHUNK_NAMES),
+    *(pytest.param(name, marks=pytest.mark.long if name in LARGE else pytest.mark.slow) for name in LARGE_CHUNK_NAMES),
 ]
 
 

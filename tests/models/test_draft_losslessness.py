@@ -95,6 +95,7 @@ def p_values(first: Tensor, second: Tensor) -> list[float]:
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_requests", [NUM_REQUESTS, pytest.param(2 * NUM_REQUESTS, marks=pytest.mark.slow)])
 def test_a_draft_model_changes_no_distribution(num_requests: int) -> None:
     subject, drafter = tiny_hybrid(**SIZES), start_drafter()
@@ -104,6 +105,7 @@ def test_a_draft_model_changes_no_distribution(num_requests: int) -> None:
     drafter.assert_nothing_held()
 
 
+@pytest.mark.long
 def test_the_check_notices_distributions_that_drafts_were_not_drawn_from() -> None:
     class Liar(CheckedDraftModel):
         propose, forget = DraftModelDrafter.propose, DraftModelDrafter.forget  # the run above checks the bookkeeping

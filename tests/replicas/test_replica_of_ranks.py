@@ -38,7 +38,9 @@ def launch(fleet: Fleet, layout: tuple[int, int], tmp_path: Path) -> None:
     assert fleet.replicas[0].name == fleet.replicas[1].name
 
 
-@pytest.mark.parametrize("layout", [TENSOR, PIPELINE], ids=["tensor", "pipeline"])
+@pytest.mark.parametrize(
+    "layout", [pytest.param(TENSOR, id="tensor"), pytest.param(PIPELINE, id="pipeline", marks=pytest.mark.long)]
+)
 def test_ranks_of_a_replica_serve_clients_and_follow_their_signals(
     layout: tuple[int, int], fleet: Fleet, tmp_path: Path
 ) -> None:

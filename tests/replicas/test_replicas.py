@@ -64,6 +64,7 @@ def test_turns_find_their_prefix_and_a_killed_replica_loses_no_request(fleet: Fl
     assert fleet.replicas[statuses.index(0)].report()["steps_aborted"]  # every fortieth step was made to fail
 
 
+@pytest.mark.long
 def test_a_slow_replica_is_alive_and_without_retries_the_requests_of_a_dead_one_say_why(
     fleet: Fleet, tmp_path: Path
 ) -> None:
@@ -100,6 +101,7 @@ def test_a_slow_replica_is_alive_and_without_retries_the_requests_of_a_dead_one_
     run(scenario, fleet.address)
 
 
+@pytest.mark.long
 def test_a_reply_above_the_message_limit_fails_alone_and_the_replica_goes_on(fleet: Fleet) -> None:
     limit, scored = 20_000, {"return_log_probs": True, "top_n_logprobs": 20, "skip_prompt_log_probs": True}
     fleet.launch([{"step_s": 0.0}], {"max_message_bytes": limit})

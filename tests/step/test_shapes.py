@@ -12,7 +12,13 @@ from megatron_mamba_cache.kernels.prefill_rows import PAD_SLOT
 from megatron_mamba_cache.policy.requests import RunningRequest
 from megatron_mamba_cache.step.batch import lay_out_step, send_padded_step, view_step
 from megatron_mamba_cache.step.buffers import StepBuffers
-from megatron_mamba_cache.step.shapes import StepShape, decode_shapes, prefill_shapes, smallest_holding
+from megatron_mamba_cache.step.shapes import (
+    StepShape,
+    decode_shapes,
+    most_padding_rows,
+    prefill_shapes,
+    smallest_holding,
+)
 from tests.step.test_batch import GEOMETRY, LIMITS, random_decode, row_of
 
 SHAPES = (StepShape(6, 4), StepShape(0, 1, 3, 40), StepShape(5, 1, 3, 40))
@@ -140,7 +146,8 @@ def test_the_smallest_shape_that_holds_a_step_is_taken(data: st.DataObject) -> N
     for_decode = decode_shapes(count, max_rows, drafts, max_tokens)
     shapes = for_decode + prefill_shapes(most_prefilled, max_rows, max_tokens)
     assert len(shapes) == len(set(shapes)) and len(for_decode) <= 2 * count
-    assert all(shape.num_tokens <= max_tokens and shape.num_rows <= max_rows for shape in shapes)
+    most_rows = max_rows + most_padding_rows(max_rows)
+    assert all(shape.num_tokens <= max_tokens and shape.num_rows <= most_rows for shape in shapes)
     assert all(shape.num_prefill_tokens <= most_prefilled for shape in shapes)
     assert max(shape.num_rows for shape in for_decode if shape.width == 1) == max_rows
     num_rows = data.draw(st.integers(1, max_rows))
@@ -159,7 +166,7 @@ def test_a_step_takes_a_shape_of_its_kind_or_none() -> None:
     assert smallest_holding(StepShape.of([decoding]), shapes) == StepShape(1, 1)
     assert smallest_holding(StepShape.of([decoding, drafting]), shapes) == StepShape(3, 3)
     assert smallest_holding(StepShape.of([prefilling]), shapes) == StepShape(0, 1, 4, 100)
-    assert smallest_holding(StepShape.of([decoding, prefilling]), shapes) == StepShape(4, 1, 4, 100)
+    assert smallest_holding(StepShape.of([decoding, prefilling]), shapes) == StepShape(7, 1, 4, 100)
     assert smallest_holding(StepShape.of([drafting, prefilling]), shapes) is None
     assert smallest_holding(StepShape.of([prefilling, prefilling]), shapes) is None
     assert smallest_holding(StepShape.of([wide]), shapes) is None

@@ -1,0 +1,170 @@
+"""What ranks that share experts conclude from each other's numbers: the same, whoever asks and whatever they have."""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_mamba_cache import CacheConfig
+from megatron_mamba_cache.ranks.agreement import settings_of_peers
+from megatron_mamba_cache.speculation.draft_planner import NoDrafts
+from megatron_mamba_cache.step.run_ahead import QueueState
+from megatron_mamba_cache.step.shapes import StepShape
+from megatron_mamba_cache.step.shared_steps import NO_ROWS, SharedSteps
+
+SHAPES = (StepShape(1), StepShape(4), StepShape(8), StepShape(0, 1, 2, 32), StepShape(8, 1, 2, 32))
+SURE, UNSURE = QueueState(is_settled=True), QueueState()
+PATIENCE_S = 20
+
+
+class Meeting:
+    """The greatest of each number that the ranks of one process say."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self._said: list[Sequence[int]] = []
+        self._found: list[int] = []
+        self._barrier = threading.Barrier(num_ranks, self._conclude, PATIENCE_S)
+
+    def _conclude(self) -> None:
+        self._found = [max(values) for values in zip(*self._said, strict=True)]
+        self._said = []
+
+    def greatest(self, values: Sequence[int]) -> list[int]:
+        self._said.append(values)
+        self._barrier.wait()
+        found = self._found
+        self._barrier.wait()  # before the next round overwrites it
+
+        return list(found)
+
+
+class Rows:
+    """Running requests: as many decode rows, and the tokens of prompts that are scheduled."""
+
+    def __init__(self, decoding: int, prompts: Sequence[int] = ()) -> None:
+        spec = SimpleNamespace(prompt_len=1000)
+        self.decoding = [SimpleNamespace()] * decoding
+        self.prefilling = [SimpleNamespace(scheduled=count, computed=0, spec=spec) for count in prompts]
+
+    def __len__(self) -> int:
+        return len(self.decoding) + len(self.prefilling)
+
+
+def ranks_with(rows: Sequence[Rows], captured: list[int] | None = None) -> list[SharedSteps]:
+    meeting = Meeting(len(rows))
+    noted = [] if captured is None else captured
+    return [
+        SharedSteps(meeting, mine, NoDrafts(), lambda: SHAPES, lambda rank=rank: noted.append(rank))
+        for rank, mine in enumerate(rows)
+    ]
+
+
+def on_each(ranks: Sequence[SharedSteps], ask: Callable[[int, SharedSteps], object]) -> list:
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(lambda pair: ask(*pair), enumerate(ranks)))
+
+
+@pytest.mark.parametrize(
+    ("rows", "shape"),
+    [
+        ((Rows(3), Rows(1)), StepShape(4)),
+        ((Rows(0), Rows(0)), StepShape(1)),
+        ((Rows(8), Rows(0, [20])), StepShape(8, 1, 2, 32)),
+        ((Rows(0), Rows(0, [20, 5])), StepShape(0, 1, 2, 32)),
+        ((Rows(2, [30]), Rows(0, [20, 16])), StepShape(2, 1, 2, 36)),  # no graph holds it
+        ((Rows(9), Rows(1)), StepShape(9)),
+    ],
+)
+def test_all_compute_in_the_smallest_shape_that_holds_the_rows_of_each(
+    rows: tuple[Rows, Rows], shape: StepShape
+) -> None:
+    ranks = ranks_with(rows)
+    assert on_each(ranks, lambda _, rank: rank.next_shape()) == [shape, shape]
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """What a rank says when it looks ahead."""
+
+    rows: int
+    queue: QueueState
+    wants_early: bool
+
+
+sayings = st.builds(Ahead, st.integers(0, 9), st.sampled_from([SURE, UNSURE]), st.booleans())
+
+
+@given(st.lists(sayings, min_size=2, max_size=4), st.integers(0, 8))
+def test_the_next_step_is_fixed_if_all_are_sure_and_owed_if_one_launches_it_in_the_present_shape(
+    said: list[Ahead], present: int
+) -> None:
+    ranks = ranks_with([Rows(present)] * len(said))
+    on_each(ranks, lambda _, rank: rank.next_shape())
+    owed = on_each(
+        ranks,
+        lambda index, rank: rank.look_ahead(
+            StepShape(said[index].rows), said[index].queue, wants_early=said[index].wants_early
+        ),
+    )
+    all_sure = all(one.queue is SURE for one in said)
+    most = max(one.rows for one in said)
+    fixed = next((shape for shape in SHAPES[:3] if shape.num_decode_rows >= most), StepShape(most))
+    is_owed = all_sure and any(one.wants_early for one in said) and fixed == ranks[0].present
+    assert owed == [is_owed] * len(said) == [rank.is_owed for rank in ranks]
+    assert [rank.is_fixed for rank in ranks] == [all_sure] * len(said)
+    if all_sure:  # no round: one rank alone finds it
+        assert ranks[0].next_shape() == fixed and not ranks[0].is_fixed and not ranks[0].is_owed
+
+
+def test_a_step_that_no_graph_holds_is_never_owed() -> None:
+    ranks = ranks_with([Rows(9), Rows(9)])
+    on_each(ranks, lambda _, rank: rank.next_shape())
+    assert on_each(ranks, lambda _, rank: rank.look_ahead(StepShape(9), SURE, wants_early=True)) == [False, False]
+
+
+def test_all_capture_before_a_step_if_one_wants_to_which_makes_the_next_step_unsure() -> None:
+    captured: list[int] = []
+    ranks = ranks_with([Rows(1), Rows(0)], captured)
+    ranks[1].wants_capture = True
+    assert on_each(ranks, lambda _, rank: rank.look_ahead(NO_ROWS, SURE, wants_early=True)) == [False, False]
+    on_each(ranks, lambda _, rank: rank.next_shape())
+    assert sorted(captured) == [0, 1] and not ranks[1].wants_capture
+
+
+def test_a_rank_in_mid_prefill_makes_the_next_step_unsure() -> None:
+    ranks = ranks_with([Rows(1), Rows(0, [32])])
+    on_each(ranks, lambda _, rank: rank.next_shape())
+    assert not any(on_each(ranks, lambda _, rank: rank.look_ahead(NO_ROWS, SURE, wants_early=True)))
+    assert not ranks[0].is_fixed and not ranks[1].is_fixed
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("max_tokens", 512), ("num_cuda_graphs", 3), ("num_speculative_tokens", 2)]
+)
+def test_settings_that_graphs_depend_on_must_be_the_same(field: str, value: int) -> None:
+    meeting = Meeting(2)
+    settings = [CacheConfig(num_cuda_graphs=2), CacheConfig(**{"num_cuda_graphs": 2, field: value})]
+
+    def refused(config: CacheConfig) -> str:
+        with pytest.raises(ValueError) as error:
+            settings_of_peers(config, meeting)
+        return str(error.value)
+
+    with ThreadPoolExecutor(2) as pool:
+        for message in pool.map(refused, settings):
+            assert message.startswith(f"{field} is ") and "ranks that share experts" in message
+
+
+def test_ranks_take_the_fewest_requests_of_all_if_they_capture_and_else_keep_their_own() -> None:
+    meeting = Meeting(2)
+    for count, expected in ((2, [4, 4]), (0, [4, 9])):
+        settings = [CacheConfig(num_cuda_graphs=count, max_requests=most) for most in (4, 9)]
+        with ThreadPoolExecutor(2) as pool:
+            found = pool.map(lambda config: settings_of_peers(config, meeting), settings)
+            assert [config.max_requests for config in found] == expected
