@@ -380,8 +380,8 @@ PLANTED = {
     "item_of_an_attribute_set": ({"step/run": "def f(context, x):\n    context.rows[0] = x"}, "sets context.rows[0]"),
     "item_of_an_attribute_deleted": ({"step/run": "def f(a):\n    del a.context.rows[0]"}, "sets a.context.rows[0]"),
     "private_attribute_called": (
-        {"step/run": "def f(runner):\n    runner.early_steps.drop()"},
-        "reads runner.early_steps",
+        {"step/run": "def f(runner):\n    runner._graphs.drop()"},
+        "reads runner._graphs",
     ),
     "private_attribute_of_a_part_called": (
         {"step/run": "def f(a):\n    a._runner._at_work.clear()"},
