@@ -292,7 +292,6 @@ class ReplicaEngine(MambaCacheEngine):
     def _is_told_to_rest(self) -> bool:
         return bool(self.received_stop or self.paused.is_set() or self.received_pause or self.suspend_signal)
 
-    @override
     def _is_at_rest(self) -> bool:
         return super()._is_at_rest() and not self._is_told_to_rest()
 

@@ -1,6 +1,6 @@
 """How expert-parallel ranks exchange tokens: each sends its own to all, and gets what their experts add to them."""
 
-from functools import cache
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -57,7 +57,7 @@ class ExpertExchange:
         return sum_of_ranks(received.view(self._num_ranks, -1, partial.shape[1]), num_tokens, addend)
 
 
-@cache
+@lru_cache(maxsize=1)  # a process group keeps threads as long as it is referred to
 def exchange_among(ranks: dist.ProcessGroup) -> ExpertExchange:
     """Return the one object that all layers whose experts a process group shares exchange tokens through."""
     return ExpertExchange(ranks)

@@ -1,7 +1,7 @@
 """On a rank: random workloads over a model that ranks share."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +17,7 @@ from megatron_mamba_cache.step.graphs import StepGraph
 from megatron_mamba_cache.step.run_ahead import LaunchedStep
 from tests.distributed.rank_models import Layout, parallel
 from tests.mcore import random_workloads
-from tests.mcore.engine_runs import EngineRun
+from tests.mcore.engine_runs import EngineRun, OracleTally
 from tests.mcore.faults import FAULT_PLACES
 from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.mcore.noisy_drafter import NoisyDrafter
@@ -82,15 +82,20 @@ def run_workloads_of_replicas(
         work = _workload(flavours[replica], seed + replica, num_graphs, digest_steps)
         if num_graphs:  # of the same shapes on all ranks
             work = replace(work, config=_workload(flavours[0], seed, num_graphs, digest_steps).config)
-        return _run_workloads(work, steps.wait_for_others)
+        return replace(_run_workloads(work), num_idle=steps.num_idle)
 
 
 class SharedSteps:
-    """Lets replicas step as often as each other, those without requests idly."""
+    """Lets replicas step as often as each other, those without requests idly.
+
+    Attributes:
+        num_idle: Dummy steps so far, while other replicas had requests.
+    """
 
     def __init__(self) -> None:
         self._controller: Any = None
         self._peers = expert_peers_of_process()  # a round that waits for the device would wait for an early step
+        self.num_idle = 0
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         """Announce every step of an engine to the other replicas."""
@@ -101,18 +106,24 @@ class SharedSteps:
             self._any_busy(True)
             return step(run)
 
-        patch.setattr(EngineRun, "step", announced)
+        check = EngineRun.assert_matches_oracle
 
-    def wait_for_others(self) -> int:
-        """Run dummy steps until no replica has a request, and return their number; what is cached stays as it is."""
-        context, num_idle = self._controller.context, 0
+        def checked_alone(run: EngineRun, *args: Any) -> OracleTally:
+            self._wait_for_others()  # the device may wait for their part of a step that was launched early
+            return check(run, *args)
+
+        patch.setattr(EngineRun, "step", announced)
+        patch.setattr(EngineRun, "assert_matches_oracle", checked_alone)
+
+    def _wait_for_others(self) -> None:
+        """Run dummy steps until no replica has a request; what is cached stays as it is."""
+        context = self._controller.context
         before = _contents(context)
         while self._any_busy(context.runner.sharing.is_owed):
             self._controller.dummy_forward()
-            num_idle += 1
+            self.num_idle += 1
         assert all(torch.equal(now, then) for now, then in zip(_contents(context), before, strict=True))
         context.check_integrity()
-        return num_idle
 
     def _any_busy(self, is_busy: bool) -> bool:
         return bool(self._peers.greatest([is_busy])[0])
@@ -130,12 +141,10 @@ def _workload(flavour: str, seed: int, num_graphs: int, digest_steps: int) -> Wo
     return replace(work, config=replace(work.config, rank_digest_steps=digest_steps, **graphs))
 
 
-def _run_workloads(work: Workload, wait_for_others: Callable[[], int] = lambda: 0) -> RankOutcome:
+def _run_workloads(work: Workload) -> RankOutcome:
     with _counted_early_steps() as early:
         plain = run_workload(replace(work, config=replace(work.config, num_speculative_tokens=0)))
-        num_idle = wait_for_others()
         outcomes = plain, run_workload(work, _drafter(plain.texts, work))
-        num_idle += wait_for_others()
     compares = work.config.rank_digest_steps > 0
     logs = [outcome.run.engine.context.digest.log for outcome in outcomes] if compares else []
     return RankOutcome(
@@ -145,7 +154,6 @@ def _run_workloads(work: Workload, wait_for_others: Callable[[], int] = lambda: 
         num_compared=sum(outcome.tally.num_compared for outcome in outcomes),
         num_stopped=sum(outcome.tally.num_stopped for outcome in outcomes),
         num_early=len(early),
-        num_idle=num_idle,
     )
 
 

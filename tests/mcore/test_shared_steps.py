@@ -1,0 +1,143 @@
+"""Engines that share experts, each in a thread: whatever their loads, they launch the same steps in the same order.
+
+The model has no experts, so nothing is exchanged but what the hosts agree on; a step that one rank launches early and
+another later, or never, would make ranks with experts wait for each other for ever.
+"""
+
+import asyncio
+import random
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from megatron.core.inference.engines import dynamic_engine
+
+from megatron_mamba_cache import build
+from megatron_mamba_cache.mcore.served_model import HybridInferenceWrapper
+from megatron_mamba_cache.step.graphs import StepGraph
+from megatron_mamba_cache.step.shapes import StepShape
+from tests.mcore.engine_runs import EngineRun, Hybrid, cache_config, greedy, some_tokens, tiny_hybrid
+from tests.mcore.graph_stand_ins import capture_without_cuda
+from tests.step.test_shared_steps import Meeting
+
+NUM_REQUESTS = 7
+
+
+def _num_exchanged(wrapper: Any) -> int:
+    return wrapper.inference_context.step.batch.num_exchanged
+
+
+class Launches:
+    """What forwards each thread launches: a graph's shape, or the tokens to exchange; and which of them early."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._mine = threading.local()
+        self._note(patch, StepGraph, "forward", lambda graph: graph.shape)
+        self._note(patch, HybridInferenceWrapper, "compute_step", _num_exchanged)
+        self._note(patch, StepGraph, "launch_next", lambda graph: "early")
+
+    def _note(self, patch: pytest.MonkeyPatch, owner: type, name: str, what: Any) -> None:
+        call = getattr(owner, name)
+
+        def noted(self_of_call: Any, *args: Any) -> Any:
+            if hasattr(self._mine, "noted"):
+                self._mine.noted.append(what(self_of_call))
+            return call(self_of_call, *args)
+
+        patch.setattr(owner, name, noted)
+
+    def begin(self) -> list[Any]:
+        """Note what this thread launches from now on."""
+        self._mine.noted = []
+        return self._mine.noted
+
+
+@pytest.fixture(autouse=True)
+def one_loop_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let engines of several threads run in event loops of their own; Megatron keeps one for the process."""
+    monkeypatch.setattr(dynamic_engine, "get_asyncio_loop", lambda loop=None: loop or asyncio.get_event_loop())
+
+
+def in_threads(num_ranks: int, serve_rank: Callable[[int], Any]) -> list[Any]:
+    """Return what each rank comes to, each in a thread and an event loop of its own."""
+
+    def served(rank: int) -> Any:
+        asyncio.set_event_loop(asyncio.new_event_loop())
+        try:
+            return serve_rank(rank)
+        finally:
+            asyncio.get_event_loop().close()
+
+    with ThreadPoolExecutor(num_ranks) as pool:
+        return list(pool.map(served, range(num_ranks)))
+
+
+def serve(
+    subject: Hybrid, rank: int, seed: int, meeting: Meeting, launches: Launches, drafts: int
+) -> tuple[EngineRun, list[Any]]:
+    """Serve this rank's requests in step with the other ranks; return what was launched."""
+    drawn = random.Random(100 * seed + rank)
+    settings = {"num_cuda_graphs": 3, "cuda_graph_prefill_tokens": 40, "max_requests": 4, "max_tokens": 96}
+    run = EngineRun.start(subject, cache_config(subject.sizes, num_speculative_tokens=drafts, **settings))
+    arrivals = {}
+    for _ in range(drawn.randrange(1, NUM_REQUESTS)):
+        arrivals[drawn.randrange(40)] = (drawn.randrange(5, 60), drawn.randrange(1, 50))
+    noted, step = launches.begin(), 0
+    while True:
+        due = [(count, step) for step_due, count in arrivals.items() if step_due == step]
+        for (num_prompt, num_tokens), request_id in due:
+            run.add(request_id, some_tokens(num_prompt, seed=request_id), greedy(num_tokens))
+        is_busy = bool(run.engine.requests) or any(step_due > step for step_due in arrivals)
+        if not meeting.greatest([is_busy or run.context.runner.sharing.is_owed])[0]:
+            break
+        if run.engine.requests:
+            run.step()
+        else:
+            run.engine.controller.dummy_forward()
+        step += 1
+    run.engine.close()
+    return run, noted
+
+
+@pytest.mark.parametrize(("seed", "num_ranks", "drafts"), [(0, 2, 0), (1, 3, 0), (3, 2, 2)])
+def test_ranks_launch_the_same_steps(seed: int, num_ranks: int, drafts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    capture_without_cuda(monkeypatch)
+    launches, meeting = Launches(monkeypatch), Meeting(num_ranks)
+    subjects = [tiny_hybrid(seed=rank + 1) for rank in range(num_ranks)]
+    monkeypatch.setattr(build, "expert_peers_of_process", lambda: meeting)
+    done = in_threads(num_ranks, lambda rank: serve(subjects[rank], rank, seed, meeting, launches, drafts))
+    shapes = [[what for what in noted if what != "early"] for _, noted in done]
+    assert all(mine == shapes[0] for mine in shapes) and any(isinstance(what, StepShape) for what in shapes[0])
+    for run, _ in done:
+        run.assert_matches_oracle()
+    numbers = [noted.count("early") for _, noted in done]
+    print(len(shapes[0]), "steps,", numbers, "early")
+    if not drafts:
+        assert sum(numbers)
+
+
+def test_a_step_that_one_rank_launches_early_is_computed_by_a_rank_that_closes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    capture_without_cuda(monkeypatch)
+    launches, meeting = Launches(monkeypatch), Meeting(2)
+    subjects = [tiny_hybrid(seed=rank + 1) for rank in range(2)]
+    monkeypatch.setattr(build, "expert_peers_of_process", lambda: meeting)
+
+    def closed(rank: int) -> list[Any]:
+        subject = subjects[rank]
+        settings = {"num_cuda_graphs": 2, "cuda_graph_prefill_tokens": 40, "max_requests": 2}
+        run = EngineRun.start(subject, replace(cache_config(subject.sizes, **settings), run_ahead=rank == 0))
+        run.add(0, some_tokens(9), greedy(40))
+        noted = launches.begin()
+        while not run.context.runner.sharing.is_owed:
+            run.step()
+        assert (run.context.early_step is not None) is (rank == 0)
+        run.engine.close()
+        return [what for what in noted if what != "early"]
+
+    first, second = in_threads(2, closed)
+    assert first == second and first
