@@ -71,7 +71,7 @@ class RequestRunner:
         start = time.perf_counter()
         for line in queue.initial_lines():
             self._start_session(line, queue)
-        while self._continues(bool(self._running)):
+        while self._engine.owes_step or self._continues(bool(self._running)):
             result = self._engine.step_modern()
             now = time.perf_counter()
             self._note_tokens(result["active_request_ids"], now)

@@ -130,6 +130,14 @@ class MambaCacheEngine(SuspendableEngine):
         """Return whether a request runs, waits, or has ended and is to be reported by the next step."""
         return super().has_unfinished_requests() or bool(self.failed_request_ids or self._unreported)
 
+    @property
+    def owes_step(self) -> bool:
+        """True when ranks that share experts may have launched the next step: step before waiting for one of them.
+
+        Until this rank has launched its part, their devices wait for it. It is the same on all of them.
+        """
+        return self.context.is_tensor_state_allocated and self.context.runner.sharing.is_owed
+
     def cached_tokens(self, request_id: int) -> int:
         """Return the number of prompt tokens skipped when the request was first admitted; 0 before that.
 

@@ -10,8 +10,8 @@ from .peers import ExpertPeers
 _OF_EACH_RANK = ("buffer_size_gb", "paused_buffer_size_gb", "prefix_caching_mamba_gb")
 """Settings that may differ between ranks: the memory that each provides."""
 _LEAST_OF_ALL = ("max_requests",)
-_OF_GRAPHS = ("max_tokens", "num_cuda_graphs", "cuda_graph_prefill_tokens", "num_speculative_tokens")
-"""Settings besides `max_requests` that the shapes of CUDA graphs follow from."""
+_OF_SHAPES = ("max_tokens", "num_cuda_graphs", "cuda_graph_prefill_tokens", "num_speculative_tokens")
+"""Settings besides `max_requests` that the shapes of warmup and of CUDA graphs follow from."""
 _ANY_NUMBER = 2**62
 """The number of slots or KV blocks on a rank where they take no memory: other ranks set the limit."""
 
@@ -57,19 +57,17 @@ def agreed_settings(config: CacheConfig, ranks: Ranks) -> CacheConfig:
 
 
 def settings_of_peers(config: CacheConfig, peers: ExpertPeers) -> CacheConfig:
-    """Return the settings with which ranks that share experts capture the same graphs: the least `max_requests` of all.
+    """Return the settings with which ranks that share experts compute the same shapes: the least `max_requests` of all.
 
     Raises:
-        ValueError: On all ranks, if one captures graphs and they differ in what graphs depend on.
+        ValueError: On all ranks, if they differ in another setting that shapes depend on.
     """
     if peers.num_ranks == 1:
         return config
-    mine = [int(getattr(config, name)) for name in _OF_GRAPHS]
+    mine = [int(getattr(config, name)) for name in _OF_SHAPES]
     found = peers.greatest([*mine, *(-value for value in mine), -config.max_requests])
     most, least, max_requests = found[: len(mine)], [-value for value in found[len(mine) : -1]], -found[-1]
-    if not most[_OF_GRAPHS.index("num_cuda_graphs")]:
-        return config
-    for name, low, high in zip(_OF_GRAPHS, least, most, strict=True):
+    for name, low, high in zip(_OF_SHAPES, least, most, strict=True):
         if low != high:
             raise ValueError(f"{name} is {low} to {high} on the ranks that share experts; give all of them the same")
     return replace(config, max_requests=max_requests)

@@ -273,16 +273,17 @@ class ReplicaEngine(MambaCacheEngine):
         """Return whether the expert-parallel group steps; failed requests are reported before the loop rests."""
         if not local_work and (self.failed_request_ids or self._unreported):
             await self.async_bookkeep(None, {"kv_stats": None}, 0.0, self.step_count)
-        found: bool = await all_step(self._standing(local_work), self._highest_standing)
-        if found and not local_work:
-            self.context.runner.note_queue(has_waiting=False)
-            self.context.runner.note_scheduled(is_settled=self._is_at_rest())
+        found = self.owes_step or await all_step(self._standing(local_work), self._highest_standing)
+        if self.context.is_tensor_state_allocated:
+            runner = self.context.runner
+            if not found:
+                runner.sharing.forget()  # the next step is another one, and some ranks may suspend before it
+            elif not local_work:
+                runner.note_queue(has_waiting=False)
+                runner.note_scheduled(is_settled=self._is_at_rest())
         return found
 
     def _standing(self, local_work: int) -> Standing:
-        context = self.context
-        if not self.is_suspended and context.is_tensor_state_allocated and context.runner.sharing.is_owed:
-            return Standing.WORKING  # whatever it was told: other ranks may have launched the step
         if self.stopped.is_set():
             return Standing.STOPPED
         if self.is_suspended:

@@ -103,7 +103,8 @@ class StepRunner:
         step = self.plan()
         logits = self._forward(step, model)
         self.publish_prompts()
-        await asyncio.sleep(0)  # the forward runs; other tasks may use the host
+        if not self.sharing.is_shared:  # else nothing may come between the forward and the look ahead
+            await asyncio.sleep(0)  # the forward runs; other tasks may use the host
         if self._step is not step:
             raise CacheIntegrityError("the step was dropped while it was computed; its requests start again")
         if not lands:

@@ -44,6 +44,9 @@ class StepSharing(Protocol):
     def may_launch(self, step: Step, queue: QueueState, *, wants: bool, knows_tokens: bool) -> bool:
         """Return whether this rank launches the step after this one, which it wants to or not."""
 
+    def forget(self) -> None:
+        """Forget the next step, which all ranks have computed or none will."""
+
 
 class OwnSteps:
     """The `StepSharing` of a rank that has all experts: it decides by itself."""
@@ -56,6 +59,9 @@ class OwnSteps:
     def may_launch(self, step: Step, queue: QueueState, *, wants: bool, knows_tokens: bool) -> bool:
         """Return what this rank wants."""
         return wants
+
+    def forget(self) -> None:
+        """Do nothing."""
 
 
 class SharedSteps:
@@ -149,7 +155,7 @@ class SharedSteps:
         return self._is_owed
 
     def forget(self) -> None:
-        """Forget the next step, which all ranks have computed or none will."""
+        """See `StepSharing`."""
         self._fixed, self._is_owed, self.padding_is_launched = None, False, False
 
 

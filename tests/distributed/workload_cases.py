@@ -80,7 +80,7 @@ def run_workloads_of_replicas(
         steps.install(patch)
         replica = parallel_state.get_data_parallel_rank()
         work = _workload(flavours[replica], seed + replica, num_graphs, digest_steps)
-        if num_graphs:  # of the same shapes on all ranks
+        if layout.expert > 1:  # the same shapes on all ranks
             work = replace(work, config=_workload(flavours[0], seed, num_graphs, digest_steps).config)
         return replace(_run_workloads(work), num_idle=steps.num_idle)
 
@@ -103,7 +103,8 @@ class SharedSteps:
 
         def announced(run: EngineRun) -> list[int]:
             self._controller = run.engine.controller
-            self._any_busy(True)
+            if not run.engine.owes_step:
+                self._any_busy(True)
             return step(run)
 
         check = EngineRun.assert_matches_oracle
@@ -119,7 +120,7 @@ class SharedSteps:
         """Run dummy steps until no replica has a request; what is cached stays as it is."""
         context = self._controller.context
         before = _contents(context)
-        while self._any_busy(context.runner.sharing.is_owed):
+        while context.runner.sharing.is_owed or self._any_busy(False):
             self._controller.dummy_forward()
             self.num_idle += 1
         assert all(torch.equal(now, then) for now, then in zip(_contents(context), before, strict=True))

@@ -91,7 +91,7 @@ def serve(
         for (num_prompt, num_tokens), request_id in due:
             run.add(request_id, some_tokens(num_prompt, seed=request_id), greedy(num_tokens))
         is_busy = bool(run.engine.requests) or any(step_due > step for step_due in arrivals)
-        if not meeting.greatest([is_busy or run.context.runner.sharing.is_owed])[0]:
+        if not run.engine.owes_step and not meeting.greatest([is_busy])[0]:
             break
         if run.engine.requests:
             run.step()
