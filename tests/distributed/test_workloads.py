@@ -27,10 +27,10 @@ SHARED = [
 ]
 REPLICAS = [
     (Layout(), ("uncached", "few_states"), 0, 0, 1),
-    (Layout(expert=2), ("tight_blocks", "roomy"), 1, 0, 1),
-    (Layout(expert=2), ("few_states", "strides"), 2, 3, 0),
-    pytest.param(Layout(2, expert=2), ("tight_blocks", "roomy"), 3, 3, 0, marks=needs_4),
-    pytest.param(Layout(expert=4), ("tight_blocks", "roomy", "strides", "uncached"), 4, 3, 0, marks=needs_4),
+    (Layout(expert=2), ("tight_blocks",) * 2, 1, 0, 1),
+    (Layout(expert=2), ("strides",) * 2, 2, 3, 0),
+    pytest.param(Layout(2, expert=2), ("roomy",) * 2, 3, 3, 0, marks=needs_4),
+    pytest.param(Layout(expert=4), ("few_states",) * 4, 4, 3, 0, marks=needs_4),
 ]
 
 

@@ -79,9 +79,11 @@ def run_workloads_of_replicas(
         steps = SharedSteps()
         steps.install(patch)
         replica = parallel_state.get_data_parallel_rank()
-        work = _workload(flavours[replica], seed + replica, num_graphs, digest_steps)
-        if layout.expert > 1:  # the same shapes on all ranks
-            work = replace(work, config=_workload(flavours[0], seed, num_graphs, digest_steps).config)
+        own_seed = seed if layout.expert > 1 else seed + replica
+        work = _workload(flavours[replica], own_seed, num_graphs, digest_steps)
+        if layout.expert > 1:  # settings are the same on all ranks, loads are not: fewer requests, and later
+            later = (replace(arrival, step=arrival.step + 5 * replica) for arrival in work.arrivals)
+            work = replace(work, arrivals=tuple(later)[: len(work.arrivals) - 2 * replica])
         return replace(_run_workloads(work), num_idle=steps.num_idle)
 
 
