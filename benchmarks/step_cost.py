@@ -108,7 +108,7 @@ def step_cost(engine: Any, shape: ServedShape, num_rows: int, num_prompt: int) -
     num_tokens = num_prefills + NUM_WARMING + 2 * NUM_STEPS + 2
     for index in range(num_rows):
         send(engine, 1000 * num_rows + index, some_tokens(drawn, shape, num_prompt), num_tokens)
-    while engine.waiting_request_ids or not engine.context.is_decode_only():
+    while engine.waiting_request_ids or any(row.is_prefilling for row in engine.context.rows):
         engine.step_modern()
     for _ in range(NUM_WARMING):
         engine.step_modern()

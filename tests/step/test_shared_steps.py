@@ -40,7 +40,6 @@ class Meeting:
         self._barrier.wait()
         found = self._found
         self._barrier.wait()  # before the next round overwrites it
-
         return list(found)
 
 
