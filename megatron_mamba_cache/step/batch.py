@@ -206,6 +206,7 @@ def _attention_rows(rows: Sequence[RunningRequest], buffers: StepBuffers) -> Att
         query_lens=tuple(row.scheduled for row in rows),
         kv_lens=tuple(row.computed + row.scheduled for row in rows),
         host_block_table=buffers.host_block_table()[:num_rows],
+        num_decode_rows=num_decoding(rows),
     )
 
 

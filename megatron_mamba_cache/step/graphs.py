@@ -70,7 +70,8 @@ class StepGraph:
         send_padded_step(shape.pad((), geometry.dummy_block), buffers, geometry, shape)
         padding, num_chunks = shape.fullest_rows(geometry.dummy_block), shape.num_chunks(geometry.ssm_chunk_size)
         self._views = view_step(padding, buffers, num_chunks)
-        fullest = replace(self._views.attention, kv_lens=(longest,) * shape.num_rows)
+        kv_lens = (longest,) * shape.num_rows
+        fullest = replace(self._views.attention, query_lens=shape.most_queries, kv_lens=kv_lens)
         self._attention = self._memory.attention.capture(fullest)
         self._latest = latest
 

@@ -39,6 +39,13 @@ class StepShape:
         """Tokens whose logits the graph computes."""
         return self.num_decode_rows * self.width + self.num_prefill_rows
 
+    @property
+    def most_queries(self) -> tuple[int, ...]:
+        """Most query tokens of each row that fit together: the first prefill row may take them all."""
+        others = (0,) * (self.num_prefill_rows - 1)
+        prefilling = (self.num_prefill_tokens, *others) if self.num_prefill_rows else ()
+        return (self.width,) * self.num_decode_rows + prefilling
+
     def num_chunks(self, ssm_chunk_size: int) -> int:
         """Return the most SSM chunks that the prefill rows can have: a row cuts at most two of them short."""
         return self.num_prefill_tokens // ssm_chunk_size + 2 * self.num_prefill_rows

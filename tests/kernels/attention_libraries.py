@@ -135,7 +135,11 @@ class BatchPrefillWithPagedKVCacheWrapper:
         assert kv_layout == "NHD" and float_workspace_buffer.dtype == torch.uint8
         buffers = (qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf)
         assert all((buffer is not None and buffer.dtype == torch.int32) == use_cuda_graph for buffer in buffers)
+        assert backend in ("fa2", "fa3")
         self._buffers = buffers if use_cuda_graph else None
+        self._reads_plan = backend == "fa3"
+        if backend == "fa3":
+            self._vector_sparse_indices_buffer = torch.zeros(1, dtype=torch.int32)
         self._most_tokens = None
 
     def plan(
@@ -170,13 +174,15 @@ class BatchPrefillWithPagedKVCacheWrapper:
             table[row, : len(pages)] = pages
         self._table, self._cu_query, self._scale = torch.from_numpy(table), qo_indptr, sm_scale
         self._full_lens = (num_pages - 1).clamp_min(0) * page_size
-        self._last_page_lens = paged_kv_last_page_len if self._buffers is None else self._buffers[3]
+        is_planned = self._buffers is None or self._reads_plan
+        self._last_page_lens = paged_kv_last_page_len if is_planned else self._buffers[3]
         self._heads = num_qo_heads, num_kv_heads, head_dim_qk, page_size
 
-    def run(self, q, paged_kv_cache) -> Tensor:
+    def run(self, q, paged_kv_cache, *, out) -> Tensor:
         k, v = paged_kv_cache
         assert self._heads == (q.shape[1], k.shape[2], k.shape[3], k.shape[1])
-        return _attend(q, k, v, self._cu_query, self._full_lens + self._last_page_lens, self._table, self._scale)
+        kv_lens = self._full_lens + self._last_page_lens
+        return out.copy_(_attend(q, k, v, self._cu_query, kv_lens, self._table, self._scale))
 
 
 def flashinfer() -> ModuleType:

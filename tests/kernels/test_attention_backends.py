@@ -3,8 +3,8 @@
 import logging
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
-from itertools import accumulate
+from dataclasses import dataclass, replace
+from itertools import accumulate, takewhile
 
 import numpy as np
 import pytest
@@ -16,8 +16,8 @@ from megatron_mamba_cache.kernels.attention import choice, flashinfer
 from megatron_mamba_cache.kernels.attention.attention_rows import AttentionRows
 from megatron_mamba_cache.kernels.attention.choice import BACKENDS, BackendClass, choose_attention
 from megatron_mamba_cache.kernels.attention.flash_attn import cumulative_lengths
-from megatron_mamba_cache.kernels.attention.flashinfer import page_lists
 from megatron_mamba_cache.kernels.attention.interface import AttentionBackend, AttentionShape, attend_rows
+from megatron_mamba_cache.kernels.attention.page_lists import page_lists
 from megatron_mamba_cache.kernels.attention.reference import ReferenceAttention
 from megatron_mamba_cache.kernels.attention.reference_attention import paged_attention_ref
 from tests.kernels import attention_libraries
@@ -68,6 +68,7 @@ class Step:
             tuple(query_len for query_len, _ in mix),
             tuple(kv_len for _, kv_len in mix),
             table,
+            num_decode_rows=len(list(takewhile(lambda row: row[0] <= 16, mix))),
         )
 
     def reference(self, scale: float) -> Tensor:
@@ -176,6 +177,7 @@ def stand_in_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", attention_libraries.varlen_attn)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(flashinfer, "num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(flashinfer, "is_hopper", lambda device: True)
 
 
 @pytest.mark.usefixtures("stand_in_libraries")
@@ -194,16 +196,48 @@ def test_backend_asks_its_library_for_what_the_twin_computes(mix: Mix, built: Ba
 
 # Inside captured graphs.
 
-CAPTURED: dict[int, list[Mix]] = {  # most query tokens of a row: steps of at most four rows, one after another
-    1: [[(1, 700), (1, 1), (1, 256)], [(1, 257)], [(1, 90), (1, 3), (1, 512), (1, 1030)], []],
-    4: [[(4, 700), (1, 1), (3, 259)], [(2, 2)], [(4, 90), (4, 4), (4, 512), (4, 1030)], [(1, 300), (2, 1500)]],
+
+@dataclass(frozen=True)
+class Captured:
+    """Steps that one captured call attends, one after another.
+
+    Args:
+        most: Query tokens of the longest rows.
+        num_decode: How many of the rows decode.
+    """
+
+    most: tuple[int, ...]
+    num_decode: int
+    mixes: list[Mix]
+
+
+CAPTURED = {
+    "decode": Captured(
+        (1, 1, 1, 1), 4, [[(1, 700), (1, 1), (1, 256)], [(1, 257)], [(1, 90), (1, 3), (1, 512), (1, 1030)], []]
+    ),
+    "verify": Captured(
+        (4, 4, 4, 4),
+        4,
+        [[(4, 700), (1, 1), (3, 259)], [(2, 2)], [(4, 90), (4, 4), (4, 512), (4, 1030)], [(1, 300), (2, 1500)]],
+    ),
+    "prompts beside decoding": Captured(
+        (1, 1, 600, 0),
+        2,
+        [
+            [(1, 700), (1, 1), (300, 812), (300, 300)],
+            [(1, 900), (1, 1), (600, 1500)],
+            [(1, 1300), (1, 257), (2, 2), (597, 1021)],
+        ],
+    ),
+    "short prompts": Captured((64, 0, 0, 0), 0, [[(30, 300), (34, 34)], [(1, 1), (60, 1500)], [(64, 600)], []]),
 }
 CAPTURED_ROWS, CAPTURED_BLOCKS = 4, 6
+by_captured = pytest.mark.parametrize("captured_rows", CAPTURED.values(), ids=CAPTURED.keys())
 
 
-def captured_mixes(width: int, block_size: int) -> Iterator[Mix]:
-    """Yield each mix of rows of so many query tokens, and behind it the same a token further in their blocks."""
-    for mix in CAPTURED[width]:
+def captured_mixes(captured: Captured, block_size: int) -> Iterator[Mix]:
+    """Yield each mix of rows, and after it the same a token further in their blocks."""
+    for mix in captured.mixes:
         yield mix
         yield [(query_len, kv_len + (kv_len % block_size > 0)) for query_len, kv_len in mix]
 
@@ -211,20 +245,21 @@ def captured_mixes(width: int, block_size: int) -> Iterator[Mix]:
 class CapturedSteps:
     """Steps that are computed by one captured call, over rows that are padded in place."""
 
-    def __init__(self, width: int, shape: AttentionShape) -> None:
+    def __init__(self, captured: Captured, shape: AttentionShape) -> None:
         options = {"dtype": torch.int32, "device": shape.device}
         self.table = np.zeros((CAPTURED_ROWS, CAPTURED_BLOCKS), np.int32)
         bound = CAPTURED_BLOCKS * shape.block_size
         self.rows = AttentionRows(
-            torch.arange(CAPTURED_ROWS + 1, **options) * width,
-            torch.full((CAPTURED_ROWS,), width, **options),
+            torch.tensor([0, *accumulate(captured.most)], **options),
+            torch.tensor(captured.most, **options),
             torch.zeros(CAPTURED_ROWS, CAPTURED_BLOCKS, **options),
-            (width,) * CAPTURED_ROWS,
+            captured.most,
             (bound,) * CAPTURED_ROWS,
             self.table,
+            captured.num_decode,
         )
         half = {"dtype": shape.dtype, "device": shape.device}
-        self.q = torch.zeros(CAPTURED_ROWS * width, shape.num_heads, shape.head_dim, **half)
+        self.q = torch.zeros(sum(captured.most), shape.num_heads, shape.head_dim, **half)
         cache_shape = (2, CAPTURED_ROWS * CAPTURED_BLOCKS, shape.block_size, shape.num_kv_heads, shape.head_dim)
         self.k, self.v = torch.zeros(cache_shape, **half)
 
@@ -260,17 +295,17 @@ def test_parts_of_rows_take_what_the_library_takes(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.usefixtures("stand_in_libraries")
-@pytest.mark.parametrize("width", CAPTURED)
+@by_captured
 @pytest.mark.parametrize("built", BACKENDS, ids=lambda built: built.name)
 def test_captured_attention_is_that_of_the_rows_at_each_replay(
-    width: int, built: BackendClass, monkeypatch: pytest.MonkeyPatch
+    captured_rows: Captured, built: BackendClass, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention_libraries, "IN_GRAPHS", True)
     torch.manual_seed(3)
     shape = shape_of(num_heads=4, head_dim=8)
-    steps = CapturedSteps(width, shape)
+    steps = CapturedSteps(captured_rows, shape)
     captured = built(shape).capture(steps.rows)
-    for seed, mix in enumerate(captured_mixes(width, shape.block_size)):
+    for seed, mix in enumerate(captured_mixes(captured_rows, shape.block_size)):
         torch.manual_seed(seed // 2)  # each mix and what it grows to have the same blocks
         step, rows = steps.load(mix, shape)
         captured.plan_again(rows)
@@ -288,7 +323,7 @@ def test_a_plan_of_flashinfer_holds_until_a_row_has_other_pages(monkeypatch: pyt
         flashinfer.PagedAttention, "plan_pages", lambda self, pages: (planned.append(1), plan(self, pages))
     )
     shape = shape_of(num_heads=4, head_dim=8)
-    steps = CapturedSteps(1, shape)
+    steps = CapturedSteps(CAPTURED["decode"], shape)
     captured = flashinfer.FlashInferAttention(shape).capture(steps.rows)
     _, rows = steps.load([(1, 250), (1, 300)], shape)
     planned.clear()
@@ -298,6 +333,26 @@ def test_a_plan_of_flashinfer_holds_until_a_row_has_other_pages(monkeypatch: pyt
     steps.table[1] += 1
     captured.plan_again(replace(rows, kv_lens=(259, 300, 0, 0)))
     assert len(planned) == 3
+
+
+@pytest.mark.usefixtures("stand_in_libraries")
+@pytest.mark.parametrize(
+    ("num_tokens", "num_heads", "kernel"),
+    [(512, 32, "fa3"), (384, 32, "fa3"), (256, 32, "fa2"), (64, 32, "fa2"), (1024, 8, "fa2"), (2048, 8, "fa3")],
+)
+def test_prompts_of_a_graph_take_fa3_where_its_programs_are_enough(
+    num_tokens: int, num_heads: int, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[str] = []
+    make = flashinfer._wrapper
+    monkeypatch.setattr(
+        flashinfer, "_wrapper", lambda space, name, **other: (built.append(name), make(space, name, **other))[1]
+    )
+    shape = shape_of(num_heads=num_heads, num_kv_heads=2, head_dim=8)
+    backend = flashinfer.FlashInferAttention(shape)
+    built.clear()
+    backend.capture(CapturedSteps(Captured((1, 1, num_tokens, 0), 2, []), shape).rows)
+    assert built == ["fa2", kernel]
 
 
 @pytest.mark.parametrize("values", [[3, 7, 5], [2], [-4, -9]])
@@ -352,18 +407,18 @@ def test_steps_of_other_sizes_follow_each_other(backend: AttentionBackend) -> No
 
 @pytest.mark.gpu
 @needs_cuda
-@pytest.mark.parametrize("width", CAPTURED)
-def test_a_graph_attends_the_rows_of_each_replay(width: int, backend: AttentionBackend) -> None:
+@by_captured
+def test_a_graph_attends_the_rows_of_each_replay(captured_rows: Captured, backend: AttentionBackend) -> None:
     torch.manual_seed(4)
     shape = shape_of("cuda", torch.bfloat16)
-    steps = CapturedSteps(width, shape)
+    steps = CapturedSteps(captured_rows, shape)
     captured = backend.capture(steps.rows)
     captured.begin()(steps.q, steps.k, steps.v)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = captured.begin()(steps.q, steps.k, steps.v)
-    for seed, mix in enumerate(captured_mixes(width, shape.block_size)):
+    for seed, mix in enumerate(captured_mixes(captured_rows, shape.block_size)):
         torch.manual_seed(seed // 2)  # each mix and what it grows to have the same blocks
         step, rows = steps.load(mix, shape)
         captured.plan_again(rows)

@@ -58,6 +58,19 @@ def send(rows: list[RunningRequest], buffers: StepBuffers, shape: StepShape) -> 
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("shape", SHAPES)
+def test_no_row_has_more_query_tokens_than_a_shape_says(shape: StepShape, seed: int) -> None:
+    draw = random.Random(seed)
+    rows = some_rows(draw, shape)
+    most = shape.most_queries
+    assert len(most) == shape.num_rows and sum(most) == shape.num_tokens
+    assert max((row.scheduled for row in rows), default=0) <= max(most)
+    if shape.num_prefill_rows:
+        alone = row_of(0, prompt_len=shape.num_prefill_tokens, computed=0, scheduled=shape.num_prefill_tokens)
+        assert shape.holds(StepShape.of([alone])) and alone.scheduled == most[shape.num_decode_rows]
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("shape", SHAPES)
 def test_rows_are_laid_out_as_without_padding(device: str, shape: StepShape, seed: int) -> None:
     rows = some_rows(random.Random(seed), shape)
     plain, padded = StepBuffers(LIMITS, device), filled_with_junk(device)

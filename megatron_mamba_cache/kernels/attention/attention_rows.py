@@ -18,6 +18,7 @@ class AttentionRows:
         query_lens: Host copy of the query lengths.
         kv_lens: Host copy of `kv_lengths`, or upper bounds of it: they size the reads, `kv_lengths` masks them.
         host_block_table: Host copy of `block_table`, valid until the step's results have been read back.
+        num_decode_rows: How many rows, the first ones, decode or verify; the others are of prompts.
     """
 
     cu_query: Tensor
@@ -26,3 +27,4 @@ class AttentionRows:
     query_lens: tuple[int, ...]
     kv_lens: tuple[int, ...]
     host_block_table: npt.NDArray[np.int32]
+    num_decode_rows: int = 0

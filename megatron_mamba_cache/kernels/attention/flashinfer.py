@@ -1,36 +1,40 @@
 """Attention by FlashInfer's prefill kernels over a paged cache, which serve decode, verify and prefill rows alike.
 
+A step is attended in two calls: its decode rows, then its prompts. "fa2" divides a row's cached tokens among
+multiprocessors, as rows of few query tokens need. All rows of a call have one tile size, though: a prompt among decode
+rows makes their tiles eight times too large, and leaves none for dividing its own tokens. "fa3" computes prompts 1.6
+times as fast, but a program reads all cached tokens of 128 query tokens and a head, so that it needs enough of them.
+
 FlashInfer compiles for a model's shape at first use and keeps the result on disk. This happens when the backend is
 built, with a log line, not at the first request.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..kernel_launches import num_multiprocessors
+from ..kernel_launches import is_hopper, num_multiprocessors
 from ..progress import progress
 from .attention_rows import AttentionRows
-from .interface import AttentionShape, PlannedAttention, attend_rows, half_precision_refusal, is_installed
+from .interface import AttentionShape, PlannedAttention, half_precision_refusal, is_installed
+from .page_lists import ALL_ROWS, PageLists, page_lists
 
 _HEAD_DIMS = (64, 128, 256)
 _WORKSPACE_BYTES = 128 * 2**20
 _ALIGNMENT = 16
 _MOST_SHORT_QUERIES = 16  # query tokens of a decode or verify row
+_FA3_TILE = 128  # query tokens of a program
 
 
 class FlashInferAttention:
     """`BatchPrefillWithPagedKVCacheWrapper`; its host plan of a step serves all layers.
 
-    Decode and verify rows go to "fa2", which spreads the cached tokens of a row over the GPU; "fa3" does not.
-
     Args:
-        kernel: "fa2" or "fa3" for all steps; None lets FlashInfer choose one for prefill.
+        kernel: "fa2" or "fa3" for all rows; None: "fa2" for decode rows, the faster one for prompts.
     """
 
     name = setting = "flashinfer"
@@ -44,26 +48,77 @@ class FlashInferAttention:
 
     def __init__(self, shape: AttentionShape, kernel: str | None = None) -> None:
         self._shape = shape
+        self._kernel = kernel
         self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=shape.device)
         self._graph_workspace: Tensor | None = None
         with progress("FlashInfer compiles attention kernels for this model, which it does once on a machine"):
-            short, long = (kernel, kernel) if kernel else ("fa2", "auto")
-            self._short = PagedAttention(shape, _wrapper(self._workspace, short))
-            self._long = self._short if short == long else PagedAttention(shape, _wrapper(self._workspace, long))
-            for attention in (self._short, self._long):
+            prompt_kernel = kernel or ("fa3" if is_hopper(shape.device) else "fa2")
+            self._decoding = PagedAttention(shape, _wrapper(self._workspace, kernel or "fa2"))
+            self._prompts = PagedAttention(shape, _wrapper(self._workspace, prompt_kernel))
+            for attention in (self._decoding, self._prompts):
                 _try_out(attention, shape)
 
     def plan(self, rows: AttentionRows) -> PlannedAttention:
         """Plan a step on the host; needs exact `kv_lens`."""
-        longest = max(rows.query_lens, default=0)
-        return (self._short if longest <= _MOST_SHORT_QUERIES else self._long).plan(rows)
+        num_decode = rows.num_decode_rows
+        if max(rows.query_lens[num_decode:], default=0) <= _MOST_SHORT_QUERIES:
+            calls = [(self._decoding, ALL_ROWS)]
+        else:
+            calls = [(self._decoding, slice(num_decode)), (self._prompts, slice(num_decode, None))]
+        parts = []
+        for attention, part in calls:
+            tokens = _tokens_of(rows, part)
+            if tokens.start < tokens.stop:
+                attention.plan_pages(page_lists(rows, self._shape.block_size, part))
+                parts.append((attention, tokens))
+
+        def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+            out = torch.empty_like(q)
+            out[sum(rows.query_lens) :] = 0
+            return _attend_parts(parts, q, k_cache, v_cache, out)
+
+        return attend
 
     def capture(self, rows: AttentionRows) -> "CapturedFlashInfer":
         """Prepare graphs whose rows are at most as long as these; prepare the largest first, to share its memory."""
-        needed = parts_bytes(self._shape, len(rows.query_lens), sum(rows.query_lens))
+        both = slice(rows.num_decode_rows), slice(rows.num_decode_rows, None)
+        parts = [part for part in both if rows.query_lens[part]]
+        lengths = [rows.query_lens[part] for part in parts]
+        needed = max(parts_bytes(self._shape, len(queries), sum(queries)) for queries in lengths)
         if self._graph_workspace is None or self._graph_workspace.numel() < needed:
             self._graph_workspace = torch.zeros(needed, dtype=torch.uint8, device=self._shape.device)
-        return CapturedFlashInfer(self._shape, self._graph_workspace, rows)
+        kernels = ["fa2" if part.stop else self._prompt_kernel(sum(rows.query_lens[part])) for part in parts]
+        return CapturedFlashInfer(
+            [self._capture_part(rows, part, kernel) for part, kernel in zip(parts, kernels, strict=True)]
+        )
+
+    def _prompt_kernel(self, num_tokens: int) -> str:
+        """Return the kernel for prompts of a captured step: "fa3" if its programs take half the multiprocessors."""
+        shape = self._shape
+        num_programs = -(-num_tokens // _FA3_TILE) * shape.num_heads
+        suits_fa3 = is_hopper(shape.device) and num_programs > num_multiprocessors(shape.device) // 2
+        return "fa3" if suits_fa3 else "fa2"
+
+    def _capture_part(self, rows: AttentionRows, part: slice, kernel: str) -> "CapturedPart":
+        table = rows.block_table[part]
+        sizes = {
+            "qo_indptr_buf": len(table) + 1,
+            "paged_kv_indptr_buf": len(table) + 1,
+            "paged_kv_indices_buf": table.numel(),
+            "paged_kv_last_page_len_buf": len(table),
+        }
+        workspace, kernel = self._graph_workspace, self._kernel or kernel
+        assert workspace is not None
+        with torch.inference_mode(False):  # else only inference mode could plan again
+            buffers = {
+                name: torch.zeros(size, dtype=torch.int32, device=workspace.device) for name, size in sizes.items()
+            }
+            wrapper = _wrapper(workspace, kernel, use_cuda_graph=True, **buffers)
+        if kernel == "fa3":
+            self._prompts.lend_offsets(wrapper)
+        attention = PagedAttention(self._shape, wrapper)
+        last_page_lens = buffers["paged_kv_last_page_len_buf"] if kernel == "fa2" else None
+        return CapturedPart(attention, rows, part, self._shape.block_size, last_page_lens)
 
 
 class PagedAttention:
@@ -73,18 +128,7 @@ class PagedAttention:
         self._shape = shape
         self._wrapper = wrapper
 
-    def plan(self, rows: AttentionRows) -> PlannedAttention:
-        """Plan a step's rows that have query tokens."""
-        num_tokens = sum(rows.query_lens)
-        if num_tokens:
-            self.plan_pages(page_lists(rows, self._shape.block_size))
-
-        def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-            return attend_rows(q, num_tokens, lambda tokens: self.run(tokens, k_cache, v_cache))
-
-        return attend
-
-    def plan_pages(self, pages: "PageLists") -> None:
+    def plan_pages(self, pages: PageLists) -> None:
         """Plan on the host which thread blocks read which pages."""
         shape = self._shape
         self._wrapper.plan(
@@ -102,48 +146,89 @@ class PagedAttention:
             kv_data_type=shape.dtype,
         )
 
-    def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+    def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
         """Attend the planned tokens of a layer."""
-        attended: Tensor = self._wrapper.run(q.contiguous(), (k_cache, v_cache))
-        return attended
+        self._wrapper.run(q.contiguous(), (k_cache, v_cache), out=out)
+
+    def lend_offsets(self, wrapper: Any) -> None:
+        """Let another wrapper of "fa3" use this one's 64 MiB for the places of cached tokens, written by each run."""
+        wrapper._vector_sparse_indices_buffer = self._wrapper._vector_sparse_indices_buffer
 
 
-class CapturedFlashInfer:
-    """A wrapper whose plan is at fixed addresses; graphs of several shapes share the workspace, one after another."""
+class CapturedPart:
+    """A wrapper whose plan is at fixed addresses; graphs of several shapes share the workspace, one after another.
 
-    def __init__(self, shape: AttentionShape, workspace: Tensor, rows: AttentionRows) -> None:
-        num_rows, num_blocks = rows.block_table.shape
-        sizes = {
-            "qo_indptr_buf": num_rows + 1,
-            "paged_kv_indptr_buf": num_rows + 1,
-            "paged_kv_indices_buf": num_rows * num_blocks,
-            "paged_kv_last_page_len_buf": num_rows,
-        }
-        with torch.inference_mode(False):  # else only inference mode could plan again
-            device = workspace.device
-            buffers = {name: torch.zeros(size, dtype=torch.int32, device=device) for name, size in sizes.items()}
-            wrapper = _wrapper(workspace, "fa2", use_cuda_graph=True, **buffers)
-        self._attention = PagedAttention(shape, wrapper)
-        self._block_size = shape.block_size
-        self._kv_lengths = rows.kv_lengths
-        self._last_page_lens = buffers["paged_kv_last_page_len_buf"]
+    Args:
+        rows: The longest rows of a step.
+        part: Those of them that the wrapper attends.
+        last_page_lens: [rows of the part]; where the kernel reads how full last pages are, None if it reads the plan.
+    """
+
+    def __init__(
+        self,
+        attention: PagedAttention,
+        rows: AttentionRows,
+        part: slice,
+        block_size: int,
+        last_page_lens: Tensor | None,
+    ) -> None:
+        self.attention = attention
+        self.tokens = _tokens_of(rows, part)
+        self._part = part
+        self._block_size = block_size
+        self._kv_lengths = rows.kv_lengths[part]
+        self._last_page_lens = last_page_lens
         self._planned: PageLists | None = None
         self.plan_again(rows)  # the first plan is the largest that the wrapper accepts
 
-    def begin(self) -> PlannedAttention:
-        """Return the attention call for each layer; the device computes last-page lengths at each replay."""
-        lengths = self._kv_lengths
-        self._last_page_lens.copy_(torch.where(lengths > 0, (lengths - 1) % self._block_size + 1, 0))
-        return self._attention.run
+    def begin(self) -> None:
+        """Let the device compute last-page lengths at each replay."""
+        if self._last_page_lens is not None:
+            lengths = self._kv_lengths
+            self._last_page_lens.copy_(torch.where(lengths > 0, (lengths - 1) % self._block_size + 1, 0))
 
     def plan_again(self, rows: AttentionRows) -> None:
         """Plan the next replay on the host; needs exact lengths, and as many rows as before."""
-        pages, planned = page_lists(rows, self._block_size, keep_all=True), self._planned
-        if planned is not None and pages.has_pages_of(planned):
+        pages, planned = page_lists(rows, self._block_size, self._part, keep_all=True), self._planned
+        if planned is not None and self._last_page_lens is not None and pages.has_pages_of(planned):
             return
         self._planned = None  # in case planning fails
-        self._attention.plan_pages(pages)
+        self.attention.plan_pages(pages)
         self._planned = pages
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedFlashInfer:
+    """The calls of a captured step."""
+
+    parts: Sequence[CapturedPart]
+
+    def begin(self) -> PlannedAttention:
+        """Return the attention call for each layer."""
+        for part in self.parts:
+            part.begin()
+        calls = [(part.attention, part.tokens) for part in self.parts]
+        return lambda q, k_cache, v_cache: _attend_parts(calls, q, k_cache, v_cache, torch.empty_like(q))
+
+    def plan_again(self, rows: AttentionRows) -> None:
+        """Plan the next replay on the host; needs exact lengths, and as many rows as before."""
+        for part in self.parts:
+            part.plan_again(rows)
+
+
+def _tokens_of(rows: AttentionRows, part: slice) -> slice:
+    """Return the packed query tokens of some rows."""
+    first = sum(rows.query_lens[: part.start or 0])
+    return slice(first, first + sum(rows.query_lens[part]))
+
+
+def _attend_parts(
+    parts: Sequence[tuple[PagedAttention, slice]], q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor
+) -> Tensor:
+    """Attend each part's tokens into `out`, and return it."""
+    for attention, tokens in parts:
+        attention.run(q[tokens], k_cache, v_cache, out[tokens])
+    return out
 
 
 def parts_bytes(shape: AttentionShape, num_rows: int, num_tokens: int) -> int:
@@ -180,53 +265,7 @@ def _try_out(attention: PagedAttention, shape: AttentionShape) -> None:
     rows = AttentionRows(torch.cat((one - 1, one)), one, table.to(shape.device), (1,), (1,), table.numpy())
     options: dict[str, Any] = {"dtype": shape.dtype, "device": shape.device}
     cache = torch.zeros(1, shape.block_size, shape.num_kv_heads, shape.head_dim, **options)
-    attention.plan(rows)(torch.zeros(1, shape.num_heads, shape.head_dim, **options), cache, cache)
+    q = torch.zeros(1, shape.num_heads, shape.head_dim, **options)
+    attention.plan_pages(page_lists(rows, shape.block_size))
+    attention.run(q, cache, cache, torch.empty_like(q))
     torch.cuda.synchronize(shape.device)
-
-
-@dataclass(frozen=True, slots=True)
-class PageLists:
-    """Rows as FlashInfer's plan reads them; all int32 on the host.
-
-    Args:
-        cu_query: [rows + 1]; first packed query token of each row.
-        cu_pages: [rows + 1]; where each row's pages begin in `pages`.
-        last_page_lens: [rows]; tokens in each row's last page.
-    """
-
-    cu_query: Tensor
-    cu_pages: Tensor
-    pages: Tensor
-    last_page_lens: Tensor
-
-    def has_pages_of(self, other: "PageLists") -> bool:
-        """Return whether the same rows have the same pages; they may fill them further than the other's."""
-        return all(
-            mine.equal(theirs)
-            for mine, theirs in (
-                (self.cu_query, other.cu_query),
-                (self.cu_pages, other.cu_pages),
-                (self.pages, other.pages),
-            )
-        )
-
-
-def page_lists(rows: AttentionRows, block_size: int, *, keep_all: bool = False) -> PageLists:
-    """Return the pages of a step's rows; rows without query tokens are left out unless `keep_all`."""
-    query_lens, kv_lens = np.array(rows.query_lens, np.int32), np.array(rows.kv_lens, np.int32)
-    table = rows.host_block_table
-    if not keep_all:
-        used = query_lens > 0
-        query_lens, kv_lens, table = query_lens[used], kv_lens[used], table[used]
-    num_pages = -(-kv_lens // block_size)
-    held = np.arange(table.shape[1]) < num_pages[:, None]
-    return PageLists(
-        cu_query=_cumulative(query_lens),
-        cu_pages=_cumulative(num_pages),
-        pages=torch.from_numpy(table[held]),
-        last_page_lens=torch.from_numpy(kv_lens - np.maximum(num_pages - 1, 0) * block_size),
-    )
-
-
-def _cumulative(lengths: npt.NDArray[np.int32]) -> Tensor:
-    return torch.from_numpy(np.concatenate(([0], np.cumsum(lengths))).astype(np.int32))
