@@ -48,12 +48,6 @@ def _tile_of(starts, number, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, T
 
 
 @triton.jit
-def _operand(values):
-    """Return what a product takes; the interpreter multiplies the bits of bf16 instead of its values."""
-    return values.to(tl.float32) if _IS_INTERPRETED else values
-
-
-@triton.jit
 def _load_weights(
     weight,
     first_row,
@@ -77,8 +71,17 @@ def _load_weights(
 
 @triton.jit
 def _multiply(given, weights, total, SWAPS: tl.constexpr, PRECISION: tl.constexpr):
+    """Return total + left @ right.T.
+
+    The interpreter multiplies the bits of bf16 instead of its values, and leaves the order of a sum to a library for
+    which it depends on a row's place. So it gets sums whose order is fixed.
+    """
     left, right = (weights, given) if SWAPS else (given, weights)
-    return tl.dot(_operand(left), _operand(right).T, total, input_precision=PRECISION)
+    if _IS_INTERPRETED:
+        found = total + tl.sum(left.to(tl.float32).T[:, :, None] * right.to(tl.float32).T[:, None, :], axis=0)
+    else:
+        found = tl.dot(left, right.T, total, input_precision=PRECISION)
+    return found
 
 
 @triton.jit
