@@ -3,6 +3,7 @@
 All positions are absolute token positions, counted from the start of the request.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -26,12 +27,13 @@ class BoundaryRule:
 
 
 def select_boundaries(
-    rule: BoundaryRule, *, prompt_len: int, start: int, end: int, kv_match_end: int
+    rule: BoundaryRule, *, prompt_len: int, start: int, end: int, kv_match_end: int, branches: Sequence[int] = ()
 ) -> tuple[int, ...]:
     """Select the boundaries that the prefill chunk of tokens [start, end) reserves, ascending.
 
     Args:
         kv_match_end: where the KV match of the prompt ends, a boundary; 0 when nothing matched.
+        branches: boundaries at which waiting requests part from the prompt.
 
     Raises:
         ValueError: If the positions are out of order, or `kv_match_end` is not a boundary.
@@ -39,7 +41,7 @@ def select_boundaries(
     _check_positions(rule, prompt_len, start, end, kv_match_end)
     block = rule.block_size
     last = prompt_len // block * block
-    candidates = {kv_match_end, last}
+    candidates = {kv_match_end, last, *branches}
     if last == prompt_len:
         # An exact repeat must still have a token to compute, so it restores one block earlier.
         candidates.add(prompt_len - block)

@@ -5,7 +5,7 @@ is admit → publish → advance → (schedule_chunk or schedule_decode → publ
 a failed step the request must leave: abort it, or release it at once, because its live state can no longer be trusted.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -17,6 +17,7 @@ from ..metrics import CacheCounters
 from .admission import AdmissionPlan, AdmissionRules, PromptView, Refusal, has_live_slot_beside, plan_admission
 from .block_hashing import BlockKeyChain, CacheSalt
 from .boundaries import select_boundaries
+from .branch_points import branch_points
 from .cache_integrity import check_rows_and_pools
 from .decode_rules import DecodeRules
 from .draft_windows import DraftWindows
@@ -73,19 +74,29 @@ class PrefixCache:
 
     def plan(self, candidate: Candidate, budget: int) -> AdmissionPlan | Refusal:
         """Plan the admission of a candidate within `budget` tokens; changes nothing but stale keys."""
-        if candidate.epoch != self.epoch:
-            candidate.chain, candidate.epoch = self._keys_of(candidate.spec), self.epoch
-        spec = candidate.spec
-        view = PromptView(candidate.chain.keys[: spec.prompt_len // self.block_size], spec.prompt_len, spec.may_skip)
         return plan_admission(
-            view, self.kv, self.slots, budget=budget, reserved_keys=self._reservations.keys, rules=self.rules
+            self._view(candidate),
+            self.kv,
+            self.slots,
+            budget=budget,
+            reserved_keys=self._reservations.keys,
+            rules=self.rules,
         )
 
-    def admit(self, candidate: Candidate, plan: AdmissionPlan, age: int | None = None) -> RunningRequest:
+    def branches(self, candidate: Candidate, others: Iterable[Candidate]) -> tuple[int, ...]:
+        """Return where waiting requests part from a candidate; changes nothing but stale keys."""
+        if not self.enabled:
+            return ()
+        return branch_points(self._view(candidate), map(self._view, others), self.block_size)
+
+    def admit(
+        self, candidate: Candidate, plan: AdmissionPlan, age: int | None = None, branches: tuple[int, ...] = ()
+    ) -> RunningRequest:
         """Apply an admission plan and schedule the request's first prefill chunk.
 
         Args:
             age: The age of a request that ran before and was evicted; None for a new one.
+            branches: Boundaries of the prompt that get a state because waiting requests part from it there.
 
         Raises:
             CacheIntegrityError: If a block or state has gone since the plan was made; nothing has changed then.
@@ -115,6 +126,7 @@ class PrefixCache:
                 num_published_blocks=len(match.blocks),
                 source_block=source,
                 source_slot=None if source is None else self.slots.slot_of(source),
+                branches=branches,
             )
             undo.callback(self._reservations.cancel, row)
             self.schedule_chunk(row, plan.chunk_end)
@@ -134,6 +146,7 @@ class PrefixCache:
             start=row.computed,
             end=chunk_end,
             kv_match_end=row.num_shared_blocks * self.block_size,
+            branches=row.branches,
         )
         for position in positions:
             self._reservations.reserve_in_prompt(row, position)
@@ -249,6 +262,12 @@ class PrefixCache:
         """Return the root digest of a tenant's key chains in this epoch."""
         identity = self.identity
         return CacheSalt(identity.fingerprint, identity.weights_version, self.epoch, tenant).root()
+
+    def _view(self, candidate: Candidate) -> PromptView:
+        if candidate.epoch != self.epoch:
+            candidate.chain, candidate.epoch = self._keys_of(candidate.spec), self.epoch
+        spec = candidate.spec
+        return PromptView(candidate.chain.keys[: spec.prompt_len // self.block_size], spec.prompt_len, spec.may_skip)
 
     def _keys_of(self, spec: RequestSpec) -> BlockKeyChain:
         chain = BlockKeyChain(self.root_of(spec.tenant), self.block_size)

@@ -161,6 +161,7 @@ class RunningRequest:
     drafts: tuple[int, ...] = ()
     draft_slots: list[SlotId] = field(default_factory=list)  # columns 1, 2, ... of the draft window
     accepted: int = 1  # tokens that the last step kept
+    branches: tuple[int, ...] = ()  # boundaries of the prompt at which requests that waited part from it
     checkpoint: BlockId | None = None  # whose state is this request's newest decode checkpoint
     scored: list[ScoredToken] = field(default_factory=list)  # prompt tokens, from the second on, if wanted
 

@@ -1,6 +1,6 @@
 """The requests that have a row, and every change of which ones those are."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from .admission import Refusal
@@ -83,12 +83,15 @@ class RunningRequests:
         """Tokens that the next step may still compute."""
         return self._max_tokens - self.counts.tokens
 
-    def admit(self, candidate: Candidate, budget: int, age: int | None = None) -> RunningRequest | Refusal:
+    def admit(
+        self, candidate: Candidate, budget: int, age: int | None = None, following: Iterable[Candidate] = ()
+    ) -> RunningRequest | Refusal:
         """Admit a request with its first prefill chunk in the next step, or return why not.
 
         Args:
             budget: Tokens of this request that the step may compute.
             age: See `PrefixCache.admit`.
+            following: Requests that wait after it: where they part from its prompt, it keeps a state for them.
         """
         if len(self._rows) >= self._max_requests:
             return Refusal.NO_ROW
@@ -96,7 +99,7 @@ class RunningRequests:
         if isinstance(plan, Refusal):
             self.cache.counters.admissions_deferred += plan is Refusal.WAITS_FOR_PREFIX
             return plan
-        row = self.cache.admit(candidate, plan, age)
+        row = self.cache.admit(candidate, plan, age, self.cache.branches(candidate, following))
         self._rows.append(row)
         return row
 

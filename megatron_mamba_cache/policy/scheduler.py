@@ -1,9 +1,10 @@
 """Fill a step: rows in mid-prefill first, then waiting requests in order, within the budget of tokens to compute."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from .admission import Refusal
+from .branch_points import LOOK_AHEAD
 from .requests import Candidate, RunningRequest
 from .running_requests import RunningRequests
 
@@ -25,7 +26,8 @@ class StepScheduler:
     Only tokens that will be computed count against a step's budget, not those that a prefix hit skips. At most one row
     is left in mid-prefill, and no request is admitted while a row is paused for lack of blocks. Up to
     `MOST_PASSED_OVER` requests that wait for another's prefix do not block those after them; a request that finds no
-    room does.
+    room does. An admitted request keeps a state where the `LOOK_AHEAD` requests after it part from its prompt, so that
+    what they share is computed once.
     """
 
     def __init__(self) -> None:
@@ -46,11 +48,13 @@ class StepScheduler:
         """Schedule the next step's prefill work; decode rows take one token each by themselves."""
         unfinished = self._continue_prefills(requests)
         admitted, num_passed_over, budget = [], 0, requests.budget
-        for request_id in () if requests.any_paused else waiting:
+        queue = [] if requests.any_paused else list(waiting)
+        for place, request_id in enumerate(queue):
             if unfinished is not None or num_passed_over == MOST_PASSED_OVER:
                 break
             self._in_hand = request_id
-            outcome = requests.admit(candidate_of(request_id), budget, age_of(request_id))
+            following = self._candidates(queue[place + 1 : place + 1 + LOOK_AHEAD], request_id, candidate_of)
+            outcome = requests.admit(candidate_of(request_id), budget, age_of(request_id), following)
             if isinstance(outcome, RunningRequest):
                 admitted.append(outcome)
                 budget = requests.budget
@@ -61,6 +65,15 @@ class StepScheduler:
                 break
         self._in_hand = None
         return ScheduledStep(tuple(admitted), -1 if unfinished is None else unfinished.request_id)
+
+    def _candidates(
+        self, request_ids: Sequence[int], in_hand: int, candidate_of: Callable[[int], Candidate]
+    ) -> Iterator[Candidate]:
+        """Yield the candidates of requests, each in hand while its keys are computed."""
+        for request_id in request_ids:
+            self._in_hand = request_id
+            yield candidate_of(request_id)
+        self._in_hand = in_hand
 
     def _continue_prefills(self, requests: RunningRequests) -> RunningRequest | None:
         """Give rows in mid-prefill their next prefill chunk; return one that stays in mid-prefill, if any."""

@@ -187,8 +187,8 @@ class StateSlotAllocator:
     def get_intermediate_gpu_data(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
         """Return the running step's boundaries: offsets [prefill rows, k] int32 (rest 0), counts [prefill rows] int32.
 
-        k is `MAX_INTERMEDIATE_OFFSETS_PER_REQUEST`, or ceil(max_tokens / block) where a stride is configured;
-        (None, None) if no boundary is reserved.
+        k is `MAX_INTERMEDIATE_OFFSETS_PER_REQUEST`, or ceil(max_tokens / block) where a stride is configured, or more
+        where waiting requests part from a prompt at other boundaries; (None, None) if no boundary is reserved.
         """
         rows = [[item.offset for item in self._stored[index]] for index in sorted(self._stored)]
         rows = rows or self._reservations.boundary_offsets()
@@ -197,6 +197,7 @@ class StateSlotAllocator:
         k = MAX_INTERMEDIATE_OFFSETS_PER_REQUEST
         if self._rule.stride is not None:
             k = math.ceil(self.context.max_tokens / self._rule.block_size)
+        k = max(k, *map(len, rows))
         device = self.state_pool.ssm.device
         padded = [row + [0] * (k - len(row)) for row in rows]
         counts = [len(row) for row in rows]

@@ -40,6 +40,29 @@ def test_branches_of_one_prefix_compute_2008_of_3800_tokens(ssm_chunk_size: int)
     run.assert_exact()
 
 
+def test_branches_that_come_at_once_compute_1752_tokens() -> None:
+    a, b = distinct_tokens(512, 0)[:256], distinct_tokens(512, 0)[256:]
+    r1, r2, r3 = (distinct_tokens(288, seed) for seed in (1, 2, 3))
+    prompts = [a + r3[:44], a + b + r1, a + b + r2, a + b + r3, a + b + r1[:256] + distinct_tokens(332, 4)]
+    run = start_run(256, ssm_chunk_size=64)
+    for index, prompt in enumerate(prompts):
+        run.add(index, prompt, 4)
+    run.finish()
+    assert run.counters.prefill_tokens_computed == 1752
+    run.assert_exact()
+
+
+@pytest.mark.parametrize("max_tokens", [2048, 300])
+def test_a_burst_of_8_computes_what_they_share_once(max_tokens: int) -> None:
+    shared = distinct_tokens(512, 0)
+    run = start_run(64, max_tokens=max_tokens)
+    for index in range(8):
+        run.add(index, shared + distinct_tokens(40, 1 + index), 4)
+    run.finish()
+    assert run.counters.prefill_tokens_computed == 512 + 8 * 40
+    run.assert_exact()
+
+
 def test_aligned_prompts_and_their_repeats_compute_1024_of_1536_tokens() -> None:
     a, b = distinct_tokens(512, 0)[:256], distinct_tokens(512, 0)[256:]
     run = start_run(256, ssm_chunk_size=64)

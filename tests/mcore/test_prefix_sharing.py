@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron_mamba_cache.errors import CacheIntegrityError
+from megatron_mamba_cache.policy import scheduler
 from megatron_mamba_cache.policy.admission import AdmissionPlan
 from megatron_mamba_cache.policy.requests import RequestSpec, SamplingSettings
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
@@ -109,11 +110,15 @@ def test_waiting_for_a_prefix_does_not_hold_up_those_behind() -> None:
     run.assert_exact()
 
 
-@pytest.mark.parametrize(("stride", "waits"), [(None, False), (1, True)])
-def test_request_waits_only_for_a_boundary_that_is_reserved_in_this_step(stride: int | None, waits: bool) -> None:
+@pytest.mark.parametrize(("stride", "look_ahead", "waits"), [(None, 0, False), (None, 1, True), (1, 0, True)])
+def test_request_waits_only_for_a_boundary_that_is_reserved_in_this_step(
+    stride: int | None, look_ahead: int, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "LOOK_AHEAD", look_ahead)
     run = start_run(max_tokens=160, boundary_stride=stride)
     run.add(0, some_tokens(5 * BLOCK + 3))
-    run.add(1, some_tokens(2 * BLOCK) + some_tokens(9, seed=1))  # shares two blocks; 0 reserves the fifth, or all
+    # It shares two blocks; 0 reserves the fifth, or also where 1 parts from it, or all.
+    run.add(1, some_tokens(2 * BLOCK) + some_tokens(9, seed=1))
     run.step()
     assert (running_ids(run) == [0]) == waits
     assert run.counters.admissions_deferred == waits

@@ -94,6 +94,7 @@ def test_selection_equals_a_walk_over_every_token(data: st.DataObject) -> None:
     start = data.draw(st.integers(0, prompt_len))
     end = data.draw(st.integers(start, prompt_len))
     match = data.draw(st.integers(0, prompt_len // block)) * block
+    branches = data.draw(st.lists(st.integers(0, prompt_len // block).map(block.__mul__), max_size=2))
 
     def is_wanted(position: int) -> bool:
         tokens_left = prompt_len - position
@@ -101,11 +102,17 @@ def test_selection_equals_a_walk_over_every_token(data: st.DataObject) -> None:
         is_before_aligned_end = prompt_len % block == 0 and tokens_left == block
         is_chunk_end = position == end < prompt_len
         is_strided = stride is not None and (position // block) % stride == 0
-        return position == match or is_last or is_before_aligned_end or is_chunk_end or is_strided
+        is_derived = position == match or is_last or is_before_aligned_end or is_chunk_end
+        return is_derived or is_strided or position in branches
 
     walked = [p for p in range(start + 1, end + 1) if p % block == 0 and is_wanted(p)]
     selected = select_boundaries(
-        BoundaryRule(block, stride), prompt_len=prompt_len, start=start, end=end, kv_match_end=match
+        BoundaryRule(block, stride),
+        prompt_len=prompt_len,
+        start=start,
+        end=end,
+        kv_match_end=match,
+        branches=branches,
     )
     assert list(selected) == walked
 

@@ -1,0 +1,158 @@
+"""Where waiting requests part from a prompt, and what a burst with a common beginning computes because of it."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_mamba_cache.policy.admission import PromptView
+from megatron_mamba_cache.policy.block_hashing import block_keys
+from megatron_mamba_cache.policy.branch_points import LOOK_AHEAD, MOST_BRANCH_POINTS, branch_points, num_common
+from megatron_mamba_cache.policy.prefix_cache import PrefixCache
+from megatron_mamba_cache.policy.requests import Candidate, RequestSpec
+from megatron_mamba_cache.policy.running_requests import RunningRequests
+from megatron_mamba_cache.policy.scheduler import StepScheduler
+from tests.policy.small_cache import BLOCK, ENOUGH, request, run_step, small_cache
+
+ROOT = bytes(32)
+prompts = st.lists(st.integers(0, 1), min_size=1, max_size=14)
+
+
+def view_of(prompt: list[int], *, may_skip: bool = True) -> PromptView:
+    return PromptView(block_keys(ROOT, prompt, 2), len(prompt), may_skip)
+
+
+@given(prompts, prompts)
+def test_shared_blocks_are_those_of_the_common_beginning(left: list[int], right: list[int]) -> None:
+    shared = 0
+    while left[shared : shared + 1] == right[shared : shared + 1] != []:
+        shared += 1
+    assert num_common(view_of(left).keys, view_of(right).keys) == shared // 2
+
+
+@given(prompts, st.lists(prompts, max_size=12))
+def test_branch_points_are_the_deepest_boundaries_that_others_can_start_from(
+    prompt: list[int], others: list[list[int]]
+) -> None:
+    deepest: Counter[int] = Counter()
+    for other in others:
+        usable = [p for p in range(2, len(other), 2) if p <= len(prompt) and other[:p] == prompt[:p]]
+        deepest.update(usable[-1:])
+    found = branch_points(view_of(prompt), map(view_of, others), 2)
+    assert list(found) == sorted(set(found)) and set(found) <= set(deepest)
+    assert len(found) == min(len(deepest), MOST_BRANCH_POINTS)
+    assert all(deepest[left_out] <= deepest[taken] for left_out in set(deepest) - set(found) for taken in found)
+
+
+def test_a_request_that_may_not_skip_needs_no_state() -> None:
+    assert branch_points(view_of([1] * 8), [view_of([1] * 6, may_skip=False)], 2) == ()
+
+
+@dataclass
+class Queue:
+    """Requests that a scheduler admits over a cache, and the prompt tokens of each step."""
+
+    cache: PrefixCache
+    waiting: list[RequestSpec]
+    max_tokens: int = ENOUGH
+
+    def __post_init__(self) -> None:
+        self.rows = RunningRequests(self.cache, 64, self.max_tokens)
+        self._candidates: dict[int, Candidate] = {}
+        self._scheduler = StepScheduler()
+
+    def candidate(self, request_id: int) -> Candidate:
+        if request_id not in self._candidates:
+            spec = next(spec for spec in self.waiting if spec.request_id == request_id)
+            self._candidates[request_id] = self.cache.candidate(spec)
+        return self._candidates[request_id]
+
+    def step(self) -> int:
+        """Run a step and return the prompt tokens that it computes; requests that have been prefilled leave."""
+        ids = [spec.request_id for spec in self.waiting]
+        filled = self._scheduler.fill_step(self.rows, ids, self.candidate, lambda _: None)
+        admitted = {row.request_id for row in filled.admitted}
+        self.waiting = [spec for spec in self.waiting if spec.request_id not in admitted]
+        computed = sum(row.scheduled for row in self.rows)
+        run_step(self.cache, list(self.rows))
+        self.rows.check_integrity()
+        self.rows.drop([row for row in self.rows if not row.is_prefilling])
+        return computed
+
+    def steps(self) -> list[int]:
+        """Run all requests; return the prompt tokens of each step."""
+        found = []
+        while self.waiting or self.rows:
+            found.append(self.step())
+        return found
+
+
+def burst(count: int, shared: int, own: int) -> list[RequestSpec]:
+    """Return requests with a common beginning of `shared` tokens."""
+    beginning = [1000 + place for place in range(shared)]
+    return [request(index, beginning + [100 * (index + 1) + place for place in range(own)]) for index in range(count)]
+
+
+@pytest.mark.parametrize("num_slots", [12, 40])
+def test_a_burst_computes_its_common_beginning_once(num_slots: int) -> None:
+    queue = Queue(small_cache(100, num_slots), burst(8, 3 * BLOCK, BLOCK + 1))
+    first, *others = queue.steps()
+    assert (first, sum(others)) == (4 * BLOCK + 1, 7 * (BLOCK + 1))
+    assert len(others) == 1 or num_slots < 40
+
+
+def test_a_beginning_that_one_step_cannot_hold_is_computed_once_too() -> None:
+    queue = Queue(small_cache(100, 40), burst(4, 3 * BLOCK, BLOCK + 1), max_tokens=2 * BLOCK)
+    steps = queue.steps()
+    assert sum(steps) == 3 * BLOCK + 4 * (BLOCK + 1)
+    assert steps[0] == 2 * BLOCK
+
+
+def test_requests_that_part_at_two_places_start_from_both() -> None:
+    a, b = [1] * BLOCK, [2] * BLOCK
+    specs = [request(0, a + b + [3] * 5), request(1, a + [4] * 5), request(2, a + b + [5] * 5), request(3, a + [6] * 5)]
+    assert Queue(small_cache(100, 40), specs).steps() == [2 * BLOCK + 5, 5 + 5 + 5]
+
+
+def test_a_burst_of_other_tenants_shares_nothing() -> None:
+    beginning = [7] * (2 * BLOCK)
+    specs = [request(index, [*beginning, index], tenant=str(index)) for index in range(3)]
+    assert Queue(small_cache(100, 40), specs).steps() == [3 * (2 * BLOCK + 1)]
+
+
+def test_without_room_for_a_state_no_request_waits() -> None:
+    queue = Queue(small_cache(100, 1), burst(3, 2 * BLOCK, 1))
+    assert queue.steps() == [2 * BLOCK + 1] * 3
+    assert queue.cache.counters.states_skipped_no_room and not queue.cache.counters.admissions_deferred
+
+
+def test_a_prompt_whose_keys_cannot_be_computed_is_to_blame_itself() -> None:
+    queue = Queue(small_cache(100, 40), burst(3, 2 * BLOCK, 1))
+    scheduler = StepScheduler()
+
+    def candidate_of(request_id: int) -> Candidate:
+        if request_id == 2:
+            raise MemoryError
+        return queue.candidate(request_id)
+
+    with pytest.raises(MemoryError):
+        scheduler.fill_step(queue.rows, [0, 1, 2], candidate_of, lambda _: None)
+    assert scheduler.take_in_hand() == 2
+    assert not queue.rows
+
+
+def test_a_long_queue_is_not_searched_to_its_end() -> None:
+    queue = Queue(small_cache(1000, 400), burst(LOOK_AHEAD + 10, 0, BLOCK + 1))
+    seen: list[int] = []
+    scheduler = StepScheduler()
+
+    def candidate_of(request_id: int) -> Candidate:
+        seen.append(request_id)
+        return queue.candidate(request_id)
+
+    ids = [spec.request_id for spec in queue.waiting]
+    queue.rows = RunningRequests(queue.cache, 1, ENOUGH)
+    scheduler.fill_step(queue.rows, ids, candidate_of, lambda _: None)
+    assert max(seen) == LOOK_AHEAD
