@@ -25,6 +25,7 @@ FLAGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "prefix_caching_mamba_gb": (f"{_PREFIX}prefix-caching-mamba-gb", "--state-gb"),
         "num_cuda_graphs": (f"{_PREFIX}num-cuda-graphs", "--cuda-graphs"),
         "max_tokens": (f"{_PREFIX}max-tokens", "--max-tokens-per-step"),
+        "max_prompt_tokens_beside_decode": ("--max-prompt-tokens-beside-decode",),
         "max_sequence_length": ("--inference-max-seq-length", "--max-model-len"),
         "eviction": (f"{_PREFIX}prefix-caching-eviction-policy",),
         "decode_checkpoints": ("--decode-checkpoints",),
@@ -58,6 +59,8 @@ class CacheConfig:
         align_prefill_chunks: End a prefill chunk on the last block boundary inside the step's token budget.
         max_requests, max_tokens, max_sequence_length: Limits of a step and of a request; max_requests rows of block
             numbers for max_sequence_length tokens must have fewer than 2**28 entries.
+        max_prompt_tokens_beside_decode: Most prompt tokens of a step in which requests decode, so that a long prompt
+            does not hold their tokens up; a multiple of the block size is best. None: what max_tokens leaves.
         chunked_prefill: Whether a prompt may be prefilled over several steps.
         ssm_state_dtype, conv_state_dtype: "model" (the parameters' dtype), "fp32" or "bf16".
         attention_backend: Library that computes attention over the KV blocks: "flash-attn", "flashinfer",
@@ -92,6 +95,7 @@ class CacheConfig:
     max_requests: int = 64
     max_tokens: int = 8192
     max_sequence_length: int = 8192
+    max_prompt_tokens_beside_decode: int | None = None
     chunked_prefill: bool = True
     ssm_state_dtype: str = "fp32"
     conv_state_dtype: str = "model"
@@ -146,6 +150,10 @@ class CacheConfig:
         _require(requests < _MOST_REQUESTS, "max_requests", requests, f"below {_MOST_REQUESTS}")
         allowed_tokens = f"at least max_requests={requests} and below {_MOST_TOKENS}"
         _require(requests <= tokens < _MOST_TOKENS, "max_tokens", tokens, allowed_tokens)
+        beside = self.max_prompt_tokens_beside_decode
+        is_count = type(beside) is int and beside >= 1 and self.chunked_prefill
+        allowed_beside = "None or an int of at least 1, which needs chunked_prefill=True"
+        _require(beside is None or is_count, "max_prompt_tokens_beside_decode", beside, allowed_beside)
         num_entries = requests * -(-length // self.block_size_tokens)
         allowed_length = (
             f"below {_MOST_TOKENS}, and the {num_entries} KV blocks of max_requests={requests} at "
@@ -166,6 +174,8 @@ class CacheConfig:
         add("prefix_caching_mamba_gb", "GiB for cached states", type=float, metavar="G")
         add("num_cuda_graphs", "numbers of rows that have CUDA graphs; 0 is none", type=int, metavar="N")
         add("max_tokens", "tokens that a step computes at most", type=int, metavar="N")
+        beside = "prompt tokens of a step in which requests decode at most (default: as many as fit)"
+        add("max_prompt_tokens_beside_decode", beside, type=int, metavar="N")
         add("max_sequence_length", "prompt and generated tokens of a request at most", type=int, metavar="N")
         add("eviction", "what makes room (default: cost)", choices=_EVICTIONS)
         kept = "block boundaries inside a reply that keep a state: the newest, all or none (default: rolling)"

@@ -22,6 +22,8 @@ def parsed(*flags: str, **settings: object) -> CacheConfig:
         ("block_size_tokens", 0, "at least 1"),
         ("max_requests", 0, "at least 1"),
         ("max_tokens", -5, "at least 1"),
+        ("max_prompt_tokens_beside_decode", 0, "None or an int of at least 1"),
+        ("max_prompt_tokens_beside_decode", True, "None or an int of at least 1"),
         ("max_sequence_length", 0, "at least 1"),
         ("buffer_size_gb", 0.0, "more than 0"),
         ("buffer_size_gb", NAN, "more than 0"),

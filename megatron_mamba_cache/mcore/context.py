@@ -316,7 +316,7 @@ class MambaCacheContext(DynamicInferenceContext):
             self.max_blocks_of_a_request,
             self.materialize_only_last_token_logits,
         )
-        budget = self.runner.requests.budget if chunk_length is None else chunk_length
+        budget = self.runner.requests.prompt_budget if chunk_length is None else chunk_length
         outcome = self.admit(self.candidate(spec), budget)
         if isinstance(outcome, Refusal):
             raise _OVERFLOWS.get(outcome, ContextOverflowError)(req.request_id, outcome.value)
@@ -324,7 +324,7 @@ class MambaCacheContext(DynamicInferenceContext):
     @override
     def check_availability(self, req: Any) -> tuple[bool, bool, bool]:
         """Return whether there are a row, tokens in the step and KV blocks for a Megatron request."""
-        plan = self.cache.plan(self.candidate(spec_of(req)), self.runner.requests.budget)
+        plan = self.cache.plan(self.candidate(spec_of(req)), self.runner.requests.prompt_budget)
         has_row = len(self.rows) < self.max_requests and not self.paused_request_count
         return has_row, plan is not Refusal.NO_TOKENS, plan is not Refusal.NO_BLOCKS
 

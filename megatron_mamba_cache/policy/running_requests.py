@@ -31,12 +31,14 @@ class RunningRequests:
     Args:
         max_requests: Most rows at a time.
         max_tokens: Most tokens of a step.
+        max_beside: Most prompt tokens of a step in which rows decode; None: as many as fit.
     """
 
-    def __init__(self, cache: PrefixCache, max_requests: int, max_tokens: int) -> None:
+    def __init__(self, cache: PrefixCache, max_requests: int, max_tokens: int, max_beside: int | None = None) -> None:
         self.cache = cache
         self._max_requests = max_requests
         self._max_tokens = max_tokens
+        self._max_beside = max_tokens if max_beside is None else max_beside
         self._rows: list[RunningRequest] = []
 
     def __len__(self) -> int:
@@ -82,6 +84,14 @@ class RunningRequests:
     def budget(self) -> int:
         """Tokens that the next step may still compute."""
         return self._max_tokens - self.counts.tokens
+
+    @property
+    def prompt_budget(self) -> int:
+        """Prompt tokens that the next step may still compute."""
+        counts = self.counts
+        num_decoding = counts.rows - counts.paused - counts.prefilling
+        budget = self._max_tokens - counts.tokens
+        return min(budget, self._max_beside - (counts.tokens - num_decoding)) if num_decoding else budget
 
     def admit(
         self, candidate: Candidate, budget: int, age: int | None = None, following: Iterable[Candidate] = ()

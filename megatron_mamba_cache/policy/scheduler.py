@@ -47,7 +47,7 @@ class StepScheduler:
     ) -> ScheduledStep:
         """Schedule the next step's prefill work; decode rows take one token each by themselves."""
         unfinished = self._continue_prefills(requests)
-        admitted, num_passed_over, budget = [], 0, requests.budget
+        admitted, num_passed_over, budget = [], 0, requests.prompt_budget
         queue = [] if requests.any_paused else list(waiting)
         for place, request_id in enumerate(queue):
             if unfinished is not None or num_passed_over == MOST_PASSED_OVER:
@@ -57,7 +57,7 @@ class StepScheduler:
             outcome = requests.admit(candidate_of(request_id), budget, age_of(request_id), following)
             if isinstance(outcome, RunningRequest):
                 admitted.append(outcome)
-                budget = requests.budget
+                budget = requests.prompt_budget
                 unfinished = outcome if _is_unfinished(outcome) else None
             elif outcome is Refusal.WAITS_FOR_PREFIX:
                 num_passed_over += 1
@@ -79,9 +79,9 @@ class StepScheduler:
         """Give rows in mid-prefill their next prefill chunk; return one that stays in mid-prefill, if any."""
         unfinished = None
         for row in requests.prefilling:
-            if requests.budget > 0:
+            if requests.prompt_budget > 0:
                 self._in_hand = row.request_id
-                requests.continue_prefill(row, requests.budget)
+                requests.continue_prefill(row, requests.prompt_budget)
             if _is_unfinished(row):
                 unfinished = row
         return unfinished

@@ -76,7 +76,8 @@ class StepRunner:
         self.counters = counters
         self.vocab_size = vocab_size
         self.only_last_logits = only_last_logits
-        self.requests = RunningRequests(memory.prefix_cache, config.max_requests, config.max_tokens)
+        limits = config.max_requests, config.max_tokens, config.max_prompt_tokens_beside_decode
+        self.requests = RunningRequests(memory.prefix_cache, *limits)
         self.counts = StepCounts()
         self._digest = digest
         self._step: Step | None = None

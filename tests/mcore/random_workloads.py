@@ -107,7 +107,11 @@ class Flavour:
 
 
 def _roomy(rng: random.Random, block: int, _request_blocks: int) -> dict[str, Any]:
-    return {"max_requests": 6, "max_tokens": rng.choice([3 * block, 8 * block, 256])}
+    return {
+        "max_requests": 6,
+        "max_tokens": rng.choice([3 * block, 8 * block, 256]),
+        "max_prompt_tokens_beside_decode": rng.choice([None, block + 3, 2 * block]),
+    }
 
 
 def _tight_blocks(rng: random.Random, block: int, request_blocks: int) -> dict[str, Any]:
@@ -182,6 +186,7 @@ def _disturbed(rng: random.Random, block: int, request_blocks: int) -> dict[str,
         "max_requests": rng.randrange(2, 7),
         "max_tokens": rng.choice([block + 3, 4 * block]),
         "resident_pools": rng.random() < 0.5,
+        "max_prompt_tokens_beside_decode": rng.choice([None, block // 2]),
     }
 
 

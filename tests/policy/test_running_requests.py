@@ -12,6 +12,7 @@ from tests.policy.small_cache import ENOUGH, request, run_step, small_cache
 
 MAX_REQUESTS = 3
 MAX_TOKENS = 10
+MAX_BESIDE = 6
 MAX_LEN = 20
 NUM_BLOCKS = 7  # fewer than three of the longest requests need
 
@@ -21,12 +22,12 @@ class RunningRequestsMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.requests = RunningRequests(small_cache(NUM_BLOCKS), MAX_REQUESTS, MAX_TOKENS)
+        self.requests = RunningRequests(small_cache(NUM_BLOCKS), MAX_REQUESTS, MAX_TOKENS, MAX_BESIDE)
         self.num_seen = 0
 
     @rule(prompt=st.lists(st.sampled_from([1, 1, 2]), min_size=1, max_size=MAX_LEN - 1))
     def admit(self, prompt: list[int]) -> None:
-        before, budget = list(self.requests), self.requests.budget
+        before, budget = list(self.requests), self.requests.prompt_budget
         self.num_seen += 1
         candidate = self.requests.cache.candidate(request(self.num_seen, prompt, max_len=MAX_LEN))
         outcome = self.requests.admit(candidate, budget)
@@ -35,14 +36,14 @@ class RunningRequestsMachine(RuleBasedStateMachine):
             assert list(self.requests) == before
         else:
             assert list(self.requests) == [*before, outcome]
-            assert self.requests.budget == budget - outcome.scheduled
+            assert self.requests.prompt_budget == budget - outcome.scheduled
 
     @rule(grows=st.booleans())
     def step(self, grows: bool) -> None:
         """Run a step as an engine does: continue prompts, decode, drop rows that end, and grow the others."""
         for row in self.requests.prefilling:
-            if not row.scheduled and self.requests.budget > 0:
-                self.requests.continue_prefill(row, self.requests.budget)
+            if not row.scheduled and self.requests.prompt_budget > 0:
+                self.requests.continue_prefill(row, self.requests.prompt_budget)
         for row in self.requests.decoding:
             self.requests.cache.schedule_decode(row)
         run_step(self.requests.cache, [row for row in self.requests if row.scheduled])
@@ -71,6 +72,8 @@ class RunningRequestsMachine(RuleBasedStateMachine):
         assert counts.prefilling == len(prefilling) and counts.tokens == num_tokens
         assert counts.paused == counts.rows - len(prefilling) - len(decoding)
         assert self.requests.budget == MAX_TOKENS - num_tokens >= 0
+        beside = MAX_BESIDE - (num_tokens - len(decoding)) if decoding else MAX_TOKENS
+        assert self.requests.prompt_budget == min(self.requests.budget, beside)
         assert self.requests.decoding == decoding
         assert self.requests.any_paused == any(row.is_paused for row in self.requests)
 
@@ -93,6 +96,17 @@ def running(num_rows: int) -> RunningRequests:
 
 def admitted(requests: RunningRequests, request_id: int) -> RunningRequest | Refusal:
     return requests.admit(requests.cache.candidate(request(request_id, [request_id] * 4)), requests.budget)
+
+
+def test_prompts_beside_rows_that_decode_take_no_more_than_their_limit() -> None:
+    requests = RunningRequests(small_cache(64), max_requests=3, max_tokens=ENOUGH, max_beside=8)
+    first = requests.admit(requests.cache.candidate(request(0, [1] * 20)), requests.prompt_budget)
+    assert isinstance(first, RunningRequest) and first.scheduled == 20  # no row decodes yet
+    run_step(requests.cache, [first])
+    assert requests.prompt_budget == 8 < requests.budget
+    second = requests.admit(requests.cache.candidate(request(1, [2] * 20)), requests.prompt_budget)
+    assert isinstance(second, RunningRequest) and second.scheduled == 8
+    assert requests.prompt_budget == 0 < requests.budget
 
 
 def test_no_request_is_admitted_beyond_the_most_and_one_that_leaves_makes_room() -> None:

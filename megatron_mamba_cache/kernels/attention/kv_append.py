@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..kernel_launches import launches_kernel
+from ..overlap import await_inputs, overlapping
 from .reference_attention import append_kv_ref
 
 __all__ = ["append_kv", "append_kv_ref"]
@@ -37,7 +38,9 @@ def _append_kv_kernel(
     LENGTH: tl.constexpr,
     WIDTH: tl.constexpr,
     TOKENS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    await_inputs(OVERLAPS)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     exists = token < num_tokens
     block = tl.load(token_block + token, mask=exists, other=-1).to(tl.int64)
@@ -98,6 +101,7 @@ def append_kv(
         WIDTH=width,
         TOKENS=tokens,
         num_warps=max(1, min(8, width * tokens // 256)),
+        **overlapping(key.device),
     )
 
 

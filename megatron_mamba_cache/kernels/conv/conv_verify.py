@@ -20,6 +20,7 @@ from torch import Tensor
 from ..decode_rows import DecodeRows
 from ..kernel_launches import is_computed_in_fp32, launches_kernel
 from ..masks import only_if
+from ..overlap import await_inputs, overlapping
 from ..prefill_rows import PAD_SLOT
 from ..row_checks import check_decode_rows
 from .conv_taps import (
@@ -75,7 +76,9 @@ def _conv_verify_kernel(
     CONV_DIM: tl.constexpr,
     D_CONV: tl.constexpr,
     CHANNELS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    await_inputs(OVERLAPS)
     TILES: tl.constexpr = (CONV_DIM + CHANNELS - 1) // CHANNELS
     row = tl.program_id(0) // TILES
     is_row = row < num_rows
@@ -177,4 +180,5 @@ def _launch(
         D_CONV=d_conv,
         CHANNELS=channels,
         num_warps=tiling.num_warps,
+        **overlapping(x.device),
     )

@@ -13,11 +13,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ..kernel_launches import launches_kernel
+from ..overlap import await_inputs, overlapping
 from .reference_routing import ExpertOrder, order_by_expert_ref
 
 __all__ = ["ExpertOrder", "order_by_expert", "order_by_expert_ref"]
 
-_PAIRS_AT_A_TIME = 1024
+_FEWEST_PAIRS_AT_A_TIME, _PAIRS_AT_A_TIME = 128, 1024
 _FEW_PAIRS = 4096
 _CHUNK = 128
 """Pairs of a chunk."""
@@ -32,7 +33,18 @@ def _load_experts(ids, place, num_pairs, first_expert, NUM_EXPERTS: tl.constexpr
 
 
 @triton.jit(do_not_specialize=["num_pairs", "first_expert"])
-def _order_kernel(ids, pairs, places, starts, num_pairs, first_expert, NUM_EXPERTS: tl.constexpr, PAIRS: tl.constexpr):
+def _order_kernel(
+    ids,
+    pairs,
+    places,
+    starts,
+    num_pairs,
+    first_expert,
+    NUM_EXPERTS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    await_inputs(OVERLAPS)
     expert = tl.program_id(0)
     lane = tl.arange(0, PAIRS)
     lower = tl.zeros([PAIRS], tl.int32)
@@ -138,6 +150,7 @@ def order_by_expert(ids: Tensor, num_experts: int, first_expert: int = 0) -> Exp
     if ids.numel() > _FEW_PAIRS:
         _order_many(ids, order, first_expert)
         return order
+    pairs_at_a_time = _FEWEST_PAIRS_AT_A_TIME if ids.numel() <= _FEWEST_PAIRS_AT_A_TIME else _PAIRS_AT_A_TIME
     _order_kernel[(num_experts,)](
         ids=ids,
         pairs=order.pairs,
@@ -146,8 +159,9 @@ def order_by_expert(ids: Tensor, num_experts: int, first_expert: int = 0) -> Exp
         num_pairs=ids.numel(),
         first_expert=first_expert,
         NUM_EXPERTS=num_experts,
-        PAIRS=_PAIRS_AT_A_TIME,
-        num_warps=4,
+        PAIRS=pairs_at_a_time,
+        num_warps=min(4, pairs_at_a_time // 128),
+        **overlapping(ids.device),
     )
     return order
 

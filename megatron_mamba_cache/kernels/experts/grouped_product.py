@@ -20,6 +20,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..kernel_launches import INTERPRETED, is_computed_in_fp32, launches_kernel
+from ..overlap import await_inputs, overlapping
 from .product_forms import ProductForm, choose_form
 from .reference_experts import grouped_product_ref
 from .reference_routing import ExpertOrder
@@ -168,7 +169,9 @@ def _grouped_product_kernel(
     SWAPS: tl.constexpr,
     BOXES: tl.constexpr,
     HAS_HALVES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    await_inputs(OVERLAPS)
     expert, first, last = _tile_of(starts, tl.program_id(1), NUM_EXPERTS, EXPERTS, TILE)
     if first >= last:
         return
@@ -243,6 +246,7 @@ def grouped_product(
         HAS_HALVES=form.has_halves,
         num_warps=form.num_warps,
         num_stages=form.num_stages,
+        **overlapping(x.device),
     )
     return out
 

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..kernel_launches import INTERPRETED, is_computed_in_fp32, launches_kernel
+from ..overlap import await_inputs, overlapping
 from .reference_routing import route_ref, router_logits_ref
 from .routing_rule import RoutingRule
 
@@ -44,8 +45,10 @@ def _logits_kernel(
     TILE: tl.constexpr,
     EXPERTS: tl.constexpr,
     DEPTH: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Multiply a tile of tokens with the weights of a tile of experts, over one part of the inputs."""
+    await_inputs(OVERLAPS)
     part = tl.program_id(2)
     token, element = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.arange(0, DEPTH)
     expert = tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)
@@ -119,8 +122,10 @@ def _route_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_PADDING: tl.constexpr,
     NORMALIZES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Choose the experts of a token. Long because of its arguments."""
+    await_inputs(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     group, member = tl.arange(0, GROUPS)[:, None], tl.arange(0, WIDTH)[None, :]
     expert = group * GROUP_SIZE + member
@@ -200,6 +205,7 @@ def router_logits(x: Tensor, gate: Tensor) -> Tensor:
         DEPTH=_DEPTH,
         num_warps=4,
         num_stages=3,
+        **overlapping(x.device),
     )
     return logits
 
@@ -257,6 +263,7 @@ def route(
         HAS_PADDING=is_real is not None,
         NORMALIZES=rule.normalizes,
         num_warps=max(1, min(4, triton.next_power_of_2(num_experts) // 128)),
+        **overlapping(logits.device),
     )
     return ids, weights
 

@@ -11,12 +11,14 @@ import triton.language as tl
 from torch import Tensor
 
 from ..kernel_launches import is_computed_in_fp32, launches_kernel
+from ..overlap import await_inputs, overlapping
 
 _WIDTH = 2048
 
 
 @triton.jit
-def _squared_relu_kernel(x, out, count, WIDTH: tl.constexpr):
+def _squared_relu_kernel(x, out, count, WIDTH: tl.constexpr, OVERLAPS: tl.constexpr):
+    await_inputs(OVERLAPS)
     element = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
     value = tl.load(x + element, mask=element < count, other=0).to(tl.float32)
     value = tl.maximum(value, 0, propagate_nan=tl.PropagateNan.ALL)
@@ -33,7 +35,7 @@ def squared_relu(x: Tensor) -> Tensor:
     out = torch.empty_like(x)
     if x.numel():
         grid = (triton.cdiv(x.numel(), _WIDTH),)
-        _squared_relu_kernel[grid](x=x, out=out, count=x.numel(), WIDTH=_WIDTH, num_warps=4)
+        _squared_relu_kernel[grid](x=x, out=out, count=x.numel(), WIDTH=_WIDTH, num_warps=4, **overlapping(x.device))
     return out
 
 

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..kernel_launches import is_computed_in_fp32, launches_kernel
+from ..overlap import await_inputs, overlapping
 from .reference_experts import weighted_sum_ref
 
 __all__ = ["weighted_sum", "weighted_sum_ref"]
@@ -29,7 +30,9 @@ def _weighted_sum_kernel(
     OUTPUTS: tl.constexpr,
     TOP_K: tl.constexpr,
     WIDTH: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    await_inputs(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = column < OUTPUTS
@@ -75,5 +78,6 @@ def weighted_sum(rows: Tensor, places: Tensor, weights: Tensor, addend: Tensor |
         TOP_K=top_k,
         WIDTH=_SUM_WIDTH,
         num_warps=4,
+        **overlapping(rows.device),
     )
     return out

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..kernel_launches import launches_kernel
+from ..overlap import await_inputs, overlapping
 from .reference_norm import gated_group_norm_ref
 
 __all__ = ["gated_group_norm", "gated_group_norm_ref"]
@@ -35,7 +36,9 @@ def _gated_group_norm_kernel(
     WIDTH: tl.constexpr,
     GROUPS: tl.constexpr,
     IS_GATED: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    await_inputs(OVERLAPS)
     NUM_GROUPS: tl.constexpr = CHANNELS // GROUP_SIZE
     index = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)[:, None]  # group number over all tokens
     token = (index // NUM_GROUPS).to(tl.int64)
@@ -96,6 +99,7 @@ def gated_group_norm(y: Tensor, z: Tensor | None, weight: Tensor, group_size: in
         GROUPS=groups,
         IS_GATED=z is not None,
         num_warps=max(4, min(16, width // 256)),
+        **overlapping(y.device),
     )
     return out
 

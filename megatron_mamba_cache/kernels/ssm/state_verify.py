@@ -21,6 +21,7 @@ from torch import Tensor
 from ..decode_rows import DecodeRows
 from ..kernel_launches import is_computed_in_fp32, launches_kernel
 from ..masks import only_if
+from ..overlap import await_inputs, overlapping
 from ..prefill_rows import PAD_SLOT
 from ..row_checks import check_decode_rows
 from .reference_ssd import state_verify_ref
@@ -108,8 +109,10 @@ def _state_verify_kernel(
     D_STATE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Long because it is one loop with its values kept in registers."""
+    await_inputs(OVERLAPS)
     PARTS: tl.constexpr = (HEAD_DIM + WIDTH - 1) // WIDTH
     part = tl.program_id(0) % PARTS
     head = tl.program_id(0) // PARTS % HEADS
@@ -212,6 +215,7 @@ def _launch(
         WIDTH=width,
         num_warps=tiling.num_warps,
         maxnreg=tiling.max_registers,
+        **overlapping(ssm_pool.device),
     )
 
 

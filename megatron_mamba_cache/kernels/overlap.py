@@ -1,0 +1,30 @@
+"""Kernels that are launched while the kernel before them still runs, so that no pause lies between two short ones.
+
+Hopper lets a kernel begin once every program of the kernel before it has begun (programmatic dependent launch). It must
+wait for that kernel's results before it reads or writes anything, and `await_inputs` does so first of all. Since each
+such kernel waits, none can overtake one further back. On other devices nothing changes.
+"""
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra import cuda as cuda_language
+
+from .kernel_launches import INTERPRETED, is_hopper
+
+
+@triton.jit
+def await_inputs(OVERLAPS: tl.constexpr):
+    """Let the next kernel begin, and wait until all that came before has been written; call it before anything else."""
+    if OVERLAPS:
+        cuda_language.gdc_launch_dependents()
+        cuda_language.gdc_wait()
+
+
+@cache
+def overlapping(device: torch.device) -> dict[str, bool]:
+    """Return the launch arguments of a kernel that begins with `await_inputs(OVERLAPS)`."""
+    overlaps = device.type == "cuda" and not INTERPRETED and is_hopper(device)
+    return {"OVERLAPS": overlaps, "launch_pdl": True} if overlaps else {"OVERLAPS": False}

@@ -1,0 +1,82 @@
+"""Kernels that may begin before the one before them has ended touch no memory until it has."""
+
+import re
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+import torch
+
+from megatron_mamba_cache.kernels import overlap
+from megatron_mamba_cache.kernels.attention import kv_append
+from megatron_mamba_cache.kernels.conv import conv_verify
+from megatron_mamba_cache.kernels.experts import expert_order, grouped_product, routing, squared_relu, weighted_sum
+from megatron_mamba_cache.kernels.experts.reference_routing import ExpertOrder
+from megatron_mamba_cache.kernels.experts.routing_rule import RoutingRule
+from megatron_mamba_cache.kernels.norm import gated_norm
+from megatron_mamba_cache.kernels.ssm import state_verify
+from tests.kernels.kernel_stand_ins import CompiledInsteadOfLaunched
+from tests.kernels.packed_rows import VerifySpec, pack_verify
+from tests.kernels.ssm_steps import SSMShape, random_steps
+
+ROWS = pack_verify([VerifySpec(1, (0,))], "cpu")
+
+
+def half(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.bfloat16)
+
+
+def int32(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+def update_states() -> object:
+    shape = SSMShape(heads=2, head_dim=64, d_state=128, groups=1)
+    steps = random_steps(1, "cpu", shape, dtype=torch.bfloat16)
+    return state_verify.state_verify(steps.tokens, steps.weights, torch.zeros(1, *shape.state), ROWS)
+
+
+ORDER = ExpertOrder(int32(2), int32(1, 2), int32(5))
+LAUNCHES: dict[tuple[ModuleType, str], Callable[[], object]] = {
+    (gated_norm, "_gated_group_norm_kernel"): lambda: gated_norm.gated_group_norm(
+        half(1, 64), None, half(64), 64, 1e-5
+    ),
+    (routing, "_logits_kernel"): lambda: routing.router_logits(half(1, 64), half(4, 64)),
+    (routing, "_route_kernel"): lambda: routing.route(torch.zeros(1, 1, 4), None, RoutingRule(top_k=2)),
+    (expert_order, "_order_kernel"): lambda: expert_order.order_by_expert(int32(1, 2), 4),
+    (grouped_product, "_grouped_product_kernel"): lambda: grouped_product.grouped_product(
+        half(1, 64), half(4, 128, 64), ORDER, top_k=2
+    ),
+    (weighted_sum, "_weighted_sum_kernel"): lambda: weighted_sum.weighted_sum(
+        half(2, 64), int32(1, 2), torch.zeros(1, 2)
+    ),
+    (squared_relu, "_squared_relu_kernel"): lambda: squared_relu.squared_relu(half(1, 64)),
+    (conv_verify, "_conv_verify_kernel"): lambda: conv_verify.conv_verify(
+        half(1, 64), half(64, 4), half(64), half(1, 3, 64), ROWS
+    ),
+    (state_verify, "_state_verify_kernel"): update_states,
+    (kv_append, "_append_kv_kernel"): lambda: kv_append.append_kv(
+        half(1, 2, 64), half(1, 2, 64), half(2, 16, 2, 64), half(2, 16, 2, 64), int32(1), int32(1)
+    ),
+}
+
+
+@pytest.mark.parametrize(("module", "kernel"), LAUNCHES, ids=[name for _, name in LAUNCHES])
+def test_nothing_is_read_or_written_before_the_wait(
+    module: ModuleType,
+    kernel: str,
+    compile_for_hopper: Callable[[ModuleType, str], CompiledInsteadOfLaunched],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "overlapping", lambda device: {"OVERLAPS": True, "launch_pdl": True})
+    compiled = compile_for_hopper(module, kernel)
+    LAUNCHES[module, kernel]()
+    (ptx,) = compiled.ptx
+    before, waits, after = ptx.partition("griddepcontrol.wait")
+    assert waits and "griddepcontrol.launch_dependents" in before
+    accesses = r"\b(?:ld|st|atom|red)\.(?:global|shared)|cp\.async"
+    assert not re.search(accesses, before) and re.search(accesses, after)
+
+
+def test_no_other_kernel_is_launched_early() -> None:
+    assert overlap.overlapping(torch.device("cpu")) == {"OVERLAPS": False}
