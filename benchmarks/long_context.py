@@ -6,9 +6,10 @@ A long row: one request decodes alone behind a long prompt, without drafts, with
 weights (of experts, those that one token hits), of its state, read and written, and of its KV, at the rate of a plain
 copy measured in the same run.
 
-Beside a long prompt: rows decode undisturbed, then while that prompt is prefilled. `max_tokens` of a step, less the
-rows, is how many of its tokens a step computes: small chunks disturb the rows less and take longer in all. Each line
-is an engine; "prefill" is the time from the prompt's arrival to its first token, beside that of the first line.
+Beside a long prompt: rows decode undisturbed, then while that prompt is prefilled. `max_prompt_tokens_beside_decode` is
+how many of its tokens a step computes: small chunks disturb the rows less and take longer in all. Each line is an
+engine; "prefill" is the time from the prompt's arrival to its first token, beside that of the first line. "Alone" is
+the same prompt in such chunks without the rows.
 """
 
 import argparse
@@ -25,11 +26,11 @@ from loads.serving_engine import MODES, ServedShape, add_shape_arguments, model_
 from measuring.ceilings import floor_us
 from measuring.machine import describe_machine
 from measuring.serving_figures import nearest_rank
+from measuring.step_bytes import step_bytes
 from step_cost import step_cost, timed_step
-from turn_latency import some_tokens
+from turn_latency import first_token, some_tokens
 
 from megatron_mamba_cache.command_line.quiet import own_warnings_hidden, quiet_libraries
-from megatron_mamba_cache.mcore.stacked_experts import StackedExperts
 
 NUM_UNDISTURBED = 30
 NUM_WARMING = 5
@@ -63,6 +64,7 @@ class Disturbed:
     p99_ms: float
     graph_share: float
     prefill_s: float
+    alone_s: float
 
 
 def long_row(model: Any, shape: ServedShape, history: int) -> LongRow:
@@ -73,27 +75,12 @@ def long_row(model: Any, shape: ServedShape, history: int) -> LongRow:
     return LongRow(history, cost.wall_ms, cost.replay_ms, floor_ms)
 
 
-def step_bytes(model: Any, engine: Any, history: int) -> int:
-    """Return the bytes that a step of one row reads and writes: weights, experts hit, state and KV."""
-    weights = sum(weight.nbytes for weight in model.parameters())
-    weights -= model.embedding.word_embeddings.weight.nbytes
-    if model.share_embeddings_and_output_weights:
-        weights += model.embedding.word_embeddings.weight.nbytes
-    for module in model.modules():
-        if isinstance(module, StackedExperts):
-            stacked = sum(weight.nbytes for weight in module.parameters())
-            weights -= stacked - stacked * model.config.moe_router_topk // model.config.num_moe_experts
-    context = engine.context
-    state = context.shape.state_layout(context.cache_config).slot_bytes
-    kv = context.shape.block_bytes(1) * history
-    return int(weights + 2 * state + kv)
-
-
 def disturbed(model: Any, shape: ServedShape, rows: int, chunk: int, length: int) -> Disturbed:
     """Measure rows that decode while a prompt is prefilled in chunks."""
-    shape = replace(shape, max_requests=rows + 1, max_tokens=chunk + rows)
+    shape = replace(shape, max_requests=rows + 1, max_tokens=chunk + rows, prompt_tokens_beside=chunk)
     drawn = random.Random(chunk)
     with serving_engine(model, shape, MODES["full"]) as engine:
+        alone_s, _ = first_token(engine, 10**6, some_tokens(drawn, shape, length))
         for index in range(rows):
             reply = NUM_WARMING + NUM_UNDISTURBED + 2 * length // chunk + rows * shape.block_size // chunk + 16
             send(engine, index, some_tokens(drawn, shape, shape.block_size // 2), reply)
@@ -110,7 +97,7 @@ def disturbed(model: Any, shape: ServedShape, rows: int, chunk: int, length: int
         while engine.has_unfinished_requests():
             engine.step_modern()
     found = [1e3 * seconds for seconds in (median(undisturbed), median(beside), nearest_rank(sorted(beside), 99))]
-    return Disturbed(chunk, *found, share, sum(beside))
+    return Disturbed(chunk, *found, share, sum(beside), alone_s)
 
 
 def table(lone: LongRow, lines: Sequence[Disturbed]) -> str:
@@ -122,14 +109,15 @@ def table(lone: LongRow, lines: Sequence[Disturbed]) -> str:
         f"| {lone.history:,} | {lone.step_ms:.3f} | {floor} |",
         "",
         "| prompt tokens a step | ms a token undisturbed | beside the prompt: median | p99 | p99, times | prefill, s "
-        "| of the first line | graphs, % |",
-        "|" + "---:|" * 8,
+        "| of the first line | graphs, % | alone, s | of the first line |",
+        "|" + "---:|" * 10,
     ]
     for one in lines:
         found.append(
             f"| {one.chunk:,} | {one.undisturbed_ms:.2f} | {one.median_ms:.2f} | {one.p99_ms:.2f} "
             f"| {one.p99_ms / one.undisturbed_ms:.2f} | {one.prefill_s:.2f} "
-            f"| {one.prefill_s / lines[0].prefill_s:.2f} | {100 * one.graph_share:.0f} |"
+            f"| {one.prefill_s / lines[0].prefill_s:.2f} | {100 * one.graph_share:.0f} | {one.alone_s:.2f} "
+            f"| {one.alone_s / lines[0].alone_s:.2f} |"
         )
     return "\n".join(found)
 

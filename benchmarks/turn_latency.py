@@ -23,8 +23,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from loads.serving_engine import MODES, ServedShape, add_shape_arguments, model_of, send, serving_engine, shape_of
+import torch
+from loads.serving_engine import MODES, Mode, ServedShape, add_shape_arguments, model_of, send, serving_engine, shape_of
+from measuring.ceilings import floor_us
 from measuring.machine import describe_machine
+from measuring.step_bytes import step_bytes
 
 from megatron_mamba_cache.command_line.quiet import own_warnings_hidden, quiet_libraries
 from megatron_mamba_cache.mcore.failure_reason import failure_reason
@@ -76,12 +79,14 @@ class TurnLatency:
 
     Args:
         times_sooner: Speedup over each mode without replies' states: median of each repetition's ratio.
+        floor_ms: Reading all weights, the history's KV and a state, at the rate of a plain copy; None on a CPU.
     """
 
     prompt_tokens: int
     cached_tokens: dict[str, int]
     first_token_ms: dict[str, float]
     times_sooner: dict[str, float]
+    floor_ms: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,29 +99,33 @@ class ColdThroughput:
     highest: float
 
 
-def later_turns(model: Any, shape: ServedShape, scale: Scale) -> TurnLatency:
+def later_turns(model: Any, shape: ServedShape, scale: Scale, modes: Mapping[str, Mode] = MODES) -> TurnLatency:
     """Measure the last turn of each repetition's conversation in every mode."""
-    seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
-    cached: dict[str, list[int]] = {mode: [] for mode in MODES}
+    seconds: dict[str, list[float]] = {mode: [] for mode in modes}
+    cached: dict[str, list[int]] = {mode: [] for mode in modes}
     with ExitStack() as stack:
-        engines = {name: stack.enter_context(serving_engine(model, shape, mode)) for name, mode in MODES.items()}
+        engines = {name: stack.enter_context(serving_engine(model, shape, mode)) for name, mode in modes.items()}
         histories = {name: histories_in(engine, shape, scale) for name, engine in engines.items() if name != "no cache"}
         histories["no cache"] = histories["full"]
         prompt_tokens = len(histories["full"][0])
         for repetition in range(-1, scale.repetitions):  # the first is not counted
-            for name in rotated(list(MODES), repetition):
+            for name in rotated(list(modes), repetition):
                 first_token_s, skipped = first_token(engines[name], 10_000 + repetition, histories[name][repetition])
                 if repetition >= 0:
                     seconds[name].append(first_token_s)
                     cached[name].append(skipped)
+        num_bytes = step_bytes(model, engines["full"], prompt_tokens, hits_all=True)
     pairs = {
-        name: [other / full for other, full in zip(seconds[name], seconds["full"], strict=True)] for name in REQUIRED
+        name: [other / full for other, full in zip(seconds[name], seconds["full"], strict=True)]
+        for name in REQUIRED
+        if name in modes
     }
     return TurnLatency(
         prompt_tokens,
         {name: int(median(counts)) for name, counts in cached.items()},
         {name: 1e3 * median(times) for name, times in seconds.items()},
         {name: median(ratios) for name, ratios in pairs.items()},
+        floor_us(num_bytes) / 1e3 if torch.cuda.is_available() else None,
     )
 
 
@@ -199,14 +208,20 @@ def some_tokens(drawn: random.Random, shape: ServedShape, count: int) -> list[in
     return [drawn.randrange(shape.vocab_size) for _ in range(count)]
 
 
-def table(latency: TurnLatency, cold: ColdThroughput) -> str:
+def table(latency: TurnLatency, cold: ColdThroughput | None) -> str:
     """Return the figures as Markdown."""
     lines = [f"A later turn, {latency.prompt_tokens:,} tokens with its history:", ""]
     lines += ["| engine | tokens skipped | first token, ms | the full cache's is sooner by | required |"]
     lines += ["|---|---:|---:|---:|---:|"]
-    for name in MODES:
-        sooner = f"{latency.times_sooner[name]:.2f} | {REQUIRED[name]:g}" if name in REQUIRED else " | "
+    for name in latency.first_token_ms:
+        sooner = f"{latency.times_sooner[name]:.2f} | {REQUIRED[name]:g}" if name in latency.times_sooner else " | "
         lines.append(f"| {name} | {latency.cached_tokens[name]:,} | {latency.first_token_ms[name]:,.2f} | {sooner} |")
+    if latency.floor_ms is not None:
+        times = latency.first_token_ms["full"] / latency.floor_ms
+        lines += ["", f"Reading all weights, the history's KV and a state takes {latency.floor_ms:.2f} ms; the full "]
+        lines[-1] += f"cache's first token comes in {times:.2f} times that."
+    if cold is None:
+        return "\n".join(lines)
     speeds = ", ".join(f"{name} {speed:,.0f}" for name, speed in cold.tokens_per_s.items())
     lines += ["", f"Where nothing can hit, prompt and generated tokens/s: {speeds}; with the cache "]
     lines[-1] += (
@@ -219,15 +234,18 @@ def main() -> None:
     """Measure, print Markdown and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_shape_arguments(parser)
+    parser.add_argument("--only-cached", action="store_true", help="the later turn with the full cache, nothing else")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
     arguments = parser.parse_args()
     shape, scale = shape_of(parser, arguments, LIMITS), SCALES[arguments.shape]
     with quiet_libraries(), own_warnings_hidden():
         model = model_of(shape)
-        latency, cold = later_turns(model, shape, scale), cold_throughput(model, shape, scale)
+        modes = {"full": MODES["full"]} if arguments.only_cached else MODES
+        latency = later_turns(model, shape, scale, modes)
+        cold = None if arguments.only_cached else cold_throughput(model, shape, scale)
     print(table(latency, cold))
     if arguments.json:
-        figures = {"machine": describe_machine(), "later turns": asdict(latency), "nothing hits": asdict(cold)}
+        figures = {"machine": describe_machine(), "later turns": asdict(latency), "nothing hits": cold and asdict(cold)}
         arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
 
 

@@ -24,6 +24,7 @@ class ServedShape:
         state_gb, kv_gb: GiB of cached states, beside a live one per request, and of KV blocks.
         num_graphs: Number of row counts whose decode steps are CUDA graphs, on a GPU.
         prefill_graph_tokens: Most prompt tokens of a graph; None: the engine's default.
+        prompt_tokens_beside: Most prompt tokens of a step in which rows decode; None: no limit.
     """
 
     fields: dict[str, Any]
@@ -35,6 +36,7 @@ class ServedShape:
     kv_gb: float
     num_graphs: int = 9
     prefill_graph_tokens: int | None = None
+    prompt_tokens_beside: int | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -144,6 +146,7 @@ def config_of(shape: ServedShape, mode: Mode, num_drafts: int = 0) -> CacheConfi
         max_requests=shape.max_requests,
         max_tokens=shape.max_tokens,
         max_sequence_length=shape.max_length,
+        max_prompt_tokens_beside_decode=shape.prompt_tokens_beside,
         num_cuda_graphs=shape.num_graphs if torch.cuda.is_available() else 0,
         **(prefill_graphs if shape.prefill_graph_tokens is not None else {}),
     )

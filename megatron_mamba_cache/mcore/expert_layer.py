@@ -1,7 +1,6 @@
 """A layer of a hybrid model that is a mixture of experts, without a host read between router and weighted sum."""
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 from typing_extensions import override
 
+from ..kernels.experts.beside_routing import BesideRouting
 from ..kernels.experts.routing import RoutingRule, route, router_logits
 from ..step.batch import StepBatch
 from ..step.expert_exchange import exchange_among
@@ -131,61 +131,50 @@ class MixtureOfExperts(MegatronModule):
             batch: The step that the tokens are of, some perhaps padding, which no expert computes; None: all are real
                 and, where ranks share experts, each rank has as many.
         """
-        x = hidden_states.flatten(0, -2)
-        shared = self._shared(hidden_states)
+        x, shared = hidden_states.flatten(0, -2), None
+        if self.shared_experts is not None:
+            experts = self.shared_experts
+            shared = BesideRouting(lambda: experts(hidden_states).flatten(0, -2), hidden_states.device)
         if self.fc2_latent_proj is not None:
-            routed = self.fc2_latent_proj(self._routed(x, batch, None))
-            out = routed if shared is None else routed + shared()
+            routed = self.fc2_latent_proj(self._routed(x, batch, shared, None))
+            out = routed if shared is None else routed + shared.output()
         else:
-            out = self._routed(x, batch, shared)
+            out = self._routed(x, batch, shared, None if shared is None else shared.output)
         if self._tensor_ranks.size() > 1:
             out = reduce_from_tensor_model_parallel_region(out, group=self._tensor_ranks)
         return out.view(hidden_states.shape)
 
-    def _shared(self, hidden_states: Tensor) -> Callable[[], Tensor] | None:
-        """Launch the shared expert; return what returns its output [tokens, hidden], None if there is none.
-
-        In a graph it runs beside the routing, whose small kernels leave the memory idle. Without one, another stream
-        costs the host more than it gains.
-        """
-        if self.shared_experts is None:
-            return None
-        if not (hidden_states.is_cuda and torch.cuda.is_current_stream_capturing()):
-            computed = self.shared_experts(hidden_states).flatten(0, -2)
-            return lambda: computed
-        here, beside = torch.cuda.current_stream(), _stream_beside(hidden_states.device)
-        beside.wait_stream(here)
-        with torch.cuda.stream(beside):
-            output = self.shared_experts(hidden_states).flatten(0, -2)
-
-        def joined() -> Tensor:
-            here.wait_stream(beside)
-            return output
-
-        return joined
-
-    def _routed(self, x: Tensor, batch: StepBatch | None, addend: Callable[[], Tensor] | None) -> Tensor:
+    def _routed(
+        self, x: Tensor, batch: StepBatch | None, shared: BesideRouting | None, addend: Callable[[], Tensor] | None
+    ) -> Tensor:
         """Return the sum of each token's experts [tokens, latent size or hidden], plus the addend.
 
         With other ranks' experts: each rank gathers the tokens of all, routes them, and sends back what its experts
         add to them. All ranks exchange equally many tokens, so nothing waits for the host.
+
+        Args:
+            shared: What to launch meanwhile; None for nothing.
         """
         is_real = None if batch is None else batch.real_tokens
         if self._exchange is None:
-            return self._of_experts_here(x, is_real, addend)
+            return self._of_experts_here(x, is_real, shared, addend)
+        if shared is not None:
+            shared.launch()
         everyone = self._exchange.gather(x, len(x) if batch is None else batch.num_exchanged)
-        partial = self._of_experts_here(everyone, self._exchange.real_tokens(batch), None)
+        partial = self._of_experts_here(everyone, self._exchange.real_tokens(batch), None, None)
         return self._exchange.combine(partial, len(x), None if addend is None else addend())
 
-    def _of_experts_here(self, x: Tensor, is_real: Tensor | None, addend: Callable[[], Tensor] | None) -> Tensor:
+    def _of_experts_here(
+        self,
+        x: Tensor,
+        is_real: Tensor | None,
+        shared: BesideRouting | None,
+        addend: Callable[[], Tensor] | None,
+    ) -> Tensor:
         ids, weights = self.router(x, is_real)
+        if shared is not None:
+            shared.launch()
         return self.experts(x if self.fc1_latent_proj is None else self.fc1_latent_proj(x), ids, weights, addend)
-
-
-@cache
-def _stream_beside(device: torch.device) -> torch.cuda.Stream:
-    """Return the device's stream for what runs beside a layer's main part."""
-    return torch.cuda.Stream(device)
 
 
 def check_experts(config: Any, groups: Any) -> None:

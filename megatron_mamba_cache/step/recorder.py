@@ -25,6 +25,8 @@ class CudaRecorder:
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        # What a layer launches beside its main part, on a stream of the usual priority, gives way to the main part.
+        self._stream = torch.cuda.Stream(priority=-1)
 
     def record(self, compute: Compute) -> tuple[tuple[Tensor, ...], Replay]:
         """Compute once, which compiles and allocates workspaces, then capture."""
@@ -35,7 +37,7 @@ class CudaRecorder:
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             results = compute()
         return results, graph.replay
 

@@ -78,6 +78,7 @@ def _conv_verify_kernel(
     CHANNELS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
+    """Long because of its arguments."""
     await_inputs(OVERLAPS)
     TILES: tl.constexpr = (CONV_DIM + CHANNELS - 1) // CHANNELS
     row = tl.program_id(0) // TILES

@@ -1,0 +1,49 @@
+"""The shared expert of a layer, computed beside the routing of the others."""
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+
+class BesideRouting:
+    """The shared expert's product, which in a graph runs beside the routing and the routed experts.
+
+    The routing is small kernels that leave the memory idle, and is launched first: its programs would wait for the
+    larger kernels' otherwise. Without a graph, another stream costs the host more than it gains.
+
+    Args:
+        compute: Returns [tokens, hidden] from what has been computed so far.
+    """
+
+    def __init__(self, compute: Callable[[], Tensor], device: torch.device) -> None:
+        self._compute = compute
+        self._inputs: torch.cuda.Event | None = None
+        self._stream: torch.cuda.Stream | None = None
+        self._output: Tensor | None = None
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            self._stream, self._inputs = _stream_beside(device), torch.cuda.Event()
+            self._inputs.record()
+
+    def launch(self) -> None:
+        """Begin to compute."""
+        if self._stream is None or self._inputs is None:
+            self._output = self._compute()
+            return
+        self._stream.wait_event(self._inputs)
+        with torch.cuda.stream(self._stream):
+            self._output = self._compute()
+
+    def output(self) -> Tensor:
+        """Return the result, for the current stream; `launch` comes first."""
+        assert self._output is not None
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+        return self._output
+
+
+@cache
+def _stream_beside(device: torch.device) -> torch.cuda.Stream:
+    """Return the device's stream for what runs beside a layer's main part."""
+    return torch.cuda.Stream(device)
