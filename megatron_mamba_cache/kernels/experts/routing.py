@@ -1,13 +1,13 @@
 """Routing: the logits of each token, its experts and their weights.
 
-Logits: the router's weights times the tokens, in fp32. Few tokens would keep few multiprocessors busy, so that their
-inputs are cut into parts, whose products are added where experts are chosen, always in one order.
+Logits: the router's weights times the tokens, in fp32. Up to 2,048 tokens would keep few multiprocessors busy, so that
+their inputs are cut into parts, whose products are added where experts are chosen, always in one order.
 
 Experts: a program a token, whose experts are in registers as [groups, experts of a group], both padded to powers of 2.
 The best expert is found `top_k` times by one maximum over keys that hold a score's order above and the expert's number
 below, so that equal scores go to the lowest number. All arithmetic is fp32.
 
-Graph safe. A token's result depends on that token alone, to the bit, within a form (few tokens, many).
+Graph safe. A token's result depends on that token alone, to the bit, within a form: up to 256 tokens, 2,048, or more.
 """
 
 import torch
@@ -23,8 +23,8 @@ from .routing_rule import RoutingRule
 __all__ = ["RoutingRule", "route", "route_ref", "router_logits", "router_logits_ref"]
 
 _IS_INTERPRETED = tl.constexpr(INTERPRETED)
-_FEW_TOKENS = 256
-_FEW_PARTS = 8
+_FEW_TOKENS, _MANY_TOKENS = 256, 2048
+_PARTS = 8
 _EXPERTS = 64
 _DEPTH = 64
 """Experts and inputs of a tile."""
@@ -185,8 +185,7 @@ def router_logits(x: Tensor, gate: Tensor) -> Tensor:
     if not launches_kernel(x) or not is_computed_in_fp32(x):
         return router_logits_ref(x, gate)
     (num_tokens, num_inputs), num_experts = x.shape, gate.shape[0]
-    are_few = num_tokens <= _FEW_TOKENS
-    parts, tile = (_FEW_PARTS, 16) if are_few else (1, 64)
+    parts, tile = 1 if num_tokens > _MANY_TOKENS else _PARTS, 16 if num_tokens <= _FEW_TOKENS else 64
     logits = torch.empty(parts, num_tokens, num_experts, dtype=torch.float32, device=x.device)
     if not num_tokens:
         return logits
