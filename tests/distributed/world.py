@@ -7,7 +7,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from tests.distributed import rank_process
 from tests.fork_server import fork_server
 
 TIMEOUT_S = 300.0  # longer than collectives wait, so that ranks say what they waited for
+GRACE_S = 10.0  # for the other ranks, once one has failed: they may wait for it
 _TAIL = 6000
 
 
@@ -48,13 +49,14 @@ class SpawnedWorld:
         for requests in self._requests:
             with contextlib.suppress(BrokenPipeError):
                 requests.send((f"{function.__module__}:{function.__name__}", arguments))
-        end = time.monotonic() + TIMEOUT_S
-        replies = [self._reply(rank, end) for rank in range(self.size)]
-        failures = [f"rank {rank}:\n{reply}" for rank, (succeeded, reply) in enumerate(replies) if not succeeded]
+        replies = self._replies()
+        silent = [rank for rank in range(self.size) if rank not in replies]
+        failures = [f"rank {rank}:\n{reply}" for rank, (succeeded, reply) in replies.items() if not succeeded]
+        failures += [f"rank {rank}:\nno answer; it wrote {self._where(rank)}" for rank in silent]
         if failures:
             self.close()  # the others may be anywhere
             raise AssertionError("\n".join(failures))
-        return [reply for _, reply in replies]
+        return [replies[rank][1] for rank in range(self.size)]
 
     @property
     def is_closed(self) -> bool:
@@ -83,14 +85,31 @@ class SpawnedWorld:
     def _log(self, rank: int) -> Path:
         return Path(self._logs.name) / f"{rank}.log"
 
-    def _reply(self, rank: int, end: float) -> tuple[bool, Any]:
-        with contextlib.suppress(EOFError, ConnectionResetError):
-            if self._requests[rank].poll(max(0.0, end - time.monotonic())):
-                return self._requests[rank].recv()
+    def _replies(self) -> dict[int, tuple[bool, Any]]:
+        """Return what each rank replied in time: all of them, or those until soon after the first failure."""
+        replies: dict[int, tuple[bool, Any]] = {}
+        waiting = {requests: rank for rank, requests in enumerate(self._requests)}
+        end = time.monotonic() + TIMEOUT_S
+        while waiting:
+            ready = wait(list(waiting), max(0.0, end - time.monotonic()))
+            for requests in ready:
+                rank = waiting.pop(requests)
+                try:
+                    replies[rank] = requests.recv()
+                except (EOFError, ConnectionResetError):
+                    replies[rank] = False, f"it ended, and wrote {self._log(rank).read_text()[-_TAIL:]}"
+                if not replies[rank][0]:
+                    end = min(end, time.monotonic() + GRACE_S)
+            if not ready:
+                break
+        return replies
+
+    def _where(self, rank: int) -> str:
+        """Return the end of what a rank wrote, the stacks of its threads last."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._processes[rank].pid, rank_process.TELL_WHERE)
         time.sleep(1.0)
-        return False, "no answer; it wrote " + self._log(rank).read_text()[-_TAIL:]
+        return self._log(rank).read_text()[-_TAIL:]
 
 
 class JoinedWorld:
