@@ -60,7 +60,8 @@ class CacheConfig:
         max_requests, max_tokens, max_sequence_length: Limits of a step and of a request; max_requests rows of block
             numbers for max_sequence_length tokens must have fewer than 2**28 entries.
         max_prompt_tokens_beside_decode: Most prompt tokens of a step in which requests decode, so that a long prompt
-            does not hold their tokens up; a multiple of the block size is best. None: what max_tokens leaves.
+            does not hold their tokens up; a multiple of the block size is best; needs chunked_prefill. None: what
+            max_tokens leaves.
         chunked_prefill: Whether a prompt may be prefilled over several steps.
         ssm_state_dtype, conv_state_dtype: "model" (the parameters' dtype), "fp32" or "bf16".
         attention_backend: Library that computes attention over the KV blocks: "flash-attn", "flashinfer",
@@ -151,9 +152,11 @@ class CacheConfig:
         allowed_tokens = f"at least max_requests={requests} and below {_MOST_TOKENS}"
         _require(requests <= tokens < _MOST_TOKENS, "max_tokens", tokens, allowed_tokens)
         beside = self.max_prompt_tokens_beside_decode
-        is_count = type(beside) is int and beside >= 1 and self.chunked_prefill
-        allowed_beside = "None or an int of at least 1, which needs chunked_prefill=True"
+        is_count = type(beside) is int and 1 <= beside <= tokens
+        allowed_beside = f"an int from 1 to max_tokens={tokens}, or left out"
         _require(beside is None or is_count, "max_prompt_tokens_beside_decode", beside, allowed_beside)
+        in_chunks = beside is None or self.chunked_prefill
+        _require(in_chunks, "chunked_prefill", False, "True where max_prompt_tokens_beside_decode is set")
         num_entries = requests * -(-length // self.block_size_tokens)
         allowed_length = (
             f"below {_MOST_TOKENS}, and the {num_entries} KV blocks of max_requests={requests} at "

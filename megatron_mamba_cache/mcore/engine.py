@@ -16,6 +16,7 @@ from ..policy.failed_steps import FailedSteps, refusal_reason
 from ..policy.hit_rate_hint import HitRateHint
 from ..policy.requests import Candidate, RequestSpec
 from ..policy.scheduler import StepScheduler
+from ..step.padding_steps import complete_failed_step
 from .context import MambaCacheContext
 from .controller import MambaCacheController
 from .engine_loop import EngineLoop
@@ -186,6 +187,8 @@ class MambaCacheEngine(SuspendableEngine):
         """
         was_launched = self.context.early_step is not None
         before_ended = self._step_ended
+        if self.context.is_tensor_state_allocated:
+            self.context.runner.sharing.begin()
         try:
             result, state, seconds, number = await super().async_forward()
             self._step_ended = time.perf_counter()
@@ -193,7 +196,7 @@ class MambaCacheEngine(SuspendableEngine):
         except BaseException as error:
             if not self.is_suspended:
                 if self.context.is_tensor_state_allocated:
-                    self.context.runner.drop_failed_step()
+                    self._drop_failed_step(error)
                 self._recover(error)
             raise
 
@@ -266,6 +269,13 @@ class MambaCacheEngine(SuspendableEngine):
 
     def _before_report(self, step_result: Any) -> None:
         """Do nothing; a subclass may act here, between counting drafts and the report, and may raise."""
+
+    def _drop_failed_step(self, error: BaseException) -> None:
+        """Drop the step; if the caller goes on, do what other ranks wait for."""
+        runner = self.context.runner
+        runner.drop_failed_step()
+        if isinstance(error, Exception | asyncio.CancelledError):
+            complete_failed_step(self.controller.inference_wrapped_model, runner)
 
     def _recover(self, error: BaseException) -> None:
         """After a failed step, send back requests whose row is gone or whose record lacks what the row has."""

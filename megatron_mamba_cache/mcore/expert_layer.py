@@ -17,7 +17,7 @@ from typing_extensions import override
 from ..kernels.experts.beside_routing import BesideRouting
 from ..kernels.experts.routing import RoutingRule, route, router_logits
 from ..step.batch import StepBatch
-from ..step.expert_exchange import exchange_among
+from ..step.expert_exchange import ExpertExchange, exchange_among
 from .model_ranks import num_expert_ranks
 from .stacked_experts import StackedExperts
 
@@ -106,7 +106,7 @@ class MixtureOfExperts(MegatronModule):
         groups = pg_collection or get_default_pg_collection()
         check_experts(config, groups)
         self._tensor_ranks = groups.tp
-        self._exchange = exchange_among(groups.ep) if groups.ep.size() > 1 else None
+        self.exchange = exchange_among(groups.ep) if groups.ep.size() > 1 else None
         self.router = Router(config, routing or routing_rule(config))
         self.experts = StackedExperts(config, groups)
         self.shared_experts = None
@@ -156,13 +156,13 @@ class MixtureOfExperts(MegatronModule):
             shared: What to launch meanwhile; None for nothing.
         """
         is_real = None if batch is None else batch.real_tokens
-        if self._exchange is None:
+        if self.exchange is None:
             return self._of_experts_here(x, is_real, shared, addend)
         if shared is not None:
             shared.launch()
-        everyone = self._exchange.gather(x, len(x) if batch is None else batch.num_exchanged)
-        partial = self._of_experts_here(everyone, self._exchange.real_tokens(batch), None, None)
-        return self._exchange.combine(partial, len(x), None if addend is None else addend())
+        everyone = self.exchange.gather(x, len(x) if batch is None else batch.num_exchanged)
+        partial = self._of_experts_here(everyone, self.exchange.real_tokens(batch), None, None)
+        return self.exchange.combine(partial, len(x), None if addend is None else addend())
 
     def _of_experts_here(
         self,
@@ -175,6 +175,12 @@ class MixtureOfExperts(MegatronModule):
         if shared is not None:
             shared.launch()
         return self.experts(x if self.fc1_latent_proj is None else self.fc1_latent_proj(x), ids, weights, addend)
+
+
+def exchange_of(model: Any) -> ExpertExchange | None:
+    """Return how the model's layers exchange tokens with other ranks' experts; None if they do not."""
+    layers = (module for module in model.modules() if isinstance(module, MixtureOfExperts))
+    return next((layer.exchange for layer in layers), None)
 
 
 def check_experts(config: Any, groups: Any) -> None:

@@ -1,7 +1,7 @@
 """A model that runs over a `MambaCacheContext`: what it must be, and Megatron's wrapper around both."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from ..ranks.group import Ranks, on_all_ranks
 from ..state.model_shape import HybridModelShape
 from ..step.weight_places import WeightPlaces
 from .context import MambaCacheContext
-from .expert_layer import check_expert_layers
+from .expert_layer import check_expert_layers, exchange_of
 from .model_reading import model_shape_of
 from .pipeline_stage import PipelineStage, Stage, WholeModel
 
@@ -28,6 +28,7 @@ class HybridInferenceWrapper(GPTInferenceWrapper):
     def __init__(self, model: Any, settings: InferenceWrapperConfig, context: MambaCacheContext, stage: Stage) -> None:
         super().__init__(model, settings, context)
         self.stage = stage
+        self._exchange = exchange_of(model)
 
     @override
     @torch.inference_mode()
@@ -55,6 +56,10 @@ class HybridInferenceWrapper(GPTInferenceWrapper):
         """See `StepModel`."""
         self.stage.send(output)
 
+    def resuming_exchanges(self) -> AbstractContextManager[None]:
+        """See `StepModel`."""
+        return nullcontext() if self._exchange is None else self._exchange.resuming()
+
     def weight_places(self) -> WeightPlaces:
         """See `StepModel`."""
         return WeightPlaces.of(self.model)
@@ -73,7 +78,8 @@ class HybridInferenceWrapper(GPTInferenceWrapper):
 
     def _compute(self, inference_input: dict[str, Any]) -> Tensor:
         self.stage.place_input(inference_input["tokens"].shape[1])
-        output: Tensor = self._forward(inference_input)
+        with nullcontext() if self._exchange is None else self._exchange.counted():
+            output: Tensor = self._forward(inference_input)
         return output
 
     def _inputs(self) -> dict[str, Any]:

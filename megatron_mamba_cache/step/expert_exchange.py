@@ -1,5 +1,7 @@
 """How expert-parallel ranks exchange tokens: each sends its own to all, and gets what their experts add to them."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 
 import torch
@@ -22,6 +24,23 @@ class ExpertExchange:
         self._ranks = ranks
         self._num_ranks = dist.get_world_size(ranks)
         self._marked: tuple[StepBatch, Tensor] | None = None
+        self._num_made = self._num_to_skip = 0
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count the exchanges of the forward in the block; the count stays if it fails."""
+        self._num_made = 0
+        yield
+        self._num_made = 0
+
+    @contextmanager
+    def resuming(self) -> Iterator[None]:
+        """Let the forward in the block skip the exchanges of one that has failed: other ranks have made them too."""
+        self._num_to_skip = self._num_made
+        try:
+            yield
+        finally:
+            self._num_to_skip = 0
 
     def gather(self, x: Tensor, num_exchanged: int) -> Tensor:
         """Return the tokens of all ranks, [ranks * num_exchanged, ...], from this rank's [tokens, ...].
@@ -32,7 +51,10 @@ class ExpertExchange:
         if len(x) < num_exchanged:
             x = F.pad(x, (0,) * (2 * x.dim() - 1) + (num_exchanged - len(x),))
         everyone = x.new_empty(self._num_ranks * num_exchanged, *x.shape[1:])
+        if self._is_made():
+            return everyone.zero_()
         dist.all_gather_into_tensor(everyone, x.contiguous(), group=self._ranks)
+        self._num_made += 1
         return everyone
 
     def real_tokens(self, batch: StepBatch | None) -> Tensor | None:
@@ -53,8 +75,18 @@ class ExpertExchange:
             partial: [ranks * num_exchanged, outputs]: what this rank's experts add to the tokens of each rank.
         """
         received = torch.empty_like(partial)
-        dist.all_to_all_single(received, partial, group=self._ranks)
+        if self._is_made():
+            received.zero_()
+        else:
+            dist.all_to_all_single(received, partial, group=self._ranks)
+            self._num_made += 1
         return sum_of_ranks(received.view(self._num_ranks, -1, partial.shape[1]), num_tokens, addend)
+
+    def _is_made(self) -> bool:
+        """Return whether the next exchange is one to skip, and count it."""
+        skips = self._num_to_skip > 0
+        self._num_to_skip -= skips
+        return skips
 
 
 @lru_cache(maxsize=1)  # a process group keeps threads as long as it is referred to

@@ -26,6 +26,9 @@ class StepModel(Protocol):
     def logits_of(self, hidden_states: Tensor) -> Tensor:
         """Return the logits, [n, vocab], of the last layer's outputs, [n, hidden]; on the last stage only."""
 
+    def resuming_exchanges(self) -> AbstractContextManager[None]:
+        """Let the forward in the block skip the exchanges with other ranks' experts that a failed forward made."""
+
     def weight_places(self) -> WeightPlaces:
         """Return where the weights are now, without waiting for the device."""
 

@@ -4,9 +4,10 @@ import torch
 
 from .model import StepModel
 from .padding_rows import decode_padding_row
+from .run_ahead import QueueState
 from .runner import StepRunner
 from .shapes import StepShape
-from .shared_steps import NO_ROWS, SharedSteps
+from .shared_steps import NO_ROWS, Part, SharedSteps
 
 
 @torch.inference_mode()
@@ -17,15 +18,28 @@ def take_part(model: StepModel, runner: StepRunner) -> None:
         _compute_padding(StepShape(1), model, runner)
         torch.cuda.synchronize()  # before the next step's integers overwrite this one's
         return
-    shape, launched = sharing.next_shape(), runner.early_steps.take()
-    if launched is None and not sharing.padding_is_launched:
-        _compute_padding(shape, model, runner)
-    sharing.padding_is_launched = False
+    shape = sharing.next_shape()
+    _launch_padding(shape, model, runner, sharing)
     owes_next = sharing.look_ahead(NO_ROWS, runner.queue, wants_early=False)
     torch.cuda.synchronize()
     if owes_next:
         _compute_padding(shape, model, runner)
         sharing.padding_is_launched = True
+
+
+@torch.inference_mode()
+def complete_failed_step(model: StepModel, runner: StepRunner) -> None:
+    """Do what is left of this rank's part of a step that it has failed and dropped, with padding for its rows."""
+    sharing = runner.sharing
+    if not isinstance(sharing, SharedSteps):
+        return
+    if sharing.part is Part.BEGUN:
+        take_part(model, runner)
+    if sharing.part is Part.AGREED:
+        with model.resuming_exchanges():
+            _launch_padding(sharing.present, model, runner, sharing)
+    if sharing.part is Part.LAUNCHED:
+        sharing.look_ahead(NO_ROWS, QueueState(), wants_early=False)
 
 
 @torch.inference_mode()
@@ -43,6 +57,14 @@ def end_shared_steps(runner: StepRunner) -> None:
     sharing.forget()
     runner.early_steps.drop()
     torch.cuda.synchronize()
+
+
+def _launch_padding(shape: StepShape, model: StepModel, runner: StepRunner, sharing: SharedSteps) -> None:
+    """Launch this rank's part of the present step, unless it was launched early."""
+    if runner.early_steps.take() is None and not sharing.padding_is_launched:
+        _compute_padding(shape, model, runner)
+    sharing.padding_is_launched = False
+    sharing.note_launched()
 
 
 def _compute_padding(shape: StepShape, model: StepModel, runner: StepRunner) -> None:

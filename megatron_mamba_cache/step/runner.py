@@ -131,6 +131,8 @@ class StepRunner:
             budget = 0 if shape is not None and shape.width == 1 else self.requests.budget
             distributions = schedule_decode(decoding, self.cache, self.planner, budget, self.ranks.all_hold)
         graph = self.early_steps.take()
+        if graph is not None:
+            self.sharing.note_launched()
         if graph is None and self._graphs is not None:
             graph = self._graphs.fitting(self._at_work, shape)
         if graph is None:
@@ -409,7 +411,9 @@ class StepRunner:
         return Step(batch, graph=graph, draft_distributions=draft_distributions, wanted_outputs=graph.wanted_outputs)
 
     def _forward(self, step: Step, model: StepModel) -> Tensor:
-        return model.compute_step() if step.graph is None else step.graph.forward()
+        logits = model.compute_step() if step.graph is None else step.graph.forward()
+        self.sharing.note_launched()
+        return logits
 
     def _sample(self, step: Step, logits: Tensor) -> Tensor:
         """Sample, verify, and copy the states of reached boundaries.

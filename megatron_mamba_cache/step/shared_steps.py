@@ -8,10 +8,12 @@ holds each rank's rows. A rank without rows computes padding. There are two roun
   that can launch the next step do so, and every rank owes it: it computes the next step before it waits for a rank.
 - If one does not promise, ranks agree on the shape of the next step when each knows its rows.
 
-Every rank reaches the same conclusions from the same numbers, and no round waits for the device.
+Every rank reaches the same conclusions from the same numbers, and no round waits for the device. A rank whose step
+fails still does what is left of its part (`Part`), or the others would wait for it.
 """
 
 from collections.abc import Callable, Collection
+from enum import Enum
 from typing import Protocol
 
 from ..policy.running_requests import RunningRequests
@@ -22,6 +24,15 @@ from .shapes import StepShape, smallest_holding
 from .step import Step
 
 NO_ROWS = StepShape(0)
+
+
+class Part(Enum):
+    """How far a rank is with its part of a shared step."""
+
+    COMPLETE = "it has looked ahead"
+    BEGUN = "nothing is agreed"
+    AGREED = "the shape is agreed"
+    LAUNCHED = "the forward is launched"
 
 
 class StepSharing(Protocol):
@@ -38,8 +49,14 @@ class StepSharing(Protocol):
     def is_owed(self) -> bool:
         """True when ranks may have launched the next step already."""
 
+    def begin(self) -> None:
+        """Note that this rank begins a step, of which it owes the other ranks its part."""
+
     def next_shape(self) -> StepShape | None:
         """Return the shape in which all ranks compute the next step, None if there are no others; graphs may change."""
+
+    def note_launched(self) -> None:
+        """Note that this rank's forward is launched."""
 
     def may_launch(self, step: Step, queue: QueueState, *, wants: bool, knows_tokens: bool) -> bool:
         """Return whether this rank launches the step after this one, which it wants to or not."""
@@ -53,8 +70,14 @@ class OwnSteps:
 
     is_shared = is_fixed = is_owed = False
 
+    def begin(self) -> None:
+        """Do nothing."""
+
     def next_shape(self) -> None:
         """Return None."""
+
+    def note_launched(self) -> None:
+        """Do nothing."""
 
     def may_launch(self, step: Step, queue: QueueState, *, wants: bool, knows_tokens: bool) -> bool:
         """Return what this rank wants."""
@@ -74,6 +97,7 @@ class SharedSteps:
     Attributes:
         padding_is_launched: Whether this rank, which has no rows, has launched its part of the next step.
         wants_capture: Whether this rank's graphs have to be captured again.
+        part: How far this rank is with its part of the present step.
     """
 
     is_shared = True
@@ -96,6 +120,7 @@ class SharedSteps:
         self._is_owed = False
         self.padding_is_launched = False
         self.wants_capture = False
+        self.part = Part.COMPLETE
 
     @property
     def is_fixed(self) -> bool:
@@ -112,11 +137,20 @@ class SharedSteps:
         """The shape of the present step."""
         return self._present
 
+    def begin(self) -> None:
+        """See `StepSharing`."""
+        self.part = Part.BEGUN
+
     def next_shape(self) -> StepShape:
         """See `StepSharing`; from now on it is the present one."""
         fixed, self._fixed, self._is_owed = self._fixed, None, False
         self._present = computed_shape(fixed or self._agreed(), self._shapes())
+        self.part = Part.AGREED
         return self._present
+
+    def note_launched(self) -> None:
+        """See `StepSharing`."""
+        self.part = Part.LAUNCHED
 
     def _agreed(self) -> StepShape:
         """Return what holds the rows of all ranks; before that, capture if one of them wants to."""
@@ -149,6 +183,7 @@ class SharedSteps:
         is_sure = queue.is_settled and not queue.has_waiting and not self.wants_capture and ends_prefill
         numbers = [not is_sure, wants_early, next_rows.num_decode_rows, next_rows.width]
         unsure, early, num_rows, width = self._peers.greatest([int(number) for number in numbers])
+        self.part = Part.COMPLETE
         shapes = self._shapes()
         self._fixed = None if unsure else computed_shape(StepShape(num_rows, width), shapes)
         self._is_owed = bool(early) and self._fixed == self._present and self._present in shapes
@@ -157,6 +192,7 @@ class SharedSteps:
     def forget(self) -> None:
         """See `StepSharing`."""
         self._fixed, self._is_owed, self.padding_is_launched = None, False, False
+        self.part = Part.COMPLETE
 
 
 def computed_shape(step: StepShape, shapes: Collection[StepShape]) -> StepShape:

@@ -29,6 +29,8 @@ REPLICAS = [
     (Layout(), ("uncached", "few_states"), 0, 0, 1),
     (Layout(expert=2), ("tight_blocks",) * 2, 1, 0, 1),
     (Layout(expert=2), ("strides",) * 2, 2, 3, 0),
+    (Layout(expert=2), ("disturbed",) * 2, 5, 3, 0),
+    pytest.param(Layout(expert=2), ("disturbed",) * 2, 6, 0, 1, marks=pytest.mark.long),
     pytest.param(Layout(2, expert=2), ("roomy",) * 2, 3, 3, 0, marks=needs_4),
     pytest.param(Layout(expert=4), ("few_states",) * 4, 4, 3, 0, marks=needs_4),
 ]

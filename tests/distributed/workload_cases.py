@@ -83,7 +83,12 @@ def run_workloads_of_replicas(
         work = _workload(flavours[replica], own_seed, num_graphs, digest_steps)
         if layout.expert > 1:  # settings are the same on all ranks, loads are not: fewer requests, and later
             later = (replace(arrival, step=arrival.step + 5 * replica) for arrival in work.arrivals)
-            work = replace(work, arrivals=tuple(later)[: len(work.arrivals) - 2 * replica])
+            # Others take no part in one rank's flush or suspend; a fault of one rank is what they must not notice.
+            work = replace(
+                work,
+                arrivals=tuple(later)[: len(work.arrivals) - 2 * replica],
+                disturbances=("flush", "fault", "fault"),
+            )
         return replace(_run_workloads(work), num_idle=steps.num_idle)
 
 

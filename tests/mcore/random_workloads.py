@@ -85,6 +85,7 @@ class Workload:
     arrivals: tuple[Arrival, ...]
     disturbed_share: float = 0.0  # of the steps: a flush, a suspend or a fault comes before or in them
     has_log_probs: bool = False  # then reports may fail too
+    disturbances: tuple[str, ...] = ("flush", "suspend", "fault", "fault")
 
     def fault_places(self, rng: random.Random) -> FaultPlaces:
         """Return where a step may fail."""
@@ -278,7 +279,7 @@ def run_workload(work: Workload, drafter: Drafter | None = None) -> WorkloadOutc
         add_due(work, run, pending)
         before, windows = _prefilling(run), {row.request_id: row.accepted for row in run.context.rows}
         if rng.random() < work.disturbed_share:
-            disturbed_step(rng, run, seen, work.fault_places(rng))
+            disturbed_step(rng, run, seen, work.fault_places(rng), work.disturbances)
         else:
             run.step()
         assert all(is_reported(row, run.engine.get_request(row.request_id)) for row in run.context.rows)
@@ -308,9 +309,11 @@ def _prefilling(run: EngineRun) -> dict[int, int]:
     return {row.request_id: row.computed for row in run.context.rows if row.is_prefilling}
 
 
-def disturbed_step(rng: random.Random, run: EngineRun, seen: Counter[str], places: FaultPlaces) -> None:
+def disturbed_step(
+    rng: random.Random, run: EngineRun, seen: Counter[str], places: FaultPlaces, disturbances: Sequence[str]
+) -> None:
     """Run a step behind a flush or a suspend, or with a fault in it."""
-    disturbance = rng.choice(["flush", "suspend", "fault", "fault"])
+    disturbance = rng.choice(disturbances)
     if disturbance == "flush":
         run.engine.flush()
         seen["flushes"] += 1

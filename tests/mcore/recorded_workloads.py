@@ -77,7 +77,7 @@ def _steps(work: Workload, run: EngineRun, rng: random.Random, cancelled_share: 
         if run.engine.requests and rng.random() < cancelled_share:
             run.engine.cancel_request(rng.choice(sorted(run.engine.requests)))
         if rng.random() < work.disturbed_share:
-            disturbed_step(rng, run, seen, work.fault_places(rng))
+            disturbed_step(rng, run, seen, work.fault_places(rng), work.disturbances)
         else:
             run.step()
         there = {None, *pending, *run.engine.requests, *run.finished}

@@ -3,19 +3,22 @@
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_mamba_cache import CacheConfig
 from megatron_mamba_cache.ranks.agreement import settings_of_peers
 from megatron_mamba_cache.speculation.draft_planner import NoDrafts
+from megatron_mamba_cache.step import padding_steps
 from megatron_mamba_cache.step.run_ahead import QueueState
 from megatron_mamba_cache.step.shapes import StepShape
-from megatron_mamba_cache.step.shared_steps import NO_ROWS, SharedSteps
+from megatron_mamba_cache.step.shared_steps import NO_ROWS, Part, SharedSteps
 
 SHAPES = (StepShape(1), StepShape(4), StepShape(8), StepShape(0, 1, 2, 32), StepShape(8, 1, 2, 32))
 SURE, UNSURE = QueueState(is_settled=True), QueueState()
@@ -166,3 +169,44 @@ def test_ranks_take_the_fewest_requests_of_all() -> None:
     with ThreadPoolExecutor(2) as pool:
         found = pool.map(lambda config: settings_of_peers(config, meeting), settings)
         assert [config.max_requests for config in found] == [4, 4]
+
+
+class Failing:
+    """The rest of a runner and its model for a rank that fails a step, and what it launches."""
+
+    def __init__(self, sharing: SharedSteps) -> None:
+        self.sharing, self.graphs, self.queue = sharing, None, UNSURE
+        self.early_steps = SimpleNamespace(take=lambda: None)
+
+
+PARTS = {
+    Part.BEGUN: lambda rank: rank.begin(),
+    Part.AGREED: lambda rank: (rank.begin(), rank.next_shape()),
+    Part.LAUNCHED: lambda rank: (rank.begin(), rank.next_shape(), rank.note_launched()),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_rank_that_fails_anywhere_in_a_step_takes_part_in_what_is_left_of_it(
+    part: Part, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed: list[StepShape] = []
+    monkeypatch.setattr(padding_steps, "_compute_padding", lambda shape, model, runner: computed.append(shape))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    model = SimpleNamespace(resuming_exchanges=nullcontext)
+
+    def step(number: int, rank: SharedSteps) -> bool:
+        if number == 0:
+            PARTS[part](rank)
+            assert rank.part is part
+            padding_steps.complete_failed_step(model, Failing(rank))
+        else:
+            PARTS[Part.LAUNCHED](rank)
+            rank.look_ahead(StepShape(3), SURE, wants_early=True)
+        return rank.part is Part.COMPLETE and not rank.is_fixed and not rank.is_owed
+
+    ranks = ranks_with([Rows(2), Rows(3)])
+    for _ in range(2):  # the next step finds all of them at its beginning
+        computed.clear()
+        assert on_each(ranks, step) == [True, True]
+        assert computed == ([] if part is Part.LAUNCHED else [StepShape(4)])
