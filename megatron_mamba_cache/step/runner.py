@@ -133,7 +133,7 @@ class StepRunner:
         graph = self.early_steps.take()
         if graph is not None:
             self.sharing.note_launched()
-        if graph is None and self._graphs is not None:
+        elif self._graphs is not None:
             graph = self._graphs.fitting(self._at_work, shape)
         if graph is None:
             step = self.lay_out(self._at_work, distributions, shape=shape)
@@ -184,9 +184,7 @@ class StepRunner:
         """
         try:
             self.drop([row for row in self.requests if row in self._at_work or row.scheduled])
-            if (
-                not self.sharing.is_shared
-            ):  # else another rank may have to launch first, and this step's copy is awaited
+            if not self.sharing.is_shared:  # else another rank may have to launch first
                 torch.cuda.synchronize()  # no read-back orders writes to the next step's buffer after this step's copy
         finally:
             self._step, self._at_work = None, []
