@@ -1,14 +1,14 @@
 """Do an engine's cached and uncached logits agree as well as those of two uncached runs, and how fast is it?
 
-    PYTHONPATH=. python3 benchmarks/engine_8b.py [--tiny] [--json FILE]
+    PYTHONPATH=. python3 benchmarks/engine_8b.py [--shape 8b|nano3|tiny|tiny-experts] [--json FILE]
 
-A NemotronH of 8B parameters, random weights, bf16. Requests share a long prefix, and one continues another's reply.
-Ways to serve them are compared by the logits of the same tokens: alone without a cache; together without a cache, in
-large steps and in small ones whose chunks end anywhere; with a cache, alone and together. The cached runs may differ
-from the first by no more than uncached runs differ among themselves; a control whose cached states are lost must
-differ by more. Then a shallower model of the same width in fp32, TF32 off, must generate the same tokens with a cache
-as without; where two differ, a float64 model that shares no code with the package checks whether its best two tokens
-are within 1e-5 there. A prefill step is one with any prompt token in it.
+A NemotronH of 8B parameters, or of Nemotron 3 Nano's sizes with experts; random weights, bf16. Requests share a long
+prefix, and one continues another's reply. Ways to serve them are compared by the logits of the same tokens: alone
+without a cache; together without a cache, in large steps and in small ones whose chunks end anywhere; with a cache,
+alone and together. The cached runs may differ from the first by no more than uncached runs differ among themselves; a
+control whose cached states are lost must differ by more. Then a shallower model of the same width in fp32, TF32 off,
+must generate the same tokens with a cache as without; where two differ, a float64 model that shares no code with the
+package checks whether its best two tokens are within 1e-5 there. A prefill step is one with any prompt token in it.
 """
 
 import argparse
@@ -23,6 +23,7 @@ import torch
 from device_agreement import MARGIN, ROOT
 from load_8b import SHAPES, Shape, stopwatch
 from loads.random_checkpoint import random_model
+from loads.serving_engine import NANO3_FIELDS
 from loads.shared_prefix_runs import (
     FIRST,
     Difference,
@@ -54,21 +55,26 @@ class Scale:
     workload: Workload
 
 
+LARGE = Workload(2048, 192, 72, (2, 5, 33, 300, 800, 1100), 100, 8, 1000, num_long=8, long=4096, long_reply=33)
+SMALL = Workload(128, 40, 30, (2, 16, 70), 20, 4, 50, num_long=3, long=256, long_reply=5)
+_TINY_EXPERTS = SHAPES["tiny"].fields | {
+    "hybrid_override_pattern": "MEM*E",
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "moe_shared_expert_intermediate_size": 96,
+    "routed_scaling_factor": 2.5,
+}
 SCALES = {
-    "8b": Scale(
-        replace(SHAPES["8b"], state_gb=6.0, kv_gb=4.0),
-        "M-M*-M*-",
+    "8b": Scale(replace(SHAPES["8b"], state_gb=6.0, kv_gb=4.0), "M-M*-M*-", fp32_kv_gb=4.0, workload=LARGE),
+    "nano3": Scale(
+        replace(SHAPES["8b"], fields=NANO3_FIELDS | {"max_position_embeddings": 8192}, state_gb=6.0, kv_gb=4.0),
+        "MEM*E",
         fp32_kv_gb=4.0,
-        workload=Workload(
-            2048, 192, 72, (2, 5, 33, 300, 800, 1100), 100, 8, 1000, num_long=8, long=4096, long_reply=33
-        ),
+        workload=LARGE,
     ),
-    "tiny": Scale(
-        SHAPES["tiny"],
-        "M*-M-",
-        fp32_kv_gb=0.02,
-        workload=Workload(128, 40, 30, (2, 16, 70), 20, 4, 50, num_long=3, long=256, long_reply=5),
-    ),
+    "tiny": Scale(SHAPES["tiny"], "M*-M-", fp32_kv_gb=0.02, workload=SMALL),
+    "tiny-experts": Scale(replace(SHAPES["tiny"], fields=_TINY_EXPERTS), "MEM*E", fp32_kv_gb=0.02, workload=SMALL),
 }
 
 
@@ -247,13 +253,13 @@ def measure(scale: Scale) -> dict[str, Any]:
 def main() -> int:
     """Measure, print Markdown and write JSON; return 1 unless logits and tokens agree as required."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tiny", action="store_true", help="a tiny model, for any machine")
+    parser.add_argument("--shape", choices=SCALES, default="8b", help="tiny ones run anywhere; default: %(default)s")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
     arguments = parser.parse_args()
-    if not arguments.tiny and not torch.cuda.is_available():
-        parser.error("needs a CUDA device, or --tiny")
+    if arguments.shape in ("8b", "nano3") and not torch.cuda.is_available():
+        parser.error("needs a CUDA device, or --shape tiny")
     with quiet_libraries(), own_warnings_hidden():
-        figures = measure(SCALES["tiny" if arguments.tiny else "8b"])
+        figures = measure(SCALES[arguments.shape])
     print(table(figures))
     if arguments.json:
         arguments.json.write_text(json.dumps(figures, indent=2) + "\n")

@@ -30,10 +30,13 @@ def tiny_model(engine_8b: ModuleType) -> torch.nn.Module:
 
 
 @pytest.mark.long
-def test_tiny_models_agree_with_and_without_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("shape", ["tiny", "tiny-experts"])
+def test_tiny_models_agree_with_and_without_a_cache(
+    shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     file = tmp_path / "figures.json"
-    finished = run_process(SCRIPT, "--tiny", "--json", file, cwd=tmp_path)
+    finished = run_process(SCRIPT, "--shape", shape, "--json", file, cwd=tmp_path)
     assert finished.status == 0, finished.stderr
     figures = json.loads(file.read_text())
     logits, tokens, speed = figures["logits"], figures["tokens"], figures["speed"]
@@ -114,4 +117,4 @@ def test_first_reply_passes_a_block_boundary_in_each_scale(engine_8b: ModuleType
 @pytest.mark.skipif(torch.cuda.is_available(), reason="measures for minutes where there is a GPU")
 def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     finished = run_script_here(capsys, SCRIPT)
-    assert finished.status == 2 and "needs a CUDA device, or --tiny" in finished.stderr
+    assert finished.status == 2 and "needs a CUDA device, or --shape tiny" in finished.stderr

@@ -33,8 +33,8 @@ FOREIGN = {
         "--quick",
         "--seeds",
         "--sessions",
+        "--shape",
         "--time-scale",
-        "--tiny",
     },
 }
 """Flags of other programs."""
