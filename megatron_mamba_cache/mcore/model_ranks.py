@@ -82,13 +82,20 @@ class ExpertRanks:
         group = parallel_state.get_expert_model_parallel_group()
         self.num_ranks = dist.get_world_size(group)
         members = dist.get_process_group_ranks(group)
-        on_host = dist.get_backend(group) == "gloo"
-        self._group = group if on_host else dist.new_group(members, backend="gloo", use_local_synchronization=True)
+        store, name = dist.distributed_c10d._get_default_store(), f"ranks that share experts: {members}"
+        # torch gives a new group the name of a destroyed one, and its members then find addresses where none listens.
+        number = (store.add(name, 1) - 1) // len(members)
+        place = members.index(dist.get_rank())
+        self._group: Any = dist.ProcessGroupGloo(
+            dist.PrefixStore(f"{name}, {number}", store), place, len(members), dist.default_pg_timeout
+        )
 
     def greatest(self, values: Sequence[int]) -> list[int]:
         """Return the greatest of each value over all ranks; 64 bits each. Waits for the ranks, not for the device."""
         tensor = torch.tensor(list(values), dtype=torch.int64, device="cpu")
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
+        options: Any = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX
+        self._group.allreduce([tensor], options).wait()
         greatest: list[int] = tensor.tolist()
         return greatest
 

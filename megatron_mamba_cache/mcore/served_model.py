@@ -56,9 +56,9 @@ class HybridInferenceWrapper(GPTInferenceWrapper):
         """See `StepModel`."""
         self.stage.send(output)
 
-    def resuming_exchanges(self) -> AbstractContextManager[None]:
+    def resuming_exchanges(self) -> AbstractContextManager[bool]:
         """See `StepModel`."""
-        return nullcontext() if self._exchange is None else self._exchange.resuming()
+        return nullcontext(False) if self._exchange is None else self._exchange.resuming()
 
     def weight_places(self) -> WeightPlaces:
         """See `StepModel`."""

@@ -34,11 +34,14 @@ class ExpertExchange:
         self._num_made = 0
 
     @contextmanager
-    def resuming(self) -> Iterator[None]:
-        """Let the forward in the block skip the exchanges of one that has failed: other ranks have made them too."""
+    def resuming(self) -> Iterator[bool]:
+        """Let the forward in the block skip the exchanges of one that has failed: other ranks have made them too.
+
+        The block gets whether there are any.
+        """
         self._num_to_skip = self._num_made
         try:
-            yield
+            yield self._num_made > 0
         finally:
             self._num_to_skip = 0
 
@@ -64,9 +67,13 @@ class ExpertExchange:
         """
         if batch is None or batch.real_tokens is None:
             return None
-        if self._marked is None or self._marked[0] is not batch:
-            self._marked = batch, self.gather(batch.real_tokens, batch.num_exchanged)
-        return self._marked[1]
+        marked = self._marked
+        if marked is not None and (marked[0] is batch or self._is_made()):
+            found = marked[1]  # of other ranks' tokens it holds what a failed forward has learned, too
+        else:
+            found = self.gather(batch.real_tokens, batch.num_exchanged)
+        self._marked = batch, found
+        return found
 
     def combine(self, partial: Tensor, num_tokens: int, addend: Tensor | None) -> Tensor:
         """Return the sum over ranks for this rank's tokens, [tokens, outputs], plus the addend of the same shape.

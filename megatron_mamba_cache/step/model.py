@@ -26,8 +26,11 @@ class StepModel(Protocol):
     def logits_of(self, hidden_states: Tensor) -> Tensor:
         """Return the logits, [n, vocab], of the last layer's outputs, [n, hidden]; on the last stage only."""
 
-    def resuming_exchanges(self) -> AbstractContextManager[None]:
-        """Let the forward in the block skip the exchanges with other ranks' experts that a failed forward made."""
+    def resuming_exchanges(self) -> AbstractContextManager[bool]:
+        """Let an eager forward in the block skip the exchanges with other ranks' experts that a failed one made.
+
+        The block gets whether there are any.
+        """
 
     def weight_places(self) -> WeightPlaces:
         """Return where the weights are now, without waiting for the device."""

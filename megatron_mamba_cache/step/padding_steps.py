@@ -36,8 +36,8 @@ def complete_failed_step(model: StepModel, runner: StepRunner) -> None:
     if sharing.part is Part.BEGUN:
         take_part(model, runner)
     if sharing.part is Part.AGREED:
-        with model.resuming_exchanges():
-            _launch_padding(sharing.present, model, runner, sharing)
+        with model.resuming_exchanges() as any_made:  # a replay would make all of them again
+            _launch_padding(sharing.present, model, runner, sharing, eagerly=any_made)
     if sharing.part is Part.LAUNCHED:
         sharing.look_ahead(NO_ROWS, QueueState(), wants_early=False)
 
@@ -59,16 +59,18 @@ def end_shared_steps(runner: StepRunner) -> None:
     torch.cuda.synchronize()
 
 
-def _launch_padding(shape: StepShape, model: StepModel, runner: StepRunner, sharing: SharedSteps) -> None:
+def _launch_padding(
+    shape: StepShape, model: StepModel, runner: StepRunner, sharing: SharedSteps, *, eagerly: bool = False
+) -> None:
     """Launch this rank's part of the present step, unless it was launched early."""
     if runner.early_steps.take() is None and not sharing.padding_is_launched:
-        _compute_padding(shape, model, runner)
+        _compute_padding(shape, model, runner, eagerly=eagerly)
     sharing.padding_is_launched = False
     sharing.note_launched()
 
 
-def _compute_padding(shape: StepShape, model: StepModel, runner: StepRunner) -> None:
-    graph = None if runner.graphs is None else runner.graphs.fitting((), shape)
+def _compute_padding(shape: StepShape, model: StepModel, runner: StepRunner, *, eagerly: bool = False) -> None:
+    graph = None if eagerly or runner.graphs is None else runner.graphs.fitting((), shape)
     if graph is not None:
         graph.lay_out((), draws_ratios=False)
         graph.forward()

@@ -181,7 +181,7 @@ class EarlySteps:
         """Note the tokens, [rows], that the launched step was fed, now that they are read."""
         self._fed = tokens
 
-    def take(self) -> CapturedStep | None:
+    def take(self) -> EarlyStep | None:
         """Return the launched step, which now lands; None if there is none."""
         step, self._launched = self._launched, None
         return step

@@ -121,7 +121,9 @@ class StepRunner:
     def plan(self) -> Step:
         """Schedule the decode rows and their drafts, and lay the step out."""
         shape = self.sharing.next_shape()
-        early = self.early_step
+        early = self.early_steps.take()
+        if early is not None:
+            self.sharing.note_launched()
         if early is not None and early.is_of(self.requests.rows):
             self._at_work, distributions = list(self.requests), []
             schedule_one_token(self._at_work)
@@ -130,10 +132,8 @@ class StepRunner:
             self._at_work = [*decoding, *(row for row in self.requests.prefilling if row.scheduled)]
             budget = 0 if shape is not None and shape.width == 1 else self.requests.budget
             distributions = schedule_decode(decoding, self.cache, self.planner, budget, self.ranks.all_hold)
-        graph = self.early_steps.take()
-        if graph is not None:
-            self.sharing.note_launched()
-        elif self._graphs is not None:
+        graph: CapturedStep | None = early
+        if graph is None and self._graphs is not None:
             graph = self._graphs.fitting(self._at_work, shape)
         if graph is None:
             step = self.lay_out(self._at_work, distributions, shape=shape)

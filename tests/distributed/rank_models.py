@@ -59,10 +59,12 @@ def parallel(layout: Layout) -> Iterator[None]:
             for replacement in (hybrid, block_bytes, state_bytes):
                 patch.setattr(engine_runs, replacement.__name__, replacement)
             yield
-    finally:
-        gc.collect()  # NCCL waits for the end of graphs that hold its collectives
+    except BaseException:  # its frames hold graphs, for whose end NCCL would wait: this process says what failed first
         parallel_state.destroy_model_parallel()
-        _destroy_groups()
+        raise
+    gc.collect()  # NCCL waits for the end of graphs that hold its collectives
+    parallel_state.destroy_model_parallel()
+    _destroy_groups()
 
 
 def _destroy_groups() -> None:

@@ -72,7 +72,15 @@ def run_workloads_of_replicas(
     layout: Layout, flavours: tuple[str, ...], seed: int, num_graphs: int, digest_steps: int
 ) -> RankOutcome:
     """Run a workload of each replica's own, in step with the others, which may share experts with it."""
-    with parallel(layout), pytest.MonkeyPatch.context() as patch:
+    with parallel(layout):
+        return _run_workloads_of_replica(layout, flavours, seed, num_graphs, digest_steps)
+
+
+def _run_workloads_of_replica(
+    layout: Layout, flavours: tuple[str, ...], seed: int, num_graphs: int, digest_steps: int
+) -> RankOutcome:
+    """Do so within the layout; what this function holds, graphs among it, is gone before the ranks' groups are."""
+    with pytest.MonkeyPatch.context() as patch:
         capture_without_cuda(patch)
         if layout.expert > 1:  # of one model
             patch.setattr(random_workloads, "MODELS", (_MODELS_WITH_EXPERTS[seed % len(_MODELS_WITH_EXPERTS)],))

@@ -191,9 +191,9 @@ def test_a_rank_that_fails_anywhere_in_a_step_takes_part_in_what_is_left_of_it(
     part: Part, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     computed: list[StepShape] = []
-    monkeypatch.setattr(padding_steps, "_compute_padding", lambda shape, model, runner: computed.append(shape))
+    monkeypatch.setattr(padding_steps, "_compute_padding", lambda shape, *_, eagerly: computed.append(shape))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    model = SimpleNamespace(resuming_exchanges=nullcontext)
+    model = SimpleNamespace(resuming_exchanges=lambda: nullcontext(False))
 
     def step(number: int, rank: SharedSteps) -> bool:
         if number == 0:
