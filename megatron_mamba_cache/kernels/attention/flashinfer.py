@@ -71,10 +71,11 @@ class FlashInferAttention:
             if tokens.start < tokens.stop:
                 attention.plan_pages(page_lists(rows, self._shape.block_size, part))
                 parts.append((attention, tokens))
+        num_tokens = sum(rows.query_lens)
 
         def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
             out = torch.empty_like(q)
-            out[sum(rows.query_lens) :] = 0
+            out[num_tokens:] = 0
             return _attend_parts(parts, q, k_cache, v_cache, out)
 
         return attend
