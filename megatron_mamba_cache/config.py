@@ -21,6 +21,7 @@ _PREFIX = "--inference-dynamic-batching-"
 FLAGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "block_size_tokens": (f"{_PREFIX}block-size", "--block-size"),
+        "cache_gb": ("--cache-gb",),
         "buffer_size_gb": (f"{_PREFIX}buffer-size-gb", "--kv-gb"),
         "prefix_caching_mamba_gb": (f"{_PREFIX}prefix-caching-mamba-gb", "--state-gb"),
         "num_cuda_graphs": (f"{_PREFIX}num-cuda-graphs", "--cuda-graphs"),
@@ -35,6 +36,9 @@ FLAGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 """The flags of a field: Megatron's name first, then a short alias."""
 
+SPLIT = ("buffer_size_gb", "prefix_caching_mamba_gb")
+"""The fields that split the memory which `cache_gb` leaves in one."""
+
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
@@ -44,18 +48,21 @@ class CacheConfig:
 
     Args:
         block_size_tokens: Tokens in a KV block; a multiple of the model's SSM chunk.
-        buffer_size_gb: Memory for KV blocks.
-        paused_buffer_size_gb: The part of it that paused requests may keep; None: a quarter.
+        cache_gb: One memory for KV blocks and for live, draft and cached states, which take room from each other by
+            what they are worth. None: the memory is split by the two sizes below.
+        buffer_size_gb: Memory for KV blocks; None: 4, unless cache_gb is set.
+        paused_buffer_size_gb: The part of the KV blocks that paused requests may keep; None: a quarter.
         prefix_caching: Whether prompts reuse cached prefixes [--no-prefix-caching turns it off].
-        prefix_caching_mamba_gb: Memory for cached Mamba states, beside one live state per request.
+        prefix_caching_mamba_gb: Memory for cached Mamba states, beside one live state per request; None: 1, unless
+            cache_gb is set.
         boundary_stride: None caches the boundaries that a prompt suggests; n adds every n-th block boundary; "all",
             like 1, adds every one.
         decode_checkpoints: Which block boundaries that a request reaches while it generates keep a state: its newest
             ("rolling"), "all" or "none". With one, a conversation's next turn resumes after its last reply.
-        eviction: "cost" evicts the entry expected to save the fewest tokens for its size, "lru" the least recently
-            used one.
+        eviction: "cost" evicts the state expected to save the fewest tokens for the bytes that it and its KV keep,
+            "lru" the least recently used one.
         num_speculative_tokens: Most draft tokens that a step verifies per request, 0 to 8; the states after them take
-            slots of `prefix_caching_mamba_gb`.
+            slots of `prefix_caching_mamba_gb` or of `cache_gb`.
         align_prefill_chunks: End a prefill chunk on the last block boundary inside the step's token budget.
         max_requests, max_tokens, max_sequence_length: Limits of a step and of a request; max_requests rows of block
             numbers for max_sequence_length tokens must have fewer than 2**28 entries.
@@ -84,10 +91,11 @@ class CacheConfig:
     """
 
     block_size_tokens: int = 256
-    buffer_size_gb: float = 4.0
+    cache_gb: float | None = None
+    buffer_size_gb: float | None = None
     paused_buffer_size_gb: float | None = None
     prefix_caching: bool = True
-    prefix_caching_mamba_gb: float = 1.0
+    prefix_caching_mamba_gb: float | None = None
     boundary_stride: int | Literal["all"] | None = None
     decode_checkpoints: Literal["rolling", "all", "none"] = "rolling"
     eviction: Literal["cost", "lru"] = "cost"
@@ -114,14 +122,7 @@ class CacheConfig:
             _require(type(value) is int and value >= 1, name, value, "an int of at least 1")
         for name in ("prefix_caching", "align_prefill_chunks", "chunked_prefill", "run_ahead", "resident_pools"):
             _require(type(getattr(self, name)) is bool, name, getattr(self, name), "True or False")
-        sizes = ("buffer_size_gb", "prefix_caching_mamba_gb", "paused_buffer_size_gb")
-        for name in sizes[:2] if self.paused_buffer_size_gb is None else sizes:
-            size = getattr(self, name)
-            _require(isinstance(size, int | float) and type(size) is not bool, name, size, "a number of GiB")
-        states, paused, total = self.prefix_caching_mamba_gb, self.paused_buffer_size_gb, self.buffer_size_gb
-        _require(0 < total < _MOST_GB, "buffer_size_gb", total, f"more than 0 and below {_MOST_GB}")
-        _require(0 <= states < _MOST_GB, "prefix_caching_mamba_gb", states, f"from 0 to below {_MOST_GB}")
-        _require(paused is None or 0 <= paused < total, "paused_buffer_size_gb", paused, f"from 0 to below {total}")
+        self._check_memory()
         stride = self.boundary_stride
         is_count = type(stride) is int and stride >= 1
         _require(stride in (None, "all") or is_count, "boundary_stride", stride, "None, 'all' or an int of at least 1")
@@ -145,6 +146,32 @@ class CacheConfig:
         _require(is_in_range, "num_speculative_tokens", drafts, allowed_drafts)
         for name in ("ssm_state_dtype", "conv_state_dtype"):
             _require(getattr(self, name) in _STATE_DTYPES, name, getattr(self, name), f"one of {_STATE_DTYPES}")
+
+    def _check_memory(self) -> None:
+        if self.cache_gb is None:
+            for name, default in (("buffer_size_gb", 4.0), ("prefix_caching_mamba_gb", 1.0)):
+                if getattr(self, name) is None:
+                    object.__setattr__(self, name, default)
+        else:
+            for name in SPLIT:
+                if getattr(self, name) is not None:
+                    raise ValueError(
+                        f"cache_gb is {self.cache_gb!r} and {name} is {getattr(self, name)!r}: set the one budget or "
+                        f"the split, not both; leave {FLAGS[name][0]} out"
+                    )
+        for name in ("cache_gb", "buffer_size_gb", "prefix_caching_mamba_gb", "paused_buffer_size_gb"):
+            size = getattr(self, name)
+            is_size = size is None or (isinstance(size, int | float) and type(size) is not bool)
+            _require(is_size, name, size, "a number of GiB")
+        states, paused = self.prefix_caching_mamba_gb, self.paused_buffer_size_gb
+        for name in ("cache_gb", "buffer_size_gb"):
+            size = getattr(self, name)
+            _require(size is None or 0 < size < _MOST_GB, name, size, f"more than 0 and below {_MOST_GB}")
+        allowed_states = f"from 0 to below {_MOST_GB}"
+        _require(states is None or 0 <= states < _MOST_GB, "prefix_caching_mamba_gb", states, allowed_states)
+        total = self.buffer_size_gb if self.cache_gb is None else self.cache_gb
+        is_part = paused is None or total is None or 0 <= paused < total
+        _require(is_part, "paused_buffer_size_gb", paused, f"from 0 to below {total}")
 
     def _check_limits(self) -> None:
         requests, tokens, length = self.max_requests, self.max_tokens, self.max_sequence_length
@@ -173,6 +200,7 @@ class CacheConfig:
             parser.add_argument(*FLAGS[field], help=text, **options)
 
         add("block_size_tokens", "tokens in a KV block", type=int, metavar="N")
+        add("cache_gb", "GiB for KV blocks and states together, in the place of the two below", type=float, metavar="G")
         add("buffer_size_gb", "GiB for KV blocks", type=float, metavar="G")
         add("prefix_caching_mamba_gb", "GiB for cached states", type=float, metavar="G")
         add("num_cuda_graphs", "numbers of rows that have CUDA graphs; 0 is none", type=int, metavar="N")
@@ -191,10 +219,15 @@ class CacheConfig:
     def from_arguments(arguments: Namespace, **settings: object) -> "CacheConfig":
         """Build the config from parsed flags; a flag that was not given leaves `settings` or the default.
 
+        One budget among the flags takes the place of the split in `settings`.
+
         Raises:
             ValueError: As the constructor does.
         """
-        return CacheConfig(**(settings | given_settings(arguments)))  # type: ignore[arg-type]
+        given = given_settings(arguments)
+        if "cache_gb" in given:
+            settings = {name: value for name, value in settings.items() if name not in SPLIT}
+        return CacheConfig(**(settings | given))  # type: ignore[arg-type]
 
 
 def given_settings(arguments: Namespace) -> dict[str, object]:

@@ -77,6 +77,7 @@ class CacheSnapshot:
     counters: CacheCounters
     state_slots: dict[str, int] = field(default_factory=dict)  # by owner
     kv_blocks: dict[str, int] = field(default_factory=dict)  # by kind
+    cache_bytes: dict[str, int] = field(default_factory=dict)  # of this rank's memory for both, by use
     num_compiled_kernels: int = 0  # by Triton in this process, for any purpose; those from its disk cache count
     compile_seconds: float = 0.0  # time spent on them
     num_graphs: int = 0  # step shapes captured as CUDA graphs
@@ -110,6 +111,7 @@ class CacheSnapshot:
             **asdict(self.counters),
             "state_slots": dict(self.state_slots),
             "kv_blocks": dict(self.kv_blocks),
+            "cache_bytes": dict(self.cache_bytes),
             "num_compiled_kernels": self.num_compiled_kernels,
             "compile_seconds": self.compile_seconds,
             "num_graphs": self.num_graphs,

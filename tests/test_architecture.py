@@ -17,7 +17,7 @@ FLOORS = (
     ("errors", "config", "installation", "metrics", "public_names"),
     ("policy", "kernels"),
     ("state",),
-    ("speculation", "ranks"),
+    ("speculation", "ranks", "planning"),
     ("step",),
     ("mcore",),
     ("models", "replicas"),

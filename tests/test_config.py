@@ -34,7 +34,8 @@ def parsed(*flags: str, **settings: object) -> CacheConfig:
         ("prefix_caching_mamba_gb", NAN, "from 0 to"),
         ("buffer_size_gb", "4", "a number of GiB"),
         ("buffer_size_gb", True, "a number of GiB"),
-        ("buffer_size_gb", None, "a number of GiB"),
+        ("cache_gb", "4", "a number of GiB"),
+        ("cache_gb", 0.0, "more than 0"),
         ("prefix_caching_mamba_gb", "1", "a number of GiB"),
         ("prefix_caching_mamba_gb", False, "a number of GiB"),
         ("paused_buffer_size_gb", "1", "a number of GiB"),
@@ -164,3 +165,18 @@ def test_flag_of_zero_is_given() -> None:
 def test_flags_are_checked_as_settings_are() -> None:
     with pytest.raises(ValueError, match="block_size_tokens is 0"):
         parsed("--inference-dynamic-batching-block-size=0")
+
+
+@pytest.mark.parametrize("name", ["buffer_size_gb", "prefix_caching_mamba_gb"])
+def test_one_budget_and_a_split_contradict_each_other(name: str) -> None:
+    with pytest.raises(ValueError, match=f"cache_gb is 2.0 and {name} is 1.0: set the one budget or the split"):
+        CacheConfig(cache_gb=2.0, **{name: 1.0})  # type: ignore[arg-type]
+
+
+def test_one_budget_takes_the_place_of_a_split_that_no_flag_gave() -> None:
+    config = parsed("--cache-gb=2", buffer_size_gb=1.0, prefix_caching_mamba_gb=1.0)
+    assert (config.cache_gb, config.buffer_size_gb, config.prefix_caching_mamba_gb) == (2.0, None, None)
+    with pytest.raises(ValueError, match="not both"):
+        parsed("--cache-gb=2", "--kv-gb=1")
+    split = CacheConfig()
+    assert (split.cache_gb, split.buffer_size_gb, split.prefix_caching_mamba_gb) == (None, 4.0, 1.0)

@@ -9,6 +9,7 @@ from .. import __version__
 from ..config import FLAGS, CacheConfig, argument_of
 from .coordinator_access import add_coordinator_arguments
 from .default_settings import DEFAULTS_IN_WORDS
+from .plan_arguments import add_plan_arguments
 from .server_arguments import add_server_arguments
 from .usage_error import UsageError
 
@@ -36,7 +37,7 @@ _REPLICAS_IN_WORDS = (
 
 DRAFTERS = ("prompt-lookup", "draft-model")
 
-_SIZES = ("block_size_tokens", "buffer_size_gb", "prefix_caching_mamba_gb")
+_SIZES = ("block_size_tokens", "cache_gb", "buffer_size_gb", "prefix_caching_mamba_gb")
 _CHECKED_LATER: Mapping[str, object] = {"max_requests": 1}
 """Settings sized from the model: flags are checked against their real values once these are known."""
 
@@ -57,7 +58,7 @@ def command_parser() -> ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="generate | serve | doctor")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="generate | serve | doctor | plan")
     generate = commands.add_parser(
         "generate",
         help="generate text for prompts",
@@ -78,6 +79,14 @@ def command_parser() -> ArgumentParser:
     add_coordinator_arguments(serve)
     _add_engine_arguments(serve, _REPLICAS_IN_WORDS)
     commands.add_parser("doctor", help="print device, versions and the kernels in use", allow_abbrev=False)
+    planner = commands.add_parser(
+        "plan",
+        help="print what caches of several sizes would save on a recorded load",
+        description="Replay a recorded load through the cache's policy, without a model and a GPU, and print the "
+        "prompt tokens that a cache of each size would have skipped.",
+        allow_abbrev=False,
+    )
+    add_plan_arguments(planner)
     return parser
 
 

@@ -61,7 +61,8 @@ def card_settings(
 
     Args:
         max_length: The most tokens that the model can read.
-        given: Fields that flags have set. They are kept; the rest of the memory is left to the other budget.
+        given: Fields that flags have set. They are kept; the rest of the memory is left to the other budget. One budget
+            for both takes the place of what the GPU leaves.
 
     Raises:
         UsageError: If the live states leave no memory for the cache.
@@ -71,20 +72,23 @@ def card_settings(
     state_bytes = shape.state_layout(CacheConfig(num_speculative_tokens=drafts)).slot_bytes
     asked = given.get("max_requests") or 0
     max_tokens = given.get("max_tokens") or max(_MAX_TOKENS, block, asked)
+    given_gb = given.get("cache_gb")
     budget = _budget(card, shape, max_tokens, max(asked, _MAX_REQUESTS) * (1 + drafts))
+    if given_gb is not None:
+        budget = given_gb * _GIB
     request_bytes = (1 + drafts) * state_bytes + math.ceil(_TOKENS_A_REQUEST / block) * shape.block_bytes(block)
     fitting = min(_MAX_REQUESTS, max_tokens, int(budget / 2 / max(request_bytes, 1)))
     max_requests = asked or max(1, fitting)
     rest = budget - max_requests * state_bytes
-    if rest < state_bytes + 2 * shape.block_bytes(block):
+    if given_gb is None and rest < state_bytes + 2 * shape.block_bytes(block):
         raise UsageError(_no_room(card, budget, max_requests, state_bytes))
     cached = 0.0 if given.get("prefix_caching") is False else (1 - _KV_SHARE) * rest
     states = max(cached, min(drafts * max_requests * state_bytes, rest / 2))
     kv_gb, state_gb = _split(rest / _GIB, states / _GIB, given, shape)
+    split = {"buffer_size_gb": kv_gb, "prefix_caching_mamba_gb": state_gb}
     return {
         "block_size_tokens": block,
-        "buffer_size_gb": kv_gb,
-        "prefix_caching_mamba_gb": state_gb,
+        **(split if given_gb is None else {"cache_gb": given_gb}),
         "max_requests": max_requests,
         "max_tokens": max_tokens,
         "max_sequence_length": given.get("max_sequence_length") or max_length,

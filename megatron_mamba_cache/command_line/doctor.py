@@ -88,7 +88,8 @@ def _diagnosis(obstacle: str | None) -> Iterator[str]:
     yield "\nkernels in use (plain torch, on the CPU and on CUDA, where nothing else is said)"
     for kernel in KERNELS:
         yield f"  {kernel.operation:<16} {', '.join(kernel.functions)}: {kernel.reason}"
-    yield f"\ncompiled kernels   {_compiled_kernels()}"
+    yield f"\ncache memory       {_cache_memory()}"
+    yield f"compiled kernels   {_compiled_kernels()}"
     yield f"\nattention backends of {_USUAL_MODEL}; the first that can is used, or what --attention-backend names"
     yield from _attention_backends()
     yield "\nextras"
@@ -141,6 +142,22 @@ def _compiled_kernels() -> str:
     except Exception as error:  # a broken installation raises anything
         return f"unknown: Triton cannot be imported ({_one_line(error)})"
     return f"Triton compiles each at its first use, or in engine.warmup(), and keeps it in {directory}"
+
+
+def _cache_memory() -> str:
+    budget = (
+        "--cache-gb G gives KV blocks, running, draft and cached states one memory of G GiB; without it, --kv-gb and "
+        "--state-gb split it. A running server shows its use in /metrics (mamba_cache_cache_bytes) and at /dashboard"
+    )
+    try:
+        import torch
+
+        if torch.cuda.is_available():
+            free, total = (num_bytes / 2**30 for num_bytes in torch.cuda.mem_get_info())
+            return f"{free:.1f} of the GPU's {total:.1f} GiB are free now. {budget}"
+    except Exception as error:  # a broken installation raises anything
+        return f"unknown: {_one_line(error)}"
+    return budget
 
 
 def _attention_backends() -> Iterator[str]:

@@ -72,4 +72,11 @@ def _doctor(_arguments: Namespace) -> int:
     return 0 if print_diagnosis() else 1
 
 
-_COMMANDS = {"generate": _generate, "serve": _serve, "doctor": _doctor}
+def _plan(arguments: Namespace) -> int:
+    from .plan import print_plan
+
+    print_plan(arguments)
+    return 0
+
+
+_COMMANDS = {"generate": _generate, "serve": _serve, "doctor": _doctor, "plan": _plan}

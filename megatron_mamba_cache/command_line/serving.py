@@ -143,9 +143,14 @@ def expert_width(config: Any) -> int:
 
 
 def _sizes_line(config: CacheConfig) -> str:
-    return (
+    memory = (
         f"{config.buffer_size_gb:.3g} GiB for KV blocks of {config.block_size_tokens} tokens, "
-        f"{config.prefix_caching_mamba_gb:.3g} GiB for cached states; up to {config.max_requests} requests at once, "
+        f"{config.prefix_caching_mamba_gb:.3g} GiB for cached states"
+        if config.cache_gb is None
+        else f"{config.cache_gb:.3g} GiB for KV blocks of {config.block_size_tokens} tokens and states"
+    )
+    return (
+        f"{memory}; up to {config.max_requests} requests at once, "
         f"{config.max_sequence_length} tokens a request and {config.max_tokens} a step"
     )
 

@@ -7,6 +7,7 @@ from enum import Enum
 from .boundaries import BoundaryRule, prefill_chunk_end
 from .identifiers import BlockId, BlockKey
 from .kv_block_pool import KVBlockPool
+from .pools import CachePools
 from .slot_pool import SlotPool
 
 
@@ -74,8 +75,7 @@ def match_prefix(prompt: PromptView, kv: KVBlockPool, slots: SlotPool, block_siz
 
 def plan_admission(
     prompt: PromptView,
-    kv: KVBlockPool,
-    slots: SlotPool,
+    pools: CachePools,
     *,
     budget: int,
     reserved_keys: Container[BlockKey],
@@ -88,17 +88,19 @@ def plan_admission(
         reserved_keys: Keys of boundaries that other requests reserved in this step.
     """
     block_size = rules.boundaries.block_size
-    match = match_prefix(prompt, kv, slots, block_size)
+    match = match_prefix(prompt, pools.kv, pools.slots, block_size)
     # Waiting one step is cheaper than recomputing even one block.
     if prompt.may_skip and _reserved_beyond(prompt, match.skip_tokens, reserved_keys, block_size):
         return Refusal.WAITS_FOR_PREFIX
-    if not has_live_slot_beside(match, slots, block_size):
-        if slots.num_reserved or not slots.num_available:
+    num_new_blocks = -(-prompt.prompt_len // block_size) - len(match.blocks)
+    if not has_room(match, 0, pools, block_size):
+        if pools.slots.num_reserved or not pools.slots.num_available:
             return Refusal.NO_SLOT
         match = PrefixMatch(match.blocks, 0)  # a live request wins over the cached state it would start from
-    num_new_blocks = -(-prompt.prompt_len // block_size) - len(match.blocks)
-    if kv.num_available_beside(match.blocks) < num_new_blocks:
-        return Refusal.NO_BLOCKS
+    if not has_room(match, num_new_blocks, pools, block_size):
+        match = PrefixMatch(match.blocks, 0)  # where memory is shared, its KV may need the place of that state too
+        if pools.slots.num_live or not has_room(match, num_new_blocks, pools, block_size):
+            return Refusal.NO_BLOCKS
     to_compute = prompt.prompt_len - match.skip_tokens
     if budget < 1 or (to_compute > budget and not rules.chunked_prefill):
         return Refusal.NO_TOKENS
@@ -117,9 +119,9 @@ def _reserved_beyond(prompt: PromptView, skip_tokens: int, keys: Container[Block
     return any(key in keys for key in usable)
 
 
-def has_live_slot_beside(match: PrefixMatch, slots: SlotPool, block_size: int) -> bool:
-    """Return whether a live slot is available without evicting the state that the match starts from."""
-    if not match.skip_tokens:
-        return slots.num_available >= 1
-    taken_by_pin = 0 if slots.is_pinned(match.blocks[match.skip_tokens // block_size - 1]) else 1
-    return slots.num_available - taken_by_pin >= 1
+def has_room(match: PrefixMatch, num_new_blocks: int, pools: CachePools, block_size: int) -> bool:
+    """Return whether there are a live slot and new blocks beside the blocks and the state that a match keeps."""
+    source = match.blocks[match.skip_tokens // block_size - 1] if match.skip_tokens else None
+    slot = None if source is None or pools.slots.is_pinned(source) else pools.slots.slot_of(source)
+    kept = pools.kv.unreferenced(match.blocks)
+    return pools.space.fits(num_new_blocks, 1, kept, () if slot is None else (slot,))

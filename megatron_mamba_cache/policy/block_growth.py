@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from .preemption import RowDemand, plan_preemption
+from .preemption import PreemptionPlan, RowDemand, plan_preemption
 from .prefix_cache import PrefixCache
 from .requests import RunningRequest
 
@@ -39,6 +39,31 @@ def grow_rows(
         return GrowthOutcome()
     if not cache.kv.num_available and len(needing) < len(rows) and _may_stay_paused(needing, paused_capacity):
         return GrowthOutcome()
+    left, evicted = list(rows), []
+    # Rows leave one by one: where memory is shared, the states of one that leaves may make room for blocks too.
+    while (plan := _plan(left, cache, paused_capacity)).evicted:
+        leaving = left.pop(plan.evicted[0])
+        evicted.append(leaving)
+        (release or cache.release)(leaving)
+    for index in plan.grants:
+        _grow(left[index], cache)
+    paused = tuple(left[index] for index in plan.paused if not left[index].is_paused)
+    for row in paused:
+        row.is_paused = True
+    return GrowthOutcome(paused, tuple(evicted))
+
+
+def resume_rows(rows: Sequence[RunningRequest], cache: PrefixCache) -> None:
+    """Give paused requests, in order, the block each waits for, while blocks last; for use after others left.
+
+    When only paused requests are left, at least one resumes: together they may hold less than the pool.
+    """
+    for row in rows:
+        if row.is_paused and cache.kv.num_available:
+            _grow(row, cache)
+
+
+def _plan(rows: Sequence[RunningRequest], cache: PrefixCache, paused_capacity: int) -> PreemptionPlan:
     demands = [
         RowDemand(
             row=index,
@@ -50,26 +75,7 @@ def grow_rows(
         )
         for index, row in enumerate(rows)
     ]
-    plan = plan_preemption(demands, cache.kv.num_available, paused_capacity)
-    evicted = tuple(rows[index] for index in plan.evicted)
-    for row in evicted:
-        (release or cache.release)(row)
-    for index in plan.grants:
-        _grow(rows[index], cache)
-    paused = tuple(rows[index] for index in plan.paused if not rows[index].is_paused)
-    for row in paused:
-        row.is_paused = True
-    return GrowthOutcome(paused, evicted)
-
-
-def resume_rows(rows: Sequence[RunningRequest], cache: PrefixCache) -> None:
-    """Give paused requests, in order, the block each waits for, while blocks last; for use after others left.
-
-    When only paused requests are left, at least one resumes: together they may hold less than the pool.
-    """
-    for row in rows:
-        if row.is_paused and cache.kv.num_available:
-            _grow(row, cache)
+    return plan_preemption(demands, cache.kv.num_available, paused_capacity)
 
 
 def _needs_block(row: RunningRequest, block_size: int) -> bool:

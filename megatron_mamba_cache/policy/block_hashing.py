@@ -5,6 +5,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +39,21 @@ class CacheSalt:
             digest.update(len(text).to_bytes(8, "little"))  # without it ("ab", "c") and ("a", "bc") would agree
             digest.update(text)
         return digest.digest()
+
+
+class KeyChain(Protocol):
+    """The keys of a growing text."""
+
+    @property
+    def keys(self) -> list[BlockKey]:
+        """Those of its complete blocks, first block first; grows with the text."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far."""
+
+    def extend(self, tokens: TokenIds) -> None:
+        """Append tokens."""
 
 
 class BlockKeyChain:

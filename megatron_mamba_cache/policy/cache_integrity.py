@@ -5,13 +5,16 @@ from collections.abc import Sequence
 
 from ..errors import CacheIntegrityError
 from .kv_block_pool import KVBlockPool
+from .pools import CachePools
 from .requests import RunningRequest
 from .slot_owners import SlotOwner
 from .slot_pool import SlotPool
 
 
-def check_rows_and_pools(rows: Sequence[RunningRequest], kv: KVBlockPool, slots: SlotPool) -> None:
+def check_rows_and_pools(rows: Sequence[RunningRequest], pools: CachePools) -> None:
     """Raise `CacheIntegrityError`, naming the mismatch, unless the pools are intact and agree with the requests."""
+    kv, slots = pools.kv, pools.slots
+    pools.space.check_integrity()
     kv.check_integrity()
     slots.check_integrity()
     _check_blocks(rows, kv)

@@ -1,162 +1,152 @@
-"""The worth of a cached entry, and a heap that yields the entry of least worth first."""
+"""The order in which cached states are evicted: by what each is worth, which falls with its age."""
 
-from collections.abc import Callable
-from math import isnan
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Container
+from heapq import heapify, heappop, heappush
+from math import frexp
+from typing import NamedTuple
 
 from ..errors import CacheIntegrityError
-from .quickheap import Quickheap
 
+FULL_WORTH_AGE = 10
+"""Uses of cached states for which a state keeps about all of its worth."""
 _STALE_ALLOWANCE = 64
-_MOST_FILED_ANEW = 8
+_HALF_AN_OCTAVE = 2**-0.5
 
 
 class CachedEntry(NamedTuple):
-    """What a worth function may read of an entry. A tuple, because one is made for every push.
-
-    All entries of a pool have the same size, so worth is per entry, not per byte.
+    """What the worth of a cached state may depend on. A tuple, because one is made for every push.
 
     Args:
         last_used: A logical time.
         num_tokens: From the root to the end of the entry.
-        floor: The highest worth evicted up to `last_used`, 0 if none was: aging, as in Greedy-Dual.
-        lost_tokens: Tokens that a request matching up to here recomputes once the entry is gone: for a state, all since
-            the nearest state before it; for a KV block, the block's own.
-        num_hits: Requests for which this entry was the deepest usable one.
-        num_continuations: For a state, the texts that continued directly after it: 0 at the end of all known text, 1
-            inside a text, more where texts branch.
+        lost_tokens: Tokens that a request matching up to here recomputes once the state is gone: all since the nearest
+            state before it.
+        num_branch_hits: Requests that started from it though cached text followed it.
+        num_continuations: Texts known to have continued directly after it.
+        is_end: Nothing cached follows it, so that the KV of its lost tokens leaves with it.
     """
 
     last_used: int
     num_tokens: int
-    floor: float = 0.0
     lost_tokens: int = 0
-    num_hits: int = 0
+    num_branch_hits: int = 0
     num_continuations: int = 0
+    is_end: bool = True
 
 
-class Worth(Protocol):
-    """A function of the entry alone, so every rank computes the same value; the lowest is evicted first."""
+class Weight(NamedTuple):
+    """What an entry is worth, but for its age.
 
-    def __call__(self, entry: CachedEntry, /) -> float:
-        """Return what keeping the entry is worth; any finite scale."""
-
-
-def lru_worth(entry: CachedEntry) -> float:
-    """Return the entry's last use: the least recently used goes first."""
-    return entry.last_used
-
-
-_Item = tuple[float, int, int, int]  # worth, last use, minus depth, id: compared in this order
-
-
-class EvictionHeap:
-    """Ids in eviction order: lowest worth first, then least recently used, deepest, lowest id.
-
-    Ids count from 0: memory grows with the highest. Live items are in a list: with many ids, a dictionary makes a push
-    or pop several times slower through CPU cache misses.
-
-    Replaced and discarded items stay in the heap until they surface or outnumber the live ones, so every operation is
-    amortised O(log n) and there are at most as many stale items as live ones, plus a constant.
+    Args:
+        kind: Entries of a kind are equally likely to be hit.
+        gain: What a hit saves; any scale, 0 or more.
     """
 
-    def __init__(self, worth: Worth = lru_worth) -> None:
-        self._worth = worth
-        self._items: Quickheap[_Item] = Quickheap()
-        self._live: list[_Item | None] = []
-        self._num_live = 0
+    kind: int = 0
+    gain: float = 1.0
+
+
+class _Item(NamedTuple):
+    last_used: int
+    height: int  # minus the entry's tokens: of states used at the same time, the deepest goes first
+    entry_id: int
+    weight: Weight
+
+
+class EvictionOrder:
+    """Ids in the order of their worth, lowest first: likelihood of the kind x gain / (age + `FULL_WORTH_AGE`).
+
+    All worths fall with time, but of one kind and gain the least recently used always comes first. So there is a heap
+    for each kind and each class of gains, which are equal but for a factor of 2 ** .5, and only the heads are compared.
+
+    Replaced and discarded items stay in the heaps until they surface or outnumber the live ones, so every operation is
+    amortised O(log n + heaps).
+    """
+
+    def __init__(self) -> None:
+        self._live: dict[int, _Item] = {}
+        self._heaps: dict[tuple[int, int], list[_Item]] = {}
         self._num_stale = 0
-        self.floor = 0.0
-        """The highest worth evicted so far, 0 before the first eviction."""
 
     def __len__(self) -> int:
-        return self._num_live
+        return len(self._live)
 
     def __contains__(self, entry_id: int) -> bool:
-        return entry_id < len(self._live) and self._live[entry_id] is not None
+        return entry_id in self._live
 
-    def push(self, entry_id: int, entry: CachedEntry) -> None:
+    def weight_of(self, entry_id: int) -> Weight:
+        """Return the weight that an id was pushed with."""
+        return self._live[entry_id].weight
+
+    def push(self, entry_id: int, entry: CachedEntry, weight: Weight) -> None:
         """Add an id, or replace its entry.
 
         Raises:
-            ValueError: If the worth is not a number.
+            ValueError: If the gain is not a number of at least 0.
         """
-        worth = self._worth(entry)
-        if isnan(worth):
-            raise ValueError(f"need a worth that can be ordered, found {worth} for {entry}")
-        item = (worth, entry.last_used, -entry.num_tokens, entry_id)
-        if entry_id >= len(self._live):
-            self._live += [None] * (entry_id + 1 - len(self._live))
-        if self._live[entry_id] is None:
-            self._num_live += 1
-        else:
+        if not weight.gain >= 0:
+            raise ValueError(f"need a gain of at least 0, found {weight} for {entry}")
+        if entry_id in self._live:
             self._num_stale += 1
-        self._live[entry_id] = item
-        self._items.push(item)
+        item = self._live[entry_id] = _Item(entry.last_used, -entry.num_tokens, entry_id, weight)
+        heappush(self._heaps.setdefault(_heap_of(weight), []), item)
         self._compact()
 
     def discard(self, entry_id: int) -> None:
         """Remove an id; nothing happens if it is absent."""
-        if entry_id in self:
-            self._live[entry_id] = None
-            self._num_live -= 1
+        if self._live.pop(entry_id, None) is not None:
             self._num_stale += 1
             self._compact()
 
-    def pop(self) -> int:
-        """Remove and return the id to evict first.
-
-        Raises:
-            CacheIntegrityError: If there is none.
-        """
-        while self._num_live:
-            item = self._items.pop()
-            entry_id = item[3]
-            if self._live[entry_id] is item:
-                self._live[entry_id] = None
-                self._num_live -= 1
-                self._compact()
-                if item[0] > self.floor:
-                    self.floor = item[0]
-                return entry_id
-            self._num_stale -= 1
-        raise CacheIntegrityError("need an entry to evict, found none; ask for no more than is evictable")
-
-    def pop_current(self, changed: Callable[[int], CachedEntry | None]) -> int:
-        """Remove and return the id to evict first by its current entry.
-
-        An id whose entry has changed since it was pushed is pushed again. This happens a few times at most, which keeps
-        it O(log n); the last id is evicted whatever its worth. When a worth falls, the owner must push the id itself.
+    def first(self, now: int, likelihood: Callable[[int], float], kinds: Container[int] | None = None) -> int:
+        """Return the id to evict first.
 
         Args:
-            changed: Returns an id's current entry, or None if it is the one that was pushed.
+            likelihood: Of a hit, by kind; any scale.
+            kinds: Only ids of these kinds; None: of any.
 
         Raises:
             CacheIntegrityError: If there is none.
         """
-        entry_id = self.pop()
-        for _ in range(_MOST_FILED_ANEW):
-            entry = changed(entry_id)
-            if entry is None:
-                break
-            self.push(entry_id, entry)
-            again = self.pop()
-            if again == entry_id:
-                break
-            entry_id = again
-        return entry_id
+        heaps = [key for key in self._heaps if kinds is None or key[0] in kinds]
+        heads = [item for item in map(self._head, heaps) if item is not None]
+        if not heads:
+            raise CacheIntegrityError("need an entry to evict, found none; ask for no more than is evictable")
+        return min((_worth(item, now, likelihood), item) for item in heads)[1].entry_id
 
     def clear(self) -> None:
         """Remove every id."""
-        self._items.clear()
         self._live.clear()
-        self._num_live = self._num_stale = 0
+        self._heaps.clear()
+        self._num_stale = 0
 
-    def _is_live(self, item: _Item) -> bool:
-        # Identity, not equality: an id that was discarded and pushed again may have an equal, stale item.
-        return self._live[item[3]] is item
+    def _head(self, key: tuple[int, int]) -> _Item | None:
+        """Return the first live item of a heap, and forget the heap if there is none."""
+        heap, live = self._heaps[key], self._live
+        while heap:
+            # Identity, not equality: an id that was discarded and pushed again may have an equal, stale item.
+            if live.get(heap[0].entry_id) is heap[0]:
+                return heap[0]
+            heappop(heap)
+            self._num_stale -= 1
+        del self._heaps[key]
+        return None
 
     def _compact(self) -> None:
-        if self._num_stale > self._num_live + _STALE_ALLOWANCE:
-            self._items.keep(self._is_live)
-            self._num_stale = 0
+        if self._num_stale <= len(self._live) + _STALE_ALLOWANCE:
+            return
+        self._heaps.clear()
+        for item in self._live.values():
+            self._heaps.setdefault(_heap_of(item.weight), []).append(item)
+        for heap in self._heaps.values():
+            heapify(heap)
+        self._num_stale = 0
+
+
+def _worth(item: _Item, now: int, likelihood: Callable[[int], float]) -> float:
+    return likelihood(item.weight.kind) * item.weight.gain / (now - item.last_used + FULL_WORTH_AGE)
+
+
+def _heap_of(weight: Weight) -> tuple[int, int]:
+    fraction, exponent = frexp(weight.gain)
+    return weight.kind, 2 * exponent + (fraction >= _HALF_AN_OCTAVE)

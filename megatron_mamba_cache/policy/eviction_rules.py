@@ -1,50 +1,108 @@
-"""Rules for what to evict: the least recently used, or what is expected to save the least.
+"""Rules for what to evict: the least recently used state, or the one expected to save the least for its bytes.
 
-"cost" evicts what is expected to save the fewest tokens for its size: the hits that an entry may still get, times the
-tokens that each hit saves. It ages entries as Greedy-Dual does, by the highest worth evicted so far: when the
-likelihood of reuse falls as 1 / age, keeping what is worth more than this floor is optimal.
+"cost" takes the tokens that would have to be computed again for each byte that becomes free, times how likely a hit is,
+divided by the age: recorded sessions come back at a rate that falls as 1 / age. A request's end state and the KV before
+it are useless without each other, so they leave together. A state inside known text leaves alone, and what it saves
+counts by its square root: the fewer states are left around it, the more it seems to save, but no more requests come.
 
-A state is as large as dozens of KV blocks and saves all tokens since the state before it, so its cost varies. Most
-states are outdated: a conversation continues from its end, not from where an earlier turn began. A KV block's tokens
-are proportional to its size, so only its hits count.
+How likely a hit is depends on the load: a conversation continues from its end, questions about a document from where
+they part. So it is learned: of the states that became of a kind, the share that was hit as such.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from math import sqrt
+from typing import Protocol
 
-from .eviction import CachedEntry, Worth, lru_worth
+from .eviction import CachedEntry, Weight
 
-_MOST_HITS = 8
-_HITS_AT_END = 0.5
-_HITS_INSIDE = 0.01
-
-
-@dataclass(frozen=True, slots=True)
-class EvictionRule:
-    """The worth functions of states and of KV blocks."""
-
-    state_worth: Worth
-    block_worth: Worth
+_MOST_BRANCH_HITS = 3
+ENDS = range(_MOST_BRANCH_HITS + 1)
+"""Kinds of states that are the last of their text, in every rule: by the requests that parted there from more text."""
+_INSIDE, _BRANCH = ENDS.stop, ENDS.stop + 1
+_PRIORS = (0.5, 0.7, 0.9, 1.0, 0.01, *([0.3] * (_MOST_BRANCH_HITS + 1)))
+_PRIOR_STATES = 16
+_MOST_COUNTED = 1024
 
 
-def state_cost_worth(entry: CachedEntry) -> float:
-    """Return the tokens that a state is expected to save, plus the floor at its last use."""
-    return entry.floor + entry.lost_tokens * _expected_hits(entry)
+class EvictionRule(Protocol):
+    """What a cached state is worth, at any age. The same calls give the same worths, on every rank."""
+
+    def weigh(self, entry: CachedEntry) -> Weight:
+        """Return what the state is worth, but for its age."""
+
+    def likelihood(self, kind: int) -> float:
+        """Return how likely hits are to states of a kind; any scale."""
+
+    def count_state(self, kind: int) -> None:
+        """Count a state that has become of a kind."""
+
+    def count_hit(self, kind: int) -> None:
+        """Count a request that starts from a state of a kind."""
 
 
-def block_cost_worth(entry: CachedEntry) -> float:
-    """Return the hits that a KV block is expected to get, plus the floor at its last use."""
-    return entry.floor + min(max(entry.num_hits, 1), _MOST_HITS)
+class LeastRecentlyUsed:
+    """All states are worth the same at the same age."""
+
+    def __init__(self, state_len: float = 0.0) -> None:
+        pass
+
+    def weigh(self, entry: CachedEntry) -> Weight:
+        """See `EvictionRule`."""
+        return Weight(ENDS[0] if entry.is_end else _INSIDE)
+
+    def likelihood(self, kind: int) -> float:
+        """See `EvictionRule`."""
+        return 1.0
+
+    def count_state(self, kind: int) -> None:
+        """Do nothing."""
+
+    def count_hit(self, kind: int) -> None:
+        """Do nothing."""
 
 
-EVICTION_RULES: Mapping[str, EvictionRule] = {
-    "lru": EvictionRule(lru_worth, lru_worth),
-    "cost": EvictionRule(state_cost_worth, block_cost_worth),
-}
+class RecomputeCost:
+    """A state is worth the tokens that it is expected to save, for the bytes that it keeps.
+
+    Args:
+        state_len: The tokens whose KV takes as many bytes as a state.
+    """
+
+    def __init__(self, state_len: float = 0.0) -> None:
+        self._state_len = state_len
+        self._num_states = [0.0] * len(_PRIORS)
+        self._num_hits = [0.0] * len(_PRIORS)
+
+    def weigh(self, entry: CachedEntry) -> Weight:
+        """See `EvictionRule`."""
+        kind = _kind_of(entry)
+        if kind in ENDS:
+            return Weight(kind, entry.lost_tokens / max(self._state_len + entry.lost_tokens, 1.0))
+        return Weight(kind, sqrt(entry.lost_tokens / max(self._state_len, 1.0)))
+
+    def likelihood(self, kind: int) -> float:
+        """Return the share of the states of a kind that were hit, the newest thousand or so of them."""
+        known = self._num_hits[kind] + _PRIOR_STATES * _PRIORS[kind]
+        return known / (self._num_states[kind] + _PRIOR_STATES)
+
+    def count_state(self, kind: int) -> None:
+        """See `EvictionRule`."""
+        self._num_states[kind] += 1
+        if self._num_states[kind] >= _MOST_COUNTED:
+            self._num_states[kind] /= 2
+            self._num_hits[kind] /= 2
+
+    def count_hit(self, kind: int) -> None:
+        """See `EvictionRule`."""
+        self._num_hits[kind] += 1
 
 
-def _expected_hits(entry: CachedEntry) -> float:
-    """Estimate how many more requests will start from a state; past hits count where texts branch, up to a few."""
-    if entry.num_continuations > 1:
-        return 1 + min(entry.num_hits, _MOST_HITS)
-    return _HITS_INSIDE if entry.num_continuations else _HITS_AT_END
+EVICTION_RULES: Mapping[str, Callable[[float], EvictionRule]] = {"lru": LeastRecentlyUsed, "cost": RecomputeCost}
+"""By name, what makes a rule of the tokens whose KV takes as many bytes as a state."""
+
+
+def _kind_of(entry: CachedEntry) -> int:
+    num_hits = min(entry.num_branch_hits, _MOST_BRANCH_HITS)
+    if entry.is_end:
+        return ENDS[num_hits]
+    return _BRANCH + num_hits if num_hits or entry.num_continuations > 1 else _INSIDE

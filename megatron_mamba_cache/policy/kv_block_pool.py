@@ -1,61 +1,72 @@
 """The KV block pool: references on each block, the key it is found under, and eviction."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 from ..errors import CacheCapacityError, CacheIntegrityError
 from .block_tree import BlockTree
-from .eviction import CachedEntry, EvictionHeap, Worth, lru_worth
-from .identifiers import BlockId, BlockKey
+from .identifiers import BlockId, BlockKey, SlotId
+from .places import FixedPlaces, Places
+
+
+class CachedStates(Protocol):
+    """The states at the ends of blocks: what makes a cached block useful, and what is evicted to make room."""
+
+    def slot_of(self, block: BlockId) -> SlotId | None:
+        """Return the slot with the cached state at the end of the block."""
+
+    def evict(self, *, is_end: bool = False) -> None:
+        """Evict the state of least worth; blocks that are useless without it are pruned.
+
+        Args:
+            is_end: Only one that blocks leave with.
+        """
+
+    def note_end(self, block: BlockId) -> None:
+        """Note that the block, which has a state, has become the last of its text."""
+
+    def drop(self, block: BlockId) -> None:
+        """Forget the block's state; nothing happens if it has none."""
 
 
 class KVBlockPool:
-    """Blocks 0 to num_blocks - 1, each free, referenced, or cached: registered under a key and unreferenced.
+    """KV blocks, each free, referenced, or cached: registered under a key and unreferenced.
 
-    Registered blocks form trees along their sequences. A request that holds a block also holds its ancestors, so every
-    cached block can be evicted, leaves first. Time is logical: one tick for each call that uses blocks.
+    Registered blocks form trees along their sequences. A request that holds a block also holds its ancestors. A block
+    without a reference stays as long as a state at its end or later can resume it, and leaves with the last such state,
+    leaves first.
     """
 
-    def __init__(
-        self,
-        num_blocks: int,
-        worth: Worth = lru_worth,
-        on_evict: Callable[[BlockId], object] = lambda _block: None,
-        *,
-        block_size: int = 1,
-    ) -> None:
+    def __init__(self, places: Places | int, states: CachedStates, *, block_size: int = 1) -> None:
         """Start with every block free.
 
         Args:
-            on_evict: Called with each block that leaves, registered or not, before it is used again.
+            places: Where blocks come from, or how many the pool has for itself.
+            states: The states that blocks stay for.
             block_size: Tokens a block.
 
         Raises:
             ValueError: If a size is out of range.
         """
-        if num_blocks < 0 or block_size < 1:
-            raise ValueError(f"need num_blocks >= 0 and block_size >= 1, found {num_blocks} and {block_size}")
-        self._num_blocks = num_blocks
+        if (isinstance(places, int) and places < 0) or block_size < 1:
+            raise ValueError(f"need num_blocks >= 0 and block_size >= 1, found {places} and {block_size}")
+        self._places = FixedPlaces(places) if isinstance(places, int) else places
+        self._states = states
         self._block_size = block_size
-        self._on_evict = on_evict
-        self._free = [BlockId(block) for block in reversed(range(num_blocks))]  # a stack: lowest id on top
-        self._refs = [0] * num_blocks
-        self._last_used = [(0, 0.0)] * num_blocks  # when, and the floor of worth at that time
-        self._num_matches = [0] * num_blocks  # how often the block was the last that a prompt shares
-        self._tree = BlockTree(num_blocks)
-        self._evictable = EvictionHeap(worth)  # the cached leaves
+        self._refs = [0] * self._places.num_places
+        self._tree = BlockTree(self._places.num_places)
+        self._num_referenced = 0
         self._num_cached = 0
-        self._num_evicted = 0
-        self._clock = 0
 
     @property
     def num_blocks(self) -> int:
-        """All blocks."""
-        return self._num_blocks
+        """Blocks have numbers below this."""
+        return self._places.num_places
 
     @property
     def num_free(self) -> int:
-        """Blocks that hold nothing."""
-        return len(self._free)
+        """Blocks that can be allocated without an eviction."""
+        return self._places.num_free
 
     @property
     def num_cached(self) -> int:
@@ -65,17 +76,12 @@ class KVBlockPool:
     @property
     def num_referenced(self) -> int:
         """Blocks with references."""
-        return self._num_blocks - len(self._free) - self._num_cached
+        return self._num_referenced
 
     @property
     def num_available(self) -> int:
         """The most that `allocate` can give now."""
-        return len(self._free) + self._num_cached
-
-    @property
-    def num_evicted(self) -> int:
-        """Blocks evicted to make room since the pool was made; flushed ones do not count."""
-        return self._num_evicted
+        return self._places.num_available
 
     def count_by_kind(self) -> dict[str, int]:
         """Return how many blocks are free, cached and in use."""
@@ -109,9 +115,13 @@ class KVBlockPool:
         """Return the number of blocks from the root to this one, itself included; 0 if it is unregistered."""
         return self._tree.depth(block)
 
-    def num_available_beside(self, blocks: Sequence[BlockId]) -> int:
-        """Return what `num_available` would be if these blocks were acquired first."""
-        return self.num_available - len({block for block in blocks if not self._refs[block]})
+    def is_end(self, block: BlockId) -> bool:
+        """Return whether no block is registered after this one."""
+        return self._tree.is_leaf(block)
+
+    def unreferenced(self, blocks: Sequence[BlockId]) -> list[BlockId]:
+        """Return those of distinct cached blocks that have no reference."""
+        return [block for block in blocks if not self._refs[block]]
 
     def allocate(self, num_blocks: int) -> list[BlockId]:
         """Hand out blocks with one reference each, evicting what is worth least if too few are free.
@@ -122,19 +132,21 @@ class KVBlockPool:
         if num_blocks < 0:
             raise ValueError(f"need a count of blocks, found {num_blocks}")
         if num_blocks > self.num_available:
+            num_evictable = self.num_available - self.num_free
             raise CacheCapacityError(
-                f"need {num_blocks} KV blocks, {self.num_free} free and {self._num_cached} evictable; "
-                "raise --inference-dynamic-batching-buffer-size-gb"
+                f"need {num_blocks} KV blocks, {self.num_free} free and {num_evictable} evictable; "
+                "raise --cache-gb, or --inference-dynamic-batching-buffer-size-gb where that is given"
             )
-        while len(self._free) < num_blocks:
-            self._evict_one()
-        blocks = [self._free.pop() for _ in range(num_blocks)]
+        while self.num_free < num_blocks:
+            self._states.evict(is_end=not self._places.is_shared)
+        blocks = [BlockId(block) for block in self._places.take(num_blocks)]
         for block in blocks:
             self._refs[block] = 1
+        self._num_referenced += num_blocks
         return blocks
 
     def acquire(self, blocks: Sequence[BlockId]) -> None:
-        """Add one reference to each block, which then counts as just used; the last block counts as the end of a match.
+        """Add one reference to each block.
 
         Raises:
             CacheIntegrityError: If a block is free; nothing has changed then.
@@ -143,34 +155,35 @@ class KVBlockPool:
         for block in blocks:
             if not self._refs[block] and block not in self._tree:
                 raise CacheIntegrityError(f"need a referenced or cached block to acquire, found block {block} free")
-        now = self._tick()
         for block in blocks:
-            self._add_reference(block, now)
-        if blocks:
-            self._num_matches[blocks[-1]] += 1
+            self._add_reference(block)
 
     def release(self, blocks: Sequence[BlockId]) -> None:
-        """Drop one reference on each block; the blocks count as just used, and registered ones stay findable.
+        """Drop one reference on each block; registered ones that a state can resume stay findable.
 
         Raises:
             CacheIntegrityError: If a block has fewer references than it is listed times; nothing has changed then.
         """
         self._require_ids(blocks)
-        emptied = self._drop_references(blocks)
-        now = self._tick()
-        for block in blocks:
-            self._last_used[block] = now
-        self._file_all(emptied)
+        self._file_all(self._drop_references(blocks))
 
-    def touch(self, blocks: Sequence[BlockId], time: int | None = None) -> None:
-        """Set the last use of the blocks to `time`, by default to now. Later uses count as later than `time`."""
-        self._require_ids(blocks)
-        now = self._tick() if time is None else (time, self._evictable.floor)
-        self._clock = max(self._clock, now[0])
-        for block in blocks:
-            self._last_used[block] = now
-            if block in self._evictable:
-                self._evictable.push(block, self._entry(block))
+    def prune(self, block: BlockId) -> int:
+        """Forget a block and those before it, as far as they have no reference, no block after them and no state.
+
+        Returns:
+            How many blocks have become free.
+        """
+        num_pruned = 0
+        leaving: BlockId | None = block
+        while leaving is not None and leaving in self._tree and self._is_useless(leaving):
+            parent = self._tree.remove_leaf(leaving)
+            self._places.give_back(leaving)
+            num_pruned += 1
+            leaving = parent
+        self._num_cached -= num_pruned
+        if num_pruned and leaving is not None and self._tree.is_leaf(leaving):
+            self._states.note_end(leaving)
+        return num_pruned
 
     def register(self, block: BlockId, key: BlockKey, parent: BlockId | None) -> BlockId:
         """Make a held block findable under its key, and return the block that the caller now holds for that key.
@@ -186,27 +199,24 @@ class KVBlockPool:
             CacheIntegrityError: If the block is not held, has another key, or the parent is not as described.
         """
         self._require_registrable(block, key, parent)
-        now = self._tick()
         known = self._tree.find(key)
         if known is None:
             self._tree.add(block, key, parent)
-            self._num_matches[block] = 0
         if known is None or known == block:
-            self._last_used[block] = now
             return block
-        self._add_reference(known, now)
+        self._add_reference(known)
         self._file_all(self._drop_references([block]))
         return known
 
     def flush(self) -> None:
-        """Forget every key: cached blocks become free, held ones unregistered; `on_evict` is called with each."""
+        """Forget every key and every state: cached blocks become free, held ones unregistered."""
         registered = self._tree.blocks()
-        self._tree = BlockTree(self._num_blocks)
-        self._evictable.clear()
-        self._free += [block for block in registered if not self._refs[block]]
+        self._tree = BlockTree(self.num_blocks)
         self._num_cached = 0
         for block in registered:
-            self._on_evict(block)
+            self._states.drop(block)
+            if not self._refs[block]:
+                self._places.give_back(block)
 
     def check_integrity(self) -> None:
         """Raise CacheIntegrityError, with the equation that failed, unless every invariant of the pool holds. O(n)."""
@@ -214,21 +224,15 @@ class KVBlockPool:
         self._check_counts()
         self._check_references()
 
-    def _tick(self) -> tuple[int, float]:
-        self._clock += 1
-        return self._clock, self._evictable.floor
+    def _is_useless(self, block: BlockId) -> bool:
+        return not self._refs[block] and self._tree.is_leaf(block) and self._states.slot_of(block) is None
 
-    def _entry(self, block: BlockId) -> CachedEntry:
-        time, floor = self._last_used[block]
-        num_tokens = self._tree.depth(block) * self._block_size
-        return CachedEntry(time, num_tokens, floor, self._block_size, self._num_matches[block])
-
-    def _add_reference(self, block: BlockId, now: tuple[int, float]) -> None:
+    def _add_reference(self, block: BlockId) -> None:
         if not self._refs[block]:
             self._num_cached -= 1
-            self._evictable.discard(block)
+            self._num_referenced += 1
+            self._places.fix(block)
         self._refs[block] += 1
-        self._last_used[block] = now
 
     def _drop_references(self, blocks: Sequence[BlockId]) -> list[BlockId]:
         """Drop one reference on each block, or on none if one lacks it; return the blocks left without references."""
@@ -245,30 +249,22 @@ class KVBlockPool:
         return emptied
 
     def _file_all(self, emptied: Sequence[BlockId]) -> None:
-        """File blocks without references as free or cached."""
+        """File blocks without references as cached, or free those that nothing can resume."""
+        self._num_referenced -= len(emptied)
         for block in emptied:
-            if block not in self._tree:
-                self._free.append(block)
-                self._on_evict(block)
-                continue
-            self._num_cached += 1
-            if self._tree.is_leaf(block):
-                self._evictable.push(block, self._entry(block))
-
-    def _evict_one(self) -> None:
-        block = BlockId(self._evictable.pop())
-        parent = self._tree.remove_leaf(block)
-        if parent is not None and self._tree.is_leaf(parent) and not self._refs[parent]:
-            self._evictable.push(parent, self._entry(parent))
-        self._free.append(block)
-        self._num_cached -= 1
-        self._num_evicted += 1
-        self._on_evict(block)
+            self._places.unfix(block)
+            if block in self._tree:
+                self._num_cached += 1
+            else:
+                self._places.give_back(block)
+                self._states.drop(block)
+        for block in reversed(emptied):  # the last of a text first: it takes those before it along
+            self.prune(block)
 
     def _require_ids(self, blocks: Sequence[BlockId]) -> None:
         # A padding -1 would silently index the last block.
-        if blocks and (min(blocks) < 0 or max(blocks) >= self._num_blocks):
-            raise ValueError(f"need block ids of 0 to {self._num_blocks - 1}, found {min(blocks)} to {max(blocks)}")
+        if blocks and (min(blocks) < 0 or max(blocks) >= self.num_blocks):
+            raise ValueError(f"need block ids of 0 to {self.num_blocks - 1}, found {min(blocks)} to {max(blocks)}")
 
     def _require_registrable(self, block: BlockId, key: BlockKey, parent: BlockId | None) -> None:
         self._require_ids([block] if parent is None else [block, parent])
@@ -279,25 +275,18 @@ class KVBlockPool:
             raise CacheIntegrityError(f"need a registered, referenced parent of block {block}, found block {parent}")
 
     def _check_counts(self) -> None:
-        blocks = [BlockId(block) for block in range(self._num_blocks)]
+        blocks = [BlockId(block) for block in range(self.num_blocks)]
         referenced = sum(1 for block in blocks if self._refs[block])
         cached = sum(1 for block in blocks if not self._refs[block] and block in self._tree)
-        if self.num_free + cached + referenced != self._num_blocks or cached != self._num_cached:
+        if (referenced, cached) != (self._num_referenced, self._num_cached):
             raise CacheIntegrityError(
-                f"free {self.num_free} + cached {cached} (counted {self._num_cached}) + referenced {referenced} "
-                f"!= {self._num_blocks} blocks"
+                f"referenced {referenced} and cached {cached} != {self._num_referenced} and {self._num_cached} counted"
             )
-        wrong = [block for block in self._free if self._refs[block] or block in self._tree]
-        if wrong or len(set(self._free)) != self.num_free:
-            raise CacheIntegrityError(f"free list != unreferenced, unregistered blocks: {wrong or 'a block twice'}")
 
     def _check_references(self) -> None:
-        leaves = []
         for block in self._tree.blocks():
             parent = self._tree.parent_of(block)
             if self._refs[block] and parent is not None and not self._refs[parent]:
                 raise CacheIntegrityError(f"refs(block {block}) = {self._refs[block]} but refs(parent {parent}) = 0")
-            if not self._refs[block] and self._tree.is_leaf(block):
-                leaves.append(block)
-        if len(leaves) != len(self._evictable) or not all(block in self._evictable for block in leaves):
-            raise CacheIntegrityError(f"unreferenced leaves {leaves} != {len(self._evictable)} evictable blocks")
+            if self._is_useless(block):
+                raise CacheIntegrityError(f"block {block} is cached, but nothing after it has a state")

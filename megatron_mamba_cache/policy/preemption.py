@@ -73,7 +73,9 @@ def plan_preemption(rows: Sequence[RowDemand], num_available: int, paused_capaci
         if not waiting or (has_active and len({block for row in waiting for block in row.blocks}) <= paused_capacity):
             return PreemptionPlan(_numbers(grants), _numbers(waiting), _numbers(evicted))
         if len(waiting) == 1 and not has_active:
-            raise _no_room(waiting[0], len(evicted))
+            if evicted:  # what they hold beside blocks may make room
+                return PreemptionPlan((), _numbers(waiting), _numbers(evicted))
+            raise _no_room(waiting[0])
         leaving = waiting.pop()
         evicted.append(leaving)
         num_available += sum(holders[block] == 1 for block in leaving.blocks)
@@ -97,8 +99,8 @@ def _numbers(rows: Sequence[RowDemand]) -> tuple[int, ...]:
     return tuple(row.row for row in rows)
 
 
-def _no_room(row: RowDemand, num_evicted: int) -> CacheCapacityError:
+def _no_room(row: RowDemand) -> CacheCapacityError:
     return CacheCapacityError(
-        f"row {row.row} holds {len(row.blocks)} KV blocks and needs 1 more, 0 available after evicting {num_evicted} "
-        "other rows; raise --inference-dynamic-batching-buffer-size-gb"
+        f"row {row.row}, the only one, holds {len(row.blocks)} KV blocks and needs 1 more, 0 available; "
+        "raise --cache-gb, or --inference-dynamic-batching-buffer-size-gb where that is given"
     )

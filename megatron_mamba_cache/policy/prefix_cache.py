@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from ..errors import CacheIntegrityError
 from ..metrics import CacheCounters
-from .admission import AdmissionPlan, AdmissionRules, PromptView, Refusal, has_live_slot_beside, plan_admission
+from .admission import AdmissionPlan, AdmissionRules, PromptView, Refusal, has_room, plan_admission
 from .block_hashing import BlockKeyChain, CacheSalt
 from .boundaries import select_boundaries
 from .branch_points import branch_points
@@ -22,9 +22,9 @@ from .cache_integrity import check_rows_and_pools
 from .decode_rules import DecodeRules
 from .draft_windows import DraftWindows
 from .hit_reasons import reason_for_no_hit
-from .kv_block_pool import KVBlockPool
+from .pools import CachePools
 from .requests import Candidate, RequestSpec, RunningRequest
-from .slot_pool import SlotPool
+from .slot_owners import SlotOwner
 from .state_reservations import StateReservations
 
 
@@ -37,15 +37,11 @@ class CacheIdentity:
 
 
 class PrefixCache:
-    """Matches, admits, publishes and releases requests over one KV block pool and one slot pool.
-
-    `kv` must call `slots.drop` for each block it evicts, so that a state leaves with its block.
-    """
+    """Matches, admits, publishes and releases requests over one KV block pool and one slot pool."""
 
     def __init__(
         self,
-        kv: KVBlockPool,
-        slots: SlotPool,
+        pools: CachePools,
         rules: AdmissionRules,
         identity: CacheIdentity,
         counters: CacheCounters,
@@ -53,8 +49,8 @@ class PrefixCache:
         decode: DecodeRules,
         enabled: bool = True,
     ) -> None:
-        self.kv = kv
-        self.slots = slots
+        self.pools = pools
+        self.kv, self.slots = pools.kv, pools.slots
         self.rules = rules
         self.block_size = rules.boundaries.block_size
         self.counters = counters
@@ -63,9 +59,9 @@ class PrefixCache:
         self.identity = identity
         self._keeps_decode_states = enabled and decode.checkpoints != "none"
         self._reservations = StateReservations(
-            kv, slots, counters, rules.boundaries.block_size, is_rolling=decode.checkpoints == "rolling"
+            self.kv, self.slots, counters, self.block_size, is_rolling=decode.checkpoints == "rolling"
         )
-        self._windows = DraftWindows(slots, decode.max_requests, num_checkpoints=int(self._keeps_decode_states))
+        self._windows = DraftWindows(self.slots, decode.max_requests, num_checkpoints=int(self._keeps_decode_states))
         self._num_admitted = 0
 
     def candidate(self, spec: RequestSpec) -> Candidate:
@@ -76,8 +72,7 @@ class PrefixCache:
         """Plan the admission of a candidate within `budget` tokens; changes nothing but stale keys."""
         return plan_admission(
             self._view(candidate),
-            self.kv,
-            self.slots,
+            self.pools,
             budget=budget,
             reserved_keys=self._reservations.keys,
             rules=self.rules,
@@ -233,17 +228,16 @@ class PrefixCache:
     def release(self, row: RunningRequest) -> None:
         """Take back all that the request holds; its published blocks and states stay findable.
 
-        If this raises, at most the step and the draft window are gone: blocks and live slot can be released again.
+        If this raises, it can be called again: what is gone by then is not released twice.
         """
         self.abort(row)
         self.slots.touch_path(row.block_ids)
         self._windows.release(row)
-        with ExitStack() as undo:
-            self.slots.release_live(row.live_slot)
-            undo.callback(self.slots.take_live)  # the slot freed last is taken first
-            self.kv.release(row.block_ids)
-            undo.pop_all()
+        if self.slots.owner_of(row.live_slot) is not SlotOwner.LIVE:
+            raise CacheIntegrityError(f"need slot {row.live_slot} live, found it {self.slots.owner_of(row.live_slot)}")
+        self.kv.release(row.block_ids)
         row.block_ids = []
+        self.slots.release_live(row.live_slot)
 
     def flush(self, weights_version: str | None = None) -> None:
         """Make everything cached unreachable; running requests publish nothing more until they are prefilled again."""
@@ -256,7 +250,7 @@ class PrefixCache:
 
     def check_integrity(self, rows: Sequence[RunningRequest]) -> None:
         """Raise `CacheIntegrityError` unless pools and requests agree about every block and slot."""
-        check_rows_and_pools(rows, self.kv, self.slots)
+        check_rows_and_pools(rows, self.pools)
 
     def root_of(self, tenant: str) -> bytes:
         """Return the root digest of a tenant's key chains in this epoch."""
@@ -285,8 +279,7 @@ class PrefixCache:
                 raise CacheIntegrityError(f"block {block} of an admission plan is no longer cached")
         if match.skip_tokens and self.slots.slot_of(match.blocks[match.skip_tokens // self.block_size - 1]) is None:
             raise CacheIntegrityError(f"the state at token {match.skip_tokens} of an admission plan is gone")
-        has_blocks = self.kv.num_available_beside(match.blocks) >= plan.num_new_blocks
-        if not (has_blocks and has_live_slot_beside(match, self.slots, self.block_size)):
+        if not has_room(match, plan.num_new_blocks, self.pools, self.block_size):
             raise CacheIntegrityError("the room an admission plan counted on is gone; plan again before admitting")
 
     def _room_for_drafts(self, row: RunningRequest, num_drafts: int) -> int:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .block_hashing import BlockKeyChain
+from .block_hashing import KeyChain
 from .identifiers import BlockId, SlotId
 
 
@@ -95,7 +95,7 @@ class Candidate:
     """
 
     spec: RequestSpec
-    chain: BlockKeyChain
+    chain: KeyChain
     epoch: int
 
 
@@ -144,7 +144,7 @@ class RunningRequest:
     """
 
     spec: RequestSpec
-    chain: BlockKeyChain
+    chain: KeyChain
     epoch: int
     age: int  # order of first admission; smaller is older and is preempted later
     live_slot: SlotId

@@ -5,6 +5,7 @@ from enum import Enum
 
 from ..errors import CacheIntegrityError
 from .identifiers import SlotId
+from .places import Places
 
 
 class SlotOwner(Enum):
@@ -18,21 +19,21 @@ class SlotOwner(Enum):
 
 
 class SlotOwners:
-    """Slots 0 to num_slots - 1, one owner each, free at first."""
+    """The slots of some places, one owner each, free at first."""
 
-    def __init__(self, num_slots: int) -> None:
-        self._owners = [SlotOwner.FREE] * num_slots
-        self._counts = dict.fromkeys(SlotOwner, 0) | {SlotOwner.FREE: num_slots}
-        self._free = [SlotId(slot) for slot in reversed(range(num_slots))]  # a stack: lowest number on top
+    def __init__(self, places: Places) -> None:
+        self._places = places
+        self._owners = [SlotOwner.FREE] * places.num_places
+        self._counts = dict.fromkeys(SlotOwner, 0)
 
     @property
     def num_free(self) -> int:
         """Slots that `take` can give."""
-        return len(self._free)
+        return self._places.num_free
 
     def count(self, owner: SlotOwner) -> int:
-        """Return how many slots the owner has."""
-        return self._counts[owner]
+        """Return how many slots the owner has; of free ones, those that could be taken now."""
+        return self.num_free if owner is SlotOwner.FREE else self._counts[owner]
 
     def owner_of(self, slot: SlotId) -> SlotOwner:
         """Return what the slot is used for."""
@@ -40,10 +41,9 @@ class SlotOwners:
 
     def take(self, num_slots: int, owner: SlotOwner) -> list[SlotId]:
         """Give `num_slots` free slots to an owner; there must be enough."""
-        slots = [self._free.pop() for _ in range(num_slots)]
+        slots = [SlotId(slot) for slot in self._places.take(num_slots)]
         for slot in slots:
             self._owners[slot] = owner
-        self._counts[SlotOwner.FREE] -= num_slots
         self._counts[owner] += num_slots
         return slots
 
@@ -61,14 +61,15 @@ class SlotOwners:
         """Take a slot back from its owner; raises as `hand_over` does."""
         self._require_owner(slot, owner)
         self._set_owner(slot, SlotOwner.FREE)
-        self._free.append(slot)
+        self._places.unfix(slot)
+        self._places.give_back(slot)
 
     def check_integrity(self) -> None:
-        """Raise CacheIntegrityError unless counts and free slots agree with the owners. O(n)."""
-        found = {owner: self._owners.count(owner) for owner in SlotOwner}
-        if found != self._counts:
-            raise CacheIntegrityError(f"owners {found} != counted {self._counts}")
-        self.check_owned(SlotOwner.FREE, self._free)
+        """Raise CacheIntegrityError unless the counts agree with the owners. O(n)."""
+        found = {owner: self._owners.count(owner) for owner in SlotOwner if owner is not SlotOwner.FREE}
+        counted = {owner: self._counts[owner] for owner in found}
+        if found != counted:
+            raise CacheIntegrityError(f"owners {found} != counted {counted}")
 
     def check_owned(self, owner: SlotOwner, slots: Sequence[SlotId]) -> None:
         """Raise CacheIntegrityError unless `slots`, in any order, are exactly the owner's. O(n)."""

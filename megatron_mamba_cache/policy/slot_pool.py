@@ -2,54 +2,98 @@
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Protocol
 
 from ..errors import CacheCapacityError, CacheIntegrityError
 from .boundary_journal import NoObserver, StateObserver
-from .eviction import CachedEntry, EvictionHeap, Worth, lru_worth
+from .eviction import CachedEntry, EvictionOrder, Weight
+from .eviction_rules import ENDS, EvictionRule, LeastRecentlyUsed
 from .identifiers import BlockId, SlotId
+from .places import FixedPlaces, Places
 from .slot_owners import SlotOwner, SlotOwners
 from .state_lineage import StateLineage
 
 
-class SlotPool:
-    """Slots 0 to num_slots - 1, one owner each; a cached slot belongs to one KV block, and a block has at most one.
+class CachedTexts(Protocol):
+    """What follows a state, and what is of use only with it: the KV blocks."""
 
-    A cached state is evicted when a slot is needed and none is free, unless it is pinned: about to be read. Time is
-    logical, as in the block pool.
+    def is_end(self, block: BlockId) -> bool:
+        """Return whether no block is cached after this one."""
+
+    def prune(self, block: BlockId) -> int:
+        """Forget the block, whose state is gone, and those before it, as far as no state or request needs them.
+
+        Returns:
+            How many blocks have become free.
+        """
+
+
+class NoTexts:
+    """For slots whose blocks belong to somebody else."""
+
+    def is_end(self, block: BlockId) -> bool:
+        """Return True: nothing is known to follow."""
+        return True
+
+    def prune(self, block: BlockId) -> int:
+        """Do nothing."""
+        return 0
+
+
+class SlotPool:
+    """Slots of the state pool, one owner each; a cached slot belongs to one KV block, and a block has at most one.
+
+    A cached state is evicted when a slot or a KV block is needed and none is free, unless it is pinned: about to be
+    read. Time is logical: it passes with every use of a cached state.
     """
 
-    def __init__(self, num_slots: int, worth: Worth = lru_worth) -> None:
+    def __init__(self, places: Places | int, rule: EvictionRule | None = None) -> None:
         """Start with every slot free.
 
+        Args:
+            places: Where slots come from, or how many the pool has for itself.
+            rule: What a state is worth; None: the least recently used is evicted first.
+
         Raises:
-            ValueError: If `num_slots` is negative.
+            ValueError: If the number of slots is negative.
         """
-        if num_slots < 0:
-            raise ValueError(f"need num_slots >= 0, found {num_slots}")
-        self._num_slots = num_slots
-        self._owners = SlotOwners(num_slots)
-        self._last_used = [(0, 0.0)] * num_slots  # when, and the floor of worth at that time
+        if isinstance(places, int) and places < 0:
+            raise ValueError(f"need num_slots >= 0, found {places}")
+        self._places = FixedPlaces(places) if isinstance(places, int) else places
+        self._owners = SlotOwners(self._places)
+        self._rule = rule or LeastRecentlyUsed()
+        self._texts: CachedTexts = NoTexts()
+        self._last_used: dict[BlockId, int] = {}
+        self._kinds: dict[BlockId, int] = {}  # of states that wait for a hit, as last counted
         self._lineage = StateLineage()
         self._slot_of: dict[BlockId, SlotId] = {}
         self._pins: dict[BlockId, int] = {}
         self._rolling: set[BlockId] = set()  # decode checkpoints that only their own request uses
         self._orphans: dict[BlockId, list[SlotId]] = {}  # flushed while pinned: freed at the block's last unpin
-        self._evictable = EvictionHeap(worth)  # the blocks whose state is not pinned
-        # A last use changes only with a push; any other worth is checked again before a state is evicted.
-        self._pop = self._evictable.pop if worth is lru_worth else self._pop_current
+        self._evictable = EvictionOrder()  # the blocks whose state is not pinned
         self._observer: StateObserver = NoObserver()
         self._num_evicted = 0
+        self._num_blocks_evicted = 0
         self._clock = 0
+
+    def attach(self, texts: CachedTexts) -> None:
+        """Let KV blocks leave with the states that they are useless without."""
+        self._texts = texts
 
     @property
     def num_slots(self) -> int:
-        """All slots."""
-        return self._num_slots
+        """Slots have numbers below this."""
+        return self._places.num_places
 
     @property
     def num_available(self) -> int:
-        """The most that can be taken or reserved now: free slots and cached states that are not pinned."""
-        return self._owners.num_free + len(self._evictable)
+        """The most that can be taken or reserved now: free slots, and those that evictions can free."""
+        return self._places.num_available
+
+    @property
+    def num_free(self) -> int:
+        """Slots that can be taken without an eviction."""
+        return self._places.num_free
 
     @property
     def num_reserved(self) -> int:
@@ -65,6 +109,11 @@ class SlotPool:
     def num_evicted(self) -> int:
         """Cached states evicted to make room since the pool was made; dropped and flushed ones do not count."""
         return self._num_evicted
+
+    @property
+    def num_blocks_evicted(self) -> int:
+        """KV blocks that left with them."""
+        return self._num_blocks_evicted
 
     def owner_of(self, slot: SlotId) -> SlotOwner:
         """Return what the slot is used for; a state flushed while pinned counts as cached until it is free."""
@@ -147,7 +196,7 @@ class SlotPool:
         self._observer.published(block)
         self._lineage.add(block, num_tokens, anchor, num_continuations)
         if anchor is not None and anchor in self._evictable:
-            self._evictable.push(anchor, self._entry(anchor))  # it is no longer the end
+            self._file(anchor)  # it is no longer the end
         self._set_last_used(block, self._tick())
 
     def mark_rolling(self, block: BlockId) -> None:
@@ -174,8 +223,8 @@ class SlotPool:
             raise CacheIntegrityError(f"need a cached state to pin, found none at block {block}")
         self._pins[block] = self._pins.get(block, 0) + 1
         self._rolling.discard(block)
-        self._evictable.discard(block)
-        self._lineage.count_hit(block)
+        self._unfile(block)
+        self._count_hit(block)
         self._set_last_used(block, self._tick())
 
     def unpin(self, block: BlockId) -> None:
@@ -207,8 +256,31 @@ class SlotPool:
             raise CacheIntegrityError(
                 f"need an unpinned state to drop, found {self._pins[block]} pins at block {block}"
             )
-        self._evictable.discard(block)
         self._forget_state(block)
+
+    def note_end(self, block: BlockId) -> None:
+        """Note that nothing is cached after the block any more; nothing happens if it has no state to evict."""
+        if block in self._evictable:
+            self._file(block)
+        if block in self._kinds:
+            self._count_kind(block)
+
+    def evict(self, *, is_end: bool = False) -> None:
+        """Evict the state of least worth, and the KV blocks that are useless without it.
+
+        Args:
+            is_end: Only the last state of a text, which KV blocks leave with.
+
+        Raises:
+            CacheIntegrityError: If every such state is pinned.
+        """
+        block = self._first_to_evict(is_end)
+        while self._weigh(block) != self._evictable.weight_of(block):  # states around it have gone since it was filed
+            self._file(block)
+            self._count_kind(block)
+            block = self._first_to_evict(is_end)
+        self._num_blocks_evicted += self._forget_state(block)
+        self._num_evicted += 1
 
     def touch(self, blocks: Sequence[BlockId], time: int | None = None) -> None:
         """Set the last use of the blocks' states, where they have one, to `time`, by default to now."""
@@ -224,6 +296,8 @@ class SlotPool:
         for anchor, block in pairwise(path):
             self._lineage.relink(block, anchor)
         self.touch(path)
+        for block in path:
+            self._count_kind(block)
 
     def flush(self) -> None:
         """Forget every cached state. The slot of a pinned one becomes free at its last unpin, the others now.
@@ -231,12 +305,15 @@ class SlotPool:
         Flush this pool before a block pool that drops states as its own blocks are flushed.
         """
         for block in sorted(self._slot_of):
-            slot = self._slot_of.pop(block)
             if block in self._pins:
-                self._orphans.setdefault(block, []).append(slot)
+                self._orphans.setdefault(block, []).append(self._slot_of.pop(block))
             else:
-                self._owners.free(slot, SlotOwner.CACHED)
+                self._unfile(block)
+                self._owners.free(self._slot_of.pop(block), SlotOwner.CACHED)
+            self._texts.prune(block)
         self._evictable.clear()
+        self._last_used.clear()
+        self._kinds.clear()
         self._rolling.clear()
         self._lineage.clear()
         self._observer.flushed()
@@ -253,6 +330,8 @@ class SlotPool:
         if self._rolling - self._slot_of.keys() or self._rolling & self._pins.keys():
             raise CacheIntegrityError(f"rolling checkpoints {self._rolling} without a state, or pinned {self._pins}")
         unpinned = self._slot_of.keys() - self._pins.keys()
+        if self._last_used.keys() != self._slot_of.keys():
+            raise CacheIntegrityError(f"last uses {self._last_used.keys()} != cached states {self._slot_of.keys()}")
         if len(unpinned) != len(self._evictable) or not all(block in self._evictable for block in unpinned):
             raise CacheIntegrityError(f"unpinned states {unpinned} != {len(self._evictable)} evictable states")
 
@@ -263,33 +342,62 @@ class SlotPool:
     def _take(self, num_slots: int, owner: SlotOwner) -> list[SlotId]:
         if num_slots < 0:
             raise ValueError(f"need a count of slots, found {num_slots}")
-        num_free, num_evictable = self._owners.num_free, len(self._evictable)
-        if num_slots > num_free + num_evictable:
+        if num_slots > self.num_available:
+            num_evictable = self.num_available - self.num_free
             raise CacheCapacityError(
-                f"need {num_slots} state slots, {num_free} free and {num_evictable} evictable of "
-                f"{self._num_slots}; raise --inference-dynamic-batching-prefix-caching-mamba-gb or max requests"
+                f"need {num_slots} state slots, {self.num_free} free and {num_evictable} evictable "
+                f"of {self.num_slots}; raise --cache-gb, or --inference-dynamic-batching-prefix-caching-mamba-gb where "
+                "that is given, or lower max requests"
             )
-        for _ in range(num_free, num_slots):
-            self._forget_state(BlockId(self._pop()))
-            self._num_evicted += 1
+        while self.num_free < num_slots:
+            self.evict()
         return self._owners.take(num_slots, owner)
 
-    def _forget_state(self, block: BlockId) -> None:
+    def _forget_state(self, block: BlockId) -> int:
+        """Forget the block's state; return how many KV blocks left with it."""
         self._rolling.discard(block)
+        self._unfile(block)
+        del self._last_used[block]
+        self._kinds.pop(block, None)
         self._owners.free(self._slot_of.pop(block), SlotOwner.CACHED)
         self._observer.dropped(block)
+        return self._texts.prune(block)
 
     def _set_last_used(self, block: BlockId, time: int) -> None:
-        self._last_used[self._slot_of[block]] = (time, self._evictable.floor)
+        self._last_used[block] = time
         if block not in self._pins:
-            self._evictable.push(block, self._entry(block))
+            self._file(block)
 
-    def _pop_current(self) -> int:
-        return self._evictable.pop_current(self._changed)
+    def _file(self, block: BlockId) -> None:
+        if block not in self._evictable:
+            self._places.unfix(self._slot_of[block])
+        entry = self._entry(block)
+        self._evictable.push(block, entry, self._rule.weigh(entry))
 
-    def _changed(self, block: int) -> CachedEntry | None:
-        return None if self._lineage.is_anchor_kept(block, self._slot_of) else self._entry(BlockId(block))
+    def _count_kind(self, block: BlockId) -> None:
+        """Count what the block's state has become since it was last counted, or hit."""
+        kind = self._weigh(block).kind
+        if self._kinds.get(block) != kind:
+            self._kinds[block] = kind
+            self._rule.count_state(kind)
+
+    def _count_hit(self, block: BlockId) -> None:
+        if block in self._kinds:
+            self._count_kind(block)
+            self._rule.count_hit(self._kinds.pop(block))
+        if not self._texts.is_end(block):
+            self._lineage.count_branch_hit(block)
+
+    def _first_to_evict(self, is_end: bool) -> BlockId:
+        return BlockId(self._evictable.first(self._clock, self._rule.likelihood, ENDS if is_end else None))
+
+    def _unfile(self, block: BlockId) -> None:
+        if block in self._evictable:
+            self._evictable.discard(block)
+            self._places.fix(self._slot_of[block])
+
+    def _weigh(self, block: BlockId) -> Weight:
+        return self._rule.weigh(self._entry(block))
 
     def _entry(self, block: BlockId) -> CachedEntry:
-        time, floor = self._last_used[self._slot_of[block]]
-        return self._lineage.entry(block, time, floor, self._slot_of)
+        return self._lineage.entry(block, self._last_used[block], self._slot_of, is_end=self._texts.is_end(block))

@@ -22,7 +22,7 @@ class StateLineage:
     def __init__(self) -> None:
         self._num_tokens: list[int] = []
         self._anchors: list[BlockId] = []  # the nearest state before, as last known
-        self._num_hits: list[int] = []
+        self._num_branch_hits: list[int] = []
         self._num_continuations: list[int] = []
 
     def add(self, block: BlockId, num_tokens: int, anchor: BlockId | None, num_continuations: int) -> None:
@@ -36,43 +36,39 @@ class StateLineage:
         self._make_room(block)
         self._num_tokens[block] = num_tokens
         self._anchors[block] = _ROOT if anchor is None else anchor
-        self._num_hits[block] = 0
+        self._num_branch_hits[block] = 0
         self._num_continuations[block] = num_continuations
         if anchor is not None:
             self._num_continuations[anchor] += 1
 
-    def count_hit(self, block: BlockId) -> None:
-        """Count a request that starts from the block's state."""
-        self._num_hits[block] += 1
+    def count_branch_hit(self, block: BlockId) -> None:
+        """Count a request that starts from the block's state though cached text follows it."""
+        self._num_branch_hits[block] += 1
 
     def relink(self, block: BlockId, anchor: BlockId) -> None:
         """Set the nearest state before the block's."""
         self._anchors[block] = anchor
 
-    def is_anchor_kept(self, block: int, cached: Container[BlockId]) -> bool:
-        """Return whether the block's state costs no more than when it was last checked."""
-        anchor = self._anchors[block]
-        return anchor == _ROOT or anchor in cached
-
-    def entry(self, block: BlockId, last_used: int, floor: float, cached: Container[BlockId]) -> CachedEntry:
-        """Return what a worth function may read of the block's state.
+    def entry(self, block: BlockId, last_used: int, cached: Container[BlockId], *, is_end: bool) -> CachedEntry:
+        """Return what the weight of the block's state may depend on.
 
         Args:
             cached: The blocks that have a state.
+            is_end: No block is cached after this one.
         """
         num_tokens = self._num_tokens[block]
         return CachedEntry(
             last_used,
             num_tokens,
-            floor,
             num_tokens - self._tokens_before(block, cached),
-            self._num_hits[block],
+            self._num_branch_hits[block],
             self._num_continuations[block],
+            is_end,
         )
 
     def clear(self) -> None:
         """Forget all states."""
-        for column in (self._num_tokens, self._anchors, self._num_hits, self._num_continuations):
+        for column in (self._num_tokens, self._anchors, self._num_branch_hits, self._num_continuations):
             column.clear()
 
     def _tokens_before(self, block: BlockId, cached: Container[BlockId]) -> int:
@@ -89,5 +85,5 @@ class StateLineage:
         if missing > 0:
             self._num_tokens += [0] * missing
             self._anchors += [_ROOT] * missing
-            self._num_hits += [0] * missing
+            self._num_branch_hits += [0] * missing
             self._num_continuations += [0] * missing

@@ -1,13 +1,15 @@
 """What the ranks of one model agree on: settings and capacities when an engine is built, later the weights' version."""
 
+import math
 from dataclasses import dataclass, fields, replace
 
 from ..config import CacheConfig, is_encodable
 from ..state.model_shape import HybridModelShape
+from ..state.slab_shape import SlabShape, UnitBytes
 from .group import Ranks, on_all_ranks
 from .peers import ExpertPeers
 
-_OF_EACH_RANK = ("buffer_size_gb", "paused_buffer_size_gb", "prefix_caching_mamba_gb")
+_OF_EACH_RANK = ("cache_gb", "buffer_size_gb", "paused_buffer_size_gb", "prefix_caching_mamba_gb")
 """Settings that may differ between ranks: the memory that each provides."""
 _LEAST_OF_ALL = ("max_requests",)
 _OF_SHAPES = ("max_tokens", "num_cuda_graphs", "cuda_graph_prefill_tokens", "num_speculative_tokens")
@@ -21,14 +23,23 @@ class CacheCapacity:
     """Sizes of the pools, the same on all ranks of a model.
 
     Args:
-        num_slots: Slots of the state pool.
-        num_blocks: KV blocks, the dummy included.
+        num_slots: Slots of the state pool; numbers are below this.
+        num_blocks: KV blocks, the dummy included; numbers are below this.
         num_paused_blocks: KV blocks that paused requests may keep.
+        state_len: Tokens whose KV takes as many bytes as a state, over all ranks.
+        slab: How slabs are cut where KV blocks and states share one memory; None where each has its own.
     """
 
     num_slots: int
     num_blocks: int
     num_paused_blocks: int
+    state_len: float
+    slab: SlabShape | None = None
+
+    @property
+    def num_slabs(self) -> int:
+        """Slabs of the memory that KV blocks and states share."""
+        return 0 if self.slab is None else self.num_slots // self.slab.slots_per_slab
 
     @staticmethod
     def of(config: CacheConfig, shape: HybridModelShape, ranks: Ranks) -> "CacheCapacity":
@@ -37,9 +48,20 @@ class CacheCapacity:
         Raises:
             ValueError: If the settings give too little on a rank.
         """
+        units = ranks.gather(shape.unit_bytes(config))
+        block_bytes = sum(unit.block for unit in units)
+        state_len = config.block_size_tokens * sum(unit.state for unit in units) / max(block_bytes, 1)
+        if config.cache_gb is not None:
+            slab = SlabShape.fitting(units)
+            num_slabs, num_paused = ranks.least(
+                on_all_ranks(ranks, lambda: _num_slabs(config, shape.unit_bytes(config), slab))
+            )
+            num_blocks = num_slabs * slab.blocks_per_slab + 1
+            num_slots = num_slabs * slab.slots_per_slab
+            return CacheCapacity(num_slots, num_blocks, min(num_paused, num_blocks - 2), state_len, slab)
         bought = on_all_ranks(ranks, lambda: (_num_slots(config, shape), *_num_blocks(config, shape)))
         num_slots, num_blocks, num_paused = ranks.least(bought)
-        return CacheCapacity(num_slots, num_blocks, min(num_paused, num_blocks - 2))
+        return CacheCapacity(num_slots, num_blocks, min(num_paused, num_blocks - 2), state_len)
 
 
 def agreed_settings(config: CacheConfig, ranks: Ranks) -> CacheConfig:
@@ -98,12 +120,32 @@ def _checked_version(version: object) -> object:
     return version
 
 
+def _num_slabs(config: CacheConfig, unit: UnitBytes, slab: SlabShape) -> tuple[int, int]:
+    """Return how many slabs a rank's budget buys, and how many KV blocks paused requests may keep."""
+    assert config.cache_gb is not None
+    slab_bytes = slab.slab_bytes(unit)
+    num_slabs = (int(config.cache_gb * 2**30) - unit.block) // slab_bytes  # one block is the dummy
+    longest = -(-config.max_sequence_length // config.block_size_tokens)
+    # Beside its KV, a request has its live state, those after its drafts, and one that it is about to cache.
+    needed = -(-longest // slab.blocks_per_slab) + 2 + config.num_speculative_tokens
+    if num_slabs < needed:
+        least = math.ceil((needed * slab_bytes + unit.block) / 2**30 * 1e6) / 1e6
+        raise ValueError(
+            f"cache_gb is {config.cache_gb:g} GiB, which cannot hold one request of max_sequence_length="
+            f"{config.max_sequence_length} tokens with its states: set --cache-gb to {least:f} or more, or lower "
+            "--max-model-len"
+        )
+    if config.paused_buffer_size_gb is None or not unit.block:
+        return num_slabs, num_slabs * slab.blocks_per_slab // 4
+    return num_slabs, int(config.paused_buffer_size_gb * 2**30) // unit.block
+
+
 def _num_slots(config: CacheConfig, shape: HybridModelShape) -> int:
     live, drafts = config.max_requests, config.num_speculative_tokens
     if not (config.prefix_caching or drafts):
         return live
-    layout = shape.state_layout(config)
-    num_slots = layout.num_slots_in(config.prefix_caching_mamba_gb, live, drafts) if layout.num_layers else _ANY_NUMBER
+    layout, states_gb = shape.state_layout(config), config.prefix_caching_mamba_gb or 0.0
+    num_slots = layout.num_slots_in(states_gb, live, drafts) if layout.num_layers else _ANY_NUMBER
     return num_slots if config.prefix_caching else min(num_slots, live * (1 + drafts))
 
 
@@ -112,6 +154,7 @@ def _num_blocks(config: CacheConfig, shape: HybridModelShape) -> tuple[int, int]
     block_bytes = shape.block_bytes(config.block_size_tokens)
     if not block_bytes:
         return _ANY_NUMBER, _ANY_NUMBER
+    assert config.buffer_size_gb is not None
     total = int(config.buffer_size_gb * 2**30) // block_bytes
     if total < 2:
         raise ValueError(

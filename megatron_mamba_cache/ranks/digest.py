@@ -119,7 +119,7 @@ class RankDigest:
             self.log.note(DecisionKind.CHECKPOINT, row.request_id, row.checkpoint)
 
     def _note_evictions(self, cache: PrefixCache) -> None:
-        evictions = cache.kv.num_evicted, cache.slots.num_evicted
+        evictions = cache.slots.num_blocks_evicted, cache.slots.num_evicted
         if evictions != self._evictions:
             self._evictions = evictions
             self.log.note(DecisionKind.EVICT, -1, *evictions)

@@ -11,7 +11,7 @@ from ..metrics import CacheCounters, CacheSnapshot
 from .backend import Backend
 from .job import Job
 from .limits import QueueGate
-from .metric_texts import KV_BLOCKS, STATE_SLOTS, counter_text
+from .metric_texts import CACHE_BYTES, KV_BLOCKS, STATE_SLOTS, counter_text
 from .quantiles import Durations
 
 PREFIX = "mamba_cache_"
@@ -126,6 +126,7 @@ def _cache_metrics(cache: CacheSnapshot) -> Iterable[Metric]:
     for name, label, text, counts in (
         ("state_slots", "owner", STATE_SLOTS, cache.state_slots),
         ("kv_blocks", "kind", KV_BLOCKS, cache.kv_blocks),
+        ("cache_bytes", "use", CACHE_BYTES, cache.cache_bytes),
     ):
         family = GaugeMetricFamily(f"{PREFIX}{name}", text, labels=[label])
         for kind, count in counts.items():

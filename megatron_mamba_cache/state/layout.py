@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .slab_shape import aligned
+
 
 @dataclass(frozen=True, slots=True)
 class StateLayout:
@@ -29,6 +31,21 @@ class StateLayout:
         conv = math.prod(self.conv_shape) * self.conv_dtype.itemsize
         ssm = math.prod(self.ssm_shape) * self.ssm_dtype.itemsize
         return self.num_layers * (conv + ssm)
+
+    @property
+    def conv_bytes(self) -> int:
+        """Bytes from one layer's conv window of a slot to the next layer's, where a slot's bytes lie together."""
+        return aligned(math.prod(self.conv_shape) * self.conv_dtype.itemsize)
+
+    @property
+    def ssm_bytes(self) -> int:
+        """Bytes from one layer's SSM state of a slot to the next layer's, likewise."""
+        return aligned(math.prod(self.ssm_shape) * self.ssm_dtype.itemsize)
+
+    @property
+    def aligned_bytes(self) -> int:
+        """Bytes of a slot whose layers lie together: all conv windows, then all SSM states."""
+        return self.num_layers * (self.conv_bytes + self.ssm_bytes)
 
     def num_slots_in(self, budget_gb: float, num_live: int, num_drafts: int = 0) -> int:
         """Return a pool's number of slots: those the budget buys for cached and draft states, and `num_live` live ones.

@@ -258,7 +258,7 @@ class MambaSlotAllocator(StateSlotAllocator):
         layout = StateLayout(
             num_mamba_layers, tuple(conv_states_shape), tuple(ssm_states_shape), conv_states_dtype, ssm_states_dtype
         )
-        pool = StatePool(layout, max_slots, torch.cuda.current_device() if torch.cuda.is_available() else "cpu")
+        pool = StatePool.zeros(layout, max_slots, torch.cuda.current_device() if torch.cuda.is_available() else "cpu")
         super().__init__(context, pool, SlotPool(max_slots), BoundaryRule(context.block_size_tokens), NoReservations())
 
 

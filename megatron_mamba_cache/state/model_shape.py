@@ -6,6 +6,7 @@ import torch
 
 from ..config import CacheConfig
 from .layout import StateLayout
+from .slab_shape import UnitBytes
 
 MAMBA, ATTENTION, EXPERTS = "M", "*", "E"
 """Symbols of layer types, as in Megatron's hybrid patterns."""
@@ -70,6 +71,13 @@ class HybridModelShape:
             conv_dtype=dtypes[config.conv_state_dtype],
             ssm_dtype=dtypes[config.ssm_state_dtype],
         )
+
+    def unit_bytes(self, config: CacheConfig) -> UnitBytes:
+        """Return what this rank stores of a state and of a KV block."""
+        token_row = (
+            self.num_kv_heads * self.kv_channels * self.params_dtype.itemsize if self.num_attention_layers else 0
+        )
+        return UnitBytes(self.state_layout(config).aligned_bytes, self.block_bytes(config.block_size_tokens), token_row)
 
     def check(self, config: CacheConfig) -> None:
         """Raise `ValueError` if the settings do not fit the model."""

@@ -38,12 +38,24 @@ class DraftWindow:
 class StatePool:
     """Conv windows and SSM states of all slots and layers, at fixed addresses for the pool's life."""
 
-    def __init__(self, layout: StateLayout, num_slots: int, device: torch.device | int | str) -> None:
+    def __init__(self, layout: StateLayout, conv: Tensor, ssm: Tensor) -> None:
+        """Take tensors over; see `state/pool_tensors.py`.
+
+        Args:
+            conv: [layers, slots, window, conv_dim]; a slot and layer contiguous.
+            ssm: [layers, slots, heads, d_state, head_dim]; likewise.
+        """
         self.layout = layout
-        self.num_slots = num_slots
+        self.num_slots = conv.shape[1]
+        self.conv = conv
+        self.ssm = ssm
+
+    @staticmethod
+    def zeros(layout: StateLayout, num_slots: int, device: torch.device | int | str) -> "StatePool":
+        """Return a pool with memory of its own, all zero."""
         lead = (layout.num_layers, num_slots)
-        self.conv = torch.zeros(lead + layout.conv_shape, dtype=layout.conv_dtype, device=device)
-        self.ssm = torch.zeros(lead + layout.ssm_shape, dtype=layout.ssm_dtype, device=device)
+        conv = torch.zeros(lead + layout.conv_shape, dtype=layout.conv_dtype, device=device)
+        return StatePool(layout, conv, torch.zeros(lead + layout.ssm_shape, dtype=layout.ssm_dtype, device=device))
 
     def layer(self, index: int) -> LayerStates:
         """Return the states of Mamba layer `index` (counted over this rank's Mamba layers)."""

@@ -16,13 +16,16 @@ from ..policy.boundaries import BoundaryRule
 from ..policy.decode_rules import DecodeRules
 from ..policy.eviction_rules import EVICTION_RULES
 from ..policy.identifiers import BlockId
-from ..policy.kv_block_pool import KVBlockPool
+from ..policy.places import CacheSpace, SplitSpace
+from ..policy.pools import CachePools
 from ..policy.prefix_cache import CacheIdentity, PrefixCache
 from ..policy.requests import RunningRequest
-from ..policy.slot_pool import SlotPool
+from ..policy.slabs import SlabSpace
 from ..ranks.agreement import CacheCapacity
 from ..ranks.group import Ranks, on_all_ranks
+from ..state.memory_sizes import MemorySizes
 from ..state.model_shape import HybridModelShape
+from ..state.pool_tensors import BlockLayout, separate_tensors, slab_tensors
 from ..state.state_pool import DraftWindow, StatePool
 from .batch import StepGeometry
 from .buffers import StepBuffers, StepLimits
@@ -58,26 +61,33 @@ class CacheMemory:
         self.attention = on_all_ranks(ranks, lambda: choose_attention(config.attention_backend, attention_shape))
         # Memory before bookkeeping: an impossible budget fails here, not after lists of its size are filled.
         self.state_pool, self.kv_buffer = on_all_ranks(ranks, lambda: _allocated(shape, config, capacity, device))
-        rule = EVICTION_RULES[config.eviction]
-        self.slots = SlotPool(capacity.num_slots, rule.state_worth)
         self.dummy_block = BlockId(capacity.num_blocks - 1)  # takes writes that are never read
-        self.blocks = KVBlockPool(
-            capacity.num_blocks - 1, rule.block_worth, self.slots.drop, block_size=config.block_size_tokens
-        )
+        rule = EVICTION_RULES[config.eviction](capacity.state_len)
+        pools = CachePools.over(_space(capacity), rule, block_size=config.block_size_tokens)
+        self.pools = pools
+        self.blocks, self.slots = pools.kv, pools.slots
         self.num_paused_blocks = capacity.num_paused_blocks
+        self._sizes = MemorySizes.of(
+            capacity.num_slots, capacity.num_blocks - 1, capacity.num_slabs, capacity.slab, shape.unit_bytes(config)
+        )
         self.step_buffers = on_all_ranks(ranks, lambda: _step_buffers(config, shape, max_blocks, device))
         self.geometry = StepGeometry(config.block_size_tokens, shape.ssm_chunk_size, self.dummy_block, shape.d_conv - 1)
         stride = 1 if config.boundary_stride == "all" else config.boundary_stride
         self.boundary_rule = BoundaryRule(config.block_size_tokens, stride)
         self.prefix_cache = PrefixCache(
-            self.blocks,
-            self.slots,
+            pools,
             AdmissionRules(self.boundary_rule, config.align_prefill_chunks, config.chunked_prefill),
             CacheIdentity(shape.fingerprint, weights_version),
             counters,
             decode=DecodeRules(config.decode_checkpoints, config.max_requests),
             enabled=config.prefix_caching,
         )
+
+    def usage(self) -> dict[str, dict[str, int]]:
+        """Return slots by owner, blocks by kind and bytes by use, under the names of `CacheSnapshot`."""
+        slots, blocks, space = self.slots.count_by_owner(), self.blocks.count_by_kind(), self.pools.space
+        slabs = space.count_slabs() if isinstance(space, SlabSpace) else {}
+        return {"state_slots": slots, "kv_blocks": blocks, "cache_bytes": self._sizes.by_use(slots, blocks, slabs)}
 
     def settle(self, rows: Sequence[RunningRequest]) -> None:
         """Move the accepted state of each row into its live slot, and release the columns of its draft window."""
@@ -100,20 +110,32 @@ def step_memory(config: CacheConfig) -> Iterator[None]:
         ) from error
 
 
+def _space(capacity: CacheCapacity) -> CacheSpace:
+    if capacity.slab is None:
+        return SplitSpace(capacity.num_blocks - 1, capacity.num_slots)
+    return SlabSpace(capacity.num_slabs, capacity.slab.blocks_per_slab, capacity.slab.slots_per_slab)
+
+
 def _allocated(
     shape: HybridModelShape, config: CacheConfig, capacity: CacheCapacity, device: torch.device | int
 ) -> tuple[StatePool, Tensor]:
     """Return the state pool and the KV blocks, [2, layers, blocks, block size, kv heads, head dim]."""
-    layout, num_blocks = shape.state_layout(config), capacity.num_blocks
-    block = (config.block_size_tokens, shape.num_kv_heads, shape.kv_channels)
-    kv_shape = (2, shape.num_attention_layers, num_blocks, *block)  # key and value
+    states, num_blocks = shape.state_layout(config), capacity.num_blocks
+    block_shape = (config.block_size_tokens, shape.num_kv_heads, shape.kv_channels)
+    blocks = BlockLayout(shape.num_attention_layers, block_shape, shape.params_dtype)
     try:
-        pool = StatePool(layout, capacity.num_slots, device)
-        return pool, torch.zeros(kv_shape, dtype=shape.params_dtype, device=device)
+        if capacity.slab is not None:
+            unit = shape.unit_bytes(config)
+            return slab_tensors(states, blocks, capacity.slab, unit, capacity.num_slabs, device)
+        return separate_tensors(states, blocks, capacity.num_slots, num_blocks, device)
     except (RuntimeError, MemoryError) as error:
+        if capacity.slab is not None:
+            raise CacheCapacityError(
+                f"cannot allocate {config.cache_gb:.3g} GiB for KV blocks and states; lower --cache-gb"
+            ) from error
         block_bytes = shape.block_bytes(config.block_size_tokens)
         raise CacheCapacityError(
-            f"cannot allocate {capacity.num_slots * layout.slot_bytes / 2**30:.3g} GiB of states and "
+            f"cannot allocate {capacity.num_slots * states.slot_bytes / 2**30:.3g} GiB of states and "
             f"{num_blocks * block_bytes / 2**30:.3g} GiB of KV blocks; lower "
             "--inference-dynamic-batching-prefix-caching-mamba-gb or --inference-dynamic-batching-buffer-size-gb"
         ) from error

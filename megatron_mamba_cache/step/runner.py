@@ -244,7 +244,7 @@ class StepRunner:
         self._step, self._at_work = None, []
         self._drop_early_step()
         self.counters.states_evicted += self.memory.slots.num_evicted
-        self.counters.kv_blocks_evicted += self.memory.blocks.num_evicted
+        self.counters.kv_blocks_evicted += self.memory.slots.num_blocks_evicted
         self._forget(self.requests)
 
     # The step that the model and the sampler see.
@@ -390,10 +390,9 @@ class StepRunner:
             counters=replace(
                 counters,
                 states_evicted=counters.states_evicted + memory.slots.num_evicted,
-                kv_blocks_evicted=counters.kv_blocks_evicted + memory.blocks.num_evicted,
+                kv_blocks_evicted=counters.kv_blocks_evicted + memory.slots.num_blocks_evicted,
             ),
-            state_slots=memory.slots.count_by_owner(),
-            kv_blocks=memory.blocks.count_by_kind(),
+            **memory.usage(),
             num_compiled_kernels=compiled.num_kernels,
             compile_seconds=compiled.seconds,
             num_graphs=captured.num_graphs,

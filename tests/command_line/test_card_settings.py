@@ -162,3 +162,10 @@ def test_experts_are_as_wide_as_what_their_products_leave(
     assert expert_width(config) == expected
     config.num_moe_experts = None
     assert expert_width(config) == 0
+
+
+def test_one_budget_takes_the_place_of_what_the_card_leaves() -> None:
+    settings = card_settings(DENSE_8B, 4096, Card(120 * GIB, 0.9, 21_504), {"cache_gb": 20.0})
+    assert settings["cache_gb"] == 20.0 and "buffer_size_gb" not in settings
+    # Half of it holds live states of 98 MiB and the KV of 2,048 tokens each.
+    assert 40 < settings["max_requests"] < 100

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_mamba_cache import installation
 from megatron_mamba_cache.command_line import doctor
@@ -23,6 +24,7 @@ def test_doctor_names_device_versions_and_kernels(capsys: pytest.CaptureFixture[
     for start in ("device ", "python ", "torch ", "triton ", "megatron-core      0.16.1", "this package       ready"):
         assert any(line.startswith(start) for line in lines)
     for start in (
+        "cache memory       --cache-gb G gives" if not torch.cuda.is_available() else "cache memory ",
         "compiled kernels   Triton compiles each",
         "safetensors ",
         "tokenizers ",

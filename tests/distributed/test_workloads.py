@@ -21,6 +21,8 @@ SHARED = [
     *(pytest.param(PIPELINE, name, 2, 0, 1, marks=pytest.mark.long) for name in ("roomy", "strides")),
     pytest.param(PIPELINE, "whole_prompts", 2, 3, 1, marks=pytest.mark.long),
     (PIPELINE, "disturbed", 2, 3, 1),
+    (TENSOR, "one_budget", 5, 3, 1),
+    (PIPELINE, "disturbed_budget", 6, 3, 1),
     *(pytest.param(BOTH, name, 3, 3, 1, marks=needs_4) for name in ("small_steps", "disturbed")),
     *(pytest.param(TENSOR_OF_4, name, 4, 3, 1, marks=needs_4) for name in ("tight_blocks", "strides", "disturbed")),
     pytest.param(TENSOR_OF_4, "roomy", 4, 3, 0, marks=needs_4),

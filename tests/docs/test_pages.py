@@ -27,7 +27,6 @@ FOREIGN = {
     "kubectl": {"--filename", "--from-file"},
     "torchrun": {"--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint"},
     "the scripts in benchmarks/": {
-        "--json",
         "--loads",
         "--max-seconds",
         "--quick",

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Self
 
@@ -13,6 +13,7 @@ from megatron_mamba_cache.mcore.engine import MambaCacheEngine
 from megatron_mamba_cache.mcore.model_reading import model_shape_of
 from megatron_mamba_cache.models.random_hybrid import RandomHybridConfig, random_hybrid_model
 from megatron_mamba_cache.state.model_shape import HybridModelShape
+from megatron_mamba_cache.state.slab_shape import SlabShape
 from tests.oracle import HybridOracle
 
 GIB = 2**30
@@ -101,6 +102,21 @@ def cache_config(
         prefix_caching_mamba_gb=cached_states * state_bytes(sizes, num_drafts) / GIB,
         **small,
     )
+
+
+def with_one_budget(config: CacheConfig, shape: HybridModelShape, spare_slabs: int) -> CacheConfig:
+    """Return the settings with one memory for KV blocks and states: the least allowed, and some slabs more."""
+    no_split: dict[str, Any] = {
+        "buffer_size_gb": None,
+        "prefix_caching_mamba_gb": None,
+        "paused_buffer_size_gb": None,
+    }
+    unit = shape.unit_bytes(config)
+    slab = SlabShape.fitting([unit])
+    longest = -(-config.max_sequence_length // config.block_size_tokens)
+    num_slabs = -(-longest // slab.blocks_per_slab) + 2 + config.num_speculative_tokens + spare_slabs
+    num_bytes = num_slabs * slab.slab_bytes(unit) + unit.block
+    return replace(config, cache_gb=(num_bytes + 0.5) / GIB, **no_split)
 
 
 def greedy(num_tokens: int | None, **settings: Any) -> SamplingParams:
@@ -198,7 +214,7 @@ class EngineRun:
         pool, slots = self.context.cache.kv, self.context.cache.slots
         assert snapshot.state_slots["live"] == snapshot.state_slots["reserved"] == snapshot.state_slots["draft"] == 0
         assert snapshot.kv_blocks["in_use"] == 0
-        assert snapshot.kv_blocks["free"] + snapshot.kv_blocks["cached"] == pool.num_blocks
+        assert pool.num_available == pool.num_blocks
         assert not any(slots.is_pinned(block) for block in range(pool.num_blocks))
         assert slots.num_available == slots.num_slots
 

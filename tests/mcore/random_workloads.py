@@ -20,6 +20,7 @@ from tests.mcore.engine_runs import (
     cache_config,
     greedy,
     tiny_hybrid,
+    with_one_budget,
 )
 from tests.mcore.faults import FAULT_PLACES, REPORT_FAULT_PLACES, FaultPlaces, InjectedFault, raise_once
 
@@ -99,12 +100,14 @@ class Flavour:
     Args:
         settings: From a random generator, the block size and the most blocks of a request to cache settings.
         gaps: Steps between two arrivals, one of which is drawn.
+        is_disturbed: Whether steps fail, and caches are flushed and suspended.
     """
 
     name: str
     settings: Callable[[random.Random, int, int], dict[str, Any]]
     exercises: tuple[str, ...]
     gaps: tuple[int, ...] = (0, 0, 0, 1, 4, 15)
+    is_disturbed: bool = False
 
 
 def _roomy(rng: random.Random, block: int, _request_blocks: int) -> dict[str, Any]:
@@ -191,6 +194,21 @@ def _disturbed(rng: random.Random, block: int, request_blocks: int) -> dict[str,
     }
 
 
+def _one_budget(rng: random.Random, block: int, request_blocks: int) -> dict[str, Any]:
+    return {
+        "spare_slabs": rng.choice([0, 1, 3, 8]),
+        "paused_blocks": None,
+        "boundary_stride": rng.choice([None, None, 1]),
+        "max_requests": rng.randrange(2, 7),
+        "max_tokens": rng.choice([2 * block, 4 * block + 1, 256]),
+        "eviction": rng.choice(["cost", "cost", "lru"]),
+    }
+
+
+def _disturbed_budget(rng: random.Random, block: int, request_blocks: int) -> dict[str, Any]:
+    return _disturbed(rng, block, request_blocks) | _one_budget(rng, block, request_blocks)
+
+
 FLAVOURS = {
     flavour.name: flavour
     for flavour in (
@@ -205,7 +223,23 @@ FLAVOURS = {
         Flavour("strides", _strides, ("prompt_tokens_skipped", "states_evicted", "kv_blocks_evicted", "chunked_steps")),
         Flavour("whole_prompts", _whole_prompts, ("prompt_tokens_skipped", "requests_evicted"), gaps=(0,)),
         Flavour("uncached", _uncached, ("requests_evicted", "chunked_steps")),
-        Flavour("disturbed", _disturbed, ("prompt_tokens_skipped", "steps_aborted", "suspends", "flushes")),
+        Flavour(
+            "disturbed",
+            _disturbed,
+            ("prompt_tokens_skipped", "steps_aborted", "suspends", "flushes"),
+            is_disturbed=True,
+        ),
+        Flavour(
+            "one_budget",
+            _one_budget,
+            ("prompt_tokens_skipped", "states_evicted", "kv_blocks_evicted", "requests_evicted", "chunked_steps"),
+        ),
+        Flavour(
+            "disturbed_budget",
+            _disturbed_budget,
+            ("prompt_tokens_skipped", "steps_aborted", "suspends", "flushes", "states_evicted"),
+            is_disturbed=True,
+        ),
     )
 }
 
@@ -241,8 +275,12 @@ def make_workload(
         arrivals = tuple(replace(arrival, stop_words=_stop_words(rng, subject)) for arrival in arrivals)
     if has_log_probs:
         arrivals = tuple(replace(arrival, wish=rng.choice(_WISHES)) for arrival in arrivals)
-    disturbed_share = 0.3 if has_log_probs else 0.15 if flavour.name == "disturbed" else 0.0
-    return Workload(subject, cache_config(subject.sizes, **settings), arrivals, disturbed_share, has_log_probs)
+    disturbed_share = 0.3 if has_log_probs else 0.15 if flavour.is_disturbed else 0.0
+    spare_slabs = settings.pop("spare_slabs", None)
+    config = cache_config(subject.sizes, **settings)
+    if spare_slabs is not None:
+        config = with_one_budget(config, subject.shape, spare_slabs)
+    return Workload(subject, config, arrivals, disturbed_share, has_log_probs)
 
 
 def undisturbed(work: Workload) -> Workload:

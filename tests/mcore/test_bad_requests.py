@@ -230,6 +230,19 @@ def test_impossible_kv_budget_says_the_minimum() -> None:
         build_engine(subject.model, CacheConfig(buffer_size_gb=1e-6, max_sequence_length=512))
 
 
+def test_stated_minimum_of_one_budget_holds_the_longest_request() -> None:
+    subject = tiny_hybrid()
+    settings = {"block_size_tokens": 16, "max_sequence_length": 96, "max_tokens": 64, "max_requests": 4}
+    with pytest.raises(ValueError, match=r"cache_gb is 1e-06 GiB.*max_sequence_length=96") as error:
+        build_engine(subject.model, CacheConfig(cache_gb=1e-6, **settings))
+    least = _number_after("--cache-gb to ", error)
+    run = EngineRun.start(subject, CacheConfig(cache_gb=least, **settings))
+    for request_id in range(3):
+        run.add(request_id, some_tokens(60, seed=request_id), 36)
+    run.finish()
+    run.assert_exact()
+
+
 def test_stated_minimum_is_enough() -> None:
     subject = tiny_hybrid()
     settings = {"block_size_tokens": 16, "max_sequence_length": 64, "max_tokens": 64, "max_requests": 4}

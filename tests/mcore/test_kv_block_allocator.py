@@ -9,8 +9,12 @@ from megatron.core.inference.contexts.dynamic_block_allocator import BlockAlloca
 
 from megatron_mamba_cache import KVBlockAllocator
 from megatron_mamba_cache.errors import CacheIntegrityError
+from megatron_mamba_cache.policy.eviction_rules import LeastRecentlyUsed
 from megatron_mamba_cache.policy.identifiers import BlockId, BlockKey
 from megatron_mamba_cache.policy.kv_block_pool import KVBlockPool
+from megatron_mamba_cache.policy.places import SplitSpace
+from megatron_mamba_cache.policy.pools import CachePools
+from megatron_mamba_cache.policy.slot_pool import SlotPool
 
 TOTAL = 10
 
@@ -20,7 +24,9 @@ def row(*blocks: int, paused: bool = False) -> SimpleNamespace:
 
 
 def allocator(total: int = TOTAL, paused: int = 2, rows: tuple[SimpleNamespace, ...] = ()) -> KVBlockAllocator:
-    return KVBlockAllocator(SimpleNamespace(rows=list(rows)), total, paused, KVBlockPool(max(total - 1, 0)))
+    return KVBlockAllocator(
+        SimpleNamespace(rows=list(rows)), total, paused, KVBlockPool(max(total - 1, 0), SlotPool(0))
+    )
 
 
 def take(own: KVBlockAllocator, num_blocks: int) -> torch.Tensor:
@@ -104,29 +110,38 @@ def test_releasing_once_too_often_is_an_error_that_changes_nothing() -> None:
     assert own.total_avail == 9
 
 
-def test_cached_blocks_are_available_and_evicted_when_needed() -> None:
-    evicted: list[BlockId] = []
-    own = KVBlockAllocator(SimpleNamespace(rows=[]), TOTAL, 2, KVBlockPool(TOTAL - 1, on_evict=evicted.append))
+def cached_block(own: KVBlockAllocator, slots: SlotPool) -> BlockId:
+    """Return a block that nothing but a cached state holds."""
     (block,) = own.pool.allocate(1)
     own.pool.register(block, BlockKey(5), None)
+    slots.publish(slots.reserve()[0], block, num_tokens=1)
     own.pool.release([block])
+    return block
+
+
+def with_states() -> tuple[KVBlockAllocator, SlotPool]:
+    pools = CachePools.over(SplitSpace(TOTAL - 1, 4), LeastRecentlyUsed(), block_size=1)
+    return KVBlockAllocator(SimpleNamespace(rows=[]), TOTAL, 2, pools.kv), pools.slots
+
+
+def test_cached_blocks_are_available_and_evicted_when_needed() -> None:
+    own, slots = with_states()
+    block = cached_block(own, slots)
     assert own.pool.count_by_kind() == {"free": 8, "cached": 1, "in_use": 0}
     take(own, 8)
-    assert evicted == []
-    assert take(own, 1).tolist() == [block] and evicted == [block]
+    assert slots.cached_blocks() == [block]
+    assert take(own, 1).tolist() == [block] and slots.cached_blocks() == []
 
 
 def test_reset_takes_back_what_was_handed_out_and_leaves_the_rest() -> None:
-    own = allocator()
-    rows, cached = own.pool.allocate(2), own.pool.allocate(1)
-    own.pool.register(cached[0], BlockKey(5), None)
-    own.pool.release(cached)
+    own, slots = with_states()
+    rows, cached = own.pool.allocate(2), cached_block(own, slots)
     own.release_memory_blocks(take(own, 3)[:1])
     own.reset()
     assert own.pool.count_by_kind() == {"free": 6, "cached": 1, "in_use": 2}
     own.reset()
     own.pool.release(rows)
-    assert own.pool.find(BlockKey(5)) == cached[0]
+    assert own.pool.find(BlockKey(5)) == cached
 
 
 def test_blocks_that_rows_share_are_counted_once() -> None:

@@ -154,6 +154,7 @@ def _plan(run: EngineRun, prompt: Sequence[int]) -> tuple[Any, AdmissionPlan]:
 def test_state_that_left_after_planning_is_an_error_not_zeros() -> None:
     run = start_run()
     run.run(0, some_tokens(50))
+    run.run(1, some_tokens(70))  # its state keeps the blocks before it
     candidate, plan = _plan(run, some_tokens(50))
     run.context.cache.slots.drop(plan.match.blocks[2])
     with pytest.raises(CacheIntegrityError, match="token 48"):

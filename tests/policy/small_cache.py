@@ -1,7 +1,7 @@
 """A prefix cache of a few blocks and slots, and requests that go through it as an engine's would."""
 
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 import numpy as np
@@ -12,19 +12,22 @@ from megatron_mamba_cache.policy.boundaries import BoundaryRule
 from megatron_mamba_cache.policy.decode_rules import DecodeRules
 from megatron_mamba_cache.policy.eviction_rules import EVICTION_RULES
 from megatron_mamba_cache.policy.identifiers import BlockId
-from megatron_mamba_cache.policy.kv_block_pool import KVBlockPool
+from megatron_mamba_cache.policy.places import SplitSpace
+from megatron_mamba_cache.policy.pools import CachePools
 from megatron_mamba_cache.policy.prefix_cache import CacheIdentity, PrefixCache
 from megatron_mamba_cache.policy.requests import LogProbSettings, RequestSpec, RunningRequest, SamplingSettings
-from megatron_mamba_cache.policy.slot_pool import SlotPool
+from megatron_mamba_cache.policy.slabs import SlabSpace
 
 BLOCK = 4
 ENOUGH = 10_000  # a budget that never cuts a prompt
+NewCache = Callable[..., PrefixCache]
 
 
 def small_cache(
     num_blocks: int = 16,
     num_slots: int = 8,
     *,
+    slabs: tuple[int, int, int] | None = None,
     block_size: int = BLOCK,
     stride: int | None = None,
     align: bool = True,
@@ -33,16 +36,16 @@ def small_cache(
     max_requests: int = 0,
     eviction: str = "lru",
 ) -> PrefixCache:
-    """Return an empty cache; a state leaves with its block, as in an engine.
+    """Return an empty cache.
 
     Args:
+        slabs: How many slabs KV blocks and states share, and how many blocks and states fit one; None: they share
+            nothing, and there are `num_blocks` and `num_slots`.
         max_requests: Requests whose live slots drafts leave alone; 0: drafts take any slot.
     """
-    rule = EVICTION_RULES[eviction]
-    slots = SlotPool(num_slots, rule.state_worth)
+    space = SplitSpace(num_blocks, num_slots) if slabs is None else SlabSpace(*slabs)
     return PrefixCache(
-        KVBlockPool(num_blocks, rule.block_worth, slots.drop, block_size=block_size),
-        slots,
+        CachePools.over(space, EVICTION_RULES[eviction](float(block_size)), block_size=block_size),
         AdmissionRules(BoundaryRule(block_size, stride), align, chunked_prefill=True),
         CacheIdentity("model", "0"),
         CacheCounters(),
@@ -140,7 +143,7 @@ def cached_states(cache: PrefixCache) -> list[BlockId]:
 
 
 def drop_states(cache: PrefixCache) -> None:
-    """Forget every cached state; the KV blocks stay."""
+    """Forget every cached state; of the KV blocks, those stay that a request holds."""
     for block in cached_states(cache):
         cache.slots.drop(block)
 
@@ -148,4 +151,4 @@ def drop_states(cache: PrefixCache) -> None:
 def frozen(cache: PrefixCache) -> bytes:
     """Return all that the cache is made of, private fields included, as bytes that can be compared."""
     reserved_keys = cache._reservations._keys
-    return pickle.dumps((cache.kv, cache.slots, cache.counters, cache.epoch, reserved_keys, cache._num_admitted))
+    return pickle.dumps((cache.pools, cache.counters, cache.epoch, reserved_keys, cache._num_admitted))

@@ -16,9 +16,11 @@ from megatron_mamba_cache.policy.admission import (
     plan_admission,
 )
 from megatron_mamba_cache.policy.boundaries import BoundaryRule
+from megatron_mamba_cache.policy.eviction_rules import LeastRecentlyUsed
 from megatron_mamba_cache.policy.identifiers import BlockId, BlockKey
-from megatron_mamba_cache.policy.kv_block_pool import KVBlockPool
-from megatron_mamba_cache.policy.slot_pool import SlotPool
+from megatron_mamba_cache.policy.places import CacheSpace, SplitSpace
+from megatron_mamba_cache.policy.pools import CachePools
+from megatron_mamba_cache.policy.slabs import SlabSpace
 
 BLOCK = 4
 
@@ -26,17 +28,22 @@ BLOCK = 4
 class Pools:
     """A block pool and a slot pool, to be filled with one cached chain of keys 1, 2, 3 …"""
 
-    def __init__(self, num_blocks: int = 10, num_slots: int = 6) -> None:
-        self.slots = SlotPool(num_slots)
-        self.kv = KVBlockPool(num_blocks, on_evict=self.slots.drop)
+    def __init__(self, num_blocks: int = 10, num_slots: int = 6, space: CacheSpace | None = None) -> None:
+        self.pools = CachePools.over(space or SplitSpace(num_blocks, num_slots), LeastRecentlyUsed(), block_size=BLOCK)
+        self.kv, self.slots = self.pools.kv, self.pools.slots
 
-    def cache(self, num_blocks: int, states_at: Container[int] = ()) -> list[BlockId]:
-        """Cache a chain, with a state at the end of each block whose index is in `states_at`."""
+    def hold(self, num_blocks: int, states_at: Container[int] = ()) -> list[BlockId]:
+        """Register a chain, with a state at the end of each block in `states_at` while slots last."""
         blocks = self.kv.allocate(num_blocks)
         for index, block in enumerate(blocks):
             self.kv.register(block, BlockKey(index + 1), blocks[index - 1] if index else None)
-            if index in states_at:
+            if index in states_at and self.slots.num_available:
                 self.slots.publish(self.slots.reserve()[0], block)
+        return blocks
+
+    def cache(self, num_blocks: int, states_at: Container[int] = ()) -> list[BlockId]:
+        """Cache a chain as `hold` makes it; what follows its last state does not stay."""
+        blocks = self.hold(num_blocks, states_at)
         self.kv.release(blocks)
         return blocks
 
@@ -52,8 +59,7 @@ class Pools:
     ) -> AdmissionPlan | Refusal:
         return plan_admission(
             prompt(prompt_len, may_skip=may_skip),
-            self.kv,
-            self.slots,
+            self.pools,
             budget=budget,
             reserved_keys=reserved,
             rules=AdmissionRules(BoundaryRule(BLOCK), align, chunked),
@@ -75,14 +81,13 @@ def test_unknown_prompt_matches_nothing() -> None:
 
 def test_match_skips_to_the_deepest_state() -> None:
     pools = Pools()
-    blocks = pools.cache(3, states_at=(0, 1))
+    blocks = pools.hold(3, states_at=(0, 1))
     assert match(pools, 20) == PrefixMatch(tuple(blocks), 8)
 
 
 def test_known_blocks_without_a_state_are_shared_and_skip_nothing() -> None:
     pools = Pools()
-    assert match(pools, 20) == PrefixMatch((), 0)
-    blocks = pools.cache(3)
+    blocks = pools.hold(3)
     assert match(pools, 20) == PrefixMatch(tuple(blocks), 0)
 
 
@@ -104,7 +109,7 @@ def test_match_is_the_deepest_state_inside_the_blocks_and_the_prompt(
     num_cached: int, states: set[int], prompt_len: int, may_skip: bool
 ) -> None:
     pools = Pools()
-    pools.cache(num_cached, states_at={index for index in states if index < num_cached})
+    pools.hold(num_cached, states_at={index for index in states if index < num_cached})
     found = match(pools, prompt_len, may_skip=may_skip)
     usable = [
         end
@@ -196,6 +201,29 @@ def test_source_that_another_row_pins_takes_no_slot_away() -> None:
     assert pools.plan(6) == AdmissionPlan(PrefixMatch(tuple(blocks), 4), 1, 6)
 
 
+def shared_memory(num_slabs: int) -> Pools:
+    """Return pools that share slabs of two blocks or one state."""
+    return Pools(space=SlabSpace(num_slabs, blocks_per_slab=2, slots_per_slab=1))
+
+
+def test_blocks_and_slot_of_a_plan_do_not_count_on_the_same_slab() -> None:
+    assert isinstance(shared_memory(3).plan(16), AdmissionPlan)
+    assert shared_memory(3).plan(17) is Refusal.NO_BLOCKS
+    assert shared_memory(0).plan(1) is Refusal.NO_SLOT
+
+
+def test_source_of_the_match_leaves_its_slab_to_the_request_s_slot() -> None:
+    pools = shared_memory(2)
+    blocks = pools.cache(1, states_at=(0,))
+    assert pools.plan(6) == AdmissionPlan(PrefixMatch(tuple(blocks), 0), 1, 6)
+
+
+def test_source_of_the_match_leaves_its_slab_to_the_request_s_blocks() -> None:
+    pools = shared_memory(4)
+    blocks = pools.cache(2, states_at=(1,))
+    assert pools.plan(17) == AdmissionPlan(PrefixMatch(tuple(blocks), 0), 3, 17)
+
+
 @pytest.mark.parametrize(
     ("reserved_key", "prompt_len", "waits"),
     [(1, 9, False), (2, 9, True), (2, 8, False), (3, 13, True), (3, 12, False), (77, 13, False)],
@@ -214,6 +242,7 @@ def test_request_that_may_not_skip_never_waits() -> None:
 
 
 @given(
+    slabs=st.none() | st.builds(SlabSpace, st.integers(1, 8), st.integers(1, 4), st.integers(1, 3)),
     num_cached=st.integers(0, 4),
     states=st.sets(st.integers(0, 3)),
     num_held=st.integers(0, 4),
@@ -223,12 +252,19 @@ def test_request_that_may_not_skip_never_waits() -> None:
     align=st.booleans(),
 )
 def test_every_plan_can_be_applied(
-    num_cached: int, states: set[int], num_held: int, num_live: int, prompt_len: int, budget: int, align: bool
+    slabs: SlabSpace | None,
+    num_cached: int,
+    states: set[int],
+    num_held: int,
+    num_live: int,
+    prompt_len: int,
+    budget: int,
+    align: bool,
 ) -> None:
-    pools = Pools(num_blocks=8)
-    pools.cache(num_cached, states_at={index for index in states if index < num_cached})
-    pools.kv.allocate(num_held)
-    for _ in range(num_live):
+    pools = Pools(num_blocks=8, space=slabs)
+    pools.cache(min(num_cached, pools.kv.num_available), states)
+    pools.kv.allocate(min(num_held, pools.kv.num_available))
+    for _ in range(min(num_live, pools.slots.num_available)):
         pools.slots.take_live()
     plan = pools.plan(prompt_len, budget=budget, align=align)
     if isinstance(plan, Refusal):
@@ -239,7 +275,7 @@ def test_every_plan_can_be_applied(
         pools.slots.pin(plan.match.blocks[skip // BLOCK - 1])
     held = [*plan.match.blocks, *pools.kv.allocate(plan.num_new_blocks)]
     pools.slots.take_live()
-    pools.kv.check_integrity()
-    pools.slots.check_integrity()
+    for part in (pools.pools.space, pools.kv, pools.slots):
+        part.check_integrity()
     assert len(set(held)) == len(held) == -(-prompt_len // BLOCK)
     assert skip < plan.chunk_end <= min(skip + budget, prompt_len)

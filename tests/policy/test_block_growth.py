@@ -6,7 +6,17 @@ from megatron_mamba_cache.errors import CacheCapacityError
 from megatron_mamba_cache.policy.block_growth import GrowthOutcome, grow_rows
 from megatron_mamba_cache.policy.prefix_cache import PrefixCache
 from megatron_mamba_cache.policy.requests import RunningRequest
-from tests.policy.small_cache import BLOCK, admit, cached_states, frozen, prefill, request, run_step, small_cache
+from tests.policy.small_cache import (
+    BLOCK,
+    admit,
+    cached_states,
+    decode,
+    frozen,
+    prefill,
+    request,
+    run_step,
+    small_cache,
+)
 
 PLENTY = 100
 
@@ -125,6 +135,24 @@ def test_evicted_row_gives_everything_back_and_stays_findable() -> None:
     assert cache.kv.find(young.chain.keys[0]) is not None
     assert len(cached_states(cache)) >= 1
     cache.check_integrity([old])
+
+
+def test_slab_of_a_cached_state_is_taken_before_any_row_pauses() -> None:
+    cache = small_cache(slabs=(5, 1, 1))
+    cache.release(prefill(cache, request(9, [9] * BLOCK)))
+    (row,) = full_rows(cache, 2)
+    while row.scheduled or len(row.block_ids) < 4:
+        assert grow_rows([row], cache, PLENTY) == GrowthOutcome()
+        decode(cache, row, [7] * BLOCK)
+    assert cached_states(cache) == []
+    cache.check_integrity([row])
+
+
+def test_older_row_takes_the_slab_of_the_younger_ones_slot() -> None:
+    cache = small_cache(slabs=(3, 1, 1))
+    old, young = full_twins(cache, 2, first_id=0)
+    assert grow_rows([old, young], cache, 0) == GrowthOutcome(evicted=(young,))
+    assert len(old.block_ids) == 2
 
 
 def test_lone_row_that_fills_the_pool_is_an_error_that_changes_nothing() -> None:

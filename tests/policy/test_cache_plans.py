@@ -8,6 +8,7 @@ from megatron_mamba_cache.policy.prefix_cache import PrefixCache
 from tests.policy.small_cache import (
     BLOCK,
     ENOUGH,
+    NewCache,
     admit,
     drop_states,
     frozen,
@@ -32,8 +33,8 @@ def test_planning_changes_nothing(prompt: list[int], budget: int) -> None:
     assert frozen(cache) == before
 
 
-def test_plan_after_a_flush_refreshes_stale_keys_and_nothing_else() -> None:
-    cache = small_cache()
+def test_plan_after_a_flush_refreshes_stale_keys_and_nothing_else(new_cache: NewCache) -> None:
+    cache = new_cache()
     candidate = cache.candidate(request(0, [*A, *B, 9]))
     cache.flush()
     before = frozen(cache)
@@ -69,8 +70,8 @@ def remove_the_free_slots(cache: PrefixCache) -> None:
     [remove_the_state, remove_the_blocks, remove_the_free_blocks, remove_every_key, remove_the_free_slots],
     ids=lambda remove: remove.__name__,
 )
-def test_plan_that_no_longer_holds_is_refused_and_nothing_changes(remove: object) -> None:
-    cache = small_cache()
+def test_plan_that_no_longer_holds_is_refused_and_nothing_changes(new_cache: NewCache, remove: object) -> None:
+    cache = new_cache()
     serve(cache, request(0, [*A, *B, 9]))
     candidate = cache.candidate(request(1, [*A, *B, 8]))
     plan = cache.plan(candidate, ENOUGH)
@@ -85,7 +86,6 @@ def test_plan_that_no_longer_holds_is_refused_and_nothing_changes(remove: object
 def test_plan_whose_blocks_hold_another_prefix_by_now_is_refused() -> None:
     cache = small_cache(num_blocks=4)
     serve(cache, request(0, [*A, *B, 9]))
-    drop_states(cache)
     candidate = cache.candidate(request(1, [*A, *B, 8]))
     plan = cache.plan(candidate, ENOUGH)
     assert not isinstance(plan, Refusal) and len(plan.match.blocks) == 2

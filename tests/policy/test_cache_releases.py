@@ -5,9 +5,11 @@ import pytest
 from megatron_mamba_cache.errors import CacheCapacityError, CacheIntegrityError
 from megatron_mamba_cache.policy.admission import Refusal
 from megatron_mamba_cache.policy.identifiers import BlockId
+from megatron_mamba_cache.policy.slabs import SlabSpace
 from megatron_mamba_cache.policy.slot_owners import SlotOwner
 from tests.policy.small_cache import (
     BLOCK,
+    NewCache,
     admit,
     cached_states,
     outcome,
@@ -29,8 +31,10 @@ A, B, C, D = ([token] * BLOCK for token in (1, 2, 3, 4))
     ("part", "method"),
     [("slots", "unpin"), ("slots", "cancel"), ("slots", "touch"), ("slots", "release_live"), ("kv", "release")],
 )
-def test_release_that_fails_half_way_can_be_repeated(part: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = small_cache()
+def test_release_that_fails_half_way_can_be_repeated(
+    new_cache: NewCache, part: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = new_cache()
     serve(cache, request(0, [*A, *B, 9]))
     row = admit(cache, request(1, [*A, *B, *C, 9]))
     assert row.reserved and row.source_block is not None
@@ -44,15 +48,15 @@ def test_release_that_fails_half_way_can_be_repeated(part: str, method: str, mon
         with pytest.raises(RuntimeError, match=method):
             cache.release(row)
     cache.check_integrity([row])
-    assert (row.block_ids, row.live_slot) == held
+    assert row.live_slot == held[1] and row.block_ids == ([] if method == "release_live" else held[0])
     assert cache.slots.owner_of(row.live_slot) is SlotOwner.LIVE
     cache.release(row)
     cache.check_integrity([])
     assert (cache.kv.num_referenced, cache.slots.num_available) == (0, cache.slots.num_slots)
 
 
-def test_abort_returns_reservations_and_pins_and_publishes_nothing() -> None:
-    cache = small_cache(stride=1)
+def test_abort_returns_reservations_and_pins_and_publishes_nothing(new_cache: NewCache) -> None:
+    cache = new_cache(stride=1)
     serve(cache, request(0, [*A, 9]))
     row = admit(cache, request(1, [*A, *B, *C, 9]))
     assert len(row.reserved) == 2 and cache.slots.is_pinned(row.block_ids[0])
@@ -63,14 +67,16 @@ def test_abort_returns_reservations_and_pins_and_publishes_nothing() -> None:
     cache.check_integrity([row])
 
 
-def test_release_in_the_middle_of_a_step_returns_everything() -> None:
-    cache = small_cache(stride=1)
+def test_release_in_the_middle_of_a_step_returns_everything(new_cache: NewCache) -> None:
+    cache = new_cache(stride=1)
     serve(cache, request(0, [*A, 9]))
     row = admit(cache, request(1, [*A, *B, *C, 9]))
     cache.release(row)
     cache.check_integrity([])
-    assert cache.slots.count_by_owner() == {"free": 7, "live": 0, "reserved": 0, "cached": 1, "draft": 0}
-    assert cache.kv.num_cached == 1
+    owners = cache.slots.count_by_owner()
+    assert owners == {"free": cache.slots.num_free, "live": 0, "reserved": 0, "cached": 1, "draft": 0}
+    assert cache.slots.num_available == cache.slots.num_slots
+    assert (cache.kv.num_cached, cache.kv.num_available) == (1, cache.kv.num_blocks)
 
 
 def test_what_a_finished_request_published_stays_until_evicted() -> None:
@@ -123,8 +129,8 @@ def test_source_state_is_pinned_until_the_step_is_published() -> None:
     assert not cache.slots.is_pinned(source) and row.source_slot is None
 
 
-def test_age_counts_admissions_and_survives_a_readmission() -> None:
-    cache = small_cache()
+def test_age_counts_admissions_and_survives_a_readmission(new_cache: NewCache) -> None:
+    cache = new_cache()
     rows = [prefill(cache, request(index, [index])) for index in range(3)]
     assert [row.age for row in rows] == [0, 1, 2]
     cache.release(rows[0])
@@ -133,8 +139,8 @@ def test_age_counts_admissions_and_survives_a_readmission() -> None:
     assert cache.admit(again, plan, age=rows[0].age).age == 0
 
 
-def test_counters_say_what_was_matched_and_what_was_skipped() -> None:
-    cache = small_cache()
+def test_counters_say_what_was_matched_and_what_was_skipped(new_cache: NewCache) -> None:
+    cache = new_cache()
     serve(cache, request(0, [*A, *B, 9]))
     serve(cache, request(1, [*A, *B, 9]), [1, 2])
     serve(cache, request(2, [*A, *C, 9]))
@@ -142,6 +148,48 @@ def test_counters_say_what_was_matched_and_what_was_skipped() -> None:
     assert (counters.requests_admitted, counters.prompt_tokens_matched, counters.prompt_tokens_skipped) == (3, 12, 8)
     assert (counters.prefill_tokens_computed, counters.decode_tokens_computed) == (9 + 1 + 9, 2)
     assert (counters.states_reserved, counters.states_published, counters.states_restored) == (3, 3, 1)
+
+
+# Memory that KV blocks and states share.
+
+
+def test_states_make_room_for_blocks_and_blocks_for_states() -> None:
+    cache = small_cache(slabs=(4, 2, 1))
+    space = cache.pools.space
+    assert isinstance(space, SlabSpace)
+    serve(cache, request(0, [*A, *B, 9]))
+    assert space.count_slabs() == {"unused": 2, "kv_blocks": 1, "states": 1}
+    row = prefill(cache, request(1, [*C, *C, *C, *C, *C]))
+    assert space.count_slabs() == {"unused": 0, "kv_blocks": 3, "states": 1}
+    assert cached_states(cache) == []
+    cache.release(row)
+    assert space.count_slabs() == {"unused": 4, "kv_blocks": 0, "states": 0}
+    rows = [admit(cache, request(number, [number])) for number in (2, 3)]
+    assert space.count_slabs() == {"unused": 1, "kv_blocks": 1, "states": 2}
+    cache.check_integrity(rows)
+
+
+def test_slab_with_a_block_of_a_running_request_is_not_taken_for_a_state() -> None:
+    cache = small_cache(slabs=(3, 2, 1))
+    row = prefill(cache, request(0, [*A, *B, *C]))
+    assert outcome(cache, [9]) is Refusal.NO_SLOT
+    cache.release(row)
+    assert planned(cache, request(1, [9])).num_new_blocks == 1
+
+
+def test_release_from_shared_memory_that_fails_half_way_keeps_its_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = small_cache(slabs=(20, 4, 2))
+    first, second, third = [prefill(cache, request(number, [number])) for number in range(3)]
+    cache.release(first)  # its slab has room, and a lower number than the third's
+
+    def fail(*_: object) -> None:
+        raise RuntimeError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache.kv, "release", fail)
+        with pytest.raises(RuntimeError):
+            cache.release(third)
+    cache.check_integrity([second, third])
 
 
 # Integrity checks.
@@ -188,8 +236,8 @@ def lose_a_reservation(rows: list[object]) -> None:
         swap_live_slot_and_column,
     ],
 )
-def test_check_integrity_finds_rows_that_disagree_with_the_pools(corrupt: object) -> None:
-    cache = small_cache()
+def test_check_integrity_finds_rows_that_disagree_with_the_pools(new_cache: NewCache, corrupt: object) -> None:
+    cache = new_cache()
     rows = [prefill(cache, request(0, [*A, 9])), admit(cache, request(1, [*B, 9]))]
     cache.schedule_decode(rows[0], [8])
     cache.check_integrity(rows)

@@ -1,185 +1,239 @@
 import random
+from collections.abc import Callable
+from math import sqrt
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_mamba_cache.errors import CacheIntegrityError
-from megatron_mamba_cache.policy.eviction import CachedEntry, EvictionHeap, lru_worth
+from megatron_mamba_cache.policy.eviction import FULL_WORTH_AGE, CachedEntry, EvictionOrder, Weight
+
+NOW = 100
 
 
-def pop_all(heap: EvictionHeap) -> list[int]:
-    return [heap.pop() for _ in range(len(heap))]
+def equally(kind: int) -> float:
+    return 1.0
+
+
+def push_uses(order: EvictionOrder, *last_uses: int) -> None:
+    """Push ids 0, 1, ..., which were used at these times."""
+    for entry_id, last_used in enumerate(last_uses):
+        order.push(entry_id, CachedEntry(last_used, 1), Weight())
+
+
+def take_all(order: EvictionOrder, now: int = NOW, likelihood: Callable[[int], float] = equally) -> list[int]:
+    taken = []
+    while len(order):
+        taken.append(order.first(now, likelihood))
+        order.discard(taken[-1])
+    return taken
+
+
+def num_items(order: EvictionOrder) -> int:
+    return sum(map(len, order._heaps.values()))
+
+
+def worth(entry: CachedEntry, weight: Weight, now: int, likelihood: Callable[[int], float]) -> float:
+    return likelihood(weight.kind) * weight.gain / (now - entry.last_used + FULL_WORTH_AGE)
 
 
 def test_the_least_recently_used_goes_first() -> None:
-    heap = EvictionHeap()
-    for entry_id, last_used in enumerate([40, 10, 30, 20]):
-        heap.push(entry_id, CachedEntry(last_used, 1))
-    assert pop_all(heap) == [1, 3, 2, 0]
+    order = EvictionOrder()
+    push_uses(order, 40, 10, 30, 20)
+    assert take_all(order) == [1, 3, 2, 0]
 
 
 def test_of_equal_worth_the_deeper_goes_first_then_the_lower_id() -> None:
-    heap = EvictionHeap()
+    order = EvictionOrder()
     for entry_id, num_tokens in [(5, 1), (3, 2), (4, 2), (1, 1)]:
-        heap.push(entry_id, CachedEntry(7, num_tokens))
-    assert pop_all(heap) == [3, 4, 1, 5]
+        order.push(entry_id, CachedEntry(7, num_tokens), Weight())
+    assert take_all(order) == [3, 4, 1, 5]
 
 
-def test_the_order_is_that_of_the_given_worth() -> None:
-    heap = EvictionHeap(worth=lambda entry: entry.num_tokens - entry.last_used)
-    for entry_id, entry in enumerate([CachedEntry(1, 9), CachedEntry(5, 6), CachedEntry(2, 5)]):
-        heap.push(entry_id, entry)
-    assert pop_all(heap) == [1, 2, 0]
+@pytest.mark.parametrize(("times_more", "first"), [(2, 1), (4, 0)])
+def test_a_state_that_saves_more_outlives_one_that_is_younger_by_less(times_more: float, first: int) -> None:
+    order = EvictionOrder()
+    order.push(0, CachedEntry(NOW, 1), Weight(gain=1.0))
+    order.push(1, CachedEntry(NOW - 2 * FULL_WORTH_AGE, 1), Weight(gain=times_more))  # three times the denominator
+    assert order.first(NOW, equally) == first
 
 
-def test_of_equal_worth_the_least_recently_used_goes_first() -> None:
-    heap = EvictionHeap(worth=lambda entry: 0)
-    for entry_id, last_used in enumerate([3, 1, 2]):
-        heap.push(entry_id, CachedEntry(last_used, entry_id))
-    assert pop_all(heap) == [1, 2, 0]
+def test_a_state_of_a_kind_that_is_hit_more_often_outlives_another() -> None:
+    order = EvictionOrder()
+    for kind in range(2):
+        order.push(kind, CachedEntry(NOW, 1), Weight(kind))
+    assert order.first(NOW, lambda kind: [0.1, 0.2][kind]) == 0
+    assert order.first(NOW, lambda kind: [0.2, 0.1][kind]) == 1
 
 
-def test_the_floor_is_the_highest_worth_evicted_so_far() -> None:
-    heap = EvictionHeap()
-    floors = [heap.floor]
-    for last_used in (5, 3, 8):
-        heap.push(0, CachedEntry(last_used, 1))
-        heap.pop()
-        floors.append(heap.floor)
-    heap.push(0, CachedEntry(9, 1))
-    heap.discard(0)
-    assert [*floors, heap.floor] == [0, 5, 5, 8, 8]
-
-
-def test_an_entry_that_has_become_worth_more_is_not_the_first_to_go() -> None:
-    heap = EvictionHeap()
-    known = {entry_id: CachedEntry(entry_id, 1) for entry_id in range(4)}
-    for entry_id, entry in known.items():
-        heap.push(entry_id, entry)
-    known[0] = CachedEntry(9, 1)
-    assert [heap.pop_current(known.__getitem__) for _ in range(4)] == [1, 2, 3, 0]
-
-
-def test_only_a_few_entries_are_filed_anew_for_one_eviction() -> None:
-    heap = EvictionHeap()
-    for entry_id in range(100):
-        heap.push(entry_id, CachedEntry(entry_id, 1))
-    asked: list[int] = []
-
-    def entry_of(entry_id: int) -> CachedEntry:
-        asked.append(entry_id)
-        return CachedEntry(1000 + entry_id, 1)
-
-    assert heap.pop_current(entry_of) == len(asked) <= 10
-    assert len(heap) == 99
-
-
-@given(st.lists(st.integers(0, 20), min_size=1, max_size=30), st.dictionaries(st.integers(0, 29), st.integers(0, 20)))
-def test_what_goes_is_worth_least_now_however_the_worth_of_a_few_has_risen(
-    times: list[int], rises: dict[int, int]
-) -> None:
-    heap = EvictionHeap()
-    for entry_id, time in enumerate(times):
-        heap.push(entry_id, CachedEntry(time, 1))
-    for entry_id, rise in list(rises.items())[:8]:
-        if entry_id < len(times):
-            times[entry_id] += rise
-    gone = heap.pop_current(lambda entry_id: CachedEntry(times[entry_id], 1))
-    assert times[gone] == min(times)
-
-
-def test_pushing_again_replaces() -> None:
-    heap = EvictionHeap()
-    heap.push(0, CachedEntry(1, 1))
-    heap.push(1, CachedEntry(2, 1))
-    heap.push(0, CachedEntry(3, 1))
-    assert len(heap) == 2
-    assert pop_all(heap) == [1, 0]
-
-
-def test_an_entry_discarded_and_pushed_again_is_popped_once() -> None:
-    heap = EvictionHeap()
-    for _ in range(3):
-        heap.push(0, CachedEntry(1, 1))
-        heap.discard(0)
-    heap.push(0, CachedEntry(1, 1))
-    assert pop_all(heap) == [0]
-    assert 0 not in heap
-
-
-def test_popping_from_an_empty_heap_is_an_integrity_error() -> None:
-    heap = EvictionHeap()
-    heap.push(0, CachedEntry(1, 1))
-    heap.discard(0)
+def test_the_first_of_a_kind_is_found_among_its_kind() -> None:
+    order = EvictionOrder()
+    for entry_id in range(4):
+        order.push(entry_id, CachedEntry(entry_id, 1), Weight(entry_id // 2))
+    assert [order.first(NOW, equally, kinds) for kinds in (None, {0}, {1}, {0, 1})] == [0, 0, 2, 0]
     with pytest.raises(CacheIntegrityError, match="found none"):
-        heap.pop()
+        order.first(NOW, equally, {2})
+
+
+def test_time_changes_which_of_two_goes_first() -> None:
+    order = EvictionOrder()
+    order.push(0, CachedEntry(0, 1), Weight(gain=3.0))
+    order.push(1, CachedEntry(50, 1), Weight(gain=1.5))
+    assert [order.first(now, equally) for now in (50, 1000)] == [0, 1]
+
+
+def test_a_state_without_a_gain_goes_first_however_young() -> None:
+    order = EvictionOrder()
+    order.push(0, CachedEntry(0, 1), Weight(gain=1e-9))
+    order.push(1, CachedEntry(NOW, 1), Weight(gain=0.0))
+    assert take_all(order) == [1, 0]
+
+
+def test_pushing_again_replaces_entry_and_weight() -> None:
+    order = EvictionOrder()
+    push_uses(order, 1, 2)
+    order.push(0, CachedEntry(3, 1), Weight(1, 2.0))
+    assert order.weight_of(0) == Weight(1, 2.0)
+    assert len(order) == 2
+    assert take_all(order) == [1, 0]
+
+
+def test_an_entry_discarded_and_pushed_again_is_found_once() -> None:
+    order = EvictionOrder()
+    for _ in range(3):
+        push_uses(order, 1)
+        order.discard(0)
+    push_uses(order, 1)
+    assert take_all(order) == [0]
+    assert 0 not in order
+
+
+def test_looking_for_the_first_takes_nothing() -> None:
+    order = EvictionOrder()
+    push_uses(order, 2, 1)
+    assert [order.first(NOW, equally) for _ in range(3)] == [1, 1, 1]
+    assert len(order) == 2
+
+
+def test_an_empty_order_has_no_first() -> None:
+    order = EvictionOrder()
+    push_uses(order, 1)
+    order.discard(0)
+    order.discard(0)
+    with pytest.raises(CacheIntegrityError, match="found none"):
+        order.first(NOW, equally)
 
 
 def test_clear_removes_every_entry() -> None:
-    heap = EvictionHeap()
-    for entry_id in (0, 2, 1):
-        heap.push(entry_id, CachedEntry(3 - entry_id, 1))
-    heap.clear()
-    assert len(heap) == 0 and 0 not in heap
-    with pytest.raises(CacheIntegrityError):
-        heap.pop()
+    order = EvictionOrder()
+    push_uses(order, 3, 1, 2)
+    order.clear()
+    assert len(order) == 0 and 0 not in order
+    push_uses(order, 1)
+    assert take_all(order) == [0]
 
 
-def test_a_worth_that_cannot_be_ordered_is_refused() -> None:
-    heap = EvictionHeap(worth=lambda entry: float("nan"))
-    with pytest.raises(ValueError, match="ordered"):
-        heap.push(0, CachedEntry(1, 1))
-    assert len(heap) == 0
+@pytest.mark.parametrize("gain", [float("nan"), -1.0])
+def test_a_gain_that_cannot_be_ordered_is_refused(gain: float) -> None:
+    order = EvictionOrder()
+    push_uses(order, 1)
+    with pytest.raises(ValueError, match="gain of at least 0"):
+        order.push(0, CachedEntry(2, 1), Weight(gain=gain))
+    assert order.weight_of(0) == Weight()
+    assert take_all(order) == [0]
 
 
 @pytest.mark.parametrize("direction", [1, -1])
 def test_stale_items_stay_bounded_by_the_live_ones(direction: int) -> None:
-    heap = EvictionHeap()
+    order = EvictionOrder()
     for time in range(5_000):
-        heap.push(time % 10, CachedEntry(direction * time, 1))
-        assert len(heap._items) <= 2 * len(heap) + 64
+        order.push(time % 10, CachedEntry(direction * time, 1), Weight(time % 3, 1.0 + time % 7))
+        assert num_items(order) <= 2 * len(order) + 64
     for entry_id in range(10):
-        heap.discard(entry_id)
-    assert len(heap._items) <= 64
+        order.discard(entry_id)
+    assert num_items(order) <= 64
+
+
+def test_heaps_that_fell_empty_are_forgotten() -> None:
+    order = EvictionOrder()
+    for entry_id in range(30):
+        order.push(entry_id, CachedEntry(0, 1), Weight(gain=2.0**entry_id))
+    for entry_id in range(1, 30):
+        order.discard(entry_id)
+    order.first(NOW, equally)
+    assert len(order._heaps) == 1
 
 
 @pytest.mark.parametrize("num_entries", [600, 6_000])
 def test_the_order_survives_compaction(num_entries: int) -> None:
     times = list(range(num_entries))
     random.Random(0).shuffle(times)
-    heap = EvictionHeap()
-    for entry_id, time in enumerate(times):
-        heap.push(entry_id, CachedEntry(time, 1))
+    order = EvictionOrder()
+    push_uses(order, *times)
     num_discarded = num_entries * 3 // 4
     for entry_id in range(num_discarded):
-        heap.discard(entry_id)
-    assert len(heap._items) <= 2 * len(heap) + 64
-    assert pop_all(heap) == sorted(range(num_discarded, num_entries), key=times.__getitem__)
+        order.discard(entry_id)
+    assert num_items(order) <= 2 * len(order) + 64
+    assert take_all(order, num_entries) == sorted(range(num_discarded, num_entries), key=times.__getitem__)
 
 
+GAINS = st.one_of(st.sampled_from([0.0, 1.0, 1.0, 1.0]), st.floats(0, 1e9))
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["push", "push", "discard", "pop"]), st.integers(0, 5), st.integers(0, 3), st.integers(0, 2)
+        st.sampled_from(["push", "push", "push", "discard", "first", "first", "clear"]),
+        st.integers(0, 9),
+        st.builds(CachedEntry, last_used=st.integers(0, NOW), num_tokens=st.integers(0, 2)),
+        st.builds(Weight, kind=st.integers(0, 2), gain=GAINS),
     ),
-    max_size=200,
+    max_size=150,
 )
 
 
-@given(STEPS)
-def test_any_sequence_of_operations_pops_the_minimum_of_what_is_live(steps: list[tuple[str, int, int, int]]) -> None:
-    heap = EvictionHeap()
-    live: dict[int, CachedEntry] = {}
-    for verb, entry_id, last_used, num_tokens in steps:
+@given(STEPS, st.tuples(*[st.floats(0.001, 1)] * 3))
+def test_the_first_is_worth_no_more_than_another_up_to_half_an_octave(
+    steps: list[tuple[str, int, CachedEntry, Weight]], likelihoods: tuple[float, float, float]
+) -> None:
+    order = EvictionOrder()
+    live: dict[int, tuple[CachedEntry, Weight]] = {}
+    for verb, entry_id, entry, weight in steps:
         if verb == "push":
-            live[entry_id] = CachedEntry(last_used, num_tokens)
-            heap.push(entry_id, live[entry_id])
+            live[entry_id] = entry, weight
+            order.push(entry_id, entry, weight)
         elif verb == "discard":
             live.pop(entry_id, None)
-            heap.discard(entry_id)
+            order.discard(entry_id)
+        elif verb == "clear":
+            live.clear()
+            order.clear()
         elif live:
-            expected = min(live, key=lambda i: (lru_worth(live[i]), -live[i].num_tokens, i))
-            assert heap.pop() == expected
-            del live[expected]
-        assert len(heap) == len(live)
-        assert all((i in heap) == (i in live) for i in range(6))
+            first = order.first(NOW, likelihoods.__getitem__)
+            worths = {known: worth(*live[known], NOW, likelihoods.__getitem__) for known in live}
+            assert worths[first] <= sqrt(2) * min(worths.values()) * (1 + 1e-9)
+        assert len(order) == len(live)
+        assert all((known in order) == (known in live) for known in range(10))
+
+
+@given(STEPS, st.tuples(*[st.floats(0.001, 1)] * 3))
+def test_the_first_is_worth_least_where_gains_are_powers_of_two(
+    steps: list[tuple[str, int, CachedEntry, Weight]], likelihoods: tuple[float, float, float]
+) -> None:
+    order = EvictionOrder()
+    live: dict[int, tuple[CachedEntry, Weight]] = {}
+    for verb, entry_id, entry, weight in steps:
+        if verb == "push":
+            live[entry_id] = entry, weight._replace(gain=2.0 ** int(weight.gain % 4))
+            order.push(entry_id, *live[entry_id])
+        elif verb != "clear":
+            live.pop(entry_id, None)
+            order.discard(entry_id)
+    expected = sorted(
+        live,
+        key=lambda known: (
+            worth(*live[known], NOW, likelihoods.__getitem__),
+            live[known][0].last_used,
+            -live[known][0].num_tokens,
+            known,
+        ),
+    )
+    assert take_all(order, likelihood=likelihoods.__getitem__) == expected

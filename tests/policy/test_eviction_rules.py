@@ -1,21 +1,55 @@
+from collections.abc import Sequence
+from functools import partial
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_mamba_cache.config import CacheConfig
-from megatron_mamba_cache.policy.eviction import CachedEntry
-from megatron_mamba_cache.policy.eviction_rules import EVICTION_RULES, block_cost_worth, state_cost_worth
+from megatron_mamba_cache.policy.eviction import CachedEntry, Weight
+from megatron_mamba_cache.policy.eviction_rules import (
+    ENDS,
+    EVICTION_RULES,
+    EvictionRule,
+    LeastRecentlyUsed,
+    RecomputeCost,
+)
+from megatron_mamba_cache.policy.identifiers import BlockId, BlockKey
+from megatron_mamba_cache.policy.places import SplitSpace
+from megatron_mamba_cache.policy.pools import CachePools
 from megatron_mamba_cache.policy.prefix_cache import PrefixCache
+from megatron_mamba_cache.policy.slot_pool import SlotPool
 from tests.policy.small_cache import BLOCK, cached_states, frozen, request, serve, small_cache
 
+STATE_LEN = 1000.0
+LOST = st.integers(10, 100_000)
 ENTRIES = st.builds(
     CachedEntry,
     last_used=st.integers(0, 10**9),
     num_tokens=st.integers(1, 10**6),
-    floor=st.floats(0, 1e12),
-    lost_tokens=st.integers(1, 10**6),
-    num_hits=st.integers(0, 10**9),
-    num_continuations=st.integers(0, 10**6),
+    lost_tokens=st.integers(0, 10**6),
+    num_branch_hits=st.integers(0, 9),
+    num_continuations=st.integers(0, 9),
+    is_end=st.booleans(),
 )
+
+
+def worth(rule: EvictionRule, entry: CachedEntry) -> float:
+    """Return what a state is worth at age 0, but for a factor."""
+    weight = rule.weigh(entry)
+    return rule.likelihood(weight.kind) * weight.gain
+
+
+def end(lost_tokens: int) -> CachedEntry:
+    return CachedEntry(0, lost_tokens, lost_tokens)
+
+
+def inside(lost_tokens: int) -> CachedEntry:
+    return CachedEntry(0, lost_tokens, lost_tokens, num_continuations=1, is_end=False)
+
+
+def branch(lost_tokens: int, num_hits: int = 0) -> CachedEntry:
+    return CachedEntry(0, lost_tokens, lost_tokens, num_hits, num_continuations=2, is_end=False)
 
 
 def states_at(cache: PrefixCache) -> list[int]:
@@ -32,31 +66,201 @@ def test_every_rule_of_the_settings_exists() -> None:
     assert {CacheConfig(eviction=name).eviction for name in EVICTION_RULES} == {"cost", "lru"}
 
 
-@given(ENTRIES)
-def test_a_state_that_stands_for_more_tokens_is_worth_more(entry: CachedEntry) -> None:
-    assert state_cost_worth(entry._replace(lost_tokens=2 * entry.lost_tokens + 10**6)) > state_cost_worth(entry)
+# Least recently used.
 
 
 @given(ENTRIES)
-def test_a_point_where_texts_part_is_worth_more_than_an_end_and_an_end_more_than_the_inside(entry: CachedEntry) -> None:
-    inside, end, parting = (state_cost_worth(entry._replace(floor=0.0, num_continuations=n)) for n in (1, 0, 2))
-    assert inside < end < parting
+def test_to_lru_all_states_are_worth_the_same(entry: CachedEntry) -> None:
+    assert worth(EVICTION_RULES["lru"](STATE_LEN), entry) == 1.0
 
 
-@given(ENTRIES)
-def test_hits_never_make_an_entry_worth_less_nor_keep_it_for_ever(entry: CachedEntry) -> None:
-    for worth in (state_cost_worth, block_cost_worth):
-        more = entry._replace(num_hits=entry.num_hits + 1)
-        assert worth(entry) <= worth(more) <= entry.floor + 9 * entry.lost_tokens
+@given(ENTRIES, st.sampled_from(sorted(EVICTION_RULES)))
+def test_every_rule_names_the_ends_of_texts(entry: CachedEntry, name: str) -> None:
+    assert (EVICTION_RULES[name](STATE_LEN).weigh(entry).kind in ENDS) == entry.is_end
 
 
-@given(ENTRIES, st.floats(1, 1e12))
-def test_worth_rises_with_the_floor_of_the_last_use(entry: CachedEntry, rise: float) -> None:
-    for worth in (state_cost_worth, block_cost_worth):
-        assert worth(entry._replace(floor=entry.floor + rise)) > worth(entry)
+def test_lru_learns_nothing() -> None:
+    rule = LeastRecentlyUsed()
+    for kind in range(3):
+        rule.count_state(kind)
+        rule.count_hit(kind)
+    assert {rule.likelihood(kind) for kind in range(3)} == {1.0}
 
 
-def test_a_shared_prefix_outlives_prompts_that_never_come_back() -> None:
+# Cost: what a state saves.
+
+
+@given(LOST, LOST)
+def test_a_state_that_stands_for_more_tokens_is_worth_more(lost: int, more: int) -> None:
+    rule = RecomputeCost(STATE_LEN)
+    for entry_of in (end, inside, branch):
+        assert worth(rule, entry_of(lost)) < worth(rule, entry_of(lost + more))
+
+
+@given(LOST)
+def test_an_end_saves_its_tokens_for_the_bytes_of_state_and_kv(lost: int) -> None:
+    assert RecomputeCost(STATE_LEN).weigh(end(lost)).gain == pytest.approx(lost / (STATE_LEN + lost))
+
+
+@given(LOST)
+def test_what_a_state_inside_known_text_saves_counts_by_its_square_root(lost: int) -> None:
+    rule = RecomputeCost(STATE_LEN)
+    for entry_of in (inside, branch):
+        assert rule.weigh(entry_of(4 * lost)).gain == pytest.approx(2 * rule.weigh(entry_of(lost)).gain)
+
+
+@given(LOST)
+def test_a_branch_is_worth_more_than_an_end_and_an_end_more_than_the_inside(lost: int) -> None:
+    rule = RecomputeCost(STATE_LEN)
+    assert worth(rule, inside(lost)) < worth(rule, end(lost)) < worth(rule, branch(lost))
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        CachedEntry(0, 8, 8, num_continuations=2, is_end=False),
+        CachedEntry(0, 8, 8, num_branch_hits=1, num_continuations=1, is_end=False),
+        CachedEntry(0, 8, 8, num_branch_hits=1, num_continuations=0, is_end=False),
+    ],
+)
+def test_texts_or_hits_that_part_at_a_state_make_it_a_branch(entry: CachedEntry) -> None:
+    kind_of = partial(_kind, RecomputeCost(STATE_LEN))
+    assert kind_of(entry) not in {kind_of(end(8)), kind_of(inside(8))}
+    as_end = kind_of(entry._replace(is_end=True))
+    assert as_end in ENDS and (as_end == kind_of(end(8))) == (not entry.num_branch_hits)
+
+
+def _kind(rule: EvictionRule, entry: CachedEntry) -> int:
+    return rule.weigh(entry).kind
+
+
+@given(ENTRIES, st.floats(0, 1e6))
+def test_every_state_has_a_worth_that_can_be_ordered(entry: CachedEntry, state_len: float) -> None:
+    rule = EVICTION_RULES["cost"](state_len)
+    assert 0 <= worth(rule, entry) < float("inf")
+
+
+# Cost: how likely hits are.
+
+
+def teach(rule: EvictionRule, entry: CachedEntry, num_states: int, num_hits: int) -> None:
+    """Show the rule states of the entry's kind, of which some are hit."""
+    kind = _kind(rule, entry)
+    for number in range(num_states):
+        rule.count_state(kind)
+        if number * num_hits // num_states != (number + 1) * num_hits // num_states:
+            rule.count_hit(kind)
+
+
+@pytest.mark.parametrize("entry", [end(8), inside(8), branch(8), branch(8, 1), branch(8, 3)])
+@pytest.mark.parametrize("percent", [0, 5, 50, 100])
+def test_the_likelihood_of_a_kind_is_learned_and_that_of_others_is_not(entry: CachedEntry, percent: int) -> None:
+    rule, untaught = RecomputeCost(STATE_LEN), RecomputeCost(STATE_LEN)
+    kind = _kind(rule, entry)
+    teach(rule, entry, 1000, 10 * percent)
+    assert rule.likelihood(kind) == pytest.approx(percent / 100, abs=0.02)
+    others = {_kind(rule, known) for known in (end(8), inside(8), *(branch(8, hits) for hits in range(9)))} - {kind}
+    assert others
+    assert all(rule.likelihood(known) == untaught.likelihood(known) for known in others)
+
+
+def test_a_few_states_move_a_likelihood_by_little() -> None:
+    rule = RecomputeCost(STATE_LEN)
+    before = rule.likelihood(_kind(rule, end(8)))
+    teach(rule, end(8), 1, 0)
+    assert 0.9 * before < rule.likelihood(_kind(rule, end(8))) < before
+
+
+def test_a_load_that_has_changed_is_learned_anew() -> None:
+    rule = RecomputeCost(STATE_LEN)
+    teach(rule, end(8), 20_000, 20_000)
+    teach(rule, end(8), 3_000, 0)
+    assert rule.likelihood(_kind(rule, end(8))) < 0.15
+
+
+def test_ends_that_are_never_hit_become_worth_less_than_the_inside() -> None:
+    rule = RecomputeCost(STATE_LEN)
+    teach(rule, end(1000), 2000, 0)
+    teach(rule, inside(1000), 2000, 400)
+    assert worth(rule, end(1000)) < worth(rule, inside(1000))
+
+
+# What the slot pool counts.
+
+
+class Recorder(LeastRecentlyUsed):
+    """LRU that records what it is told; a state that another follows is of kind 1, else 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.states: list[int] = []
+        self.hits: list[int] = []
+
+    def weigh(self, entry: CachedEntry) -> Weight:
+        return Weight(kind=min(entry.num_continuations, 1))
+
+    def count_state(self, kind: int) -> None:
+        self.states.append(kind)
+
+    def count_hit(self, kind: int) -> None:
+        self.hits.append(kind)
+
+
+class EndRecorder(Recorder):
+    """A recorder that tells ends from other states."""
+
+    def weigh(self, entry: CachedEntry) -> Weight:
+        return Weight(ENDS[0] if entry.is_end else ENDS.stop)
+
+
+def pool_of_two_states(rule: EvictionRule) -> tuple[SlotPool, Sequence[BlockId]]:
+    """Return a full pool with a state at block 0 and one after it at block 1, known as a path."""
+    pool, path = SlotPool(2, rule), [BlockId(0), BlockId(1)]
+    for block, anchor in zip(path, (None, path[0]), strict=True):
+        pool.publish(pool.reserve()[0], block, block + 1, anchor)
+    pool.touch_path(path)
+    return pool, path
+
+
+def test_a_state_counts_once_until_it_is_hit_or_becomes_of_another_kind() -> None:
+    rule = Recorder()
+    pool, path = pool_of_two_states(rule)
+    assert rule.states == [1, 0]
+    pool.touch_path(path)
+    assert rule.states == [1, 0]
+    pool.pin(path[1])
+    pool.unpin(path[1])
+    pool.touch_path(path)
+    assert (rule.states, rule.hits) == ([1, 0, 0], [0])
+
+
+def test_a_hit_counts_once_for_each_time_that_its_state_was_counted() -> None:
+    rule = Recorder()
+    pool, path = pool_of_two_states(rule)
+    for _ in range(3):
+        pool.pin(path[0])
+    assert rule.hits == [1]
+
+
+def test_a_state_that_became_an_end_and_was_never_hit_counts_as_an_end() -> None:
+    rule = EndRecorder()
+    pools = CachePools.over(SplitSpace(2, 2), rule, block_size=1)
+    path = pools.kv.allocate(2)
+    for depth, (block, anchor) in enumerate(zip(path, (None, path[0]), strict=True), start=1):
+        pools.kv.register(block, BlockKey(depth), anchor)
+        pools.slots.publish(pools.slots.reserve()[0], block, depth, anchor)
+    pools.slots.touch_path(path)
+    pools.kv.release(path)
+    assert rule.states == [ENDS.stop, ENDS[0]]
+    pools.slots.drop(path[1])
+    pools.slots.evict()
+    assert rule.states == [ENDS.stop, ENDS[0], ENDS[0]]
+
+
+# Together.
+
+
+def test_cost_keeps_a_shared_prefix_that_lru_loses_to_prompts_that_never_come_back() -> None:
     prefix, skipped = [1] * (4 * BLOCK), {}
     for eviction in ("lru", "cost"):
         cache = small_cache(num_blocks=64, num_slots=5, eviction=eviction)
@@ -81,9 +285,11 @@ def test_the_end_of_a_conversation_outlives_its_earlier_turns() -> None:
     assert serve(cache, request(999, [*text, 2])) == 8 * BLOCK
 
 
-def test_equal_requests_leave_equal_caches() -> None:
-    caches = [small_cache(num_blocks=20, num_slots=5, eviction="cost") for _ in range(2)]
+@pytest.mark.parametrize("slabs", [None, (6, 4, 1)], ids=["split", "slabs"])
+def test_equal_requests_leave_equal_caches(slabs: tuple[int, int, int] | None) -> None:
+    caches = [small_cache(num_blocks=20, num_slots=5, slabs=slabs, eviction="cost") for _ in range(2)]
     for cache in caches:
         for number in range(30):
             serve(cache, request(number, [1] * (BLOCK * (number % 3)) + other(number % 7)), reply=[3] * 6)
+        assert cache.slots.num_evicted
     assert frozen(caches[0]) == frozen(caches[1])

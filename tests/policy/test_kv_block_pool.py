@@ -1,14 +1,26 @@
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from megatron_mamba_cache.errors import CacheCapacityError, CacheIntegrityError
-from megatron_mamba_cache.policy.identifiers import BlockId, BlockKey
+from megatron_mamba_cache.policy.eviction_rules import LeastRecentlyUsed
+from megatron_mamba_cache.policy.identifiers import BlockId, BlockKey, SlotId
 from megatron_mamba_cache.policy.kv_block_pool import KVBlockPool
+from megatron_mamba_cache.policy.places import CacheSpace, SplitSpace
+from megatron_mamba_cache.policy.pools import CachePools
+from megatron_mamba_cache.policy.slabs import SlabSpace
+from megatron_mamba_cache.policy.slot_pool import NoTexts
+
+LAST = -1
+
+
+def new_pools(num_blocks: int, num_slots: int = 20) -> CachePools:
+    return CachePools.over(SplitSpace(num_blocks, num_slots), LeastRecentlyUsed(), block_size=1)
 
 
 def keys_of(path: Sequence[int]) -> list[BlockKey]:
@@ -20,302 +32,338 @@ def keys_of(path: Sequence[int]) -> list[BlockKey]:
     return keys
 
 
-def hold(pool: KVBlockPool, path: Sequence[int]) -> list[BlockId]:
+def hold(pools: CachePools, path: Sequence[int]) -> list[BlockId]:
     """Match, acquire, allocate and register the chain, as a request does."""
-    keys = keys_of(path)
-    blocks = pool.longest_match(keys)
+    kv, keys = pools.kv, keys_of(path)
+    blocks = kv.longest_match(keys)
     num_matched = len(blocks)
-    pool.acquire(blocks)
-    blocks += pool.allocate(len(keys) - num_matched)
+    kv.acquire(blocks)
+    blocks += kv.allocate(len(keys) - num_matched)
     for index in range(num_matched, len(keys)):
-        blocks[index] = pool.register(blocks[index], keys[index], blocks[index - 1] if index else None)
-    pool.check_integrity()
+        blocks[index] = kv.register(blocks[index], keys[index], blocks[index - 1] if index else None)
+    kv.check_integrity()
     return blocks
 
 
-def cache(pool: KVBlockPool, path: Sequence[int]) -> list[BlockId]:
-    blocks = hold(pool, path)
-    pool.release(blocks)
-    pool.check_integrity()
+def cache(pools: CachePools, path: Sequence[int], states_at: Collection[int] = (LAST,)) -> list[BlockId]:
+    """Hold the chain, publish states at some of its blocks, and release it."""
+    blocks = hold(pools, path)
+    for index in states_at:
+        pools.slots.publish(pools.slots.reserve()[0], blocks[index], num_tokens=pools.kv.depth(blocks[index]))
+    pools.kv.release(blocks)
+    pools.kv.check_integrity()
     return blocks
 
 
-def snapshot(pool: KVBlockPool) -> tuple[object, ...]:
-    blocks = [BlockId(block) for block in range(pool.num_blocks)]
-    states = [(pool.num_refs(b), pool.key_of(b), pool.parent_of(b), pool.depth(b)) for b in blocks]
-    return states, pool.num_free, pool.num_cached, pool.num_referenced, pool.num_available, pool.num_evicted
+def registered(pools: CachePools) -> set[BlockId]:
+    blocks = (BlockId(block) for block in range(pools.kv.num_blocks))
+    return {block for block in blocks if pools.kv.key_of(block) is not None}
+
+
+def snapshot(pools: CachePools) -> tuple[object, ...]:
+    kv, slots = pools.kv, pools.slots
+    blocks = [BlockId(block) for block in range(kv.num_blocks)]
+    states = [(kv.num_refs(b), kv.key_of(b), kv.parent_of(b), kv.depth(b), slots.slot_of(b)) for b in blocks]
+    return states, kv.count_by_kind(), kv.num_available, slots.count_by_owner(), slots.num_evicted
 
 
 def test_a_new_pool_is_free() -> None:
-    pool = KVBlockPool(10)
-    assert (pool.num_free, pool.num_cached, pool.num_referenced, pool.num_available) == (10, 0, 0, 10)
-    pool.check_integrity()
+    kv = new_pools(10).kv
+    assert (kv.num_free, kv.num_cached, kv.num_referenced, kv.num_available) == (10, 0, 0, 10)
+    kv.check_integrity()
+
+
+@pytest.mark.parametrize(("places", "block_size"), [(-1, 1), (1, 0)])
+def test_sizes_out_of_range_are_refused(places: int, block_size: int) -> None:
+    with pytest.raises(ValueError, match="need num_blocks >= 0"):
+        KVBlockPool(places, new_pools(1).slots, block_size=block_size)
 
 
 def test_allocate_hands_out_distinct_blocks_with_one_reference() -> None:
-    pool = KVBlockPool(10)
-    blocks = pool.allocate(9)
+    kv = new_pools(10).kv
+    blocks = kv.allocate(9)
     assert sorted(blocks) == list(range(9))
-    assert {pool.num_refs(block) for block in blocks} == {1}
-    assert (pool.num_free, pool.num_referenced) == (1, 9)
+    assert {kv.num_refs(block) for block in blocks} == {1}
+    assert (kv.num_free, kv.num_referenced) == (1, 9)
 
 
 def test_a_failed_allocation_changes_nothing_and_says_what_to_raise() -> None:
-    evicted: list[BlockId] = []
-    pool = KVBlockPool(4, on_evict=evicted.append)
-    pool.allocate(2)
-    cache(pool, [1])
-    before = snapshot(pool)
+    pools = new_pools(4)
+    pools.kv.allocate(2)
+    cache(pools, [1])
+    before = snapshot(pools)
     with pytest.raises(CacheCapacityError, match=r"need 3 KV blocks, 1 free and 1 evictable.*buffer-size-gb"):
-        pool.allocate(3)
-    assert snapshot(pool) == before
-    assert evicted == []
-    assert len(pool.allocate(2)) == 2
+        pools.kv.allocate(3)
+    assert snapshot(pools) == before
+    assert len(pools.kv.allocate(2)) == 2
 
 
 def test_ten_identical_prompts_share_the_blocks_of_the_first() -> None:
-    pool = KVBlockPool(10)
-    first = hold(pool, [1, 2, 3])
-    available = pool.num_available
+    pools = new_pools(10)
+    first = hold(pools, [1, 2, 3])
+    available = pools.kv.num_available
     for _ in range(9):
-        assert hold(pool, [1, 2, 3]) == first
-    assert pool.num_available == available
-    assert [pool.num_refs(block) for block in first] == [10, 10, 10]
+        assert hold(pools, [1, 2, 3]) == first
+    assert pools.kv.num_available == available
+    assert [pools.kv.num_refs(block) for block in first] == [10, 10, 10]
 
 
 def test_a_divergent_third_block_shares_two() -> None:
-    pool = KVBlockPool(10)
-    first, second = hold(pool, [1, 2, 3]), hold(pool, [1, 2, 4])
+    pools = new_pools(10)
+    first, second = hold(pools, [1, 2, 3]), hold(pools, [1, 2, 4])
     assert second[:2] == first[:2] and second[2] != first[2]
-    assert pool.num_referenced == 4
+    assert pools.kv.num_referenced == 4
 
 
 def test_a_broken_chain_matches_only_what_precedes_the_break() -> None:
-    pool = KVBlockPool(10)
-    blocks = cache(pool, [1, 2, 3])
+    pools = new_pools(10)
+    blocks = cache(pools, [1, 2, 3])
     keys = keys_of([1, 2, 3])
-    assert pool.longest_match([keys[0], BlockKey(77), keys[2]]) == blocks[:1]
-    assert pool.longest_match([BlockKey(77), *keys]) == []
+    assert pools.kv.longest_match([keys[0], BlockKey(77), keys[2]]) == blocks[:1]
+    assert pools.kv.longest_match([BlockKey(77), *keys]) == []
 
 
 def test_a_match_mutates_nothing() -> None:
-    pool = KVBlockPool(2)
-    (old,) = cache(pool, [1])
-    cache(pool, [2])
-    before = snapshot(pool)
-    assert pool.longest_match(keys_of([1])) == [old]
-    assert pool.find(BlockKey(1)) == old
-    assert pool.num_available_beside([old]) == 1
-    assert snapshot(pool) == before
-    assert pool.allocate(1) == [old]
+    pools = new_pools(2)
+    (old,) = cache(pools, [1])
+    cache(pools, [2])
+    before = snapshot(pools)
+    assert pools.kv.longest_match(keys_of([1])) == [old]
+    assert pools.kv.find(BlockKey(1)) == old
+    assert pools.kv.unreferenced([old]) == [old]
+    assert snapshot(pools) == before
+    assert pools.kv.allocate(1) == [old]
 
 
 def test_an_unregistered_block_is_never_found() -> None:
-    pool = KVBlockPool(3)
-    blocks = pool.allocate(2)
-    pool.register(blocks[0], BlockKey(1), None)
-    assert pool.longest_match(keys_of([1, 2])) == blocks[:1]
-    pool.release(blocks)
-    assert (pool.num_free, pool.num_cached) == (2, 1)
+    pools = new_pools(3)
+    blocks = pools.kv.allocate(2)
+    pools.kv.register(blocks[0], BlockKey(1), None)
+    assert pools.kv.longest_match(keys_of([1, 2])) == blocks[:1]
 
 
-def test_the_last_release_frees_an_unregistered_block_and_caches_a_registered_one() -> None:
-    pool = KVBlockPool(5)
-    blocks = hold(pool, [1, 2])
-    pool.acquire(blocks)
-    pool.release(blocks)
-    assert pool.num_referenced == 2
-    pool.release(blocks)
-    assert (pool.num_free, pool.num_cached, pool.num_referenced) == (3, 2, 0)
-    assert pool.longest_match(keys_of([1, 2])) == blocks
+def test_the_last_release_caches_what_a_state_can_resume() -> None:
+    pools = new_pools(5)
+    blocks = hold(pools, [1, 2, 3])
+    pools.slots.publish(pools.slots.reserve()[0], blocks[1])
+    pools.kv.acquire(blocks)
+    pools.kv.release(blocks)
+    assert pools.kv.num_referenced == 3
+    pools.kv.release(blocks)
+    assert (pools.kv.num_free, pools.kv.num_cached, pools.kv.num_referenced) == (3, 2, 0)
+    assert pools.kv.longest_match(keys_of([1, 2, 3])) == blocks[:2]
+
+
+def test_blocks_without_a_state_leave_nothing_findable() -> None:
+    pools = new_pools(5)
+    pools.kv.release(hold(pools, [1, 2, 3]))
+    assert pools.kv.count_by_kind() == {"free": 5, "cached": 0, "in_use": 0}
+    assert pools.kv.longest_match(keys_of([1])) == []
+    pools.kv.check_integrity()
 
 
 def test_a_block_released_by_every_owner_in_one_call_is_freed_once() -> None:
-    pool = KVBlockPool(3)
-    (block,) = pool.allocate(1)
-    pool.acquire([block])
-    pool.release([block, block])
-    assert pool.num_free == 3
-    pool.check_integrity()
-    assert len(set(pool.allocate(3))) == 3
+    kv = new_pools(3).kv
+    (block,) = kv.allocate(1)
+    kv.acquire([block])
+    kv.release([block, block])
+    assert kv.num_free == 3
+    kv.check_integrity()
+    assert len(set(kv.allocate(3))) == 3
 
 
 def test_releasing_once_too_often_is_an_error_that_changes_nothing() -> None:
-    pool = KVBlockPool(4)
-    kept, lost = hold(pool, [1]), pool.allocate(1)
-    pool.release(lost)
-    before = snapshot(pool)
+    pools = new_pools(4)
+    kept, lost = hold(pools, [1]), pools.kv.allocate(1)
+    pools.kv.release(lost)
+    before = snapshot(pools)
     for blocks in ([*kept, *lost], [*kept, *kept]):
         with pytest.raises(CacheIntegrityError, match="release"):
-            pool.release(blocks)
-        assert snapshot(pool) == before
-        pool.check_integrity()
+            pools.kv.release(blocks)
+        assert snapshot(pools) == before
+        pools.kv.check_integrity()
 
 
 def test_acquiring_a_free_block_is_an_error_that_changes_nothing() -> None:
-    pool = KVBlockPool(4)
-    held = hold(pool, [1])
-    before = snapshot(pool)
+    pools = new_pools(4)
+    held = hold(pools, [1])
+    before = snapshot(pools)
     with pytest.raises(CacheIntegrityError, match="free"):
-        pool.acquire([*held, BlockId(3)])
-    assert snapshot(pool) == before
+        pools.kv.acquire([*held, BlockId(3)])
+    assert snapshot(pools) == before
 
 
 def test_a_padding_id_never_reaches_the_last_block() -> None:
-    pool = KVBlockPool(2)
-    blocks = pool.allocate(2)
+    kv = new_pools(2).kv
+    blocks = kv.allocate(2)
     for block in (-1, 2):
-        for call in (pool.acquire, pool.release, pool.touch):
+        for call in (kv.acquire, kv.release):
             with pytest.raises(ValueError, match="block ids"):
                 call([BlockId(block)])
         with pytest.raises(ValueError, match="block ids"):
-            pool.register(BlockId(block), BlockKey(1), None)
-    assert [pool.num_refs(block) for block in blocks] == [1, 1]
+            kv.register(BlockId(block), BlockKey(1), None)
+    assert [kv.num_refs(block) for block in blocks] == [1, 1]
 
 
-def test_a_younger_leaf_goes_before_its_older_parent() -> None:
-    evicted: list[BlockId] = []
-    pool = KVBlockPool(2, on_evict=evicted.append)
-    parent, leaf = cache(pool, [1, 2])
-    pool.touch([parent], time=1)
-    pool.touch([leaf], time=50)
-    pool.allocate(1)
-    assert evicted == [leaf]
-    assert pool.longest_match(keys_of([1, 2])) == [parent]
+def test_a_block_leaves_with_its_last_state_and_not_before() -> None:
+    pools = new_pools(3)
+    parent, leaf = cache(pools, [1, 2], states_at=(0, 1))
+    pools.slots.drop(parent)
+    assert registered(pools) == {parent, leaf}
+    pools.slots.drop(leaf)
+    assert registered(pools) == set()
+    assert pools.kv.num_free == 3
+    pools.kv.check_integrity()
+
+
+def test_only_what_follows_the_last_state_leaves() -> None:
+    pools = new_pools(4)
+    blocks = cache(pools, [1, 2, 3, 4], states_at=(1, 3))
+    pools.slots.drop(blocks[3])
+    assert pools.kv.longest_match(keys_of([1, 2, 3, 4])) == blocks[:2]
+    pools.slots.drop(blocks[1])
+    assert pools.kv.num_free == 4
+
+
+def test_prune_stops_at_what_a_request_holds_or_a_state_ends_and_counts_what_left() -> None:
+    pools = new_pools(5)
+    blocks = cache(pools, [1, 2, 3, 4, 5], states_at=(0, 4))
+    pools.slots.attach(NoTexts())  # so that nothing is pruned as the state is dropped
+    assert pools.kv.prune(blocks[4]) == 0
+    pools.slots.drop(blocks[4])
+    pools.kv.acquire(blocks[:2])
+    assert pools.kv.prune(blocks[3]) == 0  # not a leaf
+    assert pools.kv.prune(blocks[4]) == 3
+    assert registered(pools) == set(blocks[:2])
+    pools.kv.release(blocks[:2])
+    assert registered(pools) == {blocks[0]}
+    pools.kv.check_integrity()
 
 
 def test_a_parent_survives_until_both_children_went() -> None:
-    evicted: list[BlockId] = []
-    pool = KVBlockPool(3, on_evict=evicted.append)
-    parent, left = cache(pool, [1, 2])
-    right = cache(pool, [1, 3])[1]
-    for expected in ([left], [left, right], [left, right, parent]):
-        pool.allocate(1)
-        assert evicted == expected
-        pool.check_integrity()
-    assert pool.num_evicted == 3
+    pools = new_pools(3)
+    parent, left = cache(pools, [1, 2])
+    right = cache(pools, [1, 3])[1]
+    for num_held, left_over in ((1, {parent, right}), (2, set()), (3, set())):
+        pools.kv.allocate(1)
+        assert registered(pools) == left_over
+        assert pools.kv.num_referenced == num_held
+        pools.kv.check_integrity()
+    assert left not in registered(pools)
+    assert (pools.slots.num_evicted, pools.slots.num_blocks_evicted) == (2, 3)
+
+
+def test_a_younger_leaf_goes_before_the_older_state_of_its_parent() -> None:
+    pools = new_pools(2)
+    parent, leaf = cache(pools, [1, 2], states_at=(0, 1))
+    pools.slots.touch([leaf], time=1)
+    pools.slots.touch([parent], time=50)
+    pools.kv.allocate(1)
+    assert registered(pools) == {parent}
+
+
+@pytest.mark.parametrize(
+    ("space", "num_evicted"), [(SplitSpace(2, 2), 1), (SlabSpace(2, 2, 2), 2)], ids=["split", "slabs"]
+)
+def test_a_state_that_no_block_leaves_with_stays_unless_its_memory_helps(space: CacheSpace, num_evicted: int) -> None:
+    pools = CachePools.over(deepcopy(space), LeastRecentlyUsed(), block_size=1)
+    parent, leaf = cache(pools, [1, 2], states_at=(0, 1))
+    pools.slots.touch([parent], time=1)
+    pools.slots.touch([leaf], time=50)
+    pools.kv.allocate(1)  # the parent's state is the older one, but its block stays for the leaf's
+    assert pools.slots.num_evicted == num_evicted
+    assert registered(pools) == ({parent} if num_evicted == 1 else set())
+    pools.kv.check_integrity()
+
+
+def test_a_state_becomes_the_end_of_its_text_when_what_follows_has_left() -> None:
+    pools = new_pools(2)
+    parent, leaf = cache(pools, [1, 2], states_at=(0, 1))
+    pools.slots.drop(leaf)
+    assert pools.kv.is_end(parent)
+    assert sorted(pools.kv.allocate(2)) == [parent, leaf]
 
 
 def test_a_parent_of_a_referenced_block_is_never_evicted() -> None:
-    pool = KVBlockPool(3)
-    blocks = hold(pool, [1, 2])
-    pool.allocate(1)
+    pools = new_pools(3)
+    blocks = hold(pools, [1, 2])
+    pools.kv.allocate(1)
     with pytest.raises(CacheCapacityError):
-        pool.allocate(1)
-    assert pool.longest_match(keys_of([1, 2])) == blocks
+        pools.kv.allocate(1)
+    assert pools.kv.longest_match(keys_of([1, 2])) == blocks
 
 
 def test_the_least_recently_used_blocks_go_first() -> None:
-    evicted: list[BlockId] = []
-    pool = KVBlockPool(4, on_evict=evicted.append)
-    blocks = [cache(pool, [token])[0] for token in (1, 2, 3, 4)]
+    pools = new_pools(4)
+    blocks = [cache(pools, [token])[0] for token in (1, 2, 3, 4)]
     for block, time in zip(blocks, [40, 10, 30, 20], strict=True):
-        pool.touch([block], time)
-    pool.allocate(2)
-    assert evicted == [blocks[1], blocks[3]]
+        pools.slots.touch([block], time)
+    assert set(pools.kv.allocate(2)) == {blocks[1], blocks[3]}
+    assert registered(pools) == {blocks[0], blocks[2]}
 
 
-def test_a_release_counts_as_a_use() -> None:
-    evicted: list[BlockId] = []
-    pool = KVBlockPool(2, on_evict=evicted.append)
-    (long_held,), (brief,) = hold(pool, [1]), hold(pool, [2])
-    pool.release([brief])
-    pool.release([long_held])
-    pool.allocate(1)
-    assert evicted == [brief]
-
-
-def test_a_use_after_a_set_time_is_later_than_it() -> None:
-    evicted: list[BlockId] = []
-    pool = KVBlockPool(2, on_evict=evicted.append)
-    (first,), (second,) = cache(pool, [1]), cache(pool, [2])
-    pool.touch([first], time=1_000)
-    pool.touch([second])
-    pool.allocate(1)
-    assert evicted == [first]
-
-
-def test_of_blocks_used_together_the_deepest_goes_first() -> None:
-    evicted: list[BlockId] = []
-    pool = KVBlockPool(4, on_evict=evicted.append)
-    long, short = hold(pool, [1, 2]), hold(pool, [3])
-    pool.release([*short, *long])
-    pool.allocate(4)
-    assert evicted == [long[1], *sorted([long[0], *short])]
-
-
-def test_worth_sees_depth_in_tokens() -> None:
-    seen: list[int] = []
-
-    def by_depth(entry: object) -> float:
-        seen.append(entry.num_tokens)  # type: ignore[attr-defined]
-        return 0
-
-    pool = KVBlockPool(4, by_depth, block_size=16)
-    cache(pool, [1, 2, 3])
-    assert seen == [48]
-
-
-def test_matched_blocks_do_not_count_as_available_beside_themselves() -> None:
-    pool = KVBlockPool(4)
-    shared = cache(pool, [1, 2])
-    held = hold(pool, [3])
-    assert pool.num_available == 3
-    assert pool.num_available_beside(shared) == 1
-    assert pool.num_available_beside([*shared, *shared]) == 1
-    assert pool.num_available_beside(held) == 3
-    pool.acquire(shared)
-    assert pool.num_available == 1
-    pool.allocate(1)
-    assert pool.longest_match(keys_of([1, 2])) == shared
+def test_acquired_blocks_are_not_available() -> None:
+    pools = new_pools(4)
+    shared = cache(pools, [1, 2])
+    hold(pools, [3])
+    assert pools.kv.num_available == 3
+    assert pools.kv.unreferenced(shared) == shared
+    pools.kv.acquire(shared)
+    assert pools.kv.num_available == 1
+    assert pools.kv.unreferenced(shared) == []
+    pools.kv.allocate(1)
+    assert pools.kv.longest_match(keys_of([1, 2])) == shared
 
 
 def test_a_second_block_for_a_key_gives_way_to_the_first() -> None:
-    pool = KVBlockPool(4)
-    (known,) = hold(pool, [1])
-    (twin,) = pool.allocate(1)
-    assert pool.register(twin, BlockKey(1), None) == known
-    assert (pool.num_refs(known), pool.num_refs(twin), pool.num_free) == (2, 0, 3)
-    assert pool.key_of(twin) is None
-    pool.check_integrity()
+    pools = new_pools(4)
+    (known,) = hold(pools, [1])
+    (twin,) = pools.kv.allocate(1)
+    assert pools.kv.register(twin, BlockKey(1), None) == known
+    assert (pools.kv.num_refs(known), pools.kv.num_refs(twin), pools.kv.num_free) == (2, 0, 3)
+    assert pools.kv.key_of(twin) is None
+    pools.kv.check_integrity()
 
 
 def test_a_cached_block_is_adopted_and_can_then_not_be_evicted() -> None:
-    pool = KVBlockPool(2)
-    (known,) = cache(pool, [1])
-    (twin,) = pool.allocate(1)
-    assert pool.register(twin, BlockKey(1), None) == known
-    assert pool.num_refs(known) == 1
-    assert pool.allocate(1) == [twin]
-    pool.check_integrity()
+    pools = new_pools(2)
+    (known,) = cache(pools, [1])
+    (twin,) = pools.kv.allocate(1)
+    assert pools.kv.register(twin, BlockKey(1), None) == known
+    assert pools.kv.num_refs(known) == 1
+    assert pools.kv.allocate(1) == [twin]
+    with pytest.raises(CacheCapacityError):
+        pools.kv.allocate(1)
+    pools.kv.check_integrity()
 
 
 def test_only_the_callers_reference_moves_to_the_known_block() -> None:
-    pool = KVBlockPool(4)
-    (known,) = hold(pool, [1])
-    (twin,) = pool.allocate(1)
-    pool.acquire([twin])
-    assert pool.register(twin, BlockKey(1), None) == known
-    assert (pool.num_refs(known), pool.num_refs(twin)) == (2, 1)
+    pools = new_pools(4)
+    (known,) = hold(pools, [1])
+    (twin,) = pools.kv.allocate(1)
+    pools.kv.acquire([twin])
+    assert pools.kv.register(twin, BlockKey(1), None) == known
+    assert (pools.kv.num_refs(known), pools.kv.num_refs(twin)) == (2, 1)
 
 
 def test_registering_twice_under_one_key_changes_nothing() -> None:
-    pool = KVBlockPool(4)
-    parent, block = hold(pool, [1, 2])
-    before = snapshot(pool)
-    assert pool.register(block, keys_of([1, 2])[1], parent) == block
-    assert snapshot(pool) == before
-    pool.check_integrity()
+    pools = new_pools(4)
+    parent, block = hold(pools, [1, 2])
+    before = snapshot(pools)
+    assert pools.kv.register(block, keys_of([1, 2])[1], parent) == block
+    assert snapshot(pools) == before
+    pools.kv.check_integrity()
 
 
 def test_a_wrong_registration_is_an_error_that_changes_nothing() -> None:
-    pool = KVBlockPool(8)
-    parent, block = hold(pool, [1, 2])
-    (cached,) = cache(pool, [5])
-    (new,) = pool.allocate(1)
-    (unregistered,) = pool.allocate(1)
+    pools = new_pools(8)
+    kv = pools.kv
+    parent, block = hold(pools, [1, 2])
+    (cached,) = cache(pools, [5])
+    (new,) = kv.allocate(1)
+    (unregistered,) = kv.allocate(1)
     key = BlockKey(77)
-    before = snapshot(pool)
+    before = snapshot(pools)
     wrong = {
         "another key": (block, key, parent),
         "unreferenced": (BlockId(7), key, None),
@@ -324,84 +372,81 @@ def test_a_wrong_registration_is_an_error_that_changes_nothing() -> None:
     }
     for message, arguments in wrong.items():
         with pytest.raises(CacheIntegrityError, match=message):
-            pool.register(*arguments)
-        assert snapshot(pool) == before
+            kv.register(*arguments)
+        assert snapshot(pools) == before
     with pytest.raises(CacheIntegrityError, match="referenced parent"):
-        pool.register(new, key, cached)
+        kv.register(new, key, cached)
     for no_key in (0, -1):
         with pytest.raises(ValueError, match="positive key"):
-            pool.register(new, BlockKey(no_key), None)
-    assert snapshot(pool) == before
-    pool.check_integrity()
+            kv.register(new, BlockKey(no_key), None)
+    assert snapshot(pools) == before
+    kv.check_integrity()
 
 
 def test_parents_and_depths_follow_the_chain() -> None:
-    pool = KVBlockPool(4)
-    blocks = hold(pool, [1, 2, 3])
-    assert [pool.parent_of(block) for block in blocks] == [None, *blocks[:2]]
-    assert [pool.depth(block) for block in blocks] == [1, 2, 3]
-    assert [pool.key_of(block) for block in blocks] == keys_of([1, 2, 3])
-
-
-def test_an_evicted_block_is_reported_once_before_it_is_used_again() -> None:
-    reports: list[tuple[BlockId, int, BlockKey | None]] = []
-    pool = KVBlockPool(3, on_evict=lambda block: reports.append((block, pool.num_refs(block), pool.key_of(block))))
-    blocks = cache(pool, [1, 2, 3])
-    pool.allocate(3)
-    assert reports == [(block, 0, None) for block in reversed(blocks)]
+    pools = new_pools(4)
+    blocks = hold(pools, [1, 2, 3])
+    assert [pools.kv.parent_of(block) for block in blocks] == [None, *blocks[:2]]
+    assert [pools.kv.depth(block) for block in blocks] == [1, 2, 3]
+    assert [pools.kv.key_of(block) for block in blocks] == keys_of([1, 2, 3])
+    assert [pools.kv.is_end(block) for block in blocks] == [False, False, True]
 
 
 def test_flush_forgets_every_key_and_takes_no_block_from_its_holder() -> None:
-    evicted: list[BlockId] = []
-    pool = KVBlockPool(6, on_evict=evicted.append)
-    held, cached = hold(pool, [1, 2]), cache(pool, [1, 3, 4])[1:]
-    pool.flush()
-    pool.check_integrity()
-    assert evicted == sorted([*held, *cached])
-    assert pool.num_evicted == 0
-    assert (pool.num_free, pool.num_cached, pool.num_referenced) == (4, 0, 2)
-    assert pool.longest_match(keys_of([1, 2])) == []
-    evicted.clear()
-    pool.release(held)
-    assert pool.num_free == 6
-    assert evicted == held  # nothing is registered on them by now, but something may hang on them
-    assert len(set(pool.allocate(6))) == 6
+    pools = new_pools(6)
+    held = hold(pools, [1, 2])
+    cache(pools, [1, 3, 4])
+    pools.kv.flush()
+    pools.kv.check_integrity()
+    assert pools.slots.cached_blocks() == []
+    assert (pools.slots.num_evicted, pools.slots.num_blocks_evicted) == (0, 0)
+    assert (pools.kv.num_free, pools.kv.num_cached, pools.kv.num_referenced) == (4, 0, 2)
+    assert pools.kv.longest_match(keys_of([1, 2])) == []
+    pools.kv.release(held)
+    assert pools.kv.num_free == 6
+    assert len(set(pools.kv.allocate(6))) == 6
 
 
 def test_a_row_from_before_a_flush_cannot_publish_behind_it() -> None:
-    pool = KVBlockPool(6)
-    held = hold(pool, [1])
-    (new,) = pool.allocate(1)
-    pool.flush()
+    pools = new_pools(6)
+    held = hold(pools, [1])
+    (new,) = pools.kv.allocate(1)
+    pools.kv.flush()
     with pytest.raises(CacheIntegrityError, match="parent"):
-        pool.register(new, keys_of([1, 2])[1], held[0])
+        pools.kv.register(new, keys_of([1, 2])[1], held[0])
 
 
 def test_check_integrity_finds_a_child_held_without_its_parent() -> None:
-    pool = KVBlockPool(4)
-    parent, child = cache(pool, [1, 2])
-    pool.acquire([child])
+    pools = new_pools(4)
+    parent, child = cache(pools, [1, 2])
+    pools.kv.acquire([child])
     with pytest.raises(CacheIntegrityError, match=rf"refs\(parent {parent}\) = 0"):
-        pool.check_integrity()
+        pools.kv.check_integrity()
+
+
+def test_check_integrity_finds_a_cached_block_that_no_state_can_resume() -> None:
+    pools = new_pools(4)
+    blocks = cache(pools, [1, 2])
+    pools.slots._slot_of.clear()
+    with pytest.raises(CacheIntegrityError, match=rf"block {blocks[1]} is cached, but"):
+        pools.kv.check_integrity()
 
 
 @pytest.mark.parametrize(
     ("corrupt", "message"),
     [
-        (lambda pool: pool._free.append(pool._free[-1]), "!= 4 blocks"),
-        (lambda pool: pool._free.__setitem__(0, pool._free[1]), "block twice"),
-        (lambda pool: pool._tree._block_of.popitem(), "inverse"),
-        (lambda pool: pool._tree._num_children.__setitem__(0, 9), "children"),
-        (lambda pool: pool._evictable.clear(), "evictable"),
-        (lambda pool: setattr(pool, "_num_cached", 0), "counted 0"),
+        (lambda kv: kv._tree._block_of.popitem(), "inverse"),
+        (lambda kv: kv._tree._num_children.__setitem__(0, 9), "children"),
+        (lambda kv: setattr(kv, "_num_cached", 0), "and 0 counted"),
+        (lambda kv: kv._refs.__setitem__(3, 1), "referenced 1"),
     ],
 )
 def test_check_integrity_finds_a_broken_invariant(corrupt: object, message: str) -> None:
-    pool = KVBlockPool(4)
-    cache(pool, [1, 2])
-    corrupt(pool)  # type: ignore[operator]
+    pools = new_pools(4)
+    cache(pools, [1, 2])
+    corrupt(pools.kv)  # type: ignore[operator]
     with pytest.raises(CacheIntegrityError, match=message):
-        pool.check_integrity()
+        pools.kv.check_integrity()
 
 
 @dataclass(slots=True)
@@ -416,67 +461,113 @@ class Row:
 
 @dataclass(slots=True)
 class Model:
-    """The pool said in the plainest way: two dicts and a search."""
+    """The pools said in the plainest way: three dicts, and a search for what a state can resume."""
 
     refs: dict[BlockId, int] = field(default_factory=dict)
     registered: dict[BlockKey, BlockId] = field(default_factory=dict)
-    last_used: dict[BlockId, int] = field(default_factory=dict)
+    states: dict[BlockKey, int] = field(default_factory=dict)  # -> last use
     clock: int = 0
 
-    def use(self, blocks: Sequence[BlockId]) -> None:
+    def use(self, key: BlockKey) -> None:
         self.clock += 1
-        self.last_used.update(dict.fromkeys(blocks, self.clock))
+        self.states[key] = self.clock
+
+    def is_held(self, key: BlockKey) -> bool:
+        return bool(self.refs.get(self.registered[key]))
 
     def cached(self) -> set[BlockId]:
-        return {block for block in self.registered.values() if not self.refs.get(block)}
+        return {block for key, block in self.registered.items() if not self.is_held(key)}
 
-    def evict(self) -> BlockId:
-        parents = {int(key) // 100 for key in self.registered}
-        leaves = [
-            (self.last_used[block], -len(str(key)), block)  # keys have two digits a block: a longer one is deeper
+    def referenced(self) -> set[BlockId]:
+        return {block for block, refs in self.refs.items() if refs}
+
+    def prune(self) -> None:
+        """Forget what no request holds and no state at its end or later can resume."""
+        self.registered = {
+            key: block
             for key, block in self.registered.items()
-            if block in self.cached() and key not in parents
-        ]
-        victim = min(leaves)[2]
-        self.registered = {key: block for key, block in self.registered.items() if block != victim}
-        return victim
+            # Keys have two digits a block, so one key is a prefix of another's if it comes before it.
+            if self.is_held(key) or any(str(state).startswith(str(key)) for state in self.states)
+        }
+
+    def evict(self, *, is_end: bool) -> None:
+        """Evict the least recently used state, if wanted only of those that nothing is registered after."""
+        parents = {int(key) // 100 for key in self.registered} if is_end else set()
+        del self.states[min(self.states.keys() - parents, key=self.states.__getitem__)]
+        self.prune()
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Rows come, publish, grow and go in a small pool; the model foretells every count and every eviction."""
+    """Rows come, publish, grow and go in small pools; the model foretells every count and every eviction."""
 
-    num_blocks = 8
     tokens = st.integers(10, 12)
+    spaces = st.sampled_from([None, (4, 2, 1), (6, 1, 2), (3, 4, 3)])
 
     def __init__(self) -> None:
         super().__init__()
-        self.evicted: list[BlockId] = []
-        self.pool = KVBlockPool(self.num_blocks, on_evict=self.evicted.append)
+        self.slabs: tuple[int, int, int] | None = None
+        self.pools = new_pools(8, 4)
         self.model = Model()
         self.rows: list[Row] = []
 
+    @initialize(slabs=spaces)
+    def build(self, slabs: tuple[int, int, int] | None) -> None:
+        self.slabs = slabs
+        if slabs:
+            self.pools = CachePools.over(SlabSpace(*slabs), LeastRecentlyUsed(), block_size=1)
+
+    def _num_free(self, blocks: Collection[int], slots: Collection[int]) -> tuple[int, int]:
+        """Return how many blocks and slots are free beside some."""
+        if self.slabs is None:
+            return 8 - len(blocks), 4 - len(slots)
+        num_slabs, blocks_per_slab, slots_per_slab = self.slabs
+        with_blocks = {block // blocks_per_slab for block in blocks}
+        with_slots = {slot // slots_per_slab for slot in slots}
+        assert not with_blocks & with_slots, "a slab holds blocks and states"
+        return (
+            (num_slabs - len(with_slots)) * blocks_per_slab - len(blocks),
+            (num_slabs - len(with_blocks)) * slots_per_slab - len(slots),
+        )
+
+    def _slots(self) -> list[SlotId]:
+        found = [self.pools.slots.slot_of(self.model.registered[key]) for key in self.model.states]
+        assert None not in found
+        return [slot for slot in found if slot is not None]
+
+    def _free_now(self) -> tuple[int, int]:
+        return self._num_free(self.model.cached() | self.model.referenced(), self._slots())
+
+    def _available(self) -> tuple[int, int]:
+        return self._num_free(self.model.referenced(), [])
+
+    def _make_room(self, num_blocks: int, num_slots: int) -> None:
+        """Evict from the model until so many are free: for blocks of their own memory, what they leave with."""
+        while not all(map(int.__le__, (num_blocks, num_slots), self._free_now())):
+            self.model.evict(is_end=self.slabs is None and num_blocks > 0)
+
     def _allocate(self, num_blocks: int) -> list[BlockId]:
-        num_free = self.pool.num_free
-        del self.evicted[:]
-        if num_blocks > self.pool.num_available:
+        if num_blocks > self._available()[0]:
+            before = snapshot(self.pools)
             with pytest.raises(CacheCapacityError):
-                self.pool.allocate(num_blocks)
-            assert self.evicted == []
+                self.pools.kv.allocate(num_blocks)
+            assert snapshot(self.pools) == before
             return []
-        blocks = self.pool.allocate(num_blocks)
-        assert self.evicted == [self.model.evict() for _ in range(max(0, num_blocks - num_free))]
+        self._make_room(num_blocks, 0)
+        blocks = self.pools.kv.allocate(num_blocks)
         assert not any(self.model.refs.get(block) for block in blocks)
         self.model.refs.update(dict.fromkeys(blocks, 1))
         return blocks
 
     @rule(path=st.lists(tokens, min_size=1, max_size=4))
     def admit(self, path: list[int]) -> None:
-        matched = self.pool.longest_match(keys_of(path))
+        matched = self.pools.kv.longest_match(keys_of(path))
         num_new = len(path) - len(matched)
-        if self.pool.num_available_beside(matched) < num_new:
+        unreferenced = self.pools.kv.unreferenced(matched)
+        fits = self.pools.space.fits(num_new, 0, unreferenced)
+        assert fits == (self._num_free(self.model.referenced() | set(matched), [])[0] >= num_new)
+        if not fits:
             return
-        self.pool.acquire(matched)
-        self.model.use(matched)
+        self.pools.kv.acquire(matched)
         for block in matched:
             self.model.refs[block] = self.model.refs.get(block, 0) + 1
         blocks = [*matched, *self._allocate(num_new)]
@@ -492,21 +583,24 @@ class PoolMachine(RuleBasedStateMachine):
             row.blocks += blocks
 
     @precondition(lambda self: any(row.num_registered < len(row.path) and not row.stale for row in self.rows))
-    @rule(data=st.data())
-    def publish(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), has_state=st.booleans())
+    def publish(self, data: st.DataObject, has_state: bool) -> None:
         rows = [row for row in self.rows if row.num_registered < len(row.path) and not row.stale]
         row = data.draw(st.sampled_from(rows))
         index = row.num_registered
         own, key = row.blocks[index], keys_of(row.path)[index]
         expected = self.model.registered.setdefault(key, own)
-        held = self.pool.register(own, key, row.blocks[index - 1] if index else None)
+        held = self.pools.kv.register(own, key, row.blocks[index - 1] if index else None)
         assert held == expected
         if held != own:
             self.model.refs[own] -= 1
             self.model.refs[held] = self.model.refs.get(held, 0) + 1
-        self.model.use([held])
         row.blocks[index] = held
         row.num_registered += 1
+        if has_state and key not in self.model.states and self._available()[1]:
+            self._make_room(0, 1)
+            self.pools.slots.publish(self.pools.slots.reserve()[0], held, self.pools.kv.depth(held))
+            self.model.use(key)
 
     @precondition(lambda self: self.rows)
     @rule(data=st.data())
@@ -524,43 +618,51 @@ class PoolMachine(RuleBasedStateMachine):
             row.num_registered = min(row.num_registered, len(row.path))
 
     def _release(self, blocks: list[BlockId]) -> None:
-        self.pool.release(blocks)
-        self.model.use(blocks)
+        self.pools.kv.release(blocks)
         for block in blocks:
             self.model.refs[block] -= 1
+        self.model.prune()
 
-    @rule(blocks=st.lists(st.integers(0, num_blocks - 1).map(BlockId), max_size=3))
-    def touch(self, blocks: list[BlockId]) -> None:
-        self.pool.touch(blocks)
-        self.model.use(blocks)
+    @precondition(lambda self: self.model.states)
+    @rule(data=st.data(), is_dropped=st.booleans())
+    def use_or_drop_a_state(self, data: st.DataObject, is_dropped: bool) -> None:
+        key = data.draw(st.sampled_from(sorted(self.model.states)))
+        block = self.model.registered[key]
+        if is_dropped:
+            self.pools.slots.drop(block)
+            del self.model.states[key]
+            self.model.prune()
+        else:
+            self.pools.slots.touch([block])
+            self.model.use(key)
 
     @rule()
     def flush(self) -> None:
-        del self.evicted[:]
-        registered = sorted(self.model.registered.values())
-        self.pool.flush()
-        assert self.evicted == registered
-        self.model.registered = {}
+        self.pools.slots.flush()
+        self.pools.kv.flush()
+        self.model.registered, self.model.states = {}, {}
         for row in self.rows:
             row.stale = True
 
     @invariant()
-    def pool_agrees_with_model(self) -> None:
-        self.pool.check_integrity()
-        cached = self.model.cached()
-        num_referenced = sum(1 for refs in self.model.refs.values() if refs)
-        assert self.pool.num_cached == len(cached)
-        assert self.pool.num_referenced == num_referenced
-        assert self.pool.num_free == self.num_blocks - len(cached) - num_referenced
-        assert all(self.pool.num_refs(block) == refs for block, refs in self.model.refs.items())
-        assert all(self.pool.find(key) == block for key, block in self.model.registered.items())
+    def pools_agree_with_model(self) -> None:
+        kv, slots = self.pools.kv, self.pools.slots
+        for part in (self.pools.space, kv, slots):
+            part.check_integrity()
+        assert (kv.num_cached, kv.num_referenced) == (len(self.model.cached()), len(self.model.referenced()))
+        assert registered(self.pools) == set(self.model.registered.values())
+        assert all(kv.num_refs(block) == refs for block, refs in self.model.refs.items())
+        assert all(kv.find(key) == block for key, block in self.model.registered.items())
+        assert set(slots.cached_blocks()) == {self.model.registered[key] for key in self.model.states}
+        assert (kv.num_free, slots.num_free) == self._free_now()
+        assert (kv.num_available, slots.num_available) == self._available()
 
     def teardown(self) -> None:
         for row in self.rows:
-            self.pool.release(row.blocks)
-        self.pool.check_integrity()
-        assert self.pool.num_available == self.num_blocks
-        assert sorted(self.pool.allocate(self.num_blocks)) == list(range(self.num_blocks))
+            self.pools.kv.release(row.blocks)
+        assert self.pools.kv.num_available == self.pools.kv.num_blocks
+        assert sorted(self.pools.kv.allocate(self.pools.kv.num_blocks)) == list(range(self.pools.kv.num_blocks))
+        assert registered(self.pools) == set() and self.pools.slots.cached_blocks() == []
 
 
 TestPoolAgainstModel = PoolMachine.TestCase

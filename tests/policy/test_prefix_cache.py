@@ -7,6 +7,7 @@ from megatron_mamba_cache.policy.slot_owners import SlotOwner
 from tests.policy.small_cache import (
     BLOCK,
     ENOUGH,
+    NewCache,
     admit,
     cached_states,
     decode,
@@ -25,32 +26,32 @@ A, B, C, D = ([token] * BLOCK for token in (1, 2, 3, 4))
 # What is skipped.
 
 
-def test_repeat_computes_only_what_follows_its_last_boundary() -> None:
-    cache = small_cache()
+def test_repeat_computes_only_what_follows_its_last_boundary(new_cache: NewCache) -> None:
+    cache = new_cache()
     prompt = [*A, *B, *C, *D, 5, 6, 7]
     assert [serve(cache, request(index, prompt)) for index in range(3)] == [0, 16, 16]
     assert cache.counters.prefill_tokens_computed == 19 + 3 + 3
 
 
-def test_repeat_of_whole_blocks_computes_the_last_one() -> None:
-    cache = small_cache()
+def test_repeat_of_whole_blocks_computes_the_last_one(new_cache: NewCache) -> None:
+    cache = new_cache()
     assert [serve(cache, request(index, [*A, *B, *C])) for index in range(2)] == [0, 8]
 
 
-def test_repeat_of_a_single_block_skips_nothing() -> None:
-    cache = small_cache()
+def test_repeat_of_a_single_block_skips_nothing(new_cache: NewCache) -> None:
+    cache = new_cache()
     assert [serve(cache, request(index, A)) for index in range(2)] == [0, 0]
     assert serve(cache, request(2, [*A, 9])) == BLOCK
 
 
-def test_prompt_shorter_than_a_block_is_never_cached() -> None:
-    cache = small_cache()
+def test_prompt_shorter_than_a_block_is_never_cached(new_cache: NewCache) -> None:
+    cache = new_cache()
     assert [serve(cache, request(index, [1, 2, 3])) for index in range(2)] == [0, 0]
     assert (cache.kv.num_cached, cached_states(cache)) == (0, [])
 
 
-def test_three_known_blocks_and_a_state_at_the_first_skip_one() -> None:
-    cache = small_cache(stride=1)
+def test_three_known_blocks_and_a_state_at_the_first_skip_one(new_cache: NewCache) -> None:
+    cache = new_cache(stride=1)
     row = prefill(cache, request(0, [*A, *B, *C, 9]))
     for block in row.block_ids[1:]:
         cache.slots.drop(block)
@@ -58,8 +59,8 @@ def test_three_known_blocks_and_a_state_at_the_first_skip_one() -> None:
     assert (plan.match.blocks, plan.match.skip_tokens) == (tuple(row.block_ids[:3]), BLOCK)
 
 
-def test_nothing_is_skipped_without_a_state_however_much_kv_is_known() -> None:
-    cache = small_cache()
+def test_nothing_is_skipped_without_a_state_however_much_kv_is_known(new_cache: NewCache) -> None:
+    cache = new_cache()
     row = prefill(cache, request(0, [*A, *B, 9]))
     drop_states(cache)
     plan = planned(cache, request(1, [*A, *B, 9]))
@@ -68,27 +69,26 @@ def test_nothing_is_skipped_without_a_state_however_much_kv_is_known() -> None:
     assert second.block_ids[:2] == row.block_ids[:2] and second.num_shared_blocks == 2
 
 
-def test_row_of_known_blocks_without_a_state_reserves_where_its_match_ends() -> None:
-    cache = small_cache()
+def test_row_of_known_blocks_without_a_state_reserves_where_its_match_ends(new_cache: NewCache) -> None:
+    cache = new_cache()
     prefill(cache, request(0, [*A, *B, *C, 9]))
     row = admit(cache, request(1, [*A, *D, *D, 9]))
     assert (row.computed, row.num_shared_blocks) == (0, 1)
     assert [state.position for state in row.reserved] == [BLOCK, 3 * BLOCK]
 
 
-def test_third_request_of_a_branch_skips_to_the_branching_point() -> None:
-    cache = small_cache()
+def test_third_request_of_a_branch_skips_to_the_branching_point(new_cache: NewCache) -> None:
+    cache = new_cache()
     assert serve(cache, request(0, [*A, *B, 9])) == 0
     assert serve(cache, request(1, [*A, *C, 9])) == 0
     assert serve(cache, request(2, [*A, *D, 9])) == BLOCK
 
 
-def test_blocks_of_the_reply_are_shared_with_the_next_turn() -> None:
-    cache = small_cache(checkpoints="none")
+def test_blocks_of_a_running_reply_are_shared_with_a_request_for_the_same_text(new_cache: NewCache) -> None:
+    cache = new_cache(checkpoints="none")
     row = prefill(cache, request(0, [*A, 5, 6]), first_token=7)
     decode(cache, row, [8, *B, 9])
     held = list(row.block_ids)
-    cache.release(row)
     turn = [*A, 5, 6, 7, 8, *B, 9, 9, 9, 9]
     plan = planned(cache, request(1, turn))
     assert plan.match.blocks == tuple(held[:3])
@@ -97,8 +97,18 @@ def test_blocks_of_the_reply_are_shared_with_the_next_turn() -> None:
     assert 3 * BLOCK in [state.position for state in row.reserved]
 
 
-def test_boundary_that_has_a_state_is_not_reserved_again() -> None:
-    cache = small_cache(stride=1)
+def test_blocks_of_a_reply_leave_with_their_request_unless_a_state_can_resume_them(new_cache: NewCache) -> None:
+    matched = {}
+    for checkpoints in ("none", "rolling"):
+        cache = new_cache(checkpoints=checkpoints)
+        serve(cache, request(0, [*A, 9]), [*B, *C])
+        plan = planned(cache, request(1, [*A, 9, 0, *B, *C, 9]))
+        matched[checkpoints] = len(plan.match.blocks), plan.match.skip_tokens
+    assert matched == {"none": (1, BLOCK), "rolling": (3, 3 * BLOCK)}
+
+
+def test_boundary_that_has_a_state_is_not_reserved_again(new_cache: NewCache) -> None:
+    cache = new_cache(stride=1)
     serve(cache, request(0, [*A, *B, *C]))
     row = admit(cache, request(1, [*A, *B, *C]))
     assert (row.computed, row.reserved) == (2 * BLOCK, [])
@@ -106,8 +116,8 @@ def test_boundary_that_has_a_state_is_not_reserved_again() -> None:
     assert [state.position for state in again.reserved] == [4 * BLOCK]
 
 
-def test_request_that_wants_prompt_log_probs_skips_nothing_but_publishes() -> None:
-    cache = small_cache()
+def test_request_that_wants_prompt_log_probs_skips_nothing_but_publishes(new_cache: NewCache) -> None:
+    cache = new_cache()
     assert serve(cache, request(0, [*A, *B, 9], may_skip=False)) == 0
     assert serve(cache, request(1, [*A, *B, 9], may_skip=False)) == 0
     assert serve(cache, request(2, [*A, *B, 9])) == 2 * BLOCK
@@ -148,23 +158,23 @@ def test_whole_block_prompts_compute_one_block_each() -> None:
 # Tenants, flushes, a cache switched off.
 
 
-def test_tenants_never_share() -> None:
-    cache = small_cache()
+def test_tenants_never_share(new_cache: NewCache) -> None:
+    cache = new_cache()
     assert serve(cache, request(0, [*A, *B, 9], tenant="red")) == 0
     plan = planned(cache, request(1, [*A, *B, 9], tenant="blue"))
     assert (plan.match.blocks, plan.match.skip_tokens) == ((), 0)
     assert serve(cache, request(2, [*A, *B, 9], tenant="red")) == 2 * BLOCK
 
 
-def test_disabled_cache_registers_nothing() -> None:
-    cache = small_cache(enabled=False)
+def test_disabled_cache_registers_nothing(new_cache: NewCache) -> None:
+    cache = new_cache(enabled=False)
     assert [serve(cache, request(index, [*A, *B, 9]), [1] * 9) for index in range(2)] == [0, 0]
     assert (cache.kv.num_cached, cache.counters.states_reserved) == (0, 0)
 
 
 @pytest.mark.parametrize("weights_version", [None, "1"])
-def test_nothing_cached_is_found_after_a_flush(weights_version: str | None) -> None:
-    cache = small_cache()
+def test_nothing_cached_is_found_after_a_flush(new_cache: NewCache, weights_version: str | None) -> None:
+    cache = new_cache()
     serve(cache, request(0, [*A, *B, 9]))
     candidate = cache.candidate(request(1, [*A, *B, 9]))
     cache.flush(weights_version)
@@ -173,8 +183,8 @@ def test_nothing_cached_is_found_after_a_flush(weights_version: str | None) -> N
     assert (cache.kv.num_cached, cached_states(cache)) == (0, [])
 
 
-def test_keys_depend_on_tenant_weights_and_epoch() -> None:
-    cache = small_cache()
+def test_keys_depend_on_tenant_weights_and_epoch(new_cache: NewCache) -> None:
+    cache = new_cache()
     roots = {cache.root_of(""), cache.root_of("red")}
     for weights_version in (None, "1", "0"):
         cache.flush(weights_version)
@@ -182,8 +192,8 @@ def test_keys_depend_on_tenant_weights_and_epoch() -> None:
     assert len(roots) == 5
 
 
-def test_row_admitted_before_a_flush_publishes_nothing_after_it() -> None:
-    cache = small_cache()
+def test_row_admitted_before_a_flush_publishes_nothing_after_it(new_cache: NewCache) -> None:
+    cache = new_cache()
     decoding = prefill(cache, request(0, [*A, *B, 9]))
     prefilling = admit(cache, request(1, [*C, *D, 9]))
     assert prefilling.reserved
@@ -196,8 +206,8 @@ def test_row_admitted_before_a_flush_publishes_nothing_after_it() -> None:
     assert (cache.slots.num_reserved, cached_states(cache)) == (0, [])
 
 
-def test_flush_frees_the_state_that_a_row_starts_from_once_the_row_has_read_it() -> None:
-    cache = small_cache()
+def test_flush_frees_the_state_that_a_row_starts_from_once_the_row_has_read_it(new_cache: NewCache) -> None:
+    cache = new_cache()
     serve(cache, request(0, [*A, *B, 9]))
     row = admit(cache, request(1, [*A, *B, 8]))
     assert row.source_slot is not None
@@ -210,8 +220,8 @@ def test_flush_frees_the_state_that_a_row_starts_from_once_the_row_has_read_it()
     cache.check_integrity([row])
 
 
-def test_rows_that_ran_before_a_flush_are_cached_again_when_prefilled_again() -> None:
-    cache = small_cache()
+def test_rows_that_ran_before_a_flush_are_cached_again_when_prefilled_again(new_cache: NewCache) -> None:
+    cache = new_cache()
     row = prefill(cache, request(0, [*A, *B, 9]))
     cache.flush()
     cache.release(row)
@@ -221,8 +231,8 @@ def test_rows_that_ran_before_a_flush_are_cached_again_when_prefilled_again() ->
 # Identical content in one step.
 
 
-def test_rows_of_equal_prompts_in_one_step_leave_one_block_for_each_key() -> None:
-    cache = small_cache()
+def test_rows_of_equal_prompts_in_one_step_leave_one_block_for_each_key(new_cache: NewCache) -> None:
+    cache = new_cache()
     rows = [admit(cache, request(index, [*A, *B, 9], may_skip=False)) for index in range(2)]
     own = [list(row.block_ids) for row in rows]
     assert not set(own[0]) & set(own[1])
@@ -234,11 +244,11 @@ def test_rows_of_equal_prompts_in_one_step_leave_one_block_for_each_key() -> Non
     cache.check_integrity(rows)
     for row in rows:
         cache.release(row)
-    assert (cache.kv.num_cached, cache.kv.num_free) == (2, 14)
+    assert (cache.kv.num_cached, cache.kv.num_referenced) == (2, 0)
 
 
-def test_rows_of_equal_replies_leave_one_block_for_each_key() -> None:
-    cache = small_cache()
+def test_rows_of_equal_replies_leave_one_block_for_each_key(new_cache: NewCache) -> None:
+    cache = new_cache()
     rows = [prefill(cache, request(index, [*A, 9]), first_token=5) for index in range(2)]
     for token in (6, 7, 8, 8, 8, 8):
         for row in rows:
@@ -251,8 +261,8 @@ def test_rows_of_equal_replies_leave_one_block_for_each_key() -> None:
     cache.check_integrity(rows)
 
 
-def test_row_after_an_adoption_extends_the_adopted_chain() -> None:
-    cache = small_cache()
+def test_row_after_an_adoption_extends_the_adopted_chain(new_cache: NewCache) -> None:
+    cache = new_cache()
     rows = [admit(cache, request(index, [*A, *B, 9], may_skip=False)) for index in range(2)]
     run_step(cache, rows)
     cache.release(rows[0])
@@ -263,8 +273,8 @@ def test_row_after_an_adoption_extends_the_adopted_chain() -> None:
     cache.check_integrity(rows[1:])
 
 
-def test_second_state_for_a_key_is_released() -> None:
-    cache = small_cache(stride=1)
+def test_second_state_for_a_key_is_released(new_cache: NewCache) -> None:
+    cache = new_cache(stride=1)
     rows = [admit(cache, request(0, [*A, *B, 9]), budget=6), admit(cache, request(1, [*A, 8], may_skip=False))]
     assert [len(row.reserved) for row in rows] == [1, 0]
     run_step(cache, rows)

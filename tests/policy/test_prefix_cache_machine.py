@@ -2,7 +2,8 @@
 
 KV of a position and a state after it are a function of the tokens up to there, so the model writes those tokens,
 and a reader that finds any others has been given the wrong memory. A draft writes as the token it stands for; one that
-is rejected leaves what it wrote behind.
+is rejected leaves what it wrote behind. Where blocks and slots share slabs, what is written to one overwrites the
+others of its slab.
 """
 
 from collections.abc import Sequence
@@ -21,15 +22,20 @@ from megatron_mamba_cache.policy.boundaries import select_boundaries
 from megatron_mamba_cache.policy.identifiers import BlockId, BlockKey, SlotId
 from megatron_mamba_cache.policy.prefix_cache import PrefixCache
 from megatron_mamba_cache.policy.requests import RequestSpec, RunningRequest
+from megatron_mamba_cache.policy.slabs import SlabSpace
 from megatron_mamba_cache.policy.slot_owners import SlotOwner
 from tests.policy.small_cache import BLOCK, frozen, request, small_cache
 
 MAX_ROWS = 3
-NUM_BLOCKS = 9
+NUM_BLOCKS = 9  # where they do not share slabs with the slots
 MAX_LEN = 24  # six blocks: a lone row always fits
 MOST_DRAFTS = BLOCK - 1
 
+SLABS = [None, None, (4, 2, 1), (5, 3, 2), (7, 2, 1), (9, 1, 2)]
+"""How many slabs, and how many blocks and slots fit one."""
+
 Checkpoints = Literal["rolling", "all", "none"]
+Slabs = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +65,30 @@ def fed_to(row: RunningRequest) -> Text:
 class Memory:
     """What each token of a block and each slot was last written with; None for garbage."""
 
+    slabs: Slabs | None
     kv: dict[tuple[BlockId, int], Text | None] = field(default_factory=dict)
     states: dict[SlotId, Text | None] = field(default_factory=dict)
     windows: dict[SlotId, dict[int, Text]] = field(default_factory=dict)  # conv windows by their offset in the slot
     published_states: set[Text] = field(default_factory=set)
     sequences: dict[BlockKey, Text] = field(default_factory=dict)  # what each key stands for
+
+    def write_kv(self, block: BlockId, offset: int, text: Text | None) -> None:
+        """Write a token's KV over what the slots of the same slab held."""
+        self.kv[block, offset] = text
+        if self.slabs:
+            _, blocks_per_slab, slots_per_slab = self.slabs
+            first = block // blocks_per_slab * slots_per_slab
+            for slot in map(SlotId, range(first, first + slots_per_slab)):
+                self.states[slot], self.windows[slot] = None, {}
+
+    def write_state(self, slot: SlotId, text: Text | None, windows: dict[int, Text]) -> None:
+        """Write a state and its conv windows over what the blocks of the same slab held."""
+        self.states[slot], self.windows[slot] = text, windows
+        if self.slabs:
+            _, blocks_per_slab, slots_per_slab = self.slabs
+            first = slot // slots_per_slab * blocks_per_slab
+            for block in range(first, first + blocks_per_slab):
+                self.kv.update({(BlockId(block), offset): None for offset in range(BLOCK)})
 
 
 class PrefixCacheMachine(RuleBasedStateMachine):
@@ -77,7 +102,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.cache = small_cache()
-        self.memory = Memory()
+        self.memory = Memory(None)
         self.rows: list[RunningRequest] = []
         self.texts: list[tuple[int, ...]] = [(1,) * 13]
         self.num_requests = 0
@@ -86,17 +111,28 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.unmatched: set[BlockId] = set()  # rolling checkpoints that no prompt has come upon
 
     @initialize(
+        slabs=st.sampled_from(SLABS),
         num_slots=st.integers(MAX_ROWS, MAX_ROWS + 6),
         stride=st.sampled_from([None, None, 1, 2]),
         align=st.booleans(),
         checkpoints=st.sampled_from(["rolling", "rolling", "all", "none"]),
         eviction=st.sampled_from(["lru", "cost"]),
     )
-    def build(self, num_slots: int, stride: int | None, align: bool, checkpoints: Checkpoints, eviction: str) -> None:
+    def build(
+        self,
+        slabs: Slabs | None,
+        num_slots: int,
+        stride: int | None,
+        align: bool,
+        checkpoints: Checkpoints,
+        eviction: str,
+    ) -> None:
         self.checkpoints = checkpoints
+        self.memory = Memory(slabs)
         self.cache = small_cache(
             NUM_BLOCKS,
             num_slots,
+            slabs=slabs,
             stride=stride,
             align=align,
             checkpoints=checkpoints,
@@ -147,19 +183,27 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         )
         assert (plan is Refusal.WAITS_FOR_PREFIX) == waits
         num_new = -(-spec.prompt_len // BLOCK) - len(blocks)
-        lacks_blocks = self.cache.kv.num_available_beside(blocks) < num_new
-        assert plan is not Refusal.NO_BLOCKS or lacks_blocks
+        source = blocks[skip // BLOCK - 1] if skip else None
+        assert plan is not Refusal.NO_BLOCKS or not self._has_room(num_new, blocks, source)
         assert plan is not Refusal.NO_TOKENS or budget < 1
         slots = self.cache.slots
-        is_full = slots.num_slots == MAX_ROWS and not slots.num_available
-        in_step = slots.num_reserved or any(slots.is_pinned(BlockId(block)) for block in range(NUM_BLOCKS))
+        is_full = not slots.num_available and (slots.num_slots == MAX_ROWS or self.memory.slabs is not None)
+        in_step = slots.num_reserved or any(map(slots.is_pinned, slots.cached_blocks()))
         assert plan is not Refusal.NO_SLOT or in_step or is_full
+        assert self.rows or plan not in {Refusal.NO_BLOCKS, Refusal.NO_SLOT}, "a prompt that fits is refused for ever"
         if isinstance(plan, AdmissionPlan):
-            assert not lacks_blocks
             assert list(plan.match.blocks) == blocks
             assert plan.match.skip_tokens in {skip, 0}
-            assert plan.match.skip_tokens == skip or self._needs_slot_of(blocks[skip // BLOCK - 1])
+            wanted = num_new if not self.rows else 0  # what the source state gives way to
+            assert plan.match.skip_tokens == skip or not self._has_room(wanted, blocks, source)
+            assert self._has_room(num_new, blocks, source if plan.match.skip_tokens else None)
             assert plan.match.skip_tokens < plan.chunk_end <= min(spec.prompt_len, plan.match.skip_tokens + budget)
+
+    def _has_room(self, num_new: int, blocks: Sequence[BlockId], source: BlockId | None) -> bool:
+        """Return whether a live slot and new blocks fit beside what a match keeps."""
+        slot = None if source is None or self.cache.slots.is_pinned(source) else self.cache.slots.slot_of(source)
+        kept = [block for block in blocks if not self.cache.kv.num_refs(block)]
+        return self.cache.pools.space.fits(num_new, 1, kept, [] if slot is None else [slot])
 
     def _best_match(self, sequence: Text, may_skip: bool) -> tuple[list[BlockId], int]:
         """Search the registered blocks for the longest match and its deepest usable state."""
@@ -173,10 +217,6 @@ class PrefixCacheMachine(RuleBasedStateMachine):
                 skip = end
         return blocks, skip
 
-    def _needs_slot_of(self, source: BlockId) -> bool:
-        """Whether a new row can only have the slot of the state that it would start from."""
-        return self.cache.slots.num_available == 1 - self.cache.slots.is_pinned(source)
-
     def _check_admission(self, row: RunningRequest, plan: AdmissionPlan) -> None:
         sequence, skip = sequence_of(row), plan.match.skip_tokens
         assert row.computed == skip
@@ -186,8 +226,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             assert self.memory.windows[row.source_slot] == {0: sequence.upto(skip)}
         else:
             assert row.source_slot is None
-        self.memory.states[row.live_slot] = None
-        self.memory.windows[row.live_slot] = {}
+        self.memory.write_state(row.live_slot, None, {})
         self._check_kv(row, len(plan.match.blocks) * BLOCK)
 
     def _note_prompt_boundaries(self, row: RunningRequest) -> None:
@@ -312,12 +351,12 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         (reserved,) = row.reserved
         copy = plan_align_copy(row.computed, row.scheduled, len(row.drafts), num_accepted, 0, BLOCK)
         if copy is None:
-            self.memory.states[reserved.slot] = None
+            self.memory.write_state(reserved.slot, None, {})
             return
         assert (copy.destination_column + 1) * BLOCK == reserved.position
         columns = [row.live_slot, *row.draft_slots]
-        self.memory.states[reserved.slot] = self.memory.states[columns[copy.source_column]]
-        self.memory.windows[reserved.slot] = {0: self.memory.windows[row.live_slot][copy.shift]}
+        window = {0: self.memory.windows[row.live_slot][copy.shift]}
+        self.memory.write_state(reserved.slot, self.memory.states[columns[copy.source_column]], window)
 
     def _publish(self, row: RunningRequest, num_tokens: int) -> None:
         """Publish a row, and check which boundaries can be found afterwards and which checkpoint was retired."""
@@ -400,21 +439,20 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             block = row.block_ids[position // BLOCK]
             assert self.cache.kv.key_of(block) is None, "a findable block is written"
             assert self.cache.kv.num_refs(block) == 1, "a shared block is written"
-            self.memory.kv[block, position % BLOCK] = fed_to(row).upto(position + 1)
+            self.memory.write_kv(block, position % BLOCK, fed_to(row).upto(position + 1))
 
     def _write_states(self, row: RunningRequest) -> None:
         fed, start, end = fed_to(row), row.computed, row.computed + row.scheduled
         assert all(start < state.position <= end and state.position % BLOCK == 0 for state in row.reserved)
         if row.is_prefilling:
-            self.memory.states[row.live_slot] = fed.upto(end)
-            self.memory.windows[row.live_slot] = {0: fed.upto(end)}
+            self.memory.write_state(row.live_slot, fed.upto(end), {0: fed.upto(end)})
             for state in row.reserved:
-                self.memory.states[state.slot] = fed.upto(state.position)
-                self.memory.windows[state.slot] = {0: fed.upto(state.position)}
+                self.memory.write_state(state.slot, fed.upto(state.position), {0: fed.upto(state.position)})
             return
-        behind = [fed.upto(position + 1) for position in range(start, end)]
-        self.memory.states.update(zip(self._columns(row), behind, strict=False))
-        self.memory.windows[row.live_slot] = dict(enumerate(behind))
+        after = [fed.upto(position + 1) for position in range(start, end)]
+        for column, text in zip(self._columns(row), after, strict=False):
+            self.memory.write_state(column, text, {})
+        self.memory.windows[row.live_slot] = dict(enumerate(after))
 
     def _note_keys(self, row: RunningRequest, end: int) -> None:
         sequence = sequence_of(row).upto(end)
@@ -464,16 +502,17 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     @rule(share=st.sampled_from([0.3, 0.6, 1.0]))
     def press_on_blocks(self, share: float) -> None:
         blocks = self.cache.kv.allocate(round(share * self.cache.kv.num_available))
-        self.memory.kv.update({(block, offset): None for block in blocks for offset in range(BLOCK)})
+        for block in blocks:
+            for offset in range(BLOCK):
+                self.memory.write_kv(block, offset, None)
         self.cache.kv.release(blocks)
 
     @precondition(lambda self: self.num_requests % 4 == 1)
     @rule(share=st.sampled_from([0.3, 0.6, 1.0]))
     def press_on_slots(self, share: float) -> None:
         slots = self.cache.slots.reserve(round(share * self.cache.slots.num_available))
-        self.memory.states.update(dict.fromkeys(slots))
-        self.memory.windows.update((slot, {}) for slot in slots)
         for slot in slots:
+            self.memory.write_state(slot, None, {})
             self.cache.slots.cancel(slot)
 
     @invariant()
@@ -505,7 +544,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def reserved_slots_are_not_findable(self) -> None:
-        findable = {self.cache.slots.slot_of(BlockId(block)) for block in range(NUM_BLOCKS)}
+        findable = {self.cache.slots.slot_of(block) for block in self.cache.slots.cached_blocks()}
         for row in self.rows:
             for state in row.reserved:
                 assert self.cache.slots.owner_of(state.slot) is SlotOwner.RESERVED and state.slot not in findable
@@ -531,6 +570,8 @@ def check_that_a_flushed_cache_is_empty(cache: PrefixCache) -> None:
     cache.flush()
     assert cache.kv.num_free == cache.kv.num_blocks
     assert cache.slots.count_by_owner()["free"] == cache.slots.num_slots
+    if isinstance(cache.pools.space, SlabSpace):
+        assert cache.pools.space.count_slabs() == {"unused": cache.pools.space.num_slabs, "kv_blocks": 0, "states": 0}
 
 
 TestPrefixCacheAgainstModel = PrefixCacheMachine.TestCase

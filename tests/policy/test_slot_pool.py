@@ -6,8 +6,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from megatron_mamba_cache.errors import CacheCapacityError, CacheIntegrityError
+from megatron_mamba_cache.policy.eviction_rules import LeastRecentlyUsed
 from megatron_mamba_cache.policy.identifiers import BlockId, BlockKey, SlotId
-from megatron_mamba_cache.policy.kv_block_pool import KVBlockPool
+from megatron_mamba_cache.policy.places import SplitSpace
+from megatron_mamba_cache.policy.pools import CachePools
 from megatron_mamba_cache.policy.slot_owners import SlotOwner
 from megatron_mamba_cache.policy.slot_pool import SlotPool
 
@@ -313,45 +315,53 @@ def test_flush_leaves_live_and_reserved_slots_alone() -> None:
     assert pool.owner_of(reserved) is SlotOwner.RESERVED
 
 
-@pytest.mark.parametrize("registered", [True, False])
-def test_a_state_leaves_with_its_block(registered: bool) -> None:
-    slots = SlotPool(2)
-    kv = KVBlockPool(1, on_evict=slots.drop)
-    (block,) = kv.allocate(1)
-    (slot,) = slots.reserve()
-    if registered:
-        kv.register(block, BlockKey(1), None)
-        slots.publish(slot, block)
-    else:
-        slots.cancel(slot)  # the step failed before the block was registered
-    kv.release([block])
-    assert kv.allocate(1) == [block]
-    assert slots.slot_of(block) is None
-    assert slots.count_by_owner()["free"] == 2
-    slots.check_integrity()
+def pools_with_a_state(num_blocks: int, num_slots: int) -> tuple[CachePools, BlockId]:
+    """Return both pools, and a held block with a cached state."""
+    pools = CachePools.over(SplitSpace(num_blocks, num_slots), LeastRecentlyUsed(), block_size=1)
+    (block,) = pools.kv.allocate(1)
+    pools.kv.register(block, BlockKey(1), None)
+    cache(pools.slots, block)
+    return pools, block
+
+
+def test_a_block_leaves_with_its_state() -> None:
+    pools, block = pools_with_a_state(1, 2)
+    pools.kv.release([block])
+    assert (pools.kv.num_cached, pools.kv.num_available) == (1, 1)
+    assert pools.kv.allocate(1) == [block]
+    assert pools.slots.slot_of(block) is None
+    assert pools.slots.count_by_owner()["free"] == 2
+    assert (pools.slots.num_evicted, pools.slots.num_blocks_evicted) == (1, 1)
+    pools.slots.check_integrity()
+
+
+def test_a_block_that_a_request_holds_stays_when_its_state_is_evicted() -> None:
+    pools, block = pools_with_a_state(1, 1)
+    pools.slots.take_live()
+    assert pools.kv.find(BlockKey(1)) == block
+    assert (pools.slots.num_evicted, pools.slots.num_blocks_evicted) == (1, 0)
+    pools.kv.release([block])
+    assert pools.kv.find(BlockKey(1)) is None
+    pools.kv.check_integrity()
 
 
 def test_a_flush_of_both_pools_survives_a_pinned_state() -> None:
-    slots = SlotPool(2)
-    kv = KVBlockPool(2, on_evict=slots.drop)
-    (block,) = kv.allocate(1)
-    kv.register(block, BlockKey(1), None)
-    cache(slots, block)
-    slots.pin(block)
-    slots.flush()
-    kv.flush()
-    assert slots.slot_of(block) is None
-    slots.unpin(block)
-    assert slots.count_by_owner()["free"] == 2
-    kv.check_integrity()
-    slots.check_integrity()
+    pools, block = pools_with_a_state(2, 2)
+    pools.slots.pin(block)
+    pools.slots.flush()
+    pools.kv.flush()
+    assert pools.slots.slot_of(block) is None
+    pools.slots.unpin(block)
+    assert pools.slots.count_by_owner()["free"] == 2
+    pools.kv.check_integrity()
+    pools.slots.check_integrity()
 
 
 @pytest.mark.parametrize(
     ("corrupt", "message"),
     [
         (lambda pool: pool._owners._owners.__setitem__(0, SlotOwner.LIVE), "counted"),
-        (lambda pool: pool._owners._free.__setitem__(0, pool._owners._free[1]), "listed as free"),
+        (lambda pool: pool._last_used.clear(), "last uses"),
         (lambda pool: pool._slot_of.clear(), "listed as cached"),
         (lambda pool: pool._pins.__setitem__(9, 1), "pins"),
         (lambda pool: pool._evictable.clear(), "evictable"),

@@ -4,16 +4,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from megatron_mamba_cache.policy.eviction import CachedEntry
 from megatron_mamba_cache.policy.identifiers import BlockId
 from megatron_mamba_cache.policy.state_lineage import StateLineage
 
 
 def lost(lineage: StateLineage, block: int, *cached: int) -> int:
-    return lineage.entry(BlockId(block), 0, 0.0, {BlockId(other) for other in cached}).lost_tokens
+    return lineage.entry(BlockId(block), 0, {BlockId(other) for other in cached}, is_end=True).lost_tokens
 
 
 def chain(*num_tokens: int) -> StateLineage:
-    """Return states at blocks 0, 1, ..., each behind the one before it."""
+    """Return states at blocks 0, 1, ..., each after the one before it."""
     lineage = StateLineage()
     for block, tokens in enumerate(num_tokens):
         lineage.add(BlockId(block), tokens, BlockId(block - 1) if block else None, 0)
@@ -37,13 +38,22 @@ def test_a_state_published_in_between_counts_once_the_path_is_known() -> None:
     assert lost(lineage, 1, 0, 1, 7) == 20
 
 
-def test_states_behind_a_state_and_requests_from_it_are_counted() -> None:
+def test_states_after_a_state_and_requests_that_branch_from_it_are_counted() -> None:
     lineage = chain(10)
     for block in (1, 2):
         lineage.add(BlockId(block), 20, BlockId(0), 0)
-    lineage.count_hit(BlockId(0))
-    entry = lineage.entry(BlockId(0), 5, 1.5, {BlockId(0)})
-    assert entry == (5, 10, 1.5, 10, 1, 2)
+    lineage.count_branch_hit(BlockId(0))
+    entry = lineage.entry(BlockId(0), 5, {BlockId(0)}, is_end=False)
+    assert entry == CachedEntry(
+        last_used=5, num_tokens=10, lost_tokens=10, num_branch_hits=1, num_continuations=2, is_end=False
+    )
+
+
+def test_a_state_that_returns_to_a_block_starts_without_hits() -> None:
+    lineage = chain(10)
+    lineage.count_branch_hit(BlockId(0))
+    lineage.add(BlockId(0), 10, None, 0)
+    assert lineage.entry(BlockId(0), 0, set(), is_end=True).num_branch_hits == 0
 
 
 class LineageMachine(RuleBasedStateMachine):

@@ -54,7 +54,7 @@ def sharing_allocator(
 ) -> StateSlotAllocator:
     """Return an allocator over a pool and a slot map that it does not own."""
     layout = StateLayout(NUM_LAYERS, CONV_SHAPE, SSM_SHAPE, torch.float32, torch.float32)
-    pool = StatePool(layout, num_slots, device)
+    pool = StatePool.zeros(layout, num_slots, device)
     return StateSlotAllocator(context(device=device), pool, SlotPool(num_slots), rule, reservations)
 
 

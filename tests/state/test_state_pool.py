@@ -12,7 +12,7 @@ WINDOW_LEN, NUM_DRAFTS = 3, 8
 
 def random_pool(device: str) -> StatePool:
     layout = StateLayout(2, (WINDOW_LEN + NUM_DRAFTS, 5), (2, 3, 4), torch.bfloat16, torch.float32)
-    pool = StatePool(layout, 12, device)
+    pool = StatePool.zeros(layout, 12, device)
     pool.conv.normal_()
     pool.ssm.normal_()
     return pool

@@ -91,4 +91,5 @@ def put_state(results, scratch, state, kept, slot, head, channel, sizes):
             tma.store_wait(0)  # the last tile's state may still be in flight
         scratch.leaving.store(state)
         fence_async_shared()
-    store_tile(results.pool_states, [(slot * sizes.HEADS + head) * sizes.D_STATE, channel], scratch.leaving)
+    first_row = slot * (results.slot_stride // sizes.HEAD_DIM) + head * sizes.D_STATE
+    store_tile(results.pool_states, [first_row, channel], scratch.leaving)

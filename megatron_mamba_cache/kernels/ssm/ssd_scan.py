@@ -103,7 +103,8 @@ def _fits_hopper(tokens: SSMTokens, ssm_pool: Tensor, shape: TileShape) -> bool:
         and tokens.x.dtype == torch.bfloat16
         and shape.length == TILE_LEN
         and all(64 <= dim <= 128 for dim in _dims(tokens))
-        and ssm_pool.is_contiguous()
+        and ssm_pool.stride(0) % ssm_pool.shape[-1] == 0
+        and ssm_pool.data_ptr() % _ALIGNMENT == 0
         and _runs_gluon(tokens.x.device)
     )
 

@@ -208,7 +208,7 @@ def scan_on_hopper(
 
     Args:
         tokens: bf16; head_dim is a multiple of 16 and d_state a power of two, both from 64 to 128.
-        ssm_pool: Contiguous.
+        ssm_pool: Slots are whole rows of head_dim apart, and aligned to 16 bytes.
         tiles: Full ones are as wide as long.
         y: [tokens, heads, head_dim], contiguous.
     """
@@ -221,7 +221,7 @@ def scan_on_hopper(
         C_tiles=describe(tokens.C.flatten(1), [TILE_LEN, d_state]),
         y_tiles=describe(y.flatten(1), [TILE_LEN, tiling.channels]),
         decay_tiles=describe(tiles.decays.view(-1, TILE_LEN), [1, TILE_LEN]),
-        pool_states=describe(ssm_pool.view(-1, head_dim), [d_state, tiling.channels]),
+        pool_states=describe(_rows_of(ssm_pool), [d_state, tiling.channels]),
         rows=tiled_rows(rows),
         y=y,
         D=D,
@@ -245,3 +245,10 @@ def scan_on_hopper(
         FILL_REGISTERS=_FILL_REGISTERS,
         num_warps=4,
     )
+
+
+def _rows_of(ssm_pool: Tensor) -> Tensor:
+    """Return a pool as a matrix of head_dim columns, with what lies between its slots."""
+    num_slots, num_heads, d_state, head_dim = ssm_pool.shape
+    num_rows = (num_slots - 1) * (ssm_pool.stride(0) // head_dim) + num_heads * d_state
+    return ssm_pool.as_strided((num_rows, head_dim), (head_dim, 1))

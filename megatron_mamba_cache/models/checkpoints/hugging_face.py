@@ -38,6 +38,17 @@ class LoadedModel:
     directory: Path
 
 
+def read_sizes(directory: Path) -> tuple[HybridArchitecture, torch.dtype]:
+    """Return the architecture that a directory's config.json describes, and the dtype of its weights.
+
+    Raises:
+        ValueError: Naming the file and the field, if it is missing or not supported.
+    """
+    config = CheckpointConfig.read(directory)
+    family = FAMILIES[config.one_of("model_type", sorted(FAMILIES))]
+    return family.architecture_of(config), _stored_dtype(config)
+
+
 def load_hugging_face(source: str | Path, dtype: torch.dtype | None = torch.bfloat16) -> LoadedModel:
     """Load a model directory (config.json and safetensors) onto the current device.
 

@@ -1,0 +1,108 @@
+"""The command `plan`: what caches of several sizes would have skipped of a recorded load."""
+
+import json
+from argparse import Namespace
+from pathlib import Path
+
+from ..planning.plan import CacheSizes, plan
+from ..planning.recorded_load import read_load
+from .plan_arguments import DEFAULT_GB
+from .quiet import quiet_libraries
+from .usage_error import UsageError
+
+
+def print_plan(arguments: Namespace) -> None:
+    """Replay the load and print a line for each size.
+
+    Raises:
+        UsageError: If a flag, the file or the model cannot be used.
+    """
+    budgets = _checked(arguments)
+    sizes = _sizes(arguments)
+    try:
+        load = read_load(Path(arguments.trace))
+    except (OSError, ValueError, EOFError) as error:
+        raise UsageError(f"--trace {arguments.trace}: {error}") from error
+    try:
+        result = plan(load, sizes, budgets)
+    except ValueError as error:
+        raise UsageError(f"--block-size {arguments.block_size}: {error}") from error
+    rows = [
+        {
+            "cache_gb": cache.cache_gb,
+            "host_cache_gb": 0.0,
+            "prompt_tokens": cache.replayed.prompt_tokens,
+            "skipped_tokens": cache.replayed.skipped_tokens,
+            "share": cache.replayed.share,
+            "unlimited_share": result.unlimited.share,
+        }
+        for cache in result.caches
+    ]
+    if arguments.json:
+        print(json.dumps(rows, indent=2))
+        return
+    print(
+        f"{len(load.requests):,} requests; {sizes.kv_bytes_per_token:,} bytes of KV a token, "
+        f"{sizes.state_bytes:,} bytes a state, blocks of {sizes.block_size} tokens"
+    )
+    print(f"{'cache, GiB':>10}  {'prompt tokens':>15}  {'skipped':>15}  {'share':>6}")
+    for row in rows:
+        print(
+            f"{row['cache_gb']:>10g}  {row['prompt_tokens']:>15,}  {row['skipped_tokens']:>15,}  {row['share']:>6.3f}"
+        )
+    unlimited = result.unlimited
+    print(
+        f"{'unlimited':>10}  {unlimited.prompt_tokens:>15,}  {unlimited.skipped_tokens:>15,}  {unlimited.share:>6.3f}"
+    )
+
+
+def _checked(arguments: Namespace) -> tuple[float, ...]:
+    """Return the sizes to plan for; raise for a flag with a value that can never work."""
+    if any(size != 0 for size in arguments.host_cache_gb or ()):
+        raise UsageError("--host-cache-gb: this version keeps nothing on the host; leave the flag out, or set it to 0")
+    if arguments.block_size < 1:
+        raise UsageError(f"--block-size is {arguments.block_size}; it must be at least 1")
+    for size in arguments.cache_gb or ():
+        if not 0 < size < 2**20:
+            raise UsageError(f"--cache-gb is {size}; it must be more than 0 and below {2**20}")
+    return tuple(arguments.cache_gb or DEFAULT_GB)
+
+
+def _sizes(arguments: Namespace) -> CacheSizes:
+    """Return what the model of the flags stores."""
+    given = {
+        "--kv-bytes-per-token": arguments.kv_bytes_per_token,
+        "--state-bytes": arguments.state_bytes,
+    }
+    missing = [flag for flag, value in given.items() if value is None]
+    if arguments.model is not None:
+        if len(missing) < len(given):
+            raise UsageError("--model: give a model or the sizes of one, not both")
+        return _sizes_of(Path(arguments.model), arguments.block_size)
+    if missing:
+        raise UsageError(f"{missing[0]} is missing: give --model DIR, or both {' and '.join(given)}")
+    for flag, value in given.items():
+        if not 1 <= value < 2**40:
+            raise UsageError(f"{flag} is {value}; it must be a number of bytes, at least 1")
+    return CacheSizes(arguments.kv_bytes_per_token, arguments.state_bytes, arguments.block_size)
+
+
+def _sizes_of(directory: Path, block_size: int) -> CacheSizes:
+    """Return what a model stores under an engine's default dtypes; imports torch."""
+    with quiet_libraries():
+        import torch
+
+        from ..models.checkpoints.hugging_face import read_sizes
+    try:
+        architecture, dtype = read_sizes(directory)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--model {directory}: {error}") from error
+    mamba, attention, pattern = architecture.mamba, architecture.attention, architecture.pattern
+    inner = mamba.num_heads * mamba.head_dim
+    conv_dim = inner + 2 * mamba.num_groups * mamba.state_dim
+    state = inner * mamba.state_dim * torch.float32.itemsize + (mamba.d_conv - 1) * conv_dim * dtype.itemsize
+    kv = 2 * attention.num_kv_heads * attention.head_dim * dtype.itemsize
+    num_mamba, num_attention = pattern.count("M"), pattern.count("*")
+    if not (num_mamba and num_attention):
+        raise UsageError(f"--model {directory}: layer pattern {pattern} has no Mamba or no attention layer")
+    return CacheSizes(num_attention * kv, num_mamba * state, block_size)

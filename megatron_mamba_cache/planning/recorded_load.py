@@ -1,0 +1,143 @@
+"""Recorded loads: when requests came, how long they were, and which of them begin alike, without their texts.
+
+Two formats are read, one JSON object a line, gzipped or not. In both, a hash stands for the content of one run of
+tokens, and equal hashes for equal content.
+
+- Sessions of an agent, a line each: `block_size` (tokens a hash) and `requests`, each with `t` (seconds from the
+  session's start), `in`, `out` (tokens) and `hash_ids`, local to the session. An entry with `requests` of its own is a
+  sub-agent, whose times count from its own `t`.
+- Mooncake's traces, a request a line: `timestamp` (ms), `input_length`, `output_length`, `hash_ids` of 512 tokens each,
+  shared by all requests.
+"""
+
+import gzip
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SESSIONS_START_WITHIN_S = 1800.0
+"""Sessions without a time of their own start spread evenly over this time, in the order of the file."""
+_MOONCAKE_TOKENS = 512
+_MOST_TOKENS = 2**31
+
+ContentId = tuple[int, int]
+"""The content of a run of tokens: (session, hash)."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRequest:
+    """One request of a recorded load.
+
+    Args:
+        arrival_s: From the start of the load.
+        session: Number of its session, counted from 0; every request is one of its own where none is recorded.
+        prompt_len, reply_len: Tokens.
+        content: What each run of prompt tokens contains, the last one perhaps incomplete.
+    """
+
+    arrival_s: float
+    session: int
+    prompt_len: int
+    reply_len: int
+    content: tuple[ContentId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedLoad:
+    """Requests in order of arrival; each content id stands for `tokens_per_id` tokens."""
+
+    tokens_per_id: int
+    requests: tuple[RecordedRequest, ...]
+
+
+def read_load(path: Path, most_sessions: int | None = None, skip_sessions: int = 0) -> RecordedLoad:
+    """Read a recorded load.
+
+    Args:
+        most_sessions, skip_sessions: Which lines are read; None: all.
+
+    Raises:
+        OSError: If the file cannot be read.
+        ValueError: Naming the line that is in neither format.
+    """
+    with _opened(path) as file:
+        lines = [line for line in file if line.strip()]
+    lines = lines[skip_sessions:][:most_sessions]
+    if not lines:
+        raise ValueError(f"{path} holds no requests")
+    requests: list[RecordedRequest] = []
+    sizes = set()
+    for number, line in enumerate(lines):
+        try:
+            entry = json.loads(line)
+            size, found = _requests_of(entry, number, SESSIONS_START_WITHIN_S * number / len(lines))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path}, line {number + 1 + skip_sessions}: {_fault(error)}") from error
+        requests += found
+        sizes.add(size)
+    if len(sizes) > 1:
+        raise ValueError(f"{path} mixes hashes of {sorted(sizes)} tokens; give each size a file of its own")
+    return RecordedLoad(sizes.pop(), tuple(sorted(requests, key=lambda request: request.arrival_s)))
+
+
+def _opened(path: Path) -> Any:
+    return gzip.open(path, "rt") if path.suffix == ".gz" else path.open()
+
+
+def _fault(error: Exception) -> str:
+    return f"no field {error}" if isinstance(error, KeyError) else str(error)
+
+
+def _requests_of(entry: Any, number: int, start_s: float) -> tuple[int, list[RecordedRequest]]:
+    """Return the tokens of a hash and the requests of one line."""
+    if not isinstance(entry, Mapping):
+        raise TypeError(f"need a JSON object, found {type(entry).__name__}")
+    if "requests" in entry:
+        size = _count(entry, "block_size", 1)
+        return size, [
+            _request(request, arrival_s, number, number, ("in", "out"), size)
+            for arrival_s, request in _of_agents(entry["requests"], start_s)
+        ]
+    if "input_length" in entry:
+        arrival_s = _number(entry, "timestamp") / 1000
+        lengths = ("input_length", "output_length")
+        return _MOONCAKE_TOKENS, [_request(entry, arrival_s, number, 0, lengths, _MOONCAKE_TOKENS)]
+    raise ValueError("need the fields of a session (requests, block_size) or of Mooncake's traces (input_length)")
+
+
+def _of_agents(requests: Sequence[Mapping[str, Any]], start_s: float) -> Iterator[tuple[float, Mapping[str, Any]]]:
+    """Yield a session's requests, those of sub-agents too, with their arrivals."""
+    for request in requests:
+        arrival_s = start_s + _number(request, "t")
+        if "requests" in request:
+            yield from _of_agents(request["requests"], arrival_s)
+        else:
+            yield arrival_s, request
+
+
+def _request(
+    entry: Mapping[str, Any], arrival_s: float, session: int, names: int, lengths: tuple[str, str], size: int
+) -> RecordedRequest:
+    prompt_len, reply_len = _count(entry, lengths[0], 1), _count(entry, lengths[1], 0)
+    hashes = entry["hash_ids"]
+    if len(hashes) < prompt_len // size:
+        raise ValueError(f"{prompt_len} prompt tokens have {prompt_len // size} runs of {size}, found {len(hashes)}")
+    return RecordedRequest(
+        arrival_s, session, prompt_len, reply_len, tuple((names, int(content)) for content in hashes)
+    )
+
+
+def _count(entry: Mapping[str, Any], name: str, least: int) -> int:
+    value = entry[name]
+    if type(value) is not int or not least <= value < _MOST_TOKENS:
+        raise ValueError(f"{name} must be a whole number from {least} to below {_MOST_TOKENS}, found {value!r}")
+    return value
+
+
+def _number(entry: Mapping[str, Any], name: str) -> float:
+    value = entry[name]
+    if type(value) not in (int, float) or not 0 <= value < float("inf"):
+        raise ValueError(f"{name} must be a time, 0 or more, found {value!r}")
+    return float(value)

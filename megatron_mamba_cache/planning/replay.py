@@ -1,0 +1,92 @@
+"""Replay a recorded load through the prefix cache, one request at a time, without a model."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..errors import CacheCapacityError
+from ..policy.admission import Refusal
+from ..policy.block_growth import grow_rows
+from ..policy.boundaries import prefill_chunk_end
+from ..policy.prefix_cache import PrefixCache
+from ..policy.requests import Candidate, RequestSpec, RunningRequest, SamplingSettings
+from .block_texts import BlockText, RecordedKeys
+
+_ANY_TOKEN = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayedLoad:
+    """What a cache saved: prompt tokens, and how many of them it skipped."""
+
+    prompt_tokens: int
+    skipped_tokens: int
+
+    @property
+    def share(self) -> float:
+        """Share of the prompt tokens that were skipped."""
+        return self.skipped_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+
+def replay(texts: Iterable[BlockText], cache: PrefixCache, max_tokens: int) -> ReplayedLoad:
+    """Serve requests one after another; one that does not fit counts as computed.
+
+    Args:
+        max_tokens: Tokens of a step, which prompts are prefilled in.
+    """
+    prompt_tokens = skipped_tokens = 0
+    for number, text in enumerate(texts):
+        prompt_tokens += text.prompt_len
+        skipped_tokens += _serve(number, text, cache, max_tokens)
+    return ReplayedLoad(prompt_tokens, skipped_tokens)
+
+
+def _serve(number: int, text: BlockText, cache: PrefixCache, max_tokens: int) -> int:
+    """Serve one request; return how many of its prompt tokens the cache skipped."""
+    prompt = np.broadcast_to(np.int64(_ANY_TOKEN), text.prompt_len)  # takes no memory
+    spec = RequestSpec(number, prompt, text.length, SamplingSettings())
+    candidate = Candidate(spec, RecordedKeys(text, cache.block_size), cache.epoch)
+    plan = cache.plan(candidate, max_tokens)
+    if isinstance(plan, Refusal):
+        return 0
+    row = cache.admit(candidate, plan)
+    skipped = row.computed
+    _prefill(row, cache, max_tokens)
+    if text.length > text.prompt_len:
+        _decode(row, cache)
+    cache.release(row)
+    return skipped
+
+
+def _prefill(row: RunningRequest, cache: PrefixCache, max_tokens: int) -> None:
+    while True:
+        cache.publish(row, row.scheduled)
+        cache.advance(row, row.scheduled)
+        if not row.is_prefilling:
+            return
+        chunk_end = prefill_chunk_end(
+            start=row.computed,
+            prompt_len=row.spec.prompt_len,
+            budget=max_tokens,
+            block_size=cache.block_size,
+            align=cache.rules.align_prefill_chunks,
+        )
+        cache.schedule_chunk(row, chunk_end)
+
+
+def _decode(row: RunningRequest, cache: PrefixCache) -> None:
+    """Generate the reply, as far as there is room: steps that reach no block boundary change nothing but counts."""
+    row.generated.append(_ANY_TOKEN)
+    while row.length < row.spec.max_len:
+        until_boundary = cache.block_size - row.computed % cache.block_size
+        quiet = min(until_boundary, row.spec.max_len - row.length) - 1
+        try:
+            grow_rows([row], cache, paused_capacity=0)
+        except CacheCapacityError:
+            return
+        row.generated += [_ANY_TOKEN] * (quiet + 1)
+        row.computed += quiet
+        cache.schedule_decode(row)
+        cache.publish(row, row.scheduled)
+        cache.advance(row, row.scheduled)

@@ -1,0 +1,138 @@
+"""Where pools get their numbers from: places in memory that one use has for itself, or that two uses share."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from ..errors import CacheIntegrityError
+
+
+class Places(Protocol):
+    """The places of one use, numbered from 0: KV blocks or state slots.
+
+    A place that is taken is fixed: it cannot be evicted. Its pool says when that changes.
+    """
+
+    @property
+    def num_places(self) -> int:
+        """Numbers are below this."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether what the other use gives back can make room here."""
+
+    @property
+    def num_free(self) -> int:
+        """What `take` can give without an eviction."""
+
+    @property
+    def num_available(self) -> int:
+        """What `take` can give once everything that is not fixed has been evicted."""
+
+    def take(self, num_places: int) -> list[int]:
+        """Give free places, which are then fixed; there must be enough."""
+
+    def fix(self, place: int) -> None:
+        """Note that a taken place cannot be evicted any more."""
+
+    def unfix(self, place: int) -> None:
+        """Note that a taken place can be evicted."""
+
+    def give_back(self, place: int) -> None:
+        """Free a place that is not fixed."""
+
+
+class CacheSpace(Protocol):
+    """The memory that KV blocks and states have."""
+
+    @property
+    def blocks(self) -> Places:
+        """Places of KV blocks."""
+
+    @property
+    def slots(self) -> Places:
+        """Places of states."""
+
+    def fits(
+        self, num_blocks: int, num_slots: int, beside_blocks: Sequence[int] = (), beside_slots: Sequence[int] = ()
+    ) -> bool:
+        """Return whether blocks and slots can be had together.
+
+        Args:
+            beside_blocks, beside_slots: Distinct taken places, not fixed, that must stay.
+        """
+
+    def check_integrity(self) -> None:
+        """Raise `CacheIntegrityError` unless every count agrees with the places. O(n)."""
+
+
+class FixedPlaces:
+    """Places that one use has for itself."""
+
+    is_shared = False
+
+    def __init__(self, num_places: int) -> None:
+        self.num_places = num_places
+        self._free = list(reversed(range(num_places)))  # a stack: lowest number on top
+        self._num_fixed = 0
+
+    @property
+    def num_free(self) -> int:
+        """See `Places`."""
+        return len(self._free)
+
+    @property
+    def num_available(self) -> int:
+        """See `Places`."""
+        return self.num_places - self._num_fixed
+
+    def take(self, num_places: int) -> list[int]:
+        """See `Places`."""
+        self._num_fixed += num_places
+        return [self._free.pop() for _ in range(num_places)]
+
+    def fix(self, place: int) -> None:
+        """See `Places`."""
+        self._num_fixed += 1
+
+    def unfix(self, place: int) -> None:
+        """See `Places`."""
+        self._num_fixed -= 1
+
+    def give_back(self, place: int) -> None:
+        """See `Places`."""
+        self._free.append(place)
+
+    def check_integrity(self) -> None:
+        """Raise CacheIntegrityError unless free places are distinct, and no more are fixed than are taken. O(n)."""
+        num_taken = self.num_places - len(self._free)
+        if len(set(self._free)) != len(self._free) or not 0 <= self._num_fixed <= num_taken:
+            raise CacheIntegrityError(
+                f"{self.num_places} places: free {sorted(self._free)}, {self._num_fixed} fixed of {num_taken} taken"
+            )
+
+
+class SplitSpace:
+    """Blocks and slots whose memory the operator has split."""
+
+    def __init__(self, num_blocks: int, num_slots: int) -> None:
+        """Start with every place free.
+
+        Raises:
+            ValueError: If a number is negative.
+        """
+        if num_blocks < 0 or num_slots < 0:
+            raise ValueError(f"need num_blocks >= 0 and num_slots >= 0, found {num_blocks} and {num_slots}")
+        self.blocks = FixedPlaces(num_blocks)
+        self.slots = FixedPlaces(num_slots)
+
+    def fits(
+        self, num_blocks: int, num_slots: int, beside_blocks: Sequence[int] = (), beside_slots: Sequence[int] = ()
+    ) -> bool:
+        """See `CacheSpace`."""
+        has_blocks = self.blocks.num_available - len(beside_blocks) >= num_blocks
+        return has_blocks and self.slots.num_available - len(beside_slots) >= num_slots
+
+    def check_integrity(self) -> None:
+        """See `CacheSpace`."""
+        self.blocks.check_integrity()
+        self.slots.check_integrity()

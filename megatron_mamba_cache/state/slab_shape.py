@@ -1,0 +1,76 @@
+"""How one memory is cut into slabs that hold KV blocks or states: their sizes in bytes, and the addresses inside."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+_ALIGNMENT = 256
+_FEW = 4
+_MOST_PLACES = 4096
+_SMALL_LOSS = 0.03
+
+
+@dataclass(frozen=True, slots=True)
+class UnitBytes:
+    """What one rank stores of a state and of a KV block; 0 where it has no such layers.
+
+    Args:
+        token_row: Bytes of one token's keys of one layer; every address of a block is a multiple of it.
+    """
+
+    state: int
+    block: int
+    token_row: int
+
+
+@dataclass(frozen=True, slots=True)
+class SlabShape:
+    """How many KV blocks or states a slab holds; the same on all ranks of a model."""
+
+    blocks_per_slab: int
+    slots_per_slab: int
+
+    @staticmethod
+    def fitting(units: Sequence[UnitBytes]) -> "SlabShape":
+        """Return the smallest slab in which neither use loses much on any rank, or else the one that loses the least.
+
+        Args:
+            units: Of all ranks, in the same order on each.
+        """
+        with_both = [unit for unit in units if unit.state and unit.block]
+        total = UnitBytes(sum(unit.state for unit in units) or 1, sum(unit.block for unit in units) or 1, 1)
+        measured = with_both or [total]
+        shapes = list(_candidates(min(unit.state / unit.block for unit in measured)))
+        fitting = [shape for shape in shapes if shape.loss(measured) <= _SMALL_LOSS]
+        return fitting[0] if fitting else min(shapes, key=lambda shape: shape.loss(measured))
+
+    def slab_bytes(self, unit: UnitBytes) -> int:
+        """Return the bytes of a slab on a rank; its places are of equal size and aligned."""
+        grain = math.lcm(_ALIGNMENT, unit.token_row or 1) * math.lcm(self.blocks_per_slab, self.slots_per_slab)
+        needed = max(self.blocks_per_slab * unit.block, self.slots_per_slab * unit.state)
+        return -(-needed // grain) * grain
+
+    def loss(self, units: Sequence[UnitBytes]) -> float:
+        """Return the largest share of a slab that one of its uses leaves empty."""
+        return max(
+            1 - min(self.blocks_per_slab * unit.block, self.slots_per_slab * unit.state) / self.slab_bytes(unit)
+            for unit in units
+        )
+
+
+def aligned(num_bytes: int) -> int:
+    """Return the bytes rounded up to where another tensor may begin."""
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _candidates(ratio: float) -> Iterator[SlabShape]:
+    """Yield shapes with few of the larger unit, fewest first.
+
+    Args:
+        ratio: Bytes of a state for each byte of a block.
+    """
+    for few in range(1, _FEW + 1):
+        many = few * max(ratio, 1 / ratio)
+        for number in sorted({math.floor(many), math.ceil(many)}):
+            number = min(max(number, 1), _MOST_PLACES)
+            yield SlabShape(number, few) if ratio >= 1 else SlabShape(few, number)

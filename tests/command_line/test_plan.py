@@ -1,0 +1,90 @@
+"""The command `plan`: what it prints, and how it refuses what it cannot use."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_mamba_cache.command_line.main import main
+
+SHIPPED = Path(__file__).parents[2] / "megatron_mamba_cache/models/small_python_model"
+KV, STATE = ("--kv-bytes-per-token", "1024"), ("--state-bytes", "65536")
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """Return a session of two turns, the second of which begins with the first prompt and its reply."""
+    first = {"t": 0, "in": 512, "out": 200, "hash_ids": list(range(8))}
+    second = {"t": 5, "in": 800, "out": 9, "hash_ids": list(range(13))}
+    path = tmp_path / "load.jsonl"
+    path.write_text(json.dumps({"block_size": 64, "requests": [first, second]}))
+    return path
+
+
+def planned(capfd: pytest.CaptureFixture[str], trace: Path, *flags: str) -> tuple[int, str, str]:
+    status = main(["plan", "--trace", str(trace), *flags])
+    return status, *capfd.readouterr()
+
+
+def test_json_has_an_entry_a_size(trace: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = planned(capfd, trace, *KV, *STATE, "--block-size", "64", "--cache-gb", "0.0004", "1", "--json")
+    # 711 computed tokens of the first turn end with a state at 704.
+    assert status == 0 and json.loads(out) == [
+        {
+            "cache_gb": size,
+            "host_cache_gb": 0.0,
+            "prompt_tokens": 1312,
+            "skipped_tokens": skipped,
+            "share": skipped / 1312,
+            "unlimited_share": 704 / 1312,
+        }
+        for size, skipped in ((0.0004, 0), (1.0, 704))
+    ]
+
+
+def test_table_has_a_line_a_size_and_one_of_an_unlimited_cache(trace: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    status, out, err = planned(capfd, trace, *KV, *STATE, "--cache-gb", "1", "2")
+    assert status == 0 and not err
+    assert [line.split()[0] for line in out.splitlines()[2:]] == ["1", "2", "unlimited"]
+
+
+def test_sizes_of_a_model_are_read_from_its_configuration(trace: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config = json.loads((SHIPPED / "config.json").read_text())
+    inner = config["mamba_num_heads"] * config["mamba_head_dim"]
+    conv_dim = inner + 2 * config["n_groups"] * config["ssm_state_size"]
+    weights = 2 if "bfloat16" in (config.get("dtype"), config.get("torch_dtype")) else 4
+    layers = config["layers_block_type"]
+    state = layers.count("linear_attention") * (inner * config["ssm_state_size"] * 4 + 3 * conv_dim * weights)
+    kv = layers.count("full_attention") * 2 * config["num_key_value_heads"] * config["head_dim"] * weights
+    status, out, err = planned(capfd, trace, "--model", str(SHIPPED))
+    assert status == 0 and f"{kv:,} bytes of KV a token, {state:,} bytes a state" in out and not err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (KV, "--state-bytes is missing"),
+        ((), "--kv-bytes-per-token is missing"),
+        ((*KV, *STATE, "--model", "x"), "--model: give a model or the sizes of one"),
+        (("--model", "nowhere"), "--model nowhere"),
+        ((*KV, "--state-bytes", "0"), "--state-bytes is 0"),
+        ((*KV, *STATE, "--cache-gb", "0"), "--cache-gb is 0.0"),
+        ((*KV, *STATE, "--cache-gb", "nan"), "--cache-gb is nan"),
+        ((*KV, *STATE, "--block-size", "0"), "--block-size is 0"),
+        ((*KV, *STATE, "--block-size", "96"), "--block-size 96: blocks of 96 tokens and hashes of 64 do not fit"),
+        ((*KV, *STATE, "--host-cache-gb", "8"), "--host-cache-gb: this version keeps nothing on the host"),
+    ],
+)
+def test_flag_that_cannot_work_is_refused_in_one_line(
+    flags: tuple[str, ...], message: str, trace: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    status, out, err = planned(capfd, trace, *flags)
+    assert status == 2 and not out and err.count("\n") == 1 and message in err
+
+
+def test_file_that_cannot_be_read_is_refused_in_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    broken = tmp_path / "broken.jsonl.gz"
+    broken.write_bytes(b"no gzip")
+    for path in (tmp_path / "missing.jsonl", tmp_path, broken):
+        status, out, err = planned(capfd, path, *KV, *STATE)
+        assert status == 2 and not out and err.count("\n") == 1 and f"--trace {path}" in err

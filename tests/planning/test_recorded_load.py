@@ -1,0 +1,92 @@
+"""Recorded loads in both formats, and what is said of lines in neither."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_mamba_cache.planning.recorded_load import RecordedLoad, read_load
+
+
+def written(path: Path, *lines: Any) -> Path:
+    text = "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
+    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+    return path
+
+
+def session(*requests: dict[str, Any], block_size: int = 64) -> dict[str, Any]:
+    return {"id": "a", "block_size": block_size, "requests": list(requests)}
+
+
+def request(t: float, prompt: int, reply: int, hashes: range) -> dict[str, Any]:
+    return {"t": t, "type": "n", "in": prompt, "out": reply, "hash_ids": list(hashes)}
+
+
+def test_sessions_start_spread_and_their_hashes_are_their_own(tmp_path: Path) -> None:
+    first = session(request(0, 130, 5, range(3)), request(2000, 200, 7, range(4)))
+    second = session(request(1.5, 64, 0, range(1)))
+    load = read_load(written(tmp_path / "load.jsonl.gz", first, "", second))
+    assert load.tokens_per_id == 64
+    found = [(one.arrival_s, one.session, one.prompt_len, one.reply_len, one.content[0]) for one in load.requests]
+    assert found == [(0.0, 0, 130, 5, (0, 0)), (901.5, 1, 64, 0, (1, 0)), (2000.0, 0, 200, 7, (0, 0))]
+
+
+def test_requests_of_sub_agents_count_from_their_agents_start(tmp_path: Path) -> None:
+    agent = {"t": 10.0, "type": "subagent", "requests": [request(0, 64, 1, range(9, 10)), request(4, 64, 1, range(1))]}
+    load = read_load(written(tmp_path / "load.jsonl", session(request(0, 64, 1, range(1)), agent)))
+    assert [(one.arrival_s, one.content) for one in load.requests] == [
+        (0.0, ((0, 0),)),
+        (10.0, ((0, 9),)),
+        (14.0, ((0, 0),)),
+    ]
+
+
+def test_mooncakes_hashes_are_shared_by_all_requests(tmp_path: Path) -> None:
+    lines = [
+        {"timestamp": 3000, "input_length": 600, "output_length": 5, "hash_ids": [0, 1]},
+        {"timestamp": 1000, "input_length": 512, "output_length": 6, "hash_ids": [0]},
+    ]
+    load = read_load(written(tmp_path / "load.jsonl", *lines))
+    assert load.tokens_per_id == 512
+    assert [(one.arrival_s, one.session, one.content) for one in load.requests] == [
+        (1.0, 1, ((0, 0),)),
+        (3.0, 0, ((0, 0), (0, 1))),
+    ]
+
+
+def test_part_of_a_file_spreads_like_a_file_of_its_own(tmp_path: Path) -> None:
+    path = written(tmp_path / "load.jsonl", *(session(request(0, 64, 1, range(1))) for _ in range(4)))
+
+    def starts(load: RecordedLoad) -> list[float]:
+        return [one.arrival_s for one in load.requests]
+
+    assert starts(read_load(path, skip_sessions=1)) == [0.0, 600.0, 1200.0]
+    assert starts(read_load(path, most_sessions=2)) == [0.0, 900.0]
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("{", "line 2: Expecting"),
+        ("[]", "line 2: need a JSON object, found list"),
+        ({"prompt": "x"}, "line 2: need the fields of a session"),
+        ({"requests": []}, "line 2: no field 'block_size'"),
+        (session({"t": 0, "in": 5, "out": 1}), "line 2: no field 'hash_ids'"),
+        (session({"t": 0, "in": "5", "out": 1, "hash_ids": []}), "line 2: in must be a whole number from 1"),
+        (session({"t": -1, "in": 5, "out": 1, "hash_ids": []}), "line 2: t must be a time"),
+        (session(request(0, 640, 1, range(9))), "line 2: 640 prompt tokens have 10 runs of 64, found 9"),
+        (session(request(0, 640, 1, range(10)), block_size=32), "line 2: 640 prompt tokens have 20 runs of 32"),
+        (session(request(0, 32, 1, range(1)), block_size=32), "mixes hashes of \\[32, 64\\] tokens"),
+    ],
+)
+def test_line_in_neither_format_is_named(line: Any, named: str, tmp_path: Path) -> None:
+    path = written(tmp_path / "load.jsonl", session(request(0, 64, 1, range(1))), line)
+    with pytest.raises(ValueError, match=named):
+        read_load(path)
+
+
+def test_file_without_requests_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="holds no requests"):
+        read_load(written(tmp_path / "load.jsonl", "", ""))

@@ -1,0 +1,133 @@
+"""Slabs that change hands; an example each. The model of all places is in test_places."""
+
+import pytest
+
+from megatron_mamba_cache.errors import CacheIntegrityError
+from megatron_mamba_cache.policy.places import Places
+from megatron_mamba_cache.policy.slabs import SlabSpace
+
+
+def leave(places: Places, *numbers: int) -> None:
+    """Give fixed places back."""
+    for place in numbers:
+        places.unfix(place)
+        places.give_back(place)
+
+
+def test_a_place_has_the_address_of_its_slab() -> None:
+    space = SlabSpace(3, blocks_per_slab=2, slots_per_slab=3)
+    assert (space.blocks.num_places, space.slots.num_places) == (6, 9)
+    assert space.blocks.take(1) == [0]
+    assert space.slots.take(1) == [3]  # the first of slab 1
+
+
+def test_a_slab_changes_hands_when_it_is_empty_and_not_before() -> None:
+    space = SlabSpace(1, blocks_per_slab=2, slots_per_slab=1)
+    space.blocks.take(2)
+    leave(space.blocks, 0)
+    assert (space.blocks.num_free, space.slots.num_free) == (1, 0)
+    leave(space.blocks, 1)
+    assert (space.blocks.num_free, space.slots.num_free) == (2, 1)
+    assert space.slots.take(1) == [0]
+    assert space.count_slabs() == {"unused": 0, "kv_blocks": 0, "states": 1}
+
+
+def test_the_partly_used_slab_of_lowest_number_is_filled_before_an_unused_one() -> None:
+    space = SlabSpace(4, blocks_per_slab=2, slots_per_slab=1)
+    space.blocks.take(6)
+    leave(space.blocks, 4, 1)
+    assert space.blocks.take(3) == [1, 4, 6]
+
+
+def test_a_slab_that_came_back_from_the_other_use_is_listed_once() -> None:
+    space = SlabSpace(2, blocks_per_slab=2, slots_per_slab=2)
+    for _ in range(3):
+        leave(space.blocks, *space.blocks.take(3))
+        leave(space.slots, *space.slots.take(3))
+        space.check_integrity()
+    assert sorted(space.blocks.take(4)) == [0, 1, 2, 3]
+
+
+def test_one_fixed_place_keeps_its_slab_from_the_other_use() -> None:
+    space = SlabSpace(2, blocks_per_slab=4, slots_per_slab=1)
+    blocks = space.blocks.take(8)
+    for block in blocks[1:]:
+        space.blocks.unfix(block)
+    assert (space.blocks.num_available, space.slots.num_available) == (7, 1)
+    space.blocks.unfix(blocks[0])
+    assert (space.blocks.num_available, space.slots.num_available) == (8, 2)
+
+
+def test_blocks_and_slots_are_not_promised_the_same_slab() -> None:
+    space = SlabSpace(2, blocks_per_slab=4, slots_per_slab=1)
+    assert space.fits(8, 0) and space.fits(0, 2) and space.fits(4, 1)
+    assert not space.fits(5, 1)
+    assert not space.fits(4, 2)
+
+
+def test_a_place_that_must_stay_keeps_its_slab_and_shares_it_with_its_own_use() -> None:
+    space = SlabSpace(2, blocks_per_slab=4, slots_per_slab=1)
+    first, second = space.blocks.take(2)
+    for block in (first, second):
+        space.blocks.unfix(block)
+    assert space.fits(0, 2)
+    assert not space.fits(0, 2, [first])
+    assert space.fits(3, 1, [first]) and not space.fits(4, 1, [first])
+    assert space.fits(2, 1, [first, second]) and not space.fits(3, 1, [first, second])
+
+
+def test_a_state_that_must_stay_takes_a_slab_from_the_blocks() -> None:
+    space = SlabSpace(2, blocks_per_slab=4, slots_per_slab=2)
+    (slot,) = space.slots.take(1)
+    space.slots.unfix(slot)
+    assert space.fits(8, 0)
+    assert space.fits(4, 1, (), (slot,)) and not space.fits(4, 2, (), (slot,)) and not space.fits(5, 1, (), (slot,))
+
+
+def test_a_space_without_slabs_has_room_for_nothing() -> None:
+    space = SlabSpace(0, blocks_per_slab=4, slots_per_slab=2)
+    assert space.fits(0, 0) and not space.fits(1, 0) and not space.fits(0, 1)
+    assert (space.blocks.take(0), space.blocks.num_free, space.slots.num_available) == ([], 0, 0)
+    space.check_integrity()
+
+
+@pytest.mark.parametrize("numbers", [(-1, 1, 1), (1, 0, 1), (1, 1, 0)])
+def test_numbers_out_of_range_are_refused(numbers: tuple[int, int, int]) -> None:
+    with pytest.raises(ValueError, match="need num_slabs >= 0"):
+        SlabSpace(*numbers)
+
+
+def _forget_slab(space: SlabSpace) -> None:
+    space.blocks._partly.clear()
+    space.blocks._is_listed[0] = False
+
+
+@pytest.mark.parametrize(
+    ("corrupt", "message"),
+    [
+        (lambda space: space._slabs.unused.append(0), "listed as unused"),
+        (lambda space: space._slabs.unused.pop(), "listed as unused"),
+        (lambda space: space._slabs.uses.__setitem__(1, -1), "listed as unused"),
+        (lambda space: setattr(space._slabs, "num_open", 3), "open slabs"),
+        (lambda space: space._slabs.num_fixed.__setitem__(0, 0), "open slabs"),
+        (lambda space: space._slabs.num_fixed.__setitem__(0, 2), "fixed places"),
+        (lambda space: space._slabs.uses.__setitem__(0, 1), "free places"),
+        (lambda space: setattr(space.blocks, "_num_free", 9), "free places"),
+        (lambda space: space.blocks._free_in[0].pop(), "free places"),
+        (lambda space: space.slots._free_in[0].append(0), "free places"),
+        (lambda space: setattr(space.slots, "_num_fixed", 2), "fixed places"),
+        (lambda space: setattr(space.slots, "_num_fixed_slabs", 2), "fixed places"),
+        (lambda space: space.blocks._is_listed.__setitem__(0, False), "noted as such"),
+        (lambda space: space.blocks._partly.clear(), "noted as such"),
+        (lambda space: space.blocks._free_in[0].__setitem__(0, space.blocks._free_in[0][1]), "lists places"),
+        (_forget_slab, "nothing would find"),
+    ],
+)
+def test_check_integrity_finds_a_broken_invariant(corrupt: object, message: str) -> None:
+    space = SlabSpace(4, blocks_per_slab=4, slots_per_slab=2)
+    space.blocks.take(1)
+    space.slots.take(1)
+    space.check_integrity()
+    corrupt(space)  # type: ignore[operator]
+    with pytest.raises(CacheIntegrityError, match=message):
+        space.check_integrity()
