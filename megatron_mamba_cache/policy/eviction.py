@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Container
 from heapq import heapify, heappop, heappush
-from math import frexp
+from math import frexp, inf
 from typing import NamedTuple
 
 from ..errors import CacheIntegrityError
@@ -46,11 +46,8 @@ class Weight(NamedTuple):
     gain: float = 1.0
 
 
-class _Item(NamedTuple):
-    last_used: int
-    height: int  # minus the entry's tokens: of states used at the same time, the deepest goes first
-    entry_id: int
-    weight: Weight
+_Item = tuple[int, int, int, int, float]
+"""Last use, minus the entry's tokens (of states used at the same time, the deepest goes first), id, kind, gain."""
 
 
 class EvictionOrder:
@@ -76,7 +73,7 @@ class EvictionOrder:
 
     def weight_of(self, entry_id: int) -> Weight:
         """Return the weight that an id was pushed with."""
-        return self._live[entry_id].weight
+        return Weight(*self._live[entry_id][3:])
 
     def push(self, entry_id: int, entry: CachedEntry, weight: Weight) -> None:
         """Add an id, or replace its entry.
@@ -84,12 +81,12 @@ class EvictionOrder:
         Raises:
             ValueError: If the gain is not a number of at least 0.
         """
-        if not weight.gain >= 0:
+        if not weight[1] >= 0:
             raise ValueError(f"need a gain of at least 0, found {weight} for {entry}")
         if entry_id in self._live:
             self._num_stale += 1
-        item = self._live[entry_id] = _Item(entry.last_used, -entry.num_tokens, entry_id, weight)
-        heappush(self._heaps.setdefault(_heap_of(weight), []), item)
+        item = self._live[entry_id] = (entry.last_used, -entry.num_tokens, entry_id, *weight)
+        heappush(self._heaps.setdefault(_heap_of(*weight), []), item)
         self._compact()
 
     def discard(self, entry_id: int) -> None:
@@ -108,11 +105,27 @@ class EvictionOrder:
         Raises:
             CacheIntegrityError: If there is none.
         """
-        heaps = [key for key in self._heaps if kinds is None or key[0] in kinds]
-        heads = [item for item in map(self._head, heaps) if item is not None]
-        if not heads:
+        live, first, least, emptied = self._live, None, inf, []
+        for key, heap in self._heaps.items():
+            kind = key[0]
+            if kinds is not None and kind not in kinds:
+                continue
+            # Identity, not equality: an id that was discarded and pushed again may have an equal, stale item.
+            while heap and live.get(heap[0][2]) is not heap[0]:
+                heappop(heap)
+                self._num_stale -= 1
+            if heap:
+                item = heap[0]
+                worth = likelihood(kind) * item[4] / (now - item[0] + FULL_WORTH_AGE)
+                if first is None or worth < least or (worth == least and item < first):
+                    first, least = item, worth
+            else:
+                emptied.append(key)
+        for key in emptied:
+            del self._heaps[key]
+        if first is None:
             raise CacheIntegrityError("need an entry to evict, found none; ask for no more than is evictable")
-        return min((_worth(item, now, likelihood), item) for item in heads)[1].entry_id
+        return first[2]
 
     def clear(self) -> None:
         """Remove every id."""
@@ -120,33 +133,17 @@ class EvictionOrder:
         self._heaps.clear()
         self._num_stale = 0
 
-    def _head(self, key: tuple[int, int]) -> _Item | None:
-        """Return the first live item of a heap, and forget the heap if there is none."""
-        heap, live = self._heaps[key], self._live
-        while heap:
-            # Identity, not equality: an id that was discarded and pushed again may have an equal, stale item.
-            if live.get(heap[0].entry_id) is heap[0]:
-                return heap[0]
-            heappop(heap)
-            self._num_stale -= 1
-        del self._heaps[key]
-        return None
-
     def _compact(self) -> None:
         if self._num_stale <= len(self._live) + _STALE_ALLOWANCE:
             return
         self._heaps.clear()
         for item in self._live.values():
-            self._heaps.setdefault(_heap_of(item.weight), []).append(item)
+            self._heaps.setdefault(_heap_of(item[3], item[4]), []).append(item)
         for heap in self._heaps.values():
             heapify(heap)
         self._num_stale = 0
 
 
-def _worth(item: _Item, now: int, likelihood: Callable[[int], float]) -> float:
-    return likelihood(item.weight.kind) * item.weight.gain / (now - item.last_used + FULL_WORTH_AGE)
-
-
-def _heap_of(weight: Weight) -> tuple[int, int]:
-    fraction, exponent = frexp(weight.gain)
-    return weight.kind, 2 * exponent + (fraction >= _HALF_AN_OCTAVE)
+def _heap_of(kind: int, gain: float) -> tuple[int, int]:
+    fraction, exponent = frexp(gain)
+    return kind, 2 * exponent + (fraction >= _HALF_AN_OCTAVE)

@@ -116,12 +116,11 @@ class SlabPlaces:
     def take(self, num_places: int) -> list[int]:
         """See `Places`."""
         taken: list[int] = []
-        while len(taken) < num_places:
+        while (missing := num_places - len(taken)) > 0:
             slab = self._slab_with_room()
             free = self._free_in[slab]
-            count = min(num_places - len(taken), len(free))
-            taken += free[: -count - 1 : -1]
-            del free[-count:]
+            count = min(missing, len(free))
+            taken += [free.pop() for _ in range(count)]
             self._num_free -= count
             self._fix(slab, count)
         return taken
@@ -143,14 +142,15 @@ class SlabPlaces:
         """See `Places`."""
         slab = place // self.per_slab
         free = self._free_in[slab]
-        free.append(place)
-        self._num_free += 1
-        if len(free) == self.per_slab:
+        if len(free) + 1 == self.per_slab:
+            self._num_free -= len(free)
             free.clear()
-            self._num_free -= self.per_slab
             self._slabs.uses[slab] = _UNUSED
             self._slabs.unused.append(slab)
-        elif not self._is_listed[slab]:
+            return
+        free.append(place)
+        self._num_free += 1
+        if not self._is_listed[slab]:
             self._list(slab)
 
     def check_integrity(self) -> None:
@@ -185,7 +185,8 @@ class SlabPlaces:
             self._is_listed[slab] = False
         slab = self._slabs.unused.pop()
         self._slabs.uses[slab] = self._use
-        self._free_in[slab] = list(reversed(range(slab * self.per_slab, (slab + 1) * self.per_slab)))
+        first = slab * self.per_slab
+        self._free_in[slab] = list(range(first + self.per_slab - 1, first - 1, -1))
         self._num_free += self.per_slab
         self._list(slab)
         return slab

@@ -17,6 +17,8 @@ class SlotOwner(Enum):
     CACHED = "cached"
     DRAFT = "draft"
 
+    __hash__ = object.__hash__  # members are unique; Enum's own hashes the name, in Python
+
 
 class SlotOwners:
     """The slots of some places, one owner each, free at first."""
@@ -57,11 +59,16 @@ class SlotOwners:
         self._require_owner(slot, owner)
         self._set_owner(slot, new_owner)
 
-    def free(self, slot: SlotId, owner: SlotOwner) -> None:
-        """Take a slot back from its owner; raises as `hand_over` does."""
+    def free(self, slot: SlotId, owner: SlotOwner, *, is_fixed: bool = True) -> None:
+        """Take a slot back from its owner; raises as `hand_over` does.
+
+        Args:
+            is_fixed: Whether its place is noted as one that cannot be evicted.
+        """
         self._require_owner(slot, owner)
         self._set_owner(slot, SlotOwner.FREE)
-        self._places.unfix(slot)
+        if is_fixed:
+            self._places.unfix(slot)
         self._places.give_back(slot)
 
     def check_integrity(self) -> None:

@@ -275,7 +275,7 @@ class SlotPool:
             CacheIntegrityError: If every such state is pinned.
         """
         block = self._first_to_evict(is_end)
-        while self._weigh(block) != self._evictable.weight_of(block):  # states around it have gone since it was filed
+        while self._has_changed(block):
             self._file(block)
             self._count_kind(block)
             block = self._first_to_evict(is_end)
@@ -355,11 +355,13 @@ class SlotPool:
 
     def _forget_state(self, block: BlockId) -> int:
         """Forget the block's state; return how many KV blocks left with it."""
+        is_evictable = block in self._evictable
+        if is_evictable:
+            self._evictable.discard(block)
         self._rolling.discard(block)
-        self._unfile(block)
         del self._last_used[block]
         self._kinds.pop(block, None)
-        self._owners.free(self._slot_of.pop(block), SlotOwner.CACHED)
+        self._owners.free(self._slot_of.pop(block), SlotOwner.CACHED, is_fixed=not is_evictable)
         self._observer.dropped(block)
         return self._texts.prune(block)
 
@@ -395,6 +397,14 @@ class SlotPool:
         if block in self._evictable:
             self._evictable.discard(block)
             self._places.fix(self._slot_of[block])
+
+    def _has_changed(self, block: BlockId) -> bool:
+        """Return whether a state is weighed otherwise than when it was filed: what is around it has come or gone."""
+        if self._lineage.is_anchor_kept(block, self._slot_of):
+            kind = self._evictable.weight_of(block).kind
+            if (kind in ENDS) == self._texts.is_end(block):
+                return False
+        return self._weigh(block) != self._evictable.weight_of(block)
 
     def _weigh(self, block: BlockId) -> Weight:
         return self._rule.weigh(self._entry(block))

@@ -49,6 +49,11 @@ class StateLineage:
         """Set the nearest state before the block's."""
         self._anchors[block] = anchor
 
+    def is_anchor_kept(self, block: int, cached: Container[BlockId]) -> bool:
+        """Return whether the block's state costs no more than when it was last checked."""
+        anchor = self._anchors[block]
+        return anchor == _ROOT or anchor in cached
+
     def entry(self, block: BlockId, last_used: int, cached: Container[BlockId], *, is_end: bool) -> CachedEntry:
         """Return what the weight of the block's state may depend on.
 
