@@ -278,6 +278,38 @@ def test_hopper_kernel_gives_the_bits_of_the_portable_one(tiling: HopperTiling, 
     assert same_bits(y, expected) and same_bits(hopper, portable)
 
 
+SLOTS_APART = [
+    pytest.param(None, torch.float32, id="portable"),
+    *(
+        pytest.param(TILINGS[-1], pool_dtype, marks=on_hopper, id=f"hopper-{pool_dtype}")
+        for pool_dtype in (torch.float32, torch.bfloat16)
+    ),
+]
+
+
+@pytest.mark.parametrize(("tiling", "pool_dtype"), SLOTS_APART)
+def test_slots_of_a_slab_lie_apart_and_give_the_same_bits(
+    tiling: HopperTiling | None, pool_dtype: torch.dtype, device: str
+) -> None:
+    """In slabs a layer's states are far apart: the other layers' states and KV blocks lie between them."""
+    torch.manual_seed(6)
+    shape, chunk, dtype = (SMALL, 16, torch.float32) if tiling is None else (LARGE, 128, torch.bfloat16)
+    specs = scan_specs(chunk)
+    steps = random_steps(num_tokens(specs), device, shape).cast(dtype)
+    rows = pack_rows(specs, chunk, device)
+    packed = make_pool(shape, pool_dtype, device, (1, 11))
+    state_size = packed[0].numel()
+    slot_stride = 3 * state_size + 16 * shape.head_dim
+    memory = torch.full((NUM_SLOTS * slot_stride,), 5.0, dtype=pool_dtype, device=device)
+    apart = memory[state_size:].as_strided(packed.shape, (slot_stride, *packed.stride()[1:]))
+    apart.copy_(packed)
+    scan = scan_with(tiling)
+    y, y_apart = (scan(steps.tokens, steps.weights, pool, rows, chunk) for pool in (packed, apart))
+    assert same_bits(y, y_apart) and same_bits(packed, apart.contiguous())
+    apart.fill_(5.0)
+    assert (memory == 5.0).all()
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")
 @pytest.mark.parametrize(("head_dim", "d_state"), [(64, 64), (128, 64), (128, 128), (80, 128), (112, 64)])
