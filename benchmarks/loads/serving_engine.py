@@ -22,6 +22,7 @@ class ServedShape:
         fields: Fields of the model's configuration.
         max_length: Most tokens of a request, prompt and reply.
         state_gb, kv_gb: GiB of cached states, beside a live one per request, and of KV blocks.
+        cache_gb: GiB of both in one memory, in the place of the two; None: split.
         num_graphs: Number of row counts whose decode steps are CUDA graphs, on a GPU.
         prefill_graph_tokens: Most prompt tokens of a graph; None: the engine's default.
         prompt_tokens_beside: Most prompt tokens of a step in which rows decode; None: no limit.
@@ -37,6 +38,7 @@ class ServedShape:
     num_graphs: int = 9
     prefill_graph_tokens: int | None = None
     prompt_tokens_beside: int | None = None
+    cache_gb: float | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -107,6 +109,8 @@ def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", choices=SHAPES, default="8b", help="size of the model; default: %(default)s")
     parser.add_argument("--state-gb", type=float, metavar="G", help="GiB of cached states")
     parser.add_argument("--kv-gb", type=float, metavar="G", help="GiB of KV blocks")
+    parser.add_argument("--cache-gb", type=float, metavar="G", help="GiB of both in one memory, in the place of the two")
+    parser.add_argument("--block-size", type=int, metavar="N", help="tokens of a KV block")
     parser.add_argument("--num-graphs", type=int, metavar="N", help="numbers of rows with CUDA graphs; 0 is none")
 
 
@@ -121,7 +125,9 @@ def shape_of(
     if arguments.shape in ("8b", "nano3") and not torch.cuda.is_available():
         parser.error(f"--shape {arguments.shape} needs a CUDA device; on a CPU take --shape tiny")
     given = {
-        name: value for name in ("state_gb", "kv_gb", "num_graphs") if (value := getattr(arguments, name)) is not None
+        name: value
+        for name in ("state_gb", "kv_gb", "cache_gb", "block_size", "num_graphs")
+        if (value := getattr(arguments, name)) is not None
     }
     return replace(SHAPES[arguments.shape], **{**limits.get(arguments.shape, {}), **given})
 
@@ -135,11 +141,11 @@ def model_of(shape: ServedShape) -> Any:
 def config_of(shape: ServedShape, mode: Mode, num_drafts: int = 0) -> CacheConfig:
     """Return the settings of an engine; without a cache, prefill chunks end with the step's budget."""
     prefill_graphs = {"cuda_graph_prefill_tokens": shape.prefill_graph_tokens}
+    split = {"buffer_size_gb": shape.kv_gb, "prefix_caching_mamba_gb": shape.state_gb}
     return CacheConfig(
         block_size_tokens=shape.block_size,
-        buffer_size_gb=shape.kv_gb,
+        **(split if shape.cache_gb is None else {"cache_gb": shape.cache_gb}),
         prefix_caching=mode.prefix_caching,
-        prefix_caching_mamba_gb=shape.state_gb,
         decode_checkpoints=mode.decode_checkpoints,
         num_speculative_tokens=num_drafts,
         align_prefill_chunks=mode.prefix_caching,
