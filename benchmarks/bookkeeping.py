@@ -10,12 +10,13 @@ import argparse
 import json
 import platform
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
 from statistics import median
 from time import perf_counter_ns
+from typing import Any
 
 import numpy as np
 
@@ -23,33 +24,62 @@ from megatron_mamba_cache.policy.block_hashing import CacheSalt, block_keys
 from megatron_mamba_cache.policy.eviction_rules import EVICTION_RULES
 from megatron_mamba_cache.policy.identifiers import BlockId, BlockKey
 from megatron_mamba_cache.policy.kv_block_pool import KVBlockPool
-from megatron_mamba_cache.policy.slot_pool import SlotPool
+from megatron_mamba_cache.policy.places import CacheSpace, SplitSpace
+from megatron_mamba_cache.policy.pools import CachePools
+from megatron_mamba_cache.policy.slabs import SlabSpace
 
 COMMAND = "PYTHONPATH=. python benchmarks/bookkeeping.py --output benchmarks/results/bookkeeping.md"
 PROMPT_TOKENS = 131_072
 CHAIN_DEPTH = 32
+BLOCK_SIZE = 256
+BLOCKS_PER_SLAB = 24
+"""Of an 8B hybrid: a slab holds as many blocks, or a state."""
+STATE_LEN = 6_287.0
+SPACES = ("split", "slabs")
 NUM_ROUNDS = 3
 BLOCK_SIZES = (256, 64, 16)
 MATCHES = """\
 Matching alone looks up keys that are there already. A prompt's first try for admission hashes it too and costs both;
 its later tries, until the next flush, only match.
 """
+EVICTIONS = """\
+What evicts now evicts a state together with the blocks that only this state could resume; before, the pools of blocks
+and of slots each evicted for itself. So an allocation from chains of 1 does the work of both, `take_live` too, and a
+longer chain's first allocation that of the whole chain: as many allocations after it find a free block. Figures of
+slabs stand beside those before of memory split in two.
+"""
 LIMITS = """\
 The number of operations does not grow; where more than 1.5 times the cost is shown, the CPU's caches are the limit.
 Blocks that are unrelated and leave in random order ("chains of 1") each have a key of their own to forget: the key, its
 hash, and two places of the dictionary's table, none of which is in the cache any more at 100,000 entries. The last line
-is what that takes alone, half of what such an allocation costs more at 100,000; its number, its references, its depth
-and its place in the eviction queue take the rest, a miss each. Evicted in the order of their ids, without the shuffle,
-the same allocation costs 1.2 times as much at 100,000 as at 1,000.
+is what that takes alone.
 
-Other layouts of a block were tried for it, with these ratios: depth and number in one integer, 2.0; key and parent side
-by side in one list, 2.1; one object a block, held by the eviction queue itself, 1.7 to 1.9 as a prototype, and two
-objects a block more for the garbage collector to walk. Columns in arrays instead of lists, and memory from malloc with
-huge pages, changed nothing. To look the next eight up in the dictionary at once takes as long as one by one: the median
-fell to 1.3, the mean rose.
+For that, before a state and its blocks were evicted together, other layouts of a block were tried, with these ratios
+(2.0 for the layout that stayed): depth and number in one integer, 2.0; key and parent side by side in one list, 2.1.
+Columns in arrays instead of lists, and memory from malloc with huge pages, changed nothing. To look the next eight up
+in the dictionary at once takes as long as one by one.
 """
 POOL_SIZES = (1_000, 10_000, 50_000, 100_000)
 SLOT_POOL_SIZES = (1_000, 100_000)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What pools are made over, and what they evict by."""
+
+    space: str
+    rule: str
+
+    @property
+    def suffix(self) -> str:
+        """What the name of an operation ends with."""
+        return ("" if self.rule == "lru" else f", {self.rule}-aware") + ("" if self.space == "split" else ", slabs")
+
+    def room_for(self, num_blocks: int, num_states: int) -> CacheSpace:
+        """Return a space that as many blocks and states fill."""
+        if self.space == "split":
+            return SplitSpace(num_blocks, num_states)
+        return SlabSpace(-(-num_blocks // BLOCKS_PER_SLAB) + num_states, BLOCKS_PER_SLAB, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +96,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Measure the cost of the cache's bookkeeping.")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--output", type=Path, help="also write the table to this file")
+    parser.add_argument("--before", type=Path, help="an earlier --json output of the same machine")
     arguments = parser.parse_args()
+    before = costs_of(json.loads(arguments.before.read_text())) if arguments.before else {}
     figures = best_of([measure() for _ in range(NUM_ROUNDS)])
     if arguments.output:
-        arguments.output.write_text(table(figures))
-    print(json.dumps(document(figures), indent=2) if arguments.json else table(figures))
+        arguments.output.write_text(table(figures, before, arguments.before))
+    print(json.dumps(document(figures), indent=2) if arguments.json else table(figures, before, arguments.before))
 
 
 def measure() -> list[Figure]:
@@ -78,12 +110,8 @@ def measure() -> list[Figure]:
     figures = []
     for block_size in BLOCK_SIZES:
         figures += hash_and_match(block_size)
-    for operation in (evicting_allocation, deep_evicting_allocation, flat_evicting_allocation, chain_round_trip):
-        figures += [operation(size) for size in POOL_SIZES]
-    figures += [evicting_take_live(size) for size in SLOT_POOL_SIZES]
-    figures += [evicting_allocation(size, "cost") for size in POOL_SIZES]
-    figures += [chain_round_trip(size, "cost") for size in POOL_SIZES]
-    figures += [evicting_take_live(size, "cost") for size in SLOT_POOL_SIZES]
+    for space in SPACES:
+        figures += _of_space(space)
     figures += [bare_key_removal(size) for size in POOL_SIZES]
     return figures
 
@@ -98,8 +126,8 @@ def hash_and_match(block_size: int) -> list[Figure]:
     root = CacheSalt("model", "weights", epoch=0).root()
     tokens = np.random.default_rng(0).integers(0, 128_000, PROMPT_TOKENS)
     keys = block_keys(root, tokens, block_size)
-    pool = KVBlockPool(len(keys))
-    _hold_chain(pool, keys)
+    pool = CachePools.over(SplitSpace(len(keys), 1), EVICTION_RULES["lru"](STATE_LEN), block_size=block_size).kv
+    _register(pool, pool.allocate(len(keys)), keys)
     hashing = _median_us(lambda: block_keys(root, tokens, block_size), repeats=51)
     matching = _median_us(lambda: pool.longest_match(keys), repeats=51)
     return [
@@ -108,55 +136,70 @@ def hash_and_match(block_size: int) -> list[Figure]:
     ]
 
 
-def evicting_allocation(num_blocks: int, rule: str = "lru") -> Figure:
-    """Time allocate(1) in a full pool of 32-block chains, last used in random order."""
-    name = f"allocate(1), evicting, chains of {CHAIN_DEPTH}{_suffix(rule)}"
-    return Figure(name, num_blocks, _allocation_us(num_blocks, CHAIN_DEPTH, rule))
+def evicting_allocation(num_blocks: int, setting: Setting, depth: int = CHAIN_DEPTH) -> Figure:
+    """Time allocate(1) in full pools of chains, last used in random order.
+
+    One allocation of a chain's length evicts a whole chain with its state, and the next ones find its blocks free. A
+    sample is the mean of as many allocations as a chain has blocks; over slabs with the slot of the new chain's state,
+    which may be what evicts.
+    """
+    what = "allocate(1)" if setting.space == "split" else "allocate(1) and slot"
+    us = median(_new_chains_us(num_blocks, setting, depth))
+    return Figure(f"{what}, evicting, chains of {depth}{setting.suffix}", num_blocks, us)
 
 
-def deep_evicting_allocation(num_blocks: int) -> Figure:
-    """Time allocate(1) in a full pool of 500-block chains."""
-    return Figure("allocate(1), evicting, chains of 500", num_blocks, _allocation_us(num_blocks, 500))
+def chain_eviction(num_blocks: int, setting: Setting, depth: int) -> Figure:
+    """Time the one allocate(1) that evicts a chain."""
+    longest = [max(calls) for calls in _new_chains(num_blocks, setting, depth)]
+    return Figure(
+        f"the allocate(1) that evicts a chain of {depth}{setting.suffix}", num_blocks, median(longest) / 1_000
+    )
 
 
-def flat_evicting_allocation(num_blocks: int) -> Figure:
-    """Time allocate(1) in a full pool of unrelated blocks, where every block is in the eviction queue."""
-    return Figure("allocate(1), evicting, chains of 1", num_blocks, _allocation_us(num_blocks, 1))
-
-
-def chain_round_trip(num_blocks: int, rule: str = "lru") -> Figure:
-    """Time acquire + release of a 32-block chain in a full pool."""
-    pool, chains = _full_pool(num_blocks, CHAIN_DEPTH, rule)
+def chain_round_trip(num_blocks: int, setting: Setting) -> Figure:
+    """Time acquire + release of a 32-block chain in full pools."""
+    pools, chains = _full_pools(num_blocks, CHAIN_DEPTH, setting)
     order = iter(random.Random(1).choices(chains, k=2_000))
 
     def round_trip() -> None:
         chain = next(order)
-        pool.acquire(chain)
-        pool.release(chain)
+        pools.kv.acquire(chain)
+        pools.kv.release(chain)
 
-    return Figure(
-        f"acquire + release {CHAIN_DEPTH} blocks{_suffix(rule)}", num_blocks, _median_us(round_trip, repeats=2_000)
-    )
+    us = _median_us(round_trip, repeats=2_000)
+    return Figure(f"acquire + release {CHAIN_DEPTH} blocks{setting.suffix}", num_blocks, us)
 
 
-def evicting_take_live(num_slots: int, rule: str = "lru") -> Figure:
-    """Time take_live when every slot holds a cached state, last used in random order."""
-    pool = SlotPool(num_slots, EVICTION_RULES[rule].state_worth)
-    blocks = [BlockId(block) for block in range(num_slots)]
-    for block, slot in zip(blocks, pool.reserve(num_slots), strict=True):
-        pool.publish(slot, block, num_tokens=256 * (1 + block % 16))
-    random.Random(0).shuffle(blocks)
-    for block in blocks:
-        pool.touch([block])
-    samples = []
-    for block in map(BlockId, range(num_slots, num_slots + 4_000)):
+def hit_round_trip(num_blocks: int, setting: Setting) -> Figure:
+    """Time all calls of a hit on the end of a 32-block chain, and of its release."""
+    pools, chains = _full_pools(num_blocks, CHAIN_DEPTH, setting)
+    order = iter(random.Random(1).choices(chains, k=2_000))
+
+    def round_trip() -> None:
+        chain = next(order)
+        pools.kv.acquire(chain)
+        pools.slots.pin(chain[-1])
+        pools.slots.unpin(chain[-1])
+        pools.slots.touch_path(chain)
+        pools.kv.release(chain)
+
+    us = _median_us(round_trip, repeats=2_000)
+    return Figure(f"the same, and pin, unpin and touch their state{setting.suffix}", num_blocks, us)
+
+
+def evicting_take_live(num_slots: int, setting: Setting) -> Figure:
+    """Time take_live when every slot holds a cached state, last used in random order, each after a block of its own."""
+    pools, _ = _full_pools(num_slots, 1, setting)
+    stamps, samples = count(10**9), []
+    for number in range(4_000):
         start = perf_counter_ns()
-        slot = pool.take_live()
+        slot = pools.slots.take_live()
         samples.append(perf_counter_ns() - start)
-        pool.release_live(slot)
-        (reserved,) = pool.reserve()
-        pool.publish(reserved, block, num_tokens=256 * (1 + block % 16))
-    return Figure(f"take_live, evicting{_suffix(rule)}", num_slots, median(samples) / 1_000)
+        pools.slots.release_live(slot)
+        chain = pools.kv.allocate(1)
+        _cache_chain(pools, chain, _new_keys(stamps, 1), _tokens(number, 1))
+        pools.kv.release(chain)
+    return Figure(f"take_live, evicting{setting.suffix}", num_slots, median(samples) / 1_000)
 
 
 def bare_key_removal(num_keys: int) -> Figure:
@@ -184,17 +227,22 @@ def document(figures: list[Figure]) -> dict[str, object]:
     }
 
 
-def table(figures: list[Figure]) -> str:
-    """Return the document as Markdown."""
-    lines = ["# What bookkeeping costs", "", f"    {COMMAND}"]
+def costs_of(before: Mapping[str, Any]) -> dict[tuple[str, int], float]:
+    """Return the microseconds in an earlier document, by operation and size."""
+    return {(figure["operation"], figure["size"]): figure["microseconds"] for figure in before["figures"]}
+
+
+def table(figures: list[Figure], before: Mapping[tuple[str, int], float], file: Path | None = None) -> str:
+    """Return the document as Markdown, beside earlier costs, from `file`; those of slabs beside those of a split."""
+    lines = ["# What bookkeeping costs", "", f"    {COMMAND}{f' --before {file.name}' if file else ''}", ""]
     lines += [
-        "",
-        f"Python {platform.python_version()}, {_cpu_name()}, one core. Medians, the lowest of {NUM_ROUNDS} rounds.",
-        "",
+        f"Python {platform.python_version()}, {_cpu_name()}, one core. Medians, the lowest of {NUM_ROUNDS} rounds."
     ]
-    lines += ["| operation | blocks or slots | µs |", "|---|---:|---:|"]
-    lines += [f"| {figure.operation} | {figure.size:,} | {figure.microseconds:,.1f} |" for figure in figures]
-    lines += ["", MATCHES, "| 128k-token prompt, block | match alone, µs | hash and match, µs |", "|---:|---:|---:|"]
+    lines += [""]
+    lines += ["| operation | blocks or slots | µs | before, µs | ratio |", "|---|---:|---:|---:|---:|"]
+    lines += [_row(figure, before) for figure in figures]
+    lines += ["", EVICTIONS]
+    lines += [MATCHES, "| 128k-token prompt, block | match alone, µs | hash and match, µs |", "|---:|---:|---:|"]
     prompts = figures[: 2 * len(BLOCK_SIZES)]
     for hashing, matching in zip(prompts[::2], prompts[1::2], strict=True):
         both = hashing.microseconds + matching.microseconds
@@ -202,6 +250,13 @@ def table(figures: list[Figure]) -> str:
     lines += ["", "| operation | cost at 100,000 / cost at 1,000 |", "|---|---:|"]
     lines += [f"| {operation} | {ratio:.2f} |" for operation, ratio in _growth(figures).items()]
     return "\n".join([*lines, "", LIMITS])
+
+
+def _row(figure: Figure, before: Mapping[tuple[str, int], float]) -> str:
+    name = figure.operation.replace(" and slot", "").replace(", slabs", "")
+    row = f"| {figure.operation} | {figure.size:,} | {figure.microseconds:,.1f} |"
+    cost = before.get((name, figure.size))
+    return f"{row} - | - |" if cost is None else f"{row} {cost:,.1f} | {figure.microseconds / cost:.2f} |"
 
 
 def _growth(figures: list[Figure]) -> dict[str, float]:
@@ -216,6 +271,22 @@ def _cpu_name() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
+def _of_space(space: str) -> list[Figure]:
+    lru, cost = Setting(space, "lru"), Setting(space, "cost")
+    figures = []
+    for depth in (CHAIN_DEPTH, 500, 1):
+        figures += [evicting_allocation(size, lru, depth) for size in POOL_SIZES]
+    figures += [chain_eviction(size, lru, 500) for size in POOL_SIZES]
+    figures += [chain_round_trip(size, lru) for size in POOL_SIZES]
+    figures += [hit_round_trip(size, lru) for size in POOL_SIZES]
+    figures += [evicting_take_live(size, lru) for size in SLOT_POOL_SIZES]
+    figures += [evicting_allocation(size, cost) for size in POOL_SIZES]
+    figures += [chain_round_trip(size, cost) for size in POOL_SIZES]
+    figures += [hit_round_trip(size, cost) for size in POOL_SIZES]
+    figures += [evicting_take_live(size, cost) for size in SLOT_POOL_SIZES]
+    return figures
+
+
 def _median_us(operation: Callable[[], object], repeats: int) -> float:
     samples = []
     for _ in range(repeats):
@@ -223,14 +294,6 @@ def _median_us(operation: Callable[[], object], repeats: int) -> float:
         operation()
         samples.append(perf_counter_ns() - start)
     return median(samples) / 1_000
-
-
-def _hold_chain(pool: KVBlockPool, keys: list[BlockKey]) -> list[BlockId]:
-    blocks = pool.allocate(len(keys))
-    parent = None
-    for block, key in zip(blocks, keys, strict=True):
-        parent = pool.register(block, key, parent)
-    return blocks
 
 
 def _new_keys(stamps: "count[int]", depth: int) -> list[BlockKey]:
@@ -241,38 +304,64 @@ def _new_keys(stamps: "count[int]", depth: int) -> list[BlockKey]:
     ]
 
 
-def _full_pool(num_blocks: int, depth: int, rule: str = "lru") -> tuple[KVBlockPool, list[list[BlockId]]]:
-    """Return a pool with every block cached, and its chains."""
-    pool = KVBlockPool(num_blocks, EVICTION_RULES[rule].block_worth)
-    stamps = count(1)
+def _full_pools(num_blocks: int, depth: int, setting: Setting) -> tuple[CachePools, list[list[BlockId]]]:
+    """Return pools with every block cached and a state at the end of each chain, and the chains."""
     depths = [min(depth, num_blocks - start) for start in range(0, num_blocks, depth)]
-    chains = [_hold_chain(pool, _new_keys(stamps, chain_depth)) for chain_depth in depths]
+    rule = EVICTION_RULES[setting.rule](STATE_LEN)
+    pools = CachePools.over(setting.room_for(num_blocks, len(depths)), rule, block_size=BLOCK_SIZE)
+    stamps = count(1)
+    chains = []
+    for number, chain_depth in enumerate(depths):
+        chains.append(pools.kv.allocate(chain_depth))
+        _cache_chain(pools, chains[-1], _new_keys(stamps, chain_depth), _tokens(number, chain_depth))
     random.Random(0).shuffle(chains)
     for chain in chains:
-        pool.release(chain)
-    return pool, chains
+        pools.slots.touch(chain[-1:])
+        pools.kv.release(chain)
+    return pools, chains
 
 
-def _suffix(rule: str) -> str:
-    return "" if rule == "lru" else f", {rule}-aware"
+def _cache_chain(pools: CachePools, blocks: list[BlockId], keys: list[BlockKey], num_tokens: int) -> None:
+    """Register held blocks as a chain, and publish a state at its end."""
+    _register(pools.kv, blocks, keys)
+    (slot,) = pools.slots.reserve()
+    pools.slots.publish(slot, blocks[-1], num_tokens)
 
 
-def _allocation_us(num_blocks: int, depth: int, rule: str = "lru") -> float:
-    pool, _ = _full_pool(num_blocks, depth, rule)
+def _register(pool: KVBlockPool, blocks: list[BlockId], keys: list[BlockKey]) -> None:
+    parent = None
+    for block, key in zip(blocks, keys, strict=True):
+        parent = pool.register(block, key, parent)
+
+
+def _tokens(number: int, depth: int) -> int:
+    """Return the tokens up to a chain's state; states after one block have various numbers of them."""
+    return BLOCK_SIZE * (depth if depth > 1 else 1 + number % 16)
+
+
+def _new_chains_us(num_blocks: int, setting: Setting, depth: int) -> list[float]:
+    return [sum(calls) / depth / 1_000 for calls in _new_chains(num_blocks, setting, depth)]
+
+
+def _new_chains(num_blocks: int, setting: Setting, depth: int) -> Iterator[list[int]]:
+    """Yield, for each of many new chains in full pools, the nanoseconds of each call that can evict."""
+    pools, _ = _full_pools(num_blocks, depth, setting)
     stamps = count(10**9)
-    samples: list[int] = []
-    while len(samples) < 4_000:
-        blocks = []
+    for number in range(max(4_000 // depth, 40)):
+        blocks, calls = [], []
         for _ in range(depth):
             start = perf_counter_ns()
-            (block,) = pool.allocate(1)
-            samples.append(perf_counter_ns() - start)
+            (block,) = pools.kv.allocate(1)
+            calls.append(perf_counter_ns() - start)
             blocks.append(block)
-        parent = None
-        for block, key in zip(blocks, _new_keys(stamps, depth), strict=True):
-            parent = pool.register(block, key, parent)
-        pool.release(blocks)  # full again, with as deep a chain
-    return median(samples) / 1_000
+        _register(pools.kv, blocks, _new_keys(stamps, depth))
+        start = perf_counter_ns()
+        (slot,) = pools.slots.reserve()
+        if setting.space == "slabs":
+            calls.append(perf_counter_ns() - start)
+        pools.slots.publish(slot, blocks[-1], _tokens(number, depth))
+        pools.kv.release(blocks)  # full again, with as deep a chain
+        yield calls
 
 
 if __name__ == "__main__":

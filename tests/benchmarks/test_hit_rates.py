@@ -7,7 +7,10 @@ from types import ModuleType
 
 import pytest
 
+from megatron_mamba_cache.policy.places import SplitSpace
 from tests.command_line.command_runs import REPOSITORY
+
+BLOCK_SIZE = 256
 
 
 @pytest.fixture
@@ -30,12 +33,12 @@ def test_every_turn_is_served_and_the_cache_is_whole_at_the_end(
     hit_rates: ModuleType, served_load: ModuleType, rule: str
 ) -> None:
     sessions = hit_rates.Work("mixed", 0).sessions()
-    cache = hit_rates.make_cache(160, 20, rule)
+    cache = hit_rates.make_cache(hit_rates.SIZES.slabs(3 * 10**9), rule)
     served = served_load.ServedLoad(cache, hit_rates.SERVER, sessions, served_load.Observer())
     served.run()
     tally = served.tally
     assert tally.requests == sum(len(session.turns) for session in sessions) == cache.counters.requests_admitted
-    assert cache.kv.num_evicted and cache.slots.num_evicted
+    assert cache.slots.num_blocks_evicted > cache.slots.num_evicted > 0
     assert tally.computed_tokens == tally.prompt_tokens - tally.skipped_tokens
     prompts = [turn for session in sessions for turn in _prompt_lens(session)]
     assert tally.prompt_tokens == sum(prompts)
@@ -48,7 +51,7 @@ def test_requests_that_lose_their_memory_are_served_all_the_same(
 ) -> None:
     sessions = hit_rates.Work("unrelated", 0).sessions()
     longest = max(sum(_prompt_lens(session)) + session.turns[-1].num_reply for session in sessions)
-    cache = hit_rates.make_cache(-(-longest // hit_rates.BLOCK_SIZE) + 1, 16, "cost")
+    cache = hit_rates.make_cache(SplitSpace(-(-longest // BLOCK_SIZE) + 1, 16), "cost")
     served = served_load.ServedLoad(cache, hit_rates.SERVER, sessions, served_load.Observer())
     served.run()
     assert served.tally.requests == len(sessions) < cache.counters.requests_admitted
@@ -59,23 +62,21 @@ def test_requests_that_lose_their_memory_are_served_all_the_same(
 def test_a_larger_memory_saves_more_and_never_more_than_an_unlimited_one(hit_rates: ModuleType) -> None:
     work = hit_rates.Work("mixed", 1)
     for rule in ("lru", "cost"):
-        small, large = (hit_rates.serve(work, (size, size), rule) for size in (1 / 8, 4))
+        small, large = (hit_rates.serve(work, gb, rule) for gb in (2.5, 40.0))
         assert 0 < small.saved_tokens < large.saved_tokens <= 1.001 * large.bound_tokens
 
 
 def test_the_cost_aware_rule_saves_more_where_memory_is_short(hit_rates: ModuleType) -> None:
-    lru, cost = (hit_rates.serve(hit_rates.Work("mixed", 0), (1 / 4, 1 / 4), rule) for rule in ("lru", "cost"))
+    lru, cost = (hit_rates.serve(hit_rates.Work("mixed", 0), 3.0, rule) for rule in ("lru", "cost"))
     assert cost.saved_tokens > lru.saved_tokens
 
 
-def test_the_table_has_a_row_for_each_load_and_memory(hit_rates: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_has_a_row_for_each_load_and_budget(hit_rates: ModuleType) -> None:
     works = [hit_rates.Work("few-shot", 0), hit_rates.Work("unrelated", 0)]
-    figures = [
-        hit_rates.serve(work, memory, rule) for work in works for memory in ((2, 2), (1, 1)) for rule in hit_rates.RULES
-    ]
-    monkeypatch.setattr(hit_rates, "MEMORIES", ((2, 2), (1, 1)))
+    figures = [hit_rates.serve(work, gb, rule) for work in works for gb in (3.0, 6.0) for rule in hit_rates.RULES]
     rows = [line for line in hit_rates.table(figures).splitlines() if line.startswith(("| few-shot", "| unrelated"))]
     assert len(rows) == 4 and all(line.count("|") == 8 for line in rows)
+    assert [row.split("|")[2].strip() for row in rows] == ["3", "6", "3", "6"]
     assert all(line.endswith("| nothing to save |") for line in rows[2:])
 
 

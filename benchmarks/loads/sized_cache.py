@@ -1,0 +1,75 @@
+"""Caches with the sizes of real models: a budget of bytes over slabs, or split between KV blocks and states."""
+
+from dataclasses import dataclass
+
+from megatron_mamba_cache.metrics import CacheCounters
+from megatron_mamba_cache.policy.admission import AdmissionRules
+from megatron_mamba_cache.policy.boundaries import BoundaryRule
+from megatron_mamba_cache.policy.decode_rules import DecodeRules
+from megatron_mamba_cache.policy.eviction_rules import EVICTION_RULES
+from megatron_mamba_cache.policy.places import CacheSpace, SplitSpace
+from megatron_mamba_cache.policy.pools import CachePools
+from megatron_mamba_cache.policy.prefix_cache import CacheIdentity, PrefixCache
+from megatron_mamba_cache.policy.slabs import SlabSpace
+
+BLOCK_SIZE = 256
+"""Tokens a KV block."""
+RULES = tuple(EVICTION_RULES)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """Bytes of one token's KV and of one state, all layers."""
+
+    token_bytes: int
+    state_bytes: int
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a KV block."""
+        return self.token_bytes * BLOCK_SIZE
+
+    @property
+    def blocks_per_slab(self) -> int:
+        """Blocks of a slab that is as large as a state."""
+        return self.state_bytes // self.block_bytes
+
+    @property
+    def padding(self) -> float:
+        """Share of a slab that neither of its blocks has; a state fills it."""
+        return 1 - self.blocks_per_slab * self.block_bytes / self.state_bytes
+
+    def slabs(self, budget: int) -> SlabSpace:
+        """Return slabs of a budget of bytes, each as large as a state."""
+        return SlabSpace(budget // self.state_bytes, self.blocks_per_slab, 1)
+
+    def split(self, budget: int, kv_share: float) -> SplitSpace:
+        """Return a budget of bytes of which KV blocks have a share, and states the rest."""
+        kv_bytes = int(budget * kv_share)
+        return SplitSpace(kv_bytes // self.block_bytes, (budget - kv_bytes) // self.state_bytes)
+
+    def make_cache(self, space: CacheSpace, rule: str, max_requests: int) -> PrefixCache:
+        """Return an empty cache with an engine's default settings."""
+        pools = CachePools.over(space, EVICTION_RULES[rule](self.state_bytes / self.token_bytes), block_size=BLOCK_SIZE)
+        return PrefixCache(
+            pools,
+            AdmissionRules(BoundaryRule(BLOCK_SIZE), align_prefill_chunks=True, chunked_prefill=True),
+            CacheIdentity("model", "0"),
+            CacheCounters(),
+            decode=DecodeRules("rolling", max_requests),
+        )
+
+    def free_bytes(self, space: SlabSpace) -> int:
+        """Return the bytes of unused slabs, and of free places in slabs that are used."""
+        num_unused = space.count_slabs()["unused"]
+        num_blocks = space.blocks.num_free - num_unused * space.blocks.per_slab
+        num_slots = space.slots.num_free - num_unused * space.slots.per_slab
+        return (num_unused + num_slots) * self.state_bytes + num_blocks * self.block_bytes
+
+
+MODELS = {
+    "nano": ModelSizes(6 * 1024, 49 * 10**6),
+    "8b": ModelSizes(16 * 1024, 103 * 10**6),
+    "super": ModelSizes(8 * 1024, 168 * 10**6),
+}
+"""Nemotron 3 Nano, an 8B hybrid and Nemotron 3 Super, in bf16."""
