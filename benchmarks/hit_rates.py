@@ -46,7 +46,7 @@ keeps none. The cost to the power 0.7 and telling the end of a conversation that
 moved no figure by more than 0.03.
 
 For one budget, by replays of recorded loads while the rule was chosen; shares of the prompt tokens skipped, of all
-coding sessions in 20 GB of Nano's sizes unless another load is named:
+coding sessions in 20 GB of Nano's sizes unless another load is named. No script here reproduces them:
 
 | instead of | tried | result |
 |---|---|---|
@@ -162,8 +162,8 @@ def document(figures: Sequence[Figure]) -> dict[str, object]:
 
 def table(figures: Sequence[Figure], picture: Path | None = None) -> str:
     """Return the figures as Markdown, seeds averaged; the ratio is also given for the worst seed."""
-    command = f"{COMMAND} --plot benchmarks/results/{picture.name}" if picture else COMMAND
     seeds = len({figure.seed for figure in figures})
+    command = f"{COMMAND} --seeds {seeds}{f' --plot benchmarks/results/{picture.name}' if picture else ''}"
     lines = ["# Tokens saved under each eviction rule", "", f"    {command}", ""]
     lines += [f"Python {platform.python_version()}, {seeds} seeds. {_flat(__doc__)}", ""]
     lines += ["Saved: share of what an unlimited cache saves; where that is nothing, there is nothing to save.", ""]

@@ -19,8 +19,8 @@ _MOST_BRANCH_HITS = 3
 ENDS = range(_MOST_BRANCH_HITS + 1)
 """Kinds of states that are the last of their text, in every rule: by the requests that parted there from more text."""
 _INSIDE, _BRANCH = ENDS.stop, ENDS.stop + 1
-_PRIORS = (0.5, 0.7, 0.9, 1.0, 0.01, *([0.3] * (_MOST_BRANCH_HITS + 1)))
-_PRIOR_STATES = 16
+_PRIORS = (0.5, 0.7, 0.9, 1.0, 0.03, *([0.3] * (_MOST_BRANCH_HITS + 1)))
+_PRIOR_STATES = 4
 _MOST_COUNTED = 1024
 
 
