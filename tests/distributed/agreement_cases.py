@@ -74,7 +74,7 @@ def error_of_one_rank(layout: Layout, fault: str) -> str:
 FAULTS_OF_ONE_RANK = {
     "the part's modules": (model_reading, "_part_of", ValueError("planted")),
     "attention": (cache_memory, "choose_attention", ValueError("planted")),
-    "states": (cache_memory, "StatePool", RuntimeError("can't allocate memory")),
+    "states": (cache_memory, "separate_tensors", RuntimeError("can't allocate memory")),
     "step buffers": (cache_memory, "StepBuffers", RuntimeError("can't allocate memory")),
 }
 
@@ -116,7 +116,8 @@ def error_of_a_missing_request(layout: Layout, num_on_both: int) -> str:
 def _part(run: EngineRun, how: str) -> None:
     cache = run.context.cache
     if how == "another block":
-        cache.kv._free[-1], cache.kv._free[-2] = cache.kv._free[-2], cache.kv._free[-1]
+        free = cache.kv._places._free
+        free[-1], free[-2] = free[-2], free[-1]
     elif how == "another token":
         original = runner_module.advance_rows
 
