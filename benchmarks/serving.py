@@ -1,6 +1,7 @@
 """What does a cache give users of a busy server: latency, speed and throughput under the same load?
 
-    PYTHONPATH=. python3 benchmarks/serving.py [--shape tiny] [--load NAME] [--json FILE] [--plots FOLDER]
+    PYTHONPATH=. python3 benchmarks/serving.py [--shape tiny] [--load NAME | --trace FILE | --recorded FILE]
+        [--json FILE] [--plots FOLDER]
 
 Multi-turn conversations arrive by the wall clock, whether or not the engine keeps up (`open_loop`), and are served by
 one engine after another: without a cache; with states at boundaries of prompts only; and with states of replies too;
@@ -21,6 +22,7 @@ from typing import Any
 
 from loads.conversation_load import LOADS, Conversation, conversations, read_trace
 from loads.open_loop import OpenLoop, ServedLoad, fitting
+from loads.recorded_sessions import recorded_conversations
 from loads.serving_engine import MODES, ServedShape, add_shape_arguments, model_of, serving_engine, shape_of
 from measuring.gpu_time import gpu_timer
 from measuring.machine import describe_machine
@@ -29,6 +31,7 @@ from measuring.serving_plots import MISSING, can_plot, write_plots
 from tqdm import tqdm
 
 from megatron_mamba_cache.command_line.quiet import own_warnings_hidden, quiet_libraries
+from megatron_mamba_cache.planning.recorded_load import read_load
 
 NUM_PROFILED = 40
 NUM_WARMING = 4
@@ -106,13 +109,19 @@ def _request(turn: Any) -> dict[str, Any]:
 
 def load_of(parser: argparse.ArgumentParser, arguments: argparse.Namespace, vocab_size: int) -> list[Conversation]:
     """Return the conversations that parsed flags select."""
-    if arguments.trace:
-        if arguments.rate or arguments.tokens_scale != 1 or arguments.time_scale != 1:
-            parser.error("--trace says how fast and how long; --rate, --tokens-scale and --time-scale change --load")
+    if arguments.trace or arguments.recorded:
+        if arguments.rate or arguments.tokens_scale != 1 or (arguments.trace and arguments.time_scale != 1):
+            parser.error(
+                "a file says how fast and how long: --rate and --tokens-scale change --load, --time-scale that and "
+                "--recorded"
+            )
         try:
-            return read_trace(arguments.trace, vocab_size, arguments.seed)[: arguments.sessions]
+            if arguments.trace:
+                return read_trace(arguments.trace, vocab_size, arguments.seed)[: arguments.sessions]
+            recorded = recorded_conversations(read_load(arguments.recorded, arguments.sessions), vocab_size)
         except (OSError, ValueError) as error:
             parser.error(str(error))
+        return [conversation.slower(arguments.time_scale) for conversation in recorded]
     load = LOADS[arguments.load].scaled(tokens=arguments.tokens_scale, seconds=arguments.time_scale)
     load = replace(
         load,
@@ -128,11 +137,12 @@ def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--load", choices=LOADS, default="mixed", help="default: %(default)s")
     source.add_argument("--trace", type=Path, metavar="FILE", help="JSON lines of lengths; see conversation_load.py")
+    source.add_argument("--recorded", type=Path, metavar="FILE", help="a recorded load; see planning/recorded_load.py")
     add_shape_arguments(parser)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="default: all")
     parser.add_argument("--drafts", nargs="+", type=int, default=[0, 3], metavar="K", help="default: 0 3")
     parser.add_argument("--rate", type=_positive, metavar="R", help="sessions a second; default: the load's")
-    parser.add_argument("--sessions", type=int, metavar="N", help="how many; default: the load's")
+    parser.add_argument("--sessions", type=int, metavar="N", help="how many, of --recorded lines; default: all")
     parser.add_argument("--tokens-scale", type=_positive, default=1.0, metavar="F", help="multiplies all lengths")
     parser.add_argument(
         "--time-scale", type=_positive, default=1.0, metavar="F", help="multiplies pauses, divides rates"

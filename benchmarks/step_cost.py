@@ -1,6 +1,6 @@
 """What does a decode step cost at few and many rows, on the host and on the GPU, and what do drafts gain at best?
 
-    PYTHONPATH=. python3 benchmarks/step_cost.py [--shape 8b|nano3|small|tiny] [--json FILE]
+    PYTHONPATH=. python3 benchmarks/step_cost.py [--shape 8b|nano3|small|tiny] [--no-drafts] [--json FILE]
 
 Steps: rows of equal length decode together, without drafts. Wall time is the median over steps. Host work is wall time
 minus the host's waits for the step's tokens; much of it overlaps with the GPU's work. GPU time is that of the last
@@ -198,7 +198,7 @@ def _merged(record: Any) -> Any:
 
 
 def table(costs: Sequence[StepCost], drafts: dict[str, DraftSpeed]) -> str:
-    """Return the figures as Markdown; columns that this machine lacks are left out."""
+    """Return the figures as Markdown; columns that this machine lacks and drafts not measured are left out."""
     heads = ["rows", "a step, ms"]
     has_gpu = costs[0].kernels_ms is not None
     if has_gpu:
@@ -214,6 +214,8 @@ def table(costs: Sequence[StepCost], drafts: dict[str, DraftSpeed]) -> str:
         "",
         *(f"{name}: {line.at_0:.3f} ms and {1e3 * line.slope:.2f} µs a row." for name, line in lines_of(costs).items()),
     ]
+    if not drafts:
+        return "\n".join(lines)
     lines += [
         "",
         f"| {DRAFT_ROWS} rows | tokens/s | of no drafts | tokens a step | accepted, % |",
@@ -241,6 +243,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_shape_arguments(parser)
     parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS), metavar="N", help="default: 1 8 64 128 256")
+    parser.add_argument("--no-drafts", action="store_true", help="measure steps only")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
     arguments = parser.parse_args()
     shape = shape_of(parser, arguments, LIMITS)
@@ -248,7 +251,7 @@ def main() -> None:
     with quiet_libraries(), own_warnings_hidden():
         model = model_of(shape)
         costs = step_costs(model, shape, arguments.rows, num_prompt)
-        drafts = draft_speeds(model, shape, num_prompt, NUM_REPLY)
+        drafts = {} if arguments.no_drafts else draft_speeds(model, shape, num_prompt, NUM_REPLY)
     print(table(costs, drafts))
     if arguments.json:
         growth = {name: asdict(line) for name, line in lines_of(costs).items()}

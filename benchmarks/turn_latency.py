@@ -1,18 +1,21 @@
 """How much sooner does a later turn begin with a cache, and what does the cache cost when nothing can hit?
 
-    PYTHONPATH=. python3 benchmarks/turn_latency.py [--shape 8b|nano3|small|tiny] [--json FILE]
+    PYTHONPATH=. python3 benchmarks/turn_latency.py [--shape 8b|nano3|small|tiny] [--recorded FILE] [--json FILE]
 
 Later turns: conversations of three turns with a long last reply, then a fourth turn, whose time to first token is
 measured, one request at a time, without a cache, with states at boundaries of prompts only, and with states of replies
-too. Each repetition is another conversation, a fraction of a block longer or shorter, so that the boundaries differ;
-engines alternate. The first token must come 8 times sooner than without a cache and, if that reply has 1,000 tokens or
-more, twice as soon as with prompts' boundaries only.
+too. "Full, no room" is the last one after unrelated prompts have filled its memory: whatever a turn needs, it evicts.
+Each repetition is another conversation, a fraction of a block longer or shorter, so that the boundaries differ; engines
+alternate. The first token must come 8 times sooner than without a cache, as soon without room as with it and, if that
+reply has 1,000 tokens or more, twice as soon as with prompts' boundaries only. With `--recorded`, conversations are
+those of a recorded load, as far as they fit in a request, and the measured turns their last ones.
 
 No hits: prompts that share no prefix, in an engine with the cache and in one without. They alternate batch by batch and
 take turns to go first, so that the machine's drift affects both. The cache must keep 0.98 of the throughput.
 """
 
 import argparse
+import itertools
 import json
 import random
 import time
@@ -24,6 +27,9 @@ from statistics import median
 from typing import Any
 
 import torch
+from loads.conversation_load import Conversation, Turn
+from loads.open_loop import fitting
+from loads.recorded_sessions import recorded_conversations
 from loads.serving_engine import MODES, Mode, ServedShape, add_shape_arguments, model_of, send, serving_engine, shape_of
 from measuring.ceilings import floor_us
 from measuring.machine import describe_machine
@@ -31,9 +37,14 @@ from measuring.step_bytes import step_bytes
 
 from megatron_mamba_cache.command_line.quiet import own_warnings_hidden, quiet_libraries
 from megatron_mamba_cache.mcore.failure_reason import failure_reason
+from megatron_mamba_cache.planning.recorded_load import read_load
 
+FULL, NO_ROOM = "full", "full, no room"
+CACHES = {**MODES, NO_ROOM: MODES[FULL]}
 REQUIRED = {"no cache": 8.0, "prompt boundaries": 2.0}
 REQUIRED_THROUGHPUT = 0.98
+NUM_EVICTIONS = 8
+"""States that other requests must have evicted before the memory counts as full."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,23 +81,31 @@ LIMITS = {
     "small": {"max_tokens": 16_384},
     "tiny": {"max_tokens": 4096},
 }
-"""Three engines fit in memory beside each other, and a prompt in one step."""
+"""The engines fit in memory beside each other, and a prompt in one step."""
 
 
 @dataclass(frozen=True, slots=True)
 class TurnLatency:
-    """Latency of the measured turn, by mode; milliseconds are medians.
+    """Latency of the measured turns, by cache; tokens are medians.
 
     Args:
+        first_tokens_ms: Of each repetition, in order.
         times_sooner: Speedup over each mode without replies' states: median of each repetition's ratio.
+        room: First token without room over that with room: median of each repetition's ratio; None if not measured.
         floor_ms: Reading all weights, the history's KV and a state, at the rate of a plain copy; None on a CPU.
     """
 
     prompt_tokens: int
     cached_tokens: dict[str, int]
-    first_token_ms: dict[str, float]
+    first_tokens_ms: dict[str, list[float]]
     times_sooner: dict[str, float]
+    room: float | None = None
     floor_ms: float | None = None
+
+    @property
+    def first_token_ms(self) -> dict[str, float]:
+        """Medians of the repetitions."""
+        return {name: median(times) for name, times in self.first_tokens_ms.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,48 +118,89 @@ class ColdThroughput:
     highest: float
 
 
-def later_turns(model: Any, shape: ServedShape, scale: Scale, modes: Mapping[str, Mode] = MODES) -> TurnLatency:
-    """Measure the last turn of each repetition's conversation in every mode."""
-    seconds: dict[str, list[float]] = {mode: [] for mode in modes}
-    cached: dict[str, list[int]] = {mode: [] for mode in modes}
+def later_turns(
+    model: Any, shape: ServedShape, load: Sequence[Conversation], caches: Mapping[str, Mode] = CACHES
+) -> TurnLatency:
+    """Measure the last turn of each conversation with every cache; the first conversation is not counted."""
+    milliseconds: dict[str, list[float]] = {name: [] for name in caches}
+    cached: dict[str, list[int]] = {name: [] for name in caches}
     with ExitStack() as stack:
-        engines = {name: stack.enter_context(serving_engine(model, shape, mode)) for name, mode in modes.items()}
-        histories = {name: histories_in(engine, shape, scale) for name, engine in engines.items() if name != "no cache"}
-        histories["no cache"] = histories["full"]
-        prompt_tokens = len(histories["full"][0])
-        for repetition in range(-1, scale.repetitions):  # the first is not counted
-            for name in rotated(list(modes), repetition):
-                first_token_s, skipped = first_token(engines[name], 10_000 + repetition, histories[name][repetition])
-                if repetition >= 0:
-                    seconds[name].append(first_token_s)
+        engines = {name: stack.enter_context(serving_engine(model, shape, mode)) for name, mode in caches.items()}
+        if NO_ROOM in engines:
+            fill_memory(engines[NO_ROOM], shape)
+        prompts = {name: last_prompts(engine, load) for name, engine in engines.items() if name != "no cache"}
+        prompts["no cache"] = prompts[FULL]
+        for repetition in range(len(load)):
+            for name in rotated(list(caches), repetition):
+                first_token_s, skipped = first_token(engines[name], 10_000 + repetition, prompts[name][repetition])
+                if repetition:
+                    milliseconds[name].append(1e3 * first_token_s)
                     cached[name].append(skipped)
-        num_bytes = step_bytes(model, engines["full"], prompt_tokens, hits_all=True)
-    pairs = {
-        name: [other / full for other, full in zip(seconds[name], seconds["full"], strict=True)]
-        for name in REQUIRED
-        if name in modes
-    }
+        prompt_tokens = int(median(len(prompt) for prompt in prompts[FULL][1:]))
+        num_bytes = step_bytes(model, engines[FULL], prompt_tokens, hits_all=True)
+
+    def times_of_full(name: str) -> float:
+        return median(other / full for other, full in zip(milliseconds[name], milliseconds[FULL], strict=True))
+
     return TurnLatency(
         prompt_tokens,
         {name: int(median(counts)) for name, counts in cached.items()},
-        {name: 1e3 * median(times) for name, times in seconds.items()},
-        {name: median(ratios) for name, ratios in pairs.items()},
+        milliseconds,
+        {name: times_of_full(name) for name in REQUIRED if name in caches},
+        times_of_full(NO_ROOM) if NO_ROOM in caches else None,
         floor_us(num_bytes) / 1e3 if torch.cuda.is_available() else None,
     )
 
 
-def histories_in(engine: Any, shape: ServedShape, scale: Scale) -> list[list[int]]:
-    """Serve all turns but the last, all conversations together; return the prompts of their last turns."""
+def made_load(shape: ServedShape, scale: Scale) -> list[Conversation]:
+    """Return a conversation for each repetition, and one before them."""
     drawn = random.Random(0)
-    texts: list[list[int]] = [[] for _ in range(scale.repetitions + 1)]
-    jitters = [drawn.randrange(shape.block_size) for _ in texts]
-    for number, (num_new, num_reply) in enumerate(scale.history.turns):
-        for index, text in enumerate(texts):
-            text += some_tokens(drawn, shape, num_new + (0 if number else jitters[index]))
-        replies = run(engine, {len(texts) * number + index: text for index, text in enumerate(texts)}, num_reply)
-        for text, reply in zip(texts, replies, strict=True):
-            text += reply
-    return [text + some_tokens(drawn, shape, scale.history.new) for text in texts]
+    *before, last = [*scale.history.turns, (scale.history.new, 2)]
+    load = []
+    for _ in range(scale.repetitions + 1):
+        opening = tuple(some_tokens(drawn, shape, drawn.randrange(shape.block_size)))
+        turns = [Turn(0.0, tuple(some_tokens(drawn, shape, num_new)), num_reply) for num_new, num_reply in before]
+        turns.append(Turn(0.0, tuple(some_tokens(drawn, shape, last[0])), last[1]))
+        load.append(Conversation(0.0, opening, tuple(turns)))
+    return load
+
+
+def recorded_load(path: Path, shape: ServedShape, scale: Scale) -> list[Conversation]:
+    """Return conversations of a recorded load that have a later turn, as many as `made_load`.
+
+    Raises:
+        OSError: If the file cannot be read.
+        ValueError: If it is in no known format, or too few of its conversations fit.
+    """
+    load = fitting(recorded_conversations(read_load(path), shape.vocab_size), shape.max_length)
+    load = [conversation for conversation in load if len(conversation.turns) > 1][: scale.repetitions + 1]
+    if len(load) < 2:
+        raise ValueError(f"{path}: need two conversations of two turns or more in {shape.max_length} tokens")
+    return load
+
+
+def fill_memory(engine: Any, shape: ServedShape) -> None:
+    """Serve unrelated prompts until they evict each other's states."""
+    drawn = random.Random(2)
+    for request_id in itertools.count(1_000_000):
+        run(engine, {request_id: some_tokens(drawn, shape, 8 * shape.block_size)}, 1)
+        if engine.context.snapshot().counters.states_evicted >= NUM_EVICTIONS:
+            return
+
+
+def last_prompts(engine: Any, load: Sequence[Conversation]) -> list[list[int]]:
+    """Serve all turns but the last of each conversation, all conversations together; return the last prompts."""
+    texts = [[*conversation.prefix, *conversation.turns[0].new_tokens] for conversation in load]
+    for number in range(max(len(conversation.turns) for conversation in load) - 1):
+        going_on = [index for index, conversation in enumerate(load) if number + 1 < len(conversation.turns)]
+        replies = run(
+            engine,
+            {len(load) * number + index: texts[index] for index in going_on},
+            [load[index].turns[number].num_reply for index in going_on],
+        )
+        for index, reply in zip(going_on, replies, strict=True):
+            texts[index] += [*reply, *load[index].turns[number + 1].new_tokens]
+    return texts
 
 
 def first_token(engine: Any, request_id: int, prompt: Sequence[int]) -> tuple[float, int]:
@@ -150,7 +210,7 @@ def first_token(engine: Any, request_id: int, prompt: Sequence[int]) -> tuple[fl
     while not engine.get_request(request_id).generated_tokens:
         engine.step_modern()
     seconds = time.perf_counter() - began
-    run(engine, {}, 0)
+    run(engine, {}, 1)
     return seconds, engine.cached_tokens(request_id)
 
 
@@ -180,14 +240,18 @@ def cold_throughput(model: Any, shape: ServedShape, scale: Scale) -> ColdThrough
     return ColdThroughput(speeds, median(ratios), min(ratios), max(ratios))
 
 
-def run(engine: Any, prompts: Mapping[int, Sequence[int]], num_tokens: int) -> list[list[int]]:
+def run(engine: Any, prompts: Mapping[int, Sequence[int]], num_tokens: int | Sequence[int]) -> list[list[int]]:
     """Run requests, and those already running, to their end; return the replies in the order of the prompts.
+
+    Args:
+        num_tokens: Of each reply, or of all.
 
     Raises:
         RuntimeError: If a request fails.
     """
-    for request_id, prompt in prompts.items():
-        send(engine, request_id, prompt, num_tokens)
+    lengths = [num_tokens] * len(prompts) if isinstance(num_tokens, int) else num_tokens
+    for (request_id, prompt), length in zip(prompts.items(), lengths, strict=True):
+        send(engine, request_id, prompt, length)
     replies: dict[int, list[int]] = {}
     while engine.has_unfinished_requests():
         for request in (record.merge() for record in engine.step_modern()["finished_request_records"]):
@@ -211,13 +275,16 @@ def some_tokens(drawn: random.Random, shape: ServedShape, count: int) -> list[in
 def table(latency: TurnLatency, cold: ColdThroughput | None) -> str:
     """Return the figures as Markdown."""
     lines = [f"A later turn, {latency.prompt_tokens:,} tokens with its history:", ""]
+    medians = latency.first_token_ms
     lines += ["| engine | tokens skipped | first token, ms | the full cache's is sooner by | required |"]
     lines += ["|---|---:|---:|---:|---:|"]
-    for name in latency.first_token_ms:
+    for name, first_token_ms in medians.items():
         sooner = f"{latency.times_sooner[name]:.2f} | {REQUIRED[name]:g}" if name in latency.times_sooner else " | "
-        lines.append(f"| {name} | {latency.cached_tokens[name]:,} | {latency.first_token_ms[name]:,.2f} | {sooner} |")
+        lines.append(f"| {name} | {latency.cached_tokens[name]:,} | {first_token_ms:,.2f} | {sooner} |")
+    if latency.room is not None:
+        lines += ["", f"Without room the first token takes {latency.room:.3f} times as long as with it."]
     if latency.floor_ms is not None:
-        times = latency.first_token_ms["full"] / latency.floor_ms
+        times = medians[FULL] / latency.floor_ms
         lines += ["", f"Reading all weights, the history's KV and a state takes {latency.floor_ms:.2f} ms; the full "]
         lines[-1] += f"cache's first token comes in {times:.2f} times that."
     if cold is None:
@@ -234,14 +301,19 @@ def main() -> None:
     """Measure, print Markdown and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_shape_arguments(parser)
+    parser.add_argument("--recorded", type=Path, metavar="FILE", help="conversations of a recorded load")
     parser.add_argument("--only-cached", action="store_true", help="the later turn with the full cache, nothing else")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
     arguments = parser.parse_args()
     shape, scale = shape_of(parser, arguments, LIMITS), SCALES[arguments.shape]
+    try:
+        load = recorded_load(arguments.recorded, shape, scale) if arguments.recorded else made_load(shape, scale)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
     with quiet_libraries(), own_warnings_hidden():
         model = model_of(shape)
-        modes = {"full": MODES["full"]} if arguments.only_cached else MODES
-        latency = later_turns(model, shape, scale, modes)
+        caches = {name: CACHES[name] for name in (FULL, NO_ROOM)} if arguments.only_cached else CACHES
+        latency = later_turns(model, shape, load, caches)
         cold = None if arguments.only_cached else cold_throughput(model, shape, scale)
     print(table(latency, cold))
     if arguments.json:

@@ -42,6 +42,11 @@ class Conversation:
     prefix: Tokens
     turns: tuple[Turn, ...]
 
+    def slower(self, factor: float) -> "Conversation":
+        """Return the conversation with every time multiplied."""
+        turns = tuple(replace(turn, think_s=turn.think_s * factor) for turn in self.turns)
+        return Conversation(self.arrival_s * factor, self.prefix, turns)
+
 
 @dataclass(frozen=True, slots=True)
 class Spread:

@@ -247,7 +247,7 @@ def test_plots_without_matplotlib_are_refused_before_anything_is_measured(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--trace", "x.jsonl", "--rate", "2"], "--trace says how fast"),
+        (["--trace", "x.jsonl", "--rate", "2"], "a file says how fast"),
         (["--trace", "x.jsonl"], "x.jsonl"),
         (["--rate", "0"], "must be more than 0, found 0"),
     ],

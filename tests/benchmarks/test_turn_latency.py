@@ -25,9 +25,10 @@ def test_a_later_turn_skips_replies_only_with_the_full_cache(
     shape = serving_engine.SHAPES["tiny"]
     scale = turn_latency.Scale(turn_latency.History(((70, 4), (70, 130)), 20), 2, batch=3, prompt=80, reply=4, rounds=2)
     model = serving_engine.model_of(shape)
-    latency = turn_latency.later_turns(model, shape, scale)
+    latency = turn_latency.later_turns(model, shape, turn_latency.made_load(shape, scale))
     skipped = latency.cached_tokens
     assert skipped["no cache"] == 0 < skipped["prompt boundaries"] <= skipped["full"] - 128
+    assert skipped["full, no room"] == skipped["full"] and latency.room > 0
     assert all(milliseconds > 0 for milliseconds in latency.first_token_ms.values())
     assert set(latency.times_sooner) == set(turn_latency.REQUIRED)
     cold = turn_latency.cold_throughput(model, shape, scale)
