@@ -3,10 +3,12 @@
 import math
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NoReturn
 
 from .. import __version__
 from ..config import FLAGS, CacheConfig, argument_of
+from .card_settings import DRAFTER_SHARE
 from .coordinator_access import add_coordinator_arguments
 from .default_settings import DEFAULTS_IN_WORDS
 from .plan_arguments import add_plan_arguments
@@ -112,15 +114,19 @@ def as_typed(message: str, argv: Sequence[str]) -> str:
 
 
 def cache_config(arguments: Namespace, settings: Mapping[str, object]) -> CacheConfig:
-    """Return the settings that the flags give, and `settings` for the rest.
+    """Return the settings that the flags give, and `settings` for the rest; a draft model has its part of the budget.
 
     Raises:
         UsageError: Naming the flag.
     """
     try:
-        return CacheConfig.from_arguments(arguments, **settings)
+        config = CacheConfig.from_arguments(arguments, **settings)
     except ValueError as error:
         raise UsageError(name_flag(str(error))) from error
+    given_gb = getattr(arguments, argument_of("cache_gb"))
+    if given_gb is not None and arguments.drafter == "draft-model":
+        config = replace(config, cache_gb=(1 - DRAFTER_SHARE) * given_gb)
+    return config
 
 
 def with_sampling(arguments: Namespace, default: Mapping[str, float]) -> Namespace:

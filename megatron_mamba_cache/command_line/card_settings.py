@@ -6,9 +6,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ..config import CacheConfig
+from ..state.slab_shape import SlabShape
 from .usage_error import UsageError
 
 if TYPE_CHECKING:
+    from ..ranks.group import Ranks
     from ..state.model_shape import HybridModelShape
 
 _GIB = 2**30
@@ -17,7 +19,6 @@ _MAX_TOKENS = 8192
 _MAX_REQUESTS = 256
 NUM_CUDA_GRAPHS = 9  # without a graph the host takes several times as long to launch a step as the GPU to compute it
 _TOKENS_A_REQUEST = 2048
-_KV_SHARE = 0.75
 _LEAST_GB = 1e-6  # settings must not be 0
 
 DRAFTER_SHARE = 0.15
@@ -50,19 +51,17 @@ class Card:
 
 
 def card_settings(
-    shape: "HybridModelShape", max_length: int, card: Card, given: Mapping[str, Any]
+    shape: "HybridModelShape", max_length: int, card: Card, given: Mapping[str, Any], ranks: "Ranks"
 ) -> dict[str, int | float]:
-    """Return fields of `CacheConfig` that fill a GPU.
+    """Return fields of `CacheConfig` that fill a GPU; all ranks of the model call it.
 
-    KV blocks and states share `fraction` of the free memory, or what the largest step leaves if that is less. As many
-    requests run at once, up to 256, as have room in half of it for their live states and 2,048 tokens each. Of what the
-    live states leave, three quarters hold KV blocks and one quarter cached states; with drafts, states get at least a
-    slot for each draft of each request, up to half.
+    KV blocks and states share `fraction` of the free memory as one budget, or what the largest step leaves if that is
+    less. As many requests run at once, up to 256, as have room in half of it for their states and 2,048 tokens each.
 
     Args:
-        max_length: The most tokens that the model can read.
-        given: Fields that flags have set. They are kept; the rest of the memory is left to the other budget. One budget
-            for both takes the place of what the GPU leaves.
+        max_length: The most tokens that the model can read; fewer are allowed where that has no room.
+        given: Fields that flags have set. They are kept; a budget takes the place of what the GPU leaves. Where one
+            part of a split is given, the other part takes what that and the live states leave.
 
     Raises:
         UsageError: If the live states leave no memory for the cache.
@@ -73,22 +72,23 @@ def card_settings(
     asked = given.get("max_requests") or 0
     max_tokens = given.get("max_tokens") or max(_MAX_TOKENS, block, asked)
     given_gb = given.get("cache_gb")
-    budget = _budget(card, shape, max_tokens, max(asked, _MAX_REQUESTS) * (1 + drafts))
-    if given_gb is not None:
-        budget = given_gb * _GIB
+    if given_gb is None:
+        budget = _budget(card, shape, max_tokens, max(asked, _MAX_REQUESTS) * (1 + drafts))
+    else:
+        budget = card.share * given_gb * _GIB
     request_bytes = (1 + drafts) * state_bytes + math.ceil(_TOKENS_A_REQUEST / block) * shape.block_bytes(block)
     fitting = min(_MAX_REQUESTS, max_tokens, int(budget / 2 / max(request_bytes, 1)))
     max_requests = asked or max(1, fitting)
     rest = budget - max_requests * state_bytes
     if given_gb is None and rest < state_bytes + 2 * shape.block_bytes(block):
         raise UsageError(_no_room(card, budget, max_requests, state_bytes))
-    cached = 0.0 if given.get("prefix_caching") is False else (1 - _KV_SHARE) * rest
-    states = max(cached, min(drafts * max_requests * state_bytes, rest / 2))
-    kv_gb, state_gb = _split(rest / _GIB, states / _GIB, given, shape)
-    split = {"buffer_size_gb": kv_gb, "prefix_caching_mamba_gb": state_gb}
+    split = given.get("buffer_size_gb") is not None or given.get("prefix_caching_mamba_gb") is not None
+    if not split:
+        sizes = CacheConfig(block_size_tokens=block, num_speculative_tokens=drafts)
+        max_length = min(max_length, longest_request(shape, sizes, budget, ranks))
     return {
         "block_size_tokens": block,
-        **(split if given_gb is None else {"cache_gb": given_gb}),
+        **(_split(rest / _GIB, given) if split else {"cache_gb": budget / _GIB}),
         "max_requests": max_requests,
         "max_tokens": max_tokens,
         "max_sequence_length": given.get("max_sequence_length") or max_length,
@@ -104,6 +104,18 @@ def _budget(card: Card, shape: "HybridModelShape", max_tokens: int, num_sampled:
     return max(card.share * whole, 0.0)
 
 
+def longest_request(shape: "HybridModelShape", config: CacheConfig, budget: float, ranks: "Ranks") -> int:
+    """Return the most tokens of a request that one budget on each rank has room for, at least a block.
+
+    Args:
+        budget: Bytes on this rank for KV blocks and states, instead of those of `config`.
+    """
+    unit = shape.unit_bytes(config)
+    slab = SlabShape.fitting(ranks.gather(unit))
+    (num_slabs,) = ranks.least([slab.slabs_in(int(budget), unit)])
+    return max(slab.blocks_of_request(num_slabs, config.num_speculative_tokens), 1) * config.block_size_tokens
+
+
 def _no_room(card: Card, budget: float, max_requests: int, state_bytes: int) -> str:
     """Return what was needed, what was found and the remedy."""
     return (
@@ -114,17 +126,12 @@ def _no_room(card: Card, budget: float, max_requests: int, state_bytes: int) -> 
     )
 
 
-def _split(
-    rest_gb: float, states_gb: float, given: Mapping[str, Any], shape: "HybridModelShape"
-) -> tuple[float, float]:
-    """Return the GiB of KV blocks and of cached states; a pipeline stage may lack either kind of layer."""
+def _split(rest_gb: float, given: Mapping[str, Any]) -> dict[str, float]:
+    """Return the GiB of KV blocks and of cached states, of which flags have set at least one."""
     kv, states = given.get("buffer_size_gb"), given.get("prefix_caching_mamba_gb")
-    if not shape.num_mamba_layers:
-        states_gb = 0.0
-    elif not shape.num_attention_layers:
-        states_gb = rest_gb
-    if states is None and given.get("prefix_caching") is False:
-        states = states_gb
-    elif states is None:
-        states = states_gb if kv is None else max(rest_gb - kv, 0.0)
-    return max(rest_gb - states, _LEAST_GB) if kv is None else kv, states
+    if states is None:
+        states = 0.0 if kv is None or given.get("prefix_caching") is False else max(rest_gb - kv, 0.0)
+    return {
+        "buffer_size_gb": max(rest_gb - states, _LEAST_GB) if kv is None else kv,
+        "prefix_caching_mamba_gb": states,
+    }

@@ -12,12 +12,14 @@ from ..config import CacheConfig
 from ..errors import CacheCapacityError
 from ..mcore.engine import MambaCacheEngine
 from ..models.checkpoints.hugging_face import LoadedModel, load_hugging_face
+from ..models.drafting.draft_model import DraftModelDrafter
 from ..models.parameter_shapes import parameters_of
 from ..models.random_hybrid import RandomHybridConfig, random_hybrid_model
 from ..models.tokenizers.byte_tokenizer import ByteTokenizer
 from ..models.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer, load_tokenizer
 from ..speculation.drafter import Drafter
 from .arguments import name_flag
+from .card_settings import DRAFTER_SHARE
 from .model_choice import ModelDirectory, ModelFormat
 from .usage_error import UsageError
 
@@ -74,15 +76,23 @@ def engine_for(
     try:
         drafter = make_drafter() if config.num_speculative_tokens else None
     except (ValueError, CacheCapacityError) as error:
-        raise UsageError(f"the drafter's own cache: {error}") from error
+        raise UsageError(f"the drafter's own cache: {error}{_shared(config)}") from error
     try:
         return build_engine(
             model.model, config, drafter=drafter, tokenizer=model.tokenizer, random_seed=seed, scores_prompts=True
         )
     except ValueError as error:
-        raise UsageError(name_flag(str(error))) from error
+        shared = _shared(config) if isinstance(drafter, DraftModelDrafter) else ""
+        raise UsageError(name_flag(str(error)) + shared) from error
     except CacheCapacityError as error:
         raise UsageError(str(error)) from error
+
+
+def _shared(config: CacheConfig) -> str:
+    """Return which part of one budget the message is about, for an engine with a draft model."""
+    return (
+        "" if config.cache_gb is None else f"; of --cache-gb, a draft model has {DRAFTER_SHARE:.0%}, the model the rest"
+    )
 
 
 def load_weights(directory: ModelDirectory, dtype: str | None, *, flag: str) -> LoadedModel:

@@ -25,7 +25,7 @@ from ..state.model_shape import HybridModelShape
 from .arguments import cache_config
 from .card_settings import DRAFTER_SHARE, NUM_CUDA_GRAPHS, Card, card_settings
 from .default_settings import default_settings
-from .drafters import drafter_maker
+from .drafters import DRAFTER_STATES, drafter_maker
 from .model_choice import ModelDirectory
 from .ready_model import engine_for, ready_model
 from .usage_error import UsageError
@@ -71,7 +71,7 @@ class Serving:
         limit = {} if running is None else {"max_requests": running}
         if self._card is not None:
             card = self._card.part(1 - DRAFTER_SHARE) if arguments.drafter == "draft-model" else self._card
-            return card_settings(shape, max_length, card, given_settings(arguments) | limit)
+            return card_settings(shape, max_length, card, given_settings(arguments) | limit, ranks_of_process())
         settings = default_settings(shape, max_length) | limit
         settings["max_tokens"] = max(settings["max_tokens"], settings["max_requests"])
         settings["num_cuda_graphs"] = NUM_CUDA_GRAPHS if device == "cuda" else 0
@@ -82,8 +82,9 @@ class Serving:
         if self._card is None:
             return default_settings(shape, max_length)
         length = min(max_length, self._config.max_sequence_length)
-        given = {"max_requests": self._config.max_requests, "max_tokens": self._config.max_tokens}
-        return card_settings(shape, length, self._card.part(DRAFTER_SHARE), given) | {"num_cuda_graphs": 0}
+        given = {"max_requests": self._config.max_requests, "max_tokens": self._config.max_tokens} | DRAFTER_STATES
+        settings = card_settings(shape, length, self._card.part(DRAFTER_SHARE), given, ranks_of_process())
+        return settings | {"num_cuda_graphs": 0}
 
     def engine(self) -> MambaCacheEngine:
         """Build the engine.

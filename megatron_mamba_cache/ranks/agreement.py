@@ -123,13 +123,11 @@ def _checked_version(version: object) -> object:
 def _num_slabs(config: CacheConfig, unit: UnitBytes, slab: SlabShape) -> tuple[int, int]:
     """Return how many slabs a rank's budget buys, and how many KV blocks paused requests may keep."""
     assert config.cache_gb is not None
-    slab_bytes = slab.slab_bytes(unit)
-    num_slabs = (int(config.cache_gb * 2**30) - unit.block) // slab_bytes  # one block is the dummy
+    num_slabs = slab.slabs_in(int(config.cache_gb * 2**30), unit)
     longest = -(-config.max_sequence_length // config.block_size_tokens)
-    # Beside its KV, a request has its live state, those after its drafts, and one that it is about to cache.
-    needed = -(-longest // slab.blocks_per_slab) + 2 + config.num_speculative_tokens
+    needed = slab.slabs_of_request(longest, config.num_speculative_tokens)
     if num_slabs < needed:
-        least = math.ceil((needed * slab_bytes + unit.block) / 2**30 * 1e6) / 1e6
+        least = math.ceil((needed * slab.slab_bytes(unit) + unit.block) / 2**30 * 1e6) / 1e6
         raise ValueError(
             f"cache_gb is {config.cache_gb:g} GiB, which cannot hold one request of max_sequence_length="
             f"{config.max_sequence_length} tokens with its states: set --cache-gb to {least:f} or more, or lower "

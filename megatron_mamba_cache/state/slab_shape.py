@@ -8,6 +8,7 @@ _ALIGNMENT = 256
 _FEW = 4
 _MOST_PLACES = 4096
 _SMALL_LOSS = 0.03
+_ANY_NUMBER = 2**40  # other ranks set the limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,19 @@ class SlabShape:
         grain = math.lcm(_ALIGNMENT, unit.token_row or 1) * math.lcm(self.blocks_per_slab, self.slots_per_slab)
         needed = max(self.blocks_per_slab * unit.block, self.slots_per_slab * unit.state)
         return -(-needed // grain) * grain
+
+    def slabs_in(self, num_bytes: int, unit: UnitBytes) -> int:
+        """Return how many slabs a rank's memory holds, beside the dummy block; very many where they take none."""
+        slab_bytes = self.slab_bytes(unit)
+        return max(num_bytes - unit.block, 0) // slab_bytes if slab_bytes else _ANY_NUMBER
+
+    def slabs_of_request(self, num_blocks: int, num_drafts: int) -> int:
+        """Return the slabs that one request needs: its KV, its live state, those after its drafts and one to cache."""
+        return -(-num_blocks // self.blocks_per_slab) + 2 + num_drafts
+
+    def blocks_of_request(self, num_slabs: int, num_drafts: int) -> int:
+        """Return the most KV blocks for which `slabs_of_request` is at most `num_slabs`; 0 if even one is too many."""
+        return max(num_slabs - 2 - num_drafts, 0) * self.blocks_per_slab
 
     def loss(self, units: Sequence[UnitBytes]) -> float:
         """Return the largest share of a slab that one of its uses leaves empty."""

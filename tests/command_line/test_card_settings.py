@@ -10,13 +10,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_mamba_cache.command_line.card_settings import DRAFTER_SHARE, Card, card_settings
+from megatron_mamba_cache.command_line import card_settings as settings_of_cards
+from megatron_mamba_cache.command_line.card_settings import DRAFTER_SHARE, Card
+from megatron_mamba_cache.command_line.drafters import DRAFTER_STATES
 from megatron_mamba_cache.command_line.serving import expert_width
 from megatron_mamba_cache.command_line.usage_error import UsageError
 from megatron_mamba_cache.config import CacheConfig
 from megatron_mamba_cache.ranks.agreement import CacheCapacity
 from megatron_mamba_cache.ranks.group import OneRank
 from megatron_mamba_cache.state.model_shape import HybridModelShape
+from megatron_mamba_cache.state.slab_shape import SlabShape
 
 GIB = 2**30
 
@@ -46,9 +49,17 @@ SMALL = shape_of("M*-", ssm_shape=(12, 16, 32), conv_dim=448, num_kv_heads=2, ss
 SHAPES = (DENSE_8B, NANO_30B, SMALL)
 
 
+def card_settings(shape: HybridModelShape, max_length: int, card: Card, given_fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a model on one rank."""
+    return settings_of_cards.card_settings(shape, max_length, card, given_fields, OneRank())
+
+
 def bytes_taken(shape: HybridModelShape, config: CacheConfig) -> int:
     """Return the bytes of the pools that the settings buy."""
     capacity = CacheCapacity.of(config, shape, OneRank())
+    if capacity.slab is not None:
+        unit = shape.unit_bytes(config)
+        return capacity.slab.slab_bytes(unit) * capacity.num_slabs + unit.block
     slots = capacity.num_slots * shape.state_layout(config).slot_bytes if shape.num_mamba_layers else 0
     blocks = capacity.num_blocks * shape.block_bytes(config.block_size_tokens) if shape.num_attention_layers else 0
     return slots + blocks
@@ -59,46 +70,48 @@ def bytes_taken(shape: HybridModelShape, config: CacheConfig) -> int:
     free_gib=st.integers(12, 180),
     fraction=st.floats(0.5, 1.0),
     drafts=st.sampled_from((0, 1, 4, 8)),
+    split=st.sampled_from(({}, {"buffer_size_gb": 1.0}, {"prefix_caching_mamba_gb": 1.0})),
 )
 def test_pools_fit_the_fraction_and_use_it(
-    shape: HybridModelShape, free_gib: int, fraction: float, drafts: int
+    shape: HybridModelShape, free_gib: int, fraction: float, drafts: int, split: dict[str, float]
 ) -> None:
     card = Card(free_gib * GIB, fraction, widest_layer=21_504)
-    settings = card_settings(shape, 131_072, card, {"num_speculative_tokens": drafts})
-    config = CacheConfig(num_speculative_tokens=drafts, **settings)  # type: ignore[arg-type]
+    settings = card_settings(shape, 131_072, card, {"num_speculative_tokens": drafts} | split)
+    config = CacheConfig(num_speculative_tokens=drafts, **settings)
     taken = bytes_taken(shape, config)
     assert taken <= fraction * card.free_bytes
     steps = 4 * 21_504 * config.max_tokens * 2 + 24 * shape.vocab_size * 256 * (1 + drafts) + 2 * GIB
     allowed = min(fraction * card.free_bytes, card.free_bytes - steps)
     assert taken >= 0.95 * allowed
-    assert config.max_sequence_length == 131_072 and config.num_cuda_graphs == 9
+    assert (config.cache_gb is None) is bool(split) and config.num_cuda_graphs == 9
+    assert config.max_sequence_length == 131_072 or (not split and taken < 12 * GIB)
     assert config.block_size_tokens % shape.ssm_chunk_size == 0 and config.block_size_tokens >= 256
 
 
 def test_an_8b_model_on_a_card_of_139_gib_runs_256_requests_at_once() -> None:
     settings = card_settings(DENSE_8B, 131_072, Card(120 * GIB, 0.9, 21_504), {})
-    assert settings["max_requests"] == 256
-    assert settings["buffer_size_gb"] > 3 * settings["prefix_caching_mamba_gb"] * 0.99
+    assert settings["max_requests"] == 256 and settings["max_sequence_length"] == 131_072
+    assert settings["cache_gb"] > 100 and "buffer_size_gb" not in settings
 
 
 def test_a_small_card_runs_fewer_requests_and_still_caches() -> None:
     settings = card_settings(DENSE_8B, 131_072, Card(12 * GIB, 0.9, 21_504), {})
     assert 1 <= settings["max_requests"] < 64
-    assert settings["prefix_caching_mamba_gb"] > 0.5
+    assert settings["cache_gb"] > 0.5 + settings["max_requests"] * 0.1
 
 
 @pytest.mark.parametrize(
     ("kept", "of_the_other"),
     [({"buffer_size_gb": 10.0}, "prefix_caching_mamba_gb"), ({"prefix_caching_mamba_gb": 2.0}, "buffer_size_gb")],
 )
-def test_a_budget_that_a_flag_sets_is_kept_and_the_other_takes_the_rest(
+def test_a_part_of_a_split_that_a_flag_sets_is_kept_and_the_other_takes_the_rest(
     kept: dict[str, float], of_the_other: str
 ) -> None:
     card = Card(120 * GIB, 0.9, 21_504)
     free, set_by_flag = card_settings(DENSE_8B, 4096, card, {}), card_settings(DENSE_8B, 4096, card, kept)
-    total = free["buffer_size_gb"] + free["prefix_caching_mamba_gb"]
-    assert kept.items() <= set_by_flag.items()
-    assert math.isclose(set_by_flag[of_the_other], total - next(iter(kept.values())))
+    live_gb = free["max_requests"] * DENSE_8B.state_layout(CacheConfig()).slot_bytes / GIB
+    assert kept.items() <= set_by_flag.items() and "cache_gb" not in set_by_flag
+    assert math.isclose(set_by_flag[of_the_other], free["cache_gb"] - live_gb - next(iter(kept.values())))
 
 
 def test_fields_that_flags_set_are_kept() -> None:
@@ -109,7 +122,7 @@ def test_fields_that_flags_set_are_kept() -> None:
 @pytest.mark.parametrize("pattern", ["MM--", "**--"])
 def test_a_pipeline_stage_without_a_kind_of_layer_gives_all_to_the_other(pattern: str) -> None:
     shape, card = shape_of(pattern), Card(100 * GIB, 0.9, 21_504)
-    config = CacheConfig(**card_settings(shape, 4096, card, {}))  # type: ignore[arg-type]
+    config = CacheConfig(**card_settings(shape, 4096, card, {}))
     assert 0.85 * 90 * GIB <= bytes_taken(shape, config) <= 90 * GIB
 
 
@@ -118,11 +131,13 @@ def test_a_draft_model_beside_a_model_has_room_wherever_the_model_has(free_gib: 
     card = Card(free_gib * GIB, 0.9, 21_504)
     drafts = {"num_speculative_tokens": 2}
     engine = card_settings(DENSE_8B, 131_072, card.part(1 - DRAFTER_SHARE), drafts)
-    given_limits = {"max_requests": engine["max_requests"], "max_tokens": engine["max_tokens"]}
+    given_limits = {"max_requests": engine["max_requests"], "max_tokens": engine["max_tokens"]} | DRAFTER_STATES
     drafter = card_settings(SMALL, 4096, card.part(DRAFTER_SHARE), given_limits)
-    taken = bytes_taken(DENSE_8B, CacheConfig(**drafts, **engine)) + bytes_taken(SMALL, CacheConfig(**drafter))  # type: ignore[arg-type]
+    taken = bytes_taken(DENSE_8B, CacheConfig(**drafts, **engine)) + bytes_taken(
+        SMALL, CacheConfig(**DRAFTER_STATES, **drafter)
+    )
     assert taken <= 0.9 * card.free_bytes
-    assert min(drafter["buffer_size_gb"], drafter["prefix_caching_mamba_gb"]) > 0.05
+    assert drafter["max_sequence_length"] == 4096
 
 
 @pytest.mark.parametrize(("free_gib", "given_fields"), [(3, {}), (10, {"max_requests": 200})])
@@ -136,7 +151,7 @@ def test_many_requests_raise_the_tokens_of_a_step_and_what_is_kept_for_logits() 
     settings = card_settings(SMALL, 4096, card, {"max_requests": 10_000})
     assert settings["max_tokens"] == 10_000
     wide = replace(SMALL, vocab_size=131_072)
-    config = CacheConfig(**card_settings(wide, 4096, card, {"max_requests": 1024}))  # type: ignore[arg-type]
+    config = CacheConfig(**card_settings(wide, 4096, card, {"max_requests": 1024}))
     assert bytes_taken(wide, config) <= card.free_bytes - 24 * 131_072 * 1024
 
 
@@ -169,3 +184,38 @@ def test_one_budget_takes_the_place_of_what_the_card_leaves() -> None:
     assert settings["cache_gb"] == 20.0 and "buffer_size_gb" not in settings
     # Half of it holds live states of 98 MiB and the KV of 2,048 tokens each.
     assert 40 < settings["max_requests"] < 100
+
+
+@pytest.mark.parametrize("cache_gb", [0.5, 2.0, 8.0])
+@pytest.mark.parametrize("shape", [DENSE_8B, NANO_30B, shape_of("MM--"), shape_of("**--")])
+def test_a_request_may_be_as_long_as_one_budget_has_room_for(shape: HybridModelShape, cache_gb: float) -> None:
+    """A block more is refused."""
+    settings = card_settings(shape, 2**24, Card(120 * GIB, 0.9, 21_504), {"cache_gb": cache_gb})
+    config = CacheConfig(**settings)
+    assert CacheCapacity.of(config, shape, OneRank()).num_slabs
+    longer = replace(config, max_sequence_length=config.max_sequence_length + 1)
+    if config.max_sequence_length < 2**24:
+        with pytest.raises(ValueError, match="cannot hold one request"):
+            CacheCapacity.of(longer, shape, OneRank())
+
+
+def test_ranks_with_other_layers_allow_requests_of_the_same_length() -> None:
+    card = Card(10 * GIB, 0.9, 21_504)
+    shapes = [shape_of("M" * 12 + "*" * 3 + "-"), shape_of("M" * 12 + "*" + "-"), shape_of("----")]
+    config = CacheConfig(block_size_tokens=256)
+    units = [shape.unit_bytes(config) for shape in shapes]
+    least = [min(SlabShape.fitting(units).slabs_in(2 * GIB, unit) for unit in units)]
+
+    class Ranks(OneRank):
+        def gather(self, value: Any) -> list[Any]:
+            return units
+
+        def least(self, values: Any) -> list[int]:
+            assert values[0] >= least[0]
+            return least
+
+    lengths = {
+        settings_of_cards.card_settings(shape, 2**24, card, {"cache_gb": 2.0}, Ranks())["max_sequence_length"]
+        for shape in shapes
+    }
+    assert len(lengths) == 1 and lengths.pop() < 2**24

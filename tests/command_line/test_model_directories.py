@@ -223,6 +223,16 @@ def test_a_model_that_drafts_for_itself_is_always_right(
     assert summary["accepted_tokens"] == summary["draft_tokens"] > 0 and summary["tokens_per_decode_row"] > 3
 
 
+def test_a_draft_model_has_a_part_of_one_budget(
+    lines_file: Path, nemotron: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--hf-model", nemotron, "--prompts", lines_file, *GREEDY, *DRAFTS, nemotron, "--max-model-len", 128)
+    assert run_here(capsys, *flags, "--cache-gb", 0.02).status == 0
+    for too_little in (0.0002, 0.0005):
+        finished = run_here(capsys, *flags, "--cache-gb", too_little)
+        assert ends_with_one_line(finished, "cannot hold one request", "of --cache-gb, a draft model has 15%")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_have_the_dtype_of_the_checkpoint_where_none_is_asked_for(dtype: torch.dtype, tmp_path: Path) -> None:
     save_model("nemotron_h", tmp_path / "theirs")
