@@ -1,5 +1,6 @@
 """The order in which cached states are evicted: by what each is worth, which falls with its age."""
 
+from collections import deque
 from collections.abc import Callable, Container
 from heapq import heapify, heappop, heappush
 from math import frexp, inf
@@ -14,10 +15,9 @@ _HALF_AN_OCTAVE = 2**-0.5
 
 
 class CachedEntry(NamedTuple):
-    """What the worth of a cached state may depend on. A tuple, because one is made for every push.
+    """What the weight of a cached state may depend on. A tuple, because one is made for every push.
 
     Args:
-        last_used: A logical time.
         num_tokens: From the root to the end of the entry.
         lost_tokens: Tokens that a request matching up to here recomputes once the state is gone: all since the nearest
             state before it.
@@ -26,7 +26,6 @@ class CachedEntry(NamedTuple):
         is_end: Nothing cached follows it, so that the KV of its lost tokens leaves with it.
     """
 
-    last_used: int
     num_tokens: int
     lost_tokens: int = 0
     num_branch_hits: int = 0
@@ -50,19 +49,56 @@ _Item = tuple[int, int, int, int, float]
 """Last use, minus the entry's tokens (of states used at the same time, the deepest goes first), id, kind, gain."""
 
 
+class _Class:
+    """Items of one kind and of about the same gain, in their order: the least recently used first.
+
+    Nearly all come in order, as time passes; the few whose weight changes long after their last use are kept apart.
+    """
+
+    __slots__ = ("late", "run")
+
+    def __init__(self) -> None:
+        self.run: deque[_Item] = deque()
+        self.late: list[_Item] = []  # a heap
+
+    def push(self, item: _Item) -> None:
+        if self.run and item < self.run[-1]:
+            heappush(self.late, item)
+        else:
+            self.run.append(item)
+
+    def first(self) -> _Item | None:
+        """Return the first item, stale or not; None if there is none."""
+        if not self.late:
+            return self.run[0] if self.run else None
+        return min(self.run[0], self.late[0]) if self.run else self.late[0]
+
+    def pop(self, first: _Item) -> None:
+        """Remove what `first` returned."""
+        if self.run and self.run[0] is first:
+            self.run.popleft()
+        else:
+            heappop(self.late)
+
+    def keep(self, is_kept: Callable[[_Item], bool]) -> None:
+        self.run = deque(filter(is_kept, self.run))
+        self.late = list(filter(is_kept, self.late))
+        heapify(self.late)
+
+
 class EvictionOrder:
     """Ids in the order of their worth, lowest first: likelihood of the kind x gain / (age + `FULL_WORTH_AGE`).
 
-    All worths fall with time, but of one kind and gain the least recently used always comes first. So there is a heap
+    All worths fall with time, but of one kind and gain the least recently used always comes first. So there is a queue
     for each kind and each class of gains, which are equal but for a factor of 2 ** .5, and only the heads are compared.
 
-    Replaced and discarded items stay in the heaps until they surface or outnumber the live ones, so every operation is
-    amortised O(log n + heaps).
+    Replaced and discarded items stay in the queues until they surface or outnumber the live ones, so every operation is
+    amortised O(log n + queues), and O(queues) for items that come in the order of their last use.
     """
 
     def __init__(self) -> None:
         self._live: dict[int, _Item] = {}
-        self._heaps: dict[tuple[int, int], list[_Item]] = {}
+        self._classes: dict[tuple[int, int], _Class] = {}
         self._num_stale = 0
 
     def __len__(self) -> int:
@@ -75,18 +111,33 @@ class EvictionOrder:
         """Return the weight that an id was pushed with."""
         return Weight(*self._live[entry_id][3:])
 
-    def push(self, entry_id: int, entry: CachedEntry, weight: Weight) -> None:
+    def kind_of(self, entry_id: int) -> int:
+        """Return the kind that an id was pushed with."""
+        return self._live[entry_id][3]
+
+    def last_use_of(self, entry_id: int) -> int:
+        """Return the last use that an id was pushed with."""
+        return self._live[entry_id][0]
+
+    def push(self, entry_id: int, last_used: int, num_tokens: int, weight: Weight) -> None:
         """Add an id, or replace its entry.
+
+        Args:
+            last_used: A logical time.
+            num_tokens: Of ids used at the same time, that with the most tokens is evicted first.
 
         Raises:
             ValueError: If the gain is not a number of at least 0.
         """
         if not weight[1] >= 0:
-            raise ValueError(f"need a gain of at least 0, found {weight} for {entry}")
+            raise ValueError(f"need a gain of at least 0, found {weight} for {entry_id}")
         if entry_id in self._live:
             self._num_stale += 1
-        item = self._live[entry_id] = (entry.last_used, -entry.num_tokens, entry_id, *weight)
-        heappush(self._heaps.setdefault(_heap_of(*weight), []), item)
+        item = self._live[entry_id] = (last_used, -num_tokens, entry_id, *weight)
+        key = _class_of(*weight)
+        if key not in self._classes:
+            self._classes[key] = _Class()
+        self._classes[key].push(item)
         self._compact()
 
     def discard(self, entry_id: int) -> None:
@@ -106,23 +157,24 @@ class EvictionOrder:
             CacheIntegrityError: If there is none.
         """
         live, first, least, emptied = self._live, None, inf, []
-        for key, heap in self._heaps.items():
+        for key, queue in self._classes.items():
             kind = key[0]
             if kinds is not None and kind not in kinds:
                 continue
+            item = queue.first()
             # Identity, not equality: an id that was discarded and pushed again may have an equal, stale item.
-            while heap and live.get(heap[0][2]) is not heap[0]:
-                heappop(heap)
+            while item is not None and live.get(item[2]) is not item:
+                queue.pop(item)
                 self._num_stale -= 1
-            if heap:
-                item = heap[0]
-                worth = likelihood(kind) * item[4] / (now - item[0] + FULL_WORTH_AGE)
-                if first is None or worth < least or (worth == least and item < first):
-                    first, least = item, worth
-            else:
+                item = queue.first()
+            if item is None:
                 emptied.append(key)
+                continue
+            worth = likelihood(kind) * item[4] / (now - item[0] + FULL_WORTH_AGE)
+            if first is None or worth < least or (worth == least and item < first):
+                first, least = item, worth
         for key in emptied:
-            del self._heaps[key]
+            del self._classes[key]
         if first is None:
             raise CacheIntegrityError("need an entry to evict, found none; ask for no more than is evictable")
         return first[2]
@@ -130,20 +182,20 @@ class EvictionOrder:
     def clear(self) -> None:
         """Remove every id."""
         self._live.clear()
-        self._heaps.clear()
+        self._classes.clear()
         self._num_stale = 0
+
+    def _is_live(self, item: _Item) -> bool:
+        return self._live.get(item[2]) is item
 
     def _compact(self) -> None:
         if self._num_stale <= len(self._live) + _STALE_ALLOWANCE:
             return
-        self._heaps.clear()
-        for item in self._live.values():
-            self._heaps.setdefault(_heap_of(item[3], item[4]), []).append(item)
-        for heap in self._heaps.values():
-            heapify(heap)
+        for queue in self._classes.values():
+            queue.keep(self._is_live)
         self._num_stale = 0
 
 
-def _heap_of(kind: int, gain: float) -> tuple[int, int]:
+def _class_of(kind: int, gain: float) -> tuple[int, int]:
     fraction, exponent = frexp(gain)
     return kind, 2 * exponent + (fraction >= _HALF_AN_OCTAVE)

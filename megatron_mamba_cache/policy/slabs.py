@@ -120,9 +120,12 @@ class SlabPlaces:
             slab = self._slab_with_room()
             free = self._free_in[slab]
             count = min(missing, len(free))
-            taken += [free.pop() for _ in range(count)]
+            taken += free[: -count - 1 : -1]
+            del free[-count:]
             self._num_free -= count
             self._fix(slab, count)
+            if free and not self._is_listed[slab]:
+                self._list(slab)
         return taken
 
     def fix(self, place: int) -> None:
@@ -143,7 +146,7 @@ class SlabPlaces:
         slab = place // self.per_slab
         free = self._free_in[slab]
         if len(free) + 1 == self.per_slab:
-            self._num_free -= len(free)
+            self._num_free -= self.per_slab - 1
             free.clear()
             self._slabs.uses[slab] = _UNUSED
             self._slabs.unused.append(slab)
@@ -188,7 +191,6 @@ class SlabPlaces:
         first = slab * self.per_slab
         self._free_in[slab] = list(range(first + self.per_slab - 1, first - 1, -1))
         self._num_free += self.per_slab
-        self._list(slab)
         return slab
 
     def _list(self, slab: int) -> None:

@@ -63,7 +63,6 @@ class SlotPool:
         self._owners = SlotOwners(self._places)
         self._rule = rule or LeastRecentlyUsed()
         self._texts: CachedTexts = NoTexts()
-        self._last_used: dict[BlockId, int] = {}
         self._kinds: dict[BlockId, int] = {}  # of states that wait for a hit, as last counted
         self._lineage = StateLineage()
         self._slot_of: dict[BlockId, SlotId] = {}
@@ -196,8 +195,8 @@ class SlotPool:
         self._observer.published(block)
         self._lineage.add(block, num_tokens, anchor, num_continuations)
         if anchor is not None and anchor in self._evictable:
-            self._file(anchor)  # it is no longer the end
-        self._set_last_used(block, self._tick())
+            self._file_again(anchor)  # it is no longer the end
+        self._use(block, self._tick())
 
     def mark_rolling(self, block: BlockId) -> None:
         """Let `retire` drop the block's state, until it is pinned or `keep` is called."""
@@ -225,7 +224,7 @@ class SlotPool:
         self._rolling.discard(block)
         self._unfile(block)
         self._count_hit(block)
-        self._set_last_used(block, self._tick())
+        self._tick()
 
     def unpin(self, block: BlockId) -> None:
         """Undo one `pin`.
@@ -242,7 +241,7 @@ class SlotPool:
         for slot in self._orphans.pop(block, ()):
             self._owners.free(slot, SlotOwner.CACHED)
         if block in self._slot_of:
-            self._set_last_used(block, self._tick())
+            self._use(block, self._tick())
 
     def drop(self, block: BlockId) -> None:
         """Forget the block's state and free its slot; nothing happens if it has none.
@@ -261,7 +260,7 @@ class SlotPool:
     def note_end(self, block: BlockId) -> None:
         """Note that nothing is cached after the block any more; nothing happens if it has no state to evict."""
         if block in self._evictable:
-            self._file(block)
+            self._file_again(block)
         if block in self._kinds:
             self._count_kind(block)
 
@@ -276,7 +275,7 @@ class SlotPool:
         """
         block = self._first_to_evict(is_end)
         while self._has_changed(block):
-            self._file(block)
+            self._file_again(block)
             self._count_kind(block)
             block = self._first_to_evict(is_end)
         self._num_blocks_evicted += self._forget_state(block)
@@ -286,9 +285,9 @@ class SlotPool:
         """Set the last use of the blocks' states, where they have one, to `time`, by default to now."""
         now = self._tick() if time is None else time
         self._clock = max(self._clock, now)
-        for block in blocks:
+        for block in reversed(blocks):  # in the order in which states used at the same time are evicted
             if block in self._slot_of:
-                self._set_last_used(block, now)
+                self._use(block, now)
 
     def touch_path(self, blocks: Sequence[BlockId]) -> None:
         """Set the last use of the states on a path from the root to now, and record which follows which."""
@@ -312,7 +311,6 @@ class SlotPool:
                 self._owners.free(self._slot_of.pop(block), SlotOwner.CACHED)
             self._texts.prune(block)
         self._evictable.clear()
-        self._last_used.clear()
         self._kinds.clear()
         self._rolling.clear()
         self._lineage.clear()
@@ -330,8 +328,6 @@ class SlotPool:
         if self._rolling - self._slot_of.keys() or self._rolling & self._pins.keys():
             raise CacheIntegrityError(f"rolling checkpoints {self._rolling} without a state, or pinned {self._pins}")
         unpinned = self._slot_of.keys() - self._pins.keys()
-        if self._last_used.keys() != self._slot_of.keys():
-            raise CacheIntegrityError(f"last uses {self._last_used.keys()} != cached states {self._slot_of.keys()}")
         if len(unpinned) != len(self._evictable) or not all(block in self._evictable for block in unpinned):
             raise CacheIntegrityError(f"unpinned states {unpinned} != {len(self._evictable)} evictable states")
 
@@ -359,22 +355,23 @@ class SlotPool:
         if is_evictable:
             self._evictable.discard(block)
         self._rolling.discard(block)
-        del self._last_used[block]
         self._kinds.pop(block, None)
         self._owners.free(self._slot_of.pop(block), SlotOwner.CACHED, is_fixed=not is_evictable)
         self._observer.dropped(block)
         return self._texts.prune(block)
 
-    def _set_last_used(self, block: BlockId, time: int) -> None:
-        self._last_used[block] = time
+    def _use(self, block: BlockId, time: int) -> None:
         if block not in self._pins:
-            self._file(block)
+            self._file(block, time)
 
-    def _file(self, block: BlockId) -> None:
+    def _file(self, block: BlockId, last_used: int) -> None:
         if block not in self._evictable:
             self._places.unfix(self._slot_of[block])
         entry = self._entry(block)
-        self._evictable.push(block, entry, self._rule.weigh(entry))
+        self._evictable.push(block, last_used, entry.num_tokens, self._rule.weigh(entry))
+
+    def _file_again(self, block: BlockId) -> None:
+        self._file(block, self._evictable.last_use_of(block))
 
     def _count_kind(self, block: BlockId) -> None:
         """Count what the block's state has become since it was last counted, or hit."""
@@ -401,8 +398,7 @@ class SlotPool:
     def _has_changed(self, block: BlockId) -> bool:
         """Return whether a state is weighed otherwise than when it was filed: what is around it has come or gone."""
         if self._lineage.is_anchor_kept(block, self._slot_of):
-            kind = self._evictable.weight_of(block).kind
-            if (kind in ENDS) == self._texts.is_end(block):
+            if (self._evictable.kind_of(block) in ENDS) == self._texts.is_end(block):
                 return False
         return self._weigh(block) != self._evictable.weight_of(block)
 
@@ -410,4 +406,4 @@ class SlotPool:
         return self._rule.weigh(self._entry(block))
 
     def _entry(self, block: BlockId) -> CachedEntry:
-        return self._lineage.entry(block, self._last_used[block], self._slot_of, is_end=self._texts.is_end(block))
+        return self._lineage.entry(block, self._slot_of, is_end=self._texts.is_end(block))

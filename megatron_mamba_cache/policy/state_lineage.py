@@ -54,7 +54,7 @@ class StateLineage:
         anchor = self._anchors[block]
         return anchor == _ROOT or anchor in cached
 
-    def entry(self, block: BlockId, last_used: int, cached: Container[BlockId], *, is_end: bool) -> CachedEntry:
+    def entry(self, block: BlockId, cached: Container[BlockId], *, is_end: bool) -> CachedEntry:
         """Return what the weight of the block's state may depend on.
 
         Args:
@@ -63,7 +63,6 @@ class StateLineage:
         """
         num_tokens = self._num_tokens[block]
         return CachedEntry(
-            last_used,
             num_tokens,
             num_tokens - self._tokens_before(block, cached),
             self._num_branch_hits[block],

@@ -1,15 +1,24 @@
 import random
 from collections.abc import Callable
 from math import sqrt
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_mamba_cache.errors import CacheIntegrityError
-from megatron_mamba_cache.policy.eviction import FULL_WORTH_AGE, CachedEntry, EvictionOrder, Weight
+from megatron_mamba_cache.policy.eviction import FULL_WORTH_AGE, EvictionOrder, Weight
 
 NOW = 100
+
+
+class Push(NamedTuple):
+    """What an id is pushed with."""
+
+    last_used: int
+    num_tokens: int
+    weight: Weight
 
 
 def equally(kind: int) -> float:
@@ -19,7 +28,7 @@ def equally(kind: int) -> float:
 def push_uses(order: EvictionOrder, *last_uses: int) -> None:
     """Push ids 0, 1, ..., which were used at these times."""
     for entry_id, last_used in enumerate(last_uses):
-        order.push(entry_id, CachedEntry(last_used, 1), Weight())
+        order.push(entry_id, last_used, 1, Weight())
 
 
 def take_all(order: EvictionOrder, now: int = NOW, likelihood: Callable[[int], float] = equally) -> list[int]:
@@ -31,11 +40,11 @@ def take_all(order: EvictionOrder, now: int = NOW, likelihood: Callable[[int], f
 
 
 def num_items(order: EvictionOrder) -> int:
-    return sum(map(len, order._heaps.values()))
+    return sum(len(queue.run) + len(queue.late) for queue in order._classes.values())
 
 
-def worth(entry: CachedEntry, weight: Weight, now: int, likelihood: Callable[[int], float]) -> float:
-    return likelihood(weight.kind) * weight.gain / (now - entry.last_used + FULL_WORTH_AGE)
+def worth(last_used: int, weight: Weight, now: int, likelihood: Callable[[int], float]) -> float:
+    return likelihood(weight.kind) * weight.gain / (now - last_used + FULL_WORTH_AGE)
 
 
 def test_the_least_recently_used_goes_first() -> None:
@@ -47,22 +56,22 @@ def test_the_least_recently_used_goes_first() -> None:
 def test_of_equal_worth_the_deeper_goes_first_then_the_lower_id() -> None:
     order = EvictionOrder()
     for entry_id, num_tokens in [(5, 1), (3, 2), (4, 2), (1, 1)]:
-        order.push(entry_id, CachedEntry(7, num_tokens), Weight())
+        order.push(entry_id, 7, num_tokens, Weight())
     assert take_all(order) == [3, 4, 1, 5]
 
 
 @pytest.mark.parametrize(("times_more", "first"), [(2, 1), (4, 0)])
 def test_a_state_that_saves_more_outlives_one_that_is_younger_by_less(times_more: float, first: int) -> None:
     order = EvictionOrder()
-    order.push(0, CachedEntry(NOW, 1), Weight(gain=1.0))
-    order.push(1, CachedEntry(NOW - 2 * FULL_WORTH_AGE, 1), Weight(gain=times_more))  # three times the denominator
+    order.push(0, NOW, 1, Weight(gain=1.0))
+    order.push(1, NOW - 2 * FULL_WORTH_AGE, 1, Weight(gain=times_more))  # three times the denominator
     assert order.first(NOW, equally) == first
 
 
 def test_a_state_of_a_kind_that_is_hit_more_often_outlives_another() -> None:
     order = EvictionOrder()
     for kind in range(2):
-        order.push(kind, CachedEntry(NOW, 1), Weight(kind))
+        order.push(kind, NOW, 1, Weight(kind))
     assert order.first(NOW, lambda kind: [0.1, 0.2][kind]) == 0
     assert order.first(NOW, lambda kind: [0.2, 0.1][kind]) == 1
 
@@ -70,7 +79,7 @@ def test_a_state_of_a_kind_that_is_hit_more_often_outlives_another() -> None:
 def test_the_first_of_a_kind_is_found_among_its_kind() -> None:
     order = EvictionOrder()
     for entry_id in range(4):
-        order.push(entry_id, CachedEntry(entry_id, 1), Weight(entry_id // 2))
+        order.push(entry_id, entry_id, 1, Weight(entry_id // 2))
     assert [order.first(NOW, equally, kinds) for kinds in (None, {0}, {1}, {0, 1})] == [0, 0, 2, 0]
     with pytest.raises(CacheIntegrityError, match="found none"):
         order.first(NOW, equally, {2})
@@ -78,22 +87,22 @@ def test_the_first_of_a_kind_is_found_among_its_kind() -> None:
 
 def test_time_changes_which_of_two_goes_first() -> None:
     order = EvictionOrder()
-    order.push(0, CachedEntry(0, 1), Weight(gain=3.0))
-    order.push(1, CachedEntry(50, 1), Weight(gain=1.5))
+    order.push(0, 0, 1, Weight(gain=3.0))
+    order.push(1, 50, 1, Weight(gain=1.5))
     assert [order.first(now, equally) for now in (50, 1000)] == [0, 1]
 
 
 def test_a_state_without_a_gain_goes_first_however_young() -> None:
     order = EvictionOrder()
-    order.push(0, CachedEntry(0, 1), Weight(gain=1e-9))
-    order.push(1, CachedEntry(NOW, 1), Weight(gain=0.0))
+    order.push(0, 0, 1, Weight(gain=1e-9))
+    order.push(1, NOW, 1, Weight(gain=0.0))
     assert take_all(order) == [1, 0]
 
 
 def test_pushing_again_replaces_entry_and_weight() -> None:
     order = EvictionOrder()
     push_uses(order, 1, 2)
-    order.push(0, CachedEntry(3, 1), Weight(1, 2.0))
+    order.push(0, 3, 1, Weight(1, 2.0))
     assert order.weight_of(0) == Weight(1, 2.0)
     assert len(order) == 2
     assert take_all(order) == [1, 0]
@@ -139,7 +148,7 @@ def test_a_gain_that_cannot_be_ordered_is_refused(gain: float) -> None:
     order = EvictionOrder()
     push_uses(order, 1)
     with pytest.raises(ValueError, match="gain of at least 0"):
-        order.push(0, CachedEntry(2, 1), Weight(gain=gain))
+        order.push(0, 2, 1, Weight(gain=gain))
     assert order.weight_of(0) == Weight()
     assert take_all(order) == [0]
 
@@ -148,21 +157,21 @@ def test_a_gain_that_cannot_be_ordered_is_refused(gain: float) -> None:
 def test_stale_items_stay_bounded_by_the_live_ones(direction: int) -> None:
     order = EvictionOrder()
     for time in range(5_000):
-        order.push(time % 10, CachedEntry(direction * time, 1), Weight(time % 3, 1.0 + time % 7))
+        order.push(time % 10, direction * time, 1, Weight(time % 3, 1.0 + time % 7))
         assert num_items(order) <= 2 * len(order) + 64
     for entry_id in range(10):
         order.discard(entry_id)
     assert num_items(order) <= 64
 
 
-def test_heaps_that_fell_empty_are_forgotten() -> None:
+def test_queues_that_fell_empty_are_forgotten() -> None:
     order = EvictionOrder()
     for entry_id in range(30):
-        order.push(entry_id, CachedEntry(0, 1), Weight(gain=2.0**entry_id))
+        order.push(entry_id, 0, 1, Weight(gain=2.0**entry_id))
     for entry_id in range(1, 30):
         order.discard(entry_id)
     order.first(NOW, equally)
-    assert len(order._heaps) == 1
+    assert len(order._classes) == 1
 
 
 @pytest.mark.parametrize("num_entries", [600, 6_000])
@@ -183,8 +192,7 @@ STEPS = st.lists(
     st.tuples(
         st.sampled_from(["push", "push", "push", "discard", "first", "first", "clear"]),
         st.integers(0, 9),
-        st.builds(CachedEntry, last_used=st.integers(0, NOW), num_tokens=st.integers(0, 2)),
-        st.builds(Weight, kind=st.integers(0, 2), gain=GAINS),
+        st.builds(Push, st.integers(0, NOW), st.integers(0, 2), st.builds(Weight, kind=st.integers(0, 2), gain=GAINS)),
     ),
     max_size=150,
 )
@@ -192,14 +200,14 @@ STEPS = st.lists(
 
 @given(STEPS, st.tuples(*[st.floats(0.001, 1)] * 3))
 def test_the_first_is_worth_no_more_than_another_up_to_half_an_octave(
-    steps: list[tuple[str, int, CachedEntry, Weight]], likelihoods: tuple[float, float, float]
+    steps: list[tuple[str, int, Push]], likelihoods: tuple[float, float, float]
 ) -> None:
     order = EvictionOrder()
-    live: dict[int, tuple[CachedEntry, Weight]] = {}
-    for verb, entry_id, entry, weight in steps:
+    live: dict[int, Push] = {}
+    for verb, entry_id, pushed in steps:
         if verb == "push":
-            live[entry_id] = entry, weight
-            order.push(entry_id, entry, weight)
+            live[entry_id] = pushed
+            order.push(entry_id, *pushed)
         elif verb == "discard":
             live.pop(entry_id, None)
             order.discard(entry_id)
@@ -208,7 +216,9 @@ def test_the_first_is_worth_no_more_than_another_up_to_half_an_octave(
             order.clear()
         elif live:
             first = order.first(NOW, likelihoods.__getitem__)
-            worths = {known: worth(*live[known], NOW, likelihoods.__getitem__) for known in live}
+            worths = {
+                known: worth(live[known].last_used, live[known].weight, NOW, likelihoods.__getitem__) for known in live
+            }
             assert worths[first] <= sqrt(2) * min(worths.values()) * (1 + 1e-9)
         assert len(order) == len(live)
         assert all((known in order) == (known in live) for known in range(10))
@@ -216,13 +226,14 @@ def test_the_first_is_worth_no_more_than_another_up_to_half_an_octave(
 
 @given(STEPS, st.tuples(*[st.floats(0.001, 1)] * 3))
 def test_the_first_is_worth_least_where_gains_are_powers_of_two(
-    steps: list[tuple[str, int, CachedEntry, Weight]], likelihoods: tuple[float, float, float]
+    steps: list[tuple[str, int, Push]], likelihoods: tuple[float, float, float]
 ) -> None:
     order = EvictionOrder()
-    live: dict[int, tuple[CachedEntry, Weight]] = {}
-    for verb, entry_id, entry, weight in steps:
+    live: dict[int, Push] = {}
+    for verb, entry_id, pushed in steps:
         if verb == "push":
-            live[entry_id] = entry, weight._replace(gain=2.0 ** int(weight.gain % 4))
+            weight = pushed.weight._replace(gain=2.0 ** int(pushed.weight.gain % 4))
+            live[entry_id] = pushed._replace(weight=weight)
             order.push(entry_id, *live[entry_id])
         elif verb != "clear":
             live.pop(entry_id, None)
@@ -230,9 +241,9 @@ def test_the_first_is_worth_least_where_gains_are_powers_of_two(
     expected = sorted(
         live,
         key=lambda known: (
-            worth(*live[known], NOW, likelihoods.__getitem__),
-            live[known][0].last_used,
-            -live[known][0].num_tokens,
+            worth(live[known].last_used, live[known].weight, NOW, likelihoods.__getitem__),
+            live[known].last_used,
+            -live[known].num_tokens,
             known,
         ),
     )

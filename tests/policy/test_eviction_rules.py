@@ -25,7 +25,6 @@ STATE_LEN = 1000.0
 LOST = st.integers(10, 100_000)
 ENTRIES = st.builds(
     CachedEntry,
-    last_used=st.integers(0, 10**9),
     num_tokens=st.integers(1, 10**6),
     lost_tokens=st.integers(0, 10**6),
     num_branch_hits=st.integers(0, 9),
@@ -41,15 +40,15 @@ def worth(rule: EvictionRule, entry: CachedEntry) -> float:
 
 
 def end(lost_tokens: int) -> CachedEntry:
-    return CachedEntry(0, lost_tokens, lost_tokens)
+    return CachedEntry(lost_tokens, lost_tokens)
 
 
 def inside(lost_tokens: int) -> CachedEntry:
-    return CachedEntry(0, lost_tokens, lost_tokens, num_continuations=1, is_end=False)
+    return CachedEntry(lost_tokens, lost_tokens, num_continuations=1, is_end=False)
 
 
 def branch(lost_tokens: int, num_hits: int = 0) -> CachedEntry:
-    return CachedEntry(0, lost_tokens, lost_tokens, num_hits, num_continuations=2, is_end=False)
+    return CachedEntry(lost_tokens, lost_tokens, num_hits, num_continuations=2, is_end=False)
 
 
 def states_at(cache: PrefixCache) -> list[int]:
@@ -118,9 +117,9 @@ def test_a_branch_is_worth_more_than_an_end_and_an_end_more_than_the_inside(lost
 @pytest.mark.parametrize(
     "entry",
     [
-        CachedEntry(0, 8, 8, num_continuations=2, is_end=False),
-        CachedEntry(0, 8, 8, num_branch_hits=1, num_continuations=1, is_end=False),
-        CachedEntry(0, 8, 8, num_branch_hits=1, num_continuations=0, is_end=False),
+        CachedEntry(8, 8, num_continuations=2, is_end=False),
+        CachedEntry(8, 8, num_branch_hits=1, num_continuations=1, is_end=False),
+        CachedEntry(8, 8, num_branch_hits=1, num_continuations=0, is_end=False),
     ],
 )
 def test_texts_or_hits_that_part_at_a_state_make_it_a_branch(entry: CachedEntry) -> None:

@@ -10,7 +10,7 @@ from megatron_mamba_cache.policy.state_lineage import StateLineage
 
 
 def lost(lineage: StateLineage, block: int, *cached: int) -> int:
-    return lineage.entry(BlockId(block), 0, {BlockId(other) for other in cached}, is_end=True).lost_tokens
+    return lineage.entry(BlockId(block), {BlockId(other) for other in cached}, is_end=True).lost_tokens
 
 
 def chain(*num_tokens: int) -> StateLineage:
@@ -43,17 +43,15 @@ def test_states_after_a_state_and_requests_that_branch_from_it_are_counted() -> 
     for block in (1, 2):
         lineage.add(BlockId(block), 20, BlockId(0), 0)
     lineage.count_branch_hit(BlockId(0))
-    entry = lineage.entry(BlockId(0), 5, {BlockId(0)}, is_end=False)
-    assert entry == CachedEntry(
-        last_used=5, num_tokens=10, lost_tokens=10, num_branch_hits=1, num_continuations=2, is_end=False
-    )
+    entry = lineage.entry(BlockId(0), {BlockId(0)}, is_end=False)
+    assert entry == CachedEntry(num_tokens=10, lost_tokens=10, num_branch_hits=1, num_continuations=2, is_end=False)
 
 
 def test_a_state_that_returns_to_a_block_starts_without_hits() -> None:
     lineage = chain(10)
     lineage.count_branch_hit(BlockId(0))
     lineage.add(BlockId(0), 10, None, 0)
-    assert lineage.entry(BlockId(0), 0, set(), is_end=True).num_branch_hits == 0
+    assert lineage.entry(BlockId(0), set(), is_end=True).num_branch_hits == 0
 
 
 class LineageMachine(RuleBasedStateMachine):
