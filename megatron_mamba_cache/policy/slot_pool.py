@@ -397,9 +397,9 @@ class SlotPool:
 
     def _has_changed(self, block: BlockId) -> bool:
         """Return whether a state is weighed otherwise than when it was filed: what is around it has come or gone."""
-        if self._lineage.is_anchor_kept(block, self._slot_of):
-            if (self._evictable.kind_of(block) in ENDS) == self._texts.is_end(block):
-                return False
+        was_end = self._evictable.kind_of(block) in ENDS
+        if was_end == self._texts.is_end(block) and self._lineage.is_anchor_kept(block, self._slot_of):
+            return False
         return self._weigh(block) != self._evictable.weight_of(block)
 
     def _weigh(self, block: BlockId) -> Weight:
