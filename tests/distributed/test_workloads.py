@@ -1,6 +1,7 @@
 """Random workloads over models that ranks share: tokens are the oracle's, plans the same on all ranks at each step."""
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -27,6 +28,7 @@ SHARED = [
     *(pytest.param(TENSOR_OF_4, name, 4, 3, 1, marks=needs_4) for name in ("tight_blocks", "strides", "disturbed")),
     pytest.param(TENSOR_OF_4, "roomy", 4, 3, 0, marks=needs_4),
 ]
+MANY_SEEDS = range(100, 150)
 REPLICAS = [
     (Layout(), ("uncached", "few_states"), 0, 0, 1),
     (Layout(expert=2), ("tight_blocks",) * 2, 1, 0, 1),
@@ -67,21 +69,46 @@ def name_of(value: object) -> str | None:
     return "+".join(value) if isinstance(value, tuple) else None
 
 
+def run_on_each(
+    worlds: Worlds, layout: Layout, flavour: str, seed: int, num_graphs: int, digest_steps: int
+) -> RankOutcome:
+    """Run a workload on the ranks of a model; assert that they do the same, and return what the first saw."""
+    world = worlds.of(layout.tensor * layout.pipeline)
+    outcomes = world.run(run_workloads, layout, flavour, seed, num_graphs, digest_steps)
+    first: RankOutcome = outcomes[0]
+    assert all(outcome.decisions == first.decisions and outcome.texts == first.texts for outcome in outcomes)
+    assert {outcome.num_early for outcome in outcomes} == {first.num_early}
+    return first
+
+
 @pytest.mark.parametrize(("layout", "flavour", "seed", "num_graphs", "digest_steps"), SHARED, ids=name_of)
 def test_ranks_of_a_model_plan_the_same_and_generate_the_oracles_tokens(
     layout: Layout, flavour: str, seed: int, num_graphs: int, digest_steps: int, worlds: Worlds, totals: Totals
 ) -> None:
     """Where ranks compare their decisions in every step, none runs ahead; where they do not, steps do on all alike."""
-    world = worlds.of(layout.tensor * layout.pipeline)
-    outcomes = world.run(run_workloads, layout, flavour, seed, num_graphs, digest_steps)
-    first = outcomes[0]
-    assert all(outcome.decisions == first.decisions and outcome.texts == first.texts for outcome in outcomes)
-    assert {outcome.num_early for outcome in outcomes} == {first.num_early}
+    first = run_on_each(worlds, layout, flavour, seed, num_graphs, digest_steps)
     assert bool(first.num_early) is not bool(first.decisions)
     assert all(count > first.seen[0]["requests"] for count, *_ in first.decisions)
     assert first.seen[1]["accepted_tokens"]
     assert all(bool(seen["graph_steps"]) is bool(num_graphs) for seen in first.seen)
     totals.add(first)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flavour", ["one_budget", "disturbed_budget"])
+@pytest.mark.parametrize("layout", [TENSOR, PIPELINE], ids=name_of)
+def test_kv_and_states_that_take_room_from_each_other_on_every_rank(
+    layout: Layout, flavour: str, worlds: Worlds, totals: Totals
+) -> None:
+    """Each seed is a workload without drafts and one with, with graphs and without, with compared plans and without."""
+    evicted: Counter[str] = Counter()
+    for seed in MANY_SEEDS:
+        first = run_on_each(worlds, layout, flavour, seed, 3 * (seed % 2), seed // 2 % 2)
+        for seen in first.seen:
+            evicted.update({name: seen[name] for name in ("states_evicted", "kv_blocks_evicted", "requests_evicted")})
+        totals.add(first)
+    print(f"\n{2 * len(MANY_SEEDS)} workloads, {dict(evicted)}")
+    assert min(evicted.values()) > len(MANY_SEEDS)
 
 
 @pytest.mark.parametrize(("layout", "flavours", "seed", "num_graphs", "digest_steps"), REPLICAS, ids=name_of)

@@ -154,9 +154,7 @@ def _contents(context: Any) -> list[Tensor]:
 def _workload(flavour: str, seed: int, num_graphs: int, digest_steps: int) -> Workload:
     work = make_workload(FLAVOURS[flavour], seed, NUM_DRAFTS)
     graphs = {"num_cuda_graphs": num_graphs, "cuda_graph_prefill_tokens": 40}
-    budget = work.config.cache_gb  # the least for the whole model; parts of it are cut into slabs of other shapes
-    memory = {} if budget is None else {"cache_gb": 3 * budget}
-    return replace(work, config=replace(work.config, rank_digest_steps=digest_steps, **graphs, **memory))
+    return replace(work, config=replace(work.config, rank_digest_steps=digest_steps, **graphs))
 
 
 def _run_workloads(work: Workload) -> RankOutcome:

@@ -10,6 +10,7 @@ from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron_mamba_cache import CacheConfig, build_engine
 from megatron_mamba_cache.mcore.engine import MambaCacheEngine
+from megatron_mamba_cache.mcore.model_ranks import ranks_of_process
 from megatron_mamba_cache.mcore.model_reading import model_shape_of
 from megatron_mamba_cache.models.random_hybrid import RandomHybridConfig, random_hybrid_model
 from megatron_mamba_cache.state.model_shape import HybridModelShape
@@ -105,18 +106,27 @@ def cache_config(
 
 
 def with_one_budget(config: CacheConfig, shape: HybridModelShape, spare_slabs: int) -> CacheConfig:
-    """Return the settings with one memory for KV blocks and states: the least allowed, and some slabs more."""
+    """Return the settings with one memory for KV blocks and states: the least allowed, and some slabs more.
+
+    It is enough without drafts as well, which cuts slabs otherwise. Ranks that share the model have the same settings,
+    so the least is that of the rank that needs the most.
+    """
     no_split: dict[str, Any] = {
         "buffer_size_gb": None,
         "prefix_caching_mamba_gb": None,
         "paused_buffer_size_gb": None,
     }
-    unit = shape.unit_bytes(config)
-    slab = SlabShape.fitting([unit])
-    longest = -(-config.max_sequence_length // config.block_size_tokens)
-    num_slabs = -(-longest // slab.blocks_per_slab) + 2 + config.num_speculative_tokens + spare_slabs
-    num_bytes = num_slabs * slab.slab_bytes(unit) + unit.block
+    no_drafts = replace(config, num_speculative_tokens=0)
+    num_bytes = max(_one_budget_bytes(settings, shape, spare_slabs) for settings in (config, no_drafts))
     return replace(config, cache_gb=(num_bytes + 0.5) / GIB, **no_split)
+
+
+def _one_budget_bytes(config: CacheConfig, shape: HybridModelShape, spare_slabs: int) -> int:
+    units = ranks_of_process().gather(shape.unit_bytes(config))
+    slab = SlabShape.fitting(units)
+    longest = -(-config.max_sequence_length // config.block_size_tokens)
+    num_slabs = slab.slabs_of_request(longest, config.num_speculative_tokens) + spare_slabs
+    return max(num_slabs * slab.slab_bytes(unit) + unit.block for unit in units)
 
 
 def greedy(num_tokens: int | None, **settings: Any) -> SamplingParams:
