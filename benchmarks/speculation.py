@@ -120,7 +120,7 @@ def main() -> None:
     except UsageError as error:
         parser.error(str(error))
     with quiet_libraries():
-        subject = _subject(process_time if arguments.device == "cpu" else perf_counter)
+        subject = _subject(arguments.device, process_time if arguments.device == "cpu" else perf_counter)
         useful = [
             useful_drafts(subject, workload, lines, sampling)
             for workload, lines in _workloads().items()
@@ -256,11 +256,11 @@ def _merge(record: Any) -> Any:
     return record.merge()
 
 
-def _subject(now: Callable[[], float]) -> Subject:
+def _subject(device: str, now: Callable[[], float]) -> Subject:
     from megatron_mamba_cache.command_line.ready_model import ready_model
     from megatron_mamba_cache.mcore.model_reading import model_shape_of
 
-    model = ready_model(ModelDirectory(SHIPPED_MODEL, ModelFormat.HUGGING_FACE), "fp32")
+    model = ready_model(ModelDirectory(SHIPPED_MODEL, ModelFormat.HUGGING_FACE), "fp32", device)
     settings = default_settings(model_shape_of(model.model), model.model.max_sequence_length)
     return Subject(model, settings, now)
 

@@ -4,6 +4,8 @@ FIRST_LENGTH = 4
 MAX_MISSES = 3
 FIRST_REST = 8
 LONGEST_REST = 256
+GROWTH = 2  # of rests
+NEVER_RIGHT_GROWTH = 4
 
 
 class DraftLength:
@@ -11,8 +13,8 @@ class DraftLength:
 
     It doubles when all drafts are accepted, and otherwise falls towards one more than were accepted. After a few
     consecutive steps that accept nothing it is zero for a rest; then one draft is tried. If that fails, the next rest
-    doubles; steps that accept a draft shorten it again. Drafts that are never right thus cost a handful at first, then
-    one in `LONGEST_REST` steps.
+    doubles, or is four times as long as long as no draft of the request was ever right; steps that accept a draft
+    shorten it again. Drafts that are never right thus cost a handful at first, then one in `LONGEST_REST` steps.
     """
 
     def __init__(self, max_drafts: int) -> None:
@@ -23,6 +25,7 @@ class DraftLength:
         self._num_misses = 0  # steps in a row that accepted none of their drafts
         self._rest = FIRST_REST  # steps of the next rest
         self._rest_left = 0
+        self._growth = NEVER_RIGHT_GROWTH
 
     @property
     def rests(self) -> bool:
@@ -58,6 +61,7 @@ class DraftLength:
         else:
             self._length = max(num_accepted + 1, (self._length + num_accepted) // 2)
         self._num_misses = 0
+        self._growth = GROWTH
         self._rest = max(FIRST_REST, self._rest // 2)
 
     def _note_miss(self) -> None:
@@ -67,4 +71,4 @@ class DraftLength:
             self._num_misses = MAX_MISSES - 1  # the draft on trial after the rest has one chance
             self._length = 1
             self._rest_left = self._rest
-            self._rest = min(LONGEST_REST, 2 * self._rest)
+            self._rest = min(LONGEST_REST, self._growth * self._rest)

@@ -50,6 +50,12 @@ def test_rests_double_and_stay_bounded(max_drafts: int) -> None:
     assert {drafted[step] for step in tried[3:]} == {1}
 
 
+def test_rests_grow_faster_until_a_draft_was_right() -> None:
+    drafted = run(DraftLength(4), 1000, all_wrong)
+    tried = [step for step, count in enumerate(drafted) if count]
+    assert [later - earlier - 1 for earlier, later in pairwise(tried)][2:] == [8, 32, 128, 256, 256, 256]
+
+
 @pytest.mark.parametrize("max_drafts", MAXIMA)
 def test_right_drafts_reach_the_maximum_within_logarithmic_steps(max_drafts: int) -> None:
     length = DraftLength(max_drafts)
@@ -86,10 +92,10 @@ def test_steps_without_a_draft_change_nothing_outside_a_rest() -> None:
 
 def test_accepted_drafts_shorten_the_next_rest() -> None:
     length = DraftLength(1)
-    run(length, 3 + 8 + 1 + 16, all_wrong)
+    run(length, 3 + 8 + 1 + 32, all_wrong)
     run(length, 1, all_right)
-    drafted = run(length, 3 + 16 + 1, all_wrong)
-    assert drafted == [1, 1, 1, *[0] * 16, 1]
+    drafted = run(length, 3 + 64 + 1, all_wrong)  # half of 4 * 32
+    assert drafted == [1, 1, 1, *[0] * 64, 1]
 
 
 @given(
