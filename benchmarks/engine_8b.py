@@ -35,7 +35,9 @@ from loads.shared_prefix_runs import (
     serve_uncached,
     some_tokens,
 )
+from measuring.ceilings import matmul_tflops
 from measuring.machine import describe_machine
+from measuring.model_floors import prompt_flops
 from measuring.traced_engine import StepTimes, Trace, TracedEngine
 
 from megatron_mamba_cache import CacheConfig
@@ -189,6 +191,14 @@ def measure_speed(scale: Scale, model: Any) -> dict[str, Any]:
     return figures
 
 
+def prefill_floor(scale: Scale, model: Any) -> dict[str, float]:
+    """Return how long the products of the cold prompts take at the rate of a large one; nothing on a CPU."""
+    if not torch.cuda.is_available():
+        return {}
+    num_flops = scale.workload.num_long * prompt_flops(model, scale.workload.long)
+    return {"FLOPs": num_flops, "TFLOP/s": matmul_tflops(), "s": num_flops / matmul_tflops() / 1e12}
+
+
 def speeds(times: StepTimes, prompts: Mapping[int, Sequence[int]]) -> dict[str, float]:
     """Return tokens per second of prefill, computed and served, and of decode."""
     served = sum(map(len, prompts.values()))
@@ -224,9 +234,20 @@ def table(figures: dict[str, Any]) -> str:
         "|---|" + "---:|" * len(next(iter(speed.values()))),
         *(f"| {name} | " + " | ".join(f"{value:,.4g}" for value in row.values()) + " |" for name, row in speed.items()),
         "",
+        *_of_floor(figures["prefill floor"], speed["cold"]["prefill, s"]),
         f"Seconds: {', '.join(f'{name} {seconds:.1f}' for name, seconds in figures['seconds'].items())}.",
     ]
     return "\n".join(lines)
+
+
+def _of_floor(floor: Mapping[str, float], prefill_s: float) -> list[str]:
+    if not floor:
+        return []
+    return [
+        f"The cold prompts' products ({floor['FLOPs'] / 1e12:.1f} TFLOP) take {floor['s']:.3f} s at the "
+        f"{floor['TFLOP/s']:.0f} TFLOP/s of a large one: prefill is at {floor['s'] / prefill_s:.2f} of that.",
+        "",
+    ]
 
 
 def _yes(holds: bool) -> str:
@@ -241,13 +262,21 @@ def measure(scale: Scale) -> dict[str, Any]:
         logits = compare_logits(scale, model)
     with stopwatch() as on_speed:
         speed = measure_speed(scale, model)
+    floor = prefill_floor(scale, model)
     del model
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     with stopwatch() as on_tokens:
         tokens = compare_tokens(scale)
     seconds = {"building": building[0], "logits": on_logits[0], "speed": on_speed[0], "tokens": on_tokens[0]}
-    return {"machine": describe_machine(), "logits": logits, "tokens": tokens, "speed": speed, "seconds": seconds}
+    return {
+        "machine": describe_machine(),
+        "logits": logits,
+        "tokens": tokens,
+        "speed": speed,
+        "prefill floor": floor,
+        "seconds": seconds,
+    }
 
 
 def main() -> int:

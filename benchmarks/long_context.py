@@ -21,12 +21,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
 from loads.serving_engine import MODES, ServedShape, add_shape_arguments, model_of, send, serving_engine, shape_of
-from measuring.ceilings import floor_us
 from measuring.machine import describe_machine
 from measuring.serving_figures import nearest_rank
-from measuring.step_bytes import step_bytes
 from step_cost import step_cost, timed_step
 from turn_latency import first_token, some_tokens
 
@@ -70,9 +67,8 @@ class Disturbed:
 def long_row(model: Any, shape: ServedShape, history: int) -> LongRow:
     """Measure one row behind a prompt of `history` tokens."""
     with serving_engine(model, replace(shape, max_requests=1), MODES["full"]) as engine:
-        cost = step_cost(engine, shape, 1, history)
-        floor_ms = floor_us(step_bytes(model, engine, history)) / 1e3 if torch.cuda.is_available() else None
-    return LongRow(history, cost.wall_ms, cost.replay_ms, floor_ms)
+        cost = step_cost(model, engine, shape, 1, history)
+    return LongRow(history, cost.wall_ms, cost.replay_ms, cost.floor_ms)
 
 
 def disturbed(model: Any, shape: ServedShape, rows: int, chunk: int, length: int) -> Disturbed:

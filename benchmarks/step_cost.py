@@ -6,8 +6,9 @@ Steps: rows of equal length decode together, without drafts. Wall time is the me
 minus the host's waits for the step's tokens; much of it overlaps with the GPU's work. GPU time is that of the last
 step's graphs, replayed back to back: its kernels and the short pauses between them. Idle is wall time minus GPU time:
 the GPU waits for the host. Kernel time is measured over as many steps under torch's profiler (`gpu_time`), without
-pauses. "µs a row" is the least-squares slope over the numbers of rows. On a CPU there are only wall time and its
-slope.
+pauses. The floor is the bytes of weights, states and KV, and of the experts that as many tokens hit on average, at the
+rate of a plain copy of the same run. "µs a row" is the least-squares slope over the numbers of rows. On a CPU there are
+only wall time and its slope.
 
 Drafts: 8 rows, decode steps only, without drafts, with K = 3 that are always right, and with K = 3 that are always
 wrong. A drafter replays a recording. In bf16 a verify step may round differently from a step of one token, so the model
@@ -28,8 +29,10 @@ import numpy as np
 from loads.recorded_drafts import RightDrafter, WrongDrafter
 from loads.serving_engine import MODES, ServedShape, add_shape_arguments, model_of, send, serving_engine, shape_of
 from loads.sure_model import make_sure
+from measuring.ceilings import floor_us
 from measuring.gpu_time import gpu_seconds, gpu_timer, noted_waits
 from measuring.machine import describe_machine
+from measuring.model_floors import step_bytes
 from turn_latency import rotated, some_tokens
 
 from megatron_mamba_cache.command_line.quiet import own_warnings_hidden, quiet_libraries
@@ -54,6 +57,7 @@ class StepCost:
     host_ms: float | None = None
     replay_ms: float | None = None
     kernels_ms: float | None = None
+    floor_ms: float | None = None
 
     @property
     def idle_share(self) -> float | None:
@@ -97,10 +101,10 @@ def step_costs(model: Any, shape: ServedShape, rows: Sequence[int], num_prompt: 
     """Measure decode steps of each number of rows."""
     shape = replace(shape, max_requests=max(rows), max_tokens=max(shape.max_tokens, max(rows)))
     with serving_engine(model, shape, MODES["full"]) as engine:
-        return [step_cost(engine, shape, num_rows, num_prompt) for num_rows in rows]
+        return [step_cost(model, engine, shape, num_rows, num_prompt) for num_rows in rows]
 
 
-def step_cost(engine: Any, shape: ServedShape, num_rows: int, num_prompt: int) -> StepCost:
+def step_cost(model: Any, engine: Any, shape: ServedShape, num_rows: int, num_prompt: int) -> StepCost:
     """Measure decode steps of some rows, whose prompts share no prefix."""
     drawn = random.Random(num_rows)
     # The first rows decode while the others are prefilled in what they leave of a step.
@@ -121,6 +125,8 @@ def step_cost(engine: Any, shape: ServedShape, num_rows: int, num_prompt: int) -
         cost = replace(cost, host_ms=1e3 * (median(times) - median(waits)), **gpu_times(engine))
     while engine.has_unfinished_requests():
         engine.step_modern()
+    if waits:
+        cost = replace(cost, floor_ms=floor_us(step_bytes(model, engine, num_prompt, num_rows)) / 1e3)
     return cost
 
 
@@ -203,12 +209,14 @@ def table(costs: Sequence[StepCost], drafts: dict[str, DraftSpeed]) -> str:
     has_gpu = costs[0].kernels_ms is not None
     if has_gpu:
         heads += ["host's work, ms", "GPU's replay, ms", "of that kernels, ms", "GPU idle, %"]
+        heads += ["floor, ms", "of the floor"]
     lines = [f"| {' | '.join(heads)} |", "|" + "---:|" * len(heads)]
     for cost in costs:
         cells = [f"{cost.num_rows}", f"{cost.wall_ms:.3f}"]
         if has_gpu:
             replay = "" if cost.replay_ms is None else f"{cost.replay_ms:.3f}"
             cells += [f"{cost.host_ms:.3f}", replay, f"{cost.kernels_ms:.3f}", f"{100 * cost.idle_share:.1f}"]
+            cells += [f"{cost.floor_ms:.3f}", f"{cost.floor_ms / cost.wall_ms:.2f}"]
         lines.append(f"| {' | '.join(cells)} |")
     lines += [
         "",

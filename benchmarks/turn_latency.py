@@ -33,7 +33,7 @@ from loads.recorded_sessions import recorded_conversations
 from loads.serving_engine import MODES, Mode, ServedShape, add_shape_arguments, model_of, send, serving_engine, shape_of
 from measuring.ceilings import floor_us
 from measuring.machine import describe_machine
-from measuring.step_bytes import step_bytes
+from measuring.model_floors import step_bytes
 
 from megatron_mamba_cache.command_line.quiet import own_warnings_hidden, quiet_libraries
 from megatron_mamba_cache.mcore.failure_reason import failure_reason

@@ -81,13 +81,13 @@ def test_a_line_is_fitted_by_least_squares(step_cost: ModuleType) -> None:
 
 
 def test_idle_is_what_a_replay_leaves_of_a_step(step_cost: ModuleType) -> None:
-    cost = step_cost.StepCost(8, 10.0, host_ms=4.0, replay_ms=8.0, kernels_ms=7.0)
-    eager = step_cost.StepCost(16, 14.0, host_ms=8.0, kernels_ms=7.0)
+    cost = step_cost.StepCost(8, 10.0, host_ms=4.0, replay_ms=8.0, kernels_ms=7.0, floor_ms=6.0)
+    eager = step_cost.StepCost(16, 14.0, host_ms=8.0, kernels_ms=7.0, floor_ms=7.0)
     assert (cost.idle_share, eager.idle_share) == (approx(0.2), approx(0.5))
     assert step_cost.StepCost(8, 10.0).idle_share is None
     text = step_cost.table([cost, eager], {"no drafts": step_cost.DraftSpeed(1.0, 1.0, 0.0)})
-    assert "| 8 | 10.000 | 4.000 | 8.000 | 7.000 | 20.0 |" in text
-    assert "| 16 | 14.000 | 8.000 |  | 7.000 | 50.0 |" in text
+    assert "| 8 | 10.000 | 4.000 | 8.000 | 7.000 | 20.0 | 6.000 | 0.60 |" in text
+    assert "| 16 | 14.000 | 8.000 |  | 7.000 | 50.0 | 7.000 | 0.50 |" in text
     assert "The host's work: 0.000 ms and 500.00 µs a row." in text
 
 

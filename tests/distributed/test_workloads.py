@@ -108,7 +108,7 @@ def test_kv_and_states_that_take_room_from_each_other_on_every_rank(
             evicted.update({name: seen[name] for name in ("states_evicted", "kv_blocks_evicted", "requests_evicted")})
         totals.add(first)
     print(f"\n{2 * len(MANY_SEEDS)} workloads, {dict(evicted)}")
-    assert min(evicted.values()) > len(MANY_SEEDS)
+    assert min(evicted["states_evicted"], evicted["kv_blocks_evicted"]) > len(MANY_SEEDS)
 
 
 @pytest.mark.parametrize(("layout", "flavours", "seed", "num_graphs", "digest_steps"), REPLICAS, ids=name_of)
