@@ -173,10 +173,10 @@ class KVBlockPool:
         Returns:
             How many blocks have become free.
         """
-        num_pruned = 0
+        tree, num_pruned = self._tree, 0
         leaving: BlockId | None = block
-        while leaving is not None and leaving in self._tree and self._is_useless(leaving):
-            parent = self._tree.remove_leaf(leaving)
+        while leaving is not None and self._is_useless(leaving) and leaving in tree:
+            parent = tree.remove_leaf(leaving)
             self._places.give_back(leaving)
             num_pruned += 1
             leaving = parent

@@ -1,5 +1,6 @@
 """One memory for KV blocks and states: slabs that hold either, changing hands when they are empty."""
 
+from collections import Counter
 from collections.abc import Sequence
 from heapq import heappop, heappush
 
@@ -36,10 +37,10 @@ class SlabSpace:
         self, num_blocks: int, num_slots: int, beside_blocks: Sequence[int] = (), beside_slots: Sequence[int] = ()
     ) -> bool:
         """See `CacheSpace`."""
-        num_slabs, newly_fixed = 0, 0
+        slabs, num_slabs, newly_fixed = self._slabs.slabs, 0, 0
         for places, wanted, beside in ((self.blocks, num_blocks, beside_blocks), (self.slots, num_slots, beside_slots)):
             fixed_now = {place // places.per_slab for place in beside}
-            fixed_now = {slab for slab in fixed_now if not self._slabs.num_fixed[slab]}
+            fixed_now = {slab for slab in fixed_now if not slabs[slab].num_fixed}
             newly_fixed += len(fixed_now)
             beside_fixed = places.num_in_fixed_slabs + len(fixed_now) * places.per_slab - len(beside)
             num_slabs += -(-max(wanted - beside_fixed, 0) // places.per_slab)
@@ -47,8 +48,8 @@ class SlabSpace:
 
     def count_slabs(self) -> dict[str, int]:
         """Return how many slabs are unused, and how many hold KV blocks and states."""
-        uses = self._slabs.uses
-        return {"unused": uses.count(_UNUSED), "kv_blocks": uses.count(0), "states": uses.count(1)}
+        uses = Counter(slab.use for slab in self._slabs.slabs)
+        return {"unused": uses[_UNUSED], "kv_blocks": uses[self.blocks.use], "states": uses[self.slots.use]}
 
     def check_integrity(self) -> None:
         """See `CacheSpace`."""
@@ -57,25 +58,47 @@ class SlabSpace:
         self.slots.check_integrity()
 
 
+class _Slab:
+    """One slab.
+
+    Attributes:
+        use: Whose places it holds.
+        num_fixed: How many of them cannot be evicted.
+        free: Those that are not taken, the next one last.
+        listed_by: Uses, as bits, that list it among slabs with a free place; they may not know that it no longer has.
+    """
+
+    __slots__ = ("free", "listed_by", "num_fixed", "use")
+
+    def __init__(self) -> None:
+        self.use = _UNUSED
+        self.num_fixed = 0
+        self.free: list[int] = []
+        self.listed_by = 0
+
+
 class _Slabs:
-    """What each slab is used for, and how many of its places are fixed."""
+    """All slabs, and which of them are unused."""
 
     def __init__(self, num_slabs: int) -> None:
-        self.uses = [_UNUSED] * num_slabs
-        self.num_fixed = [0] * num_slabs
+        self.slabs = [_Slab() for _ in range(num_slabs)]
         self.unused = list(reversed(range(num_slabs)))  # a stack: lowest number on top
         self.num_open = num_slabs
         """Slabs without a fixed place: the most that can become unused."""
 
     def check_integrity(self) -> None:
         """Raise CacheIntegrityError unless counts and lists agree. O(n)."""
-        unused = [slab for slab, use in enumerate(self.uses) if use == _UNUSED]
+        unused = [number for number, slab in enumerate(self.slabs) if slab.use == _UNUSED]
         if sorted(self.unused) != unused:
             raise CacheIntegrityError(
                 f"slabs listed as unused {sorted(self.unused)} != slabs used for nothing {unused}"
             )
-        if self.num_open != self.num_fixed.count(0):
-            raise CacheIntegrityError(f"{self.num_open} open slabs counted, {self.num_fixed.count(0)} found")
+        num_open = sum(not slab.num_fixed for slab in self.slabs)
+        if self.num_open != num_open:
+            raise CacheIntegrityError(f"{self.num_open} open slabs counted, {num_open} found")
+        for number in unused:
+            if self.slabs[number].free or self.slabs[number].num_fixed:
+                raise CacheIntegrityError(f"unused slab {number} has places that are free or fixed")
 
 
 class SlabPlaces:
@@ -87,13 +110,12 @@ class SlabPlaces:
     is_shared = True
 
     def __init__(self, slabs: _Slabs, use: int, per_slab: int) -> None:
+        self.use = use
         self.per_slab = per_slab
-        self.num_places = len(slabs.uses) * per_slab
+        self.num_places = len(slabs.slabs) * per_slab
         self._slabs = slabs
-        self._use = use
-        self._free_in: list[list[int]] = [[] for _ in slabs.uses]
+        self._bit = 1 << use
         self._partly: list[int] = []  # a heap that holds each slab of this use with a free place, and stale ones
-        self._is_listed = [False] * len(slabs.uses)
         self._num_free = 0  # in slabs of this use
         self._num_fixed = 0
         self._num_fixed_slabs = 0
@@ -117,90 +139,89 @@ class SlabPlaces:
         """See `Places`."""
         taken: list[int] = []
         while (missing := num_places - len(taken)) > 0:
-            slab = self._slab_with_room()
-            free = self._free_in[slab]
-            count = min(missing, len(free))
-            taken += free[: -count - 1 : -1]
-            del free[-count:]
+            number = self._slab_with_room()
+            slab = self._slabs.slabs[number]
+            count = min(missing, len(slab.free))
+            taken += [slab.free.pop() for _ in range(count)]
             self._num_free -= count
             self._fix(slab, count)
-            if free and not self._is_listed[slab]:
-                self._list(slab)
+            if slab.free:
+                self._list(number, slab)
         return taken
 
     def fix(self, place: int) -> None:
         """See `Places`."""
-        self._fix(place // self.per_slab, 1)
+        self._fix(self._slabs.slabs[place // self.per_slab], 1)
 
     def unfix(self, place: int) -> None:
         """See `Places`."""
-        slab, num_fixed = place // self.per_slab, self._slabs.num_fixed
-        num_fixed[slab] -= 1
+        slab = self._slabs.slabs[place // self.per_slab]
+        slab.num_fixed -= 1
         self._num_fixed -= 1
-        if not num_fixed[slab]:
+        if not slab.num_fixed:
             self._num_fixed_slabs -= 1
             self._slabs.num_open += 1
 
     def give_back(self, place: int) -> None:
         """See `Places`."""
-        slab = place // self.per_slab
-        free = self._free_in[slab]
-        if len(free) + 1 == self.per_slab:
-            self._num_free -= self.per_slab - 1
-            free.clear()
-            self._slabs.uses[slab] = _UNUSED
-            self._slabs.unused.append(slab)
+        number = place // self.per_slab
+        slab = self._slabs.slabs[number]
+        if len(slab.free) + 1 == self.per_slab:
+            self._num_free -= len(slab.free)
+            slab.free.clear()
+            slab.use = _UNUSED
+            self._slabs.unused.append(number)
             return
-        free.append(place)
+        slab.free.append(place)
         self._num_free += 1
-        if not self._is_listed[slab]:
-            self._list(slab)
+        self._list(number, slab)
 
     def check_integrity(self) -> None:
         """Raise CacheIntegrityError unless counts and lists agree. O(n)."""
-        mine = [slab for slab, use in enumerate(self._slabs.uses) if use == self._use]
-        found = sum(len(self._free_in[slab]) for slab in mine)
-        if found != self._num_free or found != sum(map(len, self._free_in)):
+        slabs = self._slabs.slabs
+        mine = {number: slab for number, slab in enumerate(slabs) if slab.use == self.use}
+        found = sum(len(slab.free) for slab in mine.values())
+        if found != self._num_free:
             raise CacheIntegrityError(f"{self._num_free} free places counted, {found} found in slabs of this use")
-        fixed = [self._slabs.num_fixed[slab] for slab in mine]
+        fixed = [slab.num_fixed for slab in mine.values()]
         if sum(fixed) != self._num_fixed or len(mine) - fixed.count(0) != self._num_fixed_slabs:
             raise CacheIntegrityError(
                 f"{self._num_fixed} fixed places in {self._num_fixed_slabs} slabs counted, {sum(fixed)} in "
                 f"{len(mine) - fixed.count(0)} found"
             )
         listed = sorted(self._partly)
-        if listed != [slab for slab, is_listed in enumerate(self._is_listed) if is_listed]:
+        if listed != [number for number, slab in enumerate(slabs) if slab.listed_by & self._bit]:
             raise CacheIntegrityError(f"slabs {listed} listed as partly used, others noted as such")
-        unlisted = [slab for slab in mine if self._free_in[slab] and not self._is_listed[slab]]
+        unlisted = [number for number, slab in mine.items() if slab.free and not slab.listed_by & self._bit]
         if unlisted:
             raise CacheIntegrityError(f"slabs {unlisted} have free places that nothing would find")
-        for slab in mine:
-            free = self._free_in[slab]
-            if len(set(free)) != len(free) or any(place // self.per_slab != slab for place in free):
-                raise CacheIntegrityError(f"slab {slab} lists places {sorted(free)} as free")
+        for number, slab in mine.items():
+            if len(set(slab.free)) != len(slab.free) or any(place // self.per_slab != number for place in slab.free):
+                raise CacheIntegrityError(f"slab {number} lists places {sorted(slab.free)} as free")
 
     def _slab_with_room(self) -> int:
+        slabs = self._slabs.slabs
         while self._partly:
-            slab = self._partly[0]
-            if self._free_in[slab]:
-                return slab
+            slab = slabs[self._partly[0]]
+            if slab.free and slab.use == self.use:
+                return self._partly[0]
             heappop(self._partly)  # full, or in other use by now
-            self._is_listed[slab] = False
-        slab = self._slabs.unused.pop()
-        self._slabs.uses[slab] = self._use
-        first = slab * self.per_slab
-        self._free_in[slab] = list(range(first + self.per_slab - 1, first - 1, -1))
+            slab.listed_by &= ~self._bit
+        number = self._slabs.unused.pop()
+        slab, first = slabs[number], number * self.per_slab
+        slab.use = self.use
+        slab.free = list(range(first + self.per_slab - 1, first - 1, -1))
         self._num_free += self.per_slab
-        return slab
+        return number
 
-    def _list(self, slab: int) -> None:
-        heappush(self._partly, slab)
-        self._is_listed[slab] = True
+    def _list(self, number: int, slab: _Slab) -> None:
+        if not slab.listed_by & self._bit:
+            heappush(self._partly, number)
+            slab.listed_by |= self._bit
 
-    def _fix(self, slab: int, count: int) -> None:
-        num_fixed = self._slabs.num_fixed
-        if not num_fixed[slab]:
+    def _fix(self, slab: _Slab, count: int) -> None:
+        if not slab.num_fixed:
             self._num_fixed_slabs += 1
             self._slabs.num_open -= 1
-        num_fixed[slab] += count
+        slab.num_fixed += count
         self._num_fixed += count

@@ -56,8 +56,7 @@ class SlotOwners:
             ValueError: If there is no such slot.
             CacheIntegrityError: If the slot is not `owner`'s; nothing has changed then.
         """
-        self._require_owner(slot, owner)
-        self._set_owner(slot, new_owner)
+        self._change_owner(slot, owner, new_owner)
 
     def free(self, slot: SlotId, owner: SlotOwner, *, is_fixed: bool = True) -> None:
         """Take a slot back from its owner; raises as `hand_over` does.
@@ -65,8 +64,7 @@ class SlotOwners:
         Args:
             is_fixed: Whether its place is noted as one that cannot be evicted.
         """
-        self._require_owner(slot, owner)
-        self._set_owner(slot, SlotOwner.FREE)
+        self._change_owner(slot, owner, SlotOwner.FREE)
         if is_fixed:
             self._places.unfix(slot)
         self._places.give_back(slot)
@@ -84,13 +82,11 @@ class SlotOwners:
         if sorted(slots) != owned:
             raise CacheIntegrityError(f"slots listed as {owner.value} {sorted(slots)} != slots owned so {owned}")
 
-    def _set_owner(self, slot: SlotId, owner: SlotOwner) -> None:
-        self._counts[self._owners[slot]] -= 1
-        self._counts[owner] += 1
-        self._owners[slot] = owner
-
-    def _require_owner(self, slot: SlotId, owner: SlotOwner) -> None:
+    def _change_owner(self, slot: SlotId, owner: SlotOwner, new_owner: SlotOwner) -> None:
         if not 0 <= slot < len(self._owners):  # a padding -1 would silently index the last slot
             raise ValueError(f"need a slot of 0 to {len(self._owners) - 1}, found {slot}")
         if self._owners[slot] is not owner:
             raise CacheIntegrityError(f"need slot {slot} {owner.value}, found it {self._owners[slot].value}")
+        self._counts[owner] -= 1
+        self._counts[new_owner] += 1
+        self._owners[slot] = new_owner

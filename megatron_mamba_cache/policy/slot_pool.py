@@ -338,6 +338,14 @@ class SlotPool:
     def _take(self, num_slots: int, owner: SlotOwner) -> list[SlotId]:
         if num_slots < 0:
             raise ValueError(f"need a count of slots, found {num_slots}")
+        places = self._places
+        if places.num_free < num_slots:
+            self._require_available(num_slots)
+            while places.num_free < num_slots:
+                self.evict()
+        return self._owners.take(num_slots, owner)
+
+    def _require_available(self, num_slots: int) -> None:
         if num_slots > self.num_available:
             num_evictable = self.num_available - self.num_free
             raise CacheCapacityError(
@@ -345,9 +353,6 @@ class SlotPool:
                 f"of {self.num_slots}; raise --cache-gb, or --inference-dynamic-batching-prefix-caching-mamba-gb where "
                 "that is given, or lower max requests"
             )
-        while self.num_free < num_slots:
-            self.evict()
-        return self._owners.take(num_slots, owner)
 
     def _forget_state(self, block: BlockId) -> int:
         """Forget the block's state; return how many KV blocks left with it."""

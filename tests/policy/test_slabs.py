@@ -99,7 +99,7 @@ def test_numbers_out_of_range_are_refused(numbers: tuple[int, int, int]) -> None
 
 def _forget_slab(space: SlabSpace) -> None:
     space.blocks._partly.clear()
-    space.blocks._is_listed[0] = False
+    space._slabs.slabs[0].listed_by = 0
 
 
 @pytest.mark.parametrize(
@@ -107,19 +107,19 @@ def _forget_slab(space: SlabSpace) -> None:
     [
         (lambda space: space._slabs.unused.append(0), "listed as unused"),
         (lambda space: space._slabs.unused.pop(), "listed as unused"),
-        (lambda space: space._slabs.uses.__setitem__(1, -1), "listed as unused"),
+        (lambda space: setattr(space._slabs.slabs[1], "use", -1), "listed as unused"),
         (lambda space: setattr(space._slabs, "num_open", 3), "open slabs"),
-        (lambda space: space._slabs.num_fixed.__setitem__(0, 0), "open slabs"),
-        (lambda space: space._slabs.num_fixed.__setitem__(0, 2), "fixed places"),
-        (lambda space: space._slabs.uses.__setitem__(0, 1), "free places"),
+        (lambda space: setattr(space._slabs.slabs[0], "num_fixed", 0), "open slabs"),
+        (lambda space: setattr(space._slabs.slabs[0], "num_fixed", 2), "fixed places"),
+        (lambda space: setattr(space._slabs.slabs[0], "use", 1), "free places"),
         (lambda space: setattr(space.blocks, "_num_free", 9), "free places"),
-        (lambda space: space.blocks._free_in[0].pop(), "free places"),
-        (lambda space: space.slots._free_in[0].append(0), "free places"),
+        (lambda space: space._slabs.slabs[0].free.pop(), "free places"),
+        (lambda space: space._slabs.slabs[2].free.append(9), "unused slab 2"),
         (lambda space: setattr(space.slots, "_num_fixed", 2), "fixed places"),
         (lambda space: setattr(space.slots, "_num_fixed_slabs", 2), "fixed places"),
-        (lambda space: space.blocks._is_listed.__setitem__(0, False), "noted as such"),
+        (lambda space: setattr(space._slabs.slabs[0], "listed_by", 0), "noted as such"),
         (lambda space: space.blocks._partly.clear(), "noted as such"),
-        (lambda space: space.blocks._free_in[0].__setitem__(0, space.blocks._free_in[0][1]), "lists places"),
+        (lambda space: space._slabs.slabs[0].free.__setitem__(0, space._slabs.slabs[0].free[1]), "lists places"),
         (_forget_slab, "nothing would find"),
     ],
 )
