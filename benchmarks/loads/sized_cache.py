@@ -2,14 +2,10 @@
 
 from dataclasses import dataclass
 
-from megatron_mamba_cache.metrics import CacheCounters
-from megatron_mamba_cache.policy.admission import AdmissionRules
-from megatron_mamba_cache.policy.boundaries import BoundaryRule
-from megatron_mamba_cache.policy.decode_rules import DecodeRules
+from megatron_mamba_cache.planning.plan import CacheSizes, empty_cache
 from megatron_mamba_cache.policy.eviction_rules import EVICTION_RULES
 from megatron_mamba_cache.policy.places import CacheSpace, SplitSpace
-from megatron_mamba_cache.policy.pools import CachePools
-from megatron_mamba_cache.policy.prefix_cache import CacheIdentity, PrefixCache
+from megatron_mamba_cache.policy.prefix_cache import PrefixCache
 from megatron_mamba_cache.policy.slabs import SlabSpace
 
 BLOCK_SIZE = 256
@@ -50,14 +46,7 @@ class ModelSizes:
 
     def make_cache(self, space: CacheSpace, rule: str, max_requests: int) -> PrefixCache:
         """Return an empty cache with an engine's default settings."""
-        pools = CachePools.over(space, EVICTION_RULES[rule](self.state_bytes / self.token_bytes), block_size=BLOCK_SIZE)
-        return PrefixCache(
-            pools,
-            AdmissionRules(BoundaryRule(BLOCK_SIZE), align_prefill_chunks=True, chunked_prefill=True),
-            CacheIdentity("model", "0"),
-            CacheCounters(),
-            decode=DecodeRules("rolling", max_requests),
-        )
+        return empty_cache(space, CacheSizes(self.token_bytes, self.state_bytes, BLOCK_SIZE), rule, max_requests)
 
     def free_bytes(self, space: SlabSpace) -> int:
         """Return the bytes of unused slabs, and of free places in slabs that are used."""

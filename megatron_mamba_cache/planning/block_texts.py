@@ -53,18 +53,22 @@ def block_texts(load: RecordedLoad, block_size: int) -> list[BlockText]:
         return keys
 
     prompts = [prompt_keys(request) for request in load.requests]
-    following: dict[BlockKey, int] = {}  # the next request whose prompt goes on after a block
+    following: dict[tuple[BlockKey, _Content], int] = {}  # the next request whose prompt goes on after a block and more
     texts: list[BlockText] = []
     for index in reversed(range(len(prompts))):
         request, keys = load.requests[index], prompts[index]
-        after = following.get(keys[-1]) if keys else None
+        # A whole run of tokens may lie behind the last block: a prompt that differs there goes on otherwise.
+        rest = request.content[len(keys) * block_size // size : request.prompt_len // size]
+        after = following.get((keys[-1], rest)) if keys else None
         reply = [] if after is None else prompts[after][len(keys) :]
         num_blocks = (request.prompt_len + request.reply_len) // block_size
         text = [*keys, *reply][:num_blocks]
         text += [BlockKey(next(numbers)) for _ in range(num_blocks - len(text))]
         texts.append(BlockText(text, request.prompt_len, request.prompt_len + request.reply_len))
-        for key in keys[:-1]:
-            following[key] = index
+        for block, key in enumerate(keys[:-1], 1):
+            first = block * block_size // size
+            for last in range(first, max(first + block_size // size, first + 1)):
+                following[key, request.content[first:last]] = index
     return texts[::-1]
 
 

@@ -83,7 +83,9 @@ def plan(load: RecordedLoad, sizes: CacheSizes, budgets_gb: Sequence[float]) -> 
     return Plan(unlimited, tuple(_planned(texts, sizes, budgets_gb)))
 
 
-def empty_cache(space: CacheSpace, sizes: CacheSizes, eviction: str = _DEFAULTS.eviction) -> PrefixCache:
+def empty_cache(
+    space: CacheSpace, sizes: CacheSizes, eviction: str = _DEFAULTS.eviction, max_requests: int = 1
+) -> PrefixCache:
     """Return the cache of an engine with default settings over a space."""
     pools = CachePools.over(space, EVICTION_RULES[eviction](sizes.state_len), block_size=sizes.block_size)
     return PrefixCache(
@@ -91,7 +93,7 @@ def empty_cache(space: CacheSpace, sizes: CacheSizes, eviction: str = _DEFAULTS.
         AdmissionRules(BoundaryRule(sizes.block_size), align_prefill_chunks=True, chunked_prefill=True),
         CacheIdentity("recorded load", "0"),
         CacheCounters(),
-        decode=DecodeRules("rolling", max_requests=1),
+        decode=DecodeRules("rolling", max_requests),
     )
 
 

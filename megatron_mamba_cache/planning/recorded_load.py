@@ -12,7 +12,7 @@ tokens, and equal hashes for equal content.
 
 import gzip
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 SESSIONS_START_WITHIN_S = 1800.0
 """Sessions without a time of their own start spread evenly over this time, in the order of the file."""
 _MOONCAKE_TOKENS = 512
-_MOST_TOKENS = 2**31
+_MOST_TOKENS = 2**24
 
 ContentId = tuple[int, int]
 """The content of a run of tokens: (session, hash)."""
@@ -73,20 +73,25 @@ def read_load(path: Path, most_sessions: int | None = None, skip_sessions: int =
         try:
             entry = json.loads(line)
             size, found = _requests_of(entry, number, SESSIONS_START_WITHIN_S * number / len(lines))
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"{path}, line {number + 1 + skip_sessions}: {_fault(error)}") from error
         requests += found
         sizes.add(size)
     if len(sizes) > 1:
         raise ValueError(f"{path} mixes hashes of {sorted(sizes)} tokens; give each size a file of its own")
+    if not requests:
+        raise ValueError(f"{path} holds sessions without requests only")
     return RecordedLoad(sizes.pop(), tuple(sorted(requests, key=lambda request: request.arrival_s)))
 
 
 def _opened(path: Path) -> Any:
-    return gzip.open(path, "rt") if path.suffix == ".gz" else path.open()
+    encoding = "utf-8-sig"  # some editors begin a file with a mark
+    return gzip.open(path, "rt", encoding=encoding) if path.suffix == ".gz" else path.open(encoding=encoding)
 
 
 def _fault(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
     return f"no field {error}" if isinstance(error, KeyError) else str(error)
 
 
@@ -107,8 +112,10 @@ def _requests_of(entry: Any, number: int, start_s: float) -> tuple[int, list[Rec
     raise ValueError("need the fields of a session (requests, block_size) or of Mooncake's traces (input_length)")
 
 
-def _of_agents(requests: Sequence[Mapping[str, Any]], start_s: float) -> Iterator[tuple[float, Mapping[str, Any]]]:
+def _of_agents(requests: Any, start_s: float) -> Iterator[tuple[float, Mapping[str, Any]]]:
     """Yield a session's requests, those of sub-agents too, with their arrivals."""
+    if not isinstance(requests, list) or not all(isinstance(request, Mapping) for request in requests):
+        raise TypeError("requests must be a list of JSON objects")
     for request in requests:
         arrival_s = start_s + _number(request, "t")
         if "requests" in request:
@@ -122,11 +129,11 @@ def _request(
 ) -> RecordedRequest:
     prompt_len, reply_len = _count(entry, lengths[0], 1), _count(entry, lengths[1], 0)
     hashes = entry["hash_ids"]
+    if not isinstance(hashes, list) or not all(type(content) is int for content in hashes):
+        raise TypeError("hash_ids must be a list of whole numbers")
     if len(hashes) < prompt_len // size:
         raise ValueError(f"{prompt_len} prompt tokens have {prompt_len // size} runs of {size}, found {len(hashes)}")
-    return RecordedRequest(
-        arrival_s, session, prompt_len, reply_len, tuple((names, int(content)) for content in hashes)
-    )
+    return RecordedRequest(arrival_s, session, prompt_len, reply_len, tuple((names, content) for content in hashes))
 
 
 def _count(entry: Mapping[str, Any], name: str, least: int) -> int:

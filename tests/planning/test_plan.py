@@ -38,6 +38,19 @@ def test_reply_that_nobody_continues_is_like_no_other_text() -> None:
     assert texts[2].keys[:2] == texts[0].keys[:2] and texts[2].keys[2] not in texts[0].keys
 
 
+def test_prompt_that_differs_behind_the_last_block_does_not_tell_what_a_reply_says() -> None:
+    # 330 tokens: a block of 256, and a whole run behind it.
+    other, same = asked(700, 1, 0, 1, 2, 3, 9, 5, 6, 7, 8, 10), asked(700, 1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 10)
+    first, of_other, of_same = block_texts(load_of(asked(330, 300, 0, 1, 2, 3, 4, 5), other, same), 256)
+    assert first.keys == of_same.keys[:2] and first.keys[1] != of_other.keys[1]
+
+
+def test_prompt_that_only_repeats_does_not_hide_the_one_that_goes_on() -> None:
+    load = load_of(asked(128, 64, 0, 1), asked(128, 0, 0, 1), asked(192, 0, 0, 1, 2))
+    first, _, last = block_texts(load, 64)
+    assert first.keys == last.keys
+
+
 def test_same_hash_after_other_content_is_another_block() -> None:
     texts = block_texts(load_of(asked(128, 0, 0, 1), asked(128, 0, 2, 1)), 64)
     assert not set(texts[0].keys) & set(texts[1].keys)

@@ -76,6 +76,11 @@ def test_part_of_a_file_spreads_like_a_file_of_its_own(tmp_path: Path) -> None:
         (session({"t": 0, "in": 5, "out": 1}), "line 2: no field 'hash_ids'"),
         (session({"t": 0, "in": "5", "out": 1, "hash_ids": []}), "line 2: in must be a whole number from 1"),
         (session({"t": -1, "in": 5, "out": 1, "hash_ids": []}), "line 2: t must be a time"),
+        ({"block_size": 64, "requests": 5}, "line 2: requests must be a list"),
+        (session({"t": 0, "in": 5, "out": 1, "hash_ids": "0"}), "line 2: hash_ids must be a list of whole numbers"),
+        (session({"t": 0, "in": 64, "out": 1, "hash_ids": [None]}), "line 2: hash_ids must be a list of whole numbers"),
+        (session({"t": 0, "in": 64, "out": 2**24, "hash_ids": [0]}), "line 2: out must be a whole number from 0"),
+        ("[" * 100_000, "line 2: nested too deeply"),
         (session(request(0, 640, 1, range(9))), "line 2: 640 prompt tokens have 10 runs of 64, found 9"),
         (session(request(0, 640, 1, range(10)), block_size=32), "line 2: 640 prompt tokens have 20 runs of 32"),
         (session(request(0, 32, 1, range(1)), block_size=32), "mixes hashes of \\[32, 64\\] tokens"),
@@ -87,6 +92,14 @@ def test_line_in_neither_format_is_named(line: Any, named: str, tmp_path: Path) 
         read_load(path)
 
 
+def test_mark_at_the_start_of_a_file_is_no_text(tmp_path: Path) -> None:
+    path = written(tmp_path / "load.jsonl", session(request(0, 64, 1, range(1))))
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert len(read_load(path).requests) == 1
+
+
 def test_file_without_requests_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="sessions without requests only"):
+        read_load(written(tmp_path / "load.jsonl", session(), session()))
     with pytest.raises(ValueError, match="holds no requests"):
         read_load(written(tmp_path / "load.jsonl", "", ""))
