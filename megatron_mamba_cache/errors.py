@@ -1,5 +1,7 @@
 """The errors that this package defines."""
 
+import math
+
 
 class CacheError(Exception):
     """Base of the package's own errors."""
@@ -11,3 +13,28 @@ class CacheCapacityError(CacheError):
 
 class CacheIntegrityError(CacheError):
     """An invariant of the cache does not hold; the message gives the equation that failed."""
+
+
+class CacheBudgetError(ValueError):
+    """One budget for KV blocks and states cannot hold a request of the longest sequence.
+
+    Args:
+        found_gb, least_gb: GiB of the budget, and the least that is enough.
+        max_sequence_length: Tokens of that request.
+        share: Of the budget, the part that this model has; a draft model has the rest.
+    """
+
+    def __init__(self, found_gb: float, least_gb: float, max_sequence_length: int, share: float = 1.0) -> None:
+        self.found_gb = found_gb
+        self.least_gb = least_gb
+        self.max_sequence_length = max_sequence_length
+        part = "" if share == 1 else f", of which this model has {share:.0%}"
+        super().__init__(
+            f"cache_gb is {found_gb:g} GiB{part}, which cannot hold one request of max_sequence_length="
+            f"{max_sequence_length} tokens with its states: set --cache-gb to {math.ceil(least_gb * 1e6) / 1e6:f} or "
+            "more, or lower --max-model-len"
+        )
+
+    def of_whole(self, share: float) -> "CacheBudgetError":
+        """Return the error about the whole budget, of which this model has a share."""
+        return CacheBudgetError(self.found_gb / share, self.least_gb / share, self.max_sequence_length, share)

@@ -39,7 +39,6 @@ _REPLICAS_IN_WORDS = (
 
 DRAFTERS = ("prompt-lookup", "draft-model")
 
-_SIZES = ("block_size_tokens", "cache_gb", "buffer_size_gb", "prefix_caching_mamba_gb")
 _CHECKED_LATER: Mapping[str, object] = {"max_requests": 1}
 """Settings sized from the model: flags are checked against their real values once these are known."""
 
@@ -147,10 +146,6 @@ def check_generate_arguments(arguments: Namespace) -> None:
 
 def check_engine_arguments(arguments: Namespace) -> None:
     """Raise `UsageError` for a cache or draft flag with a value that can never work."""
-    for field in _SIZES:
-        size = getattr(arguments, argument_of(field))
-        if size is not None and not 0 <= size < math.inf:
-            raise UsageError(f"{flag_of(field)} is {size}; it must be a finite number, 0 or more")
     cache_config(arguments, _CHECKED_LATER)
     _check_drafter(arguments)
 

@@ -9,7 +9,7 @@ import torch
 
 from ..build import TokenIdTokenizer, build_engine
 from ..config import CacheConfig
-from ..errors import CacheCapacityError
+from ..errors import CacheBudgetError, CacheCapacityError
 from ..mcore.engine import MambaCacheEngine
 from ..models.checkpoints.hugging_face import LoadedModel, load_hugging_face
 from ..models.drafting.draft_model import DraftModelDrafter
@@ -75,24 +75,21 @@ def engine_for(
     """
     try:
         drafter = make_drafter() if config.num_speculative_tokens else None
+    except CacheBudgetError as error:
+        raise UsageError(f"the drafter's own cache: {error.of_whole(DRAFTER_SHARE)}") from error
     except (ValueError, CacheCapacityError) as error:
-        raise UsageError(f"the drafter's own cache: {error}{_shared(config)}") from error
+        raise UsageError(f"the drafter's own cache: {error}") from error
     try:
         return build_engine(
             model.model, config, drafter=drafter, tokenizer=model.tokenizer, random_seed=seed, scores_prompts=True
         )
+    except CacheBudgetError as error:
+        share = 1 - DRAFTER_SHARE if isinstance(drafter, DraftModelDrafter) else 1.0
+        raise UsageError(str(error.of_whole(share))) from error
     except ValueError as error:
-        shared = _shared(config) if isinstance(drafter, DraftModelDrafter) else ""
-        raise UsageError(name_flag(str(error)) + shared) from error
+        raise UsageError(name_flag(str(error))) from error
     except CacheCapacityError as error:
         raise UsageError(str(error)) from error
-
-
-def _shared(config: CacheConfig) -> str:
-    """Return which part of one budget the message is about, for an engine with a draft model."""
-    return (
-        "" if config.cache_gb is None else f"; of --cache-gb, a draft model has {DRAFTER_SHARE:.0%}, the model the rest"
-    )
 
 
 def load_weights(directory: ModelDirectory, dtype: str | None, *, flag: str) -> LoadedModel:

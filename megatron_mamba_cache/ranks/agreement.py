@@ -1,14 +1,17 @@
 """What the ranks of one model agree on: settings and capacities when an engine is built, later the weights' version."""
 
-import math
+import logging
 from dataclasses import dataclass, fields, replace
 
 from ..config import CacheConfig, is_encodable
+from ..errors import CacheBudgetError
 from ..state.model_shape import HybridModelShape
 from ..state.slab_shape import SlabShape, UnitBytes
 from .group import Ranks, on_all_ranks
 from .peers import ExpertPeers
 
+_LOG = logging.getLogger(__name__)
+_LARGE_LOSS = 0.05
 _OF_EACH_RANK = ("cache_gb", "buffer_size_gb", "paused_buffer_size_gb", "prefix_caching_mamba_gb")
 """Settings that may differ between ranks: the memory that each provides."""
 _LEAST_OF_ALL = ("max_requests",)
@@ -53,6 +56,7 @@ class CacheCapacity:
         state_len = config.block_size_tokens * sum(unit.state for unit in units) / max(block_bytes, 1)
         if config.cache_gb is not None:
             slab = SlabShape.fitting(units)
+            _warn_of_loss(slab.loss(units))
             num_slabs, num_paused = ranks.least(
                 on_all_ranks(ranks, lambda: _num_slabs(config, shape.unit_bytes(config), slab))
             )
@@ -120,6 +124,16 @@ def _checked_version(version: object) -> object:
     return version
 
 
+def _warn_of_loss(share: float) -> None:
+    if share > _LARGE_LOSS:
+        _LOG.warning(
+            "%.0f %% of what a rank's slabs hold for KV blocks or for states stays empty: its part of the model has "
+            "another ratio of attention to recurrent layers than other ranks'; even out the pipeline stages, or split "
+            "the memory with --kv-gb and --state-gb",
+            100 * share,
+        )
+
+
 def _num_slabs(config: CacheConfig, unit: UnitBytes, slab: SlabShape) -> tuple[int, int]:
     """Return how many slabs a rank's budget buys, and how many KV blocks paused requests may keep."""
     assert config.cache_gb is not None
@@ -127,12 +141,8 @@ def _num_slabs(config: CacheConfig, unit: UnitBytes, slab: SlabShape) -> tuple[i
     longest = -(-config.max_sequence_length // config.block_size_tokens)
     needed = slab.slabs_of_request(longest, config.num_speculative_tokens)
     if num_slabs < needed:
-        least = math.ceil((needed * slab.slab_bytes(unit) + unit.block) / 2**30 * 1e6) / 1e6
-        raise ValueError(
-            f"cache_gb is {config.cache_gb:g} GiB, which cannot hold one request of max_sequence_length="
-            f"{config.max_sequence_length} tokens with its states: set --cache-gb to {least:f} or more, or lower "
-            "--max-model-len"
-        )
+        least_gb = (needed * slab.slab_bytes(unit) + unit.block) / 2**30
+        raise CacheBudgetError(config.cache_gb, least_gb, config.max_sequence_length)
     if config.paused_buffer_size_gb is None or not unit.block:
         return num_slabs, num_slabs * slab.blocks_per_slab // 4
     return num_slabs, int(config.paused_buffer_size_gb * 2**30) // unit.block

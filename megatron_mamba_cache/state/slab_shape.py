@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 _ALIGNMENT = 256
-_FEW = 4
+_FEW = 16
 _MOST_PLACES = 4096
 _SMALL_LOSS = 0.03
 _ANY_NUMBER = 2**40  # other ranks set the limit
@@ -58,11 +58,11 @@ class SlabShape:
 
     def slabs_of_request(self, num_blocks: int, num_drafts: int) -> int:
         """Return the slabs that one request needs: its KV, its live state, those after its drafts and one to cache."""
-        return -(-num_blocks // self.blocks_per_slab) + 2 + num_drafts
+        return -(-num_blocks // self.blocks_per_slab) + -(-(2 + num_drafts) // self.slots_per_slab)
 
     def blocks_of_request(self, num_slabs: int, num_drafts: int) -> int:
         """Return the most KV blocks for which `slabs_of_request` is at most `num_slabs`; 0 if even one is too many."""
-        return max(num_slabs - 2 - num_drafts, 0) * self.blocks_per_slab
+        return max(num_slabs - self.slabs_of_request(0, num_drafts), 0) * self.blocks_per_slab
 
     def loss(self, units: Sequence[UnitBytes]) -> float:
         """Return the largest share of a slab that one of its uses leaves empty."""

@@ -219,3 +219,22 @@ def test_ranks_with_other_layers_allow_requests_of_the_same_length() -> None:
         for shape in shapes
     }
     assert len(lengths) == 1 and lengths.pop() < 2**24
+
+
+def test_ranks_with_other_layers_agree_on_a_state_s_worth_and_say_what_slabs_lose(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = CacheConfig(cache_gb=2.0, max_sequence_length=4096)
+    units = [shape_of(layers).unit_bytes(config) for layers in ("M" * 12 + "*" * 3, "M" * 12 + "*")]
+
+    class Ranks(OneRank):
+        def gather(self, value: Any) -> list[Any]:
+            return units if value in units else [value]
+
+    capacity = CacheCapacity.of(config, shape_of("M" * 12 + "*" * 3), Ranks())
+    bytes_of_state, bytes_of_block = (sum(getattr(unit, name) for unit in units) for name in ("state", "block"))
+    assert capacity.state_len == pytest.approx(256 * bytes_of_state / bytes_of_block)
+    assert "stays empty" in caplog.text and "even out the pipeline stages" in caplog.text
+    caplog.clear()
+    CacheCapacity.of(config, DENSE_8B, OneRank())
+    assert not caplog.text

@@ -224,6 +224,15 @@ def test_source_of_the_match_leaves_its_slab_to_the_request_s_blocks() -> None:
     assert pools.plan(17) == AdmissionPlan(PrefixMatch(tuple(blocks), 0), 3, 17)
 
 
+def test_source_of_the_match_stays_for_a_request_that_waits_for_a_row_to_end() -> None:
+    pools = shared_memory(5)
+    pools.cache(2, states_at=(1,))
+    slot = pools.slots.take_live()
+    assert pools.plan(17) is Refusal.NO_BLOCKS
+    pools.slots.release_live(slot)
+    assert isinstance(pools.plan(17), AdmissionPlan)
+
+
 @pytest.mark.parametrize(
     ("reserved_key", "prompt_len", "waits"),
     [(1, 9, False), (2, 9, True), (2, 8, False), (3, 13, True), (3, 12, False), (77, 13, False)],

@@ -53,6 +53,15 @@ def test_the_least_recently_used_goes_first() -> None:
     assert take_all(order) == [1, 3, 2, 0]
 
 
+@pytest.mark.parametrize(("age", "first"), [(4, 0), (7, 1)])
+def test_ages_count_from_ten_uses_on(age: int, first: int) -> None:
+    # 1 / 10 beside 1.5 / (10 + age)
+    order = EvictionOrder()
+    order.push(0, NOW, 1, Weight(gain=1.0))
+    order.push(1, NOW - age, 1, Weight(gain=1.5))
+    assert order.first(NOW, equally) == first
+
+
 def test_of_equal_worth_the_deeper_goes_first_then_the_lower_id() -> None:
     order = EvictionOrder()
     for entry_id, num_tokens in [(5, 1), (3, 2), (4, 2), (1, 1)]:

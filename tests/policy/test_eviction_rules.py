@@ -205,6 +205,13 @@ class Recorder(LeastRecentlyUsed):
         self.hits.append(kind)
 
 
+class BranchRecorder(Recorder):
+    """A recorder of how many requests parted at states."""
+
+    def weigh(self, entry: CachedEntry) -> Weight:
+        return Weight(entry.num_branch_hits)
+
+
 class EndRecorder(Recorder):
     """A recorder that tells ends from other states."""
 
@@ -254,6 +261,20 @@ def test_a_state_that_became_an_end_and_was_never_hit_counts_as_an_end() -> None
     pools.slots.drop(path[1])
     pools.slots.evict()
     assert rule.states == [ENDS.stop, ENDS[0], ENDS[0]]
+
+
+def test_a_request_parts_from_text_only_where_text_follows() -> None:
+    rule = BranchRecorder()
+    pools = CachePools.over(SplitSpace(2, 2), rule, block_size=1)
+    path = pools.kv.allocate(2)
+    for depth, (block, anchor) in enumerate(zip(path, (None, path[0]), strict=True), start=1):
+        pools.kv.register(block, BlockKey(depth), anchor)
+        pools.slots.publish(pools.slots.reserve()[0], block, depth, anchor)
+    for block in path:
+        pools.slots.pin(block)
+        pools.slots.unpin(block)
+    pools.slots.touch_path(path)
+    assert rule.states == [1, 0]
 
 
 # Together.

@@ -37,6 +37,24 @@ def test_places_are_aligned_and_large_enough(state: int, block: int, row: int) -
     assert slot % 256 == place % 256 == place % row == 0
 
 
+@given(st.floats(1 / 200, 200), st.integers(MIB, 64 * MIB))
+def test_one_rank_loses_at_most_3_percent_in_slabs_of_16_of_the_larger_unit(ratio: float, smaller: int) -> None:
+    larger = int(smaller * max(ratio, 1 / ratio))
+    unit = UnitBytes(*((larger, smaller) if ratio >= 1 else (smaller, larger)), 512)
+    shape = SlabShape.fitting([unit])
+    print(f"{ratio:.4f}: {shape}, loses {shape.loss([unit]):.4f}")
+    assert shape.loss([unit]) <= 0.032 and min(shape.blocks_per_slab, shape.slots_per_slab) <= 16
+
+
+@pytest.mark.parametrize("shape", [SlabShape(31, 1), SlabShape(5, 4), SlabShape(1, 4)])
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_longest_request_is_the_one_that_as_many_slabs_hold(shape: SlabShape, num_drafts: int) -> None:
+    for num_slabs in range(12):
+        longest = shape.blocks_of_request(num_slabs, num_drafts)
+        assert shape.slabs_of_request(longest + 1, num_drafts) > num_slabs
+        assert not longest or shape.slabs_of_request(longest, num_drafts) <= num_slabs
+
+
 def test_ranks_agree_on_the_least_blocks_a_slab() -> None:
     # A pipeline stage with more attention layers has larger blocks beside the same states.
     heavier = UnitBytes(NANO.state, 2 * NANO.block, NANO.token_row)
