@@ -121,3 +121,15 @@ def test_weighted_draw_inverts_the_cumulative_weights_largest_first(device: str)
 def test_weighted_draw_never_draws_a_token_without_weight(device: str) -> None:
     weights = torch.tensor([[0.0, 0.1, 0.0, 0.2, 0.3, 0.0]], dtype=torch.float64, device=device)
     assert sample_weighted(weights, torch.tensor([1.0], device=device)).tolist() == [1]
+
+
+def test_rows_without_numbers_draw_some_token_and_change_no_other_row(device: str) -> None:
+    drawn = torch.Generator().manual_seed(0)
+    logits = torch.randn(4, 9, generator=drawn).to(device)
+    settings = [torch.full((4,), value, device=device) for value in (1.0, 0, 0.9)]
+    uniforms = torch.rand(4, dtype=torch.float64, generator=drawn).to(device)
+    expected = sample_tokens(logits, *settings, uniforms)
+    logits[1:3] = torch.nan
+    found = sample_tokens(logits, *settings, uniforms)
+    assert found[[0, 3]].tolist() == expected[[0, 3]].tolist()
+    assert ((found >= 0) & (found < 9)).all()
