@@ -178,6 +178,8 @@ def plain_prompt(prompt: Any) -> str | list[int]:
         tokens = list(tokens)
     except TypeError:
         raise TypeError(f"a prompt is text or a sequence of token ids, found {prompt!r:.100}") from None
+    if set(map(type, tokens)) == {int} and min(tokens) >= -(2**63) and max(tokens) < 2**63:
+        return tokens  # which a look at each would take milliseconds to say of a long prompt
     for place, token in enumerate(tokens):
         is_integer = isinstance(token, int | np.integer) and not isinstance(token, bool)
         if not (is_integer and -(2**63) <= token < 2**63):
