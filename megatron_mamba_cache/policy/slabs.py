@@ -6,7 +6,7 @@ from heapq import heappop, heappush
 
 from ..errors import CacheIntegrityError
 
-_UNUSED = -1
+_UNUSED, _KV, _STATES = -1, 0, 1
 
 
 class SlabSpace:
@@ -30,8 +30,8 @@ class SlabSpace:
             )
         self.num_slabs = num_slabs
         self._slabs = _Slabs(num_slabs)
-        self.blocks = SlabPlaces(self._slabs, 0, blocks_per_slab)
-        self.slots = SlabPlaces(self._slabs, 1, slots_per_slab)
+        self.blocks = SlabPlaces(self._slabs, _KV, blocks_per_slab)
+        self.slots = SlabPlaces(self._slabs, _STATES, slots_per_slab)
 
     def fits(
         self, num_blocks: int, num_slots: int, beside_blocks: Sequence[int] = (), beside_slots: Sequence[int] = ()
@@ -51,6 +51,21 @@ class SlabSpace:
         uses = Counter(slab.use for slab in self._slabs.slabs)
         return {"unused": uses[_UNUSED], "kv_blocks": uses[self.blocks.use], "states": uses[self.slots.use]}
 
+    def take_stale_blocks(self) -> list[range]:
+        """Return the blocks of slabs that KV has taken over from states since the last call, to be cleared now.
+
+        What states leave behind reads as any number, NaN too, and attention may multiply what it masks by zero.
+        """
+        stale = []
+        for number in self._slabs.taken_over:
+            slab = self._slabs.slabs[number]
+            if slab.use == self.blocks.use and slab.held_states:
+                slab.held_states = False
+                first = number * self.blocks.per_slab
+                stale.append(range(first, first + self.blocks.per_slab))
+        self._slabs.taken_over.clear()
+        return stale
+
     def check_integrity(self) -> None:
         """See `CacheSpace`."""
         self._slabs.check_integrity()
@@ -66,15 +81,17 @@ class _Slab:
         num_fixed: How many of them cannot be evicted.
         free: Those that are not taken, the next one last.
         listed_by: Uses, as bits, that list it among slabs with a free place; they may not know that it no longer has.
+        held_states: Whether it has held states since it was last cleared.
     """
 
-    __slots__ = ("free", "listed_by", "num_fixed", "use")
+    __slots__ = ("free", "held_states", "listed_by", "num_fixed", "use")
 
     def __init__(self) -> None:
         self.use = _UNUSED
         self.num_fixed = 0
         self.free: list[int] = []
         self.listed_by = 0
+        self.held_states = False
 
 
 class _Slabs:
@@ -85,6 +102,8 @@ class _Slabs:
         self.unused = list(reversed(range(num_slabs)))  # a stack: lowest number on top
         self.num_open = num_slabs
         """Slabs without a fixed place: the most that can become unused."""
+        self.taken_over: list[int] = []
+        """Slabs that KV blocks have taken over from states, perhaps more than once, perhaps given up again."""
 
     def check_integrity(self) -> None:
         """Raise CacheIntegrityError unless counts and lists agree. O(n)."""
@@ -210,6 +229,10 @@ class SlabPlaces:
         number = self._slabs.unused.pop()
         slab, first = slabs[number], number * self.per_slab
         slab.use = self.use
+        if self.use == _STATES:
+            slab.held_states = True
+        elif slab.held_states:
+            self._slabs.taken_over.append(number)
         slab.free = list(range(first + self.per_slab - 1, first - 1, -1))
         self._num_free += self.per_slab
         return number

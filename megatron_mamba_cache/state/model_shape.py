@@ -77,7 +77,9 @@ class HybridModelShape:
         token_row = (
             self.num_kv_heads * self.kv_channels * self.params_dtype.itemsize if self.num_attention_layers else 0
         )
-        return UnitBytes(self.state_layout(config).aligned_bytes, self.block_bytes(config.block_size_tokens), token_row)
+        states = self.state_layout(config)
+        state_row = states.ssm_shape[-1] * states.ssm_dtype.itemsize if states.num_layers else 1
+        return UnitBytes(states.aligned_bytes, self.block_bytes(config.block_size_tokens), token_row, state_row)
 
     def check(self, config: CacheConfig) -> None:
         """Raise `ValueError` if the settings do not fit the model."""

@@ -17,11 +17,13 @@ class UnitBytes:
 
     Args:
         token_row: Bytes of one token's keys of one layer; every address of a block is a multiple of it.
+        state_row: Bytes of a row of a head's state; two states lie a multiple of it apart.
     """
 
     state: int
     block: int
     token_row: int
+    state_row: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,8 @@ class SlabShape:
 
     def slab_bytes(self, unit: UnitBytes) -> int:
         """Return the bytes of a slab on a rank; its places are of equal size and aligned."""
-        grain = math.lcm(_ALIGNMENT, unit.token_row or 1) * math.lcm(self.blocks_per_slab, self.slots_per_slab)
+        row = math.lcm(_ALIGNMENT, unit.token_row or 1, unit.state_row or 1)
+        grain = row * math.lcm(self.blocks_per_slab, self.slots_per_slab)
         needed = max(self.blocks_per_slab * unit.block, self.slots_per_slab * unit.state)
         return -(-needed // grain) * grain
 

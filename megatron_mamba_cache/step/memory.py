@@ -89,6 +89,12 @@ class CacheMemory:
         slabs = space.count_slabs() if isinstance(space, SlabSpace) else {}
         return {"state_slots": slots, "kv_blocks": blocks, "cache_bytes": self._sizes.by_use(slots, blocks, slabs)}
 
+    def clear_stale_blocks(self) -> None:
+        """Clear the KV blocks that lie where states lay; call it before the first step that may read them."""
+        if isinstance(self.pools.space, SlabSpace):
+            for blocks in self.pools.space.take_stale_blocks():
+                self.kv_buffer[:, :, blocks.start : blocks.stop].zero_()
+
     def settle(self, rows: Sequence[RunningRequest]) -> None:
         """Move the accepted state of each row into its live slot, and release the columns of its draft window."""
         unsettled = [row for row in rows if row.accepted > 1]

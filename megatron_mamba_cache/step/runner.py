@@ -292,6 +292,7 @@ class StepRunner:
     def begin(self, step: Step) -> Step:
         """Count a step that is laid out, show it to the model and the sampler, and return it."""
         self.show(step)
+        self.memory.clear_stale_blocks()
         self.counters.steps += 1
         self.counters.graph_steps += step.graph is not None
         return step

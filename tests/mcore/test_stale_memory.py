@@ -1,0 +1,66 @@
+"""Memory that KV blocks and states share: what one left behind is no number for the other, and changes no token."""
+
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from megatron_mamba_cache.policy.slabs import SlabSpace
+from megatron_mamba_cache.step.memory import CacheMemory
+from megatron_mamba_cache.step.runner import StepRunner
+from megatron_mamba_cache.step.step import Step
+from tests.mcore.random_workloads import FLAVOURS, make_workload, run_workload
+
+NUM_SEEDS = 4
+
+
+@pytest.fixture
+def spoiled(monkeypatch: pytest.MonkeyPatch) -> list[SlabSpace]:
+    """Let all memory begin as not-a-number, as if states had lain in every slab; return the spaces that are made."""
+    spaces: list[SlabSpace] = []
+    initialise = CacheMemory.__init__
+
+    def spoil(memory: CacheMemory, *args: Any, **settings: Any) -> None:
+        initialise(memory, *args, **settings)
+        space = memory.pools.space
+        assert isinstance(space, SlabSpace)
+        for states in (memory.state_pool.conv, memory.state_pool.ssm):
+            states.fill_(math.nan)
+        memory.kv_buffer[:, :, : memory.dummy_block] = math.nan
+        for slab in space._slabs.slabs:
+            slab.held_states = True
+        spaces.append(space)
+
+    monkeypatch.setattr(CacheMemory, "__init__", spoil)
+    return spaces
+
+
+@pytest.fixture
+def num_checked(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Assert at the start of each step that its rows' KV blocks hold numbers; return how many were looked at."""
+    looked_at: Counter[str] = Counter()
+    begin = StepRunner.begin
+
+    def checked(runner: StepRunner, step: Step) -> Step:
+        begun = begin(runner, step)
+        for row in step.rows:
+            blocks = runner.memory.kv_buffer[:, :, row.block_ids]
+            assert not blocks.isnan().any(), f"blocks {row.block_ids} of request {row.request_id}"
+            looked_at["blocks"] += len(row.block_ids)
+        return begun
+
+    monkeypatch.setattr(StepRunner, "begin", checked)
+    return looked_at
+
+
+@pytest.mark.parametrize("num_drafts", [0, 3])
+@pytest.mark.parametrize("name", ["one_budget", "disturbed_budget"])
+def test_tokens_are_the_oracles_where_states_have_left_no_numbers(
+    name: str, num_drafts: int, spoiled: list[SlabSpace], num_checked: Counter[str]
+) -> None:
+    num_compared = 0
+    for seed in range(20, 20 + NUM_SEEDS):
+        num_compared += run_workload(make_workload(FLAVOURS[name], seed, num_drafts)).tally.num_compared
+    print(f"{num_compared} tokens compared, {len(spoiled)} memories, {num_checked}")
+    assert num_compared > 200 and len(spoiled) >= NUM_SEEDS and num_checked["blocks"] > 500
