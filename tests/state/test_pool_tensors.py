@@ -77,3 +77,12 @@ def test_stage_without_a_kind_of_layer_has_views_without_layers(device: str) -> 
     no_blocks = BlockLayout(0, (4, 2, 8), torch.bfloat16)
     pool, kv = slab_tensors(STATES, no_blocks, SHAPES[0], UnitBytes(UNIT.state, 0, 0), NUM_SLABS, device)
     assert kv.shape[1] == 0 and pool.ssm.shape[0] == 3
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96])
+def test_states_lie_a_multiple_of_a_head_s_rows_apart(head_dim: int) -> None:
+    """A kernel that sees the pool as a matrix with rows of a head's channels finds each state at a row's start."""
+    states = StateLayout(2, (3, 8), (2, 16, head_dim), torch.bfloat16, torch.float32)
+    unit = UnitBytes(states.aligned_bytes, BLOCK_BYTES, 32, 4 * head_dim)
+    pool, _ = slab_tensors(states, BLOCKS, SHAPES[0], unit, NUM_SLABS, "cpu")
+    assert pool.ssm.stride(1) % head_dim == 0
