@@ -4,12 +4,14 @@
 
 Writes a Hugging Face directory of random weights, starts `serve --hf-model DIRECTORY` with no other size flag, and
 sends it the heaviest steps that its limits allow over HTTP: as many requests at once as it runs, one prompt nearly as
-long as a sequence may be, and sampled requests with log-probs. The card's memory is read throughout.
+long as a sequence may be, and sampled requests with log-probs, which must be numbers: greedy ones take some token where
+logits are none. The card's memory is read throughout.
 """
 
 import argparse
 import asyncio
 import json
+import math
 import re
 import signal
 import subprocess
@@ -157,7 +159,11 @@ async def _run(url: str, prompts: list[list[int]], settings: dict[str, Any]) -> 
             reply = await client.post("/v1/completions", json={"prompt": prompt, "ignore_eos": True, **settings})
             if reply.status_code != 200:
                 raise RuntimeError(f"status {reply.status_code}: {reply.text[:500]}")
-            return int(reply.json()["usage"]["completion_tokens"])
+            document = reply.json()
+            log_probs = (document["choices"][0].get("logprobs") or {}).get("token_logprobs", [])
+            if not all(math.isfinite(log_prob) for log_prob in log_probs):
+                raise RuntimeError(f"log-probs that are no numbers: {log_probs[:8]} ...")
+            return int(document["usage"]["completion_tokens"])
 
         return sum(await asyncio.gather(*map(one, prompts)))
 
