@@ -67,7 +67,7 @@ def block_texts(load: RecordedLoad, block_size: int) -> list[BlockText]:
         texts.append(BlockText(text, request.prompt_len, request.prompt_len + request.reply_len))
         for block, key in enumerate(keys[:-1], 1):
             first = block * block_size // size
-            for last in range(first, max(first + block_size // size, first + 1)):
+            for last in range(first, first + max(block_size // size, 1)):
                 following[key, request.content[first:last]] = index
     return texts[::-1]
 

@@ -48,8 +48,7 @@ class CacheSizes:
     def space(self, cache_gb: float) -> SlabSpace:
         """Return the space that a budget buys."""
         slab = SlabShape.fitting([self.unit])
-        num_slabs = max(int(cache_gb * 2**30) - self.unit.block, 0) // slab.slab_bytes(self.unit)
-        return SlabSpace(num_slabs, slab.blocks_per_slab, slab.slots_per_slab)
+        return SlabSpace(slab.slabs_in(int(cache_gb * 2**30), self.unit), slab.blocks_per_slab, slab.slots_per_slab)
 
 
 @dataclass(frozen=True, slots=True)

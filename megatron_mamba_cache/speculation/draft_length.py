@@ -13,8 +13,8 @@ class DraftLength:
 
     It doubles when all drafts are accepted, and otherwise falls towards one more than were accepted. After a few
     consecutive steps that accept nothing it is zero for a rest; then one draft is tried. If that fails, the next rest
-    doubles, or is four times as long as long as no draft of the request was ever right; steps that accept a draft
-    shorten it again. Drafts that are never right thus cost a handful at first, then one in `LONGEST_REST` steps.
+    doubles, or quadruples until a draft of the request has been right; steps that accept a draft shorten it again.
+    Drafts that are never right thus cost a handful at first, then one in `LONGEST_REST` steps.
     """
 
     def __init__(self, max_drafts: int) -> None:

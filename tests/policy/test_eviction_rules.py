@@ -228,6 +228,16 @@ def pool_of_two_states(rule: EvictionRule) -> tuple[SlotPool, Sequence[BlockId]]
     return pool, path
 
 
+def held_path(rule: EvictionRule) -> tuple[CachePools, Sequence[BlockId]]:
+    """Return full pools and the two blocks of a text that is held, each with a state."""
+    pools = CachePools.over(SplitSpace(2, 2), rule, block_size=1)
+    path = pools.kv.allocate(2)
+    for depth, (block, anchor) in enumerate(zip(path, (None, path[0]), strict=True), start=1):
+        pools.kv.register(block, BlockKey(depth), anchor)
+        pools.slots.publish(pools.slots.reserve()[0], block, depth, anchor)
+    return pools, path
+
+
 def test_a_state_counts_once_until_it_is_hit_or_becomes_of_another_kind() -> None:
     rule = Recorder()
     pool, path = pool_of_two_states(rule)
@@ -250,11 +260,7 @@ def test_a_hit_counts_once_for_each_time_that_its_state_was_counted() -> None:
 
 def test_a_state_that_became_an_end_and_was_never_hit_counts_as_an_end() -> None:
     rule = EndRecorder()
-    pools = CachePools.over(SplitSpace(2, 2), rule, block_size=1)
-    path = pools.kv.allocate(2)
-    for depth, (block, anchor) in enumerate(zip(path, (None, path[0]), strict=True), start=1):
-        pools.kv.register(block, BlockKey(depth), anchor)
-        pools.slots.publish(pools.slots.reserve()[0], block, depth, anchor)
+    pools, path = held_path(rule)
     pools.slots.touch_path(path)
     pools.kv.release(path)
     assert rule.states == [ENDS.stop, ENDS[0]]
@@ -265,11 +271,7 @@ def test_a_state_that_became_an_end_and_was_never_hit_counts_as_an_end() -> None
 
 def test_a_request_parts_from_text_only_where_text_follows() -> None:
     rule = BranchRecorder()
-    pools = CachePools.over(SplitSpace(2, 2), rule, block_size=1)
-    path = pools.kv.allocate(2)
-    for depth, (block, anchor) in enumerate(zip(path, (None, path[0]), strict=True), start=1):
-        pools.kv.register(block, BlockKey(depth), anchor)
-        pools.slots.publish(pools.slots.reserve()[0], block, depth, anchor)
+    pools, path = held_path(rule)
     for block in path:
         pools.slots.pin(block)
         pools.slots.unpin(block)

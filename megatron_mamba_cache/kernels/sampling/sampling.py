@@ -85,6 +85,6 @@ def _invert_cumulative(weights: Tensor, uniforms: Tensor) -> Tensor:
     target = uniforms.to(torch.float64)[:, None] * cumulative[:, -1:]
     rank = (cumulative <= target).sum(dim=-1)
     # A parallel scan rounds each rank separately, so the sum may exceed the cumulative weight of the last kept token:
-    # clamp to a token with nonzero weight. A row of NaN has none, and takes the first: an index out of range would end
-    # the process, for what may be padding.
+    # clamp to a token with nonzero weight. A row of NaN has none and takes the first, as greedy rows take some token:
+    # an index out of range would end the process, and every other row with it.
     return torch.minimum(rank, (weights > 0).sum(dim=-1) - 1).clamp_min(0)
