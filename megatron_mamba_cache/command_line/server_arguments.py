@@ -3,6 +3,7 @@
 from argparse import ArgumentParser, Namespace
 from urllib.parse import urlsplit
 
+from ..server.parsers.families import AUTO, NONE, REASONING_PARSERS, TOOL_CALL_PARSERS
 from .usage_error import UsageError
 
 _LARGEST_PORT = 65_535
@@ -45,8 +46,17 @@ def add_server_arguments(parser: ArgumentParser) -> None:
         default="text",
         help="a line on stdout for each request that has ended, but for probes (default: text)",
     )
+    _add_parsers(parser)
     _add_memory_arguments(parser)
     _add_limits(parser)
+
+
+def _add_parsers(parser: ArgumentParser) -> None:
+    add = parser.add_argument_group("replies to messages", "The model's chat template says both.").add_argument
+    names = (AUTO, NONE, *TOOL_CALL_PARSERS)
+    add("--tool-call-parser", choices=names, default=AUTO, help="how the model calls tools (default: auto)")
+    names = (AUTO, NONE, *REASONING_PARSERS)
+    add("--reasoning-parser", choices=names, default=AUTO, help="how it marks its reasoning (default: auto)")
 
 
 def _add_memory_arguments(parser: ArgumentParser) -> None:

@@ -18,6 +18,7 @@ from ..server.access_log import AccessLog, write_line
 from ..server.app import Server, ServerSettings
 from ..server.engine_thread import EngineThread
 from ..server.limits import ServerLimits
+from ..server.parsers.families import AUTO, NONE, ReplySyntax, reply_syntax
 from ..server.request_faults import RequestRules
 from ..server.running import DrainingServer
 from ..server.tenants import ApiKeys
@@ -60,6 +61,7 @@ class Serving:
             versions={"version": __version__, **{name: version(name) for name in ("megatron-core", "torch")}},
             access_log=AccessLog(arguments.access_log),
             cors_origins=tuple(arguments.cors_origin),
+            syntax=_syntax_of(tokenizer, arguments),
         )
         self._first_line = f"{self._model.description}, on {device}\n{_sizes_line(self._config)}"
 
@@ -154,6 +156,16 @@ def _sizes_line(config: CacheConfig) -> str:
         f"{memory}; up to {config.max_requests} requests at once, "
         f"{config.max_sequence_length} tokens a request and {config.max_tokens} a step"
     )
+
+
+def _syntax_of(tokenizer: Any, arguments: Namespace) -> ReplySyntax:
+    template = getattr(tokenizer, "chat_template", "")
+    if arguments.tool_call_parser not in (AUTO, NONE) and "tools" not in template:
+        raise UsageError(
+            f"--tool-call-parser is {arguments.tool_call_parser}, but the model has no chat template that shows tools; "
+            "leave it out, or add one to the model's directory"
+        )
+    return reply_syntax(template, arguments.tool_call_parser, arguments.reasoning_parser)
 
 
 def _name_of(directory: ModelDirectory | None) -> str:

@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -26,14 +27,16 @@ from .errors import ApiError, bad_request
 from .exchange import exchange_of
 from .fair_threads import FairThreads
 from .history import History
-from .job import Job, JobRules
+from .job import Choice, Job, JobRules
 from .limits import QueueGate, ServerLimits
 from .metrics import ServerMetrics
-from .prompts import PromptReader
+from .parsers.families import ReplySyntax
+from .prompts import Prompt, PromptReader
+from .reply import Reply
 from .responses import error_response
 from .schema_errors import schema_error
 from .schemas import FlushRequest
-from .tenants import ApiKeys
+from .tenants import ApiKeys, Tenant
 from .tokenizing import TokenizingRoutes
 from .transcripts import Transcripts
 
@@ -54,6 +57,7 @@ class ServerSettings:
         end_ids: Tokens that end replies.
         cors_origins: Origins whose pages may call the server from a browser; see `CrossOrigin`.
         versions: Versions that `/version` reports, by name.
+        syntax: How the model writes replies to messages.
     """
 
     model_name: str
@@ -64,6 +68,7 @@ class ServerSettings:
     access_log: AccessLog = field(default_factory=AccessLog)
     cors_origins: tuple[str, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
+    syntax: ReplySyntax = field(default_factory=ReplySyntax)
 
 
 class Server:
@@ -85,7 +90,8 @@ class Server:
             settings.tokenizer,
             settings.end_ids,
             FairThreads(_NUM_TOKENIZING),
-            self._note,
+            self._remember,
+            self.metrics.note,
             self.metrics,
         )
         self.app = Entrance(CrossOrigin(self._build(), settings.cors_origins), settings.access_log)
@@ -101,11 +107,18 @@ class Server:
         self.rules.is_over = True
         self.backend.fail_all(reason)
 
-    def _note(self, job: Job) -> None:
-        self.metrics.note(job)
-        for choice in job.choices:
-            if choice.reply.finish_reason is not None:
-                self._reader.remember(job.tenant, job.prompts[choice.prompt_index], *choice.reply.exact())
+    async def _remember(self, job: Job, choice: Choice) -> None:
+        """Keep the exact tokens of a complete reply, so that the next turn finds them however it writes the reply."""
+        prompt, reply = job.prompts[choice.prompt_index], choice.reply
+        text, token_ids = reply.exact()
+        self._reader.remember(job.tenant, prompt, text, token_ids)
+        if reply.is_parsed:
+            await self.rules.threads.run(job.tenant.owner, partial(self._remember_rewritten, job.tenant, prompt, reply))
+
+    def _remember_rewritten(self, tenant: Tenant, prompt: Prompt, reply: Reply) -> None:
+        rewritten = self._reader.rewritten(prompt, reply.parsed())
+        if rewritten is not None and reply.means(rewritten):
+            self._reader.remember(tenant, prompt, rewritten, reply.exact()[1])
 
     def _build(self) -> FastAPI:
         settings = self.settings
@@ -116,7 +129,7 @@ class Server:
             docs_url=None,
             redoc_url=None,
         )
-        model = ServedModel(settings.model_name, self._reader, seconds_now())
+        model = ServedModel(settings.model_name, self._reader, seconds_now(), settings.syntax)
         app.include_router(openai_routes(model, self.rules, settings.limits))
         longest = self.backend.max_sequence_length
         app.include_router(TokenizingRoutes(model, settings.tokenizer, self.rules.threads, longest).router())

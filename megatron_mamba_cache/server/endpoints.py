@@ -3,7 +3,7 @@
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -11,11 +11,14 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from .backend import GenerationRequest
+from .conversation import Conversation
 from .errors import ApiError, bad_request
 from .formats import ChatFormat, CompletionFormat
 from .job import JobRules, Order
 from .limits import ServerLimits
+from .parsers.families import ReplySyntax
 from .prompts import Prompt, PromptReader
+from .reply import ReplyReading
 from .responses import EventStream, WholeReply
 from .schemas import ChatRequest, CompletionRequest, GenerationFields
 from .tenants import Tenant
@@ -30,11 +33,13 @@ class ServedModel:
     Args:
         name: What clients call the model.
         created: Seconds since the epoch, as `/v1/models` reports it.
+        syntax: How it writes replies to messages.
     """
 
     name: str
     reader: PromptReader
     created: int
+    syntax: ReplySyntax = field(default_factory=ReplySyntax)
 
     def check_name(self, name: str | None) -> None:
         """Raise `ApiError` 404 if a request names a model that is not served."""
@@ -76,11 +81,13 @@ def openai_routes(model: ServedModel, rules: JobRules, limits: ServerLimits) -> 
         tenant = tenant_of(request, body)
         if body.top_logprobs and not body.logprobs:
             raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
-        messages = [message.plain() for message in body.messages]
-        readings = (partial(model.reader.read_chat, tenant, messages),)
+        conversation = body.conversation()
+        readings = (partial(model.reader.read_chat, tenant, conversation),)
         length = body.max_completion_tokens or body.max_tokens
         order = maker.order(body, tenant, readings, length, (body.top_logprobs or 0) if body.logprobs else None)
-        return _response(rules, order, ChatFormat, model, body)
+        order = replace(order, reading=_reading(body, conversation, model.syntax, rules.tokenizer))
+        tells_reasoning = body.include_reasoning is not False
+        return _response(rules, order, partial(ChatFormat, tells_reasoning=tells_reasoning), model, body)
 
     return router
 
@@ -135,10 +142,24 @@ class _OrderMaker:
         return Order(tenant, readings, num_choices, plain, max_tokens is None, body.stops, is_empty=max_tokens == 0)
 
 
+def _reading(body: ChatRequest, conversation: Conversation, syntax: ReplySyntax, tokenizer: Any) -> ReplyReading | None:
+    """Return how the replies to messages are read; None if all of their text is content."""
+    calls_tools = bool(conversation.tools) and body.tool_choice != "none" and syntax.tool_calls is not None
+    if not calls_tools and syntax.reasoning is None:
+        return None
+    functions = [tool["function"] for tool in conversation.tools]
+    parameters = {function["name"]: function.get("parameters", {}) for function in functions}
+    return ReplyReading(
+        tokenizer.detokenizer(syntax.special_texts),
+        partial(syntax.parser, parameters=parameters if calls_tools else None),
+        most_calls=1 if body.parallel_tool_calls is False else None,
+    )
+
+
 def _response(
     rules: JobRules,
     order: Order,
-    kind: type[CompletionFormat] | type[ChatFormat],
+    kind: Callable[..., CompletionFormat | ChatFormat],
     model: ServedModel,
     body: GenerationFields,
 ) -> Response:

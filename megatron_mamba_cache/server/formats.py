@@ -2,10 +2,12 @@
 
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from ..models.tokenizers.token_bytes import REPLACEMENT
+from .chat_messages import ChatDeltas, chat_message
 from .job import Choice, Job
 from .reply import Piece, TokenInfo
 
@@ -86,21 +88,24 @@ class CompletionFormat(_Envelope):
 
 
 class ChatFormat(_Envelope):
-    """`/v1/chat/completions`; see `Format`."""
+    """`/v1/chat/completions`; see `Format`.
+
+    Args:
+        tells_reasoning: Whether replies include their reasoning, where the server separates it.
+    """
 
     prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, model: str, **settings: Any) -> None:
+    def __init__(self, model: str, *, tells_reasoning: bool = True, **settings: Any) -> None:
         super().__init__(model, **settings)
-        self._begun: set[int] = set()
+        self._deltas: dict[int, ChatDeltas] = defaultdict(lambda: ChatDeltas(tells_reasoning=tells_reasoning))
+        self._tells_reasoning = tells_reasoning
 
     def chunk(self, choice: Choice, piece: Piece) -> dict[str, Any]:
         """See `Format`."""
-        role = {} if choice.index in self._begun else {"role": "assistant"}
-        self._begun.add(choice.index)
         described = {
             "index": choice.index,
-            "delta": {**role, "content": piece.text},
+            "delta": self._deltas[choice.index].delta(piece.parts),
             "logprobs": _chat_log_probs(choice, piece.tokens),
             "finish_reason": piece.finish_reason,
         }
@@ -111,7 +116,7 @@ class ChatFormat(_Envelope):
         choices = [
             {
                 "index": choice.index,
-                "message": {"role": "assistant", "content": choice.reply.text, "refusal": None},
+                "message": chat_message(choice.reply.parsed(), tells_reasoning=self._tells_reasoning),
                 "logprobs": _chat_log_probs(choice, _tokens(pieces[choice.index])),
                 "finish_reason": choice.reply.finish_reason,
             }

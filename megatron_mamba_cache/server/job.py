@@ -2,7 +2,7 @@
 
 import hashlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from types import TracebackType
@@ -15,7 +15,7 @@ from .fair_threads import FairThreads
 from .limits import Places, QueueGate
 from .mail import Mail
 from .prompts import Prompt
-from .reply import EmptyReply, Piece, Reply, TokenTexts
+from .reply import EmptyReply, Piece, Reply, ReplyReading, TokenTexts
 from .tenants import Tenant
 from .token_times import JobTimes, NoTokenTimes, TokenTimes
 
@@ -48,6 +48,7 @@ class Usage:
     Args:
         cached_tokens: Prompt tokens that were skipped, by each prompt's first choice.
         draft_tokens, accepted_tokens: Drafts verified for all choices, and those accepted.
+        reasoning_tokens: Completion tokens that were parsed as reasoning.
     """
 
     prompt_tokens: int
@@ -55,6 +56,7 @@ class Usage:
     cached_tokens: int
     draft_tokens: int
     accepted_tokens: int
+    reasoning_tokens: int = 0
 
     def body(self) -> dict[str, Any]:
         """Return OpenAI's usage object, with `draft_tokens` as an extension."""
@@ -64,11 +66,15 @@ class Usage:
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
             "completion_tokens_details": {
+                "reasoning_tokens": self.reasoning_tokens,
                 "accepted_prediction_tokens": self.accepted_tokens,
                 "rejected_prediction_tokens": self.draft_tokens - self.accepted_tokens,
                 "draft_tokens": self.draft_tokens,
             },
         }
+
+
+async def _ignore(_job: "Job", _choice: Choice) -> None: ...
 
 
 @dataclass(slots=True)
@@ -78,6 +84,7 @@ class JobRules:
     Args:
         end_ids: Tokens that end replies.
         threads: Threads that read prompts.
+        on_reply: Awaited with each reply that is complete, before its client has the end of it.
         on_end: Called with each job that has ended, complete or not.
         token_times: Notified of tokens when the engine reports them, whether or not their client reads them.
         is_draining: Whether new requests are refused.
@@ -89,6 +96,7 @@ class JobRules:
     tokenizer: TokenTexts
     end_ids: frozenset[int]
     threads: FairThreads
+    on_reply: Callable[["Job", Choice], Awaitable[None]] = field(default=_ignore)
     on_end: Callable[["Job"], None] = field(default=lambda _job: None)
     token_times: TokenTimes = field(default_factory=NoTokenTimes)
     is_draining: bool = False
@@ -106,6 +114,7 @@ class Order:
         takes_all_room: Whether replies may be as long as fits after the prompt, whatever `plain` says.
         stops: Stop strings.
         is_empty: Whether replies have no tokens: prompts are computed, and scored if requested.
+        reading: How replies are read; None: all text is content.
     """
 
     tenant: Tenant
@@ -115,6 +124,7 @@ class Order:
     takes_all_room: bool
     stops: tuple[str, ...]
     is_empty: bool = False
+    reading: ReplyReading | None = None
 
 
 @asynccontextmanager
@@ -196,6 +206,7 @@ class Job:
             if piece.finish_reason is not None:
                 self._cancel(choice)
                 num_open -= 1
+                await self._rules.on_reply(self, choice)
             if echo is not None:
                 yield choice, echo.piece(progress)
             if piece.text or piece.tokens or piece.finish_reason:
@@ -211,6 +222,7 @@ class Job:
             cached_tokens=sum(choice.reply.latest.cached_tokens for choice in firsts.values()),
             draft_tokens=sum(progress.draft_tokens for progress in latest),
             accepted_tokens=sum(progress.accepted_tokens for progress in latest),
+            reasoning_tokens=sum(choice.reply.num_reasoning_tokens for choice in self.choices),
         )
 
     def _check(self) -> None:
@@ -248,7 +260,8 @@ class Job:
 def _reply(rules: JobRules, order: Order, prompt: Prompt) -> Reply:
     kind = EmptyReply if order.is_empty else Reply
     offset = 0 if prompt.echo is None else len(prompt.echo.text)
-    return kind(rules.tokenizer, order.stops, rules.end_ids, offset)
+    text = prompt.text or ""
+    return kind(rules.tokenizer, order.stops, rules.end_ids, offset, reading=order.reading, prompt=text)
 
 
 def _request(order: Order, prompt: Prompt, number: int, max_sequence_length: int) -> GenerationRequest:

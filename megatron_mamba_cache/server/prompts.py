@@ -1,15 +1,19 @@
 """Turn what a client sends into the token ids of a prompt."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
+from .conversation import Conversation
 from .echo import Echo, echo_of
-from .errors import bad_request, too_long
+from .errors import ApiError, bad_request, too_long
+from .parsers.parts import ParsedReply
 from .tenants import Tenant
 from .transcripts import Transcript, Transcripts
 
 _CONTEXT_CHARACTERS = 512  # more than enough to decide where a token ends
+_PROBE = ({"role": "user", "content": "question"}, {"role": "assistant", "content": "a reply to a question"})
 _TokensAfter = Callable[[Transcript, str], list[int] | None]
 
 
@@ -21,11 +25,13 @@ class Prompt:
         token_ids: What the engine reads.
         text: The text that was tokenized; None if the client sent token ids.
         echo: What to send before the reply; None sends nothing.
+        conversation: What the text was rendered from; None for a text of the client's.
     """
 
     token_ids: tuple[int, ...]
     text: str | None
     echo: Echo | None = None
+    conversation: Conversation | None = None
 
 
 class PromptReader:
@@ -68,27 +74,60 @@ class PromptReader:
         found = self.read(tenant, prompt)
         return replace(found, echo=echo_of(found.token_ids, found.text, self._tokenizer, has_tokens=has_tokens))
 
-    def read_chat(self, tenant: Tenant, messages: Sequence[Mapping[str, str]]) -> Prompt:
+    def read_chat(self, tenant: Tenant, conversation: Conversation) -> Prompt:
         """Return the prompt of a conversation, rendered by the model directory's chat template.
 
         Known tokens are reused wherever they end, because each message is followed by the template's text.
 
         Raises:
-            ApiError: 400 if there is no template, it refuses the messages, or the prompt is too long.
+            ApiError: 400 if there is no template, it has no place for tools or their calls, it refuses the messages, or
+                the prompt is too long.
         """
-        render = getattr(self._tokenizer, "render_chat", None)
-        if render is None:
+        template = getattr(self._tokenizer, "chat_template", "")
+        if not template:
             raise bad_request("this model has no chat template; use /v1/completions", "messages")
-        try:
-            text = render(messages)
-        except ValueError as error:
-            raise bad_request(str(error), "messages") from error
-        return self._prompt(tenant, text, self._next_turn)
+        if conversation.tools and "tools" not in template:
+            raise bad_request("this model's chat template has no place for tools; leave them out", "tools")
+        if conversation.has_calls and "tool_calls" not in template:
+            raise bad_request("this model's chat template has no place for tool calls; leave them out", "messages")
+        prompt = self._prompt(tenant, self._rendered(conversation), self._next_turn)
+        return replace(prompt, conversation=conversation)
 
     def remember(self, tenant: Tenant, prompt: Prompt, reply: str, reply_ids: Sequence[int]) -> None:
         """Store the exact tokens of a prompt and its reply, as the client has it, unless the reply is empty."""
         if prompt.text is not None and reply and self._knows_continuations:
             self._transcripts.remember(tenant, prompt.text + reply, (*prompt.token_ids, *reply_ids))
+
+    def rewritten(self, prompt: Prompt, reply: ParsedReply) -> str | None:
+        """Return how the next turn's prompt will write a reply, after the text of this prompt.
+
+        Returns:
+            None if the template does not write the prompt's text again before it, as where it drops reasoning.
+        """
+        if prompt.conversation is None or prompt.text is None or self._turn_end is None:
+            return None
+        try:
+            text = self._rendered(prompt.conversation.answered(reply))
+        except ApiError:
+            return None
+        if not text.startswith(prompt.text) or not text.endswith(self._turn_end):
+            return None
+        return text[len(prompt.text) : len(text) - len(self._turn_end)]
+
+    @cached_property
+    def _turn_end(self) -> str | None:
+        """What the template writes after a reply; None if that cannot be told."""
+        try:
+            text = self._rendered(Conversation(_PROBE, adds_prompt=False))
+        except ApiError:
+            return None
+        return text.rpartition(_PROBE[-1]["content"])[2] if _PROBE[-1]["content"] in text else None
+
+    def _rendered(self, conversation: Conversation) -> str:
+        try:
+            return conversation.text(self._tokenizer)
+        except ValueError as error:
+            raise bad_request(str(error), "messages") from error
 
     def _check_length(self, length: int, limit: int, unit: str) -> None:
         if length > limit:

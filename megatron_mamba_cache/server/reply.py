@@ -1,11 +1,14 @@
 """One reply as it grows: tokens in, text out, up to where the reply ends."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from .backend import Progress
+from .conversation import arguments_value
 from .errors import ApiError
+from .parsers.parts import Content, ParsedReply, Part, ReplyParser, assembled, merged, plain_text
 from .text_stream import IncrementalText, StopStrings
 
 
@@ -33,14 +36,31 @@ class Piece:
     """What a step adds to a reply.
 
     Args:
-        finish_reason: "stop" or "length" with the last piece, else None.
+        finish_reason: "stop", "length" or "tool_calls" with the last piece, else None.
         is_prompt: Whether this is the echoed prompt.
+        parts: What the reply's parser made of the text.
     """
 
     text: str
     tokens: tuple[TokenInfo, ...]
     finish_reason: str | None = None
     is_prompt: bool = False
+    parts: tuple[Part, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyReading:
+    """How a reply's tokens are read.
+
+    Args:
+        detokenize: Returns the text of tokens; bytes that are not UTF-8 become U+FFFD.
+        parser: Makes the parser of a reply to a prompt's text.
+        most_calls: Tool calls that end the reply; None: it goes on.
+    """
+
+    detokenize: Callable[[list[int]], str]
+    parser: Callable[[str], ReplyParser] = lambda _prompt: ReplyParser(plain_text)
+    most_calls: int | None = None
 
 
 class TokenTexts(Protocol):
@@ -59,6 +79,8 @@ class Reply:
     Args:
         stops: Stop strings; they are not part of the text.
         end_ids: Tokens that end a reply and have no text of their own.
+        reading: None: all text is content.
+        prompt: The prompt's text; "" if it is unknown.
         offset: Characters sent before the reply.
     """
 
@@ -68,23 +90,32 @@ class Reply:
         stops: Sequence[str] = (),
         end_ids: frozenset[int] = frozenset(),
         offset: int = 0,
+        *,
+        reading: ReplyReading | None = None,
+        prompt: str = "",
     ) -> None:
+        reading = reading or ReplyReading(tokenizer.detokenize)
         self._tokenizer = tokenizer
-        self._text = IncrementalText(tokenizer.detokenize)
+        self._text = IncrementalText(reading.detokenize)
         self._stops = StopStrings(stops)
+        self._new_parser = partial(reading.parser, prompt)
+        self._parser = self._new_parser()
+        self._most_calls = reading.most_calls
         self._end_ids = end_ids
         self._offset = offset
         self._num_characters = 0  # of the tokens' text, including a stop string and what follows
         self._ends: list[int | None] = []  # characters up to the end of each token; None: inside a character
-        self._parts: list[str] = []
+        self._texts: list[str] = []
+        self.parts: list[Part] = []
         self.token_ids: list[int] = []
+        self.num_reasoning_tokens = 0
         self.finish_reason: str | None = None
         self.latest = Progress()
 
     @property
     def text(self) -> str:
         """The text returned so far."""
-        return "".join(self._parts)
+        return "".join(self._texts)
 
     def take(self, progress: Progress) -> Piece:
         """Add a step's progress and return the next piece, which may be empty.
@@ -93,11 +124,13 @@ class Reply:
             ApiError: 500 if the request failed in the engine.
         """
         self._note(progress)
-        tokens, new = [], []
+        tokens, new, parts = [], [], []
         for index, token in enumerate(progress.tokens):
             tokens.append(self._info(token, index, progress))
             new.append(self._push(token))
-            if self._stops.found is not None:
+            parts += self._parser.push(new[-1])
+            self.num_reasoning_tokens += self._parser.is_reasoning
+            if self._stops.found is not None or self._parser.num_complete_calls == self._most_calls:
                 self.finish_reason = "stop"
                 break
         if self.finish_reason is None and progress.end is not None:
@@ -105,10 +138,16 @@ class Reply:
             self._num_characters += len(rest)
             self._ends[-1:] = [self._num_characters] * bool(self._ends)
             new += [self._stops.push(rest), self._stops.finish()]
+            parts += self._parser.push("".join(new[-2:]))
             self.finish_reason = "stop" if self._stops.found is not None else progress.end
-        text = "".join(new)
-        self._parts.append(text)
-        return Piece(text, tuple(tokens), self.finish_reason)
+        if self.finish_reason is not None:
+            parts += self._parser.finish()
+        if self.finish_reason == "stop" and self._parser.num_calls:
+            self.finish_reason = "tool_calls"
+        text, found = "".join(new), merged(parts)
+        self._texts.append(text)
+        self.parts += found
+        return Piece(text, tuple(tokens), self.finish_reason, parts=tuple(found))
 
     def exact(self) -> tuple[str, list[int]]:
         """Return the reply's text up to the last token that ends within it, and its tokens without end tokens."""
@@ -119,6 +158,20 @@ class Reply:
         while token_ids and token_ids[-1] in self._end_ids:
             token_ids.pop()
         return self.text[:end], token_ids
+
+    @property
+    def is_parsed(self) -> bool:
+        """True when the reply has more than content."""
+        return any(not isinstance(part, Content) for part in self.parts)
+
+    def parsed(self) -> ParsedReply:
+        """Return what the text means."""
+        return assembled(self.parts)
+
+    def means(self, text: str) -> bool:
+        """Return whether a text means the same as this reply, but for white space at its ends and inside arguments."""
+        parser = self._new_parser()
+        return _essence(assembled([*parser.push(text), *parser.finish()])) == _essence(self.parsed())
 
     def _push(self, token: int) -> str:
         self.token_ids.append(token)
@@ -139,6 +192,11 @@ class Reply:
         self.latest = progress
         if progress.end == "error":
             raise ApiError(500, f"the request failed: {progress.error}", code="engine_error")
+
+
+def _essence(reply: ParsedReply) -> object:
+    calls = [(call.name, arguments_value(call.arguments)) for call in reply.calls]
+    return reply.content.strip(), reply.reasoning.strip(), calls
 
 
 class EmptyReply(Reply):

@@ -1,52 +1,17 @@
 """Schemas of client requests: the supported fields. `unsupported` has the others."""
 
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
-from pydantic.types import Strict
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from .unsupported import (
-    CHAT,
-    COMMON,
-    COMPLETION,
-    MESSAGE,
-    REFUSED,
-    STREAM_OPTIONS,
-    TEMPLATING,
-    Table,
-    schema_with,
-    without_unsupported,
-)
+from .conversation import Conversation
+from .field_types import INT32_MAX, Flag, Int, Name, Number, PartlySupported, Stops, StopString, Text, TokenId, TokenIds
+from .message_schemas import Messages, Templated
+from .tool_schemas import ToolChoice
+from .unsupported import CHAT, COMMON, COMPLETION, REFUSED, STREAM_OPTIONS, TEMPLATING
 
-_INT32_MAX = 2**31 - 1
-_MOST_STOPS = 16
 _MOST_CHOICES = 2**16  # the limit of the server is lower
-_ROLES = ("system", "developer", "user", "assistant")
-_TOOL_ROLES = ("tool", "function")
-
-Int = Annotated[int, Strict()]
-Number = Annotated[float, Strict(), Field(allow_inf_nan=False)]
-Flag = Annotated[bool, Strict()]
-Text = Annotated[str, Strict()]
-TokenId = Annotated[Int, Field(ge=0, le=_INT32_MAX)]
-TokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
-Name = Annotated[Text, Field(max_length=256)]
-StopString = Annotated[Text, Field(min_length=1, max_length=1024)]
-Stops = Annotated[list[StopString], Field(fail_fast=True, max_length=_MOST_STOPS)]
-
-
-class PartlySupported(BaseModel):
-    """An object that refuses its unsupported fields by name, unless their values ask for nothing."""
-
-    model_config = ConfigDict(json_schema_extra=lambda schema, kind: schema_with(kind.unsupported, schema))
-
-    unsupported: ClassVar[Table] = {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_unsupported(cls, fields: Any) -> Any:
-        return without_unsupported(cls.unsupported, fields)
 
 
 class StreamOptions(PartlySupported):
@@ -82,7 +47,7 @@ class GenerationFields(PartlySupported):
     seed: Annotated[Int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
     top_p: Annotated[Number, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[Int, Field(ge=-1, le=_INT32_MAX)] | None = None
+    top_k: Annotated[Int, Field(ge=-1, le=INT32_MAX)] | None = None
     ignore_eos: Flag | None = None
     return_token_ids: Flag | None = None
     cache_salt: Name | None = None
@@ -129,7 +94,7 @@ class CompletionRequest(GenerationFields):
         | Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=_MOST_CHOICES)]
         | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=_MOST_CHOICES)]
     )
-    max_tokens: Annotated[Int, Field(ge=0, le=_INT32_MAX)] | None = None
+    max_tokens: Annotated[Int, Field(ge=0, le=INT32_MAX)] | None = None
     logprobs: Annotated[Int, Field(ge=0, le=20)] | None = None
     echo: Flag | None = None
 
@@ -143,71 +108,27 @@ class CompletionRequest(GenerationFields):
         return list(self.prompt)  # type: ignore[arg-type]
 
 
-def _text_only(kind: str) -> str:
-    if kind != "text":
-        sentence = f"a part of type {kind!r:.50} is not supported by this server; send text"
-        raise PydanticCustomError(REFUSED, "{sentence}", {"sentence": sentence})
-    return kind
-
-
-class TextPart(BaseModel):
-    """A part of a message; parts of other types are refused by their type, whatever their other fields."""
-
-    type: Annotated[Text, AfterValidator(_text_only), Field(json_schema_extra={"enum": ["text"]})]
-    text: Text
-
-
-def _known(role: str) -> str:
-    if role in _TOOL_ROLES:
-        sentence = f"a message of role {role} answers a call, and tools are not supported by this server; leave it out"
-        raise PydanticCustomError(REFUSED, "{sentence}", {"sentence": sentence})
-    if role not in _ROLES:
-        raise PydanticCustomError("role", "the role is one of {roles}", {"roles": ", ".join(_ROLES)})
-    return role
-
-
-class Message(PartlySupported):
-    """One message; unknown fields, such as those in OpenAI's replies, are ignored.
-
-    The template would drop tool calls, so a message that has some is refused.
-    """
-
-    unsupported = MESSAGE
-
-    role: Annotated[Text, AfterValidator(_known), Field(json_schema_extra={"enum": list(_ROLES)})]
-    content: Text | Annotated[list[TextPart], Field(fail_fast=True, max_length=4096)] | None = None
-    name: Name | None = None
-
-    @model_validator(mode="after")
-    def _has_content(self) -> Self:
-        if self.content is None and self.role != "assistant":
-            sentence = "the content of a message of role {role} is missing or null; send text"
-            raise PydanticCustomError("no_content", sentence, {"field": "content", "role": self.role})
-        return self
-
-    def plain(self) -> dict[str, str]:
-        """Return the message for a chat template, its parts joined."""
-        content = self.content or ""
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
-        return {"role": self.role, "content": text} | ({} if self.name is None else {"name": self.name})
-
-
-Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=4096)]
-
-
-class ChatRequest(GenerationFields):
+class ChatRequest(GenerationFields, Templated):
     """A request of `/v1/chat/completions`."""
 
     unsupported = CHAT
 
     messages: Messages
-    max_tokens: Annotated[Int, Field(ge=1, le=_INT32_MAX)] | None = None
-    max_completion_tokens: Annotated[Int, Field(ge=1, le=_INT32_MAX)] | None = None
+    max_tokens: Annotated[Int, Field(ge=1, le=INT32_MAX)] | None = None
+    max_completion_tokens: Annotated[Int, Field(ge=1, le=INT32_MAX)] | None = None
     logprobs: Flag | None = None
     top_logprobs: Annotated[Int, Field(ge=0, le=20)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: Flag | None = None
+    reasoning_effort: Name | None = None
+    include_reasoning: Flag | None = None
+
+    def conversation(self) -> Conversation:
+        """Return what the template reads."""
+        return self.conversation_of(self.messages, reasoning_effort=self.reasoning_effort)
 
 
-class TokenizeRequest(PartlySupported):
+class TokenizeRequest(PartlySupported, Templated):
     """A request of `/tokenize`: a prompt as in `/v1/completions`, or messages as in `/v1/chat/completions`.
 
     If `add_special_tokens` is false, the only special tokens are those in the prompt's own text.

@@ -78,7 +78,7 @@ class TokenizingRoutes:
     def _tokens_of(self, tenant: Tenant, body: TokenizeRequest) -> Sequence[int]:
         reader = self.model.reader
         if body.messages is not None:
-            return reader.read_chat(tenant, [message.plain() for message in body.messages]).token_ids
+            return reader.read_chat(tenant, body.conversation_of(body.messages)).token_ids
         if not body.prompt:
             return ()
         if body.add_special_tokens is False:

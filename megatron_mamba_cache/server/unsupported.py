@@ -110,30 +110,22 @@ COMPLETION: Table = {
 }
 
 TEMPLATING: Table = {
-    "add_generation_prompt": _ON,
-    "continue_final_message": _OFF,
     "chat_template": _TEMPLATE,
-    "chat_template_kwargs": Unsupported(({},), _TEMPLATE.instead),
     "documents": _NO_ITEMS,
     "mm_processor_kwargs": _NO_ENTRIES,
     "media_io_kwargs": _NO_ENTRIES,
-    "tools": _NO_ITEMS,
 }
 
 STREAM_OPTIONS: Table = {"include_obfuscation": _OFF}
 
-MESSAGE: Table = {"tool_calls": _NO_ITEMS, "function_call": _NOTHING, "audio": _NOTHING}
+MESSAGE: Table = {"function_call": _NOTHING, "audio": _NOTHING}
 
 CHAT: Table = {
     **COMMON,
     **TEMPLATING,
     "add_special_tokens": _OFF,
-    "tool_choice": Unsupported(("none", "auto")),
-    "parallel_tool_calls": Unsupported((True, False)),  # there are no tools to call
     "functions": _NO_ITEMS,
     "function_call": Unsupported(("none", "auto")),
-    "reasoning_effort": _NOTHING,
-    "include_reasoning": _ON,
     "verbosity": Unsupported(("medium",)),
     "modalities": Unsupported((["text"],)),
     "audio": _NOTHING,

@@ -161,17 +161,29 @@ def test_a_chat_is_rendered_as_transformers_does(place: str, tmp_path: Path, mon
     else:
         (tmp_path / place).write_text(TEMPLATE)
     tokenizer = loaded(tmp_path)
-    assert tokenizer.has_chat_template
+    assert tokenizer.chat_template == TEMPLATE
     assert tokenizer.render_chat(CHAT) == "<user>May I pass?<assistant>Yes.<assistant>"
     hide_transformers(monkeypatch)
     with pytest.raises(ValueError, match="transformers is needed"):
         loaded(tmp_path).render_chat(CHAT)
 
 
+def test_special_tokens_are_shown_by_name(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    tokenizer = loaded(tmp_path)
+    special = sorted(tokenizer._codec.special_ids)
+    texts = [tokenizer.token_of(token) for token in special]
+    tokens = [*special, *tokenizer.tokenize("pass")]
+    assert special and tokenizer.detokenizer(())(tokens) == tokenizer.detokenize(tokens)
+    assert tokenizer.detokenizer(texts)(tokens) == tokenizer.detokenize(tokens, skip_special_tokens=False)
+    assert texts[0] in tokenizer.detokenizer(texts[:1])(tokens)
+    assert tokenizer.detokenizer(["<none>"])(tokens) == tokenizer.detokenize(tokens)
+
+
 def test_a_chat_that_cannot_be_rendered_is_an_error(tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     tokenizer = loaded(tmp_path)
-    assert not tokenizer.has_chat_template
+    assert tokenizer.chat_template == ""
     with pytest.raises(ValueError, match="no chat template"):
         tokenizer.render_chat(CHAT)
     (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")

@@ -17,6 +17,7 @@ from megatron_mamba_cache.command_line.serve import bound_socket
 from megatron_mamba_cache.models.tokenizers.byte_tokenizer import ByteTokenizer
 from megatron_mamba_cache.server.app import Server, ServerSettings
 from megatron_mamba_cache.server.limits import ServerLimits
+from megatron_mamba_cache.server.parsers.families import reply_syntax
 from megatron_mamba_cache.server.running import DrainingServer
 from megatron_mamba_cache.server.tenants import ApiKeys
 from tests.server.scripted_backend import ScriptedBackend
@@ -111,7 +112,8 @@ def scripted_server(
         limits: Of `ServerLimits`.
     """
     tokenizer = tokenizer or ByteTokenizer()
-    settings = ServerSettings("scripted", tokenizer, frozenset(), ApiKeys(keys), ServerLimits(**limits))
+    syntax = reply_syntax(getattr(tokenizer, "chat_template", ""))
+    settings = ServerSettings("scripted", tokenizer, frozenset(), ApiKeys(keys), ServerLimits(**limits), syntax=syntax)
     return Server(backend or ScriptedBackend(), settings)
 
 

@@ -30,6 +30,7 @@ def test_drafts_are_counted_as_the_engine_verified_and_kept_them(server: Running
     drafted, accepted = (now - then for now, then in zip(counted(), before, strict=True))
     assert 0 < accepted < drafted
     assert usage["completion_tokens_details"] == {
+        "reasoning_tokens": 0,
         "accepted_prediction_tokens": accepted,
         "rejected_prediction_tokens": drafted - accepted,
         "draft_tokens": drafted,

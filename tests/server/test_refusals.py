@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from megatron_mamba_cache.models.tokenizers.byte_tokenizer import ByteTokenizer
 from tests.server.front_end import FrontEnd, front_end
 
 
@@ -14,17 +15,29 @@ def server() -> Iterator[FrontEnd]:
         yield server
 
 
+class PlainTemplate(ByteTokenizer):
+    """Has a chat template that reads messages only."""
+
+    chat_template = "{{ messages }}"
+
+
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+USER = {"role": "user", "content": "x"}
 
 
-@pytest.mark.parametrize("lost", [{"tool_calls": [CALL]}, {"function_call": CALL["function"]}])
-def test_calls_of_tools_in_the_history_are_refused(server: FrontEnd, lost: dict[str, Any]) -> None:
-    message = {"role": "assistant", "content": None, "tool_calls": None, "function_call": None, "refusal": None}
-    with server.client() as http:
-        reply = http.post("/v1/chat/completions", json={"messages": [message | lost]})
-        assert reply.status_code == 400 and next(iter(lost)) in reply.json()["error"]["message"]
-        reply = http.post("/v1/chat/completions", json={"messages": [message]})
-        assert "chat template" in reply.json()["error"]["message"]  # taken so far: bytes have none
+@pytest.mark.parametrize(
+    ("lost", "param", "what"),
+    [
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "tools"),
+        ({"messages": [USER, {"role": "assistant", "tool_calls": [CALL]}]}, "messages", "tool calls"),
+        ({"messages": [USER, {"role": "tool", "content": "5"}]}, "messages", "tool calls"),
+    ],
+)
+def test_what_a_template_would_lose_is_refused(lost: dict[str, Any], param: str, what: str) -> None:
+    with front_end(keys=(), tokenizer=PlainTemplate()) as plain, plain.client() as http:
+        error = http.post("/v1/chat/completions", json={"messages": [USER]} | lost).json()["error"]
+    assert error["param"] == param
+    assert error["message"] == f"this model's chat template has no place for {what}; leave them out"
 
 
 @pytest.mark.parametrize("name", ["prompt_cache_key", "safety_identifier", "user", "service_tier"])

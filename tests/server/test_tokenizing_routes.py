@@ -76,7 +76,7 @@ def test_bare_and_empty_texts_come_back(server: RunningServer) -> None:
     [
         ("/tokenize", {}, "prompt", "either prompt or messages is needed"),
         ("/tokenize", {"prompt": "x", "messages": MESSAGES}, "prompt", "either prompt or messages"),
-        ("/tokenize", {"prompt": "x", "tools": [{}]}, "tools", "`tools` is not supported by this server"),
+        ("/tokenize", {"prompt": "x", "tools": [{}]}, "tools.0.type", "Field required"),
         ("/tokenize", {"messages": MESSAGES, "add_special_tokens": True}, "add_special_tokens", "not supported"),
         ("/tokenize", {"prompt": "\ud800"}, "prompt", "cannot be tokenized"),
         ("/tokenize", {"prompt": "\ud800", "add_special_tokens": False}, "prompt", "cannot be tokenized"),

@@ -23,6 +23,8 @@ OPENAI: dict[str, set[str]] = {
     CHATS: set(get_type_hints(chat_create_params.CompletionCreateParamsStreaming)),
 }
 FUNCTION = {"name": "f", "parameters": {}}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+TOOL = {"type": "function", "function": FUNCTION}
 BOTH: dict[str, Any] = {  # what asks for something, of vLLM's and OpenAI's fields of both endpoints
     "best_of": 2,
     "use_beam_search": True,
@@ -66,21 +68,13 @@ ASKING: dict[str, dict[str, Any]] = {
     CHATS: BOTH
     | {
         "echo": True,
-        "add_generation_prompt": False,
-        "continue_final_message": True,
         "add_special_tokens": True,
         "documents": [{"text": "x"}],
         "chat_template": "x",
-        "chat_template_kwargs": {"enable_thinking": False},
         "mm_processor_kwargs": {"a": 1},
         "media_io_kwargs": {"a": 1},
-        "include_reasoning": False,
-        "tools": [{"type": "function", "function": FUNCTION}],
-        "tool_choice": "required",
-        "parallel_tool_calls": 1,
         "functions": [FUNCTION],
         "function_call": {"name": "f"},
-        "reasoning_effort": "high",
         "verbosity": "low",
         "modalities": ["text", "audio"],
         "audio": {"voice": "alloy", "format": "wav"},
@@ -151,13 +145,19 @@ MESSAGES: list[tuple[dict[str, Any], str, tuple[str, ...]]] = [
     ({"role": "user", "content": None}, "messages.0.content", ("role user", "null", "send text")),
     ({"role": "user"}, "messages.0.content", ("missing",)),
     ({"role": "system", "content": None}, "messages.0.content", ("role system",)),
+    ({"role": "function", "content": "5", "name": "f"}, "messages.0.role", ("not supported by this server", "tool")),
+    ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "messages.0.tool_calls.0.function", ("Field required",)),
+    ({"role": "user", "content": "x", "tool_calls": [CALL]}, "messages.0.tool_calls", ("only one of role assistant",)),
     (
-        {"role": "tool", "content": "5", "tool_call_id": "1"},
-        "messages.0.role",
-        ("not supported by this server", "call"),
+        {"role": "assistant", "function_call": FUNCTION},
+        "messages.0.function_call",
+        ("is not supported",),
     ),
-    ({"role": "function", "content": "5", "name": "f"}, "messages.0.role", ("not supported by this server", "call")),
-    ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "messages.0.tool_calls", ("`tool_calls` is not supported",)),
+    (
+        {"role": "assistant", "tool_calls": [CALL | {"type": "custom"}]},
+        "messages.0.tool_calls.0.type",
+        ("a tool of type 'custom' is not supported by this server; send functions",),
+    ),
 ]
 
 
@@ -169,7 +169,7 @@ def test_a_message_that_a_template_would_lose_is_refused(
     assert error["param"] == param and all(word in error["message"] for word in words), error
 
 
-@pytest.mark.parametrize("role", ["system", "developer", "user", "assistant"])
+@pytest.mark.parametrize("role", ["system", "developer", "user", "assistant", "tool"])
 def test_the_roles_of_a_conversation_pass(server: FrontEnd, role: str) -> None:
     assert error_of(server, CHATS, messages=[{"role": role, "content": "x"}])["code"] == "model_not_found"
 
@@ -183,6 +183,40 @@ def test_options_of_a_stream_need_a_stream(server: FrontEnd, path: str, stream: 
     assert error["param"] == "stream_options.include_obfuscation" and "is not supported" in error["message"]
     options = {"include_usage": True, "include_obfuscation": False}
     assert error_of(server, path, stream_options=options, stream=True)["code"] == "model_not_found"
+
+
+TOOLS: list[tuple[dict[str, Any], str, str]] = [
+    ({"tools": [TOOL, TOOL]}, "tools", "two tools are called f; give each a name of its own"),
+    (
+        {"tools": [{"type": "web_search"}]},
+        "tools.0.type",
+        "a tool of type 'web_search' is not supported",
+    ),
+    ({"tools": [{"type": "function", "function": {"name": 'a"\n'}}]}, "tools.0.function.name", "match pattern"),
+    ({"tools": [{"type": "function"}]}, "tools.0.function", "Field required"),
+    ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice", "a call cannot be forced by this server; send auto"),
+    ({"tools": [TOOL], "tool_choice": TOOL}, "tool_choice", "a call cannot be forced by this server; send auto"),
+    ({"tools": [TOOL], "tool_choice": "always"}, "tool_choice", "'none', 'auto' or 'required'"),
+    ({"parallel_tool_calls": 1}, "parallel_tool_calls", "valid boolean"),
+    (
+        {"continue_final_message": True, "add_generation_prompt": True},
+        "continue_final_message",
+        "continue_final_message needs add_generation_prompt to be false",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "words"), TOOLS)
+def test_tools_that_cannot_be_honoured_are_refused(
+    server: FrontEnd, fields: dict[str, Any], param: str, words: str
+) -> None:
+    error = error_of(server, CHATS, **fields)
+    assert error["param"] == param and words in error["message"], error
+
+
+@pytest.mark.parametrize("choice", [None, "auto", "none"])
+def test_tools_pass(server: FrontEnd, choice: str | None) -> None:
+    assert error_of(server, CHATS, tools=[TOOL], tool_choice=choice)["code"] == "model_not_found"
 
 
 BODIES: list[tuple[bytes, str | None, tuple[str, ...]]] = [

@@ -1,6 +1,6 @@
 """A tokenizer whose tokens are the bytes of UTF-8 text."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 
@@ -38,6 +38,10 @@ class ByteTokenizer:
     def detokenize(self, tokens: list[int], **_: Any) -> str:
         """Return the text of the bytes; invalid UTF-8 prints as U+FFFD."""
         return b"".join(bytes([t]) if 0 <= t < 256 else b"\xff" for t in tokens).decode(errors="replace")
+
+    def detokenizer(self, _shown: Collection[str]) -> Callable[[list[int]], str]:
+        """Return `detokenize`: no token is special."""
+        return self.detokenize
 
     def bytes_of(self, token: int) -> bytes | None:
         """Return the byte of a token; None for an id that means nothing."""

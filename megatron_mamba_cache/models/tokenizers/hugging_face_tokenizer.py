@@ -4,9 +4,11 @@ A `tokenizer.json` is read by the small tokenizers package whether or not transf
 the same tokens on every machine. transformers is needed only for other tokenizer files and for chat templates.
 """
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ..checkpoints.json_file import read_json_object
@@ -69,6 +71,15 @@ class HuggingFaceTokenizer:
         """Return the text of the tokens; an id that stands for nothing gives no text."""
         return self._codec.decode(tokens, skip_special_tokens)
 
+    def detokenizer(self, shown: Collection[str]) -> Callable[[list[int]], str]:
+        """Return `detokenize` of no special tokens but those with these texts."""
+        hidden = self._codec.special_ids - {self._codec.id_of(text) for text in shown}
+
+        def detokenize(tokens: list[int]) -> str:
+            return self._codec.decode([token for token in tokens if token not in hidden], False)
+
+        return detokenize
+
     def bytes_of(self, token: int) -> bytes | None:
         """Return the bytes of a token, which need not be whole characters; None if the files do not give them."""
         return token_bytes(self._codec.token_of(token), self.detokenize([token]))
@@ -78,25 +89,56 @@ class HuggingFaceTokenizer:
         return self._codec.token_of(token)
 
     @property
-    def has_chat_template(self) -> bool:
-        """True when the directory has a chat template."""
-        has_file = any((self._directory / name).exists() for name in _TEMPLATES)
-        return has_file or bool(self._settings.get("chat_template"))
+    def chat_template(self) -> str:
+        """The source of the directory's chat templates; "" if it has none."""
+        found = self._settings.get("chat_template") or ""
+        for name in _TEMPLATES:
+            if (path := self._directory / name).exists():
+                is_json = path.suffix == ".json"
+                found = read_json_object(path).get("chat_template", "") if is_json else path.read_text(encoding="utf-8")
+                break
+        if isinstance(found, list):  # several, each with a name
+            return "\n".join(str(named.get("template")) for named in found if isinstance(named, Mapping))
+        return str(found)
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Return the prompt of a conversation, up to where the assistant's reply begins.
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        values: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        adds_prompt: bool = True,
+        continues: bool = False,
+    ) -> str:
+        """Return the prompt of a conversation.
 
         Args:
             messages: Each with "role" and "content", oldest first.
+            tools: Definitions of functions, as OpenAI's API has them.
+            values: Further variables of the template.
+            adds_prompt: Whether the text goes on to where the assistant's reply begins.
+            continues: Whether the last message is left open, to be continued.
 
         Raises:
             ValueError: If the directory has no chat template, transformers is missing, or the template refuses.
         """
-        if not self.has_chat_template:
+        if not self.chat_template:
             raise ValueError(f"{self._directory} has no chat template; give text instead of messages")
         tokenizer = self._chat_tokenizer
+        reserved = sorted(values.keys() & _reserved_values(type(tokenizer)))
+        if reserved:
+            raise ValueError(f"a chat template may not be given {', '.join(reserved)}; leave it out")
         try:
-            return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
+            return str(
+                tokenizer.apply_chat_template(
+                    list(messages),
+                    tools=list(tools) or None,
+                    tokenize=False,
+                    add_generation_prompt=adds_prompt,
+                    continue_final_message=continues,
+                    **values,
+                )
+            )
         except Exception as error:  # templates raise errors of their own
             raise ValueError(f"the chat template of {self._directory} refuses the messages: {error}") from error
 
@@ -109,6 +151,12 @@ class HuggingFaceTokenizer:
         if isinstance(token, dict):  # an added token with its settings
             token = token.get("content")
         return self._codec.id_of(token) if isinstance(token, str) else None
+
+
+def _reserved_values(tokenizer: type) -> frozenset[str]:
+    """Return names that are arguments of transformers' function or set by it, and so no template's variables."""
+    names = inspect.signature(tokenizer.apply_chat_template).parameters  # type: ignore[attr-defined]
+    return frozenset({*names, "messages"})
 
 
 def has_tokenizer(directory: Path) -> bool:

@@ -13,10 +13,12 @@ class TextCodec(Protocol):
     Attributes:
         largest_id: The largest known id.
         longest_token: Characters of the longest token as the files spell it, at least 1.
+        special_ids: Tokens that mark something and are not text.
     """
 
     largest_id: int
     longest_token: int
+    special_ids: frozenset[int]
 
     def encode(self, text: str, *, is_start: bool = True) -> list[int]:
         """Return the text's ids; at the start of a text, with the special tokens that the tokenizer's files add."""
@@ -50,6 +52,8 @@ class JsonCodec:
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         self.largest_id = max(vocabulary.values(), default=-1)
         self.longest_token = max(map(len, vocabulary), default=1)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
 
     def encode(self, text: str, *, is_start: bool = True) -> list[int]:
         """See `TextCodec`."""
@@ -84,6 +88,7 @@ class TransformersCodec:
         self._tokens = {token_id: token for token, token_id in self._ids.items()}
         self.largest_id = max(self._ids.values(), default=-1)
         self.longest_token = max(map(len, self._ids), default=1)
+        self.special_ids = frozenset(self._tokenizer.all_special_ids)
 
     def encode(self, text: str, *, is_start: bool = True) -> list[int]:
         """See `TextCodec`."""

@@ -1,0 +1,34 @@
+"""Types of the fields of client requests."""
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic.types import Strict
+
+from .unsupported import Table, schema_with, without_unsupported
+
+INT32_MAX = 2**31 - 1
+_MOST_STOPS = 16
+
+Int = Annotated[int, Strict()]
+Number = Annotated[float, Strict(), Field(allow_inf_nan=False)]
+Flag = Annotated[bool, Strict()]
+Text = Annotated[str, Strict()]
+TokenId = Annotated[Int, Field(ge=0, le=INT32_MAX)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
+Name = Annotated[Text, Field(max_length=256)]
+StopString = Annotated[Text, Field(min_length=1, max_length=1024)]
+Stops = Annotated[list[StopString], Field(fail_fast=True, max_length=_MOST_STOPS)]
+
+
+class PartlySupported(BaseModel):
+    """An object that refuses its unsupported fields by name, unless their values ask for nothing."""
+
+    model_config = ConfigDict(json_schema_extra=lambda schema, kind: schema_with(kind.unsupported, schema))
+
+    unsupported: ClassVar[Table] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_unsupported(cls, fields: Any) -> Any:
+        return without_unsupported(cls.unsupported, fields)

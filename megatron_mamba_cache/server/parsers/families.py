@@ -1,0 +1,106 @@
+"""Which parsers a model's replies need: by name, or by what its chat template writes."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from . import json_calls, reasoning
+from .parts import Parsing, ReplyParser, plain_text
+from .reasoning import ReasoningForm
+from .text_feed import TextFeed
+from .xml_calls import XmlCalls
+
+AUTO, NONE = "auto", "none"
+
+
+class CallForm(Protocol):
+    """How a family of models writes tool calls."""
+
+    @property
+    def open(self) -> Sequence[str]:
+        """Markers before a call."""
+
+    def parse(self, feed: TextFeed) -> Parsing:
+        """Parse content and calls up to the end of the reply."""
+
+
+Parameters = Mapping[str, Mapping[str, Any]]
+"""The JSON schema of each tool's parameters, by its name."""
+
+TOOL_CALL_PARSERS: Mapping[str, Callable[[Parameters], CallForm]] = {
+    "hermes": lambda _parameters: json_calls.HERMES,
+    "qwen3_coder": XmlCalls,
+    "nemotron_nano_v2": lambda _parameters: json_calls.NEMOTRON_NANO_V2,
+    "granite": lambda _parameters: json_calls.GRANITE,
+    "json": lambda _parameters: json_calls.PLAIN_JSON,
+}
+REASONING_PARSERS: Mapping[str, ReasoningForm] = {
+    "think": reasoning.THINK,
+    "deepseek_r1": reasoning.DEEPSEEK_R1,
+    "granite": reasoning.GRANITE,
+}
+_TOOL_CALL_SIGNS = {
+    "<function=": "qwen3_coder",
+    "<TOOLCALL>": "nemotron_nano_v2",
+    "<|tool_call|>": "granite",
+    "<tool_call>": "hermes",
+    '"parameters"': "json",
+}
+_REASONING_SIGNS = {"</think>": "think", reasoning.GRANITE.open: "granite"}
+_MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<TOOLCALL>", "</TOOLCALL>", "<|tool_call|>")
+
+
+@dataclass(frozen=True, slots=True)
+class ReplySyntax:
+    """How a model writes replies.
+
+    Args:
+        tool_calls: A name of `TOOL_CALL_PARSERS`; None: the model has no tools.
+        reasoning: None: replies have no reasoning to separate.
+    """
+
+    tool_calls: str | None = None
+    reasoning: ReasoningForm | None = None
+
+    @property
+    def special_texts(self) -> frozenset[str]:
+        """Texts of special tokens that the parsers have to see."""
+        return frozenset(_MARKERS if self.tool_calls or self.reasoning else ())
+
+    def parser(self, prompt: str, parameters: Parameters | None) -> ReplyParser:
+        """Return a parser of one reply.
+
+        Args:
+            prompt: The prompt's text.
+            parameters: None if the reply may not call tools.
+        """
+        name = self.tool_calls if parameters is not None else None
+        calls = None if name is None or parameters is None else TOOL_CALL_PARSERS[name](parameters)
+        form = self.reasoning
+        is_open = form is not None and form.is_open_after(prompt)
+
+        def parse(feed: TextFeed) -> Parsing:
+            if form is not None:
+                yield from form.parse(feed, is_open=is_open, others=() if calls is None else calls.open)
+            yield from plain_text(feed) if calls is None else calls.parse(feed)
+
+        return ReplyParser(parse)
+
+
+def reply_syntax(template: str, tool_calls: str = AUTO, reasoning: str = AUTO) -> ReplySyntax:
+    """Return how a model writes replies.
+
+    Args:
+        template: The source of its chat template; "" without one.
+        tool_calls: A name of `TOOL_CALL_PARSERS`, "auto" to find it by the template, or "none".
+        reasoning: The same of `REASONING_PARSERS`.
+    """
+    if tool_calls == AUTO:
+        tool_calls = _by_sign(_TOOL_CALL_SIGNS, template) if "tools" in template else NONE
+    if reasoning == AUTO:
+        reasoning = _by_sign(_REASONING_SIGNS, template)
+    return ReplySyntax(None if tool_calls == NONE else tool_calls, REASONING_PARSERS.get(reasoning))
+
+
+def _by_sign(signs: Mapping[str, str], template: str) -> str:
+    return next((name for sign, name in signs.items() if sign in template), NONE)

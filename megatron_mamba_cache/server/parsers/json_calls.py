@@ -1,0 +1,157 @@
+"""Tool calls as JSON objects: Hermes', Granite's and Nemotron Nano v2's forms, and plain JSON."""
+
+import json
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+
+from .content import text_until
+from .json_values import json_string, json_value
+from .parts import CallArguments, CallBegin, CallEnd, Content, Parsing, Part, plain_text
+from .text_feed import TextFeed, each, gathered
+
+_ARGUMENTS = ("arguments", "parameters")
+
+_Reading = Generator[Part | None, None, bool]
+
+
+@dataclass(frozen=True, slots=True)
+class JsonCalls:
+    """Calls between markers: one JSON object, or a list of them.
+
+    What follows an opening marker and is not a call stays content, marker included.
+
+    Args:
+        open: Markers before calls.
+        close: The marker after them; models may leave it out.
+    """
+
+    open: tuple[str, ...]
+    close: str
+
+    def parse(self, feed: TextFeed) -> Parsing:
+        """Parse content and calls up to the end of the reply."""
+        while True:
+            space, marker = yield from text_until(feed, self.open)
+            if not marker:
+                return
+            feed.mark(back=len(marker))
+            if (yield from _calls(feed, (self.close,), space)):
+                yield from feed.space()
+                yield from feed.accepts(self.close)
+                yield from feed.space()
+
+
+@dataclass(frozen=True, slots=True)
+class PlainJsonCalls:
+    """Calls without markers: a reply that is a JSON object or a list of them. Any other reply is content."""
+
+    open: tuple[str, ...] = ()
+
+    def parse(self, feed: TextFeed) -> Parsing:
+        """See `JsonCalls`."""
+        feed.mark()
+        yield from feed.space()
+        yield from _calls(feed, closers=())
+        yield from plain_text(feed)
+
+
+def _calls(feed: TextFeed, closers: Sequence[str], space: str = "") -> _Reading:
+    """Parse one call or several, in a list or not; return whether the last one is complete.
+
+    Args:
+        feed: Has a mark where the calls begin.
+        closers: What ends the arguments of a call that turns out not to be JSON. Without any, only an object with
+            arguments is a call.
+        space: White space before the mark, to be content if no call comes.
+    """
+    yield from feed.space()
+    yield from feed.accepts("[")
+    while True:
+        yield from feed.space()
+        call = _Call(feed, needs_arguments=not closers)
+        if not (yield from call.read()):
+            if not call.has_begun:
+                yield Content(space + feed.since_mark())
+                return False
+            if not (yield from each(feed.until(closers), CallArguments)):
+                return False  # cut off
+        yield CallEnd()
+        yield from feed.space()
+        yield from feed.accepts(",")
+        yield from feed.space()
+        if (yield from feed.peek()) != "{":
+            yield from feed.accepts("]")
+            return True
+        feed.mark()
+
+
+class _Call:
+    """Reads one call."""
+
+    def __init__(self, feed: TextFeed, *, needs_arguments: bool) -> None:
+        self._feed = feed
+        self._name: str | None = None
+        self._arguments = None if needs_arguments else "{}"
+        self.has_begun = False
+
+    def read(self) -> _Reading:
+        """Yield the call but for its end; return whether it is well formed."""
+        feed = self._feed
+        if not (yield from feed.accepts("{")):
+            return False
+        while (yield from self._member()):
+            yield from feed.space()
+            if (yield from feed.accepts("}")):
+                if not self.has_begun and self._name is not None and self._arguments is not None:
+                    yield self._begin(self._name)
+                    yield CallArguments(self._arguments)
+                return self.has_begun
+            if not (yield from feed.accepts(",")):
+                return False
+            yield from feed.space()
+        return False
+
+    def _member(self) -> _Reading:
+        feed = self._feed
+        yield from feed.space()
+        key = yield from json_string(feed)
+        yield from feed.space()
+        if key is None or not (yield from feed.accepts(":")):
+            return False
+        yield from feed.space()
+        if key == "name" and self._name is None:
+            self._name = yield from json_string(feed)
+            return bool(self._name)
+        first = yield from feed.peek()
+        if key in _ARGUMENTS and self._name is not None and not self.has_begun and first in ("{", "["):
+            yield self._begin(self._name)
+            return (yield from each(json_value(feed), CallArguments))
+        text, is_complete = yield from gathered(json_value(feed))
+        if key in _ARGUMENTS and is_complete:
+            self._arguments = _arguments_of(text)
+        return is_complete
+
+    def _begin(self, name: str) -> CallBegin:
+        self.has_begun = True
+        self._feed.forget_mark()
+        return CallBegin(name)
+
+
+def _arguments_of(text: str) -> str:
+    """Return the arguments that a value gives; some models write them as a string, or null for none."""
+    if text == "null":
+        return "{}"
+    if not text.startswith('"'):
+        return text
+    try:
+        return str(json.loads(text))
+    except ValueError:
+        return text
+
+
+HERMES = JsonCalls(("<tool_call>",), "</tool_call>")
+"""Hermes, Qwen 2.5 and 3, Granite 4."""
+NEMOTRON_NANO_V2 = JsonCalls(("<TOOLCALL>",), "</TOOLCALL>")
+GRANITE = JsonCalls(("<|tool_call|>", "<tool_call>"), "</tool_call>")
+"""Granite 3."""
+PLAIN_JSON = PlainJsonCalls()

@@ -1,0 +1,146 @@
+"""What a reply is made of, and the parser that finds it in text deltas."""
+
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass
+
+from .text_feed import TextFeed
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Text for the user."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Text of the model's reasoning."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegin:
+    """A tool call begins; parts up to its `CallEnd` belong to it."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """A piece of a call's arguments; the pieces together are JSON unless the model wrote something else."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallEnd:
+    """A tool call is complete."""
+
+
+Part = Content | Reasoning | CallBegin | CallArguments | CallEnd
+
+Parsing = Generator[Part | None, None, None]
+"""Parts as they become certain; None when more text is needed."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A tool call.
+
+    Args:
+        arguments: JSON, unless the model wrote something else or was cut off.
+    """
+
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedReply:
+    """All parts of a reply."""
+
+    content: str
+    reasoning: str
+    calls: tuple[ToolCall, ...]
+
+
+class ReplyParser:
+    """Parses one reply; the parts do not depend on how its text is cut, except for how their text is cut.
+
+    Args:
+        parse: Reads the text and yields the parts.
+    """
+
+    def __init__(self, parse: Callable[[TextFeed], Parsing]) -> None:
+        self._feed = TextFeed()
+        self._parsing = parse(self._feed)
+        self.num_calls = 0
+        """Tool calls that have begun."""
+        self.num_complete_calls = 0
+        self.is_reasoning = False
+        """True when the newest part is reasoning."""
+
+    def push(self, text: str) -> list[Part]:
+        """Return the parts that are certain with this text."""
+        self._feed.add(text)
+        return self._advance()
+
+    def finish(self) -> list[Part]:
+        """Return the last parts, since the reply has ended."""
+        self._feed.end()
+        return self._advance()
+
+    def _advance(self) -> list[Part]:
+        parts: list[Part] = []
+        for part in self._parsing:
+            if part is None:
+                break
+            parts.append(part)
+            self.num_calls += isinstance(part, CallBegin)
+            self.num_complete_calls += isinstance(part, CallEnd)
+            self.is_reasoning = isinstance(part, Reasoning)
+        return merged(parts)
+
+
+def plain_text(feed: TextFeed) -> Parsing:
+    """Parse a reply that is nothing but content."""
+    while True:
+        if text := feed.take_all():
+            yield Content(text)
+        if feed.has_ended:
+            return
+        yield None
+
+
+def merged(parts: Iterable[Part]) -> list[Part]:
+    """Return parts with neighbouring pieces of one kind joined, and without empty ones."""
+    found: list[Part] = []
+    for part in parts:
+        last = found[-1] if found else None
+        if isinstance(part, CallBegin | CallEnd):
+            found.append(part)
+        elif part.text and last is not None and type(last) is type(part) and not isinstance(last, CallBegin | CallEnd):
+            found[-1] = type(part)(last.text + part.text)
+        elif part.text:
+            found.append(part)
+    return found
+
+
+def assembled(parts: Iterable[Part]) -> ParsedReply:
+    """Return the reply that parts make up."""
+    content, reasoning = [], []
+    calls: list[tuple[str, list[str]]] = []
+    for part in parts:
+        match part:
+            case Content(text):
+                content.append(text)
+            case Reasoning(text):
+                reasoning.append(text)
+            case CallBegin(name):
+                calls.append((name, []))
+            case CallArguments(text):
+                calls[-1][1].append(text)
+    found = tuple(ToolCall(name, "".join(arguments)) for name, arguments in calls)
+    return ParsedReply("".join(content), "".join(reasoning), found)

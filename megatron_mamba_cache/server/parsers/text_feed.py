@@ -1,0 +1,141 @@
+"""Text that arrives in pieces, and the questions that a parser asks of it.
+
+A question is a generator: it yields None as long as the text that has arrived does not answer it, and returns the
+answer. Whatever has been consumed at that moment depends on the text alone, not on how it was cut.
+"""
+
+from collections.abc import Callable, Generator, Sequence
+from typing import TypeVar
+
+_Answer = TypeVar("_Answer")
+_Changed = TypeVar("_Changed")
+
+
+class TextFeed:
+    """The text of a reply, consumed from its start."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._at = 0
+        self._mark: int | None = None
+        self.has_ended = False
+        """True when no more text will arrive."""
+
+    def add(self, text: str) -> None:
+        """Append text."""
+        start = self._at if self._mark is None else self._mark
+        self._text = self._text[start:] + text
+        self._at -= start
+        self._mark = None if self._mark is None else 0
+
+    def end(self) -> None:
+        """Declare that no more text will arrive."""
+        self.has_ended = True
+
+    def mark(self, back: int = 0) -> None:
+        """Keep the text from here on, or from `back` consumed characters before, for `since_mark`."""
+        self._mark = self._at - back
+
+    def since_mark(self) -> str:
+        """Return the consumed text since the mark, and forget the mark."""
+        assert self._mark is not None
+        text, self._mark = self._text[self._mark : self._at], None
+        return text
+
+    def forget_mark(self) -> None:
+        """Let the text since the mark go."""
+        self._mark = None
+
+    def take_all(self) -> str:
+        """Consume what has arrived."""
+        return self._take(len(self._text))
+
+    def back_to_mark(self) -> None:
+        """Give back the consumed text since the mark, and forget the mark."""
+        assert self._mark is not None
+        self._at, self._mark = self._mark, None
+
+    def back(self, count: int) -> None:
+        """Give back the last `count` consumed characters; no text may have arrived since."""
+        self._at -= count
+
+    def peek(self) -> Generator[None, None, str]:
+        """Return the next character, unconsumed; "" at the end."""
+        while self._at == len(self._text) and not self.has_ended:
+            yield None
+        return self._text[self._at : self._at + 1]
+
+    def take(self) -> str:
+        """Consume the character that was peeked at, and return it."""
+        return self._take(self._at + 1)
+
+    def space(self) -> Generator[None, None, str]:
+        """Consume white space, and return it."""
+        found = ""
+        while (character := (yield from self.peek())) and character.isspace():
+            found += self.take()
+        return found
+
+    def accepts(self, expected: str) -> Generator[None, None, bool]:
+        """Consume `expected` if it comes next; return whether it did."""
+        while True:
+            rest = self._text[self._at : self._at + len(expected)]
+            if rest == expected:
+                self._at += len(expected)
+                return True
+            if self.has_ended or not expected.startswith(rest):
+                return False
+            yield None
+
+    def until(self, markers: Sequence[str]) -> Generator[str | None, None, str]:
+        """Yield the text before the marker that is complete first, and consume both; return it, "" at the end."""
+        while True:
+            places = [(at + len(marker), at) for marker in markers if (at := self._text.find(marker, self._at)) >= 0]
+            if places:
+                end, start = min(places)
+                if start > self._at:
+                    yield self._take(start)
+                return self._take(end)
+            kept = 0 if self.has_ended else self._begun(markers)
+            if len(self._text) - kept > self._at:
+                yield self._take(len(self._text) - kept)
+            if self.has_ended:
+                return ""
+            yield None
+
+    def _take(self, end: int) -> str:
+        text, self._at = self._text[self._at : end], end
+        return text
+
+    def _begun(self, markers: Sequence[str]) -> int:
+        """Return the length of the longest end of the text that begins a marker."""
+        longest = max(map(len, markers), default=1) - 1
+        rest = self._text[max(self._at, len(self._text) - longest) :]
+        starts = range(len(rest))
+        return next((len(rest) - at for at in starts if any(marker.startswith(rest[at:]) for marker in markers)), 0)
+
+
+def each(
+    reading: Generator[str | None, None, _Answer], change: Callable[[str], _Changed]
+) -> Generator[_Changed | None, None, _Answer]:
+    """Yield what `change` makes of each text that a question yields; return its answer."""
+    while True:
+        try:
+            piece = next(reading)
+        except StopIteration as done:
+            return done.value  # type: ignore[no-any-return]
+        yield None if piece is None else change(piece)
+
+
+def gathered(reading: Generator[str | None, None, _Answer]) -> Generator[None, None, tuple[str, _Answer]]:
+    """Return all text that a question yields, and its answer."""
+    pieces: list[str] = []
+    while True:
+        try:
+            piece = next(reading)
+        except StopIteration as done:
+            return "".join(pieces), done.value
+        if piece is None:
+            yield None
+        else:
+            pieces.append(piece)

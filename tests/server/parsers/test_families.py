@@ -1,0 +1,251 @@
+"""Parsers of replies: what models write is found again, however the text arrives, and nothing written raises."""
+
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from megatron_mamba_cache.server.parsers.families import REASONING_PARSERS, TOOL_CALL_PARSERS, ReplySyntax, reply_syntax
+from megatron_mamba_cache.server.parsers.parts import (
+    CallArguments,
+    CallBegin,
+    CallEnd,
+    Content,
+    ParsedReply,
+    Part,
+    Reasoning,
+    ToolCall,
+    assembled,
+    merged,
+)
+
+PARAMETERS: dict[str, Any] = {
+    "get_weather": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "integer"},
+            "units": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "box": {"$ref": "#/$defs/Box"},
+            "anything": {},
+        },
+        "$defs": {"Box": {"type": "object"}},
+    },
+    "stop-all": {},
+}
+FORMS = [*((calls, "think") for calls in (*TOOL_CALL_PARSERS, None)), *(("hermes", name) for name in REASONING_PARSERS)]
+FRAGMENTS = (
+    "<think>", "</think>", "Here is my thought process:", "Here is my response:", "<tool_call>", "</tool_call>",
+    "<TOOLCALL>", "</TOOLCALL>", "<|tool_call|>", "<function=", "<function=get_weather>", "</function>",
+    "<parameter=city>", "<parameter=days>", "<parameter=anything>", "</parameter>", "\n", " ", "\t", "\n\n", "[", "]",
+    "{", "}", ",", ":", '"', "\\", '\\"', "\\u00e9", "\\ud83d", '"name"', '"arguments"', '"parameters"', ": ",
+    '"get_weather"', "null", "True", "12", "-1.5e3", "NaN", "x", "é", "\U0001f600", "\x00", "<", "</", ">", "=",
+    '{"name": "get_weather", "arguments": {"city": "Oslo"}}', '{"arguments": [1, {}], "name": "stop-all"}',
+    '{"name": "get_weather", "arguments": ', '{"name": "f", "arguments": "{\\"a\\": 1}"}', "[" * 99,
+)  # fmt: skip
+
+
+def parsed(syntax: ReplySyntax, pieces: list[str], prompt: str = "") -> list[Part]:
+    """Return the parts of a reply that arrives in pieces."""
+    parser = syntax.parser(prompt, PARAMETERS)
+    return merged([part for piece in pieces for part in parser.push(piece)] + parser.finish())
+
+
+def random_reply(rng: random.Random) -> str:
+    return "".join(rng.choice(FRAGMENTS) for _ in range(rng.randrange(14)))
+
+
+def cut(text: str, rng: random.Random) -> list[str]:
+    places = sorted(rng.randrange(len(text) + 1) for _ in range(rng.randrange(12)))
+    return [text[start:end] for start, end in zip([0, *places], [*places, len(text)], strict=True)]
+
+
+def check_random_replies(calls: str | None, reasoning: str | None, count: int) -> None:
+    syntax = ReplySyntax(calls, REASONING_PARSERS.get(reasoning or ""))
+    rng, num_calls = random.Random(f"{calls} {reasoning}"), 0
+    for _ in range(count):
+        reply, prompt = random_reply(rng), rng.choice(["", "<think>\n"])
+        whole = parsed(syntax, [reply], prompt)
+        assert parsed(syntax, cut(reply, rng), prompt) == whole, reply
+        assert parsed(syntax, list(reply[:99]), prompt) == parsed(syntax, [reply[:99]], prompt), reply
+        num_calls += sum(isinstance(part, CallBegin) for part in whole)
+    assert bool(num_calls) == (calls is not None)
+
+
+@pytest.mark.parametrize(("calls", "reasoning"), FORMS)
+def test_parts_do_not_depend_on_how_the_text_arrives(calls: str | None, reasoning: str | None) -> None:
+    check_random_replies(calls, reasoning, 400)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("calls", "reasoning"), FORMS)
+def test_parts_of_10_000_replies_do_not_depend_on_how_the_text_arrives(
+    calls: str | None, reasoning: str | None
+) -> None:
+    check_random_replies(calls, reasoning, 10_000)
+
+
+def as_hermes(calls: list[dict[str, Any]], dumps: Callable[[Any], str]) -> str:
+    return "\n".join(f"<tool_call>\n{dumps(call)}\n</tool_call>" for call in calls)
+
+
+def as_xml(calls: list[dict[str, Any]], _dumps: Callable[[Any], str]) -> str:
+    text = ""
+    for call in calls:
+        text += f"<tool_call>\n<function={call['name']}>\n"
+        for key, value in call["arguments"].items():
+            shown = value if isinstance(value, str) else json.dumps(value) if isinstance(value, dict) else str(value)
+            text += f"<parameter={key}>\n{shown}\n</parameter>\n"
+        text += "</function>\n</tool_call>\n"
+    return text
+
+
+WRITERS: dict[str, Callable[[list[dict[str, Any]], Callable[[Any], str]], str]] = {
+    "hermes": as_hermes,
+    "qwen3_coder": as_xml,
+    "nemotron_nano_v2": lambda calls, dumps: f"<TOOLCALL>{dumps(calls)}</TOOLCALL>",
+    "granite": lambda calls, dumps: f"<|tool_call|>{dumps(calls)}",
+    "json": lambda calls, dumps: dumps(calls if len(calls) > 1 else calls[0]),
+}
+TEXTS = (
+    "Oslo",
+    "",
+    " two  spaces ",
+    "a\n\nb\n",
+    '"quoted" \\ and \\n',
+    "</tool_call",
+    "<parameter=days>",
+    "é\U0001f600",
+    "{}",
+)
+
+
+@pytest.mark.parametrize("form", WRITERS)
+def test_calls_that_a_model_writes_are_found_again(form: str) -> None:
+    syntax, rng = ReplySyntax(form, REASONING_PARSERS["think"]), random.Random(form)
+    for _ in range(400):
+        arguments = {
+            "city": rng.choice(TEXTS),
+            "days": rng.randrange(-9, 9),
+            "units": rng.choice([None, "metric", "12"]),
+            "box": {"depth": [1.5, True, None, {"x": rng.choice(TEXTS)}]},
+        }
+        chosen = [key for key in arguments if rng.random() < 0.7]
+        calls = [{"name": "get_weather", "arguments": {key: arguments[key] for key in chosen}}]
+        calls += [{"name": "stop-all", "arguments": {}}] * rng.randrange(3)
+        indent, ascii_only = rng.choice([None, 2]), rng.random() < 0.5
+        written = WRITERS[form](calls, lambda found: json.dumps(found, indent=indent, ensure_ascii=ascii_only))  # noqa: B023
+        before = "" if form == "json" else rng.choice(["", "I look it up.\n\n"])
+        thoughts = rng.choice(["", "<think>\nLet me see. <tool> {\n</think>\n\n"])
+        found = assembled(parsed(syntax, cut(thoughts + before + written, rng)))
+        assert found.content == before.strip() and found.reasoning == ("Let me see. <tool> {" if thoughts else "")
+        assert [{"name": call.name, "arguments": json.loads(call.arguments)} for call in found.calls] == calls
+
+
+def test_arguments_are_passed_on_while_they_are_written() -> None:
+    for form, begun, rest in (
+        ("hermes", '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Os', 'lo"}}'),
+        ("qwen3_coder", "<tool_call>\n<function=get_weather>\n<parameter=city>\nOs", "lo\n</parameter></function>"),
+    ):
+        parser = ReplySyntax(form).parser("", PARAMETERS)
+        assert parser.push(begun) == [CallBegin("get_weather"), CallArguments('{"city": "Os')]
+        assert merged(parser.push(rest)) == [CallArguments('lo"}'), CallEnd()]
+        assert (parser.num_calls, parser.num_complete_calls) == (1, 1)
+
+
+CUT_OFF = ParsedReply("", "", (ToolCall("f", '{"a": "b'),))
+
+
+@pytest.mark.parametrize(
+    ("form", "reply", "found"),
+    [
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "b', CUT_OFF),
+        ("hermes", '<tool_call>{"arguments": {"a": "b"}}</tool_call>', None),
+        ("hermes", "<tool_call>\nno JSON\n</tool_call>", None),
+        ("hermes", "a \n<tool_call>", None),
+        ("hermes", '<tool_call>{"name": "", "arguments": {}}', None),
+        ("hermes", '<tool_call>{"name": "f"', None),
+        (
+            "hermes",
+            '<tool_call>{"name": "f", "arguments": {"a": @b]}}</tool_call> c',
+            ParsedReply("c", "", (ToolCall("f", '{"a": @b]}}'),)),
+        ),
+        (
+            "hermes",
+            '<tool_call>{"name": "f", "arguments": {"a": "line\nend"}}',
+            ParsedReply("", "", (ToolCall("f", '{"a": "line\\nend"}'),)),
+        ),
+        ("granite", "<|tool_call|>[]", None),
+        ("json", '{"name": "Ada", "age": 36}', None),
+        ("json", "[1, 2]", None),
+        ("qwen3_coder", "<function=f>\n<parameter=a>\nb", CUT_OFF),
+        ("qwen3_coder", "<tool_call>\nno function\n</tool_call>", None),
+        ("qwen3_coder", "a <function=f", None),
+        ("qwen3_coder", "<function=f></function>", ParsedReply("", "", (ToolCall("f", "{}"),))),
+    ],
+)  # fmt: skip
+def test_what_is_cut_off_or_malformed_stays_what_the_model_wrote(
+    form: str, reply: str, found: ParsedReply | None
+) -> None:
+    assert assembled(parsed(ReplySyntax(form), [reply])) == (found or ParsedReply(reply, "", ()))
+
+
+def test_parameters_have_the_type_that_the_schema_says() -> None:
+    for key, text, value in (
+        ("days", "12", 12),
+        ("days", "a dozen", "a dozen"),
+        ("city", "12", "12"),
+        ("units", "None", None),
+        ("units", "12", "12"),
+        ("box", '{"a": [1]}', {"a": [1]}),
+        ("anything", "True", True),
+        ("anything", "NaN", "NaN"),
+        ("anything", "[" * 100_000, "[" * 100_000),
+        ("undeclared", "12", "12"),
+    ):
+        reply = f"<function=get_weather><parameter={key}>\n{text}\n</parameter></function>"
+        (call,) = assembled(parsed(ReplySyntax("qwen3_coder"), [reply])).calls
+        assert json.loads(call.arguments) == {key: value}
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "prompt", "reply", "parts"),
+    [
+        ("think", "", "<think>\na b\n</think>\n\nc ", [Reasoning("a b"), Content("c ")]),
+        ("think", "<think>\n", "a</think>c", [Reasoning("a"), Content("c")]),
+        ("think", "<think></think>\n", "c", [Content("c")]),
+        ("think", "", "a</think>c", [Content("a</think>c")]),
+        ("think", "", " c", [Content(" c")]),
+        ("think", "<think>", "never closed", [Reasoning("never closed")]),
+        ("think", "<think>", '<tool_call>{"name": "f"}', [CallBegin("f"), CallArguments("{}"), CallEnd()]),
+        ("deepseek_r1", "", "a</think>c", [Reasoning("a"), Content("c")]),
+        ("granite", "", "Here is my thought process: a Here is my response: c", [Reasoning("a"), Content("c")]),
+        (None, "<think>", "a</think>c", [Content("a</think>c")]),
+    ],
+)  # fmt: skip
+def test_reasoning_is_split_off(reasoning: str | None, prompt: str, reply: str, parts: list[Part]) -> None:
+    syntax = ReplySyntax("hermes", REASONING_PARSERS.get(reasoning or ""))
+    assert parsed(syntax, [reply], prompt) == parts
+
+
+@pytest.mark.parametrize(
+    ("template", "tool_calls", "reasoning"),
+    [
+        ("{% if tools %}<tool_call>{% endif %}</think>", "hermes", "think"),
+        ("{% if tools %}<tool_call>\n<function={% endif %}", "qwen3_coder", None),
+        ("{% if tools %}<TOOLCALL>{% endif %}", "nemotron_nano_v2", None),
+        ("{% if tools %}<|tool_call|>{% endif %}Here is my thought process:", "granite", "granite"),
+        ('{% if tools %}{"name": , "parameters": }{% endif %}', "json", None),
+        ("{{ messages }}", None, None),
+        ("<tool_call>", None, None),
+        ("", None, None),
+    ],
+)
+def test_the_template_says_how_replies_are_written(
+    template: str, tool_calls: str | None, reasoning: str | None
+) -> None:
+    assert reply_syntax(template) == ReplySyntax(tool_calls, REASONING_PARSERS.get(reasoning or ""))
+    assert reply_syntax(template, "json", "none") == ReplySyntax("json", None)
+    assert reply_syntax(template, "none", "deepseek_r1") == ReplySyntax(None, REASONING_PARSERS["deepseek_r1"])

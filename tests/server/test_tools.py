@@ -1,0 +1,214 @@
+"""Tools and reasoning over HTTP: a model's text becomes calls, and its own tokens when the next turn brings it back."""
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from megatron_mamba_cache.server.backend import Progress
+from tests.server.agent_tokenizers import DROPS_REASONING, TEMPLATES, agent_tokenizer
+from tests.server.front_end import FrontEnd, front_end, wait_until
+
+TOOL: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
+    },
+}
+ASKED: list[Any] = [{"role": "user", "content": "Weather?"}]
+WRITTEN = {  # as no template would write them
+    "hermes": '<tool_call>{"name":"get_weather","arguments":{"days":3,  "city":"%s"}}</tool_call>',
+    "qwen3_coder": (
+        "<tool_call><function=get_weather><parameter=city>%s</parameter>\n\n<parameter=days>3</parameter></function>"
+    ),
+    "nemotron_nano_v2": '<TOOLCALL>\n[{"name":"get_weather","arguments":{"city":"%s","days":3}}]\n</TOOLCALL>',
+}
+
+
+class Agent:
+    """A client of a front end whose model says what a test tells it to, a few characters a token."""
+
+    def __init__(self, server: FrontEnd, tokenizer: Any) -> None:
+        self.server = server
+        self.tokenizer = tokenizer
+        self.client = openai.OpenAI(base_url=f"{server.listening.url}/v1", api_key="none", max_retries=0)
+
+    def ask(self, reply: str, **fields: Any) -> Any:
+        """Return the message of a whole reply and why it ended."""
+        chat = self._answered(reply, **fields)
+        return chat.choices[0]
+
+    def ask_streamed(self, reply: str, **fields: Any) -> tuple[list[Any], str | None]:
+        """Return the deltas of a streamed reply and why it ended."""
+        chunks = self._answered(reply, stream=True, **fields)
+        return [chunk.choices[0].delta for chunk in chunks], chunks[-1].choices[0].finish_reason
+
+    def prompts(self) -> list[tuple[int, ...]]:
+        """Return the tokens of all prompts so far."""
+        return [request.prompt for request in self.server.backend.asked]
+
+    def tokens(self, text: str) -> list[int]:
+        """Return tokens of a text that the tokenizer would not give: one for each byte."""
+        return [token for character in text for token in self.tokenizer.tokenize(character)]
+
+    def _answered(self, reply: str, *, end: str = "stop", **fields: Any) -> Any:
+        running = self.server.backend.running
+        answer = threading.Thread(target=self._deliver, args=(reply, end))
+        answer.start()
+        settings: Any = {"model": "scripted", "messages": ASKED, "tools": [TOOL]} | fields
+        found = self.client.chat.completions.create(**settings)
+        found = list(found) if settings.get("stream") else found
+        answer.join()
+        assert not running
+        return found
+
+    def _deliver(self, reply: str, end: str) -> None:
+        wait_until(lambda: self.server.backend.running)
+        for token in self.tokens(reply):
+            if self.server.backend.running:
+                self.server.backend.deliver(Progress(tokens=(token,)))
+        self.server.backend.deliver(Progress(end=end))  # type: ignore[arg-type]
+
+
+@contextmanager
+def agent_of(folder: Path, template: str) -> Iterator[Agent]:
+    tokenizer = agent_tokenizer(folder, template)
+    with front_end(keys=(), tokenizer=tokenizer) as server:
+        yield Agent(server, tokenizer)
+
+
+@pytest.fixture(scope="module")
+def agents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Agent]]:
+    """One agent of each form of tool calls."""
+    folder = tmp_path_factory.mktemp("agents")
+    with (
+        agent_of(folder / "hermes", TEMPLATES["hermes"]) as hermes,
+        agent_of(folder / "xml", TEMPLATES["qwen3_coder"]) as xml,
+        agent_of(folder / "nemotron", TEMPLATES["nemotron_nano_v2"]) as nemotron,
+    ):
+        yield {"hermes": hermes, "qwen3_coder": xml, "nemotron_nano_v2": nemotron}
+
+
+def accumulated(deltas: list[Any]) -> list[tuple[str, str]]:
+    """Return the names and arguments of streamed calls, in the order of their index."""
+    calls: dict[int, list[str]] = {}
+    for call in (call for delta in deltas for call in delta.tool_calls or []):
+        if call.id is not None:
+            assert call.index == len(calls) and call.type == "function"
+            calls[call.index] = [call.function.name, ""]
+        calls[call.index][1] += call.function.arguments
+    return [(name, arguments) for name, arguments in calls.values()]
+
+
+@pytest.mark.parametrize("form", WRITTEN)
+def test_streamed_calls_are_those_of_a_whole_reply(agents: dict[str, Agent], form: str) -> None:
+    agent, reply = agents[form], "<think>\nHm.\n</think>\n\nI look.\n" + WRITTEN[form] % "Oslo é"
+    whole = agent.ask(reply)
+    assert whole.finish_reason == "tool_calls" and whole.message.content == "I look."
+    assert whole.message.reasoning_content == "Hm."
+    (call,) = whole.message.tool_calls
+    assert call.id.startswith("call_") and json.loads(call.function.arguments) == {"city": "Oslo é", "days": 3}
+    deltas, finish = agent.ask_streamed(reply)
+    assert finish == "tool_calls" and deltas[0].role == "assistant"
+    assert accumulated(deltas) == [(call.function.name, call.function.arguments)]
+    assert "".join(delta.content or "" for delta in deltas) == "I look."
+    assert "".join(getattr(delta, "reasoning_content", "") for delta in deltas) == "Hm."
+    assert len([delta for delta in deltas if delta.tool_calls]) > 10  # as the model writes them
+
+
+@pytest.mark.parametrize("form", WRITTEN)
+@pytest.mark.parametrize("reasoning", ["", "<think>\nHm.\n</think>\n\n"])
+def test_each_turn_of_an_agent_begins_with_the_tokens_of_all_turns_before(
+    agents: dict[str, Agent], form: str, reasoning: str
+) -> None:
+    agent, messages = agents[form], [{"role": "system", "content": f"Be {form}{reasoning}."}, *ASKED]
+    earlier = len(agent.prompts())
+    for round_number in range(5):
+        reply = reasoning + "One look.\n" * (round_number % 2) + WRITTEN[form] % f"city {round_number}"
+        message = agent.ask(reply, messages=messages).message
+        messages += [
+            message.model_dump(exclude_none=True),
+            {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": f"{round_number} degrees"},
+        ]
+        exact = [*agent.prompts()[-1], *agent.tokens(reply)]
+        agent.ask("Done.", messages=messages)
+        assert list(agent.prompts()[-1][: len(exact)]) == exact
+    assert len(agent.prompts()) == earlier + 10
+
+
+def test_what_a_client_changed_is_not_taken_for_the_reply(agents: dict[str, Agent]) -> None:
+    agent, messages = agents["hermes"], [{"role": "system", "content": "Changed."}, *ASKED]
+    reply = WRITTEN["hermes"] % "Oslo"
+    changed = agent.ask(reply, messages=messages).message.model_dump(exclude_none=True)
+    changed["tool_calls"][0]["function"]["arguments"] = '{"city": "Bergen", "days": 3}'
+    exact = [*agent.prompts()[-1], *agent.tokens(reply)]
+    agent.ask("Done.", messages=[*messages, changed, *ASKED])
+    prompt = agent.prompts()[-1]
+    assert list(prompt[: len(exact)]) != exact and "Bergen" in agent.tokenizer.detokenize(prompt)
+
+
+def test_a_template_that_drops_reasoning_gets_none_of_it_back(tmp_path: Path) -> None:
+    with agent_of(tmp_path / "drops", DROPS_REASONING) as agent:
+        message = agent.ask("<think>\nHm.\n</think>\n\n" + WRITTEN["hermes"] % "Oslo").message
+        assert message.reasoning_content == "Hm."
+        agent.ask("Done.", messages=[*ASKED, message.model_dump(exclude_none=True), *ASKED])
+        text = agent.tokenizer.detokenize(agent.prompts()[-1])
+        assert "Hm." not in text and '"arguments": {"days": 3' in text.replace('"city": "Oslo", ', "")
+
+
+def test_one_call_ends_a_reply_without_parallel_calls(agents: dict[str, Agent]) -> None:
+    agent, both = agents["hermes"], (WRITTEN["hermes"] % "Oslo") + (WRITTEN["hermes"] % "Bergen")
+    assert len(agent.ask(both).message.tool_calls) == 2
+    alone = agent.ask(both, parallel_tool_calls=False)
+    assert len(alone.message.tool_calls) == 1 and alone.finish_reason == "tool_calls"
+    deltas, finish = agent.ask_streamed(both, parallel_tool_calls=False)
+    assert len(accumulated(deltas)) == 1 and finish == "tool_calls"
+
+
+def test_calls_are_text_where_no_tool_may_be_called(agents: dict[str, Agent]) -> None:
+    reply = WRITTEN["hermes"] % "Oslo"
+    for fields in ({"tool_choice": "none"}, {"tools": openai.omit}):
+        choice = agents["hermes"].ask(reply, **fields)
+        assert choice.message.content == reply and choice.message.tool_calls is None and choice.finish_reason == "stop"
+
+
+def test_a_call_that_is_cut_off_is_told_by_the_finish_reason(agents: dict[str, Agent]) -> None:
+    choice = agents["hermes"].ask('<tool_call>{"name": "get_weather", "arguments": {"city": "Os', end="length")
+    assert choice.finish_reason == "length" and choice.message.tool_calls[0].function.arguments == '{"city": "Os'
+
+
+def test_reasoning_can_be_left_out_and_is_counted(agents: dict[str, Agent]) -> None:
+    reply = "<think>\nHm, well.\n</think>\n\nYes."
+    told = agents["hermes"]._answered(reply)
+    hidden = agents["hermes"]._answered(reply, extra_body={"include_reasoning": False})
+    assert told.choices[0].message.reasoning_content == "Hm, well." and told.choices[0].message.content == "Yes."
+    assert not hasattr(hidden.choices[0].message, "reasoning_content") and hidden.choices[0].message.content == "Yes."
+    assert told.usage.completion_tokens_details.reasoning_tokens > 5
+    assert hidden.usage.completion_tokens_details.reasoning_tokens > 5
+
+
+def test_the_template_reads_what_clients_set(tmp_path: Path) -> None:
+    template = (
+        "{{ effort }}{{ reasoning_effort }}{{ enable_thinking }}{% for m in messages %}|{{ m.content }}{% endfor %}"
+    )
+    with agent_of(tmp_path / "values", template + "{% if add_generation_prompt %}|>{% endif %}") as agent:
+
+        def prompt_of(**fields: Any) -> str:
+            agent.ask("x", tools=openai.omit, **fields)
+            return str(agent.tokenizer.detokenize(agent.prompts()[-1]))
+
+        values = {"chat_template_kwargs": {"enable_thinking": False, "effort": [1]}}
+        assert prompt_of(reasoning_effort="low", extra_body=values) == "[1]lowFalse|Weather?|>"
+        assert prompt_of(extra_body={"add_generation_prompt": False}) == "|Weather?"
+        begun = [*ASKED, {"role": "assistant", "content": "It is"}]
+        assert prompt_of(messages=begun, extra_body={"continue_final_message": True}) == "|Weather?|It is"
+        for name in ("messages", "chat_template", "tokenize", "tools"):
+            with pytest.raises(openai.BadRequestError, match=f"may not be given {name}"):
+                prompt_of(extra_body={"chat_template_kwargs": {name: 1}})
