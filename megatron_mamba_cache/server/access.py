@@ -67,11 +67,13 @@ class AccessControl:
             self._on_status(CLIENT_CLOSED_REQUEST)
         except ApiError as error:
             exchange_of(scope).note_error(error)
-            await error_response(error)(scope, receive, counting_send)
+            await error_response(error, scope["path"])(scope, receive, counting_send)
 
     def _admit(self, scope: Scope) -> None:
         path = scope["path"]
         header = _header(scope, b"authorization")
+        if not header and (key := _header(scope, b"x-api-key")):
+            header = f"Bearer {key}"  # as Anthropic's clients send it
         owner = self._keys.owner_of(header)
         if owner is None:
             raise ApiError(

@@ -16,12 +16,13 @@ from starlette.responses import JSONResponse, Response
 
 from .access import AccessControl
 from .access_log import AccessLog
+from .anthropic.routes import messages_routes
 from .backend import Backend
 from .bodies import Bodies
 from .cross_origin import CrossOrigin
 from .dashboard import dashboard_routes
 from .documentation import add_documentation
-from .endpoints import ServedModel, openai_routes, seconds_now
+from .endpoints import openai_routes, seconds_now
 from .entrance import Entrance
 from .errors import ApiError, bad_request
 from .exchange import exchange_of
@@ -30,6 +31,7 @@ from .history import History
 from .job import Choice, Job, JobRules
 from .limits import QueueGate, ServerLimits
 from .metrics import ServerMetrics
+from .orders import OrderMaker, ServedModel
 from .parsers.families import ReplySyntax
 from .prompts import Prompt, PromptReader
 from .reply import Reply
@@ -130,7 +132,9 @@ class Server:
             redoc_url=None,
         )
         model = ServedModel(settings.model_name, self._reader, seconds_now(), settings.syntax)
-        app.include_router(openai_routes(model, self.rules, settings.limits))
+        orders = OrderMaker(model, settings.limits, settings.tokenizer)
+        app.include_router(openai_routes(model, self.rules, orders))
+        app.include_router(messages_routes(model, self.rules, orders))
         longest = self.backend.max_sequence_length
         app.include_router(TokenizingRoutes(model, settings.tokenizer, self.rules.threads, longest).router())
         app.include_router(dashboard_routes(self.history, settings.model_name))
@@ -201,19 +205,20 @@ def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> Response:
         exchange_of(request.scope).note_error(error)
-        return error_response(error)
+        return error_response(error, request.url.path)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         return await api_error(request, schema_error(error.errors(), request.headers.get("content-type")))
 
     @app.exception_handler(HTTPException)
-    async def http_error(_request: Request, error: HTTPException) -> Response:
+    async def http_error(request: Request, error: HTTPException) -> Response:
         told = _UNREADABLE if error.detail == _UNREADABLE_TO_FASTAPI else ApiError(error.status_code, str(error.detail))
-        response = error_response(told)
+        response = error_response(told, request.url.path)
         response.headers.update(error.headers or {})
         return response
 
     @app.exception_handler(Exception)
-    async def unexpected(_request: Request, _error: Exception) -> Response:
-        return error_response(ApiError(500, "the server failed at this request; its log says why", "internal_error"))
+    async def unexpected(request: Request, _error: Exception) -> Response:
+        told = ApiError(500, "the server failed at this request; its log says why", "internal_error")
+        return error_response(told, request.url.path)

@@ -1,58 +1,21 @@
-"""The routes of OpenAI's API."""
+"""The routes of OpenAI's completions and chat completions."""
 
-import secrets
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from .backend import GenerationRequest
-from .conversation import Conversation
-from .errors import ApiError, bad_request
-from .formats import ChatFormat, CompletionFormat
-from .job import JobRules, Order
-from .limits import ServerLimits
-from .parsers.families import ReplySyntax
-from .prompts import Prompt, PromptReader
-from .reply import ReplyReading
-from .responses import EventStream, WholeReply
+from .formats import ChatFormat, CompletionFormat, StreamSettings
+from .job import JobRules
+from .orders import OrderMaker, ServedModel, tenant_of
+from .responses import reply_to
 from .schemas import ChatRequest, CompletionRequest, GenerationFields
-from .tenants import Tenant
-
-_DEFAULT_COMPLETION_TOKENS = 16
 
 
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    """A model and the reader that turns requests into its tokens.
-
-    Args:
-        name: What clients call the model.
-        created: Seconds since the epoch, as `/v1/models` reports it.
-        syntax: How it writes replies to messages.
-    """
-
-    name: str
-    reader: PromptReader
-    created: int
-    syntax: ReplySyntax = field(default_factory=ReplySyntax)
-
-    def check_name(self, name: str | None) -> None:
-        """Raise `ApiError` 404 if a request names a model that is not served."""
-        if name is not None and name != self.name:
-            raise ApiError(
-                404, f"the model {name!r} is not served here, but {self.name!r} is", "model_not_found", "model"
-            )
-
-
-def openai_routes(model: ServedModel, rules: JobRules, limits: ServerLimits) -> APIRouter:
+def openai_routes(model: ServedModel, rules: JobRules, orders: OrderMaker) -> APIRouter:
     """Return the routes below `/v1`."""
     router = APIRouter(prefix="/v1")
-    maker = _OrderMaker(model, limits)
 
     @router.get("/models")
     async def list_models() -> dict[str, Any]:
@@ -65,114 +28,26 @@ def openai_routes(model: ServedModel, rules: JobRules, limits: ServerLimits) -> 
 
     @router.post("/completions", response_model=None)
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        tenant = tenant_of(request, body)
-        read = model.reader.read
-        if body.echo:
-            read = partial(model.reader.read_to_echo, has_tokens=body.logprobs is not None)
-        readings = tuple(partial(read, tenant, prompt) for prompt in body.prompts)
-        length = _DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-        order = maker.order(body, tenant, readings, length, body.logprobs)
-        if body.echo and body.logprobs is not None:
-            order = replace(order, plain=replace(order.plain, scores_prompt=True))
-        return _response(rules, order, CompletionFormat, model, body)
+        order = orders.completion(body, tenant_of(request, body))
+        return reply_to(rules, order, CompletionFormat(model.name, _stream_settings(body)), streams=bool(body.stream))
 
     @router.post("/chat/completions", response_model=None)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        tenant = tenant_of(request, body)
-        if body.top_logprobs and not body.logprobs:
-            raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
-        conversation = body.conversation()
-        readings = (partial(model.reader.read_chat, tenant, conversation),)
-        length = body.max_completion_tokens or body.max_tokens
-        order = maker.order(body, tenant, readings, length, (body.top_logprobs or 0) if body.logprobs else None)
-        order = replace(order, reading=_reading(body, conversation, model.syntax, rules.tokenizer))
+        order = orders.chat(body, tenant_of(request, body))
         tells_reasoning = body.include_reasoning is not False
-        return _response(rules, order, partial(ChatFormat, tells_reasoning=tells_reasoning), model, body)
+        form = ChatFormat(model.name, _stream_settings(body), tells_reasoning=tells_reasoning)
+        return reply_to(rules, order, form, streams=bool(body.stream))
 
     return router
 
 
-def tenant_of(request: Request, body: GenerationFields) -> Tenant:
-    """Return the tenant whose prefixes a request may share; `scope["owner"]` was set from its API key."""
-    return Tenant(request.scope.get("owner", ""), body.cache_salt or "")
-
-
-class _OrderMaker:
-    def __init__(self, model: ServedModel, limits: ServerLimits) -> None:
-        self._model = model
-        self._limits = limits
-
-    def order(
-        self,
-        body: GenerationFields,
-        tenant: Tenant,
-        readings: tuple[Callable[[], Prompt], ...],
-        max_tokens: int | None,
-        num_log_probs: int | None,
-    ) -> Order:
-        """Return a request's order.
-
-        Args:
-            max_tokens: None generates as many as fit; 0 computes the prompts and generates nothing.
-
-        Raises:
-            ApiError: If the model is not served, or there are too many choices.
-        """
-        self._model.check_name(body.model)
-        num_choices, num_prompts = body.n or 1, len(readings)
-        if num_choices * num_prompts > self._limits.max_choices:
-            raise bad_request(
-                f"{num_prompts} prompts times n={num_choices} make {num_prompts * num_choices} choices; at most "
-                f"{self._limits.max_choices} are allowed in a request: send fewer, or raise --max-choices",
-                "prompt" if num_choices == 1 else "n",
-            )
-        seed = secrets.randbelow(2**63) if body.seed is None else body.seed
-        top_k = max(body.top_k or 0, 0)
-        plain = GenerationRequest(
-            prompt=(),
-            max_tokens=max_tokens or 1,
-            temperature=1.0 if body.temperature is None else body.temperature,
-            top_k=1 if body.top_p == 0 else top_k,  # top_p 0 takes the most probable token
-            top_p=body.top_p or 0.0,
-            seed=seed,
-            tenant=tenant.name,
-            num_log_probs=num_log_probs,
-            ignores_end=bool(body.ignore_eos),
-        )
-        return Order(tenant, readings, num_choices, plain, max_tokens is None, body.stops, is_empty=max_tokens == 0)
-
-
-def _reading(body: ChatRequest, conversation: Conversation, syntax: ReplySyntax, tokenizer: Any) -> ReplyReading | None:
-    """Return how the replies to messages are read; None if all of their text is content."""
-    calls_tools = bool(conversation.tools) and body.tool_choice != "none" and syntax.tool_calls is not None
-    if not calls_tools and syntax.reasoning is None:
-        return None
-    functions = [tool["function"] for tool in conversation.tools]
-    parameters = {function["name"]: function.get("parameters", {}) for function in functions}
-    return ReplyReading(
-        tokenizer.detokenizer(syntax.special_texts),
-        partial(syntax.parser, parameters=parameters if calls_tools else None),
-        most_calls=1 if body.parallel_tool_calls is False else None,
-    )
-
-
-def _response(
-    rules: JobRules,
-    order: Order,
-    kind: Callable[..., CompletionFormat | ChatFormat],
-    model: ServedModel,
-    body: GenerationFields,
-) -> Response:
-    form = kind(
-        model.name,
+def _stream_settings(body: GenerationFields) -> StreamSettings:
+    return StreamSettings(
         includes_usage=body.includes_usage,
+        tells_usage_always=body.tells_usage_always,
         returns_token_ids=bool(body.return_token_ids),
         request_id=body.request_id,
     )
-    if body.stream:
-        tells_always = body.tells_usage_always
-        return EventStream(rules, order, form, includes_usage=body.includes_usage, tells_usage_always=tells_always)
-    return WholeReply(rules, order, form)
 
 
 def _described(model: ServedModel) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Errors in the format that OpenAI's clients expect."""
+"""Errors in the shapes that OpenAI's and Anthropic's clients expect."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +11,16 @@ _TYPES = {
     500: "server_error",
     501: "server_error",
     503: "server_error",
+}
+
+_MESSAGES = "/v1/messages"
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
 }
 
 
@@ -40,6 +50,13 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         """Return the JSON object."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    def body_for(self, path: str) -> dict[str, Any]:
+        """Return the JSON object for a client of the API that a path belongs to."""
+        if path == _MESSAGES or path.startswith(f"{_MESSAGES}/"):
+            kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+            return {"type": "error", "error": {"type": kind, "message": self.message}}
+        return self.body()
 
     def headers(self) -> dict[str, str]:
         """Return the error's response headers."""

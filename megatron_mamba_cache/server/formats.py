@@ -4,25 +4,57 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..models.tokenizers.token_bytes import REPLACEMENT
 from .chat_messages import ChatDeltas, chat_message
+from .errors import ApiError
 from .job import Choice, Job
 from .reply import Piece, TokenInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A server-sent event; `data` is JSON unless it is text."""
+
+    data: Mapping[str, Any] | str
+    name: str | None = None
 
 
 class Format(Protocol):
     """Encodes a job's replies."""
 
-    def chunk(self, choice: Choice, piece: Piece) -> dict[str, Any]:
-        """Return an event of a stream."""
+    def opening(self, job: Job) -> list[Event]:
+        """Return the first events of a stream."""
 
-    def usage_chunk(self, job: Job) -> dict[str, Any]:
-        """Return the last event of a stream that includes the usage."""
+    def events(self, job: Job, choice: Choice, piece: Piece) -> list[Event]:
+        """Return the events of a piece."""
+
+    def closing(self, job: Job) -> list[Event]:
+        """Return the last events of a stream."""
+
+    def failure(self, error: ApiError) -> Event:
+        """Return the event that ends a stream after an error."""
 
     def body(self, job: Job, pieces: Mapping[int, Sequence[Piece]]) -> dict[str, Any]:
         """Return the whole reply; `pieces` has those of each choice, by its index."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamSettings:
+    """What OpenAI's formats have besides the replies.
+
+    Args:
+        includes_usage: Whether a stream's last chunk has the usage.
+        tells_usage_always: Whether all others have the usage so far.
+        request_id: The end of the reply's id; None generates one.
+    """
+
+    includes_usage: bool = False
+    tells_usage_always: bool = False
+    returns_token_ids: bool = False
+    request_id: str | None = None
 
 
 class _Envelope:
@@ -30,26 +62,41 @@ class _Envelope:
 
     prefix, whole_object, chunk_object = "", "", ""
 
-    def __init__(
-        self, model: str, *, includes_usage: bool, returns_token_ids: bool, request_id: str | None = None
-    ) -> None:
-        name = uuid.uuid4().hex if request_id is None else request_id
+    def __init__(self, model: str, settings: StreamSettings) -> None:
+        name = uuid.uuid4().hex if settings.request_id is None else settings.request_id
         self._common = {"id": f"{self.prefix}-{name}", "created": int(time.time()), "model": model}
-        self._includes_usage = includes_usage
-        self._returns_token_ids = returns_token_ids
+        self._settings = settings
 
-    def usage_chunk(self, job: Job) -> dict[str, Any]:
+    def opening(self, _job: Job) -> list[Event]:
         """See `Format`."""
-        return {**self._common, "object": self.chunk_object, "choices": [], "usage": job.usage().body()}
+        return []
+
+    def events(self, job: Job, choice: Choice, piece: Piece) -> list[Event]:
+        """See `Format`."""
+        chunk = self.chunk(choice, piece)
+        return [Event(chunk | {"usage": job.usage().body()} if self._settings.tells_usage_always else chunk)]
+
+    def closing(self, job: Job) -> list[Event]:
+        """See `Format`."""
+        usage = {**self._common, "object": self.chunk_object, "choices": [], "usage": job.usage().body()}
+        return [*([Event(usage)] if self._settings.includes_usage else []), Event("[DONE]")]
+
+    def failure(self, error: ApiError) -> Event:
+        """See `Format`."""
+        return Event(error.body())
+
+    def chunk(self, choice: Choice, piece: Piece) -> dict[str, Any]:
+        """Return a piece as a stream's chunk."""
+        raise NotImplementedError
 
     def _chunk(self, choice: dict[str, Any], piece: Piece) -> dict[str, Any]:
-        if self._returns_token_ids:
+        if self._settings.returns_token_ids:
             choice["token_ids"] = [] if piece.is_prompt else [token.token_id for token in piece.tokens]
         chunk = {**self._common, "object": self.chunk_object, "choices": [choice]}
-        return chunk | ({"usage": None} if self._includes_usage else {})
+        return chunk | ({"usage": None} if self._settings.includes_usage else {})
 
     def _body(self, job: Job, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        if self._returns_token_ids:
+        if self._settings.returns_token_ids:
             for described, choice in zip(choices, job.choices, strict=True):
                 described["token_ids"] = choice.reply.token_ids
                 described["prompt_token_ids"] = list(job.prompts[choice.prompt_index].token_ids)
@@ -62,7 +109,7 @@ class CompletionFormat(_Envelope):
     prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
     def chunk(self, choice: Choice, piece: Piece) -> dict[str, Any]:
-        """See `Format`."""
+        """See `_Envelope`."""
         described = self._choice(choice, piece.text, piece.tokens, piece.finish_reason)
         return self._chunk(described, piece)
 
@@ -96,13 +143,13 @@ class ChatFormat(_Envelope):
 
     prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, model: str, *, tells_reasoning: bool = True, **settings: Any) -> None:
-        super().__init__(model, **settings)
+    def __init__(self, model: str, settings: StreamSettings, *, tells_reasoning: bool = True) -> None:
+        super().__init__(model, settings)
         self._deltas: dict[int, ChatDeltas] = defaultdict(lambda: ChatDeltas(tells_reasoning=tells_reasoning))
         self._tells_reasoning = tells_reasoning
 
     def chunk(self, choice: Choice, piece: Piece) -> dict[str, Any]:
-        """See `Format`."""
+        """See `_Envelope`."""
         described = {
             "index": choice.index,
             "delta": self._deltas[choice.index].delta(piece.parts),

@@ -117,6 +117,11 @@ class Reply:
         """The text returned so far."""
         return "".join(self._texts)
 
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the reply, if one did."""
+        return self._stops.found
+
     def take(self, progress: Progress) -> Piece:
         """Add a step's progress and return the next piece, which may be empty.
 

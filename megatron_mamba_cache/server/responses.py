@@ -11,11 +11,10 @@ from starlette.types import Message, Receive, Scope, Send
 
 from .errors import ApiError
 from .exchange import Exchange, exchange_of
-from .formats import Format
+from .formats import Event, Format
 from .job import Job, JobRules, Order, job_of
 from .reply import Piece
 
-_DONE = b"data: [DONE]\n\n"
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-store"),
@@ -25,9 +24,9 @@ _STREAM_HEADERS = [
 CLIENT_CLOSED_REQUEST = 499
 
 
-def error_response(error: ApiError) -> JSONResponse:
-    """Return an error in OpenAI's shape."""
-    return JSONResponse(error.body(), error.status, error.headers())
+def error_response(error: ApiError, path: str) -> JSONResponse:
+    """Return an error in the shape of the API that the path belongs to."""
+    return JSONResponse(error.body_for(path), error.status, error.headers())
 
 
 class JobResponse(Response):
@@ -83,43 +82,32 @@ class WholeReply(JobResponse):
 
 
 class EventStream(JobResponse):
-    """Server-sent events, starting once the engine has the job.
-
-    Args:
-        includes_usage: Whether the last event has the usage.
-        tells_usage_always: Whether all others have the usage so far.
-    """
-
-    def __init__(
-        self,
-        rules: JobRules,
-        order: Order,
-        form: Format,
-        *,
-        includes_usage: bool = False,
-        tells_usage_always: bool = False,
-    ) -> None:
-        super().__init__(rules, order, form)
-        self._includes_usage = includes_usage
-        self._tells_usage_always = tells_usage_always
+    """Server-sent events, starting once the engine has the job."""
 
     async def _send(self, job: Job, send: Send, exchange: Exchange) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
         try:
-            async for event in self._events(job):
-                await send({"type": "http.response.body", "body": _encoded(event), "more_body": True})
+            async for events in self._events(job):
+                if events:
+                    body = b"".join(_encoded(event) for event in events)
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
         except ApiError as error:
             exchange.note_error(error)
-            await send({"type": "http.response.body", "body": _encoded(error.body()), "more_body": False})
+            event = _encoded(self._form.failure(error))
+            await send({"type": "http.response.body", "body": event, "more_body": False})
         else:
-            await send({"type": "http.response.body", "body": _DONE, "more_body": False})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _events(self, job: Job) -> AsyncIterator[dict[str, Any]]:
+    async def _events(self, job: Job) -> AsyncIterator[list[Event]]:
+        yield self._form.opening(job)
         async for choice, piece in job.pieces():
-            chunk = self._form.chunk(choice, piece)
-            yield chunk | {"usage": job.usage().body()} if self._tells_usage_always else chunk
-        if self._includes_usage:
-            yield self._form.usage_chunk(job)
+            yield self._form.events(job, choice, piece)
+        yield self._form.closing(job)
+
+
+def reply_to(rules: JobRules, order: Order, form: Format, *, streams: bool) -> Response:
+    """Return the response to an order."""
+    return (EventStream if streams else WholeReply)(rules, order, form)
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, None]) -> bool:
@@ -148,5 +136,9 @@ def _note_usage(job: Job, exchange: Exchange) -> None:
     exchange.completion_tokens, exchange.first_token = usage.completion_tokens, job.times.first_token
 
 
-def _encoded(event: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+def _encoded(event: Event) -> bytes:
+    name = "" if event.name is None else f"event: {event.name}\n"
+    data = (
+        event.data if isinstance(event.data, str) else json.dumps(event.data, ensure_ascii=False, separators=(",", ":"))
+    )
+    return f"{name}data: {data}\n\n".encode()

@@ -8,9 +8,9 @@ from typing import Any
 from fastapi import APIRouter, Request
 from pydantic import BaseModel
 
-from .endpoints import ServedModel
 from .errors import bad_request
 from .fair_threads import FairThreads
+from .orders import ServedModel
 from .schemas import DetokenizeRequest, TokenizeRequest
 from .tenants import Tenant
 

@@ -9,7 +9,7 @@ import pytest
 if TYPE_CHECKING:
     from tests.server.running_server import RunningServer
 
-NEEDED = ("fastapi", "uvicorn", "prometheus_client", "openai", "httpx", "transformers", "schemathesis")
+NEEDED = ("fastapi", "uvicorn", "prometheus_client", "anthropic", "openai", "httpx", "transformers", "schemathesis")
 collect_ignore_glob = ["test_*.py"] if any(importlib.util.find_spec(name) is None for name in NEEDED) else []
 
 

@@ -12,7 +12,7 @@ from megatron_mamba_cache.models.tokenizers.byte_tokenizer import ByteTokenizer
 from megatron_mamba_cache.models.tokenizers.hugging_face_tokenizer import load_tokenizer
 from megatron_mamba_cache.models.tokenizers.token_bytes import token_bytes
 from megatron_mamba_cache.server.backend import GenerationRequest, Progress
-from megatron_mamba_cache.server.formats import ChatFormat, CompletionFormat, _best
+from megatron_mamba_cache.server.formats import ChatFormat, CompletionFormat, StreamSettings, _best
 from megatron_mamba_cache.server.job import Choice
 from megatron_mamba_cache.server.reply import Reply, TokenInfo
 
@@ -24,7 +24,7 @@ REQUEST = GenerationRequest((1,), 100, num_log_probs=1)
 def described(tokenizer: Any, tokens: list[int], kind: Any) -> tuple[str, list[dict[str, Any]]]:
     """Return a reply's text and the log-probs of all its events."""
     choice = Choice(0, 0, REQUEST, Reply(tokenizer))
-    form = kind("m", includes_usage=False, returns_token_ids=False)
+    form = kind("m", StreamSettings())
     events = []
     for index, token in enumerate(tokens):
         end = "length" if index == len(tokens) - 1 else None

@@ -1,87 +1,14 @@
 """Tools and reasoning over HTTP: a model's text becomes calls, and its own tokens when the next turn brings it back."""
 
 import json
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
-from megatron_mamba_cache.server.backend import Progress
-from tests.server.agent_tokenizers import DROPS_REASONING, TEMPLATES, agent_tokenizer
-from tests.server.front_end import FrontEnd, front_end, wait_until
-
-TOOL: Any = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "The weather of a city",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
-    },
-}
-ASKED: list[Any] = [{"role": "user", "content": "Weather?"}]
-WRITTEN = {  # as no template would write them
-    "hermes": '<tool_call>{"name":"get_weather","arguments":{"days":3,  "city":"%s"}}</tool_call>',
-    "qwen3_coder": (
-        "<tool_call><function=get_weather><parameter=city>%s</parameter>\n\n<parameter=days>3</parameter></function>"
-    ),
-    "nemotron_nano_v2": '<TOOLCALL>\n[{"name":"get_weather","arguments":{"city":"%s","days":3}}]\n</TOOLCALL>',
-}
-
-
-class Agent:
-    """A client of a front end whose model says what a test tells it to, a few characters a token."""
-
-    def __init__(self, server: FrontEnd, tokenizer: Any) -> None:
-        self.server = server
-        self.tokenizer = tokenizer
-        self.client = openai.OpenAI(base_url=f"{server.listening.url}/v1", api_key="none", max_retries=0)
-
-    def ask(self, reply: str, **fields: Any) -> Any:
-        """Return the message of a whole reply and why it ended."""
-        chat = self._answered(reply, **fields)
-        return chat.choices[0]
-
-    def ask_streamed(self, reply: str, **fields: Any) -> tuple[list[Any], str | None]:
-        """Return the deltas of a streamed reply and why it ended."""
-        chunks = self._answered(reply, stream=True, **fields)
-        return [chunk.choices[0].delta for chunk in chunks], chunks[-1].choices[0].finish_reason
-
-    def prompts(self) -> list[tuple[int, ...]]:
-        """Return the tokens of all prompts so far."""
-        return [request.prompt for request in self.server.backend.asked]
-
-    def tokens(self, text: str) -> list[int]:
-        """Return tokens of a text that the tokenizer would not give: one for each byte."""
-        return [token for character in text for token in self.tokenizer.tokenize(character)]
-
-    def _answered(self, reply: str, *, end: str = "stop", **fields: Any) -> Any:
-        running = self.server.backend.running
-        answer = threading.Thread(target=self._deliver, args=(reply, end))
-        answer.start()
-        settings: Any = {"model": "scripted", "messages": ASKED, "tools": [TOOL]} | fields
-        found = self.client.chat.completions.create(**settings)
-        found = list(found) if settings.get("stream") else found
-        answer.join()
-        assert not running
-        return found
-
-    def _deliver(self, reply: str, end: str) -> None:
-        wait_until(lambda: self.server.backend.running)
-        for token in self.tokens(reply):
-            if self.server.backend.running:
-                self.server.backend.deliver(Progress(tokens=(token,)))
-        self.server.backend.deliver(Progress(end=end))  # type: ignore[arg-type]
-
-
-@contextmanager
-def agent_of(folder: Path, template: str) -> Iterator[Agent]:
-    tokenizer = agent_tokenizer(folder, template)
-    with front_end(keys=(), tokenizer=tokenizer) as server:
-        yield Agent(server, tokenizer)
+from tests.server.scripted_agent import ASKED, DROPS_REASONING, TEMPLATES, WRITTEN, Agent, agent_of
 
 
 @pytest.fixture(scope="module")
@@ -186,8 +113,8 @@ def test_a_call_that_is_cut_off_is_told_by_the_finish_reason(agents: dict[str, A
 
 def test_reasoning_can_be_left_out_and_is_counted(agents: dict[str, Agent]) -> None:
     reply = "<think>\nHm, well.\n</think>\n\nYes."
-    told = agents["hermes"]._answered(reply)
-    hidden = agents["hermes"]._answered(reply, extra_body={"include_reasoning": False})
+    told = agents["hermes"].answered(reply)
+    hidden = agents["hermes"].answered(reply, extra_body={"include_reasoning": False})
     assert told.choices[0].message.reasoning_content == "Hm, well." and told.choices[0].message.content == "Yes."
     assert not hasattr(hidden.choices[0].message, "reasoning_content") and hidden.choices[0].message.content == "Yes."
     assert told.usage.completion_tokens_details.reasoning_tokens > 5

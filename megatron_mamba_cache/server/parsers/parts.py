@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
+from itertools import groupby
 
 from .text_feed import TextFeed
 
@@ -117,14 +118,11 @@ def plain_text(feed: TextFeed) -> Parsing:
 def merged(parts: Iterable[Part]) -> list[Part]:
     """Return parts with neighbouring pieces of one kind joined, and without empty ones."""
     found: list[Part] = []
-    for part in parts:
-        last = found[-1] if found else None
-        if isinstance(part, CallBegin | CallEnd):
-            found.append(part)
-        elif part.text and last is not None and type(last) is type(part) and not isinstance(last, CallBegin | CallEnd):
-            found[-1] = type(part)(last.text + part.text)
-        elif part.text:
-            found.append(part)
+    for kind, group in groupby(parts, type):
+        if kind in (CallBegin, CallEnd):
+            found += group
+        elif text := "".join(part.text for part in group):  # type: ignore[union-attr]
+            found.append(kind(text))
     return found
 
 

@@ -1,0 +1,1 @@
+"""Anthropic's messages API, in terms of chat completions."""

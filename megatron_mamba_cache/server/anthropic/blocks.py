@@ -1,0 +1,81 @@
+"""Schemas of the content blocks of messages."""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, Field
+from pydantic_core import PydanticCustomError
+
+from ..field_types import Flag, Name, Text
+from ..unsupported import REFUSED
+
+_MOST_BLOCKS = 4096
+
+
+class TextBlock(BaseModel):
+    """Text."""
+
+    type: Literal["text"] = "text"
+    text: Text
+
+
+class ThinkingBlock(BaseModel):
+    """Reasoning of an earlier reply; its signature is not looked at."""
+
+    type: Literal["thinking"]
+    thinking: Text
+
+
+class RedactedThinkingBlock(BaseModel):
+    """Reasoning that only Anthropic can read; it is left out."""
+
+    type: Literal["redacted_thinking"]
+
+
+class ToolUseBlock(BaseModel):
+    """A call of a tool."""
+
+    type: Literal["tool_use"]
+    id: Name
+    name: Name
+    input: dict[str, Any]
+
+
+class ToolResultBlock(BaseModel):
+    """The result of a call."""
+
+    type: Literal["tool_result"]
+    tool_use_id: Name
+    content: Text | Annotated[list["TextOnly"], Field(fail_fast=True, max_length=_MOST_BLOCKS)] | None = None
+    is_error: Flag | None = None
+
+
+def _only(*kinds: str) -> BeforeValidator:
+    def check(block: Any) -> Any:
+        kind = block.get("type") if isinstance(block, Mapping) else None
+        if isinstance(kind, str) and kind not in kinds:
+            sentence = f"a block of type {kind!r:.50} is not supported by this server here; send {' or '.join(kinds)}"
+            raise PydanticCustomError(REFUSED, "{sentence}", {"field": "type", "sentence": sentence})
+        return block
+
+    return BeforeValidator(check)
+
+
+TextOnly = Annotated[TextBlock, _only("text")]
+Block = Annotated[
+    Annotated[
+        TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock,
+        Field(discriminator="type"),
+    ],
+    _only("text", "thinking", "redacted_thinking", "tool_use", "tool_result"),
+]
+Blocks = Annotated[list[Block], Field(fail_fast=True, max_length=_MOST_BLOCKS)]
+Texts = Annotated[list[TextOnly], Field(fail_fast=True, max_length=_MOST_BLOCKS)]
+ToolResultBlock.model_rebuild()
+
+
+def joined(content: str | Sequence[Any] | None) -> str:
+    """Return the text of content, its text blocks with an empty line between."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n\n".join(block.text for block in content if isinstance(block, TextBlock))

@@ -1,0 +1,156 @@
+"""Replies as messages of Anthropic's API: blocks, whole and in events."""
+
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..conversation import arguments_value
+from ..errors import ApiError
+from ..formats import Event
+from ..job import Choice, Job
+from ..parsers.parts import CallArguments, CallBegin, CallEnd, Content, Part, Reasoning, merged
+from ..reply import Piece
+
+_PATH = "/v1/messages"
+
+
+class MessagesFormat:
+    """`/v1/messages`; see `Format`. A job has one choice."""
+
+    def __init__(self, model: str) -> None:
+        self._common = {"id": f"msg_{uuid.uuid4().hex[:24]}", "type": "message", "role": "assistant", "model": model}
+        self._blocks = _BlockEvents()
+        self._has_started = False
+
+    def opening(self, _job: Job) -> list[Event]:
+        """See `Format`; a message starts with its first piece, when the cached tokens are known."""
+        return []
+
+    def events(self, job: Job, _choice: Choice, piece: Piece) -> list[Event]:
+        """See `Format`."""
+        return [*self._start(job), *(event for part in piece.parts for event in self._blocks.of(part))]
+
+    def closing(self, job: Job) -> list[Event]:
+        """See `Format`."""
+        delta = _event("message_delta", delta=_end(job), usage=_usage(job))
+        return [*self._start(job), *self._blocks.end(), delta, _event("message_stop")]
+
+    def failure(self, error: ApiError) -> Event:
+        """See `Format`."""
+        return Event(error.body_for(_PATH), "error")
+
+    def body(self, job: Job, _pieces: Mapping[int, Sequence[Piece]]) -> dict[str, Any]:
+        """See `Format`."""
+        (choice,) = job.choices
+        return {**self._common, "content": _content(merged(choice.reply.parts)), **_end(job), "usage": _usage(job)}
+
+    def _start(self, job: Job) -> list[Event]:
+        if self._has_started:
+            return []
+        self._has_started = True
+        message: dict[str, Any] = {
+            **self._common,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": _usage(job),
+        }
+        return [_event("message_start", message=message)]
+
+
+class _BlockEvents:
+    """The events of one reply's blocks."""
+
+    def __init__(self) -> None:
+        self._index = -1
+        self._kind: type[Part] | None = None  # of the part that the open block takes
+
+    def of(self, part: Part) -> list[Event]:
+        """Return the events of a part."""
+        match part:
+            case CallBegin(name):
+                block = {"type": "tool_use", "id": _call_id(), "name": name, "input": {}}
+                return [*self._begin(CallArguments, block)]
+            case CallEnd():
+                return self.end()
+            case CallArguments(text):
+                return [self._delta(type="input_json_delta", partial_json=text)]
+            case Reasoning(text):
+                opened = [] if self._kind is Reasoning else self._begin(Reasoning, _thinking(""))
+                return [*opened, self._delta(type="thinking_delta", thinking=text)]
+            case Content(text):
+                opened = [] if self._kind is Content else self._begin(Content, {"type": "text", "text": ""})
+                return [*opened, self._delta(type="text_delta", text=text)]
+
+    def end(self) -> list[Event]:
+        """Return the events that end the open block, if there is one."""
+        if self._kind is None:
+            return []
+        signed = [self._delta(type="signature_delta", signature="")] if self._kind is Reasoning else []
+        self._kind = None
+        return [*signed, _event("content_block_stop", index=self._index)]
+
+    def _begin(self, kind: type[Part], block: dict[str, Any]) -> list[Event]:
+        ended = self.end()
+        self._index += 1
+        self._kind = kind
+        return [*ended, _event("content_block_start", index=self._index, content_block=block)]
+
+    def _delta(self, **delta: str) -> Event:
+        return _event("content_block_delta", index=self._index, delta=delta)
+
+
+def _event(kind: str, **fields: Any) -> Event:
+    return Event({"type": kind, **fields}, kind)
+
+
+def _content(parts: Sequence[Part]) -> list[dict[str, Any]]:
+    """Return a reply's blocks."""
+    blocks: list[dict[str, Any]] = []
+    for part in parts:
+        match part:
+            case Content(text):
+                blocks.append({"type": "text", "text": text})
+            case Reasoning(text):
+                blocks.append(_thinking(text))
+            case CallBegin(name):
+                blocks.append({"type": "tool_use", "id": _call_id(), "name": name, "input": ""})
+            case CallArguments(text):
+                blocks[-1]["input"] += text
+    for block in blocks:
+        if block["type"] == "tool_use":
+            block["input"] = _input(block["input"])
+    return blocks
+
+
+def _input(arguments: str) -> dict[str, Any]:
+    """Return a call's input; what is not a JSON object is its only entry, so that the tool can say so."""
+    value = arguments_value(arguments)
+    return value if isinstance(value, dict) else {"malformed_input": value}
+
+
+def _thinking(text: str) -> dict[str, Any]:
+    return {"type": "thinking", "thinking": text, "signature": ""}
+
+
+def _call_id() -> str:
+    return f"toolu_{uuid.uuid4().hex[:24]}"
+
+
+def _end(job: Job) -> dict[str, Any]:
+    """Return why the reply ended."""
+    reply = job.choices[0].reply
+    stop = reply.stop_string
+    reason = {"length": "max_tokens", "tool_calls": "tool_use"}.get(reply.finish_reason or "", "end_turn")
+    return {"stop_reason": "stop_sequence" if stop is not None else reason, "stop_sequence": stop}
+
+
+def _usage(job: Job) -> dict[str, int]:
+    """Return the usage in Anthropic's terms, where input tokens are those that were not cached."""
+    usage = job.usage()
+    return {
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+        "cache_read_input_tokens": usage.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": usage.completion_tokens,
+    }

@@ -1,0 +1,169 @@
+"""Schemas of the requests of the messages API, and what they are as chat completions."""
+
+import json
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+from ..field_types import INT32_MAX, Flag, Int, Name, Number, PartlySupported, Stops, Text
+from ..schemas import ChatRequest
+from ..tool_schemas import FunctionName
+from ..unsupported import REFUSED, Table, Unsupported
+from .blocks import Blocks, TextBlock, Texts, ThinkingBlock, ToolResultBlock, ToolUseBlock, joined
+
+_KEEPS_ALL = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+_UNSUPPORTED: Table = {
+    "container": Unsupported(),
+    "context_management": Unsupported(({}, {"edits": []}, _KEEPS_ALL), "leave it out"),
+    "mcp_servers": Unsupported(([],)),
+    "output_format": Unsupported(),
+}
+_OUTPUT_UNSUPPORTED: Table = {"format": Unsupported()}
+
+
+class Turn(BaseModel):
+    """A message of the user or of the model."""
+
+    role: Literal["user", "assistant"]
+    content: Text | Blocks
+
+
+def _custom_only(kind: str | None) -> str | None:
+    if kind not in (None, "custom"):
+        sentence = f"a tool of type {kind!r:.50} is not supported by this server; send tools with an input_schema"
+        raise PydanticCustomError(REFUSED, "{sentence}", {"sentence": sentence})
+    return kind
+
+
+class MessagesTool(BaseModel):
+    """A tool; `input_schema` is a JSON schema."""
+
+    type: Annotated[Text | None, AfterValidator(_custom_only)] = None
+    name: FunctionName
+    description: Text | None = None
+    input_schema: dict[str, Any]
+
+    def as_function(self) -> dict[str, Any]:
+        """Return the tool as chat completions have it."""
+        described = {} if self.description is None else {"description": self.description}
+        return {"type": "function", "function": {"name": self.name, **described, "parameters": self.input_schema}}
+
+
+def _unforced(kind: str) -> str:
+    if kind in ("any", "tool"):
+        sentence = "a call cannot be forced by this server; send auto, or leave it out"
+        raise PydanticCustomError(REFUSED, "{sentence}", {"sentence": sentence})
+    return kind
+
+
+class MessagesToolChoice(BaseModel):
+    """Whether tools may be called."""
+
+    type: Annotated[Literal["auto", "any", "tool", "none"], AfterValidator(_unforced)]
+    disable_parallel_tool_use: Flag | None = None
+
+
+class Thinking(BaseModel):
+    """Whether the model reasons first; templates read it as `enable_thinking`. A budget has no effect."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Int | None = None
+
+
+class OutputConfig(PartlySupported):
+    """How hard the model tries; templates read it as `reasoning_effort`."""
+
+    unsupported = _OUTPUT_UNSUPPORTED
+
+    effort: Name | None = None
+
+
+class CountTokensRequest(PartlySupported):
+    """A request of `/v1/messages/count_tokens`."""
+
+    model_config = ConfigDict(extra="forbid", regex_engine="rust-regex")
+    unsupported = _UNSUPPORTED
+
+    model: Name | None = None
+    messages: Annotated[list[Turn], Field(fail_fast=True, min_length=1, max_length=4096)]
+    system: Text | Texts | None = None
+    tools: Annotated[list[MessagesTool], Field(fail_fast=True, max_length=1024)] | None = None
+    tool_choice: MessagesToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    cache_control: dict[str, Any] | None = None
+
+    def as_chat(self) -> ChatRequest:
+        """Return the same request of chat completions."""
+        return ChatRequest.model_validate(self._chat_fields())
+
+    def _chat_fields(self) -> dict[str, Any]:
+        choice, thinking = self.tool_choice, self.thinking
+        thinks = None if thinking is None or thinking.type == "adaptive" else thinking.type == "enabled"
+        return {
+            "model": self.model,
+            "messages": list(self._messages()),
+            "tools": [tool.as_function() for tool in self.tools or ()] or None,
+            "tool_choice": None if choice is None else choice.type,
+            "parallel_tool_calls": None if choice is None else not choice.disable_parallel_tool_use,
+            "chat_template_kwargs": None if thinks is None else {"enable_thinking": thinks},
+            "reasoning_effort": None if self.output_config is None else self.output_config.effort,
+        }
+
+    def _messages(self) -> Iterator[dict[str, Any]]:
+        if self.system:
+            yield {"role": "system", "content": joined(self.system)}
+        for turn in self.messages:
+            blocks = [TextBlock(text=turn.content)] if isinstance(turn.content, str) else turn.content
+            yield from _replied(blocks) if turn.role == "assistant" else _told(blocks)
+
+
+class MessagesRequest(CountTokensRequest):
+    """A request of `/v1/messages`."""
+
+    max_tokens: Annotated[Int, Field(ge=1, le=INT32_MAX)]
+    stop_sequences: Stops | None = None
+    stream: Flag | None = None
+    temperature: Annotated[Number, Field(ge=0, le=1)] | None = None
+    top_p: Annotated[Number, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[Int, Field(ge=0, le=INT32_MAX)] | None = None
+    # Accepted, without effect.
+    metadata: dict[str, Any] | None = None
+    service_tier: Name | None = None
+    inference_geo: Name | None = None
+
+    def _chat_fields(self) -> dict[str, Any]:
+        return super()._chat_fields() | {
+            "max_tokens": self.max_tokens,
+            "stop": self.stop_sequences or None,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+        }
+
+
+def _told(blocks: list[Any]) -> Iterator[dict[str, Any]]:
+    """Yield a user's blocks as messages: results of calls, and the text between them."""
+    texts: list[Any] = []
+    for block in [*blocks, None]:
+        if isinstance(block, TextBlock):
+            texts.append(block)
+            continue
+        if texts:
+            yield {"role": "user", "content": joined(texts)}
+            texts = []
+        if isinstance(block, ToolResultBlock):
+            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": joined(block.content)}
+
+
+def _replied(blocks: list[Any]) -> Iterator[dict[str, Any]]:
+    """Yield a reply's blocks as one message."""
+    calls = [
+        {"id": block.id, "function": {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}}
+        for block in blocks
+        if isinstance(block, ToolUseBlock)
+    ]
+    reasoning = "\n\n".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
+    yield {"role": "assistant", "content": joined(blocks), "reasoning_content": reasoning or None, "tool_calls": calls}

@@ -1,0 +1,135 @@
+"""Orders: what the requests of each route ask of the model, in one form."""
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from fastapi import Request
+
+from .backend import GenerationRequest
+from .conversation import Conversation
+from .errors import ApiError, bad_request
+from .job import Order
+from .limits import ServerLimits
+from .parsers.families import ReplySyntax
+from .prompts import Prompt, PromptReader
+from .reply import ReplyReading
+from .schemas import ChatRequest, CompletionRequest, GenerationFields
+from .tenants import Tenant
+
+_DEFAULT_COMPLETION_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model and the reader that turns requests into its tokens.
+
+    Args:
+        name: What clients call the model.
+        created: Seconds since the epoch, as `/v1/models` reports it.
+        syntax: How it writes replies to messages.
+    """
+
+    name: str
+    reader: PromptReader
+    created: int
+    syntax: ReplySyntax = field(default_factory=ReplySyntax)
+
+    def check_name(self, name: str | None) -> None:
+        """Raise `ApiError` 404 if a request names a model that is not served."""
+        if name is not None and name != self.name:
+            raise ApiError(
+                404, f"the model {name!r} is not served here, but {self.name!r} is", "model_not_found", "model"
+            )
+
+
+def tenant_of(request: Request, body: GenerationFields) -> Tenant:
+    """Return the tenant whose prefixes a request may share; `scope["owner"]` was set from its API key."""
+    return Tenant(request.scope.get("owner", ""), body.cache_salt or "")
+
+
+class OrderMaker:
+    """Makes orders for one model.
+
+    Raises:
+        ApiError: From each method: if the model is not served, or there are too many choices.
+    """
+
+    def __init__(self, model: ServedModel, limits: ServerLimits, tokenizer: Any) -> None:
+        self._model = model
+        self._limits = limits
+        self._tokenizer = tokenizer
+
+    def completion(self, body: CompletionRequest, tenant: Tenant) -> Order:
+        """Return the order of a request of `/v1/completions`."""
+        read = self._model.reader.read
+        if body.echo:
+            read = partial(self._model.reader.read_to_echo, has_tokens=body.logprobs is not None)
+        readings = tuple(partial(read, tenant, prompt) for prompt in body.prompts)
+        length = _DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+        order = self._order(body, tenant, readings, length, body.logprobs)
+        if body.echo and body.logprobs is not None:
+            return replace(order, plain=replace(order.plain, scores_prompt=True))
+        return order
+
+    def chat(self, body: ChatRequest, tenant: Tenant) -> Order:
+        """Return the order of a request of `/v1/chat/completions`, or of another route in its terms."""
+        if body.top_logprobs and not body.logprobs:
+            raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
+        conversation = body.conversation()
+        readings = (partial(self._model.reader.read_chat, tenant, conversation),)
+        length = body.max_completion_tokens or body.max_tokens
+        order = self._order(body, tenant, readings, length, (body.top_logprobs or 0) if body.logprobs else None)
+        return replace(order, reading=self._reading(body, conversation))
+
+    def _order(
+        self,
+        body: GenerationFields,
+        tenant: Tenant,
+        readings: tuple[Callable[[], Prompt], ...],
+        max_tokens: int | None,
+        num_log_probs: int | None,
+    ) -> Order:
+        """Return a request's order.
+
+        Args:
+            max_tokens: None generates as many as fit; 0 computes the prompts and generates nothing.
+        """
+        self._model.check_name(body.model)
+        num_choices, num_prompts = body.n or 1, len(readings)
+        if num_choices * num_prompts > self._limits.max_choices:
+            raise bad_request(
+                f"{num_prompts} prompts times n={num_choices} make {num_prompts * num_choices} choices; at most "
+                f"{self._limits.max_choices} are allowed in a request: send fewer, or raise --max-choices",
+                "prompt" if num_choices == 1 else "n",
+            )
+        seed = secrets.randbelow(2**63) if body.seed is None else body.seed
+        top_k = max(body.top_k or 0, 0)
+        plain = GenerationRequest(
+            prompt=(),
+            max_tokens=max_tokens or 1,
+            temperature=1.0 if body.temperature is None else body.temperature,
+            top_k=1 if body.top_p == 0 else top_k,  # top_p 0 takes the most probable token
+            top_p=body.top_p or 0.0,
+            seed=seed,
+            tenant=tenant.name,
+            num_log_probs=num_log_probs,
+            ignores_end=bool(body.ignore_eos),
+        )
+        return Order(tenant, readings, num_choices, plain, max_tokens is None, body.stops, is_empty=max_tokens == 0)
+
+    def _reading(self, body: ChatRequest, conversation: Conversation) -> ReplyReading | None:
+        """Return how the replies to messages are read; None if all of their text is content."""
+        syntax = self._model.syntax
+        calls_tools = bool(conversation.tools) and body.tool_choice != "none" and syntax.tool_calls is not None
+        if not calls_tools and syntax.reasoning is None:
+            return None
+        functions = [tool["function"] for tool in conversation.tools]
+        parameters = {function["name"]: function.get("parameters", {}) for function in functions}
+        return ReplyReading(
+            self._tokenizer.detokenizer(syntax.special_texts),
+            partial(syntax.parser, parameters=parameters if calls_tools else None),
+            most_calls=1 if body.parallel_tool_calls is False else None,
+        )

@@ -1,0 +1,182 @@
+"""Anthropic's messages API, by Anthropic's client: blocks, streams, tools, thinking, usage, and what is refused."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import httpx
+import pytest
+
+from tests.server.front_end import RED
+from tests.server.running_server import MODEL, RunningServer
+from tests.server.scripted_agent import TEMPLATES, TOOL, WRITTEN, Agent, agent_of
+
+FUNCTION = TOOL["function"]
+TOOLS: Any = [
+    {
+        "name": FUNCTION["name"],
+        "description": FUNCTION["description"],
+        "input_schema": FUNCTION["parameters"],
+        "cache_control": {"type": "ephemeral"},
+    }
+]
+ASKED: list[Any] = [{"role": "user", "content": "Weather?"}]
+REPLY = "<think>\nHm.\n</think>\n\nI look.\n" + WRITTEN["hermes"] % "Oslo"
+
+
+@pytest.fixture(scope="module")
+def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agent]:
+    with agent_of(tmp_path_factory.mktemp("agent") / "hermes", TEMPLATES["hermes"]) as found:
+        yield found
+
+
+@pytest.fixture
+def client(agent: Agent) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=agent.server.listening.url, api_key="none", max_retries=0)
+
+
+def asked(agent: Agent, client: anthropic.Anthropic, reply: str, end: str = "stop", **fields: Any) -> Any:
+    """Return the message of a whole reply."""
+    settings: Any = {"model": "scripted", "max_tokens": 100, "messages": ASKED, "tools": TOOLS} | fields
+    with agent.saying(reply, end):
+        return client.messages.create(**settings)
+
+
+def test_a_reply_has_a_block_for_each_of_its_parts(agent: Agent, client: anthropic.Anthropic) -> None:
+    message = asked(agent, client, REPLY)
+    thinking, text, call = message.content
+    assert (thinking.type, thinking.thinking) == ("thinking", "Hm.") and (text.type, text.text) == ("text", "I look.")
+    assert (call.type, call.name, call.input) == ("tool_use", "get_weather", {"city": "Oslo", "days": 3})
+    assert (message.stop_reason, message.stop_sequence, message.role) == ("tool_use", None, "assistant")
+    assert message.usage.input_tokens == len(agent.prompts()[-1]) and message.usage.cache_read_input_tokens == 0
+
+
+def test_a_streamed_reply_is_the_whole_one(agent: Agent, client: anthropic.Anthropic) -> None:
+    whole = asked(agent, client, REPLY)
+    with (
+        agent.saying(REPLY),
+        client.messages.stream(model="scripted", max_tokens=100, messages=ASKED, tools=TOOLS) as stream,
+    ):
+        events = [event.type for event in stream]
+        streamed = stream.get_final_message()
+    kinds = {"id"}
+    assert [block.model_dump(exclude=kinds) for block in streamed.content] == [
+        block.model_dump(exclude=kinds) for block in whole.content
+    ]
+    assert (streamed.stop_reason, streamed.usage.output_tokens) == (whole.stop_reason, whole.usage.output_tokens)
+    assert events[0] == "message_start" and events[-1] == "message_stop" and events.count("input_json") > 10
+
+
+@pytest.mark.parametrize("thinks", [False, True])
+def test_each_turn_begins_with_the_tokens_of_all_turns_before(
+    agent: Agent, client: anthropic.Anthropic, thinks: bool
+) -> None:
+    messages = [{"role": "user", "content": f"Thinking {thinks}."}]
+    for number in range(5):
+        reply = "<think>\nHm.\n</think>\n\n" * thinks + WRITTEN["hermes"] % f"city {number}"
+        message = asked(agent, client, reply, messages=messages, system=[{"type": "text", "text": "Be brief."}])
+        result = {"type": "tool_result", "tool_use_id": message.content[-1].id, "content": f"{number} degrees"}
+        messages += [
+            {"role": "assistant", "content": [block.model_dump() for block in message.content]},
+            {"role": "user", "content": [result, {"type": "text", "text": "And?"}]},
+        ]
+        exact = [*agent.prompts()[-1], *agent.tokens(reply)]
+        asked(agent, client, "Done.", messages=messages, system="Be brief.")
+        assert list(agent.prompts()[-1][: len(exact)]) == exact
+    text = agent.tokenizer.detokenize(agent.prompts()[-1])
+    assert text.index("Be brief.") < text.index("Thinking") and text.endswith(
+        "<|im_start|>tool\n4 degrees<|im_end|>\n<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_a_reply_says_why_it_ended(agent: Agent, client: anthropic.Anthropic) -> None:
+    assert asked(agent, client, "Yes.").stop_reason == "end_turn"
+    assert asked(agent, client, "Yes.", end="length").stop_reason == "max_tokens"
+    stopped = asked(agent, client, "Yes. No.", stop_sequences=[" N"])
+    assert (stopped.stop_reason, stopped.stop_sequence, stopped.content[0].text) == ("stop_sequence", " N", "Yes.")
+    cut = asked(agent, client, '<tool_call>{"name": "get_weather", "arguments": {"city": "Os', end="length")
+    assert cut.stop_reason == "max_tokens" and cut.content[0].input == {"malformed_input": '{"city": "Os'}
+    assert asked(agent, client, "").content == []
+
+
+def test_one_call_ends_a_reply_without_parallel_calls(agent: Agent, client: anthropic.Anthropic) -> None:
+    reply = WRITTEN["hermes"] % "Oslo" * 2
+    assert len(asked(agent, client, reply).content) == 2
+    choice: Any = {"type": "auto", "disable_parallel_tool_use": True}
+    assert len(asked(agent, client, reply, tool_choice=choice).content) == 1
+    assert asked(agent, client, reply, tool_choice={"type": "none"}).content[0].text == reply
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"tool_choice": {"type": "any"}}, "tool_choice.type: a call cannot be forced by this server"),
+    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "a tool of type 'web_search_20250305' is not"),
+    ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "a block of type 'image' is not supported"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "text: Field required"),
+    ({"system": [{"type": "image"}]}, "a block of type 'image' is not supported"),
+    ({"mcp_servers": [{"url": "x"}]}, "`mcp_servers` is not supported by this server; leave it out"),
+    ({"context_management": {"edits": [{"type": "x"}]}}, "`context_management` is not supported by this server"),
+    ({"output_config": {"format": {"type": "json_schema"}}}, "`format` is not supported by this server"),
+    ({"max_tokens": 0}, "max_tokens: "),
+    ({"model": "another"}, "the model 'another' is not served here"),
+    ({"temprature": 1}, "`temprature` is not a known field; leave it out"),
+]
+
+
+@pytest.mark.parametrize(("fields", "words"), REFUSED)
+def test_what_cannot_be_honoured_is_refused(
+    agent: Agent, client: anthropic.Anthropic, fields: dict[str, Any], words: str
+) -> None:
+    body = {"model": "scripted", "max_tokens": 5, "messages": ASKED} | fields
+    for path in ("/v1/messages", "/v1/messages/count_tokens"):
+        if path.endswith("tokens") and set(fields) <= {"max_tokens", "temprature"}:
+            continue
+        sent = {name: value for name, value in body.items() if name != "max_tokens" or path == "/v1/messages"}
+        with pytest.raises((anthropic.BadRequestError, anthropic.NotFoundError)) as found:
+            client.post(path, body=sent, cast_to=dict[str, Any])
+        error = found.value.response.json()
+        kind = "not_found_error" if "model" in fields else "invalid_request_error"
+        assert error["type"] == "error" and error["error"]["type"] == kind and words in error["error"]["message"], error
+
+
+def test_what_asks_for_nothing_passes(agent: Agent, client: anthropic.Anthropic) -> None:
+    thinking: Any = {"type": "enabled", "budget_tokens": 1024}
+    extra = {
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "output_config": {"effort": "high"},
+        "cache_control": {"type": "ephemeral"},
+        "mcp_servers": [],
+    }
+    message = asked(agent, client, "Yes.", thinking=thinking, metadata={"user_id": "a"}, extra_body=extra)
+    assert message.content[0].text == "Yes."
+
+
+def test_tokens_are_counted_as_a_message_has_them(agent: Agent, client: anthropic.Anthropic) -> None:
+    asked(agent, client, "Yes.", system="Be brief.")
+    counted = client.messages.count_tokens(model="scripted", messages=ASKED, tools=TOOLS, system="Be brief.")
+    assert counted.input_tokens == len(agent.prompts()[-1])
+
+
+def test_errors_in_a_stream_are_events(agent: Agent, client: anthropic.Anthropic) -> None:
+    with agent.saying("Ye", end="error"), pytest.raises(anthropic.APIStatusError) as found:
+        list(client.messages.create(model="scripted", max_tokens=5, messages=ASKED, stream=True))
+    assert found.value.body["error"]["type"] == "api_error"  # type: ignore[index]
+
+
+def test_a_conversation_of_the_shipped_model_hits_and_keys_are_asked_for(server: RunningServer) -> None:
+    """The prompt is that of chat completions; the next turn skips all but its last blocks."""
+    client = anthropic.Anthropic(base_url=server.url, api_key=RED, max_retries=0)
+    messages: list[Any] = [{"role": "user", "content": "import os\n" * 60}]
+    greedy: Any = {"model": MODEL, "max_tokens": 80, "extra_body": {"top_k": 1}}
+    first = client.messages.create(messages=messages, **greedy)
+    text = first.content[0].text
+    with server.client() as http:
+        body = {"messages": messages, "max_tokens": 80, "top_k": 1}
+        assert http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]["content"] == text
+    messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "\n\ndef a"}]
+    usage = client.messages.create(messages=messages, **greedy).usage
+    total = usage.input_tokens + usage.cache_read_input_tokens
+    assert usage.cache_read_input_tokens >= first.usage.input_tokens + 80 - 64 and usage.input_tokens < 2 * 64 < total
+    reply = httpx.post(f"{server.url}/v1/messages", headers={"x-api-key": "wrong"}, json={}, timeout=60)
+    assert reply.status_code == 401 and reply.json()["error"]["type"] == "authentication_error"
+    assert json.loads(reply.text)["type"] == "error"
