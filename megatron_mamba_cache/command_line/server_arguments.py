@@ -95,6 +95,13 @@ def _add_limits(parser: ArgumentParser) -> None:
         metavar="M",
         help="MiB for each API key's exact tokens of earlier turns (default: 16; 0 is off)",
     )
+    limits.add_argument(
+        "--responses-mb",
+        type=float,
+        default=16.0,
+        metavar="M",
+        help="MiB for each API key's latest /v1/responses (default: 16; 0 is off)",
+    )
 
 
 def check_server_arguments(arguments: Namespace) -> None:
@@ -108,7 +115,7 @@ def check_server_arguments(arguments: Namespace) -> None:
         raise UsageError(f"--max-running-requests is {running}; it must be at least 1")
     for origin in arguments.cors_origin:
         _check_origin(origin)
-    for name in ("max_body_mb", "transcript_mb"):
+    for name in ("max_body_mb", "transcript_mb", "responses_mb"):
         if not 0 <= getattr(arguments, name) < 2**20:
             flag = "--" + name.replace("_", "-")
             raise UsageError(f"{flag} is {getattr(arguments, name)}; it must be from 0 to below {2**20}")

@@ -183,6 +183,7 @@ def _limits_of(arguments: Namespace, max_running: int) -> ServerLimits:
             max_buffered_bytes=max(16 * max_body, ServerLimits().max_buffered_bytes),
             drain_s=arguments.drain_seconds,
             transcript_bytes=int(arguments.transcript_mb * _MIB),
+            response_bytes=int(arguments.responses_mb * _MIB),
         )
     except ValueError as error:
         raise UsageError(str(error)) from error

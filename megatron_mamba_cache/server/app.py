@@ -11,6 +11,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
@@ -36,6 +37,8 @@ from .parsers.families import ReplySyntax
 from .prompts import Prompt, PromptReader
 from .reply import Reply
 from .responses import error_response
+from .responses_api.routes import responses_routes
+from .responses_api.stored import StoredResponses
 from .schema_errors import schema_error
 from .schemas import FlushRequest
 from .tenants import ApiKeys, Tenant
@@ -135,6 +138,8 @@ class Server:
         orders = OrderMaker(model, settings.limits, settings.tokenizer)
         app.include_router(openai_routes(model, self.rules, orders))
         app.include_router(messages_routes(model, self.rules, orders))
+        stored = StoredResponses(settings.limits.response_bytes)
+        app.include_router(responses_routes(model, self.rules, orders, stored))
         longest = self.backend.max_sequence_length
         app.include_router(TokenizingRoutes(model, settings.tokenizer, self.rules.threads, longest).router())
         app.include_router(dashboard_routes(self.history, settings.model_name))
@@ -207,8 +212,9 @@ def _add_error_handlers(app: FastAPI) -> None:
         exchange_of(request.scope).note_error(error)
         return error_response(error, request.url.path)
 
+    @app.exception_handler(ValidationError)  # of a request that another route's was turned into
     @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> Response:
+    async def invalid(request: Request, error: RequestValidationError | ValidationError) -> Response:
         return await api_error(request, schema_error(error.errors(), request.headers.get("content-type")))
 
     @app.exception_handler(HTTPException)

@@ -27,6 +27,7 @@ class ServerLimits:
         send_timeout_s: Time for a client to read a part of the pending output.
         drain_s: How long accepted requests may take to finish after SIGTERM.
         transcript_bytes: Memory for each API key's exact tokens of rendered prompts and replies.
+        response_bytes: Memory for each API key's latest responses, which `previous_response_id` continues.
 
     Raises:
         ValueError: Naming the setting, the value and what is allowed.
@@ -41,12 +42,14 @@ class ServerLimits:
     send_timeout_s: float = 30.0
     drain_s: float = 25.0
     transcript_bytes: int = 16 * 2**20
+    response_bytes: int = 16 * 2**20
 
     def __post_init__(self) -> None:
         for name, least in (("max_running", 1), ("max_choices", 1), ("max_body_bytes", 1024), ("max_queued", 0)):
             self._require(name, getattr(self, name) >= least, f"at least {least}")
         self._require("max_buffered_bytes", self.max_buffered_bytes >= self.max_body_bytes, "at least max_body_bytes")
-        self._require("transcript_bytes", self.transcript_bytes >= 0, "0 (off) or more")
+        for name in ("transcript_bytes", "response_bytes"):
+            self._require(name, getattr(self, name) >= 0, "0 (off) or more")
         for name in ("body_timeout_s", "send_timeout_s", "drain_s"):
             self._require(name, 0 < getattr(self, name) < math.inf, "a positive number of seconds")
 

@@ -22,7 +22,7 @@ def _function_only(kind: str) -> str:
     return kind
 
 
-_Kind = Annotated[Text, AfterValidator(_function_only), Field(json_schema_extra={"enum": ["function"]})]
+FunctionKind = Annotated[Text, AfterValidator(_function_only), Field(json_schema_extra={"enum": ["function"]})]
 
 
 class Function(BaseModel):
@@ -39,7 +39,7 @@ class Function(BaseModel):
 class Tool(BaseModel):
     """A tool: always a function."""
 
-    type: _Kind
+    type: FunctionKind
     function: Function
 
     def plain(self) -> dict[str, Any]:
@@ -68,18 +68,20 @@ class NamedFunction(BaseModel):
 class NamedTool(BaseModel):
     """A `tool_choice` that names a function."""
 
-    type: _Kind
+    type: FunctionKind
     function: NamedFunction
 
 
 def _without_force(choice: Any) -> Any:
-    if choice == "required" or isinstance(choice, NamedTool):
+    if choice not in ("none", "auto"):
         sentence = "a call cannot be forced by this server; send auto, or leave it out"
         raise PydanticCustomError(REFUSED, "{sentence}", {"sentence": sentence})
     return choice
 
 
-ToolChoice = Annotated[Literal["none", "auto", "required"] | NamedTool, AfterValidator(_without_force)]
+Unforced = AfterValidator(_without_force)
+"""Refuses a `tool_choice` that forces a call."""
+ToolChoice = Annotated[Literal["none", "auto", "required"] | NamedTool, Unforced]
 
 
 class CalledFunction(BaseModel):
@@ -93,7 +95,7 @@ class Call(BaseModel):
     """A call of a tool in an earlier reply."""
 
     id: Name | None = None
-    type: _Kind = "function"
+    type: FunctionKind = "function"
     function: CalledFunction
 
     def plain(self) -> dict[str, Any]:

@@ -23,6 +23,9 @@ OPERATIONS = (
     ("GET", "/v1/models/{name}"),
     ("POST", "/admin/flush"),
     ("GET", "/admin/weights"),
+    ("POST", "/v1/responses"),
+    ("GET", "/v1/responses/{response_id}"),
+    ("DELETE", "/v1/responses/{response_id}"),
     ("POST", "/v1/messages"),
     ("POST", "/v1/messages/count_tokens"),
     ("POST", "/tokenize"),
@@ -82,10 +85,11 @@ def test_no_request_gets_a_5xx(server: RunningServer, method: str, path: str, mo
 
 def shortened(description: dict[str, Any]) -> dict[str, Any]:
     """Return the description with replies of a few tokens only: thousands of tokens would test nothing more."""
-    for name in ("CompletionRequest", "ChatRequest", "MessagesRequest"):
+    for name in ("CompletionRequest", "ChatRequest", "MessagesRequest", "ResponsesRequest"):
         fields = description["components"]["schemas"][name]["properties"]
-        for field in ("max_tokens", "max_completion_tokens"):
+        for field in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
             if field in fields:
                 fields[field] = {"type": "integer", "minimum": 1, "maximum": 3}
-        description["components"]["schemas"][name]["required"].append("max_tokens")
+        limit = "max_output_tokens" if name == "ResponsesRequest" else "max_tokens"
+        description["components"]["schemas"][name]["required"].append(limit)
     return description

@@ -1,0 +1,1 @@
+"""OpenAI's responses API, in terms of chat completions."""

@@ -1,0 +1,151 @@
+"""The output items of a response, built part by part, with the events that tell of them."""
+
+import uuid
+from typing import Any
+
+from ..formats import Event
+from ..parsers.parts import CallArguments, CallBegin, CallEnd, Content, Part, Reasoning
+from .items import ChatMessage
+
+Item = dict[str, Any]
+
+
+class ResponseEvents:
+    """Events of one response, numbered."""
+
+    def __init__(self) -> None:
+        self._number = 0
+
+    def event(self, kind: str, **fields: Any) -> Event:
+        """Return the next event."""
+        event = Event({"type": kind, "sequence_number": self._number, **fields}, kind)
+        self._number += 1
+        return event
+
+
+class ResponseOutput:
+    """The output of one response.
+
+    Attributes:
+        items: Items so far; the last one may still grow.
+    """
+
+    def __init__(self, events: ResponseEvents) -> None:
+        self.items: list[Item] = []
+        self._events = events
+        self._open: Item | None = None
+
+    def add(self, part: Part) -> list[Event]:
+        """Add a part, and return its events."""
+        match part:
+            case Reasoning(text):
+                return [*self._ensure("reasoning"), self._grow_text(text)]
+            case Content(text):
+                return [*self._ensure("message"), self._grow_text(text)]
+            case CallBegin(name):
+                return [*self.end(), *self._begin(_call(name))]
+            case CallArguments(text):
+                return [self._grow_arguments(text)]
+            case CallEnd():
+                return self.end()
+
+    def end(self, status: str = "completed") -> list[Event]:
+        """End the open item, if there is one, and return the events of that."""
+        item, self._open = self._open, None
+        if item is None:
+            return []
+        item["status"] = status
+        place = self._place(item)
+        if item["type"] == "function_call":
+            done = [self._event("response.function_call_arguments.done", **place, arguments=item["arguments"])]
+        else:
+            (content,) = item["content"]
+            name = _NAMES[item["type"]]
+            text = {"text": content["text"], **_log_probs(item)}
+            done = [
+                self._event(f"response.{name}.done", **place, content_index=0, **text),
+                self._event("response.content_part.done", **place, content_index=0, part=dict(content)),
+            ]
+        return [*done, self._event("response.output_item.done", output_index=place["output_index"], item=_copy(item))]
+
+    def message(self) -> ChatMessage:
+        """Return the output as a message of chat completions."""
+        message: ChatMessage = {"role": "assistant", "content": self._text("message")}
+        if reasoning := self._text("reasoning"):
+            message["reasoning_content"] = reasoning
+        calls = [item for item in self.items if item["type"] == "function_call"]
+        if calls:
+            message["tool_calls"] = [
+                {"id": call["call_id"], "function": {"name": call["name"], "arguments": call["arguments"]}}
+                for call in calls
+            ]
+        return message
+
+    def _text(self, kind: str) -> str:
+        return "".join(part["text"] for item in self.items if item["type"] == kind for part in item["content"])
+
+    def _ensure(self, kind: str) -> list[Event]:
+        """Begin an item of text unless one of this kind is open."""
+        if self._open is not None and self._open["type"] == kind:
+            return []
+        return [*self.end(), *self._begin(_message() if kind == "message" else _reasoning())]
+
+    def _begin(self, item: Item) -> list[Event]:
+        self.items.append(item)
+        self._open = item
+        added = self._event("response.output_item.added", output_index=len(self.items) - 1, item=_copy(item))
+        if item["type"] == "function_call":
+            return [added]
+        item["content"].append(_text_part(item["type"]))
+        place, part = self._place(item), dict(item["content"][0])
+        return [added, self._event("response.content_part.added", **place, content_index=0, part=part)]
+
+    def _grow_text(self, text: str) -> Event:
+        assert self._open is not None
+        self._open["content"][0]["text"] += text
+        name, fields = _NAMES[self._open["type"]], self._place(self._open) | _log_probs(self._open)
+        return self._event(f"response.{name}.delta", **fields, content_index=0, delta=text)
+
+    def _grow_arguments(self, text: str) -> Event:
+        assert self._open is not None
+        self._open["arguments"] += text
+        return self._event("response.function_call_arguments.delta", **self._place(self._open), delta=text)
+
+    def _place(self, item: Item) -> dict[str, Any]:
+        return {"item_id": item["id"], "output_index": len(self.items) - 1}
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        return self._events.event(kind, **fields)
+
+
+_NAMES = {"message": "output_text", "reasoning": "reasoning_text"}
+
+
+def _message() -> Item:
+    return {"id": f"msg_{_unique()}", "type": "message", "role": "assistant", "status": "in_progress", "content": []}
+
+
+def _reasoning() -> Item:
+    return {"id": f"rs_{_unique()}", "type": "reasoning", "status": "in_progress", "summary": [], "content": []}
+
+
+def _call(name: str) -> Item:
+    ids = {"id": f"fc_{_unique()}", "call_id": f"call_{_unique()}"}
+    return {**ids, "type": "function_call", "status": "in_progress", "name": name, "arguments": ""}
+
+
+def _text_part(kind: str) -> dict[str, Any]:
+    part: dict[str, Any] = {"type": _NAMES[kind], "text": ""}
+    return part | ({"annotations": [], "logprobs": []} if kind == "message" else {})
+
+
+def _log_probs(item: Item) -> dict[str, Any]:
+    return {"logprobs": []} if item["type"] == "message" else {}
+
+
+def _copy(item: Item) -> Item:
+    return item | ({"content": [dict(part) for part in item["content"]]} if "content" in item else {})
+
+
+def _unique() -> str:
+    return uuid.uuid4().hex[:24]

@@ -1,0 +1,130 @@
+"""Schema of a request of the responses API."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from ..field_types import INT32_MAX, Flag, Int, Name, Number, PartlySupported, Text
+from ..schemas import ChatRequest
+from ..tool_schemas import FunctionKind, FunctionName, Unforced
+from ..unsupported import Table, Unsupported
+from .items import ChatMessage, InputItems, messages_of
+
+_UNSUPPORTED: Table = {
+    "background": Unsupported((False,)),
+    "background_options": Unsupported(({},)),
+    "context_management": Unsupported(([], {})),
+    "conversation": Unsupported(instead="leave it out, or send previous_response_id"),
+    "image": Unsupported(),
+    "moderation": Unsupported(),
+    "prompt": Unsupported(instead="leave it out, or send instructions"),
+    "prompt_cache_options": Unsupported(({}, {"mode": "implicit"})),
+    "prompt_cache_retention": Unsupported(("in_memory", "in-memory")),
+    "access_programs": Unsupported(({},)),
+    "top_logprobs": Unsupported((0,), "leave it out; /v1/chat/completions has it"),
+    "truncation": Unsupported(("disabled",)),
+    "include": Unsupported(([], ["reasoning.encrypted_content"])),
+}
+_TEXT_UNSUPPORTED: Table = {"format": Unsupported(({"type": "text"},)), "verbosity": Unsupported(("medium",))}
+
+
+class ResponsesTool(BaseModel):
+    """A function that the model may call; `parameters` is a JSON schema."""
+
+    type: FunctionKind
+    name: FunctionName
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Flag | None = None
+
+    def as_function(self) -> dict[str, Any]:
+        """Return the tool as chat completions have it."""
+        return {"type": "function", "function": self.model_dump(exclude={"type"}, exclude_none=True)}
+
+
+class ReasoningSettings(BaseModel):
+    """How hard the model thinks; templates read `reasoning_effort`. Summaries are not made: reasoning comes whole."""
+
+    effort: Name | None = None
+
+
+class TextSettings(PartlySupported):
+    """The form of the text."""
+
+    unsupported = _TEXT_UNSUPPORTED
+
+
+class ResponsesRequest(PartlySupported):
+    """A request of `/v1/responses`."""
+
+    model_config = ConfigDict(extra="forbid", regex_engine="rust-regex")
+    unsupported = _UNSUPPORTED
+
+    model: Name | None = None
+    input: Text | InputItems
+    instructions: Text | None = None
+    previous_response_id: Name | None = None
+    max_output_tokens: Annotated[Int, Field(ge=1, le=INT32_MAX)] | None = None
+    temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[Number, Field(ge=0, le=1)] | None = None
+    tools: Annotated[list[ResponsesTool], Field(fail_fast=True, max_length=1024)] | None = None
+    tool_choice: Annotated[Literal["none", "auto", "required"] | dict[str, Any], Unforced] | None = None
+    parallel_tool_calls: Flag | None = None
+    reasoning: ReasoningSettings | None = None
+    text: TextSettings | None = None
+    stream: Flag | None = None
+    store: Flag | None = None
+    metadata: dict[Name, Name] | None = None
+    # Accepted, without effect.
+    stream_options: dict[str, Any] | None = None
+    max_tool_calls: Int | None = None
+    user: Name | None = None
+    service_tier: Name | None = None
+    prompt_cache_key: Name | None = None
+    safety_identifier: Name | None = None
+
+    @property
+    def messages(self) -> list[ChatMessage]:
+        """The input as messages."""
+        return [{"role": "user", "content": self.input}] if isinstance(self.input, str) else [*messages_of(self.input)]
+
+    def as_chat(self, messages: Sequence[ChatMessage]) -> ChatRequest:
+        """Return the same request of chat completions.
+
+        Args:
+            messages: Of all earlier responses, and of this input.
+        """
+        instructions = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        return ChatRequest.model_validate(
+            {
+                "model": self.model,
+                "messages": [*instructions, *messages],
+                "max_tokens": self.max_output_tokens,
+                "temperature": self.temperature,
+                "top_p": self.top_p,
+                "tools": [tool.as_function() for tool in self.tools or ()] or None,
+                "tool_choice": self.tool_choice,
+                "parallel_tool_calls": self.parallel_tool_calls,
+                "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
+            }
+        )
+
+    def settings(self) -> dict[str, Any]:
+        """Return the fields that a response repeats."""
+        return {
+            "instructions": self.instructions,
+            "previous_response_id": self.previous_response_id,
+            "max_output_tokens": self.max_output_tokens,
+            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "top_p": 1.0 if self.top_p is None else self.top_p,
+            "tools": [tool.model_dump() for tool in self.tools or ()],
+            "tool_choice": self.tool_choice or "auto",
+            "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "reasoning": {"effort": None if self.reasoning is None else self.reasoning.effort, "summary": None},
+            "text": {"format": {"type": "text"}},
+            "store": self.store is not False,
+            "metadata": self.metadata or {},
+            "truncation": "disabled",
+            "background": False,
+        }

@@ -1,0 +1,182 @@
+"""OpenAI's responses API, by OpenAI's client: items, streams, tools, earlier responses, and what is refused."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from megatron_mamba_cache.server.errors import ApiError
+from megatron_mamba_cache.server.responses_api.stored import StoredResponses
+from tests.server.front_end import BLUE, RED
+from tests.server.running_server import MODEL, RunningServer
+from tests.server.scripted_agent import TEMPLATES, TOOL, WRITTEN, Agent, agent_of
+
+TOOLS: Any = [{"type": "function", **TOOL["function"]}]
+REPLY = "<think>\nHm.\n</think>\n\nI look.\n" + WRITTEN["hermes"] % "Oslo"
+SAID = "<|im_start|>assistant\n<think>\nHm.\n</think>\n\nI look.\n"
+
+
+@pytest.fixture(scope="module")
+def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agent]:
+    with agent_of(tmp_path_factory.mktemp("agent") / "hermes", TEMPLATES["hermes"]) as found:
+        yield found
+
+
+def asked(agent: Agent, reply: str, end: str = "stop", **fields: Any) -> Any:
+    """Return a whole response."""
+    with agent.saying(reply, end):
+        return agent.client.responses.create(**{"model": "scripted", "input": "Weather?", "tools": TOOLS} | fields)
+
+
+def described(item: Any) -> dict[str, Any]:
+    return item.model_dump(exclude={"id", "call_id"}, exclude_none=True)
+
+
+def test_a_response_has_an_item_for_each_part_of_the_reply(agent: Agent) -> None:
+    response = asked(agent, REPLY, metadata={"a": "b"}, reasoning={"effort": "low", "summary": "auto"})
+    reasoning, text, call = response.output
+    assert reasoning.content[0].text == "Hm." and text.content[0].text == response.output_text == "I look."
+    assert (call.type, call.name, json.loads(call.arguments)) == (
+        "function_call", "get_weather", {"city": "Oslo", "days": 3},
+    )  # fmt: skip
+    assert (response.status, response.error, response.incomplete_details) == ("completed", None, None)
+    assert response.metadata == {"a": "b"} and response.tools[0].name == "get_weather"
+    assert response.usage.input_tokens == len(agent.prompts()[-1]) and response.usage.total_tokens > 60
+    assert response.usage.output_tokens_details.reasoning_tokens > 0
+
+
+def test_a_streamed_response_is_the_whole_one(agent: Agent) -> None:
+    whole = asked(agent, REPLY)
+    with (
+        agent.saying(REPLY),
+        agent.client.responses.stream(model="scripted", input="Weather?", tools=TOOLS) as stream,
+    ):
+        events = list(stream)
+        streamed = stream.get_final_response()
+    assert [described(item) for item in streamed.output] == [described(item) for item in whole.output]
+    assert streamed.usage == whole.usage and streamed.status == "completed"
+    kinds = [event.type for event in events]
+    assert kinds[:2] == ["response.created", "response.in_progress"] and kinds[-1] == "response.completed"
+    assert kinds.count("response.output_item.added") == kinds.count("response.output_item.done") == 3
+    assert kinds.count("response.function_call_arguments.delta") > 10
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    texts = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(texts) == "I look."
+
+
+@pytest.mark.parametrize("remembers", [False, True])
+def test_each_turn_begins_with_the_tokens_of_all_turns_before(agent: Agent, remembers: bool) -> None:
+    told: list[Any] = [{"role": "user", "content": f"Remembers {remembers}."}]
+    previous: dict[str, Any] = {}
+    for number in range(5):
+        reply = "<think>\nHm.\n</think>\n\n" + WRITTEN["hermes"] % f"city {number}"
+        response = asked(agent, reply, input=told, instructions="Be brief.", store=remembers, **previous)
+        exact = [*agent.prompts()[-1], *agent.tokens(reply)]
+        result = {"type": "function_call_output", "call_id": response.output[-1].call_id, "output": f"{number} degrees"}
+        new = [result, {"role": "user", "content": [{"type": "input_text", "text": "And?"}]}]
+        if remembers:
+            told, previous = new, {"previous_response_id": response.id}
+        else:
+            told = [*told, *(item.model_dump(exclude_none=True) for item in response.output), *new]
+        asked(agent, "Done.", input=told, instructions="Be brief.", store=False, **previous)
+        assert list(agent.prompts()[-1][: len(exact)]) == exact
+    text = agent.tokenizer.detokenize(agent.prompts()[-1])
+    assert text.count("Be brief.") == 1 and text.count("degrees") == text.count("And?") == 5
+
+
+def test_a_kept_response_is_read_again_by_its_owner_alone_until_it_is_deleted(server: RunningServer) -> None:
+    red = openai.OpenAI(base_url=f"{server.url}/v1", api_key=RED, max_retries=0)
+    blue = openai.OpenAI(base_url=f"{server.url}/v1", api_key=BLUE, max_retries=0)
+    greedy: Any = {"model": MODEL, "temperature": 0, "max_output_tokens": 80}
+    first = red.responses.create(input="import os\n" * 60, **greedy)
+    assert first.status == "incomplete" and first.incomplete_details.reason == "max_output_tokens"
+    assert red.responses.retrieve(first.id).output_text == first.output_text
+    second = red.responses.create(input="\n\ndef a", previous_response_id=first.id, **greedy)
+    skipped = second.usage.input_tokens_details.cached_tokens
+    assert skipped >= first.usage.total_tokens - 64 and second.usage.input_tokens - skipped < 2 * 64
+    for refused in (
+        lambda: blue.responses.retrieve(first.id),
+        lambda: blue.responses.create(input="x", previous_response_id=first.id, **greedy),
+        lambda: blue.responses.delete(first.id),
+        lambda: red.responses.create(input="x", previous_response_id="resp_none", **greedy),
+    ):
+        with pytest.raises(openai.NotFoundError, match="is not kept here"):
+            refused()
+    unkept = red.responses.create(input="x", store=False, **greedy)
+    with pytest.raises(openai.NotFoundError):
+        red.responses.retrieve(unkept.id)
+    red.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError, match=first.id):
+        red.responses.create(input="x", previous_response_id=second.id, **greedy)
+
+
+def test_responses_of_a_key_stay_within_the_bound_and_out_of_anothers_room() -> None:
+    stored = StoredResponses(1000)
+    stored.keep("blue", [], {"id": "blue", "previous_response_id": None})
+    for number in range(100):
+        body = {"id": f"{number}", "previous_response_id": None, "text": "x" * (number % 40)}
+        stored.keep("red", [{"role": "user", "content": "y" * (number % 30)}], body)
+        stored.find("red", f"{number}")
+        assert 0 < stored.num_bytes("red") <= 1000
+    stored.keep("red", [], {"id": "large", "previous_response_id": None, "text": "x" * 1000})
+    for owner, response_id in (("red", "0"), ("red", "large"), ("red", "blue"), ("none", "99")):
+        with pytest.raises(ApiError, match="is not kept here"):
+            stored.find(owner, response_id)
+    stored.find("blue", "blue")
+    stored.forget("blue", "blue")
+    assert stored.num_bytes("blue") == 0
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"tool_choice": "required"}, "a call cannot be forced by this server"),
+    ({"tool_choice": {"type": "function", "name": "f"}}, "a call cannot be forced by this server"),
+    ({"tools": [{"type": "web_search"}]}, "a tool of type 'web_search' is not supported by this server"),
+    (
+        {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+        "a part of type 'input_image' is not",
+    ),
+    ({"input": [{"type": "item_reference", "id": "x"}]}, "an item of type 'item_reference' is not supported"),
+    ({"input": []}, "at least 1 item"),
+    ({"background": True}, "`background` is not supported by this server; leave it out"),
+    (
+        {"conversation": "x"},
+        "`conversation` is not supported by this server; leave it out, or send previous_response_id",
+    ),
+    ({"text": {"format": {"type": "json_object"}}}, "`format` is not supported by this server"),
+    ({"truncation": "auto"}, "`truncation` is not supported by this server"),
+    ({"include": ["web_search_call.results"]}, "`include` is not supported by this server"),
+    ({"max_output_tokens": 0}, "max_output_tokens: "),
+    ({"temprature": 1}, "`temprature` is not a known field; leave it out"),
+    ({"model": "another"}, "the model 'another' is not served here"),
+    ({"input": [{"role": "user", "content": "x"}] * 5000}, "at most 4096 items"),
+]
+
+
+@pytest.mark.parametrize(("fields", "words"), REFUSED)
+def test_what_cannot_be_honoured_is_refused(agent: Agent, fields: dict[str, Any], words: str) -> None:
+    body = {"model": "scripted", "input": "x"} | fields
+    reply = httpx.post(f"{agent.server.listening.url}/v1/responses", json=body, timeout=60)
+    assert reply.status_code in (400, 404) and words in reply.json()["error"]["message"], reply.text
+
+
+def test_what_asks_for_nothing_passes(agent: Agent) -> None:
+    fields = {
+        "include": ["reasoning.encrypted_content"],
+        "text": {"format": {"type": "text"}, "verbosity": "medium"},
+        "truncation": "disabled",
+        "background": False,
+        "prompt_cache_key": "x",
+        "stream_options": {"include_obfuscation": False},
+        "parallel_tool_calls": True,
+    }
+    assert asked(agent, "Yes.", **fields).output_text == "Yes."
+    assert asked(agent, "").output == [] and asked(agent, "Ye", end="length").status == "incomplete"
+
+
+def test_an_error_in_a_stream_is_an_event(agent: Agent) -> None:
+    with agent.saying("Ye", end="error"):
+        events = list(agent.client.responses.create(model="scripted", input="x", stream=True))
+    assert events[-1].type == "error" and "the request failed" in events[-1].message
