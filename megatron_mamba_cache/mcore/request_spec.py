@@ -11,8 +11,11 @@ import numpy as np
 from torch import Tensor
 
 from ..config import CacheConfig, is_encodable
+from ..policy.logits_settings import logits_settings_of
 from ..policy.requests import LogProbSettings, RequestSpec, SamplingSettings
 
+LOGITS, STOP_TOKEN_IDS = "logits_settings", "stop_token_ids"
+"""Attributes of sampling parameters for which Megatron has no field: what `logits_settings_of` reads, and token ids."""
 _SAMPLING_KINDS = {"temperature": (int, float), "top_p": (int, float), "top_k": (int,), "top_n_logprobs": (int,)}
 
 
@@ -31,6 +34,7 @@ def spec_of(request: Any, *, seed: int = 0, tenant: str = "", num_replayed: int 
             seed=seed,
             termination_id=-1 if sampling.termination_id is None else sampling.termination_id,
             stop_words=tuple(tuple(word) for word in request.stop_word_ids or ()),
+            logits=logits_settings_of(getattr(sampling, LOGITS, None)),
         ),
         tenant=tenant,
         log_probs=LogProbSettings(
@@ -82,6 +86,12 @@ def contradiction_in(sampling: Any, only_last_logits: bool) -> str | None:
             f"num_tokens_to_generate={sampling.num_tokens_to_generate} and num_tokens_total="
             f"{sampling.num_tokens_total} are both set; set one of them to None"
         )
+    try:
+        logits_settings_of(getattr(sampling, LOGITS, None))
+    except ValueError as error:
+        return str(error)
+    if not _are_token_ids(getattr(sampling, STOP_TOKEN_IDS, ())):
+        return f"{STOP_TOKEN_IDS} is {getattr(sampling, STOP_TOKEN_IDS)!r:.200}; it must be a list of token ids"
     for name, kinds in _SAMPLING_KINDS.items():
         value = getattr(sampling, name)
         if isinstance(value, bool) or not isinstance(value, kinds):
@@ -132,7 +142,8 @@ def fault_of(spec: RequestSpec, config: CacheConfig, vocab_size: int, num_blocks
             f"{len(prompt)} prompt tokens and {num_to_generate} to generate do not fit one step of max_tokens="
             f"{config.max_tokens}, which they may have to without chunked prefill"
         )
-    return _fault_of_sampling(sampling) or _fault_of_log_probs(spec.log_probs, vocab_size)
+    fault = _fault_of_sampling(sampling) or _fault_of_log_probs(spec.log_probs, vocab_size)
+    return fault or sampling.logits.fault(vocab_size)
 
 
 def check_identity(request_id: object, seed: object, tenant: object) -> None:
@@ -152,6 +163,10 @@ def _fault_of_sampling(sampling: SamplingSettings) -> str | None:
     )
 
 
+def _are_token_ids(found: Any) -> bool:
+    return isinstance(found, list | tuple) and all(type(token) is int and 0 <= token < 2**31 for token in found)
+
+
 def _fault_of_log_probs(settings: LogProbSettings, vocab_size: int) -> str | None:
     if 0 <= settings.top_n <= vocab_size:
         return None
@@ -159,9 +174,12 @@ def _fault_of_log_probs(settings: LogProbSettings, vocab_size: int) -> str | Non
 
 
 def other_ends(sampling: Any, tokenizer: Any) -> list[list[int]]:
-    """Return, as stop words, what ends a request besides its tokenizer's `eod`; none if it sets `termination_id`."""
+    """Return, as stop words, what ends a request besides its tokenizer's `eod`.
+
+    These are the tokenizer's other end tokens, unless the request sets `termination_id`, and `STOP_TOKEN_IDS`.
+    """
     end_ids = getattr(tokenizer, "other_end_ids", ()) if sampling.termination_id is None else ()
-    return [[end_id] for end_id in end_ids]
+    return [[end_id] for end_id in (*end_ids, *getattr(sampling, STOP_TOKEN_IDS, ()))]
 
 
 def plain_prompt(prompt: Any) -> str | list[int]:

@@ -8,6 +8,7 @@ from typing import Any
 from megatron.core.inference.inference_request import DynamicInferenceRequestRecord, Status
 
 from ..policy.requests import Candidate, RequestSpec
+from .request_spec import LOGITS
 
 _REMEMBERED_REQUESTS = 65_536
 
@@ -103,7 +104,8 @@ def begin_next_part(record: DynamicInferenceRequestRecord) -> None:
         record[-1].stop_word_ids = record[0].stop_word_ids
         # The record's first request has the prompt's log-probs.
         without_prompt = {"return_prompt_top_n_logprobs": False, "skip_prompt_log_probs": True}
-        record[-1].sampling_params.add_attributes(without_prompt)
+        kept = {LOGITS: getattr(record[0].sampling_params, LOGITS, None)}  # no field of Megatron's, so not copied
+        record[-1].sampling_params.add_attributes(without_prompt | kept)
     else:
         record[-1].prompt_log_probs = record[-1].generated_log_probs = None
         record[-1].prompt_top_n_logprobs = record[-1].generated_top_n_logprobs = None

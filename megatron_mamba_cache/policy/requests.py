@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from .block_hashing import KeyChain
 from .identifiers import BlockId, SlotId
+from .logits_settings import PLAIN_LOGITS, LogitsSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,7 @@ class SamplingSettings:
         seed: Seed of the request's counter-based random numbers.
         termination_id: Token that ends the request; -1 for none.
         stop_words: Token sequences that end it.
+        logits: How the model's logits are changed before a token is drawn.
     """
 
     temperature: float = 1.0
@@ -29,6 +31,12 @@ class SamplingSettings:
     seed: int = 0
     termination_id: int = -1
     stop_words: tuple[tuple[int, ...], ...] = ()
+    logits: LogitsSettings = PLAIN_LOGITS
+
+    @property
+    def changes_logits(self) -> bool:
+        """True when a token is not drawn from the model's own logits."""
+        return self.logits is not PLAIN_LOGITS
 
     @property
     def is_greedy(self) -> bool:

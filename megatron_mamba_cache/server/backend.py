@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal, NewType, Protocol
 
 from ..metrics import CacheSnapshot
+from ..policy.logits_settings import PLAIN_LOGITS, LogitsSettings
 
 Ticket = NewType("Ticket", int)
 
@@ -24,6 +25,8 @@ class GenerationRequest:
         num_log_probs: Alternatives with log-probs for each token; 0 gives only the chosen token's, None gives none.
         scores_prompt: Whether to return log-probs of the prompt too, which computes the whole prompt.
         ignores_end: Whether to continue after the tokenizer's end tokens.
+        stop_token_ids: Further tokens that end it.
+        logits: How the model's logits are changed before a token is drawn.
     """
 
     prompt: tuple[int, ...]
@@ -36,6 +39,8 @@ class GenerationRequest:
     num_log_probs: int | None = None
     scores_prompt: bool = False
     ignores_end: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    logits: LogitsSettings = PLAIN_LOGITS
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,7 +91,7 @@ class CoordinatorBackend:
         ticket = Ticket(next(self._tickets))
         params = sampling_params(request)
         params.add_attributes({"seed": request.seed, "tenant": request.tenant, STREAMS: True})
-        self._listeners[ticket] = Listener(deliver, frozenset() if request.ignores_end else self._end_ids)
+        self._listeners[ticket] = Listener.of(request, deliver, self._end_ids)
         self._send(Headers.SUBMIT_REQUEST.value, ticket, list(request.prompt), params.serialize())
         return ticket
 

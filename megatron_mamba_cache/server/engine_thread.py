@@ -206,7 +206,7 @@ class EngineThread:
         except Exception as error:
             self._post([(deliver, Progress(end="error", error=str(error)))])
         else:
-            self._listeners[ticket] = Listener(deliver, frozenset() if request.ignores_end else self._end_ids)
+            self._listeners[ticket] = Listener.of(request, deliver, self._end_ids)
 
     def _drop(self, ticket: Ticket) -> None:
         if self._listeners.pop(ticket, None) is not None:

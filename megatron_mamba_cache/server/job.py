@@ -233,7 +233,7 @@ class Job:
             if fault is not None:
                 if "max_sequence_length" in fault:
                     raise too_long(fault, self._rules.backend.max_sequence_length)
-                raise bad_request(fault, "prompt")
+                raise bad_request(fault, "logit_bias" if fault.startswith("logit_bias") else "prompt")
 
     def _listener(self, choice: Choice) -> Callable[[Progress], None]:
         def hear(progress: Progress) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 from megatron.core.inference.sampling_params import SamplingParams
 
 from ..mcore.failure_reason import failure_reason
+from ..mcore.request_spec import LOGITS, STOP_TOKEN_IDS
+from ..policy.logits_settings import PLAIN_LOGITS
 from .backend import GenerationRequest, Progress
 
 
@@ -23,10 +25,16 @@ class Listener:
     end_ids: frozenset[int]
     num_tokens: int = 0
 
+    @staticmethod
+    def of(request: GenerationRequest, deliver: Callable[[Progress], None], end_ids: frozenset[int]) -> "Listener":
+        """Return the receiver of a request's progress; `end_ids` are the model's."""
+        own: frozenset[int] = frozenset() if request.ignores_end else end_ids
+        return Listener(deliver, own.union(request.stop_token_ids))
+
 
 def sampling_params(request: GenerationRequest) -> SamplingParams:
     """Return Megatron's sampling parameters for a request."""
-    return SamplingParams(
+    params = SamplingParams(
         temperature=request.temperature,
         top_k=request.top_k,
         top_p=request.top_p,
@@ -36,6 +44,11 @@ def sampling_params(request: GenerationRequest) -> SamplingParams:
         top_n_logprobs=request.num_log_probs or 0,
         termination_id=-1 if request.ignores_end else None,
     )
+    if request.logits is not PLAIN_LOGITS:
+        params.add_attributes({LOGITS: request.logits.as_mapping()})
+    if request.stop_token_ids:
+        params.add_attributes({STOP_TOKEN_IDS: list(request.stop_token_ids)})
+    return params
 
 
 def ended(progress: Progress, end_ids: frozenset[int], newest: Any) -> Progress:

@@ -70,6 +70,8 @@ class OrderMaker:
         readings = tuple(partial(read, tenant, prompt) for prompt in body.prompts)
         length = _DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
         order = self._order(body, tenant, readings, length, body.logprobs)
+        if body.skip_special_tokens is False:
+            order = replace(order, reading=ReplyReading(self._tokenizer.detokenizer(None)))
         if body.echo and body.logprobs is not None:
             return replace(order, plain=replace(order.plain, scores_prompt=True))
         return order
@@ -117,6 +119,8 @@ class OrderMaker:
             tenant=tenant.name,
             num_log_probs=num_log_probs,
             ignores_end=bool(body.ignore_eos),
+            stop_token_ids=tuple(body.stop_token_ids or ()),
+            logits=body.logits,
         )
         return Order(tenant, readings, num_choices, plain, max_tokens is None, body.stops, is_empty=max_tokens == 0)
 
@@ -124,12 +128,13 @@ class OrderMaker:
         """Return how the replies to messages are read; None if all of their text is content."""
         syntax = self._model.syntax
         calls_tools = bool(conversation.tools) and body.tool_choice != "none" and syntax.tool_calls is not None
-        if not calls_tools and syntax.reasoning is None:
+        shows_all = body.skip_special_tokens is False
+        if not calls_tools and syntax.reasoning is None and not shows_all:
             return None
         functions = [tool["function"] for tool in conversation.tools]
         parameters = {function["name"]: function.get("parameters", {}) for function in functions}
         return ReplyReading(
-            self._tokenizer.detokenizer(syntax.special_texts),
+            self._tokenizer.detokenizer(None if shows_all else syntax.special_texts),
             partial(syntax.parser, parameters=parameters if calls_tools else None),
             most_calls=1 if body.parallel_tool_calls is False else None,
         )

@@ -38,7 +38,7 @@ class RequestRules:
             request_id=0,
             prompt=np.array(request.prompt, dtype=np.int64),
             max_len=len(request.prompt) + request.max_tokens,
-            sampling=SamplingSettings(request.temperature, request.top_k, request.top_p),
+            sampling=SamplingSettings(request.temperature, request.top_k, request.top_p, logits=request.logits),
             log_probs=LogProbSettings(
                 request.num_log_probs is not None, not request.scores_prompt, request.num_log_probs or 0
             ),

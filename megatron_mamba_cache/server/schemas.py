@@ -5,13 +5,17 @@ from typing import Annotated, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from ..policy.logits_settings import PLAIN_LOGITS, LogitsSettings
 from .conversation import Conversation
 from .field_types import INT32_MAX, Flag, Int, Name, Number, PartlySupported, Stops, StopString, Text, TokenId, TokenIds
 from .message_schemas import Messages, Templated
 from .tool_schemas import ToolChoice
 from .unsupported import CHAT, COMMON, COMPLETION, REFUSED, STREAM_OPTIONS, TEMPLATING
 
+_MOST_STOP_TOKENS = 256
 _MOST_CHOICES = 2**16  # the limit of the server is lower
+
+BiasedToken = Annotated[Text, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]
 
 
 class StreamOptions(PartlySupported):
@@ -32,8 +36,9 @@ class StreamOptions(PartlySupported):
 class GenerationFields(PartlySupported):
     """Fields of both endpoints. Fields of OpenAI's that change nothing here are ignored; others are refused.
 
-    Beyond OpenAI's: `top_k` (0 or -1 is off, 1 greedy), `ignore_eos`, `cache_salt` (prefixes are shared only between
-    requests of the same salt), `return_token_ids` and `request_id` (the end of the reply's id).
+    Beyond OpenAI's: `top_k` (0 or -1 is off, 1 greedy), `min_p`, `repetition_penalty`, `min_tokens`, `stop_token_ids`,
+    `ignore_eos`, `skip_special_tokens`, `cache_salt` (prefixes are shared only between requests of the same salt),
+    `return_token_ids` and `request_id` (the end of the reply's id).
     """
 
     model_config = ConfigDict(extra="forbid", regex_engine="rust-regex")
@@ -48,7 +53,15 @@ class GenerationFields(PartlySupported):
     temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
     top_p: Annotated[Number, Field(ge=0, le=1)] | None = None
     top_k: Annotated[Int, Field(ge=-1, le=INT32_MAX)] | None = None
+    min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
+    frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[Number, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[Number, Field(ge=0.01, le=100)] | None = None
+    logit_bias: dict[BiasedToken, Annotated[Number, Field(ge=-100, le=100)]] | None = None
+    min_tokens: Annotated[Int, Field(ge=0, le=INT32_MAX)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=_MOST_STOP_TOKENS)] | None = None
     ignore_eos: Flag | None = None
+    skip_special_tokens: Flag | None = None
     return_token_ids: Flag | None = None
     cache_salt: Name | None = None
     request_id: Name | None = None
@@ -59,6 +72,19 @@ class GenerationFields(PartlySupported):
     service_tier: Name | None = None
     prompt_cache_key: Name | None = None
     safety_identifier: Name | None = None
+
+    @property
+    def logits(self) -> LogitsSettings:
+        """How logits are changed before tokens are drawn."""
+        settings = LogitsSettings(
+            logit_bias=tuple((int(token), bias) for token, bias in (self.logit_bias or {}).items()),
+            min_tokens=self.min_tokens or 0,
+            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            presence_penalty=self.presence_penalty or 0.0,
+            min_p=self.min_p or 0.0,
+        )
+        return PLAIN_LOGITS if settings == PLAIN_LOGITS else settings
 
     @property
     def stops(self) -> tuple[str, ...]:

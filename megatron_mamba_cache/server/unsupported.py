@@ -54,13 +54,6 @@ _NO_ENTRIES = Unsupported(({},))
 _ECHO_INSTEAD = Unsupported(instead="leave it out, or send echo and logprobs to /v1/completions")
 
 _SAMPLING: Table = {
-    "frequency_penalty": _ZERO,
-    "presence_penalty": _ZERO,
-    "repetition_penalty": _ONE,
-    "logit_bias": _NO_ENTRIES,
-    "min_p": _ZERO,
-    "min_tokens": _ZERO,
-    "stop_token_ids": _NO_ITEMS,
     "include_stop_str_in_output": _OFF,
     "allowed_token_ids": _NOTHING,
     "bad_words": _NO_ITEMS,
@@ -86,7 +79,6 @@ _GUIDED: Table = {
 }
 
 _SERVING: Table = {
-    "skip_special_tokens": _ON,
     "spaces_between_special_tokens": Unsupported((True, False)),  # special tokens have no text here
     "truncate_prompt_tokens": _NOTHING,
     "truncation_side": _NOTHING,

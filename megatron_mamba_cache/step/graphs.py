@@ -30,7 +30,7 @@ from ..policy.requests import RunningRequest, num_decoding
 from ..state.model_shape import HybridModelShape
 from .batch import StepBatch, send_padded_step, view_step
 from .captured_step import Capture
-from .logits import StepLogits, all_greedy, logits_starts
+from .logits import StepLogits, all_greedy, any_changed, logits_starts
 from .memory import CacheMemory
 from .model import StepModel
 from .one_token_steps import OneTokenStep, send_next
@@ -159,6 +159,7 @@ class StepGraph:
                 results.logits,
                 starts=(*(starts[place] for place in places), starts[-1]),
                 all_greedy=all_greedy(rows),
+                any_changed=any_changed(rows),
             ),
         )
 

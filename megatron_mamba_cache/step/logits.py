@@ -18,7 +18,7 @@ from .buffers import StepBuffers
 class StepLogits:
     """The tokens whose logits are wanted, each row's last and those that drafts follow, and how each is sampled.
 
-    Device tensors, but for `starts` and `all_greedy`.
+    Device tensors, but for `starts`, `all_greedy` and `any_changed`.
     """
 
     tokens: Tensor  # [logits] int32 packed index
@@ -31,6 +31,7 @@ class StepLogits:
     accept_uniforms: Tensor  # [logits] float64, filled where drafts come with distributions
     residual_uniforms: Tensor  # likewise
     all_greedy: bool
+    any_changed: bool  # whether a row changes its logits first
 
 
 def write_logits(
@@ -96,12 +97,18 @@ def view_logits(rows: Sequence[RunningRequest], token_ids: Tensor, buffers: Step
         accept_uniforms=device("accept_uniforms")[: 2 * num_logits].view(torch.float64),
         residual_uniforms=device("residual_uniforms")[: 2 * num_logits].view(torch.float64),
         all_greedy=all_greedy(rows),
+        any_changed=any_changed(rows),
     )
 
 
 def all_greedy(rows: Sequence[RunningRequest]) -> bool:
     """Return whether no row needs a random number."""
     return all(row.spec.sampling.is_greedy for row in rows)
+
+
+def any_changed(rows: Sequence[RunningRequest]) -> bool:
+    """Return whether a row changes the model's logits before its token is drawn."""
+    return any(row.spec.sampling.changes_logits for row in rows)
 
 
 def logits_starts(rows: Sequence[RunningRequest]) -> tuple[int, ...]:

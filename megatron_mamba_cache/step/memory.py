@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -81,6 +82,14 @@ class CacheMemory:
             counters,
             decode=DecodeRules(config.decode_checkpoints, config.max_requests),
             enabled=config.prefix_caching,
+        )
+
+    def with_evictions(self, counters: CacheCounters) -> CacheCounters:
+        """Return counters with the evictions from this memory added."""
+        return replace(
+            counters,
+            states_evicted=counters.states_evicted + self.slots.num_evicted,
+            kv_blocks_evicted=counters.kv_blocks_evicted + self.slots.num_blocks_evicted,
         )
 
     def usage(self) -> dict[str, dict[str, int]]:

@@ -32,6 +32,7 @@ from ..speculation.draft_planner import DraftPlanner, NoDrafts
 from ..speculation.row_progress import advance_one_token_rows, advance_rows, note_hidden_states
 from .batch import lay_out_step
 from .captured_step import Capture, CapturedStep, EarlyStep, GraphsByShape
+from .changed_logits import LogitsChanges
 from .host_copy import HostCopy
 from .log_probs import NO_LOG_PROBS, StepLogProbs, step_log_probs
 from .memory import CacheMemory
@@ -84,6 +85,7 @@ class StepRunner:
         self._at_work: list[RunningRequest] = []  # the rows of the step that is being planned or computed
         self._graphs: GraphsByShape | None = None
         self._queue = QueueState()
+        self._changes = LogitsChanges()
         # Nothing is launched early that depends on more than these rows, or whose every step is compared.
         by_itself = not config.rank_digest_steps and ranks.num_stages == 1 and not planner.reads_hidden_states
         self._runs_ahead = config.run_ahead and by_itself
@@ -320,8 +322,9 @@ class StepRunner:
             self._step, self.counts = step, counts
 
     def wanted_logits(self, step: Step, logits: Tensor) -> Tensor:
-        """Return a step's wanted logits, [logits, vocab], from those that the model computed, [1, n, vocab]."""
-        return logits.squeeze(0) if self.only_last_logits else step.select_outputs(logits)
+        """Return the logits, [logits, vocab], that a step draws from, from the computed ones, [1, n, vocab]."""
+        wanted = logits.squeeze(0) if self.only_last_logits else step.select_outputs(logits)
+        return self._changes.apply(step.rows, step.batch.logits.starts, wanted)
 
     def logits_on_all_ranks(self, step: Step, output: Tensor) -> Tensor:
         """Return the logits, [n, vocab], bit-equal on all ranks, from what the forward returned on each."""
@@ -388,11 +391,7 @@ class StepRunner:
         memory, counters, compiled = self.memory, self.counters, WATCH.total
         captured = Capture() if self._graphs is None else self._graphs.capture
         return CacheSnapshot(
-            counters=replace(
-                counters,
-                states_evicted=counters.states_evicted + memory.slots.num_evicted,
-                kv_blocks_evicted=counters.kv_blocks_evicted + memory.slots.num_blocks_evicted,
-            ),
+            counters=memory.with_evictions(counters),
             **memory.usage(),
             num_compiled_kernels=compiled.num_kernels,
             compile_seconds=compiled.seconds,
@@ -495,6 +494,7 @@ class StepRunner:
     def _forget(self, rows: Iterable[RunningRequest]) -> None:
         for row in rows:
             self.planner.forget(row.request_id)
+            self._changes.forget(row.request_id)
 
     def _count(self) -> None:
         self.counts = self.counts._replace(**self.requests.counts._asdict())

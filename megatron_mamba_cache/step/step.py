@@ -72,8 +72,9 @@ class Step:
 
     @property
     def is_greedy(self) -> bool:
-        """True when every new token is the best one, and every draft is certain."""
-        return self.batch.logits.all_greedy and not any_drawn(self.draft_distributions)
+        """True when every new token is the one that the model finds best, and every draft is certain."""
+        logits = self.batch.logits
+        return logits.all_greedy and not logits.any_changed and not any_drawn(self.draft_distributions)
 
     def select_outputs(self, outputs: Tensor, *, are_hidden_states: bool = False) -> Tensor:
         """Return, of the last layer's outputs or the logits, [1, tokens, n], those wanted: [logits, n].

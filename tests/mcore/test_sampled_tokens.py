@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from megatron.core.inference.sampling_params import SamplingParams
 
+from megatron_mamba_cache.mcore.request_spec import LOGITS
 from tests.mcore.engine_runs import EngineRun, cache_config, tiny_hybrid
 from tests.mcore.faults import InjectedFault, raise_once
 
@@ -17,12 +18,23 @@ SETTINGS = {
     "top_k": {"temperature": 1.5, "top_k": 7},
     "top_p": {"temperature": 1.0, "top_p": 0.9},
     "all": {"temperature": 1.2, "top_k": 20, "top_p": 0.8},
+    "penalties": {"temperature": 0.7},
+    "biases": {"temperature": 1.0, "top_p": 0.95},
+    "min_p": {"temperature": 1.3},
 }
+CHANGES: dict[str, dict[str, Any]] = {
+    "penalties": {"frequency_penalty": 0.8, "presence_penalty": -0.3, "repetition_penalty": 1.4},
+    "biases": {"logit_bias": [[5, 4.0], [7, -100.0], [9, 2.5]], "min_tokens": 12, "min_p": 0.01},
+    "min_p": {"min_p": 0.3, "presence_penalty": 0.5},
+}
+"""How logits are changed first, of the settings that do so."""
 
 
 def sampled(name: str) -> SamplingParams:
     """Return parameters of a request that draws its tokens."""
-    return SamplingParams(**SETTINGS[name], num_tokens_to_generate=NUM_TOKENS, termination_id=-1)
+    params = SamplingParams(**SETTINGS[name], num_tokens_to_generate=NUM_TOKENS, termination_id=-1)
+    params.add_attributes({LOGITS: CHANGES.get(name, {})})
+    return params
 
 
 def prompt_of(name: str) -> list[int]:

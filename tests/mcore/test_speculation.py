@@ -8,6 +8,7 @@ import pytest
 import torch
 from megatron.core.inference.sampling_params import SamplingParams
 
+from megatron_mamba_cache.mcore.request_spec import LOGITS
 from megatron_mamba_cache.policy.align import plan_align_copy
 from megatron_mamba_cache.speculation.drafter import Draft, DraftRequest
 from megatron_mamba_cache.speculation.prompt_lookup import PromptLookupDrafter
@@ -21,6 +22,8 @@ from tests.mcore.noisy_drafter import NoisyDrafter
 BLOCK = 8
 NUM_TOKENS = 40
 LOG_PROB_TOLERANCE = 1e-4
+
+CHANGES = {"frequency_penalty": 0.8, "presence_penalty": 0.3, "repetition_penalty": 1.4, "min_p": 0.02, "min_tokens": 5}
 
 
 def start_run(
@@ -168,8 +171,13 @@ def test_every_kept_token_has_its_log_prob(accuracy: float, keeps_all_logits: bo
 
 @pytest.mark.parametrize("num_drafts", [1, 4])
 @pytest.mark.parametrize("accuracy", [0.0, 0.8, 1.0])
-def test_sampled_tokens_are_those_without_drafts(num_drafts: int, accuracy: float) -> None:
-    sampling = SamplingParams(temperature=1.1, top_k=30, top_p=0.95, num_tokens_to_generate=30, termination_id=-1)
+@pytest.mark.parametrize("changes", [{}, CHANGES], ids=["plain", "changed"])
+@pytest.mark.parametrize("top_k", [1, 30])
+def test_sampled_tokens_are_those_without_drafts(
+    num_drafts: int, accuracy: float, changes: dict[str, Any], top_k: int
+) -> None:
+    sampling = SamplingParams(temperature=1.1, top_k=top_k, top_p=0.95, num_tokens_to_generate=30, termination_id=-1)
+    sampling.add_attributes({LOGITS: changes})
 
     def sampled(run: EngineRun) -> dict[int, list[int]]:
         for request_id in range(4):

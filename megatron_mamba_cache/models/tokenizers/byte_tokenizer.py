@@ -39,7 +39,7 @@ class ByteTokenizer:
         """Return the text of the bytes; invalid UTF-8 prints as U+FFFD."""
         return b"".join(bytes([t]) if 0 <= t < 256 else b"\xff" for t in tokens).decode(errors="replace")
 
-    def detokenizer(self, _shown: Collection[str]) -> Callable[[list[int]], str]:
+    def detokenizer(self, _shown: Collection[str] | None) -> Callable[[list[int]], str]:
         """Return `detokenize`: no token is special."""
         return self.detokenize
 

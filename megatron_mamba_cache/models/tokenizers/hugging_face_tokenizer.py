@@ -71,9 +71,11 @@ class HuggingFaceTokenizer:
         """Return the text of the tokens; an id that stands for nothing gives no text."""
         return self._codec.decode(tokens, skip_special_tokens)
 
-    def detokenizer(self, shown: Collection[str]) -> Callable[[list[int]], str]:
-        """Return `detokenize` of no special tokens but those with these texts."""
-        hidden = self._codec.special_ids - {self._codec.id_of(text) for text in shown}
+    def detokenizer(self, shown: Collection[str] | None) -> Callable[[list[int]], str]:
+        """Return `detokenize` of no special tokens but those with these texts; None shows all."""
+        hidden: Collection[int] = ()
+        if shown is not None:
+            hidden = self._codec.special_ids - {self._codec.id_of(text) for text in shown}
 
         def detokenize(tokens: list[int]) -> str:
             return self._codec.decode([token for token in tokens if token not in hidden], False)

@@ -1,0 +1,88 @@
+"""How a request changes the model's logits before a token is drawn from them."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+_MOST_BIASED = 1024
+_LARGEST = 1e4
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsSettings:
+    """Changes of the logits at every position; they depend on the text before it alone. In this order:
+
+    Args:
+        logit_bias: Token ids, and what is added to the logit of each.
+        min_tokens: Generated tokens before which nothing that ends the request is drawn: neither its end token nor a
+            stop word of one token.
+        repetition_penalty: Divides the positive logits of tokens in the prompt or generated, and multiplies the
+            negative ones.
+        frequency_penalty: Taken from a token's logit as often as it was generated.
+        presence_penalty: Taken from the logit of every token that was generated.
+        min_p: Tokens less probable than this share of the most probable one, at the request's temperature, are not
+            drawn.
+    """
+
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    min_p: float = 0.0
+
+    @property
+    def depends_on_text(self) -> bool:
+        """True when tokens that were seen change logits."""
+        return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
+
+    def as_mapping(self) -> dict[str, Any]:
+        """Return what `logits_settings_of` reads."""
+        return {**asdict(self), "logit_bias": [list(pair) for pair in self.logit_bias]}
+
+    def fault(self, vocab_size: int) -> str | None:
+        """Return what cannot be honoured, with the value and what is allowed; None if all can."""
+        outside = next((token for token, _ in self.logit_bias if not 0 <= token < vocab_size), None)
+        if outside is not None:
+            return f"logit_bias has token {outside}, outside the vocabulary of {vocab_size}"
+        if len(self.logit_bias) > _MOST_BIASED or not all(_is_moderate(bias) for _, bias in self.logit_bias):
+            return f"logit_bias must have at most {_MOST_BIASED} tokens and finite values up to {_LARGEST:g}"
+        for name in ("frequency_penalty", "presence_penalty"):
+            if not _is_moderate(getattr(self, name)):
+                return f"{name} is {getattr(self, name)}; it must be finite, and {_LARGEST:g} at most"
+        if not 1 / _LARGEST <= self.repetition_penalty <= _LARGEST:
+            return f"repetition_penalty is {self.repetition_penalty}; it must be from {1 / _LARGEST:g} to {_LARGEST:g}"
+        if not 0 <= self.min_p <= 1 or self.min_tokens < 0:
+            return f"min_p={self.min_p}, min_tokens={self.min_tokens}; needed are min_p from 0 to 1, min_tokens >= 0"
+        return None
+
+
+PLAIN_LOGITS = LogitsSettings()
+"""Of a request that changes nothing."""
+
+
+def logits_settings_of(found: Any) -> LogitsSettings:
+    """Return the settings of a plain mapping, as it travels with a request; `PLAIN_LOGITS` itself for None or none.
+
+    Raises:
+        ValueError: If it is not such a mapping.
+    """
+    if not found:
+        return PLAIN_LOGITS
+    names = {field.name for field in fields(LogitsSettings)}
+    if not isinstance(found, Mapping) or not found.keys() <= names:
+        raise ValueError(f"the settings of logits are {found!r:.200}; needed is a mapping with keys of {sorted(names)}")
+    try:
+        settings = LogitsSettings(
+            logit_bias=tuple((int(token), float(bias)) for token, bias in found.get("logit_bias", ())),
+            min_tokens=int(found.get("min_tokens", 0)),
+            **{name: float(found[name]) for name in names - {"logit_bias", "min_tokens"} if name in found},
+        )
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"the settings of logits are {found!r:.200}: {error}") from error
+    return PLAIN_LOGITS if settings == PLAIN_LOGITS else settings
+
+
+def _is_moderate(value: float) -> bool:
+    return math.isfinite(value) and abs(value) <= _LARGEST
