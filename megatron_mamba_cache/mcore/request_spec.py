@@ -14,8 +14,10 @@ from ..config import CacheConfig, is_encodable
 from ..policy.logits_settings import logits_settings_of
 from ..policy.requests import LogProbSettings, RequestSpec, SamplingSettings
 
-LOGITS, STOP_TOKEN_IDS = "logits_settings", "stop_token_ids"
-"""Attributes of sampling parameters for which Megatron has no field: what `logits_settings_of` reads, and token ids."""
+LOGITS, STOP_TOKEN_IDS, BREAKPOINTS = "logits_settings", "stop_token_ids", "breakpoints"
+"""Attributes of sampling parameters for which Megatron has no field: what `logits_settings_of` reads, token ids that
+end a request, and positions of the prompt, see `RequestSpec`."""
+_MOST_BREAKPOINTS = 16
 _SAMPLING_KINDS = {"temperature": (int, float), "top_p": (int, float), "top_k": (int,), "top_n_logprobs": (int,)}
 
 
@@ -43,6 +45,7 @@ def spec_of(request: Any, *, seed: int = 0, tenant: str = "", num_replayed: int 
             top_n=sampling.top_n_logprobs,
         ),
         num_replayed=num_replayed,
+        breakpoints=tuple(getattr(sampling, BREAKPOINTS, ())),
     )
 
 
@@ -90,7 +93,10 @@ def contradiction_in(sampling: Any, only_last_logits: bool) -> str | None:
         logits_settings_of(getattr(sampling, LOGITS, None))
     except ValueError as error:
         return str(error)
-    if not _are_token_ids(getattr(sampling, STOP_TOKEN_IDS, ())):
+    breakpoints = getattr(sampling, BREAKPOINTS, ())
+    if not _are_natural(breakpoints) or len(breakpoints) > _MOST_BREAKPOINTS:
+        return f"{BREAKPOINTS} is {breakpoints!r:.200}; it must be a list of at most {_MOST_BREAKPOINTS} positions"
+    if not _are_natural(getattr(sampling, STOP_TOKEN_IDS, ())):
         return f"{STOP_TOKEN_IDS} is {getattr(sampling, STOP_TOKEN_IDS)!r:.200}; it must be a list of token ids"
     for name, kinds in _SAMPLING_KINDS.items():
         value = getattr(sampling, name)
@@ -163,7 +169,7 @@ def _fault_of_sampling(sampling: SamplingSettings) -> str | None:
     )
 
 
-def _are_token_ids(found: Any) -> bool:
+def _are_natural(found: Any) -> bool:
     return isinstance(found, list | tuple) and all(type(token) is int and 0 <= token < 2**31 for token in found)
 
 

@@ -33,7 +33,7 @@ def select_boundaries(
 
     Args:
         kv_match_end: where the KV match of the prompt ends, a boundary; 0 when nothing matched.
-        branches: boundaries at which waiting requests part from the prompt.
+        branches: boundaries at which other texts part from the prompt.
 
     Raises:
         ValueError: If the positions are out of order, or `kv_match_end` is not a boundary.

@@ -79,10 +79,15 @@ class PrefixCache:
         )
 
     def branches(self, candidate: Candidate, others: Iterable[Candidate]) -> tuple[int, ...]:
-        """Return where waiting requests part from a candidate; changes nothing but stale keys."""
+        """Return the boundaries at which other texts will part from a candidate's; changes nothing but stale keys.
+
+        Those are where waiting requests part from it, and the last ones up to its breakpoints.
+        """
         if not self.enabled:
             return ()
-        return branch_points(self._view(candidate), map(self._view, others), self.block_size)
+        parting = branch_points(self._view(candidate), map(self._view, others), self.block_size)
+        told = (position // self.block_size * self.block_size for position in candidate.spec.breakpoints)
+        return (*parting, *told)
 
     def admit(
         self, candidate: Candidate, plan: AdmissionPlan, age: int | None = None, branches: tuple[int, ...] = ()
@@ -91,7 +96,7 @@ class PrefixCache:
 
         Args:
             age: The age of a request that ran before and was evicted; None for a new one.
-            branches: Boundaries of the prompt that get a state because waiting requests part from it there.
+            branches: Boundaries of the prompt that get a state because other texts part from it there.
 
         Raises:
             CacheIntegrityError: If a block or state has gone since the plan was made; nothing has changed then.

@@ -75,6 +75,7 @@ class RequestSpec:
         max_len: Prompt and generated tokens together.
         tenant: Salt that keeps this request's prefixes apart from other tenants'.
         num_replayed: Tokens at the prompt's end that this request generated before it was interrupted.
+        breakpoints: Positions in the prompt; the last boundary up to each gets a state.
     """
 
     request_id: int
@@ -84,6 +85,7 @@ class RequestSpec:
     tenant: str = ""
     log_probs: LogProbSettings = LogProbSettings()
     num_replayed: int = 0
+    breakpoints: tuple[int, ...] = ()
     prompt_len: int = field(init=False)  # read many times a step
 
     def __post_init__(self) -> None:

@@ -27,6 +27,7 @@ class GenerationRequest:
         ignores_end: Whether to continue after the tokenizer's end tokens.
         stop_token_ids: Further tokens that end it.
         logits: How the model's logits are changed before a token is drawn.
+        breakpoints: Positions of the prompt at which other prompts are expected to part from it.
     """
 
     prompt: tuple[int, ...]
@@ -41,6 +42,7 @@ class GenerationRequest:
     ignores_end: bool = False
     stop_token_ids: tuple[int, ...] = ()
     logits: LogitsSettings = PLAIN_LOGITS
+    breakpoints: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

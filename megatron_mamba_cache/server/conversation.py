@@ -7,6 +7,22 @@ from typing import Any, Self
 
 from .parsers.parts import ParsedReply
 
+_MARK = "\u2400"
+_MARKING_TOOL = {"type": "function", "function": {"name": _MARK, "description": _MARK, "parameters": {}}}
+
+
+@dataclass(frozen=True, slots=True)
+class Breakpoint:
+    """A place in a conversation up to which other conversations are expected to be the same.
+
+    Args:
+        message: Index of the message that it is in; None: it is behind the tools.
+        end: Characters of the message's content before it.
+    """
+
+    message: int | None = None
+    end: int = 0
+
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
@@ -18,6 +34,7 @@ class Conversation:
         values: Further variables of the template.
         adds_prompt: Whether the text goes on to where the assistant's reply begins.
         continues: Whether the last message is left open, to be continued.
+        breakpoints: In order.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -25,6 +42,7 @@ class Conversation:
     values: Mapping[str, Any] = field(default_factory=dict)
     adds_prompt: bool = True
     continues: bool = False
+    breakpoints: tuple[Breakpoint, ...] = ()
 
     @property
     def has_calls(self) -> bool:
@@ -47,6 +65,16 @@ class Conversation:
             )
         )
 
+    def marked(self, place: Breakpoint) -> Self:
+        """Return the conversation with something put in at a breakpoint: up to there, both have the same text."""
+        if place.message is None:
+            return replace(self, tools=(*self.tools, _MARKING_TOOL))
+        message = self.messages[place.message]
+        content = message["content"][: place.end] + _MARK + message["content"][place.end :]
+        messages = [*self.messages]
+        messages[place.message] = {**message, "content": content}
+        return replace(self, messages=messages)
+
     def answered(self, reply: ParsedReply) -> Self:
         """Return the conversation with a reply as its last message."""
         message: dict[str, Any] = {"role": "assistant", "content": reply.content}
@@ -54,7 +82,8 @@ class Conversation:
             message["reasoning_content"] = reply.reasoning
         if reply.calls:
             message["tool_calls"] = [called(call.name, call.arguments) for call in reply.calls]
-        return replace(self, messages=[*self.messages, message], adds_prompt=False, continues=False)
+        messages = [*self.messages, message]
+        return replace(self, messages=messages, adds_prompt=False, continues=False, breakpoints=())
 
 
 def called(name: str, arguments: str, call_id: str | None = None) -> dict[str, Any]:

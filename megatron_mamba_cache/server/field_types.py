@@ -1,6 +1,6 @@
 """Types of the fields of client requests."""
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.types import Strict
@@ -19,6 +19,13 @@ TokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
 Name = Annotated[Text, Field(max_length=256)]
 StopString = Annotated[Text, Field(min_length=1, max_length=1024)]
 Stops = Annotated[list[StopString], Field(fail_fast=True, max_length=_MOST_STOPS)]
+
+
+class CacheControl(BaseModel):
+    """Marks the end of a part that other requests are expected to share. How long it is to stay has no effect."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
 
 
 class PartlySupported(BaseModel):

@@ -270,6 +270,7 @@ def _request(order: Order, prompt: Prompt, number: int, max_sequence_length: int
     return replace(
         order.plain,
         prompt=prompt.token_ids,
+        breakpoints=prompt.breakpoints,
         seed=choice_seed(order.plain.seed, number),
         max_tokens=room if order.takes_all_room else order.plain.max_tokens,
     )

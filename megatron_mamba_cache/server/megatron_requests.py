@@ -7,7 +7,7 @@ from typing import Any
 from megatron.core.inference.sampling_params import SamplingParams
 
 from ..mcore.failure_reason import failure_reason
-from ..mcore.request_spec import LOGITS, STOP_TOKEN_IDS
+from ..mcore.request_spec import BREAKPOINTS, LOGITS, STOP_TOKEN_IDS
 from ..policy.logits_settings import PLAIN_LOGITS
 from .backend import GenerationRequest, Progress
 
@@ -48,6 +48,8 @@ def sampling_params(request: GenerationRequest) -> SamplingParams:
         params.add_attributes({LOGITS: request.logits.as_mapping()})
     if request.stop_token_ids:
         params.add_attributes({STOP_TOKEN_IDS: list(request.stop_token_ids)})
+    if request.breakpoints:
+        params.add_attributes({BREAKPOINTS: list(request.breakpoints)})
     return params
 
 

@@ -1,15 +1,18 @@
 """Schemas of messages, and of what else a chat template reads."""
 
+from itertools import accumulate
 from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BaseModel, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from .conversation import Conversation
-from .field_types import Flag, Name, PartlySupported, Text
+from .conversation import Breakpoint, Conversation
+from .errors import bad_request
+from .field_types import CacheControl, Flag, Name, PartlySupported, Text
 from .tool_schemas import Calls, Tools
 from .unsupported import MESSAGE, REFUSED
 
+_MOST_BREAKPOINTS = 4  # as many as Anthropic's API takes
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -25,6 +28,7 @@ class TextPart(BaseModel):
 
     type: Annotated[Text, AfterValidator(_text_only), Field(json_schema_extra={"enum": ["text"]})]
     text: Text
+    cache_control: CacheControl | None = None
 
 
 def _known(role: str) -> str:
@@ -61,6 +65,13 @@ class Message(PartlySupported):
             sentence = "a message of role {role} cannot call tools; only one of role assistant can"
             raise PydanticCustomError("no_caller", sentence, {"field": "tool_calls", "role": self.role})
         return self
+
+    @property
+    def breakpoints(self) -> list[int]:
+        """Characters of the content before each breakpoint in it."""
+        parts = () if self.content is None or isinstance(self.content, str) else self.content
+        ends = accumulate(len(part.text) for part in parts)
+        return [end for part, end in zip(parts, ends, strict=True) if part.cache_control is not None]
 
     def plain(self) -> dict[str, Any]:
         """Return the message for a chat template, its parts joined."""
@@ -100,12 +111,24 @@ class Templated(BaseModel):
 
         Args:
             values: Further variables of the template; None leaves one out.
+
+        Raises:
+            ApiError: 400 if there are too many breakpoints.
         """
         known = {name: value for name, value in values.items() if value is not None}
+        breakpoints = [Breakpoint(index, end) for index, message in enumerate(messages) for end in message.breakpoints]
+        if any(tool.cache_control is not None for tool in self.tools or ()):
+            breakpoints.insert(0, Breakpoint())
+        if len(breakpoints) > _MOST_BREAKPOINTS:
+            raise bad_request(
+                f"the request has {len(breakpoints)} parts with cache_control; at most {_MOST_BREAKPOINTS} are allowed",
+                "cache_control",
+            )
         return Conversation(
             [message.plain() for message in messages],
             tuple(tool.plain() for tool in self.tools or ()),
             known | (self.chat_template_kwargs or {}),
             adds_prompt=self.add_generation_prompt is not False and not self.continue_final_message,
             continues=bool(self.continue_final_message),
+            breakpoints=tuple(breakpoints),
         )

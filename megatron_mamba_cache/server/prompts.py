@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from .conversation import Conversation
+from .conversation import Breakpoint, Conversation
 from .echo import Echo, echo_of
 from .errors import ApiError, bad_request, too_long
 from .parsers.parts import ParsedReply
@@ -26,12 +26,14 @@ class Prompt:
         text: The text that was tokenized; None if the client sent token ids.
         echo: What to send before the reply; None sends nothing.
         conversation: What the text was rendered from; None for a text of the client's.
+        breakpoints: Tokens before each of the conversation's breakpoints.
     """
 
     token_ids: tuple[int, ...]
     text: str | None
     echo: Echo | None = None
     conversation: Conversation | None = None
+    breakpoints: tuple[int, ...] = ()
 
 
 class PromptReader:
@@ -91,7 +93,10 @@ class PromptReader:
         if conversation.has_calls and "tool_calls" not in template:
             raise bad_request("this model's chat template has no place for tool calls; leave them out", "messages")
         prompt = self._prompt(tenant, self._rendered(conversation), self._next_turn)
-        return replace(prompt, conversation=conversation)
+        breakpoints = tuple(
+            self._tokens_before(place, tenant, conversation, prompt) for place in conversation.breakpoints
+        )
+        return replace(prompt, conversation=conversation, breakpoints=breakpoints)
 
     def remember(self, tenant: Tenant, prompt: Prompt, reply: str, reply_ids: Sequence[int]) -> None:
         """Store the exact tokens of a prompt and its reply, as the client has it, unless the reply is empty."""
@@ -113,6 +118,13 @@ class PromptReader:
         if not text.startswith(prompt.text) or not text.endswith(self._turn_end):
             return None
         return text[len(prompt.text) : len(text) - len(self._turn_end)]
+
+    def _tokens_before(self, place: Breakpoint, tenant: Tenant, conversation: Conversation, prompt: Prompt) -> int:
+        """Return how many of a prompt's tokens are certainly before a breakpoint."""
+        assert prompt.text is not None
+        end = _common_length(prompt.text, self._rendered(conversation.marked(place)))
+        before = self._token_ids(tenant, prompt.text[:end], self._next_turn) if end else ()
+        return _common_length(prompt.token_ids, tuple(before))
 
     @cached_property
     def _turn_end(self) -> str | None:
@@ -154,6 +166,18 @@ class PromptReader:
 
     def _continuation(self, known: Transcript, rest: str) -> list[int] | None:
         return self._tokenizer.tokenize_after_text(known.text[-_CONTEXT_CHARACTERS:], rest)  # type: ignore[no-any-return]
+
+
+def _common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return how many elements two sequences have in common at their start."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def _tokenized(tokenize: Callable[[], Sequence[int]]) -> Sequence[int]:

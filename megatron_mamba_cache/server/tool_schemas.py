@@ -6,7 +6,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from .conversation import called
-from .field_types import Flag, Name, Text
+from .field_types import CacheControl, Flag, Name, Text
 from .unsupported import REFUSED
 
 _MOST_TOOLS = 1024
@@ -41,10 +41,11 @@ class Tool(BaseModel):
 
     type: FunctionKind
     function: Function
+    cache_control: CacheControl | None = None
 
     def plain(self) -> dict[str, Any]:
         """Return the tool for a chat template."""
-        return self.model_dump(exclude_unset=True, exclude_none=True)
+        return self.model_dump(exclude={"cache_control"}, exclude_unset=True, exclude_none=True)
 
 
 def _distinct(tools: list[Tool]) -> list[Tool]:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from ..field_types import Flag, Name, Text
+from ..field_types import CacheControl, Flag, Name, Text
 from ..unsupported import REFUSED
 
 _MOST_BLOCKS = 4096
@@ -17,6 +17,7 @@ class TextBlock(BaseModel):
 
     type: Literal["text"] = "text"
     text: Text
+    cache_control: CacheControl | None = None
 
 
 class ThinkingBlock(BaseModel):
@@ -48,6 +49,7 @@ class ToolResultBlock(BaseModel):
     tool_use_id: Name
     content: Text | Annotated[list["TextOnly"], Field(fail_fast=True, max_length=_MOST_BLOCKS)] | None = None
     is_error: Flag | None = None
+    cache_control: CacheControl | None = None
 
 
 def _only(*kinds: str) -> BeforeValidator:
@@ -74,8 +76,20 @@ Texts = Annotated[list[TextOnly], Field(fail_fast=True, max_length=_MOST_BLOCKS)
 ToolResultBlock.model_rebuild()
 
 
-def joined(content: str | Sequence[Any] | None) -> str:
-    """Return the text of content, its text blocks with an empty line between."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    return "\n\n".join(block.text for block in content if isinstance(block, TextBlock))
+def parts_of(content: str | Sequence[Any] | None, end: CacheControl | None = None) -> list[dict[str, Any]]:
+    """Return content as text parts of chat completions, with an empty line between blocks.
+
+    Args:
+        end: Of the content as a whole.
+    """
+    blocks = [TextBlock(text=content or "")] if content is None or isinstance(content, str) else content
+    texts = [block for block in blocks if isinstance(block, TextBlock)]
+    last = len(texts) - 1
+    return [
+        {
+            "type": "text",
+            "text": block.text if index == last else f"{block.text}\n\n",
+            "cache_control": end if index == last and end is not None else block.cache_control,
+        }
+        for index, block in enumerate(texts)
+    ]

@@ -7,11 +7,11 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-from ..field_types import INT32_MAX, Flag, Int, Name, Number, PartlySupported, Stops, Text
+from ..field_types import INT32_MAX, CacheControl, Flag, Int, Name, Number, PartlySupported, Stops, Text
 from ..schemas import ChatRequest
 from ..tool_schemas import FunctionName
 from ..unsupported import REFUSED, Table, Unsupported
-from .blocks import Blocks, TextBlock, Texts, ThinkingBlock, ToolResultBlock, ToolUseBlock, joined
+from .blocks import Blocks, TextBlock, Texts, ThinkingBlock, ToolResultBlock, ToolUseBlock, parts_of
 
 _KEEPS_ALL = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
 _UNSUPPORTED: Table = {
@@ -44,11 +44,13 @@ class MessagesTool(BaseModel):
     name: FunctionName
     description: Text | None = None
     input_schema: dict[str, Any]
+    cache_control: CacheControl | None = None
 
     def as_function(self) -> dict[str, Any]:
         """Return the tool as chat completions have it."""
         described = {} if self.description is None else {"description": self.description}
-        return {"type": "function", "function": {"name": self.name, **described, "parameters": self.input_schema}}
+        function = {"name": self.name, **described, "parameters": self.input_schema}
+        return {"type": "function", "function": function, "cache_control": self.cache_control}
 
 
 def _unforced(kind: str) -> str:
@@ -93,7 +95,7 @@ class CountTokensRequest(PartlySupported):
     tool_choice: MessagesToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    cache_control: dict[str, Any] | None = None
+    cache_control: CacheControl | None = None
 
     def as_chat(self) -> ChatRequest:
         """Return the same request of chat completions."""
@@ -114,7 +116,7 @@ class CountTokensRequest(PartlySupported):
 
     def _messages(self) -> Iterator[dict[str, Any]]:
         if self.system:
-            yield {"role": "system", "content": joined(self.system)}
+            yield {"role": "system", "content": parts_of(self.system)}
         for turn in self.messages:
             blocks = [TextBlock(text=turn.content)] if isinstance(turn.content, str) else turn.content
             yield from _replied(blocks) if turn.role == "assistant" else _told(blocks)
@@ -152,10 +154,11 @@ def _told(blocks: list[Any]) -> Iterator[dict[str, Any]]:
             texts.append(block)
             continue
         if texts:
-            yield {"role": "user", "content": joined(texts)}
+            yield {"role": "user", "content": parts_of(texts)}
             texts = []
         if isinstance(block, ToolResultBlock):
-            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": joined(block.content)}
+            parts = parts_of(block.content, block.cache_control)
+            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": parts}
 
 
 def _replied(blocks: list[Any]) -> Iterator[dict[str, Any]]:
@@ -166,4 +169,9 @@ def _replied(blocks: list[Any]) -> Iterator[dict[str, Any]]:
         if isinstance(block, ToolUseBlock)
     ]
     reasoning = "\n\n".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
-    yield {"role": "assistant", "content": joined(blocks), "reasoning_content": reasoning or None, "tool_calls": calls}
+    yield {
+        "role": "assistant",
+        "content": parts_of(blocks),
+        "reasoning_content": reasoning or None,
+        "tool_calls": calls,
+    }

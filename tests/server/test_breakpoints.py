@@ -1,0 +1,115 @@
+"""A breakpoint leaves a state for the next session that shares what is before it, at that session's first turn."""
+
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+from megatron_mamba_cache.server.conversation import Breakpoint, Conversation
+from megatron_mamba_cache.server.prompts import PromptReader
+from megatron_mamba_cache.server.tenants import Tenant
+from megatron_mamba_cache.server.transcripts import Transcripts
+from tests.server.running_server import MODEL, RED, RunningServer
+from tests.server.scripted_agent import TEMPLATES, agent_tokenizer
+
+BLOCK = 64
+CONTROL = {"type": "ephemeral"}
+FUNCTIONS = [
+    {
+        "name": f"tool_{number}",
+        "description": "def read(path): return open(path)",
+        "parameters": {"type": "object"},
+    }
+    for number in range(6)
+]
+INSTRUCTIONS = "import os\nimport sys\n" * 20
+GREEDY: dict[str, Any] = {"max_tokens": 2, "extra_body": {"top_k": 1}}
+
+
+def chat_session(server: RunningServer, question: str, after: str | None) -> tuple[int, int]:
+    """Return the prompt tokens and the cached ones of a session's first turn, with a breakpoint after something."""
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=RED, max_retries=0)
+    tools: list[Any] = [{"type": "function", "function": function} for function in FUNCTIONS]
+    system: dict[str, Any] = {"type": "text", "text": INSTRUCTIONS}
+    if after == "tools":
+        tools[-1] |= {"cache_control": CONTROL}
+    if after == "instructions":
+        system |= {"cache_control": CONTROL}
+    messages: Any = [{"role": "system", "content": [system]}, {"role": "user", "content": question}]
+    usage = client.chat.completions.create(model=MODEL, messages=messages, tools=tools, **GREEDY).usage
+    assert usage is not None and usage.prompt_tokens_details is not None
+    return usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens or 0
+
+
+def messages_session(server: RunningServer, question: str, after: str | None) -> tuple[int, int]:
+    """The same by Anthropic's client."""
+    client = anthropic.Anthropic(base_url=server.url, api_key=RED, max_retries=0)
+    tools: list[Any] = [
+        {"name": function["name"], "description": function["description"], "input_schema": function["parameters"]}
+        for function in FUNCTIONS
+    ]
+    system: dict[str, Any] = {"type": "text", "text": INSTRUCTIONS}
+    if after == "tools":
+        tools[-1] |= {"cache_control": CONTROL}
+    if after == "instructions":
+        system |= {"cache_control": CONTROL}
+    messages: Any = [{"role": "user", "content": question}]
+    usage = client.messages.create(model=MODEL, system=[system], messages=messages, tools=tools, **GREEDY).usage
+    cached = usage.cache_read_input_tokens or 0
+    return usage.input_tokens + cached, cached
+
+
+@pytest.mark.parametrize("session", [chat_session, messages_session])
+@pytest.mark.parametrize("after", [None, "tools", "instructions"])
+def test_the_second_session_skips_what_is_before_a_breakpoint(server: RunningServer, session: Any, after: str) -> None:
+    shared, _ = session(server, "", None)
+    server.between_steps(lambda engine: engine.flush())
+    questions = ["class A:\n" * 30, "print(1)\n" * 40]
+    total, cached = session(server, questions[0], after)
+    assert cached == 0 and total > shared
+    _, cached = session(server, questions[1], after)
+    if after is None:
+        assert cached == 0  # the first session left a state at its end only
+    elif after == "tools":
+        assert 0 < cached < shared - 2 * BLOCK
+    else:
+        assert shared - 2 * BLOCK <= cached <= shared
+
+
+def test_tokens_before_a_breakpoint_are_those_that_two_texts_have_in_common(tmp_path: Any) -> None:
+    tokenizer = agent_tokenizer(tmp_path / "hermes", TEMPLATES["hermes"])
+    reader = PromptReader(tokenizer, Transcripts(0), 4096)
+    tool = {"type": "function", "function": {"name": "f"}}
+    places = (Breakpoint(), Breakpoint(0, 6), Breakpoint(0, 12), Breakpoint(1, 0))
+    messages = [{"role": "system", "content": "import os\nx"}, {"role": "user", "content": "def f"}]
+    prompt = reader.read_chat(Tenant(), Conversation(messages, [tool], breakpoints=places))
+    texts = [tokenizer.detokenize(prompt.token_ids[:count], skip_special_tokens=False) for count in prompt.breakpoints]
+    assert texts[0].rstrip().endswith('"name": "f"}}') and prompt.text.startswith(texts[0])
+    assert texts[1].endswith("import") and texts[2].endswith("import os\nx")
+    assert texts[3].endswith("<|im_start|>user\n")
+
+
+@pytest.mark.parametrize("count", [4, 5, 4000])
+def test_more_than_four_breakpoints_are_refused(server: RunningServer, count: int) -> None:
+    part = {"type": "text", "text": "a", "cache_control": CONTROL}
+    with server.client() as http:
+        for path in ("/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens"):
+            body = {"messages": [{"role": "user", "content": [part] * count}]}
+            reply = http.post(path, json=body | ({} if path.endswith("tokens") else {"max_tokens": 1}))
+            assert reply.status_code == (200 if count == 4 else 400), reply.text
+            if count > 4:
+                expected = f"the request has {count} parts with cache_control; at most 4 are allowed"
+                assert reply.json()["error"]["message"] == expected
+
+
+def test_other_kinds_of_breakpoints_are_refused(server: RunningServer) -> None:
+    for control, words in (
+        ({"type": "permanent"}, "'ephemeral'"),
+        ({"type": "ephemeral", "ttl": "1d"}, "'5m' or '1h'"),
+    ):
+        part = {"type": "text", "text": "a", "cache_control": control}
+        body = {"messages": [{"role": "user", "content": [part]}], "max_tokens": 1}
+        with server.client() as http:
+            reply = http.post("/v1/chat/completions", json=body)
+        assert reply.status_code == 400 and words in reply.json()["error"]["message"], reply.text
