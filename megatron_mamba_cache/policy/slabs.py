@@ -1,5 +1,6 @@
 """One memory for KV blocks and states: slabs that hold either, changing hands when they are empty."""
 
+from bisect import insort
 from collections import Counter
 from collections.abc import Sequence
 from heapq import heappop, heappush
@@ -99,7 +100,8 @@ class _Slabs:
 
     def __init__(self, num_slabs: int) -> None:
         self.slabs = [_Slab() for _ in range(num_slabs)]
-        self.unused = list(reversed(range(num_slabs)))  # a stack: lowest number on top
+        self.unused = list(range(num_slabs))
+        """In order: KV takes the first and states the last, so that they keep apart and few slabs change hands."""
         self.num_open = num_slabs
         """Slabs without a fixed place: the most that can become unused."""
         self.taken_over: list[int] = []
@@ -108,10 +110,8 @@ class _Slabs:
     def check_integrity(self) -> None:
         """Raise CacheIntegrityError unless counts and lists agree. O(n)."""
         unused = [number for number, slab in enumerate(self.slabs) if slab.use == _UNUSED]
-        if sorted(self.unused) != unused:
-            raise CacheIntegrityError(
-                f"slabs listed as unused {sorted(self.unused)} != slabs used for nothing {unused}"
-            )
+        if self.unused != unused:
+            raise CacheIntegrityError(f"slabs listed as unused {self.unused} != slabs used for nothing {unused}")
         num_open = sum(not slab.num_fixed for slab in self.slabs)
         if self.num_open != num_open:
             raise CacheIntegrityError(f"{self.num_open} open slabs counted, {num_open} found")
@@ -123,7 +123,8 @@ class _Slabs:
 class SlabPlaces:
     """The places of one use, in slabs that it shares with the other; see `Places`.
 
-    Partly used slabs are filled first, that of the lowest number before others, so that some slabs fall empty.
+    Partly used slabs are filled first, that of the lowest number before others, so that some slabs fall empty; then an
+    unused one, KV from the low end and states from the high one.
     """
 
     is_shared = True
@@ -189,7 +190,7 @@ class SlabPlaces:
             self._num_free -= len(slab.free)
             slab.free.clear()
             slab.use = _UNUSED
-            self._slabs.unused.append(number)
+            insort(self._slabs.unused, number)
             return
         slab.free.append(place)
         self._num_free += 1
@@ -226,7 +227,7 @@ class SlabPlaces:
                 return self._partly[0]
             heappop(self._partly)  # full, or in other use by now
             slab.listed_by &= ~self._bit
-        number = self._slabs.unused.pop()
+        number = self._slabs.unused.pop(0 if self.use == _KV else -1)
         slab, first = slabs[number], number * self.per_slab
         slab.use = self.use
         if self.use == _STATES:

@@ -58,7 +58,7 @@ class CacheMemory:
         weights_version: str,
     ) -> None:
         device = torch.cuda.current_device()
-        attention_shape = _attention_shape(shape, config, device)
+        attention_shape = _attention_shape(shape, config, capacity, device)
         self.attention = on_all_ranks(ranks, lambda: choose_attention(config.attention_backend, attention_shape))
         # Memory before bookkeeping: an impossible budget fails here, not after lists of its size are filled.
         self.state_pool, self.kv_buffer = on_all_ranks(ranks, lambda: _allocated(shape, config, capacity, device))
@@ -156,7 +156,14 @@ def _allocated(
         ) from error
 
 
-def _attention_shape(shape: HybridModelShape, config: CacheConfig, device: torch.device | int) -> AttentionShape:
+def _attention_shape(
+    shape: HybridModelShape, config: CacheConfig, capacity: CacheCapacity, device: torch.device | int
+) -> AttentionShape:
+    if capacity.slab is not None:
+        block_bytes_apart = capacity.slab.slab_bytes(shape.unit_bytes(config)) // capacity.slab.blocks_per_slab
+    else:
+        halves = 2 * max(shape.num_attention_layers, 1)
+        block_bytes_apart = shape.block_bytes(config.block_size_tokens) // halves
     return AttentionShape(
         num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads,
@@ -165,6 +172,8 @@ def _attention_shape(shape: HybridModelShape, config: CacheConfig, device: torch
         scale=shape.softmax_scale,
         dtype=shape.params_dtype,
         device=torch.device("cuda", device) if isinstance(device, int) else device,
+        num_blocks=capacity.num_blocks,
+        block_bytes_apart=block_bytes_apart,
     )
 
 

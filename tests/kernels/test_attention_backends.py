@@ -355,6 +355,46 @@ def test_prompts_of_a_graph_take_fa3_where_its_programs_are_enough(
     assert built == ["fa2", kernel]
 
 
+@pytest.mark.usefixtures("stand_in_libraries")
+def test_steps_outside_of_graphs_have_room_for_parts_of_few_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    spaces: list[int] = []
+    make = flashinfer._wrapper
+    monkeypatch.setattr(
+        flashinfer, "_wrapper", lambda space, name, **other: (spaces.append(len(space)), make(space, name, **other))[1]
+    )
+    flashinfer.FlashInferAttention(shape_of(num_heads=4, head_dim=8))
+    flashinfer.FlashInferAttention(shape_of(num_heads=32, num_kv_heads=2, head_dim=128))
+    assert spaces == [128 * 2**20] * 2 + [132 * 128 * 32 * 129 * 4 + 32] * 2
+
+
+@pytest.mark.usefixtures("stand_in_libraries")
+def test_blocks_too_far_for_fa3_are_left_to_fa2(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[str] = []
+    make = flashinfer._wrapper
+
+    def wrapper(space: Tensor, name: str, **other: object) -> object:
+        built = make(space, name, **other)
+        plan = built.plan
+        built.plan = lambda **pages: (planned.append(name), plan(**pages))[1]
+        return built
+
+    monkeypatch.setattr(flashinfer, "_wrapper", wrapper)
+    apart = 16 * 2**30  # so that four blocks lie within 64 GiB
+    shape = shape_of(num_heads=64, num_kv_heads=4, head_dim=8, num_blocks=6, block_bytes_apart=apart)
+    backend = flashinfer.FlashInferAttention(shape)
+    for kv_len, blocks, kernel in [(500, [0, 3], "fa3"), (500, [3, 4], "fa2"), (500, [0, 3], "fa3"), (100, [5], "fa2")]:
+        step = Step([(1, 1), (90, kv_len)], shape)
+        step.rows.host_block_table[1, : len(blocks)] = blocks
+        planned.clear()
+        backend.plan(step.rows)
+        assert planned == ["fa2", kernel], blocks
+    rows = CapturedSteps(Captured((1, 1, 2048, 0), 2, []), shape).rows
+    for num_blocks, kernel in [(6, "fa2"), (4, "fa3")]:
+        planned.clear()
+        flashinfer.FlashInferAttention(replace(shape, num_blocks=num_blocks)).capture(rows)
+        assert planned[-1] == kernel
+
+
 @pytest.mark.parametrize("values", [[3, 7, 5], [2], [-4, -9]])
 def test_the_largest_of_a_tensor_is_what_max_says(values: list[int]) -> None:
     assert flashinfer.largest(torch.tensor(values)).item() == max(values) == flashinfer.largest(values)
@@ -426,3 +466,30 @@ def test_a_graph_attends_the_rows_of_each_replay(captured_rows: Captured, backen
         if step is not None:
             found = out[: len(step.q)].float()
             torch.testing.assert_close(found, step.reference(shape.scale), rtol=2**-7, atol=2**-6)
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("built", BACKENDS[:-1], ids=lambda built: built.name)
+@pytest.mark.parametrize("mix", [MIXES["decode"], MIXES["prefill with history"]], ids=["decode", "prefill"])
+def test_blocks_beyond_64_gib_are_read(mix: Mix, built: BackendClass) -> None:
+    """A layer's blocks lie as far apart as other layers' and states between them make them."""
+    if torch.cuda.mem_get_info()[0] < 72 * 2**30:
+        pytest.skip("needs 72 GiB of free device memory")
+    torch.manual_seed(5)
+    apart, num_blocks = 2**30, 66
+    shape = shape_of("cuda", torch.bfloat16, num_blocks=num_blocks, block_bytes_apart=apart)
+    if (reason := built.refusal(shape)) is not None:
+        pytest.skip(f"{built.name}: {reason}")
+    step = Step(mix, shape)
+    num_used = len(step.k)
+    memory = torch.full((num_blocks * apart // 2,), float("nan"), dtype=torch.bfloat16, device=shape.device)
+    sizes, half = step.k.shape[1:], apart // 4
+    strides = (apart // 2, shape.num_kv_heads * shape.head_dim, shape.head_dim, 1)
+    k, v = (memory.as_strided((num_blocks, *sizes), strides, first) for first in (0, half))
+    k[num_blocks - num_used :], v[num_blocks - num_used :] = step.k, step.v
+    expected = step.reference(shape.scale)
+    step.rows.host_block_table[:] = np.minimum(step.rows.host_block_table + num_blocks - num_used, num_blocks - 1)
+    step.rows.block_table.copy_(torch.from_numpy(step.rows.host_block_table))
+    out = built(shape).plan(step.rows)(step.q, k, v)
+    torch.testing.assert_close(out.float(), expected, rtol=2**-7, atol=2**-6)

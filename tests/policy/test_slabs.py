@@ -18,7 +18,15 @@ def test_a_place_has_the_address_of_its_slab() -> None:
     space = SlabSpace(3, blocks_per_slab=2, slots_per_slab=3)
     assert (space.blocks.num_places, space.slots.num_places) == (6, 9)
     assert space.blocks.take(1) == [0]
-    assert space.slots.take(1) == [3]  # the first of slab 1
+    assert space.slots.take(1) == [6]  # the first of slab 2
+
+
+def test_blocks_take_slabs_from_the_low_end_and_states_from_the_high_one() -> None:
+    space = SlabSpace(4, blocks_per_slab=1, slots_per_slab=1)
+    assert (space.blocks.take(2), space.slots.take(2)) == ([0, 1], [3, 2])
+    leave(space.slots, 3, 2)
+    leave(space.blocks, 0)
+    assert (space.slots.take(1), space.blocks.take(2)) == ([3], [0, 2])
 
 
 def test_a_slab_changes_hands_when_it_is_empty_and_not_before() -> None:
@@ -107,7 +115,8 @@ def _forget_slab(space: SlabSpace) -> None:
     [
         (lambda space: space._slabs.unused.append(0), "listed as unused"),
         (lambda space: space._slabs.unused.pop(), "listed as unused"),
-        (lambda space: setattr(space._slabs.slabs[1], "use", -1), "listed as unused"),
+        (lambda space: space._slabs.unused.reverse(), "listed as unused"),
+        (lambda space: setattr(space._slabs.slabs[3], "use", -1), "listed as unused"),
         (lambda space: setattr(space._slabs, "num_open", 3), "open slabs"),
         (lambda space: setattr(space._slabs.slabs[0], "num_fixed", 0), "open slabs"),
         (lambda space: setattr(space._slabs.slabs[0], "num_fixed", 2), "fixed places"),

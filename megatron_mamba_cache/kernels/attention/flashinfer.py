@@ -3,7 +3,9 @@
 A step is attended in two calls: its decode rows, then its prompts. "fa2" divides a row's cached tokens among
 multiprocessors, as rows of few query tokens need. All rows of a call have one tile size, though: a prompt among decode
 rows makes their tiles eight times too large, and leaves none for dividing its own tokens. "fa3" computes prompts 1.6
-times as fast, but a program reads all cached tokens of 128 query tokens and a head, so that it needs enough of them.
+times as fast, but a program reads all cached tokens of 128 query tokens and a head, so that it needs enough of them. It
+counts the way from the first block in 32 bits, of 16 bytes each, and would read others for those beyond 64 GiB without
+a word; "fa2" reads them.
 
 FlashInfer compiles for a model's shape at first use and keeps the result on disk. This happens when the backend is
 built, with a log line, not at the first request.
@@ -28,13 +30,14 @@ _WORKSPACE_BYTES = 128 * 2**20
 _ALIGNMENT = 16
 _MOST_SHORT_QUERIES = 16  # query tokens of a decode or verify row
 _FA3_TILE = 128  # query tokens of a program
+_FA3_BYTES = 2**32 * 16  # Source: FlashInfer 0.5.3, hopper/block_sparse_gather.cuh
 
 
 class FlashInferAttention:
     """`BatchPrefillWithPagedKVCacheWrapper`; its host plan of a step serves all layers.
 
     Args:
-        kernel: "fa2" or "fa3" for all rows; None: "fa2" for decode rows, the faster one for prompts.
+        kernel: "fa2" or "fa3" for all rows; None: "fa2" for decode rows, the faster one for prompts that it can read.
     """
 
     name = setting = "flashinfer"
@@ -49,12 +52,16 @@ class FlashInferAttention:
     def __init__(self, shape: AttentionShape, kernel: str | None = None) -> None:
         self._shape = shape
         self._kernel = kernel
-        self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=shape.device)
+        workspace_bytes = max(_WORKSPACE_BYTES, parts_bytes(shape, num_rows=1, num_tokens=_FA3_TILE))
+        self._workspace = torch.zeros(workspace_bytes, dtype=torch.uint8, device=shape.device)
         self._graph_workspace: Tensor | None = None
         with progress("FlashInfer compiles attention kernels for this model, which it does once on a machine"):
             prompt_kernel = kernel or ("fa3" if is_hopper(shape.device) else "fa2")
             self._decoding = PagedAttention(shape, _wrapper(self._workspace, kernel or "fa2"))
             self._prompts = PagedAttention(shape, _wrapper(self._workspace, prompt_kernel))
+            self._far_prompts = self._prompts
+            if prompt_kernel == "fa3" and is_beyond_fa3(shape, shape.num_blocks - 1):
+                self._far_prompts = PagedAttention(shape, _wrapper(self._workspace, "fa2"))
             for attention in (self._decoding, self._prompts):
                 _try_out(attention, shape)
 
@@ -69,7 +76,10 @@ class FlashInferAttention:
         for attention, part in calls:
             tokens = _tokens_of(rows, part)
             if tokens.start < tokens.stop:
-                attention.plan_pages(page_lists(rows, self._shape.block_size, part))
+                pages = page_lists(rows, self._shape.block_size, part)
+                if attention is self._prompts and is_beyond_fa3(self._shape, int(pages.pages.max())):
+                    attention = self._far_prompts
+                attention.plan_pages(pages)
                 parts.append((attention, tokens))
         num_tokens = sum(rows.query_lens)
 
@@ -97,7 +107,8 @@ class FlashInferAttention:
         """Return the kernel for prompts of a captured step: "fa3" if its programs take half the multiprocessors."""
         shape = self._shape
         num_programs = -(-num_tokens // _FA3_TILE) * shape.num_heads
-        suits_fa3 = is_hopper(shape.device) and num_programs > num_multiprocessors(shape.device) // 2
+        can_fa3 = is_hopper(shape.device) and not is_beyond_fa3(shape, shape.num_blocks - 1)
+        suits_fa3 = can_fa3 and num_programs > num_multiprocessors(shape.device) // 2
         return "fa3" if suits_fa3 else "fa2"
 
     def _capture_part(self, rows: AttentionRows, part: slice, kernel: str) -> "CapturedPart":
@@ -232,11 +243,17 @@ def _attend_parts(
     return out
 
 
+def is_beyond_fa3(shape: AttentionShape, block: int) -> bool:
+    """Return whether a block lies too far from the first one for "fa3" to read it."""
+    return (block + 1) * shape.block_bytes_apart > _FA3_BYTES
+
+
 def parts_bytes(shape: AttentionShape, num_rows: int, num_tokens: int) -> int:
     """Return the bytes that FlashInfer's fa2 needs for the partial results of rows inside a graph.
 
     They are float32 query tiles and their sums: as many as the rows have tiles, with a ragged one each, or as many as
-    FlashInfer launches blocks, if that is more. Source: FlashInfer 0.5.3, scheduler.cuh.
+    FlashInfer launches blocks, if that is more. Outside of a graph they are never more than the latter. Source:
+    FlashInfer 0.5.3, scheduler.cuh.
     """
     group = shape.num_heads // shape.num_kv_heads
     longest = (num_tokens - num_rows + 1) * group

@@ -23,6 +23,8 @@ class AttentionShape:
         block_size: Tokens of a KV block.
         scale: Factor of the scores, before softmax.
         dtype: Dtype of queries, keys, values and results.
+        num_blocks: KV blocks of a layer's cache, and
+        block_bytes_apart: bytes from one to the next, which other layers' and states may lie between; 0: any.
     """
 
     num_heads: int
@@ -32,6 +34,8 @@ class AttentionShape:
     scale: float
     dtype: torch.dtype
     device: torch.device
+    num_blocks: int = 0
+    block_bytes_apart: int = 0
 
 
 class CapturedAttention(Protocol):
