@@ -15,6 +15,10 @@ class CacheIntegrityError(CacheError):
     """An invariant of the cache does not hold; the message gives the equation that failed."""
 
 
+class GrammarError(ValueError):
+    """A reply cannot be held to a grammar; the message says why."""
+
+
 class CacheBudgetError(ValueError):
     """One budget for KV blocks and states cannot hold a request of the longest sequence.
 

@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from ..config import CacheConfig
 from ..errors import CacheIntegrityError
+from ..grammars.compiler import Grammars
 from ..kernels.attention.kv_append import append_kv
 from ..metrics import CacheCounters, CacheSnapshot
 from ..policy.admission import Refusal
@@ -116,6 +117,7 @@ class MambaCacheContext(DynamicInferenceContext):
         self.cache_config = config
         self.shape = shape
         self.counters = CacheCounters()
+        self.grammars = Grammars(shape.vocab_size)
         self.digest = digest_of(self.ranks, config.rank_digest_steps)
         self.weights_version = config.weights_version
         self.planner = planner or NoDrafts()
@@ -154,6 +156,7 @@ class MambaCacheContext(DynamicInferenceContext):
             vocab_size=self.shape.vocab_size,
             only_last_logits=self.materialize_only_last_token_logits,
             peers=self.peers,
+            grammars=self.grammars,
         )
         self._slot_allocator = StateSlotAllocator(self, memory.state_pool, memory.slots, memory.boundary_rule, runner)
         self.is_tensor_state_allocated = True

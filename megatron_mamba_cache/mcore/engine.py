@@ -54,6 +54,7 @@ class MambaCacheEngine(SuspendableEngine):
         self._hint = HitRateHint(context.cache_config)
         chunked = context.cache_config.chunked_prefill
         super().__init__(controller, context, random_seed=random_seed, enable_chunked_prefill=chunked)
+        context.grammars.read(controller.tokenizer)
         # Rows know their stop words, so a stop word ends its request in the step that completes it.
         controller.set_stop_word_finished_ids_callback(None)
 
@@ -112,6 +113,8 @@ class MambaCacheEngine(SuspendableEngine):
         spec = self._spec_of(request)
         num_blocks = self.context.max_blocks_of_a_request
         fault = fault_of(spec, self.context.cache_config, self.context.shape.vocab_size, num_blocks)
+        if fault is None and spec.sampling.grammar:
+            fault = self.context.grammars.fault_of(spec.sampling.grammar)
         if fault is not None or request.status is Status.FAILED:
             return self._refuse(request, fault or "Megatron refuses it")
         self._hint.note_prompt(spec.prompt_len)

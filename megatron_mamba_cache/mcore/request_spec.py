@@ -14,9 +14,10 @@ from ..config import CacheConfig, is_encodable
 from ..policy.logits_settings import logits_settings_of
 from ..policy.requests import LogProbSettings, RequestSpec, SamplingSettings
 
-LOGITS, STOP_TOKEN_IDS, BREAKPOINTS = "logits_settings", "stop_token_ids", "breakpoints"
-"""Attributes of sampling parameters for which Megatron has no field: what `logits_settings_of` reads, token ids that
-end a request, and positions of the prompt, see `RequestSpec`."""
+LOGITS, GRAMMAR = "logits_settings", "grammar"
+STOP_TOKEN_IDS, BREAKPOINTS = "stop_token_ids", "breakpoints"
+"""Attributes of sampling parameters for which Megatron has no field: what `logits_settings_of` reads, a grammar as
+`grammars.forms` writes it, token ids that end a request, and positions of the prompt, see `RequestSpec`."""
 _MOST_BREAKPOINTS = 16
 _SAMPLING_KINDS = {"temperature": (int, float), "top_p": (int, float), "top_k": (int,), "top_n_logprobs": (int,)}
 
@@ -37,6 +38,7 @@ def spec_of(request: Any, *, seed: int = 0, tenant: str = "", num_replayed: int 
             termination_id=-1 if sampling.termination_id is None else sampling.termination_id,
             stop_words=tuple(tuple(word) for word in request.stop_word_ids or ()),
             logits=logits_settings_of(getattr(sampling, LOGITS, None)),
+            grammar=getattr(sampling, GRAMMAR, ""),
         ),
         tenant=tenant,
         log_probs=LogProbSettings(
@@ -93,6 +95,8 @@ def contradiction_in(sampling: Any, only_last_logits: bool) -> str | None:
         logits_settings_of(getattr(sampling, LOGITS, None))
     except ValueError as error:
         return str(error)
+    if not isinstance(getattr(sampling, GRAMMAR, ""), str):
+        return f"{GRAMMAR} is {getattr(sampling, GRAMMAR)!r:.200}; it must be text"
     breakpoints = getattr(sampling, BREAKPOINTS, ())
     if not _are_natural(breakpoints) or len(breakpoints) > _MOST_BREAKPOINTS:
         return f"{BREAKPOINTS} is {breakpoints!r:.200}; it must be a list of at most {_MOST_BREAKPOINTS} positions"
@@ -149,6 +153,10 @@ def fault_of(spec: RequestSpec, config: CacheConfig, vocab_size: int, num_blocks
             f"{config.max_tokens}, which they may have to without chunked prefill"
         )
     fault = _fault_of_sampling(sampling) or _fault_of_log_probs(spec.log_probs, vocab_size)
+    if fault is None and sampling.grammar and sampling.logits.min_tokens:
+        fault = (
+            f"min_tokens is {sampling.logits.min_tokens}; a reply that follows a grammar ends where the grammar says"
+        )
     return fault or sampling.logits.fault(vocab_size)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from megatron.core.inference.inference_request import DynamicInferenceRequestRecord, Status
 
 from ..policy.requests import Candidate, RequestSpec
-from .request_spec import LOGITS
+from .request_spec import GRAMMAR, LOGITS
 
 _REMEMBERED_REQUESTS = 65_536
 
@@ -104,7 +104,8 @@ def begin_next_part(record: DynamicInferenceRequestRecord) -> None:
         record[-1].stop_word_ids = record[0].stop_word_ids
         # The record's first request has the prompt's log-probs.
         without_prompt = {"return_prompt_top_n_logprobs": False, "skip_prompt_log_probs": True}
-        kept = {LOGITS: getattr(record[0].sampling_params, LOGITS, None)}  # no field of Megatron's, so not copied
+        sampling = record[0].sampling_params  # of which only Megatron's own fields were copied
+        kept = {LOGITS: getattr(sampling, LOGITS, None), GRAMMAR: getattr(sampling, GRAMMAR, "")}
         record[-1].sampling_params.add_attributes(without_prompt | kept)
     else:
         record[-1].prompt_log_probs = record[-1].generated_log_probs = None

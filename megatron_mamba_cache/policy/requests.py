@@ -23,6 +23,7 @@ class SamplingSettings:
         termination_id: Token that ends the request; -1 for none.
         stop_words: Token sequences that end it.
         logits: How the model's logits are changed before a token is drawn.
+        grammar: What the generated text has to follow, as `grammars.forms` writes it; "" for nothing.
     """
 
     temperature: float = 1.0
@@ -32,11 +33,12 @@ class SamplingSettings:
     termination_id: int = -1
     stop_words: tuple[tuple[int, ...], ...] = ()
     logits: LogitsSettings = PLAIN_LOGITS
+    grammar: str = ""
 
     @property
     def changes_logits(self) -> bool:
         """True when a token is not drawn from the model's own logits."""
-        return self.logits is not PLAIN_LOGITS
+        return self.logits is not PLAIN_LOGITS or bool(self.grammar)
 
     @property
     def is_greedy(self) -> bool:
@@ -186,6 +188,11 @@ class RunningRequest:
         return self.spec.prompt_len + len(self.generated)
 
     @property
+    def first_generated(self) -> int:
+        """Where the generated text begins, that included which is part of the prompt since an interruption."""
+        return self.spec.prompt_len - self.spec.num_replayed
+
+    @property
     def is_prefilling(self) -> bool:
         """True while prompt tokens are still to be computed."""
         return self.computed < self.spec.prompt_len
@@ -243,8 +250,7 @@ class RunningRequest:
 
     def _newest_generated(self, count: int, new: Sequence[int]) -> tuple[int, ...]:
         """Return the last `count` generated tokens, or all; those from before an interruption count too."""
-        first_generated = self.spec.prompt_len - self.spec.num_replayed
-        known = self.tokens(max(first_generated, self.length + len(new) - count), self.length)
+        known = self.tokens(max(self.first_generated, self.length + len(new) - count), self.length)
         return (*map(int, known), *new)[-count:]
 
 

@@ -20,6 +20,7 @@ def schedule_decode(
     planner: DraftPlanner | NoDrafts,
     budget: int,
     holds_on_all_ranks: Callable[[bool], bool] = bool,
+    allowed: Callable[[RunningRequest, Sequence[int]], Sequence[int]] = lambda _row, drafts: drafts,
 ) -> list[Tensor | None]:
     """Schedule every decoding row with its drafts; if drafting fails, the step continues without drafts.
 
@@ -27,6 +28,7 @@ def schedule_decode(
         budget: Tokens that the step may compute beyond one for each row; older rows' drafts go first.
         holds_on_all_ranks: Returns whether a condition holds on all ranks that share the model; every rank calls it.
             A rank whose drafter fails alone would otherwise plan a different step. By default there is one rank.
+        allowed: Returns the leading drafts that a row's grammar allows.
 
     Returns:
         For each row the distributions, [drafts, vocab], that its drafts were drawn from, None if they were not drawn;
@@ -44,7 +46,7 @@ def schedule_decode(
         budget -= limit
     distributions: list[Tensor | None] = []
     for row, draft in zip(rows, _plan(limits, planner, cache.counters, holds_on_all_ranks), strict=True):
-        cache.schedule_decode(row, draft.tokens)
+        cache.schedule_decode(row, allowed(row, draft.tokens))
         drawn_from = draft.distributions if row.drafts else None
         distributions.append(None if drawn_from is None else drawn_from[: len(row.drafts)])
     return distributions

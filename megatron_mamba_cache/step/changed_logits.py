@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..policy.logits_settings import LogitsSettings
 from ..policy.requests import RunningRequest
+from .grammar_masks import GrammarMasks
 
 
 @dataclass(slots=True, eq=False)
@@ -31,7 +32,7 @@ class _SeenTokens:
 
     def count_up_to(self, row: RunningRequest) -> None:
         """Count the tokens that the row has generated since."""
-        first, end = _first_generated(row) + self.num_counted, row.length
+        first, end = row.first_generated + self.num_counted, row.length
         if first < end:
             new = _on_device(np.asarray(row.tokens(first, end), np.int64), self.counts.device)
             self.counts.index_put_((new,), self.counts.new_ones(()), accumulate=True)
@@ -39,9 +40,14 @@ class _SeenTokens:
 
 
 class LogitsChanges:
-    """Changes logits before tokens are drawn; keeps what each request with penalties has seen, on the device."""
+    """Changes logits before tokens are drawn; keeps what each request with penalties has seen, on the device.
 
-    def __init__(self) -> None:
+    Args:
+        masks: What the grammars of rows allow.
+    """
+
+    def __init__(self, masks: GrammarMasks) -> None:
+        self.masks = masks
         self._seen: dict[int, _SeenTokens] = {}
 
     def apply(self, rows: Sequence[RunningRequest], starts: Sequence[int], logits: Tensor) -> Tensor:
@@ -58,12 +64,14 @@ class LogitsChanges:
         if not changed:
             return logits
         logits = logits.to(torch.float32, copy=True)
+        self.masks.apply(logits)
         for start, row in changed:
             self._change(row, logits[start : start + 1 + len(row.drafts)])
         return logits
 
     def forget(self, request_id: int) -> None:
         """Forget what a request has seen."""
+        self.masks.forget(request_id)
         self._seen.pop(request_id, None)
 
     def _change(self, row: RunningRequest, logits: Tensor) -> None:
@@ -74,7 +82,7 @@ class LogitsChanges:
             ids, biases = zip(*settings.logit_bias, strict=True)
             bias = torch.tensor(biases, dtype=torch.float32, device=logits.device)
             logits[:, _on_device(np.asarray(ids, np.int64), logits.device)] += bias
-        num_barred = settings.min_tokens - (row.length - _first_generated(row))
+        num_barred = settings.min_tokens - (row.length - row.first_generated)
         ends = [*(word[0] for word in sampling.stop_words if len(word) == 1), sampling.termination_id]
         if num_barred > 0:
             for end in ends:
@@ -101,16 +109,11 @@ class LogitsChanges:
         seen = self._seen.get(row.request_id)
         if seen is None:
             in_prompt = torch.zeros(logits.shape[1], dtype=torch.bool, device=logits.device)
-            prompt = np.unique(row.spec.prompt[: _first_generated(row)])
+            prompt = np.unique(row.spec.prompt[: row.first_generated])
             in_prompt[_on_device(prompt, logits.device)] = True
             seen = self._seen[row.request_id] = _SeenTokens(logits.new_zeros(logits.shape[1]), in_prompt)
         seen.count_up_to(row)
         return seen
-
-
-def _first_generated(row: RunningRequest) -> int:
-    """Return where the request's generated text begins, those tokens included that are part of its prompt by now."""
-    return row.spec.prompt_len - row.spec.num_replayed
 
 
 def _on_device(ids: "np.ndarray[tuple[int], np.dtype[np.int64]]", device: torch.device) -> Tensor:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,8 @@ from ..config import CacheConfig
 from ..errors import CacheCapacityError
 from ..kernels.attention.choice import choose_attention
 from ..kernels.attention.interface import AttentionShape
-from ..metrics import CacheCounters
+from ..kernels.compilation import WATCH
+from ..metrics import CacheCounters, CacheSnapshot
 from ..policy.admission import AdmissionRules
 from ..policy.boundaries import BoundaryRule
 from ..policy.decode_rules import DecodeRules
@@ -30,6 +32,7 @@ from ..state.pool_tensors import BlockLayout, separate_tensors, slab_tensors
 from ..state.state_pool import DraftWindow, StatePool
 from .batch import StepGeometry
 from .buffers import StepBuffers, StepLimits
+from .captured_step import Capture
 from .shapes import most_padding_rows
 
 
@@ -84,15 +87,24 @@ class CacheMemory:
             enabled=config.prefix_caching,
         )
 
-    def with_evictions(self, counters: CacheCounters) -> CacheCounters:
-        """Return counters with the evictions from this memory added."""
-        return replace(
-            counters,
-            states_evicted=counters.states_evicted + self.slots.num_evicted,
-            kv_blocks_evicted=counters.kv_blocks_evicted + self.slots.num_blocks_evicted,
+    def snapshot(self, counters: CacheCounters, captured: Capture) -> CacheSnapshot:
+        """Return counters, with evictions from this memory, and what every slot and block is used for."""
+        compiled = WATCH.total
+        evictions: dict[str, Any] = {
+            "states_evicted": counters.states_evicted + self.slots.num_evicted,
+            "kv_blocks_evicted": counters.kv_blocks_evicted + self.slots.num_blocks_evicted,
+        }
+        return CacheSnapshot(
+            counters=replace(counters, **evictions),
+            **self._usage(),
+            num_compiled_kernels=compiled.num_kernels,
+            compile_seconds=compiled.seconds,
+            num_graphs=captured.num_graphs,
+            capture_seconds=captured.seconds,
+            graph_bytes=captured.num_bytes,
         )
 
-    def usage(self) -> dict[str, dict[str, int]]:
+    def _usage(self) -> dict[str, dict[str, int]]:
         """Return slots by owner, blocks by kind and bytes by use, under the names of `CacheSnapshot`."""
         slots, blocks, space = self.slots.count_by_owner(), self.blocks.count_by_kind(), self.pools.space
         slabs = space.count_slabs() if isinstance(space, SlabSpace) else {}

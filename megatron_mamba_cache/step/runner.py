@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..config import CacheConfig
 from ..errors import CacheIntegrityError
-from ..kernels.compilation import WATCH
+from ..grammars.compiler import Grammars
 from ..metrics import CacheCounters, CacheSnapshot
 from ..policy.admission import Refusal
 from ..policy.block_growth import GrowthOutcome
@@ -33,6 +33,7 @@ from ..speculation.row_progress import advance_one_token_rows, advance_rows, not
 from .batch import lay_out_step
 from .captured_step import Capture, CapturedStep, EarlyStep, GraphsByShape
 from .changed_logits import LogitsChanges
+from .grammar_masks import GrammarMasks
 from .host_copy import HostCopy
 from .log_probs import NO_LOG_PROBS, StepLogProbs, step_log_probs
 from .memory import CacheMemory
@@ -55,6 +56,7 @@ class StepRunner:
         vocab_size: Of the model, padding included.
         only_last_logits: True when a forward returns logits only for the tokens of `StepBatch.logits`.
         peers: The ranks that this one shares experts with; None: it has all experts.
+        grammars: What replies may have to follow.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class StepRunner:
         vocab_size: int,
         only_last_logits: bool = True,
         peers: ExpertPeers | None = None,
+        grammars: Grammars,
     ) -> None:
         self.memory = memory
         self.ranks = ranks
@@ -85,7 +88,7 @@ class StepRunner:
         self._at_work: list[RunningRequest] = []  # the rows of the step that is being planned or computed
         self._graphs: GraphsByShape | None = None
         self._queue = QueueState()
-        self._changes = LogitsChanges()
+        self._changes = LogitsChanges(GrammarMasks(grammars, are_drawn_here=ranks.is_last_stage))
         # Nothing is launched early that depends on more than these rows, or whose every step is compared.
         by_itself = not config.rank_digest_steps and ranks.num_stages == 1 and not planner.reads_hidden_states
         self._runs_ahead = config.run_ahead and by_itself
@@ -133,7 +136,10 @@ class StepRunner:
             decoding = self.requests.decoding
             self._at_work = [*decoding, *(row for row in self.requests.prefilling if row.scheduled)]
             budget = 0 if shape is not None and shape.width == 1 else self.requests.budget
-            distributions = schedule_decode(decoding, self.cache, self.planner, budget, self.ranks.all_hold)
+            masks = self._changes.masks
+            distributions = schedule_decode(
+                decoding, self.cache, self.planner, budget, self.ranks.all_hold, masks.allowed
+            )
         graph: CapturedStep | None = early
         if graph is None and self._graphs is not None:
             graph = self._graphs.fitting(self._at_work, shape)
@@ -142,6 +148,7 @@ class StepRunner:
         else:
             step = self._lay_out_graph(graph, self._at_work, distributions)
         self.begin(step)
+        self._changes.masks.begin(step.rows, step.batch.logits.starts)
         self._digest.note_plan(self.requests, step.rows)
         return step
 
@@ -388,17 +395,7 @@ class StepRunner:
 
     def snapshot(self) -> CacheSnapshot:
         """Return counters and what every slot and block is used for."""
-        memory, counters, compiled = self.memory, self.counters, WATCH.total
-        captured = Capture() if self._graphs is None else self._graphs.capture
-        return CacheSnapshot(
-            counters=memory.with_evictions(counters),
-            **memory.usage(),
-            num_compiled_kernels=compiled.num_kernels,
-            compile_seconds=compiled.seconds,
-            num_graphs=captured.num_graphs,
-            capture_seconds=captured.seconds,
-            graph_bytes=captured.num_bytes,
-        )
+        return self.memory.snapshot(self.counters, Capture() if self._graphs is None else self._graphs.capture)
 
     def _lay_out_graph(
         self, graph: CapturedStep, rows: Sequence[RunningRequest], draft_distributions: Sequence[Tensor | None]

@@ -1,0 +1,126 @@
+"""Grammars compiled for one vocabulary, and kept for the next requests that send the same."""
+
+import json
+from collections import OrderedDict
+from collections.abc import Iterator
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+from ..errors import GrammarError
+from ..installation import install_command
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+_MOST_CHARACTERS = 256 * 1024
+_MOST_OBJECTS = 2_000  # the time to compile an object grows with the square of its properties
+_KEPT_CHARACTERS = 8 * 2**20
+_LONGEST_REASON = 400
+
+
+class Grammars:
+    """The grammars of one model. Thread-safe; compiling leaves Python's lock to others.
+
+    Args:
+        vocab_size: The width of masks.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self._tokenizer: Any = None
+        self._vocabulary: LLTokenizer | None = None
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._num_characters = 0
+        self._lock = Lock()
+
+    def read(self, tokenizer: Any) -> None:
+        """Take over the model's tokenizer, whose vocabulary is read when the first grammar comes."""
+        self._tokenizer = tokenizer
+
+    def fault_of(self, grammar: str) -> str | None:
+        """Return why a grammar cannot be used, None if it can; compiles it if it is new, which may take a while."""
+        try:
+            self.matcher(grammar)
+        except GrammarError as error:
+            return str(error)
+        return None
+
+    def matcher(self, grammar: str) -> "LLMatcher":
+        """Return a matcher at a grammar's start.
+
+        Raises:
+            GrammarError: If the grammar or the tokenizer cannot be used.
+        """
+        with self._lock:
+            found = self._compiled.get(grammar)
+            if found is not None:
+                self._compiled.move_to_end(grammar)
+        if found is None:
+            found = self._compile(grammar)
+            self._keep(grammar, found)
+        return found.deep_copy()
+
+    def _compile(self, grammar: str) -> "LLMatcher":
+        check_size(grammar)
+        vocabulary = self._read_vocabulary()
+        from llguidance import LLMatcher
+
+        matcher = LLMatcher(vocabulary, grammar, log_level=0)
+        if matcher.is_error():
+            raise GrammarError(_first_lines(matcher.get_error()))
+        matcher.compute_bitmask()
+        if matcher.is_error():
+            raise GrammarError("no text is of the grammar: its rules or references never come to an end")
+        return matcher
+
+    def _keep(self, grammar: str, matcher: "LLMatcher") -> None:
+        with self._lock:
+            if grammar not in self._compiled:
+                self._num_characters += len(grammar)
+            self._compiled[grammar] = matcher
+            while self._num_characters > _KEPT_CHARACTERS:
+                oldest, _ = self._compiled.popitem(last=False)
+                self._num_characters -= len(oldest)
+
+    def _read_vocabulary(self) -> "LLTokenizer":
+        with self._lock:
+            if self._vocabulary is None:
+                if self._tokenizer is None:
+                    raise GrammarError("replies of a given form need a tokenizer, and this engine has none")
+                try:
+                    from .vocabulary import read_vocabulary
+                except ImportError as error:
+                    raise GrammarError(
+                        f"replies of a given form need the package llguidance: {install_command('server')}"
+                    ) from error
+                self._vocabulary = read_vocabulary(self._tokenizer, self.vocab_size)
+            return self._vocabulary
+
+
+def check_size(grammar: str) -> None:
+    """Raise `GrammarError` unless a grammar's text is JSON and small enough to be compiled in a moment."""
+    if len(grammar) > _MOST_CHARACTERS:
+        raise GrammarError(f"the grammar has {len(grammar)} characters; at most {_MOST_CHARACTERS} are allowed")
+    try:
+        num_objects = sum(isinstance(value, dict) for value in _values(json.loads(grammar)))
+    except (ValueError, RecursionError) as error:
+        raise GrammarError(f"the grammar is no JSON text, or is nested too deeply: {error}") from error
+    if num_objects > _MOST_OBJECTS:
+        raise GrammarError(f"the grammar has {num_objects} objects in it; at most {_MOST_OBJECTS} are allowed")
+
+
+def _values(value: Any) -> Iterator[Any]:
+    """Yield a JSON value and all that it holds."""
+    open_values = [value]
+    while open_values:
+        found = open_values.pop()
+        yield found
+        if isinstance(found, dict):
+            open_values += found.values()
+        elif isinstance(found, list):
+            open_values += found
+
+
+def _first_lines(reason: str) -> str:
+    text = " ".join(line.strip() for line in reason.strip().splitlines())
+    return text if len(text) <= _LONGEST_REASON else text[:_LONGEST_REASON] + " ..."

@@ -1,0 +1,167 @@
+"""Masks of the tokens that rows' grammars allow: made on the host by another thread while the device runs the forward.
+
+A row with drafts has a mask for each of its positions, as the drafts before it would have it. Drafts that the grammar
+refuses are cut beforehand, on every rank alike, so that each mask belongs to a text that the grammar allows.
+"""
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..errors import GrammarError
+from ..grammars.compiler import Grammars
+from ..kernels.sampling.token_masks import bar_tokens
+from ..policy.requests import RunningRequest
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher
+
+_MOST_THREADS = 8
+_TOKENS_A_WORD = 32
+
+
+class _MatchedRow:
+    """A matcher and how many of its row's generated tokens it has taken."""
+
+    def __init__(self, matcher: "LLMatcher") -> None:
+        self.matcher = matcher
+        self._num_taken = 0
+
+    def catch_up(self, row: RunningRequest) -> "LLMatcher":
+        """Take the tokens that the row has generated since, and return the matcher.
+
+        Raises:
+            GrammarError: If they are not of the grammar, or it has become too complex to go on.
+        """
+        first = row.first_generated + self._num_taken
+        new = list(map(int, row.tokens(first, row.length)))
+        self._num_taken += len(new)
+        if new:
+            self.matcher.consume_tokens(new)
+            self.check(row)
+        return self.matcher
+
+    def check(self, row: RunningRequest) -> None:
+        """Raise `GrammarError` if the matcher has failed, which it says only when it is asked."""
+        if self.matcher.is_error():
+            raise GrammarError(f"the grammar of request {row.request_id} cannot go on: {self.matcher.get_error():.200}")
+
+
+class GrammarMasks:
+    """The matchers of the running rows with a grammar, and the masks of one step.
+
+    Args:
+        are_drawn_here: Whether this rank draws tokens; if not, it only cuts drafts.
+    """
+
+    def __init__(self, grammars: Grammars, *, are_drawn_here: bool = True) -> None:
+        self._grammars = grammars
+        self._are_drawn_here = are_drawn_here
+        self._rows: dict[int, _MatchedRow] = {}
+        self._making: Future[int] | None = None
+        self._num_words = -(-grammars.vocab_size // _TOKENS_A_WORD)
+        self._masks = torch.empty(0, self._num_words, dtype=torch.int32)
+        self._logits_rows = torch.empty(0, dtype=torch.int32)
+        self._was_sent: torch.cuda.Event | None = None
+
+    def allowed(self, row: RunningRequest, drafts: Sequence[int]) -> Sequence[int]:
+        """Return the drafts up to the first that the row's grammar refuses; all of them without a grammar."""
+        if not row.spec.sampling.grammar or not drafts:
+            return drafts
+        self._wait()
+        matcher = self._matched(row).catch_up(row)
+        return drafts[: matcher.validate_tokens(list(map(int, drafts)))]
+
+    def begin(self, rows: Sequence[RunningRequest], starts: Sequence[int]) -> None:
+        """Begin to make the masks of a step's rows; `apply` waits for them.
+
+        Args:
+            starts: [rows] where each row's logits begin.
+        """
+        self._wait()
+        if self._are_drawn_here:
+            found = [
+                (row, start)
+                for row, start in zip(rows, starts, strict=False)
+                if row.spec.sampling.grammar and row.samples_this_step
+            ]
+            self._making = self._thread.submit(self._make, found) if found else None
+
+    def apply(self, logits: Tensor) -> None:
+        """Bar what the grammars of the step's rows refuse, in place; the logits are [logits, vocab].
+
+        Raises:
+            GrammarError: If a row's grammar has become too complex to go on.
+        """
+        making, self._making = self._making, None
+        if making is None:
+            return
+        count = making.result()
+        device = logits.device
+        masks = self._masks[:count].to(device, non_blocking=True)
+        bar_tokens(logits, masks, self._logits_rows[:count].to(device, non_blocking=True))
+        if logits.is_cuda:
+            self._was_sent = torch.cuda.Event()
+            self._was_sent.record(torch.cuda.current_stream(device))
+
+    def forget(self, request_id: int) -> None:
+        """Forget a row's matcher."""
+        self._rows.pop(request_id, None)
+
+    def _make(self, rows: Sequence[tuple[RunningRequest, int]]) -> int:
+        """Fill the buffers with the masks of rows whose logits begin somewhere; return how many."""
+        if self._was_sent is not None:
+            self._was_sent.synchronize()
+        count = sum(1 + len(row.drafts) for row, _ in rows)
+        if count > len(self._masks):
+            self._masks = torch.empty(2 * count, self._num_words, dtype=torch.int32)
+            self._logits_rows = torch.empty(2 * count, dtype=torch.int32)
+            if torch.cuda.is_available():
+                self._masks, self._logits_rows = self._masks.pin_memory(), self._logits_rows.pin_memory()
+        self._masks[:count] = -1  # what comes after an end token is not drawn
+        plain: list[tuple[LLMatcher, int]] = []
+        drafted: list[tuple[LLMatcher, int, list[int]]] = []
+        place = 0
+        for row, start in rows:
+            matcher, width = self._matched(row).catch_up(row), 1 + len(row.drafts)
+            if row.drafts:
+                drafted.append((matcher, place, list(map(int, row.drafts))))
+            else:
+                plain.append((matcher, place))
+            self._logits_rows[place : place + width] = torch.arange(start, start + width)
+            place += width
+        target = self._masks.data_ptr(), self._num_words * self._masks.itemsize, count
+        if plain:
+            self._executor.unsafe_compute_mask_ptr(plain, *target)
+        if drafted:
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *target)
+        for row, _ in rows:
+            self._rows[row.request_id].check(row)
+        return count
+
+    def _matched(self, row: RunningRequest) -> _MatchedRow:
+        matched = self._rows.get(row.request_id)
+        if matched is None:
+            matched = self._rows[row.request_id] = _MatchedRow(self._grammars.matcher(row.spec.sampling.grammar))
+        return matched
+
+    def _wait(self) -> None:
+        """Wait for masks that a failed step has left: its matchers are in use until then."""
+        making, self._making = self._making, None
+        if making is not None:
+            making.exception()
+
+    @cached_property
+    def _thread(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(1, thread_name_prefix="grammar-masks")
+
+    @cached_property
+    def _executor(self) -> "LLExecutor":
+        from llguidance import LLExecutor
+
+        return LLExecutor(num_threads=max(1, min(_MOST_THREADS, (os.cpu_count() or 2) // 2)))

@@ -1,0 +1,164 @@
+"""Grammars as text: what they allow, and what is refused with a reason."""
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from megatron_mamba_cache.errors import GrammarError
+from megatron_mamba_cache.grammars import forms
+from megatron_mamba_cache.grammars.compiler import Grammars
+from megatron_mamba_cache.models.tokenizers.byte_tokenizer import ByteTokenizer
+from tests.grammars.piece_tokenizer import THINK_END, PieceTokenizer
+
+TOKENIZER = PieceTokenizer()
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Grammars:
+    found = Grammars(TOKENIZER.vocab_size)
+    found.read(TOKENIZER)
+    return found
+
+
+def accepts(grammars: Grammars, grammar: forms.Grammar, tokens: list[int]) -> bool:
+    matcher = grammars.matcher(grammar.text)
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize(
+    ("text", "is_allowed"),
+    [
+        ('{"a": 1}', True),
+        ('{"a":1}', True),
+        ('{\n  "a": 1\n}', True),
+        ("{\n" + " " * 16 + '"a":1}', True),
+        ("{\n" + " " * 17 + '"a":1}', False),
+        ('{  "a":1}', False),
+        ('{\n\n"a":1}', False),
+    ],
+)
+def test_white_space_between_json_tokens_is_bounded(text: str, is_allowed: bool, grammars: Grammars) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    assert accepts(grammars, forms.json_grammar(schema), TOKENIZER.tokenize(text)) is is_allowed
+
+
+@pytest.mark.parametrize("pattern", ["a/b", r"a\/b", "[/]{2}", r"\d+\.\d", "x\ny"])
+def test_an_expression_is_kept_whole(pattern: str, grammars: Grammars) -> None:
+    assert grammars.fault_of(forms.regex_grammar(pattern).text) is None
+    example = {"a/b": "a/b", r"a\/b": "a/b", "[/]{2}": "//", r"\d+\.\d": "12.3", "x\ny": "x\ny"}[pattern]
+    assert re.fullmatch(pattern, example)
+    assert accepts(grammars, forms.regex_grammar(pattern), TOKENIZER.tokenize(example))
+
+
+@pytest.mark.parametrize("choices", [["a"], ['"', "\\", "\n", "é", "日本", ""], ["</think>"]])
+def test_choices_are_any_text(choices: list[str], grammars: Grammars) -> None:
+    for choice in choices:
+        assert accepts(grammars, forms.choice_grammar(choices), TOKENIZER.tokenize(choice)), choice
+    assert not accepts(grammars, forms.choice_grammar(choices), TOKENIZER.tokenize("other"))
+
+
+def test_a_literal_names_special_tokens_by_id(grammars: Grammars) -> None:
+    rule = forms.literal("a</think><b>", TOKENIZER.id_of)
+    assert rule == f'"a" <[{THINK_END}]> "<b>"'
+    assert accepts(grammars, forms.Grammar(rule), [ord("a"), THINK_END, *TOKENIZER.tokenize("<b>")])
+    assert not accepts(grammars, forms.Grammar(rule), TOKENIZER.tokenize("a</think><b>"))
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+REFUSED = {
+    "type": ({"type": "text"}, "Invalid type: text"),
+    "not": ({"not": {"type": "string"}}, 'Unimplemented keys: ["not"]'),
+    "nothing": (False, 'Unimplemented keys: ["not"]'),
+    "unique": ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+    "overlap": ({"oneOf": [{"type": "string"}, {"const": "a"}]}, "oneOf"),
+    "look ahead": ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
+    "elsewhere": ({"$ref": "http://127.0.0.1/schema"}, "127.0.0.1"),
+    "reference": ({"$ref": "#/$defs/none"}, "none"),
+    "depth": (nested(300), "recursion limit exceeded"),
+    "objects": ({"anyOf": [{"const": number} for number in range(10_000)]}, "10005 objects in it; at most 2000"),
+    "size": ({"type": "string", "description": "x" * 2**20}, "characters; at most 262144 are allowed"),
+    "circle": ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "no text is of the grammar"),
+    "bounds": ({"type": "integer", "minimum": 3, "maximum": 2}, "nsatisfiable"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_schema_that_cannot_be_followed_is_refused_with_the_reason(name: str, grammars: Grammars) -> None:
+    schema, reason = REFUSED[name]
+    fault = grammars.fault_of(forms.json_grammar(schema).text)
+    assert fault is not None and reason in fault and len(fault) < 600 and "\n" not in fault, fault
+
+
+TAKEN = {
+    "many alternatives": {"enum": [f"value {number}" for number in range(10_000)]},
+    "exponential": {"type": "string", "pattern": "^(a|a)*(a|aa)*((b|a){1,200})+c{500}$"},
+    "states": {"type": "string", "pattern": "^.*a.{18}$"},
+    "long": {"type": "string", "maxLength": 10**6},
+    "many items": {"type": "array", "items": {"type": "integer"}, "minItems": 10**5, "maxItems": 10**6},
+    "deep": nested(50),
+    "discriminated": {
+        "oneOf": [
+            {"type": "object", "properties": {"k": {"const": kind}}, "required": ["k"]} for kind in ("a", "b", "c")
+        ],
+        "discriminator": {"propertyName": "k"},
+    },
+    "annotations": {"type": "string", "title": "T", "default": "q", "examples": ["a"], "deprecated": True},
+    "settings": {"type": "integer", "x-guidance": {"lenient": True, "whitespace_pattern": ".*"}},
+}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_a_large_schema_is_compiled_in_a_moment(name: str, grammars: Grammars) -> None:
+    assert grammars.fault_of(forms.json_grammar(TAKEN[name]).text) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [("", "no JSON text"), ("[" * 5000, "nested too deeply"), ("{}", "grammars"), ("7", ""), ('{"grammars": []}', "")],
+)
+def test_text_that_is_no_grammar_is_refused(text: str, reason: str, grammars: Grammars) -> None:
+    fault = grammars.fault_of(text)
+    assert fault is not None and reason in fault
+
+
+def test_compiled_grammars_are_kept_up_to_a_size() -> None:
+    grammars = Grammars(TOKENIZER.vocab_size)
+    grammars.read(TOKENIZER)
+    first = forms.json_grammar({"type": "integer"}).text
+    grammars.matcher(first)
+    long = "x" * 200_000
+    for number in range(50):
+        grammars.matcher(first)
+        grammars.matcher(forms.json_grammar({"type": "integer", "description": long, "minimum": number}).text)
+    assert first in grammars._compiled
+    assert len(grammars._compiled) < 45 and grammars._num_characters == sum(map(len, grammars._compiled))
+    assert grammars._num_characters <= 8 * 2**20
+
+
+def test_matchers_of_a_grammar_are_independent(grammars: Grammars) -> None:
+    text = forms.choice_grammar(["ab"]).text
+    first, second = grammars.matcher(text), grammars.matcher(text)
+    assert first.consume_token(ord("a"))
+    assert second.consume_token(ord("a")) and second.consume_token(ord("b")) and not first.is_accepting()
+
+
+def test_a_vocabulary_without_an_end_token_is_refused() -> None:
+    grammars = Grammars(256)
+    with pytest.raises(GrammarError, match="need a tokenizer, and this engine has none"):
+        grammars.matcher(forms.choice_grammar(["a"]).text)
+    grammars.read(ByteTokenizer())
+    with pytest.raises(GrammarError, match="need a tokenizer with an end token; this model's has none"):
+        grammars.matcher(forms.choice_grammar(["a"]).text)
+
+
+def test_a_grammar_is_json_text() -> None:
+    grammar = forms.sequence(forms.choice_grammar(["é"]), forms.json_grammar({"type": "null"}))
+    assert [list(part) for part in json.loads(grammar.text)["grammars"]] == [["lark_grammar"], ["name", "json_schema"]]

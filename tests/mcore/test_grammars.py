@@ -1,0 +1,163 @@
+"""Replies follow their grammars, whatever is drafted, cached or interrupted, and others do not notice."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import jsonschema_rs
+import pytest
+
+from megatron_mamba_cache.grammars import forms
+from megatron_mamba_cache.mcore.request_spec import GRAMMAR
+from tests.grammars.piece_tokenizer import END, PieceTokenizer
+from tests.grammars.random_schemas import random_schema
+from tests.mcore.engine_runs import EngineRun, cache_config, greedy, tiny_hybrid
+from tests.mcore.noisy_drafter import NoisyDrafter
+
+NUM_TOKENS = 300
+TOKENIZER = PieceTokenizer()
+LEAST_ENDED = 0.99
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """A request with a grammar, or without one."""
+
+    request_id: int
+    prompt: tuple[int, ...]
+    grammar: str
+    seed: int
+    temperature: float
+
+    @property
+    def sampling(self) -> Any:
+        """Its parameters."""
+        params = greedy(NUM_TOKENS, top_k=0, temperature=self.temperature, termination_id=END)
+        if self.grammar:
+            params.add_attributes({GRAMMAR: self.grammar})
+        return params
+
+
+def wishes_for(grammars: Sequence[str], seed: int, first_id: int = 0) -> list[Wish]:
+    """Return a request for each grammar; prompts share beginnings."""
+    random = Random(seed)
+    shared = [random.randrange(256) for _ in range(70)]
+    return [
+        Wish(
+            first_id + index,
+            (
+                *shared[: random.choice([5, 40, 64, 70])],
+                *(random.randrange(256) for _ in range(random.randrange(1, 9))),
+            ),
+            grammar,
+            random.randrange(2**40),
+            random.choice([0.0, 0.7, 1.0]),
+        )
+        for index, grammar in enumerate(grammars)
+    ]
+
+
+def replies_to(
+    wishes: Sequence[Wish], known: Mapping[int, Sequence[int]] | None = None, **settings: Any
+) -> dict[int, list[int]]:
+    """Return the tokens of all replies, drafted as `known` texts say with some errors; several requests run at once."""
+    subject = tiny_hybrid(vocab_size=TOKENIZER.vocab_size)
+    drafter = None
+    if known is not None:
+        texts = {wish.request_id: [*wish.prompt, *known[wish.request_id]] for wish in wishes}
+        drafter = NoisyDrafter(texts, accuracy=0.8, vocab_size=TOKENIZER.vocab_size, varies=True)
+        settings = {"num_speculative_tokens": 4, **settings}
+    config = cache_config(subject.sizes, **settings)
+    run = EngineRun.start(subject, config, tokenizer=TOKENIZER, drafter=drafter)
+    for wish in wishes:
+        run.add(wish.request_id, wish.prompt, wish.sampling, seed=wish.seed)
+    run.finish()
+    run.assert_nothing_held()
+    assert run.context.runner._changes.masks._rows == {}
+    return {wish.request_id: run.tokens(wish.request_id) for wish in wishes}
+
+
+def is_valid(schema: Any, tokens: Sequence[int]) -> bool:
+    """Return whether a reply that ended by itself is a document of the schema."""
+    assert tokens[-1] == END
+    text = b"".join(TOKENIZER.bytes_of(token) or b"?" for token in tokens[:-1]).decode()
+    return bool(jsonschema_rs.is_valid(schema, json.loads(text)))
+
+
+def check_schemas(seeds: range) -> None:
+    """Check the replies to random schemas in every mode."""
+    schemas = [random_schema(Random(seed)) for seed in seeds]
+    wishes = wishes_for([forms.json_grammar(schema).text for schema in schemas], seeds.start)
+    plain = replies_to(wishes, prefix_caching=False)
+    ended = [wish for wish in wishes if plain[wish.request_id][-1] == END]
+    invalid = [
+        (schemas[wish.request_id], TOKENIZER.detokenize(plain[wish.request_id]))
+        for wish in ended
+        if not is_valid(schemas[wish.request_id], plain[wish.request_id])
+    ]
+    print(f"{len(wishes)} schemas, {len(ended)} replies ended, {len(invalid)} invalid")
+    assert not invalid
+    assert len(ended) >= LEAST_ENDED * len(wishes)
+    assert replies_to(wishes) == plain
+    assert replies_to(wishes, plain) == plain
+    assert replies_to(wishes, plain, prefix_caching=False) == plain
+
+
+@pytest.mark.parametrize("first", range(0, 200, 100))
+def test_replies_are_documents_of_their_schemas_whatever_is_drafted_and_cached(first: int) -> None:
+    check_schemas(range(first, first + 100))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("first", range(200, 10_200, 200))
+def test_replies_to_ten_thousand_schemas_are_documents(first: int) -> None:
+    check_schemas(range(first, first + 200))
+
+
+FORMS = {
+    "regex": (forms.regex_grammar(r"[a-f]{3}/\d{2}"), r"[a-f]{3}/\d{2}"),
+    "choice": (forms.choice_grammar(["yes", "no", 'per"haps\n']), 'yes|no|per"haps\n'),
+    "lark": (forms.lark_grammar('start: "a" item{2,3} "z"\nitem: /[0-4]/ ","'), r"a([0-4],){2,3}z"),
+    "two in a row": (
+        forms.sequence(forms.choice_grammar(["<", ">"]), forms.json_grammar({"type": "boolean"})),
+        "[<>](true|false)",
+    ),
+    "either": (
+        forms.any_of(forms.choice_grammar(["never"]), forms.json_grammar({"const": [1]}, "one")),
+        r"never|\[( |\n {0,16})?1( |\n {0,16})?\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_other_forms_are_followed(name: str) -> None:
+    import re
+
+    grammar, pattern = FORMS[name]
+    wishes = wishes_for([grammar.text] * 8, 3)
+    plain = replies_to(wishes)
+    for tokens in plain.values():
+        assert tokens[-1] == END and re.fullmatch(pattern, TOKENIZER.detokenize(tokens[:-1])), tokens
+    assert replies_to(wishes, plain) == plain
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+@pytest.mark.parametrize("closing", ["</think>", "so:"])
+def test_a_grammar_begins_where_reasoning_ends(closing: str, is_open: bool) -> None:
+    """With drafts across the end of reasoning too."""
+    answer = forms.json_grammar({"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]})
+    grammar = forms.after_reasoning(answer, "<think>", closing, TOKENIZER.id_of, is_open=is_open)
+    schema = {"type": "object", "required": ["a"]}
+    wishes = wishes_for([grammar.text] * 8, 1)
+    plain, num_ended = replies_to(wishes), 0
+    for tokens in plain.values():
+        text = TOKENIZER.detokenize(tokens[:-1], skip_special_tokens=False)
+        if tokens[-1] == END:
+            thoughts, found, answer_text = text.rpartition(closing)
+            assert bool(found) is is_open or thoughts.startswith("<think>") is bool(found), text
+            assert jsonschema_rs.is_valid(schema, json.loads(answer_text)), text
+            num_ended += 1
+    print(f"{num_ended} of {len(plain)} replies ended")
+    assert replies_to(wishes, plain) == plain
