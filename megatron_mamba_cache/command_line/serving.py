@@ -115,7 +115,9 @@ class Serving:
             return 0
         replica = ReplicaThread(engine, routing)
         rules = RequestRules.of(engine.context)
-        backend = CoordinatorBackend(replica.start(), rules, self.settings.end_ids, routing.access())
+        backend = CoordinatorBackend(
+            replica.start(), rules, self.settings.end_ids, routing.access(), self.settings.tokenizer
+        )
         status = self._serve(Server(backend, self.settings), listener)
         return status if replica.join(_JOIN_S) else 1
 

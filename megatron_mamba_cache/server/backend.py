@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NewType, Protocol
 
+from ..grammars.compiler import Grammars
 from ..metrics import CacheSnapshot
 from ..policy.logits_settings import PLAIN_LOGITS, LogitsSettings
 
@@ -27,6 +28,7 @@ class GenerationRequest:
         ignores_end: Whether to continue after the tokenizer's end tokens.
         stop_token_ids: Further tokens that end it.
         logits: How the model's logits are changed before a token is drawn.
+        grammar: What the reply has to follow, as `grammars.forms` writes it; "" for nothing.
         breakpoints: Positions of the prompt at which other prompts are expected to part from it.
     """
 
@@ -42,6 +44,7 @@ class GenerationRequest:
     ignores_end: bool = False
     stop_token_ids: tuple[int, ...] = ()
     logits: LogitsSettings = PLAIN_LOGITS
+    grammar: str = ""
     breakpoints: tuple[int, ...] = ()
 
 
@@ -100,6 +103,8 @@ class Backend(Protocol):
 
     max_sequence_length: int
     """The most prompt and generated tokens of a request."""
+    grammars: Grammars
+    """What replies may have to follow; compiling one takes a moment, on any thread."""
 
     async def start(self) -> None:
         """Start the engines' warmup; progress is delivered in the running event loop."""

@@ -19,6 +19,7 @@ import zmq.asyncio
 from megatron.core.inference.headers import Headers
 from megatron.core.inference.inference_request import DynamicInferenceRequestRecord
 
+from ..grammars.compiler import Grammars
 from ..metrics import CacheSnapshot
 from ..replicas.access import Access, LoopbackAccess
 from ..replicas.front_end import CANCEL, FLUSH, PROGRESS, STATES, STREAMS, WATCH
@@ -44,13 +45,21 @@ class CoordinatorBackend:
         rules: Rules of the replicas' engines, which are identical.
         end_ids: Tokens that end a reply.
         access: How to reach the coordinator; None for one on loopback.
+        tokenizer: The model's; None: replies cannot be held to grammars.
     """
 
     def __init__(
-        self, address: str, rules: RequestRules, end_ids: frozenset[int], access: Access | None = None
+        self,
+        address: str,
+        rules: RequestRules,
+        end_ids: frozenset[int],
+        access: Access | None = None,
+        tokenizer: Any = None,
     ) -> None:
         self._access = access or LoopbackAccess()
         self.max_sequence_length = rules.max_sequence_length
+        self.grammars = Grammars(rules.vocab_size)
+        self.grammars.read(tokenizer)
         self._address = address
         self._rules = rules
         self._end_ids = end_ids

@@ -42,6 +42,7 @@ class EngineThread:
         self._engine = engine
         self._rules = RequestRules.of(engine.context)
         self.max_sequence_length = self._rules.max_sequence_length
+        self.grammars = engine.context.grammars
         self._end_ids = end_ids
         self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()

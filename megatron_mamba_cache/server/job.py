@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -16,6 +17,7 @@ from .limits import Places, QueueGate
 from .mail import Mail
 from .prompts import Prompt
 from .reply import EmptyReply, Piece, Reply, ReplyReading, TokenTexts
+from .reply_forms import ReplyForm
 from .tenants import Tenant
 from .token_times import JobTimes, NoTokenTimes, TokenTimes
 
@@ -115,6 +117,7 @@ class Order:
         stops: Stop strings.
         is_empty: Whether replies have no tokens: prompts are computed, and scored if requested.
         reading: How replies are read; None: all text is content.
+        form: What replies have to look like; None: anything.
     """
 
     tenant: Tenant
@@ -125,6 +128,7 @@ class Order:
     stops: tuple[str, ...]
     is_empty: bool = False
     reading: ReplyReading | None = None
+    form: ReplyForm | None = None
 
 
 @asynccontextmanager
@@ -132,14 +136,17 @@ async def job_of(rules: JobRules, order: Order) -> AsyncIterator["Job"]:
     """Pass the gate, read the prompts and yield the submitted job; cancel what is left of it at the end.
 
     Raises:
-        ApiError: 400 if a prompt cannot be read or a request can never run, 429 if too many requests run or wait, 503
-            if the server drains.
+        ApiError: 400 if a prompt or a grammar cannot be read or a request can never run, 429 if too many requests run
+            or wait, 503 if the server drains.
     """
     if rules.is_draining:
         raise unavailable("the server is shutting down", "shutting_down")
     arrived = time.monotonic()
     with rules.gate.enter(len(order.readings) * order.num_choices) as places:
         prompts = [await rules.threads.run(order.tenant.owner, reading) for reading in order.readings]
+        if order.form is not None:
+            check = partial(order.form.check, rules.backend.grammars, [prompt.text for prompt in prompts])
+            await rules.threads.run(order.tenant.owner, check)
         with Job(rules, order, prompts, places, arrived) as job:
             yield job
 
@@ -270,6 +277,7 @@ def _request(order: Order, prompt: Prompt, number: int, max_sequence_length: int
     return replace(
         order.plain,
         prompt=prompt.token_ids,
+        grammar="" if order.form is None else order.form.grammar_after(prompt.text),
         breakpoints=prompt.breakpoints,
         seed=choice_seed(order.plain.seed, number),
         max_tokens=room if order.takes_all_room else order.plain.max_tokens,

@@ -7,7 +7,7 @@ from typing import Any
 from megatron.core.inference.sampling_params import SamplingParams
 
 from ..mcore.failure_reason import failure_reason
-from ..mcore.request_spec import BREAKPOINTS, LOGITS, STOP_TOKEN_IDS
+from ..mcore.request_spec import BREAKPOINTS, GRAMMAR, LOGITS, STOP_TOKEN_IDS
 from ..policy.logits_settings import PLAIN_LOGITS
 from .backend import GenerationRequest, Progress
 
@@ -46,6 +46,8 @@ def sampling_params(request: GenerationRequest) -> SamplingParams:
     )
     if request.logits is not PLAIN_LOGITS:
         params.add_attributes({LOGITS: request.logits.as_mapping()})
+    if request.grammar:
+        params.add_attributes({GRAMMAR: request.grammar})
     if request.stop_token_ids:
         params.add_attributes({STOP_TOKEN_IDS: list(request.stop_token_ids)})
     if request.breakpoints:

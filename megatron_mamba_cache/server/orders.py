@@ -16,6 +16,7 @@ from .limits import ServerLimits
 from .parsers.families import ReplySyntax
 from .prompts import Prompt, PromptReader
 from .reply import ReplyReading
+from .reply_forms import FormMaker
 from .schemas import ChatRequest, CompletionRequest, GenerationFields
 from .tenants import Tenant
 
@@ -61,6 +62,7 @@ class OrderMaker:
         self._model = model
         self._limits = limits
         self._tokenizer = tokenizer
+        self._form_maker = FormMaker(model.syntax, tokenizer)
 
     def completion(self, body: CompletionRequest, tenant: Tenant) -> Order:
         """Return the order of a request of `/v1/completions`."""
@@ -70,6 +72,8 @@ class OrderMaker:
         readings = tuple(partial(read, tenant, prompt) for prompt in body.prompts)
         length = _DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
         order = self._order(body, tenant, readings, length, body.logprobs)
+        if body.answer is not None:
+            order = replace(order, form=self._form_maker.answer(*body.answer))
         if body.skip_special_tokens is False:
             order = replace(order, reading=ReplyReading(self._tokenizer.detokenizer(None)))
         if body.echo and body.logprobs is not None:
@@ -84,7 +88,8 @@ class OrderMaker:
         readings = (partial(self._model.reader.read_chat, tenant, conversation),)
         length = body.max_completion_tokens or body.max_tokens
         order = self._order(body, tenant, readings, length, (body.top_logprobs or 0) if body.logprobs else None)
-        return replace(order, reading=self._reading(body, conversation))
+        form = self._form_maker.chat(body.answer, conversation.tools, body.tool_choice, body.parallel_tool_calls)
+        return replace(order, reading=self._reading(body, conversation), form=form)
 
     def _order(
         self,

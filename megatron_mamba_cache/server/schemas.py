@@ -6,6 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from ..policy.logits_settings import PLAIN_LOGITS, LogitsSettings
+from .answer_fields import AnswerFields
 from .conversation import Conversation
 from .field_types import INT32_MAX, Flag, Int, Name, Number, PartlySupported, Stops, StopString, Text, TokenId, TokenIds
 from .message_schemas import Messages, Templated
@@ -33,7 +34,7 @@ class StreamOptions(PartlySupported):
     continuous_usage_stats: Flag | None = None
 
 
-class GenerationFields(PartlySupported):
+class GenerationFields(AnswerFields):
     """Fields of both endpoints. Fields of OpenAI's that change nothing here are ignored; others are refused.
 
     Beyond OpenAI's: `top_k` (0 or -1 is off, 1 greedy), `min_p`, `repetition_penalty`, `min_tokens`, `stop_token_ids`,
@@ -100,6 +101,14 @@ class GenerationFields(PartlySupported):
     def tells_usage_always(self) -> bool:
         """True when each event of a stream has the usage so far."""
         return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+
+    @model_validator(mode="after")
+    def _answers_can_end(self) -> Self:
+        for name in ("ignore_eos", "min_tokens"):
+            if self.answer is not None and getattr(self, name):
+                sentence = f"{self.answer[0]} says where an answer ends; leave out {name}"
+                raise PydanticCustomError("no_end", "{sentence}", {"field": name, "sentence": sentence})
+        return self
 
     @model_validator(mode="after")
     def _options_belong_to_a_stream(self) -> Self:

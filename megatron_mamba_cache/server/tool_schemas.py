@@ -73,16 +73,7 @@ class NamedTool(BaseModel):
     function: NamedFunction
 
 
-def _without_force(choice: Any) -> Any:
-    if choice not in ("none", "auto"):
-        sentence = "a call cannot be forced by this server; send auto, or leave it out"
-        raise PydanticCustomError(REFUSED, "{sentence}", {"sentence": sentence})
-    return choice
-
-
-Unforced = AfterValidator(_without_force)
-"""Refuses a `tool_choice` that forces a call."""
-ToolChoice = Annotated[Literal["none", "auto", "required"] | NamedTool, Unforced]
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
 class CalledFunction(BaseModel):

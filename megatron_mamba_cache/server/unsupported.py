@@ -67,15 +67,17 @@ _SAMPLING: Table = {
 }
 
 _GUIDED: Table = {
-    "guided_json": _NOTHING,
-    "guided_regex": _NOTHING,
-    "guided_choice": _NOTHING,
-    "guided_grammar": _NOTHING,
     "guided_decoding_backend": _NOTHING,
     "guided_whitespace_pattern": _NOTHING,
-    "structured_outputs": _NOTHING,
     "structural_tag": _NOTHING,
-    "response_format": Unsupported(({"type": "text"},)),
+}
+
+STRUCTURED_OUTPUTS: Table = {
+    "structural_tag": _NOTHING,
+    "whitespace_pattern": _NOTHING,
+    "disable_any_whitespace": _OFF,
+    "disable_additional_properties": _OFF,
+    "disable_fallback": Unsupported((False, True)),  # there is one backend
 }
 
 _SERVING: Table = {

@@ -3,7 +3,9 @@
 import asyncio
 import itertools
 from collections.abc import Callable
+from typing import Any
 
+from megatron_mamba_cache.grammars.compiler import Grammars
 from megatron_mamba_cache.server.backend import BackendState, GenerationRequest, Progress, Ticket
 
 
@@ -17,7 +19,9 @@ class ScriptedBackend:
 
     max_sequence_length = 4096
 
-    def __init__(self, state: BackendState | None = None) -> None:
+    def __init__(self, state: BackendState | None = None, tokenizer: Any = None) -> None:
+        self.grammars = Grammars(0 if tokenizer is None else tokenizer.vocab_size)
+        self.grammars.read(tokenizer)
         self.state = state or BackendState(is_ready=True)
         self.asked: list[GenerationRequest] = []
         self.running: dict[Ticket, Callable[[Progress], None]] = {}

@@ -109,14 +109,14 @@ def test_one_call_ends_a_reply_without_parallel_calls(agent: Agent, client: anth
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"tool_choice": {"type": "any"}}, "tool_choice.type: a call cannot be forced by this server"),
+    ({"tool_choice": {"type": "odd"}}, "tool_choice.type: Input should be 'auto', 'any', 'tool' or 'none'"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "a tool of type 'web_search_20250305' is not"),
     ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "a block of type 'image' is not supported"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "text: Field required"),
     ({"system": [{"type": "image"}]}, "a block of type 'image' is not supported"),
     ({"mcp_servers": [{"url": "x"}]}, "`mcp_servers` is not supported by this server; leave it out"),
     ({"context_management": {"edits": [{"type": "x"}]}}, "`context_management` is not supported by this server"),
-    ({"output_config": {"format": {"type": "json_schema"}}}, "`format` is not supported by this server"),
+    ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema: Field required"),
     ({"max_tokens": 0}, "max_tokens: "),
     ({"model": "another"}, "the model 'another' is not served here"),
     ({"temprature": 1}, "`temprature` is not a known field; leave it out"),

@@ -131,8 +131,8 @@ def test_responses_of_a_key_stay_within_the_bound_and_out_of_anothers_room() -> 
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"tool_choice": "required"}, "a call cannot be forced by this server"),
-    ({"tool_choice": {"type": "function", "name": "f"}}, "a call cannot be forced by this server"),
+    ({"tool_choice": "required"}, "tool_choice asks for a call, and there are no tools"),
+    ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice names 'f', which is not in tools"),
     ({"tools": [{"type": "web_search"}]}, "a tool of type 'web_search' is not supported by this server"),
     (
         {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
@@ -145,7 +145,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"conversation": "x"},
         "`conversation` is not supported by this server; leave it out, or send previous_response_id",
     ),
-    ({"text": {"format": {"type": "json_object"}}}, "`format` is not supported by this server"),
+    ({"text": {"format": {"type": "grammar"}}}, "text.format.type: Input should be 'text', 'json_object'"),
     ({"truncation": "auto"}, "`truncation` is not supported by this server"),
     ({"include": ["web_search_call.results"]}, "`include` is not supported by this server"),
     ({"max_output_tokens": 0}, "max_output_tokens: "),

@@ -86,6 +86,15 @@ class HuggingFaceTokenizer:
         """Return the bytes of a token, which need not be whole characters; None if the files do not give them."""
         return token_bytes(self._codec.token_of(token), self.detokenize([token]))
 
+    @property
+    def special_ids(self) -> Collection[int]:
+        """Tokens that mark something and are not text."""
+        return self._codec.special_ids
+
+    def id_of(self, token: str) -> int | None:
+        """Return the id of a token as the tokenizer's files spell it; None if there is none."""
+        return self._codec.id_of(token)
+
     def token_of(self, token: int) -> str | None:
         """Return a token as the tokenizer's files spell it; None for an id that stands for nothing."""
         return self._codec.token_of(token)

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
+from ..answer_fields import JsonSchema
 from ..field_types import INT32_MAX, CacheControl, Flag, Int, Name, Number, PartlySupported, Stops, Text
 from ..schemas import ChatRequest
 from ..tool_schemas import FunctionName
@@ -18,9 +19,7 @@ _UNSUPPORTED: Table = {
     "container": Unsupported(),
     "context_management": Unsupported(({}, {"edits": []}, _KEEPS_ALL), "leave it out"),
     "mcp_servers": Unsupported(([],)),
-    "output_format": Unsupported(),
 }
-_OUTPUT_UNSUPPORTED: Table = {"format": Unsupported()}
 
 
 class Turn(BaseModel):
@@ -53,18 +52,21 @@ class MessagesTool(BaseModel):
         return {"type": "function", "function": function, "cache_control": self.cache_control}
 
 
-def _unforced(kind: str) -> str:
-    if kind in ("any", "tool"):
-        sentence = "a call cannot be forced by this server; send auto, or leave it out"
-        raise PydanticCustomError(REFUSED, "{sentence}", {"sentence": sentence})
-    return kind
+_CHOICES = {"auto": "auto", "none": "none", "any": "required"}
 
 
 class MessagesToolChoice(BaseModel):
-    """Whether tools may be called."""
+    """Whether tools may or must be called; "any" asks for a call, "tool" for one of the tool with this name."""
 
-    type: Annotated[Literal["auto", "any", "tool", "none"], AfterValidator(_unforced)]
+    type: Literal["auto", "any", "tool", "none"]
+    name: Text | None = None
     disable_parallel_tool_use: Flag | None = None
+
+    def as_chat(self) -> Any:
+        """Return the choice as chat completions have it."""
+        if self.type != "tool":
+            return _CHOICES[self.type]
+        return {"type": "function", "function": {"name": self.name or ""}}
 
 
 class Thinking(BaseModel):
@@ -74,12 +76,26 @@ class Thinking(BaseModel):
     budget_tokens: Int | None = None
 
 
-class OutputConfig(PartlySupported):
-    """How hard the model tries; templates read it as `reasoning_effort`."""
+class OutputFormat(BaseModel):
+    """What an answer has to look like."""
 
-    unsupported = _OUTPUT_UNSUPPORTED
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchema = Field(alias="schema")
+
+    def as_response_format(self) -> dict[str, Any]:
+        """Return the format as chat completions have it."""
+        return {"type": "json_schema", "json_schema": {"schema": self.json_schema}}
+
+
+class OutputConfig(BaseModel):
+    """How hard the model tries, which templates read as `reasoning_effort`, and what an answer has to look like."""
+
+    model_config = ConfigDict(extra="forbid")
 
     effort: Name | None = None
+    format: OutputFormat | None = None
 
 
 class CountTokensRequest(PartlySupported):
@@ -95,6 +111,7 @@ class CountTokensRequest(PartlySupported):
     tool_choice: MessagesToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
     cache_control: CacheControl | None = None
 
     def as_chat(self) -> ChatRequest:
@@ -103,15 +120,18 @@ class CountTokensRequest(PartlySupported):
 
     def _chat_fields(self) -> dict[str, Any]:
         choice, thinking = self.tool_choice, self.thinking
+        output = self.output_config or OutputConfig()
+        answer = output.format or self.output_format
         thinks = None if thinking is None or thinking.type == "adaptive" else thinking.type == "enabled"
         return {
             "model": self.model,
             "messages": list(self._messages()),
             "tools": [tool.as_function() for tool in self.tools or ()] or None,
-            "tool_choice": None if choice is None else choice.type,
+            "tool_choice": None if choice is None else choice.as_chat(),
             "parallel_tool_calls": None if choice is None else not choice.disable_parallel_tool_use,
             "chat_template_kwargs": None if thinks is None else {"enable_thinking": thinks},
-            "reasoning_effort": None if self.output_config is None else self.output_config.effort,
+            "reasoning_effort": output.effort,
+            "response_format": None if answer is None else answer.as_response_format(),
         }
 
     def _messages(self) -> Iterator[dict[str, Any]]:

@@ -5,9 +5,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from ..answer_fields import NamedSchema
 from ..field_types import INT32_MAX, Flag, Int, Name, Number, PartlySupported, Text
 from ..schemas import ChatRequest
-from ..tool_schemas import FunctionKind, FunctionName, Unforced
+from ..tool_schemas import FunctionKind, FunctionName
 from ..unsupported import Table, Unsupported
 from .items import ChatMessage, InputItems, messages_of
 
@@ -26,7 +27,7 @@ _UNSUPPORTED: Table = {
     "truncation": Unsupported(("disabled",)),
     "include": Unsupported(([], ["reasoning.encrypted_content"])),
 }
-_TEXT_UNSUPPORTED: Table = {"format": Unsupported(({"type": "text"},)), "verbosity": Unsupported(("medium",))}
+_TEXT_UNSUPPORTED: Table = {"verbosity": Unsupported(("medium",))}
 
 
 class ResponsesTool(BaseModel):
@@ -49,10 +50,35 @@ class ReasoningSettings(BaseModel):
     effort: Name | None = None
 
 
+class TextFormat(NamedSchema):
+    """OpenAI's `response_format`, in the responses API's order."""
+
+    type: Literal["text", "json_object", "json_schema"]
+
+    def as_response_format(self) -> dict[str, Any]:
+        """Return the format as chat completions have it."""
+        schema = self.model_dump(exclude={"type"}, exclude_none=True, by_alias=True)
+        return {"type": self.type, **({"json_schema": schema} if self.type == "json_schema" else {})}
+
+
 class TextSettings(PartlySupported):
     """The form of the text."""
 
+    model_config = ConfigDict(extra="forbid")
     unsupported = _TEXT_UNSUPPORTED
+
+    format: TextFormat | None = None
+
+
+class ChosenFunction(BaseModel):
+    """A `tool_choice` that names a function."""
+
+    type: FunctionKind
+    name: Text
+
+    def as_named_tool(self) -> dict[str, Any]:
+        """Return the choice as chat completions have it."""
+        return {"type": "function", "function": {"name": self.name}}
 
 
 class ResponsesRequest(PartlySupported):
@@ -69,7 +95,7 @@ class ResponsesRequest(PartlySupported):
     temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
     top_p: Annotated[Number, Field(ge=0, le=1)] | None = None
     tools: Annotated[list[ResponsesTool], Field(fail_fast=True, max_length=1024)] | None = None
-    tool_choice: Annotated[Literal["none", "auto", "required"] | dict[str, Any], Unforced] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenFunction | None = None
     parallel_tool_calls: Flag | None = None
     reasoning: ReasoningSettings | None = None
     text: TextSettings | None = None
@@ -95,6 +121,7 @@ class ResponsesRequest(PartlySupported):
         Args:
             messages: Of all earlier responses, and of this input.
         """
+        choice, text_format = self.tool_choice, None if self.text is None else self.text.format
         instructions = [{"role": "system", "content": self.instructions}] if self.instructions else []
         return ChatRequest.model_validate(
             {
@@ -104,7 +131,8 @@ class ResponsesRequest(PartlySupported):
                 "temperature": self.temperature,
                 "top_p": self.top_p,
                 "tools": [tool.as_function() for tool in self.tools or ()] or None,
-                "tool_choice": self.tool_choice,
+                "tool_choice": choice.as_named_tool() if isinstance(choice, ChosenFunction) else choice,
+                "response_format": None if text_format is None else text_format.as_response_format(),
                 "parallel_tool_calls": self.parallel_tool_calls,
                 "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
             }
@@ -112,6 +140,9 @@ class ResponsesRequest(PartlySupported):
 
     def settings(self) -> dict[str, Any]:
         """Return the fields that a response repeats."""
+        choice, text_format = self.tool_choice, None
+        if self.text is not None and self.text.format is not None:
+            text_format = self.text.format.model_dump(exclude_none=True, by_alias=True)
         return {
             "instructions": self.instructions,
             "previous_response_id": self.previous_response_id,
@@ -119,10 +150,10 @@ class ResponsesRequest(PartlySupported):
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "top_p": 1.0 if self.top_p is None else self.top_p,
             "tools": [tool.model_dump() for tool in self.tools or ()],
-            "tool_choice": self.tool_choice or "auto",
+            "tool_choice": choice.model_dump() if isinstance(choice, ChosenFunction) else choice or "auto",
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "reasoning": {"effort": None if self.reasoning is None else self.reasoning.effort, "summary": None},
-            "text": {"format": {"type": "text"}},
+            "text": {"format": text_format or {"type": "text"}},
             "store": self.store is not False,
             "metadata": self.metadata or {},
             "truncation": "disabled",

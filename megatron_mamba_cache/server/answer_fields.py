@@ -1,0 +1,131 @@
+"""Fields that say what an answer has to look like, in OpenAI's and vLLM's names."""
+
+import json
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from ..grammars.forms import Grammar, choice_grammar, json_grammar, lark_grammar, regex_grammar
+from .field_types import Flag, Name, PartlySupported, Text
+from .unsupported import STRUCTURED_OUTPUTS
+
+_MOST_CHOICES = 10_000
+_ANY_OBJECT = {"type": "object"}
+
+
+def _schema(found: Any) -> Any:
+    """Return a JSON schema that may be written as text."""
+    if isinstance(found, str):
+        try:
+            found = json.loads(found)
+        except (ValueError, RecursionError) as error:
+            raise PydanticCustomError(
+                "no_schema", "{sentence}", {"sentence": f"it is no JSON text: {error}"}
+            ) from error
+    if not isinstance(found, dict | bool):
+        sentence = "a JSON schema is an object, true or false"
+        raise PydanticCustomError("no_schema", "{sentence}", {"sentence": sentence})
+    return found
+
+
+JsonSchema = dict[str, Any] | Flag
+SchemaOrText = Annotated[dict[str, Any] | Flag | Text, AfterValidator(_schema)]
+Choices = Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=_MOST_CHOICES)]
+
+
+class NamedSchema(BaseModel):
+    """A JSON schema and its name, which nothing depends on; it is held to, strict or not."""
+
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+
+    name: Name | None = None
+    description: Text | None = None
+    json_schema: JsonSchema | None = Field(default=None, alias="schema")
+    strict: Flag | None = None
+
+
+class ResponseFormat(BaseModel):
+    """OpenAI's `response_format`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+
+    def grammar(self) -> Grammar | None:
+        """Return what the answer has to follow; None for any text."""
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return json_grammar(_ANY_OBJECT)
+        schema = None if self.json_schema is None else self.json_schema.json_schema
+        return json_grammar(_ANY_OBJECT if schema is None else schema)
+
+
+class StructuredOutputs(PartlySupported):
+    """vLLM's `structured_outputs`: exactly one of its fields."""
+
+    model_config = ConfigDict(extra="forbid")
+    unsupported = STRUCTURED_OUTPUTS
+
+    json_schema: SchemaOrText | None = Field(default=None, alias="json")
+    regex: Text | None = None
+    choice: Choices | None = None
+    grammar: Text | None = None
+    json_object: Flag | None = None
+
+    def grammars(self) -> dict[str, Grammar]:
+        """Return the grammar of each field that is set."""
+        found = {}
+        if self.json_schema is not None and not isinstance(self.json_schema, str):
+            found["json"] = json_grammar(self.json_schema)
+        if self.regex is not None:
+            found["regex"] = regex_grammar(self.regex)
+        if self.choice is not None:
+            found["choice"] = choice_grammar(self.choice)
+        if self.grammar is not None:
+            found["grammar"] = lark_grammar(self.grammar)
+        if self.json_object:
+            found["json_object"] = json_grammar(_ANY_OBJECT)
+        return found
+
+
+class AnswerFields(PartlySupported):
+    """What an answer has to look like; at most one of these fields says so."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: SchemaOrText | None = None
+    guided_regex: Text | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Text | None = None
+
+    @property
+    def answer(self) -> tuple[str, Grammar] | None:
+        """The field that says what the answer has to follow, and that; None if it may be any text."""
+        return next(iter(self._answers().items()), None)
+
+    def _answers(self) -> dict[str, Grammar]:
+        found: dict[str, Grammar] = {}
+        answer = None if self.response_format is None else self.response_format.grammar()
+        if answer is not None:
+            found["response_format"] = answer
+        guided = StructuredOutputs.model_construct(
+            json_schema=self.guided_json,
+            regex=self.guided_regex,
+            choice=self.guided_choice,
+            grammar=self.guided_grammar,
+        )
+        for prefix, outputs in (("structured_outputs.", self.structured_outputs), ("guided_", guided)):
+            if outputs is not None:
+                found |= {prefix + name: grammar for name, grammar in outputs.grammars().items()}
+        return found
+
+    @model_validator(mode="after")
+    def _has_one_form(self) -> Self:
+        names = list(self._answers())
+        if len(names) > 1:
+            sentence = f"an answer follows one form only, and {' and '.join(names)} each ask for one; send one of them"
+            raise PydanticCustomError("several_forms", "{sentence}", {"field": names[1], "sentence": sentence})
+        return self

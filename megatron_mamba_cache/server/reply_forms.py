@@ -1,0 +1,118 @@
+"""What a reply has to look like: an answer of a form, or calls of tools, perhaps after reasoning."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..grammars.compiler import Grammars
+from ..grammars.forms import Grammar, SpecialId, after_reasoning, any_of
+from .errors import bad_request
+from .parsers.call_grammars import CallableTool, calls_grammar
+from .parsers.families import ReplySyntax
+from .parsers.reasoning import ReasoningForm
+from .tool_schemas import NamedTool
+
+_TOOLS, _CHOICE = "tools", "tool_choice"
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyForm:
+    """A grammar that replies follow.
+
+    Args:
+        field: The field of the request that asks for it.
+        grammar: Of what comes after reasoning.
+        reasoning: None: the reply begins with what the grammar says.
+        special_id: Returns the id of a special token by its text.
+    """
+
+    field: str
+    grammar: Grammar
+    reasoning: ReasoningForm | None
+    special_id: SpecialId
+
+    def grammar_after(self, prompt: str | None) -> str:
+        """Return the text of the grammar of replies to a prompt; None if its text is unknown."""
+        form = self.reasoning
+        if form is None:
+            return self.grammar.text
+        is_open = form.is_open_after(prompt or "")
+        return after_reasoning(self.grammar, form.open, form.close, self.special_id, is_open=is_open).text
+
+    def check(self, grammars: Grammars, prompts: Iterable[str | None]) -> None:
+        """Compile the grammars of replies to some prompts.
+
+        Raises:
+            ApiError: 400 that says why one of them cannot be used.
+        """
+        for text in dict.fromkeys(map(self.grammar_after, prompts)):
+            fault = grammars.fault_of(text)
+            if fault is not None:
+                raise bad_request(f"{self.field}: {fault}", self.field, "unsupported_form")
+
+
+class FormMaker:
+    """Makes the forms of replies of one model.
+
+    Args:
+        syntax: How the model writes replies to messages.
+    """
+
+    def __init__(self, syntax: ReplySyntax, tokenizer: Any) -> None:
+        self._syntax = syntax
+        self._special_ids = frozenset(getattr(tokenizer, "special_ids", ()))
+        self._id_of = getattr(tokenizer, "id_of", lambda _text: None)
+
+    def answer(self, field: str, grammar: Grammar) -> ReplyForm:
+        """Return the form of a completion that follows a grammar."""
+        return ReplyForm(field, grammar, None, self._special_id)
+
+    def chat(
+        self,
+        answer: tuple[str, Grammar] | None,
+        tools: Sequence[Mapping[str, Any]],
+        choice: str | NamedTool | None,
+        may_call_several: bool | None,
+    ) -> ReplyForm | None:
+        """Return the form of a reply to messages; None if it may be anything.
+
+        Args:
+            answer: The field that says what an answer has to follow, and that.
+            tools: In OpenAI's form.
+            may_call_several: False allows one call.
+
+        Raises:
+            ApiError: 400 if a call is asked for and there is no such tool, or nothing is known of the model's calls.
+        """
+        is_forced = choice == "required" or isinstance(choice, NamedTool)
+        if not is_forced and (answer is None or not tools or choice == "none" or self._syntax.tool_calls is None):
+            return None if answer is None else self._after_reasoning(*answer)
+        callable_tools = [_callable(tool["function"]) for tool in tools]
+        if isinstance(choice, NamedTool):
+            callable_tools = [tool for tool in callable_tools if tool.name == choice.function.name]
+            if not callable_tools:
+                raise bad_request(f"{_CHOICE} names {choice.function.name!r:.100}, which is not in {_TOOLS}", _CHOICE)
+        if not callable_tools:
+            raise bad_request(f"{_CHOICE} asks for a call, and there are no {_TOOLS}", _CHOICE)
+        if self._syntax.tool_calls is None:
+            reason = "it is not known how this model writes calls, so none can be asked for; start serve with"
+            raise bad_request(f"{reason} --tool-call-parser, or send tool_choice auto", _CHOICE)
+        only_one = may_call_several is False or isinstance(choice, NamedTool)
+        calls = calls_grammar(self._syntax.tool_calls, callable_tools, self._special_id, only_one=only_one)
+        if is_forced:
+            return self._after_reasoning(_TOOLS, calls)
+        assert answer is not None
+        field, grammar = answer
+        return self._after_reasoning(field, any_of(calls, grammar))
+
+    def _after_reasoning(self, field: str, grammar: Grammar) -> ReplyForm:
+        return ReplyForm(field, grammar, self._syntax.reasoning, self._special_id)
+
+    def _special_id(self, text: str) -> int | None:
+        found: int | None = self._id_of(text)
+        return found if found in self._special_ids else None
+
+
+def _callable(function: Mapping[str, Any]) -> CallableTool:
+    parameters = function.get("parameters")
+    return CallableTool(function["name"], parameters) if parameters else CallableTool(function["name"])
