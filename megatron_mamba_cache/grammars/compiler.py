@@ -3,19 +3,20 @@
 import json
 from collections import OrderedDict
 from collections.abc import Iterator
+from functools import cache, cached_property
 from threading import Lock
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ..errors import GrammarError
-from ..installation import install_command
+from ..installation import MissingExtraError, require_extra
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 _MOST_CHARACTERS = 256 * 1024
 _MOST_OBJECTS = 2_000  # the time to compile an object grows with the square of its properties
 _KEPT_CHARACTERS = 8 * 2**20
-_LONGEST_REASON = 400
 
 
 class Grammars:
@@ -60,17 +61,15 @@ class Grammars:
             self._keep(grammar, found)
         return found.deep_copy()
 
+    @cached_property
+    def executor(self) -> "LLExecutor":
+        """Threads that make masks."""
+        executor: LLExecutor = _llguidance().mask_executor()
+        return executor
+
     def _compile(self, grammar: str) -> "LLMatcher":
         check_size(grammar)
-        vocabulary = self._read_vocabulary()
-        from llguidance import LLMatcher
-
-        matcher = LLMatcher(vocabulary, grammar, log_level=0)
-        if matcher.is_error():
-            raise GrammarError(_first_lines(matcher.get_error()))
-        matcher.compute_bitmask()
-        if matcher.is_error():
-            raise GrammarError("no text is of the grammar: its rules or references never come to an end")
+        matcher: LLMatcher = _llguidance().compiled(self._read_vocabulary(), grammar)
         return matcher
 
     def _keep(self, grammar: str, matcher: "LLMatcher") -> None:
@@ -87,13 +86,7 @@ class Grammars:
             if self._vocabulary is None:
                 if self._tokenizer is None:
                     raise GrammarError("replies of a given form need a tokenizer, and this engine has none")
-                try:
-                    from .vocabulary import read_vocabulary
-                except ImportError as error:
-                    raise GrammarError(
-                        f"replies of a given form need the package llguidance: {install_command('server')}"
-                    ) from error
-                self._vocabulary = read_vocabulary(self._tokenizer, self.vocab_size)
+                self._vocabulary = _llguidance().read_vocabulary(self._tokenizer, self.vocab_size)
             return self._vocabulary
 
 
@@ -121,6 +114,17 @@ def _values(value: Any) -> Iterator[Any]:
             open_values += found
 
 
-def _first_lines(reason: str) -> str:
-    text = " ".join(line.strip() for line in reason.strip().splitlines())
-    return text if len(text) <= _LONGEST_REASON else text[:_LONGEST_REASON] + " ..."
+@cache
+def _llguidance() -> ModuleType:
+    """Return the module that uses llguidance.
+
+    Raises:
+        GrammarError: If it is not installed.
+    """
+    try:
+        require_extra("server", "a reply of a given form")
+    except MissingExtraError as error:
+        raise GrammarError(str(error)) from error
+    from . import matching
+
+    return matching

@@ -72,12 +72,12 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
 def too_long(fault: str, max_tokens: int) -> ApiError:
     """Return the error of a prompt and reply that do not fit.
 
-    LangChain recognizes it by the code, litellm by the first words of OpenAI's own message.
+    LangChain recognizes it by the code or by "prompt is too long", litellm by the first words of OpenAI's own message.
 
     Args:
         max_tokens: Limit for prompt and reply together.
     """
-    message = f"This model's maximum context length is {max_tokens} tokens: {fault}"
+    message = f"This model's maximum context length is {max_tokens} tokens, and the prompt is too long: {fault}"
     return bad_request(message, "prompt", "context_length_exceeded")
 
 

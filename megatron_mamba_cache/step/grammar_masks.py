@@ -4,7 +4,6 @@ A row with drafts has a mask for each of its positions, as the drafts before it 
 refuses are cut beforehand, on every rank alike, so that each mask belongs to a text that the grammar allows.
 """
 
-import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
@@ -19,9 +18,8 @@ from ..kernels.sampling.token_masks import bar_tokens
 from ..policy.requests import RunningRequest
 
 if TYPE_CHECKING:
-    from llguidance import LLExecutor, LLMatcher
+    from llguidance import LLMatcher
 
-_MOST_THREADS = 8
 _TOKENS_A_WORD = 32
 
 
@@ -137,9 +135,9 @@ class GrammarMasks:
             place += width
         target = self._masks.data_ptr(), self._num_words * self._masks.itemsize, count
         if plain:
-            self._executor.unsafe_compute_mask_ptr(plain, *target)
+            self._grammars.executor.unsafe_compute_mask_ptr(plain, *target)
         if drafted:
-            self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *target)
+            self._grammars.executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *target)
         for row, _ in rows:
             self._rows[row.request_id].check(row)
         return count
@@ -159,9 +157,3 @@ class GrammarMasks:
     @cached_property
     def _thread(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(1, thread_name_prefix="grammar-masks")
-
-    @cached_property
-    def _executor(self) -> "LLExecutor":
-        from llguidance import LLExecutor
-
-        return LLExecutor(num_threads=max(1, min(_MOST_THREADS, (os.cpu_count() or 2) // 2)))

@@ -53,6 +53,14 @@ class Environment:
     followed: tuple[str, ...] = ()
 
 
+CLIENTS = "tests/server/clients"
+CLIENT_SCRIPTS = {
+    "client-anthropic": ("with_anthropic",),
+    "client-instructor": ("with_instructor",),
+    "client-langchain": ("with_langchain_agents", "with_langchain_openai"),
+    "client-openai": ("with_openai", "with_openai_agents"),
+}
+"""Extras and the scripts that run in an environment of each."""
 BASE_FACES = ("mcore", "models", "speculation")
 """Parts of the package whose public names need the base install only."""
 
@@ -63,7 +71,8 @@ def sources() -> Sources:
     roots = {PACKAGE: REPOSITORY / PACKAGE, "tests": REPOSITORY / "tests"}
     examples = {f"example_{file.stem}": file for file in (REPOSITORY / "examples").glob("*.py")}
     benchmarks = {file.stem: file for file in (REPOSITORY / "benchmarks").glob("*.py")}
-    return Sources(roots | examples | benchmarks)
+    clients = {file.stem: file for file in (REPOSITORY / CLIENTS).glob("*.py")}
+    return Sources(roots | examples | benchmarks | clients)
 
 
 def environments() -> dict[str, Environment]:
@@ -73,7 +82,7 @@ def environments() -> dict[str, Environment]:
     tests = tuple(
         ".".join(file.relative_to(REPOSITORY).with_suffix("").parts)
         for file in sorted((REPOSITORY / "tests").rglob("*.py"))
-        if "clients" not in file.relative_to(REPOSITORY).parts  # of other projects, installed by hand
+        if "clients" not in file.relative_to(REPOSITORY).parts  # which have environments of their own
     )
     return {
         "base": Environment((), (*command, *public)),
@@ -81,6 +90,7 @@ def environments() -> dict[str, Environment]:
             ("server", "hf"), (*command, *public, *_public_homes("replicas"), f"{PACKAGE}.server.app"), ("server", "hf")
         ),
         "test": Environment(("test",), (*command, *tests), ("server", "hf", "test")),
+        **{extra: Environment((extra,), scripts) for extra, scripts in CLIENT_SCRIPTS.items()},
     }
 
 

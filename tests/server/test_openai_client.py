@@ -231,7 +231,7 @@ def test_what_exceeds_the_context_is_refused_in_openais_words(client: openai.Ope
     with pytest.raises(openai.BadRequestError) as found:
         client.completions.create(model=MODEL, **too_long)
     assert found.value.code == "context_length_exceeded" and found.value.param == "prompt"
-    assert "This model's maximum context length is 4096 tokens: " in found.value.message
+    assert "This model's maximum context length is 4096 tokens, and the prompt is too long: " in found.value.message
 
 
 def test_weights_versions_and_flushes_empty_the_cache(client: openai.OpenAI, server: RunningServer) -> None:

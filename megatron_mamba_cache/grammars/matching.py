@@ -1,12 +1,16 @@
-"""A tokenizer as llguidance reads it: the bytes of every token."""
+"""What is used of llguidance: vocabularies, matchers, and threads that make masks."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
-from llguidance import LLTokenizer, TokenizerWrapper
+from llguidance import LLExecutor, LLMatcher, LLTokenizer, TokenizerWrapper
 
 from ..errors import GrammarError
+
+_LONGEST_REASON = 400
+_MOST_THREADS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,3 +50,28 @@ def read_vocabulary(tokenizer: Any, vocab_size: int) -> LLTokenizer:
     named = [b"<|%d|>" % token if token in special else text for token, text in enumerate(tokens)]
     vocabulary = _Vocabulary(named, sorted(special), end_ids[0], None, tokenizer.tokenize)
     return LLTokenizer(TokenizerWrapper(vocabulary), n_vocab=vocab_size, eos_token=cast(Any, end_ids))
+
+
+def compiled(vocabulary: LLTokenizer, grammar: str) -> LLMatcher:
+    """Return a matcher at a grammar's start.
+
+    Raises:
+        GrammarError: If the grammar says something that cannot be followed, or no text is of it.
+    """
+    matcher = LLMatcher(vocabulary, grammar, log_level=0)
+    if matcher.is_error():
+        raise GrammarError(_first_lines(matcher.get_error()))
+    matcher.compute_bitmask()
+    if matcher.is_error():
+        raise GrammarError("no text is of the grammar: its rules or references never come to an end")
+    return matcher
+
+
+def mask_executor() -> LLExecutor:
+    """Return threads that make masks, on half of the processors at most."""
+    return LLExecutor(num_threads=max(1, min(_MOST_THREADS, (os.cpu_count() or 2) // 2)))
+
+
+def _first_lines(reason: str) -> str:
+    text = " ".join(line.strip() for line in reason.strip().splitlines())
+    return text if len(text) <= _LONGEST_REASON else text[:_LONGEST_REASON] + " ..."
