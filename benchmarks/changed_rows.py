@@ -1,0 +1,179 @@
+"""What do rows that follow a grammar, or change their logits, cost a decode step, and the rows beside them?
+
+    PYTHONPATH=. python3 benchmarks/changed_rows.py [--shape 8b|nano3|small|tiny] [--rows N] [--json FILE]
+
+Rows of equal length decode together, without drafts: all plain; one with a grammar beside plain ones; all with a
+grammar; all with penalties. Greedy and sampled rows are measured apart: plain greedy ones run ahead. Cases alternate
+over one engine; a line shows the median step of the middle round, and its ratio to the plain rows of the same kind. The
+grammar is a JSON schema whose documents do not end meanwhile, over a vocabulary of made-up words of the model's size,
+compiled before. What a mask takes the host is timed alone.
+"""
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from loads.made_up_tokenizer import MadeUpTokenizer
+from loads.serving_engine import MODES, ServedShape, add_shape_arguments, model_of, serving_engine, shape_of
+from measuring.machine import describe_machine
+from megatron.core.inference.sampling_params import SamplingParams
+from step_cost import LIMITS, timed_step
+from turn_latency import rotated, some_tokens
+
+from megatron_mamba_cache.command_line.quiet import own_warnings_hidden, quiet_libraries
+from megatron_mamba_cache.grammars.forms import json_grammar
+from megatron_mamba_cache.mcore.request_spec import GRAMMAR, LOGITS
+
+NUM_ROWS = 64
+NUM_STEPS = 24
+NUM_WARMING = 5
+NUM_ROUNDS = 3
+PENALTIES = {LOGITS: {"frequency_penalty": 0.5, "presence_penalty": 0.2}}
+SCHEMA = {
+    "type": "array",
+    "minItems": 1000,
+    "items": {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string"},
+            "age": {"type": "integer", "minimum": 0},
+            "kind": {"enum": ["a", "b"]},
+        },
+        "required": ["name", "age", "kind"],
+        "additionalProperties": False,
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Rows of a step.
+
+    Args:
+        changed: How many of them have the attributes; None: all.
+    """
+
+    is_greedy: bool
+    attributes: dict[str, Any]
+    changed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """A decode step of a case.
+
+    Args:
+        of_plain: Its time by that of plain rows.
+    """
+
+    case: str
+    wall_ms: float
+    of_plain: float
+
+
+def cases() -> dict[str, Case]:
+    """Return the cases by name."""
+    grammar = {GRAMMAR: json_grammar(SCHEMA).text}
+    found = {}
+    for kind, is_greedy in (("greedy", True), ("sampled", False)):
+        found |= {
+            f"{kind}, plain": Case(is_greedy, {}),
+            f"{kind}, one grammar": Case(is_greedy, grammar, 1),
+            f"{kind}, all grammars": Case(is_greedy, grammar),
+            f"{kind}, all penalties": Case(is_greedy, PENALTIES),
+        }
+    return found
+
+
+def step_ms(engine: Any, case: Case, prompts: Sequence[list[int]], first_id: int) -> float:
+    """Return the median milliseconds of a decode step of a case's rows."""
+    for index, prompt in enumerate(prompts):
+        sampling = SamplingParams(
+            num_tokens_to_generate=NUM_WARMING + NUM_STEPS + 40,
+            top_k=1 if case.is_greedy else 0,
+            temperature=1.0,
+            termination_id=-1,
+        )
+        if case.changed is None or index < case.changed:
+            sampling.add_attributes(case.attributes)
+        engine.add_request(first_id + index, prompt, sampling, seed=index)
+    while engine.waiting_request_ids or any(row.is_prefilling for row in engine.context.rows):
+        engine.step_modern()
+    for _ in range(NUM_WARMING):
+        engine.step_modern()
+    if len(engine.context.rows) != len(prompts):
+        raise RuntimeError(f"{len(engine.context.rows)} of {len(prompts)} rows decode; raise --kv-gb")
+    found = 1e3 * median(timed_step(engine) for _ in range(NUM_STEPS))
+    while engine.has_unfinished_requests():
+        engine.step_modern()
+    return found
+
+
+def costs(model: Any, shape: ServedShape, num_rows: int, num_prompt: int) -> list[Cost]:
+    """Measure all cases."""
+    shape = replace(shape, max_requests=num_rows, max_tokens=max(shape.max_tokens, num_rows))
+    drawn, named = random.Random(0), cases()
+    times: dict[str, list[float]] = {name: [] for name in named}
+    with serving_engine(model, shape, MODES["full"]) as engine:
+        engine.context.grammars.read(MadeUpTokenizer(shape.vocab_size))
+        for number in range(NUM_ROUNDS):
+            for place, name in enumerate(rotated(list(named), number)):
+                prompts = [some_tokens(drawn, shape, num_prompt) for _ in range(num_rows)]
+                times[name].append(step_ms(engine, named[name], prompts, 10_000 * (number * len(named) + place)))
+    middle = {name: sorted(found)[NUM_ROUNDS // 2] for name, found in times.items()}
+    return [Cost(name, middle[name], middle[name] / middle[f"{name.partition(',')[0]}, plain"]) for name in named]
+
+
+def mask_us(shape: ServedShape) -> dict[str, float]:
+    """Return the microseconds of a mask: the first of a grammar, and the median of those along a document."""
+    from megatron_mamba_cache.grammars.compiler import Grammars
+
+    tokenizer = MadeUpTokenizer(shape.vocab_size)
+    grammars = Grammars(shape.vocab_size)
+    grammars.read(tokenizer)
+    text = json_grammar(SCHEMA).text
+    began = time.perf_counter()
+    grammars.matcher(text)
+    first = time.perf_counter() - began
+    matcher, times = grammars.matcher(text), []
+    for token in tokenizer.tokenize('[{"name": "Ada and others", "age": 36, "kind": "b"}, {"name": "B"'):
+        began = time.perf_counter()
+        matcher.compute_bitmask()
+        times.append(time.perf_counter() - began)
+        matcher.consume_token(token)
+    return {"first use, with the vocabulary": 1e6 * first, "median": 1e6 * median(times), "longest": 1e6 * max(times)}
+
+
+def table(found: Sequence[Cost], masks: dict[str, float]) -> str:
+    """Return the figures as Markdown."""
+    lines = ["| rows | a step, ms | of plain rows |", "|---|---:|---:|"]
+    lines += [f"| {cost.case} | {cost.wall_ms:.3f} | {cost.of_plain:.3f} |" for cost in found]
+    told = ", ".join(f"{name} {us:,.0f} µs" for name, us in masks.items())
+    return "\n".join([*lines, "", f"A mask on one thread: {told}."])
+
+
+def main() -> None:
+    """Measure, print Markdown and write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_shape_arguments(parser)
+    parser.add_argument("--rows", type=int, default=NUM_ROWS, metavar="N", help="default: %(default)s")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
+    arguments = parser.parse_args()
+    shape = shape_of(parser, arguments, LIMITS)
+    with quiet_libraries(), own_warnings_hidden():
+        found = costs(model_of(shape), shape, arguments.rows, shape.block_size * 9 // 8)
+    masks = mask_us(shape)
+    print(table(found, masks))
+    if arguments.json:
+        figures = {"machine": describe_machine(), "steps": [asdict(cost) for cost in found], "masks_us": masks}
+        arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
