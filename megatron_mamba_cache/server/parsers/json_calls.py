@@ -5,7 +5,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 from .content import text_until
-from .json_values import json_string, json_value
+from .json_values import json_string, json_value, strict_json
 from .parts import CallArguments, CallBegin, CallEnd, Content, Parsing, Part, plain_text
 from .text_feed import TextFeed, each, gathered
 
@@ -37,8 +37,6 @@ class JsonCalls:
             feed.mark(back=len(marker))
             if (yield from _calls(feed, (self.close,), space)):
                 yield from feed.space()
-                yield from feed.accepts(self.close)
-                yield from feed.space()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +54,12 @@ class PlainJsonCalls:
 
 
 def _calls(feed: TextFeed, closers: Sequence[str], space: str = "") -> _Reading:
-    """Parse one call or several, in a list or not; return whether the last one is complete.
+    """Parse one call or several, in a list or not, and what closes them; return whether the last one is complete.
 
     Args:
         feed: Has a mark where the calls begin.
-        closers: What ends the arguments of a call that turns out not to be JSON. Without any, only an object with
-            arguments is a call.
+        closers: What closes calls, and ends the arguments of one that turns out not to be JSON. Without any, only an
+            object with arguments is a call.
         space: White space before the mark, to be content if no call comes.
     """
     yield from feed.space()
@@ -77,12 +75,26 @@ def _calls(feed: TextFeed, closers: Sequence[str], space: str = "") -> _Reading:
                 return False  # cut off
         yield CallEnd()
         yield from feed.space()
+        space = ""
+        feed.mark()
         yield from feed.accepts(",")
         yield from feed.space()
-        if (yield from feed.peek()) != "{":
-            yield from feed.accepts("]")
-            return True
-        feed.mark()
+        if (yield from feed.peek()) == "{":
+            continue
+        if (yield from _ends(feed, closers)):
+            feed.forget_mark()
+        else:
+            feed.back_to_mark()  # a comma belongs to the content that follows
+        return True
+
+
+def _ends(feed: TextFeed, closers: Sequence[str]) -> _Reading:
+    """Consume a list's bracket and a closing marker, as far as they come next; return whether one did."""
+    found = yield from feed.accepts("]")
+    yield from feed.space()
+    for closer in closers:
+        found = (yield from feed.accepts(closer)) or found
+    return found
 
 
 class _Call:
@@ -144,7 +156,7 @@ def _arguments_of(text: str) -> str:
     if not text.startswith('"'):
         return text
     try:
-        return str(json.loads(text))
+        return strict_json(str(json.loads(text)))
     except ValueError:
         return text
 

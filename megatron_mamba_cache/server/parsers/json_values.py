@@ -1,19 +1,25 @@
 """JSON read from a text feed: as far as it goes, whatever follows.
 
-Raw control characters inside strings, such as line ends, are escaped, since models forget to; everything else is passed
-on as written.
+Raw control characters inside strings, such as line ends, are escaped, since models forget to. What clients cannot read
+is replaced: a lone surrogate by U+FFFD, and a number that is not finite by its text. Everything else is passed on as
+written.
 """
 
 import json
 import re
 from collections.abc import Generator
 
+from ..strict_json import strict_scalar
 from .text_feed import TextFeed, each, gathered
 
 _CLOSERS = {"{": "}", "[": "]"}
 _OF_SCALARS = frozenset("+-.0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
 _BETWEEN = frozenset(",: \t\r\n")
 _CONTROL = re.compile(r"[\x00-\x1f]")
+_UNICODE_ESCAPE = "\\u"
+_HEX_DIGITS = frozenset("0123456789abcdefABCDEF")
+_HIGH = re.compile(r"\\u[dD][89abAB]..")  # the first half of a surrogate pair
+_PAIR_OR_HALF = re.compile(r"(\\u[dD][89abAB]..\\u[dD][c-fC-F]..)|\\u[dD][89a-fA-F]..")
 
 
 def json_value(feed: TextFeed) -> Generator[str | None, None, bool]:
@@ -25,7 +31,7 @@ def json_value(feed: TextFeed) -> Generator[str | None, None, bool]:
             if not (yield from _string_text(feed)):
                 return False
         elif character in _OF_SCALARS:
-            yield (yield from _scalar(feed))
+            yield strict_scalar((yield from _scalar(feed)))
         elif character in _CLOSERS:
             closers.append(_CLOSERS[character])
             yield feed.take()
@@ -38,6 +44,15 @@ def json_value(feed: TextFeed) -> Generator[str | None, None, bool]:
             return False
         if not closers:
             return True
+
+
+def strict_json(text: str) -> str:
+    """Return a JSON text as `json_value` passes it on; what follows the value stays as it is."""
+    feed = TextFeed()
+    feed.add(text)
+    feed.end()
+    pieces = [piece or "" for piece in json_value(feed)]
+    return "".join(pieces) + feed.take_all()
 
 
 def json_string(feed: TextFeed) -> Generator[None, None, str | None]:
@@ -60,8 +75,26 @@ def _string_text(feed: TextFeed) -> Generator[str | None, None, bool]:
             return True
         if not (yield from feed.peek()):
             return False
-        yield marker + feed.take()
+        if (yield from feed.accepts("u")):
+            yield (yield from _unicode_escape(feed))
+        else:
+            yield marker + feed.take()
     return False
+
+
+def _unicode_escape(feed: TextFeed) -> Generator[None, None, str]:
+    """Return the escape that goes on with its digits, and those that may be the other half of its surrogate pair."""
+    text = _UNICODE_ESCAPE + (yield from _digits(feed))
+    while _HIGH.fullmatch(text[-6:]) and (yield from feed.accepts(_UNICODE_ESCAPE)):
+        text += _UNICODE_ESCAPE + (yield from _digits(feed))
+    return _PAIR_OR_HALF.sub(lambda found: found[1] or "\\ufffd", text)
+
+
+def _digits(feed: TextFeed) -> Generator[None, None, str]:
+    text = ""
+    while len(text) < 4 and (yield from feed.peek()) in _HEX_DIGITS:
+        text += feed.take()
+    return text
 
 
 def _scalar(feed: TextFeed) -> Generator[None, None, str]:

@@ -1,40 +1,30 @@
 """Tool calls as tags: the form of Qwen 3 Coder, Qwen 3.5 and Nemotron 3.
 
-A parameter is text between tags, so the tool's schema decides what it means: text, or JSON for any other type.
+A parameter is text between tags, so the tool's schema decides what it means: text, or JSON for any other type. Models
+forget the tag that ends a parameter, so the next parameter's tag ends it too, and so do the tags that end the call.
 """
 
-import json
 from collections.abc import Generator, Mapping
-from typing import Any
 
+from ..strict_json import strict_text, strict_value
 from .content import text_until
-from .parts import CallArguments, CallBegin, CallEnd, Content, Parsing
+from .parameter_types import Schema, type_of_value, types_of_parameter
+from .parts import CallArguments, CallBegin, CallEnd, Content, Parsing, Part
 from .text_feed import TextFeed, each, gathered
 
 _CALL, _CALL_END = "<tool_call>", "</tool_call>"
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
-_PARAMETER = "<parameter="
-_VALUE_ENDS = ("\n</parameter>", "</parameter>")
-_MOST_DEPTH = 8
+_PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
+_VALUE_ENDS = ("\n" + _PARAMETER_END, _PARAMETER_END, "\n" + _PARAMETER, "\n" + _FUNCTION_END, _FUNCTION_END)
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}  # templates print values of the history so
-_TYPES: tuple[tuple[Any, str], ...] = (
-    (type(None), "null"),
-    (bool, "boolean"),
-    (int, "integer"),
-    (float, "number"),
-    (str, "string"),
-    (list, "array"),
-    (dict, "object"),
-)
-
-Schema = Mapping[str, Any]
 
 
 class XmlCalls:
     """Calls of tools with these parameters.
 
     Args:
-        parameters: The JSON schema of each tool's parameters, by its name.
+        parameters: The JSON schema of each tool's parameters, by its name. What looks like a call of another tool is
+            content; with no tools at all, every name is taken.
     """
 
     open = (_CALL, _FUNCTION)
@@ -54,7 +44,7 @@ class XmlCalls:
                 yield Content(space + feed.since_mark())
                 continue
             name = yield from _name(feed)
-            if not name:
+            if not name or (self._parameters and name not in self._parameters):
                 yield Content(space + feed.since_mark())
                 continue
             feed.forget_mark()
@@ -69,26 +59,50 @@ def _arguments(feed: TextFeed, schema: Schema) -> Parsing:
     """Parse a call from its first parameter on; whatever is written between parameters is left out."""
     yield CallArguments("{")
     separator = ""
-    while True:
-        _text, marker = yield from gathered(feed.until((_PARAMETER, _FUNCTION_END, _CALL_END)))
-        if not marker:
-            return  # cut off
-        if marker != _PARAMETER:
-            yield CallArguments("}")
-            yield CallEnd()
-            return
+    marker = yield from _next_tag(feed)
+    while marker == _PARAMETER:
         key = yield from _name(feed)
-        yield CallArguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
+        yield CallArguments(f"{separator}{strict_text(key)}: ")
         separator = ", "
         yield from feed.accepts("\n")
-        types = _types(_property(schema, key), schema)
-        if types == {"string"}:
-            yield CallArguments('"')
-            if (yield from each(feed.until(_VALUE_ENDS), _escaped)):
-                yield CallArguments('"')
-        else:
-            text, end = yield from gathered(feed.until(_VALUE_ENDS))
-            yield CallArguments(_json_of(text, types) if end else text)
+        marker = yield from _value(feed, types_of_parameter(schema, key))
+        if marker == _PARAMETER_END:
+            marker = yield from _next_tag(feed)
+    if marker:  # else it is cut off
+        yield CallArguments("}")
+        yield CallEnd()
+
+
+def _next_tag(feed: TextFeed) -> Generator[None, None, str]:
+    _text, marker = yield from gathered(feed.until((_PARAMETER, _FUNCTION_END, _CALL_END)))
+    return marker
+
+
+def _value(feed: TextFeed, types: set[str]) -> Generator[Part | None, None, str]:
+    """Yield a parameter's value; return the tag that ended it, "" at the end of the reply."""
+    if types == {"string"}:
+        yield CallArguments('"')
+        end = yield from each(_value_text(feed), _escaped)
+        yield CallArguments('"' if end else "")
+    else:
+        text, end = yield from gathered(_value_text(feed))
+        yield CallArguments(_json_of(text, types) if end else text)
+    return end.removeprefix("\n")
+
+
+def _value_text(feed: TextFeed) -> Generator[str | None, None, str]:
+    """Yield a value's text as it arrives; return what ended it: a tag, after a line end if there is one."""
+    while True:
+        end = yield from feed.until(_VALUE_ENDS)
+        if not end.endswith(_FUNCTION_END):
+            return end
+        feed.mark()
+        yield from feed.space()
+        ends_call = (yield from feed.accepts(_CALL_END)) or not (yield from feed.peek())
+        feed.back_to_mark()
+        if ends_call:
+            return end
+        yield end
 
 
 def _name(feed: TextFeed) -> Generator[None, None, str]:
@@ -98,57 +112,16 @@ def _name(feed: TextFeed) -> Generator[None, None, str]:
 
 
 def _escaped(text: str) -> CallArguments:
-    return CallArguments(json.dumps(text, ensure_ascii=False)[1:-1])
-
-
-def _property(schema: Schema, key: str) -> Schema:
-    """Return the schema of a parameter; one that the tool does not declare is text."""
-    properties = schema.get("properties")
-    found = properties.get(key) if isinstance(properties, Mapping) else None
-    return found if isinstance(found, Mapping) else {"type": "string"}
-
-
-def _types(schema: Any, root: Schema, depth: int = _MOST_DEPTH) -> set[str]:
-    """Return the JSON types that a schema allows; none if it does not say."""
-    if not isinstance(schema, Mapping) or not depth:
-        return set()
-    if isinstance(reference := schema.get("$ref"), str):
-        return _types(_referenced(reference, root), root, depth - 1)
-    named = schema.get("type")
-    if named is not None:
-        return {kind for kind in (named if isinstance(named, list) else [named]) if isinstance(kind, str)}
-    values = (
-        schema.get("enum") if isinstance(schema.get("enum"), list) else [schema["const"]] if "const" in schema else []
-    )
-    if values:
-        return {_type_of(value) for value in values}
-    choices = [choice for name in ("anyOf", "oneOf", "allOf") for choice in schema.get(name) or ()]
-    found = [_types(choice, root, depth - 1) for choice in choices]
-    return set().union(*found) if all(found) else set()
-
-
-def _referenced(reference: str, root: Schema) -> Any:
-    found: Any = root
-    for name in reference.removeprefix("#/").split("/"):
-        found = found.get(name) if isinstance(found, Mapping) else None
-    return found
+    return CallArguments(strict_text(text)[1:-1])
 
 
 def _json_of(text: str, types: set[str]) -> str:
     """Return a parameter's text as JSON of one of the types, as far as it can be read so."""
     word = text.strip()
     try:
-        value = json.loads(_PYTHON_WORDS.get(word, word), parse_constant=_refuse)
-    except (ValueError, RecursionError):
+        value = strict_value(_PYTHON_WORDS.get(word, word))
+    except ValueError:
         value = text
-    if "string" in types and _type_of(value) not in types:
+    if "string" in types and type_of_value(value) not in types:
         value = text
-    return json.dumps(value, ensure_ascii=False)
-
-
-def _type_of(value: Any) -> str:
-    return next(name for kind, name in _TYPES if isinstance(value, kind))
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is not JSON")
+    return strict_text(value)

@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -34,15 +35,19 @@ PARAMETERS: dict[str, Any] = {
         "$defs": {"Box": {"type": "object"}},
     },
     "stop-all": {},
+    "f": {},
 }
 FORMS = [*((calls, "think") for calls in (*TOOL_CALL_PARSERS, None)), *(("hermes", name) for name in REASONING_PARSERS)]
 FRAGMENTS = (
     "<think>", "</think>", "Here is my thought process:", "Here is my response:", "<tool_call>", "</tool_call>",
     "<TOOLCALL>", "</TOOLCALL>", "<|tool_call|>", "<function=", "<function=get_weather>", "</function>",
     "<parameter=city>", "<parameter=days>", "<parameter=anything>", "</parameter>", "\n", " ", "\t", "\n\n", "[", "]",
-    "{", "}", ",", ":", '"', "\\", '\\"', "\\u00e9", "\\ud83d", '"name"', '"arguments"', '"parameters"', ": ",
-    '"get_weather"', "null", "True", "12", "-1.5e3", "NaN", "x", "é", "\U0001f600", "\x00", "<", "</", ">", "=",
-    '{"name": "get_weather", "arguments": {"city": "Oslo"}}', '{"arguments": [1, {}], "name": "stop-all"}',
+    "\n<parameter=box>\n", "\n</parameter>", "</function>\n</tool_call>", "<tool_call>\n<function=get_weather>\n",
+    "{", "}", ",", ":", '"', "\\", '\\"', "\\u00e9", "\\ud83d", "\\ude00", '"name"', '"arguments"', ": ",
+    '"parameters"',
+    '"get_weather"', "null", "True", "12", "-1.5e3", "NaN", "1e999", "x", "é", "\U0001f600", "\x00", "<", "</", ">",
+    "=", '{"name": "get_weather", "arguments": {"city": "Oslo"}}', '{"arguments": [1, {}], "name": "stop-all"}',
+    '{"name": "get_weather", "arguments": {"city": "\\ud83d', '{"name": "f", "arguments": "{\\"a\\": NaN}"},',
     '{"name": "get_weather", "arguments": ', '{"name": "f", "arguments": "{\\"a\\": 1}"}', "[" * 99,
 )  # fmt: skip
 
@@ -62,6 +67,16 @@ def cut(text: str, rng: random.Random) -> list[str]:
     return [text[start:end] for start, end in zip([0, *places], [*places, len(text)], strict=True)]
 
 
+def check_readable(reply: ParsedReply) -> None:
+    """Check that arguments that Python reads as JSON are JSON for every client."""
+    for call in reply.calls:
+        try:
+            value = json.loads(call.arguments)
+        except (ValueError, RecursionError):
+            continue
+        json.dumps([call.name, value], ensure_ascii=False, allow_nan=False).encode()
+
+
 def check_random_replies(calls: str | None, reasoning: str | None, count: int) -> None:
     syntax = ReplySyntax(calls, REASONING_PARSERS.get(reasoning or ""))
     rng, num_calls = random.Random(f"{calls} {reasoning}"), 0
@@ -70,6 +85,7 @@ def check_random_replies(calls: str | None, reasoning: str | None, count: int) -
         whole = parsed(syntax, [reply], prompt)
         assert parsed(syntax, cut(reply, rng), prompt) == whole, reply
         assert parsed(syntax, list(reply[:99]), prompt) == parsed(syntax, [reply[:99]], prompt), reply
+        check_readable(assembled(whole))
         num_calls += sum(isinstance(part, CallBegin) for part in whole)
     assert bool(num_calls) == (calls is not None)
 
@@ -91,13 +107,13 @@ def as_hermes(calls: list[dict[str, Any]], dumps: Callable[[Any], str]) -> str:
     return "\n".join(f"<tool_call>\n{dumps(call)}\n</tool_call>" for call in calls)
 
 
-def as_xml(calls: list[dict[str, Any]], _dumps: Callable[[Any], str]) -> str:
+def as_xml(calls: list[dict[str, Any]], _dumps: Callable[[Any], str], end: str = "</parameter>\n") -> str:
     text = ""
     for call in calls:
         text += f"<tool_call>\n<function={call['name']}>\n"
         for key, value in call["arguments"].items():
             shown = value if isinstance(value, str) else json.dumps(value) if isinstance(value, dict) else str(value)
-            text += f"<parameter={key}>\n{shown}\n</parameter>\n"
+            text += f"<parameter={key}>\n{shown}\n{end}"
         text += "</function>\n</tool_call>\n"
     return text
 
@@ -105,6 +121,7 @@ def as_xml(calls: list[dict[str, Any]], _dumps: Callable[[Any], str]) -> str:
 WRITERS: dict[str, Callable[[list[dict[str, Any]], Callable[[Any], str]], str]] = {
     "hermes": as_hermes,
     "qwen3_coder": as_xml,
+    "qwen3_coder, values without an end": lambda calls, dumps: as_xml(calls, dumps, end=""),
     "nemotron_nano_v2": lambda calls, dumps: f"<TOOLCALL>{dumps(calls)}</TOOLCALL>",
     "granite": lambda calls, dumps: f"<|tool_call|>{dumps(calls)}",
     "json": lambda calls, dumps: dumps(calls if len(calls) > 1 else calls[0]),
@@ -124,7 +141,8 @@ TEXTS = (
 
 @pytest.mark.parametrize("form", WRITERS)
 def test_calls_that_a_model_writes_are_found_again(form: str) -> None:
-    syntax, rng = ReplySyntax(form, REASONING_PARSERS["think"]), random.Random(form)
+    syntax = ReplySyntax(form.partition(",")[0], REASONING_PARSERS["think"])
+    rng = random.Random(form)
     for _ in range(400):
         arguments = {
             "city": rng.choice(TEXTS),
@@ -177,6 +195,11 @@ CUT_OFF = ParsedReply("", "", (ToolCall("f", '{"a": "b'),))
             '<tool_call>{"name": "f", "arguments": {"a": "line\nend"}}',
             ParsedReply("", "", (ToolCall("f", '{"a": "line\\nend"}'),)),
         ),
+        ("hermes", 'a  <tool_call>{"name": "f"} {b}', ParsedReply("a{b}", "", (ToolCall("f", "{}"),))),
+        ("hermes", '<tool_call>{"name": "f"}, {b}', ParsedReply(", {b}", "", (ToolCall("f", "{}"),))),
+        ("hermes", '<tool_call>[{"name": "f"},]</tool_call>, b', ParsedReply(", b", "", (ToolCall("f", "{}"),))),
+        ("hermes", '<tool_call>{"name": "f"}, </tool_call>', ParsedReply("", "", (ToolCall("f", "{}"),))),
+        ("json", '{"name": "f", "parameters": {}}, or so', ParsedReply(", or so", "", (ToolCall("f", "{}"),))),
         ("granite", "<|tool_call|>[]", None),
         ("json", '{"name": "Ada", "age": 36}', None),
         ("json", "[1, 2]", None),
@@ -184,6 +207,12 @@ CUT_OFF = ParsedReply("", "", (ToolCall("f", '{"a": "b'),))
         ("qwen3_coder", "<tool_call>\nno function\n</tool_call>", None),
         ("qwen3_coder", "a <function=f", None),
         ("qwen3_coder", "<function=f></function>", ParsedReply("", "", (ToolCall("f", "{}"),))),
+        ("qwen3_coder", "Write <tool_call><function=name> and\n<function=other>x</function>", None),
+        (
+            "qwen3_coder",
+            "<function=f><parameter=a>\nsome </function> text\n</function>\n </function> \n",
+            ParsedReply("", "", (ToolCall("f", '{"a": "some </function> text\\n</function>\\n "}'),)),
+        ),
     ],
 )  # fmt: skip
 def test_what_is_cut_off_or_malformed_stays_what_the_model_wrote(
@@ -208,6 +237,53 @@ def test_parameters_have_the_type_that_the_schema_says() -> None:
         reply = f"<function=get_weather><parameter={key}>\n{text}\n</parameter></function>"
         (call,) = assembled(parsed(ReplySyntax("qwen3_coder"), [reply])).calls
         assert json.loads(call.arguments) == {key: value}
+
+
+@pytest.mark.parametrize(
+    ("form", "written", "told"),
+    [
+        ("hermes", '{"a": NaN, "b": [-Infinity, 1e999]}', '{"a": "NaN", "b": ["-Infinity", "1e999"]}'),
+        ("hermes", '"{\\"a\\": NaN}"', '{"a": "NaN"}'),
+        ("hermes", '{"a": "\\ud800x\\ud83d\\ud83d\\ude00"}', '{"a": "\\ufffdx\\ufffd\\ud83d\\ude00"}'),
+        ("hermes", '{"a": "\\\\ud800"}', '{"a": "\\\\ud800"}'),
+        ("qwen3_coder", "1e999", '{"anything": "1e999"}'),
+        ("qwen3_coder", '["\\ud800\\ud83d\\ude00"]', '{"anything": ["\ufffd\U0001f600"]}'),
+    ],
+)
+def test_what_clients_cannot_read_as_json_becomes_text(form: str, written: str, told: str) -> None:
+    reply = f'<tool_call>{{"name": "\\udc00", "arguments": {written}}}</tool_call>'
+    if form == "qwen3_coder":
+        reply = f"<function=get_weather><parameter=anything>{written}</parameter></function>"
+    (call,) = assembled(parsed(ReplySyntax(form), [reply])).calls
+    assert call == ToolCall("\ufffd" if form == "hermes" else "get_weather", told)
+
+
+REFERRING = {"anyOf": [{"$ref": "#/properties/x"}] * 99}
+
+
+@pytest.mark.parametrize(
+    ("schema", "value"),
+    [
+        (REFERRING, 1),
+        ({"anyOf": [*REFERRING["anyOf"], {"type": "string"}]}, "1"),
+        ({"anyOf": [{"type": "string"}, {}]}, 1),
+        ({"anyOf": 5, "oneOf": "x", "allOf": None}, 1),
+        ({"anyOf": [5, None]}, 1),
+        ({"anyOf": [{"anyOf": [{"type": "string"}] * 99}] * 99}, 1),
+        ({"$ref": "#" + "/x" * 99}, 1),
+        ({"type": [[], {}], "enum": 5}, 1),
+        ({"enum": ["1"] * 9999}, "1"),
+        ({"type": {"a": 1}}, 1),
+    ],
+)
+def test_a_schema_is_read_in_bounded_time_whatever_it_is(schema: Any, value: Any) -> None:
+    syntax = ReplySyntax("qwen3_coder")
+    reply = "<function=f><parameter=x>1</parameter></function>" * 20
+    begun = time.monotonic()
+    parser = syntax.parser("", {"f": {"properties": {"x": schema}}})
+    calls = assembled([*parser.push(reply), *parser.finish()]).calls
+    assert time.monotonic() - begun < 2
+    assert [json.loads(call.arguments) for call in calls] == [{"x": value}] * 20
 
 
 @pytest.mark.parametrize(

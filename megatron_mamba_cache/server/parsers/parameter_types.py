@@ -1,0 +1,87 @@
+"""The JSON types that a tool's schema allows for a parameter."""
+
+from collections.abc import Mapping
+from typing import Any
+
+_MOST_SCHEMAS = 256
+_MOST_VALUES = 256
+_MOST_NAMES = 16  # of a reference
+_TYPES: tuple[tuple[Any, str], ...] = (
+    (type(None), "null"),
+    (bool, "boolean"),
+    (int, "integer"),
+    (float, "number"),
+    (str, "string"),
+    (list, "array"),
+    (dict, "object"),
+)
+
+Schema = Mapping[str, Any]
+
+
+def types_of_parameter(schema: Schema, name: str) -> set[str]:
+    """Return the JSON types of a parameter; none if the schema does not say. An undeclared parameter is text.
+
+    Whatever the client's schema is, this raises nothing and takes bounded time.
+
+    Args:
+        schema: Of all parameters of the tool.
+    """
+    properties = schema.get("properties")
+    declared = properties.get(name) if isinstance(properties, Mapping) else None
+    return _types(declared, schema) if isinstance(declared, Mapping) else {"string"}
+
+
+def type_of_value(value: Any) -> str:
+    """Return the JSON type of a value."""
+    return next(name for kind, name in _TYPES if isinstance(value, kind))
+
+
+def _types(schema: Schema, root: Schema) -> set[str]:
+    """Return the types that a schema or one of its choices allows; none if any of them does not say."""
+    found: set[str] = set()
+    followed: set[str] = set()
+    left: list[Any] = [schema]
+    for _ in range(_MOST_SCHEMAS):
+        if not left:
+            return found
+        current = left.pop()
+        reference = current.get("$ref") if isinstance(current, Mapping) else None
+        if isinstance(reference, str):
+            if reference not in followed:
+                followed.add(reference)
+                left.append(_referenced(reference, root))
+            continue
+        told, choices = _told_types(current), _choices(current)
+        if not told and not choices:
+            return set()
+        found |= told
+        left += [] if told else choices
+    return set()
+
+
+def _told_types(schema: Any) -> set[str]:
+    """Return the types that a schema itself names, or those of the values that it allows."""
+    if not isinstance(schema, Mapping):
+        return set()
+    named = schema.get("type")
+    if named is not None:
+        return {kind for kind in (named if isinstance(named, list) else [named]) if isinstance(kind, str)}
+    values = schema.get("enum")
+    if not isinstance(values, list):
+        values = [schema["const"]] if "const" in schema else []
+    return {type_of_value(value) for value in values[:_MOST_VALUES]}
+
+
+def _choices(schema: Any) -> list[Any]:
+    if not isinstance(schema, Mapping):
+        return []
+    lists = (schema.get(name) for name in ("anyOf", "oneOf", "allOf"))
+    return [choice for found in lists if isinstance(found, list) for choice in found[:_MOST_SCHEMAS]]
+
+
+def _referenced(reference: str, root: Schema) -> Any:
+    found: Any = root
+    for name in reference.removeprefix("#/").split("/", _MOST_NAMES):
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found

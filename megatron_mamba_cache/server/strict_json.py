@@ -1,0 +1,46 @@
+"""JSON that every client can read: its numbers are finite and its text is valid Unicode."""
+
+import json
+import math
+import re
+from typing import Any
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_REPLACEMENT = "\ufffd"
+
+
+def strict_value(text: str) -> Any:
+    """Return the value of a JSON text, with U+FFFD for each lone surrogate.
+
+    Raises:
+        ValueError: If the text is not JSON, has a number that is not finite or is nested too deeply.
+    """
+    try:
+        value = json.loads(text, parse_constant=_finite, parse_float=_finite)
+        return json.loads(strict_text(value)) if "\\u" in text else value
+    except RecursionError as error:
+        raise ValueError("the JSON is nested too deeply") from error
+
+
+def strict_text(value: Any) -> str:
+    """Return a value as JSON, with U+FFFD for each lone surrogate.
+
+    Raises:
+        ValueError: If a number is not finite.
+    """
+    return _SURROGATE.sub(_REPLACEMENT, json.dumps(value, ensure_ascii=False, allow_nan=False))
+
+
+def strict_scalar(text: str) -> str:
+    """Return a number, or a word in its place, as JSON: quoted if it stands for a number that is not finite."""
+    try:
+        return text if math.isfinite(float(text)) else json.dumps(text)
+    except ValueError:
+        return text
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is not a finite number")
+    return number
