@@ -25,7 +25,7 @@ from .dashboard import dashboard_routes
 from .documentation import add_documentation
 from .endpoints import openai_routes, seconds_now
 from .entrance import Entrance
-from .errors import ApiError, bad_request
+from .errors import ApiError, bad_request, unexpected
 from .exchange import exchange_of
 from .fair_threads import FairThreads
 from .history import History
@@ -225,6 +225,5 @@ def _add_error_handlers(app: FastAPI) -> None:
         return response
 
     @app.exception_handler(Exception)
-    async def unexpected(request: Request, _error: Exception) -> Response:
-        told = ApiError(500, "the server failed at this request; its log says why", "internal_error")
-        return error_response(told, request.url.path)
+    async def defect(request: Request, _error: Exception) -> Response:
+        return error_response(unexpected(), request.url.path)

@@ -86,6 +86,11 @@ def unavailable(message: str, code: str, retry_after_s: int = 1) -> ApiError:
     return ApiError(503, message, code, retry_after_s=retry_after_s)
 
 
+def unexpected() -> ApiError:
+    """Return the error of a defect of the server."""
+    return ApiError(500, "the server failed at this request; its log says why", "internal_error")
+
+
 def engine_failed(reason: str) -> ApiError:
     """Return the error of a server whose engine has failed."""
     return unavailable(reason, "engine_failed", retry_after_s=30)

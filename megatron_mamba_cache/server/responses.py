@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 from collections import defaultdict
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any
@@ -9,11 +10,13 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
-from .errors import ApiError
+from .errors import ApiError, unexpected
 from .exchange import Exchange, exchange_of
 from .formats import Event, Format
 from .job import Job, JobRules, Order, job_of
 from .reply import Piece
+
+logger = logging.getLogger(__name__)
 
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -92,11 +95,18 @@ class EventStream(JobResponse):
                     body = b"".join(_encoded(event) for event in events)
                     await send({"type": "http.response.body", "body": body, "more_body": True})
         except ApiError as error:
-            exchange.note_error(error)
-            event = _encoded(self._form.failure(error))
-            await send({"type": "http.response.body", "body": event, "more_body": False})
+            await self._fail(error, send, exchange)
+        except Exception:
+            logger.exception("a stream of %s failed", exchange.path)
+            await self._fail(unexpected(), send, exchange)
         else:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _fail(self, error: ApiError, send: Send, exchange: Exchange) -> None:
+        """End the stream with an error."""
+        exchange.note_error(error)
+        event = _encoded(self._form.failure(error))
+        await send({"type": "http.response.body", "body": event, "more_body": False})
 
     async def _events(self, job: Job) -> AsyncIterator[list[Event]]:
         yield self._form.opening(job)
