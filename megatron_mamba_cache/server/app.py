@@ -117,13 +117,14 @@ class Server:
         prompt, reply = job.prompts[choice.prompt_index], choice.reply
         text, token_ids = reply.exact()
         self._reader.remember(job.tenant, prompt, text, token_ids)
-        if reply.is_parsed:
+        if reply.is_parsed and reply.is_whole:
             await self.rules.threads.run(job.tenant.owner, partial(self._remember_rewritten, job.tenant, prompt, reply))
 
     def _remember_rewritten(self, tenant: Tenant, prompt: Prompt, reply: Reply) -> None:
         rewritten = self._reader.rewritten(prompt, reply.parsed())
-        if rewritten is not None and reply.means(rewritten):
-            self._reader.remember(tenant, prompt, rewritten, reply.exact()[1])
+        same = None if rewritten is None else reply.same_in(rewritten)
+        if same is not None:
+            self._reader.remember(tenant, prompt, same, reply.exact()[1])
 
     def _build(self) -> FastAPI:
         settings = self.settings

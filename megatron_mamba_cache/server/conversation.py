@@ -1,14 +1,18 @@
 """A conversation as a chat template reads it."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from .parsers.parts import ParsedReply
+from .strict_json import strict_value
 
 _MARK = "\u2400"
-_MARKING_TOOL = {"type": "function", "function": {"name": _MARK, "description": _MARK, "parameters": {}}}
+_NO_PARAMETERS = {"type": "object", "properties": {}}
+_MARKING_TOOL = {
+    "type": "function",
+    "function": {"name": _MARK, "description": _MARK, "parameters": _NO_PARAMETERS},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,15 +91,15 @@ class Conversation:
 
 
 def called(name: str, arguments: str, call_id: str | None = None) -> dict[str, Any]:
-    """Return a tool call for a template; arguments that are not a JSON object stay text."""
+    """Return a tool call for a template; see `arguments_object`."""
     identified = {} if call_id is None else {"id": call_id}
-    return {**identified, "type": "function", "function": {"name": name, "arguments": arguments_value(arguments)}}
+    return {**identified, "type": "function", "function": {"name": name, "arguments": arguments_object(arguments)}}
 
 
-def arguments_value(arguments: str) -> Any:
-    """Return the value of a call's arguments; those that are not a JSON object stay text."""
+def arguments_object(arguments: str) -> dict[str, Any]:
+    """Return a call's arguments; text that is not a JSON object becomes `malformed_input`, so a tool can say so."""
     try:
-        value = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments
-    return value if isinstance(value, dict) else arguments
+        value = strict_value(arguments)
+    except ValueError:
+        value = None
+    return value if isinstance(value, dict) else {"malformed_input": arguments}

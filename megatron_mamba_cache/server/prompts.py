@@ -26,7 +26,7 @@ class Prompt:
         text: The text that was tokenized; None if the client sent token ids.
         echo: What to send before the reply; None sends nothing.
         conversation: What the text was rendered from; None for a text of the client's.
-        breakpoints: Tokens before each of the conversation's breakpoints.
+        breakpoints: Tokens before each of the conversation's breakpoints whose place is known.
     """
 
     token_ids: tuple[int, ...]
@@ -93,9 +93,8 @@ class PromptReader:
         if conversation.has_calls and "tool_calls" not in template:
             raise bad_request("this model's chat template has no place for tool calls; leave them out", "messages")
         prompt = self._prompt(tenant, self._rendered(conversation), self._next_turn)
-        breakpoints = tuple(
-            self._tokens_before(place, tenant, conversation, prompt) for place in conversation.breakpoints
-        )
+        places = (self._tokens_before(place, tenant, conversation, prompt) for place in conversation.breakpoints)
+        breakpoints = tuple(place for place in places if place is not None)
         return replace(prompt, conversation=conversation, breakpoints=breakpoints)
 
     def remember(self, tenant: Tenant, prompt: Prompt, reply: str, reply_ids: Sequence[int]) -> None:
@@ -119,10 +118,16 @@ class PromptReader:
             return None
         return text[len(prompt.text) : len(text) - len(self._turn_end)]
 
-    def _tokens_before(self, place: Breakpoint, tenant: Tenant, conversation: Conversation, prompt: Prompt) -> int:
-        """Return how many of a prompt's tokens are certainly before a breakpoint."""
+    def _tokens_before(
+        self, place: Breakpoint, tenant: Tenant, conversation: Conversation, prompt: Prompt
+    ) -> int | None:
+        """Return how many of a prompt's tokens are certainly before a breakpoint; None if that cannot be told."""
         assert prompt.text is not None
-        end = _common_length(prompt.text, self._rendered(conversation.marked(place)))
+        try:
+            marked = self._rendered(conversation.marked(place))
+        except ApiError:
+            return None
+        end = _common_length(prompt.text, marked)
         before = self._token_ids(tenant, prompt.text[:end], self._next_turn) if end else ()
         return _common_length(prompt.token_ids, tuple(before))
 

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Protocol
 
 from .backend import Progress
-from .conversation import arguments_value
+from .conversation import arguments_object
 from .errors import ApiError
 from .parsers.parts import Content, ParsedReply, Part, ReplyParser, assembled, merged, plain_text
 from .text_stream import IncrementalText, StopStrings
@@ -110,6 +110,7 @@ class Reply:
         self.token_ids: list[int] = []
         self.num_reasoning_tokens = 0
         self.finish_reason: str | None = None
+        self._was_cut = False
         self.latest = Progress()
 
     @property
@@ -137,6 +138,7 @@ class Reply:
             self.num_reasoning_tokens += self._parser.is_reasoning
             if self._stops.found is not None or self._parser.num_complete_calls == self._most_calls:
                 self.finish_reason = "stop"
+                self._was_cut = True
                 break
         if self.finish_reason is None and progress.end is not None:
             rest = self._text.finish()
@@ -145,9 +147,10 @@ class Reply:
             new += [self._stops.push(rest), self._stops.finish()]
             parts += self._parser.push("".join(new[-2:]))
             self.finish_reason = "stop" if self._stops.found is not None else progress.end
+            self._was_cut = self._stops.found is not None or progress.end == "length"
         if self.finish_reason is not None:
             parts += self._parser.finish()
-        if self.finish_reason == "stop" and self._parser.num_calls:
+        if self.finish_reason == "stop" and 0 < self._parser.num_calls == self._parser.num_complete_calls:
             self.finish_reason = "tool_calls"
         text, found = "".join(new), merged(parts)
         self._texts.append(text)
@@ -155,28 +158,53 @@ class Reply:
         return Piece(text, tuple(tokens), self.finish_reason, parts=tuple(found))
 
     def exact(self) -> tuple[str, list[int]]:
-        """Return the reply's text up to the last token that ends within it, and its tokens without end tokens."""
+        """Return the reply's text up to the last token that ends within it, and its tokens: both without end tokens."""
         length = len(self.text)
-        inside = [(end, index) for index, end in enumerate(self._ends) if end is not None and end <= length]
+        inside = [
+            (end, index)
+            for index, (end, token) in enumerate(zip(self._ends, self.token_ids, strict=True))
+            if end is not None and end <= length and token not in self._end_ids
+        ]
         end, last = max(inside, default=(0, -1))
-        token_ids = self.token_ids[: last + 1]
-        while token_ids and token_ids[-1] in self._end_ids:
-            token_ids.pop()
-        return self.text[:end], token_ids
+        return self.text[:end], self.token_ids[: last + 1]
 
     @property
     def is_parsed(self) -> bool:
         """True when the reply has more than content."""
         return any(not isinstance(part, Content) for part in self.parts)
 
+    @property
+    def is_whole(self) -> bool:
+        """True when the exact tokens are all of the reply, and no call is cut off."""
+        return self.exact()[0] == self.text and self._parser.num_complete_calls == self._parser.num_calls
+
     def parsed(self) -> ParsedReply:
         """Return what the text means."""
         return assembled(self.parts)
 
-    def means(self, text: str) -> bool:
-        """Return whether a text means the same as this reply, but for white space at its ends and inside arguments."""
+    def same_in(self, text: str) -> str | None:
+        """Return the beginning of a text that means the same as this reply; None if there is none.
+
+        White space at its ends and inside arguments may differ. It is the whole text unless the reply was ended after a
+        call, by a stop string or the limit of tokens or of calls: then it ends with that call, because the reply lacks
+        the closing marker that templates write.
+        """
+        if self._was_cut and self._parser.num_calls:
+            if self.text[len(self._through_calls(self.text)) :].strip():
+                return None
+            text = self._through_calls(text)
         parser = self._new_parser()
-        return _essence(assembled([*parser.push(text), *parser.finish()])) == _essence(self.parsed())
+        found = assembled([*parser.push(text), *parser.finish()])
+        return text if _essence(found) == _essence(self.parsed()) else None
+
+    def _through_calls(self, text: str) -> str:
+        """Return the shortest beginning of a text that has as many complete calls as this reply; else all of it."""
+        parser = self._new_parser()
+        for index, character in enumerate(text):
+            parser.push(character)
+            if parser.num_complete_calls == self._parser.num_complete_calls:
+                return text[: index + 1]
+        return text
 
     def _push(self, token: int) -> str:
         self.token_ids.append(token)
@@ -200,7 +228,7 @@ class Reply:
 
 
 def _essence(reply: ParsedReply) -> object:
-    calls = [(call.name, arguments_value(call.arguments)) for call in reply.calls]
+    calls = [(call.name, arguments_object(call.arguments)) for call in reply.calls]
     return reply.content.strip(), reply.reasoning.strip(), calls
 
 

@@ -90,6 +90,20 @@ def test_tokens_before_a_breakpoint_are_those_that_two_texts_have_in_common(tmp_
     assert texts[3].endswith("<|im_start|>user\n")
 
 
+@pytest.mark.parametrize(
+    ("reads", "count"), [("f.parameters.properties.items()", 1), ("f.parameters.properties.city.items()", 0)]
+)
+def test_a_breakpoint_that_the_template_cannot_show_is_dropped(tmp_path: Any, reads: str, count: int) -> None:
+    template = f"{{% for t in tools %}}{{% set f = t.function %}}{{% for key, value in {reads} %}}{{{{ key }}}}"
+    tokenizer = agent_tokenizer(tmp_path / "reads", template + "{% endfor %}{% endfor %}" + TEMPLATES["hermes"])
+    parameters = {"type": "object", "properties": {"city": {"type": "string"}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    messages = [{"role": "user", "content": "x"}]
+    reader = PromptReader(tokenizer, Transcripts(0), 4096)
+    prompt = reader.read_chat(Tenant(), Conversation(messages, [tool], breakpoints=(Breakpoint(),)))
+    assert len(prompt.breakpoints) == count
+
+
 @pytest.mark.parametrize("count", [4, 5, 4000])
 def test_more_than_four_breakpoints_are_refused(server: RunningServer, count: int) -> None:
     part = {"type": "text", "text": "a", "cache_control": CONTROL}

@@ -52,10 +52,28 @@ def test_a_reply_has_a_block_for_each_of_its_parts(agent: Agent, client: anthrop
     assert message.usage.input_tokens == len(agent.prompts()[-1]) and message.usage.cache_read_input_tokens == 0
 
 
-def test_a_streamed_reply_is_the_whole_one(agent: Agent, client: anthropic.Anthropic) -> None:
-    whole = asked(agent, client, REPLY)
+CALL = '<tool_call>{"name": "get_weather", "arguments": %s}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("reply", "arguments"),
+    [
+        (REPLY, {"city": "Oslo", "days": 3}),
+        (CALL % "{}", {}),
+        (CALL % '{"city": "\\ud800", "days": [NaN, 1e999]}', {"city": "\ufffd", "days": ["NaN", "1e999"]}),
+        (CALL % "{bad}", {"malformed_input": "{bad}"}),
+        (CALL % "[1]", {"malformed_input": "[1]"}),
+        (CALL % '"hello"', {"malformed_input": "hello"}),
+        (CALL % "5", {"malformed_input": "5"}),
+        (CALL.partition("%")[0] + '{"city": "Oslo", "days": tru', {"malformed_input": '{"city": "Oslo", "days": tru'}),
+    ],
+)
+def test_a_streamed_reply_is_the_whole_one(
+    agent: Agent, client: anthropic.Anthropic, reply: str, arguments: dict[str, Any]
+) -> None:
+    whole = asked(agent, client, reply)
     with (
-        agent.saying(REPLY),
+        agent.saying(reply),
         client.messages.stream(model="scripted", max_tokens=100, messages=ASKED, tools=TOOLS) as stream,
     ):
         events = [event.type for event in stream]
@@ -64,8 +82,9 @@ def test_a_streamed_reply_is_the_whole_one(agent: Agent, client: anthropic.Anthr
     assert [block.model_dump(exclude=kinds) for block in streamed.content] == [
         block.model_dump(exclude=kinds) for block in whole.content
     ]
+    assert whole.content[-1].input == arguments
     assert (streamed.stop_reason, streamed.usage.output_tokens) == (whole.stop_reason, whole.usage.output_tokens)
-    assert events[0] == "message_start" and events[-1] == "message_stop" and events.count("input_json") > 10
+    assert events[0] == "message_start" and events[-1] == "message_stop" and events.count("input_json") == 1
 
 
 @pytest.mark.parametrize("thinks", [False, True])
@@ -97,6 +116,7 @@ def test_a_reply_says_why_it_ended(agent: Agent, client: anthropic.Anthropic) ->
     assert (stopped.stop_reason, stopped.stop_sequence, stopped.content[0].text) == ("stop_sequence", " N", "Yes.")
     cut = asked(agent, client, '<tool_call>{"name": "get_weather", "arguments": {"city": "Os', end="length")
     assert cut.stop_reason == "max_tokens" and cut.content[0].input == {"malformed_input": '{"city": "Os'}
+    assert asked(agent, client, '<tool_call>{"name": "get_weather", "arguments": {').stop_reason == "end_turn"
     assert asked(agent, client, "").content == []
 
 

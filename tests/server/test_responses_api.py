@@ -174,6 +174,8 @@ def test_what_asks_for_nothing_passes(agent: Agent) -> None:
     }
     assert asked(agent, "Yes.", **fields).output_text == "Yes."
     assert asked(agent, "").output == [] and asked(agent, "Ye", end="length").status == "incomplete"
+    cut = asked(agent, REPLY[:-20])
+    assert cut.status == "completed" and cut.output[-1].status == "incomplete"
 
 
 def test_an_error_in_a_stream_is_an_event(agent: Agent) -> None:

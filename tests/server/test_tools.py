@@ -8,7 +8,9 @@ from typing import Any
 import openai
 import pytest
 
-from tests.server.scripted_agent import ASKED, DROPS_REASONING, TEMPLATES, WRITTEN, Agent, agent_of
+from megatron_mamba_cache.server.reply import Reply
+from megatron_mamba_cache.server.schemas import ChatRequest
+from tests.server.scripted_agent import ASKED, DROPS_REASONING, TEMPLATES, TOOL, WRITTEN, Agent, agent_of
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +101,32 @@ def test_one_call_ends_a_reply_without_parallel_calls(agents: dict[str, Agent]) 
     assert len(accumulated(deltas)) == 1 and finish == "tool_calls"
 
 
+@pytest.mark.parametrize("form", WRITTEN)
+@pytest.mark.parametrize(
+    "cut", [{"parallel_tool_calls": False}, {"stop": ["</tool_call>", "</TOOLCALL>"]}, {"end": "length"}]
+)
+def test_what_a_template_writes_after_a_call_that_was_cut_there_follows_its_tokens(
+    agents: dict[str, Agent], form: str, cut: dict[str, Any]
+) -> None:
+    agent, messages = agents[form], [{"role": "system", "content": f"Cut {form} {[*cut]}."}, *ASKED]
+    reply = WRITTEN[form] % "Oslo" + "</tool_call>" * (form == "qwen3_coder")
+    begun = reply.partition("</tool_call>")[0].partition("</TOOLCALL>")[0]
+    if form == "nemotron_nano_v2" and "parallel_tool_calls" in cut:
+        begun = begun.partition("]")[0]
+    message = agent.ask(begun if "end" in cut else reply, messages=messages, **cut).message
+    exact = [*agent.prompts()[-1], *agent.tokens(begun)]
+    messages += [message.model_dump(exclude_none=True), {"role": "tool", "tool_call_id": "a", "content": "5"}]
+    agent.ask("Done.", messages=messages)
+    prompt = agent.prompts()[-1]
+    fresh = ChatRequest.model_validate({"messages": messages, "tools": [TOOL]}).conversation().text(agent.tokenizer)
+    if begun.endswith("]\n"):  # the template would write the bracket again
+        assert agent.tokenizer.detokenize(prompt, skip_special_tokens=False) == fresh
+        return
+    assert list(prompt[: len(exact)]) == exact
+    rest = agent.tokenizer.detokenize(prompt[len(exact) :], skip_special_tokens=False)
+    assert fresh.endswith(rest) and rest.lstrip("\n]").startswith(("</tool_call><|im_end|>", "</TOOLCALL><|im_end|>"))
+
+
 def test_calls_are_text_where_no_tool_may_be_called(agents: dict[str, Agent]) -> None:
     reply = WRITTEN["hermes"] % "Oslo"
     for fields in ({"tool_choice": "none"}, {"tools": openai.omit}):
@@ -106,9 +134,21 @@ def test_calls_are_text_where_no_tool_may_be_called(agents: dict[str, Agent]) ->
         assert choice.message.content == reply and choice.message.tool_calls is None and choice.finish_reason == "stop"
 
 
-def test_a_call_that_is_cut_off_is_told_by_the_finish_reason(agents: dict[str, Agent]) -> None:
-    choice = agents["hermes"].ask('<tool_call>{"name": "get_weather", "arguments": {"city": "Os', end="length")
-    assert choice.finish_reason == "length" and choice.message.tool_calls[0].function.arguments == '{"city": "Os'
+@pytest.mark.parametrize("form", WRITTEN)
+@pytest.mark.parametrize(("cut", "finish"), [({"end": "length"}, "length"), ({}, "stop"), ({"stop": ["STOP"]}, "stop")])
+def test_a_call_that_is_cut_off_is_told_by_the_finish_reason_and_the_conversation_goes_on(
+    agents: dict[str, Agent], form: str, cut: dict[str, Any], finish: str
+) -> None:
+    agent, begun = agents[form], (WRITTEN[form] % "Oslo STOP").partition(" STOP" if "stop" not in cut else "\0")[0]
+    choice = agent.ask(begun, **cut)
+    written = choice.message.tool_calls[0].function.arguments
+    assert choice.finish_reason == finish and "Oslo" in written and not written.endswith("}")
+    deltas, streamed = agent.ask_streamed(begun, **cut)
+    assert streamed == finish and accumulated(deltas) == [("get_weather", written)]
+    said = choice.message.model_dump(exclude_none=True)
+    agent.ask("Done.", messages=[*ASKED, said, {"role": "tool", "tool_call_id": "a", "content": "cut off"}])
+    text = agent.tokenizer.detokenize(agent.prompts()[-1])
+    assert "malformed_input" in text and "cut off" in text
 
 
 def test_reasoning_can_be_left_out_and_is_counted(agents: dict[str, Agent]) -> None:
@@ -139,3 +179,25 @@ def test_the_template_reads_what_clients_set(tmp_path: Path) -> None:
         for name in ("messages", "chat_template", "tokenize", "tools"):
             with pytest.raises(openai.BadRequestError, match=f"may not be given {name}"):
                 prompt_of(extra_body={"chat_template_kwargs": {name: 1}})
+
+
+def test_a_defect_ends_a_stream_with_an_error_and_is_logged(
+    agents: dict[str, Agent], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def raises(*_: Any) -> None:
+        raise ValueError("planted")
+
+    agent = agents["hermes"]
+    monkeypatch.setattr(Reply, "take", raises)
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/completions": {"prompt": "x"},
+        "/v1/chat/completions": {"messages": ASKED},
+        "/v1/messages": {"messages": ASKED, "max_tokens": 5},
+        "/v1/responses": {"input": "x"},
+    }
+    for path, body in bodies.items():
+        with agent.saying("y"), agent.server.client() as http:
+            reply = http.post(path, json=body | {"stream": True})
+        last = reply.text.strip().splitlines()[-1]
+        assert reply.status_code == 200 and "the server failed at this request; its log says why" in last
+        assert f"a stream of {path} failed" in caplog.text

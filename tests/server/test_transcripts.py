@@ -9,7 +9,7 @@ from megatron_mamba_cache.models.tokenizers.hugging_face_tokenizer import load_t
 from megatron_mamba_cache.server.backend import Progress
 from megatron_mamba_cache.server.errors import ApiError
 from megatron_mamba_cache.server.prompts import Prompt, PromptReader
-from megatron_mamba_cache.server.reply import Reply
+from megatron_mamba_cache.server.reply import Reply, ReplyReading
 from megatron_mamba_cache.server.tenants import Tenant
 from megatron_mamba_cache.server.transcripts import Transcript, Transcripts
 
@@ -121,8 +121,10 @@ def test_a_text_without_tokens_is_refused(text: str) -> None:
     assert found.value.status == 400
 
 
-def reply_of(tokens: list[int], stops: tuple[str, ...] = (), end: str = "length") -> Reply:
-    reply = Reply(TOKENIZER, stops, frozenset({0}))
+def reply_of(
+    tokens: list[int], stops: tuple[str, ...] = (), end: str = "length", reading: ReplyReading | None = None
+) -> Reply:
+    reply = Reply(TOKENIZER, stops, frozenset({0}), reading=reading)
     for token in tokens[:-1]:
         if reply.finish_reason is None:
             reply.take(Progress((token,)))
@@ -135,6 +137,9 @@ def test_the_exact_tokens_of_a_reply_are_those_of_its_text() -> None:
     tokens = TOKENIZER.tokenize("import os\n\n\ndef main():")
     assert reply_of(tokens).exact() == ("import os\n\n\ndef main():", tokens)
     assert reply_of([*tokens, 0], end="stop").exact() == ("import os\n\n\ndef main():", tokens)
+    shown = reply_of([*tokens, 0], end="stop", reading=ReplyReading(TOKENIZER.detokenizer(None)))
+    assert shown.text.endswith("main():<|endoftext|>") and not shown.is_whole
+    assert shown.exact() == ("import os\n\n\ndef main():", tokens)
 
 
 def test_a_stop_string_cuts_the_tokens_with_the_text() -> None:

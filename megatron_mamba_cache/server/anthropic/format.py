@@ -4,12 +4,13 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..conversation import arguments_value
+from ..conversation import arguments_object
 from ..errors import ApiError
 from ..formats import Event
 from ..job import Choice, Job
 from ..parsers.parts import CallArguments, CallBegin, CallEnd, Content, Part, Reasoning, merged
 from ..reply import Piece
+from ..strict_json import strict_text
 
 _PATH = "/v1/messages"
 
@@ -59,22 +60,27 @@ class MessagesFormat:
 
 
 class _BlockEvents:
-    """The events of one reply's blocks."""
+    """The events of one reply's blocks.
+
+    A call's input is sent once it is complete, since only then is it certain to be an object; pings keep the stream
+    alive until then.
+    """
 
     def __init__(self) -> None:
         self._index = -1
         self._kind: type[Part] | None = None  # of the part that the open block takes
+        self._arguments = ""  # of the open call
 
     def of(self, part: Part) -> list[Event]:
         """Return the events of a part."""
         match part:
             case CallBegin(name):
-                block = {"type": "tool_use", "id": _call_id(), "name": name, "input": {}}
-                return [*self._begin(CallArguments, block)]
+                return self._begin(CallArguments, _tool_use(name, {}))
             case CallEnd():
                 return self.end()
             case CallArguments(text):
-                return [self._delta(type="input_json_delta", partial_json=text)]
+                self._arguments += text
+                return [_event("ping")]
             case Reasoning(text):
                 opened = [] if self._kind is Reasoning else self._begin(Reasoning, _thinking(""))
                 return [*opened, self._delta(type="thinking_delta", thinking=text)]
@@ -86,9 +92,13 @@ class _BlockEvents:
         """Return the events that end the open block, if there is one."""
         if self._kind is None:
             return []
-        signed = [self._delta(type="signature_delta", signature="")] if self._kind is Reasoning else []
-        self._kind = None
-        return [*signed, _event("content_block_stop", index=self._index)]
+        last = []
+        if self._kind is Reasoning:
+            last = [self._delta(type="signature_delta", signature="")]
+        if self._kind is CallArguments:
+            last = [self._delta(type="input_json_delta", partial_json=strict_text(arguments_object(self._arguments)))]
+        self._kind, self._arguments = None, ""
+        return [*last, _event("content_block_stop", index=self._index)]
 
     def _begin(self, kind: type[Part], block: dict[str, Any]) -> list[Event]:
         ended = self.end()
@@ -114,27 +124,21 @@ def _content(parts: Sequence[Part]) -> list[dict[str, Any]]:
             case Reasoning(text):
                 blocks.append(_thinking(text))
             case CallBegin(name):
-                blocks.append({"type": "tool_use", "id": _call_id(), "name": name, "input": ""})
+                blocks.append(_tool_use(name, ""))
             case CallArguments(text):
                 blocks[-1]["input"] += text
     for block in blocks:
         if block["type"] == "tool_use":
-            block["input"] = _input(block["input"])
+            block["input"] = arguments_object(block["input"])
     return blocks
-
-
-def _input(arguments: str) -> dict[str, Any]:
-    """Return a call's input; what is not a JSON object is its only entry, so that the tool can say so."""
-    value = arguments_value(arguments)
-    return value if isinstance(value, dict) else {"malformed_input": value}
 
 
 def _thinking(text: str) -> dict[str, Any]:
     return {"type": "thinking", "thinking": text, "signature": ""}
 
 
-def _call_id() -> str:
-    return f"toolu_{uuid.uuid4().hex[:24]}"
+def _tool_use(name: str, arguments: Any) -> dict[str, Any]:
+    return {"type": "tool_use", "id": f"toolu_{uuid.uuid4().hex[:24]}", "name": name, "input": arguments}
 
 
 def _end(job: Job) -> dict[str, Any]:

@@ -52,7 +52,7 @@ class ResponsesFormat:
     def closing(self, job: Job) -> list[Event]:
         """See `Format`."""
         status = _status(job)
-        ended = self._output.end(status)
+        ended = self._output.cut(status)
         return [*ended, self._events.event(f"response.{status}", response=self._complete(job))]
 
     def failure(self, error: ApiError) -> Event:
@@ -63,7 +63,7 @@ class ResponsesFormat:
         """See `Format`."""
         for part in merged(job.choices[0].reply.parts):
             self._output.add(part)
-        self._output.end(_status(job))
+        self._output.cut(_status(job))
         return self._complete(job)
 
     def _complete(self, job: Job) -> dict[str, Any]:

@@ -49,6 +49,11 @@ class ResponseOutput:
             case CallEnd():
                 return self.end()
 
+    def cut(self, status: str) -> list[Event]:
+        """End the output, as `end` does; a call that is open is incomplete, whatever the status."""
+        is_call = self._open is not None and self._open["type"] == "function_call"
+        return self.end("incomplete" if is_call else status)
+
     def end(self, status: str = "completed") -> list[Event]:
         """End the open item, if there is one, and return the events of that."""
         item, self._open = self._open, None
