@@ -2,9 +2,11 @@
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic.types import Strict
+from pydantic_core import PydanticCustomError
 
+from .strict_json import fault_of
 from .unsupported import Table, schema_with, without_unsupported
 
 INT32_MAX = 2**31 - 1
@@ -19,6 +21,18 @@ TokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
 Name = Annotated[Text, Field(max_length=256)]
 StopString = Annotated[Text, Field(min_length=1, max_length=1024)]
 Stops = Annotated[list[StopString], Field(fail_fast=True, max_length=_MOST_STOPS)]
+Metadata = dict[Name, Annotated[Text, Field(max_length=512)]]
+
+
+def _without_fault(value: dict[str, Any]) -> dict[str, Any]:
+    fault = fault_of(value)
+    if fault is not None:
+        raise PydanticCustomError("not_json", "{sentence}", {"sentence": f"the object {fault}"})
+    return value
+
+
+JsonObject = Annotated[dict[str, Any], AfterValidator(_without_fault)]
+"""An object of the client's that may be repeated, kept or shown to a template: any JSON, but no NaN or Infinity."""
 
 
 class CacheControl(BaseModel):

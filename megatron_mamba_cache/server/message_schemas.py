@@ -8,7 +8,7 @@ from pydantic_core import PydanticCustomError
 
 from .conversation import Breakpoint, Conversation
 from .errors import bad_request
-from .field_types import CacheControl, Flag, Name, PartlySupported, Text
+from .field_types import CacheControl, Flag, JsonObject, Name, PartlySupported, Text
 from .tool_schemas import Calls, Tools
 from .unsupported import MESSAGE, REFUSED
 
@@ -95,7 +95,7 @@ class Templated(BaseModel):
     tools: Tools | None = None
     add_generation_prompt: Flag | None = None
     continue_final_message: Flag | None = None
-    chat_template_kwargs: dict[Name, Any] | None = None
+    chat_template_kwargs: JsonObject | None = None
 
     @model_validator(mode="after")
     def _ends_once(self) -> Self:

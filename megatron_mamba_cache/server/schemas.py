@@ -8,7 +8,20 @@ from pydantic_core import PydanticCustomError
 from ..policy.logits_settings import PLAIN_LOGITS, LogitsSettings
 from .answer_fields import AnswerFields
 from .conversation import Conversation
-from .field_types import INT32_MAX, Flag, Int, Name, Number, PartlySupported, Stops, StopString, Text, TokenId, TokenIds
+from .field_types import (
+    INT32_MAX,
+    Flag,
+    Int,
+    Metadata,
+    Name,
+    Number,
+    PartlySupported,
+    Stops,
+    StopString,
+    Text,
+    TokenId,
+    TokenIds,
+)
 from .message_schemas import Messages, Templated
 from .tool_schemas import ToolChoice
 from .unsupported import CHAT, COMMON, COMPLETION, REFUSED, STREAM_OPTIONS, TEMPLATING
@@ -68,7 +81,7 @@ class GenerationFields(AnswerFields):
     request_id: Name | None = None
     # Accepted, without effect.
     user: Name | None = None
-    metadata: dict[Name, Name] | None = None
+    metadata: Metadata | None = None
     store: Flag | None = None
     service_tier: Name | None = None
     prompt_cache_key: Name | None = None

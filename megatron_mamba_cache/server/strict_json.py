@@ -31,6 +31,19 @@ def strict_text(value: Any) -> str:
     return _SURROGATE.sub(_REPLACEMENT, json.dumps(value, ensure_ascii=False, allow_nan=False))
 
 
+def fault_of(value: Any) -> str | None:
+    """Return why a value cannot be JSON for every client; None if it can."""
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except UnicodeEncodeError:
+        return "has text that is not valid Unicode"
+    except ValueError:
+        return "has a number that is not finite"
+    except RecursionError:
+        return "is nested too deeply"
+    return None
+
+
 def strict_scalar(text: str) -> str:
     """Return a number, or a word in its place, as JSON: quoted if it stands for a number that is not finite."""
     try:

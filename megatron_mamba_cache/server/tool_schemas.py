@@ -6,7 +6,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from .conversation import called
-from .field_types import CacheControl, Flag, Name, Text
+from .field_types import CacheControl, Flag, JsonObject, Name, Text
 from .unsupported import REFUSED
 
 _MOST_TOOLS = 1024
@@ -32,7 +32,7 @@ class Function(BaseModel):
 
     name: FunctionName
     description: Text | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     strict: Flag | None = None
 
 

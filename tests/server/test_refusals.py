@@ -98,6 +98,37 @@ def test_a_body_that_no_parser_reads_gets_a_sentence(server: FrontEnd, body: byt
     assert reply.json()["error"]["message"].startswith("the body is not valid JSON: ")
 
 
+FUNCTION = '{"name": "f", "parameters": {"type": "object", "default": [%s]}}'
+ROUTES_AND_OBJECTS = [
+    ("/v1/chat/completions", '{"messages": [], "tools": [{"type": "function", "function": ' + FUNCTION + "}]}"),
+    ("/tokenize", '{"messages": [], "tools": [{"type": "function", "function": ' + FUNCTION + "}]}"),
+    ("/v1/chat/completions", '{"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"a": %s}}'),
+    ("/tokenize", '{"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"a": %s}}'),
+    ("/v1/responses", '{"input": "x", "tools": [{"type": "function", ' + FUNCTION[1:] + "]}"),
+    ("/v1/messages", '{"messages": [], "max_tokens": 1, "tools": [{"name": "f", "input_schema": {"a": %s}}]}'),
+    ("/v1/messages/count_tokens", '{"messages": [], "tools": [{"name": "f", "input_schema": {"a": %s}}]}'),
+    (
+        "/v1/messages",
+        '{"max_tokens": 1, "messages": [{"role": "assistant", "content": '
+        '[{"type": "tool_use", "id": "a", "name": "f", "input": {"a": %s}}]}]}',
+    ),
+    ("/v1/completions", '{"prompt": "x", "temperature": %s}'),
+]
+
+
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e999", '"\\ud800"'])
+@pytest.mark.parametrize(("path", "body"), ROUTES_AND_OBJECTS)
+def test_what_json_cannot_hold_is_refused_wherever_it_is(server: FrontEnd, path: str, body: str, value: str) -> None:
+    messages = '"messages": [{"role": "user", "content": "x"}]'
+    content = (body % value).replace('"messages": []', messages).encode()
+    with server.client() as http:
+        error = http.post(path, content=content, headers={"Content-Type": "application/json"}).json()["error"]
+    names = ("parameters", "chat_template_kwargs", "input_schema", "input", "temperature")
+    field, _, sentence = error["message"].partition(": ")
+    assert field.rpartition(".")[2] in names and error.get("param", field) == field
+    assert ("finite" in sentence) or (value.startswith('"') and ("Unicode" in sentence or "number" in sentence)), error
+
+
 def test_a_field_without_a_name_is_refused_as_such(server: FrontEnd) -> None:
     with server.client() as http:
         error = http.post("/v1/completions", json={"prompt": "a", "": 1}).json()["error"]

@@ -36,14 +36,14 @@ def described(item: Any) -> dict[str, Any]:
 
 
 def test_a_response_has_an_item_for_each_part_of_the_reply(agent: Agent) -> None:
-    response = asked(agent, REPLY, metadata={"a": "b"}, reasoning={"effort": "low", "summary": "auto"})
+    response = asked(agent, REPLY, metadata={"a": "b" * 512}, reasoning={"effort": "low", "summary": "auto"})
     reasoning, text, call = response.output
     assert reasoning.content[0].text == "Hm." and text.content[0].text == response.output_text == "I look."
     assert (call.type, call.name, json.loads(call.arguments)) == (
         "function_call", "get_weather", {"city": "Oslo", "days": 3},
     )  # fmt: skip
     assert (response.status, response.error, response.incomplete_details) == ("completed", None, None)
-    assert response.metadata == {"a": "b"} and response.tools[0].name == "get_weather"
+    assert response.metadata == {"a": "b" * 512} and response.tools[0].name == "get_weather"
     assert response.usage.input_tokens == len(agent.prompts()[-1]) and response.usage.total_tokens > 60
     assert response.usage.output_tokens_details.reasoning_tokens > 0
 

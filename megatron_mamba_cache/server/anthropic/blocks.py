@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from ..field_types import CacheControl, Flag, Name, Text
+from ..field_types import CacheControl, Flag, JsonObject, Name, Text
 from ..unsupported import REFUSED
 
 _MOST_BLOCKS = 4096
@@ -39,7 +39,7 @@ class ToolUseBlock(BaseModel):
     type: Literal["tool_use"]
     id: Name
     name: Name
-    input: dict[str, Any]
+    input: JsonObject
 
 
 class ToolResultBlock(BaseModel):

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from ..answer_fields import NamedSchema
-from ..field_types import INT32_MAX, Flag, Int, Name, Number, PartlySupported, Text
+from ..field_types import INT32_MAX, Flag, Int, JsonObject, Metadata, Name, Number, PartlySupported, Text
 from ..schemas import ChatRequest
 from ..tool_schemas import FunctionKind, FunctionName
 from ..unsupported import Table, Unsupported
@@ -36,7 +36,7 @@ class ResponsesTool(BaseModel):
     type: FunctionKind
     name: FunctionName
     description: Text | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     strict: Flag | None = None
 
     def as_function(self) -> dict[str, Any]:
@@ -101,9 +101,9 @@ class ResponsesRequest(PartlySupported):
     text: TextSettings | None = None
     stream: Flag | None = None
     store: Flag | None = None
-    metadata: dict[Name, Name] | None = None
+    metadata: Metadata | None = None
     # Accepted, without effect.
-    stream_options: dict[str, Any] | None = None
+    stream_options: JsonObject | None = None
     max_tool_calls: Int | None = None
     user: Name | None = None
     service_tier: Name | None = None
