@@ -128,11 +128,49 @@ def test_one_call_ends_a_reply_without_parallel_calls(agent: Agent, client: anth
     assert asked(agent, client, reply, tool_choice={"type": "none"}).content[0].text == reply
 
 
+@pytest.mark.parametrize("begun", ["The answer is (", [{"type": "text", "text": "The answer is ("}]])
+def test_a_reply_continues_a_last_message_of_the_model(
+    agent: Agent, client: anthropic.Anthropic, begun: str | list[Any]
+) -> None:
+    messages = [*ASKED, {"role": "assistant", "content": begun}]
+    assert asked(agent, client, "B)", messages=messages).content[0].text == "B)"
+    text = agent.tokenizer.detokenize(agent.prompts()[-1], skip_special_tokens=False)
+    assert text.endswith("Weather?<|im_end|>\n<|im_start|>assistant\nThe answer is (")
+    counted = client.messages.count_tokens(model="scripted", messages=messages, tools=TOOLS)
+    assert counted.input_tokens == len(agent.prompts()[-1])
+
+
+@pytest.mark.parametrize("begun", ["", [], [{"type": "text", "text": " "}]])
+def test_an_empty_last_message_of_the_model_changes_nothing(
+    agent: Agent, client: anthropic.Anthropic, begun: str | list[Any]
+) -> None:
+    asked(agent, client, "Yes.")
+    asked(agent, client, "Yes.", messages=[*ASKED, {"role": "assistant", "content": begun}])
+    assert agent.prompts()[-1] == agent.prompts()[-2]
+
+
+USED = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": {"type": "odd"}}, "tool_choice.type: Input should be 'auto', 'any', 'tool' or 'none'"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "a tool of type 'web_search_20250305' is not"),
     ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "a block of type 'image' is not supported"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "text: Field required"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, USED]}]},
+        "messages.0.content.1.type: a block of type 'tool_use' cannot be in a message of role user",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "a", "signature": ""}]}]},
+        "messages.0.content.0.type: a block of type 'thinking' cannot be in a message of role user",
+    ),
+    (
+        {"messages": [{"role": "assistant", "content": [{"type": "tool_result", "tool_use_id": "a"}]}, *ASKED]},
+        "messages.0.content.0.type: a block of type 'tool_result' cannot be in a message of role assistant",
+    ),
+    (
+        {"messages": [*ASKED, {"role": "assistant", "content": [USED]}]},
+        "the reply continues the last message, which needs text and no tool_use",
+    ),
     ({"system": [{"type": "image"}]}, "a block of type 'image' is not supported"),
     ({"mcp_servers": [{"url": "x"}]}, "`mcp_servers` is not supported by this server; leave it out"),
     ({"context_management": {"edits": [{"type": "x"}]}}, "`context_management` is not supported by this server"),

@@ -1,14 +1,25 @@
 """Schemas of the requests of the messages API, and what they are as chat completions."""
 
 import json
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from ..answer_fields import JsonSchema
-from ..field_types import INT32_MAX, CacheControl, Flag, Int, Name, Number, PartlySupported, Stops, Text
+from ..field_types import (
+    INT32_MAX,
+    CacheControl,
+    Flag,
+    Int,
+    JsonObject,
+    Name,
+    Number,
+    PartlySupported,
+    Stops,
+    Text,
+)
 from ..schemas import ChatRequest
 from ..tool_schemas import FunctionName
 from ..unsupported import REFUSED, Table, Unsupported
@@ -20,6 +31,10 @@ _UNSUPPORTED: Table = {
     "context_management": Unsupported(({}, {"edits": []}, _KEEPS_ALL), "leave it out"),
     "mcp_servers": Unsupported(([],)),
 }
+_FOREIGN: Mapping[str, Sequence[str]] = {
+    "user": ("thinking", "redacted_thinking", "tool_use"),
+    "assistant": ("tool_result",),
+}
 
 
 class Turn(BaseModel):
@@ -27,6 +42,34 @@ class Turn(BaseModel):
 
     role: Literal["user", "assistant"]
     content: Text | Blocks
+
+    @model_validator(mode="after")
+    def _has_its_own_blocks(self) -> Self:
+        foreign = _FOREIGN[self.role]
+        for index, block in enumerate(() if isinstance(self.content, str) else self.content):
+            if block.type in foreign:
+                sentence = f"a block of type {block.type!r} cannot be in a message of role {self.role}"
+                field = f"content.{index}.type"
+                raise PydanticCustomError("foreign_block", "{sentence}", {"field": field, "sentence": sentence})
+        return self
+
+    @property
+    def is_empty(self) -> bool:
+        """True when the message says and calls nothing."""
+        blocks = () if isinstance(self.content, str) else self.content
+        return not self.has_text and all(isinstance(block, TextBlock) for block in blocks)
+
+    @property
+    def has_text(self) -> bool:
+        """True when the message has text."""
+        if isinstance(self.content, str):
+            return bool(self.content.strip())
+        return any(isinstance(block, TextBlock) and block.text.strip() for block in self.content)
+
+    @property
+    def has_calls(self) -> bool:
+        """True when the message calls a tool."""
+        return not isinstance(self.content, str) and any(isinstance(block, ToolUseBlock) for block in self.content)
 
 
 def _custom_only(kind: str | None) -> str | None:
@@ -42,7 +85,7 @@ class MessagesTool(BaseModel):
     type: Annotated[Text | None, AfterValidator(_custom_only)] = None
     name: FunctionName
     description: Text | None = None
-    input_schema: dict[str, Any]
+    input_schema: JsonObject
     cache_control: CacheControl | None = None
 
     def as_function(self) -> dict[str, Any]:
@@ -114,6 +157,19 @@ class CountTokensRequest(PartlySupported):
     output_format: OutputFormat | None = None
     cache_control: CacheControl | None = None
 
+    @property
+    def continues(self) -> bool:
+        """True when the last message is the model's, and the reply continues it."""
+        return self.messages[-1].role == "assistant" and not self.messages[-1].is_empty
+
+    @model_validator(mode="after")
+    def _can_be_continued(self) -> Self:
+        last = self.messages[-1]
+        if self.continues and (last.has_calls or not last.has_text):
+            sentence = "the reply continues the last message, which needs text and no tool_use; send a user's message"
+            raise PydanticCustomError("not_continued", "{sentence}", {"field": "messages", "sentence": sentence})
+        return self
+
     def as_chat(self) -> ChatRequest:
         """Return the same request of chat completions."""
         return ChatRequest.model_validate(self._chat_fields())
@@ -126,6 +182,7 @@ class CountTokensRequest(PartlySupported):
         return {
             "model": self.model,
             "messages": list(self._messages()),
+            "continue_final_message": self.continues,
             "tools": [tool.as_function() for tool in self.tools or ()] or None,
             "tool_choice": None if choice is None else choice.as_chat(),
             "parallel_tool_calls": None if choice is None else not choice.disable_parallel_tool_use,
@@ -137,7 +194,8 @@ class CountTokensRequest(PartlySupported):
     def _messages(self) -> Iterator[dict[str, Any]]:
         if self.system:
             yield {"role": "system", "content": parts_of(self.system)}
-        for turn in self.messages:
+        is_begun_empty = self.messages[-1].role == "assistant" and not self.continues
+        for turn in self.messages[:-1] if is_begun_empty else self.messages:
             blocks = [TextBlock(text=turn.content)] if isinstance(turn.content, str) else turn.content
             yield from _replied(blocks) if turn.role == "assistant" else _told(blocks)
 
@@ -152,7 +210,7 @@ class MessagesRequest(CountTokensRequest):
     top_p: Annotated[Number, Field(ge=0, le=1)] | None = None
     top_k: Annotated[Int, Field(ge=0, le=INT32_MAX)] | None = None
     # Accepted, without effect.
-    metadata: dict[str, Any] | None = None
+    metadata: JsonObject | None = None
     service_tier: Name | None = None
     inference_geo: Name | None = None
 
