@@ -1,13 +1,13 @@
 """Fields that say what an answer has to look like, in OpenAI's and vLLM's names."""
 
-import json
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from ..grammars.forms import Grammar, choice_grammar, json_grammar, lark_grammar, regex_grammar
-from .field_types import Flag, Name, PartlySupported, Text
+from .field_types import Flag, JsonObject, Name, PartlySupported, Text
+from .strict_json import strict_value
 from .unsupported import STRUCTURED_OUTPUTS
 
 _MOST_CHOICES = 10_000
@@ -18,8 +18,8 @@ def _schema(found: Any) -> Any:
     """Return a JSON schema that may be written as text."""
     if isinstance(found, str):
         try:
-            found = json.loads(found)
-        except (ValueError, RecursionError) as error:
+            found = strict_value(found)
+        except ValueError as error:
             raise PydanticCustomError(
                 "no_schema", "{sentence}", {"sentence": f"it is no JSON text: {error}"}
             ) from error
@@ -29,8 +29,8 @@ def _schema(found: Any) -> Any:
     return found
 
 
-JsonSchema = dict[str, Any] | Flag
-SchemaOrText = Annotated[dict[str, Any] | Flag | Text, AfterValidator(_schema)]
+JsonSchema = JsonObject | Flag
+SchemaOrText = Annotated[JsonObject | Flag | Text, AfterValidator(_schema)]
 Choices = Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=_MOST_CHOICES)]
 
 

@@ -113,6 +113,12 @@ ROUTES_AND_OBJECTS = [
         '[{"type": "tool_use", "id": "a", "name": "f", "input": {"a": %s}}]}]}',
     ),
     ("/v1/completions", '{"prompt": "x", "temperature": %s}'),
+    ("/v1/completions", '{"prompt": "x", "structured_outputs": {"json": {"a": %s}}}'),
+    ("/v1/responses", '{"input": "x", "text": {"format": {"type": "json_schema", "name": "f", "schema": {"a": %s}}}}'),
+    (
+        "/v1/chat/completions",
+        '{"messages": [], "response_format": {"type": "json_schema", "json_schema": {"schema": {"a": %s}}}}',
+    ),
 ]
 
 
@@ -123,7 +129,7 @@ def test_what_json_cannot_hold_is_refused_wherever_it_is(server: FrontEnd, path:
     content = (body % value).replace('"messages": []', messages).encode()
     with server.client() as http:
         error = http.post(path, content=content, headers={"Content-Type": "application/json"}).json()["error"]
-    names = ("parameters", "chat_template_kwargs", "input_schema", "input", "temperature")
+    names = ("parameters", "chat_template_kwargs", "input_schema", "input", "temperature", "json", "schema")
     field, _, sentence = error["message"].partition(": ")
     assert field.rpartition(".")[2] in names and error.get("param", field) == field
     assert ("finite" in sentence) or (value.startswith('"') and ("Unicode" in sentence or "number" in sentence)), error
