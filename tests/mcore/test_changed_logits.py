@@ -76,7 +76,7 @@ def test_settings_that_ask_for_nothing_change_nothing_and_cost_nothing() -> None
     prompt = some_tokens(30)
     run = run_with(prompt, neutral)
     assert run.tokens(0) == run_with(prompt, {}).tokens(0)
-    assert run.engine.context.runner._changes._seen == {}
+    assert run.engine.context.runner._changes._seen.is_empty
 
 
 def test_no_request_ends_before_its_least_number_of_tokens() -> None:

@@ -1,0 +1,121 @@
+"""Penalties of tokens that a text has: taken from the logits of every position by what comes before it.
+
+Layout: logits, counts and marks row-major over the vocabulary. Grid: a program BLOCK tokens of one row of logits. Bound
+by bytes: reads a row's logits, counts and marks once, and writes the logits. Graph safe: no host sync.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..kernel_launches import launches_kernel
+
+_BLOCK = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class PenalisedRows:
+    """Rows of logits and what each is penalised by; tensors on the logits' device.
+
+    Args:
+        logits_rows: [n] int32, distinct.
+        texts: [n] int32; the row of `counts` and `in_prompt` with the row's text.
+        cu_drafts: [n + 1] int32; where the drafts before each position begin in `drafts`.
+        drafts: [drafts] int32; tokens that the text has there besides what is counted.
+        settings: [n, 3] float32: repetition, frequency and presence penalty.
+        counts: [texts, vocab] float32; how often a text has generated each token.
+        in_prompt: [texts, vocab] uint8; 1 for tokens of its prompt.
+    """
+
+    logits_rows: Tensor
+    texts: Tensor
+    cu_drafts: Tensor
+    drafts: Tensor
+    settings: Tensor
+    counts: Tensor
+    in_prompt: Tensor
+
+
+@triton.jit(do_not_specialize=["vocab_size", "logits_stride"])
+def _penalise_kernel(
+    logits,
+    logits_stride,
+    logits_rows,
+    texts,
+    cu_drafts,
+    drafts,
+    settings,
+    counts,
+    in_prompt,
+    vocab_size,
+    BLOCK: tl.constexpr,
+):
+    index = tl.program_id(0)
+    text = tl.load(texts + index).to(tl.int64) * vocab_size
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    exists = token < vocab_size
+    count = tl.load(counts + text + token, mask=exists, other=0.0)
+    for place in range(tl.load(cu_drafts + index), tl.load(cu_drafts + index + 1)):
+        count += (token == tl.load(drafts + place)).to(tl.float32)
+    is_generated = count > 0
+    is_seen = is_generated | (tl.load(in_prompt + text + token, mask=exists, other=0) != 0)
+    repetition = tl.load(settings + 3 * index)
+    frequency, presence = tl.load(settings + 3 * index + 1), tl.load(settings + 3 * index + 2)
+    places = logits + tl.load(logits_rows + index).to(tl.int64) * logits_stride + token
+    value = tl.load(places, mask=exists, other=0.0)
+    scaled = tl.where(value > 0, tl.div_rn(value, repetition), value * repetition)
+    value = tl.where(is_seen, scaled, value)
+    value -= frequency * count + tl.where(is_generated, presence, 0.0)
+    tl.store(places, value, mask=exists)
+
+
+def penalise(logits: Tensor, rows: PenalisedRows) -> None:
+    """Divide positive logits of seen tokens by the repetition penalty and multiply negative ones, then take the others.
+
+    Args:
+        logits: [n, vocab] float32, changed in place; tokens of a row contiguous.
+
+    Raises:
+        ValueError: If shapes or dtypes disagree.
+
+    Reference: `penalise_ref`, with the same bits. CUDA-graph safe: no host sync, one launch.
+    """
+    if logits.dtype != torch.float32 or rows.counts.shape != rows.in_prompt.shape:
+        raise ValueError(f"need float32 logits and equal tables, found {logits.dtype} and {list(rows.counts.shape)}")
+    if rows.counts.shape[1] != logits.shape[1]:
+        raise ValueError(f"counts of {rows.counts.shape[1]} tokens, logits of {logits.shape[1]}")
+    if not launches_kernel(logits) or logits.stride(1) != 1:
+        penalise_ref(logits, rows)
+    elif len(rows.logits_rows):
+        vocab_size = logits.shape[1]
+        _penalise_kernel[(len(rows.logits_rows), triton.cdiv(vocab_size, _BLOCK))](
+            logits=logits,
+            logits_stride=logits.stride(0),
+            logits_rows=rows.logits_rows,
+            texts=rows.texts,
+            cu_drafts=rows.cu_drafts,
+            drafts=rows.drafts,
+            settings=rows.settings,
+            counts=rows.counts,
+            in_prompt=rows.in_prompt,
+            vocab_size=vocab_size,
+            BLOCK=_BLOCK,
+            enable_fp_fusion=False,
+        )
+
+
+def penalise_ref(logits: Tensor, rows: PenalisedRows) -> None:
+    """Do what `penalise` does, without a host sync."""
+    places, texts = rows.logits_rows.to(torch.int64), rows.texts.to(torch.int64)
+    counts = rows.counts.index_select(0, texts)
+    owners = torch.searchsorted(rows.cu_drafts[1:], torch.arange(len(rows.drafts), device=logits.device), right=True)
+    counts.index_put_((owners, rows.drafts.to(torch.int64)), counts.new_ones(()), accumulate=True)
+    repetition, frequency, presence = (column[:, None] for column in rows.settings.unbind(1))
+    found = logits.index_select(0, places)
+    scaled = torch.where(found > 0, found / repetition, found * repetition)
+    is_seen = (counts > 0) | rows.in_prompt.index_select(0, texts).bool()
+    found = torch.where(is_seen, scaled, found)
+    logits[places] = found - (frequency * counts + torch.where(counts > 0, presence, 0.0))
