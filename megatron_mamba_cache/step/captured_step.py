@@ -23,8 +23,15 @@ class CapturedStep(Protocol):
     def forward(self) -> Tensor:
         """Compute the logits of the step that was laid out last; those of padding are meaningless."""
 
+    @property
+    def can_verify(self) -> bool:
+        """False once the graph is freed, unless the outcome is known; the caller then computes it from the logits."""
+
     def verify_greedily(self) -> Tensor:
-        """After `forward`, verify against the best tokens and copy reached boundary states; return [rows, 2 + K]."""
+        """After `forward`, verify against the best tokens and copy reached boundary states; return [rows, 2 + K].
+
+        The caller may bar tokens in the logits before.
+        """
 
     def can_launch_next(self, rows: Sequence[RunningRequest], tokens: Sequence[int] | None) -> bool:
         """Return whether the step after the one laid out last depends on nothing but the tokens of that one.

@@ -90,6 +90,7 @@ class GrammarMasks:
             ]
             self._making = self._thread.submit(self._make, found) if found else None
 
+    @torch.inference_mode()
     def apply(self, logits: Tensor) -> None:
         """Bar what the grammars of the step's rows refuse, in place; the logits are [logits, vocab].
 

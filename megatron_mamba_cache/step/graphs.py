@@ -13,11 +13,9 @@ because they stay on the stream; transfers between pipeline stages run before an
 same shapes in the same order, and compute each once before, which opens their connections.
 """
 
-import gc
 import logging
 import time
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -30,11 +28,11 @@ from ..policy.requests import RunningRequest, num_decoding
 from ..state.model_shape import HybridModelShape
 from .batch import StepBatch, send_padded_step, view_step
 from .captured_step import Capture
-from .logits import StepLogits, all_greedy, any_changed, logits_starts
+from .logits import StepLogits, all_greedy, any_changed, any_masked, logits_starts
 from .memory import CacheMemory
 from .model import StepModel
 from .one_token_steps import OneTokenStep, send_next
-from .recorder import CudaRecorder, Recorder
+from .recorder import CudaRecorder, Recorder, without_collections
 from .run_ahead import LaunchedStep
 from .runner import StepRunner
 from .shapes import StepShape, decode_shapes, prefill_shapes, smallest_holding
@@ -53,6 +51,8 @@ class StepGraph:
         recorder: Captures one computation after another.
         longest: The most tokens of a request.
     """
+
+    can_verify = True
 
     def __init__(
         self,
@@ -124,8 +124,10 @@ class StepGraph:
         batch = self._send_next(before, None)
         self._memory.step_buffers.feed(self.outcome[: len(rows), 1])  # decode rows come first
         self.forward()
-        self.verify_greedily()
-        return LaunchedStep(self, batch, before.step.ends)
+        is_verified = not any_masked(rows)
+        if is_verified:
+            self.verify_greedily()
+        return LaunchedStep(self, batch, before.step.ends, is_verified=is_verified)
 
     def _send_next(self, before: "SentStep", tokens: Sequence[int] | None) -> StepBatch:
         """Send and return the next one-token step, each row one token further; its attention plan stays valid."""
@@ -275,7 +277,7 @@ def capture_graphs(
     # The largest first: smaller ones fit into the memory that it leaves in the pool.
     largest_first = sorted(shapes, key=lambda step_shape: -step_shape.num_tokens)
     with (
-        _without_collections(),
+        without_collections(),
         model.tables_read() as tables,
         tqdm(largest_first, desc="capturing", unit="graph", leave=False, disable=None) as progress,
     ):
@@ -285,16 +287,3 @@ def capture_graphs(
     torch.cuda.synchronize()
     capture = Capture(len(graphs), time.perf_counter() - began, recorder.num_bytes())
     return StepGraphs(graphs, capture, model.weight_places(), tables)
-
-
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """Collect garbage before the block instead of in it: freeing an earlier engine's graph would end a capture."""
-    gc.collect()
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

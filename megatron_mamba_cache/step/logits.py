@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.sampling.verification import VerifyLogits
+from ..policy.logits_settings import PLAIN_LOGITS
 from ..policy.random_counter import DrawPurpose, counter_uniform
 from ..policy.requests import RunningRequest
 from .buffers import StepBuffers
@@ -31,7 +32,7 @@ class StepLogits:
     accept_uniforms: Tensor  # [logits] float64, filled where drafts come with distributions
     residual_uniforms: Tensor  # likewise
     all_greedy: bool
-    any_changed: bool  # whether a row changes its logits first
+    any_changed: bool  # whether a row changes its logits first, other than by barring tokens as its grammar says
 
 
 def write_logits(
@@ -107,8 +108,13 @@ def all_greedy(rows: Sequence[RunningRequest]) -> bool:
 
 
 def any_changed(rows: Sequence[RunningRequest]) -> bool:
-    """Return whether a row changes the model's logits before its token is drawn."""
-    return any(row.spec.sampling.changes_logits for row in rows)
+    """Return whether a row changes the model's logits before its token is drawn; a grammar only bars tokens."""
+    return any(row.spec.sampling.logits is not PLAIN_LOGITS for row in rows)
+
+
+def any_masked(rows: Sequence[RunningRequest]) -> bool:
+    """Return whether a row follows a grammar."""
+    return any(row.spec.sampling.grammar for row in rows)
 
 
 def logits_starts(rows: Sequence[RunningRequest]) -> tuple[int, ...]:

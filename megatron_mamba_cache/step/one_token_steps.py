@@ -7,6 +7,7 @@ from operator import is_
 import numpy as np
 import numpy.typing as npt
 
+from ..policy.logits_settings import PLAIN_LOGITS
 from ..policy.requests import RunningRequest
 from .buffers import StepBuffers
 
@@ -42,6 +43,8 @@ class RowEnds:
 class OneTokenStep:
     """A step that was sent: one token a row, drawn greedily, no drafts, and no boundary within reach.
 
+    What a row's grammar bars is known only when the step's tokens are: `LaunchedStep` verifies such a step later.
+
     Args:
         number: `StepBuffers.num_begun` when it was sent; the buffers hold this step until another one begins.
         ends: None if new tokens alone do not tell whether a row continues.
@@ -58,7 +61,7 @@ class OneTokenStep:
             _decodes_one(row)
             and row.accepted == 1
             and row.spec.sampling.is_greedy
-            and not row.spec.sampling.changes_logits
+            and row.spec.sampling.logits is PLAIN_LOGITS
             for row in rows
         )  # a row keeps its settings, and has accepted one token in the step after this one as well
         return OneTokenStep(tuple(rows), buffers.num_begun, RowEnds.of(rows)) if decodes_one_each else None

@@ -1,6 +1,8 @@
 """Records computations into CUDA graphs."""
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -45,3 +47,16 @@ class CudaRecorder:
         """Return the bytes that torch has reserved for the pool."""
         segments = torch.cuda.memory_snapshot()
         return sum(segment["total_size"] for segment in segments if segment["segment_pool_id"] == self._pool)
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Collect garbage before the block instead of in it: freeing an earlier engine's graph would end a capture."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

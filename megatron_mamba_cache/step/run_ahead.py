@@ -34,6 +34,9 @@ class ReplayedGraph(Protocol):
     logits: Tensor
     outcome: Tensor
 
+    def verify_greedily(self) -> Tensor:
+        """See `CapturedStep`."""
+
     def can_launch_next(self, rows: Sequence[RunningRequest], tokens: Sequence[int] | None) -> bool:
         """See `CapturedStep`."""
 
@@ -47,10 +50,12 @@ class LaunchedStep:
     Args:
         batch: The step as its readers see it, with all the rows that were launched.
         ends: What ends each of them.
+        is_verified: Whether the outcome is launched too; else a row's grammar may bar tokens first.
     """
 
-    def __init__(self, graph: ReplayedGraph, batch: StepBatch, ends: RowEnds) -> None:
+    def __init__(self, graph: ReplayedGraph, batch: StepBatch, ends: RowEnds, *, is_verified: bool = True) -> None:
         self._ends = ends
+        self._is_verified = is_verified
         self._graph: ReplayedGraph | None = graph
         self._batch = batch
         self._logits, self._outcome = graph.logits, graph.outcome
@@ -103,8 +108,17 @@ class LaunchedStep:
             stream.wait_stream(self._stream)
         return self._logits
 
+    @property
+    def can_verify(self) -> bool:
+        """See `CapturedStep`."""
+        return self._is_verified or self._graph is not None
+
     def verify_greedily(self) -> Tensor:
         """Return the outcome, which may still be computed."""
+        if not self._is_verified:
+            if self._graph is None:
+                raise CacheIntegrityError("the graph that computed this step is freed; ask can_verify")
+            self._outcome, self._is_verified = self._graph.verify_greedily(), True
         return self._outcome
 
     def can_launch_next(self, rows: Sequence[RunningRequest], tokens: Sequence[int] | None) -> bool:

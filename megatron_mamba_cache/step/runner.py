@@ -415,8 +415,10 @@ class StepRunner:
         Returns:
             [rows, 2 + K] at the step's places: how many tokens each row accepts, then these tokens.
         """
-        if step.graph is not None and step.is_greedy:
-            return step.graph.verify_greedily()
+        graph = step.verifying_graph(only_last_logits=self.only_last_logits)
+        if graph is not None:
+            self._changes.masks.apply(logits.squeeze(0))  # in the graph's own logits
+            return graph.verify_greedily()
         rows = step.batch.logits
         outcome = outcome_on_all_ranks(
             self.ranks, rows, lambda: verify_step(rows, self.wanted_logits(step, logits), step.draft_distributions)

@@ -11,6 +11,7 @@ from ..kernels.attention.interface import PlannedAttention
 from ..policy.requests import RunningRequest
 from .batch import StepBatch
 from .captured_step import CapturedStep
+from .logits import any_masked
 
 
 def no_attention(*_: Tensor) -> Tensor:
@@ -72,9 +73,21 @@ class Step:
 
     @property
     def is_greedy(self) -> bool:
-        """True when every new token is the one that the model finds best, and every draft is certain."""
+        """True when every new token is the best of those that are not barred, and every draft is certain."""
         logits = self.batch.logits
         return logits.all_greedy and not logits.any_changed and not any_drawn(self.draft_distributions)
+
+    def verifying_graph(self, *, only_last_logits: bool) -> CapturedStep | None:
+        """Return the graph if it can verify the step by itself, from logits in which tokens may be barred before.
+
+        Args:
+            only_last_logits: See `StepRunner`; the logits of other steps are selected inside the graph.
+        """
+        if self.graph is None or not self.is_greedy or not self.graph.can_verify:
+            return None
+        if any_masked(self.rows) and (not only_last_logits or any(row.spec.log_probs.wanted for row in self.rows)):
+            return None  # log-probs are those of the model's own logits
+        return self.graph
 
     def select_outputs(self, outputs: Tensor, *, are_hidden_states: bool = False) -> Tensor:
         """Return, of the last layer's outputs or the logits, [1, tokens, n], those wanted: [logits, n].

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
@@ -14,6 +14,7 @@ from megatron_mamba_cache.mcore.request_spec import GRAMMAR
 from tests.grammars.piece_tokenizer import END, PieceTokenizer
 from tests.grammars.random_schemas import random_schema
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, tiny_hybrid
+from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.mcore.noisy_drafter import NoisyDrafter
 
 NUM_TOKENS = 300
@@ -31,10 +32,9 @@ class Wish:
     seed: int
     temperature: float
 
-    @property
-    def sampling(self) -> Any:
-        """Its parameters."""
-        params = greedy(NUM_TOKENS, top_k=0, temperature=self.temperature, termination_id=END)
+    def sampling(self, num_tokens: int = NUM_TOKENS) -> Any:
+        """Return its parameters."""
+        params = greedy(num_tokens, top_k=0, temperature=self.temperature, termination_id=END)
         if self.grammar:
             params.add_attributes({GRAMMAR: self.grammar})
         return params
@@ -60,7 +60,11 @@ def wishes_for(grammars: Sequence[str], seed: int, first_id: int = 0) -> list[Wi
 
 
 def replies_to(
-    wishes: Sequence[Wish], known: Mapping[int, Sequence[int]] | None = None, **settings: Any
+    wishes: Sequence[Wish],
+    known: Mapping[int, Sequence[int]] | None = None,
+    *,
+    num_tokens: int = NUM_TOKENS,
+    **settings: Any,
 ) -> dict[int, list[int]]:
     """Return the tokens of all replies, drafted as `known` texts say with some errors; several requests run at once."""
     subject = tiny_hybrid(vocab_size=TOKENIZER.vocab_size)
@@ -72,7 +76,7 @@ def replies_to(
     config = cache_config(subject.sizes, **settings)
     run = EngineRun.start(subject, config, tokenizer=TOKENIZER, drafter=drafter)
     for wish in wishes:
-        run.add(wish.request_id, wish.prompt, wish.sampling, seed=wish.seed)
+        run.add(wish.request_id, wish.prompt, wish.sampling(num_tokens), seed=wish.seed)
     run.finish()
     run.assert_nothing_held()
     assert run.context.runner._changes.masks._rows == {}
@@ -114,6 +118,31 @@ def test_replies_are_documents_of_their_schemas_whatever_is_drafted_and_cached(f
 @pytest.mark.parametrize("first", range(200, 10_200, 200))
 def test_replies_to_ten_thousand_schemas_are_documents(first: int) -> None:
     check_schemas(range(first, first + 200))
+
+
+@pytest.mark.parametrize("drops_graphs", [False, True])
+def test_steps_with_a_grammar_run_ahead(drops_graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of greedy rows: the forward is launched before the tokens are known that decide what the grammar bars."""
+    schema = {"type": "array", "items": {"enum": ["a", 10, True]}, "minItems": 10, "maxItems": 14}
+    grammars = ["", forms.json_grammar(schema).text, "", forms.json_grammar({"type": "boolean"}).text]
+    wishes = [replace(wish, temperature=0.0) for wish in wishes_for(grammars, 2)]
+    expected = replies_to(wishes, num_tokens=60)
+    capture_without_cuda(monkeypatch)
+    subject = tiny_hybrid(vocab_size=TOKENIZER.vocab_size)
+    config = replace(cache_config(subject.sizes), num_cuda_graphs=3)
+    run = EngineRun.start(subject, config, tokenizer=TOKENIZER)
+    for wish in wishes:
+        run.add(wish.request_id, wish.prompt, wish.sampling(60), seed=wish.seed)
+    num_ahead = 0
+    while run.engine.has_unfinished_requests():
+        run.step()
+        num_ahead += run.context.early_step is not None
+        if drops_graphs and num_ahead == 20:
+            run.context.runner.drop_graphs()
+    assert {wish.request_id: run.tokens(wish.request_id) for wish in wishes} == expected
+    assert num_ahead >= (20 if drops_graphs else 30), num_ahead
+    assert expected[1][-1] == END and is_valid(schema, expected[1])
+    run.assert_nothing_held()
 
 
 FORMS = {
