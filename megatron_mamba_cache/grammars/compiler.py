@@ -3,6 +3,7 @@
 import json
 from collections import OrderedDict
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache, cached_property
 from threading import Lock
 from types import ModuleType
@@ -35,8 +36,13 @@ class Grammars:
         self._lock = Lock()
 
     def read(self, tokenizer: Any) -> None:
-        """Take over the model's tokenizer, whose vocabulary is read when the first grammar comes."""
+        """Take over the model's tokenizer, whose vocabulary is read by `prepare` or when the first grammar comes."""
         self._tokenizer = tokenizer
+
+    def prepare(self) -> None:
+        """Read the vocabulary, which takes half a second, unless that is impossible; a grammar's own error says why."""
+        with suppress(GrammarError):
+            self._read_vocabulary()
 
     def fault_of(self, grammar: str) -> str | None:
         """Return why a grammar cannot be used, None if it can; compiles it if it is new, which may take a while."""

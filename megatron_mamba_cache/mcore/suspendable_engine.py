@@ -36,8 +36,10 @@ class SuspendableEngine(DynamicInferenceEngine):
     def warmup(self) -> Compilations:
         """Compile the kernels that steps launch, so that no request waits for it; return what was compiled.
 
-        Nothing else changes: no request, state, block, counter or random number. On a CPU it does nothing.
+        The vocabulary of grammars is read too. Nothing else changes: no request, state, block, counter or random
+        number. On a CPU nothing is compiled.
         """
+        self.context.grammars.prepare()
         return warm_up(self.controller.inference_wrapped_model, self.context.runner)
 
     @override

@@ -163,11 +163,13 @@ def _lifespan(server: Server) -> Callable[[FastAPI], Any]:
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         await server.backend.start()
+        preparing = asyncio.create_task(asyncio.to_thread(server.backend.grammars.prepare))
         sampling = asyncio.create_task(server.history.keep())
         try:
             yield
         finally:
             sampling.cancel()
+            await preparing
             await server.backend.stop()
             server.rules.threads.close()
 
