@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _MOST_CHARACTERS = 256 * 1024
 _MOST_OBJECTS = 2_000  # the time to compile an object grows with the square of its properties
-_KEPT_CHARACTERS = 8 * 2**20
+_KEPT_CHARACTERS, _MOST_KEPT = 8 * 2**20, 512
 
 
 class Grammars:
@@ -33,6 +33,7 @@ class Grammars:
         self._vocabulary: LLTokenizer | None = None
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._num_characters = 0
+        self._failures: dict[int, str] = {}
         self._lock = Lock()
 
     def read(self, tokenizer: Any) -> None:
@@ -67,6 +68,18 @@ class Grammars:
             self._keep(grammar, found)
         return found.deep_copy()
 
+    def note_failure(self, request_id: int, reason: str) -> None:
+        """Note that the grammar of a running request cannot go on, by any thread."""
+        first_line = reason.strip().partition("\n")[0]
+        self._failures[request_id] = f"the grammar of this request has become too complex to go on: {first_line:.200}"
+
+    def take_failures(self) -> dict[int, str]:
+        """Return why grammars of running requests cannot go on, by request, and forget it."""
+        if not self._failures:
+            return {}
+        taken, self._failures = self._failures, {}
+        return taken
+
     @cached_property
     def executor(self) -> "LLExecutor":
         """Threads that make masks."""
@@ -83,7 +96,7 @@ class Grammars:
             if grammar not in self._compiled:
                 self._num_characters += len(grammar)
             self._compiled[grammar] = matcher
-            while self._num_characters > _KEPT_CHARACTERS:
+            while self._num_characters > _KEPT_CHARACTERS or len(self._compiled) > _MOST_KEPT:
                 oldest, _ = self._compiled.popitem(last=False)
                 self._num_characters -= len(oldest)
 

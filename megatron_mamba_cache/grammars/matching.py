@@ -5,12 +5,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
-from llguidance import LLExecutor, LLMatcher, LLTokenizer, TokenizerWrapper
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from ..errors import GrammarError
 
 _LONGEST_REASON = 400
 _MOST_THREADS = 8
+_NO_TEXT = "NoExtension"
+_MOST_ITEMS = 16_000  # alternatives that are open at one place
+_MOST_ITEMS_A_STEP = 64_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +61,16 @@ def compiled(vocabulary: LLTokenizer, grammar: str) -> LLMatcher:
     Raises:
         GrammarError: If the grammar says something that cannot be followed, or no text is of it.
     """
-    matcher = LLMatcher(vocabulary, grammar, log_level=0)
+    limits = LLParserLimits(max_items_in_row=_MOST_ITEMS, step_max_items=_MOST_ITEMS_A_STEP)
+    matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
     if matcher.is_error():
         raise GrammarError(_first_lines(matcher.get_error()))
     matcher.compute_bitmask()
     if matcher.is_error():
-        raise GrammarError("no text is of the grammar: its rules or references never come to an end")
+        reason = matcher.get_error()
+        if reason.startswith(_NO_TEXT):
+            raise GrammarError("no text is of the grammar: its rules or references never come to an end")
+        raise GrammarError(_first_lines(reason.partition("<state>")[0]))
     return matcher
 
 

@@ -162,6 +162,7 @@ class MambaCacheEngine(SuspendableEngine):
         """Schedule the next step, in place of Megatron's two schedulers; an early step stays as it is."""
         if not (self.context.is_tensor_state_allocated or self.waiting_request_ids):
             return
+        self._refuse_failed_grammars()
         runner = self.context.runner
         runner.note_queue(has_waiting=bool(self.waiting_request_ids))
         if runner.sharing.is_fixed:  # requests wait a step, which ranks that share experts have agreed on
@@ -257,6 +258,13 @@ class MambaCacheEngine(SuspendableEngine):
     def _check_stop_words_for_request_post_append(self, request: Any) -> bool:
         """Return False: a stop word has ended its request already."""
         return False
+
+    def _refuse_failed_grammars(self) -> None:
+        """Fail the requests whose grammar cannot go on; their last token is of no grammar."""
+        for request_id, reason in self.context.grammars.take_failures().items():
+            if request_id in self.requests and request_id not in self.failed_request_ids:
+                self.context.drop_rows([request_id])
+                self._refuse(self.get_request(request_id), reason)
 
     def _is_at_rest(self) -> bool:
         """Return whether nothing but a new request can change what the next step has to compute."""

@@ -80,15 +80,22 @@ class OrderMaker:
             return replace(order, plain=replace(order.plain, scores_prompt=True))
         return order
 
-    def chat(self, body: ChatRequest, tenant: Tenant) -> Order:
-        """Return the order of a request of `/v1/chat/completions`, or of another route in its terms."""
+    def chat(self, body: ChatRequest, tenant: Tenant, answer_field: str | None = None) -> Order:
+        """Return the order of a request of `/v1/chat/completions`, or of another route in its terms.
+
+        Args:
+            answer_field: What the other route calls the field that says the form of an answer.
+        """
         if body.top_logprobs and not body.logprobs:
             raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
         conversation = body.conversation()
         readings = (partial(self._model.reader.read_chat, tenant, conversation),)
         length = body.max_completion_tokens or body.max_tokens
         order = self._order(body, tenant, readings, length, (body.top_logprobs or 0) if body.logprobs else None)
-        form = self._form_maker.chat(body.answer, conversation.tools, body.tool_choice, body.parallel_tool_calls)
+        answer = body.answer
+        if answer is not None and answer_field is not None:
+            answer = answer_field, answer[1]
+        form = self._form_maker.chat(answer, conversation.tools, body.tool_choice, body.parallel_tool_calls)
         return replace(order, reading=self._reading(body, conversation), form=form)
 
     def _order(

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..errors import GrammarError
 from ..grammars.compiler import Grammars
 from ..kernels.sampling.token_masks import bar_tokens
 from ..policy.requests import RunningRequest
@@ -31,23 +30,13 @@ class _MatchedRow:
         self._num_taken = 0
 
     def catch_up(self, row: RunningRequest) -> "LLMatcher":
-        """Take the tokens that the row has generated since, and return the matcher.
-
-        Raises:
-            GrammarError: If they are not of the grammar, or it has become too complex to go on.
-        """
+        """Take the tokens that the row has generated since, and return the matcher, failed if they do not fit."""
         first = row.first_generated + self._num_taken
         new = list(map(int, row.tokens(first, row.length)))
         self._num_taken += len(new)
         if new:
             self.matcher.consume_tokens(new)
-            self.check(row)
         return self.matcher
-
-    def check(self, row: RunningRequest) -> None:
-        """Raise `GrammarError` if the matcher has failed, which it says only when it is asked."""
-        if self.matcher.is_error():
-            raise GrammarError(f"the grammar of request {row.request_id} cannot go on: {self.matcher.get_error():.200}")
 
 
 class GrammarMasks:
@@ -94,8 +83,7 @@ class GrammarMasks:
     def apply(self, logits: Tensor) -> None:
         """Bar what the grammars of the step's rows refuse, in place; the logits are [logits, vocab].
 
-        Raises:
-            GrammarError: If a row's grammar has become too complex to go on.
+        Nothing is barred for a row whose grammar has become too complex to go on: `Grammars` notes its request.
         """
         making, self._making = self._making, None
         if making is None:
@@ -125,9 +113,11 @@ class GrammarMasks:
         self._masks[:count] = -1  # what comes after an end token is not drawn
         plain: list[tuple[LLMatcher, int]] = []
         drafted: list[tuple[LLMatcher, int, list[int]]] = []
+        places: list[int] = []
         place = 0
         for row, start in rows:
             matcher, width = self._matched(row).catch_up(row), 1 + len(row.drafts)
+            places.append(place)
             if row.drafts:
                 drafted.append((matcher, place, list(map(int, row.drafts))))
             else:
@@ -139,8 +129,11 @@ class GrammarMasks:
             self._grammars.executor.unsafe_compute_mask_ptr(plain, *target)
         if drafted:
             self._grammars.executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *target)
-        for row, _ in rows:
-            self._rows[row.request_id].check(row)
+        for index, (row, _) in enumerate(rows):
+            matcher = self._rows[row.request_id].matcher
+            if matcher.is_error():
+                self._masks[places[index] : places[index] + 1 + len(row.drafts)] = -1
+                self._grammars.note_failure(row.request_id, matcher.get_error())
         return count
 
     def _matched(self, row: RunningRequest) -> _MatchedRow:

@@ -141,6 +141,9 @@ def test_compiled_grammars_are_kept_up_to_a_size() -> None:
     assert first in grammars._compiled
     assert len(grammars._compiled) < 45 and grammars._num_characters == sum(map(len, grammars._compiled))
     assert grammars._num_characters <= 8 * 2**20
+    for number in range(600):
+        grammars.matcher(forms.choice_grammar([f"a{number}"]).text)
+    assert len(grammars._compiled) == 512 and grammars._num_characters == sum(map(len, grammars._compiled))
 
 
 def test_matchers_of_a_grammar_are_independent(grammars: Grammars) -> None:

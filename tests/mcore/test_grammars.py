@@ -9,7 +9,7 @@ from typing import Any
 import jsonschema_rs
 import pytest
 
-from megatron_mamba_cache.grammars import forms
+from megatron_mamba_cache.grammars import forms, matching
 from megatron_mamba_cache.mcore.request_spec import GRAMMAR
 from tests.grammars.piece_tokenizer import END, PieceTokenizer
 from tests.grammars.random_schemas import random_schema
@@ -190,3 +190,19 @@ def test_a_grammar_begins_where_reasoning_ends(closing: str, is_open: bool) -> N
             num_ended += 1
     print(f"{num_ended} of {len(plain)} replies ended")
     assert replies_to(wishes, plain) == plain
+
+
+def test_a_grammar_that_becomes_too_complex_fails_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matching, "_MOST_ITEMS", 500)
+    schema = {"type": "object", "properties": {f"p{number}": {} for number in range(200)}}
+    wishes = [replace(wish, temperature=0.0) for wish in wishes_for(["", forms.json_grammar(schema).text, ""], 4)]
+    subject = tiny_hybrid(vocab_size=TOKENIZER.vocab_size)
+    run = EngineRun.start(subject, cache_config(subject.sizes), tokenizer=TOKENIZER)
+    for wish in wishes:
+        run.add(wish.request_id, wish.prompt, wish.sampling(20), seed=wish.seed)
+    run.finish()
+    assert "too complex to go on" in str(run.finished[1].events[0].payload), run.finished[1].events
+    assert run.counters.steps_aborted == 0
+    plain = replies_to([wishes[0], wishes[2]], num_tokens=20)
+    assert {number: run.tokens(number) for number in (0, 2)} == plain
+    run.assert_nothing_held()

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_mamba_cache.errors import GrammarError
 from megatron_mamba_cache.grammars import forms
 from megatron_mamba_cache.grammars.compiler import Grammars
 from megatron_mamba_cache.policy.block_hashing import BlockKeyChain
@@ -115,9 +114,14 @@ def test_ranks_that_draw_nothing_only_cut_drafts() -> None:
     assert allowed_tokens(masks, [row]) == [[set(range(TOKENIZER.vocab_size))]]
 
 
-def test_a_row_that_leaves_its_grammar_raises() -> None:
-    masks, row = GrammarMasks(compiled()), row_of(ANSWER.text, generated=[0])
-    with pytest.raises(GrammarError, match="the grammar of request 1 cannot go on"):
-        allowed_tokens(masks, [row])
-    masks.forget(1)
-    assert allowed_tokens(masks, [row_of(ANSWER.text)])[0][0]  # what the failed step left is not waited for twice
+def test_a_row_that_leaves_its_grammar_is_noted_alone() -> None:
+    grammars = compiled()
+    masks, other = GrammarMasks(grammars), row_of(ANSWER.text, request_id=2)
+    row = row_of(ANSWER.text, generated=[0])
+    assert list(masks.allowed(row, [5])) == []
+    found = allowed_tokens(masks, [row, other])
+    assert found[0] == [set(range(TOKENIZER.vocab_size))]
+    assert found[1] == allowed_tokens(GrammarMasks(compiled()), [row_of(ANSWER.text)])[0]
+    failures = grammars.take_failures()
+    assert list(failures) == [1] and "too complex to go on" in failures[1]
+    assert grammars.take_failures() == {}

@@ -20,7 +20,7 @@ def messages_routes(model: ServedModel, rules: JobRules, orders: OrderMaker) -> 
     @router.post("", response_model=None)
     async def messages(body: MessagesRequest, request: Request) -> Response:
         chat = body.as_chat()
-        order = orders.chat(chat, tenant_of(request, chat))
+        order = orders.chat(chat, tenant_of(request, chat), "output_config.format")
         return reply_to(rules, order, MessagesFormat(model.name), streams=bool(body.stream))
 
     @router.post("/count_tokens")

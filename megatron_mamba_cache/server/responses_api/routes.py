@@ -29,7 +29,7 @@ def responses_routes(model: ServedModel, rules: JobRules, orders: OrderMaker, st
             if body.store is not False:
                 stored.keep(owner, [*messages, reply], response)
 
-        order = orders.chat(chat, tenant_of(request, chat))
+        order = orders.chat(chat, tenant_of(request, chat), "text.format")
         form = ResponsesFormat(model.name, body.settings(), keep)
         return reply_to(rules, order, form, streams=bool(body.stream))
 

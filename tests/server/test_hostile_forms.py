@@ -1,0 +1,81 @@
+"""Grammars that are made to hurt: clear errors or an answer, other streams' tokens unchanged, and memory flat."""
+
+import concurrent.futures
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.running_server import RunningServer, resident_mib
+
+PLAIN = {"prompt": "import os\n", "max_tokens": 60, "temperature": 0, "return_token_ids": True}
+MOST_SECONDS = 20.0
+MOST_MIB = 64.0
+
+
+def nested(depth: int) -> Any:
+    schema: Any = {"type": "integer"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+SCHEMAS: dict[str, Any] = {
+    "1 MB": {
+        "type": "object",
+        "properties": {f"p{n}": {"type": "string", "description": "x" * 80} for n in range(8000)},
+    },
+    "2,000 optional properties": {"type": "object", "properties": {f"p{n}": {} for n in range(1990)}},
+    "10,000 alternatives": {"anyOf": [{"const": n} for n in range(10_000)]},
+    "10,000 values": {"enum": [f"value {n}" for n in range(10_000)]},
+    "deep": nested(400),
+    "less deep": nested(100),
+    "exponential": {"type": "string", "pattern": "^(a|a)*(a|aa)*((b|a){1,200})+c{500}$"},
+    "many states": {"type": "string", "pattern": "^.*a.{40}b.{40}$"},
+    "repeats of repeats": {"type": "string", "pattern": "^((((a{1,99}){1,99}){1,99}){1,99}){1,99}$"},
+    "endless": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}},
+    "endless documents": {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
+    "odd names": {"type": "object", "properties": {'a"\n\\': {"const": 'x"\n'}}, "required": ['a"\n\\']},
+}
+
+
+def asked(http: httpx.Client, schema: Any) -> tuple[httpx.Response, float]:
+    """Return the answer of a form, and the seconds that it took."""
+    began = time.monotonic()
+    reply = http.post("/v1/completions", json={"prompt": "x", "max_tokens": 4, "guided_json": schema})
+    return reply, time.monotonic() - began
+
+
+def test_other_streams_get_their_tokens_beside_hostile_grammars(server: RunningServer) -> None:
+    with server.client() as http, concurrent.futures.ThreadPoolExecutor(8) as threads:
+        alone = http.post("/v1/completions", json=PLAIN).json()["choices"][0]["token_ids"]
+        hostile = {name: threads.submit(asked, http, schema) for name, schema in SCHEMAS.items()}
+        beside = [threads.submit(http.post, "/v1/completions", json=PLAIN) for _ in range(4)]
+        assert [reply.result().json()["choices"][0]["token_ids"] for reply in beside] == [alone] * 4
+        for name, found in hostile.items():
+            reply, seconds = found.result()
+            print(f"{name}: {reply.status_code} after {seconds:.2f} s {reply.text[:90]}")
+            assert reply.status_code in (200, 400), (name, reply.text)
+            assert seconds < MOST_SECONDS, name
+            if reply.status_code == 400:
+                assert len(reply.json()["error"]["message"]) > 20, name
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.long)])
+def test_memory_is_flat_over_many_grammars(server: RunningServer, count: int) -> None:
+    with server.client() as http:
+
+        def ask(number: int) -> None:
+            schema = {"type": "object", "properties": {f"p{number}": {"enum": [number, "a" * (number % 50)]}}}
+            reply, _ = asked(http, {**schema, "required": [f"p{number}"], "description": "x" * 20_000})
+            assert reply.status_code == 200, reply.text
+
+        for number in range(count // 10, count // 2):
+            ask(number)
+        before = resident_mib()
+        for number in range(count // 2, count):
+            ask(number)
+    grown = resident_mib() - before
+    print(f"{grown:.1f} MiB in {count - count // 2} requests")
+    assert grown < MOST_MIB
