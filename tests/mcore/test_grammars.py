@@ -10,7 +10,7 @@ import jsonschema_rs
 import pytest
 
 from megatron_mamba_cache.grammars import forms, matching
-from megatron_mamba_cache.mcore.request_spec import GRAMMAR
+from megatron_mamba_cache.mcore.request_spec import GRAMMAR, LOGITS
 from tests.grammars.piece_tokenizer import END, PieceTokenizer
 from tests.grammars.random_schemas import random_schema
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, tiny_hybrid
@@ -31,12 +31,15 @@ class Wish:
     grammar: str
     seed: int
     temperature: float
+    logits: Mapping[str, Any] | None = None
 
     def sampling(self, num_tokens: int = NUM_TOKENS) -> Any:
         """Return its parameters."""
         params = greedy(num_tokens, top_k=0, temperature=self.temperature, termination_id=END)
         if self.grammar:
             params.add_attributes({GRAMMAR: self.grammar})
+        if self.logits:
+            params.add_attributes({LOGITS: self.logits})
         return params
 
 
