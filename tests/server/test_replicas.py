@@ -24,18 +24,18 @@ PROMPT = "def add(a, b):\n    return a + b\n" * 8
 
 
 @contextmanager
-def replicas(*flags: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """Run `serve --random-model` in two processes; yield torchrun's process and the URL."""
+def replicas(*flags: str, model: str = "--random-model") -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """Run `serve` in two processes; yield torchrun's process and the URL. The model "" is that which ships."""
     port = free_port()
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
-    serve = ["-m", "megatron_mamba_cache", "serve", "--random-model", "--device", "cpu", "--port", str(port)]
+    serve = ["-m", "megatron_mamba_cache", "serve", "--device", "cpu", "--port", str(port)]
     settings = {
         "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path]),
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
     }
     process = subprocess.Popen(
-        [sys.executable, *launcher, *serve, *flags],
+        [sys.executable, *launcher, *serve, *filter(None, [model]), *flags],
         cwd=REPOSITORY,
         env={**os.environ, **settings},
         stdout=subprocess.DEVNULL,
@@ -95,11 +95,14 @@ def test_replicas_stream_cancel_flush_and_stop_as_one_engine_does(flags: tuple[s
         alone, alone_sampled = asked(http), asked(http, **sampled)
         scored = {"echo": True, "logprobs": 2, "max_tokens": 2}
         alone_scored = asked(http, **scored)["choices"][0]["logprobs"]
+        changed = {"frequency_penalty": 1.5, "logit_bias": {"97": 2.5}, "min_tokens": 3, "stop_token_ids": [98]}
+        alone_changed = asked(http, **changed)["choices"]
     with replicas(*flags) as (process, url), httpx.Client(base_url=url, timeout=120) as http:
         first = asked(http)
         assert first["choices"] == alone["choices"] and first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
         again = asked(http, **sampled)
         assert [choice["text"] for choice in again["choices"]] == [c["text"] for c in alone_sampled["choices"]]
+        assert asked(http, **changed)["choices"] == alone_changed != alone["choices"]
         for echo in (asked(http, **scored)["choices"][0], streamed(http, temperature=0, **scored)[0]["choices"][0]):
             values = echo["logprobs"]["token_logprobs"]
             assert echo["text"].startswith(PROMPT) and len(values) > 50
@@ -117,3 +120,15 @@ def test_replicas_stream_cancel_flush_and_stop_as_one_engine_does(flags: tuple[s
         process.send_signal(signal.SIGTERM)
         process.wait(60)
     assert not is_ready(url)
+
+
+def test_replicas_hold_replies_to_grammars_as_one_engine_does() -> None:
+    schema = {"type": "array", "items": {"enum": ["a", 10, True]}, "minItems": 2, "maxItems": 4}
+    formed = {"guided_json": schema, "max_tokens": 60, "temperature": 1.0, "seed": 3, "n": 3}
+    with running_server() as server, server.client() as http:
+        alone = [choice["text"] for choice in asked(http, **formed)["choices"]]
+    with replicas(model="") as (_, url), httpx.Client(base_url=url, timeout=120) as http:
+        found = [choice["text"] for choice in asked(http, **formed)["choices"]]
+        refused = http.post("/v1/completions", json={"prompt": "x", "guided_json": {"not": {}}})
+    assert found == alone and all(2 <= len(json.loads(text)) <= 4 for text in found)
+    assert refused.status_code == 400 and "not" in refused.json()["error"]["message"]
