@@ -17,26 +17,30 @@ class RowEnds:
     """What ends each row of a step: a token or a length.
 
     Args:
-        termination_ids: [rows] int64; -1 for none.
+        end_ids: [rows, most end tokens of a row] int64; -1 for none.
         max_lens: [rows] int64; prompt and generated tokens together.
     """
 
-    termination_ids: npt.NDArray[np.int64]
+    end_ids: npt.NDArray[np.int64]
     max_lens: npt.NDArray[np.int64]
 
     @staticmethod
     def of(rows: Sequence[RunningRequest]) -> "RowEnds | None":
-        """Return what ends the rows, None if more of a row is read between two steps: stop words or log-probs."""
-        if any(row.spec.sampling.stop_words or row.spec.log_probs.wanted for row in rows):
+        """Return what ends the rows, None if more of one is read between two steps: longer stop words or log-probs."""
+        settings = [row.spec.sampling for row in rows]
+        if any(row.spec.log_probs.wanted for row in rows) or any(
+            len(word) != 1 for sampling in settings for word in sampling.stop_words
+        ):
             return None
-        return RowEnds(
-            np.array([row.spec.sampling.termination_id for row in rows], np.int64),
-            np.array([row.spec.max_len for row in rows], np.int64),
-        )
+        ends = [(sampling.termination_id, *(word[0] for word in sampling.stop_words)) for sampling in settings]
+        end_ids = np.full((len(rows), max(map(len, ends), default=1)), -1, np.int64)
+        for place, found in enumerate(ends):
+            end_ids[place, : len(found)] = found
+        return RowEnds(end_ids, np.array([row.spec.max_len for row in rows], np.int64))
 
     def any_ends(self, tokens: Sequence[int]) -> bool:
         """Return whether any of the new tokens, [rows], ends its row."""
-        return bool((np.array(tokens, np.int64) == self.termination_ids).any())
+        return bool((np.array(tokens, np.int64)[:, None] == self.end_ids).any())
 
 
 @dataclass(frozen=True, slots=True)

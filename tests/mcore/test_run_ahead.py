@@ -130,6 +130,25 @@ def test_steps_wait_for_a_row_that_is_looked_at_between_them(sampling: SamplingP
     run.finish()
 
 
+def test_steps_run_ahead_of_rows_with_several_end_tokens() -> None:
+    """As models have them whose replies end a turn or a text."""
+    subject = tiny_hybrid()
+    alone = EngineRun.start(subject)
+    alone.run(0, some_tokens(20, seed=9), greedy(20))
+    tokens = alone.tokens(0)
+    end = next(token for place, token in enumerate(tokens) if place > 6 and token not in tokens[:place])
+    others = [token for token in range(96) if token not in tokens]
+    run = start(2, 40)
+    run.add(2, some_tokens(20, seed=9), greedy(20, termination_id=others[0], stop_words=[str(others[1]), str(end)]))
+    num_ahead = 0
+    while 2 in run.engine.requests:
+        run.step()
+        num_ahead += is_ahead(run)
+    assert run.tokens(2) == tokens[: tokens.index(end) + 1] and num_ahead > 3
+    run.finish()
+    run.assert_exact()
+
+
 def test_a_request_that_arrives_joins_behind_the_step_that_runs() -> None:
     run = start()
     step_until_ahead(run)
