@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megatron_mamba_cache.server.parsers.call_grammars import CALL_GRAMMARS
 from megatron_mamba_cache.server.parsers.families import REASONING_PARSERS, TOOL_CALL_PARSERS, ReplySyntax, reply_syntax
 from megatron_mamba_cache.server.parsers.parts import (
     CallArguments,
@@ -325,3 +326,7 @@ def test_the_template_says_how_replies_are_written(
     assert reply_syntax(template) == ReplySyntax(tool_calls, REASONING_PARSERS.get(reasoning or ""))
     assert reply_syntax(template, "json", "none") == ReplySyntax("json", None)
     assert reply_syntax(template, "none", "deepseek_r1") == ReplySyntax(None, REASONING_PARSERS["deepseek_r1"])
+
+
+def test_every_form_of_calls_can_be_asked_for() -> None:
+    assert CALL_GRAMMARS.keys() == TOOL_CALL_PARSERS.keys()
