@@ -192,6 +192,10 @@ class RunningRequest:
         """Where the generated text begins, that included which is part of the prompt since an interruption."""
         return self.spec.prompt_len - self.spec.num_replayed
 
+    def generated_after(self, count: int) -> list[int]:
+        """Return the generated tokens but for the first `count`."""
+        return list(map(int, self.tokens(self.first_generated + count, self.length)))
+
     @property
     def is_prefilling(self) -> bool:
         """True while prompt tokens are still to be computed."""

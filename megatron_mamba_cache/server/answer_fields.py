@@ -1,5 +1,6 @@
 """Fields that say what an answer has to look like, in OpenAI's and vLLM's names."""
 
+from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -101,11 +102,12 @@ class AnswerFields(PartlySupported):
     guided_choice: Choices | None = None
     guided_grammar: Text | None = None
 
-    @property
+    @cached_property
     def answer(self) -> tuple[str, Grammar] | None:
         """The field that says what the answer has to follow, and that; None if it may be any text."""
-        return next(iter(self._answers().items()), None)
+        return next(iter(self._answers.items()), None)
 
+    @cached_property
     def _answers(self) -> dict[str, Grammar]:
         found: dict[str, Grammar] = {}
         answer = None if self.response_format is None else self.response_format.grammar()
@@ -124,7 +126,7 @@ class AnswerFields(PartlySupported):
 
     @model_validator(mode="after")
     def _has_one_form(self) -> Self:
-        names = list(self._answers())
+        names = list(self._answers)
         if len(names) > 1:
             sentence = f"an answer follows one form only, and {' and '.join(names)} each ask for one; send one of them"
             raise PydanticCustomError("several_forms", "{sentence}", {"field": names[1], "sentence": sentence})

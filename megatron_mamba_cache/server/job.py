@@ -170,11 +170,12 @@ class Job:
             Choice(
                 prompt_index * order.num_choices + number,
                 prompt_index,
-                _request(order, prompt, number, rules.backend.max_sequence_length),
+                replace(request, seed=choice_seed(order.plain.seed, number)),
                 _reply(rules, order, prompt),
                 echo=prompt.echo,
             )
             for prompt_index, prompt in enumerate(prompts)
+            for request in (_request(order, prompt, rules.backend.max_sequence_length),)
             for number in range(order.num_choices)
         ]
         self._rules = rules
@@ -271,15 +272,14 @@ def _reply(rules: JobRules, order: Order, prompt: Prompt) -> Reply:
     return kind(rules.tokenizer, order.stops, rules.end_ids, offset, reading=order.reading, prompt=text)
 
 
-def _request(order: Order, prompt: Prompt, number: int, max_sequence_length: int) -> GenerationRequest:
-    """Return the request of a prompt's choice."""
+def _request(order: Order, prompt: Prompt, max_sequence_length: int) -> GenerationRequest:
+    """Return the request of a prompt's choices, without their seeds."""
     room = max(max_sequence_length - len(prompt.token_ids), 1)
     return replace(
         order.plain,
         prompt=prompt.token_ids,
         grammar="" if order.form is None else order.form.grammar_after(prompt.text),
         breakpoints=prompt.breakpoints,
-        seed=choice_seed(order.plain.seed, number),
         max_tokens=room if order.takes_all_room else order.plain.max_tokens,
     )
 

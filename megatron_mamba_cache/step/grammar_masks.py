@@ -31,8 +31,7 @@ class _MatchedRow:
 
     def catch_up(self, row: RunningRequest) -> "LLMatcher":
         """Take the tokens that the row has generated since, and return the matcher, failed if they do not fit."""
-        first = row.first_generated + self._num_taken
-        new = list(map(int, row.tokens(first, row.length)))
+        new = row.generated_after(self._num_taken)
         self._num_taken += len(new)
         if new:
             self.matcher.consume_tokens(new)

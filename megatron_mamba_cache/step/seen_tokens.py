@@ -82,8 +82,7 @@ class SeenTokens:
         tokens: list[int] = []
         for _, row in rows:
             text = self._texts.get(row.request_id) or self._begin(row, logits)
-            first = row.first_generated + text.num_counted
-            new = list(map(int, row.tokens(first, row.length)))
+            new = row.generated_after(text.num_counted)
             text.num_counted += len(new)
             texts += [text.place] * len(new)
             tokens += new

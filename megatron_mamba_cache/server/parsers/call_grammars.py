@@ -5,11 +5,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...grammars.forms import Grammar, SpecialId, any_of, choice_grammar, json_grammar, literal, quoted, sequence
+from .parameter_types import resolved, types_of_parameter
 
 _MOST_CALLS = 16
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _DEFINITIONS = ("$defs", "definitions")
-_COMBINED = {"anyOf", "oneOf", "allOf", "$ref"}
+_COMBINED = {"anyOf", "oneOf", "allOf"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,26 +104,26 @@ def _xml_call(tool: CallableTool, number: int, special_id: SpecialId) -> Grammar
 
 def _xml_parameter(key: str, schema: Any, name: str, root: Mapping[str, Any], *, is_required: bool) -> Grammar:
     opening, closing = Grammar(quoted(f"<parameter={key}>\n")), "\n</parameter>\n"
-    if not isinstance(schema, Mapping):
-        schema = {}  # anything
-    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if not _is_text(schema):
+    told = resolved(schema, root)
+    values = told.get("enum", [told["const"]] if "const" in told else None)
+    if not _is_text(key, told, root):
         whole = {**schema, **{word: root[word] for word in _DEFINITIONS if word in root}}
         value = sequence(json_grammar(whole, name), Grammar(quoted(closing)))
     elif isinstance(values, list) and values:
         value = sequence(choice_grammar(list(map(str, values))), Grammar(quoted(closing)))
     else:
-        bounds = f"{{{schema.get('minLength', 0)},{schema['maxLength']}}}" if "maxLength" in schema else "*"
+        bounds = f"{{{told.get('minLength', 0)},{told['maxLength']}}}" if "maxLength" in told else "*"
         value = Grammar(name, {f"{name}[lazy]": rf"/(.|\n){bounds}\n<\/parameter>\n/"})
     parameter = sequence(opening, value)
     return parameter if is_required else Grammar(f"({parameter.rule})?", parameter.rules, parameter.parts)
 
 
-def _is_text(schema: Mapping[str, Any]) -> bool:
-    """Return whether a parameter is written as it is, not as JSON."""
-    named, values = schema.get("type"), schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if named is not None:
-        return named == "string" or (isinstance(named, list) and "string" in named)
-    if isinstance(values, list) and values:
-        return all(isinstance(value, str) for value in values)
-    return not schema.keys() & _COMBINED
+def _is_text(key: str, told: Mapping[str, Any], root: Mapping[str, Any]) -> bool:
+    """Return whether a parameter is written as it is, not as JSON: as `XmlCalls` reads it, whatever else it may be."""
+    types = types_of_parameter(root, key)
+    return types == {"string"} or not (types or told.keys() & _COMBINED) or "string" in _named_types(told)
+
+
+def _named_types(told: Mapping[str, Any]) -> list[Any]:
+    named = told.get("type")
+    return named if isinstance(named, list) else [named]

@@ -32,6 +32,20 @@ def types_of_parameter(schema: Schema, name: str) -> set[str]:
     return _types(declared, schema) if isinstance(declared, Mapping) else {"string"}
 
 
+def resolved(schema: Any, root: Schema) -> Schema:
+    """Return a parameter's schema, or that which it refers to; {} if there is none.
+
+    Args:
+        root: The schema of all parameters, which has the definitions.
+    """
+    for _ in range(_MOST_NAMES):
+        reference = schema.get("$ref") if isinstance(schema, Mapping) else None
+        if not isinstance(reference, str):
+            break
+        schema = _referenced(reference, root)
+    return schema if isinstance(schema, Mapping) else {}
+
+
 def type_of_value(value: Any) -> str:
     """Return the JSON type of a value."""
     return next(name for kind, name in _TYPES if isinstance(value, kind))

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from megatron_mamba_cache.server.parsers.call_grammars import CALL_GRAMMARS
+from megatron_mamba_cache.grammars.compiler import Grammars
+from megatron_mamba_cache.server.parsers.call_grammars import CALL_GRAMMARS, CallableTool, calls_grammar
 from megatron_mamba_cache.server.parsers.families import REASONING_PARSERS, TOOL_CALL_PARSERS, ReplySyntax, reply_syntax
 from megatron_mamba_cache.server.parsers.parts import (
     CallArguments,
@@ -22,6 +23,7 @@ from megatron_mamba_cache.server.parsers.parts import (
     assembled,
     merged,
 )
+from tests.grammars.piece_tokenizer import PieceTokenizer
 
 PARAMETERS: dict[str, Any] = {
     "get_weather": {
@@ -330,3 +332,17 @@ def test_the_template_says_how_replies_are_written(
 
 def test_every_form_of_calls_can_be_asked_for() -> None:
     assert CALL_GRAMMARS.keys() == TOOL_CALL_PARSERS.keys()
+
+
+@pytest.mark.parametrize(("unit", "is_allowed"), [("C", True), ("X", False), ('"C"', False)])
+def test_a_parameter_that_refers_to_text_is_written_as_the_parser_reads_it(unit: str, is_allowed: bool) -> None:
+    """As pydantic's enums are declared."""
+    units = {"type": "string", "enum": ["C", "F"]}
+    parameters = {"type": "object", "properties": {"unit": {"$ref": "#/$defs/Unit"}}, "required": ["unit"]}
+    tool = CallableTool("f", {**parameters, "$defs": {"Unit": units}})
+    tokenizer, text = PieceTokenizer(), f"<tool_call>\n<function=f>\n<parameter=unit>\n{unit}\n</parameter>\n"
+    grammars = Grammars(tokenizer.vocab_size)
+    grammars.read(tokenizer)
+    matcher = grammars.matcher(calls_grammar("qwen3_coder", [tool], tokenizer.id_of, only_one=True).text)
+    tokens = tokenizer.tokenize(text + "</function>\n</tool_call>")
+    assert (matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()) is is_allowed
