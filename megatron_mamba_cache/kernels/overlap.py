@@ -23,6 +23,31 @@ def await_inputs(OVERLAPS: tl.constexpr):
         cuda_language.gdc_wait()
 
 
+@triton.jit
+def await_then_release(OVERLAPS: tl.constexpr):
+    """As `await_inputs`, but let the next kernel begin only now: it may read what this kernel does not write at once.
+
+    The next kernel calls `release` first, and `await_launcher` before it reads this kernel's results or ends.
+    """
+    if OVERLAPS:
+        cuda_language.gdc_wait()
+        cuda_language.gdc_launch_dependents()
+
+
+@triton.jit
+def release(OVERLAPS: tl.constexpr):
+    """Let the next kernel begin; the kernel before this one began with `await_then_release`."""
+    if OVERLAPS:
+        cuda_language.gdc_launch_dependents()
+
+
+@triton.jit
+def await_launcher(OVERLAPS: tl.constexpr):
+    """Wait until the kernel before this one has written all; every program must, even one that reads nothing of it."""
+    if OVERLAPS:
+        cuda_language.gdc_wait()
+
+
 @cache
 def overlapping(device: torch.device) -> dict[str, bool]:
     """Return the launch arguments of a kernel that begins with `await_inputs(OVERLAPS)`."""

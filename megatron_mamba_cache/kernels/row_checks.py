@@ -10,7 +10,7 @@ from .prefill_rows import PrefillRows
 def check_decode_rows(rows: DecodeRows, device: torch.device) -> None:
     """Raise a ValueError unless the tensors of `rows` fit together and are on `device`."""
     num_rows = rows.accepted.shape[0]
-    _check_vectors({"cu_tokens": (rows.cu_tokens, num_rows + 1), "accepted": (rows.accepted, num_rows)}, device)
+    check_vectors({"cu_tokens": (rows.cu_tokens, num_rows + 1), "accepted": (rows.accepted, num_rows)}, device)
     columns = rows.columns
     if columns.dim() != 2 or columns.shape[0] != num_rows or not 1 <= rows.max_len <= columns.shape[1]:
         raise ValueError(
@@ -37,10 +37,11 @@ def check_prefill_rows(rows: PrefillRows, device: torch.device) -> None:
         "cu_row_chunks": (rows.cu_row_chunks, num_rows + 1),
         "longest_first": (rows.longest_first, num_rows),
     }
-    _check_vectors(vectors, device)
+    check_vectors(vectors, device)
 
 
-def _check_vectors(vectors: dict[str, tuple[Tensor, int]], device: torch.device) -> None:
+def check_vectors(vectors: dict[str, tuple[Tensor, int]], device: torch.device) -> None:
+    """Raise a ValueError unless each tensor is a contiguous int32 vector of the length beside it, on `device`."""
     for name, (values, length) in vectors.items():
         if values.dtype != torch.int32 or values.device != device:
             raise ValueError(f"need {name} of int32 on {device}, found {values.dtype} on {values.device}")

@@ -181,8 +181,8 @@ def state_verify(
     Reference: `state_verify_ref`, which also computes float64. CUDA-graph safe: no host sync, one launch, grid fixed
     at capture.
     """
-    _check_tokens(tokens, weights)
-    _check_pool(tokens, ssm_pool)
+    check_tokens(tokens, weights)
+    check_pool(tokens, ssm_pool)
     check_decode_rows(rows, ssm_pool.device)
     if not launches_kernel(ssm_pool) or not is_computed_in_fp32(tokens.x, ssm_pool):
         return state_verify_ref(tokens, weights, ssm_pool, rows)
@@ -224,7 +224,7 @@ def _kernel_tokens(tokens: SSMTokens) -> _Tokens:
     return _Tokens(*packed, *(tensor.stride(0) for tensor in packed))
 
 
-def _check_tokens(tokens: SSMTokens, weights: SSMWeights) -> None:
+def check_tokens(tokens: SSMTokens, weights: SSMWeights) -> None:
     if tokens.x.dim() != 3 or tokens.B.dim() != 3:
         raise ValueError(
             "need x [tokens, heads, head_dim] and B [tokens, groups, d_state], "
@@ -246,7 +246,7 @@ def _check_tokens(tokens: SSMTokens, weights: SSMWeights) -> None:
             raise ValueError(f"need {name} contiguous within a token, found strides {tensor.stride()}")
 
 
-def _check_pool(tokens: SSMTokens, ssm_pool: Tensor) -> None:
+def check_pool(tokens: SSMTokens, ssm_pool: Tensor) -> None:
     heads, head_dim = tokens.x.shape[1:]
     state = (heads, tokens.B.shape[2], head_dim)
     if ssm_pool.dim() != 4 or tuple(ssm_pool.shape[1:]) != state or ssm_pool.device != tokens.x.device:

@@ -1,0 +1,100 @@
+"""References of replayed states, token by token: torch only, without a host sync, in float64 as well."""
+
+import torch
+from torch import Tensor
+
+from ..prefill_rows import PAD_SLOT
+from ..slots.reference_slots import compute_dtype, load_slots, redirect_padding, store_slots
+from .replay_rows import BoundaryFolds, ReplayRing, ReplayRows
+from .ssm_inputs import SSMTokens, SSMWeights
+
+
+def state_replay_ref(
+    tokens: SSMTokens, weights: SSMWeights, ssm_pool: Tensor, ring: ReplayRing, rows: ReplayRows, ring_len: int
+) -> Tensor:
+    """Fold what may be folded, compute the outputs of each row's tokens, and append the tokens to its ring, in place.
+
+    See `state_replay`.
+
+    Returns:
+        [tokens, heads, head_dim] in x's dtype; zeros past the last row.
+    """
+    num_tokens, heads = tokens.x.shape[:2]
+    y = tokens.x.new_zeros(num_tokens + 1, *tokens.x.shape[1:])  # the last takes what is not a token
+    if rows.slots.shape[0] == 0 or num_tokens == 0:
+        return y[:num_tokens]
+    dtype = compute_dtype(tokens.x)
+    D = weights.D.to(dtype)
+    is_row = rows.slots != PAD_SLOT
+    first = torch.maximum(rows.folded, rows.computed // ring_len * ring_len)
+    states = _folded(load_slots(ssm_pool, rows.slots, dtype), ssm_pool.dtype, ring, rows, first, ring_len)
+    store_slots(ssm_pool, torch.where(first > rows.folded, rows.slots, PAD_SLOT), states)
+    for i in range(ring_len):
+        states = _advanced(states, ring, rows.rings, first + i, is_row & (first + i < rows.computed))
+
+    starts, ends = rows.cu_tokens[:-1].to(torch.int64), rows.cu_tokens[1:].to(torch.int64)
+    for t in range(rows.max_tokens):
+        exists = is_row & (starts + t < ends)
+        token = (starts + t).clamp_max(num_tokens - 1)
+        _append(tokens, weights, ring, rows.rings, rows.computed + t, token, exists)
+        states = _advanced(states, ring, rows.rings, rows.computed + t, exists)
+        c = tokens.C.index_select(0, token).to(dtype).repeat_interleave(heads // tokens.C.shape[1], dim=1)
+        x = tokens.x.index_select(0, token).to(dtype)
+        outputs = (states * c[:, :, :, None]).sum(2) + D[:, None] * x
+        y.index_copy_(0, torch.where(exists, token, num_tokens), outputs.to(y.dtype))
+    return y[:num_tokens]
+
+
+def fold_boundaries_ref(ssm_pools: Tensor, rings: ReplayRing, rows: BoundaryFolds, ring_len: int) -> None:
+    """Write each row's state at its end into its target, all layers, in place; see `fold_boundaries`."""
+    if rows.targets.shape[0] == 0:
+        return
+    for layer, pool in enumerate(ssm_pools):
+        ring = ReplayRing(rings.x[layer], rings.B[layer], rings.steps[layer])
+        states = load_slots(pool, rows.slots, compute_dtype(ring.x))
+        store_slots(pool, rows.targets, _folded(states, pool.dtype, ring, rows, rows.ends, ring_len))
+
+
+def _folded(
+    states: Tensor, stored: torch.dtype, ring: ReplayRing, rows: ReplayRows | BoundaryFolds, ends: Tensor, ring_len: int
+) -> Tensor:
+    """Return the states after the ring's entries up to `ends`, rounded as stored at every multiple of `ring_len`."""
+    for i in range(ring.capacity):
+        position = rows.folded + i
+        folds = (rows.slots != PAD_SLOT) & (position < ends)
+        states = _advanced(states, ring, rows.rings, position, folds)
+        is_rounded = (folds & ((position + 1) % ring_len == 0))[:, None, None, None]
+        states = torch.where(is_rounded, states.to(stored).to(states.dtype), states)
+    return states
+
+
+def _advanced(states: Tensor, ring: ReplayRing, rings: Tensor, position: Tensor, exists: Tensor) -> Tensor:
+    """Return states [rows, heads, d_state, head_dim] after the token at `position`, unchanged where there is none."""
+    number, place = torch.where(exists, rings, 0).to(torch.int64), position.to(torch.int64) % ring.capacity
+    dtype, heads = states.dtype, states.shape[1]
+    x, steps = ring.x[number, place].to(dtype), ring.steps[number, place].to(dtype)
+    b = ring.B[number, place].to(dtype).repeat_interleave(heads // ring.B.shape[2], dim=1)
+    increment = b[:, :, :, None] * (steps[:, 0, :, None] * x)[:, :, None, :]
+    advanced = torch.exp(steps[:, 1])[:, :, None, None] * states + increment
+    return torch.where(exists[:, None, None, None], advanced, states)
+
+
+def _append(
+    tokens: SSMTokens,
+    weights: SSMWeights,
+    ring: ReplayRing,
+    rings: Tensor,
+    position: Tensor,
+    token: Tensor,
+    exists: Tensor,
+) -> None:
+    """Write one token of each row to its ring, in place; a row without one repeats the first row that has one."""
+    dt = weights.time_steps(tokens.dt.index_select(0, token), ring.steps.dtype)
+    steps = torch.stack([dt, dt * weights.decay(dt.dtype)], dim=1)  # [rows, 2, heads]
+    redirect = redirect_padding(exists)
+    number = torch.where(exists, rings, 0).index_select(0, redirect).to(torch.int64)
+    place = position.index_select(0, redirect).to(torch.int64) % ring.capacity
+    token, any_exists = token.index_select(0, redirect), exists.any()
+    new = (tokens.x.index_select(0, token), tokens.B.index_select(0, token), steps.index_select(0, redirect))
+    for held, values in zip((ring.x, ring.B, ring.steps), new, strict=True):
+        held[number, place] = torch.where(any_exists, values, held[number, place])

@@ -1,0 +1,136 @@
+"""Decode rows whose states are replayed: a checkpoint, and a ring of the inputs of the tokens that follow it.
+
+A row's checkpoint is the state after its first `folded` tokens. The inputs of the tokens from there on are in the row's
+ring, position p at place p % capacity, where later steps overwrite those of rejected drafts. A fold brings ring entries
+into the checkpoint, always up to a multiple of `ring_len`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..row_checks import check_vectors
+from .ssm_inputs import SSMTokens
+
+LEAST_RING_LEN = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayRows:
+    """Describe packed decode rows with replayed states; all tensors on the ops' device.
+
+    Slots of different rows are distinct, and so are rings. Tokens past the last row are padding.
+
+    Args:
+        cu_tokens: [rows + 1] int32; row r feeds the packed tokens cu_tokens[r] to cu_tokens[r + 1], the end excluded.
+        slots: [rows] int32; slot of the row's checkpoint. A row of PAD_SLOT gives zeros and touches nothing.
+        rings: [rows] int32; the row's ring.
+        folded: [rows] int32; tokens that are in the checkpoint before the step.
+        computed: [rows] int32; tokens before the step, at least `folded`: the position of the row's first token.
+        max_tokens: Host bound of the tokens of a row.
+    """
+
+    cu_tokens: Tensor
+    slots: Tensor
+    rings: Tensor
+    folded: Tensor
+    computed: Tensor
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayRing:
+    """One layer's rings, or with one more dimension before the others all layers'; any strides between positions.
+
+    Args:
+        x: [rings, capacity, heads, head_dim], contiguous within a position.
+        B: [rings, capacity, groups, d_state], contiguous within a position.
+        steps: [rings, capacity, 2, heads], contiguous within a position; time steps after softplus and limits, and
+            their products with A. float32, or float64 beside float64 inputs.
+    """
+
+    x: Tensor
+    B: Tensor
+    steps: Tensor
+
+    @property
+    def capacity(self) -> int:
+        """Positions of a ring."""
+        return self.steps.shape[-3]
+
+
+@dataclass(frozen=True, slots=True)
+class BoundaryFolds:
+    """States to be written into slots of their own; all tensors on the pools' device.
+
+    Targets are distinct; a target may be its own row's checkpoint, and is never another row's.
+
+    Args:
+        slots, rings, folded: [rows] int32; as in `ReplayRows`, after the step.
+        ends: [rows] int32, at least `folded`; tokens that the written state covers.
+        targets: [rows] int32; slot that receives the state, PAD_SLOT for none.
+    """
+
+    slots: Tensor
+    rings: Tensor
+    folded: Tensor
+    ends: Tensor
+    targets: Tensor
+
+
+def least_capacity(ring_len: int, max_tokens: int) -> int:
+    """Return the positions that a ring needs: a step appends its tokens while as many as the last one's are folded."""
+    return ring_len + 2 * max_tokens - 1
+
+
+def check_replay_rows(rows: ReplayRows, device: torch.device) -> None:
+    """Raise a ValueError unless the tensors of `rows` fit together and are on `device`."""
+    num_rows = rows.slots.shape[0]
+    vectors = {name: (getattr(rows, name), num_rows) for name in ("slots", "rings", "folded", "computed")}
+    check_vectors({"cu_tokens": (rows.cu_tokens, num_rows + 1)} | vectors, device)
+    if rows.max_tokens < 1:
+        raise ValueError(f"need max_tokens of at least 1, found {rows.max_tokens}")
+
+
+def check_boundary_folds(rows: BoundaryFolds, device: torch.device) -> None:
+    """Raise a ValueError unless the tensors of `rows` fit together and are on `device`."""
+    num_rows = rows.targets.shape[0]
+    names = ("slots", "rings", "folded", "ends", "targets")
+    check_vectors({name: (getattr(rows, name), num_rows) for name in names}, device)
+
+
+def check_ring_len(ring_len: int) -> None:
+    """Raise a ValueError unless `ring_len` is one that the kernels take."""
+    if ring_len < LEAST_RING_LEN or ring_len & (ring_len - 1):
+        raise ValueError(f"need a ring_len that is a power of two from {LEAST_RING_LEN} on, found {ring_len}")
+
+
+def check_ring(ring: ReplayRing, tokens: SSMTokens, ring_len: int, max_tokens: int) -> None:
+    """Raise a ValueError unless `ring` holds what a step of at most `max_tokens` a row appends and folds."""
+    check_ring_len(ring_len)
+    heads, head_dim = tokens.x.shape[1:]
+    entries = {"x": (heads, head_dim), "B": tuple(tokens.B.shape[1:]), "steps": (2, heads)}
+    for name, entry in entries.items():
+        tensor: Tensor = getattr(ring, name)
+        if tensor.dim() != 4 or tuple(tensor.shape) != (*ring.steps.shape[:2], *entry):
+            raise ValueError(f"need {name} of the ring [rings, capacity, *{entry}], found {tuple(tensor.shape)}")
+        check_entries(name, tensor, tokens.x.device)
+    steps = torch.float64 if tokens.x.dtype == torch.float64 else torch.float32
+    dtypes = {"x": tokens.x.dtype, "B": tokens.B.dtype, "steps": steps}
+    for name, dtype in dtypes.items():
+        if getattr(ring, name).dtype != dtype:
+            raise ValueError(f"need {name} of the ring of {dtype}, found {getattr(ring, name).dtype}")
+    if ring.capacity < (needed := least_capacity(ring_len, max_tokens)):
+        raise ValueError(
+            f"need a ring of at least {needed} positions for a ring_len of {ring_len} and {max_tokens} tokens a row, "
+            f"found {ring.capacity}"
+        )
+
+
+def check_entries(name: str, tensor: Tensor, device: torch.device) -> None:
+    """Raise a ValueError unless a tensor of a ring is on `device` and contiguous within a position."""
+    if tensor.device != device:
+        raise ValueError(f"need {name} of the ring on {device}, found {tensor.device}")
+    if not tensor[(slice(1),) * (tensor.dim() - 2)].is_contiguous():
+        raise ValueError(f"need {name} of the ring contiguous within a position, found strides {tensor.stride()}")
