@@ -22,12 +22,13 @@ from torch import Tensor
 
 from ..overlap import await_then_release, overlapping
 from ..prefill_rows import PAD_SLOT
-from .replay_rows import LEAST_RING_LEN, ReplayRing, ReplayRows
+from .replay_rows import ReplayRing, ReplayRows
 from .ssm_inputs import SSMTokens, SSMWeights
 from .time_steps import time_step
 
 _PAD = tl.constexpr(PAD_SLOT)
 _NUM_WARPS = 4
+_LEAST_OWN = 8  # one form of the kernels up to that many tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +230,7 @@ def append_and_weigh(
     heads, head_dim = tokens.x.shape[1:]
     groups, d_state = tokens.B.shape[1:]
     num_rows = rows.slots.shape[0]
-    own = max(LEAST_RING_LEN, triton.next_power_of_2(rows.max_tokens))
+    own = max(_LEAST_OWN, triton.next_power_of_2(rows.max_tokens))
     factors = ReplayCoefficients(
         torch.empty(num_rows, rows.max_tokens, heads, dtype=torch.float32, device=y.device),
         torch.empty(num_rows, rows.max_tokens, heads, ring_len + own, dtype=torch.float32, device=y.device),

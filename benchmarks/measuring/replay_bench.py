@@ -1,0 +1,85 @@
+"""Steps of one layer's replayed states, in all the phases that rows of a steady load are in."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megatron_mamba_cache.kernels.ssm.reference_replay import state_replay_ref
+from megatron_mamba_cache.kernels.ssm.replay_rows import ReplayRing, ReplayRows, least_capacity
+from megatron_mamba_cache.kernels.ssm.ssm_inputs import SSMTokens, SSMWeights
+
+Replay = Callable[[SSMTokens, SSMWeights, Tensor, ReplayRing, ReplayRows, int], Tensor]
+
+
+def steady_rows(num_rows: int, first_slot: int, ring_len: int, kept: int, num_tokens: int, device: str) -> ReplayRows:
+    """Return rows of `num_tokens` tokens after steps that each kept `kept`, spread evenly over the ring's period."""
+    row = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
+    slots = row[:-1] + first_slot
+    computed = 8 * ring_len + row[:-1] * ring_len // num_rows
+    folded = (computed - kept) // ring_len * ring_len
+    return ReplayRows(row * num_tokens, slots, slots, folded, computed, num_tokens)
+
+
+class ReplayBench:
+    """One layer's checkpoints, rings and steps; a step's launch folds as many rows as one of a steady load does.
+
+    Args:
+        kept: Tokens that the last step kept of each row.
+        num_steps: Steps that have checkpoints and rings of their own.
+    """
+
+    def __init__(
+        self,
+        tokens: SSMTokens,
+        weights: SSMWeights,
+        dtype: torch.dtype,
+        ring_len: int,
+        *,
+        num_rows: int,
+        kept: int,
+        num_steps: int,
+    ) -> None:
+        self.tokens, self.weights, self.ring_len = tokens, weights, ring_len
+        device, num_tokens = tokens.x.device, tokens.x.shape[0] // num_rows
+        heads, head_dim = tokens.x.shape[1:]
+        shape = (num_steps * num_rows, heads, tokens.B.shape[2], head_dim)
+        self.pool = torch.empty(shape, dtype=dtype, device=device).normal_()
+        places = (num_steps * num_rows, least_capacity(ring_len, num_tokens))
+        steps = torch.rand(*places, 2, heads, device=device) * 0.1
+        steps[:, :, 1] *= -1
+        self.ring = ReplayRing(
+            torch.randn(*places, heads, head_dim, device=device).to(tokens.x.dtype),
+            torch.randn(*places, *tokens.B.shape[1:], device=device).to(tokens.B.dtype),
+            steps,
+        )
+        self.steps = [
+            steady_rows(num_rows, number * num_rows, ring_len, kept, num_tokens, str(device))
+            for number in range(num_steps)
+        ]
+
+    def launches(self, replay: Replay) -> list[Callable[[], Tensor]]:
+        """Return each step's launch."""
+        return [
+            lambda rows=rows: replay(self.tokens, self.weights, self.pool, self.ring, rows, self.ring_len)
+            for rows in self.steps
+        ]
+
+    def check(self, replay: Replay) -> None:
+        """Compare the first step with the twin.
+
+        Raises:
+            RuntimeError: If outputs, checkpoints or rings are wrong.
+        """
+        rows = self.steps[0]
+        number = rows.slots.shape[0]
+        pool = self.pool[:number].clone()
+        ring = ReplayRing(*(t[:number].clone() for t in (self.ring.x, self.ring.B, self.ring.steps)))
+        expected = state_replay_ref(self.tokens, self.weights, pool, ring, rows, self.ring_len)
+        y = replay(self.tokens, self.weights, self.pool, self.ring, rows, self.ring_len)
+        found = {"outputs": (y, expected), "checkpoints": (self.pool[:number], pool)}
+        found |= {name: (getattr(self.ring, name)[:number], getattr(ring, name)) for name in ("x", "B", "steps")}
+        for name, (mine, its) in found.items():
+            error = (mine.float() - its.float()).abs().max() / its.float().abs().max()
+            if not error < 0.02:
+                raise RuntimeError(f"{name} differ by {error:.2e}")

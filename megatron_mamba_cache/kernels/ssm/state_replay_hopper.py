@@ -1,0 +1,226 @@
+"""The outputs of replayed states on Hopper GPUs, in Gluon: one warp owns `width` columns of a head's state in registers.
+
+Its arithmetic is that of `state_replay`; checkpoints have the same bits. A lane holds runs of d_state in a few columns,
+so that a product with C adds up within lanes, and only one sum a column and token crosses them. The state's loads and
+the fold begin while `replay_coefficients` runs.
+"""
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ..prefill_rows import PAD_SLOT
+from .replay_coefficients import ReplayCoefficients, kernel_ring, kernel_rows, kernel_tokens
+from .replay_rows import ReplayRing, ReplayRows
+from .ssm_inputs import SSMTokens
+
+_PAD = gl.constexpr(PAD_SLOT)
+_ACCESS = 16  # bytes of a load
+
+
+@gluon.jit
+def _release(OVERLAPS: gl.constexpr):
+    """Let the next kernel begin."""
+    if OVERLAPS:
+        gl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+@gluon.jit
+def _await_launcher(OVERLAPS: gl.constexpr):
+    """Wait for the results of the kernel before this one."""
+    if OVERLAPS:
+        gl.inline_asm_elementwise("griddepcontrol.wait; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _load_entry(x, b, steps, ring, position, end, HEADS: gl.constexpr, CAPACITY: gl.constexpr):
+    """Load x, B, the time step and its product with A at a position; zeros from `end` on."""
+    exists = position < end
+    place = position % CAPACITY
+    values = gl.load(x + place * ring.x_place, mask=exists, other=0.0)
+    keys = gl.load(b + place * ring.B_place, mask=exists, other=0.0)
+    dt = gl.load(steps + place * ring.steps_place, mask=exists, other=0.0)
+    decay = gl.load(steps + place * ring.steps_place + HEADS, mask=exists, other=0.0)
+    return values, keys, dt, decay
+
+
+@gluon.jit
+def _fold_entries(
+    state, pool, x, b, steps, ring, position, end, HEADS: gl.constexpr, CAPACITY: gl.constexpr, RING: gl.constexpr
+):
+    """Return float32 `state` [lanes, d_state of a lane, width] after the ring's entries; see `replay_fold`."""
+    entry = _load_entry(x, b, steps, ring, position, end, HEADS, CAPACITY)
+    while position < end:
+        until = gl.minimum((position // RING + 1) * RING, end)
+        for at in range(position, until):
+            values, keys, dt, decay = entry
+            entry = _load_entry(x, b, steps, ring, at + 1, end, HEADS, CAPACITY)
+            scaled = dt * values.to(gl.float32)
+            increment = keys.to(gl.float32)[:, :, None] * scaled[None, :][:, None, :]
+            state = gl.fma(gl.exp(decay), state, increment)
+        if until % RING == 0:
+            state = state.to(pool.dtype.element_ty).to(gl.float32)
+        position = until
+    return state
+
+
+@gluon.jit
+def _load_factors(c, checkpoint_factors, input_factors, c_stride, HEADS: gl.constexpr, t, count, w, u, RING, OWN):
+    exists = t < count
+    line = input_factors + t * (HEADS * (RING + OWN))
+    of_ring = gl.load(line + w, mask=exists & (w < RING), other=0.0)
+    of_own = gl.load(line + RING + u, mask=exists, other=0.0)
+    of_checkpoint = gl.load(checkpoint_factors + t * HEADS, mask=exists, other=0.0)
+    return gl.load(c + t * c_stride, mask=exists, other=0.0), of_ring, of_own, of_checkpoint
+
+
+@gluon.jit(do_not_specialize=["max_tokens"])
+def _state_replay_kernel(
+    y,
+    tokens,
+    pool,
+    slot_stride,
+    ring,
+    rows,
+    checkpoint_factors,
+    input_factors,
+    max_tokens,
+    HEADS: gl.constexpr,
+    HEADS_A_GROUP: gl.constexpr,
+    D_STATE: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    CAPACITY: gl.constexpr,
+    RING: gl.constexpr,
+    OWN: gl.constexpr,
+    WIDTH: gl.constexpr,
+    LANES: gl.constexpr,
+    OVERLAPS: gl.constexpr,
+):
+    """Long because state and inputs stay in registers."""
+    _release(OVERLAPS)
+    PARTS: gl.constexpr = HEAD_DIM // WIDTH
+    DEPTH: gl.constexpr = D_STATE // LANES
+    PLACES: gl.constexpr = (RING + LANES - 1) // LANES
+    TAIL: gl.constexpr = (OWN + LANES - 1) // LANES
+    V: gl.constexpr = WIDTH * LANES // (32 * gl.num_warps())
+    STATE: gl.constexpr = gl.BlockedLayout([1, DEPTH, V], [LANES, 1, 32 // LANES], [1, 1, gl.num_warps()], [2, 1, 0])
+    KEPT: gl.constexpr = gl.BlockedLayout([1, PLACES, V], [LANES, 1, 32 // LANES], [1, 1, gl.num_warps()], [2, 1, 0])
+    NEW: gl.constexpr = gl.BlockedLayout([1, TAIL, V], [LANES, 1, 32 // LANES], [1, 1, gl.num_warps()], [2, 1, 0])
+    SUMS: gl.constexpr = gl.SliceLayout(1, STATE)
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, SUMS)
+
+    part = gl.program_id(0) % PARTS
+    head = gl.program_id(0) // PARTS % HEADS
+    row = gl.program_id(0) // (PARTS * HEADS)
+    slot = gl.load(rows.slots + row).to(gl.int64)
+    start = gl.load(rows.cu_tokens + row)
+    count = gl.load(rows.cu_tokens + row + 1) - start
+    number = gl.load(rows.rings + row).to(gl.int64)
+    folded = gl.load(rows.folded + row)
+    computed = gl.load(rows.computed + row)
+    if slot == _PAD:
+        _await_launcher(OVERLAPS)
+        return
+
+    first = gl.maximum(folded, computed // RING * RING)
+    group = head // HEADS_A_GROUP
+    lane = gl.arange(0, LANES, layout=gl.SliceLayout(1, gl.SliceLayout(2, STATE)))
+    depth = gl.arange(0, DEPTH, layout=gl.SliceLayout(0, gl.SliceLayout(2, STATE)))
+    n = lane[:, None] * DEPTH + depth[None, :]  # [lanes, depth]
+    p = head * HEAD_DIM + part * WIDTH + gl.arange(0, WIDTH, layout=COLUMNS)
+    column = part * WIDTH + gl.arange(0, WIDTH, layout=COLUMNS)[None, :][:, None, :]
+    states = pool + slot * slot_stride + head * (D_STATE * HEAD_DIM) + n[:, :, None] * HEAD_DIM + column
+    state = gl.load(states).to(gl.float32)  # [lanes, depth, width]
+
+    lane = gl.arange(0, LANES, layout=gl.SliceLayout(1, gl.SliceLayout(2, KEPT)))
+    w = lane[:, None] * PLACES + gl.arange(0, PLACES, layout=gl.SliceLayout(0, gl.SliceLayout(2, KEPT)))[None, :]
+    column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, gl.SliceLayout(1, KEPT)))[None, :][:, None, :]
+    xs = ring.x + number * ring.x_ring + head * HEAD_DIM + part * WIDTH
+    places = (first + w) % CAPACITY
+    ring_x = gl.load(
+        xs + places[:, :, None] * ring.x_place + column, mask=(w < computed - first)[:, :, None], other=0.0
+    )
+    lane = gl.arange(0, LANES, layout=gl.SliceLayout(1, gl.SliceLayout(2, NEW)))
+    u = lane[:, None] * TAIL + gl.arange(0, TAIL, layout=gl.SliceLayout(0, gl.SliceLayout(2, NEW)))[None, :]
+    column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, gl.SliceLayout(1, NEW)))[None, :][:, None, :]
+    new = tokens.x + start.to(gl.int64) * tokens.x_stride + head * HEAD_DIM + part * WIDTH
+    own_x = gl.load(new + u[:, :, None] * tokens.x_stride + column, mask=(u < count)[:, :, None], other=0.0)
+
+    if first > folded:
+        b = ring.B + number * ring.B_ring + group * D_STATE + n
+        steps = ring.steps + number * ring.steps_ring + head
+        x = xs + gl.arange(0, WIDTH, layout=COLUMNS)
+        state = _fold_entries(state, pool, x, b, steps, ring, folded, first, HEADS, CAPACITY, RING)
+        gl.store(states, state.to(pool.dtype.element_ty))
+
+    ring_x = ring_x.to(gl.float32)
+    own_x = own_x.to(gl.float32)
+    c = tokens.C + start.to(gl.int64) * tokens.C_stride + group * D_STATE + n
+    line = row.to(gl.int64) * max_tokens * HEADS + head
+    checkpoint_factors += line
+    input_factors += line * (RING + OWN)
+    y += start.to(gl.int64) * (HEADS * HEAD_DIM) + p
+    _await_launcher(OVERLAPS)
+    following = _load_factors(
+        c, checkpoint_factors, input_factors, tokens.C_stride, HEADS, 0, count, w, u, RING, OWN
+    )
+    for t in range(0, count):
+        keys, of_ring, of_own, of_checkpoint = following
+        following = _load_factors(
+            c, checkpoint_factors, input_factors, tokens.C_stride, HEADS, t + 1, count, w, u, RING, OWN
+        )
+        out = of_checkpoint * gl.sum(state * keys.to(gl.float32)[:, :, None], axis=1)
+        out += gl.convert_layout(gl.sum(of_ring[:, :, None] * ring_x, axis=1), SUMS)
+        # A later token may hold NaN, which a factor of 0 would not keep out.
+        x = gl.where((u <= t)[:, :, None], own_x, 0.0)
+        out += gl.convert_layout(gl.sum(of_own[:, :, None] * x, axis=1), SUMS)
+        gl.store(y + t * (HEADS * HEAD_DIM), gl.sum(out, axis=0).to(y.dtype.element_ty))
+
+
+def replay_on_hopper(
+    y: Tensor,
+    tokens: SSMTokens,
+    ssm_pool: Tensor,
+    ring: ReplayRing,
+    rows: ReplayRows,
+    factors: ReplayCoefficients,
+    ring_len: int,
+    *,
+    width: int,
+    num_warps: int,
+    max_registers: int,
+    overlaps: dict[str, bool],
+) -> None:
+    """Fold and compute the outputs into `y`, in place.
+
+    Args:
+        ssm_pool: d_state is a power of two and head_dim a multiple of `width`.
+    """
+    heads, head_dim = tokens.x.shape[1:]
+    # Lanes side by side in head_dim read 16 bytes each.
+    lanes = 32 * num_warps * (_ACCESS // ssm_pool.element_size()) // width
+    _state_replay_kernel[(rows.slots.shape[0] * heads * (head_dim // width),)](
+        y=y,
+        tokens=kernel_tokens(tokens),
+        pool=ssm_pool,
+        slot_stride=ssm_pool.stride(0),
+        ring=kernel_ring(ring),
+        rows=kernel_rows(rows),
+        checkpoint_factors=factors.checkpoint,
+        input_factors=factors.inputs,
+        max_tokens=rows.max_tokens,
+        HEADS=heads,
+        HEADS_A_GROUP=heads // tokens.B.shape[1],
+        D_STATE=tokens.B.shape[2],
+        HEAD_DIM=head_dim,
+        CAPACITY=ring.capacity,
+        RING=ring_len,
+        OWN=factors.own,
+        WIDTH=width,
+        LANES=lanes,
+        num_warps=num_warps,
+        maxnreg=max_registers,
+        **overlaps,
+    )
