@@ -39,11 +39,13 @@ class ReplayCoefficients:
         checkpoint: [rows, max_tokens, heads]; of the checkpoint's product with C.
         inputs: [rows, max_tokens, heads, ring_len + own]; of x of the ring's tokens, oldest first, then of the step's
             tokens; 0 for one that is absent or comes later.
+        ring_len: Places for the ring's tokens.
         own: Places for the step's tokens, a power of two.
     """
 
     checkpoint: Tensor
     inputs: Tensor
+    ring_len: int
     own: int
 
 
@@ -234,6 +236,7 @@ def append_and_weigh(
     factors = ReplayCoefficients(
         torch.empty(num_rows, rows.max_tokens, heads, dtype=torch.float32, device=y.device),
         torch.empty(num_rows, rows.max_tokens, heads, ring_len + own, dtype=torch.float32, device=y.device),
+        ring_len,
         own,
     )
     _coefficients_kernel[((num_rows + 1) * groups,)](

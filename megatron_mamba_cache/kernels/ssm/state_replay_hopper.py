@@ -1,4 +1,4 @@
-"""The outputs of replayed states on Hopper GPUs, in Gluon: one warp owns `width` columns of a head's state in registers.
+"""The outputs of replayed states on Hopper GPUs, in Gluon: a warp keeps `width` columns of a head's state in registers.
 
 Its arithmetic is that of `state_replay`; checkpoints have the same bits. A lane holds runs of d_state in a few columns,
 so that a product with C adds up within lanes, and only one sum a column and token crosses them. The state's loads and
@@ -9,9 +9,11 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ..overlap import overlapping
 from ..prefill_rows import PAD_SLOT
 from .replay_coefficients import ReplayCoefficients, kernel_ring, kernel_rows, kernel_tokens
 from .replay_rows import ReplayRing, ReplayRows
+from .replay_tiling import ReplayTiling
 from .ssm_inputs import SSMTokens
 
 _PAD = gl.constexpr(PAD_SLOT)
@@ -163,9 +165,7 @@ def _state_replay_kernel(
     input_factors += line * (RING + OWN)
     y += start.to(gl.int64) * (HEADS * HEAD_DIM) + p
     _await_launcher(OVERLAPS)
-    following = _load_factors(
-        c, checkpoint_factors, input_factors, tokens.C_stride, HEADS, 0, count, w, u, RING, OWN
-    )
+    following = _load_factors(c, checkpoint_factors, input_factors, tokens.C_stride, HEADS, 0, count, w, u, RING, OWN)
     for t in range(0, count):
         keys, of_ring, of_own, of_checkpoint = following
         following = _load_factors(
@@ -186,22 +186,17 @@ def replay_on_hopper(
     ring: ReplayRing,
     rows: ReplayRows,
     factors: ReplayCoefficients,
-    ring_len: int,
-    *,
-    width: int,
-    num_warps: int,
-    max_registers: int,
-    overlaps: dict[str, bool],
+    tiling: ReplayTiling,
 ) -> None:
-    """Fold and compute the outputs into `y`, in place.
+    """Fold, and write the outputs into `y`, in place; `append_and_weigh` came right before.
 
     Args:
-        ssm_pool: d_state is a power of two and head_dim a multiple of `width`.
+        ssm_pool: d_state is a power of two, and head_dim a multiple of the tiling's width.
     """
     heads, head_dim = tokens.x.shape[1:]
     # Lanes side by side in head_dim read 16 bytes each.
-    lanes = 32 * num_warps * (_ACCESS // ssm_pool.element_size()) // width
-    _state_replay_kernel[(rows.slots.shape[0] * heads * (head_dim // width),)](
+    lanes = 32 * tiling.num_warps * (_ACCESS // ssm_pool.element_size()) // tiling.width
+    _state_replay_kernel[(rows.slots.shape[0] * heads * (head_dim // tiling.width),)](
         y=y,
         tokens=kernel_tokens(tokens),
         pool=ssm_pool,
@@ -216,11 +211,11 @@ def replay_on_hopper(
         D_STATE=tokens.B.shape[2],
         HEAD_DIM=head_dim,
         CAPACITY=ring.capacity,
-        RING=ring_len,
+        RING=factors.ring_len,
         OWN=factors.own,
-        WIDTH=width,
+        WIDTH=tiling.width,
         LANES=lanes,
-        num_warps=num_warps,
-        maxnreg=max_registers,
-        **overlaps,
+        num_warps=tiling.num_warps,
+        maxnreg=tiling.max_registers,
+        **overlapping(ssm_pool.device),
     )
