@@ -1,8 +1,9 @@
 """The settings of the cache: one frozen, validated value, and its command-line arguments."""
 
+import math
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -16,6 +17,9 @@ _CHECKPOINTS = ("rolling", "all", "none")
 _EVICTIONS = ("cost", "lru")
 _ATTENTION_BACKENDS = ("auto", "flash-attn", "flashinfer", "torch-varlen", "reference")
 _STATE_DTYPES = ("model", "fp32", "bf16")
+_DRAFT_STATES = ("auto", "replay", "window")
+_RING_LENGTHS = (4, 8, 16, 32)
+_BEST_RING = 16  # as measured: benchmarks/results/state_kernels.md
 _PREFIX = "--inference-dynamic-batching-"
 
 FLAGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -31,6 +35,7 @@ FLAGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "eviction": (f"{_PREFIX}prefix-caching-eviction-policy",),
         "decode_checkpoints": ("--decode-checkpoints",),
         "num_speculative_tokens": ("--num-speculative-tokens",),
+        "draft_states": ("--draft-states",),
         "attention_backend": ("--attention-backend",),
     }
 )
@@ -61,8 +66,13 @@ class CacheConfig:
             ("rolling"), "all" or "none". With one, a conversation's next turn resumes after its last reply.
         eviction: "cost" evicts the state expected to save the fewest tokens for the bytes that it and its KV keep,
             "lru" the least recently used one.
-        num_speculative_tokens: Most draft tokens that a step verifies per request, 0 to 8; the states after them take
-            slots of `prefix_caching_mamba_gb` or of `cache_gb`.
+        num_speculative_tokens: Most draft tokens that a step verifies per request, 0 to 8.
+        draft_states: How a decode step keeps states, with drafts or without. "replay": a step reads each state once
+            and writes none; the inputs of the tokens since then wait in a ring of the request. "window": a step writes
+            the state after each of its tokens; those after drafts take slots of `prefix_caching_mamba_gb` or of
+            `cache_gb`. "auto": "replay" on a GPU, "window" on a CPU.
+        ring_len: With "replay", tokens after which a state is written; a divisor of the block size. None: 16, or the
+            largest divisor below.
         align_prefill_chunks: End a prefill chunk on the last block boundary inside the step's token budget.
         max_requests, max_tokens, max_sequence_length: Limits of a step and of a request; max_requests rows of block
             numbers for max_sequence_length tokens must have fewer than 2**28 entries.
@@ -100,6 +110,8 @@ class CacheConfig:
     decode_checkpoints: Literal["rolling", "all", "none"] = "rolling"
     eviction: Literal["cost", "lru"] = "cost"
     num_speculative_tokens: int = 0
+    draft_states: Literal["auto", "replay", "window"] = "auto"
+    ring_len: int | None = None
     align_prefill_chunks: bool = True
     max_requests: int = 64
     max_tokens: int = 8192
@@ -146,6 +158,43 @@ class CacheConfig:
         _require(is_in_range, "num_speculative_tokens", drafts, allowed_drafts)
         for name in ("ssm_state_dtype", "conv_state_dtype"):
             _require(getattr(self, name) in _STATE_DTYPES, name, getattr(self, name), f"one of {_STATE_DTYPES}")
+        self._check_draft_states()
+
+    def _check_draft_states(self) -> None:
+        form, ring, block = self.draft_states, self.ring_len, self.block_size_tokens
+        _require(form in _DRAFT_STATES, "draft_states", form, f"one of {_DRAFT_STATES}")
+        allowed = f"None or one of {_RING_LENGTHS} that divides block_size_tokens={block}"
+        is_length = type(ring) is int and ring in _RING_LENGTHS and block % ring == 0
+        _require(ring is None or is_length, "ring_len", ring, allowed)
+        if ring is not None and form == "window":
+            raise ValueError(f"ring_len is {ring} and draft_states is 'window', which has no rings; leave ring_len out")
+        shortest = _RING_LENGTHS[0]
+        if form == "replay" and block % shortest:
+            raise ValueError(
+                f"draft_states is 'replay' and block_size_tokens is {block}, which is not a multiple of {shortest}: "
+                "set --inference-dynamic-batching-block-size to a multiple of it, or --draft-states window"
+            )
+
+    def on_device(self, *, is_gpu: bool) -> "CacheConfig":
+        """Return the settings with the form of draft states that "auto" stands for there, and its ring length."""
+        replays = self.draft_states == "replay" or (
+            self.draft_states == "auto" and is_gpu and self.block_size_tokens % _RING_LENGTHS[0] == 0
+        )
+        if not replays:
+            return replace(self, draft_states="window", ring_len=None)
+        ring_len = self.ring_len or math.gcd(self.block_size_tokens, _BEST_RING)
+        return replace(self, draft_states="replay", ring_len=ring_len)
+
+    @property
+    def replays(self) -> bool:
+        """True when states are replayed; `on_device` resolves "auto"."""
+        assert self.draft_states != "auto"
+        return self.draft_states == "replay"
+
+    @property
+    def num_draft_slots(self) -> int:
+        """The most slots that the drafts of a request take."""
+        return 0 if self.replays else self.num_speculative_tokens
 
     def _check_memory(self) -> None:
         if self.cache_gb is None:
@@ -212,6 +261,8 @@ class CacheConfig:
         kept = "block boundaries inside a reply that keep a state: the newest, all or none (default: rolling)"
         add("decode_checkpoints", kept, choices=_CHECKPOINTS)
         add("num_speculative_tokens", "drafts a step verifies, 0 to 8", type=int, metavar="K")
+        kept_states = "how a decode step keeps states: replayed from a ring, or one state a token (default: auto)"
+        add("draft_states", kept_states, choices=_DRAFT_STATES)
         add("attention_backend", "what computes attention (default: auto)", choices=_ATTENTION_BACKENDS)
         parser.add_argument("--no-prefix-caching", action="store_true", help="compute every prompt from its start")
 

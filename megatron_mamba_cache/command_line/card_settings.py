@@ -68,7 +68,10 @@ def card_settings(
     """
     block = given.get("block_size_tokens") or math.ceil(_LEAST_BLOCK / shape.ssm_chunk_size) * shape.ssm_chunk_size
     drafts = given.get("num_speculative_tokens") or 0
-    state_bytes = shape.state_layout(CacheConfig(num_speculative_tokens=drafts)).slot_bytes
+    forms = {name: given[name] for name in ("draft_states", "ring_len") if given.get(name) is not None}
+    sizes = CacheConfig(block_size_tokens=block, num_speculative_tokens=drafts, **forms).on_device(is_gpu=True)
+    state_bytes = shape.state_layout(sizes).slot_bytes
+    live_bytes = state_bytes + (shape.ring_layout(sizes).ring_bytes if sizes.replays else 0)
     asked = given.get("max_requests") or 0
     max_tokens = given.get("max_tokens") or max(_MAX_TOKENS, block, asked)
     given_gb = given.get("cache_gb")
@@ -76,21 +79,24 @@ def card_settings(
         budget = _budget(card, shape, max_tokens, max(asked, _MAX_REQUESTS) * (1 + drafts))
     else:
         budget = card.share * given_gb * _GIB
-    request_bytes = (1 + drafts) * state_bytes + math.ceil(_TOKENS_A_REQUEST / block) * shape.block_bytes(block)
+    request_bytes = (
+        live_bytes
+        + sizes.num_draft_slots * state_bytes
+        + math.ceil(_TOKENS_A_REQUEST / block) * shape.block_bytes(block)
+    )
     fitting = min(_MAX_REQUESTS, max_tokens, int(budget / 2 / max(request_bytes, 1)))
     max_requests = asked or max(1, fitting)
-    rest = budget - max_requests * state_bytes
+    rest = budget - max_requests * live_bytes
     if given_gb is None and rest < state_bytes + 2 * shape.block_bytes(block):
-        raise UsageError(_no_room(card, budget, max_requests, state_bytes))
+        raise UsageError(_no_room(card, budget, max_requests, live_bytes))
     split = given.get("buffer_size_gb") is not None or given.get("prefix_caching_mamba_gb") is not None
+    limits = {"max_requests": max_requests, "max_tokens": max_tokens}
     if not split:
-        sizes = CacheConfig(block_size_tokens=block, num_speculative_tokens=drafts)
-        max_length = min(max_length, longest_request(shape, sizes, budget, ranks))
+        max_length = min(max_length, longest_request(shape, replace(sizes, **limits), budget, ranks))
     return {
         "block_size_tokens": block,
         **(_split(rest / _GIB, given) if split else {"cache_gb": budget / _GIB}),
-        "max_requests": max_requests,
-        "max_tokens": max_tokens,
+        **limits,
         "max_sequence_length": given.get("max_sequence_length") or max_length,
         "num_cuda_graphs": NUM_CUDA_GRAPHS,
     }
@@ -112,8 +118,8 @@ def longest_request(shape: "HybridModelShape", config: CacheConfig, budget: floa
     """
     unit = shape.unit_bytes(config)
     slab = SlabShape.fitting(ranks.gather(unit))
-    (num_slabs,) = ranks.least([slab.slabs_in(int(budget), unit)])
-    return max(slab.blocks_of_request(num_slabs, config.num_speculative_tokens), 1) * config.block_size_tokens
+    (num_slabs,) = ranks.least([slab.slabs_in(int(budget) - shape.rings_bytes(config), unit)])
+    return max(slab.blocks_of_request(num_slabs, config.num_draft_slots), 1) * config.block_size_tokens
 
 
 def _no_room(card: Card, budget: float, max_requests: int, state_bytes: int) -> str:

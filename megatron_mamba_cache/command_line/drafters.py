@@ -19,7 +19,7 @@ from .ready_model import load_weights
 from .usage_error import UsageError
 
 _FLAG = "--draft-hf-model"
-DRAFTER_STATES = {"num_speculative_tokens": 1}
+DRAFTER_STATES: dict[str, Any] = {"num_speculative_tokens": 1, "draft_states": "window"}
 """A request's states in a draft model's own cache: the live one, and the one after its newest draft."""
 
 

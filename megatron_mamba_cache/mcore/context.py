@@ -111,7 +111,8 @@ class MambaCacheContext(DynamicInferenceContext):
     ) -> None:
         self.ranks = ranks or OneRank()
         self.peers = peers or NoPeers()
-        config = settings_of_peers(agreed_settings(config, self.ranks), self.peers)
+        own = config.on_device(is_gpu=torch.cuda.is_available())
+        config = settings_of_peers(agreed_settings(own, self.ranks), self.peers)
         shape.check(config)
         self.capacity = CacheCapacity.of(config, shape, self.ranks)
         self.cache_config = config
@@ -143,9 +144,8 @@ class MambaCacheContext(DynamicInferenceContext):
             counters=self.counters,
             weights_version=self.weights_version,
         )
-        self.block_allocator = KVBlockAllocator(
-            self, self.capacity.num_blocks, self.capacity.num_paused_blocks, memory.blocks
-        )
+        limits = self.capacity.num_blocks, self.capacity.num_paused_blocks
+        self.block_allocator = KVBlockAllocator(self, *limits, memory.blocks)
         self._runner = runner = StepRunner(
             memory,
             self.cache_config,

@@ -13,10 +13,10 @@ from typing_extensions import override
 
 from ..kernels.conv.causal_conv import causal_conv
 from ..kernels.conv.conv_verify import conv_verify
-from ..kernels.decode_rows import DecodeRows
 from ..kernels.prefill_rows import PrefillRows, whole_rows
 from ..kernels.ssm.ssd_scan import ssd_scan
 from ..kernels.ssm.ssm_inputs import NO_LIMIT, SSMTokens, SSMWeights
+from ..kernels.ssm.state_replay import state_replay
 from ..kernels.ssm.state_verify import state_verify
 from ..state.state_pool import LayerStates
 from ..step.batch import StepBatch
@@ -110,7 +110,7 @@ class CachingMambaMixer(megatron_mixer.MambaMixer):
         mixed = []
         first_prefilled = step.num_decode_tokens if step.prefill is not None else len(inputs.z)
         if step.decode is not None:
-            mixed.append(self._decode_rows(inputs.rows(slice(0, first_prefilled)), states, step.decode))
+            mixed.append(self._decode_rows(inputs.rows(slice(0, first_prefilled)), states, step))
         if step.prefill is not None:
             mixed.append(self._prefill_rows(inputs.rows(slice(first_prefilled, None)), states, step.prefill))
         if not mixed:
@@ -122,9 +122,14 @@ class CachingMambaMixer(megatron_mixer.MambaMixer):
         y = ssd_scan(self._ssm_tokens(xbc, inputs.dt), self._ssm_weights, states.ssm, rows, self.chunk_size)
         return self._gate(y.flatten(1), inputs.z)
 
-    def _decode_rows(self, inputs: _MixerInputs, states: LayerStates, rows: DecodeRows) -> Tensor:
-        xbc = conv_verify(inputs.xbc, self._conv_weight, self.conv1d.bias, states.conv, rows)
-        y = state_verify(self._ssm_tokens(xbc, inputs.dt), self._ssm_weights, states.ssm, rows)
+    def _decode_rows(self, inputs: _MixerInputs, states: LayerStates, step: StepBatch) -> Tensor:
+        assert step.decode is not None
+        xbc = conv_verify(inputs.xbc, self._conv_weight, self.conv1d.bias, states.conv, step.decode)
+        tokens = self._ssm_tokens(xbc, inputs.dt)
+        if states.ring is None or step.replay is None:
+            y = state_verify(tokens, self._ssm_weights, states.ssm, step.decode)
+        else:
+            y = state_replay(tokens, self._ssm_weights, states.ssm, states.ring, step.replay, states.ring_len)
         return self._gate(y.flatten(1), inputs.z)
 
     def _full_sequences(self, projected: Tensor) -> Tensor:

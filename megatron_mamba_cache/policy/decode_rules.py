@@ -11,7 +11,9 @@ class DecodeRules:
     Args:
         checkpoints: Boundaries reached in decode that keep a state: a request's newest ("rolling"), "all" or "none".
         max_requests: The most requests that run at once.
+        replays: Whether states are replayed, so that drafts take no slots.
     """
 
     checkpoints: Literal["rolling", "all", "none"] = "rolling"
     max_requests: int = 0
+    replays: bool = False

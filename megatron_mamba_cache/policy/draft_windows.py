@@ -1,5 +1,7 @@
 """The columns of requests' draft windows: slots of the shared pool, as many as each step needs."""
 
+from collections.abc import Sequence
+
 from .requests import RunningRequest
 from .slot_pool import SlotPool
 
@@ -20,6 +22,9 @@ class DraftWindows:
         self._max_requests = max_requests
         self._num_checkpoints = num_checkpoints
 
+    def begin(self, row: RunningRequest) -> None:
+        """Do nothing: an admitted request has its live slot, which is column 0."""
+
     def widen(self, row: RunningRequest, num_drafts: int) -> int:
         """Give the request columns for up to `num_drafts` drafts; return how many drafts it has columns for."""
         missing = num_drafts - len(row.draft_slots)
@@ -38,7 +43,14 @@ class DraftWindows:
             self._slots.release_draft(row.draft_slots[-1])
             del row.draft_slots[-1]
 
-    def release(self, row: RunningRequest) -> None:
-        """Take back all columns but column 0."""
+    def close(self, row: RunningRequest) -> None:
+        """Take back all columns but column 0, whose live slot has the live state by now."""
         row.accepted = 1
         self.trim(row)
+
+    def end(self, row: RunningRequest) -> None:
+        """Take back all columns but column 0: the request leaves."""
+        self.close(row)
+
+    def check_integrity(self, rows: Sequence[RunningRequest]) -> None:
+        """Do nothing: the slot pool knows the owner of every column."""

@@ -1,4 +1,4 @@
-"""Distinct types for numbers that must never be mixed: KV blocks and state slots."""
+"""Distinct types for numbers that must never be mixed: KV blocks, state slots and rings."""
 
 from typing import NewType
 
@@ -10,3 +10,6 @@ SlotId = NewType("SlotId", int)
 
 BlockKey = NewType("BlockKey", int)
 """The SHA-256 digest of a block and everything before it, as a positive integer."""
+
+RingId = NewType("RingId", int)
+"""The ring of a running request whose states are replayed."""

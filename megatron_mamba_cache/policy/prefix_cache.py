@@ -23,6 +23,7 @@ from .decode_rules import DecodeRules
 from .draft_windows import DraftWindows
 from .hit_reasons import reason_for_no_hit
 from .pools import CachePools
+from .request_rings import RequestRings
 from .requests import Candidate, RequestSpec, RunningRequest
 from .slot_owners import SlotOwner
 from .state_reservations import StateReservations
@@ -61,7 +62,11 @@ class PrefixCache:
         self._reservations = StateReservations(
             self.kv, self.slots, counters, self.block_size, is_rolling=decode.checkpoints == "rolling"
         )
-        self._windows = DraftWindows(self.slots, decode.max_requests, num_checkpoints=int(self._keeps_decode_states))
+        self._draft_states: DraftWindows | RequestRings = (
+            RequestRings(decode.max_requests)
+            if decode.replays
+            else DraftWindows(self.slots, decode.max_requests, num_checkpoints=int(self._keeps_decode_states))
+        )
         self._num_admitted = 0
 
     def candidate(self, spec: RequestSpec) -> Candidate:
@@ -128,6 +133,8 @@ class PrefixCache:
                 source_slot=None if source is None else self.slots.slot_of(source),
                 branches=branches,
             )
+            self._draft_states.begin(row)
+            undo.callback(self._draft_states.end, row)
             undo.callback(self._reservations.cancel, row)
             self.schedule_chunk(row, plan.chunk_end)
             self._count_admission(row, is_first=age is None)
@@ -160,7 +167,7 @@ class PrefixCache:
         room = self._room_for_drafts(row, len(drafts)) if drafts else 0
         if boundary <= row.computed + 1 + room and self._keeps_decode_states and self._publishes(row):
             self._reservations.reserve_in_decode(row, boundary)  # first: it is worth more than a draft
-        num_drafts = self._windows.widen(row, room)
+        num_drafts = self._draft_states.widen(row, room)
         row.drafts = tuple(drafts[:num_drafts])
         row.scheduled = 1 + num_drafts
         if boundary > row.computed + row.scheduled:
@@ -202,11 +209,11 @@ class PrefixCache:
         row.computed += num_tokens
         row.scheduled = 0
         row.drafts = ()
-        self._windows.trim(row)
+        self._draft_states.trim(row)
 
-    def close_window(self, row: RunningRequest) -> None:
-        """Take back the columns of a request's draft window; its live slot must hold the live state by now."""
-        self._windows.release(row)
+    def close_draft_states(self, row: RunningRequest) -> None:
+        """Take back what the states of a request's drafts took; its live slot must hold the live state by now."""
+        self._draft_states.close(row)
 
     def grow(self, row: RunningRequest) -> None:
         """Give the request one more KV block.
@@ -224,11 +231,11 @@ class PrefixCache:
 
     def take_draft_slot(self, row: RunningRequest) -> bool:
         """Give the request a draft slot if one can be spared; return whether it has one."""
-        return self._windows.widen(row, 1) == 1
+        return self._draft_states.widen(row, 1) == 1
 
     def return_draft_slots(self, row: RunningRequest) -> None:
         """Take back the request's draft slots past the accepted one."""
-        self._windows.trim(row)
+        self._draft_states.trim(row)
 
     def release(self, row: RunningRequest) -> None:
         """Take back all that the request holds; its published blocks and states stay findable.
@@ -237,7 +244,7 @@ class PrefixCache:
         """
         self.abort(row)
         self.slots.touch_path(row.block_ids)
-        self._windows.release(row)
+        self._draft_states.end(row)
         if self.slots.owner_of(row.live_slot) is not SlotOwner.LIVE:
             raise CacheIntegrityError(f"need slot {row.live_slot} live, found it {self.slots.owner_of(row.live_slot)}")
         self.kv.release(row.block_ids)
@@ -256,6 +263,7 @@ class PrefixCache:
     def check_integrity(self, rows: Sequence[RunningRequest]) -> None:
         """Raise `CacheIntegrityError` unless pools and requests agree about every block and slot."""
         check_rows_and_pools(rows, self.pools)
+        self._draft_states.check_integrity(rows)
 
     def root_of(self, tenant: str) -> bytes:
         """Return the root digest of a tenant's key chains in this epoch."""

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .block_hashing import KeyChain
-from .identifiers import BlockId, SlotId
+from .identifiers import BlockId, RingId, SlotId
 from .logits_settings import PLAIN_LOGITS, LogitsSettings
 
 
@@ -152,7 +152,8 @@ class RunningRequest:
     preparation, the last of which are `drafts`. `tokens[computed]` is the next input.
 
     The live SSM state is in column `accepted` - 1 of the draft window, whose column 0 is the live slot. Earlier columns
-    are no longer needed, except that the live slot holds the conv windows of all columns.
+    are no longer needed, except that the live slot holds the conv windows of all columns. Where states are replayed,
+    the live slot has the state of the first `folded` tokens, and `ring` the inputs of those after them.
     """
 
     spec: RequestSpec
@@ -173,6 +174,8 @@ class RunningRequest:
     drafts: tuple[int, ...] = ()
     draft_slots: list[SlotId] = field(default_factory=list)  # columns 1, 2, ... of the draft window
     accepted: int = 1  # tokens that the last step kept
+    ring: RingId | None = None  # None: states are not replayed
+    settled: int = 0  # tokens that a settled live slot holds, if any were settled
     branches: tuple[int, ...] = ()  # boundaries of the prompt at which requests that waited part from it
     checkpoint: BlockId | None = None  # whose state is this request's newest decode checkpoint
     scored: list[ScoredToken] = field(default_factory=list)  # prompt tokens, from the second on, if wanted
@@ -221,7 +224,15 @@ class RunningRequest:
     @property
     def state_slot(self) -> SlotId:
         """Slot of the live SSM state: the draft window's column that the last step accepted."""
-        return self.draft_slots[self.accepted - 2] if self.accepted > 1 else self.live_slot
+        return self.draft_slots[self.accepted - 2] if self.draft_slots and self.accepted > 1 else self.live_slot
+
+    def folded(self, ring_len: int) -> int:
+        """Return how many tokens the replayed state in the live slot holds: a step folds what it finds whole rings of.
+
+        The prompt's are there since its prefill ended.
+        """
+        start_of_last_step = self.computed - self.accepted
+        return max(self.spec.prompt_len, self.settled, start_of_last_step // ring_len * ring_len)
 
     def tokens(self, start: int, end: int) -> Sequence[int] | npt.NDArray[np.int64]:
         """Return the tokens at absolute positions [start, end) of prompt and generated text."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from ..config import CacheConfig, is_encodable
 from ..errors import CacheBudgetError
 from ..state.model_shape import HybridModelShape
-from ..state.slab_shape import SlabShape, UnitBytes
+from ..state.slab_shape import SlabShape
 from .group import Ranks, on_all_ranks
 from .peers import ExpertPeers
 
@@ -57,9 +57,7 @@ class CacheCapacity:
         if config.cache_gb is not None:
             slab = SlabShape.fitting(units)
             _warn_of_loss(slab.loss(units))
-            num_slabs, num_paused = ranks.least(
-                on_all_ranks(ranks, lambda: _num_slabs(config, shape.unit_bytes(config), slab))
-            )
+            num_slabs, num_paused = ranks.least(on_all_ranks(ranks, lambda: _num_slabs(config, shape, slab)))
             num_blocks = num_slabs * slab.blocks_per_slab + 1
             num_slots = num_slabs * slab.slots_per_slab
             return CacheCapacity(num_slots, num_blocks, min(num_paused, num_blocks - 2), state_len, slab)
@@ -134,14 +132,16 @@ def _warn_of_loss(share: float) -> None:
         )
 
 
-def _num_slabs(config: CacheConfig, unit: UnitBytes, slab: SlabShape) -> tuple[int, int]:
+def _num_slabs(config: CacheConfig, shape: HybridModelShape, slab: SlabShape) -> tuple[int, int]:
     """Return how many slabs a rank's budget buys, and how many KV blocks paused requests may keep."""
     assert config.cache_gb is not None
-    num_slabs = slab.slabs_in(int(config.cache_gb * 2**30), unit)
+    unit = shape.unit_bytes(config)
+    rings_bytes = shape.rings_bytes(config)
+    num_slabs = slab.slabs_in(int(config.cache_gb * 2**30) - rings_bytes, unit)
     longest = -(-config.max_sequence_length // config.block_size_tokens)
-    needed = slab.slabs_of_request(longest, config.num_speculative_tokens)
+    needed = slab.slabs_of_request(longest, config.num_draft_slots)
     if num_slabs < needed:
-        least_gb = (needed * slab.slab_bytes(unit) + unit.block) / 2**30
+        least_gb = (needed * slab.slab_bytes(unit) + unit.block + rings_bytes) / 2**30
         raise CacheBudgetError(config.cache_gb, least_gb, config.max_sequence_length)
     if config.paused_buffer_size_gb is None or not unit.block:
         return num_slabs, num_slabs * slab.blocks_per_slab // 4
@@ -149,7 +149,7 @@ def _num_slabs(config: CacheConfig, unit: UnitBytes, slab: SlabShape) -> tuple[i
 
 
 def _num_slots(config: CacheConfig, shape: HybridModelShape) -> int:
-    live, drafts = config.max_requests, config.num_speculative_tokens
+    live, drafts = config.max_requests, config.num_draft_slots
     if not (config.prefix_caching or drafts):
         return live
     layout, states_gb = shape.state_layout(config), config.prefix_caching_mamba_gb or 0.0

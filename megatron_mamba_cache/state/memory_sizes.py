@@ -1,7 +1,7 @@
 """What the bytes of one rank's cache memory are used for."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .slab_shape import SlabShape, UnitBytes
 
@@ -14,11 +14,13 @@ class MemorySizes:
         unit: Bytes of a state and of a block.
         total: Bytes of the memory, beside the block that takes writes which are never read.
         slab: How it is cut, if both uses share it.
+        rings: Bytes beside it, in the same budget, from which live states are replayed.
     """
 
     unit: UnitBytes
     total: int
     slab: SlabShape | None
+    rings: int = 0
 
     @staticmethod
     def of(num_slots: int, num_blocks: int, num_slabs: int, slab: SlabShape | None, unit: UnitBytes) -> "MemorySizes":
@@ -26,6 +28,10 @@ class MemorySizes:
         if slab is None:
             return MemorySizes(unit, num_slots * unit.state + num_blocks * unit.block, None)
         return MemorySizes(unit, num_slabs * slab.slab_bytes(unit), slab)
+
+    def with_rings(self, num_bytes: int) -> "MemorySizes":
+        """Return the sizes of this memory with rings beside it."""
+        return replace(self, rings=num_bytes)
 
     def by_use(self, slots: Mapping[str, int], blocks: Mapping[str, int], slabs: Mapping[str, int]) -> dict[str, int]:
         """Return bytes by use; `unusable` ones are those of slabs in use that neither use can take.
@@ -43,7 +49,7 @@ class MemorySizes:
             "states_cached": slots["cached"] * self.unit.state,
             "unusable": 0 if self.slab is None else self._unusable(self.slab, slabs),
         }
-        return found | {"free": max(self.total - sum(found.values()), 0)}
+        return found | {"rings": self.rings, "free": max(self.total - sum(found.values()), 0)}
 
     def _unusable(self, slab: SlabShape, slabs: Mapping[str, int]) -> int:
         slab_bytes = slab.slab_bytes(self.unit)

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 import torch
 
 from ..config import CacheConfig
+from ..kernels.ssm.replay_rows import least_capacity
 from .layout import StateLayout
+from .replay_rings import RingLayout
 from .slab_shape import UnitBytes
 
 MAMBA, ATTENTION, EXPERTS = "M", "*", "E"
@@ -71,6 +73,23 @@ class HybridModelShape:
             conv_dtype=dtypes[config.conv_state_dtype],
             ssm_dtype=dtypes[config.ssm_state_dtype],
         )
+
+    def ring_layout(self, config: CacheConfig) -> RingLayout:
+        """Return the layout of the ring of a request whose states are replayed."""
+        heads, d_state, head_dim = self.ssm_shape
+        return RingLayout(
+            num_layers=self.num_mamba_layers,
+            capacity=least_capacity(config.ring_len or 0, 1 + config.num_speculative_tokens),
+            heads=heads,
+            head_dim=head_dim,
+            groups=(self.conv_dim - heads * head_dim) // (2 * d_state),
+            d_state=d_state,
+            dtype=self.params_dtype,
+        )
+
+    def rings_bytes(self, config: CacheConfig) -> int:
+        """Return the bytes of the rings of all requests; 0 if states are not replayed."""
+        return config.max_requests * self.ring_layout(config).ring_bytes if config.replays else 0
 
     def unit_bytes(self, config: CacheConfig) -> UnitBytes:
         """Return what this rank stores of a state and of a KV block."""

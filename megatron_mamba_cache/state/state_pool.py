@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,6 +10,8 @@ from torch import Tensor
 from ..kernels.prefill_rows import PAD_SLOT
 from ..kernels.slots.align_copy import AlignRows, align_copy
 from ..kernels.slots.slot_copies import copy_slots, copy_slots_between, zero_slots
+from ..kernels.ssm.replay_rows import BoundaryFolds, ReplayRing
+from ..kernels.ssm.state_replay import fold_boundaries
 from .layout import StateLayout
 
 
@@ -18,6 +21,8 @@ class LayerStates:
 
     conv: Tensor  # [slots, window, conv_dim]
     ssm: Tensor  # [slots, heads, d_state, head_dim]
+    ring: ReplayRing | None = None  # None: states are not replayed
+    ring_len: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,20 +40,35 @@ class DraftWindow:
     offset: int
 
 
+class RingState(NamedTuple):
+    """A live state that is replayed: where it is, and from which to which position it is in the ring."""
+
+    slot: int
+    ring: int
+    folded: int
+    end: int
+
+
 class StatePool:
     """Conv windows and SSM states of all slots and layers, at fixed addresses for the pool's life."""
 
-    def __init__(self, layout: StateLayout, conv: Tensor, ssm: Tensor) -> None:
+    def __init__(
+        self, layout: StateLayout, conv: Tensor, ssm: Tensor, rings: ReplayRing | None = None, ring_len: int = 0
+    ) -> None:
         """Take tensors over; see `state/pool_tensors.py`.
 
         Args:
             conv: [layers, slots, window, conv_dim]; a slot and layer contiguous.
             ssm: [layers, slots, heads, d_state, head_dim]; likewise.
+            rings: [layers, rings, ...]; what live states are replayed from, None if they are not.
+            ring_len: Tokens after which a replayed state is written.
         """
         self.layout = layout
         self.num_slots = conv.shape[1]
         self.conv = conv
         self.ssm = ssm
+        self.rings = rings
+        self.ring_len = ring_len
 
     @staticmethod
     def zeros(layout: StateLayout, num_slots: int, device: torch.device | int | str) -> "StatePool":
@@ -57,9 +77,20 @@ class StatePool:
         conv = torch.zeros(lead + layout.conv_shape, dtype=layout.conv_dtype, device=device)
         return StatePool(layout, conv, torch.zeros(lead + layout.ssm_shape, dtype=layout.ssm_dtype, device=device))
 
+    def with_rings(self, rings: ReplayRing, ring_len: int) -> "StatePool":
+        """Return a pool over the same states, whose live ones are replayed from rings."""
+        return StatePool(self.layout, self.conv, self.ssm, rings, ring_len)
+
+    @property
+    def without_ssm(self) -> Tensor:
+        """SSM states of no heads: an align copy of them moves conv windows alone."""
+        return self.ssm[:, :, :0]
+
     def layer(self, index: int) -> LayerStates:
         """Return the states of Mamba layer `index` (counted over this rank's Mamba layers)."""
-        return LayerStates(self.conv[index], self.ssm[index])
+        rings = self.rings
+        ring = None if rings is None else ReplayRing(rings.x[index], rings.B[index], rings.steps[index])
+        return LayerStates(self.conv[index], self.ssm[index], ring, self.ring_len)
 
     def copy(self, src: Tensor, dst: Tensor) -> None:
         """Copy whole slots, all layers and state types, in place.
@@ -87,6 +118,8 @@ class StatePool:
     def settle(self, windows: Sequence[DraftWindow], window_len: int) -> None:
         """Copy the accepted state of each draft window to column 0, all layers, in place.
 
+        Where states are replayed, only its conv window is copied; see `fold`.
+
         Args:
             window_len: Conv inputs that a state keeps.
         """
@@ -113,7 +146,15 @@ class StatePool:
             state_columns=zeros,
             targets=table[0],
         )
-        align_copy(self.conv, self.ssm, rows, block_size=1, window_len=window_len)
+        ssm = self.ssm if self.rings is None else self.without_ssm
+        align_copy(self.conv, ssm, rows, block_size=1, window_len=window_len)
+
+    def fold(self, rows: Sequence[RingState]) -> None:
+        """Fold what the rings of replayed states hold into their checkpoints, all layers, in place."""
+        if self.rings is not None and rows:
+            numbers = torch.tensor(rows, dtype=torch.int32).to(self.ssm.device)
+            slots, rings, folded, ends = numbers.T.contiguous()
+            fold_boundaries(self.ssm, self.rings, BoundaryFolds(slots, rings, folded, ends, slots), self.ring_len)
 
     def zero(self, slots: Tensor) -> None:
         """Zero whole slots, all layers and state types, in place."""

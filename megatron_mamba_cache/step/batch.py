@@ -11,6 +11,7 @@ from ..kernels.attention.attention_rows import AttentionRows
 from ..kernels.decode_rows import DecodeRows
 from ..kernels.prefill_rows import PAD_SLOT, PrefillRows
 from ..kernels.slots.align_copy import AlignRows
+from ..kernels.ssm.replay_rows import ReplayRows
 from ..policy.identifiers import BlockId
 from ..policy.random_counter import DrawPurpose
 from ..policy.requests import RunningRequest, num_decoding
@@ -42,6 +43,7 @@ class StepBatch:
     real_tokens: Tensor | None  # [tokens] int32, 0 for padding; None if the model does not ask
     attention: AttentionRows
     decode: DecodeRows | None  # None: no decode row
+    replay: ReplayRows | None  # the decode rows' states; None: no decode row, or states are not replayed
     prefill: PrefillRows | None  # None: no prefill row
     logits: StepLogits
     align: AlignRows | None  # None: no decode row can reach a boundary; `accepted` is filled in after verification
@@ -158,8 +160,15 @@ def _write_windows(rows: Sequence[RunningRequest], buffers: StepBuffers) -> None
     buffers.host("num_drafts")[:num_rows] = [len(row.drafts) for row in rows]
     buffers.host("accepted")[:num_rows] = [row.accepted for row in rows]
     buffers.host("align_slots")[:num_rows] = [row.reserved[0].slot if row.reserved else PAD_SLOT for row in rows]
-    columns = buffers.host_columns()
-    columns[:num_rows, 0] = [row.live_slot for row in rows]
+    columns, ring_len = buffers.host_columns(), buffers.limits.ring_len
+    live_slots = [row.live_slot for row in rows]
+    if ring_len:
+        buffers.host("live_slots")[:num_rows] = live_slots
+        columns[:num_rows] = buffers.host("live_slots")[:num_rows, None]  # which has the conv windows of all columns
+        buffers.host("rings")[:num_rows] = [row.ring or 0 for row in rows]
+        buffers.host("folded")[:num_rows] = [row.folded(ring_len) for row in rows]
+        return
+    columns[:num_rows, 0] = live_slots
     if columns.shape[1] > 1:
         columns[:num_rows, 1:] = PAD_SLOT
         for index, row in enumerate(rows):
@@ -191,6 +200,7 @@ def view_step(rows: Sequence[RunningRequest], buffers: StepBuffers, num_chunks: 
         real_tokens=device("real_tokens")[:num_tokens] if buffers.limits.marks_real_tokens else None,
         attention=_attention_rows(rows, buffers),
         decode=_decode_rows(rows[:num_decode], buffers) if num_decode else None,
+        replay=_replay_rows(rows[:num_decode], buffers) if num_decode and buffers.limits.ring_len else None,
         prefill=_prefill_rows(len(rows) - num_decode, num_chunks, buffers) if num_decode < len(rows) else None,
         logits=view_logits(rows, token_ids, buffers),
         align=_align_rows(num_decode, buffers) if any(row.reserved for row in rows[:num_decode]) else None,
@@ -217,6 +227,18 @@ def _decode_rows(rows: Sequence[RunningRequest], buffers: StepBuffers) -> Decode
         columns=buffers.device_columns()[:num_rows],
         accepted=buffers.device("accepted")[:num_rows],
         max_len=max(row.scheduled for row in rows),
+    )
+
+
+def _replay_rows(rows: Sequence[RunningRequest], buffers: StepBuffers) -> ReplayRows:
+    num_rows, device = len(rows), buffers.device
+    return ReplayRows(
+        cu_tokens=device("cu_query")[: num_rows + 1],
+        slots=device("live_slots")[:num_rows],
+        rings=device("rings")[:num_rows],
+        folded=device("folded")[:num_rows],
+        computed=device("computed")[:num_rows],
+        max_tokens=max(row.scheduled for row in rows),
     )
 
 

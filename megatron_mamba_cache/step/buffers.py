@@ -23,6 +23,7 @@ class StepLimits:
         max_blocks: Block-table entries of a row.
         max_drafts: Draft tokens of a row.
         marks_real_tokens: Whether the model asks which tokens are not padding.
+        ring_len: Tokens after which a replayed state is written; 0 where states are not replayed.
     """
 
     max_tokens: int
@@ -31,6 +32,7 @@ class StepLimits:
     max_blocks: int
     max_drafts: int = 0
     marks_real_tokens: bool = False
+    ring_len: int = 0
 
     @property
     def max_logits(self) -> int:
@@ -65,6 +67,9 @@ class StepBuffers:
         "columns",
         "state_columns",
         "align_slots",
+        "live_slots",
+        "rings",
+        "folded",
         "temperature",
         "top_k",
         "top_p",

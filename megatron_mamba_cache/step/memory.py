@@ -29,7 +29,7 @@ from ..ranks.group import Ranks, on_all_ranks
 from ..state.memory_sizes import MemorySizes
 from ..state.model_shape import HybridModelShape
 from ..state.pool_tensors import BlockLayout, separate_tensors, slab_tensors
-from ..state.state_pool import DraftWindow, StatePool
+from ..state.state_pool import DraftWindow, RingState, StatePool
 from .batch import StepGeometry
 from .buffers import StepBuffers, StepLimits
 from .captured_step import Capture
@@ -73,7 +73,7 @@ class CacheMemory:
         self.num_paused_blocks = capacity.num_paused_blocks
         self._sizes = MemorySizes.of(
             capacity.num_slots, capacity.num_blocks - 1, capacity.num_slabs, capacity.slab, shape.unit_bytes(config)
-        )
+        ).with_rings(shape.rings_bytes(config))
         self.step_buffers = on_all_ranks(ranks, lambda: _step_buffers(config, shape, max_blocks, device))
         self.geometry = StepGeometry(config.block_size_tokens, shape.ssm_chunk_size, self.dummy_block, shape.d_conv - 1)
         stride = 1 if config.boundary_stride == "all" else config.boundary_stride
@@ -83,7 +83,7 @@ class CacheMemory:
             AdmissionRules(self.boundary_rule, config.align_prefill_chunks, config.chunked_prefill),
             CacheIdentity(shape.fingerprint, weights_version),
             counters,
-            decode=DecodeRules(config.decode_checkpoints, config.max_requests),
+            decode=DecodeRules(config.decode_checkpoints, config.max_requests, config.replays),
             enabled=config.prefix_caching,
         )
 
@@ -117,12 +117,24 @@ class CacheMemory:
                 self.kv_buffer[:, :, blocks.start : blocks.stop].zero_()
 
     def settle(self, rows: Sequence[RunningRequest]) -> None:
-        """Move the accepted state of each row into its live slot, and release the columns of its draft window."""
-        unsettled = [row for row in rows if row.accepted > 1]
-        windows = [DraftWindow(row.live_slot, row.state_slot, row.accepted - 1) for row in unsettled]
+        """Bring the state of all computed tokens of each row into its live slot, and take back what kept it before."""
+        ring_len = self.state_pool.ring_len
+        if ring_len:
+            folding = [row for row in rows if not row.is_prefilling and row.folded(ring_len) < row.computed]
+            states = [RingState(row.live_slot, row.ring or 0, row.folded(ring_len), row.computed) for row in folding]
+            self.state_pool.fold(states)
+        else:
+            folding = []
+        shifted = [row for row in rows if row.accepted > 1]
+        windows = [DraftWindow(row.live_slot, row.state_slot, row.accepted - 1) for row in shifted]
         self.state_pool.settle(windows, self.geometry.window_len)
-        for row in unsettled:
-            self.prefix_cache.close_window(row)
+        for row in {id(row): row for row in (*folding, *shifted)}.values():
+            self.prefix_cache.close_draft_states(row)
+
+    def pause(self, rows: Sequence[RunningRequest]) -> None:
+        """Take back the draft slots of rows that pause. A ring stays: it costs the same whether its row runs or not."""
+        if not self.state_pool.ring_len:
+            self.settle(rows)
 
 
 @contextmanager
@@ -153,8 +165,13 @@ def _allocated(
     try:
         if capacity.slab is not None:
             unit = shape.unit_bytes(config)
-            return slab_tensors(states, blocks, capacity.slab, unit, capacity.num_slabs, device)
-        return separate_tensors(states, blocks, capacity.num_slots, num_blocks, device)
+            pool, kv_buffer = slab_tensors(states, blocks, capacity.slab, unit, capacity.num_slabs, device)
+        else:
+            pool, kv_buffer = separate_tensors(states, blocks, capacity.num_slots, num_blocks, device)
+        if config.replays:
+            rings = shape.ring_layout(config).zeros(config.max_requests, device)
+            pool = pool.with_rings(rings, config.ring_len or 0)
+        return pool, kv_buffer
     except (RuntimeError, MemoryError) as error:
         if capacity.slab is not None:
             raise CacheCapacityError(
@@ -162,7 +179,8 @@ def _allocated(
             ) from error
         block_bytes = shape.block_bytes(config.block_size_tokens)
         raise CacheCapacityError(
-            f"cannot allocate {capacity.num_slots * states.slot_bytes / 2**30:.3g} GiB of states and "
+            f"cannot allocate {capacity.num_slots * states.slot_bytes / 2**30:.3g} GiB of states, "
+            f"{shape.rings_bytes(config) / 2**30:.3g} GiB of their rings and "
             f"{num_blocks * block_bytes / 2**30:.3g} GiB of KV blocks; lower "
             "--inference-dynamic-batching-prefix-caching-mamba-gb or --inference-dynamic-batching-buffer-size-gb"
         ) from error
@@ -202,6 +220,7 @@ def _step_buffers(
         max_blocks=max_blocks,
         max_drafts=config.num_speculative_tokens,
         marks_real_tokens=shape.has_experts,
+        ring_len=config.ring_len or 0,
     )
     with step_memory(config):
         return StepBuffers(limits, device)

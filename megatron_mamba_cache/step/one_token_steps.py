@@ -119,8 +119,11 @@ def send_next(
         tokens: [rows] each row's newest token, the input of the step; None if the device feeds it.
         num_table_rows: Rows of the block table that the step uses, padding included.
     """
-    num_rows = len(last.rows)
+    num_rows, ring_len = len(last.rows), buffers.limits.ring_len
     buffers.begin()
+    if ring_len:  # the last step has folded up to here
+        folded = buffers.host("folded")[:num_rows]
+        np.maximum(folded, buffers.host("computed")[:num_rows] // ring_len * ring_len, out=folded)
     for name in ("computed", "kv_lengths", "token_positions", "token_offsets"):
         buffers.host(name)[:num_rows] += 1
     if tokens is not None:

@@ -469,7 +469,7 @@ class StepRunner:
     def _grow(self) -> GrowthOutcome:
         outcome = self.requests.grow(self.memory.num_paused_blocks)
         self._forget(outcome.evicted)
-        self.memory.settle(outcome.paused)
+        self.memory.pause(outcome.paused)
         self.counters.requests_paused += len(outcome.paused)
         self.counters.requests_evicted += len(outcome.evicted)
         return outcome

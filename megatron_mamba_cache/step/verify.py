@@ -9,6 +9,8 @@ from torch import Tensor
 from ..kernels.sampling.sampling import greedy_tokens, sample_tokens, token_probabilities
 from ..kernels.sampling.verification import DraftDistributions, RatioUniforms, accept_by_ratio, accept_matching
 from ..kernels.slots.align_copy import align_copy
+from ..kernels.ssm.boundary_plan import plan_boundary_folds
+from ..kernels.ssm.state_replay import fold_boundaries
 from ..ranks.group import Ranks
 from .batch import StepBatch
 from .logits import StepLogits
@@ -80,9 +82,15 @@ def _drawn_from(rows: StepLogits, distributions: Sequence[Tensor | None]) -> Dra
 
 
 def copy_reached_boundaries(step: StepBatch, outcome: Tensor, memory: CacheMemory) -> None:
-    """Copy the boundary state of each decode row that reached a boundary into the slot reserved for it."""
-    if step.align is not None:
-        accepted = outcome[: step.align.targets.shape[0], 0]
-        pool, geometry = memory.state_pool, memory.geometry
-        rows = replace(step.align, accepted=accepted)
+    """Write the boundary state of each decode row that reached a boundary into the slot reserved for it."""
+    if step.align is None:
+        return
+    accepted = outcome[: step.align.targets.shape[0], 0]
+    pool, geometry = memory.state_pool, memory.geometry
+    rows = replace(step.align, accepted=accepted)
+    if step.replay is None or pool.rings is None:
         align_copy(pool.conv, pool.ssm, rows, geometry.block_size, geometry.window_len)
+    else:
+        folds = plan_boundary_folds(step.replay, rows, pool.ring_len, geometry.block_size)
+        fold_boundaries(pool.ssm, pool.rings, folds, pool.ring_len)
+        align_copy(pool.conv, pool.without_ssm, rows, geometry.block_size, geometry.window_len)

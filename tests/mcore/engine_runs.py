@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Self
 
+import torch
 from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron_mamba_cache import CacheConfig, build_engine
@@ -117,7 +118,10 @@ def with_one_budget(config: CacheConfig, shape: HybridModelShape, spare_slabs: i
         "paused_buffer_size_gb": None,
     }
     no_drafts = replace(config, num_speculative_tokens=0)
-    num_bytes = max(_one_budget_bytes(settings, shape, spare_slabs) for settings in (config, no_drafts))
+    num_bytes = max(
+        _one_budget_bytes(settings.on_device(is_gpu=torch.cuda.is_available()), shape, spare_slabs)
+        for settings in (config, no_drafts)
+    )
     return replace(config, cache_gb=(num_bytes + 0.5) / GIB, **no_split)
 
 
@@ -125,8 +129,9 @@ def _one_budget_bytes(config: CacheConfig, shape: HybridModelShape, spare_slabs:
     units = ranks_of_process().gather(shape.unit_bytes(config))
     slab = SlabShape.fitting(units)
     longest = -(-config.max_sequence_length // config.block_size_tokens)
-    num_slabs = slab.slabs_of_request(longest, config.num_speculative_tokens) + spare_slabs
-    return max(num_slabs * slab.slab_bytes(unit) + unit.block for unit in units)
+    num_slabs = slab.slabs_of_request(longest, config.num_draft_slots) + spare_slabs
+    rings_bytes = max(ranks_of_process().gather(shape.rings_bytes(config)))
+    return max(num_slabs * slab.slab_bytes(unit) + unit.block for unit in units) + rings_bytes
 
 
 def greedy(num_tokens: int | None, **settings: Any) -> SamplingParams:

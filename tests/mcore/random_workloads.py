@@ -34,6 +34,7 @@ EXPERT_MODELS = (
     {"pattern": "MEM*E", "ssm_chunk_size": 8},
     {"pattern": "ME*EM", "ssm_chunk_size": 16, "use_rope": False, "hidden_size": 48, "num_experts": 7},
 )
+RING_LENGTHS = (4, 8, 16, 32)
 MODEL_FORMS = {"dense": MODELS, "experts": EXPERT_MODELS}
 
 _WISHES: tuple[dict[str, Any], ...] = (
@@ -251,12 +252,14 @@ def make_workload(
     *,
     has_log_probs: bool = False,
     models: Sequence[dict[str, Any]] | None = None,
+    replays: bool = False,
 ) -> Workload:
     """Return the workload of a flavour and a seed; with drafts, and sometimes without, requests have stop words.
 
     Args:
         has_log_probs: Whether most requests want log-probs, and steps are disturbed whatever the flavour.
         models: Sizes of models, one of which is drawn; None: MODELS.
+        replays: Whether states are replayed, from rings of some length; else what the device's default is.
     """
     rng = random.Random(f"{flavour.name} {seed}")
     subject = tiny_hybrid(**rng.choice(MODELS if models is None else models))
@@ -276,6 +279,9 @@ def make_workload(
     if has_log_probs:
         arrivals = tuple(replace(arrival, wish=rng.choice(_WISHES)) for arrival in arrivals)
     disturbed_share = 0.3 if has_log_probs else 0.15 if flavour.is_disturbed else 0.0
+    if replays:
+        lengths = [length for length in RING_LENGTHS if block % length == 0]
+        settings |= {"draft_states": "replay", "ring_len": random.Random(seed).choice(lengths)}
     spare_slabs = settings.pop("spare_slabs", None)
     config = cache_config(subject.sizes, **settings)
     if spare_slabs is not None:

@@ -126,8 +126,8 @@ def test_release_returns_every_column_but_the_live_slot() -> None:
     windows, row = DraftWindows(slots, 1), live_row(slots)
     windows.widen(row, 4)
     row.accepted = 5
-    windows.release(row)
+    windows.close(row)
     assert (row.draft_slots, row.accepted, row.state_slot) == ([], 1, row.live_slot)
     assert slots.count_by_owner() == {"free": 8, "live": 1, "reserved": 0, "cached": 0, "draft": 0}
-    windows.release(row)
+    windows.close(row)
     assert slots.owner_of(row.live_slot) is SlotOwner.LIVE

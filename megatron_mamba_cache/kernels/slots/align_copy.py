@@ -147,7 +147,8 @@ def align_copy(
     Args:
         conv_pool: [layers, slots, window, conv_dim], oldest input first, window >= window_len + the largest shift;
             channels contiguous.
-        ssm_pool: [layers, slots, heads, d_state, head_dim]; a slot's state contiguous.
+        ssm_pool: [layers, slots, heads, d_state, head_dim]; a slot's state contiguous. Without heads, only conv windows
+            are copied.
         window_len: conv inputs that a cached state keeps, at least 1.
 
     Raises:
@@ -157,7 +158,7 @@ def align_copy(
     """
     _check_pools(conv_pool, ssm_pool, block_size, window_len)
     _check_rows(rows, conv_pool.device)
-    if 0 in (rows.targets.shape[0], conv_pool.numel(), ssm_pool.numel()):
+    if 0 in (rows.targets.shape[0], conv_pool.numel()):
         return
     if not launches_kernel(conv_pool):
         align_copy_ref(conv_pool, ssm_pool, rows, block_size, window_len)

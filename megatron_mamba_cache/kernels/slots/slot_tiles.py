@@ -74,7 +74,7 @@ def access_bytes(pool: Tensor) -> int:
 
 
 def cut_slots(pool: Tensor, tiling: CopyTiling, access: int | None = None) -> SlotTiles:
-    """Cut a nonempty pool [layers, slots, times, elements] whose elements are contiguous.
+    """Cut a pool [layers, slots, times, elements] of some slots, whose elements, if any, are contiguous.
 
     Args:
         access: bytes of an access, at most those of `access_bytes`, which is the default.
@@ -86,11 +86,11 @@ def cut_slots(pool: Tensor, tiling: CopyTiling, access: int | None = None) -> Sl
     dtype = _ELEMENT_DTYPES[access]
     length = num_bytes // dtype.itemsize
     return SlotTiles(
-        states=SlotStates(pool[0, 0, 0].view(dtype), *(stride // access for stride in strides)),
+        states=SlotStates(pool[0, 0, 0].view(dtype) if length else pool, *(stride // access for stride in strides)),
         times=num_times,
         length=length,
         lanes=access // dtype.itemsize,
-        width=min(triton.next_power_of_2(length), tiling.tile_len // triton.next_power_of_2(num_times)),
+        width=min(triton.next_power_of_2(max(length, 1)), tiling.tile_len // triton.next_power_of_2(num_times)),
     )
 
 

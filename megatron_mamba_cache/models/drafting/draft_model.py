@@ -46,7 +46,7 @@ class DraftModelDrafter:
         self._ranks = ranks = ranks_of_process()
         shape = check_served(model, ranks)
         # One state beside the live one: the state after the newest draft.
-        config = replace(config or CacheConfig(), num_speculative_tokens=1)
+        config = replace(config or CacheConfig(), num_speculative_tokens=1, draft_states="window", ring_len=None)
         self._context = MambaCacheContext(config, shape, ranks=ranks)
         self._counters = self._context.counters
         self._model = wrap_model(model, self._context)
