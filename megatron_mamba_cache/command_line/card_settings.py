@@ -90,7 +90,7 @@ def card_settings(
     if given_gb is None and rest < state_bytes + 2 * shape.block_bytes(block):
         raise UsageError(_no_room(card, budget, max_requests, live_bytes))
     split = given.get("buffer_size_gb") is not None or given.get("prefix_caching_mamba_gb") is not None
-    limits = {"max_requests": max_requests, "max_tokens": max_tokens}
+    limits: dict[str, Any] = {"max_requests": max_requests, "max_tokens": max_tokens}
     if not split:
         max_length = min(max_length, longest_request(shape, replace(sizes, **limits), budget, ranks))
     return {

@@ -24,6 +24,7 @@ from tests.mcore.noisy_drafter import NoisyDrafter
 from tests.mcore.random_workloads import FLAVOURS, MODELS, Workload, make_workload, run_workload
 
 NUM_DRAFTS = 3
+REPLAYED = ("disturbed", "one_budget", "strides")  # flavours whose states are replayed
 _OF_ONE_STAGE = ("the first layer", "attention", "the last mixer", "sampling")
 _FAULTS_OF_EVERY_STAGE = {place: found for place, found in FAULT_PLACES.items() if place not in _OF_ONE_STAGE}
 _MODELS_WITH_EXPERTS = (
@@ -152,7 +153,7 @@ def _contents(context: Any) -> list[Tensor]:
 
 
 def _workload(flavour: str, seed: int, num_graphs: int, digest_steps: int) -> Workload:
-    work = make_workload(FLAVOURS[flavour], seed, NUM_DRAFTS)
+    work = make_workload(FLAVOURS[flavour], seed, NUM_DRAFTS, replays=flavour in REPLAYED)
     graphs = {"num_cuda_graphs": num_graphs, "cuda_graph_prefill_tokens": 40}
     return replace(work, config=replace(work.config, rank_digest_steps=digest_steps, **graphs))
 

@@ -28,7 +28,12 @@ from tests.models.test_training_checkpoints import EXPERTS
 from tests.models.training_checkpoints import random_model
 
 SEEDS = [pytest.param(range(1, 2), id="short"), pytest.param(range(2, 5), id="long", marks=pytest.mark.slow)]
-forms = pytest.mark.parametrize("models", MODEL_FORMS.values(), ids=list(MODEL_FORMS))
+FORMS = {
+    "dense": (MODEL_FORMS["dense"], False),
+    "experts": (MODEL_FORMS["experts"], False),
+    "replayed": (MODEL_FORMS["dense"], True),
+}
+forms = pytest.mark.parametrize(("models", "replays"), FORMS.values(), ids=list(FORMS))
 
 
 @pytest.fixture(autouse=True)
@@ -57,9 +62,11 @@ def start(**settings: object) -> EngineRun:
 @forms
 @pytest.mark.parametrize("seeds", SEEDS)
 @pytest.mark.parametrize("name", FLAVOURS)
-def test_random_workloads_match_the_oracle(name: str, seeds: range, models: Any, totals: WorkloadTotals) -> None:
+def test_random_workloads_match_the_oracle(
+    name: str, seeds: range, models: Any, replays: bool, totals: WorkloadTotals
+) -> None:
     def run(seed: int) -> WorkloadOutcome:
-        work = make_workload(FLAVOURS[name], 2000 + seed, models=models)
+        work = make_workload(FLAVOURS[name], 2000 + seed, models=models, replays=replays)
         return run_workload(replace(work, config=with_graphs(work.config)))
 
     totals.run_batch(name, seeds, run, ("graph_steps",))
@@ -69,11 +76,12 @@ def test_random_workloads_match_the_oracle(name: str, seeds: range, models: Any,
 @pytest.mark.parametrize("seeds", SEEDS)
 @pytest.mark.parametrize("name", FLAVOURS)
 def test_random_workloads_with_drafts_match_the_oracle(
-    name: str, seeds: range, models: Any, totals: WorkloadTotals
+    name: str, seeds: range, models: Any, replays: bool, totals: WorkloadTotals
 ) -> None:
     def run(seed: int) -> WorkloadOutcome:
         rng = random.Random(f"graphs {name} {seed}")
-        work = make_workload(FLAVOURS[name], 3000 + seed, num_drafts=rng.randrange(1, 9), models=models)
+        num_drafts = rng.randrange(1, 9)
+        work = make_workload(FLAVOURS[name], 3000 + seed, num_drafts, models=models, replays=replays)
         drafter = make_drafter(rng, work)
         return run_workload(replace(work, config=with_graphs(work.config)), drafter)
 

@@ -5,17 +5,20 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.mcore.random_workloads import FLAVOURS, MODEL_FORMS, make_workload, run_workload
+from tests.mcore.random_workloads import FLAVOURS, MODEL_FORMS, WorkloadOutcome, make_workload, run_workload
 from tests.mcore.workload_totals import WorkloadTotals
 
 # The first ten seeds of each flavour by default; a GPU takes many times as long for models this small.
 SHORT, LONG = range(10), range(10, 19 if torch.cuda.is_available() else 38)
 SEEDS = [
-    pytest.param("dense", SHORT, id="short"),
-    pytest.param("dense", LONG, id="long", marks=pytest.mark.slow),
-    pytest.param("experts", range(1), id="experts"),
-    pytest.param("experts", range(1, 3), id="experts-more", marks=pytest.mark.long),
-    pytest.param("experts", range(3, 38), id="experts-long", marks=pytest.mark.slow),
+    pytest.param("dense", False, SHORT, id="short"),
+    pytest.param("dense", False, LONG, id="long", marks=pytest.mark.slow),
+    pytest.param("experts", False, range(1), id="experts"),
+    pytest.param("experts", False, range(1, 3), id="experts-more", marks=pytest.mark.long),
+    pytest.param("experts", False, range(3, 38), id="experts-long", marks=pytest.mark.slow),
+    pytest.param("dense", True, range(2), id="replayed"),
+    pytest.param("dense", True, range(2, 38), id="replayed-long", marks=pytest.mark.slow),
+    pytest.param("experts", True, range(38, 39), id="replayed-experts", marks=pytest.mark.long),
 ]
 
 
@@ -27,12 +30,16 @@ def totals() -> Iterator[WorkloadTotals]:
     totals.report()
 
 
-@pytest.mark.parametrize(("form", "seeds"), SEEDS)
+@pytest.mark.parametrize(("form", "replays", "seeds"), SEEDS)
 @pytest.mark.parametrize("name", FLAVOURS)
 def test_tokens_are_the_oracles_and_everything_is_returned(
-    name: str, form: str, seeds: range, totals: WorkloadTotals
+    name: str, form: str, replays: bool, seeds: range, totals: WorkloadTotals
 ) -> None:
     flavour, models = FLAVOURS[name], MODEL_FORMS[form]
+
+    def run(seed: int) -> WorkloadOutcome:
+        return run_workload(make_workload(flavour, seed, models=models, replays=replays))
+
     # A few seeds do not exercise all that a flavour is for.
-    exercises = flavour.exercises if form == "dense" else ()
-    totals.run_batch(name, seeds, lambda seed: run_workload(make_workload(flavour, seed, models=models)), exercises)
+    exercises = flavour.exercises if form == "dense" and not (replays and len(seeds) < len(SHORT)) else ()
+    totals.run_batch(name, seeds, run, exercises)

@@ -23,7 +23,12 @@ from tests.mcore.workload_totals import WorkloadTotals
 
 # The first ten seeds of each flavour by default; a GPU takes many times as long for models this small.
 SHORT, LONG = range(10), range(10, 19 if torch.cuda.is_available() else 38)
-SEEDS = [pytest.param(SHORT, id="short"), pytest.param(LONG, id="long", marks=pytest.mark.slow)]
+SEEDS = [
+    pytest.param(False, SHORT, id="short"),
+    pytest.param(False, LONG, id="long", marks=pytest.mark.slow),
+    pytest.param(True, range(2), id="replayed"),
+    pytest.param(True, range(2, 38), id="replayed-long", marks=pytest.mark.slow),
+]
 ACCURACIES = (0.0, 0.5, 0.8, 0.95, 1.0)
 
 EXERCISES = {
@@ -74,18 +79,20 @@ def make_draft_model(rng: random.Random, work: Workload) -> CheckedDraftModel:
     )
 
 
-@pytest.mark.parametrize("seeds", SEEDS)
+@pytest.mark.parametrize(("replays", "seeds"), SEEDS)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.long) for name in FLAVOURS]
 )
-def test_tokens_are_the_oracles_whatever_is_drafted(name: str, seeds: range, totals: WorkloadTotals) -> None:
+def test_tokens_are_the_oracles_whatever_is_drafted(
+    name: str, replays: bool, seeds: range, totals: WorkloadTotals
+) -> None:
     def run(seed: int) -> WorkloadOutcome:
         rng = random.Random(f"drafts {name} {seed}")
-        work = make_workload(FLAVOURS[name], 1000 + seed, num_drafts=rng.randrange(1, 9))
+        work = make_workload(FLAVOURS[name], 1000 + seed, num_drafts=rng.randrange(1, 9), replays=replays)
         drafter = make_drafter(rng, work)
         outcome = run_workload(work, drafter)
         if isinstance(drafter, CheckedDraftModel):
             drafter.assert_nothing_held()
         return outcome
 
-    totals.run_batch(name, seeds, run, EXERCISES[name])
+    totals.run_batch(name, seeds, run, ("draft_tokens",) if replays and len(seeds) < len(SHORT) else EXERCISES[name])

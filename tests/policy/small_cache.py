@@ -34,6 +34,7 @@ def small_cache(
     enabled: bool = True,
     checkpoints: Literal["rolling", "all", "none"] = "rolling",
     max_requests: int = 0,
+    replays: bool = False,
     eviction: str = "lru",
 ) -> PrefixCache:
     """Return an empty cache.
@@ -42,6 +43,7 @@ def small_cache(
         slabs: How many slabs KV blocks and states share, and how many blocks and states fit one; None: they share
             nothing, and there are `num_blocks` and `num_slots`.
         max_requests: Requests whose live slots drafts leave alone; 0: drafts take any slot.
+        replays: Whether states are replayed, by at most `max_requests` requests.
     """
     space = SplitSpace(num_blocks, num_slots) if slabs is None else SlabSpace(*slabs)
     return PrefixCache(
@@ -49,7 +51,7 @@ def small_cache(
         AdmissionRules(BoundaryRule(block_size, stride), align, chunked_prefill=True),
         CacheIdentity("model", "0"),
         CacheCounters(),
-        decode=DecodeRules(checkpoints, max_requests),
+        decode=DecodeRules(checkpoints, max_requests, replays),
         enabled=enabled,
     )
 
