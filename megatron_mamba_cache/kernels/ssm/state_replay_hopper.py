@@ -21,7 +21,7 @@ _ACCESS = 16  # bytes of a load
 
 
 @gluon.jit
-def _release(OVERLAPS: gl.constexpr):
+def release(OVERLAPS: gl.constexpr):
     """Let the next kernel begin."""
     if OVERLAPS:
         gl.inline_asm_elementwise(
@@ -30,14 +30,14 @@ def _release(OVERLAPS: gl.constexpr):
 
 
 @gluon.jit
-def _await_launcher(OVERLAPS: gl.constexpr):
+def await_launcher(OVERLAPS: gl.constexpr):
     """Wait for the results of the kernel before this one."""
     if OVERLAPS:
         gl.inline_asm_elementwise("griddepcontrol.wait; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def _load_entry(x, b, steps, ring, position, end, HEADS: gl.constexpr, CAPACITY: gl.constexpr):
+def load_entry(x, b, steps, ring, position, end, HEADS: gl.constexpr, CAPACITY: gl.constexpr):
     """Load x, B, the time step and its product with A at a position; zeros from `end` on."""
     exists = position < end
     place = position % CAPACITY
@@ -53,12 +53,12 @@ def _fold_entries(
     state, pool, x, b, steps, ring, position, end, HEADS: gl.constexpr, CAPACITY: gl.constexpr, RING: gl.constexpr
 ):
     """Return float32 `state` [lanes, d_state of a lane, width] after the ring's entries; see `replay_fold`."""
-    entry = _load_entry(x, b, steps, ring, position, end, HEADS, CAPACITY)
+    entry = load_entry(x, b, steps, ring, position, end, HEADS, CAPACITY)
     while position < end:
         until = gl.minimum((position // RING + 1) * RING, end)
         for at in range(position, until):
             values, keys, dt, decay = entry
-            entry = _load_entry(x, b, steps, ring, at + 1, end, HEADS, CAPACITY)
+            entry = load_entry(x, b, steps, ring, at + 1, end, HEADS, CAPACITY)
             scaled = dt * values.to(gl.float32)
             increment = keys.to(gl.float32)[:, :, None] * scaled[None, :][:, None, :]
             state = gl.fma(gl.exp(decay), state, increment)
@@ -73,7 +73,7 @@ def _load_factors(c, checkpoint_factors, input_factors, c_stride, HEADS: gl.cons
     exists = t < count
     line = input_factors + t * (HEADS * (RING + OWN))
     of_ring = gl.load(line + w, mask=exists & (w < RING), other=0.0)
-    of_own = gl.load(line + RING + u, mask=exists, other=0.0)
+    of_own = gl.load(line + RING + u, mask=exists & (u < OWN), other=0.0)
     of_checkpoint = gl.load(checkpoint_factors + t * HEADS, mask=exists, other=0.0)
     return gl.load(c + t * c_stride, mask=exists, other=0.0), of_ring, of_own, of_checkpoint
 
@@ -101,7 +101,7 @@ def _state_replay_kernel(
     OVERLAPS: gl.constexpr,
 ):
     """Long because state and inputs stay in registers."""
-    _release(OVERLAPS)
+    release(OVERLAPS)
     PARTS: gl.constexpr = HEAD_DIM // WIDTH
     DEPTH: gl.constexpr = D_STATE // LANES
     PLACES: gl.constexpr = (RING + LANES - 1) // LANES
@@ -123,7 +123,7 @@ def _state_replay_kernel(
     folded = gl.load(rows.folded + row)
     computed = gl.load(rows.computed + row)
     if slot == _PAD:
-        _await_launcher(OVERLAPS)
+        await_launcher(OVERLAPS)
         return
 
     first = gl.maximum(folded, computed // RING * RING)
@@ -164,7 +164,7 @@ def _state_replay_kernel(
     checkpoint_factors += line
     input_factors += line * (RING + OWN)
     y += start.to(gl.int64) * (HEADS * HEAD_DIM) + p
-    _await_launcher(OVERLAPS)
+    await_launcher(OVERLAPS)
     following = _load_factors(c, checkpoint_factors, input_factors, tokens.C_stride, HEADS, 0, count, w, u, RING, OWN)
     for t in range(0, count):
         keys, of_ring, of_own, of_checkpoint = following

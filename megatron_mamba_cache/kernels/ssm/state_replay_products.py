@@ -1,0 +1,329 @@
+"""The outputs of replayed states by products of bf16 on tensor cores, in Gluon, for Hopper GPUs and bf16 tokens.
+
+A warp owns `width` columns of a head's state, which it loads as the products need them: which d_state a lane holds, and
+which column, is free to choose, so nothing moves between lanes. float32 states and factors are split into three bf16
+numbers that add up to them: every product is exact, every sum is one of float32. Checkpoints have the bits of
+`replay_fold`. The state's loads and the fold begin while `replay_coefficients` runs.
+
+An operand's places are numbered by bits. With q and l the lane's two lowest and three highest bits, k = (tile, g, q, e)
+is d_state, or a token, number (q, tile, g, e), and m = (tile, h, l) is column (l, tile, h).
+"""
+
+from functools import cache
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+
+from ..overlap import overlapping
+from ..prefill_rows import PAD_SLOT
+from .replay_coefficients import CHANNELS_AT_ONCE, ReplayCoefficients, kernel_ring, kernel_rows, kernel_tokens
+from .replay_rows import ReplayRing, ReplayRows
+from .replay_tiling import ReplayTiling
+from .ssm_inputs import SSMTokens
+from .state_replay_hopper import await_launcher, load_entry, release
+
+_PAD = gl.constexpr(PAD_SLOT)
+
+
+def _bits(first: int, count: int, dim: int) -> list[list[int]]:
+    """Return the bases of `count` bits of a dimension of two, from bit `first` on."""
+    return [[1 << bit, 0] if dim == 0 else [0, 1 << bit] for bit in range(first, first + count)]
+
+
+@cache
+def _left_layout(depth: int, width: int) -> gl.DistributedLinearLayout:
+    """Return the layout of a left operand as it lies in memory, [depth, width]: q is the high bits of depth."""
+    depth_bits, width_bits = depth.bit_length() - 3, width.bit_length() - 4
+    return gl.DistributedLinearLayout(
+        reg_bases=_bits(0, width_bits, 1) + _bits(0, depth_bits, 0),
+        lane_bases=_bits(depth_bits, 2, 0) + _bits(width_bits, 3, 1),
+        warp_bases=[],
+        block_bases=[],
+        shape=[depth, width],
+    )
+
+
+@cache
+def _right_layout(tokens: int, depth: int) -> gl.DistributedLinearLayout:
+    """Return the layout of a right operand as it lies in memory, [tokens, depth]."""
+    depth_bits, token_bits = depth.bit_length() - 3, tokens.bit_length() - 4
+    return gl.DistributedLinearLayout(
+        reg_bases=_bits(0, depth_bits, 1) + _bits(3, token_bits, 0),
+        lane_bases=_bits(depth_bits, 2, 1) + _bits(0, 3, 0),
+        warp_bases=[],
+        block_bases=[],
+        shape=[tokens, depth],
+    )
+
+
+@cache
+def _output_layout(tokens: int, width: int) -> gl.DistributedLinearLayout:
+    """Return the layout of outputs [tokens, width] in which a lane stores neighbouring columns at once."""
+    width_bits, token_bits = width.bit_length() - 4, tokens.bit_length() - 4
+    return gl.DistributedLinearLayout(
+        reg_bases=_bits(0, width_bits, 1) + _bits(0, 1, 0) + _bits(3, token_bits, 0),
+        lane_bases=_bits(1, 2, 0) + _bits(width_bits, 3, 1),
+        warp_bases=[],
+        block_bases=[],
+        shape=[tokens, width],
+    )
+
+
+@gluon.jit
+def _as_left(tile, OPERAND: gl.constexpr):
+    """Return a tile [depth, width] as a left operand [width, depth]; no data moves."""
+    DEPTH: gl.constexpr = tile.shape[0]
+    WIDTH: gl.constexpr = tile.shape[1]
+    tile = tile.reshape([4, DEPTH // 16, 2, 2, 8, WIDTH // 16, 2])  # q, tile, g, e, l, tile, h
+    return gl.convert_layout(tile.permute((5, 6, 4, 1, 2, 0, 3)).reshape([WIDTH, DEPTH]), OPERAND)
+
+
+@gluon.jit
+def _as_right(tile, OPERAND: gl.constexpr):
+    """Return a tile [tokens, depth] as a right operand [depth, tokens]; no data moves."""
+    TOKENS: gl.constexpr = tile.shape[0]
+    DEPTH: gl.constexpr = tile.shape[1]
+    tile = tile.reshape([TOKENS, 4, DEPTH // 16, 2, 2])
+    return gl.convert_layout(tile.permute((2, 3, 1, 4, 0)).reshape([DEPTH, TOKENS]), OPERAND)
+
+
+@gluon.jit
+def _multiply_right(left, right, sums, LEFT: gl.constexpr, RIGHT: gl.constexpr):
+    """Add the product of a bf16 tile and a float32 one to `sums`."""
+    left = _as_left(left, LEFT)
+    high = right.to(gl.bfloat16)
+    rest = right - high.to(gl.float32)
+    middle = rest.to(gl.bfloat16)
+    low = (rest - middle.to(gl.float32)).to(gl.bfloat16)
+    sums = mma_v2(left, _as_right(low, RIGHT), sums)
+    sums = mma_v2(left, _as_right(middle, RIGHT), sums)
+    return mma_v2(left, _as_right(high, RIGHT), sums)
+
+
+@gluon.jit
+def _multiply_left(left, right, sums, LEFT: gl.constexpr):
+    """Add the product of a tile and a right operand of bf16 to `sums`."""
+    if left.dtype == gl.bfloat16:
+        sums = mma_v2(_as_left(left, LEFT), right, sums)
+    else:
+        high = left.to(gl.bfloat16)
+        rest = left - high.to(gl.float32)
+        middle = rest.to(gl.bfloat16)
+        low = (rest - middle.to(gl.float32)).to(gl.bfloat16)
+        sums = mma_v2(_as_left(low, LEFT), right, sums)
+        sums = mma_v2(_as_left(middle, LEFT), right, sums)
+        sums = mma_v2(_as_left(high, LEFT), right, sums)
+    return sums
+
+
+@gluon.jit
+def _fold_entries(
+    state, pool, x, b, steps, ring, position, end, HEADS: gl.constexpr, CAPACITY: gl.constexpr, RING: gl.constexpr
+):
+    """Return float32 `state` [d_state, width] after the ring's entries from `position` to `end`; see `replay_fold`."""
+    entry = load_entry(x, b, steps, ring, position, end, HEADS, CAPACITY)
+    while position < end:
+        until = gl.minimum((position // RING + 1) * RING, end)
+        for at in range(position, until):
+            values, keys, dt, decay = entry
+            entry = load_entry(x, b, steps, ring, at + 1, end, HEADS, CAPACITY)
+            scaled = dt * values.to(gl.float32)
+            increment = keys.to(gl.float32)[:, None] * scaled[None, :]
+            state = gl.fma(gl.exp(decay), state, increment)
+        if until % RING == 0:
+            state = state.to(pool.dtype.element_ty).to(gl.float32)
+        position = until
+    return state
+
+
+@gluon.jit(do_not_specialize=["max_tokens"])
+def _state_products_kernel(
+    y,
+    tokens,
+    pool,
+    slot_stride,
+    ring,
+    rows,
+    checkpoint_factors,
+    input_factors,
+    odd,
+    max_tokens,
+    HEADS: gl.constexpr,
+    HEADS_A_GROUP: gl.constexpr,
+    D_STATE: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    CAPACITY: gl.constexpr,
+    RING: gl.constexpr,
+    OWN: gl.constexpr,
+    AT_ONCE: gl.constexpr,
+    WIDTH: gl.constexpr,
+    STATE: gl.constexpr,
+    KEYS: gl.constexpr,
+    KEPT: gl.constexpr,
+    KEPT_FACTORS: gl.constexpr,
+    NEW: gl.constexpr,
+    NEW_FACTORS: gl.constexpr,
+    OUTPUT: gl.constexpr,
+    OVERLAPS: gl.constexpr,
+):
+    """Long because state and inputs stay in registers."""
+    release(OVERLAPS)
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])  # [width, tokens]
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, 2)
+    PARTS: gl.constexpr = HEAD_DIM // WIDTH
+    CHUNKS: gl.constexpr = (HEADS * HEAD_DIM + AT_ONCE - 1) // AT_ONCE
+    PLACES: gl.constexpr = KEPT.shape[0]
+    TOKENS: gl.constexpr = NEW.shape[0]
+    part = gl.program_id(0) % PARTS
+    head = gl.program_id(0) // PARTS % HEADS
+    row = gl.program_id(0) // (PARTS * HEADS)
+    slot = gl.load(rows.slots + row).to(gl.int64)
+    start = gl.load(rows.cu_tokens + row)
+    count = gl.load(rows.cu_tokens + row + 1) - start
+    number = gl.load(rows.rings + row).to(gl.int64)
+    folded = gl.load(rows.folded + row)
+    computed = gl.load(rows.computed + row)
+    if slot == _PAD:
+        await_launcher(OVERLAPS)
+        return
+
+    first = gl.maximum(folded, computed // RING * RING)
+    group = head // HEADS_A_GROUP
+    n = gl.arange(0, D_STATE, layout=gl.SliceLayout(1, STATE))
+    p = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, STATE))
+    channel = head * HEAD_DIM + part * WIDTH
+    states = pool + slot * slot_stride + head * (D_STATE * HEAD_DIM) + part * WIDTH
+    states += n[:, None] * HEAD_DIM + p[None, :]
+    state = gl.load(states)  # [d_state, width]
+    xs = ring.x + number * ring.x_ring + channel
+
+    if first > folded:
+        b = ring.B + number * ring.B_ring + group * D_STATE + n
+        steps = ring.steps + number * ring.steps_ring + head
+        wide = _fold_entries(state.to(gl.float32), pool, xs + p, b, steps, ring, folded, first, HEADS, CAPACITY, RING)
+        state = wide.to(pool.dtype.element_ty)
+        gl.store(states, state)
+
+    w = gl.arange(0, PLACES, layout=gl.SliceLayout(1, KEPT))
+    kept_x = gl.load(
+        xs
+        + ((first + w) % CAPACITY)[:, None] * ring.x_place
+        + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, KEPT))[None, :],
+        mask=(w < computed - first)[:, None],
+        other=0.0,
+    )
+    u = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, NEW))
+    new = tokens.x + start.to(gl.int64) * tokens.x_stride + channel
+    new_x = gl.load(
+        new + u[:, None] * tokens.x_stride + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, NEW))[None, :],
+        mask=(u < count)[:, None],
+        other=0.0,
+    )
+    t = gl.arange(0, OWN, layout=gl.SliceLayout(1, KEYS))
+    keys = gl.load(
+        tokens.C
+        + start.to(gl.int64) * tokens.C_stride
+        + group * D_STATE
+        + t[:, None] * tokens.C_stride
+        + gl.arange(0, D_STATE, layout=gl.SliceLayout(0, KEYS))[None, :],
+        mask=(t < count)[:, None],
+        other=0.0,
+    )  # [tokens, d_state]
+    sums = gl.zeros([WIDTH, OWN], gl.float32, layout=SUMS)
+    sums = _multiply_left(state, _as_right(keys, RIGHT), sums, LEFT)
+
+    await_launcher(OVERLAPS)
+    line = row.to(gl.int64) * max_tokens * HEADS + head
+    t = gl.arange(0, OWN, layout=gl.SliceLayout(0, SUMS))
+    of_checkpoint = gl.load(checkpoint_factors + line + t * HEADS, mask=t < count, other=0.0)
+    input_factors += line * (RING + OWN)
+    t = gl.arange(0, OWN, layout=gl.SliceLayout(1, KEPT_FACTORS))
+    w = gl.arange(0, PLACES, layout=gl.SliceLayout(0, KEPT_FACTORS))
+    of_kept = gl.load(
+        input_factors + t[:, None] * (HEADS * (RING + OWN)) + w[None, :],
+        mask=(t < count)[:, None] & (w < RING)[None, :],
+        other=0.0,
+    )
+    t = gl.arange(0, OWN, layout=gl.SliceLayout(1, NEW_FACTORS))
+    u = gl.arange(0, TOKENS, layout=gl.SliceLayout(0, NEW_FACTORS))
+    of_new = gl.load(
+        input_factors + t[:, None] * (HEADS * (RING + OWN)) + (RING + u)[None, :],
+        mask=(t < count)[:, None] & (u < OWN)[None, :],
+        other=0.0,
+    )
+    t = gl.arange(0, OWN, layout=gl.SliceLayout(0, SUMS))
+    is_odd = gl.load(odd + (row * max_tokens + t) * CHUNKS + channel // AT_ONCE, mask=t < count, other=0)
+    sums *= of_checkpoint[None, :]
+    sums = _multiply_right(kept_x, of_kept, sums, LEFT, RIGHT)
+    if gl.max(is_odd, axis=0) == 0:
+        sums = _multiply_right(new_x, of_new, sums, LEFT, RIGHT)
+    else:
+        # A factor of 0 would not keep a later token's NaN out.
+        m = gl.arange(0, WIDTH, layout=gl.SliceLayout(1, SUMS))
+        column = m % 8 * (WIDTH // 8) + m // 16 * 2 + m // 8 % 2
+        target = gl.arange(0, OWN, layout=gl.SliceLayout(0, SUMS))
+        for at in range(0, count):
+            x = gl.load(new + at * tokens.x_stride + column).to(gl.float32)
+            of_x = input_factors + target * (HEADS * (RING + OWN)) + RING + at
+            of_x = gl.load(of_x, mask=target < count, other=0.0)
+            sums += gl.where((target >= at)[None, :], of_x[None, :] * x[:, None], 0.0)
+
+    out = sums.reshape([WIDTH // 16, 2, 8, OWN]).permute((3, 2, 0, 1)).reshape([OWN, WIDTH])
+    out = gl.convert_layout(out.to(y.dtype.element_ty), OUTPUT)
+    t = gl.arange(0, OWN, layout=gl.SliceLayout(1, OUTPUT))
+    y += start.to(gl.int64) * (HEADS * HEAD_DIM) + channel
+    column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, OUTPUT))
+    gl.store(y + t[:, None] * (HEADS * HEAD_DIM) + column[None, :], out, mask=(t < count)[:, None])
+
+
+def replay_by_products(
+    y: Tensor,
+    tokens: SSMTokens,
+    ssm_pool: Tensor,
+    ring: ReplayRing,
+    rows: ReplayRows,
+    factors: ReplayCoefficients,
+    tiling: ReplayTiling,
+) -> None:
+    """Fold, and write the outputs into `y`, in place; `append_and_weigh` came right before.
+
+    Args:
+        ssm_pool: d_state is a power of two from 16 on, and head_dim a multiple of the tiling's width.
+    """
+    heads, head_dim = tokens.x.shape[1:]
+    d_state, width, own = tokens.B.shape[2], tiling.width, factors.own
+    places, new = max(16, factors.ring_len), max(16, own)
+    _state_products_kernel[(rows.slots.shape[0] * heads * (head_dim // width),)](
+        y=y,
+        tokens=kernel_tokens(tokens),
+        pool=ssm_pool,
+        slot_stride=ssm_pool.stride(0),
+        ring=kernel_ring(ring),
+        rows=kernel_rows(rows),
+        checkpoint_factors=factors.checkpoint,
+        input_factors=factors.inputs,
+        odd=factors.odd,
+        max_tokens=rows.max_tokens,
+        HEADS=heads,
+        HEADS_A_GROUP=heads // tokens.B.shape[1],
+        D_STATE=d_state,
+        HEAD_DIM=head_dim,
+        CAPACITY=ring.capacity,
+        RING=factors.ring_len,
+        OWN=own,
+        AT_ONCE=CHANNELS_AT_ONCE,
+        WIDTH=width,
+        STATE=_left_layout(d_state, width),
+        KEYS=_right_layout(own, d_state),
+        KEPT=_left_layout(places, width),
+        KEPT_FACTORS=_right_layout(own, places),
+        NEW=_left_layout(new, width),
+        NEW_FACTORS=_right_layout(own, new),
+        OUTPUT=_output_layout(own, width),
+        num_warps=1,
+        maxnreg=tiling.max_registers,
+        **overlapping(ssm_pool.device),
+    )
