@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..policy.requests import RunningRequest
 from .batch import StepBatch
+from .logits import Draws
 from .shapes import StepShape
 
 
@@ -27,16 +28,19 @@ class CapturedStep(Protocol):
     def can_verify(self) -> bool:
         """False once the graph is freed, unless the outcome is known; the caller then computes it from the logits."""
 
-    def verify_greedily(self) -> Tensor:
-        """After `forward`, verify against the best tokens and copy reached boundary states; return [rows, 2 + K].
+    def verify(self, draws: Draws) -> Tensor:
+        """After `forward`, draw tokens, verify, and copy reached boundary states; return [rows, 2 + K].
 
         The caller may bar tokens in the logits before.
+
+        Args:
+            draws: A way that draws for all rows.
         """
 
     def can_launch_next(self, rows: Sequence[RunningRequest], tokens: Sequence[int] | None) -> bool:
         """Return whether the step after the one laid out last depends on nothing but the tokens of that one.
 
-        False if that one draws a token or a draft at random: `verify_greedily` does not compute its tokens.
+        False if that one draws a draft at random, or changes logits: `verify` does not compute its tokens.
 
         Args:
             tokens: [rows] the new tokens; None while they are unknown, so that rows which end are computed too.

@@ -1,7 +1,7 @@
 """Steps as CUDA graphs: the forward, then verification and align copies, over buffers at fixed addresses.
 
-Unless a step is greedy, what follows the forward runs without a graph: sorting a vocabulary for each row takes memory
-that every graph would keep.
+There is a graph of what follows the forward for each way to draw tokens. Where a row changes its logits, or a draft was
+drawn at random, it runs without a graph.
 
 A graph is captured over padding: rows that own no slot, whose KV goes to the dummy block. So capturing touches no
 cached state. Before a replay the step's rows replace padding rows; every op skips those that remain, as in warmup. A
@@ -17,6 +17,7 @@ import logging
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ from ..policy.requests import RunningRequest, num_decoding
 from ..state.model_shape import HybridModelShape
 from .batch import StepBatch, send_padded_step, view_step
 from .captured_step import Capture
-from .logits import StepLogits, all_greedy, any_changed, any_masked, logits_starts
+from .logits import Draws, StepLogits, any_changed, any_masked, logits_starts
 from .memory import CacheMemory
 from .model import StepModel
 from .one_token_steps import OneTokenStep, send_next
@@ -86,16 +87,19 @@ class StepGraph:
         (self.logits, self.wanted_outputs, *computed), self._replay_forward = recorder.record(forward)
         self._results = replace(self._views, logits=_with_computed(self._views.logits, *computed))
 
-        def verify() -> tuple[Tensor, ...]:
+        self.outcome = self.logits.new_empty(shape.num_rows, 1 + shape.width, dtype=torch.int64)
+
+        def verify(draws: Draws) -> tuple[Tensor, ...]:
             step = Step(self._views)
-            greedy = replace(self._views.logits, all_greedy=True)
+            rows = replace(self._views.logits, draws=draws)
             outcome = outcome_on_all_ranks(
-                runner.ranks, greedy, lambda: verify_step(greedy, runner.wanted_logits(step, self.logits), [])
+                runner.ranks, rows, lambda: verify_step(rows, runner.wanted_logits(step, self.logits), [])
             )
             copy_reached_boundaries(self._views, outcome, self._memory)
-            return (outcome,)
+            self.outcome.copy_(outcome)
+            return ()
 
-        (self.outcome,), self._replay_verify = recorder.record(verify)
+        self._replay_verify = {draws: recorder.record(partial(verify, draws))[1] for draws in Draws}
 
     def lay_out(self, rows: Sequence[RunningRequest], *, draws_ratios: bool) -> StepBatch:
         """Send the rows of a step that the shape holds; return it as its readers see it."""
@@ -126,7 +130,7 @@ class StepGraph:
         self.forward()
         is_verified = not any_masked(rows)
         if is_verified:
-            self.verify_greedily()
+            self.verify(Draws.of(rows))
         return LaunchedStep(self, batch, before.step.ends, is_verified=is_verified)
 
     def _send_next(self, before: "SentStep", tokens: Sequence[int] | None) -> StepBatch:
@@ -160,7 +164,7 @@ class StepGraph:
             logits=replace(
                 results.logits,
                 starts=(*(starts[place] for place in places), starts[-1]),
-                all_greedy=all_greedy(rows),
+                draws=Draws.of(rows),
                 any_changed=any_changed(rows),
             ),
         )
@@ -172,9 +176,9 @@ class StepGraph:
         self._model.send(self.logits)
         return self.logits
 
-    def verify_greedily(self) -> Tensor:
-        """After `forward`, verify against the best tokens and copy the states of reached boundaries."""
-        self._replay_verify()
+    def verify(self, draws: Draws) -> Tensor:
+        """After `forward`, draw tokens, verify, and copy the states of reached boundaries."""
+        self._replay_verify[draws]()
         return self.outcome
 
 

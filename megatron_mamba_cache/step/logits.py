@@ -1,25 +1,46 @@
 """Which tokens of a step yield logits, and with which settings and random numbers each is sampled."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from itertools import accumulate
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ..kernels.sampling.sampling_rows import SamplingRows
 from ..kernels.sampling.verification import VerifyLogits
 from ..policy.logits_settings import PLAIN_LOGITS
 from ..policy.random_counter import DrawPurpose, counter_uniform
-from ..policy.requests import RunningRequest
+from ..policy.requests import RunningRequest, SamplingSettings
 from .buffers import StepBuffers
+
+
+class Draws(IntEnum):
+    """How the tokens of a step are drawn; each way can draw what those before it draw, with the same tokens."""
+
+    BEST = 0  # all rows greedy
+    ALL_TOKENS = 1  # some are sampled, from all tokens
+    KEPT_TOKENS = 2  # some are sampled from what top-k or top-p keeps
+
+    @staticmethod
+    def of(rows: Iterable[RunningRequest]) -> "Draws":
+        """Return the first way that draws for all rows."""
+        return max((_draws_of(row.spec.sampling) for row in rows), default=Draws.BEST)
+
+
+def _draws_of(sampling: SamplingSettings) -> Draws:
+    if sampling.is_greedy:
+        return Draws.BEST
+    return Draws.KEPT_TOKENS if sampling.top_k or 0 < sampling.top_p < 1 else Draws.ALL_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
 class StepLogits:
     """The tokens whose logits are wanted, each row's last and those that drafts follow, and how each is sampled.
 
-    Device tensors, but for `starts`, `all_greedy` and `any_changed`.
+    Device tensors, but for `starts`, `draws` and `any_changed`.
     """
 
     tokens: Tensor  # [logits] int32 packed index
@@ -31,8 +52,12 @@ class StepLogits:
     uniforms: Tensor  # [logits] float64 in [0, 1)
     accept_uniforms: Tensor  # [logits] float64, filled where drafts come with distributions
     residual_uniforms: Tensor  # likewise
-    all_greedy: bool
+    draws: Draws
     any_changed: bool  # whether a row changes its logits first, other than by barring tokens as its grammar says
+
+    def sampling(self, logits: Tensor) -> SamplingRows:
+        """Return logits, [logits, vocab], as tokens are drawn from them."""
+        return SamplingRows(logits, self.temperature, self.top_k, self.top_p)
 
 
 def write_logits(
@@ -56,7 +81,7 @@ def _write_sampling(
     num_rows, names = len(rows), ["uniforms", *(["accept_uniforms", "residual_uniforms"] if draws_ratios else [])]
     temperature, top_p = (buffers.host(name).view(np.float32)[:num_rows] for name in ("temperature", "top_p"))
     top_k = buffers.host("top_k")[:num_rows]
-    if all_greedy(rows):
+    if Draws.of(rows) is Draws.BEST:
         temperature[:], top_k[:], top_p[:] = 0.0, 1, 0.0
         for name in names:
             buffers.host(name).view(np.float64)[:num_logits] = 0.0
@@ -97,14 +122,9 @@ def view_logits(rows: Sequence[RunningRequest], token_ids: Tensor, buffers: Step
         uniforms=device("uniforms")[: 2 * num_logits].view(torch.float64),
         accept_uniforms=device("accept_uniforms")[: 2 * num_logits].view(torch.float64),
         residual_uniforms=device("residual_uniforms")[: 2 * num_logits].view(torch.float64),
-        all_greedy=all_greedy(rows),
+        draws=Draws.of(rows),
         any_changed=any_changed(rows),
     )
-
-
-def all_greedy(rows: Sequence[RunningRequest]) -> bool:
-    """Return whether no row needs a random number."""
-    return all(row.spec.sampling.is_greedy for row in rows)
 
 
 def any_changed(rows: Sequence[RunningRequest]) -> bool:
@@ -120,6 +140,14 @@ def any_masked(rows: Sequence[RunningRequest]) -> bool:
 def logits_starts(rows: Sequence[RunningRequest]) -> tuple[int, ...]:
     """Return where each row's logits begin, [rows + 1]; a row without tokens has none."""
     return (0, *accumulate(1 + len(row.drafts) if row.scheduled else 0 for row in rows))
+
+
+def write_next_uniforms(rows: Sequence[RunningRequest], buffers: StepBuffers) -> None:
+    """Write the random numbers of rows that decode one token each, from the computed tokens that the buffers hold."""
+    uniforms = buffers.host("uniforms").view(np.float64)
+    for index, (row, computed) in enumerate(zip(rows, buffers.host("computed")[: len(rows)].tolist(), strict=True)):
+        if not row.spec.sampling.is_greedy:
+            uniforms[index] = counter_uniform(row.spec.sampling.seed, computed + 1, DrawPurpose.SAMPLE)
 
 
 def _write_uniforms(section: str, purpose: DrawPurpose, rows: Sequence[RunningRequest], buffers: StepBuffers) -> None:

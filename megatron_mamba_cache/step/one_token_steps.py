@@ -10,6 +10,7 @@ import numpy.typing as npt
 from ..policy.logits_settings import PLAIN_LOGITS
 from ..policy.requests import RunningRequest
 from .buffers import StepBuffers
+from .logits import write_next_uniforms
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class RowEnds:
 
 @dataclass(frozen=True, slots=True)
 class OneTokenStep:
-    """A step that was sent: one token a row, drawn greedily, no drafts, and no boundary within reach.
+    """A step that was sent: one token a row, drawn from plain logits, no drafts, and no boundary within reach.
 
     What a row's grammar bars is known only when the step's tokens are: `LaunchedStep` verifies such a step later.
 
@@ -64,7 +65,6 @@ class OneTokenStep:
         decodes_one_each = all(
             _decodes_one(row)
             and row.accepted == 1
-            and row.spec.sampling.is_greedy
             and row.spec.sampling.logits is PLAIN_LOGITS
             for row in rows
         )  # a row keeps its settings, and has accepted one token in the step after this one as well
@@ -128,6 +128,7 @@ def send_next(
         buffers.host(name)[:num_rows] += 1
     if tokens is not None:
         buffers.host("token_ids")[:num_rows] = tokens
+    write_next_uniforms(last.rows, buffers)
     buffers.send(num_table_rows)
     return OneTokenStep(last.rows, buffers.num_begun, last.ends)
 

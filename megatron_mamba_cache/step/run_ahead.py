@@ -21,6 +21,7 @@ from ..speculation.draft_planner import DraftPlanner, NoDrafts
 from .batch import StepBatch
 from .captured_step import CapturedStep, EarlyStep
 from .host_copy import stream_of
+from .logits import Draws
 from .one_token_steps import RowEnds
 from .shapes import StepShape
 from .step import Step
@@ -34,7 +35,7 @@ class ReplayedGraph(Protocol):
     logits: Tensor
     outcome: Tensor
 
-    def verify_greedily(self) -> Tensor:
+    def verify(self, draws: Draws) -> Tensor:
         """See `CapturedStep`."""
 
     def can_launch_next(self, rows: Sequence[RunningRequest], tokens: Sequence[int] | None) -> bool:
@@ -113,12 +114,12 @@ class LaunchedStep:
         """See `CapturedStep`."""
         return self._is_verified or self._graph is not None
 
-    def verify_greedily(self) -> Tensor:
+    def verify(self, draws: Draws) -> Tensor:
         """Return the outcome, which may still be computed."""
         if not self._is_verified:
             if self._graph is None:
                 raise CacheIntegrityError("the graph that computed this step is freed; ask can_verify")
-            self._outcome, self._is_verified = self._graph.verify_greedily(), True
+            self._outcome, self._is_verified = self._graph.verify(draws), True
         return self._outcome
 
     def can_launch_next(self, rows: Sequence[RunningRequest], tokens: Sequence[int] | None) -> bool:

@@ -418,7 +418,7 @@ class StepRunner:
         graph = step.verifying_graph(only_last_logits=self.only_last_logits)
         if graph is not None:
             self._changes.masks.apply(logits.squeeze(0))  # in the graph's own logits
-            return graph.verify_greedily()
+            return graph.verify(step.batch.logits.draws)
         rows = step.batch.logits
         outcome = outcome_on_all_ranks(
             self.ranks, rows, lambda: verify_step(rows, self.wanted_logits(step, logits), step.draft_distributions)
@@ -446,7 +446,7 @@ class StepRunner:
         Args:
             found: The outcome, [rows, 2 + K] at the step's places.
         """
-        if step.is_greedy:
+        if step.is_plain:
             tokens = [found[place][1] for place in step.batch.places]
             self._launch_next(step, tokens)
             early = self.early_step

@@ -72,10 +72,9 @@ class Step:
         return len(self.batch.rows) if self.graph is None else self.graph.shape.num_rows
 
     @property
-    def is_greedy(self) -> bool:
-        """True when every new token is the best of those that are not barred, and every draft is certain."""
-        logits = self.batch.logits
-        return logits.all_greedy and not logits.any_changed and not any_drawn(self.draft_distributions)
+    def is_plain(self) -> bool:
+        """True when logits are changed by barring tokens at most, and every draft is certain."""
+        return not self.batch.logits.any_changed and not any_drawn(self.draft_distributions)
 
     def verifying_graph(self, *, only_last_logits: bool) -> CapturedStep | None:
         """Return the graph if it can verify the step by itself, from logits in which tokens may be barred before.
@@ -83,7 +82,7 @@ class Step:
         Args:
             only_last_logits: See `StepRunner`; the logits of other steps are selected inside the graph.
         """
-        if self.graph is None or not self.is_greedy or not self.graph.can_verify:
+        if self.graph is None or not self.is_plain or not self.graph.can_verify:
             return None
         if any_masked(self.rows) and (not only_last_logits or any(row.spec.log_probs.wanted for row in self.rows)):
             return None  # log-probs are those of the model's own logits

@@ -13,7 +13,7 @@ from ..kernels.ssm.boundary_plan import plan_boundary_folds
 from ..kernels.ssm.state_replay import fold_boundaries
 from ..ranks.group import Ranks
 from .batch import StepBatch
-from .logits import StepLogits
+from .logits import Draws, StepLogits
 from .memory import CacheMemory
 from .step import any_drawn
 
@@ -29,14 +29,14 @@ def verify_step(rows: StepLogits, logits: Tensor, distributions: Sequence[Tensor
         [rows, 2 + max drafts] int64: how many tokens each row accepts, and those tokens.
     """
     drawn = _drawn_from(rows, distributions)
-    if drawn is None and rows.all_greedy:
+    if drawn is None and rows.draws is Draws.BEST:
         return accept_matching(greedy_tokens(logits), rows.verify)
-    settings = (rows.temperature, rows.top_k, rows.top_p)
-    tokens = sample_tokens(logits, *settings, rows.uniforms)
+    sampling = rows.sampling(logits)
+    tokens = sample_tokens(sampling, rows.uniforms, any_cut=rows.draws is Draws.KEPT_TOKENS)
     if drawn is None:
         return accept_matching(tokens, rows.verify)
     uniforms = RatioUniforms(rows.accept_uniforms, rows.residual_uniforms)
-    return accept_by_ratio(tokens, token_probabilities(logits, *settings), rows.verify, drawn, uniforms)
+    return accept_by_ratio(tokens, token_probabilities(sampling), rows.verify, drawn, uniforms)
 
 
 def outcome_on_all_ranks(ranks: Ranks, rows: StepLogits, compute: Callable[[], Tensor]) -> Tensor:

@@ -12,6 +12,7 @@ from megatron_mamba_cache.speculation.draft_planner import DraftPlanner, NoDraft
 from megatron_mamba_cache.speculation.prompt_lookup import PromptLookupDrafter
 from megatron_mamba_cache.step.batch import StepBatch
 from megatron_mamba_cache.step.captured_step import EarlyStep
+from megatron_mamba_cache.step.logits import Draws
 from megatron_mamba_cache.step.run_ahead import QueueState, may_run_ahead
 from megatron_mamba_cache.step.shapes import StepShape
 from megatron_mamba_cache.step.step import Step
@@ -40,7 +41,7 @@ class Graph:
     def forward(self) -> Tensor:
         raise NotImplementedError
 
-    def verify_greedily(self) -> Tensor:
+    def verify(self, draws: Draws) -> Tensor:
         raise NotImplementedError
 
     def launch_next(self, rows: Sequence[RunningRequest]) -> EarlyStep:

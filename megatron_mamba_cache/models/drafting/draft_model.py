@@ -16,6 +16,7 @@ from ...metrics import CacheSnapshot
 from ...policy.random_counter import DrawPurpose
 from ...policy.requests import RunningRequest
 from ...speculation.drafter import Draft, DraftRequest
+from ...step.logits import Draws
 from ...step.warmup import warm_up_prefill
 from .draft_rows import DraftRow, DraftRows
 
@@ -123,9 +124,9 @@ class DraftModelDrafter:
         step = runner.begin(runner.lay_out(rows, purpose=DrawPurpose.DRAFT))
         logits = runner.logits_on_all_ranks(step, self._model.compute_step())
         settings = step.batch.logits
-        if settings.all_greedy:
+        if settings.draws is Draws.BEST:
             return _DrawnTokens(greedy_tokens(logits).tolist(), None)
-        probabilities = token_probabilities(logits, settings.temperature, settings.top_k, settings.top_p)
+        probabilities = token_probabilities(settings.sampling(logits))
         return _DrawnTokens(sample_weighted(probabilities, settings.uniforms).tolist(), probabilities)
 
 
