@@ -9,7 +9,7 @@ one. Each program does one of three parts, for a tile of channels:
 
     row     its first d_conv - 1 tokens, which alone need the initial window, and every window that holds part of it
     chunk   the window at its end, all of it inputs of this step
-    tile    packed tokens, whatever rows they belong to, except each row's first d_conv - 1
+    tile    packed tokens, whatever rows they belong to, except each row's first d_conv - 1; slow if of several rows
 
 Grid: rows, chunks and tiles times the tiles of channels. Graph safe: no host sync, one launch, grid fixed by the
 shapes of the arguments.
@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..kernel_launches import is_computed_in_fp32, launches_kernel
+from ..masks import only_if
 from ..prefill_rows import PrefillRows
 from ..row_checks import check_prefill_rows
 from .conv_row_ends import begin_row, count_up_to, end_chunk
@@ -108,6 +109,43 @@ def _convolve_run(
 
 
 @triton.jit
+def _convolve_part(
+    y,
+    inputs,
+    weight,
+    bias,
+    low,
+    high,
+    num_tokens,
+    first_token,
+    channel,
+    CONV_DIM: tl.constexpr,
+    D_CONV: tl.constexpr,
+    TOKENS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """Compute a tile's tokens of the row from `low` to `high` that have D_CONV - 1 before them; clear those after it."""
+    inside = channel < CONV_DIM
+    taps = load_taps(weight, channel, CONV_DIM, D_CONV)
+    offset = load_bias(bias, channel, CONV_DIM)
+    for begin in range(first_token, first_token + TOKENS, AT_ONCE):
+        first = tl.cast(begin, tl.int64)
+        x = inputs.x + first * inputs.token_stride + channel
+        history = ()
+        for j in tl.static_range(1 - D_CONV, AT_ONCE):
+            is_row = (begin + j >= low) & (begin + j < high)
+            history = appended(history, tl.load(x + j * inputs.token_stride, mask=only_if(is_row, inside), other=0.0))
+        for j in tl.static_range(AT_ONCE):
+            window = ()
+            for k in tl.static_range(D_CONV):
+                window = appended(window, history[j + k].to(tl.float32))
+            token = begin + j
+            out = tl.where(token < high, weigh_and_activate(window, taps, offset, D_CONV), 0.0)
+            is_mine = (token >= tl.minimum(low + D_CONV - 1, high)) & (token < num_tokens)
+            tl.store(y + (first + j) * CONV_DIM + channel, out, mask=only_if(is_mine, inside))
+
+
+@triton.jit
 def _convolve_mixture(
     y,
     inputs,
@@ -177,10 +215,16 @@ def _causal_conv_kernel(
     else:
         first_token = (part - num_rows - num_chunks) * TOKENS
         row = count_up_to(rows.cu_rows + 1, num_rows, first_token)
-        in_row = first_token - tl.load(rows.cu_rows + row)
-        row_end = tl.load(rows.cu_rows + row + 1, mask=row < num_rows, other=0)
-        if (in_row >= D_CONV - 1) & (first_token + TOKENS <= row_end):
+        low = tl.load(rows.cu_rows + row)
+        last = tl.load(rows.cu_rows + num_rows)
+        high = tl.load(rows.cu_rows + row + 1, mask=row < num_rows, other=0)
+        high = tl.where(row < num_rows, high, last)
+        if (first_token - low >= D_CONV - 1) & (first_token + TOKENS <= high):
             _convolve_run(y, inputs, weight, bias, first_token, channel, CONV_DIM, D_CONV, TOKENS, AT_ONCE)
+        elif (first_token + TOKENS <= high) | (high == last):
+            _convolve_part(
+                y, inputs, weight, bias, low, high, num_tokens, first_token, channel, CONV_DIM, D_CONV, TOKENS, AT_ONCE
+            )
         else:
             for begin in range(first_token, first_token + TOKENS, 2):  # few, to save registers: such tiles are rare
                 _convolve_mixture(
