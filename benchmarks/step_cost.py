@@ -1,6 +1,7 @@
 """What does a decode step cost at few and many rows, on the host and on the GPU, and what do drafts gain at best?
 
-    PYTHONPATH=. python3 benchmarks/step_cost.py [--shape 8b|nano3|small|tiny] [--no-drafts] [--json FILE]
+    PYTHONPATH=. python3 benchmarks/step_cost.py [--shape 8b|nano3|small|tiny] [--draft-states FORM ...] [--no-drafts]
+        [--json FILE]
 
 Steps: rows of equal length decode together, without drafts. Wall time is the median over steps. Host work is wall time
 minus the host's waits for the step's tokens; much of it overlaps with the GPU's work. GPU time is that of the last
@@ -13,6 +14,8 @@ only wall time and its slope.
 Drafts: 8 rows, decode steps only, without drafts, with K = 3 that are always right, and with K = 3 that are always
 wrong. A drafter replays a recording. In bf16 a verify step may round differently from a step of one token, so the model
 gets weights that are sure of each token (`sure_model`). The three alternate; a line shows the middle round.
+
+Each form of draft states that is asked for is measured in turn, with the same model.
 """
 
 import argparse
@@ -36,6 +39,7 @@ from measuring.model_floors import step_bytes
 from turn_latency import rotated, some_tokens
 
 from megatron_mamba_cache.command_line.quiet import own_warnings_hidden, quiet_libraries
+from megatron_mamba_cache.step.logits import Draws
 
 ROWS = (1, 8, 64, 128, 256)
 NUM_STEPS = 20
@@ -141,7 +145,7 @@ def gpu_times(engine: Any) -> dict[str, float | None]:
     graph = context.graphs.fitting(context.rows) if context.graphs is not None else None
     if graph is None:
         return {"kernels_ms": kernels_ms}
-    seconds = gpu_seconds(lambda: (graph.forward(), graph.verify_greedily()), NUM_STEPS)
+    seconds = gpu_seconds(lambda: (graph.forward(), graph.verify(Draws.BEST)), NUM_STEPS)
     return {"kernels_ms": kernels_ms, "replay_ms": 1e3 * seconds}
 
 
@@ -251,6 +255,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_shape_arguments(parser)
     parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS), metavar="N", help="default: 1 8 64 128 256")
+    parser.add_argument(
+        "--draft-states", nargs="+", choices=("auto", "replay", "window"), default=["auto"], metavar="FORM"
+    )
     parser.add_argument("--no-drafts", action="store_true", help="measure steps only")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
     arguments = parser.parse_args()
@@ -258,14 +265,26 @@ def main() -> None:
     num_prompt = shape.block_size * 9 // 8  # a block boundary is a while ahead of the measured steps
     with quiet_libraries(), own_warnings_hidden():
         model = model_of(shape)
-        costs = step_costs(model, shape, arguments.rows, num_prompt)
-        drafts = {} if arguments.no_drafts else draft_speeds(model, shape, num_prompt, NUM_REPLY)
-    print(table(costs, drafts))
+        shapes = [replace(shape, draft_states=form) for form in arguments.draft_states]
+        costs = [step_costs(model, of_form, arguments.rows, num_prompt) for of_form in shapes]
+        drafts = [
+            {} if arguments.no_drafts else draft_speeds(model, of_form, num_prompt, NUM_REPLY) for of_form in shapes
+        ]
+    found = list(zip(arguments.draft_states, costs, drafts, strict=True))
+    for form, steps, speeds in found:
+        print(f"{f'Draft states: {form}' if len(found) > 1 else ''}\n\n{table(steps, speeds)}\n".lstrip("\n"))
     if arguments.json:
-        growth = {name: asdict(line) for name, line in lines_of(costs).items()}
-        figures = {"steps": [asdict(cost) | {"idle_share": cost.idle_share} for cost in costs], "growth, ms": growth}
-        figures["drafts"] = {name: asdict(speed) for name, speed in drafts.items()}
+        figures = {form: figures_of(steps, speeds) for form, steps, speeds in found}
         arguments.json.write_text(json.dumps({"machine": describe_machine(), **figures}, indent=2) + "\n")
+
+
+def figures_of(costs: Sequence[StepCost], drafts: dict[str, DraftSpeed]) -> dict[str, Any]:
+    """Return what was measured of one form, for JSON."""
+    return {
+        "steps": [asdict(cost) | {"idle_share": cost.idle_share} for cost in costs],
+        "growth, ms": {name: asdict(line) for name, line in lines_of(costs).items()},
+        "drafts": {name: asdict(speed) for name, speed in drafts.items()},
+    }
 
 
 if __name__ == "__main__":

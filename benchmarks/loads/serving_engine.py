@@ -26,6 +26,7 @@ class ServedShape:
         num_graphs: Number of row counts whose decode steps are CUDA graphs, on a GPU.
         prefill_graph_tokens: Most prompt tokens of a graph; None: the engine's default.
         prompt_tokens_beside: Most prompt tokens of a step in which rows decode; None: no limit.
+        draft_states: How decode steps keep states.
     """
 
     fields: dict[str, Any]
@@ -39,6 +40,7 @@ class ServedShape:
     prefill_graph_tokens: int | None = None
     prompt_tokens_beside: int | None = None
     cache_gb: float | None = None
+    draft_states: Literal["auto", "replay", "window"] = "auto"
 
     @property
     def vocab_size(self) -> int:
@@ -150,6 +152,7 @@ def config_of(shape: ServedShape, mode: Mode, num_drafts: int = 0) -> CacheConfi
         prefix_caching=mode.prefix_caching,
         decode_checkpoints=mode.decode_checkpoints,
         num_speculative_tokens=num_drafts,
+        draft_states=shape.draft_states,
         align_prefill_chunks=mode.prefix_caching,
         max_requests=shape.max_requests,
         max_tokens=shape.max_tokens,
