@@ -91,7 +91,7 @@ def _state_replay_kernel(
         c = tl.load(tokens.C + token * tokens.C_stride + group * D_STATE + n, mask=has_n, other=0.0).to(tl.float32)
         line = (tl.cast(row, tl.int64) * max_tokens + t) * HEADS + head
         of_ring = tl.load(input_factors + line * (RING + OWN) + w)
-        of_own = tl.load(input_factors + line * (RING + OWN) + RING + u)
+        of_own = tl.load(input_factors + line * (RING + OWN) + RING + u, mask=u < count, other=0.0)
         out = tl.load(checkpoint_factors + line) * tl.sum(state * c[:, None], axis=0)
         out += tl.sum(of_ring[:, None] * ring_x, axis=0)
         # A later token may hold NaN, which a factor of 0 would not keep out.
