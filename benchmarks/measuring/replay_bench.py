@@ -13,10 +13,16 @@ Replay = Callable[[SSMTokens, SSMWeights, Tensor, ReplayRing, ReplayRows, int], 
 
 
 def steady_rows(num_rows: int, first_slot: int, ring_len: int, kept: int, num_tokens: int, device: str) -> ReplayRows:
-    """Return rows of `num_tokens` tokens after steps that each kept `kept`, spread evenly over the ring's period."""
+    """Return rows of `num_tokens` tokens after steps that each kept `kept`, spread evenly over the ring's period.
+
+    Their phases are in no order, as those of requests that came at any time.
+    """
     row = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
     slots = row[:-1] + first_slot
-    computed = 8 * ring_len + row[:-1] * ring_len // num_rows
+    phases = (
+        torch.randperm(num_rows, generator=torch.Generator().manual_seed(num_rows)).to(slots) * ring_len // num_rows
+    )
+    computed = 8 * ring_len + phases
     folded = (computed - kept) // ring_len * ring_len
     return ReplayRows(row * num_tokens, slots, slots, folded, computed, num_tokens)
 

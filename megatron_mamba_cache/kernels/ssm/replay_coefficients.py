@@ -7,7 +7,7 @@ With L the sum of dt * A from the checkpoint on, C_t the step's t-th token and S
 This kernel computes the factors of S and of each x_j, D among them, appends the step's tokens to the ring and clears
 the outputs of padding; `state_replay` does the rest.
 
-Sums of logarithms run between two tokens, never as differences of longer sums, which would lose digits. Grid: a
+Logarithms of decays are summed in float64: differences of long sums keep their digits. Grid: a
 program for each row and block of heads, plus one row that clears the outputs past the last row, then one for each
 token and chunk of x. Graph safe: no host sync, one launch, grid fixed by the shapes of the arguments.
 """
@@ -42,7 +42,7 @@ class ReplayCoefficients:
     Args:
         checkpoint: [rows, max_tokens, heads]; of the checkpoint's product with C.
         inputs: [rows, max_tokens, heads, ring_len + own]; of x of the ring's tokens, oldest first, then of the step's
-            tokens; 0 for one that is absent or comes later.
+            tokens; 0 for one that comes later, undefined from the row's last one on.
         odd: [rows, max_tokens, chunks of channels] int32; 1 where x has an infinite value or NaN, 0 where a row lacks
             the token.
         ring_len: Places for the ring's tokens.
@@ -125,10 +125,12 @@ def _append_input(
 
 @triton.jit
 def _scores(c, b):
-    """Return the products [c's tokens, b's tokens]; exact ones of bf16 and fp16, summed in float32."""
+    """Return the products [c's tokens, b's tokens]; those of bf16 or fp16 are exact, and summed in float32."""
+    if c.shape[0] == 1:
+        return tl.sum(c.to(tl.float32) * b.to(tl.float32), axis=1)[None, :]
     if c.dtype == b.dtype and c.dtype != tl.float32:
-        return tl.dot(c, tl.trans(b))
-    return tl.dot(c.to(tl.float32), tl.trans(b.to(tl.float32)), input_precision="ieee")
+        return tl.trans(tl.dot(b, tl.trans(c)))
+    return tl.trans(tl.dot(b.to(tl.float32), tl.trans(c.to(tl.float32)), input_precision="ieee"))
 
 
 @triton.jit
@@ -151,6 +153,7 @@ def _weigh(
     RING: tl.constexpr,
     OWN: tl.constexpr,
     BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):
     """Compute the factors of a row and some heads of a group; append their time steps, and B.
 
@@ -158,8 +161,6 @@ def _weigh(
     """
     HEADS_A_GROUP: tl.constexpr = HEADS // GROUPS
     BLOCKS: tl.constexpr = (HEADS_A_GROUP + BLOCK - 1) // BLOCK
-    TOKENS: tl.constexpr = OWN if OWN > 16 else 16
-    PLACES: tl.constexpr = RING if RING > 16 else 16
     block = tl.program_id(0) % BLOCKS
     group = tl.program_id(0) // BLOCKS % GROUPS
     row = tl.program_id(0) // (BLOCKS * GROUPS)
@@ -167,84 +168,81 @@ def _weigh(
     start = tl.load(rows.cu_tokens + row)
     end = tl.load(rows.cu_tokens + row + 1, mask=is_row, other=num_tokens)
     slot = tl.load(rows.slots + row, mask=is_row, other=_PAD)
-    channel = tl.arange(0, triton.next_power_of_2(BLOCK * HEAD_DIM))
-    has_channel = (channel < BLOCK * HEAD_DIM) & (block * BLOCK * HEAD_DIM + channel < HEADS_A_GROUP * HEAD_DIM)
-    channel += (group * HEADS_A_GROUP + block * BLOCK) * HEAD_DIM
+    number = tl.load(rows.rings + row, mask=is_row, other=0).to(tl.int64)
+    folded = tl.load(rows.folded + row, mask=is_row, other=0)
+    computed = tl.load(rows.computed + row, mask=is_row, other=0)
     if slot == _PAD:
+        channel = tl.arange(0, triton.next_power_of_2(BLOCK * HEAD_DIM))
+        has_channel = (channel < BLOCK * HEAD_DIM) & (block * BLOCK * HEAD_DIM + channel < HEADS_A_GROUP * HEAD_DIM)
+        channel += (group * HEADS_A_GROUP + block * BLOCK) * HEAD_DIM
         for token in range(start, end):
             at = tl.cast(token, tl.int64) * (HEADS * HEAD_DIM)
             tl.store(y + at + channel, tl.zeros_like(channel).to(y.dtype.element_ty), mask=has_channel)
         return
 
-    number = tl.load(rows.rings + row).to(tl.int64)
-    computed = tl.load(rows.computed + row)
-    first = tl.maximum(tl.load(rows.folded + row), computed // RING * RING)
+    # A matrix product has at least 16 rows.
+    PLACES: tl.constexpr = RING if TOKENS == 1 or RING > 16 else 16
+    SOURCES: tl.constexpr = TOKENS if TOKENS == 1 or TOKENS > 16 else 16
+    first = tl.maximum(folded, computed // RING * RING)
     kept = computed - first  # tokens of the ring that no fold has reached, fewer than RING
     count = end - start
-
     h = block * BLOCK + tl.arange(0, BLOCK)
     n = tl.arange(0, triton.next_power_of_2(D_STATE) if D_STATE > 16 else 16)
     w = tl.arange(0, PLACES)
+    u = tl.arange(0, SOURCES)
     t = tl.arange(0, TOKENS)
-    has_h = h < HEADS_A_GROUP
-    has_n = n < D_STATE
+    has_h = (h < HEADS_A_GROUP)[:, None]
+    has_n = (n < D_STATE)[None, :]
     head = group * HEADS_A_GROUP + h
     places = (first + w) % CAPACITY
-    new_places = (computed + t) % CAPACITY
-    token = (start + t).to(tl.int64)
-    is_token = (t < count)[:, None] & has_n[None, :]
-
-    ring_b = ring.B + number * ring.B_ring + group * D_STATE + n[None, :]
-    kept_b = tl.load(
-        ring_b + places[:, None] * ring.B_place, mask=(w < kept)[:, None] & has_n[None, :], other=0.0
-    )  # [PLACES, d_state]
-    own_b = tl.load(
-        tokens.B + token[:, None] * tokens.B_stride + group * D_STATE + n[None, :], mask=is_token, other=0.0
-    )  # [TOKENS, d_state]
-    c = tl.load(
-        tokens.C + token[:, None] * tokens.C_stride + group * D_STATE + n[None, :], mask=is_token, other=0.0
-    )  # [TOKENS, d_state]
-    if block == 0:
-        tl.store(ring_b + new_places[:, None] * ring.B_place, own_b, mask=is_token)
+    new_places = (computed + u) % CAPACITY
+    is_kept = has_h & (w < kept)[None, :]
+    is_source = has_h & (u < count)[None, :]
+    is_target = has_h & (t < count)[None, :]
 
     steps = ring.steps + number * ring.steps_ring + head
-    is_kept = has_h[:, None] & (w < kept)[None, :]
-    kept_dt = tl.load(steps[:, None] + places[None, :] * ring.steps_place, mask=is_kept, other=0.0)
-    kept_decay = tl.load(steps[:, None] + places[None, :] * ring.steps_place + HEADS, mask=is_kept, other=0.0)
-    later_decay = tl.load(
-        steps[:, None] + ((first + w + 1) % CAPACITY)[None, :] * ring.steps_place + HEADS,
-        mask=has_h[:, None] & (w + 1 < kept)[None, :],
-        other=0.0,
-    )
-    A = -tl.exp(tl.load(weights.A_log + head, mask=has_h, other=0.0).to(tl.float32))
-    skip = tl.load(weights.D + head, mask=has_h, other=0.0).to(tl.float32)
-    bias = tl.load(weights.dt_bias + head, mask=has_h, other=0.0)
-    is_new = has_h[:, None] & (t < count)[None, :]
-    dt = tl.load(tokens.dt + token[None, :] * tokens.dt_stride + head[:, None], mask=is_new, other=0.0)
-    dt = time_step(dt, bias[:, None], weights.dt_min, weights.dt_max)
-    dt = tl.where(is_new, dt, 0.0)  # [heads, TOKENS]
-    decay = tl.where(is_new, dt * A[:, None], 0.0)
-    new_steps = steps[:, None] + new_places[None, :] * ring.steps_place
-    tl.store(new_steps, dt, mask=is_new)
-    tl.store(new_steps + HEADS, decay, mask=is_new)
+    kept_steps = steps[:, None] + places[None, :] * ring.steps_place
+    kept_dt = tl.load(kept_steps, mask=is_kept, other=0.0)  # [heads, PLACES]
+    kept_decay = tl.load(kept_steps + HEADS, mask=is_kept, other=0.0).to(tl.float64)
+    dt = tokens.dt + head[:, None]
+    new_dt = tl.load(dt + (start + u).to(tl.int64)[None, :] * tokens.dt_stride, mask=is_source, other=0.0)
+    own_dt = tl.load(dt + (start + t).to(tl.int64)[None, :] * tokens.dt_stride, mask=is_target, other=0.0)
+    A = -tl.exp(tl.load(weights.A_log + head, mask=h < HEADS_A_GROUP, other=0.0).to(tl.float32))[:, None]
+    skip = tl.load(weights.D + head, mask=h < HEADS_A_GROUP, other=0.0).to(tl.float32)
+    bias = tl.load(weights.dt_bias + head, mask=h < HEADS_A_GROUP, other=0.0)[:, None]
+    ring_b = ring.B + number * ring.B_ring + group * D_STATE + n[None, :]
+    kept_b = tl.load(ring_b + places[:, None] * ring.B_place, mask=(w < kept)[:, None] & has_n, other=0.0)
+    in_group = group * D_STATE + n[None, :]
+    new_b = tokens.B + (start + u).to(tl.int64)[:, None] * tokens.B_stride + in_group
+    new_b = tl.load(new_b, mask=(u < count)[:, None] & has_n, other=0.0)  # [SOURCES, d_state]
+    c = tokens.C + (start + t).to(tl.int64)[:, None] * tokens.C_stride + in_group
+    c = tl.load(c, mask=(t < count)[:, None] & has_n, other=0.0)  # [TOKENS, d_state]
+    if block == 0:
+        tl.store(ring_b + new_places[:, None] * ring.B_place, new_b, mask=(u < count)[:, None] & has_n)
 
-    since_start = tl.cumsum(decay, axis=1)  # [heads, TOKENS]
+    new_dt = tl.where(is_source, time_step(new_dt, bias, weights.dt_min, weights.dt_max), 0.0)
+    own_dt = tl.where(is_target, time_step(own_dt, bias, weights.dt_min, weights.dt_max), 0.0)
+    new_steps = steps[:, None] + new_places[None, :] * ring.steps_place
+    tl.store(new_steps, new_dt, mask=is_source)
+    tl.store(new_steps + HEADS, new_dt * A, mask=is_source)
+
+    before = tl.sum(kept_decay, axis=1)[:, None]
+    until_kept = tl.cumsum(kept_decay, axis=1)
+    until_source = before + tl.cumsum((new_dt * A).to(tl.float64), axis=1)
+    until_target = before + tl.cumsum((own_dt * A).to(tl.float64), axis=1)
     line = (tl.cast(row, tl.int64) * max_tokens + t)[None, :] * HEADS + head[:, None]
-    of_checkpoint = tl.exp(tl.sum(kept_decay, axis=1)[:, None] + since_start)
-    tl.store(checkpoint_factors + line, of_checkpoint, mask=is_new)
+    tl.store(checkpoint_factors + line, tl.exp(until_target.to(tl.float32)), mask=is_target)
 
     lines = input_factors + line[:, :, None] * (RING + OWN)
-    until_start = tl.cumsum(later_decay, axis=1, reverse=True)  # [heads, PLACES]
-    of_ring = tl.exp(until_start[:, None, :] + since_start[:, :, None]) * kept_dt[:, None, :]
-    of_ring *= _scores(c, kept_b)[None, :, :]  # [heads, TOKENS, PLACES]
-    tl.store(lines + w[None, None, :], of_ring, mask=is_new[:, :, None] & (w < RING)[None, None, :])
-
-    is_later = (t[:, None] > t[None, :])[None, :, :]
-    between = tl.cumsum(tl.where(is_later, decay[:, :, None], 0.0), axis=1)
-    of_own = tl.exp(between) * dt[:, None, :] * _scores(c, own_b)[None, :, :]  # [heads, TOKENS, TOKENS]
-    is_same = (t[:, None] == t[None, :])[None, :, :]
-    of_own = tl.where(is_later, of_own, tl.where(is_same, of_own + skip[:, None, None], 0.0))
-    tl.store(lines + RING + t[None, None, :], of_own, mask=is_new[:, :, None] & (t < OWN)[None, None, :])
+    of_kept = tl.exp((until_target[:, :, None] - until_kept[:, None, :]).to(tl.float32))
+    of_kept *= kept_dt[:, None, :] * _scores(c, kept_b)[None, :, :]  # [heads, TOKENS, PLACES]
+    tl.store(lines + w[None, None, :], of_kept, mask=is_target[:, :, None] & (w < RING)[None, None, :])
+    is_same = (t[:, None] == u[None, :])[None, :, :]
+    of_new = (until_target[:, :, None] - until_source[:, None, :]).to(tl.float32)
+    of_new = tl.where(is_same, 1.0, tl.exp(of_new)) * new_dt[:, None, :] * _scores(c, new_b)[None, :, :]
+    of_new = tl.where(is_same, of_new + skip[:, None, None], of_new)
+    of_new = tl.where((t[:, None] >= u[None, :])[None, :, :], of_new, 0.0)
+    tl.store(lines + RING + u[None, None, :], of_new, mask=is_target[:, :, None] & (u < OWN)[None, None, :])
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "max_tokens"])
@@ -268,6 +266,7 @@ def _coefficients_kernel(
     RING: tl.constexpr,
     OWN: tl.constexpr,
     BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
     AT_ONCE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
@@ -298,6 +297,7 @@ def _coefficients_kernel(
         RING,
         OWN,
         BLOCK,
+        TOKENS,
     )
 
 
@@ -340,6 +340,7 @@ def append_and_weigh(
         RING=ring_len,
         OWN=own,
         BLOCK=block,
+        TOKENS=1 if rows.max_tokens == 1 else own,
         AT_ONCE=at_once,
         num_warps=_NUM_WARPS,
         **overlapping(y.device),

@@ -23,12 +23,14 @@ class ReplayTiling:
         width: columns of head_dim of a program, a power of two.
         num_warps: warps of a program.
         max_registers: registers of a thread, which bound the programs that fit on a multiprocessor.
+        programs_per_sm: programs launched for each multiprocessor where each takes several tiles.
     """
 
     kernel: Literal["hopper", "portable"]
     width: int
     num_warps: int
     max_registers: int
+    programs_per_sm: int = 1
 
 
 PORTABLE = ReplayTiling("portable", width=64, num_warps=4, max_registers=128)

@@ -73,7 +73,7 @@ def _load_factors(c, checkpoint_factors, input_factors, c_stride, HEADS: gl.cons
     exists = t < count
     line = input_factors + t * (HEADS * (RING + OWN))
     of_ring = gl.load(line + w, mask=exists & (w < RING), other=0.0)
-    of_own = gl.load(line + RING + u, mask=exists & (u < OWN), other=0.0)
+    of_own = gl.load(line + RING + u, mask=exists & (u < count), other=0.0)
     of_checkpoint = gl.load(checkpoint_factors + t * HEADS, mask=exists, other=0.0)
     return gl.load(c + t * c_stride, mask=exists, other=0.0), of_ring, of_own, of_checkpoint
 
@@ -113,9 +113,11 @@ def _state_replay_kernel(
     SUMS: gl.constexpr = gl.SliceLayout(1, STATE)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, SUMS)
 
+    # Programs side by side belong to different rows: few of them fold.
+    num_rows = gl.num_programs(0) // (PARTS * HEADS)
     part = gl.program_id(0) % PARTS
-    head = gl.program_id(0) // PARTS % HEADS
-    row = gl.program_id(0) // (PARTS * HEADS)
+    row = gl.program_id(0) // PARTS % num_rows
+    head = gl.program_id(0) // PARTS // num_rows
     slot = gl.load(rows.slots + row).to(gl.int64)
     start = gl.load(rows.cu_tokens + row)
     count = gl.load(rows.cu_tokens + row + 1) - start

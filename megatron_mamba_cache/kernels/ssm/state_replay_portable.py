@@ -44,9 +44,11 @@ def _state_replay_kernel(
     """Long because state and inputs stay in registers."""
     release(OVERLAPS)
     PARTS: tl.constexpr = (HEAD_DIM + WIDTH - 1) // WIDTH
+    # Programs side by side belong to different rows: few of them fold.
+    num_rows = tl.num_programs(0) // (PARTS * HEADS)
     part = tl.program_id(0) % PARTS
-    head = tl.program_id(0) // PARTS % HEADS
-    row = tl.program_id(0) // (PARTS * HEADS)
+    row = tl.program_id(0) // PARTS % num_rows
+    head = tl.program_id(0) // PARTS // num_rows
     slot = tl.load(rows.slots + row).to(tl.int64)
     start = tl.load(rows.cu_tokens + row)
     count = tl.load(rows.cu_tokens + row + 1) - start
@@ -91,7 +93,7 @@ def _state_replay_kernel(
         c = tl.load(tokens.C + token * tokens.C_stride + group * D_STATE + n, mask=has_n, other=0.0).to(tl.float32)
         line = (tl.cast(row, tl.int64) * max_tokens + t) * HEADS + head
         of_ring = tl.load(input_factors + line * (RING + OWN) + w)
-        of_own = tl.load(input_factors + line * (RING + OWN) + RING + u)
+        of_own = tl.load(input_factors + line * (RING + OWN) + RING + u, mask=u < count, other=0.0)
         out = tl.load(checkpoint_factors + line) * tl.sum(state * c[:, None], axis=0)
         out += tl.sum(of_ring[:, None] * ring_x, axis=0)
         # A later token may hold NaN, which a factor of 0 would not keep out.

@@ -1,0 +1,165 @@
+"""Requests that decode over replayed states, with drafts that are accepted or not, in poisoned pools and rings."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from megatron_mamba_cache.kernels.prefill_rows import PAD_SLOT
+from megatron_mamba_cache.kernels.ssm.replay_rows import BoundaryFolds, ReplayRing, ReplayRows, least_capacity
+from megatron_mamba_cache.kernels.ssm.ssm_inputs import SSMTokens, SSMWeights
+from tests.kernels.packed_rows import poisoned_pool, same_bits
+from tests.kernels.ssm_steps import SSMShape, SSMSteps
+
+Op = Callable[[SSMTokens, SSMWeights, Tensor, ReplayRing, ReplayRows, int], Tensor]
+
+
+def int32(values: Sequence[int], device: str) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def poisoned_ring(
+    num_rings: int, capacity: int, shape: SSMShape, device: str, dtype: torch.dtype = torch.float32
+) -> ReplayRing:
+    """Return rings of NaN."""
+
+    def places(*entry: int, dtype: torch.dtype) -> Tensor:
+        return torch.full((num_rings, capacity, *entry), float("nan"), dtype=dtype, device=device)
+
+    return ReplayRing(
+        places(shape.heads, shape.head_dim, dtype=dtype),
+        places(shape.groups, shape.d_state, dtype=dtype),
+        places(2, shape.heads, dtype=torch.float64 if dtype == torch.float64 else torch.float32),
+    )
+
+
+def ring_tensors(ring: ReplayRing) -> tuple[Tensor, Tensor, Tensor]:
+    return ring.x, ring.B, ring.steps
+
+
+def copied(ring: ReplayRing) -> ReplayRing:
+    return ReplayRing(*(tensor.clone() for tensor in ring_tensors(ring)))
+
+
+@dataclass
+class Request:
+    """A text of which `computed` tokens are known to be right, and where its state is."""
+
+    text: SSMSteps
+    slot: int
+    ring: int
+    computed: int = 0
+    folded: int = 0
+    outputs: list[Tensor] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A request's part in a step: `num_drafts` are fed beside the base token, `kept` tokens stay.
+
+    A turn without a request is padding of as many tokens.
+    """
+
+    request: Request | None
+    num_drafts: int = 0
+    kept: int = 1
+
+
+class ReplayedRequests:
+    """Requests in a pool and rings that hold NaN wherever nothing was written."""
+
+    def __init__(
+        self,
+        texts: Sequence[SSMSteps],
+        shape: SSMShape,
+        ring_len: int,
+        max_tokens: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        capacity: int | None = None,
+        starts: Sequence[int] | None = None,
+    ) -> None:
+        self.ring_len, self.max_tokens = ring_len, max_tokens
+        device = str(texts[0].tokens.x.device)
+        # Neither slots nor rings are those of a request's own number.
+        number = len(texts)
+        self.requests = [
+            Request(text, slot=2 * i + 1, ring=number - 1 - i, computed=start, folded=start)
+            for i, (text, start) in enumerate(zip(texts, starts or [0] * number, strict=True))
+        ]
+        slots = [request.slot for request in self.requests]
+        self.pool = poisoned_pool((2 * number + 1, *shape.state), dtype, device, slots)
+        self.initial = {request.slot: self.pool[request.slot].clone() for request in self.requests}
+        self.ring = poisoned_ring(
+            number + 1, capacity or least_capacity(ring_len, max_tokens), shape, device, texts[0].tokens.x.dtype
+        )
+
+    def rows(self, turns: Sequence[Turn]) -> ReplayRows:
+        """Return the turns as rows; the counts of a padding row are arbitrary."""
+        device = str(self.pool.device)
+        cu_tokens = [0, *accumulate(1 + turn.num_drafts for turn in turns)]
+        padding = Request(self.requests[0].text, PAD_SLOT, ring=1000, computed=77, folded=1)
+        requests = [turn.request or padding for turn in turns]
+        columns = ([getattr(request, name) for request in requests] for name in ("slot", "ring", "folded", "computed"))
+        return ReplayRows(
+            int32(cu_tokens, device), *(int32(column, device) for column in columns), max_tokens=self.max_tokens
+        )
+
+    def step(self, op: Op, turns: Sequence[Turn], num_tail: int = 0) -> Tensor:
+        """Run a step whose rejected drafts, padding and tail are NaN; check all that it may not touch; keep tokens."""
+        parts = []
+        for turn in turns:
+            length = 1 + turn.num_drafts
+            request = turn.request
+            first = 0 if request is None else request.computed
+            part = (request or self.requests[0]).text[first : first + length]
+            part.poison(slice(turn.kept if request else 0, None))
+            parts.append(part)
+        tail = self.requests[0].text[:num_tail]
+        tail.poison(slice(None))
+        packed = tail.joined_with(parts, [])
+        rows = self.rows(turns)
+        pool, ring = self.pool.clone(), copied(self.ring)
+        y = op(packed.tokens, packed.weights, self.pool, self.ring, rows, self.ring_len)
+        self._check_untouched(turns, pool, ring)
+        for turn, first in zip(turns, rows.cu_tokens.tolist(), strict=False):
+            if turn.request is None:
+                assert (y[first : first + 1 + turn.num_drafts] == 0).all()
+            else:
+                turn.request.outputs.append(y[first : first + turn.kept])
+                turn.request.folded = max(turn.request.folded, turn.request.computed // self.ring_len * self.ring_len)
+                turn.request.computed += turn.kept
+        assert (y[y.shape[0] - num_tail :] == 0).all()
+        return y
+
+    def _check_untouched(self, turns: Sequence[Turn], pool: Tensor, ring: ReplayRing) -> None:
+        written, appended = set(), set()
+        for turn in turns:
+            request = turn.request
+            if request is not None:
+                if request.computed // self.ring_len * self.ring_len > request.folded:
+                    written.add(request.slot)
+                positions = range(request.computed, request.computed + 1 + turn.num_drafts)
+                appended |= {(request.ring, position % ring.capacity) for position in positions}
+        for slot in range(pool.shape[0]):
+            assert slot in written or same_bits(pool[slot], self.pool[slot]), f"slot {slot} changed"
+        for before, after in zip(ring_tensors(ring), ring_tensors(self.ring), strict=True):
+            for number in range(before.shape[0]):
+                kept = [place for place in range(ring.capacity) if (number, place) not in appended]
+                assert same_bits(before[number, kept], after[number, kept]), f"ring {number} changed"
+
+    def folds(self, targets: Sequence[int], ends: Sequence[int] | None = None) -> BoundaryFolds:
+        """Return rows that write each request's state, at `ends` or after its last token, into `targets`."""
+        device = str(self.pool.device)
+        columns = ([getattr(request, name) for request in self.requests] for name in ("slot", "ring", "folded"))
+        ends = ends or [request.computed for request in self.requests]
+        return BoundaryFolds(
+            *(int32(column, device) for column in columns), int32(ends, device), int32(targets, device)
+        )
+
+
+def layered(pool: Tensor, ring: ReplayRing) -> tuple[Tensor, ReplayRing]:
+    """Return views of a pool and rings as those of one layer among all."""
+    return pool[None], ReplayRing(*(tensor[None] for tensor in ring_tensors(ring)))

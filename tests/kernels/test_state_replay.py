@@ -1,0 +1,341 @@
+"""Properties of replayed states, of the kernels and of their twins.
+
+Where the kernels neither compile nor are interpreted, the ops are their twins; `test_interpreted` runs this file again.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_mamba_cache.kernels.decode_rows import DecodeRows
+from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED
+from megatron_mamba_cache.kernels.ssm import replay_coefficients, state_replay_portable, state_replay_products
+from megatron_mamba_cache.kernels.ssm.replay_rows import ReplayRing, ReplayRows, least_capacity
+from megatron_mamba_cache.kernels.ssm.replay_tiling import ReplayTiling, hopper_width
+from megatron_mamba_cache.kernels.ssm.ssm_inputs import SSMTokens
+from megatron_mamba_cache.kernels.ssm.state_replay import replay_tiled, state_replay, state_replay_ref
+from megatron_mamba_cache.kernels.ssm.state_verify import state_verify, state_verify_ref
+from tests.kernels.kernel_stand_ins import launches_expected
+from tests.kernels.packed_rows import one_token_rows, same_bits
+from tests.kernels.replay_steps import Op, ReplayedRequests, Turn, copied, int32, poisoned_ring, ring_tensors
+from tests.kernels.ssm_steps import SSMShape, SSMSteps, random_steps
+
+SHAPE = SSMShape(heads=4, head_dim=5, d_state=7, groups=2)
+BOTH_POOLS = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+MOST = 2 if INTERPRETED else 4  # requests
+PERIODS = 2 if INTERPRETED else 5
+
+
+@pytest.fixture(params=[state_replay, state_replay_ref])
+def op(request: pytest.FixtureRequest, device: str) -> Iterator[Op]:
+    """Return the op or its twin; check that the kernels were launched, or were not."""
+    of_kernel = request.param is state_replay
+    with ExitStack() as stack:
+        for module, kernel in (
+            (replay_coefficients, "_coefficients_kernel"),
+            (state_replay_portable, "_state_replay_kernel"),
+        ):
+            stack.enter_context(launches_expected(module, kernel, of_kernel=of_kernel, device=device))
+        yield request.param
+
+
+def decode(requests: ReplayedRequests, op: Op, draw: random.Random, length: int, num_drafts: int) -> None:
+    """Decode every request to its `length`, in steps of random requests with random drafts, padding between."""
+    while open_requests := [request for request in requests.requests if request.computed < length]:
+        turns = []
+        for request in draw.sample(open_requests, draw.randint(1, len(open_requests))):
+            fed = draw.randint(0, num_drafts)
+            turns.append(Turn(request, fed, draw.randint(1, min(1 + fed, length - request.computed))))
+            if draw.random() < 0.2:
+                turns.append(Turn(None, draw.randint(0, num_drafts)))
+        requests.step(op, turns, num_tail=draw.randint(0, 2))
+
+
+def texts(
+    number: int, length: int, device: str, shape: SSMShape = SHAPE, dtype: torch.dtype = torch.float32
+) -> list[SSMSteps]:
+    """Return texts of one model, with more tokens behind them for drafts."""
+    every = random_steps(number * (length + 9), device, shape, dtype=dtype)
+    return [every[i * (length + 9) : (i + 1) * (length + 9)] for i in range(number)]
+
+
+def checkpoint_by_tokens(requests: ReplayedRequests, number: int) -> Tensor:
+    """Return a request's state at its last fold, by steps of one token each of the twin."""
+    request = requests.requests[number]
+    alone = ReplayedRequests([request.text], SHAPE, requests.ring_len, 1, dtype=requests.pool.dtype)
+    alone.pool[1] = requests.initial[request.slot]
+    while alone.requests[0].folded < request.folded:
+        alone.step(state_replay_ref, [Turn(alone.requests[0])])
+    return alone.pool[1]
+
+
+@pytest.mark.parametrize(("num_drafts", "ring_len"), [(0, 4), (0, 16), (3, 8), (8, 4), (5, 16), (7, 32)])
+def test_outputs_and_checkpoints_are_those_of_the_recurrence(
+    num_drafts: int, ring_len: int, op: Op, device: str
+) -> None:
+    torch.manual_seed(num_drafts)
+    draw = random.Random(num_drafts)
+    length = (PERIODS if ring_len < 32 else 2) * ring_len + 3
+    requests = ReplayedRequests(texts(MOST, length, device), SHAPE, ring_len, 1 + num_drafts)
+    decode(requests, op, draw, length, num_drafts)
+    for request in requests.requests:
+        outputs, states = request.text[:length].recurrence(requests.initial[request.slot])
+        torch.testing.assert_close(torch.cat(request.outputs).double(), outputs, rtol=1e-5, atol=2e-5)
+        torch.testing.assert_close(requests.pool[request.slot].double(), states[request.folded], rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("seed", range(1 if INTERPRETED else 6))
+def test_twin_in_float64_is_the_recurrence_over_long_texts(seed: int) -> None:
+    torch.manual_seed(seed)
+    draw = random.Random(seed)
+    length, ring_len, num_drafts = 150, draw.choice([4, 8, 16, 32]), draw.randint(0, 8)
+    requests = ReplayedRequests(
+        texts(2, length, "cpu", dtype=torch.float64), SHAPE, ring_len, 1 + num_drafts, dtype=torch.float64
+    )
+    decode(requests, state_replay, draw, length, num_drafts)
+    for request in requests.requests:
+        outputs, states = request.text[:length].recurrence(requests.initial[request.slot])
+        torch.testing.assert_close(torch.cat(request.outputs), outputs, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(requests.pool[request.slot], states[request.folded], rtol=1e-12, atol=1e-12)
+
+
+@settings(max_examples=4 if INTERPRETED else 40)
+@given(st.data())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_checkpoints_depend_on_tokens_alone(dtype: torch.dtype, data: st.DataObject) -> None:
+    """Whatever the drafts, what is kept of them, the batch and the capacity: bits of a step of one token at a time."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(data.draw(st.integers(0, 3)))
+    ring_len = data.draw(st.sampled_from([4, 8] if INTERPRETED else [4, 8, 16, 32]))
+    num_drafts = data.draw(st.integers(0, 8))
+    length = ring_len * data.draw(st.integers(1, 2)) + data.draw(st.integers(1, ring_len))
+    spare = data.draw(st.integers(0, 3))
+    requests = ReplayedRequests(
+        texts(data.draw(st.integers(1, 3)), length, device),
+        SHAPE,
+        ring_len,
+        1 + num_drafts,
+        dtype=dtype,
+        capacity=least_capacity(ring_len, 1 + num_drafts) + spare,
+    )
+    decode(requests, state_replay, data.draw(st.randoms(use_true_random=False)), length, num_drafts)
+    one_by_one = ReplayedRequests([r.text for r in requests.requests], SHAPE, ring_len, 1, dtype=dtype)
+    one_by_one.pool.copy_(requests.pool)
+    for request in one_by_one.requests:
+        one_by_one.pool[request.slot] = requests.initial[request.slot]
+    for number, request in enumerate(one_by_one.requests):
+        while request.folded < requests.requests[number].folded:
+            one_by_one.step(state_replay, [Turn(request)])
+        assert same_bits(one_by_one.pool[request.slot], requests.pool[request.slot])
+
+
+def test_checkpoints_of_float32_are_the_states_of_the_window_form_bit_for_bit(op: Op, device: str) -> None:
+    torch.manual_seed(1)
+    ring_len, length = 8, 17
+    requests = ReplayedRequests(texts(2, length, device), SHAPE, ring_len, 4)
+    decode(requests, op, random.Random(1), length, 3)
+    verify = state_verify if op is state_replay else state_verify_ref
+    for request in requests.requests:
+        pool, text = requests.initial[request.slot][None].clone(), request.text
+        for position in range(request.folded):
+            verify(text[[position]].tokens, text.weights, pool, one_token_rows([0], device))
+        assert request.folded > 0 and same_bits(pool[0], requests.pool[request.slot])
+
+
+def test_a_row_may_start_anywhere(op: Op, device: str) -> None:
+    """What prefill leaves is a checkpoint at no multiple of the ring's length, and an empty ring."""
+    torch.manual_seed(2)
+    requests = ReplayedRequests(texts(2, 30, device), SHAPE, 8, 3, starts=[5, 11])
+    decode(requests, op, random.Random(2), 29, 2)
+    for request, start in zip(requests.requests, (5, 11), strict=True):
+        outputs, states = request.text[start:29].recurrence(requests.initial[request.slot])
+        torch.testing.assert_close(torch.cat(request.outputs).double(), outputs, rtol=1e-5, atol=2e-5)
+        torch.testing.assert_close(
+            requests.pool[request.slot].double(), states[request.folded - start], rtol=1e-5, atol=2e-5
+        )
+
+
+def test_nan_of_a_kept_token_stays_with_its_row_and_those_after_it(op: Op, device: str) -> None:
+    torch.manual_seed(3)
+    requests = ReplayedRequests(texts(2, 9, device), SHAPE, 8, 4)
+    bad, good = requests.requests
+    bad.text.poison(slice(2, 3))
+    requests.step(op, [Turn(bad, 3, 4), Turn(good, 3, 4)])
+    outputs = torch.cat(bad.outputs)
+    assert outputs[:2].isfinite().all() and outputs[2:].isnan().all() and good.outputs[0].isfinite().all()
+
+
+@BOTH_POOLS
+def test_bf16_states_are_rounded_once_a_ring(dtype: torch.dtype, op: Op, device: str) -> None:
+    torch.manual_seed(4)
+    requests = ReplayedRequests(texts(1, 9, device), SHAPE, 4, 9, dtype=dtype)
+    (request,) = requests.requests
+    requests.step(op, [Turn(request, 8, 8)])
+    requests.step(op, [Turn(request)])
+    state = requests.initial[request.slot]
+    for begin in (0, 4):
+        (*_, state) = request.text[begin : begin + 4].recurrence(state.float())[1]
+        state = state.to(dtype)
+    rtol = 1e-5 if dtype == torch.float32 else 2**-7
+    assert request.folded == 8
+    torch.testing.assert_close(requests.pool[request.slot], state, rtol=rtol, atol=1e-5)
+
+
+KERNEL_SHAPES = [
+    (SSMShape(heads=2, head_dim=64, d_state=128, groups=1), "portable", 64),
+    (SSMShape(heads=2, head_dim=80, d_state=16, groups=2), "portable", 32),
+    (SSMShape(heads=2, head_dim=48, d_state=33, groups=1), "portable", 64),
+    (SSMShape(heads=34, head_dim=2, d_state=1, groups=2), "portable", 64),
+    (SSMShape(heads=2, head_dim=64, d_state=256, groups=1), "portable", 16),
+]
+
+
+@BOTH_POOLS
+@pytest.mark.parametrize(("shape", "kernel", "width"), KERNEL_SHAPES)
+def test_kernel_computes_what_its_twin_does(
+    shape: SSMShape, kernel: str, width: int, dtype: torch.dtype, device: str
+) -> None:
+    tiling = ReplayTiling(kernel, width, num_warps=4, max_registers=128)
+    compare_with_twin(tiling, shape, torch.float32, dtype, device)
+
+
+def compare_with_twin(
+    tiling: ReplayTiling, shape: SSMShape, inputs: torch.dtype, dtype: torch.dtype, device: str, num_rows: int = 3
+) -> None:
+    """Compare a kernel's step with its twin's, from the same checkpoints and rings."""
+    torch.manual_seed(shape.d_state)
+    ring_len, most = 8, 9
+    mine = ReplayedRequests(
+        [text.cast(inputs) for text in texts(num_rows, 30, device, shape)], shape, ring_len, most, dtype=dtype
+    )
+    decode(mine, state_replay_ref, random.Random(1), 13, 8)
+    its_pool, its_ring = mine.pool.clone(), copied(mine.ring)
+    turns = [Turn(request, i % most, 1 + i % most) for i, request in enumerate(mine.requests)]
+    rows = mine.rows(turns)
+    step = turns[0].request.text[:0].joined_with([t.request.text[t.request.computed :][: t.kept] for t in turns], [])
+    arguments = (step.tokens, step.weights)
+    y = replay_tiled(*arguments, mine.pool, mine.ring, rows, ring_len, tiling)
+    expected = state_replay_ref(*arguments, its_pool, its_ring, rows, ring_len)
+    exact = inputs == dtype == torch.float32
+    torch.testing.assert_close(y, expected, rtol=2e-5 if exact else 1e-2, atol=2e-5 if exact else 2e-2)
+    # Rounding to bf16 may go either way where fp32 results differ in their last bits.
+    rtol = 1e-5 if dtype == torch.float32 else 2**-7
+    torch.testing.assert_close(mine.pool, its_pool, rtol=rtol, atol=1e-5, equal_nan=True)
+    for found, held in zip(ring_tensors(mine.ring), ring_tensors(its_ring), strict=True):
+        torch.testing.assert_close(found, held, rtol=1e-6, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("number", [1, 3 if INTERPRETED else 63])
+def test_any_number_of_rows(number: int, op: Op, device: str) -> None:
+    torch.manual_seed(5)
+    every = texts(number, 3, device)
+    requests = ReplayedRequests(every, SHAPE, 4, 3)
+    requests.step(op, [Turn(request, 2, 2) for request in requests.requests])
+    for request in requests.requests:
+        outputs, _ = request.text[:2].recurrence(requests.initial[request.slot])
+        torch.testing.assert_close(request.outputs[0].double(), outputs, rtol=1e-5, atol=1e-5)
+
+
+def test_no_rows_give_zeros(device: str) -> None:
+    steps = random_steps(3, device, SHAPE)
+    requests = ReplayedRequests([steps], SHAPE, 4, 1)
+    y = state_replay(steps.tokens, steps.weights, requests.pool, requests.ring, requests.rows([]), 4)
+    assert y.shape == steps.tokens.x.shape and (y == 0).all()
+
+
+def test_views_of_a_wider_projection_and_strided_pool_and_rings(op: Op, device: str) -> None:
+    torch.manual_seed(7)
+    steps = random_steps(3, device, SHAPE)
+    wide = torch.full((3, 200), float("nan"), device=device)
+    views = [wide[:, start : start + width] for start, width in ((0, 20), (50, 4), (70, 14), (100, 14))]
+    for view, name in zip(views, ("x", "dt", "B", "C"), strict=True):
+        view.copy_(getattr(steps.tokens, name).flatten(1))
+    x, dt, B, C = views
+    strided = SSMTokens(x.unflatten(1, (4, 5)), dt, B.unflatten(1, (2, 7)), C.unflatten(1, (2, 7)))
+    pools = torch.randn(3, 2, *SHAPE.state, device=device)
+    capacity = least_capacity(4, 3)
+    plain = poisoned_ring(2, capacity, SHAPE, device)
+    one_allocation = torch.full((2, capacity, 2, 100), float("nan"), device=device)
+    places = one_allocation[:, :, 1]
+    ring = ReplayRing(
+        places[:, :, :20].unflatten(2, (4, 5)),
+        places[:, :, 30:44].unflatten(2, (2, 7)),
+        places[:, :, 60:68].unflatten(2, (2, 4)),
+    )
+    rows = ReplayRows(*(int32(values, device) for values in ([0, 3], [2], [1], [0], [0])), max_tokens=3)
+    plain_pool = pools[:, 1].clone()
+    y = op(strided, steps.weights, pools[:, 1], ring, rows, 4)
+    assert same_bits(y, op(steps.tokens, steps.weights, plain_pool, plain, rows, 4))
+    for found, expected in zip(ring_tensors(ring), ring_tensors(plain), strict=True):
+        assert same_bits(found.contiguous(), expected)
+    assert one_allocation[:, :, 0].isnan().all() and one_allocation[:, :, 1, 20:30].isnan().all()
+
+
+BAD_CALLS: dict[str, tuple[Callable[..., tuple], str]] = {
+    "C": (lambda t, p, r, w, n: (replace(t, C=t.C[:, :, :1]), p, r, w, n), "need C"),
+    "pool": (lambda t, p, r, w, n: (t, p[:, :, 1:], r, w, n), "ssm_pool"),
+    "ring_len": (lambda t, p, r, w, n: (t, p, r, w, 6), "power of two"),
+    "short ring": (lambda t, p, r, w, n: (t, p, r, w, 8), "at least 13 positions"),
+    "x of the ring": (lambda t, p, r, w, n: (t, p, replace(r, x=r.x[:, :, 1:]), w, n), "need x of the ring"),
+    "dtype of B": (lambda t, p, r, w, n: (t, p, replace(r, B=r.B.half()), w, n), "need B of the ring of"),
+    "steps": (lambda t, p, r, w, n: (t, p, replace(r, steps=r.steps.mT.contiguous().mT), w, n), "contiguous within"),
+    "slots": (lambda t, p, r, w, n: (t, p, r, replace(w, slots=w.slots.long()), n), "need slots"),
+    "computed": (lambda t, p, r, w, n: (t, p, r, replace(w, computed=w.computed[:0]), n), "computed"),
+    "max_tokens": (lambda t, p, r, w, n: (t, p, r, replace(w, max_tokens=0), n), "max_tokens"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_arguments_that_disagree_are_refused(name: str) -> None:
+    change, reason = BAD_CALLS[name]
+    requests = ReplayedRequests(texts(1, 3, "cpu"), SHAPE, 4, 3)
+    step = requests.requests[0].text[:3]
+    rows = requests.rows([Turn(requests.requests[0], 2)])
+    tokens, *others = change(step.tokens, requests.pool, requests.ring, rows, 4)
+    with pytest.raises(ValueError, match=reason):
+        state_replay(tokens, step.weights, *others)
+
+
+def test_errors_over_4096_tokens_are_no_larger_than_the_window_forms() -> None:
+    """Relative to the fp64 recurrence; bf16 states, rounded once a ring and not once a token, are better by far."""
+    torch.manual_seed(9)
+    shape, length = SSMShape(heads=2, head_dim=4, d_state=16, groups=1), 4096
+    text = random_steps(length, "cpu", shape)
+    steps = text.tokens.dt
+    steps.sub_(3)  # decays that keep a token for tens of tokens
+    outputs, states = text.recurrence(torch.zeros(shape.state))
+    errors = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        requests = ReplayedRequests([text], shape, 16, 8, dtype=dtype)
+        (request,) = requests.requests
+        requests.pool[request.slot] = 0
+        window = requests.pool[1:2].clone()
+        for first in range(0, length, 8):
+            requests.step(state_replay_ref, [Turn(request, 7, 8)])
+        rows = DecodeRows(*(int32(v, "cpu") for v in ([0, 8],)), int32([0] * 8, "cpu")[None], int32([1], "cpu"), 8)
+        parts = [text[first : first + 8] for first in range(0, length, 8)]
+        y = torch.cat([state_verify_ref(part.tokens, part.weights, window, rows) for part in parts])
+        found = (torch.cat(request.outputs), y), (requests.pool[request.slot], window[0])
+        wanted = outputs, (states[request.folded], states[length])
+        errors[dtype] = [
+            [
+                relative(a.double(), b)
+                for a, b in zip(pair, want if isinstance(want, tuple) else (want, want), strict=True)
+            ]
+            for pair, want in zip(found, wanted, strict=True)
+        ]
+    for replayed, windowed in errors[torch.float32]:
+        assert replayed <= 1.05 * windowed < 1e-6
+    for replayed, windowed in errors[torch.bfloat16]:
+        assert replayed < 0.6 * windowed < 0.02, errors
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    return ((found - expected).norm() / expected.norm()).item()
