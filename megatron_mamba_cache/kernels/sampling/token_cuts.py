@@ -238,12 +238,19 @@ def _list_kernel(
         if _counts(top_k, row, vocab_size) & _weighs(top_p, row):
             upper = float("inf")
         is_listed = (found >= lower) & (found < upper)
-        rank = tl.cumsum(is_listed.to(tl.int32), axis=0) - 1
-        at = place.to(tl.int64) * LISTED + rank
-        fits = is_listed & (rank < LISTED)
-        tl.store(listed + at, found, mask=fits)
-        tl.store(listed_ids + at, token, mask=fits)
-        tl.store(num_listed + place, tl.sum(is_listed.to(tl.int32), axis=0))
+        flags, bits = tl.reshape(is_listed, (TILE // 32, 32)).to(tl.int32), tl.arange(0, 32)
+        words, counts = tl.sum(flags << bits[None, :], axis=1), tl.sum(flags, axis=1)
+        rank = tl.cumsum(counts, axis=0) - counts
+        for _ in range(0, tl.max(counts, axis=0)):  # few tokens are listed: one of each word at a time
+            lowest = words & -words
+            bit = (lowest.to(tl.uint32, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+            listed_token = tl.where(lowest == 0, vocab_size, tile * TILE + 32 * tl.arange(0, TILE // 32) + bit)
+            fits = (lowest != 0) & (rank < LISTED)
+            at = place.to(tl.int64) * LISTED + rank
+            tl.store(listed + at, load_logits(logits, row, stride, listed_token, vocab_size), mask=fits)
+            tl.store(listed_ids + at, listed_token, mask=fits)
+            words, rank = words & (words - 1), rank + 1
+        tl.store(num_listed + place, tl.sum(counts, axis=0))
         weights = tl.where(found >= upper, weights, 0.0)
     tl.store(tile_weights + place, tl.sum(weights, axis=0))
 
