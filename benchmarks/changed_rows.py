@@ -1,12 +1,12 @@
-"""What do rows that follow a grammar, or change their logits, cost a decode step, and the rows beside them?
+"""What do rows that are sampled, follow a grammar, or change their logits cost a decode step?
 
     PYTHONPATH=. python3 benchmarks/changed_rows.py [--shape 8b|nano3|small|tiny] [--rows N] [--json FILE]
 
 Rows of equal length decode together, without drafts: all plain; one with a grammar beside plain ones; all with a
-grammar; all with penalties. Greedy and sampled rows are measured apart: plain greedy ones run ahead. Cases alternate
-over one engine; a line shows the median step of the middle round, and its ratio to the plain rows of the same kind. The
-grammar is a JSON schema whose documents do not end meanwhile, over a vocabulary of made-up words of the model's size,
-compiled before. What a mask takes the host is timed alone.
+grammar; all with penalties. Greedy rows, rows sampled from all tokens, and rows sampled with top-k and top-p are
+measured apart. Cases alternate over one engine; a line shows the median step of the middle round, and its ratios to
+greedy plain rows and to plain rows of its kind. The grammar is a JSON schema whose documents do not end meanwhile, over
+a vocabulary of made-up words of the model's size, compiled before. What a mask takes the host is timed alone.
 """
 
 import argparse
@@ -34,6 +34,11 @@ NUM_ROWS = 64
 NUM_STEPS = 24
 NUM_WARMING = 5
 NUM_ROUNDS = 3
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"top_k": 1},
+    "sampled": {"temperature": 1.0},
+    "top-k and top-p": {"temperature": 1.0, "top_k": 50, "top_p": 0.95},
+}
 PENALTIES = {LOGITS: {"frequency_penalty": 0.5, "presence_penalty": 0.2}}
 SCHEMA = {
     "type": "array",
@@ -56,10 +61,11 @@ class Case:
     """Rows of a step.
 
     Args:
+        sampling: How their tokens are drawn.
         changed: How many of them have the attributes; None: all.
     """
 
-    is_greedy: bool
+    sampling: dict[str, Any]
     attributes: dict[str, Any]
     changed: int | None = None
 
@@ -69,11 +75,13 @@ class Cost:
     """A decode step of a case.
 
     Args:
-        of_plain: Its time by that of plain rows.
+        of_greedy: Its time by that of greedy plain rows.
+        of_plain: Its time by that of plain rows of its kind.
     """
 
     case: str
     wall_ms: float
+    of_greedy: float
     of_plain: float
 
 
@@ -81,12 +89,12 @@ def cases() -> dict[str, Case]:
     """Return the cases by name."""
     grammar = {GRAMMAR: json_grammar(SCHEMA).text}
     found = {}
-    for kind, is_greedy in (("greedy", True), ("sampled", False)):
+    for kind, sampling in KINDS.items():
         found |= {
-            f"{kind}, plain": Case(is_greedy, {}),
-            f"{kind}, one grammar": Case(is_greedy, grammar, 1),
-            f"{kind}, all grammars": Case(is_greedy, grammar),
-            f"{kind}, all penalties": Case(is_greedy, PENALTIES),
+            f"{kind}, plain": Case(sampling, {}),
+            f"{kind}, one grammar": Case(sampling, grammar, 1),
+            f"{kind}, all grammars": Case(sampling, grammar),
+            f"{kind}, all penalties": Case(sampling, PENALTIES),
         }
     return found
 
@@ -96,9 +104,8 @@ def step_ms(engine: Any, case: Case, prompts: Sequence[list[int]], first_id: int
     for index, prompt in enumerate(prompts):
         sampling = SamplingParams(
             num_tokens_to_generate=NUM_WARMING + NUM_STEPS + 40,
-            top_k=1 if case.is_greedy else 0,
-            temperature=1.0,
             termination_id=-1,
+            **case.sampling,
         )
         if case.changed is None or index < case.changed:
             sampling.add_attributes(case.attributes)
@@ -127,7 +134,10 @@ def costs(model: Any, shape: ServedShape, num_rows: int, num_prompt: int) -> lis
                 prompts = [some_tokens(drawn, shape, num_prompt) for _ in range(num_rows)]
                 times[name].append(step_ms(engine, named[name], prompts, 10_000 * (number * len(named) + place)))
     middle = {name: sorted(found)[NUM_ROUNDS // 2] for name, found in times.items()}
-    return [Cost(name, middle[name], middle[name] / middle[f"{name.partition(',')[0]}, plain"]) for name in named]
+    return [
+        Cost(name, ms, ms / middle["greedy, plain"], ms / middle[f"{name.partition(',')[0]}, plain"])
+        for name, ms in middle.items()
+    ]
 
 
 def mask_us(shape: ServedShape) -> dict[str, float]:
@@ -152,8 +162,8 @@ def mask_us(shape: ServedShape) -> dict[str, float]:
 
 def table(found: Sequence[Cost], masks: dict[str, float]) -> str:
     """Return the figures as Markdown."""
-    lines = ["| rows | a step, ms | of plain rows |", "|---|---:|---:|"]
-    lines += [f"| {cost.case} | {cost.wall_ms:.3f} | {cost.of_plain:.3f} |" for cost in found]
+    lines = ["| rows | a step, ms | of greedy plain rows | of plain rows |", "|---|---:|---:|---:|"]
+    lines += [f"| {cost.case} | {cost.wall_ms:.3f} | {cost.of_greedy:.3f} | {cost.of_plain:.3f} |" for cost in found]
     told = ", ".join(f"{name} {us:,.0f} µs" for name, us in masks.items())
     return "\n".join([*lines, "", f"A mask on one thread: {told}."])
 

@@ -62,6 +62,9 @@ class EarlyStep(CapturedStep, Protocol):
     def leave_graph(self) -> None:
         """Copy the results, which are complete, before the graph is freed."""
 
+    def leave_buffers(self) -> None:
+        """Copy what its outcome depends on, if that is not launched, before its buffers are written again."""
+
 
 @dataclass(frozen=True, slots=True)
 class Capture:

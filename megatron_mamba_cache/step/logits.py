@@ -1,7 +1,7 @@
 """Which tokens of a step yield logits, and with which settings and random numbers each is sampled."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import accumulate
 
@@ -54,6 +54,21 @@ class StepLogits:
     residual_uniforms: Tensor  # likewise
     draws: Draws
     any_changed: bool  # whether a row changes its logits first, other than by barring tokens as its grammar says
+
+    def clone(self) -> "StepLogits":
+        """Return a copy that later steps do not overwrite."""
+        cu_logits, draft_ids = self.verify.cu_logits.clone(), self.verify.draft_ids.clone()
+        return replace(
+            self,
+            tokens=self.tokens.clone(),
+            verify=replace(self.verify, cu_logits=cu_logits, draft_ids=draft_ids),
+            temperature=self.temperature.clone(),
+            top_k=self.top_k.clone(),
+            top_p=self.top_p.clone(),
+            uniforms=self.uniforms.clone(),
+            accept_uniforms=self.accept_uniforms.clone(),
+            residual_uniforms=self.residual_uniforms.clone(),
+        )
 
     def sampling(self, logits: Tensor) -> SamplingRows:
         """Return logits, [logits, vocab], as tokens are drawn from them."""

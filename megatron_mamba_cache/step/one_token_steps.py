@@ -63,10 +63,7 @@ class OneTokenStep:
     def sent(rows: Sequence[RunningRequest], buffers: StepBuffers) -> "OneTokenStep | None":
         """Return the step whose rows were written to the buffers and sent last, None if it is not a one-token step."""
         decodes_one_each = all(
-            _decodes_one(row)
-            and row.accepted == 1
-            and row.spec.sampling.logits is PLAIN_LOGITS
-            for row in rows
+            _decodes_one(row) and row.accepted == 1 and row.spec.sampling.logits is PLAIN_LOGITS for row in rows
         )  # a row keeps its settings, and has accepted one token in the step after this one as well
         return OneTokenStep(tuple(rows), buffers.num_begun, RowEnds.of(rows)) if decodes_one_each else None
 

@@ -68,7 +68,14 @@ class LaunchedStep:
         """Copy the results, which are complete, before the graph is freed."""
         self._logits, self._outcome = self._logits.clone(), self._outcome.clone()
         self.wanted_outputs = self.wanted_outputs.clone()
+        if not self._is_verified:
+            self._batch = replace(self._batch, logits=self._batch.logits.clone())
         self._graph = None
+
+    def leave_buffers(self) -> None:
+        """Let the outcome be computed without the graph, which reads the buffers, if it is not launched yet."""
+        if not self._is_verified and self._graph is not None:
+            self.leave_graph()
 
     def is_of(self, rows: Sequence[RunningRequest]) -> bool:
         """Return whether these rows are exactly those that were launched."""
@@ -225,6 +232,7 @@ class EarlySteps:
         if self._launched is not None and not self._is_complete:
             torch.cuda.synchronize()
             self._is_complete = True
+            self._launched.leave_buffers()
 
     def drop(self) -> None:
         """Wait for the launched step and forget it: none of its rows is left."""

@@ -7,6 +7,7 @@ KV goes to the dummy block. They are never admitted, so there is nothing to undo
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -17,6 +18,7 @@ from ..policy.identifiers import BlockId
 from ..policy.requests import RunningRequest
 from ..state.state_pool import DraftWindow
 from .buffers import StepLimits
+from .logits import Draws
 from .model import StepModel
 from .padding_rows import decode_padding_row, prefill_padding_row
 from .runner import StepRunner
@@ -60,7 +62,12 @@ def rehearse(model: StepModel, runner: StepRunner) -> None:
             logits, step = model.compute_step(), runner.step.batch
             # What is compiled does not depend on values, but a model's NaN would break the sampler.
             zeros = logits.new_zeros(step.logits.starts[-1], logits.shape[-1])
-            copy_reached_boundaries(step, verify_step(step.logits, zeros, []), memory)
+            for draws in Draws:
+                outcome = verify_step(replace(step.logits, draws=draws), zeros, [])
+            copy_reached_boundaries(step, outcome, memory)
+            if zeros.dtype is not torch.float32:  # as logits are that rows have changed
+                for draws in Draws:
+                    verify_step(replace(step.logits, draws=draws), zeros.float(), [])
             torch.cuda.synchronize()  # before the next step's integers overwrite this one's
     if limits.max_drafts:
         memory.state_pool.settle([DraftWindow(PAD_SLOT, PAD_SLOT, 1)], memory.geometry.window_len)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_mamba_cache.kernels.sampling.sampling import sample_tokens, token_probabilities
+from megatron_mamba_cache.kernels.sampling.sampling_rows import SamplingRows
 from megatron_mamba_cache.kernels.sampling.verification import (
     DraftDistributions,
     RatioUniforms,
@@ -133,12 +134,12 @@ class Continuations:
         return torch.stack(drafts, dim=1), torch.stack(distributions, dim=1)
 
     def _verify(self, logits: Tensor, uniforms: Tensor, verify: VerifyLogits, drawn: DraftDistributions) -> Tensor:
-        settings = [torch.full((len(logits),), value) for value in self.settings]
-        tokens = sample_tokens(logits, *settings, uniforms[:, 0])
+        rows = SamplingRows(logits, *(torch.full((len(logits),), value) for value in self.settings))
+        tokens = sample_tokens(rows, uniforms[:, 0])
         if self.drafting.tells is no_rows:
             return accept_matching(tokens, verify)
         numbers = RatioUniforms(uniforms[:, 1], uniforms[:, 2])
-        return accept_by_ratio(tokens, token_probabilities(logits, *settings), verify, drawn, numbers)
+        return accept_by_ratio(tokens, token_probabilities(rows), verify, drawn, numbers)
 
     def _append(self, result: Tensor) -> None:
         continues = self.lengths < NUM_TOKENS
@@ -197,7 +198,7 @@ def test_rows_verified_by_matching_have_the_very_tokens_of_a_run_without_drafts(
     for position in range(NUM_TOKENS):
         columns = [torch.full((2000,), value) for value in settings]
         logits = run.table[plain[:, position]]
-        plain[:, position + 1] = sample_tokens(logits, *columns, run.uniforms[:, position, 0])
+        plain[:, position + 1] = sample_tokens(SamplingRows(logits, *columns), run.uniforms[:, position, 0])
     by_matching = ~DRAFTINGS[drafting].tells(torch.arange(2000))
     assert by_matching.any() and torch.equal(text[by_matching], plain[by_matching, 1:])
 

@@ -18,6 +18,9 @@ from megatron_mamba_cache.kernels.conv.causal_conv import causal_conv
 from megatron_mamba_cache.kernels.conv.conv_verify import conv_verify
 from megatron_mamba_cache.kernels.norm import gated_norm
 from megatron_mamba_cache.kernels.norm.gated_norm import gated_group_norm
+from megatron_mamba_cache.kernels.sampling import token_cuts, token_draws
+from megatron_mamba_cache.kernels.sampling.sampling_rows import SamplingRows
+from megatron_mamba_cache.kernels.sampling.token_draws import draw_tokens
 from megatron_mamba_cache.kernels.slots import align_copy as align_copy_module
 from megatron_mamba_cache.kernels.slots import slot_copies
 from megatron_mamba_cache.kernels.slots.align_copy import align_copy
@@ -127,6 +130,26 @@ def test_nothing_compiles_again_when_rows_lengths_or_boundaries_change(compile_f
         causal_conv(x, weight, bias, conv_pool, pack_rows(specs, 4, "cpu", num_padding=num_spare))
     for kernel in (verify, whole, update):
         assert len(kernel.ptx) == 6 and len(kernel.compiled) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_sampling_reads_logits_in_wide_accesses_and_compiles_once(
+    dtype: torch.dtype, compile_for_hopper: Compile
+) -> None:
+    reading = [
+        compile_for_hopper(token_draws, "_peaks_kernel"),
+        compile_for_hopper(token_cuts, "_measure_kernel"),
+        compile_for_hopper(token_cuts, "_list_kernel"),
+    ]
+    once = [compile_for_hopper(token_cuts, "_cut_kernel"), compile_for_hopper(token_draws, "_pick_kernel"), *reading]
+    logits = torch.empty(40, 131072, dtype=dtype)
+    for num_rows, first in ((1, 0), (2, 1), (16, 2), (33, 3)):
+        settings = (torch.ones(40), torch.ones(40, dtype=torch.int32), torch.ones(40))
+        rows = SamplingRows(logits[:num_rows], *(setting[first : first + num_rows] for setting in settings))
+        draw_tokens(rows, torch.empty(40, dtype=torch.float64)[first : first + num_rows], any_cut=True)
+    assert [len(kernel.compiled) for kernel in once] == [1] * len(once)
+    for kernel in reading:
+        assert "v4.b32" in global_accesses(kernel.ptx[0], "ld")
 
 
 SLOT_SHAPES = pytest.mark.parametrize(

@@ -23,7 +23,13 @@ from megatron_mamba_cache.kernels.reference import (
     state_verify_ref,
     zero_slots_ref,
 )
-from megatron_mamba_cache.kernels.sampling.sampling import greedy_tokens, sample_tokens, token_probabilities
+from megatron_mamba_cache.kernels.sampling.sampling import (
+    greedy_tokens,
+    sample_tokens,
+    sample_tokens_ref,
+    token_probabilities,
+)
+from megatron_mamba_cache.kernels.sampling.sampling_rows import SamplingRows
 from megatron_mamba_cache.kernels.sampling.verification import (
     DraftDistributions,
     RatioUniforms,
@@ -151,7 +157,13 @@ def sampling_call() -> Callable[[], object]:
         torch.rand(3, device="cuda"),
     )
     top_k = int32(0, 1, 7)
-    return lambda: (greedy_tokens(logits), sample_tokens(logits, temperature, top_k, top_p, uniforms.double()))
+    rows = SamplingRows(logits, temperature, top_k, top_p)
+    return lambda: (
+        greedy_tokens(logits),
+        sample_tokens(rows, uniforms.double()),
+        sample_tokens(rows, uniforms.double(), any_cut=False),
+        sample_tokens_ref(rows, uniforms.double()),
+    )
 
 
 def verification_call() -> Callable[[], object]:
@@ -162,7 +174,7 @@ def verification_call() -> Callable[[], object]:
     uniforms = RatioUniforms(*torch.rand(2, 6, device="cuda", dtype=torch.float64))
     return lambda: (
         accept_matching(tokens, rows),
-        accept_by_ratio(tokens, token_probabilities(logits, *settings), rows, drawn, uniforms),
+        accept_by_ratio(tokens, token_probabilities(SamplingRows(logits, *settings)), rows, drawn, uniforms),
     )
 
 

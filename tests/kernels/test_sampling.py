@@ -15,24 +15,29 @@ from megatron_mamba_cache.kernels.sampling.sampling import (
     sample_weighted,
     token_probabilities,
 )
+from megatron_mamba_cache.kernels.sampling.sampling_rows import SamplingRows
 from tests.kernels.sampling_oracle import kept_probabilities
 
 Row = tuple[list[float], float, int, float, float]
 
 
-def sample(rows: list[Row], device: str = "cpu") -> list[int]:
-    logits, temperature, top_k, top_p, uniforms = zip(*rows, strict=True)
-    return sample_tokens(
+def rows_of(rows: list[Row], device: str = "cpu") -> SamplingRows:
+    logits, temperature, top_k, top_p, _ = zip(*rows, strict=True)
+    return SamplingRows(
         torch.tensor(logits, device=device),
         torch.tensor(temperature, device=device),
         torch.tensor(top_k, dtype=torch.int32, device=device),
         torch.tensor(top_p, dtype=torch.float64, device=device),
-        torch.tensor(uniforms, dtype=torch.float64, device=device),
-    ).tolist()
+    )
+
+
+def sample(rows: list[Row], device: str = "cpu") -> list[int]:
+    uniforms = torch.tensor([row[-1] for row in rows], dtype=torch.float64, device=device)
+    return sample_tokens(rows_of(rows, device), uniforms).tolist()
 
 
 def expected_token(logits: list[float], temperature: float, top_k: int, top_p: float, uniform: float) -> int:
-    kept = kept_probabilities(logits, temperature, top_k, top_p)
+    kept = dict(sorted(kept_probabilities(logits, temperature, top_k, top_p).items()))
     reached = zip(kept, accumulate(kept.values()), strict=True)
     return next((token for token, cumulative in reached if uniform < cumulative), list(kept)[-1])
 
@@ -48,7 +53,7 @@ ROWS = st.tuples(
 
 
 @given(st.lists(ROWS, min_size=1, max_size=5))
-def test_sample_inverts_the_cumulative_probabilities_of_the_kept_tokens(rows: list[Row]) -> None:
+def test_sample_inverts_the_cumulative_probabilities_of_the_kept_tokens_in_their_order(rows: list[Row]) -> None:
     assert sample(rows) == [expected_token(*row) for row in rows]
 
 
@@ -77,8 +82,10 @@ def test_exactly_reached_nucleus_keeps_no_further_token(device: str) -> None:
 
 @pytest.mark.parametrize("top", [math.nextafter(1, 0), 1.0])
 def test_largest_uniform_never_draws_an_impossible_token(top: float, device: str) -> None:
-    assert sample([([0.0, 0.3, -math.inf, 0.1], 1.0, 0, 0.0, top)], device) == [0]
+    assert sample([([0.0, 0.3, 0.1, -math.inf], 1.0, 0, 0.0, top)], device) == [2]
+    assert sample([([-math.inf, 0.3, 0.1, -math.inf], 1.0, 0, 0.0, 0.0)], device) == [1]
     assert sample([([0.0, -1e9, 0.3], 1e-3, 0, 0.95, top)], device) == [2]
+    assert sample([([0.3, 0.0, -1e9], 1e-3, 0, 0.95, top)], device) == [0]
 
 
 def test_frequencies_follow_the_probabilities(device: str) -> None:
@@ -86,9 +93,8 @@ def test_frequencies_follow_the_probabilities(device: str) -> None:
     num_draws, logits = 20_000, [0.3, 1.2, -0.5, 0.9]
     fixed = [torch.full((num_draws,), value, device=device) for value in (0.7, 3, 0.95)]
     uniforms = torch.rand(num_draws, dtype=torch.float64).to(device)
-    draws = sample_tokens(
-        torch.tensor(logits, device=device).expand(num_draws, -1), fixed[0], fixed[1].int(), fixed[2], uniforms
-    )
+    rows = SamplingRows(torch.tensor(logits, device=device).expand(num_draws, -1), fixed[0], fixed[1].int(), fixed[2])
+    draws = sample_tokens(rows, uniforms)
     counts: Tensor = torch.bincount(draws, minlength=4).cpu()
     for token, probability in kept_probabilities(logits, 0.7, 3, 0.95).items():
         assert abs(counts[token].item() / num_draws - probability) < 5 * math.sqrt(0.25 / num_draws)
@@ -97,8 +103,7 @@ def test_frequencies_follow_the_probabilities(device: str) -> None:
 
 @given(st.lists(ROWS, min_size=1, max_size=5))
 def test_probabilities_in_token_order_are_those_of_the_kept_tokens(rows: list[Row]) -> None:
-    logits, temperature, top_k, top_p, _ = (torch.tensor(values) for values in zip(*rows, strict=True))
-    found = token_probabilities(logits, temperature, top_k, top_p)
+    found = token_probabilities(rows_of(rows))
     kept = [kept_probabilities(*row[:-1]) for row in rows]
     expected = torch.tensor([[row.get(token, 0.0) for token in range(6)] for row in kept], dtype=torch.float64)
     # The cut at an exactly reached top-p may fall either way: thresholds of ROWS are odd numbers.
@@ -108,19 +113,20 @@ def test_probabilities_in_token_order_are_those_of_the_kept_tokens(rows: list[Ro
 def test_probabilities_of_greedy_rows_are_one_hot(device: str) -> None:
     logits = torch.tensor([[1.0, 5.0, 5.0], [2.0, -math.inf, 0.0], [0.0, 0.0, 1.0]], device=device)
     temperature, top_k = torch.tensor([0.0, 2.0, 0.0], device=device), torch.tensor([0, 1, 7], device=device)
-    found = token_probabilities(logits, temperature, top_k, torch.tensor([0.0, 0.5, 0.9], device=device))
+    top_p = torch.tensor([0.0, 0.5, 0.9], device=device)
+    found = token_probabilities(SamplingRows(logits, temperature, top_k, top_p))
     assert found.tolist() == [[0, 1, 0], [1, 0, 0], [0, 0, 1]]
 
 
-def test_weighted_draw_inverts_the_cumulative_weights_largest_first(device: str) -> None:
+def test_weighted_draw_inverts_the_cumulative_weights(device: str) -> None:
     weights = torch.tensor([[0.0, 1.0, 0.0, 5.0, 2.0]], dtype=torch.float64, device=device).expand(5, -1)
-    uniforms = torch.tensor([0.0, 0.62, 0.63, 0.874, 0.876], dtype=torch.float64, device=device)
-    assert sample_weighted(weights, uniforms).tolist() == [3, 3, 4, 4, 1]
+    uniforms = torch.tensor([0.0, 0.124, 0.126, 0.749, 0.751], dtype=torch.float64, device=device)
+    assert sample_weighted(weights, uniforms).tolist() == [1, 1, 3, 3, 4]
 
 
 def test_weighted_draw_never_draws_a_token_without_weight(device: str) -> None:
     weights = torch.tensor([[0.0, 0.1, 0.0, 0.2, 0.3, 0.0]], dtype=torch.float64, device=device)
-    assert sample_weighted(weights, torch.tensor([1.0], device=device)).tolist() == [1]
+    assert sample_weighted(weights, torch.tensor([1.0], device=device)).tolist() == [4]
 
 
 def test_rows_without_numbers_draw_some_token_and_change_no_other_row(device: str) -> None:
@@ -128,8 +134,8 @@ def test_rows_without_numbers_draw_some_token_and_change_no_other_row(device: st
     logits = torch.randn(4, 9, generator=drawn).to(device)
     settings = [torch.full((4,), value, device=device) for value in (1.0, 0, 0.9)]
     uniforms = torch.rand(4, dtype=torch.float64, generator=drawn).to(device)
-    expected = sample_tokens(logits, *settings, uniforms)
-    logits[1:3] = torch.nan
-    found = sample_tokens(logits, *settings, uniforms)
+    expected = sample_tokens(SamplingRows(logits, *settings), uniforms)
+    logits[1], logits[2] = torch.nan, -torch.inf
+    found = sample_tokens(SamplingRows(logits, *settings), uniforms)
     assert found[[0, 3]].tolist() == expected[[0, 3]].tolist()
     assert ((found >= 0) & (found < 9)).all()

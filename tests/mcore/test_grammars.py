@@ -1,7 +1,7 @@
 """Replies follow their grammars, whatever is drafted, cached or interrupted, and others do not notice."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
@@ -16,6 +16,7 @@ from tests.grammars.random_schemas import random_schema
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, tiny_hybrid
 from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.mcore.noisy_drafter import NoisyDrafter
+from tests.mcore.test_warmup import rehearse_engine
 
 NUM_TOKENS = 300
 TOKENIZER = PieceTokenizer()
@@ -123,12 +124,21 @@ def test_replies_to_ten_thousand_schemas_are_documents(first: int) -> None:
     check_schemas(range(first, first + 200))
 
 
-@pytest.mark.parametrize("drops_graphs", [False, True])
-def test_steps_with_a_grammar_run_ahead(drops_graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of greedy rows: the forward is launched before the tokens are known that decide what the grammar bars."""
+DISTURBANCES: dict[str, Callable[[EngineRun], object]] = {
+    "nothing": lambda run: None,
+    "graphs dropped": lambda run: run.context.runner.drop_graphs(),
+    "graphs captured again": lambda run: run.engine.create_cuda_graphs(),
+    "buffers written": rehearse_engine,
+}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("disturbance", DISTURBANCES)
+def test_steps_with_a_grammar_run_ahead(disturbance: str, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forward is launched before the tokens are known that decide what the grammar bars."""
     schema = {"type": "array", "items": {"enum": ["a", 10, True]}, "minItems": 10, "maxItems": 14}
     grammars = ["", forms.json_grammar(schema).text, "", forms.json_grammar({"type": "boolean"}).text]
-    wishes = [replace(wish, temperature=0.0) for wish in wishes_for(grammars, 2)]
+    wishes = [replace(wish, temperature=temperature) for wish in wishes_for(grammars, 2)]
     expected = replies_to(wishes, num_tokens=60)
     capture_without_cuda(monkeypatch)
     subject = tiny_hybrid(vocab_size=TOKENIZER.vocab_size)
@@ -140,10 +150,10 @@ def test_steps_with_a_grammar_run_ahead(drops_graphs: bool, monkeypatch: pytest.
     while run.engine.has_unfinished_requests():
         run.step()
         num_ahead += run.context.early_step is not None
-        if drops_graphs and num_ahead == 20:
-            run.context.runner.drop_graphs()
+        if num_ahead in (10, 20) and run.context.early_step is not None:
+            DISTURBANCES[disturbance](run)
     assert {wish.request_id: run.tokens(wish.request_id) for wish in wishes} == expected
-    assert num_ahead >= (20 if drops_graphs else 30), num_ahead
+    assert num_ahead >= (10 if disturbance == "graphs dropped" else 25), num_ahead
     assert expected[1][-1] == END and is_valid(schema, expected[1])
     run.assert_nothing_held()
 

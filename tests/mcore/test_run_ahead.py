@@ -8,6 +8,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -15,15 +16,18 @@ import torch
 from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron_mamba_cache.errors import CacheIntegrityError
+from megatron_mamba_cache.mcore.request_spec import LOGITS
 from megatron_mamba_cache.mcore.step_clock import WallClockEvent
 from megatron_mamba_cache.policy.requests import StepTokens
 from megatron_mamba_cache.speculation.drafter import Drafter
+from megatron_mamba_cache.speculation.prompt_lookup import PromptLookupDrafter
 from megatron_mamba_cache.step import graphs as cuda_graphs
 from megatron_mamba_cache.step import run_ahead
 from megatron_mamba_cache.step.step import Step
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
 from tests.mcore.faults import InjectedFault, raise_once
 from tests.mcore.graph_stand_ins import capture_without_cuda
+from tests.mcore.random_workloads import FLAVOURS, make_workload, run_workload, undisturbed
 from tests.mcore.test_warmup import rehearse_engine
 
 
@@ -50,6 +54,13 @@ def start(
     while not run.context.rows or any(row.is_prefilling for row in run.context.rows):
         run.step()
     return run
+
+
+def penalised(num_tokens: int) -> SamplingParams:
+    """Return parameters of a request that draws from logits that depend on its text."""
+    sampling = SamplingParams(num_tokens_to_generate=num_tokens, temperature=1.0, termination_id=-1)
+    sampling.add_attributes({LOGITS: {"presence_penalty": 0.5}})
+    return sampling
 
 
 def is_ahead(run: EngineRun) -> bool:
@@ -114,11 +125,11 @@ def test_steps_wait_where_more_than_tokens_decides(settings: dict[str, Any]) -> 
 @pytest.mark.parametrize(
     "sampling",
     [
-        SamplingParams(num_tokens_to_generate=20, temperature=1.0, termination_id=-1),
+        penalised(20),
         greedy(20, return_log_probs=True, skip_prompt_log_probs=True),
         greedy(20, stop_words=["95 95 95"]),
     ],
-    ids=["sampled", "log-probs", "stop words"],
+    ids=["penalties", "log-probs", "stop words"],
 )
 def test_steps_wait_for_a_row_that_is_looked_at_between_them(sampling: SamplingParams) -> None:
     run = start(2, 20)
@@ -128,6 +139,57 @@ def test_steps_wait_for_a_row_that_is_looked_at_between_them(sampling: SamplingP
         run.step()
         assert not is_ahead(run)
     run.finish()
+
+
+SAMPLED = {
+    "temperature": {"temperature": 0.8},
+    "top_k": {"temperature": 1.5, "top_k": 7},
+    "top_p": {"temperature": 1.0, "top_p": 0.9},
+    "both": {"temperature": 1.2, "top_k": 20, "top_p": 0.8},
+}
+
+
+def start_sampled(**settings: Any) -> EngineRun:
+    """Return an engine whose requests draw their tokens, each with settings of its own, beside a greedy one."""
+    run = start(1, 40, **settings)
+    for request_id, sampling in enumerate(SAMPLED.values(), 1):
+        params = SamplingParams(num_tokens_to_generate=40, termination_id=-1, **sampling)
+        run.add(request_id, some_tokens(20 + request_id, seed=request_id), params, seed=request_id)
+    return run
+
+
+@cache
+def sampled_tokens() -> dict[int, list[int]]:
+    """Return what these requests draw where no step runs ahead and nothing is cached."""
+    run = start_sampled(run_ahead=False, prefix_caching=False)
+    run.finish()
+    return {request_id: run.tokens(request_id) for request_id in range(1 + len(SAMPLED))}
+
+
+@pytest.mark.parametrize("settings", [{}, {"prefix_caching": False}, {"num_speculative_tokens": 3}], ids=str)
+def test_sampled_rows_run_ahead_and_draw_the_same_tokens(settings: dict[str, Any]) -> None:
+    drafter = PromptLookupDrafter(min_match=3) if "num_speculative_tokens" in settings else None
+    run, num_ahead = start_sampled(drafter=drafter, **settings), 0
+    while run.engine.has_unfinished_requests():
+        run.step()
+        num_ahead += is_ahead(run)
+    assert num_ahead > 15 or drafter is not None
+    assert {request_id: run.tokens(request_id) for request_id in range(1 + len(SAMPLED))} == sampled_tokens()
+    run.assert_nothing_held()
+
+
+@pytest.mark.parametrize("num_drafts", [0, 3])
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", ["roomy", "tight_blocks", "disturbed"])
+def test_random_workloads_with_sampled_rows_draw_the_same_tokens(name: str, seed: int, num_drafts: int) -> None:
+    """With graphs, running ahead, the cache, drafts and faults, or without any of these."""
+    work = make_workload(FLAVOURS[name], 700 + seed, num_drafts, sampled_share=0.6)
+    plain = undisturbed(work)
+    plain = replace(plain, config=replace(plain.config, prefix_caching=False, run_ahead=False))
+    expected = run_workload(plain).texts
+    captured = replace(work, config=replace(work.config, num_cuda_graphs=3, cuda_graph_prefill_tokens=40))
+    outcome = run_workload(captured, PromptLookupDrafter(min_match=1) if num_drafts else None)
+    assert outcome.texts == expected and outcome.seen["graph_steps"]
 
 
 def test_steps_run_ahead_of_rows_with_several_end_tokens() -> None:
@@ -213,6 +275,18 @@ def test_whatever_happens_while_a_step_runs_tokens_stay_the_same(name: str, resi
         run.context.check_integrity()
     run.finish()
     run.assert_exact()
+    run.assert_nothing_held()
+
+
+@pytest.mark.parametrize("name", WHILE_ONE_RUNS)
+def test_whatever_happens_while_a_sampled_step_runs_tokens_stay_the_same(name: str) -> None:
+    run = start_sampled()
+    for _ in range(2):
+        step_until_ahead(run)
+        WHILE_ONE_RUNS[name](run)
+        run.step()
+    run.finish()
+    assert {request_id: run.tokens(request_id) for request_id in range(1 + len(SAMPLED))} == sampled_tokens()
     run.assert_nothing_held()
 
 

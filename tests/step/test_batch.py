@@ -18,6 +18,7 @@ from megatron_mamba_cache.policy.random_counter import DrawPurpose, counter_unif
 from megatron_mamba_cache.policy.requests import RequestSpec, ReservedState, RunningRequest, SamplingSettings
 from megatron_mamba_cache.step.batch import StepBatch, StepGeometry, lay_out_step
 from megatron_mamba_cache.step.buffers import StepBuffers, StepLimits
+from megatron_mamba_cache.step.logits import Draws
 
 BLOCK, SSM_CHUNK, DUMMY = 8, 4, 999
 GEOMETRY = StepGeometry(BLOCK, SSM_CHUNK, DUMMY, window_len=3)
@@ -308,8 +309,8 @@ def test_logits_carry_each_request_s_settings_and_random_numbers_of_their_own(
     logits = lay_out_step(rows, StepBuffers(LIMITS, device), GEOMETRY, draws_ratios=draws_ratios).logits
     expected = walk(rows)
     settings = [rows[number].spec.sampling for _, number, _ in expected.logits]
-    assert logits.all_greedy == all(s.is_greedy for s in settings)
-    if logits.all_greedy:
+    assert (logits.draws is Draws.BEST) == all(s.is_greedy for s in settings)
+    if logits.draws is Draws.BEST:
         settings = [SamplingSettings(temperature=0.0, top_k=1)] * len(settings)
     assert logits.temperature.tolist() == [s.temperature for s in settings]
     assert logits.top_k.tolist() == [s.top_k for s in settings]

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from megatron_mamba_cache.policy.identifiers import BlockId, SlotId
+from megatron_mamba_cache.policy.logits_settings import LogitsSettings
 from megatron_mamba_cache.policy.requests import LogProbSettings, ReservedState, RunningRequest, SamplingSettings
 from megatron_mamba_cache.step.batch import lay_out_step, send_padded_step
 from megatron_mamba_cache.step.buffers import StepBuffers
@@ -16,7 +17,9 @@ from tests.step.test_batch import BLOCK, GEOMETRY, LIMITS, decoding
 
 SHAPES = (StepShape(6, 1), StepShape(6, 4))
 MOST_COMPUTED = LIMITS.max_blocks * BLOCK - LIMITS.max_drafts
-SAMPLED = SamplingSettings(temperature=0.7, seed=3)
+GREEDY = SamplingSettings(top_k=1)
+SAMPLED = SamplingSettings(temperature=0.7, top_p=0.9, seed=3)
+PENALISED = SamplingSettings(temperature=0.7, logits=LogitsSettings(presence_penalty=0.5))
 
 
 def send_anew(rows: list[RunningRequest], buffers: StepBuffers, shape: StepShape) -> None:
@@ -72,7 +75,11 @@ def disturb(rows: list[RunningRequest], shape: StepShape, draw: random.Random) -
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_step_is_as_if_laid_out_anew(device: str, shape: StepShape, seed: int) -> None:
     draw = random.Random(seed)
-    rows = [decoding(index, prompt_len=draw.randrange(1, 20), num_generated=1 + index) for index in range(4)]
+    samplings = [replace(SAMPLED, seed=index) if index % 2 == seed % 2 else GREEDY for index in range(4)]
+    rows = [
+        decoding(index, prompt_len=draw.randrange(1, 20), num_generated=1 + index, sampling=sampling)
+        for index, sampling in enumerate(samplings)
+    ]
     buffers, expected = StepBuffers(LIMITS, device), StepBuffers(LIMITS, device)
     last, num_quick = None, 0
     for _ in range(60):
@@ -91,8 +98,8 @@ def test_every_step_is_as_if_laid_out_anew(device: str, shape: StepShape, seed: 
     assert num_quick >= 5
 
 
-def test_rows_that_draw_never_make_a_one_token_step(device: str) -> None:
-    buffers, rows = StepBuffers(LIMITS, device), [decoding(0), decoding(1, sampling=SAMPLED)]
+def test_rows_that_change_their_logits_never_make_a_one_token_step(device: str) -> None:
+    buffers, rows = StepBuffers(LIMITS, device), [decoding(0, sampling=SAMPLED), decoding(1, sampling=PENALISED)]
     send_anew(rows, buffers, SHAPES[0])
     assert OneTokenStep.sent(rows, buffers) is None
     assert OneTokenStep.sent(rows[:1], buffers) is not None

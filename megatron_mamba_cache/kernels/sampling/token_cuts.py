@@ -5,8 +5,8 @@ token, top-p for the one at which the probability of the better ones reaches p. 
 at or above a pivot: top-k counts them, top-p adds up their weights.
 
 1. A few rounds, each over the whole row, narrow the logits between which the cut is. Each program measures 8 pivots in
-   a tile of a row; the row's last program adds up what all have found, in a fixed order, and sets the next pivots. A row
-   skips the rounds that are left once few tokens are between its last two pivots.
+   a tile of a row; the row's last program adds up what all have found, in a fixed order, and sets the next pivots. A
+   row skips the rounds that are left once few tokens are between its last two pivots.
 2. Each tile lists its tokens between them, and weighs those above. With both settings it lists all that top-k may keep.
 3. One program a row searches the bit patterns of the listed logits. Where some tile has more than its list holds, which
    takes thousands of logits that are almost equal, it searches those of the whole row, more slowly.
@@ -37,6 +37,7 @@ from .sampling_rows import SamplingRows
 _NUM_ROUNDS = 3
 _PIVOTS = 8
 _LISTED = 256
+_PART = 512
 _FEW = 2048  # tokens between pivots that need no further round
 _CHUNK, _ROW_CHUNK = 1024, 8192  # values that are searched at a time, of lists and of whole rows
 _WARPS = 4
@@ -174,6 +175,7 @@ def _measure_kernel(
     vocab_size,
     FEW: tl.constexpr,
     TILE: tl.constexpr,
+    PART: tl.constexpr,
     PIVOTS: tl.constexpr,
     TILES: tl.constexpr,
 ):
@@ -182,21 +184,19 @@ def _measure_kernel(
     if round > 0:
         searched = searched & (tl.load(searches + _FIELDS * row + _IS_DONE) == 0)
     if searched:
-        found = load_logits(logits, row, stride, tile * TILE + tl.arange(0, TILE), vocab_size)
         heat = tl.load(temperature + row).to(tl.float32)
         peak, pivot = row_peak(peaks, row, num_tiles, TILES), tl.arange(0, PIVOTS)
         if round == 0:
             levels = _first_pivots(peak, leasts, heat, row, num_tiles, PIVOTS, TILES)
         else:
             levels = tl.load(pivots + row * PIVOTS + pivot)
-        measure = weights_of(found, peak, heat)
-        if _counts(top_k, row, vocab_size):
-            measure = tl.full((TILE,), 1.0, tl.float32)
-        result = tl.zeros((PIVOTS,), tl.float32)
-        for index in tl.static_range(PIVOTS):
-            level = tl.sum(tl.where(pivot == index, levels, 0.0), axis=0)
-            reached = tl.sum(tl.where(found >= level, measure, 0.0), axis=0)
-            result = tl.where(pivot == index, reached, result)
+        counts = _counts(top_k, row, vocab_size)
+        result = tl.zeros((PIVOTS, PART), tl.float32)
+        for start in range(tile * TILE, tile * TILE + TILE, PART):
+            found = load_logits(logits, row, stride, start + tl.arange(0, PART), vocab_size)
+            measure = tl.where(counts, 1.0, weights_of(found, peak, heat))
+            result += tl.where(found[None, :] >= levels[:, None], measure[None, :], 0.0)
+        result = tl.sum(result, axis=1)
         tl.store(measures + (row * num_tiles + tile) * PIVOTS + pivot, result)
         tl.debug_barrier()
         if tl.atomic_add(num_finished + row, 1, sem="acq_rel") == num_tiles - 1:
@@ -238,12 +238,19 @@ def _list_kernel(
         if _counts(top_k, row, vocab_size) & _weighs(top_p, row):
             upper = float("inf")
         is_listed = (found >= lower) & (found < upper)
-        rank = tl.cumsum(is_listed.to(tl.int32), axis=0) - 1
-        at = place.to(tl.int64) * LISTED + rank
-        fits = is_listed & (rank < LISTED)
-        tl.store(listed + at, found, mask=fits)
-        tl.store(listed_ids + at, token, mask=fits)
-        tl.store(num_listed + place, tl.sum(is_listed.to(tl.int32), axis=0))
+        flags, bits = tl.reshape(is_listed, (TILE // 32, 32)).to(tl.int32), tl.arange(0, 32)
+        words, counts = tl.sum(flags << bits[None, :], axis=1), tl.sum(flags, axis=1)
+        rank = tl.cumsum(counts, axis=0) - counts
+        for _ in range(0, tl.max(counts, axis=0)):  # few tokens are listed: one of each word at a time
+            lowest = words & -words
+            bit = (lowest.to(tl.uint32, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+            listed_token = tl.where(lowest == 0, vocab_size, tile * TILE + 32 * tl.arange(0, TILE // 32) + bit)
+            fits = (lowest != 0) & (rank < LISTED)
+            at = place.to(tl.int64) * LISTED + rank
+            tl.store(listed + at, load_logits(logits, row, stride, listed_token, vocab_size), mask=fits)
+            tl.store(listed_ids + at, listed_token, mask=fits)
+            words, rank = words & (words - 1), rank + 1
+        tl.store(num_listed + place, tl.sum(counts, axis=0))
         weights = tl.where(found >= upper, weights, 0.0)
     tl.store(tile_weights + place, tl.sum(weights, axis=0))
 
@@ -440,7 +447,10 @@ def find_cuts(rows: SamplingRows, tiles: RowTiles) -> TokenCuts:
     def scratch(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=logits.device)
 
-    searches, num_finished = scratch(num_rows, _FIELDS.value, dtype=torch.float64), torch.zeros(num_rows, dtype=torch.int32, device=logits.device)
+    searches, num_finished = (
+        scratch(num_rows, _FIELDS.value, dtype=torch.float64),
+        torch.zeros(num_rows, dtype=torch.int32, device=logits.device),
+    )
     listed, listed_ids = (scratch(num_rows, num_tiles, _LISTED, dtype=dtype) for dtype in (torch.float32, torch.int32))
     num_listed = scratch(num_rows, num_tiles, dtype=torch.int32)
     cuts = TokenCuts(scratch(num_rows, dtype=torch.int32), scratch(num_rows, dtype=torch.int32))
@@ -468,6 +478,7 @@ def find_cuts(rows: SamplingRows, tiles: RowTiles) -> TokenCuts:
             num_finished=num_finished,
             round=number,
             FEW=_FEW,
+            PART=_PART,
             PIVOTS=_PIVOTS,
             num_warps=_WARPS,
         )

@@ -17,7 +17,6 @@ from .row_tiles import TILE, least_logit, load_logits, ordered_keys, row_peak, w
 from .sampling_rows import SamplingRows
 from .token_cuts import RowTiles, TokenCuts, find_cuts
 
-
 _WARPS = 4
 _PICK_WARPS = 8
 
@@ -116,7 +115,13 @@ def draw_tokens(rows: SamplingRows, uniforms: Tensor, *, any_cut: bool) -> Tenso
     if not num_rows:
         return tokens
     tiles = RowTiles(*logits.new_empty(3, num_rows, num_tiles, dtype=torch.float32))
-    read = {"logits": logits, "stride": logits.stride(0), "num_tiles": num_tiles, "vocab_size": vocab_size, "TILE": TILE}
+    read = {
+        "logits": logits,
+        "stride": logits.stride(0),
+        "num_tiles": num_tiles,
+        "vocab_size": vocab_size,
+        "TILE": TILE,
+    }
     weighed = {
         **read,
         "temperature": rows.temperature,
