@@ -63,6 +63,10 @@ class BlockTree:
         """Return whether no registered block comes after this one."""
         return not self._num_children[block]
 
+    def may_leave(self, block: BlockId) -> bool:
+        """Return whether the block is registered and no registered block comes after it."""
+        return self._depths[block] > 0 and not self._num_children[block]
+
     def blocks(self) -> list[BlockId]:
         """Return the registered blocks in ascending order."""
         return sorted(self._block_of.values())
@@ -90,12 +94,14 @@ class BlockTree:
 
     def remove_leaf(self, block: BlockId) -> BlockId | None:
         """Forget a block that has no children, and return its parent."""
-        key, parent = self._keys[block], self.parent_of(block)
-        self._keys[block] = _UNREGISTERED
-        self._depths[block] = 0
-        del self._block_of[key]
-        if parent is not None:
-            self._num_children[parent] -= 1
+        keys, depths = self._keys, self._depths
+        del self._block_of[keys[block]]
+        keys[block] = _UNREGISTERED
+        depth, depths[block] = depths[block], 0
+        if depth == 1:
+            return None
+        parent = self._parents[block]
+        self._num_children[parent] -= 1
         return parent
 
     def check_integrity(self) -> None:

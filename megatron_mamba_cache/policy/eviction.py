@@ -98,7 +98,7 @@ class EvictionOrder:
 
     def __init__(self) -> None:
         self._live: dict[int, _Item] = {}
-        self._classes: dict[tuple[int, int], _Class] = {}
+        self._classes: dict[int, dict[int, _Class]] = {}  # by kind, then by what gains are about equal to
         self._num_stale = 0
 
     def __len__(self) -> int:
@@ -134,17 +134,22 @@ class EvictionOrder:
         if entry_id in self._live:
             self._num_stale += 1
         item = self._live[entry_id] = (last_used, -num_tokens, entry_id, *weight)
-        key = _class_of(*weight)
-        if key not in self._classes:
-            self._classes[key] = _Class()
-        self._classes[key].push(item)
-        self._compact()
-
-    def discard(self, entry_id: int) -> None:
-        """Remove an id; nothing happens if it is absent."""
-        if self._live.pop(entry_id, None) is not None:
-            self._num_stale += 1
+        classes = self._classes.setdefault(weight[0], {})
+        gains = _half_octave(weight[1])
+        if gains not in classes:
+            classes[gains] = _Class()
+        classes[gains].push(item)
+        if self._num_stale > len(self._live) + _STALE_ALLOWANCE:
             self._compact()
+
+    def discard(self, entry_id: int) -> bool:
+        """Remove an id; return False, with nothing changed, if it is absent."""
+        if self._live.pop(entry_id, None) is None:
+            return False
+        self._num_stale += 1
+        if self._num_stale > len(self._live) + _STALE_ALLOWANCE:
+            self._compact()
+        return True
 
     def first(self, now: int, likelihood: Callable[[int], float], kinds: Container[int] | None = None) -> int:
         """Return the id to evict first.
@@ -156,25 +161,21 @@ class EvictionOrder:
         Raises:
             CacheIntegrityError: If there is none.
         """
-        live, first, least, emptied = self._live, None, inf, []
-        for key, queue in self._classes.items():
-            kind = key[0]
+        first, least, age_at_0 = None, inf, now + FULL_WORTH_AGE
+        for kind, classes in self._classes.items():
             if kinds is not None and kind not in kinds:
                 continue
-            item = queue.first()
-            # Identity, not equality: an id that was discarded and pushed again may have an equal, stale item.
-            while item is not None and live.get(item[2]) is not item:
-                queue.pop(item)
-                self._num_stale -= 1
-                item = queue.first()
-            if item is None:
-                emptied.append(key)
-                continue
-            worth = likelihood(kind) * item[4] / (now - item[0] + FULL_WORTH_AGE)
-            if first is None or worth < least or (worth == least and item < first):
-                first, least = item, worth
-        for key in emptied:
-            del self._classes[key]
+            chance, emptied = likelihood(kind), []
+            for gains, queue in classes.items():
+                item = self._first_live(queue)
+                if item is None:
+                    emptied.append(gains)
+                    continue
+                worth = chance * item[4] / (age_at_0 - item[0])
+                if worth < least or first is None or (worth == least and item < first):
+                    first, least = item, worth
+            for gains in emptied:
+                del classes[gains]
         if first is None:
             raise CacheIntegrityError("need an entry to evict, found none; ask for no more than is evictable")
         return first[2]
@@ -185,17 +186,26 @@ class EvictionOrder:
         self._classes.clear()
         self._num_stale = 0
 
+    def _first_live(self, queue: _Class) -> _Item | None:
+        """Return the first item of a queue that is live, without the stale ones before it; None if there is none."""
+        live, item = self._live, queue.first()
+        # Identity, not equality: an id that was discarded and pushed again may have an equal, stale item.
+        while item is not None and live.get(item[2]) is not item:
+            queue.pop(item)
+            self._num_stale -= 1
+            item = queue.first()
+        return item
+
     def _is_live(self, item: _Item) -> bool:
         return self._live.get(item[2]) is item
 
     def _compact(self) -> None:
-        if self._num_stale <= len(self._live) + _STALE_ALLOWANCE:
-            return
-        for queue in self._classes.values():
-            queue.keep(self._is_live)
+        for classes in self._classes.values():
+            for queue in classes.values():
+                queue.keep(self._is_live)
         self._num_stale = 0
 
 
-def _class_of(kind: int, gain: float) -> tuple[int, int]:
+def _half_octave(gain: float) -> int:
     fraction, exponent = frexp(gain)
-    return kind, 2 * exponent + (fraction >= _HALF_AN_OCTAVE)
+    return 2 * exponent + (fraction >= _HALF_AN_OCTAVE)

@@ -2,15 +2,13 @@
 
 "cost" takes the tokens that would have to be computed again for each byte that becomes free, times how likely a hit is,
 divided by the age: recorded sessions come back at a rate that falls as 1 / age. A request's end state and the KV before
-it are useless without each other, so they leave together. A state inside known text leaves alone, and what it saves
-counts by its square root: the fewer states are left around it, the more it seems to save, but no more requests come.
+it are useless without each other, so they leave together. A state inside known text leaves alone.
 
 How likely a hit is depends on the load: a conversation continues from its end, questions about a document from where
 they part. So it is learned: of the states that became of a kind, the share that was hit as such.
 """
 
 from collections.abc import Callable, Mapping
-from math import sqrt
 from typing import Protocol
 
 from .eviction import CachedEntry, Weight
@@ -78,7 +76,7 @@ class RecomputeCost:
         kind = _kind_of(entry)
         if kind in ENDS:
             return Weight(kind, entry.lost_tokens / max(self._state_len + entry.lost_tokens, 1.0))
-        return Weight(kind, sqrt(entry.lost_tokens / max(self._state_len, 1.0)))
+        return Weight(kind, entry.lost_tokens / max(self._state_len, 1.0))
 
     def likelihood(self, kind: int) -> float:
         """Return the share of the states of a kind that were hit, the newest thousand or so of them."""

@@ -131,14 +131,8 @@ class KVBlockPool:
         """
         if num_blocks < 0:
             raise ValueError(f"need a count of blocks, found {num_blocks}")
-        if num_blocks > self.num_available:
-            num_evictable = self.num_available - self.num_free
-            raise CacheCapacityError(
-                f"need {num_blocks} KV blocks, {self.num_free} free and {num_evictable} evictable; "
-                "raise --cache-gb, or --inference-dynamic-batching-buffer-size-gb where that is given"
-            )
-        while self.num_free < num_blocks:
-            self._states.evict(is_end=not self._places.is_shared)
+        if self._places.num_free < num_blocks:
+            self._make_room(num_blocks)
         blocks = [BlockId(block) for block in self._places.take(num_blocks)]
         for block in blocks:
             self._refs[block] = 1
@@ -173,15 +167,15 @@ class KVBlockPool:
         Returns:
             How many blocks have become free.
         """
-        tree, num_pruned = self._tree, 0
+        tree, refs, slot_of, num_pruned = self._tree, self._refs, self._states.slot_of, 0
         leaving: BlockId | None = block
-        while leaving is not None and self._is_useless(leaving) and leaving in tree:
+        while leaving is not None and not refs[leaving] and tree.may_leave(leaving) and slot_of(leaving) is None:
             parent = tree.remove_leaf(leaving)
             self._places.give_back(leaving)
             num_pruned += 1
             leaving = parent
         self._num_cached -= num_pruned
-        if num_pruned and leaving is not None and self._tree.is_leaf(leaving):
+        if num_pruned and leaving is not None and tree.is_leaf(leaving):
             self._states.note_end(leaving)
         return num_pruned
 
@@ -223,6 +217,20 @@ class KVBlockPool:
         self._tree.check_integrity()
         self._check_counts()
         self._check_references()
+
+    def _make_room(self, num_blocks: int) -> None:
+        """Evict until as many blocks are free; raises as `allocate` does."""
+        places = self._places
+        if num_blocks > places.num_available:
+            num_evictable = self.num_available - self.num_free
+            raise CacheCapacityError(
+                f"need {num_blocks} KV blocks, {self.num_free} free and {num_evictable} evictable; "
+                "raise --cache-gb, or --inference-dynamic-batching-buffer-size-gb where that is given"
+            )
+        is_end, is_short = not places.is_shared, True
+        while is_short:
+            self._states.evict(is_end=is_end)
+            is_short = places.num_free < num_blocks
 
     def _is_useless(self, block: BlockId) -> bool:
         return not self._refs[block] and self._tree.is_leaf(block) and self._states.slot_of(block) is None

@@ -153,7 +153,7 @@ class SlabPlaces:
     @property
     def num_available(self) -> int:
         """See `Places`."""
-        return self.num_in_fixed_slabs + self._slabs.num_open * self.per_slab
+        return (self._num_fixed_slabs + self._slabs.num_open) * self.per_slab - self._num_fixed
 
     def take(self, num_places: int) -> list[int]:
         """See `Places`."""
@@ -161,11 +161,17 @@ class SlabPlaces:
         while (missing := num_places - len(taken)) > 0:
             number = self._slab_with_room()
             slab = self._slabs.slabs[number]
-            count = min(missing, len(slab.free))
-            taken += [slab.free.pop() for _ in range(count)]
+            free = slab.free
+            if missing == 1:  # most calls
+                count = 1
+                taken.append(free.pop())
+            else:
+                count = min(missing, len(free))
+                taken += free[: -count - 1 : -1]
+                del free[-count:]
             self._num_free -= count
             self._fix(slab, count)
-            if slab.free:
+            if free:
                 self._list(number, slab)
         return taken
 

@@ -273,11 +273,12 @@ class SlotPool:
         Raises:
             CacheIntegrityError: If every such state is pinned.
         """
-        block = self._first_to_evict(is_end)
+        first, kinds, likelihood = self._evictable.first, ENDS if is_end else None, self._rule.likelihood
+        block = BlockId(first(self._clock, likelihood, kinds))
         while self._has_changed(block):
             self._file_again(block)
             self._count_kind(block)
-            block = self._first_to_evict(is_end)
+            block = BlockId(first(self._clock, likelihood, kinds))
         self._num_blocks_evicted += self._forget_state(block)
         self._num_evicted += 1
 
@@ -339,14 +340,16 @@ class SlotPool:
         if num_slots < 0:
             raise ValueError(f"need a count of slots, found {num_slots}")
         places = self._places
-        if places.num_free < num_slots:
+        is_short = places.num_free < num_slots
+        if is_short:
             self._require_available(num_slots)
-            while places.num_free < num_slots:
-                self.evict()
+        while is_short:
+            self.evict()
+            is_short = places.num_free < num_slots
         return self._owners.take(num_slots, owner)
 
     def _require_available(self, num_slots: int) -> None:
-        if num_slots > self.num_available:
+        if num_slots > self._places.num_available:
             num_evictable = self.num_available - self.num_free
             raise CacheCapacityError(
                 f"need {num_slots} state slots, {self.num_free} free and {num_evictable} evictable "
@@ -356,9 +359,7 @@ class SlotPool:
 
     def _forget_state(self, block: BlockId) -> int:
         """Forget the block's state; return how many KV blocks left with it."""
-        is_evictable = block in self._evictable
-        if is_evictable:
-            self._evictable.discard(block)
+        is_evictable = self._evictable.discard(block)
         self._rolling.discard(block)
         self._kinds.pop(block, None)
         self._owners.free(self._slot_of.pop(block), SlotOwner.CACHED, is_fixed=not is_evictable)
@@ -392,12 +393,8 @@ class SlotPool:
         if not self._texts.is_end(block):
             self._lineage.count_branch_hit(block)
 
-    def _first_to_evict(self, is_end: bool) -> BlockId:
-        return BlockId(self._evictable.first(self._clock, self._rule.likelihood, ENDS if is_end else None))
-
     def _unfile(self, block: BlockId) -> None:
-        if block in self._evictable:
-            self._evictable.discard(block)
+        if self._evictable.discard(block):
             self._places.fix(self._slot_of[block])
 
     def _has_changed(self, block: BlockId) -> bool:

@@ -102,16 +102,20 @@ def test_an_end_saves_its_tokens_for_the_bytes_of_state_and_kv(lost: int) -> Non
 
 
 @given(LOST)
-def test_what_a_state_inside_known_text_saves_counts_by_its_square_root(lost: int) -> None:
+def test_a_state_inside_known_text_saves_its_tokens_for_its_own_bytes(lost: int) -> None:
     rule = RecomputeCost(STATE_LEN)
     for entry_of in (inside, branch):
-        assert rule.weigh(entry_of(4 * lost)).gain == pytest.approx(2 * rule.weigh(entry_of(lost)).gain)
+        assert rule.weigh(entry_of(lost)).gain == pytest.approx(lost / STATE_LEN)
 
 
 @given(LOST)
-def test_a_branch_is_worth_more_than_an_end_and_an_end_more_than_the_inside(lost: int) -> None:
+def test_the_more_likely_hit_is_worth_more_unless_it_keeps_as_many_times_the_bytes(lost: int) -> None:
     rule = RecomputeCost(STATE_LEN)
-    assert worth(rule, inside(lost)) < worth(rule, end(lost)) < worth(rule, branch(lost))
+    ends, branches, insides = (rule.likelihood(_kind(rule, entry_of(lost))) for entry_of in (end, branch, inside))
+    assert ends > branches > insides
+    for entry_of, likelihood in ((branch, branches), (inside, insides)):
+        bytes_for_one = (STATE_LEN + lost) / STATE_LEN  # that an end keeps for one byte of a state
+        assert (worth(rule, entry_of(lost)) < worth(rule, end(lost))) == (bytes_for_one < ends / likelihood)
 
 
 @pytest.mark.parametrize(
