@@ -101,7 +101,7 @@ class MambaCacheEngine(SuspendableEngine):
         request_id, sampling = request.request_id, request.sampling_params
         if request_id not in self._states:
             self._states.begin(request_id)
-        fault = contradiction_in(sampling, not self.context.scores_prompts)
+        fault = contradiction_in(sampling, not self.context.scores_prompts, ranks_prompts=self.context.ranks_prompts)
         if fault is not None:
             return self._refuse(request, fault)
         ends = other_ends(sampling, self.controller.tokenizer)

@@ -16,8 +16,12 @@ from ..policy.requests import LogProbSettings, RequestSpec, SamplingSettings
 
 LOGITS, GRAMMAR = "logits_settings", "grammar"
 STOP_TOKEN_IDS, BREAKPOINTS = "stop_token_ids", "breakpoints"
+PROMPT_TOP_N = "prompt_top_n"
 """Attributes of sampling parameters for which Megatron has no field: what `logits_settings_of` reads, a grammar as
-`grammars.forms` writes it, token ids that end a request, and positions of the prompt, see `RequestSpec`."""
+`grammars.forms` writes it, token ids that end a request, positions of the prompt, see `RequestSpec`, and `prompt_top_n`
+of `LogProbSettings`."""
+PROMPT_SCORES = "prompt_scores"
+"""The attribute with the answer to `PROMPT_TOP_N`: a `ScoredToken` for each prompt token from the second on."""
 _MOST_BREAKPOINTS = 16
 _SAMPLING_KINDS = {"temperature": (int, float), "top_p": (int, float), "top_k": (int,), "top_n_logprobs": (int,)}
 
@@ -45,6 +49,7 @@ def spec_of(request: Any, *, seed: int = 0, tenant: str = "", num_replayed: int 
             wanted=sampling.return_log_probs,
             skip_prompt=sampling.skip_prompt_log_probs,
             top_n=sampling.top_n_logprobs,
+            prompt_top_n=getattr(sampling, PROMPT_TOP_N, None),
         ),
         num_replayed=num_replayed,
         breakpoints=tuple(getattr(sampling, BREAKPOINTS, ())),
@@ -74,11 +79,12 @@ def valid_spec_of(
     return spec
 
 
-def contradiction_in(sampling: Any, only_last_logits: bool) -> str | None:
+def contradiction_in(sampling: Any, only_last_logits: bool, *, ranks_prompts: bool = False) -> str | None:
     """Return which sampling parameters are of a wrong type or contradict each other, or the engine; None if none do.
 
     Args:
         only_last_logits: True when the engine computes logits of each row's last token only and scores no prompts.
+        ranks_prompts: True when the engine scores prompts apart from steps, with ranks.
     """
     for name in ("num_tokens_to_generate", "num_tokens_total"):
         if type(getattr(sampling, name)) not in (int, NoneType):
@@ -113,7 +119,7 @@ def contradiction_in(sampling: Any, only_last_logits: bool) -> str | None:
             "log-probs of the prompt are off: build the engine with scores_prompts=True or "
             "materialize_only_last_token_logits=False, or set skip_prompt_log_probs=True"
         )
-    return None
+    return _fault_of_prompt_top_n(sampling, ranks_prompts)
 
 
 def fault_of(spec: RequestSpec, config: CacheConfig, vocab_size: int, num_blocks: int) -> str | None:
@@ -182,9 +188,23 @@ def _are_natural(found: Any) -> bool:
 
 
 def _fault_of_log_probs(settings: LogProbSettings, vocab_size: int) -> str | None:
-    if 0 <= settings.top_n <= vocab_size:
+    for name, count in (("top_n_logprobs", settings.top_n), (PROMPT_TOP_N, settings.prompt_top_n or 0)):
+        if not 0 <= count <= vocab_size:
+            return f"{name} is {count}; it must be from 0 to the vocabulary's {vocab_size}"
+    return None
+
+
+def _fault_of_prompt_top_n(sampling: Any, ranks_prompts: bool) -> str | None:
+    count = getattr(sampling, PROMPT_TOP_N, None)
+    if count is None:
         return None
-    return f"top_n_logprobs is {settings.top_n}; it must be from 0 to the vocabulary's {vocab_size}"
+    if type(count) is not int:
+        return f"{PROMPT_TOP_N} is {count!r:.200}; it must be an int or None"
+    if not sampling.return_log_probs or sampling.skip_prompt_log_probs:
+        return f"{PROMPT_TOP_N}={count} needs return_log_probs=True and skip_prompt_log_probs=False"
+    if not ranks_prompts:
+        return f"{PROMPT_TOP_N}={count} needs an engine built with scores_prompts=True and the last logits only"
+    return None
 
 
 def other_ends(sampling: Any, tokenizer: Any) -> list[list[int]]:

@@ -48,24 +48,44 @@ class SamplingSettings:
 
 @dataclass(frozen=True, slots=True)
 class LogProbSettings:
-    """Which log-probabilities a request wants: of generated tokens, of the prompt too, and how many alternatives."""
+    """Which log-probabilities a request wants: of generated tokens, of the prompt too, and how many alternatives.
+
+    Args:
+        top_n: The best tokens in the place of each, by text.
+        prompt_top_n: Those in the place of each prompt token, by id and with ranks; None for no ranks.
+    """
 
     wanted: bool = False
     skip_prompt: bool = False
     top_n: int = 0
+    prompt_top_n: int | None = None
 
     @property
     def of_prompt(self) -> bool:
         """True when log-probabilities of the prompt are wanted."""
         return self.wanted and not self.skip_prompt
 
+    @property
+    def most_of_prompt(self) -> int:
+        """The best tokens that are needed in the place of each prompt token."""
+        return max(self.top_n, self.prompt_top_n or 0)
+
 
 class ScoredToken(NamedTuple):
-    """A prompt token's log-prob, and those of the best tokens in its place, best first."""
+    """A prompt token's log-prob and rank, and the best tokens in its place, best first.
+
+    Args:
+        rank: 1 plus the number of tokens that are more probable in its place.
+    """
 
     log_prob: float
+    rank: int
     best_log_probs: tuple[float, ...] = ()
     best_ids: tuple[int, ...] = ()
+
+    def cut(self, top_n: int) -> "ScoredToken":
+        """Return it with only so many of the best tokens."""
+        return ScoredToken(self.log_prob, self.rank, self.best_log_probs[:top_n], self.best_ids[:top_n])
 
 
 @dataclass(frozen=True, slots=True, eq=False)

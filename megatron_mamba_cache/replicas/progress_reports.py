@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import msgpack
 
+from ..mcore.request_spec import PROMPT_SCORES
 from ..mcore.request_states import DraftCounts, tokens_after
 from .front_end import CANCELS, FLUSHES, PROGRESS, STATE, STREAMS
 
@@ -96,6 +97,7 @@ def progress_since(start: int, parts: Sequence[Any], cached_tokens: int) -> dict
     The prompt's log-probs come with the first token.
     """
     first = parts[0] if start == 0 else None
+    sampling = getattr(first, "sampling_params", None)
     return {
         "start": start,
         "tokens": tokens_after(start, parts),
@@ -103,6 +105,7 @@ def progress_since(start: int, parts: Sequence[Any], cached_tokens: int) -> dict
         "alternatives": tokens_after(start, parts, "generated_top_n_logprobs"),
         "prompt_log_probs": getattr(first, "prompt_log_probs", None) or [],
         "prompt_alternatives": getattr(first, "prompt_top_n_logprobs", None) or [],
+        "prompt_scores": getattr(sampling, PROMPT_SCORES, []),
         "cached_tokens": cached_tokens,
     }
 

@@ -21,6 +21,7 @@ from megatron.core.inference.inference_request import DynamicInferenceRequestRec
 
 from ..grammars.compiler import Grammars
 from ..metrics import CacheSnapshot
+from ..policy.requests import ScoredToken
 from ..replicas.access import Access, LoopbackAccess
 from ..replicas.front_end import CANCEL, FLUSH, PROGRESS, STATES, STREAMS, WATCH
 from ..replicas.heartbeats import set_heartbeats
@@ -193,6 +194,7 @@ class CoordinatorBackend:
             alternatives=tuple(news["alternatives"][known:]),
             prompt_log_probs=tuple(news["prompt_log_probs"]) if tells_prompt else (),
             prompt_alternatives=tuple(news["prompt_alternatives"]) if tells_prompt else (),
+            prompt_scores=tuple(ScoredToken(*score) for score in news["prompt_scores"]) if tells_prompt else (),
             cached_tokens=news["cached_tokens"],
             draft_tokens=news["draft_tokens"],
             accepted_tokens=news["accepted_tokens"],

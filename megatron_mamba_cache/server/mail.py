@@ -35,6 +35,7 @@ def _joined(parts: list[Progress]) -> Progress:
         alternatives=tuple(best for part in parts for best in part.alternatives),
         prompt_log_probs=parts[0].prompt_log_probs,
         prompt_alternatives=parts[0].prompt_alternatives,
+        prompt_scores=parts[0].prompt_scores,
         cached_tokens=last.cached_tokens,
         draft_tokens=last.draft_tokens,
         accepted_tokens=last.accepted_tokens,

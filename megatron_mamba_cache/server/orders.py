@@ -14,6 +14,7 @@ from .errors import ApiError, bad_request
 from .job import Order
 from .limits import ServerLimits
 from .parsers.families import ReplySyntax
+from .prompt_scores import PromptScoring
 from .prompts import Prompt, PromptReader
 from .reply import ReplyReading
 from .reply_forms import FormMaker
@@ -130,11 +131,24 @@ class OrderMaker:
             seed=seed,
             tenant=tenant.name,
             num_log_probs=num_log_probs,
+            prompt_top_n=body.prompt_logprobs,
             ignores_end=bool(body.ignore_eos),
             stop_token_ids=tuple(body.stop_token_ids or ()),
             logits=body.logits,
         )
-        return Order(tenant, readings, num_choices, plain, max_tokens is None, body.stops, is_empty=max_tokens == 0)
+        scoring = None
+        if body.prompt_logprobs is not None:
+            scoring = PromptScoring(body.prompt_logprobs, self._tokenizer.detokenizer(None))
+        return Order(
+            tenant,
+            readings,
+            num_choices,
+            plain,
+            max_tokens is None,
+            body.stops,
+            is_empty=max_tokens == 0,
+            scoring=scoring,
+        )
 
     def _reading(self, body: ChatRequest, conversation: Conversation) -> ReplyReading | None:
         """Return how the replies to messages are read; None if all of their text is content."""
