@@ -122,7 +122,6 @@ class MambaCacheContext(DynamicInferenceContext):
         self.weights_version = config.weights_version
         self.planner = planner or NoDrafts()
         self.scores_prompts = scores_prompts or not materialize_only_last_token_logits
-        self.ranks_prompts = scores_prompts and materialize_only_last_token_logits
         self._runner: StepRunner | None = None
         self._slot_allocator: StateSlotAllocator | None = None
         with step_memory(config):

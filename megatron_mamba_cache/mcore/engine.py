@@ -101,7 +101,8 @@ class MambaCacheEngine(SuspendableEngine):
         request_id, sampling = request.request_id, request.sampling_params
         if request_id not in self._states:
             self._states.begin(request_id)
-        fault = contradiction_in(sampling, not self.context.scores_prompts, ranks_prompts=self.context.ranks_prompts)
+        scores, only_last = self.context.scores_prompts, self.context.materialize_only_last_token_logits
+        fault = contradiction_in(sampling, not scores, ranks_prompts=scores and only_last)
         if fault is not None:
             return self._refuse(request, fault)
         ends = other_ends(sampling, self.controller.tokenizer)
@@ -149,6 +150,14 @@ class MambaCacheEngine(SuspendableEngine):
         """
         return self._states.cached_tokens(request_id)
 
+    def written_tokens(self, request_id: int) -> int:
+        """Return how many tokens of its prompt the request has made resumable that were not; kept as `cached_tokens`.
+
+        Those are the tokens between each state that it published in its prompt and the nearest one before. A request
+        that is prefilled again may count some twice.
+        """
+        return self._states.written_tokens(request_id)
+
     def draft_counts(self, request_id: int) -> DraftCounts:
         """Return how many drafts of the request were verified and kept so far; kept as long as `cached_tokens`."""
         return self._states.draft_counts(request_id)
@@ -176,8 +185,7 @@ class MambaCacheEngine(SuspendableEngine):
         self.context.chunked_prefill_request_id = scheduled.unfinished_prefill_id
         runner.note_scheduled(is_settled=not scheduled.admitted and self._is_at_rest())
         for row in scheduled.admitted:
-            state = self._states[row.request_id]
-            state.admit(row.computed, row.age)
+            self._states[row.request_id].admit(row)
             self.waiting_request_ids.remove(row.request_id)
             self.get_request(row.request_id).add_event_add()
         if scheduled.admitted:

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from ..config import CacheConfig, is_encodable
 from ..policy.logits_settings import logits_settings_of
-from ..policy.requests import LogProbSettings, RequestSpec, SamplingSettings
+from ..policy.requests import LogProbSettings, PromptBreakpoint, RequestSpec, SamplingSettings
 
 LOGITS, GRAMMAR = "logits_settings", "grammar"
 STOP_TOKEN_IDS, BREAKPOINTS = "stop_token_ids", "breakpoints"
-PROMPT_TOP_N = "prompt_top_n"
+PROMPT_TOP_N, ARRIVED = "prompt_top_n", "arrived_s"
 """Attributes of sampling parameters for which Megatron has no field: what `logits_settings_of` reads, a grammar as
-`grammars.forms` writes it, token ids that end a request, positions of the prompt, see `RequestSpec`, and `prompt_top_n`
-of `LogProbSettings`."""
+`grammars.forms` writes it, token ids that end a request, a list of [position, keep_s] as in `PromptBreakpoint`,
+`prompt_top_n` of `LogProbSettings` and `arrived_s` of `RequestSpec`, which all ranks are given alike."""
 PROMPT_SCORES = "prompt_scores"
 """The attribute with the answer to `PROMPT_TOP_N`: a `ScoredToken` for each prompt token from the second on."""
 _MOST_BREAKPOINTS = 16
@@ -52,7 +52,8 @@ def spec_of(request: Any, *, seed: int = 0, tenant: str = "", num_replayed: int 
             prompt_top_n=getattr(sampling, PROMPT_TOP_N, None),
         ),
         num_replayed=num_replayed,
-        breakpoints=tuple(getattr(sampling, BREAKPOINTS, ())),
+        breakpoints=tuple(PromptBreakpoint(*place) for place in getattr(sampling, BREAKPOINTS, ())),
+        arrived_s=getattr(sampling, ARRIVED, 0),
     )
 
 
@@ -103,9 +104,13 @@ def contradiction_in(sampling: Any, only_last_logits: bool, *, ranks_prompts: bo
         return str(error)
     if not isinstance(getattr(sampling, GRAMMAR, ""), str):
         return f"{GRAMMAR} is {getattr(sampling, GRAMMAR)!r:.200}; it must be text"
-    breakpoints = getattr(sampling, BREAKPOINTS, ())
-    if not _are_natural(breakpoints) or len(breakpoints) > _MOST_BREAKPOINTS:
-        return f"{BREAKPOINTS} is {breakpoints!r:.200}; it must be a list of at most {_MOST_BREAKPOINTS} positions"
+    if not _are_breakpoints(getattr(sampling, BREAKPOINTS, ())):
+        return (
+            f"{BREAKPOINTS} is {getattr(sampling, BREAKPOINTS)!r:.200}; it must be a list of at most "
+            f"{_MOST_BREAKPOINTS} pairs of a position and seconds"
+        )
+    if not _are_natural([getattr(sampling, ARRIVED, 0)]):
+        return f"{ARRIVED} is {getattr(sampling, ARRIVED)!r:.200}; it must be whole seconds"
     if not _are_natural(getattr(sampling, STOP_TOKEN_IDS, ())):
         return f"{STOP_TOKEN_IDS} is {getattr(sampling, STOP_TOKEN_IDS)!r:.200}; it must be a list of token ids"
     for name, kinds in _SAMPLING_KINDS.items():
@@ -185,6 +190,12 @@ def _fault_of_sampling(sampling: SamplingSettings) -> str | None:
 
 def _are_natural(found: Any) -> bool:
     return isinstance(found, list | tuple) and all(type(token) is int and 0 <= token < 2**31 for token in found)
+
+
+def _are_breakpoints(found: Any) -> bool:
+    if not isinstance(found, list | tuple) or len(found) > _MOST_BREAKPOINTS:
+        return False
+    return all(_are_natural(place) and len(place) == 2 for place in found)
 
 
 def _fault_of_log_probs(settings: LogProbSettings, vocab_size: int) -> str | None:

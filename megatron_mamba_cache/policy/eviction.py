@@ -39,18 +39,20 @@ class Weight(NamedTuple):
     Args:
         kind: Entries of a kind are equally likely to be hit.
         gain: What a hit saves; any scale, 0 or more.
+        is_held: Whether it counts as just used and certain to be hit, whatever its age and kind.
     """
 
     kind: int = 0
     gain: float = 1.0
+    is_held: bool = False
 
 
-_Item = tuple[int, int, int, int, float]
-"""Last use, minus the entry's tokens (of states used at the same time, the deepest goes first), id, kind, gain."""
+_Item = tuple[int, int, int, int, float, bool]
+"""Last use, minus the entry's tokens (of states used at the same time, the deepest goes first), id, and its weight."""
 
 
 class _Class:
-    """Items of one kind and of about the same gain, in their order: the least recently used first.
+    """Items of one kind and of about the same gain, all held or none, in their order: the least recently used first.
 
     Nearly all come in order, as time passes; the few whose weight changes long after their last use are kept apart.
     """
@@ -89,8 +91,9 @@ class _Class:
 class EvictionOrder:
     """Ids in the order of their worth, lowest first: likelihood of the kind x gain / (age + `FULL_WORTH_AGE`).
 
-    All worths fall with time, but of one kind and gain the least recently used always comes first. So there is a queue
-    for each kind and each class of gains, which are equal but for a factor of 2 ** .5, and only the heads are compared.
+    Those that are held count as just used and certain to be hit. All other worths fall with time, but of one kind and
+    gain the least recently used always comes first. So there is a queue for each kind and each class of gains, which
+    are equal but for a factor of 2 ** .5, and another one for those that are held, and only the heads are compared.
 
     Replaced and discarded items stay in the queues until they surface or outnumber the live ones, so every operation is
     amortised O(log n + queues), and O(queues) for items that come in the order of their last use.
@@ -98,7 +101,7 @@ class EvictionOrder:
 
     def __init__(self) -> None:
         self._live: dict[int, _Item] = {}
-        self._classes: dict[tuple[int, int], _Class] = {}
+        self._classes: dict[tuple[int, int, bool], _Class] = {}
         self._num_stale = 0
 
     def __len__(self) -> int:
@@ -150,7 +153,7 @@ class EvictionOrder:
         """Return the id to evict first.
 
         Args:
-            likelihood: Of a hit, by kind; any scale.
+            likelihood: Of a hit, by kind; at most 1.
             kinds: Only ids of these kinds; None: of any.
 
         Raises:
@@ -170,7 +173,10 @@ class EvictionOrder:
             if item is None:
                 emptied.append(key)
                 continue
-            worth = likelihood(kind) * item[4] / (now - item[0] + FULL_WORTH_AGE)
+            if key[2]:
+                worth = item[4] / FULL_WORTH_AGE
+            else:
+                worth = likelihood(kind) * item[4] / (now - item[0] + FULL_WORTH_AGE)
             if first is None or worth < least or (worth == least and item < first):
                 first, least = item, worth
         for key in emptied:
@@ -196,6 +202,6 @@ class EvictionOrder:
         self._num_stale = 0
 
 
-def _class_of(kind: int, gain: float) -> tuple[int, int]:
+def _class_of(kind: int, gain: float, is_held: bool) -> tuple[int, int, bool]:
     fraction, exponent = frexp(gain)
-    return kind, 2 * exponent + (fraction >= _HALF_AN_OCTAVE)
+    return kind, 2 * exponent + (fraction >= _HALF_AN_OCTAVE), is_held

@@ -88,6 +88,17 @@ class ScoredToken(NamedTuple):
         return ScoredToken(self.log_prob, self.rank, self.best_log_probs[:top_n], self.best_ids[:top_n])
 
 
+class PromptBreakpoint(NamedTuple):
+    """A position in a prompt at which other prompts are expected to part from it.
+
+    Args:
+        keep_s: Seconds from the request's arrival for which the state before it is worth more.
+    """
+
+    position: int
+    keep_s: int = 0
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestSpec:
     """What a request asks for.
@@ -97,7 +108,8 @@ class RequestSpec:
         max_len: Prompt and generated tokens together.
         tenant: Salt that keeps this request's prefixes apart from other tenants'.
         num_replayed: Tokens at the prompt's end that this request generated before it was interrupted.
-        breakpoints: Positions in the prompt; the last boundary up to each gets a state.
+        breakpoints: The last boundary up to each gets a state.
+        arrived_s: When the request came, in seconds of the clock that stamps all requests; 0 if none does.
     """
 
     request_id: int
@@ -107,7 +119,8 @@ class RequestSpec:
     tenant: str = ""
     log_probs: LogProbSettings = LogProbSettings()
     num_replayed: int = 0
-    breakpoints: tuple[int, ...] = ()
+    breakpoints: tuple[PromptBreakpoint, ...] = ()
+    arrived_s: int = 0
     prompt_len: int = field(init=False)  # read many times a step
 
     def __post_init__(self) -> None:
@@ -195,6 +208,7 @@ class RunningRequest:
     accepted: int = 1  # tokens that the last step kept
     branches: tuple[int, ...] = ()  # boundaries of the prompt at which requests that waited part from it
     checkpoint: BlockId | None = None  # whose state is this request's newest decode checkpoint
+    num_written: int = 0  # prompt tokens up to the states that it published which no state resumed before
     scored: list[ScoredToken] = field(default_factory=list)  # prompt tokens, from the second on, if wanted
 
     @property

@@ -22,6 +22,9 @@ class ReportingEngine(Protocol):
     def cached_tokens(self, request_id: int) -> int:
         """See `MambaCacheEngine`."""
 
+    def written_tokens(self, request_id: int) -> int:
+        """See `MambaCacheEngine`."""
+
     def draft_counts(self, request_id: int) -> DraftCounts:
         """See `MambaCacheEngine`."""
 
@@ -88,6 +91,7 @@ class ProgressReports:
         progress = progress_since(start, parts, self._engine.cached_tokens(request_id))
         drafts = self._engine.draft_counts(request_id)
         counts = {"draft_tokens": drafts.drafted, "accepted_tokens": drafts.accepted}
+        counts["written_tokens"] = self._engine.written_tokens(request_id)
         return progress | counts | {"running_s": self._engine.running_seconds(request_id)}
 
 

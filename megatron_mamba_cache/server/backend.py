@@ -7,7 +7,7 @@ from typing import Literal, NewType, Protocol
 from ..grammars.compiler import Grammars
 from ..metrics import CacheSnapshot
 from ..policy.logits_settings import PLAIN_LOGITS, LogitsSettings
-from ..policy.requests import ScoredToken
+from ..policy.requests import PromptBreakpoint, ScoredToken
 
 Ticket = NewType("Ticket", int)
 
@@ -32,7 +32,7 @@ class GenerationRequest:
         stop_token_ids: Further tokens that end it.
         logits: How the model's logits are changed before a token is drawn.
         grammar: What the reply has to follow, as `grammars.forms` writes it; "" for nothing.
-        breakpoints: Positions of the prompt at which other prompts are expected to part from it.
+        breakpoints: Where other prompts are expected to part from this one.
     """
 
     prompt: tuple[int, ...]
@@ -49,7 +49,7 @@ class GenerationRequest:
     stop_token_ids: tuple[int, ...] = ()
     logits: LogitsSettings = PLAIN_LOGITS
     grammar: str = ""
-    breakpoints: tuple[int, ...] = ()
+    breakpoints: tuple[PromptBreakpoint, ...] = ()
 
     @property
     def wants_log_probs(self) -> bool:
@@ -73,6 +73,7 @@ class Progress:
         prompt_log_probs, prompt_alternatives: Those of the prompt from its second token on, with the first new token.
         prompt_scores: The same with ranks and ids, if requested.
         cached_tokens: Prompt tokens that were skipped at the request's first admission.
+        written_tokens: Prompt tokens that the request has newly written to the cache.
         draft_tokens, accepted_tokens: Drafts verified so far, and those accepted.
         running_s: Seconds since the start of the first step that ran the request.
         end: Why the reply ends here; None while it continues.
@@ -86,6 +87,7 @@ class Progress:
     prompt_alternatives: tuple[Mapping[str, float], ...] = ()
     prompt_scores: tuple[ScoredToken, ...] = ()
     cached_tokens: int = 0
+    written_tokens: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
     running_s: float = 0.0

@@ -178,7 +178,9 @@ class CoordinatorBackend:
             return
         told = record[0].sampling_params
         news = progress_since(0, record.requests, getattr(told, "cached_tokens", 0))
-        drafts = {name: getattr(told, name, 0) for name in ("draft_tokens", "accepted_tokens", "running_s")}
+        drafts = {
+            name: getattr(told, name, 0) for name in ("written_tokens", "draft_tokens", "accepted_tokens", "running_s")
+        }
         listener.deliver(ended(self._progress(listener, news | drafts), listener.end_ids, record[-1]))
 
     def _progress(self, listener: Listener, news: dict[str, Any]) -> Progress:
@@ -196,6 +198,7 @@ class CoordinatorBackend:
             prompt_alternatives=tuple(news["prompt_alternatives"]) if tells_prompt else (),
             prompt_scores=tuple(ScoredToken(*score) for score in news["prompt_scores"]) if tells_prompt else (),
             cached_tokens=news["cached_tokens"],
+            written_tokens=news["written_tokens"],
             draft_tokens=news["draft_tokens"],
             accepted_tokens=news["accepted_tokens"],
             running_s=news.get("running_s", 0.0),

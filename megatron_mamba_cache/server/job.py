@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
-from typing import Any
 
 from ..policy.requests import ScoredToken
 from .backend import Backend, GenerationRequest, Progress, Ticket
@@ -22,6 +21,7 @@ from .reply import EmptyReply, Piece, Reply, ReplyReading, TokenTexts
 from .reply_forms import ReplyForm
 from .tenants import Tenant
 from .token_times import JobTimes, NoTokenTimes, TokenTimes
+from .usage import Usage, prompt_usage
 
 _UINT63 = 2**63
 
@@ -45,39 +45,6 @@ class Choice:
     ticket: Ticket | None = None
     echo: Echo | None = None
     prompt_scores: tuple[ScoredToken, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """Token counts of an HTTP request.
-
-    Args:
-        cached_tokens: Prompt tokens that were skipped, by each prompt's first choice.
-        draft_tokens, accepted_tokens: Drafts verified for all choices, and those accepted.
-        reasoning_tokens: Completion tokens that were parsed as reasoning.
-    """
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-    draft_tokens: int
-    accepted_tokens: int
-    reasoning_tokens: int = 0
-
-    def body(self) -> dict[str, Any]:
-        """Return OpenAI's usage object, with `draft_tokens` as an extension."""
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-            "completion_tokens_details": {
-                "reasoning_tokens": self.reasoning_tokens,
-                "accepted_prediction_tokens": self.accepted_tokens,
-                "rejected_prediction_tokens": self.draft_tokens - self.accepted_tokens,
-                "draft_tokens": self.draft_tokens,
-            },
-        }
 
 
 async def _ignore(_job: "Job", _choice: Choice) -> None: ...
@@ -231,14 +198,17 @@ class Job:
     def usage(self) -> Usage:
         """Return the counts so far."""
         firsts = {choice.prompt_index: choice for choice in reversed(self.choices)}
+        prompts = [prompt_usage(choice.request, choice.reply.latest) for choice in firsts.values()]
         latest = [choice.reply.latest for choice in self.choices]
         return Usage(
             prompt_tokens=sum(len(prompt.token_ids) for prompt in self.prompts),
             completion_tokens=sum(len(choice.reply.token_ids) for choice in self.choices),
-            cached_tokens=sum(choice.reply.latest.cached_tokens for choice in firsts.values()),
+            cached_tokens=sum(prompt.cached_tokens for prompt in prompts),
             draft_tokens=sum(progress.draft_tokens for progress in latest),
             accepted_tokens=sum(progress.accepted_tokens for progress in latest),
             reasoning_tokens=sum(choice.reply.num_reasoning_tokens for choice in self.choices),
+            written_tokens=sum(prompt.written_tokens for prompt in prompts),
+            hour_tokens=sum(prompt.hour_tokens for prompt in prompts),
         )
 
     @property

@@ -37,6 +37,7 @@ def _joined(parts: list[Progress]) -> Progress:
         prompt_alternatives=parts[0].prompt_alternatives,
         prompt_scores=parts[0].prompt_scores,
         cached_tokens=last.cached_tokens,
+        written_tokens=last.written_tokens,
         draft_tokens=last.draft_tokens,
         accepted_tokens=last.accepted_tokens,
         running_s=last.running_s,

@@ -53,7 +53,7 @@ def sampling_params(request: GenerationRequest) -> SamplingParams:
     if request.prompt_top_n is not None:
         params.add_attributes({PROMPT_TOP_N: request.prompt_top_n})
     if request.breakpoints:
-        params.add_attributes({BREAKPOINTS: list(request.breakpoints)})
+        params.add_attributes({BREAKPOINTS: list(map(list, request.breakpoints))})
     return params
 
 

@@ -11,6 +11,7 @@ from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron_mamba_cache import CacheConfig
 from megatron_mamba_cache.mcore.generated_tokens import is_reported
+from megatron_mamba_cache.mcore.request_spec import ARRIVED, BREAKPOINTS
 from megatron_mamba_cache.speculation.drafter import Drafter
 from tests.mcore.engine_runs import (
     MAX_STEPS,
@@ -55,6 +56,7 @@ class Arrival:
     follows: int | None = None
     stop_words: tuple[tuple[int, ...], ...] = ()
     wish: dict[str, Any] = field(default_factory=dict)
+    attributes: dict[str, Any] = field(default_factory=dict)  # for which Megatron has no field
 
     @property
     def sampling(self) -> SamplingParams:
@@ -65,7 +67,9 @@ class Arrival:
         single = [word[0] for word in self.stop_words if len(word) == 1]
         longer = [" ".join(map(str, word)) for word in self.stop_words if len(word) > 1]
         end = single[0] if single else -1
-        return greedy(self.num_tokens, termination_id=end, stop_words=longer or None, **self.wish)
+        params = greedy(self.num_tokens, termination_id=end, stop_words=longer or None, **self.wish)
+        params.add_attributes(self.attributes)
+        return params
 
     def assert_ends_right(self, tokens: list[int]) -> None:
         """Assert that a reply ends where it must and nowhere before."""
@@ -275,6 +279,7 @@ def make_workload(
         arrivals = tuple(replace(arrival, stop_words=_stop_words(rng, subject)) for arrival in arrivals)
     if has_log_probs:
         arrivals = tuple(replace(arrival, wish=rng.choice(_WISHES)) for arrival in arrivals)
+    arrivals = _with_breakpoints(random.Random(f"{flavour.name} {seed} breakpoints"), arrivals)
     disturbed_share = 0.3 if has_log_probs else 0.15 if flavour.is_disturbed else 0.0
     spare_slabs = settings.pop("spare_slabs", None)
     config = cache_config(subject.sizes, **settings)
@@ -417,6 +422,16 @@ def _arrivals(
         prompts.append(prompt)
         arrivals.append(Arrival(step, prompt, num_tokens))
     return tuple(arrivals)
+
+
+def _with_breakpoints(rng: random.Random, arrivals: Sequence[Arrival]) -> tuple[Arrival, ...]:
+    """Return arrivals, some of which have breakpoints that are kept for some seconds; each is stamped with a time."""
+    found = []
+    for arrival in arrivals:
+        places = [[rng.randrange(1, 1 + len(arrival.prompt)), rng.choice([0, 5, 60])] for _ in range(rng.randrange(3))]
+        stamped = {ARRIVED: 1000 + arrival.step + rng.randrange(3), BREAKPOINTS: places if rng.random() < 0.5 else []}
+        found.append(replace(arrival, attributes={**arrival.attributes, **stamped}))
+    return tuple(found)
 
 
 def _stop_words(rng: random.Random, subject: Hybrid) -> tuple[tuple[int, ...], ...]:
