@@ -97,6 +97,9 @@ class OrderMaker:
         if answer is not None and answer_field is not None:
             answer = answer_field, answer[1]
         form = self._form_maker.chat(answer, conversation.tools, body.tool_choice, body.parallel_tool_calls)
+        for name in ("ignore_eos", "min_tokens"):
+            if form is not None and getattr(body, name):
+                raise bad_request(f"{form.field} says where a reply ends; leave out {name}", name)
         return replace(order, reading=self._reading(body, conversation), form=form)
 
     def _order(

@@ -10,9 +10,12 @@ import pytest
 from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron_mamba_cache import CacheConfig
+from megatron_mamba_cache.grammars.forms import json_grammar
 from megatron_mamba_cache.mcore.generated_tokens import is_reported
-from megatron_mamba_cache.mcore.request_spec import ARRIVED, BREAKPOINTS
+from megatron_mamba_cache.mcore.request_spec import ARRIVED, BREAKPOINTS, GRAMMAR
 from megatron_mamba_cache.speculation.drafter import Drafter
+from tests.grammars.piece_tokenizer import END, PieceTokenizer
+from tests.grammars.random_schemas import random_schema
 from tests.mcore.engine_runs import (
     MAX_STEPS,
     EngineRun,
@@ -91,6 +94,11 @@ class Workload:
     disturbed_share: float = 0.0  # of the steps: a flush, a suspend or a fault comes before or in them
     has_log_probs: bool = False  # then reports may fail too
     disturbances: tuple[str, ...] = ("flush", "suspend", "fault", "fault")
+
+    @property
+    def has_grammars(self) -> bool:
+        """True when some requests have a grammar, over the vocabulary of `PieceTokenizer`."""
+        return any(GRAMMAR in arrival.attributes for arrival in self.arrivals)
 
     def fault_places(self, rng: random.Random) -> FaultPlaces:
         """Return where a step may fail."""
@@ -254,16 +262,19 @@ def make_workload(
     num_drafts: int = 0,
     *,
     has_log_probs: bool = False,
+    has_grammars: bool = False,
     models: Sequence[dict[str, Any]] | None = None,
 ) -> Workload:
     """Return the workload of a flavour and a seed; with drafts, and sometimes without, requests have stop words.
 
     Args:
         has_log_probs: Whether most requests want log-probs, and steps are disturbed whatever the flavour.
+        has_grammars: Whether about half of the requests have to follow a grammar, and no others have stop words.
         models: Sizes of models, one of which is drawn; None: MODELS.
     """
     rng = random.Random(f"{flavour.name} {seed}")
-    subject = tiny_hybrid(**rng.choice(MODELS if models is None else models))
+    sizes = rng.choice(MODELS if models is None else models)
+    subject = tiny_hybrid(**sizes | ({"vocab_size": PieceTokenizer().vocab_size} if has_grammars else {}))
     block = subject.sizes.ssm_chunk_size * rng.choice([1, 2, 4])
     max_prompt = rng.choice([3, 4, 6]) * block if block <= 32 else 3 * block
     max_tokens = rng.randrange(8, 30)
@@ -279,6 +290,8 @@ def make_workload(
         arrivals = tuple(replace(arrival, stop_words=_stop_words(rng, subject)) for arrival in arrivals)
     if has_log_probs:
         arrivals = tuple(replace(arrival, wish=rng.choice(_WISHES)) for arrival in arrivals)
+    if has_grammars:
+        arrivals = _with_grammars(random.Random(f"{flavour.name} {seed} grammars"), arrivals)
     arrivals = _with_breakpoints(random.Random(f"{flavour.name} {seed} breakpoints"), arrivals)
     disturbed_share = 0.3 if has_log_probs else 0.15 if flavour.is_disturbed else 0.0
     spare_slabs = settings.pop("spare_slabs", None)
@@ -313,7 +326,10 @@ class WorkloadOutcome:
 def run_workload(work: Workload, drafter: Drafter | None = None) -> WorkloadOutcome:
     """Run a workload to its end, and assert everything about it."""
     only_last = not work.has_log_probs
-    run = EngineRun.start(work.subject, work.config, drafter=drafter, materialize_only_last_token_logits=only_last)
+    settings: dict[str, Any] = {"tokenizer": PieceTokenizer()} if work.has_grammars else {}
+    run = EngineRun.start(
+        work.subject, work.config, drafter=drafter, materialize_only_last_token_logits=only_last, **settings
+    )
     seen = Counter(requests=len(work.arrivals))
     pending = dict(enumerate(work.arrivals))
     rng = random.Random(len(work.arrivals))
@@ -337,6 +353,11 @@ def run_workload(work: Workload, drafter: Drafter | None = None) -> WorkloadOutc
     seen.update({name: count for name, count in run.context.snapshot().as_dict().items() if isinstance(count, int)})
     tally = run.assert_matches_oracle()
     texts = {request_id: run.prompts[request_id] + run.tokens(request_id) for request_id in run.finished}
+    assert run.context.runner._changes.masks._rows == {}
+    seen["ended by a grammar"] = sum(
+        GRAMMAR in work.arrivals[request_id].attributes and run.tokens(request_id)[-1] == END
+        for request_id in run.finished
+    )
     seen["tokens"] = sum(len(run.tokens(request_id)) for request_id in run.finished)
     return WorkloadOutcome(seen, tally, texts, run)
 
@@ -422,6 +443,16 @@ def _arrivals(
         prompts.append(prompt)
         arrivals.append(Arrival(step, prompt, num_tokens))
     return tuple(arrivals)
+
+
+def _with_grammars(rng: random.Random, arrivals: Sequence[Arrival]) -> tuple[Arrival, ...]:
+    """Return arrivals of which the first and about half of the others follow a random JSON schema, and end with it."""
+    found: list[Arrival] = []
+    for arrival in arrivals:
+        grammar = json_grammar(random_schema(rng)).text if not found or rng.random() < 0.5 else ""
+        ends, attributes = (((END,),), {GRAMMAR: grammar}) if grammar else ((), {})
+        found.append(replace(arrival, stop_words=ends, attributes=attributes))
+    return tuple(found)
 
 
 def _with_breakpoints(rng: random.Random, arrivals: Sequence[Arrival]) -> tuple[Arrival, ...]:

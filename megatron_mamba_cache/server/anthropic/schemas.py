@@ -86,11 +86,13 @@ class MessagesTool(BaseModel):
     name: FunctionName
     description: Text | None = None
     input_schema: JsonObject
+    strict: Flag | None = None
     cache_control: CacheControl | None = None
 
     def as_function(self) -> dict[str, Any]:
         """Return the tool as chat completions have it."""
-        described = {} if self.description is None else {"description": self.description}
+        told = {"description": self.description, "strict": self.strict}
+        described = {key: value for key, value in told.items() if value is not None}
         function = {"name": self.name, **described, "parameters": self.input_schema}
         return {"type": "function", "function": function, "cache_control": self.cache_control}
 
