@@ -16,6 +16,7 @@ from ..policy.failed_steps import FailedSteps, refusal_reason
 from ..policy.hit_rate_hint import HitRateHint
 from ..policy.requests import Candidate, RequestSpec
 from ..policy.scheduler import StepScheduler
+from ..ranks.agreement import known_to_any
 from ..step.padding_steps import complete_failed_step
 from .context import MambaCacheContext
 from .controller import MambaCacheController
@@ -25,6 +26,7 @@ from .request_spec import (
     check_identity,
     contradiction_in,
     fault_of,
+    fault_of_end,
     other_ends,
     plain_prompt,
     scoring_allowed,
@@ -116,6 +118,7 @@ class MambaCacheEngine(SuspendableEngine):
         fault = fault_of(spec, self.context.cache_config, self.context.shape.vocab_size, num_blocks)
         if fault is None and spec.sampling.grammar:
             fault = self.context.grammars.fault_of(spec.sampling.grammar)
+            fault = fault or fault_of_end(spec, self.controller.tokenizer)
         if fault is not None or request.status is Status.FAILED:
             return self._refuse(request, fault or "Megatron refuses it")
         self._hint.note_prompt(spec.prompt_len)
@@ -269,7 +272,12 @@ class MambaCacheEngine(SuspendableEngine):
 
     def _refuse_failed_grammars(self) -> None:
         """Fail the requests whose grammar cannot go on; their last token is of no grammar."""
-        for request_id, reason in self.context.grammars.take_failures().items():
+        failures, ranks, rows = self.context.grammars.take_failures(), self.context.ranks, self.context.rows
+        if ranks.num_stages > 1:  # only the last stage makes masks
+            with_grammar = {row.request_id for row in rows if row.spec.sampling.grammar}
+            found = {request_id: reason for request_id, reason in failures.items() if request_id in with_grammar}
+            failures = known_to_any(found, ranks) if with_grammar else {}
+        for request_id, reason in failures.items():
             if request_id in self.requests and request_id not in self.failed_request_ids:
                 self.context.drop_rows([request_id])
                 self._refuse(self.get_request(request_id), reason)

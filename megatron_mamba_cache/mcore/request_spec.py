@@ -227,6 +227,20 @@ def other_ends(sampling: Any, tokenizer: Any) -> list[list[int]]:
     return [[end_id] for end_id in (*end_ids, *getattr(sampling, STOP_TOKEN_IDS, ()))]
 
 
+def fault_of_end(spec: RequestSpec, tokenizer: Any) -> str | None:
+    """Return which end token of a grammar's text would not end its request; None if all do, or it has no grammar."""
+    if not spec.sampling.grammar:
+        return None
+    ends = {spec.sampling.termination_id, *(word[0] for word in spec.sampling.stop_words if len(word) == 1)}
+    missing = [end for end in (tokenizer.eod, *getattr(tokenizer, "other_end_ids", ())) if end >= 0 and end not in ends]
+    if not missing:
+        return None
+    return (
+        f"termination_id is {spec.sampling.termination_id}, and a reply that follows a grammar ends with token "
+        f"{missing[0]}; leave termination_id None"
+    )
+
+
 def plain_prompt(prompt: Any) -> str | list[int]:
     """Return text as it is, and token ids in any sequence, array or tensor as a list.
 
