@@ -254,14 +254,15 @@ def test_a_form_and_its_seed_decide_the_tokens() -> None:
     assert found == [found[0]] * 4
 
 
-@pytest.mark.parametrize("name", ["ignore_eos", "min_tokens"])
+@pytest.mark.parametrize("fields", [{"ignore_eos": True}, {"min_tokens": 1}])
 @pytest.mark.parametrize("choice", ["required", "auto"])
-def test_calls_that_are_held_to_a_form_end_by_themselves(caller: openai.OpenAI, choice: Any, name: str) -> None:
+def test_calls_that_are_held_to_a_form_end_by_themselves(
+    client: openai.OpenAI, choice: Any, fields: dict[str, Any]
+) -> None:
     strict: Any = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
-    with pytest.raises(openai.BadRequestError, match=f"tools says where a reply ends; leave out {name}"):
-        caller.chat.completions.create(
-            model="small_python_model", messages=ASKED, tools=[strict], tool_choice=choice, extra_body={name: 1}
-        )
+    settings: Any = {"model": "small_python_model", "messages": ASKED, "max_tokens": 4, "extra_body": fields}
+    with pytest.raises(openai.BadRequestError, match=f"tools says where a reply ends; leave out {next(iter(fields))}"):
+        client.chat.completions.create(tools=[strict], tool_choice=choice, **settings)
 
 
 def test_strict_tools_leave_text_free_where_no_call_is_asked_for(caller: openai.OpenAI) -> None:
