@@ -185,7 +185,7 @@ class PrefixCoordinator(CoordinatorLoop, DataParallelInferenceCoordinator):
             raise WireError("sampling parameters that are not a dict")
         request = self._entered(client, client_request_id, prompt)
         try:
-            request.sampling = {**readable_sampling(sampling), ARRIVED: int(time.time())}
+            request.sampling = readable_sampling(sampling)
             request.tokens = prompt_tokens(prompt, self.tokenizer, bool(sampling.get("add_BOS", False)))
             self._in_flight.charge(request)
         except PendingLimitError as error:
@@ -193,6 +193,7 @@ class PrefixCoordinator(CoordinatorLoop, DataParallelInferenceCoordinator):
         except Exception as error:
             self._fail(request, f"the request cannot be read: {error}")
         else:
+            request.sampling = {**request.sampling, ARRIVED: int(time.time())}
             self._dispatch(request)
 
     def _refuse_large(self, client: bytes, payload: bytes) -> None:
