@@ -93,8 +93,13 @@ class HybridOracle:
             hidden = hidden + layer(hidden)
         return rms_norm(hidden, self.final_norm, self.epsilon) @ self.output.T, gaps.cummin(0).values
 
-    def check_greedy(self, prompt: Sequence[int], generated: Sequence[int], margin: float = 1e-5) -> GreedyCheck:
+    def check_greedy(
+        self, prompt: Sequence[int], generated: Sequence[int], margin: float = 1e-5, allowed: Tensor | None = None
+    ) -> GreedyCheck:
         """Compare greedily generated tokens with the oracle's choice after the same tokens.
+
+        Args:
+            allowed: [generated, vocab] bool, which tokens may be chosen; None for any.
 
         Stops at the first mismatch, where the two best logits are less than `margin` apart, and where a token's last
         expert and the next one score less than ROUTING_MARGIN apart.
@@ -102,6 +107,8 @@ class HybridOracle:
         if not prompt:
             raise ValueError("need a prompt of at least 1 token, got none")
         logits, routing_gaps = (found[len(prompt) - 1 : -1] for found in self._run([*prompt, *generated]))
+        if allowed is not None:
+            logits = logits.masked_fill(~allowed.to(logits.device), float("-inf"))
         best = logits.topk(2)
         is_unsure = (best.values[:, 0] - best.values[:, 1] < margin) | (routing_gaps < ROUTING_MARGIN)
         for index, (choice, unsure) in enumerate(zip(best.indices[:, 0].tolist(), is_unsure.tolist(), strict=True)):

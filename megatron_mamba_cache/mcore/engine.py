@@ -16,6 +16,7 @@ from ..policy.failed_steps import FailedSteps, refusal_reason
 from ..policy.hit_rate_hint import HitRateHint
 from ..policy.requests import Candidate, RequestSpec
 from ..policy.scheduler import StepScheduler
+from ..ranks.agreement import known_to_any
 from ..step.padding_steps import complete_failed_step
 from .context import MambaCacheContext
 from .controller import MambaCacheController
@@ -25,6 +26,7 @@ from .request_spec import (
     check_identity,
     contradiction_in,
     fault_of,
+    fault_of_end,
     other_ends,
     plain_prompt,
     scoring_allowed,
@@ -101,7 +103,8 @@ class MambaCacheEngine(SuspendableEngine):
         request_id, sampling = request.request_id, request.sampling_params
         if request_id not in self._states:
             self._states.begin(request_id)
-        fault = contradiction_in(sampling, not self.context.scores_prompts)
+        scores, only_last = self.context.scores_prompts, self.context.materialize_only_last_token_logits
+        fault = contradiction_in(sampling, not scores, ranks_prompts=scores and only_last)
         if fault is not None:
             return self._refuse(request, fault)
         ends = other_ends(sampling, self.controller.tokenizer)
@@ -115,6 +118,7 @@ class MambaCacheEngine(SuspendableEngine):
         fault = fault_of(spec, self.context.cache_config, self.context.shape.vocab_size, num_blocks)
         if fault is None and spec.sampling.grammar:
             fault = self.context.grammars.fault_of(spec.sampling.grammar)
+            fault = fault or fault_of_end(spec, self.controller.tokenizer)
         if fault is not None or request.status is Status.FAILED:
             return self._refuse(request, fault or "Megatron refuses it")
         self._hint.note_prompt(spec.prompt_len)
@@ -149,6 +153,14 @@ class MambaCacheEngine(SuspendableEngine):
         """
         return self._states.cached_tokens(request_id)
 
+    def written_tokens(self, request_id: int) -> int:
+        """Return how many tokens of its prompt the request has made resumable that were not; kept as `cached_tokens`.
+
+        Those are the tokens between each state that it published in its prompt and the nearest one before. A request
+        that is prefilled again may count some twice.
+        """
+        return self._states.written_tokens(request_id)
+
     def draft_counts(self, request_id: int) -> DraftCounts:
         """Return how many drafts of the request were verified and kept so far; kept as long as `cached_tokens`."""
         return self._states.draft_counts(request_id)
@@ -176,8 +188,7 @@ class MambaCacheEngine(SuspendableEngine):
         self.context.chunked_prefill_request_id = scheduled.unfinished_prefill_id
         runner.note_scheduled(is_settled=not scheduled.admitted and self._is_at_rest())
         for row in scheduled.admitted:
-            state = self._states[row.request_id]
-            state.admit(row.computed, row.age)
+            self._states[row.request_id].admit(row)
             self.waiting_request_ids.remove(row.request_id)
             self.get_request(row.request_id).add_event_add()
         if scheduled.admitted:
@@ -261,7 +272,12 @@ class MambaCacheEngine(SuspendableEngine):
 
     def _refuse_failed_grammars(self) -> None:
         """Fail the requests whose grammar cannot go on; their last token is of no grammar."""
-        for request_id, reason in self.context.grammars.take_failures().items():
+        failures, ranks, rows = self.context.grammars.take_failures(), self.context.ranks, self.context.rows
+        if ranks.num_stages > 1:  # only the last stage makes masks
+            with_grammar = {row.request_id for row in rows if row.spec.sampling.grammar}
+            found = {request_id: reason for request_id, reason in failures.items() if request_id in with_grammar}
+            failures = known_to_any(found, ranks) if with_grammar else {}
+        for request_id, reason in failures.items():
             if request_id in self.requests and request_id not in self.failed_request_ids:
                 self.context.drop_rows([request_id])
                 self._refuse(self.get_request(request_id), reason)

@@ -7,8 +7,9 @@ from typing import Any
 from megatron.core.inference.inference_request import Status
 from torch import Tensor
 
-from ..policy.requests import RunningRequest
+from ..policy.requests import RunningRequest, ScoredToken
 from ..step.prompt_log_probs import named_alternatives
+from .request_spec import PROMPT_SCORES, PROMPT_TOP_N
 from .request_states import DraftCounts, RequestState
 
 _BY_TOKEN = ("generated_tokens", "tpot", "generated_log_probs", "generated_top_n_logprobs")
@@ -27,6 +28,7 @@ class Addition:
         top_n: Likewise, the best tokens at each place, by their text.
         state: Counts the request's drafts.
         drafts_before, drafts_after: Those counts without and with the step's drafts.
+        scored: The prompt's tokens from the second on, if they were scored and this step completes them.
     """
 
     request: Any
@@ -36,6 +38,7 @@ class Addition:
     state: RequestState
     drafts_before: DraftCounts
     drafts_after: DraftCounts
+    scored: Sequence[ScoredToken] = ()
 
     def apply(self) -> None:
         """Append it; accepted drafts get no time of their own: the last token gets the step's."""
@@ -52,6 +55,9 @@ class Addition:
                 generated.extend(entries[num_prompt:])
                 if not request.sampling_params.skip_prompt_log_probs:
                     of_prompt.extend(entries[:num_prompt])
+        prompt_top_n = getattr(request.sampling_params, PROMPT_TOP_N, None)
+        if self.scored and prompt_top_n is not None:
+            setattr(request.sampling_params, PROMPT_SCORES, [score.cut(prompt_top_n) for score in self.scored])
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +129,11 @@ def additions_of(
         if scored := prompts.get(index):
             assert chosen is not None  # a request whose prompt is scored wants log-probs
             chosen = [*(token.log_prob for token in scored), *chosen]
-            best = None if best is None else [*named_alternatives(scored, detokenize), *best]
+            if best is not None:
+                best = [*named_alternatives(scored, len(top_n[index][0][1]), detokenize), *best]
         request, state = entries[request_id].record.requests[-1], states[request_id]
-        found.append(Addition(request, tokens, chosen, best, state, state.drafts, state.drafts.plus(drafts)))
+        after = state.drafts.plus(drafts)
+        found.append(Addition(request, tokens, chosen, best, state, state.drafts, after, scored or ()))
     return found
 
 

@@ -12,12 +12,16 @@ from torch import Tensor
 
 from ..config import CacheConfig, is_encodable
 from ..policy.logits_settings import logits_settings_of
-from ..policy.requests import LogProbSettings, RequestSpec, SamplingSettings
+from ..policy.requests import LogProbSettings, PromptBreakpoint, RequestSpec, SamplingSettings
 
 LOGITS, GRAMMAR = "logits_settings", "grammar"
 STOP_TOKEN_IDS, BREAKPOINTS = "stop_token_ids", "breakpoints"
+PROMPT_TOP_N, ARRIVED = "prompt_top_n", "arrived_s"
 """Attributes of sampling parameters for which Megatron has no field: what `logits_settings_of` reads, a grammar as
-`grammars.forms` writes it, token ids that end a request, and positions of the prompt, see `RequestSpec`."""
+`grammars.forms` writes it, token ids that end a request, a list of [position, keep_s] as in `PromptBreakpoint`,
+`prompt_top_n` of `LogProbSettings` and `arrived_s` of `RequestSpec`, which all ranks are given alike."""
+PROMPT_SCORES = "prompt_scores"
+"""The attribute with the answer to `PROMPT_TOP_N`: a `ScoredToken` for each prompt token from the second on."""
 _MOST_BREAKPOINTS = 16
 _SAMPLING_KINDS = {"temperature": (int, float), "top_p": (int, float), "top_k": (int,), "top_n_logprobs": (int,)}
 
@@ -45,9 +49,11 @@ def spec_of(request: Any, *, seed: int = 0, tenant: str = "", num_replayed: int 
             wanted=sampling.return_log_probs,
             skip_prompt=sampling.skip_prompt_log_probs,
             top_n=sampling.top_n_logprobs,
+            prompt_top_n=getattr(sampling, PROMPT_TOP_N, None),
         ),
         num_replayed=num_replayed,
-        breakpoints=tuple(getattr(sampling, BREAKPOINTS, ())),
+        breakpoints=tuple(PromptBreakpoint(*place) for place in getattr(sampling, BREAKPOINTS, ())),
+        arrived_s=getattr(sampling, ARRIVED, 0),
     )
 
 
@@ -74,11 +80,12 @@ def valid_spec_of(
     return spec
 
 
-def contradiction_in(sampling: Any, only_last_logits: bool) -> str | None:
+def contradiction_in(sampling: Any, only_last_logits: bool, *, ranks_prompts: bool = False) -> str | None:
     """Return which sampling parameters are of a wrong type or contradict each other, or the engine; None if none do.
 
     Args:
         only_last_logits: True when the engine computes logits of each row's last token only and scores no prompts.
+        ranks_prompts: True when the engine scores prompts apart from steps, with ranks.
     """
     for name in ("num_tokens_to_generate", "num_tokens_total"):
         if type(getattr(sampling, name)) not in (int, NoneType):
@@ -97,9 +104,13 @@ def contradiction_in(sampling: Any, only_last_logits: bool) -> str | None:
         return str(error)
     if not isinstance(getattr(sampling, GRAMMAR, ""), str):
         return f"{GRAMMAR} is {getattr(sampling, GRAMMAR)!r:.200}; it must be text"
-    breakpoints = getattr(sampling, BREAKPOINTS, ())
-    if not _are_natural(breakpoints) or len(breakpoints) > _MOST_BREAKPOINTS:
-        return f"{BREAKPOINTS} is {breakpoints!r:.200}; it must be a list of at most {_MOST_BREAKPOINTS} positions"
+    if not _are_breakpoints(getattr(sampling, BREAKPOINTS, ())):
+        return (
+            f"{BREAKPOINTS} is {getattr(sampling, BREAKPOINTS)!r:.200}; it must be a list of at most "
+            f"{_MOST_BREAKPOINTS} pairs of a position and seconds"
+        )
+    if not _are_natural([getattr(sampling, ARRIVED, 0)]):
+        return f"{ARRIVED} is {getattr(sampling, ARRIVED)!r:.200}; it must be whole seconds"
     if not _are_natural(getattr(sampling, STOP_TOKEN_IDS, ())):
         return f"{STOP_TOKEN_IDS} is {getattr(sampling, STOP_TOKEN_IDS)!r:.200}; it must be a list of token ids"
     for name, kinds in _SAMPLING_KINDS.items():
@@ -113,7 +124,7 @@ def contradiction_in(sampling: Any, only_last_logits: bool) -> str | None:
             "log-probs of the prompt are off: build the engine with scores_prompts=True or "
             "materialize_only_last_token_logits=False, or set skip_prompt_log_probs=True"
         )
-    return None
+    return _fault_of_prompt_top_n(sampling, ranks_prompts)
 
 
 def fault_of(spec: RequestSpec, config: CacheConfig, vocab_size: int, num_blocks: int) -> str | None:
@@ -181,10 +192,30 @@ def _are_natural(found: Any) -> bool:
     return isinstance(found, list | tuple) and all(type(token) is int and 0 <= token < 2**31 for token in found)
 
 
+def _are_breakpoints(found: Any) -> bool:
+    if not isinstance(found, list | tuple) or len(found) > _MOST_BREAKPOINTS:
+        return False
+    return all(_are_natural(place) and len(place) == 2 for place in found)
+
+
 def _fault_of_log_probs(settings: LogProbSettings, vocab_size: int) -> str | None:
-    if 0 <= settings.top_n <= vocab_size:
+    for name, count in (("top_n_logprobs", settings.top_n), (PROMPT_TOP_N, settings.prompt_top_n or 0)):
+        if not 0 <= count <= vocab_size:
+            return f"{name} is {count}; it must be from 0 to the vocabulary's {vocab_size}"
+    return None
+
+
+def _fault_of_prompt_top_n(sampling: Any, ranks_prompts: bool) -> str | None:
+    count = getattr(sampling, PROMPT_TOP_N, None)
+    if count is None:
         return None
-    return f"top_n_logprobs is {settings.top_n}; it must be from 0 to the vocabulary's {vocab_size}"
+    if type(count) is not int:
+        return f"{PROMPT_TOP_N} is {count!r:.200}; it must be an int or None"
+    if not sampling.return_log_probs or sampling.skip_prompt_log_probs:
+        return f"{PROMPT_TOP_N}={count} needs return_log_probs=True and skip_prompt_log_probs=False"
+    if not ranks_prompts:
+        return f"{PROMPT_TOP_N}={count} needs an engine built with scores_prompts=True and the last logits only"
+    return None
 
 
 def other_ends(sampling: Any, tokenizer: Any) -> list[list[int]]:
@@ -194,6 +225,20 @@ def other_ends(sampling: Any, tokenizer: Any) -> list[list[int]]:
     """
     end_ids = getattr(tokenizer, "other_end_ids", ()) if sampling.termination_id is None else ()
     return [[end_id] for end_id in (*end_ids, *getattr(sampling, STOP_TOKEN_IDS, ()))]
+
+
+def fault_of_end(spec: RequestSpec, tokenizer: Any) -> str | None:
+    """Return which end token of a grammar's text would not end its request; None if all do, or it has no grammar."""
+    if not spec.sampling.grammar:
+        return None
+    ends = {spec.sampling.termination_id, *(word[0] for word in spec.sampling.stop_words if len(word) == 1)}
+    missing = [end for end in (tokenizer.eod, *getattr(tokenizer, "other_end_ids", ())) if end >= 0 and end not in ends]
+    if not missing:
+        return None
+    return (
+        f"termination_id is {spec.sampling.termination_id}, and a reply that follows a grammar ends with token "
+        f"{missing[0]}; leave termination_id None"
+    )
 
 
 def plain_prompt(prompt: Any) -> str | list[int]:

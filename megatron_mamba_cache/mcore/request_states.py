@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron.core.inference.inference_request import DynamicInferenceRequestRecord, Status
 
-from ..policy.requests import Candidate, RequestSpec
+from ..policy.requests import Candidate, RequestSpec, RunningRequest
 from .request_spec import GRAMMAR, LOGITS
 
 _REMEMBERED_REQUESTS = 65_536
@@ -37,13 +37,21 @@ class RequestState:
     cached_tokens: int | None = None  # prompt tokens skipped at its first admission
     drafts: DraftCounts = DraftCounts()  # over its whole life, evictions included
     admitted_at: float | None = None  # seconds of the monotonic clock, at its first admission; decides nothing
+    row: RunningRequest | None = None  # the newest one, which may have left
+    num_written_before: int = 0  # prompt tokens that the rows before it wrote to the cache
 
-    def admit(self, cached_tokens: int, age: int) -> None:
+    def admit(self, row: RunningRequest) -> None:
         """Note an admission; only the first one's cached tokens count."""
-        self.age = age
         if self.cached_tokens is None:
-            self.cached_tokens = cached_tokens
+            self.cached_tokens = row.computed
             self.admitted_at = time.monotonic()
+        self.num_written_before = self.num_written
+        self.age, self.row = row.age, row
+
+    @property
+    def num_written(self) -> int:
+        """Tokens of its prompt that were newly written to the cache."""
+        return self.num_written_before + (0 if self.row is None else self.row.num_written)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +59,7 @@ class _RequestCounts:
     """What is kept of a request that has left."""
 
     cached_tokens: int = 0
+    num_written: int = 0
     drafts: DraftCounts = DraftCounts()
     admitted_at: float | None = None
 
@@ -70,6 +79,10 @@ class RequestStates(dict[int, RequestState]):
     def cached_tokens(self, request_id: int) -> int:
         """Return the prompt tokens skipped at a request's first admission; 0 before that, or if it is forgotten."""
         return self._counts_of(request_id).cached_tokens
+
+    def written_tokens(self, request_id: int) -> int:
+        """Return the prompt tokens that a request has newly written to the cache; 0 if it is forgotten."""
+        return self._counts_of(request_id).num_written
 
     def running_seconds(self, request_id: int) -> float:
         """Return the seconds since a request's first admission; 0 before that, or if it is forgotten."""
@@ -93,7 +106,7 @@ class RequestStates(dict[int, RequestState]):
         state = self.get(request_id)
         if state is None:
             return self._left.get(request_id, _RequestCounts())
-        return _RequestCounts(state.cached_tokens or 0, state.drafts, state.admitted_at)
+        return _RequestCounts(state.cached_tokens or 0, state.num_written, state.drafts, state.admitted_at)
 
 
 def begin_next_part(record: DynamicInferenceRequestRecord) -> None:

@@ -39,18 +39,20 @@ class Weight(NamedTuple):
     Args:
         kind: Entries of a kind are equally likely to be hit.
         gain: What a hit saves; any scale, 0 or more.
+        is_held: Whether it counts as just used and certain to be hit, whatever its age and kind.
     """
 
     kind: int = 0
     gain: float = 1.0
+    is_held: bool = False
 
 
-_Item = tuple[int, int, int, int, float]
-"""Last use, minus the entry's tokens (of states used at the same time, the deepest goes first), id, kind, gain."""
+_Item = tuple[int, int, int, int, float, bool]
+"""Last use, minus the entry's tokens (of states used at the same time, the deepest goes first), id, and its weight."""
 
 
 class _Class:
-    """Items of one kind and of about the same gain, in their order: the least recently used first.
+    """Items of one kind and of about the same gain, all held or none, in their order: the least recently used first.
 
     Nearly all come in order, as time passes; the few whose weight changes long after their last use are kept apart.
     """
@@ -89,8 +91,9 @@ class _Class:
 class EvictionOrder:
     """Ids in the order of their worth, lowest first: likelihood of the kind x gain / (age + `FULL_WORTH_AGE`).
 
-    All worths fall with time, but of one kind and gain the least recently used always comes first. So there is a queue
-    for each kind and each class of gains, which are equal but for a factor of 2 ** .5, and only the heads are compared.
+    Those that are held count as just used and certain to be hit. All other worths fall with time, but of one kind and
+    gain the least recently used always comes first. So there is a queue for each kind and each class of gains, which
+    are equal but for a factor of 2 ** .5, and another one for those that are held, and only the heads are compared.
 
     Replaced and discarded items stay in the queues until they surface or outnumber the live ones, so every operation is
     amortised O(log n + queues), and O(queues) for items that come in the order of their last use.
@@ -98,7 +101,7 @@ class EvictionOrder:
 
     def __init__(self) -> None:
         self._live: dict[int, _Item] = {}
-        self._classes: dict[int, dict[int, _Class]] = {}  # by kind, then by what gains are about equal to
+        self._classes: dict[int, dict[tuple[int, bool], _Class]] = {}  # by kind, then by what `_class_of` says
         self._num_stale = 0
 
     def __len__(self) -> int:
@@ -135,10 +138,10 @@ class EvictionOrder:
             self._num_stale += 1
         item = self._live[entry_id] = (last_used, -num_tokens, entry_id, *weight)
         classes = self._classes.setdefault(weight[0], {})
-        gains = _half_octave(weight[1])
-        if gains not in classes:
-            classes[gains] = _Class()
-        classes[gains].push(item)
+        of_class = _class_of(*weight[1:])
+        if of_class not in classes:
+            classes[of_class] = _Class()
+        classes[of_class].push(item)
         if self._num_stale > len(self._live) + _STALE_ALLOWANCE:
             self._compact()
 
@@ -155,7 +158,7 @@ class EvictionOrder:
         """Return the id to evict first.
 
         Args:
-            likelihood: Of a hit, by kind; any scale.
+            likelihood: Of a hit, by kind; at most 1.
             kinds: Only ids of these kinds; None: of any.
 
         Raises:
@@ -166,16 +169,16 @@ class EvictionOrder:
             if kinds is not None and kind not in kinds:
                 continue
             chance, emptied = likelihood(kind), []
-            for gains, queue in classes.items():
+            for of_class, queue in classes.items():
                 item = self._first_live(queue)
                 if item is None:
-                    emptied.append(gains)
+                    emptied.append(of_class)
                     continue
-                worth = chance * item[4] / (age_at_0 - item[0])
+                worth = item[4] / FULL_WORTH_AGE if of_class[1] else chance * item[4] / (age_at_0 - item[0])
                 if worth < least or first is None or (worth == least and item < first):
                     first, least = item, worth
-            for gains in emptied:
-                del classes[gains]
+            for of_class in emptied:
+                del classes[of_class]
         if first is None:
             raise CacheIntegrityError("need an entry to evict, found none; ask for no more than is evictable")
         return first[2]
@@ -206,6 +209,7 @@ class EvictionOrder:
         self._num_stale = 0
 
 
-def _half_octave(gain: float) -> int:
+def _class_of(gain: float, is_held: bool) -> tuple[int, bool]:
+    """Return what entries of one kind share a queue by: gains that are about equal, and whether they are held."""
     fraction, exponent = frexp(gain)
-    return 2 * exponent + (fraction >= _HALF_AN_OCTAVE)
+    return 2 * exponent + (fraction >= _HALF_AN_OCTAVE), is_held

@@ -29,7 +29,7 @@ class EvictionRule(Protocol):
         """Return what the state is worth, but for its age."""
 
     def likelihood(self, kind: int) -> float:
-        """Return how likely hits are to states of a kind; any scale."""
+        """Return how likely hits are to states of a kind; at most 1, which is what held states have."""
 
     def count_state(self, kind: int) -> None:
         """Count a state that has become of a kind."""

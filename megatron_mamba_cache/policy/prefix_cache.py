@@ -91,7 +91,7 @@ class PrefixCache:
         if not self.enabled:
             return ()
         parting = branch_points(self._view(candidate), map(self._view, others), self.block_size)
-        told = (position // self.block_size * self.block_size for position in candidate.spec.breakpoints)
+        told = (place.position // self.block_size * self.block_size for place in candidate.spec.breakpoints)
         return (*parting, *told)
 
     def admit(
@@ -108,6 +108,7 @@ class PrefixCache:
         """
         match, block_size = plan.match, self.block_size
         self._check_plan(candidate, plan)
+        self.slots.pass_time(candidate.spec.arrived_s)
         source = match.blocks[match.skip_tokens // block_size - 1] if match.skip_tokens else None
         with ExitStack() as undo:
             self.kv.acquire(match.blocks)
@@ -186,6 +187,8 @@ class PrefixCache:
                 self._publish_blocks(row, end)
             if row.reserved:
                 self._reservations.publish(row, end)
+            if row.spec.breakpoints and row.is_prefilling:
+                self._hold_states(row, end)
         elif row.reserved:
             self._reservations.cancel(row)
         self._unpin_source(row)
@@ -311,6 +314,14 @@ class PrefixCache:
             parent = row.block_ids[index - 1] if index else None
             row.block_ids[index] = self.kv.register(row.block_ids[index], row.chain.keys[index], parent)
         row.num_published_blocks = num_full
+
+    def _hold_states(self, row: RunningRequest, end: int) -> None:
+        """Keep the worth of the states before a request's breakpoints for as long as they say."""
+        spec, block_size = row.spec, self.block_size
+        for position, keep_s in spec.breakpoints:
+            index = position // block_size
+            if keep_s and spec.arrived_s and 0 < index * block_size <= end:
+                self.slots.hold(row.block_ids[index - 1], spec.arrived_s + keep_s)
 
     def _unpin_source(self, row: RunningRequest) -> None:
         if row.source_block is not None:

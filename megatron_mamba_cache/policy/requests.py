@@ -48,24 +48,55 @@ class SamplingSettings:
 
 @dataclass(frozen=True, slots=True)
 class LogProbSettings:
-    """Which log-probabilities a request wants: of generated tokens, of the prompt too, and how many alternatives."""
+    """Which log-probabilities a request wants: of generated tokens, of the prompt too, and how many alternatives.
+
+    Args:
+        top_n: The best tokens in the place of each, by text.
+        prompt_top_n: Those in the place of each prompt token, by id and with ranks; None for no ranks.
+    """
 
     wanted: bool = False
     skip_prompt: bool = False
     top_n: int = 0
+    prompt_top_n: int | None = None
 
     @property
     def of_prompt(self) -> bool:
         """True when log-probabilities of the prompt are wanted."""
         return self.wanted and not self.skip_prompt
 
+    @property
+    def most_of_prompt(self) -> int:
+        """The best tokens that are needed in the place of each prompt token."""
+        return max(self.top_n, self.prompt_top_n or 0)
+
 
 class ScoredToken(NamedTuple):
-    """A prompt token's log-prob, and those of the best tokens in its place, best first."""
+    """A prompt token's log-prob and rank, and the best tokens in its place, best first.
+
+    Args:
+        rank: 1 plus the number of tokens that are more probable in its place.
+    """
 
     log_prob: float
+    rank: int
     best_log_probs: tuple[float, ...] = ()
     best_ids: tuple[int, ...] = ()
+
+    def cut(self, top_n: int) -> "ScoredToken":
+        """Return it with only so many of the best tokens."""
+        return ScoredToken(self.log_prob, self.rank, self.best_log_probs[:top_n], self.best_ids[:top_n])
+
+
+class PromptBreakpoint(NamedTuple):
+    """A position in a prompt at which other prompts are expected to part from it.
+
+    Args:
+        keep_s: Seconds from the request's arrival for which the state before it is worth more.
+    """
+
+    position: int
+    keep_s: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,7 +108,8 @@ class RequestSpec:
         max_len: Prompt and generated tokens together.
         tenant: Salt that keeps this request's prefixes apart from other tenants'.
         num_replayed: Tokens at the prompt's end that this request generated before it was interrupted.
-        breakpoints: Positions in the prompt; the last boundary up to each gets a state.
+        breakpoints: The last boundary up to each gets a state.
+        arrived_s: When the request came, in seconds of the clock that stamps all requests; 0 if none does.
     """
 
     request_id: int
@@ -87,7 +119,8 @@ class RequestSpec:
     tenant: str = ""
     log_probs: LogProbSettings = LogProbSettings()
     num_replayed: int = 0
-    breakpoints: tuple[int, ...] = ()
+    breakpoints: tuple[PromptBreakpoint, ...] = ()
+    arrived_s: int = 0
     prompt_len: int = field(init=False)  # read many times a step
 
     def __post_init__(self) -> None:
@@ -178,6 +211,7 @@ class RunningRequest:
     settled: int = 0  # tokens that a settled live slot holds, if any were settled
     branches: tuple[int, ...] = ()  # boundaries of the prompt at which requests that waited part from it
     checkpoint: BlockId | None = None  # whose state is this request's newest decode checkpoint
+    num_written: int = 0  # prompt tokens up to the states that it published which no state resumed before
     scored: list[ScoredToken] = field(default_factory=list)  # prompt tokens, from the second on, if wanted
 
     @property

@@ -8,6 +8,7 @@ from ..errors import CacheCapacityError, CacheIntegrityError
 from .boundary_journal import NoObserver, StateObserver
 from .eviction import CachedEntry, EvictionOrder, Weight
 from .eviction_rules import ENDS, EvictionRule, LeastRecentlyUsed
+from .held_states import HeldStates
 from .identifiers import BlockId, SlotId
 from .places import FixedPlaces, Places
 from .slot_owners import SlotOwner, SlotOwners
@@ -69,6 +70,7 @@ class SlotPool:
         self._pins: dict[BlockId, int] = {}
         self._rolling: set[BlockId] = set()  # decode checkpoints that only their own request uses
         self._orphans: dict[BlockId, list[SlotId]] = {}  # flushed while pinned: freed at the block's last unpin
+        self._held = HeldStates()
         self._evictable = EvictionOrder()  # the blocks whose state is not pinned
         self._observer: StateObserver = NoObserver()
         self._num_evicted = 0
@@ -125,6 +127,11 @@ class SlotPool:
     def slot_of(self, block: BlockId) -> SlotId | None:
         """Return the slot with the cached state at the end of the block."""
         return self._slot_of.get(block)
+
+    def tokens_before(self, block: BlockId) -> int:
+        """Return the tokens from the root to the nearest cached state before that of the block."""
+        entry = self._entry(block)
+        return entry.num_tokens - entry.lost_tokens
 
     def cached_blocks(self) -> list[BlockId]:
         """Return the blocks that have a cached state."""
@@ -211,6 +218,20 @@ class SlotPool:
         """Drop the block's state if it still is a rolling checkpoint."""
         if block in self._rolling:
             self.drop(block)
+
+    def hold(self, block: BlockId, until: int) -> None:
+        """Raise what the block's state is worth until a time; nothing happens if it has none, or the time is past.
+
+        It can still be evicted. `pass_time` tells the time.
+        """
+        if block in self._slot_of and self._held.hold(block, until) and block in self._evictable:
+            self._file_again(block)
+
+    def pass_time(self, now: int) -> None:
+        """Tell the time that `hold` refers to; an earlier one than before changes nothing."""
+        for block in self._held.pass_time(now):
+            if block in self._evictable:
+                self._file_again(block)
 
     def pin(self, block: BlockId) -> None:
         """Protect the block's state from eviction until as many `unpin` calls; it counts as just used.
@@ -314,6 +335,7 @@ class SlotPool:
         self._evictable.clear()
         self._kinds.clear()
         self._rolling.clear()
+        self._held.clear()
         self._lineage.clear()
         self._observer.flushed()
 
@@ -328,6 +350,8 @@ class SlotPool:
             )
         if self._rolling - self._slot_of.keys() or self._rolling & self._pins.keys():
             raise CacheIntegrityError(f"rolling checkpoints {self._rolling} without a state, or pinned {self._pins}")
+        if self._held.blocks - self._slot_of.keys():
+            raise CacheIntegrityError(f"held blocks {self._held.blocks} without a state, found {self._slot_of}")
         unpinned = self._slot_of.keys() - self._pins.keys()
         if len(unpinned) != len(self._evictable) or not all(block in self._evictable for block in unpinned):
             raise CacheIntegrityError(f"unpinned states {unpinned} != {len(self._evictable)} evictable states")
@@ -361,6 +385,7 @@ class SlotPool:
         """Forget the block's state; return how many KV blocks left with it."""
         is_evictable = self._evictable.discard(block)
         self._rolling.discard(block)
+        self._held.release(block)
         self._kinds.pop(block, None)
         self._owners.free(self._slot_of.pop(block), SlotOwner.CACHED, is_fixed=not is_evictable)
         self._observer.dropped(block)
@@ -374,7 +399,7 @@ class SlotPool:
         if block not in self._evictable:
             self._places.unfix(self._slot_of[block])
         entry = self._entry(block)
-        self._evictable.push(block, last_used, entry.num_tokens, self._rule.weigh(entry))
+        self._evictable.push(block, last_used, entry.num_tokens, self._weight_of(block, entry))
 
     def _file_again(self, block: BlockId) -> None:
         self._file(block, self._evictable.last_use_of(block))
@@ -405,7 +430,11 @@ class SlotPool:
         return self._weigh(block) != self._evictable.weight_of(block)
 
     def _weigh(self, block: BlockId) -> Weight:
-        return self._rule.weigh(self._entry(block))
+        return self._weight_of(block, self._entry(block))
+
+    def _weight_of(self, block: BlockId, entry: CachedEntry) -> Weight:
+        weight = self._rule.weigh(entry)
+        return weight._replace(is_held=True) if block in self._held else weight
 
     def _entry(self, block: BlockId) -> CachedEntry:
         return self._lineage.entry(block, self._slot_of, is_end=self._texts.is_end(block))

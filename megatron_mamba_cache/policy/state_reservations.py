@@ -91,6 +91,9 @@ class StateReservations:
         continues = index < len(row.block_ids) and self._kv.parent_of(row.block_ids[index]) == block
         num_others = self._kv.num_children(block) - continues
         self._slots.publish(state.slot, block, state.position, anchor, num_others)
+        if row.is_prefilling:
+            end = row.first_generated
+            row.num_written += min(state.position, end) - min(self._slots.tokens_before(block), end)
 
     def _note_published(self, row: RunningRequest, block: BlockId) -> None:
         self._counters.states_published += 1

@@ -1,6 +1,7 @@
 """What the ranks of one model agree on: settings and capacities when an engine is built, later the weights' version."""
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
 from ..config import CacheConfig, is_encodable
@@ -172,3 +173,13 @@ def _num_blocks(config: CacheConfig, shape: HybridModelShape) -> tuple[int, int]
         )
     paused_gb = config.buffer_size_gb / 4 if config.paused_buffer_size_gb is None else config.paused_buffer_size_gb
     return total, min(int(paused_gb * 2**30) // block_bytes, total - 2)
+
+
+def known_to_any(found: Mapping[int, str], ranks: Ranks) -> dict[int, str]:
+    """Return what any rank of a model knows of requests, the same on all; collective."""
+    if ranks.all_hold(not found):
+        return {}
+    known: dict[int, str] = {}
+    for others in ranks.gather(dict(found)):
+        known = others | known
+    return known

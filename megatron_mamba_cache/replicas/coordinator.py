@@ -6,6 +6,7 @@ step takes, and a process that ends closes its connections; in both cases the co
 
 import hmac
 import logging
+import time
 from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
 from typing import Any
@@ -15,6 +16,7 @@ import zmq
 from megatron.core.inference.data_parallel_inference_coordinator import DataParallelInferenceCoordinator
 from megatron.core.inference.headers import Headers
 
+from ..mcore.request_spec import ARRIVED
 from ..policy.routing import PromptBlocks, ReplicaName
 from .control_signals import ANSWERS, SIGNALS, ControlSignals
 from .coordinator_loop import CoordinatorLoop
@@ -41,6 +43,7 @@ class PrefixCoordinator(CoordinatorLoop, DataParallelInferenceCoordinator):
     """Serves Megatron's `InferenceClient`s over replicas that join and leave.
 
     A request whose replica dies is sent to another one, or fails with an error; see `RoutingSettings.num_attempts`.
+    Requests are stamped with the time at which they come.
     The sender of a request or a signal counts as a client even without a CONNECT: a client whose idle connection was
     closed reconnects under another identity without noticing. Messages that only a replica may send (replies, answers
     to signals, key reports) are ignored and logged when they come from other senders, as are malformed messages.
@@ -190,6 +193,7 @@ class PrefixCoordinator(CoordinatorLoop, DataParallelInferenceCoordinator):
         except Exception as error:
             self._fail(request, f"the request cannot be read: {error}")
         else:
+            request.sampling = {**request.sampling, ARRIVED: int(time.time())}
             self._dispatch(request)
 
     def _refuse_large(self, client: bytes, payload: bytes) -> None:

@@ -315,6 +315,7 @@ class ReplicaEngine(MambaCacheEngine):
     def _annotate(self, record: Any, request_id: int) -> None:
         sampling = record[0].sampling_params
         sampling.cached_tokens = self.cached_tokens(request_id)
+        sampling.written_tokens = self.written_tokens(request_id)
         sampling.replica = self._replica_name
         sampling.running_s = self.running_seconds(request_id)
         drafts = self.draft_counts(request_id)

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import msgpack
 
+from ..mcore.request_spec import PROMPT_SCORES
 from ..mcore.request_states import DraftCounts, tokens_after
 from .front_end import CANCELS, FLUSHES, PROGRESS, STATE, STREAMS
 
@@ -19,6 +20,9 @@ class ReportingEngine(Protocol):
     context: Any
 
     def cached_tokens(self, request_id: int) -> int:
+        """See `MambaCacheEngine`."""
+
+    def written_tokens(self, request_id: int) -> int:
         """See `MambaCacheEngine`."""
 
     def draft_counts(self, request_id: int) -> DraftCounts:
@@ -87,6 +91,7 @@ class ProgressReports:
         progress = progress_since(start, parts, self._engine.cached_tokens(request_id))
         drafts = self._engine.draft_counts(request_id)
         counts = {"draft_tokens": drafts.drafted, "accepted_tokens": drafts.accepted}
+        counts["written_tokens"] = self._engine.written_tokens(request_id)
         return progress | counts | {"running_s": self._engine.running_seconds(request_id)}
 
 
@@ -96,6 +101,7 @@ def progress_since(start: int, parts: Sequence[Any], cached_tokens: int) -> dict
     The prompt's log-probs come with the first token.
     """
     first = parts[0] if start == 0 else None
+    sampling = getattr(first, "sampling_params", None)
     return {
         "start": start,
         "tokens": tokens_after(start, parts),
@@ -103,6 +109,7 @@ def progress_since(start: int, parts: Sequence[Any], cached_tokens: int) -> dict
         "alternatives": tokens_after(start, parts, "generated_top_n_logprobs"),
         "prompt_log_probs": getattr(first, "prompt_log_probs", None) or [],
         "prompt_alternatives": getattr(first, "prompt_top_n_logprobs", None) or [],
+        "prompt_scores": getattr(sampling, PROMPT_SCORES, []),
         "cached_tokens": cached_tokens,
     }
 

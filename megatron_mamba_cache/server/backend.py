@@ -7,6 +7,7 @@ from typing import Literal, NewType, Protocol
 from ..grammars.compiler import Grammars
 from ..metrics import CacheSnapshot
 from ..policy.logits_settings import PLAIN_LOGITS, LogitsSettings
+from ..policy.requests import PromptBreakpoint, ScoredToken
 
 Ticket = NewType("Ticket", int)
 
@@ -25,11 +26,13 @@ class GenerationRequest:
         tenant: Tenant whose prefixes it shares.
         num_log_probs: Alternatives with log-probs for each token; 0 gives only the chosen token's, None gives none.
         scores_prompt: Whether to return log-probs of the prompt too, which computes the whole prompt.
+        prompt_top_n: The best tokens to return in the place of each prompt token, with ranks; None for none, not even
+            its own rank. It computes the whole prompt too.
         ignores_end: Whether to continue after the tokenizer's end tokens.
         stop_token_ids: Further tokens that end it.
         logits: How the model's logits are changed before a token is drawn.
         grammar: What the reply has to follow, as `grammars.forms` writes it; "" for nothing.
-        breakpoints: Positions of the prompt at which other prompts are expected to part from it.
+        breakpoints: Where other prompts are expected to part from this one.
     """
 
     prompt: tuple[int, ...]
@@ -41,11 +44,22 @@ class GenerationRequest:
     tenant: str = ""
     num_log_probs: int | None = None
     scores_prompt: bool = False
+    prompt_top_n: int | None = None
     ignores_end: bool = False
     stop_token_ids: tuple[int, ...] = ()
     logits: LogitsSettings = PLAIN_LOGITS
     grammar: str = ""
-    breakpoints: tuple[int, ...] = ()
+    breakpoints: tuple[PromptBreakpoint, ...] = ()
+
+    @property
+    def wants_log_probs(self) -> bool:
+        """True when the engine has to compute log-probs of any token."""
+        return self.num_log_probs is not None or self.prompt_top_n is not None
+
+    @property
+    def computes_prompt(self) -> bool:
+        """True when every token of the prompt has to be computed, cached or not."""
+        return self.scores_prompt or self.prompt_top_n is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +71,9 @@ class Progress:
         log_probs: One for each new token, if requested.
         alternatives: The most probable tokens for each new token, text to log-prob, if requested.
         prompt_log_probs, prompt_alternatives: Those of the prompt from its second token on, with the first new token.
+        prompt_scores: The same with ranks and ids, if requested.
         cached_tokens: Prompt tokens that were skipped at the request's first admission.
+        written_tokens: Prompt tokens that the request has newly written to the cache.
         draft_tokens, accepted_tokens: Drafts verified so far, and those accepted.
         running_s: Seconds since the start of the first step that ran the request.
         end: Why the reply ends here; None while it continues.
@@ -69,7 +85,9 @@ class Progress:
     alternatives: tuple[Mapping[str, float], ...] = ()
     prompt_log_probs: tuple[float, ...] = ()
     prompt_alternatives: tuple[Mapping[str, float], ...] = ()
+    prompt_scores: tuple[ScoredToken, ...] = ()
     cached_tokens: int = 0
+    written_tokens: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
     running_s: float = 0.0

@@ -22,10 +22,12 @@ class Breakpoint:
     Args:
         message: Index of the message that it is in; None: it is behind the tools.
         end: Characters of the message's content before it.
+        keep_s: Seconds for which what is cached up to there is worth more.
     """
 
     message: int | None = None
     end: int = 0
+    keep_s: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from megatron.core.inference.inference_request import DynamicInferenceRequestRec
 
 from ..grammars.compiler import Grammars
 from ..metrics import CacheSnapshot
+from ..policy.requests import ScoredToken
 from ..replicas.access import Access, LoopbackAccess
 from ..replicas.front_end import CANCEL, FLUSH, PROGRESS, STATES, STREAMS, WATCH
 from ..replicas.heartbeats import set_heartbeats
@@ -177,7 +178,9 @@ class CoordinatorBackend:
             return
         told = record[0].sampling_params
         news = progress_since(0, record.requests, getattr(told, "cached_tokens", 0))
-        drafts = {name: getattr(told, name, 0) for name in ("draft_tokens", "accepted_tokens", "running_s")}
+        drafts = {
+            name: getattr(told, name, 0) for name in ("written_tokens", "draft_tokens", "accepted_tokens", "running_s")
+        }
         listener.deliver(ended(self._progress(listener, news | drafts), listener.end_ids, record[-1]))
 
     def _progress(self, listener: Listener, news: dict[str, Any]) -> Progress:
@@ -193,7 +196,9 @@ class CoordinatorBackend:
             alternatives=tuple(news["alternatives"][known:]),
             prompt_log_probs=tuple(news["prompt_log_probs"]) if tells_prompt else (),
             prompt_alternatives=tuple(news["prompt_alternatives"]) if tells_prompt else (),
+            prompt_scores=tuple(ScoredToken(*score) for score in news["prompt_scores"]) if tells_prompt else (),
             cached_tokens=news["cached_tokens"],
+            written_tokens=news["written_tokens"],
             draft_tokens=news["draft_tokens"],
             accepted_tokens=news["accepted_tokens"],
             running_s=news.get("running_s", 0.0),

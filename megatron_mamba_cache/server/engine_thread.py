@@ -14,6 +14,7 @@ import torch
 
 from ..errors import CacheIntegrityError
 from ..mcore.engine import MambaCacheEngine
+from ..mcore.request_spec import ARRIVED, PROMPT_SCORES
 from ..mcore.request_states import tokens_after
 from ..metrics import CacheSnapshot
 from ..replicas.engine import MOST_FAILED_STEPS
@@ -191,7 +192,9 @@ class EngineThread:
             alternatives=tuple(tokens_after(known, parts, "generated_top_n_logprobs")) if wants_top else (),
             prompt_log_probs=() if known else tuple(parts[0].prompt_log_probs or ()),
             prompt_alternatives=() if known else tuple(parts[0].prompt_top_n_logprobs or ()),
+            prompt_scores=() if known else tuple(getattr(parts[0].sampling_params, PROMPT_SCORES, ())),
             cached_tokens=self._engine.cached_tokens(request_id),
+            written_tokens=self._engine.written_tokens(request_id),
             draft_tokens=drafts.drafted,
             accepted_tokens=drafts.accepted,
             running_s=self._engine.running_seconds(request_id),
@@ -201,9 +204,9 @@ class EngineThread:
         try:
             if self._state.failure is not None:
                 raise RuntimeError(self._state.failure)
-            self._engine.add_request(
-                ticket, list(request.prompt), sampling_params(request), seed=request.seed, tenant=request.tenant
-            )
+            sampling = sampling_params(request)
+            sampling.add_attributes({ARRIVED: int(time.time())})
+            self._engine.add_request(ticket, list(request.prompt), sampling, seed=request.seed, tenant=request.tenant)
         except Exception as error:
             self._post([(deliver, Progress(end="error", error=str(error)))])
         else:

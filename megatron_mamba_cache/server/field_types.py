@@ -11,6 +11,7 @@ from .unsupported import Table, schema_with, without_unsupported
 
 INT32_MAX = 2**31 - 1
 _MOST_STOPS = 16
+_SECONDS = {"5m": 300, "1h": 3600}
 
 Int = Annotated[int, Strict()]
 Number = Annotated[float, Strict(), Field(allow_inf_nan=False)]
@@ -36,10 +37,15 @@ JsonObject = Annotated[dict[str, Any], AfterValidator(_without_fault)]
 
 
 class CacheControl(BaseModel):
-    """Marks the end of a part that other requests are expected to share. How long it is to stay has no effect."""
+    """Marks the end of a part that other requests are expected to share, and says for how long."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
+
+    @property
+    def keep_s(self) -> int:
+        """Seconds for which what is cached is worth more; 0 if the mark does not say."""
+        return 0 if self.ttl is None else _SECONDS[self.ttl]
 
 
 class PartlySupported(BaseModel):

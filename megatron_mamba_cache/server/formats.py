@@ -119,6 +119,10 @@ class CompletionFormat(_Envelope):
             self._choice(choice, _text(pieces[choice.index]), _tokens(pieces[choice.index]), choice.reply.finish_reason)
             for choice in job.choices
         ]
+        if job.scores_prompts:
+            found = job.prompt_log_probs()
+            for described, choice in zip(choices, job.choices, strict=True):
+                described["prompt_logprobs"] = found[choice.prompt_index]
         return self._body(job, choices)
 
     def _choice(self, choice: Choice, text: str, tokens: Sequence[TokenInfo], finish: str | None) -> dict[str, Any]:
@@ -169,7 +173,8 @@ class ChatFormat(_Envelope):
             }
             for choice in job.choices
         ]
-        return self._body(job, choices)
+        body = self._body(job, choices)
+        return body | {"prompt_logprobs": job.prompt_log_probs()[0]} if job.scores_prompts else body
 
 
 def _wants_log_probs(choice: Choice) -> bool:

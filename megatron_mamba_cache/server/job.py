@@ -7,19 +7,21 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
-from typing import Any
 
+from ..policy.requests import ScoredToken
 from .backend import Backend, GenerationRequest, Progress, Ticket
 from .echo import Echo
 from .errors import bad_request, too_long, unavailable
 from .fair_threads import FairThreads
 from .limits import Places, QueueGate
 from .mail import Mail
+from .prompt_scores import Entries, PromptScoring
 from .prompts import Prompt
 from .reply import EmptyReply, Piece, Reply, ReplyReading, TokenTexts
 from .reply_forms import ReplyForm
 from .tenants import Tenant
 from .token_times import JobTimes, NoTokenTimes, TokenTimes
+from .usage import Usage, prompt_usage
 
 _UINT63 = 2**63
 
@@ -33,6 +35,7 @@ class Choice:
         prompt_index: Index of its prompt.
         ticket: Set while the engine has the request.
         echo: The prompt's echo until it is sent.
+        prompt_scores: Of the prompt's tokens from the second on, if this choice scores them.
     """
 
     index: int
@@ -41,39 +44,7 @@ class Choice:
     reply: Reply
     ticket: Ticket | None = None
     echo: Echo | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """Token counts of an HTTP request.
-
-    Args:
-        cached_tokens: Prompt tokens that were skipped, by each prompt's first choice.
-        draft_tokens, accepted_tokens: Drafts verified for all choices, and those accepted.
-        reasoning_tokens: Completion tokens that were parsed as reasoning.
-    """
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-    draft_tokens: int
-    accepted_tokens: int
-    reasoning_tokens: int = 0
-
-    def body(self) -> dict[str, Any]:
-        """Return OpenAI's usage object, with `draft_tokens` as an extension."""
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-            "completion_tokens_details": {
-                "reasoning_tokens": self.reasoning_tokens,
-                "accepted_prediction_tokens": self.accepted_tokens,
-                "rejected_prediction_tokens": self.draft_tokens - self.accepted_tokens,
-                "draft_tokens": self.draft_tokens,
-            },
-        }
+    prompt_scores: tuple[ScoredToken, ...] = ()
 
 
 async def _ignore(_job: "Job", _choice: Choice) -> None: ...
@@ -118,6 +89,7 @@ class Order:
         is_empty: Whether replies have no tokens: prompts are computed, and scored if requested.
         reading: How replies are read; None: all text is content.
         form: What replies have to look like; None: anything.
+        scoring: What to tell of the prompts' tokens; None: nothing. The first choice of each prompt scores them.
     """
 
     tenant: Tenant
@@ -129,6 +101,7 @@ class Order:
     is_empty: bool = False
     reading: ReplyReading | None = None
     form: ReplyForm | None = None
+    scoring: PromptScoring | None = None
 
 
 @asynccontextmanager
@@ -170,7 +143,7 @@ class Job:
             Choice(
                 prompt_index * order.num_choices + number,
                 prompt_index,
-                replace(request, seed=choice_seed(order.plain.seed, number)),
+                _numbered(request, number, order.plain.seed),
                 _reply(rules, order, prompt),
                 echo=prompt.echo,
             )
@@ -180,6 +153,7 @@ class Job:
         ]
         self._rules = rules
         self._places = places
+        self._scoring = order.scoring
         self._mail = Mail()
         self.times = JobTimes(arrived, rules.token_times)
 
@@ -210,6 +184,7 @@ class Job:
             if choice.reply.finish_reason is not None:
                 continue  # progress that was sent before a stop string was found
             piece = choice.reply.take(progress)
+            choice.prompt_scores = choice.prompt_scores or progress.prompt_scores
             echo, choice.echo = choice.echo, None
             if piece.finish_reason is not None:
                 self._cancel(choice)
@@ -223,19 +198,35 @@ class Job:
     def usage(self) -> Usage:
         """Return the counts so far."""
         firsts = {choice.prompt_index: choice for choice in reversed(self.choices)}
+        prompts = [prompt_usage(choice.request, choice.reply.latest) for choice in firsts.values()]
         latest = [choice.reply.latest for choice in self.choices]
         return Usage(
             prompt_tokens=sum(len(prompt.token_ids) for prompt in self.prompts),
             completion_tokens=sum(len(choice.reply.token_ids) for choice in self.choices),
-            cached_tokens=sum(choice.reply.latest.cached_tokens for choice in firsts.values()),
+            cached_tokens=sum(prompt.cached_tokens for prompt in prompts),
             draft_tokens=sum(progress.draft_tokens for progress in latest),
             accepted_tokens=sum(progress.accepted_tokens for progress in latest),
             reasoning_tokens=sum(choice.reply.num_reasoning_tokens for choice in self.choices),
+            written_tokens=sum(prompt.written_tokens for prompt in prompts),
+            hour_tokens=sum(prompt.hour_tokens for prompt in prompts),
         )
+
+    @property
+    def scores_prompts(self) -> bool:
+        """True when the client wants to know of the prompts' tokens."""
+        return self._scoring is not None
+
+    def prompt_log_probs(self) -> list[Entries]:
+        """Return what is told of each prompt's tokens; like tokenizing, this takes time."""
+        assert self._scoring is not None
+        firsts = (choice for choice in self.choices if choice.request.prompt_top_n is not None)
+        return [self._scoring.entries(choice.request.prompt, choice.prompt_scores) for choice in firsts]
 
     def _check(self) -> None:
         if self._rules.is_over:
             raise unavailable("the server was stopped", "shutting_down")
+        if self._scoring is not None:
+            self._scoring.check([len(prompt.token_ids) for prompt in self.prompts])
         for choice in self.choices:
             fault = self._rules.backend.fault_of(choice.request)
             if fault is not None:
@@ -282,6 +273,11 @@ def _request(order: Order, prompt: Prompt, max_sequence_length: int) -> Generati
         breakpoints=prompt.breakpoints,
         max_tokens=room if order.takes_all_room else order.plain.max_tokens,
     )
+
+
+def _numbered(request: GenerationRequest, number: int, seed: int) -> GenerationRequest:
+    """Return the request of one of a prompt's choices, the first of which tells of the prompt."""
+    return replace(request, seed=choice_seed(seed, number), prompt_top_n=None if number else request.prompt_top_n)
 
 
 def choice_seed(seed: int, number: int) -> int:

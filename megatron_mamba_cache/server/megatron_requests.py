@@ -7,7 +7,7 @@ from typing import Any
 from megatron.core.inference.sampling_params import SamplingParams
 
 from ..mcore.failure_reason import failure_reason
-from ..mcore.request_spec import BREAKPOINTS, GRAMMAR, LOGITS, STOP_TOKEN_IDS
+from ..mcore.request_spec import BREAKPOINTS, GRAMMAR, LOGITS, PROMPT_TOP_N, STOP_TOKEN_IDS
 from ..policy.logits_settings import PLAIN_LOGITS
 from .backend import GenerationRequest, Progress
 
@@ -39,8 +39,8 @@ def sampling_params(request: GenerationRequest) -> SamplingParams:
         top_k=request.top_k,
         top_p=request.top_p,
         num_tokens_to_generate=request.max_tokens,
-        return_log_probs=request.num_log_probs is not None,
-        skip_prompt_log_probs=not request.scores_prompt,
+        return_log_probs=request.wants_log_probs,
+        skip_prompt_log_probs=not request.computes_prompt,
         top_n_logprobs=request.num_log_probs or 0,
         termination_id=-1 if request.ignores_end else None,
     )
@@ -50,8 +50,10 @@ def sampling_params(request: GenerationRequest) -> SamplingParams:
         params.add_attributes({GRAMMAR: request.grammar})
     if request.stop_token_ids:
         params.add_attributes({STOP_TOKEN_IDS: list(request.stop_token_ids)})
+    if request.prompt_top_n is not None:
+        params.add_attributes({PROMPT_TOP_N: request.prompt_top_n})
     if request.breakpoints:
-        params.add_attributes({BREAKPOINTS: list(request.breakpoints)})
+        params.add_attributes({BREAKPOINTS: list(map(list, request.breakpoints))})
     return params
 
 

@@ -67,11 +67,12 @@ class Message(PartlySupported):
         return self
 
     @property
-    def breakpoints(self) -> list[int]:
-        """Characters of the content before each breakpoint in it."""
+    def breakpoints(self) -> list[tuple[int, CacheControl]]:
+        """The breakpoints in it, and the characters of the content before each."""
         parts = () if self.content is None or isinstance(self.content, str) else self.content
         ends = accumulate(len(part.text) for part in parts)
-        return [end for part, end in zip(parts, ends, strict=True) if part.cache_control is not None]
+        controls = ((end, part.cache_control) for part, end in zip(parts, ends, strict=True))
+        return [(end, control) for end, control in controls if control is not None]
 
     def plain(self) -> dict[str, Any]:
         """Return the message for a chat template, its parts joined."""
@@ -116,9 +117,14 @@ class Templated(BaseModel):
             ApiError: 400 if there are too many breakpoints.
         """
         known = {name: value for name, value in values.items() if value is not None}
-        breakpoints = [Breakpoint(index, end) for index, message in enumerate(messages) for end in message.breakpoints]
-        if any(tool.cache_control is not None for tool in self.tools or ()):
-            breakpoints.insert(0, Breakpoint())
+        breakpoints = [
+            Breakpoint(index, end, control.keep_s)
+            for index, message in enumerate(messages)
+            for end, control in message.breakpoints
+        ]
+        of_tools = [tool.cache_control.keep_s for tool in self.tools or () if tool.cache_control is not None]
+        if of_tools:
+            breakpoints.insert(0, Breakpoint(keep_s=max(of_tools)))
         if len(breakpoints) > _MOST_BREAKPOINTS:
             raise bad_request(
                 f"the request has {len(breakpoints)} parts with cache_control; at most {_MOST_BREAKPOINTS} are allowed",

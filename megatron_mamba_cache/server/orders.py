@@ -14,6 +14,7 @@ from .errors import ApiError, bad_request
 from .job import Order
 from .limits import ServerLimits
 from .parsers.families import ReplySyntax
+from .prompt_scores import PromptScoring
 from .prompts import Prompt, PromptReader
 from .reply import ReplyReading
 from .reply_forms import FormMaker
@@ -96,6 +97,9 @@ class OrderMaker:
         if answer is not None and answer_field is not None:
             answer = answer_field, answer[1]
         form = self._form_maker.chat(answer, conversation.tools, body.tool_choice, body.parallel_tool_calls)
+        for name in ("ignore_eos", "min_tokens"):
+            if form is not None and getattr(body, name):
+                raise bad_request(f"{form.field} says where a reply ends; leave out {name}", name)
         return replace(order, reading=self._reading(body, conversation), form=form)
 
     def _order(
@@ -130,11 +134,24 @@ class OrderMaker:
             seed=seed,
             tenant=tenant.name,
             num_log_probs=num_log_probs,
+            prompt_top_n=body.prompt_logprobs,
             ignores_end=bool(body.ignore_eos),
             stop_token_ids=tuple(body.stop_token_ids or ()),
             logits=body.logits,
         )
-        return Order(tenant, readings, num_choices, plain, max_tokens is None, body.stops, is_empty=max_tokens == 0)
+        scoring = None
+        if body.prompt_logprobs is not None:
+            scoring = PromptScoring(body.prompt_logprobs, self._tokenizer.detokenizer(None))
+        return Order(
+            tenant,
+            readings,
+            num_choices,
+            plain,
+            max_tokens is None,
+            body.stops,
+            is_empty=max_tokens == 0,
+            scoring=scoring,
+        )
 
     def _reading(self, body: ChatRequest, conversation: Conversation) -> ReplyReading | None:
         """Return how the replies to messages are read; None if all of their text is content."""

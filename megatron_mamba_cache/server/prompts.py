@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from ..policy.requests import PromptBreakpoint
 from .conversation import Breakpoint, Conversation
 from .echo import Echo, echo_of
 from .errors import ApiError, bad_request, too_long
@@ -26,14 +27,14 @@ class Prompt:
         text: The text that was tokenized; None if the client sent token ids.
         echo: What to send before the reply; None sends nothing.
         conversation: What the text was rendered from; None for a text of the client's.
-        breakpoints: Tokens before each of the conversation's breakpoints whose place is known.
+        breakpoints: The conversation's breakpoints whose place is known.
     """
 
     token_ids: tuple[int, ...]
     text: str | None
     echo: Echo | None = None
     conversation: Conversation | None = None
-    breakpoints: tuple[int, ...] = ()
+    breakpoints: tuple[PromptBreakpoint, ...] = ()
 
 
 class PromptReader:
@@ -93,8 +94,8 @@ class PromptReader:
         if conversation.has_calls and "tool_calls" not in template:
             raise bad_request("this model's chat template has no place for tool calls; leave them out", "messages")
         prompt = self._prompt(tenant, self._rendered(conversation), self._next_turn)
-        places = (self._tokens_before(place, tenant, conversation, prompt) for place in conversation.breakpoints)
-        breakpoints = tuple(place for place in places if place is not None)
+        places = ((self._tokens_before(p, tenant, conversation, prompt), p.keep_s) for p in conversation.breakpoints)
+        breakpoints = tuple(PromptBreakpoint(count, keep_s) for count, keep_s in places if count is not None)
         return replace(prompt, conversation=conversation, breakpoints=breakpoints)
 
     def remember(self, tenant: Tenant, prompt: Prompt, reply: str, reply_ids: Sequence[int]) -> None:

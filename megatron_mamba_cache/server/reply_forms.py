@@ -7,7 +7,7 @@ from typing import Any
 from ..grammars.compiler import Grammars
 from ..grammars.forms import Grammar, SpecialId, after_reasoning, any_of
 from .errors import bad_request
-from .parsers.call_grammars import CallableTool, calls_grammar
+from .parsers.call_grammars import CallableTool, calls_grammar, text_and_calls_grammar
 from .parsers.families import ReplySyntax
 from .parsers.reasoning import ReasoningForm
 from .tool_schemas import NamedTool
@@ -85,6 +85,8 @@ class FormMaker:
             ApiError: 400 if a call is asked for and there is no such tool, or nothing is known of the model's calls.
         """
         is_forced = choice == "required" or isinstance(choice, NamedTool)
+        if not is_forced and answer is None and choice != "none":
+            return self._strict_calls(tools)
         if not is_forced and (answer is None or not tools or choice == "none" or self._syntax.tool_calls is None):
             return None if answer is None else self._after_reasoning(*answer)
         callable_tools = [_callable(tool["function"]) for tool in tools]
@@ -104,6 +106,18 @@ class FormMaker:
         assert answer is not None
         field, grammar = answer
         return self._after_reasoning(field, any_of(calls, grammar))
+
+    def _strict_calls(self, tools: Sequence[Mapping[str, Any]]) -> ReplyForm | None:
+        """Return the form of a reply whose calls of strict tools have arguments of their schemas; None without any."""
+        functions = [tool["function"] for tool in tools]
+        if self._syntax.tool_calls is None or not any(function.get("strict") for function in functions):
+            return None
+        callable_tools = [
+            _callable(function) if function.get("strict") else CallableTool(function["name"], None)
+            for function in functions
+        ]
+        grammar = text_and_calls_grammar(self._syntax.tool_calls, callable_tools, self._special_id)
+        return None if grammar is None else self._after_reasoning(_TOOLS, grammar)
 
     def _after_reasoning(self, field: str, grammar: Grammar) -> ReplyForm:
         return ReplyForm(field, grammar, self._syntax.reasoning, self._special_id)

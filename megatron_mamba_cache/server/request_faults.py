@@ -40,7 +40,10 @@ class RequestRules:
             max_len=len(request.prompt) + request.max_tokens,
             sampling=SamplingSettings(request.temperature, request.top_k, request.top_p, logits=request.logits),
             log_probs=LogProbSettings(
-                request.num_log_probs is not None, not request.scores_prompt, request.num_log_probs or 0
+                request.wants_log_probs,
+                not request.computes_prompt,
+                request.num_log_probs or 0,
+                request.prompt_top_n,
             ),
         )
         return fault_of(spec, self.config, self.vocab_size, self.num_blocks)

@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 from collections import defaultdict
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
@@ -79,9 +79,15 @@ class WholeReply(JobResponse):
         pieces: dict[int, list[Piece]] = defaultdict(list)
         async for choice, piece in job.pieces():
             pieces[choice.index].append(piece)
-        response = JSONResponse(self._form.body(job, pieces))
+        if job.scores_prompts:  # a response of megabytes would block the event loop
+            response = await self._rules.threads.run(job.tenant.owner, lambda: self._body(job, pieces))
+        else:
+            response = self._body(job, pieces)
         await send({"type": "http.response.start", "status": 200, "headers": response.raw_headers})
         await send({"type": "http.response.body", "body": response.body})
+
+    def _body(self, job: Job, pieces: Mapping[int, Sequence[Piece]]) -> JSONResponse:
+        return JSONResponse(self._form.body(job, pieces))
 
 
 class EventStream(JobResponse):

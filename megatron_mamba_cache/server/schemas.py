@@ -52,7 +52,7 @@ class GenerationFields(AnswerFields):
 
     Beyond OpenAI's: `top_k` (0 or -1 is off, 1 greedy), `min_p`, `repetition_penalty`, `min_tokens`, `stop_token_ids`,
     `ignore_eos`, `skip_special_tokens`, `cache_salt` (prefixes are shared only between requests of the same salt),
-    `return_token_ids` and `request_id` (the end of the reply's id).
+    `return_token_ids`, `prompt_logprobs` (whole replies only) and `request_id` (the end of the reply's id).
     """
 
     model_config = ConfigDict(extra="forbid", regex_engine="rust-regex")
@@ -77,6 +77,7 @@ class GenerationFields(AnswerFields):
     ignore_eos: Flag | None = None
     skip_special_tokens: Flag | None = None
     return_token_ids: Flag | None = None
+    prompt_logprobs: Annotated[Int, Field(ge=0, le=20)] | None = None
     cache_salt: Name | None = None
     request_id: Name | None = None
     # Accepted, without effect.
@@ -128,6 +129,9 @@ class GenerationFields(AnswerFields):
         if self.stream_options is not None and not self.stream:
             context = {"field": "stream_options", "sentence": "stream_options needs stream to be true"}
             raise PydanticCustomError("no_stream", "{sentence}", context)
+        if self.prompt_logprobs is not None and self.stream:
+            sentence = "prompt_logprobs comes with whole replies only; leave out stream, or send it as false"
+            raise PydanticCustomError("whole_only", "{sentence}", {"field": "prompt_logprobs", "sentence": sentence})
         return self
 
 

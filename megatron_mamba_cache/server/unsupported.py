@@ -51,7 +51,6 @@ _ZERO = Unsupported((0,))
 _ONE = Unsupported((1,))
 _NO_ITEMS = Unsupported(([],))
 _NO_ENTRIES = Unsupported(({},))
-_ECHO_INSTEAD = Unsupported(instead="leave it out, or send echo and logprobs to /v1/completions")
 
 _SAMPLING: Table = {
     "include_stop_str_in_output": _OFF,
@@ -84,7 +83,6 @@ _SERVING: Table = {
     "spaces_between_special_tokens": Unsupported((True, False)),  # special tokens have no text here
     "truncate_prompt_tokens": _NOTHING,
     "truncation_side": _NOTHING,
-    "prompt_logprobs": _ECHO_INSTEAD,
     "priority": _ZERO,
     "return_tokens_as_token_ids": Unsupported((False,), "leave it out, or send return_token_ids"),
     "kv_transfer_params": _NOTHING,

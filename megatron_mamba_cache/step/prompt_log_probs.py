@@ -59,13 +59,12 @@ def score_prompts(step: Step, ranks: Ranks, logits_of: Callable[[Tensor], Tensor
     places = [place for place in scored_places(step.rows) if place.followers]
     if not places:
         return
-    top_n = max(place.row.spec.log_probs.top_n for place in places)
+    top_n = max(place.row.spec.log_probs.most_of_prompt for place in places)
     found = _scores(step, ranks, places, top_n, logits_of, _MOST_LOGITS // vocab_size)
     for place in places:
-        width = place.row.spec.log_probs.top_n
+        width = place.row.spec.log_probs.most_of_prompt
         for _ in place.followers:
-            token = next(found)
-            place.row.scored.append(ScoredToken(token.log_prob, token.best_log_probs[:width], token.best_ids[:width]))
+            place.row.scored.append(next(found).cut(width))
 
 
 def whole_scores(rows: Sequence[RunningRequest]) -> dict[int, list[ScoredToken]]:
@@ -73,10 +72,12 @@ def whole_scores(rows: Sequence[RunningRequest]) -> dict[int, list[ScoredToken]]
     return {index: row.scored for index, row in enumerate(rows) if row.scores_prompt and row.samples_this_step}
 
 
-def named_alternatives(scored: Sequence[ScoredToken], detokenize: Callable[[list[int]], str]) -> list[dict[str, float]]:
-    """Return each token's best alternatives by text; of equal texts the most probable one counts."""
+def named_alternatives(
+    scored: Sequence[ScoredToken], top_n: int, detokenize: Callable[[list[int]], str]
+) -> list[dict[str, float]]:
+    """Return each token's `top_n` best alternatives by text; of equal texts the most probable one counts."""
     texts = dict[int, str]()
-    return [_named(token, texts, detokenize) for token in scored]
+    return [_named(token, top_n, texts, detokenize) for token in scored]
 
 
 def _scores(
@@ -92,7 +93,7 @@ def _scores(
     followers = [token for place in places for token in place.followers]
     device = step.batch.token_ids.device
     values = torch.empty(len(tokens), 1 + top_n, device=device)
-    ids = torch.empty(len(tokens), top_n, dtype=torch.int64, device=device)
+    ranks_and_ids = torch.empty(len(tokens), 1 + top_n, dtype=torch.int64, device=device)
     if ranks.is_last_stage:
         hidden = step.scored_hidden_states[torch.tensor(tokens, device=device)]
         targets = torch.tensor(followers, device=device)[:, None]
@@ -101,18 +102,21 @@ def _scores(
             part = slice(start, start + size)
             log_probs = F.log_softmax(logits_of(hidden[part]).float(), dim=-1)
             best = torch.topk(log_probs, top_n)
-            values[part, :1] = log_probs.gather(1, targets[part])
-            values[part, 1:], ids[part] = best.values, best.indices
+            chosen = values[part, :1] = log_probs.gather(1, targets[part])
+            values[part, 1:], ranks_and_ids[part, 1:] = best.values, best.indices
+            ranks_and_ids[part, 0] = 1 + (log_probs > chosen).sum(dim=-1)
     if ranks.num_ranks > 1:
         ranks.from_source(values)
-        ranks.from_source(ids)
-    lines = zip(values.tolist(), ids.tolist(), strict=True)
-    return (ScoredToken(log_prob, tuple(best), tuple(tokens)) for (log_prob, *best), tokens in lines)
+        ranks.from_source(ranks_and_ids)
+    lines = zip(values.tolist(), ranks_and_ids.tolist(), strict=True)
+    return (ScoredToken(log_prob, rank, tuple(best), tuple(ids)) for (log_prob, *best), (rank, *ids) in lines)
 
 
-def _named(token: ScoredToken, texts: dict[int, str], detokenize: Callable[[list[int]], str]) -> dict[str, float]:
+def _named(
+    token: ScoredToken, top_n: int, texts: dict[int, str], detokenize: Callable[[list[int]], str]
+) -> dict[str, float]:
     found: dict[str, float] = {}
-    for token_id, value in zip(token.best_ids, token.best_log_probs, strict=True):
+    for token_id, value in zip(token.best_ids[:top_n], token.best_log_probs[:top_n], strict=True):
         if token_id not in texts:
             texts[token_id] = detokenize([token_id])
         found.setdefault(texts[token_id], value)

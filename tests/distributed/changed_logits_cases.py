@@ -3,10 +3,12 @@
 from dataclasses import replace
 from random import Random
 
-from megatron_mamba_cache.grammars import forms
+from megatron_mamba_cache.grammars import forms, matching
 from tests.distributed.rank_models import Layout, parallel
 from tests.grammars.random_schemas import random_schema
-from tests.mcore.test_grammars import END, is_valid, replies_to, wishes_for
+from tests.mcore import engine_runs
+from tests.mcore.engine_runs import EngineRun, cache_config
+from tests.mcore.test_grammars import END, TOKENIZER, is_valid, replies_to, wishes_for
 
 NUM_REQUESTS = 12
 LOGITS = {"frequency_penalty": 0.5, "repetition_penalty": 1.2, "logit_bias": [[65, 1.5], [66, -3.0]], "min_p": 0.02}
@@ -25,3 +27,21 @@ def replies(layout: Layout) -> dict[int, list[int]]:
         if number % 3 and plain[number][-1] == END:
             assert is_valid(schema, plain[number]), (schema, plain[number])
     return plain
+
+
+def replies_beside_a_failure(layout: Layout, num_drafts: int) -> tuple[dict[int, list[int]], str]:
+    """Return the tokens of requests beside one whose grammar becomes too complex, and why that one failed."""
+    matching._MOST_ITEMS = 500
+    schema = {"type": "object", "properties": {f"p{number}": {} for number in range(200)}}
+    grammars = ["", forms.json_grammar(schema).text, "", forms.json_grammar({"type": "boolean"}).text]
+    wishes = [replace(wish, temperature=0.0) for wish in wishes_for(grammars, 4)]
+    with parallel(layout):
+        subject = engine_runs.hybrid(engine_runs.tiny_sizes(vocab_size=TOKENIZER.vocab_size))
+        config = cache_config(subject.sizes, num_speculative_tokens=num_drafts)
+        run = EngineRun.start(subject, replace(config, rank_digest_steps=1), tokenizer=TOKENIZER)
+        for wish in wishes:
+            run.add(wish.request_id, wish.prompt, wish.sampling(20), seed=wish.seed)
+        run.finish()
+        run.assert_nothing_held()
+        tokens = {number: run.tokens(number) for number in (0, 2, 3)}
+        return tokens, str(run.finished[1].events[0].payload)

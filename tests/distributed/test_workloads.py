@@ -94,6 +94,17 @@ def test_ranks_of_a_model_plan_the_same_and_generate_the_oracles_tokens(
     totals.add(first)
 
 
+@pytest.mark.parametrize("num_graphs", [0, 3])
+@pytest.mark.parametrize("layout", [TENSOR, PIPELINE], ids=name_of)
+def test_ranks_of_a_model_follow_grammars_alike(
+    layout: Layout, num_graphs: int, worlds: Worlds, totals: Totals
+) -> None:
+    first, *others = worlds.of(2).run(run_workloads, layout, "disturbed", 8, num_graphs, 1, True)
+    assert all(outcome.decisions == first.decisions and outcome.texts == first.texts for outcome in others)
+    assert all(seen["ended by a grammar"] for seen in first.seen)
+    totals.add(first)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("flavour", ["one_budget", "disturbed_budget"])
 @pytest.mark.parametrize("layout", [TENSOR, PIPELINE], ids=name_of)

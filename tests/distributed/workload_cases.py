@@ -55,7 +55,9 @@ class RankOutcome:
     num_idle: int = 0
 
 
-def run_workloads(layout: Layout, flavour: str, seed: int, num_graphs: int, digest_steps: int) -> RankOutcome:
+def run_workloads(
+    layout: Layout, flavour: str, seed: int, num_graphs: int, digest_steps: int, has_grammars: bool = False
+) -> RankOutcome:
     """Run the workload of a flavour and a seed without drafts and with, as the other ranks do.
 
     Tokens are compared with the oracle's here; plans with the other ranks' before every forward, with digests.
@@ -66,7 +68,7 @@ def run_workloads(layout: Layout, flavour: str, seed: int, num_graphs: int, dige
         if layout.tensor > 2:
             patch.setattr(random_workloads, "MODELS", tuple(model | _WIDTHS for model in MODELS))
         capture_without_cuda(patch)
-        return _run_workloads(_workload(flavour, seed, num_graphs, digest_steps))
+        return _run_workloads(_workload(flavour, seed, num_graphs, digest_steps, has_grammars=has_grammars))
 
 
 def run_workloads_of_replicas(
@@ -152,8 +154,9 @@ def _contents(context: Any) -> list[Tensor]:
     return [memory.state_pool.conv.clone(), memory.state_pool.ssm.clone(), memory.kv_buffer[:, :, :-1].clone()]
 
 
-def _workload(flavour: str, seed: int, num_graphs: int, digest_steps: int) -> Workload:
-    work = make_workload(FLAVOURS[flavour], seed, NUM_DRAFTS, replays=flavour in REPLAYED)
+def _workload(flavour: str, seed: int, num_graphs: int, digest_steps: int, *, has_grammars: bool = False) -> Workload:
+    replays = flavour in REPLAYED
+    work = make_workload(FLAVOURS[flavour], seed, NUM_DRAFTS, has_grammars=has_grammars, replays=replays)
     graphs = {"num_cuda_graphs": num_graphs, "cuda_graph_prefill_tokens": 40}
     return replace(work, config=replace(work.config, rank_digest_steps=digest_steps, **graphs))
 

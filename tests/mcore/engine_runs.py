@@ -13,9 +13,11 @@ from megatron_mamba_cache import CacheConfig, build_engine
 from megatron_mamba_cache.mcore.engine import MambaCacheEngine
 from megatron_mamba_cache.mcore.model_ranks import ranks_of_process
 from megatron_mamba_cache.mcore.model_reading import model_shape_of
+from megatron_mamba_cache.mcore.request_spec import GRAMMAR
 from megatron_mamba_cache.models.random_hybrid import RandomHybridConfig, random_hybrid_model
 from megatron_mamba_cache.state.model_shape import HybridModelShape
 from megatron_mamba_cache.state.slab_shape import SlabShape
+from tests.grammars.allowed_tokens import allowed_tokens
 from tests.oracle import HybridOracle
 
 GIB = 2**30
@@ -208,7 +210,9 @@ class EngineRun:
         tally = OracleTally()
         for request_id in self.finished if request_ids is None else request_ids:
             prompt, generated = self.prompts[request_id], self.tokens(request_id)
-            check = self.subject.oracle.check_greedy(prompt, generated, ORACLE_MARGIN)
+            grammar = getattr(self.finished[request_id].sampling_params, GRAMMAR, "")
+            allowed = allowed_tokens(grammar, generated, self.subject.sizes.vocab_size) if grammar else None
+            check = self.subject.oracle.check_greedy(prompt, generated, ORACLE_MARGIN, allowed)
             assert check.first_mismatch is None, (
                 f"request {request_id} of {len(prompt)} prompt tokens, {self.engine.cached_tokens(request_id)} of them "
                 f"cached, differs from the oracle at generated token {check.first_mismatch}: {generated}"

@@ -10,8 +10,12 @@ import pytest
 from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron_mamba_cache import CacheConfig
+from megatron_mamba_cache.grammars.forms import json_grammar
 from megatron_mamba_cache.mcore.generated_tokens import is_reported
+from megatron_mamba_cache.mcore.request_spec import ARRIVED, BREAKPOINTS, GRAMMAR
 from megatron_mamba_cache.speculation.drafter import Drafter
+from tests.grammars.piece_tokenizer import END, PieceTokenizer
+from tests.grammars.random_schemas import random_schema
 from tests.mcore.engine_runs import (
     MAX_STEPS,
     EngineRun,
@@ -63,6 +67,7 @@ class Arrival:
     follows: int | None = None
     stop_words: tuple[tuple[int, ...], ...] = ()
     wish: dict[str, Any] = field(default_factory=dict)
+    attributes: dict[str, Any] = field(default_factory=dict)  # for which Megatron has no field
 
     @property
     def sampling(self) -> SamplingParams:
@@ -73,7 +78,9 @@ class Arrival:
         single = [word[0] for word in self.stop_words if len(word) == 1]
         longer = [" ".join(map(str, word)) for word in self.stop_words if len(word) > 1]
         end = single[0] if single else -1
-        return greedy(self.num_tokens, termination_id=end, stop_words=longer or None, **self.wish)
+        params = greedy(self.num_tokens, termination_id=end, stop_words=longer or None, **self.wish)
+        params.add_attributes(self.attributes)
+        return params
 
     @property
     def is_greedy(self) -> bool:
@@ -100,6 +107,11 @@ class Workload:
     disturbed_share: float = 0.0  # of the steps: a flush, a suspend or a fault comes before or in them
     has_log_probs: bool = False  # then reports may fail too
     disturbances: tuple[str, ...] = ("flush", "suspend", "fault", "fault")
+
+    @property
+    def has_grammars(self) -> bool:
+        """True when some requests have a grammar, over the vocabulary of `PieceTokenizer`."""
+        return any(GRAMMAR in arrival.attributes for arrival in self.arrivals)
 
     def fault_places(self, rng: random.Random) -> FaultPlaces:
         """Return where a step may fail."""
@@ -264,6 +276,7 @@ def make_workload(
     *,
     has_log_probs: bool = False,
     sampled_share: float = 0.0,
+    has_grammars: bool = False,
     models: Sequence[dict[str, Any]] | None = None,
     replays: bool = False,
 ) -> Workload:
@@ -272,11 +285,13 @@ def make_workload(
     Args:
         has_log_probs: Whether most requests want log-probs, and steps are disturbed whatever the flavour.
         sampled_share: How many of the requests draw their tokens at random.
+        has_grammars: Whether about half of the requests have to follow a grammar, and no others have stop words.
         models: Sizes of models, one of which is drawn; None: MODELS.
         replays: Whether states are replayed, from rings of some length; else what the device's default is.
     """
     rng = random.Random(f"{flavour.name} {seed}")
-    subject = tiny_hybrid(**rng.choice(MODELS if models is None else models))
+    sizes = rng.choice(MODELS if models is None else models)
+    subject = tiny_hybrid(**sizes | ({"vocab_size": PieceTokenizer().vocab_size} if has_grammars else {}))
     block = subject.sizes.ssm_chunk_size * rng.choice([1, 2, 4])
     max_prompt = rng.choice([3, 4, 6]) * block if block <= 32 else 3 * block
     max_tokens = rng.randrange(8, 30)
@@ -297,6 +312,9 @@ def make_workload(
             replace(arrival, wish=arrival.wish | rng.choice(_SAMPLED)) if rng.random() < sampled_share else arrival
             for arrival in arrivals
         )
+    if has_grammars:
+        arrivals = _with_grammars(random.Random(f"{flavour.name} {seed} grammars"), arrivals)
+    arrivals = _with_breakpoints(random.Random(f"{flavour.name} {seed} breakpoints"), arrivals)
     disturbed_share = 0.3 if has_log_probs else 0.15 if flavour.is_disturbed else 0.0
     if replays:
         lengths = [length for length in RING_LENGTHS if block % length == 0]
@@ -333,7 +351,10 @@ class WorkloadOutcome:
 def run_workload(work: Workload, drafter: Drafter | None = None) -> WorkloadOutcome:
     """Run a workload to its end, and assert everything about it."""
     only_last = not work.has_log_probs
-    run = EngineRun.start(work.subject, work.config, drafter=drafter, materialize_only_last_token_logits=only_last)
+    settings: dict[str, Any] = {"tokenizer": PieceTokenizer()} if work.has_grammars else {}
+    run = EngineRun.start(
+        work.subject, work.config, drafter=drafter, materialize_only_last_token_logits=only_last, **settings
+    )
     seen = Counter(requests=len(work.arrivals))
     pending = dict(enumerate(work.arrivals))
     rng = random.Random(len(work.arrivals))
@@ -357,6 +378,11 @@ def run_workload(work: Workload, drafter: Drafter | None = None) -> WorkloadOutc
     seen.update({name: count for name, count in run.context.snapshot().as_dict().items() if isinstance(count, int)})
     tally = run.assert_matches_oracle([i for i, arrival in enumerate(work.arrivals) if arrival.is_greedy])
     texts = {request_id: run.prompts[request_id] + run.tokens(request_id) for request_id in run.finished}
+    assert run.context.runner._changes.masks._rows == {}
+    seen["ended by a grammar"] = sum(
+        GRAMMAR in work.arrivals[request_id].attributes and run.tokens(request_id)[-1] == END
+        for request_id in run.finished
+    )
     seen["tokens"] = sum(len(run.tokens(request_id)) for request_id in run.finished)
     return WorkloadOutcome(seen, tally, texts, run)
 
@@ -442,6 +468,26 @@ def _arrivals(
         prompts.append(prompt)
         arrivals.append(Arrival(step, prompt, num_tokens))
     return tuple(arrivals)
+
+
+def _with_grammars(rng: random.Random, arrivals: Sequence[Arrival]) -> tuple[Arrival, ...]:
+    """Return arrivals of which the first and about half of the others follow a random JSON schema, and end with it."""
+    found: list[Arrival] = []
+    for arrival in arrivals:
+        grammar = json_grammar(random_schema(rng)).text if not found or rng.random() < 0.5 else ""
+        ends, attributes = (((END,),), {GRAMMAR: grammar}) if grammar else ((), {})
+        found.append(replace(arrival, stop_words=ends, attributes=attributes))
+    return tuple(found)
+
+
+def _with_breakpoints(rng: random.Random, arrivals: Sequence[Arrival]) -> tuple[Arrival, ...]:
+    """Return arrivals, some of which have breakpoints that are kept for some seconds; each is stamped with a time."""
+    found = []
+    for arrival in arrivals:
+        places = [[rng.randrange(1, 1 + len(arrival.prompt)), rng.choice([0, 5, 60])] for _ in range(rng.randrange(3))]
+        stamped = {ARRIVED: 1000 + arrival.step + rng.randrange(3), BREAKPOINTS: places if rng.random() < 0.5 else []}
+        found.append(replace(arrival, attributes={**arrival.attributes, **stamped}))
+    return tuple(found)
 
 
 def _stop_words(rng: random.Random, subject: Hybrid) -> tuple[tuple[int, ...], ...]:

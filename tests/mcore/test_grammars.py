@@ -10,7 +10,7 @@ import jsonschema_rs
 import pytest
 
 from megatron_mamba_cache.grammars import forms, matching
-from megatron_mamba_cache.mcore.request_spec import GRAMMAR, LOGITS
+from megatron_mamba_cache.mcore.request_spec import GRAMMAR, LOGITS, STOP_TOKEN_IDS
 from tests.grammars.piece_tokenizer import END, PieceTokenizer
 from tests.grammars.random_schemas import random_schema
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, tiny_hybrid
@@ -218,4 +218,23 @@ def test_a_grammar_that_becomes_too_complex_fails_its_request_alone(monkeypatch:
     assert run.counters.steps_aborted == 0
     plain = replies_to([wishes[0], wishes[2]], num_tokens=20)
     assert {number: run.tokens(number) for number in (0, 2)} == plain
+    run.assert_nothing_held()
+
+
+@pytest.mark.parametrize("end", [-1, 5])
+def test_a_grammar_needs_the_end_token_that_its_text_ends_with(end: int) -> None:
+    """Else the reply would repeat it up to its length."""
+    subject = tiny_hybrid(vocab_size=TOKENIZER.vocab_size)
+    run = EngineRun.start(subject, cache_config(subject.sizes), tokenizer=TOKENIZER)
+    grammar = {GRAMMAR: forms.json_grammar({"type": "boolean"}).text}
+    for request_id, (own_end, stops) in enumerate([(end, []), (end, [END]), (None, [])]):
+        params = greedy(20, termination_id=own_end)
+        params.add_attributes(grammar | {STOP_TOKEN_IDS: stops})
+        run.add(request_id, [1, 2, 3], params)
+    run.finish()
+    reason = f"termination_id is {end}, and a reply that follows a grammar ends with token {END}"
+    assert reason in str(run.finished[0].events[0].payload)
+    for request_id in (1, 2):
+        tokens = run.tokens(request_id)
+        assert tokens[-1] == END and END not in tokens[:-1] and is_valid({"type": "boolean"}, tokens)
     run.assert_nothing_held()

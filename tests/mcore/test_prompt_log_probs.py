@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_mamba_cache.mcore.request_spec import PROMPT_SCORES, PROMPT_TOP_N
 from megatron_mamba_cache.step import prompt_log_probs
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
 from tests.mcore.faults import InjectedFault, raise_once
@@ -40,6 +41,56 @@ def test_prompt_log_probs_are_the_oracles_whatever_the_chunks(
     assert not run.finished[4].prompt_log_probs and len(run.finished[4].generated_log_probs) == 6
     assert not run.finished[0].prompt_log_probs and not run.finished[2].prompt_top_n_logprobs
     run.assert_matches_oracle().assert_few_stops()
+
+
+@pytest.mark.parametrize("max_tokens", [9, 64])
+@pytest.mark.parametrize(("top_n", "prompt_top_n"), [(0, 0), (0, 3), (2, 1), (1, 4)])
+def test_ranks_count_the_more_probable_tokens(top_n: int, prompt_top_n: int, max_tokens: int) -> None:
+    run = start_run(max_tokens=max_tokens)
+    ranked = greedy(5, **SCORED, top_n_logprobs=top_n)
+    ranked.add_attributes({PROMPT_TOP_N: prompt_top_n})
+    run.add(0, some_tokens(30, seed=1), greedy(5, **SCORED, top_n_logprobs=3))
+    run.add(1, some_tokens(40), ranked)
+    run.finish()
+    assert_log_probs(run, 1)
+    assert not hasattr(run.finished[0].sampling_params, PROMPT_SCORES)
+    scores = getattr(run.finished[1].sampling_params, PROMPT_SCORES)
+    after = oracle_log_probs(run, 1).cpu()[:39]
+    own = after.gather(1, torch.tensor(some_tokens(40)[1:])[:, None])
+    assert [score.rank for score in scores] == (1 + (after > own).sum(-1)).tolist()
+    assert [list(score.best_ids) for score in scores] == after.topk(prompt_top_n).indices.tolist()
+    if top_n:
+        assert {len(best) for best in run.finished[1].prompt_top_n_logprobs} == {top_n}
+    assert run.finished[1].prompt_log_probs == [score.log_prob for score in scores]
+
+
+@pytest.mark.parametrize(
+    ("count", "settings", "words"),
+    [
+        (-1, SCORED, "from 0 to"),
+        (97, SCORED, "from 0 to the vocabulary's 96"),
+        (True, SCORED, "must be an int"),
+        (2, {}, "needs return_log_probs=True"),
+        (2, {"return_log_probs": True, "skip_prompt_log_probs": True}, "skip_prompt_log_probs=False"),
+    ],
+)
+def test_ranks_that_cannot_be_told_are_refused(count: Any, settings: dict[str, Any], words: str) -> None:
+    run = start_run()
+    ranked = greedy(2, **settings)
+    ranked.add_attributes({PROMPT_TOP_N: count})
+    run.add(0, some_tokens(5), ranked)
+    run.finish()
+    assert words in str(run.finished[0].events[0].payload)
+
+
+def test_an_engine_that_keeps_all_logits_tells_no_ranks() -> None:
+    subject = tiny_hybrid()
+    run = EngineRun.start(subject, cache_config(subject.sizes), materialize_only_last_token_logits=False)
+    ranked = greedy(2, **SCORED)
+    ranked.add_attributes({PROMPT_TOP_N: 0})
+    run.add(0, some_tokens(5), ranked)
+    run.finish()
+    assert "scores_prompts=True" in str(run.finished[0].events[0].payload)
 
 
 def test_a_scored_prompt_is_computed_whole_and_published() -> None:

@@ -45,6 +45,8 @@ def num_items(order: EvictionOrder) -> int:
 
 
 def worth(last_used: int, weight: Weight, now: int, likelihood: Callable[[int], float]) -> float:
+    if weight.is_held:
+        return weight.gain / FULL_WORTH_AGE
     return likelihood(weight.kind) * weight.gain / (now - last_used + FULL_WORTH_AGE)
 
 
@@ -93,6 +95,15 @@ def test_the_first_of_a_kind_is_found_among_its_kind() -> None:
     assert [order.first(NOW, equally, kinds) for kinds in (None, {0}, {1}, {0, 1})] == [0, 0, 2, 0]
     with pytest.raises(CacheIntegrityError, match="found none"):
         order.first(NOW, equally, {2})
+
+
+def test_a_held_state_counts_as_just_used_and_certain_to_be_hit() -> None:
+    order = EvictionOrder()
+    order.push(0, 0, 1, Weight(kind=1, is_held=True))
+    order.push(1, NOW - 1, 1, Weight())
+    order.push(2, NOW, 1, Weight())
+    order.push(3, NOW - 50, 1, Weight(gain=0.5, is_held=True))
+    assert take_all(order, likelihood=lambda kind: [1.0, 0.01][kind]) == [3, 1, 0, 2]
 
 
 def test_time_changes_which_of_two_goes_first() -> None:
@@ -198,11 +209,12 @@ def test_the_order_survives_compaction(num_entries: int) -> None:
 
 
 GAINS = st.one_of(st.sampled_from([0.0, 1.0, 1.0, 1.0]), st.floats(0, 1e9))
+WEIGHTS = st.builds(Weight, kind=st.integers(0, 2), gain=GAINS, is_held=st.booleans())
 STEPS = st.lists(
     st.tuples(
         st.sampled_from(["push", "push", "push", "discard", "first", "first", "clear"]),
         st.integers(0, 9),
-        st.builds(Push, st.integers(0, NOW), st.integers(0, 2), st.builds(Weight, kind=st.integers(0, 2), gain=GAINS)),
+        st.builds(Push, st.integers(0, NOW), st.integers(0, 2), WEIGHTS),
     ),
     max_size=150,
 )

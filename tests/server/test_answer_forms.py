@@ -252,3 +252,35 @@ def test_a_form_and_its_seed_decide_the_tokens() -> None:
                 found.append([choice["token_ids"] for choice in reply["choices"]])
                 assert all(is_city(choice["message"]["content"]) for choice in reply["choices"])
     assert found == [found[0]] * 4
+
+
+@pytest.mark.parametrize("fields", [{"ignore_eos": True}, {"min_tokens": 1}])
+@pytest.mark.parametrize("choice", ["required", "auto"])
+def test_calls_that_are_held_to_a_form_end_by_themselves(
+    client: openai.OpenAI, choice: Any, fields: dict[str, Any]
+) -> None:
+    strict: Any = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
+    settings: Any = {"model": "small_python_model", "messages": ASKED, "max_tokens": 4, "extra_body": fields}
+    with pytest.raises(openai.BadRequestError, match=f"tools says where a reply ends; leave out {next(iter(fields))}"):
+        client.chat.completions.create(tools=[strict], tool_choice=choice, **settings)
+
+
+def test_strict_tools_leave_text_free_where_no_call_is_asked_for(caller: openai.OpenAI) -> None:
+    strict: Any = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
+    settings: Any = {"model": "small_python_model", "messages": ASKED, "max_tokens": 30, "temperature": 0}
+    held = caller.chat.completions.create(tools=[strict, NOW], **settings)
+    free = caller.chat.completions.create(tools=[WEATHER, NOW], **settings)
+    assert held.choices[0].message.content == free.choices[0].message.content
+    assert held.choices[0].finish_reason == free.choices[0].finish_reason
+
+
+def test_the_schema_of_a_strict_tool_has_to_be_one_that_can_be_held_to(client: openai.OpenAI) -> None:
+    function = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"not": {}}}}}
+    for strict, choice in ((True, "auto"), (False, "auto"), (False, "required")):
+        tools: Any = [{"type": "function", "function": {**function, "strict": strict}}]
+        settings: Any = {"model": "small_python_model", "messages": ASKED, "tools": tools, "max_tokens": 2}
+        if (strict, choice) == (False, "auto"):
+            client.chat.completions.create(tool_choice=choice, **settings)
+            continue
+        with pytest.raises(openai.BadRequestError, match="not"):
+            client.chat.completions.create(tool_choice=choice, **settings)

@@ -1,5 +1,6 @@
 """A breakpoint leaves a state for the next session that shares what is before it, at that session's first turn."""
 
+import time
 from typing import Any
 
 import anthropic
@@ -57,7 +58,7 @@ def messages_session(server: RunningServer, question: str, after: str | None) ->
     messages: Any = [{"role": "user", "content": question}]
     usage = client.messages.create(model=MODEL, system=[system], messages=messages, tools=tools, **GREEDY).usage
     cached = usage.cache_read_input_tokens or 0
-    return usage.input_tokens + cached, cached
+    return usage.input_tokens + cached + (usage.cache_creation_input_tokens or 0), cached
 
 
 @pytest.mark.parametrize("session", [chat_session, messages_session])
@@ -84,7 +85,8 @@ def test_tokens_before_a_breakpoint_are_those_that_two_texts_have_in_common(tmp_
     places = (Breakpoint(), Breakpoint(0, 6), Breakpoint(0, 12), Breakpoint(1, 0))
     messages = [{"role": "system", "content": "import os\nx"}, {"role": "user", "content": "def f"}]
     prompt = reader.read_chat(Tenant(), Conversation(messages, [tool], breakpoints=places))
-    texts = [tokenizer.detokenize(prompt.token_ids[:count], skip_special_tokens=False) for count in prompt.breakpoints]
+    ends = [place.position for place in prompt.breakpoints]
+    texts = [tokenizer.detokenize(prompt.token_ids[:end], skip_special_tokens=False) for end in ends]
     assert texts[0].rstrip().endswith('"name": "f"}}') and prompt.text.startswith(texts[0])
     assert texts[1].endswith("import") and texts[2].endswith("import os\nx")
     assert texts[3].endswith("<|im_start|>user\n")
@@ -127,3 +129,94 @@ def test_other_kinds_of_breakpoints_are_refused(server: RunningServer) -> None:
         with server.client() as http:
             reply = http.post("/v1/chat/completions", json=body)
         assert reply.status_code == 400 and words in reply.json()["error"]["message"], reply.text
+
+
+def systems(*texts: str, ttl: str | None = None) -> list[dict[str, Any]]:
+    """Return instructions in parts, the first of which ends at a breakpoint."""
+    parts: list[dict[str, Any]] = [{"type": "text", "text": text} for text in texts]
+    parts[0]["cache_control"] = CONTROL if ttl is None else {**CONTROL, "ttl": ttl}
+    return parts
+
+
+def held_seconds(server: RunningServer) -> list[float]:
+    """Return for how long each held state is held from now on."""
+    return server.between_steps(
+        lambda engine: [end - time.time() for end in engine.context.cache.slots._held._until.values()]
+    )
+
+
+@pytest.mark.parametrize(("ttl", "seconds"), [(None, []), ("5m", [300]), ("1h", [3600])])
+def test_a_ttl_holds_the_state_before_its_breakpoint(
+    server: RunningServer, ttl: str | None, seconds: list[int]
+) -> None:
+    server.between_steps(lambda engine: engine.flush())
+    messages: Any = [{"role": "user", "content": "x"}]
+    client = anthropic.Anthropic(base_url=server.url, api_key=RED, max_retries=0)
+    for _ in range(2):
+        client.messages.create(
+            model=MODEL, max_tokens=1, messages=messages, system=systems(INSTRUCTIONS, "def f", ttl=ttl)
+        )
+        assert held_seconds(server) == pytest.approx(seconds, abs=30)
+    server.between_steps(lambda engine: engine.flush())
+    assert held_seconds(server) == []
+
+
+def test_a_mark_of_a_whole_request_holds_its_end(server: RunningServer) -> None:
+    server.between_steps(lambda engine: engine.flush())
+    content = INSTRUCTIONS * 2
+    with server.client() as http:
+        body = {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
+        assert http.post("/v1/messages", json=body).status_code == 200
+        assert held_seconds(server) == []
+        assert http.post("/v1/messages", json=body | {"cache_control": {**CONTROL, "ttl": "1h"}}).status_code == 200
+    assert held_seconds(server) == pytest.approx([3600], abs=30)
+    server.between_steps(lambda engine: engine.flush())
+
+
+def test_usage_tells_what_was_newly_written_and_for_how_long(server: RunningServer) -> None:
+    server.between_steps(lambda engine: engine.flush())
+    client = anthropic.Anthropic(base_url=server.url, api_key=RED, max_retries=0)
+    seen = []
+    for question, ttl in (("def a" * 40, "1h"), ("def a" * 40, "1h"), ("class B" * 60, "1h"), ("print" * 80, "5m")):
+        settings: Any = {
+            "model": MODEL,
+            "max_tokens": 2,
+            "messages": [{"role": "user", "content": question}],
+            "system": systems(INSTRUCTIONS, "\n# then\n", ttl=ttl),
+        }
+        usage = client.messages.create(**settings, stream=False).usage
+        assert usage.cache_creation is not None and usage.cache_creation_input_tokens is not None
+        of_hour, of_minutes = (
+            usage.cache_creation.ephemeral_1h_input_tokens,
+            usage.cache_creation.ephemeral_5m_input_tokens,
+        )
+        assert of_hour + of_minutes == usage.cache_creation_input_tokens
+        total = client.messages.count_tokens(**{k: settings[k] for k in ("model", "messages", "system")}).input_tokens
+        read = usage.cache_read_input_tokens or 0
+        assert usage.input_tokens + read + usage.cache_creation_input_tokens == total
+        seen.append((read, of_hour, of_minutes))
+        if not read:
+            first_total, shared = total, of_hour
+    assert first_total // BLOCK * BLOCK == sum(seen[0]) and shared > 0
+    assert seen[1] == (first_total // BLOCK * BLOCK, 0, 0)
+    assert seen[2][0] == seen[3][0] == shared // BLOCK * BLOCK
+    assert seen[2][2] > 0 and seen[3][1] == 0 < seen[3][2]
+
+
+def test_openais_interfaces_tell_what_was_newly_written(server: RunningServer) -> None:
+    server.between_steps(lambda engine: engine.flush())
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=RED, max_retries=0)
+    for text in ("a = 1\n" * 50, "b = 2\n" * 60, "c = 3\n" * 70):
+        prompts = [text + "x", text + "x"]
+        first, second = (client.completions.create(model=MODEL, prompt=prompt, max_tokens=1) for prompt in prompts)
+        assert first.usage is not None and first.usage.prompt_tokens_details is not None
+        last = first.usage.prompt_tokens // BLOCK * BLOCK
+        told = first.usage.prompt_tokens_details
+        assert (told.cached_tokens, told.cache_write_tokens) == (0, last)
+        assert second.usage is not None and second.usage.prompt_tokens_details is not None
+        told = second.usage.prompt_tokens_details
+        assert (told.cached_tokens, told.cache_write_tokens) == (last, 0)
+    response = client.responses.create(model=MODEL, input="d = 4\n" * 60, max_output_tokens=1)
+    assert response.usage is not None
+    written = response.usage.input_tokens_details.cache_write_tokens
+    assert written == response.usage.input_tokens // BLOCK * BLOCK

@@ -82,6 +82,10 @@ def asked(http: httpx.Client, **body: Any) -> dict[str, Any]:
     return reply.json()
 
 
+def ranks_of(entry: dict[str, Any] | None) -> dict[str, int]:
+    return {} if entry is None else {token: told["rank"] for token, told in entry.items()}
+
+
 def cached(http: httpx.Client) -> int:
     return asked(http)["usage"]["prompt_tokens_details"]["cached_tokens"]
 
@@ -95,6 +99,7 @@ def test_replicas_stream_cancel_flush_and_stop_as_one_engine_does(flags: tuple[s
         alone, alone_sampled = asked(http), asked(http, **sampled)
         scored = {"echo": True, "logprobs": 2, "max_tokens": 2}
         alone_scored = asked(http, **scored)["choices"][0]["logprobs"]
+        alone_ranked = asked(http, prompt_logprobs=2, max_tokens=1)["choices"][0]["prompt_logprobs"]
         changed = {"frequency_penalty": 1.5, "logit_bias": {"97": 2.5}, "min_tokens": 3, "stop_token_ids": [98]}
         alone_changed = asked(http, **changed)["choices"]
     with replicas(*flags) as (process, url), httpx.Client(base_url=url, timeout=120) as http:
@@ -107,6 +112,9 @@ def test_replicas_stream_cancel_flush_and_stop_as_one_engine_does(flags: tuple[s
             values = echo["logprobs"]["token_logprobs"]
             assert echo["text"].startswith(PROMPT) and len(values) > 50
             assert values[1:] == pytest.approx(alone_scored["token_logprobs"][1 : len(values)], abs=1e-3)
+        for max_tokens in (1, 3):
+            ranked = asked(http, prompt_logprobs=2, max_tokens=max_tokens)["choices"][0]["prompt_logprobs"]
+            assert [ranks_of(entry) for entry in ranked] == [ranks_of(entry) for entry in alone_ranked]
         events = streamed(http, max_tokens=12, temperature=0)
         assert len(events) > 6  # as it is generated, not whole
         assert "".join(event["choices"][0]["text"] for event in events) == alone["choices"][0]["text"]

@@ -37,7 +37,6 @@ BOTH: dict[str, Any] = {  # what asks for something, of vLLM's and OpenAI's fiel
     "truncation_side": "left",
     "allowed_token_ids": [1],
     "bad_words": ["x"],
-    "prompt_logprobs": 0,
     "guided_decoding_backend": "outlines",
     "guided_whitespace_pattern": " ",
     "structural_tag": "{}",

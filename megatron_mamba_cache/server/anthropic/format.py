@@ -149,12 +149,16 @@ def _end(job: Job) -> dict[str, Any]:
     return {"stop_reason": "stop_sequence" if stop is not None else reason, "stop_sequence": stop}
 
 
-def _usage(job: Job) -> dict[str, int]:
-    """Return the usage in Anthropic's terms, where input tokens are those that were not cached."""
+def _usage(job: Job) -> dict[str, Any]:
+    """Return the usage in Anthropic's terms, where input tokens are those that were neither cached nor are now."""
     usage = job.usage()
     return {
-        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens - usage.written_tokens,
         "cache_read_input_tokens": usage.cached_tokens,
-        "cache_creation_input_tokens": 0,
+        "cache_creation_input_tokens": usage.written_tokens,
+        "cache_creation": {
+            "ephemeral_5m_input_tokens": usage.written_tokens - usage.hour_tokens,
+            "ephemeral_1h_input_tokens": usage.hour_tokens,
+        },
         "output_tokens": usage.completion_tokens,
     }

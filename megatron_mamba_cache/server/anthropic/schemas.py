@@ -86,11 +86,13 @@ class MessagesTool(BaseModel):
     name: FunctionName
     description: Text | None = None
     input_schema: JsonObject
+    strict: Flag | None = None
     cache_control: CacheControl | None = None
 
     def as_function(self) -> dict[str, Any]:
         """Return the tool as chat completions have it."""
-        described = {} if self.description is None else {"description": self.description}
+        told = {"description": self.description, "strict": self.strict}
+        described = {key: value for key, value in told.items() if value is not None}
         function = {"name": self.name, **described, "parameters": self.input_schema}
         return {"type": "function", "function": function, "cache_control": self.cache_control}
 
@@ -181,7 +183,7 @@ class CountTokensRequest(PartlySupported):
         thinks = None if thinking is None or thinking.type == "adaptive" else thinking.type == "enabled"
         return {
             "model": self.model,
-            "messages": list(self._messages()),
+            "messages": self._marked(list(self._messages())),
             "continue_final_message": self.continues,
             "tools": [tool.as_function() for tool in self.tools or ()] or None,
             "tool_choice": None if choice is None else choice.as_chat(),
@@ -190,6 +192,13 @@ class CountTokensRequest(PartlySupported):
             "reasoning_effort": output.effort,
             "response_format": None if answer is None else answer.as_response_format(),
         }
+
+    def _marked(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return messages whose last part has the breakpoint that the request asks for, unless it has its own."""
+        if self.cache_control is not None and messages and messages[-1]["content"]:
+            last = messages[-1]["content"][-1]
+            last["cache_control"] = last["cache_control"] or self.cache_control
+        return messages
 
     def _messages(self) -> Iterator[dict[str, Any]]:
         if self.system:

@@ -19,7 +19,9 @@ check("a message", "".join(block.text for block in message.content), CHAT)
 with client.messages.stream(model=served.model, messages=MESSAGES, **BEST) as stream:
     check("a streamed message", "".join(stream.text_stream), CHAT)
 counted = client.messages.count_tokens(model=served.model, messages=MESSAGES)
-check("the tokens of a message", counted.input_tokens, message.usage.input_tokens)
+usage = message.usage
+total = usage.input_tokens + usage.cache_read_input_tokens + usage.cache_creation_input_tokens
+check("the tokens of a message", counted.input_tokens, total)
 called = client.messages.create(**ASKED, **FORCED)
 (block,) = [block for block in called.content if block.type == "tool_use"]
 check("a call", (called.stop_reason, isinstance(Weather(**block.input), Weather)), ("tool_use", True))

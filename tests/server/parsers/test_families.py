@@ -6,10 +6,17 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import jsonschema_rs
 import pytest
 
 from megatron_mamba_cache.grammars.compiler import Grammars
-from megatron_mamba_cache.server.parsers.call_grammars import CALL_GRAMMARS, CallableTool, calls_grammar
+from megatron_mamba_cache.grammars.forms import Grammar
+from megatron_mamba_cache.server.parsers.call_grammars import (
+    MARKED_CALLS,
+    CallableTool,
+    calls_grammar,
+    text_and_calls_grammar,
+)
 from megatron_mamba_cache.server.parsers.families import REASONING_PARSERS, TOOL_CALL_PARSERS, ReplySyntax, reply_syntax
 from megatron_mamba_cache.server.parsers.parts import (
     CallArguments,
@@ -23,7 +30,9 @@ from megatron_mamba_cache.server.parsers.parts import (
     assembled,
     merged,
 )
-from tests.grammars.piece_tokenizer import PieceTokenizer
+from tests.grammars.piece_tokenizer import END, PieceTokenizer
+
+TOKENIZER = PieceTokenizer()
 
 PARAMETERS: dict[str, Any] = {
     "get_weather": {
@@ -331,7 +340,9 @@ def test_the_template_says_how_replies_are_written(
 
 
 def test_every_form_of_calls_can_be_asked_for() -> None:
-    assert CALL_GRAMMARS.keys() == TOOL_CALL_PARSERS.keys()
+    assert {*MARKED_CALLS, "json"} == TOOL_CALL_PARSERS.keys()
+    for name, form in MARKED_CALLS.items():
+        assert {form.marker, *form.others} == set(TOOL_CALL_PARSERS[name]({}).open)
 
 
 @pytest.mark.parametrize(("unit", "is_allowed"), [("C", True), ("X", False), ('"C"', False)])
@@ -340,9 +351,109 @@ def test_a_parameter_that_refers_to_text_is_written_as_the_parser_reads_it(unit:
     units = {"type": "string", "enum": ["C", "F"]}
     parameters = {"type": "object", "properties": {"unit": {"$ref": "#/$defs/Unit"}}, "required": ["unit"]}
     tool = CallableTool("f", {**parameters, "$defs": {"Unit": units}})
-    tokenizer, text = PieceTokenizer(), f"<tool_call>\n<function=f>\n<parameter=unit>\n{unit}\n</parameter>\n"
-    grammars = Grammars(tokenizer.vocab_size)
-    grammars.read(tokenizer)
-    matcher = grammars.matcher(calls_grammar("qwen3_coder", [tool], tokenizer.id_of, only_one=True).text)
-    tokens = tokenizer.tokenize(text + "</function>\n</tool_call>")
-    assert (matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()) is is_allowed
+    text = f"<tool_call>\n<function=f>\n<parameter=unit>\n{unit}\n</parameter>\n</function>\n</tool_call>"
+    assert is_of(calls_grammar("qwen3_coder", [tool], TOKENIZER.id_of, only_one=True), text) is is_allowed
+
+
+def matcher_of(grammar: Grammar) -> Any:
+    """Return a matcher at a grammar's start."""
+    grammars = Grammars(TOKENIZER.vocab_size)
+    grammars.read(TOKENIZER)
+    return grammars.matcher(grammar.text)
+
+
+def is_of(grammar: Grammar, text: str) -> bool:
+    """Return whether a text is of a grammar."""
+    matcher, tokens = matcher_of(grammar), TOKENIZER.tokenize(text)
+    return bool(matcher.validate_tokens([*tokens, END]) == len(tokens) + 1)
+
+
+VALUES = ("Oslo", "", "a\n\nb", "</parameter", "<parameter=a>", "a\n<paramete", "</function> or so", "</tool_call>\n")
+BROKEN = (
+    "a\n<parameter=b>",
+    "a</parameter>b",
+    "\n</function>\n</tool_call>",
+    "</function></tool_call>",
+    "a\n<parameter=",
+)
+SEARCH = CallableTool("f", {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]})
+
+
+@pytest.mark.parametrize("value", [*VALUES, *BROKEN])
+def test_a_parameters_text_is_what_the_parser_reads(value: str) -> None:
+    """Whatever would end it before its end is not of the grammar."""
+    text = f"<tool_call>\n<function=f>\n<parameter=a>\n{value}\n</parameter>\n</function>\n</tool_call>"
+    grammar = calls_grammar("qwen3_coder", [SEARCH], TOKENIZER.id_of, only_one=True)
+    (call, *_), *_ = assembled(parsed(ReplySyntax("qwen3_coder"), [text])).calls, None
+    is_read = json.loads(call.arguments) == {"a": value}
+    assert is_of(grammar, text) is is_read is (value in VALUES)
+
+
+STRICT = {
+    "type": "object",
+    "properties": {"days": {"type": "integer"}, "city": {"type": "string", "maxLength": 9}},
+    "required": ["days", "city"],
+    "additionalProperties": False,
+}
+TOOLS = [CallableTool("get_weather", STRICT), CallableTool("f", None)]
+WRITTEN = {
+    "hermes": '<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>',
+    "nemotron_nano_v2": '<TOOLCALL>[{"name": "%s", "arguments": %s}]</TOOLCALL>',
+    "granite": '<|tool_call|>[{"name": "%s", "arguments": %s}]',
+}
+
+
+def xml_of(name: str, arguments: str) -> str:
+    values = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in json.loads(arguments).items())
+    return f"<tool_call>\n<function={name}>\n{values}</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize("form", MARKED_CALLS)
+def test_strict_tools_are_held_to_where_calls_are_free(form: str) -> None:
+    grammar = text_and_calls_grammar(form, TOOLS, TOKENIZER.id_of)
+    assert grammar is not None
+
+    def call(name: str, arguments: str) -> str:
+        return xml_of(name, arguments) if form == "qwen3_coder" else WRITTEN[form] % (name, arguments)
+
+    good, free = call("get_weather", '{"days": 3, "city": "Oslo"}'), call("f", '{"x": 1, "y": [{}]}')
+    marker = MARKED_CALLS[form].marker
+    for text in ("", "Hello.\n", good, f"I look.\n{good}", f"{good}\n{free} so", f"{free}{good}", marker[:-1], "{[<日"):
+        assert is_of(grammar, text), text
+    bad = [
+        call("get_weather", '{"days": "x", "city": "Oslo"}'),
+        call("get_weather", '{"days": 3, "city": "Oslo, far away"}'),
+        call("get_weather", "{}"),
+        call("other", "{}"),
+        f"{marker} is a marker",
+        marker,
+    ]
+    for text in bad:
+        assert not is_of(grammar, text), text
+        assert not is_of(grammar, f"So: {good} {text}"), text
+
+
+@pytest.mark.parametrize("form", MARKED_CALLS)
+def test_random_replies_with_strict_tools_call_them_by_their_schema(form: str) -> None:
+    """Tokens are drawn at random of those allowed, after a marker now and then."""
+    grammar = text_and_calls_grammar(form, TOOLS[:1], TOKENIZER.id_of)
+    assert grammar is not None
+    rng, num_calls = random.Random(form), 0
+    for _ in range(40):
+        matcher, tokens = matcher_of(grammar), list[int]()
+        while len(tokens) < 400 and (not tokens or tokens[-1] != END):
+            if rng.random() < 0.05:
+                begun = TOKENIZER.tokenize(MARKED_CALLS[form].marker)
+                count = matcher.try_consume_tokens(begun)
+                tokens += begun[:count]
+            mask = matcher.compute_bitmask()
+            allowed = [token for token in range(TOKENIZER.vocab_size) if mask[token // 8] >> token % 8 & 1]
+            assert allowed, TOKENIZER.detokenize(tokens)
+            tokens.append(END if END in allowed and rng.random() < 0.02 else rng.choice(allowed))
+            assert matcher.consume_token(tokens[-1])
+        parser = ReplySyntax(form).parser("", {"get_weather": STRICT})
+        calls = assembled([*parser.push(TOKENIZER.detokenize(tokens)), *parser.finish()]).calls
+        for found in calls[: parser.num_complete_calls]:
+            assert found.name == "get_weather" and jsonschema_rs.is_valid(STRICT, json.loads(found.arguments)), found
+            num_calls += 1
+    assert num_calls > 5, num_calls

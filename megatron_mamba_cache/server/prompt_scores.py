@@ -1,0 +1,65 @@
+"""Log-probs and ranks of prompt tokens in the form of vLLM's `prompt_logprobs`."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..policy.requests import ScoredToken
+from .errors import bad_request
+
+_MOST_ENTRIES = 2**18  # of one response: some 20 MB
+_LEAST_LOG_PROB = -9999.0  # in the place of minus infinity, which JSON cannot hold
+
+Entries = list[dict[str, dict[str, Any]] | None]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScoring:
+    """What a request wants to know of its prompts' tokens.
+
+    Args:
+        top_n: The best tokens that are told in the place of each, besides itself.
+        detokenize: Returns the text of tokens, special ones included.
+    """
+
+    top_n: int
+    detokenize: Callable[[list[int]], str]
+
+    def check(self, lengths: Sequence[int]) -> None:
+        """Raise `ApiError` 400 if prompts of these lengths have too many tokens to tell of."""
+        num_entries = sum(length - 1 for length in lengths) * (1 + self.top_n)
+        if num_entries > _MOST_ENTRIES:
+            raise bad_request(
+                f"prompt_logprobs={self.top_n} makes {num_entries} entries for these prompts; at most {_MOST_ENTRIES} "
+                "are told: send shorter prompts or a smaller prompt_logprobs",
+                "prompt_logprobs",
+            )
+
+    def entries(self, token_ids: Sequence[int], scores: Sequence[ScoredToken]) -> Entries:
+        """Return, for each prompt token, it and the best ones in its place by id; None for the first.
+
+        Args:
+            scores: Of the tokens from the second on.
+        """
+        texts: dict[int, str] = {}
+        found: Entries = [None]
+        for token_id, score in zip(token_ids[1:], scores, strict=True):
+            named = {}
+            for other_id, log_prob, rank in _ranked(token_id, score):
+                if other_id not in texts:
+                    texts[other_id] = self.detokenize([other_id])
+                named[str(other_id)] = {"logprob": log_prob, "rank": rank, "decoded_token": texts[other_id]}
+            found.append(named)
+        return found
+
+
+def _ranked(token_id: int, score: ScoredToken) -> Iterator[tuple[int, float, int]]:
+    """Yield the id, log-prob and rank of a token, and of the others that are better or as good."""
+    yield token_id, _finite(score.log_prob), score.rank
+    for rank, (other_id, log_prob) in enumerate(zip(score.best_ids, score.best_log_probs, strict=True), 1):
+        if other_id != token_id:
+            yield other_id, _finite(log_prob), rank
+
+
+def _finite(log_prob: float) -> float:
+    return log_prob if log_prob > _LEAST_LOG_PROB else _LEAST_LOG_PROB

@@ -1,0 +1,69 @@
+"""Token counts of HTTP requests."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from .backend import GenerationRequest, Progress
+
+_HOUR_S = 3600
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of an HTTP request.
+
+    Args:
+        cached_tokens: Prompt tokens that were skipped, by each prompt's first choice.
+        written_tokens: Others that it has newly written to the cache.
+        hour_tokens: Those of them that are before a breakpoint that is kept for an hour.
+        draft_tokens, accepted_tokens: Drafts verified for all choices, and those accepted.
+        reasoning_tokens: Completion tokens that were parsed as reasoning.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    draft_tokens: int
+    accepted_tokens: int
+    reasoning_tokens: int = 0
+    written_tokens: int = 0
+    hour_tokens: int = 0
+
+    def body(self) -> dict[str, Any]:
+        """Return OpenAI's usage object, with `draft_tokens` as an extension."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {
+                "cached_tokens": self.cached_tokens,
+                "cache_write_tokens": self.written_tokens,
+            },
+            "completion_tokens_details": {
+                "reasoning_tokens": self.reasoning_tokens,
+                "accepted_prediction_tokens": self.accepted_tokens,
+                "rejected_prediction_tokens": self.draft_tokens - self.accepted_tokens,
+                "draft_tokens": self.draft_tokens,
+            },
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class PromptUsage:
+    """What a prompt took from the cache and gave to it; see `Usage`."""
+
+    cached_tokens: int
+    written_tokens: int
+    hour_tokens: int
+
+
+def prompt_usage(request: GenerationRequest, latest: Progress) -> PromptUsage:
+    """Return the counts of a request's prompt, each token counted once however often it was computed.
+
+    Args:
+        latest: The request's newest progress.
+    """
+    written = min(latest.written_tokens, len(request.prompt) - latest.cached_tokens)
+    ends = [place.position for place in request.breakpoints if place.keep_s >= _HOUR_S]
+    of_hour = max(max(ends, default=0) - latest.cached_tokens, 0)
+    return PromptUsage(latest.cached_tokens, written, min(of_hour, written))

@@ -1,0 +1,24 @@
+"""What a grammar allows after each token of a reply, of the vocabulary of `PieceTokenizer`, token by token."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_mamba_cache.grammars.compiler import Grammars
+from tests.grammars.piece_tokenizer import PieceTokenizer
+
+
+def allowed_tokens(grammar: str, generated: Sequence[int], vocab_size: int) -> Tensor:
+    """Return which tokens may stand in the place of each token of a reply, [generated, vocab] bool."""
+    grammars = Grammars(vocab_size)
+    grammars.read(PieceTokenizer(vocab_size))
+    matcher = grammars.matcher(grammar)
+    rows = []
+    for token in generated:
+        mask = torch.frombuffer(bytearray(matcher.compute_bitmask()), dtype=torch.uint8)
+        bits = (mask[:, None] >> torch.arange(8)) & 1
+        rows.append(bits.flatten()[:vocab_size].bool())
+        assert rows[-1][token], (generated, token)
+        matcher.consume_token(token)
+    return torch.stack(rows)

@@ -1,0 +1,43 @@
+"""Random workloads in which about half of the requests follow grammars: tokens are the oracle's best allowed ones."""
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from tests.mcore.noisy_drafter import NoisyDrafter
+from tests.mcore.random_workloads import FLAVOURS, WorkloadOutcome, make_workload, run_workload, undisturbed
+from tests.mcore.workload_totals import WorkloadTotals
+
+SEEDS = [pytest.param(range(3), id="short"), pytest.param(range(3, 20), id="long", marks=pytest.mark.slow)]
+BY_DEFAULT = ("tight_blocks", "disturbed", "disturbed_budget")
+
+
+@pytest.fixture(scope="module")
+def totals() -> Iterator[WorkloadTotals]:
+    """Collect the totals of the module; print them at its end and assert that few comparisons were stopped."""
+    totals = WorkloadTotals()
+    yield totals
+    totals.report()
+
+
+@pytest.mark.parametrize("seeds", SEEDS)
+@pytest.mark.parametrize("has_drafts", [False, True])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.long) for name in FLAVOURS]
+)
+def test_tokens_are_the_oracles_best_of_those_that_the_grammar_allows(
+    name: str, has_drafts: bool, seeds: range, totals: WorkloadTotals
+) -> None:
+    def run(seed: int) -> WorkloadOutcome:
+        num_drafts = random.Random(f"grammars {name} {seed}").randrange(1, 6) if has_drafts else 0
+        work = make_workload(FLAVOURS[name], 3000 + seed, num_drafts, has_grammars=True)
+        assert work.has_grammars
+        drafter = None
+        if has_drafts:
+            texts = run_workload(undisturbed(work)).texts
+            vocab = work.subject.sizes.vocab_size
+            drafter = NoisyDrafter(texts, accuracy=0.8, vocab_size=vocab, seed=seed, varies=seed % 2 == 0)
+        return run_workload(work, drafter)
+
+    totals.run_batch(name, seeds, run, ["ended by a grammar", *(["accepted_tokens"] if has_drafts else [])])

@@ -1,0 +1,125 @@
+"""States that are held until some time: which are, whatever is held again, forgotten and told of the time."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_mamba_cache.policy.held_states import HeldStates
+from megatron_mamba_cache.policy.identifiers import BlockId
+from megatron_mamba_cache.policy.prefix_cache import PrefixCache
+from megatron_mamba_cache.policy.requests import PromptBreakpoint, RequestSpec, RunningRequest, SamplingSettings
+from tests.policy.small_cache import BLOCK, admit, planned, small_cache
+
+BLOCKS = [BlockId(number) for number in range(4)]
+CALLS = st.lists(
+    st.tuples(
+        st.sampled_from(["hold", "hold", "hold", "release", "time", "time", "clear"]),
+        st.sampled_from(BLOCKS),
+        st.integers(0, 60),
+    ),
+    max_size=60,
+)
+
+
+@given(CALLS)
+def test_a_state_is_held_until_the_latest_time_that_was_asked_for(calls: list[tuple[str, BlockId, int]]) -> None:
+    held, until, now = HeldStates(), dict[BlockId, int](), 0
+    for verb, block, number in calls:
+        if verb == "hold":
+            is_new = held.hold(block, now + number - 10)
+            assert is_new is (number > 10 and block not in until)
+            if number > 10:
+                until[block] = max(until.get(block, 0), now + number - 10)
+        elif verb == "release":
+            held.release(block)
+            until.pop(block, None)
+        elif verb == "time":
+            now = max(now, number)
+            over = held.pass_time(number)
+            assert sorted(over) == sorted(block for block, end in until.items() if end <= now)
+            until = {block: end for block, end in until.items() if end > now}
+        else:
+            held.clear()
+            until.clear()
+        assert held.blocks == set(until) and all((block in held) == (block in until) for block in BLOCKS)
+
+
+def test_what_is_held_again_and_again_takes_no_more_memory() -> None:
+    held = HeldStates()
+    for now in range(10_000):
+        for block in BLOCKS:
+            held.hold(block, now + 3600)
+        held.pass_time(now)
+    assert len(held._ends) <= 2 * len(BLOCKS)
+
+
+def asked(request_id: int, first: int, num_tokens: int, arrived_s: int, *places: PromptBreakpoint) -> RequestSpec:
+    """Return a request whose prompt begins with a token of its own."""
+    prompt = np.array([first, *range(1, num_tokens)], dtype=np.int64)
+    return RequestSpec(request_id, prompt, 64, SamplingSettings(), breakpoints=places, arrived_s=arrived_s)
+
+
+def run(cache: PrefixCache, spec: RequestSpec) -> RunningRequest:
+    """Prefill a request and let it go."""
+    row = cache.admit(cache.candidate(spec), planned(cache, spec), branches=cache.branches(cache.candidate(spec), ()))
+    while row.is_prefilling:
+        cache.publish(row, row.scheduled)
+        cache.advance(row, row.scheduled)
+        if row.is_prefilling:
+            cache.schedule_chunk(row, row.spec.prompt_len)
+    cache.release(row)
+    cache.check_integrity([])
+    return row
+
+
+def skipped(cache: PrefixCache, first: int, num_tokens: int) -> int:
+    """Return how many tokens of a prompt are cached; changes nothing."""
+    return planned(cache, asked(99, first, num_tokens, 0)).match.skip_tokens
+
+
+@pytest.mark.parametrize("eviction", ["lru", "cost"])
+@pytest.mark.parametrize(("arrived_s", "keep_s", "is_kept"), [(100, 300, True), (100, 0, False), (0, 300, False)])
+def test_a_breakpoints_state_outlives_younger_ones_for_as_long_as_it_says(
+    arrived_s: int, keep_s: int, is_kept: bool, eviction: str
+) -> None:
+    cache = small_cache(64, 4, eviction=eviction)
+    run(cache, asked(0, 1000, 3 * BLOCK, arrived_s, PromptBreakpoint(2 * BLOCK, keep_s)))
+    assert skipped(cache, 1000, 3 * BLOCK) == 2 * BLOCK
+    for number in range(1, 30):
+        run(cache, asked(number, 1000 + number, 2 * BLOCK + 1, arrived_s + 10 * number))
+    assert skipped(cache, 1000, 3 * BLOCK) == (2 * BLOCK if is_kept else 0)
+    for number in range(31, 60):
+        run(cache, asked(number, 1000 + number, 2 * BLOCK + 1, arrived_s + 10 * number))
+    assert skipped(cache, 1000, 3 * BLOCK) == 0
+
+
+def test_each_use_holds_a_state_for_longer_and_a_stamp_from_the_past_changes_nothing() -> None:
+    cache = small_cache(64, 4)
+    place = PromptBreakpoint(2 * BLOCK + 1, 300)
+    run(cache, asked(0, 1000, 3 * BLOCK, 100, place))
+    run(cache, asked(1, 1000, 3 * BLOCK, 390, place))
+    cache.slots.pass_time(50)
+    for number in range(2, 30):
+        run(cache, asked(number, 1000 + number, 2 * BLOCK + 1, 600))
+    assert skipped(cache, 1000, 3 * BLOCK) == 2 * BLOCK
+    run(cache, asked(50, 1, 2, 690))
+    assert not cache.slots._held.blocks
+
+
+def test_a_held_state_gives_way_to_a_live_one() -> None:
+    cache = small_cache(64, 2)
+    run(cache, asked(0, 1000, BLOCK + 1, 100, PromptBreakpoint(BLOCK, 3600)))
+    admit(cache, asked(1, 2000, 3, 100))
+    admit(cache, asked(2, 3000, 3, 100))
+    assert cache.slots.cached_blocks() == [] and not cache.slots._held.blocks
+    cache.slots.check_integrity()
+
+
+def test_written_tokens_are_those_that_no_state_resumed_before() -> None:
+    cache = small_cache(64, 16)
+    assert run(cache, asked(0, 7, 3 * BLOCK + 1, 0, PromptBreakpoint(BLOCK))).num_written == 3 * BLOCK
+    assert run(cache, asked(1, 7, 3 * BLOCK + 1, 0)).num_written == 0
+    assert run(cache, asked(2, 7, 5 * BLOCK + 2, 0)).num_written == 2 * BLOCK
+    # A state between two others makes nothing resumable that was not, but what is before it.
+    assert run(cache, asked(3, 7, 5 * BLOCK + 2, 0, PromptBreakpoint(4 * BLOCK))).num_written == 0
