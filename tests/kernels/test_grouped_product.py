@@ -203,20 +203,44 @@ def test_other_numbers_of_tokens_compile_nothing_new(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(product_forms, "can_load_boxes", lambda weight: loads_boxes)
-    monkeypatch.setattr(grouped_product_hopper, "num_multiprocessors", lambda device: 132)
     products = compile_for_hopper(grouped_product_module, "_grouped_product_kernel")
-    long_tiles = compile_for_hopper(grouped_product_hopper, "_product_kernel")
     sums = compile_for_hopper(weighted_sum_module, "_weighted_sum_kernel")
     layer = Layer(16, 128, 256, activation, torch.bfloat16)
-    tokens = (1, 2, 16, 33, 127, 300, 700, 800, 2000)
+    tokens = (1, 2, 16, 33, 127, 300, 700)
     for num_tokens in tokens:
         ids = choice(num_tokens, 2, 16, "random")
         layer.run("kernel", torch.zeros(num_tokens, 128).bfloat16(), ids, torch.zeros(num_tokens, 2))
-    num_long = 2 if loads_boxes else 0  # 800 and 2000 tokens
-    assert len(products.ptx) == 2 * (len(tokens) - num_long) and len(long_tiles.ptx) == 2 * num_long
+    assert len(products.ptx) == 2 * len(tokens) and len(sums.compiled) == 1
     assert len(products.compiled) == 2 * 2  # forms of either product
-    assert len(long_tiles.compiled) == num_long and len(sums.compiled) == 1
-    for ptx in products.ptx + long_tiles.ptx:
+    for ptx in products.ptx:
         assert ".local." not in ptx and ("cp.async.bulk" in ptx) == loads_boxes
         assert "wgmma" in ptx
-    assert all(shared <= HOPPER_SHARED_BYTES for shared in long_tiles.shared_bytes)
+
+
+# Each takes many seconds to compile: by default the one that needs most registers.
+@pytest.mark.parametrize(
+    ("activation", "is_gathered"),
+    [
+        ("gated_silu", True),
+        pytest.param("squared_relu", True, marks=pytest.mark.slow),
+        pytest.param("none", False, marks=pytest.mark.slow),
+    ],
+)
+def test_long_tiles_of_other_numbers_of_tokens_compile_nothing_new(
+    activation: str,
+    is_gathered: bool,
+    compile_for_hopper: Callable[[ModuleType, str], CompiledInsteadOfLaunched],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(product_forms, "can_load_boxes", lambda weight: True)
+    monkeypatch.setattr(grouped_product_hopper, "num_multiprocessors", lambda device: 132)
+    products = compile_for_hopper(grouped_product_hopper, "_product_kernel")
+    monkeypatch.setattr(grouped_product_module, "launches_kernel", lambda tensor: True)
+    weight = Layer(16, 128, 256, activation, torch.bfloat16).first
+    for num_tokens in (800, 801, 2000):
+        order = order_by_expert(choice(num_tokens, 2, 16, "random"), 16)
+        x = torch.zeros(num_tokens if is_gathered else 2 * num_tokens, 128).bfloat16()
+        grouped_product(x, weight, order, top_k=2 if is_gathered else None, activation=activation)
+    assert len(products.ptx) == 3 and len(products.compiled) == 1
+    assert "wgmma" in products.ptx[0] and "cp.async.bulk" in products.ptx[0] and ".local." not in products.ptx[0]
+    assert products.shared_bytes[0] <= HOPPER_SHARED_BYTES

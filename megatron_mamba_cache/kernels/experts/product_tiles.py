@@ -1,8 +1,7 @@
 """The tiles of rows of a grouped product: each expert's rows in as few tiles as hold them, of equal lengths.
 
-Layout: the longest tiles first, so that programs that take tiles in turn end at about the same time; tiles of the same
-length in the order of experts. Grid: a program an expert, which counts the tiles before its own. Graph safe: no host
-sync.
+Layout: tiles in the order of experts. Grid: a program an expert, which counts the tiles before its own. Graph safe: no
+host sync.
 """
 
 from itertools import pairwise
@@ -29,22 +28,20 @@ def _tiles_kernel(
     begin = tl.load(starts + expert, mask=exists, other=0)
     end = tl.load(starts + expert + 1, mask=exists, other=0)
     count = (end - begin + MOST_ROWS - 1) // MOST_ROWS
-    steps = tl.maximum(count * ROW_STEP, 1)
-    length = (end - begin + steps - 1) // steps * ROW_STEP
     if own == 0:
         tl.store(tiles, tl.sum(count, axis=0))
     is_own = expert == own
     first = tl.sum(tl.where(is_own, begin, 0), axis=0)
     last = tl.sum(tl.where(is_own, end, 0), axis=0)
     own_count = tl.sum(tl.where(is_own, count, 0), axis=0)
-    own_length = tl.sum(tl.where(is_own, length, 0), axis=0)
-    is_before = (length > own_length) | ((length == own_length) & (expert < own))
-    number = 1 + tl.sum(tl.where(is_before, count, 0), axis=0)
+    steps = tl.maximum(own_count * ROW_STEP, 1)
+    length = (last - first + steps - 1) // steps * ROW_STEP
+    number = 1 + tl.sum(tl.where(expert < own, count, 0), axis=0)
     for tile in range(own_count):
         entry = tiles + (number + tile) * 4
         tl.store(entry, own)
-        tl.store(entry + 1, first + tile * own_length)
-        tl.store(entry + 2, tl.minimum(first + (tile + 1) * own_length, last))
+        tl.store(entry + 1, first + tile * length)
+        tl.store(entry + 2, tl.minimum(first + (tile + 1) * length, last))
 
 
 def tile_rows(starts: Tensor, num_rows: int) -> Tensor:
@@ -82,10 +79,10 @@ def tile_rows_ref(starts: Tensor, num_rows: int) -> Tensor:
     for expert, (begin, end) in enumerate(pairwise(bounds)):
         count = -(-(end - begin) // MOST_ROWS)
         length = -(-(end - begin) // max(count * ROW_STEP, 1)) * ROW_STEP
-        found += [(-length, expert, first, min(first + length, end)) for first in range(begin, end, max(length, 1))]
+        found += [(expert, first, min(first + length, end)) for first in range(begin, end, max(length, 1))]
     tiles = _no_tiles(starts, num_rows)
     tiles[0, 0] = len(found)
-    for number, (_, *entry) in enumerate(sorted(found), 1):
+    for number, entry in enumerate(found, 1):
         tiles[number, :3] = torch.tensor(entry)
     return tiles
 
