@@ -9,7 +9,8 @@ large matrix product, whichever takes longer; both rates are measured in the sam
 tokens and what is between the two products count as overhead. Latent projections are not included.
 
 The peer is `torch.nn.functional.grouped_mm` with sorting and summing by torch around it, which captures as well. The
-columns after it are the parts of the layer, timed alone in the same way.
+columns after it are the parts of the layer, timed alone in the same way. Up to `FEW_TOKENS` tokens, the second product
+sums as well, and nothing is ordered.
 """
 
 import argparse
@@ -26,12 +27,13 @@ from measuring.machine import describe_machine
 from torch import Tensor
 
 from megatron_mamba_cache.kernels.experts.expert_order import order_by_expert
+from megatron_mamba_cache.kernels.experts.few_tokens import FEW_TOKENS, product_of_pairs, sum_of_products
 from megatron_mamba_cache.kernels.experts.grouped_product import Activation, grouped_product
 from megatron_mamba_cache.kernels.experts.routed_experts import routed_experts
 from megatron_mamba_cache.kernels.experts.routing import RoutingRule, route, router_logits
 from megatron_mamba_cache.kernels.experts.weighted_sum import weighted_sum
 
-TOKENS = (1, 8, 16, 64, 256, 1024, 4096, 8192, 32768)
+TOKENS = (1, 4, 8, 16, 64, 256, 1024, 4096, 8192, 32768)
 COLD_BYTES = 2**28  # of experts that launches read between two uses of the same ones: several times the L2 cache
 MOST_TOKENS = 32  # different inputs of a graph
 TOLERANCE = 0.02
@@ -88,7 +90,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Tokens, and what the parts of the layer make of them."""
+    """Tokens, and what the parts of the layer make of them; `of_pairs` is `inner` in the order of tokens."""
 
     x: Tensor
     logits: Tensor
@@ -96,6 +98,7 @@ class Inputs:
     weights: Tensor
     inner: Tensor
     rows: Tensor
+    of_pairs: Tensor
 
 
 class Bench:
@@ -141,6 +144,10 @@ class Bench:
             "second": lambda batch: grouped_product(batch.inner, self.second, orders[id(batch)]),
             "sum": lambda batch: weighted_sum(batch.rows, orders[id(batch)].places, batch.weights),
         }
+        if num_tokens <= FEW_TOKENS:
+            parts["first"] = lambda batch: product_of_pairs(batch.x, self.first, batch.ids, activation=activation)
+            parts["second"] = lambda batch: sum_of_products(batch.of_pairs, self.second, batch.ids, batch.weights)
+            del parts["order"], parts["sum"]
         layer_us = time(lambda batch: self._layer(batch.x))
         return Figure(
             self.name,
@@ -159,7 +166,8 @@ class Bench:
         ids, weights = route(logits, None, self.shape.rule)
         order = order_by_expert(ids, self.shape.num_experts)
         inner = grouped_product(x, self.first, order, top_k=self.shape.rule.top_k, activation=self.shape.activation)
-        return Inputs(x, logits, ids, weights, inner, grouped_product(inner, self.second, order))
+        rows = grouped_product(inner, self.second, order)
+        return Inputs(x, logits, ids, weights, inner, rows, inner[order.places.flatten().long()])
 
     def _layer(self, x: Tensor) -> Tensor:
         ids, weights = route(router_logits(x, self.gate), None, self.shape.rule)
@@ -196,7 +204,7 @@ class Bench:
 
 def table(figures: Sequence[Figure]) -> str:
     """Return the figures as Markdown."""
-    parts = list(figures[0].parts_us)
+    parts = ["logits", "route", "order", "first", "second", "sum"]
     heads = [
         "shape",
         "tokens",
@@ -212,9 +220,13 @@ def table(figures: Sequence[Figure]) -> str:
         peer = f"{figure.floor_us / figure.grouped_mm_us:.2f}"
         cells = [figure.shape, f"{figure.tokens:,}", f"{figure.experts_hit:.0f}"]
         cells += [f"{us:,.1f}" for us in (figure.bytes_us, figure.flops_us, figure.layer_us)]
-        cells += [f"{figure.of_floor:.2f}", peer, *(f"{figure.parts_us[part]:,.1f}" for part in parts)]
+        cells += [f"{figure.of_floor:.2f}", peer, *(_cell(figure.parts_us.get(part)) for part in parts)]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _cell(us: float | None) -> str:
+    return "-" if us is None else f"{us:,.1f}"
 
 
 def main() -> None:

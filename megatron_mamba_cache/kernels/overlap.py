@@ -1,8 +1,8 @@
 """Kernels that are launched while the kernel before them still runs, so that no pause lies between two short ones.
 
 Hopper lets a kernel begin once every program of the kernel before it has begun (programmatic dependent launch). It must
-wait for that kernel's results before it reads or writes anything, and `await_inputs` does so first of all. Since each
-such kernel waits, none can overtake one further back. On other devices nothing changes.
+wait for that kernel's results before it reads or writes anything but weights, and `await_inputs` does so first of all.
+Since each such kernel waits, none can overtake one further back. On other devices nothing changes.
 """
 
 from functools import cache
@@ -18,8 +18,21 @@ from .kernel_launches import INTERPRETED, is_hopper
 @triton.jit
 def await_inputs(OVERLAPS: tl.constexpr):
     """Let the next kernel begin, and wait until all that came before has been written; call it before anything else."""
+    let_next_begin(OVERLAPS)
+    await_written(OVERLAPS)
+
+
+@triton.jit
+def let_next_begin(OVERLAPS: tl.constexpr):
+    """Let the next kernel begin; only weights may be read between this and `await_written`."""
     if OVERLAPS:
         cuda_language.gdc_launch_dependents()
+
+
+@triton.jit
+def await_written(OVERLAPS: tl.constexpr):
+    """Wait until all that came before has been written."""
+    if OVERLAPS:
         cuda_language.gdc_wait()
 
 
@@ -50,6 +63,6 @@ def await_launcher(OVERLAPS: tl.constexpr):
 
 @cache
 def overlapping(device: torch.device) -> dict[str, bool]:
-    """Return the launch arguments of a kernel that begins with `await_inputs(OVERLAPS)`."""
+    """Return the launch arguments of a kernel that awaits its inputs if OVERLAPS."""
     overlaps = device.type == "cuda" and not INTERPRETED and is_hopper(device)
     return {"OVERLAPS": overlaps, "launch_pdl": True} if overlaps else {"OVERLAPS": False}

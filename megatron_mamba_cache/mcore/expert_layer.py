@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from ..kernels.experts.beside_routing import BesideRouting
 from ..kernels.experts.routing import RoutingRule, route, router_logits
+from ..kernels.linear.one_token import can_multiply_one_token, multiply_one_token
 from ..step.batch import StepBatch
 from ..step.expert_exchange import ExpertExchange, exchange_among
 from .model_ranks import num_expert_ranks
@@ -78,6 +79,8 @@ class Projection(MegatronModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [tokens, outputs]."""
+        if can_multiply_one_token(x, self.weight):
+            return multiply_one_token(x, self.weight)
         return F.linear(x, self.weight)
 
 

@@ -10,7 +10,6 @@ from megatron.core.ssm.mamba_block import MambaStack, MambaStackSubmodules
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
@@ -25,6 +24,7 @@ from typing_extensions import override
 from ..kernels.experts.routing_rule import RoutingRule
 from .expert_layer import ExpertLayer, MixtureOfExperts
 from .layer_norm import LayerNorm
+from .linear import OneTokenColumnLinear, OneTokenRowLinear
 from .specs import with_mamba_cache
 
 if not hasattr(moe_utils, "te_general_gemm"):
@@ -60,7 +60,7 @@ class LocalSpecOptions:
 
 
 def local_hybrid_spec(options: LocalSpecOptions | None = None) -> ModuleSpec:
-    """Return a MambaStack spec with the caching modules, single-kernel norms and Megatron's own linears."""
+    """Return a MambaStack spec with the caching modules, single-kernel norms and Megatron's linears."""
     options = options or LocalSpecOptions()
     add = scaled_residual_add(options.residual_multiplier)
     stack = MambaStackSubmodules(
@@ -150,7 +150,7 @@ def _mixer(options: LocalSpecOptions) -> ModuleSpec:
             "norm_eps": options.norm_eps if options.gated_norm_eps is None else options.gated_norm_eps,
             "time_step_limit": options.time_step_limit,
         },
-        submodules=MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear),
+        submodules=MambaMixerSubmodules(in_proj=OneTokenColumnLinear, out_proj=OneTokenRowLinear),
     )
 
 
@@ -159,14 +159,14 @@ def _attention() -> ModuleSpec:
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnParallelLinear, core_attention=DotProductAttention, linear_proj=RowParallelLinear
+            linear_qkv=OneTokenColumnLinear, core_attention=DotProductAttention, linear_proj=OneTokenRowLinear
         ),
     )
 
 
 def _dense() -> ModuleSpec:
     return ModuleSpec(
-        module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        module=MLP, submodules=MLPSubmodules(linear_fc1=OneTokenColumnLinear, linear_fc2=OneTokenRowLinear)
     )
 
 

@@ -12,15 +12,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_mamba_cache.kernels.experts import grouped_product as grouped_product_module
-from megatron_mamba_cache.kernels.experts import product_forms
+from megatron_mamba_cache.kernels.experts import grouped_product_hopper, product_forms
 from megatron_mamba_cache.kernels.experts import weighted_sum as weighted_sum_module
 from megatron_mamba_cache.kernels.experts.expert_order import order_by_expert
 from megatron_mamba_cache.kernels.experts.grouped_product import grouped_product, grouped_product_ref
+from megatron_mamba_cache.kernels.experts.reference_routing import ExpertOrder
 from megatron_mamba_cache.kernels.experts.weighted_sum import weighted_sum, weighted_sum_ref
 from tests.kernels.kernel_stand_ins import CompiledInsteadOfLaunched
 from tests.kernels.packed_rows import same_bits
 
 OPS = {"kernel": (grouped_product, weighted_sum), "reference": (grouped_product_ref, weighted_sum_ref)}
+HOPPER_SHARED_BYTES = 227 * 1024
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 
@@ -146,6 +148,29 @@ def test_many_rows_an_expert(activation: str, num_tokens: int, device: str) -> N
     torch.testing.assert_close(out.double().cpu(), expected, rtol=0, atol=tolerance)
 
 
+@pytest.mark.parametrize("activation", ["squared_relu", "gated_silu", "none"])
+def test_experts_of_any_length_of_tiles(activation: str, device: str) -> None:
+    lengths = (0, 1, 31, 64, 65, 100, 129, 161, 224, 225, 0, 700)
+    layer = Layer(len(lengths), 128, 192, activation, torch.bfloat16).to(device)
+    ids = torch.cat([torch.full((length, 1), expert) for expert, length in enumerate(lengths)]).to(torch.int32)
+    torch.manual_seed(7)
+    ids = ids[torch.randperm(len(ids))].to(device)
+    x = torch.randn(len(ids), 128).bfloat16().to(device)
+    order = order_by_expert(ids, len(lengths))
+    inner = grouped_product(x, layer.first, order, top_k=1, activation=activation)
+    for found, given, weight, settings in (
+        (inner, x, layer.first, {"top_k": 1, "activation": activation}),
+        (grouped_product(inner, layer.second, order), inner, layer.second, {}),
+    ):
+        expected = grouped_product_ref(given.cpu().float(), weight.cpu().float(), order_on_cpu(order), **settings)
+        tolerance = 1e-2 * expected.abs().max().item()
+        torch.testing.assert_close(found.cpu().float(), expected, rtol=0, atol=tolerance)
+
+
+def order_on_cpu(order: ExpertOrder) -> ExpertOrder:
+    return ExpertOrder(*(part.cpu() for part in order))
+
+
 def test_no_tokens(device: str) -> None:
     layer = Layer(3, 16, 16, "none", torch.float32).to(device)
     ids = torch.zeros(0, 2, dtype=torch.int32, device=device)
@@ -181,13 +206,41 @@ def test_other_numbers_of_tokens_compile_nothing_new(
     products = compile_for_hopper(grouped_product_module, "_grouped_product_kernel")
     sums = compile_for_hopper(weighted_sum_module, "_weighted_sum_kernel")
     layer = Layer(16, 128, 256, activation, torch.bfloat16)
-    tokens = (1, 2, 16, 33, 127, 300, 700, 800, 2000)
+    tokens = (1, 2, 16, 33, 127, 300, 700)
     for num_tokens in tokens:
         ids = choice(num_tokens, 2, 16, "random")
         layer.run("kernel", torch.zeros(num_tokens, 128).bfloat16(), ids, torch.zeros(num_tokens, 2))
-    num_forms = 3 if loads_boxes else 2
     assert len(products.ptx) == 2 * len(tokens) and len(sums.compiled) == 1
-    assert len(products.compiled) == 2 * num_forms  # of either product
+    assert len(products.compiled) == 2 * 2  # forms of either product
     for ptx in products.ptx:
         assert ".local." not in ptx and ("cp.async.bulk" in ptx) == loads_boxes
         assert "wgmma" in ptx
+
+
+# Each takes many seconds to compile: by default the one that needs most registers.
+@pytest.mark.parametrize(
+    ("activation", "is_gathered"),
+    [
+        ("gated_silu", True),
+        pytest.param("squared_relu", True, marks=pytest.mark.slow),
+        pytest.param("none", False, marks=pytest.mark.slow),
+    ],
+)
+def test_long_tiles_of_other_numbers_of_tokens_compile_nothing_new(
+    activation: str,
+    is_gathered: bool,
+    compile_for_hopper: Callable[[ModuleType, str], CompiledInsteadOfLaunched],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(product_forms, "can_load_boxes", lambda weight: True)
+    monkeypatch.setattr(grouped_product_hopper, "num_multiprocessors", lambda device: 132)
+    products = compile_for_hopper(grouped_product_hopper, "_product_kernel")
+    monkeypatch.setattr(grouped_product_module, "launches_kernel", lambda tensor: True)
+    weight = Layer(16, 128, 256, activation, torch.bfloat16).first
+    for num_tokens in (800, 801, 2000):
+        order = order_by_expert(choice(num_tokens, 2, 16, "random"), 16)
+        x = torch.zeros(num_tokens if is_gathered else 2 * num_tokens, 128).bfloat16()
+        grouped_product(x, weight, order, top_k=2 if is_gathered else None, activation=activation)
+    assert len(products.ptx) == 3 and len(products.compiled) == 1
+    assert "wgmma" in products.ptx[0] and "cp.async.bulk" in products.ptx[0] and ".local." not in products.ptx[0]
+    assert products.shared_bytes[0] <= HOPPER_SHARED_BYTES

@@ -24,6 +24,7 @@ GROUPS = [
         "test_gated_norm.py",
         "test_kv_append.py",
         "test_grouped_product.py",
+        "test_product_tiles.py",
     ],
     [
         "test_ssd_scan_kernels.py",
@@ -31,6 +32,8 @@ GROUPS = [
         "test_slot_copies.py",
         "test_routing.py",
         "test_squared_relu.py",
+        "test_few_tokens.py",
+        "test_one_token.py",
         "test_sum_of_ranks.py",
         "test_token_masks.py",
         "test_penalties.py",

@@ -10,9 +10,17 @@ import torch
 from megatron_mamba_cache.kernels import overlap
 from megatron_mamba_cache.kernels.attention import kv_append
 from megatron_mamba_cache.kernels.conv import conv_verify
-from megatron_mamba_cache.kernels.experts import expert_order, grouped_product, routing, squared_relu, weighted_sum
+from megatron_mamba_cache.kernels.experts import (
+    expert_order,
+    few_tokens,
+    grouped_product,
+    routing,
+    squared_relu,
+    weighted_sum,
+)
 from megatron_mamba_cache.kernels.experts.reference_routing import ExpertOrder
 from megatron_mamba_cache.kernels.experts.routing_rule import RoutingRule
+from megatron_mamba_cache.kernels.linear import one_token
 from megatron_mamba_cache.kernels.norm import gated_norm
 from megatron_mamba_cache.kernels.ssm import state_verify
 from tests.kernels.kernel_stand_ins import CompiledInsteadOfLaunched
@@ -47,6 +55,10 @@ LAUNCHES: dict[tuple[ModuleType, str], Callable[[], object]] = {
     (grouped_product, "_grouped_product_kernel"): lambda: grouped_product.grouped_product(
         half(1, 64), half(4, 128, 64), ORDER, top_k=2
     ),
+    (few_tokens, "_pairs_kernel"): lambda: few_tokens.product_of_pairs(half(1, 64), half(4, 128, 64), int32(1, 2)),
+    (few_tokens, "_sum_kernel"): lambda: few_tokens.sum_of_products(
+        half(2, 64), half(4, 128, 64), int32(1, 2), torch.zeros(1, 2)
+    ),
     (weighted_sum, "_weighted_sum_kernel"): lambda: weighted_sum.weighted_sum(
         half(2, 64), int32(1, 2), torch.zeros(1, 2)
     ),
@@ -76,6 +88,19 @@ def test_nothing_is_read_or_written_before_the_wait(
     assert waits and "griddepcontrol.launch_dependents" in before
     accesses = r"\b(?:ld|st|atom|red)\.(?:global|shared)|cp\.async"
     assert not re.search(accesses, before) and re.search(accesses, after)
+
+
+def test_one_tokens_product_reads_only_weights_before_the_wait(
+    compile_for_hopper: Callable[[ModuleType, str], CompiledInsteadOfLaunched], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(one_token, "overlapping", lambda device: {"OVERLAPS": True, "launch_pdl": True})
+    compiled = compile_for_hopper(one_token, "_one_token_kernel")
+    one_token.multiply_one_token(half(1, 1024), half(64, 1024))
+    (ptx,) = compiled.ptx
+    before, _, after = ptx.partition("griddepcontrol.wait")
+    num_loads = one_token._ROWS * 1024 // (128 * 8)  # 16 bytes each of 128 threads
+    assert len(re.findall(r"\bld\.global", before)) == num_loads
+    assert not re.search(r"\b(?:st|atom|red)\.|cp\.async", before) and "ld.global" in after
 
 
 def test_no_other_kernel_is_launched_early() -> None:

@@ -9,7 +9,18 @@ from triton.runtime import driver
 
 from megatron_mamba_cache.kernels.attention import kv_append
 from megatron_mamba_cache.kernels.conv import causal_conv, conv_verify
-from megatron_mamba_cache.kernels.experts import expert_order, grouped_product, product_forms, routing, weighted_sum
+from megatron_mamba_cache.kernels.experts import (
+    expert_order,
+    few_tokens,
+    grouped_product,
+    grouped_product_hopper,
+    product_forms,
+    product_tiles,
+    routed_experts,
+    routing,
+    weighted_sum,
+)
+from megatron_mamba_cache.kernels.linear import one_token
 from megatron_mamba_cache.kernels.norm import gated_norm
 from megatron_mamba_cache.kernels.slots import align_copy
 from megatron_mamba_cache.kernels.ssm import (
@@ -31,9 +42,14 @@ KERNELS = (
     (expert_order, "_count_kernel"),
     (expert_order, "_sum_counts_kernel"),
     (expert_order, "_place_kernel"),
+    (few_tokens, "_pairs_kernel"),
+    (few_tokens, "_sum_kernel"),
     (gated_norm, "_gated_group_norm_kernel"),
     (grouped_product, "_grouped_product_kernel"),
+    (grouped_product_hopper, "_product_kernel"),
     (kv_append, "_append_kv_kernel"),
+    (one_token, "_one_token_kernel"),
+    (product_tiles, "_tiles_kernel"),
     (routing, "_logits_kernel"),
     (routing, "_route_kernel"),
     (ssd_scan_hopper, "_scan_kernel"),
@@ -92,6 +108,8 @@ def recorded_launches(*, on_hopper: bool) -> Iterator[LaunchRecord]:
             patch.setattr(module, "launches_kernel", lambda tensor: True, raising=False)
         patch.setattr(ssd_scan, "launches_kernel", lambda tensor: True)
         patch.setattr(ssd_scan, "_fits_hopper", lambda *_: on_hopper)
+        patch.setattr(routed_experts, "launches_kernel", lambda tensor: True)
+        patch.setattr(grouped_product_hopper, "num_multiprocessors", lambda device: NUM_MULTIPROCESSORS)
         patch.setattr(product_forms, "can_load_boxes", lambda weight: on_hopper)
         patch.setattr(hopper_tiling, "num_multiprocessors", lambda device: NUM_MULTIPROCESSORS)
         yield record

@@ -115,6 +115,9 @@ def test_what_steps_launch_was_launched_by_the_rehearsal(name: str, num_drafts: 
         run_workload(run)
         launched = record.take()
     assert run.counters.accepted_tokens or not num_drafts
+    kernels = " ".join(kernel for kernel, _ in launched)
+    assert ("one_token" in kernels) == (sizes.dtype == torch.bfloat16)
+    assert ("few_tokens" in kernels) == ("E" in sizes.pattern)
     assert launched <= rehearsed
     assert rehearsed == launched, "forms that this workload cannot ask for are compiled in vain"
 

@@ -124,7 +124,7 @@ def _convolve_part(
     TOKENS: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """Compute a tile's tokens of the row from `low` to `high` that have D_CONV - 1 before them; clear those after it."""
+    """Compute a tile's tokens of a row, `low` to `high`, that have D_CONV - 1 before them; clear what follows it."""
     inside = channel < CONV_DIM
     taps = load_taps(weight, channel, CONV_DIM, D_CONV)
     offset = load_bias(bias, channel, CONV_DIM)

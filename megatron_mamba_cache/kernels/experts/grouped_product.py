@@ -7,8 +7,9 @@ one expert and WIDTH outputs. The host does not know how many tiles an expert ha
 tiles that any choice can have, and each finds its expert from the starts; those beyond the last tile do nothing.
 
 With few rows an expert, reading the weights takes the time, with many the products do: `product_forms` has the tiles
-of each form. Within a form a row's inputs are summed in one order, whatever other rows there are, so that a token's
-bits do not depend on the batch. Accumulation is fp32. Graph safe: no host sync, no atomics.
+of each form; `grouped_product_hopper` is a form of its own. Within a form a row's inputs are summed in one order,
+whatever other rows there are, so that a token's bits do not depend on the batch. Accumulation is fp32. Graph safe: no
+host sync, no atomics.
 """
 
 from typing import Literal
@@ -21,7 +22,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..kernel_launches import INTERPRETED, is_computed_in_fp32, launches_kernel
 from ..overlap import await_inputs, overlapping
-from .product_forms import ProductForm, choose_form
+from .grouped_product_hopper import multiply_on_hopper
+from .product_forms import ProductForm, choose_form, takes_long_tiles
 from .reference_experts import grouped_product_ref
 from .reference_routing import ExpertOrder
 
@@ -212,7 +214,7 @@ def grouped_product(
     Raises:
         ValueError: If shapes, dtypes, strides or devices disagree.
 
-    Reference: `grouped_product_ref`. CUDA-graph safe: no host sync, one launch.
+    Reference: `grouped_product_ref`. CUDA-graph safe: no host sync, one launch, or two for many rows on Hopper.
     """
     _check(x, weight, order, activation)
     if not launches_kernel(x) or not is_computed_in_fp32(x):
@@ -221,6 +223,9 @@ def grouped_product(
     outputs = weight.shape[1] // (2 if activation == "gated_silu" else 1)
     out = torch.empty(num_rows, outputs, dtype=x.dtype, device=x.device)
     if out.numel() == 0:
+        return out
+    if takes_long_tiles(x, weight, num_rows, is_gathered=top_k is not None):
+        multiply_on_hopper(x, weight, order.pairs, order.starts, out, top_k=top_k, activation=activation)
         return out
     form = choose_form(num_rows, weight, is_gated=activation == "gated_silu")
     most_tiles = min(num_rows, num_experts + num_rows // form.rows)

@@ -6,6 +6,10 @@ import torch
 from torch import Tensor
 
 from ..kernel_launches import INTERPRETED, is_hopper
+from ..ssm.hopper_tiling import has_tested_gluon
+
+_FEWEST_ROWS, _MOST_GATHERED_ROWS = 96, 1024
+_STAGE_INPUTS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,18 @@ def choose_form(num_pairs: int, weight: Tensor, *, is_gated: bool) -> ProductFor
     if mean_rows <= 96:
         return ProductForm(64, 128 if is_gated else 256, 64, 4, 4, loads_boxes=True)
     return ProductForm(128, 128 if is_gated else 256, 64, 8, 4, has_halves=True, loads_boxes=True)
+
+
+def takes_long_tiles(x: Tensor, weight: Tensor, num_pairs: int, *, is_gathered: bool) -> bool:
+    """Return whether rows are multiplied by `grouped_product_hopper`; like `choose_form`, by their number alone.
+
+    With very many rows an expert, tiles of 128 rows are as well filled, and gather faster.
+    """
+    mean_rows = num_pairs / weight.shape[0]
+    if weight.dtype != torch.bfloat16 or mean_rows <= _FEWEST_ROWS or (is_gathered and mean_rows > _MOST_GATHERED_ROWS):
+        return False
+    is_aligned = x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 and x.shape[1] % _STAGE_INPUTS == 0
+    return is_aligned and can_load_boxes(weight) and has_tested_gluon()
 
 
 def can_load_boxes(weight: Tensor) -> bool:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..slots.reference_slots import compute_dtype
-from .reference_routing import ExpertOrder
+from .reference_routing import ExpertOrder, order_by_expert_ref
 
 
 def grouped_product_ref(
@@ -33,6 +33,35 @@ def grouped_product_ref(
         gates, others = products.chunk(2, dim=-1)
         products = F.silu(gates) * others
     return products.to(x.dtype)
+
+
+def product_of_pairs_ref(
+    x: Tensor, weight: Tensor, ids: Tensor, *, activation: str = "none", first_expert: int = 0
+) -> Tensor:
+    """Return the activated products of tokens with each of their experts' weights; see `product_of_pairs`."""
+    order = order_by_expert_ref(ids, len(weight), first_expert)
+    products = grouped_product_ref(x, weight, order, top_k=ids.shape[1], activation=activation)
+    out = torch.zeros_like(products)
+    num_here = int(order.starts[-1])
+    out[order.pairs[:num_here].long()] = products[:num_here]
+    return out
+
+
+def sum_of_products_ref(
+    rows: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    shares: Tensor,
+    addend: Tensor | None = None,
+    *,
+    first_expert: int = 0,
+) -> Tensor:
+    """Return the weighted sums of rows' products with their experts' weights; see `sum_of_products`."""
+    dtype = compute_dtype(rows)
+    order = order_by_expert_ref(ids, len(weight), first_expert)
+    products = grouped_product_ref(rows.to(dtype), weight.to(dtype), order, top_k=1)
+    total = weighted_sum_ref(products, order.places, shares, None if addend is None else addend.to(dtype))
+    return total.to(rows.dtype)
 
 
 def weighted_sum_ref(rows: Tensor, places: Tensor, weights: Tensor, addend: Tensor | None = None) -> Tensor:

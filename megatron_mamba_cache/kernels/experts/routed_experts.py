@@ -4,7 +4,9 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from ..kernel_launches import launches_kernel
 from .expert_order import order_by_expert
+from .few_tokens import FEW_TOKENS, product_of_pairs, sum_of_products
 from .grouped_product import Activation, grouped_product
 from .weighted_sum import weighted_sum
 
@@ -32,14 +34,20 @@ def routed_experts(
         activation: In the first product's launch.
         apart: An activation that the first product does not have, applied to its result; None for none.
         first_expert: Number of the first expert whose weights are here.
-        addend: Returns [tokens, outputs], which is added to the sum; called once the products are launched, so that
-            it may wait for another stream. None for none.
+        addend: Returns [tokens, outputs], which is added to the sum; called once all else that does not need it is
+            launched, so that it may wait for another stream. None for none.
 
     Returns:
         [tokens, outputs] in x's dtype.
 
-    CUDA-graph safe: no host sync; four launches, six for many tokens.
+    CUDA-graph safe: no host sync; two launches for few tokens, four for more, and eight for many.
     """
+    if len(ids) <= FEW_TOKENS and launches_kernel(x):
+        inner = product_of_pairs(x, first, ids, activation=activation, first_expert=first_expert)
+        rows = inner if apart is None else apart(inner)
+        return sum_of_products(
+            rows, second, ids, weights, None if addend is None else addend(), first_expert=first_expert
+        )
     order = order_by_expert(ids, len(first), first_expert)
     inner = grouped_product(x, first, order, top_k=ids.shape[1], activation=activation)
     rows = grouped_product(inner if apart is None else apart(inner), second, order)

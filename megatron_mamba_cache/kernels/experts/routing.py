@@ -99,6 +99,15 @@ def _best_groups(choice, key, group, NUM_GROUPS: tl.constexpr, NUM_SCORING: tl.c
     return chosen
 
 
+@triton.jit
+def _sum_parts(places, part_stride, exists, PARTS: tl.constexpr):
+    """Return logits; minus infinity where there are none."""
+    logit = tl.load(places, mask=exists, other=float("-inf")).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        logit += tl.load(places + part * part_stride, mask=exists, other=0).to(tl.float32)
+    return logit
+
+
 @triton.jit(do_not_specialize=["part_stride"])
 def _route_kernel(
     logits,
@@ -130,16 +139,16 @@ def _route_kernel(
     group, member = tl.arange(0, GROUPS)[:, None], tl.arange(0, WIDTH)[None, :]
     expert = group * GROUP_SIZE + member
     exists = (group < NUM_GROUPS) & (member < GROUP_SIZE)
-    places = logits + token * stride + expert
-    logit = tl.load(places, mask=exists, other=float("-inf")).to(tl.float32)
-    for part in tl.static_range(1, PARTS):
-        logit += tl.load(places + part * part_stride, mask=exists, other=0).to(tl.float32)
+    logit = _sum_parts(logits + token * stride + expert, part_stride, exists, PARTS)
+    largest, total = 0.0, 1.0
     if IS_SIGMOID:
         score = 1 / (1 + tl.exp(-logit))
         choice = score
     else:
-        exponential = tl.exp(logit - tl.max(tl.max(logit, axis=1), axis=0))
-        score = exponential / tl.sum(tl.sum(exponential, axis=1), axis=0)
+        largest = tl.max(tl.max(logit, axis=1), axis=0)
+        exponential = tl.exp(logit - largest)
+        total = tl.sum(tl.sum(exponential, axis=1), axis=0)
+        score = exponential / total
         choice = logit
     if HAS_BIAS:
         choice = score + tl.load(bias + expert, mask=exists, other=0).to(tl.float32)
@@ -149,14 +158,15 @@ def _route_kernel(
         chosen = _best_groups(of_experts, key, group, NUM_GROUPS, NUM_SCORING, TOP_GROUPS)
         key = tl.where(chosen, key, _LOWEST)
     slot = tl.arange(0, SLOTS)
-    picked, weight = tl.zeros([SLOTS], tl.int32), tl.zeros([SLOTS], tl.float32)
+    picked = tl.zeros([SLOTS], tl.int32)
     for k in tl.static_range(TOP_K):
         best_key = tl.max(tl.max(key, axis=1), axis=0)
-        is_best = key == best_key
-        best_score = tl.sum(tl.sum(tl.where(is_best, score, 0.0), axis=1), axis=0)
         picked = tl.where(slot == k, _number_of(best_key), picked)
-        weight = tl.where(slot == k, best_score, weight)
-        key = tl.where(is_best, _LOWEST, key)
+        key = tl.where(key == best_key, _LOWEST, key)
+    # Scores are computed again, as above: to find them in the loop would double its length.
+    is_picked = (slot < TOP_K) & (picked < NUM_GROUPS * GROUP_SIZE)
+    logit = _sum_parts(logits + token * stride + picked, part_stride, is_picked, PARTS)
+    weight = 1 / (1 + tl.exp(-logit)) if IS_SIGMOID else tl.exp(logit - largest) / total
     if NORMALIZES:
         weight = weight / tl.maximum(tl.sum(weight, axis=0), 1.1754943508222875e-38)
     if HAS_PADDING:
@@ -261,7 +271,7 @@ def route(
         HAS_BIAS=bias is not None,
         HAS_PADDING=is_real is not None,
         NORMALIZES=rule.normalizes,
-        num_warps=max(1, min(4, triton.next_power_of_2(num_experts) // 128)),
+        num_warps=1 if num_tokens > _FEW_TOKENS else max(1, min(4, triton.next_power_of_2(num_experts) // 128)),
         **overlapping(logits.device),
     )
     return ids, weights

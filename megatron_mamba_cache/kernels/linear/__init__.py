@@ -1,0 +1,1 @@
+"""Products of a step's tokens with the weights of linear layers."""

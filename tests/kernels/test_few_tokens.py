@@ -1,0 +1,114 @@
+"""The products of a few tokens with their experts, kernels and twins, against plain loops in float64."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_mamba_cache.kernels.experts import few_tokens
+from megatron_mamba_cache.kernels.experts.few_tokens import (
+    product_of_pairs,
+    product_of_pairs_ref,
+    sum_of_products,
+    sum_of_products_ref,
+)
+from tests.kernels.kernel_stand_ins import launches_expected
+from tests.kernels.packed_rows import same_bits
+from tests.kernels.test_grouped_product import TOLERANCES, Layer, choice
+
+OPS = {"kernel": (product_of_pairs, sum_of_products), "reference": (product_of_pairs_ref, sum_of_products_ref)}
+
+
+def run(ops: str, layer: Layer, x: Tensor, ids: Tensor, weights: Tensor, addend: Tensor | None = None) -> Tensor:
+    """Compute [tokens, hidden] by the ops; check that kernels were launched, or were not."""
+    product, total = OPS[ops]
+    device, of_kernel = x.device.type, ops == "kernel"
+    with (
+        launches_expected(few_tokens, "_pairs_kernel", of_kernel=of_kernel, device=device),
+        launches_expected(few_tokens, "_sum_kernel", of_kernel=of_kernel, device=device),
+    ):
+        inner = product(x, layer.first, ids, activation=layer.activation)
+        return total(inner, layer.second, ids, weights, addend)
+
+
+@pytest.mark.parametrize("ops", OPS)
+@pytest.mark.parametrize("activation", ["squared_relu", "gated_silu", "none"])
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize(
+    ("num_tokens", "top_k", "num_experts", "hidden", "inside"),
+    [(1, 3, 8, 64, 96), (4, 2, 5, 72, 40), (3, 1, 4, 131, 33), (2, 1, 1, 16, 16)],
+)
+def test_each_token_gets_the_weighted_sum_of_its_experts(
+    num_tokens: int,
+    top_k: int,
+    num_experts: int,
+    hidden: int,
+    inside: int,
+    dtype: torch.dtype,
+    activation: str,
+    ops: str,
+    device: str,
+) -> None:
+    layer = Layer(num_experts, hidden, inside, activation, dtype).to(device)
+    torch.manual_seed(0)
+    x = torch.randn(num_tokens, hidden + 8).to(dtype)[:, :hidden].to(device)
+    ids, weights = choice(num_tokens, top_k, num_experts, "random").to(device), torch.rand(num_tokens, top_k).to(device)
+    addend = torch.randn(num_tokens, hidden).to(dtype).to(device)
+    out = run(ops, layer, x, ids, weights, addend)
+    expected = layer.expected(x, ids, weights) + addend.double().cpu()
+    assert out.dtype == dtype and out.shape == (num_tokens, hidden)
+    tolerance = TOLERANCES[dtype] * expected.abs().max().item()
+    torch.testing.assert_close(out.double().cpu(), expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("activation", ["squared_relu", "gated_silu"])
+def test_a_token_has_the_same_bits_alone_and_among_others(activation: str, device: str) -> None:
+    layer = Layer(6, 80, 48, activation, torch.bfloat16).to(device)
+    torch.manual_seed(3)
+    x, ids = torch.randn(4, 80).bfloat16().to(device), choice(4, 2, 6, "random").to(device)
+    weights = torch.rand(4, 2).to(device)
+    together = run("kernel", layer, x, ids, weights)
+    for token in range(4):
+        own = slice(token, token + 1)
+        assert same_bits(run("kernel", layer, x[own], ids[own], weights[own]), together[own])
+
+
+def test_inputs_wider_than_a_tile(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(few_tokens, "_WIDEST", 32)
+    layer = Layer(3, 80, 48, "gated_silu", torch.float32).to(device)
+    torch.manual_seed(4)
+    x, ids, weights = torch.randn(2, 80).to(device), choice(2, 2, 3, "random").to(device), torch.rand(2, 2).to(device)
+    expected = layer.expected(x, ids, weights)
+    torch.testing.assert_close(run("kernel", layer, x, ids, weights).double().cpu(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("ops", OPS)
+def test_experts_that_are_elsewhere_add_nothing(ops: str, device: str) -> None:
+    layer = Layer(6, 80, 48, "squared_relu", torch.float32).to(device)
+    torch.manual_seed(5)
+    x, ids, weights = torch.randn(4, 80).to(device), choice(4, 3, 6, "random").to(device), torch.rand(4, 3).to(device)
+    ids[1] = -1
+    product, total = OPS[ops]
+    out = torch.zeros(4, 80, dtype=torch.float64)
+    for first in (0, 3):
+        experts = slice(first, first + 3)
+        inner = product(x, layer.first[experts], ids, activation="squared_relu", first_expert=first)
+        elsewhere = ((ids < first) | (ids >= first + 3)).flatten()
+        inner[elsewhere] = float("nan")  # is not read
+        out += total(inner, layer.second[experts], ids, weights, first_expert=first).double().cpu()
+    expected = layer.expected(x, ids.clamp_min(0), weights.masked_fill(ids < 0, 0))
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"x": torch.zeros(3, 7)}, r"\[experts, outputs, inputs\]"),
+        ({"weight": torch.zeros(2, 4, 8).bfloat16()}, "one dtype"),
+        ({"ids": torch.zeros(3, 1)}, "int32"),
+        ({"weight": torch.zeros(2, 4, 16)[:, :, ::2]}, "contiguous"),
+    ],
+)
+def test_arguments_that_disagree_are_refused(changes: dict, reason: str) -> None:
+    arguments = {"x": torch.zeros(3, 8), "weight": torch.zeros(2, 4, 8), "ids": torch.zeros(3, 1, dtype=torch.int32)}
+    with pytest.raises(ValueError, match=reason):
+        product_of_pairs(**(arguments | changes))

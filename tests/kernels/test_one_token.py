@@ -1,0 +1,45 @@
+"""The product of one token with a linear layer's weights, kernel and twin."""
+
+import pytest
+import torch
+
+from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED
+from megatron_mamba_cache.kernels.linear import one_token
+from megatron_mamba_cache.kernels.linear.one_token import (
+    MOST_INPUTS,
+    can_multiply_one_token,
+    multiply_one_token,
+    multiply_one_token_ref,
+)
+from tests.kernels.kernel_stand_ins import launches_expected
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (7, 40), (64, 256), (33, 130)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_outputs_are_those_of_a_matrix_product(outputs: int, inputs: int, dtype: torch.dtype, device: str) -> None:
+    torch.manual_seed(outputs)
+    x = torch.randn(1, 1, inputs).to(dtype).to(device)
+    weight = torch.randn(outputs, inputs).div(inputs**0.5).to(dtype).to(device)
+    expected = x.double() @ weight.double().T
+    with launches_expected(one_token, "_one_token_kernel", of_kernel=True, device=device):
+        out = multiply_one_token(x, weight)
+    for found in (out, multiply_one_token_ref(x, weight)):
+        assert found.dtype == dtype and found.shape == (1, 1, outputs)
+        torch.testing.assert_close(found.double(), expected, rtol=2e-2, atol=2e-2)
+
+
+def test_other_products_are_left_to_matrix_products(device: str) -> None:
+    x, weight = torch.zeros(1, 8).bfloat16().to(device), torch.zeros(4, 8).bfloat16().to(device)
+    assert can_multiply_one_token(x, weight) == (INTERPRETED or device == "cuda")
+    wide = torch.zeros(1, MOST_INPUTS + 8).bfloat16().to(device)
+    for others in (
+        (x.expand(2, 8).contiguous(), weight),
+        (x.float(), weight.float()),
+        (x, weight.float()),
+        (x, weight.repeat(1, 2)[:, ::2]),
+        (wide, wide.repeat(2, 1)),
+    ):
+        assert not can_multiply_one_token(*others)
+        if INTERPRETED or device == "cuda":
+            with pytest.raises(ValueError, match="one contiguous token"):
+                multiply_one_token(*others)
