@@ -60,6 +60,7 @@ section step_cost "What a decode step costs, and what drafts give at best" \
 section host_work "What the host does in a decode step" python3 benchmarks/host_work.py --json "$results/host_work.json"
 section changed_rows "What sampled rows, grammars and penalties cost a decode step" \
     python3 benchmarks/changed_rows.py --json "$results/changed_rows.json"
+section sampling "How long it takes to draw tokens" python3 benchmarks/sampling.py --json "$results/sampling.json"
 section parallel_decode "Decoding by cards that share a model" \
     python3 benchmarks/parallel_decode.py --prompt-blocks 1 16 --json "$results/parallel_decode.json"
 section tests_on_cards "Tests of ranks on as many GPUs" \

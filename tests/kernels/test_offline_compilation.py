@@ -138,8 +138,8 @@ def test_sampling_reads_logits_in_wide_accesses_and_compiles_once(
 ) -> None:
     reading = [
         compile_for_hopper(token_draws, "_peaks_kernel"),
-        compile_for_hopper(token_cuts, "_measure_kernel"),
-        compile_for_hopper(token_cuts, "_list_kernel"),
+        compile_for_hopper(token_cuts, "measure_kernel"),
+        compile_for_hopper(token_cuts, "list_kernel"),
     ]
     once = [compile_for_hopper(token_cuts, "_cut_kernel"), compile_for_hopper(token_draws, "_pick_kernel"), *reading]
     logits = torch.empty(40, 131072, dtype=dtype)

@@ -326,6 +326,20 @@ def test_logits_carry_each_request_s_settings_and_random_numbers_of_their_own(
         ]
 
 
+@pytest.mark.parametrize(
+    ("settings", "draws"),
+    [
+        ([], Draws.BEST),
+        ([SamplingSettings(top_k=1), SamplingSettings(temperature=0.0, top_p=0.5)], Draws.BEST),
+        ([SamplingSettings(top_k=1), SamplingSettings(top_p=1.0)], Draws.ALL_TOKENS),
+        ([SamplingSettings(top_p=0.5), SamplingSettings()], Draws.KEPT_TOKENS),
+        ([SamplingSettings(top_k=2), SamplingSettings(top_k=1)], Draws.KEPT_TOKENS),
+    ],
+)
+def test_a_step_draws_in_the_first_way_that_draws_for_all_rows(settings: list[SamplingSettings], draws: Draws) -> None:
+    assert Draws.of([decoding(index, sampling=sampling) for index, sampling in enumerate(settings)]) is draws
+
+
 def test_tensors_are_of_the_types_that_the_model_and_the_kernels_take(device: str) -> None:
     batch = lay_out([decoding(0), row_of(1, prompt_len=9, computed=0, scheduled=9)], device)
     assert batch.token_ids.dtype == batch.positions.dtype == torch.int64

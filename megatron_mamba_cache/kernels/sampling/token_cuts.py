@@ -22,16 +22,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .row_tiles import (
-    LARGEST,
-    TILE,
-    least_logit,
-    load_logits,
-    logit_of_key,
-    ordered_keys,
-    row_peak,
-    weights_of,
+from .cut_rounds import (
+    ABOVE,
+    FIELDS,
+    LOWER,
+    TARGET,
+    UPPER,
+    is_cut,
+    list_kernel,
+    measure_kernel,
+    top_k_drops,
+    top_p_drops,
 )
+from .row_tiles import LARGEST, TILE, logit_of_key, ordered_keys, row_peak, weights_of
 from .sampling_rows import SamplingRows
 
 _NUM_ROUNDS = 3
@@ -44,10 +47,6 @@ _WARPS = 4
 _CUT_WARPS = 8
 _LEAST_KEY = tl.constexpr(-(2**31))
 _LARGEST = tl.constexpr(LARGEST)
-# Of a row's search: between which logits the cut is, the measure above, the measure of the cut, and whether few tokens
-# are left.
-_UPPER, _LOWER, _ABOVE, _TARGET, _IS_DONE = (tl.constexpr(index) for index in range(5))
-_FIELDS = tl.constexpr(5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,183 +75,6 @@ class TokenCuts:
 
     keys: Tensor
     last_ids: Tensor
-
-
-@triton.jit
-def _counts(top_k, row, vocab_size):
-    """Return whether top-k drops tokens of a row."""
-    k = tl.load(top_k + row)
-    return (k > 1) & (k < vocab_size)
-
-
-@triton.jit
-def _weighs(top_p, row):
-    """Return whether top-p may drop tokens of a row."""
-    p = tl.load(top_p + row)
-    return (p > 0) & (p < 1)
-
-
-@triton.jit
-def _is_cut(temperature, top_k, top_p, row, vocab_size):
-    """Return whether a row has to be cut; a greedy one does not."""
-    is_greedy = (tl.load(temperature + row) == 0) | (tl.load(top_k + row) == 1)
-    return (is_greedy == 0) & (_counts(top_k, row, vocab_size) | _weighs(top_p, row))
-
-
-@triton.jit
-def _first_pivots(peak, leasts, temperature, row, num_tiles, PIVOTS: tl.constexpr, TILES: tl.constexpr):
-    """Return [PIVOTS] logits in descending order, closer near the largest logit, where the weight is."""
-    tile = tl.arange(0, TILES)
-    least = tl.min(tl.load(leasts + row * num_tiles + tile, mask=tile < num_tiles, other=float("inf")), axis=0)
-    least = tl.minimum(tl.maximum(least, least_logit(peak, temperature)), peak)
-    part = (tl.arange(0, PIVOTS) + 1).to(tl.float32) / PIVOTS
-    part = part * part
-    return tl.where(part == 1, least, peak * (1 - part) + least * part)
-
-
-@triton.jit
-def _narrow(
-    levels,
-    measures,
-    pivots,
-    searches,
-    top_k,
-    top_p,
-    row,
-    round,
-    peak,
-    temperature,
-    num_tiles,
-    vocab_size,
-    FEW: tl.constexpr,
-    PIVOTS: tl.constexpr,
-    TILES: tl.constexpr,
-):
-    """Narrow a row's search by the measures, [tiles, PIVOTS], of the levels, [PIVOTS], and set its next pivots."""
-    tile, pivot, search = tl.arange(0, TILES)[:, None], tl.arange(0, PIVOTS), searches + _FIELDS * row
-    places = (row * num_tiles + tile) * PIVOTS + pivot
-    of_tiles = tl.load(measures + places, mask=tile < num_tiles, other=0.0, cache_modifier=".cg")
-    reached = tl.sum(of_tiles.to(tl.float64), axis=0)
-    upper, above = tl.full((), float("inf"), tl.float64), tl.full((), 0.0, tl.float64)
-    target = tl.load(top_p + row).to(tl.float64) * tl.max(reached, axis=0)
-    counts = _counts(top_k, row, vocab_size)
-    if counts:
-        target = tl.load(top_k + row).to(tl.float64)
-    if round > 0:
-        upper, above, target = tl.load(search + _UPPER), tl.load(search + _ABOVE), tl.load(search + _TARGET)
-    first = tl.min(tl.where(reached >= target, pivot, PIVOTS - 1), axis=0)
-    lower = tl.sum(tl.where(pivot == first, levels, 0.0), axis=0)
-    if first > 0:
-        upper = tl.sum(tl.where(pivot == first - 1, levels, 0.0), axis=0).to(tl.float64)
-        above = tl.sum(tl.where(pivot == first - 1, reached, 0.0), axis=0)
-    between = tl.sum(tl.where(pivot == first, reached, 0.0), axis=0) - above
-    least_weight = tl.where(counts, 1.0, weights_of(lower, peak, temperature)).to(tl.float64)
-    tl.store(search + _UPPER, upper)
-    tl.store(search + _LOWER, lower.to(tl.float64))
-    tl.store(search + _ABOVE, above)
-    tl.store(search + _TARGET, target)
-    tl.store(search + _IS_DONE, (between <= FEW * least_weight).to(tl.float64))
-    part = (pivot + 1).to(tl.float32) / PIVOTS
-    top = tl.minimum(upper, peak.to(tl.float64)).to(tl.float32)
-    tl.store(pivots + row * PIVOTS + pivot, tl.where(part == 1, lower, top * (1 - part) + lower * part))
-
-
-@triton.jit(do_not_specialize=["round"], do_not_specialize_on_alignment=["temperature", "top_k", "top_p"])
-def _measure_kernel(
-    logits,
-    stride,
-    temperature,
-    top_k,
-    top_p,
-    peaks,
-    leasts,
-    pivots,
-    measures,
-    searches,
-    num_finished,
-    round,
-    num_tiles,
-    vocab_size,
-    FEW: tl.constexpr,
-    TILE: tl.constexpr,
-    PART: tl.constexpr,
-    PIVOTS: tl.constexpr,
-    TILES: tl.constexpr,
-):
-    row, tile = tl.program_id(0), tl.program_id(1)
-    searched = _is_cut(temperature, top_k, top_p, row, vocab_size)
-    if round > 0:
-        searched = searched & (tl.load(searches + _FIELDS * row + _IS_DONE) == 0)
-    if searched:
-        heat = tl.load(temperature + row).to(tl.float32)
-        peak, pivot = row_peak(peaks, row, num_tiles, TILES), tl.arange(0, PIVOTS)
-        if round == 0:
-            levels = _first_pivots(peak, leasts, heat, row, num_tiles, PIVOTS, TILES)
-        else:
-            levels = tl.load(pivots + row * PIVOTS + pivot)
-        counts = _counts(top_k, row, vocab_size)
-        result = tl.zeros((PIVOTS, PART), tl.float32)
-        for start in range(tile * TILE, tile * TILE + TILE, PART):
-            found = load_logits(logits, row, stride, start + tl.arange(0, PART), vocab_size)
-            measure = tl.where(counts, 1.0, weights_of(found, peak, heat))
-            result += tl.where(found[None, :] >= levels[:, None], measure[None, :], 0.0)
-        result = tl.sum(result, axis=1)
-        tl.store(measures + (row * num_tiles + tile) * PIVOTS + pivot, result)
-        tl.debug_barrier()
-        if tl.atomic_add(num_finished + row, 1, sem="acq_rel") == num_tiles - 1:
-            _narrow(
-                levels, measures, pivots, searches, top_k, top_p, row, round, peak, heat, num_tiles, vocab_size,
-                FEW, PIVOTS, TILES,
-            )  # fmt: skip
-            tl.store(num_finished + row, 0)
-
-
-@triton.jit(do_not_specialize_on_alignment=["temperature", "top_k", "top_p"])
-def _list_kernel(
-    logits,
-    stride,
-    temperature,
-    top_k,
-    top_p,
-    peaks,
-    searches,
-    listed,
-    listed_ids,
-    num_listed,
-    tile_weights,
-    num_tiles,
-    vocab_size,
-    TILE: tl.constexpr,
-    LISTED: tl.constexpr,
-    TILES: tl.constexpr,
-):
-    row, tile = tl.program_id(0), tl.program_id(1)
-    token = tile * TILE + tl.arange(0, TILE)
-    found = load_logits(logits, row, stride, token, vocab_size)
-    heat, place = tl.load(temperature + row).to(tl.float32), row * num_tiles + tile
-    peak = row_peak(peaks, row, num_tiles, TILES)
-    weights = tl.where(found >= least_logit(peak, heat), weights_of(found, peak, heat), 0.0)
-    if _is_cut(temperature, top_k, top_p, row, vocab_size):
-        search = searches + _FIELDS * row
-        lower, upper = tl.load(search + _LOWER).to(tl.float32), tl.load(search + _UPPER).to(tl.float32)
-        if _counts(top_k, row, vocab_size) & _weighs(top_p, row):
-            upper = float("inf")
-        is_listed = (found >= lower) & (found < upper)
-        flags, bits = tl.reshape(is_listed, (TILE // 32, 32)).to(tl.int32), tl.arange(0, 32)
-        words, counts = tl.sum(flags << bits[None, :], axis=1), tl.sum(flags, axis=1)
-        rank = tl.cumsum(counts, axis=0) - counts
-        for _ in range(0, tl.max(counts, axis=0)):  # few tokens are listed: one of each word at a time
-            lowest = words & -words
-            bit = (lowest.to(tl.uint32, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
-            listed_token = tl.where(lowest == 0, vocab_size, tile * TILE + 32 * tl.arange(0, TILE // 32) + bit)
-            fits = (lowest != 0) & (rank < LISTED)
-            at = place.to(tl.int64) * LISTED + rank
-            tl.store(listed + at, load_logits(logits, row, stride, listed_token, vocab_size), mask=fits)
-            tl.store(listed_ids + at, listed_token, mask=fits)
-            words, rank = words & (words - 1), rank + 1
-        tl.store(num_listed + place, tl.sum(counts, axis=0))
-        weights = tl.where(found >= upper, weights, 0.0)
-    tl.store(tile_weights + place, tl.sum(weights, axis=0))
 
 
 @triton.jit
@@ -338,8 +160,8 @@ def _cut_among(
     Args:
         values: [TILES] values each, `pitch` apart, of which the first `widths` count; none missing from the search.
     """
-    upper, lower = tl.load(search + _UPPER).to(tl.float32), tl.load(search + _LOWER).to(tl.float32)
-    above, target = tl.load(search + _ABOVE), tl.load(search + _TARGET)
+    upper, lower = tl.load(search + UPPER).to(tl.float32), tl.load(search + LOWER).to(tl.float32)
+    above, target = tl.load(search + ABOVE), tl.load(search + TARGET)
     if counts & weighs:
         upper, above = float("inf"), tl.full((), 0.0, tl.float64)
     cut_key, cut_place = tl.full((), _LEAST_KEY, tl.int64), tl.full((), 0, tl.int32)
@@ -407,10 +229,10 @@ def _cut_kernel(
 ):
     row = tl.program_id(0)
     key, last_id = tl.full((), _LEAST_KEY, tl.int32), tl.full((), 0, tl.int32)
-    if _is_cut(temperature, top_k, top_p, row, vocab_size):
+    if is_cut(temperature, top_k, top_p, row, vocab_size):
         heat, p = tl.load(temperature + row).to(tl.float32), tl.load(top_p + row).to(tl.float64)
-        counts, weighs = _counts(top_k, row, vocab_size), _weighs(top_p, row)
-        peak, tile, search = row_peak(peaks, row, num_tiles, TILES), tl.arange(0, TILES), searches + _FIELDS * row
+        counts, weighs = top_k_drops(top_k, row, vocab_size), top_p_drops(top_p, row)
+        peak, tile, search = row_peak(peaks, row, num_tiles, TILES), tl.arange(0, TILES), searches + FIELDS * row
         of_row = row * num_tiles + tile
         widths = tl.load(num_listed + of_row, mask=tile < num_tiles, other=0)
         certain = tl.load(tile_weights + of_row, mask=tile < num_tiles, other=0.0)
@@ -448,7 +270,7 @@ def find_cuts(rows: SamplingRows, tiles: RowTiles) -> TokenCuts:
         return torch.empty(shape, dtype=dtype, device=logits.device)
 
     searches, num_finished = (
-        scratch(num_rows, _FIELDS.value, dtype=torch.float64),
+        scratch(num_rows, FIELDS.value, dtype=torch.float64),
         torch.zeros(num_rows, dtype=torch.int32, device=logits.device),
     )
     listed, listed_ids = (scratch(num_rows, num_tiles, _LISTED, dtype=dtype) for dtype in (torch.float32, torch.int32))
@@ -470,7 +292,7 @@ def find_cuts(rows: SamplingRows, tiles: RowTiles) -> TokenCuts:
     }
     lists = {"listed": listed, "listed_ids": listed_ids, "num_listed": num_listed, "LISTED": _LISTED}
     for number in range(_NUM_ROUNDS):
-        _measure_kernel[(num_rows, num_tiles)](
+        measure_kernel[(num_rows, num_tiles)](
             **read,
             leasts=tiles.leasts,
             pivots=pivots,
@@ -482,7 +304,7 @@ def find_cuts(rows: SamplingRows, tiles: RowTiles) -> TokenCuts:
             PIVOTS=_PIVOTS,
             num_warps=_WARPS,
         )
-    _list_kernel[(num_rows, num_tiles)](**read, **lists, tile_weights=tiles.weights, num_warps=_WARPS)
+    list_kernel[(num_rows, num_tiles)](**read, **lists, tile_weights=tiles.weights, num_warps=_WARPS)
     _cut_kernel[(num_rows,)](
         **read,
         **lists,

@@ -1,0 +1,95 @@
+"""How long does it take to draw a token of each row, without and with top-k and top-p?
+
+    PYTHONPATH=. python3 benchmarks/sampling.py [--rows N ...] [--vocabularies N ...] [--json FILE]
+
+Times are medians of a launch in a CUDA graph, on normal logits in fp32: flat rows, of which top-p keeps most tokens.
+Beside them, argmax, which greedy rows take, and the torch twin, which sorts each row. Tokens are compared with the
+twin's.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from measuring.graph_timing import launch_us
+from measuring.machine import describe_machine
+
+from megatron_mamba_cache.kernels.sampling.sampling import greedy_tokens, sample_tokens, sample_tokens_ref
+from megatron_mamba_cache.kernels.sampling.sampling_rows import SamplingRows
+
+SETTINGS = {"all tokens": (0, 0.0), "top-p": (0, 0.95), "top-k": (50, 0.0), "both": (50, 0.95)}
+"""Top-k and top-p."""
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Microseconds to draw tokens of some rows.
+
+    Args:
+        drawn_us: By settings.
+        num_other: Rows, of all settings, whose token is not the twin's.
+    """
+
+    vocab_size: int
+    num_rows: int
+    drawn_us: dict[str, float]
+    argmax_us: float
+    twin_us: float
+    num_other: int
+
+
+def times_of(num_rows: int, vocab_size: int) -> Times:
+    """Measure rows of a vocabulary."""
+    generator = torch.Generator("cuda").manual_seed(num_rows)
+    logits = torch.randn(num_rows, vocab_size, device="cuda", generator=generator)
+    uniforms = torch.rand(num_rows, device="cuda", dtype=torch.float64, generator=generator)
+    drawn_us, num_other = {}, 0
+    for name, (top_k, top_p) in SETTINGS.items():
+        settings = (torch.full((num_rows,), value, device="cuda") for value in (1.0, top_k, top_p))
+        rows, any_cut = SamplingRows(logits, *settings), name != "all tokens"
+        drawn_us[name] = launch_us([lambda rows=rows, cut=any_cut: sample_tokens(rows, uniforms, any_cut=cut)], 100)
+        tokens = sample_tokens(rows, uniforms, any_cut=any_cut)
+        num_other += int((tokens != sample_tokens_ref(rows, uniforms)).sum())
+    argmax_us = launch_us([lambda: greedy_tokens(logits)], 20)
+    twin_us = launch_us([lambda: sample_tokens_ref(rows, uniforms)], 3000)
+    return Times(vocab_size, num_rows, drawn_us, argmax_us, twin_us, num_other)
+
+
+def table(found: Sequence[Times]) -> str:
+    """Return the times as Markdown."""
+    lines = [
+        "| vocabulary | rows | argmax, µs | "
+        + " | ".join(f"{name}, µs" for name in SETTINGS)
+        + " | twin, µs | other |",
+        "|---:" * (5 + len(SETTINGS)) + "|",
+    ]
+    for times in found:
+        drawn = " | ".join(f"{times.drawn_us[name]:.0f}" for name in SETTINGS)
+        lines.append(
+            f"| {times.vocab_size:,} | {times.num_rows} | {times.argmax_us:.0f} | {drawn} | {times.twin_us:,.0f} | "
+            f"{times.num_other} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure, print Markdown and write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 256], metavar="N")
+    parser.add_argument("--vocabularies", type=int, nargs="+", default=[131072, 256000], metavar="N")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("needs a GPU")
+    found = [times_of(rows, vocabulary) for vocabulary in arguments.vocabularies for rows in arguments.rows]
+    print(table(found))
+    if arguments.json:
+        figures = {"machine": describe_machine(), "times": [asdict(times) for times in found]}
+        arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
