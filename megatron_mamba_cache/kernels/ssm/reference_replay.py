@@ -29,7 +29,7 @@ def state_replay_ref(
     first = torch.maximum(rows.folded, rows.computed // ring_len * ring_len)
     states = _folded(load_slots(ssm_pool, rows.slots, dtype), ssm_pool.dtype, ring, rows, first, ring_len)
     store_slots(ssm_pool, torch.where(first > rows.folded, rows.slots, PAD_SLOT), states)
-    for i in range(ring_len):
+    for i in range(_most(rows.computed - first, is_row, ring_len)):
         states = _advanced(states, ring, rows.rings, first + i, is_row & (first + i < rows.computed))
 
     starts, ends = rows.cu_tokens[:-1].to(torch.int64), rows.cu_tokens[1:].to(torch.int64)
@@ -59,13 +59,19 @@ def _folded(
     states: Tensor, stored: torch.dtype, ring: ReplayRing, rows: ReplayRows | BoundaryFolds, ends: Tensor, ring_len: int
 ) -> Tensor:
     """Return the states after the ring's entries up to `ends`, rounded as stored at every multiple of `ring_len`."""
-    for i in range(ring.capacity):
+    is_row = rows.slots != PAD_SLOT
+    for i in range(_most(ends - rows.folded, is_row, ring.capacity)):
         position = rows.folded + i
-        folds = (rows.slots != PAD_SLOT) & (position < ends)
+        folds = is_row & (position < ends)
         states = _advanced(states, ring, rows.rings, position, folds)
         is_rounded = (folds & ((position + 1) % ring_len == 0))[:, None, None, None]
         states = torch.where(is_rounded, states.to(stored).to(states.dtype), states)
     return states
+
+
+def _most(counts: Tensor, is_row: Tensor, bound: int) -> int:
+    """Return how many tokens to go through: no row has more; on a GPU, where asking would wait for it, the bound."""
+    return bound if counts.is_cuda else min(bound, max(0, int(torch.where(is_row, counts, 0).max())))
 
 
 def _advanced(states: Tensor, ring: ReplayRing, rings: Tensor, position: Tensor, exists: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """The outputs of replayed states by products of bf16 on tensor cores, in Gluon, for Hopper GPUs and bf16 tokens.
 
-A warp takes tile after tile, `width` columns of a head's state, and loads the next one ahead, as the products need it:
-which d_state a lane holds, and which column, is free to choose, so nothing moves between lanes. float32 states and factors are split into three bf16
-numbers that add up to them: every product is exact, every sum is one of float32. Checkpoints have the bits of
-`replay_fold`. The state's loads and the fold begin while `replay_coefficients` runs.
+A warp takes tile after tile, `width` columns of a head's state, and loads the next one while it computes: as the
+products need it, since which d_state a lane holds, and which column, is free to choose. So nothing moves between lanes.
+float32 states and factors are split into three bf16 numbers that add up to them: every product is exact, every sum is
+one of float32. Checkpoints have the bits of `replay_fold`. The first loads begin while `replay_coefficients` runs.
 
 An operand's places are numbered by bits. With q and l the lane's two lowest and three highest bits, k = (tile, g, q, e)
 is d_state, or a token, number (q, tile, g, e), and m = (tile, h, l) is column (l, tile, h).
