@@ -150,7 +150,10 @@ class StatePool:
         align_copy(self.conv, ssm, rows, block_size=1, window_len=window_len)
 
     def fold(self, rows: Sequence[RingState]) -> None:
-        """Fold what the rings of replayed states hold into their checkpoints, all layers, in place."""
+        """Fold what the rings of replayed states hold into their checkpoints, all layers, in place.
+
+        Without rings, do nothing.
+        """
         if self.rings is not None and rows:
             numbers = torch.tensor(rows, dtype=torch.int32).to(self.ssm.device)
             slots, rings, folded, ends = numbers.T.contiguous()

@@ -16,7 +16,7 @@ from ..kernels.prefill_rows import PAD_SLOT
 from ..kernels.progress import progress
 from ..policy.identifiers import BlockId
 from ..policy.requests import RunningRequest
-from ..state.state_pool import DraftWindow
+from ..state.state_pool import DraftWindow, RingState
 from .buffers import StepLimits
 from .logits import Draws
 from .model import StepModel
@@ -71,6 +71,7 @@ def rehearse(model: StepModel, runner: StepRunner) -> None:
             torch.cuda.synchronize()  # before the next step's integers overwrite this one's
     if limits.max_drafts:
         memory.state_pool.settle([DraftWindow(PAD_SLOT, PAD_SLOT, 1)], memory.geometry.window_len)
+    memory.state_pool.fold([RingState(PAD_SLOT, 0, 0, 0)])
 
 
 @torch.inference_mode()
