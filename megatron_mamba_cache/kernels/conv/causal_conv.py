@@ -24,10 +24,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ..kernel_launches import is_computed_in_fp32, launches_kernel
-from ..masks import only_if
 from ..prefill_rows import PrefillRows
 from ..row_checks import check_prefill_rows
 from .conv_row_ends import begin_row, count_up_to, end_chunk
+from .conv_runs import convolve_part, convolve_run
 from .conv_taps import (
     ConvInputs,
     ConvWindows,
@@ -71,78 +71,6 @@ class _Rows(NamedTuple):
     cu_chunks: Tensor
     chunk_rows: Tensor
     chunk_slots: Tensor
-
-
-@triton.jit
-def _convolve_run(
-    y,
-    inputs,
-    weight,
-    bias,
-    first_token,
-    channel,
-    CONV_DIM: tl.constexpr,
-    D_CONV: tl.constexpr,
-    TOKENS: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-):
-    """Compute tokens of one row, each with D_CONV - 1 before it: every input is read once, AT_ONCE tokens at a time."""
-    inside = channel < CONV_DIM
-    taps = load_taps(weight, channel, CONV_DIM, D_CONV)
-    offset = load_bias(bias, channel, CONV_DIM)
-    first = tl.cast(first_token, tl.int64)
-    x = inputs.x + first * inputs.token_stride + channel
-    y += first * CONV_DIM + channel
-    history = ()
-    for k in tl.static_range(1, D_CONV):
-        history = appended(history, tl.load(x - (D_CONV - k) * inputs.token_stride, mask=inside, other=0.0))
-    for begin in tl.static_range(0, TOKENS, AT_ONCE):
-        for j in tl.static_range(AT_ONCE):
-            history = appended(history, tl.load(x + (begin + j) * inputs.token_stride, mask=inside, other=0.0))
-        for j in tl.static_range(AT_ONCE):
-            window = ()
-            for k in tl.static_range(D_CONV):
-                window = appended(window, history[j + k].to(tl.float32))
-            out = weigh_and_activate(window, taps, offset, D_CONV)
-            tl.store(y + (begin + j) * CONV_DIM, out, mask=inside)
-        history = history[AT_ONCE:]  # type: ignore[assignment]  # mypy sees only the empty tuple
-
-
-@triton.jit
-def _convolve_part(
-    y,
-    inputs,
-    weight,
-    bias,
-    low,
-    high,
-    num_tokens,
-    first_token,
-    channel,
-    CONV_DIM: tl.constexpr,
-    D_CONV: tl.constexpr,
-    TOKENS: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-):
-    """Compute a tile's tokens of a row, `low` to `high`, that have D_CONV - 1 before them; clear what follows it."""
-    inside = channel < CONV_DIM
-    taps = load_taps(weight, channel, CONV_DIM, D_CONV)
-    offset = load_bias(bias, channel, CONV_DIM)
-    for begin in range(first_token, first_token + TOKENS, AT_ONCE):
-        first = tl.cast(begin, tl.int64)
-        x = inputs.x + first * inputs.token_stride + channel
-        history = ()
-        for j in tl.static_range(1 - D_CONV, AT_ONCE):
-            is_row = (begin + j >= low) & (begin + j < high)
-            history = appended(history, tl.load(x + j * inputs.token_stride, mask=only_if(is_row, inside), other=0.0))
-        for j in tl.static_range(AT_ONCE):
-            window = ()
-            for k in tl.static_range(D_CONV):
-                window = appended(window, history[j + k].to(tl.float32))
-            token = begin + j
-            out = tl.where(token < high, weigh_and_activate(window, taps, offset, D_CONV), 0.0)
-            is_mine = (token >= tl.minimum(low + D_CONV - 1, high)) & (token < num_tokens)
-            tl.store(y + (first + j) * CONV_DIM + channel, out, mask=only_if(is_mine, inside))
 
 
 @triton.jit
@@ -220,9 +148,9 @@ def _causal_conv_kernel(
         high = tl.load(rows.cu_rows + row + 1, mask=row < num_rows, other=0)
         high = tl.where(row < num_rows, high, last)
         if (first_token - low >= D_CONV - 1) & (first_token + TOKENS <= high):
-            _convolve_run(y, inputs, weight, bias, first_token, channel, CONV_DIM, D_CONV, TOKENS, AT_ONCE)
+            convolve_run(y, inputs, weight, bias, first_token, channel, CONV_DIM, D_CONV, TOKENS, AT_ONCE)
         elif (first_token + TOKENS <= high) | (high == last):
-            _convolve_part(
+            convolve_part(
                 y, inputs, weight, bias, low, high, num_tokens, first_token, channel, CONV_DIM, D_CONV, TOKENS, AT_ONCE
             )
         else:

@@ -172,6 +172,8 @@ def sum_of_products(
 ) -> Tensor:
     """Return for each token the weighted sum of its rows' products with their experts' weights.
 
+    Long because of its contract.
+
     Args:
         rows: [tokens * top_k, inputs], contiguous; those of experts that are elsewhere are not read.
         weight: [experts, outputs, inputs], contiguous.
