@@ -142,7 +142,7 @@ def test_sampling_reads_logits_in_wide_accesses_and_compiles_once(
         compile_for_hopper(token_cuts, "list_kernel"),
     ]
     once = [compile_for_hopper(token_cuts, "_cut_kernel"), compile_for_hopper(token_draws, "_pick_kernel"), *reading]
-    logits = torch.empty(40, 131072, dtype=dtype)
+    logits = torch.empty(40, 124928 if dtype is torch.float32 else 131072, dtype=dtype)  # 30.5 tiles, and 32
     for num_rows, first in ((1, 0), (2, 1), (16, 2), (33, 3)):
         settings = (torch.ones(40), torch.ones(40, dtype=torch.int32), torch.ones(40))
         rows = SamplingRows(logits[:num_rows], *(setting[first : first + num_rows] for setting in settings))

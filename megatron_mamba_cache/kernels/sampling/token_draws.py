@@ -114,7 +114,7 @@ def draw_tokens(rows: SamplingRows, uniforms: Tensor, *, any_cut: bool) -> Tenso
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if not num_rows:
         return tokens
-    tiles = RowTiles(*logits.new_empty(3, num_rows, num_tiles, dtype=torch.float32))
+    tiles = RowTiles(*(logits.new_empty(num_rows, num_tiles, dtype=torch.float32) for _ in range(3)))
     read = {
         "logits": logits,
         "stride": logits.stride(0),
