@@ -22,8 +22,9 @@ from ..grammars.compiler import Grammars
 from ..kernels.attention.kv_append import append_kv
 from ..metrics import CacheCounters, CacheSnapshot
 from ..policy.admission import Refusal
+from ..policy.kept_tokens import KeptTokens, StepTokens
 from ..policy.prefix_cache import PrefixCache
-from ..policy.requests import Candidate, KeptTokens, RequestSpec, RunningRequest, StepTokens
+from ..policy.requests import Candidate, RequestSpec, RunningRequest
 from ..ranks.agreement import CacheCapacity, agreed_settings, agreed_version, settings_of_peers
 from ..ranks.digest import digest_of
 from ..ranks.group import OneRank, Ranks

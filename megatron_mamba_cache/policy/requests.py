@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from .block_hashing import KeyChain
 from .identifiers import BlockId, RingId, SlotId
+from .kept_tokens import KeptTokens
 from .logits_settings import PLAIN_LOGITS, LogitsSettings
 
 
@@ -150,31 +151,6 @@ class ReservedState:
 
     position: int  # absolute
     slot: SlotId
-
-
-class KeptTokens(NamedTuple):
-    """What a step adds to a request: the tokens kept, none in mid-prefill, and whether they end the request."""
-
-    tokens: tuple[int, ...] = ()
-    ends: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class StepTokens:
-    """What the rows of a step keep.
-
-    Args:
-        tokens: [rows] new tokens of each, in order: at least one for a row that decodes, none in mid-prefill.
-        ended: Indices of the rows that end with them.
-    """
-
-    tokens: Sequence[tuple[int, ...]]
-    ended: Sequence[int] = ()
-
-    @staticmethod
-    def of(kept: Sequence[KeptTokens]) -> "StepTokens":
-        """Collect what each row keeps."""
-        return StepTokens([new.tokens for new in kept], [index for index, new in enumerate(kept) if new.ends])
 
 
 @dataclass(slots=True, eq=False)

@@ -12,8 +12,9 @@ from zlib import crc32
 
 from ..errors import CacheIntegrityError
 from ..policy.decisions import DecisionKind, DecisionLog, first_difference
+from ..policy.kept_tokens import StepTokens
 from ..policy.prefix_cache import PrefixCache
-from ..policy.requests import RunningRequest, StepTokens
+from ..policy.requests import RunningRequest
 from ..policy.running_requests import RunningRequests
 from .group import Ranks
 

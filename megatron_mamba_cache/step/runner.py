@@ -19,9 +19,10 @@ from ..grammars.compiler import Grammars
 from ..metrics import CacheCounters, CacheSnapshot
 from ..policy.admission import Refusal
 from ..policy.block_growth import GrowthOutcome
+from ..policy.kept_tokens import StepTokens
 from ..policy.prefix_cache import PrefixCache
 from ..policy.random_counter import DrawPurpose
-from ..policy.requests import Candidate, RunningRequest, StepTokens
+from ..policy.requests import Candidate, RunningRequest
 from ..policy.running_requests import RunningRequests
 from ..policy.scheduler import ScheduledStep, StepScheduler
 from ..ranks.digest import Digest

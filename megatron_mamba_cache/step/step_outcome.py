@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..policy.block_growth import GrowthOutcome
-from ..policy.requests import StepTokens
+from ..policy.kept_tokens import StepTokens
 from .log_probs import StepLogProbs
 from .step import Step
 

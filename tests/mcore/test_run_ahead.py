@@ -18,7 +18,7 @@ from megatron.core.inference.sampling_params import SamplingParams
 from megatron_mamba_cache.errors import CacheIntegrityError
 from megatron_mamba_cache.mcore.request_spec import LOGITS
 from megatron_mamba_cache.mcore.step_clock import WallClockEvent
-from megatron_mamba_cache.policy.requests import StepTokens
+from megatron_mamba_cache.policy.kept_tokens import StepTokens
 from megatron_mamba_cache.speculation.drafter import Drafter
 from megatron_mamba_cache.speculation.prompt_lookup import PromptLookupDrafter
 from megatron_mamba_cache.step import graphs as cuda_graphs

@@ -1,0 +1,30 @@
+"""What a step adds to its requests."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class KeptTokens(NamedTuple):
+    """What a step adds to a request: the tokens kept, none in mid-prefill, and whether they end the request."""
+
+    tokens: tuple[int, ...] = ()
+    ends: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StepTokens:
+    """What the rows of a step keep.
+
+    Args:
+        tokens: [rows] new tokens of each, in order: at least one for a row that decodes, none in mid-prefill.
+        ended: Indices of the rows that end with them.
+    """
+
+    tokens: Sequence[tuple[int, ...]]
+    ended: Sequence[int] = ()
+
+    @staticmethod
+    def of(kept: Sequence[KeptTokens]) -> "StepTokens":
+        """Collect what each row keeps."""
+        return StepTokens([new.tokens for new in kept], [index for index, new in enumerate(kept) if new.ends])
