@@ -113,10 +113,9 @@ class MambaCacheContext(DynamicInferenceContext):
         self.ranks = ranks or OneRank()
         self.peers = peers or NoPeers()
         own = config.on_device(is_gpu=torch.cuda.is_available())
-        config = settings_of_peers(agreed_settings(own, self.ranks), self.peers)
+        self.cache_config = config = settings_of_peers(agreed_settings(own, self.ranks), self.peers)
         shape.check(config)
         self.capacity = CacheCapacity.of(config, shape, self.ranks)
-        self.cache_config = config
         self.shape = shape
         self.counters = CacheCounters()
         self.grammars = Grammars(shape.vocab_size)
