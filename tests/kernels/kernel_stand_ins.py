@@ -52,6 +52,7 @@ class CompiledInsteadOfLaunched:
     def __init__(self, kernel: object) -> None:
         self.kernel = kernel
         self.ptx: list[str] = []
+        self.cubins: list[bytes] = []
         self.shared_bytes: list[int] = []
         self.compiled: set[str] = set()
 
@@ -60,6 +61,7 @@ class CompiledInsteadOfLaunched:
             compiled = self.kernel.warmup(grid=grid, **arguments)
             assert compiled.asm["cubin"]
             self.ptx.append(compiled.asm["ptx"])
+            self.cubins.append(compiled.asm["cubin"])
             self.shared_bytes.append(compiled.metadata.shared)
             self.compiled.add(compiled.hash)
 

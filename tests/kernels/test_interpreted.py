@@ -25,10 +25,13 @@ GROUPS = [
         "test_kv_append.py",
         "test_grouped_product.py",
         "test_product_tiles.py",
+        "test_boundary_folds.py",
+        "test_boundary_plan.py",
     ],
     [
         "test_ssd_scan_kernels.py",
         "test_state_verify.py",
+        "test_state_replay.py",
         "test_slot_copies.py",
         "test_routing.py",
         "test_squared_relu.py",

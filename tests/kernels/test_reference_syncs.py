@@ -19,7 +19,9 @@ from megatron_mamba_cache.kernels.reference import (
     causal_conv_ref,
     conv_verify_ref,
     copy_slots_ref,
+    fold_boundaries_ref,
     ssd_scan_ref,
+    state_replay_ref,
     state_verify_ref,
     zero_slots_ref,
 )
@@ -39,9 +41,11 @@ from megatron_mamba_cache.kernels.sampling.verification import (
 )
 from megatron_mamba_cache.kernels.slots.slot_copies import copy_slots, zero_slots
 from megatron_mamba_cache.kernels.ssm.ssd_scan import ssd_scan
+from megatron_mamba_cache.kernels.ssm.state_replay import fold_boundaries, state_replay
 from megatron_mamba_cache.kernels.ssm.state_verify import state_verify
 from tests.kernels.align_steps import StepRow, device_rows, padding_row
 from tests.kernels.packed_rows import RowSpec, VerifySpec, pack_rows, pack_verify
+from tests.kernels.replay_steps import ReplayedRequests, Turn, layered
 from tests.kernels.ssm_steps import SSMShape, random_steps
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -99,6 +103,20 @@ def conv_verify_call(op: Callable[..., Tensor] = conv_verify_ref) -> Callable[[]
 def state_verify_call(op: Callable[..., Tensor] = state_verify_ref) -> Callable[[], object]:
     steps, pool, rows = random_steps(7, "cuda"), randn(6, 4, 7, 5), pack_verify(VERIFY_ROWS, "cuda")
     return lambda: op(steps.tokens, steps.weights, pool, rows)
+
+
+def state_replay_call(op: Callable[..., Tensor] = state_replay_ref) -> Callable[[], object]:
+    requests = ReplayedRequests([random_steps(9, "cuda")], ODD_SHAPE, 4, 3, starts=[5])
+    (request,) = requests.requests
+    rows, step = requests.rows([Turn(request, 2), Turn(None)]), request.text[:4]
+    return lambda: op(step.tokens, step.weights, requests.pool, requests.ring, rows, 4)
+
+
+def fold_boundaries_call(op: Callable[..., None] = fold_boundaries_ref) -> Callable[[], object]:
+    requests = ReplayedRequests([random_steps(9, "cuda")], ODD_SHAPE, 4, 3)
+    pools, rings = layered(requests.pool, requests.ring)
+    rows = requests.folds([0], [5])
+    return lambda: op(pools, rings, rows, 4)
 
 
 def slot_copies_call() -> Callable[[], object]:
@@ -188,6 +206,10 @@ CALLS = [
     partial(conv_verify_call, conv_verify),
     state_verify_call,
     partial(state_verify_call, state_verify),
+    state_replay_call,
+    partial(state_replay_call, state_replay),
+    fold_boundaries_call,
+    partial(fold_boundaries_call, fold_boundaries),
     slot_copies_call,
     token_kernels_call,
     copy_call,

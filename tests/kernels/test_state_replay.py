@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,16 +16,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_mamba_cache.kernels.decode_rows import DecodeRows
-from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED
+from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED, is_hopper
 from megatron_mamba_cache.kernels.ssm import replay_coefficients, state_replay_portable
+from megatron_mamba_cache.kernels.ssm.hopper_tiling import has_tested_gluon
 from megatron_mamba_cache.kernels.ssm.replay_rows import ReplayRing, ReplayRows, least_capacity
-from megatron_mamba_cache.kernels.ssm.replay_tiling import ReplayTiling
+from megatron_mamba_cache.kernels.ssm.replay_tiling import ReplayTiling, hopper_width
 from megatron_mamba_cache.kernels.ssm.ssm_inputs import SSMTokens
-from megatron_mamba_cache.kernels.ssm.state_replay import replay_tiled, state_replay, state_replay_ref
+from megatron_mamba_cache.kernels.ssm.state_replay import fold_boundaries, replay_tiled, state_replay, state_replay_ref
 from megatron_mamba_cache.kernels.ssm.state_verify import state_verify, state_verify_ref
 from tests.kernels.kernel_stand_ins import launches_expected
 from tests.kernels.packed_rows import one_token_rows, same_bits
-from tests.kernels.replay_steps import Op, ReplayedRequests, Turn, copied, int32, poisoned_ring, ring_tensors
+from tests.kernels.replay_steps import Op, ReplayedRequests, Turn, copied, int32, layered, poisoned_ring, ring_tensors
 from tests.kernels.ssm_steps import SSMShape, SSMSteps, random_steps
 
 SHAPE = SSMShape(heads=4, head_dim=5, d_state=7, groups=2)
@@ -341,3 +343,125 @@ def test_errors_over_4096_tokens_are_no_larger_than_the_window_forms() -> None:
 
 def relative(found: Tensor, expected: Tensor) -> float:
     return ((found - expected).norm() / expected.norm()).item()
+
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+WHOLE_TILES = [
+    SSMShape(heads=8, head_dim=64, d_state=128, groups=2),
+    SSMShape(heads=2, head_dim=64, d_state=64, groups=1),
+    SSMShape(heads=2, head_dim=80, d_state=16, groups=2),
+    SSMShape(heads=3, head_dim=48, d_state=32, groups=1),
+    SSMShape(heads=2, head_dim=64, d_state=256, groups=1),
+]
+
+
+@pytest.mark.gpu
+@needs_cuda
+@BOTH_POOLS
+@pytest.mark.parametrize("shape", WHOLE_TILES)
+@pytest.mark.parametrize("kernel", ["sums", "products"])
+def test_gluon_kernels_compute_what_the_twin_does(kernel: str, shape: SSMShape, dtype: torch.dtype) -> None:
+    width = hopper_width(shape.head_dim, shape.d_state)
+    if not is_hopper(torch.device("cuda")) or not has_tested_gluon() or width is None:
+        pytest.skip("needs Hopper, and a Gluon that was tested")
+    tiling = ReplayTiling(kernel, width, num_warps=1, max_registers=255)
+    for inputs in [torch.bfloat16] if kernel == "products" else [torch.bfloat16, torch.float32]:
+        compare_with_twin(tiling, shape, inputs, dtype, "cuda", num_rows=19)
+
+
+@pytest.mark.gpu
+@needs_cuda
+@BOTH_POOLS
+@pytest.mark.parametrize("kernel", ["portable", "sums", "products"])
+def test_every_kernel_writes_the_checkpoints_of_the_boundary_fold(kernel: str, dtype: torch.dtype) -> None:
+    """Several multiples in one step; and outputs before a token of NaN are not touched by it."""
+    if kernel != "portable" and not (is_hopper(torch.device("cuda")) and has_tested_gluon()):
+        pytest.skip("needs Hopper, and a Gluon that was tested")
+    torch.manual_seed(11)
+    shape, ring_len, most = WHOLE_TILES[0], 4, 8
+    tiling = ReplayTiling(kernel, 32, num_warps=1, max_registers=255)
+    requests = ReplayedRequests(
+        [text.cast(torch.bfloat16) for text in texts(3, 40, "cuda", shape)], shape, ring_len, most, dtype=dtype
+    )
+
+    def op(*arguments: Any) -> Tensor:
+        return replay_tiled(*arguments, tiling)
+
+    for _ in range(3):
+        requests.step(op, [Turn(request, most - 1, most) for request in requests.requests], num_tail=2)
+        kept = torch.cat([request.outputs[-1] for request in requests.requests])
+        assert kept.isfinite().all()
+        ends = [request.computed // ring_len * ring_len for request in requests.requests]
+        fold_boundaries(*layered(requests.pool, requests.ring), requests.folds([0, 2, 4], ends), ring_len)
+        written = requests.pool[[0, 2, 4]].clone()
+        requests.step(op, [Turn(request, most - 1, 1 + i) for i, request in enumerate(requests.requests)])
+        for request, state in zip(requests.requests, written, strict=True):
+            assert request.outputs[-1].isfinite().all()  # the rejected drafts were NaN
+            assert same_bits(requests.pool[request.slot], state)
+
+
+@pytest.mark.gpu
+@needs_cuda
+@BOTH_POOLS
+@pytest.mark.parametrize("shape", [SHAPE, WHOLE_TILES[0]])
+def test_a_replayed_graph_reads_its_rows_anew(shape: SSMShape, dtype: torch.dtype) -> None:
+    torch.manual_seed(8)
+    requests = ReplayedRequests(
+        [text.cast(torch.bfloat16) for text in texts(3, 40, "cuda", shape)], shape, 8, 4, dtype=dtype
+    )
+    decode(requests, state_replay, random.Random(8), 20, 3)
+    plans = []
+    for lengths in ((1, 1, 1), (4, 2, 3), (1, 4, 4)):
+        turns = [Turn(r, length - 1, length) for r, length in zip(requests.requests, lengths, strict=True)]
+        plans.append(requests.rows(turns))
+        for request, length in zip(requests.requests, lengths, strict=True):
+            request.folded = max(request.folded, request.computed // 8 * 8)
+            request.computed += length
+    steps = random_steps(12, "cuda", shape).cast(torch.bfloat16)
+    buffers = replace(plans[0], **{name: getattr(plans[0], name).clone() for name in ROW_TENSORS})
+    state_replay(steps.tokens, steps.weights, requests.pool, requests.ring, buffers, 8)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = state_replay(steps.tokens, steps.weights, requests.pool, requests.ring, buffers, 8)
+    for rows in plans:
+        for name in ROW_TENSORS:
+            getattr(buffers, name).copy_(getattr(rows, name))
+        pool, ring = requests.pool.clone(), copied(requests.ring)
+        expected = state_replay(steps.tokens, steps.weights, pool, ring, rows, 8)
+        graph.replay()
+        assert same_bits(y, expected) and same_bits(requests.pool, pool)
+        for found, held in zip(ring_tensors(requests.ring), ring_tensors(ring), strict=True):
+            assert same_bits(found, held)
+
+
+ROW_TENSORS = ("cu_tokens", "slots", "rings", "folded", "computed")
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize(("stride", "dtype"), [(2**31 + 16, torch.bfloat16), (2**30 + 16, torch.float32)])
+@pytest.mark.parametrize("num_drafts", [0, 7])
+def test_offsets_past_32_bits(num_drafts: int, stride: int, dtype: torch.dtype) -> None:
+    num_bytes = 2 * (3 * stride + 2**20) * dtype.itemsize
+    if num_bytes > torch.cuda.mem_get_info()[0]:
+        pytest.skip(f"needs {num_bytes / 2**30:.0f} GiB of free device memory")
+    shape = SSMShape(heads=2, head_dim=64, d_state=128, groups=1)
+    near = ReplayedRequests(
+        [text.cast(torch.bfloat16) for text in texts(1, 20, "cuda", shape)], shape, 8, 8, dtype=dtype
+    )
+    (request,) = near.requests
+    near.step(state_replay, [Turn(request, 7, 8)])
+    buffer = torch.empty((3 * stride + 2**20), dtype=dtype, device="cuda")
+    pool = buffer.as_strided((3, *shape.state), (stride, 128 * 64, 64, 1))
+    pool.copy_(near.pool)
+    xs = torch.empty(3 * stride + 2**20, dtype=torch.bfloat16, device="cuda")
+    x = xs.as_strided((4, *near.ring.x.shape[1:]), (stride, 128, 64, 1))
+    x[3].copy_(near.ring.x[0])
+    ring = replace(near.ring, x=x, B=near.ring.B[[1, 1, 1, 0]], steps=near.ring.steps[[1, 1, 1, 0]])
+    rows = near.rows([Turn(request, num_drafts)])
+    step = request.text[8 : 9 + num_drafts]
+    y = state_replay(step.tokens, step.weights, pool, ring, replace(rows, rings=rows.rings + 3), 8)
+    assert same_bits(y, state_replay(step.tokens, step.weights, near.pool, near.ring, rows, 8))
+    assert same_bits(pool.contiguous(), near.pool) and same_bits(x[3], near.ring.x[0])
+    del pool, buffer, x, xs
+    torch.cuda.empty_cache()

@@ -49,10 +49,12 @@ def fold_boundaries_ref(ssm_pools: Tensor, rings: ReplayRing, rows: BoundaryFold
     """Write each row's state at its end into its target, all layers, in place; see `fold_boundaries`."""
     if rows.targets.shape[0] == 0:
         return
+    targets = torch.where(rows.slots != PAD_SLOT, rows.targets, PAD_SLOT)
+    ends = torch.where(targets != PAD_SLOT, rows.ends, rows.folded)
     for layer, pool in enumerate(ssm_pools):
         ring = ReplayRing(rings.x[layer], rings.B[layer], rings.steps[layer])
         states = load_slots(pool, rows.slots, compute_dtype(ring.x))
-        store_slots(pool, rows.targets, _folded(states, pool.dtype, ring, rows, rows.ends, ring_len))
+        store_slots(pool, targets, _folded(states, pool.dtype, ring, rows, ends, ring_len))
 
 
 def _folded(

@@ -28,7 +28,6 @@ from .ssm_inputs import SSMTokens, SSMWeights
 from .time_steps import time_step
 
 _PAD = tl.constexpr(PAD_SLOT)
-_NUM_WARPS = 8
 _LEAST_OWN = 8  # one form of the kernels up to that many tokens
 _HEADS_AT_A_TIME = 16
 CHANNELS_AT_ONCE = 2048
@@ -342,7 +341,7 @@ def append_and_weigh(
         BLOCK=block,
         TOKENS=1 if rows.max_tokens == 1 else own,
         AT_ONCE=at_once,
-        num_warps=_NUM_WARPS,
+        num_warps=8 if rows.max_tokens == 1 else 4,
         **overlapping(y.device),
     )
     return factors

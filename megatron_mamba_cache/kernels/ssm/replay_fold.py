@@ -43,12 +43,14 @@ def fold_entries(
         has_n, has_p: Which rows and columns of the state exist.
     """
     entry = _load_entry(x, b, steps, ring, position, end, has_n, has_p, HEADS, CAPACITY)
+    following = _load_entry(x, b, steps, ring, position + 1, end, has_n, has_p, HEADS, CAPACITY)
     while position < end:
         until = tl.minimum((position // RING + 1) * RING, end)
         for at in range(position, until):
             values, keys, dt, decay = entry
-            # Prefetched: only the next token waits for these.
-            entry = _load_entry(x, b, steps, ring, at + 1, end, has_n, has_p, HEADS, CAPACITY)
+            # Prefetched two tokens ahead: a token's arithmetic is shorter than a load.
+            entry = following
+            following = _load_entry(x, b, steps, ring, at + 2, end, has_n, has_p, HEADS, CAPACITY)
             increment = keys.to(tl.float32)[:, None] * (dt * values.to(tl.float32))[None, :]
             # Fused by hand: the compiler's choice of what to fuse may differ from one compiled form to the next.
             state = tl.fma(tl.exp(decay), state, increment)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from ..kernel_launches import INTERPRETED, is_hopper
@@ -11,42 +12,51 @@ from .ssm_inputs import SSMTokens
 
 _LARGEST_TILE = 128 * 32
 """Elements of a state that one warp holds in registers."""
-_ALIGNMENT = 16  # bytes of a load
+_LARGEST_MULTIPLIED = 128
+"""d_state of which a product's registers hold all."""
+_MOST_SUMMED_OF_FP32, _MOST_SUMMED_OF_BF16 = 4, 1  # tokens a row
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayTiling:
-    """How states are split over programs; the choice may change only the order of the sums of an output.
+    """How states are split over programs, which changes only the order of the sums of an output.
 
     Args:
-        kernel: "hopper" takes heads of whole tiles, and states of a power of two; "portable" takes all.
+        kernel: "portable" takes all shapes; "sums" takes heads of whole tiles and a d_state that is a power of two, and
+            "products" such heads of bf16 tokens.
         width: columns of head_dim of a program, a power of two.
-        num_warps: warps of a program.
+        num_warps: warps of a program; 1 for "products".
         max_registers: registers of a thread, which bound the programs that fit on a multiprocessor.
-        programs_per_sm: programs launched for each multiprocessor where each takes several tiles.
     """
 
-    kernel: Literal["hopper", "portable"]
+    kernel: Literal["portable", "sums", "products"]
     width: int
     num_warps: int
     max_registers: int
-    programs_per_sm: int = 1
 
 
 PORTABLE = ReplayTiling("portable", width=64, num_warps=4, max_registers=128)
 
 
-def choose_tiling(tokens: SSMTokens, ssm_pool: Tensor) -> ReplayTiling:
-    """Return the fastest tiling for these shapes and this device; nothing of it depends on rows or tokens."""
-    head_dim, d_state = tokens.x.shape[2], tokens.B.shape[2]
-    is_computed_there = ssm_pool.is_cuda and not INTERPRETED and is_hopper(ssm_pool.device) and has_tested_gluon()
-    if not is_computed_there or d_state & (d_state - 1) or ssm_pool.stride(0) * ssm_pool.element_size() % _ALIGNMENT:
+def choose_tiling(tokens: SSMTokens, ssm_pool: Tensor, max_tokens: int) -> ReplayTiling:
+    """Return the fastest tiling for these shapes, this device and so many tokens a row, as measured.
+
+    Sums take time for every token. Products take the same for any few, but split float32 states for it.
+    """
+    is_gluon_there = ssm_pool.is_cuda and not INTERPRETED and is_hopper(ssm_pool.device) and has_tested_gluon()
+    width = hopper_width(tokens.x.shape[2], tokens.B.shape[2])
+    if not is_gluon_there or width is None:
         return PORTABLE
-    width = hopper_width(head_dim, d_state)
-    return PORTABLE if width is None else ReplayTiling("hopper", width, num_warps=1, max_registers=255)
+    fits_products = tokens.B.shape[2] <= _LARGEST_MULTIPLIED and all(
+        tensor.dtype == torch.bfloat16 for tensor in (tokens.x, tokens.B, tokens.C)
+    )
+    splits_states = ssm_pool.dtype != torch.bfloat16
+    if not fits_products or max_tokens <= (_MOST_SUMMED_OF_FP32 if splits_states else _MOST_SUMMED_OF_BF16):
+        return ReplayTiling("sums", width, num_warps=1, max_registers=255)
+    return ReplayTiling("products", width, num_warps=1, max_registers=255 if splits_states else 224)
 
 
 def hopper_width(head_dim: int, d_state: int) -> int | None:
-    """Return the most columns that a warp of the Hopper kernel takes of a head; None if it cannot take the head."""
+    """Return the most columns of a head that a warp keeps in registers; None if no Gluon kernel takes the head."""
     widths = [width for width in (64, 32, 16) if head_dim % width == 0 and width * d_state <= _LARGEST_TILE]
-    return widths[0] if widths and d_state >= 16 else None
+    return widths[0] if widths and d_state >= 16 and d_state & (d_state - 1) == 0 else None

@@ -2,12 +2,15 @@
 
     y_t = factor_t (C_t S) + sum over the tokens j since the checkpoint S of factor_tj x_j
 
-`replay_coefficients` computes the factors and appends the tokens, `state_replay_hopper` or `state_replay_portable` does
-the rest. Where a row's kept tokens have passed a multiple of the ring's length, they are folded first:
-S = exp(dt * A) * S + B (dt * x), token by token as `state_verify` does, rounded to the pool's dtype at every multiple;
-so a checkpoint's bits depend on its tokens alone. Graph safe: no host sync, two launches, grids fixed by the shapes of
-the arguments.
+`replay_coefficients` computes the factors and appends the tokens; `state_replay_sums`, `state_replay_products` or
+`state_replay_portable` does the rest. Where a row's kept tokens have passed a multiple of the
+ring's length, they are folded first: S = exp(dt * A) * S + B (dt * x), token by token as `state_verify` does, rounded
+to the pool's dtype at every multiple; so a checkpoint's bits depend on its tokens alone. Graph safe: no host sync, two
+launches, grids fixed by the shapes of the arguments.
 """
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,7 +71,9 @@ def state_replay(
     check_ring(ring, tokens, ring_len, rows.max_tokens)
     if not launches_kernel(ssm_pool) or not is_computed_in_fp32(tokens.x, ssm_pool):
         return state_replay_ref(tokens, weights, ssm_pool, ring, rows, ring_len)
-    return replay_tiled(tokens, weights, ssm_pool, ring, rows, ring_len, choose_tiling(tokens, ssm_pool))
+    return replay_tiled(
+        tokens, weights, ssm_pool, ring, rows, ring_len, choose_tiling(tokens, ssm_pool, rows.max_tokens)
+    )
 
 
 def replay_tiled(
@@ -85,10 +90,26 @@ def replay_tiled(
     if y.numel() == 0:
         return y
     factors = append_and_weigh(y, tokens, weights, ring, rows, ring_len)
-    if rows.slots.shape[0] > 0 and tiling.kernel == "portable":
-        replay_portably(y, tokens, ssm_pool, ring, rows, factors, tiling)
-    elif rows.slots.shape[0] > 0:
-        from .state_replay_hopper import replay_on_hopper
-
-        replay_on_hopper(y, tokens, ssm_pool, ring, rows, factors, tiling)
+    if rows.slots.shape[0] > 0:
+        _KERNELS[tiling.kernel](y, tokens, ssm_pool, ring, rows, factors, tiling)
     return y
+
+
+def _replay_by_sums(*arguments: Any) -> None:
+    from .state_replay_sums import replay_by_sums
+
+    replay_by_sums(*arguments)
+
+
+def _replay_by_products(*arguments: Any) -> None:
+    from .state_replay_products import replay_by_products
+
+    replay_by_products(*arguments)
+
+
+# Gluon is imported where it is used: other devices need none.
+_KERNELS: dict[str, Callable[..., None]] = {
+    "portable": replay_portably,
+    "sums": _replay_by_sums,
+    "products": _replay_by_products,
+}

@@ -44,11 +44,9 @@ def _state_replay_kernel(
     """Long because state and inputs stay in registers."""
     release(OVERLAPS)
     PARTS: tl.constexpr = (HEAD_DIM + WIDTH - 1) // WIDTH
-    # Programs side by side belong to different rows: few of them fold.
-    num_rows = tl.num_programs(0) // (PARTS * HEADS)
     part = tl.program_id(0) % PARTS
-    row = tl.program_id(0) // PARTS % num_rows
-    head = tl.program_id(0) // PARTS // num_rows
+    head = tl.program_id(0) // PARTS % HEADS
+    row = tl.program_id(0) // (PARTS * HEADS)
     slot = tl.load(rows.slots + row).to(tl.int64)
     start = tl.load(rows.cu_tokens + row)
     count = tl.load(rows.cu_tokens + row + 1) - start

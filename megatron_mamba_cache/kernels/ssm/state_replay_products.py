@@ -1,9 +1,9 @@
 """The outputs of replayed states by products of bf16 on tensor cores, in Gluon, for Hopper GPUs and bf16 tokens.
 
-A warp takes tile after tile, `width` columns of a head's state, and loads the next one while it computes: as the
-products need it, since which d_state a lane holds, and which column, is free to choose. So nothing moves between lanes.
-float32 states and factors are split into three bf16 numbers that add up to them: every product is exact, every sum is
-one of float32. Checkpoints have the bits of `replay_fold`. The first loads begin while `replay_coefficients` runs.
+A warp owns `width` columns of a head's state, which it loads as the products need them: which d_state a lane holds, and
+which column, is free to choose, so nothing moves between lanes. float32 states and factors are split into three bf16
+numbers that add up to them: every product is exact, every sum is one of float32. Checkpoints have the bits of
+`replay_fold`. The state's loads and the fold begin while `replay_coefficients` runs.
 
 An operand's places are numbered by bits. With q and l the lane's two lowest and three highest bits, k = (tile, g, q, e)
 is d_state, or a token, number (q, tile, g, e), and m = (tile, h, l) is column (l, tile, h).
@@ -16,14 +16,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from ..kernel_launches import num_multiprocessors
 from ..overlap import overlapping
 from ..prefill_rows import PAD_SLOT
 from .replay_coefficients import CHANNELS_AT_ONCE, ReplayCoefficients, kernel_ring, kernel_rows, kernel_tokens
 from .replay_rows import ReplayRing, ReplayRows
 from .replay_tiling import ReplayTiling
 from .ssm_inputs import SSMTokens
-from .state_replay_hopper import await_launcher, load_entry, release
+from .state_replay_sums import await_launcher, load_entry, release
 
 _PAD = gl.constexpr(PAD_SLOT)
 
@@ -125,11 +124,13 @@ def _fold_entries(
 ):
     """Return float32 `state` [d_state, width] after the ring's entries from `position` to `end`; see `replay_fold`."""
     entry = load_entry(x, b, steps, ring, position, end, HEADS, CAPACITY)
+    following = load_entry(x, b, steps, ring, position + 1, end, HEADS, CAPACITY)
     while position < end:
         until = gl.minimum((position // RING + 1) * RING, end)
         for at in range(position, until):
             values, keys, dt, decay = entry
-            entry = load_entry(x, b, steps, ring, at + 1, end, HEADS, CAPACITY)
+            entry = following
+            following = load_entry(x, b, steps, ring, at + 2, end, HEADS, CAPACITY)
             scaled = dt * values.to(gl.float32)
             increment = keys.to(gl.float32)[:, None] * scaled[None, :]
             state = gl.fma(gl.exp(decay), state, increment)
@@ -139,15 +140,14 @@ def _fold_entries(
     return state
 
 
-@gluon.jit
-def _compute_tile(
+@gluon.jit(do_not_specialize=["max_tokens"])
+def _state_products_kernel(
     y,
     tokens,
     pool,
     slot_stride,
     ring,
-    place,
-    state,
+    rows,
     checkpoint_factors,
     input_factors,
     odd,
@@ -168,20 +168,30 @@ def _compute_tile(
     NEW: gl.constexpr,
     NEW_FACTORS: gl.constexpr,
     OUTPUT: gl.constexpr,
+    OVERLAPS: gl.constexpr,
 ):
-    """Fold a tile of a checkpoint if its row folds, and store its columns of the outputs.
-
-    Long because state and inputs stay in registers.
-    """
+    """Long because state and inputs stay in registers."""
+    release(OVERLAPS)
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])  # [width, tokens]
     LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, 2)
+    PARTS: gl.constexpr = HEAD_DIM // WIDTH
     CHUNKS: gl.constexpr = (HEADS * HEAD_DIM + AT_ONCE - 1) // AT_ONCE
     PLACES: gl.constexpr = KEPT.shape[0]
     TOKENS: gl.constexpr = NEW.shape[0]
-    row, head, part, slot, start, count, number, folded, computed = place
-    slot = slot.to(gl.int64)
-    number = number.to(gl.int64)
+    part = gl.program_id(0) % PARTS
+    head = gl.program_id(0) // PARTS % HEADS
+    row = gl.program_id(0) // (PARTS * HEADS)
+    slot = gl.load(rows.slots + row).to(gl.int64)
+    start = gl.load(rows.cu_tokens + row)
+    count = gl.load(rows.cu_tokens + row + 1) - start
+    number = gl.load(rows.rings + row).to(gl.int64)
+    folded = gl.load(rows.folded + row)
+    computed = gl.load(rows.computed + row)
+    if slot == _PAD:
+        await_launcher(OVERLAPS)
+        return
+
     first = gl.maximum(folded, computed // RING * RING)
     group = head // HEADS_A_GROUP
     n = gl.arange(0, D_STATE, layout=gl.SliceLayout(1, STATE))
@@ -189,6 +199,7 @@ def _compute_tile(
     channel = head * HEAD_DIM + part * WIDTH
     states = pool + slot * slot_stride + head * (D_STATE * HEAD_DIM) + part * WIDTH
     states += n[:, None] * HEAD_DIM + p[None, :]
+    state = gl.load(states)  # [d_state, width]
     xs = ring.x + number * ring.x_ring + channel
 
     if first > folded:
@@ -226,6 +237,7 @@ def _compute_tile(
     sums = gl.zeros([WIDTH, OWN], gl.float32, layout=SUMS)
     sums = _multiply_left(state, _as_right(keys, RIGHT), sums, LEFT)
 
+    await_launcher(OVERLAPS)
     line = row.to(gl.int64) * max_tokens * HEADS + head
     t = gl.arange(0, OWN, layout=gl.SliceLayout(0, SUMS))
     of_checkpoint = gl.load(checkpoint_factors + line + t * HEADS, mask=t < count, other=0.0)
@@ -269,114 +281,6 @@ def _compute_tile(
     gl.store(y + t[:, None] * (HEADS * HEAD_DIM) + column[None, :], out, mask=(t < count)[:, None])
 
 
-@gluon.jit
-def _locate(rows, tile, num_tiles, num_rows, HEADS: gl.constexpr, PARTS: gl.constexpr):
-    """Return a tile's row, head and columns, and its row's counts; those of a row without tokens if there is no tile.
-
-    Neighbouring tiles belong to different rows, and so do the tiles of a program: few rows fold in a step.
-    """
-    exists = tile < num_tiles
-    head = tile // (PARTS * num_rows)
-    row = (tile // PARTS + head * 5 + head // 8) % num_rows
-    slot = gl.load(rows.slots + row, mask=exists, other=_PAD)
-    start = gl.load(rows.cu_tokens + row, mask=exists, other=0)
-    count = gl.load(rows.cu_tokens + row + 1, mask=exists, other=0) - start
-    number = gl.load(rows.rings + row, mask=exists, other=0)
-    folded = gl.load(rows.folded + row, mask=exists, other=0)
-    computed = gl.load(rows.computed + row, mask=exists, other=0)
-    return row, head, tile % PARTS, slot, start, count, number, folded, computed
-
-
-@gluon.jit
-def _load_state(pool, slot_stride, place, D_STATE, HEAD_DIM, WIDTH, STATE: gl.constexpr):
-    """Begin to load a tile of a checkpoint [d_state, width]."""
-    head, part, slot = place[1], place[2], place[3]
-    n = gl.arange(0, D_STATE, layout=gl.SliceLayout(1, STATE))
-    p = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, STATE))
-    states = pool + slot.to(gl.int64) * slot_stride + head * (D_STATE * HEAD_DIM) + part * WIDTH
-    return gl.load(states + n[:, None] * HEAD_DIM + p[None, :], mask=slot != _PAD, other=0.0)
-
-
-@gluon.jit(do_not_specialize=["num_rows", "num_tiles", "max_tokens"])
-def _state_products_kernel(
-    y,
-    tokens,
-    pool,
-    slot_stride,
-    ring,
-    rows,
-    checkpoint_factors,
-    input_factors,
-    odd,
-    num_rows,
-    num_tiles,
-    max_tokens,
-    HEADS: gl.constexpr,
-    HEADS_A_GROUP: gl.constexpr,
-    D_STATE: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    CAPACITY: gl.constexpr,
-    RING: gl.constexpr,
-    OWN: gl.constexpr,
-    AT_ONCE: gl.constexpr,
-    WIDTH: gl.constexpr,
-    STATE: gl.constexpr,
-    KEYS: gl.constexpr,
-    KEPT: gl.constexpr,
-    KEPT_FACTORS: gl.constexpr,
-    NEW: gl.constexpr,
-    NEW_FACTORS: gl.constexpr,
-    OUTPUT: gl.constexpr,
-    OVERLAPS: gl.constexpr,
-):
-    """Long because a tile's values stay in registers while the next one's are on their way."""
-    release(OVERLAPS)
-    PARTS: gl.constexpr = HEAD_DIM // WIDTH
-    tile = gl.program_id(0)
-    step = gl.num_programs(0)
-    place = _locate(rows, tile, num_tiles, num_rows, HEADS, PARTS)
-    next_place = _locate(rows, tile + step, num_tiles, num_rows, HEADS, PARTS)
-    state = _load_state(pool, slot_stride, place, D_STATE, HEAD_DIM, WIDTH, STATE)
-    await_launcher(OVERLAPS)
-    while tile < num_tiles:
-        next_state = _load_state(pool, slot_stride, next_place, D_STATE, HEAD_DIM, WIDTH, STATE)
-        later_place = _locate(rows, tile + 2 * step, num_tiles, num_rows, HEADS, PARTS)
-        if place[3] != _PAD:
-            _compute_tile(
-                y,
-                tokens,
-                pool,
-                slot_stride,
-                ring,
-                place,
-                state,
-                checkpoint_factors,
-                input_factors,
-                odd,
-                max_tokens,
-                HEADS,
-                HEADS_A_GROUP,
-                D_STATE,
-                HEAD_DIM,
-                CAPACITY,
-                RING,
-                OWN,
-                AT_ONCE,
-                WIDTH,
-                STATE,
-                KEYS,
-                KEPT,
-                KEPT_FACTORS,
-                NEW,
-                NEW_FACTORS,
-                OUTPUT,
-            )
-        tile += step
-        place = next_place
-        next_place = later_place
-        state = next_state
-
-
 def replay_by_products(
     y: Tensor,
     tokens: SSMTokens,
@@ -394,9 +298,7 @@ def replay_by_products(
     heads, head_dim = tokens.x.shape[1:]
     d_state, width, own = tokens.B.shape[2], tiling.width, factors.own
     places, new = max(16, factors.ring_len), max(16, own)
-    num_tiles = rows.slots.shape[0] * heads * (head_dim // width)
-    num_resident = tiling.programs_per_sm * num_multiprocessors(y.device)
-    _state_products_kernel[(min(num_tiles, num_resident),)](
+    _state_products_kernel[(rows.slots.shape[0] * heads * (head_dim // width),)](
         y=y,
         tokens=kernel_tokens(tokens),
         pool=ssm_pool,
@@ -406,8 +308,6 @@ def replay_by_products(
         checkpoint_factors=factors.checkpoint,
         input_factors=factors.inputs,
         odd=factors.odd,
-        num_rows=rows.slots.shape[0],
-        num_tiles=num_tiles,
         max_tokens=rows.max_tokens,
         HEADS=heads,
         HEADS_A_GROUP=heads // tokens.B.shape[1],

@@ -1,8 +1,8 @@
-"""The outputs of replayed states on Hopper GPUs, in Gluon: a warp keeps `width` columns of a head's state in registers.
+"""The outputs of replayed states by plain sums, in Gluon, for Hopper GPUs: the fastest form for few tokens a row.
 
-Its arithmetic is that of `state_replay`; checkpoints have the same bits. A lane holds runs of d_state in a few columns,
-so that a product with C adds up within lanes, and only one sum a column and token crosses them. The state's loads and
-the fold begin while `replay_coefficients` runs.
+A warp owns `width` columns of a head's state, in registers. A lane holds runs of d_state in a few columns, so that a
+product with C adds up within lanes, and only one sum a column and token crosses them. Checkpoints have the bits of
+`replay_fold`. The state's loads and the fold begin while `replay_coefficients` runs.
 """
 
 from torch import Tensor
@@ -54,11 +54,13 @@ def _fold_entries(
 ):
     """Return float32 `state` [lanes, d_state of a lane, width] after the ring's entries; see `replay_fold`."""
     entry = load_entry(x, b, steps, ring, position, end, HEADS, CAPACITY)
+    following = load_entry(x, b, steps, ring, position + 1, end, HEADS, CAPACITY)
     while position < end:
         until = gl.minimum((position // RING + 1) * RING, end)
         for at in range(position, until):
             values, keys, dt, decay = entry
-            entry = load_entry(x, b, steps, ring, at + 1, end, HEADS, CAPACITY)
+            entry = following
+            following = load_entry(x, b, steps, ring, at + 2, end, HEADS, CAPACITY)
             scaled = dt * values.to(gl.float32)
             increment = keys.to(gl.float32)[:, :, None] * scaled[None, :][:, None, :]
             state = gl.fma(gl.exp(decay), state, increment)
@@ -79,7 +81,7 @@ def _load_factors(c, checkpoint_factors, input_factors, c_stride, HEADS: gl.cons
 
 
 @gluon.jit(do_not_specialize=["max_tokens"])
-def _state_replay_kernel(
+def _state_sums_kernel(
     y,
     tokens,
     pool,
@@ -113,11 +115,9 @@ def _state_replay_kernel(
     SUMS: gl.constexpr = gl.SliceLayout(1, STATE)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, SUMS)
 
-    # Programs side by side belong to different rows: few of them fold.
-    num_rows = gl.num_programs(0) // (PARTS * HEADS)
     part = gl.program_id(0) % PARTS
-    row = gl.program_id(0) // PARTS % num_rows
-    head = gl.program_id(0) // PARTS // num_rows
+    head = gl.program_id(0) // PARTS % HEADS
+    row = gl.program_id(0) // (PARTS * HEADS)
     slot = gl.load(rows.slots + row).to(gl.int64)
     start = gl.load(rows.cu_tokens + row)
     count = gl.load(rows.cu_tokens + row + 1) - start
@@ -181,7 +181,7 @@ def _state_replay_kernel(
         gl.store(y + t * (HEADS * HEAD_DIM), gl.sum(out, axis=0).to(y.dtype.element_ty))
 
 
-def replay_on_hopper(
+def replay_by_sums(
     y: Tensor,
     tokens: SSMTokens,
     ssm_pool: Tensor,
@@ -198,7 +198,7 @@ def replay_on_hopper(
     heads, head_dim = tokens.x.shape[1:]
     # Lanes side by side in head_dim read 16 bytes each.
     lanes = 32 * tiling.num_warps * (_ACCESS // ssm_pool.element_size()) // tiling.width
-    _state_replay_kernel[(rows.slots.shape[0] * heads * (head_dim // tiling.width),)](
+    _state_sums_kernel[(rows.slots.shape[0] * heads * (head_dim // tiling.width),)](
         y=y,
         tokens=kernel_tokens(tokens),
         pool=ssm_pool,

@@ -1,0 +1,161 @@
+"""Properties of the states that are written at boundaries, of the kernel and of its twin.
+
+Where the kernel neither compiles nor is interpreted, the op is its twin; `test_interpreted` runs this file again.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED
+from megatron_mamba_cache.kernels.prefill_rows import PAD_SLOT
+from megatron_mamba_cache.kernels.ssm import boundary_folds
+from megatron_mamba_cache.kernels.ssm.boundary_folds import fold_boundaries
+from megatron_mamba_cache.kernels.ssm.reference_replay import fold_boundaries_ref, state_replay_ref
+from megatron_mamba_cache.kernels.ssm.replay_rows import BoundaryFolds, ReplayRing
+from megatron_mamba_cache.kernels.ssm.state_replay import state_replay
+from tests.kernels.kernel_stand_ins import launches_expected
+from tests.kernels.packed_rows import same_bits
+from tests.kernels.replay_steps import ReplayedRequests, Turn, int32, layered, poisoned_ring
+from tests.kernels.ssm_steps import SSMShape, random_steps
+
+SHAPE = SSMShape(heads=4, head_dim=5, d_state=7, groups=2)
+Op = Callable[[Tensor, ReplayRing, BoundaryFolds, int], None]
+BOTH_POOLS = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
+
+@pytest.fixture(params=[fold_boundaries, fold_boundaries_ref])
+def op(request: pytest.FixtureRequest, device: str) -> Iterator[Op]:
+    """Return the op or its twin; check that the kernel was launched, or was not."""
+    of_kernel = request.param is fold_boundaries
+    with launches_expected(boundary_folds, "_fold_boundaries_kernel", of_kernel=of_kernel, device=device):
+        yield request.param
+
+
+def decoded(number: int, ring_len: int, device: str, dtype: torch.dtype, most: int = 9) -> ReplayedRequests:
+    """Return requests that have just kept all of a long step."""
+    requests = ReplayedRequests(
+        [random_steps(4 * ring_len + 9, device, SHAPE) for _ in range(number)], SHAPE, ring_len, most, dtype=dtype
+    )
+    draw = random.Random(ring_len)
+    for request in requests.requests:
+        for _ in range(draw.randint(1, 3)):
+            requests.step(state_replay_ref, [Turn(request, most - 1, draw.randint(1, most))])
+        requests.step(state_replay_ref, [Turn(request, most - 1, most)])
+    return requests
+
+
+@BOTH_POOLS
+@pytest.mark.parametrize("ring_len", [4, 8])
+def test_a_state_at_a_multiple_is_the_checkpoint_that_a_later_step_writes(
+    ring_len: int, dtype: torch.dtype, op: Op, device: str
+) -> None:
+    """Several multiples may have been passed; a bf16 state is rounded at each."""
+    torch.manual_seed(ring_len)
+    requests = decoded(2, ring_len, device, dtype)
+    ends = [request.computed // ring_len * ring_len for request in requests.requests]
+    targets = [0, 2]
+    op(*layered(requests.pool, requests.ring), requests.folds(targets, ends), ring_len)
+    written = requests.pool[targets].clone()
+    later = state_replay if op is fold_boundaries else state_replay_ref
+    requests.step(later, [Turn(request, 0) for request in requests.requests])
+    for request, end, state in zip(requests.requests, ends, written, strict=True):
+        assert request.folded == end and same_bits(requests.pool[request.slot], state)
+
+
+@pytest.mark.parametrize("ends_off_a_multiple", [1, 3])
+def test_a_live_state_is_read_out_anywhere(ends_off_a_multiple: int, op: Op, device: str) -> None:
+    torch.manual_seed(1)
+    requests = decoded(1, 8, device, torch.float32)
+    (request,) = requests.requests
+    end = request.computed // 8 * 8 + ends_off_a_multiple - 8
+    end = max(end, request.folded)
+    op(*layered(requests.pool, requests.ring), requests.folds([2], [end]), 8)
+    _, states = request.text[:end].recurrence(requests.initial[request.slot])
+    torch.testing.assert_close(requests.pool[2].double(), states[end], rtol=1e-5, atol=1e-5)
+
+
+@BOTH_POOLS
+def test_only_targets_are_written(dtype: torch.dtype, op: Op, device: str) -> None:
+    """Rows without a target, and padding with a target, have counts that mean nothing."""
+    torch.manual_seed(2)
+    requests = decoded(2, 4, device, dtype)
+    before = requests.pool.clone()
+    folds = BoundaryFolds(
+        slots=int32([1, PAD_SLOT, 3], device),
+        rings=int32([1, 99, 0], device),
+        folded=int32([0, 5, requests.requests[1].folded], device),
+        ends=int32([10**6, 7, requests.requests[1].folded], device),
+        targets=int32([PAD_SLOT, 2, 4], device),
+    )
+    op(*layered(requests.pool, requests.ring), folds, 4)
+    assert same_bits(requests.pool[4], before[3])  # nothing to fold: a copy
+    assert same_bits(requests.pool[:4], before[:4])
+    op(*layered(requests.pool, requests.ring), replace(folds, targets=int32([PAD_SLOT] * 3, device)), 4)
+    assert same_bits(requests.pool[:4], before[:4])
+
+
+def test_a_checkpoint_may_be_its_own_target(op: Op, device: str) -> None:
+    torch.manual_seed(3)
+    requests = decoded(1, 4, device, torch.float32)
+    (request,) = requests.requests
+    op(*layered(requests.pool, requests.ring), requests.folds([2]), 4)
+    op(*layered(requests.pool, requests.ring), requests.folds([request.slot]), 4)
+    assert same_bits(requests.pool[request.slot], requests.pool[2])
+
+
+def test_every_layer_of_strided_pools_and_rings_is_written(op: Op, device: str) -> None:
+    torch.manual_seed(4)
+    num_layers, capacity = 3, 12
+    pools = torch.randn(5, num_layers, 2, *SHAPE.state, device=device)[:, :, 1].transpose(0, 1)  # [layers, slots, ...]
+    rings = ReplayRing(
+        torch.randn(2, capacity, num_layers, SHAPE.heads, SHAPE.head_dim, device=device).permute(2, 0, 1, 3, 4),
+        torch.randn(2, num_layers, capacity, SHAPE.groups, SHAPE.d_state, device=device).transpose(0, 1),
+        torch.rand(num_layers, 2, 2 * capacity, 2, SHAPE.heads, device=device)[:, :, capacity:] - 0.9,
+    )
+    folds = BoundaryFolds(*(int32(values, device) for values in ([3], [1], [10], [17], [0])))
+    before = pools.clone()
+    op(pools, rings, folds, 4)
+    for layer in range(num_layers):
+        alone = before[layer].clone()
+        ring = ReplayRing(rings.x[layer], rings.B[layer], rings.steps[layer])
+        fold_boundaries_ref(*layered(alone, ring), folds, 4)
+        torch.testing.assert_close(pools[layer, 0], alone[0], rtol=1e-5, atol=1e-5)
+        assert same_bits(pools[layer, 1:], before[layer, 1:])
+
+
+@pytest.mark.parametrize("number", [0, 1, 3 if INTERPRETED else 300])
+def test_any_number_of_rows(number: int, device: str) -> None:
+    torch.manual_seed(5)
+    pool, ring = torch.randn(max(2 * number, 1), *SHAPE.state, device=device), poisoned_ring(1, 12, SHAPE, device)
+    before = pool.clone()
+    slots = list(range(number))
+    folds = BoundaryFolds(
+        *(int32(v, device) for v in (slots, [0] * number, [8] * number, [8] * number, [number + s for s in slots]))
+    )
+    fold_boundaries(*layered(pool, ring), folds, 4)
+    assert same_bits(pool[number : 2 * number], before[:number]) and same_bits(pool[:number], before[:number])
+
+
+BAD_CALLS: dict[str, tuple[Callable[..., tuple], str]] = {
+    "pool": (lambda p, r, w, n: (p[0], r, w, n), "ssm_pools"),
+    "transposed pool": (lambda p, r, w, n: (p.mT.contiguous().mT, r, w, n), "contiguous states"),
+    "groups": (lambda p, r, w, n: (p, replace(r, B=r.B[:, :, :, :0]), w, n), "need B"),
+    "x": (lambda p, r, w, n: (p, replace(r, x=r.x[:, :, 1:]), w, n), "need x of the rings"),
+    "ring_len": (lambda p, r, w, n: (p, r, w, 12), "power of two"),
+    "ends": (lambda p, r, w, n: (p, r, replace(w, ends=w.ends.long()), n), "need ends"),
+    "slots": (lambda p, r, w, n: (p, r, replace(w, slots=w.slots[:0]), n), "slots"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_arguments_that_disagree_are_refused(name: str) -> None:
+    change, reason = BAD_CALLS[name]
+    pool, ring = torch.zeros(2, *SHAPE.state), poisoned_ring(1, 12, SHAPE, "cpu")
+    folds = BoundaryFolds(*(int32(v, "cpu") for v in ([0], [0], [0], [0], [1])))
+    with pytest.raises(ValueError, match=reason):
+        fold_boundaries(*change(*layered(pool, ring), folds, 4))

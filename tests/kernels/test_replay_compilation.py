@@ -1,0 +1,157 @@
+"""The kernels of replayed states compile for a Hopper GPU on a machine without one: without spills, and a few times."""
+
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import triton
+
+from megatron_mamba_cache.kernels.ssm import (
+    boundary_folds,
+    replay_coefficients,
+    replay_tiling,
+    state_replay_portable,
+    state_replay_products,
+    state_replay_sums,
+)
+from megatron_mamba_cache.kernels.ssm.boundary_folds import fold_boundaries
+from megatron_mamba_cache.kernels.ssm.replay_rows import BoundaryFolds, ReplayRing, ReplayRows, least_capacity
+from megatron_mamba_cache.kernels.ssm.replay_tiling import ReplayTiling, hopper_width
+from megatron_mamba_cache.kernels.ssm.state_replay import replay_tiled
+from tests.kernels.kernel_stand_ins import CompiledInsteadOfLaunched
+from tests.kernels.replay_steps import int32, layered
+from tests.kernels.ssm_steps import SSMShape, random_steps
+
+Compile = Callable[[ModuleType, str], CompiledInsteadOfLaunched]
+SHAPE_8B = SSMShape(heads=128, head_dim=64, d_state=128, groups=8)
+MODULES = {"portable": state_replay_portable, "sums": state_replay_sums, "products": state_replay_products}
+KERNELS = {"portable": "_state_replay_kernel", "sums": "_state_sums_kernel", "products": "_state_products_kernel"}
+FORMS = {
+    ("sums", torch.float32): ReplayTiling("sums", 32, num_warps=1, max_registers=255),
+    ("sums", torch.bfloat16): ReplayTiling("sums", 32, num_warps=1, max_registers=255),
+    ("products", torch.float32): ReplayTiling("products", 32, num_warps=1, max_registers=255),
+    ("products", torch.bfloat16): ReplayTiling("products", 32, num_warps=1, max_registers=224),
+    ("portable", torch.float32): replay_tiling.PORTABLE,
+}
+_LEAST_SPILLED = 32  # bytes of a thread's stack that a few registers of the fold take
+
+
+def replay(
+    shape: SSMShape, pool_dtype: torch.dtype, tiling: ReplayTiling, num_rows: int = 2, max_tokens: int = 1
+) -> None:
+    """Launch a step of rows with as many tokens as they may have."""
+    ring_len = 16
+    steps = random_steps(1, "cpu", shape, dtype=torch.bfloat16)
+    num_tokens = num_rows * max_tokens
+    steps = steps[[0] * num_tokens]
+    places = (num_rows, least_capacity(ring_len, 8))
+    ring = ReplayRing(
+        torch.empty(*places, shape.heads, shape.head_dim, dtype=torch.bfloat16),
+        torch.empty(*places, shape.groups, shape.d_state, dtype=torch.bfloat16),
+        torch.empty(*places, 2, shape.heads),
+    )
+    numbers = int32(list(range(num_rows)), "cpu")
+    cu_tokens = int32([row * max_tokens for row in range(num_rows + 1)], "cpu")
+    rows = ReplayRows(cu_tokens, numbers, numbers, numbers * 16, numbers * 17, max_tokens)
+    pool = torch.empty(1, *shape.state, dtype=pool_dtype)  # nothing is launched
+    replay_tiled(steps.tokens, steps.weights, pool, ring, rows, ring_len, tiling)
+
+
+def stack_bytes(kernel: CompiledInsteadOfLaunched, tmp_path: Path) -> int:
+    """Return the bytes of stack that a thread of the last compiled kernel takes."""
+    file = tmp_path / "kernel.cubin"
+    file.write_bytes(kernel.cubins[-1])
+    dump = subprocess.run(
+        [triton.knobs.nvidia.cuobjdump.path, "-res-usage", str(file)], capture_output=True, text=True, check=True
+    )
+    return max(int(size) for size in re.findall(r"STACK:(\d+)", dump.stdout))
+
+
+@pytest.mark.parametrize(("form", "dtype"), FORMS)
+def test_states_stay_in_registers(form: str, dtype: torch.dtype, compile_for_hopper: Compile, tmp_path: Path) -> None:
+    weighing = compile_for_hopper(replay_coefficients, "_coefficients_kernel")
+    kernel = compile_for_hopper(MODULES[form], KERNELS[form])
+    replay(SHAPE_8B, dtype, FORMS[form, dtype], max_tokens=8)
+    assert stack_bytes(kernel, tmp_path) <= _LEAST_SPILLED and stack_bytes(weighing, tmp_path) == 0
+    if form == "products":
+        assert "mma.sync.aligned.m16n8k16" in kernel.ptx[-1] and kernel.shared_bytes[-1] == 0
+    if form == "sums":
+        assert kernel.shared_bytes[-1] == 0
+    if form != "portable":
+        accesses = {4: "v4", 2: "v2"}[dtype.itemsize] if form == "products" else "v4"
+        num_bytes = {"v4": 16, "v2": 8}[accesses]
+        num_loads = SHAPE_8B.d_state * 32 * dtype.itemsize // (32 * num_bytes)
+        assert len(re.findall(rf"ld\.global\.(?:\w+::\w+\.)*{accesses}", kernel.ptx[-1])) >= num_loads
+
+
+@pytest.mark.parametrize("form", ["sums", "products"])
+def test_nothing_compiles_again_when_rows_or_few_tokens_change(form: str, compile_for_hopper: Compile) -> None:
+    weighing = compile_for_hopper(replay_coefficients, "_coefficients_kernel")
+    kernel = compile_for_hopper(MODULES[form], KERNELS[form])
+    shape = SSMShape(heads=4, head_dim=64, d_state=16, groups=2)
+    tiling = ReplayTiling(form, 64, num_warps=1, max_registers=255)
+    for num_rows, max_tokens in ((1, 1), (2, 4), (3, 2), (16, 8), (5, 5)):
+        replay(shape, torch.float32, tiling, num_rows, max_tokens)
+    assert len(kernel.compiled) == 1
+    assert len(weighing.compiled) == 2  # one for a token a row, one for up to eight
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "d_state", "width"),
+    [
+        (64, 128, 32),
+        (64, 64, 64),
+        (80, 128, 16),
+        (64, 256, 16),
+        (48, 16, 16),
+        (40, 128, None),
+        (64, 96, None),
+        (64, 8, None),
+    ],
+)
+def test_heads_that_a_warp_takes_in_whole_tiles(head_dim: int, d_state: int, width: int | None) -> None:
+    assert hopper_width(head_dim, d_state) == width
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_early_kernels_wait_for_what_they_read(
+    form: tuple[str, torch.dtype], compile_for_hopper: Compile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first kernel waits before it lets the next begin, which writes and reads factors after its own wait only."""
+    kernel_name, dtype = form
+    module = MODULES[kernel_name]
+    for each in (replay_coefficients, module):
+        monkeypatch.setattr(each, "overlapping", lambda device: {"OVERLAPS": True, "launch_pdl": True})
+    weighing = compile_for_hopper(replay_coefficients, "_coefficients_kernel")
+    kernel = compile_for_hopper(module, KERNELS[kernel_name])
+    replay(SSMShape(heads=4, head_dim=64, d_state=128, groups=2), dtype, FORMS[form])
+
+    before, waits, after = weighing.ptx[-1].partition("griddepcontrol.wait")
+    assert waits and not re.search(r"\b(?:ld|st)\.(?:global|shared)|griddepcontrol", before)
+    assert "griddepcontrol.launch_dependents" in after
+    ptx = kernel.ptx[-1]
+    assert ptx.index("griddepcontrol.launch_dependents") < ptx.index("griddepcontrol.wait")
+    assert (
+        ptx.count("griddepcontrol.wait") == 2
+    )  # padding rows wait too: a kernel's end is all that the next one awaits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_boundary_folds_move_states_in_wide_accesses(dtype: torch.dtype, compile_for_hopper: Compile) -> None:
+    kernel = compile_for_hopper(boundary_folds, "_fold_boundaries_kernel")
+    shape = SHAPE_8B
+    ring = ReplayRing(
+        torch.empty(1, 24, shape.heads, shape.head_dim, dtype=torch.bfloat16),
+        torch.empty(1, 24, shape.groups, shape.d_state, dtype=torch.bfloat16),
+        torch.empty(1, 24, 2, shape.heads),
+    )
+    for number in (1, 5, 300):
+        folds = BoundaryFolds(*(int32([0] * number, "cpu") for _ in range(5)))
+        fold_boundaries(*layered(torch.empty(1, *shape.state, dtype=dtype), ring), folds, 16)
+    (ptx,) = set(kernel.ptx)
+    num_accesses = shape.d_state * boundary_folds.WIDTH * dtype.itemsize // (128 * 16)
+    assert ptx.count("st.global.v4.b32") == num_accesses
