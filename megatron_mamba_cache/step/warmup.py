@@ -104,7 +104,7 @@ def row_counts(max_rows: int) -> list[int]:
 def decode_steps(limits: StepLimits, dummy_block: BlockId) -> Iterator[Rows]:
     """Yield decode rows with and without drafts, alone and before a prefill row, whose inputs begin where these end."""
     widest = min(1 + limits.max_drafts, limits.max_tokens)
-    for width in {1, widest}:
+    for width in range(1, widest + 1):  # the form of a replayed state depends on it
         yield [decode_padding_row(width, dummy_block)]
     most_tokens = min(_MOST_RESIDUES - 1, (limits.max_rows - 1) * widest, limits.max_tokens - 1)
     for num_tokens in range(1, most_tokens + 1):

@@ -94,22 +94,25 @@ needs_compiler = pytest.mark.skipif(
 
 
 REHEARSED = [
-    ("fp32", 0),
-    ("bf16", 3),
-    ("bf16-odd", 0),
-    ("bf16-hopper", 3),
-    ("bf16-experts", 0),
-    ("bf16-hopper-experts", 3),
+    ("fp32", 0, "window"),
+    ("bf16", 3, "window"),
+    ("bf16-odd", 0, "replay"),
+    ("bf16-hopper", 3, "window"),
+    ("bf16-hopper", 8, "replay"),
+    ("bf16-experts", 0, "replay"),
+    ("bf16-hopper-experts", 3, "replay"),
 ]
-OTHERS_REHEARSED = [pytest.param(name, 3 - drafts, marks=pytest.mark.slow) for name, drafts in REHEARSED]
+OTHERS_REHEARSED = [
+    pytest.param(name, 0 if drafts else 3, form, marks=pytest.mark.slow) for name, drafts, form in REHEARSED
+]
 
 
 @needs_compiler
-@pytest.mark.parametrize(("name", "num_drafts"), REHEARSED + OTHERS_REHEARSED)
-def test_what_steps_launch_was_launched_by_the_rehearsal(name: str, num_drafts: int) -> None:
+@pytest.mark.parametrize(("name", "num_drafts", "draft_states"), REHEARSED + OTHERS_REHEARSED)
+def test_what_steps_launch_was_launched_by_the_rehearsal(name: str, num_drafts: int, draft_states: str) -> None:
     sizes = MODELS[name]
     with recorded_launches(on_hopper="hopper" in name) as record:
-        run = start_run(sizes, num_drafts)
+        run = start_run(sizes, num_drafts, draft_states=draft_states)
         rehearse_engine(run)
         rehearsed = record.take()
         run_workload(run)
