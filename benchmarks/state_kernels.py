@@ -5,21 +5,24 @@
 Each figure is the median time of a launch inside a CUDA graph of many, on random data; successive launches use
 different slots and inputs, a GiB in total, so that none are in the L2 cache. A ratio is the time of a plain copy that
 reads and writes the same number of bytes, over the kernel's: only the states for the state update, which with K drafts
-reads one and writes 1 + K; inputs, outputs and windows for the convolutions. The copy is measured up to 384 MiB read
-and scaled by bytes beyond that. mamba-ssm's update, if installed, runs on the same number of states, in its own layout
-and without drafts.
+reads one and writes 1 + K; for the replayed form, which is measured with no draft kept, half of them and all, the
+states read and those that folds write; inputs, outputs and windows for the convolutions. The copy is measured up to
+384 MiB read and scaled by bytes beyond that. mamba-ssm's update, if installed, runs on the same number of states, in
+its own layout and without drafts.
 """
 
 import argparse
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from measuring.ceilings import copy_us
 from measuring.graph_timing import MEMCPY_NOTE, Launch, launch_us
 from measuring.machine import describe_machine
+from measuring.replay_bench import ReplayBench
 from peers.causal_conv1d_peer import peer_conv
 from peers.mamba_ssm_peer import peer_function
 from torch import Tensor
@@ -31,7 +34,9 @@ from megatron_mamba_cache.kernels.conv.conv_verify import ConvVerifyTiling, conv
 from megatron_mamba_cache.kernels.decode_rows import DecodeRows
 from megatron_mamba_cache.kernels.prefill_rows import whole_rows
 from megatron_mamba_cache.kernels.ssm import state_verify as state_verify_module
+from megatron_mamba_cache.kernels.ssm.replay_tiling import ReplayTiling
 from megatron_mamba_cache.kernels.ssm.ssm_inputs import SSMTokens, SSMWeights
+from megatron_mamba_cache.kernels.ssm.state_replay import replay_tiled, state_replay
 from megatron_mamba_cache.kernels.ssm.state_verify import VerifyTiling, state_verify, state_verify_ref
 
 ROTATED_BYTES = 2**30
@@ -42,6 +47,8 @@ DRAFTS = (0, 1, 3, 7)
 PROMPTS = ((1, 4096), (8, 4096))  # rows, tokens of each
 DECODE_ROWS = (64, 256)
 SWEPT = ((64, 0), (256, 0), (64, 3))  # rows, drafts
+SWEPT_REPLAYS = ((64, 0), (64, 3), (64, 7))
+RING_LEN = 16
 STATE_TILINGS = (
     state_verify_module.TILING,
     VerifyTiling(width=64, num_warps=4, max_registers=168),
@@ -51,6 +58,17 @@ STATE_TILINGS = (
     VerifyTiling(width=32, num_warps=4, max_registers=64),
     VerifyTiling(width=32, num_warps=2, max_registers=128),
     VerifyTiling(width=16, num_warps=2, max_registers=80),
+)
+REPLAY_TILINGS = (
+    ReplayTiling("sums", width=32, num_warps=1, max_registers=255),
+    ReplayTiling("sums", width=64, num_warps=4, max_registers=128),
+    ReplayTiling("sums", width=16, num_warps=1, max_registers=128),
+    ReplayTiling("products", width=32, num_warps=1, max_registers=255),
+    ReplayTiling("products", width=32, num_warps=1, max_registers=224),
+    ReplayTiling("products", width=32, num_warps=1, max_registers=168),
+    ReplayTiling("products", width=16, num_warps=1, max_registers=168),
+    ReplayTiling("portable", width=64, num_warps=4, max_registers=128),
+    ReplayTiling("portable", width=32, num_warps=1, max_registers=255),
 )
 CONV_TILINGS = (
     causal_conv_module.TILING,
@@ -68,7 +86,7 @@ CONV_VERIFY_TILINGS = (
     ConvVerifyTiling(channels=1024, num_warps=4),
 )
 Peer = Callable[..., object]
-Tiling = VerifyTiling | ConvTiling | ConvVerifyTiling
+Tiling = VerifyTiling | ReplayTiling | ConvTiling | ConvVerifyTiling
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +163,22 @@ def windows_of_step(number: int, num_rows: int, num_drafts: int, device: str) ->
     return DecodeRows(row * num_columns, columns.contiguous(), 1 + row[:-1] % num_columns, num_columns)
 
 
+def random_tokens(layer: Layer, num_tokens: int, device: str = "cuda") -> SSMTokens:
+    """Return bf16 tokens that are slices of a wider tensor."""
+    gn, d_inner = layer.groups * layer.d_state, layer.heads * layer.head_dim
+    xbc = torch.randn(num_tokens, layer.conv_dim, device=device).bfloat16()
+    x, b, c = xbc.split([d_inner, gn, gn], dim=1)
+    dt = torch.randn(num_tokens, layer.heads, device=device).bfloat16()
+    groups = (layer.groups, layer.d_state)
+    return SSMTokens(x.unflatten(1, (layer.heads, layer.head_dim)), dt, b.unflatten(1, groups), c.unflatten(1, groups))
+
+
+def random_weights(layer: Layer, device: str = "cuda") -> SSMWeights:
+    """Return a layer's weights."""
+    a_log, skip, bias = torch.randn(3, layer.heads, device=device).unbind()
+    return SSMWeights(a_log, skip, bias)
+
+
 class StateBench:
     """One layer's SSM states and inputs."""
 
@@ -156,16 +190,7 @@ class StateBench:
         shape = (num_steps * num_tokens, layer.heads, layer.d_state, layer.head_dim)
         self.pool = torch.empty(shape, dtype=dtype, device=device).normal_()
         self.steps = [windows_of_step(number, num_rows, num_drafts, device) for number in range(num_steps)]
-        gn, d_inner = layer.groups * layer.d_state, layer.heads * layer.head_dim
-        xbc = torch.randn(num_tokens, layer.conv_dim, device=device).bfloat16()
-        x, b, c = xbc.split([d_inner, gn, gn], dim=1)
-        dt = torch.randn(num_tokens, layer.heads, device=device).bfloat16()
-        groups = (layer.groups, layer.d_state)
-        self.tokens = SSMTokens(
-            x.unflatten(1, (layer.heads, layer.head_dim)), dt, b.unflatten(1, groups), c.unflatten(1, groups)
-        )
-        a_log, skip, bias = torch.randn(3, layer.heads, device=device).unbind()
-        self.weights = SSMWeights(a_log, skip, bias)
+        self.tokens, self.weights = random_tokens(layer, num_tokens, device), random_weights(layer, device)
 
     def launches(self, tiling: VerifyTiling) -> list[Launch]:
         """Return the update of each step."""
@@ -286,6 +311,36 @@ def measure_states(
             torch.cuda.empty_cache()
 
 
+def kept_counts(num_drafts: int) -> list[int]:
+    """Return the tokens that a step keeps if none, half or all of its drafts are right."""
+    return sorted({1, 1 + num_drafts // 2, 1 + num_drafts})
+
+
+def measure_replays(
+    layer: Layer, cases: Sequence[tuple[int, int]], tilings: Sequence[ReplayTiling | None]
+) -> Iterator[Figure]:
+    """Measure replayed states in every case (rows, drafts): the mean over a ring's period, folds among them.
+
+    A tiling of None is the one that the op chooses. The bytes are those of states read, and of those written by folds.
+    """
+    for dtype in STATE_DTYPES:
+        for num_rows, num_drafts in cases:
+            tokens, weights = random_tokens(layer, num_rows * (1 + num_drafts)), random_weights(layer)
+            state_bytes = num_rows * layer.state_bytes(dtype)
+            for kept in kept_counts(num_drafts):
+                bench = ReplayBench(
+                    tokens, weights, dtype, RING_LEN, num_rows=num_rows, kept=kept, num_steps=num_rotations(state_bytes)
+                )
+                case = f"{dtype_name(dtype)}, {num_rows} rows, K = {num_drafts}, {kept - 1} kept"
+                num_bytes = state_bytes + state_bytes * min(kept, RING_LEN) // RING_LEN
+                for tiling in tilings:
+                    replay = state_replay if tiling is None else partial(replay_tiled, tiling=tiling)
+                    bench.check(replay)
+                    yield timed("state_replay", layer, case, num_bytes, bench.launches(replay), tiling)
+                del bench
+                torch.cuda.empty_cache()
+
+
 def measure_convs(
     layer: Layer, tilings: Sequence[ConvTiling], decode_tilings: Sequence[ConvVerifyTiling]
 ) -> Iterator[Figure]:
@@ -344,12 +399,14 @@ def main() -> None:
     figures: list[Figure] = []
     if arguments.sweep:
         figures += measure_states(LAYERS[0], SWEPT, STATE_TILINGS, peer=None)
+        figures += measure_replays(LAYERS[0], SWEPT_REPLAYS, REPLAY_TILINGS)
         figures += measure_convs(LAYERS[0], CONV_TILINGS, CONV_VERIFY_TILINGS)
         print(sweep_table(figures))
     else:
         cases = [(num_rows, num_drafts) for num_drafts in DRAFTS for num_rows in ROWS]
         for layer in LAYERS:
             figures += measure_states(layer, cases, [state_verify_module.TILING], peer=peer)
+            figures += measure_replays(layer, cases, [None])
             figures += measure_convs(layer, [causal_conv_module.TILING], [conv_verify_module.TILING])
         print(table(figures))
         print("\nmamba-ssm: " + ("its selective_state_update" if peer else "not installed"))

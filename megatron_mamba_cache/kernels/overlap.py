@@ -3,6 +3,9 @@
 Hopper lets a kernel begin once every program of the kernel before it has begun (programmatic dependent launch). It must
 wait for that kernel's results before it reads or writes anything but weights, and `await_inputs` does so first of all.
 Since each such kernel waits, none can overtake one further back. On other devices nothing changes.
+
+A kernel that lets the next one begin only after its own wait (`await_then_release`) has everything before it written by
+then. The next kernel may therefore read at once what only those wrote, and waits (`await_launcher`) for the rest.
 """
 
 from functools import cache

@@ -33,6 +33,33 @@ def test_every_step_has_states_of_its_own_and_moves_the_bytes_that_it_says(bench
     assert not (before == states.pool).flatten(1).all(dim=1).any()
 
 
+def test_rows_of_replayed_states_are_in_every_phase_of_a_ring_and_fold_as_often_as_they_would(bench: Any) -> None:
+    from measuring.replay_bench import steady_rows
+
+    for kept in (1, 2, 8):
+        rows = steady_rows(64, 3, ring_len=16, kept=kept, num_tokens=8, device="cpu")
+        assert (rows.computed % 16).bincount().tolist() == [4] * 16
+        assert int((rows.computed // 16 * 16 > rows.folded).sum()) == 64 * kept // 16
+        assert rows.slots.tolist() == list(range(3, 67)) and rows.computed.diff().abs().max() > 1
+
+
+def test_a_wrong_replay_is_noticed(bench: Any) -> None:
+    layer = bench.Layer("tiny", heads=4, groups=2, head_dim=8, d_state=8)
+    tokens, weights = bench.random_tokens(layer, 6, "cpu"), bench.random_weights(layer, "cpu")
+    states = bench.ReplayBench(tokens, weights, torch.float32, 16, num_rows=3, kept=2, num_steps=2)
+    states.check(bench.state_replay)
+    before = states.pool.clone()
+    launches = states.launches(bench.state_replay)
+    assert len(launches) == 2 and all(launch().shape == tokens.x.shape for launch in launches)
+    assert (states.pool[3:] != before[3:]).any()
+    with pytest.raises(RuntimeError, match="outputs differ"):
+        states.check(lambda tokens, *others: tokens.x)
+
+
+def test_steps_keep_no_draft_half_of_them_and_all(bench: Any) -> None:
+    assert [bench.kept_counts(drafts) for drafts in (0, 1, 3, 7)] == [[1], [1, 2], [1, 2, 4], [1, 4, 8]]
+
+
 def test_a_wrong_update_is_noticed(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = bench.Layer("tiny", heads=4, groups=2, head_dim=8, d_state=8)
     states = bench.StateBench(layer, torch.bfloat16, num_rows=3, num_drafts=1, device="cpu")

@@ -108,7 +108,7 @@ def test_twin_in_float64_is_the_recurrence_over_long_texts(seed: int) -> None:
         torch.testing.assert_close(requests.pool[request.slot], states[request.folded], rtol=1e-12, atol=1e-12)
 
 
-@settings(max_examples=3 if INTERPRETED else 25)
+@settings(max_examples=3 if INTERPRETED else 15)
 @given(st.data())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_checkpoints_depend_on_tokens_alone(dtype: torch.dtype, data: st.DataObject) -> None:
@@ -307,6 +307,7 @@ def test_arguments_that_disagree_are_refused(name: str) -> None:
         state_replay(tokens, step.weights, *others)
 
 
+@pytest.mark.long
 def test_errors_over_4096_tokens_are_no_larger_than_the_window_forms() -> None:
     """Relative to the fp64 recurrence; bf16 states, rounded once a ring and not once a token, are better by far."""
     torch.manual_seed(9)
