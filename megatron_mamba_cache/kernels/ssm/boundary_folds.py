@@ -15,9 +15,9 @@ from torch import Tensor
 from ..kernel_launches import is_computed_in_fp32, launches_kernel, num_multiprocessors
 from ..prefill_rows import PAD_SLOT
 from .reference_replay import fold_boundaries_ref
-from .replay_coefficients import kernel_ring
 from .replay_fold import fold_entries
 from .replay_rows import BoundaryFolds, ReplayRing, check_boundary_folds, check_entries, check_ring_len
+from .replay_views import kernel_ring
 
 ROWS_AT_A_TIME = 256
 """Rows that a program reads at once; more rows take several rounds."""

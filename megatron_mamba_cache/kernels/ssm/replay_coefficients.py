@@ -20,10 +20,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..masks import only_if
 from ..overlap import await_then_release, overlapping
 from ..prefill_rows import PAD_SLOT
+from .replay_append import append_input
 from .replay_rows import ReplayRing, ReplayRows
+from .replay_views import kernel_ring, kernel_rows, kernel_tokens
 from .ssm_inputs import SSMTokens, SSMWeights
 from .time_steps import time_step
 
@@ -55,43 +56,6 @@ class ReplayCoefficients:
     own: int
 
 
-class KernelTokens(NamedTuple):
-    """The kernels' view of `SSMTokens`; strides are those between tokens."""
-
-    x: Tensor
-    dt: Tensor
-    B: Tensor
-    C: Tensor
-    x_stride: int
-    dt_stride: int
-    B_stride: int
-    C_stride: int
-
-
-class KernelRing(NamedTuple):
-    """The kernels' view of a layer's `ReplayRing`: strides between rings, then between positions."""
-
-    x: Tensor
-    B: Tensor
-    steps: Tensor
-    x_ring: int
-    B_ring: int
-    steps_ring: int
-    x_place: int
-    B_place: int
-    steps_place: int
-
-
-class KernelRows(NamedTuple):
-    """The kernels' view of `ReplayRows`."""
-
-    cu_tokens: Tensor
-    slots: Tensor
-    rings: Tensor
-    folded: Tensor
-    computed: Tensor
-
-
 class _Weights(NamedTuple):
     """The kernel's view of `SSMWeights`."""
 
@@ -100,26 +64,6 @@ class _Weights(NamedTuple):
     dt_bias: Tensor
     dt_min: float
     dt_max: float
-
-
-@triton.jit
-def _append_input(
-    odd, tokens, ring, rows, program, max_tokens, CHANNELS: tl.constexpr, CAPACITY: tl.constexpr, AT_ONCE: tl.constexpr
-):
-    """Copy some channels of x of a row's token to the ring; note whether any of it is infinite or NaN."""
-    CHUNKS: tl.constexpr = (CHANNELS + AT_ONCE - 1) // AT_ONCE
-    chunk = program % CHUNKS
-    t = program // CHUNKS % max_tokens
-    row = program // CHUNKS // max_tokens
-    start = tl.load(rows.cu_tokens + row)
-    exists = (t < tl.load(rows.cu_tokens + row + 1) - start) & (tl.load(rows.slots + row) != _PAD)
-    channel = chunk * AT_ONCE + tl.arange(0, AT_ONCE)
-    has_channel = only_if(exists, channel < CHANNELS)
-    x = tl.load(tokens.x + (start + t).to(tl.int64) * tokens.x_stride + channel, mask=has_channel, other=0.0)
-    place = (tl.load(rows.computed + row) + t) % CAPACITY
-    target = ring.x + tl.load(rows.rings + row).to(tl.int64) * ring.x_ring + place * ring.x_place
-    tl.store(target + channel, x, mask=has_channel)
-    tl.store(odd + program, tl.max((x.to(tl.float32) * 0.0 != 0.0).to(tl.int32), axis=0))
 
 
 @triton.jit
@@ -269,11 +213,12 @@ def _coefficients_kernel(
     AT_ONCE: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
+    """Long because it names what the two kinds of programs take."""
     await_then_release(OVERLAPS)
     BLOCKS: tl.constexpr = GROUPS * ((HEADS // GROUPS + BLOCK - 1) // BLOCK)
     weighing = (num_rows + 1) * BLOCKS
     if tl.program_id(0) >= weighing:
-        _append_input(
+        append_input(
             odd, tokens, ring, rows, tl.program_id(0) - weighing, max_tokens, HEADS * HEAD_DIM, CAPACITY, AT_ONCE
         )
         return
@@ -345,20 +290,3 @@ def append_and_weigh(
         **overlapping(y.device),
     )
     return factors
-
-
-def kernel_tokens(tokens: SSMTokens) -> KernelTokens:
-    """Return what the kernels read of the tokens."""
-    packed = (tokens.x, tokens.dt, tokens.B, tokens.C)
-    return KernelTokens(*packed, *(tensor.stride(0) for tensor in packed))
-
-
-def kernel_ring(ring: ReplayRing) -> KernelRing:
-    """Return what the kernels read and write of the rings; the last two strides count rings and positions."""
-    tensors = (ring.x, ring.B, ring.steps)
-    return KernelRing(*tensors, *(t.stride(-4) for t in tensors), *(t.stride(-3) for t in tensors))
-
-
-def kernel_rows(rows: ReplayRows) -> KernelRows:
-    """Return what the kernels read of the rows."""
-    return KernelRows(*(getattr(rows, name) for name in KernelRows._fields))

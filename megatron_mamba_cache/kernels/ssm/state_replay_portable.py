@@ -11,10 +11,11 @@ from torch import Tensor
 
 from ..overlap import await_launcher, overlapping, release
 from ..prefill_rows import PAD_SLOT
-from .replay_coefficients import ReplayCoefficients, kernel_ring, kernel_rows, kernel_tokens
+from .replay_coefficients import ReplayCoefficients
 from .replay_fold import fold_entries
 from .replay_rows import ReplayRing, ReplayRows
 from .replay_tiling import ReplayTiling
+from .replay_views import kernel_ring, kernel_rows, kernel_tokens
 from .ssm_inputs import SSMTokens
 
 _PAD = tl.constexpr(PAD_SLOT)

@@ -4,12 +4,7 @@ A warp owns `width` columns of a head's state, which it loads as the products ne
 which column, is free to choose, so nothing moves between lanes. float32 states and factors are split into three bf16
 numbers that add up to them: every product is exact, every sum is one of float32. Checkpoints have the bits of
 `replay_fold`. The state's loads and the fold begin while `replay_coefficients` runs.
-
-An operand's places are numbered by bits. With q and l the lane's two lowest and three highest bits, k = (tile, g, q, e)
-is d_state, or a token, number (q, tile, g, e), and m = (tile, h, l) is column (l, tile, h).
 """
-
-from functools import cache
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -18,103 +13,43 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from ..overlap import overlapping
 from ..prefill_rows import PAD_SLOT
-from .replay_coefficients import CHANNELS_AT_ONCE, ReplayCoefficients, kernel_ring, kernel_rows, kernel_tokens
+from .product_layouts import as_left, as_right, left_layout, output_layout, right_layout
+from .replay_coefficients import CHANNELS_AT_ONCE, ReplayCoefficients
 from .replay_rows import ReplayRing, ReplayRows
 from .replay_tiling import ReplayTiling
+from .replay_views import kernel_ring, kernel_rows, kernel_tokens
 from .ssm_inputs import SSMTokens
 from .state_replay_sums import await_launcher, load_entry, release
 
 _PAD = gl.constexpr(PAD_SLOT)
 
 
-def _bits(first: int, count: int, dim: int) -> list[list[int]]:
-    """Return the bases of `count` bits of a dimension of two, from bit `first` on."""
-    return [[1 << bit, 0] if dim == 0 else [0, 1 << bit] for bit in range(first, first + count)]
-
-
-@cache
-def _left_layout(depth: int, width: int) -> gl.DistributedLinearLayout:
-    """Return the layout of a left operand as it lies in memory, [depth, width]: q is the high bits of depth."""
-    depth_bits, width_bits = depth.bit_length() - 3, width.bit_length() - 4
-    return gl.DistributedLinearLayout(
-        reg_bases=_bits(0, width_bits, 1) + _bits(0, depth_bits, 0),
-        lane_bases=_bits(depth_bits, 2, 0) + _bits(width_bits, 3, 1),
-        warp_bases=[],
-        block_bases=[],
-        shape=[depth, width],
-    )
-
-
-@cache
-def _right_layout(tokens: int, depth: int) -> gl.DistributedLinearLayout:
-    """Return the layout of a right operand as it lies in memory, [tokens, depth]."""
-    depth_bits, token_bits = depth.bit_length() - 3, tokens.bit_length() - 4
-    return gl.DistributedLinearLayout(
-        reg_bases=_bits(0, depth_bits, 1) + _bits(3, token_bits, 0),
-        lane_bases=_bits(depth_bits, 2, 1) + _bits(0, 3, 0),
-        warp_bases=[],
-        block_bases=[],
-        shape=[tokens, depth],
-    )
-
-
-@cache
-def _output_layout(tokens: int, width: int) -> gl.DistributedLinearLayout:
-    """Return the layout of outputs [tokens, width] in which a lane stores neighbouring columns at once."""
-    width_bits, token_bits = width.bit_length() - 4, tokens.bit_length() - 4
-    return gl.DistributedLinearLayout(
-        reg_bases=_bits(0, width_bits, 1) + _bits(0, 1, 0) + _bits(3, token_bits, 0),
-        lane_bases=_bits(1, 2, 0) + _bits(width_bits, 3, 1),
-        warp_bases=[],
-        block_bases=[],
-        shape=[tokens, width],
-    )
-
-
-@gluon.jit
-def _as_left(tile, OPERAND: gl.constexpr):
-    """Return a tile [depth, width] as a left operand [width, depth]; no data moves."""
-    DEPTH: gl.constexpr = tile.shape[0]
-    WIDTH: gl.constexpr = tile.shape[1]
-    tile = tile.reshape([4, DEPTH // 16, 2, 2, 8, WIDTH // 16, 2])  # q, tile, g, e, l, tile, h
-    return gl.convert_layout(tile.permute((5, 6, 4, 1, 2, 0, 3)).reshape([WIDTH, DEPTH]), OPERAND)
-
-
-@gluon.jit
-def _as_right(tile, OPERAND: gl.constexpr):
-    """Return a tile [tokens, depth] as a right operand [depth, tokens]; no data moves."""
-    TOKENS: gl.constexpr = tile.shape[0]
-    DEPTH: gl.constexpr = tile.shape[1]
-    tile = tile.reshape([TOKENS, 4, DEPTH // 16, 2, 2])
-    return gl.convert_layout(tile.permute((2, 3, 1, 4, 0)).reshape([DEPTH, TOKENS]), OPERAND)
-
-
 @gluon.jit
 def _multiply_right(left, right, sums, LEFT: gl.constexpr, RIGHT: gl.constexpr):
     """Add the product of a bf16 tile and a float32 one to `sums`."""
-    left = _as_left(left, LEFT)
+    left = as_left(left, LEFT)
     high = right.to(gl.bfloat16)
     rest = right - high.to(gl.float32)
     middle = rest.to(gl.bfloat16)
     low = (rest - middle.to(gl.float32)).to(gl.bfloat16)
-    sums = mma_v2(left, _as_right(low, RIGHT), sums)
-    sums = mma_v2(left, _as_right(middle, RIGHT), sums)
-    return mma_v2(left, _as_right(high, RIGHT), sums)
+    sums = mma_v2(left, as_right(low, RIGHT), sums)
+    sums = mma_v2(left, as_right(middle, RIGHT), sums)
+    return mma_v2(left, as_right(high, RIGHT), sums)
 
 
 @gluon.jit
 def _multiply_left(left, right, sums, LEFT: gl.constexpr):
     """Add the product of a tile and a right operand of bf16 to `sums`."""
     if left.dtype == gl.bfloat16:
-        sums = mma_v2(_as_left(left, LEFT), right, sums)
+        sums = mma_v2(as_left(left, LEFT), right, sums)
     else:
         high = left.to(gl.bfloat16)
         rest = left - high.to(gl.float32)
         middle = rest.to(gl.bfloat16)
         low = (rest - middle.to(gl.float32)).to(gl.bfloat16)
-        sums = mma_v2(_as_left(low, LEFT), right, sums)
-        sums = mma_v2(_as_left(middle, LEFT), right, sums)
-        sums = mma_v2(_as_left(high, LEFT), right, sums)
+        sums = mma_v2(as_left(low, LEFT), right, sums)
+        sums = mma_v2(as_left(middle, LEFT), right, sums)
+        sums = mma_v2(as_left(high, LEFT), right, sums)
     return sums
 
 
@@ -235,7 +170,7 @@ def _state_products_kernel(
         other=0.0,
     )  # [tokens, d_state]
     sums = gl.zeros([WIDTH, OWN], gl.float32, layout=SUMS)
-    sums = _multiply_left(state, _as_right(keys, RIGHT), sums, LEFT)
+    sums = _multiply_left(state, as_right(keys, RIGHT), sums, LEFT)
 
     await_launcher(OVERLAPS)
     line = row.to(gl.int64) * max_tokens * HEADS + head
@@ -318,13 +253,13 @@ def replay_by_products(
         OWN=own,
         AT_ONCE=CHANNELS_AT_ONCE,
         WIDTH=width,
-        STATE=_left_layout(d_state, width),
-        KEYS=_right_layout(own, d_state),
-        KEPT=_left_layout(places, width),
-        KEPT_FACTORS=_right_layout(own, places),
-        NEW=_left_layout(new, width),
-        NEW_FACTORS=_right_layout(own, new),
-        OUTPUT=_output_layout(own, width),
+        STATE=left_layout(d_state, width),
+        KEYS=right_layout(own, d_state),
+        KEPT=left_layout(places, width),
+        KEPT_FACTORS=right_layout(own, places),
+        NEW=left_layout(new, width),
+        NEW_FACTORS=right_layout(own, new),
+        OUTPUT=output_layout(own, width),
         num_warps=1,
         maxnreg=tiling.max_registers,
         **overlapping(ssm_pool.device),

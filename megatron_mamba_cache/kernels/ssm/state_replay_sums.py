@@ -11,9 +11,10 @@ from triton.experimental.gluon import language as gl
 
 from ..overlap import overlapping
 from ..prefill_rows import PAD_SLOT
-from .replay_coefficients import ReplayCoefficients, kernel_ring, kernel_rows, kernel_tokens
+from .replay_coefficients import ReplayCoefficients
 from .replay_rows import ReplayRing, ReplayRows
 from .replay_tiling import ReplayTiling
+from .replay_views import kernel_ring, kernel_rows, kernel_tokens
 from .ssm_inputs import SSMTokens
 
 _PAD = gl.constexpr(PAD_SLOT)
