@@ -19,7 +19,7 @@ _ATTENTION_BACKENDS = ("auto", "flash-attn", "flashinfer", "torch-varlen", "refe
 _STATE_DTYPES = ("model", "fp32", "bf16")
 _DRAFT_STATES = ("auto", "replay", "window")
 _RING_LENGTHS = (4, 8, 16, 32)
-_BEST_RING = 16  # as measured: benchmarks/results/state_kernels.md
+_LONGEST_USUAL_RING = 16
 _PREFIX = "--inference-dynamic-batching-"
 
 FLAGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -70,7 +70,7 @@ class CacheConfig:
         draft_states: How a decode step keeps states, with drafts or without. "replay": a step reads each state once
             and writes none; the inputs of the tokens since then wait in a ring of the request. "window": a step writes
             the state after each of its tokens; those after drafts take slots of `prefix_caching_mamba_gb` or of
-            `cache_gb`. "auto": "replay" on a GPU, "window" on a CPU.
+            `cache_gb`. "auto": "window".
         ring_len: With "replay", tokens after which a state is written; a divisor of the block size. None: 16, or the
             largest divisor below.
         align_prefill_chunks: End a prefill chunk on the last block boundary inside the step's token budget.
@@ -175,19 +175,15 @@ class CacheConfig:
                 "set --inference-dynamic-batching-block-size to a multiple of it, or --draft-states window"
             )
 
-    def on_device(self, *, is_gpu: bool) -> "CacheConfig":
-        """Return the settings with the form of draft states that "auto" stands for there, and its ring length."""
-        replays = self.draft_states == "replay" or (
-            self.draft_states == "auto" and is_gpu and self.block_size_tokens % _RING_LENGTHS[0] == 0
-        )
-        if not replays:
+    def resolved(self) -> "CacheConfig":
+        """Return the settings with the form of draft states that "auto" stands for, and its ring length."""
+        if self.draft_states != "replay":
             return replace(self, draft_states="window", ring_len=None)
-        ring_len = self.ring_len or math.gcd(self.block_size_tokens, _BEST_RING)
-        return replace(self, draft_states="replay", ring_len=ring_len)
+        return replace(self, ring_len=self.ring_len or math.gcd(self.block_size_tokens, _LONGEST_USUAL_RING))
 
     @property
     def replays(self) -> bool:
-        """True when states are replayed; `on_device` resolves "auto"."""
+        """True when states are replayed; `resolved` says what "auto" stands for."""
         assert self.draft_states != "auto"
         return self.draft_states == "replay"
 

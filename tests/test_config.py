@@ -2,6 +2,7 @@
 
 import dataclasses
 from argparse import ArgumentParser
+from typing import Any
 
 import pytest
 
@@ -180,3 +181,30 @@ def test_one_budget_takes_the_place_of_a_split_that_no_flag_gave() -> None:
         parsed("--cache-gb=2", "--kv-gb=1")
     split = CacheConfig()
     assert (split.cache_gb, split.buffer_size_gb, split.prefix_caching_mamba_gb) == (None, 4.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"draft_states": "ring"}, "draft_states is 'ring'"),
+        ({"draft_states": "replay", "ring_len": 12}, "ring_len is 12; it must be None or one of"),
+        ({"draft_states": "replay", "ring_len": 32, "block_size_tokens": 16}, "that divides block_size_tokens=16"),
+        ({"draft_states": "window", "ring_len": 16}, "which has no rings; leave ring_len out"),
+        ({"draft_states": "replay", "block_size_tokens": 6}, "not a multiple of 4: set --inference-dynamic-batching-"),
+    ],
+)
+def test_draft_states_that_cannot_work_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CacheConfig(**settings)
+
+
+@pytest.mark.parametrize(("block", "ring_len"), [(256, 16), (16, 16), (24, 8), (4, 4)])
+def test_a_ring_is_the_longest_usual_one_that_divides_a_block(block: int, ring_len: int) -> None:
+    config = CacheConfig(block_size_tokens=block, draft_states="replay", num_speculative_tokens=3).resolved()
+    assert (config.ring_len, config.replays, config.num_draft_slots) == (ring_len, True, 0)
+    window = dataclasses.replace(config, draft_states="auto", ring_len=None).resolved()
+    assert (window.ring_len, window.replays, window.num_draft_slots) == (None, False, 3)
+
+
+def test_the_form_of_draft_states_has_a_flag() -> None:
+    assert parsed("--draft-states", "replay").draft_states == "replay"

@@ -69,7 +69,7 @@ def card_settings(
     block = given.get("block_size_tokens") or math.ceil(_LEAST_BLOCK / shape.ssm_chunk_size) * shape.ssm_chunk_size
     drafts = given.get("num_speculative_tokens") or 0
     forms = {name: given[name] for name in ("draft_states", "ring_len") if given.get(name) is not None}
-    sizes = CacheConfig(block_size_tokens=block, num_speculative_tokens=drafts, **forms).on_device(is_gpu=True)
+    sizes = CacheConfig(block_size_tokens=block, num_speculative_tokens=drafts, **forms).resolved()
     state_bytes = shape.state_layout(sizes).slot_bytes
     live_bytes = state_bytes + (shape.ring_layout(sizes).ring_bytes if sizes.replays else 0)
     asked = given.get("max_requests") or 0

@@ -112,8 +112,8 @@ class MambaCacheContext(DynamicInferenceContext):
     ) -> None:
         self.ranks = ranks or OneRank()
         self.peers = peers or NoPeers()
-        own = config.on_device(is_gpu=torch.cuda.is_available())
-        self.cache_config = config = settings_of_peers(agreed_settings(own, self.ranks), self.peers)
+        config = settings_of_peers(agreed_settings(config.resolved(), self.ranks), self.peers)
+        self.cache_config = config
         shape.check(config)
         self.capacity = CacheCapacity.of(config, shape, self.ranks)
         self.shape = shape

@@ -132,10 +132,7 @@ class StatePool:
             + [window.slot if column == window.offset else window.live for column in range(width)]
             for window in windows
         ]
-        # Rows are padded to 16 bytes, so that every number of windows runs the same compiled kernel.
-        table = torch.full((2 + width, -(-len(windows) // 4) * 4), PAD_SLOT, dtype=torch.int32)
-        table[:, : len(windows)] = torch.tensor(numbers, dtype=torch.int32).T
-        table = table.to(self.ssm.device)[:, : len(windows)]
+        table = _columns_of(numbers).to(self.ssm.device)[:, : len(windows)]
         ones, zeros = torch.ones_like(table[0]), torch.zeros_like(table[0])
         rows = AlignRows(
             computed=ones,
@@ -155,8 +152,7 @@ class StatePool:
         Without rings, do nothing.
         """
         if self.rings is not None and rows:
-            numbers = torch.tensor(rows, dtype=torch.int32).to(self.ssm.device)
-            slots, rings, folded, ends = numbers.T.contiguous()
+            slots, rings, folded, ends = _columns_of(rows).to(self.ssm.device)[:, : len(rows)]
             fold_boundaries(self.ssm, self.rings, BoundaryFolds(slots, rings, folded, ends, slots), self.ring_len)
 
     def zero(self, slots: Tensor) -> None:
@@ -165,3 +161,13 @@ class StatePool:
 
     def _send(self, *lists: Sequence[int]) -> Tensor:
         return torch.tensor([list(numbers) for numbers in lists], dtype=torch.int32).to(self.ssm.device)
+
+
+def _columns_of(lines: Sequence[Sequence[int]]) -> Tensor:
+    """Return lines of numbers as columns, [numbers, at least lines] int32.
+
+    Rows are padded to 16 bytes, so that every number of lines runs the same compiled kernel.
+    """
+    table = torch.full((len(lines[0]), -(-len(lines) // 4) * 4), PAD_SLOT, dtype=torch.int32)
+    table[:, : len(lines)] = torch.tensor(lines, dtype=torch.int32).T
+    return table

@@ -56,7 +56,7 @@ def card_settings(shape: HybridModelShape, max_length: int, card: Card, given_fi
 
 def bytes_taken(shape: HybridModelShape, config: CacheConfig) -> int:
     """Return the bytes of the pools that the settings buy."""
-    config = config.on_device(is_gpu=True)
+    config = config.resolved()
     capacity = CacheCapacity.of(config, shape, OneRank())
     if capacity.slab is not None:
         unit = shape.unit_bytes(config)
@@ -109,8 +109,9 @@ def test_a_part_of_a_split_that_a_flag_sets_is_kept_and_the_other_takes_the_rest
     kept: dict[str, float], of_the_other: str
 ) -> None:
     card = Card(120 * GIB, 0.9, 21_504)
-    free, set_by_flag = card_settings(DENSE_8B, 4096, card, {}), card_settings(DENSE_8B, 4096, card, kept)
-    sizes = CacheConfig().on_device(is_gpu=True)
+    form = {"draft_states": "replay"}
+    free, set_by_flag = card_settings(DENSE_8B, 4096, card, form), card_settings(DENSE_8B, 4096, card, kept | form)
+    sizes = CacheConfig(draft_states="replay").resolved()
     live_bytes = DENSE_8B.state_layout(sizes).slot_bytes + DENSE_8B.ring_layout(sizes).ring_bytes
     live_gb = free["max_requests"] * live_bytes / GIB
     assert kept.items() <= set_by_flag.items() and "cache_gb" not in set_by_flag
@@ -193,8 +194,9 @@ def test_one_budget_takes_the_place_of_what_the_card_leaves() -> None:
 @pytest.mark.parametrize("shape", [DENSE_8B, NANO_30B, shape_of("MM--"), shape_of("**--")])
 def test_a_request_may_be_as_long_as_one_budget_has_room_for(shape: HybridModelShape, cache_gb: float) -> None:
     """A block more is refused."""
-    settings = card_settings(shape, 2**24, Card(120 * GIB, 0.9, 21_504), {"cache_gb": cache_gb})
-    config = CacheConfig(**settings).on_device(is_gpu=True)
+    form = {"draft_states": "replay"}
+    settings = card_settings(shape, 2**24, Card(120 * GIB, 0.9, 21_504), {"cache_gb": cache_gb} | form)
+    config = CacheConfig(**settings | form).resolved()
     assert CacheCapacity.of(config, shape, OneRank()).num_slabs
     longer = replace(config, max_sequence_length=config.max_sequence_length + 1)
     if config.max_sequence_length < 2**24:
@@ -205,7 +207,7 @@ def test_a_request_may_be_as_long_as_one_budget_has_room_for(shape: HybridModelS
 def test_ranks_with_other_layers_allow_requests_of_the_same_length() -> None:
     card = Card(10 * GIB, 0.9, 21_504)
     shapes = [shape_of("M" * 12 + "*" * 3 + "-"), shape_of("M" * 12 + "*" + "-"), shape_of("----")]
-    config = CacheConfig(block_size_tokens=256, draft_states="window")
+    config = CacheConfig(block_size_tokens=256)
     units = [shape.unit_bytes(config) for shape in shapes]
     least = [min(SlabShape.fitting(units).slabs_in(2 * GIB, unit) for unit in units)]
 
@@ -217,7 +219,7 @@ def test_ranks_with_other_layers_allow_requests_of_the_same_length() -> None:
             assert values[0] >= least[0]
             return least
 
-    given = {"cache_gb": 2.0, "draft_states": "window"}
+    given = {"cache_gb": 2.0}
     lengths = {
         settings_of_cards.card_settings(shape, 2**24, card, given, Ranks())["max_sequence_length"] for shape in shapes
     }
@@ -227,7 +229,7 @@ def test_ranks_with_other_layers_allow_requests_of_the_same_length() -> None:
 def test_ranks_with_other_layers_agree_on_a_state_s_worth_and_say_what_slabs_lose(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    config = CacheConfig(cache_gb=2.0, max_sequence_length=4096, draft_states="window")
+    config = CacheConfig(cache_gb=2.0, max_sequence_length=4096).resolved()
     units = [shape_of(layers).unit_bytes(config) for layers in ("M" * 12 + "*" * 3, "M" * 12 + "*")]
 
     class Ranks(OneRank):

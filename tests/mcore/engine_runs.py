@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Self
 
-import torch
 from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron_mamba_cache import CacheConfig, build_engine
@@ -120,10 +119,7 @@ def with_one_budget(config: CacheConfig, shape: HybridModelShape, spare_slabs: i
         "paused_buffer_size_gb": None,
     }
     no_drafts = replace(config, num_speculative_tokens=0)
-    num_bytes = max(
-        _one_budget_bytes(settings.on_device(is_gpu=torch.cuda.is_available()), shape, spare_slabs)
-        for settings in (config, no_drafts)
-    )
+    num_bytes = max(_one_budget_bytes(settings.resolved(), shape, spare_slabs) for settings in (config, no_drafts))
     return replace(config, cache_gb=(num_bytes + 0.5) / GIB, **no_split)
 
 

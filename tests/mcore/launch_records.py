@@ -24,11 +24,19 @@ from megatron_mamba_cache.kernels.linear import one_token
 from megatron_mamba_cache.kernels.norm import gated_norm
 from megatron_mamba_cache.kernels.slots import align_copy
 from megatron_mamba_cache.kernels.ssm import (
+    boundary_folds,
+    boundary_plan,
     hopper_tiling,
+    replay_coefficients,
+    replay_tiling,
     ssd_scan,
     ssd_scan_hopper,
     ssd_scan_portable,
     ssd_tiles,
+    state_replay,
+    state_replay_portable,
+    state_replay_products,
+    state_replay_sums,
     state_verify,
 )
 from tests.kernels.kernel_stand_ins import AbsentHopper
@@ -36,6 +44,8 @@ from tests.kernels.kernel_stand_ins import AbsentHopper
 NUM_MULTIPROCESSORS = 132
 KERNELS = (
     (align_copy, "_align_copy_kernel"),
+    (boundary_folds, "_fold_boundaries_kernel"),
+    (boundary_plan, "_plan_kernel"),
     (causal_conv, "_causal_conv_kernel"),
     (conv_verify, "_conv_verify_kernel"),
     (expert_order, "_order_kernel"),
@@ -50,11 +60,15 @@ KERNELS = (
     (kv_append, "_append_kv_kernel"),
     (one_token, "_one_token_kernel"),
     (product_tiles, "_tiles_kernel"),
+    (replay_coefficients, "_coefficients_kernel"),
     (routing, "_logits_kernel"),
     (routing, "_route_kernel"),
     (ssd_scan_hopper, "_scan_kernel"),
     (ssd_scan_portable, "_scan_kernel"),
     (ssd_tiles, "_tiles_kernel"),
+    (state_replay_portable, "_state_replay_kernel"),
+    (state_replay_products, "_state_products_kernel"),
+    (state_replay_sums, "_state_sums_kernel"),
     (state_verify, "_state_verify_kernel"),
     (weighted_sum, "_weighted_sum_kernel"),
 )
@@ -108,6 +122,8 @@ def recorded_launches(*, on_hopper: bool) -> Iterator[LaunchRecord]:
             patch.setattr(module, "launches_kernel", lambda tensor: True, raising=False)
         patch.setattr(ssd_scan, "launches_kernel", lambda tensor: True)
         patch.setattr(ssd_scan, "_fits_hopper", lambda *_: on_hopper)
+        patch.setattr(state_replay, "launches_kernel", lambda tensor: True)
+        patch.setattr(replay_tiling, "runs_gluon", lambda tensor: on_hopper)
         patch.setattr(routed_experts, "launches_kernel", lambda tensor: True)
         patch.setattr(grouped_product_hopper, "num_multiprocessors", lambda device: NUM_MULTIPROCESSORS)
         patch.setattr(product_forms, "can_load_boxes", lambda weight: on_hopper)

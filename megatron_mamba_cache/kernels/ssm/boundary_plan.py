@@ -19,12 +19,14 @@ from ..slots.align_rows import AlignRows
 from .replay_rows import BoundaryFolds, ReplayRows
 
 _ROWS = 256
+_LANES = 4  # int32 in 16 bytes
 _PAD = tl.constexpr(PAD_SLOT)
 
 
-@triton.jit(do_not_specialize=["num_rows", "block_size", "ring_len", "accepted_stride"])
+@triton.jit(do_not_specialize=["plan_stride", "num_rows", "block_size", "ring_len", "accepted_stride"])
 def _plan_kernel(
     plan,
+    plan_stride,
     computed,
     scheduled,
     drafts,
@@ -49,8 +51,8 @@ def _plan_kernel(
     reached = (target != _PAD) & (slot != _PAD) & (end >= running) & (end > 0)
     first = tl.maximum(tl.load(folded + row, mask=exists, other=0), start // ring_len * ring_len)
     tl.store(plan + row, first, mask=exists)
-    tl.store(plan + num_rows + row, tl.where(reached, end, first), mask=exists)
-    tl.store(plan + 2 * num_rows + row, tl.where(reached, target, _PAD), mask=exists)
+    tl.store(plan + plan_stride + row, tl.where(reached, end, first), mask=exists)
+    tl.store(plan + 2 * plan_stride + row, tl.where(reached, target, _PAD), mask=exists)
 
 
 def plan_boundary_folds(rows: ReplayRows, align: AlignRows, ring_len: int, block_size: int) -> BoundaryFolds:
@@ -65,9 +67,11 @@ def plan_boundary_folds(rows: ReplayRows, align: AlignRows, ring_len: int, block
     num_rows = rows.slots.shape[0]
     if not launches_kernel(rows.slots) or not num_rows:
         return plan_boundary_folds_ref(rows, align, ring_len, block_size)
-    plan = torch.empty((3, num_rows), dtype=torch.int32, device=rows.slots.device)
+    # Lines of whole 16 bytes, so that every number of rows runs the same compiled kernels.
+    plan = torch.empty((3, -(-num_rows // _LANES) * _LANES), dtype=torch.int32, device=rows.slots.device)
     _plan_kernel[(triton.cdiv(num_rows, _ROWS),)](
         plan=plan,
+        plan_stride=plan.stride(0),
         computed=align.computed,
         scheduled=align.scheduled,
         drafts=align.drafts,
@@ -81,7 +85,7 @@ def plan_boundary_folds(rows: ReplayRows, align: AlignRows, ring_len: int, block
         ring_len=ring_len,
         ROWS=_ROWS,
     )
-    return _folds(rows, plan)
+    return _folds(rows, plan[:, :num_rows])
 
 
 def plan_boundary_folds_ref(rows: ReplayRows, align: AlignRows, ring_len: int, block_size: int) -> BoundaryFolds:

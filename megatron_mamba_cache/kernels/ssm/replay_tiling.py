@@ -43,9 +43,8 @@ def choose_tiling(tokens: SSMTokens, ssm_pool: Tensor, max_tokens: int) -> Repla
 
     Sums take time for every token. Products take the same for any few, but split float32 states for it.
     """
-    is_gluon_there = ssm_pool.is_cuda and not INTERPRETED and is_hopper(ssm_pool.device) and has_tested_gluon()
     width = hopper_width(tokens.x.shape[2], tokens.B.shape[2])
-    if not is_gluon_there or width is None:
+    if not runs_gluon(ssm_pool) or width is None:
         return PORTABLE
     fits_products = tokens.B.shape[2] <= _LARGEST_MULTIPLIED and all(
         tensor.dtype == torch.bfloat16 for tensor in (tokens.x, tokens.B, tokens.C)
@@ -54,6 +53,11 @@ def choose_tiling(tokens: SSMTokens, ssm_pool: Tensor, max_tokens: int) -> Repla
     if not fits_products or max_tokens <= (_MOST_SUMMED_OF_FP32 if splits_states else _MOST_SUMMED_OF_BF16):
         return ReplayTiling("sums", width, num_warps=1, max_registers=255)
     return ReplayTiling("products", width, num_warps=1, max_registers=255 if splits_states else 224)
+
+
+def runs_gluon(pool: Tensor) -> bool:
+    """Return whether kernels written in Gluon compute on a pool."""
+    return pool.is_cuda and not INTERPRETED and is_hopper(pool.device) and has_tested_gluon()
 
 
 def hopper_width(head_dim: int, d_state: int) -> int | None:
