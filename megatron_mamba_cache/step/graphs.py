@@ -130,7 +130,7 @@ class StepGraph:
         self.forward()
         is_verified = not any_masked(rows)
         if is_verified:
-            self.verify(Draws.of(rows))
+            self.verify(before.step.draws)
         return LaunchedStep(self, batch, before.step.ends, is_verified=is_verified)
 
     def _send_next(self, before: "SentStep", tokens: Sequence[int] | None) -> StepBatch:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from ..policy.logits_settings import PLAIN_LOGITS
 from ..policy.requests import RunningRequest
 from .buffers import StepBuffers
-from .logits import write_next_uniforms
+from .logits import Draws, write_next_uniforms
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +53,13 @@ class OneTokenStep:
     Args:
         number: `StepBuffers.num_begun` when it was sent; the buffers hold this step until another one begins.
         ends: None if new tokens alone do not tell whether a row continues.
+        draws: How its tokens are drawn.
     """
 
     rows: tuple[RunningRequest, ...]
     number: int
     ends: RowEnds | None
+    draws: Draws
 
     @staticmethod
     def sent(rows: Sequence[RunningRequest], buffers: StepBuffers) -> "OneTokenStep | None":
@@ -65,7 +67,9 @@ class OneTokenStep:
         decodes_one_each = all(
             _decodes_one(row) and row.accepted == 1 and row.spec.sampling.logits is PLAIN_LOGITS for row in rows
         )  # a row keeps its settings, and has accepted one token in the step after this one as well
-        return OneTokenStep(tuple(rows), buffers.num_begun, RowEnds.of(rows)) if decodes_one_each else None
+        if not decodes_one_each:
+            return None
+        return OneTokenStep(tuple(rows), buffers.num_begun, RowEnds.of(rows), Draws.of(rows))
 
     def continues(self, rows: Sequence[RunningRequest], buffers: StepBuffers, block_size: int) -> bool:
         """Return whether a step is this one with each row one token further, in the same KV block."""
@@ -125,9 +129,10 @@ def send_next(
         buffers.host(name)[:num_rows] += 1
     if tokens is not None:
         buffers.host("token_ids")[:num_rows] = tokens
-    write_next_uniforms(last.rows, buffers)
+    if last.draws is not Draws.BEST:
+        write_next_uniforms(last.rows, buffers)
     buffers.send(num_table_rows)
-    return OneTokenStep(last.rows, buffers.num_begun, last.ends)
+    return OneTokenStep(last.rows, buffers.num_begun, last.ends, last.draws)
 
 
 def _decodes_one(row: RunningRequest) -> bool:

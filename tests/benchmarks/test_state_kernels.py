@@ -34,7 +34,7 @@ def test_every_step_has_states_of_its_own_and_moves_the_bytes_that_it_says(bench
 
 
 def test_rows_of_replayed_states_are_in_every_phase_of_a_ring_and_fold_as_often_as_they_would(bench: Any) -> None:
-    from measuring.replay_bench import steady_rows
+    steady_rows = import_module("measuring.replay_bench").steady_rows
 
     for kept in (1, 2, 8):
         rows = steady_rows(64, 3, ring_len=16, kept=kept, num_tokens=8, device="cpu")
