@@ -35,6 +35,7 @@ def engine_with(request: Any) -> Any:
     return SimpleNamespace(
         requests={0: SimpleNamespace(record=record)},
         cached_tokens=lambda _: 0,
+        written_tokens=lambda _: 0,
         running_seconds=lambda _: 0.0,
         draft_counts=lambda _: DraftCounts(),
     )
