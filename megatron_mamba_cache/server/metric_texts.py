@@ -32,7 +32,8 @@ STATE_SLOTS = (
 KV_BLOCKS = "KV blocks by kind: free, in_use (of a running request), cached (findable, used by no running request)"
 CACHE_BYTES = (
     "Bytes of the memory for KV blocks and states by use, of one rank: kv_in_use and states_running (of running "
-    "requests), kv_cached and states_cached (findable), unusable (in slabs, where neither fits), free"
+    "requests), kv_cached and states_cached (findable), rings (of replayed states), unusable (in slabs, where neither "
+    "fits), free"
 )
 
 
