@@ -2,20 +2,21 @@
 
 An operand's places are numbered by bits. With q and l the lane's two lowest and three highest bits, k = (tile, g, q, e)
 is d_state, or a token, number (q, tile, g, e), and m = (tile, h, l) is column (l, tile, h).
-"""
 
-from functools import cache
+They are made while a kernel is compiled: as arguments, hooks on compilations could not write them down.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 
+@gluon.constexpr_function
 def _bits(first: int, count: int, dim: int) -> list[list[int]]:
     """Return the bases of `count` bits of a dimension of two, from bit `first` on."""
     return [[1 << bit, 0] if dim == 0 else [0, 1 << bit] for bit in range(first, first + count)]
 
 
-@cache
+@gluon.constexpr_function
 def left_layout(depth: int, width: int) -> gl.DistributedLinearLayout:
     """Return the layout of a left operand as it lies in memory, [depth, width]: q is the high bits of depth."""
     depth_bits, width_bits = depth.bit_length() - 3, width.bit_length() - 4
@@ -28,7 +29,7 @@ def left_layout(depth: int, width: int) -> gl.DistributedLinearLayout:
     )
 
 
-@cache
+@gluon.constexpr_function
 def right_layout(tokens: int, depth: int) -> gl.DistributedLinearLayout:
     """Return the layout of a right operand as it lies in memory, [tokens, depth]."""
     depth_bits, token_bits = depth.bit_length() - 3, tokens.bit_length() - 4
@@ -41,7 +42,7 @@ def right_layout(tokens: int, depth: int) -> gl.DistributedLinearLayout:
     )
 
 
-@cache
+@gluon.constexpr_function
 def output_layout(tokens: int, width: int) -> gl.DistributedLinearLayout:
     """Return the layout of outputs [tokens, width] in which a lane stores neighbouring columns at once."""
     width_bits, token_bits = width.bit_length() - 4, tokens.bit_length() - 4

@@ -96,13 +96,8 @@ def _state_products_kernel(
     OWN: gl.constexpr,
     AT_ONCE: gl.constexpr,
     WIDTH: gl.constexpr,
-    STATE: gl.constexpr,
-    KEYS: gl.constexpr,
-    KEPT: gl.constexpr,
-    KEPT_FACTORS: gl.constexpr,
-    NEW: gl.constexpr,
-    NEW_FACTORS: gl.constexpr,
-    OUTPUT: gl.constexpr,
+    PLACES: gl.constexpr,
+    TOKENS: gl.constexpr,
     OVERLAPS: gl.constexpr,
 ):
     """Long because state and inputs stay in registers."""
@@ -112,8 +107,13 @@ def _state_products_kernel(
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, 2)
     PARTS: gl.constexpr = HEAD_DIM // WIDTH
     CHUNKS: gl.constexpr = (HEADS * HEAD_DIM + AT_ONCE - 1) // AT_ONCE
-    PLACES: gl.constexpr = KEPT.shape[0]
-    TOKENS: gl.constexpr = NEW.shape[0]
+    STATE: gl.constexpr = left_layout(D_STATE, WIDTH)
+    KEYS: gl.constexpr = right_layout(OWN, D_STATE)
+    KEPT: gl.constexpr = left_layout(PLACES, WIDTH)
+    KEPT_FACTORS: gl.constexpr = right_layout(OWN, PLACES)
+    NEW: gl.constexpr = left_layout(TOKENS, WIDTH)
+    NEW_FACTORS: gl.constexpr = right_layout(OWN, TOKENS)
+    OUTPUT: gl.constexpr = output_layout(OWN, WIDTH)
     part = gl.program_id(0) % PARTS
     head = gl.program_id(0) // PARTS % HEADS
     row = gl.program_id(0) // (PARTS * HEADS)
@@ -232,7 +232,6 @@ def replay_by_products(
     """
     heads, head_dim = tokens.x.shape[1:]
     d_state, width, own = tokens.B.shape[2], tiling.width, factors.own
-    places, new = max(16, factors.ring_len), max(16, own)
     _state_products_kernel[(rows.slots.shape[0] * heads * (head_dim // width),)](
         y=y,
         tokens=kernel_tokens(tokens),
@@ -253,13 +252,8 @@ def replay_by_products(
         OWN=own,
         AT_ONCE=CHANNELS_AT_ONCE,
         WIDTH=width,
-        STATE=left_layout(d_state, width),
-        KEYS=right_layout(own, d_state),
-        KEPT=left_layout(places, width),
-        KEPT_FACTORS=right_layout(own, places),
-        NEW=left_layout(new, width),
-        NEW_FACTORS=right_layout(own, new),
-        OUTPUT=output_layout(own, width),
+        PLACES=max(16, factors.ring_len),
+        TOKENS=max(16, own),
         num_warps=1,
         maxnreg=tiling.max_registers,
         **overlapping(ssm_pool.device),
