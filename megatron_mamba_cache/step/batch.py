@@ -109,7 +109,7 @@ def _write(
     buffers.begin()
     _write_rows(rows, buffers)
     _write_tokens(rows, num_decode, buffers, geometry)
-    _write_windows(rows[:num_decode], buffers)
+    _write_live_states(rows[:num_decode], buffers)
     write_logits(rows, buffers, purpose, draws_ratios=draws_ratios)
     prefill_rows = rows[num_decode:]
     return write_prefill_rows(prefill_rows, buffers, geometry.ssm_chunk_size) if prefill_rows else 0
@@ -155,7 +155,7 @@ def _write_tokens(
         buffers.host("real_tokens")[:num_tokens] = is_real[owners]
 
 
-def _write_windows(rows: Sequence[RunningRequest], buffers: StepBuffers) -> None:
+def _write_live_states(rows: Sequence[RunningRequest], buffers: StepBuffers) -> None:
     num_rows = len(rows)
     buffers.host("num_drafts")[:num_rows] = [len(row.drafts) for row in rows]
     buffers.host("accepted")[:num_rows] = [row.accepted for row in rows]
@@ -164,7 +164,7 @@ def _write_windows(rows: Sequence[RunningRequest], buffers: StepBuffers) -> None
     live_slots = [row.live_slot for row in rows]
     if ring_len:
         buffers.host("live_slots")[:num_rows] = live_slots
-        columns[:num_rows] = buffers.host("live_slots")[:num_rows, None]  # which has the conv windows of all columns
+        columns[:num_rows] = buffers.host("live_slots")[:num_rows, None]  # it has all conv windows
         buffers.host("rings")[:num_rows] = [row.ring or 0 for row in rows]
         buffers.host("folded")[:num_rows] = [row.folded(ring_len) for row in rows]
         return
