@@ -130,24 +130,20 @@ def serving(directory: Path, more: list[str]) -> Iterator[tuple[str, list[str], 
     command += ["--hf-model", str(directory)]
     with subprocess.Popen([*command, *more], stdout=subprocess.PIPE, text=True) as process:
         lines: list[str] = []
+        too_slow = threading.Timer(_START_S, process.kill)
+        too_slow.start()
         try:
             assert process.stdout is not None
             for line in process.stdout:
                 lines.append(line.rstrip())
                 if found := re.search(r"serving .* on (http://\S+)", line):
-                    _wait_until_ready(found[1], began + _START_S)
+                    too_slow.cancel()
                     yield found[1], lines, time.monotonic() - began
                     return
             raise RuntimeError(f"serve ended with status {process.wait()}")
         finally:
+            too_slow.cancel()
             process.send_signal(signal.SIGTERM)
-
-
-def _wait_until_ready(url: str, end: float) -> None:
-    while httpx.get(f"{url}/health").status_code != 200:
-        if time.monotonic() > end:
-            raise TimeoutError(f"{url} was not ready {_START_S} s after its start")
-        time.sleep(0.2)
 
 
 async def _run(url: str, prompts: list[list[int]], settings: dict[str, Any]) -> int:

@@ -124,8 +124,11 @@ class Serving:
     def _serve(self, server: Server, listener: socket.socket) -> int:
         host, port = listener.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        lines = f"{self._first_line}\nserving {self.settings.model_name} on {url}"
-        running = DrainingServer(server, on_listening=lambda: print(lines, flush=True))
+        running = DrainingServer(
+            server,
+            on_listening=lambda: print(self._first_line, flush=True),
+            on_ready=lambda: print(f"serving {self.settings.model_name} on {url}", flush=True),
+        )
         asyncio.run(running.serve(sockets=[listener]))
         write_line(server.app.summary())
         return 0 if server.backend.state.failure is None else 1

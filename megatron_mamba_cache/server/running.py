@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 # Longer than clients keep idle connections, so that none is closed while a request is on its way.
 KEEP_ALIVE_S = 75
 _BACKSTOP_S = 1.0
+_READY_INTERVAL_S = 0.05
 
 
 class DrainingServer(uvicorn.Server):
@@ -28,10 +29,16 @@ class DrainingServer(uvicorn.Server):
     second signal ends all requests with an error.
 
     Args:
-        on_listening: Called once requests and signals are handled.
+        on_listening: Called once connections and signals are handled.
+        on_ready: Called once requests are accepted, after that.
     """
 
-    def __init__(self, server: Server, on_listening: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        server: Server,
+        on_listening: Callable[[], None] = lambda: None,
+        on_ready: Callable[[], None] = lambda: None,
+    ) -> None:
         config = uvicorn.Config(
             server.app,
             http=partial(Connection, limits=server.settings.limits),  # type: ignore[arg-type]
@@ -45,6 +52,8 @@ class DrainingServer(uvicorn.Server):
         super().__init__(config)
         self._served = server
         self._on_listening = on_listening
+        self._on_ready = on_ready
+        self._watch: asyncio.Task[None] | None = None
         self._drain: asyncio.Task[None] | None = None
 
     @contextlib.contextmanager
@@ -63,9 +72,10 @@ class DrainingServer(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, as uvicorn does, then call `on_listening`."""
+        """Listen, as uvicorn does, then call `on_listening`, and `on_ready` when the engines are."""
         await super().startup(sockets)
         self._on_listening()
+        self._watch = asyncio.get_running_loop().create_task(self._tell_when_ready())
 
     def drain(self) -> None:
         """Refuse new requests and stop once the accepted ones end; a second call ends them at once."""
@@ -84,8 +94,14 @@ class DrainingServer(uvicorn.Server):
         try:
             await super().shutdown(sockets)
         finally:
-            if self._drain is not None:
-                self._drain.cancel()
+            for task in (self._watch, self._drain):
+                if task is not None:
+                    task.cancel()
+
+    async def _tell_when_ready(self) -> None:
+        while not self._served.backend.state.is_ready:
+            await asyncio.sleep(_READY_INTERVAL_S)
+        self._on_ready()
 
     async def _end_in_time(self) -> None:
         seconds = self._served.settings.limits.drain_s

@@ -40,11 +40,11 @@ class Listening:
 
 
 @contextmanager
-def listening(server: Server) -> Iterator[Listening]:
-    """Let a server listen on a free port until the block ends."""
+def listening(server: Server, on_ready: Callable[[], None] = lambda: None) -> Iterator[Listening]:
+    """Let a server listen on a free port until the block ends; `on_ready` is called once it is ready."""
     listener = bound_socket("127.0.0.1", 0)
     url = "http://{}:{}".format(*listener.getsockname())
-    running, begun = DrainingServer(server), Future()  # type: ignore[var-annotated]
+    running, begun = DrainingServer(server, on_ready=on_ready), Future()  # type: ignore[var-annotated]
 
     def run() -> None:
         with asyncio.Runner() as runner:  # which cancels what is left, as that of serve does
