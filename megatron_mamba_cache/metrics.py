@@ -31,6 +31,12 @@ class CacheCounters:
     admissions_deferred: int = 0  # steps a request waited for a prefix that another request was computing
     requests_paused: int = 0
     requests_evicted: int = 0
+    prompt_tokens_from_host: int = 0  # of those skipped: they came back from the host for the request
+    states_written_to_host: int = 0
+    states_restored_from_host: int = 0
+    states_not_written_no_room: int = 0
+    host_writes_failed: int = 0  # or no longer of use when they ended
+    host_restores_failed: int = 0  # likewise
     states_evicted: int = 0  # from memory dropped by a suspend; a snapshot adds those from current memory
     kv_blocks_evicted: int = 0  # likewise
     steps: int = 0

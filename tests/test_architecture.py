@@ -16,7 +16,7 @@ PACKAGE_ROOT = Path(megatron_mamba_cache.errors.__file__).parent
 FLOORS = (
     ("errors", "config", "installation", "metrics", "public_names"),
     ("policy", "kernels"),
-    ("state", "grammars"),
+    ("state", "grammars", "tiers"),
     ("speculation", "ranks", "planning"),
     ("step",),
     ("mcore",),

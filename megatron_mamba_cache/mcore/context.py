@@ -36,8 +36,10 @@ from ..state.state_pool import LayerStates
 from ..step.captured_step import EarlyStep, GraphsByShape
 from ..step.log_probs import followed_tokens, selected_log_probs
 from ..step.memory import CacheMemory, step_memory
+from ..step.memory_below import MemoryBelow
 from ..step.padding_steps import end_shared_steps
 from ..step.runner import StepRunner
+from ..step.runner_count import RunnerCount
 from ..step.step import Step
 from ..step.step_outcome import StepCounts
 from .kv_block_allocator import KVBlockAllocator
@@ -50,26 +52,6 @@ _OVERFLOWS = {
     Refusal.NO_BLOCKS: BlockOverflowError,
 }
 """Megatron's error for a request that does not fit now, where it has one of its own."""
-
-
-class RunnerCount:
-    """A count that Megatron's classes read of a context; its value is always the runner's.
-
-    Megatron's constructor sets these attributes too; what it sets is ignored.
-
-    Args:
-        name: Field of `StepCounts`.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __get__(self, context: "MambaCacheContext", owner: type | None = None) -> int:
-        count: int = getattr(context.counts, self._name)
-        return count
-
-    def __set__(self, context: "MambaCacheContext", value: int) -> None:
-        """Ignore the value."""
 
 
 class LiveSlots:
@@ -123,6 +105,7 @@ class MambaCacheContext(DynamicInferenceContext):
         self.weights_version = config.weights_version
         self.planner = planner or NoDrafts()
         self.scores_prompts = scores_prompts or not materialize_only_last_token_logits
+        self._below = MemoryBelow(config, shape, self.capacity, self.ranks)
         self._runner: StepRunner | None = None
         self._slot_allocator: StateSlotAllocator | None = None
         with step_memory(config):
@@ -143,6 +126,7 @@ class MambaCacheContext(DynamicInferenceContext):
             max_blocks=self.max_kv_block_count,
             counters=self.counters,
             weights_version=self.weights_version,
+            below=self._below,
         )
         limits = self.capacity.num_blocks, self.capacity.num_paused_blocks
         self.block_allocator = KVBlockAllocator(self, *limits, memory.blocks)
@@ -200,6 +184,7 @@ class MambaCacheContext(DynamicInferenceContext):
         self.weights_version = agreed_version(weights_version, self.weights_version, self.ranks)
         if self.is_tensor_state_allocated:
             self.cache.flush(self.weights_version)
+        self._below.flush()
 
     def adopt_weights(self, weights_version: str | None) -> None:
         """Agree on the version of the present weights, as in `flush`; what was cached with the same version stays."""

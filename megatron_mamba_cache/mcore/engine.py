@@ -176,6 +176,8 @@ class MambaCacheEngine(SuspendableEngine):
             return
         self._refuse_failed_grammars()
         runner = self.context.runner
+        if runner.memory.below.land(wait=not runner.requests):
+            runner.note_change()
         runner.note_queue(has_waiting=bool(self.waiting_request_ids))
         if runner.sharing.is_fixed:  # requests wait a step, which ranks that share experts have agreed on
             runner.note_scheduled(is_settled=not self.waiting_request_ids and self._is_at_rest())

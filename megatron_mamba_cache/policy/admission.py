@@ -19,6 +19,7 @@ class Refusal(Enum):
     NO_BLOCKS = "not enough KV blocks"
     NO_SLOT = "no state slot until this step's states are published"
     WAITS_FOR_PREFIX = "another request computes its prefix in this step"
+    WAITS_FOR_COPY = "its prefix is on its way from the host"
 
 
 @dataclass(frozen=True, slots=True)

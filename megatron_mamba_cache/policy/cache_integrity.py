@@ -1,9 +1,11 @@
 """Check that running requests and the pools agree about every KV block and state slot."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from ..errors import CacheIntegrityError
+from .identifiers import BlockId, SlotId
 from .kv_block_pool import KVBlockPool
 from .pools import CachePools
 from .requests import RunningRequest
@@ -11,21 +13,32 @@ from .slot_owners import SlotOwner
 from .slot_pool import SlotPool
 
 
-def check_rows_and_pools(rows: Sequence[RunningRequest], pools: CachePools) -> None:
-    """Raise `CacheIntegrityError`, naming the mismatch, unless the pools are intact and agree with the requests."""
+def check_rows_and_pools(
+    rows: Sequence[RunningRequest],
+    pools: CachePools,
+    held: Mapping[BlockId, int] = MappingProxyType({}),
+    expected: Sequence[SlotId] = (),
+) -> None:
+    """Raise `CacheIntegrityError`, naming the mismatch, unless the pools are intact and agree with the requests.
+
+    Args:
+        held: References on blocks that others than requests hold.
+        expected: Slots that others have reserved.
+    """
     kv, slots = pools.kv, pools.slots
     pools.space.check_integrity()
     kv.check_integrity()
     slots.check_integrity()
-    _check_blocks(rows, kv)
+    _check_blocks(rows, kv, held)
     stray = [block for block in slots.cached_blocks() if kv.key_of(block) is None]
     if stray:
         raise CacheIntegrityError(f"blocks {stray} have a cached state but no key")
-    _check_slots(rows, slots)
+    _check_slots(rows, slots, expected)
 
 
-def _check_blocks(rows: Sequence[RunningRequest], kv: KVBlockPool) -> None:
+def _check_blocks(rows: Sequence[RunningRequest], kv: KVBlockPool, held: Mapping[BlockId, int]) -> None:
     refs = Counter(block for row in rows for block in row.block_ids)
+    refs.update(held)
     for block, count in refs.items():
         if kv.num_refs(block) != count:
             raise CacheIntegrityError(f"block {block}: {kv.num_refs(block)} references, {count} rows hold it")
@@ -33,10 +46,10 @@ def _check_blocks(rows: Sequence[RunningRequest], kv: KVBlockPool) -> None:
         raise CacheIntegrityError(f"{kv.num_referenced} blocks referenced, rows hold {len(refs)}")
 
 
-def _check_slots(rows: Sequence[RunningRequest], slots: SlotPool) -> None:
+def _check_slots(rows: Sequence[RunningRequest], slots: SlotPool, expected: Sequence[SlotId]) -> None:
     held = {
         SlotOwner.LIVE: [row.live_slot for row in rows],
-        SlotOwner.RESERVED: [state.slot for row in rows for state in row.reserved],
+        SlotOwner.RESERVED: [*expected, *(state.slot for row in rows for state in row.reserved)],
         SlotOwner.DRAFT: [slot for row in rows for slot in row.draft_slots],
     }
     counts = slots.count_by_owner()

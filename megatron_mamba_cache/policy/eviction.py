@@ -122,6 +122,11 @@ class EvictionOrder:
         """Return the last use that an id was pushed with."""
         return self._live[entry_id][0]
 
+    def worth_of(self, entry_id: int, now: int, likelihood: Callable[[int], float]) -> float:
+        """Return what an id is worth; see `first`."""
+        last_used, _, _, kind, gain, is_held = self._live[entry_id]
+        return gain / FULL_WORTH_AGE if is_held else likelihood(kind) * gain / (now + FULL_WORTH_AGE - last_used)
+
     def push(self, entry_id: int, last_used: int, num_tokens: int, weight: Weight) -> None:
         """Add an id, or replace its entry.
 

@@ -5,7 +5,7 @@ is admit → publish → advance → (schedule_chunk or schedule_decode → publ
 a failed step the request must leave: abort it, or release it at once, because its live state can no longer be trusted.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -27,6 +27,8 @@ from .request_rings import RequestRings
 from .requests import Candidate, RequestSpec, RunningRequest
 from .slot_owners import SlotOwner
 from .state_reservations import StateReservations
+from .tiers.cache_tiers import NoTiers, Tiers
+from .tiers.restores import WaitingPrompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,12 @@ class CacheIdentity:
 
 
 class PrefixCache:
-    """Matches, admits, publishes and releases requests over one KV block pool and one slot pool."""
+    """Matches, admits, publishes and releases requests over one KV block pool and one slot pool.
+
+    Args:
+        epoch: How often the cache has been flushed before; what tiers below hold from then is not found.
+        tiers: What is kept below the pools.
+    """
 
     def __init__(
         self,
@@ -49,6 +56,8 @@ class PrefixCache:
         *,
         decode: DecodeRules,
         enabled: bool = True,
+        epoch: int = 0,
+        tiers: Tiers | None = None,
     ) -> None:
         self.pools = pools
         self.kv, self.slots = pools.kv, pools.slots
@@ -56,7 +65,8 @@ class PrefixCache:
         self.block_size = rules.boundaries.block_size
         self.counters = counters
         self.enabled = enabled
-        self.epoch = 0
+        self.epoch = epoch
+        self.tiers = tiers or NoTiers()
         self.identity = identity
         self._keeps_decode_states = enabled and decode.checkpoints != "none"
         self._reservations = StateReservations(
@@ -75,6 +85,8 @@ class PrefixCache:
 
     def plan(self, candidate: Candidate, budget: int) -> AdmissionPlan | Refusal:
         """Plan the admission of a candidate within `budget` tokens; changes nothing but stale keys."""
+        if self.tiers.awaits(candidate.spec.request_id):
+            return Refusal.WAITS_FOR_COPY
         return plan_admission(
             self._view(candidate),
             self.pools,
@@ -82,6 +94,10 @@ class PrefixCache:
             reserved_keys=self._reservations.keys,
             rules=self.rules,
         )
+
+    def look_ahead(self, candidates: Iterable[Candidate]) -> None:
+        """Bring back from the tiers below what the next requests of the queue start from; see `Tiers.look_ahead`."""
+        self.tiers.look_ahead(self._waiting_prompts(candidates))
 
     def branches(self, candidate: Candidate, others: Iterable[Candidate]) -> tuple[int, ...]:
         """Return the boundaries at which other texts will part from a candidate's; changes nothing but stale keys.
@@ -141,6 +157,8 @@ class PrefixCache:
             self._count_admission(row, is_first=age is None)
             undo.pop_all()
         self._num_admitted += 1
+        row.num_restored = min(self.tiers.claim(row.request_id) * block_size, row.computed)
+        self.counters.prompt_tokens_from_host += row.num_restored
         return row
 
     def schedule_chunk(self, row: RunningRequest, chunk_end: int) -> None:
@@ -250,9 +268,15 @@ class PrefixCache:
         self._draft_states.end(row)
         if self.slots.owner_of(row.live_slot) is not SlotOwner.LIVE:
             raise CacheIntegrityError(f"need slot {row.live_slot} live, found it {self.slots.owner_of(row.live_slot)}")
+        self.keep_below(row)
         self.kv.release(row.block_ids)
         row.block_ids = []
         self.slots.release_live(row.live_slot)
+
+    def keep_below(self, row: RunningRequest) -> None:
+        """Keep the last state that the request has published in the tiers below."""
+        if self._publishes(row):
+            self.tiers.write_last(row.block_ids)
 
     def flush(self, weights_version: str | None = None) -> None:
         """Make everything cached unreachable; running requests publish nothing more until they are prefilled again."""
@@ -260,12 +284,14 @@ class PrefixCache:
         if weights_version is not None:
             self.identity = CacheIdentity(self.identity.fingerprint, weights_version)
         self._reservations.clear_keys()
+        self.tiers.flushed()
         self.slots.flush()  # first: a pinned state must leave the map before its block does
         self.kv.flush()
 
     def check_integrity(self, rows: Sequence[RunningRequest]) -> None:
         """Raise `CacheIntegrityError` unless pools and requests agree about every block and slot."""
-        check_rows_and_pools(rows, self.pools)
+        check_rows_and_pools(rows, self.pools, self.tiers.blocks_held(), self.tiers.slots_reserved())
+        self.tiers.check_integrity()
         self._draft_states.check_integrity(rows)
 
     def root_of(self, tenant: str) -> bytes:
@@ -278,6 +304,12 @@ class PrefixCache:
             candidate.chain, candidate.epoch = self._keys_of(candidate.spec), self.epoch
         spec = candidate.spec
         return PromptView(candidate.chain.keys[: spec.prompt_len // self.block_size], spec.prompt_len, spec.may_skip)
+
+    def _waiting_prompts(self, candidates: Iterable[Candidate]) -> Iterator[WaitingPrompt]:
+        for candidate in candidates if self.enabled else ():
+            view = self._view(candidate)
+            most = (view.prompt_len - 1) // self.block_size if view.may_skip else 0
+            yield WaitingPrompt(candidate.spec.request_id, view.keys[:most], -(-view.prompt_len // self.block_size))
 
     def _keys_of(self, spec: RequestSpec) -> BlockKeyChain:
         chain = BlockKeyChain(self.root_of(spec.tenant), self.block_size)

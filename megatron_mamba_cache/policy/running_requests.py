@@ -106,6 +106,10 @@ class RunningRequests:
         if len(self._rows) >= self._max_requests:
             return Refusal.NO_ROW
         plan = self.cache.plan(candidate, budget)
+        while plan in (Refusal.NO_BLOCKS, Refusal.NO_SLOT) and not self._rows:  # no row will make room
+            if not self.cache.tiers.make_room(candidate.spec.request_id):
+                break
+            plan = self.cache.plan(candidate, budget)
         if isinstance(plan, Refusal):
             self.cache.counters.admissions_deferred += plan is Refusal.WAITS_FOR_PREFIX
             return plan
@@ -133,7 +137,12 @@ class RunningRequests:
             self._release(row)
 
     def grow(self, paused_capacity: int) -> GrowthOutcome:
-        """Give decoding rows the KV blocks that they need; rows may be paused, resumed or evicted, see `grow_rows`."""
+        """Give decoding rows the KV blocks that they need; rows may be paused, resumed or evicted, see `grow_rows`.
+
+        What is held for waiting requests makes room first.
+        """
+        if self.cache.tiers.takes_room and self.cache.kv.num_available < len(self._rows):
+            self.cache.tiers.make_room()
         return grow_rows(list(self._rows), self.cache, paused_capacity, self._release)
 
     def resume(self) -> None:

@@ -7,9 +7,10 @@ from .admission import Refusal
 from .branch_points import LOOK_AHEAD
 from .requests import Candidate, RunningRequest
 from .running_requests import RunningRequests
+from .tiers.cache_tiers import LOOK_AHEAD as RESTORED_AHEAD
 
 MOST_PASSED_OVER = 64
-"""The most requests waiting for another's prefix that a step skips, however many are queued after them."""
+"""The most requests waiting for a prefix that a step skips, however many are queued after them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +26,9 @@ class StepScheduler:
 
     Only tokens that will be computed count against a step's budget, not those that a prefix hit skips. At most one row
     is left in mid-prefill, and no request is admitted while a row is paused for lack of blocks. Up to
-    `MOST_PASSED_OVER` requests that wait for another's prefix do not block those after them; a request that finds no
-    room does. An admitted request keeps a state where the `LOOK_AHEAD` requests after it part from its prompt, so that
-    what they share is computed once.
+    `MOST_PASSED_OVER` requests that wait for a prefix, which another computes or a copy brings, do not block those
+    after them; a request that finds no room does. An admitted request keeps a state where the `LOOK_AHEAD` requests
+    after it part from its prompt, so that what they share is computed once.
     """
 
     def __init__(self) -> None:
@@ -49,6 +50,7 @@ class StepScheduler:
         unfinished = self._continue_prefills(requests)
         admitted, num_passed_over, budget = [], 0, requests.prompt_budget
         queue = [] if requests.any_paused else list(waiting)
+        requests.cache.look_ahead(self._candidates(queue[:RESTORED_AHEAD], None, candidate_of))
         for place, request_id in enumerate(queue):
             if unfinished is not None or num_passed_over == MOST_PASSED_OVER:
                 break
@@ -59,7 +61,7 @@ class StepScheduler:
                 admitted.append(outcome)
                 budget = requests.prompt_budget
                 unfinished = outcome if _is_unfinished(outcome) else None
-            elif outcome is Refusal.WAITS_FOR_PREFIX:
+            elif outcome in (Refusal.WAITS_FOR_PREFIX, Refusal.WAITS_FOR_COPY):
                 num_passed_over += 1
             else:
                 break
@@ -67,7 +69,7 @@ class StepScheduler:
         return ScheduledStep(tuple(admitted), -1 if unfinished is None else unfinished.request_id)
 
     def _candidates(
-        self, request_ids: Sequence[int], in_hand: int, candidate_of: Callable[[int], Candidate]
+        self, request_ids: Sequence[int], in_hand: int | None, candidate_of: Callable[[int], Candidate]
     ) -> Iterator[Candidate]:
         """Yield the candidates of requests, each in hand while its keys are computed."""
         for request_id in request_ids:

@@ -1,8 +1,8 @@
 """The owner of each slot of the state pool: live, draft, reserved and cached states share the same rows."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from itertools import pairwise
-from typing import Protocol
+from math import inf
 
 from ..errors import CacheCapacityError, CacheIntegrityError
 from .boundary_journal import NoObserver, StateObserver
@@ -13,32 +13,7 @@ from .identifiers import BlockId, SlotId
 from .places import FixedPlaces, Places
 from .slot_owners import SlotOwner, SlotOwners
 from .state_lineage import StateLineage
-
-
-class CachedTexts(Protocol):
-    """What follows a state, and what is of use only with it: the KV blocks."""
-
-    def is_end(self, block: BlockId) -> bool:
-        """Return whether no block is cached after this one."""
-
-    def prune(self, block: BlockId) -> int:
-        """Forget the block, whose state is gone, and those before it, as far as no state or request needs them.
-
-        Returns:
-            How many blocks have become free.
-        """
-
-
-class NoTexts:
-    """For slots whose blocks belong to somebody else."""
-
-    def is_end(self, block: BlockId) -> bool:
-        """Return True: nothing is known to follow."""
-        return True
-
-    def prune(self, block: BlockId) -> int:
-        """Do nothing."""
-        return 0
+from .state_neighbours import CachedTexts, NoSaver, NoTexts, StateSaver
 
 
 class SlotPool:
@@ -73,6 +48,9 @@ class SlotPool:
         self._held = HeldStates()
         self._evictable = EvictionOrder()  # the blocks whose state is not pinned
         self._observer: StateObserver = NoObserver()
+        self._saver: StateSaver = NoSaver()
+        self._saved: dict[BlockId, tuple[int, int]] = {}  # passed over by evictions: last use, and that filed instead
+        self._quiet_pins: dict[BlockId, int] = {}  # pinned, but not used: last use before
         self._num_evicted = 0
         self._num_blocks_evicted = 0
         self._clock = 0
@@ -233,8 +211,31 @@ class SlotPool:
             if block in self._evictable:
                 self._file_again(block)
 
-    def pin(self, block: BlockId) -> None:
-        """Protect the block's state from eviction until as many `unpin` calls; it counts as just used.
+    def save_with(self, saver: StateSaver) -> None:
+        """Let another tier save states before they are evicted."""
+        self._saver = saver
+
+    def stop_saving(self, block: BlockId) -> None:
+        """Let the block's state be evicted by its worth again; see `StateSaver.saves`."""
+        last_used, filed = self._saved.pop(block, (0, 0))
+        if filed and block in self._evictable and self._evictable.last_use_of(block) == filed:
+            self._file(block, last_used)
+
+    def worth_of(self, block: BlockId) -> float:
+        """Return what the block's state is worth now; infinite if it cannot be evicted."""
+        if block not in self._evictable:
+            return inf
+        return self._evictable.worth_of(block, self._clock, self._rule.likelihood)
+
+    def least_worth(self) -> float:
+        """Return what the state is worth that is evicted next; infinite if there is none."""
+        return self.worth_of(self._next_evicted()) if len(self._evictable) else inf
+
+    def pin(self, block: BlockId, *, is_hit: bool = True) -> None:
+        """Protect the block's state from eviction until as many `unpin` calls.
+
+        Args:
+            is_hit: Whether it counts as just used, by a request that starts from it.
 
         Raises:
             CacheIntegrityError: If the block has no state.
@@ -243,9 +244,13 @@ class SlotPool:
             raise CacheIntegrityError(f"need a cached state to pin, found none at block {block}")
         self._pins[block] = self._pins.get(block, 0) + 1
         self._rolling.discard(block)
+        if is_hit:
+            self._quiet_pins.pop(block, None)
+            self._count_hit(block)
+            self._tick()
+        elif block in self._evictable:
+            self._quiet_pins[block] = self._evictable.last_use_of(block)
         self._unfile(block)
-        self._count_hit(block)
-        self._tick()
 
     def unpin(self, block: BlockId) -> None:
         """Undo one `pin`.
@@ -259,10 +264,11 @@ class SlotPool:
         if self._pins[block]:
             return
         del self._pins[block]
+        last_used = self._quiet_pins.pop(block, None)
         for slot in self._orphans.pop(block, ()):
             self._owners.free(slot, SlotOwner.CACHED)
         if block in self._slot_of:
-            self._use(block, self._tick())
+            self._use(block, self._tick() if last_used is None else last_used)
 
     def drop(self, block: BlockId) -> None:
         """Forget the block's state and free its slot; nothing happens if it has none.
@@ -294,12 +300,12 @@ class SlotPool:
         Raises:
             CacheIntegrityError: If every such state is pinned.
         """
-        first, kinds, likelihood = self._evictable.first, ENDS if is_end else None, self._rule.likelihood
-        block = BlockId(first(self._clock, likelihood, kinds))
-        while self._has_changed(block):
-            self._file_again(block)
-            self._count_kind(block)
-            block = BlockId(first(self._clock, likelihood, kinds))
+        kinds = ENDS if is_end else None
+        block = self._next_evicted(kinds)
+        while self._saver.saves(block):
+            self._saved[block] = self._evictable.last_use_of(block), self._clock
+            self._file(block, self._clock)
+            block = self._next_evicted(kinds)
         self._num_blocks_evicted += self._forget_state(block)
         self._num_evicted += 1
 
@@ -336,8 +342,11 @@ class SlotPool:
         self._kinds.clear()
         self._rolling.clear()
         self._held.clear()
+        self._saved.clear()
+        self._quiet_pins.clear()
         self._lineage.clear()
         self._observer.flushed()
+        self._saver.flushed()
 
     def check_integrity(self) -> None:
         """Raise CacheIntegrityError, with the equation that failed, unless every invariant of the pool holds. O(n)."""
@@ -381,14 +390,26 @@ class SlotPool:
                 "that is given, or lower max requests"
             )
 
+    def _next_evicted(self, kinds: Container[int] | None = None) -> BlockId:
+        """Return the block whose state is worth least, of some kinds or of any."""
+        first, likelihood = self._evictable.first, self._rule.likelihood
+        block = BlockId(first(self._clock, likelihood, kinds))
+        while self._has_changed(block):
+            self._file_again(block)
+            self._count_kind(block)
+            block = BlockId(first(self._clock, likelihood, kinds))
+        return block
+
     def _forget_state(self, block: BlockId) -> int:
         """Forget the block's state; return how many KV blocks left with it."""
         is_evictable = self._evictable.discard(block)
         self._rolling.discard(block)
         self._held.release(block)
         self._kinds.pop(block, None)
+        self._saved.pop(block, None)
         self._owners.free(self._slot_of.pop(block), SlotOwner.CACHED, is_fixed=not is_evictable)
         self._observer.dropped(block)
+        self._saver.dropped(block)
         return self._texts.prune(block)
 
     def _use(self, block: BlockId, time: int) -> None:

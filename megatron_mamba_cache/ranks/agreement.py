@@ -1,6 +1,7 @@
 """What the ranks of one model agree on: settings and capacities when an engine is built, later the weights' version."""
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
@@ -8,16 +9,19 @@ from ..config import CacheConfig, is_encodable
 from ..errors import CacheBudgetError
 from ..state.model_shape import HybridModelShape
 from ..state.slab_shape import SlabShape
+from ..tiers.host_budget import available_bytes, processes_of_host
 from .group import Ranks, on_all_ranks
 from .peers import ExpertPeers
 
 _LOG = logging.getLogger(__name__)
 _LARGE_LOSS = 0.05
-_OF_EACH_RANK = ("cache_gb", "buffer_size_gb", "paused_buffer_size_gb", "prefix_caching_mamba_gb")
+_OF_EACH_RANK = ("cache_gb", "host_cache_gb", "buffer_size_gb", "paused_buffer_size_gb", "prefix_caching_mamba_gb")
 """Settings that may differ between ranks: the memory that each provides."""
 _LEAST_OF_ALL = ("max_requests",)
 _OF_SHAPES = ("max_tokens", "num_cuda_graphs", "cuda_graph_prefill_tokens", "num_speculative_tokens")
 """Settings besides `max_requests` that the shapes of warmup and of CUDA graphs follow from."""
+_LEAST_HOST_SLABS = 2
+"""One for KV blocks and one for states."""
 _ANY_NUMBER = 2**62
 """The number of slots or KV blocks on a rank where they take no memory: other ranks set the limit."""
 
@@ -32,6 +36,7 @@ class CacheCapacity:
         num_paused_blocks: KV blocks that paused requests may keep.
         state_len: Tokens whose KV takes as many bytes as a state, over all ranks.
         slab: How slabs are cut where KV blocks and states share one memory; None where each has its own.
+        num_host_slabs: Slabs of each rank in the host's memory; 0 without a tier there.
     """
 
     num_slots: int
@@ -39,6 +44,7 @@ class CacheCapacity:
     num_paused_blocks: int
     state_len: float
     slab: SlabShape | None = None
+    num_host_slabs: int = 0
 
     @property
     def num_slabs(self) -> int:
@@ -61,7 +67,8 @@ class CacheCapacity:
             num_slabs, num_paused = ranks.least(on_all_ranks(ranks, lambda: _num_slabs(config, shape, slab)))
             num_blocks = num_slabs * slab.blocks_per_slab + 1
             num_slots = num_slabs * slab.slots_per_slab
-            return CacheCapacity(num_slots, num_blocks, min(num_paused, num_blocks - 2), state_len, slab)
+            (num_host,) = ranks.least([on_all_ranks(ranks, lambda: _num_host_slabs(config, shape, slab))])
+            return CacheCapacity(num_slots, num_blocks, min(num_paused, num_blocks - 2), state_len, slab, num_host)
         bought = on_all_ranks(ranks, lambda: (_num_slots(config, shape), *_num_blocks(config, shape)))
         num_slots, num_blocks, num_paused = ranks.least(bought)
         return CacheCapacity(num_slots, num_blocks, min(num_paused, num_blocks - 2), state_len)
@@ -147,6 +154,29 @@ def _num_slabs(config: CacheConfig, shape: HybridModelShape, slab: SlabShape) ->
     if config.paused_buffer_size_gb is None or not unit.block:
         return num_slabs, num_slabs * slab.blocks_per_slab // 4
     return num_slabs, int(config.paused_buffer_size_gb * 2**30) // unit.block
+
+
+def _num_host_slabs(config: CacheConfig, shape: HybridModelShape, slab: SlabShape) -> int:
+    """Return how many slabs a rank's part of the host's memory holds."""
+    if config.host_cache_gb is None:
+        return 0
+    total, num_processes, free = int(config.host_cache_gb * 2**30), processes_of_host(), available_bytes()
+    if total > free:
+        raise ValueError(
+            f"host_cache_gb is {config.host_cache_gb:g} GiB, and this host has {free / 2**30:.3g} GiB to give: lower "
+            "--host-cache-gb"
+        )
+    slab_bytes = slab.slab_bytes(shape.unit_bytes(config))
+    if not slab_bytes:
+        return _ANY_NUMBER
+    num_slabs = total // num_processes // slab_bytes
+    if num_slabs < _LEAST_HOST_SLABS:
+        least_gb = math.ceil(_LEAST_HOST_SLABS * slab_bytes * num_processes / 2**30 * 1e6) / 1e6
+        raise ValueError(
+            f"host_cache_gb is {config.host_cache_gb:g} GiB for {num_processes} processes of this host, which holds no "
+            f"state with the KV before it: set --host-cache-gb to {least_gb:f} or more, or leave it out"
+        )
+    return num_slabs
 
 
 def _num_slots(config: CacheConfig, shape: HybridModelShape) -> int:

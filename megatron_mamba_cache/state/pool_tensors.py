@@ -70,6 +70,12 @@ def slab_tensors(
     return StatePool(states, conv, ssm), _view(memory, blocks.dtype, shape, (half, 2 * half, block_bytes), 0)
 
 
+def bytes_of(pool: StatePool, kv_buffer: Tensor) -> Tensor:
+    """Return the memory that `slab_tensors` has cut, [bytes] uint8."""
+    view = max((pool.ssm, kv_buffer), key=lambda tensor: tensor.untyped_storage().nbytes())
+    return torch.empty(0, dtype=torch.uint8, device=view.device).set_(view.untyped_storage())
+
+
 def _view(
     memory: Tensor, dtype: torch.dtype, shape: tuple[int, ...], lead_bytes: tuple[int, ...], first_byte: int
 ) -> Tensor:

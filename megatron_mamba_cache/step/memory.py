@@ -1,6 +1,6 @@
 """Everything that a context drops when it is suspended: KV buffer, state pool, step buffers and the maps into them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -28,11 +28,12 @@ from ..ranks.agreement import CacheCapacity
 from ..ranks.group import Ranks, on_all_ranks
 from ..state.memory_sizes import MemorySizes
 from ..state.model_shape import HybridModelShape
-from ..state.pool_tensors import BlockLayout, separate_tensors, slab_tensors
+from ..state.pool_tensors import BlockLayout, bytes_of, separate_tensors, slab_tensors
 from ..state.state_pool import DraftWindow, RingState, StatePool
 from .batch import StepGeometry
 from .buffers import StepBuffers, StepLimits
 from .captured_step import Capture
+from .memory_below import AttachedTiers, MemoryBelow
 from .shapes import most_padding_rows
 
 
@@ -44,6 +45,7 @@ class CacheMemory:
         max_blocks: KV blocks of the longest request.
         counters: What the prefix cache counts on.
         weights_version: Version of the weights that will fill the cache.
+        below: The tiers below, which outlive this memory; None: there are none.
 
     Raises:
         CacheCapacityError: If there is not enough memory, on any of the ranks.
@@ -59,6 +61,7 @@ class CacheMemory:
         max_blocks: int,
         counters: CacheCounters,
         weights_version: str,
+        below: MemoryBelow | None = None,
     ) -> None:
         device = torch.cuda.current_device()
         attention_shape = _attention_shape(shape, config, capacity, device)
@@ -71,6 +74,9 @@ class CacheMemory:
         self.pools = pools
         self.blocks, self.slots = pools.kv, pools.slots
         self.num_paused_blocks = capacity.num_paused_blocks
+        self.below = AttachedTiers()
+        if below is not None:
+            self.below = below.attach(pools, bytes_of(self.state_pool, self.kv_buffer), counters)
         self._sizes = MemorySizes.of(
             capacity.num_slots, capacity.num_blocks - 1, capacity.num_slabs, capacity.slab, shape.unit_bytes(config)
         ).with_rings(shape.rings_bytes(config))
@@ -85,6 +91,8 @@ class CacheMemory:
             counters,
             decode=DecodeRules(config.decode_checkpoints, config.max_requests, config.replays),
             enabled=config.prefix_caching,
+            epoch=0 if below is None else below.epoch,
+            tiers=self.below.tiers,
         )
 
     def snapshot(self, counters: CacheCounters, captured: Capture) -> CacheSnapshot:
@@ -109,6 +117,18 @@ class CacheMemory:
         slots, blocks, space = self.slots.count_by_owner(), self.blocks.count_by_kind(), self.pools.space
         slabs = space.count_slabs() if isinstance(space, SlabSpace) else {}
         return {"state_slots": slots, "kv_blocks": blocks, "cache_bytes": self._sizes.by_use(slots, blocks, slabs)}
+
+    def start_copies(self) -> None:
+        """Start the copies between tiers that were ordered since the last call."""
+        if self.below.has_new:
+            self.clear_stale_blocks()  # not after a copy has written them
+            self.below.start()
+
+    def close(self, rows: Iterable[RunningRequest]) -> None:
+        """Keep below what rows have published, and wait for all copies: the memory is about to be freed."""
+        for row in rows:
+            self.prefix_cache.keep_below(row)
+        self.below.close()
 
     def clear_stale_blocks(self) -> None:
         """Clear the KV blocks that lie where states lay; call it before the first step that may read them."""

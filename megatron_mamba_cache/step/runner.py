@@ -183,6 +183,7 @@ class StepRunner:
             self._step, self._at_work = None, []
         if ended or not is_before_early_step:  # else every row decodes again
             self._count()
+        self.memory.start_copies()
         self._digest.note_outcome(self.requests, step.rows, kept)
         return held_back
 
@@ -225,13 +226,10 @@ class StepRunner:
         candidate_of: Callable[[int], Candidate],
         age_of: Callable[[int], int | None],
     ) -> ScheduledStep:
-        """Let a scheduler fill the next step; see `StepScheduler.fill_step`.
-
-        Raises:
-            RuntimeError: If the next step runs already.
-        """
+        """Let a scheduler fill the next step; see `StepScheduler.fill_step`. Raises as `admit`."""
         self.early_steps.refuse_rows()
         scheduled = scheduler.fill_step(self.requests, waiting, candidate_of, age_of)
+        self.memory.start_copies()
         self._count()
         return scheduled
 
@@ -250,9 +248,10 @@ class StepRunner:
         self._step, self._at_work, self.counts = None, [], StepCounts()
 
     def close(self) -> None:
-        """Wait for an early step, and let the planner forget all rows: the memory is about to be freed."""
+        """Wait for an early step and for copies, and let the planner forget all rows: the memory is to be freed."""
         self._step, self._at_work = None, []
         self._drop_early_step()
+        self.memory.close(self.requests)
         self.counters.states_evicted += self.memory.slots.num_evicted
         self.counters.kv_blocks_evicted += self.memory.slots.num_blocks_evicted
         self._forget(self.requests)

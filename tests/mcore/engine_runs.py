@@ -14,8 +14,10 @@ from megatron_mamba_cache.mcore.model_ranks import ranks_of_process
 from megatron_mamba_cache.mcore.model_reading import model_shape_of
 from megatron_mamba_cache.mcore.request_spec import GRAMMAR
 from megatron_mamba_cache.models.random_hybrid import RandomHybridConfig, random_hybrid_model
+from megatron_mamba_cache.policy.tiers.cache_tiers import HostTier
 from megatron_mamba_cache.state.model_shape import HybridModelShape
 from megatron_mamba_cache.state.slab_shape import SlabShape
+from megatron_mamba_cache.tiers.host_budget import processes_of_host
 from tests.grammars.allowed_tokens import allowed_tokens
 from tests.oracle import HybridOracle
 
@@ -123,6 +125,13 @@ def with_one_budget(config: CacheConfig, shape: HybridModelShape, spare_slabs: i
     return replace(config, cache_gb=(num_bytes + 0.5) / GIB, **no_split)
 
 
+def with_host_tier(config: CacheConfig, shape: HybridModelShape, num_slabs: int) -> CacheConfig:
+    """Return settings of one memory with that of so many of its slabs below it, on each of the ranks here."""
+    units = ranks_of_process().gather(shape.unit_bytes(config.resolved()))
+    slab_bytes = max(SlabShape.fitting(units).slab_bytes(unit) for unit in units)
+    return replace(config, host_cache_gb=(num_slabs * slab_bytes * processes_of_host() + 0.5) / GIB)
+
+
 def _one_budget_bytes(config: CacheConfig, shape: HybridModelShape, spare_slabs: int) -> int:
     units = ranks_of_process().gather(shape.unit_bytes(config))
     slab = SlabShape.fitting(units)
@@ -224,6 +233,8 @@ class EngineRun:
     def assert_nothing_held(self) -> None:
         """Assert that an engine without requests holds no live or reserved slot, no pin and no block reference."""
         assert not self.engine.requests and not self.engine.waiting_request_ids and not self.context.rows
+        if isinstance(self.context.cache.tiers, HostTier):
+            self.context.cache.tiers.drain()
         self.context.check_integrity()
         snapshot = self.context.snapshot()
         pool, slots = self.context.cache.kv, self.context.cache.slots

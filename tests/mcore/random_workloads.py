@@ -24,9 +24,11 @@ from tests.mcore.engine_runs import (
     cache_config,
     greedy,
     tiny_hybrid,
+    with_host_tier,
     with_one_budget,
 )
 from tests.mcore.faults import FAULT_PLACES, REPORT_FAULT_PLACES, FaultPlaces, InjectedFault, raise_once
+from tests.tiers.unreliable_copies import unreliable_copies
 
 MODELS = (
     {"pattern": "M*M-", "ssm_chunk_size": 8},
@@ -230,6 +232,15 @@ def _one_budget(rng: random.Random, block: int, request_blocks: int) -> dict[str
     }
 
 
+def _host_tier(rng: random.Random, block: int, request_blocks: int) -> dict[str, Any]:
+    small = {"spare_slabs": rng.choice([0, 1, 3]), "host_slabs": rng.choice([2, 5, 12, 60])}
+    return _one_budget(rng, block, request_blocks) | small
+
+
+def _disturbed_tiers(rng: random.Random, block: int, request_blocks: int) -> dict[str, Any]:
+    return _disturbed_budget(rng, block, request_blocks) | _host_tier(rng, block, request_blocks)
+
+
 def _disturbed_budget(rng: random.Random, block: int, request_blocks: int) -> dict[str, Any]:
     return _disturbed(rng, block, request_blocks) | _one_budget(rng, block, request_blocks)
 
@@ -263,6 +274,17 @@ FLAVOURS = {
             "disturbed_budget",
             _disturbed_budget,
             ("prompt_tokens_skipped", "steps_aborted", "suspends", "flushes", "states_evicted"),
+            is_disturbed=True,
+        ),
+        Flavour(
+            "host_tier",
+            _host_tier,
+            ("prompt_tokens_from_host", "states_written_to_host", "states_evicted", "copies_failed", "copies_late"),
+        ),
+        Flavour(
+            "disturbed_tiers",
+            _disturbed_tiers,
+            ("prompt_tokens_from_host", "steps_aborted", "suspends", "flushes", "copies_failed", "copies_late"),
             is_disturbed=True,
         ),
     )
@@ -319,10 +341,12 @@ def make_workload(
     if replays:
         lengths = [length for length in RING_LENGTHS if block % length == 0]
         settings |= {"draft_states": "replay", "ring_len": random.Random(seed).choice(lengths)}
-    spare_slabs = settings.pop("spare_slabs", None)
+    spare_slabs, host_slabs = settings.pop("spare_slabs", None), settings.pop("host_slabs", None)
     config = cache_config(subject.sizes, **settings)
     if spare_slabs is not None:
         config = with_one_budget(config, subject.shape, spare_slabs)
+    if host_slabs is not None:
+        config = with_host_tier(config, subject.shape, host_slabs)
     return Workload(subject, config, arrivals, disturbed_share, has_log_probs)
 
 
@@ -349,7 +373,14 @@ class WorkloadOutcome:
 
 
 def run_workload(work: Workload, drafter: Drafter | None = None) -> WorkloadOutcome:
-    """Run a workload to its end, and assert everything about it."""
+    """Run a workload to its end, and assert everything about it; copies between tiers fail and come late."""
+    with unreliable_copies(len(work.arrivals)) as copies:
+        outcome = _run_workload(work, drafter)
+    outcome.seen.update(copies.seen)
+    return outcome
+
+
+def _run_workload(work: Workload, drafter: Drafter | None) -> WorkloadOutcome:
     only_last = not work.has_log_probs
     settings: dict[str, Any] = {"tokenizer": PieceTokenizer()} if work.has_grammars else {}
     run = EngineRun.start(

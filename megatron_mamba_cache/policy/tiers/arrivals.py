@@ -1,0 +1,81 @@
+"""Room in a tier for a boundary that is on its way there: reserved, then published or cancelled."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from ..identifiers import BlockId, BlockKey, SlotId
+from ..pools import CachePools
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A boundary that a tier expects: neither findable nor evictable until it is published.
+
+    Args:
+        keys: Of all blocks from the start of the text to the boundary.
+        known: The leading blocks, which the tier has already; held.
+        new: Room for the others.
+        slot: Room for the state.
+    """
+
+    keys: tuple[BlockKey, ...]
+    known: tuple[BlockId, ...]
+    new: tuple[BlockId, ...]
+    slot: SlotId
+
+
+def has_state(pools: CachePools, keys: Sequence[BlockKey]) -> bool:
+    """Return whether a tier has the state at the end of a text's blocks."""
+    block = pools.kv.find(keys[-1])
+    return block is not None and pools.slots.slot_of(block) is not None
+
+
+def deepest_state(pools: CachePools, keys: Sequence[BlockKey], most: int | None = None) -> int:
+    """Return after how many of a text's blocks, at most `most`, a tier has the deepest state; 0 if it has none."""
+    blocks = pools.kv.longest_match(keys if most is None else keys[:most])
+    depth = len(blocks)
+    while depth and pools.slots.slot_of(blocks[depth - 1]) is None:
+        depth -= 1
+    return depth
+
+
+def expect(pools: CachePools, keys: Sequence[BlockKey]) -> Arrival:
+    """Reserve room for the boundary at the end of a text's blocks, evicting what is worth least.
+
+    Raises:
+        CacheCapacityError: If there is no room; nothing has changed then but evictions.
+    """
+    known = pools.kv.longest_match(keys)
+    with ExitStack() as undo:
+        pools.kv.acquire(known)
+        undo.callback(pools.kv.release, known)
+        new = pools.kv.allocate(len(keys) - len(known))
+        undo.callback(pools.kv.release, new)
+        (slot,) = pools.slots.reserve()
+        undo.pop_all()
+    return Arrival(tuple(keys), tuple(known), tuple(new), slot)
+
+
+def publish(arrival: Arrival, pools: CachePools, block_size: int) -> list[BlockId]:
+    """Make a boundary findable whose bytes are there; return its blocks from the start of the text, all held.
+
+    What has become known meanwhile by another way stays, and takes the place of what has arrived.
+    """
+    held = list(arrival.known)
+    for block, key in zip(arrival.new, arrival.keys[len(held) :], strict=True):
+        held.append(pools.kv.register(block, key, held[-1] if held else None))
+    end = held[-1]
+    if pools.slots.slot_of(end) is not None:
+        pools.slots.cancel(arrival.slot)
+        return held
+    before = (block for block in reversed(held[:-1]) if pools.slots.slot_of(block) is not None)
+    num_others = pools.kv.num_children(end)
+    pools.slots.publish(arrival.slot, end, len(held) * block_size, next(before, None), num_others)
+    return held
+
+
+def cancel(arrival: Arrival, pools: CachePools) -> None:
+    """Give the room back."""
+    pools.slots.cancel(arrival.slot)
+    pools.kv.release([*arrival.known, *arrival.new])

@@ -1,0 +1,245 @@
+"""The tiers below the device, as the prefix cache and the step see them."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from ...errors import CacheIntegrityError
+from ...metrics import CacheCounters
+from ..identifiers import BlockId, SlotId
+from ..pools import CachePools
+from ..slot_owners import SlotOwner
+from .copies import Agree, Copies, CopyLedger, Lane
+from .host_writes import HostWrites
+from .restores import CopyTimes, Restores, WaitingPrompt
+
+LOOK_AHEAD = 16
+"""The waiting requests for which boundaries are restored ahead."""
+
+
+class Tiers(Protocol):
+    """What happens below the device; `NoTiers` where nothing does."""
+
+    @property
+    def takes_room(self) -> bool:
+        """Whether requests that wait hold memory of the device."""
+
+    def write_last(self, blocks: Sequence[BlockId]) -> None:
+        """Keep the last boundary of a request that has ended; see `HostWrites.write_last`."""
+
+    def look_ahead(self, waiting: Iterable[WaitingPrompt]) -> None:
+        """Begin to restore what the next requests of the queue start from, as far as there is room for all of them."""
+
+    def awaits(self, request_id: int) -> bool:
+        """Return whether the request's prefill has to wait for a copy."""
+
+    def claim(self, request_id: int) -> int:
+        """Note that a request has been admitted; return the blocks that it skips because they were restored for it."""
+
+    def forget(self, request_id: int) -> None:
+        """Note that a request has left the queue."""
+
+    def make_room(self, request_id: int | None = None) -> bool:
+        """Let go of what waiting requests hold, but for one of them if others hold any; return whether any did."""
+
+    def flushed(self) -> None:
+        """Note that everything cached has become unreachable."""
+
+    def blocks_held(self) -> Counter[BlockId]:
+        """Return the references that are held on blocks of the device."""
+
+    def slots_reserved(self) -> list[SlotId]:
+        """Return the slots of the device that copies on their way will fill."""
+
+    def check_integrity(self) -> None:
+        """Raise `CacheIntegrityError` unless the tiers and the copies under way agree."""
+
+
+class NoTiers:
+    """A device without tiers below it."""
+
+    takes_room = False
+
+    def write_last(self, blocks: Sequence[BlockId]) -> None:
+        """Do nothing."""
+
+    def look_ahead(self, waiting: Iterable[WaitingPrompt]) -> None:
+        """Do nothing."""
+
+    def awaits(self, request_id: int) -> bool:
+        """Return False."""
+        return False
+
+    def claim(self, request_id: int) -> int:
+        """Return 0."""
+        return 0
+
+    def forget(self, request_id: int) -> None:
+        """Do nothing."""
+
+    def make_room(self, request_id: int | None = None) -> bool:
+        """Return False."""
+        return False
+
+    def flushed(self) -> None:
+        """Do nothing."""
+
+    def blocks_held(self) -> Counter[BlockId]:
+        """Return nothing."""
+        return Counter()
+
+    def slots_reserved(self) -> list[SlotId]:
+        """Return nothing."""
+        return []
+
+    def check_integrity(self) -> None:
+        """Do nothing."""
+
+
+class HostTier:
+    """The host's memory below the device, and the copies between them.
+
+    Args:
+        host: Pools over the host's memory; they may hold boundaries already.
+        copies: What makes the copies.
+        agree: What the ranks of the model agree by.
+    """
+
+    def __init__(
+        self,
+        device: CachePools,
+        host: CachePools,
+        copies: Copies,
+        agree: Agree,
+        counters: CacheCounters,
+        *,
+        block_size: int,
+        times: CopyTimes,
+    ) -> None:
+        self.host = host
+        self._device = device
+        self._copies = copies
+        self._agree = agree
+        self._ledger = CopyLedger()
+        self._writes = HostWrites(device, host, self._ledger, counters, block_size)
+        self._restores = Restores(device, host, self._ledger, counters, block_size, times)
+        device.slots.save_with(self._writes)
+
+    # Between steps.
+
+    @property
+    def has_new(self) -> bool:
+        """True when a copy was ordered and is not started."""
+        return self._ledger.has_new
+
+    def start(self) -> None:
+        """Start the copies that were ordered."""
+        if new := self._ledger.take_new():
+            self._copies.start(new)
+
+    def land(self, *, wait: bool = False) -> int:
+        """End the copies that have ended on every rank; return how many.
+
+        Args:
+            wait: Wait for the oldest restore first.
+        """
+        if not len(self._ledger):
+            return 0
+        if wait and (numbers := self._restores.numbers_under_way()):
+            self._copies.wait(numbers[:1])
+        return self._ledger.land(self._copies, self._agree)
+
+    def close(self) -> None:
+        """Let go of everything on the device, whose memory is about to be freed."""
+        self._restores.flushed()
+        self.drain()
+
+    def drain(self) -> None:
+        """Start the copies that were ordered, and wait for all of them."""
+        self.start()
+        while len(self._ledger):
+            self._copies.wait(list(self._ledger.orders))
+            self._ledger.land(self._copies, self._agree)
+
+    # See `Tiers`.
+
+    @property
+    def takes_room(self) -> bool:
+        """See `Tiers`."""
+        return self._restores.takes_room
+
+    def write_last(self, blocks: Sequence[BlockId]) -> None:
+        """See `Tiers`."""
+        self._writes.write_last(blocks)
+
+    def look_ahead(self, waiting: Iterable[WaitingPrompt]) -> None:
+        """See `Tiers`."""
+        num_blocks = 0
+        for prompt in waiting:
+            num_known = len(self._device.kv.longest_match(prompt.keys))
+            num_blocks += prompt.num_blocks - num_known
+            if not self._device.space.fits(max(num_blocks, 0), 2):
+                return
+            self._restores.begin(prompt)
+
+    def awaits(self, request_id: int) -> bool:
+        """See `Tiers`."""
+        return self._restores.awaits(request_id)
+
+    def claim(self, request_id: int) -> int:
+        """See `Tiers`."""
+        return self._restores.claim(request_id)
+
+    def forget(self, request_id: int) -> None:
+        """See `Tiers`."""
+        self._restores.forget(request_id)
+
+    def make_room(self, request_id: int | None = None) -> bool:
+        """See `Tiers`."""
+        if not self._restores.takes_room:
+            return False
+        self.start()  # a copy that waits to be started never ends
+        if self._restores.give_up(() if request_id is None else (request_id,)):
+            return True
+        if self._restores.numbers_under_way():
+            self._copies.wait(self._restores.numbers_under_way())
+            self._ledger.land(self._copies, self._agree)
+        return self._restores.give_up()
+
+    def flushed(self) -> None:
+        """See `Tiers`."""
+        self._ledger.void_all()
+        self._restores.flushed()
+        self.host.slots.flush()
+        self.host.kv.flush()
+
+    def blocks_held(self) -> Counter[BlockId]:
+        """See `Tiers`."""
+        held = Counter(block for blocks in self._restores.held for block in blocks)
+        for arrival in self._restores.arrivals:
+            held.update((*arrival.known, *arrival.new))
+        return held
+
+    def slots_reserved(self) -> list[SlotId]:
+        """See `Tiers`."""
+        return [arrival.slot for arrival in self._restores.arrivals]
+
+    def check_integrity(self) -> None:
+        """See `Tiers`."""
+        kv, slots = self.host.kv, self.host.slots
+        self.host.space.check_integrity()
+        kv.check_integrity()
+        slots.check_integrity()
+        held = Counter(block for blocks in self._restores.sources for block in blocks)
+        for arrival in self._writes.arrivals:
+            held.update((*arrival.known, *arrival.new))
+        found = {block: kv.num_refs(block) for block in held}
+        if found != held or kv.num_referenced != len(held):
+            raise CacheIntegrityError(f"host blocks {held} held by copies, {found} referenced of {kv.num_referenced}")
+        reserved = [arrival.slot for arrival in self._writes.arrivals]
+        strange = [slot for slot in reserved if slots.owner_of(slot) is not SlotOwner.RESERVED]
+        if strange or slots.num_reserved != len(reserved):
+            raise CacheIntegrityError(f"host slots {reserved} reserved by copies, {slots.num_reserved} reserved in all")
+        for lane, arrivals in ((Lane.TO_HOST, self._writes.arrivals), (Lane.TO_DEVICE, self._restores.arrivals)):
+            if self._ledger.count(lane) != len(arrivals):
+                raise CacheIntegrityError(f"{self._ledger.count(lane)} copies {lane.value}, {len(arrivals)} arrivals")

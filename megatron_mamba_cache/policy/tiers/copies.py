@@ -1,0 +1,160 @@
+"""Copies between tiers: ordered here, made elsewhere, and ended once all ranks of the model agree on how."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+from typing import Protocol
+
+
+class Lane(Enum):
+    """From where to where; copies of one lane are made one after another, those of different ones side by side."""
+
+    TO_HOST = "device to host"
+    TO_DEVICE = "host to device"
+    TO_DISK = "host to disk"
+    FROM_DISK = "disk to host"
+
+
+class CopyStatus(IntEnum):
+    """How far a copy is; of several ranks' statuses the least counts."""
+
+    UNDER_WAY = 0
+    FAILED = 1
+    DONE = 2
+
+
+Places = tuple[tuple[int, int], ...]
+"""Pairs of a place to read and a place to write; for a file, the place in memory twice."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopyOrder:
+    """KV blocks and states to copy, by their numbers on both sides.
+
+    Args:
+        files: Names of the files to write or to read, in the order of the blocks and states they hold; see `EntryName`.
+    """
+
+    number: int
+    lane: Lane
+    blocks: Places
+    states: Places
+    files: tuple["EntryName", ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EntryName:
+    """A resumable boundary below the device: a state, and the KV between it and the boundary before.
+
+    Args:
+        key: Of the block that the boundary ends.
+        anchor: The key at the boundary before; 0 for the start of the text.
+        depth: Blocks from the start of the text to the boundary.
+        num_blocks: Blocks since the boundary before.
+    """
+
+    key: int
+    anchor: int
+    depth: int
+    num_blocks: int
+
+
+class Copies(Protocol):
+    """One rank's copying: orders are started in order, and end by themselves."""
+
+    def start(self, orders: Sequence[CopyOrder]) -> None:
+        """Start copies; they read what was launched before has written, and their bytes may not be used until they end.
+
+        A copy that cannot even be started ends as failed.
+        """
+
+    def status(self, number: int) -> CopyStatus:
+        """Return how far a copy is."""
+
+    def wait(self, numbers: Sequence[int]) -> None:
+        """Wait until none of these copies is under way."""
+
+    def forget(self, number: int) -> None:
+        """Forget a copy that has ended."""
+
+
+Agree = Callable[[Sequence[int]], list[int]]
+"""Returns the least of each number over the ranks of the model; collective."""
+
+End = Callable[[bool], None]
+"""What to do when a copy has ended: whether its bytes are there on every rank."""
+
+
+class CopyLedger:
+    """The copies under way, the same on every rank.
+
+    A copy is *void* if what it was for is gone: it is made to its end, because its places are in use until then, but
+    ends as failed.
+    """
+
+    def __init__(self) -> None:
+        self._next = 0
+        self._new: list[CopyOrder] = []
+        self._orders: dict[int, CopyOrder] = {}
+        self._ends: dict[int, End] = {}
+        self._void: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._orders)
+
+    @property
+    def orders(self) -> Mapping[int, CopyOrder]:
+        """All copies that have not ended, by number, the oldest first."""
+        return self._orders
+
+    @property
+    def has_new(self) -> bool:
+        """True when copies were ordered since they were last taken."""
+        return bool(self._new)
+
+    def count(self, lane: Lane) -> int:
+        """Return how many copies of a lane have not ended."""
+        return sum(order.lane is lane for order in self._orders.values())
+
+    def begin(
+        self, lane: Lane, blocks: Places, states: Places, end: End, files: tuple[EntryName, ...] = ()
+    ) -> CopyOrder:
+        """Order a copy; `end` is called once, when it has ended everywhere."""
+        order = CopyOrder(self._next, lane, blocks, states, files)
+        self._next += 1
+        self._new.append(order)
+        self._orders[order.number], self._ends[order.number] = order, end
+        return order
+
+    def take_new(self) -> list[CopyOrder]:
+        """Return the copies ordered since the last call, to be started."""
+        new, self._new = self._new, []
+        return new
+
+    def void(self, number: int) -> None:
+        """Let a copy end as failed, whatever becomes of it."""
+        if number in self._orders:
+            self._void.add(number)
+
+    def void_all(self) -> None:
+        """Let every copy end as failed."""
+        self._void |= self._orders.keys()
+
+    def land(self, copies: Copies, agree: Agree) -> int:
+        """End the copies that are no longer under way on any rank, oldest first; return how many.
+
+        Copies that were ordered and not started are left. If none is under way, the ranks exchange nothing.
+        """
+        unstarted = {order.number for order in self._new}
+        started = [number for number in self._orders if number not in unstarted]
+        if not started:
+            return 0
+        statuses = agree([copies.status(number) for number in started])
+        ended = [(number, status) for number, status in zip(started, statuses, strict=True) if status]
+        for number, status in ended:
+            copies.forget(number)
+            del self._orders[number]
+            is_void = number in self._void
+            self._void.discard(number)
+            self._ends.pop(number)(status == CopyStatus.DONE and not is_void)
+        return len(ended)

@@ -1,0 +1,131 @@
+"""Which boundaries of the device are written to the host, and when: a request's last one, and what is to be evicted."""
+
+from collections.abc import Sequence
+
+from ...errors import CacheCapacityError
+from ...metrics import CacheCounters
+from ..identifiers import BlockId, BlockKey
+from ..pools import CachePools
+from .arrivals import Arrival, cancel, expect, has_state, publish
+from .copies import CopyLedger, Lane
+
+MOST_AT_EVICTION = 8
+"""The most states on their way to the host for which evictions take others; beyond it, states are lost."""
+
+
+class HostWrites:
+    """Copies boundaries from the device to the host while they stay findable on the device.
+
+    A write takes nothing from the device: if its state is evicted before it ends, it is void.
+    """
+
+    def __init__(
+        self, device: CachePools, host: CachePools, ledger: CopyLedger, counters: CacheCounters, block_size: int
+    ) -> None:
+        self._device = device
+        self._host = host
+        self._ledger = ledger
+        self._counters = counters
+        self._block_size = block_size
+        self._under_way: dict[BlockId, int] = {}  # by the block that the boundary ends: the copy's number
+        self._passed_over: set[BlockId] = set()  # of these, those that evictions have spared
+        self._arrivals: dict[int, Arrival] = {}
+
+    @property
+    def arrivals(self) -> list[Arrival]:
+        """Room on the host of the writes that have not ended, void ones included."""
+        return list(self._arrivals.values())
+
+    def write_last(self, blocks: Sequence[BlockId]) -> None:
+        """Write the last boundary of a text that has a state on the device.
+
+        Args:
+            blocks: Of a request that has ended; those that are not findable any more are left out.
+        """
+        for index in range(len(blocks) - 1, -1, -1):
+            if self._device.slots.slot_of(blocks[index]) is not None:
+                self._write(blocks[: index + 1])
+                return
+
+    def saves(self, block: BlockId) -> bool:
+        """Begin to write a state that is to be evicted; return whether another should be evicted in its place.
+
+        Only once for each write: a state that comes up again before it is on the host leaves, and is lost.
+        """
+        if block in self._under_way:
+            is_first = block not in self._passed_over
+            self._passed_over.add(block)
+            return is_first
+        if self._ledger.count(Lane.TO_HOST) >= MOST_AT_EVICTION:
+            return False
+        path = self._path_to(block)
+        if has_state(self._host, self._keys_of(path)) or not self._is_worth_writing(block):
+            return False
+        if not self._write(path):
+            return False
+        self._passed_over.add(block)
+        return True
+
+    def dropped(self, block: BlockId) -> None:
+        """Note that the state at the end of a block of the device is gone."""
+        number = self._under_way.pop(block, None)
+        self._passed_over.discard(block)
+        if number is not None:
+            self._ledger.void(number)
+
+    def flushed(self) -> None:
+        """Note that all states of the device are gone."""
+        self._under_way.clear()
+        self._passed_over.clear()
+
+    def _write(self, path: Sequence[BlockId]) -> bool:
+        """Begin to write the boundary at the end of a path of the device; return whether a copy was ordered."""
+        end, keys = path[-1], self._keys_of(path)
+        slot = self._device.slots.slot_of(end)
+        if end in self._under_way or slot is None:
+            return False
+        if has_state(self._host, keys):
+            self._host.slots.touch_path(self._host.kv.longest_match(keys))
+            return False
+        try:
+            arrival = expect(self._host, keys)
+        except CacheCapacityError:
+            self._counters.states_not_written_no_room += 1
+            return False
+        blocks = tuple(zip(path[len(arrival.known) :], arrival.new, strict=True))
+        order = self._ledger.begin(Lane.TO_HOST, blocks, ((slot, arrival.slot),), lambda ok: self._end(number, end, ok))
+        number = order.number
+        self._under_way[end] = number
+        self._arrivals[number] = arrival
+        return True
+
+    def _end(self, number: int, end: BlockId, is_there: bool) -> None:
+        arrival = self._arrivals.pop(number)
+        if self._under_way.get(end) == number:
+            del self._under_way[end]
+            self._passed_over.discard(end)
+            self._device.slots.stop_saving(end)
+        if not is_there:
+            cancel(arrival, self._host)
+            self._counters.host_writes_failed += 1
+            return
+        held = publish(arrival, self._host, self._block_size)
+        self._host.slots.touch_path(held)
+        self._host.kv.release(held)
+        self._counters.states_written_to_host += 1
+
+    def _is_worth_writing(self, block: BlockId) -> bool:
+        """Return whether the host has room, or would evict what is worth less."""
+        host = self._host.slots
+        return bool(host.num_free) or self._device.slots.worth_of(block) > host.least_worth()
+
+    def _path_to(self, block: BlockId) -> list[BlockId]:
+        path, parent = [block], self._device.kv.parent_of(block)
+        while parent is not None:
+            path.append(parent)
+            parent = self._device.kv.parent_of(parent)
+        return path[::-1]
+
+    def _keys_of(self, path: Sequence[BlockId]) -> list[BlockKey]:
+        keys = [self._device.kv.key_of(block) for block in path]
+        return [key for key in keys if key is not None]

@@ -1,0 +1,221 @@
+"""Boundaries that come back to the device for requests that wait, and stay there until these are admitted."""
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ...errors import CacheCapacityError
+from ...metrics import CacheCounters
+from ..identifiers import BlockId, BlockKey
+from ..pools import CachePools
+from .arrivals import Arrival, cancel, deepest_state, expect, publish
+from .copies import CopyLedger, Lane
+
+
+class CopyTimes(NamedTuple):
+    """What the ranks agreed at the start that things take, in nanoseconds.
+
+    Args:
+        block, state: To copy one from the host to the device.
+        token: To compute one token of a prompt.
+    """
+
+    block: int
+    state: int
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingPrompt:
+    """A request in the queue.
+
+    Args:
+        keys: Of the blocks that it may skip: all complete ones but for one that ends its prompt.
+        num_blocks: Of its whole prompt.
+    """
+
+    request_id: int
+    keys: Sequence[BlockKey]
+    num_blocks: int
+
+
+@dataclass(slots=True)
+class _Restore:
+    """A restore of a request; once it has landed, `held` has its blocks, the last of which has a pinned state."""
+
+    depth: int
+    num_blocks_before: int  # blocks of the deepest state that the device had
+    number: int
+    host_blocks: list[BlockId]
+    arrival: Arrival | None
+    held: list[BlockId]
+
+
+class Restores:
+    """Copies boundaries from the host to the device.
+
+    At most one restore a request: what has been restored for it, or could not be, is not tried again.
+    """
+
+    def __init__(
+        self,
+        device: CachePools,
+        host: CachePools,
+        ledger: CopyLedger,
+        counters: CacheCounters,
+        block_size: int,
+        times: CopyTimes,
+    ) -> None:
+        self._device = device
+        self._host = host
+        self._ledger = ledger
+        self._counters = counters
+        self._block_size = block_size
+        self._times = times
+        self._of_request: dict[int, _Restore] = {}
+        self._unclaimed: list[_Restore] = []  # under way for requests that have gone
+        self._tried: set[int] = set()
+
+    @property
+    def arrivals(self) -> list[Arrival]:
+        """Room on the device of the restores under way."""
+        found = [*self._of_request.values(), *self._unclaimed]
+        return [restore.arrival for restore in found if restore.arrival is not None]
+
+    @property
+    def held(self) -> list[list[BlockId]]:
+        """Blocks that landed restores hold on the device until their requests are admitted; the last is pinned."""
+        return [restore.held for restore in self._of_request.values() if restore.held]
+
+    @property
+    def sources(self) -> list[list[BlockId]]:
+        """Blocks of the host that restores under way read; the last is pinned."""
+        found = [*self._of_request.values(), *self._unclaimed]
+        return [restore.host_blocks for restore in found if restore.arrival is not None]
+
+    @property
+    def takes_room(self) -> bool:
+        """True when requests that wait hold memory of the device."""
+        return bool(self._of_request or self._unclaimed)
+
+    def awaits(self, request_id: int) -> bool:
+        """Return whether a restore for the request is under way."""
+        restore = self._of_request.get(request_id)
+        return restore is not None and restore.arrival is not None
+
+    def begin(self, prompt: WaitingPrompt) -> bool:
+        """Begin to restore what pays for a waiting request; return whether a copy was ordered."""
+        if prompt.request_id in self._tried:
+            return False
+        depth_here = deepest_state(self._device, prompt.keys)
+        depth = self._best_depth(prompt.keys, depth_here)
+        if depth <= depth_here:
+            return False
+        keys = prompt.keys[:depth]
+        host_blocks = self._host.kv.longest_match(keys)
+        end = host_blocks[-1]
+        slot = self._host.slots.slot_of(end)
+        assert slot is not None
+        self._host.kv.acquire(host_blocks)
+        self._host.slots.pin(end)  # before room is made on the device: what leaves there may be written to the host
+        try:
+            arrival = expect(self._device, keys)
+        except CacheCapacityError:
+            self._host.slots.unpin(end)
+            self._host.kv.release(host_blocks)
+            return False
+        self._tried.add(prompt.request_id)
+        restore = _Restore(depth, depth_here, -1, host_blocks, arrival, [])
+        blocks = tuple(zip(host_blocks[len(arrival.known) :], arrival.new, strict=True))
+        order = self._ledger.begin(
+            Lane.TO_DEVICE, blocks, ((slot, arrival.slot),), lambda ok: self._end(prompt.request_id, restore, ok)
+        )
+        restore.number = order.number
+        self._of_request[prompt.request_id] = restore
+        return True
+
+    def claim(self, request_id: int) -> int:
+        """Let go of what was restored for a request that has been admitted; return the blocks it skips thereby."""
+        self._tried.discard(request_id)
+        restore = self._of_request.pop(request_id, None)
+        if restore is None or not restore.held:
+            return 0
+        self._let_go(restore)
+        return restore.depth - restore.num_blocks_before
+
+    def forget(self, request_id: int) -> None:
+        """Let go of what was, or is being, restored for a request that has left the queue."""
+        self._tried.discard(request_id)
+        self._give_up(request_id)
+
+    def give_up(self, keep: Collection[int] = ()) -> bool:
+        """Let go of all that has been restored for waiting requests, but for some; return whether there was any.
+
+        It stays on the device as long as nothing else needs its place.
+        """
+        landed = [number for number, restore in self._of_request.items() if restore.held and number not in keep]
+        for request_id in landed:
+            self._give_up(request_id)
+        return bool(landed)
+
+    def flushed(self) -> None:
+        """Let go of everything: it is not findable any more, or never will be."""
+        for request_id in list(self._of_request):
+            self._give_up(request_id)
+        self._tried.clear()
+
+    def numbers_under_way(self) -> list[int]:
+        """Return the numbers of the copies of restores that have not ended."""
+        found = [*self._of_request.values(), *self._unclaimed]
+        return [restore.number for restore in found if restore.arrival is not None]
+
+    def _best_depth(self, keys: Sequence[BlockKey], depth_here: int) -> int:
+        """Return the blocks to have after a restore: those for which copying and computing the rest is soonest."""
+        times, block_size = self._times, self._block_size
+        num_here = len(self._device.kv.longest_match(keys))
+        best, least = depth_here, (len(keys) - depth_here) * block_size * times.token
+        for depth in _state_depths(self._host, keys):
+            copied = max(depth - num_here, 0) * times.block + times.state
+            cost = copied + (len(keys) - depth) * block_size * times.token
+            if depth > depth_here and cost < least:
+                best, least = depth, cost
+        return best
+
+    def _end(self, request_id: int, restore: _Restore, is_there: bool) -> None:
+        arrival, restore.arrival = restore.arrival, None
+        assert arrival is not None
+        self._host.slots.unpin(restore.host_blocks[-1])
+        self._host.kv.release(restore.host_blocks)
+        restore.host_blocks = []
+        is_claimed = self._of_request.get(request_id) is restore
+        if not is_claimed:
+            self._unclaimed.remove(restore)
+        if not is_there:
+            cancel(arrival, self._device)
+            self._of_request.pop(request_id, None) if is_claimed else None
+            self._counters.host_restores_failed += 1
+            return
+        restore.held = publish(arrival, self._device, self._block_size)
+        self._device.slots.pin(restore.held[-1], is_hit=False)
+        self._counters.states_restored_from_host += 1
+        if not is_claimed:
+            self._let_go(restore)
+
+    def _give_up(self, request_id: int) -> None:
+        restore = self._of_request.pop(request_id, None)
+        if restore is None:
+            return
+        if restore.arrival is not None:
+            self._unclaimed.append(restore)
+        else:
+            self._let_go(restore)
+
+    def _let_go(self, restore: _Restore) -> None:
+        held, restore.held = restore.held, []
+        self._device.slots.unpin(held[-1])
+        self._device.kv.release(held)
+
+
+def _state_depths(pools: CachePools, keys: Sequence[BlockKey]) -> Iterable[int]:
+    blocks = pools.kv.longest_match(keys)
+    return [index + 1 for index, block in enumerate(blocks) if pools.slots.slot_of(block) is not None]

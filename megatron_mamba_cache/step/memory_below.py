@@ -1,0 +1,106 @@
+"""The tiers below a context's device memory, which outlive it: a suspended engine drops that memory alone."""
+
+import torch
+from torch import Tensor
+
+from ..config import CacheConfig
+from ..metrics import CacheCounters
+from ..policy.eviction_rules import EVICTION_RULES
+from ..policy.pools import CachePools
+from ..policy.tiers.cache_tiers import HostTier, NoTiers, Tiers
+from ..policy.tiers.restores import CopyTimes
+from ..ranks.agreement import CacheCapacity
+from ..ranks.group import Ranks, on_all_ranks
+from ..state.model_shape import HybridModelShape
+from ..tiers.copy_lanes import CopyLanes
+from ..tiers.host_memory import HostMemory
+
+
+class MemoryBelow:
+    """The host's memory for prefixes, if the settings give any, and how often everything cached was flushed.
+
+    Args:
+        capacity: Sizes of the pools, those of the host among them.
+    """
+
+    def __init__(self, config: CacheConfig, shape: HybridModelShape, capacity: CacheCapacity, ranks: Ranks) -> None:
+        self.epoch = 0
+        self._config = config
+        self._unit = shape.unit_bytes(config)
+        self._capacity = capacity
+        self._ranks = ranks
+        self._host: HostMemory | None = None
+
+    def flush(self) -> None:
+        """Make everything unreachable: also what the device's memory, while there is none, will not remember."""
+        self.epoch += 1
+        if self._host is not None:
+            self._host.flush()
+
+    def attach(self, pools: CachePools, memory: Tensor, counters: CacheCounters) -> "AttachedTiers":
+        """Return the tiers as they are seen from a new device memory.
+
+        Args:
+            pools: Over that memory.
+            memory: [bytes] uint8, cut into slabs.
+
+        Raises:
+            CacheCapacityError: If there is not enough memory of the host, on any of the ranks.
+        """
+        if not self._capacity.num_host_slabs:
+            return AttachedTiers()
+        if self._host is None:
+            self._host = on_all_ranks(self._ranks, lambda: self._allocated(memory.device))
+        copies = self._host.copies(memory)
+        tier = HostTier(
+            pools,
+            self._host.pools,
+            copies,
+            self._ranks.least,
+            counters,
+            block_size=self._config.block_size_tokens,
+            times=CopyTimes(0, 0, 1),
+        )
+        return AttachedTiers(tier, copies)
+
+    def _allocated(self, device: torch.device) -> HostMemory:
+        config, capacity = self._config, self._capacity
+        assert capacity.slab is not None
+        rule = EVICTION_RULES[config.eviction](capacity.state_len)
+        block_size = config.block_size_tokens
+        return HostMemory(
+            capacity.num_host_slabs, capacity.slab, self._unit, rule, block_size=block_size, device=device
+        )
+
+
+class AttachedTiers:
+    """The tiers below one device memory, for as long as that exists; without arguments there are none."""
+
+    def __init__(self, tier: HostTier | None = None, copies: CopyLanes | None = None) -> None:
+        self._tier = tier
+        self._copies = copies
+
+    @property
+    def tiers(self) -> Tiers:
+        """What the prefix cache sees of them."""
+        return self._tier or NoTiers()
+
+    @property
+    def has_new(self) -> bool:
+        """True when a copy was ordered and is not started."""
+        return self._tier is not None and self._tier.has_new
+
+    def start(self) -> None:
+        """Start the copies that were ordered since the last call."""
+        if self._tier is not None:
+            self._tier.start()
+
+    def land(self, *, wait: bool) -> int:
+        """End the copies that have ended; see `HostTier.land`."""
+        return 0 if self._tier is None else self._tier.land(wait=wait)
+
+    def close(self) -> None:
+        """Wait for all copies, and end what makes them."""
+        if self._tier is not None and self._copies is not None:
+            self._tier.close()
+            self._copies.close()

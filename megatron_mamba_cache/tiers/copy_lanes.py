@@ -1,0 +1,159 @@
+"""Copies between a rank's device and host memory, by threads on streams of their own."""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+import torch
+from torch import Tensor
+
+from ..policy.tiers.copies import CopyOrder, CopyStatus, Lane, Places
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes to copy, and where they begin on both sides."""
+
+    source: int
+    target: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceBytes:
+    """Where blocks and states lie, the same on both sides: place n begins at n times its size."""
+
+    block: int
+    state: int
+
+    def pieces(self, order: CopyOrder) -> Iterator[Piece]:
+        """Yield what a copy consists of, neighbours in one piece."""
+        yield from _merged(order.blocks, self.block)
+        yield from _merged(order.states, self.state)
+
+
+Work = Callable[[CopyOrder], None]
+"""Makes one copy, whole, or raises."""
+
+
+class CopyLanes:
+    """A thread for each lane; see `Copies`. A copy that raises has failed, and is logged.
+
+    Args:
+        works: What makes the copies of each lane. Called in the lane's thread.
+        before: Called in the caller's thread for each order that is started: what its copy has to wait for.
+    """
+
+    def __init__(self, works: Mapping[Lane, Work], before: Callable[[CopyOrder], None] = lambda order: None) -> None:
+        self._before = before
+        self._statuses: dict[int, CopyStatus] = {}
+        self._changed = threading.Condition()
+        self._queues: dict[Lane, SimpleQueue[CopyOrder | None]] = {}
+        self._threads = []
+        for lane, work in works.items():
+            queue: SimpleQueue[CopyOrder | None] = SimpleQueue()
+            self._queues[lane] = queue
+            thread = threading.Thread(target=self._work_off, args=(queue, work), name=lane.value, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def start(self, orders: Sequence[CopyOrder]) -> None:
+        """See `Copies`."""
+        for order in orders:
+            self._statuses[order.number] = CopyStatus.UNDER_WAY
+            self._before(order)
+            self._queues[order.lane].put(order)
+
+    def status(self, number: int) -> CopyStatus:
+        """See `Copies`."""
+        return self._statuses[number]
+
+    def wait(self, numbers: Sequence[int]) -> None:
+        """See `Copies`."""
+        with self._changed:
+            self._changed.wait_for(lambda: all(self._statuses[number] for number in numbers))
+
+    def forget(self, number: int) -> None:
+        """See `Copies`."""
+        del self._statuses[number]
+
+    def close(self) -> None:
+        """End the threads, once the copies that were started have ended."""
+        for queue in self._queues.values():
+            queue.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _work_off(self, queue: "SimpleQueue[CopyOrder | None]", work: Work) -> None:
+        while (order := queue.get()) is not None:
+            try:
+                work(order)
+                status = CopyStatus.DONE
+            except Exception:
+                _LOG.warning("a copy %s has failed", order.lane.value, exc_info=True)
+                status = CopyStatus.FAILED
+            with self._changed:
+                self._statuses[order.number] = status
+                self._changed.notify_all()
+
+
+class DeviceCopies:
+    """Copies between device and host on two streams, one for each direction.
+
+    Args:
+        device, host: [bytes] uint8; the host's pinned if the device is a CUDA device.
+    """
+
+    def __init__(self, device: Tensor, host: Tensor, sizes: PlaceBytes) -> None:
+        self._device = device
+        self._host = host
+        self._sizes = sizes
+        self._launched: dict[int, torch.cuda.Event] = {}
+        lanes = (Lane.TO_HOST, Lane.TO_DEVICE)
+        self._streams = {lane: torch.cuda.Stream(device.device) for lane in lanes} if device.is_cuda else {}
+
+    def works(self) -> dict[Lane, Work]:
+        """Return what makes the copies of the two lanes."""
+        return {
+            Lane.TO_HOST: lambda order: self._copy(order, self._device, self._host),
+            Lane.TO_DEVICE: lambda order: self._copy(order, self._host, self._device),
+        }
+
+    def note_launched(self, order: CopyOrder) -> None:
+        """Let a copy wait for what has been launched on the device so far."""
+        if order.lane in self._streams:
+            event = self._launched[order.number] = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(self._device.device))
+
+    def _copy(self, order: CopyOrder, source: Tensor, target: Tensor) -> None:
+        stream = self._streams.get(order.lane)
+        if stream is None:
+            self._copy_pieces(order, source, target)
+            return
+        with torch.cuda.device(self._device.device), torch.cuda.stream(stream):
+            stream.wait_event(self._launched.pop(order.number))
+            self._copy_pieces(order, source, target)
+            stream.synchronize()
+
+    def _copy_pieces(self, order: CopyOrder, source: Tensor, target: Tensor) -> None:
+        for piece in self._sizes.pieces(order):
+            read = source[piece.source : piece.source + piece.num_bytes]
+            target[piece.target : piece.target + piece.num_bytes].copy_(read, non_blocking=True)
+
+
+def _merged(places: Places, num_bytes: int) -> Iterator[Piece]:
+    """Yield one piece for each run of places that are neighbours on both sides; none for places without bytes."""
+    if not num_bytes:
+        return
+    run: list[tuple[int, int]] = []
+    for place in places:
+        if run and place != (run[-1][0] + 1, run[-1][1] + 1):
+            yield Piece(run[0][0] * num_bytes, run[0][1] * num_bytes, len(run) * num_bytes)
+            run = []
+        run.append(place)
+    if run:
+        yield Piece(run[0][0] * num_bytes, run[0][1] * num_bytes, len(run) * num_bytes)

@@ -1,0 +1,28 @@
+"""How much of the host's memory there is, and how many processes share it."""
+
+import os
+from pathlib import Path
+
+_MEMORY_INFO = Path("/proc/meminfo")
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_CGROUP_USE = Path("/sys/fs/cgroup/memory.current")
+
+
+def processes_of_host() -> int:
+    """Return how many processes share this host's memory for the tier: those that torchrun started here."""
+    return max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
+
+
+def available_bytes() -> int:
+    """Return how much memory this process could have, by the host's and its container's account."""
+    found = []
+    for line in _MEMORY_INFO.read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            found.append(int(line.split()[1]) * 1024)
+    try:
+        limit = _CGROUP_LIMIT.read_text(encoding="ascii").strip()
+        if limit != "max":
+            found.append(int(limit) - int(_CGROUP_USE.read_text(encoding="ascii")))
+    except OSError:  # no container, or an older kind
+        pass
+    return min(found, default=2**62)

@@ -1,0 +1,108 @@
+"""The host's memory for cached boundaries, laid out like the device's slabs, and what is in it."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import CacheCapacityError
+from ..policy.eviction_rules import EvictionRule
+from ..policy.pools import CachePools
+from ..policy.slabs import SlabSpace
+from ..state.slab_shape import SlabShape, UnitBytes
+from .copy_lanes import CopyLanes, DeviceCopies, PlaceBytes
+
+_MOST_REGISTERED_AT_ONCE = 2**32
+
+
+class HostMemory:
+    """One rank's part of the host tier; it outlives the device's memory, which a suspended engine drops.
+
+    Args:
+        num_slabs: The same on all ranks of the model.
+        slab: How the device's slabs are cut.
+        unit: What this rank stores of a state and of a block.
+        rule: What a state on the host is worth.
+        device: Whose copies are fast: with a CUDA device, pages are pinned, near it if the host says where that is.
+
+    Raises:
+        CacheCapacityError: If the memory cannot be had or pinned.
+    """
+
+    def __init__(
+        self,
+        num_slabs: int,
+        slab: SlabShape,
+        unit: UnitBytes,
+        rule: EvictionRule,
+        *,
+        block_size: int,
+        device: torch.device,
+    ) -> None:
+        self.slab_bytes = slab.slab_bytes(unit)
+        self.block_bytes = self.slab_bytes // slab.blocks_per_slab
+        self.slot_bytes = self.slab_bytes // slab.slots_per_slab
+        self.bytes = _allocated(num_slabs * self.slab_bytes, device)
+        space = SlabSpace(num_slabs, slab.blocks_per_slab, slab.slots_per_slab)
+        self.pools = CachePools.over(space, rule, block_size=block_size)
+
+    def copies(self, device: Tensor) -> CopyLanes:
+        """Return what copies between a device's memory, [bytes] uint8, cut into the same slabs, and this one."""
+        copies = DeviceCopies(device, self.bytes, PlaceBytes(self.block_bytes, self.slot_bytes))
+        return CopyLanes(copies.works(), copies.note_launched)
+
+    def flush(self) -> None:
+        """Forget everything, while no copy is under way."""
+        self.pools.slots.flush()
+        self.pools.kv.flush()
+
+    def count_bytes(self) -> dict[str, int]:
+        """Return the bytes of this rank's memory by use."""
+        space = self.pools.space
+        assert isinstance(space, SlabSpace)
+        slabs = space.count_slabs()
+        return {use: count * self.slab_bytes for use, count in slabs.items()}
+
+
+def _allocated(num_bytes: int, device: torch.device) -> Tensor:
+    try:
+        memory = torch.zeros(num_bytes, dtype=torch.uint8)
+        if device.type == "cuda":
+            _pin(memory, device)
+    except (RuntimeError, MemoryError) as error:
+        raise CacheCapacityError(
+            f"cannot have {num_bytes / 2**30:.3g} GiB of the host's memory, pinned; lower --host-cache-gb ({error})"
+        ) from error
+    return memory
+
+
+def _pin(memory: Tensor, device: torch.device) -> None:
+    """Touch and register memory, piece by piece, from a CPU near the device."""
+    allowed = os.sched_getaffinity(0)
+    near = _cpus_near(device) & allowed
+    try:
+        if near:
+            os.sched_setaffinity(0, near)  # pages lie where they are touched first
+        for first in range(0, memory.numel(), _MOST_REGISTERED_AT_ONCE):
+            piece = memory[first : first + _MOST_REGISTERED_AT_ONCE]
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), piece.numel(), 0))
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
+def _cpus_near(device: torch.device) -> set[int]:
+    """Return the CPUs of the device's NUMA node; none if that is not known."""
+    found: Any = torch.cuda.get_device_properties(device)
+    try:
+        address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+        text = Path(f"/sys/bus/pci/devices/{address}/local_cpulist").read_text(encoding="ascii")
+        return {cpu for part in text.strip().split(",") if part for cpu in _range_of(part)}
+    except (AttributeError, OSError, ValueError):
+        return set()
+
+
+def _range_of(part: str) -> range:
+    first, _, last = part.partition("-")
+    return range(int(first), int(last or first) + 1)

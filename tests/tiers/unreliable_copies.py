@@ -1,0 +1,107 @@
+"""Copies between tiers that end late, fail, and leave torn bytes: drawn from a seed."""
+
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from megatron_mamba_cache.policy.tiers.copies import CopyOrder, CopyStatus, Lane
+from megatron_mamba_cache.tiers.copy_lanes import DeviceCopies, PlaceBytes, Work
+from megatron_mamba_cache.tiers.host_memory import HostMemory
+
+_FAILING_SHARE = 0.15
+_LATE_SHARE = 0.5
+
+
+class UnreliableCopies:
+    """`Copies` by the real works, each made whole or in part at its start, and the rest as its status is asked for.
+
+    A copy that fails leaves some of its bytes, and noise elsewhere. The order of events depends on the seed alone.
+    """
+
+    def __init__(self, works: dict[Lane, Work], device: torch.Tensor, host: torch.Tensor, sizes: PlaceBytes) -> None:
+        self.rng = random.Random(0)
+        self.seen: Counter[str] = Counter()
+        self._works = works
+        self._targets = {Lane.TO_HOST: host, Lane.TO_DEVICE: device, Lane.FROM_DISK: host}
+        self._sizes = sizes
+        self._orders: dict[int, CopyOrder] = {}
+        self._polls_left: dict[int, int] = {}
+        self._failing: set[int] = set()
+
+    def start(self, orders: Sequence[CopyOrder]) -> None:
+        """See `Copies`."""
+        for order in orders:
+            self._orders[order.number] = order
+            self._polls_left[order.number] = self.rng.randrange(1, 6) if self.rng.random() < _LATE_SHARE else 0
+            if self.rng.random() < _FAILING_SHARE:
+                self._failing.add(order.number)
+            self._tear(order)
+
+    def status(self, number: int) -> CopyStatus:
+        """See `Copies`."""
+        if self._polls_left[number]:
+            self._polls_left[number] -= 1
+            self.seen["copies_late"] += 1
+            return CopyStatus.UNDER_WAY
+        return self._end(number)
+
+    def wait(self, numbers: Sequence[int]) -> None:
+        """See `Copies`."""
+        for number in numbers:
+            self._polls_left[number] = 0
+
+    def forget(self, number: int) -> None:
+        """See `Copies`."""
+        del self._orders[number], self._polls_left[number]
+        self._failing.discard(number)
+
+    def close(self) -> None:
+        """Assert that nothing is under way."""
+        assert not self._orders
+
+    def _end(self, number: int) -> CopyStatus:
+        order = self._orders[number]
+        if number in self._failing:
+            self.seen["copies_failed"] += 1
+            self._tear(order)
+            return CopyStatus.FAILED
+        self._works[order.lane](order)
+        return CopyStatus.DONE
+
+    def _tear(self, order: CopyOrder) -> None:
+        """Fill the target of a copy with noise."""
+        if order.lane in self._targets:
+            for piece in self._sizes.pieces(order):
+                noise = self.rng.randrange(256)
+                self._targets[order.lane][piece.target : piece.target + piece.num_bytes] = noise
+
+
+class _Seen:
+    def __init__(self) -> None:
+        self.made: list[UnreliableCopies] = []
+
+    @property
+    def seen(self) -> Counter[str]:
+        """What all copies met with."""
+        return sum((copies.seen for copies in self.made), Counter())
+
+
+@contextmanager
+def unreliable_copies(seed: int) -> Iterator[_Seen]:
+    """Let tiers that are made in the block copy so."""
+    found, rng = _Seen(), random.Random(seed)
+
+    def copies(self: HostMemory, device: torch.Tensor) -> UnreliableCopies:
+        sizes = PlaceBytes(self.block_bytes, self.slot_bytes)
+        made = UnreliableCopies(DeviceCopies(device, self.bytes, sizes).works(), device, self.bytes, sizes)
+        made.rng = random.Random(rng.random())
+        found.made.append(made)
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostMemory, "copies", copies)
+        yield found
