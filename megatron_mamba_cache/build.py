@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from torch import Tensor
+
 from .config import CacheConfig
 from .mcore.context import MambaCacheContext
 from .mcore.controller import MambaCacheController
@@ -13,6 +15,7 @@ from .replicas.engine import ReplicaEngine
 from .speculation.draft_planner import DraftPlanner, NoDrafts
 from .speculation.drafter import Drafter, ReadsHiddenStates
 from .speculation.prompt_lookup import PromptLookupDrafter
+from .tiers.weights_digest import weights_digest
 
 
 class TokenIdTokenizer:
@@ -85,6 +88,7 @@ def build_engine(
         scores_prompts=scores_prompts,
         ranks=ranks,
         peers=expert_peers_of_process(),
+        weights=lambda: weights_digest((n, t) for n, t in model.state_dict().items() if isinstance(t, Tensor)),
     )
     controller = MambaCacheController(wrap_model(model, context), tokenizer or TokenIdTokenizer(shape.vocab_size))
     return ReplicaEngine(controller, context, random_seed)

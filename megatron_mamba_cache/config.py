@@ -27,6 +27,8 @@ FLAGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "block_size_tokens": (f"{_PREFIX}block-size", "--block-size"),
         "cache_gb": ("--cache-gb",),
         "host_cache_gb": ("--host-cache-gb",),
+        "disk_cache_dir": ("--disk-cache-dir",),
+        "disk_cache_gb": ("--disk-cache-gb",),
         "buffer_size_gb": (f"{_PREFIX}buffer-size-gb", "--kv-gb"),
         "prefix_caching_mamba_gb": (f"{_PREFIX}prefix-caching-mamba-gb", "--state-gb"),
         "num_cuda_graphs": (f"{_PREFIX}num-cuda-graphs", "--cuda-graphs"),
@@ -58,6 +60,8 @@ class CacheConfig:
             what they are worth. None: the memory is split by the two sizes below.
         host_cache_gb: The host's memory for prefixes that have no room on the device, of all processes of the host
             together; needs cache_gb. None: there is none.
+        disk_cache_dir: Directory in which prefixes outlive the process; needs host_cache_gb. None: there is none.
+        disk_cache_gb: What each rank may keep there; None: 100.
         buffer_size_gb: Memory for KV blocks; None: 4, unless cache_gb is set.
         paused_buffer_size_gb: The part of the KV blocks that paused requests may keep; None: a quarter.
         prefix_caching: Whether prompts reuse cached prefixes [--no-prefix-caching turns it off].
@@ -106,6 +110,8 @@ class CacheConfig:
     block_size_tokens: int = 256
     cache_gb: float | None = None
     host_cache_gb: float | None = None
+    disk_cache_dir: str | None = None
+    disk_cache_gb: float | None = None
     buffer_size_gb: float | None = None
     paused_buffer_size_gb: float | None = None
     prefix_caching: bool = True
@@ -208,12 +214,12 @@ class CacheConfig:
                         f"cache_gb is {self.cache_gb!r} and {name} is {getattr(self, name)!r}: set the one budget or "
                         f"the split, not both; leave {FLAGS[name][0]} out"
                     )
-        for name in ("cache_gb", "host_cache_gb", *SPLIT, "paused_buffer_size_gb"):
+        for name in ("cache_gb", "host_cache_gb", "disk_cache_gb", *SPLIT, "paused_buffer_size_gb"):
             size = getattr(self, name)
             is_size = size is None or (isinstance(size, int | float) and type(size) is not bool)
             _require(is_size, name, size, "a number of GiB")
         states, paused = self.prefix_caching_mamba_gb, self.paused_buffer_size_gb
-        for name in ("cache_gb", "host_cache_gb", "buffer_size_gb"):
+        for name in ("cache_gb", "host_cache_gb", "disk_cache_gb", "buffer_size_gb"):
             size = getattr(self, name)
             _require(size is None or 0 < size < _MOST_GB, name, size, f"more than 0 and below {_MOST_GB}")
         self._check_tiers()
@@ -224,11 +230,15 @@ class CacheConfig:
         _require(is_part, "paused_buffer_size_gb", paused, f"from 0 to below {total}")
 
     def _check_tiers(self) -> None:
-        if self.host_cache_gb is None:
-            return
-        missing = [FLAGS["cache_gb"][0]] if self.cache_gb is None else []
-        if missing or not self.prefix_caching:
-            needs = f"{missing[0]}, one memory for KV blocks and states" if missing else "prefix caching"
+        directory = self.disk_cache_dir
+        _require(directory is None or is_encodable(directory), "disk_cache_dir", directory, "a path")
+        for name, above in (("disk_cache_gb", "disk_cache_dir"), ("disk_cache_dir", "host_cache_gb")):
+            if getattr(self, name) is not None and getattr(self, above) is None:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r}, which needs {FLAGS[above][0]}; set it, or leave {name} out"
+                )
+        if self.host_cache_gb is not None and (self.cache_gb is None or not self.prefix_caching):
+            needs = "prefix caching" if self.cache_gb is not None else f"one memory, {FLAGS['cache_gb'][0]}"
             raise ValueError(f"host_cache_gb is {self.host_cache_gb!r}, which needs {needs}; set it or leave it out")
 
     def _check_limits(self) -> None:
@@ -260,6 +270,8 @@ class CacheConfig:
         add("block_size_tokens", "tokens in a KV block", type=int, metavar="N")
         add("cache_gb", "GiB for KV blocks and states together, in the place of the two below", type=float, metavar="G")
         add("host_cache_gb", "GiB of the host's memory for what has no room on the device", type=float, metavar="G")
+        add("disk_cache_dir", "directory for prefixes that outlive the process", metavar="DIR")
+        add("disk_cache_gb", "GiB that each rank may keep there (default: 100)", type=float, metavar="G")
         add("buffer_size_gb", "GiB for KV blocks", type=float, metavar="G")
         add("prefix_caching_mamba_gb", "GiB for cached states", type=float, metavar="G")
         add("num_cuda_graphs", "numbers of rows that have CUDA graphs; 0 is none", type=int, metavar="N")

@@ -37,6 +37,11 @@ class CacheCounters:
     states_not_written_no_room: int = 0
     host_writes_failed: int = 0  # or no longer of use when they ended
     host_restores_failed: int = 0  # likewise
+    prompt_tokens_from_disk: int = 0  # likewise from the disk
+    states_written_to_disk: int = 0
+    states_read_from_disk: int = 0
+    disk_writes_failed: int = 0
+    disk_reads_failed: int = 0
     states_evicted: int = 0  # from memory dropped by a suspend; a snapshot adds those from current memory
     kv_blocks_evicted: int = 0  # likewise
     steps: int = 0

@@ -1,6 +1,6 @@
 """Megatron's inference context over a `StepRunner`: what its engine, its controller and its model call or read."""
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
@@ -91,6 +91,7 @@ class MambaCacheContext(DynamicInferenceContext):
         scores_prompts: bool = False,
         ranks: Ranks | None = None,
         peers: ExpertPeers | None = None,
+        weights: Callable[[], bytes] | None = None,
     ) -> None:
         self.ranks = ranks or OneRank()
         self.peers = peers or NoPeers()
@@ -105,7 +106,7 @@ class MambaCacheContext(DynamicInferenceContext):
         self.weights_version = config.weights_version
         self.planner = planner or NoDrafts()
         self.scores_prompts = scores_prompts or not materialize_only_last_token_logits
-        self._below = MemoryBelow(config, shape, self.capacity, self.ranks)
+        self._below = MemoryBelow(config, shape, self.capacity, self.ranks, weights)
         self._runner: StepRunner | None = None
         self._slot_allocator: StateSlotAllocator | None = None
         with step_memory(config):
@@ -180,11 +181,15 @@ class MambaCacheContext(DynamicInferenceContext):
 
         Raises:
             ValueError: On all ranks, if it is not Unicode text or differs between them; nothing has changed then.
+            CacheError: If what is on disk may still be found by the next server; memory is flushed, and the disk no
+                longer used.
         """
         self.weights_version = agreed_version(weights_version, self.weights_version, self.ranks)
+        failure = self._below.flush(is_attached=self.is_tensor_state_allocated)
         if self.is_tensor_state_allocated:
-            self.cache.flush(self.weights_version)
-        self._below.flush()
+            self.cache.flush(self.weights_version, self._below.epoch)
+        if failure is not None:
+            raise failure
 
     def adopt_weights(self, weights_version: str | None) -> None:
         """Agree on the version of the present weights, as in `flush`; what was cached with the same version stays."""

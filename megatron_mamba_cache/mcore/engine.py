@@ -349,6 +349,8 @@ class MambaCacheEngine(SuspendableEngine):
 
     def _forget(self, request_id: int) -> None:
         self._failed_steps.forget(request_id)
+        if self.context.is_tensor_state_allocated:
+            self.context.cache.tiers.forget(request_id)
         super()._forget(request_id)
 
     def _candidate_of(self, request_id: int) -> Candidate:

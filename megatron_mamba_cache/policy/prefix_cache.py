@@ -154,11 +154,12 @@ class PrefixCache:
             undo.callback(self._draft_states.end, row)
             undo.callback(self._reservations.cancel, row)
             self.schedule_chunk(row, plan.chunk_end)
+            brought = self.tiers.claim(row.request_id)
+            row.from_disk = min(brought.disk * block_size, row.computed)
+            row.from_host = min(brought.host * block_size, row.computed - row.from_disk)
             self._count_admission(row, is_first=age is None)
             undo.pop_all()
         self._num_admitted += 1
-        row.num_restored = min(self.tiers.claim(row.request_id) * block_size, row.computed)
-        self.counters.prompt_tokens_from_host += row.num_restored
         return row
 
     def schedule_chunk(self, row: RunningRequest, chunk_end: int) -> None:
@@ -278,9 +279,13 @@ class PrefixCache:
         if self._publishes(row):
             self.tiers.write_last(row.block_ids)
 
-    def flush(self, weights_version: str | None = None) -> None:
-        """Make everything cached unreachable; running requests publish nothing more until they are prefilled again."""
-        self.epoch += 1
+    def flush(self, weights_version: str | None = None, epoch: int | None = None) -> None:
+        """Make everything cached unreachable; running requests publish nothing more until they are prefilled again.
+
+        Args:
+            epoch: That begins; a later one than before. None: the next.
+        """
+        self.epoch = self.epoch + 1 if epoch is None else epoch
         if weights_version is not None:
             self.identity = CacheIdentity(self.identity.fingerprint, weights_version)
         self._reservations.clear_keys()
@@ -365,4 +370,6 @@ class PrefixCache:
         self.counters.requests_admitted += 1
         self.counters.prompt_tokens_matched += row.num_shared_blocks * self.block_size
         self.counters.prompt_tokens_skipped += row.computed
+        self.counters.prompt_tokens_from_host += row.from_host
+        self.counters.prompt_tokens_from_disk += row.from_disk
         self.counters.states_restored += row.source_slot is not None

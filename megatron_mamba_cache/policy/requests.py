@@ -187,7 +187,8 @@ class RunningRequest:
     settled: int = 0  # tokens that a settled live slot holds, if any were settled
     branches: tuple[int, ...] = ()  # boundaries of the prompt at which requests that waited part from it
     checkpoint: BlockId | None = None  # whose state is this request's newest decode checkpoint
-    num_restored: int = 0  # prompt tokens skipped because they came back from a tier below
+    from_host: int = 0  # prompt tokens that it skips because they came back from the host's memory
+    from_disk: int = 0  # likewise, from the disk
     num_written: int = 0  # prompt tokens up to the states that it published which no state resumed before
     scored: list[ScoredToken] = field(default_factory=list)  # prompt tokens, from the second on, if wanted
 

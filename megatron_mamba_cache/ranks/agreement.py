@@ -15,8 +15,16 @@ from .peers import ExpertPeers
 
 _LOG = logging.getLogger(__name__)
 _LARGE_LOSS = 0.05
-_OF_EACH_RANK = ("cache_gb", "host_cache_gb", "buffer_size_gb", "paused_buffer_size_gb", "prefix_caching_mamba_gb")
-"""Settings that may differ between ranks: the memory that each provides."""
+_OF_EACH_RANK = (
+    "cache_gb",
+    "host_cache_gb",
+    "disk_cache_dir",
+    "disk_cache_gb",
+    "buffer_size_gb",
+    "paused_buffer_size_gb",
+    "prefix_caching_mamba_gb",
+)
+"""Settings that may differ between ranks: the memory that each provides, and where."""
 _LEAST_OF_ALL = ("max_requests",)
 _OF_SHAPES = ("max_tokens", "num_cuda_graphs", "cuda_graph_prefill_tokens", "num_speculative_tokens")
 """Settings besides `max_requests` that the shapes of warmup and of CUDA graphs follow from."""

@@ -1,9 +1,12 @@
 """The tiers below a context's device memory, which outlive it: a suspended engine drops that memory alone."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from ..config import CacheConfig
+from ..errors import CacheError
 from ..metrics import CacheCounters
 from ..policy.eviction_rules import EVICTION_RULES
 from ..policy.pools import CachePools
@@ -14,6 +17,7 @@ from ..ranks.group import Ranks, on_all_ranks
 from ..state.model_shape import HybridModelShape
 from ..tiers.copy_lanes import CopyLanes
 from ..tiers.host_memory import HostMemory
+from .disk_below import DiskBelow
 
 
 class MemoryBelow:
@@ -21,21 +25,49 @@ class MemoryBelow:
 
     Args:
         capacity: Sizes of the pools, those of the host among them.
+        weights: Returns a digest of this rank's weights; needed where there is a disk tier.
+
+    Raises:
+        CacheError: If the directory of the disk tier cannot be used, on any of the ranks.
+        ValueError: If its limit is too low.
     """
 
-    def __init__(self, config: CacheConfig, shape: HybridModelShape, capacity: CacheCapacity, ranks: Ranks) -> None:
+    def __init__(
+        self,
+        config: CacheConfig,
+        shape: HybridModelShape,
+        capacity: CacheCapacity,
+        ranks: Ranks,
+        weights: Callable[[], bytes] | None = None,
+    ) -> None:
         self.epoch = 0
         self._config = config
         self._unit = shape.unit_bytes(config)
         self._capacity = capacity
         self._ranks = ranks
         self._host: HostMemory | None = None
+        self._disk: DiskBelow | None = None
+        if any(ranks.gather(config.disk_cache_dir is not None)):
+            self._disk = _disk_below(config, shape, ranks, weights)
+            self.epoch = self._disk.open()
 
-    def flush(self) -> None:
-        """Make everything unreachable: also what the device's memory, while there is none, will not remember."""
+    def flush(self, *, is_attached: bool) -> CacheError | None:
+        """Make everything unreachable, on disk durably; return what has kept the latter from being done.
+
+        Args:
+            is_attached: Whether a device's memory sees the tiers, and empties those in memory.
+        """
         self.epoch += 1
-        if self._host is not None:
+        if self._host is not None and not is_attached:
             self._host.flush()
+        if self._disk is None:
+            return None
+        try:
+            self.epoch = self._disk.open(self.epoch, is_flush=True)
+        except CacheError as error:
+            self._disk.disable()
+            return error
+        return None
 
     def attach(self, pools: CachePools, memory: Tensor, counters: CacheCounters) -> "AttachedTiers":
         """Return the tiers as they are seen from a new device memory.
@@ -51,7 +83,8 @@ class MemoryBelow:
             return AttachedTiers()
         if self._host is None:
             self._host = on_all_ranks(self._ranks, lambda: self._allocated(memory.device))
-        copies = self._host.copies(memory)
+        disk = self._disk
+        copies = self._host.copies(memory, None if disk is None else lambda: disk.directory)
         tier = HostTier(
             pools,
             self._host.pools,
@@ -60,8 +93,9 @@ class MemoryBelow:
             counters,
             block_size=self._config.block_size_tokens,
             times=CopyTimes(0, 0, 1),
+            disk=None if disk is None else disk.index,
         )
-        return AttachedTiers(tier, copies)
+        return AttachedTiers(tier, copies, disk)
 
     def _allocated(self, device: torch.device) -> HostMemory:
         config, capacity = self._config, self._capacity
@@ -73,12 +107,29 @@ class MemoryBelow:
         )
 
 
+def _disk_below(
+    config: CacheConfig, shape: HybridModelShape, ranks: Ranks, weights: Callable[[], bytes] | None
+) -> DiskBelow:
+    def check() -> None:
+        if config.disk_cache_dir is None:
+            raise ValueError("disk_cache_dir is given on other ranks of the model; give it on all of them")
+        if weights is None:
+            raise ValueError("disk_cache_dir is given to a context that does not know its weights; use build_engine()")
+
+    on_all_ranks(ranks, check)
+    assert weights is not None
+    return DiskBelow(config, shape, ranks, weights)
+
+
 class AttachedTiers:
     """The tiers below one device memory, for as long as that exists; without arguments there are none."""
 
-    def __init__(self, tier: HostTier | None = None, copies: CopyLanes | None = None) -> None:
+    def __init__(
+        self, tier: HostTier | None = None, copies: CopyLanes | None = None, disk: DiskBelow | None = None
+    ) -> None:
         self._tier = tier
         self._copies = copies
+        self._disk = disk
 
     @property
     def tiers(self) -> Tiers:
@@ -97,6 +148,8 @@ class AttachedTiers:
 
     def land(self, *, wait: bool) -> int:
         """End the copies that have ended; see `HostTier.land`."""
+        if self._disk is not None:
+            self._disk.note_shared()
         return 0 if self._tier is None else self._tier.land(wait=wait)
 
     def close(self) -> None:

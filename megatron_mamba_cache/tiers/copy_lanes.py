@@ -45,10 +45,10 @@ class CopyLanes:
 
     Args:
         works: What makes the copies of each lane. Called in the lane's thread.
-        before: Called in the caller's thread for each order that is started: what its copy has to wait for.
+        before: Called in the caller's thread for each order, right before it is started.
     """
 
-    def __init__(self, works: Mapping[Lane, Work], before: Callable[[CopyOrder], None] = lambda order: None) -> None:
+    def __init__(self, works: Mapping[Lane, Work], before: Sequence[Callable[[CopyOrder], None]] = ()) -> None:
         self._before = before
         self._statuses: dict[int, CopyStatus] = {}
         self._changed = threading.Condition()
@@ -65,7 +65,8 @@ class CopyLanes:
         """See `Copies`."""
         for order in orders:
             self._statuses[order.number] = CopyStatus.UNDER_WAY
-            self._before(order)
+            for note in self._before:
+                note(order)
             self._queues[order.lane].put(order)
 
     def status(self, number: int) -> CopyStatus:

@@ -1,6 +1,10 @@
 """The host's memory for cached boundaries, laid out like the device's slabs, and what is in it."""
 
+import contextlib
+import mmap
 import os
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +16,9 @@ from ..policy.eviction_rules import EvictionRule
 from ..policy.pools import CachePools
 from ..policy.slabs import SlabSpace
 from ..state.slab_shape import SlabShape, UnitBytes
+from .cache_directory import CacheDirectory
 from .copy_lanes import CopyLanes, DeviceCopies, PlaceBytes
+from .disk_copies import DiskCopies
 
 _MOST_REGISTERED_AT_ONCE = 2**32
 
@@ -45,13 +51,24 @@ class HostMemory:
         self.block_bytes = self.slab_bytes // slab.blocks_per_slab
         self.slot_bytes = self.slab_bytes // slab.slots_per_slab
         self.bytes = _allocated(num_slabs * self.slab_bytes, device)
+        if device.type == "cuda":
+            weakref.finalize(self, _unpin, self.bytes)
         space = SlabSpace(num_slabs, slab.blocks_per_slab, slab.slots_per_slab)
         self.pools = CachePools.over(space, rule, block_size=block_size)
 
-    def copies(self, device: Tensor) -> CopyLanes:
-        """Return what copies between a device's memory, [bytes] uint8, cut into the same slabs, and this one."""
-        copies = DeviceCopies(device, self.bytes, PlaceBytes(self.block_bytes, self.slot_bytes))
-        return CopyLanes(copies.works(), copies.note_launched)
+    def copies(self, device: Tensor, directory: Callable[[], CacheDirectory] | None) -> CopyLanes:
+        """Return what copies between a device's memory, this one, and a directory.
+
+        Args:
+            device: [bytes] uint8, cut into the same slabs.
+            directory: Returns the one in use; None: there is none.
+        """
+        sizes = PlaceBytes(self.block_bytes, self.slot_bytes)
+        by_device = DeviceCopies(device, self.bytes, sizes)
+        if directory is None:
+            return CopyLanes(by_device.works(), (by_device.note_launched,))
+        by_disk = DiskCopies(self.bytes, sizes, directory)
+        return CopyLanes(by_device.works() | by_disk.works(), (by_device.note_launched, by_disk.note_started))
 
     def flush(self) -> None:
         """Forget everything, while no copy is under way."""
@@ -68,14 +85,24 @@ class HostMemory:
 
 def _allocated(num_bytes: int, device: torch.device) -> Tensor:
     try:
-        memory = torch.zeros(num_bytes, dtype=torch.uint8)
+        memory = _pages(num_bytes)
         if device.type == "cuda":
             _pin(memory, device)
-    except (RuntimeError, MemoryError) as error:
+    except (RuntimeError, MemoryError, OSError) as error:
         raise CacheCapacityError(
             f"cannot have {num_bytes / 2**30:.3g} GiB of the host's memory, pinned; lower --host-cache-gb ({error})"
         ) from error
     return memory
+
+
+def _pages(num_bytes: int) -> Tensor:
+    """Return whole pages of zeros, [bytes] uint8; large ones, where the host has them."""
+    if not num_bytes:
+        return torch.empty(0, dtype=torch.uint8)
+    pages = mmap.mmap(-1, num_bytes)
+    with contextlib.suppress(OSError):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 def _pin(memory: Tensor, device: torch.device) -> None:
@@ -85,11 +112,15 @@ def _pin(memory: Tensor, device: torch.device) -> None:
     try:
         if near:
             os.sched_setaffinity(0, near)  # pages lie where they are touched first
-        for first in range(0, memory.numel(), _MOST_REGISTERED_AT_ONCE):
-            piece = memory[first : first + _MOST_REGISTERED_AT_ONCE]
+        for piece in memory.split(_MOST_REGISTERED_AT_ONCE):
             torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), piece.numel(), 0))
     finally:
         os.sched_setaffinity(0, allowed)
+
+
+def _unpin(memory: Tensor) -> None:
+    for piece in memory.split(_MOST_REGISTERED_AT_ONCE):
+        torch.cuda.cudart().cudaHostUnregister(piece.data_ptr())
 
 
 def _cpus_near(device: torch.device) -> set[int]:

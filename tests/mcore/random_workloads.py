@@ -1,6 +1,7 @@
 """Seeded random workloads: prompts that share, nest, diverge and repeat, arriving while others run."""
 
 import random
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -128,6 +129,8 @@ class Flavour:
         settings: From a random generator, the block size and the most blocks of a request to cache settings.
         gaps: Steps between two arrivals, one of which is drawn.
         is_disturbed: Whether steps fail, and caches are flushed and suspended.
+        num_texts: Texts that share nothing; each later request is the next turn of an earlier one. None: most requests
+            share a beginning with others.
     """
 
     name: str
@@ -135,6 +138,7 @@ class Flavour:
     exercises: tuple[str, ...]
     gaps: tuple[int, ...] = (0, 0, 0, 1, 4, 15)
     is_disturbed: bool = False
+    num_texts: int | None = None
 
 
 def _roomy(rng: random.Random, block: int, _request_blocks: int) -> dict[str, Any]:
@@ -234,7 +238,12 @@ def _one_budget(rng: random.Random, block: int, request_blocks: int) -> dict[str
 
 def _host_tier(rng: random.Random, block: int, request_blocks: int) -> dict[str, Any]:
     small = {"spare_slabs": rng.choice([0, 1, 3]), "host_slabs": rng.choice([2, 5, 12, 60])}
-    return _one_budget(rng, block, request_blocks) | small
+    return _one_budget(rng, block, request_blocks) | small | {"max_requests": rng.randrange(1, 4)}
+
+
+def _disk_tier(rng: random.Random, block: int, request_blocks: int) -> dict[str, Any]:
+    disk = {"host_slabs": rng.choice([2, 4, 8]), "disk_cache_dir": "made for each run"}
+    return _disturbed_tiers(rng, block, request_blocks) | disk | {"disk_cache_gb": rng.choice([2, 8, 50]) * 2**-14}
 
 
 def _disturbed_tiers(rng: random.Random, block: int, request_blocks: int) -> dict[str, Any]:
@@ -280,12 +289,21 @@ FLAVOURS = {
             "host_tier",
             _host_tier,
             ("prompt_tokens_from_host", "states_written_to_host", "states_evicted", "copies_failed", "copies_late"),
+            num_texts=6,
         ),
         Flavour(
             "disturbed_tiers",
             _disturbed_tiers,
             ("prompt_tokens_from_host", "steps_aborted", "suspends", "flushes", "copies_failed", "copies_late"),
             is_disturbed=True,
+            num_texts=6,
+        ),
+        Flavour(
+            "disk_tier",
+            _disk_tier,
+            ("prompt_tokens_from_disk", "states_written_to_disk", "steps_aborted", "suspends", "copies_failed"),
+            is_disturbed=True,
+            num_texts=6,
         ),
     )
 }
@@ -320,7 +338,7 @@ def make_workload(
     request_blocks = -(-(max_prompt + max_tokens) // block)
     settings = {"block_size_tokens": block, "max_sequence_length": max_prompt + max_tokens}
     settings |= flavour.settings(rng, block, request_blocks)
-    arrivals = _arrivals(rng, subject, block, max_prompt, max_tokens, flavour.gaps)
+    arrivals = _arrivals(rng, subject, block, max_prompt, max_tokens, flavour)
     settings["decode_checkpoints"] = rng.choice(["rolling", "rolling", "all", "none"])
     if num_drafts:
         settings["num_speculative_tokens"] = num_drafts = min(num_drafts, block - 1)
@@ -342,11 +360,12 @@ def make_workload(
         lengths = [length for length in RING_LENGTHS if block % length == 0]
         settings |= {"draft_states": "replay", "ring_len": random.Random(seed).choice(lengths)}
     spare_slabs, host_slabs = settings.pop("spare_slabs", None), settings.pop("host_slabs", None)
+    disk = {name: settings.pop(name) for name in ("disk_cache_dir", "disk_cache_gb") if name in settings}
     config = cache_config(subject.sizes, **settings)
     if spare_slabs is not None:
         config = with_one_budget(config, subject.shape, spare_slabs)
     if host_slabs is not None:
-        config = with_host_tier(config, subject.shape, host_slabs)
+        config = replace(with_host_tier(config, subject.shape, host_slabs), **disk)
     return Workload(subject, config, arrivals, disturbed_share, has_log_probs)
 
 
@@ -374,8 +393,11 @@ class WorkloadOutcome:
 
 def run_workload(work: Workload, drafter: Drafter | None = None) -> WorkloadOutcome:
     """Run a workload to its end, and assert everything about it; copies between tiers fail and come late."""
-    with unreliable_copies(len(work.arrivals)) as copies:
+    with unreliable_copies(len(work.arrivals)) as copies, tempfile.TemporaryDirectory() as directory:
+        if work.config.disk_cache_dir is not None:
+            work = replace(work, config=replace(work.config, disk_cache_dir=directory))
         outcome = _run_workload(work, drafter)
+        outcome.run.engine.close()
     outcome.seen.update(copies.seen)
     return outcome
 
@@ -481,15 +503,17 @@ def _assert_all_finished(work: Workload, run: EngineRun) -> None:
 
 
 def _arrivals(
-    rng: random.Random, subject: Hybrid, block: int, max_prompt: int, max_tokens: int, gaps: tuple[int, ...]
+    rng: random.Random, subject: Hybrid, block: int, max_prompt: int, max_tokens: int, flavour: Flavour
 ) -> tuple[Arrival, ...]:
     vocab, chunk = subject.sizes.vocab_size, subject.sizes.ssm_chunk_size
+    if flavour.num_texts is not None:
+        return _turns(rng, vocab, max_prompt, max_tokens, flavour.num_texts)
     base = tuple(rng.randrange(vocab) for _ in range(max_prompt))
     prompts: list[tuple[int, ...]] = [base]
     arrivals: list[Arrival] = []
     step = 0
     for request_id in range(rng.randrange(6, 12)):
-        step += rng.choice(gaps)
+        step += rng.choice(flavour.gaps)
         num_tokens = rng.randrange(1, max_tokens + 1)
         if request_id and rng.random() < 0.2:
             turn = tuple(rng.randrange(vocab) for _ in range(rng.randrange(1, block)))
@@ -498,6 +522,20 @@ def _arrivals(
         prompt = _prompt(rng, prompts, vocab, rng.choice([block, chunk]))[:max_prompt]
         prompts.append(prompt)
         arrivals.append(Arrival(step, prompt, num_tokens))
+    return tuple(arrivals)
+
+
+def _turns(rng: random.Random, vocab: int, max_prompt: int, max_tokens: int, num_texts: int) -> tuple[Arrival, ...]:
+    """Return requests of texts that take turns; some texts part, from where an earlier turn ended."""
+    arrivals, step = [], 0
+    for request_id in range(3 * num_texts):
+        is_first = request_id < num_texts
+        step += rng.choice([0, 1, 4, 10])
+        num_new = rng.randrange(max_prompt // 3, 2 * max_prompt // 3) if is_first else rng.randrange(1, max_prompt // 4)
+        new = tuple(rng.randrange(vocab) for _ in range(num_new))
+        num_tokens = rng.randrange(1, max_tokens // 2)
+        follows = None if is_first else rng.randrange(max(0, request_id - 2 * num_texts), request_id)
+        arrivals.append(Arrival(step, new, num_tokens, follows))
     return tuple(arrivals)
 
 

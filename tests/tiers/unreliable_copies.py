@@ -2,14 +2,17 @@
 
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
 import torch
 
 from megatron_mamba_cache.policy.tiers.copies import CopyOrder, CopyStatus, Lane
+from megatron_mamba_cache.tiers.cache_directory import CacheDirectory
 from megatron_mamba_cache.tiers.copy_lanes import DeviceCopies, PlaceBytes, Work
+from megatron_mamba_cache.tiers.disk_copies import DiskCopies
+from megatron_mamba_cache.tiers.entry_files import BrokenEntryError
 from megatron_mamba_cache.tiers.host_memory import HostMemory
 
 _FAILING_SHARE = 0.15
@@ -19,11 +22,22 @@ _LATE_SHARE = 0.5
 class UnreliableCopies:
     """`Copies` by the real works, each made whole or in part at its start, and the rest as its status is asked for.
 
-    A copy that fails leaves some of its bytes, and noise elsewhere. The order of events depends on the seed alone.
+    A copy that fails leaves noise. The order of events depends on the seed alone.
+
+    Args:
+        before: Called for each order that is started.
     """
 
-    def __init__(self, works: dict[Lane, Work], device: torch.Tensor, host: torch.Tensor, sizes: PlaceBytes) -> None:
+    def __init__(
+        self,
+        works: dict[Lane, Work],
+        before: Sequence[Callable[[CopyOrder], None]],
+        device: torch.Tensor,
+        host: torch.Tensor,
+        sizes: PlaceBytes,
+    ) -> None:
         self.rng = random.Random(0)
+        self._before = before
         self.seen: Counter[str] = Counter()
         self._works = works
         self._targets = {Lane.TO_HOST: host, Lane.TO_DEVICE: device, Lane.FROM_DISK: host}
@@ -39,6 +53,8 @@ class UnreliableCopies:
             self._polls_left[order.number] = self.rng.randrange(1, 6) if self.rng.random() < _LATE_SHARE else 0
             if self.rng.random() < _FAILING_SHARE:
                 self._failing.add(order.number)
+            for note in self._before:
+                note(order)
             self._tear(order)
 
     def status(self, number: int) -> CopyStatus:
@@ -69,13 +85,17 @@ class UnreliableCopies:
             self.seen["copies_failed"] += 1
             self._tear(order)
             return CopyStatus.FAILED
-        self._works[order.lane](order)
+        try:
+            self._works[order.lane](order)
+        except (OSError, BrokenEntryError):
+            self.seen["files_failed"] += 1
+            return CopyStatus.FAILED
         return CopyStatus.DONE
 
     def _tear(self, order: CopyOrder) -> None:
         """Fill the target of a copy with noise."""
         if order.lane in self._targets:
-            for piece in self._sizes.pieces(order):
+            for piece in self._sizes.pieces(order):  # of memory: the second number of each pair
                 noise = self.rng.randrange(256)
                 self._targets[order.lane][piece.target : piece.target + piece.num_bytes] = noise
 
@@ -95,9 +115,17 @@ def unreliable_copies(seed: int) -> Iterator[_Seen]:
     """Let tiers that are made in the block copy so."""
     found, rng = _Seen(), random.Random(seed)
 
-    def copies(self: HostMemory, device: torch.Tensor) -> UnreliableCopies:
+    def copies(
+        self: HostMemory, device: torch.Tensor, directory: Callable[[], CacheDirectory] | None
+    ) -> UnreliableCopies:
         sizes = PlaceBytes(self.block_bytes, self.slot_bytes)
-        made = UnreliableCopies(DeviceCopies(device, self.bytes, sizes).works(), device, self.bytes, sizes)
+        by_device = DeviceCopies(device, self.bytes, sizes)
+        works, before = by_device.works(), [by_device.note_launched]
+        if directory is not None:
+            by_disk = DiskCopies(self.bytes, sizes, directory)
+            works |= by_disk.works()
+            before.append(by_disk.note_started)
+        made = UnreliableCopies(works, before, device, self.bytes, sizes)
         made.rng = random.Random(rng.random())
         found.made.append(made)
         return made

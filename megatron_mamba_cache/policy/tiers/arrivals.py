@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ..identifiers import BlockId, BlockKey, SlotId
 from ..pools import CachePools
+from ..slot_owners import SlotOwner
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,18 +61,24 @@ def expect(pools: CachePools, keys: Sequence[BlockKey]) -> Arrival:
 def publish(arrival: Arrival, pools: CachePools, block_size: int) -> list[BlockId]:
     """Make a boundary findable whose bytes are there; return its blocks from the start of the text, all held.
 
-    What has become known meanwhile by another way stays, and takes the place of what has arrived.
+    What has become known meanwhile by another way stays, and takes the place of what has arrived. If this raises, the
+    room is given back.
     """
-    held = list(arrival.known)
-    for block, key in zip(arrival.new, arrival.keys[len(held) :], strict=True):
-        held.append(pools.kv.register(block, key, held[-1] if held else None))
-    end = held[-1]
-    if pools.slots.slot_of(end) is not None:
-        pools.slots.cancel(arrival.slot)
-        return held
-    before = (block for block in reversed(held[:-1]) if pools.slots.slot_of(block) is not None)
-    num_others = pools.kv.num_children(end)
-    pools.slots.publish(arrival.slot, end, len(held) * block_size, next(before, None), num_others)
+    held, kv, slots = list(arrival.known), pools.kv, pools.slots
+    try:
+        for block, key in zip(arrival.new, arrival.keys[len(held) :], strict=True):
+            held.append(kv.register(block, key, held[-1] if held else None))
+        end = held[-1]
+        if slots.slot_of(end) is None:
+            before = (block for block in reversed(held[:-1]) if slots.slot_of(block) is not None)
+            slots.publish(arrival.slot, end, len(held) * block_size, next(before, None), kv.num_children(end))
+        else:
+            slots.cancel(arrival.slot)
+    except BaseException:
+        if slots.owner_of(arrival.slot) is SlotOwner.RESERVED:
+            slots.cancel(arrival.slot)
+        kv.release([*held, *arrival.new[len(held) - len(arrival.known) :]])
+        raise
     return held
 
 

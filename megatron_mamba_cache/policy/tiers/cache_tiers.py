@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ...errors import CacheIntegrityError
 from ...metrics import CacheCounters
@@ -10,11 +10,20 @@ from ..identifiers import BlockId, SlotId
 from ..pools import CachePools
 from ..slot_owners import SlotOwner
 from .copies import Agree, Copies, CopyLedger, Lane
+from .disk_index import DiskIndex
+from .disk_moves import DiskMoves
 from .host_writes import HostWrites
 from .restores import CopyTimes, Restores, WaitingPrompt
 
 LOOK_AHEAD = 16
 """The waiting requests for which boundaries are restored ahead."""
+
+
+class BroughtBlocks(NamedTuple):
+    """Blocks that came back to the device for a request, by where they had been."""
+
+    host: int = 0
+    disk: int = 0
 
 
 class Tiers(Protocol):
@@ -33,8 +42,8 @@ class Tiers(Protocol):
     def awaits(self, request_id: int) -> bool:
         """Return whether the request's prefill has to wait for a copy."""
 
-    def claim(self, request_id: int) -> int:
-        """Note that a request has been admitted; return the blocks that it skips because they were restored for it."""
+    def claim(self, request_id: int) -> "BroughtBlocks":
+        """Note that a request has been admitted; return the blocks that it skips because they were brought for it."""
 
     def forget(self, request_id: int) -> None:
         """Note that a request has left the queue."""
@@ -70,9 +79,9 @@ class NoTiers:
         """Return False."""
         return False
 
-    def claim(self, request_id: int) -> int:
-        """Return 0."""
-        return 0
+    def claim(self, request_id: int) -> "BroughtBlocks":
+        """Return none."""
+        return BroughtBlocks()
 
     def forget(self, request_id: int) -> None:
         """Do nothing."""
@@ -97,10 +106,11 @@ class NoTiers:
 
 
 class HostTier:
-    """The host's memory below the device, and the copies between them.
+    """The host's memory below the device, perhaps a disk below that, and the copies between them.
 
     Args:
         host: Pools over the host's memory; they may hold boundaries already.
+        disk: What is on the disk; None: there is none.
         copies: What makes the copies.
         agree: What the ranks of the model agree by.
     """
@@ -115,13 +125,18 @@ class HostTier:
         *,
         block_size: int,
         times: CopyTimes,
+        disk: DiskIndex | None = None,
     ) -> None:
         self.host = host
         self._device = device
         self._copies = copies
         self._agree = agree
         self._ledger = CopyLedger()
-        self._writes = HostWrites(device, host, self._ledger, counters, block_size)
+        self._disk: DiskMoves | None = None
+        if disk is not None:
+            self._disk = DiskMoves(device, host, disk, self._ledger, counters, block_size, times)
+        on_written = (lambda held: None) if self._disk is None else self._disk.store
+        self._writes = HostWrites(device, host, self._ledger, counters, block_size, on_written)
         self._restores = Restores(device, host, self._ledger, counters, block_size, times)
         device.slots.save_with(self._writes)
 
@@ -141,12 +156,15 @@ class HostTier:
         """End the copies that have ended on every rank; return how many.
 
         Args:
-            wait: Wait for the oldest restore first.
+            wait: Wait first for a copy that a request waits for.
         """
+        self._restores.let_go()
         if not len(self._ledger):
             return 0
-        if wait and (numbers := self._restores.numbers_under_way()):
-            self._copies.wait(numbers[:1])
+        self.start()
+        awaited = [*self._restores.numbers_under_way(), *([] if self._disk is None else self._disk.numbers_under_way())]
+        if wait and awaited:
+            self._copies.wait([min(awaited)])
         return self._ledger.land(self._copies, self._agree)
 
     def close(self) -> None:
@@ -155,9 +173,9 @@ class HostTier:
         self.drain()
 
     def drain(self) -> None:
-        """Start the copies that were ordered, and wait for all of them."""
-        self.start()
+        """Start the copies that were ordered, and wait for all of them, and for those that these lead to."""
         while len(self._ledger):
+            self.start()
             self._copies.wait(list(self._ledger.orders))
             self._ledger.land(self._copies, self._agree)
 
@@ -180,19 +198,25 @@ class HostTier:
             num_blocks += prompt.num_blocks - num_known
             if not self._device.space.fits(max(num_blocks, 0), 2):
                 return
-            self._restores.begin(prompt)
+            if self._disk is None or not (self._disk.awaits(prompt.request_id) or self._disk.load(prompt)):
+                self._restores.begin(prompt)
 
     def awaits(self, request_id: int) -> bool:
         """See `Tiers`."""
-        return self._restores.awaits(request_id)
+        return self._restores.awaits(request_id) or (self._disk is not None and self._disk.awaits(request_id))
 
-    def claim(self, request_id: int) -> int:
+    def claim(self, request_id: int) -> BroughtBlocks:
         """See `Tiers`."""
-        return self._restores.claim(request_id)
+        num_read = 0 if self._disk is None else self._disk.forget(request_id)
+        num_restored = self._restores.claim(request_id)
+        from_disk = min(num_read, num_restored)
+        return BroughtBlocks(num_restored - from_disk, from_disk)
 
     def forget(self, request_id: int) -> None:
         """See `Tiers`."""
         self._restores.forget(request_id)
+        if self._disk is not None:
+            self._disk.forget(request_id)
 
     def make_room(self, request_id: int | None = None) -> bool:
         """See `Tiers`."""
@@ -210,6 +234,8 @@ class HostTier:
         """See `Tiers`."""
         self._ledger.void_all()
         self._restores.flushed()
+        if self._disk is not None:
+            self._disk.flushed()
         self.host.slots.flush()
         self.host.kv.flush()
 
@@ -230,16 +256,21 @@ class HostTier:
         self.host.space.check_integrity()
         kv.check_integrity()
         slots.check_integrity()
-        held = Counter(block for blocks in self._restores.sources for block in blocks)
-        for arrival in self._writes.arrivals:
+        disk = self._disk
+        sources = [*self._restores.sources, *(disk.sources if disk else ())]
+        arrivals = [*self._writes.arrivals, *(disk.arrivals if disk else ())]
+        held = Counter(block for blocks in sources for block in blocks)
+        for arrival in arrivals:
             held.update((*arrival.known, *arrival.new))
-        found = {block: kv.num_refs(block) for block in held}
-        if found != held or kv.num_referenced != len(held):
-            raise CacheIntegrityError(f"host blocks {held} held by copies, {found} referenced of {kv.num_referenced}")
-        reserved = [arrival.slot for arrival in self._writes.arrivals]
+        counted = {block: kv.num_refs(block) for block in held}
+        if counted != held or kv.num_referenced != len(held):
+            raise CacheIntegrityError(f"host blocks {held} held by copies, {counted} referenced of {kv.num_referenced}")
+        reserved = [arrival.slot for arrival in arrivals]
         strange = [slot for slot in reserved if slots.owner_of(slot) is not SlotOwner.RESERVED]
         if strange or slots.num_reserved != len(reserved):
             raise CacheIntegrityError(f"host slots {reserved} reserved by copies, {slots.num_reserved} reserved in all")
-        for lane, arrivals in ((Lane.TO_HOST, self._writes.arrivals), (Lane.TO_DEVICE, self._restores.arrivals)):
-            if self._ledger.count(lane) != len(arrivals):
-                raise CacheIntegrityError(f"{self._ledger.count(lane)} copies {lane.value}, {len(arrivals)} arrivals")
+        for lane, found in ((Lane.TO_HOST, self._writes.arrivals), (Lane.TO_DEVICE, self._restores.arrivals)):
+            if self._ledger.count(lane) != len(found):
+                raise CacheIntegrityError(f"{self._ledger.count(lane)} copies {lane.value}, {len(found)} arrivals")
+        if disk is not None:
+            disk.index.check_integrity()

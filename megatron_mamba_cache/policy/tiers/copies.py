@@ -24,7 +24,7 @@ class CopyStatus(IntEnum):
 
 
 Places = tuple[tuple[int, int], ...]
-"""Pairs of a place to read and a place to write; for a file, the place in memory twice."""
+"""Pairs of numbers: a place to read and a place to write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,10 @@ class CopyOrder:
     """KV blocks and states to copy, by their numbers on both sides.
 
     Args:
-        files: Names of the files to write or to read, in the order of the blocks and states they hold; see `EntryName`.
+        blocks: Between memory and files: numbers in the text, and in memory.
+        files: The files to write or to read, those of a text in order. One that is written takes all the blocks and the
+            state; those that are read have the blocks between them, and the last one has the state. With neither
+            blocks nor states, they are to be removed.
     """
 
     number: int

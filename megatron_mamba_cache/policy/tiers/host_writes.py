@@ -1,6 +1,6 @@
 """Which boundaries of the device are written to the host, and when: a request's last one, and what is to be evicted."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ...errors import CacheCapacityError
 from ...metrics import CacheCounters
@@ -17,16 +17,26 @@ class HostWrites:
     """Copies boundaries from the device to the host while they stay findable on the device.
 
     A write takes nothing from the device: if its state is evicted before it ends, it is void.
+
+    Args:
+        on_written: Called with the blocks of each boundary that has come to the host, while they are held.
     """
 
     def __init__(
-        self, device: CachePools, host: CachePools, ledger: CopyLedger, counters: CacheCounters, block_size: int
+        self,
+        device: CachePools,
+        host: CachePools,
+        ledger: CopyLedger,
+        counters: CacheCounters,
+        block_size: int,
+        on_written: Callable[[Sequence[BlockId]], None],
     ) -> None:
         self._device = device
         self._host = host
         self._ledger = ledger
         self._counters = counters
         self._block_size = block_size
+        self._on_written = on_written
         self._under_way: dict[BlockId, int] = {}  # by the block that the boundary ends: the copy's number
         self._passed_over: set[BlockId] = set()  # of these, those that evictions have spared
         self._arrivals: dict[int, Arrival] = {}
@@ -110,8 +120,11 @@ class HostWrites:
             self._counters.host_writes_failed += 1
             return
         held = publish(arrival, self._host, self._block_size)
-        self._host.slots.touch_path(held)
-        self._host.kv.release(held)
+        try:
+            self._host.slots.touch_path(held)
+            self._on_written(held)
+        finally:
+            self._host.kv.release(held)
         self._counters.states_written_to_host += 1
 
     def _is_worth_writing(self, block: BlockId) -> bool:

@@ -18,11 +18,14 @@ class CopyTimes(NamedTuple):
     Args:
         block, state: To copy one from the host to the device.
         token: To compute one token of a prompt.
+        disk_block, disk_state: To read one from the disk.
     """
 
     block: int
     state: int
     token: int
+    disk_block: int = 0
+    disk_state: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,8 @@ class _Restore:
     host_blocks: list[BlockId]
     arrival: Arrival | None
     held: list[BlockId]
+    is_pinned: bool = False
+    is_there: bool = False
 
 
 class Restores:
@@ -73,7 +78,7 @@ class Restores:
         self._block_size = block_size
         self._times = times
         self._of_request: dict[int, _Restore] = {}
-        self._unclaimed: list[_Restore] = []  # under way for requests that have gone
+        self._unclaimed: list[_Restore] = []  # of requests that have gone; let go once they have landed
         self._tried: set[int] = set()
 
     @property
@@ -84,8 +89,8 @@ class Restores:
 
     @property
     def held(self) -> list[list[BlockId]]:
-        """Blocks that landed restores hold on the device until their requests are admitted; the last is pinned."""
-        return [restore.held for restore in self._of_request.values() if restore.held]
+        """Blocks that landed restores hold on the device until their requests are admitted."""
+        return [restore.held for restore in (*self._of_request.values(), *self._unclaimed)]
 
     @property
     def sources(self) -> list[list[BlockId]]:
@@ -127,9 +132,7 @@ class Restores:
         self._tried.add(prompt.request_id)
         restore = _Restore(depth, depth_here, -1, host_blocks, arrival, [])
         blocks = tuple(zip(host_blocks[len(arrival.known) :], arrival.new, strict=True))
-        order = self._ledger.begin(
-            Lane.TO_DEVICE, blocks, ((slot, arrival.slot),), lambda ok: self._end(prompt.request_id, restore, ok)
-        )
+        order = self._ledger.begin(Lane.TO_DEVICE, blocks, ((slot, arrival.slot),), lambda ok: self._end(restore, ok))
         restore.number = order.number
         self._of_request[prompt.request_id] = restore
         return True
@@ -137,16 +140,14 @@ class Restores:
     def claim(self, request_id: int) -> int:
         """Let go of what was restored for a request that has been admitted; return the blocks it skips thereby."""
         self._tried.discard(request_id)
-        restore = self._of_request.pop(request_id, None)
-        if restore is None or not restore.held:
-            return 0
-        self._let_go(restore)
-        return restore.depth - restore.num_blocks_before
+        restore = self._of_request.get(request_id)
+        self._give_up([request_id])
+        return restore.depth - restore.num_blocks_before if restore is not None and restore.is_there else 0
 
     def forget(self, request_id: int) -> None:
         """Let go of what was, or is being, restored for a request that has left the queue."""
         self._tried.discard(request_id)
-        self._give_up(request_id)
+        self._give_up([request_id])
 
     def give_up(self, keep: Collection[int] = ()) -> bool:
         """Let go of all that has been restored for waiting requests, but for some; return whether there was any.
@@ -154,14 +155,12 @@ class Restores:
         It stays on the device as long as nothing else needs its place.
         """
         landed = [number for number, restore in self._of_request.items() if restore.held and number not in keep]
-        for request_id in landed:
-            self._give_up(request_id)
+        self._give_up(landed)
         return bool(landed)
 
     def flushed(self) -> None:
         """Let go of everything: it is not findable any more, or never will be."""
-        for request_id in list(self._of_request):
-            self._give_up(request_id)
+        self._give_up(list(self._of_request))
         self._tried.clear()
 
     def numbers_under_way(self) -> list[int]:
@@ -181,39 +180,37 @@ class Restores:
                 best, least = depth, cost
         return best
 
-    def _end(self, request_id: int, restore: _Restore, is_there: bool) -> None:
+    def _end(self, restore: _Restore, is_there: bool) -> None:
         arrival, restore.arrival = restore.arrival, None
         assert arrival is not None
         self._host.slots.unpin(restore.host_blocks[-1])
         self._host.kv.release(restore.host_blocks)
         restore.host_blocks = []
-        is_claimed = self._of_request.get(request_id) is restore
-        if not is_claimed:
-            self._unclaimed.remove(restore)
-        if not is_there:
-            cancel(arrival, self._device)
-            self._of_request.pop(request_id, None) if is_claimed else None
-            self._counters.host_restores_failed += 1
-            return
-        restore.held = publish(arrival, self._device, self._block_size)
-        self._device.slots.pin(restore.held[-1], is_hit=False)
-        self._counters.states_restored_from_host += 1
-        if not is_claimed:
-            self._let_go(restore)
-
-    def _give_up(self, request_id: int) -> None:
-        restore = self._of_request.pop(request_id, None)
-        if restore is None:
-            return
-        if restore.arrival is not None:
-            self._unclaimed.append(restore)
+        if is_there:
+            restore.held = publish(arrival, self._device, self._block_size)
+            self._device.slots.pin(restore.held[-1], is_hit=False)
+            restore.is_pinned = restore.is_there = True
+            self._counters.states_restored_from_host += 1
         else:
-            self._let_go(restore)
+            cancel(arrival, self._device)
+            self._counters.host_restores_failed += 1
+        self.let_go()
 
-    def _let_go(self, restore: _Restore) -> None:
-        held, restore.held = restore.held, []
-        self._device.slots.unpin(held[-1])
-        self._device.kv.release(held)
+    def let_go(self) -> None:
+        """Let go of what nobody waits for any more; if this raises, the next call goes on."""
+        while landed := [restore for restore in self._unclaimed if restore.arrival is None]:
+            restore = landed[0]
+            if restore.is_pinned:
+                self._device.slots.unpin(restore.held[-1])
+                restore.is_pinned = False
+            self._device.kv.release(restore.held)
+            self._unclaimed.remove(restore)
+
+    def _give_up(self, request_ids: Iterable[int]) -> None:
+        for request_id in request_ids:
+            if request_id in self._of_request:
+                self._unclaimed.append(self._of_request.pop(request_id))
+        self.let_go()
 
 
 def _state_depths(pools: CachePools, keys: Sequence[BlockKey]) -> Iterable[int]:

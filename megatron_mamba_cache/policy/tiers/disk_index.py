@@ -1,0 +1,149 @@
+"""Which resumable boundaries are on disk, how they follow each other, and which of them leave first."""
+
+from collections import OrderedDict
+from collections.abc import Container, Iterable, Sequence
+
+from ...errors import CacheIntegrityError
+from ..identifiers import BlockKey
+from .copies import EntryName
+
+
+class DiskIndex:
+    """Entries by key, in the order of their last use.
+
+    An entry is of use only behind the entries before it, so those that no other follows leave first, the least recently
+    used one before others.
+
+    Args:
+        block_bytes, entry_bytes: What a KV block takes in a file, and what an entry takes besides its blocks.
+        limit: Bytes of all entries.
+    """
+
+    def __init__(self, block_bytes: int, entry_bytes: int, limit: int) -> None:
+        self._block_bytes = block_bytes
+        self._entry_bytes = entry_bytes
+        self._limit = limit
+        self._entries: OrderedDict[int, EntryName] = OrderedDict()
+        self._num_after: dict[int, int] = {}  # by key: entries that follow it directly, if any do
+        self._num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._entries
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all entries."""
+        return self._num_bytes
+
+    def bytes_of(self, name: EntryName) -> int:
+        """Return what an entry takes."""
+        return self._entry_bytes + name.num_blocks * self._block_bytes
+
+    def add(self, name: EntryName) -> None:
+        """Note that an entry is on disk; one that is known already counts as used."""
+        if name.key in self._entries:
+            self.use([name])
+            return
+        self._entries[name.key] = name
+        self._num_bytes += self.bytes_of(name)
+        self._num_after[name.anchor] = self._num_after.get(name.anchor, 0) + 1
+
+    def remove(self, name: EntryName) -> None:
+        """Note that an entry is gone; nothing happens if it is not known."""
+        if self._entries.get(name.key) != name:
+            return
+        del self._entries[name.key]
+        self._num_bytes -= self.bytes_of(name)
+        self._num_after[name.anchor] -= 1
+        if not self._num_after[name.anchor]:
+            del self._num_after[name.anchor]
+
+    def use(self, names: Iterable[EntryName]) -> None:
+        """Count entries as just used."""
+        for name in names:
+            if name.key in self._entries:
+                self._entries.move_to_end(name.key)
+
+    def make_room(self, name: EntryName, kept: Iterable[int]) -> list[EntryName] | None:
+        """Remove entries until one more fits; return them, or None, with nothing changed, if it never will.
+
+        Args:
+            kept: Keys of entries that stay.
+        """
+        most, stay = self._limit - self.bytes_of(name), set(kept)
+        leaving: list[EntryName] = []
+        while self._num_bytes > most:
+            found = self._first_that_may_leave(stay)
+            if found is None:
+                for entry in reversed(leaving):
+                    self.add(entry)
+                    self._entries.move_to_end(entry.key, last=False)
+                return None
+            self.remove(found)
+            leaving.append(found)
+        return leaving
+
+    def anchor_of(self, keys: Sequence[BlockKey]) -> int:
+        """Return after how many blocks of a text, but for all, the deepest entry on disk ends; 0 if there is none."""
+        return next((depth for depth in range(len(keys) - 1, 0, -1) if keys[depth - 1] in self._entries), 0)
+
+    def chain(self, keys: Sequence[BlockKey], num_known: int) -> list[EntryName]:
+        """Return the entries that lead to the deepest boundary of a text that can be read, in order; none if none can.
+
+        Args:
+            keys: Of the text's blocks.
+            num_known: Leading blocks that need not be read.
+        """
+        for depth in range(len(keys), 0, -1):
+            if keys[depth - 1] in self._entries and (found := self._chain_to(keys, depth, num_known)):
+                return found
+        return []
+
+    def trim(self) -> list[EntryName]:
+        """Remove entries until the limit holds; return them."""
+        leaving = []
+        while self._num_bytes > self._limit and (found := self._first_that_may_leave(())) is not None:
+            self.remove(found)
+            leaving.append(found)
+        return leaving
+
+    def close(self) -> None:
+        """Forget all entries, and take none any more."""
+        self.clear()
+        self._limit = -1
+
+    def clear(self) -> None:
+        """Forget all entries."""
+        self._entries.clear()
+        self._num_after.clear()
+        self._num_bytes = 0
+
+    def check_integrity(self) -> None:
+        """Raise `CacheIntegrityError` unless counts agree with the entries. O(n)."""
+        num_bytes = sum(map(self.bytes_of, self._entries.values()))
+        num_after: dict[int, int] = {}
+        for name in self._entries.values():
+            num_after[name.anchor] = num_after.get(name.anchor, 0) + 1
+        if (num_bytes, num_after) != (self._num_bytes, self._num_after):
+            raise CacheIntegrityError(
+                f"{self._num_bytes} bytes and {self._num_after} followers counted, {num_bytes} and {num_after} found"
+            )
+
+    def _first_that_may_leave(self, stay: Container[int]) -> EntryName | None:
+        names = self._entries.values()
+        return next((name for name in names if name.key not in self._num_after and name.key not in stay), None)
+
+    def _chain_to(self, keys: Sequence[BlockKey], depth: int, num_known: int) -> list[EntryName]:
+        found: list[EntryName] = []
+        while True:
+            name = self._entries.get(keys[depth - 1])
+            before = depth - (0 if name is None else name.num_blocks)
+            if name is None or name.depth != depth or not 0 <= before < depth:
+                return []
+            found.append(name)
+            if before <= num_known:
+                return found[::-1]
+            depth = before

@@ -1,0 +1,178 @@
+"""What moves between the host and the disk: what has come to the host, and what a waiting prompt starts from."""
+
+from collections.abc import Sequence
+
+from ...errors import CacheCapacityError
+from ...metrics import CacheCounters
+from ..identifiers import BlockId
+from ..pools import CachePools
+from .arrivals import Arrival, cancel, deepest_state, expect, publish
+from .copies import CopyLedger, EntryName, Lane
+from .disk_index import DiskIndex
+from .restores import CopyTimes, WaitingPrompt
+
+MOST_STORES = 64
+"""The most boundaries on their way to the disk; more than that are not written."""
+
+
+class DiskMoves:
+    """Writes what comes to the host to the disk, and reads what waiting requests find deeper there.
+
+    A boundary is written while it is held on the host; one that is read is expected there like any other arrival.
+    """
+
+    def __init__(
+        self,
+        device: CachePools,
+        host: CachePools,
+        index: DiskIndex,
+        ledger: CopyLedger,
+        counters: CacheCounters,
+        block_size: int,
+        times: CopyTimes,
+    ) -> None:
+        self.index = index
+        self._device = device
+        self._host = host
+        self._ledger = ledger
+        self._counters = counters
+        self._block_size = block_size
+        self._times = times
+        self._stores: dict[int, tuple[EntryName, list[BlockId]]] = {}
+        self._loads: dict[int, tuple[tuple[EntryName, ...], Arrival]] = {}
+        self._of_request: dict[int, int] = {}  # the load that a waiting request waits for
+        self._tried: set[int] = set()
+        self._read: dict[int, int] = {}  # by waiting request: blocks that came from the disk
+
+    @property
+    def arrivals(self) -> list[Arrival]:
+        """Room on the host for what is being read."""
+        return [arrival for _, arrival in self._loads.values()]
+
+    @property
+    def sources(self) -> list[list[BlockId]]:
+        """Blocks of the host that are being written; the last is pinned."""
+        return [blocks for _, blocks in self._stores.values()]
+
+    def awaits(self, request_id: int) -> bool:
+        """Return whether what the request starts from is being read."""
+        return request_id in self._of_request
+
+    def store(self, held: Sequence[BlockId]) -> None:
+        """Begin to write a boundary that has come to the host.
+
+        Args:
+            held: Its blocks from the start of the text, the last of which has a state.
+        """
+        found = [self._host.kv.key_of(block) for block in held]
+        keys = [key for key in found if key is not None]
+        if len(keys) < len(held) or keys[-1] in self.index or len(self._stores) >= MOST_STORES:
+            self.index.use(self.index.chain(keys, 0))
+            return
+        if any(name.key == keys[-1] for name, _ in self._stores.values()):
+            return
+        start = self.index.anchor_of(keys)
+        name = EntryName(keys[-1], keys[start - 1] if start else 0, len(keys), len(keys) - start)
+        under_way = (entry.anchor for entry, _ in self._stores.values())
+        read = (entry.key for names, _ in self._loads.values() for entry in names)
+        leaving = self.index.make_room(name, (name.anchor, *under_way, *read))
+        if leaving is None:
+            return
+        self._remove(leaving)
+        slot = self._host.slots.slot_of(held[-1])
+        assert slot is not None
+        self._host.kv.acquire(held)
+        self._host.slots.pin(held[-1], is_hit=False)
+        places = tuple((start + index, block) for index, block in enumerate(held[start:]))
+        order = self._ledger.begin(
+            Lane.TO_DISK, places, ((slot, slot),), lambda ok: self._end_store(number, ok), files=(name,)
+        )
+        number = order.number
+        self._stores[number] = name, list(held)
+
+    def load(self, prompt: WaitingPrompt) -> bool:
+        """Begin to read what a waiting request finds deeper on disk than above; return whether a read was ordered."""
+        if prompt.request_id in self._tried:
+            return False
+        num_known = len(self._host.kv.longest_match(prompt.keys))
+        names = self.index.chain(prompt.keys, num_known)
+        depth_above = max(deepest_state(pools, prompt.keys) for pools in (self._device, self._host))
+        if not names or names[-1].depth <= depth_above or not self._pays(names, num_known, depth_above):
+            return False
+        try:
+            arrival = expect(self._host, prompt.keys[: names[-1].depth])
+        except CacheCapacityError:
+            return False
+        self._tried.add(prompt.request_id)
+        self.index.use(names)
+        first = len(arrival.known)
+        places = tuple((first + index, block) for index, block in enumerate(arrival.new))
+        order = self._ledger.begin(
+            Lane.FROM_DISK,
+            places,
+            ((arrival.slot, arrival.slot),),
+            lambda ok: self._end_load(number, prompt.request_id, names[-1].depth - depth_above, ok),
+            files=tuple(names),
+        )
+        number = order.number
+        self._loads[number] = tuple(names), arrival
+        self._of_request[prompt.request_id] = number
+        return True
+
+    def forget(self, request_id: int) -> int:
+        """Note that a request has left the queue; return the blocks that have been read for it.
+
+        What is being read for it still comes to the host.
+        """
+        self._tried.discard(request_id)
+        self._of_request.pop(request_id, None)
+        return self._read.pop(request_id, 0)
+
+    def numbers_under_way(self) -> list[int]:
+        """Return the numbers of the reads that requests wait for."""
+        return list(self._of_request.values())
+
+    def flushed(self) -> None:
+        """Forget all entries: none can be found any more."""
+        self.index.clear()
+        self._tried.clear()
+        self._of_request.clear()
+        self._read.clear()
+
+    def _end_store(self, number: int, is_there: bool) -> None:
+        name, held = self._stores.pop(number)
+        self._host.slots.unpin(held[-1])
+        self._host.kv.release(held)
+        if is_there:
+            self.index.add(name)
+            self._counters.states_written_to_disk += 1
+        else:
+            self._counters.disk_writes_failed += 1
+
+    def _end_load(self, number: int, request_id: int, num_blocks: int, is_there: bool) -> None:
+        names, arrival = self._loads.pop(number)
+        is_awaited = self._of_request.get(request_id) == number
+        if is_awaited:
+            del self._of_request[request_id]
+        if not is_there:
+            cancel(arrival, self._host)
+            self._remove([name for name in names if name.key in self.index])
+            for name in names:
+                self.index.remove(name)
+            self._counters.disk_reads_failed += 1
+            return
+        held = publish(arrival, self._host, self._block_size)
+        self._host.kv.release(held)
+        self._counters.states_read_from_disk += 1
+        if is_awaited:
+            self._read[request_id] = num_blocks
+
+    def _remove(self, names: Sequence[EntryName]) -> None:
+        if names:
+            self._ledger.begin(Lane.TO_DISK, (), (), lambda ok: None, files=tuple(names))
+
+    def _pays(self, names: Sequence[EntryName], num_known: int, depth_above: int) -> bool:
+        """Return whether reading is sooner than computing what it brings."""
+        times, depth = self._times, names[-1].depth
+        read = (depth - min(num_known, depth)) * times.disk_block + times.disk_state
+        return read < (depth - depth_above) * self._block_size * times.token

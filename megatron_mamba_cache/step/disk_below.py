@@ -1,0 +1,143 @@
+"""The disk tier of a model's ranks: which directory holds its entries, and which of them can be found."""
+
+import hashlib
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ..config import CacheConfig
+from ..policy.tiers.copies import EntryName
+from ..policy.tiers.disk_index import DiskIndex
+from ..ranks.group import Ranks, on_all_ranks
+from ..state.model_shape import HybridModelShape
+from ..tiers.cache_directory import CacheDirectory
+from ..tiers.entry_files import EntryForm, remove_entries
+
+_FORMAT = 1
+_USUAL_GB = 100.0
+_LOOK_INTERVAL_S = 1.0
+
+
+class DiskBelow:
+    """Opens the directory for the weights that the model has, and again for each flush.
+
+    A directory's identity covers the weights of all ranks, the model, dtypes, sizes and the layout of the ranks.
+
+    Args:
+        weights: Returns a digest of this rank's weights.
+
+    Raises:
+        CacheError: If the directory cannot be used, on any of the ranks.
+        ValueError: If it is given on some ranks only, or its limit is too low for one entry.
+    """
+
+    def __init__(
+        self, config: CacheConfig, shape: HybridModelShape, ranks: Ranks, weights: Callable[[], bytes]
+    ) -> None:
+        self._config = config
+        self._shape = shape
+        self._ranks = ranks
+        self._weights = weights
+        self._directory: CacheDirectory | None = None
+        self._watch: _Watch | None = None
+        units = ranks.gather(shape.unit_bytes(config))
+        form = EntryForm(b"", max(unit.state for unit in units), max(unit.block for unit in units))
+        limit_gb = _USUAL_GB if config.disk_cache_gb is None else config.disk_cache_gb
+        (limit,) = ranks.least([int(limit_gb * 2**30)])
+        least = form.entry_bytes + form.block_bytes
+        if limit < least:
+            raise ValueError(
+                f"disk_cache_gb is {limit_gb:g} GiB, and one entry takes {least} bytes: set --disk-cache-gb to "
+                f"{(least + 2**20) / 2**30:.6f} or more"
+            )
+        self._limit = limit
+        self.index = DiskIndex(form.block_bytes, form.entry_bytes, limit)
+
+    @property
+    def directory(self) -> CacheDirectory:
+        """This rank's part of the directory, once it is open."""
+        assert self._directory is not None
+        return self._directory
+
+    def open(self, least: int = 0, *, is_flush: bool = False) -> int:
+        """Open the directory for the present weights; return its generation, the same on all ranks.
+
+        Args:
+            least: The generation is not below it.
+            is_flush: Whether what has been written so far may never be found again.
+        """
+        form = self._form()
+        if self._directory is None or self._directory.form != form:
+            self.close()
+            base, part = Path(self._config.disk_cache_dir or ""), f"{self._ranks.index}-of-{self._ranks.num_ranks}"
+            self._directory = on_all_ranks(self._ranks, lambda: CacheDirectory(base, form, part))
+            self._directory.remove_unused(self._limit)
+        directory = self._directory
+        known = on_all_ranks(self._ranks, directory.next_generation) if is_flush else directory.generation
+        generation: int = max(least, *self._ranks.gather(known))
+        self._stop_watching()
+        found = self._ranks.gather(on_all_ranks(self._ranks, lambda: directory.open(generation)))
+        self.index.clear()
+        everywhere = set(found[0]).intersection(*found[1:])
+        for name in found[0]:
+            if name in everywhere:
+                self.index.add(name)
+        remove_entries(directory.entries, self.index.trim())
+        if self._ranks.num_ranks == 1:
+            self._watch = _Watch(directory.shared_entries)
+        return generation
+
+    def note_shared(self) -> None:
+        """Add what other servers have written to the directory; where several ranks would have to agree, nothing."""
+        for name in () if self._watch is None else self._watch.take():
+            if name.key not in self.index:
+                self.index.add(name)
+
+    def disable(self) -> None:
+        """Find and write nothing any more."""
+        self.close()
+        self.index.close()
+
+    def close(self) -> None:
+        """Stop using the directory."""
+        self._stop_watching()
+        if self._directory is not None:
+            self._directory.close()
+
+    def _stop_watching(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+
+    def _form(self) -> EntryForm:
+        config, shape = self._config, self._shape
+        unit, states = shape.unit_bytes(config), shape.state_layout(config)
+        mine = (self._ranks.index, unit, states, shape.layer_types, self._weights().hex())
+        settings = (_FORMAT, self._ranks.num_ranks, shape.fingerprint, config.block_size_tokens, shape.params_dtype)
+        identity = hashlib.sha256(repr((settings, self._ranks.gather(mine))).encode()).digest()
+        return EntryForm(identity, unit.state, unit.block)
+
+
+class _Watch:
+    """A thread that looks at the directory every second, so that no step waits for the file system."""
+
+    def __init__(self, look: Callable[[], Sequence[EntryName]]) -> None:
+        self._look = look
+        self._found: list[EntryName] = []
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="shared cache directory", daemon=True)
+        self._thread.start()
+
+    def take(self) -> list[EntryName]:
+        """Return what was found since the last call."""
+        found, self._found = self._found, []
+        return found
+
+    def close(self) -> None:
+        """End the thread."""
+        self._ends.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._ends.wait(_LOOK_INTERVAL_S):
+            self._found = list(self._look())

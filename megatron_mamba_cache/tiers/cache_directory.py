@@ -1,0 +1,185 @@
+"""The directory of the disk tier: whose entries it holds, how often they were flushed, and who uses it now.
+
+    DIR/<identity>/generation          how often its entries were flushed, in digits
+    DIR/<identity>/lock                held by each server that uses it
+    DIR/<identity>/<generation>/<rank of ranks>/   entries
+
+An entry's keys contain the generation, so that none of an earlier one is ever found. Directories have mode 0700.
+"""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..errors import CacheError
+from ..policy.tiers.copies import EntryName
+from .entry_files import EntryForm, entries_in
+
+_UNFINISHED_S = 600.0
+_IDENTITY_DIGITS = 64
+
+
+class CacheDirectory:
+    """One rank's part of a directory, while a server uses it.
+
+    Args:
+        base: The directory that the operator names; it is made if it does not exist.
+        form: Whose digest names the part of the directory that this server uses.
+        part: Names this rank among those of the model.
+
+    Raises:
+        CacheError: If the directory cannot be made or written.
+    """
+
+    def __init__(self, base: Path, form: EntryForm, part: str) -> None:
+        self.form = form
+        self._base = base
+        self._part = part
+        self._home = base / form.identity.hex()
+        with _explained(base):
+            for directory in (base, self._home):
+                directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = os.open(self._home / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_SH)
+            self.generation = self._known_generation()
+
+    @property
+    def entries(self) -> Path:
+        """Where this generation's entries are."""
+        return self._home / str(self.generation) / self._part
+
+    def open(self, generation: int) -> list[EntryName]:
+        """Use a generation, at least the known one; remove those before it, and return its entries, oldest first.
+
+        From then on, durably, none before it is used.
+
+        Raises:
+            CacheError: If the directory cannot be written.
+        """
+        with _explained(self._base):
+            self._set_generation(generation)
+            self.entries.mkdir(mode=0o700, parents=True, exist_ok=True)
+            os.chmod(self.entries.parent, 0o700)
+            for found in self._home.iterdir():
+                if found.name.isdigit() and int(found.name) < generation:
+                    shutil.rmtree(found, ignore_errors=True)
+            return entries_in(self.entries, self.form, time.time() - _UNFINISHED_S)
+
+    def next_generation(self) -> int:
+        """Return a generation that nobody has used."""
+        with _explained(self._base):
+            return max(self.generation, self._known_generation()) + 1
+
+    def shared_entries(self) -> list[EntryName]:
+        """Return what is there now, written by whichever server; oldest first."""
+        with contextlib.suppress(OSError):
+            return entries_in(self.entries, self.form, time.time() - _UNFINISHED_S)
+        return []
+
+    def remove_unused(self, limit: int) -> None:
+        """Remove what other models or weights have left, the least recently used first, until all is within a limit.
+
+        What another server uses now stays.
+
+        Args:
+            limit: Bytes of the whole directory.
+        """
+        with contextlib.suppress(OSError):
+            others = [found for found in self._base.iterdir() if found != self._home and _is_identity(found.name)]
+            sizes = {found: _bytes_in(found) for found in others}
+            total = sum(sizes.values()) + _bytes_in(self._home)
+            for found in sorted(others, key=lambda other: _last_use(other)):
+                if total <= limit:
+                    return
+                if _is_unused(found):
+                    shutil.rmtree(found, ignore_errors=True)
+                    total -= sizes[found]
+
+    def close(self) -> None:
+        """Let others remove the directory when they need room."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def _known_generation(self) -> int:
+        try:
+            return int((self._home / "generation").read_text(encoding="ascii"))
+        except (FileNotFoundError, ValueError):
+            return 0
+
+    def _set_generation(self, generation: int) -> None:
+        """Write the generation durably, unless a later one is known by now."""
+        file = self._home / "generation"
+        with _locked(self._home / "generation.lock"):
+            if not file.exists() or self._known_generation() < generation:
+                new = self._home / f"generation.{os.getpid()}"
+                with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="ascii") as text:
+                    text.write(str(generation))
+                    text.flush()
+                    os.fsync(text.fileno())
+                os.replace(new, file)
+                _sync_directory(self._home)
+            os.utime(self._home)
+        self.generation = generation
+
+
+@contextmanager
+def _explained(base: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CacheError(f"cannot use --disk-cache-dir {base}: {error.strerror or error}") from error
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _sync_directory(path: Path) -> None:
+    directory = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def _is_identity(name: str) -> bool:
+    return len(name) == _IDENTITY_DIGITS and set(name) <= set("0123456789abcdef")
+
+
+def _is_unused(home: Path) -> bool:
+    with contextlib.suppress(OSError):
+        lock = os.open(home / "lock", os.O_RDWR)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        finally:
+            os.close(lock)
+    return False
+
+
+def _last_use(home: Path) -> float:
+    try:
+        return home.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _bytes_in(home: Path) -> int:
+    total = 0
+    for folder, _, files in os.walk(home):
+        for file in files:
+            with contextlib.suppress(OSError):
+                total += os.stat(os.path.join(folder, file)).st_size
+    return total
