@@ -36,8 +36,11 @@ def summary_line(result: RunResult) -> str:
     """Return what the cache did in one line."""
     counters = result.cache.counters
     share = 100 * result.cached_tokens / result.prompt_tokens if result.prompt_tokens else 0.0
+    found = {"the host": result.cached_tokens_from_host, "the disk": result.cached_tokens_from_disk}
+    tiers = " and ".join(f"{count} from {tier}" for tier, count in found.items() if count)
     return (
-        f"skipped {result.cached_tokens} of {result.prompt_tokens} prompt tokens ({share:.1f} %), published "
+        f"skipped {result.cached_tokens} of {result.prompt_tokens} prompt tokens "
+        f"({share:.1f} %{f'; {tiers}' if tiers else ''}), published "
         f"{counters.states_published} states and restored {counters.states_restored}; generated "
         f"{result.generated_tokens} tokens in {result.seconds:.2f} s ({result.tokens_per_second:.0f} tokens/s)"
     )

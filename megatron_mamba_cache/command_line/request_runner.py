@@ -119,6 +119,8 @@ class RequestRunner:
         record.text = self._tokenizer.detokenize(record.generated_tokens)
         record.latency_s = now - self._added_at.pop(record.request_id)
         record.cached_tokens = self._engine.cached_tokens(record.request_id)
+        tiers = self._engine.tier_tokens(record.request_id)
+        record.cached_tokens_from_host, record.cached_tokens_from_disk = tiers.from_host, tiers.from_disk
         drafts = self._engine.draft_counts(record.request_id)
         record.draft_tokens, record.accepted_tokens = drafts.drafted, drafts.accepted
         record.error = failure_reason(request)

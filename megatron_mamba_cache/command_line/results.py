@@ -12,6 +12,7 @@ class RequestRecord:
 
     Args:
         cached_tokens: Prompt tokens skipped at its first admission.
+        cached_tokens_from_host, cached_tokens_from_disk: Of these, those that came back for it from there.
         draft_tokens, accepted_tokens: Drafts verified for it, and those accepted.
         time_to_first_token_s, latency_s: Seconds since it was added; the first is None if there was no token.
         error: Why it could not run.
@@ -22,6 +23,8 @@ class RequestRecord:
     generated_tokens: list[int] = field(default_factory=list)
     text: str = ""
     cached_tokens: int = 0
+    cached_tokens_from_host: int = 0
+    cached_tokens_from_disk: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
     time_to_first_token_s: float | None = None
@@ -29,7 +32,7 @@ class RequestRecord:
     error: str | None = None
 
     def as_dict(self) -> dict[str, object]:
-        """Return plain JSON types; "error" is there only if there is one."""
+        """Return plain JSON types; what came back from tiers and "error" are there only if there is any."""
         described: dict[str, object] = {
             "request_id": self.request_id,
             "prompt_tokens": self.prompt_tokens,
@@ -41,6 +44,9 @@ class RequestRecord:
             "time_to_first_token_s": self.time_to_first_token_s,
             "latency_s": self.latency_s,
         }
+        for name in ("cached_tokens_from_host", "cached_tokens_from_disk"):
+            if getattr(self, name):
+                described[name] = getattr(self, name)
         return described if self.error is None else {**described, "error": self.error}
 
 
@@ -66,6 +72,16 @@ class RunResult:
     def cached_tokens(self) -> int:
         """Prompt tokens skipped at first admissions."""
         return sum(record.cached_tokens for record in self.completed)
+
+    @property
+    def cached_tokens_from_host(self) -> int:
+        """Those of them that came back from the host's memory."""
+        return sum(record.cached_tokens_from_host for record in self.completed)
+
+    @property
+    def cached_tokens_from_disk(self) -> int:
+        """Those of them that came back from the disk."""
+        return sum(record.cached_tokens_from_disk for record in self.completed)
 
     @property
     def computed_tokens(self) -> int:
@@ -95,6 +111,8 @@ class RunResult:
             "failed_requests": len(self.records) - len(self.completed),
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,
+            "cached_tokens_from_host": self.cached_tokens_from_host,
+            "cached_tokens_from_disk": self.cached_tokens_from_disk,
             "computed_tokens": self.computed_tokens,
             "generated_tokens": self.generated_tokens,
             "seconds": self.seconds,

@@ -32,7 +32,7 @@ from .request_spec import (
     scoring_allowed,
     spec_of,
 )
-from .request_states import DraftCounts, RequestStates, complete_parts
+from .request_states import DraftCounts, RequestStates, TierTokens, complete_parts
 from .step_clock import WallClockEvent
 from .step_report import StepReport
 from .suspendable_engine import SuspendableEngine
@@ -152,6 +152,10 @@ class MambaCacheEngine(SuspendableEngine):
         Kept for the newest 65,536 requests that have left.
         """
         return self._states.cached_tokens(request_id)
+
+    def tier_tokens(self, request_id: int) -> TierTokens:
+        """Return how many of its `cached_tokens` came back for the request from below the device; kept as long."""
+        return self._states.tier_tokens(request_id)
 
     def written_tokens(self, request_id: int) -> int:
         """Return how many tokens of its prompt the request has made resumable that were not; kept as `cached_tokens`.

@@ -25,6 +25,14 @@ class DraftCounts:
         return DraftCounts(self.drafted + other.drafted, self.accepted + other.accepted)
 
 
+@dataclass(frozen=True, slots=True)
+class TierTokens:
+    """Cached tokens of one request that came back for it from below the device."""
+
+    from_host: int = 0
+    from_disk: int = 0
+
+
 @dataclass(slots=True)
 class RequestState:
     """What the engine keeps of a request besides Megatron's record."""
@@ -35,6 +43,7 @@ class RequestState:
     candidate: Candidate | None = None  # likewise
     age: int | None = None  # order of its first admission
     cached_tokens: int | None = None  # prompt tokens skipped at its first admission
+    tiers: TierTokens = TierTokens()  # of these
     drafts: DraftCounts = DraftCounts()  # over its whole life, evictions included
     admitted_at: float | None = None  # seconds of the monotonic clock, at its first admission; decides nothing
     row: RunningRequest | None = None  # the newest one, which may have left
@@ -44,6 +53,7 @@ class RequestState:
         """Note an admission; only the first one's cached tokens count."""
         if self.cached_tokens is None:
             self.cached_tokens = row.computed
+            self.tiers = TierTokens(row.from_host, row.from_disk)
             self.admitted_at = time.monotonic()
         self.num_written_before = self.num_written
         self.age, self.row = row.age, row
@@ -59,6 +69,7 @@ class _RequestCounts:
     """What is kept of a request that has left."""
 
     cached_tokens: int = 0
+    tiers: TierTokens = TierTokens()
     num_written: int = 0
     drafts: DraftCounts = DraftCounts()
     admitted_at: float | None = None
@@ -79,6 +90,10 @@ class RequestStates(dict[int, RequestState]):
     def cached_tokens(self, request_id: int) -> int:
         """Return the prompt tokens skipped at a request's first admission; 0 before that, or if it is forgotten."""
         return self._counts_of(request_id).cached_tokens
+
+    def tier_tokens(self, request_id: int) -> TierTokens:
+        """Return how many of a request's cached tokens came back from each tier; none if it is forgotten."""
+        return self._counts_of(request_id).tiers
 
     def written_tokens(self, request_id: int) -> int:
         """Return the prompt tokens that a request has newly written to the cache; 0 if it is forgotten."""
@@ -106,7 +121,7 @@ class RequestStates(dict[int, RequestState]):
         state = self.get(request_id)
         if state is None:
             return self._left.get(request_id, _RequestCounts())
-        return _RequestCounts(state.cached_tokens or 0, state.num_written, state.drafts, state.admitted_at)
+        return _RequestCounts(state.cached_tokens or 0, state.tiers, state.num_written, state.drafts, state.admitted_at)
 
 
 def begin_next_part(record: DynamicInferenceRequestRecord) -> None:

@@ -37,7 +37,8 @@ class ReplicaEngine(MambaCacheEngine):
     """Serves the requests of a coordinator, and reports to it where prompts can resume.
 
     Sampling parameters carry values that Megatron's protocol has no field for: a client may add `seed` and `tenant` to
-    them, as in `sampling.add_attributes({"tenant": "red"})`, and those of a reply have `cached_tokens` and `replica`.
+    them, as in `sampling.add_attributes({"tenant": "red"})`, and those of a reply have `cached_tokens`,
+    `cached_tokens_from_host`, `cached_tokens_from_disk` and `replica`.
     """
 
     socket_for_receiving_requests: Any
@@ -315,6 +316,8 @@ class ReplicaEngine(MambaCacheEngine):
     def _annotate(self, record: Any, request_id: int) -> None:
         sampling = record[0].sampling_params
         sampling.cached_tokens = self.cached_tokens(request_id)
+        tiers = self.tier_tokens(request_id)
+        sampling.cached_tokens_from_host, sampling.cached_tokens_from_disk = tiers.from_host, tiers.from_disk
         sampling.written_tokens = self.written_tokens(request_id)
         sampling.replica = self._replica_name
         sampling.running_s = self.running_seconds(request_id)

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import msgpack
 
 from ..mcore.request_spec import PROMPT_SCORES
-from ..mcore.request_states import DraftCounts, tokens_after
+from ..mcore.request_states import DraftCounts, TierTokens, tokens_after
 from .front_end import CANCELS, FLUSHES, PROGRESS, STATE, STREAMS
 
 _STATE_INTERVAL_S = 0.25
@@ -20,6 +20,9 @@ class ReportingEngine(Protocol):
     context: Any
 
     def cached_tokens(self, request_id: int) -> int:
+        """See `MambaCacheEngine`."""
+
+    def tier_tokens(self, request_id: int) -> TierTokens:
         """See `MambaCacheEngine`."""
 
     def written_tokens(self, request_id: int) -> int:
@@ -92,6 +95,8 @@ class ProgressReports:
         drafts = self._engine.draft_counts(request_id)
         counts = {"draft_tokens": drafts.drafted, "accepted_tokens": drafts.accepted}
         counts["written_tokens"] = self._engine.written_tokens(request_id)
+        tiers = self._engine.tier_tokens(request_id)
+        counts |= {"cached_tokens_from_host": tiers.from_host, "cached_tokens_from_disk": tiers.from_disk}
         return progress | counts | {"running_s": self._engine.running_seconds(request_id)}
 
 

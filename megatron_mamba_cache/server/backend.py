@@ -73,6 +73,7 @@ class Progress:
         prompt_log_probs, prompt_alternatives: Those of the prompt from its second token on, with the first new token.
         prompt_scores: The same with ranks and ids, if requested.
         cached_tokens: Prompt tokens that were skipped at the request's first admission.
+        cached_tokens_from_host, cached_tokens_from_disk: Of these, those that came back for it from there.
         written_tokens: Prompt tokens that the request has newly written to the cache.
         draft_tokens, accepted_tokens: Drafts verified so far, and those accepted.
         running_s: Seconds since the start of the first step that ran the request.
@@ -87,6 +88,8 @@ class Progress:
     prompt_alternatives: tuple[Mapping[str, float], ...] = ()
     prompt_scores: tuple[ScoredToken, ...] = ()
     cached_tokens: int = 0
+    cached_tokens_from_host: int = 0
+    cached_tokens_from_disk: int = 0
     written_tokens: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0

@@ -34,6 +34,11 @@ from .request_faults import RequestRules
 logger = logging.getLogger(__name__)
 
 _STOP_S = 20.0
+_COUNTS = (
+    *("cached_tokens_from_host", "cached_tokens_from_disk", "written_tokens"),
+    *("draft_tokens", "accepted_tokens", "running_s"),
+)
+"""What a reply's sampling parameters tell of its request besides `cached_tokens`."""
 
 
 class CoordinatorBackend:
@@ -178,10 +183,8 @@ class CoordinatorBackend:
             return
         told = record[0].sampling_params
         news = progress_since(0, record.requests, getattr(told, "cached_tokens", 0))
-        drafts = {
-            name: getattr(told, name, 0) for name in ("written_tokens", "draft_tokens", "accepted_tokens", "running_s")
-        }
-        listener.deliver(ended(self._progress(listener, news | drafts), listener.end_ids, record[-1]))
+        counts = {name: getattr(told, name, 0) for name in _COUNTS}
+        listener.deliver(ended(self._progress(listener, news | counts), listener.end_ids, record[-1]))
 
     def _progress(self, listener: Listener, news: dict[str, Any]) -> Progress:
         """Return the progress that is new to a listener; a restarted request reports its first tokens again."""
@@ -198,6 +201,8 @@ class CoordinatorBackend:
             prompt_alternatives=tuple(news["prompt_alternatives"]) if tells_prompt else (),
             prompt_scores=tuple(ScoredToken(*score) for score in news["prompt_scores"]) if tells_prompt else (),
             cached_tokens=news["cached_tokens"],
+            cached_tokens_from_host=news["cached_tokens_from_host"],
+            cached_tokens_from_disk=news["cached_tokens_from_disk"],
             written_tokens=news["written_tokens"],
             draft_tokens=news["draft_tokens"],
             accepted_tokens=news["accepted_tokens"],

@@ -183,7 +183,7 @@ class EngineThread:
         tokens = tokens_after(known, parts)
         listener.num_tokens += len(tokens)
         self._generated += len(tokens)
-        drafts = self._engine.draft_counts(request_id)
+        drafts, tiers = self._engine.draft_counts(request_id), self._engine.tier_tokens(request_id)
         wants_log_probs = parts[0].sampling_params.return_log_probs
         wants_top = wants_log_probs and parts[0].sampling_params.top_n_logprobs
         return Progress(
@@ -194,6 +194,8 @@ class EngineThread:
             prompt_alternatives=() if known else tuple(parts[0].prompt_top_n_logprobs or ()),
             prompt_scores=() if known else tuple(getattr(parts[0].sampling_params, PROMPT_SCORES, ())),
             cached_tokens=self._engine.cached_tokens(request_id),
+            cached_tokens_from_host=tiers.from_host,
+            cached_tokens_from_disk=tiers.from_disk,
             written_tokens=self._engine.written_tokens(request_id),
             draft_tokens=drafts.drafted,
             accepted_tokens=drafts.accepted,

@@ -209,6 +209,8 @@ class Job:
             reasoning_tokens=sum(choice.reply.num_reasoning_tokens for choice in self.choices),
             written_tokens=sum(prompt.written_tokens for prompt in prompts),
             hour_tokens=sum(prompt.hour_tokens for prompt in prompts),
+            cached_tokens_from_host=sum(prompt.cached_tokens_from_host for prompt in prompts),
+            cached_tokens_from_disk=sum(prompt.cached_tokens_from_disk for prompt in prompts),
         )
 
     @property

@@ -37,6 +37,8 @@ def _joined(parts: list[Progress]) -> Progress:
         prompt_alternatives=parts[0].prompt_alternatives,
         prompt_scores=parts[0].prompt_scores,
         cached_tokens=last.cached_tokens,
+        cached_tokens_from_host=last.cached_tokens_from_host,
+        cached_tokens_from_disk=last.cached_tokens_from_disk,
         written_tokens=last.written_tokens,
         draft_tokens=last.draft_tokens,
         accepted_tokens=last.accepted_tokens,

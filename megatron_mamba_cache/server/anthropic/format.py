@@ -155,6 +155,7 @@ def _usage(job: Job) -> dict[str, Any]:
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens - usage.written_tokens,
         "cache_read_input_tokens": usage.cached_tokens,
+        **usage.by_tier,
         "cache_creation_input_tokens": usage.written_tokens,
         "cache_creation": {
             "ephemeral_5m_input_tokens": usage.written_tokens - usage.hour_tokens,
