@@ -89,6 +89,9 @@ class CacheSnapshot:
     state_slots: dict[str, int] = field(default_factory=dict)  # by owner
     kv_blocks: dict[str, int] = field(default_factory=dict)  # by kind
     cache_bytes: dict[str, int] = field(default_factory=dict)  # of this rank's memory for both, by use
+    host_bytes: dict[str, int] = field(default_factory=dict)  # of this rank's part of the host tier, by use
+    disk_bytes: dict[str, int] = field(default_factory=dict)  # of this rank's part of the disk tier, by use
+    tier_copies: dict[str, int] = field(default_factory=dict)  # under way, by the tier that they bring something to
     num_compiled_kernels: int = 0  # by Triton in this process, for any purpose; those from its disk cache count
     compile_seconds: float = 0.0  # time spent on them
     num_graphs: int = 0  # step shapes captured as CUDA graphs
@@ -123,6 +126,9 @@ class CacheSnapshot:
             "state_slots": dict(self.state_slots),
             "kv_blocks": dict(self.kv_blocks),
             "cache_bytes": dict(self.cache_bytes),
+            "host_bytes": dict(self.host_bytes),
+            "disk_bytes": dict(self.disk_bytes),
+            "tier_copies": dict(self.tier_copies),
             "num_compiled_kernels": self.num_compiled_kernels,
             "compile_seconds": self.compile_seconds,
             "num_graphs": self.num_graphs,

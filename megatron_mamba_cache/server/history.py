@@ -41,6 +41,8 @@ class Sample:
     inside: int
     generated_tokens: int
     prompt_tokens_skipped: int
+    prompt_tokens_from_host: int
+    prompt_tokens_from_disk: int
     prompt_tokens_computed: int
     first_token_p50: float | None
     first_token_p95: float | None
@@ -130,6 +132,8 @@ class History:
         return {
             "generated_tokens": state.generated_tokens,
             "prompt_tokens_skipped": counters.prompt_tokens_skipped,
+            "prompt_tokens_from_host": counters.prompt_tokens_from_host,
+            "prompt_tokens_from_disk": counters.prompt_tokens_from_disk,
             "prompt_tokens_computed": counters.prefill_tokens_computed,
             **{
                 kind: sum(count for status, count in responses.items() if int(status) in statuses)

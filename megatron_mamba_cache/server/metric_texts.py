@@ -18,6 +18,17 @@ COUNTER_TEXTS = {
     "admissions_deferred": "Steps that requests waited for a prefix that another request was computing",
     "requests_paused": "Times that a running request was paused for want of KV blocks",
     "requests_evicted": "Times that a running request lost its memory and had to be computed again",
+    "prompt_tokens_from_host": "Skipped prompt tokens that came back for a request from the host's memory",
+    "prompt_tokens_from_disk": "Skipped prompt tokens that came back for a request from the disk",
+    "states_written_to_host": "States that were copied to the host's memory, with the KV before them",
+    "states_restored_from_host": "States that were copied from the host's memory to the device",
+    "states_not_written_no_room": "States that were not copied to the host's memory because it had no room",
+    "host_writes_failed": "Copies to the host's memory that failed, or were of no use any more when they ended",
+    "host_restores_failed": "Copies from the host's memory that failed, or were of no use any more when they ended",
+    "states_written_to_disk": "States that were written to the disk, with the KV before them",
+    "states_read_from_disk": "States that were read from the disk into the host's memory",
+    "disk_writes_failed": "Writes to the disk that failed, or were of no use any more when they ended",
+    "disk_reads_failed": "Reads from the disk that failed, or were of no use any more when they ended",
     "states_evicted": "Cached states that were evicted",
     "kv_blocks_evicted": "Cached KV blocks that were evicted",
     "steps": "Steps of the engine",
@@ -35,6 +46,12 @@ CACHE_BYTES = (
     "requests), kv_cached and states_cached (findable), rings (of replayed states), unusable (in slabs, where neither "
     "fits), free"
 )
+HOST_BYTES = (
+    "Bytes of the host tier by use, of one rank: kv_cached and states_cached (findable), kv_in_use (that copies read "
+    "or write), states_reserved (for what is on its way there), free; nothing without a host tier"
+)
+DISK_BYTES = "Bytes of the entries in the disk tier, of one rank; nothing without a disk tier"
+TIER_COPIES = "Copies between tiers that are under way, by the tier that they bring a state and its KV to"
 
 
 def counter_text(name: str) -> str:

@@ -11,7 +11,7 @@ from ..metrics import CacheCounters, CacheSnapshot
 from .backend import Backend
 from .job import Job
 from .limits import QueueGate
-from .metric_texts import CACHE_BYTES, KV_BLOCKS, STATE_SLOTS, counter_text
+from .metric_texts import CACHE_BYTES, DISK_BYTES, HOST_BYTES, KV_BLOCKS, STATE_SLOTS, TIER_COPIES, counter_text
 from .quantiles import Durations
 
 PREFIX = "mamba_cache_"
@@ -127,6 +127,9 @@ def _cache_metrics(cache: CacheSnapshot) -> Iterable[Metric]:
         ("state_slots", "owner", STATE_SLOTS, cache.state_slots),
         ("kv_blocks", "kind", KV_BLOCKS, cache.kv_blocks),
         ("cache_bytes", "use", CACHE_BYTES, cache.cache_bytes),
+        ("host_bytes", "use", HOST_BYTES, cache.host_bytes),
+        ("disk_bytes", "use", DISK_BYTES, cache.disk_bytes),
+        ("tier_copies", "to", TIER_COPIES, cache.tier_copies),
     ):
         family = GaugeMetricFamily(f"{PREFIX}{name}", text, labels=[label])
         for kind, count in counts.items():

@@ -116,7 +116,8 @@ class CacheMemory:
         """Return slots by owner, blocks by kind and bytes by use, under the names of `CacheSnapshot`."""
         slots, blocks, space = self.slots.count_by_owner(), self.blocks.count_by_kind(), self.pools.space
         slabs = space.count_slabs() if isinstance(space, SlabSpace) else {}
-        return {"state_slots": slots, "kv_blocks": blocks, "cache_bytes": self._sizes.by_use(slots, blocks, slabs)}
+        used = {"state_slots": slots, "kv_blocks": blocks, "cache_bytes": self._sizes.by_use(slots, blocks, slabs)}
+        return used | self.below.usage()
 
     def start_copies(self) -> None:
         """Start the copies between tiers that were ordered since the last call."""

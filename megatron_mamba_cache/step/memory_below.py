@@ -95,7 +95,7 @@ class MemoryBelow:
             times=CopyTimes(0, 0, 1),
             disk=None if disk is None else disk.index,
         )
-        return AttachedTiers(tier, copies, disk)
+        return AttachedTiers(tier, copies, disk, self._host)
 
     def _allocated(self, device: torch.device) -> HostMemory:
         config, capacity = self._config, self._capacity
@@ -125,11 +125,16 @@ class AttachedTiers:
     """The tiers below one device memory, for as long as that exists; without arguments there are none."""
 
     def __init__(
-        self, tier: HostTier | None = None, copies: CopyLanes | None = None, disk: DiskBelow | None = None
+        self,
+        tier: HostTier | None = None,
+        copies: CopyLanes | None = None,
+        disk: DiskBelow | None = None,
+        host: HostMemory | None = None,
     ) -> None:
         self._tier = tier
         self._copies = copies
         self._disk = disk
+        self._host = host
 
     @property
     def tiers(self) -> Tiers:
@@ -140,6 +145,14 @@ class AttachedTiers:
     def has_new(self) -> bool:
         """True when a copy was ordered and is not started."""
         return self._tier is not None and self._tier.has_new
+
+    def usage(self) -> dict[str, dict[str, int]]:
+        """Return bytes by use and the copies under way, under the names of `CacheSnapshot`; nothing without tiers."""
+        if self._tier is None or self._host is None:
+            return {}
+        num_copies = {"device": len(self._tier.slots_reserved()), "host": self._host.pools.slots.num_reserved}
+        disk_bytes = {} if self._disk is None else {"entries": self._disk.index.num_bytes}
+        return {"host_bytes": _host_bytes(self._host), "disk_bytes": disk_bytes, "tier_copies": num_copies}
 
     def start(self) -> None:
         """Start the copies that were ordered since the last call."""
@@ -157,3 +170,15 @@ class AttachedTiers:
         if self._tier is not None and self._copies is not None:
             self._tier.close()
             self._copies.close()
+
+
+def _host_bytes(host: HostMemory) -> dict[str, int]:
+    """Return the bytes of a rank's part of the host tier by use."""
+    blocks, slots = host.pools.kv.count_by_kind(), host.pools.slots.count_by_owner()
+    found = {
+        "kv_in_use": blocks["in_use"] * host.block_bytes,
+        "kv_cached": blocks["cached"] * host.block_bytes,
+        "states_reserved": slots["reserved"] * host.slot_bytes,
+        "states_cached": slots["cached"] * host.slot_bytes,
+    }
+    return found | {"free": host.bytes.numel() - sum(found.values())}
