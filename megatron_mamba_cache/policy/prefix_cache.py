@@ -84,8 +84,9 @@ class PrefixCache:
         return Candidate(spec, self._keys_of(spec), self.epoch)
 
     def plan(self, candidate: Candidate, budget: int) -> AdmissionPlan | Refusal:
-        """Plan the admission of a candidate within `budget` tokens; changes nothing but stale keys."""
+        """Plan the admission of a candidate within `budget` tokens; changes nothing but the candidate's own notes."""
         if self.tiers.awaits(candidate.spec.request_id):
+            candidate.awaited_copy = True
             return Refusal.WAITS_FOR_COPY
         return plan_admission(
             self._view(candidate),
@@ -157,7 +158,9 @@ class PrefixCache:
             brought = self.tiers.claim(row.request_id)
             row.from_disk = min(brought.disk * block_size, row.computed)
             row.from_host = min(brought.host * block_size, row.computed - row.from_disk)
-            self._count_admission(row, is_first=age is None)
+            self._count_admission(row)
+            if age is None:
+                self._count_first_admission(row, candidate)
             undo.pop_all()
         self._num_admitted += 1
         return row
@@ -307,6 +310,7 @@ class PrefixCache:
     def _view(self, candidate: Candidate) -> PromptView:
         if candidate.epoch != self.epoch:
             candidate.chain, candidate.epoch = self._keys_of(candidate.spec), self.epoch
+            candidate.awaited_copy = False
         spec = candidate.spec
         return PromptView(candidate.chain.keys[: spec.prompt_len // self.block_size], spec.prompt_len, spec.may_skip)
 
@@ -365,11 +369,15 @@ class PrefixCache:
             self.slots.unpin(row.source_block)
         row.source_block = row.source_slot = None
 
-    def _count_admission(self, row: RunningRequest, *, is_first: bool) -> None:
-        self.counters.count_without_hit(reason_for_no_hit(row, self.block_size, self.enabled) if is_first else None)
+    def _count_admission(self, row: RunningRequest) -> None:
         self.counters.requests_admitted += 1
         self.counters.prompt_tokens_matched += row.num_shared_blocks * self.block_size
         self.counters.prompt_tokens_skipped += row.computed
         self.counters.prompt_tokens_from_host += row.from_host
         self.counters.prompt_tokens_from_disk += row.from_disk
         self.counters.states_restored += row.source_slot is not None
+
+    def _count_first_admission(self, row: RunningRequest, candidate: Candidate) -> None:
+        awaited_copy = candidate.awaited_copy
+        reason = reason_for_no_hit(row, self.block_size, enabled=self.enabled, awaited_copy=awaited_copy)
+        self.counters.count_without_hit(reason)

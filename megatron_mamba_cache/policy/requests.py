@@ -143,6 +143,7 @@ class Candidate:
     spec: RequestSpec
     chain: KeyChain
     epoch: int
+    awaited_copy: bool = False  # of what it starts from, in this epoch
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,138 @@
+"""What an engine tells of its tiers: tokens that came back, bytes by use, copies under way, copies that were lost."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_mamba_cache import CacheConfig
+from megatron_mamba_cache.mcore.request_states import TierTokens
+from megatron_mamba_cache.metrics import CacheSnapshot
+from megatron_mamba_cache.tiers.copy_lanes import DeviceCopies
+from tests.mcore.engine_runs import (
+    EngineRun,
+    cache_config,
+    some_tokens,
+    tiny_hybrid,
+    with_host_tier,
+    with_one_budget,
+)
+
+NUM_TEXTS = 6
+PROMPT_LEN = 100
+FOUND = 96
+TEXTS = [some_tokens(PROMPT_LEN, seed=number) for number in range(NUM_TEXTS)]
+
+
+def tier_config(directory: Path | None = None) -> CacheConfig:
+    """Return settings with room for one text on the device and for all of them below."""
+    subject = tiny_hybrid()
+    config = with_one_budget(cache_config(subject.sizes, max_sequence_length=256, max_requests=2), subject.shape, 1)
+    config = with_host_tier(config, subject.shape, 60)
+    return config if directory is None else replace(config, disk_cache_dir=str(directory), disk_cache_gb=0.01)
+
+
+def run_texts(run: EngineRun, first_id: int = 0) -> list[TierTokens]:
+    """Run each text by itself; return what came back for each."""
+    found = []
+    for number, text in enumerate(TEXTS):
+        run.run(first_id + number, text, 4)
+        found.append(run.engine.tier_tokens(first_id + number))
+    return found
+
+
+def test_a_request_tells_what_came_back_for_it_from_the_host_and_keeps_telling() -> None:
+    run = EngineRun.start(tiny_hybrid(), tier_config())
+    assert run_texts(run) == [TierTokens()] * NUM_TEXTS
+    run.assert_exact()
+    found = run_texts(run, NUM_TEXTS)
+    assert TierTokens(from_host=FOUND) in found
+    for number, tokens in enumerate(found, NUM_TEXTS):
+        assert tokens.from_host + tokens.from_disk <= run.engine.cached_tokens(number) == FOUND
+        assert run.engine.tier_tokens(number) == tokens
+    assert run.counters.prompt_tokens_from_host == sum(tokens.from_host for tokens in found)
+
+
+def test_what_stayed_on_the_device_came_from_no_tier() -> None:
+    run = EngineRun.start(tiny_hybrid(), tier_config())
+    run.run(0, TEXTS[0], 4)
+    run.run(1, TEXTS[0], 4)
+    assert run.engine.cached_tokens(1) == FOUND and run.engine.tier_tokens(1) == TierTokens()
+    assert run.engine.tier_tokens(99) == TierTokens()
+
+
+def test_a_restarted_engine_tells_the_disk(tmp_path: Path) -> None:
+    run = EngineRun.start(tiny_hybrid(), tier_config(tmp_path))
+    run_texts(run)
+    run.assert_exact()
+    run.engine.close()
+    run = EngineRun.start(tiny_hybrid(), tier_config(tmp_path))
+    assert run_texts(run) == [TierTokens(from_disk=FOUND)] * NUM_TEXTS
+
+
+def test_bytes_of_the_tiers_are_told_by_use_and_add_up(tmp_path: Path) -> None:
+    run = EngineRun.start(tiny_hybrid(), tier_config(tmp_path))
+    host = run.context._below._host
+    before = run.context.snapshot()
+    assert before.host_bytes["free"] == sum(before.host_bytes.values()) == host.bytes.numel()
+    assert before.disk_bytes == {"entries": 0} and before.tier_copies == {"device": 0, "host": 0}
+    run_texts(run)
+    run.context.memory.below._tier.drain()
+    after = run.context.snapshot()
+    assert sum(after.host_bytes.values()) == host.bytes.numel()
+    assert after.host_bytes["states_cached"] == NUM_TEXTS * host.slot_bytes
+    assert after.host_bytes["kv_cached"] == NUM_TEXTS * FOUND // 16 * host.block_bytes
+    assert after.host_bytes["kv_in_use"] == after.host_bytes["states_reserved"] == 0
+    assert after.disk_bytes["entries"] == run.context._below._disk.index.num_bytes > 0
+    assert CacheSnapshot.of_dict(after.as_dict()) == after
+
+
+def test_copies_under_way_are_told_with_what_they_hold() -> None:
+    run = EngineRun.start(tiny_hybrid(), tier_config())
+    run.run(0, TEXTS[0], 4)  # its last boundary is on its way until the next step
+    told = run.context.snapshot()
+    assert told.tier_copies == {"device": 0, "host": 1}
+    assert told.host_bytes["states_reserved"] > 0 and told.host_bytes["kv_in_use"] > 0
+    run_texts(run, 1)
+    run.assert_exact()
+    run.add(100, TEXTS[0], 4)
+    run.step()
+    assert run.context.snapshot().tier_copies["device"] == 1
+    run.finish()
+    assert run.context.snapshot().tier_copies["device"] == 0
+
+
+def test_without_tiers_nothing_is_told_of_them() -> None:
+    run = EngineRun.start(tiny_hybrid(), cache_config(tiny_hybrid().sizes))
+    run.run(0, TEXTS[0], 4)
+    told = run.context.snapshot()
+    assert told.host_bytes == told.disk_bytes == told.tier_copies == {}
+
+
+def test_a_request_whose_copy_failed_is_counted_by_that_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = EngineRun.start(tiny_hybrid(), tier_config())
+    run_texts(run)
+    run.assert_exact()
+    reasons = run.context.snapshot().counters.requests_without_hit
+    assert reasons == {"new_prefix": NUM_TEXTS}
+
+    def fail(*_: object) -> None:
+        raise OSError("torn")
+
+    monkeypatch.setattr(DeviceCopies, "_copy_pieces", fail)
+    run.run(NUM_TEXTS, TEXTS[0], 4)
+    assert run.counters.host_restores_failed == 1 and run.engine.cached_tokens(NUM_TEXTS) == 0
+    assert run.engine.tier_tokens(NUM_TEXTS) == TierTokens()
+    assert run.context.snapshot().counters.requests_without_hit == {"new_prefix": NUM_TEXTS, "copy_failed": 1}
+
+
+def test_a_flush_while_a_copy_is_under_way_is_no_failure_of_the_copy() -> None:
+    run = EngineRun.start(tiny_hybrid(), tier_config())
+    run_texts(run)
+    run.assert_exact()
+    run.add(100, TEXTS[0], 4)
+    run.step()
+    assert run.context.snapshot().tier_copies["device"] == 1
+    run.engine.flush()
+    run.finish()
+    assert run.context.snapshot().counters.requests_without_hit == {"new_prefix": NUM_TEXTS + 1}
