@@ -89,6 +89,7 @@ def _diagnosis(obstacle: str | None) -> Iterator[str]:
     for kernel in KERNELS:
         yield f"  {kernel.operation:<16} {', '.join(kernel.functions)}: {kernel.reason}"
     yield f"\ncache memory       {_cache_memory()}"
+    yield f"tiers              {_tiers()}"
     yield f"compiled kernels   {_compiled_kernels()}"
     yield f"\nattention backends of {_USUAL_MODEL}; the first that can is used, or what --attention-backend names"
     yield from _attention_backends()
@@ -158,6 +159,30 @@ def _cache_memory() -> str:
     except Exception as error:  # a broken installation raises anything
         return f"unknown: {_one_line(error)}"
     return budget
+
+
+def _tiers() -> str:
+    flags = (
+        "--host-cache-gb G, beside --cache-gb, keeps prefixes in G GiB of it, and --disk-cache-dir DIR, with "
+        "--disk-cache-gb G, in files below that"
+    )
+    try:
+        available = import_module("..tiers.host_budget", __package__).available_bytes() / 2**30
+        return f"{available:.1f} GiB of the host's memory can be had now, {_pinning()}. {flags}"
+    except Exception as error:  # a broken installation raises anything
+        return f"unknown: {_one_line(error)}. {flags}"
+
+
+def _pinning() -> str:
+    import torch
+
+    if not torch.cuda.is_available():
+        return "not pinned: torch finds no CUDA device"
+    try:
+        torch.empty(1, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:
+        return f"but cannot be pinned ({_one_line(error)})"
+    return "and can be pinned"
 
 
 def _attention_backends() -> Iterator[str]:

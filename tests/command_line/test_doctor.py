@@ -25,6 +25,7 @@ def test_doctor_names_device_versions_and_kernels(capsys: pytest.CaptureFixture[
         assert any(line.startswith(start) for line in lines)
     for start in (
         "cache memory       --cache-gb G gives" if not torch.cuda.is_available() else "cache memory ",
+        "tiers              ",
         "compiled kernels   Triton compiles each",
         "safetensors ",
         "tokenizers ",
