@@ -238,7 +238,10 @@ class CacheConfig:
                     f"{name} is {getattr(self, name)!r}, which needs {FLAGS[above][0]}; set it, or leave {name} out"
                 )
         if self.host_cache_gb is not None and (self.cache_gb is None or not self.prefix_caching):
-            needs = "prefix caching" if self.cache_gb is not None else f"one memory, {FLAGS['cache_gb'][0]}"
+            one_memory = (
+                f"one memory, {FLAGS['cache_gb'][0]} G, in the place of {' and '.join(FLAGS[n][-1] for n in SPLIT)}"
+            )
+            needs = "prefix caching" if self.cache_gb is not None else one_memory
             raise ValueError(f"host_cache_gb is {self.host_cache_gb!r}, which needs {needs}; set it or leave it out")
 
     def _check_limits(self) -> None:

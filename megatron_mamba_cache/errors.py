@@ -19,6 +19,21 @@ class GrammarError(ValueError):
     """A reply cannot be held to a grammar; the message says why."""
 
 
+class HostBudgetError(ValueError):
+    """The host does not have the memory that prefixes may take.
+
+    Args:
+        found_gb: GiB that the settings say.
+        free_bytes: What the host could give.
+    """
+
+    def __init__(self, found_gb: float, free_bytes: int) -> None:
+        super().__init__(
+            f"host_cache_gb is {found_gb:g} GiB, and this host has {free_bytes / 2**30:.3g} GiB to give: lower "
+            "--host-cache-gb"
+        )
+
+
 class CacheBudgetError(ValueError):
     """One budget for KV blocks and states cannot hold a request of the longest sequence.
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import NoReturn
 
 from .. import __version__
-from ..config import FLAGS, CacheConfig, argument_of
+from ..config import FLAGS, SPLIT, CacheConfig, argument_of
 from .card_settings import DRAFTER_SHARE
 from .coordinator_access import add_coordinator_arguments
 from .default_settings import DEFAULTS_IN_WORDS
@@ -147,6 +147,13 @@ def check_generate_arguments(arguments: Namespace) -> None:
 def check_engine_arguments(arguments: Namespace) -> None:
     """Raise `UsageError` for a cache or draft flag with a value that can never work."""
     cache_config(arguments, _CHECKED_LATER)
+    _check_drafter(arguments)
+
+
+def check_arguments_for_card(arguments: Namespace) -> None:
+    """Do so where the one memory that other flags need may still be sized from a GPU."""
+    is_sized = any(getattr(arguments, argument_of(name)) is not None for name in ("cache_gb", *SPLIT))
+    cache_config(arguments, _CHECKED_LATER if is_sized else {**_CHECKED_LATER, "cache_gb": 1.0})
     _check_drafter(arguments)
 
 

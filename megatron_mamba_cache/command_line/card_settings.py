@@ -12,6 +12,7 @@ from .usage_error import UsageError
 if TYPE_CHECKING:
     from ..ranks.group import Ranks
     from ..state.model_shape import HybridModelShape
+    from .model_choice import ModelDirectory
 
 _GIB = 2**30
 _LEAST_BLOCK = 256  # flash-attn 2 reads no smaller blocks, and the bookkeeping of a step grows with their number
@@ -48,6 +49,11 @@ class Card:
     def part(self, share: float) -> "Card":
         """Return the card for a model with `share` of the memory for KV blocks and states."""
         return replace(self, share=share)
+
+
+def fills_card(directory: "ModelDirectory | None", device: str) -> bool:
+    """Return whether a server of this model, None for the random one, sizes its memory from the GPU."""
+    return device == "cuda" and directory is not None and not directory.is_shipped
 
 
 def card_settings(

@@ -12,6 +12,7 @@ from .model_choice import chosen_directory, require_token_ids
 from .output_file import check_writable
 from .prompts import read_prompts
 from .quiet import quiet_libraries
+from .tier_arguments import check_tiers
 
 
 def generate(arguments: Namespace) -> int:
@@ -27,6 +28,7 @@ def generate(arguments: Namespace) -> int:
     edits = directory is not None and not has_file
     arguments = with_sampling(arguments, EDITING if edits else GREEDY)
     check_generate_arguments(arguments)
+    check_tiers(arguments)
     lines = read_prompts(arguments.prompts) if has_file else editing_lines() if edits else built_in_lines()
     if directory is not None:
         directory.check_prompts(lines, arguments.prompts)

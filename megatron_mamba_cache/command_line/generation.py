@@ -5,6 +5,7 @@ from argparse import Namespace
 from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import replace
+from typing import Any
 
 from tqdm import tqdm
 
@@ -87,7 +88,8 @@ class Generation:
         """
         if not self._config.prefix_caching:
             return self.run(lines)
-        plain = replace(self._config, prefix_caching=False, num_speculative_tokens=0)
+        no_tiers: dict[str, Any] = {"host_cache_gb": None, "disk_cache_dir": None, "disk_cache_gb": None}
+        plain = replace(self._config, prefix_caching=False, num_speculative_tokens=0, **no_tiers)
         with own_warnings_hidden():
             self._run_engine(lines[:1], self._config, "warming up")  # settings that do not fit end the command here
             uncached = self._run_engines(lines, plain, "without cache")

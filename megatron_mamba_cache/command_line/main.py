@@ -23,15 +23,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: The arguments after the program's name; None takes the process's.
     """
+    if argv is not None:
+        return _status_of(argv)
+    end = QuickEnd()  # the arguments are the process's own, so it has nothing else to do
+    status = _status_of(None)
+    end.arm(status)
+    return status
+
+
+def _status_of(argv: Sequence[str] | None) -> int:
     parser = command_parser()
     try:
         arguments = parser.parse_args(argv)
-        if argv is not None:
-            return _COMMANDS[arguments.command](arguments)
-        end = QuickEnd()  # the arguments are the process's own, so it has nothing else to do
-        status = _COMMANDS[arguments.command](arguments)
-        end.arm(status)
-        return status
+        return _COMMANDS[arguments.command](arguments)
     except UsageError as error:
         if _speaks_for_all():
             message = as_typed(" ".join(str(error).split()), sys.argv[1:] if argv is None else argv)

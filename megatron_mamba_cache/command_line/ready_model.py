@@ -9,7 +9,7 @@ import torch
 
 from ..build import TokenIdTokenizer, build_engine
 from ..config import CacheConfig
-from ..errors import CacheBudgetError, CacheCapacityError
+from ..errors import CacheBudgetError, CacheCapacityError, CacheError
 from ..mcore.engine import MambaCacheEngine
 from ..models.checkpoints.hugging_face import LoadedModel, load_hugging_face
 from ..models.drafting.draft_model import DraftModelDrafter
@@ -88,7 +88,7 @@ def engine_for(
         raise UsageError(str(error.of_whole(share))) from error
     except ValueError as error:
         raise UsageError(name_flag(str(error))) from error
-    except CacheCapacityError as error:
+    except CacheError as error:
         raise UsageError(str(error)) from error
 
 

@@ -7,13 +7,15 @@ from contextlib import closing
 
 from ..installation import MissingExtraError, require_extra
 from .api_keys import api_keys_of
-from .arguments import check_engine_arguments
+from .arguments import check_arguments_for_card, check_engine_arguments
+from .card_settings import fills_card
 from .coordinator_access import routing_settings
 from .device import select_device
 from .launch import Launch
 from .model_choice import chosen_directory
 from .quiet import quiet_libraries
 from .server_arguments import check_server_arguments
+from .tier_arguments import check_tiers
 from .usage_error import UsageError
 
 
@@ -29,7 +31,8 @@ def serve(arguments: Namespace) -> int:
         raise UsageError(str(error)) from error
     launch = Launch.of_environment()
     launch.num_replicas(arguments)
-    check_engine_arguments(arguments)
+    check_arguments_for_card(arguments)
+    check_tiers(arguments)
     check_server_arguments(arguments)
     keys = api_keys_of(arguments)
     routing = routing_settings(arguments, launch)
@@ -37,6 +40,8 @@ def serve(arguments: Namespace) -> int:
     listener = bound_socket(arguments.host, arguments.port) if launch.is_first else None
     with quiet_libraries():
         device = select_device(arguments.device)
+        if not fills_card(directory, device):
+            check_engine_arguments(arguments)
         # These import torch, which fixes the device.
         from .own_process_groups import own_process_groups
         from .processes import OneModel, SeveralProcesses, speaking_for_all

@@ -24,7 +24,7 @@ from ..server.running import DrainingServer
 from ..server.tenants import ApiKeys
 from ..state.model_shape import HybridModelShape
 from .arguments import cache_config
-from .card_settings import DRAFTER_SHARE, NUM_CUDA_GRAPHS, Card, card_settings
+from .card_settings import DRAFTER_SHARE, NUM_CUDA_GRAPHS, Card, card_settings, fills_card
 from .default_settings import default_settings
 from .drafters import DRAFTER_STATES, drafter_maker
 from .model_choice import ModelDirectory
@@ -47,8 +47,7 @@ class Serving:
         model = self._model.model
         shape = model_shape_of(model, ranks_of_process())
         self._drafter = drafter_maker(arguments, shape.vocab_size, self._model.dtype, self._draft_sizes)
-        fills_card = device == "cuda" and directory is not None and not directory.is_shipped
-        self._card = _card_of(model, arguments.memory_fraction) if fills_card else None
+        self._card = _card_of(model, arguments.memory_fraction) if fills_card(directory, device) else None
         settings = self._settings(shape, model.max_sequence_length, arguments, device)
         self._config = cache_config(arguments, settings)
         tokenizer = self._model.tokenizer

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
 from ..config import CacheConfig, is_encodable
-from ..errors import CacheBudgetError
+from ..errors import CacheBudgetError, HostBudgetError
 from ..state.model_shape import HybridModelShape
 from ..state.slab_shape import SlabShape
 from ..tiers.host_budget import available_bytes, processes_of_host
@@ -170,18 +170,16 @@ def _num_host_slabs(config: CacheConfig, shape: HybridModelShape, slab: SlabShap
         return 0
     total, num_processes, free = int(config.host_cache_gb * 2**30), processes_of_host(), available_bytes()
     if total > free:
-        raise ValueError(
-            f"host_cache_gb is {config.host_cache_gb:g} GiB, and this host has {free / 2**30:.3g} GiB to give: lower "
-            "--host-cache-gb"
-        )
+        raise HostBudgetError(config.host_cache_gb, free)
     slab_bytes = slab.slab_bytes(shape.unit_bytes(config))
     if not slab_bytes:
         return _ANY_NUMBER
     num_slabs = total // num_processes // slab_bytes
     if num_slabs < _LEAST_HOST_SLABS:
         least_gb = math.ceil(_LEAST_HOST_SLABS * slab_bytes * num_processes / 2**30 * 1e6) / 1e6
+        shared = f" for {num_processes} processes of this host" if num_processes > 1 else ""
         raise ValueError(
-            f"host_cache_gb is {config.host_cache_gb:g} GiB for {num_processes} processes of this host, which holds no "
+            f"host_cache_gb is {config.host_cache_gb:g} GiB{shared}, which holds no "
             f"state with the KV before it: set --host-cache-gb to {least_gb:f} or more, or leave it out"
         )
     return num_slabs
