@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -140,3 +141,22 @@ def test_replicas_hold_replies_to_grammars_as_one_engine_does() -> None:
         refused = http.post("/v1/completions", json={"prompt": "x", "guided_json": {"not": {}}})
     assert found == alone and all(2 <= len(json.loads(text)) <= 4 for text in found)
     assert refused.status_code == 400 and "not" in refused.json()["error"]["message"]
+
+
+def test_replicas_tell_what_came_back_from_a_directory_that_they_share(tmp_path: Path) -> None:
+    tiers = ("--cache-gb", "0.1", "--host-cache-gb", "0.2", "--disk-cache-dir", str(tmp_path), "--disk-cache-gb", "0.1")
+    turn = PROMPT + "print(add(1, 2))\n"
+    with replicas(*tiers) as (_, url), httpx.Client(base_url=url, timeout=120) as http:
+        assert asked(http)["usage"]["prompt_tokens_details"]["cached_tokens_from_disk"] == 0
+        wait_until(lambda: asked(http) and any(tmp_path.rglob("*.boundary")), 60)
+    for streams in (False, True):
+        with replicas(*tiers) as (_, url), httpx.Client(base_url=url, timeout=120) as http:
+            if streams:
+                options = {"stream_options": {"include_usage": True}}
+                usage = streamed(http, prompt=turn, max_tokens=2, **options)[-1]["usage"]
+            else:
+                usage = asked(http, prompt=turn)["usage"]
+            told = usage["prompt_tokens_details"]
+            assert told["cached_tokens_from_disk"] == told["cached_tokens"] > len(PROMPT) / 2
+            assert told["cached_tokens_from_host"] == 0
+            wait_until(lambda: metric(http, "prompt_tokens_from_disk_total") > 0, 60)
