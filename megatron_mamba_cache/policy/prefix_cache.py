@@ -155,12 +155,8 @@ class PrefixCache:
             undo.callback(self._draft_states.end, row)
             undo.callback(self._reservations.cancel, row)
             self.schedule_chunk(row, plan.chunk_end)
-            brought = self.tiers.claim(row.request_id)
-            row.from_disk = min(brought.disk * block_size, row.computed)
-            row.from_host = min(brought.host * block_size, row.computed - row.from_disk)
-            self._count_admission(row)
-            if age is None:
-                self._count_first_admission(row, candidate)
+            self._note_brought(row)
+            self._count_admission(row, candidate, is_first=age is None)
             undo.pop_all()
         self._num_admitted += 1
         return row
@@ -369,15 +365,20 @@ class PrefixCache:
             self.slots.unpin(row.source_block)
         row.source_block = row.source_slot = None
 
-    def _count_admission(self, row: RunningRequest) -> None:
+    def _note_brought(self, row: RunningRequest) -> None:
+        """Record how many of the tokens that a request skips came back for it from the tiers below."""
+        brought = self.tiers.claim(row.request_id)
+        row.from_disk = min(brought.disk * self.block_size, row.computed)
+        row.from_host = min(brought.host * self.block_size, row.computed - row.from_disk)
+
+    def _count_admission(self, row: RunningRequest, candidate: Candidate, *, is_first: bool) -> None:
+        if is_first:
+            awaited_copy = candidate.awaited_copy
+            reason = reason_for_no_hit(row, self.block_size, enabled=self.enabled, awaited_copy=awaited_copy)
+            self.counters.count_without_hit(reason)
         self.counters.requests_admitted += 1
         self.counters.prompt_tokens_matched += row.num_shared_blocks * self.block_size
         self.counters.prompt_tokens_skipped += row.computed
         self.counters.prompt_tokens_from_host += row.from_host
         self.counters.prompt_tokens_from_disk += row.from_disk
         self.counters.states_restored += row.source_slot is not None
-
-    def _count_first_admission(self, row: RunningRequest, candidate: Candidate) -> None:
-        awaited_copy = candidate.awaited_copy
-        reason = reason_for_no_hit(row, self.block_size, enabled=self.enabled, awaited_copy=awaited_copy)
-        self.counters.count_without_hit(reason)

@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from megatron_mamba_cache.metrics import CacheCounters, CacheSnapshot
 from megatron_mamba_cache.server.backend import BackendState, Progress
 from tests.server.browser import CHROMIUM, Page, chromium_page
 from tests.server.front_end import front_end, request_bytes, wait_until
@@ -127,4 +128,48 @@ def test_every_chart_has_an_axis_with_numbers_and_a_unit_and_shows_what_was_befo
             page.resize(width, 900)
             page.value("dispatchEvent(new Event('resize'))")
             assert page.value(OVERLAPPING) is False
+        assert page.errors == []
+
+
+def test_tiers_are_shown_where_there_are_any_and_fit_a_phone(
+    monkeypatch: pytest.MonkeyPatch, page: Page, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("megatron_mamba_cache.server.history.INTERVAL_S", 0.2)
+    shown = "[...document.querySelectorAll('.tier')].map(section => section.offsetHeight > 0)"
+
+    def tiers(from_host: int, disk: dict[str, int]) -> BackendState:
+        counters = CacheCounters(prompt_tokens_skipped=9000, prompt_tokens_from_host=from_host, host_writes_failed=3)
+        host = {"kv_in_use": 0, "kv_cached": 3 * 2**30, "states_reserved": 0, "states_cached": 2**30, "free": 2**31}
+        cache = CacheSnapshot(counters, {}, {}, host_bytes=host, disk_bytes=disk, tier_copies={"device": 2, "host": 1})
+        return BackendState(is_ready=True, cache=cache)
+
+    with front_end() as server:
+        page.resize(390, 844, is_phone=True)
+        page.open(f"{server.listening.url}/dashboard", bearer(RED))
+        page.wait_for("document.querySelectorAll('.chart .empty').length === 6")
+        assert page.value(shown) == [False] * 3
+        server.backend.state = tiers(10, {})
+        page.wait_for("document.querySelectorAll('.chart').length === 7")
+        assert page.value(shown) == [True] * 3
+        assert numbers(page, "host") == {
+            "kv in use": 0,
+            "kv cached": 3,
+            "states reserved": 0,
+            "states cached": 1,
+            "free": 2,
+        }
+        told = numbers(page, "tiers")
+        assert told["prompt tokens back from the host"] == 10 and not any("disk" in name for name in told)
+        assert told["copies failed, or of no use at their end"] == 3 and told["copies under way now"] == 3
+        server.backend.state = tiers(7000, {"entries": 5 * 2**30})
+        page.wait_for("document.getElementById('tiers').innerText.includes('GiB on disk now')")
+        assert numbers(page, "tiers")["GiB on disk now"] == 5
+        page.wait_for("document.querySelectorAll('#chart-tiers polyline').length === 2")
+        for width in (390, 1440):
+            page.resize(width, 900)
+            page.value("dispatchEvent(new Event('resize'))")
+            assert page.value(OVERLAPPING) is False
+            assert page.value("document.documentElement.scrollWidth") <= width
+        if KEEP_AT:
+            page.screenshot(tmp_path / "tiers.png")
         assert page.errors == []
