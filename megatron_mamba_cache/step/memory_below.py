@@ -157,6 +157,11 @@ class AttachedTiers:
             self._disk.note_shared()
         return 0 if self._tier is None else self._tier.land(wait=wait)
 
+    def drain(self) -> None:
+        """Wait for all copies; all ranks of the model call it."""
+        if self._tier is not None:
+            self._tier.drain()
+
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
         """Note what a step took that computed prompt tokens and nothing else."""
         if self._times is not None:

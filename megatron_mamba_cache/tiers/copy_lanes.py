@@ -148,6 +148,7 @@ class DeviceCopies:
             event = self._launched[order.number] = torch.cuda.Event()
             event.record(torch.cuda.current_stream(self._device.device))
 
+    @torch.inference_mode()  # in which the memory may have been made
     def _copy(self, order: CopyOrder, source: Tensor, target: Tensor) -> None:
         stream = self._streams.get(order.lane)
         if stream is None:
