@@ -35,6 +35,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from itertools import product
 from pathlib import Path
 
@@ -143,21 +144,21 @@ def main() -> None:
 
 def simulate(case: Case) -> Figure:
     """Serve a case's load."""
-    requests, model = load_of(case), MODELS[case.model]
+    requests, model = load_of(case.trace, case.sessions), MODELS[case.model]
     sizes = CacheSizes(model.token_bytes, model.state_bytes, BLOCK_SIZE)
     clock, settings = Clock(), settings_of(model, case.cache_gb)
     copies, tier = TimedCopies(clock, sizes.unit, RATES), None
     if case.is_unlimited:
         texts = [request.text for request in requests]
         space = unlimited_space(texts, BLOCK_SIZE, settings.max_requests)
-        cache = empty_cache(space, sizes, max_requests=settings.max_requests)
+        prefixes = empty_cache(space, sizes, max_requests=settings.max_requests)
     elif case.host_gb:
         spaces = [model.slabs(int(size * GB)) for size in (case.cache_gb, case.host_gb)]
         tiered = tiered_cache(*spaces, sizes, copies, copy_times(sizes), settings.max_requests)
-        cache, tier = tiered.cache, tiered.tier
+        prefixes, tier = tiered.cache, tiered.tier
     else:
-        cache = empty_cache(model.slabs(int(case.cache_gb * GB)), sizes, max_requests=settings.max_requests)
-    server = SimulatedServer(requests, cache, settings, clock, copies, tier)
+        prefixes = empty_cache(model.slabs(int(case.cache_gb * GB)), sizes, max_requests=settings.max_requests)
+    server = SimulatedServer(requests, prefixes, settings, clock, copies, tier)
     served = server.run()
     first = np.array([request.time_to_first_token for request in served])
     waits = [request.copy_wait_s for request in served if request.copy_wait_s > 0]
@@ -173,22 +174,23 @@ def simulate(case: Case) -> Figure:
         p99=float(np.percentile(first, 99)),
         to_host=copies.num_bytes[Lane.TO_HOST] / GB,
         back=copies.num_bytes[Lane.TO_DEVICE] / GB,
-        writes=cache.counters.states_written_to_host,
-        writes_failed=cache.counters.host_writes_failed,
-        writes_no_room=cache.counters.states_not_written_no_room,
-        restores=cache.counters.states_restored_from_host,
+        writes=prefixes.counters.states_written_to_host,
+        writes_failed=prefixes.counters.host_writes_failed,
+        writes_no_room=prefixes.counters.states_not_written_no_room,
+        restores=prefixes.counters.states_restored_from_host,
         restores_waited_for=len(waits),
         mean_wait=float(np.mean(waits)) if waits else 0.0,
         preempted=server.num_preempted,
     )
 
 
-def load_of(case: Case) -> list[TimedRequest]:
-    """Return a case's requests: in a closed loop where sessions are recorded."""
-    load = read_load(case.trace)
+@cache
+def load_of(trace: Path, num_sessions: int) -> list[TimedRequest]:
+    """Return the requests of a file: in a closed loop where sessions are recorded."""
+    load = read_load(trace)
     if len({request.session for request in load.requests}) == len(load.requests):
         return open_loop(load, BLOCK_SIZE)
-    return closed_loop(with_repeats(load, case.sessions), BLOCK_SIZE)
+    return closed_loop(with_repeats(load, num_sessions), BLOCK_SIZE)
 
 
 def settings_of(model: ModelSizes, cache_gb: float) -> ServerSettings:
