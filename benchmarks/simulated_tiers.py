@@ -23,7 +23,7 @@ Columns:
 - failed: copies to the host that failed, here because their state was evicted meanwhile; no room: writes for which the
   host had none;
 - restores: boundaries that came back; waited: how many of them a request was passed over for, and for how long, on
-  average.
+  average, the rest of a step included.
 """
 
 import argparse
@@ -244,8 +244,8 @@ def table(figures: Sequence[Figure], made_by: str) -> str:
     lines = []
     for load in dict.fromkeys(figure.load for figure in figures):
         found = [figure for figure in figures if figure.load == load]
-        sizes = f"{found[0].requests:,} requests in {found[0].hours:.1f} h on the card alone"
-        lines += [f"## {load}", "", f"    {made_by}", "", f"Python {platform.python_version()}; {sizes}.", ""]
+        versions = f"Python {platform.python_version()}; {found[0].requests:,} requests."
+        lines += [f"## {load}", "", f"    {made_by}", "", versions, ""]
         lines += [f"| {' | '.join(columns)} |", "|---|---|" + "---:|" * (len(columns) - 2)]
         by_cache = {(figure.model, figure.cache): figure for figure in found}
         lines += [_row(figure, by_cache) for figure in found]
