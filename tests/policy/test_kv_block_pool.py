@@ -427,7 +427,7 @@ def test_check_integrity_finds_a_child_held_without_its_parent() -> None:
 def test_check_integrity_finds_a_cached_block_that_no_state_can_resume() -> None:
     pools = new_pools(4)
     blocks = cache(pools, [1, 2])
-    pools.slots._slot_of.clear()
+    pools.slots.slot_by_block.clear()
     with pytest.raises(CacheIntegrityError, match=rf"block {blocks[1]} is cached, but"):
         pools.kv.check_integrity()
 
