@@ -80,6 +80,22 @@ class BlockTree:
             num_after = 1
         return tail
 
+    def unregistered(self, blocks: Sequence[BlockId], refs: Sequence[int]) -> list[BlockId]:
+        """Return those of some blocks that have no key and, by block, no reference."""
+        depths, found = self._depths, []
+        for block in blocks:
+            if not depths[block] and not refs[block]:
+                found.append(block)
+        return found
+
+    def leaves(self, blocks: Sequence[BlockId]) -> list[BlockId]:
+        """Return those of some blocks that are registered and have no registered block after them."""
+        depths, num_children, found = self._depths, self._num_children, []
+        for block in blocks:
+            if depths[block] and not num_children[block]:
+                found.append(block)
+        return found
+
     def blocks(self) -> list[BlockId]:
         """Return the registered blocks in ascending order."""
         return sorted(self._block_of.values())

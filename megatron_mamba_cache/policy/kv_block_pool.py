@@ -146,11 +146,10 @@ class KVBlockPool:
             CacheIntegrityError: If a block is free; nothing has changed then.
         """
         self._require_ids(blocks)
-        for block in blocks:
-            if not self._refs[block] and block not in self._tree:
-                raise CacheIntegrityError(f"need a referenced or cached block to acquire, found block {block} free")
-        for block in blocks:
-            self._add_reference(block)
+        free = self._tree.unregistered(blocks, self._refs)
+        if free:
+            raise CacheIntegrityError(f"need a referenced or cached block to acquire, found block {free[0]} free")
+        self._add_references(blocks)
 
     def release(self, blocks: Sequence[BlockId]) -> None:
         """Drop one reference on each block; registered ones that a state can resume stay findable.
@@ -197,7 +196,7 @@ class KVBlockPool:
             self._tree.add(block, key, parent)
         if known is None or known == block:
             return block
-        self._add_reference(known)
+        self._add_references([known])
         self._file_all(self._drop_references([block]))
         return known
 
@@ -233,12 +232,15 @@ class KVBlockPool:
     def _is_useless(self, block: BlockId) -> bool:
         return not self._refs[block] and self._tree.is_leaf(block) and block not in self._slot_by_block
 
-    def _add_reference(self, block: BlockId) -> None:
-        if not self._refs[block]:
-            self._num_cached -= 1
-            self._num_referenced += 1
-            self._places.fix(block)
-        self._refs[block] += 1
+    def _add_references(self, blocks: Sequence[BlockId]) -> None:
+        refs, unreferenced = self._refs, []
+        for block in blocks:
+            if not refs[block]:
+                unreferenced.append(block)
+            refs[block] += 1
+        self._num_cached -= len(unreferenced)
+        self._num_referenced += len(unreferenced)
+        self._places.fix(*unreferenced)
 
     def _drop_references(self, blocks: Sequence[BlockId]) -> list[BlockId]:
         """Drop one reference on each block, or on none if one lacks it; return the blocks left without references."""
@@ -256,16 +258,16 @@ class KVBlockPool:
 
     def _file_all(self, emptied: Sequence[BlockId]) -> None:
         """File blocks without references as cached, or free those that nothing can resume."""
+        unregistered = self._tree.unregistered(emptied, self._refs)
         self._num_referenced -= len(emptied)
-        for block in emptied:
-            self._places.unfix(block)
-            if block in self._tree:
-                self._num_cached += 1
-            else:
-                self._places.give_back(block)
-                self._states.drop(block)
-        for block in reversed(emptied):  # the last of a text first: it takes those before it along
-            self.prune(block)
+        self._num_cached += len(emptied) - len(unregistered)
+        self._places.unfix(*emptied)
+        for block in unregistered:
+            self._places.give_back(block)
+            self._states.drop(block)
+        for block in reversed(self._tree.leaves(emptied)):  # each takes those before it along
+            if block not in self._slot_by_block:
+                self.prune(block)
 
     def _require_ids(self, blocks: Sequence[BlockId]) -> None:
         # A padding -1 would silently index the last block.

@@ -31,11 +31,11 @@ class Places(Protocol):
     def take(self, num_places: int) -> list[int]:
         """Give free places, which are then fixed; there must be enough."""
 
-    def fix(self, place: int) -> None:
-        """Note that a taken place cannot be evicted any more."""
+    def fix(self, *places: int) -> None:
+        """Note that taken places cannot be evicted any more."""
 
-    def unfix(self, place: int) -> None:
-        """Note that a taken place can be evicted."""
+    def unfix(self, *places: int) -> None:
+        """Note that taken places can be evicted."""
 
     def give_back(self, place: int) -> None:
         """Free a place that is not fixed."""
@@ -83,13 +83,13 @@ class FixedPlaces:
         taken.reverse()
         return taken
 
-    def fix(self, place: int) -> None:
+    def fix(self, *places: int) -> None:
         """See `Places`."""
-        self.num_available -= 1
+        self.num_available -= len(places)
 
-    def unfix(self, place: int) -> None:
+    def unfix(self, *places: int) -> None:
         """See `Places`."""
-        self.num_available += 1
+        self.num_available += len(places)
 
     def give_back(self, place: int) -> None:
         """See `Places`."""

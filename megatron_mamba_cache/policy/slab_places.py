@@ -74,21 +74,29 @@ class SlabPlaces(ABC):
     def give_back(self, place: int) -> None:
         """See `Places`."""
 
-    def fix(self, place: int) -> None:
+    def fix(self, *places: int) -> None:
         """See `Places`."""
-        num_fixed, slab = self._slabs.num_fixed, place // self.per_slab
-        if not num_fixed[slab]:
-            self._close(1)
-        num_fixed[slab] += 1
-        self.num_available -= 1
+        num_fixed, per_slab, num_closed = self._slabs.num_fixed, self.per_slab, 0
+        for place in places:
+            slab = place // per_slab
+            if not num_fixed[slab]:
+                num_closed += 1
+            num_fixed[slab] += 1
+        self.num_available -= len(places)
+        if num_closed:
+            self._close(num_closed)
 
-    def unfix(self, place: int) -> None:
+    def unfix(self, *places: int) -> None:
         """See `Places`."""
-        num_fixed, slab = self._slabs.num_fixed, place // self.per_slab
-        num_fixed[slab] -= 1
-        self.num_available += 1
-        if not num_fixed[slab]:
-            self._close(-1)
+        num_fixed, per_slab, num_opened = self._slabs.num_fixed, self.per_slab, 0
+        for place in places:
+            slab = place // per_slab
+            num_fixed[slab] -= 1
+            if not num_fixed[slab]:
+                num_opened += 1
+        self.num_available += len(places)
+        if num_opened:
+            self._close(-num_opened)
 
     def check_integrity(self) -> None:
         """Raise CacheIntegrityError unless the counts agree with the slabs of this use. O(n)."""

@@ -246,7 +246,7 @@ class SlotPool:
         self._rolling.discard(block)
         self._unfile(block)
         self._count_hit(block)
-        self._tick()
+        self._clock += 1
 
     def unpin(self, block: BlockId) -> None:
         """Undo one `pin`.
@@ -283,7 +283,7 @@ class SlotPool:
         """Note that nothing is cached after the block any more; nothing happens if it has no state to evict."""
         if block in self._evictable:
             self._file_again(block)
-        if block in self._kinds:
+        if block in self._kinds and block in self.slot_by_block:  # not while it is being flushed
             self._count_kind(block, self._kind_of(block))
 
     def evict(self, *, is_end: bool = False) -> None:
