@@ -131,8 +131,8 @@ class EvictionOrder:
         """Return the last use that an id was pushed with."""
         return self._live[entry_id][0]
 
-    def push(self, entry_id: int, last_used: int, num_tokens: int, weight: Weight) -> None:
-        """Add an id, or replace its entry.
+    def push(self, entry_id: int, last_used: int, num_tokens: int, weight: Weight) -> bool:
+        """Add an id and return True, or replace its entry and return False.
 
         Args:
             last_used: A logical time.
@@ -143,8 +143,7 @@ class EvictionOrder:
         """
         if not weight[1] >= 0:
             raise ValueError(f"need a gain of at least 0, found {weight} for {entry_id}")
-        if entry_id in self._live:
-            self._num_stale += 1
+        is_new = entry_id not in self._live
         item = self._live[entry_id] = (last_used, -num_tokens, entry_id, *weight)
         kind, gain, is_held = weight
         classes, of_class = self._classes.get(kind), _class_of(gain, is_held)
@@ -154,8 +153,10 @@ class EvictionOrder:
         if queue is None:
             queue = classes[of_class] = _Class()
         queue.push(item)
+        self._num_stale += not is_new
         if self._num_stale > len(self._live) + _STALE_ALLOWANCE:
             self._compact()
+        return is_new
 
     def discard(self, entry_id: int) -> bool:
         """Remove an id; return False, with nothing changed, if it is absent."""

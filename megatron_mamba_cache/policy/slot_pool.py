@@ -204,7 +204,9 @@ class SlotPool:
         self._lineage.add(block, num_tokens, anchor, num_continuations)
         if anchor is not None and anchor in self._evictable:
             self._file_again(anchor)  # it is no longer the end
-        self._use(block, self._tick())
+        self._clock += 1
+        if block not in self._pins:
+            self._file(block, self._clock)
 
     def mark_rolling(self, block: BlockId) -> None:
         """Let `retire` drop the block's state, until it is pinned or `keep` is called."""
@@ -263,7 +265,8 @@ class SlotPool:
         for slot in self._orphans.pop(block, ()):
             self._owners.free(slot, SlotOwner.CACHED)
         if block in self.slot_by_block:
-            self._use(block, self._tick())
+            self._clock += 1
+            self._file(block, self._clock)
 
     def drop(self, block: BlockId) -> None:
         """Forget the block's state and free its slot; nothing happens if it has none.
@@ -306,11 +309,11 @@ class SlotPool:
 
     def touch(self, blocks: Sequence[BlockId], time: int | None = None) -> None:
         """Set the last use of the blocks' states, where they have one, to `time`, by default to now."""
-        now = self._tick() if time is None else time
+        now = self._clock + 1 if time is None else time
         self._clock = max(self._clock, now)
         for block in reversed(blocks):  # in the order in which states used at the same time are evicted
-            if block in self.slot_by_block:
-                self._use(block, now)
+            if block in self.slot_by_block and block not in self._pins:
+                self._file(block, now)
 
     def touch_path(self, blocks: Sequence[BlockId]) -> None:
         """Set the last use of the states on a path from the root to now, and record which follows which."""
@@ -362,10 +365,6 @@ class SlotPool:
         if len(unpinned) != len(self._evictable) or not all(block in self._evictable for block in unpinned):
             raise CacheIntegrityError(f"unpinned states {unpinned} != {len(self._evictable)} evictable states")
 
-    def _tick(self) -> int:
-        self._clock += 1
-        return self._clock
-
     def _take(self, num_slots: int, owner: SlotOwner) -> list[SlotId]:
         if num_slots < 0:
             raise ValueError(f"need a count of slots, found {num_slots}")
@@ -397,15 +396,10 @@ class SlotPool:
         self._observer.dropped(block)
         return self._texts.prune(block)
 
-    def _use(self, block: BlockId, time: int) -> None:
-        if block not in self._pins:
-            self._file(block, time)
-
     def _file(self, block: BlockId, last_used: int) -> None:
-        if block not in self._evictable:
-            self._places.unfix(self.slot_by_block[block])
         entry = self._entry(block)
-        self._evictable.push(block, last_used, entry.num_tokens, self._weight_of(block, entry))
+        if self._evictable.push(block, last_used, entry.num_tokens, self._weight_of(block, entry)):
+            self._places.unfix(self.slot_by_block[block])
 
     def _file_again(self, block: BlockId) -> None:
         self._file(block, self._evictable.last_use_of(block))
