@@ -284,10 +284,11 @@ class SlotPool:
 
     def note_end(self, block: BlockId) -> None:
         """Note that nothing is cached after the block any more; nothing happens if it has no state to evict."""
-        if block in self._evictable:
-            self._file_again(block)
-        if block in self._kinds and block in self.slot_by_block:  # not while it is being flushed
-            self._count_kind(block, self._kind_of(block))
+        if block not in self.slot_by_block:
+            return
+        weight = self._file_again(block) if block in self._evictable else self._weigh(block)
+        if block in self._kinds:
+            self._count_kind(block, weight.kind)
 
     def evict(self, *, is_end: bool = False) -> None:
         """Evict the state of least worth, and the KV blocks that are useless without it.
@@ -301,8 +302,7 @@ class SlotPool:
         first, kinds, likelihood = self._evictable.first, ENDS if is_end else None, self._rule.likelihood
         block = BlockId(first(self._clock, likelihood, kinds))
         while self._has_changed(block):
-            self._file_again(block)
-            self._count_kind(block, self._kind_of(block))
+            self._count_kind(block, self._file_again(block).kind)
             block = BlockId(first(self._clock, likelihood, kinds))
         self._num_blocks_evicted += self._forget_state(block)
         self._num_evicted += 1
@@ -322,7 +322,8 @@ class SlotPool:
             self._lineage.relink(block, anchor)
         self.touch(path)
         for block in path:
-            self._count_kind(block, self._kind_of(block))
+            is_filed = block not in self._pins
+            self._count_kind(block, self._evictable.kind_of(block) if is_filed else self._weigh(block).kind)
 
     def flush(self) -> None:
         """Forget every cached state. The slot of a pinned one becomes free at its last unpin, the others now.
@@ -396,17 +397,15 @@ class SlotPool:
         self._observer.dropped(block)
         return self._texts.prune(block)
 
-    def _file(self, block: BlockId, last_used: int) -> None:
+    def _file(self, block: BlockId, last_used: int) -> Weight:
         entry = self._entry(block)
-        if self._evictable.push(block, last_used, entry.num_tokens, self._weight_of(block, entry)):
+        weight = self._weight_of(block, entry)
+        if self._evictable.push(block, last_used, entry.num_tokens, weight):
             self._places.unfix(self.slot_by_block[block])
+        return weight
 
-    def _file_again(self, block: BlockId) -> None:
-        self._file(block, self._evictable.last_use_of(block))
-
-    def _kind_of(self, block: BlockId) -> int:
-        """Return the kind of the block's state, which has just been filed unless it is pinned."""
-        return self._weigh(block).kind if block in self._pins else self._evictable.kind_of(block)
+    def _file_again(self, block: BlockId) -> Weight:
+        return self._file(block, self._evictable.last_use_of(block))
 
     def _count_kind(self, block: BlockId, kind: int) -> None:
         """Count what the block's state has become since it was last counted, or hit."""
