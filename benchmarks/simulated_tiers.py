@@ -50,7 +50,7 @@ from megatron_mamba_cache.planning.simulated_server import ServedRequest, Server
 from megatron_mamba_cache.planning.timed_copies import Clock, CopyRates, TimedCopies
 from megatron_mamba_cache.planning.timed_requests import TimedRequest, closed_loop, open_loop
 from megatron_mamba_cache.policy.tiers.copies import Lane
-from megatron_mamba_cache.policy.tiers.restores import CopyTimes
+from megatron_mamba_cache.policy.tiers.times import CopyTimes
 
 GB = 10**9
 RATES = CopyRates(alone=55e9, both=100e9)

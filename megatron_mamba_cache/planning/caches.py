@@ -15,7 +15,7 @@ from ..policy.prefix_cache import CacheIdentity, PrefixCache
 from ..policy.slabs import SlabSpace
 from ..policy.tiers.cache_tiers import HostTier, Tiers
 from ..policy.tiers.copies import Copies
-from ..policy.tiers.restores import CopyTimes
+from ..policy.tiers.times import CopyTimes
 from ..state.slab_shape import SlabShape, UnitBytes
 
 _DEFAULTS = CacheConfig()
@@ -72,7 +72,7 @@ def tiered_cache(
     """Return a cache over a space of the device, with one of the host below it."""
     pools, counters = _pools(device, sizes), CacheCounters()
     below = _pools(host, sizes)
-    tier = HostTier(pools, below, copies, _one_rank, counters, block_size=sizes.block_size, times=times)
+    tier = HostTier(pools, below, copies, _one_rank, counters, block_size=sizes.block_size, measure=lambda: times)
     return TieredCache(_cache(pools, sizes, counters, max_requests, tier), tier)
 
 

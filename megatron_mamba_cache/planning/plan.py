@@ -6,7 +6,7 @@ from itertools import product
 
 from ..config import CacheConfig
 from ..policy.places import SplitSpace
-from ..policy.tiers.restores import CopyTimes
+from ..policy.tiers.times import CopyTimes
 from .block_texts import BlockText, block_texts
 from .caches import CacheSizes, empty_cache, tiered_cache
 from .copies_at_once import CopiesAtOnce

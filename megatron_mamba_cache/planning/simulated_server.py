@@ -153,7 +153,7 @@ class SimulatedServer:
             self._queue.remove(number)
             if number not in self._ages:
                 served = self.served[number]
-                served.skipped, served.restored = row.computed, row.num_restored
+                served.skipped, served.restored = row.computed, row.from_host
                 served.admitted_s = self._clock.now
             self._ages[number] = row.age
 

@@ -33,8 +33,13 @@ class MeasuredTimes:
         if copy is None or self._token_s is None:
             return None
         read = read or 0.0
-        seconds = (copy * block_bytes, copy * state_bytes, read * block_bytes, read * state_bytes)
-        return CopyTimes._make([*(round(time * 1e9) for time in seconds), max(round(self._token_s * 1e9), 1)])
+        return CopyTimes(
+            block=round(copy * block_bytes * 1e9),
+            state=round(copy * state_bytes * 1e9),
+            token=max(round(self._token_s * 1e9), 1),
+            disk_block=round(read * block_bytes * 1e9),
+            disk_state=round(read * state_bytes * 1e9),
+        )
 
     def _of_either(self, lane: Lane, other: Lane) -> float | None:
         return self._byte_s.get(lane, self._byte_s.get(other))

@@ -11,7 +11,7 @@ from megatron_mamba_cache.planning.plan import plan
 from megatron_mamba_cache.planning.recorded_load import RecordedLoad, RecordedRequest
 from megatron_mamba_cache.planning.replay import replay
 from megatron_mamba_cache.policy.places import SplitSpace
-from megatron_mamba_cache.policy.tiers.restores import CopyTimes
+from megatron_mamba_cache.policy.tiers.times import CopyTimes
 
 GIB = 2**30
 SIZES = CacheSizes(kv_bytes_per_token=1024, state_bytes=4 * 64 * 1024, block_size=64)

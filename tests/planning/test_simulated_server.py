@@ -13,7 +13,7 @@ from megatron_mamba_cache.policy.identifiers import BlockKey
 from megatron_mamba_cache.policy.places import SplitSpace
 from megatron_mamba_cache.policy.slabs import SlabSpace
 from megatron_mamba_cache.policy.tiers.copies import Lane
-from megatron_mamba_cache.policy.tiers.restores import CopyTimes
+from megatron_mamba_cache.policy.tiers.times import CopyTimes
 
 BLOCK = 64
 SIZES = CacheSizes(kv_bytes_per_token=1024, state_bytes=4 * BLOCK * 1024, block_size=BLOCK)

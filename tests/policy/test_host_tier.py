@@ -30,7 +30,7 @@ from megatron_mamba_cache.policy.scheduler import StepScheduler
 from megatron_mamba_cache.policy.slabs import SlabSpace
 from megatron_mamba_cache.policy.tiers.cache_tiers import HostTier
 from megatron_mamba_cache.policy.tiers.copies import CopyOrder, CopyStatus, Lane
-from megatron_mamba_cache.policy.tiers.restores import CopyTimes
+from megatron_mamba_cache.policy.tiers.times import CopyTimes
 from tests.policy.small_cache import BLOCK, request
 
 MAX_ROWS = 3
@@ -147,8 +147,16 @@ class TieredWorkload:
         rules = [EVICTION_RULES[eviction](float(BLOCK)) for _ in range(2)]
         pools = CachePools.over(self.device.space(), rules[0], block_size=BLOCK)
         self.below = CachePools.over(self.host.space(), rules[1], block_size=BLOCK)
-        counters, times = CacheCounters(), CopyTimes(1, 1, 1)
-        self.tier = HostTier(pools, self.below, self.copies, self.copies.agree, counters, block_size=BLOCK, times=times)
+        counters = CacheCounters()
+        self.tier = HostTier(
+            pools,
+            self.below,
+            self.copies,
+            self.copies.agree,
+            counters,
+            block_size=BLOCK,
+            measure=lambda: CopyTimes(1, 1, 1),
+        )
         self.cache = PrefixCache(
             pools,
             AdmissionRules(BoundaryRule(BLOCK), align_prefill_chunks=True, chunked_prefill=True),

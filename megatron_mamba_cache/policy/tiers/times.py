@@ -11,18 +11,18 @@ class CopyTimes(NamedTuple):
 
     Args:
         block, state: To copy one from the host to the device.
-        disk_block, disk_state: To read one from the disk.
         token: To compute one token of a prompt.
+        disk_block, disk_state: To read one from the disk.
     """
 
     block: int
     state: int
-    disk_block: int
-    disk_state: int
     token: int
+    disk_block: int = 0
+    disk_state: int = 0
 
 
-COPIES_TAKE_NOTHING = CopyTimes(0, 0, 0, 0, 1)
+COPIES_TAKE_NOTHING = CopyTimes(block=0, state=0, token=1)
 """What holds until all ranks have measured."""
 
 
@@ -42,9 +42,14 @@ class AgreedTimes:
         """Return the times. Until they are agreed this is collective: call it for the same decisions on all ranks."""
         if self._agreed is not None:
             return self._agreed
-        found = self._measure() or CopyTimes(0, 0, 0, 0, 0)
-        least = self._agree([*(-time for time in found[:-1]), found.token])
-        if not least[-1]:
+        found = self._measure() or CopyTimes(0, 0, 0)
+        token, *others = self._agree([found.token, *(-time for time in _copies_of(found))])
+        if not token:
             return COPIES_TAKE_NOTHING
-        self._agreed = CopyTimes._make([*(-time for time in least[:-1]), least[-1]])
+        block, state, disk_block, disk_state = (-time for time in others)
+        self._agreed = CopyTimes(block, state, token, disk_block, disk_state)
         return self._agreed
+
+
+def _copies_of(times: CopyTimes) -> tuple[int, ...]:
+    return times.block, times.state, times.disk_block, times.disk_state
