@@ -104,6 +104,8 @@ class FatedCopies:
 
     def agree(self, statuses: Sequence[int]) -> list[int]:
         asked, self._asked = self._asked, []
+        if not asked:  # what copies take, not how far they are
+            return list(statuses)
         agreed = [min(status, self._status_on(n, 1)) for n, status in zip(asked, statuses, strict=True)]
         for number, status in zip(asked, agreed, strict=True):
             self.seen[f"{self._orders[number].lane.name} {CopyStatus(status).name}"] += 1
