@@ -44,9 +44,12 @@ its later tries, until the next flush, only match.
 """
 EVICTIONS = """\
 What evicts now evicts a state together with the blocks that only this state could resume; before, the pools of blocks
-and of slots each evicted for itself. So an allocation from chains of 1 does the work of both, `take_live` too, and a
-longer chain's first allocation that of the whole chain: as many allocations after it find a free block. Figures of
-slabs stand beside those before of memory split in two.
+and of slots each evicted for itself. So the figures before that stand beside an eviction are those of both: a block's
+allocation and the share of a slot that it comes to. A longer chain's first allocation evicts the whole chain: as many
+after it find a free block. Figures of slabs stand beside those before of memory split in two.
+
+A request's life: blocks for its text, a live slot and one for the state at its end, all from full pools that evict;
+the blocks registered, the state published, both used and released.
 """
 LIMITS = """\
 The number of operations does not grow; where more than 1.5 times the cost is shown, the CPU's caches are the limit.
@@ -141,11 +144,10 @@ def evicting_allocation(num_blocks: int, setting: Setting, depth: int = CHAIN_DE
 
     One allocation of a chain's length evicts a whole chain with its state, and the next ones find its blocks free. A
     sample is the mean of as many allocations as a chain has blocks; over slabs with the slot of the new chain's state,
-    which may be what evicts.
+    which may be what evicts; in a split it finds the slot of the state that left.
     """
-    what = "allocate(1)" if setting.space == "split" else "allocate(1) and slot"
     us = median(_new_chains_us(num_blocks, setting, depth))
-    return Figure(f"{what}, evicting, chains of {depth}{setting.suffix}", num_blocks, us)
+    return Figure(f"allocate(1) and slot, evicting, chains of {depth}{setting.suffix}", num_blocks, us)
 
 
 def chain_eviction(num_blocks: int, setting: Setting, depth: int) -> Figure:
@@ -185,6 +187,23 @@ def hit_round_trip(num_blocks: int, setting: Setting) -> Figure:
 
     us = _median_us(round_trip, repeats=2_000)
     return Figure(f"the same, and pin, unpin and touch their state{setting.suffix}", num_blocks, us)
+
+
+def whole_life(num_blocks: int, setting: Setting, depth: int) -> Figure:
+    """Time all calls for a request with a text of its own, in full pools of such texts, last used in random order."""
+    pools, _ = _full_pools(num_blocks, depth, setting)
+    samples, stamps = [], count(10**9)
+    for number in range(max(4_000 // depth, 300)):
+        keys = _new_keys(stamps, depth)
+        start = perf_counter_ns()
+        blocks = pools.kv.allocate(depth)
+        live = pools.slots.take_live()
+        _cache_chain(pools, blocks, keys, _tokens(number, depth))
+        pools.slots.touch_path(blocks)
+        pools.kv.release(blocks)
+        pools.slots.release_live(live)
+        samples.append(perf_counter_ns() - start)
+    return Figure(f"a request's life, {depth} blocks{setting.suffix}", num_blocks, median(samples) / 1_000)
 
 
 def evicting_take_live(num_slots: int, setting: Setting) -> Figure:
@@ -253,10 +272,24 @@ def table(figures: list[Figure], before: Mapping[tuple[str, int], float], file: 
 
 
 def _row(figure: Figure, before: Mapping[tuple[str, int], float]) -> str:
-    name = figure.operation.replace(" and slot", "").replace(", slabs", "")
     row = f"| {figure.operation} | {figure.size:,} | {figure.microseconds:,.1f} |"
-    cost = before.get((name, figure.size))
+    cost = _cost_before(figure, before)
     return f"{row} - | - |" if cost is None else f"{row} {cost:,.1f} | {figure.microseconds / cost:.2f} |"
+
+
+def _cost_before(figure: Figure, before: Mapping[tuple[str, int], float]) -> float | None:
+    """Return what the same took before: of an eviction, that of a block and of its share of a state."""
+    name, size = figure.operation.removesuffix(", slabs"), figure.size
+    suffix = ", cost-aware" if name.endswith(", cost-aware") else ""
+    state = before.get((f"take_live, evicting{suffix}", size))
+    if name.startswith("take_live"):
+        block, num_states = before.get((f"allocate(1), evicting, chains of 1{suffix}", size)), 1.0
+    elif name.startswith("allocate(1)"):
+        block = before.get((name.replace(" and slot", ""), size))
+        num_states = 1 / int(name.removesuffix(suffix).rpartition(" ")[2])
+    else:
+        return before.get((name, size))
+    return None if block is None or state is None else block + num_states * state
 
 
 def _growth(figures: list[Figure]) -> dict[str, float]:
@@ -280,10 +313,12 @@ def _of_space(space: str) -> list[Figure]:
     figures += [chain_round_trip(size, lru) for size in POOL_SIZES]
     figures += [hit_round_trip(size, lru) for size in POOL_SIZES]
     figures += [evicting_take_live(size, lru) for size in SLOT_POOL_SIZES]
-    figures += [evicting_allocation(size, cost) for size in POOL_SIZES]
+    figures += [whole_life(size, lru, depth) for depth in (1, CHAIN_DEPTH) for size in SLOT_POOL_SIZES]
+    figures += [evicting_allocation(size, cost, depth) for depth in (CHAIN_DEPTH, 1) for size in POOL_SIZES]
     figures += [chain_round_trip(size, cost) for size in POOL_SIZES]
     figures += [hit_round_trip(size, cost) for size in POOL_SIZES]
     figures += [evicting_take_live(size, cost) for size in SLOT_POOL_SIZES]
+    figures += [whole_life(size, cost, depth) for depth in (1, CHAIN_DEPTH) for size in SLOT_POOL_SIZES]
     return figures
 
 
@@ -357,8 +392,7 @@ def _new_chains(num_blocks: int, setting: Setting, depth: int) -> Iterator[list[
         _register(pools.kv, blocks, _new_keys(stamps, depth))
         start = perf_counter_ns()
         (slot,) = pools.slots.reserve()
-        if setting.space == "slabs":
-            calls.append(perf_counter_ns() - start)
+        calls.append(perf_counter_ns() - start)
         pools.slots.publish(slot, blocks[-1], _tokens(number, depth))
         pools.kv.release(blocks)  # full again, with as deep a chain
         yield calls

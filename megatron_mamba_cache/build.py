@@ -76,8 +76,7 @@ def build_engine(
     """
     if not isinstance(config, CacheConfig | None):
         raise TypeError(f"build_engine needs a CacheConfig or None, found {config!r:.200}")
-    config = config or CacheConfig()
-    ranks = ranks_of_process()
+    config, ranks = config or CacheConfig(), ranks_of_process()
     shape = check_served(model, ranks)
     _check_hidden_states(drafter, model.config.hidden_size, materialize_only_last_token_logits, ranks.num_stages)
     context = MambaCacheContext(
@@ -88,10 +87,14 @@ def build_engine(
         scores_prompts=scores_prompts,
         ranks=ranks,
         peers=expert_peers_of_process(),
-        weights=lambda: weights_digest((n, t) for n, t in model.state_dict().items() if isinstance(t, Tensor)),
+        weights=lambda: _digest_of(model),
     )
     controller = MambaCacheController(wrap_model(model, context), tokenizer or TokenIdTokenizer(shape.vocab_size))
     return ReplicaEngine(controller, context, random_seed)
+
+
+def _digest_of(model: Any) -> bytes:
+    return weights_digest((name, found) for name, found in model.state_dict().items() if isinstance(found, Tensor))
 
 
 def _planner(config: CacheConfig, drafter: Drafter | None, vocab_size: int) -> DraftPlanner | NoDrafts:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megatron_mamba_cache.planning.plan import CacheSizes, empty_cache
+from megatron_mamba_cache.planning.caches import CacheSizes, empty_cache
 from megatron_mamba_cache.policy.eviction_rules import EVICTION_RULES
 from megatron_mamba_cache.policy.places import CacheSpace, SplitSpace
 from megatron_mamba_cache.policy.prefix_cache import PrefixCache

@@ -4,8 +4,10 @@ import json
 from argparse import Namespace
 from pathlib import Path
 
-from ..planning.plan import CacheSizes, plan
+from ..planning.caches import CacheSizes
+from ..planning.plan import plan
 from ..planning.recorded_load import read_load
+from ..planning.replay import ReplayedLoad
 from .plan_arguments import DEFAULT_GB
 from .quiet import quiet_libraries
 from .usage_error import UsageError
@@ -17,20 +19,21 @@ def print_plan(arguments: Namespace) -> None:
     Raises:
         UsageError: If a flag, the file or the model cannot be used.
     """
-    budgets = _checked(arguments)
+    _check(arguments)
+    budgets, host_budgets = arguments.cache_gb or DEFAULT_GB, arguments.host_cache_gb or (0.0,)
     sizes = _sizes(arguments)
     try:
         load = read_load(Path(arguments.trace))
     except (OSError, ValueError, EOFError) as error:
         raise UsageError(f"--trace {arguments.trace}: {error}") from error
     try:
-        result = plan(load, sizes, budgets)
+        result = plan(load, sizes, budgets, host_budgets)
     except ValueError as error:
         raise UsageError(f"--block-size {arguments.block_size}: {error}") from error
     rows = [
         {
             "cache_gb": cache.cache_gb,
-            "host_cache_gb": 0.0,
+            "host_cache_gb": cache.host_cache_gb,
             "prompt_tokens": cache.replayed.prompt_tokens,
             "skipped_tokens": cache.replayed.skipped_tokens,
             "share": cache.replayed.share,
@@ -45,27 +48,29 @@ def print_plan(arguments: Namespace) -> None:
         f"{len(load.requests):,} requests; {sizes.kv_bytes_per_token:,} bytes of KV a token, "
         f"{sizes.state_bytes:,} bytes a state, blocks of {sizes.block_size} tokens"
     )
-    print(f"{'cache, GiB':>10}  {'prompt tokens':>15}  {'skipped':>15}  {'share':>6}")
-    for row in rows:
-        print(
-            f"{row['cache_gb']:>10g}  {row['prompt_tokens']:>15,}  {row['skipped_tokens']:>15,}  {row['share']:>6.3f}"
-        )
-    unlimited = result.unlimited
-    print(
-        f"{'unlimited':>10}  {unlimited.prompt_tokens:>15,}  {unlimited.skipped_tokens:>15,}  {unlimited.share:>6.3f}"
-    )
+    has_host = arguments.host_cache_gb is not None
+    host = f"  {'host, GiB':>10}" if has_host else ""
+    print(f"{'cache, GiB':>10}{host}  {'prompt tokens':>15}  {'skipped':>15}  {'share':>6}")
+    for cache in result.caches:
+        host = f"  {cache.host_cache_gb:>10g}" if has_host else ""
+        print(f"{cache.cache_gb:>10g}{host}{_figures(cache.replayed)}")
+    print(f"{'unlimited':>10}{' ' * len(host)}{_figures(result.unlimited)}")
 
 
-def _checked(arguments: Namespace) -> tuple[float, ...]:
-    """Return the sizes to plan for; raise for a flag with a value that can never work."""
-    if any(size != 0 for size in arguments.host_cache_gb or ()):
-        raise UsageError("--host-cache-gb: this version keeps nothing on the host; leave the flag out, or set it to 0")
+def _figures(replayed: ReplayedLoad) -> str:
+    return f"  {replayed.prompt_tokens:>15,}  {replayed.skipped_tokens:>15,}  {replayed.share:>6.3f}"
+
+
+def _check(arguments: Namespace) -> None:
+    """Raise for a flag with a value that can never work."""
     if arguments.block_size < 1:
         raise UsageError(f"--block-size is {arguments.block_size}; it must be at least 1")
     for size in arguments.cache_gb or ():
         if not 0 < size < 2**20:
             raise UsageError(f"--cache-gb is {size}; it must be more than 0 and below {2**20}")
-    return tuple(arguments.cache_gb or DEFAULT_GB)
+    for size in arguments.host_cache_gb or ():
+        if not 0 <= size < 2**20:
+            raise UsageError(f"--host-cache-gb is {size}; it must be at least 0 and below {2**20}")
 
 
 def _sizes(arguments: Namespace) -> CacheSizes:

@@ -17,7 +17,13 @@ def add_plan_arguments(parser: ArgumentParser) -> None:
     cache = parser.add_argument_group("cache")
     sizes = ", ".join(f"{size:g}" for size in DEFAULT_GB)
     cache.add_argument("--cache-gb", type=float, nargs="+", metavar="G", help=f"GiB of the cache (default: {sizes})")
-    cache.add_argument("--host-cache-gb", type=float, nargs="+", metavar="G", help="only 0 in this version")
+    cache.add_argument(
+        "--host-cache-gb",
+        type=float,
+        nargs="+",
+        metavar="G",
+        help="GiB of the host's memory below it, each with each --cache-gb; 0: none (default: 0)",
+    )
     cache.add_argument(
         "--block-size", type=int, default=CacheConfig().block_size_tokens, metavar="N", help="tokens (default: 256)"
     )

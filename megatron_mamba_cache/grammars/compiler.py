@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import GrammarError
 from ..installation import MissingExtraError, require_extra
+from .schema_words import drop_empty_words
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -88,7 +89,7 @@ class Grammars:
 
     def _compile(self, grammar: str) -> "LLMatcher":
         check_size(grammar)
-        matcher: LLMatcher = _llguidance().compiled(self._read_vocabulary(), grammar)
+        matcher: LLMatcher = _llguidance().compiled(self._read_vocabulary(), _without_empty_words(grammar))
         return matcher
 
     def _keep(self, grammar: str, matcher: "LLMatcher") -> None:
@@ -119,6 +120,16 @@ def check_size(grammar: str) -> None:
         raise GrammarError(f"the grammar is no JSON text, or is nested too deeply: {error}") from error
     if num_objects > _MOST_OBJECTS:
         raise GrammarError(f"the grammar has {num_objects} objects in it; at most {_MOST_OBJECTS} are allowed")
+
+
+def _without_empty_words(grammar: str) -> str:
+    """Return a grammar's text without what says nothing in its JSON schemas."""
+    value = json.loads(grammar)
+    parts = value.get("grammars") if isinstance(value, dict) else None
+    for part in parts if isinstance(parts, list) else ():
+        if isinstance(part, dict):
+            drop_empty_words(part.get("json_schema"))
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _values(value: Any) -> Iterator[Any]:

@@ -207,12 +207,16 @@ class MambaCacheEngine(SuspendableEngine):
         The requests of a suspended engine stay as they are. Those of a closed one are refused, one after another.
         """
         was_launched = self.context.early_step is not None
-        before_ended = self._step_ended
+        before_ended, counters = self._step_ended, self.context.counters
+        num_before = counters.prefill_tokens_computed, counters.decode_tokens_computed
         if self.context.is_tensor_state_allocated:
             self.context.runner.sharing.begin()
         try:
             result, state, seconds, number = await super().async_forward()
             self._step_ended = time.perf_counter()
+            if counters.decode_tokens_computed == num_before[1] and self.context.is_tensor_state_allocated:
+                num_tokens = counters.prefill_tokens_computed - num_before[0]
+                self.context.memory.below.note_prefill(num_tokens, seconds)
             return result, state, self._step_ended - before_ended if was_launched else seconds, number
         except BaseException as error:
             if not self.is_suspended:

@@ -54,6 +54,7 @@ class SuspendableEngine(DynamicInferenceEngine):
 
     def _capture(self) -> None:
         context, runner = self.context, self.context.runner
+        runner.memory.below.drain()  # a capture allows no other thread to wait for the device
         runner.drop_graphs()  # first: their memory serves the new ones
         model = self.controller.inference_wrapped_model
         runner.adopt_graphs(capture_graphs(model, runner, context.cache_config, context.shape))

@@ -1,54 +1,19 @@
 """What caches of several sizes would have skipped of a recorded load."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from ..config import CacheConfig
-from ..metrics import CacheCounters
-from ..policy.admission import AdmissionRules
-from ..policy.boundaries import BoundaryRule
-from ..policy.decode_rules import DecodeRules
-from ..policy.eviction_rules import EVICTION_RULES
-from ..policy.places import CacheSpace, SplitSpace
-from ..policy.pools import CachePools
-from ..policy.prefix_cache import CacheIdentity, PrefixCache
-from ..policy.slabs import SlabSpace
-from ..state.slab_shape import SlabShape, UnitBytes
+from ..policy.places import SplitSpace
+from ..policy.tiers.times import CopyTimes
 from .block_texts import BlockText, block_texts
+from .caches import CacheSizes, empty_cache, tiered_cache
+from .copies_at_once import CopiesAtOnce
 from .recorded_load import RecordedLoad
 from .replay import ReplayedLoad, replay
 
-_DEFAULTS = CacheConfig()
-
-
-@dataclass(frozen=True, slots=True)
-class CacheSizes:
-    """What a model stores, all ranks together.
-
-    Args:
-        kv_bytes_per_token: Keys and values of all attention layers.
-        state_bytes: The state of all recurrent layers at one position.
-        block_size: Tokens of a KV block.
-    """
-
-    kv_bytes_per_token: int
-    state_bytes: int
-    block_size: int = _DEFAULTS.block_size_tokens
-
-    @property
-    def unit(self) -> UnitBytes:
-        """Bytes of a state and of a block."""
-        return UnitBytes(self.state_bytes, self.kv_bytes_per_token * self.block_size, token_row=1)
-
-    @property
-    def state_len(self) -> float:
-        """Tokens whose KV takes as many bytes as a state."""
-        return self.state_bytes / self.kv_bytes_per_token
-
-    def space(self, cache_gb: float) -> SlabSpace:
-        """Return the space that a budget buys."""
-        slab = SlabShape.fitting([self.unit])
-        return SlabSpace(slab.slabs_in(int(cache_gb * 2**30), self.unit), slab.blocks_per_slab, slab.slots_per_slab)
+_MAX_TOKENS = CacheConfig().max_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +22,11 @@ class PlannedCache:
 
     Args:
         cache_gb: Its budget, GiB.
+        host_cache_gb: That of the host's memory below it, GiB; 0: there is none.
     """
 
     cache_gb: float
+    host_cache_gb: float
     replayed: ReplayedLoad
 
 
@@ -71,37 +38,38 @@ class Plan:
     caches: tuple[PlannedCache, ...]
 
 
-def plan(load: RecordedLoad, sizes: CacheSizes, budgets_gb: Sequence[float]) -> Plan:
-    """Replay a load in each size.
+def plan(
+    load: RecordedLoad, sizes: CacheSizes, budgets_gb: Sequence[float], host_budgets_gb: Sequence[float] = (0.0,)
+) -> Plan:
+    """Replay a load in each size of the device's memory, with each of the host's below it.
 
     Raises:
         ValueError: If the blocks do not fit the load's hashes.
     """
     texts = block_texts(load, sizes.block_size)
-    unlimited = replay(texts, empty_cache(_unlimited_space(texts, sizes.block_size), sizes), _DEFAULTS.max_tokens)
-    return Plan(unlimited, tuple(_planned(texts, sizes, budgets_gb)))
+    unlimited = replay(texts, empty_cache(unlimited_space(texts, sizes.block_size), sizes), _MAX_TOKENS)
+    planned = [
+        PlannedCache(budget, host_budget, _replayed(texts, sizes, budget, host_budget))
+        for budget, host_budget in product(budgets_gb, host_budgets_gb)
+    ]
+    return Plan(unlimited, tuple(planned))
 
 
-def empty_cache(
-    space: CacheSpace, sizes: CacheSizes, eviction: str = _DEFAULTS.eviction, max_requests: int = 1
-) -> PrefixCache:
-    """Return the cache of an engine with default settings over a space."""
-    pools = CachePools.over(space, EVICTION_RULES[eviction](sizes.state_len), block_size=sizes.block_size)
-    return PrefixCache(
-        pools,
-        AdmissionRules(BoundaryRule(sizes.block_size), align_prefill_chunks=True, chunked_prefill=True),
-        CacheIdentity("recorded load", "0"),
-        CacheCounters(),
-        decode=DecodeRules("rolling", max_requests),
-    )
+def unlimited_space(texts: Sequence[BlockText], block_size: int, max_requests: int = 1) -> SplitSpace:
+    """Return a space in which nothing is ever evicted.
+
+    Args:
+        max_requests: The most requests that run at once.
+    """
+    longest = max(text.length for text in texts) // block_size + 2
+    num_blocks = len({key for text in texts for key in text.keys}) + max_requests * longest
+    return SplitSpace(num_blocks, num_blocks)
 
 
-def _planned(texts: Sequence[BlockText], sizes: CacheSizes, budgets_gb: Sequence[float]) -> Iterator[PlannedCache]:
-    for budget in budgets_gb:
-        yield PlannedCache(budget, replay(texts, empty_cache(sizes.space(budget), sizes), _DEFAULTS.max_tokens))
-
-
-def _unlimited_space(texts: Sequence[BlockText], block_size: int) -> SplitSpace:
-    """Return a space in which nothing is ever evicted."""
-    num_blocks = len({key for text in texts for key in text.keys}) + max(text.length for text in texts) // block_size
-    return SplitSpace(num_blocks + 2, num_blocks + 2)
+def _replayed(texts: Sequence[BlockText], sizes: CacheSizes, budget: float, host_budget: float) -> ReplayedLoad:
+    if not host_budget:
+        return replay(texts, empty_cache(sizes.space(budget), sizes), _MAX_TOKENS)
+    # What is on the host always comes back: the load says nothing of what copying and computing would take.
+    free_copies = CopyTimes(block=0, state=0, token=1)
+    tiered = tiered_cache(sizes.space(budget), sizes.space(host_budget), sizes, CopiesAtOnce(), free_copies)
+    return replay(texts, tiered.cache, _MAX_TOKENS, tiered.tier.drain)

@@ -13,7 +13,8 @@ tokens, and equal hashes for equal content.
 import gzip
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ class RecordedRequest:
         session: Number of its session, counted from 0; every request is one of its own where none is recorded.
         prompt_len, reply_len: Tokens.
         content: What each run of prompt tokens contains, the last one perhaps incomplete.
+        agent: Which of the session's agents sent it: 0 for its own, another number for each sub-agent.
     """
 
     arrival_s: float
@@ -42,6 +44,7 @@ class RecordedRequest:
     prompt_len: int
     reply_len: int
     content: tuple[ContentId, ...]
+    agent: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +105,8 @@ def _requests_of(entry: Any, number: int, start_s: float) -> tuple[int, list[Rec
     if "requests" in entry:
         size = _count(entry, "block_size", 1)
         return size, [
-            _request(request, arrival_s, number, number, ("in", "out"), size)
-            for arrival_s, request in _of_agents(entry["requests"], start_s)
+            replace(_request(request, arrival_s, number, number, ("in", "out"), size), agent=agent)
+            for agent, arrival_s, request in _of_agents(entry["requests"], start_s, count())
         ]
     if "input_length" in entry:
         arrival_s = _number(entry, "timestamp") / 1000
@@ -112,16 +115,17 @@ def _requests_of(entry: Any, number: int, start_s: float) -> tuple[int, list[Rec
     raise ValueError("need the fields of a session (requests, block_size) or of Mooncake's traces (input_length)")
 
 
-def _of_agents(requests: Any, start_s: float) -> Iterator[tuple[float, Mapping[str, Any]]]:
-    """Yield a session's requests, those of sub-agents too, with their arrivals."""
+def _of_agents(requests: Any, start_s: float, agents: Iterator[int]) -> Iterator[tuple[int, float, Mapping[str, Any]]]:
+    """Yield the requests of an agent and of its sub-agents, with the number of each one's agent and its arrival."""
+    agent = next(agents)
     if not isinstance(requests, list) or not all(isinstance(request, Mapping) for request in requests):
         raise TypeError("requests must be a list of JSON objects")
     for request in requests:
         arrival_s = start_s + _number(request, "t")
         if "requests" in request:
-            yield from _of_agents(request["requests"], arrival_s)
+            yield from _of_agents(request["requests"], arrival_s, agents)
         else:
-            yield arrival_s, request
+            yield agent, arrival_s, request
 
 
 def _request(

@@ -1,6 +1,6 @@
 """Replay a recorded load through the prefix cache, one request at a time, without a model."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +11,7 @@ from ..policy.block_growth import grow_rows
 from ..policy.boundaries import prefill_chunk_end
 from ..policy.prefix_cache import PrefixCache
 from ..policy.requests import Candidate, RequestSpec, RunningRequest, SamplingSettings
+from ..policy.running_requests import RunningRequests
 from .block_texts import BlockText, RecordedKeys
 
 _ANY_TOKEN = 0
@@ -29,40 +30,49 @@ class ReplayedLoad:
         return self.skipped_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
-def replay(texts: Iterable[BlockText], cache: PrefixCache, max_tokens: int) -> ReplayedLoad:
+def replay(
+    texts: Iterable[BlockText], cache: PrefixCache, max_tokens: int, make_copies: Callable[[], object] = lambda: None
+) -> ReplayedLoad:
     """Serve requests one after another; one that does not fit counts as computed.
 
     Args:
         max_tokens: Tokens of a step, which prompts are prefilled in.
+        make_copies: Called between steps, to make the copies between tiers that were ordered.
     """
     prompt_tokens = skipped_tokens = 0
     for number, text in enumerate(texts):
         prompt_tokens += text.prompt_len
-        skipped_tokens += _serve(number, text, cache, max_tokens)
+        skipped_tokens += _serve(number, text, cache, max_tokens, make_copies)
     return ReplayedLoad(prompt_tokens, skipped_tokens)
 
 
-def _serve(number: int, text: BlockText, cache: PrefixCache, max_tokens: int) -> int:
+def _serve(number: int, text: BlockText, cache: PrefixCache, max_tokens: int, make_copies: Callable[[], object]) -> int:
     """Serve one request; return how many of its prompt tokens the cache skipped."""
     prompt = np.broadcast_to(np.int64(_ANY_TOKEN), text.prompt_len)  # takes no memory
     spec = RequestSpec(number, prompt, text.length, SamplingSettings())
     candidate = Candidate(spec, RecordedKeys(text, cache.block_size), cache.epoch)
-    plan = cache.plan(candidate, max_tokens)
-    if isinstance(plan, Refusal):
+    requests = RunningRequests(cache, max_requests=1, max_tokens=max_tokens)
+    cache.look_ahead([candidate])
+    make_copies()
+    row = requests.admit(candidate, max_tokens)
+    if isinstance(row, Refusal):
+        cache.tiers.forget(number)
         return 0
-    row = cache.admit(candidate, plan)
     skipped = row.computed
-    _prefill(row, cache, max_tokens)
-    if text.length > text.prompt_len:
-        _decode(row, cache)
-    cache.release(row)
+    for steps in (_prefill(row, cache, max_tokens), _decode(row, cache)):
+        for _ in steps:
+            make_copies()
+    requests.drop([row])
+    make_copies()
     return skipped
 
 
-def _prefill(row: RunningRequest, cache: PrefixCache, max_tokens: int) -> None:
+def _prefill(row: RunningRequest, cache: PrefixCache, max_tokens: int) -> Iterator[None]:
+    """Compute the prompt, and yield after each step."""
     while True:
         cache.publish(row, row.scheduled)
         cache.advance(row, row.scheduled)
+        yield
         if not row.is_prefilling:
             return
         chunk_end = prefill_chunk_end(
@@ -75,9 +85,13 @@ def _prefill(row: RunningRequest, cache: PrefixCache, max_tokens: int) -> None:
         cache.schedule_chunk(row, chunk_end)
 
 
-def _decode(row: RunningRequest, cache: PrefixCache) -> None:
-    """Generate the reply, as far as there is room: steps that reach no block boundary change nothing but counts."""
-    row.generated.append(_ANY_TOKEN)
+def _decode(row: RunningRequest, cache: PrefixCache) -> Iterator[None]:
+    """Generate the reply, as far as there is room; yield after each step that reaches a block boundary, or the end.
+
+    The others change nothing but counts.
+    """
+    if row.length < row.spec.max_len:
+        row.generated.append(_ANY_TOKEN)
     while row.length < row.spec.max_len:
         until_boundary = cache.block_size - row.computed % cache.block_size
         quiet = min(until_boundary, row.spec.max_len - row.length) - 1
@@ -90,3 +104,4 @@ def _decode(row: RunningRequest, cache: PrefixCache) -> None:
         cache.schedule_decode(row)
         cache.publish(row, row.scheduled)
         cache.advance(row, row.scheduled)
+        yield

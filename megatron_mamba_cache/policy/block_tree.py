@@ -1,6 +1,6 @@
 """The trees that shared prefixes form: the key of each registered block, and the block before it."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from ..errors import CacheIntegrityError
 from .identifiers import BlockId, BlockKey
@@ -63,9 +63,38 @@ class BlockTree:
         """Return whether no registered block comes after this one."""
         return not self._num_children[block]
 
-    def may_leave(self, block: BlockId) -> bool:
-        """Return whether the block is registered and no registered block comes after it."""
-        return self._depths[block] > 0 and not self._num_children[block]
+    def tail(self, block: BlockId, refs: Sequence[int], states: Container[BlockId]) -> list[BlockId]:
+        """Return the block and those before it, up to one that is needed: by others after it, a reference or a state.
+
+        Args:
+            block: Registered or not; an unregistered one has no tail.
+            refs: By block.
+            states: The blocks that have one.
+        """
+        parents, num_children, depth, num_after = self._parents, self._num_children, self._depths[block], 0
+        tail: list[BlockId] = []
+        while depth and num_children[block] == num_after and not refs[block] and block not in states:
+            tail.append(block)
+            block = parents[block]
+            depth -= 1
+            num_after = 1
+        return tail
+
+    def unregistered(self, blocks: Sequence[BlockId], refs: Sequence[int]) -> list[BlockId]:
+        """Return those of some blocks that have no key and, by block, no reference."""
+        depths, found = self._depths, []
+        for block in blocks:
+            if not depths[block] and not refs[block]:
+                found.append(block)
+        return found
+
+    def leaves(self, blocks: Sequence[BlockId]) -> list[BlockId]:
+        """Return those of some blocks that are registered and have no registered block after them."""
+        depths, num_children, found = self._depths, self._num_children, []
+        for block in blocks:
+            if depths[block] and not num_children[block]:
+                found.append(block)
+        return found
 
     def blocks(self) -> list[BlockId]:
         """Return the registered blocks in ascending order."""
@@ -92,17 +121,24 @@ class BlockTree:
             self._num_children[parent] += 1
             self._depths[block] += self._depths[parent]
 
-    def remove_leaf(self, block: BlockId) -> BlockId | None:
-        """Forget a block that has no children, and return its parent."""
-        keys, depths = self._keys, self._depths
-        del self._block_of[keys[block]]
-        keys[block] = _UNREGISTERED
-        depth, depths[block] = depths[block], 0
-        if depth == 1:
-            return None
-        parent = self._parents[block]
-        self._num_children[parent] -= 1
+    def remove_tail(self, tail: Sequence[BlockId]) -> BlockId | None:
+        """Forget what `tail` returned, and return the block before it."""
+        block_of, keys, depths, num_children = self._block_of, self._keys, self._depths, self._num_children
+        parent = self.parent_of(tail[-1])
+        for block in tail:
+            del block_of[keys[block]]
+            keys[block] = _UNREGISTERED
+            depths[block] = num_children[block] = 0
+        if parent is not None:
+            num_children[parent] -= 1
         return parent
+
+    def clear(self) -> None:
+        """Forget every block."""
+        for block in self._block_of.values():
+            self._keys[block] = _UNREGISTERED
+            self._num_children[block] = self._depths[block] = 0
+        self._block_of.clear()
 
     def check_integrity(self) -> None:
         """Raise CacheIntegrityError unless the maps are inverse and parents and child counts agree."""

@@ -1,7 +1,7 @@
 """The order in which cached states are evicted: by what each is worth, which falls with its age."""
 
 from collections import deque
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from heapq import heapify, heappop, heappush
 from math import frexp, inf
 from typing import NamedTuple
@@ -55,11 +55,15 @@ class _Class:
     """Items of one kind and of about the same gain, all held or none, in their order: the least recently used first.
 
     Nearly all come in order, as time passes; the few whose weight changes long after their last use are kept apart.
+
+    Attributes:
+        first: The first item, stale or not; None if there is none.
     """
 
-    __slots__ = ("late", "run")
+    __slots__ = ("first", "late", "run")
 
     def __init__(self) -> None:
+        self.first: _Item | None = None
         self.run: deque[_Item] = deque()
         self.late: list[_Item] = []  # a heap
 
@@ -68,19 +72,24 @@ class _Class:
             heappush(self.late, item)
         else:
             self.run.append(item)
+        if self.first is None or item < self.first:
+            self.first = item
 
-    def first(self) -> _Item | None:
-        """Return the first item, stale or not; None if there is none."""
-        if not self.late:
-            return self.run[0] if self.run else None
-        return min(self.run[0], self.late[0]) if self.run else self.late[0]
-
-    def pop(self, first: _Item) -> None:
-        """Remove what `first` returned."""
-        if self.run and self.run[0] is first:
-            self.run.popleft()
+    def skip_stale(self, live: Mapping[int, _Item]) -> int:
+        """Remove stale items from the heads of run and heap; return how many."""
+        run, late, num_stale = self.run, self.late, 0
+        # Identity, not equality: an id that was discarded and pushed again may have an equal, stale item.
+        while run and live.get(run[0][2]) is not run[0]:
+            run.popleft()
+            num_stale += 1
+        while late and live.get(late[0][2]) is not late[0]:
+            heappop(late)
+            num_stale += 1
+        if run and late:
+            self.first = min(run[0], late[0])
         else:
-            heappop(self.late)
+            self.first = run[0] if run else late[0] if late else None
+        return num_stale
 
     def keep(self, is_kept: Callable[[_Item], bool]) -> None:
         self.run = deque(filter(is_kept, self.run))
@@ -127,8 +136,8 @@ class EvictionOrder:
         last_used, _, _, kind, gain, is_held = self._live[entry_id]
         return gain / FULL_WORTH_AGE if is_held else likelihood(kind) * gain / (now + FULL_WORTH_AGE - last_used)
 
-    def push(self, entry_id: int, last_used: int, num_tokens: int, weight: Weight) -> None:
-        """Add an id, or replace its entry.
+    def push(self, entry_id: int, last_used: int, num_tokens: int, weight: Weight) -> bool:
+        """Add an id and return True, or replace its entry and return False.
 
         Args:
             last_used: A logical time.
@@ -139,16 +148,20 @@ class EvictionOrder:
         """
         if not weight[1] >= 0:
             raise ValueError(f"need a gain of at least 0, found {weight} for {entry_id}")
-        if entry_id in self._live:
-            self._num_stale += 1
+        is_new = entry_id not in self._live
         item = self._live[entry_id] = (last_used, -num_tokens, entry_id, *weight)
-        classes = self._classes.setdefault(weight[0], {})
-        of_class = _class_of(*weight[1:])
-        if of_class not in classes:
-            classes[of_class] = _Class()
-        classes[of_class].push(item)
+        kind, gain, is_held = weight
+        classes, of_class = self._classes.get(kind), _class_of(gain, is_held)
+        if classes is None:
+            classes = self._classes[kind] = {}
+        queue = classes.get(of_class)
+        if queue is None:
+            queue = classes[of_class] = _Class()
+        queue.push(item)
+        self._num_stale += not is_new
         if self._num_stale > len(self._live) + _STALE_ALLOWANCE:
             self._compact()
+        return is_new
 
     def discard(self, entry_id: int) -> bool:
         """Remove an id; return False, with nothing changed, if it is absent."""
@@ -169,21 +182,24 @@ class EvictionOrder:
         Raises:
             CacheIntegrityError: If there is none.
         """
-        first, least, age_at_0 = None, inf, now + FULL_WORTH_AGE
+        first, least, age_at_0, live = None, inf, now + FULL_WORTH_AGE, self._live
         for kind, classes in self._classes.items():
             if kinds is not None and kind not in kinds:
                 continue
-            chance, emptied = likelihood(kind), []
+            chance, has_empty = likelihood(kind), False
             for of_class, queue in classes.items():
-                item = self._first_live(queue)
-                if item is None:
-                    emptied.append(of_class)
-                    continue
+                item = queue.first
+                if item is None or live.get(item[2]) is not item:
+                    self._num_stale -= queue.skip_stale(live)
+                    item = queue.first
+                    if item is None:
+                        has_empty = True
+                        continue
                 worth = item[4] / FULL_WORTH_AGE if of_class[1] else chance * item[4] / (age_at_0 - item[0])
                 if worth < least or first is None or (worth == least and item < first):
                     first, least = item, worth
-            for of_class in emptied:
-                del classes[of_class]
+            if has_empty:
+                self._classes[kind] = {of_class: queue for of_class, queue in classes.items() if queue.first}
         if first is None:
             raise CacheIntegrityError("need an entry to evict, found none; ask for no more than is evictable")
         return first[2]
@@ -193,16 +209,6 @@ class EvictionOrder:
         self._live.clear()
         self._classes.clear()
         self._num_stale = 0
-
-    def _first_live(self, queue: _Class) -> _Item | None:
-        """Return the first item of a queue that is live, without the stale ones before it; None if there is none."""
-        live, item = self._live, queue.first()
-        # Identity, not equality: an id that was discarded and pushed again may have an equal, stale item.
-        while item is not None and live.get(item[2]) is not item:
-            queue.pop(item)
-            self._num_stale -= 1
-            item = queue.first()
-        return item
 
     def _is_live(self, item: _Item) -> bool:
         return self._live.get(item[2]) is item

@@ -10,30 +10,23 @@ class HeldStates:
 
     def __init__(self) -> None:
         self._now = 0
-        self._until: dict[BlockId, int] = {}
+        self.until: dict[BlockId, int] = {}
+        """When each held state is held no longer; changed here only."""
         self._ends: list[tuple[int, BlockId]] = []  # a heap; an entry is looked at again when its time comes
         self._next_look: dict[BlockId, int] = {}  # the earliest entry of each block in the heap
-
-    def __contains__(self, block: BlockId) -> bool:
-        return block in self._until
-
-    @property
-    def blocks(self) -> set[BlockId]:
-        """The blocks of all held states."""
-        return set(self._until)
 
     def hold(self, block: BlockId, until: int) -> bool:
         """Hold a state until a time, or as long as it is held already; return whether it was not held before."""
         if until <= self._now:
             return False
-        was_held = block in self._until
-        self._until[block] = max(until, self._until.get(block, 0))
+        was_held = block in self.until
+        self.until[block] = max(until, self.until.get(block, 0))
         self._look_at(block, until)
         return not was_held
 
     def release(self, block: BlockId) -> None:
         """Forget a state; nothing happens if it is not held."""
-        self._until.pop(block, None)
+        self.until.pop(block, None)
 
     def pass_time(self, now: int) -> list[BlockId]:
         """Set the time, unless a later one is known; return the blocks whose states are no longer held."""
@@ -43,9 +36,9 @@ class HeldStates:
             time, block = heappop(self._ends)
             if self._next_look.get(block) == time:
                 del self._next_look[block]
-            until = self._until.get(block)
+            until = self.until.get(block)
             if until is not None and until <= self._now:
-                del self._until[block]
+                del self.until[block]
                 over.append(block)
             elif until is not None:
                 self._look_at(block, until)
@@ -53,7 +46,7 @@ class HeldStates:
 
     def clear(self) -> None:
         """Forget all states; the time stays."""
-        self._until.clear()
+        self.until.clear()
         self._ends.clear()
         self._next_look.clear()
 

@@ -1,6 +1,6 @@
 """The KV block pool: references on each block, the key it is found under, and eviction."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from ..errors import CacheCapacityError, CacheIntegrityError
@@ -12,8 +12,9 @@ from .places import FixedPlaces, Places
 class CachedStates(Protocol):
     """The states at the ends of blocks: what makes a cached block useful, and what is evicted to make room."""
 
-    def slot_of(self, block: BlockId) -> SlotId | None:
-        """Return the slot with the cached state at the end of the block."""
+    @property
+    def slot_by_block(self) -> Mapping[BlockId, SlotId]:
+        """The slots with cached states, by the block that each ends; always the same object."""
 
     def evict(self, *, is_end: bool = False) -> None:
         """Evict the state of least worth; blocks that are useless without it are pruned.
@@ -52,11 +53,14 @@ class KVBlockPool:
             raise ValueError(f"need num_blocks >= 0 and block_size >= 1, found {places} and {block_size}")
         self._places = FixedPlaces(places) if isinstance(places, int) else places
         self._states = states
+        self._slot_by_block = states.slot_by_block
         self._block_size = block_size
         self._refs = [0] * self._places.num_places
         self._tree = BlockTree(self._places.num_places)
         self._num_referenced = 0
         self._num_cached = 0
+        self.is_end = self._tree.is_leaf
+        """Return whether no block is registered after this one."""
 
     @property
     def num_blocks(self) -> int:
@@ -115,10 +119,6 @@ class KVBlockPool:
         """Return the number of blocks from the root to this one, itself included; 0 if it is unregistered."""
         return self._tree.depth(block)
 
-    def is_end(self, block: BlockId) -> bool:
-        """Return whether no block is registered after this one."""
-        return self._tree.is_leaf(block)
-
     def unreferenced(self, blocks: Sequence[BlockId]) -> list[BlockId]:
         """Return those of distinct cached blocks that have no reference."""
         return [block for block in blocks if not self._refs[block]]
@@ -133,7 +133,7 @@ class KVBlockPool:
             raise ValueError(f"need a count of blocks, found {num_blocks}")
         if self._places.num_free < num_blocks:
             self._make_room(num_blocks)
-        blocks = [BlockId(block) for block in self._places.take(num_blocks)]
+        blocks = list(map(BlockId, self._places.take(num_blocks)))
         for block in blocks:
             self._refs[block] = 1
         self._num_referenced += num_blocks
@@ -146,11 +146,10 @@ class KVBlockPool:
             CacheIntegrityError: If a block is free; nothing has changed then.
         """
         self._require_ids(blocks)
-        for block in blocks:
-            if not self._refs[block] and block not in self._tree:
-                raise CacheIntegrityError(f"need a referenced or cached block to acquire, found block {block} free")
-        for block in blocks:
-            self._add_reference(block)
+        free = self._tree.unregistered(blocks, self._refs)
+        if free:
+            raise CacheIntegrityError(f"need a referenced or cached block to acquire, found block {free[0]} free")
+        self._add_references(blocks)
 
     def release(self, blocks: Sequence[BlockId]) -> None:
         """Drop one reference on each block; registered ones that a state can resume stay findable.
@@ -167,17 +166,16 @@ class KVBlockPool:
         Returns:
             How many blocks have become free.
         """
-        tree, refs, slot_of, num_pruned = self._tree, self._refs, self._states.slot_of, 0
-        leaving: BlockId | None = block
-        while leaving is not None and not refs[leaving] and tree.may_leave(leaving) and slot_of(leaving) is None:
-            parent = tree.remove_leaf(leaving)
+        tail = self._tree.tail(block, self._refs, self._slot_by_block)
+        if not tail:
+            return 0
+        end = self._tree.remove_tail(tail)
+        for leaving in tail:
             self._places.give_back(leaving)
-            num_pruned += 1
-            leaving = parent
-        self._num_cached -= num_pruned
-        if num_pruned and leaving is not None and tree.is_leaf(leaving):
-            self._states.note_end(leaving)
-        return num_pruned
+        self._num_cached -= len(tail)
+        if end is not None and self.is_end(end):
+            self._states.note_end(end)
+        return len(tail)
 
     def register(self, block: BlockId, key: BlockKey, parent: BlockId | None) -> BlockId:
         """Make a held block findable under its key, and return the block that the caller now holds for that key.
@@ -198,14 +196,14 @@ class KVBlockPool:
             self._tree.add(block, key, parent)
         if known is None or known == block:
             return block
-        self._add_reference(known)
+        self._add_references([known])
         self._file_all(self._drop_references([block]))
         return known
 
     def flush(self) -> None:
         """Forget every key and every state: cached blocks become free, held ones unregistered."""
         registered = self._tree.blocks()
-        self._tree = BlockTree(self.num_blocks)
+        self._tree.clear()
         self._num_cached = 0
         for block in registered:
             self._states.drop(block)
@@ -227,20 +225,22 @@ class KVBlockPool:
                 f"need {num_blocks} KV blocks, {self.num_free} free and {num_evictable} evictable; "
                 "raise --cache-gb, or --inference-dynamic-batching-buffer-size-gb where that is given"
             )
-        is_end, is_short = not places.is_shared, True
-        while is_short:
+        is_end = not places.is_shared
+        while places.num_free < num_blocks:
             self._states.evict(is_end=is_end)
-            is_short = places.num_free < num_blocks
 
     def _is_useless(self, block: BlockId) -> bool:
-        return not self._refs[block] and self._tree.is_leaf(block) and self._states.slot_of(block) is None
+        return not self._refs[block] and self._tree.is_leaf(block) and block not in self._slot_by_block
 
-    def _add_reference(self, block: BlockId) -> None:
-        if not self._refs[block]:
-            self._num_cached -= 1
-            self._num_referenced += 1
-            self._places.fix(block)
-        self._refs[block] += 1
+    def _add_references(self, blocks: Sequence[BlockId]) -> None:
+        refs, unreferenced = self._refs, []
+        for block in blocks:
+            if not refs[block]:
+                unreferenced.append(block)
+            refs[block] += 1
+        self._num_cached -= len(unreferenced)
+        self._num_referenced += len(unreferenced)
+        self._places.fix(*unreferenced)
 
     def _drop_references(self, blocks: Sequence[BlockId]) -> list[BlockId]:
         """Drop one reference on each block, or on none if one lacks it; return the blocks left without references."""
@@ -258,16 +258,16 @@ class KVBlockPool:
 
     def _file_all(self, emptied: Sequence[BlockId]) -> None:
         """File blocks without references as cached, or free those that nothing can resume."""
+        unregistered = self._tree.unregistered(emptied, self._refs)
         self._num_referenced -= len(emptied)
-        for block in emptied:
-            self._places.unfix(block)
-            if block in self._tree:
-                self._num_cached += 1
-            else:
-                self._places.give_back(block)
-                self._states.drop(block)
-        for block in reversed(emptied):  # the last of a text first: it takes those before it along
-            self.prune(block)
+        self._num_cached += len(emptied) - len(unregistered)
+        self._places.unfix(*emptied)
+        for block in unregistered:
+            self._places.give_back(block)
+            self._states.drop(block)
+        for block in reversed(self._tree.leaves(emptied)):  # each takes those before it along
+            if block not in self._slot_by_block:
+                self.prune(block)
 
     def _require_ids(self, blocks: Sequence[BlockId]) -> None:
         # A padding -1 would silently index the last block.

@@ -31,11 +31,11 @@ class Places(Protocol):
     def take(self, num_places: int) -> list[int]:
         """Give free places, which are then fixed; there must be enough."""
 
-    def fix(self, place: int) -> None:
-        """Note that a taken place cannot be evicted any more."""
+    def fix(self, *places: int) -> None:
+        """Note that taken places cannot be evicted any more."""
 
-    def unfix(self, place: int) -> None:
-        """Note that a taken place can be evicted."""
+    def unfix(self, *places: int) -> None:
+        """Note that taken places can be evicted."""
 
     def give_back(self, place: int) -> None:
         """Free a place that is not fixed."""
@@ -71,43 +71,39 @@ class FixedPlaces:
     is_shared = False
 
     def __init__(self, num_places: int) -> None:
-        self.num_places = num_places
+        self.num_places = self.num_free = self.num_available = num_places
         self._free = list(reversed(range(num_places)))  # a stack: lowest number on top
-        self._num_fixed = 0
-
-    @property
-    def num_free(self) -> int:
-        """See `Places`."""
-        return len(self._free)
-
-    @property
-    def num_available(self) -> int:
-        """See `Places`."""
-        return self.num_places - self._num_fixed
 
     def take(self, num_places: int) -> list[int]:
         """See `Places`."""
-        self._num_fixed += num_places
-        return [self._free.pop() for _ in range(num_places)]
+        self.num_free -= num_places
+        self.num_available -= num_places
+        taken = self._free[self.num_free :]
+        del self._free[self.num_free :]
+        taken.reverse()
+        return taken
 
-    def fix(self, place: int) -> None:
+    def fix(self, *places: int) -> None:
         """See `Places`."""
-        self._num_fixed += 1
+        self.num_available -= len(places)
 
-    def unfix(self, place: int) -> None:
+    def unfix(self, *places: int) -> None:
         """See `Places`."""
-        self._num_fixed -= 1
+        self.num_available += len(places)
 
     def give_back(self, place: int) -> None:
         """See `Places`."""
+        self.num_free += 1
         self._free.append(place)
 
     def check_integrity(self) -> None:
-        """Raise CacheIntegrityError unless free places are distinct, and no more are fixed than are taken. O(n)."""
-        num_taken = self.num_places - len(self._free)
-        if len(set(self._free)) != len(self._free) or not 0 <= self._num_fixed <= num_taken:
+        """Raise CacheIntegrityError unless free places are distinct and the counts can be true. O(n)."""
+        num_free = len(self._free)
+        is_ordered = num_free == self.num_free <= self.num_available <= self.num_places
+        if len(set(self._free)) != num_free or not is_ordered:
             raise CacheIntegrityError(
-                f"{self.num_places} places: free {sorted(self._free)}, {self._num_fixed} fixed of {num_taken} taken"
+                f"{self.num_places} places: free {sorted(self._free)}, {self.num_free} counted, and "
+                f"{self.num_available} available"
             )
 
 

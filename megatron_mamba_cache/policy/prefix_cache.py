@@ -155,7 +155,7 @@ class PrefixCache:
             undo.callback(self._draft_states.end, row)
             undo.callback(self._reservations.cancel, row)
             self.schedule_chunk(row, plan.chunk_end)
-            self._note_brought(row)
+            self._claim(row)
             self._count_admission(row, candidate, is_first=age is None)
             undo.pop_all()
         self._num_admitted += 1
@@ -360,16 +360,16 @@ class PrefixCache:
             if keep_s and spec.arrived_s and 0 < index * block_size <= end:
                 self.slots.hold(row.block_ids[index - 1], spec.arrived_s + keep_s)
 
+    def _claim(self, row: RunningRequest) -> None:
+        """Let go of what was brought back for a request, which holds it by now."""
+        brought = self.tiers.claim(row.request_id)
+        row.from_disk = min(brought.disk * self.block_size, row.computed)
+        row.from_host = min(brought.host * self.block_size, row.computed - row.from_disk)
+
     def _unpin_source(self, row: RunningRequest) -> None:
         if row.source_block is not None:
             self.slots.unpin(row.source_block)
         row.source_block = row.source_slot = None
-
-    def _note_brought(self, row: RunningRequest) -> None:
-        """Record how many of the tokens that a request skips came back for it from the tiers below."""
-        brought = self.tiers.claim(row.request_id)
-        row.from_disk = min(brought.disk * self.block_size, row.computed)
-        row.from_host = min(brought.host * self.block_size, row.computed - row.from_disk)
 
     def _count_admission(self, row: RunningRequest, candidate: Candidate, *, is_first: bool) -> None:
         if is_first:

@@ -43,7 +43,7 @@ class SlotOwners:
 
     def take(self, num_slots: int, owner: SlotOwner) -> list[SlotId]:
         """Give `num_slots` free slots to an owner; there must be enough."""
-        slots = [SlotId(slot) for slot in self._places.take(num_slots)]
+        slots = list(map(SlotId, self._places.take(num_slots)))
         for slot in slots:
             self._owners[slot] = owner
         self._counts[owner] += num_slots
@@ -56,7 +56,13 @@ class SlotOwners:
             ValueError: If there is no such slot.
             CacheIntegrityError: If the slot is not `owner`'s; nothing has changed then.
         """
-        self._change_owner(slot, owner, new_owner)
+        if not 0 <= slot < len(self._owners):  # a padding -1 would silently index the last slot
+            raise ValueError(f"need a slot of 0 to {len(self._owners) - 1}, found {slot}")
+        if self._owners[slot] is not owner:
+            raise CacheIntegrityError(f"need slot {slot} {owner.value}, found it {self._owners[slot].value}")
+        self._counts[owner] -= 1
+        self._counts[new_owner] += 1
+        self._owners[slot] = new_owner
 
     def free(self, slot: SlotId, owner: SlotOwner, *, is_fixed: bool = True) -> None:
         """Take a slot back from its owner; raises as `hand_over` does.
@@ -64,7 +70,7 @@ class SlotOwners:
         Args:
             is_fixed: Whether its place is noted as one that cannot be evicted.
         """
-        self._change_owner(slot, owner, SlotOwner.FREE)
+        self.hand_over(slot, owner, SlotOwner.FREE)
         if is_fixed:
             self._places.unfix(slot)
         self._places.give_back(slot)
@@ -81,12 +87,3 @@ class SlotOwners:
         owned = [slot for slot, found in enumerate(self._owners) if found is owner]
         if sorted(slots) != owned:
             raise CacheIntegrityError(f"slots listed as {owner.value} {sorted(slots)} != slots owned so {owned}")
-
-    def _change_owner(self, slot: SlotId, owner: SlotOwner, new_owner: SlotOwner) -> None:
-        if not 0 <= slot < len(self._owners):  # a padding -1 would silently index the last slot
-            raise ValueError(f"need a slot of 0 to {len(self._owners) - 1}, found {slot}")
-        if self._owners[slot] is not owner:
-            raise CacheIntegrityError(f"need slot {slot} {owner.value}, found it {self._owners[slot].value}")
-        self._counts[owner] -= 1
-        self._counts[new_owner] += 1
-        self._owners[slot] = new_owner

@@ -41,7 +41,8 @@ class SlotPool:
         self._texts: CachedTexts = NoTexts()
         self._kinds: dict[BlockId, int] = {}  # of states that wait for a hit, as last counted
         self._lineage = StateLineage()
-        self._slot_of: dict[BlockId, SlotId] = {}
+        self.slot_by_block: dict[BlockId, SlotId] = {}
+        """The slots with cached states, by the block that each ends; always the same object, changed here only."""
         self._pins: dict[BlockId, int] = {}
         self._rolling: set[BlockId] = set()  # decode checkpoints that only their own request uses
         self._orphans: dict[BlockId, list[SlotId]] = {}  # flushed while pinned: freed at the block's last unpin
@@ -104,7 +105,7 @@ class SlotPool:
 
     def slot_of(self, block: BlockId) -> SlotId | None:
         """Return the slot with the cached state at the end of the block."""
-        return self._slot_of.get(block)
+        return self.slot_by_block.get(block)
 
     def tokens_before(self, block: BlockId) -> int:
         """Return the tokens from the root to the nearest cached state before that of the block."""
@@ -113,7 +114,7 @@ class SlotPool:
 
     def cached_blocks(self) -> list[BlockId]:
         """Return the blocks that have a cached state."""
-        return list(self._slot_of)
+        return list(self.slot_by_block)
 
     def is_pinned(self, block: BlockId) -> bool:
         """Return whether the block's state may not be evicted now."""
@@ -122,7 +123,7 @@ class SlotPool:
     def observe(self, observer: StateObserver) -> None:
         """Notify the observer, replacing any other, of all cached states: first the existing ones, then each change."""
         self._observer = observer
-        for block in self._slot_of:
+        for block in self.slot_by_block:
             observer.published(block)
 
     def take_live(self) -> SlotId:
@@ -171,21 +172,23 @@ class SlotPool:
         Raises:
             CacheIntegrityError: If the slot is not reserved or the block has a state; nothing has changed then.
         """
-        if block in self._slot_of:
+        if block in self.slot_by_block:
             raise CacheIntegrityError(
-                f"need a block without a state, found slot {self._slot_of[block]} at block {block}"
+                f"need a block without a state, found slot {self.slot_by_block[block]} at block {block}"
             )
         self._owners.hand_over(slot, SlotOwner.RESERVED, SlotOwner.CACHED)
-        self._slot_of[block] = slot
+        self.slot_by_block[block] = slot
         self._observer.published(block)
         self._lineage.add(block, num_tokens, anchor, num_continuations)
         if anchor is not None and anchor in self._evictable:
             self._file_again(anchor)  # it is no longer the end
-        self._use(block, self._tick())
+        self._clock += 1
+        if block not in self._pins:
+            self._file(block, self._clock)
 
     def mark_rolling(self, block: BlockId) -> None:
         """Let `retire` drop the block's state, until it is pinned or `keep` is called."""
-        if block in self._slot_of:
+        if block in self.slot_by_block:
             self._rolling.add(block)
 
     def keep(self, block: BlockId) -> None:
@@ -202,7 +205,7 @@ class SlotPool:
 
         It can still be evicted. `pass_time` tells the time.
         """
-        if block in self._slot_of and self._held.hold(block, until) and block in self._evictable:
+        if block in self.slot_by_block and self._held.hold(block, until) and block in self._evictable:
             self._file_again(block)
 
     def pass_time(self, now: int) -> None:
@@ -240,14 +243,14 @@ class SlotPool:
         Raises:
             CacheIntegrityError: If the block has no state.
         """
-        if block not in self._slot_of:
+        if block not in self.slot_by_block:
             raise CacheIntegrityError(f"need a cached state to pin, found none at block {block}")
         self._pins[block] = self._pins.get(block, 0) + 1
         self._rolling.discard(block)
         if is_hit:
             self._quiet_pins.pop(block, None)
             self._count_hit(block)
-            self._tick()
+            self._clock += 1
         elif block in self._evictable:
             self._quiet_pins[block] = self._evictable.last_use_of(block)
         self._unfile(block)
@@ -267,8 +270,10 @@ class SlotPool:
         last_used = self._quiet_pins.pop(block, None)
         for slot in self._orphans.pop(block, ()):
             self._owners.free(slot, SlotOwner.CACHED)
-        if block in self._slot_of:
-            self._use(block, self._tick() if last_used is None else last_used)
+        if block in self.slot_by_block:
+            if last_used is None:
+                self._clock += 1
+            self._file(block, self._clock if last_used is None else last_used)
 
     def drop(self, block: BlockId) -> None:
         """Forget the block's state and free its slot; nothing happens if it has none.
@@ -276,7 +281,7 @@ class SlotPool:
         Raises:
             CacheIntegrityError: If the state is pinned.
         """
-        if block not in self._slot_of:
+        if block not in self.slot_by_block:
             return
         if block in self._pins:
             raise CacheIntegrityError(
@@ -286,10 +291,11 @@ class SlotPool:
 
     def note_end(self, block: BlockId) -> None:
         """Note that nothing is cached after the block any more; nothing happens if it has no state to evict."""
-        if block in self._evictable:
-            self._file_again(block)
+        if block not in self.slot_by_block:
+            return
+        weight = self._file_again(block) if block in self._evictable else self._weigh(block)
         if block in self._kinds:
-            self._count_kind(block)
+            self._count_kind(block, weight.kind)
 
     def evict(self, *, is_end: bool = False) -> None:
         """Evict the state of least worth, and the KV blocks that are useless without it.
@@ -311,32 +317,33 @@ class SlotPool:
 
     def touch(self, blocks: Sequence[BlockId], time: int | None = None) -> None:
         """Set the last use of the blocks' states, where they have one, to `time`, by default to now."""
-        now = self._tick() if time is None else time
+        now = self._clock + 1 if time is None else time
         self._clock = max(self._clock, now)
         for block in reversed(blocks):  # in the order in which states used at the same time are evicted
-            if block in self._slot_of:
-                self._use(block, now)
+            if block in self.slot_by_block and block not in self._pins:
+                self._file(block, now)
 
     def touch_path(self, blocks: Sequence[BlockId]) -> None:
         """Set the last use of the states on a path from the root to now, and record which follows which."""
-        path = [block for block in blocks if block in self._slot_of]
+        path = [block for block in blocks if block in self.slot_by_block]
         for anchor, block in pairwise(path):
             self._lineage.relink(block, anchor)
         self.touch(path)
         for block in path:
-            self._count_kind(block)
+            is_filed = block not in self._pins
+            self._count_kind(block, self._evictable.kind_of(block) if is_filed else self._weigh(block).kind)
 
     def flush(self) -> None:
         """Forget every cached state. The slot of a pinned one becomes free at its last unpin, the others now.
 
         Flush this pool before a block pool that drops states as its own blocks are flushed.
         """
-        for block in sorted(self._slot_of):
+        for block in sorted(self.slot_by_block):
             if block in self._pins:
-                self._orphans.setdefault(block, []).append(self._slot_of.pop(block))
+                self._orphans.setdefault(block, []).append(self.slot_by_block.pop(block))
             else:
                 self._unfile(block)
-                self._owners.free(self._slot_of.pop(block), SlotOwner.CACHED)
+                self._owners.free(self.slot_by_block.pop(block), SlotOwner.CACHED)
             self._texts.prune(block)
         self._evictable.clear()
         self._kinds.clear()
@@ -352,101 +359,97 @@ class SlotPool:
         """Raise CacheIntegrityError, with the equation that failed, unless every invariant of the pool holds. O(n)."""
         self._owners.check_integrity()
         orphans = [slot for slots in self._orphans.values() for slot in slots]
-        self._owners.check_owned(SlotOwner.CACHED, [*self._slot_of.values(), *orphans])
-        if self._pins.keys() - self._slot_of.keys() - self._orphans.keys() or self._orphans.keys() - self._pins.keys():
+        self._owners.check_owned(SlotOwner.CACHED, [*self.slot_by_block.values(), *orphans])
+        if (
+            self._pins.keys() - self.slot_by_block.keys() - self._orphans.keys()
+            or self._orphans.keys() - self._pins.keys()
+        ):
             raise CacheIntegrityError(
-                f"pins {self._pins} != pins of states {self._slot_of} and orphans {self._orphans}"
+                f"pins {self._pins} != pins of states {self.slot_by_block} and orphans {self._orphans}"
             )
-        if self._rolling - self._slot_of.keys() or self._rolling & self._pins.keys():
+        if self._rolling - self.slot_by_block.keys() or self._rolling & self._pins.keys():
             raise CacheIntegrityError(f"rolling checkpoints {self._rolling} without a state, or pinned {self._pins}")
-        if self._held.blocks - self._slot_of.keys():
-            raise CacheIntegrityError(f"held blocks {self._held.blocks} without a state, found {self._slot_of}")
-        unpinned = self._slot_of.keys() - self._pins.keys()
+        if self._held.until.keys() - self.slot_by_block.keys():
+            raise CacheIntegrityError(
+                f"held blocks {self._held.until.keys()} without a state, found {self.slot_by_block}"
+            )
+        unpinned = self.slot_by_block.keys() - self._pins.keys()
         if len(unpinned) != len(self._evictable) or not all(block in self._evictable for block in unpinned):
             raise CacheIntegrityError(f"unpinned states {unpinned} != {len(self._evictable)} evictable states")
-
-    def _tick(self) -> int:
-        self._clock += 1
-        return self._clock
 
     def _take(self, num_slots: int, owner: SlotOwner) -> list[SlotId]:
         if num_slots < 0:
             raise ValueError(f"need a count of slots, found {num_slots}")
-        places = self._places
-        is_short = places.num_free < num_slots
-        if is_short:
-            self._require_available(num_slots)
-        while is_short:
-            self.evict()
-            is_short = places.num_free < num_slots
+        if self._places.num_free < num_slots:
+            self._make_room(num_slots)
         return self._owners.take(num_slots, owner)
 
-    def _require_available(self, num_slots: int) -> None:
-        if num_slots > self._places.num_available:
+    def _make_room(self, num_slots: int) -> None:
+        """Evict until as many slots are free; raises as `take_live` does."""
+        places = self._places
+        if num_slots > places.num_available:
             num_evictable = self.num_available - self.num_free
             raise CacheCapacityError(
                 f"need {num_slots} state slots, {self.num_free} free and {num_evictable} evictable "
                 f"of {self.num_slots}; raise --cache-gb, or --inference-dynamic-batching-prefix-caching-mamba-gb where "
                 "that is given, or lower max requests"
             )
+        while places.num_free < num_slots:
+            self.evict()
 
     def _next_evicted(self, kinds: Container[int] | None = None) -> BlockId:
         """Return the block whose state is worth least, of some kinds or of any."""
         first, likelihood = self._evictable.first, self._rule.likelihood
         block = BlockId(first(self._clock, likelihood, kinds))
         while self._has_changed(block):
-            self._file_again(block)
-            self._count_kind(block)
+            self._count_kind(block, self._file_again(block).kind)
             block = BlockId(first(self._clock, likelihood, kinds))
         return block
 
     def _forget_state(self, block: BlockId) -> int:
         """Forget the block's state; return how many KV blocks left with it."""
-        is_evictable = self._evictable.discard(block)
+        self._evictable.discard(block)
         self._rolling.discard(block)
-        self._held.release(block)
+        if block in self._held.until:
+            self._held.release(block)
         self._kinds.pop(block, None)
         self._saved.pop(block, None)
-        self._owners.free(self._slot_of.pop(block), SlotOwner.CACHED, is_fixed=not is_evictable)
+        self._owners.free(self.slot_by_block.pop(block), SlotOwner.CACHED, is_fixed=False)
         self._observer.dropped(block)
         self._saver.dropped(block)
         return self._texts.prune(block)
 
-    def _use(self, block: BlockId, time: int) -> None:
-        if block not in self._pins:
-            self._file(block, time)
-
-    def _file(self, block: BlockId, last_used: int) -> None:
-        if block not in self._evictable:
-            self._places.unfix(self._slot_of[block])
+    def _file(self, block: BlockId, last_used: int) -> Weight:
         entry = self._entry(block)
-        self._evictable.push(block, last_used, entry.num_tokens, self._weight_of(block, entry))
+        weight = self._weight_of(block, entry)
+        if self._evictable.push(block, last_used, entry.num_tokens, weight):
+            self._places.unfix(self.slot_by_block[block])
+        return weight
 
-    def _file_again(self, block: BlockId) -> None:
-        self._file(block, self._evictable.last_use_of(block))
+    def _file_again(self, block: BlockId) -> Weight:
+        return self._file(block, self._evictable.last_use_of(block))
 
-    def _count_kind(self, block: BlockId) -> None:
+    def _count_kind(self, block: BlockId, kind: int) -> None:
         """Count what the block's state has become since it was last counted, or hit."""
-        kind = self._weigh(block).kind
         if self._kinds.get(block) != kind:
             self._kinds[block] = kind
             self._rule.count_state(kind)
 
     def _count_hit(self, block: BlockId) -> None:
         if block in self._kinds:
-            self._count_kind(block)
+            self._count_kind(block, self._weigh(block).kind)
             self._rule.count_hit(self._kinds.pop(block))
         if not self._texts.is_end(block):
             self._lineage.count_branch_hit(block)
 
     def _unfile(self, block: BlockId) -> None:
         if self._evictable.discard(block):
-            self._places.fix(self._slot_of[block])
+            self._places.fix(self.slot_by_block[block])
 
     def _has_changed(self, block: BlockId) -> bool:
         """Return whether a state is weighed otherwise than when it was filed: what is around it has come or gone."""
         was_end = self._evictable.kind_of(block) in ENDS
-        if was_end == self._texts.is_end(block) and self._lineage.is_anchor_kept(block, self._slot_of):
+        if was_end == self._texts.is_end(block) and self._lineage.is_anchor_kept(block, self.slot_by_block):
             return False
         return self._weigh(block) != self._evictable.weight_of(block)
 
@@ -455,7 +458,7 @@ class SlotPool:
 
     def _weight_of(self, block: BlockId, entry: CachedEntry) -> Weight:
         weight = self._rule.weigh(entry)
-        return weight._replace(is_held=True) if block in self._held else weight
+        return weight._replace(is_held=True) if block in self._held.until else weight
 
     def _entry(self, block: BlockId) -> CachedEntry:
-        return self._lineage.entry(block, self._slot_of, is_end=self._texts.is_end(block))
+        return self._lineage.entry(block, self.slot_by_block, is_end=self._texts.is_end(block))

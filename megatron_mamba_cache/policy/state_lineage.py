@@ -62,9 +62,10 @@ class StateLineage:
             is_end: No block is cached after this one.
         """
         num_tokens = self._num_tokens[block]
+        num_before = 0 if self._anchors[block] == _ROOT else self._tokens_before(block, cached)
         return CachedEntry(
             num_tokens,
-            num_tokens - self._tokens_before(block, cached),
+            num_tokens - num_before,
             self._num_branch_hits[block],
             self._num_continuations[block],
             is_end,

@@ -67,7 +67,7 @@ class AccessControl:
             self._on_status(CLIENT_CLOSED_REQUEST)
         except ApiError as error:
             exchange_of(scope).note_error(error)
-            await error_response(error, scope["path"])(scope, receive, counting_send)
+            await error_response(error, scope)(scope, receive, counting_send)
 
     def _admit(self, scope: Scope) -> None:
         path = scope["path"]

@@ -213,7 +213,7 @@ def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> Response:
         exchange_of(request.scope).note_error(error)
-        return error_response(error, request.url.path)
+        return error_response(error, request.scope)
 
     @app.exception_handler(ValidationError)  # of a request that another route's was turned into
     @app.exception_handler(RequestValidationError)
@@ -223,10 +223,10 @@ def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
         told = _UNREADABLE if error.detail == _UNREADABLE_TO_FASTAPI else ApiError(error.status_code, str(error.detail))
-        response = error_response(told, request.url.path)
+        response = error_response(told, request.scope)
         response.headers.update(error.headers or {})
         return response
 
     @app.exception_handler(Exception)
     async def defect(request: Request, _error: Exception) -> Response:
-        return error_response(unexpected(), request.url.path)
+        return error_response(unexpected(), request.scope)

@@ -8,6 +8,7 @@ from .parsers.parts import ParsedReply
 from .strict_json import strict_value
 
 _MARK = "\u2400"
+_DEVELOPER = "developer"
 _NO_PARAMETERS = {"type": "object", "properties": {}}
 _MARKING_TOOL = {
     "type": "function",
@@ -22,12 +23,14 @@ class Breakpoint:
     Args:
         message: Index of the message that it is in; None: it is behind the tools.
         end: Characters of the message's content before it.
+        call: Index of the tool call that it is behind; None: it is in the content.
         keep_s: Seconds for which what is cached up to there is worth more.
     """
 
     message: int | None = None
     end: int = 0
     keep_s: int = 0
+    call: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +46,7 @@ class Conversation:
         breakpoints: In order.
     """
 
-    messages: Sequence[Mapping[str, Any]]
+    messages: Sequence[dict[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()
     values: Mapping[str, Any] = field(default_factory=dict)
     adds_prompt: bool = True
@@ -58,12 +61,14 @@ class Conversation:
     def text(self, tokenizer: Any) -> str:
         """Return the conversation as the tokenizer's template renders it.
 
+        A template that does not know the role `developer` gets `system` instead.
+
         Raises:
             ValueError: If the template is missing or refuses it.
         """
         return str(
             tokenizer.render_chat(
-                self.messages,
+                self._messages_for(tokenizer),
                 self.tools,
                 self.values,
                 adds_prompt=self.adds_prompt,
@@ -71,14 +76,28 @@ class Conversation:
             )
         )
 
+    def _messages_for(self, tokenizer: Any) -> Sequence[dict[str, Any]]:
+        has_developer = any(message["role"] == _DEVELOPER for message in self.messages)
+        if not has_developer or _DEVELOPER in getattr(tokenizer, "chat_template", ""):
+            return self.messages
+        return [
+            {**message, "role": "system"} if message["role"] == _DEVELOPER else message for message in self.messages
+        ]
+
     def marked(self, place: Breakpoint) -> Self:
-        """Return the conversation with something put in at a breakpoint: up to there, both have the same text."""
+        """Return a conversation that parts from this one at a breakpoint: up to there, both have the same text."""
         if place.message is None:
             return replace(self, tools=(*self.tools, _MARKING_TOOL))
         message = self.messages[place.message]
-        content = message["content"][: place.end] + _MARK + message["content"][place.end :]
         messages = [*self.messages]
-        messages[place.message] = {**message, "content": content}
+        if place.call is None:
+            marked = message["content"][: place.end] + _MARK + message["content"][place.end :]
+            messages[place.message] = {**message, "content": marked}
+        else:
+            calls = message["tool_calls"][: place.call + 1]
+            is_last = len(calls) == len(message["tool_calls"])
+            marking = [called(_MARK, "{}", _MARK)] if is_last else []  # which begins like a call that follows
+            messages[place.message] = {**message, "tool_calls": [*calls, *marking]}
         return replace(self, messages=messages)
 
     def answered(self, reply: ParsedReply) -> Self:
@@ -99,7 +118,12 @@ def called(name: str, arguments: str, call_id: str | None = None) -> dict[str, A
 
 
 def arguments_object(arguments: str) -> dict[str, Any]:
-    """Return a call's arguments; text that is not a JSON object becomes `malformed_input`, so a tool can say so."""
+    """Return a call's arguments; text that is not a JSON object becomes `malformed_input`, so a tool can say so.
+
+    Some clients send no text for a call without arguments.
+    """
+    if not arguments.strip():
+        return {}
     try:
         value = strict_value(arguments)
     except ValueError:

@@ -8,7 +8,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from .access import is_for_admins
 
 _METHODS = ("GET", "POST")
-_EXPOSED = ("X-Request-Id", "Retry-After")
+_EXPOSED = ("X-Request-Id", "Request-Id", "Retry-After")
 
 
 class CrossOrigin:

@@ -6,6 +6,7 @@ from collections import Counter
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .access_log import AccessLog
+from .errors import is_of_anthropic
 from .exchange import Exchange
 from .responses import CLIENT_CLOSED_REQUEST
 
@@ -37,8 +38,9 @@ class Entrance:
         async def noting_send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
-                header = (b"x-request-id", exchange.request_id.encode())
-                message = {**message, "headers": [*message.get("headers", ()), header]}
+                names = [b"x-request-id"] + [b"request-id"] * is_of_anthropic(exchange.path)
+                headers = [(name, exchange.request_id.encode()) for name in names]
+                message = {**message, "headers": [*message.get("headers", ()), *headers]}
             await send(message)
 
         self._open[id(exchange)] = exchange

@@ -51,17 +51,20 @@ class ApiError(Exception):
         """Return the JSON object."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
-    def body_for(self, path: str) -> dict[str, Any]:
-        """Return the JSON object for a client of the API that a path belongs to."""
-        if path == _MESSAGES or path.startswith(f"{_MESSAGES}/"):
-            kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
-            return {"type": "error", "error": {"type": kind, "message": self.message}}
-        return self.body()
+    def anthropic_body(self) -> dict[str, Any]:
+        """Return the JSON object for clients of Anthropic's API."""
+        kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
 
     def headers(self) -> dict[str, str]:
         """Return the error's response headers."""
         found = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
         return found | ({"WWW-Authenticate": 'Basic realm="API key as password"'} if self.status == 401 else {})
+
+
+def is_of_anthropic(path: str) -> bool:
+    """Return whether a path belongs to Anthropic's API."""
+    return path == _MESSAGES or path.startswith(f"{_MESSAGES}/")
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:

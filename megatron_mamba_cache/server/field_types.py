@@ -11,7 +11,7 @@ from .unsupported import Table, schema_with, without_unsupported
 
 INT32_MAX = 2**31 - 1
 _MOST_STOPS = 16
-_SECONDS = {"5m": 300, "1h": 3600}
+_SECONDS = {"5m": 300, "30m": 1800, "1h": 3600, "12h": 43_200}
 
 Int = Annotated[int, Strict()]
 Number = Annotated[float, Strict(), Field(allow_inf_nan=False)]
@@ -46,6 +46,21 @@ class CacheControl(BaseModel):
     def keep_s(self) -> int:
         """Seconds for which what is cached is worth more; 0 if the mark does not say."""
         return 0 if self.ttl is None else _SECONDS[self.ttl]
+
+
+class PromptCacheBreakpoint(BaseModel):
+    """The same mark as OpenAI's API has it."""
+
+    mode: Literal["explicit"]
+    ttl: Literal["30m", "12h"] | None = None
+
+    @property
+    def keep_s(self) -> int:
+        """See `CacheControl`."""
+        return 0 if self.ttl is None else _SECONDS[self.ttl]
+
+
+Mark = CacheControl | PromptCacheBreakpoint
 
 
 class PartlySupported(BaseModel):

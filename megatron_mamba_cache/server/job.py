@@ -86,6 +86,7 @@ class Order:
         plain: The request of every choice, without its prompt; each choice of a prompt has its own seed.
         takes_all_room: Whether replies may be as long as fits after the prompt, whatever `plain` says.
         stops: Stop strings.
+        fits_room: Whether replies are as long as fits after the prompt where `plain` says more.
         is_empty: Whether replies have no tokens: prompts are computed, and scored if requested.
         reading: How replies are read; None: all text is content.
         form: What replies have to look like; None: anything.
@@ -98,6 +99,7 @@ class Order:
     plain: GenerationRequest
     takes_all_room: bool
     stops: tuple[str, ...]
+    fits_room: bool = False
     is_empty: bool = False
     reading: ReplyReading | None = None
     form: ReplyForm | None = None
@@ -268,12 +270,13 @@ def _reply(rules: JobRules, order: Order, prompt: Prompt) -> Reply:
 def _request(order: Order, prompt: Prompt, max_sequence_length: int) -> GenerationRequest:
     """Return the request of a prompt's choices, without their seeds."""
     room = max(max_sequence_length - len(prompt.token_ids), 1)
+    max_tokens = min(order.plain.max_tokens, room) if order.fits_room else order.plain.max_tokens
     return replace(
         order.plain,
         prompt=prompt.token_ids,
         grammar="" if order.form is None else order.form.grammar_after(prompt.text),
         breakpoints=prompt.breakpoints,
-        max_tokens=room if order.takes_all_room else order.plain.max_tokens,
+        max_tokens=room if order.takes_all_room else max_tokens,
     )
 
 

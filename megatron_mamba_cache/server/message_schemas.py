@@ -1,6 +1,6 @@
 """Schemas of messages, and of what else a chat template reads."""
 
-from itertools import accumulate
+from collections.abc import Iterator
 from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BaseModel, Field, model_validator
@@ -8,11 +8,11 @@ from pydantic_core import PydanticCustomError
 
 from .conversation import Breakpoint, Conversation
 from .errors import bad_request
-from .field_types import CacheControl, Flag, JsonObject, Name, PartlySupported, Text
+from .field_types import CacheControl, Flag, JsonObject, Mark, Name, PartlySupported, PromptCacheBreakpoint, Text
 from .tool_schemas import Calls, Tools
 from .unsupported import MESSAGE, REFUSED
 
-_MOST_BREAKPOINTS = 4  # as many as Anthropic's API takes
+_MOST_BREAKPOINTS = 4  # as in both APIs: Anthropic's refuses more, and OpenAI's uses the last ones
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -29,6 +29,12 @@ class TextPart(BaseModel):
     type: Annotated[Text, AfterValidator(_text_only), Field(json_schema_extra={"enum": ["text"]})]
     text: Text
     cache_control: CacheControl | None = None
+    prompt_cache_breakpoint: PromptCacheBreakpoint | None = None
+
+    @property
+    def mark(self) -> Mark | None:
+        """The breakpoint at its end."""
+        return self.cache_control or self.prompt_cache_breakpoint
 
 
 def _known(role: str) -> str:
@@ -43,7 +49,7 @@ def _known(role: str) -> str:
 class Message(PartlySupported):
     """One message; unknown fields, such as those in OpenAI's replies, are ignored.
 
-    The reasoning of an earlier reply is `reasoning_content` or `reasoning`.
+    The reasoning of an earlier reply is `reasoning_content` or `reasoning`. `cache_control` is a mark at the end.
     """
 
     unsupported = MESSAGE
@@ -55,6 +61,7 @@ class Message(PartlySupported):
     tool_call_id: Name | None = None
     reasoning_content: Text | None = None
     reasoning: Text | None = None
+    cache_control: CacheControl | None = None
 
     @model_validator(mode="after")
     def _has_content(self) -> Self:
@@ -66,25 +73,35 @@ class Message(PartlySupported):
             raise PydanticCustomError("no_caller", sentence, {"field": "tool_calls", "role": self.role})
         return self
 
+    def marks(self, index: int) -> Iterator[tuple[Mark, Breakpoint]]:
+        """Yield the marks in it, in order, and the breakpoints that they set in the message of this index."""
+        end, calls = 0, self.tool_calls or []
+        for part in () if self.content is None or isinstance(self.content, str) else self.content:
+            end += len(part.text)
+            if part.mark is not None:
+                yield part.mark, Breakpoint(index, end, part.mark.keep_s)
+        for number, call in enumerate(calls):
+            if call.cache_control is not None:
+                yield call.cache_control, Breakpoint(index, end, call.cache_control.keep_s, number)
+        if self.cache_control is not None:
+            last = len(calls) - 1 if calls else None
+            yield self.cache_control, Breakpoint(index, len(self._text), self.cache_control.keep_s, last)
+
     @property
-    def breakpoints(self) -> list[tuple[int, CacheControl]]:
-        """The breakpoints in it, and the characters of the content before each."""
-        parts = () if self.content is None or isinstance(self.content, str) else self.content
-        ends = accumulate(len(part.text) for part in parts)
-        controls = ((end, part.cache_control) for part, end in zip(parts, ends, strict=True))
-        return [(end, control) for end, control in controls if control is not None]
+    def _text(self) -> str:
+        content = self.content or ""
+        return content if isinstance(content, str) else "".join(part.text for part in content)
 
     def plain(self) -> dict[str, Any]:
         """Return the message for a chat template, its parts joined."""
-        content = self.content or ""
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
         others = {
             "name": self.name,
             "reasoning_content": self.reasoning_content or self.reasoning or None,
             "tool_calls": [call.plain() for call in self.tool_calls or ()] or None,
             "tool_call_id": self.tool_call_id,
         }
-        return {"role": self.role, "content": text} | {key: value for key, value in others.items() if value is not None}
+        known = {key: value for key, value in others.items() if value is not None}
+        return {"role": self.role, "content": self._text} | known
 
 
 Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=4096)]
@@ -117,24 +134,24 @@ class Templated(BaseModel):
             ApiError: 400 if there are too many breakpoints.
         """
         known = {name: value for name, value in values.items() if value is not None}
-        breakpoints = [
-            Breakpoint(index, end, control.keep_s)
-            for index, message in enumerate(messages)
-            for end, control in message.breakpoints
-        ]
-        of_tools = [tool.cache_control.keep_s for tool in self.tools or () if tool.cache_control is not None]
-        if of_tools:
-            breakpoints.insert(0, Breakpoint(keep_s=max(of_tools)))
-        if len(breakpoints) > _MOST_BREAKPOINTS:
-            raise bad_request(
-                f"the request has {len(breakpoints)} parts with cache_control; at most {_MOST_BREAKPOINTS} are allowed",
-                "cache_control",
-            )
         return Conversation(
             [message.plain() for message in messages],
             tuple(tool.plain() for tool in self.tools or ()),
             known | (self.chat_template_kwargs or {}),
             adds_prompt=self.add_generation_prompt is not False and not self.continue_final_message,
             continues=bool(self.continue_final_message),
-            breakpoints=tuple(breakpoints),
+            breakpoints=self._breakpoints(messages),
         )
+
+    def _breakpoints(self, messages: list[Message]) -> tuple[Breakpoint, ...]:
+        marked = [mark for index, message in enumerate(messages) for mark in message.marks(index)]
+        of_tools = [tool.mark for tool in self.tools or () if tool.mark is not None]
+        if of_tools:
+            marked.insert(0, (of_tools[0], Breakpoint(keep_s=max(mark.keep_s for mark in of_tools))))
+        count = sum(isinstance(mark, CacheControl) for mark, _ in marked)
+        if count > _MOST_BREAKPOINTS:
+            raise bad_request(
+                f"the request has {count} parts with cache_control; at most {_MOST_BREAKPOINTS} are allowed",
+                "cache_control",
+            )
+        return tuple(place for _, place in marked[-_MOST_BREAKPOINTS:])

@@ -10,7 +10,7 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
-from .errors import ApiError, unexpected
+from .errors import ApiError, is_of_anthropic, unexpected
 from .exchange import Exchange, exchange_of
 from .formats import Event, Format
 from .job import Job, JobRules, Order, job_of
@@ -27,9 +27,12 @@ _STREAM_HEADERS = [
 CLIENT_CLOSED_REQUEST = 499
 
 
-def error_response(error: ApiError, path: str) -> JSONResponse:
-    """Return an error in the shape of the API that the path belongs to."""
-    return JSONResponse(error.body_for(path), error.status, error.headers())
+def error_response(error: ApiError, scope: Scope) -> JSONResponse:
+    """Return an error in the shape of the API that a request's path belongs to."""
+    exchange = exchange_of(scope)
+    is_anthropic = is_of_anthropic(exchange.path)
+    body = error.anthropic_body() | {"request_id": exchange.request_id} if is_anthropic else error.body()
+    return JSONResponse(body, error.status, error.headers())
 
 
 class JobResponse(Response):

@@ -26,7 +26,10 @@ FunctionKind = Annotated[Text, AfterValidator(_function_only), Field(json_schema
 
 
 class Function(BaseModel):
-    """A function that the model may call; `parameters` is a JSON schema, which the chat template prints."""
+    """A function that the model may call; `parameters` is a JSON schema, which the chat template prints.
+
+    Clients set `cache_control` here or on the tool.
+    """
 
     model_config = ConfigDict(regex_engine="rust-regex")
 
@@ -34,6 +37,7 @@ class Function(BaseModel):
     description: Text | None = None
     parameters: JsonObject | None = None
     strict: Flag | None = None
+    cache_control: CacheControl | None = None
 
 
 class Tool(BaseModel):
@@ -45,7 +49,13 @@ class Tool(BaseModel):
 
     def plain(self) -> dict[str, Any]:
         """Return the tool for a chat template."""
-        return self.model_dump(exclude={"cache_control"}, exclude_unset=True, exclude_none=True)
+        hidden: Any = {"cache_control": True, "function": {"cache_control"}}
+        return self.model_dump(exclude=hidden, exclude_unset=True, exclude_none=True)
+
+    @property
+    def mark(self) -> CacheControl | None:
+        """The breakpoint behind it."""
+        return self.cache_control or self.function.cache_control
 
 
 def _distinct(tools: list[Tool]) -> list[Tool]:
@@ -89,6 +99,7 @@ class Call(BaseModel):
     id: Name | None = None
     type: FunctionKind = "function"
     function: CalledFunction
+    cache_control: CacheControl | None = None
 
     def plain(self) -> dict[str, Any]:
         """Return the call for a chat template."""

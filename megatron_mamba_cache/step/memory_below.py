@@ -11,7 +11,6 @@ from ..metrics import CacheCounters
 from ..policy.eviction_rules import EVICTION_RULES
 from ..policy.pools import CachePools
 from ..policy.tiers.cache_tiers import HostTier, NoTiers, Tiers
-from ..policy.tiers.restores import CopyTimes
 from ..ranks.agreement import CacheCapacity
 from ..ranks.group import Ranks, on_all_ranks
 from ..state.model_shape import HybridModelShape
@@ -83,19 +82,19 @@ class MemoryBelow:
             return AttachedTiers()
         if self._host is None:
             self._host = on_all_ranks(self._ranks, lambda: self._allocated(memory.device))
-        disk = self._disk
-        copies = self._host.copies(memory, None if disk is None else lambda: disk.directory)
+        host, disk = self._host, self._disk
+        copies = host.copies(memory, None if disk is None else lambda: disk.directory)
         tier = HostTier(
             pools,
-            self._host.pools,
+            host.pools,
             copies,
             self._ranks.least,
             counters,
             block_size=self._config.block_size_tokens,
-            times=CopyTimes(0, 0, 1),
+            measure=lambda: host.times.times(host.block_bytes, host.slot_bytes),
             disk=None if disk is None else disk.index,
         )
-        return AttachedTiers(tier, copies, disk, self._host)
+        return AttachedTiers(tier, copies, host, disk)
 
     def _allocated(self, device: torch.device) -> HostMemory:
         config, capacity = self._config, self._capacity
@@ -128,13 +127,13 @@ class AttachedTiers:
         self,
         tier: HostTier | None = None,
         copies: CopyLanes | None = None,
-        disk: DiskBelow | None = None,
         host: HostMemory | None = None,
+        disk: DiskBelow | None = None,
     ) -> None:
         self._tier = tier
         self._copies = copies
-        self._disk = disk
         self._host = host
+        self._disk = disk
 
     @property
     def tiers(self) -> Tiers:
@@ -164,6 +163,16 @@ class AttachedTiers:
         if self._disk is not None:
             self._disk.note_shared()
         return 0 if self._tier is None else self._tier.land(wait=wait)
+
+    def drain(self) -> None:
+        """Wait for all copies; all ranks of the model call it."""
+        if self._tier is not None:
+            self._tier.drain()
+
+    def note_prefill(self, num_tokens: int, seconds: float) -> None:
+        """Note what a step took that computed prompt tokens and nothing else."""
+        if self._host is not None:
+            self._host.times.note_prefill(num_tokens, seconds)
 
     def close(self) -> None:
         """Wait for all copies, and end what makes them."""

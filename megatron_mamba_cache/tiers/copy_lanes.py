@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..policy.tiers.copies import CopyOrder, CopyStatus, Lane, Places
+from .measured_times import MeasuredTimes
 
 _LOG = logging.getLogger(__name__)
 
@@ -30,6 +32,10 @@ class PlaceBytes:
     block: int
     state: int
 
+    def bytes_of(self, order: CopyOrder) -> int:
+        """Return the bytes of a copy."""
+        return len(order.blocks) * self.block + len(order.states) * self.state
+
     def pieces(self, order: CopyOrder) -> Iterator[Piece]:
         """Yield what a copy consists of, neighbours in one piece."""
         yield from _merged(order.blocks, self.block)
@@ -46,9 +52,19 @@ class CopyLanes:
     Args:
         works: What makes the copies of each lane. Called in the lane's thread.
         before: Called in the caller's thread for each order, right before it is started.
+        sizes: Of what is copied.
+        times: Learn how long copies take.
     """
 
-    def __init__(self, works: Mapping[Lane, Work], before: Sequence[Callable[[CopyOrder], None]] = ()) -> None:
+    def __init__(
+        self,
+        works: Mapping[Lane, Work],
+        before: Sequence[Callable[[CopyOrder], None]] = (),
+        sizes: PlaceBytes | None = None,
+        times: MeasuredTimes | None = None,
+    ) -> None:
+        self._sizes = sizes or PlaceBytes(0, 0)
+        self._times = times or MeasuredTimes()
         self._before = before
         self._statuses: dict[int, CopyStatus] = {}
         self._changed = threading.Condition()
@@ -92,7 +108,9 @@ class CopyLanes:
     def _work_off(self, queue: "SimpleQueue[CopyOrder | None]", work: Work) -> None:
         while (order := queue.get()) is not None:
             try:
+                began = time.perf_counter()
                 work(order)
+                self._times.note_copy(order.lane, self._sizes.bytes_of(order), time.perf_counter() - began)
                 status = CopyStatus.DONE
             except Exception:
                 _LOG.warning("a copy %s has failed", order.lane.value, exc_info=True)
@@ -130,6 +148,7 @@ class DeviceCopies:
             event = self._launched[order.number] = torch.cuda.Event()
             event.record(torch.cuda.current_stream(self._device.device))
 
+    @torch.inference_mode()  # in which the memory may have been made
     def _copy(self, order: CopyOrder, source: Tensor, target: Tensor) -> None:
         stream = self._streams.get(order.lane)
         if stream is None:

@@ -19,6 +19,7 @@ from ..state.slab_shape import SlabShape, UnitBytes
 from .cache_directory import CacheDirectory
 from .copy_lanes import CopyLanes, DeviceCopies, PlaceBytes
 from .disk_copies import DiskCopies
+from .measured_times import MeasuredTimes
 
 _MOST_REGISTERED_AT_ONCE = 2**32
 
@@ -50,6 +51,7 @@ class HostMemory:
         self.slab_bytes = slab.slab_bytes(unit)
         self.block_bytes = self.slab_bytes // slab.blocks_per_slab
         self.slot_bytes = self.slab_bytes // slab.slots_per_slab
+        self.times = MeasuredTimes()
         self.bytes = _allocated(num_slabs * self.slab_bytes, device)
         if device.type == "cuda":
             weakref.finalize(self, _unpin, self.bytes)
@@ -66,9 +68,10 @@ class HostMemory:
         sizes = PlaceBytes(self.block_bytes, self.slot_bytes)
         by_device = DeviceCopies(device, self.bytes, sizes)
         if directory is None:
-            return CopyLanes(by_device.works(), (by_device.note_launched,))
+            return CopyLanes(by_device.works(), (by_device.note_launched,), sizes, self.times)
         by_disk = DiskCopies(self.bytes, sizes, directory)
-        return CopyLanes(by_device.works() | by_disk.works(), (by_device.note_launched, by_disk.note_started))
+        notes = by_device.note_launched, by_disk.note_started
+        return CopyLanes(by_device.works() | by_disk.works(), notes, sizes, self.times)
 
     def flush(self) -> None:
         """Forget everything, while no copy is under way."""

@@ -1,6 +1,8 @@
 """The pools that bookkeeping is timed in are full, and every operation is timed in them."""
 
+from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -36,15 +38,56 @@ def test_every_operation_has_a_figure_in_both_spaces(bookkeeping: ModuleType, mo
 
 
 def test_new_chains_evict_old_ones(bookkeeping: ModuleType) -> None:
-    for space, num_calls in (("split", 32), ("slabs", 33)):
+    for space in bookkeeping.SPACES:
         calls = list(bookkeeping._new_chains(1000, bookkeeping.Setting(space, "lru"), 32))
-        assert len(calls) == 125 and all(len(call) == num_calls for call in calls)
+        assert len(calls) == 125 and all(len(call) == 33 for call in calls)
 
 
-def test_a_row_stands_beside_the_same_operation_before(bookkeeping: ModuleType) -> None:
-    before = bookkeeping.costs_of({"figures": [{"operation": "allocate(1), x", "size": 10, "microseconds": 2.0}]})
-    rows = [
-        bookkeeping._row(bookkeeping.Figure(name, size, 3.0), before)
-        for name, size in (("allocate(1) and slot, x, slabs", 10), ("allocate(1), x", 10), ("allocate(1), x", 20))
-    ]
-    assert [row.split("|", 3)[3] for row in rows] == [" 3.0 | 2.0 | 1.50 |", " 3.0 | 2.0 | 1.50 |", " 3.0 | - | - |"]
+def test_an_eviction_stands_beside_that_of_a_block_and_of_its_share_of_a_state(bookkeeping: ModuleType) -> None:
+    costs = {
+        "allocate(1), evicting, chains of 1": 2.0,
+        "allocate(1), evicting, chains of 4": 3.0,
+        "take_live, evicting": 4.0,
+        "take_live, evicting, cost-aware": 5.0,
+        "acquire + release": 6.0,
+    }
+    before = {(name, 10): cost for name, cost in costs.items()}
+    beside = {
+        "allocate(1) and slot, evicting, chains of 1, slabs": 6.0,
+        "allocate(1) and slot, evicting, chains of 4": 4.0,
+        "take_live, evicting, slabs": 6.0,
+        "take_live, evicting, cost-aware, slabs": None,
+        "allocate(1) and slot, evicting, chains of 1, cost-aware": None,
+        "acquire + release, slabs": 6.0,
+        "of today alone": None,
+    }
+    assert {name: bookkeeping._cost_before(bookkeeping.Figure(name, 10, 1.0), before) for name in beside} == beside
+    assert bookkeeping._row(bookkeeping.Figure("take_live, evicting", 10, 9.0), before).endswith("| 9.0 | 6.0 | 1.50 |")
+    assert bookkeeping._row(bookkeeping.Figure("take_live, evicting", 20, 9.0), before).endswith("| 9.0 | - | - |")
+
+
+@pytest.mark.parametrize("text_len", [1, 4])
+def test_the_pools_of_two_commits_serve_the_same_requests(bookkeeping: ModuleType, text_len: int) -> None:
+    beside = import_module("bookkeeping_beside")
+    case = beside.Case(64, text_len, "cost")
+    split, slabs = beside.pools_now(case)
+    before = replace(beside.pools_now(case)[0], name="before")
+    medians = beside.measure([before, split, slabs], case)
+    assert len(medians) == 9 and all(us > 0 for us in medians.values())
+    assert before.slots.num_evicted == split.slots.num_evicted > case.num_requests - 2
+    for side in (before, split, slabs):
+        side.kv.check_integrity()
+        side.slots.check_integrity()
+        assert side.kv.num_referenced == side.slots.num_live == 0
+
+
+def test_a_module_of_another_tree_is_imported_beside_this_ones(bookkeeping: ModuleType, tmp_path: Path) -> None:
+    policy = tmp_path / "megatron_mamba_cache" / "policy"
+    policy.mkdir(parents=True)
+    for folder in (policy.parent, policy):
+        (folder / "__init__.py").touch()
+    (policy / "slot_pool.py").write_text("MADE_BY = 'another tree'\n")
+    ours = import_module("megatron_mamba_cache.policy.slot_pool")
+    theirs = import_module("bookkeeping_beside")._module_of(tmp_path, "slot_pool")
+    assert theirs.MADE_BY == "another tree"
+    assert import_module("megatron_mamba_cache.policy.slot_pool") is ours

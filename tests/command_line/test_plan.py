@@ -48,6 +48,18 @@ def test_table_has_a_line_a_size_and_one_of_an_unlimited_cache(trace: Path, capf
     assert [line.split()[0] for line in out.splitlines()[2:]] == ["1", "2", "unlimited"]
 
 
+def test_each_size_is_planned_with_each_size_of_the_host(trace: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    flags = (*KV, *STATE, "--cache-gb", "1", "2", "--host-cache-gb", "0", "4")
+    status, out, _ = planned(capfd, trace, *flags, "--json")
+    combined = [(1, 0), (1, 4), (2, 0), (2, 4)]
+    assert status == 0 and [(row["cache_gb"], row["host_cache_gb"]) for row in json.loads(out)] == combined
+    status, out, _ = planned(capfd, trace, *flags)
+    heading, *lines, unlimited = out.splitlines()[1:]
+    assert [line.split()[:2] for line in lines] == [[str(size), str(host)] for size, host in combined]
+    assert len({len(line) for line in (heading, *lines, unlimited)}) == 1, "columns are not aligned"
+    assert unlimited.split()[1] == "1,312"
+
+
 def test_sizes_of_a_model_are_read_from_its_configuration(trace: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config = json.loads((SHIPPED / "config.json").read_text())
     inner = config["mamba_num_heads"] * config["mamba_head_dim"]
@@ -72,7 +84,8 @@ def test_sizes_of_a_model_are_read_from_its_configuration(trace: Path, capfd: py
         ((*KV, *STATE, "--cache-gb", "nan"), "--cache-gb is nan"),
         ((*KV, *STATE, "--block-size", "0"), "--block-size is 0"),
         ((*KV, *STATE, "--block-size", "96"), "--block-size 96: blocks of 96 tokens and hashes of 64 do not fit"),
-        ((*KV, *STATE, "--host-cache-gb", "8"), "--host-cache-gb: this version keeps nothing on the host"),
+        ((*KV, *STATE, "--host-cache-gb", "-1"), "--host-cache-gb is -1.0"),
+        ((*KV, *STATE, "--host-cache-gb", "nan"), "--host-cache-gb is nan"),
     ],
 )
 def test_flag_that_cannot_work_is_refused_in_one_line(

@@ -59,6 +59,36 @@ def test_choices_are_any_text(choices: list[str], grammars: Grammars) -> None:
     assert not accepts(grammars, forms.choice_grammar(choices), TOKENIZER.tokenize("other"))
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "format": "binary"},
+        {"type": ["string", "null"], "format": "password"},
+        {"anyOf": [{"type": "string", "format": "path"}]},
+        {"$defs": {"A": {"type": "string", "format": "color"}}, "$ref": "#/$defs/A"},
+    ],
+)
+def test_formats_that_are_not_defined_say_nothing(schema: dict[str, Any], grammars: Grammars) -> None:
+    assert accepts(grammars, forms.json_grammar(schema), TOKENIZER.tokenize('"any text"'))
+
+
+@pytest.mark.parametrize("names", [True, {}, {"type": "string"}])
+def test_names_of_any_text_say_nothing(names: Any, grammars: Grammars) -> None:
+    schema = {"type": "object", "propertyNames": names, "additionalProperties": {"type": "integer"}}
+    assert accepts(grammars, forms.json_grammar(schema), TOKENIZER.tokenize('{"any name": 1}'))
+    assert not accepts(grammars, forms.json_grammar(schema), TOKENIZER.tokenize('{"any name": "x"}'))
+
+
+def test_properties_may_be_called_like_words_of_a_schema(grammars: Grammars) -> None:
+    inner = {"type": "object", "properties": {"format": {"const": "binary"}}, "required": ["format"]}
+    schema = {"type": "object", "properties": {"propertyNames": inner}, "required": ["propertyNames"]}
+    schema |= {"additionalProperties": False}
+    assert accepts(grammars, forms.json_grammar(schema), TOKENIZER.tokenize('{"propertyNames": {"format": "binary"}}'))
+    assert not accepts(grammars, forms.json_grammar(schema), TOKENIZER.tokenize("{}"))
+    values = {"enum": [{"format": "binary"}]}
+    assert accepts(grammars, forms.json_grammar(values), TOKENIZER.tokenize('{"format": "binary"}'))
+
+
 def test_a_literal_names_special_tokens_by_id(grammars: Grammars) -> None:
     rule = forms.literal("a</think><b>", TOKENIZER.id_of)
     assert rule == f'"a" <[{THINK_END}]> "<b>"'

@@ -126,9 +126,11 @@ def with_one_budget(config: CacheConfig, shape: HybridModelShape, spare_slabs: i
 
 
 def with_host_tier(config: CacheConfig, shape: HybridModelShape, num_slabs: int) -> CacheConfig:
-    """Return settings of one memory with that of so many of its slabs below it, on each of the ranks here."""
-    units = ranks_of_process().gather(shape.unit_bytes(config.resolved()))
-    slab_bytes = max(SlabShape.fitting(units).slab_bytes(unit) for unit in units)
+    """Return settings of one memory with so many of its slabs below it, on each rank, with drafts or without."""
+    slab_bytes = 0
+    for settings in (config, replace(config, num_speculative_tokens=0)):
+        units = ranks_of_process().gather(shape.unit_bytes(settings.resolved()))
+        slab_bytes = max(slab_bytes, *(SlabShape.fitting(units).slab_bytes(unit) for unit in units))
     return replace(config, host_cache_gb=(num_slabs * slab_bytes * processes_of_host() + 0.5) / GIB)
 
 

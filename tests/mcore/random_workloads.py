@@ -13,6 +13,7 @@ from megatron.core.inference.sampling_params import SamplingParams
 from megatron_mamba_cache import CacheConfig
 from megatron_mamba_cache.grammars.forms import json_grammar
 from megatron_mamba_cache.mcore.generated_tokens import is_reported
+from megatron_mamba_cache.mcore.model_ranks import ranks_of_process
 from megatron_mamba_cache.mcore.request_spec import ARRIVED, BREAKPOINTS, GRAMMAR
 from megatron_mamba_cache.speculation.drafter import Drafter
 from tests.grammars.piece_tokenizer import END, PieceTokenizer
@@ -392,8 +393,11 @@ class WorkloadOutcome:
 
 
 def run_workload(work: Workload, drafter: Drafter | None = None) -> WorkloadOutcome:
-    """Run a workload to its end, and assert everything about it; copies between tiers fail and come late."""
-    with unreliable_copies(len(work.arrivals)) as copies, tempfile.TemporaryDirectory() as directory:
+    """Run a workload to its end, and assert everything about it; copies between tiers fail or come late on any rank."""
+    with (
+        unreliable_copies(len(work.arrivals) + 1000 * ranks_of_process().index) as copies,
+        tempfile.TemporaryDirectory() as directory,
+    ):
         if work.config.disk_cache_dir is not None:
             work = replace(work, config=replace(work.config, disk_cache_dir=directory))
         outcome = _run_workload(work, drafter)

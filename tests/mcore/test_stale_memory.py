@@ -28,8 +28,7 @@ def spoiled(monkeypatch: pytest.MonkeyPatch) -> list[SlabSpace]:
         for states in (memory.state_pool.conv, memory.state_pool.ssm):
             states.fill_(math.nan)
         memory.kv_buffer[:, :, : memory.dummy_block] = math.nan
-        for slab in space._slabs.slabs:
-            slab.held_states = True
+        space._slabs.held_states[:] = [True] * space.num_slabs
         spaces.append(space)
 
     monkeypatch.setattr(CacheMemory, "__init__", spoil)

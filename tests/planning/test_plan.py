@@ -5,10 +5,13 @@ import random
 import pytest
 
 from megatron_mamba_cache.planning.block_texts import block_texts
-from megatron_mamba_cache.planning.plan import CacheSizes, empty_cache, plan
+from megatron_mamba_cache.planning.caches import CacheSizes, empty_cache, tiered_cache
+from megatron_mamba_cache.planning.copies_at_once import CopiesAtOnce
+from megatron_mamba_cache.planning.plan import plan
 from megatron_mamba_cache.planning.recorded_load import RecordedLoad, RecordedRequest
 from megatron_mamba_cache.planning.replay import replay
 from megatron_mamba_cache.policy.places import SplitSpace
+from megatron_mamba_cache.policy.tiers.times import CopyTimes
 
 GIB = 2**30
 SIZES = CacheSizes(kv_bytes_per_token=1024, state_bytes=4 * 64 * 1024, block_size=64)
@@ -125,3 +128,29 @@ def test_nothing_is_skipped_without_room_for_a_state() -> None:
     cache = empty_cache(SplitSpace(100, 1), SIZES)  # the live state takes the one slot
     load = load_of(asked(128, 0, 0, 1), asked(192, 0, 0, 1, 2))
     assert replay(block_texts(load, 64), cache, 8192).skipped_tokens == 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_host_saves_what_a_small_device_evicts_and_never_more_than_can_be_saved(seed: int) -> None:
+    load = random_load(seed)
+    result = plan(load, SIZES, [0.002, 0.006], [0.0, 0.003, 0.1])
+    shares = {(cache.cache_gb, cache.host_cache_gb): cache.replayed.share for cache in result.caches}
+    print(f"seed {seed}: unlimited {result.unlimited.share:.3f}, {shares}")
+    for device in (0.002, 0.006):
+        assert shares[device, 0.0] <= shares[device, 0.1] <= result.unlimited.share
+    assert shares[0.002, 0.0] < shares[0.002, 0.1]
+    assert shares[0.006, 0.1] >= 0.9 * result.unlimited.share
+
+
+def test_replay_with_a_host_returns_everything() -> None:
+    space, host = SIZES.space(0.004), SIZES.space(0.004)
+    tiered = tiered_cache(space, host, SIZES, CopiesAtOnce(), CopyTimes(0, 0, 1))
+    texts = block_texts(random_load(9), 64)
+    for _ in range(2):
+        replay(texts, tiered.cache, 256, tiered.tier.drain)
+        tiered.cache.check_integrity([])
+    cache, counters = tiered.cache, tiered.cache.counters
+    assert cache.kv.num_referenced == cache.slots.num_live == cache.slots.num_reserved == 0
+    assert counters.states_written_to_host and counters.states_restored_from_host and tiered.tier.host.slots.num_evicted
+    cache.flush()
+    assert cache.kv.num_free == cache.kv.num_blocks and tiered.tier.host.kv.num_free == tiered.tier.host.kv.num_blocks

@@ -407,6 +407,20 @@ def test_flush_forgets_every_key_and_takes_no_block_from_its_holder() -> None:
     assert len(set(pools.kv.allocate(6))) == 6
 
 
+def test_flush_forgets_states_that_follow_each_other_and_have_been_counted() -> None:
+    pools = new_pools(4)
+    blocks = hold(pools, [1, 2])
+    for block in blocks:
+        pools.slots.publish(pools.slots.reserve()[0], block, num_tokens=pools.kv.depth(block))
+    pools.slots.touch_path(blocks)
+    pools.kv.release(blocks)
+    pools.slots.flush()
+    pools.kv.flush()
+    pools.slots.check_integrity()
+    pools.kv.check_integrity()
+    assert (pools.kv.num_free, pools.slots.num_free) == (4, 20)
+
+
 def test_a_row_from_before_a_flush_cannot_publish_behind_it() -> None:
     pools = new_pools(6)
     held = hold(pools, [1])
@@ -427,7 +441,7 @@ def test_check_integrity_finds_a_child_held_without_its_parent() -> None:
 def test_check_integrity_finds_a_cached_block_that_no_state_can_resume() -> None:
     pools = new_pools(4)
     blocks = cache(pools, [1, 2])
-    pools.slots._slot_of.clear()
+    pools.slots.slot_by_block.clear()
     with pytest.raises(CacheIntegrityError, match=rf"block {blocks[1]} is cached, but"):
         pools.kv.check_integrity()
 

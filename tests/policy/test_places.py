@@ -11,7 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from megatron_mamba_cache.errors import CacheIntegrityError
 from megatron_mamba_cache.policy.places import CacheSpace, FixedPlaces, Places, SplitSpace
-from megatron_mamba_cache.policy.slabs import SlabPlaces, SlabSpace
+from megatron_mamba_cache.policy.slab_places import SlabPlaces
+from megatron_mamba_cache.policy.slabs import SlabSpace
 
 
 def test_low_numbers_are_taken_first_and_the_last_given_back_again() -> None:
@@ -56,7 +57,9 @@ def test_a_negative_number_of_places_is_refused(num_blocks: int, num_slots: int)
     [
         lambda places: places._free.append(places._free[-1]),
         lambda places: places._free.__setitem__(0, places._free[1]),
-        lambda places: setattr(places, "_num_fixed", 9),
+        lambda places: setattr(places, "num_free", 2),
+        lambda places: setattr(places, "num_available", 2),
+        lambda places: setattr(places, "num_available", 6),
     ],
 )
 def test_check_integrity_finds_broken_places_of_a_split_space(corrupt: object) -> None:

@@ -105,9 +105,9 @@ def test_numbers_out_of_range_are_refused(numbers: tuple[int, int, int]) -> None
         SlabSpace(*numbers)
 
 
-def _forget_slab(space: SlabSpace) -> None:
-    space.blocks._partly.clear()
-    space._slabs.slabs[0].listed_by = 0
+def _fix_in_unused_slab(space: SlabSpace) -> None:
+    space._slabs.num_fixed[2] = 1
+    space._slabs.num_open -= 1
 
 
 @pytest.mark.parametrize(
@@ -116,20 +116,19 @@ def _forget_slab(space: SlabSpace) -> None:
         (lambda space: space._slabs.unused.append(0), "listed as unused"),
         (lambda space: space._slabs.unused.pop(), "listed as unused"),
         (lambda space: space._slabs.unused.reverse(), "listed as unused"),
-        (lambda space: setattr(space._slabs.slabs[3], "use", -1), "listed as unused"),
+        (lambda space: space._slabs.use.__setitem__(3, -1), "listed as unused"),
         (lambda space: setattr(space._slabs, "num_open", 3), "open slabs"),
-        (lambda space: setattr(space._slabs.slabs[0], "num_fixed", 0), "open slabs"),
-        (lambda space: setattr(space._slabs.slabs[0], "num_fixed", 2), "fixed places"),
-        (lambda space: setattr(space._slabs.slabs[0], "use", 1), "free places"),
-        (lambda space: setattr(space.blocks, "_num_free", 9), "free places"),
-        (lambda space: space._slabs.slabs[0].free.pop(), "free places"),
-        (lambda space: space._slabs.slabs[2].free.append(9), "unused slab 2"),
-        (lambda space: setattr(space.slots, "_num_fixed", 2), "fixed places"),
-        (lambda space: setattr(space.slots, "_num_fixed_slabs", 2), "fixed places"),
-        (lambda space: setattr(space._slabs.slabs[0], "listed_by", 0), "noted as such"),
-        (lambda space: space.blocks._partly.clear(), "noted as such"),
-        (lambda space: space._slabs.slabs[0].free.__setitem__(0, space._slabs.slabs[0].free[1]), "lists places"),
-        (_forget_slab, "nothing would find"),
+        (lambda space: space._slabs.num_fixed.__setitem__(0, 0), "open slabs"),
+        (_fix_in_unused_slab, "unused slabs"),
+        (lambda space: space._slabs.num_fixed.__setitem__(0, 2), "fixed ones"),
+        (lambda space: space._slabs.use.__setitem__(0, 1), "of a use that has"),
+        (lambda space: space.blocks._free[2].append(9), "of a use that has"),
+        (lambda space: space.blocks._free[0].__setitem__(0, space.blocks._free[0][1]), "lists places"),
+        (lambda space: space.blocks._partly.clear(), "listed as partly used"),
+        (lambda space: space.blocks._partly.append(0), "listed as partly used"),
+        (lambda space: space.blocks._free[0].pop(), "counted"),
+        (lambda space: setattr(space.blocks, "num_free", 9), "counted"),
+        (lambda space: setattr(space.slots, "num_available", 2), "counted"),
     ],
 )
 def test_check_integrity_finds_a_broken_invariant(corrupt: object, message: str) -> None:

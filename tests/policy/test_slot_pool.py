@@ -361,7 +361,7 @@ def test_a_flush_of_both_pools_survives_a_pinned_state() -> None:
     ("corrupt", "message"),
     [
         (lambda pool: pool._owners._owners.__setitem__(0, SlotOwner.LIVE), "counted"),
-        (lambda pool: pool._slot_of.clear(), "listed as cached"),
+        (lambda pool: pool.slot_by_block.clear(), "listed as cached"),
         (lambda pool: pool._pins.__setitem__(9, 1), "pins"),
         (lambda pool: pool._evictable.clear(), "evictable"),
         (lambda pool: pool._rolling.add(BlockId(9)), "rolling"),

@@ -7,7 +7,11 @@ from typing import Any
 import anthropic
 import httpx
 import pytest
+from anthropic.types import message_create_params
+from anthropic.types.beta import message_count_tokens_params as beta_message_count_tokens_params
+from anthropic.types.beta import message_create_params as beta_message_create_params
 
+from megatron_mamba_cache.server.anthropic.schemas import CountTokensRequest, MessagesRequest
 from tests.server.front_end import RED
 from tests.server.running_server import MODEL, RunningServer
 from tests.server.scripted_agent import TEMPLATES, TOOL, WRITTEN, Agent, agent_of
@@ -120,6 +124,45 @@ def test_a_reply_says_why_it_ended(agent: Agent, client: anthropic.Anthropic) ->
     assert asked(agent, client, "").content == []
 
 
+def test_a_reply_longer_than_fits_is_cut_where_the_context_ends(agent: Agent, client: anthropic.Anthropic) -> None:
+    cut = asked(agent, client, "Yes.", end="length", max_tokens=10_000)
+    request = agent.server.backend.asked[-1]
+    assert cut.stop_reason == "model_context_window_exceeded"
+    assert len(request.prompt) + request.max_tokens == agent.server.backend.max_sequence_length
+    messages = [{"role": "user", "content": "x " * agent.server.backend.max_sequence_length}]
+    with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
+        client.messages.create(model="scripted", max_tokens=1, messages=messages)  # type: ignore[arg-type]
+
+
+def test_reasoning_may_be_omitted(agent: Agent, client: anthropic.Anthropic) -> None:
+    omitted: Any = {"thinking": {"type": "adaptive", "display": "omitted"}}
+    whole = asked(agent, client, REPLY, **omitted)
+    assert [block.type for block in whole.content] == ["thinking", "text", "tool_use"] and not whole.content[0].thinking
+    assert whole.usage.output_tokens_details.thinking_tokens > 0
+    settings: Any = {"model": "scripted", "max_tokens": 100, "messages": ASKED, "tools": TOOLS} | omitted
+    with agent.saying(REPLY), client.messages.stream(**settings) as stream:
+        kinds = [event.type for event in stream]
+        streamed = stream.get_final_message()
+    assert "thinking" not in kinds and [block.type for block in streamed.content] == ["thinking", "text", "tool_use"]
+    assert streamed.content[0].thinking == "" and streamed.content[1].text == "I look."
+
+
+def test_instructions_may_come_between_messages(agent: Agent, client: anthropic.Anthropic) -> None:
+    messages = [*ASKED, {"role": "system", "content": [{"type": "text", "text": "Be brief."}]}]
+    asked(agent, client, "Yes.", messages=messages, system="Be kind.")
+    text = agent.tokenizer.detokenize(agent.prompts()[-1], skip_special_tokens=False)
+    assert text.index("system\nBe kind.") < text.index("user\nWeather?") < text.index("system\nBe brief.")
+
+
+def test_replies_and_errors_have_the_id_of_their_request(agent: Agent, client: anthropic.Anthropic) -> None:
+    assert len(asked(agent, client, "Yes.", extra_headers={"x-request-id": "ours"})._request_id) == len("ours")
+    with pytest.raises(anthropic.BadRequestError) as found:
+        client.messages.create(model="scripted", max_tokens=0, messages=ASKED)
+    assert found.value.request_id and found.value.body["request_id"] == found.value.request_id  # type: ignore[index]
+    reply = httpx.get(f"{agent.server.listening.url}/v1/models", timeout=60)
+    assert "request-id" not in reply.headers and reply.headers["x-request-id"]
+
+
 def test_one_call_ends_a_reply_without_parallel_calls(agent: Agent, client: anthropic.Anthropic) -> None:
     reply = WRITTEN["hermes"] % "Oslo" * 2
     assert len(asked(agent, client, reply).content) == 2
@@ -173,6 +216,18 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"system": [{"type": "image"}]}, "a block of type 'image' is not supported"),
     ({"mcp_servers": [{"url": "x"}]}, "`mcp_servers` is not supported by this server; leave it out"),
+    ({"speed": "fast"}, '`speed` is not supported by this server; leave it out or send "standard"'),
+    ({"fallbacks": [{"model": "x"}]}, "`fallbacks` is not supported by this server; leave it out"),
+    ({"thread": {"id": "x"}}, "`thread` is not supported by this server; leave it out"),
+    ({"thinking": {"type": "between_tools"}}, "thinking.type: Input should be 'enabled', 'disabled' or 'adaptive'"),
+    (
+        {"messages": [*ASKED, {"role": "system", "content": "x", "clear_at": "next_user_message"}]},
+        "`clear_at` is not supported by this server",
+    ),
+    (
+        {"messages": [{"role": "system", "content": [USED]}, *ASKED]},
+        "messages.0.content.0.type: a block of type 'tool_use' cannot be in a message of role system",
+    ),
     ({"context_management": {"edits": [{"type": "x"}]}}, "`context_management` is not supported by this server"),
     ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema: Field required"),
     ({"max_tokens": 0}, "max_tokens: "),
@@ -204,9 +259,23 @@ def test_what_asks_for_nothing_passes(agent: Agent, client: anthropic.Anthropic)
         "output_config": {"effort": "high"},
         "cache_control": {"type": "ephemeral"},
         "mcp_servers": [],
+        "speed": "standard",
+        "fallbacks": "default",
+        "diagnostics": {"previous_message_id": None},
     }
     message = asked(agent, client, "Yes.", thinking=thinking, metadata={"user_id": "a"}, extra_body=extra)
     assert message.content[0].text == "Yes."
+
+
+def test_every_field_of_the_client_is_known() -> None:
+    """But for those that it sends as headers."""
+    for request, params in (
+        (MessagesRequest, message_create_params.MessageCreateParamsBase),
+        (MessagesRequest, beta_message_create_params.MessageCreateParamsBase),
+        (CountTokensRequest, beta_message_count_tokens_params.MessageCountTokensParams),
+    ):
+        known = {*request.model_fields, *request.unsupported, "betas", "user_profile_id", "workspace_id", "stream"}
+        assert set(params.__annotations__) <= known
 
 
 def test_tokens_are_counted_as_a_message_has_them(agent: Agent, client: anthropic.Anthropic) -> None:

@@ -7,8 +7,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from openai.types.responses import response_create_params
 
 from megatron_mamba_cache.server.errors import ApiError
+from megatron_mamba_cache.server.responses_api.schemas import ResponsesRequest
 from megatron_mamba_cache.server.responses_api.stored import StoredResponses
 from tests.server.front_end import BLUE, RED
 from tests.server.running_server import MODEL, RunningServer
@@ -99,17 +101,19 @@ def test_a_kept_response_is_read_again_by_its_owner_alone_until_it_is_deleted(se
     assert skipped >= first.usage.total_tokens - 64 and second.usage.input_tokens - skipped < 2 * 64
     for refused in (
         lambda: blue.responses.retrieve(first.id),
-        lambda: blue.responses.create(input="x", previous_response_id=first.id, **greedy),
         lambda: blue.responses.delete(first.id),
-        lambda: red.responses.create(input="x", previous_response_id="resp_none", **greedy),
     ):
         with pytest.raises(openai.NotFoundError, match="is not kept here"):
             refused()
+    for client, previous in ((blue, first.id), (red, "resp_none")):
+        with pytest.raises(openai.BadRequestError, match=f"response with id '{previous}' not found") as found:
+            client.responses.create(input="x", previous_response_id=previous, **greedy)
+        assert (found.value.code, found.value.param) == ("previous_response_not_found", "previous_response_id")
     unkept = red.responses.create(input="x", store=False, **greedy)
     with pytest.raises(openai.NotFoundError):
         red.responses.retrieve(unkept.id)
     red.responses.delete(first.id)
-    with pytest.raises(openai.NotFoundError, match=first.id):
+    with pytest.raises(openai.BadRequestError, match=first.id):
         red.responses.create(input="x", previous_response_id=second.id, **greedy)
 
 
@@ -133,6 +137,10 @@ def test_responses_of_a_key_stay_within_the_bound_and_out_of_anothers_room() -> 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": "required"}, "tool_choice asks for a call, and there are no tools"),
     ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice names 'f', which is not in tools"),
+    (
+        {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}},
+        "tool_choice.type: a tool of type 'allowed_tools' is not supported by this server",
+    ),
     ({"tools": [{"type": "web_search"}]}, "a tool of type 'web_search' is not supported by this server"),
     (
         {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
@@ -160,6 +168,11 @@ def test_what_cannot_be_honoured_is_refused(agent: Agent, fields: dict[str, Any]
     body = {"model": "scripted", "input": "x"} | fields
     reply = httpx.post(f"{agent.server.listening.url}/v1/responses", json=body, timeout=60)
     assert reply.status_code in (400, 404) and words in reply.json()["error"]["message"], reply.text
+
+
+def test_every_field_of_the_client_is_known() -> None:
+    known = {*ResponsesRequest.model_fields, *ResponsesRequest.unsupported}
+    assert set(response_create_params.ResponseCreateParamsBase.__annotations__) <= known
 
 
 def test_what_asks_for_nothing_passes(agent: Agent) -> None:

@@ -151,6 +151,25 @@ def test_a_call_that_is_cut_off_is_told_by_the_finish_reason_and_the_conversatio
     assert "malformed_input" in text and "cut off" in text
 
 
+@pytest.mark.parametrize("written", ["", " ", "{}"])
+def test_a_call_of_the_history_may_have_no_arguments(agents: dict[str, Agent], written: str) -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "get_weather", "arguments": written}}
+    said = {"role": "assistant", "content": None, "tool_calls": [call]}
+    agents["hermes"].ask("Done.", messages=[*ASKED, said, {"role": "tool", "tool_call_id": "a", "content": "5"}])
+    text = agents["hermes"].tokenizer.detokenize(agents["hermes"].prompts()[-1])
+    assert '"arguments": {}}' in text
+
+
+@pytest.mark.parametrize(("knows", "role"), [("", "system"), ("{# developer #}", "developer")])
+def test_a_template_that_knows_no_developer_gets_instructions_of_the_system(
+    tmp_path: Path, knows: str, role: str
+) -> None:
+    with agent_of(tmp_path / "developer", knows + TEMPLATES["hermes"]) as agent:
+        agent.ask("Yes.", messages=[{"role": "developer", "content": "Be brief."}, *ASKED])
+        text = agent.tokenizer.detokenize(agent.prompts()[-1], skip_special_tokens=False)
+    assert f"<|im_start|>{role}\nBe brief.<|im_end|>" in text
+
+
 def test_reasoning_can_be_left_out_and_is_counted(agents: dict[str, Agent]) -> None:
     reply = "<think>\nHm, well.\n</think>\n\nYes."
     told = agents["hermes"].answered(reply)

@@ -179,6 +179,11 @@ TOOLS: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"tools": [{"type": "function", "function": {"name": 'a"\n'}}]}, "tools.0.function.name", "match pattern"),
     ({"tools": [{"type": "function"}]}, "tools.0.function", "Field required"),
+    (
+        {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}},
+        "tool_choice.type",
+        "a tool of type 'allowed_tools' is not supported by this server",
+    ),
     ({"tools": [TOOL], "tool_choice": "always"}, "tool_choice", "'none', 'auto' or 'required'"),
     ({"parallel_tool_calls": 1}, "parallel_tool_calls", "valid boolean"),
     (

@@ -45,6 +45,7 @@ class UnreliableCopies:
         self._orders: dict[int, CopyOrder] = {}
         self._polls_left: dict[int, int] = {}
         self._failing: set[int] = set()
+        self._ended: dict[int, CopyStatus] = {}
 
     def start(self, orders: Sequence[CopyOrder]) -> None:
         """See `Copies`."""
@@ -63,7 +64,9 @@ class UnreliableCopies:
             self._polls_left[number] -= 1
             self.seen["copies_late"] += 1
             return CopyStatus.UNDER_WAY
-        return self._end(number)
+        if number not in self._ended:  # another rank may not have ended it
+            self._ended[number] = self._end(number)
+        return self._ended[number]
 
     def wait(self, numbers: Sequence[int]) -> None:
         """See `Copies`."""
@@ -72,7 +75,7 @@ class UnreliableCopies:
 
     def forget(self, number: int) -> None:
         """See `Copies`."""
-        del self._orders[number], self._polls_left[number]
+        del self._orders[number], self._polls_left[number], self._ended[number]
         self._failing.discard(number)
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """The tiers below the device, as the prefix cache and the step see them."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from ...errors import CacheIntegrityError
@@ -13,7 +13,8 @@ from .copies import Agree, Copies, CopyLedger, Lane
 from .disk_index import DiskIndex
 from .disk_moves import DiskMoves
 from .host_writes import HostWrites
-from .restores import CopyTimes, Restores, WaitingPrompt
+from .restores import Restores, WaitingPrompt
+from .times import AgreedTimes, CopyTimes
 
 LOOK_AHEAD = 16
 """The waiting requests for which boundaries are restored ahead."""
@@ -113,6 +114,7 @@ class HostTier:
         disk: What is on the disk; None: there is none.
         copies: What makes the copies.
         agree: What the ranks of the model agree by.
+        measure: See `AgreedTimes`.
     """
 
     def __init__(
@@ -124,7 +126,7 @@ class HostTier:
         counters: CacheCounters,
         *,
         block_size: int,
-        times: CopyTimes,
+        measure: Callable[[], CopyTimes | None] = lambda: None,
         disk: DiskIndex | None = None,
     ) -> None:
         self.host = host
@@ -132,6 +134,7 @@ class HostTier:
         self._copies = copies
         self._agree = agree
         self._ledger = CopyLedger()
+        times = AgreedTimes(measure, agree)
         self._disk: DiskMoves | None = None
         if disk is not None:
             self._disk = DiskMoves(device, host, disk, self._ledger, counters, block_size, times)

@@ -9,7 +9,8 @@ from ..pools import CachePools
 from .arrivals import Arrival, cancel, deepest_state, expect, publish
 from .copies import CopyLedger, EntryName, Lane
 from .disk_index import DiskIndex
-from .restores import CopyTimes, WaitingPrompt
+from .restores import WaitingPrompt
+from .times import AgreedTimes
 
 MOST_STORES = 64
 """The most boundaries on their way to the disk; more than that are not written."""
@@ -29,7 +30,7 @@ class DiskMoves:
         ledger: CopyLedger,
         counters: CacheCounters,
         block_size: int,
-        times: CopyTimes,
+        times: AgreedTimes,
     ) -> None:
         self.index = index
         self._device = device
@@ -173,6 +174,6 @@ class DiskMoves:
 
     def _pays(self, names: Sequence[EntryName], num_known: int, depth_above: int) -> bool:
         """Return whether reading is sooner than computing what it brings."""
-        times, depth = self._times, names[-1].depth
+        times, depth = self._times.now(), names[-1].depth
         read = (depth - min(num_known, depth)) * times.disk_block + times.disk_state
         return read < (depth - depth_above) * self._block_size * times.token

@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from ...errors import CacheCapacityError
 from ...metrics import CacheCounters
@@ -10,22 +9,7 @@ from ..identifiers import BlockId, BlockKey
 from ..pools import CachePools
 from .arrivals import Arrival, cancel, deepest_state, expect, publish
 from .copies import CopyLedger, Lane
-
-
-class CopyTimes(NamedTuple):
-    """What the ranks agreed at the start that things take, in nanoseconds.
-
-    Args:
-        block, state: To copy one from the host to the device.
-        token: To compute one token of a prompt.
-        disk_block, disk_state: To read one from the disk.
-    """
-
-    block: int
-    state: int
-    token: int
-    disk_block: int = 0
-    disk_state: int = 0
+from .times import AgreedTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +53,7 @@ class Restores:
         ledger: CopyLedger,
         counters: CacheCounters,
         block_size: int,
-        times: CopyTimes,
+        times: AgreedTimes,
     ) -> None:
         self._device = device
         self._host = host
@@ -170,15 +154,17 @@ class Restores:
 
     def _best_depth(self, keys: Sequence[BlockKey], depth_here: int) -> int:
         """Return the blocks to have after a restore: those for which copying and computing the rest is soonest."""
-        times, block_size = self._times, self._block_size
+        deeper = [depth for depth in _state_depths(self._host, keys) if depth > depth_here]
+        if not deeper:
+            return depth_here
+        times, block_size = self._times.now(), self._block_size
         num_here = len(self._device.kv.longest_match(keys))
-        best, least = depth_here, (len(keys) - depth_here) * block_size * times.token
-        for depth in _state_depths(self._host, keys):
-            copied = max(depth - num_here, 0) * times.block + times.state
-            cost = copied + (len(keys) - depth) * block_size * times.token
-            if depth > depth_here and cost < least:
-                best, least = depth, cost
-        return best
+
+        def cost(depth: int) -> int:
+            copied = 0 if depth == depth_here else max(depth - num_here, 0) * times.block + times.state
+            return copied + (len(keys) - depth) * block_size * times.token
+
+        return min((depth_here, *deeper), key=cost)
 
     def _end(self, restore: _Restore, is_there: bool) -> None:
         arrival, restore.arrival = restore.arrival, None

@@ -40,10 +40,11 @@ class ToolUseBlock(BaseModel):
     id: Name
     name: Name
     input: JsonObject
+    cache_control: CacheControl | None = None
 
 
 class ToolResultBlock(BaseModel):
-    """The result of a call."""
+    """The result of a call; `is_error` is not shown to the model, whose templates have no place for it."""
 
     type: Literal["tool_result"]
     tool_use_id: Name
@@ -76,12 +77,8 @@ Texts = Annotated[list[TextOnly], Field(fail_fast=True, max_length=_MOST_BLOCKS)
 ToolResultBlock.model_rebuild()
 
 
-def parts_of(content: str | Sequence[Any] | None, end: CacheControl | None = None) -> list[dict[str, Any]]:
-    """Return content as text parts of chat completions, with an empty line between blocks.
-
-    Args:
-        end: Of the content as a whole.
-    """
+def parts_of(content: str | Sequence[Any] | None) -> list[dict[str, Any]]:
+    """Return content as text parts of chat completions, with an empty line between blocks."""
     blocks = [TextBlock(text=content or "")] if content is None or isinstance(content, str) else content
     texts = [block for block in blocks if isinstance(block, TextBlock)]
     last = len(texts) - 1
@@ -89,7 +86,7 @@ def parts_of(content: str | Sequence[Any] | None, end: CacheControl | None = Non
         {
             "type": "text",
             "text": block.text if index == last else f"{block.text}\n\n",
-            "cache_control": end if index == last and end is not None else block.cache_control,
+            "cache_control": block.cache_control,
         }
         for index, block in enumerate(texts)
     ]

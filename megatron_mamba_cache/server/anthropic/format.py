@@ -2,6 +2,7 @@
 
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..conversation import arguments_object
@@ -12,14 +13,21 @@ from ..parsers.parts import CallArguments, CallBegin, CallEnd, Content, Part, Re
 from ..reply import Piece
 from ..strict_json import strict_text
 
-_PATH = "/v1/messages"
+_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class MessagesFormat:
-    """`/v1/messages`; see `Format`. A job has one choice."""
+    """`/v1/messages`; see `Format`. A job has one choice.
 
-    def __init__(self, model: str) -> None:
+    Args:
+        max_tokens: What the client asked for; fewer may fit after the prompt.
+        tells_thinking: Whether blocks of reasoning have their text.
+    """
+
+    def __init__(self, model: str, max_tokens: int, *, tells_thinking: bool = True) -> None:
         self._common = {"id": f"msg_{uuid.uuid4().hex[:24]}", "type": "message", "role": "assistant", "model": model}
+        self._max_tokens = max_tokens
+        self._tells_thinking = tells_thinking
         self._blocks = _BlockEvents()
         self._has_started = False
 
@@ -29,21 +37,38 @@ class MessagesFormat:
 
     def events(self, job: Job, _choice: Choice, piece: Piece) -> list[Event]:
         """See `Format`."""
-        return [*self._start(job), *(event for part in piece.parts for event in self._blocks.of(part))]
+        return [*self._start(job), *(event for part in self._told(piece.parts) for event in self._blocks.of(part))]
 
     def closing(self, job: Job) -> list[Event]:
         """See `Format`."""
-        delta = _event("message_delta", delta=_end(job), usage=_usage(job))
+        delta = _event("message_delta", delta=self._end(job), usage=_usage(job))
         return [*self._start(job), *self._blocks.end(), delta, _event("message_stop")]
 
     def failure(self, error: ApiError) -> Event:
         """See `Format`."""
-        return Event(error.body_for(_PATH), "error")
+        return Event(error.anthropic_body(), "error")
 
     def body(self, job: Job, _pieces: Mapping[int, Sequence[Piece]]) -> dict[str, Any]:
         """See `Format`."""
         (choice,) = job.choices
-        return {**self._common, "content": _content(merged(choice.reply.parts)), **_end(job), "usage": _usage(job)}
+        content = _content(self._told(merged(choice.reply.parts)))
+        return {**self._common, "content": content, **self._end(job), "usage": _usage(job)}
+
+    def _told(self, parts: Sequence[Part]) -> Sequence[Part]:
+        """Return the parts as the client wants them."""
+        if self._tells_thinking:
+            return parts
+        return [replace(part, text="") if isinstance(part, Reasoning) else part for part in parts]
+
+    def _end(self, job: Job) -> dict[str, Any]:
+        """Return why the reply ended."""
+        reply, fitting = job.choices[0].reply, job.choices[0].request.max_tokens
+        if reply.stop_string is not None:
+            return {"stop_reason": "stop_sequence", "stop_sequence": reply.stop_string}
+        reason = _REASONS.get(reply.finish_reason or "", "end_turn")
+        if reason == "max_tokens" and fitting < self._max_tokens:
+            reason = "model_context_window_exceeded"
+        return {"stop_reason": reason, "stop_sequence": None}
 
     def _start(self, job: Job) -> list[Event]:
         if self._has_started:
@@ -83,7 +108,7 @@ class _BlockEvents:
                 return [_event("ping")]
             case Reasoning(text):
                 opened = [] if self._kind is Reasoning else self._begin(Reasoning, _thinking(""))
-                return [*opened, self._delta(type="thinking_delta", thinking=text)]
+                return [*opened, *([self._delta(type="thinking_delta", thinking=text)] if text else [])]
             case Content(text):
                 opened = [] if self._kind is Content else self._begin(Content, {"type": "text", "text": ""})
                 return [*opened, self._delta(type="text_delta", text=text)]
@@ -141,14 +166,6 @@ def _tool_use(name: str, arguments: Any) -> dict[str, Any]:
     return {"type": "tool_use", "id": f"toolu_{uuid.uuid4().hex[:24]}", "name": name, "input": arguments}
 
 
-def _end(job: Job) -> dict[str, Any]:
-    """Return why the reply ended."""
-    reply = job.choices[0].reply
-    stop = reply.stop_string
-    reason = {"length": "max_tokens", "tool_calls": "tool_use"}.get(reply.finish_reason or "", "end_turn")
-    return {"stop_reason": "stop_sequence" if stop is not None else reason, "stop_sequence": stop}
-
-
 def _usage(job: Job) -> dict[str, Any]:
     """Return the usage in Anthropic's terms, where input tokens are those that were neither cached nor are now."""
     usage = job.usage()
@@ -162,4 +179,5 @@ def _usage(job: Job) -> dict[str, Any]:
             "ephemeral_1h_input_tokens": usage.hour_tokens,
         },
         "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
     }

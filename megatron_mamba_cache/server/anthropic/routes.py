@@ -1,5 +1,6 @@
 """The routes of Anthropic's messages API."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,8 @@ def messages_routes(model: ServedModel, rules: JobRules, orders: OrderMaker) -> 
     async def messages(body: MessagesRequest, request: Request) -> Response:
         chat = body.as_chat()
         order = orders.chat(chat, tenant_of(request, chat), "output_config.format")
-        return reply_to(rules, order, MessagesFormat(model.name), streams=bool(body.stream))
+        form = MessagesFormat(model.name, body.max_tokens, tells_thinking=body.tells_thinking)
+        return reply_to(rules, replace(order, fits_room=True), form, streams=bool(body.stream))
 
     @router.post("/count_tokens")
     async def count_tokens(body: CountTokensRequest, request: Request) -> dict[str, Any]:

@@ -30,17 +30,27 @@ _UNSUPPORTED: Table = {
     "container": Unsupported(),
     "context_management": Unsupported(({}, {"edits": []}, _KEEPS_ALL), "leave it out"),
     "mcp_servers": Unsupported(([],)),
+    "billing_policy": Unsupported(),
+    "compaction": Unsupported(),
+    "fallback_credit_token": Unsupported(),
+    "fallbacks": Unsupported(([], "default")),  # by default, a model without fallbacks runs alone
+    "speed": Unsupported(("standard",)),
+    "thread": Unsupported(),
 }
+_OF_SYSTEM_MESSAGES: Table = {"clear_at": Unsupported(("never",)), "output_config": Unsupported(({},))}
 _FOREIGN: Mapping[str, Sequence[str]] = {
     "user": ("thinking", "redacted_thinking", "tool_use"),
+    "system": ("thinking", "redacted_thinking", "tool_use", "tool_result"),
     "assistant": ("tool_result",),
 }
 
 
-class Turn(BaseModel):
-    """A message of the user or of the model."""
+class Turn(PartlySupported):
+    """A message of the user or of the model, or further instructions."""
 
-    role: Literal["user", "assistant"]
+    unsupported = _OF_SYSTEM_MESSAGES
+
+    role: Literal["user", "assistant", "system"]
     content: Text | Blocks
 
     @model_validator(mode="after")
@@ -115,10 +125,15 @@ class MessagesToolChoice(BaseModel):
 
 
 class Thinking(BaseModel):
-    """Whether the model reasons first; templates read it as `enable_thinking`. A budget has no effect."""
+    """Whether the model reasons first; templates read it as `enable_thinking`. A budget has no effect.
+
+    Args:
+        display: "omitted" leaves the text of reasoning out of the reply.
+    """
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Int | None = None
+    display: Literal["summarized", "omitted"] | None = None
 
 
 class OutputFormat(BaseModel):
@@ -194,10 +209,11 @@ class CountTokensRequest(PartlySupported):
         }
 
     def _marked(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return messages whose last part has the breakpoint that the request asks for, unless it has its own."""
-        if self.cache_control is not None and messages and messages[-1]["content"]:
-            last = messages[-1]["content"][-1]
-            last["cache_control"] = last["cache_control"] or self.cache_control
+        """Return messages the last of which has the breakpoint that the request asks for, unless it has its own."""
+        if self.cache_control is not None and messages:
+            last = messages[-1]
+            if not any(part["cache_control"] for part in last["content"][-1:]):
+                last["cache_control"] = last.get("cache_control") or self.cache_control
         return messages
 
     def _messages(self) -> Iterator[dict[str, Any]]:
@@ -206,7 +222,10 @@ class CountTokensRequest(PartlySupported):
         is_begun_empty = self.messages[-1].role == "assistant" and not self.continues
         for turn in self.messages[:-1] if is_begun_empty else self.messages:
             blocks = [TextBlock(text=turn.content)] if isinstance(turn.content, str) else turn.content
-            yield from _replied(blocks) if turn.role == "assistant" else _told(blocks)
+            if turn.role == "system":
+                yield {"role": "system", "content": parts_of(blocks)}
+            else:
+                yield from _replied(blocks) if turn.role == "assistant" else _told(blocks)
 
 
 class MessagesRequest(CountTokensRequest):
@@ -222,6 +241,12 @@ class MessagesRequest(CountTokensRequest):
     metadata: JsonObject | None = None
     service_tier: Name | None = None
     inference_geo: Name | None = None
+    diagnostics: JsonObject | None = None
+
+    @property
+    def tells_thinking(self) -> bool:
+        """True when the reply has the text of reasoning."""
+        return self.thinking is None or self.thinking.display != "omitted"
 
     def _chat_fields(self) -> dict[str, Any]:
         return super()._chat_fields() | {
@@ -244,14 +269,18 @@ def _told(blocks: list[Any]) -> Iterator[dict[str, Any]]:
             yield {"role": "user", "content": parts_of(texts)}
             texts = []
         if isinstance(block, ToolResultBlock):
-            parts = parts_of(block.content, block.cache_control)
-            yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": parts}
+            result = {"tool_call_id": block.tool_use_id, "content": parts_of(block.content)}
+            yield {"role": "tool", **result, "cache_control": block.cache_control}
 
 
 def _replied(blocks: list[Any]) -> Iterator[dict[str, Any]]:
     """Yield a reply's blocks as one message."""
     calls = [
-        {"id": block.id, "function": {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}}
+        {
+            "id": block.id,
+            "function": {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)},
+            "cache_control": block.cache_control,
+        }
         for block in blocks
         if isinstance(block, ToolUseBlock)
     ]

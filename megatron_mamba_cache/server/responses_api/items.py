@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from ..field_types import Name, Text
+from ..field_types import CacheControl, Name, PromptCacheBreakpoint, Text
 from ..unsupported import REFUSED
 
 _MOST_ITEMS = 8192
@@ -34,6 +34,12 @@ class TextItemPart(BaseModel):
 
     type: Text = "input_text"
     text: Text
+    cache_control: CacheControl | None = None
+    prompt_cache_breakpoint: PromptCacheBreakpoint | None = None
+
+    def as_chat(self) -> dict[str, Any]:
+        """Return the part as chat completions have it."""
+        return {"type": "text", **self.model_dump(exclude={"type"}, exclude_none=True)}
 
 
 _TextPart = Annotated[TextItemPart, _with_known_type(_TEXTS, "a part")]
@@ -98,7 +104,7 @@ def messages_of(items: Sequence[Any]) -> Iterator[ChatMessage]:
             reply = {}
         match item:
             case FunctionCallOutputItem():
-                yield {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
+                yield {"role": "tool", "tool_call_id": item.call_id, "content": _content(item.output)}
             case FunctionCallItem():
                 function = {"name": item.name, "arguments": item.arguments}
                 reply.setdefault("tool_calls", []).append({"id": item.call_id, "function": function})
@@ -107,9 +113,13 @@ def messages_of(items: Sequence[Any]) -> Iterator[ChatMessage]:
             case MessageItem(role="assistant"):
                 reply["content"] = reply.get("content", "") + _text(item.content)
             case MessageItem():
-                yield {"role": item.role, "content": _text(item.content)}
+                yield {"role": item.role, "content": _content(item.content)}
     if reply:
         yield {"role": "assistant"} | reply
+
+
+def _content(content: str | Sequence[TextItemPart]) -> str | list[dict[str, Any]]:
+    return content if isinstance(content, str) else [part.as_chat() for part in content]
 
 
 def _text(content: str | Sequence[TextItemPart]) -> str:

@@ -6,7 +6,18 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from ..answer_fields import NamedSchema
-from ..field_types import INT32_MAX, Flag, Int, JsonObject, Metadata, Name, Number, PartlySupported, Text
+from ..field_types import (
+    INT32_MAX,
+    CacheControl,
+    Flag,
+    Int,
+    JsonObject,
+    Metadata,
+    Name,
+    Number,
+    PartlySupported,
+    Text,
+)
 from ..schemas import ChatRequest
 from ..tool_schemas import FunctionKind, FunctionName
 from ..unsupported import Table, Unsupported
@@ -38,10 +49,12 @@ class ResponsesTool(BaseModel):
     description: Text | None = None
     parameters: JsonObject | None = None
     strict: Flag | None = None
+    cache_control: CacheControl | None = Field(default=None, exclude=True)
 
     def as_function(self) -> dict[str, Any]:
         """Return the tool as chat completions have it."""
-        return {"type": "function", "function": self.model_dump(exclude={"type"}, exclude_none=True)}
+        function = self.model_dump(exclude={"type"}, exclude_none=True)
+        return {"type": "function", "function": function, "cache_control": self.cache_control}
 
 
 class ReasoningSettings(BaseModel):

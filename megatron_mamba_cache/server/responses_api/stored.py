@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import ApiError
+from ..errors import ApiError, bad_request
 from .items import ChatMessage
 
 
@@ -43,30 +43,32 @@ class StoredResponses:
         self._sizes: dict[str, int] = {}
         self._lock = threading.Lock()
 
-    def find(self, owner: str, response_id: str, param: str | None = None) -> StoredResponse:
+    def find(self, owner: str, response_id: str) -> StoredResponse:
         """Return a response of an owner.
 
         Raises:
             ApiError: 404 if it is not kept.
         """
-        with self._lock:
-            entries = self._stored.get(owner)
-            if entries is None or response_id not in entries:
-                raise ApiError(404, f"the response {response_id!r} is not kept here", "response_not_found", param)
-            entries.move_to_end(response_id)
-            return entries[response_id]
+        found = self._used(owner, response_id)
+        if found is None:
+            raise ApiError(404, f"the response {response_id!r:.300} is not kept here", "response_not_found")
+        return found
 
     def messages_up_to(self, owner: str, response_id: str) -> list[ChatMessage]:
         """Return the messages of a response and of all that it continues, oldest first.
 
         Raises:
-            ApiError: 404 if one of them is not kept.
+            ApiError: 400 if one of them is not kept, with the code that OpenAI's API has for it.
         """
         found: list[StoredResponse] = []
         wanted: str | None = response_id
         while wanted is not None:
-            found.append(self.find(owner, wanted, "previous_response_id"))
-            wanted = found[-1].previous
+            stored = self._used(owner, wanted)
+            if stored is None:
+                sentence = f"previous response with id {wanted!r} not found: it is not kept here"
+                raise bad_request(sentence, "previous_response_id", "previous_response_not_found")
+            found.append(stored)
+            wanted = stored.previous
         return [message for stored in reversed(found) for message in stored.messages]
 
     def keep(self, owner: str, messages: Sequence[ChatMessage], body: dict[str, Any]) -> None:
@@ -95,6 +97,15 @@ class StoredResponses:
     def num_bytes(self, owner: str) -> int:
         """Return the size of an owner's responses, as counted against the limit."""
         return self._sizes.get(owner, 0)
+
+    def _used(self, owner: str, response_id: str) -> StoredResponse | None:
+        """Return a response of an owner, which makes it the most recently used one; None if it is not kept."""
+        with self._lock:
+            entries = self._stored.get(owner)
+            if entries is None or response_id not in entries:
+                return None
+            entries.move_to_end(response_id)
+            return entries[response_id]
 
     def _forget(self, owner: str, response_id: str) -> None:
         stored = self._stored[owner].pop(response_id, None)

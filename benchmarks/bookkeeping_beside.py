@@ -1,0 +1,207 @@
+"""What does the bookkeeping of requests cost beside that of a commit before KV blocks and states shared memory?
+
+    PYTHONPATH=. python benchmarks/bookkeeping_beside.py TREE [--sizes N ...] [--output FILE.md]
+
+TREE is a checkout of such a commit, 47ea3e0 for one. Pure Python on one CPU core: no GPU and no Megatron. Pools of that
+commit and of this one, over memory that is split in two and over slabs, serve the same requests by turns in one
+process, so that what else the machine does falls on all of them. Every pool is full of texts of one length, last used
+in random order, each with a state at its end. In the pools of that commit too, a block takes its state along. Figures
+are medians in µs:
+
+- take: blocks for a text, a live slot and one for the state at its end, all by evicting an old text;
+- keep: its blocks registered, its state published, both used and released, and the live slot;
+- hit: its blocks acquired, its state pinned, unpinned and used, and the blocks released;
+- ratio: over what the commit before takes.
+"""
+
+import argparse
+import platform
+import random
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from itertools import count
+from pathlib import Path
+from statistics import median
+from time import perf_counter_ns
+from types import ModuleType
+from typing import Any
+
+from bookkeeping import BLOCK_SIZE, STATE_LEN, Setting, _cpu_name, _new_keys
+
+from megatron_mamba_cache.policy.eviction_rules import EVICTION_RULES
+from megatron_mamba_cache.policy.pools import CachePools
+
+PACKAGE = "megatron_mamba_cache"
+COMMAND = "PYTHONPATH=. python benchmarks/bookkeeping_beside.py TREE"
+OPERATIONS = ("take", "keep", "hit")
+TEXT_LENS = (1, 4, 32)
+"""In blocks."""
+RULES = ("lru", "cost")
+NUM_BLOCKS_TIMED = 32_000
+MOST_REQUESTS, LEAST_REQUESTS = 4_000, 1_000
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """The pools of one commit over one kind of memory. `kv` and `slots` have the same methods in both commits."""
+
+    name: str
+    kv: Any
+    slots: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What the pools hold, and their rule."""
+
+    num_blocks: int
+    text_len: int
+    rule: str
+
+    @property
+    def num_texts(self) -> int:
+        """Texts that fill the pools."""
+        return self.num_blocks // self.text_len
+
+    @property
+    def num_requests(self) -> int:
+        """Requests to time."""
+        return min(max(NUM_BLOCKS_TIMED // self.text_len, LEAST_REQUESTS), MOST_REQUESTS)
+
+
+class Before:
+    """The policy of the commit before, imported beside this one's."""
+
+    def __init__(self, tree: Path) -> None:
+        self._modules = {name: _module_of(tree, name) for name in ("kv_block_pool", "slot_pool", "eviction_rules")}
+
+    def pools(self, case: Case) -> Side:
+        """Return empty pools in which a block that leaves takes its state along."""
+        rule = self._modules["eviction_rules"].EVICTION_RULES[case.rule]
+        slots = self._modules["slot_pool"].SlotPool(case.num_texts, rule.state_worth)
+        num_blocks = case.num_texts * case.text_len
+        kv = self._modules["kv_block_pool"].KVBlockPool(num_blocks, rule.block_worth, slots.drop, block_size=BLOCK_SIZE)
+        return Side("before", kv, slots)
+
+
+def main() -> None:
+    """Measure, then print the figures as a table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("tree", type=Path, help="a checkout of the commit before")
+    parser.add_argument("--sizes", nargs="+", type=int, default=[1_000, 100_000], help="blocks; default: %(default)s")
+    parser.add_argument("--output", type=Path, help="also write the table to this file")
+    arguments = parser.parse_args()
+    before = Before(arguments.tree)
+    cases = [Case(size, text_len, rule) for size in arguments.sizes for text_len in TEXT_LENS for rule in RULES]
+    rows = [_row(case, measure([before.pools(case), *pools_now(case)], case)) for case in cases]
+    if arguments.output:
+        arguments.output.write_text(table(rows))
+    print(table(rows))
+
+
+def pools_now(case: Case) -> list[Side]:
+    """Return empty pools of this commit, over both kinds of memory."""
+    sides = []
+    for space in ("split", "slabs"):
+        room = Setting(space, case.rule).room_for(case.num_texts * case.text_len, case.num_texts)
+        pools = CachePools.over(room, EVICTION_RULES[case.rule](STATE_LEN), block_size=BLOCK_SIZE)
+        sides.append(Side(space, pools.kv, pools.slots))
+    return sides
+
+
+def measure(sides: Sequence[Side], case: Case) -> dict[tuple[str, str], float]:
+    """Return the median of each operation by the name of the side and of the operation."""
+    stamps = count(1)
+    texts: dict[str, list[list[int]]] = {side.name: [] for side in sides}
+    samples: dict[tuple[str, str], list[int]] = {(side.name, what): [] for side in sides for what in OPERATIONS}
+    for number in range(case.num_texts - 1):  # one slot is the live one of a request
+        keys = _new_keys(stamps, case.text_len)
+        for side in sides:
+            texts[side.name].append(serve(side, keys, _num_tokens(number, case))[0])
+    order = random.Random(0).sample(range(case.num_texts - 1), case.num_texts - 1)
+    for number in order:
+        for side in sides:
+            hit(side, texts[side.name][number])
+    for number in range(case.num_requests):
+        keys = _new_keys(stamps, case.text_len)
+        for turn in range(len(sides)):
+            side = sides[(number + turn) % len(sides)]
+            blocks, *durations = serve(side, keys, _num_tokens(number, case))
+            for what, duration in zip(OPERATIONS, (*durations, hit(side, blocks)), strict=True):
+                samples[side.name, what].append(duration)
+    return {which: median(durations) / 1_000 for which, durations in samples.items()}
+
+
+def serve(side: Side, keys: Sequence[Any], num_tokens: int) -> tuple[list[int], int, int]:
+    """Serve a request with a text of its own; return its blocks and the nanoseconds of take and keep."""
+    kv, slots, parent = side.kv, side.slots, None
+    start = perf_counter_ns()
+    blocks = kv.allocate(len(keys))
+    live = slots.take_live()
+    (slot,) = slots.reserve()
+    taken = perf_counter_ns()
+    for block, key in zip(blocks, keys, strict=True):
+        parent = kv.register(block, key, parent)
+    slots.publish(slot, blocks[-1], num_tokens)
+    slots.touch_path(blocks)
+    kv.release(blocks)
+    slots.release_live(live)
+    return blocks, taken - start, perf_counter_ns() - taken
+
+
+def hit(side: Side, blocks: Sequence[int]) -> int:
+    """Serve a request whose text is cached, but for its slot and new blocks; return the nanoseconds."""
+    kv, slots = side.kv, side.slots
+    start = perf_counter_ns()
+    kv.acquire(blocks)
+    slots.pin(blocks[-1])
+    slots.unpin(blocks[-1])
+    slots.touch_path(blocks)
+    kv.release(blocks)
+    return perf_counter_ns() - start
+
+
+def table(rows: Sequence[str]) -> str:
+    """Return the rows as Markdown."""
+    lines = ["## Beside pools that evict for themselves", "", f"    {COMMAND}", ""]
+    lines += [f"Python {platform.python_version()}, {_cpu_name()}. {_meaning()}", ""]
+    heads = [f"{what}: before | split (ratio) | slabs (ratio)" for what in OPERATIONS]
+    lines += [f"| blocks | blocks a text | rule | {' | '.join(heads)} |", f"|---:|---:|---|{'---:|' * 9}"]
+    return "\n".join([*lines, *rows, ""])
+
+
+def _row(case: Case, medians: Mapping[tuple[str, str], float]) -> str:
+    cells = []
+    for what in OPERATIONS:
+        before = medians["before", what]
+        cells.append(f"{before:.1f}")
+        cells += [f"{medians[side, what]:.1f} ({medians[side, what] / before:.2f})" for side in ("split", "slabs")]
+    return f"| {case.num_blocks:,} | {case.text_len} | {case.rule} | {' | '.join(cells)} |"
+
+
+def _meaning() -> str:
+    return __doc__.split("\n\n", 2)[2].strip()
+
+
+def _num_tokens(number: int, case: Case) -> int:
+    """Return the tokens up to a text's state; those of one block have various numbers of them."""
+    return BLOCK_SIZE * (case.text_len if case.text_len > 1 else 1 + number % 16)
+
+
+def _module_of(tree: Path, name: str) -> ModuleType:
+    """Import a module of the policy in a tree, and leave this one's where they are."""
+    ours = {loaded: sys.modules.pop(loaded) for loaded in list(sys.modules) if loaded.split(".")[0] == PACKAGE}
+    sys.path.insert(0, str(tree))
+    try:
+        return import_module(f"{PACKAGE}.policy.{name}")
+    finally:
+        sys.path.remove(str(tree))
+        for loaded in [loaded for loaded in sys.modules if loaded.split(".")[0] == PACKAGE]:
+            del sys.modules[loaded]
+        sys.modules.update(ours)
+
+
+if __name__ == "__main__":
+    main()

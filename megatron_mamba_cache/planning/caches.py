@@ -1,0 +1,97 @@
+"""Caches with the pools and rules of an engine with default settings, for a model's sizes, without its memory."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..config import CacheConfig
+from ..metrics import CacheCounters
+from ..policy.admission import AdmissionRules
+from ..policy.boundaries import BoundaryRule
+from ..policy.decode_rules import DecodeRules
+from ..policy.eviction_rules import EVICTION_RULES
+from ..policy.places import CacheSpace
+from ..policy.pools import CachePools
+from ..policy.prefix_cache import CacheIdentity, PrefixCache
+from ..policy.slabs import SlabSpace
+from ..policy.tiers.cache_tiers import HostTier, Tiers
+from ..policy.tiers.copies import Copies
+from ..policy.tiers.times import CopyTimes
+from ..state.slab_shape import SlabShape, UnitBytes
+
+_DEFAULTS = CacheConfig()
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSizes:
+    """What a model stores, all ranks together.
+
+    Args:
+        kv_bytes_per_token: Keys and values of all attention layers.
+        state_bytes: The state of all recurrent layers at one position.
+        block_size: Tokens of a KV block.
+    """
+
+    kv_bytes_per_token: int
+    state_bytes: int
+    block_size: int = _DEFAULTS.block_size_tokens
+
+    @property
+    def unit(self) -> UnitBytes:
+        """Bytes of a state and of a block."""
+        return UnitBytes(self.state_bytes, self.kv_bytes_per_token * self.block_size, token_row=1)
+
+    @property
+    def state_len(self) -> float:
+        """Tokens whose KV takes as many bytes as a state."""
+        return self.state_bytes / self.kv_bytes_per_token
+
+    def space(self, cache_gb: float) -> SlabSpace:
+        """Return the space that a budget buys."""
+        slab = SlabShape.fitting([self.unit])
+        return SlabSpace(slab.slabs_in(int(cache_gb * 2**30), self.unit), slab.blocks_per_slab, slab.slots_per_slab)
+
+
+@dataclass(frozen=True, slots=True)
+class TieredCache:
+    """A cache, and the host's memory below it."""
+
+    cache: PrefixCache
+    tier: HostTier
+
+
+def empty_cache(
+    space: CacheSpace, sizes: CacheSizes, eviction: str = _DEFAULTS.eviction, max_requests: int = 1
+) -> PrefixCache:
+    """Return a cache over a space, with nothing below it."""
+    return _cache(_pools(space, sizes, eviction), sizes, CacheCounters(), max_requests)
+
+
+def tiered_cache(
+    device: CacheSpace, host: CacheSpace, sizes: CacheSizes, copies: Copies, times: CopyTimes, max_requests: int = 1
+) -> TieredCache:
+    """Return a cache over a space of the device, with one of the host below it."""
+    pools, counters = _pools(device, sizes), CacheCounters()
+    below = _pools(host, sizes)
+    tier = HostTier(pools, below, copies, _one_rank, counters, block_size=sizes.block_size, measure=lambda: times)
+    return TieredCache(_cache(pools, sizes, counters, max_requests, tier), tier)
+
+
+def _pools(space: CacheSpace, sizes: CacheSizes, eviction: str = _DEFAULTS.eviction) -> CachePools:
+    return CachePools.over(space, EVICTION_RULES[eviction](sizes.state_len), block_size=sizes.block_size)
+
+
+def _cache(
+    pools: CachePools, sizes: CacheSizes, counters: CacheCounters, max_requests: int, tiers: Tiers | None = None
+) -> PrefixCache:
+    return PrefixCache(
+        pools,
+        AdmissionRules(BoundaryRule(sizes.block_size), align_prefill_chunks=True, chunked_prefill=True),
+        CacheIdentity("recorded load", "0"),
+        counters,
+        decode=DecodeRules("rolling", max_requests),
+        tiers=tiers,
+    )
+
+
+def _one_rank(numbers: Sequence[int]) -> list[int]:
+    return list(numbers)

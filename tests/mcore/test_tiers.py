@@ -1,0 +1,313 @@
+"""Engines whose prefixes go to the host and to disk and come back: tokens are the oracle's, whatever happens."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_mamba_cache import CacheConfig
+from megatron_mamba_cache.errors import CacheError
+from megatron_mamba_cache.models.random_hybrid import random_hybrid_model
+from megatron_mamba_cache.tiers import entry_files
+from tests.mcore.engine_runs import (
+    EngineRun,
+    Hybrid,
+    cache_config,
+    some_tokens,
+    tiny_hybrid,
+    with_host_tier,
+    with_one_budget,
+)
+
+REPOSITORY = Path(__file__).parents[2]
+NUM_TEXTS = 6
+PROMPT_LEN = 100
+BLOCK = 16
+
+
+def small_device(subject: Hybrid, *, host_slabs: int = 60, **settings: Any) -> CacheConfig:
+    """Return settings with room for one request on the device, and for all texts on the host."""
+    limits = {"max_sequence_length": 256, "max_requests": 2}
+    config = with_one_budget(cache_config(subject.sizes, **limits, **settings), subject.shape, 1)
+    return with_host_tier(config, subject.shape, host_slabs)
+
+
+def on_disk(config: CacheConfig, directory: Path, **settings: Any) -> CacheConfig:
+    """Return the settings with a directory below the host."""
+    return replace(config, disk_cache_dir=str(directory), disk_cache_gb=0.01, **settings)
+
+
+class Conversations:
+    """Texts that take turns on engines; each turn's prompt continues the reply before."""
+
+    def __init__(self) -> None:
+        self.texts = [some_tokens(PROMPT_LEN, seed=number) for number in range(NUM_TEXTS)]
+        self._num_requests = 0
+
+    def turn(self, run: EngineRun, **settings: Any) -> list[int]:
+        """Run the next turn of each text; return the tokens that each skipped."""
+        skipped = []
+        for number, text in enumerate(self.texts):
+            request_id = self._num_requests
+            self._num_requests += 1
+            run.run(request_id, text, 10, **settings)
+            skipped.append(run.engine.cached_tokens(request_id))
+            self.texts[number] = [*text, *run.tokens(request_id), *some_tokens(5, seed=request_id)]
+        return skipped
+
+    @property
+    def most(self) -> list[int]:
+        """Return the tokens that each text's next turn can skip: all whole blocks that are computed by now."""
+        return [(len(text) - 6) // BLOCK * BLOCK for text in self.texts]
+
+
+def settle(run: EngineRun) -> None:
+    """Wait for all copies, and assert that nothing is held."""
+    run.assert_exact()
+
+
+def test_later_turns_come_back_from_the_host() -> None:
+    run, talks = EngineRun.start(tiny_hybrid(), small_device(tiny_hybrid())), Conversations()
+    assert talks.turn(run) == [0] * NUM_TEXTS
+    for _ in range(2):
+        settle(run)
+        wanted = talks.most
+        assert talks.turn(run) == wanted
+    run.assert_exact()
+    counters = run.counters
+    assert counters.prompt_tokens_from_host > counters.prompt_tokens_skipped / 2
+    assert counters.states_restored_from_host >= 2 * (NUM_TEXTS - 1)
+    assert counters.host_restores_failed == 0
+
+
+def test_without_the_tier_they_do_not() -> None:
+    config = replace(small_device(tiny_hybrid()), host_cache_gb=None)
+    run, talks = EngineRun.start(tiny_hybrid(), config), Conversations()
+    talks.turn(run)
+    assert sum(talks.turn(run)) < NUM_TEXTS * PROMPT_LEN / 2
+
+
+def test_tenants_do_not_share_what_is_below() -> None:
+    run, talks = EngineRun.start(tiny_hybrid(), small_device(tiny_hybrid())), Conversations()
+    talks.turn(run, tenant="one")
+    settle(run)
+    again = Conversations()
+    assert again.turn(run, tenant="two") == [0] * NUM_TEXTS
+    settle(run)
+    assert Conversations().turn(run, tenant="one") == [96] * NUM_TEXTS
+
+
+def test_a_suspended_engine_finds_what_its_requests_had_published() -> None:
+    run, talks = EngineRun.start(tiny_hybrid(), small_device(tiny_hybrid())), Conversations()
+    talks.turn(run)
+    run.engine.suspend()
+    run.engine.resume()
+    wanted = talks.most
+    assert talks.turn(run) == wanted
+    run.assert_exact()
+
+
+@pytest.mark.parametrize("is_suspended", [False, True])
+def test_a_flush_empties_the_host_too(is_suspended: bool) -> None:
+    run, talks = EngineRun.start(tiny_hybrid(), small_device(tiny_hybrid())), Conversations()
+    talks.turn(run)
+    if is_suspended:
+        run.engine.suspend()
+    run.engine.flush()
+    run.engine.resume()
+    assert talks.turn(run) == [0] * NUM_TEXTS
+    run.assert_exact()
+
+
+def test_a_cancelled_request_lets_go_of_what_came_for_it() -> None:
+    run, talks = EngineRun.start(tiny_hybrid(), small_device(tiny_hybrid())), Conversations()
+    talks.turn(run)
+    settle(run)
+    for number, text in enumerate(talks.texts[:3]):
+        run.add(100 + number, text, 10)
+    run.step()
+    for number in range(3):
+        run.engine.cancel_request(100 + number)
+    assert not run.engine.requests
+    run.assert_nothing_held()
+    assert not run.context.cache.tiers.takes_room
+
+
+def test_a_restarted_engine_finds_what_was_on_disk(tmp_path: Path) -> None:
+    config = on_disk(small_device(tiny_hybrid()), tmp_path)
+    run, talks = EngineRun.start(tiny_hybrid(), config), Conversations()
+    talks.turn(run)
+    settle(run)
+    assert run.counters.states_written_to_disk == NUM_TEXTS
+    run.engine.close()
+    run = EngineRun.start(tiny_hybrid(), config)
+    wanted = talks.most
+    assert talks.turn(run) == wanted
+    assert run.counters.prompt_tokens_from_disk == sum(wanted)
+    run.assert_exact()
+
+
+def test_a_flush_holds_for_the_next_engine_too(tmp_path: Path) -> None:
+    config = on_disk(small_device(tiny_hybrid()), tmp_path)
+    run, talks = EngineRun.start(tiny_hybrid(), config), Conversations()
+    talks.turn(run)
+    settle(run)
+    run.engine.flush()
+    run = EngineRun.start(tiny_hybrid(), config)  # the first was not even closed
+    assert talks.turn(run) == [0] * NUM_TEXTS
+    settle(run)
+    run = EngineRun.start(tiny_hybrid(), config)
+    wanted = talks.most
+    assert talks.turn(run) == wanted
+    run.assert_exact()
+
+
+def test_other_weights_of_the_same_version_find_nothing(tmp_path: Path) -> None:
+    subject = tiny_hybrid()
+    config = on_disk(small_device(subject), tmp_path)
+    run, talks = EngineRun.start(subject, config), Conversations()
+    talks.turn(run)
+    settle(run)
+    other = random_hybrid_model(replace(subject.sizes, seed=subject.sizes.seed + 1))
+    run = EngineRun.start(replace(subject, model=other), config)
+    assert talks.turn(run) == [0] * NUM_TEXTS
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda path: path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:]),
+        lambda path: path.write_bytes(path.read_bytes()[:-9] + bytes(1) + path.read_bytes()[-8:]),
+        lambda path: path.unlink(),
+    ],
+)
+def test_a_file_that_was_spoilt_is_a_miss_and_is_gone(tmp_path: Path, spoil: Callable[[Path], object]) -> None:
+    config = on_disk(small_device(tiny_hybrid()), tmp_path)
+    run, talks = EngineRun.start(tiny_hybrid(), config), Conversations()
+    talks.turn(run)
+    settle(run)
+    run = EngineRun.start(tiny_hybrid(), config)
+    spoilt = {path.name for path in tmp_path.rglob("*.boundary")}
+    for path in tmp_path.rglob("*.boundary"):
+        spoil(path)
+    assert talks.turn(run) == [0] * NUM_TEXTS
+    settle(run)
+    assert run.counters.disk_reads_failed == NUM_TEXTS
+    assert not spoilt & {path.name for path in tmp_path.rglob("*.boundary")}
+    run.assert_exact()
+
+
+def test_a_full_disk_costs_nothing_but_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    config = on_disk(small_device(tiny_hybrid()), tmp_path)
+    run, talks = EngineRun.start(tiny_hybrid(), config), Conversations()
+    monkeypatch.setattr(entry_files, "_write_all", full)
+    talks.turn(run)
+    settle(run)
+    assert run.counters.disk_writes_failed == NUM_TEXTS and not list(tmp_path.rglob("*.boundary"))
+    wanted = talks.most
+    assert talks.turn(run) == wanted
+    run.assert_exact()
+
+
+def test_two_engines_share_a_directory(tmp_path: Path) -> None:
+    config = on_disk(small_device(tiny_hybrid()), tmp_path)
+    first, second = (EngineRun.start(tiny_hybrid(), config) for _ in range(2))
+    talks = Conversations()
+    talks.turn(first)
+    settle(first)
+    deadline = time.monotonic() + 30
+    while len(second.context._below._disk.index) < NUM_TEXTS:
+        assert time.monotonic() < deadline
+        second.context.memory.below.land(wait=False)
+        time.sleep(0.05)
+    wanted = talks.most
+    assert talks.turn(second) == wanted
+    second.assert_exact()
+    first.engine.close()
+    second.engine.close()
+
+
+_SERVED = """
+import json, sys, time
+from pathlib import Path
+from tests.mcore.engine_runs import EngineRun, tiny_hybrid
+from tests.mcore.test_tiers import Conversations, on_disk, small_device
+
+run, talks = EngineRun.start(tiny_hybrid(), on_disk(small_device(tiny_hybrid()), Path(sys.argv[1]))), Conversations()
+talks.turn(run)
+while run.counters.states_written_to_disk < len(talks.texts):
+    run.context.memory.below.land(wait=False)
+print("written", json.dumps(talks.texts), flush=True)
+time.sleep(600)
+"""
+
+
+def test_after_a_kill_the_next_engine_finds_each_conversation(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", _SERVED, str(tmp_path)],
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path])},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as killed:
+        assert killed.stdout is not None
+        told = next(line for line in killed.stdout if line.startswith("written "))
+        killed.send_signal(signal.SIGKILL)
+    talks = Conversations()
+    talks.texts = json.loads(told.removeprefix("written "))
+    wanted = talks.most
+    run = EngineRun.start(tiny_hybrid(), on_disk(small_device(tiny_hybrid()), tmp_path))
+    assert talks.turn(run) == wanted
+    run.assert_exact()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"host_cache_gb": 2.0**19}, "this host has .* GiB to give: lower --host-cache-gb"),
+        ({"host_cache_gb": 1e-6}, "which holds no state with the KV before it: set --host-cache-gb to "),
+        ({"host_cache_gb": 0}, "it must be more than 0"),
+        ({"disk_cache_gb": 1e-6, "disk_cache_dir": "x"}, "one entry takes .* bytes: set --disk-cache-gb to "),
+    ],
+)
+def test_sizes_that_cannot_work_are_refused_in_one_line(
+    tmp_path: Path, settings: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=message) as raised:
+        EngineRun.start(tiny_hybrid(), replace(small_device(tiny_hybrid()), **settings))
+    assert "\n" not in str(raised.value)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"host_cache_gb": 1.0}, "host_cache_gb is 1.0, which needs one memory, --cache-gb"),
+        ({"cache_gb": 1.0, "host_cache_gb": 1.0, "prefix_caching": False}, "which needs prefix caching"),
+        ({"disk_cache_dir": "x"}, "disk_cache_dir is 'x', which needs --host-cache-gb"),
+        ({"cache_gb": 1.0, "host_cache_gb": 1.0, "disk_cache_gb": 3.0}, "which needs --disk-cache-dir"),
+    ],
+)
+def test_tiers_without_what_is_above_them_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CacheConfig(**settings)
+
+
+def test_a_directory_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(CacheError, match=f"cannot use --disk-cache-dir {file}: "):
+        EngineRun.start(tiny_hybrid(), on_disk(small_device(tiny_hybrid()), file))

@@ -1,0 +1,117 @@
+"""A directory's generations are durable, and what is not its own stays."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_mamba_cache.errors import CacheError
+from megatron_mamba_cache.tiers.cache_directory import CacheDirectory
+from megatron_mamba_cache.tiers.entry_files import EntryForm, file_name
+from tests.tiers.test_entry_files import FORM, NAME, written
+
+OTHER = EntryForm(bytes(32), FORM.state_bytes, FORM.block_bytes)
+
+
+def opened(base: Path, form: EntryForm = FORM, part: str = "0-of-1") -> CacheDirectory:
+    """Return a directory, open at the generation that it knows."""
+    directory = CacheDirectory(base, form, part)
+    directory.open(directory.generation)
+    return directory
+
+
+def test_a_later_server_finds_what_an_earlier_one_wrote(tmp_path: Path) -> None:
+    first = opened(tmp_path / "cache")
+    written(first.entries, form=FORM)
+    second = CacheDirectory(tmp_path / "cache", FORM, "0-of-1")
+    assert second.open(second.generation) == [NAME]
+
+
+def test_a_flush_is_known_to_every_later_server(tmp_path: Path) -> None:
+    first = opened(tmp_path)
+    written(first.entries)
+    old = first.entries
+    assert first.open(first.next_generation()) == []
+    assert not old.exists()
+    second = CacheDirectory(tmp_path, FORM, "0-of-1")
+    assert second.generation == first.generation == 1 and second.open(second.generation) == []
+
+
+def test_two_servers_never_go_back_to_a_generation(tmp_path: Path) -> None:
+    first, second = opened(tmp_path), opened(tmp_path)
+    first.open(first.next_generation())
+    assert second.generation == 0
+    second.open(second.next_generation())
+    assert second.generation == 2
+    first.open(first.next_generation())
+    assert first.generation == 3 == CacheDirectory(tmp_path, FORM, "0-of-1").generation
+
+
+def test_directories_are_private_and_files_too(tmp_path: Path) -> None:
+    directory = opened(tmp_path / "a" / "cache")
+    written(directory.entries)
+    made = [tmp_path / "a" / "cache", *(tmp_path / "a" / "cache").rglob("*")]
+    assert {path.stat().st_mode & 0o777 for path in made if path.is_dir()} == {0o700}
+    assert {path.stat().st_mode & 0o777 for path in made if path.is_file()} == {0o600}
+
+
+def test_files_beside_the_entries_stay(tmp_path: Path) -> None:
+    mine = tmp_path / "thesis.txt"
+    mine.write_text("mine")
+    (tmp_path / "photos").mkdir()
+    directory = opened(tmp_path)
+    directory.open(directory.next_generation())
+    directory.remove_unused(0)
+    assert mine.read_text() == "mine" and (tmp_path / "photos").is_dir()
+
+
+def test_other_weights_and_parts_have_directories_of_their_own(tmp_path: Path) -> None:
+    directory = opened(tmp_path)
+    written(directory.entries)
+    assert opened(tmp_path, OTHER).shared_entries() == []
+    assert opened(tmp_path, part="1-of-2").shared_entries() == []
+    assert opened(tmp_path).shared_entries() == [NAME]
+
+
+def test_what_nobody_uses_leaves_when_there_is_no_room(tmp_path: Path) -> None:
+    old, used = opened(tmp_path), opened(tmp_path, OTHER)
+    written(old.entries)
+    written(used.entries, form=OTHER)
+    old.close()
+    third = opened(tmp_path, EntryForm(bytes(31) + b"3", 8, 8))
+    third.remove_unused(10**9)
+    assert old.shared_entries() == [NAME]
+    third.remove_unused(FORM.size_of(NAME))
+    assert not old.entries.exists() and used.shared_entries() == [NAME]
+
+
+def test_a_torn_generation_file_counts_as_none(tmp_path: Path) -> None:
+    directory = opened(tmp_path)
+    (tmp_path / FORM.identity.hex() / "generation").write_text("")
+    assert CacheDirectory(tmp_path, FORM, "0-of-1").generation == 0
+    written(directory.entries)
+    assert (directory.entries / file_name(NAME)).exists()
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda base: base.write_text("a file"),
+        lambda base: (base.mkdir(), (base / FORM.identity.hex()).write_text("a file")),
+    ],
+)
+def test_an_unusable_directory_is_one_clear_error(tmp_path: Path, spoil: Callable[[Path], object]) -> None:
+    base = tmp_path / "cache"
+    spoil(base)
+    with pytest.raises(CacheError, match=f"cannot use --disk-cache-dir {base}: ") as raised:
+        opened(base)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_an_unwritable_directory_is_one_clear_error(tmp_path: Path) -> None:
+    base = tmp_path / "cache"
+    base.mkdir(0o500)
+    with pytest.raises(CacheError, match="Permission denied"):
+        opened(base)

@@ -1,0 +1,108 @@
+"""Lanes copy what they are told, in order, and a copy that raises has failed."""
+
+import threading
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_mamba_cache.policy.tiers.copies import CopyOrder, CopyStatus, Lane
+from megatron_mamba_cache.tiers.copy_lanes import CopyLanes, DeviceCopies, PlaceBytes
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SIZES = PlaceBytes(block=24, state=40)
+
+
+def order(number: int, lane: Lane, blocks: object = (), states: object = ()) -> CopyOrder:
+    return CopyOrder(number, lane, tuple(blocks), tuple(states))  # type: ignore[arg-type]
+
+
+places = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), unique_by=(lambda p: p[0], lambda p: p[1]))
+
+
+@given(places, places)
+def test_pieces_are_the_places_and_neighbours_share_one(
+    blocks: list[tuple[int, int]], states: list[tuple[int, int]]
+) -> None:
+    found = list(SIZES.pieces(order(0, Lane.TO_HOST, blocks, states)))
+    copied = [(piece.source + offset, piece.target + offset) for piece in found for offset in range(piece.num_bytes)]
+    wanted = [
+        (source * size + offset, target * size + offset)
+        for size, listed in ((SIZES.block, blocks), (SIZES.state, states))
+        for source, target in listed
+        for offset in range(size)
+    ]
+    assert copied == wanted
+    assert len(found) == num_runs(blocks) + num_runs(states)
+
+
+def num_runs(pairs: list[tuple[int, int]]) -> int:
+    """Return how many runs of places are neighbours on both sides."""
+    return len(pairs) - sum(after == (before[0] + 1, before[1] + 1) for before, after in pairwise(pairs))
+
+
+@settings(deadline=None, max_examples=20)
+@given(places, places)
+def test_bytes_go_to_the_host_and_back(blocks: list[tuple[int, int]], states: list[tuple[int, int]]) -> None:
+    device = torch.randint(256, (400,), dtype=torch.uint8).to(DEVICE)
+    host, before = torch.zeros(400, dtype=torch.uint8), device.clone()
+    sizes = PlaceBytes(block=8, state=40)
+    copies = DeviceCopies(device, host, sizes)
+    lanes = CopyLanes(copies.works(), (copies.note_launched,))
+    states = [(source, target) for source, target in states if source > 2 and target > 2]  # blocks lie before them
+    lanes.start([order(0, Lane.TO_HOST, blocks, states)])
+    lanes.wait([0])
+    device.zero_()
+    back = [[(target, source) for source, target in pairs] for pairs in (blocks, states)]
+    lanes.start([order(1, Lane.TO_DEVICE, *back)])
+    lanes.wait([1])
+    for size, pairs in ((8, blocks), (40, states)):
+        for source, _ in pairs:
+            assert torch.equal(device[source * size : (source + 1) * size], before[source * size : (source + 1) * size])
+    lanes.close()
+
+
+def test_copies_of_a_lane_are_made_in_order_and_those_of_others_beside_them() -> None:
+    made: list[int] = []
+    allowed = threading.Event()
+
+    def slow(told: CopyOrder) -> None:
+        assert allowed.wait(20)
+        made.append(told.number)
+
+    lanes = CopyLanes({Lane.TO_HOST: slow, Lane.TO_DEVICE: lambda told: made.append(told.number)})
+    lanes.start([order(0, Lane.TO_HOST), order(1, Lane.TO_HOST), order(2, Lane.TO_DEVICE)])
+    lanes.wait([2])
+    assert made == [2] and lanes.status(0) is lanes.status(1) is CopyStatus.UNDER_WAY
+    allowed.set()
+    lanes.wait([0, 1])
+    assert made == [2, 0, 1] and lanes.status(1) is CopyStatus.DONE
+    lanes.forget(1)
+    with pytest.raises(KeyError):
+        lanes.status(1)
+    lanes.close()
+
+
+@pytest.mark.parametrize("error", [OSError("full"), RuntimeError("lost"), MemoryError()])
+def test_a_copy_that_raises_has_failed_and_the_next_is_made(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+    def work(told: CopyOrder) -> None:
+        if told.number == 0:
+            raise error
+
+    lanes = CopyLanes({Lane.TO_DISK: work})
+    lanes.start([order(0, Lane.TO_DISK), order(1, Lane.TO_DISK)])
+    lanes.wait([0, 1])
+    assert lanes.status(0) is CopyStatus.FAILED and lanes.status(1) is CopyStatus.DONE
+    assert "a copy host to disk has failed" in caplog.text
+    lanes.close()
+
+
+def test_what_is_noted_before_a_copy_is_noted_when_it_is_started() -> None:
+    noted: list[Callable[[], None] | int] = []
+    lanes = CopyLanes({Lane.TO_HOST: lambda told: None}, (lambda told: noted.append(told.number),))
+    lanes.start([order(4, Lane.TO_HOST)])
+    assert noted == [4]
+    lanes.close()
