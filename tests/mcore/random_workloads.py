@@ -537,7 +537,7 @@ def _turns(rng: random.Random, vocab: int, max_prompt: int, max_tokens: int, num
         step += rng.choice([0, 1, 4, 10])
         num_new = rng.randrange(max_prompt // 3, 2 * max_prompt // 3) if is_first else rng.randrange(1, max_prompt // 4)
         new = tuple(rng.randrange(vocab) for _ in range(num_new))
-        num_tokens = rng.randrange(1, max_tokens // 2)
+        num_tokens = rng.randrange(1, max_tokens + 1)
         follows = None if is_first else rng.randrange(max(0, request_id - 2 * num_texts), request_id)
         arrivals.append(Arrival(step, new, num_tokens, follows))
     return tuple(arrivals)

@@ -85,7 +85,8 @@ def test_random_workloads_with_drafts_match_the_oracle(
         drafter = make_drafter(rng, work)
         return run_workload(replace(work, config=with_graphs(work.config)), drafter)
 
-    totals.run_batch(name, seeds, run, ("graph_steps", "draft_tokens"))
+    repeats = FLAVOURS[name].num_texts is None  # prompt lookup finds nothing in few texts that share nothing
+    totals.run_batch(name, seeds, run, ("graph_steps", *(("draft_tokens",) if repeats else ())))
 
 
 def test_every_step_that_a_shape_holds_replays_a_graph() -> None:
