@@ -141,7 +141,7 @@ def systems(*texts: str, ttl: str | None = None) -> list[dict[str, Any]]:
 def held_seconds(server: RunningServer) -> list[float]:
     """Return for how long each held state is held from now on."""
     return server.between_steps(
-        lambda engine: [end - time.time() for end in engine.context.cache.slots._held._until.values()]
+        lambda engine: [end - time.time() for end in engine.context.cache.slots._held.until.values()]
     )
 
 
