@@ -26,7 +26,7 @@ SHARED = [
     (PIPELINE, "disturbed_budget", 6, 3, 1),
     (TENSOR, "disk_tier", 7, 3, 1),
     (PIPELINE, "disturbed_tiers", 8, 0, 1),
-    pytest.param(PIPELINE, "host_tier", 9, 3, 0, marks=pytest.mark.long),
+    pytest.param(PIPELINE, "host_tier", 9, 3, 1, marks=pytest.mark.long),
     *(pytest.param(BOTH, name, 3, 3, 1, marks=needs_4) for name in ("small_steps", "disturbed")),
     *(pytest.param(TENSOR_OF_4, name, 4, 3, 1, marks=needs_4) for name in ("tight_blocks", "strides", "disturbed")),
     pytest.param(TENSOR_OF_4, "roomy", 4, 3, 0, marks=needs_4),
