@@ -111,6 +111,7 @@ class Workload:
     disturbed_share: float = 0.0  # of the steps: a flush, a suspend or a fault comes before or in them
     has_log_probs: bool = False  # then reports may fail too
     disturbances: tuple[str, ...] = ("flush", "suspend", "fault", "fault")
+    disk_gb: float | None = None  # of a directory that `run_workload` makes
 
     @property
     def has_grammars(self) -> bool:
@@ -243,8 +244,8 @@ def _host_tier(rng: random.Random, block: int, request_blocks: int) -> dict[str,
 
 
 def _disk_tier(rng: random.Random, block: int, request_blocks: int) -> dict[str, Any]:
-    disk = {"host_slabs": rng.choice([2, 4, 8]), "disk_cache_dir": "made for each run"}
-    return _disturbed_tiers(rng, block, request_blocks) | disk | {"disk_cache_gb": rng.choice([2, 8, 50]) * 2**-14}
+    disk = {"host_slabs": rng.choice([2, 4, 8])}
+    return _disturbed_tiers(rng, block, request_blocks) | disk | {"disk_gb": rng.choice([2, 8, 50]) * 2**-14}
 
 
 def _disturbed_tiers(rng: random.Random, block: int, request_blocks: int) -> dict[str, Any]:
@@ -361,13 +362,13 @@ def make_workload(
         lengths = [length for length in RING_LENGTHS if block % length == 0]
         settings |= {"draft_states": "replay", "ring_len": random.Random(seed).choice(lengths)}
     spare_slabs, host_slabs = settings.pop("spare_slabs", None), settings.pop("host_slabs", None)
-    disk = {name: settings.pop(name) for name in ("disk_cache_dir", "disk_cache_gb") if name in settings}
+    disk_gb = settings.pop("disk_gb", None)
     config = cache_config(subject.sizes, **settings)
     if spare_slabs is not None:
         config = with_one_budget(config, subject.shape, spare_slabs)
     if host_slabs is not None:
-        config = replace(with_host_tier(config, subject.shape, host_slabs), **disk)
-    return Workload(subject, config, arrivals, disturbed_share, has_log_probs)
+        config = with_host_tier(config, subject.shape, host_slabs)
+    return Workload(subject, config, arrivals, disturbed_share, has_log_probs, disk_gb=disk_gb)
 
 
 def undisturbed(work: Workload) -> Workload:
@@ -398,8 +399,9 @@ def run_workload(work: Workload, drafter: Drafter | None = None) -> WorkloadOutc
         unreliable_copies(len(work.arrivals) + 1000 * ranks_of_process().index) as copies,
         tempfile.TemporaryDirectory() as directory,
     ):
-        if work.config.disk_cache_dir is not None:
-            work = replace(work, config=replace(work.config, disk_cache_dir=directory))
+        if work.disk_gb is not None:
+            disk = {"disk_cache_dir": directory, "disk_cache_gb": work.disk_gb}
+            work = replace(work, config=replace(work.config, **disk))
         outcome = _run_workload(work, drafter)
         outcome.run.engine.close()
     outcome.seen.update(copies.seen)
