@@ -76,7 +76,9 @@ class CacheMemory:
         self.num_paused_blocks = capacity.num_paused_blocks
         self.below = AttachedTiers()
         if below is not None:
-            self.below = below.attach(pools, bytes_of(self.state_pool, self.kv_buffer), counters)
+            self.below = below.attach(
+                pools, bytes_of(self.state_pool, self.kv_buffer), counters, self.clear_stale_blocks
+            )
         self._sizes = MemorySizes.of(
             capacity.num_slots, capacity.num_blocks - 1, capacity.num_slabs, capacity.slab, shape.unit_bytes(config)
         ).with_rings(shape.rings_bytes(config))
@@ -119,12 +121,6 @@ class CacheMemory:
         used = {"state_slots": slots, "kv_blocks": blocks, "cache_bytes": self._sizes.by_use(slots, blocks, slabs)}
         return used | self.below.usage()
 
-    def start_copies(self) -> None:
-        """Start the copies between tiers that were ordered since the last call."""
-        if self.below.has_new:
-            self.clear_stale_blocks()  # not after a copy has written them
-            self.below.start()
-
     def close(self, rows: Iterable[RunningRequest]) -> None:
         """Keep below what rows have published, and wait for all copies: the memory is about to be freed."""
         for row in rows:
@@ -132,7 +128,7 @@ class CacheMemory:
         self.below.close()
 
     def clear_stale_blocks(self) -> None:
-        """Clear the KV blocks that lie where states lay; call it before the first step that may read them."""
+        """Clear the KV blocks that lie where states lay; call it before the first step or copy that may use them."""
         if isinstance(self.pools.space, SlabSpace):
             for blocks in self.pools.space.take_stale_blocks():
                 self.kv_buffer[:, :, blocks.start : blocks.stop].zero_()

@@ -68,12 +68,15 @@ class MemoryBelow:
             return error
         return None
 
-    def attach(self, pools: CachePools, memory: Tensor, counters: CacheCounters) -> "AttachedTiers":
+    def attach(
+        self, pools: CachePools, memory: Tensor, counters: CacheCounters, prepare: Callable[[], None]
+    ) -> "AttachedTiers":
         """Return the tiers as they are seen from a new device memory.
 
         Args:
             pools: Over that memory.
             memory: [bytes] uint8, cut into slabs.
+            prepare: See `HostTier`.
 
         Raises:
             CacheCapacityError: If there is not enough memory of the host, on any of the ranks.
@@ -92,6 +95,7 @@ class MemoryBelow:
             counters,
             block_size=self._config.block_size_tokens,
             measure=lambda: host.times.times(host.block_bytes, host.slot_bytes),
+            prepare=prepare,
             disk=None if disk is None else disk.index,
         )
         return AttachedTiers(tier, copies, host, disk)
@@ -139,11 +143,6 @@ class AttachedTiers:
     def tiers(self) -> Tiers:
         """What the prefix cache sees of them."""
         return self._tier or NoTiers()
-
-    @property
-    def has_new(self) -> bool:
-        """True when a copy was ordered and is not started."""
-        return self._tier is not None and self._tier.has_new
 
     def usage(self) -> dict[str, dict[str, int]]:
         """Return bytes by use and the copies under way, under the names of `CacheSnapshot`; nothing without tiers."""

@@ -183,7 +183,7 @@ class StepRunner:
             self._step, self._at_work = None, []
         if ended or not is_before_early_step:  # else every row decodes again
             self._count()
-        self.memory.start_copies()
+        self.memory.below.start()
         self._digest.note_outcome(self.requests, step.rows, kept)
         return held_back
 
@@ -229,7 +229,7 @@ class StepRunner:
         """Let a scheduler fill the next step; see `StepScheduler.fill_step`. Raises as `admit`."""
         self.early_steps.refuse_rows()
         scheduled = scheduler.fill_step(self.requests, waiting, candidate_of, age_of)
-        self.memory.start_copies()
+        self.memory.below.start()
         self._count()
         return scheduled
 

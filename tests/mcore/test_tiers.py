@@ -27,6 +27,7 @@ from tests.mcore.engine_runs import (
     with_host_tier,
     with_one_budget,
 )
+from tests.mcore.faults import InjectedFault, raise_once
 
 REPOSITORY = Path(__file__).parents[2]
 NUM_TEXTS = 6
@@ -311,3 +312,22 @@ def test_a_directory_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     file.write_text("")
     with pytest.raises(CacheError, match=f"cannot use --disk-cache-dir {file}: "):
         EngineRun.start(tiny_hybrid(), on_disk(small_device(tiny_hybrid()), file))
+
+
+def test_a_step_that_fails_behind_a_restore_does_not_clear_what_it_brings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restored KV lies where states lay, which steps clear before they may read it."""
+    subject = tiny_hybrid()
+    limits = cache_config(subject.sizes, max_sequence_length=160, max_requests=2)
+    config = with_host_tier(with_one_budget(limits, subject.shape, 5), subject.shape, 60)
+    run, talks = EngineRun.start(subject, config), Conversations()
+    talks.turn(run)
+    settle(run)
+    for number, text in enumerate(talks.texts):
+        run.add(100 + number, text, 10)
+        with monkeypatch.context() as patch:
+            raise_once(patch, run.context.cache, "plan")
+            with pytest.raises(InjectedFault):
+                run.step()
+        run.finish()
+    assert run.counters.states_restored_from_host
+    run.assert_exact()

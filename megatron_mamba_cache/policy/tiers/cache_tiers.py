@@ -115,6 +115,7 @@ class HostTier:
         copies: What makes the copies.
         agree: What the ranks of the model agree by.
         measure: See `AgreedTimes`.
+        prepare: Called before copies start: makes room on the device fit for what they bring.
     """
 
     def __init__(
@@ -127,12 +128,14 @@ class HostTier:
         *,
         block_size: int,
         measure: Callable[[], CopyTimes | None] = lambda: None,
+        prepare: Callable[[], None] = lambda: None,
         disk: DiskIndex | None = None,
     ) -> None:
         self.host = host
         self._device = device
         self._copies = copies
         self._agree = agree
+        self._prepare = prepare
         self._ledger = CopyLedger()
         times = AgreedTimes(measure, agree)
         self._disk: DiskMoves | None = None
@@ -145,14 +148,10 @@ class HostTier:
 
     # Between steps.
 
-    @property
-    def has_new(self) -> bool:
-        """True when a copy was ordered and is not started."""
-        return self._ledger.has_new
-
     def start(self) -> None:
         """Start the copies that were ordered."""
         if new := self._ledger.take_new():
+            self._prepare()
             self._copies.start(new)
 
     def land(self, *, wait: bool = False) -> int:

@@ -110,11 +110,6 @@ class CopyLedger:
         """All copies that have not ended, by number, the oldest first."""
         return self._orders
 
-    @property
-    def has_new(self) -> bool:
-        """True when copies were ordered since they were last taken."""
-        return bool(self._new)
-
     def count(self, lane: Lane) -> int:
         """Return how many copies of a lane have not ended."""
         return sum(order.lane is lane for order in self._orders.values())
