@@ -68,6 +68,9 @@ class DiskBelow:
         """
         form = self._form()
         if self._directory is None or self._directory.form != form:
+            if is_flush and self._directory is not None:  # what other weights have left must not be found either
+                before = self._directory
+                on_all_ranks(self._ranks, lambda: before.open(before.next_generation()))
             self.close()
             base, part = Path(self._config.disk_cache_dir or ""), f"{self._ranks.index}-of-{self._ranks.num_ranks}"
             self._directory = on_all_ranks(self._ranks, lambda: CacheDirectory(base, form, part))

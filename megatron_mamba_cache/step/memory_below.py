@@ -1,5 +1,6 @@
 """The tiers below a context's device memory, which outlive it: a suspended engine drops that memory alone."""
 
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -59,12 +60,14 @@ class MemoryBelow:
         self.epoch += 1
         if self._host is not None and not is_attached:
             self._host.flush()
-        if self._disk is None:
+        disk = self._disk
+        if disk is None:
             return None
         try:
-            self.epoch = self._disk.open(self.epoch, is_flush=True)
+            self.epoch = disk.open(self.epoch, is_flush=True)
         except CacheError as error:
-            self._disk.disable()
+            disk.disable()
+            self._disk = None
             return error
         return None
 
@@ -136,6 +139,8 @@ class AttachedTiers:
     ) -> None:
         self._tier = tier
         self._copies = copies
+        if copies is not None:
+            weakref.finalize(self, copies.close)  # its threads would keep the memory of an engine that nobody closes
         self._host = host
         self._disk = disk
 

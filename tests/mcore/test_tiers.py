@@ -1,11 +1,13 @@
 """Engines whose prefixes go to the host and to disk and come back: tokens are the oracle's, whatever happens."""
 
 import errno
+import gc
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_mamba_cache import CacheConfig
 from megatron_mamba_cache.errors import CacheError
 from megatron_mamba_cache.models.random_hybrid import random_hybrid_model
-from megatron_mamba_cache.tiers import entry_files
+from megatron_mamba_cache.tiers import cache_directory, entry_files
 from tests.mcore.engine_runs import (
     EngineRun,
     Hybrid,
@@ -170,6 +173,53 @@ def test_a_flush_holds_for_the_next_engine_too(tmp_path: Path) -> None:
     wanted = talks.most
     assert talks.turn(run) == wanted
     run.assert_exact()
+
+
+def test_a_flush_for_new_weights_holds_for_the_old_ones_too(tmp_path: Path) -> None:
+    subject = tiny_hybrid()
+    model = random_hybrid_model(subject.sizes)
+    config = on_disk(small_device(subject), tmp_path)
+    run, talks = EngineRun.start(replace(subject, model=model), config), Conversations()
+    talks.turn(run)
+    settle(run)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(1.5)
+    run.engine.flush("new")
+    run = EngineRun.start(subject, config)
+    assert talks.turn(run) == [0] * NUM_TEXTS
+    run.assert_exact()
+
+
+def test_a_flush_that_cannot_be_written_empties_memory_and_leaves_the_disk_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    run, talks = EngineRun.start(tiny_hybrid(), on_disk(small_device(tiny_hybrid()), tmp_path)), Conversations()
+    talks.turn(run)
+    settle(run)
+    with monkeypatch.context() as patch:
+        patch.setattr(cache_directory.os, "replace", full)
+        with pytest.raises(CacheError, match=r"cannot use --disk-cache-dir .*no space left"):
+            run.engine.flush()
+    files = sorted(tmp_path.rglob("*.boundary"))
+    assert talks.turn(run) == [0] * NUM_TEXTS
+    run.engine.flush()
+    settle(run)
+    assert sorted(tmp_path.rglob("*.boundary")) == files
+    run.assert_exact()
+
+
+def test_an_engine_that_nobody_closes_leaves_no_thread() -> None:
+    gc.collect()
+    before = threading.active_count()
+    run = EngineRun.start(tiny_hybrid(), small_device(tiny_hybrid()))
+    assert threading.active_count() > before
+    del run
+    gc.collect()
+    assert threading.active_count() <= before
 
 
 def test_other_weights_of_the_same_version_find_nothing(tmp_path: Path) -> None:
