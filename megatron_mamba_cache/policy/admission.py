@@ -68,10 +68,8 @@ def match_prefix(prompt: PromptView, kv: KVBlockPool, slots: SlotPool, block_siz
     A recurrent state is valid at one position only: without a state nothing is skipped, however much KV is cached.
     """
     blocks = tuple(kv.longest_match(prompt.keys))
-    deepest = min(len(blocks), (prompt.prompt_len - 1) // block_size) if prompt.may_skip else 0
-    while deepest and slots.slot_of(blocks[deepest - 1]) is None:
-        deepest -= 1
-    return PrefixMatch(blocks, deepest * block_size)
+    usable = blocks[: (prompt.prompt_len - 1) // block_size] if prompt.may_skip else ()
+    return PrefixMatch(blocks, slots.deepest(usable) * block_size)
 
 
 def plan_admission(

@@ -107,6 +107,13 @@ class SlotPool:
         """Return the slot with the cached state at the end of the block."""
         return self.slot_by_block.get(block)
 
+    def deepest(self, blocks: Sequence[BlockId]) -> int:
+        """Return after how many of the blocks the last one lies that has a state; 0 if none has."""
+        depth = len(blocks)
+        while depth and blocks[depth - 1] not in self.slot_by_block:
+            depth -= 1
+        return depth
+
     def tokens_before(self, block: BlockId) -> int:
         """Return the tokens from the root to the nearest cached state before that of the block."""
         entry = self._entry(block)

@@ -85,8 +85,8 @@ class StateReservations:
 
     def _publish_state(self, row: RunningRequest, state: ReservedState, block: BlockId) -> None:
         index = state.position // self._block_size
-        before = (row.block_ids[number] for number in range(index - 2, -1, -1))
-        anchor = next((known for known in before if self._slots.slot_of(known) is not None), None)
+        depth = self._slots.deepest(row.block_ids[: index - 1])
+        anchor = row.block_ids[depth - 1] if depth else None
         # Other texts that continue after a prompt boundary are known by their blocks; this request's state will follow.
         continues = index < len(row.block_ids) and self._kv.parent_of(row.block_ids[index]) == block
         num_others = self._kv.num_children(block) - continues

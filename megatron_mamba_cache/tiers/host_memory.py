@@ -78,13 +78,6 @@ class HostMemory:
         self.pools.slots.flush()
         self.pools.kv.flush()
 
-    def count_bytes(self) -> dict[str, int]:
-        """Return the bytes of this rank's memory by use."""
-        space = self.pools.space
-        assert isinstance(space, SlabSpace)
-        slabs = space.count_slabs()
-        return {use: count * self.slab_bytes for use, count in slabs.items()}
-
 
 def _allocated(num_bytes: int, device: torch.device) -> Tensor:
     try:

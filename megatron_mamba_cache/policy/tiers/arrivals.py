@@ -26,19 +26,10 @@ class Arrival:
     slot: SlotId
 
 
-def has_state(pools: CachePools, keys: Sequence[BlockKey]) -> bool:
-    """Return whether a tier has the state at the end of a text's blocks."""
-    block = pools.kv.find(keys[-1])
+def has_state(pools: CachePools, key: BlockKey | None) -> bool:
+    """Return whether a tier has the state at the end of a block."""
+    block = None if key is None else pools.kv.find(key)
     return block is not None and pools.slots.slot_of(block) is not None
-
-
-def deepest_state(pools: CachePools, keys: Sequence[BlockKey], most: int | None = None) -> int:
-    """Return after how many of a text's blocks, at most `most`, a tier has the deepest state; 0 if it has none."""
-    blocks = pools.kv.longest_match(keys if most is None else keys[:most])
-    depth = len(blocks)
-    while depth and pools.slots.slot_of(blocks[depth - 1]) is None:
-        depth -= 1
-    return depth
 
 
 def expect(pools: CachePools, keys: Sequence[BlockKey]) -> Arrival:
@@ -70,8 +61,9 @@ def publish(arrival: Arrival, pools: CachePools, block_size: int) -> list[BlockI
             held.append(kv.register(block, key, held[-1] if held else None))
         end = held[-1]
         if slots.slot_of(end) is None:
-            before = (block for block in reversed(held[:-1]) if slots.slot_of(block) is not None)
-            slots.publish(arrival.slot, end, len(held) * block_size, next(before, None), kv.num_children(end))
+            depth = slots.deepest(held)
+            anchor = held[depth - 1] if depth else None
+            slots.publish(arrival.slot, end, len(held) * block_size, anchor, kv.num_children(end))
         else:
             slots.cancel(arrival.slot)
     except BaseException:

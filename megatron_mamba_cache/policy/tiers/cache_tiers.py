@@ -14,6 +14,7 @@ from .disk_index import DiskIndex
 from .disk_moves import DiskMoves
 from .host_writes import HostWrites
 from .restores import Restores, WaitingPrompt
+from .tier_pair import TierPair
 from .times import AgreedTimes, CopyTimes
 
 LOOK_AHEAD = 16
@@ -139,11 +140,11 @@ class HostTier:
         self._ledger = CopyLedger()
         times = AgreedTimes(measure, agree)
         self._disk: DiskMoves | None = None
+        pair = TierPair(device, host, self._ledger, counters, block_size)
         if disk is not None:
-            self._disk = DiskMoves(device, host, disk, self._ledger, counters, block_size, times)
-        on_written = (lambda held: None) if self._disk is None else self._disk.store
-        self._writes = HostWrites(device, host, self._ledger, counters, block_size, on_written)
-        self._restores = Restores(device, host, self._ledger, counters, block_size, times)
+            self._disk = DiskMoves(pair, disk, times)
+        self._writes = HostWrites(pair, (lambda held: None) if self._disk is None else self._disk.store)
+        self._restores = Restores(pair, times)
         device.slots.save_with(self._writes)
 
     # Between steps.
@@ -196,12 +197,12 @@ class HostTier:
         """See `Tiers`."""
         num_blocks = 0
         for prompt in waiting:
-            num_known = len(self._device.kv.longest_match(prompt.keys))
-            num_blocks += prompt.num_blocks - num_known
-            if not self._device.space.fits(max(num_blocks, 0), 2):
+            here = self._device.kv.longest_match(prompt.keys)
+            num_blocks += prompt.num_blocks - len(here)
+            if not self._device.space.fits(num_blocks, 2):
                 return
-            if self._disk is None or not (self._disk.awaits(prompt.request_id) or self._disk.load(prompt)):
-                self._restores.begin(prompt)
+            if self._disk is None or not (self._disk.awaits(prompt.request_id) or self._disk.load(prompt, here)):
+                self._restores.begin(prompt, here)
 
     def awaits(self, request_id: int) -> bool:
         """See `Tiers`."""

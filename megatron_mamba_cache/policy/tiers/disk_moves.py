@@ -3,13 +3,12 @@
 from collections.abc import Sequence
 
 from ...errors import CacheCapacityError
-from ...metrics import CacheCounters
 from ..identifiers import BlockId
-from ..pools import CachePools
-from .arrivals import Arrival, cancel, deepest_state, expect, publish
-from .copies import CopyLedger, EntryName, Lane
+from .arrivals import Arrival, cancel, expect, publish
+from .copies import EntryName, Lane
 from .disk_index import DiskIndex
 from .restores import WaitingPrompt
+from .tier_pair import TierPair
 from .times import AgreedTimes
 
 MOST_STORES = 64
@@ -22,22 +21,10 @@ class DiskMoves:
     A boundary is written while it is held on the host; one that is read is expected there like any other arrival.
     """
 
-    def __init__(
-        self,
-        device: CachePools,
-        host: CachePools,
-        index: DiskIndex,
-        ledger: CopyLedger,
-        counters: CacheCounters,
-        block_size: int,
-        times: AgreedTimes,
-    ) -> None:
+    def __init__(self, pair: TierPair, index: DiskIndex, times: AgreedTimes) -> None:
         self.index = index
-        self._device = device
-        self._host = host
-        self._ledger = ledger
-        self._counters = counters
-        self._block_size = block_size
+        self._pair = pair
+        self._host = pair.host
         self._times = times
         self._stores: dict[int, tuple[EntryName, list[BlockId]]] = {}
         self._loads: dict[int, tuple[tuple[EntryName, ...], Arrival]] = {}
@@ -85,19 +72,24 @@ class DiskMoves:
         self._host.kv.acquire(held)
         self._host.slots.pin(held[-1], is_hit=False)
         places = tuple((start + index, block) for index, block in enumerate(held[start:]))
-        order = self._ledger.begin(
+        order = self._pair.ledger.begin(
             Lane.TO_DISK, places, ((slot, slot),), lambda ok: self._end_store(number, ok), files=(name,)
         )
         number = order.number
         self._stores[number] = name, list(held)
 
-    def load(self, prompt: WaitingPrompt) -> bool:
-        """Begin to read what a waiting request finds deeper on disk than above; return whether a read was ordered."""
+    def load(self, prompt: WaitingPrompt, here: Sequence[BlockId]) -> bool:
+        """Begin to read what a waiting request finds deeper on disk than above; return whether a read was ordered.
+
+        Args:
+            here: The prompt's leading blocks that the device has.
+        """
         if prompt.request_id in self._tried:
             return False
-        num_known = len(self._host.kv.longest_match(prompt.keys))
+        below = self._host.kv.longest_match(prompt.keys)
+        num_known = len(below)
         names = self.index.chain(prompt.keys, num_known)
-        depth_above = max(deepest_state(pools, prompt.keys) for pools in (self._device, self._host))
+        depth_above = max(self._pair.device.slots.deepest(here), self._host.slots.deepest(below))
         if not names or names[-1].depth <= depth_above or not self._pays(names, num_known, depth_above):
             return False
         try:
@@ -108,7 +100,7 @@ class DiskMoves:
         self.index.use(names)
         first = len(arrival.known)
         places = tuple((first + index, block) for index, block in enumerate(arrival.new))
-        order = self._ledger.begin(
+        order = self._pair.ledger.begin(
             Lane.FROM_DISK,
             places,
             ((arrival.slot, arrival.slot),),
@@ -146,9 +138,9 @@ class DiskMoves:
         self._host.kv.release(held)
         if is_there:
             self.index.add(name)
-            self._counters.states_written_to_disk += 1
+            self._pair.counters.states_written_to_disk += 1
         else:
-            self._counters.disk_writes_failed += 1
+            self._pair.counters.disk_writes_failed += 1
 
     def _end_load(self, number: int, request_id: int, num_blocks: int, is_there: bool) -> None:
         names, arrival = self._loads.pop(number)
@@ -160,20 +152,20 @@ class DiskMoves:
             self._remove([name for name in names if name.key in self.index])
             for name in names:
                 self.index.remove(name)
-            self._counters.disk_reads_failed += 1
+            self._pair.counters.disk_reads_failed += 1
             return
-        held = publish(arrival, self._host, self._block_size)
+        held = publish(arrival, self._host, self._pair.block_size)
         self._host.kv.release(held)
-        self._counters.states_read_from_disk += 1
+        self._pair.counters.states_read_from_disk += 1
         if is_awaited:
             self._read[request_id] = num_blocks
 
     def _remove(self, names: Sequence[EntryName]) -> None:
         if names:
-            self._ledger.begin(Lane.TO_DISK, (), (), lambda ok: None, files=tuple(names))
+            self._pair.ledger.begin(Lane.TO_DISK, (), (), lambda ok: None, files=tuple(names))
 
     def _pays(self, names: Sequence[EntryName], num_known: int, depth_above: int) -> bool:
         """Return whether reading is sooner than computing what it brings."""
         times, depth = self._times.now(), names[-1].depth
         read = (depth - min(num_known, depth)) * times.disk_block + times.disk_state
-        return read < (depth - depth_above) * self._block_size * times.token
+        return read < (depth - depth_above) * self._pair.block_size * times.token

@@ -3,11 +3,10 @@
 from collections.abc import Callable, Sequence
 
 from ...errors import CacheCapacityError
-from ...metrics import CacheCounters
 from ..identifiers import BlockId, BlockKey
-from ..pools import CachePools
 from .arrivals import Arrival, cancel, expect, has_state, publish
-from .copies import CopyLedger, Lane
+from .copies import Lane
+from .tier_pair import TierPair
 
 MOST_AT_EVICTION = 8
 """The most states on their way to the host for which evictions take others; beyond it, states are lost."""
@@ -22,20 +21,9 @@ class HostWrites:
         on_written: Called with the blocks of each boundary that has come to the host, while they are held.
     """
 
-    def __init__(
-        self,
-        device: CachePools,
-        host: CachePools,
-        ledger: CopyLedger,
-        counters: CacheCounters,
-        block_size: int,
-        on_written: Callable[[Sequence[BlockId]], None],
-    ) -> None:
-        self._device = device
-        self._host = host
-        self._ledger = ledger
-        self._counters = counters
-        self._block_size = block_size
+    def __init__(self, pair: TierPair, on_written: Callable[[Sequence[BlockId]], None]) -> None:
+        self._pair = pair
+        self._device, self._host = pair.device, pair.host
         self._on_written = on_written
         self._under_way: dict[BlockId, int] = {}  # by the block that the boundary ends: the copy's number
         self._passed_over: set[BlockId] = set()  # of these, those that evictions have spared
@@ -52,10 +40,8 @@ class HostWrites:
         Args:
             blocks: Of a request that has ended; those that are not findable any more are left out.
         """
-        for index in range(len(blocks) - 1, -1, -1):
-            if self._device.slots.slot_of(blocks[index]) is not None:
-                self._write(blocks[: index + 1])
-                return
+        if depth := self._device.slots.deepest(blocks):
+            self._write(blocks[:depth])
 
     def saves(self, block: BlockId) -> bool:
         """Begin to write a state that is to be evicted; return whether another should be evicted in its place.
@@ -66,12 +52,11 @@ class HostWrites:
             is_first = block not in self._passed_over
             self._passed_over.add(block)
             return is_first
-        if self._ledger.count(Lane.TO_HOST) >= MOST_AT_EVICTION:
+        if self._pair.ledger.count(Lane.TO_HOST) >= MOST_AT_EVICTION:
             return False
-        path = self._path_to(block)
-        if has_state(self._host, self._keys_of(path)) or not self._is_worth_writing(block):
+        if has_state(self._host, self._device.kv.key_of(block)) or not self._is_worth_writing(block):
             return False
-        if not self._write(path):
+        if not self._write(self._path_to(block)):
             return False
         self._passed_over.add(block)
         return True
@@ -81,7 +66,7 @@ class HostWrites:
         number = self._under_way.pop(block, None)
         self._passed_over.discard(block)
         if number is not None:
-            self._ledger.void(number)
+            self._pair.ledger.void(number)
 
     def flushed(self) -> None:
         """Note that all states of the device are gone."""
@@ -94,16 +79,18 @@ class HostWrites:
         slot = self._device.slots.slot_of(end)
         if end in self._under_way or slot is None:
             return False
-        if has_state(self._host, keys):
+        if has_state(self._host, keys[-1]):
             self._host.slots.touch_path(self._host.kv.longest_match(keys))
             return False
         try:
             arrival = expect(self._host, keys)
         except CacheCapacityError:
-            self._counters.states_not_written_no_room += 1
+            self._pair.counters.states_not_written_no_room += 1
             return False
         blocks = tuple(zip(path[len(arrival.known) :], arrival.new, strict=True))
-        order = self._ledger.begin(Lane.TO_HOST, blocks, ((slot, arrival.slot),), lambda ok: self._end(number, end, ok))
+        order = self._pair.ledger.begin(
+            Lane.TO_HOST, blocks, ((slot, arrival.slot),), lambda ok: self._end(number, end, ok)
+        )
         number = order.number
         self._under_way[end] = number
         self._arrivals[number] = arrival
@@ -117,15 +104,15 @@ class HostWrites:
             self._device.slots.stop_saving(end)
         if not is_there:
             cancel(arrival, self._host)
-            self._counters.host_writes_failed += 1
+            self._pair.counters.host_writes_failed += 1
             return
-        held = publish(arrival, self._host, self._block_size)
+        held = publish(arrival, self._host, self._pair.block_size)
         try:
             self._host.slots.touch_path(held)
             self._on_written(held)
         finally:
             self._host.kv.release(held)
-        self._counters.states_written_to_host += 1
+        self._pair.counters.states_written_to_host += 1
 
     def _is_worth_writing(self, block: BlockId) -> bool:
         """Return whether the host has room, or would evict what is worth less."""

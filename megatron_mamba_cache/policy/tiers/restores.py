@@ -4,11 +4,10 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from ...errors import CacheCapacityError
-from ...metrics import CacheCounters
 from ..identifiers import BlockId, BlockKey
-from ..pools import CachePools
-from .arrivals import Arrival, cancel, deepest_state, expect, publish
-from .copies import CopyLedger, Lane
+from .arrivals import Arrival, cancel, expect, publish
+from .copies import Lane
+from .tier_pair import TierPair
 from .times import AgreedTimes
 
 
@@ -46,20 +45,9 @@ class Restores:
     At most one restore a request: what has been restored for it, or could not be, is not tried again.
     """
 
-    def __init__(
-        self,
-        device: CachePools,
-        host: CachePools,
-        ledger: CopyLedger,
-        counters: CacheCounters,
-        block_size: int,
-        times: AgreedTimes,
-    ) -> None:
-        self._device = device
-        self._host = host
-        self._ledger = ledger
-        self._counters = counters
-        self._block_size = block_size
+    def __init__(self, pair: TierPair, times: AgreedTimes) -> None:
+        self._pair = pair
+        self._device, self._host = pair.device, pair.host
         self._times = times
         self._of_request: dict[int, _Restore] = {}
         self._unclaimed: list[_Restore] = []  # of requests that have gone; let go once they have landed
@@ -68,19 +56,17 @@ class Restores:
     @property
     def arrivals(self) -> list[Arrival]:
         """Room on the device of the restores under way."""
-        found = [*self._of_request.values(), *self._unclaimed]
-        return [restore.arrival for restore in found if restore.arrival is not None]
+        return [restore.arrival for restore in self._all() if restore.arrival is not None]
 
     @property
     def held(self) -> list[list[BlockId]]:
         """Blocks that landed restores hold on the device until their requests are admitted."""
-        return [restore.held for restore in (*self._of_request.values(), *self._unclaimed)]
+        return [restore.held for restore in self._all()]
 
     @property
     def sources(self) -> list[list[BlockId]]:
         """Blocks of the host that restores under way read; the last is pinned."""
-        found = [*self._of_request.values(), *self._unclaimed]
-        return [restore.host_blocks for restore in found if restore.arrival is not None]
+        return [restore.host_blocks for restore in self._all() if restore.host_blocks]
 
     @property
     def takes_room(self) -> bool:
@@ -92,16 +78,20 @@ class Restores:
         restore = self._of_request.get(request_id)
         return restore is not None and restore.arrival is not None
 
-    def begin(self, prompt: WaitingPrompt) -> bool:
-        """Begin to restore what pays for a waiting request; return whether a copy was ordered."""
+    def begin(self, prompt: WaitingPrompt, here: Sequence[BlockId]) -> bool:
+        """Begin to restore what pays for a waiting request; return whether a copy was ordered.
+
+        Args:
+            here: The prompt's leading blocks that the device has.
+        """
         if prompt.request_id in self._tried:
             return False
-        depth_here = deepest_state(self._device, prompt.keys)
-        depth = self._best_depth(prompt.keys, depth_here)
+        below = self._host.kv.longest_match(prompt.keys)
+        depth_here = self._device.slots.deepest(here)
+        depth = self._best_depth(len(prompt.keys), below, len(here), depth_here)
         if depth <= depth_here:
             return False
-        keys = prompt.keys[:depth]
-        host_blocks = self._host.kv.longest_match(keys)
+        keys, host_blocks = prompt.keys[:depth], below[:depth]
         end = host_blocks[-1]
         slot = self._host.slots.slot_of(end)
         assert slot is not None
@@ -116,7 +106,9 @@ class Restores:
         self._tried.add(prompt.request_id)
         restore = _Restore(depth, depth_here, -1, host_blocks, arrival, [])
         blocks = tuple(zip(host_blocks[len(arrival.known) :], arrival.new, strict=True))
-        order = self._ledger.begin(Lane.TO_DEVICE, blocks, ((slot, arrival.slot),), lambda ok: self._end(restore, ok))
+        order = self._pair.ledger.begin(
+            Lane.TO_DEVICE, blocks, ((slot, arrival.slot),), lambda ok: self._end(restore, ok)
+        )
         restore.number = order.number
         self._of_request[prompt.request_id] = restore
         return True
@@ -149,20 +141,25 @@ class Restores:
 
     def numbers_under_way(self) -> list[int]:
         """Return the numbers of the copies of restores that have not ended."""
-        found = [*self._of_request.values(), *self._unclaimed]
-        return [restore.number for restore in found if restore.arrival is not None]
+        return [restore.number for restore in self._all() if restore.arrival is not None]
 
-    def _best_depth(self, keys: Sequence[BlockKey], depth_here: int) -> int:
-        """Return the blocks to have after a restore: those for which copying and computing the rest is soonest."""
-        deeper = [depth for depth in _state_depths(self._host, keys) if depth > depth_here]
+    def _best_depth(self, num_blocks: int, below: Sequence[BlockId], num_here: int, depth_here: int) -> int:
+        """Return the blocks to have after a restore: those for which copying and computing the rest is soonest.
+
+        Args:
+            num_blocks: That the prompt may skip.
+            below: Its leading blocks on the host.
+            num_here, depth_here: Its leading blocks on the device, and those up to its deepest state there.
+        """
+        slot_of = self._host.slots.slot_of
+        deeper = [depth for depth in range(depth_here + 1, len(below) + 1) if slot_of(below[depth - 1]) is not None]
         if not deeper:
             return depth_here
-        times, block_size = self._times.now(), self._block_size
-        num_here = len(self._device.kv.longest_match(keys))
+        times, block_size = self._times.now(), self._pair.block_size
 
         def cost(depth: int) -> int:
             copied = 0 if depth == depth_here else max(depth - num_here, 0) * times.block + times.state
-            return copied + (len(keys) - depth) * block_size * times.token
+            return copied + (num_blocks - depth) * block_size * times.token
 
         return min((depth_here, *deeper), key=cost)
 
@@ -173,13 +170,13 @@ class Restores:
         self._host.kv.release(restore.host_blocks)
         restore.host_blocks = []
         if is_there:
-            restore.held = publish(arrival, self._device, self._block_size)
+            restore.held = publish(arrival, self._device, self._pair.block_size)
             self._device.slots.pin(restore.held[-1], is_hit=False)
             restore.is_pinned = restore.is_there = True
-            self._counters.states_restored_from_host += 1
+            self._pair.counters.states_restored_from_host += 1
         else:
             cancel(arrival, self._device)
-            self._counters.host_restores_failed += 1
+            self._pair.counters.host_restores_failed += 1
         self.let_go()
 
     def let_go(self) -> None:
@@ -198,7 +195,5 @@ class Restores:
                 self._unclaimed.append(self._of_request.pop(request_id))
         self.let_go()
 
-
-def _state_depths(pools: CachePools, keys: Sequence[BlockKey]) -> Iterable[int]:
-    blocks = pools.kv.longest_match(keys)
-    return [index + 1 for index, block in enumerate(blocks) if pools.slots.slot_of(block) is not None]
+    def _all(self) -> list[_Restore]:
+        return [*self._of_request.values(), *self._unclaimed]
