@@ -3,13 +3,15 @@
     PYTHONPATH=. python3 benchmarks/step_cost.py [--shape 8b|nano3|small|tiny] [--draft-states FORM ...] [--no-drafts]
         [--json FILE]
 
-Steps: rows of equal length decode together, without drafts. Wall time is the median over steps. Host work is wall time
-minus the host's waits for the step's tokens; much of it overlaps with the GPU's work. GPU time is that of the last
-step's graphs, replayed back to back: its kernels and the short pauses between them. Idle is wall time minus GPU time:
-the GPU waits for the host. Kernel time is measured over as many steps under torch's profiler (`gpu_time`), without
-pauses. The floor is the bytes of weights, states and KV, and of the experts that as many tokens hit on average, at the
-rate of a plain copy of the same run. "µs a row" is the least-squares slope over the numbers of rows. On a CPU there are
-only wall time and its slope.
+Steps: rows decode together, without drafts. Their prompts differ by up to 15 tokens, so that rows whose states are
+replayed fold them in different steps, as in a real load. Wall time is the mean over 16 steps, the default ring, each
+the median of three that lie 16 apart: each fold counts, a step in which the host was held up does not. Host work is
+wall time minus the host's waits for the step's tokens; much of it overlaps with the GPU's work. GPU time is that of the
+last step's graphs, replayed back to back: its kernels and the short pauses between them; of few rows, none may fold in
+that step. Idle is wall time minus GPU time: the GPU waits for the host. Kernel time is measured over as many steps
+under torch's profiler (`gpu_time`), without pauses. The floor is the bytes of weights, states and KV, and of the
+experts that as many tokens hit on average, at the rate of a plain copy of the same run. "µs a row" is the least-squares
+slope over the numbers of rows. On a CPU there are only wall time and its slope.
 
 Drafts: 8 rows, decode steps only, without drafts, with K = 3 that are always right, and with K = 3 that are always
 wrong. A drafter replays a recording. In bf16 a verify step may round differently from a step of one token, so the model
@@ -25,7 +27,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
@@ -42,7 +44,9 @@ from megatron_mamba_cache.command_line.quiet import own_warnings_hidden, quiet_l
 from megatron_mamba_cache.step.logits import Draws
 
 ROWS = (1, 8, 64, 128, 256)
-NUM_STEPS = 20
+PERIOD = 16
+"""Steps after which replayed rows have all folded once: the default ring."""
+NUM_STEPS = 3 * PERIOD
 NUM_WARMING = 5
 DRAFT_ROWS = 8
 NUM_DRAFTS = 3
@@ -112,10 +116,10 @@ def step_cost(model: Any, engine: Any, shape: ServedShape, num_rows: int, num_pr
     """Measure decode steps of some rows, whose prompts share no prefix."""
     drawn = random.Random(num_rows)
     # The first rows decode while the others are prefilled in what they leave of a step.
-    num_prefills = num_rows // max(1, (shape.max_tokens - num_rows) // num_prompt) + 1
+    num_prefills = num_rows // max(1, (shape.max_tokens - num_rows) // (num_prompt + PERIOD)) + 1
     num_tokens = num_prefills + NUM_WARMING + 2 * NUM_STEPS + 2
     for index in range(num_rows):
-        send(engine, 1000 * num_rows + index, some_tokens(drawn, shape, num_prompt), num_tokens)
+        send(engine, 1000 * num_rows + index, some_tokens(drawn, shape, num_prompt + index % PERIOD), num_tokens)
     while engine.waiting_request_ids or any(row.is_prefilling for row in engine.context.rows):
         engine.step_modern()
     for _ in range(NUM_WARMING):
@@ -124,7 +128,7 @@ def step_cost(model: Any, engine: Any, shape: ServedShape, num_rows: int, num_pr
         raise RuntimeError(f"{len(engine.context.rows)} of {num_rows} rows decode; raise --kv-gb")
     with noted_waits() as waits:
         times = [timed_step(engine) for _ in range(NUM_STEPS)]
-    cost = StepCost(num_rows, 1e3 * median(times))
+    cost = StepCost(num_rows, 1e3 * mean_of_periods(times))
     if waits:
         cost = replace(cost, host_ms=1e3 * (median(times) - median(waits)), **gpu_times(engine))
     while engine.has_unfinished_requests():
@@ -132,6 +136,11 @@ def step_cost(model: Any, engine: Any, shape: ServedShape, num_rows: int, num_pr
     if waits:
         cost = replace(cost, floor_ms=floor_us(step_bytes(model, engine, num_prompt, num_rows)) / 1e3)
     return cost
+
+
+def mean_of_periods(seconds: Sequence[float]) -> float:
+    """Return the mean over a period's steps, each the median of those that lie whole periods apart."""
+    return fmean(median(seconds[first::PERIOD]) for first in range(PERIOD))
 
 
 def gpu_times(engine: Any) -> dict[str, float | None]:
