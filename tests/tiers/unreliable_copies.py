@@ -54,9 +54,9 @@ class UnreliableCopies:
             self._polls_left[order.number] = self.rng.randrange(1, 6) if self.rng.random() < _LATE_SHARE else 0
             if self.rng.random() < _FAILING_SHARE:
                 self._failing.add(order.number)
+            self._tear(order)  # on the device a launch like any other, which the copy is to wait for
             for note in self._before:
                 note(order)
-            self._tear(order)
 
     def status(self, number: int) -> CopyStatus:
         """See `Copies`."""
