@@ -1,12 +1,17 @@
-"""The norm at the beginning of a layer."""
+"""What lies between two layers: the residual sum that ends one, and the norm that begins the next."""
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
+import torch
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import Tensor, nn
 
-from ..kernels.kernel_launches import launches_kernel
+from ..kernels.kernel_launches import is_computed_in_fp32, launches_kernel
 from ..kernels.norm.gated_norm import gated_group_norm
+from ..kernels.norm.residual_norm import add_and_norm
+
+Part = TypeVar("Part")
 
 
 class LayerNorm:
@@ -29,8 +34,78 @@ class LayerRMSNorm(nn.RMSNorm):
 
     eps: float
 
+    def __init__(self, hidden_size: int, eps: float) -> None:
+        super().__init__(hidden_size, eps)
+        self._ahead: tuple[Tensor, Tensor] | None = None
+
+    def note_normed(self, x: Tensor, normed: Tensor) -> None:
+        """Take what the next call returns if it is for this tensor: the sum that made it has normed it already."""
+        self._ahead = x, normed
+
     def forward(self, x: Tensor) -> Tensor:
         """Normalize x [..., channels]."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead[0] is x:
+            return ahead[1]
         if not launches_kernel(x) or x.dim() < 2 or x.stride(-1) != 1:
             return super().forward(x)
         return gated_group_norm(x.flatten(0, -2), None, self.weight, x.shape[-1], self.eps).view(x.shape)
+
+
+class ResidualAdd:
+    """Stands for Megatron's bias-dropout-add: residual + multiplier * output, without dropout.
+
+    Attributes:
+        next_norm: Of the layer behind, on this rank: it is computed by the same kernel, and told so. Not a module's, or
+            it would be saved with this layer too.
+    """
+
+    def __init__(self, multiplier: float = 1.0) -> None:
+        self.next_norm: LayerRMSNorm | None = None
+        self._multiplier = multiplier
+
+    def __call__(self, training: bool, fused: bool) -> Callable[..., Tensor]:
+        """Return what adds, as Megatron asks for it.
+
+        Raises:
+            NotImplementedError: In training.
+        """
+        if training:
+            raise NotImplementedError("the local spec is for inference; call model.eval()")
+        return self._add
+
+    def _add(self, output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+        output, bias = output_with_bias
+        output = output if bias is None else output + bias
+        norm = self.next_norm
+        if norm is not None and _has_kernel(output, residual, norm.weight):
+            total, normed = add_and_norm(output, residual, norm.weight, norm.eps, self._multiplier)
+            norm.note_normed(total, normed)
+            return total
+        return residual + (output if self._multiplier == 1.0 else output * self._multiplier)
+
+
+def link_layers(layers: Sequence[nn.Module], final_norm: nn.Module | None) -> None:
+    """Tell the sum that ends each layer of a stack by which norm its result goes on."""
+    beginnings = [_part(layer, LayerRMSNorm, "norm", "input_layernorm", "pre_mlp_layernorm") for layer in layers[1:]]
+    for layer, norm in zip(layers, [*beginnings, final_norm], strict=True):
+        add = _part(layer, ResidualAdd, "mamba_bda", "self_attn_bda", "mlp_bda")
+        if add is not None and isinstance(norm, LayerRMSNorm):
+            add.next_norm = norm
+
+
+def _part(layer: nn.Module, kind: type[Part], *names: str) -> Part | None:
+    """Return the layer's only part of a kind; Megatron fills the places of parts that a layer lacks."""
+    found = [part for name in names if isinstance(part := getattr(layer, name, None), kind)]
+    return found[0] if len(found) == 1 else None
+
+
+def _has_kernel(output: Tensor, residual: Tensor, weight: Tensor) -> bool:
+    tensors = output, residual, weight
+    return (
+        launches_kernel(residual)
+        and output.dtype == residual.dtype == weight.dtype
+        and is_computed_in_fp32(residual)
+        and all(tensor.is_contiguous() for tensor in tensors)
+        and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
+    )

@@ -7,6 +7,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from torch import Tensor
 from typing_extensions import override
 
+from ..kernels.activations import Activation
 from ..kernels.linear.one_token import can_multiply_one_token, multiply_one_token
 
 
@@ -15,7 +16,7 @@ class OneTokenColumnLinear(ColumnParallelLinear):
 
     @override
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **settings: Any) -> Tensor:
-        if _is_one_token(input, weight, settings):
+        if _is_plain(settings) and is_one_token(input, weight):
             return multiply_one_token(input, weight)
         return super()._forward_impl(input, weight, *args, **settings)
 
@@ -25,14 +26,17 @@ class OneTokenRowLinear(RowParallelLinear):
 
     @override
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **settings: Any) -> Tensor:
-        if _is_one_token(input, weight, settings):
+        if _is_plain(settings) and is_one_token(input, weight):
             return multiply_one_token(input, weight)
         return super()._forward_impl(input, weight, *args, **settings)
 
 
-def _is_one_token(x: Tensor, weight: Tensor, settings: dict[str, Any]) -> bool:
-    """Return whether the product is one token's, without a bias, a gradient, or tokens on other ranks."""
+def is_one_token(x: Tensor, weight: Tensor, activation: Activation = "none") -> bool:
+    """Return whether the product is one token's without a gradient, which `multiply_one_token` then computes."""
     needs_gradient = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    if needs_gradient or settings.get("bias") is not None or settings.get("sequence_parallel"):
-        return False
-    return can_multiply_one_token(x, weight)
+    return not needs_gradient and can_multiply_one_token(x, weight, activation)
+
+
+def _is_plain(settings: dict[str, Any]) -> bool:
+    """Return whether there is no bias, and no token on another rank."""
+    return settings.get("bias") is None and not settings.get("sequence_parallel")

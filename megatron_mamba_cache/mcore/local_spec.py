@@ -1,7 +1,6 @@
 """A spec of hybrid models, caching modules included, that needs neither Transformer Engine nor apex."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +12,7 @@ from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
@@ -22,8 +21,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..kernels.experts.routing_rule import RoutingRule
+from .between_layers import LayerNorm, ResidualAdd, link_layers
 from .expert_layer import ExpertLayer, MixtureOfExperts
-from .layer_norm import LayerNorm
+from .feed_forward import FeedForward, SharedFeedForward
 from .linear import OneTokenColumnLinear, OneTokenRowLinear
 from .specs import with_mamba_cache
 
@@ -62,7 +62,8 @@ class LocalSpecOptions:
 def local_hybrid_spec(options: LocalSpecOptions | None = None) -> ModuleSpec:
     """Return a MambaStack spec with the caching modules, single-kernel norms and Megatron's linears."""
     options = options or LocalSpecOptions()
-    add = scaled_residual_add(options.residual_multiplier)
+    add = ModuleSpec(module=ResidualAdd, params={"multiplier": options.residual_multiplier})
+    dense = ModuleSpec(module=FeedForward, submodules=_linears())
     stack = MambaStackSubmodules(
         mamba_layer=ModuleSpec(
             module=MambaLayer,
@@ -78,10 +79,11 @@ def local_hybrid_spec(options: LocalSpecOptions | None = None) -> ModuleSpec:
                 input_layernorm=LayerNorm, self_attention=_attention(), self_attn_bda=add
             ),
         ),
-        mlp_layer=ModuleSpec(module=MLPLayer, submodules=_feed_forward(_dense(), add)),
+        mlp_layer=ModuleSpec(module=MLPLayer, submodules=_feed_forward(dense, add)),
     )
     if options.num_experts is not None:
         experts = get_moe_module_spec(use_te=False, num_experts=options.num_experts, moe_grouped_gemm=False)
+        experts.submodules.shared_experts = ModuleSpec(module=SharedFeedForward, submodules=_linears())
         mixture = ModuleSpec(
             module=MixtureOfExperts, params={"routing": options.routing}, submodules=experts.submodules
         )
@@ -113,6 +115,7 @@ class LocalMambaStack(MambaStack):
         self.output_multiplier = output_multiplier
         if self.post_process and post_layer_norm:
             self.final_norm = LayerNorm(config, config.hidden_size, config.layernorm_epsilon)
+        link_layers(self.layers, getattr(self, "final_norm", None))
 
     @override
     def forward(self, hidden_states: Any, *args: Any, **settings: Any) -> Tensor:
@@ -122,22 +125,6 @@ class LocalMambaStack(MambaStack):
             hidden_states = given * self.input_multiplier
         out = super().forward(hidden_states, *args, **settings)
         return out * self.output_multiplier if self.post_process and self.output_multiplier != 1.0 else out
-
-
-def scaled_residual_add(multiplier: float) -> Callable[..., Callable[..., Tensor]]:
-    """Return a replacement for Megatron's bias-dropout-add: residual + multiplier * output, without dropout."""
-
-    def select(training: bool, fused: bool) -> Callable[..., Tensor]:
-        if training:
-            raise NotImplementedError("the local spec is for inference; call model.eval()")
-        return add
-
-    def add(output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
-        output, bias = output_with_bias
-        output = output if bias is None else output + bias
-        return residual + (output if multiplier == 1.0 else output * multiplier)
-
-    return select
 
 
 def _mixer(options: LocalSpecOptions) -> ModuleSpec:
@@ -164,11 +151,9 @@ def _attention() -> ModuleSpec:
     )
 
 
-def _dense() -> ModuleSpec:
-    return ModuleSpec(
-        module=MLP, submodules=MLPSubmodules(linear_fc1=OneTokenColumnLinear, linear_fc2=OneTokenRowLinear)
-    )
+def _linears() -> MLPSubmodules:
+    return MLPSubmodules(linear_fc1=OneTokenColumnLinear, linear_fc2=OneTokenRowLinear)
 
 
-def _feed_forward(mlp: ModuleSpec, add: Callable[..., Any]) -> TransformerLayerSubmodules:
+def _feed_forward(mlp: ModuleSpec, add: ModuleSpec) -> TransformerLayerSubmodules:
     return TransformerLayerSubmodules(pre_mlp_layernorm=LayerNorm, mlp=mlp, mlp_bda=add)

@@ -9,8 +9,9 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 from typing_extensions import override
 
-from ..kernels.experts.grouped_product import Activation
+from ..kernels.activations import Activation
 from ..kernels.experts.routed_experts import routed_experts
+from .feed_forward import fused_activation
 
 STACKED_PARAMETERS = (".experts.linear_fc1", ".experts.linear_fc2")
 """How the names of the parameters end that hold the weights of several experts."""
@@ -100,11 +101,9 @@ class StackedExperts(MegatronModule):
 
 def _activation(config: Any) -> tuple[Activation, Any]:
     """Return the activation in the first product, and what is applied to its result; None for nothing."""
-    name, is_gated = getattr(config.activation_func, "__name__", ""), config.gated_linear_unit
-    if name == "squared_relu" and not is_gated:
-        return "squared_relu", None
-    if config.activation_func is nn.functional.silu and is_gated:
-        return "gated_silu", None
+    fused, is_gated = fused_activation(config), config.gated_linear_unit
+    if fused != "none":
+        return fused, None
     activation = config.activation_func
     if not is_gated:
         return "none", activation

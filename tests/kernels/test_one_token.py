@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megatron_mamba_cache.kernels.activations import Activation, activated_ref
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED
 from megatron_mamba_cache.kernels.linear import one_token
 from megatron_mamba_cache.kernels.linear.one_token import (
@@ -14,18 +15,32 @@ from megatron_mamba_cache.kernels.linear.one_token import (
 from tests.kernels.kernel_stand_ins import launches_expected
 
 
-@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (7, 40), (64, 256), (33, 130)])
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (7, 40), (64, 256), (33, 130), (3, 8200), (2, 21504)])
+@pytest.mark.parametrize("activation", ["none", "squared_relu", "gated_silu"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_outputs_are_those_of_a_matrix_product(outputs: int, inputs: int, dtype: torch.dtype, device: str) -> None:
+def test_outputs_are_those_of_a_matrix_product(
+    outputs: int, inputs: int, activation: Activation, dtype: torch.dtype, device: str
+) -> None:
     torch.manual_seed(outputs)
+    is_gated = activation == "gated_silu"
+    if is_gated and inputs > 8192:
+        pytest.skip("is left to matrix products")
     x = torch.randn(1, 1, inputs).to(dtype).to(device)
-    weight = torch.randn(outputs, inputs).div(inputs**0.5).to(dtype).to(device)
-    expected = x.double() @ weight.double().T
+    weight = torch.randn(outputs * (1 + is_gated), inputs).div(inputs**0.5).to(dtype).to(device)
+    expected = activated_ref(x.double() @ weight.double().T, activation)
     with launches_expected(one_token, "_one_token_kernel", of_kernel=True, device=device):
-        out = multiply_one_token(x, weight)
-    for found in (out, multiply_one_token_ref(x, weight)):
+        out = multiply_one_token(x, weight, activation)
+    for found in (out, multiply_one_token_ref(x, weight, activation)):
         assert found.dtype == dtype and found.shape == (1, 1, outputs)
         torch.testing.assert_close(found.double(), expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("activation", ["none", "squared_relu", "gated_silu"])
+def test_nan_is_kept(activation: Activation, device: str) -> None:
+    x, weight = torch.ones(1, 16).bfloat16().to(device), torch.ones(4, 16).bfloat16().to(device)
+    weight[1, 3] = float("nan")
+    out = multiply_one_token(x, weight, activation)
+    assert out.isnan().any(dim=0).tolist() == [False, True, *[False] * (out.shape[1] - 2)]
 
 
 def test_other_products_are_left_to_matrix_products(device: str) -> None:

@@ -21,7 +21,7 @@ from megatron_mamba_cache.kernels.experts import (
 from megatron_mamba_cache.kernels.experts.reference_routing import ExpertOrder
 from megatron_mamba_cache.kernels.experts.routing_rule import RoutingRule
 from megatron_mamba_cache.kernels.linear import one_token
-from megatron_mamba_cache.kernels.norm import gated_norm
+from megatron_mamba_cache.kernels.norm import gated_norm, residual_norm
 from megatron_mamba_cache.kernels.ssm import state_verify
 from tests.kernels.kernel_stand_ins import CompiledInsteadOfLaunched
 from tests.kernels.packed_rows import VerifySpec, pack_verify
@@ -90,16 +90,39 @@ def test_nothing_is_read_or_written_before_the_wait(
     assert not re.search(accesses, before) and re.search(accesses, after)
 
 
-def test_one_tokens_product_reads_only_weights_before_the_wait(
-    compile_for_hopper: Callable[[ModuleType, str], CompiledInsteadOfLaunched], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("module", "kernel", "launch", "num_elements"),
+    [
+        (one_token, "_one_token_kernel", lambda: one_token.multiply_one_token(half(1, 1024), half(64, 1024)), 2048),
+        (
+            one_token,
+            "_one_token_kernel",
+            lambda: one_token.multiply_one_token(half(1, 1024), half(64, 1024), "gated_silu"),
+            2048,
+        ),
+        (
+            residual_norm,
+            "_add_and_norm_kernel",
+            lambda: residual_norm.add_and_norm(half(1, 1024), half(1, 1024), half(1024), 1e-5),
+            1024,
+        ),
+    ],
+    ids=["plain", "gated", "norm"],
+)
+def test_only_weights_are_read_before_the_wait(
+    module: ModuleType,
+    kernel: str,
+    launch: Callable[[], object],
+    num_elements: int,
+    compile_for_hopper: Callable[[ModuleType, str], CompiledInsteadOfLaunched],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(one_token, "overlapping", lambda device: {"OVERLAPS": True, "launch_pdl": True})
-    compiled = compile_for_hopper(one_token, "_one_token_kernel")
-    one_token.multiply_one_token(half(1, 1024), half(64, 1024))
+    monkeypatch.setattr(module, "overlapping", lambda device: {"OVERLAPS": True, "launch_pdl": True})
+    compiled = compile_for_hopper(module, kernel)
+    launch()
     (ptx,) = compiled.ptx
     before, _, after = ptx.partition("griddepcontrol.wait")
-    num_loads = one_token._ROWS * 1024 // (128 * 8)  # 16 bytes each of 128 threads
-    assert len(re.findall(r"\bld\.global", before)) == num_loads
+    assert len(re.findall(r"\bld\.global", before)) == num_elements // (128 * 8)  # 16 bytes each of 128 threads
     assert not re.search(r"\b(?:st|atom|red)\.|cp\.async", before) and "ld.global" in after
 
 

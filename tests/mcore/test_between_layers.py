@@ -1,4 +1,4 @@
-"""The norm of layers: torch's numbers, and weights of the model's dtype."""
+"""Between layers: norms with torch's numbers and weights of the model's dtype, and sums that norm ahead."""
 
 from types import SimpleNamespace
 
@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_mamba_cache.mcore import layer_norm
-from megatron_mamba_cache.mcore.layer_norm import LayerNorm, LayerRMSNorm
+from megatron_mamba_cache.mcore import between_layers
+from megatron_mamba_cache.mcore.between_layers import LayerNorm, LayerRMSNorm, ResidualAdd
+from megatron_mamba_cache.models.random_hybrid import RandomHybridConfig, random_hybrid_model
 
 
 def config(normalization: str, dtype: torch.dtype) -> SimpleNamespace:
@@ -20,7 +21,7 @@ def config(normalization: str, dtype: torch.dtype) -> SimpleNamespace:
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the kernel's op compute where it would not, too; there its twin does."""
     if request.param == "kernel":
-        monkeypatch.setattr(layer_norm, "launches_kernel", lambda x: True)
+        monkeypatch.setattr(between_layers, "launches_kernel", lambda x: True)
 
 
 @pytest.mark.usefixtures("path")
@@ -49,3 +50,53 @@ def test_rows_of_any_form_are_normalized(shape: tuple[int, ...], step: int, devi
 def test_another_norm_is_torchs() -> None:
     norm = LayerNorm(config("LayerNorm", torch.bfloat16), 8)
     assert type(norm) is nn.LayerNorm and norm.weight.dtype == torch.bfloat16
+
+
+def summed(multiplier: float = 1.0) -> tuple[ResidualAdd, LayerRMSNorm]:
+    add, norm = ResidualAdd(multiplier), LayerNorm(config("RMSNorm", torch.float32), 96, eps=1e-3)
+    add.next_norm = norm
+    return add, norm
+
+
+@pytest.mark.parametrize("multiplier", [1.0, 0.5])
+def test_a_sum_norms_for_the_next_layer_and_says_so(
+    multiplier: float, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    add, norm = summed(multiplier)
+    norm.to(device)
+    output, residual = (torch.randn(3, 1, 96, device=device) for _ in range(2))
+    with torch.inference_mode():
+        apart = residual + multiplier * output
+        expected = nn.functional.rms_norm(apart, (96,), norm.weight, 1e-3)
+        monkeypatch.setattr(between_layers, "launches_kernel", lambda x: True)
+        total = add(False, False)((output, None), residual, 0.0)
+        monkeypatch.setattr(between_layers, "gated_group_norm", None)  # is not called
+        normed = norm(total)
+    torch.testing.assert_close(total, apart)
+    torch.testing.assert_close(normed, expected)
+
+
+def test_another_tensor_is_normed_though_a_sum_was_normed_ahead(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    add, norm = summed()
+    norm.to(device)
+    with torch.inference_mode():
+        monkeypatch.setattr(between_layers, "launches_kernel", lambda x: True)
+        total = add(False, False)((torch.randn(3, 96, device=device), None), torch.randn(3, 96, device=device), 0.0)
+        other = total + 1
+        torch.testing.assert_close(norm(other), nn.functional.rms_norm(other, (96,), norm.weight, 1e-3))
+        torch.testing.assert_close(norm(total), nn.functional.rms_norm(total, (96,), norm.weight, 1e-3))
+
+
+def test_training_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match=r"call model\.eval"):
+        ResidualAdd()(True, False)
+
+
+def test_every_layer_norms_for_the_next() -> None:
+    stack = random_hybrid_model(RandomHybridConfig(pattern="M*-ME")).decoder
+    adds = [stack.layers[0].mamba_bda, stack.layers[1].self_attn_bda, stack.layers[2].mlp_bda]
+    adds += [stack.layers[3].mamba_bda, stack.layers[4].mlp_bda]
+    norms = [stack.layers[0].norm, stack.layers[1].input_layernorm, stack.layers[2].pre_mlp_layernorm]
+    norms += [stack.layers[3].norm, stack.layers[4].pre_mlp_layernorm]
+    assert [add.next_norm for add in adds] == [*norms[1:], stack.final_norm]
+    assert not any("next_norm" in name for name in stack.state_dict())

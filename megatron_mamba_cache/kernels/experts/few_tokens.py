@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..activations import Activation
 from ..kernel_launches import is_computed_in_fp32, launches_kernel
 from ..masks import only_if
 from ..overlap import await_inputs, overlapping
-from .grouped_product import Activation
 from .reference_experts import product_of_pairs_ref, sum_of_products_ref
 
 __all__ = ["FEW_TOKENS", "product_of_pairs", "product_of_pairs_ref", "sum_of_products", "sum_of_products_ref"]

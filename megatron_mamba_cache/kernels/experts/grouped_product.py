@@ -12,14 +12,13 @@ whatever other rows there are, so that a token's bits do not depend on the batch
 host sync, no atomics.
 """
 
-from typing import Literal
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ..activations import Activation
 from ..kernel_launches import INTERPRETED, is_computed_in_fp32, launches_kernel
 from ..overlap import await_inputs, overlapping
 from .grouped_product_hopper import multiply_on_hopper
@@ -27,9 +26,7 @@ from .product_forms import ProductForm, choose_form, takes_long_tiles
 from .reference_experts import grouped_product_ref
 from .reference_routing import ExpertOrder
 
-__all__ = ["Activation", "grouped_product", "grouped_product_ref"]
-
-Activation = Literal["none", "squared_relu", "gated_silu"]
+__all__ = ["grouped_product", "grouped_product_ref"]
 
 _IS_INTERPRETED = tl.constexpr(INTERPRETED)
 

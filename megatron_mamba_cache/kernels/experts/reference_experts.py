@@ -9,12 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..activations import Activation, activated_ref
 from ..slots.reference_slots import compute_dtype
 from .reference_routing import ExpertOrder, order_by_expert_ref
 
 
 def grouped_product_ref(
-    x: Tensor, weight: Tensor, order: ExpertOrder, *, top_k: int | None = None, activation: str = "none"
+    x: Tensor, weight: Tensor, order: ExpertOrder, *, top_k: int | None = None, activation: Activation = "none"
 ) -> Tensor:
     """Return the activated products of rows with their experts' weights; see `grouped_product`."""
     dtype = compute_dtype(x)
@@ -27,16 +28,11 @@ def grouped_product_ref(
     ]
     elsewhere = rows.new_zeros(len(order.pairs) - bounds[-1], weight.shape[1], dtype=dtype)
     products = torch.cat([*parts, elsewhere])
-    if activation == "squared_relu":
-        products = products.relu().square()
-    elif activation == "gated_silu":
-        gates, others = products.chunk(2, dim=-1)
-        products = F.silu(gates) * others
-    return products.to(x.dtype)
+    return activated_ref(products, activation).to(x.dtype)
 
 
 def product_of_pairs_ref(
-    x: Tensor, weight: Tensor, ids: Tensor, *, activation: str = "none", first_expert: int = 0
+    x: Tensor, weight: Tensor, ids: Tensor, *, activation: Activation = "none", first_expert: int = 0
 ) -> Tensor:
     """Return the activated products of tokens with each of their experts' weights; see `product_of_pairs`."""
     order = order_by_expert_ref(ids, len(weight), first_expert)

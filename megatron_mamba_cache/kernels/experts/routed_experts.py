@@ -4,10 +4,11 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from ..activations import Activation
 from ..kernel_launches import launches_kernel
 from .expert_order import order_by_expert
 from .few_tokens import FEW_TOKENS, product_of_pairs, sum_of_products
-from .grouped_product import Activation, grouped_product
+from .grouped_product import grouped_product
 from .weighted_sum import weighted_sum
 
 

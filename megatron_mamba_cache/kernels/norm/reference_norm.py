@@ -14,3 +14,12 @@ def gated_group_norm_ref(y: Tensor, z: Tensor | None, weight: Tensor, group_size
     gated = gated.unflatten(-1, (-1, group_size))  # [tokens, groups, group_size]
     normed = gated * torch.rsqrt(gated.square().mean(-1, keepdim=True) + eps)
     return (normed.flatten(-2) * weight.to(dtype)).to(y.dtype)
+
+
+def add_and_norm_ref(
+    output: Tensor, residual: Tensor, weight: Tensor, eps: float, multiplier: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Return residual + multiplier * output, and RMSNorm of it times `weight`; see `add_and_norm`."""
+    total = residual + (output if multiplier == 1.0 else output * multiplier)
+    rows = total.flatten(0, -2)
+    return total, gated_group_norm_ref(rows, None, weight, total.shape[-1], eps).view(total.shape)

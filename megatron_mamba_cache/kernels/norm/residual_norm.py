@@ -1,0 +1,101 @@
+"""What lies between two layers, in one pass: the residual sum that ends one, and the RMS norm that begins the next.
+
+Layout: tokens contiguous. Grid: a program a token, whose channels it holds in registers. The sum is rounded before it
+is normed, so both have the bits of two passes. All arithmetic is fp32. Graph safe: no host sync.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..kernel_launches import is_computed_in_fp32, launches_kernel
+from ..overlap import await_written, let_next_begin, overlapping
+from .reference_norm import add_and_norm_ref
+
+__all__ = ["add_and_norm", "add_and_norm_ref"]
+
+
+@triton.jit
+def _add_and_norm_kernel(
+    output,
+    residual,
+    weight,
+    total,
+    normed,
+    multiplier,
+    eps,
+    CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    let_next_begin(OVERLAPS)
+    channel = tl.arange(0, WIDTH)
+    inside = channel < CHANNELS
+    place = tl.program_id(0).to(tl.int64) * CHANNELS + channel
+    scale = tl.load(weight + channel, mask=inside, other=0).to(tl.float32)
+    await_written(OVERLAPS)
+    added = tl.load(output + place, mask=inside, other=0).to(tl.float32)
+    kept = tl.load(residual + place, mask=inside, other=0).to(tl.float32)
+    rounded = (added * multiplier).to(total.dtype.element_ty).to(tl.float32)
+    rounded = (kept + rounded).to(total.dtype.element_ty)
+    tl.store(total + place, rounded, mask=inside)
+    values = rounded.to(tl.float32)
+    mean = tl.sum(values * values, axis=0) / CHANNELS
+    tl.store(normed + place, (values * (1 / tl.sqrt(mean + eps)) * scale).to(normed.dtype.element_ty), mask=inside)
+
+
+def add_and_norm(
+    output: Tensor, residual: Tensor, weight: Tensor, eps: float, multiplier: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Return residual + multiplier * output, and RMSNorm of it times `weight`.
+
+    A token's results depend on that token alone, to the bit.
+
+    Args:
+        output, residual: [..., channels], contiguous.
+        weight: [channels]; must not be written by kernels that may still run.
+
+    Returns:
+        Both [..., channels], contiguous, in the residual's dtype.
+
+    Raises:
+        ValueError: If shapes, dtypes, strides or devices disagree.
+
+    Reference: `add_and_norm_ref`. CUDA-graph safe: no host sync, one launch.
+    """
+    _check(output, residual, weight)
+    if not launches_kernel(residual) or not is_computed_in_fp32(residual):
+        return add_and_norm_ref(output, residual, weight, eps, multiplier)
+    total, normed = torch.empty_like(residual), torch.empty_like(residual)
+    channels = weight.shape[0]
+    width = triton.next_power_of_2(channels)
+    if residual.numel():
+        _add_and_norm_kernel[(residual.numel() // channels,)](
+            output=output,
+            residual=residual,
+            weight=weight,
+            total=total,
+            normed=normed,
+            multiplier=multiplier,
+            eps=eps,
+            CHANNELS=channels,
+            WIDTH=width,
+            num_warps=max(4, min(16, width // 256)),
+            **overlapping(residual.device),
+        )
+    return total, normed
+
+
+def _check(output: Tensor, residual: Tensor, weight: Tensor) -> None:
+    if output.shape != residual.shape or output.dtype != residual.dtype or weight.shape != residual.shape[-1:]:
+        raise ValueError(
+            "need output and residual [..., channels] of one dtype and weight [channels], found "
+            f"{tuple(output.shape)} {output.dtype}, {tuple(residual.shape)} {residual.dtype} and {tuple(weight.shape)}"
+        )
+    if not (output.is_contiguous() and residual.is_contiguous() and weight.is_contiguous()):
+        raise ValueError(
+            f"need contiguous tensors, found strides {output.stride()}, {residual.stride()} and {weight.stride()}"
+        )
+    if not output.device == residual.device == weight.device:
+        raise ValueError(f"need one device, found {output.device}, {residual.device} and {weight.device}")

@@ -1,0 +1,43 @@
+"""Megatron's feed-forward layers, of which one token's first product and its activation are one kernel of ours."""
+
+from typing import Any
+
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from torch import Tensor, nn
+from typing_extensions import override
+
+from ..kernels.activations import Activation
+from ..kernels.linear.one_token import multiply_one_token
+from .linear import OneTokenColumnLinear, is_one_token
+
+
+class FeedForward(MLP):
+    """A dense layer; its linear layers are those of `linear`."""
+
+    linear_fc1: OneTokenColumnLinear
+
+    @override
+    def forward(self, hidden_states: Tensor, per_token_scale: Any = None, **settings: Any) -> Any:
+        """Compute hidden_states [..., hidden]; see Megatron's class."""
+        activation, weight = fused_activation(self.config), self.linear_fc1.weight
+        if activation == "none" or per_token_scale is not None or self.linear_fc1.bias is not None:
+            return super().forward(hidden_states, per_token_scale, **settings)
+        if self.config.sequence_parallel or not is_one_token(hidden_states, weight, activation):
+            return super().forward(hidden_states, per_token_scale, **settings)
+        return self.linear_fc2(multiply_one_token(hidden_states, weight, activation))
+
+
+class SharedFeedForward(SharedExpertMLP, FeedForward):
+    """The expert that every token goes to."""
+
+
+def fused_activation(config: Any) -> Activation:
+    """Return the activation of a configuration's feed-forward layers that kernels compute behind the first product."""
+    name, is_gated = getattr(config.activation_func, "__name__", ""), config.gated_linear_unit
+    if name == "squared_relu" and not is_gated:
+        return "squared_relu"
+    is_plain = not config.glu_linear_offset and config.activation_func_clamp_value is None
+    if config.activation_func is nn.functional.silu and is_gated and is_plain:
+        return "gated_silu"
+    return "none"

@@ -1,0 +1,66 @@
+"""One token's first product and activation are one kernel, dense or of a shared expert, with Megatron's numbers."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megatron_mamba_cache.kernels.experts.squared_relu import squared_relu
+from megatron_mamba_cache.kernels.linear import one_token
+from megatron_mamba_cache.mcore import feed_forward, linear
+from megatron_mamba_cache.mcore.feed_forward import FeedForward, SharedFeedForward, fused_activation
+from megatron_mamba_cache.models.random_hybrid import RandomHybridConfig, random_hybrid_model
+
+
+def config(**changed: Any) -> SimpleNamespace:
+    plain = {"activation_func": squared_relu, "gated_linear_unit": False, "glu_linear_offset": 0.0}
+    return SimpleNamespace(**plain | {"activation_func_clamp_value": None} | changed)
+
+
+GATED = {"activation_func": nn.functional.silu, "gated_linear_unit": True}
+
+
+@pytest.mark.parametrize(
+    ("changed", "activation"),
+    [
+        ({}, "squared_relu"),
+        ({"gated_linear_unit": True}, "none"),
+        ({"activation_func": nn.functional.silu}, "none"),
+        ({"activation_func": nn.functional.silu, "gated_linear_unit": True}, "gated_silu"),
+        ({"activation_func": nn.functional.silu, "gated_linear_unit": True, "glu_linear_offset": 1.0}, "none"),
+        (
+            {"activation_func": nn.functional.silu, "gated_linear_unit": True, "activation_func_clamp_value": 7.0},
+            "none",
+        ),
+    ],
+)
+def test_only_activations_that_kernels_have_are_fused(changed: dict[str, Any], activation: str) -> None:
+    assert fused_activation(config(**changed)) == activation
+
+
+@pytest.mark.parametrize("kind", [FeedForward, SharedFeedForward])
+@pytest.mark.parametrize("num_tokens", [1, 2])
+def test_one_token_takes_the_fused_product(
+    kind: type, num_tokens: int, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    model = random_hybrid_model(RandomHybridConfig(pattern="M*-E")).to(torch.bfloat16)
+    layer = model.decoder.layers[2].mlp if kind is FeedForward else model.decoder.layers[3].mlp.shared_experts
+    assert type(layer) is kind
+    x = torch.randn(num_tokens, 1, layer.config.hidden_size, device=next(layer.parameters()).device).bfloat16()
+    calls = []
+
+    def multiply(x: torch.Tensor, weight: torch.Tensor, activation: Any = "none") -> torch.Tensor:
+        calls.append(activation)
+        return one_token.multiply_one_token_ref(x, weight, activation)
+
+    with torch.inference_mode():
+        expected = layer(x)
+        monkeypatch.setattr(one_token, "launches_kernel", lambda x: True)
+        monkeypatch.setattr(feed_forward, "multiply_one_token", multiply)
+        monkeypatch.setattr(linear, "multiply_one_token", multiply)
+        found = layer(x)
+    assert calls == ([fused_activation(layer.config), "none"] if num_tokens == 1 else [])
+    pair = [(out[0] if isinstance(out, tuple) else out).float() for out in (found, expected)]
+    torch.testing.assert_close(*pair, rtol=3e-2, atol=3e-2)
