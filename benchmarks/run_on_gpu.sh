@@ -67,6 +67,7 @@ section tests_on_cards "Tests of ranks on as many GPUs" \
     python3 -m pytest -n 0 -p no:cacheprovider --color=no -rfE tests/distributed
 section chat "A chat of many users" python3 benchmarks/chat.py --json "$results/chat.json"
 section long_context "Long contexts" python3 benchmarks/long_context.py --json "$results/long_context.json"
+section host_tier "Sessions that come back from the host" python3 benchmarks/host_tier.py --json "$results/host_tier.json"
 section turn_latency "How much sooner later turns begin, and what the cache costs where nothing hits" \
     python3 benchmarks/turn_latency.py --json "$results/turn_latency.json"
 section serving "Conversations by the wall clock, served in every mode" \

@@ -23,6 +23,7 @@ class ServedShape:
         max_length: Most tokens of a request, prompt and reply.
         state_gb, kv_gb: GiB of cached states, beside a live one per request, and of KV blocks.
         cache_gb: GiB of both in one memory, in the place of the two; None: split.
+        host_cache_gb: GiB of the host's memory below it; None: no tier.
         num_graphs: Number of row counts whose decode steps are CUDA graphs, on a GPU.
         prefill_graph_tokens: Most prompt tokens of a graph; None: the engine's default.
         prompt_tokens_beside: Most prompt tokens of a step in which rows decode; None: no limit.
@@ -40,6 +41,7 @@ class ServedShape:
     prefill_graph_tokens: int | None = None
     prompt_tokens_beside: int | None = None
     cache_gb: float | None = None
+    host_cache_gb: float | None = None
     draft_states: Literal["auto", "replay", "window"] = "auto"
 
     @property
@@ -149,6 +151,7 @@ def config_of(shape: ServedShape, mode: Mode, num_drafts: int = 0) -> CacheConfi
     return CacheConfig(
         block_size_tokens=shape.block_size,
         **(split if shape.cache_gb is None else {"cache_gb": shape.cache_gb}),
+        host_cache_gb=shape.host_cache_gb,
         prefix_caching=mode.prefix_caching,
         decode_checkpoints=mode.decode_checkpoints,
         num_speculative_tokens=num_drafts,

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import Tensor, nn
@@ -26,6 +27,14 @@ class FeedForward(MLP):
         if self.config.sequence_parallel or not is_one_token(hidden_states, weight, activation):
             return super().forward(hidden_states, per_token_scale, **settings)
         return self.linear_fc2(multiply_one_token(hidden_states, weight, activation))
+
+
+class DenseLayer(MLPLayer):
+    """Norm, `FeedForward` and residual."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.mlp.__class__ = FeedForward  # Megatron tells the group of ranks to exactly its own class
 
 
 class SharedFeedForward(SharedExpertMLP, FeedForward):

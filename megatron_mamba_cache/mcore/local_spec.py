@@ -8,11 +8,10 @@ from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.ssm.mamba_block import MambaStack, MambaStackSubmodules
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
-from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
@@ -23,7 +22,7 @@ from typing_extensions import override
 from ..kernels.experts.routing_rule import RoutingRule
 from .between_layers import LayerNorm, ResidualAdd, link_layers
 from .expert_layer import ExpertLayer, MixtureOfExperts
-from .feed_forward import FeedForward, SharedFeedForward
+from .feed_forward import DenseLayer, SharedFeedForward
 from .linear import OneTokenColumnLinear, OneTokenRowLinear
 from .specs import with_mamba_cache
 
@@ -63,7 +62,7 @@ def local_hybrid_spec(options: LocalSpecOptions | None = None) -> ModuleSpec:
     """Return a MambaStack spec with the caching modules, single-kernel norms and Megatron's linears."""
     options = options or LocalSpecOptions()
     add = ModuleSpec(module=ResidualAdd, params={"multiplier": options.residual_multiplier})
-    dense = ModuleSpec(module=FeedForward, submodules=_linears())
+    dense = ModuleSpec(module=MLP, submodules=_linears())
     stack = MambaStackSubmodules(
         mamba_layer=ModuleSpec(
             module=MambaLayer,
@@ -79,7 +78,7 @@ def local_hybrid_spec(options: LocalSpecOptions | None = None) -> ModuleSpec:
                 input_layernorm=LayerNorm, self_attention=_attention(), self_attn_bda=add
             ),
         ),
-        mlp_layer=ModuleSpec(module=MLPLayer, submodules=_feed_forward(dense, add)),
+        mlp_layer=ModuleSpec(module=DenseLayer, submodules=_feed_forward(dense, add)),
     )
     if options.num_experts is not None:
         experts = get_moe_module_spec(use_te=False, num_experts=options.num_experts, moe_grouped_gemm=False)

@@ -1,0 +1,284 @@
+"""How soon does a session come back from the host, and what do copies cost the rows that decode beside them?
+
+    PYTHONPATH=. python3 benchmarks/host_tier.py [--shape 8b|nano3|small|tiny] [--rounds N] [--json FILE]
+
+The card has room for the rows and for one or two long sessions, the host for all, so that most turns find their session
+on the host only, and put another one off the card.
+
+Back from the host: the time from a turn's arrival to its first token, of a session that is on the host, beside that of
+a turn whose session is still on the card, and beside the time that a plain copy of as many bytes takes from pinned
+memory in the same run.
+
+Rows beside it: the mean step of rows that decode while a session comes back for a request that waits, over the mean of
+as many steps afterwards. The same while a session is written to the host, right after it was prefilled
+beside the rows.
+
+Where nothing hits: tokens a second of batches of prompts that share nothing, with the tier and without, in turns.
+"""
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import torch
+from loads.serving_engine import MODES, ServedShape, add_shape_arguments, model_of, send, serving_engine, shape_of
+from measuring.gpu_time import gpu_seconds
+from measuring.machine import describe_machine
+from step_cost import timed_step
+from turn_latency import first_token, rotated, some_tokens
+
+from megatron_mamba_cache.command_line.quiet import own_warnings_hidden, quiet_libraries
+
+NUM_SESSIONS = 5
+NUM_WARMING = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Sizes of the load.
+
+    Args:
+        length: Tokens of a session.
+        rows: That decode beside it.
+        cold_prompt, cold_reply, cold_batch: Tokens and requests of a batch that hits nothing.
+    """
+
+    length: int
+    rows: int
+    cold_prompt: int
+    cold_reply: int
+    cold_batch: int
+
+
+SCALES = {
+    "8b": Scale(131_072, 32, 2048, 128, 32),
+    "nano3": Scale(131_072, 32, 2048, 128, 32),
+    "small": Scale(32_768, 16, 1024, 64, 16),
+    "tiny": Scale(2048, 4, 128, 16, 4),
+}
+LIMITS = {
+    "8b": {"cache_gb": 6.5, "host_cache_gb": 12.0},
+    "nano3": {"cache_gb": 3.4, "host_cache_gb": 5.0},
+    "small": {"cache_gb": 0.8, "host_cache_gb": 3.0},
+    "tiny": {"cache_gb": 0.0014, "host_cache_gb": 0.01},
+}
+
+
+@dataclass
+class Returns:
+    """Milliseconds to the first token of turns, by where their session was, and what a plain copy of it takes."""
+
+    num_bytes: int
+    copy_ms: float | None
+    from_host_ms: list[float] = field(default_factory=list)
+    on_card_ms: list[float] = field(default_factory=list)
+
+    @property
+    def times_the_copy(self) -> float | None:
+        """What the host adds to a turn, in times of the plain copy."""
+        if self.copy_ms is None:
+            return None
+        return (median(self.from_host_ms) - median(self.on_card_ms)) / self.copy_ms
+
+
+@dataclass
+class Beside:
+    """Seconds of the rows' steps while copies are under way, and of as many steps once they have ended."""
+
+    under_way: list[float] = field(default_factory=list)
+    undisturbed: list[float] = field(default_factory=list)
+
+    @property
+    def ratio(self) -> float:
+        """Of the mean steps."""
+        return fmean(self.under_way) / fmean(self.undisturbed)
+
+
+class Sessions:
+    """Long texts, whose turns each end with a new token and new text."""
+
+    def __init__(self, engine: Any, shape: ServedShape, scale: Scale, drawn: random.Random) -> None:
+        self._engine, self._shape, self._drawn = engine, shape, drawn
+        self._next_id = 10**6
+        self.texts = [some_tokens(drawn, shape, scale.length) for _ in range(NUM_SESSIONS)]
+
+    def turn(self, number: int) -> tuple[float, int]:
+        """Run a turn; return its seconds to the first token, and the tokens that came back from the host."""
+        self._next_id += 1
+        seconds, _ = first_token(self._engine, self._next_id, self.continued(number))
+        from_host = self._engine.tier_tokens(self._next_id).from_host
+        self._engine.context.memory.below.drain()
+        return seconds, from_host
+
+    def continued(self, number: int) -> list[int]:
+        """Return the prompt of a session's next turn: too short for a boundary of its own, so that turns are alike."""
+        return self.texts[number] + some_tokens(self._drawn, self._shape, self._shape.block_size * 3 // 4)
+
+
+def returns(engine: Any, sessions: Sessions, rounds: int) -> Returns:
+    """Measure turns of sessions on the host and on the card."""
+    for number in range(NUM_SESSIONS):
+        sessions.turn(number)
+    usage = engine.context.memory.below.usage()["host_bytes"]
+    num_bytes = (usage["kv_cached"] + usage["states_cached"]) // NUM_SESSIONS
+    found = Returns(num_bytes, plain_copy_ms(num_bytes))
+    for number in [number for number in range(NUM_SESSIONS * rounds) for _ in range(2)]:
+        seconds, from_host = sessions.turn(number % NUM_SESSIONS)
+        (found.from_host_ms if from_host else found.on_card_ms).append(1e3 * seconds)
+    if not found.from_host_ms:
+        raise RuntimeError("all sessions stay on the card; lower --cache-gb")
+    return found
+
+
+def plain_copy_ms(num_bytes: int) -> float | None:
+    """Return what a copy of as many bytes from pinned memory takes; None without a GPU."""
+    if not torch.cuda.is_available():
+        return None
+    pinned, target = torch.empty(num_bytes, dtype=torch.uint8).pin_memory(), torch.empty(num_bytes, dtype=torch.uint8)
+    target = target.cuda()
+    return 1e3 * gpu_seconds(lambda: target.copy_(pinned, non_blocking=True), 5)
+
+
+def beside_restores(engine: Any, sessions: Sessions, rounds: int) -> Beside:
+    """Measure the rows that decode while sessions come back."""
+    found = Beside()
+    for number in range(NUM_SESSIONS * rounds):
+        request_id = 2 * 10**6 + number
+        send(engine, request_id, sessions.continued(number % NUM_SESSIONS), 2)
+        steps = timed_while(engine, lambda request=request_id: request in engine.waiting_request_ids)
+        while request_id in engine.requests:
+            engine.step_modern()
+        settle(engine)
+        if engine.tier_tokens(request_id).from_host:
+            found.under_way += steps
+            found.undisturbed += [timed_step(engine) for _ in steps]
+    if not found.under_way:
+        raise RuntimeError("no session came back from the host; lower --cache-gb")
+    return found
+
+
+def beside_writes(engine: Any, shape: ServedShape, scale: Scale, drawn: random.Random, rounds: int) -> Beside:
+    """Measure the rows that decode while new sessions are written to the host."""
+    found = Beside()
+    for number in range(rounds):
+        request_id = 3 * 10**6 + number
+        send(engine, request_id, some_tokens(drawn, shape, scale.length), 2)
+        while request_id in engine.requests:
+            engine.step_modern()
+        steps = timed_while(engine, lambda: engine.context.memory.below.usage()["tier_copies"]["host"] > 0)
+        settle(engine)
+        found.under_way += steps
+        found.undisturbed += [timed_step(engine) for _ in steps]
+    return found
+
+
+def timed_while(engine: Any, is_under_way: Callable[[], bool]) -> list[float]:
+    """Return the seconds of steps until something has ended; the last one, in which it did, is left out."""
+    steps: list[float] = []
+    while is_under_way():
+        steps.append(timed_step(engine))
+    return steps[:-1] or steps
+
+
+def settle(engine: Any) -> None:
+    """Step until no copy is under way, and a few times more."""
+    while any(engine.context.memory.below.usage()["tier_copies"].values()):
+        engine.step_modern()
+    for _ in range(NUM_WARMING):
+        engine.step_modern()
+
+
+def rows_that_decode(engine: Any, shape: ServedShape, scale: Scale, drawn: random.Random, num_tokens: int) -> None:
+    """Start the rows, and step until they all decode."""
+    for index in range(scale.rows):
+        send(engine, index, some_tokens(drawn, shape, shape.block_size // 2), num_tokens)
+    while engine.waiting_request_ids or not engine.context.is_decode_only():
+        engine.step_modern()
+    for _ in range(NUM_WARMING):
+        engine.step_modern()
+
+
+def cold_ratio(model: Any, shape: ServedShape, scale: Scale, rounds: int) -> float:
+    """Return tokens a second of prompts that hit nothing, with the tier over without: the median of rounds."""
+    shapes = {"with": shape, "without": replace(shape, host_cache_gb=None)}
+    seconds: dict[str, list[float]] = {name: [] for name in shapes}
+    drawn = random.Random(2)
+    with ExitStack() as stack:
+        engines = {name: stack.enter_context(serving_engine(model, one, MODES["full"])) for name, one in shapes.items()}
+        for number in range(-1, rounds):
+            prompts = [some_tokens(drawn, shape, scale.cold_prompt) for _ in range(scale.cold_batch)]
+            for name in rotated(list(engines), number):
+                began = time.perf_counter()
+                for index, prompt in enumerate(prompts):
+                    send(engines[name], 4 * 10**6 + (number + 1) * len(prompts) + index, prompt, scale.cold_reply)
+                while engines[name].has_unfinished_requests():
+                    engines[name].step_modern()
+                seconds[name].append(time.perf_counter() - began)
+    ratios = [without / with_it for with_it, without in zip(seconds["with"], seconds["without"], strict=True)]
+    return median(ratios[1:])
+
+
+def measured(model: Any, shape: ServedShape, scale: Scale, rounds: int) -> tuple[Returns, Beside, Beside]:
+    """Measure everything that one engine shows."""
+    drawn = random.Random(1)
+    with serving_engine(model, shape, MODES["full"]) as engine:
+        sessions = Sessions(engine, shape, scale, drawn)
+        found = returns(engine, sessions, rounds)
+        rows_that_decode(engine, shape, scale, drawn, shape.max_length - shape.block_size)
+        restores = beside_restores(engine, sessions, rounds)
+        return found, restores, beside_writes(engine, shape, scale, drawn, rounds)
+
+
+def table(found: Returns, restores: Beside, writes: Beside, cold: float) -> str:
+    """Return the figures as Markdown."""
+    copy = "" if found.copy_ms is None else f"{found.copy_ms:.1f} | {found.times_the_copy:.2f}"
+    return "\n".join(
+        [
+            "| bytes of a session | on the card, ms | from the host, ms | a plain copy, ms | times the copy |",
+            "|---:|---:|---:|---:|---:|",
+            f"| {found.num_bytes:,} | {median(found.on_card_ms):.1f} | {median(found.from_host_ms):.1f} | {copy} |",
+            "",
+            "| rows beside | steps | ms undisturbed | ms under way | ratio |",
+            "|---|---:|---:|---:|---:|",
+            *(
+                f"| {name} | {len(one.under_way)} | {1e3 * fmean(one.undisturbed):.3f} | {1e3 * fmean(one.under_way):.3f} "
+                f"| {one.ratio:.3f} |"
+                for name, one in (("a session that comes back", restores), ("a session that is written", writes))
+            ),
+            "",
+            f"Where nothing hits: {cold:.3f} of the tokens a second without the tier.",
+        ]
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print Markdown and write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_shape_arguments(parser)
+    parser.add_argument("--host-cache-gb", type=float, metavar="G", help="GiB of the host's memory for prefixes")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="default: %(default)s")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
+    given = parser.parse_args(arguments)
+    scale, shape = SCALES[given.shape], shape_of(parser, given, LIMITS)
+    shape = replace(shape, max_requests=scale.rows + 1, max_length=scale.length + 8 * shape.block_size)
+    if given.host_cache_gb is not None:
+        shape = replace(shape, host_cache_gb=given.host_cache_gb)
+    with quiet_libraries(), own_warnings_hidden():
+        model = model_of(shape)
+        found, restores, writes = measured(model, shape, scale, given.rounds)
+        cold = cold_ratio(model, shape, scale, given.rounds)
+    print(table(found, restores, writes, cold))
+    if given.json:
+        figures = {"returns": asdict(found), "restores": asdict(restores), "writes": asdict(writes), "cold": cold}
+        given.json.write_text(json.dumps({"machine": describe_machine()} | figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
