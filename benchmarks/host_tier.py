@@ -248,9 +248,9 @@ def table(found: Returns, restores: Beside, writes: Beside, cold: float) -> str:
             "| rows beside | steps | ms undisturbed | ms under way | ratio |",
             "|---|---:|---:|---:|---:|",
             *(
-                f"| {name} | {len(one.under_way)} | {1e3 * fmean(one.undisturbed):.3f} | {1e3 * fmean(one.under_way):.3f} "
-                f"| {one.ratio:.3f} |"
-                for name, one in (("a session that comes back", restores), ("a session that is written", writes))
+                f"| a session that {what} | {len(one.under_way)} | {1e3 * fmean(one.undisturbed):.3f} "
+                f"| {1e3 * fmean(one.under_way):.3f} | {one.ratio:.3f} |"
+                for what, one in (("comes back", restores), ("is written", writes))
             ),
             "",
             f"Where nothing hits: {cold:.3f} of the tokens a second without the tier.",
