@@ -34,7 +34,7 @@ from measuring.machine import describe_machine
 from step_cost import timed_step
 from turn_latency import first_token, rotated, some_tokens
 
-from megatron_mamba_cache.command_line.quiet import own_warnings_hidden, quiet_libraries
+from megatron_mamba_cache.command_line.quiet import quiet_libraries
 
 NUM_SESSIONS = 5
 NUM_WARMING = 5
@@ -133,7 +133,12 @@ def returns(engine: Any, sessions: Sessions, rounds: int) -> Returns:
         seconds, from_host = sessions.turn(number % NUM_SESSIONS)
         (found.from_host_ms if from_host else found.on_card_ms).append(1e3 * seconds)
     if not found.from_host_ms:
-        raise RuntimeError("all sessions stay on the card; lower --cache-gb")
+        counters = engine.context.counters
+        raise RuntimeError(
+            f"no session came back from the host, which has {usage}: {counters.states_written_to_host} states were "
+            f"written, {counters.host_writes_failed} not, {counters.host_restores_failed} restores failed; "
+            "if none did, lower --cache-gb"
+        )
     return found
 
 
@@ -270,7 +275,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     shape = replace(shape, max_requests=scale.rows + 1, max_length=scale.length + 8 * shape.block_size)
     if given.host_cache_gb is not None:
         shape = replace(shape, host_cache_gb=given.host_cache_gb)
-    with quiet_libraries(), own_warnings_hidden():
+    with quiet_libraries():  # a copy that fails is told
         model = model_of(shape)
         found, restores, writes = measured(model, shape, scale, given.rounds)
         cold = cold_ratio(model, shape, scale, given.rounds)

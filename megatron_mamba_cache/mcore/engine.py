@@ -214,7 +214,8 @@ class MambaCacheEngine(SuspendableEngine):
         try:
             result, state, seconds, number = await super().async_forward()
             self._step_ended = time.perf_counter()
-            if counters.decode_tokens_computed == num_before[1] and self.context.is_tensor_state_allocated:
+            is_prefill = counters.decode_tokens_computed == num_before[1]
+            if is_prefill and not was_launched and self.context.is_tensor_state_allocated:
                 num_tokens = counters.prefill_tokens_computed - num_before[0]
                 self.context.memory.below.note_prefill(num_tokens, seconds)
             return result, state, self._step_ended - before_ended if was_launched else seconds, number

@@ -24,6 +24,13 @@ class Piece:
     target: int
     num_bytes: int
 
+    def cut(self, first: int, most: int) -> "Iterator[Piece]":
+        """Yield its parts: one of up to `first` bytes, and then of up to `most`."""
+        begin, end = 0, min(first, self.num_bytes)
+        while begin < self.num_bytes:
+            yield Piece(self.source + begin, self.target + begin, end - begin)
+            begin, end = end, min(end + most, self.num_bytes)
+
 
 @dataclass(frozen=True, slots=True)
 class PlaceBytes:
@@ -125,12 +132,15 @@ class DeviceCopies:
 
     Args:
         device, host: [bytes] uint8; the host's pinned if the device is a CUDA device.
+        pinned_at_once: Bytes of the host's memory that were pinned by one call, from its start on. CUDA refuses copies
+            that reach over the end of what one call has pinned, so they are cut there.
     """
 
-    def __init__(self, device: Tensor, host: Tensor, sizes: PlaceBytes) -> None:
+    def __init__(self, device: Tensor, host: Tensor, sizes: PlaceBytes, pinned_at_once: int) -> None:
         self._device = device
         self._host = host
         self._sizes = sizes
+        self._pinned_at_once = pinned_at_once
         self._launched: dict[int, torch.cuda.Event] = {}
         lanes = (Lane.TO_HOST, Lane.TO_DEVICE)
         self._streams = {lane: torch.cuda.Stream(device.device) for lane in lanes} if device.is_cuda else {}
@@ -161,8 +171,10 @@ class DeviceCopies:
 
     def _copy_pieces(self, order: CopyOrder, source: Tensor, target: Tensor) -> None:
         for piece in self._sizes.pieces(order):
-            read = source[piece.source : piece.source + piece.num_bytes]
-            target[piece.target : piece.target + piece.num_bytes].copy_(read, non_blocking=True)
+            on_host = piece.target if target is self._host else piece.source
+            for part in piece.cut(self._pinned_at_once - on_host % self._pinned_at_once, self._pinned_at_once):
+                read = source[part.source : part.source + part.num_bytes]
+                target[part.target : part.target + part.num_bytes].copy_(read, non_blocking=True)
 
 
 def _merged(places: Places, num_bytes: int) -> Iterator[Piece]:

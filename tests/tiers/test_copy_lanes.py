@@ -9,8 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_mamba_cache.policy.eviction_rules import LeastRecentlyUsed
 from megatron_mamba_cache.policy.tiers.copies import CopyOrder, CopyStatus, Lane
-from megatron_mamba_cache.tiers.copy_lanes import CopyLanes, DeviceCopies, PlaceBytes
+from megatron_mamba_cache.state.slab_shape import SlabShape, UnitBytes
+from megatron_mamba_cache.tiers import host_memory
+from megatron_mamba_cache.tiers.copy_lanes import CopyLanes, DeviceCopies, Piece, PlaceBytes
+from megatron_mamba_cache.tiers.host_memory import HostMemory
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = PlaceBytes(block=24, state=40)
@@ -45,12 +49,14 @@ def num_runs(pairs: list[tuple[int, int]]) -> int:
 
 
 @settings(deadline=None, max_examples=20)
-@given(places, places)
-def test_bytes_go_to_the_host_and_back(blocks: list[tuple[int, int]], states: list[tuple[int, int]]) -> None:
+@given(places, places, st.sampled_from([1, 7, 24, 400]))
+def test_bytes_go_to_the_host_and_back(
+    blocks: list[tuple[int, int]], states: list[tuple[int, int]], pinned_at_once: int
+) -> None:
     device = torch.randint(256, (400,), dtype=torch.uint8).to(DEVICE)
     host, before = torch.zeros(400, dtype=torch.uint8), device.clone()
     sizes = PlaceBytes(block=8, state=40)
-    copies = DeviceCopies(device, host, sizes)
+    copies = DeviceCopies(device, host, sizes, pinned_at_once)
     lanes = CopyLanes(copies.works(), (copies.note_launched,))
     states = [(source, target) for source, target in states if source > 2 and target > 2]  # blocks lie before them
     lanes.start([order(0, Lane.TO_HOST, blocks, states)])
@@ -62,6 +68,33 @@ def test_bytes_go_to_the_host_and_back(blocks: list[tuple[int, int]], states: li
     for size, pairs in ((8, blocks), (40, states)):
         for source, _ in pairs:
             assert torch.equal(device[source * size : (source + 1) * size], before[source * size : (source + 1) * size])
+    lanes.close()
+
+
+@given(st.integers(0, 60), st.integers(1, 60), st.integers(1, 20))
+def test_no_part_of_a_piece_reaches_over_what_is_pinned_at_once(target: int, num_bytes: int, pinned: int) -> None:
+    parts = list(Piece(5, target, num_bytes).cut(pinned - target % pinned, pinned))
+    copied = [(part.source + offset, part.target + offset) for part in parts for offset in range(part.num_bytes)]
+    assert copied == [(5 + offset, target + offset) for offset in range(num_bytes)]
+    assert all(part.target // pinned == (part.target + part.num_bytes - 1) // pinned for part in parts)
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="needs a CUDA device")
+def test_copies_reach_over_the_ends_of_what_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "PINNED_AT_ONCE", 2**16)
+    slab = SlabShape(blocks_per_slab=3, slots_per_slab=2)
+    unit = UnitBytes(state=45_000, block=30_000, token_row=16, state_row=16)
+    memory = HostMemory(4, slab, unit, LeastRecentlyUsed(), block_size=16, device=torch.device(DEVICE))
+    device = torch.randint(256, (memory.bytes.numel(),), dtype=torch.uint8, device=DEVICE)
+    lanes = memory.copies(device, None)
+    blocks = [(place, place) for place in range(12)]
+    lanes.start([order(0, Lane.TO_HOST, blocks)])
+    lanes.wait([0])
+    assert lanes.status(0) is CopyStatus.DONE and torch.equal(memory.bytes, device.cpu())
+    lanes.start([order(1, Lane.TO_DEVICE, [(source, 11 - source) for source, _ in blocks])])
+    lanes.wait([1])
+    assert lanes.status(1) is CopyStatus.DONE
+    assert torch.equal(device.view(12, -1).flip(0).flatten().cpu(), memory.bytes)
     lanes.close()
 
 
