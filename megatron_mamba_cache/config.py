@@ -77,7 +77,7 @@ class CacheConfig:
         draft_states: How a decode step keeps states, with drafts or without. "replay": a step reads each state once
             and writes none; the inputs of the tokens since then wait in a ring of the request. "window": a step writes
             the state after each of its tokens; those after drafts take slots of `prefix_caching_mamba_gb` or of
-            `cache_gb`. "auto": "window".
+            `cache_gb`. "auto": "replay" on a Hopper GPU with drafts or for more than 8 requests, else "window".
         ring_len: With "replay", tokens after which a state is written; a divisor of the block size. None: 16, or the
             largest divisor below.
         align_prefill_chunks: End a prefill chunk on the last block boundary inside the step's token budget.
@@ -185,11 +185,17 @@ class CacheConfig:
                 "set --inference-dynamic-batching-block-size to a multiple of it, or --draft-states window"
             )
 
-    def resolved(self) -> "CacheConfig":
-        """Return the settings with the form of draft states that "auto" stands for, and its ring length."""
-        if self.draft_states != "replay":
+    def resolved(self, *, prefers_replay: bool = False) -> "CacheConfig":
+        """Return the settings with the form of draft states that "auto" stands for, and its ring length.
+
+        Args:
+            prefers_replay: Whether "auto" stands for "replay", where the block size allows that.
+        """
+        can_replay = self.block_size_tokens % _RING_LENGTHS[0] == 0
+        if self.draft_states == "window" or (self.draft_states == "auto" and not (prefers_replay and can_replay)):
             return replace(self, draft_states="window", ring_len=None)
-        return replace(self, ring_len=self.ring_len or math.gcd(self.block_size_tokens, _LONGEST_USUAL_RING))
+        ring_len = self.ring_len or math.gcd(self.block_size_tokens, _LONGEST_USUAL_RING)
+        return replace(self, draft_states="replay", ring_len=ring_len)
 
     @property
     def replays(self) -> bool:

@@ -202,8 +202,17 @@ def test_draft_states_that_cannot_work_are_refused(settings: dict[str, Any], mes
 def test_a_ring_is_the_longest_usual_one_that_divides_a_block(block: int, ring_len: int) -> None:
     config = CacheConfig(block_size_tokens=block, draft_states="replay", num_speculative_tokens=3).resolved()
     assert (config.ring_len, config.replays, config.num_draft_slots) == (ring_len, True, 0)
-    window = dataclasses.replace(config, draft_states="auto", ring_len=None).resolved()
+    either = dataclasses.replace(config, draft_states="auto", ring_len=None)
+    window = either.resolved()
     assert (window.ring_len, window.replays, window.num_draft_slots) == (None, False, 3)
+    assert either.resolved(prefers_replay=True) == config
+
+
+def test_what_was_asked_for_does_not_depend_on_what_is_faster() -> None:
+    assert not CacheConfig(draft_states="window").resolved(prefers_replay=True).replays
+    assert CacheConfig(draft_states="replay").resolved(prefers_replay=False).replays
+    odd = CacheConfig(block_size_tokens=6, cuda_graph_prefill_tokens=0)
+    assert not odd.resolved(prefers_replay=True).replays  # no ring divides the block
 
 
 def test_the_form_of_draft_states_has_a_flag() -> None:

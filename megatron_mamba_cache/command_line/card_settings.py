@@ -74,11 +74,10 @@ def card_settings(
     """
     block = given.get("block_size_tokens") or math.ceil(_LEAST_BLOCK / shape.ssm_chunk_size) * shape.ssm_chunk_size
     drafts = given.get("num_speculative_tokens") or 0
-    forms = {name: given[name] for name in ("draft_states", "ring_len") if given.get(name) is not None}
-    sizes = CacheConfig(block_size_tokens=block, num_speculative_tokens=drafts, **forms).resolved()
+    asked = given.get("max_requests") or 0
+    sizes = _without_memory(shape, block, given)
     state_bytes = shape.state_layout(sizes).slot_bytes
     live_bytes = state_bytes + (shape.ring_layout(sizes).ring_bytes if sizes.replays else 0)
-    asked = given.get("max_requests") or 0
     max_tokens = given.get("max_tokens") or max(_MAX_TOKENS, block, asked)
     given_gb = given.get("cache_gb")
     if given_gb is None:
@@ -136,6 +135,15 @@ def _no_room(card: Card, budget: float, max_requests: int, state_bytes: int) -> 
         f"{max_requests * state_bytes / _GIB:.1f} GiB: lower --max-running-requests or --max-tokens-per-step, or share "
         "the model out with --tensor-model-parallel-size"
     )
+
+
+def _without_memory(shape: "HybridModelShape", block: int, given: Mapping[str, Any]) -> CacheConfig:
+    """Return settings that say what a request and a state take."""
+    asked = given.get("max_requests") or _MAX_REQUESTS
+    names = ("num_speculative_tokens", "draft_states", "ring_len")
+    forms = {name: given[name] for name in names if given.get(name) is not None}
+    most_tokens = max(_MAX_TOKENS, block, asked)
+    return shape.resolved(CacheConfig(block_size_tokens=block, max_requests=asked, max_tokens=most_tokens, **forms))
 
 
 def _split(rest_gb: float, given: Mapping[str, Any]) -> dict[str, float]:

@@ -95,7 +95,7 @@ class MambaCacheContext(DynamicInferenceContext):
     ) -> None:
         self.ranks = ranks or OneRank()
         self.peers = peers or NoPeers()
-        config = settings_of_peers(agreed_settings(config.resolved(), self.ranks), self.peers)
+        config = settings_of_peers(agreed_settings(shape.resolved(config), self.ranks), self.peers)
         self.cache_config = config
         shape.check(config)
         self.capacity = CacheCapacity.of(config, shape, self.ranks)

@@ -6,12 +6,15 @@ import torch
 
 from ..config import CacheConfig
 from ..kernels.ssm.replay_rows import least_capacity
+from ..kernels.ssm.replay_tiling import replays_fast
 from .layout import StateLayout
 from .replay_rings import RingLayout
 from .slab_shape import UnitBytes
 
 MAMBA, ATTENTION, EXPERTS = "M", "*", "E"
 """Symbols of layer types, as in Megatron's hybrid patterns."""
+_MOST_ALIKE = 8
+"""Requests up to which both forms of states take about as long without drafts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +102,16 @@ class HybridModelShape:
         states = self.state_layout(config)
         state_row = states.ssm_shape[-1] * states.ssm_dtype.itemsize if states.num_layers else 1
         return UnitBytes(states.aligned_bytes, self.block_bytes(config.block_size_tokens), token_row, state_row)
+
+    def resolved(self, config: CacheConfig) -> CacheConfig:
+        """Return the settings with `draft_states` decided: by what was measured to be faster for this model and device.
+
+        Replayed states take less time for many requests and with drafts. Without drafts, few requests take about as
+        much in either form.
+        """
+        is_larger = config.num_speculative_tokens > 0 or config.max_requests > _MOST_ALIKE
+        _, d_state, head_dim = self.ssm_shape
+        return config.resolved(prefers_replay=is_larger and replays_fast(head_dim, d_state))
 
     def check(self, config: CacheConfig) -> None:
         """Raise `ValueError` if the settings do not fit the model."""

@@ -98,6 +98,7 @@ def cache_config(
         "max_requests": 8,
         "max_tokens": 64,
         "max_sequence_length": 512,
+        "draft_states": "window",  # the same on each machine; "auto" is not
     } | settings
     num_drafts = small.get("num_speculative_tokens", 0)
     block_gb = block_bytes(sizes, small["block_size_tokens"]) / GIB

@@ -60,6 +60,13 @@ def runs_gluon(pool: Tensor) -> bool:
     return pool.is_cuda and not INTERPRETED and is_hopper(pool.device) and has_tested_gluon()
 
 
+def replays_fast(head_dim: int, d_state: int) -> bool:
+    """Return whether states of this shape are replayed by a kernel of its own on the current device."""
+    if not torch.cuda.is_available() or INTERPRETED or hopper_width(head_dim, d_state) is None:
+        return False
+    return is_hopper(torch.device("cuda", torch.cuda.current_device())) and has_tested_gluon()
+
+
 def hopper_width(head_dim: int, d_state: int) -> int | None:
     """Return the most columns of a head that a warp keeps in registers; None if no Gluon kernel takes the head."""
     widths = [width for width in (64, 32, 16) if head_dim % width == 0 and width * d_state <= _LARGEST_TILE]
