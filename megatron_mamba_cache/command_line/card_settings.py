@@ -20,6 +20,7 @@ _MAX_TOKENS = 8192
 _MAX_REQUESTS = 256
 NUM_CUDA_GRAPHS = 9  # without a graph the host takes several times as long to launch a step as the GPU to compute it
 _TOKENS_A_REQUEST = 2048
+_FORMS_OF_STATES = ("draft_states", "ring_len", "cached_state_dtype")
 _LEAST_GB = 1e-6  # settings must not be 0
 
 DRAFTER_SHARE = 0.15
@@ -74,7 +75,7 @@ def card_settings(
     """
     block = given.get("block_size_tokens") or math.ceil(_LEAST_BLOCK / shape.ssm_chunk_size) * shape.ssm_chunk_size
     drafts = given.get("num_speculative_tokens") or 0
-    forms = {name: given[name] for name in ("draft_states", "ring_len") if given.get(name) is not None}
+    forms = {name: given[name] for name in _FORMS_OF_STATES if given.get(name) is not None}
     sizes = CacheConfig(block_size_tokens=block, num_speculative_tokens=drafts, **forms).resolved()
     state_bytes = shape.state_layout(sizes).slot_bytes
     live_bytes = state_bytes + (shape.ring_layout(sizes).ring_bytes if sizes.replays else 0)
@@ -124,8 +125,9 @@ def longest_request(shape: "HybridModelShape", config: CacheConfig, budget: floa
     """
     unit = shape.unit_bytes(config)
     slab = SlabShape.fitting(ranks.gather(unit))
-    (num_slabs,) = ranks.least([slab.slabs_in(int(budget) - shape.rings_bytes(config), unit)])
-    return max(slab.blocks_of_request(num_slabs, config.num_draft_slots), 1) * config.block_size_tokens
+    beside_bytes = shape.rings_bytes(config) + shape.running_bytes(config)
+    (num_slabs,) = ranks.least([slab.slabs_in(int(budget) - beside_bytes, unit)])
+    return max(slab.blocks_of_request(num_slabs, config.num_request_slots), 1) * config.block_size_tokens
 
 
 def _no_room(card: Card, budget: float, max_requests: int, state_bytes: int) -> str:

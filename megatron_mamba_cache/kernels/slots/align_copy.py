@@ -120,18 +120,9 @@ def _align_copy_kernel(
                     copy_tiles(ssm, ssm, ssm_source, target, 0, turn, LAYERS, 1, SSM_LENGTH, SSM_LANES, SSM_WIDTH)
                 turn = (turn + programs - SSM_TILES % programs) % programs
                 copy_tiles(
-                    conv,
-                    conv,
-                    conv_source,
-                    target,
-                    shift,
-                    turn,
-                    LAYERS,
-                    CONV_TIMES,
-                    CONV_LENGTH,
-                    CONV_LANES,
-                    CONV_WIDTH,
-                )
+                    conv, conv, conv_source, target, shift, turn,
+                    LAYERS, CONV_TIMES, CONV_LENGTH, CONV_LANES, CONV_WIDTH,
+                )  # fmt: skip
                 turn = (turn + programs - CONV_TILES % programs) % programs
 
 

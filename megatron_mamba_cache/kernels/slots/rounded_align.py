@@ -43,6 +43,7 @@ def _rounded_align_kernel(
     HEAD_DIM: tl.constexpr,
     TILE_WIDTH: tl.constexpr,
 ):
+    """Long because what is decided stays in registers."""
     programs = tl.num_programs(0)
     CONV_TILES: tl.constexpr = LAYERS * ((CONV_LENGTH + CONV_WIDTH - 1) // CONV_WIDTH)
     PARTS: tl.constexpr = (HEAD_DIM + TILE_WIDTH - 1) // TILE_WIDTH
@@ -73,18 +74,9 @@ def _rounded_align_kernel(
                     )
                 turn = (turn + programs - LAYERS * A_LAYER % programs) % programs
                 copy_tiles(
-                    conv,
-                    ends,
-                    source & 0x7FFFFFFF,
-                    target,
-                    destination & 0x7FFFFFFF,
-                    turn,
-                    LAYERS,
-                    CONV_TIMES,
-                    CONV_LENGTH,
-                    CONV_LANES,
-                    CONV_WIDTH,
-                )
+                    conv, ends, source & 0x7FFFFFFF, target, destination & 0x7FFFFFFF, turn,
+                    LAYERS, CONV_TIMES, CONV_LENGTH, CONV_LANES, CONV_WIDTH,
+                )  # fmt: skip
                 turn = (turn + programs - CONV_TILES % programs) % programs
 
 
