@@ -17,11 +17,13 @@ _CHECKPOINTS = ("rolling", "all", "none")
 _EVICTIONS = ("cost", "lru")
 _ATTENTION_BACKENDS = ("auto", "flash-attn", "flashinfer", "torch-varlen", "reference")
 _STATE_DTYPES = ("model", "fp32", "bf16")
-_CACHED_STATE_DTYPES = ("live", "int8")
 _DRAFT_STATES = ("auto", "replay", "window")
 _RING_LENGTHS = (4, 8, 16, 32)
 _LONGEST_USUAL_RING = 16
 _PREFIX = "--inference-dynamic-batching-"
+
+CACHED_STATE_DTYPES = ("live", "int8")
+"""How cached states may be stored: as live ones are, or rounded to 8 bits."""
 
 FLAGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -177,7 +179,7 @@ class CacheConfig:
         for name in ("ssm_state_dtype", "conv_state_dtype"):
             _require(getattr(self, name) in _STATE_DTYPES, name, getattr(self, name), f"one of {_STATE_DTYPES}")
         cached = self.cached_state_dtype
-        _require(cached in _CACHED_STATE_DTYPES, "cached_state_dtype", cached, f"one of {_CACHED_STATE_DTYPES}")
+        _require(cached in CACHED_STATE_DTYPES, "cached_state_dtype", cached, f"one of {CACHED_STATE_DTYPES}")
         self._check_draft_states()
 
     def _check_draft_states(self) -> None:
@@ -314,7 +316,7 @@ class CacheConfig:
         kept_states = "how a decode step keeps states: replayed from a ring, or one state a token (default: auto)"
         add("draft_states", kept_states, choices=_DRAFT_STATES)
         stored = "how cached states are stored: as live ones, or rounded to 8 bits (default: live)"
-        add("cached_state_dtype", stored, choices=_CACHED_STATE_DTYPES)
+        add("cached_state_dtype", stored, choices=CACHED_STATE_DTYPES)
         add("attention_backend", "what computes attention (default: auto)", choices=_ATTENTION_BACKENDS)
         parser.add_argument("--no-prefix-caching", action="store_true", help="compute every prompt from its start")
 

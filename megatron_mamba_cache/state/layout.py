@@ -73,9 +73,10 @@ class SlotLayout(ABC):
             needed_bytes = needed * self.slot_bytes + beside_bytes
             least = math.ceil(needed_bytes / 2**30 * 1e6) / 1e6
             use = f"{num_drafts} draft states take" if num_drafts > 1 else "one cached state takes"
+            remedy = "a smaller --num-speculative-tokens" if num_drafts > 1 else "--no-prefix-caching"
             if beside_bytes:
                 use = "the draft states of max_requests requests and one cached state take"
-            remedy = "a smaller --num-speculative-tokens" if num_drafts > 1 or beside_bytes else "--no-prefix-caching"
+                remedy = "--draft-states replay"
             raise ValueError(
                 f"prefix_caching_mamba_gb is {budget_gb:g} GiB and {use} {needed_bytes} bytes: set "
                 f"--inference-dynamic-batching-prefix-caching-mamba-gb to {least:f} or more, or {remedy}"

@@ -19,6 +19,7 @@ from megatron_mamba_cache.policy.state_reservations import StateReservations
 from megatron_mamba_cache.state.rounded_pool import RoundedPool
 from megatron_mamba_cache.step.memory import CacheMemory
 from tests.mcore.engine_runs import EngineRun, OracleTally
+from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.mcore.noisy_drafter import NoisyDrafter
 from tests.mcore.random_workloads import (
     FLAVOURS,
@@ -39,8 +40,13 @@ FORMS = {
     "replayed": (0, True),
 }
 """Most drafts, and whether states are replayed."""
-BY_DEFAULT = [(name, list(FORMS)[index % len(FORMS)], range(1)) for index, name in enumerate(NAMES)]
-OTHERS = [pytest.param(name, form, range(1, 12), marks=pytest.mark.slow) for name in NAMES for form in FORMS]
+BY_DEFAULT = [(name, list(FORMS)[i % len(FORMS)], bool(i % 3), range(1)) for i, name in enumerate(NAMES)]
+OTHERS = [
+    pytest.param(name, form, has_graphs, range(1, 7), marks=pytest.mark.slow)
+    for name in NAMES
+    for form in FORMS
+    for has_graphs in (False, True)
+]
 MOST_CHANGED = 0.01
 """Of the tokens, those that may not be the oracle's choice."""
 
@@ -111,13 +117,18 @@ def run_form(name: str, form: str, seed: int, **settings: Any) -> tuple[Workload
     return work, NoisyDrafter(texts, accuracy=0.8, vocab_size=vocab, seed=seed, varies=True)
 
 
-@pytest.mark.parametrize(("name", "form", "seeds"), BY_DEFAULT + OTHERS)
+@pytest.mark.parametrize(("name", "form", "has_graphs", "seeds"), BY_DEFAULT + OTHERS)
 def test_what_is_restored_was_published_and_all_is_returned(
-    name: str, form: str, seeds: range, totals: WorkloadTotals
+    name: str, form: str, has_graphs: bool, seeds: range, totals: WorkloadTotals
 ) -> None:
     def run(seed: int) -> WorkloadOutcome:
         work, drafter = run_form(name, form, seed, rounds_states=True)
         with pytest.MonkeyPatch.context() as patch, checked_restores(patch):
+            if has_graphs:
+                capture_without_cuda(patch)
+                prefill_tokens = min(24, work.config.max_tokens)
+                graphs = {"num_cuda_graphs": 3, "cuda_graph_prefill_tokens": prefill_tokens}
+                work = replace(work, config=replace(work.config, **graphs))
             return run_workload(work, drafter)
 
     totals.run_batch(f"{name}, {form}", seeds, run, ())

@@ -133,6 +133,8 @@ def _causal_conv_kernel(
     CHANNELS: tl.constexpr,
 ):
     TILES: tl.constexpr = (CONV_DIM + CHANNELS - 1) // CHANNELS
+    if ends is None:
+        ends = windows
     part = tl.program_id(0) // TILES
     channel = tl.program_id(0) % TILES * CHANNELS + tl.arange(0, CHANNELS)
     if part < num_rows:
@@ -195,9 +197,7 @@ def causal_conv(
     at capture.
     """
     check_conv(x, weight, bias, conv_pool, weight.shape[1] - 1)
-    if ends is None:
-        ends = conv_pool
-    else:
+    if ends is not None:
         check_conv(x, weight, bias, ends, weight.shape[1] - 1)
     check_prefill_rows(rows, x.device)
     if not launches_kernel(x) or not is_computed_in_fp32(x, conv_pool):
@@ -214,7 +214,7 @@ def _launch(
     weight: Tensor,
     bias: Tensor | None,
     conv_pool: Tensor,
-    ends: Tensor,
+    ends: Tensor | None,
     rows: PrefillRows,
     tiling: ConvTiling,
 ) -> None:
@@ -230,7 +230,7 @@ def _launch(
         weight=weight,
         bias=bias,
         windows=ConvWindows(conv_pool, *conv_pool.stride()[:2]),
-        ends=ConvWindows(ends, *ends.stride()[:2]),
+        ends=None if ends is None else ConvWindows(ends, *ends.stride()[:2]),
         rows=_Rows(*(getattr(rows, name) for name in _Rows._fields)),
         num_rows=num_rows,
         num_chunks=num_chunks,
