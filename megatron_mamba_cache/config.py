@@ -22,6 +22,9 @@ _RING_LENGTHS = (4, 8, 16, 32)
 _LONGEST_USUAL_RING = 16
 _PREFIX = "--inference-dynamic-batching-"
 
+CACHED_STATE_DTYPES = ("live", "int8")
+"""How cached states may be stored: as live ones are, or rounded to 8 bits."""
+
 FLAGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "block_size_tokens": (f"{_PREFIX}block-size", "--block-size"),
@@ -39,6 +42,7 @@ FLAGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "decode_checkpoints": ("--decode-checkpoints",),
         "num_speculative_tokens": ("--num-speculative-tokens",),
         "draft_states": ("--draft-states",),
+        "cached_state_dtype": ("--cached-state-dtype",),
         "attention_backend": ("--attention-backend",),
     }
 )
@@ -88,6 +92,11 @@ class CacheConfig:
             max_tokens leaves.
         chunked_prefill: Whether a prompt may be prefilled over several steps.
         ssm_state_dtype, conv_state_dtype: "model" (the parameters' dtype), "fp32" or "bf16".
+        cached_state_dtype: How cached SSM states are stored, on the device, the host and the disk. "live": as live ones
+            are, so that a hit changes no token. "int8": rounded to 8 bits, with a scale for each channel of a head; a
+            hit, and a request that was preempted, then continue from a rounded state. Live states and those after
+            drafts stay exact, and have memory of their own for max_requests requests: in `cache_gb`, or where the
+            memory is split beside it for live states and in `prefix_caching_mamba_gb` for those after drafts.
         attention_backend: Library that computes attention over the KV blocks: "flash-attn", "flashinfer",
             "torch-varlen" or "reference" (plain torch, exact); "auto" takes the first that supports the model.
         num_cuda_graphs: How many row counts, up to max_requests, have decode steps captured as CUDA graphs, with and
@@ -130,6 +139,7 @@ class CacheConfig:
     chunked_prefill: bool = True
     ssm_state_dtype: str = "fp32"
     conv_state_dtype: str = "model"
+    cached_state_dtype: Literal["live", "int8"] = "live"
     attention_backend: str = "auto"
     num_cuda_graphs: int = 0
     cuda_graph_prefill_tokens: int = 1024
@@ -168,6 +178,8 @@ class CacheConfig:
         _require(is_in_range, "num_speculative_tokens", drafts, allowed_drafts)
         for name in ("ssm_state_dtype", "conv_state_dtype"):
             _require(getattr(self, name) in _STATE_DTYPES, name, getattr(self, name), f"one of {_STATE_DTYPES}")
+        cached = self.cached_state_dtype
+        _require(cached in CACHED_STATE_DTYPES, "cached_state_dtype", cached, f"one of {CACHED_STATE_DTYPES}")
         self._check_draft_states()
 
     def _check_draft_states(self) -> None:
@@ -204,9 +216,24 @@ class CacheConfig:
         return self.draft_states == "replay"
 
     @property
+    def rounds_states(self) -> bool:
+        """True when cached states are rounded, so that live states have places of their own."""
+        return self.cached_state_dtype == "int8" and self.prefix_caching
+
+    @property
     def num_draft_slots(self) -> int:
         """The most slots that the drafts of a request take."""
         return 0 if self.replays else self.num_speculative_tokens
+
+    @property
+    def num_running_slots(self) -> int:
+        """The live slots and draft slots of all requests, where these have places of their own."""
+        return self.max_requests * (1 + self.num_draft_slots)
+
+    @property
+    def num_request_slots(self) -> int:
+        """The places for cached states that one request needs: one to cache, and what it runs with where they share."""
+        return 1 if self.rounds_states else 2 + self.num_draft_slots
 
     def _check_memory(self) -> None:
         if self.cache_gb is None:
@@ -294,6 +321,8 @@ class CacheConfig:
         add("num_speculative_tokens", "drafts a step verifies, 0 to 8", type=int, metavar="K")
         kept_states = "how a decode step keeps states: replayed from a ring, or one state a token (default: auto)"
         add("draft_states", kept_states, choices=_DRAFT_STATES)
+        stored = "how cached states are stored: as live ones, or rounded to 8 bits (default: live)"
+        add("cached_state_dtype", stored, choices=CACHED_STATE_DTYPES)
         add("attention_backend", "what computes attention (default: auto)", choices=_ATTENTION_BACKENDS)
         parser.add_argument("--no-prefix-caching", action="store_true", help="compute every prompt from its start")
 

@@ -41,19 +41,26 @@ class CacheBudgetError(ValueError):
         found_gb, least_gb: GiB of the budget, and the least that is enough.
         max_sequence_length: Tokens of that request.
         share: Of the budget, the part that this model has; a draft model has the rest.
+        num_live: Requests whose live states it holds in any case; 0: those of running ones alone.
     """
 
-    def __init__(self, found_gb: float, least_gb: float, max_sequence_length: int, share: float = 1.0) -> None:
+    def __init__(
+        self, found_gb: float, least_gb: float, max_sequence_length: int, share: float = 1.0, num_live: int = 0
+    ) -> None:
         self.found_gb = found_gb
         self.least_gb = least_gb
         self.max_sequence_length = max_sequence_length
+        self.num_live = num_live
         part = "" if share == 1 else f", of which this model has {share:.0%}"
+        beside = f" beside the live states of max_requests={num_live}" if num_live else ""
+        fewer = " or max_requests" if num_live else ""
         super().__init__(
             f"cache_gb is {found_gb:g} GiB{part}, which cannot hold one request of max_sequence_length="
-            f"{max_sequence_length} tokens with its states: set --cache-gb to {math.ceil(least_gb * 1e6) / 1e6:f} or "
-            "more, or lower --max-model-len"
+            f"{max_sequence_length} tokens with its states{beside}: set --cache-gb to "
+            f"{math.ceil(least_gb * 1e6) / 1e6:f} or more, or lower --max-model-len{fewer}"
         )
 
     def of_whole(self, share: float) -> "CacheBudgetError":
         """Return the error about the whole budget, of which this model has a share."""
-        return CacheBudgetError(self.found_gb / share, self.least_gb / share, self.max_sequence_length, share)
+        found_gb, least_gb = self.found_gb / share, self.least_gb / share
+        return CacheBudgetError(found_gb, least_gb, self.max_sequence_length, share, self.num_live)

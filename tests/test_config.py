@@ -68,6 +68,8 @@ def parsed(*flags: str, **settings: object) -> CacheConfig:
         ("attention_backend", "xformers", "one of ('auto', 'flash-attn', 'flashinfer', 'torch-varlen', 'reference')"),
         ("ssm_state_dtype", "fp16", "one of ('model', 'fp32', 'bf16')"),
         ("conv_state_dtype", "float32", "one of ('model', 'fp32', 'bf16')"),
+        ("cached_state_dtype", "fp8", "one of ('live', 'int8')"),
+        ("cached_state_dtype", None, "one of ('live', 'int8')"),
     ],
 )
 def test_bad_setting_is_named_with_its_value_and_what_is_allowed(name: str, value: object, allowed: str) -> None:
@@ -100,6 +102,8 @@ def test_bad_setting_is_named_with_its_value_and_what_is_allowed(name: str, valu
         {"attention_backend": "reference"},
         {"eviction": "lru"},
         {"ssm_state_dtype": "bf16", "conv_state_dtype": "fp32"},
+        {"ssm_state_dtype": "bf16", "cached_state_dtype": "int8"},
+        {"prefix_caching": False, "cached_state_dtype": "int8"},
     ],
 )
 def test_settings_at_the_edge_of_what_is_allowed_are_kept(settings: dict[str, object]) -> None:
@@ -111,6 +115,16 @@ def test_settings_at_the_edge_of_what_is_allowed_are_kept(settings: dict[str, ob
 def test_a_step_s_drafts_never_reach_past_a_whole_block(block_size: int) -> None:
     with pytest.raises(ValueError, match=f"num_speculative_tokens is 8.*below block_size_tokens={block_size}$"):
         CacheConfig(num_speculative_tokens=8, block_size_tokens=block_size)
+
+
+def test_states_are_rounded_only_where_any_are_cached() -> None:
+    config = CacheConfig(cached_state_dtype="int8", num_speculative_tokens=3, max_requests=5)
+    window, replay = config.resolved(), dataclasses.replace(config, draft_states="replay").resolved()
+    assert window.rounds_states and replay.rounds_states
+    assert (window.num_running_slots, replay.num_running_slots) == (20, 5)
+    assert (window.num_request_slots, CacheConfig(num_speculative_tokens=3).resolved().num_request_slots) == (1, 5)
+    assert not dataclasses.replace(config, prefix_caching=False).rounds_states
+    assert not CacheConfig().rounds_states
 
 
 def test_settings_cannot_be_changed() -> None:

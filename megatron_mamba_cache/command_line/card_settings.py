@@ -20,6 +20,7 @@ _MAX_TOKENS = 8192
 _MAX_REQUESTS = 256
 NUM_CUDA_GRAPHS = 9  # without a graph the host takes several times as long to launch a step as the GPU to compute it
 _TOKENS_A_REQUEST = 2048
+_FORMS_OF_STATES = ("draft_states", "ring_len", "cached_state_dtype")
 _LEAST_GB = 1e-6  # settings must not be 0
 
 DRAFTER_SHARE = 0.15
@@ -123,8 +124,9 @@ def longest_request(shape: "HybridModelShape", config: CacheConfig, budget: floa
     """
     unit = shape.unit_bytes(config)
     slab = SlabShape.fitting(ranks.gather(unit))
-    (num_slabs,) = ranks.least([slab.slabs_in(int(budget) - shape.rings_bytes(config), unit)])
-    return max(slab.blocks_of_request(num_slabs, config.num_draft_slots), 1) * config.block_size_tokens
+    beside_bytes = shape.rings_bytes(config) + shape.running_bytes(config)
+    (num_slabs,) = ranks.least([slab.slabs_in(int(budget) - beside_bytes, unit)])
+    return max(slab.blocks_of_request(num_slabs, config.num_request_slots), 1) * config.block_size_tokens
 
 
 def _no_room(card: Card, budget: float, max_requests: int, state_bytes: int) -> str:
@@ -140,7 +142,7 @@ def _no_room(card: Card, budget: float, max_requests: int, state_bytes: int) -> 
 def _without_memory(shape: "HybridModelShape", block: int, given: Mapping[str, Any]) -> CacheConfig:
     """Return settings that say what a request and a state take."""
     asked = given.get("max_requests") or _MAX_REQUESTS
-    names = ("num_speculative_tokens", "draft_states", "ring_len")
+    names = ("num_speculative_tokens", *_FORMS_OF_STATES)
     forms = {name: given[name] for name in names if given.get(name) is not None}
     most_tokens = max(_MAX_TOKENS, block, asked)
     return shape.resolved(CacheConfig(block_size_tokens=block, max_requests=asked, max_tokens=most_tokens, **forms))

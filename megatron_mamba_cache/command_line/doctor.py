@@ -50,9 +50,15 @@ KERNELS = (
     KernelChoice("decode update", "mcore.mamba_mixer", ("state_verify",), "Triton on CUDA, its torch twin on the CPU"),
     KernelChoice(
         "align copy",
-        "step.verify",
+        "state.state_pool",
         ("align_copy",),
         "keeps the states at block boundaries that decoding reaches: Triton on CUDA, its torch twin on the CPU",
+    ),
+    KernelChoice(
+        "rounded states",
+        "state.rounded_pool",
+        ("restore_states", "rounded_align_copy"),
+        "with --cached-state-dtype int8: Triton on CUDA, torch twins on the CPU",
     ),
 )
 
@@ -148,7 +154,8 @@ def _compiled_kernels() -> str:
 def _cache_memory() -> str:
     budget = (
         "--cache-gb G gives KV blocks, running, draft and cached states one memory of G GiB; without it, --kv-gb and "
-        "--state-gb split it. A running server shows its use in /metrics (mamba_cache_cache_bytes) and at /dashboard"
+        "--state-gb split it. --cached-state-dtype int8 stores cached states with 8 bits a value: about a quarter of "
+        "float32's bytes. A running server shows its use in /metrics (mamba_cache_cache_bytes) and at /dashboard"
     )
     try:
         import torch

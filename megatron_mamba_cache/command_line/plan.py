@@ -83,7 +83,9 @@ def _sizes(arguments: Namespace) -> CacheSizes:
     if arguments.model is not None:
         if len(missing) < len(given):
             raise UsageError("--model: give a model or the sizes of one, not both")
-        return _sizes_of(Path(arguments.model), arguments.block_size)
+        return _sizes_of(Path(arguments.model), arguments.block_size, arguments.cached_state_dtype)
+    if arguments.cached_state_dtype != "live":
+        raise UsageError("--cached-state-dtype needs --model; --state-bytes says how large a cached state is")
     if missing:
         raise UsageError(f"{missing[0]} is missing: give --model DIR, or both {' and '.join(given)}")
     for flag, value in given.items():
@@ -92,22 +94,26 @@ def _sizes(arguments: Namespace) -> CacheSizes:
     return CacheSizes(arguments.kv_bytes_per_token, arguments.state_bytes, arguments.block_size)
 
 
-def _sizes_of(directory: Path, block_size: int) -> CacheSizes:
-    """Return what a model stores under an engine's default dtypes; imports torch."""
+def _sizes_of(directory: Path, block_size: int, cached_state_dtype: str) -> CacheSizes:
+    """Return what a model stores under an engine's default dtypes but for cached states; imports torch."""
     with quiet_libraries():
         import torch
 
         from ..models.checkpoints.hugging_face import read_sizes
+        from ..state.layout import RoundedLayout, SlotLayout, StateLayout
     try:
         architecture, dtype = read_sizes(directory)
     except (OSError, ValueError) as error:
         raise UsageError(f"--model {directory}: {error}") from error
     mamba, attention, pattern = architecture.mamba, architecture.attention, architecture.pattern
-    inner = mamba.num_heads * mamba.head_dim
-    conv_dim = inner + 2 * mamba.num_groups * mamba.state_dim
-    state = inner * mamba.state_dim * torch.float32.itemsize + (mamba.d_conv - 1) * conv_dim * dtype.itemsize
-    kv = 2 * attention.num_kv_heads * attention.head_dim * dtype.itemsize
     num_mamba, num_attention = pattern.count("M"), pattern.count("*")
     if not (num_mamba and num_attention):
         raise UsageError(f"--model {directory}: layer pattern {pattern} has no Mamba or no attention layer")
-    return CacheSizes(num_attention * kv, num_mamba * state, block_size)
+    inner = mamba.num_heads * mamba.head_dim
+    conv_dim = inner + 2 * mamba.num_groups * mamba.state_dim
+    window, ssm = (mamba.d_conv - 1, conv_dim), (mamba.num_heads, mamba.state_dim, mamba.head_dim)
+    state: SlotLayout = StateLayout(num_mamba, window, ssm, dtype, torch.float32)
+    if cached_state_dtype == "int8":
+        state = RoundedLayout(num_mamba, window, ssm, dtype)
+    kv = 2 * attention.num_kv_heads * attention.head_dim * dtype.itemsize
+    return CacheSizes(num_attention * kv, state.slot_bytes, block_size)

@@ -2,7 +2,7 @@
 
 from argparse import ArgumentParser
 
-from ..config import CacheConfig
+from ..config import CACHED_STATE_DTYPES, CacheConfig
 
 DEFAULT_GB = (10.0, 20.0, 40.0, 80.0)
 
@@ -15,6 +15,12 @@ def add_plan_arguments(parser: ArgumentParser) -> None:
     model.add_argument("--kv-bytes-per-token", type=int, metavar="N", help="keys and values of all attention layers")
     model.add_argument("--state-bytes", type=int, metavar="N", help="a state of all recurrent layers")
     cache = parser.add_argument_group("cache")
+    cache.add_argument(
+        "--cached-state-dtype",
+        choices=CACHED_STATE_DTYPES,
+        default="live",
+        help="with --model: cached states in float32, as live ones, or rounded to 8 bits (default: live)",
+    )
     sizes = ", ".join(f"{size:g}" for size in DEFAULT_GB)
     cache.add_argument("--cache-gb", type=float, nargs="+", metavar="G", help=f"GiB of the cache (default: {sizes})")
     cache.add_argument(

@@ -118,8 +118,9 @@ class CachingMambaMixer(megatron_mixer.MambaMixer):
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
     def _prefill_rows(self, inputs: _MixerInputs, states: LayerStates, rows: PrefillRows) -> Tensor:
-        xbc = causal_conv(inputs.xbc, self._conv_weight, self.conv1d.bias, states.conv, rows)
-        y = ssd_scan(self._ssm_tokens(xbc, inputs.dt), self._ssm_weights, states.ssm, rows, self.chunk_size)
+        xbc = causal_conv(inputs.xbc, self._conv_weight, self.conv1d.bias, states.conv, rows, ends=states.conv_ends)
+        tokens = self._ssm_tokens(xbc, inputs.dt)
+        y = ssd_scan(tokens, self._ssm_weights, states.ssm, rows, self.chunk_size, states.rounded)
         return self._gate(y.flatten(1), inputs.z)
 
     def _decode_rows(self, inputs: _MixerInputs, states: LayerStates, step: StepBatch) -> Tensor:

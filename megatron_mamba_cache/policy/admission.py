@@ -93,7 +93,7 @@ def plan_admission(
         return Refusal.WAITS_FOR_PREFIX
     num_new_blocks = -(-prompt.prompt_len // block_size) - len(match.blocks)
     if not has_room(match, 0, pools, block_size):
-        if pools.slots.num_reserved or not pools.slots.num_available:
+        if pools.slots.num_reserved or not pools.slots.num_available_to_run:
             return Refusal.NO_SLOT
         match = PrefixMatch(match.blocks, 0)  # a live request wins over the cached state it would start from
     if not has_room(match, num_new_blocks, pools, block_size):
@@ -123,4 +123,4 @@ def has_room(match: PrefixMatch, num_new_blocks: int, pools: CachePools, block_s
     source = match.blocks[match.skip_tokens // block_size - 1] if match.skip_tokens else None
     slot = None if source is None or pools.slots.is_pinned(source) else pools.slots.slot_of(source)
     kept = pools.kv.unreferenced(match.blocks)
-    return pools.space.fits(num_new_blocks, 1, kept, () if slot is None else (slot,))
+    return pools.fits(num_new_blocks, 0, kept, () if slot is None else (slot,))

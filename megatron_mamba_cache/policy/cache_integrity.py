@@ -54,6 +54,7 @@ def _check_slots(rows: Sequence[RunningRequest], slots: SlotPool, expected: Sequ
     }
     counts = slots.count_by_owner()
     for owner, listed in held.items():
-        strange = [slot for slot in listed if slots.owner_of(slot) is not owner]
+        owner_of = slots.owner_of if owner is SlotOwner.RESERVED else slots.owner_of_running
+        strange = [slot for slot in listed if owner_of(slot) is not owner]
         if strange or len(set(listed)) != len(listed) or len(listed) != counts[owner.value]:
             raise CacheIntegrityError(f"rows hold {owner.value} slots {listed}, the pool owns {counts}")

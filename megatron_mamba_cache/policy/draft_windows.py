@@ -14,7 +14,7 @@ class DraftWindows:
 
     Args:
         max_requests: The most requests with a live slot at once.
-        num_checkpoints: Cached states to leave room for, per running request.
+        num_checkpoints: Cached states to leave room for, per running request; none where their slots are others.
     """
 
     def __init__(self, slots: SlotPool, max_requests: int, num_checkpoints: int = 0) -> None:
@@ -32,7 +32,7 @@ class DraftWindows:
             return num_drafts
         num_live = self._slots.num_live
         num_to_come = max(0, self._max_requests - num_live)
-        spare = self._slots.num_available - num_to_come - self._num_checkpoints * num_live
+        spare = self._slots.num_available_to_run - num_to_come - self._num_checkpoints * num_live
         if spare > 0:
             row.draft_slots += self._slots.take_draft(min(missing, spare))
         return min(num_drafts, len(row.draft_slots))

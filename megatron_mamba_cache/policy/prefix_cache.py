@@ -75,7 +75,11 @@ class PrefixCache:
         self._draft_states: DraftWindows | RequestRings = (
             RequestRings(decode.max_requests)
             if decode.replays
-            else DraftWindows(self.slots, decode.max_requests, num_checkpoints=int(self._keeps_decode_states))
+            else DraftWindows(
+                self.slots,
+                decode.max_requests,
+                num_checkpoints=int(self._keeps_decode_states and self.slots.shares_slots),
+            )
         )
         self._num_admitted = 0
 
@@ -266,8 +270,8 @@ class PrefixCache:
         self.abort(row)
         self.slots.touch_path(row.block_ids)
         self._draft_states.end(row)
-        if self.slots.owner_of(row.live_slot) is not SlotOwner.LIVE:
-            raise CacheIntegrityError(f"need slot {row.live_slot} live, found it {self.slots.owner_of(row.live_slot)}")
+        if (owner := self.slots.owner_of_running(row.live_slot)) is not SlotOwner.LIVE:
+            raise CacheIntegrityError(f"need slot {row.live_slot} live, found it {owner}")
         self.keep_below(row)
         self.kv.release(row.block_ids)
         row.block_ids = []

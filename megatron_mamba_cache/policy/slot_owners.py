@@ -29,9 +29,19 @@ class SlotOwners:
         self._counts = dict.fromkeys(SlotOwner, 0)
 
     @property
+    def num_slots(self) -> int:
+        """Slots have numbers below this."""
+        return self._places.num_places
+
+    @property
     def num_free(self) -> int:
         """Slots that `take` can give."""
         return self._places.num_free
+
+    @property
+    def num_available(self) -> int:
+        """Slots that `take` can give once everything has been evicted that can be."""
+        return self._places.num_available
 
     def count(self, owner: SlotOwner) -> int:
         """Return how many slots the owner has; of free ones, those that could be taken now."""

@@ -1,4 +1,7 @@
-"""The owner of each slot of the state pool: live, draft, reserved and cached states share the same rows."""
+"""The owner of each slot of the state pool: live, draft, reserved and cached states share the same rows.
+
+Only where cached states are rounded, live and draft ones have slots of their own, under numbers of their own.
+"""
 
 from collections.abc import Container, Sequence
 from itertools import pairwise
@@ -23,12 +26,15 @@ class SlotPool:
     read. Time is logical: it passes with every use of a cached state.
     """
 
-    def __init__(self, places: Places | int, rule: EvictionRule | None = None) -> None:
+    def __init__(
+        self, places: Places | int, rule: EvictionRule | None = None, running: FixedPlaces | None = None
+    ) -> None:
         """Start with every slot free.
 
         Args:
             places: Where slots come from, or how many the pool has for itself.
             rule: What a state is worth; None: the least recently used is evicted first.
+            running: Where the slots of live and draft states come from; None: from `places` too.
 
         Raises:
             ValueError: If the number of slots is negative.
@@ -37,6 +43,8 @@ class SlotPool:
             raise ValueError(f"need num_slots >= 0, found {places}")
         self._places = FixedPlaces(places) if isinstance(places, int) else places
         self._owners = SlotOwners(self._places)
+        self._running_places = running
+        self._running = self._owners if running is None else SlotOwners(running)
         self._rule = rule or LeastRecentlyUsed()
         self._texts: CachedTexts = NoTexts()
         self._kinds: dict[BlockId, int] = {}  # of states that wait for a hit, as last counted
@@ -67,12 +75,22 @@ class SlotPool:
 
     @property
     def num_available(self) -> int:
-        """The most that can be taken or reserved now: free slots, and those that evictions can free."""
+        """The most that can be reserved now: free slots, and those that evictions can free."""
         return self._places.num_available
 
     @property
+    def num_available_to_run(self) -> int:
+        """The most that live and draft states can take now."""
+        return self._running.num_available
+
+    @property
+    def shares_slots(self) -> bool:
+        """Whether live and draft states take the same slots as cached ones."""
+        return self._running is self._owners
+
+    @property
     def num_free(self) -> int:
-        """Slots that can be taken without an eviction."""
+        """Slots that can be reserved without an eviction."""
         return self._places.num_free
 
     @property
@@ -83,7 +101,7 @@ class SlotPool:
     @property
     def num_live(self) -> int:
         """Slots of running requests' live states."""
-        return self._owners.count(SlotOwner.LIVE)
+        return self._running.count(SlotOwner.LIVE)
 
     @property
     def num_evicted(self) -> int:
@@ -96,12 +114,20 @@ class SlotPool:
         return self._num_blocks_evicted
 
     def owner_of(self, slot: SlotId) -> SlotOwner:
-        """Return what the slot is used for; a state flushed while pinned counts as cached until it is free."""
+        """Return what the slot is used for; a state flushed while pinned counts as cached until it is free.
+
+        Where live and draft states have slots of their own, it is about the others.
+        """
         return self._owners.owner_of(slot)
 
+    def owner_of_running(self, slot: SlotId) -> SlotOwner:
+        """Return what a slot is used for that live and draft states can have."""
+        return self._running.owner_of(slot)
+
     def count_by_owner(self) -> dict[str, int]:
-        """Return the number of slots by the lower-case name of their owner."""
-        return {owner.value: self._owners.count(owner) for owner in SlotOwner}
+        """Return the number of slots by the lower-case name of their owner; free ones are those for cached states."""
+        running = {owner.value: self._running.count(owner) for owner in (SlotOwner.LIVE, SlotOwner.DRAFT)}
+        return {owner.value: self._owners.count(owner) for owner in SlotOwner} | running
 
     def slot_of(self, block: BlockId) -> SlotId | None:
         """Return the slot with the cached state at the end of the block."""
@@ -139,23 +165,23 @@ class SlotPool:
         Raises:
             CacheCapacityError: If every slot is in use; nothing has changed then.
         """
-        return self._take(1, SlotOwner.LIVE)[0]
+        return self._take(1, SlotOwner.LIVE, self._running)[0]
 
     def release_live(self, slot: SlotId) -> None:
         """Take a running request's slot back."""
-        self._owners.free(slot, SlotOwner.LIVE)
+        self._running.free(slot, SlotOwner.LIVE)
 
     def take_draft(self, num_slots: int) -> list[SlotId]:
         """Give slots to draft states, as `take_live` does."""
-        return self._take(num_slots, SlotOwner.DRAFT)
+        return self._take(num_slots, SlotOwner.DRAFT, self._running)
 
     def release_draft(self, slot: SlotId) -> None:
         """Take a draft state's slot back."""
-        self._owners.free(slot, SlotOwner.DRAFT)
+        self._running.free(slot, SlotOwner.DRAFT)
 
     def reserve(self, num_slots: int = 1) -> list[SlotId]:
         """Set slots aside for states that the coming step writes, as `take_live` does; all of them or none."""
-        return self._take(num_slots, SlotOwner.RESERVED)
+        return self._take(num_slots, SlotOwner.RESERVED, self._owners)
 
     def cancel(self, slot: SlotId) -> None:
         """Give a reserved slot back, unpublished."""
@@ -365,6 +391,9 @@ class SlotPool:
     def check_integrity(self) -> None:
         """Raise CacheIntegrityError, with the equation that failed, unless every invariant of the pool holds. O(n)."""
         self._owners.check_integrity()
+        self._running.check_integrity()
+        if self._running_places is not None:
+            self._running_places.check_integrity()
         orphans = [slot for slots in self._orphans.values() for slot in slots]
         self._owners.check_owned(SlotOwner.CACHED, [*self.slot_by_block.values(), *orphans])
         if (
@@ -384,24 +413,22 @@ class SlotPool:
         if len(unpinned) != len(self._evictable) or not all(block in self._evictable for block in unpinned):
             raise CacheIntegrityError(f"unpinned states {unpinned} != {len(self._evictable)} evictable states")
 
-    def _take(self, num_slots: int, owner: SlotOwner) -> list[SlotId]:
+    def _take(self, num_slots: int, owner: SlotOwner, owners: SlotOwners) -> list[SlotId]:
         if num_slots < 0:
             raise ValueError(f"need a count of slots, found {num_slots}")
-        if self._places.num_free < num_slots:
-            self._make_room(num_slots)
-        return self._owners.take(num_slots, owner)
+        if owners.num_free < num_slots:
+            self._make_room(num_slots, owners)
+        return owners.take(num_slots, owner)
 
-    def _make_room(self, num_slots: int) -> None:
+    def _make_room(self, num_slots: int, owners: SlotOwners) -> None:
         """Evict until as many slots are free; raises as `take_live` does."""
-        places = self._places
-        if num_slots > places.num_available:
-            num_evictable = self.num_available - self.num_free
+        if num_slots > owners.num_available:
             raise CacheCapacityError(
-                f"need {num_slots} state slots, {self.num_free} free and {num_evictable} evictable "
-                f"of {self.num_slots}; raise --cache-gb, or --inference-dynamic-batching-prefix-caching-mamba-gb where "
-                "that is given, or lower max requests"
+                f"need {num_slots} state slots, {owners.num_free} free and {owners.num_available - owners.num_free} "
+                f"evictable of {owners.num_slots}; raise --cache-gb, or --inference-dynamic-batching-prefix-caching-"
+                "mamba-gb where that is given, or lower max requests"
             )
-        while places.num_free < num_slots:
+        while owners.num_free < num_slots:
             self.evict()
 
     def _next_evicted(self, kinds: Container[int] | None = None) -> BlockId:

@@ -39,10 +39,11 @@ class CacheCapacity:
     """Sizes of the pools, the same on all ranks of a model.
 
     Args:
-        num_slots: Slots of the state pool; numbers are below this.
+        num_slots: Slots of the state pool, or of cached states where live ones have slots of their own; numbers are
+            below this.
         num_blocks: KV blocks, the dummy included; numbers are below this.
         num_paused_blocks: KV blocks that paused requests may keep.
-        state_len: Tokens whose KV takes as many bytes as a state, over all ranks.
+        state_len: Tokens whose KV takes as many bytes as a cached state, over all ranks.
         slab: How slabs are cut where KV blocks and states share one memory; None where each has its own.
         num_host_slabs: Slabs of each rank in the host's memory; 0 without a tier there.
     """
@@ -152,13 +153,14 @@ def _num_slabs(config: CacheConfig, shape: HybridModelShape, slab: SlabShape) ->
     """Return how many slabs a rank's budget buys, and how many KV blocks paused requests may keep."""
     assert config.cache_gb is not None
     unit = shape.unit_bytes(config)
-    rings_bytes = shape.rings_bytes(config)
-    num_slabs = slab.slabs_in(int(config.cache_gb * 2**30) - rings_bytes, unit)
+    beside_bytes = shape.rings_bytes(config) + shape.running_bytes(config)
+    num_slabs = slab.slabs_in(int(config.cache_gb * 2**30) - beside_bytes, unit)
     longest = -(-config.max_sequence_length // config.block_size_tokens)
-    needed = slab.slabs_of_request(longest, config.num_draft_slots)
+    needed = slab.slabs_of_request(longest, config.num_request_slots)
     if num_slabs < needed:
-        least_gb = (needed * slab.slab_bytes(unit) + unit.block + rings_bytes) / 2**30
-        raise CacheBudgetError(config.cache_gb, least_gb, config.max_sequence_length)
+        least_gb = (needed * slab.slab_bytes(unit) + unit.block + beside_bytes) / 2**30
+        num_live = config.max_requests if config.rounds_states else 0
+        raise CacheBudgetError(config.cache_gb, least_gb, config.max_sequence_length, num_live=num_live)
     if config.paused_buffer_size_gb is None or not unit.block:
         return num_slabs, num_slabs * slab.blocks_per_slab // 4
     return num_slabs, int(config.paused_buffer_size_gb * 2**30) // unit.block
@@ -189,7 +191,10 @@ def _num_slots(config: CacheConfig, shape: HybridModelShape) -> int:
     live, drafts = config.max_requests, config.num_draft_slots
     if not (config.prefix_caching or drafts):
         return live
-    layout, states_gb = shape.state_layout(config), config.prefix_caching_mamba_gb or 0.0
+    layout, states_gb = shape.cached_layout(config), config.prefix_caching_mamba_gb or 0.0
+    if config.rounds_states:
+        drafts_bytes = live * drafts * shape.state_layout(config).slot_bytes
+        return layout.num_slots_in(states_gb, 0, beside_bytes=drafts_bytes) if layout.num_layers else _ANY_NUMBER
     num_slots = layout.num_slots_in(states_gb, live, drafts) if layout.num_layers else _ANY_NUMBER
     return num_slots if config.prefix_caching else min(num_slots, live * (1 + drafts))
 

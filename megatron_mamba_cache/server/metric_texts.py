@@ -37,14 +37,14 @@ COUNTER_TEXTS = {
 }
 
 STATE_SLOTS = (
-    "Slots of the state pool by owner: free, live (of a running request), reserved (for a boundary of this step), "
-    "cached (findable), draft (of a draft window)"
+    "Slots of the state pool by owner: free (for cached states), live (of a running request), reserved (for a boundary "
+    "of this step), cached (findable), draft (of a draft window)"
 )
 KV_BLOCKS = "KV blocks by kind: free, in_use (of a running request), cached (findable, used by no running request)"
 CACHE_BYTES = (
     "Bytes of the memory for KV blocks and states by use, of one rank: kv_in_use and states_running (of running "
-    "requests), kv_cached and states_cached (findable), rings (of replayed states), unusable (in slabs, where neither "
-    "fits), free"
+    "requests, and where cached states are rounded all that is set aside for live ones), kv_cached and states_cached "
+    "(findable), rings (of replayed states), unusable (in slabs, where neither fits), free"
 )
 HOST_BYTES = (
     "Bytes of the host tier by use, of one rank: kv_cached and states_cached (findable), kv_in_use (that copies read "

@@ -12,6 +12,7 @@ from ..policy.boundaries import BoundaryRule, select_boundaries
 from ..policy.identifiers import BlockId, SlotId
 from ..policy.slot_pool import SlotPool
 from .layout import StateLayout
+from .rounded_pool import RoundedPool
 from .slot_allocator_context import NoReservations, PromptRequest, SlotAllocatorContext, StepReservations
 from .state_pool import StatePool
 
@@ -35,7 +36,7 @@ class StateSlotAllocator:
     def __init__(
         self,
         context: SlotAllocatorContext,
-        pool: StatePool,
+        pool: StatePool | RoundedPool,
         slots: SlotPool,
         rule: BoundaryRule,
         reservations: StepReservations,
@@ -124,8 +125,7 @@ class StateSlotAllocator:
             raise ValueError(f"layer_idx is {layer_idx}; it must be from 0 to {layout.num_layers - 1}")
         _require_shape("ssm_state", ssm_state, layout.ssm_shape)
         _require_shape("conv_state", conv_state, layout.conv_shape)
-        self.state_pool.ssm[layer_idx, slot].copy_(ssm_state)
-        self.state_pool.conv[layer_idx, slot].copy_(conv_state)
+        self.state_pool.store_layer(layer_idx, slot, conv_state, ssm_state)
 
     def store_from_live_batch(self, slots: Sequence[int], request_indices: Sequence[int]) -> None:
         """Copy the live states of requests to slots, all layers and state types.
@@ -198,7 +198,7 @@ class StateSlotAllocator:
         if self._rule.stride is not None:
             k = math.ceil(self.context.max_tokens / self._rule.block_size)
         k = max(k, *map(len, rows))
-        device = self.state_pool.ssm.device
+        device = self.state_pool.device
         padded = [row + [0] * (k - len(row)) for row in rows]
         counts = [len(row) for row in rows]
         return (

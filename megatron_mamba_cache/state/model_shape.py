@@ -7,7 +7,7 @@ import torch
 from ..config import CacheConfig
 from ..kernels.ssm.replay_rows import least_capacity
 from ..kernels.ssm.replay_tiling import replays_fast
-from .layout import StateLayout
+from .layout import RoundedLayout, SlotLayout, StateLayout
 from .replay_rings import RingLayout
 from .slab_shape import UnitBytes
 
@@ -67,7 +67,7 @@ class HybridModelShape:
         return block_size * per_token * self.params_dtype.itemsize
 
     def state_layout(self, config: CacheConfig) -> StateLayout:
-        """Return the layout of one state slot under the configured dtypes and number of drafts."""
+        """Return the layout of a live state's slot under the configured dtypes and number of drafts."""
         dtypes = {"model": self.params_dtype, "fp32": torch.float32, "bf16": torch.bfloat16}
         return StateLayout(
             num_layers=self.num_mamba_layers,
@@ -76,6 +76,17 @@ class HybridModelShape:
             conv_dtype=dtypes[config.conv_state_dtype],
             ssm_dtype=dtypes[config.ssm_state_dtype],
         )
+
+    def cached_layout(self, config: CacheConfig) -> SlotLayout:
+        """Return the layout of a cached state's slot: that of a live one, unless cached states are rounded."""
+        live = self.state_layout(config)
+        if not config.rounds_states:
+            return live
+        return RoundedLayout(live.num_layers, (self.d_conv - 1, self.conv_dim), self.ssm_shape, live.conv_dtype)
+
+    def running_bytes(self, config: CacheConfig) -> int:
+        """Return the bytes of all requests' live and draft states, where they have places of their own, else 0."""
+        return config.num_running_slots * self.state_layout(config).slot_bytes if config.rounds_states else 0
 
     def ring_layout(self, config: CacheConfig) -> RingLayout:
         """Return the layout of the ring of a request whose states are replayed."""
@@ -95,13 +106,15 @@ class HybridModelShape:
         return config.max_requests * self.ring_layout(config).ring_bytes if config.replays else 0
 
     def unit_bytes(self, config: CacheConfig) -> UnitBytes:
-        """Return what this rank stores of a state and of a KV block."""
+        """Return what this rank stores of a cached state and of a KV block."""
         token_row = (
             self.num_kv_heads * self.kv_channels * self.params_dtype.itemsize if self.num_attention_layers else 0
         )
-        states = self.state_layout(config)
-        state_row = states.ssm_shape[-1] * states.ssm_dtype.itemsize if states.num_layers else 1
-        return UnitBytes(states.aligned_bytes, self.block_bytes(config.block_size_tokens), token_row, state_row)
+        live = self.state_layout(config)
+        are_live = live.num_layers and not config.rounds_states
+        state_row = live.ssm_shape[-1] * live.ssm_dtype.itemsize if are_live else 1
+        cached_bytes = self.cached_layout(config).aligned_bytes
+        return UnitBytes(cached_bytes, self.block_bytes(config.block_size_tokens), token_row, state_row)
 
     def resolved(self, config: CacheConfig) -> CacheConfig:
         """Return the settings with `draft_states` decided: by what was measured to be faster for this model and device.

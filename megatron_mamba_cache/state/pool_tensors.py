@@ -1,7 +1,8 @@
 """The device memory of KV blocks and states: a tensor for each, or views of one memory cut into slabs.
 
-A KV buffer is [2, layers, blocks, block size, kv heads, head dim]: keys, then values. In slabs, all layers of a block
-lie together, and all layers of a state: one piece each.
+A KV buffer is [2, layers, blocks, block size, kv heads, head dim]: keys, then values. The tensors of states are those
+of a layout's parts, each [layers, slots, ...]. In slabs, all layers of a block lie together, and all layers of a state:
+one piece each.
 """
 
 import math
@@ -10,9 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .layout import StateLayout
+from .layout import SlotLayout
 from .slab_shape import SlabShape, UnitBytes
-from .state_pool import StatePool
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,23 +34,29 @@ class BlockLayout:
         return math.prod(self.block_shape)
 
 
+def state_tensors(states: SlotLayout, num_slots: int, device: torch.device | int | str) -> tuple[Tensor, ...]:
+    """Return a tensor for each part of the states, with memory of its own, all zero."""
+    lead = (states.num_layers, num_slots)
+    return tuple(torch.zeros(lead + part.shape, dtype=part.dtype, device=device) for part in states.parts)
+
+
 def separate_tensors(
-    states: StateLayout, blocks: BlockLayout, num_slots: int, num_blocks: int, device: torch.device | int | str
-) -> tuple[StatePool, Tensor]:
-    """Return a state pool and a KV buffer, each with memory of its own, all zero."""
+    states: SlotLayout, blocks: BlockLayout, num_slots: int, num_blocks: int, device: torch.device | int | str
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Return the tensors of states and a KV buffer, each with memory of its own, all zero."""
     shape = (2, blocks.num_layers, num_blocks, *blocks.block_shape)
-    return StatePool.zeros(states, num_slots, device), torch.zeros(shape, dtype=blocks.dtype, device=device)
+    return state_tensors(states, num_slots, device), torch.zeros(shape, dtype=blocks.dtype, device=device)
 
 
 def slab_tensors(
-    states: StateLayout,
+    states: SlotLayout,
     blocks: BlockLayout,
     slab: SlabShape,
     unit: UnitBytes,
     num_slabs: int,
     device: torch.device | int | str,
-) -> tuple[StatePool, Tensor]:
-    """Return a state pool and a KV buffer over the same memory, all zero.
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Return the tensors of states and a KV buffer over the same memory, all zero.
 
     Slot s and block b lie where `SlabSpace` says; after the last slab comes one block more.
 
@@ -60,19 +66,19 @@ def slab_tensors(
     slab_bytes = slab.slab_bytes(unit)
     memory = torch.zeros(num_slabs * slab_bytes + unit.block, dtype=torch.uint8, device=device)
     slot_bytes, block_bytes = slab_bytes // slab.slots_per_slab, slab_bytes // slab.blocks_per_slab
-    lead = (states.num_layers, num_slabs * slab.slots_per_slab)
-    conv = _view(memory, states.conv_dtype, lead + states.conv_shape, (states.conv_bytes, slot_bytes), 0)
-    first_ssm = states.num_layers * states.conv_bytes
-    ssm = _view(memory, states.ssm_dtype, lead + states.ssm_shape, (states.ssm_bytes, slot_bytes), first_ssm)
+    lead, first_byte, views = (states.num_layers, num_slabs * slab.slots_per_slab), 0, []
+    for part in states.parts:
+        views.append(_view(memory, part.dtype, lead + part.shape, (part.aligned_bytes, slot_bytes), first_byte))
+        first_byte += states.num_layers * part.aligned_bytes
     half = blocks.num_elements * blocks.dtype.itemsize
     num_blocks = num_slabs * slab.blocks_per_slab + 1
     shape = (2, blocks.num_layers, num_blocks, *blocks.block_shape)
-    return StatePool(states, conv, ssm), _view(memory, blocks.dtype, shape, (half, 2 * half, block_bytes), 0)
+    return tuple(views), _view(memory, blocks.dtype, shape, (half, 2 * half, block_bytes), 0)
 
 
-def bytes_of(pool: StatePool, kv_buffer: Tensor) -> Tensor:
+def bytes_of(*views: Tensor) -> Tensor:
     """Return the memory that `slab_tensors` has cut, [bytes] uint8."""
-    view = max((pool.ssm, kv_buffer), key=lambda tensor: tensor.untyped_storage().nbytes())
+    view = max(views, key=lambda tensor: tensor.untyped_storage().nbytes())
     return torch.empty(0, dtype=torch.uint8, device=view.device).set_(view.untyped_storage())
 
 

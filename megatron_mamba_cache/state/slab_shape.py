@@ -13,7 +13,7 @@ _ANY_NUMBER = 2**40  # other ranks set the limit
 
 @dataclass(frozen=True, slots=True)
 class UnitBytes:
-    """What one rank stores of a state and of a KV block; 0 where it has no such layers.
+    """What one rank stores of a cached state and of a KV block; 0 where it has no such layers.
 
     Args:
         token_row: Bytes of one token's keys of one layer; every address of a block is a multiple of it.
@@ -59,13 +59,13 @@ class SlabShape:
         slab_bytes = self.slab_bytes(unit)
         return max(num_bytes - unit.block, 0) // slab_bytes if slab_bytes else _ANY_NUMBER
 
-    def slabs_of_request(self, num_blocks: int, num_drafts: int) -> int:
-        """Return the slabs that one request needs: its KV, its live state, those after its drafts and one to cache."""
-        return -(-num_blocks // self.blocks_per_slab) + -(-(2 + num_drafts) // self.slots_per_slab)
+    def slabs_of_request(self, num_blocks: int, num_states: int) -> int:
+        """Return the slabs that one request needs for its KV and its states."""
+        return -(-num_blocks // self.blocks_per_slab) + -(-num_states // self.slots_per_slab)
 
-    def blocks_of_request(self, num_slabs: int, num_drafts: int) -> int:
+    def blocks_of_request(self, num_slabs: int, num_states: int) -> int:
         """Return the most KV blocks for which `slabs_of_request` is at most `num_slabs`; 0 if even one is too many."""
-        return max(num_slabs - self.slabs_of_request(0, num_drafts), 0) * self.blocks_per_slab
+        return max(num_slabs - self.slabs_of_request(0, num_states), 0) * self.blocks_per_slab
 
     def loss(self, units: Sequence[UnitBytes]) -> float:
         """Return the largest share of a slab that one of its uses leaves empty."""

@@ -1,7 +1,10 @@
-"""The one pool of Mamba states: live, reserved and cached slots are rows of the same tensors."""
+"""The one pool of Mamba states: live, reserved and cached slots are rows of the same tensors.
+
+Only where cached states are rounded, those are rows of a `RoundedPool` beside it.
+"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -9,20 +12,25 @@ from torch import Tensor
 
 from ..kernels.prefill_rows import PAD_SLOT
 from ..kernels.slots.align_copy import AlignRows, align_copy
+from ..kernels.slots.rounded_states import RoundedStates
 from ..kernels.slots.slot_copies import copy_slots, copy_slots_between, zero_slots
 from ..kernels.ssm.replay_rows import BoundaryFolds, ReplayRing
 from ..kernels.ssm.state_replay import fold_boundaries
 from .layout import StateLayout
+from .rounded_pool import RoundedPool
+from .slot_numbers import sent_to
 
 
 @dataclass(frozen=True, slots=True)
 class LayerStates:
-    """One layer's view of the pool."""
+    """One layer's view of the pool, and where its boundary states go: to the same slots, unless they are rounded."""
 
     conv: Tensor  # [slots, window, conv_dim]
     ssm: Tensor  # [slots, heads, d_state, head_dim]
     ring: ReplayRing | None = None  # None: states are not replayed
     ring_len: int = 0
+    conv_ends: Tensor | None = None  # [cached slots, d_conv - 1, conv_dim]; None: states are not rounded
+    rounded: RoundedStates | None = None  # with `conv_ends`
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +61,13 @@ class StatePool:
     """Conv windows and SSM states of all slots and layers, at fixed addresses for the pool's life."""
 
     def __init__(
-        self, layout: StateLayout, conv: Tensor, ssm: Tensor, rings: ReplayRing | None = None, ring_len: int = 0
+        self,
+        layout: StateLayout,
+        conv: Tensor,
+        ssm: Tensor,
+        rings: ReplayRing | None = None,
+        ring_len: int = 0,
+        rounded: RoundedPool | None = None,
     ) -> None:
         """Take tensors over; see `state/pool_tensors.py`.
 
@@ -62,6 +76,7 @@ class StatePool:
             ssm: [layers, slots, heads, d_state, head_dim]; likewise.
             rings: [layers, rings, ...]; what live states are replayed from, None if they are not.
             ring_len: Tokens after which a replayed state is written.
+            rounded: Where cached states are; None: in this pool.
         """
         self.layout = layout
         self.num_slots = conv.shape[1]
@@ -69,6 +84,7 @@ class StatePool:
         self.ssm = ssm
         self.rings = rings
         self.ring_len = ring_len
+        self.rounded = rounded
 
     @staticmethod
     def zeros(layout: StateLayout, num_slots: int, device: torch.device | int | str) -> "StatePool":
@@ -79,7 +95,17 @@ class StatePool:
 
     def with_rings(self, rings: ReplayRing, ring_len: int) -> "StatePool":
         """Return a pool over the same states, whose live ones are replayed from rings."""
-        return StatePool(self.layout, self.conv, self.ssm, rings, ring_len)
+        return StatePool(self.layout, self.conv, self.ssm, rings, ring_len, self.rounded)
+
+    @property
+    def cached(self) -> "StatePool | RoundedPool":
+        """The pool with the cached states."""
+        return self.rounded or self
+
+    @property
+    def device(self) -> torch.device:
+        """Where the pool is."""
+        return self.ssm.device
 
     @property
     def without_ssm(self) -> Tensor:
@@ -90,7 +116,13 @@ class StatePool:
         """Return the states of Mamba layer `index` (counted over this rank's Mamba layers)."""
         rings = self.rings
         ring = None if rings is None else ReplayRing(rings.x[index], rings.B[index], rings.steps[index])
-        return LayerStates(self.conv[index], self.ssm[index], ring, self.ring_len)
+        states = LayerStates(self.conv[index], self.ssm[index], ring, self.ring_len)
+        rounded = self.rounded
+        return (
+            states
+            if rounded is None
+            else replace(states, conv_ends=rounded.conv[index], rounded=rounded.ssm_layer(index))
+        )
 
     def copy(self, src: Tensor, dst: Tensor) -> None:
         """Copy whole slots, all layers and state types, in place.
@@ -100,6 +132,33 @@ class StatePool:
         """
         copy_slots((self.conv, self.ssm), src, dst)
 
+    def align_copy(self, ssm: Tensor, rows: AlignRows, block_size: int, window_len: int) -> None:
+        """Write the states at the boundaries that rows reached into their targets; see `align_copy`.
+
+        Args:
+            ssm: The SSM states, or `without_ssm` where those of boundaries are folded.
+            window_len: Conv inputs that a state keeps.
+        """
+        if self.rounded is None:
+            align_copy(self.conv, ssm, rows, block_size, window_len)
+        else:
+            self.rounded.align_copy(self.conv, ssm, rows, block_size)
+
+    def fold_boundaries(self, folds: BoundaryFolds) -> None:
+        """Write replayed states at boundaries into their targets; the pool has rings. See `fold_boundaries`."""
+        assert self.rings is not None
+        rounded = None if self.rounded is None else self.rounded.ssm
+        fold_boundaries(self.ssm, self.rings, folds, self.ring_len, rounded)
+
+    def store_layer(self, layer: int, slot: int, conv: Tensor, ssm: Tensor) -> None:
+        """Write one layer's state into a slot.
+
+        Args:
+            conv, ssm: Of the layout's shapes.
+        """
+        self.conv[layer, slot].copy_(conv)
+        self.ssm[layer, slot].copy_(ssm)
+
     def store_from(self, conv: Tensor, ssm: Tensor, src: Sequence[int], dst: Sequence[int]) -> None:
         """Copy slots `src` of other pools with the same slot shapes into slots `dst` of this one, all layers.
 
@@ -107,13 +166,13 @@ class StatePool:
             conv, ssm: [layers, slots, ...]; may be this pool's own if no slot is in both lists.
             dst: Pairwise distinct.
         """
-        sent = self._send(src, dst)
-        copy_slots_between((conv, ssm), (self.conv, self.ssm), sent[0], sent[1])
+        sources, targets = sent_to(self.device, src, dst)
+        copy_slots_between((conv, ssm), (self.conv, self.ssm), sources, targets)
 
     def restore_to(self, conv: Tensor, ssm: Tensor, src: Sequence[int], dst: Sequence[int]) -> None:
         """Copy slots `src` of this pool into slots `dst` of other pools: `store_from`, the other way."""
-        sent = self._send(src, dst)
-        copy_slots_between((self.conv, self.ssm), (conv, ssm), sent[0], sent[1])
+        sources, targets = sent_to(self.device, src, dst)
+        copy_slots_between((self.conv, self.ssm), (conv, ssm), sources, targets)
 
     def settle(self, windows: Sequence[DraftWindow], window_len: int) -> None:
         """Copy the accepted state of each draft window to column 0, all layers, in place.
@@ -158,9 +217,6 @@ class StatePool:
     def zero(self, slots: Tensor) -> None:
         """Zero whole slots, all layers and state types, in place."""
         zero_slots((self.conv, self.ssm), slots)
-
-    def _send(self, *lists: Sequence[int]) -> Tensor:
-        return torch.tensor([list(numbers) for numbers in lists], dtype=torch.int32).to(self.ssm.device)
 
 
 def _columns_of(lines: Sequence[Sequence[int]]) -> Tensor:

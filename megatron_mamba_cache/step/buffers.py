@@ -24,6 +24,7 @@ class StepLimits:
         max_drafts: Draft tokens of a row.
         marks_real_tokens: Whether the model asks which tokens are not padding.
         ring_len: Tokens after which a replayed state is written; 0 where states are not replayed.
+        restores_states: Whether cached states are restored into live slots before a step, not read by its forward.
     """
 
     max_tokens: int
@@ -33,6 +34,7 @@ class StepLimits:
     max_drafts: int = 0
     marks_real_tokens: bool = False
     ring_len: int = 0
+    restores_states: bool = False
 
     @property
     def max_logits(self) -> int:
@@ -75,6 +77,7 @@ class StepBuffers:
         "top_p",
         "cu_rows",
         "initial_slots",
+        "source_slots",
         "final_slots",
         "cu_chunks",
         "chunk_rows",
@@ -104,6 +107,7 @@ class StepBuffers:
         for name in ("token_ids", "token_positions", "token_blocks", "token_offsets"):
             sizes[name] = limits.max_tokens
         sizes["real_tokens"] = limits.max_tokens if limits.marks_real_tokens else 0
+        sizes["source_slots"] = limits.max_rows if limits.restores_states else 0
         for name in ("cu_query", "cu_logits", "cu_rows", "cu_row_chunks"):
             sizes[name] = limits.max_rows + 1
         for name in ("uniforms", "accept_uniforms", "residual_uniforms"):

@@ -19,16 +19,18 @@ from ..policy.boundaries import BoundaryRule
 from ..policy.decode_rules import DecodeRules
 from ..policy.eviction_rules import EVICTION_RULES
 from ..policy.identifiers import BlockId
-from ..policy.places import CacheSpace, SplitSpace
+from ..policy.places import CacheSpace, FixedPlaces, SplitSpace
 from ..policy.pools import CachePools
 from ..policy.prefix_cache import CacheIdentity, PrefixCache
 from ..policy.requests import RunningRequest
 from ..policy.slabs import SlabSpace
 from ..ranks.agreement import CacheCapacity
 from ..ranks.group import Ranks, on_all_ranks
+from ..state.layout import RoundedLayout
 from ..state.memory_sizes import MemorySizes
 from ..state.model_shape import HybridModelShape
-from ..state.pool_tensors import BlockLayout, bytes_of, separate_tensors, slab_tensors
+from ..state.pool_tensors import BlockLayout, bytes_of, separate_tensors, slab_tensors, state_tensors
+from ..state.rounded_pool import RoundedPool
 from ..state.state_pool import DraftWindow, RingState, StatePool
 from .batch import StepGeometry
 from .buffers import StepBuffers, StepLimits
@@ -68,20 +70,21 @@ class CacheMemory:
         self.attention = on_all_ranks(ranks, lambda: choose_attention(config.attention_backend, attention_shape))
         # Memory before bookkeeping: an impossible budget fails here, not after lists of its size are filled.
         self.state_pool, self.kv_buffer = on_all_ranks(ranks, lambda: _allocated(shape, config, capacity, device))
+        running = FixedPlaces(config.num_running_slots) if config.rounds_states else None
         self.dummy_block = BlockId(capacity.num_blocks - 1)  # takes writes that are never read
         rule = EVICTION_RULES[config.eviction](capacity.state_len)
-        pools = CachePools.over(_space(capacity), rule, block_size=config.block_size_tokens)
+        pools = CachePools.over(_space(capacity), rule, block_size=config.block_size_tokens, running=running)
         self.pools = pools
         self.blocks, self.slots = pools.kv, pools.slots
         self.num_paused_blocks = capacity.num_paused_blocks
         self.below = AttachedTiers()
         if below is not None:
             self.below = below.attach(
-                pools, bytes_of(self.state_pool, self.kv_buffer), counters, self.clear_stale_blocks
+                pools, bytes_of(self.state_pool.cached.conv, self.kv_buffer), counters, self.clear_stale_blocks
             )
         self._sizes = MemorySizes.of(
             capacity.num_slots, capacity.num_blocks - 1, capacity.num_slabs, capacity.slab, shape.unit_bytes(config)
-        ).with_rings(shape.rings_bytes(config))
+        ).beside(shape.rings_bytes(config), shape.running_bytes(config))
         self.step_buffers = on_all_ranks(ranks, lambda: _step_buffers(config, shape, max_blocks, device))
         self.geometry = StepGeometry(config.block_size_tokens, shape.ssm_chunk_size, self.dummy_block, shape.d_conv - 1)
         stride = 1 if config.boundary_stride == "all" else config.boundary_stride
@@ -120,6 +123,23 @@ class CacheMemory:
         slabs = space.count_slabs() if isinstance(space, SlabSpace) else {}
         used = {"state_slots": slots, "kv_blocks": blocks, "cache_bytes": self._sizes.by_use(slots, blocks, slabs)}
         return used | self.below.usage()
+
+    def prepare(self, prefill_rows: Sequence[RunningRequest]) -> None:
+        """Make what the forward of the laid out step reads and writes fit for it: stale blocks, and rounded states."""
+        self.clear_stale_blocks()
+        if any(row.source_block is not None for row in prefill_rows):
+            self.restore_states(len(prefill_rows))
+
+    def restore_states(self, num_rows: int) -> None:
+        """Write the rounded states that the laid out step starts from into live slots; without such states do nothing.
+
+        Args:
+            num_rows: The step's first prefill rows, among which are all that start from a cached state.
+        """
+        pool, buffers = self.state_pool, self.step_buffers
+        if pool.rounded is not None:
+            sources, targets = (buffers.device(name)[:num_rows] for name in ("source_slots", "final_slots"))
+            pool.rounded.restore(pool.conv, pool.ssm, sources, targets)
 
     def close(self, rows: Iterable[RunningRequest]) -> None:
         """Keep below what rows have published, and wait for all copies: the memory is about to be freed."""
@@ -176,15 +196,20 @@ def _allocated(
     shape: HybridModelShape, config: CacheConfig, capacity: CacheCapacity, device: torch.device | int
 ) -> tuple[StatePool, Tensor]:
     """Return the state pool and the KV blocks, [2, layers, blocks, block size, kv heads, head dim]."""
-    states, num_blocks = shape.state_layout(config), capacity.num_blocks
+    live, states, num_blocks = shape.state_layout(config), shape.cached_layout(config), capacity.num_blocks
     block_shape = (config.block_size_tokens, shape.num_kv_heads, shape.kv_channels)
     blocks = BlockLayout(shape.num_attention_layers, block_shape, shape.params_dtype)
     try:
         if capacity.slab is not None:
             unit = shape.unit_bytes(config)
-            pool, kv_buffer = slab_tensors(states, blocks, capacity.slab, unit, capacity.num_slabs, device)
+            parts, kv_buffer = slab_tensors(states, blocks, capacity.slab, unit, capacity.num_slabs, device)
         else:
-            pool, kv_buffer = separate_tensors(states, blocks, capacity.num_slots, num_blocks, device)
+            parts, kv_buffer = separate_tensors(states, blocks, capacity.num_slots, num_blocks, device)
+        rounded = None
+        if isinstance(states, RoundedLayout):
+            rounded, parts = RoundedPool(states, *parts), state_tensors(live, config.num_running_slots, device)
+        conv, ssm = parts
+        pool = StatePool(live, conv, ssm, rounded=rounded)
         if config.replays:
             rings = shape.ring_layout(config).zeros(config.max_requests, device)
             pool = pool.with_rings(rings, config.ring_len or 0)
@@ -196,11 +221,16 @@ def _allocated(
             ) from error
         block_bytes = shape.block_bytes(config.block_size_tokens)
         raise CacheCapacityError(
-            f"cannot allocate {capacity.num_slots * states.slot_bytes / 2**30:.3g} GiB of states, "
+            f"cannot allocate {_states_bytes(capacity, shape, config) / 2**30:.3g} GiB of states, "
             f"{shape.rings_bytes(config) / 2**30:.3g} GiB of their rings and "
             f"{num_blocks * block_bytes / 2**30:.3g} GiB of KV blocks; lower "
             "--inference-dynamic-batching-prefix-caching-mamba-gb or --inference-dynamic-batching-buffer-size-gb"
         ) from error
+
+
+def _states_bytes(capacity: CacheCapacity, shape: HybridModelShape, config: CacheConfig) -> int:
+    """Return the bytes of all states where KV blocks have a memory of their own."""
+    return capacity.num_slots * shape.cached_layout(config).slot_bytes + shape.running_bytes(config)
 
 
 def _attention_shape(
@@ -238,6 +268,7 @@ def _step_buffers(
         max_drafts=config.num_speculative_tokens,
         marks_real_tokens=shape.has_experts,
         ring_len=config.ring_len or 0,
+        restores_states=config.rounds_states,
     )
     with step_memory(config):
         return StepBuffers(limits, device)

@@ -12,7 +12,8 @@ def write_prefill_rows(rows: Sequence[RunningRequest], buffers: StepBuffers, ssm
     """Write the `PrefillRows` sections of the buffers; return the number of SSM chunks.
 
     A row that starts at a cached boundary reads its initial state straight from the cached slot and writes its final
-    state to its live slot, so that a restore costs no copy; a row in mid-prefill reads and writes its live slot.
+    state to its live slot, so that a restore costs no copy; a row in mid-prefill reads and writes its live slot, and so
+    does one whose cached state is restored before.
     """
     starts = [0]
     for row in rows:
@@ -24,7 +25,13 @@ def write_prefill_rows(rows: Sequence[RunningRequest], buffers: StepBuffers, ssm
         for state in row.reserved:
             chunk_slots[plan.chunk_at_end(start + state.position - row.computed)] = state.slot
     buffers.host("cu_rows")[: num_rows + 1] = starts
-    buffers.host("initial_slots")[:num_rows] = [_initial_slot(row) for row in rows]
+    if buffers.limits.restores_states:
+        buffers.host("source_slots")[:num_rows] = [_restored_slot(row) for row in rows]
+        buffers.host("initial_slots")[:num_rows] = [
+            _initial_slot(row) if row.source_block is None else row.live_slot for row in rows
+        ]
+    else:
+        buffers.host("initial_slots")[:num_rows] = [_initial_slot(row) for row in rows]
     buffers.host("final_slots")[:num_rows] = [row.live_slot for row in rows]
     buffers.host("cu_chunks")[: num_chunks + 1] = plan.cu_chunks
     buffers.host("chunk_rows")[:num_chunks] = plan.chunk_rows
@@ -38,3 +45,7 @@ def _initial_slot(row: RunningRequest) -> int:
     if row.source_slot is not None:
         return row.source_slot
     return row.live_slot if row.computed else PAD_SLOT
+
+
+def _restored_slot(row: RunningRequest) -> int:
+    return PAD_SLOT if row.source_block is None or row.source_slot is None else row.source_slot

@@ -301,7 +301,7 @@ class StepRunner:
     def begin(self, step: Step) -> Step:
         """Count a step that is laid out, show it to the model and the sampler, and return it."""
         self.show(step)
-        self.memory.clear_stale_blocks()
+        self.memory.prepare(step.rows[step.batch.num_decode_rows :])
         self.counters.steps += 1
         self.counters.graph_steps += step.graph is not None
         return step

@@ -8,9 +8,7 @@ from torch import Tensor
 
 from ..kernels.sampling.sampling import greedy_tokens, sample_tokens, token_probabilities
 from ..kernels.sampling.verification import DraftDistributions, RatioUniforms, accept_by_ratio, accept_matching
-from ..kernels.slots.align_copy import align_copy
 from ..kernels.ssm.boundary_plan import plan_boundary_folds
-from ..kernels.ssm.state_replay import fold_boundaries
 from ..ranks.group import Ranks
 from .batch import StepBatch
 from .logits import Draws, StepLogits
@@ -89,8 +87,7 @@ def copy_reached_boundaries(step: StepBatch, outcome: Tensor, memory: CacheMemor
     pool, geometry = memory.state_pool, memory.geometry
     rows = replace(step.align, accepted=accepted)
     if step.replay is None or pool.rings is None:
-        align_copy(pool.conv, pool.ssm, rows, geometry.block_size, geometry.window_len)
+        pool.align_copy(pool.ssm, rows, geometry.block_size, geometry.window_len)
     else:
-        folds = plan_boundary_folds(step.replay, rows, pool.ring_len, geometry.block_size)
-        fold_boundaries(pool.ssm, pool.rings, folds, pool.ring_len)
-        align_copy(pool.conv, pool.without_ssm, rows, geometry.block_size, geometry.window_len)
+        pool.fold_boundaries(plan_boundary_folds(step.replay, rows, pool.ring_len, geometry.block_size))
+        pool.align_copy(pool.without_ssm, rows, geometry.block_size, geometry.window_len)

@@ -81,6 +81,7 @@ def rehearse_prefill(model: StepModel, runner: StepRunner) -> None:
     with runner.rehearsing():
         for rows in prefill_steps(memory.step_buffers.limits, memory.dummy_block):
             runner.show(runner.lay_out(rows))
+            memory.restore_states(len(rows))
             model.compute_step()
             torch.cuda.synchronize()
 

@@ -58,12 +58,13 @@ def bytes_taken(shape: HybridModelShape, config: CacheConfig) -> int:
     """Return the bytes of the pools that the settings buy."""
     config = config.resolved()
     capacity = CacheCapacity.of(config, shape, OneRank())
+    beside = shape.rings_bytes(config) + shape.running_bytes(config)
     if capacity.slab is not None:
         unit = shape.unit_bytes(config)
-        return capacity.slab.slab_bytes(unit) * capacity.num_slabs + unit.block + shape.rings_bytes(config)
-    slots = capacity.num_slots * shape.state_layout(config).slot_bytes if shape.num_mamba_layers else 0
+        return capacity.slab.slab_bytes(unit) * capacity.num_slabs + unit.block + beside
+    slots = capacity.num_slots * shape.cached_layout(config).slot_bytes if shape.num_mamba_layers else 0
     blocks = capacity.num_blocks * shape.block_bytes(config.block_size_tokens) if shape.num_attention_layers else 0
-    return slots + blocks + shape.rings_bytes(config)
+    return slots + blocks + beside
 
 
 @given(
@@ -72,13 +73,17 @@ def bytes_taken(shape: HybridModelShape, config: CacheConfig) -> int:
     fraction=st.floats(0.5, 1.0),
     drafts=st.sampled_from((0, 1, 4, 8)),
     split=st.sampled_from(({}, {"buffer_size_gb": 1.0}, {"prefix_caching_mamba_gb": 1.0})),
+    stored=st.sampled_from(("live", "int8")),
 )
 def test_pools_fit_the_fraction_and_use_it(
-    shape: HybridModelShape, free_gib: int, fraction: float, drafts: int, split: dict[str, float]
+    shape: HybridModelShape, free_gib: int, fraction: float, drafts: int, split: dict[str, float], stored: str
 ) -> None:
     card = Card(free_gib * GIB, fraction, widest_layer=21_504)
-    settings = card_settings(shape, 131_072, card, {"num_speculative_tokens": drafts} | split)
-    config = CacheConfig(num_speculative_tokens=drafts, **settings)
+    form = {"num_speculative_tokens": drafts, "cached_state_dtype": stored}
+    if stored == "int8" and "prefix_caching_mamba_gb" in split:
+        form["draft_states"] = "replay"  # which needs no draft states out of that GiB
+    settings = card_settings(shape, 131_072, card, form | split)
+    config = CacheConfig(**form, **settings)
     taken = bytes_taken(shape, config)
     assert taken <= fraction * card.free_bytes
     steps = 4 * 21_504 * config.max_tokens * 2 + 24 * shape.vocab_size * 256 * (1 + drafts) + 2 * GIB
@@ -191,10 +196,13 @@ def test_one_budget_takes_the_place_of_what_the_card_leaves() -> None:
 
 
 @pytest.mark.parametrize("cache_gb", [0.5, 2.0, 8.0])
+@pytest.mark.parametrize("stored", ["live", "int8"])
 @pytest.mark.parametrize("shape", [DENSE_8B, NANO_30B, shape_of("MM--"), shape_of("**--")])
-def test_a_request_may_be_as_long_as_one_budget_has_room_for(shape: HybridModelShape, cache_gb: float) -> None:
+def test_a_request_may_be_as_long_as_one_budget_has_room_for(
+    shape: HybridModelShape, stored: str, cache_gb: float
+) -> None:
     """A block more is refused."""
-    form = {"draft_states": "replay"}
+    form = {"draft_states": "replay", "cached_state_dtype": stored}
     settings = card_settings(shape, 2**24, Card(120 * GIB, 0.9, 21_504), {"cache_gb": cache_gb} | form)
     config = CacheConfig(**settings | form).resolved()
     assert CacheCapacity.of(config, shape, OneRank()).num_slabs
@@ -202,6 +210,25 @@ def test_a_request_may_be_as_long_as_one_budget_has_room_for(shape: HybridModelS
     if config.max_sequence_length < 2**24:
         with pytest.raises(ValueError, match="cannot hold one request"):
             CacheCapacity.of(longer, shape, OneRank())
+
+
+@pytest.mark.parametrize("shape", [DENSE_8B, NANO_30B])
+@pytest.mark.parametrize("one_budget", [True, False])
+def test_rounded_states_are_3_6_times_as_many_in_the_same_memory(shape: HybridModelShape, one_budget: bool) -> None:
+    """Beside the live states of all requests, which either form has in use when the server is full."""
+    memory = {"cache_gb": 40.0} if one_budget else {"prefix_caching_mamba_gb": 30.0, "buffer_size_gb": 10.0}
+    config = CacheConfig(max_requests=32, max_sequence_length=4096, **memory).resolved()
+    for dtype, least in (("fp32", 3.6), ("bf16", 1.85)):
+        live = replace(config, ssm_state_dtype=dtype)
+        exact = CacheCapacity.of(live, shape, OneRank()).num_slots - config.max_requests
+        rounded = CacheCapacity.of(replace(live, cached_state_dtype="int8"), shape, OneRank())
+        assert rounded.num_slots >= least * exact
+
+
+def test_live_states_beyond_the_budget_are_refused_with_what_helps() -> None:
+    config = CacheConfig(cache_gb=2.0, cached_state_dtype="int8", max_sequence_length=256).resolved()
+    with pytest.raises(ValueError, match=r"live states of max_requests=64: set --cache-gb to .* or max_requests$"):
+        CacheCapacity.of(config, DENSE_8B, OneRank())
 
 
 def test_ranks_with_other_layers_allow_requests_of_the_same_length() -> None:

@@ -72,9 +72,23 @@ def test_sizes_of_a_model_are_read_from_its_configuration(trace: Path, capfd: py
     assert status == 0 and f"{kv:,} bytes of KV a token, {state:,} bytes a state" in out and not err
 
 
+def test_a_rounded_state_of_a_model_has_a_byte_a_value_and_a_scale_a_channel(
+    trace: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = json.loads((SHIPPED / "config.json").read_text())
+    inner = config["mamba_num_heads"] * config["mamba_head_dim"]
+    conv_dim = inner + 2 * config["n_groups"] * config["ssm_state_size"]
+    weights = 2 if "bfloat16" in (config.get("dtype"), config.get("torch_dtype")) else 4
+    num_layers = config["layers_block_type"].count("linear_attention")
+    state = num_layers * (inner * config["ssm_state_size"] + 4 * inner + 3 * conv_dim * weights)
+    status, out, err = planned(capfd, trace, "--model", str(SHIPPED), "--cached-state-dtype", "int8")
+    assert status == 0 and f" {state:,} bytes a state" in out and not err
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        ((*KV, *STATE, "--cached-state-dtype", "int8"), "--cached-state-dtype needs --model"),
         (KV, "--state-bytes is missing"),
         ((), "--kv-bytes-per-token is missing"),
         ((*KV, *STATE, "--model", "x"), "--model: give a model or the sizes of one"),

@@ -108,6 +108,15 @@ def test_ranks_of_a_model_follow_grammars_alike(
     totals.add(first)
 
 
+@pytest.mark.parametrize(("layout", "flavour"), [(TENSOR, "disturbed_tiers"), (PIPELINE, "one_budget")], ids=name_of)
+def test_ranks_of_a_model_round_states_alike(layout: Layout, flavour: str, worlds: Worlds) -> None:
+    """Each has its part of every cached state, and one of them may have none."""
+    first, *others = worlds.of(2).run(run_workloads, layout, flavour, 11, 3, 1, False, True)
+    assert all(outcome.decisions == first.decisions and outcome.texts == first.texts for outcome in others)
+    assert all(seen["prompt_tokens_skipped"] and seen["graph_steps"] for seen in first.seen)
+    assert first.num_stopped <= 0.01 * first.num_compared
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("flavour", ["one_budget", "disturbed_budget"])
 @pytest.mark.parametrize("layout", [TENSOR, PIPELINE], ids=name_of)

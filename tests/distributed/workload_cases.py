@@ -56,7 +56,13 @@ class RankOutcome:
 
 
 def run_workloads(
-    layout: Layout, flavour: str, seed: int, num_graphs: int, digest_steps: int, has_grammars: bool = False
+    layout: Layout,
+    flavour: str,
+    seed: int,
+    num_graphs: int,
+    digest_steps: int,
+    has_grammars: bool = False,
+    rounds_states: bool = False,
 ) -> RankOutcome:
     """Run the workload of a flavour and a seed without drafts and with, as the other ranks do.
 
@@ -68,7 +74,8 @@ def run_workloads(
         if layout.tensor > 2:
             patch.setattr(random_workloads, "MODELS", tuple(model | _WIDTHS for model in MODELS))
         capture_without_cuda(patch)
-        return _run_workloads(_workload(flavour, seed, num_graphs, digest_steps, has_grammars=has_grammars))
+        forms = {"has_grammars": has_grammars, "rounds_states": rounds_states}
+        return _run_workloads(_workload(flavour, seed, num_graphs, digest_steps, **forms))
 
 
 def run_workloads_of_replicas(
@@ -154,9 +161,8 @@ def _contents(context: Any) -> list[Tensor]:
     return [memory.state_pool.conv.clone(), memory.state_pool.ssm.clone(), memory.kv_buffer[:, :, :-1].clone()]
 
 
-def _workload(flavour: str, seed: int, num_graphs: int, digest_steps: int, *, has_grammars: bool = False) -> Workload:
-    replays = flavour in REPLAYED
-    work = make_workload(FLAVOURS[flavour], seed, NUM_DRAFTS, has_grammars=has_grammars, replays=replays)
+def _workload(flavour: str, seed: int, num_graphs: int, digest_steps: int, **forms: bool) -> Workload:
+    work = make_workload(FLAVOURS[flavour], seed, NUM_DRAFTS, replays=flavour in REPLAYED, **forms)
     graphs = {"num_cuda_graphs": num_graphs, "cuda_graph_prefill_tokens": 40}
     return replace(work, config=replace(work.config, rank_digest_steps=digest_steps, **graphs))
 

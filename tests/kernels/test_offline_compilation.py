@@ -22,8 +22,10 @@ from megatron_mamba_cache.kernels.sampling import token_cuts, token_draws
 from megatron_mamba_cache.kernels.sampling.sampling_rows import SamplingRows
 from megatron_mamba_cache.kernels.sampling.token_draws import draw_tokens
 from megatron_mamba_cache.kernels.slots import align_copy as align_copy_module
-from megatron_mamba_cache.kernels.slots import slot_copies
+from megatron_mamba_cache.kernels.slots import rounded_align, rounded_states, slot_copies
 from megatron_mamba_cache.kernels.slots.align_copy import align_copy
+from megatron_mamba_cache.kernels.slots.rounded_align import rounded_align_copy
+from megatron_mamba_cache.kernels.slots.rounded_states import restore_states
 from megatron_mamba_cache.kernels.slots.slot_copies import copy_slots, zero_slots
 from megatron_mamba_cache.kernels.ssm import hopper_tiling, ssd_scan, ssd_scan_hopper, ssd_scan_portable, ssd_tiles
 from megatron_mamba_cache.kernels.ssm import state_verify as state_verify_module
@@ -34,6 +36,7 @@ from megatron_mamba_cache.kernels.ssm.state_verify import state_verify
 from tests.kernels.align_steps import StepRow, device_rows
 from tests.kernels.kernel_stand_ins import CompiledInsteadOfLaunched, global_accesses
 from tests.kernels.packed_rows import RowSpec, VerifySpec, pack_rows, pack_verify
+from tests.kernels.rounded_places import patterned
 from tests.kernels.ssm_steps import SSMShape, random_steps
 
 Compile = Callable[[ModuleType, str], CompiledInsteadOfLaunched]
@@ -239,6 +242,37 @@ def test_scan_compiles_to_asynchronous_matrix_products(
     scan_tiles(steps.tokens, steps.weights, pool, rows, tiles, tiling)
     assert len(cut.ptx) == len(scan.ptx) == 1
     assert "wgmma.mma_async" in scan.ptx[0] and "cp.async.bulk.tensor" in scan.ptx[0]
+
+
+@pytest.mark.parametrize("tiling", [None, HopperTiling(1, 64, 3), HopperTiling(2, 64, 2)])
+def test_scan_that_rounds_states_compiles_and_takes_no_more_shared_memory(
+    tiling: HopperTiling | None, compile_for_hopper: Compile
+) -> None:
+    compile_for_hopper(ssd_tiles, "_tiles_kernel")
+    scan = compile_for_hopper(ssd_scan_hopper if tiling else ssd_scan_portable, "_scan_kernel")
+    steps = random_steps(200, "cpu", SHAPE_NANO).cast(torch.bfloat16)
+    pool, rows = torch.empty(2, *SHAPE_NANO.state), pack_rows([RowSpec(200, final=0)], 128, "cpu")
+    tiles = tile_shape(128, torch.bfloat16)
+    assert tiles is not None
+    for rounded in (None, patterned(3, SHAPE_NANO.state, "cpu")):
+        scan_tiles(steps.tokens, steps.weights, pool, rows, tiles, tiling, rounded)
+    exact, rounding = scan.ptx
+    assert "div.rn.f32" in rounding and "div.rn.f32" not in exact and "wgmma.mma_async" in rounding
+    assert scan.shared_bytes[1] <= scan.shared_bytes[0] <= HOPPER_SHARED_BYTES
+
+
+@pytest.mark.parametrize("shape", [SHAPE_8B, SHAPE_NANO])
+def test_rounded_states_are_written_and_restored_in_wide_accesses(shape: SSMShape, compile_for_hopper: Compile) -> None:
+    restore = compile_for_hopper(rounded_states, "_restore_kernel")
+    align = compile_for_hopper(rounded_align, "_rounded_align_kernel")
+    ssm, places = torch.empty(2, 3, *shape.state), patterned(3, shape.state, "cpu", 2)
+    slots = torch.zeros(3, dtype=torch.int32)
+    restore_states(places, ssm, slots, slots)
+    conv, ends = torch.empty(2, 3, 6, 10240, dtype=torch.bfloat16), torch.empty(2, 3, 3, 10240, dtype=torch.bfloat16)
+    rows = device_rows([StepRow(28, 5, 4, 5, (0, 0, 0, 0, 0), 0)], "cpu")
+    rounded_align_copy(conv, ssm, rows, 16, 3, ends, places)
+    assert "v4.b32" in global_accesses(restore.ptx[0], "st") and "v4.b32" in global_accesses(align.ptx[0], "ld")
+    assert "div.rn.f32" in align.ptx[0]
 
 
 # Each takes seconds to compile: by default each state once, and each number of rows.

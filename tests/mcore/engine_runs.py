@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Self
 
+import torch
 from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron_mamba_cache import CacheConfig, build_engine
@@ -81,6 +82,13 @@ def state_bytes(sizes: RandomHybridConfig, num_drafts: int = 0) -> int:
     return sizes.pattern.count("M") * 4 * (window * conv_dim + inner * sizes.mamba_state_dim)
 
 
+def rounded_bytes(sizes: RandomHybridConfig) -> int:
+    """Return the bytes of one cached state over all Mamba layers that is rounded to 8 bits."""
+    inner = sizes.mamba_num_heads * sizes.mamba_head_dim
+    conv_dim = inner + 2 * sizes.mamba_num_groups * sizes.mamba_state_dim
+    return sizes.pattern.count("M") * (4 * 3 * conv_dim + inner * sizes.mamba_state_dim + 4 * inner)
+
+
 def cache_config(
     sizes: RandomHybridConfig,
     *,
@@ -91,7 +99,8 @@ def cache_config(
 ) -> CacheConfig:
     """Return settings that buy exactly `kv_blocks` usable blocks and rows for `cached_states` cached states.
 
-    Paused requests may keep `paused_blocks` of the blocks; None takes the package's default.
+    Paused requests may keep `paused_blocks` of the blocks; None takes the package's default. Where cached states are
+    rounded, drafts have slots beside them.
     """
     small = {
         "block_size_tokens": 2 * sizes.ssm_chunk_size,
@@ -102,10 +111,14 @@ def cache_config(
     } | settings
     num_drafts = small.get("num_speculative_tokens", 0)
     block_gb = block_bytes(sizes, small["block_size_tokens"]) / GIB
+    states_bytes = cached_states * state_bytes(sizes, num_drafts)
+    if small.get("cached_state_dtype") == "int8":
+        num_slots = small["max_requests"] * (0 if small.get("draft_states") == "replay" else num_drafts)
+        states_bytes = cached_states * rounded_bytes(sizes) + num_slots * state_bytes(sizes, num_drafts)
     return CacheConfig(
         buffer_size_gb=(kv_blocks + 1) * block_gb,  # one is the dummy
         paused_buffer_size_gb=None if paused_blocks is None else min(paused_blocks, kv_blocks - 1) * block_gb,
-        prefix_caching_mamba_gb=cached_states * state_bytes(sizes, num_drafts) / GIB,
+        prefix_caching_mamba_gb=(states_bytes + 0.5) / GIB,
         **small,
     )
 
@@ -139,9 +152,9 @@ def _one_budget_bytes(config: CacheConfig, shape: HybridModelShape, spare_slabs:
     units = ranks_of_process().gather(shape.unit_bytes(config))
     slab = SlabShape.fitting(units)
     longest = -(-config.max_sequence_length // config.block_size_tokens)
-    num_slabs = slab.slabs_of_request(longest, config.num_draft_slots) + spare_slabs
-    rings_bytes = max(ranks_of_process().gather(shape.rings_bytes(config)))
-    return max(num_slabs * slab.slab_bytes(unit) + unit.block for unit in units) + rings_bytes
+    num_slabs = slab.slabs_of_request(longest, config.num_request_slots) + spare_slabs
+    beside_bytes = max(ranks_of_process().gather(shape.rings_bytes(config) + shape.running_bytes(config)))
+    return max(num_slabs * slab.slab_bytes(unit) + unit.block for unit in units) + beside_bytes
 
 
 def greedy(num_tokens: int | None, **settings: Any) -> SamplingParams:
@@ -226,6 +239,24 @@ class EngineRun:
                 f"cached, differs from the oracle at generated token {check.first_mismatch}: {generated}"
             )
             tally.add(OracleTally(check.num_compared, check.num_stopped))
+        return tally
+
+    def assert_near_oracle(self, request_ids: Iterable[int], margin: float) -> "OracleTally":
+        """Assert that each token of greedy requests is one that the oracle scores within `margin` of its best.
+
+        The tally's stops are tokens that are not the oracle's choice.
+        """
+        tally = OracleTally()
+        for request_id in request_ids:
+            prompt, generated = self.prompts[request_id], self.tokens(request_id)
+            logits = self.subject.oracle.logits([*prompt, *generated])[len(prompt) - 1 : -1]
+            chosen = logits.gather(1, torch.tensor(generated, device=logits.device)[:, None])[:, 0]
+            behind = logits.amax(1) - chosen
+            assert behind.max() < margin, (
+                f"request {request_id} of {len(prompt)} prompt tokens, {self.engine.cached_tokens(request_id)} of them "
+                f"cached, chooses tokens by {behind.tolist()} worse than the oracle's: {generated}"
+            )
+            tally.add(OracleTally(len(generated), int((behind > 0).sum())))
         return tally
 
     def assert_exact(self) -> None:

@@ -43,6 +43,8 @@ EXPERT_MODELS = (
     {"pattern": "ME*EM", "ssm_chunk_size": 16, "use_rope": False, "hidden_size": 48, "num_experts": 7},
 )
 RING_LENGTHS = (4, 8, 16, 32)
+ROUNDING_MARGIN = 0.05
+"""By how much the oracle may score a token worse than its best where states were rounded."""
 MODEL_FORMS = {"dense": MODELS, "experts": EXPERT_MODELS}
 
 _WISHES: tuple[dict[str, Any], ...] = (
@@ -321,6 +323,7 @@ def make_workload(
     has_grammars: bool = False,
     models: Sequence[dict[str, Any]] | None = None,
     replays: bool = False,
+    rounds_states: bool = False,
 ) -> Workload:
     """Return the workload of a flavour and a seed; with drafts, and sometimes without, requests have stop words.
 
@@ -330,6 +333,7 @@ def make_workload(
         has_grammars: Whether about half of the requests have to follow a grammar, and no others have stop words.
         models: Sizes of models, one of which is drawn; None: MODELS.
         replays: Whether states are replayed, from rings of some length; else what the device's default is.
+        rounds_states: Whether cached states are rounded to 8 bits.
     """
     rng = random.Random(f"{flavour.name} {seed}")
     sizes = rng.choice(MODELS if models is None else models)
@@ -361,6 +365,8 @@ def make_workload(
     if replays:
         lengths = [length for length in RING_LENGTHS if block % length == 0]
         settings |= {"draft_states": "replay", "ring_len": random.Random(seed).choice(lengths)}
+    if rounds_states:
+        settings["cached_state_dtype"] = "int8"
     spare_slabs, host_slabs = settings.pop("spare_slabs", None), settings.pop("host_slabs", None)
     disk_gb = settings.pop("disk_gb", None)
     config = cache_config(subject.sizes, **settings)
@@ -435,7 +441,11 @@ def _run_workload(work: Workload, drafter: Drafter | None) -> WorkloadOutcome:
         seen["windows_changed"] += sum(windows.get(request_id, size) != size for request_id, size in after.items())
     _assert_all_finished(work, run)
     seen.update({name: count for name, count in run.context.snapshot().as_dict().items() if isinstance(count, int)})
-    tally = run.assert_matches_oracle([i for i, arrival in enumerate(work.arrivals) if arrival.is_greedy])
+    is_greedy = [i for i, arrival in enumerate(work.arrivals) if arrival.is_greedy]
+    if work.config.rounds_states:
+        tally = run.assert_near_oracle(is_greedy, ROUNDING_MARGIN)
+    else:
+        tally = run.assert_matches_oracle(is_greedy)
     texts = {request_id: run.prompts[request_id] + run.tokens(request_id) for request_id in run.finished}
     assert run.context.runner._changes.masks._rows == {}
     seen["ended by a grammar"] = sum(

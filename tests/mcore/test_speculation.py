@@ -14,7 +14,6 @@ from megatron_mamba_cache.speculation.drafter import Draft, DraftRequest
 from megatron_mamba_cache.speculation.prompt_lookup import PromptLookupDrafter
 from megatron_mamba_cache.state.state_pool import DraftWindow, StatePool
 from megatron_mamba_cache.step import runner as runner_module
-from megatron_mamba_cache.step import verify as verify_module
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
 from tests.mcore.faults import InjectedFault, raise_once
 from tests.mcore.noisy_drafter import NoisyDrafter
@@ -58,9 +57,9 @@ def greedy_texts() -> dict[int, list[int]]:
 def align_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Collect, for each align copy that is launched, how many rows it copies."""
     counts: list[int] = []
-    original = verify_module.align_copy
+    original = StatePool.align_copy
 
-    def counted(conv_pool: Any, ssm_pool: Any, rows: Any, block_size: int, window_len: int) -> None:
+    def counted(pool: StatePool, ssm: Any, rows: Any, block_size: int, window_len: int) -> None:
         fields = zip(
             rows.computed.tolist(),
             rows.scheduled.tolist(),
@@ -70,9 +69,9 @@ def align_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
             strict=True,
         )
         counts.append(sum(target >= 0 and plan_align_copy(*row, 0, block_size) is not None for *row, target in fields))
-        original(conv_pool, ssm_pool, rows, block_size, window_len)
+        original(pool, ssm, rows, block_size, window_len)
 
-    monkeypatch.setattr(verify_module, "align_copy", counted)
+    monkeypatch.setattr(StatePool, "align_copy", counted)
     yield counts
 
 

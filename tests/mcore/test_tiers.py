@@ -275,6 +275,37 @@ def test_a_full_disk_costs_nothing_but_the_files(tmp_path: Path, monkeypatch: py
     run.assert_exact()
 
 
+def test_rounded_states_come_back_from_the_host_and_from_disk_as_they_were(tmp_path: Path) -> None:
+    config = on_disk(small_device(tiny_hybrid(), cached_state_dtype="int8"), tmp_path)
+    run, talks = EngineRun.start(tiny_hybrid(), config), Conversations()
+    talks.turn(run)
+    wanted = talks.most
+    run.assert_nothing_held()
+    assert talks.turn(run) == wanted
+    run.assert_nothing_held()
+    assert run.counters.prompt_tokens_from_host > run.counters.prompt_tokens_skipped / 2
+    form = run.context._below._disk.directory.form
+    assert form.state_bytes == run.context.memory.state_pool.rounded.layout.aligned_bytes
+    run.engine.close()
+    run = EngineRun.start(tiny_hybrid(), config)
+    wanted = talks.most
+    assert talks.turn(run) == wanted
+    assert run.counters.prompt_tokens_from_disk == sum(wanted)
+    run.assert_near_oracle(run.finished, 0.05)
+    run.assert_nothing_held()
+
+
+@pytest.mark.parametrize("first_dtype", ["live", "int8"])
+def test_states_of_another_form_are_not_found_on_disk(first_dtype: str, tmp_path: Path) -> None:
+    forms = [first_dtype, *({"live", "int8"} - {first_dtype})]
+    for dtype in forms:
+        config = on_disk(small_device(tiny_hybrid(), cached_state_dtype=dtype), tmp_path)
+        run = EngineRun.start(tiny_hybrid(), config)
+        assert Conversations().turn(run) == [0] * NUM_TEXTS
+        run.assert_nothing_held()
+        run.engine.close()
+
+
 def test_two_engines_share_a_directory(tmp_path: Path) -> None:
     config = on_disk(small_device(tiny_hybrid()), tmp_path)
     first, second = (EngineRun.start(tiny_hybrid(), config) for _ in range(2))

@@ -12,7 +12,7 @@ from megatron_mamba_cache.policy.boundaries import BoundaryRule
 from megatron_mamba_cache.policy.decode_rules import DecodeRules
 from megatron_mamba_cache.policy.eviction_rules import EVICTION_RULES
 from megatron_mamba_cache.policy.identifiers import BlockId
-from megatron_mamba_cache.policy.places import SplitSpace
+from megatron_mamba_cache.policy.places import FixedPlaces, SplitSpace
 from megatron_mamba_cache.policy.pools import CachePools
 from megatron_mamba_cache.policy.prefix_cache import CacheIdentity, PrefixCache
 from megatron_mamba_cache.policy.requests import LogProbSettings, RequestSpec, RunningRequest, SamplingSettings
@@ -36,6 +36,7 @@ def small_cache(
     max_requests: int = 0,
     replays: bool = False,
     eviction: str = "lru",
+    num_running: int | None = None,
 ) -> PrefixCache:
     """Return an empty cache.
 
@@ -44,10 +45,16 @@ def small_cache(
             nothing, and there are `num_blocks` and `num_slots`.
         max_requests: Requests whose live slots drafts leave alone; 0: drafts take any slot.
         replays: Whether states are replayed, by at most `max_requests` requests.
+        num_running: Slots of live and draft states, under numbers of their own; None: they share those of cached ones.
     """
     space = SplitSpace(num_blocks, num_slots) if slabs is None else SlabSpace(*slabs)
     return PrefixCache(
-        CachePools.over(space, EVICTION_RULES[eviction](float(block_size)), block_size=block_size),
+        CachePools.over(
+            space,
+            EVICTION_RULES[eviction](float(block_size)),
+            block_size=block_size,
+            running=None if num_running is None else FixedPlaces(num_running),
+        ),
         AdmissionRules(BoundaryRule(block_size, stride), align, chunked_prefill=True),
         CacheIdentity("model", "0"),
         CacheCounters(),

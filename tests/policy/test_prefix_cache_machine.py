@@ -3,7 +3,7 @@
 KV of a position and a state after it are a function of the tokens up to there, so the model writes those tokens,
 and a reader that finds any others has been given the wrong memory. A draft writes as the token it stands for; one that
 is rejected leaves what it wrote behind. Where blocks and slots share slabs, what is written to one overwrites the
-others of its slab.
+others of its slab. Live and draft states may have slots of their own, as where cached states are rounded.
 """
 
 from collections.abc import Sequence
@@ -63,7 +63,10 @@ def fed_to(row: RunningRequest) -> Text:
 
 @dataclass(slots=True)
 class Memory:
-    """What each token of a block and each slot was last written with; None for garbage."""
+    """What each token of a block and each slot was last written with; None for garbage.
+
+    Slots of live and draft states that are not among the others are -1, -2, ...
+    """
 
     slabs: Slabs | None
     kv: dict[tuple[BlockId, int], Text | None] = field(default_factory=dict)
@@ -84,7 +87,7 @@ class Memory:
     def write_state(self, slot: SlotId, text: Text | None, windows: dict[int, Text]) -> None:
         """Write a state and its conv windows over what the blocks of the same slab held."""
         self.states[slot], self.windows[slot] = text, windows
-        if self.slabs:
+        if self.slabs and slot >= 0:
             _, blocks_per_slab, slots_per_slab = self.slabs
             first = slot // slots_per_slab * blocks_per_slab
             for block in range(first, first + blocks_per_slab):
@@ -117,6 +120,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         align=st.booleans(),
         checkpoints=st.sampled_from(["rolling", "rolling", "all", "none"]),
         eviction=st.sampled_from(["lru", "cost"]),
+        is_apart=st.sampled_from([False, False, True]),
     )
     def build(
         self,
@@ -126,6 +130,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         align: bool,
         checkpoints: Checkpoints,
         eviction: str,
+        is_apart: bool,
     ) -> None:
         self.checkpoints = checkpoints
         self.memory = Memory(slabs)
@@ -138,6 +143,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             checkpoints=checkpoints,
             max_requests=MAX_ROWS,
             eviction=eviction,
+            num_running=MAX_ROWS * (1 + MOST_DRAFTS) if is_apart else None,
         )
 
     # Admission.
@@ -203,7 +209,11 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         """Return whether a live slot and new blocks fit beside what a match keeps."""
         slot = None if source is None or self.cache.slots.is_pinned(source) else self.cache.slots.slot_of(source)
         kept = [block for block in blocks if not self.cache.kv.num_refs(block)]
-        return self.cache.pools.space.fits(num_new, 1, kept, [] if slot is None else [slot])
+        return self.cache.pools.fits(num_new, 0, kept, [] if slot is None else [slot])
+
+    def _place(self, slot: SlotId) -> SlotId:
+        """Return where the memory has a live or draft state."""
+        return slot if self.cache.slots.shares_slots else SlotId(-1 - slot)
 
     def _best_match(self, sequence: Text, may_skip: bool) -> tuple[list[BlockId], int]:
         """Search the registered blocks for the longest match and its deepest usable state."""
@@ -226,7 +236,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             assert self.memory.windows[row.source_slot] == {0: sequence.upto(skip)}
         else:
             assert row.source_slot is None
-        self.memory.write_state(row.live_slot, None, {})
+        self.memory.write_state(self._place(row.live_slot), None, {})
         self._check_kv(row, len(plan.match.blocks) * BLOCK)
 
     def _note_prompt_boundaries(self, row: RunningRequest) -> None:
@@ -276,9 +286,10 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         wanted = [boundary] if reserves and boundary <= row.computed + row.scheduled else []
         if given < len(drafts):
             to_come, checkpoints = MAX_ROWS - slots.num_live, slots.num_live * (self.checkpoints != "none")
+            checkpoints *= slots.shares_slots
             # A boundary that only the missing drafts would have reached had a slot for a moment.
             returned = reserves and not wanted and boundary <= row.computed + 1 + len(drafts)
-            spare = slots.num_available - to_come - checkpoints - returned
+            spare = slots.num_available_to_run - to_come - checkpoints - returned
             fills_blocks = row.computed + row.scheduled == len(row.block_ids) * BLOCK
             assert spare <= 0 or (fills_blocks and not self.cache.kv.num_available)
         if counters.states_skipped_no_room > num_skipped:
@@ -354,8 +365,8 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             self.memory.write_state(reserved.slot, None, {})
             return
         assert (copy.destination_column + 1) * BLOCK == reserved.position
-        columns = [row.live_slot, *row.draft_slots]
-        window = {0: self.memory.windows[row.live_slot][copy.shift]}
+        columns = [self._place(slot) for slot in (row.live_slot, *row.draft_slots)]
+        window = {0: self.memory.windows[columns[0]][copy.shift]}
         self.memory.write_state(reserved.slot, self.memory.states[columns[copy.source_column]], window)
 
     def _publish(self, row: RunningRequest, num_tokens: int) -> None:
@@ -417,7 +428,8 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
     def _columns(self, row: RunningRequest) -> list[SlotId]:
         """Return the slots behind the tokens of a decode step, or the live slot, which a prefill writes."""
-        return [row.live_slot] if row.is_prefilling else [row.live_slot, *row.draft_slots]
+        slots = [row.live_slot] if row.is_prefilling else [row.live_slot, *row.draft_slots]
+        return [self._place(slot) for slot in slots]
 
     def _written_slots(self, row: RunningRequest) -> list[SlotId]:
         return [*self._columns(row), *(state.slot for state in row.reserved)]
@@ -426,7 +438,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         if row.source_slot is not None:
             slot, window_slot, offset = row.source_slot, row.source_slot, 0
         else:
-            slot, window_slot, offset = row.state_slot, row.live_slot, row.accepted - 1
+            slot, window_slot, offset = self._place(row.state_slot), self._place(row.live_slot), row.accepted - 1
         assert slot not in written_by_others
         if row.computed:
             assert self.memory.states[slot] == sequence_of(row).upto(row.computed)
@@ -445,14 +457,14 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         fed, start, end = fed_to(row), row.computed, row.computed + row.scheduled
         assert all(start < state.position <= end and state.position % BLOCK == 0 for state in row.reserved)
         if row.is_prefilling:
-            self.memory.write_state(row.live_slot, fed.upto(end), {0: fed.upto(end)})
+            self.memory.write_state(self._place(row.live_slot), fed.upto(end), {0: fed.upto(end)})
             for state in row.reserved:
                 self.memory.write_state(state.slot, fed.upto(state.position), {0: fed.upto(state.position)})
             return
         after = [fed.upto(position + 1) for position in range(start, end)]
         for column, text in zip(self._columns(row), after, strict=False):
             self.memory.write_state(column, text, {})
-        self.memory.windows[row.live_slot] = dict(enumerate(after))
+        self.memory.windows[self._place(row.live_slot)] = dict(enumerate(after))
 
     def _note_keys(self, row: RunningRequest, end: int) -> None:
         sequence = sequence_of(row).upto(end)
@@ -540,7 +552,8 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     @invariant()
     def drafts_leave_a_slot_to_each_request_that_may_come(self) -> None:
         slots = self.cache.slots
-        assert slots.count_by_owner()["draft"] <= slots.num_slots - MAX_ROWS
+        most = slots.num_slots - MAX_ROWS if slots.shares_slots else MAX_ROWS * MOST_DRAFTS
+        assert slots.count_by_owner()["draft"] <= most
 
     @invariant()
     def reserved_slots_are_not_findable(self) -> None:
@@ -548,9 +561,9 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         for row in self.rows:
             for state in row.reserved:
                 assert self.cache.slots.owner_of(state.slot) is SlotOwner.RESERVED and state.slot not in findable
-            assert self.cache.slots.owner_of(row.live_slot) is SlotOwner.LIVE and row.live_slot not in findable
-            for slot in row.draft_slots:
-                assert self.cache.slots.owner_of(slot) is SlotOwner.DRAFT and slot not in findable
+            for owner, slots in ((SlotOwner.LIVE, [row.live_slot]), (SlotOwner.DRAFT, row.draft_slots)):
+                assert all(self.cache.slots.owner_of_running(slot) is owner for slot in slots)
+                assert not findable & {self._place(slot) for slot in slots}
 
     def _registered(self) -> list[tuple[BlockId, BlockKey]]:
         keys = ((BlockId(block), self.cache.kv.key_of(BlockId(block))) for block in range(self.cache.kv.num_blocks))

@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from megatron_mamba_cache.errors import CacheCapacityError, CacheIntegrityError
 from megatron_mamba_cache.policy.eviction_rules import LeastRecentlyUsed
 from megatron_mamba_cache.policy.identifiers import BlockId, BlockKey, SlotId
-from megatron_mamba_cache.policy.places import SplitSpace
+from megatron_mamba_cache.policy.places import FixedPlaces, SplitSpace
 from megatron_mamba_cache.policy.pools import CachePools
 from megatron_mamba_cache.policy.slot_owners import SlotOwner
 from megatron_mamba_cache.policy.slot_pool import SlotPool
@@ -379,11 +379,13 @@ class SlotMachine(RuleBasedStateMachine):
     """Slots change hands at random; the model is a dict of owners, a dict of states and a list in order of use."""
 
     num_slots = 5
+    num_running: int | None = None
     blocks = st.integers(0, 6).map(BlockId)
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = SlotPool(self.num_slots)
+        running = None if self.num_running is None else FixedPlaces(self.num_running)
+        self.pool = SlotPool(self.num_slots, running=running)
         self.held: dict[SlotOwner, list[SlotId]] = {owner: [] for owner in SlotOwner}
         self.states: dict[BlockId, SlotId] = {}
         self.by_use: list[BlockId] = []  # least recently used first
@@ -402,8 +404,13 @@ class SlotMachine(RuleBasedStateMachine):
         return [block for block in self.by_use if block in self.states and not self.pins[block]]
 
     def _num_free(self) -> int:
-        in_use = sum(map(len, [*self.held.values(), *self.orphans.values()])) + len(self.states)
+        held = self.held if self.num_running is None else {SlotOwner.RESERVED: self.held[SlotOwner.RESERVED]}
+        in_use = sum(map(len, [*held.values(), *self.orphans.values()])) + len(self.states)
         return self.num_slots - in_use
+
+    def _num_free_to_run(self) -> int:
+        assert self.num_running is not None
+        return self.num_running - len(self.held[SlotOwner.LIVE]) - len(self.held[SlotOwner.DRAFT])
 
     @rule(num_slots=st.integers(0, 3), owner=st.sampled_from([SlotOwner.LIVE, SlotOwner.RESERVED, SlotOwner.DRAFT]))
     def take(self, num_slots: int, owner: SlotOwner) -> None:
@@ -413,11 +420,14 @@ class SlotMachine(RuleBasedStateMachine):
             SlotOwner.RESERVED: lambda: self.pool.reserve(num_slots),
             SlotOwner.DRAFT: lambda: self.pool.take_draft(num_slots),
         }
-        if num_slots > self._num_free() + len(self._unpinned()):
+        is_apart = self.num_running is not None and owner is not SlotOwner.RESERVED
+        available = self._num_free_to_run() if is_apart else self._num_free() + len(self._unpinned())
+        if num_slots > available:
             with pytest.raises(CacheCapacityError):
                 calls[owner]()
             return
-        for block in self._unpinned()[: max(0, num_slots - self._num_free())]:
+        num_evicted = 0 if is_apart else max(0, num_slots - self._num_free())
+        for block in self._unpinned()[:num_evicted]:
             self._forget(block)
         self.held[owner] += calls[owner]()
 
@@ -521,9 +531,28 @@ class SlotMachine(RuleBasedStateMachine):
         assert (self.pool.num_live, self.pool.num_reserved) == (counts["live"], counts["reserved"])
         assert self.pool.num_available == self._num_free() + len(self._unpinned())
         assert all(self.pool.slot_of(BlockId(block)) == self.states.get(BlockId(block)) for block in range(7))
-        in_use = [slot for slots in [*self.held.values(), *self.orphans.values()] for slot in slots]
-        assert len({*in_use, *self.states.values()}) == len(in_use) + len(self.states)
+        self._check_distinct()
 
+    def _check_distinct(self) -> None:
+        """Each slot has one use, of those that have their numbers from the same places."""
+        running = [slot for owner in (SlotOwner.LIVE, SlotOwner.DRAFT) for slot in self.held[owner]]
+        cached = [*self.held[SlotOwner.RESERVED], *self.states.values()]
+        cached += [slot for slots in self.orphans.values() for slot in slots]
+        for used in [running + cached] if self.num_running is None else [running, cached]:
+            assert len(set(used)) == len(used)
+        if self.num_running is not None:
+            assert self.pool.num_available_to_run == self._num_free_to_run()
+
+
+class RunningApart(SlotMachine):
+    """Live and draft states have slots of their own, under numbers that cached states have as well."""
+
+    num_slots = 3
+    num_running = 4
+
+
+TestRunningApart = RunningApart.TestCase
+TestRunningApart.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 
 TestSlotsAgainstModel = SlotMachine.TestCase
 TestSlotsAgainstModel.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

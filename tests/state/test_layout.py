@@ -1,5 +1,6 @@
 """Properties of the size of a slot and of what a budget buys."""
 
+import math
 import re
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_mamba_cache.state.layout import StateLayout
+from megatron_mamba_cache.state.layout import RoundedLayout, SlotLayout, StateLayout
 
 LAYOUT = StateLayout(2, (3, 160), (8, 16, 32), torch.bfloat16, torch.float32)
 
@@ -21,6 +22,30 @@ def least_in(message: str) -> float:
 
 def test_slot_holds_every_layer_of_both_types() -> None:
     assert LAYOUT.slot_bytes == 2 * (3 * 160 * 2 + 8 * 16 * 32 * 4)
+
+
+SHAPES = {"8B": (24, 10240, (128, 128, 64)), "Nemotron 3 Nano": (23, 6144, (64, 128, 64))}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(("live", "least"), [(torch.float32, 3.6), (torch.bfloat16, 1.85)])
+def test_rounded_states_of_published_models_are_so_much_smaller(name: str, live: torch.dtype, least: float) -> None:
+    """Conv windows and scales counted, packed and where a slot's bytes lie together."""
+    layers, conv_dim, ssm = SHAPES[name]
+    exact: SlotLayout = StateLayout(layers, (3, conv_dim), ssm, torch.bfloat16, live)
+    rounded: SlotLayout = RoundedLayout(layers, (3, conv_dim), ssm, torch.bfloat16)
+    assert rounded.slot_bytes == layers * (2 * 3 * conv_dim + math.prod(ssm) + 4 * ssm[0] * ssm[2])
+    assert exact.slot_bytes / rounded.slot_bytes >= least
+    assert exact.aligned_bytes / rounded.aligned_bytes >= least
+
+
+def test_what_else_a_budget_pays_is_counted_first() -> None:
+    slot_gb = LAYOUT.slot_bytes / 2**30
+    assert LAYOUT.num_slots_in(10 * slot_gb, 0, beside_bytes=7 * LAYOUT.slot_bytes) == 3
+    with pytest.raises(ValueError, match="draft states of max_requests requests and one cached state take") as error:
+        LAYOUT.num_slots_in(7 * slot_gb, 0, beside_bytes=7 * LAYOUT.slot_bytes)
+    assert "or --draft-states replay" in str(error.value)
+    assert LAYOUT.num_slots_in(least_in(str(error.value)), 0, beside_bytes=7 * LAYOUT.slot_bytes) == 1
 
 
 def test_budget_buys_cached_states_beside_one_live_row_a_request() -> None:

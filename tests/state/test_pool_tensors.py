@@ -19,7 +19,8 @@ SHAPES = [SlabShape.fitting([UNIT]), SlabShape(2, 3), SlabShape(1, 1)]
 
 
 def tensors(slab: SlabShape, device: str) -> tuple[StatePool, Tensor]:
-    return slab_tensors(STATES, BLOCKS, slab, UNIT, NUM_SLABS, device)
+    parts, kv = slab_tensors(STATES, BLOCKS, slab, UNIT, NUM_SLABS, device)
+    return StatePool(STATES, *parts), kv
 
 
 @pytest.mark.parametrize("slab", SHAPES, ids=str)
@@ -72,11 +73,11 @@ def test_copies_between_slots_of_a_slab_pool_move_only_states(device: str) -> No
 def test_stage_without_a_kind_of_layer_has_views_without_layers(device: str) -> None:
     no_states = StateLayout(0, (5, 24), (2, 8, 16), torch.bfloat16, torch.float32)
     unit = UnitBytes(0, UNIT.block, UNIT.token_row)
-    pool, kv = slab_tensors(no_states, BLOCKS, SHAPES[0], unit, NUM_SLABS, device)
-    assert pool.conv.shape[0] == pool.ssm.shape[0] == 0 and kv.shape[1] == 2
+    parts, kv = slab_tensors(no_states, BLOCKS, SHAPES[0], unit, NUM_SLABS, device)
+    assert [part.shape[0] for part in parts] == [0, 0] and kv.shape[1] == 2
     no_blocks = BlockLayout(0, (4, 2, 8), torch.bfloat16)
-    pool, kv = slab_tensors(STATES, no_blocks, SHAPES[0], UnitBytes(UNIT.state, 0, 0), NUM_SLABS, device)
-    assert kv.shape[1] == 0 and pool.ssm.shape[0] == 3
+    parts, kv = slab_tensors(STATES, no_blocks, SHAPES[0], UnitBytes(UNIT.state, 0, 0), NUM_SLABS, device)
+    assert kv.shape[1] == 0 and [part.shape[0] for part in parts] == [3, 3]
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 96])
@@ -84,5 +85,5 @@ def test_states_lie_a_multiple_of_a_head_s_rows_apart(head_dim: int) -> None:
     """A kernel that sees the pool as a matrix with rows of a head's channels finds each state at a row's start."""
     states = StateLayout(2, (3, 8), (2, 16, head_dim), torch.bfloat16, torch.float32)
     unit = UnitBytes(states.aligned_bytes, BLOCK_BYTES, 32, 4 * head_dim)
-    pool, _ = slab_tensors(states, BLOCKS, SHAPES[0], unit, NUM_SLABS, "cpu")
-    assert pool.ssm.stride(1) % head_dim == 0
+    (_, ssm), _ = slab_tensors(states, BLOCKS, SHAPES[0], unit, NUM_SLABS, "cpu")
+    assert ssm.stride(1) % head_dim == 0

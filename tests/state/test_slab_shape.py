@@ -47,12 +47,12 @@ def test_one_rank_loses_at_most_3_percent_in_slabs_of_16_of_the_larger_unit(rati
 
 
 @pytest.mark.parametrize("shape", [SlabShape(31, 1), SlabShape(5, 4), SlabShape(1, 4)])
-@pytest.mark.parametrize("num_drafts", [0, 3])
-def test_longest_request_is_the_one_that_as_many_slabs_hold(shape: SlabShape, num_drafts: int) -> None:
+@pytest.mark.parametrize("num_states", [1, 2, 5])
+def test_longest_request_is_the_one_that_as_many_slabs_hold(shape: SlabShape, num_states: int) -> None:
     for num_slabs in range(12):
-        longest = shape.blocks_of_request(num_slabs, num_drafts)
-        assert shape.slabs_of_request(longest + 1, num_drafts) > num_slabs
-        assert not longest or shape.slabs_of_request(longest, num_drafts) <= num_slabs
+        longest = shape.blocks_of_request(num_slabs, num_states)
+        assert shape.slabs_of_request(longest + 1, num_states) > num_slabs
+        assert not longest or shape.slabs_of_request(longest, num_states) <= num_slabs
 
 
 def test_ranks_agree_on_the_least_blocks_a_slab() -> None:

@@ -8,7 +8,7 @@ import torch
 
 from megatron_mamba_cache.step.buffers import StepBuffers, StepLimits
 
-LIMITS = StepLimits(max_tokens=11, max_rows=5, max_chunks=7, max_blocks=3, marks_real_tokens=True)
+LIMITS = StepLimits(max_tokens=11, max_rows=5, max_chunks=7, max_blocks=3, marks_real_tokens=True, restores_states=True)
 
 
 def fill(buffers: StepBuffers, first: int) -> None:
@@ -35,7 +35,7 @@ def test_sections_never_overlap_and_have_the_sizes_of_the_limits(max_drafts: int
     fill(buffers, first=1)
     values = [value for section in host_values(buffers).values() for value in section]
     assert sorted(values) == list(range(1, len(values) + 1))
-    per_logit, per_token, per_row = 3 * 2 + 2, 5, 16 + (1 + max_drafts)
+    per_logit, per_token, per_row = 3 * 2 + 2, 5, 17 + (1 + max_drafts)
     assert len(values) == per_logit * num_logits + per_token * 11 + 4 * 6 + per_row * 5 + 8 + 2 * 7 + 5 * 3
 
 

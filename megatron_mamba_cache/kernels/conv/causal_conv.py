@@ -121,6 +121,7 @@ def _causal_conv_kernel(
     weight,
     bias,
     windows,
+    ends,
     rows,
     num_rows,
     num_chunks,
@@ -132,14 +133,16 @@ def _causal_conv_kernel(
     CHANNELS: tl.constexpr,
 ):
     TILES: tl.constexpr = (CONV_DIM + CHANNELS - 1) // CHANNELS
+    if ends is None:
+        ends = windows
     part = tl.program_id(0) // TILES
     channel = tl.program_id(0) % TILES * CHANNELS + tl.arange(0, CHANNELS)
     if part < num_rows:
         if D_CONV > 1:
-            begin_row(y, inputs, weight, bias, windows, rows, part, num_chunks, channel, CONV_DIM, D_CONV)
+            begin_row(y, inputs, weight, bias, windows, ends, rows, part, num_chunks, channel, CONV_DIM, D_CONV)
     elif part < num_rows + num_chunks:
         if D_CONV > 1:
-            end_chunk(inputs, windows, rows, part - num_rows, channel, CONV_DIM, D_CONV - 1)
+            end_chunk(inputs, ends, rows, part - num_rows, channel, CONV_DIM, D_CONV - 1)
     else:
         first_token = (part - num_rows - num_chunks) * TOKENS
         row = count_up_to(rows.cu_rows + 1, num_rows, first_token)
@@ -161,7 +164,14 @@ def _causal_conv_kernel(
 
 
 def causal_conv(
-    x: Tensor, weight: Tensor, bias: Tensor | None, conv_pool: Tensor, rows: PrefillRows, tiling: ConvTiling = TILING
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv_pool: Tensor,
+    rows: PrefillRows,
+    tiling: ConvTiling = TILING,
+    *,
+    ends: Tensor | None = None,
 ) -> Tensor:
     """Convolve packed rows causally and apply SiLU, carrying each row's window from and to the pool.
 
@@ -174,6 +184,8 @@ def causal_conv(
         bias: [conv_dim].
         conv_pool: [slots, window, conv_dim], oldest input first, channels contiguous; its first d_conv - 1 window
             rows are used.
+        ends: [slots, window, conv_dim]; where the windows at chunk ends go, and whose slots `rows.chunk_slots` are.
+            None: those of `conv_pool`.
 
     Returns:
         [tokens, conv_dim] in x's dtype; zeros past the last row.
@@ -185,12 +197,14 @@ def causal_conv(
     at capture.
     """
     check_conv(x, weight, bias, conv_pool, weight.shape[1] - 1)
+    if ends is not None:
+        check_conv(x, weight, bias, ends, weight.shape[1] - 1)
     check_prefill_rows(rows, x.device)
     if not launches_kernel(x) or not is_computed_in_fp32(x, conv_pool):
-        return causal_conv_ref(x, weight, bias, conv_pool, rows)
+        return causal_conv_ref(x, weight, bias, conv_pool, rows, ends)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     if x.shape[1] > 0:
-        _launch(y, x, weight, bias, conv_pool, rows, tiling)
+        _launch(y, x, weight, bias, conv_pool, ends, rows, tiling)
     return y
 
 
@@ -200,6 +214,7 @@ def _launch(
     weight: Tensor,
     bias: Tensor | None,
     conv_pool: Tensor,
+    ends: Tensor | None,
     rows: PrefillRows,
     tiling: ConvTiling,
 ) -> None:
@@ -215,6 +230,7 @@ def _launch(
         weight=weight,
         bias=bias,
         windows=ConvWindows(conv_pool, *conv_pool.stride()[:2]),
+        ends=None if ends is None else ConvWindows(ends, *ends.stride()[:2]),
         rows=_Rows(*(getattr(rows, name) for name in _Rows._fields)),
         num_rows=num_rows,
         num_chunks=num_chunks,

@@ -15,9 +15,14 @@ _PAD = tl.constexpr(PAD_SLOT)
 
 @triton.jit
 def begin_row(
-    y, inputs, weight, bias, windows, rows, row, num_chunks, channel, CONV_DIM: tl.constexpr, D_CONV: tl.constexpr
-):
-    """Compute a row's first tokens and store its final window and those that hold part of the initial one."""
+    y, inputs, weight, bias, windows, ends, rows, row, num_chunks, channel,
+    CONV_DIM: tl.constexpr, D_CONV: tl.constexpr,
+):  # fmt: skip
+    """Compute a row's first tokens and store its final window and those that hold part of the initial one.
+
+    Args:
+        ends: Where the windows at chunk ends go.
+    """
     WINDOW: tl.constexpr = D_CONV - 1
     inside = channel < CONV_DIM
     start = tl.load(rows.cu_rows + row)
@@ -48,13 +53,13 @@ def begin_row(
                 is_chunk = (chunk < num_chunks) & (j <= num_tokens)
                 end = tl.load(rows.cu_chunks + 1 + chunk, mask=is_chunk, other=-1)
                 slot = tl.load(rows.chunk_slots + chunk, mask=is_chunk & (end == start + j), other=_PAD)
-                _store_window(windows, slot, window, channel, inside, WINDOW)
+                _store_window(ends, slot, window, channel, inside, WINDOW)
         if (num_tokens >= WINDOW) & (final != _PAD):
             _store_inputs(inputs, windows, final, start + num_tokens, channel, inside, WINDOW)
 
 
 @triton.jit
-def end_chunk(inputs, windows, rows, chunk, channel, CONV_DIM: tl.constexpr, WINDOW: tl.constexpr):
+def end_chunk(inputs, ends, rows, chunk, channel, CONV_DIM: tl.constexpr, WINDOW: tl.constexpr):
     """Store the window at a chunk's end, if it holds only inputs of this step."""
     slot = tl.load(rows.chunk_slots + chunk)
     if slot != _PAD:
@@ -62,7 +67,7 @@ def end_chunk(inputs, windows, rows, chunk, channel, CONV_DIM: tl.constexpr, WIN
         end = tl.load(rows.cu_chunks + chunk + 1)
         row_start = tl.load(rows.cu_rows + tl.load(rows.chunk_rows + chunk))
         if (end > start) & (end - row_start >= WINDOW):
-            _store_inputs(inputs, windows, slot, end, channel, channel < CONV_DIM, WINDOW)
+            _store_inputs(inputs, ends, slot, end, channel, channel < CONV_DIM, WINDOW)
 
 
 @triton.jit

@@ -9,7 +9,14 @@ from ..prefill_rows import PAD_SLOT, PrefillRows
 from ..slots.reference_slots import compute_dtype, load_slots, store_slots
 
 
-def causal_conv_ref(x: Tensor, weight: Tensor, bias: Tensor | None, conv_pool: Tensor, rows: PrefillRows) -> Tensor:
+def causal_conv_ref(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv_pool: Tensor,
+    rows: PrefillRows,
+    ends: Tensor | None = None,
+) -> Tensor:
     """Convolve packed rows causally and apply SiLU, carrying each row's window from and to the pool.
 
     Writes in place the last d_conv - 1 raw inputs at each row's end into its final slot, and at each chunk's end
@@ -20,6 +27,7 @@ def causal_conv_ref(x: Tensor, weight: Tensor, bias: Tensor | None, conv_pool: T
         weight: [conv_dim, d_conv]; the last column weighs the newest input.
         bias: [conv_dim].
         conv_pool: [slots, window, conv_dim], oldest input first; its first d_conv - 1 window rows are used.
+        ends: Likewise; where the windows at chunk ends go. None: to `conv_pool`.
 
     Returns:
         [tokens, conv_dim] in x's dtype; zeros past the last row.
@@ -38,7 +46,7 @@ def causal_conv_ref(x: Tensor, weight: Tensor, bias: Tensor | None, conv_pool: T
     y = _weigh_and_activate(history, weight, bias)
     y = torch.where((tokens < row_ends[-1])[:, None], y, 0).to(x.dtype)
 
-    _store_windows(pool, inputs, rows)
+    _store_windows(pool, pool if ends is None else ends[:, : d_conv - 1], inputs, rows)
     return y
 
 
@@ -111,15 +119,16 @@ def _weigh_and_activate(history: list[Tensor], weight: Tensor, bias: Tensor | No
     return total / (1 + torch.exp(-total))
 
 
-def _store_windows(pool: Tensor, inputs: _RawInputs, rows: PrefillRows) -> None:
+def _store_windows(pool: Tensor, of_chunks: Tensor, inputs: _RawInputs, rows: PrefillRows) -> None:
     window_len, device = pool.shape[1], pool.device
     if window_len == 0:
         return
     cu_chunks = rows.cu_chunks
     chunk_slots = torch.where(cu_chunks[1:] > cu_chunks[:-1], rows.chunk_slots, PAD_SLOT)
-    slots = torch.cat([rows.final_slots, chunk_slots])  # [rows + chunks]
     owner = torch.cat([torch.arange(rows.final_slots.shape[0], device=device), rows.chunk_rows.to(torch.int64)])
     ends = torch.cat([rows.cu_rows[1:], cu_chunks[1:]]).to(torch.int64)
     positions = ends[:, None] - window_len + torch.arange(window_len, device=device)
-    windows = inputs.at(positions.flatten(), owner.repeat_interleave(window_len))
-    store_slots(pool, slots, windows.unflatten(0, (-1, window_len)))
+    windows = inputs.at(positions.flatten(), owner.repeat_interleave(window_len)).unflatten(0, (-1, window_len))
+    num_rows = rows.final_slots.shape[0]
+    store_slots(pool, rows.final_slots, windows[:num_rows])
+    store_slots(of_chunks, chunk_slots, windows[num_rows:])

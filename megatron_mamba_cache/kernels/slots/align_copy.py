@@ -34,8 +34,8 @@ ROWS_AT_A_TIME = 256
 _PAD = tl.constexpr(PAD_SLOT)
 
 
-class _Rows(NamedTuple):
-    """The kernel's view of `AlignRows`."""
+class RowsToDecide(NamedTuple):
+    """A kernel's view of `AlignRows`."""
 
     computed: Tensor
     scheduled: Tensor
@@ -50,8 +50,11 @@ class _Rows(NamedTuple):
 
 
 @triton.jit
-def _decide(rows, first_row, num_rows, block_size, ROWS: tl.constexpr):
-    """Decide ROWS rows: whether each moves bytes, SSM source << 32 | conv source, and target << 32 | shift."""
+def decide(rows, first_row, num_rows, block_size, ROWS: tl.constexpr):
+    """Decide ROWS rows: whether each keeps a state, and whether its target is another place than its source.
+
+    Then SSM source << 32 | conv source, and target << 32 | shift.
+    """
     row = first_row + tl.arange(0, ROWS)
     exists = row < num_rows
     computed = tl.load(rows.computed + row, mask=exists, other=0)
@@ -73,8 +76,9 @@ def _decide(rows, first_row, num_rows, block_size, ROWS: tl.constexpr):
     conv_source = tl.load(column, mask=reached, other=_PAD)
     ssm_source = tl.load(column + shift, mask=reached, other=_PAD)
     is_real = (conv_source != _PAD) & (ssm_source != _PAD)
-    moves = reached & is_real & ((shift > 0) | (conv_source != target))
-    return moves, (ssm_source.to(tl.int64) << 32) | conv_source, (target.to(tl.int64) << 32) | shift
+    is_elsewhere = (shift > 0) | (conv_source != target)
+    sources, destinations = (ssm_source.to(tl.int64) << 32) | conv_source, (target.to(tl.int64) << 32) | shift
+    return reached & is_real, is_elsewhere, sources, destinations
 
 
 @triton.jit(do_not_specialize=["num_rows", "block_size"])
@@ -100,7 +104,8 @@ def _align_copy_kernel(
     # The first tile that this program takes of the next slot: tiles are dealt out without a gap between slots.
     turn = tl.program_id(0)
     for first_row in range(0, num_rows, ROWS):
-        moves, sources, destinations = _decide(rows, first_row, num_rows, block_size, ROWS)
+        keeps, is_elsewhere, sources, destinations = decide(rows, first_row, num_rows, block_size, ROWS)
+        moves = keeps & is_elsewhere
         num_moves = tl.sum(moves.to(tl.int32), axis=0)
         if num_moves > 0:
             order = tl.where(moves, tl.cumsum(moves.to(tl.int32), axis=0), 0)  # counted from 1; 0 moves nothing
@@ -115,18 +120,9 @@ def _align_copy_kernel(
                     copy_tiles(ssm, ssm, ssm_source, target, 0, turn, LAYERS, 1, SSM_LENGTH, SSM_LANES, SSM_WIDTH)
                 turn = (turn + programs - SSM_TILES % programs) % programs
                 copy_tiles(
-                    conv,
-                    conv,
-                    conv_source,
-                    target,
-                    shift,
-                    turn,
-                    LAYERS,
-                    CONV_TIMES,
-                    CONV_LENGTH,
-                    CONV_LANES,
-                    CONV_WIDTH,
-                )
+                    conv, conv, conv_source, target, shift, turn,
+                    LAYERS, CONV_TIMES, CONV_LENGTH, CONV_LANES, CONV_WIDTH,
+                )  # fmt: skip
                 turn = (turn + programs - CONV_TILES % programs) % programs
 
 
@@ -156,8 +152,8 @@ def align_copy(
 
     Reference: `align_copy_ref`. CUDA-graph safe: no host sync, one launch, grid fixed at capture.
     """
-    _check_pools(conv_pool, ssm_pool, block_size, window_len)
-    _check_rows(rows, conv_pool.device)
+    check_pools(conv_pool, ssm_pool, block_size, window_len)
+    check_rows(rows, conv_pool.device)
     if 0 in (rows.targets.shape[0], conv_pool.numel()):
         return
     if not launches_kernel(conv_pool):
@@ -172,7 +168,7 @@ def _launch(
     conv = cut_slots(conv_pool[:, :, :window_len], tiling)
     ssm = cut_slots(ssm_pool.flatten(2)[:, :, None], tiling)
     _align_copy_kernel[(tiling.num_programs(conv_pool.device),)](
-        rows=_kernel_rows(rows),
+        rows=rows_to_decide(rows),
         conv=conv.states,
         ssm=ssm.states,
         num_rows=rows.targets.shape[0],
@@ -190,8 +186,9 @@ def _launch(
     )
 
 
-def _kernel_rows(rows: AlignRows) -> _Rows:
-    return _Rows(
+def rows_to_decide(rows: AlignRows) -> RowsToDecide:
+    """Return a kernel's view of the rows."""
+    return RowsToDecide(
         rows.computed,
         rows.scheduled,
         rows.drafts,
@@ -205,7 +202,8 @@ def _kernel_rows(rows: AlignRows) -> _Rows:
     )
 
 
-def _check_pools(conv_pool: Tensor, ssm_pool: Tensor, block_size: int, window_len: int) -> None:
+def check_pools(conv_pool: Tensor, ssm_pool: Tensor, block_size: int, window_len: int) -> None:
+    """Raise a ValueError unless an align copy can read the pools."""
     if conv_pool.dim() != 4 or ssm_pool.dim() != 5 or conv_pool.shape[:2] != ssm_pool.shape[:2]:
         raise ValueError(
             "need conv_pool [layers, slots, window, conv_dim] and ssm_pool [layers, slots, heads, d_state, head_dim] "
@@ -225,7 +223,8 @@ def _check_pools(conv_pool: Tensor, ssm_pool: Tensor, block_size: int, window_le
         )
 
 
-def _check_rows(rows: AlignRows, device: torch.device) -> None:
+def check_rows(rows: AlignRows, device: torch.device) -> None:
+    """Raise a ValueError unless the tensors of `rows` fit together and are on `device`."""
     vectors = {
         name: getattr(rows, name)
         for name in ("computed", "scheduled", "drafts", "accepted", "state_columns", "targets")

@@ -1,11 +1,23 @@
-"""Reference of the align copy; torch only, without a host sync."""
+"""References of the align copy, into the same pools and into rounded places; torch only, without a host sync."""
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..prefill_rows import PAD_SLOT
 from .align_rows import AlignRows
-from .reference_slots import redirect_padding
+from .reference_rounding import store_rounded_ref
+from .reference_slots import redirect_padding, store_slots
+
+
+class _Decided(NamedTuple):
+    """[rows] each: whether a row keeps a state, and where that is; 0 in rows that keep none."""
+
+    keeps: Tensor
+    conv_source: Tensor
+    ssm_source: Tensor
+    shift: Tensor
 
 
 def align_copy_ref(conv_pool: Tensor, ssm_pool: Tensor, rows: AlignRows, block_size: int, window_len: int) -> None:
@@ -15,6 +27,46 @@ def align_copy_ref(conv_pool: Tensor, ssm_pool: Tensor, rows: AlignRows, block_s
     """
     if rows.targets.shape[0] == 0:
         return
+    decided = _decide(rows, block_size)
+    # A row that copies nothing repeats the first one that copies; if none does, slot 0 gets its own content.
+    redirect = redirect_padding(decided.keeps)
+    conv_source, ssm_source, shift, target = (
+        torch.where(decided.keeps, values, 0).index_select(0, redirect).to(torch.int64)
+        for values in (*decided[1:], rows.targets)
+    )
+    windows, states = _windows(conv_pool, conv_source, shift, window_len), ssm_pool.index_select(1, ssm_source)
+    conv_pool[:, :, :window_len].index_copy_(1, target, windows)
+    ssm_pool.index_copy_(1, target, states)
+
+
+def rounded_align_copy_ref(
+    conv_pool: Tensor,
+    ssm_pool: Tensor,
+    rows: AlignRows,
+    block_size: int,
+    window_len: int,
+    ends: Tensor,
+    values: Tensor,
+    scales: Tensor,
+) -> None:
+    """Round each row's state at the block boundary that its accepted tokens reached, in place.
+
+    Args:
+        values, scales: Those of `RoundedStates`; see `rounded_align_copy`.
+    """
+    if rows.targets.shape[0] == 0:
+        return
+    decided = _decide(rows, block_size)
+    targets = torch.where(decided.keeps, rows.targets, PAD_SLOT)
+    windows = _windows(conv_pool, decided.conv_source.to(torch.int64), decided.shift.to(torch.int64), window_len)
+    states = ssm_pool.index_select(1, decided.ssm_source.to(torch.int64))
+    for layer in range(ssm_pool.shape[0]):
+        store_slots(ends[layer], targets, windows[layer])
+        if states.numel():
+            store_rounded_ref(values[layer], scales[layer], targets, states[layer])
+
+
+def _decide(rows: AlignRows, block_size: int) -> _Decided:
     running = rows.computed + rows.scheduled - rows.drafts
     accepted = rows.accepted.to(torch.int32).clamp_min(1)
     aligned = (running + accepted - 1).div(block_size, rounding_mode="floor") * block_size
@@ -25,18 +77,15 @@ def align_copy_ref(conv_pool: Tensor, ssm_pool: Tensor, rows: AlignRows, block_s
     shift = torch.where(reached, aligned - running, 0)
     column = torch.where(reached, rows.state_columns, 0)
     conv_source, ssm_source = _slots_at(rows.columns, column), _slots_at(rows.columns, column + shift)
-    copies = reached & (conv_source != PAD_SLOT) & (ssm_source != PAD_SLOT)
+    keeps = reached & (conv_source != PAD_SLOT) & (ssm_source != PAD_SLOT)
+    return _Decided(keeps, *(torch.where(keeps, values, 0) for values in (conv_source, ssm_source, shift)))
 
-    # A row that copies nothing repeats the first one that copies; if none does, slot 0 gets its own content.
-    redirect = redirect_padding(copies)
-    conv_source, ssm_source, shift, target = (
-        torch.where(copies, values, 0).index_select(0, redirect).to(torch.int64)
-        for values in (conv_source, ssm_source, shift, rows.targets)
-    )
+
+def _windows(conv_pool: Tensor, conv_source: Tensor, shift: Tensor, window_len: int) -> Tensor:
+    """Return windows [layers, rows, window_len, conv_dim]."""
     times = shift[:, None] + torch.arange(window_len, device=shift.device)  # [rows, window_len]
-    windows, states = conv_pool[:, conv_source[:, None], times], ssm_pool.index_select(1, ssm_source)
-    conv_pool[:, :, :window_len].index_copy_(1, target, windows)
-    ssm_pool.index_copy_(1, target, states)
+    windows: Tensor = conv_pool[:, conv_source[:, None], times]
+    return windows
 
 
 def _slots_at(columns: Tensor, column: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..kernel_launches import is_computed_in_fp32, launches_kernel, num_multiprocessors
 from ..prefill_rows import PAD_SLOT
+from ..slots.rounded_states import RoundedStates, rounded_places, store_rounded
 from .reference_replay import fold_boundaries_ref
 from .replay_fold import fold_entries
 from .replay_rows import BoundaryFolds, ReplayRing, check_boundary_folds, check_entries, check_ring_len
@@ -51,6 +52,7 @@ class _Layers(NamedTuple):
 def _fold_boundaries_kernel(
     pool,
     slot_stride,
+    rounded,
     ring,
     layers,
     rows,
@@ -103,11 +105,16 @@ def _fold_boundaries_kernel(
                     state = fold_entries(
                         state, pool, x, b, steps, ring, folded, end, has_n, has_p, HEADS, CAPACITY, RING
                     )
-                    tl.store(states + target * slot_stride, state.to(pool.dtype.element_ty), mask=is_state)
+                    if rounded is None:
+                        tl.store(states + target * slot_stride, state.to(pool.dtype.element_ty), mask=is_state)
+                    else:
+                        store_rounded(rounded, layer, target, state, head, n, p, has_n, has_p, D_STATE, HEAD_DIM)
                 turn = (turn + programs - LAYERS * A_LAYER % programs) % programs
 
 
-def fold_boundaries(ssm_pools: Tensor, rings: ReplayRing, rows: BoundaryFolds, ring_len: int) -> None:
+def fold_boundaries(
+    ssm_pools: Tensor, rings: ReplayRing, rows: BoundaryFolds, ring_len: int, rounded: RoundedStates | None = None
+) -> None:
     """Write each row's state after its first `ends` tokens into its target, all layers, in place.
 
     The state is the row's checkpoint and the ring entries from `folded` to `ends`, folded as `state_replay` does: at a
@@ -118,6 +125,7 @@ def fold_boundaries(ssm_pools: Tensor, rings: ReplayRing, rows: BoundaryFolds, r
         ssm_pools: [layers, slots, heads, d_state, head_dim]; a slot's state contiguous.
         rings: With the layers as first dimension.
         ring_len: As in `state_replay`.
+        rounded: Where the states go, and whose slots the targets are; None: those of `ssm_pools`.
 
     Raises:
         ValueError: If shapes, dtypes, strides or devices disagree.
@@ -126,15 +134,18 @@ def fold_boundaries(ssm_pools: Tensor, rings: ReplayRing, rows: BoundaryFolds, r
     """
     _check(ssm_pools, rings, ring_len)
     check_boundary_folds(rows, ssm_pools.device)
+    if rounded is not None:
+        rounded.check(ssm_pools)
     if 0 in (rows.targets.shape[0], ssm_pools.numel()):
         return
     if not launches_kernel(ssm_pools) or not is_computed_in_fp32(rings.x, ssm_pools):
-        fold_boundaries_ref(ssm_pools, rings, rows, ring_len)
+        fold_boundaries_ref(ssm_pools, rings, rows, ring_len, rounded)
         return
     num_layers, _, heads, d_state, head_dim = ssm_pools.shape
     _fold_boundaries_kernel[(_num_programs(ssm_pools.device),)](
         pool=ssm_pools,
         slot_stride=ssm_pools.stride(1),
+        rounded=rounded_places(rounded),
         ring=kernel_ring(rings),
         layers=_Layers(ssm_pools.stride(0), rings.x.stride(0), rings.B.stride(0), rings.steps.stride(0)),
         rows=_Rows(rows.slots, rows.rings, rows.folded, rows.ends, rows.targets),

@@ -9,6 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 from triton.language.core import _aggregate as aggregate
 
+from ..slots.rounded_states import LEAST_SCALE, MOST_VALUE
 from .hopper_ring import store_tile
 
 
@@ -93,3 +94,18 @@ def put_state(results, scratch, state, kept, slot, head, channel, sizes):
         fence_async_shared()
     first_row = slot * (results.slot_stride // sizes.HEAD_DIM) + head * sizes.D_STATE
     store_tile(results.pool_states, [first_row, channel], scratch.leaving)
+
+
+@gluon.jit
+def put_rounded(places, state, slot, head, channel, sizes):
+    """Round the state after a tile into a slot, as `store_rounded` does; boundaries are few, and so are the bytes."""
+    OUT: gl.constexpr = state.type.layout
+    scale = gl.div_rn(gl.max(gl.abs(state), axis=0), MOST_VALUE)
+    scale = gl.where(scale < LEAST_SCALE, 0.0, scale)
+    values = gl.floor(gl.div_rn(state, gl.where(scale == 0.0, 1.0, scale)[None, :]) + 0.5)
+    dim = gl.arange(0, sizes.D_STATE, layout=gl.SliceLayout(1, OUT))
+    lane = channel + gl.arange(0, sizes.CHANNELS, layout=gl.SliceLayout(0, OUT))
+    scales = places.scales + slot.to(gl.int64) * places.scales_slot + head * sizes.HEAD_DIM
+    gl.store(scales + lane, scale)
+    stored = places.stored + slot.to(gl.int64) * places.stored_slot + head * (sizes.D_STATE * sizes.HEAD_DIM)
+    gl.store(stored + dim[:, None] * sizes.HEAD_DIM + lane[None, :], values.to(gl.int8))

@@ -4,7 +4,9 @@ import torch
 from torch import Tensor
 
 from ..prefill_rows import PAD_SLOT
+from ..slots.reference_rounding import store_rounded_ref
 from ..slots.reference_slots import compute_dtype, load_slots, redirect_padding, store_slots
+from ..slots.rounded_states import RoundedStates
 from .replay_rows import BoundaryFolds, ReplayRing, ReplayRows
 from .ssm_inputs import SSMTokens, SSMWeights
 
@@ -45,7 +47,9 @@ def state_replay_ref(
     return y[:num_tokens]
 
 
-def fold_boundaries_ref(ssm_pools: Tensor, rings: ReplayRing, rows: BoundaryFolds, ring_len: int) -> None:
+def fold_boundaries_ref(
+    ssm_pools: Tensor, rings: ReplayRing, rows: BoundaryFolds, ring_len: int, rounded: RoundedStates | None = None
+) -> None:
     """Write each row's state at its end into its target, all layers, in place; see `fold_boundaries`."""
     if rows.targets.shape[0] == 0:
         return
@@ -54,7 +58,11 @@ def fold_boundaries_ref(ssm_pools: Tensor, rings: ReplayRing, rows: BoundaryFold
     for layer, pool in enumerate(ssm_pools):
         ring = ReplayRing(rings.x[layer], rings.B[layer], rings.steps[layer])
         states = load_slots(pool, rows.slots, compute_dtype(ring.x))
-        store_slots(pool, targets, _folded(states, pool.dtype, ring, rows, ends, ring_len))
+        states = _folded(states, pool.dtype, ring, rows, ends, ring_len)
+        if rounded is None:
+            store_slots(pool, targets, states)
+        else:
+            store_rounded_ref(rounded.values[layer], rounded.scales[layer], targets, states)
 
 
 def _folded(

@@ -8,12 +8,19 @@ from torch import Tensor
 from ..decode_rows import DecodeRows
 from ..packed_tokens import PackedTokens
 from ..prefill_rows import PAD_SLOT, PrefillRows
+from ..slots.reference_rounding import store_rounded_ref
 from ..slots.reference_slots import along_first_dim, compute_dtype, load_slots, store_slots
+from ..slots.rounded_states import RoundedStates
 from .ssm_inputs import SSMTokens, SSMWeights
 
 
 def ssd_scan_ref(
-    tokens: SSMTokens, weights: SSMWeights, ssm_pool: Tensor, rows: PrefillRows, chunk_size: int
+    tokens: SSMTokens,
+    weights: SSMWeights,
+    ssm_pool: Tensor,
+    rows: PrefillRows,
+    chunk_size: int,
+    rounded: RoundedStates | None = None,
 ) -> Tensor:
     """Scan packed rows chunk by chunk, carrying each row's state from and to the pool.
 
@@ -24,6 +31,7 @@ def ssd_scan_ref(
     Args:
         ssm_pool: [slots, heads, d_state, head_dim].
         chunk_size: The longest chunk in `rows`.
+        rounded: Where states at chunk ends go; None: to slots of `ssm_pool`.
 
     Returns:
         [tokens, heads, head_dim] in x's dtype; zeros past the last chunk.
@@ -49,7 +57,11 @@ def ssd_scan_ref(
         state = torch.where(chunks.is_first[i], initial, state)
         y_chunk, state = _scan_chunk(x_chunk, dt, B, C, decay, skip, state)
         y.index_copy_(0, torch.where(inside, positions, num_tokens), y_chunk.to(x.dtype))
-        store_slots(ssm_pool, chunks.stored_slots[i], state.expand(2, *state.shape))
+        if rounded is None:
+            store_slots(ssm_pool, chunks.stored_slots[i], state.expand(2, *state.shape))
+        else:
+            store_rounded_ref(rounded.values, rounded.scales, chunks.stored_slots[i, :1], state[None])
+            store_slots(ssm_pool, chunks.stored_slots[i, 1:], state[None])
     return y[:num_tokens]
 
 

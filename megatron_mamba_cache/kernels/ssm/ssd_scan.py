@@ -13,6 +13,7 @@ from torch import Tensor
 from ..kernel_launches import is_hopper, launches_kernel
 from ..prefill_rows import PrefillRows
 from ..row_checks import check_prefill_rows
+from ..slots.rounded_states import RoundedStates
 from .hopper_tiling import HopperTiling, choose_tiling, has_tested_gluon
 from .reference_ssd import ssd_scan_ref
 from .ssd_scan_portable import scan_portably
@@ -26,7 +27,14 @@ _ALIGNMENT = 16  # bytes, of what TMA copies
 _MAX_STATE = 128 * 128  # elements of a head's state: shared memory holds no more of it
 
 
-def ssd_scan(tokens: SSMTokens, weights: SSMWeights, ssm_pool: Tensor, rows: PrefillRows, chunk_size: int) -> Tensor:
+def ssd_scan(
+    tokens: SSMTokens,
+    weights: SSMWeights,
+    ssm_pool: Tensor,
+    rows: PrefillRows,
+    chunk_size: int,
+    rounded: RoundedStates | None = None,
+) -> Tensor:
     """Scan packed rows chunk by chunk, carrying each row's state from and to the pool.
 
     A row resumed at a chunk's end, in any packing, continues bit-equal where the pool holds float32. Writes the states
@@ -36,6 +44,7 @@ def ssd_scan(tokens: SSMTokens, weights: SSMWeights, ssm_pool: Tensor, rows: Pre
     Args:
         ssm_pool: [slots, heads, d_state, head_dim]; a slot's state contiguous.
         chunk_size: The longest chunk in `rows`.
+        rounded: Where states at chunk ends go, and whose slots `rows.chunk_slots` are; None: those of `ssm_pool`.
 
     Returns:
         [tokens, heads, head_dim] in x's dtype; zeros past the last chunk.
@@ -46,14 +55,16 @@ def ssd_scan(tokens: SSMTokens, weights: SSMWeights, ssm_pool: Tensor, rows: Pre
     Reference: `ssd_scan_ref`.
     """
     _check(tokens, weights, ssm_pool)
+    if rounded is not None:
+        rounded.check(ssm_pool)
     check_prefill_rows(rows, tokens.x.device)
     shape = tile_shape(chunk_size, tokens.x.dtype)
     if not launches_kernel(tokens.x) or shape is None or not _fits_kernels(tokens, ssm_pool) or _is_empty(tokens, rows):
-        return ssd_scan_ref(tokens, weights, ssm_pool, rows, chunk_size)
+        return ssd_scan_ref(tokens, weights, ssm_pool, rows, chunk_size, rounded)
     tiling = None
     if _fits_hopper(tokens, ssm_pool, shape):
         tiling = choose_tiling(tokens, rows.longest_first.shape[0])
-    return scan_tiles(tokens, weights, ssm_pool, rows, shape, tiling)
+    return scan_tiles(tokens, weights, ssm_pool, rows, shape, tiling, rounded)
 
 
 def scan_tiles(
@@ -63,6 +74,7 @@ def scan_tiles(
     rows: PrefillRows,
     shape: TileShape,
     tiling: HopperTiling | None,
+    rounded: RoundedStates | None = None,
 ) -> Tensor:
     """Scan with the Hopper kernel and this tiling, or the portable one; see `ssd_scan`, which checks and chooses.
 
@@ -72,11 +84,12 @@ def scan_tiles(
     tiles = cut_tiles(tokens, weights, rows, shape, y)
     for channels in head_slices(tokens.x.shape[2]):
         if tiling is None:
-            scan_portably(tokens, weights.D, ssm_pool, rows, tiles, y, channels)
+            scan_portably(tokens, weights.D, ssm_pool, rows, tiles, y, channels, rounded)
         else:
             from .ssd_scan_hopper import scan_on_hopper
 
-            scan_on_hopper(tokens, weights.D, ssm_pool, rows, tiles, y, channels, tiling.within(channels.width))
+            in_slice = tiling.within(channels.width)
+            scan_on_hopper(tokens, weights.D, ssm_pool, rows, tiles, y, channels, in_slice, rounded)
     return y
 
 

@@ -17,7 +17,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..prefill_rows import PrefillRows
-from .hopper_results import Results, Scratch, await_scratch, put_outputs, put_state
+from ..slots.rounded_states import RoundedStates, rounded_places
+from .hopper_results import Results, Scratch, await_scratch, put_outputs, put_rounded, put_state
 from .hopper_ring import PackedTiles, Sizes, allocate_ring, describe, fill_ahead, find_span
 from .hopper_tiling import HopperTiling
 from .ssd_tiles import TILE_LEN, HeadSlice, ScanTiles, tiled_rows
@@ -29,8 +30,9 @@ _FILL_REGISTERS = 40
 
 @gluon.jit
 def _scan_head(
-    ring, scratch, results, span, totals, tile_slots, skip, initial, final, head, channel, sizes, PART: gl.constexpr
-):
+    ring, scratch, results, rounded, span, totals, tile_slots, skip, initial, final, head, channel, sizes,
+    PART: gl.constexpr,
+):  # fmt: skip
     """Scan some channels of a head of a row, with four warps.
 
     Long because the order of its asynchronous products and waits is the algorithm.
@@ -89,9 +91,12 @@ def _scan_head(
         y, shares = warpgroup_mma_wait(1, deps=[y, shares])
         mbarrier.arrive(ring.empty.index(stage), count=1)
         put_outputs(results, scratch.y, y.to(gl.bfloat16), span, span.begin + k * LENGTH, head, channel, sizes)
-        if slot >= 0:
-            put_state(results, scratch, state, kept, slot, head, channel, sizes)
-        kept = slot
+        if rounded is None:
+            if slot >= 0:
+                put_state(results, scratch, state, kept, slot, head, channel, sizes)
+            kept = slot
+        elif slot >= 0:
+            put_rounded(rounded, state, slot, head, channel, sizes)
         total = next_total
         scores = warpgroup_mma_wait(0, deps=[begun])
     tma.store_wait(0)
@@ -137,6 +142,7 @@ def _scan_kernel(
     tile_slots,
     pool,
     slot_stride,
+    rounded,
     num_tiles,
     HEADS: gl.constexpr,
     GROUPS: gl.constexpr,
@@ -169,14 +175,14 @@ def _scan_kernel(
     state = gl.allocate_shared_memory(gl.bfloat16, [TOGETHER, D_STATE, CHANNELS], x_tiles.layout)
     y_copy = gl.allocate_shared_memory(gl.bfloat16, [TOGETHER, LENGTH, CHANNELS], y_tiles.layout)
     leaving = state
-    if pool.dtype.element_ty != gl.bfloat16:
+    if pool.dtype.element_ty != gl.bfloat16 and rounded is None:
         leaving = gl.allocate_shared_memory(pool.dtype.element_ty, [TOGETHER, D_STATE, CHANNELS], pool_states.layout)
 
     slots = tile_slots + span.first
     totals = decays + (head.to(gl.int64) * num_tiles + span.first) * (2 * LENGTH) + LENGTH - 1
     scratch = Scratch(weighted.index(0), state.index(0), leaving.index(0), y_copy.index(0))
     skip = gl.load(D + head).to(gl.float32)
-    first = (ring, scratch, results, span, totals, slots, skip, initial, final, head, channel, sizes, 0)
+    first = (ring, scratch, results, rounded, span, totals, slots, skip, initial, final, head, channel, sizes, 0)
     filling = (tiles, ring, span, head, channel, num_tiles, sizes)
     if TOGETHER == 1:
         gl.warp_specialize([(_scan_head, first), (fill_ahead, filling)], [1], [FILL_REGISTERS])
@@ -184,7 +190,9 @@ def _scan_kernel(
         totals += num_tiles.to(gl.int64) * (2 * LENGTH)
         scratch = Scratch(weighted.index(1), state.index(1), leaving.index(1), y_copy.index(1))
         skip = gl.load(D + head + 1).to(gl.float32)
-        second = (ring, scratch, results, span, totals, slots, skip, initial, final, head + 1, channel, sizes, 1)
+        second = (
+            ring, scratch, results, rounded, span, totals, slots, skip, initial, final, head + 1, channel, sizes, 1
+        )  # fmt: skip
         gl.warp_specialize(
             [(_scan_head, first), (_scan_head, second), (fill_ahead, filling)],
             [4, 1],
@@ -201,6 +209,7 @@ def scan_on_hopper(
     y: Tensor,
     channels: HeadSlice,
     tiling: HopperTiling,
+    rounded: RoundedStates | None = None,
 ) -> None:
     """Scan channels of the rows from and to the pool's slots; write their outputs into `y`, in place.
 
@@ -211,6 +220,7 @@ def scan_on_hopper(
         ssm_pool: Slots are whole rows of head_dim apart, and aligned to 16 bytes.
         tiles: Full ones are as wide as long.
         y: [tokens, heads, head_dim], contiguous.
+        rounded: Where states at chunk ends go; None: to slots of `ssm_pool`.
     """
     num_heads, head_dim = tokens.x.shape[1:]
     num_groups, d_state = tokens.B.shape[1:]
@@ -229,6 +239,7 @@ def scan_on_hopper(
         tile_slots=tiles.slots,
         pool=ssm_pool,
         slot_stride=ssm_pool.stride(0),
+        rounded=rounded_places(rounded),
         num_tiles=tiles.slots.shape[0],
         HEADS=num_heads,
         GROUPS=num_groups,

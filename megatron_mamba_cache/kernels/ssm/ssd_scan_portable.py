@@ -20,6 +20,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..prefill_rows import PrefillRows
+from ..slots.rounded_states import RoundedStates, rounded_places, store_rounded
 from .ssd_tiles import HeadSlice, ScanTiles, tiled_rows
 from .ssm_inputs import SSMTokens
 
@@ -92,6 +93,24 @@ def _store_state(states, slot_stride, slot, state, CHANNELS: tl.constexpr):
         tl.store(states + slot.to(tl.int64) * slot_stride, state.to(states.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _store_boundary(
+    states, slot_stride, rounded, slot, state, head,
+    HEAD_DIM: tl.constexpr, FIRST: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Store the state at a tile's end, rounded if there are places for that."""
+    if rounded is None:
+        _store_state(states, slot_stride, slot, state, CHANNELS)
+    elif slot >= 0:
+        D_STATE: tl.constexpr = state.shape[0]
+        n, lane = tl.arange(0, D_STATE), tl.arange(0, state.shape[1])
+        no_layer = slot.to(tl.int64) * 0
+        store_rounded(
+            rounded, no_layer, slot.to(tl.int64), state, head, n, FIRST + lane, n < D_STATE, lane < CHANNELS,
+            D_STATE, HEAD_DIM,
+        )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["num_tiles"])
 def _scan_kernel(
     packed,
@@ -105,6 +124,7 @@ def _scan_kernel(
     tile_slots,
     pool,
     slot_stride,
+    rounded,
     num_tiles,
     HEADS: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -155,7 +175,7 @@ def _scan_kernel(
             state, packed, decays, skip, head, group, begin, low, tl.minimum(high, begin + LENGTH),
             HEADS, HEAD_DIM, FIRST, CHANNELS, LANES, D_STATE, WIDTH, PRECISION,
         )  # fmt: skip
-        _store_state(states, slot_stride, tl.load(tile_slots + k), state, CHANNELS)
+        _store_boundary(states, slot_stride, rounded, tl.load(tile_slots + k), state, head, HEAD_DIM, FIRST, CHANNELS)
     for k in tl.range(first_whole, after_whole, num_stages=NUM_STAGES):
         token = begin + k * LENGTH
         x = x_tiles.load([token, head * HEAD_DIM + FIRST])
@@ -163,26 +183,34 @@ def _scan_kernel(
         C = C_tiles.load([token, group * D_STATE])
         y, state = _advance(state, x, B, C, decays + k * (2 * WIDTH), skip, PRECISION)
         y_tiles.store([token, head * HEAD_DIM + FIRST], y.to(packed.y.dtype.element_ty))
-        _store_state(states, slot_stride, tl.load(tile_slots + k), state, CHANNELS)
+        _store_boundary(states, slot_stride, rounded, tl.load(tile_slots + k), state, head, HEAD_DIM, FIRST, CHANNELS)
     for k in tl.range(after_whole, num_row_tiles, num_stages=1):
         token = begin + k * LENGTH
         state = _advance_partly(
             state, packed, decays + k * (2 * WIDTH), skip, head, group, token, token, tl.minimum(high, token + LENGTH),
             HEADS, HEAD_DIM, FIRST, CHANNELS, LANES, D_STATE, WIDTH, PRECISION,
         )  # fmt: skip
-        _store_state(states, slot_stride, tl.load(tile_slots + k), state, CHANNELS)
+        _store_boundary(states, slot_stride, rounded, tl.load(tile_slots + k), state, head, HEAD_DIM, FIRST, CHANNELS)
 
     _store_state(states, slot_stride, tl.load(rows.final_slots + row), state, CHANNELS)
 
 
 def scan_portably(
-    tokens: SSMTokens, D: Tensor, ssm_pool: Tensor, rows: PrefillRows, tiles: ScanTiles, y: Tensor, channels: HeadSlice
+    tokens: SSMTokens,
+    D: Tensor,
+    ssm_pool: Tensor,
+    rows: PrefillRows,
+    tiles: ScanTiles,
+    y: Tensor,
+    channels: HeadSlice,
+    rounded: RoundedStates | None = None,
 ) -> None:
     """Scan channels of the rows from and to the pool's slots; write their outputs into `y`, in place.
 
     Args:
         tokens: d_state is a power of two of at least 16.
         y: [tokens, heads, head_dim], contiguous.
+        rounded: Where states at chunk ends go; None: to slots of `ssm_pool`.
     """
     num_heads, head_dim = tokens.x.shape[1:]
     num_groups, d_state = tokens.B.shape[1:]
@@ -201,6 +229,7 @@ def scan_portably(
         tile_slots=tiles.slots,
         pool=ssm_pool,
         slot_stride=ssm_pool.stride(0),
+        rounded=rounded_places(rounded),
         num_tiles=tiles.slots.shape[0],
         HEADS=num_heads,
         GROUPS=num_groups,

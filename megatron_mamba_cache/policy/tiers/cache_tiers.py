@@ -199,7 +199,7 @@ class HostTier:
         for prompt in waiting:
             here = self._device.kv.longest_match(prompt.keys)
             num_blocks += prompt.num_blocks - len(here)
-            if not self._device.space.fits(num_blocks, 2):
+            if not self._device.fits(num_blocks, num_cached=1):
                 return
             if self._disk is None or not (self._disk.awaits(prompt.request_id) or self._disk.load(prompt, here)):
                 self._restores.begin(prompt, here)
