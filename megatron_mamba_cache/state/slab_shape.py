@@ -60,8 +60,13 @@ class SlabShape:
         return max(num_bytes - unit.block, 0) // slab_bytes if slab_bytes else _ANY_NUMBER
 
     def slabs_of_request(self, num_blocks: int, num_drafts: int) -> int:
-        """Return the slabs that one request needs: its KV, its live state, those after its drafts and one to cache."""
-        return -(-num_blocks // self.blocks_per_slab) + -(-(2 + num_drafts) // self.slots_per_slab)
+        """Return the slabs that one request needs: its KV, its live state, those after its drafts and one to cache.
+
+        Its live state and its drafts' states never move. Each may be alone in a slab that other requests' states
+        filled when it was taken, and then no KV block can take the rest of that slab.
+        """
+        packed = -(-(2 + num_drafts) // self.slots_per_slab)
+        return -(-num_blocks // self.blocks_per_slab) + max(packed, 1 + num_drafts)
 
     def blocks_of_request(self, num_slabs: int, num_drafts: int) -> int:
         """Return the most KV blocks for which `slabs_of_request` is at most `num_slabs`; 0 if even one is too many."""
