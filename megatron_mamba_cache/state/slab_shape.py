@@ -60,8 +60,13 @@ class SlabShape:
         return max(num_bytes - unit.block, 0) // slab_bytes if slab_bytes else _ANY_NUMBER
 
     def slabs_of_request(self, num_blocks: int, num_states: int) -> int:
-        """Return the slabs that one request needs for its KV and its states."""
-        return -(-num_blocks // self.blocks_per_slab) + -(-num_states // self.slots_per_slab)
+        """Return the slabs that one request needs for its KV and its states, the last of which is one to cache.
+
+        The others, its live state and those after its drafts, never move. Each may be alone in a slab that other
+        requests' states filled when it was taken, and then no KV block can take the rest of that slab.
+        """
+        packed = -(-num_states // self.slots_per_slab)
+        return -(-num_blocks // self.blocks_per_slab) + max(packed, num_states - 1)
 
     def blocks_of_request(self, num_slabs: int, num_states: int) -> int:
         """Return the most KV blocks for which `slabs_of_request` is at most `num_slabs`; 0 if even one is too many."""

@@ -6,6 +6,7 @@ from megatron_mamba_cache.errors import CacheCapacityError
 from megatron_mamba_cache.policy.block_growth import GrowthOutcome, grow_rows
 from megatron_mamba_cache.policy.prefix_cache import PrefixCache
 from megatron_mamba_cache.policy.requests import RunningRequest
+from megatron_mamba_cache.state.slab_shape import SlabShape
 from tests.policy.small_cache import (
     BLOCK,
     admit,
@@ -16,6 +17,7 @@ from tests.policy.small_cache import (
     request,
     run_step,
     small_cache,
+    verify,
 )
 
 PLENTY = 100
@@ -153,6 +155,29 @@ def test_older_row_takes_the_slab_of_the_younger_ones_slot() -> None:
     old, young = full_twins(cache, 2, first_id=0)
     assert grow_rows([old, young], cache, 0) == GrowthOutcome(evicted=(young,))
     assert len(old.block_ids) == 2
+
+
+@pytest.mark.parametrize("shape", [SlabShape(3, 2), SlabShape(1, 2), SlabShape(2, 1)])
+def test_lone_row_grows_though_each_of_its_states_is_alone_in_a_slab(shape: SlabShape) -> None:
+    max_blocks, num_drafts = 6, BLOCK - 1
+    num_slabs = shape.slabs_of_request(max_blocks, 2 + num_drafts)
+    cache = small_cache(slabs=(num_slabs, shape.blocks_per_slab, shape.slots_per_slab), checkpoints="none")
+    row = prefill(cache, request(0, [1] * (BLOCK * 2)), first_token=1)
+    cache.grow(row)
+    others = cache.slots.reserve(cache.slots.num_available)  # states of other requests, in every slab with room
+    elsewhere = {slot // shape.slots_per_slab: slot for slot in others}
+    elsewhere.pop(row.live_slot // shape.slots_per_slab, None)
+    for slot in list(elsewhere.values())[:num_drafts]:
+        others.remove(slot)
+        cache.slots.cancel(slot)
+    verify(cache, row, [1] * num_drafts, [1] * BLOCK)
+    assert len({slot // shape.slots_per_slab for slot in (row.live_slot, *row.draft_slots)}) == BLOCK
+    for slot in others:  # the other requests leave
+        cache.slots.cancel(slot)
+    while len(row.block_ids) < max_blocks:
+        assert grow_rows([row], cache, PLENTY) == GrowthOutcome()
+        verify(cache, row, [1] * num_drafts, [1] * BLOCK)
+    cache.check_integrity([row])
 
 
 def test_lone_row_that_fills_the_pool_is_an_error_that_changes_nothing() -> None:

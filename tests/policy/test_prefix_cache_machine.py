@@ -31,8 +31,11 @@ NUM_BLOCKS = 9  # where they do not share slabs with the slots
 MAX_LEN = 24  # six blocks: a lone row always fits
 MOST_DRAFTS = BLOCK - 1
 
-SLABS = [None, None, (4, 2, 1), (5, 3, 2), (7, 2, 1), (9, 1, 2)]
-"""How many slabs, and how many blocks and slots fit one."""
+SLABS = [None, None, (4, 2, 1), (6, 3, 2), (7, 2, 1), (10, 1, 2)]
+"""How many slabs, and how many blocks and slots fit one.
+
+A lone row always fits, even with each of its draft states alone in a slab; in the four slabs it never gets drafts.
+"""
 
 Checkpoints = Literal["rolling", "all", "none"]
 Slabs = tuple[int, int, int]

@@ -12,7 +12,8 @@ _LEAST_SCALE = torch.finfo(torch.float32).tiny
 def round_states(states: Tensor) -> tuple[Tensor, Tensor]:
     """Return states [..., d_state, head_dim] as int8 values and float32 scales [..., head_dim]."""
     states = states.to(torch.float32)
-    scales = states.abs().amax(-2) / _MOST
+    largest = states.abs().amax(-2)
+    scales = largest / torch.full_like(largest, _MOST)  # by a number, CUDA multiplies with its inverse
     scales = torch.where(scales < _LEAST_SCALE, 0.0, scales)
     values = torch.floor(states / torch.where(scales == 0, 1.0, scales)[..., None, :] + 0.5)
     return values.to(torch.int8), scales
