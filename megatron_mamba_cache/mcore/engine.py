@@ -182,7 +182,8 @@ class MambaCacheEngine(SuspendableEngine):
         runner = self.context.runner
         if runner.memory.below.land(wait=not runner.requests):
             runner.note_change()
-        runner.note_queue(has_waiting=bool(self.waiting_request_ids))
+        awaits_copy = runner.memory.below.tiers.awaits
+        runner.note_queue(has_waiting=not all(map(awaits_copy, self.waiting_request_ids)))
         if runner.sharing.is_fixed:  # requests wait a step, which ranks that share experts have agreed on
             runner.note_scheduled(is_settled=not self.waiting_request_ids and self._is_at_rest())
             return

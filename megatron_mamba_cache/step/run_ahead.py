@@ -5,7 +5,7 @@ without drafts, in the KV block that it has, and no request can join. It is then
 later, and it lands like any other: when the rows reach it, they are compared with those that were launched. Rows may
 leave in between (a token ends one, a request is cancelled, the engine suspends). What is computed for such a row goes
 to the blocks and the slot that it had, before anything launched later can use them. A queued request never waits an
-extra step: while one is queued, tokens are read first.
+extra step: while one is queued, tokens are read first, unless a copy has to bring its prefix before it can join.
 """
 
 from collections.abc import Sequence
@@ -145,7 +145,7 @@ class QueueState:
     """The queue as the scheduler last saw it, and whether that still holds.
 
     Args:
-        has_waiting: True when a request waits for a row to end.
+        has_waiting: True when a request waits for a row to end, and not for a copy.
         is_settled: True when the scheduler found no request that can join the next step and nothing has changed since.
     """
 

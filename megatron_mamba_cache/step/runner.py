@@ -351,7 +351,7 @@ class StepRunner:
         return self._queue
 
     def note_queue(self, *, has_waiting: bool) -> None:
-        """Note whether requests wait for a row to end."""
+        """Note whether requests wait for a row to end, and not for a copy."""
         if has_waiting is not self._queue.has_waiting:
             self._queue = replace(self._queue, has_waiting=has_waiting)
 

@@ -3,6 +3,7 @@
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -14,6 +15,10 @@ from ..policy.tiers.copies import CopyOrder, CopyStatus, Lane, Places
 from .measured_times import MeasuredTimes
 
 _LOG = logging.getLogger(__name__)
+_PART_BYTES = 2**22
+"""Of a part of a copy that is handed to the GPU at a time: about 80 µs over PCIe 5."""
+_MOST_HANDED = 2
+"""Parts that the GPU has at a time, so that it always has one to go on with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +139,9 @@ class DeviceCopies:
         device, host: [bytes] uint8; the host's pinned if the device is a CUDA device.
         pinned_at_once: Bytes of the host's memory that were pinned by one call, from its start on. CUDA refuses copies
             that reach over the end of what one call has pinned, so they are cut there.
+
+    A step's own small copies share an engine of the GPU with these and wait for what it has begun, so that few bytes
+    are handed to it at a time.
     """
 
     def __init__(self, device: Tensor, host: Tensor, sizes: PlaceBytes, pinned_at_once: int) -> None:
@@ -162,19 +170,26 @@ class DeviceCopies:
     def _copy(self, order: CopyOrder, source: Tensor, target: Tensor) -> None:
         stream = self._streams.get(order.lane)
         if stream is None:
-            self._copy_pieces(order, source, target)
+            deque(self._copy_pieces(order, source, target), maxlen=0)
             return
         with torch.cuda.device(self._device.device), torch.cuda.stream(stream):
             stream.wait_event(self._launched.pop(order.number))
-            self._copy_pieces(order, source, target)
+            handed = deque([torch.cuda.Event() for _ in range(_MOST_HANDED)])
+            for _ in self._copy_pieces(order, source, target):
+                handed.rotate(-1)
+                handed[-1].record()
+                handed[0].synchronize()  # of the part before; one that was never recorded has passed
             stream.synchronize()
 
-    def _copy_pieces(self, order: CopyOrder, source: Tensor, target: Tensor) -> None:
+    def _copy_pieces(self, order: CopyOrder, source: Tensor, target: Tensor) -> Iterator[None]:
+        """Copy part by part, and yield after each."""
         for piece in self._sizes.pieces(order):
             on_host = piece.target if target is self._host else piece.source
-            for part in piece.cut(self._pinned_at_once - on_host % self._pinned_at_once, self._pinned_at_once):
-                read = source[part.source : part.source + part.num_bytes]
-                target[part.target : part.target + part.num_bytes].copy_(read, non_blocking=True)
+            for pinned in piece.cut(self._pinned_at_once - on_host % self._pinned_at_once, self._pinned_at_once):
+                for part in pinned.cut(_PART_BYTES, _PART_BYTES):
+                    read = source[part.source : part.source + part.num_bytes]
+                    target[part.target : part.target + part.num_bytes].copy_(read, non_blocking=True)
+                    yield
 
 
 def _merged(places: Places, num_bytes: int) -> Iterator[Piece]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron_mamba_cache.policy.eviction_rules import LeastRecentlyUsed
 from megatron_mamba_cache.policy.tiers.copies import CopyOrder, CopyStatus, Lane
 from megatron_mamba_cache.state.slab_shape import SlabShape, UnitBytes
-from megatron_mamba_cache.tiers import host_memory
+from megatron_mamba_cache.tiers import copy_lanes, host_memory
 from megatron_mamba_cache.tiers.copy_lanes import CopyLanes, DeviceCopies, Piece, PlaceBytes
 from megatron_mamba_cache.tiers.host_memory import HostMemory
 
@@ -49,10 +49,19 @@ def num_runs(pairs: list[tuple[int, int]]) -> int:
 
 
 @settings(deadline=None, max_examples=20)
-@given(places, places, st.sampled_from([1, 7, 24, 400]))
+@given(places, places, st.sampled_from([1, 7, 24, 400]), st.sampled_from([3, 1000]))
 def test_bytes_go_to_the_host_and_back(
+    blocks: list[tuple[int, int]], states: list[tuple[int, int]], pinned_at_once: int, part_bytes: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(copy_lanes, "_PART_BYTES", part_bytes)
+        copy_to_the_host_and_back(blocks, states, pinned_at_once)
+
+
+def copy_to_the_host_and_back(
     blocks: list[tuple[int, int]], states: list[tuple[int, int]], pinned_at_once: int
 ) -> None:
+    """Copy places, clear the device's, copy them back, and compare."""
     device = torch.randint(256, (400,), dtype=torch.uint8).to(DEVICE)
     host, before = torch.zeros(400, dtype=torch.uint8), device.clone()
     sizes = PlaceBytes(block=8, state=40)
@@ -82,6 +91,7 @@ def test_no_part_of_a_piece_reaches_over_what_is_pinned_at_once(target: int, num
 @pytest.mark.skipif(DEVICE != "cuda", reason="needs a CUDA device")
 def test_copies_reach_over_the_ends_of_what_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "PINNED_AT_ONCE", 2**16)
+    monkeypatch.setattr(copy_lanes, "_PART_BYTES", 1000)
     slab = SlabShape(blocks_per_slab=3, slots_per_slab=2)
     unit = UnitBytes(state=45_000, block=30_000, token_row=16, state_row=16)
     memory = HostMemory(4, slab, unit, LeastRecentlyUsed(), block_size=16, device=torch.device(DEVICE))
