@@ -124,7 +124,8 @@ class BlockTree:
     def remove_tail(self, tail: Sequence[BlockId]) -> BlockId | None:
         """Forget what `tail` returned, and return the block before it."""
         block_of, keys, depths, num_children = self._block_of, self._keys, self._depths, self._num_children
-        parent = self.parent_of(tail[-1])
+        first = tail[-1]
+        parent = self._parents[first] if depths[first] > 1 else None
         for block in tail:
             del block_of[keys[block]]
             keys[block] = _UNREGISTERED

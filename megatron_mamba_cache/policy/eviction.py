@@ -1,12 +1,13 @@
 """The order in which cached states are evicted: by what each is worth, which falls with its age."""
 
 from collections import deque
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Sequence
 from heapq import heapify, heappop, heappush
 from math import frexp, inf
 from typing import NamedTuple
 
 from ..errors import CacheIntegrityError
+from .identifiers import BlockId
 
 FULL_WORTH_AGE = 10
 """Uses of cached states for which a state keeps about all of its worth."""
@@ -47,8 +48,9 @@ class Weight(NamedTuple):
     is_held: bool = False
 
 
-_Item = tuple[int, int, int, int, float, bool]
+_Item = tuple[int, int, BlockId, int, float, bool]
 """Last use, minus the entry's tokens (of states used at the same time, the deepest goes first), id, and its weight."""
+_NO_ITEM: _Item = (0, 0, BlockId(-1), 0, 0.0, False)
 
 
 class _Class:
@@ -57,38 +59,42 @@ class _Class:
     Nearly all come in order, as time passes; the few whose weight changes long after their last use are kept apart.
 
     Attributes:
-        first: The first item, stale or not; None if there is none.
+        first: The first item, stale or not; the last first one if there is none left.
     """
 
     __slots__ = ("first", "late", "run")
 
-    def __init__(self) -> None:
-        self.first: _Item | None = None
-        self.run: deque[_Item] = deque()
+    def __init__(self, first: _Item) -> None:
+        self.first = first
+        self.run = deque([first])
         self.late: list[_Item] = []  # a heap
 
-    def push(self, item: _Item) -> None:
-        if self.run and item < self.run[-1]:
+    def push(self, item: _Item, replaced: _Item) -> bool:
+        """Add an item; return whether the one that it replaces has left, as it does if it was the last to come."""
+        run = self.run
+        has_left = bool(run) and run[-1] is replaced
+        if has_left:
+            run.pop()
+        if run and item < run[-1]:
             heappush(self.late, item)
         else:
-            self.run.append(item)
-        if self.first is None or item < self.first:
+            run.append(item)
+        if item < self.first:
             self.first = item
+        return has_left
 
-    def skip_stale(self, live: Mapping[int, _Item]) -> int:
+    def skip_stale(self, live: Sequence[_Item]) -> int:
         """Remove stale items from the heads of run and heap; return how many."""
         run, late, num_stale = self.run, self.late, 0
         # Identity, not equality: an id that was discarded and pushed again may have an equal, stale item.
-        while run and live.get(run[0][2]) is not run[0]:
+        while run and live[run[0][2]] is not run[0]:
             run.popleft()
             num_stale += 1
-        while late and live.get(late[0][2]) is not late[0]:
+        while late and live[late[0][2]] is not late[0]:
             heappop(late)
             num_stale += 1
-        if run and late:
-            self.first = min(run[0], late[0])
-        else:
-            self.first = run[0] if run else late[0] if late else None
+        if run or late:
+            self.first = min(run[0], late[0]) if run and late else (run or late)[0]
         return num_stale
 
     def keep(self, is_kept: Callable[[_Item], bool]) -> None:
@@ -105,38 +111,40 @@ class EvictionOrder:
     are equal but for a factor of 2 ** .5, and another one for those that are held, and only the heads are compared.
 
     Replaced and discarded items stay in the queues until they surface or outnumber the live ones, so every operation is
-    amortised O(log n + queues), and O(queues) for items that come in the order of their last use.
+    amortised O(log n + queues), and O(queues) for items that come in the order of their last use. Ids are small: live
+    items are in a list as long as the highest one.
     """
 
     def __init__(self) -> None:
-        self._live: dict[int, _Item] = {}
+        self._live: list[_Item] = []  # by id; `_NO_ITEM` for those that are not here
+        self._num_live = 0
         self._classes: dict[int, dict[tuple[int, bool], _Class]] = {}  # by kind, then by what `_class_of` says
         self._num_stale = 0
 
     def __len__(self) -> int:
-        return len(self._live)
+        return self._num_live
 
-    def __contains__(self, entry_id: int) -> bool:
-        return entry_id in self._live
+    def __contains__(self, entry_id: BlockId) -> bool:
+        return entry_id < len(self._live) and self._live[entry_id] is not _NO_ITEM
 
-    def weight_of(self, entry_id: int) -> Weight:
+    def weight_of(self, entry_id: BlockId) -> Weight:
         """Return the weight that an id was pushed with."""
         return Weight(*self._live[entry_id][3:])
 
-    def kind_of(self, entry_id: int) -> int:
+    def kind_of(self, entry_id: BlockId) -> int:
         """Return the kind that an id was pushed with."""
         return self._live[entry_id][3]
 
-    def last_use_of(self, entry_id: int) -> int:
+    def last_use_of(self, entry_id: BlockId) -> int:
         """Return the last use that an id was pushed with."""
         return self._live[entry_id][0]
 
-    def worth_of(self, entry_id: int, now: int, likelihood: Callable[[int], float]) -> float:
+    def worth_of(self, entry_id: BlockId, now: int, likelihood: Callable[[int], float]) -> float:
         """Return what an id is worth; see `first`."""
         last_used, _, _, kind, gain, is_held = self._live[entry_id]
         return gain / FULL_WORTH_AGE if is_held else likelihood(kind) * gain / (now + FULL_WORTH_AGE - last_used)
 
-    def push(self, entry_id: int, last_used: int, num_tokens: int, weight: Weight) -> bool:
+    def push(self, entry_id: BlockId, last_used: int, num_tokens: int, weight: Weight) -> bool:
         """Add an id and return True, or replace its entry and return False.
 
         Args:
@@ -148,31 +156,38 @@ class EvictionOrder:
         """
         if not weight[1] >= 0:
             raise ValueError(f"need a gain of at least 0, found {weight} for {entry_id}")
-        is_new = entry_id not in self._live
-        item = self._live[entry_id] = (last_used, -num_tokens, entry_id, *weight)
+        live = self._live
+        if entry_id >= len(live):
+            live += [_NO_ITEM] * (entry_id + 1 - len(live))
+        replaced = live[entry_id]
         kind, gain, is_held = weight
+        item = live[entry_id] = (last_used, -num_tokens, entry_id, kind, gain, is_held)
         classes, of_class = self._classes.get(kind), _class_of(gain, is_held)
         if classes is None:
             classes = self._classes[kind] = {}
         queue = classes.get(of_class)
+        has_left = False
         if queue is None:
-            queue = classes[of_class] = _Class()
-        queue.push(item)
-        self._num_stale += not is_new
-        if self._num_stale > len(self._live) + _STALE_ALLOWANCE:
-            self._compact()
-        return is_new
+            classes[of_class] = _Class(item)
+        else:
+            has_left = queue.push(item, replaced)
+        if replaced is _NO_ITEM:
+            self._num_live += 1
+        elif not has_left:
+            self._count_stale()
+        return replaced is _NO_ITEM
 
-    def discard(self, entry_id: int) -> bool:
+    def discard(self, entry_id: BlockId) -> bool:
         """Remove an id; return False, with nothing changed, if it is absent."""
-        if self._live.pop(entry_id, None) is None:
+        live = self._live
+        if entry_id >= len(live) or live[entry_id] is _NO_ITEM:
             return False
-        self._num_stale += 1
-        if self._num_stale > len(self._live) + _STALE_ALLOWANCE:
-            self._compact()
+        live[entry_id] = _NO_ITEM
+        self._num_live -= 1
+        self._count_stale()
         return True
 
-    def first(self, now: int, likelihood: Callable[[int], float], kinds: Container[int] | None = None) -> int:
+    def first(self, now: int, likelihood: Callable[[int], float], kinds: Container[int] | None = None) -> BlockId:
         """Return the id to evict first.
 
         Args:
@@ -186,20 +201,20 @@ class EvictionOrder:
         for kind, classes in self._classes.items():
             if kinds is not None and kind not in kinds:
                 continue
-            chance, has_empty = likelihood(kind), False
+            chance, empty = likelihood(kind), []
             for of_class, queue in classes.items():
                 item = queue.first
-                if item is None or live.get(item[2]) is not item:
+                if live[item[2]] is not item:
                     self._num_stale -= queue.skip_stale(live)
-                    item = queue.first
-                    if item is None:
-                        has_empty = True
+                    if not (queue.run or queue.late):
+                        empty.append(of_class)
                         continue
+                    item = queue.first
                 worth = item[4] / FULL_WORTH_AGE if of_class[1] else chance * item[4] / (age_at_0 - item[0])
-                if worth < least or first is None or (worth == least and item < first):
+                if worth <= least and (worth < least or first is None or item < first):
                     first, least = item, worth
-            if has_empty:
-                self._classes[kind] = {of_class: queue for of_class, queue in classes.items() if queue.first}
+            for of_class in empty:
+                del classes[of_class]
         if first is None:
             raise CacheIntegrityError("need an entry to evict, found none; ask for no more than is evictable")
         return first[2]
@@ -207,13 +222,18 @@ class EvictionOrder:
     def clear(self) -> None:
         """Remove every id."""
         self._live.clear()
+        self._num_live = 0
         self._classes.clear()
         self._num_stale = 0
 
     def _is_live(self, item: _Item) -> bool:
-        return self._live.get(item[2]) is item
+        return self._live[item[2]] is item
 
-    def _compact(self) -> None:
+    def _count_stale(self) -> None:
+        """Count one more stale item, and remove all where they outnumber the live ones."""
+        self._num_stale += 1
+        if self._num_stale <= self._num_live + _STALE_ALLOWANCE:
+            return
         for classes in self._classes.values():
             for queue in classes.values():
                 queue.keep(self._is_live)

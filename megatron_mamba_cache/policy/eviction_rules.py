@@ -18,6 +18,7 @@ ENDS = range(_MOST_BRANCH_HITS + 1)
 """Kinds of states that are the last of their text, in every rule: by the requests that parted there from more text."""
 _INSIDE, _BRANCH = ENDS.stop, ENDS.stop + 1
 _PRIORS = (0.5, 0.7, 0.9, 1.0, 0.03, *([0.3] * (_MOST_BRANCH_HITS + 1)))
+_END, _INNER = Weight(ENDS[0]), Weight(_INSIDE)
 _PRIOR_STATES = 4
 _MOST_COUNTED = 1024
 
@@ -46,7 +47,7 @@ class LeastRecentlyUsed:
 
     def weigh(self, entry: CachedEntry) -> Weight:
         """See `EvictionRule`."""
-        return Weight(ENDS[0] if entry.is_end else _INSIDE)
+        return _END if entry.is_end else _INNER
 
     def likelihood(self, kind: int) -> float:
         """See `EvictionRule`."""

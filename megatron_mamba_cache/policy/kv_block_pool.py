@@ -1,7 +1,7 @@
 """The KV block pool: references on each block, the key it is found under, and eviction."""
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 from ..errors import CacheCapacityError, CacheIntegrityError
 from .block_tree import BlockTree
@@ -133,7 +133,7 @@ class KVBlockPool:
             raise ValueError(f"need a count of blocks, found {num_blocks}")
         if self._places.num_free < num_blocks:
             self._make_room(num_blocks)
-        blocks = list(map(BlockId, self._places.take(num_blocks)))
+        blocks = cast("list[BlockId]", self._places.take(num_blocks))
         for block in blocks:
             self._refs[block] = 1
         self._num_referenced += num_blocks

@@ -54,17 +54,27 @@ class Slabs:
 
 
 class SlabPlaces(ABC):
-    """The places of one use; an unused slab is taken from the low end by KV and from the high one by states."""
+    """The places of one use; an unused slab is taken from the low end by KV and from the high one by states.
+
+    Attributes:
+        num_beside_fixed: Places that are not fixed, in slabs where another place of this use is.
+    """
 
     is_shared = True
 
     def __init__(self, slabs: Slabs, use: SlabUse, per_slab: int) -> None:
         self.per_slab = per_slab
-        self.num_places = self.num_free = self.num_available = len(slabs.use) * per_slab
+        self.num_places = self.num_free = len(slabs.use) * per_slab
+        self.num_beside_fixed = 0
         self._slabs = slabs
         self._use = int(use)
         self._other_use = 1 - self._use
         slabs.places.append(self)
+
+    @property
+    def num_available(self) -> int:
+        """See `Places`."""
+        return self._slabs.num_open * self.per_slab + self.num_beside_fixed
 
     @abstractmethod
     def take(self, num_places: int) -> list[int]:
@@ -76,27 +86,25 @@ class SlabPlaces(ABC):
 
     def fix(self, *places: int) -> None:
         """See `Places`."""
-        num_fixed, per_slab, num_closed = self._slabs.num_fixed, self.per_slab, 0
+        slabs, num_fixed, per_slab = self._slabs, self._slabs.num_fixed, self.per_slab
         for place in places:
             slab = place // per_slab
             if not num_fixed[slab]:
-                num_closed += 1
+                slabs.num_open -= 1
+                self.num_beside_fixed += per_slab
             num_fixed[slab] += 1
-        self.num_available -= len(places)
-        if num_closed:
-            self._close(num_closed)
+        self.num_beside_fixed -= len(places)
 
     def unfix(self, *places: int) -> None:
         """See `Places`."""
-        num_fixed, per_slab, num_opened = self._slabs.num_fixed, self.per_slab, 0
+        slabs, num_fixed, per_slab = self._slabs, self._slabs.num_fixed, self.per_slab
         for place in places:
             slab = place // per_slab
             num_fixed[slab] -= 1
             if not num_fixed[slab]:
-                num_opened += 1
-        self.num_available += len(places)
-        if num_opened:
-            self._close(-num_opened)
+                slabs.num_open += 1
+                self.num_beside_fixed -= per_slab
+        self.num_beside_fixed += len(places)
 
     def check_integrity(self) -> None:
         """Raise CacheIntegrityError unless the counts agree with the slabs of this use. O(n)."""
@@ -107,11 +115,11 @@ class SlabPlaces(ABC):
             if self._num_free_in(slab) + count > per_slab:
                 raise CacheIntegrityError(f"slab {slab} of {per_slab} places has {count} fixed ones beside free ones")
         num_free = sum(map(self._num_free_in, mine)) + len(slabs.unused) * per_slab
-        num_available = (slabs.num_open + len(mine) - num_fixed.count(0)) * per_slab - sum(num_fixed)
-        if (self.num_free, self.num_available) != (num_free, num_available):
+        num_beside_fixed = (len(mine) - num_fixed.count(0)) * per_slab - sum(num_fixed)
+        if (self.num_free, self.num_beside_fixed) != (num_free, num_beside_fixed):
             raise CacheIntegrityError(
-                f"{self.num_free} free and {self.num_available} available places counted, {num_free} and "
-                f"{num_available} found"
+                f"{self.num_free} free places and {self.num_beside_fixed} beside fixed ones counted, {num_free} and "
+                f"{num_beside_fixed} found"
             )
 
     def _num_free_in(self, slab: int) -> int:
@@ -142,12 +150,6 @@ class SlabPlaces(ABC):
         other = slabs.places[self._other_use]
         other.num_free += other.per_slab
 
-    def _close(self, num_slabs: int) -> None:
-        """Count so many more slabs as those that the other use cannot have."""
-        self._slabs.num_open -= num_slabs
-        other = self._slabs.places[self._other_use]
-        other.num_available -= num_slabs * other.per_slab
-
 
 class WholeSlabs(SlabPlaces):
     """Places of one slab each."""
@@ -159,9 +161,8 @@ class WholeSlabs(SlabPlaces):
             slab = self._take_over()
             num_fixed[slab] = 1
             taken.append(slab)
-        self._close(num_places)
+        self._slabs.num_open -= num_places
         self.num_free -= num_places
-        self.num_available -= num_places
         return taken
 
     def give_back(self, place: int) -> None:
@@ -184,14 +185,15 @@ class PartsOfSlabs(SlabPlaces):
 
     def take(self, num_places: int) -> list[int]:
         """See `Places`."""
-        partly, num_fixed = self._partly, self._slabs.num_fixed
+        slabs, partly, num_fixed = self._slabs, self._partly, self._slabs.num_fixed
         taken: list[int] = []
         missing = num_places
         while missing:
             slab = partly[0] if partly else self._open_slab()
             free = self._free[slab]
             if free and not num_fixed[slab]:
-                self._close(1)
+                slabs.num_open -= 1
+                self.num_beside_fixed += self.per_slab
             while free and missing:
                 taken.append(free.pop())
                 num_fixed[slab] += 1
@@ -199,7 +201,7 @@ class PartsOfSlabs(SlabPlaces):
             if not free:  # full now, or given up long ago
                 heappop(partly)
         self.num_free -= num_places
-        self.num_available -= num_places
+        self.num_beside_fixed -= num_places
         return taken
 
     def give_back(self, place: int) -> None:

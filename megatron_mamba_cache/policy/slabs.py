@@ -39,8 +39,7 @@ class SlabSpace:
             fixed_now = {place // places.per_slab for place in beside}
             fixed_now = {slab for slab in fixed_now if not slabs.num_fixed[slab]}
             newly_fixed += len(fixed_now)
-            in_fixed_slabs = places.num_available - slabs.num_open * places.per_slab
-            beside_fixed = in_fixed_slabs + len(fixed_now) * places.per_slab - len(beside)
+            beside_fixed = places.num_beside_fixed + len(fixed_now) * places.per_slab - len(beside)
             num_slabs += -(-max(wanted - beside_fixed, 0) // places.per_slab)
         return num_slabs <= slabs.num_open - newly_fixed
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from enum import Enum
+from typing import cast
 
 from ..errors import CacheIntegrityError
 from .identifiers import SlotId
@@ -43,7 +44,7 @@ class SlotOwners:
 
     def take(self, num_slots: int, owner: SlotOwner) -> list[SlotId]:
         """Give `num_slots` free slots to an owner; there must be enough."""
-        slots = list(map(SlotId, self._places.take(num_slots)))
+        slots = cast("list[SlotId]", self._places.take(num_slots))
         for slot in slots:
             self._owners[slot] = owner
         self._counts[owner] += num_slots

@@ -15,6 +15,8 @@ from .slot_owners import SlotOwner, SlotOwners
 from .state_lineage import StateLineage
 from .state_neighbours import CachedTexts, NoSaver, NoTexts, StateSaver
 
+_NOT_COUNTED = -1
+
 
 class SlotPool:
     """Slots of the state pool, one owner each; a cached slot belongs to one KV block, and a block has at most one.
@@ -39,7 +41,7 @@ class SlotPool:
         self._owners = SlotOwners(self._places)
         self._rule = rule or LeastRecentlyUsed()
         self._texts: CachedTexts = NoTexts()
-        self._kinds: dict[BlockId, int] = {}  # of states that wait for a hit, as last counted
+        self._kinds: list[int] = []  # by block, of states that wait for a hit: what each was last counted as
         self._lineage = StateLineage()
         self.slot_by_block: dict[BlockId, SlotId] = {}
         """The slots with cached states, by the block that each ends; always the same object, changed here only."""
@@ -187,6 +189,9 @@ class SlotPool:
         self.slot_by_block[block] = slot
         self._observer.published(block)
         self._lineage.add(block, num_tokens, anchor, num_continuations)
+        if block >= len(self._kinds):
+            self._kinds += [_NOT_COUNTED] * (block + 1 - len(self._kinds))
+        self._kinds[block] = _NOT_COUNTED
         if anchor is not None and anchor in self._evictable:
             self._file_again(anchor)  # it is no longer the end
         self._clock += 1
@@ -301,7 +306,7 @@ class SlotPool:
         if block not in self.slot_by_block:
             return
         weight = self._file_again(block) if block in self._evictable else self._weigh(block)
-        if block in self._kinds:
+        if self._kinds[block] != _NOT_COUNTED:
             self._count_kind(block, weight.kind)
 
     def evict(self, *, is_end: bool = False) -> None:
@@ -325,7 +330,8 @@ class SlotPool:
     def touch(self, blocks: Sequence[BlockId], time: int | None = None) -> None:
         """Set the last use of the blocks' states, where they have one, to `time`, by default to now."""
         now = self._clock + 1 if time is None else time
-        self._clock = max(self._clock, now)
+        if now > self._clock:
+            self._clock = now
         for block in reversed(blocks):  # in the order in which states used at the same time are evicted
             if block in self.slot_by_block and block not in self._pins:
                 self._file(block, now)
@@ -335,10 +341,10 @@ class SlotPool:
         path = [block for block in blocks if block in self.slot_by_block]
         for anchor, block in pairwise(path):
             self._lineage.relink(block, anchor)
-        self.touch(path)
-        for block in path:
-            is_filed = block not in self._pins
-            self._count_kind(block, self._evictable.kind_of(block) if is_filed else self._weigh(block).kind)
+        self._clock += 1
+        for block in reversed(path):  # as `touch` does
+            weight = self._weigh(block) if block in self._pins else self._file(block, self._clock)
+            self._count_kind(block, weight.kind)
 
     def flush(self) -> None:
         """Forget every cached state. The slot of a pinned one becomes free at its last unpin, the others now.
@@ -407,10 +413,10 @@ class SlotPool:
     def _next_evicted(self, kinds: Container[int] | None = None) -> BlockId:
         """Return the block whose state is worth least, of some kinds or of any."""
         first, likelihood = self._evictable.first, self._rule.likelihood
-        block = BlockId(first(self._clock, likelihood, kinds))
+        block = first(self._clock, likelihood, kinds)
         while self._has_changed(block):
             self._count_kind(block, self._file_again(block).kind)
-            block = BlockId(first(self._clock, likelihood, kinds))
+            block = first(self._clock, likelihood, kinds)
         return block
 
     def _forget_state(self, block: BlockId) -> int:
@@ -419,7 +425,6 @@ class SlotPool:
         self._rolling.discard(block)
         if block in self._held.until:
             self._held.release(block)
-        self._kinds.pop(block, None)
         self._saved.pop(block, None)
         self._owners.free(self.slot_by_block.pop(block), SlotOwner.CACHED, is_fixed=False)
         self._observer.dropped(block)
@@ -427,9 +432,8 @@ class SlotPool:
         return self._texts.prune(block)
 
     def _file(self, block: BlockId, last_used: int) -> Weight:
-        entry = self._entry(block)
-        weight = self._weight_of(block, entry)
-        if self._evictable.push(block, last_used, entry.num_tokens, weight):
+        weight = self._weigh(block)
+        if self._evictable.push(block, last_used, self._lineage.num_tokens(block), weight):
             self._places.unfix(self.slot_by_block[block])
         return weight
 
@@ -438,14 +442,15 @@ class SlotPool:
 
     def _count_kind(self, block: BlockId, kind: int) -> None:
         """Count what the block's state has become since it was last counted, or hit."""
-        if self._kinds.get(block) != kind:
+        if self._kinds[block] != kind:
             self._kinds[block] = kind
             self._rule.count_state(kind)
 
     def _count_hit(self, block: BlockId) -> None:
-        if block in self._kinds:
+        if self._kinds[block] != _NOT_COUNTED:
             self._count_kind(block, self._weigh(block).kind)
-            self._rule.count_hit(self._kinds.pop(block))
+            self._rule.count_hit(self._kinds[block])
+            self._kinds[block] = _NOT_COUNTED
         if not self._texts.is_end(block):
             self._lineage.count_branch_hit(block)
 
@@ -461,10 +466,7 @@ class SlotPool:
         return self._weigh(block) != self._evictable.weight_of(block)
 
     def _weigh(self, block: BlockId) -> Weight:
-        return self._weight_of(block, self._entry(block))
-
-    def _weight_of(self, block: BlockId, entry: CachedEntry) -> Weight:
-        weight = self._rule.weigh(entry)
+        weight = self._rule.weigh(self._entry(block))
         return weight._replace(is_held=True) if block in self._held.until else weight
 
     def _entry(self, block: BlockId) -> CachedEntry:

@@ -49,6 +49,10 @@ class StateLineage:
         """Set the nearest state before the block's."""
         self._anchors[block] = anchor
 
+    def num_tokens(self, block: BlockId) -> int:
+        """Return the tokens from the root to the end of the block."""
+        return self._num_tokens[block]
+
     def is_anchor_kept(self, block: int, cached: Container[BlockId]) -> bool:
         """Return whether the block's state costs no more than when it was last checked."""
         anchor = self._anchors[block]

@@ -29,7 +29,7 @@ A, B, C, D = ([token] * BLOCK for token in (1, 2, 3, 4))
 
 @pytest.mark.parametrize(
     ("part", "method"),
-    [("slots", "unpin"), ("slots", "cancel"), ("slots", "touch"), ("slots", "release_live"), ("kv", "release")],
+    [("slots", "unpin"), ("slots", "cancel"), ("slots", "touch_path"), ("slots", "release_live"), ("kv", "release")],
 )
 def test_release_that_fails_half_way_can_be_repeated(
     new_cache: NewCache, part: str, method: str, monkeypatch: pytest.MonkeyPatch

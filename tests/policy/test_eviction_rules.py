@@ -245,13 +245,13 @@ def held_path(rule: EvictionRule) -> tuple[CachePools, Sequence[BlockId]]:
 def test_a_state_counts_once_until_it_is_hit_or_becomes_of_another_kind() -> None:
     rule = Recorder()
     pool, path = pool_of_two_states(rule)
-    assert rule.states == [1, 0]
+    assert rule.states == [0, 1]
     pool.touch_path(path)
-    assert rule.states == [1, 0]
+    assert rule.states == [0, 1]
     pool.pin(path[1])
     pool.unpin(path[1])
     pool.touch_path(path)
-    assert (rule.states, rule.hits) == ([1, 0, 0], [0])
+    assert (rule.states, rule.hits) == ([0, 1, 0], [0])
 
 
 def test_a_hit_counts_once_for_each_time_that_its_state_was_counted() -> None:
@@ -267,10 +267,10 @@ def test_a_state_that_became_an_end_and_was_never_hit_counts_as_an_end() -> None
     pools, path = held_path(rule)
     pools.slots.touch_path(path)
     pools.kv.release(path)
-    assert rule.states == [ENDS.stop, ENDS[0]]
+    assert rule.states == [ENDS[0], ENDS.stop]
     pools.slots.drop(path[1])
     pools.slots.evict()
-    assert rule.states == [ENDS.stop, ENDS[0], ENDS[0]]
+    assert rule.states == [ENDS[0], ENDS.stop, ENDS[0]]
 
 
 def test_a_request_parts_from_text_only_where_text_follows() -> None:
@@ -280,7 +280,7 @@ def test_a_request_parts_from_text_only_where_text_follows() -> None:
         pools.slots.pin(block)
         pools.slots.unpin(block)
     pools.slots.touch_path(path)
-    assert rule.states == [1, 0]
+    assert rule.states == [0, 1]
 
 
 # Together.

@@ -128,7 +128,7 @@ def _fix_in_unused_slab(space: SlabSpace) -> None:
         (lambda space: space.blocks._partly.append(0), "listed as partly used"),
         (lambda space: space.blocks._free[0].pop(), "counted"),
         (lambda space: setattr(space.blocks, "num_free", 9), "counted"),
-        (lambda space: setattr(space.slots, "num_available", 2), "counted"),
+        (lambda space: setattr(space.slots, "num_beside_fixed", 2), "counted"),
     ],
 )
 def test_check_integrity_finds_a_broken_invariant(corrupt: object, message: str) -> None:
