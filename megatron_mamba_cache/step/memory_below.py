@@ -154,7 +154,10 @@ class AttachedTiers:
         if self._tier is None or self._host is None:
             return {}
         num_copies = {"device": len(self._tier.slots_reserved()), "host": self._host.pools.slots.num_reserved}
-        disk_bytes = {} if self._disk is None else {"entries": self._disk.index.num_bytes}
+        disk_bytes = {}
+        if self._disk is not None:
+            num_copies["disk"] = self._tier.num_disk_writes
+            disk_bytes = {"entries": self._disk.index.num_bytes, "free": self._disk.index.num_free_bytes}
         return {"host_bytes": _host_bytes(self._host), "disk_bytes": disk_bytes, "tier_copies": num_copies}
 
     def start(self) -> None:

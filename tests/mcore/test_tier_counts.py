@@ -75,7 +75,9 @@ def test_bytes_of_the_tiers_are_told_by_use_and_add_up(tmp_path: Path) -> None:
     host = run.context._below._host
     before = run.context.snapshot()
     assert before.host_bytes["free"] == sum(before.host_bytes.values()) == host.bytes.numel()
-    assert before.disk_bytes == {"entries": 0} and before.tier_copies == {"device": 0, "host": 0}
+    limit = before.disk_bytes["free"]
+    assert before.disk_bytes == {"entries": 0, "free": limit} and limit > 0
+    assert before.tier_copies == {"device": 0, "host": 0, "disk": 0}
     run_texts(run)
     run.context.memory.below._tier.drain()
     after = run.context.snapshot()
@@ -84,6 +86,7 @@ def test_bytes_of_the_tiers_are_told_by_use_and_add_up(tmp_path: Path) -> None:
     assert after.host_bytes["kv_cached"] == NUM_TEXTS * FOUND // 16 * host.block_bytes
     assert after.host_bytes["kv_in_use"] == after.host_bytes["states_reserved"] == 0
     assert after.disk_bytes["entries"] == run.context._below._disk.index.num_bytes > 0
+    assert sum(after.disk_bytes.values()) == limit
     assert CacheSnapshot.of_dict(after.as_dict()) == after
 
 
@@ -100,6 +103,16 @@ def test_copies_under_way_are_told_with_what_they_hold() -> None:
     assert run.context.snapshot().tier_copies["device"] == 1
     run.finish()
     assert run.context.snapshot().tier_copies["device"] == 0
+
+
+def test_boundaries_on_their_way_to_the_disk_are_told(tmp_path: Path) -> None:
+    run = EngineRun.start(tiny_hybrid(), tier_config(tmp_path))
+    run.run(0, TEXTS[0], 4)
+    run.context.memory.below._tier._copies.wait([0])  # it is on the host now, and about to be stored
+    run.context.memory.below.land(wait=False)
+    assert run.context.snapshot().tier_copies == {"device": 0, "host": 0, "disk": 1}
+    run.assert_exact()
+    assert run.context.snapshot().tier_copies["disk"] == 0
 
 
 def test_without_tiers_nothing_is_told_of_them() -> None:

@@ -147,6 +147,11 @@ class HostTier:
         self._restores = Restores(pair, times)
         device.slots.save_with(self._writes)
 
+    @property
+    def num_disk_writes(self) -> int:
+        """Boundaries on their way to the disk."""
+        return sum(order.lane is Lane.TO_DISK and bool(order.states) for order in self._ledger.orders.values())
+
     # Between steps.
 
     def start(self) -> None:

@@ -38,6 +38,11 @@ class DiskIndex:
         """Bytes of all entries."""
         return self._num_bytes
 
+    @property
+    def num_free_bytes(self) -> int:
+        """Bytes of the limit that no entry takes; entries of other servers in the directory may hold some of them."""
+        return max(self._limit - self._num_bytes, 0)
+
     def bytes_of(self, name: EntryName) -> int:
         """Return what an entry takes."""
         return self._entry_bytes + name.num_blocks * self._block_bytes
