@@ -309,14 +309,15 @@ def test_arguments_that_disagree_are_refused(name: str) -> None:
 
 
 @pytest.mark.long
-def test_errors_over_4096_tokens_are_no_larger_than_the_window_forms() -> None:
+def test_errors_over_4096_tokens_are_no_larger_than_the_window_forms(device: str) -> None:
     """Relative to the fp64 recurrence; bf16 states, rounded once a ring and not once a token, are better by far."""
     torch.manual_seed(9)
-    shape, length = SSMShape(heads=2, head_dim=4, d_state=16, groups=1), 4096
-    text = random_steps(length, "cpu", shape)
+    small, whole_tiles = (SSMShape(heads=2, head_dim=size, d_state=16, groups=1) for size in (4, 64))
+    shape, length = whole_tiles if device == "cuda" else small, 4096
+    text = random_steps(length, device, shape)
     steps = text.tokens.dt
     steps.sub_(3)  # decays that keep a token for tens of tokens
-    outputs, states = text.recurrence(torch.zeros(shape.state))
+    outputs, states = text.recurrence(torch.zeros(shape.state, device=device))
     errors = {}
     for dtype in (torch.float32, torch.bfloat16):
         requests = ReplayedRequests([text], shape, 16, 8, dtype=dtype)
@@ -324,10 +325,10 @@ def test_errors_over_4096_tokens_are_no_larger_than_the_window_forms() -> None:
         requests.pool[request.slot] = 0
         window = requests.pool[1:2].clone()
         for _ in range(length // 8):
-            requests.step(state_replay_ref, [Turn(request, 7, 8)])
-        rows = DecodeRows(int32([0, 8], "cpu"), int32([0] * 8, "cpu")[None], int32([1], "cpu"), 8)
+            requests.step(state_replay, [Turn(request, 7, 8)])
+        rows = DecodeRows(int32([0, 8], device), int32([0] * 8, device)[None], int32([1], device), 8)
         parts = [text[first : first + 8] for first in range(0, length, 8)]
-        y = torch.cat([state_verify_ref(part.tokens, part.weights, window, rows) for part in parts])
+        y = torch.cat([state_verify(part.tokens, part.weights, window, rows) for part in parts])
         found = (torch.cat(request.outputs), y), (requests.pool[request.slot], window[0])
         wanted = outputs, (states[request.folded], states[length])
         errors[dtype] = [
