@@ -10,7 +10,7 @@ from typing import Any
 from tqdm import tqdm
 
 from ..build import TokenIdTokenizer
-from ..config import CacheConfig
+from ..config import CacheConfig, argument_of
 from ..mcore.model_ranks import ranks_of_process
 from ..mcore.model_reading import model_shape_of
 from .arguments import cache_config
@@ -162,6 +162,8 @@ def _inexact_because(arguments: Namespace, dtype: str, sampling: SamplingFlags) 
     """Return why outputs may depend on cache, batch and drafts; None if they must not."""
     if dtype == "bf16":
         return "bf16 may, where rounding depends on the batch"
+    if getattr(arguments, argument_of("cached_state_dtype")) == "int8":
+        return "they may after a cached state of 8 bits"
     if arguments.drafter == "draft-model" and not sampling.is_greedy:
         return "sampled ones may with a draft model, which changes tokens but not their distribution"
     return None

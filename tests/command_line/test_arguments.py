@@ -17,6 +17,7 @@ BLOCK = "--inference-dynamic-batching-block-size"
 KV = "--inference-dynamic-batching-buffer-size-gb"
 EVICTION = "--inference-dynamic-batching-prefix-caching-eviction-policy"
 DRAFTS = "--num-speculative-tokens"
+STORED = "--cached-state-dtype"
 STATES = "--inference-dynamic-batching-prefix-caching-mamba-gb"
 
 BAD_FLAGS = [
@@ -46,6 +47,7 @@ BAD_FLAGS = [
     (["--top-p", "1.5"], "--top-p is 1.5"),
     (["--seed", "-1"], "--seed is -1"),
     ([EVICTION, "fifo"], f"{EVICTION}: invalid choice: 'fifo' (choose from"),
+    ([STORED, "fp8"], f"{STORED}: invalid choice: 'fp8' (choose from"),
     (["--dtype", "fp8"], "--dtype"),
     (["--device", "tpu"], "--device"),
     (["--no-such-flag"], "--no-such-flag"),
@@ -67,6 +69,9 @@ BAD_FOR_THE_MODEL = [
     ([KV, "1e6"], f"or {KV}"),
     ([KV, "1e7"], "below 1048576"),
     ([DRAFTS, "4", STATES, "1e-4"], "4 draft states take"),
+    ([STORED, "int8", STATES, "1e-6"], "one cached state takes"),
+    ([STORED, "int8", DRAFTS, "4", STATES, "1e-4"], "draft states of max_requests requests and one cached state take"),
+    ([STORED, "int8", "--cache-gb", "1e-4"], "states beside the live states of max_requests="),
 ]
 
 
