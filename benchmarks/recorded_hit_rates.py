@@ -19,7 +19,6 @@ import argparse
 import json
 import os
 import platform
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -30,10 +29,12 @@ from pathlib import Path
 from loads.future_bound import future_bound
 from loads.recorded_texts import RecordedPart, texts_of
 from loads.sized_cache import BLOCK_SIZE, MODELS, RULES
+from measuring.load_reports import append, command, document
 
 from megatron_mamba_cache.planning.replay import replay
 from megatron_mamba_cache.policy.places import SplitSpace
 
+SCRIPT = "benchmarks/recorded_hit_rates.py"
 MAX_TOKENS = 8192
 """Tokens of a step."""
 KV_SHARES = tuple(tenths / 10 for tenths in range(1, 10))
@@ -93,6 +94,10 @@ class Figure:
             return None
         return (self.cost - self.best_split) / (self.bound - self.best_split)
 
+    def as_json(self) -> dict[str, object]:
+        """Return all that it consists of, and the way."""
+        return {**asdict(self), "way": self.way}
+
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
@@ -124,10 +129,10 @@ def main() -> None:
     cases = [Case(part, model, gb) for part in parts for model in arguments.models for gb in arguments.cache_gb]
     before = json.loads(arguments.before.read_text()) if arguments.before else {}
     figures = measure(cases, arguments.split_rules, splits_of(before), arguments.processes)
-    text = table(figures, command(sys.argv[1:]), before.get("source"))
+    text = table(figures, command(SCRIPT, sys.argv[1:]), before.get("source"))
     if arguments.append:
-        append(text, arguments.append)
-    print(json.dumps(document(figures), indent=2) if arguments.json else text)
+        append(text, arguments.append, "Tokens saved on recorded loads", __doc__)
+    print(json.dumps(document([figure.as_json() for figure in figures]), indent=2) if arguments.json else text)
 
 
 def measure(
@@ -185,32 +190,6 @@ def splits_of(before: Mapping[str, object]) -> dict[tuple[str, str, float], floa
     figures = before.get("figures", [])
     assert isinstance(figures, list)
     return {(figure["load"], figure["model"], figure["cache_gb"]): figure["best_split"] for figure in figures}
-
-
-def document(figures: Sequence[Figure]) -> dict[str, object]:
-    """Return the figures with the Python that made them."""
-    return {"python": platform.python_version(), "figures": [{**asdict(f), "way": f.way} for f in figures]}
-
-
-def command(arguments: Sequence[str]) -> str:
-    """Return the command without the folders of files, and without what only says where the output goes."""
-    words, skipped = [], False
-    for word in arguments:
-        if word in ("--append", "--processes"):
-            skipped = True
-        elif skipped:
-            skipped = False
-        elif word != "--json":
-            words.append(_without_folders(word))
-    return f"PYTHONPATH=. python benchmarks/recorded_hit_rates.py {shlex.join(words)}"
-
-
-def append(text: str, path: Path) -> None:
-    """Append a table to a file, which starts with what the columns mean."""
-    meaning = "\n\n".join(__doc__.split("\n\n")[2:])
-    heading = "" if path.exists() else f"# Tokens saved on recorded loads\n\n{meaning}"
-    with path.open("a") as file:
-        file.write(f"{heading}\n{text}")
 
 
 def table(figures: Sequence[Figure], made_by: str, source: object = None) -> str:
@@ -283,13 +262,6 @@ def _unusable(figures: Sequence[Figure]) -> str:
 
 def _optional(value: float | None, form: str = ".3f") -> str:
     return "-" if value is None else format(value, form)
-
-
-def _without_folders(word: str) -> str:
-    name = Path(word).name
-    if ".jsonl" in name:
-        return f"traces/{name}"
-    return f"benchmarks/results/{name}" if name.endswith(".json") else word
 
 
 if __name__ == "__main__":

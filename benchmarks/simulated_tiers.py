@@ -30,7 +30,6 @@ import argparse
 import json
 import os
 import platform
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -42,6 +41,7 @@ from pathlib import Path
 import numpy as np
 from loads.concurrent_sessions import with_repeats
 from loads.sized_cache import BLOCK_SIZE, MODELS, ModelSizes
+from measuring.load_reports import append, command, document
 
 from megatron_mamba_cache.planning.caches import CacheSizes, empty_cache, tiered_cache
 from megatron_mamba_cache.planning.plan import unlimited_space
@@ -52,6 +52,7 @@ from megatron_mamba_cache.planning.timed_requests import TimedRequest, closed_lo
 from megatron_mamba_cache.policy.tiers.copies import Lane
 from megatron_mamba_cache.policy.tiers.times import CopyTimes
 
+SCRIPT = "benchmarks/simulated_tiers.py"
 GB = 10**9
 RATES = CopyRates(alone=55e9, both=100e9)
 DECODE_ROWS = (1, 8, 64, 256)
@@ -136,10 +137,10 @@ def main() -> None:
         cases += [card, *tiered, replace(card, is_unlimited=True)]
     with ProcessPoolExecutor(arguments.processes) as processes:
         figures = list(processes.map(simulate, cases))
-    text = table(figures, command(sys.argv[1:]))
+    text = table(figures, command(SCRIPT, sys.argv[1:]))
     if arguments.append:
-        append(text, arguments.append)
-    print(json.dumps(document(figures), indent=2) if arguments.json else text)
+        append(text, arguments.append, "Simulated tiers", __doc__)
+    print(json.dumps(document([asdict(figure) for figure in figures]), indent=2) if arguments.json else text)
 
 
 def simulate(case: Case) -> Figure:
@@ -209,32 +210,6 @@ def copy_times(sizes: CacheSizes) -> CopyTimes:
 def share_of(served: Sequence[ServedRequest]) -> float:
     """Return the share of the prompt tokens that were skipped."""
     return sum(request.skipped for request in served) / sum(request.prompt_len for request in served)
-
-
-def document(figures: Sequence[Figure]) -> dict[str, object]:
-    """Return the figures with the Python that made them."""
-    return {"python": platform.python_version(), "figures": [asdict(figure) for figure in figures]}
-
-
-def command(arguments: Sequence[str]) -> str:
-    """Return the command without the folders of files, and without what only says where the output goes."""
-    words, skipped = [], False
-    for word in arguments:
-        if word in ("--append", "--processes"):
-            skipped = True
-        elif skipped:
-            skipped = False
-        elif word != "--json":
-            words.append(f"traces/{Path(word).name}" if ".jsonl" in word else word)
-    return f"PYTHONPATH=. python benchmarks/simulated_tiers.py {shlex.join(words)}"
-
-
-def append(text: str, path: Path) -> None:
-    """Append a table to a file, which starts with how the figures are made and what the columns mean."""
-    meaning = "\n\n".join(__doc__.split("\n\n")[2:])
-    heading = "" if path.exists() else f"# Simulated tiers\n\n{meaning}"
-    with path.open("a") as file:
-        file.write(f"{heading}\n{text}")
 
 
 def table(figures: Sequence[Figure], made_by: str) -> str:

@@ -2,8 +2,10 @@
 
 import hashlib
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from ..config import CacheConfig
 from ..policy.tiers.copies import EntryName
@@ -16,6 +18,8 @@ from ..tiers.entry_files import EntryForm, remove_entries
 _FORMAT = 1
 _USUAL_GB = 100.0
 _LOOK_INTERVAL_S = 1.0
+_LOOKS_AFTER_A_CHANGE = 3
+"""File systems note times to 2 s or better: what comes after as many looks at one time changes that time."""
 
 
 class DiskBelow:
@@ -87,7 +91,7 @@ class DiskBelow:
                 self.index.add(name)
         remove_entries(directory.entries, self.index.trim())
         if self._ranks.num_ranks == 1:
-            self._watch = _Watch(directory.shared_entries)
+            self._watch = _Watch(directory)
         return generation
 
     def note_shared(self) -> None:
@@ -121,20 +125,35 @@ class DiskBelow:
         return EntryForm(identity, unit.state, unit.block)
 
 
-class _Watch:
-    """A thread that looks at the directory every second, so that no step waits for the file system."""
+class _SharedEntries(Protocol):
+    """The part of a `CacheDirectory` that is watched."""
 
-    def __init__(self, look: Callable[[], Sequence[EntryName]]) -> None:
-        self._look = look
-        self._found: list[EntryName] = []
+    def changed_at(self) -> int | None:
+        """Return when an entry last came or went."""
+
+    def shared_entries(self) -> Sequence[EntryName]:
+        """Return all entries that are there now."""
+
+
+class _Watch:
+    """A thread that looks at the directory every second, so that no step waits for the file system.
+
+    It lists the directory only while that has changed lately.
+    """
+
+    def __init__(self, directory: _SharedEntries) -> None:
+        self._directory = directory
+        self._found: deque[Sequence[EntryName]] = deque(maxlen=1)  # the newest list, until it is taken
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shared cache directory", daemon=True)
         self._thread.start()
 
-    def take(self) -> list[EntryName]:
-        """Return what was found since the last call."""
-        found, self._found = self._found, []
-        return found
+    def take(self) -> Sequence[EntryName]:
+        """Return what the last list found; nothing if that was returned before."""
+        try:
+            return self._found.popleft()
+        except IndexError:
+            return ()
 
     def close(self) -> None:
         """End the thread."""
@@ -142,5 +161,10 @@ class _Watch:
         self._thread.join()
 
     def _run(self) -> None:
+        seen, num_looks = None, 0
         while not self._ends.wait(_LOOK_INTERVAL_S):
-            self._found = list(self._look())
+            changed = self._directory.changed_at()  # before the list: what comes while it is made changes it again
+            num_looks = num_looks + 1 if changed == seen else 1
+            seen = changed
+            if num_looks <= _LOOKS_AFTER_A_CHANGE:
+                self._found.append(self._directory.shared_entries())

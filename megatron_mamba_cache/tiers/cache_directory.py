@@ -81,6 +81,12 @@ class CacheDirectory:
             return entries_in(self.entries, self.form, time.time() - _UNFINISHED_S)
         return []
 
+    def changed_at(self) -> int | None:
+        """Return when a file last came or went, in the file system's nanoseconds; None if that cannot be read."""
+        with contextlib.suppress(OSError):
+            return os.stat(self.entries).st_mtime_ns
+        return None
+
     def remove_unused(self, limit: int) -> None:
         """Remove what other models or weights have left, the least recently used first, until all is within a limit.
 

@@ -92,7 +92,7 @@ def test_a_case_is_measured_and_told(recorded: ModuleType, trace: Path) -> None:
     (row,) = [line for line in text.splitlines() if line.startswith("| nano")]
     assert row.count("|") == 11 and row.endswith("| 0.250 |")
     assert "## turns.jsonl" in text and "Before: an origin." in text and str(trace.parent) not in text
-    assert json.loads(json.dumps(recorded.document([figure])))["figures"][0]["way"] == figure.way
+    assert json.loads(json.dumps(recorded.document([figure.as_json()])))["figures"][0]["way"] == figure.way
 
 
 def test_a_table_without_bounds_says_why(recorded: ModuleType) -> None:
@@ -109,7 +109,7 @@ def test_the_way_from_the_best_split_to_the_bound(recorded: ModuleType) -> None:
 
 def test_the_command_names_no_folder_of_this_machine(recorded: ModuleType) -> None:
     words = ["--trace", "/x/y/a.jsonl.gz", "--cache-gb", "10", "2.5", "--append", "/x/out.md", "--json"]
-    assert recorded.command([*words, "--before", "/z/old.json", "--processes", "1"]) == (
+    assert recorded.command(recorded.SCRIPT, [*words, "--before", "/z/old.json", "--processes", "1"]) == (
         "PYTHONPATH=. python benchmarks/recorded_hit_rates.py --trace traces/a.jsonl.gz --cache-gb 10 2.5 "
         "--before benchmarks/results/old.json"
     )

@@ -74,4 +74,4 @@ def test_table_compares_each_cache_with_an_unlimited_one_and_with_the_card_alone
 def test_command_names_no_folder_and_not_where_the_output_goes(simulated: ModuleType) -> None:
     words = ["--trace", "/a/b.jsonl.gz", "--processes", "2", "--append", "/c/d.md", "--models", "8b", "--json"]
     made_by = "PYTHONPATH=. python benchmarks/simulated_tiers.py --trace traces/b.jsonl.gz --models 8b"
-    assert simulated.command(words) == made_by
+    assert simulated.command(simulated.SCRIPT, words) == made_by

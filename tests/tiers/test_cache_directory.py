@@ -74,6 +74,17 @@ def test_other_weights_and_parts_have_directories_of_their_own(tmp_path: Path) -
     assert opened(tmp_path).shared_entries() == [NAME]
 
 
+def test_an_entry_that_comes_or_goes_changes_the_directory(tmp_path: Path) -> None:
+    directory = opened(tmp_path)
+    for change in (lambda: written(directory.entries), lambda: (directory.entries / file_name(NAME)).unlink()):
+        os.utime(directory.entries, (1, 1))
+        assert directory.changed_at() == 10**9
+        change()
+        assert (directory.changed_at() or 0) > 10**9
+    directory.entries.rmdir()
+    assert directory.changed_at() is None
+
+
 def test_what_nobody_uses_leaves_when_there_is_no_room(tmp_path: Path) -> None:
     old, used = opened(tmp_path), opened(tmp_path, OTHER)
     written(old.entries)
