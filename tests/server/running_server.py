@@ -87,9 +87,12 @@ def running_server(*flags: str) -> Iterator[RunningServer]:
     """Run a server with the flags of serve on a free port, until the block ends."""
     server = made_server(*flags)
     assert isinstance(server.backend, EngineThread)
-    with listening(server) as found:
-        _wait_until_ready(found.url)
-        yield RunningServer(found, server, server.backend)
+    try:
+        with listening(server) as found:
+            _wait_until_ready(found.url)
+            yield RunningServer(found, server, server.backend)
+    finally:
+        server.backend._engine.close()  # caches of the web framework keep its endpoints, and so the engine
 
 
 def _wait_until_ready(url: str) -> None:
