@@ -27,8 +27,10 @@ from megatron_mamba_cache.kernels.slots.rounded_states import (
 )
 from megatron_mamba_cache.kernels.ssm import boundary_folds, ssd_scan_portable
 from megatron_mamba_cache.kernels.ssm.boundary_folds import fold_boundaries
+from megatron_mamba_cache.kernels.ssm.hopper_tiling import HopperTiling
 from megatron_mamba_cache.kernels.ssm.reference_replay import fold_boundaries_ref, state_replay_ref
-from megatron_mamba_cache.kernels.ssm.ssd_scan import ssd_scan, ssd_scan_ref
+from megatron_mamba_cache.kernels.ssm.ssd_scan import scan_tiles, ssd_scan, ssd_scan_ref
+from megatron_mamba_cache.kernels.ssm.ssd_tiles import tile_shape
 from tests.kernels.align_steps import StepRow, device_rows, padding_row
 from tests.kernels.kernel_stand_ins import launches_expected
 from tests.kernels.packed_rows import RowSpec, pack_rows, poisoned_pool, same_bits, scan_specs, written_slots
@@ -46,6 +48,8 @@ BOTH_POOLS = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 ODD = SSMShape(heads=4, head_dim=5, d_state=7, groups=2)
 SCANNED = SSMShape(heads=4, head_dim=16, d_state=32, groups=2)
 SLICED = SSMShape(heads=3, head_dim=48, d_state=32, groups=1)
+HOPPER = SSMShape(heads=8, head_dim=64, d_state=128, groups=2)
+IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
 
 @given(
@@ -158,6 +162,28 @@ def test_the_scan_rounds_states_at_boundaries_and_changes_nothing_else(
     assert written_slots(specs) == finals | boundaries
     for slot in range(num_slots):
         assert same_bits(pool[slot], (exact if slot in finals else pool_before)[slot].to(dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")
+@BOTH_POOLS
+@pytest.mark.parametrize("tiling", [HopperTiling(1, 64, 3), HopperTiling(2, 64, 2), HopperTiling(1, 32, 3)])
+def test_the_scan_on_hopper_rounds_the_states_that_it_would_write(tiling: HopperTiling, dtype: torch.dtype) -> None:
+    torch.manual_seed(4)
+    chunk, num_slots = 128, 13
+    specs = scan_specs(chunk)
+    steps = random_steps(sum(spec.length for spec in specs), "cuda", HOPPER, dtype=torch.bfloat16)
+    rows, tile = pack_rows(specs, chunk, "cuda"), tile_shape(chunk, torch.bfloat16)
+    assert tile is not None
+    exact = poisoned_pool((num_slots, *HOPPER.state), torch.float32, "cuda", [1, 11]).to(dtype).float()
+    pool, places = exact.to(dtype, copy=True), patterned(num_slots, HOPPER.state, "cuda")
+    before = cloned(places)
+    y = scan_tiles(steps.tokens, steps.weights, exact, rows, tile, tiling)
+    assert same_bits(scan_tiles(steps.tokens, steps.weights, pool, rows, tile, tiling, places), y)
+    boundaries = {slot for spec in specs for slot in spec.boundaries.values()}
+    for slot in boundaries:
+        assert holds_rounded(places, slot, exact[slot])
+    assert_only_written(before, places, boundaries)
 
 
 @BOTH_POOLS
