@@ -94,6 +94,16 @@ class Package:
         return path
 
 
+def parsed(source: str) -> ast.Module:
+    """Parse a module; CPython 3.11 raises if another thread builds a syntax tree meanwhile (its issue 106905)."""
+    for _ in range(10):
+        try:
+            return ast.parse(source)
+        except SystemError as error:
+            found = error
+    raise found
+
+
 def read_package(root: Path) -> Package:
     """Parse every module below `root`."""
     modules = {}
@@ -102,7 +112,7 @@ def read_package(root: Path) -> Package:
         is_package = path[-1] == "__init__"
         name = path[:-1] if is_package else path
         source = file.read_text(encoding="utf-8")
-        modules[name] = Module(name, is_package, source, ast.parse(source))
+        modules[name] = Module(name, is_package, source, parsed(source))
     return Package(root.name, modules)
 
 
