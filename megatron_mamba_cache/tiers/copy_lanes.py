@@ -15,7 +15,7 @@ from ..policy.tiers.copies import CopyOrder, CopyStatus, Lane, Places
 from .measured_times import MeasuredTimes
 
 _LOG = logging.getLogger(__name__)
-_PART_BYTES = 2**22
+PART_BYTES = 2**22
 """Of a part of a copy that is handed to the GPU at a time: about 80 µs over PCIe 5."""
 _MOST_HANDED = 2
 """Parts that the GPU has at a time, so that it always has one to go on with."""
@@ -136,19 +136,18 @@ class DeviceCopies:
     """Copies between device and host on two streams, one for each direction.
 
     Args:
-        device, host: [bytes] uint8; the host's pinned if the device is a CUDA device.
-        pinned_at_once: Bytes of the host's memory that were pinned by one call, from its start on. CUDA refuses copies
-            that reach over the end of what one call has pinned, so they are cut there.
+        device, host: [bytes] uint8; the host's pinned, if the device is a CUDA device, by calls of which each has whole
+            parts of `PART_BYTES`.
 
     A step's own small copies share an engine of the GPU with these and wait for what it has begun, so that few bytes
-    are handed to it at a time.
+    are handed to it at a time. Parts end at multiples of their size in the host's memory: CUDA refuses a copy that
+    reaches over the end of what one call has pinned.
     """
 
-    def __init__(self, device: Tensor, host: Tensor, sizes: PlaceBytes, pinned_at_once: int) -> None:
+    def __init__(self, device: Tensor, host: Tensor, sizes: PlaceBytes) -> None:
         self._device = device
         self._host = host
         self._sizes = sizes
-        self._pinned_at_once = pinned_at_once
         self._launched: dict[int, torch.cuda.Event] = {}
         lanes = (Lane.TO_HOST, Lane.TO_DEVICE)
         self._streams = {lane: torch.cuda.Stream(device.device) for lane in lanes} if device.is_cuda else {}
@@ -170,26 +169,25 @@ class DeviceCopies:
     def _copy(self, order: CopyOrder, source: Tensor, target: Tensor) -> None:
         stream = self._streams.get(order.lane)
         if stream is None:
-            deque(self._copy_pieces(order, source, target), maxlen=0)
+            deque(self._copy_parts(order, source, target), maxlen=0)
             return
         with torch.cuda.device(self._device.device), torch.cuda.stream(stream):
             stream.wait_event(self._launched.pop(order.number))
             handed = deque([torch.cuda.Event() for _ in range(_MOST_HANDED)])
-            for _ in self._copy_pieces(order, source, target):
+            for _ in self._copy_parts(order, source, target):
                 handed.rotate(-1)
                 handed[-1].record()
                 handed[0].synchronize()  # of the part before; one that was never recorded has passed
             stream.synchronize()
 
-    def _copy_pieces(self, order: CopyOrder, source: Tensor, target: Tensor) -> Iterator[None]:
+    def _copy_parts(self, order: CopyOrder, source: Tensor, target: Tensor) -> Iterator[None]:
         """Copy part by part, and yield after each."""
         for piece in self._sizes.pieces(order):
             on_host = piece.target if target is self._host else piece.source
-            for pinned in piece.cut(self._pinned_at_once - on_host % self._pinned_at_once, self._pinned_at_once):
-                for part in pinned.cut(_PART_BYTES, _PART_BYTES):
-                    read = source[part.source : part.source + part.num_bytes]
-                    target[part.target : part.target + part.num_bytes].copy_(read, non_blocking=True)
-                    yield
+            for part in piece.cut(PART_BYTES - on_host % PART_BYTES, PART_BYTES):
+                read = source[part.source : part.source + part.num_bytes]
+                target[part.target : part.target + part.num_bytes].copy_(read, non_blocking=True)
+                yield
 
 
 def _merged(places: Places, num_bytes: int) -> Iterator[Piece]:

@@ -17,11 +17,11 @@ from ..policy.pools import CachePools
 from ..policy.slabs import SlabSpace
 from ..state.slab_shape import SlabShape, UnitBytes
 from .cache_directory import CacheDirectory
-from .copy_lanes import CopyLanes, DeviceCopies, PlaceBytes
+from .copy_lanes import PART_BYTES, CopyLanes, DeviceCopies, PlaceBytes
 from .disk_copies import DiskCopies
 from .measured_times import MeasuredTimes
 
-PINNED_AT_ONCE = 2**32
+_PINNED_AT_ONCE = 1024 * PART_BYTES
 """Bytes; drivers refuse to pin several hundred GiB by one call."""
 
 
@@ -67,7 +67,7 @@ class HostMemory:
             directory: Returns the one in use; None: there is none.
         """
         sizes = PlaceBytes(self.block_bytes, self.slot_bytes)
-        by_device = DeviceCopies(device, self.bytes, sizes, PINNED_AT_ONCE)
+        by_device = DeviceCopies(device, self.bytes, sizes)
         if directory is None:
             return CopyLanes(by_device.works(), (by_device.note_launched,), sizes, self.times)
         by_disk = DiskCopies(self.bytes, sizes, directory)
@@ -109,14 +109,14 @@ def _pin(memory: Tensor, device: torch.device) -> None:
     try:
         if near:
             os.sched_setaffinity(0, near)  # pages lie where they are touched first
-        for piece in memory.split(PINNED_AT_ONCE):
+        for piece in memory.split(_PINNED_AT_ONCE):
             torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), piece.numel(), 0))
     finally:
         os.sched_setaffinity(0, allowed)
 
 
 def _unpin(memory: Tensor) -> None:
-    for piece in memory.split(PINNED_AT_ONCE):
+    for piece in memory.split(_PINNED_AT_ONCE):
         torch.cuda.cudart().cudaHostUnregister(piece.data_ptr())
 
 

@@ -132,7 +132,7 @@ def test_a_request_whose_copy_failed_is_counted_by_that_reason(monkeypatch: pyte
     def fail(*_: object) -> None:
         raise OSError("torn")
 
-    monkeypatch.setattr(DeviceCopies, "_copy_pieces", fail)
+    monkeypatch.setattr(DeviceCopies, "_copy_parts", fail)
     run.run(NUM_TEXTS, TEXTS[0], 4)
     assert run.counters.host_restores_failed == 1 and run.engine.cached_tokens(NUM_TEXTS) == 0
     assert run.engine.tier_tokens(NUM_TEXTS) == TierTokens()

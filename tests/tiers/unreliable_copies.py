@@ -13,7 +13,7 @@ from megatron_mamba_cache.tiers.cache_directory import CacheDirectory
 from megatron_mamba_cache.tiers.copy_lanes import DeviceCopies, PlaceBytes, Work
 from megatron_mamba_cache.tiers.disk_copies import DiskCopies
 from megatron_mamba_cache.tiers.entry_files import BrokenEntryError
-from megatron_mamba_cache.tiers.host_memory import PINNED_AT_ONCE, HostMemory
+from megatron_mamba_cache.tiers.host_memory import HostMemory
 
 _FAILING_SHARE = 0.15
 _LATE_SHARE = 0.5
@@ -122,7 +122,7 @@ def unreliable_copies(seed: int) -> Iterator[_Seen]:
         self: HostMemory, device: torch.Tensor, directory: Callable[[], CacheDirectory] | None
     ) -> UnreliableCopies:
         sizes = PlaceBytes(self.block_bytes, self.slot_bytes)
-        by_device = DeviceCopies(device, self.bytes, sizes, PINNED_AT_ONCE)
+        by_device = DeviceCopies(device, self.bytes, sizes)
         works, before = by_device.works(), [by_device.note_launched]
         if directory is not None:
             by_disk = DiskCopies(self.bytes, sizes, directory)
