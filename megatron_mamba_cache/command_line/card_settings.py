@@ -20,7 +20,7 @@ _MAX_TOKENS = 8192
 _MAX_REQUESTS = 256
 NUM_CUDA_GRAPHS = 9  # without a graph the host takes several times as long to launch a step as the GPU to compute it
 _TOKENS_A_REQUEST = 2048
-_FORMS_OF_STATES = ("draft_states", "ring_len", "cached_state_dtype")
+_SIZES_OF_STATES = ("num_speculative_tokens", "draft_states", "ring_len", "cached_state_dtype")
 _LEAST_GB = 1e-6  # settings must not be 0
 
 DRAFTER_SHARE = 0.15
@@ -142,8 +142,7 @@ def _no_room(card: Card, budget: float, max_requests: int, state_bytes: int) -> 
 def _without_memory(shape: "HybridModelShape", block: int, given: Mapping[str, Any]) -> CacheConfig:
     """Return settings that say what a request and a state take."""
     asked = given.get("max_requests") or _MAX_REQUESTS
-    names = ("num_speculative_tokens", *_FORMS_OF_STATES)
-    forms = {name: given[name] for name in names if given.get(name) is not None}
+    forms = {name: given[name] for name in _SIZES_OF_STATES if given.get(name) is not None}
     most_tokens = max(_MAX_TOKENS, block, asked)
     return shape.resolved(CacheConfig(block_size_tokens=block, max_requests=asked, max_tokens=most_tokens, **forms))
 

@@ -21,6 +21,11 @@ def is_computed_in_fp32(*tensors: Tensor) -> bool:
     return all(tensor.dtype in _FP32_OR_NARROWER for tensor in tensors)
 
 
+def wants_gradient(*tensors: Tensor | None) -> bool:
+    """Return whether torch records what is computed of any of these tensors, which no kernel differentiates."""
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
 @cache
 def is_hopper(device: torch.device) -> bool:
     """Return whether a CUDA device has Hopper's instructions: compute capability 9."""

@@ -3,11 +3,10 @@
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import torch
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import Tensor, nn
 
-from ..kernels.kernel_launches import is_computed_in_fp32, launches_kernel
+from ..kernels.kernel_launches import is_computed_in_fp32, launches_kernel, wants_gradient
 from ..kernels.norm.gated_norm import gated_group_norm
 from ..kernels.norm.residual_norm import add_and_norm
 
@@ -107,5 +106,5 @@ def _has_kernel(output: Tensor, residual: Tensor, weight: Tensor) -> bool:
         and output.dtype == residual.dtype == weight.dtype
         and is_computed_in_fp32(residual)
         and all(tensor.is_contiguous() for tensor in tensors)
-        and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
+        and not wants_gradient(*tensors)
     )

@@ -21,12 +21,15 @@ class FeedForward(MLP):
     @override
     def forward(self, hidden_states: Tensor, per_token_scale: Any = None, **settings: Any) -> Any:
         """Compute hidden_states [..., hidden]; see Megatron's class."""
-        activation, weight = fused_activation(self.config), self.linear_fc1.weight
-        if activation == "none" or per_token_scale is not None or self.linear_fc1.bias is not None:
-            return super().forward(hidden_states, per_token_scale, **settings)
-        if self.config.sequence_parallel or not is_one_token(hidden_states, weight, activation):
-            return super().forward(hidden_states, per_token_scale, **settings)
-        return self.linear_fc2(multiply_one_token(hidden_states, weight, activation))
+        activation = fused_activation(self.config)
+        if per_token_scale is None and self._is_fused(hidden_states, activation):
+            return self.linear_fc2(multiply_one_token(hidden_states, self.linear_fc1.weight, activation))
+        return super().forward(hidden_states, per_token_scale, **settings)
+
+    def _is_fused(self, x: Tensor, activation: Activation) -> bool:
+        if activation == "none" or self.linear_fc1.bias is not None or self.config.sequence_parallel:
+            return False
+        return is_one_token(x, self.linear_fc1.weight, activation)
 
 
 class DenseLayer(MLPLayer):

@@ -2,12 +2,12 @@
 
 from typing import Any
 
-import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
 from typing_extensions import override
 
 from ..kernels.activations import Activation
+from ..kernels.kernel_launches import wants_gradient
 from ..kernels.linear.one_token import can_multiply_one_token, multiply_one_token
 
 
@@ -33,8 +33,7 @@ class OneTokenRowLinear(RowParallelLinear):
 
 def is_one_token(x: Tensor, weight: Tensor, activation: Activation = "none") -> bool:
     """Return whether the product is one token's without a gradient, which `multiply_one_token` then computes."""
-    needs_gradient = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    return not needs_gradient and can_multiply_one_token(x, weight, activation)
+    return not wants_gradient(x, weight) and can_multiply_one_token(x, weight, activation)
 
 
 def _is_plain(settings: dict[str, Any]) -> bool:

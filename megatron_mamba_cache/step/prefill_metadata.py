@@ -25,13 +25,13 @@ def write_prefill_rows(rows: Sequence[RunningRequest], buffers: StepBuffers, ssm
         for state in row.reserved:
             chunk_slots[plan.chunk_at_end(start + state.position - row.computed)] = state.slot
     buffers.host("cu_rows")[: num_rows + 1] = starts
+    initial_slots = [_initial_slot(row) for row in rows]
     if buffers.limits.restores_states:
         buffers.host("source_slots")[:num_rows] = [_restored_slot(row) for row in rows]
-        buffers.host("initial_slots")[:num_rows] = [
-            _initial_slot(row) if row.source_block is None else row.live_slot for row in rows
+        initial_slots = [
+            slot if row.source_block is None else row.live_slot for row, slot in zip(rows, initial_slots, strict=True)
         ]
-    else:
-        buffers.host("initial_slots")[:num_rows] = [_initial_slot(row) for row in rows]
+    buffers.host("initial_slots")[:num_rows] = initial_slots
     buffers.host("final_slots")[:num_rows] = [row.live_slot for row in rows]
     buffers.host("cu_chunks")[: num_chunks + 1] = plan.cu_chunks
     buffers.host("chunk_rows")[:num_chunks] = plan.chunk_rows

@@ -19,7 +19,7 @@ from ..overlap import await_written, let_next_begin, overlapping
 _AT_ONCE = 8192
 """Weights of an output that a program loads at once."""
 MOST_INPUTS = 4 * _AT_ONCE
-"""Inputs up to which this was measured."""
+"""Inputs up to which a program goes through its weights in a few rounds, written out."""
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..kernel_launches import launches_kernel
+from ..kernel_launches import launches_kernel, wants_gradient
 from ..overlap import await_inputs, overlapping
 from .reference_norm import gated_group_norm_ref
 
@@ -75,7 +75,7 @@ def gated_group_norm(y: Tensor, z: Tensor | None, weight: Tensor, group_size: in
     Reference: `gated_group_norm_ref`. CUDA-graph safe: no host sync, one launch.
     """
     _check(y, z, weight, group_size)
-    if not launches_kernel(y) or y.dtype == torch.float64 or _wants_gradient(y, z, weight):
+    if not launches_kernel(y) or y.dtype == torch.float64 or wants_gradient(y, z, weight):
         return gated_group_norm_ref(y, z, weight, group_size, eps)
     num_tokens, channels = y.shape
     out = torch.empty(num_tokens, channels, dtype=y.dtype, device=y.device)
@@ -102,10 +102,6 @@ def gated_group_norm(y: Tensor, z: Tensor | None, weight: Tensor, group_size: in
         **overlapping(y.device),
     )
     return out
-
-
-def _wants_gradient(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def _check(y: Tensor, z: Tensor | None, weight: Tensor, group_size: int) -> None:

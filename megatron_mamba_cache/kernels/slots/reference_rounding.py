@@ -5,16 +5,16 @@ from torch import Tensor
 
 from .reference_slots import copy_slots_between_ref, store_slots
 
-_MOST = 127.0
-_LEAST_SCALE = torch.finfo(torch.float32).tiny
+MOST_VALUE = 127.0
+LEAST_SCALE = torch.finfo(torch.float32).tiny
 
 
 def round_states(states: Tensor) -> tuple[Tensor, Tensor]:
     """Return states [..., d_state, head_dim] as int8 values and float32 scales [..., head_dim]."""
     states = states.to(torch.float32)
     largest = states.abs().amax(-2)
-    scales = largest / torch.full_like(largest, _MOST)  # by a number, CUDA multiplies with its inverse
-    scales = torch.where(scales < _LEAST_SCALE, 0.0, scales)
+    scales = largest / torch.full_like(largest, MOST_VALUE)  # by a number, CUDA multiplies with its inverse
+    scales = torch.where(scales < LEAST_SCALE, 0.0, scales)
     values = torch.floor(states / torch.where(scales == 0, 1.0, scales)[..., None, :] + 0.5)
     return values.to(torch.int8), scales
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..kernel_launches import is_computed_in_fp32, launches_kernel, num_multiprocessors
 from ..prefill_rows import PAD_SLOT
+from . import reference_rounding
 from .reference_rounding import restore_states_ref, round_states, store_rounded_ref
 
 __all__ = [
@@ -38,8 +39,8 @@ SLOTS_AT_A_TIME = 256
 """Slot numbers that a program reads at once; more take several rounds."""
 _INTERPRETED_PROGRAMS = 2
 _PAD = tl.constexpr(PAD_SLOT)
-MOST_VALUE = tl.constexpr(127.0)
-LEAST_SCALE = tl.constexpr(torch.finfo(torch.float32).tiny)
+MOST_VALUE = tl.constexpr(reference_rounding.MOST_VALUE)
+LEAST_SCALE = tl.constexpr(reference_rounding.LEAST_SCALE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,14 +57,18 @@ def choose_tiling(tokens: SSMTokens, ssm_pool: Tensor, max_tokens: int) -> Repla
 
 def runs_gluon(pool: Tensor) -> bool:
     """Return whether kernels written in Gluon compute on a pool."""
-    return pool.is_cuda and not INTERPRETED and is_hopper(pool.device) and has_tested_gluon()
+    return pool.is_cuda and _has_gluon(pool.device)
 
 
 def replays_fast(head_dim: int, d_state: int) -> bool:
-    """Return whether states of this shape are replayed by a kernel of its own on the current device."""
-    if not torch.cuda.is_available() or INTERPRETED or hopper_width(head_dim, d_state) is None:
+    """Return whether states of this shape are replayed by a kernel written in Gluon on the current device."""
+    if not torch.cuda.is_available() or hopper_width(head_dim, d_state) is None:
         return False
-    return is_hopper(torch.device("cuda", torch.cuda.current_device())) and has_tested_gluon()
+    return _has_gluon(torch.device("cuda", torch.cuda.current_device()))
+
+
+def _has_gluon(device: torch.device) -> bool:
+    return not INTERPRETED and is_hopper(device) and has_tested_gluon()
 
 
 def hopper_width(head_dim: int, d_state: int) -> int | None:
