@@ -17,6 +17,7 @@ from .arguments import cache_config
 from .comparison import comparison_lines, first_difference
 from .default_settings import default_settings
 from .drafters import drafter_maker
+from .expected_memory import check_memory
 from .later_turns import LaterTurns
 from .launch import Launch
 from .model_choice import ModelDirectory
@@ -50,6 +51,7 @@ class Generation:
 
     def __init__(self, arguments: Namespace, directory: ModelDirectory | None, device: str, replicas: Replicas) -> None:
         self._replicas = replicas
+        check_memory(arguments, directory, device, default_settings)
         self._model = ready_model(directory, arguments.dtype, device)
         model = self._model.model
         shape = model_shape_of(model, ranks_of_process())

@@ -3,7 +3,9 @@
 import json
 from argparse import Namespace
 from pathlib import Path
+from typing import Literal
 
+from ..config import CacheConfig
 from ..planning.caches import CacheSizes
 from ..planning.plan import plan
 from ..planning.recorded_load import read_load
@@ -94,26 +96,18 @@ def _sizes(arguments: Namespace) -> CacheSizes:
     return CacheSizes(arguments.kv_bytes_per_token, arguments.state_bytes, arguments.block_size)
 
 
-def _sizes_of(directory: Path, block_size: int, cached_state_dtype: str) -> CacheSizes:
+def _sizes_of(directory: Path, block_size: int, cached_state_dtype: Literal["live", "int8"]) -> CacheSizes:
     """Return what a model stores under an engine's default dtypes but for cached states; imports torch."""
     with quiet_libraries():
-        import torch
-
         from ..models.checkpoints.hugging_face import read_sizes
-        from ..state.layout import RoundedLayout, SlotLayout, StateLayout
+        from ..models.part_shape import part_shape
     try:
         architecture, dtype = read_sizes(directory)
     except (OSError, ValueError) as error:
         raise UsageError(f"--model {directory}: {error}") from error
-    mamba, attention, pattern = architecture.mamba, architecture.attention, architecture.pattern
-    num_mamba, num_attention = pattern.count("M"), pattern.count("*")
-    if not (num_mamba and num_attention):
+    pattern = architecture.pattern
+    if not ("M" in pattern and "*" in pattern):
         raise UsageError(f"--model {directory}: layer pattern {pattern} has no Mamba or no attention layer")
-    inner = mamba.num_heads * mamba.head_dim
-    conv_dim = inner + 2 * mamba.num_groups * mamba.state_dim
-    window, ssm = (mamba.d_conv - 1, conv_dim), (mamba.num_heads, mamba.state_dim, mamba.head_dim)
-    state: SlotLayout = StateLayout(num_mamba, window, ssm, dtype, torch.float32)
-    if cached_state_dtype == "int8":
-        state = RoundedLayout(num_mamba, window, ssm, dtype)
-    kv = 2 * attention.num_kv_heads * attention.head_dim * dtype.itemsize
-    return CacheSizes(num_attention * kv, state.slot_bytes, block_size)
+    shape = part_shape(architecture, dtype)
+    state = shape.cached_layout(CacheConfig(cached_state_dtype=cached_state_dtype))
+    return CacheSizes(shape.block_bytes(1), state.slot_bytes, block_size)

@@ -9,7 +9,7 @@ import torch
 
 from ..build import TokenIdTokenizer, build_engine
 from ..config import CacheConfig
-from ..errors import CacheBudgetError, CacheCapacityError, CacheError
+from ..errors import CacheBudgetError, CacheCapacityError
 from ..mcore.engine import MambaCacheEngine
 from ..models.checkpoints.hugging_face import LoadedModel, load_hugging_face
 from ..models.drafting.draft_model import DraftModelDrafter
@@ -18,12 +18,11 @@ from ..models.random_hybrid import RandomHybridConfig, random_hybrid_model
 from ..models.tokenizers.byte_tokenizer import ByteTokenizer
 from ..models.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer, load_tokenizer
 from ..speculation.drafter import Drafter
-from .arguments import name_flag
 from .card_settings import DRAFTER_SHARE
+from .expected_memory import DTYPES, dtype_of_weights, errors_of_settings
 from .model_choice import ModelDirectory, ModelFormat
 from .usage_error import UsageError
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _SYMBOLS = {"M": "Mamba", "*": "attention", "-": "MLP", "E": "experts"}
 
 
@@ -50,7 +49,7 @@ def ready_model(directory: ModelDirectory | None, dtype: str | None, device: str
     """Load a model onto the current device, or build the random one (None), with TF32 off so that fp32 is fp32.
 
     Args:
-        dtype: "fp32" or "bf16"; None takes the checkpoint's own on a GPU, and fp32 on a CPU and for built-in models.
+        dtype: "fp32" or "bf16"; None: see `dtype_of_weights`.
         device: "cpu" or "cuda".
 
     Raises:
@@ -61,8 +60,8 @@ def ready_model(directory: ModelDirectory | None, dtype: str | None, device: str
     if directory is None or directory.is_shipped:
         # Work this small gains nothing from more threads; on a busy machine it waits a hundred times longer for them.
         torch.set_num_threads(1)
-        return _random(dtype or "fp32") if directory is None else _loaded(directory, dtype or "fp32")
-    return _loaded(directory, dtype or (None if device == "cuda" else "fp32"))
+    stored = dtype_of_weights(directory, dtype, device)
+    return _random(stored or "fp32") if directory is None else _loaded(directory, stored)
 
 
 def engine_for(
@@ -79,17 +78,10 @@ def engine_for(
         raise UsageError(f"the drafter's own cache: {error.of_whole(DRAFTER_SHARE)}") from error
     except (ValueError, CacheCapacityError) as error:
         raise UsageError(f"the drafter's own cache: {error}") from error
-    try:
+    with errors_of_settings(1 - DRAFTER_SHARE if isinstance(drafter, DraftModelDrafter) else 1.0):
         return build_engine(
             model.model, config, drafter=drafter, tokenizer=model.tokenizer, random_seed=seed, scores_prompts=True
         )
-    except CacheBudgetError as error:
-        share = 1 - DRAFTER_SHARE if isinstance(drafter, DraftModelDrafter) else 1.0
-        raise UsageError(str(error.of_whole(share))) from error
-    except ValueError as error:
-        raise UsageError(name_flag(str(error))) from error
-    except CacheError as error:
-        raise UsageError(str(error)) from error
 
 
 def load_weights(directory: ModelDirectory, dtype: str | None, *, flag: str) -> LoadedModel:
@@ -103,7 +95,7 @@ def load_weights(directory: ModelDirectory, dtype: str | None, *, flag: str) -> 
         UsageError: If it cannot be loaded.
     """
     try:
-        return _load(directory, None if dtype is None else _DTYPES[dtype])
+        return _load(directory, None if dtype is None else DTYPES[dtype])
     except (ValueError, OSError) as error:
         raise UsageError(f"{flag}: {error}") from error
     except (RuntimeError, MemoryError) as error:
@@ -114,7 +106,7 @@ def load_weights(directory: ModelDirectory, dtype: str | None, *, flag: str) -> 
 
 
 def _random(dtype: str) -> ReadyModel:
-    shape = RandomHybridConfig(dtype=_DTYPES[dtype])
+    shape = RandomHybridConfig(dtype=DTYPES[dtype])
     description = (
         f"built-in random hybrid model, {_layers(shape.pattern)}, vocabulary of {shape.vocab_size} bytes, {dtype}"
     )
@@ -123,7 +115,7 @@ def _random(dtype: str) -> ReadyModel:
 
 def _loaded(directory: ModelDirectory, dtype: str | None) -> ReadyModel:
     loaded = load_weights(directory, dtype, flag=directory.format.value)
-    dtype = next(name for name, value in _DTYPES.items() if value == loaded.model.config.params_dtype)
+    dtype = next(name for name, value in DTYPES.items() if value == loaded.model.config.params_dtype)
     try:
         tokenizer = load_tokenizer(loaded.directory, loaded.architecture.vocab_size)
     except (ValueError, OSError) as error:

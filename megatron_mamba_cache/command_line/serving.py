@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .. import __version__
-from ..config import CacheConfig, given_settings
+from ..config import CacheConfig, argument_of, given_settings
 from ..mcore.engine import MambaCacheEngine
 from ..mcore.model_ranks import ranks_of_process
 from ..mcore.model_reading import model_shape_of
@@ -27,6 +27,7 @@ from .arguments import cache_config
 from .card_settings import DRAFTER_SHARE, NUM_CUDA_GRAPHS, Card, card_settings, fills_card
 from .default_settings import default_settings
 from .drafters import DRAFTER_STATES, drafter_maker
+from .expected_memory import check_memory
 from .model_choice import ModelDirectory
 from .ready_model import engine_for, ready_model
 from .usage_error import UsageError
@@ -43,12 +44,17 @@ class Serving:
     """
 
     def __init__(self, arguments: Namespace, keys: ApiKeys, directory: ModelDirectory | None, device: str) -> None:
+        on_card = fills_card(directory, device)
+        if not on_card:
+            _check_memory(arguments, directory, device, None)
+        elif getattr(arguments, argument_of("cache_gb")) is not None:  # then it does not matter what is free
+            _check_memory(arguments, directory, device, Card(0, arguments.memory_fraction, 0))
         self._model = ready_model(directory, arguments.dtype, device)
         model = self._model.model
         shape = model_shape_of(model, ranks_of_process())
         self._drafter = drafter_maker(arguments, shape.vocab_size, self._model.dtype, self._draft_sizes)
-        self._card = _card_of(model, arguments.memory_fraction) if fills_card(directory, device) else None
-        settings = self._settings(shape, model.max_sequence_length, arguments, device)
+        self._card = _card_of(model, arguments.memory_fraction) if on_card else None
+        settings = _settings(shape, model.max_sequence_length, arguments, device, self._card)
         self._config = cache_config(arguments, settings)
         tokenizer = self._model.tokenizer
         self.settings = ServerSettings(
@@ -63,20 +69,6 @@ class Serving:
             syntax=_syntax_of(tokenizer, arguments),
         )
         self._first_line = f"{self._model.description}, on {device}\n{_sizes_line(self._config)}"
-
-    def _settings(
-        self, shape: HybridModelShape, max_length: int, arguments: Namespace, device: str
-    ) -> dict[str, int | float]:
-        """Return the fields of `CacheConfig` that apply where no flag is given."""
-        running = arguments.max_running_requests
-        limit = {} if running is None else {"max_requests": running}
-        if self._card is not None:
-            card = self._card.part(1 - DRAFTER_SHARE) if arguments.drafter == "draft-model" else self._card
-            return card_settings(shape, max_length, card, given_settings(arguments) | limit, ranks_of_process())
-        settings = default_settings(shape, max_length) | limit
-        settings["max_tokens"] = max(settings["max_tokens"], settings["max_requests"])
-        settings["num_cuda_graphs"] = NUM_CUDA_GRAPHS if device == "cuda" else 0
-        return settings
 
     def _draft_sizes(self, shape: HybridModelShape, max_length: int) -> dict[str, int | float]:
         """Return the fields of `CacheConfig` of a draft model's cache, which follow the engine's settings."""
@@ -131,6 +123,30 @@ class Serving:
         asyncio.run(running.serve(sockets=[listener]))
         write_line(server.app.summary())
         return 0 if server.backend.state.failure is None else 1
+
+
+def _check_memory(arguments: Namespace, directory: ModelDirectory | None, device: str, card: Card | None) -> None:
+    """Raise `UsageError` if the flags do not fit the model, whose weights are not there yet."""
+    check_memory(arguments, directory, device, lambda shape, length: _settings(shape, length, arguments, device, card))
+
+
+def _settings(
+    shape: HybridModelShape, max_length: int, arguments: Namespace, device: str, card: Card | None
+) -> dict[str, int | float]:
+    """Return the fields of `CacheConfig` that apply where no flag is given.
+
+    Args:
+        card: What they fill; None: they are sized from the model.
+    """
+    running = arguments.max_running_requests
+    limit = {} if running is None else {"max_requests": running}
+    if card is not None:
+        card = card.part(1 - DRAFTER_SHARE) if arguments.drafter == "draft-model" else card
+        return card_settings(shape, max_length, card, given_settings(arguments) | limit, ranks_of_process())
+    settings = default_settings(shape, max_length) | limit
+    settings["max_tokens"] = max(settings["max_tokens"], settings["max_requests"])
+    settings["num_cuda_graphs"] = NUM_CUDA_GRAPHS if device == "cuda" else 0
+    return settings
 
 
 def _card_of(model: Any, fraction: float) -> Card:

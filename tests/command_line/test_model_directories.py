@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_mamba_cache.command_line import model_choice
+from megatron_mamba_cache.command_line.main import main
 from megatron_mamba_cache.models.checkpoints.hugging_face import load_hugging_face
 from megatron_mamba_cache.models.checkpoints.megatron_checkpoint import (
     load_megatron_checkpoint,
@@ -51,6 +52,27 @@ def write_lines(folder: Path, lines: list[dict[str, Any]]) -> Path:
 def ends_with_one_line(finished: Finished, *words: str) -> bool:
     is_one_line = finished.status == 2 and finished.stderr.count("\n") == 1
     return is_one_line and all(word in finished.stderr for word in words)
+
+
+@pytest.mark.parametrize("command", ["generate", "serve"])
+@pytest.mark.parametrize("format_flag", ["--hf-model", "--load"])
+def test_a_budget_that_is_too_small_is_refused_before_a_weight_is_read(
+    command: str, format_flag: str, nemotron: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    if format_flag == "--load":
+        loaded = load_hugging_face(nemotron, torch.float32)
+        save_megatron_checkpoint(loaded.model, loaded.architecture, tmp_path / "saved")
+        weights = next((tmp_path / "saved").rglob("*.distcp"))
+    else:
+        weights = nemotron / "model.safetensors"
+    weights.write_bytes(b"no weights")
+    directory = nemotron if format_flag == "--hf-model" else tmp_path / "saved"
+    flags = [format_flag, str(directory), "--device", "cpu", *(["--port", "0"] if command == "serve" else [])]
+    flags += ["--prompts", str(write_lines(tmp_path, LINES))] if command == "generate" else []
+    for budget, word in (("1e-6", "set --cache-gb to"), ("1", "weights" if format_flag == "--load" else "safetensors")):
+        status = main([command, *flags, "--cache-gb", budget])
+        told = capfd.readouterr().err
+        assert status == 2 and told.count("\n") == 1 and word in told, told
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,17 +1,21 @@
 """On a rank: a checkpoint loaded under several layouts, from both formats, and what it generates."""
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from megatron_mamba_cache import CacheConfig, build_engine
+from megatron_mamba_cache.mcore.model_ranks import ranks_of_process
+from megatron_mamba_cache.mcore.model_reading import model_shape_of
 from megatron_mamba_cache.models.checkpoints.hugging_face import LoadedModel, load_hugging_face
 from megatron_mamba_cache.models.checkpoints.megatron_checkpoint import (
     load_megatron_checkpoint,
     save_megatron_checkpoint,
 )
+from megatron_mamba_cache.models.part_shape import rank_shape
 from tests.distributed.rank_models import Layout, parallel
 from tests.mcore.engine_runs import EngineRun
 from tests.models.tensor_parallel_worker import assert_same_weights, some_prompts
@@ -32,12 +36,19 @@ def tokens_under_layouts(name: str, layouts: list[Layout]) -> list[dict[int, lis
     for number, layout in enumerate(layouts):
         with parallel(layout):
             loaded = load_hugging_face(hugging_face, torch.float32)
+            assert_known_before(loaded)
             if saved is not None:
                 assert_same_weights(loaded, load_megatron_checkpoint(saved, torch.float32))
             found.append(_tokens(case, loaded))
             saved = folder / f"saved_{number}"
             save_megatron_checkpoint(loaded.model, loaded.architecture, saved)
     return found
+
+
+def assert_known_before(loaded: LoadedModel) -> None:
+    """Assert that the shape of this rank's part follows from the architecture."""
+    built = model_shape_of(loaded.model, ranks_of_process())
+    assert rank_shape(loaded.architecture, torch.float32) == replace(built, fingerprint="")
 
 
 def _folder_of_all_ranks() -> Path:

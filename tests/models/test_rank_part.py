@@ -1,8 +1,12 @@
 """Each layer, expert and end of a model is on one rank, under the name that it has there."""
 
+from dataclasses import replace
+
 import pytest
 
+from megatron_mamba_cache.mcore.model_reading import model_shape_of
 from megatron_mamba_cache.models.parameter_shapes import parameters_of
+from megatron_mamba_cache.models.part_shape import rank_shape
 from megatron_mamba_cache.models.placement import unstacked_parameters
 from megatron_mamba_cache.models.random_hybrid import (
     RandomHybridConfig,
@@ -65,3 +69,5 @@ def test_parameters_are_those_that_megatron_builds_in_its_order(pattern: str) ->
     assert built == [(name, whole.shape) for name, whole in parameters.items()]
     drawn = dict(random_weights(shape))
     assert all((part.cpu() == drawn[name]).all() for name, part in unstacked_parameters(model).items())
+    built_shape = replace(model_shape_of(model), fingerprint="")
+    assert rank_shape(random_architecture(shape), shape.dtype) == built_shape

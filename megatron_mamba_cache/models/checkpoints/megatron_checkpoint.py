@@ -65,6 +65,17 @@ def save_megatron_checkpoint(model: MambaModel, architecture: HybridArchitecture
     _barrier()
 
 
+def read_sizes(directory: Path) -> tuple[HybridArchitecture, torch.dtype]:
+    """Return the architecture of a checkpoint, and the dtype of its weights, without reading these.
+
+    Raises:
+        ValueError: Naming the file, if it is missing or not supported.
+    """
+    path = weights_directory(directory)
+    described = written_architecture(None, path, directory) or trained_architecture(read_common_state(path), path)
+    return described.architecture, _stored_dtype(path)
+
+
 def load_megatron_checkpoint(
     directory: str | Path, dtype: torch.dtype | None = torch.bfloat16, architecture: HybridArchitecture | None = None
 ) -> LoadedModel:

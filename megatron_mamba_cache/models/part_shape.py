@@ -1,0 +1,47 @@
+"""What a part of a hybrid model stores for its requests, from the architecture alone: no weight has to be there."""
+
+import torch
+from megatron.core import parallel_state
+
+from ..state.model_shape import HybridModelShape
+from .architecture import HybridArchitecture
+from .rank_part import RankPart, check_ranks
+
+
+def rank_shape(architecture: HybridArchitecture, dtype: torch.dtype) -> HybridModelShape:
+    """Return the shape of this rank's part, by Megatron's parallel state; see `part_shape`.
+
+    Raises:
+        ValueError: If the ranks cannot share the model.
+    """
+    check_ranks(architecture)
+    part = RankPart.of_process(architecture)
+    return part_shape(architecture, dtype, part.layers, parallel_state.get_tensor_model_parallel_world_size())
+
+
+def part_shape(
+    architecture: HybridArchitecture, dtype: torch.dtype, layers: range | None = None, num_tensor_ranks: int = 1
+) -> HybridModelShape:
+    """Return the shape of a rank's part, without a fingerprint, which only a model that is built has.
+
+    Args:
+        dtype: Of the weights.
+        layers: Those of the rank; None: all.
+        num_tensor_ranks: Ranks that share the layers; they divide the heads and their groups.
+    """
+    mamba, attention = architecture.mamba, architecture.attention
+    inner = mamba.num_heads * mamba.head_dim
+    return HybridModelShape(
+        layer_types=tuple(architecture.pattern if layers is None else architecture.pattern[layers.start : layers.stop]),
+        conv_dim=(inner + 2 * mamba.num_groups * mamba.state_dim) // num_tensor_ranks,
+        d_conv=mamba.d_conv,
+        ssm_shape=(mamba.num_heads // num_tensor_ranks, mamba.state_dim, mamba.head_dim),
+        ssm_chunk_size=mamba.ssm_chunk_size,
+        num_heads=attention.num_heads // num_tensor_ranks,
+        num_kv_heads=attention.num_kv_heads // num_tensor_ranks,
+        softmax_scale=attention.scale or attention.head_dim**-0.5,
+        kv_channels=attention.head_dim,
+        vocab_size=architecture.vocab_size,
+        params_dtype=dtype,
+        fingerprint="",
+    )
