@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -310,7 +311,10 @@ def test_arguments_that_disagree_are_refused(name: str) -> None:
 
 @pytest.mark.long
 def test_errors_over_4096_tokens_are_no_larger_than_the_window_forms(device: str) -> None:
-    """Relative to the fp64 recurrence; bf16 states, rounded once a ring and not once a token, are better by far."""
+    """Relative to the fp64 recurrence; bf16 states, rounded once a ring and not once a token, are better by far.
+
+    The errors of states are means over all folds: that of one fold depends on the few tokens before it.
+    """
     torch.manual_seed(9)
     small, whole_tiles = (SSMShape(heads=2, head_dim=size, d_state=16, groups=1) for size in (4, 64))
     shape, length = whole_tiles if device == "cuda" else small, 4096
@@ -318,30 +322,30 @@ def test_errors_over_4096_tokens_are_no_larger_than_the_window_forms(device: str
     steps = text.tokens.dt
     steps.sub_(3)  # decays that keep a token for tens of tokens
     outputs, states = text.recurrence(torch.zeros(shape.state, device=device))
+    folds = range(16, length, 16)
     errors = {}
     for dtype in (torch.float32, torch.bfloat16):
         requests = ReplayedRequests([text], shape, 16, 8, dtype=dtype)
         (request,) = requests.requests
         requests.pool[request.slot] = 0
         window = requests.pool[1:2].clone()
-        for _ in range(length // 8):
-            requests.step(state_replay, [Turn(request, 7, 8)])
         rows = DecodeRows(int32([0, 8], device), int32([0] * 8, device)[None], int32([1], device), 8)
-        parts = [text[first : first + 8] for first in range(0, length, 8)]
-        y = torch.cat([state_verify(part.tokens, part.weights, window, rows) for part in parts])
-        found = (torch.cat(request.outputs), y), (requests.pool[request.slot], window[0])
-        wanted = outputs, (states[request.folded], states[length])
+        replayed, windowed, window_outputs = {}, {}, []
+        for first in range(0, length, 8):
+            requests.step(state_replay, [Turn(request, 7, 8)])
+            replayed[request.folded] = requests.pool[request.slot].clone()
+            window_outputs.append(state_verify(text[first : first + 8].tokens, text.weights, window, rows))
+            windowed[first + 8] = window[0].clone()
+        found = [torch.cat(request.outputs), torch.cat(window_outputs)]
         errors[dtype] = [
-            [
-                relative(a.double(), b)
-                for a, b in zip(pair, want if isinstance(want, tuple) else (want, want), strict=True)
-            ]
-            for pair, want in zip(found, wanted, strict=True)
+            tuple(relative(each.double(), outputs) for each in found),
+            tuple(fmean(relative(of[end].double(), states[end]) for end in folds) for of in (replayed, windowed)),
         ]
-    for replayed, windowed in errors[torch.float32]:
-        assert replayed <= 1.05 * windowed < 1e-6
-    for replayed, windowed in errors[torch.bfloat16]:
-        assert replayed < 0.6 * windowed < 0.02, errors
+    print("errors of outputs and of states, replayed and in the window form:", errors)
+    for replayed_error, window_error in errors[torch.float32]:
+        assert replayed_error <= 1.05 * window_error < 1e-6
+    for replayed_error, window_error in errors[torch.bfloat16]:
+        assert replayed_error < 0.6 * window_error < 0.02
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
