@@ -10,10 +10,11 @@ a turn whose session is still on the card, and beside the time that a plain copy
 memory in the same run.
 
 Rows beside it: the mean step of rows that decode while a session comes back for a request that waits, over the mean of
-as many steps afterwards. The same while a session is written to the host, right after it was prefilled
-beside the rows.
+as many steps afterwards.
 
-Where nothing hits: tokens a second of batches of prompts that share nothing, with the tier and without, in turns.
+What the tier costs otherwise, by two engines in turns, with the tier and without: tokens a second of batches of prompts
+that share nothing; and the steps of rows that decode, from the one in which a new session ends beside them on, over a
+period of the rings: the session is written to the host meanwhile.
 """
 
 import argparse
@@ -31,7 +32,7 @@ import torch
 from loads.serving_engine import MODES, ServedShape, add_shape_arguments, model_of, send, serving_engine, shape_of
 from measuring.gpu_time import gpu_seconds
 from measuring.machine import describe_machine
-from step_cost import timed_step
+from step_cost import PERIOD, timed_step
 from turn_latency import first_token, rotated, some_tokens
 
 from megatron_mamba_cache.command_line.quiet import quiet_libraries
@@ -90,7 +91,7 @@ class Returns:
 
 @dataclass
 class Beside:
-    """Seconds of the rows' steps while copies are under way, and of as many steps once they have ended."""
+    """Seconds of the rows' steps while copies are under way, and of as many steps without any."""
 
     under_way: list[float] = field(default_factory=list)
     undisturbed: list[float] = field(default_factory=list)
@@ -169,21 +170,6 @@ def beside_restores(engine: Any, sessions: Sessions, rounds: int) -> Beside:
     return found
 
 
-def beside_writes(engine: Any, shape: ServedShape, scale: Scale, drawn: random.Random, rounds: int) -> Beside:
-    """Measure the rows that decode while new sessions are written to the host."""
-    found = Beside()
-    for number in range(rounds):
-        request_id = 3 * 10**6 + number
-        send(engine, request_id, some_tokens(drawn, shape, scale.length), 2)
-        while request_id in engine.requests:
-            engine.step_modern()
-        steps = timed_while(engine, lambda: engine.context.memory.below.usage()["tier_copies"]["host"] > 0)
-        settle(engine)
-        found.under_way += steps
-        found.undisturbed += [timed_step(engine) for _ in steps]
-    return found
-
-
 def timed_while(engine: Any, is_under_way: Callable[[], bool]) -> list[float]:
     """Return the seconds of steps until something has ended; the last one, in which it did, is left out."""
     steps: list[float] = []
@@ -194,7 +180,7 @@ def timed_while(engine: Any, is_under_way: Callable[[], bool]) -> list[float]:
 
 def settle(engine: Any) -> None:
     """Step until no copy is under way, and a few times more."""
-    while any(engine.context.memory.below.usage()["tier_copies"].values()):
+    while any(engine.context.memory.below.usage().get("tier_copies", {}).values()):
         engine.step_modern()
     for _ in range(NUM_WARMING):
         engine.step_modern()
@@ -210,35 +196,66 @@ def rows_that_decode(engine: Any, shape: ServedShape, scale: Scale, drawn: rando
         engine.step_modern()
 
 
-def cold_ratio(model: Any, shape: ServedShape, scale: Scale, rounds: int) -> float:
-    """Return tokens a second of prompts that hit nothing, with the tier over without: the median of rounds."""
+def costs(model: Any, shape: ServedShape, scale: Scale, rounds: int) -> tuple[float, Beside]:
+    """Return what the tier costs where nothing hits, and what it costs rows beside a session that is written.
+
+    The first is tokens a second with the tier over without, the median of rounds.
+    """
     shapes = {"with": shape, "without": replace(shape, host_cache_gb=None)}
-    seconds: dict[str, list[float]] = {name: [] for name in shapes}
     drawn = random.Random(2)
     with ExitStack() as stack:
         engines = {name: stack.enter_context(serving_engine(model, one, MODES["full"])) for name, one in shapes.items()}
-        for number in range(-1, rounds):
-            prompts = [some_tokens(drawn, shape, scale.cold_prompt) for _ in range(scale.cold_batch)]
-            for name in rotated(list(engines), number):
-                began = time.perf_counter()
-                for index, prompt in enumerate(prompts):
-                    send(engines[name], 4 * 10**6 + (number + 1) * len(prompts) + index, prompt, scale.cold_reply)
-                while engines[name].has_unfinished_requests():
-                    engines[name].step_modern()
-                seconds[name].append(time.perf_counter() - began)
+        cold = cold_ratio(engines, shape, scale, drawn, rounds)
+        return cold, beside_writes(engines, shape, scale, drawn, rounds)
+
+
+def cold_ratio(engines: dict[str, Any], shape: ServedShape, scale: Scale, drawn: random.Random, rounds: int) -> float:
+    """Measure batches of prompts that share nothing."""
+    seconds: dict[str, list[float]] = {name: [] for name in engines}
+    for number in range(-1, rounds):
+        prompts = [some_tokens(drawn, shape, scale.cold_prompt) for _ in range(scale.cold_batch)]
+        for name in rotated(list(engines), number):
+            began = time.perf_counter()
+            for index, prompt in enumerate(prompts):
+                send(engines[name], 4 * 10**6 + (number + 1) * len(prompts) + index, prompt, scale.cold_reply)
+            while engines[name].has_unfinished_requests():
+                engines[name].step_modern()
+            seconds[name].append(time.perf_counter() - began)
     ratios = [without / with_it for with_it, without in zip(seconds["with"], seconds["without"], strict=True)]
     return median(ratios[1:])
 
 
-def measured(model: Any, shape: ServedShape, scale: Scale, rounds: int) -> tuple[Returns, Beside, Beside]:
-    """Measure everything that one engine shows."""
+def beside_writes(
+    engines: dict[str, Any], shape: ServedShape, scale: Scale, drawn: random.Random, rounds: int
+) -> Beside:
+    """Measure rows that decode while a session that has ended is written to the host, and where there is no tier."""
+    rows = drawn.getrandbits(32)
+    for engine in engines.values():
+        rows_that_decode(engine, shape, scale, random.Random(rows), shape.max_length - shape.block_size)
+    steps: dict[str, list[float]] = {name: [] for name in engines}
+    for number in range(-1, rounds):
+        prompt, request_id = some_tokens(drawn, shape, scale.length), 3 * 10**6 + number
+        for name in rotated(list(engines), number):
+            engine = engines[name]
+            send(engine, request_id, prompt, 2)
+            last = 0.0
+            while request_id in engine.requests:
+                last = timed_step(engine)
+            found = [last, *(timed_step(engine) for _ in range(PERIOD - 1))]
+            settle(engine)
+            if number >= 0:
+                steps[name] += found
+    return Beside(steps["with"], steps["without"])
+
+
+def measured(model: Any, shape: ServedShape, scale: Scale, rounds: int) -> tuple[Returns, Beside]:
+    """Measure turns, and rows beside them."""
     drawn = random.Random(1)
     with serving_engine(model, shape, MODES["full"]) as engine:
         sessions = Sessions(engine, shape, scale, drawn)
         found = returns(engine, sessions, rounds)
         rows_that_decode(engine, shape, scale, drawn, shape.max_length - shape.block_size)
-        restores = beside_restores(engine, sessions, rounds)
-        return found, restores, beside_writes(engine, shape, scale, drawn, rounds)
+        return found, beside_restores(engine, sessions, rounds)
 
 
 def table(found: Returns, restores: Beside, writes: Beside, cold: float) -> str:
@@ -250,7 +267,7 @@ def table(found: Returns, restores: Beside, writes: Beside, cold: float) -> str:
             "|---:|---:|---:|---:|---:|",
             f"| {found.num_bytes:,} | {median(found.on_card_ms):.1f} | {median(found.from_host_ms):.1f} | {copy} |",
             "",
-            "| rows beside | steps | ms undisturbed | ms under way | ratio |",
+            "| rows beside | steps | ms undisturbed | ms | ratio |",
             "|---|---:|---:|---:|---:|",
             *(
                 f"| a session that {what} | {len(one.under_way)} | {1e3 * fmean(one.undisturbed):.3f} "
@@ -277,8 +294,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         shape = replace(shape, host_cache_gb=given.host_cache_gb)
     with quiet_libraries():  # a copy that fails is told
         model = model_of(shape)
-        found, restores, writes = measured(model, shape, scale, given.rounds)
-        cold = cold_ratio(model, shape, scale, given.rounds)
+        found, restores = measured(model, shape, scale, given.rounds)
+        cold, writes = costs(model, shape, scale, given.rounds)
     print(table(found, restores, writes, cold))
     if given.json:
         figures = {"returns": asdict(found), "restores": asdict(restores), "writes": asdict(writes), "cold": cold}
