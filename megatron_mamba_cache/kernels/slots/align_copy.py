@@ -24,7 +24,7 @@ from ..kernel_launches import launches_kernel
 from ..prefill_rows import PAD_SLOT
 from .align_rows import AlignRows
 from .reference_align import align_copy_ref
-from .slot_tiles import CopyTiling, copy_tiles, cut_slots
+from .slot_tiles import CopyTiling, copy_tiles, cut_slots, next_turn, numbered, of_number
 
 __all__ = ["ROWS_AT_A_TIME", "TILING", "AlignRows", "align_copy", "align_copy_ref"]
 
@@ -98,32 +98,30 @@ def _align_copy_kernel(
     SSM_LANES: tl.constexpr,
     SSM_WIDTH: tl.constexpr,
 ):
-    programs = tl.num_programs(0)
     CONV_TILES: tl.constexpr = LAYERS * ((CONV_LENGTH + CONV_WIDTH - 1) // CONV_WIDTH)
     SSM_TILES: tl.constexpr = LAYERS * ((SSM_LENGTH + SSM_WIDTH - 1) // SSM_WIDTH)
-    # The first tile that this program takes of the next slot: tiles are dealt out without a gap between slots.
     turn = tl.program_id(0)
     for first_row in range(0, num_rows, ROWS):
         keeps, is_elsewhere, sources, destinations = decide(rows, first_row, num_rows, block_size, ROWS)
         moves = keeps & is_elsewhere
         num_moves = tl.sum(moves.to(tl.int32), axis=0)
         if num_moves > 0:
-            order = tl.where(moves, tl.cumsum(moves.to(tl.int32), axis=0), 0)  # counted from 1; 0 moves nothing
+            numbers = numbered(moves)
             for number in range(1, num_moves + 1):
-                source = tl.sum(tl.where(order == number, sources, 0), axis=0)
-                destination = tl.sum(tl.where(order == number, destinations, 0), axis=0)
+                source = of_number(sources, numbers, number)
+                destination = of_number(destinations, numbers, number)
                 ssm_source = source >> 32
                 conv_source = source & 0x7FFFFFFF
                 target = destination >> 32
                 shift = destination & 0x7FFFFFFF
                 if ssm_source != target:
                     copy_tiles(ssm, ssm, ssm_source, target, 0, turn, LAYERS, 1, SSM_LENGTH, SSM_LANES, SSM_WIDTH)
-                turn = (turn + programs - SSM_TILES % programs) % programs
+                turn = next_turn(turn, SSM_TILES)
                 copy_tiles(
                     conv, conv, conv_source, target, shift, turn,
                     LAYERS, CONV_TIMES, CONV_LENGTH, CONV_LANES, CONV_WIDTH,
                 )  # fmt: skip
-                turn = (turn + programs - CONV_TILES % programs) % programs
+                turn = next_turn(turn, CONV_TILES)
 
 
 def align_copy(

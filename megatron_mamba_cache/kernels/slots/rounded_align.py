@@ -13,7 +13,7 @@ from .align_copy import ROWS_AT_A_TIME, check_pools, check_rows, decide, rows_to
 from .align_rows import AlignRows
 from .reference_align import rounded_align_copy_ref
 from .rounded_states import RoundedStates, rounded_places, store_rounded
-from .slot_tiles import CopyTiling, access_bytes, copy_tiles, cut_slots
+from .slot_tiles import CopyTiling, access_bytes, copy_tiles, cut_slots, next_turn, numbered, of_number
 
 __all__ = ["TILING", "rounded_align_copy", "rounded_align_copy_ref"]
 
@@ -50,16 +50,15 @@ def _rounded_align_kernel(
     A_LAYER: tl.constexpr = HEADS * PARTS
     n = tl.arange(0, triton.next_power_of_2(D_STATE))
     has_n = n < D_STATE
-    # The first tile that this program takes of the next slot: tiles are dealt out without a gap between slots.
     turn = tl.program_id(0)
     for first_row in range(0, num_rows, ROWS):
         keeps, _, sources, destinations = decide(rows, first_row, num_rows, block_size, ROWS)
         num_kept = tl.sum(keeps.to(tl.int32), axis=0)
         if num_kept > 0:
-            order = tl.where(keeps, tl.cumsum(keeps.to(tl.int32), axis=0), 0)  # counted from 1; 0 keeps nothing
+            numbers = numbered(keeps)
             for number in range(1, num_kept + 1):
-                source = tl.sum(tl.where(order == number, sources, 0), axis=0)
-                destination = tl.sum(tl.where(order == number, destinations, 0), axis=0)
+                source = of_number(sources, numbers, number)
+                destination = of_number(destinations, numbers, number)
                 target = destination >> 32
                 for tile in range(turn, LAYERS * A_LAYER, programs):
                     layer = tl.cast(tile // A_LAYER, tl.int64)
@@ -72,12 +71,12 @@ def _rounded_align_kernel(
                     store_rounded(
                         rounded, layer, target, state.to(tl.float32), head, n, p, has_n, has_p, D_STATE, HEAD_DIM
                     )
-                turn = (turn + programs - LAYERS * A_LAYER % programs) % programs
+                turn = next_turn(turn, LAYERS * A_LAYER)
                 copy_tiles(
                     conv, ends, source & 0x7FFFFFFF, target, destination & 0x7FFFFFFF, turn,
                     LAYERS, CONV_TIMES, CONV_LENGTH, CONV_LANES, CONV_WIDTH,
                 )  # fmt: skip
-                turn = (turn + programs - CONV_TILES % programs) % programs
+                turn = next_turn(turn, CONV_TILES)
 
 
 def rounded_align_copy(

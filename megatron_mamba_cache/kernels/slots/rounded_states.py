@@ -22,6 +22,7 @@ from ..kernel_launches import is_computed_in_fp32, launches_kernel, num_multipro
 from ..prefill_rows import PAD_SLOT
 from . import reference_rounding
 from .reference_rounding import restore_states_ref, round_states, store_rounded_ref
+from .slot_tiles import next_turn, numbered, of_number
 
 __all__ = [
     "RoundedStates",
@@ -130,17 +131,15 @@ def _restore_kernel(
     PARTS: tl.constexpr = (HEAD_DIM + TILE_WIDTH - 1) // TILE_WIDTH
     A_LAYER: tl.constexpr = HEADS * PARTS
     n = tl.arange(0, triton.next_power_of_2(D_STATE))
-    # The first tile that this program takes of the next slot: tiles are dealt out without a gap between slots.
     turn = tl.program_id(0)
     for first in range(0, num_slots, SLOTS):
         index = first + tl.arange(0, SLOTS)
         sources = tl.load(src + index, mask=index < num_slots, other=_PAD).to(tl.int64)
         targets = tl.load(dst + index, mask=index < num_slots, other=_PAD).to(tl.int64)
         restores = (sources != _PAD) & (targets != _PAD)
-        order = tl.where(restores, tl.cumsum(restores.to(tl.int32), axis=0), 0)  # counted from 1; 0 is padding
-        for number in range(1, tl.max(order, axis=0) + 1):
-            source = tl.sum(tl.where(order == number, sources, 0), axis=0)
-            target = tl.sum(tl.where(order == number, targets, 0), axis=0)
+        numbers = numbered(restores)
+        for number in range(1, tl.max(numbers, axis=0) + 1):
+            source, target = of_number(sources, numbers, number), of_number(targets, numbers, number)
             for tile in range(turn, LAYERS * A_LAYER, programs):
                 layer = tl.cast(tile // A_LAYER, tl.int64)
                 head = tile % A_LAYER // PARTS
@@ -153,7 +152,7 @@ def _restore_kernel(
                 state = tl.load(values, mask=inside, other=0).to(tl.float32) * scale[None, :]
                 states = pool + layer * layer_stride + target * slot_stride + in_slot
                 tl.store(states, state.to(pool.dtype.element_ty), mask=inside)
-            turn = (turn + programs - LAYERS * A_LAYER % programs) % programs
+            turn = next_turn(turn, LAYERS * A_LAYER)
 
 
 def restore_states(rounded: RoundedStates, ssm_pool: Tensor, src: Tensor, dst: Tensor) -> None:

@@ -15,7 +15,17 @@ from torch import Tensor
 from ..kernel_launches import launches_kernel
 from ..prefill_rows import PAD_SLOT
 from .reference_slots import copy_slots_between_ref, copy_slots_ref, zero_slots_ref
-from .slot_tiles import CopyTiling, SlotTiles, access_bytes, copy_tiles, cut_slots, zero_tiles
+from .slot_tiles import (
+    CopyTiling,
+    SlotTiles,
+    access_bytes,
+    copy_tiles,
+    cut_slots,
+    next_turn,
+    numbered,
+    of_number,
+    zero_tiles,
+)
 
 __all__ = ["TILING", "copy_slots", "copy_slots_between", "copy_slots_ref", "zero_slots", "zero_slots_ref"]
 
@@ -23,13 +33,6 @@ TILING = CopyTiling(tile_len=4096, num_warps=16, programs_per_sm=1)
 SLOTS_AT_A_TIME = 256
 """Slot numbers that a program reads at once; more take several rounds."""
 _PAD = tl.constexpr(PAD_SLOT)
-
-
-@triton.jit
-def _after(turn, LAYERS: tl.constexpr, LENGTH: tl.constexpr, WIDTH: tl.constexpr):
-    """Return the first tile that a program takes of the next slot or pool, if `turn` is its first of this one."""
-    programs = tl.num_programs(0)
-    return (turn + programs - LAYERS * ((LENGTH + WIDTH - 1) // WIDTH) % programs) % programs
 
 
 @triton.jit(do_not_specialize=["num_slots"], do_not_specialize_on_alignment=["src", "dst"])
@@ -45,7 +48,6 @@ def _copy_slots_kernel(
     LANES: tl.constexpr,
     WIDTHS: tl.constexpr,
 ):
-    # The first tile that this program takes of the next slot: tiles are dealt out without a gap between slots.
     turn = tl.program_id(0)
     for first in range(0, num_slots, SLOTS):
         index = first + tl.arange(0, SLOTS)
@@ -53,13 +55,12 @@ def _copy_slots_kernel(
         source_slots = tl.load(src + index, mask=exists, other=_PAD).to(tl.int64)
         target_slots = tl.load(dst + index, mask=exists, other=_PAD).to(tl.int64)
         copies = (source_slots != _PAD) & (target_slots != _PAD)
-        order = tl.where(copies, tl.cumsum(copies.to(tl.int32), axis=0), 0)  # counted from 1; 0 is padding
-        for number in range(1, tl.max(order, axis=0) + 1):
-            source = tl.sum(tl.where(order == number, source_slots, 0), axis=0)
-            target = tl.sum(tl.where(order == number, target_slots, 0), axis=0)
+        numbers = numbered(copies)
+        for number in range(1, tl.max(numbers, axis=0) + 1):
+            source, target = of_number(source_slots, numbers, number), of_number(target_slots, numbers, number)
             for i in tl.static_range(len(LAYERS)):
                 copy_tiles(sources[i], pools[i], source, target, 0, turn, LAYERS[i], 1, LENGTHS[i], LANES[i], WIDTHS[i])
-                turn = _after(turn, LAYERS[i], LENGTHS[i], WIDTHS[i])
+                turn = next_turn(turn, LAYERS[i] * ((LENGTHS[i] + WIDTHS[i] - 1) // WIDTHS[i]))
 
 
 @triton.jit(do_not_specialize=["num_slots"], do_not_specialize_on_alignment=["slots"])
@@ -73,17 +74,17 @@ def _zero_slots_kernel(
     LANES: tl.constexpr,
     WIDTHS: tl.constexpr,
 ):
-    turn = tl.program_id(0)  # as in the copy
+    turn = tl.program_id(0)
     for first in range(0, num_slots, SLOTS):
         index = first + tl.arange(0, SLOTS)
         targets = tl.load(slots + index, mask=index < num_slots, other=_PAD).to(tl.int64)
         clears = targets != _PAD
-        order = tl.where(clears, tl.cumsum(clears.to(tl.int32), axis=0), 0)
-        for number in range(1, tl.max(order, axis=0) + 1):
-            target = tl.sum(tl.where(order == number, targets, 0), axis=0)
+        numbers = numbered(clears)
+        for number in range(1, tl.max(numbers, axis=0) + 1):
+            target = of_number(targets, numbers, number)
             for i in tl.static_range(len(LAYERS)):
                 zero_tiles(pools[i], target, turn, LAYERS[i], LENGTHS[i], LANES[i], WIDTHS[i])
-                turn = _after(turn, LAYERS[i], LENGTHS[i], WIDTHS[i])
+                turn = next_turn(turn, LAYERS[i] * ((LENGTHS[i] + WIDTHS[i] - 1) // WIDTHS[i]))
 
 
 def copy_slots(pools: Sequence[Tensor], src: Tensor, dst: Tensor, tiling: CopyTiling = TILING) -> None:

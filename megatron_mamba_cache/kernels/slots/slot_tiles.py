@@ -95,6 +95,28 @@ def cut_slots(pool: Tensor, tiling: CopyTiling, access: int | None = None) -> Sl
 
 
 @triton.jit
+def numbered(chosen):
+    """Number the chosen ones from 1 on; 0 stands at the others."""
+    return tl.where(chosen, tl.cumsum(chosen.to(tl.int32), axis=0), 0)
+
+
+@triton.jit
+def of_number(values, numbers, number):
+    """Return the value at a number of `numbered`."""
+    return tl.sum(tl.where(numbers == number, values, 0), axis=0)
+
+
+@triton.jit
+def next_turn(turn, TILES: tl.constexpr):
+    """Return the first tile that a program takes of the next slot, if `turn` is its first of the TILES of this one.
+
+    Tiles are dealt out without a gap between slots: a program's first turn is its number.
+    """
+    programs = tl.num_programs(0)
+    return (turn + programs - TILES % programs) % programs
+
+
+@triton.jit
 def copy_tiles(
     states,
     target_states,

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..kernel_launches import is_computed_in_fp32, launches_kernel, num_multiprocessors
 from ..prefill_rows import PAD_SLOT
 from ..slots.rounded_states import RoundedStates, rounded_places, store_rounded
+from ..slots.slot_tiles import next_turn, numbered, of_number
 from .reference_replay import fold_boundaries_ref
 from .replay_fold import fold_entries
 from .replay_rows import BoundaryFolds, ReplayRing, check_boundary_folds, check_entries, check_ring_len
@@ -73,7 +74,6 @@ def _fold_boundaries_kernel(
     A_LAYER: tl.constexpr = HEADS * PARTS
     n = tl.arange(0, triton.next_power_of_2(D_STATE))
     has_n = n < D_STATE
-    # The first tile that this program takes of the next row: tiles are dealt out without a gap between rows.
     turn = tl.program_id(0)
     for first_row in range(0, num_rows, ROWS):
         row = first_row + tl.arange(0, ROWS)
@@ -82,9 +82,9 @@ def _fold_boundaries_kernel(
         writes = (targets != _PAD) & (slots != _PAD)
         num_writes = tl.sum(writes.to(tl.int32), axis=0)
         if num_writes > 0:
-            order = tl.where(writes, tl.cumsum(writes.to(tl.int32), axis=0), 0)  # counted from 1; 0 writes nothing
+            numbers = numbered(writes)
             for number in range(1, num_writes + 1):
-                at = tl.sum(tl.where(order == number, row, 0), axis=0)
+                at = of_number(row, numbers, number)
                 slot = tl.load(rows.slots + at).to(tl.int64)
                 target = tl.load(rows.targets + at).to(tl.int64)
                 ring_number = tl.load(rows.rings + at).to(tl.int64)
@@ -109,7 +109,7 @@ def _fold_boundaries_kernel(
                         tl.store(states + target * slot_stride, state.to(pool.dtype.element_ty), mask=is_state)
                     else:
                         store_rounded(rounded, layer, target, state, head, n, p, has_n, has_p, D_STATE, HEAD_DIM)
-                turn = (turn + programs - LAYERS * A_LAYER % programs) % programs
+                turn = next_turn(turn, LAYERS * A_LAYER)
 
 
 def fold_boundaries(
