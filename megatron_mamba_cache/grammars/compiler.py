@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import GrammarError
 from ..installation import MissingExtraError, require_extra
+from .forms import GUIDANCE
+from .narrowed_schemas import guidance_for, narrow
 from .schema_words import drop_empty_words
 
 if TYPE_CHECKING:
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 _MOST_CHARACTERS = 256 * 1024
 _MOST_OBJECTS = 2_000  # the time to compile an object grows with the square of its properties
 _KEPT_CHARACTERS, _MOST_KEPT = 8 * 2**20, 512
+TOO_COMPLEX = "the grammar of this request has become too complex to go on"
+"""How the reason begins for which a request fails whose grammar could be compiled."""
 
 
 class Grammars:
@@ -72,7 +76,7 @@ class Grammars:
     def note_failure(self, request_id: int, reason: str) -> None:
         """Note that the grammar of a running request cannot go on, by any thread."""
         first_line = reason.strip().partition("\n")[0]
-        self._failures[request_id] = f"the grammar of this request has become too complex to go on: {first_line:.200}"
+        self._failures[request_id] = f"{TOO_COMPLEX}: {first_line:.200}"
 
     def take_failures(self) -> dict[int, str]:
         """Return why grammars of running requests cannot go on, by request, and forget it."""
@@ -89,7 +93,7 @@ class Grammars:
 
     def _compile(self, grammar: str) -> "LLMatcher":
         check_size(grammar)
-        matcher: LLMatcher = _llguidance().compiled(self._read_vocabulary(), _without_empty_words(grammar))
+        matcher: LLMatcher = _llguidance().compiled(self._read_vocabulary(), _prepared(grammar))
         return matcher
 
     def _keep(self, grammar: str, matcher: "LLMatcher") -> None:
@@ -122,13 +126,16 @@ def check_size(grammar: str) -> None:
         raise GrammarError(f"the grammar has {num_objects} objects in it; at most {_MOST_OBJECTS} are allowed")
 
 
-def _without_empty_words(grammar: str) -> str:
-    """Return a grammar's text without what says nothing in its JSON schemas."""
+def _prepared(grammar: str) -> str:
+    """Return a grammar's text with JSON schemas that llguidance holds to, and without what says nothing in them."""
     value = json.loads(grammar)
     parts = value.get("grammars") if isinstance(value, dict) else None
     for part in parts if isinstance(parts, list) else ():
-        if isinstance(part, dict):
-            drop_empty_words(part.get("json_schema"))
+        schema = part.get("json_schema") if isinstance(part, dict) else None
+        if isinstance(schema, dict):
+            drop_empty_words(schema)
+            narrow(schema)
+            schema[GUIDANCE] = {**schema.get(GUIDANCE, {}), **guidance_for(schema)}
     return json.dumps(value, ensure_ascii=False)
 
 

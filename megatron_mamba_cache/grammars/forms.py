@@ -18,7 +18,8 @@ _WHITE_SPACE = r"( |\n {0,16})?"
 """Between JSON tokens: nothing, a space, or a line break and its indentation."""
 _GAP = "/[ \\n]{0,4}/"
 _MARKUP = re.compile(r"<[^<>\s]+>|<\|[^<>]+\|>")
-_GUIDANCE = "x-guidance"  # a key by which llguidance takes settings out of a schema
+GUIDANCE = "x-guidance"
+"""The key by which llguidance takes settings out of a schema."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +46,10 @@ class Grammar:
 
 def json_grammar(schema: Schema, name: str = "answer") -> Grammar:
     """Return the grammar of the JSON texts that a schema allows, with bounded white space between their tokens."""
-    whole = {key: value for key, value in schema.items() if key != _GUIDANCE} if isinstance(schema, Mapping) else {}
+    whole = {key: value for key, value in schema.items() if key != GUIDANCE} if isinstance(schema, Mapping) else {}
     if schema is False:
         whole = {"not": {}}
-    guided = {**whole, _GUIDANCE: {"whitespace_pattern": _WHITE_SPACE}}
+    guided = {**whole, GUIDANCE: {"whitespace_pattern": _WHITE_SPACE}}
     return Grammar(f"@{name}", parts={name: {"json_schema": guided}})
 
 

@@ -24,7 +24,7 @@ _BY_NAME = frozenset(("properties", "patternProperties", "dependentSchemas", "$d
 
 def drop_empty_words(schema: Any) -> None:
     """Take out of a JSON schema, in place, what allows every value; other words stay, whatever they are."""
-    for found in _schemas_in(schema):
+    for found in schemas_in(schema):
         told = found.get("format")
         if isinstance(told, str) and told not in _FORMATS:
             del found["format"]
@@ -32,7 +32,7 @@ def drop_empty_words(schema: Any) -> None:
             del found["propertyNames"]
 
 
-def _schemas_in(schema: Any) -> Iterator[dict[str, Any]]:
+def schemas_in(schema: Any) -> Iterator[dict[str, Any]]:
     """Yield a schema and those in it, each before what it holds; a property may be called like a word."""
     waiting = [schema]
     while waiting:

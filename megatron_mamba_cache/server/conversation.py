@@ -9,6 +9,7 @@ from .strict_json import strict_value
 
 _MARK = "\u2400"
 _DEVELOPER = "developer"
+_INSTRUCTING = ("system", _DEVELOPER)
 _NO_PARAMETERS = {"type": "object", "properties": {}}
 _MARKING_TOOL = {
     "type": "function",
@@ -57,6 +58,20 @@ class Conversation:
     def has_calls(self) -> bool:
         """True when a message calls a tool or has its result."""
         return any("tool_calls" in message or message["role"] == "tool" for message in self.messages)
+
+    @property
+    def marked_head(self) -> tuple[Breakpoint, ...]:
+        """Two breakpoints behind the tools and behind the instructions, if either is one; else none.
+
+        They begin a prompt together, in an order that the template knows: who marks one means both.
+        """
+        roles = [message["role"] for message in self.messages]
+        count = next((at for at, role in enumerate(roles) if role not in _INSTRUCTING), len(roles))
+        if not (count and self.tools):
+            return ()
+        ends = (Breakpoint(), Breakpoint(count - 1, len(self.messages[count - 1]["content"])))
+        keep_s = [place.keep_s for place in self.breakpoints if replace(place, keep_s=0) in ends]
+        return tuple(replace(end, keep_s=max(keep_s)) for end in ends) if keep_s else ()
 
     def text(self, tokenizer: Any) -> str:
         """Return the conversation as the tokenizer's template renders it.

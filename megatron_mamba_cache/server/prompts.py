@@ -94,9 +94,11 @@ class PromptReader:
         if conversation.has_calls and "tool_calls" not in template:
             raise bad_request("this model's chat template has no place for tool calls; leave them out", "messages")
         prompt = self._prompt(tenant, self._rendered(conversation), self._next_turn)
-        places = ((self._tokens_before(p, tenant, conversation, prompt), p.keep_s) for p in conversation.breakpoints)
-        breakpoints = tuple(PromptBreakpoint(count, keep_s) for count, keep_s in places if count is not None)
-        return replace(prompt, conversation=conversation, breakpoints=breakpoints)
+        breakpoints = self._placed(conversation.breakpoints, tenant, conversation, prompt)
+        head = self._placed(conversation.marked_head, tenant, conversation, prompt)
+        if head and max(head) not in breakpoints:
+            breakpoints.append(max(head))
+        return replace(prompt, conversation=conversation, breakpoints=tuple(breakpoints))
 
     def remember(self, tenant: Tenant, prompt: Prompt, reply: str, reply_ids: Sequence[int]) -> None:
         """Store the exact tokens of a prompt and its reply, as the client has it, unless the reply is empty."""
@@ -119,6 +121,13 @@ class PromptReader:
             return None
         return text[len(prompt.text) : len(text) - len(self._turn_end)]
 
+    def _placed(
+        self, places: Sequence[Breakpoint], tenant: Tenant, conversation: Conversation, prompt: Prompt
+    ) -> list[PromptBreakpoint]:
+        """Return the breakpoints whose place in a prompt can be told."""
+        counted = [(self._tokens_before(place, tenant, conversation, prompt), place.keep_s) for place in places]
+        return [PromptBreakpoint(count, keep_s) for count, keep_s in counted if count is not None]
+
     def _tokens_before(
         self, place: Breakpoint, tenant: Tenant, conversation: Conversation, prompt: Prompt
     ) -> int | None:
@@ -127,6 +136,8 @@ class PromptReader:
         try:
             marked = self._rendered(conversation.marked(place))
         except ApiError:
+            return None
+        if marked == prompt.text:
             return None
         end = _common_length(prompt.text, marked)
         before = self._token_ids(tenant, prompt.text[:end], self._next_turn) if end else ()

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
+from ..grammars.compiler import TOO_COMPLEX
 from .backend import Progress
 from .conversation import arguments_object
 from .errors import ApiError
@@ -224,6 +225,8 @@ class Reply:
     def _note(self, progress: Progress) -> None:
         self.latest = progress
         if progress.end == "error":
+            if progress.error is not None and progress.error.startswith(TOO_COMPLEX):
+                raise ApiError(400, progress.error, code="grammar_too_complex")
             raise ApiError(500, f"the request failed: {progress.error}", code="engine_error")
 
 

@@ -5,7 +5,7 @@ from random import Random
 from typing import Any
 
 _NAMES = ("id", "name", "größe", "a b", 'quo"te', "kind", "x-y", "items", "$val", "日本")
-_PATTERNS = ("^[a-c]{1,3}$", "^(?:yes|no)$", "^[0-9]{2}-[A-Z]$", "^x+y?$", r"^\d{1,4}$", "^[^ab]{1,2}$")
+_PATTERNS = ("^[a-c]{1,3}$", "^(?:yes|no)$", "^[0-9]{2}-[A-Z]$", "^x+y?$", r"^\d{1,4}$", "^[^ab]{1,2}$", '^[^"]{1,2}$')
 _CONSTANTS = ("a", "", "the\nend", 'say "x"', 3, -7, 0.5, True, False, None, [1, "b"], {"k": [None]})
 _FORMATS = ("date", "uuid", "ipv4")
 _DEPTH = 3
@@ -48,6 +48,9 @@ class _SchemaMaker:
         bounds = {"minimum": low, "maximum": low + self._random.choice([0, 1, 9, 250])}
         if self._random.random() < 0.3:
             bounds = {"exclusiveMinimum": low - 1, "exclusiveMaximum": low + 12}
+        elif self._random.random() < 0.1:
+            low = self._random.randrange(-(2**62), 2**62)
+            bounds = {"minimum": low, "exclusiveMaximum": low + 4096}  # some float64 lie between
         return {"type": "integer", **bounds}
 
     def _number(self) -> dict[str, Any]:

@@ -5,10 +5,13 @@ import re
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron_mamba_cache.errors import GrammarError
 from megatron_mamba_cache.grammars import forms
 from megatron_mamba_cache.grammars.compiler import Grammars
+from megatron_mamba_cache.grammars.narrowed_schemas import narrow
 from megatron_mamba_cache.models.tokenizers.byte_tokenizer import ByteTokenizer
 from tests.grammars.piece_tokenizer import THINK_END, PieceTokenizer
 
@@ -89,6 +92,54 @@ def test_properties_may_be_called_like_words_of_a_schema(grammars: Grammars) -> 
     assert accepts(grammars, forms.json_grammar(values), TOKENIZER.tokenize('{"format": "binary"}'))
 
 
+OPEN = {"type": "object", "properties": {"a": {"const": 1}}}
+OVERLAPPING = {"type": "object", "patternProperties": {"x": {"const": 1}}, "additionalProperties": {"const": 2}}
+CONTROLS = {"type": "string", "pattern": r"^([\x00-\x0f]|[\x10-\x1f])$"}
+NARROWED: list[tuple[dict[str, Any], list[str], list[str]]] = [
+    (OPEN, ['{"a": 1, "b": 2}', '{"b": "\\n\\""}'], [r'{"\u0061": 2}', '{"a": 2}']),
+    (OVERLAPPING, ['{"ax": 1, "b": 2}'], [r'{"a\u0078": 2}', '{"ax": 2}']),
+    ({"type": "object", "additionalProperties": {"type": "string"}}, [r'{"a": "\u001b"}'], []),
+    ({"type": "string", "pattern": '^[^"]$'}, ['"a"', r'"\\"', r'"\n"'], [r'"\""']),
+    ({"type": "string", "pattern": r'^[^"\\]{2}$'}, ['"ab"'], [r'"\"a"', r'"a\\"', r'"\"\""']),
+    ({"type": "string", "pattern": r"^[^\p{L}\\]$"}, ['"1"', r'"\t"'], [r'"\\"', '"a"']),
+    ({"type": "string", "pattern": r"^\[[^\]]$"}, ['"[a"', r'"[\""'], ['"[]"']),
+    (CONTROLS, [r'"\n"', r'"\u0002"'], [r'"\""', r'"\\"', '"a"']),
+    ({"type": "integer", "maximum": 123456789012345678}, ["123456789012345664", "7"], ["123456789012345680"]),
+    ({"type": "integer", "exclusiveMaximum": 2**60}, [str(2**60 - 128)], [str(2**60)]),
+    ({"type": "integer", "minimum": 9007199254740993}, ["9007199254740994"], ["9007199254740992"]),
+    ({"type": "integer", "exclusiveMinimum": -(2**60), "minimum": 3}, ["3"], ["2", "-1"]),
+    ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, ["-5", "5"], [str(2**63), str(-(2**63) - 1)]),
+    ({"type": "integer", "minimum": 0, "maximum": 2**64 - 1}, ["5"], [str(2**64), "-1"]),
+    ({"type": "number", "maximum": 2**60 + 1}, ["1.5", "1152921504606846000"], [str(2**60 + 2)]),
+    ({"type": "number", "minimum": 123456789012345678}, ["123456789012345700"], ["123456789012345677"]),
+    ({"type": ["integer", "null"], "maximum": 2**63 - 1}, ["null", "5"], [str(2**63)]),
+    ({"const": 2**60}, [str(2**60)], [str(2**60 + 1)]),
+    ({"type": "object", "minProperties": 1}, ['{"a": 1}'], ["{}"]),
+    ({"type": "object", "required": ["a"], "minProperties": 2}, ['{"a": 1, "b": 1}'], ['{"a": 1}']),
+]
+
+
+@pytest.mark.parametrize("case", range(len(NARROWED)))
+def test_nothing_is_allowed_that_a_schema_does_not_allow(case: int, grammars: Grammars) -> None:
+    schema, allowed, others = NARROWED[case]
+    found = {text: accepts(grammars, forms.json_grammar(schema), TOKENIZER.tokenize(text)) for text in allowed + others}
+    assert found == {**dict.fromkeys(allowed, True), **dict.fromkeys(others, False)}
+
+
+@given(bound=st.integers(-(2**66), 2**66), word=st.sampled_from(["minimum", "maximum"]), exclusive=st.booleans())
+def test_bounds_only_ever_move_inward(bound: int, word: str, exclusive: bool) -> None:
+    name = f"exclusive{word.capitalize()}" if exclusive else word
+    schema: dict[str, Any] = {"type": "integer", name: bound}
+    narrow(schema)
+    if abs(bound) <= 2**53:
+        assert schema == {"type": "integer", name: bound}
+        return
+    held = schema[word]
+    assert set(schema) == {"type", word} and float(held) == held and isinstance(held, int)
+    gap = bound - held if word == "maximum" else held - bound
+    assert gap >= int(exclusive) and (gap <= abs(bound) >> 49 or abs(held) == 2**63 - 1024), (bound, held)
+
+
 def test_a_literal_names_special_tokens_by_id(grammars: Grammars) -> None:
     rule = forms.literal("a</think><b>", TOKENIZER.id_of)
     assert rule == f'"a" <[{THINK_END}]> "<b>"'
@@ -116,6 +167,9 @@ REFUSED = {
     "objects": ({"anyOf": [{"const": number} for number in range(10_000)]}, "10005 objects in it; at most 2000"),
     "size": ({"type": "string", "description": "x" * 2**20}, "characters; at most 262144 are allowed"),
     "circle": ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "no text is of the grammar"),
+    "large constant": ({"enum": ["a", [9007199254740993]]}, "enum holds 9007199254740993, beyond 2**53"),
+    "endless bound": ({"type": "integer", "maximum": 10**400}, "more than 308 digits"),
+    "free names": ({"type": "object", "minProperties": 2}, "minProperties is 2, of which 0 are required"),
     "bounds": ({"type": "integer", "minimum": 3, "maximum": 2}, "nsatisfiable"),
 }
 

@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
@@ -189,6 +190,18 @@ def test_a_chat_that_cannot_be_rendered_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(ValueError, match="roles must alternate"):
         tokenizer.render_chat(CHAT)
+
+
+def test_messages_nested_too_deeply_are_refused_without_the_directory(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0] | tojson }}")
+    tokenizer = load_tokenizer(tmp_path, VOCABULARY)
+    assert isinstance(tokenizer, HuggingFaceTokenizer)
+    content: Any = "x"
+    for _ in range(sys.getrecursionlimit()):
+        content = [content]
+    with pytest.raises(ValueError, match="^the messages are nested too deeply for the model's chat template$"):
+        tokenizer.render_chat([{"role": "user", "content": content}])
 
 
 @pytest.mark.parametrize("named", ["2", {}, [[1]], ["2"], -1, 1.5, True])

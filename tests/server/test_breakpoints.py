@@ -25,14 +25,17 @@ FUNCTIONS = [
     for number in range(6)
 ]
 INSTRUCTIONS = "import os\nimport sys\n" * 20
+TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 GREEDY: dict[str, Any] = {"max_tokens": 2, "extra_body": {"top_k": 1}}
 
 
-def chat_session(server: RunningServer, question: str, after: str | None) -> tuple[int, int]:
+def chat_session(
+    server: RunningServer, question: str, after: str | None, instructions: str = INSTRUCTIONS
+) -> tuple[int, int]:
     """Return the prompt tokens and the cached ones of a session's first turn, with a breakpoint after something."""
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=RED, max_retries=0)
     tools: list[Any] = [{"type": "function", "function": function} for function in FUNCTIONS]
-    system: dict[str, Any] = {"type": "text", "text": INSTRUCTIONS}
+    system: dict[str, Any] = {"type": "text", "text": instructions}
     if after == "tools":
         tools[-1] |= {"cache_control": CONTROL}
     if after == "instructions":
@@ -72,10 +75,39 @@ def test_the_second_session_skips_what_is_before_a_breakpoint(server: RunningSer
     _, cached = session(server, questions[1], after)
     if after is None:
         assert cached == 0  # the first session left a state at its end only
-    elif after == "tools":
-        assert 0 < cached < shared - 2 * BLOCK
     else:
         assert shared - 2 * BLOCK <= cached <= shared
+
+
+def test_a_session_of_other_instructions_skips_the_tools_before_a_breakpoint(server: RunningServer) -> None:
+    server.between_steps(lambda engine: engine.flush())
+    chat_session(server, "x", "tools")
+    _, cached = chat_session(server, "x", "tools", instructions="print(2)\n" * 60)
+    total, _ = chat_session(server, "", None)
+    assert 0 < cached < total - 2 * BLOCK
+
+
+@pytest.mark.parametrize("template", ["hermes", "tools first"])
+@pytest.mark.parametrize("place", [Breakpoint(keep_s=9), Breakpoint(0, 12, 9), Breakpoint(0, 3), Breakpoint(1, 2)])
+def test_a_mark_behind_tools_or_instructions_stands_behind_both(
+    template: str, place: Breakpoint, tmp_path: Any
+) -> None:
+    source = (
+        TEMPLATES["hermes"] if template == "hermes" else "{% for t in tools %}{{ t | tojson }}\n{% endfor %}" + TURNS
+    )
+    tokenizer = agent_tokenizer(tmp_path / "model", source)
+    tool = {"type": "function", "function": {"name": "f"}}
+    messages = [{"role": "system", "content": "import os\nxy"}, {"role": "user", "content": "def f"}]
+    conversation = Conversation(messages, [tool], breakpoints=(place,))
+    prompt = PromptReader(tokenizer, Transcripts(0), 4096).read_chat(Tenant(), conversation)
+    own, *both = prompt.breakpoints
+    if place in (Breakpoint(0, 3), Breakpoint(1, 2)):
+        assert not both
+        return
+    last = max(prompt.breakpoints)
+    text = tokenizer.detokenize(prompt.token_ids[: last.position], skip_special_tokens=False)
+    assert '"name": "f"' in text and "import os\nxy" in text and "def" not in text
+    assert last.keep_s == own.keep_s == 9 and both == [last] * (own != last)
 
 
 def test_tokens_before_a_breakpoint_are_those_that_two_texts_have_in_common(tmp_path: Any) -> None:

@@ -40,17 +40,24 @@ SCHEMAS: dict[str, Any] = {
 }
 
 
-def asked(http: httpx.Client, schema: Any, max_tokens: int = 4) -> tuple[httpx.Response, float]:
+DOUBLED = "".join(f'a{n}: a{n + 1} a{n + 1} | "x"\n' for n in range(1500))
+FORMS: dict[str, dict[str, Any]] = {name: {"guided_json": schema} for name, schema in SCHEMAS.items()} | {
+    "5,000 optional letters": {"guided_regex": "(a?){5000}a{5000}"},
+    "doubled rules": {"guided_grammar": f'start: a0\n{DOUBLED}a1500: "x"'},
+}
+
+
+def asked(http: httpx.Client, form: dict[str, Any], max_tokens: int = 4) -> tuple[httpx.Response, float]:
     """Return the answer of a form, and the seconds that it took."""
     began = time.monotonic()
-    reply = http.post("/v1/completions", json={"prompt": "x", "max_tokens": max_tokens, "guided_json": schema})
+    reply = http.post("/v1/completions", json={"prompt": "x", "max_tokens": max_tokens, **form})
     return reply, time.monotonic() - began
 
 
 def test_other_streams_get_their_tokens_beside_hostile_grammars(server: RunningServer) -> None:
     with server.client() as http, concurrent.futures.ThreadPoolExecutor(8) as threads:
         alone = http.post("/v1/completions", json=PLAIN).json()["choices"][0]["token_ids"]
-        hostile = {name: threads.submit(asked, http, schema) for name, schema in SCHEMAS.items()}
+        hostile = {name: threads.submit(asked, http, form) for name, form in FORMS.items()}
         beside = [threads.submit(http.post, "/v1/completions", json=PLAIN) for _ in range(4)]
         assert [reply.result().json()["choices"][0]["token_ids"] for reply in beside] == [alone] * 4
         for name, found in hostile.items():
@@ -69,7 +76,7 @@ def test_memory_is_flat_over_many_grammars(server: RunningServer, count: int) ->
         def ask(number: int) -> None:
             schema = {"type": "object", "properties": {f"p{number}": {"enum": [number, "a" * (number % 50)]}}}
             schema |= {"required": [f"p{number}"], "description": "x" * 20_000}
-            reply, _ = asked(http, schema, max_tokens=1)
+            reply, _ = asked(http, {"guided_json": schema}, max_tokens=1)
             assert reply.status_code == 200, reply.text
 
         for number in range(count, count + count // 2):  # of as many digits as those that follow

@@ -150,8 +150,10 @@ class HuggingFaceTokenizer:
                     **values,
                 )
             )
+        except RecursionError as error:
+            raise ValueError("the messages are nested too deeply for the model's chat template") from error
         except Exception as error:  # templates raise errors of their own
-            raise ValueError(f"the chat template of {self._directory} refuses the messages: {error}") from error
+            raise ValueError(f"the model's chat template refuses the messages: {error}") from error
 
     @cached_property
     def _chat_tokenizer(self) -> Any:
