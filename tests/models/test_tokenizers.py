@@ -200,7 +200,7 @@ def test_messages_nested_too_deeply_are_refused_without_the_directory(tmp_path: 
     content: Any = "x"
     for _ in range(sys.getrecursionlimit()):
         content = [content]
-    with pytest.raises(ValueError, match="^the messages are nested too deeply for the model's chat template$"):
+    with pytest.raises(ValueError, match="nested too deeply for the model's chat template"):
         tokenizer.render_chat([{"role": "user", "content": content}])
 
 
