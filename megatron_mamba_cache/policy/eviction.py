@@ -9,8 +9,8 @@ from typing import NamedTuple
 from ..errors import CacheIntegrityError
 from .identifiers import BlockId
 
-FULL_WORTH_AGE = 10
-"""Uses of cached states for which a state keeps about all of its worth."""
+FULL_WORTH_AGE = 12
+"""Starts and ends of requests for which a state keeps about all of its worth."""
 _STALE_ALLOWANCE = 64
 _HALF_AN_OCTAVE = 2**-0.5
 
@@ -25,6 +25,7 @@ class CachedEntry(NamedTuple):
         num_branch_hits: Requests that started from it though cached text followed it.
         num_continuations: Texts known to have continued directly after it.
         is_end: Nothing cached follows it, so that the KV of its lost tokens leaves with it.
+        ends_prompt: The newest prompt of its text starts from it again if its reply is not repeated.
     """
 
     num_tokens: int
@@ -32,6 +33,7 @@ class CachedEntry(NamedTuple):
     num_branch_hits: int = 0
     num_continuations: int = 0
     is_end: bool = True
+    ends_prompt: bool = False
 
 
 class Weight(NamedTuple):
@@ -48,7 +50,7 @@ class Weight(NamedTuple):
     is_held: bool = False
 
 
-_Item = tuple[int, int, BlockId, int, float, bool]
+_Item = tuple[float, int, BlockId, int, float, bool]
 """Last use, minus the entry's tokens (of states used at the same time, the deepest goes first), id, and its weight."""
 _NO_ITEM: _Item = (0, 0, BlockId(-1), 0, 0.0, False)
 
@@ -135,16 +137,16 @@ class EvictionOrder:
         """Return the kind that an id was pushed with."""
         return self._live[entry_id][3]
 
-    def last_use_of(self, entry_id: BlockId) -> int:
+    def last_use_of(self, entry_id: BlockId) -> float:
         """Return the last use that an id was pushed with."""
         return self._live[entry_id][0]
 
-    def worth_of(self, entry_id: BlockId, now: int, likelihood: Callable[[int], float]) -> float:
+    def worth_of(self, entry_id: BlockId, now: float, likelihood: Callable[[int], float]) -> float:
         """Return what an id is worth; see `first`."""
         last_used, _, _, kind, gain, is_held = self._live[entry_id]
         return gain / FULL_WORTH_AGE if is_held else likelihood(kind) * gain / (now + FULL_WORTH_AGE - last_used)
 
-    def push(self, entry_id: BlockId, last_used: int, num_tokens: int, weight: Weight) -> bool:
+    def push(self, entry_id: BlockId, last_used: float, num_tokens: int, weight: Weight) -> bool:
         """Add an id and return True, or replace its entry and return False.
 
         Args:
@@ -187,7 +189,7 @@ class EvictionOrder:
         self._count_stale()
         return True
 
-    def first(self, now: int, likelihood: Callable[[int], float], kinds: Container[int] | None = None) -> BlockId:
+    def first(self, now: float, likelihood: Callable[[int], float], kinds: Container[int] | None = None) -> BlockId:
         """Return the id to evict first.
 
         Args:

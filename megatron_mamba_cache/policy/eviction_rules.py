@@ -4,8 +4,9 @@
 divided by the age: recorded sessions come back at a rate that falls as 1 / age. A request's end state and the KV before
 it are useless without each other, so they leave together. A state inside known text leaves alone.
 
-How likely a hit is depends on the load: a conversation continues from its end, questions about a document from where
-they part. So it is learned: of the states that became of a kind, the share that was hit as such.
+How likely a hit is depends on the load: a conversation continues from its end, or from the end of its last prompt where
+the reply is not repeated, questions about a document from where they part. So it is learned: of the states that became
+of a kind, the share that was hit as such.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,8 +17,8 @@ from .eviction import CachedEntry, Weight
 _MOST_BRANCH_HITS = 3
 ENDS = range(_MOST_BRANCH_HITS + 1)
 """Kinds of states that are the last of their text, in every rule: by the requests that parted there from more text."""
-_INSIDE, _BRANCH = ENDS.stop, ENDS.stop + 1
-_PRIORS = (0.5, 0.7, 0.9, 1.0, 0.03, *([0.3] * (_MOST_BRANCH_HITS + 1)))
+_INSIDE, _PROMPT_END, _BRANCH = ENDS.stop, ENDS.stop + 1, ENDS.stop + 2
+_PRIORS = (0.5, 0.7, 0.9, 1.0, 0.03, 0.1, *([0.3] * (_MOST_BRANCH_HITS + 1)))
 _END, _INNER = Weight(ENDS[0]), Weight(_INSIDE)
 _PRIOR_STATES = 4
 _MOST_COUNTED = 1024
@@ -75,9 +76,8 @@ class RecomputeCost:
     def weigh(self, entry: CachedEntry) -> Weight:
         """See `EvictionRule`."""
         kind = _kind_of(entry)
-        if kind in ENDS:
-            return Weight(kind, entry.lost_tokens / max(self._state_len + entry.lost_tokens, 1.0))
-        return Weight(kind, entry.lost_tokens / max(self._state_len, 1.0))
+        num_kept = self._state_len + entry.lost_tokens if kind in ENDS else self._state_len
+        return Weight(kind, entry.lost_tokens / max(num_kept, 1.0))
 
     def likelihood(self, kind: int) -> float:
         """Return the share of the states of a kind that were hit, the newest thousand or so of them."""
@@ -104,4 +104,6 @@ def _kind_of(entry: CachedEntry) -> int:
     num_hits = min(entry.num_branch_hits, _MOST_BRANCH_HITS)
     if entry.is_end:
         return ENDS[num_hits]
-    return _BRANCH + num_hits if num_hits or entry.num_continuations > 1 else _INSIDE
+    if num_hits or entry.num_continuations > 1:
+        return _BRANCH + num_hits
+    return _PROMPT_END if entry.ends_prompt else _INSIDE

@@ -268,7 +268,7 @@ class PrefixCache:
         If this raises, it can be called again: what is gone by then is not released twice.
         """
         self.abort(row)
-        self.slots.touch_path(row.block_ids)
+        self.slots.touch_path(row.block_ids, row.first_generated)
         self._draft_states.end(row)
         if (owner := self.slots.owner_of_running(row.live_slot)) is not SlotOwner.LIVE:
             raise CacheIntegrityError(f"need slot {row.live_slot} live, found it {owner}")

@@ -19,13 +19,14 @@ from .state_lineage import StateLineage
 from .state_neighbours import CachedTexts, NoSaver, NoTexts, StateSaver
 
 _NOT_COUNTED = -1
+_MOMENT = 2.0**-10  # tells uses apart that are not as far apart as requests; exact in any sum
 
 
 class SlotPool:
     """Slots of the state pool, one owner each; a cached slot belongs to one KV block, and a block has at most one.
 
     A cached state is evicted when a slot or a KV block is needed and none is free, unless it is pinned: about to be
-    read. Time is logical: it passes with every use of a cached state.
+    read. Time is logical: it passes as requests start from a state and as they end, hardly with what they write.
     """
 
     def __init__(
@@ -60,11 +61,13 @@ class SlotPool:
         self._evictable = EvictionOrder()  # the blocks whose state is not pinned
         self._observer: StateObserver = NoObserver()
         self._saver: StateSaver = NoSaver()
-        self._saved: dict[BlockId, tuple[int, int]] = {}  # passed over by evictions: last use, and that filed instead
-        self._quiet_pins: dict[BlockId, int] = {}  # pinned, but not used: last use before
+        self._saved: dict[
+            BlockId, tuple[float, float]
+        ] = {}  # passed over by evictions: last use, and that filed instead
+        self._quiet_pins: dict[BlockId, float] = {}  # pinned, but not used: last use before
         self._num_evicted = 0
         self._num_blocks_evicted = 0
-        self._clock = 0
+        self._clock = 0.0
 
     def attach(self, texts: CachedTexts) -> None:
         """Let KV blocks leave with the states that they are useless without."""
@@ -220,7 +223,7 @@ class SlotPool:
         self._kinds[block] = _NOT_COUNTED
         if anchor is not None and anchor in self._evictable:
             self._file_again(anchor)  # it is no longer the end
-        self._clock += 1
+        self._clock += _MOMENT
         if block not in self._pins:
             self._file(block, self._clock)
 
@@ -310,7 +313,7 @@ class SlotPool:
             self._owners.free(slot, SlotOwner.CACHED)
         if block in self.slot_by_block:
             if last_used is None:
-                self._clock += 1
+                self._clock += _MOMENT
             self._file(block, self._clock if last_used is None else last_used)
 
     def drop(self, block: BlockId) -> None:
@@ -353,7 +356,7 @@ class SlotPool:
         self._num_blocks_evicted += self._forget_state(block)
         self._num_evicted += 1
 
-    def touch(self, blocks: Sequence[BlockId], time: int | None = None) -> None:
+    def touch(self, blocks: Sequence[BlockId], time: float | None = None) -> None:
         """Set the last use of the blocks' states, where they have one, to `time`, by default to now."""
         now = self._clock + 1 if time is None else time
         if now > self._clock:
@@ -362,11 +365,17 @@ class SlotPool:
             if block in self.slot_by_block and block not in self._pins:
                 self._file(block, now)
 
-    def touch_path(self, blocks: Sequence[BlockId]) -> None:
-        """Set the last use of the states on a path from the root to now, and record which follows which."""
+    def touch_path(self, blocks: Sequence[BlockId], prompt_len: int | None = None) -> None:
+        """Set the last use of the states on a path from the root to now, and record which follows which.
+
+        Args:
+            prompt_len: Tokens of the newest prompt of the text; None: it is as long as it was.
+        """
         path = [block for block in blocks if block in self.slot_by_block]
         for anchor, block in pairwise(path):
             self._lineage.relink(block, anchor)
+        if prompt_len is not None:
+            self._lineage.mark_prompt_end(path, prompt_len)
         self._clock += 1
         for block in reversed(path):  # as `touch` does
             weight = self._weigh(block) if block in self._pins else self._file(block, self._clock)
@@ -456,9 +465,12 @@ class SlotPool:
         self._owners.free(self.slot_by_block.pop(block), SlotOwner.CACHED, is_fixed=False)
         self._observer.dropped(block)
         self._saver.dropped(block)
+        prompt_end = self._lineage.pass_prompt_end_on(block, self.slot_by_block)
+        if prompt_end is not None and prompt_end in self._evictable:
+            self._file_again(prompt_end)
         return self._texts.prune(block)
 
-    def _file(self, block: BlockId, last_used: int) -> Weight:
+    def _file(self, block: BlockId, last_used: float) -> Weight:
         weight = self._weigh(block)
         if self._evictable.push(block, last_used, self._lineage.num_tokens(block), weight):
             self._places.unfix(self.slot_by_block[block])

@@ -1,6 +1,6 @@
 """The lineage of cached states, which their worth depends on, by the KV block that they end."""
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 
 from .eviction import CachedEntry
 from .identifiers import BlockId
@@ -9,7 +9,7 @@ _ROOT = BlockId(-1)
 
 
 class StateLineage:
-    """The nearest state before each state, and how often requests continued after it.
+    """The nearest state before each state, how often requests continued after it, and where prompts ended.
 
     Kept by block, in lists as long as the highest block number. The record of a dropped state still links the states
     after it to those before it; a block's ancestors stay registered as long as the block, so no number is reused for
@@ -24,6 +24,7 @@ class StateLineage:
         self._anchors: list[BlockId] = []  # the nearest state before, as last known
         self._num_branch_hits: list[int] = []
         self._num_continuations: list[int] = []
+        self._ends_prompt: list[bool] = []
 
     def add(self, block: BlockId, num_tokens: int, anchor: BlockId | None, num_continuations: int) -> None:
         """Record a state at the end of a block.
@@ -38,8 +39,35 @@ class StateLineage:
         self._anchors[block] = _ROOT if anchor is None else anchor
         self._num_branch_hits[block] = 0
         self._num_continuations[block] = num_continuations
+        self._ends_prompt[block] = False
         if anchor is not None:
             self._num_continuations[anchor] += 1
+
+    def mark_prompt_end(self, path: Sequence[BlockId], prompt_len: int) -> None:
+        """Let the last of a text's states up to the end of its newest prompt be its prompt end, and no other.
+
+        Args:
+            path: The blocks of the text's states, from the root on.
+        """
+        last = None
+        for block in path:
+            self._ends_prompt[block] = False
+            if self._num_tokens[block] <= prompt_len:
+                last = block
+        if last is not None:
+            self._ends_prompt[last] = True
+
+    def pass_prompt_end_on(self, block: BlockId, cached: Container[BlockId]) -> BlockId | None:
+        """Let the nearest state before a dropped one end the prompt if that did; return its block if there is one."""
+        if not self._ends_prompt[block]:
+            return None
+        self._ends_prompt[block] = False
+        self._tokens_before(block, cached)  # finds the nearest state
+        anchor = self._anchors[block]
+        if anchor not in cached:
+            return None
+        self._ends_prompt[anchor] = True
+        return anchor
 
     def count_branch_hit(self, block: BlockId) -> None:
         """Count a request that starts from the block's state though cached text follows it."""
@@ -73,12 +101,16 @@ class StateLineage:
             self._num_branch_hits[block],
             self._num_continuations[block],
             is_end,
+            self._ends_prompt[block],
         )
 
     def clear(self) -> None:
         """Forget all states."""
-        for column in (self._num_tokens, self._anchors, self._num_branch_hits, self._num_continuations):
-            column.clear()
+        self._num_tokens.clear()
+        self._anchors.clear()
+        self._num_branch_hits.clear()
+        self._num_continuations.clear()
+        self._ends_prompt.clear()
 
     def _tokens_before(self, block: BlockId, cached: Container[BlockId]) -> int:
         """Return the tokens up to the nearest cached anchor; shortens the path for the next call."""
@@ -96,3 +128,4 @@ class StateLineage:
             self._anchors += [_ROOT] * missing
             self._num_branch_hits += [0] * missing
             self._num_continuations += [0] * missing
+            self._ends_prompt += [False] * missing

@@ -57,8 +57,8 @@ def test_the_least_recently_used_goes_first() -> None:
 
 
 @pytest.mark.parametrize(("age", "first"), [(4, 0), (7, 1)])
-def test_ages_count_from_ten_uses_on(age: int, first: int) -> None:
-    # 1 / 10 beside 1.5 / (10 + age)
+def test_ages_count_from_some_uses_on(age: int, first: int) -> None:
+    # 1 / 12 beside 1.5 / (12 + age)
     order = EvictionOrder()
     order.push(0, NOW, 1, Weight(gain=1.0))
     order.push(1, NOW - age, 1, Weight(gain=1.5))

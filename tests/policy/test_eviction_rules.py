@@ -30,6 +30,7 @@ ENTRIES = st.builds(
     num_branch_hits=st.integers(0, 9),
     num_continuations=st.integers(0, 9),
     is_end=st.booleans(),
+    ends_prompt=st.booleans(),
 )
 
 
@@ -45,6 +46,10 @@ def end(lost_tokens: int) -> CachedEntry:
 
 def inside(lost_tokens: int) -> CachedEntry:
     return CachedEntry(lost_tokens, lost_tokens, num_continuations=1, is_end=False)
+
+
+def prompt_end(lost_tokens: int) -> CachedEntry:
+    return inside(lost_tokens)._replace(ends_prompt=True)
 
 
 def branch(lost_tokens: int, num_hits: int = 0) -> CachedEntry:
@@ -92,7 +97,7 @@ def test_lru_learns_nothing() -> None:
 @given(LOST, LOST)
 def test_a_state_that_stands_for_more_tokens_is_worth_more(lost: int, more: int) -> None:
     rule = RecomputeCost(STATE_LEN)
-    for entry_of in (end, inside, branch):
+    for entry_of in (end, inside, prompt_end, branch):
         assert worth(rule, entry_of(lost)) < worth(rule, entry_of(lost + more))
 
 
@@ -104,16 +109,17 @@ def test_an_end_saves_its_tokens_for_the_bytes_of_state_and_kv(lost: int) -> Non
 @given(LOST)
 def test_a_state_inside_known_text_saves_its_tokens_for_its_own_bytes(lost: int) -> None:
     rule = RecomputeCost(STATE_LEN)
-    for entry_of in (inside, branch):
+    for entry_of in (inside, prompt_end, branch):
         assert rule.weigh(entry_of(lost)).gain == pytest.approx(lost / STATE_LEN)
 
 
 @given(LOST)
 def test_the_more_likely_hit_is_worth_more_unless_it_keeps_as_many_times_the_bytes(lost: int) -> None:
     rule = RecomputeCost(STATE_LEN)
-    ends, branches, insides = (rule.likelihood(_kind(rule, entry_of(lost))) for entry_of in (end, branch, inside))
-    assert ends > branches > insides
-    for entry_of, likelihood in ((branch, branches), (inside, insides)):
+    kinds = (end, branch, prompt_end, inside)
+    ends, branches, prompt_ends, insides = (rule.likelihood(_kind(rule, entry_of(lost))) for entry_of in kinds)
+    assert ends > branches > prompt_ends > insides
+    for entry_of, likelihood in ((branch, branches), (prompt_end, prompt_ends), (inside, insides)):
         bytes_for_one = (STATE_LEN + lost) / STATE_LEN  # that an end keeps for one byte of a state
         assert (worth(rule, entry_of(lost)) < worth(rule, end(lost))) == (bytes_for_one < ends / likelihood)
 
@@ -131,6 +137,13 @@ def test_texts_or_hits_that_part_at_a_state_make_it_a_branch(entry: CachedEntry)
     assert kind_of(entry) not in {kind_of(end(8)), kind_of(inside(8))}
     as_end = kind_of(entry._replace(is_end=True))
     assert as_end in ENDS and (as_end == kind_of(end(8))) == (not entry.num_branch_hits)
+
+
+def test_the_end_of_a_prompt_is_a_kind_only_inside_a_text_that_does_not_part_there() -> None:
+    kind_of = partial(_kind, RecomputeCost(STATE_LEN))
+    assert kind_of(prompt_end(8)) not in {kind_of(end(8)), kind_of(inside(8)), kind_of(branch(8))}
+    for entry in (end(8), branch(8), branch(8, 1)):
+        assert kind_of(entry._replace(ends_prompt=True)) == kind_of(entry)
 
 
 def _kind(rule: EvictionRule, entry: CachedEntry) -> int:
@@ -155,14 +168,15 @@ def teach(rule: EvictionRule, entry: CachedEntry, num_states: int, num_hits: int
             rule.count_hit(kind)
 
 
-@pytest.mark.parametrize("entry", [end(8), inside(8), branch(8), branch(8, 1), branch(8, 3)])
+@pytest.mark.parametrize("entry", [end(8), inside(8), prompt_end(8), branch(8), branch(8, 1), branch(8, 3)])
 @pytest.mark.parametrize("percent", [0, 5, 50, 100])
 def test_the_likelihood_of_a_kind_is_learned_and_that_of_others_is_not(entry: CachedEntry, percent: int) -> None:
     rule, untaught = RecomputeCost(STATE_LEN), RecomputeCost(STATE_LEN)
     kind = _kind(rule, entry)
     teach(rule, entry, 1000, 10 * percent)
     assert rule.likelihood(kind) == pytest.approx(percent / 100, abs=0.02)
-    others = {_kind(rule, known) for known in (end(8), inside(8), *(branch(8, hits) for hits in range(9)))} - {kind}
+    known_kinds = (end(8), inside(8), prompt_end(8), *(branch(8, hits) for hits in range(9)))
+    others = {_kind(rule, known) for known in known_kinds} - {kind}
     assert others
     assert all(rule.likelihood(known) == untaught.likelihood(known) for known in others)
 
@@ -221,6 +235,13 @@ class EndRecorder(Recorder):
 
     def weigh(self, entry: CachedEntry) -> Weight:
         return Weight(ENDS[0] if entry.is_end else ENDS.stop)
+
+
+class OnlyPromptEnds(LeastRecentlyUsed):
+    """A rule to which states that end no prompt are worth nothing."""
+
+    def weigh(self, entry: CachedEntry) -> Weight:
+        return Weight(gain=float(entry.ends_prompt))
 
 
 def pool_of_two_states(rule: EvictionRule) -> tuple[SlotPool, Sequence[BlockId]]:
@@ -309,6 +330,29 @@ def test_the_end_of_a_conversation_outlives_its_earlier_turns() -> None:
         serve(cache, request(100 + number, other(100 + number)))
     assert 8 * BLOCK in states_at(cache)
     assert serve(cache, request(999, [*text, 2])) == 8 * BLOCK
+
+
+def test_the_newest_prompt_has_one_end_which_the_state_before_takes_over() -> None:
+    pool, path = SlotPool(3, OnlyPromptEnds()), [BlockId(block) for block in range(3)]
+    for block in path:
+        pool.publish(pool.reserve()[0], block, block + 1, BlockId(block - 1) if block else None)
+    for prompt_len in (1, 2):
+        pool.touch_path(path, prompt_len)
+        assert [pool.worth_of(block) > 0 for block in path] == [prompt_len == block + 1 for block in path]
+    pool.touch_path(path)
+    assert pool.worth_of(path[1]) > 0
+    pool.drop(path[1])
+    assert [pool.worth_of(block) > 0 for block in (path[0], path[2])] == [True, False]
+
+
+def test_time_passes_with_requests_and_not_with_the_states_that_one_writes() -> None:
+    pool = SlotPool(4)
+    for block in range(4):
+        pool.publish(pool.reserve()[0], BlockId(block), block + 1)
+    worths = {pool.worth_of(BlockId(block)) for block in range(4)}
+    assert max(worths) - min(worths) < 0.001 * max(worths)
+    pool.touch_path([BlockId(0)])
+    assert pool.worth_of(BlockId(1)) < 0.95 * pool.worth_of(BlockId(0))
 
 
 @pytest.mark.parametrize("slabs", [None, (6, 4, 1)], ids=["split", "slabs"])

@@ -54,6 +54,38 @@ def test_a_state_that_returns_to_a_block_starts_without_hits() -> None:
     assert lineage.entry(BlockId(0), set(), is_end=True).num_branch_hits == 0
 
 
+def prompt_ends(lineage: StateLineage, *cached: int) -> list[int]:
+    """Return which of the cached states end a prompt."""
+    return [
+        block
+        for block in cached
+        if lineage.entry(BlockId(block), {BlockId(other) for other in cached}, is_end=False).ends_prompt
+    ]
+
+
+def test_a_text_has_one_prompt_end_that_of_its_newest_prompt() -> None:
+    lineage, path = chain(10, 25, 60, 80), [BlockId(block) for block in range(4)]
+    for prompt_len, end in ((9, []), (25, [1]), (79, [2]), (100, [3]), (30, [1])):
+        lineage.mark_prompt_end(path, prompt_len)
+        assert prompt_ends(lineage, *path) == end
+
+
+def test_the_state_before_a_dropped_prompt_end_takes_its_place() -> None:
+    lineage = chain(10, 25, 60)
+    lineage.mark_prompt_end([BlockId(0), BlockId(1), BlockId(2)], 60)
+    assert lineage.pass_prompt_end_on(BlockId(1), {BlockId(0), BlockId(2)}) is None  # it ends no prompt
+    assert lineage.pass_prompt_end_on(BlockId(2), {BlockId(0)}) == 0
+    assert prompt_ends(lineage, 0) == [0]
+    assert lineage.pass_prompt_end_on(BlockId(0), set()) is None
+
+
+def test_a_state_that_returns_to_a_block_ends_no_prompt() -> None:
+    lineage = chain(10)
+    lineage.mark_prompt_end([BlockId(0)], 10)
+    lineage.add(BlockId(0), 10, None, 0)
+    assert prompt_ends(lineage, 0) == []
+
+
 class LineageMachine(RuleBasedStateMachine):
     """States come and go at the blocks of a tree; the model looks for the nearest one from scratch."""
 
@@ -95,7 +127,12 @@ class LineageMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.cached)
     @rule(number=numbers)
     def evict(self, number: int) -> None:
-        self.cached.remove(sorted(self.cached)[number % len(self.cached)])
+        block = sorted(self.cached)[number % len(self.cached)]
+        ended_prompt = block in prompt_ends(self.lineage, *self.cached)
+        self.cached.remove(block)
+        heir = self.lineage.pass_prompt_end_on(block, self.cached)
+        assert heir is None or heir in self._path(block)[:-1]
+        assert (heir in prompt_ends(self.lineage, *self.cached)) == (ended_prompt and heir is not None)
 
     @precondition(lambda self: self.parents)
     @rule(number=numbers)
@@ -103,6 +140,11 @@ class LineageMachine(RuleBasedStateMachine):
         states = [block for block in self._path(number % len(self.parents)) if block in self.cached]
         for before, block in pairwise(states):
             self.lineage.relink(block, before)
+        self.lineage.mark_prompt_end(states, 10 * number)
+        assert (
+            prompt_ends(self.lineage, *states)
+            == [block for block in states if 10 * len(self._path(block)) <= 10 * number][-1:]
+        )
         for block in states:
             assert lost(self.lineage, block, *self.cached) == self._true_loss(block)
 
