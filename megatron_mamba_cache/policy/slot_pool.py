@@ -61,12 +61,10 @@ class SlotPool:
         self._evictable = EvictionOrder()  # the blocks whose state is not pinned
         self._observer: StateObserver = NoObserver()
         self._saver: StateSaver = NoSaver()
-        self._saved: dict[
-            BlockId, tuple[float, float]
-        ] = {}  # passed over by evictions: last use, and that filed instead
+        self._saved: dict[BlockId, tuple[float, float]] = {}  # passed over: last use, and that filed instead
         self._quiet_pins: dict[BlockId, float] = {}  # pinned, but not used: last use before
-        self._num_evicted = 0
-        self._num_blocks_evicted = 0
+        self.num_evicted = 0  # to make room; dropped and flushed ones do not count
+        self.num_blocks_evicted = 0  # KV blocks that left with them
         self._clock = 0.0
 
     def attach(self, texts: CachedTexts) -> None:
@@ -107,16 +105,6 @@ class SlotPool:
     def num_live(self) -> int:
         """Slots of running requests' live states."""
         return self._running.count(SlotOwner.LIVE)
-
-    @property
-    def num_evicted(self) -> int:
-        """Cached states evicted to make room since the pool was made; dropped and flushed ones do not count."""
-        return self._num_evicted
-
-    @property
-    def num_blocks_evicted(self) -> int:
-        """KV blocks that left with them."""
-        return self._num_blocks_evicted
 
     def owner_of(self, slot: SlotId) -> SlotOwner:
         """Return what the slot is used for; a state flushed while pinned counts as cached until it is free.
@@ -353,8 +341,8 @@ class SlotPool:
             self._saved[block] = self._evictable.last_use_of(block), self._clock
             self._file(block, self._clock)
             block = self._next_evicted(kinds)
-        self._num_blocks_evicted += self._forget_state(block)
-        self._num_evicted += 1
+        self.num_blocks_evicted += self._forget_state(block)
+        self.num_evicted += 1
 
     def touch(self, blocks: Sequence[BlockId], time: float | None = None) -> None:
         """Set the last use of the blocks' states, where they have one, to `time`, by default to now."""
@@ -366,11 +354,7 @@ class SlotPool:
                 self._file(block, now)
 
     def touch_path(self, blocks: Sequence[BlockId], prompt_len: int | None = None) -> None:
-        """Set the last use of the states on a path from the root to now, and record which follows which.
-
-        Args:
-            prompt_len: Tokens of the newest prompt of the text; None: it is as long as it was.
-        """
+        """Set the last use of a path's states to now, link them, and note which ends the newest prompt, if given."""
         path = [block for block in blocks if block in self.slot_by_block]
         for anchor, block in pairwise(path):
             self._lineage.relink(block, anchor)
