@@ -14,6 +14,7 @@ from ..speculation.prompt_lookup import PromptLookupDrafter
 from ..state.model_shape import HybridModelShape
 from .card_settings import DRAFTER_SHARE, longest_request
 from .default_settings import default_settings
+from .expected_memory import Settings
 from .model_choice import ModelDirectory, ModelFormat
 from .ready_model import load_weights
 from .usage_error import UsageError
@@ -23,12 +24,8 @@ DRAFTER_STATES: dict[str, Any] = {"num_speculative_tokens": 1, "draft_states": "
 """A request's states in a draft model's own cache: the live one, and the one after its newest draft."""
 
 
-Sizes = Callable[[HybridModelShape, int], dict[str, Any]]
-"""Returns fields of `CacheConfig` for a model's shape and the most tokens that it reads."""
-
-
 def drafter_maker(
-    arguments: Namespace, vocab_size: int, dtype: str, sizes: Sizes = default_settings
+    arguments: Namespace, vocab_size: int, dtype: str, sizes: Settings = default_settings
 ) -> Callable[[], Drafter]:
     """Return a function that makes a drafter, since each engine needs its own. A draft model is loaded once, here.
 

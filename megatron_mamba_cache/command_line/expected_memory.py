@@ -3,6 +3,7 @@
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -22,7 +23,7 @@ from .usage_error import UsageError
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _READERS = {ModelFormat.HUGGING_FACE: hugging_face.read_sizes, ModelFormat.MEGATRON: megatron_checkpoint.read_sizes}
 
-Settings = Callable[[HybridModelShape, int], Mapping[str, object]]
+Settings = Callable[[HybridModelShape, int], Mapping[str, Any]]
 """Returns fields of `CacheConfig` for a model's shape and the most tokens that it reads."""
 
 

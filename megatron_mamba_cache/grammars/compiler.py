@@ -2,7 +2,6 @@
 
 import json
 from collections import OrderedDict
-from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache, cached_property
 from threading import Lock
@@ -13,7 +12,7 @@ from ..errors import GrammarError
 from ..installation import MissingExtraError, require_extra
 from .forms import GUIDANCE
 from .narrowed_schemas import guidance_for, narrow
-from .schema_words import drop_empty_words
+from .schema_words import drop_empty_words, values_in
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -119,7 +118,7 @@ def check_size(grammar: str) -> None:
     if len(grammar) > _MOST_CHARACTERS:
         raise GrammarError(f"the grammar has {len(grammar)} characters; at most {_MOST_CHARACTERS} are allowed")
     try:
-        num_objects = sum(isinstance(value, dict) for value in _values(json.loads(grammar)))
+        num_objects = sum(isinstance(value, dict) for value in values_in(json.loads(grammar)))
     except (ValueError, RecursionError) as error:
         raise GrammarError(f"the grammar is no JSON text, or is nested too deeply: {error}") from error
     if num_objects > _MOST_OBJECTS:
@@ -137,18 +136,6 @@ def _prepared(grammar: str) -> str:
             narrow(schema)
             schema[GUIDANCE] = {**schema.get(GUIDANCE, {}), **guidance_for(schema)}
     return json.dumps(value, ensure_ascii=False)
-
-
-def _values(value: Any) -> Iterator[Any]:
-    """Yield a JSON value and all that it holds."""
-    open_values = [value]
-    while open_values:
-        found = open_values.pop()
-        yield found
-        if isinstance(found, dict):
-            open_values += found.values()
-        elif isinstance(found, list):
-            open_values += found
 
 
 @cache

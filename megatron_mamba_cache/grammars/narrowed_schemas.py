@@ -6,12 +6,11 @@ What cannot be narrowed is refused.
 import math
 import re
 import warnings
-from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any
 
 from ..errors import GrammarError
-from .schema_words import schemas_in
+from .schema_words import schemas_in, values_in
 
 _MOST_EXACT = 2**53
 """Integers beyond it may have no float64, in which llguidance computes."""
@@ -92,7 +91,7 @@ def _is_inside(value: float, bound: int, inward: float, *, is_exclusive: bool) -
 
 def _check_constants(schema: dict[str, Any]) -> None:
     for word in ("const", "enum"):
-        for value in _values_in(schema.get(word)):
+        for value in values_in(schema.get(word)):
             if isinstance(value, int) and abs(value) > _MOST_EXACT and _float_of(value, word) != value:
                 raise GrammarError(f"{word} holds {value}, beyond 2**53, which cannot be told from its neighbours")
 
@@ -113,15 +112,6 @@ def _float_of(value: int, word: str) -> float:
         return float(value)
     except OverflowError as error:
         raise GrammarError(f"{word} holds an integer of more than 308 digits") from error
-
-
-def _values_in(value: Any) -> Iterator[Any]:
-    """Yield a JSON value and all that it holds, but for names."""
-    waiting = [value]
-    while waiting:
-        found = waiting.pop()
-        yield found
-        waiting += found.values() if isinstance(found, dict) else found if isinstance(found, list) else ()
 
 
 def _narrowed_pattern(pattern: str) -> str:

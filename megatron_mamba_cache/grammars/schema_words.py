@@ -47,3 +47,15 @@ def schemas_in(schema: Any) -> Iterator[dict[str, Any]]:
                 waiting += value
             if word in _BY_NAME and isinstance(value, dict):
                 waiting += value.values()
+
+
+def values_in(value: Any) -> Iterator[Any]:
+    """Yield a JSON value and all that it holds, but for names."""
+    waiting = [value]
+    while waiting:
+        found = waiting.pop()
+        yield found
+        if isinstance(found, dict):
+            waiting += found.values()
+        elif isinstance(found, list):
+            waiting += found

@@ -1,6 +1,6 @@
 """Turn what a client sends into the token ids of a prompt."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -94,8 +94,11 @@ class PromptReader:
         if conversation.has_calls and "tool_calls" not in template:
             raise bad_request("this model's chat template has no place for tool calls; leave them out", "messages")
         prompt = self._prompt(tenant, self._rendered(conversation), self._next_turn)
-        breakpoints = self._placed(conversation.breakpoints, tenant, conversation, prompt)
-        head = self._placed(conversation.marked_head, tenant, conversation, prompt)
+        places = (*conversation.breakpoints, *conversation.marked_head)
+        ends = {replace(place, keep_s=0) for place in places}  # one of the head is marked already
+        counts = {end: self._tokens_before(end, tenant, conversation, prompt) for end in ends}
+        breakpoints = _placed(conversation.breakpoints, counts)
+        head = _placed(conversation.marked_head, counts)
         if head and max(head) not in breakpoints:
             breakpoints.append(max(head))
         return replace(prompt, conversation=conversation, breakpoints=tuple(breakpoints))
@@ -120,13 +123,6 @@ class PromptReader:
         if not text.startswith(prompt.text) or not text.endswith(self._turn_end):
             return None
         return text[len(prompt.text) : len(text) - len(self._turn_end)]
-
-    def _placed(
-        self, places: Sequence[Breakpoint], tenant: Tenant, conversation: Conversation, prompt: Prompt
-    ) -> list[PromptBreakpoint]:
-        """Return the breakpoints whose place in a prompt can be told."""
-        counted = [(self._tokens_before(place, tenant, conversation, prompt), place.keep_s) for place in places]
-        return [PromptBreakpoint(count, keep_s) for count, keep_s in counted if count is not None]
 
     def _tokens_before(
         self, place: Breakpoint, tenant: Tenant, conversation: Conversation, prompt: Prompt
@@ -183,6 +179,12 @@ class PromptReader:
 
     def _continuation(self, known: Transcript, rest: str) -> list[int] | None:
         return self._tokenizer.tokenize_after_text(known.text[-_CONTEXT_CHARACTERS:], rest)  # type: ignore[no-any-return]
+
+
+def _placed(places: Sequence[Breakpoint], counts: Mapping[Breakpoint, int | None]) -> list[PromptBreakpoint]:
+    """Return the breakpoints whose place in a prompt can be told, by the tokens before it."""
+    counted = [(counts[replace(place, keep_s=0)], place.keep_s) for place in places]
+    return [PromptBreakpoint(count, keep_s) for count, keep_s in counted if count is not None]
 
 
 def _common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
