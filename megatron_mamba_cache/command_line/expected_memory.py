@@ -3,32 +3,44 @@
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from ..config import CacheConfig
 from ..errors import CacheBudgetError, CacheError
 from ..mcore.model_ranks import ranks_of_process
 from ..mcore.process_groups import initialize_single_process
 from ..models.checkpoints import hugging_face, megatron_checkpoint
 from ..models.part_shape import rank_shape
 from ..ranks.agreement import CacheCapacity
+from ..ranks.group import Ranks
 from ..state.model_shape import HybridModelShape
 from .arguments import cache_config, name_flag
 from .card_settings import DRAFTER_SHARE
-from .model_choice import ModelDirectory, ModelFormat
+from .draft_settings import DRAFTER_STATES, DraftSettings
+from .model_choice import ModelDirectory, ModelFormat, draft_directory
 from .quiet import own_warnings_hidden
 from .usage_error import UsageError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _READERS = {ModelFormat.HUGGING_FACE: hugging_face.read_sizes, ModelFormat.MEGATRON: megatron_checkpoint.read_sizes}
 
+DRAFTERS_CACHE = "the drafter's own cache: "
+"""What errors about a draft model's cache begin with."""
+
 Settings = Callable[[HybridModelShape, int], Mapping[str, Any]]
 """Returns fields of `CacheConfig` for a model's shape and the most tokens that it reads."""
 
 
-def check_memory(arguments: Namespace, directory: ModelDirectory | None, device: str, settings: Settings) -> None:
-    """Raise `UsageError` if the flags do not fit the model; all its ranks call it.
+def check_memory(
+    arguments: Namespace,
+    directory: ModelDirectory | None,
+    device: str,
+    settings: Settings,
+    draft_settings: DraftSettings,
+) -> None:
+    """Raise `UsageError` if the flags do not fit the model or its draft model; all their ranks call it.
 
     A directory that cannot be read is passed over, since loading it says why; so is the random model (None), which is
     built at once.
@@ -36,20 +48,26 @@ def check_memory(arguments: Namespace, directory: ModelDirectory | None, device:
     Args:
         device: "cpu" or "cuda".
         settings: Gives the settings where there are no flags.
+        draft_settings: Gives those of a draft model's own cache.
     """
     if directory is None:
         return
     initialize_single_process()
     ranks = ranks_of_process()
-    expected = _expected(directory, dtype_of_weights(directory, arguments.dtype, device))
-    if not all(ranks.gather(expected is not None)) or expected is None:
+    stored = dtype_of_weights(directory, arguments.dtype, device)
+    expected = _expected(directory, None if stored is None else DTYPES[stored], ranks)
+    if expected is None:
         return
-    shape, max_length = expected
-    config = cache_config(arguments, settings(shape, max_length))
-    share = 1 - DRAFTER_SHARE if arguments.drafter == "draft-model" else 1.0
-    with errors_of_settings(share), own_warnings_hidden():
-        shape.check(config)
-        CacheCapacity.of(shape.resolved(config), shape, ranks)
+    config = cache_config(arguments, settings(*expected))
+    refused = [_refused(config, expected[0], ranks, model_share(arguments))]
+    draft = draft_directory(arguments)
+    expected_draft = None if draft is None else _expected(draft, expected[0].params_dtype, ranks)
+    if expected_draft is not None:
+        drafting = CacheConfig(**{**draft_settings(*expected_draft, config), **DRAFTER_STATES})
+        refused.append(_refused(drafting, expected_draft[0], ranks, DRAFTER_SHARE, DRAFTERS_CACHE))
+    budgets = [budget for budget in refused if budget is not None]
+    if budgets:
+        raise UsageError(max(budgets, key=lambda budget: budget.least_gb).message)
 
 
 def dtype_of_weights(directory: ModelDirectory | None, dtype: str | None, device: str) -> str | None:
@@ -63,29 +81,72 @@ def dtype_of_weights(directory: ModelDirectory | None, dtype: str | None, device
     return dtype or "fp32"
 
 
+def model_share(arguments: Namespace) -> float:
+    """Return the model's share of one budget; a draft model has the rest."""
+    return 1.0 if draft_directory(arguments) is None else 1 - DRAFTER_SHARE
+
+
 @contextmanager
-def errors_of_settings(share: float) -> Iterator[None]:
+def errors_of_settings(share: float, prefix: str = "") -> Iterator[None]:
     """Turn the errors of settings that do not fit the model or the machine into `UsageError`.
 
     Args:
         share: The model's share of one budget.
+        prefix: What the messages begin with.
     """
     try:
         yield
     except CacheBudgetError as error:
-        raise UsageError(str(error.of_whole(share))) from error
+        raise UsageError(f"{prefix}{error.of_whole(share)}") from error
     except ValueError as error:
-        raise UsageError(name_flag(str(error))) from error
+        raise UsageError(prefix + name_flag(str(error))) from error
     except CacheError as error:
-        raise UsageError(str(error)) from error
+        raise UsageError(f"{prefix}{error}") from error
 
 
-def _expected(directory: ModelDirectory, dtype: str | None) -> tuple[HybridModelShape, int] | None:
-    """Return the shape of this rank's part of a model, and the most tokens that it reads; None if it is not there."""
+class _Refused(NamedTuple):
+    """A budget that is too small, and the least that is enough."""
+
+    least_gb: float
+    message: str
+
+
+def _refused(
+    config: CacheConfig, shape: HybridModelShape, ranks: Ranks, share: float, prefix: str = ""
+) -> _Refused | None:
+    """Return why one budget is too small for a model that has a share of it; None if it is not.
+
+    Raises:
+        UsageError: If the settings do not fit for another reason.
+    """
+    try:
+        with errors_of_settings(share, prefix), own_warnings_hidden():
+            shape.check(config)
+            CacheCapacity.of(shape.resolved(config), shape, ranks)
+    except UsageError as error:
+        if not isinstance(error.__cause__, CacheBudgetError):
+            raise
+        return _Refused(error.__cause__.least_gb / share, str(error))
+    return None
+
+
+def _expected(
+    directory: ModelDirectory, dtype: torch.dtype | None, ranks: Ranks
+) -> tuple[HybridModelShape, int] | None:
+    """Return the shape of this rank's part of a model, and the most tokens that it reads; None if a rank cannot.
+
+    Args:
+        dtype: Of the weights; None: that of the checkpoint.
+    """
+    expected = _read(directory, dtype)
+    return expected if all(ranks.gather(expected is not None)) else None
+
+
+def _read(directory: ModelDirectory, dtype: torch.dtype | None) -> tuple[HybridModelShape, int] | None:
     if not directory.path.is_dir():
         return None
     try:
         architecture, stored = _READERS[directory.format](directory.path)
-        return rank_shape(architecture, stored if dtype is None else DTYPES[dtype]), architecture.max_sequence_length
+        return rank_shape(architecture, dtype or stored), architecture.max_sequence_length
     except (ValueError, OSError):
         return None

@@ -16,6 +16,7 @@ from ..mcore.model_reading import model_shape_of
 from .arguments import cache_config
 from .comparison import comparison_lines, first_difference
 from .default_settings import default_settings
+from .draft_settings import default_draft_settings
 from .drafters import drafter_maker
 from .expected_memory import check_memory
 from .later_turns import LaterTurns
@@ -51,13 +52,22 @@ class Generation:
 
     def __init__(self, arguments: Namespace, directory: ModelDirectory | None, device: str, replicas: Replicas) -> None:
         self._replicas = replicas
-        check_memory(arguments, directory, device, default_settings)
+        given_gb = getattr(arguments, argument_of("cache_gb"))
+        check_memory(
+            arguments,
+            directory,
+            device,
+            default_settings,
+            lambda shape, length, _: default_draft_settings(shape, length, given_gb),
+        )
         self._model = ready_model(directory, arguments.dtype, device)
         model = self._model.model
         shape = model_shape_of(model, ranks_of_process())
         settings = default_settings(shape, model.max_sequence_length)
         self._config = config = cache_config(arguments, settings)
-        self._drafter = drafter_maker(arguments, shape.vocab_size, self._model.dtype)
+        self._drafter = drafter_maker(
+            arguments, self._model, lambda shape, length: default_draft_settings(shape, length, given_gb)
+        )
         self._seed = arguments.seed
         self._output_path = arguments.output_path
         self._is_first = Launch.of_environment().is_first

@@ -57,6 +57,13 @@ def chosen_directory(arguments: Namespace) -> ModelDirectory | None:
     return ModelDirectory(SHIPPED_MODEL, ModelFormat.HUGGING_FACE)
 
 
+def draft_directory(arguments: Namespace) -> ModelDirectory | None:
+    """Return the directory of the draft model; None where none is named."""
+    if arguments.draft_hf_model is None:
+        return None
+    return ModelDirectory(Path(arguments.draft_hf_model), ModelFormat.HUGGING_FACE)
+
+
 def has_shipped_model() -> bool:
     """Return whether the files of the trained model came with this installation."""
     return all((SHIPPED_MODEL / name).is_file() for name in _SHIPPED_FILES)

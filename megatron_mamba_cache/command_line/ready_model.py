@@ -9,7 +9,6 @@ import torch
 
 from ..build import TokenIdTokenizer, build_engine
 from ..config import CacheConfig
-from ..errors import CacheBudgetError, CacheCapacityError
 from ..mcore.engine import MambaCacheEngine
 from ..models.checkpoints.hugging_face import LoadedModel, load_hugging_face
 from ..models.drafting.draft_model import DraftModelDrafter
@@ -19,7 +18,7 @@ from ..models.tokenizers.byte_tokenizer import ByteTokenizer
 from ..models.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer, load_tokenizer
 from ..speculation.drafter import Drafter
 from .card_settings import DRAFTER_SHARE
-from .expected_memory import DTYPES, dtype_of_weights, errors_of_settings
+from .expected_memory import DRAFTERS_CACHE, DTYPES, dtype_of_weights, errors_of_settings
 from .model_choice import ModelDirectory, ModelFormat
 from .usage_error import UsageError
 
@@ -72,12 +71,10 @@ def engine_for(
     Raises:
         UsageError: If the settings do not fit the model or the machine's memory.
     """
-    try:
-        drafter = make_drafter() if config.num_speculative_tokens else None
-    except CacheBudgetError as error:
-        raise UsageError(f"the drafter's own cache: {error.of_whole(DRAFTER_SHARE)}") from error
-    except (ValueError, CacheCapacityError) as error:
-        raise UsageError(f"the drafter's own cache: {error}") from error
+    drafter = None
+    if config.num_speculative_tokens:
+        with errors_of_settings(DRAFTER_SHARE, DRAFTERS_CACHE):
+            drafter = make_drafter()
     with errors_of_settings(1 - DRAFTER_SHARE if isinstance(drafter, DraftModelDrafter) else 1.0):
         return build_engine(
             model.model, config, drafter=drafter, tokenizer=model.tokenizer, random_seed=seed, scores_prompts=True

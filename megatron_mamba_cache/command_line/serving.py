@@ -24,10 +24,11 @@ from ..server.running import DrainingServer
 from ..server.tenants import ApiKeys
 from ..state.model_shape import HybridModelShape
 from .arguments import cache_config
-from .card_settings import DRAFTER_SHARE, NUM_CUDA_GRAPHS, Card, card_settings, fills_card
+from .card_settings import NUM_CUDA_GRAPHS, Card, card_settings, fills_card
 from .default_settings import default_settings
-from .drafters import DRAFTER_STATES, drafter_maker
-from .expected_memory import check_memory
+from .draft_settings import card_draft_settings, default_draft_settings
+from .drafters import drafter_maker
+from .expected_memory import check_memory, model_share
 from .model_choice import ModelDirectory
 from .ready_model import engine_for, ready_model
 from .usage_error import UsageError
@@ -47,12 +48,16 @@ class Serving:
         on_card = fills_card(directory, device)
         if not on_card:
             _check_memory(arguments, directory, device, None)
-        elif getattr(arguments, argument_of("cache_gb")) is not None:  # then it does not matter what is free
+        elif _given_gb(arguments) is not None:  # then it does not matter what is free
             _check_memory(arguments, directory, device, Card(0, arguments.memory_fraction, 0))
         self._model = ready_model(directory, arguments.dtype, device)
         model = self._model.model
         shape = model_shape_of(model, ranks_of_process())
-        self._drafter = drafter_maker(arguments, shape.vocab_size, self._model.dtype, self._draft_sizes)
+        self._drafter = drafter_maker(
+            arguments,
+            self._model,
+            lambda shape, length: _draft_settings(shape, length, self._config, arguments, self._card),
+        )
         self._card = _card_of(model, arguments.memory_fraction) if on_card else None
         settings = _settings(shape, model.max_sequence_length, arguments, device, self._card)
         self._config = cache_config(arguments, settings)
@@ -69,15 +74,6 @@ class Serving:
             syntax=_syntax_of(tokenizer, arguments),
         )
         self._first_line = f"{self._model.description}, on {device}\n{_sizes_line(self._config)}"
-
-    def _draft_sizes(self, shape: HybridModelShape, max_length: int) -> dict[str, int | float]:
-        """Return the fields of `CacheConfig` of a draft model's cache, which follow the engine's settings."""
-        if self._card is None:
-            return default_settings(shape, max_length)
-        length = min(max_length, self._config.max_sequence_length)
-        given = {"max_requests": self._config.max_requests, "max_tokens": self._config.max_tokens} | DRAFTER_STATES
-        settings = card_settings(shape, length, self._card.part(DRAFTER_SHARE), given, ranks_of_process())
-        return settings | {"num_cuda_graphs": 0}
 
     def engine(self) -> MambaCacheEngine:
         """Build the engine.
@@ -127,7 +123,13 @@ class Serving:
 
 def _check_memory(arguments: Namespace, directory: ModelDirectory | None, device: str, card: Card | None) -> None:
     """Raise `UsageError` if the flags do not fit the model, whose weights are not there yet."""
-    check_memory(arguments, directory, device, lambda shape, length: _settings(shape, length, arguments, device, card))
+    check_memory(
+        arguments,
+        directory,
+        device,
+        lambda shape, length: _settings(shape, length, arguments, device, card),
+        lambda shape, length, engine: _draft_settings(shape, length, engine, arguments, card),
+    )
 
 
 def _settings(
@@ -141,12 +143,31 @@ def _settings(
     running = arguments.max_running_requests
     limit = {} if running is None else {"max_requests": running}
     if card is not None:
-        card = card.part(1 - DRAFTER_SHARE) if arguments.drafter == "draft-model" else card
-        return card_settings(shape, max_length, card, given_settings(arguments) | limit, ranks_of_process())
+        return card_settings(
+            shape, max_length, card.part(model_share(arguments)), given_settings(arguments) | limit, ranks_of_process()
+        )
     settings = default_settings(shape, max_length) | limit
     settings["max_tokens"] = max(settings["max_tokens"], settings["max_requests"])
     settings["num_cuda_graphs"] = NUM_CUDA_GRAPHS if device == "cuda" else 0
     return settings
+
+
+def _draft_settings(
+    shape: HybridModelShape, max_length: int, engine: CacheConfig, arguments: Namespace, card: Card | None
+) -> dict[str, Any]:
+    """Return the fields of `CacheConfig` of a draft model's cache; see `_settings`.
+
+    Args:
+        engine: The engine's settings.
+    """
+    if card is None:
+        return default_draft_settings(shape, max_length, _given_gb(arguments))
+    return card_draft_settings(shape, max_length, engine, card, _given_gb(arguments))
+
+
+def _given_gb(arguments: Namespace) -> float | None:
+    """Return the GiB of one budget that a flag gives."""
+    return getattr(arguments, argument_of("cache_gb"))
 
 
 def _card_of(model: Any, fraction: float) -> Card:

@@ -75,6 +75,29 @@ def test_a_budget_that_is_too_small_is_refused_before_a_weight_is_read(
         assert status == 2 and told.count("\n") == 1 and word in told, told
 
 
+@pytest.mark.parametrize("draft_family", ["nemotron_h", "bamba"])
+@pytest.mark.parametrize("command", ["generate", "serve"])
+def test_a_budget_that_is_refused_names_one_that_a_draft_model_can_have_its_part_of(
+    command: str, draft_family: str, nemotron: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    save_model(draft_family, tmp_path / "draft")
+    for directory in (nemotron, tmp_path / "draft"):
+        (directory / "model.safetensors").write_bytes(b"no weights")
+    flags = ["--hf-model", str(nemotron), "--device", "cpu", "--num-speculative-tokens", "2"]
+    flags += ["--drafter", "draft-model", "--draft-hf-model", str(tmp_path / "draft"), "--cache-gb"]
+    prompts = ["--prompts", str(write_lines(tmp_path, LINES))]
+    flags = [command, *(["--port", "0"] if command == "serve" else prompts), *flags]
+    capfd.readouterr()  # transformers tells how it writes
+    assert main([*flags, "1e-6"]) == 2
+    told = capfd.readouterr().err
+    named = re.search(r"set --cache-gb to (\S+) or more", told)
+    assert told.count("\n") == 1 and named is not None, told
+    for budget, word in ((float(named[1]) * 0.99, "set --cache-gb to"), (float(named[1]), "safetensors")):
+        assert main([*flags, str(budget)]) == 2
+        told = capfd.readouterr().err
+        assert told.count("\n") == 1 and word in told, told
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_token_ids_without_a_tokenizer_give_the_tokens_of_transformers(
     family: str, tmp_path: Path, lines_file: Path, capsys: pytest.CaptureFixture[str]
