@@ -61,7 +61,7 @@ class SlotPool:
         self._evictable = EvictionOrder()  # the blocks whose state is not pinned
         self._observer: StateObserver = NoObserver()
         self._saver: StateSaver = NoSaver()
-        self._saved: dict[BlockId, tuple[float, float]] = {}  # passed over: last use, and that filed instead
+        self._saved: set[BlockId] = set()  # on their way to another tier: worth as much as held states
         self._quiet_pins: dict[BlockId, float] = {}  # pinned, but not used: last use before
         self.num_evicted = 0  # to make room; dropped and flushed ones do not count
         self.num_blocks_evicted = 0  # KV blocks that left with them
@@ -249,9 +249,10 @@ class SlotPool:
 
     def stop_saving(self, block: BlockId) -> None:
         """Let the block's state be evicted by its worth again; see `StateSaver.saves`."""
-        last_used, filed = self._saved.pop(block, (0, 0))
-        if filed and block in self._evictable and self._evictable.last_use_of(block) == filed:
-            self._file(block, last_used)
+        if block in self._saved:
+            self._saved.remove(block)
+            if block in self._evictable:
+                self._file_again(block)
 
     def worth_of(self, block: BlockId) -> float:
         """Return what the block's state is worth now; infinite if it cannot be evicted."""
@@ -338,8 +339,8 @@ class SlotPool:
         kinds = ENDS if is_end else None
         block = self._next_evicted(kinds)
         while self._saver.saves(block):
-            self._saved[block] = self._evictable.last_use_of(block), self._clock
-            self._file(block, self._clock)
+            self._saved.add(block)
+            self._file_again(block)
             block = self._next_evicted(kinds)
         self.num_blocks_evicted += self._forget_state(block)
         self.num_evicted += 1
@@ -445,7 +446,7 @@ class SlotPool:
         self._rolling.discard(block)
         if block in self._held.until:
             self._held.release(block)
-        self._saved.pop(block, None)
+        self._saved.discard(block)
         self._owners.free(self.slot_by_block.pop(block), SlotOwner.CACHED, is_fixed=False)
         self._observer.dropped(block)
         self._saver.dropped(block)
@@ -490,7 +491,7 @@ class SlotPool:
 
     def _weigh(self, block: BlockId) -> Weight:
         weight = self._rule.weigh(self._entry(block))
-        return weight._replace(is_held=True) if block in self._held.until else weight
+        return weight._replace(is_held=True) if block in self._held.until or block in self._saved else weight
 
     def _entry(self, block: BlockId) -> CachedEntry:
         return self._lineage.entry(block, self.slot_by_block, is_end=self._texts.is_end(block))

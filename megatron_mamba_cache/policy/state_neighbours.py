@@ -23,7 +23,10 @@ class StateSaver(Protocol):
     """Keeps states elsewhere before they are lost; told of every state that goes."""
 
     def saves(self, block: BlockId) -> bool:
-        """Begin to save the block's state, which is next to be evicted; return whether it should stay until then."""
+        """Begin to save the block's state, which is next to be evicted; return whether others should leave before it.
+
+        If so, `SlotPool.stop_saving` ends that.
+        """
 
     def dropped(self, block: BlockId) -> None:
         """The block's state is gone."""

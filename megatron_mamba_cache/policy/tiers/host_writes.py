@@ -8,7 +8,7 @@ from .arrivals import Arrival, cancel, expect, has_state, publish
 from .copies import Lane
 from .tier_pair import TierPair
 
-MOST_AT_EVICTION = 8
+MOST_AT_EVICTION = 4
 """The most states on their way to the host for which evictions take others; beyond it, states are lost."""
 
 
