@@ -278,9 +278,9 @@ class PrefixCache:
         self.slots.release_live(row.live_slot)
 
     def keep_below(self, row: RunningRequest) -> None:
-        """Keep the last state that the request has published in the tiers below."""
+        """Keep the last states that the request has published in the tiers below."""
         if self._publishes(row):
-            self.tiers.write_last(row.block_ids)
+            self.tiers.write_last(row.block_ids, row.first_generated)
 
     def flush(self, weights_version: str | None = None, epoch: int | None = None) -> None:
         """Make everything cached unreachable; running requests publish nothing more until they are prefilled again.

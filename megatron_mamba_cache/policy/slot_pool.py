@@ -249,16 +249,19 @@ class SlotPool:
 
     def stop_saving(self, block: BlockId) -> None:
         """Let the block's state be evicted by its worth again; see `StateSaver.saves`."""
-        if block in self._saved:
-            self._saved.remove(block)
-            if block in self._evictable:
-                self._file_again(block)
+        self._saved.discard(block)
+        if block in self._evictable:
+            self._file_again(block)
 
     def worth_of(self, block: BlockId) -> float:
         """Return what the block's state is worth now; infinite if it cannot be evicted."""
         if block not in self._evictable:
             return inf
         return self._evictable.worth_of(block, self._clock, self._rule.likelihood)
+
+    def likelihood(self, block: BlockId) -> float:
+        """Return how likely hits are to states like that of the block, whatever their age."""
+        return self._rule.likelihood(self._weigh(block).kind)
 
     def least_worth(self) -> float:
         """Return what the state is worth that is evicted next; infinite if there is none."""

@@ -82,7 +82,7 @@ def test_bytes_of_the_tiers_are_told_by_use_and_add_up(tmp_path: Path) -> None:
     run.context.memory.below._tier.drain()
     after = run.context.snapshot()
     assert sum(after.host_bytes.values()) == host.bytes.numel()
-    assert after.host_bytes["states_cached"] == NUM_TEXTS * host.slot_bytes
+    assert after.host_bytes["states_cached"] == run.counters.states_written_to_host * host.slot_bytes
     assert after.host_bytes["kv_cached"] == NUM_TEXTS * FOUND // 16 * host.block_bytes
     assert after.host_bytes["kv_in_use"] == after.host_bytes["states_reserved"] == 0
     assert after.disk_bytes["entries"] == run.context._below._disk.index.num_bytes > 0

@@ -152,12 +152,36 @@ def test_a_restarted_engine_finds_what_was_on_disk(tmp_path: Path) -> None:
     run, talks = EngineRun.start(tiny_hybrid(), config), Conversations()
     talks.turn(run)
     settle(run)
-    assert run.counters.states_written_to_disk == NUM_TEXTS
+    num_files = len(list(tmp_path.rglob("*.boundary")))
+    print(f"{num_files} files: the last boundary of each of {NUM_TEXTS} texts, and those inside them that were evicted")
+    assert run.counters.states_written_to_disk == num_files and NUM_TEXTS < num_files <= 2 * NUM_TEXTS
     run.engine.close()
     run = EngineRun.start(tiny_hybrid(), config)
     wanted = talks.most
     assert talks.turn(run) == wanted
     assert run.counters.prompt_tokens_from_disk == sum(wanted)
+    run.assert_exact()
+
+
+@pytest.mark.parametrize("is_repeated", [False, True])
+def test_ends_of_prompts_are_on_disk_where_requests_start_from_them(is_repeated: bool, tmp_path: Path) -> None:
+    limits = {"max_sequence_length": 256, "max_requests": 2}
+    roomy = with_one_budget(cache_config(tiny_hybrid().sizes, **limits), tiny_hybrid().shape, 40)
+    config = on_disk(with_host_tier(roomy, tiny_hybrid().shape, 200), tmp_path)
+    prompts = [some_tokens(PROMPT_LEN, seed=number) for number in range(20)]
+    run = EngineRun.start(tiny_hybrid(), config)
+    for number, prompt in enumerate(prompts):
+        for again in range(1 + is_repeated):
+            run.run(2 * number + again, prompt, 20)  # the reply ends behind another boundary
+    settle(run)
+    run.engine.close()
+    run = EngineRun.start(tiny_hybrid(), config)
+    skipped = []
+    for number, prompt in enumerate(prompts):
+        run.run(number, prompt, 2)
+        skipped.append(run.engine.cached_tokens(number))
+    print(skipped)
+    assert skipped == [96] * len(prompts) if is_repeated else skipped[0] == 96 and skipped.count(96) < 8
     run.assert_exact()
 
 
@@ -250,13 +274,17 @@ def test_a_file_that_was_spoilt_is_a_miss_and_is_gone(tmp_path: Path, spoil: Cal
     talks.turn(run)
     settle(run)
     run = EngineRun.start(tiny_hybrid(), config)
-    spoilt = {path.name for path in tmp_path.rglob("*.boundary")}
-    for path in tmp_path.rglob("*.boundary"):
+    spoilt = sorted(tmp_path.rglob("*.boundary"))
+    for path in spoilt:
         spoil(path)
+    contents = {path: path.read_bytes() for path in spoilt if path.exists()}
     assert talks.turn(run) == [0] * NUM_TEXTS
     settle(run)
     assert run.counters.disk_reads_failed == NUM_TEXTS
-    assert not spoilt & {path.name for path in tmp_path.rglob("*.boundary")}
+    last = [path for path in spoilt if path.name.split("-")[2] == str(PROMPT_LEN // BLOCK)]
+    print(f"{len(last)} of {len(spoilt)} end a text, and are read first")
+    assert len(last) == NUM_TEXTS
+    assert not any(path.exists() and path.read_bytes() == contents[path] for path in last)
     run.assert_exact()
 
 
@@ -269,7 +297,9 @@ def test_a_full_disk_costs_nothing_but_the_files(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(entry_files, "_write_all", full)
     talks.turn(run)
     settle(run)
-    assert run.counters.disk_writes_failed == NUM_TEXTS and not list(tmp_path.rglob("*.boundary"))
+    assert run.counters.disk_writes_failed == run.counters.states_written_to_host and not list(
+        tmp_path.rglob("*.boundary")
+    )
     wanted = talks.most
     assert talks.turn(run) == wanted
     run.assert_exact()
@@ -313,7 +343,7 @@ def test_two_engines_share_a_directory(tmp_path: Path) -> None:
     talks.turn(first)
     settle(first)
     deadline = time.monotonic() + 30
-    while len(second.context._below._disk.index) < NUM_TEXTS:
+    while len(second.context._below._disk.index) < first.counters.states_written_to_disk:
         assert time.monotonic() < deadline
         second.context.memory.below.land(wait=False)
         time.sleep(0.05)
@@ -332,8 +362,7 @@ from tests.mcore.test_tiers import Conversations, on_disk, small_device
 
 run, talks = EngineRun.start(tiny_hybrid(), on_disk(small_device(tiny_hybrid()), Path(sys.argv[1]))), Conversations()
 talks.turn(run)
-while run.counters.states_written_to_disk < len(talks.texts):
-    run.context.memory.below.land(wait=False)
+run.context.memory.below.drain()
 print("written", json.dumps(talks.texts), flush=True)
 time.sleep(600)
 """

@@ -335,7 +335,7 @@ TestHostTier.settings = settings(max_examples=60, stateful_step_count=40, deadli
 @pytest.mark.parametrize("slabs", SIZES)
 def test_long_load_meets_every_end_of_a_copy_and_hits_what_came_back(slabs: tuple[Slabs | None, Slabs | None]) -> None:
     load, rng = TieredWorkload(slabs, "cost"), random.Random(str(slabs))
-    for turn in range(1500):
+    for turn in range(3000):
         if rng.random() < 0.1:
             fails = rng.random() < 0.2, rng.random() < 0.2
             load.copies.next_fate = Fate((rng.choice([0, 0, 2]), rng.choice([0, 1])), fails, rng.random() < 0.7)

@@ -35,8 +35,8 @@ class Tiers(Protocol):
     def takes_room(self) -> bool:
         """Whether requests that wait hold memory of the device."""
 
-    def write_last(self, blocks: Sequence[BlockId]) -> None:
-        """Keep the last boundary of a request that has ended; see `HostWrites.write_last`."""
+    def write_last(self, blocks: Sequence[BlockId], prompt_len: int) -> None:
+        """Keep the last boundaries of a request that has ended; see `HostWrites.write_last`."""
 
     def look_ahead(self, waiting: Iterable[WaitingPrompt]) -> None:
         """Begin to restore what the next requests of the queue start from, as far as there is room for all of them."""
@@ -71,7 +71,7 @@ class NoTiers:
 
     takes_room = False
 
-    def write_last(self, blocks: Sequence[BlockId]) -> None:
+    def write_last(self, blocks: Sequence[BlockId], prompt_len: int) -> None:
         """Do nothing."""
 
     def look_ahead(self, waiting: Iterable[WaitingPrompt]) -> None:
@@ -194,9 +194,9 @@ class HostTier:
         """See `Tiers`."""
         return self._restores.takes_room
 
-    def write_last(self, blocks: Sequence[BlockId]) -> None:
+    def write_last(self, blocks: Sequence[BlockId], prompt_len: int) -> None:
         """See `Tiers`."""
-        self._writes.write_last(blocks)
+        self._writes.write_last(blocks, prompt_len)
 
     def look_ahead(self, waiting: Iterable[WaitingPrompt]) -> None:
         """See `Tiers`."""

@@ -1,4 +1,4 @@
-"""Which boundaries of the device are written to the host, and when: a request's last one, and what is to be evicted."""
+"""Which boundaries of the device are written to the host, and when: a request's last, and those to be evicted."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,6 +10,9 @@ from .tier_pair import TierPair
 
 MOST_AT_EVICTION = 4
 """The most states on their way to the host for which evictions take others; beyond it, states are lost."""
+
+LIKELY = 0.05
+"""How likely hits must be to the ends of prompts for them to be written before they are evicted."""
 
 
 class HostWrites:
@@ -34,14 +37,20 @@ class HostWrites:
         """Room on the host of the writes that have not ended, void ones included."""
         return list(self._arrivals.values())
 
-    def write_last(self, blocks: Sequence[BlockId]) -> None:
-        """Write the last boundary of a text that has a state on the device.
+    def write_last(self, blocks: Sequence[BlockId], prompt_len: int) -> None:
+        """Write the last boundary of a text that has a state on the device, and that of its prompt if hits are likely.
 
         Args:
             blocks: Of a request that has ended; those that are not findable any more are left out.
+            prompt_len: Tokens.
         """
-        if depth := self._device.slots.deepest(blocks):
-            self._write(blocks[:depth])
+        slots = self._device.slots
+        if not (depth := slots.deepest(blocks)):
+            return
+        prompt = blocks[: slots.deepest(blocks[: prompt_len // self._pair.block_size])]
+        is_likely = 0 < len(prompt) < depth and slots.likelihood(prompt[-1]) >= LIKELY
+        if not (is_likely and self._write(prompt, prompt_len, then=self._keys_of(blocks[:depth]))):
+            self._write(blocks[:depth], prompt_len)
 
     def saves(self, block: BlockId) -> bool:
         """Begin to write a state that is to be evicted; return whether another should be evicted in its place.
@@ -73,14 +82,19 @@ class HostWrites:
         self._under_way.clear()
         self._passed_over.clear()
 
-    def _write(self, path: Sequence[BlockId]) -> bool:
-        """Begin to write the boundary at the end of a path of the device; return whether a copy was ordered."""
+    def _write(self, path: Sequence[BlockId], prompt_len: int | None = None, then: Sequence[BlockKey] = ()) -> bool:
+        """Begin to write the boundary at the end of a path of the device; return whether a copy was ordered.
+
+        Args:
+            prompt_len: Tokens of the newest prompt that the text began with; None: it has none of late.
+            then: Keys of a longer text, whose last boundary is written next: what both have in common is there then.
+        """
         end, keys = path[-1], self._keys_of(path)
         slot = self._device.slots.slot_of(end)
         if end in self._under_way or slot is None:
             return False
         if has_state(self._host, keys[-1]):
-            self._host.slots.touch_path(self._host.kv.longest_match(keys))
+            self._host.slots.touch_path(self._host.kv.longest_match(keys), prompt_len)
             return False
         try:
             arrival = expect(self._host, keys)
@@ -89,14 +103,20 @@ class HostWrites:
             return False
         blocks = tuple(zip(path[len(arrival.known) :], arrival.new, strict=True))
         order = self._pair.ledger.begin(
-            Lane.TO_HOST, blocks, ((slot, arrival.slot),), lambda ok: self._end(number, end, ok)
+            Lane.TO_HOST, blocks, ((slot, arrival.slot),), lambda ok: self._end(number, end, ok, prompt_len, then)
         )
         number = order.number
         self._under_way[end] = number
         self._arrivals[number] = arrival
         return True
 
-    def _end(self, number: int, end: BlockId, is_there: bool) -> None:
+    def _end(self, number: int, end: BlockId, is_there: bool, prompt_len: int | None, then: Sequence[BlockKey]) -> None:
+        self._land(number, end, is_there, prompt_len)
+        path = self._device.kv.longest_match(then)
+        if path and len(path) == len(then):
+            self._write(path, prompt_len)
+
+    def _land(self, number: int, end: BlockId, is_there: bool, prompt_len: int | None) -> None:
         arrival = self._arrivals.pop(number)
         if self._under_way.get(end) == number:
             del self._under_way[end]
@@ -108,7 +128,7 @@ class HostWrites:
             return
         held = publish(arrival, self._host, self._pair.block_size)
         try:
-            self._host.slots.touch_path(held)
+            self._host.slots.touch_path(held, prompt_len)
             self._on_written(held)
         finally:
             self._host.kv.release(held)
