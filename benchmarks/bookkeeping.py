@@ -351,7 +351,7 @@ def _full_pools(num_blocks: int, depth: int, setting: Setting) -> tuple[CachePoo
         _cache_chain(pools, chains[-1], _new_keys(stamps, chain_depth), _tokens(number, chain_depth))
     random.Random(0).shuffle(chains)
     for chain in chains:
-        pools.slots.touch(chain[-1:])
+        pools.slots.touch_path(chain[-1:])
         pools.kv.release(chain)
     return pools, chains
 

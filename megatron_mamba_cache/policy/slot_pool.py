@@ -348,15 +348,6 @@ class SlotPool:
         self.num_blocks_evicted += self._forget_state(block)
         self.num_evicted += 1
 
-    def touch(self, blocks: Sequence[BlockId], time: float | None = None) -> None:
-        """Set the last use of the blocks' states, where they have one, to `time`, by default to now."""
-        now = self._clock + 1 if time is None else time
-        if now > self._clock:
-            self._clock = now
-        for block in reversed(blocks):  # in the order in which states used at the same time are evicted
-            if block in self.slot_by_block and block not in self._pins:
-                self._file(block, now)
-
     def touch_path(self, blocks: Sequence[BlockId], prompt_len: int | None = None) -> None:
         """Set the last use of a path's states to now, link them, and note which ends the newest prompt, if given."""
         path = [block for block in blocks if block in self.slot_by_block]
@@ -365,7 +356,7 @@ class SlotPool:
         if prompt_len is not None:
             self._lineage.mark_prompt_end(path, prompt_len)
         self._clock += 1
-        for block in reversed(path):  # as `touch` does
+        for block in reversed(path):  # in the order in which states used at the same time are evicted
             weight = self._weigh(block) if block in self._pins else self._file(block, self._clock)
             self._count_kind(block, weight.kind)
 

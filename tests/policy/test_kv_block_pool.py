@@ -256,8 +256,8 @@ def test_a_parent_survives_until_both_children_went() -> None:
 def test_a_younger_leaf_goes_before_the_older_state_of_its_parent() -> None:
     pools = new_pools(2)
     parent, leaf = cache(pools, [1, 2], states_at=(0, 1))
-    pools.slots.touch([leaf], time=1)
-    pools.slots.touch([parent], time=50)
+    pools.slots.touch_path([leaf])
+    pools.slots.touch_path([parent])
     pools.kv.allocate(1)
     assert registered(pools) == {parent}
 
@@ -268,8 +268,8 @@ def test_a_younger_leaf_goes_before_the_older_state_of_its_parent() -> None:
 def test_a_state_that_no_block_leaves_with_stays_unless_its_memory_helps(space: CacheSpace, num_evicted: int) -> None:
     pools = CachePools.over(deepcopy(space), LeastRecentlyUsed(), block_size=1)
     parent, leaf = cache(pools, [1, 2], states_at=(0, 1))
-    pools.slots.touch([parent], time=1)
-    pools.slots.touch([leaf], time=50)
+    pools.slots.touch_path([parent])
+    pools.slots.touch_path([leaf])
     pools.kv.allocate(1)  # the parent's state is the older one, but its block stays for the leaf's
     assert pools.slots.num_evicted == num_evicted
     assert registered(pools) == ({parent} if num_evicted == 1 else set())
@@ -296,8 +296,8 @@ def test_a_parent_of_a_referenced_block_is_never_evicted() -> None:
 def test_the_least_recently_used_blocks_go_first() -> None:
     pools = new_pools(4)
     blocks = [cache(pools, [token])[0] for token in (1, 2, 3, 4)]
-    for block, time in zip(blocks, [40, 10, 30, 20], strict=True):
-        pools.slots.touch([block], time)
+    for number in (1, 3, 2, 0):
+        pools.slots.touch_path([blocks[number]])
     assert set(pools.kv.allocate(2)) == {blocks[1], blocks[3]}
     assert registered(pools) == {blocks[0], blocks[2]}
 
@@ -647,7 +647,7 @@ class PoolMachine(RuleBasedStateMachine):
             del self.model.states[key]
             self.model.prune()
         else:
-            self.pools.slots.touch([block])
+            self.pools.slots.touch_path([block])
             self.model.use(key)
 
     @rule()

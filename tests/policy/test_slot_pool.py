@@ -60,21 +60,12 @@ def test_a_block_has_at_most_one_slot() -> None:
 def test_the_least_recently_used_states_go_first() -> None:
     pool = SlotPool(4)
     cache(pool, 0, 1, 2, 3)
-    for block, time in enumerate([40, 10, 30, 20]):
-        pool.touch([BlockId(block)], time)
+    for block in (1, 3, 2, 0):
+        pool.touch_path([BlockId(block)])
     pool.reserve(2)
     assert cached_blocks(pool) == [0, 2]
     assert pool.num_evicted == 2
     pool.check_integrity()
-
-
-def test_a_use_after_a_set_time_is_later_than_it() -> None:
-    pool = SlotPool(2)
-    cache(pool, 0, 1)
-    pool.touch([BlockId(0)], time=1_000)
-    pool.touch([BlockId(1)])
-    pool.take_live()
-    assert cached_blocks(pool) == [1]
 
 
 def test_reading_a_state_counts_as_a_use() -> None:
@@ -89,19 +80,19 @@ def test_reading_a_state_counts_as_a_use() -> None:
 def test_touching_a_block_without_a_state_does_nothing() -> None:
     pool = SlotPool(2)
     cache(pool, 0)
-    pool.touch([BlockId(7), BlockId(0)])
+    pool.touch_path([BlockId(7), BlockId(0)])
     assert cached_blocks(pool) == [0]
     pool.check_integrity()
 
 
 def test_of_states_used_together_the_deeper_goes_first() -> None:
     pool = SlotPool(2)
-    for block, num_tokens in enumerate([512, 256]):
+    for block, num_tokens in enumerate([256, 512]):
         (slot,) = pool.reserve()
         pool.publish(slot, BlockId(block), num_tokens)
-    pool.touch([BlockId(0), BlockId(1)])
+    pool.touch_path([BlockId(0), BlockId(1)])
     pool.take_live()
-    assert cached_blocks(pool) == [1]
+    assert cached_blocks(pool) == [0]
 
 
 def test_with_room_for_one_state_one_is_kept_and_the_rest_is_refused_whole() -> None:
@@ -508,7 +499,7 @@ class SlotMachine(RuleBasedStateMachine):
 
     @rule(block=blocks)
     def touch(self, block: BlockId) -> None:
-        self.pool.touch([block])
+        self.pool.touch_path([block])
         if block in self.states:
             self._use(block)
 

@@ -119,8 +119,8 @@ def test_tensor_block_ids_are_block_ids() -> None:
 def test_least_recently_used_states_make_room() -> None:
     own = allocator(max_slots=4)
     own.allocate_slots_batch([0, 1, 2, 3])
-    for block, time in enumerate([40, 10, 30, 20]):
-        own.slots.touch([BlockId(block)], time=time)
+    for block in (1, 3, 2, 0):
+        own.slots.touch_path([BlockId(block)])
     own.allocate_slots_batch([4, 5])
     assert [block for block in range(6) if own.has_state(block)] == [0, 2, 4, 5]
 
