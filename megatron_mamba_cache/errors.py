@@ -42,10 +42,18 @@ class CacheBudgetError(ValueError):
         max_sequence_length: Tokens of that request.
         share: Of the budget, the part that this model has; a draft model has the rest.
         num_live: Requests whose live states it holds in any case; 0: those of running ones alone.
+        is_draft: Whether it is about a draft model, which drafts for texts as long as its part has room for.
     """
 
     def __init__(
-        self, found_gb: float, least_gb: float, max_sequence_length: int, share: float = 1.0, num_live: int = 0
+        self,
+        found_gb: float,
+        least_gb: float,
+        max_sequence_length: int,
+        share: float = 1.0,
+        num_live: int = 0,
+        *,
+        is_draft: bool = False,
     ) -> None:
         self.found_gb = found_gb
         self.least_gb = least_gb
@@ -53,14 +61,17 @@ class CacheBudgetError(ValueError):
         self.num_live = num_live
         part = "" if share == 1 else f", of which this model has {share:.0%}"
         beside = f" beside the live states of max_requests={num_live}" if num_live else ""
-        fewer = " or max_requests" if num_live else ""
+        ending = f", or lower --max-model-len{' or max_requests' if num_live else ''}"
+        if is_draft:
+            ending = "; it drafts only for texts that its part has room for"
         super().__init__(
             f"cache_gb is {found_gb:g} GiB{part}, which cannot hold one request of max_sequence_length="
             f"{max_sequence_length} tokens with its states{beside}: set --cache-gb to "
-            f"{math.ceil(least_gb * 1e6) / 1e6:f} or more, or lower --max-model-len{fewer}"
+            f"{math.ceil(least_gb * 1e6) / 1e6:f} or more{ending}"
         )
 
-    def of_whole(self, share: float) -> "CacheBudgetError":
+    def of_whole(self, share: float, *, is_draft: bool = False) -> "CacheBudgetError":
         """Return the error about the whole budget, of which this model has a share."""
         found_gb, least_gb = self.found_gb / share, self.least_gb / share
-        return CacheBudgetError(found_gb, least_gb, self.max_sequence_length, share, self.num_live)
+        length, num_live = self.max_sequence_length, self.num_live
+        return CacheBudgetError(found_gb, least_gb, length, share, num_live, is_draft=is_draft)

@@ -26,9 +26,6 @@ from .usage_error import UsageError
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _READERS = {ModelFormat.HUGGING_FACE: hugging_face.read_sizes, ModelFormat.MEGATRON: megatron_checkpoint.read_sizes}
 
-DRAFTERS_CACHE = "the drafter's own cache: "
-"""What errors about a draft model's cache begin with."""
-
 Settings = Callable[[HybridModelShape, int], Mapping[str, Any]]
 """Returns fields of `CacheConfig` for a model's shape and the most tokens that it reads."""
 
@@ -64,7 +61,7 @@ def check_memory(
     expected_draft = None if draft is None else _expected(draft, expected[0].params_dtype, ranks)
     if expected_draft is not None:
         drafting = CacheConfig(**{**draft_settings(*expected_draft, config), **DRAFTER_STATES})
-        refused.append(_refused(drafting, expected_draft[0], ranks, DRAFTER_SHARE, DRAFTERS_CACHE))
+        refused.append(_refused(drafting, expected_draft[0], ranks, DRAFTER_SHARE, is_draft=True))
     budgets = [budget for budget in refused if budget is not None]
     if budgets:
         raise UsageError(max(budgets, key=lambda budget: budget.least_gb).message)
@@ -87,17 +84,18 @@ def model_share(arguments: Namespace) -> float:
 
 
 @contextmanager
-def errors_of_settings(share: float, prefix: str = "") -> Iterator[None]:
+def errors_of_settings(share: float, *, is_draft: bool = False) -> Iterator[None]:
     """Turn the errors of settings that do not fit the model or the machine into `UsageError`.
 
     Args:
         share: The model's share of one budget.
-        prefix: What the messages begin with.
+        is_draft: Whether it is a draft model.
     """
+    prefix = "the drafter's own cache: " if is_draft else ""
     try:
         yield
     except CacheBudgetError as error:
-        raise UsageError(f"{prefix}{error.of_whole(share)}") from error
+        raise UsageError(f"{prefix}{error.of_whole(share, is_draft=is_draft)}") from error
     except ValueError as error:
         raise UsageError(prefix + name_flag(str(error))) from error
     except CacheError as error:
@@ -112,7 +110,7 @@ class _Refused(NamedTuple):
 
 
 def _refused(
-    config: CacheConfig, shape: HybridModelShape, ranks: Ranks, share: float, prefix: str = ""
+    config: CacheConfig, shape: HybridModelShape, ranks: Ranks, share: float, *, is_draft: bool = False
 ) -> _Refused | None:
     """Return why one budget is too small for a model that has a share of it; None if it is not.
 
@@ -120,7 +118,7 @@ def _refused(
         UsageError: If the settings do not fit for another reason.
     """
     try:
-        with errors_of_settings(share, prefix), own_warnings_hidden():
+        with errors_of_settings(share, is_draft=is_draft), own_warnings_hidden():
             shape.check(config)
             CacheCapacity.of(shape.resolved(config), shape, ranks)
     except UsageError as error:

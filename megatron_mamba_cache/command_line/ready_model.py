@@ -18,7 +18,7 @@ from ..models.tokenizers.byte_tokenizer import ByteTokenizer
 from ..models.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer, load_tokenizer
 from ..speculation.drafter import Drafter
 from .card_settings import DRAFTER_SHARE
-from .expected_memory import DRAFTERS_CACHE, DTYPES, dtype_of_weights, errors_of_settings
+from .expected_memory import DTYPES, dtype_of_weights, errors_of_settings
 from .model_choice import ModelDirectory, ModelFormat
 from .usage_error import UsageError
 
@@ -73,7 +73,7 @@ def engine_for(
     """
     drafter = None
     if config.num_speculative_tokens:
-        with errors_of_settings(DRAFTER_SHARE, DRAFTERS_CACHE):
+        with errors_of_settings(DRAFTER_SHARE, is_draft=True):
             drafter = make_drafter()
     with errors_of_settings(1 - DRAFTER_SHARE if isinstance(drafter, DraftModelDrafter) else 1.0):
         return build_engine(

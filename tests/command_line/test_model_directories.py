@@ -92,6 +92,7 @@ def test_a_budget_that_is_refused_names_one_that_a_draft_model_can_have_its_part
     told = capfd.readouterr().err
     named = re.search(r"set --cache-gb to (\S+) or more", told)
     assert told.count("\n") == 1 and named is not None, told
+    assert ("drafter's own cache" in told) is not ("lower --max-model-len" in told), told
     for budget, word in ((float(named[1]) * 0.99, "set --cache-gb to"), (float(named[1]), "safetensors")):
         assert main([*flags, str(budget)]) == 2
         told = capfd.readouterr().err
