@@ -11,7 +11,8 @@ tokens each: what `serve` takes, rings left out.
 
 Sessions of an agent wait for their answers: a request comes as long after the end of the one before it as it was
 recorded after that one came. Where there are more sessions than the file has, its first ones come again with texts of
-their own. Requests of Mooncake's traces come when they were recorded.
+their own. Requests of Mooncake's traces come when they were recorded. With `--replies left-out`, prompts have as many
+other tokens in the place of the replies before them, as where reasoning is left out.
 
 The caches: the card's memory alone; with so many GB of the host's below it; and unlimited, a card that evicts nothing.
 Columns:
@@ -39,7 +40,7 @@ from itertools import product
 from pathlib import Path
 
 import numpy as np
-from loads.concurrent_sessions import with_repeats
+from loads.concurrent_sessions import with_repeats, without_replies
 from loads.sized_cache import BLOCK_SIZE, MODELS, ModelSizes
 from measuring.load_reports import append, command, document
 
@@ -72,6 +73,7 @@ class Case:
         cache_gb: Of the card.
         host_gb: Of the host; 0: none.
         is_unlimited: Whether the card evicts nothing, whatever its size.
+        repeats_replies: Whether prompts repeat the replies before them.
     """
 
     trace: Path
@@ -80,6 +82,7 @@ class Case:
     cache_gb: float
     host_gb: float = 0.0
     is_unlimited: bool = False
+    repeats_replies: bool = True
 
     @property
     def cache(self) -> str:
@@ -123,6 +126,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trace", type=Path, nargs="+", required=True, help="see planning/recorded_load.py")
     parser.add_argument("--sessions", type=int, default=128, help="of an agent, at once; default: %(default)s")
+    parser.add_argument("--replies", choices=["repeated", "left-out"], default="repeated", help="default: %(default)s")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["nano"], help="sizes; default: nano")
     parser.add_argument("--cache-gb", type=float, default=40, help="GB of the card; default: %(default)s")
     parser.add_argument("--host-cache-gb", type=float, nargs="+", default=[200], help="GB of the host; default: 200")
@@ -132,7 +136,8 @@ def main() -> None:
     arguments = parser.parse_args()
     cases = []
     for trace, model in product(arguments.trace, arguments.models):
-        card = Case(trace, arguments.sessions, model, arguments.cache_gb)
+        repeats_replies = arguments.replies == "repeated"
+        card = Case(trace, arguments.sessions, model, arguments.cache_gb, repeats_replies=repeats_replies)
         tiered = [replace(card, host_gb=host_gb) for host_gb in arguments.host_cache_gb]
         cases += [card, *tiered, replace(card, is_unlimited=True)]
     with ProcessPoolExecutor(arguments.processes) as processes:
@@ -145,7 +150,7 @@ def main() -> None:
 
 def simulate(case: Case) -> Figure:
     """Serve a case's load."""
-    requests, model = load_of(case.trace, case.sessions), MODELS[case.model]
+    requests, model = load_of(case.trace, case.sessions, case.repeats_replies), MODELS[case.model]
     sizes = CacheSizes(model.token_bytes, model.state_bytes, BLOCK_SIZE)
     clock, settings = Clock(), settings_of(model, case.cache_gb)
     copies, tier = TimedCopies(clock, sizes.unit, RATES), None
@@ -186,12 +191,17 @@ def simulate(case: Case) -> Figure:
 
 
 @cache
-def load_of(trace: Path, num_sessions: int) -> list[TimedRequest]:
+def load_of(trace: Path, num_sessions: int, repeats_replies: bool) -> list[TimedRequest]:
     """Return the requests of a file: in a closed loop where sessions are recorded."""
     load = read_load(trace)
     if len({request.session for request in load.requests}) == len(load.requests):
-        return open_loop(load, BLOCK_SIZE)
-    return closed_loop(with_repeats(load, num_sessions), BLOCK_SIZE)
+        requests = open_loop(load, BLOCK_SIZE)
+    else:
+        requests = closed_loop(with_repeats(load, num_sessions), BLOCK_SIZE)
+    if repeats_replies:
+        return requests
+    texts = without_replies([request.text for request in requests], BLOCK_SIZE)
+    return [replace(request, text=text) for request, text in zip(requests, texts, strict=True)]
 
 
 def settings_of(model: ModelSizes, cache_gb: float) -> ServerSettings:

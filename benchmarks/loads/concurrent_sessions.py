@@ -1,8 +1,12 @@
-"""More sessions than a file has: its own, and the first of them again with texts of their own."""
+"""Sessions at once, as a file does not have them: more of them, or such as leave replies out of the prompts."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import count
 
+from megatron_mamba_cache.planning.block_texts import BlockText
 from megatron_mamba_cache.planning.recorded_load import SESSIONS_START_WITHIN_S, RecordedLoad, RecordedRequest
+from megatron_mamba_cache.policy.identifiers import BlockKey
 
 
 def with_repeats(load: RecordedLoad, num_sessions: int) -> RecordedLoad:
@@ -29,3 +33,13 @@ def with_repeats(load: RecordedLoad, num_sessions: int) -> RecordedLoad:
             for request in session
         ]
     return RecordedLoad(load.tokens_per_id, tuple(sorted(requests, key=lambda request: request.arrival_s)))
+
+
+def without_replies(texts: Sequence[BlockText], block_size: int) -> list[BlockText]:
+    """Return texts whose blocks from the end of the prompt on are like no others: no later prompt repeats the reply."""
+    fresh = count(1 + max((key for text in texts for key in text.keys), default=0))
+    in_prompt = [text.prompt_len // block_size for text in texts]
+    return [
+        replace(text, keys=[*text.keys[:kept], *(BlockKey(next(fresh)) for _ in text.keys[kept:])])
+        for text, kept in zip(texts, in_prompt, strict=True)
+    ]

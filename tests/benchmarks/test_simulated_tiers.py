@@ -2,6 +2,7 @@
 
 import json
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
@@ -28,7 +29,7 @@ def trace(tmp_path: Path) -> Path:
     lines = []
     for session in range(3):
         turns = [
-            {"t": 2000 * turn, "in": 6000 * (turn + 1), "out": 20, "hash_ids": list(range(94 * (turn + 1)))}
+            {"t": 2000 * turn, "in": 6000 * (turn + 1), "out": 300, "hash_ids": list(range(94 * (turn + 1)))}
             for turn in range(4 - session % 2)
         ]
         lines.append(json.dumps({"block_size": 64, "requests": turns}))
@@ -46,6 +47,22 @@ def test_repeated_sessions_have_texts_of_their_own_and_start_evenly(sessions: Mo
     contents = [{content for request in requests for content in request.content} for requests in by_session]
     assert len(set.union(*contents)) == sum(map(len, contents)), "two sessions have text in common"
     assert [request.arrival_s for request in load.requests] == sorted(request.arrival_s for request in load.requests)
+
+
+def test_without_replies_prompts_continue_each_other_only_up_to_the_end_of_the_one_before(
+    simulated: ModuleType, trace: Path
+) -> None:
+    repeated, left_out = (
+        [request.text for request in simulated.load_of(trace, 1, is_repeated)] for is_repeated in (True, False)
+    )
+    for before, after in pairwise(repeated):
+        assert before.keys == after.keys[: len(before.keys)]
+    for number, (before, after) in enumerate(pairwise(left_out)):
+        in_prompt = before.prompt_len // simulated.BLOCK_SIZE
+        assert len(before.keys) == len(repeated[number].keys)
+        assert before.keys[:in_prompt] == after.keys[:in_prompt]
+        assert before.keys[in_prompt:], "no block lies in the reply"
+        assert not set(before.keys[in_prompt:]) & set(after.keys)
 
 
 def test_as_many_requests_run_as_have_room_in_half_of_the_memory(simulated: ModuleType) -> None:
