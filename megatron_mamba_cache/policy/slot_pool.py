@@ -249,9 +249,10 @@ class SlotPool:
 
     def stop_saving(self, block: BlockId) -> None:
         """Let the block's state be evicted by its worth again; see `StateSaver.saves`."""
-        self._saved.discard(block)
-        if block in self._evictable:
-            self._file_again(block)
+        if block in self._saved:
+            self._saved.remove(block)
+            if block in self._evictable:
+                self._file_again(block)
 
     def worth_of(self, block: BlockId) -> float:
         """Return what the block's state is worth now; infinite if it cannot be evicted."""
@@ -341,7 +342,7 @@ class SlotPool:
         """
         kinds = ENDS if is_end else None
         block = self._next_evicted(kinds)
-        while self._saver.saves(block):
+        while block not in self._saved and self._saver.saves(block):
             self._saved.add(block)
             self._file_again(block)
             block = self._next_evicted(kinds)

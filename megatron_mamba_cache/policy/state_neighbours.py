@@ -25,7 +25,7 @@ class StateSaver(Protocol):
     def saves(self, block: BlockId) -> bool:
         """Begin to save the block's state, which is next to be evicted; return whether others should leave before it.
 
-        If so, `SlotPool.stop_saving` ends that.
+        If so, it is not asked again until `SlotPool.stop_saving`: a state that comes up again leaves, and is lost.
         """
 
     def dropped(self, block: BlockId) -> None:

@@ -297,9 +297,8 @@ def test_a_full_disk_costs_nothing_but_the_files(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(entry_files, "_write_all", full)
     talks.turn(run)
     settle(run)
-    assert run.counters.disk_writes_failed == run.counters.states_written_to_host and not list(
-        tmp_path.rglob("*.boundary")
-    )
+    assert run.counters.disk_writes_failed == run.counters.states_written_to_host
+    assert not list(tmp_path.rglob("*.boundary"))
     wanted = talks.most
     assert talks.turn(run) == wanted
     run.assert_exact()

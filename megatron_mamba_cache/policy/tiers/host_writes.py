@@ -29,7 +29,6 @@ class HostWrites:
         self._device, self._host = pair.device, pair.host
         self._on_written = on_written
         self._under_way: dict[BlockId, int] = {}  # by the block that the boundary ends: the copy's number
-        self._passed_over: set[BlockId] = set()  # of these, those that evictions have spared
         self._arrivals: dict[int, Arrival] = {}
 
     @property
@@ -53,34 +52,24 @@ class HostWrites:
             self._write(blocks[:depth], prompt_len)
 
     def saves(self, block: BlockId) -> bool:
-        """Begin to write a state that is to be evicted; return whether another should be evicted in its place.
-
-        Only once for each write: a state that comes up again before it is on the host leaves, and is lost.
-        """
+        """Begin to write a state that is to be evicted, if it is not under way; see `StateSaver`."""
         if block in self._under_way:
-            is_first = block not in self._passed_over
-            self._passed_over.add(block)
-            return is_first
+            return True
         if self._pair.ledger.count(Lane.TO_HOST) >= MOST_AT_EVICTION:
             return False
         if has_state(self._host, self._device.kv.key_of(block)) or not self._is_worth_writing(block):
             return False
-        if not self._write(self._path_to(block)):
-            return False
-        self._passed_over.add(block)
-        return True
+        return self._write(self._path_to(block))
 
     def dropped(self, block: BlockId) -> None:
         """Note that the state at the end of a block of the device is gone."""
         number = self._under_way.pop(block, None)
-        self._passed_over.discard(block)
         if number is not None:
             self._pair.ledger.void(number)
 
     def flushed(self) -> None:
         """Note that all states of the device are gone."""
         self._under_way.clear()
-        self._passed_over.clear()
 
     def _write(self, path: Sequence[BlockId], prompt_len: int | None = None, then: Sequence[BlockKey] = ()) -> bool:
         """Begin to write the boundary at the end of a path of the device; return whether a copy was ordered.
@@ -120,7 +109,6 @@ class HostWrites:
         arrival = self._arrivals.pop(number)
         if self._under_way.get(end) == number:
             del self._under_way[end]
-            self._passed_over.discard(end)
             self._device.slots.stop_saving(end)
         if not is_there:
             cancel(arrival, self._host)
