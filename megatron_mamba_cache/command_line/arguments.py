@@ -11,6 +11,7 @@ from ..config import FLAGS, SPLIT, CacheConfig, argument_of
 from .card_settings import DRAFTER_SHARE
 from .coordinator_access import add_coordinator_arguments
 from .default_settings import DEFAULTS_IN_WORDS
+from .model_choice import draft_directory
 from .plan_arguments import add_plan_arguments
 from .server_arguments import add_server_arguments
 from .usage_error import UsageError
@@ -112,6 +113,11 @@ def as_typed(message: str, argv: Sequence[str]) -> str:
     return message
 
 
+def model_share(arguments: Namespace) -> float:
+    """Return the model's share of one budget; a draft model has the rest."""
+    return 1.0 if draft_directory(arguments) is None else 1 - DRAFTER_SHARE
+
+
 def cache_config(arguments: Namespace, settings: Mapping[str, object]) -> CacheConfig:
     """Return the settings that the flags give, and `settings` for the rest; a draft model has its part of the budget.
 
@@ -123,9 +129,7 @@ def cache_config(arguments: Namespace, settings: Mapping[str, object]) -> CacheC
     except ValueError as error:
         raise UsageError(name_flag(str(error))) from error
     given_gb = getattr(arguments, argument_of("cache_gb"))
-    if given_gb is not None and arguments.drafter == "draft-model":
-        config = replace(config, cache_gb=(1 - DRAFTER_SHARE) * given_gb)
-    return config
+    return config if given_gb is None else replace(config, cache_gb=model_share(arguments) * given_gb)
 
 
 def with_sampling(arguments: Namespace, default: Mapping[str, float]) -> Namespace:

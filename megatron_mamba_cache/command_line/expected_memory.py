@@ -16,7 +16,7 @@ from ..models.part_shape import rank_shape
 from ..ranks.agreement import CacheCapacity
 from ..ranks.group import Ranks
 from ..state.model_shape import HybridModelShape
-from .arguments import cache_config, name_flag
+from .arguments import cache_config, model_share, name_flag
 from .card_settings import DRAFTER_SHARE
 from .draft_settings import DRAFTER_STATES, DraftSettings
 from .model_choice import ModelDirectory, ModelFormat, draft_directory
@@ -76,11 +76,6 @@ def dtype_of_weights(directory: ModelDirectory | None, dtype: str | None, device
     if directory is not None and not directory.is_shipped and device == "cuda":
         return dtype
     return dtype or "fp32"
-
-
-def model_share(arguments: Namespace) -> float:
-    """Return the model's share of one budget; a draft model has the rest."""
-    return 1.0 if draft_directory(arguments) is None else 1 - DRAFTER_SHARE
 
 
 @contextmanager

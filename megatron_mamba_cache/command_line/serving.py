@@ -23,12 +23,12 @@ from ..server.request_faults import RequestRules
 from ..server.running import DrainingServer
 from ..server.tenants import ApiKeys
 from ..state.model_shape import HybridModelShape
-from .arguments import cache_config
+from .arguments import cache_config, model_share
 from .card_settings import NUM_CUDA_GRAPHS, Card, card_settings, fills_card
 from .default_settings import default_settings
 from .draft_settings import card_draft_settings, default_draft_settings
 from .drafters import drafter_maker
-from .expected_memory import check_memory, model_share
+from .expected_memory import check_memory
 from .model_choice import ModelDirectory
 from .ready_model import engine_for, ready_model
 from .usage_error import UsageError
