@@ -1,6 +1,7 @@
 """How soon does a session come back from the host, and what do copies cost the rows that decode beside them?
 
-    PYTHONPATH=. python3 benchmarks/host_tier.py [--shape 8b|nano3|small|tiny] [--rounds N] [--json FILE]
+    PYTHONPATH=. python3 benchmarks/host_tier.py [--shape 8b|nano3|small|tiny] [--rounds N] [--cold-rounds N]
+        [--json FILE]
 
 The card has room for the rows and for one or two long sessions, the host for all, so that most turns find their session
 on the host only, and put another one off the card.
@@ -196,20 +197,22 @@ def rows_that_decode(engine: Any, shape: ServedShape, scale: Scale, drawn: rando
         engine.step_modern()
 
 
-def costs(model: Any, shape: ServedShape, scale: Scale, rounds: int) -> tuple[float, Beside]:
+def costs(model: Any, shape: ServedShape, scale: Scale, rounds: int, cold_rounds: int) -> tuple[list[float], Beside]:
     """Return what the tier costs where nothing hits, and what it costs rows beside a session that is written.
 
-    The first is tokens a second with the tier over without, the median of rounds.
+    The first is tokens a second with the tier over without, of each round.
     """
     shapes = {"with": shape, "without": replace(shape, host_cache_gb=None)}
     drawn = random.Random(2)
     with ExitStack() as stack:
         engines = {name: stack.enter_context(serving_engine(model, one, MODES["full"])) for name, one in shapes.items()}
-        cold = cold_ratio(engines, shape, scale, drawn, rounds)
+        cold = cold_ratios(engines, shape, scale, drawn, cold_rounds)
         return cold, beside_writes(engines, shape, scale, drawn, rounds)
 
 
-def cold_ratio(engines: dict[str, Any], shape: ServedShape, scale: Scale, drawn: random.Random, rounds: int) -> float:
+def cold_ratios(
+    engines: dict[str, Any], shape: ServedShape, scale: Scale, drawn: random.Random, rounds: int
+) -> list[float]:
     """Measure batches of prompts that share nothing."""
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     for number in range(-1, rounds):
@@ -221,8 +224,7 @@ def cold_ratio(engines: dict[str, Any], shape: ServedShape, scale: Scale, drawn:
             while engines[name].has_unfinished_requests():
                 engines[name].step_modern()
             seconds[name].append(time.perf_counter() - began)
-    ratios = [without / with_it for with_it, without in zip(seconds["with"], seconds["without"], strict=True)]
-    return median(ratios[1:])
+    return [without / with_it for with_it, without in zip(seconds["with"], seconds["without"], strict=True)][1:]
 
 
 def beside_writes(
@@ -258,7 +260,7 @@ def measured(model: Any, shape: ServedShape, scale: Scale, rounds: int) -> tuple
         return found, beside_restores(engine, sessions, rounds)
 
 
-def table(found: Returns, restores: Beside, writes: Beside, cold: float) -> str:
+def table(found: Returns, restores: Beside, writes: Beside, cold: Sequence[float]) -> str:
     """Return the figures as Markdown."""
     copy = "" if found.copy_ms is None else f"{found.copy_ms:.1f} | {found.times_the_copy:.2f}"
     return "\n".join(
@@ -275,7 +277,8 @@ def table(found: Returns, restores: Beside, writes: Beside, cold: float) -> str:
                 for what, one in (("comes back", restores), ("is written", writes))
             ),
             "",
-            f"Where nothing hits: {cold:.3f} of the tokens a second without the tier.",
+            f"Where nothing hits: {median(cold):.3f} of the tokens a second without the tier, the median of "
+            f"{len(cold)} rounds from {min(cold):.3f} to {max(cold):.3f}.",
         ]
     )
 
@@ -286,6 +289,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add_shape_arguments(parser)
     parser.add_argument("--host-cache-gb", type=float, metavar="G", help="GiB of the host's memory for prefixes")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="default: %(default)s")
+    parser.add_argument("--cold-rounds", type=int, metavar="N", help="of prompts that share nothing; default: rounds")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
     given = parser.parse_args(arguments)
     scale, shape = SCALES[given.shape], shape_of(parser, given, LIMITS)
@@ -295,7 +299,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with quiet_libraries():  # a copy that fails is told
         model = model_of(shape)
         found, restores = measured(model, shape, scale, given.rounds)
-        cold, writes = costs(model, shape, scale, given.rounds)
+        cold, writes = costs(model, shape, scale, given.rounds, given.cold_rounds or given.rounds)
     print(table(found, restores, writes, cold))
     if given.json:
         figures = {"returns": asdict(found), "restores": asdict(restores), "writes": asdict(writes), "cold": cold}

@@ -1,7 +1,7 @@
 """What does a decode step cost at few and many rows, on the host and on the GPU, and what do drafts gain at best?
 
     PYTHONPATH=. python3 benchmarks/step_cost.py [--shape 8b|nano3|small|tiny] [--draft-states FORM ...] [--no-drafts]
-        [--json FILE]
+        [--host-cache-gb G] [--json FILE]
 
 Steps: rows decode together, without drafts. Their prompts differ by up to 15 tokens, so that rows whose states are
 replayed fold them in different steps, as in a real load. Wall time is the mean over 16 steps, the default ring, each
@@ -17,7 +17,8 @@ Drafts: 8 rows, decode steps only, without drafts, with K = 3 that are always ri
 wrong. A drafter replays a recording. In bf16 a verify step may round differently from a step of one token, so the model
 gets weights that are sure of each token (`sure_model`). The three alternate; a line shows the middle round.
 
-Each form of draft states that is asked for is measured in turn, with the same model.
+Each form of draft states that is asked for is measured in turn, with the same model; with a host tier's size, each
+without the tier and then with it.
 """
 
 import argparse
@@ -268,22 +269,32 @@ def main() -> None:
         "--draft-states", nargs="+", choices=("auto", "replay", "window"), default=["auto"], metavar="FORM"
     )
     parser.add_argument("--no-drafts", action="store_true", help="measure steps only")
+    parser.add_argument("--host-cache-gb", type=float, metavar="G", help="GiB of a host tier, measured too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
     arguments = parser.parse_args()
     shape = shape_of(parser, arguments, LIMITS)
+    if arguments.host_cache_gb is not None and shape.cache_gb is None:
+        parser.error("--host-cache-gb needs --cache-gb")
     num_prompt = shape.block_size * 9 // 8  # a block boundary is a while ahead of the measured steps
     with quiet_libraries(), own_warnings_hidden():
         model = model_of(shape)
-        shapes = [replace(shape, draft_states=form) for form in arguments.draft_states]
-        costs = [step_costs(model, of_form, arguments.rows, num_prompt) for of_form in shapes]
+        shapes = {form: replace(shape, draft_states=form) for form in arguments.draft_states}
+        if arguments.host_cache_gb is not None:
+            host = {"host_cache_gb": arguments.host_cache_gb}
+            shapes = {
+                f"{form}{tier}": replace(one, **added)
+                for form, one in shapes.items()
+                for tier, added in (("", {}), (" with a host tier", host))
+            }
+        costs = [step_costs(model, one, arguments.rows, num_prompt) for one in shapes.values()]
         drafts = [
-            {} if arguments.no_drafts else draft_speeds(model, of_form, num_prompt, NUM_REPLY) for of_form in shapes
+            {} if arguments.no_drafts else draft_speeds(model, one, num_prompt, NUM_REPLY) for one in shapes.values()
         ]
-    found = list(zip(arguments.draft_states, costs, drafts, strict=True))
-    for form, steps, speeds in found:
-        print(f"{f'Draft states: {form}' if len(found) > 1 else ''}\n\n{table(steps, speeds)}\n".lstrip("\n"))
+    found = list(zip(shapes, costs, drafts, strict=True))
+    for name, steps, speeds in found:
+        print(f"{f'Draft states: {name}' if len(found) > 1 else ''}\n\n{table(steps, speeds)}\n".lstrip("\n"))
     if arguments.json:
-        figures = {form: figures_of(steps, speeds) for form, steps, speeds in found}
+        figures = {name: figures_of(steps, speeds) for name, steps, speeds in found}
         arguments.json.write_text(json.dumps({"machine": describe_machine(), **figures}, indent=2) + "\n")
 
 
