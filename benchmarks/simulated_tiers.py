@@ -5,9 +5,9 @@
 No model and no GPU: requests go through the real scheduler, cache and tiers (`planning/simulated_server.py`). Sizes are
 in GB of 10^9 bytes. Steps take the times that were measured for Nemotron 3 Nano on an H200, whatever the model's sizes:
 2.75, 6.5, 15.6 and 20.7 ms where 1, 8, 64 and 256 rows decode, straight lines in between, and 1 s more for each 74,500
-prompt tokens. Copies between the card and the host take 1 s for each 55 GB, and 100 GB while both ways copy. A step has
-at most 8,192 tokens; as many requests run, up to 256, as have room in half of the card's memory for a state and 2,048
-tokens each: what `serve` takes, rings left out.
+prompt tokens. Copies between the card and the host take 1 s for each 55 GB, and 100 GB while both ways copy; those to
+the host rest half of the time. A step has at most 8,192 tokens; as many requests run, up to 256, as have room in half
+of the card's memory for a state and 2,048 tokens each: what `serve` takes, rings left out.
 
 Sessions of an agent wait for their answers: a request comes as long after the end of the one before it as it was
 recorded after that one came. Where there are more sessions than the file has, its first ones come again with texts of
@@ -55,7 +55,7 @@ from megatron_mamba_cache.policy.tiers.times import CopyTimes
 
 SCRIPT = "benchmarks/simulated_tiers.py"
 GB = 10**9
-RATES = CopyRates(alone=55e9, both=100e9)
+RATES = CopyRates(alone=55e9, both=100e9, writing=0.5)
 DECODE_ROWS = (1, 8, 64, 256)
 DECODE_STEPS_S = (0.00275, 0.0065, 0.0156, 0.0207)
 PROMPT_TOKEN_S = 1 / 74_500

@@ -4,6 +4,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
+from operator import itemgetter
 
 from ..policy.tiers.copies import CopyOrder, CopyStatus, Lane
 from ..state.slab_shape import UnitBytes
@@ -18,10 +19,20 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class CopyRates:
-    """Bytes a second: of one lane alone, and of two lanes together while both copy."""
+    """Bytes a second: of one lane alone, and of two lanes together while both copy.
+
+    Args:
+        writing: Share of its time in which a copy to the host copies; it rests in between.
+    """
 
     alone: float
     both: float
+    writing: float = 1.0
+
+    def of(self, lane: Lane, num_lanes: int) -> float:
+        """Return the rate of a lane while so many copy."""
+        rate = self.alone if num_lanes == 1 else self.both / num_lanes
+        return self.writing * rate if lane is Lane.TO_HOST else rate
 
 
 @dataclass(slots=True)
@@ -72,8 +83,7 @@ class TimedCopies:
 
     def next_end(self) -> float:
         """Return when a copy will end next, if no other is started; infinite if none is under way."""
-        heads = self._heads()
-        return min((self._time + max(copy.bytes_left, 0.0) / self._rate(len(heads)) for copy in heads), default=inf)
+        return min((self._time + seconds for _, seconds in self._heads()), default=inf)
 
     def _copy_until(self, now: float) -> None:
         while (end := self.next_end()) <= now:
@@ -83,16 +93,15 @@ class TimedCopies:
 
     def _copy_for(self, seconds: float) -> None:
         heads = self._heads()
-        for copy in heads:
-            copy.bytes_left -= seconds * self._rate(len(heads))
+        for lane, _ in heads:
+            self._lanes[lane][0].bytes_left -= seconds * self._rates.of(lane, len(heads))
         self._time += seconds
 
     def _end_first(self) -> None:
-        lane = min(filter(None, self._lanes.values()), key=lambda lane: lane[0].bytes_left)
-        self._under_way.discard(lane.popleft().number)
+        lane, _ = min(self._heads(), key=itemgetter(1))
+        self._under_way.discard(self._lanes[lane].popleft().number)
 
-    def _heads(self) -> list[_UnderWay]:
-        return [lane[0] for lane in self._lanes.values() if lane]
-
-    def _rate(self, num_lanes: int) -> float:
-        return self._rates.alone if num_lanes == 1 else self._rates.both / num_lanes
+    def _heads(self) -> list[tuple[Lane, float]]:
+        """Return the lanes that copy, and the seconds that each one's first copy still takes if no other is started."""
+        copying = [(lane, copies[0].bytes_left) for lane, copies in self._lanes.items() if copies]
+        return [(lane, max(num_bytes, 0.0) / self._rates.of(lane, len(copying))) for lane, num_bytes in copying]

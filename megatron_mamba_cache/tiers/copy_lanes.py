@@ -18,7 +18,7 @@ _LOG = logging.getLogger(__name__)
 PART_BYTES = 2**22
 """Of a part of a copy that is handed to the GPU at a time: about 80 µs over PCIe 5."""
 _MOST_HANDED = 2
-"""Parts that the GPU has at a time, so that it always has one to go on with."""
+"""Parts of a restore that the GPU has at a time, so that it always has one to go on with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +140,9 @@ class DeviceCopies:
             parts of `PART_BYTES`.
 
     A step's own small copies share an engine of the GPU with these and wait for what it has begun, so that few bytes
-    are handed to it at a time. Parts end at multiples of their size in the host's memory: CUDA refuses a copy that
-    reaches over the end of what one call has pinned.
+    are handed to it at a time. A request waits for a restore; nobody does for a write, which rests as long as it copies
+    and so leaves half of the bus and of that engine to the steps. Parts end at multiples of their size in the host's
+    memory: CUDA refuses a copy that reaches over the end of what one call has pinned.
     """
 
     def __init__(self, device: Tensor, host: Tensor, sizes: PlaceBytes) -> None:
@@ -172,12 +173,12 @@ class DeviceCopies:
             deque(self._copy_parts(order, source, target), maxlen=0)
             return
         with torch.cuda.device(self._device.device), torch.cuda.stream(stream):
-            stream.wait_event(self._launched.pop(order.number))
-            handed = deque([torch.cuda.Event() for _ in range(_MOST_HANDED)])
-            for _ in self._copy_parts(order, source, target):
-                handed.rotate(-1)
-                handed[-1].record()
-                handed[0].synchronize()  # of the part before; one that was never recorded has passed
+            self._launched.pop(order.number).synchronize()
+            parts = self._copy_parts(order, source, target)
+            if order.lane is Lane.TO_HOST:
+                _rest_between(parts, stream)
+            else:
+                _hand_over(parts)
             stream.synchronize()
 
     def _copy_parts(self, order: CopyOrder, source: Tensor, target: Tensor) -> Iterator[None]:
@@ -188,6 +189,24 @@ class DeviceCopies:
                 read = source[part.source : part.source + part.num_bytes]
                 target[part.target : part.target + part.num_bytes].copy_(read, non_blocking=True)
                 yield
+
+
+def _hand_over(parts: Iterator[None]) -> None:
+    """Launch parts on the current stream as soon as few of them are left on it."""
+    handed = deque([torch.cuda.Event() for _ in range(_MOST_HANDED)])
+    for _ in parts:
+        handed.rotate(-1)
+        handed[-1].record()
+        handed[0].synchronize()  # of the part before; one that was never recorded has passed
+
+
+def _rest_between(parts: Iterator[None], stream: torch.cuda.Stream) -> None:
+    """Launch parts on the current stream one by one, each after as long a rest as the one before took."""
+    began = time.perf_counter()
+    for _ in parts:
+        stream.synchronize()
+        time.sleep(time.perf_counter() - began)
+        began = time.perf_counter()
 
 
 def _merged(places: Places, num_bytes: int) -> Iterator[Piece]:

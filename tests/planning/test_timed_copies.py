@@ -18,9 +18,9 @@ def order(number: int, lane: Lane, num_blocks: int = 0, num_states: int = 1) -> 
     return CopyOrder(number, lane, ((0, 0),) * num_blocks, ((0, 0),) * num_states)
 
 
-def copies_and_clock() -> tuple[TimedCopies, Clock]:
+def copies_and_clock(rates: CopyRates = RATES) -> tuple[TimedCopies, Clock]:
     clock = Clock()
-    return TimedCopies(clock, UnitBytes(state=100, block=10, token_row=1), RATES), clock
+    return TimedCopies(clock, UnitBytes(state=100, block=10, token_row=1), rates), clock
 
 
 def under_way(copies: TimedCopies, numbers: Sequence[int]) -> list[int]:
@@ -52,6 +52,15 @@ def test_copies_both_ways_share_what_both_get_together() -> None:
     clock.now = 100 / 80
     assert under_way(copies, [0, 1]) == [1]
     assert copies.next_end() == pytest.approx(100 / 80 + 1.0)  # the rest, 100 bytes, alone
+
+
+def test_copies_to_the_host_rest_in_between() -> None:
+    copies, clock = copies_and_clock(CopyRates(alone=100.0, both=160.0, writing=0.5))
+    copies.start([order(0, Lane.TO_HOST), order(1, Lane.TO_DEVICE)])
+    assert copies.next_end() == 100 / 80
+    clock.now = 100 / 80
+    assert under_way(copies, [0, 1]) == [0]
+    assert copies.next_end() == pytest.approx(100 / 80 + 1.0)  # the rest, 50 bytes, alone
 
 
 def test_waiting_lets_the_time_pass_until_the_copies_have_ended() -> None:
