@@ -22,8 +22,12 @@ def is_computed_in_fp32(*tensors: Tensor) -> bool:
 
 
 def wants_gradient(*tensors: Tensor | None) -> bool:
-    """Return whether torch records what is computed of any of these tensors, which no kernel differentiates."""
-    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    """Return whether torch records what is computed of any of these tensors, which no kernel differentiates.
+
+    In inference mode nothing is recorded, though Megatron enables gradients around its layers' sums.
+    """
+    is_recorded = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    return is_recorded and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 @cache

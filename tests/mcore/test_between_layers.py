@@ -65,7 +65,7 @@ def test_a_sum_norms_for_the_next_layer_and_says_so(
     add, norm = summed(multiplier)
     norm.to(device)
     output, residual = (torch.randn(3, 1, 96, device=device) for _ in range(2))
-    with torch.inference_mode():
+    with torch.inference_mode(), torch.enable_grad():  # as Megatron does for sums
         apart = residual + multiplier * output
         expected = nn.functional.rms_norm(apart, (96,), norm.weight, 1e-3)
         monkeypatch.setattr(between_layers, "launches_kernel", lambda x: True)
