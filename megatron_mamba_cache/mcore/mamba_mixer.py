@@ -130,7 +130,9 @@ class CachingMambaMixer(megatron_mixer.MambaMixer):
         if states.ring is None or step.replay is None:
             y = state_verify(tokens, self._ssm_weights, states.ssm, step.decode)
         else:
-            y = state_replay(tokens, self._ssm_weights, states.ssm, states.ring, step.replay, states.ring_len)
+            y = state_replay(
+                tokens, self._ssm_weights, states.ssm, states.ring, step.replay, states.ring_len, after_conv=True
+            )
         return self._gate(y.flatten(1), inputs.z)
 
     def _full_sequences(self, projected: Tensor) -> Tensor:

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED
 from megatron_mamba_cache.kernels.prefill_rows import PAD_SLOT
-from megatron_mamba_cache.kernels.ssm import boundary_folds
+from megatron_mamba_cache.kernels.ssm import boundary_folds_portable
 from megatron_mamba_cache.kernels.ssm.boundary_folds import fold_boundaries
 from megatron_mamba_cache.kernels.ssm.reference_replay import fold_boundaries_ref, state_replay_ref
 from megatron_mamba_cache.kernels.ssm.replay_rows import BoundaryFolds, ReplayRing
+from megatron_mamba_cache.kernels.ssm.replay_tiling import folds_by_products
 from megatron_mamba_cache.kernels.ssm.state_replay import state_replay
 from tests.kernels.kernel_stand_ins import launches_expected
 from tests.kernels.packed_rows import same_bits
@@ -32,7 +33,7 @@ BOTH_POOLS = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def op(request: pytest.FixtureRequest, device: str) -> Iterator[Op]:
     """Return the op or its twin; check that the kernel was launched, or was not."""
     of_kernel = request.param is fold_boundaries
-    with launches_expected(boundary_folds, "_fold_boundaries_kernel", of_kernel=of_kernel, device=device):
+    with launches_expected(boundary_folds_portable, "_fold_boundaries_kernel", of_kernel=of_kernel, device=device):
         yield request.param
 
 
@@ -159,3 +160,42 @@ def test_arguments_that_disagree_are_refused(name: str) -> None:
     folds = BoundaryFolds(*(int32(v, "cpu") for v in ([0], [0], [0], [0], [1])))
     with pytest.raises(ValueError, match=reason):
         fold_boundaries(*change(*layered(pool, ring), folds, 4))
+
+
+WHOLE_TILES = [
+    SSMShape(heads=8, head_dim=64, d_state=128, groups=2),
+    SSMShape(heads=2, head_dim=64, d_state=64, groups=1),
+    SSMShape(heads=2, head_dim=80, d_state=16, groups=2),
+    SSMShape(heads=3, head_dim=48, d_state=32, groups=1),
+    SSMShape(heads=2, head_dim=64, d_state=256, groups=1),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@BOTH_POOLS
+@pytest.mark.parametrize("ring_len", [4, 16, 32])
+@pytest.mark.parametrize("shape", WHOLE_TILES)
+def test_folds_by_products_are_those_of_the_twin(shape: SSMShape, ring_len: int, dtype: torch.dtype) -> None:
+    """From anywhere to anywhere, over several multiples, and over none: a copy."""
+    torch.manual_seed(ring_len)
+    num_rows, most = 19, 9
+    texts = [random_steps(3 * ring_len + 9, "cuda", shape).cast(torch.bfloat16) for _ in range(num_rows)]
+    starts = [number % ring_len for number in range(num_rows)]
+    requests = ReplayedRequests(texts, shape, ring_len, most, dtype=dtype, starts=starts)
+    if not folds_by_products(requests.pool, torch.bfloat16):
+        pytest.skip("needs Hopper, and a Gluon that was tested")
+    for kept in [most] * (1 + ring_len // most):
+        requests.step(state_replay_ref, [Turn(request, most - 1, kept) for request in requests.requests])
+    ends = [r.computed - number % 5 if number else r.folded for number, r in enumerate(requests.requests)]
+    ends = [max(end, request.folded) for end, request in zip(ends, requests.requests, strict=True)]
+    folds = requests.folds([2 * number for number in range(num_rows)], ends)
+    expected = requests.pool.clone()
+    fold_boundaries_ref(*layered(expected, requests.ring), folds, ring_len)
+    fold_boundaries(*layered(requests.pool, requests.ring), folds, ring_len)
+    # A bf16 state may be rounded the other way at a multiple, and have decayed since.
+    largest = expected.nan_to_num().abs().max().item()
+    rtol, atol = (1e-5, 1e-5) if dtype == torch.float32 else (2**-7, 2**-8 * largest)
+    torch.testing.assert_close(requests.pool, expected, rtol=rtol, atol=atol, equal_nan=True)
+    assert same_bits(requests.pool[0], requests.pool[requests.requests[0].slot])
+    assert same_bits(requests.pool[1::2], expected[1::2])

@@ -63,9 +63,6 @@ LAUNCHES: dict[tuple[ModuleType, str], Callable[[], object]] = {
         half(2, 64), int32(1, 2), torch.zeros(1, 2)
     ),
     (squared_relu, "_squared_relu_kernel"): lambda: squared_relu.squared_relu(half(1, 64)),
-    (conv_verify, "_conv_verify_kernel"): lambda: conv_verify.conv_verify(
-        half(1, 64), half(64, 4), half(64), half(1, 3, 64), ROWS
-    ),
     (state_verify, "_state_verify_kernel"): update_states,
     (kv_append, "_append_kv_kernel"): lambda: kv_append.append_kv(
         half(1, 2, 64), half(1, 2, 64), half(2, 16, 2, 64), half(2, 16, 2, 64), int32(1), int32(1)
@@ -124,6 +121,19 @@ def test_only_weights_are_read_before_the_wait(
     before, _, after = ptx.partition("griddepcontrol.wait")
     assert len(re.findall(r"\bld\.global", before)) == num_elements // (128 * 8)  # 16 bytes each of 128 threads
     assert not re.search(r"\b(?:st|atom|red)\.|cp\.async", before) and "ld.global" in after
+
+
+def test_a_convolution_waits_before_it_lets_the_next_kernel_begin(
+    compile_for_hopper: Callable[[ModuleType, str], CompiledInsteadOfLaunched], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one may read at once what the convolution does not write."""
+    monkeypatch.setattr(conv_verify, "overlapping", lambda device: {"OVERLAPS": True, "launch_pdl": True})
+    compiled = compile_for_hopper(conv_verify, "_conv_verify_kernel")
+    conv_verify.conv_verify(half(1, 64), half(64, 4), half(64), half(1, 3, 64), ROWS)
+    (ptx,) = compiled.ptx
+    before, waits, after = ptx.partition("griddepcontrol.wait")
+    assert waits and not re.search(r"\b(?:ld|st)\.(?:global|shared)|griddepcontrol", before)
+    assert "griddepcontrol.launch_dependents" in after
 
 
 def test_no_other_kernel_is_launched_early() -> None:

@@ -11,14 +11,16 @@ import torch
 import triton
 
 from megatron_mamba_cache.kernels.ssm import (
-    boundary_folds,
+    boundary_folds_portable,
+    boundary_folds_products,
     replay_coefficients,
     replay_tiling,
     state_replay_portable,
     state_replay_products,
     state_replay_sums,
 )
-from megatron_mamba_cache.kernels.ssm.boundary_folds import fold_boundaries
+from megatron_mamba_cache.kernels.ssm.boundary_folds_portable import fold_portably
+from megatron_mamba_cache.kernels.ssm.boundary_folds_products import fold_by_products
 from megatron_mamba_cache.kernels.ssm.replay_rows import BoundaryFolds, ReplayRing, ReplayRows, least_capacity
 from megatron_mamba_cache.kernels.ssm.replay_tiling import ReplayTiling, hopper_width
 from megatron_mamba_cache.kernels.ssm.state_replay import replay_tiled
@@ -33,10 +35,11 @@ KERNELS = {"portable": "_state_replay_kernel", "sums": "_state_sums_kernel", "pr
 FORMS = {
     ("sums", torch.float32): ReplayTiling("sums", 32, num_warps=1, max_registers=255),
     ("sums", torch.bfloat16): ReplayTiling("sums", 32, num_warps=1, max_registers=255),
-    ("products", torch.float32): ReplayTiling("products", 32, num_warps=1, max_registers=255),
-    ("products", torch.bfloat16): ReplayTiling("products", 32, num_warps=1, max_registers=224),
+    ("products", torch.float32): ReplayTiling("products", 32, num_warps=1, max_registers=128),
+    ("products", torch.bfloat16): ReplayTiling("products", 32, num_warps=1, max_registers=168),
     ("portable", torch.float32): replay_tiling.PORTABLE,
 }
+POOL_DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 _MOST_SPILLED = 64  # bytes of a thread's stack: at most a few registers, of the fold
 
 
@@ -58,7 +61,7 @@ def replay(
     cu_tokens = int32([row * max_tokens for row in range(num_rows + 1)], "cpu")
     rows = ReplayRows(cu_tokens, numbers, numbers, numbers * 16, numbers * 17, max_tokens)
     pool = torch.empty(1, *shape.state, dtype=pool_dtype)  # nothing is launched
-    replay_tiled(steps.tokens, steps.weights, pool, ring, rows, ring_len, tiling)
+    replay_tiled(steps.tokens, steps.weights, pool, ring, rows, ring_len, tiling, after_conv=True)
 
 
 def stack_bytes(kernel: CompiledInsteadOfLaunched, tmp_path: Path) -> int:
@@ -121,7 +124,10 @@ def test_heads_that_a_warp_takes_in_whole_tiles(head_dim: int, d_state: int, wid
 def test_early_kernels_wait_for_what_they_read(
     form: tuple[str, torch.dtype], compile_for_hopper: Compile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first kernel waits before it lets the next begin, which writes and reads factors after its own wait only."""
+    """The first kernel waits before it writes, and before it lets the next begin, which does so after its own wait.
+
+    Either way of the first kernel, that of factors and that of x, has a wait of its own.
+    """
     kernel_name, dtype = form
     module = MODULES[kernel_name]
     for each in (replay_coefficients, module):
@@ -130,9 +136,9 @@ def test_early_kernels_wait_for_what_they_read(
     kernel = compile_for_hopper(module, KERNELS[kernel_name])
     replay(SSMShape(heads=4, head_dim=64, d_state=128, groups=2), dtype, FORMS[form])
 
-    before, waits, after = weighing.ptx[-1].partition("griddepcontrol.wait")
-    assert waits and not re.search(r"\b(?:ld|st)\.(?:global|shared)|griddepcontrol", before)
-    assert "griddepcontrol.launch_dependents" in after
+    first, second, after = weighing.ptx[-1].split("griddepcontrol.wait")
+    assert not re.search(r"\b(?:st|atom|red)\.global|griddepcontrol", first)
+    assert all("griddepcontrol.launch_dependents" in each for each in (second, after))
     ptx = kernel.ptx[-1]
     assert ptx.index("griddepcontrol.launch_dependents") < ptx.index("griddepcontrol.wait")
     assert (
@@ -140,18 +146,36 @@ def test_early_kernels_wait_for_what_they_read(
     )  # padding rows wait too: a kernel's end is all that the next one awaits
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_boundary_folds_move_states_in_wide_accesses(dtype: torch.dtype, compile_for_hopper: Compile) -> None:
-    kernel = compile_for_hopper(boundary_folds, "_fold_boundaries_kernel")
-    shape = SHAPE_8B
+def fold_states(fold: Callable[..., None], pool_dtype: torch.dtype, *others: None) -> None:
+    """Launch boundary folds of one, few and many rows."""
     ring = ReplayRing(
-        torch.empty(1, 24, shape.heads, shape.head_dim, dtype=torch.bfloat16),
-        torch.empty(1, 24, shape.groups, shape.d_state, dtype=torch.bfloat16),
-        torch.empty(1, 24, 2, shape.heads),
+        torch.empty(1, 24, SHAPE_8B.heads, SHAPE_8B.head_dim, dtype=torch.bfloat16),
+        torch.empty(1, 24, SHAPE_8B.groups, SHAPE_8B.d_state, dtype=torch.bfloat16),
+        torch.empty(1, 24, 2, SHAPE_8B.heads),
     )
     for number in (1, 5, 300):
         folds = BoundaryFolds(*(int32([0] * number, "cpu") for _ in range(5)))
-        fold_boundaries(*layered(torch.empty(1, *shape.state, dtype=dtype), ring), folds, 16)
+        pools, rings = layered(torch.empty(1, *SHAPE_8B.state, dtype=pool_dtype), ring)
+        fold(pools, rings, folds, 16, *others)
+
+
+@POOL_DTYPES
+def test_boundary_folds_move_states_in_wide_accesses(dtype: torch.dtype, compile_for_hopper: Compile) -> None:
+    kernel = compile_for_hopper(boundary_folds_portable, "_fold_boundaries_kernel")
+    fold_states(fold_portably, dtype, None)
     (ptx,) = set(kernel.ptx)
-    num_accesses = shape.d_state * boundary_folds.WIDTH * dtype.itemsize // (128 * 16)
+    num_accesses = SHAPE_8B.d_state * boundary_folds_portable.WIDTH * dtype.itemsize // (128 * 16)
     assert ptx.count("st.global.v4.b32") == num_accesses
+
+
+@POOL_DTYPES
+def test_boundary_folds_by_products_stay_in_registers(
+    dtype: torch.dtype, compile_for_hopper: Compile, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(boundary_folds_products, "num_multiprocessors", lambda device: 132)
+    kernel = compile_for_hopper(boundary_folds_products, "_fold_boundaries_kernel")
+    fold_states(fold_by_products, dtype)
+    (ptx,) = set(kernel.ptx)
+    assert "mma.sync.aligned.m16n8k16" in ptx and kernel.shared_bytes[-1] <= 4 and stack_bytes(kernel, tmp_path) == 0
+    accesses = {4: "v4.b32", 2: "v2.b32"}[dtype.itemsize]
+    assert ptx.count(f"st.global.{accesses}") == SHAPE_8B.d_state * 32 // (32 * 4)

@@ -25,7 +25,7 @@ from megatron_mamba_cache.kernels.slots.rounded_states import (
     restore_states_ref,
     round_states,
 )
-from megatron_mamba_cache.kernels.ssm import boundary_folds, ssd_scan_portable
+from megatron_mamba_cache.kernels.ssm import boundary_folds_portable, ssd_scan_portable
 from megatron_mamba_cache.kernels.ssm.boundary_folds import fold_boundaries
 from megatron_mamba_cache.kernels.ssm.hopper_tiling import HopperTiling
 from megatron_mamba_cache.kernels.ssm.reference_replay import fold_boundaries_ref, state_replay_ref
@@ -202,7 +202,9 @@ def test_a_fold_rounds_the_state_that_an_exact_one_writes(
     op(exact, ring, requests.folds([0, PAD_SLOT, 2], ends), 8)
     places = patterned(6, ODD.state, device, 1)
     before, pool = cloned(places), requests.pool.clone()
-    with launches_expected(boundary_folds, "_fold_boundaries_kernel", of_kernel=op is fold_boundaries, device=device):
+    with launches_expected(
+        boundary_folds_portable, "_fold_boundaries_kernel", of_kernel=op is fold_boundaries, device=device
+    ):
         op(*layered(requests.pool, requests.ring), requests.folds(targets, ends), 8, places)
     in_layer, untouched = (RoundedStates(states.values[0], states.scales[0]) for states in (places, before))
     for target, slot in ((4, 0), (0, 2)):

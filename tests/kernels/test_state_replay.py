@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron_mamba_cache.kernels.decode_rows import DecodeRows
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED, is_hopper
 from megatron_mamba_cache.kernels.ssm import replay_coefficients, state_replay_portable
+from megatron_mamba_cache.kernels.ssm.boundary_folds_portable import fold_portably
 from megatron_mamba_cache.kernels.ssm.hopper_tiling import has_tested_gluon
 from megatron_mamba_cache.kernels.ssm.replay_rows import ReplayRing, ReplayRows, least_capacity
 from megatron_mamba_cache.kernels.ssm.replay_tiling import ReplayTiling, hopper_width
@@ -30,6 +31,8 @@ from tests.kernels.packed_rows import one_token_rows, same_bits
 from tests.kernels.replay_steps import Op, ReplayedRequests, Turn, copied, int32, layered, poisoned_ring, ring_tensors
 from tests.kernels.ssm_steps import SSMShape, SSMSteps, random_steps
 
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+WHOLE_TILE = SSMShape(heads=2, head_dim=64, d_state=64, groups=1)
 SHAPE = SSMShape(heads=4, head_dim=5, d_state=7, groups=2)
 BOTH_POOLS = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 MOST = 2 if INTERPRETED else 4  # requests
@@ -111,8 +114,14 @@ def test_twin_in_float64_is_the_recurrence_over_long_texts(seed: int) -> None:
 
 @settings(max_examples=3 if INTERPRETED else 15)
 @given(st.data())
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_checkpoints_depend_on_tokens_alone(dtype: torch.dtype, data: st.DataObject) -> None:
+@BOTH_POOLS
+@pytest.mark.parametrize(
+    ("shape", "inputs"),
+    [(SHAPE, torch.float32), pytest.param(WHOLE_TILE, torch.bfloat16, marks=[pytest.mark.gpu, needs_cuda])],
+)
+def test_checkpoints_depend_on_tokens_alone(
+    shape: SSMShape, inputs: torch.dtype, dtype: torch.dtype, data: st.DataObject
+) -> None:
     """Whatever the drafts, what is kept of them, the batch and the capacity: bits of a step of one token at a time."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(data.draw(st.integers(0, 3)))
@@ -121,15 +130,15 @@ def test_checkpoints_depend_on_tokens_alone(dtype: torch.dtype, data: st.DataObj
     length = ring_len * data.draw(st.integers(1, 2)) + data.draw(st.integers(1, ring_len))
     spare = data.draw(st.integers(0, 3))
     requests = ReplayedRequests(
-        texts(data.draw(st.integers(1, 3)), length, device),
-        SHAPE,
+        [text.cast(inputs) for text in texts(data.draw(st.integers(1, 3)), length, device, shape)],
+        shape,
         ring_len,
         1 + num_drafts,
         dtype=dtype,
         capacity=least_capacity(ring_len, 1 + num_drafts) + spare,
     )
     decode(requests, state_replay, data.draw(st.randoms(use_true_random=False)), length, num_drafts)
-    one_by_one = ReplayedRequests([r.text for r in requests.requests], SHAPE, ring_len, 1, dtype=dtype)
+    one_by_one = ReplayedRequests([r.text for r in requests.requests], shape, ring_len, 1, dtype=dtype)
     one_by_one.pool.copy_(requests.pool)
     for request in one_by_one.requests:
         one_by_one.pool[request.slot] = requests.initial[request.slot]
@@ -352,10 +361,9 @@ def relative(found: Tensor, expected: Tensor) -> float:
     return ((found - expected).norm() / expected.norm()).item()
 
 
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 WHOLE_TILES = [
     SSMShape(heads=8, head_dim=64, d_state=128, groups=2),
-    SSMShape(heads=2, head_dim=64, d_state=64, groups=1),
+    WHOLE_TILE,
     SSMShape(heads=2, head_dim=80, d_state=16, groups=2),
     SSMShape(heads=3, head_dim=48, d_state=32, groups=1),
     SSMShape(heads=2, head_dim=64, d_state=256, groups=1),
@@ -379,16 +387,19 @@ def test_gluon_kernels_compute_what_the_twin_does(kernel: str, shape: SSMShape, 
 @pytest.mark.gpu
 @needs_cuda
 @BOTH_POOLS
+@pytest.mark.parametrize("ring_len", [4, 16])
 @pytest.mark.parametrize("kernel", ["portable", "sums", "products"])
-def test_every_kernel_writes_the_checkpoints_of_the_boundary_fold(kernel: str, dtype: torch.dtype) -> None:
+def test_every_kernel_writes_the_checkpoints_of_the_boundary_fold(
+    kernel: str, ring_len: int, dtype: torch.dtype
+) -> None:
     """Several multiples in one step; and outputs before a token of NaN are not touched by it."""
     if kernel != "portable" and not (is_hopper(torch.device("cuda")) and has_tested_gluon()):
         pytest.skip("needs Hopper, and a Gluon that was tested")
     torch.manual_seed(11)
-    shape, ring_len, most = WHOLE_TILES[0], 4, 8
+    shape, most = WHOLE_TILES[0], 8
     tiling = ReplayTiling(kernel, 32, num_warps=1, max_registers=255)
     requests = ReplayedRequests(
-        [text.cast(torch.bfloat16) for text in texts(3, 40, "cuda", shape)], shape, ring_len, most, dtype=dtype
+        [text.cast(torch.bfloat16) for text in texts(3, 64, "cuda", shape)], shape, ring_len, most, dtype=dtype
     )
 
     def op(*arguments: Any) -> Tensor:
@@ -399,7 +410,11 @@ def test_every_kernel_writes_the_checkpoints_of_the_boundary_fold(kernel: str, d
         kept = torch.cat([request.outputs[-1] for request in requests.requests])
         assert kept.isfinite().all()
         ends = [request.computed // ring_len * ring_len for request in requests.requests]
-        fold_boundaries(*layered(requests.pool, requests.ring), requests.folds([0, 2, 4], ends), ring_len)
+        folds = requests.folds([0, 2, 4], ends)
+        if kernel == "portable":
+            fold_portably(*layered(requests.pool, requests.ring), folds, ring_len, None)
+        else:
+            fold_boundaries(*layered(requests.pool, requests.ring), folds, ring_len)
         written = requests.pool[[0, 2, 4]].clone()
         requests.step(op, [Turn(request, most - 1, 1 + i) for i, request in enumerate(requests.requests)])
         for request, state in zip(requests.requests, written, strict=True):

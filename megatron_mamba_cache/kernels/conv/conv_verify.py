@@ -20,7 +20,7 @@ from torch import Tensor
 from ..decode_rows import DecodeRows
 from ..kernel_launches import is_computed_in_fp32, launches_kernel
 from ..masks import only_if
-from ..overlap import await_inputs, overlapping
+from ..overlap import await_then_release, overlapping
 from ..prefill_rows import PAD_SLOT
 from ..row_checks import check_decode_rows
 from .conv_taps import (
@@ -79,7 +79,7 @@ def _conv_verify_kernel(
     OVERLAPS: tl.constexpr,
 ):
     """Long because of its arguments."""
-    await_inputs(OVERLAPS)
+    await_then_release(OVERLAPS)
     TILES: tl.constexpr = (CONV_DIM + CHANNELS - 1) // CHANNELS
     row = tl.program_id(0) // TILES
     is_row = row < num_rows

@@ -71,3 +71,24 @@ def as_right(tile, OPERAND: gl.constexpr):
     DEPTH: gl.constexpr = tile.shape[1]
     tile = tile.reshape([TOKENS, 4, DEPTH // 16, 2, 2])
     return gl.convert_layout(tile.permute((2, 3, 1, 4, 0)).reshape([DEPTH, TOKENS]), OPERAND)
+
+
+@gluon.jit
+def as_right_rows(tile, OPERAND: gl.constexpr):
+    """Return a tile [depth, columns], loaded in `left_layout`, as a right operand [depth, columns]; no data moves.
+
+    With l a lane's three highest bits, column (l, tile) is number (tile, l).
+    """
+    DEPTH: gl.constexpr = tile.shape[0]
+    COLUMNS: gl.constexpr = tile.shape[1]
+    tile = tile.reshape([4, DEPTH // 16, 2, 2, 8, COLUMNS // 8])  # q, tile, g, e, l, tile
+    return gl.convert_layout(tile.permute((1, 2, 0, 3, 5, 4)).reshape([DEPTH, COLUMNS]), OPERAND)
+
+
+@gluon.jit
+def from_sums(sums, TILE: gl.constexpr):
+    """Return the sums [width, columns] of `as_left` and `as_right_rows` as a tile [columns, width]; no data moves."""
+    WIDTH: gl.constexpr = sums.shape[0]
+    COLUMNS: gl.constexpr = sums.shape[1]
+    sums = sums.reshape([WIDTH // 16, 2, 8, COLUMNS // 8, 8])  # tile, h, l, tile of columns, column of it
+    return gl.convert_layout(sums.permute((4, 3, 2, 0, 1)).reshape([COLUMNS, WIDTH]), TILE)

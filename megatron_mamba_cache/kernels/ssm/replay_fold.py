@@ -1,4 +1,4 @@
-"""Ring entries brought into a state, token by token; every kernel that folds gives the same bits."""
+"""Ring entries brought into a state, token by token; every kernel that folds so gives the same bits."""
 
 import triton
 import triton.language as tl

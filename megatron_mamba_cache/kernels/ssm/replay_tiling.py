@@ -14,7 +14,10 @@ _LARGEST_TILE = 128 * 32
 """Elements of a state that one warp holds in registers."""
 _LARGEST_MULTIPLIED = 128
 """d_state of which a product's registers hold all."""
-_MOST_SUMMED_OF_FP32, _MOST_SUMMED_OF_BF16 = 4, 1  # tokens a row
+_FEW_ROWS = 16
+"""Rows up to which the time of a program counts more than the rate of all."""
+_MOST_SUMMED, _MOST_SUMMED_OF_FEW_ROWS = 3, 4
+"""Tokens of a row up to which sums with float32 states are faster than products."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +41,8 @@ class ReplayTiling:
 PORTABLE = ReplayTiling("portable", width=64, num_warps=4, max_registers=128)
 
 
-def choose_tiling(tokens: SSMTokens, ssm_pool: Tensor, max_tokens: int) -> ReplayTiling:
-    """Return the fastest tiling for these shapes, this device and so many tokens a row, as measured.
+def choose_tiling(tokens: SSMTokens, ssm_pool: Tensor, num_rows: int, max_tokens: int) -> ReplayTiling:
+    """Return the fastest tiling for these shapes, this device and so many rows and tokens of each, as measured.
 
     Sums take time for every token. Products take the same for any few, but split float32 states for it.
     """
@@ -49,15 +52,26 @@ def choose_tiling(tokens: SSMTokens, ssm_pool: Tensor, max_tokens: int) -> Repla
     fits_products = tokens.B.shape[2] <= _LARGEST_MULTIPLIED and all(
         tensor.dtype == torch.bfloat16 for tensor in (tokens.x, tokens.B, tokens.C)
     )
+    most_summed = _MOST_SUMMED_OF_FEW_ROWS if num_rows <= _FEW_ROWS else _MOST_SUMMED
     splits_states = ssm_pool.dtype != torch.bfloat16
-    if not fits_products or max_tokens <= (_MOST_SUMMED_OF_FP32 if splits_states else _MOST_SUMMED_OF_BF16):
+    if not fits_products or (splits_states and max_tokens <= most_summed):
         return ReplayTiling("sums", width, num_warps=1, max_registers=255)
-    return ReplayTiling("products", width, num_warps=1, max_registers=255 if splits_states else 224)
+    return ReplayTiling("products", width, num_warps=1, max_registers=128 if splits_states else 168)
 
 
 def runs_gluon(pool: Tensor) -> bool:
     """Return whether kernels written in Gluon compute on a pool."""
     return pool.is_cuda and _has_gluon(pool.device)
+
+
+def folds_by_products(ssm_pools: Tensor, inputs: torch.dtype) -> bool:
+    """Return whether the kernels that are chosen for states of a pool, or of pools, fold them as matrices.
+
+    Args:
+        inputs: Dtype of the rings' x and B.
+    """
+    fits = hopper_width(ssm_pools.shape[-1], ssm_pools.shape[-2]) is not None
+    return fits and inputs == torch.bfloat16 and runs_gluon(ssm_pools)
 
 
 def replays_fast(head_dim: int, d_state: int) -> bool:

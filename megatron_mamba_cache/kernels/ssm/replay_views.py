@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .replay_rows import ReplayRing, ReplayRows
+from .replay_rows import BoundaryFolds, ReplayRing, ReplayRows
 from .ssm_inputs import SSMTokens
 
 
@@ -45,6 +45,25 @@ class KernelRows(NamedTuple):
     computed: Tensor
 
 
+class KernelFolds(NamedTuple):
+    """The kernels' view of `BoundaryFolds`."""
+
+    slots: Tensor
+    rings: Tensor
+    folded: Tensor
+    ends: Tensor
+    targets: Tensor
+
+
+class KernelLayers(NamedTuple):
+    """The layers' strides of the pool and of the rings."""
+
+    pool: int
+    x: int
+    B: int
+    steps: int
+
+
 def kernel_tokens(tokens: SSMTokens) -> KernelTokens:
     """Return what the kernels read of the tokens."""
     packed = (tokens.x, tokens.dt, tokens.B, tokens.C)
@@ -60,3 +79,13 @@ def kernel_ring(ring: ReplayRing) -> KernelRing:
 def kernel_rows(rows: ReplayRows) -> KernelRows:
     """Return what the kernels read of the rows."""
     return KernelRows(*(getattr(rows, name) for name in KernelRows._fields))
+
+
+def kernel_folds(rows: BoundaryFolds) -> KernelFolds:
+    """Return what the kernels read of the rows."""
+    return KernelFolds(*(getattr(rows, name) for name in KernelFolds._fields))
+
+
+def kernel_layers(pools: Tensor, rings: ReplayRing) -> KernelLayers:
+    """Return how far apart the layers of pools and rings lie."""
+    return KernelLayers(*(tensor.stride(0) for tensor in (pools, rings.x, rings.B, rings.steps)))

@@ -43,6 +43,8 @@ def state_replay(
     ring: ReplayRing,
     rows: ReplayRows,
     ring_len: int,
+    *,
+    after_conv: bool = False,
 ) -> Tensor:
     """Fold what may be folded, compute the outputs of each row's tokens, and append the tokens to its ring, in place.
 
@@ -55,6 +57,8 @@ def state_replay(
         ssm_pool: [slots, heads, d_state, head_dim]; a slot's state contiguous.
         ring: Of the inputs' dtypes; at least ring_len + 2 * max_tokens - 1 positions.
         ring_len: Positions from one fold to the next, a power of two from 4 on.
+        after_conv: True if the launch right before is `conv_verify`'s, which wrote x, B and C: all else is read while
+            it still runs.
 
     Returns:
         [tokens, heads, head_dim] in x's dtype.
@@ -72,7 +76,14 @@ def state_replay(
     if not launches_kernel(ssm_pool) or not is_computed_in_fp32(tokens.x, ssm_pool):
         return state_replay_ref(tokens, weights, ssm_pool, ring, rows, ring_len)
     return replay_tiled(
-        tokens, weights, ssm_pool, ring, rows, ring_len, choose_tiling(tokens, ssm_pool, rows.max_tokens)
+        tokens,
+        weights,
+        ssm_pool,
+        ring,
+        rows,
+        ring_len,
+        choose_tiling(tokens, ssm_pool, rows.slots.shape[0], rows.max_tokens),
+        after_conv=after_conv,
     )
 
 
@@ -84,12 +95,14 @@ def replay_tiled(
     rows: ReplayRows,
     ring_len: int,
     tiling: ReplayTiling,
+    *,
+    after_conv: bool = False,
 ) -> Tensor:
     """Compute with this tiling's kernel; see `state_replay`, which checks and chooses."""
     y = torch.empty_like(tokens.x, memory_format=torch.contiguous_format)
     if y.numel() == 0:
         return y
-    factors = append_and_weigh(y, tokens, weights, ring, rows, ring_len)
+    factors = append_and_weigh(y, tokens, weights, ring, rows, ring_len, after_conv=after_conv)
     if rows.slots.shape[0] > 0:
         _KERNELS[tiling.kernel](y, tokens, ssm_pool, ring, rows, factors, tiling)
     return y

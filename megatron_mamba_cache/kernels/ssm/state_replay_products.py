@@ -3,7 +3,7 @@
 A warp owns `width` columns of a head's state, which it loads as the products need them: which d_state a lane holds, and
 which column, is free to choose, so nothing moves between lanes. float32 states and factors are split into three bf16
 numbers that add up to them: every product is exact, every sum is one of float32. Checkpoints have the bits of
-`replay_fold`. The state's loads and the fold begin while `replay_coefficients` runs.
+`replay_fold_products`. The fold and the state's loads begin while `replay_coefficients` runs.
 """
 
 from torch import Tensor
@@ -15,11 +15,12 @@ from ..overlap import overlapping
 from ..prefill_rows import PAD_SLOT
 from .product_layouts import as_left, as_right, left_layout, output_layout, right_layout
 from .replay_coefficients import CHANNELS_AT_ONCE, ReplayCoefficients
+from .replay_fold_products import fold_tile, split_into_bf16
 from .replay_rows import ReplayRing, ReplayRows
 from .replay_tiling import ReplayTiling
 from .replay_views import kernel_ring, kernel_rows, kernel_tokens
 from .ssm_inputs import SSMTokens
-from .state_replay_sums import await_launcher, load_entry, release
+from .state_replay_sums import await_launcher, release
 
 _PAD = gl.constexpr(PAD_SLOT)
 
@@ -28,10 +29,7 @@ _PAD = gl.constexpr(PAD_SLOT)
 def _multiply_right(left, right, sums, LEFT: gl.constexpr, RIGHT: gl.constexpr):
     """Add the product of a bf16 tile and a float32 one to `sums`."""
     left = as_left(left, LEFT)
-    high = right.to(gl.bfloat16)
-    rest = right - high.to(gl.float32)
-    middle = rest.to(gl.bfloat16)
-    low = (rest - middle.to(gl.float32)).to(gl.bfloat16)
+    low, middle, high = split_into_bf16(right)
     sums = mma_v2(left, as_right(low, RIGHT), sums)
     sums = mma_v2(left, as_right(middle, RIGHT), sums)
     return mma_v2(left, as_right(high, RIGHT), sums)
@@ -43,36 +41,52 @@ def _multiply_left(left, right, sums, LEFT: gl.constexpr):
     if left.dtype == gl.bfloat16:
         sums = mma_v2(as_left(left, LEFT), right, sums)
     else:
-        high = left.to(gl.bfloat16)
-        rest = left - high.to(gl.float32)
-        middle = rest.to(gl.bfloat16)
-        low = (rest - middle.to(gl.float32)).to(gl.bfloat16)
+        low, middle, high = split_into_bf16(left)
         sums = mma_v2(as_left(low, LEFT), right, sums)
         sums = mma_v2(as_left(middle, LEFT), right, sums)
         sums = mma_v2(as_left(high, LEFT), right, sums)
     return sums
 
 
+@gluon.constexpr_function
+def _slice_len(d_state: int) -> int:
+    """Return how much of d_state a warp multiplies while it loads as much again."""
+    return min(d_state, 32)
+
+
 @gluon.jit
-def _fold_entries(
-    state, pool, x, b, steps, ring, position, end, HEADS: gl.constexpr, CAPACITY: gl.constexpr, RING: gl.constexpr
+def _load_slice(
+    states,
+    queries,
+    C_stride,
+    count,
+    INDEX: gl.constexpr,
+    D_STATE: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    OWN: gl.constexpr,
+    WIDTH: gl.constexpr,
 ):
-    """Return float32 `state` [d_state, width] after the ring's entries from `position` to `end`; see `replay_fold`."""
-    entry = load_entry(x, b, steps, ring, position, end, HEADS, CAPACITY)
-    following = load_entry(x, b, steps, ring, position + 1, end, HEADS, CAPACITY)
-    while position < end:
-        until = gl.minimum((position // RING + 1) * RING, end)
-        for at in range(position, until):
-            values, keys, dt, decay = entry
-            entry = following
-            following = load_entry(x, b, steps, ring, at + 2, end, HEADS, CAPACITY)
-            scaled = dt * values.to(gl.float32)
-            increment = keys.to(gl.float32)[:, None] * scaled[None, :]
-            state = gl.fma(gl.exp(decay), state, increment)
-        if until % RING == 0:
-            state = state.to(pool.dtype.element_ty).to(gl.float32)
-        position = until
-    return state
+    """Return a slice of d_state: of the state, [slice, width], and of the tokens' C, [tokens, slice]."""
+    SLICE: gl.constexpr = _slice_len(D_STATE)
+    STATE: gl.constexpr = left_layout(SLICE, WIDTH)
+    KEYS: gl.constexpr = right_layout(OWN, SLICE)
+    t = gl.arange(0, OWN, layout=gl.SliceLayout(1, KEYS))
+    keys = gl.load(
+        queries + t[:, None] * C_stride + _elements(INDEX, D_STATE, gl.SliceLayout(0, KEYS))[None, :],
+        mask=(t < count)[:, None],
+        other=0.0,
+    )
+    n = _elements(INDEX, D_STATE, gl.SliceLayout(1, STATE))
+    p = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, STATE))
+    return gl.load(states + n[:, None] * HEAD_DIM + p[None, :]), keys
+
+
+@gluon.jit
+def _elements(INDEX: gl.constexpr, D_STATE: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return which elements of d_state a slice has: as many of each quarter, which are a lane's."""
+    QUARTER: gl.constexpr = _slice_len(D_STATE) // 4
+    r = gl.arange(0, 4 * QUARTER, layout=LAYOUT)
+    return r // QUARTER * (D_STATE // 4) + INDEX * QUARTER + r % QUARTER
 
 
 @gluon.jit(do_not_specialize=["max_tokens"])
@@ -107,8 +121,7 @@ def _state_products_kernel(
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, 2)
     PARTS: gl.constexpr = HEAD_DIM // WIDTH
     CHUNKS: gl.constexpr = (HEADS * HEAD_DIM + AT_ONCE - 1) // AT_ONCE
-    STATE: gl.constexpr = left_layout(D_STATE, WIDTH)
-    KEYS: gl.constexpr = right_layout(OWN, D_STATE)
+    SLICES: gl.constexpr = D_STATE // _slice_len(D_STATE)
     KEPT: gl.constexpr = left_layout(PLACES, WIDTH)
     KEPT_FACTORS: gl.constexpr = right_layout(OWN, PLACES)
     NEW: gl.constexpr = left_layout(TOKENS, WIDTH)
@@ -129,20 +142,28 @@ def _state_products_kernel(
 
     first = gl.maximum(folded, computed // RING * RING)
     group = head // HEADS_A_GROUP
-    n = gl.arange(0, D_STATE, layout=gl.SliceLayout(1, STATE))
-    p = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, STATE))
     channel = head * HEAD_DIM + part * WIDTH
     states = pool + slot * slot_stride + head * (D_STATE * HEAD_DIM) + part * WIDTH
-    states += n[:, None] * HEAD_DIM + p[None, :]
-    state = gl.load(states)  # [d_state, width]
     xs = ring.x + number * ring.x_ring + channel
-
     if first > folded:
-        b = ring.B + number * ring.B_ring + group * D_STATE + n
-        steps = ring.steps + number * ring.steps_ring + head
-        wide = _fold_entries(state.to(gl.float32), pool, xs + p, b, steps, ring, folded, first, HEADS, CAPACITY, RING)
-        state = wide.to(pool.dtype.element_ty)
-        gl.store(states, state)
+        fold_tile(
+            states,
+            states,
+            xs,
+            ring.B + number * ring.B_ring + group * D_STATE,
+            ring.steps + number * ring.steps_ring + head,
+            ring,
+            folded,
+            first,
+            HEADS,
+            D_STATE,
+            HEAD_DIM,
+            CAPACITY,
+            RING,
+            WIDTH,
+        )
+    queries = tokens.C + start.to(gl.int64) * tokens.C_stride + group * D_STATE
+    state, keys = _load_slice(states, queries, tokens.C_stride, count, 0, D_STATE, HEAD_DIM, OWN, WIDTH)
 
     w = gl.arange(0, PLACES, layout=gl.SliceLayout(1, KEPT))
     kept_x = gl.load(
@@ -159,18 +180,13 @@ def _state_products_kernel(
         mask=(u < count)[:, None],
         other=0.0,
     )
-    t = gl.arange(0, OWN, layout=gl.SliceLayout(1, KEYS))
-    keys = gl.load(
-        tokens.C
-        + start.to(gl.int64) * tokens.C_stride
-        + group * D_STATE
-        + t[:, None] * tokens.C_stride
-        + gl.arange(0, D_STATE, layout=gl.SliceLayout(0, KEYS))[None, :],
-        mask=(t < count)[:, None],
-        other=0.0,
-    )  # [tokens, d_state]
     sums = gl.zeros([WIDTH, OWN], gl.float32, layout=SUMS)
-    sums = _multiply_left(state, as_right(keys, RIGHT), sums, LEFT)
+    for index in gl.static_range(SLICES):
+        if index + 1 < SLICES:
+            following = _load_slice(states, queries, tokens.C_stride, count, index + 1, D_STATE, HEAD_DIM, OWN, WIDTH)
+        sums = _multiply_left(state, as_right(keys, RIGHT), sums, LEFT)
+        if index + 1 < SLICES:
+            state, keys = following
 
     await_launcher(OVERLAPS)
     line = row.to(gl.int64) * max_tokens * HEADS + head

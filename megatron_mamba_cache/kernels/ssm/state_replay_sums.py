@@ -2,7 +2,8 @@
 
 A warp owns `width` columns of a head's state, in registers. A lane holds runs of d_state in a few columns, so that a
 product with C adds up within lanes, and only one sum a column and token crosses them. Checkpoints have the bits of
-`replay_fold`. The state's loads and the fold begin while `replay_coefficients` runs.
+`replay_fold_products` where tokens are bf16, and else those of `replay_fold`. The fold and the state's loads begin
+while `replay_coefficients` runs.
 """
 
 from torch import Tensor
@@ -12,6 +13,7 @@ from triton.experimental.gluon import language as gl
 from ..overlap import overlapping
 from ..prefill_rows import PAD_SLOT
 from .replay_coefficients import ReplayCoefficients
+from .replay_fold_products import fold_tile
 from .replay_rows import ReplayRing, ReplayRows
 from .replay_tiling import ReplayTiling
 from .replay_views import kernel_ring, kernel_rows, kernel_tokens
@@ -105,6 +107,7 @@ def _state_sums_kernel(
 ):
     """Long because state and inputs stay in registers."""
     release(OVERLAPS)
+    BY_PRODUCTS: gl.constexpr = ring.x.dtype.element_ty == gl.bfloat16
     PARTS: gl.constexpr = HEAD_DIM // WIDTH
     DEPTH: gl.constexpr = D_STATE // LANES
     PLACES: gl.constexpr = (RING + LANES - 1) // LANES
@@ -135,14 +138,34 @@ def _state_sums_kernel(
     depth = gl.arange(0, DEPTH, layout=gl.SliceLayout(0, gl.SliceLayout(2, STATE)))
     n = lane[:, None] * DEPTH + depth[None, :]  # [lanes, depth]
     p = head * HEAD_DIM + part * WIDTH + gl.arange(0, WIDTH, layout=COLUMNS)
-    column = part * WIDTH + gl.arange(0, WIDTH, layout=COLUMNS)[None, :][:, None, :]
-    states = pool + slot * slot_stride + head * (D_STATE * HEAD_DIM) + n[:, :, None] * HEAD_DIM + column
+    tile = pool + slot * slot_stride + head * (D_STATE * HEAD_DIM) + part * WIDTH
+    xs = ring.x + number * ring.x_ring + head * HEAD_DIM + part * WIDTH
+    b = ring.B + number * ring.B_ring + group * D_STATE
+    steps = ring.steps + number * ring.steps_ring + head
+    if BY_PRODUCTS:  # noqa: SIM102 (known when it is compiled)
+        if first > folded:
+            fold_tile(
+                tile,
+                tile,
+                xs,
+                b,
+                steps,
+                ring,
+                folded,
+                first,
+                HEADS,
+                D_STATE,
+                HEAD_DIM,
+                CAPACITY,
+                RING,
+                WIDTH,
+            )
+    states = tile + n[:, :, None] * HEAD_DIM + gl.arange(0, WIDTH, layout=COLUMNS)[None, :][:, None, :]
     state = gl.load(states).to(gl.float32)  # [lanes, depth, width]
 
     lane = gl.arange(0, LANES, layout=gl.SliceLayout(1, gl.SliceLayout(2, KEPT)))
     w = lane[:, None] * PLACES + gl.arange(0, PLACES, layout=gl.SliceLayout(0, gl.SliceLayout(2, KEPT)))[None, :]
     column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, gl.SliceLayout(1, KEPT)))[None, :][:, None, :]
-    xs = ring.x + number * ring.x_ring + head * HEAD_DIM + part * WIDTH
     places = (first + w) % CAPACITY
     ring_x = gl.load(
         xs + places[:, :, None] * ring.x_place + column, mask=(w < computed - first)[:, :, None], other=0.0
@@ -153,12 +176,11 @@ def _state_sums_kernel(
     new = tokens.x + start.to(gl.int64) * tokens.x_stride + head * HEAD_DIM + part * WIDTH
     own_x = gl.load(new + u[:, :, None] * tokens.x_stride + column, mask=(u < count)[:, :, None], other=0.0)
 
-    if first > folded:
-        b = ring.B + number * ring.B_ring + group * D_STATE + n
-        steps = ring.steps + number * ring.steps_ring + head
-        x = xs + gl.arange(0, WIDTH, layout=COLUMNS)
-        state = _fold_entries(state, pool, x, b, steps, ring, folded, first, HEADS, CAPACITY, RING)
-        gl.store(states, state.to(pool.dtype.element_ty))
+    if not BY_PRODUCTS:  # noqa: SIM102
+        if first > folded:
+            x = xs + gl.arange(0, WIDTH, layout=COLUMNS)
+            state = _fold_entries(state, pool, x, b + n, steps, ring, folded, first, HEADS, CAPACITY, RING)
+            gl.store(states, state.to(pool.dtype.element_ty))
 
     ring_x = ring_x.to(gl.float32)
     own_x = own_x.to(gl.float32)

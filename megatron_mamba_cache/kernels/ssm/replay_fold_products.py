@@ -1,0 +1,209 @@
+"""Ring entries of bf16 brought into a state by products on tensor cores; every kernel that does gives the same bits.
+
+With m the ring's period that holds the entries, and L_j the sum of dt * A of those after entry j,
+
+    S = exp(L_m) S + sum over j of B_j (exp(L_j) dt_j x_j)
+
+one sum for a whole period, where token by token each entry would take two operations for each element of the state.
+The factors of x are split into three bf16 numbers that add up to them, so that every product is exact. A state's tile
+goes from memory to memory in slices of d_state, because a tile, its sums and their operands do not fit in registers.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+
+from .product_layouts import as_left, as_right_rows, from_sums, left_layout
+
+
+@gluon.constexpr_function
+def _eighths(d_state: int, bits: int) -> int:
+    """Return how many elements, of so many bits, of each eighth of d_state fit in registers: a slice's."""
+    return min(64 // bits, d_state // 8)
+
+
+@gluon.constexpr_function
+def _places(ring_len: int) -> int:
+    """Return the depth of the product."""
+    return max(16, ring_len)
+
+
+@gluon.jit
+def split_into_bf16(values):
+    """Return three bf16 tensors that add up to float32 `values`, smallest first."""
+    high = values.to(gl.bfloat16)
+    rest = values - high.to(gl.float32)
+    middle = rest.to(gl.bfloat16)
+    return (rest - middle.to(gl.float32)).to(gl.bfloat16), middle, high
+
+
+@gluon.jit
+def _factors(
+    steps, ring, begin, position, until, HEADS: gl.constexpr, CAPACITY: gl.constexpr, LAYOUT: gl.constexpr, PLACES
+):
+    """Return the factor of the state, and those of x at PLACES positions from `begin` on, float32."""
+    j = gl.arange(0, PLACES, layout=LAYOUT)
+    at = begin + j
+    dt = gl.load(steps + at % CAPACITY * ring.steps_place, mask=(at >= position) & (at < until), other=0.0)  # [PLACES]
+    later = gl.zeros([PLACES], gl.float64, layout=LAYOUT)
+    total = gl.full([], 0.0, gl.float64)
+    # One by one: any kernel's layout gives the same sums.
+    for i in gl.static_range(PLACES):
+        entry = begin + i
+        decay = gl.load(
+            steps + entry % CAPACITY * ring.steps_place + HEADS, mask=(entry >= position) & (entry < until), other=0.0
+        ).to(gl.float64)
+        later = gl.where(j < i, later + decay, later)
+        total += decay
+    return gl.exp(total.to(gl.float32)), dt * gl.exp(later.to(gl.float32))
+
+
+@gluon.jit
+def _load_slice(
+    source,
+    b,
+    ring,
+    begin,
+    position,
+    until,
+    SLICE: gl.constexpr,
+    EIGHTHS: gl.constexpr,
+    D_STATE: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    CAPACITY: gl.constexpr,
+    PLACES: gl.constexpr,
+    WIDTH: gl.constexpr,
+):
+    """Return a slice of the state, [elements, width], and of the entries' B, [PLACES, elements]."""
+    TILE: gl.constexpr = left_layout(8 * EIGHTHS, WIDTH)
+    KEYS: gl.constexpr = left_layout(PLACES, 8 * EIGHTHS)
+    at = begin + gl.arange(0, PLACES, layout=gl.SliceLayout(1, KEYS))
+    keys = gl.load(
+        b
+        + (at % CAPACITY)[:, None] * ring.B_place
+        + _elements(SLICE, EIGHTHS, D_STATE, gl.SliceLayout(0, KEYS))[None, :],
+        mask=((at >= position) & (at < until))[:, None],
+        other=0.0,
+    )
+    return gl.load(source + _tile_offsets(SLICE, EIGHTHS, D_STATE, HEAD_DIM, WIDTH, TILE)), keys
+
+
+@gluon.jit
+def _elements(SLICE: gl.constexpr, EIGHTHS: gl.constexpr, D_STATE: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return which elements of d_state a slice has: as many of each eighth, which are a lane's of B."""
+    r = gl.arange(0, 8 * EIGHTHS, layout=LAYOUT)
+    return r // EIGHTHS * (D_STATE // 8) + SLICE * EIGHTHS + r % EIGHTHS
+
+
+@gluon.jit
+def _tile_offsets(
+    SLICE: gl.constexpr,
+    EIGHTHS: gl.constexpr,
+    D_STATE: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    WIDTH: gl.constexpr,
+    TILE: gl.constexpr,
+):
+    """Return where a slice of a state's tile lies, [elements, width]."""
+    n = _elements(SLICE, EIGHTHS, D_STATE, gl.SliceLayout(1, TILE))
+    return n[:, None] * HEAD_DIM + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, TILE))[None, :]
+
+
+@gluon.jit
+def _fold_period(
+    source,
+    target,
+    x,
+    b,
+    steps,
+    ring,
+    begin,
+    position,
+    until,
+    HEADS: gl.constexpr,
+    D_STATE: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    CAPACITY: gl.constexpr,
+    RING: gl.constexpr,
+    WIDTH: gl.constexpr,
+):
+    """Fold the entries from `position` to `until`, all of the period that starts at `begin`.
+
+    Long because the operands stay in registers.
+    """
+    PLACES: gl.constexpr = _places(RING)
+    EIGHTHS: gl.constexpr = _eighths(D_STATE, target.dtype.element_ty.primitive_bitwidth)
+    SLICES: gl.constexpr = D_STATE // (8 * EIGHTHS)
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])  # [width, elements]
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, 2)
+    ENTRIES: gl.constexpr = left_layout(PLACES, WIDTH)
+    TILE: gl.constexpr = left_layout(8 * EIGHTHS, WIDTH)
+    state, keys = _load_slice(
+        source, b, ring, begin, position, until, 0, EIGHTHS, D_STATE, HEAD_DIM, CAPACITY, PLACES, WIDTH
+    )
+    at = begin + gl.arange(0, PLACES, layout=gl.SliceLayout(1, ENTRIES))
+    values = gl.load(
+        x + (at % CAPACITY)[:, None] * ring.x_place + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, ENTRIES))[None, :],
+        mask=((at >= position) & (at < until))[:, None],
+        other=0.0,
+    )
+    of_state, of_values = _factors(
+        steps, ring, begin, position, until, HEADS, CAPACITY, gl.SliceLayout(1, ENTRIES), PLACES
+    )
+    low, middle, high = split_into_bf16(of_values[:, None] * values.to(gl.float32))
+    low, middle, high = as_left(low, LEFT), as_left(middle, LEFT), as_left(high, LEFT)
+    for number in gl.static_range(SLICES):
+        # Read ahead of the write, which a later read may not overtake.
+        if number + 1 < SLICES:
+            following = _load_slice(
+                source, b, ring, begin, position, until, number + 1, EIGHTHS, D_STATE, HEAD_DIM, CAPACITY, PLACES, WIDTH
+            )
+        right = as_right_rows(keys, RIGHT)
+        sums = gl.zeros([WIDTH, 8 * EIGHTHS], gl.float32, layout=SUMS)
+        sums = mma_v2(low, right, sums)
+        sums = mma_v2(middle, right, sums)
+        sums = mma_v2(high, right, sums)
+        folded = gl.fma(of_state, state.to(gl.float32), from_sums(sums, TILE))
+        gl.store(
+            target + _tile_offsets(number, EIGHTHS, D_STATE, HEAD_DIM, WIDTH, TILE), folded.to(target.dtype.element_ty)
+        )
+        if number + 1 < SLICES:
+            state, keys = following
+
+
+@gluon.jit
+def fold_tile(
+    source,
+    target,
+    x,
+    b,
+    steps,
+    ring,
+    position,
+    end,
+    HEADS: gl.constexpr,
+    D_STATE: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    CAPACITY: gl.constexpr,
+    RING: gl.constexpr,
+    WIDTH: gl.constexpr,
+):
+    """Write the state at `source` after the ring's entries from `position` to `end` to `target`: `width` columns.
+
+    Both are where the tile begins, and may be the same. The state is rounded to their dtype at every multiple of RING
+    on the way, and at the end; without entries it is copied. Every lane may read the tile afterwards. One warp.
+
+    Args:
+        x, b, steps: Where the head's inputs at place 0 of the ring are; x the tile's.
+    """
+    begin = position // RING * RING
+    for _ in range(gl.maximum((end + RING - 1) // RING - position // RING, 1)):
+        until = gl.minimum(begin + RING, end)
+        _fold_period(
+            source, target, x, b, steps, ring, begin, position, until, HEADS, D_STATE, HEAD_DIM, CAPACITY, RING, WIDTH
+        )
+        source = target
+        begin += RING
+        position = until
+    gl.inline_asm_elementwise("bar.warp.sync 0xffffffff; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
