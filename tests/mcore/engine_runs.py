@@ -259,6 +259,11 @@ class EngineRun:
             tally.add(OracleTally(len(generated), int((behind > 0).sum())))
         return tally
 
+    def end_copies(self) -> None:
+        """Wait for the copies between tiers, if there are tiers."""
+        if isinstance(self.context.cache.tiers, HostTier):
+            self.context.cache.tiers.drain()
+
     def assert_exact(self) -> None:
         """Assert that all tokens are the oracle's and that nothing is held."""
         self.assert_matches_oracle().assert_few_stops()
@@ -267,8 +272,7 @@ class EngineRun:
     def assert_nothing_held(self) -> None:
         """Assert that an engine without requests holds no live or reserved slot, no pin and no block reference."""
         assert not self.engine.requests and not self.engine.waiting_request_ids and not self.context.rows
-        if isinstance(self.context.cache.tiers, HostTier):
-            self.context.cache.tiers.drain()
+        self.end_copies()
         self.context.check_integrity()
         snapshot = self.context.snapshot()
         pool, slots = self.context.cache.kv, self.context.cache.slots

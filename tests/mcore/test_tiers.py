@@ -59,12 +59,13 @@ class Conversations:
         self._num_requests = 0
 
     def turn(self, run: EngineRun, **settings: Any) -> list[int]:
-        """Run the next turn of each text; return the tokens that each skipped."""
+        """Run the next turn of each text, with time for its copies; return the tokens that each skipped."""
         skipped = []
         for number, text in enumerate(self.texts):
             request_id = self._num_requests
             self._num_requests += 1
             run.run(request_id, text, 10, **settings)
+            run.end_copies()
             skipped.append(run.engine.cached_tokens(request_id))
             self.texts[number] = [*text, *run.tokens(request_id), *some_tokens(5, seed=request_id)]
         return skipped
