@@ -14,8 +14,8 @@ Rows beside it: the mean step of rows that decode while a session comes back for
 as many steps afterwards.
 
 What the tier costs otherwise, by two engines in turns, with the tier and without: tokens a second of batches of prompts
-that share nothing; and the steps of rows that decode, from the one in which a new session ends beside them on, over a
-period of the rings: the session is written to the host meanwhile.
+that share nothing; and the steps of rows that decode after the one in which a new session has ended beside them, as
+long as the session is written to the host.
 """
 
 import argparse
@@ -33,7 +33,7 @@ import torch
 from loads.serving_engine import MODES, ServedShape, add_shape_arguments, model_of, send, serving_engine, shape_of
 from measuring.gpu_time import gpu_seconds
 from measuring.machine import describe_machine
-from step_cost import PERIOD, timed_step
+from step_cost import timed_step
 from turn_latency import first_token, rotated, some_tokens
 
 from megatron_mamba_cache.command_line.quiet import quiet_libraries
@@ -179,9 +179,14 @@ def timed_while(engine: Any, is_under_way: Callable[[], bool]) -> list[float]:
     return steps[:-1] or steps
 
 
+def are_under_way(engine: Any) -> bool:
+    """Return whether copies between tiers are."""
+    return any(engine.context.memory.below.usage().get("tier_copies", {}).values())
+
+
 def settle(engine: Any) -> None:
     """Step until no copy is under way, and a few times more."""
-    while any(engine.context.memory.below.usage().get("tier_copies", {}).values()):
+    while are_under_way(engine):
         engine.step_modern()
     for _ in range(NUM_WARMING):
         engine.step_modern()
@@ -234,20 +239,22 @@ def beside_writes(
     rows = drawn.getrandbits(32)
     for engine in engines.values():
         rows_that_decode(engine, shape, scale, random.Random(rows), shape.max_length - shape.block_size)
-    steps: dict[str, list[float]] = {name: [] for name in engines}
+    found = Beside()
     for number in range(-1, rounds):
         prompt, request_id = some_tokens(drawn, shape, scale.length), 3 * 10**6 + number
-        for name in rotated(list(engines), number):
-            engine = engines[name]
+        steps: dict[str, list[float]] = {}
+        for name, engine in engines.items():
             send(engine, request_id, prompt, 2)
-            last = 0.0
             while request_id in engine.requests:
-                last = timed_step(engine)
-            found = [last, *(timed_step(engine) for _ in range(PERIOD - 1))]
+                engine.step_modern()
+            steps[name] = [timed_step(engine)]
+            while are_under_way(engine) if name == "with" else len(steps[name]) < len(steps["with"]):
+                steps[name].append(timed_step(engine))
             settle(engine)
-            if number >= 0:
-                steps[name] += found
-    return Beside(steps["with"], steps["without"])
+        if number >= 0:
+            found.under_way += steps["with"]
+            found.undisturbed += steps["without"]
+    return found
 
 
 def measured(model: Any, shape: ServedShape, scale: Scale, rounds: int) -> tuple[Returns, Beside]:

@@ -21,6 +21,7 @@ from .replay_tiling import ReplayTiling
 from .replay_views import kernel_ring, kernel_rows, kernel_tokens
 from .ssm_inputs import SSMTokens
 from .state_replay_sums import await_launcher, release
+from .state_slices import load_slice, multiply_slices, slice_len
 
 _PAD = gl.constexpr(PAD_SLOT)
 
@@ -33,60 +34,6 @@ def _multiply_right(left, right, sums, LEFT: gl.constexpr, RIGHT: gl.constexpr):
     sums = mma_v2(left, as_right(low, RIGHT), sums)
     sums = mma_v2(left, as_right(middle, RIGHT), sums)
     return mma_v2(left, as_right(high, RIGHT), sums)
-
-
-@gluon.jit
-def _multiply_left(left, right, sums, LEFT: gl.constexpr):
-    """Add the product of a tile and a right operand of bf16 to `sums`."""
-    if left.dtype == gl.bfloat16:
-        sums = mma_v2(as_left(left, LEFT), right, sums)
-    else:
-        low, middle, high = split_into_bf16(left)
-        sums = mma_v2(as_left(low, LEFT), right, sums)
-        sums = mma_v2(as_left(middle, LEFT), right, sums)
-        sums = mma_v2(as_left(high, LEFT), right, sums)
-    return sums
-
-
-@gluon.constexpr_function
-def _slice_len(d_state: int) -> int:
-    """Return how much of d_state a warp multiplies while it loads as much again."""
-    return min(d_state, 32)
-
-
-@gluon.jit
-def _load_slice(
-    states,
-    queries,
-    C_stride,
-    count,
-    INDEX: gl.constexpr,
-    D_STATE: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    OWN: gl.constexpr,
-    WIDTH: gl.constexpr,
-):
-    """Return a slice of d_state: of the state, [slice, width], and of the tokens' C, [tokens, slice]."""
-    SLICE: gl.constexpr = _slice_len(D_STATE)
-    STATE: gl.constexpr = left_layout(SLICE, WIDTH)
-    KEYS: gl.constexpr = right_layout(OWN, SLICE)
-    t = gl.arange(0, OWN, layout=gl.SliceLayout(1, KEYS))
-    keys = gl.load(
-        queries + t[:, None] * C_stride + _elements(INDEX, D_STATE, gl.SliceLayout(0, KEYS))[None, :],
-        mask=(t < count)[:, None],
-        other=0.0,
-    )
-    n = _elements(INDEX, D_STATE, gl.SliceLayout(1, STATE))
-    p = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, STATE))
-    return gl.load(states + n[:, None] * HEAD_DIM + p[None, :]), keys
-
-
-@gluon.jit
-def _elements(INDEX: gl.constexpr, D_STATE: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return which elements of d_state a slice has: as many of each quarter, which are a lane's."""
-    QUARTER: gl.constexpr = _slice_len(D_STATE) // 4
-    r = gl.arange(0, 4 * QUARTER, layout=LAYOUT)
-    return r // QUARTER * (D_STATE // 4) + INDEX * QUARTER + r % QUARTER
 
 
 @gluon.jit(do_not_specialize=["max_tokens"])
@@ -121,7 +68,7 @@ def _state_products_kernel(
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, 2)
     PARTS: gl.constexpr = HEAD_DIM // WIDTH
     CHUNKS: gl.constexpr = (HEADS * HEAD_DIM + AT_ONCE - 1) // AT_ONCE
-    SLICES: gl.constexpr = D_STATE // _slice_len(D_STATE)
+    SLICES: gl.constexpr = D_STATE // slice_len(D_STATE)
     KEPT: gl.constexpr = left_layout(PLACES, WIDTH)
     KEPT_FACTORS: gl.constexpr = right_layout(OWN, PLACES)
     NEW: gl.constexpr = left_layout(TOKENS, WIDTH)
@@ -163,7 +110,7 @@ def _state_products_kernel(
             WIDTH,
         )
     queries = tokens.C + start.to(gl.int64) * tokens.C_stride + group * D_STATE
-    state, keys = _load_slice(states, queries, tokens.C_stride, count, 0, D_STATE, HEAD_DIM, OWN, WIDTH)
+    state, keys = load_slice(states, queries, tokens.C_stride, count, 0, D_STATE, HEAD_DIM, OWN, WIDTH)
 
     w = gl.arange(0, PLACES, layout=gl.SliceLayout(1, KEPT))
     kept_x = gl.load(
@@ -181,13 +128,25 @@ def _state_products_kernel(
         other=0.0,
     )
     sums = gl.zeros([WIDTH, OWN], gl.float32, layout=SUMS)
-    for index in gl.static_range(SLICES):
-        if index + 1 < SLICES:
-            following = _load_slice(states, queries, tokens.C_stride, count, index + 1, D_STATE, HEAD_DIM, OWN, WIDTH)
-        sums = _multiply_left(state, as_right(keys, RIGHT), sums, LEFT)
-        if index + 1 < SLICES:
-            state, keys = following
+    state, keys, sums = multiply_slices(
+        state,
+        keys,
+        sums,
+        states,
+        queries,
+        tokens.C_stride,
+        count,
+        0,
+        SLICES // 2,
+        D_STATE,
+        HEAD_DIM,
+        OWN,
+        WIDTH,
+        LEFT,
+        RIGHT,
+    )
 
+    # The factors come while the other slices do.
     await_launcher(OVERLAPS)
     line = row.to(gl.int64) * max_tokens * HEADS + head
     t = gl.arange(0, OWN, layout=gl.SliceLayout(0, SUMS))
@@ -209,6 +168,23 @@ def _state_products_kernel(
     )
     t = gl.arange(0, OWN, layout=gl.SliceLayout(0, SUMS))
     is_odd = gl.load(odd + (row * max_tokens + t) * CHUNKS + channel // AT_ONCE, mask=t < count, other=0)
+    state, keys, sums = multiply_slices(
+        state,
+        keys,
+        sums,
+        states,
+        queries,
+        tokens.C_stride,
+        count,
+        SLICES // 2,
+        SLICES,
+        D_STATE,
+        HEAD_DIM,
+        OWN,
+        WIDTH,
+        LEFT,
+        RIGHT,
+    )
     sums *= of_checkpoint[None, :]
     sums = _multiply_right(kept_x, of_kept, sums, LEFT, RIGHT)
     if gl.max(is_odd, axis=0) == 0:
