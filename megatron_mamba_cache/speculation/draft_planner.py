@@ -46,6 +46,7 @@ class DraftPlanner:
         self._drafter = drafter
         self._max_drafts = max_drafts
         self._vocab_size = vocab_size
+        self._reads_hidden_states = isinstance(drafter, ReadsHiddenStates)  # a protocol is slow to ask in every step
         self._lengths: dict[int, DraftLength] = {}
         self._hidden_states: dict[int, Tensor] = {}
 
@@ -57,7 +58,7 @@ class DraftPlanner:
     @property
     def reads_hidden_states(self) -> bool:
         """True when `note_hidden_state` must be called."""
-        return isinstance(self._drafter, ReadsHiddenStates)
+        return self._reads_hidden_states
 
     def warmup(self) -> None:
         """Compile what the drafter launches, before the first request."""

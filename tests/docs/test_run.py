@@ -71,6 +71,7 @@ def test_python_blocks_print_what_the_pages_say(runner: BlockRunner) -> None:
     runner.run(blocks)
 
 
+@pytest.mark.long
 def test_blocks_that_ask_a_server_print_what_the_pages_say(
     runner: BlockRunner, one_world_at_a_time: Callable[[], AbstractContextManager[None]]
 ) -> None:
