@@ -264,7 +264,8 @@ class CacheConfig:
 
     def _check_tiers(self) -> None:
         directory = self.disk_cache_dir
-        _require(directory is None or is_encodable(directory), "disk_cache_dir", directory, "a path")
+        is_path = directory is None or (directory != "" and is_encodable(directory))
+        _require(is_path, "disk_cache_dir", directory, "a path")
         for name, above in (("disk_cache_gb", "disk_cache_dir"), ("disk_cache_dir", "host_cache_gb")):
             if getattr(self, name) is not None and getattr(self, above) is None:
                 raise ValueError(

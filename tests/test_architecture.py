@@ -52,8 +52,9 @@ ATTRIBUTE_DICTS = {
     "command_line.arguments": {"vars(arguments)"},
     "models.checkpoints.common_state": {"vars(found)", "self.__dict__"},
     "public_names": {"vars(sys.modules[package])"},
+    "state.model_facts": {"vars(owner)"},
 }
-"""The only uses of objects' attributes as dicts: a namespace, an object of an unknown class, a module."""
+"""The only uses of objects' attributes as dicts: a namespace, objects of unknown classes, a module."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

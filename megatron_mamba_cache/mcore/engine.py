@@ -139,6 +139,20 @@ class MambaCacheEngine(SuspendableEngine):
         return super().has_unfinished_requests() or bool(self.failed_request_ids or self._unreported)
 
     @property
+    def has_idle_copies(self) -> bool:
+        """Whether copies between tiers are under way, which nobody lands while no request runs or waits."""
+        is_idle = not (self.context.rows or self.waiting_request_ids)
+        return is_idle and self.context.is_tensor_state_allocated and self.context.memory.below.has_copies
+
+    def land_idle_copies(self) -> None:
+        """End the copies between tiers that have ended; call it now and then while `has_idle_copies`.
+
+        What has come to the host then goes on to the disk. All ranks of the model call it at the same point.
+        """
+        if self.has_idle_copies and self.context.memory.below.land(wait=False):
+            self.context.runner.note_change()
+
+    @property
     def owes_step(self) -> bool:
         """True when ranks that share experts may have launched the next step: step before waiting for one of them.
 

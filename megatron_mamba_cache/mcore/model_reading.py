@@ -8,6 +8,7 @@ from typing import Any
 from megatron.core.ssm.mamba_hybrid_layer_allocation import Symbols
 
 from ..ranks.group import OneRank, Ranks, on_all_ranks
+from ..state.model_facts import facts_of
 from ..state.model_shape import HybridModelShape
 from .expert_layer import waits_for_experts
 from .mamba_mixer import CachingMambaMixer
@@ -114,6 +115,4 @@ def _agreed_fingerprint(parts: Sequence[_Part]) -> str:
 
 def _fingerprint(model: Any) -> str:
     described = sorted((name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters())
-    config = model.config
-    facts = (described, model.position_embedding_type, config.layernorm_epsilon, config.rotary_interleaved)
-    return hashlib.sha256(repr(facts).encode()).hexdigest()
+    return hashlib.sha256(repr((described, facts_of(model))).encode()).hexdigest()

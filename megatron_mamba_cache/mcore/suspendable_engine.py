@@ -18,6 +18,7 @@ from .engine_loop import EngineLoop
 from .request_states import RequestStates, begin_next_part
 
 _LOG = logging.getLogger(__name__)
+_LANDING_INTERVAL_S = 0.02
 
 
 class SuspendableEngine(DynamicInferenceEngine):
@@ -156,8 +157,17 @@ class SuspendableEngine(DynamicInferenceEngine):
         self.use_coordinator = False
         with contextlib.suppress(asyncio.CancelledError), self._runs_in.entered(self._loop):
             while True:
-                await self._runs_in.wait_until(lambda: not self.is_suspended and self.has_unfinished_requests())
-                await self.async_step()
+                await self._runs_in.wait_until(lambda: not self.is_suspended and self._has_work())
+                if self.has_unfinished_requests():
+                    await self.async_step()
+                else:
+                    self.land_idle_copies()
+                    await asyncio.sleep(_LANDING_INTERVAL_S)
+
+    def _has_work(self) -> bool:
+        """Return whether there is a step to run, or a copy to land; ranks that share a model step at the same point."""
+        is_one_rank = self.context.ranks.num_ranks == 1
+        return self.has_unfinished_requests() or (is_one_rank and self.has_idle_copies)
 
     def _recapture_if_moved(self) -> None:
         """Capture again if on any rank weights have moved from where the graphs read them."""

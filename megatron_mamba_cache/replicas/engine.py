@@ -204,6 +204,7 @@ class ReplicaEngine(MambaCacheEngine):
         num_messages: int = super().schedule_requests()
         if not self.is_mp_coordinator:
             self._link.drain()
+        self.land_idle_copies()  # every rank is here at the same point
         if self.is_suspended and not self.suspend_signal:
             self.resume()  # before the loop looks for work: a suspended engine cannot run any
         self._reports.send()

@@ -1,6 +1,7 @@
 """The engine in this process, stepping in its own thread; commands run between its steps."""
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import queue
@@ -26,6 +27,7 @@ from .request_faults import RequestRules
 logger = logging.getLogger(__name__)
 
 _STATE_INTERVAL_S = 0.1
+_LANDING_INTERVAL_S = 0.02
 _Answer = TypeVar("_Answer")
 
 
@@ -145,9 +147,18 @@ class EngineThread:
         """Run the queued commands; without requests, wait for one."""
         if not self._engine.has_unfinished_requests():
             self._look(is_final=True)
-            self._commands.get()()
+            self._next_command()()
         while not self._commands.empty():
             self._commands.get()()
+
+    def _next_command(self) -> Callable[[], None]:
+        """Wait for a command; meanwhile what requests have left goes on to the host and the disk."""
+        while self._engine.has_idle_copies:
+            with contextlib.suppress(queue.Empty):
+                return self._commands.get(timeout=_LANDING_INTERVAL_S)
+            self._engine.land_idle_copies()
+            self._look(is_final=True)
+        return self._commands.get()
 
     def _step(self) -> None:
         try:

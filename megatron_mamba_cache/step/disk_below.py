@@ -80,7 +80,7 @@ class DiskBelow:
             self._directory = on_all_ranks(self._ranks, lambda: CacheDirectory(base, form, part))
             self._directory.remove_unused(self._limit)
         directory = self._directory
-        known = on_all_ranks(self._ranks, directory.next_generation) if is_flush else directory.generation
+        known = on_all_ranks(self._ranks, directory.next_generation if is_flush else directory.known_generation)
         generation: int = max(least, *self._ranks.gather(known))
         self._stop_watching()
         found = self._ranks.gather(on_all_ranks(self._ranks, lambda: directory.open(generation)))

@@ -160,6 +160,11 @@ class AttachedTiers:
             disk_bytes = {"entries": self._disk.index.num_bytes, "free": self._disk.index.num_free_bytes}
         return {"host_bytes": _host_bytes(self._host), "disk_bytes": disk_bytes, "tier_copies": num_copies}
 
+    @property
+    def has_copies(self) -> bool:
+        """Whether copies between tiers are under way."""
+        return self._tier is not None and self._tier.has_copies
+
     def start(self) -> None:
         """Start the copies that were ordered since the last call."""
         if self._tier is not None:

@@ -46,7 +46,7 @@ class CacheDirectory:
                 directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = os.open(self._home / "lock", os.O_RDWR | os.O_CREAT, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_SH)
-            self.generation = self._known_generation()
+            self.generation = self.known_generation()
 
     @property
     def entries(self) -> Path:
@@ -73,7 +73,7 @@ class CacheDirectory:
     def next_generation(self) -> int:
         """Return a generation that nobody has used."""
         with _explained(self._base):
-            return max(self.generation, self._known_generation()) + 1
+            return max(self.generation, self.known_generation()) + 1
 
     def shared_entries(self) -> list[EntryName]:
         """Return what is there now, written by whichever server; oldest first."""
@@ -112,17 +112,18 @@ class CacheDirectory:
             os.close(self._lock)
             self._lock = -1
 
-    def _known_generation(self) -> int:
-        try:
-            return int((self._home / "generation").read_text(encoding="ascii"))
-        except (FileNotFoundError, ValueError):
-            return 0
+    def known_generation(self) -> int:
+        """Return the latest generation that any server has used; where its file is lost, the directories tell."""
+        used = [int(found.name) for found in self._home.iterdir() if found.name.isdigit()]
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            used.append(int((self._home / "generation").read_text(encoding="ascii")))
+        return max(used, default=0)
 
     def _set_generation(self, generation: int) -> None:
         """Write the generation durably, unless a later one is known by now."""
         file = self._home / "generation"
         with _locked(self._home / "generation.lock"):
-            if not file.exists() or self._known_generation() < generation:
+            if not file.exists() or self.known_generation() <= generation:
                 new = self._home / f"generation.{os.getpid()}"
                 with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="ascii") as text:
                     text.write(str(generation))

@@ -54,8 +54,8 @@ class PlaceBytes:
         yield from _merged(order.states, self.state)
 
 
-Work = Callable[[CopyOrder], None]
-"""Makes one copy, whole, or raises."""
+Work = Callable[[CopyOrder], float | None]
+"""Makes one copy, whole, or raises; returns how many seconds of it it has rested, None for none."""
 
 
 class CopyLanes:
@@ -121,8 +121,9 @@ class CopyLanes:
         while (order := queue.get()) is not None:
             try:
                 began = time.perf_counter()
-                work(order)
-                self._times.note_copy(order.lane, self._sizes.bytes_of(order), time.perf_counter() - began)
+                rested = work(order) or 0.0
+                seconds = time.perf_counter() - began - rested
+                self._times.note_copy(order.lane, self._sizes.bytes_of(order), seconds)
                 status = CopyStatus.DONE
             except Exception:
                 _LOG.warning("a copy %s has failed", order.lane.value, exc_info=True)
@@ -167,19 +168,20 @@ class DeviceCopies:
             event.record(torch.cuda.current_stream(self._device.device))
 
     @torch.inference_mode()  # in which the memory may have been made
-    def _copy(self, order: CopyOrder, source: Tensor, target: Tensor) -> None:
-        stream = self._streams.get(order.lane)
+    def _copy(self, order: CopyOrder, source: Tensor, target: Tensor) -> float:
+        stream, rested = self._streams.get(order.lane), 0.0
         if stream is None:
             deque(self._copy_parts(order, source, target), maxlen=0)
-            return
+            return rested
         with torch.cuda.device(self._device.device), torch.cuda.stream(stream):
             self._launched.pop(order.number).synchronize()
             parts = self._copy_parts(order, source, target)
             if order.lane is Lane.TO_HOST:
-                _rest_between(parts, stream)
+                rested = _rest_between(parts, stream)
             else:
                 _hand_over(parts)
             stream.synchronize()
+        return rested
 
     def _copy_parts(self, order: CopyOrder, source: Tensor, target: Tensor) -> Iterator[None]:
         """Copy part by part, and yield after each."""
@@ -200,13 +202,16 @@ def _hand_over(parts: Iterator[None]) -> None:
         handed[0].synchronize()  # of the part before; one that was never recorded has passed
 
 
-def _rest_between(parts: Iterator[None], stream: torch.cuda.Stream) -> None:
-    """Launch parts on the current stream one by one, each after as long a rest as the one before took."""
-    began = time.perf_counter()
+def _rest_between(parts: Iterator[None], stream: torch.cuda.Stream) -> float:
+    """Launch parts on the current stream one by one, each after as long a rest as the one before took; return rests."""
+    began, rested = time.perf_counter(), 0.0
     for _ in parts:
         stream.synchronize()
-        time.sleep(time.perf_counter() - began)
+        copied = time.perf_counter()
+        time.sleep(copied - began)
         began = time.perf_counter()
+        rested += began - copied
+    return rested
 
 
 def _merged(places: Places, num_bytes: int) -> Iterator[Piece]:

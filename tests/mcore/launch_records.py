@@ -25,6 +25,8 @@ from megatron_mamba_cache.kernels.norm import gated_norm
 from megatron_mamba_cache.kernels.slots import align_copy
 from megatron_mamba_cache.kernels.ssm import (
     boundary_folds,
+    boundary_folds_portable,
+    boundary_folds_products,
     boundary_plan,
     hopper_tiling,
     replay_coefficients,
@@ -44,7 +46,8 @@ from tests.kernels.kernel_stand_ins import AbsentHopper
 NUM_MULTIPROCESSORS = 132
 KERNELS = (
     (align_copy, "_align_copy_kernel"),
-    (boundary_folds, "_fold_boundaries_kernel"),
+    (boundary_folds_portable, "_fold_boundaries_kernel"),
+    (boundary_folds_products, "_fold_boundaries_kernel"),
     (boundary_plan, "_plan_kernel"),
     (causal_conv, "_causal_conv_kernel"),
     (conv_verify, "_conv_verify_kernel"),
@@ -123,6 +126,8 @@ def recorded_launches(*, on_hopper: bool) -> Iterator[LaunchRecord]:
         patch.setattr(ssd_scan, "launches_kernel", lambda tensor: True)
         patch.setattr(ssd_scan, "_fits_hopper", lambda *_: on_hopper)
         patch.setattr(state_replay, "launches_kernel", lambda tensor: True)
+        patch.setattr(boundary_folds, "launches_kernel", lambda tensor: True)
+        patch.setattr(boundary_folds_products, "num_multiprocessors", lambda device: NUM_MULTIPROCESSORS)
         patch.setattr(replay_tiling, "runs_gluon", lambda tensor: on_hopper)
         patch.setattr(routed_experts, "launches_kernel", lambda tensor: True)
         patch.setattr(grouped_product_hopper, "num_multiprocessors", lambda device: NUM_MULTIPROCESSORS)

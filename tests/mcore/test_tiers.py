@@ -19,7 +19,9 @@ import torch
 
 from megatron_mamba_cache import CacheConfig
 from megatron_mamba_cache.errors import CacheError
+from megatron_mamba_cache.mcore.mamba_mixer import CachingMambaMixer
 from megatron_mamba_cache.models.random_hybrid import random_hybrid_model
+from megatron_mamba_cache.policy.tiers import disk_moves
 from megatron_mamba_cache.policy.tiers.copies import Lane
 from megatron_mamba_cache.tiers import cache_directory, entry_files
 from tests.mcore.engine_runs import (
@@ -259,6 +261,58 @@ def test_other_weights_of_the_same_version_find_nothing(tmp_path: Path) -> None:
     other = random_hybrid_model(replace(subject.sizes, seed=subject.sizes.seed + 1))
     run = EngineRun.start(replace(subject, model=other), config)
     assert talks.turn(run) == [0] * NUM_TEXTS
+
+
+def test_other_settings_of_the_same_weights_find_nothing(tmp_path: Path) -> None:
+    subject = tiny_hybrid()
+    config = on_disk(small_device(subject), tmp_path)
+    run, talks = EngineRun.start(subject, config), Conversations()
+    talks.turn(run)
+    settle(run)
+    model = random_hybrid_model(subject.sizes)
+    for mixer in model.modules():
+        if isinstance(mixer, CachingMambaMixer):
+            mixer.time_step_limit = (0.5, float("inf"))
+    run = EngineRun.start(replace(subject, model=model), config)
+    assert talks.turn(run) == [0] * NUM_TEXTS
+
+
+def test_one_bad_file_costs_no_text_that_only_shares_what_is_before_it(tmp_path: Path) -> None:
+    config = on_disk(small_device(tiny_hybrid()), tmp_path)
+    run, talks = EngineRun.start(tiny_hybrid(), config), Conversations()
+    talks.turn(run)
+    settle(run)
+    before = set(tmp_path.rglob("*.boundary"))
+    talks.turn(run)
+    settle(run)
+    for path in set(tmp_path.rglob("*.boundary")) - before:
+        path.write_bytes(path.read_bytes()[:-9] + bytes(1) + path.read_bytes()[-8:])
+    run = EngineRun.start(tiny_hybrid(), config)
+    assert talks.turn(run) == [0] * NUM_TEXTS and before <= set(tmp_path.rglob("*.boundary"))
+    settle(run)
+    run.assert_exact()
+
+
+def test_a_burst_comes_to_the_disk_in_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_moves, "MOST_STORES", 1)
+    run = EngineRun.start(tiny_hybrid(), on_disk(small_device(tiny_hybrid()), tmp_path))
+    Conversations().turn(run)
+    settle(run)
+    counters = run.counters
+    assert counters.states_written_to_disk == counters.states_written_to_host > NUM_TEXTS / 2
+    assert len(list(tmp_path.rglob("*.boundary"))) == counters.states_written_to_disk
+
+
+def test_an_idle_engine_lands_what_its_requests_have_left(tmp_path: Path) -> None:
+    run = EngineRun.start(tiny_hybrid(), on_disk(small_device(tiny_hybrid()), tmp_path))
+    run.run(0, some_tokens(PROMPT_LEN, seed=0), 10)
+    assert run.engine.has_idle_copies
+    until = time.monotonic() + 20
+    while run.engine.has_idle_copies and time.monotonic() < until:
+        run.engine.land_idle_copies()
+        time.sleep(0.005)
+    assert run.counters.states_written_to_disk == run.counters.states_written_to_host > 0
+    run.assert_exact()
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,22 @@ def test_what_nobody_uses_leaves_when_there_is_no_room(tmp_path: Path) -> None:
     assert not old.entries.exists() and used.shared_entries() == [NAME]
 
 
+def test_a_generation_is_known_by_its_entries_where_its_file_is_lost(tmp_path: Path) -> None:
+    directory = opened(tmp_path)
+    directory.open(directory.next_generation())
+    written(directory.entries)
+    (directory.entries.parent.parent / "generation").write_text("")
+    later = CacheDirectory(tmp_path, FORM, "0-of-1")
+    assert later.generation == 1 and later.open(later.generation) == [NAME]
+    assert later.open(later.next_generation()) == [] and later.generation == 2
+
+
+def test_a_flush_between_making_and_opening_is_not_undone(tmp_path: Path) -> None:
+    late, other = CacheDirectory(tmp_path, FORM, "0-of-1"), opened(tmp_path)
+    other.open(other.next_generation())
+    assert late.generation == 0 and late.known_generation() == 1
+
+
 def test_a_torn_generation_file_counts_as_none(tmp_path: Path) -> None:
     directory = opened(tmp_path)
     (tmp_path / FORM.identity.hex() / "generation").write_text("")

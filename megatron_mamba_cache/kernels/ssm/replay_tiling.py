@@ -14,9 +14,7 @@ _LARGEST_TILE = 128 * 32
 """Elements of a state that one warp holds in registers."""
 _LARGEST_MULTIPLIED = 128
 """d_state of which a product's registers hold all."""
-_FEW_ROWS = 16
-"""Rows up to which the time of a program counts more than the rate of all."""
-_MOST_SUMMED, _MOST_SUMMED_OF_FEW_ROWS = 3, 4
+_MOST_SUMMED = 3
 """Tokens of a row up to which sums with float32 states are faster than products."""
 
 
@@ -41,10 +39,11 @@ class ReplayTiling:
 PORTABLE = ReplayTiling("portable", width=64, num_warps=4, max_registers=128)
 
 
-def choose_tiling(tokens: SSMTokens, ssm_pool: Tensor, num_rows: int, max_tokens: int) -> ReplayTiling:
-    """Return the fastest tiling for these shapes, this device and so many rows and tokens of each, as measured.
+def choose_tiling(tokens: SSMTokens, ssm_pool: Tensor, max_tokens: int) -> ReplayTiling:
+    """Return the fastest tiling for these shapes, this device and so many tokens a row, as measured.
 
-    Sums take time for every token. Products take the same for any few, but split float32 states for it.
+    Sums take time for every token. Products take the same for any few, but split float32 states for it. It does not
+    depend on the rows: a warmup shows each number of tokens once.
     """
     width = hopper_width(tokens.x.shape[2], tokens.B.shape[2])
     if not runs_gluon(ssm_pool) or width is None:
@@ -52,9 +51,8 @@ def choose_tiling(tokens: SSMTokens, ssm_pool: Tensor, num_rows: int, max_tokens
     fits_products = tokens.B.shape[2] <= _LARGEST_MULTIPLIED and all(
         tensor.dtype == torch.bfloat16 for tensor in (tokens.x, tokens.B, tokens.C)
     )
-    most_summed = _MOST_SUMMED_OF_FEW_ROWS if num_rows <= _FEW_ROWS else _MOST_SUMMED
     splits_states = ssm_pool.dtype != torch.bfloat16
-    if not fits_products or (splits_states and max_tokens <= most_summed):
+    if not fits_products or (splits_states and max_tokens <= _MOST_SUMMED):
         return ReplayTiling("sums", width, num_warps=1, max_registers=255)
     return ReplayTiling("products", width, num_warps=1, max_registers=128 if splits_states else 168)
 

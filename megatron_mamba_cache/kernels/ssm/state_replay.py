@@ -3,10 +3,10 @@
     y_t = factor_t (C_t S) + sum over the tokens j since the checkpoint S of factor_tj x_j
 
 `replay_coefficients` computes the factors and appends the tokens; `state_replay_sums`, `state_replay_products` or
-`state_replay_portable` does the rest. Where a row's kept tokens have passed a multiple of the
-ring's length, they are folded first: S = exp(dt * A) * S + B (dt * x), token by token as `state_verify` does, rounded
-to the pool's dtype at every multiple; so a checkpoint's bits depend on its tokens alone. Graph safe: no host sync, two
-launches, grids fixed by the shapes of the arguments.
+`state_replay_portable` does the rest. Where a row's kept tokens have passed a multiple of the ring's length, they are
+folded first: S = exp(dt * A) * S + B (dt * x), token by token as `state_verify` does or, on a Hopper GPU where x and B
+are bf16, a period at once; rounded to the pool's dtype at every multiple. So a checkpoint's bits depend on its tokens
+alone. Graph safe: no host sync, two launches, grids fixed by the shapes of the arguments.
 """
 
 from collections.abc import Callable
@@ -82,7 +82,7 @@ def state_replay(
         ring,
         rows,
         ring_len,
-        choose_tiling(tokens, ssm_pool, rows.slots.shape[0], rows.max_tokens),
+        choose_tiling(tokens, ssm_pool, rows.max_tokens),
         after_conv=after_conv,
     )
 

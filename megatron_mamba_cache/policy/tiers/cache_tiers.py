@@ -148,6 +148,11 @@ class HostTier:
         device.slots.save_with(self._writes)
 
     @property
+    def has_copies(self) -> bool:
+        """Whether copies are under way or ordered."""
+        return bool(len(self._ledger))
+
+    @property
     def num_disk_writes(self) -> int:
         """Boundaries on their way to the disk."""
         return sum(order.lane is Lane.TO_DISK and bool(order.states) for order in self._ledger.orders.values())

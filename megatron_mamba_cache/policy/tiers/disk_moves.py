@@ -1,9 +1,10 @@
 """What moves between the host and the disk: what has come to the host, and what a waiting prompt starts from."""
 
+from collections import deque
 from collections.abc import Sequence
 
 from ...errors import CacheCapacityError
-from ..identifiers import BlockId
+from ..identifiers import BlockId, BlockKey
 from .arrivals import Arrival, cancel, expect, publish
 from .copies import EntryName, Lane
 from .disk_index import DiskIndex
@@ -12,7 +13,8 @@ from .tier_pair import TierPair
 from .times import AgreedTimes
 
 MOST_STORES = 64
-"""The most boundaries on their way to the disk; more than that are not written."""
+"""The most boundaries on their way to the disk; more than that wait."""
+_MOST_WAITING = 4096
 
 
 class DiskMoves:
@@ -27,6 +29,7 @@ class DiskMoves:
         self._host = pair.host
         self._times = times
         self._stores: dict[int, tuple[EntryName, list[BlockId]]] = {}
+        self._waiting: deque[list[BlockKey]] = deque(maxlen=_MOST_WAITING)  # keys of boundaries that are to be written
         self._loads: dict[int, tuple[tuple[EntryName, ...], Arrival]] = {}
         self._of_request: dict[int, int] = {}  # the load that a waiting request waits for
         self._tried: set[int] = set()
@@ -54,8 +57,11 @@ class DiskMoves:
         """
         found = [self._host.kv.key_of(block) for block in held]
         keys = [key for key in found if key is not None]
-        if len(keys) < len(held) or keys[-1] in self.index or len(self._stores) >= MOST_STORES:
+        if len(keys) < len(held) or keys[-1] in self.index:
             self.index.use(self.index.chain(keys, 0))
+            return
+        if len(self._stores) >= MOST_STORES:
+            self._waiting.append(keys)
             return
         if any(name.key == keys[-1] for name, _ in self._stores.values()):
             return
@@ -128,6 +134,7 @@ class DiskMoves:
     def flushed(self) -> None:
         """Forget all entries: none can be found any more."""
         self.index.clear()
+        self._waiting.clear()
         self._tried.clear()
         self._of_request.clear()
         self._read.clear()
@@ -141,6 +148,11 @@ class DiskMoves:
             self._pair.counters.states_written_to_disk += 1
         else:
             self._pair.counters.disk_writes_failed += 1
+        while self._waiting and len(self._stores) < MOST_STORES:
+            keys = self._waiting.popleft()
+            held = self._host.kv.longest_match(keys)
+            if len(held) == len(keys) and self._host.slots.slot_of(held[-1]) is not None:
+                self.store(held)
 
     def _end_load(self, number: int, request_id: int, num_blocks: int, is_there: bool) -> None:
         names, arrival = self._loads.pop(number)
@@ -149,9 +161,9 @@ class DiskMoves:
             del self._of_request[request_id]
         if not is_there:
             cancel(arrival, self._host)
-            self._remove([name for name in names if name.key in self.index])
-            for name in names:
-                self.index.remove(name)
+            if names[-1].key in self.index:  # the others may be whole, and other texts build on them
+                self._remove(names[-1:])
+                self.index.remove(names[-1])
             self._pair.counters.disk_reads_failed += 1
             return
         held = publish(arrival, self._host, self._pair.block_size)
