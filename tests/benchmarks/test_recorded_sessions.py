@@ -52,7 +52,7 @@ def test_equal_content_has_equal_tokens_and_other_content_other_tokens(sessions:
     assert again == [main, agent, other]
 
 
-@pytest.mark.parametrize("script", ["serving.py", "turn_latency.py"])
+@pytest.mark.parametrize("script", ["serving.py", pytest.param("turn_latency.py", marks=pytest.mark.long)])
 def test_benchmarks_serve_a_recorded_load(script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     load, figures = two_sessions(tmp_path), tmp_path / "figures.json"
     lines = [json.loads(load.read_text().splitlines()[0])] * 2

@@ -23,6 +23,7 @@ def serving_engine(step_cost: ModuleType) -> ModuleType:
     return import_module("loads.serving_engine")
 
 
+@pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="takes captured steps without CUDA")
 def test_the_host_s_calls_grow_with_rows(serving_engine: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     host_work = import_module("host_work")

@@ -14,7 +14,7 @@ COMPILES = re.compile(r"WARNING: (\w+ compiles .*, which it does once on a machi
 
 @pytest.mark.parametrize(
     "flags",
-    [("--num-tokens-to-generate", 8), pytest.param((), marks=pytest.mark.slow)],
+    [pytest.param(("--num-tokens-to-generate", 8), marks=pytest.mark.long), pytest.param((), marks=pytest.mark.slow)],
     ids=["short replies", "as written"],
 )
 def test_the_example_skips_tokens_and_changes_no_output(flags: tuple[object, ...], tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Blocks of the documentation run as written and print what the pages say.
 
-Here those that take seconds: Python blocks, all in one process, and those that ask a server. `python -m
-tests.docs.run_blocks` runs every block, in the environment that its page asks for, and so does `--run-slow` here.
+Here, with `--run-long`, those that take seconds: Python blocks, all in one process, and those that ask a server.
+`python -m tests.docs.run_blocks` runs every block, in the environment that its page asks for, and so does `--run-slow`.
 """
 
 import os
@@ -65,6 +65,7 @@ def python_blocks(page: Path) -> list[Block]:
     return found
 
 
+@pytest.mark.long
 def test_python_blocks_print_what_the_pages_say(runner: BlockRunner) -> None:
     blocks = [block for page in pages() if not asks_a_server(page) for block in python_blocks(page)]
     assert sum(block.kind == "prints" for block in blocks) > 5
