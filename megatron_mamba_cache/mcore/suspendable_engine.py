@@ -162,7 +162,9 @@ class SuspendableEngine(DynamicInferenceEngine):
                     await self.async_step()
                 else:
                     self.land_idle_copies()
-                    await asyncio.sleep(_LANDING_INTERVAL_S)
+                    with contextlib.suppress(asyncio.TimeoutError):
+                        has_requests = self._runs_in.wait_until(self.has_unfinished_requests)
+                        await asyncio.wait_for(has_requests, _LANDING_INTERVAL_S)
 
     def _has_work(self) -> bool:
         """Return whether there is a step to run, or a copy to land; ranks that share a model step at the same point."""

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 _PACKAGE = __name__.partition(".")[0]
-_NO_FACTS = ("training", "max_sequence_length")
+_NO_FACTS = ("training", "max_sequence_length", "first_expert", "_copy", "exchange")
+_OF_RANKS = ("rank", "group", "local_expert")
 _Fact = tuple[str, str]
 
 
@@ -34,7 +35,7 @@ def facts_of(model: nn.Module) -> list[_Fact]:
 
 def _attributes_of(owner: Any) -> Iterator[_Fact]:
     for name, value in sorted(vars(owner).items()):
-        if value is None or "rank" in name or "group" in name or name in _NO_FACTS:
+        if value is None or name in _NO_FACTS or any(part in name for part in _OF_RANKS):
             continue
         if type(value).__module__.startswith(_PACKAGE) and not isinstance(value, nn.Module) and not _is_simple(value):
             yield from ((f"{name}.{inner}", text) for inner, text in _attributes_of(value))

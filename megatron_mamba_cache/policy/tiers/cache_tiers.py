@@ -181,8 +181,10 @@ class HostTier:
         return self._ledger.land(self._copies, self._agree)
 
     def close(self) -> None:
-        """Let go of everything on the device, whose memory is about to be freed."""
+        """Let go of everything on the device, whose memory is about to be freed; what waits for the disk is dropped."""
         self._restores.flushed()
+        if self._disk is not None:
+            self._disk.drop_waiting()
         self.drain()
 
     def drain(self) -> None:

@@ -131,6 +131,10 @@ class DiskMoves:
         """Return the numbers of the reads that requests wait for."""
         return list(self._of_request.values())
 
+    def drop_waiting(self) -> None:
+        """Write nothing more than what is under way."""
+        self._waiting.clear()
+
     def flushed(self) -> None:
         """Forget all entries: none can be found any more."""
         self.index.clear()
@@ -161,9 +165,10 @@ class DiskMoves:
             del self._of_request[request_id]
         if not is_there:
             cancel(arrival, self._host)
-            if names[-1].key in self.index:  # the others may be whole, and other texts build on them
-                self._remove(names[-1:])
-                self.index.remove(names[-1])
+            # All of it: entries behind one that is gone could never be read, and more would be written behind them.
+            self._remove([name for name in names if name.key in self.index])
+            for name in names:
+                self.index.remove(name)
             self._pair.counters.disk_reads_failed += 1
             return
         held = publish(arrival, self._host, self._pair.block_size)
