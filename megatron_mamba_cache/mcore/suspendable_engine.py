@@ -18,7 +18,8 @@ from .engine_loop import EngineLoop
 from .request_states import RequestStates, begin_next_part
 
 _LOG = logging.getLogger(__name__)
-_LANDING_INTERVAL_S = 0.02
+LANDING_INTERVAL_S = 0.02
+"""Between two looks at the copies that requests have left behind, while no other request comes."""
 
 
 class SuspendableEngine(DynamicInferenceEngine):
@@ -164,7 +165,7 @@ class SuspendableEngine(DynamicInferenceEngine):
                     self.land_idle_copies()
                     with contextlib.suppress(asyncio.TimeoutError):
                         has_requests = self._runs_in.wait_until(self.has_unfinished_requests)
-                        await asyncio.wait_for(has_requests, _LANDING_INTERVAL_S)
+                        await asyncio.wait_for(has_requests, LANDING_INTERVAL_S)
 
     def _has_work(self) -> bool:
         """Return whether there is a step to run, or a copy to land; ranks that share a model step at the same point."""

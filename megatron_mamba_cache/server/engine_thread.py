@@ -17,6 +17,7 @@ from ..errors import CacheIntegrityError
 from ..mcore.engine import MambaCacheEngine
 from ..mcore.request_spec import ARRIVED, PROMPT_SCORES
 from ..mcore.request_states import tokens_after
+from ..mcore.suspendable_engine import LANDING_INTERVAL_S
 from ..metrics import CacheSnapshot
 from ..replicas.engine import MOST_FAILED_STEPS
 from .backend import BackendState, GenerationRequest, Progress, Ticket
@@ -27,7 +28,6 @@ from .request_faults import RequestRules
 logger = logging.getLogger(__name__)
 
 _STATE_INTERVAL_S = 0.1
-_LANDING_INTERVAL_S = 0.02
 _Answer = TypeVar("_Answer")
 
 
@@ -155,7 +155,7 @@ class EngineThread:
         """Wait for a command; meanwhile what requests have left goes on to the host and the disk."""
         while self._engine.has_idle_copies:
             with contextlib.suppress(queue.Empty):
-                return self._commands.get(timeout=_LANDING_INTERVAL_S)
+                return self._commands.get(timeout=LANDING_INTERVAL_S)
             self._engine.land_idle_copies()
             self._look(is_final=True)
         return self._commands.get()

@@ -65,8 +65,8 @@ class CacheDirectory:
             self._set_generation(generation)
             self.entries.mkdir(mode=0o700, parents=True, exist_ok=True)
             os.chmod(self.entries.parent, 0o700)
-            for found in self._home.iterdir():
-                if found.name.isdigit() and int(found.name) < generation:
+            for number, found in self._generations().items():
+                if number < generation:
                     shutil.rmtree(found, ignore_errors=True)
             return entries_in(self.entries, self.form, time.time() - _UNFINISHED_S)
 
@@ -113,11 +113,20 @@ class CacheDirectory:
             self._lock = -1
 
     def known_generation(self) -> int:
-        """Return the latest generation that any server has used; where its file is lost, the directories tell."""
-        used = [int(found.name) for found in self._home.iterdir() if found.name.isdigit()]
-        with contextlib.suppress(FileNotFoundError, ValueError):
-            used.append(int((self._home / "generation").read_text(encoding="ascii")))
+        """Return the latest generation that any server has used; where its file is lost, the directories tell.
+
+        Raises:
+            CacheError: If the directory cannot be read.
+        """
+        with _explained(self._base):
+            used = list(self._generations())
+            with contextlib.suppress(FileNotFoundError, ValueError):
+                used.append(int((self._home / "generation").read_text(encoding="ascii")))
         return max(used, default=0)
+
+    def _generations(self) -> dict[int, Path]:
+        """Return the directories of generations by their numbers."""
+        return {int(found.name): found for found in self._home.iterdir() if found.name.isdecimal()}
 
     def _set_generation(self, generation: int) -> None:
         """Write the generation durably, unless a later one is known by now."""

@@ -60,7 +60,8 @@ def test_what_changes_the_tokens_changes_the_facts(what: str) -> None:
 
 
 def test_weights_ranks_and_what_a_step_leaves_do_not() -> None:
-    model = Model(tp_rank=1, tp_group=object(), ahead=(torch.ones(1), torch.ones(1)))
+    experts = {"first_expert": 4, "local_expert_indices": [4, 5]}
+    model = Model(tp_rank=1, tp_group=object(), ahead=(torch.ones(1), torch.ones(1)), **experts)
     with torch.no_grad():
         model.linear.weight += 1
     model.config.scratch["used"] = 1

@@ -1,6 +1,7 @@
 """A directory's generations are durable, and what is not its own stays."""
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -105,6 +106,13 @@ def test_a_generation_is_known_by_its_entries_where_its_file_is_lost(tmp_path: P
     later = CacheDirectory(tmp_path, FORM, "0-of-1")
     assert later.generation == 1 and later.open(later.generation) == [NAME]
     assert later.open(later.next_generation()) == [] and later.generation == 2
+
+
+def test_a_generation_that_cannot_be_looked_up_is_one_clear_error(tmp_path: Path) -> None:
+    directory = opened(tmp_path)
+    shutil.rmtree(tmp_path / FORM.identity.hex())
+    with pytest.raises(CacheError, match="cannot use --disk-cache-dir"):
+        directory.known_generation()
 
 
 def test_a_flush_between_making_and_opening_is_not_undone(tmp_path: Path) -> None:

@@ -11,13 +11,12 @@ from triton.experimental.gluon import language as gl
 
 from ..kernel_launches import num_multiprocessors
 from ..prefill_rows import PAD_SLOT
+from .boundary_folds_portable import ROWS_AT_A_TIME
 from .replay_fold_products import fold_tile
 from .replay_rows import BoundaryFolds, ReplayRing
 from .replay_tiling import hopper_width
 from .replay_views import kernel_folds, kernel_layers, kernel_ring
 
-ROWS_AT_A_TIME = 256
-"""Rows that a program reads at once; more rows take several rounds."""
 PROGRAMS_PER_SM = 8
 _PAD = gl.constexpr(PAD_SLOT)
 

@@ -15,6 +15,7 @@ from .times import AgreedTimes
 MOST_STORES = 64
 """The most boundaries on their way to the disk; more than that wait."""
 _MOST_WAITING = 4096
+"""Beyond it the oldest is not written."""
 
 
 class DiskMoves:
