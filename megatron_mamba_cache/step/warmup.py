@@ -79,22 +79,25 @@ def rehearse_prefill(model: StepModel, runner: StepRunner) -> None:
     """Compute padding in every form that a step of prefill rows may have, on any device."""
     memory = runner.memory
     with runner.rehearsing():
-        for rows in prefill_steps(memory.step_buffers.limits, memory.dummy_block):
+        for rows in prefill_steps(memory.step_buffers.limits, memory.geometry.block_size, memory.dummy_block):
             runner.show(runner.lay_out(rows))
             memory.restore_states(len(rows))
             model.compute_step()
             torch.cuda.synchronize()
 
 
-def prefill_steps(limits: StepLimits, dummy_block: BlockId) -> Iterator[Rows]:
+def prefill_steps(limits: StepLimits, block_size: int, dummy_block: BlockId) -> Iterator[Rows]:
     """Yield prefill rows, some of one token and some of more; the scan's form depends on how many rows there are."""
+    longest = limits.max_blocks * block_size
     for num_rows in row_counts(limits.max_rows):
         yield [prefill_padding_row(1, dummy_block) for _ in range(num_rows)]
     if limits.max_tokens > 1:
         yield [prefill_padding_row(2, dummy_block)]
     if limits.marks_real_tokens:
-        # The forms of experts' products depend on the number of tokens, padding included.
-        yield from ([prefill_padding_row(count, dummy_block)] for count in row_counts(limits.max_tokens))
+        # The forms of experts' products depend on the number of tokens, padding included; a row may not hold all.
+        for num_tokens in row_counts(min(limits.max_tokens, limits.max_rows * longest)):
+            lengths = [longest] * (num_tokens // longest) + [num_tokens % longest] * (num_tokens % longest > 0)
+            yield [prefill_padding_row(length, dummy_block) for length in lengths]
 
 
 def row_counts(max_rows: int) -> list[int]:

@@ -197,6 +197,14 @@ def test_rehearsal_changes_nothing(num_drafts: int, settings: dict[str, int]) ->
     run.assert_exact()
 
 
+@pytest.mark.parametrize("max_requests", [1, 3])
+def test_rehearsal_of_steps_that_no_single_row_fills(max_requests: int) -> None:
+    run = start_run(MODELS["bf16-experts"], 0, max_requests=max_requests, max_tokens=512, max_sequence_length=96)
+    rehearse_engine(run)
+    run.run(0, some_tokens(90), 5)
+    run.assert_exact()
+
+
 @pytest.mark.parametrize("num_drafts", [0, 3])
 def test_tokens_and_counts_are_those_of_a_run_without_rehearsals(num_drafts: int) -> None:
     outcomes = []
