@@ -27,10 +27,13 @@ from measuring.machine import describe_machine
 from torch import Tensor
 
 from megatron_mamba_cache.kernels.experts.expert_order import order_by_expert
-from megatron_mamba_cache.kernels.experts.few_tokens import FEW_TOKENS, product_of_pairs, sum_of_products
+from megatron_mamba_cache.kernels.experts.few_tokens import FEW_TOKENS
 from megatron_mamba_cache.kernels.experts.grouped_product import Activation, grouped_product
+from megatron_mamba_cache.kernels.experts.pair_products import product_of_pairs
+from megatron_mamba_cache.kernels.experts.product_sums import sum_of_products
 from megatron_mamba_cache.kernels.experts.routed_experts import routed_experts
-from megatron_mamba_cache.kernels.experts.routing import RoutingRule, route, router_logits
+from megatron_mamba_cache.kernels.experts.router_logits import router_logits
+from megatron_mamba_cache.kernels.experts.routing import RoutingRule, route
 from megatron_mamba_cache.kernels.experts.weighted_sum import weighted_sum
 
 TOKENS = (1, 4, 8, 16, 64, 256, 1024, 4096, 8192, 32768)

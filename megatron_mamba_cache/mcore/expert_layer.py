@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from ..kernels.experts.beside_routing import BesideRouting
-from ..kernels.experts.routing import RoutingRule, route, router_logits
+from ..kernels.experts.routed_experts import SharedExpert
+from ..kernels.experts.router_logits import router_logits
+from ..kernels.experts.routing import RoutingRule, route
 from ..kernels.linear.one_token import can_multiply_one_token, multiply_one_token
 from ..step.batch import StepBatch
 from ..step.expert_exchange import ExpertExchange, exchange_among
@@ -134,18 +136,33 @@ class MixtureOfExperts(MegatronModule):
             batch: The step that the tokens are of, some perhaps padding, which no expert computes; None: all are real
                 and, where ranks share experts, each rank has as many.
         """
-        x, shared = hidden_states.flatten(0, -2), None
-        if self.shared_experts is not None:
-            experts = self.shared_experts
-            shared = BesideRouting(lambda: experts(hidden_states).flatten(0, -2), hidden_states.device)
-        if self.fc2_latent_proj is not None:
-            routed = self.fc2_latent_proj(self._routed(x, batch, shared, None))
-            out = routed if shared is None else routed + shared.output()
+        x = hidden_states.flatten(0, -2)
+        taken_along = self._taken_along(x)
+        if taken_along is None:
+            out = self._routed_and_shared(x, hidden_states, batch)
         else:
-            out = self._routed(x, batch, shared, None if shared is None else shared.output)
+            ids, weights = self.router(x, None if batch is None else batch.real_tokens)
+            out = self.experts(x, ids, weights, shared=taken_along)
         if self._tensor_ranks.size() > 1:
             out = reduce_from_tensor_model_parallel_region(out, group=self._tensor_ranks)
         return out.view(hidden_states.shape)
+
+    def _taken_along(self, x: Tensor) -> SharedExpert | None:
+        """Return the shared expert's weights if the routed experts' launches compute it as well; None otherwise."""
+        if self.shared_experts is None or self.fc1_latent_proj is not None or self.exchange is not None:
+            return None
+        weights = self.shared_experts.weights()
+        return weights if weights is not None and self.experts.takes(weights, x) else None
+
+    def _routed_and_shared(self, x: Tensor, hidden_states: Tensor, batch: StepBatch | None) -> Tensor:
+        shared = None
+        if self.shared_experts is not None:
+            experts = self.shared_experts
+            shared = BesideRouting(lambda: experts(hidden_states).flatten(0, -2), hidden_states.device)
+        if self.fc2_latent_proj is None:
+            return self._routed(x, batch, shared, None if shared is None else shared.output)
+        routed = self.fc2_latent_proj(self._routed(x, batch, shared, None))
+        return routed if shared is None else routed + shared.output()
 
     def _routed(
         self, x: Tensor, batch: StepBatch | None, shared: BesideRouting | None, addend: Callable[[], Tensor] | None

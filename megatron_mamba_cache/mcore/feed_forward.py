@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from ..kernels.activations import Activation
+from ..kernels.experts.routed_experts import SharedExpert
 from ..kernels.linear.one_token import multiply_one_token
 from .linear import OneTokenColumnLinear, is_one_token
 
@@ -42,6 +43,14 @@ class DenseLayer(MLPLayer):
 
 class SharedFeedForward(SharedExpertMLP, FeedForward):
     """The expert that every token goes to."""
+
+    def weights(self) -> SharedExpert | None:
+        """Return the weights if nothing but products and activations makes the output; without a sum over ranks."""
+        first, second = self.linear_fc1, self.linear_fc2
+        is_plain = not self.use_shared_expert_gate and first.bias is None and second.bias is None
+        if not is_plain or self.config.sequence_parallel or fused_activation(self.config) == "none":
+            return None
+        return SharedExpert(first.weight, second.weight)
 
 
 def fused_activation(config: Any) -> Activation:

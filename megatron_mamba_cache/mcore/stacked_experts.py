@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from ..kernels.activations import Activation
-from ..kernels.experts.routed_experts import routed_experts
+from ..kernels.experts.routed_experts import SharedExpert, routed_experts, takes_shared_expert
 from .feed_forward import fused_activation
 
 STACKED_PARAMETERS = (".experts.linear_fc1", ".experts.linear_fc2")
@@ -46,7 +46,18 @@ class StackedExperts(MegatronModule):
         device, dtype = torch.cuda.current_device(), self.config.params_dtype
         return nn.Parameter(torch.empty(self.num_experts, *sizes, device=device, dtype=dtype), requires_grad=False)
 
-    def forward(self, x: Tensor, ids: Tensor, weights: Tensor, addend: Callable[[], Tensor] | None) -> Tensor:
+    def takes(self, shared: SharedExpert, x: Tensor) -> bool:
+        """Return whether `forward` of these tokens computes a shared expert as well."""
+        return self._apart is None and shared.first.shape[1:] == x.shape[1:] and takes_shared_expert(x)
+
+    def forward(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        addend: Callable[[], Tensor] | None = None,
+        shared: SharedExpert | None = None,
+    ) -> Tensor:
         """Return the weighted sum of each token's experts that are here; see `routed_experts`."""
         return routed_experts(
             x,
@@ -58,6 +69,7 @@ class StackedExperts(MegatronModule):
             apart=self._apart,
             first_expert=self.first_expert,
             addend=addend,
+            shared=shared,
         )
 
     def named_views(self) -> Iterator[tuple[str, Tensor]]:

@@ -4,13 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_mamba_cache.kernels.experts import few_tokens
-from megatron_mamba_cache.kernels.experts.few_tokens import (
-    product_of_pairs,
-    product_of_pairs_ref,
-    sum_of_products,
-    sum_of_products_ref,
-)
+from megatron_mamba_cache.kernels.experts import few_tokens, pair_products, product_sums
+from megatron_mamba_cache.kernels.experts.pair_products import product_of_pairs, product_of_pairs_ref
+from megatron_mamba_cache.kernels.experts.product_sums import sum_of_products, sum_of_products_ref
 from tests.kernels.kernel_stand_ins import launches_expected
 from tests.kernels.packed_rows import same_bits
 from tests.kernels.test_grouped_product import TOLERANCES, Layer, choice
@@ -18,16 +14,41 @@ from tests.kernels.test_grouped_product import TOLERANCES, Layer, choice
 OPS = {"kernel": (product_of_pairs, sum_of_products), "reference": (product_of_pairs_ref, sum_of_products_ref)}
 
 
-def run(ops: str, layer: Layer, x: Tensor, ids: Tensor, weights: Tensor, addend: Tensor | None = None) -> Tensor:
-    """Compute [tokens, hidden] by the ops; check that kernels were launched, or were not."""
+def run(
+    ops: str,
+    layer: Layer,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    addend: Tensor | None = None,
+    shared: Layer | None = None,
+) -> Tensor:
+    """Compute [tokens, hidden] by the ops; check that kernels were launched, or were not.
+
+    Args:
+        shared: Whose only expert all tokens go to.
+    """
     product, total = OPS[ops]
     device, of_kernel = x.device.type, ops == "kernel"
     with (
-        launches_expected(few_tokens, "_pairs_kernel", of_kernel=of_kernel, device=device),
-        launches_expected(few_tokens, "_sum_kernel", of_kernel=of_kernel, device=device),
+        launches_expected(pair_products, "_pairs_kernel", of_kernel=of_kernel, device=device),
+        launches_expected(product_sums, "_sum_kernel", of_kernel=of_kernel, device=device),
     ):
-        inner = product(x, layer.first, ids, activation=layer.activation)
-        return total(inner, layer.second, ids, weights, addend)
+        if shared is None:
+            inner, _ = product(x, layer.first, ids, activation=layer.activation)
+            return total(inner, layer.second, ids, weights, addend)
+        inner, inner_shared = product(x, layer.first, ids, shared.first[0], activation=layer.activation)
+        given = {} if ops == "reference" else {"follows_pairs": addend is None}
+        return total(
+            inner,
+            layer.second,
+            ids,
+            weights,
+            addend,
+            shared_rows=inner_shared,
+            shared_weight=shared.second[0],
+            **given,
+        )
 
 
 @pytest.mark.parametrize("ops", OPS)
@@ -60,16 +81,47 @@ def test_each_token_gets_the_weighted_sum_of_its_experts(
     torch.testing.assert_close(out.double().cpu(), expected, rtol=0, atol=tolerance)
 
 
+@pytest.mark.parametrize("ops", OPS)
+@pytest.mark.parametrize("has_addend", [False, True])
+@pytest.mark.parametrize("activation", ["squared_relu", "gated_silu", "none"])
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize(("num_tokens", "inside", "widest"), [(1, 96, 4096), (4, 50, 4096), (3, 33, 32), (2, 3, 64)])
+def test_the_shared_expert_is_added(
+    num_tokens: int,
+    inside: int,
+    widest: int,
+    dtype: torch.dtype,
+    activation: str,
+    has_addend: bool,
+    ops: str,
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(few_tokens, "_WIDEST", widest)
+    layer, shared = (Layer(*sizes, activation, dtype).to(device) for sizes in ((5, 72, 40), (1, 72, inside)))
+    torch.manual_seed(7)
+    x = torch.randn(num_tokens, 72).to(dtype).to(device)
+    ids, weights = choice(num_tokens, 2, 5, "random").to(device), torch.rand(num_tokens, 2).to(device)
+    addend = torch.randn(num_tokens, 72).to(dtype).to(device) if has_addend else None
+    out = run(ops, layer, x, ids, weights, addend, shared)
+    expected = layer.expected(x, ids, weights) + shared.expected(x, torch.zeros_like(ids[:, :1]), torch.ones(len(x), 1))
+    if addend is not None:
+        expected += addend.double().cpu()
+    tolerance = TOLERANCES[dtype] * expected.abs().max().item()
+    torch.testing.assert_close(out.double().cpu(), expected, rtol=0, atol=tolerance)
+
+
 @pytest.mark.parametrize("activation", ["squared_relu", "gated_silu"])
 def test_a_token_has_the_same_bits_alone_and_among_others(activation: str, device: str) -> None:
     layer = Layer(6, 80, 48, activation, torch.bfloat16).to(device)
     torch.manual_seed(3)
     x, ids = torch.randn(4, 80).bfloat16().to(device), choice(4, 2, 6, "random").to(device)
     weights = torch.rand(4, 2).to(device)
-    together = run("kernel", layer, x, ids, weights)
+    shared = Layer(1, 80, 32, activation, torch.bfloat16).to(device)
+    together = run("kernel", layer, x, ids, weights, shared=shared)
     for token in range(4):
         own = slice(token, token + 1)
-        assert same_bits(run("kernel", layer, x[own], ids[own], weights[own]), together[own])
+        assert same_bits(run("kernel", layer, x[own], ids[own], weights[own], shared=shared), together[own])
 
 
 def test_inputs_wider_than_a_tile(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +143,7 @@ def test_experts_that_are_elsewhere_add_nothing(ops: str, device: str) -> None:
     out = torch.zeros(4, 80, dtype=torch.float64)
     for first in (0, 3):
         experts = slice(first, first + 3)
-        inner = product(x, layer.first[experts], ids, activation="squared_relu", first_expert=first)
+        inner, _ = product(x, layer.first[experts], ids, activation="squared_relu", first_expert=first)
         elsewhere = ((ids < first) | (ids >= first + 3)).flatten()
         inner[elsewhere] = float("nan")  # is not read
         out += total(inner, layer.second[experts], ids, weights, first_expert=first).double().cpu()
@@ -106,6 +158,8 @@ def test_experts_that_are_elsewhere_add_nothing(ops: str, device: str) -> None:
         ({"weight": torch.zeros(2, 4, 8).bfloat16()}, "one dtype"),
         ({"ids": torch.zeros(3, 1)}, "int32"),
         ({"weight": torch.zeros(2, 4, 16)[:, :, ::2]}, "contiguous"),
+        ({"shared_weight": torch.zeros(4, 9)}, "of the shared expert and inputs of each token"),
+        ({"shared_weight": torch.zeros(4, 8).bfloat16()}, "of the shared expert in one dtype"),
     ],
 )
 def test_arguments_that_disagree_are_refused(changes: dict, reason: str) -> None:

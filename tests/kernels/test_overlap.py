@@ -12,8 +12,10 @@ from megatron_mamba_cache.kernels.attention import kv_append
 from megatron_mamba_cache.kernels.conv import conv_verify
 from megatron_mamba_cache.kernels.experts import (
     expert_order,
-    few_tokens,
     grouped_product,
+    pair_products,
+    product_sums,
+    router_logits,
     routing,
     squared_relu,
     weighted_sum,
@@ -49,14 +51,16 @@ LAUNCHES: dict[tuple[ModuleType, str], Callable[[], object]] = {
     (gated_norm, "_gated_group_norm_kernel"): lambda: gated_norm.gated_group_norm(
         half(1, 64), None, half(64), 64, 1e-5
     ),
-    (routing, "_logits_kernel"): lambda: routing.router_logits(half(1, 64), half(4, 64)),
+    (router_logits, "_logits_kernel"): lambda: router_logits.router_logits(half(2, 64), half(4, 64)),
     (routing, "_route_kernel"): lambda: routing.route(torch.zeros(1, 1, 4), None, RoutingRule(top_k=2)),
     (expert_order, "_order_kernel"): lambda: expert_order.order_by_expert(int32(1, 2), 4),
     (grouped_product, "_grouped_product_kernel"): lambda: grouped_product.grouped_product(
         half(1, 64), half(4, 128, 64), ORDER, top_k=2
     ),
-    (few_tokens, "_pairs_kernel"): lambda: few_tokens.product_of_pairs(half(1, 64), half(4, 128, 64), int32(1, 2)),
-    (few_tokens, "_sum_kernel"): lambda: few_tokens.sum_of_products(
+    (pair_products, "_pairs_kernel"): lambda: pair_products.product_of_pairs(
+        half(1, 64), half(4, 128, 64), int32(1, 2)
+    ),
+    (product_sums, "_sum_kernel"): lambda: product_sums.sum_of_products(
         half(2, 64), half(4, 128, 64), int32(1, 2), torch.zeros(1, 2)
     ),
     (weighted_sum, "_weighted_sum_kernel"): lambda: weighted_sum.weighted_sum(

@@ -13,13 +13,8 @@ from torch import Tensor
 
 from megatron_mamba_cache.kernels.experts import expert_order, routing
 from megatron_mamba_cache.kernels.experts.expert_order import ExpertOrder, order_by_expert, order_by_expert_ref
-from megatron_mamba_cache.kernels.experts.routing import (
-    RoutingRule,
-    route,
-    route_ref,
-    router_logits,
-    router_logits_ref,
-)
+from megatron_mamba_cache.kernels.experts.router_logits import router_logits, router_logits_ref
+from megatron_mamba_cache.kernels.experts.routing import RoutingRule, route, route_ref
 from tests.kernels.kernel_stand_ins import CompiledInsteadOfLaunched
 from tests.kernels.packed_rows import same_bits
 

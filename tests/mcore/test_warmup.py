@@ -120,7 +120,7 @@ def test_what_steps_launch_was_launched_by_the_rehearsal(name: str, num_drafts: 
     assert run.counters.accepted_tokens or not num_drafts
     kernels = " ".join(kernel for kernel, _ in launched)
     assert ("one_token" in kernels) == (sizes.dtype == torch.bfloat16)
-    assert ("few_tokens" in kernels) == ("E" in sizes.pattern)
+    assert ("product_sums" in kernels) == ("E" in sizes.pattern)
     assert ("_coefficients" in kernels) == ("_fold_boundaries" in kernels) == (draft_states == "replay")
     assert ("_state_sums" in kernels) == ("hopper" in name and draft_states == "replay")
     assert launched <= rehearsed

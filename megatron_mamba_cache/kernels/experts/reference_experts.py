@@ -32,15 +32,24 @@ def grouped_product_ref(
 
 
 def product_of_pairs_ref(
-    x: Tensor, weight: Tensor, ids: Tensor, *, activation: Activation = "none", first_expert: int = 0
-) -> Tensor:
+    x: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    shared_weight: Tensor | None = None,
+    *,
+    activation: Activation = "none",
+    first_expert: int = 0,
+) -> tuple[Tensor, Tensor]:
     """Return the activated products of tokens with each of their experts' weights; see `product_of_pairs`."""
+    dtype = compute_dtype(x)
     order = order_by_expert_ref(ids, len(weight), first_expert)
     products = grouped_product_ref(x, weight, order, top_k=ids.shape[1], activation=activation)
     out = torch.zeros_like(products)
     num_here = int(order.starts[-1])
     out[order.pairs[:num_here].long()] = products[:num_here]
-    return out
+    if shared_weight is None:
+        return out, x.new_empty(len(x), 0)
+    return out, activated_ref(F.linear(x.to(dtype), shared_weight.to(dtype)), activation).to(x.dtype)
 
 
 def sum_of_products_ref(
@@ -50,6 +59,8 @@ def sum_of_products_ref(
     shares: Tensor,
     addend: Tensor | None = None,
     *,
+    shared_rows: Tensor | None = None,
+    shared_weight: Tensor | None = None,
     first_expert: int = 0,
 ) -> Tensor:
     """Return the weighted sums of rows' products with their experts' weights; see `sum_of_products`."""
@@ -57,6 +68,8 @@ def sum_of_products_ref(
     order = order_by_expert_ref(ids, len(weight), first_expert)
     products = grouped_product_ref(rows.to(dtype), weight.to(dtype), order, top_k=1)
     total = weighted_sum_ref(products, order.places, shares, None if addend is None else addend.to(dtype))
+    if shared_rows is not None and shared_weight is not None:
+        total = total + F.linear(shared_rows.to(dtype), shared_weight.to(dtype))
     return total.to(rows.dtype)
 
 

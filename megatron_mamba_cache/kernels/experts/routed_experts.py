@@ -1,15 +1,35 @@
 """The routed experts of a layer, from the choice of experts to the weighted sum."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from torch import Tensor
 
 from ..activations import Activation
-from ..kernel_launches import launches_kernel
+from ..kernel_launches import is_computed_in_fp32, launches_kernel
 from .expert_order import order_by_expert
-from .few_tokens import FEW_TOKENS, product_of_pairs, sum_of_products
+from .few_tokens import FEW_TOKENS
 from .grouped_product import grouped_product
+from .pair_products import product_of_pairs
+from .product_sums import sum_of_products
 from .weighted_sum import weighted_sum
+
+
+class SharedExpert(NamedTuple):
+    """The weights of the expert that every token goes to; its activation is that of the others.
+
+    Args:
+        first: [inner, inputs]; [2 * inner, inputs] for gated activations, the gates first.
+        second: [outputs, inner].
+    """
+
+    first: Tensor
+    second: Tensor
+
+
+def takes_shared_expert(x: Tensor) -> bool:
+    """Return whether the launches of routed experts compute the shared one as well: for few tokens."""
+    return len(x) <= FEW_TOKENS and launches_kernel(x) and is_computed_in_fp32(x)
 
 
 def routed_experts(
@@ -23,6 +43,7 @@ def routed_experts(
     apart: Callable[[Tensor], Tensor] | None = None,
     first_expert: int = 0,
     addend: Callable[[], Tensor] | None = None,
+    shared: SharedExpert | None = None,
 ) -> Tensor:
     """Return the weighted sum of each token's experts, of those whose weights are here.
 
@@ -37,17 +58,34 @@ def routed_experts(
         first_expert: Number of the first expert whose weights are here.
         addend: Returns [tokens, outputs], which is added to the sum; called once all else that does not need it is
             launched, so that it may wait for another stream. None for none.
+        shared: An expert of all tokens, whose product is added without a weight; only where `takes_shared_expert`, and
+            without an activation `apart`.
 
     Returns:
         [tokens, outputs] in x's dtype.
 
+    Raises:
+        ValueError: If a shared expert is given that the launches do not compute.
+
     CUDA-graph safe: no host sync; two launches for few tokens, four for more, and eight for many.
     """
+    if shared is not None and (apart is not None or not takes_shared_expert(x)):
+        raise ValueError(f"the shared expert of {len(x)} tokens is a product of its own; pass its result as addend")
     if len(ids) <= FEW_TOKENS and launches_kernel(x):
-        inner = product_of_pairs(x, first, ids, activation=activation, first_expert=first_expert)
-        rows = inner if apart is None else apart(inner)
+        first_shared, second_shared = (None, None) if shared is None else shared
+        inner, inner_shared = product_of_pairs(
+            x, first, ids, first_shared, activation=activation, first_expert=first_expert
+        )
         return sum_of_products(
-            rows, second, ids, weights, None if addend is None else addend(), first_expert=first_expert
+            inner if apart is None else apart(inner),
+            second,
+            ids,
+            weights,
+            None if addend is None else addend(),
+            shared_rows=None if shared is None else inner_shared,
+            shared_weight=second_shared,
+            first_expert=first_expert,
+            follows_pairs=apart is None and addend is None,
         )
     order = order_by_expert(ids, len(first), first_expert)
     inner = grouped_product(x, first, order, top_k=ids.shape[1], activation=activation)

@@ -1,13 +1,9 @@
-"""Routing: the logits of each token, its experts and their weights.
+"""Routing: each token's experts and their weights.
 
-Logits: the router's weights times the tokens, in fp32. Up to 2,048 tokens would keep few multiprocessors busy, so that
-their inputs are cut into parts, whose products are added where experts are chosen, always in one order.
-
-Experts: a program a token, whose experts are in registers as [groups, experts of a group], both padded to powers of 2.
-The best expert is found `top_k` times by one maximum over keys that hold a score's order above and the expert's number
-below, so that equal scores go to the lowest number. All arithmetic is fp32.
-
-Graph safe. A token's result depends on that token alone, to the bit, within a form: up to 256 tokens, 2,048, or more.
+A program a token, whose experts are in registers as [groups, experts of a group], both padded to powers of 2. The best
+expert is found `top_k` times by one maximum over keys that hold a score's order above and the expert's number below, so
+that equal scores go to the lowest number. All arithmetic is fp32. A token's result depends on its logits alone. Graph
+safe.
 """
 
 import torch
@@ -15,58 +11,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..kernel_launches import INTERPRETED, is_computed_in_fp32, launches_kernel
+from ..kernel_launches import launches_kernel
 from ..overlap import await_inputs, overlapping
-from .reference_routing import route_ref, router_logits_ref
+from .reference_routing import route_ref
 from .routing_rule import RoutingRule
 
-__all__ = ["RoutingRule", "route", "route_ref", "router_logits", "router_logits_ref"]
+__all__ = ["RoutingRule", "route", "route_ref"]
 
-_IS_INTERPRETED = tl.constexpr(INTERPRETED)
-_FEW_TOKENS, _MANY_TOKENS = 256, 2048
-_PARTS = 8
-_EXPERTS = 64
-_DEPTH = 64
-"""Experts and inputs of a tile."""
+_FEW_TOKENS = 256
 _LOWEST = tl.constexpr(-(2**63))
-
-
-@triton.jit(do_not_specialize=["num_tokens"])
-def _logits_kernel(
-    x,
-    gate,
-    logits,
-    stride,
-    num_tokens,
-    INPUTS: tl.constexpr,
-    NUM_EXPERTS: tl.constexpr,
-    PARTS: tl.constexpr,
-    PRECISION: tl.constexpr,
-    TILE: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):
-    """Multiply a tile of tokens with the weights of a tile of experts, over one part of the inputs."""
-    await_inputs(OVERLAPS)
-    part = tl.program_id(2)
-    token, element = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.arange(0, DEPTH)
-    expert = tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)
-    is_token, is_expert = token < num_tokens, expert < NUM_EXPERTS
-    length: tl.constexpr = (INPUTS + PARTS * DEPTH - 1) // (PARTS * DEPTH) * DEPTH
-    tokens = x + token.to(tl.int64)[None, :] * stride + element[:, None]
-    weights = gate + expert[:, None] * INPUTS + element[None, :]
-    total = tl.zeros([EXPERTS, TILE], tl.float32)
-    for begin in range(part * length, min((part + 1) * length, INPUTS), DEPTH):
-        is_input = begin + element < INPUTS
-        weight = tl.load(weights + begin, mask=is_expert[:, None] & is_input[None, :], other=0)
-        given = tl.load(tokens + begin, mask=is_token[None, :] & is_input[:, None], other=0)
-        if _IS_INTERPRETED:  # it would multiply the bits of bf16 instead of its values
-            weight, given = weight.to(tl.float32), given.to(tl.float32)
-        total = tl.dot(weight, given, total, input_precision=PRECISION)
-    row = part.to(tl.int64) * num_tokens + token
-    places = logits + row[None, :] * NUM_EXPERTS + expert[:, None]
-    tl.store(places, total, mask=is_expert[:, None] & is_token[None, :])
 
 
 @triton.jit
@@ -176,49 +129,6 @@ def _route_kernel(
     tl.store(weights + token * TOP_K + slot, weight * scale, mask=slot < TOP_K)
 
 
-def router_logits(x: Tensor, gate: Tensor) -> Tensor:
-    """Return the products of tokens with the router's weights, for `route`.
-
-    Args:
-        x: [tokens, inputs]; inputs contiguous.
-        gate: [experts, inputs], contiguous, of the tokens' dtype.
-
-    Returns:
-        [parts, tokens, experts] float32: products of parts of the inputs, whose sum is the logits.
-
-    Raises:
-        ValueError: If shapes, strides, dtypes or devices disagree.
-
-    Reference: `router_logits_ref`. CUDA-graph safe: no host sync, one launch.
-    """
-    _check_products(x, gate)
-    if not launches_kernel(x) or not is_computed_in_fp32(x):
-        return router_logits_ref(x, gate)
-    (num_tokens, num_inputs), num_experts = x.shape, gate.shape[0]
-    parts, tile = 1 if num_tokens > _MANY_TOKENS else _PARTS, 16 if num_tokens <= _FEW_TOKENS else 64
-    logits = torch.empty(parts, num_tokens, num_experts, dtype=torch.float32, device=x.device)
-    if not num_tokens:
-        return logits
-    _logits_kernel[(triton.cdiv(num_tokens, tile), triton.cdiv(num_experts, _EXPERTS), parts)](
-        x=x,
-        gate=gate,
-        logits=logits,
-        stride=x.stride(0),
-        num_tokens=num_tokens,
-        INPUTS=num_inputs,
-        NUM_EXPERTS=num_experts,
-        PARTS=parts,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        TILE=tile,
-        EXPERTS=_EXPERTS,
-        DEPTH=_DEPTH,
-        num_warps=4,
-        num_stages=3,
-        **overlapping(x.device),
-    )
-    return logits
-
-
 def route(
     logits: Tensor, bias: Tensor | None, rule: RoutingRule, is_real: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -275,15 +185,6 @@ def route(
         **overlapping(logits.device),
     )
     return ids, weights
-
-
-def _check_products(x: Tensor, gate: Tensor) -> None:
-    if x.dim() != 2 or gate.dim() != 2 or x.shape[1] != gate.shape[1]:
-        raise ValueError(f"need x [tokens, inputs] and gate [experts, inputs], found {x.shape} and {gate.shape}")
-    if x.dtype != gate.dtype or x.device != gate.device:
-        raise ValueError(f"need one dtype and device, found {x.dtype} on {x.device}, {gate.dtype} on {gate.device}")
-    if not gate.is_contiguous() or (x.shape[1] > 1 and x.stride(1) != 1):
-        raise ValueError(f"need contiguous inputs, found strides {x.stride()} and {gate.stride()}")
 
 
 def _check(logits: Tensor, bias: Tensor | None, rule: RoutingRule) -> None:

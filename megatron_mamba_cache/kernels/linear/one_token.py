@@ -71,16 +71,19 @@ def can_multiply_one_token(x: Tensor, weight: Tensor, activation: Activation = "
     )
 
 
-def multiply_one_token(x: Tensor, weight: Tensor, activation: Activation = "none") -> Tensor:
+def multiply_one_token(
+    x: Tensor, weight: Tensor, activation: Activation = "none", dtype: torch.dtype | None = None
+) -> Tensor:
     """Return activation(x @ weight.T) for one token; the weights must not be written by kernels that may still run.
 
     Args:
         x: [..., inputs], one token.
         weight: [outputs, inputs]; [2 * outputs, inputs] for `gated_silu`: gates first.
         activation: Computed in fp32, before the only rounding.
+        dtype: Of the result; None: x's.
 
     Returns:
-        [..., outputs] in x's dtype.
+        [..., outputs].
 
     Raises:
         ValueError: If `can_multiply_one_token` is False of tensors that a kernel computes.
@@ -88,7 +91,7 @@ def multiply_one_token(x: Tensor, weight: Tensor, activation: Activation = "none
     Reference: `multiply_one_token_ref`. CUDA-graph safe: no host sync, one launch.
     """
     if not launches_kernel(x):
-        return multiply_one_token_ref(x, weight, activation)
+        return multiply_one_token_ref(x, weight, activation, dtype)
     if not can_multiply_one_token(x, weight, activation):
         raise ValueError(
             f"need one contiguous token of at most {MOST_INPUTS} inputs in the weights' 16-bit dtype, found "
@@ -97,7 +100,7 @@ def multiply_one_token(x: Tensor, weight: Tensor, activation: Activation = "none
     inputs = weight.shape[1]
     outputs = weight.shape[0] // (2 if activation == "gated_silu" else 1)
     rows = 2 if inputs <= _AT_ONCE and activation != "gated_silu" else 1  # a program's weights fit in its registers
-    out = torch.empty(*x.shape[:-1], outputs, dtype=x.dtype, device=x.device)
+    out = torch.empty(*x.shape[:-1], outputs, dtype=dtype or x.dtype, device=x.device)
     _one_token_kernel[(triton.cdiv(outputs, rows),)](
         x=x,
         weight=weight,
@@ -113,6 +116,8 @@ def multiply_one_token(x: Tensor, weight: Tensor, activation: Activation = "none
     return out
 
 
-def multiply_one_token_ref(x: Tensor, weight: Tensor, activation: Activation = "none") -> Tensor:
+def multiply_one_token_ref(
+    x: Tensor, weight: Tensor, activation: Activation = "none", dtype: torch.dtype | None = None
+) -> Tensor:
     """Return activation(x @ weight.T), computed in fp32; see `multiply_one_token`."""
-    return activated_ref(F.linear(x.float(), weight.float()), activation).to(x.dtype)
+    return activated_ref(F.linear(x.float(), weight.float()), activation).to(dtype or x.dtype)

@@ -1,0 +1,191 @@
+"""The first products of a few tokens: each token with its experts, a pair at a time, and with the shared expert.
+
+Layout: pairs in the order of tokens, then of the tokens' experts. Grid: tiles of outputs of the shared expert for each
+token, then those of each pair. A token's bits do not depend on other tokens. Accumulation is fp32. Graph safe: no host
+sync, no atomics.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..activations import Activation
+from ..kernel_launches import is_computed_in_fp32, launches_kernel
+from ..overlap import await_then_release, overlapping
+from .few_tokens import check_few, tile_width
+from .reference_experts import product_of_pairs_ref
+
+__all__ = ["product_of_pairs", "product_of_pairs_ref"]
+
+_ROWS = 4
+"""Outputs of a program."""
+
+
+@triton.jit
+def _activated_products(
+    vector,
+    weights,
+    other_weights,
+    INPUTS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    AWAITS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Return the activated products [ROWS] of a vector, which is waited for behind the first loads if AWAITS.
+
+    Long because of its arguments.
+
+    Args:
+        weights: [ROWS, 1] where rows of weights begin: for `gated_silu` those of gates, else of all.
+        other_weights: Likewise those of what is gated.
+    """
+    element = tl.arange(0, WIDTH)
+    inside = element < INPUTS
+    weight = tl.load(weights + element[None, :], mask=inside[None, :], other=0)
+    other = weight
+    if ACTIVATION == "gated_silu":
+        other = tl.load(other_weights + element[None, :], mask=inside[None, :], other=0)
+    if AWAITS:
+        await_then_release(OVERLAPS)
+    given = tl.load(vector + element, mask=inside, other=0).to(tl.float32)[None, :]
+    products, others = weight.to(tl.float32) * given, other.to(tl.float32) * given
+    for begin in tl.static_range(WIDTH, INPUTS, WIDTH):
+        inside = begin + element < INPUTS
+        weight = tl.load(weights + begin + element[None, :], mask=inside[None, :], other=0)
+        given = tl.load(vector + begin + element, mask=inside, other=0).to(tl.float32)[None, :]
+        products += weight.to(tl.float32) * given
+        if ACTIVATION == "gated_silu":
+            other = tl.load(other_weights + begin + element[None, :], mask=inside[None, :], other=0)
+            others += other.to(tl.float32) * given
+    total = tl.sum(products, axis=1)
+    if ACTIVATION == "squared_relu":
+        total = tl.maximum(total, 0, propagate_nan=tl.PropagateNan.ALL)
+        total = total * total
+    if ACTIVATION == "gated_silu":
+        total = total / (1 + tl.exp(-total)) * tl.sum(others, axis=1)
+    return total
+
+
+@triton.jit(do_not_specialize=["num_tokens", "first_expert"])
+def _pairs_kernel(
+    x,
+    weight,
+    shared_weight,
+    ids,
+    out,
+    shared_out,
+    x_stride,
+    num_tokens,
+    first_expert,
+    TOP_K: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    SHARED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Multiply a token with ROWS outputs of the shared expert, or of one of its own. Long because of its arguments."""
+    HALVES: tl.constexpr = 2 if ACTIVATION == "gated_silu" else 1
+    TILES: tl.constexpr = (OUTPUTS + ROWS - 1) // ROWS
+    SHARED_TILES: tl.constexpr = (SHARED + ROWS - 1) // ROWS
+    program = tl.program_id(0)
+    if program < num_tokens * SHARED_TILES:
+        # The shared expert is known before tokens are routed: its weights are on their way meanwhile.
+        token = (program // max(SHARED_TILES, 1)).to(tl.int64)
+        row = program % max(SHARED_TILES, 1) * ROWS + tl.arange(0, ROWS)
+        weights = shared_weight + tl.minimum(row, SHARED - 1).to(tl.int64)[:, None] * INPUTS
+        total = _activated_products(
+            x + token * x_stride, weights, weights + SHARED * INPUTS, INPUTS, ACTIVATION, ROWS, WIDTH, True, OVERLAPS
+        )
+        tl.store(shared_out + token * SHARED + row, total.to(out.dtype.element_ty), mask=row < SHARED)
+    else:
+        await_then_release(OVERLAPS)
+        program -= num_tokens * SHARED_TILES
+        pair = (program // TILES).to(tl.int64)
+        expert = tl.load(ids + pair).to(tl.int64) - first_expert
+        if (expert >= 0) & (expert < NUM_EXPERTS):
+            row = program % TILES * ROWS + tl.arange(0, ROWS)
+            weights = weight + expert * (HALVES * OUTPUTS * INPUTS) + tl.minimum(row, OUTPUTS - 1)[:, None] * INPUTS
+            total = _activated_products(
+                x + pair // TOP_K * x_stride,
+                weights,
+                weights + OUTPUTS * INPUTS,
+                INPUTS,
+                ACTIVATION,
+                ROWS,
+                WIDTH,
+                False,
+                OVERLAPS,
+            )
+            tl.store(out + pair * OUTPUTS + row, total.to(out.dtype.element_ty), mask=row < OUTPUTS)
+
+
+def product_of_pairs(
+    x: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    shared_weight: Tensor | None = None,
+    *,
+    activation: Activation = "none",
+    first_expert: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Return the activated products of tokens with each of their experts' weights, and with the shared expert's.
+
+    Long because of its contract.
+
+    Args:
+        x: [tokens, inputs]; inputs contiguous.
+        weight: [experts, outputs, inputs], contiguous; [experts, 2 * outputs, inputs] for `gated_silu`: gates first.
+        ids: [tokens, top_k] int32, contiguous: each token's experts.
+        shared_weight: [shared outputs, inputs], contiguous, or twice as many for `gated_silu`; None for no such expert.
+        activation: See `grouped_product`.
+        first_expert: Number of the first expert whose weights are here.
+
+    Returns:
+        [tokens * top_k, outputs] in x's dtype; rows of experts that are elsewhere are not written. Of the shared
+        expert [tokens, shared outputs], of which there are none without it.
+
+    Raises:
+        ValueError: If shapes, dtypes or strides disagree.
+
+    Reference: `product_of_pairs_ref`. CUDA-graph safe: no host sync, one launch.
+    """
+    check_few(x, weight, ids, 1, shared_weight)
+    if not launches_kernel(x) or not is_computed_in_fp32(x):
+        return product_of_pairs_ref(x, weight, ids, shared_weight, activation=activation, first_expert=first_expert)
+    halves, num_tokens = 2 if activation == "gated_silu" else 1, len(x)
+    outputs, shared = weight.shape[1] // halves, 0 if shared_weight is None else len(shared_weight) // halves
+    out = torch.empty(ids.numel(), outputs, dtype=x.dtype, device=x.device)
+    shared_out = torch.empty(num_tokens, shared, dtype=x.dtype, device=x.device)
+    rows = _ROWS
+    num_programs = num_tokens * triton.cdiv(shared, rows) + ids.numel() * triton.cdiv(outputs, rows)
+    if num_programs == 0:
+        return out, shared_out
+    _pairs_kernel[(num_programs,)](
+        x=x,
+        weight=weight,
+        shared_weight=weight if shared_weight is None else shared_weight,
+        ids=ids,
+        out=out,
+        shared_out=shared_out,
+        x_stride=x.stride(0),
+        num_tokens=num_tokens,
+        first_expert=first_expert,
+        TOP_K=ids.shape[1],
+        NUM_EXPERTS=weight.shape[0],
+        INPUTS=x.shape[1],
+        OUTPUTS=outputs,
+        SHARED=shared,
+        ACTIVATION=activation,
+        ROWS=rows,
+        WIDTH=tile_width(x),
+        num_warps=4,
+        **overlapping(x.device),
+    )
+    return out, shared_out

@@ -1,0 +1,172 @@
+"""The second products of a few tokens, summed: each token's experts by their weights, and the shared expert.
+
+Grid: tokens times tiles of outputs; a program goes through the token's experts in their order, then to the shared one.
+A token's bits do not depend on other tokens. Accumulation is fp32. Graph safe: no host sync, no atomics.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..kernel_launches import is_computed_in_fp32, launches_kernel
+from ..masks import only_if
+from ..overlap import await_inputs, await_launcher, overlapping, release
+from .few_tokens import check_few, tile_width
+from .reference_experts import sum_of_products_ref
+
+__all__ = ["sum_of_products", "sum_of_products_ref"]
+
+_ROWS, _WARPS = 4, 4
+"""Outputs of a program at most, and its warps."""
+
+
+@triton.jit
+def _multiply(vector, weights, is_here, INPUTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Return [ROWS, WIDTH] partial products of a vector with rows of weights; zeros unless `is_here`."""
+    element = tl.arange(0, WIDTH)
+    total = tl.zeros([ROWS, WIDTH], tl.float32)
+    for begin in tl.static_range(0, INPUTS, WIDTH):
+        inside = only_if(is_here, begin + element < INPUTS)
+        weight = tl.load(weights + begin + element[None, :], mask=inside[None, :], other=0)
+        given = tl.load(vector + begin + element, mask=inside, other=0)
+        total += weight.to(tl.float32) * given.to(tl.float32)[None, :]
+    return total
+
+
+@triton.jit(do_not_specialize=["first_expert"])
+def _sum_kernel(
+    rows,
+    shared_rows,
+    weight,
+    shared_weight,
+    ids,
+    shares,
+    addend,
+    out,
+    first_expert,
+    HAS_ADDEND: tl.constexpr,
+    FOLLOWS_PAIRS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    SHARED: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    """Sum ROWS outputs of a token over its experts, and the shared one. Long because of its arguments."""
+    if FOLLOWS_PAIRS:
+        release(OVERLAPS)  # choices were written before the products of pairs were begun
+    else:
+        await_inputs(OVERLAPS)
+    token = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    own, element = tl.minimum(row, OUTPUTS - 1).to(tl.int64)[:, None], tl.arange(0, WIDTH)
+    # The first slot's weights are loaded before the wait.
+    expert = tl.load(ids + token * TOP_K).to(tl.int64) - first_expert
+    is_here = (expert >= 0) & (expert < NUM_EXPERTS)
+    inside = only_if(is_here, element < INPUTS)
+    weights = weight + expert * (OUTPUTS * INPUTS) + own * INPUTS
+    ahead = tl.load(weights + element[None, :], mask=inside[None, :], other=0)
+    if FOLLOWS_PAIRS:
+        await_launcher(OVERLAPS)
+    pair = token * TOP_K
+    given = tl.load(rows + pair * INPUTS + element, mask=inside, other=0)
+    first = ahead.to(tl.float32) * given.to(tl.float32)[None, :]
+    if INPUTS > WIDTH:
+        first += _multiply(rows + pair * INPUTS + WIDTH, weights + WIDTH, is_here, INPUTS - WIDTH, ROWS, WIDTH)
+    partial = tl.load(shares + pair) * first
+    for slot in tl.static_range(1, TOP_K):
+        pair = token * TOP_K + slot
+        expert = tl.load(ids + pair).to(tl.int64) - first_expert
+        is_here = (expert >= 0) & (expert < NUM_EXPERTS)
+        weights = weight + expert * (OUTPUTS * INPUTS) + own * INPUTS
+        share = tl.load(shares + pair)
+        partial += share * _multiply(rows + pair * INPUTS, weights, is_here, INPUTS, ROWS, WIDTH)
+    if SHARED > 0:
+        partial += _multiply(shared_rows + token * SHARED, shared_weight + own * SHARED, True, SHARED, ROWS, WIDTH)
+    total = tl.sum(partial, axis=1)
+    if HAS_ADDEND:
+        total += tl.load(addend + token * OUTPUTS + row, mask=row < OUTPUTS, other=0).to(tl.float32)
+    tl.store(out + token * OUTPUTS + row, total.to(out.dtype.element_ty), mask=row < OUTPUTS)
+
+
+def sum_of_products(
+    rows: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    shares: Tensor,
+    addend: Tensor | None = None,
+    *,
+    shared_rows: Tensor | None = None,
+    shared_weight: Tensor | None = None,
+    first_expert: int = 0,
+    follows_pairs: bool = False,
+) -> Tensor:
+    """Return for each token the weighted sum of its rows' products with their experts' weights.
+
+    Long because of its contract.
+
+    Args:
+        rows: [tokens * top_k, inputs], contiguous; those of experts that are elsewhere are not read.
+        weight: [experts, outputs, inputs], contiguous.
+        ids: [tokens, top_k] int32, contiguous: each token's experts.
+        shares: [tokens, top_k] float32, contiguous: what each of them weighs.
+        addend: [tokens, outputs], contiguous, added to the sum; None for none.
+        shared_rows: [tokens, shared inputs], contiguous, whose products with the shared expert's weights are added.
+        shared_weight: [outputs, shared inputs], contiguous; None for no such expert.
+        first_expert: Number of the first expert whose weights are here.
+        follows_pairs: True if `product_of_pairs` with these `ids` is the last launch on this stream, and no other
+            stream's work is waited for behind it: then experts' weights may be read before it has ended.
+
+    Returns:
+        [tokens, outputs] in the rows' dtype; the products are not rounded before they are summed.
+
+    Raises:
+        ValueError: If shapes, dtypes or strides disagree.
+
+    Reference: `sum_of_products_ref`. CUDA-graph safe: no host sync, one launch.
+    """
+    check_few(rows, weight, ids, ids.shape[1], shared_weight, shared_rows)
+    if not launches_kernel(rows) or not is_computed_in_fp32(rows):
+        return sum_of_products_ref(
+            rows,
+            weight,
+            ids,
+            shares,
+            addend,
+            shared_rows=shared_rows,
+            shared_weight=shared_weight,
+            first_expert=first_expert,
+        )
+    (num_tokens, top_k), outputs = ids.shape, weight.shape[1]
+    out = torch.empty(num_tokens, outputs, dtype=rows.dtype, device=rows.device)
+    if out.numel() == 0:
+        return out
+    # Fewer outputs a program keep more programs busy where there are few.
+    rows_at_once = _ROWS if outputs >= 2048 else min(2, _ROWS)
+    _sum_kernel[(triton.cdiv(outputs, rows_at_once), num_tokens)](
+        rows=rows,
+        shared_rows=rows if shared_rows is None else shared_rows,
+        weight=weight,
+        shared_weight=weight if shared_weight is None else shared_weight,
+        ids=ids,
+        shares=shares,
+        addend=rows if addend is None else addend,
+        out=out,
+        first_expert=first_expert,
+        HAS_ADDEND=addend is not None,
+        FOLLOWS_PAIRS=follows_pairs,
+        TOP_K=top_k,
+        NUM_EXPERTS=weight.shape[0],
+        INPUTS=rows.shape[1],
+        OUTPUTS=outputs,
+        SHARED=0 if shared_weight is None else shared_weight.shape[1],
+        ROWS=rows_at_once,
+        WIDTH=tile_width(rows),
+        num_warps=_WARPS,
+        **overlapping(rows.device),
+    )
+    return out
