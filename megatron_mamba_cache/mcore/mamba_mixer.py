@@ -128,7 +128,7 @@ class CachingMambaMixer(megatron_mixer.MambaMixer):
         xbc = conv_verify(inputs.xbc, self._conv_weight, self.conv1d.bias, states.conv, step.decode)
         tokens = self._ssm_tokens(xbc, inputs.dt)
         if states.ring is None or step.replay is None:
-            y = state_verify(tokens, self._ssm_weights, states.ssm, step.decode)
+            y = state_verify(tokens, self._ssm_weights, states.ssm, step.decode, after_conv=True)
         else:
             y = state_replay(
                 tokens, self._ssm_weights, states.ssm, states.ring, step.replay, states.ring_len, after_conv=True

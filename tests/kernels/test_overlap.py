@@ -40,10 +40,20 @@ def int32(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.int32)
 
 
-def update_states() -> object:
+def update_states(*, after_conv: bool = False) -> object:
     shape = SSMShape(heads=2, head_dim=64, d_state=128, groups=1)
     steps = random_steps(1, "cpu", shape, dtype=torch.bfloat16)
-    return state_verify.state_verify(steps.tokens, steps.weights, torch.zeros(1, *shape.state), ROWS)
+    pool = torch.zeros(1, *shape.state)
+    return state_verify.state_verify(steps.tokens, steps.weights, pool, ROWS, after_conv=after_conv)
+
+
+def sum_behind_pairs() -> object:
+    rows, shared = {"shared_rows": half(1, 1024), "shared_weight": half(128, 1024)}, torch.zeros(1, 2)
+    return product_sums.sum_of_products(half(2, 64), half(4, 128, 64), int32(1, 2), shared, follows_pairs=True, **rows)
+
+
+def shared_products() -> object:
+    return pair_products.product_of_pairs(half(1, 64), half(4, 128, 64), int32(1, 2), half(128, 64))
 
 
 ORDER = ExpertOrder(int32(2), int32(1, 2), int32(5))
@@ -56,9 +66,6 @@ LAUNCHES: dict[tuple[ModuleType, str], Callable[[], object]] = {
     (expert_order, "_order_kernel"): lambda: expert_order.order_by_expert(int32(1, 2), 4),
     (grouped_product, "_grouped_product_kernel"): lambda: grouped_product.grouped_product(
         half(1, 64), half(4, 128, 64), ORDER, top_k=2
-    ),
-    (pair_products, "_pairs_kernel"): lambda: pair_products.product_of_pairs(
-        half(1, 64), half(4, 128, 64), int32(1, 2)
     ),
     (product_sums, "_sum_kernel"): lambda: product_sums.sum_of_products(
         half(2, 64), half(4, 128, 64), int32(1, 2), torch.zeros(1, 2)
@@ -127,13 +134,33 @@ def test_only_weights_are_read_before_the_wait(
     assert not re.search(r"\b(?:st|atom|red)\.|cp\.async", before) and "ld.global" in after
 
 
-def test_a_convolution_waits_before_it_lets_the_next_kernel_begin(
-    compile_for_hopper: Callable[[ModuleType, str], CompiledInsteadOfLaunched], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("module", "kernel", "launch"),
+    [
+        (
+            conv_verify,
+            "_conv_verify_kernel",
+            lambda: conv_verify.conv_verify(half(1, 64), half(64, 4), half(64), half(1, 3, 64), ROWS),
+        ),
+        (
+            pair_products,
+            "_pairs_kernel",
+            lambda: pair_products.product_of_pairs(half(1, 64), half(4, 128, 64), int32(1, 2)),
+        ),
+    ],
+    ids=["conv", "pairs"],
+)
+def test_a_kernel_whose_next_one_reads_early_waits_before_it_lets_it_begin(
+    module: ModuleType,
+    kernel: str,
+    launch: Callable[[], object],
+    compile_for_hopper: Callable[[ModuleType, str], CompiledInsteadOfLaunched],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The next one may read at once what the convolution does not write."""
-    monkeypatch.setattr(conv_verify, "overlapping", lambda device: {"OVERLAPS": True, "launch_pdl": True})
-    compiled = compile_for_hopper(conv_verify, "_conv_verify_kernel")
-    conv_verify.conv_verify(half(1, 64), half(64, 4), half(64), half(1, 3, 64), ROWS)
+    """The next one may read at once what this one does not write."""
+    monkeypatch.setattr(module, "overlapping", lambda device: {"OVERLAPS": True, "launch_pdl": True})
+    compiled = compile_for_hopper(module, kernel)
+    launch()
     (ptx,) = compiled.ptx
     before, waits, after = ptx.partition("griddepcontrol.wait")
     assert waits and not re.search(r"\b(?:ld|st)\.(?:global|shared)|griddepcontrol", before)
@@ -142,3 +169,29 @@ def test_a_convolution_waits_before_it_lets_the_next_kernel_begin(
 
 def test_no_other_kernel_is_launched_early() -> None:
     assert overlap.overlapping(torch.device("cpu")) == {"OVERLAPS": False}
+
+
+@pytest.mark.parametrize(
+    ("module", "kernel", "launch"),
+    [
+        (state_verify, "_state_verify_kernel", lambda: update_states(after_conv=True)),
+        (product_sums, "_sum_kernel", sum_behind_pairs),
+        (pair_products, "_pairs_kernel", shared_products),
+    ],
+    ids=["states", "sum", "pairs"],
+)
+def test_nothing_is_written_before_the_wait_that_ends_early_reads(
+    module: ModuleType,
+    kernel: str,
+    launch: Callable[[], object],
+    compile_for_hopper: Callable[[ModuleType, str], CompiledInsteadOfLaunched],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """States, choices and weights of experts are older than the kernel before, which lets this one begin late."""
+    monkeypatch.setattr(module, "overlapping", lambda device: {"OVERLAPS": True, "launch_pdl": True})
+    compiled = compile_for_hopper(module, kernel)
+    launch()
+    (ptx,) = compiled.ptx
+    before, _, after = ptx.partition("griddepcontrol.wait")
+    assert re.search(r"\bld\.global", before) and re.search(r"\bst\.global", after)
+    assert not re.search(r"\b(?:st|atom|red)\.|cp\.async", before)

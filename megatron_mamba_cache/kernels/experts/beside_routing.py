@@ -11,7 +11,9 @@ class BesideRouting:
     """The shared expert's product, which in a graph runs beside the routing and the routed experts.
 
     The routing is small kernels that leave the memory idle, and is launched first: its programs would wait for the
-    larger kernels' otherwise. Without a graph, another stream costs the host more than it gains.
+    larger kernels' otherwise. The routed experts' products fill the card before the shared expert's are launched, so
+    its stream has a higher priority: its programs are the next ones to begin, not those that come last. Without a
+    graph, another stream costs the host more than it gains.
 
     Args:
         compute: Returns [tokens, hidden] from what has been computed so far.
@@ -46,4 +48,4 @@ class BesideRouting:
 @cache
 def _stream_beside(device: torch.device) -> torch.cuda.Stream:
     """Return the device's stream for what runs beside a layer's main part."""
-    return torch.cuda.Stream(device)
+    return torch.cuda.Stream(device, priority=-1)

@@ -19,7 +19,7 @@ from .reference_experts import product_of_pairs_ref
 __all__ = ["product_of_pairs", "product_of_pairs_ref"]
 
 _ROWS = 4
-"""Outputs of a program."""
+"""Rows of weights of a program."""
 
 
 @triton.jit
@@ -163,7 +163,7 @@ def product_of_pairs(
     outputs, shared = weight.shape[1] // halves, 0 if shared_weight is None else len(shared_weight) // halves
     out = torch.empty(ids.numel(), outputs, dtype=x.dtype, device=x.device)
     shared_out = torch.empty(num_tokens, shared, dtype=x.dtype, device=x.device)
-    rows = _ROWS
+    rows = _ROWS // halves
     num_programs = num_tokens * triton.cdiv(shared, rows) + ids.numel() * triton.cdiv(outputs, rows)
     if num_programs == 0:
         return out, shared_out

@@ -17,8 +17,8 @@ from .reference_experts import sum_of_products_ref
 
 __all__ = ["sum_of_products", "sum_of_products_ref"]
 
-_ROWS, _WARPS = 4, 4
-"""Outputs of a program at most, and its warps."""
+_ROWS = 2
+"""Outputs of a program: with four, hardly more programs than fit on the card at once would leave a long tail."""
 
 
 @triton.jit
@@ -145,9 +145,7 @@ def sum_of_products(
     out = torch.empty(num_tokens, outputs, dtype=rows.dtype, device=rows.device)
     if out.numel() == 0:
         return out
-    # Fewer outputs a program keep more programs busy where there are few.
-    rows_at_once = _ROWS if outputs >= 2048 else min(2, _ROWS)
-    _sum_kernel[(triton.cdiv(outputs, rows_at_once), num_tokens)](
+    _sum_kernel[(triton.cdiv(outputs, _ROWS), num_tokens)](
         rows=rows,
         shared_rows=rows if shared_rows is None else shared_rows,
         weight=weight,
@@ -164,9 +162,9 @@ def sum_of_products(
         INPUTS=rows.shape[1],
         OUTPUTS=outputs,
         SHARED=0 if shared_weight is None else shared_weight.shape[1],
-        ROWS=rows_at_once,
+        ROWS=_ROWS,
         WIDTH=tile_width(rows),
-        num_warps=_WARPS,
+        num_warps=4,
         **overlapping(rows.device),
     )
     return out

@@ -14,6 +14,8 @@ from .pair_products import product_of_pairs
 from .product_sums import sum_of_products
 from .weighted_sum import weighted_sum
 
+_MOST_SHARED_TOKENS = 2
+
 
 class SharedExpert(NamedTuple):
     """The weights of the expert that every token goes to; its activation is that of the others.
@@ -28,8 +30,11 @@ class SharedExpert(NamedTuple):
 
 
 def takes_shared_expert(x: Tensor) -> bool:
-    """Return whether the launches of routed experts compute the shared one as well: for few tokens."""
-    return len(x) <= FEW_TOKENS and launches_kernel(x) and is_computed_in_fp32(x)
+    """Return whether the launches of routed experts compute the shared one as well: for hardly any tokens.
+
+    They read its weights once a token; a product of its own reads them once.
+    """
+    return len(x) <= _MOST_SHARED_TOKENS and launches_kernel(x) and is_computed_in_fp32(x)
 
 
 def routed_experts(

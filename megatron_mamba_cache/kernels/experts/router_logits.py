@@ -1,10 +1,10 @@
 """The router's weights times the tokens, in fp32.
 
-Up to 2,048 tokens would keep few multiprocessors busy, so that their inputs are cut into parts, whose products are added
-where experts are chosen, always in one order. One token in 16 bits is multiplied as by any linear layer.
+Up to 2,048 tokens would keep few multiprocessors busy, so that their inputs are cut into parts, whose products are
+added where experts are chosen, always in one order. One token in 16 bits is multiplied as by any linear layer.
 
-Graph safe. A token's logits depend on that token alone, to the bit, within a form: one token, up to 256, up to 2,048, or
-more.
+Graph safe. A token's logits depend on that token alone, to the bit, within a form: one token, up to 256, up to 2,048,
+or more.
 """
 
 import torch

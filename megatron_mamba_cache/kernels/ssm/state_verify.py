@@ -21,7 +21,7 @@ from torch import Tensor
 from ..decode_rows import DecodeRows
 from ..kernel_launches import is_computed_in_fp32, launches_kernel
 from ..masks import only_if
-from ..overlap import await_inputs, overlapping
+from ..overlap import await_inputs, await_launcher, overlapping, release
 from ..prefill_rows import PAD_SLOT
 from ..row_checks import check_decode_rows
 from .reference_ssd import state_verify_ref
@@ -109,10 +109,14 @@ def _state_verify_kernel(
     D_STATE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
+    READS_EARLY: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """Long because it is one loop with its values kept in registers."""
-    await_inputs(OVERLAPS)
+    if READS_EARLY:
+        release(OVERLAPS)
+    else:
+        await_inputs(OVERLAPS)
     PARTS: tl.constexpr = (HEAD_DIM + WIDTH - 1) // WIDTH
     part = tl.program_id(0) % PARTS
     head = tl.program_id(0) // PARTS % HEADS
@@ -129,13 +133,14 @@ def _state_verify_kernel(
     has_p = p < HEAD_DIM
     y += head * HEAD_DIM + p
     if live == _PAD:
+        if READS_EARLY:
+            await_launcher(OVERLAPS)
         for token in range(start, end):
             tl.store(y + tl.cast(token, tl.int64) * (HEADS * HEAD_DIM), tl.zeros_like(p), mask=has_p)
         return
 
     source = tl.load(first_column + accepted - 1).to(tl.int64)
     group = head // HEADS_A_GROUP
-    inputs = _load_inputs(tokens, start, end, head, group, n, p, D_STATE, HEAD_DIM)
     states = pool + head * (D_STATE * HEAD_DIM) + n[:, None] * HEAD_DIM + p[None, :]
     is_state = (n < D_STATE)[:, None] & has_p[None, :]
     stored = tl.load(
@@ -144,6 +149,9 @@ def _state_verify_kernel(
     A = -tl.exp(tl.load(weights.A_log + head).to(tl.float32))
     skip = tl.load(weights.D + head).to(tl.float32)
     bias = tl.load(weights.dt_bias + head)
+    if READS_EARLY:
+        await_launcher(OVERLAPS)
+    inputs = _load_inputs(tokens, start, end, head, group, n, p, D_STATE, HEAD_DIM)
 
     for token in range(start, end):
         x, b, c, dt = inputs
@@ -162,7 +170,13 @@ def _state_verify_kernel(
 
 
 def state_verify(
-    tokens: SSMTokens, weights: SSMWeights, ssm_pool: Tensor, rows: DecodeRows, tiling: VerifyTiling = TILING
+    tokens: SSMTokens,
+    weights: SSMWeights,
+    ssm_pool: Tensor,
+    rows: DecodeRows,
+    tiling: VerifyTiling = TILING,
+    *,
+    after_conv: bool = False,
 ) -> Tensor:
     """Advance each row's state over its base token and drafts, keep the state after each in place; return the outputs.
 
@@ -171,6 +185,8 @@ def state_verify(
 
     Args:
         ssm_pool: [slots, heads, d_state, head_dim]; a slot's state contiguous.
+        after_conv: True if the launch right before is `conv_verify`'s, which wrote x, B and C: states are read while
+            it still runs.
 
     Returns:
         [tokens, heads, head_dim] in x's dtype.
@@ -188,12 +204,18 @@ def state_verify(
         return state_verify_ref(tokens, weights, ssm_pool, rows)
     y = torch.empty_like(tokens.x, memory_format=torch.contiguous_format)
     if y.numel() > 0:
-        _launch(y, tokens, weights, ssm_pool, rows, tiling)
+        _launch(y, tokens, weights, ssm_pool, rows, tiling, after_conv)
     return y
 
 
 def _launch(
-    y: Tensor, tokens: SSMTokens, weights: SSMWeights, ssm_pool: Tensor, rows: DecodeRows, tiling: VerifyTiling
+    y: Tensor,
+    tokens: SSMTokens,
+    weights: SSMWeights,
+    ssm_pool: Tensor,
+    rows: DecodeRows,
+    tiling: VerifyTiling,
+    after_conv: bool,
 ) -> None:
     num_tokens, heads, head_dim = y.shape
     num_rows = rows.accepted.shape[0]
@@ -213,6 +235,7 @@ def _launch(
         D_STATE=tokens.B.shape[2],
         HEAD_DIM=head_dim,
         WIDTH=width,
+        READS_EARLY=after_conv,
         num_warps=tiling.num_warps,
         maxnreg=tiling.max_registers,
         **overlapping(ssm_pool.device),
