@@ -168,7 +168,7 @@ def test_experts_of_any_length_of_tiles(activation: str, device: str) -> None:
 
 
 def order_on_cpu(order: ExpertOrder) -> ExpertOrder:
-    return ExpertOrder(*(part.cpu() for part in order))
+    return ExpertOrder(order.pairs.cpu(), order.places.cpu(), order.starts.cpu())
 
 
 def test_no_tokens(device: str) -> None:

@@ -169,7 +169,8 @@ def test_pairs_are_in_the_order_of_experts(
         "few here": torch.randint(-1, 4 * num_experts, shape),
     }[spread].to(torch.int32)
     first = num_experts if spread == "few here" else 0
-    pairs, places, starts = op(ids.to(device), num_experts, first)
+    order = op(ids.to(device), num_experts, first)
+    pairs, places, starts = order.pairs, order.places, order.starts
     flat = [expert - first for expert in ids.flatten().tolist()]
     here = [pair for pair, expert in enumerate(flat) if 0 <= expert < num_experts]
     assert pairs[: len(here)].tolist() == sorted(here, key=lambda pair: (flat[pair], pair))
@@ -227,7 +228,8 @@ def test_rules_that_cannot_be_are_refused(fields: dict) -> None:
 def test_other_numbers_of_tokens_compile_nothing_new(
     name: str, compile_for_hopper: Callable[[ModuleType, str], CompiledInsteadOfLaunched]
 ) -> None:
-    routes, products = (compile_for_hopper(routing, kernel) for kernel in ("_route_kernel", "_logits_kernel"))
+    routes = compile_for_hopper(routing, "_route_kernel")
+    products = compile_for_hopper(logits_module, "_logits_kernel")
     orders = [
         compile_for_hopper(expert_order, kernel)
         for kernel in ("_order_kernel", "_count_kernel", "_sum_counts_kernel", "_place_kernel")

@@ -58,7 +58,9 @@ class ConvTiling:
     num_warps: int
 
 
-TILING = ConvTiling(tokens=32, channels=1024, at_once=8, num_warps=4)
+TILING = ConvTiling(tokens=16, channels=512, at_once=8, num_warps=4)
+_FEW_TOKENS = 1024
+_OF_FEW_TOKENS = ConvTiling(tokens=8, channels=512, at_once=8, num_warps=4)
 _MAX_REGISTERS = 128  # per thread, so that four programs of four warps fit on a multiprocessor
 
 
@@ -157,9 +159,9 @@ def _causal_conv_kernel(
                 y, inputs, weight, bias, low, high, num_tokens, first_token, channel, CONV_DIM, D_CONV, TOKENS, AT_ONCE
             )
         else:
-            for begin in range(first_token, first_token + TOKENS, 2):  # few, to save registers: such tiles are rare
+            for begin in range(first_token, first_token + TOKENS, 4):  # few, to save registers: such tiles are rare
                 _convolve_mixture(
-                    y, inputs, weight, bias, rows, num_rows, num_tokens, begin, channel, CONV_DIM, D_CONV, 2
+                    y, inputs, weight, bias, rows, num_rows, num_tokens, begin, channel, CONV_DIM, D_CONV, 4
                 )
 
 
@@ -169,7 +171,7 @@ def causal_conv(
     bias: Tensor | None,
     conv_pool: Tensor,
     rows: PrefillRows,
-    tiling: ConvTiling = TILING,
+    tiling: ConvTiling | None = None,
     *,
     ends: Tensor | None = None,
 ) -> Tensor:
@@ -182,6 +184,7 @@ def causal_conv(
         x: [tokens, conv_dim]; any stride between tokens.
         weight: [conv_dim, d_conv]; the last column weighs the newest input.
         bias: [conv_dim].
+        tiling: None: by the number of tokens.
         conv_pool: [slots, window, conv_dim], oldest input first, channels contiguous; its first d_conv - 1 window
             rows are used.
         ends: [slots, window, conv_dim]; where the windows at chunk ends go, and whose slots `rows.chunk_slots` are.
@@ -204,7 +207,8 @@ def causal_conv(
         return causal_conv_ref(x, weight, bias, conv_pool, rows, ends)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     if x.shape[1] > 0:
-        _launch(y, x, weight, bias, conv_pool, ends, rows, tiling)
+        chosen = _OF_FEW_TOKENS if len(x) <= _FEW_TOKENS else TILING
+        _launch(y, x, weight, bias, conv_pool, ends, rows, tiling or chosen)
     return y
 
 

@@ -222,7 +222,7 @@ def grouped_product(
     if out.numel() == 0:
         return out
     if takes_long_tiles(x, weight, num_rows, is_gathered=top_k is not None):
-        multiply_on_hopper(x, weight, order.pairs, order.starts, out, top_k=top_k, activation=activation)
+        multiply_on_hopper(x, weight, order, out, top_k=top_k, activation=activation)
         return out
     form = choose_form(num_rows, weight, is_gated=activation == "gated_silu")
     most_tiles = min(num_rows, num_experts + num_rows // form.rows)

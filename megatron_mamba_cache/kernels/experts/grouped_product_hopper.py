@@ -23,7 +23,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..kernel_launches import num_multiprocessors
 from .product_ring import DEPTH, GROUPS, Sizes, allocate_ring, fill_by_boxes, find_tile, gather_ahead
-from .product_tiles import tile_rows
+from .reference_routing import ExpertOrder
 
 _STAGES = 4
 _MULTIPLY_REGISTERS = 200
@@ -198,7 +198,7 @@ def _product_kernel(
 
 
 def multiply_on_hopper(
-    x: Tensor, weight: Tensor, pairs: Tensor, starts: Tensor, out: Tensor, *, top_k: int | None, activation: str
+    x: Tensor, weight: Tensor, order: ExpertOrder, out: Tensor, *, top_k: int | None, activation: str
 ) -> None:
     """Write the activated products of rows with their experts' weights into `out` [pairs, outputs], in place.
 
@@ -206,7 +206,7 @@ def multiply_on_hopper(
 
     Args:
         x, weight: bf16, aligned to 16 bytes; inputs are a multiple of DEPTH. See `grouped_product`.
-        pairs, starts: Of an `ExpertOrder`.
+        order: Of the rows.
     """
     is_gated = activation == "gated_silu"
     outputs, per_group = out.shape[1], 32 if is_gated else 64
@@ -216,8 +216,8 @@ def multiply_on_hopper(
         x64=_describe(x, 64),
         x32=_describe(x, 32),
         x=x,
-        pairs=pairs,
-        tiles=tile_rows(starts, len(out)),
+        pairs=order.pairs,
+        tiles=order.tiles,
         out=out,
         x_stride=x.stride(0),
         STAGES=_STAGES,

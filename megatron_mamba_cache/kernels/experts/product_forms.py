@@ -8,7 +8,7 @@ from torch import Tensor
 from ..kernel_launches import INTERPRETED, is_hopper
 from ..ssm.hopper_tiling import has_tested_gluon
 
-_FEWEST_ROWS, _MOST_GATHERED_ROWS = 96, 1024
+_FEWEST_ROWS, _MOST_GATHERED_ROWS = 10, 1024
 _STAGE_INPUTS = 64
 
 
@@ -62,7 +62,8 @@ def choose_form(num_pairs: int, weight: Tensor, *, is_gated: bool) -> ProductFor
 def takes_long_tiles(x: Tensor, weight: Tensor, num_pairs: int, *, is_gathered: bool) -> bool:
     """Return whether rows are multiplied by `grouped_product_hopper`; like `choose_form`, by their number alone.
 
-    With very many rows an expert, tiles of 128 rows are as well filled, and gather faster.
+    A long tile reads an expert's weights once however unevenly tokens choose; short ones read those of much chosen
+    experts again and again. With very many rows an expert, tiles of 128 rows are as well filled, and gather faster.
     """
     mean_rows = num_pairs / weight.shape[0]
     if weight.dtype != torch.bfloat16 or mean_rows <= _FEWEST_ROWS or (is_gathered and mean_rows > _MOST_GATHERED_ROWS):

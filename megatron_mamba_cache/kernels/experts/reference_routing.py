@@ -1,12 +1,14 @@
 """References of routing and of the order of tokens by expert; torch only, without a host sync."""
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..slots.reference_slots import compute_dtype
+from .product_tiles import tile_rows
 from .routing_rule import RoutingRule
 
 
@@ -39,7 +41,8 @@ def route_ref(
     return ids.where(is_own, -1), weights.where(is_own, 0)
 
 
-class ExpertOrder(NamedTuple):
+@dataclass(frozen=True)
+class ExpertOrder:
     """Pairs of a token and one of its experts, in the order of experts.
 
     Args:
@@ -52,6 +55,11 @@ class ExpertOrder(NamedTuple):
     pairs: Tensor
     places: Tensor
     starts: Tensor
+
+    @cached_property
+    def tiles(self) -> Tensor:
+        """The tiles of rows of both of a layer's products; see `tile_rows`."""
+        return tile_rows(self.starts, len(self.pairs))
 
 
 def order_by_expert_ref(ids: Tensor, num_experts: int, first_expert: int = 0) -> ExpertOrder:
