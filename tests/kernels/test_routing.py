@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_mamba_cache.kernels.experts import expert_order, routing
+from megatron_mamba_cache.kernels.experts import router_logits as logits_kernels
 from megatron_mamba_cache.kernels.experts.expert_order import ExpertOrder, order_by_expert, order_by_expert_ref
 from megatron_mamba_cache.kernels.experts.router_logits import router_logits, router_logits_ref
 from megatron_mamba_cache.kernels.experts.routing import RoutingRule, route, route_ref
@@ -229,7 +230,7 @@ def test_other_numbers_of_tokens_compile_nothing_new(
     name: str, compile_for_hopper: Callable[[ModuleType, str], CompiledInsteadOfLaunched]
 ) -> None:
     routes = compile_for_hopper(routing, "_route_kernel")
-    products = compile_for_hopper(logits_module, "_logits_kernel")
+    products = compile_for_hopper(logits_kernels, "_logits_kernel")
     orders = [
         compile_for_hopper(expert_order, kernel)
         for kernel in ("_order_kernel", "_count_kernel", "_sum_counts_kernel", "_place_kernel")

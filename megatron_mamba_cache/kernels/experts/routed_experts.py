@@ -77,22 +77,37 @@ def routed_experts(
     if shared is not None and (apart is not None or not takes_shared_expert(x)):
         raise ValueError(f"the shared expert of {len(x)} tokens is a product of its own; pass its result as addend")
     if len(ids) <= FEW_TOKENS and launches_kernel(x):
-        first_shared, second_shared = (None, None) if shared is None else shared
-        inner, inner_shared = product_of_pairs(
-            x, first, ids, first_shared, activation=activation, first_expert=first_expert
-        )
-        return sum_of_products(
-            inner if apart is None else apart(inner),
-            second,
-            ids,
-            weights,
-            None if addend is None else addend(),
-            shared_rows=None if shared is None else inner_shared,
-            shared_weight=second_shared,
-            first_expert=first_expert,
-            follows_pairs=apart is None and addend is None,
-        )
+        return _of_few_tokens(x, ids, weights, first, second, activation, apart, first_expert, addend, shared)
     order = order_by_expert(ids, len(first), first_expert)
     inner = grouped_product(x, first, order, top_k=ids.shape[1], activation=activation)
     rows = grouped_product(inner if apart is None else apart(inner), second, order)
     return weighted_sum(rows, order.places, weights, None if addend is None else addend())
+
+
+def _of_few_tokens(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    first: Tensor,
+    second: Tensor,
+    activation: Activation,
+    apart: Callable[[Tensor], Tensor] | None,
+    first_expert: int,
+    addend: Callable[[], Tensor] | None,
+    shared: SharedExpert | None,
+) -> Tensor:
+    first_shared, second_shared = (None, None) if shared is None else shared
+    inner, inner_shared = product_of_pairs(
+        x, first, ids, first_shared, activation=activation, first_expert=first_expert
+    )
+    return sum_of_products(
+        inner if apart is None else apart(inner),
+        second,
+        ids,
+        weights,
+        None if addend is None else addend(),
+        shared_rows=None if shared is None else inner_shared,
+        shared_weight=second_shared,
+        first_expert=first_expert,
+        follows_pairs=apart is None and addend is None,
+    )
