@@ -120,7 +120,7 @@ class CachingMambaMixer(megatron_mixer.MambaMixer):
     def _prefill_rows(self, inputs: _MixerInputs, states: LayerStates, rows: PrefillRows) -> Tensor:
         xbc = causal_conv(inputs.xbc, self._conv_weight, self.conv1d.bias, states.conv, rows, ends=states.conv_ends)
         tokens = self._ssm_tokens(xbc, inputs.dt)
-        y = ssd_scan(tokens, self._ssm_weights, states.ssm, rows, self.chunk_size, states.rounded)
+        y = ssd_scan(tokens, self._ssm_weights, states.ssm, rows, self.chunk_size, states.rounded, after_conv=True)
         return self._gate(y.flatten(1), inputs.z)
 
     def _decode_rows(self, inputs: _MixerInputs, states: LayerStates, step: StepBatch) -> Tensor:

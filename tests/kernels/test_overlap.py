@@ -9,7 +9,7 @@ import torch
 
 from megatron_mamba_cache.kernels import overlap
 from megatron_mamba_cache.kernels.attention import kv_append
-from megatron_mamba_cache.kernels.conv import conv_verify
+from megatron_mamba_cache.kernels.conv import causal_conv, conv_verify
 from megatron_mamba_cache.kernels.experts import (
     expert_order,
     grouped_product,
@@ -24,12 +24,14 @@ from megatron_mamba_cache.kernels.experts.reference_routing import ExpertOrder
 from megatron_mamba_cache.kernels.experts.routing_rule import RoutingRule
 from megatron_mamba_cache.kernels.linear import one_token
 from megatron_mamba_cache.kernels.norm import gated_norm, residual_norm
-from megatron_mamba_cache.kernels.ssm import state_verify
+from megatron_mamba_cache.kernels.prefill_rows import whole_rows
+from megatron_mamba_cache.kernels.ssm import ssd_tiles, state_verify
 from tests.kernels.kernel_stand_ins import CompiledInsteadOfLaunched
 from tests.kernels.packed_rows import VerifySpec, pack_verify
 from tests.kernels.ssm_steps import SSMShape, random_steps
 
 ROWS = pack_verify([VerifySpec(1, (0,))], "cpu")
+PROMPT = whole_rows(1, 4, 64, torch.device("cpu"))
 
 
 def half(*shape: int) -> torch.Tensor:
@@ -143,12 +145,17 @@ def test_only_weights_are_read_before_the_wait(
             lambda: conv_verify.conv_verify(half(1, 64), half(64, 4), half(64), half(1, 3, 64), ROWS),
         ),
         (
+            causal_conv,
+            "_causal_conv_kernel",
+            lambda: causal_conv.causal_conv(half(4, 64), half(64, 4), half(64), half(1, 3, 64), PROMPT),
+        ),
+        (
             pair_products,
             "_pairs_kernel",
             lambda: pair_products.product_of_pairs(half(1, 64), half(4, 128, 64), int32(1, 2)),
         ),
     ],
-    ids=["conv", "pairs"],
+    ids=["conv", "conv of prompts", "pairs"],
 )
 def test_a_kernel_whose_next_one_reads_early_waits_before_it_lets_it_begin(
     module: ModuleType,
@@ -195,3 +202,21 @@ def test_nothing_is_written_before_the_wait_that_ends_early_reads(
     before, _, after = ptx.partition("griddepcontrol.wait")
     assert re.search(r"\bld\.global", before) and re.search(r"\bst\.global", after)
     assert not re.search(r"\b(?:st|atom|red)\.|cp\.async", before)
+
+
+def test_tiles_of_a_scan_end_after_the_convolution(
+    compile_for_hopper: Callable[[ModuleType, str], CompiledInsteadOfLaunched], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they read and write is not the convolution's; the scan, which waits for them alone, reads its results."""
+    monkeypatch.setattr(ssd_tiles, "overlapping", lambda device: {"OVERLAPS": True, "launch_pdl": True})
+    shape = SSMShape(heads=2, head_dim=64, d_state=128, groups=1)
+    steps = random_steps(4, "cpu", shape, dtype=torch.bfloat16)
+    tile = ssd_tiles.tile_shape(64, torch.bfloat16)
+    assert tile is not None
+    compiled = compile_for_hopper(ssd_tiles, "_tiles_kernel")
+    ssd_tiles.cut_tiles(steps.tokens, steps.weights, PROMPT, tile, half(4, 2, 64), after_conv=True)
+    (ptx,) = compiled.ptx
+    assert "griddepcontrol.launch_dependents" in ptx.partition("ld.global")[0]
+    *_, behind = ptx.split("griddepcontrol.wait")
+    exits = len(re.findall(r"\bret;", ptx))
+    assert ptx.count("griddepcontrol.wait") >= exits and not re.search(r"\b(?:ld|st)\.global", behind)

@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..kernel_launches import is_computed_in_fp32, launches_kernel
+from ..overlap import await_then_release, overlapping
 from ..prefill_rows import PrefillRows
 from ..row_checks import check_prefill_rows
 from .conv_row_ends import begin_row, count_up_to, end_chunk
@@ -133,7 +134,10 @@ def _causal_conv_kernel(
     TOKENS: tl.constexpr,
     AT_ONCE: tl.constexpr,
     CHANNELS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    """Long because each part names its arguments."""
+    await_then_release(OVERLAPS)
     TILES: tl.constexpr = (CONV_DIM + CHANNELS - 1) // CHANNELS
     if ends is None:
         ends = windows
@@ -246,4 +250,5 @@ def _launch(
         CHANNELS=channels,
         num_warps=tiling.num_warps,
         maxnreg=_MAX_REGISTERS,
+        **overlapping(x.device),
     )

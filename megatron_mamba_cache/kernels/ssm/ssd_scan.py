@@ -34,6 +34,8 @@ def ssd_scan(
     rows: PrefillRows,
     chunk_size: int,
     rounded: RoundedStates | None = None,
+    *,
+    after_conv: bool = False,
 ) -> Tensor:
     """Scan packed rows chunk by chunk, carrying each row's state from and to the pool.
 
@@ -45,6 +47,8 @@ def ssd_scan(
         ssm_pool: [slots, heads, d_state, head_dim]; a slot's state contiguous.
         chunk_size: The longest chunk in `rows`.
         rounded: Where states at chunk ends go, and whose slots `rows.chunk_slots` are; None: those of `ssm_pool`.
+        after_conv: True if the launch right before is `causal_conv`'s, which wrote x, B and C: decays are summed while it
+            still runs.
 
     Returns:
         [tokens, heads, head_dim] in x's dtype; zeros past the last chunk.
@@ -64,7 +68,7 @@ def ssd_scan(
     tiling = None
     if _fits_hopper(tokens, ssm_pool, shape):
         tiling = choose_tiling(tokens, rows.longest_first.shape[0])
-    return scan_tiles(tokens, weights, ssm_pool, rows, shape, tiling, rounded)
+    return scan_tiles(tokens, weights, ssm_pool, rows, shape, tiling, rounded, after_conv=after_conv)
 
 
 def scan_tiles(
@@ -75,13 +79,15 @@ def scan_tiles(
     shape: TileShape,
     tiling: HopperTiling | None,
     rounded: RoundedStates | None = None,
+    *,
+    after_conv: bool = False,
 ) -> Tensor:
     """Scan with the Hopper kernel and this tiling, or the portable one; see `ssd_scan`, which checks and chooses.
 
     A head whose channels are not a power of two takes a launch for each of its slices.
     """
     y = torch.empty(tokens.x.shape, dtype=tokens.x.dtype, device=tokens.x.device)
-    tiles = cut_tiles(tokens, weights, rows, shape, y)
+    tiles = cut_tiles(tokens, weights, rows, shape, y, after_conv=after_conv)
     for channels in head_slices(tokens.x.shape[2]):
         if tiling is None:
             scan_portably(tokens, weights.D, ssm_pool, rows, tiles, y, channels, rounded)

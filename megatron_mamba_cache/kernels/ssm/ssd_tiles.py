@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..overlap import await_inputs, await_launcher, overlapping, release
 from ..prefill_rows import PAD_SLOT, PrefillRows
 from .ssm_inputs import SSMTokens, SSMWeights
 from .time_steps import time_step
@@ -160,8 +161,14 @@ def _tiles_kernel(
     HEADS_AT_A_TIME: tl.constexpr,
     LANES: tl.constexpr,
     SUBTRACTS: tl.constexpr,
+    READS_EARLY: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Long because one launch finds a tile, sums its decays and clears the outputs past the last row."""
+    if READS_EARLY:
+        release(OVERLAPS)
+    else:
+        await_inputs(OVERLAPS)
     tile = tl.program_id(0)
     head = tl.program_id(1) * HEADS_AT_A_TIME + tl.arange(0, HEADS_AT_A_TIME)
     has_head = head < HEADS
@@ -178,6 +185,8 @@ def _tiles_kernel(
     in_chunk = (end - start + LENGTH - 1) // LENGTH
     number, begin = _find_tile(rows, tile, start, end, in_chunk, LENGTH, PER_CHUNK)
     if (number < 0) | (number >= in_chunk):
+        if READS_EARLY:
+            await_launcher(OVERLAPS)
         return
     if tl.program_id(1) == 0:
         tl.store(slots + tile, tl.load(rows.chunk_slots + chunk, mask=number == in_chunk - 1, other=_PAD))
@@ -200,15 +209,26 @@ def _tiles_kernel(
     place = (head[None, :].to(tl.int64) * num_tiles + tile) * (2 * WIDTH) + tl.arange(0, WIDTH)[:, None]
     tl.store(decays + place, decay, mask=has_head[None, :])
     tl.store(decays + place + WIDTH, gain, mask=has_head[None, :])
+    if READS_EARLY:
+        await_launcher(OVERLAPS)
 
 
-def cut_tiles(tokens: SSMTokens, weights: SSMWeights, rows: PrefillRows, shape: TileShape, y: Tensor) -> ScanTiles:
+def cut_tiles(
+    tokens: SSMTokens,
+    weights: SSMWeights,
+    rows: PrefillRows,
+    shape: TileShape,
+    y: Tensor,
+    *,
+    after_conv: bool = False,
+) -> ScanTiles:
     """Cut the rows into tiles, sum their decays, and clear the outputs `y` of tokens past the last row.
 
     Args:
         tokens: Only `dt` and x's dtype are read.
         rows: At least one chunk.
         y: [tokens, heads, head_dim], contiguous; written in place.
+        after_conv: See `ssd_scan`.
     """
     num_tokens, num_heads = tokens.dt.shape
     num_tiles = rows.chunk_rows.shape[0] * shape.per_chunk
@@ -238,5 +258,7 @@ def cut_tiles(tokens: SSMTokens, weights: SSMWeights, rows: PrefillRows, shape: 
         HEADS_AT_A_TIME=_HEADS_AT_A_TIME,
         LANES=triton.next_power_of_2(_HEADS_AT_A_TIME * y.shape[2]),
         SUBTRACTS=tokens.x.dtype == torch.bfloat16,
+        READS_EARLY=after_conv,
+        **overlapping(device),
     )
     return ScanTiles(shape, decays, slots)
