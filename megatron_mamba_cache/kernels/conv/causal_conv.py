@@ -60,8 +60,6 @@ class ConvTiling:
 
 
 TILING = ConvTiling(tokens=16, channels=512, at_once=8, num_warps=4)
-_FEW_TOKENS = 1024
-_OF_FEW_TOKENS = ConvTiling(tokens=8, channels=512, at_once=8, num_warps=4)
 _MAX_REGISTERS = 128  # per thread, so that four programs of four warps fit on a multiprocessor
 
 
@@ -175,7 +173,7 @@ def causal_conv(
     bias: Tensor | None,
     conv_pool: Tensor,
     rows: PrefillRows,
-    tiling: ConvTiling | None = None,
+    tiling: ConvTiling = TILING,
     *,
     ends: Tensor | None = None,
 ) -> Tensor:
@@ -188,7 +186,6 @@ def causal_conv(
         x: [tokens, conv_dim]; any stride between tokens.
         weight: [conv_dim, d_conv]; the last column weighs the newest input.
         bias: [conv_dim].
-        tiling: None: by the number of tokens.
         conv_pool: [slots, window, conv_dim], oldest input first, channels contiguous; its first d_conv - 1 window
             rows are used.
         ends: [slots, window, conv_dim]; where the windows at chunk ends go, and whose slots `rows.chunk_slots` are.
@@ -211,8 +208,7 @@ def causal_conv(
         return causal_conv_ref(x, weight, bias, conv_pool, rows, ends)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     if x.shape[1] > 0:
-        chosen = _OF_FEW_TOKENS if len(x) <= _FEW_TOKENS else TILING
-        _launch(y, x, weight, bias, conv_pool, ends, rows, tiling or chosen)
+        _launch(y, x, weight, bias, conv_pool, ends, rows, tiling)
     return y
 
 

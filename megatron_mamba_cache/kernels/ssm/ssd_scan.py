@@ -47,8 +47,8 @@ def ssd_scan(
         ssm_pool: [slots, heads, d_state, head_dim]; a slot's state contiguous.
         chunk_size: The longest chunk in `rows`.
         rounded: Where states at chunk ends go, and whose slots `rows.chunk_slots` are; None: those of `ssm_pool`.
-        after_conv: True if the launch right before is `causal_conv`'s, which wrote x, B and C: decays are summed while it
-            still runs.
+        after_conv: True if the launch right before is `causal_conv`'s, which wrote x, B and C: decays are summed while
+            it still runs.
 
     Returns:
         [tokens, heads, head_dim] in x's dtype; zeros past the last chunk.
