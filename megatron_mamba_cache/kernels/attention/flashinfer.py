@@ -196,8 +196,8 @@ class CapturedPart:
     def begin(self) -> None:
         """Let the device compute last-page lengths at each replay."""
         if self._last_page_lens is not None:
-            lengths = self._kv_lengths
-            self._last_page_lens.copy_(torch.where(lengths > 0, (lengths - 1) % self._block_size + 1, 0))
+            # Of a row without tokens, which has no pages, it does not matter.
+            torch.sub(self._kv_lengths, 1, out=self._last_page_lens).remainder_(self._block_size).add_(1)
 
     def plan_again(self, rows: AttentionRows) -> None:
         """Plan the next replay on the host; needs exact lengths, and as many rows as before."""

@@ -27,12 +27,12 @@ from ..kernel_launches import is_computed_in_fp32, launches_kernel
 from ..overlap import await_then_release, overlapping
 from ..prefill_rows import PrefillRows
 from ..row_checks import check_prefill_rows
+from ..tuples import appended
 from .conv_row_ends import begin_row, count_up_to, end_chunk
 from .conv_runs import convolve_part, convolve_run
 from .conv_taps import (
     ConvInputs,
     ConvWindows,
-    appended,
     check_conv,
     load_bias,
     load_taps,

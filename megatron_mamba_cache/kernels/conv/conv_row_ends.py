@@ -8,7 +8,8 @@ import triton.language as tl
 
 from ..masks import only_if
 from ..prefill_rows import PAD_SLOT
-from .conv_taps import appended, load_bias, load_taps, weigh_and_activate
+from ..tuples import appended
+from .conv_taps import load_bias, load_taps, weigh_and_activate
 
 _PAD = tl.constexpr(PAD_SLOT)
 

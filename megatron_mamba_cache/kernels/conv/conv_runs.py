@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 
 from ..masks import only_if
-from .conv_taps import appended, load_bias, load_taps, weigh_and_activate
+from ..tuples import appended
+from .conv_taps import load_bias, load_taps, weigh_and_activate
 
 
 @triton.jit

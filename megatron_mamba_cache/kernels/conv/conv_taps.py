@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..tuples import appended
+
 
 class ConvWindows(NamedTuple):
     """A kernel's view of a conv pool [slots, window, conv_dim]; channels are contiguous."""
@@ -24,12 +26,6 @@ class ConvInputs(NamedTuple):
 
     x: Tensor
     token_stride: int
-
-
-@triton.jit
-def appended(values, value):
-    """Return the tuple `values` with `value` at its end."""
-    return values + (value,)  # noqa: RUF005 (kernels cannot unpack into a tuple)
 
 
 @triton.jit

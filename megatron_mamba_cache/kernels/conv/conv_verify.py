@@ -23,10 +23,10 @@ from ..masks import only_if
 from ..overlap import await_then_release, overlapping
 from ..prefill_rows import PAD_SLOT
 from ..row_checks import check_decode_rows
+from ..tuples import appended
 from .conv_taps import (
     ConvInputs,
     ConvWindows,
-    appended,
     check_conv,
     load_bias,
     load_taps,

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..kernel_launches import is_computed_in_fp32, launches_kernel
 from ..masks import only_if
 from ..overlap import await_inputs, await_launcher, overlapping, release
+from ..tuples import appended
 from .few_tokens import check_few, tile_width
 from .reference_experts import sum_of_products_ref
 
@@ -19,6 +20,8 @@ __all__ = ["sum_of_products", "sum_of_products_ref"]
 
 _ROWS = 2
 """Outputs of a program: with four, hardly more programs than fit on the card at once would leave a long tail."""
+_AHEAD = 1
+"""Experts of a token whose weights a program loads before it waits for the first products."""
 
 
 @triton.jit
@@ -32,6 +35,13 @@ def _multiply(vector, weights, is_here, INPUTS: tl.constexpr, ROWS: tl.constexpr
         given = tl.load(vector + begin + element, mask=inside, other=0)
         total += weight.to(tl.float32) * given.to(tl.float32)[None, :]
     return total
+
+
+@triton.jit
+def _expert_of(weight, ids, pair, first_expert, NUM_EXPERTS: tl.constexpr, SIZE: tl.constexpr):
+    """Return where a pair's expert has its weights, and whether it is here."""
+    expert = tl.load(ids + pair).to(tl.int64) - first_expert
+    return weight + expert * SIZE, (expert >= 0) & (expert < NUM_EXPERTS)
 
 
 @triton.jit(do_not_specialize=["first_expert"])
@@ -52,6 +62,7 @@ def _sum_kernel(
     INPUTS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     SHARED: tl.constexpr,
+    AHEAD: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -64,27 +75,27 @@ def _sum_kernel(
     token = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     own, element = tl.minimum(row, OUTPUTS - 1).to(tl.int64)[:, None], tl.arange(0, WIDTH)
-    # The first slot's weights are loaded before the wait.
-    expert = tl.load(ids + token * TOP_K).to(tl.int64) - first_expert
-    is_here = (expert >= 0) & (expert < NUM_EXPERTS)
-    inside = only_if(is_here, element < INPUTS)
-    weights = weight + expert * (OUTPUTS * INPUTS) + own * INPUTS
-    ahead = tl.load(weights + element[None, :], mask=inside[None, :], other=0)
+    inside, ahead = element < INPUTS, ()
+    for slot in tl.static_range(AHEAD):  # before the wait
+        weights, is_here = _expert_of(weight, ids, token * TOP_K + slot, first_expert, NUM_EXPERTS, OUTPUTS * INPUTS)
+        loaded = tl.load(weights + own * INPUTS + element[None, :], mask=only_if(is_here, inside)[None, :], other=0)
+        ahead = appended(ahead, loaded)
     if FOLLOWS_PAIRS:
         await_launcher(OVERLAPS)
-    pair = token * TOP_K
-    given = tl.load(rows + pair * INPUTS + element, mask=inside, other=0)
-    first = ahead.to(tl.float32) * given.to(tl.float32)[None, :]
-    if INPUTS > WIDTH:
-        first += _multiply(rows + pair * INPUTS + WIDTH, weights + WIDTH, is_here, INPUTS - WIDTH, ROWS, WIDTH)
-    partial = tl.load(shares + pair) * first
-    for slot in tl.static_range(1, TOP_K):
+    partial = tl.zeros([ROWS, WIDTH], tl.float32)
+    for slot in tl.static_range(TOP_K):
         pair = token * TOP_K + slot
-        expert = tl.load(ids + pair).to(tl.int64) - first_expert
-        is_here = (expert >= 0) & (expert < NUM_EXPERTS)
-        weights = weight + expert * (OUTPUTS * INPUTS) + own * INPUTS
-        share = tl.load(shares + pair)
-        partial += share * _multiply(rows + pair * INPUTS, weights, is_here, INPUTS, ROWS, WIDTH)
+        weights, is_here = _expert_of(weight, ids, pair, first_expert, NUM_EXPERTS, OUTPUTS * INPUTS)
+        if slot < AHEAD:
+            given = tl.load(rows + pair * INPUTS + element, mask=only_if(is_here, inside), other=0)
+            products = ahead[slot].to(tl.float32) * given.to(tl.float32)[None, :]
+            if INPUTS > WIDTH:
+                products += _multiply(
+                    rows + pair * INPUTS + WIDTH, weights + own * INPUTS + WIDTH, is_here, INPUTS - WIDTH, ROWS, WIDTH
+                )
+        else:
+            products = _multiply(rows + pair * INPUTS, weights + own * INPUTS, is_here, INPUTS, ROWS, WIDTH)
+        partial += tl.load(shares + pair) * products
     if SHARED > 0:
         partial += _multiply(shared_rows + token * SHARED, shared_weight + own * SHARED, True, SHARED, ROWS, WIDTH)
     total = tl.sum(partial, axis=1)
@@ -162,6 +173,7 @@ def sum_of_products(
         INPUTS=rows.shape[1],
         OUTPUTS=outputs,
         SHARED=0 if shared_weight is None else shared_weight.shape[1],
+        AHEAD=min(top_k, _AHEAD),
         ROWS=_ROWS,
         WIDTH=tile_width(rows),
         num_warps=4,

@@ -1,9 +1,9 @@
 """Routing: each token's experts and their weights.
 
 A program a token, whose experts are in registers as [groups, experts of a group], both padded to powers of 2. The best
-expert is found `top_k` times by one maximum over keys that hold a score's order above and the expert's number below, so
-that equal scores go to the lowest number. All arithmetic is fp32. A token's result depends on its logits alone. Graph
-safe.
+expert is found `top_k` times: the largest key, an integer in the order of the scores, and the lowest number that has
+it, so that equal scores go to the lowest number. All arithmetic is fp32. A token's result depends on its logits alone.
+Graph safe.
 """
 
 import torch
@@ -18,35 +18,37 @@ from .routing_rule import RoutingRule
 
 __all__ = ["RoutingRule", "route", "route_ref"]
 
-_FEW_TOKENS = 256
-_LOWEST = tl.constexpr(-(2**63))
+_LOWEST = tl.constexpr(-(2**31))
 
 
 @triton.jit
-def _ordered(score, number):
-    """Return int64 keys whose order is that of the scores, then the reverse of the numbers'."""
+def _ordered(score):
+    """Return int32 keys in the order of the scores, all above _LOWEST."""
     bits = (score + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # two's complement instead of a sign bit
-    return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - number).to(tl.int64)
+    return tl.maximum(ordered, _LOWEST + 1)
 
 
 @triton.jit
-def _number_of(key):
-    return 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
+def _first_best(key, number, axis: tl.constexpr):
+    """Return the lowest number that the largest key of an axis has; a warp finds either by one instruction."""
+    best = tl.max(key, axis=axis, keep_dims=True)
+    return tl.min(tl.where(key == best, number, 0x7FFFFFFF), axis=axis, keep_dims=True)
 
 
 @triton.jit
 def _best_groups(choice, key, group, NUM_GROUPS: tl.constexpr, NUM_SCORING: tl.constexpr, TOP_GROUPS: tl.constexpr):
     """Return which groups have the best experts, [GROUPS, 1]."""
+    member = tl.arange(0, key.shape[1])[None, :]
     total = tl.max(choice, axis=1, keep_dims=True)
     for _ in tl.static_range(1, NUM_SCORING):
-        best = key == tl.max(key, axis=1, keep_dims=True)
-        choice, key = tl.where(best, float("-inf"), choice), tl.where(best, _LOWEST, key)
+        is_best = member == _first_best(key, member, 1)
+        choice, key = tl.where(is_best, float("-inf"), choice), tl.where(is_best, _LOWEST, key)
         total += tl.max(choice, axis=1, keep_dims=True)
-    group_key = tl.where(group < NUM_GROUPS, _ordered(total, group), _LOWEST)
+    group_key = tl.where(group < NUM_GROUPS, _ordered(total), _LOWEST)
     chosen = group < 0
     for _ in tl.static_range(TOP_GROUPS):
-        is_best = group_key == tl.max(group_key, axis=0, keep_dims=True)
+        is_best = group == _first_best(group_key, group, 0)
         chosen = chosen | is_best
         group_key = tl.where(is_best, _LOWEST, group_key)
     return chosen
@@ -105,7 +107,7 @@ def _route_kernel(
         choice = logit
     if HAS_BIAS:
         choice = score + tl.load(bias + expert, mask=exists, other=0).to(tl.float32)
-    key = tl.where(exists, _ordered(choice, expert), _LOWEST)
+    key = tl.where(exists, _ordered(choice), _LOWEST)
     if NUM_GROUPS > 1:
         of_experts = tl.where(exists, choice, float("-inf"))
         chosen = _best_groups(of_experts, key, group, NUM_GROUPS, NUM_SCORING, TOP_GROUPS)
@@ -113,9 +115,10 @@ def _route_kernel(
     slot = tl.arange(0, SLOTS)
     picked = tl.zeros([SLOTS], tl.int32)
     for k in tl.static_range(TOP_K):
-        best_key = tl.max(tl.max(key, axis=1), axis=0)
-        picked = tl.where(slot == k, _number_of(best_key), picked)
-        key = tl.where(key == best_key, _LOWEST, key)
+        best = tl.max(tl.max(key, axis=1), axis=0)
+        number = tl.min(tl.min(tl.where(key == best, expert, 0x7FFFFFFF), axis=1), axis=0)
+        picked = tl.where(slot == k, number, picked)
+        key = tl.where(expert == number, _LOWEST, key)
     # Scores are computed again, as above: to find them in the loop would double its length.
     is_picked = (slot < TOP_K) & (picked < NUM_GROUPS * GROUP_SIZE)
     logit = _sum_parts(logits + token * stride + picked, part_stride, is_picked, PARTS)
@@ -181,7 +184,7 @@ def route(
         HAS_BIAS=bias is not None,
         HAS_PADDING=is_real is not None,
         NORMALIZES=rule.normalizes,
-        num_warps=1 if num_tokens > _FEW_TOKENS else max(1, min(4, triton.next_power_of_2(num_experts) // 128)),
+        num_warps=1,
         **overlapping(logits.device),
     )
     return ids, weights
