@@ -6,9 +6,10 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from megatron.core.inference.contexts.dynamic_context import ContextOverflowError
 from megatron.core.inference.engines.dynamic_engine import RequestEntry
-from megatron.core.inference.inference_request import DynamicInferenceRequestRecord, Status
+from megatron.core.inference.inference_request import DynamicInferenceRequest, DynamicInferenceRequestRecord, Status
 from megatron.core.inference.sampling_params import SamplingParams
 from typing_extensions import override
 
@@ -28,7 +29,7 @@ from .request_spec import (
     fault_of,
     fault_of_end,
     other_ends,
-    plain_prompt,
+    prompt_ids,
     scoring_allowed,
     spec_of,
 )
@@ -70,7 +71,7 @@ class MambaCacheEngine(SuspendableEngine):
         seed: int | None = None,
         tenant: str = "",
     ) -> asyncio.Future:
-        """Add a request; see Megatron's engine.
+        """Add a request; see Megatron's engine. The `prompt_tokens` of the request are on the host.
 
         Args:
             seed: Seed of the request's random numbers; None derives one from the engine's seed and the request id.
@@ -89,13 +90,23 @@ class MambaCacheEngine(SuspendableEngine):
         check_identity(request_id, seed, tenant)
         self._states.begin(request_id, seed, tenant)
         try:
-            return super().add_request(request_id, plain_prompt(prompt), sampling_params or SamplingParams())
+            return self._add_request(self._new_request(request_id, prompt, sampling_params or SamplingParams()))
         except BaseException:  # for instance an invalid prompt: leave no trace of it
             self._states.pop(request_id, None)
             self.requests.pop(request_id, None)
             if request_id in self.waiting_request_ids:
                 self.waiting_request_ids.remove(request_id)
             raise
+
+    def _new_request(self, request_id: int, prompt: Any, sampling: SamplingParams) -> DynamicInferenceRequest:
+        """Return Megatron's request. Its tokens stay on the host; each step sends those that it computes."""
+        text, token_ids = None, prompt
+        if isinstance(prompt, str):
+            text, token_ids = prompt, self.controller.tokenize_prompt(prompt, sampling.add_BOS)
+        request = DynamicInferenceRequest(request_id=request_id, prompt=text, sampling_params=sampling)
+        # No step reads the tokens that Megatron's scheduler would have left, so that they need no copy.
+        request.prompt_tokens = request.remaining_prompt_tokens = torch.from_numpy(prompt_ids(token_ids))
+        return request
 
     @override
     def _add_request(self, request: Any) -> asyncio.Future:

@@ -1,13 +1,17 @@
 """Turn Megatron's request into what the cache needs to know, and say what is wrong with a bad one."""
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from numbers import Integral
+from struct import error as PackError
+from struct import pack_into
 from types import NoneType
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from ..config import CacheConfig, is_encodable
@@ -241,27 +245,44 @@ def fault_of_end(spec: RequestSpec, tokenizer: Any) -> str | None:
     )
 
 
-def plain_prompt(prompt: Any) -> str | list[int]:
-    """Return text as it is, and token ids in any sequence, array or tensor as a list.
+def prompt_ids(prompt: Any) -> npt.NDArray[np.int64]:
+    """Return the token ids of a prompt in any sequence, array or tensor as a vector of their own.
 
     Raises:
-        TypeError: If it is neither.
+        TypeError: If it is none of them.
         ValueError: If an entry is not a 64-bit integer; the message names it and its place.
     """
-    if isinstance(prompt, str):
-        return prompt
-    tokens = prompt.tolist() if isinstance(prompt, Tensor | np.ndarray) else prompt
+    found = prompt
+    if isinstance(prompt, Tensor):
+        found = prompt.cpu().numpy() if prompt.dtype == torch.int64 else prompt.tolist()
+    if isinstance(found, np.ndarray) and found.ndim == 1 and found.dtype == np.int64:
+        return np.array(found)
     try:
-        tokens = list(tokens)
+        tokens = list(found.tolist() if isinstance(found, np.ndarray) else found)
     except TypeError:
         raise TypeError(f"a prompt is text or a sequence of token ids, found {prompt!r:.100}") from None
-    if set(map(type, tokens)) == {int} and min(tokens) >= -(2**63) and max(tokens) < 2**63:
-        return tokens  # which a look at each would take milliseconds to say of a long prompt
+    if [*map(type, tokens)] == [int] * len(tokens):  # the loop below takes milliseconds for a long prompt
+        with suppress(OverflowError):
+            return packed_ids(tokens)
     for place, token in enumerate(tokens):
         is_integer = isinstance(token, int | np.integer) and not isinstance(token, bool)
         if not (is_integer and -(2**63) <= token < 2**63):
             raise ValueError(f"token {place} of the prompt is {token!r:.100}; token ids are integers of 64 bits")
-    return [int(token) for token in tokens]
+    return packed_ids(tokens)
+
+
+def packed_ids(tokens: Sequence[int]) -> npt.NDArray[np.int64]:
+    """Return integers as a vector, in less than half the time that NumPy takes.
+
+    Raises:
+        OverflowError: If one has more than 64 bits.
+    """
+    ids = np.empty(len(tokens), np.int64)
+    try:
+        pack_into(f"{len(tokens)}q", ids.data, 0, *tokens)
+    except PackError as error:
+        raise OverflowError(f"need integers of 64 bits: {error}") from error
+    return ids
 
 
 @contextmanager

@@ -40,16 +40,61 @@ def test_prompts_of_token_ids_come_in_any_sequence(form: Any) -> None:
     assert run.tokens(0) == plain.tokens(0)
 
 
+@pytest.mark.parametrize("form", [list, tuple, np.array, torch.tensor])
+def test_a_prompt_stays_on_the_host(form: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = start_run()
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.cuda, "current_device", lambda: torch.device("meta"))
+        run.engine.add_request(0, form(some_tokens(20)), greedy(4))
+    request = run.engine.get_request(0)
+    assert request.prompt_tokens.tolist() == request.remaining_prompt_tokens.tolist() == some_tokens(20)
+    assert (request.prompt_tokens.dtype, request.prompt_tokens.device) == (torch.int64, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("form", [list, np.array, torch.tensor])
+def test_a_prompt_that_its_caller_changes_afterwards_stays_as_it_was(form: Any) -> None:
+    run, prompt = start_run(), form(some_tokens(20))
+    run.engine.add_request(0, prompt, greedy(4))
+    prompt[2:5] = form([1, 2, 3])
+    run.prompts[0] = some_tokens(20)
+    run.finish()
+    run.assert_exact()
+
+
 @pytest.mark.parametrize("token", [1.9, True, "7", None, 2**70, [1]])
 def test_prompt_of_what_are_no_token_ids_is_refused_and_leaves_no_trace(token: Any) -> None:
     run = start_run()
     with pytest.raises(ValueError, match=r"token 1 of the prompt is .*integers of 64 bits"):
         run.engine.add_request(0, [3, token], greedy(4))
+    for prompt in ([token] * 3, [np.int64(3), token]):
+        with pytest.raises(ValueError, match=r"token [01] of the prompt is .*integers of 64 bits"):
+            run.engine.add_request(0, prompt, greedy(4))
     with pytest.raises(TypeError, match="text or a sequence of token ids, found 7"):
         run.engine.add_request(0, 7, greedy(4))
     assert not run.engine.requests
     run.run(0, some_tokens(9), 4)
     run.assert_exact()
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        torch.tensor([[3, 4]]),
+        torch.tensor([3.0], dtype=torch.bfloat16),
+        torch.tensor([True]),
+        np.array([[3, 4]]),
+        np.array([3.0]),
+        np.array([2**63], dtype=np.uint64),
+        [torch.tensor(3)],
+        [np.array(3)],
+    ],
+    ids=str,
+)
+def test_arrays_and_tensors_of_what_are_no_token_ids_are_refused(prompt: Any) -> None:
+    run = start_run()
+    with pytest.raises(ValueError, match=r"token 0 of the prompt is .*integers of 64 bits"):
+        run.engine.add_request(0, prompt, greedy(4))
+    assert not run.engine.requests
 
 
 BAD_REQUESTS: dict[str, tuple[list[int], SamplingParams, tuple[str, ...]]] = {

@@ -59,7 +59,7 @@ def test_a_request_behind_many_that_wait_for_a_prefix_is_admitted_once_they_have
     run.assert_exact()
 
 
-def test_a_prompt_is_read_back_from_the_device_once_not_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_is_read_once_not_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     run = EngineRun.start(tiny_hybrid())
     reads = counted(monkeypatch, engine_module, "spec_of")
     for request_id in range(3):
