@@ -15,7 +15,7 @@ import torch
 
 from ..errors import CacheIntegrityError
 from ..mcore.engine import MambaCacheEngine
-from ..mcore.request_spec import ARRIVED, PROMPT_SCORES
+from ..mcore.request_spec import ARRIVED, PROMPT_SCORES, packed_ids
 from ..mcore.request_states import tokens_after
 from ..mcore.suspendable_engine import LANDING_INTERVAL_S
 from ..metrics import CacheSnapshot
@@ -219,7 +219,8 @@ class EngineThread:
                 raise RuntimeError(self._state.failure)
             sampling = sampling_params(request)
             sampling.add_attributes({ARRIVED: int(time.time())})
-            self._engine.add_request(ticket, list(request.prompt), sampling, seed=request.seed, tenant=request.tenant)
+            prompt = packed_ids(request.prompt)
+            self._engine.add_request(ticket, prompt, sampling, seed=request.seed, tenant=request.tenant)
         except Exception as error:
             self._post([(deliver, Progress(end="error", error=str(error)))])
         else:

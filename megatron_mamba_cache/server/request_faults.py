@@ -2,11 +2,9 @@
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from ..config import CacheConfig
 from ..mcore.context import MambaCacheContext
-from ..mcore.request_spec import fault_of
+from ..mcore.request_spec import fault_of, packed_ids
 from ..policy.requests import LogProbSettings, RequestSpec, SamplingSettings
 from .backend import GenerationRequest
 
@@ -31,12 +29,14 @@ class RequestRules:
 
     def fault_of(self, request: GenerationRequest) -> str | None:
         """Return why the request can never run, with value, limit and setting; None if it can."""
-        unfit = next((token for token in request.prompt if not -(2**63) <= token < 2**63), None)
-        if unfit is not None:
+        try:
+            prompt = packed_ids(request.prompt)
+        except OverflowError:
+            unfit = next(token for token in request.prompt if not -(2**63) <= token < 2**63)
             return f"token {unfit} in the prompt is outside the vocabulary of {self.vocab_size}"
         spec = RequestSpec(
             request_id=0,
-            prompt=np.array(request.prompt, dtype=np.int64),
+            prompt=prompt,
             max_len=len(request.prompt) + request.max_tokens,
             sampling=SamplingSettings(request.temperature, request.top_k, request.top_p, logits=request.logits),
             log_probs=LogProbSettings(

@@ -5,7 +5,10 @@ from typing import Any
 
 import pytest
 
+from megatron_mamba_cache.config import CacheConfig
 from megatron_mamba_cache.models.tokenizers.byte_tokenizer import ByteTokenizer
+from megatron_mamba_cache.server.backend import GenerationRequest
+from megatron_mamba_cache.server.request_faults import RequestRules
 from tests.server.front_end import FrontEnd, front_end
 
 
@@ -147,3 +150,11 @@ def test_no_top_log_probs_are_asked_for_by_zero(server: FrontEnd) -> None:
         for more in ({}, {"logprobs": False}):
             reply = http.post("/v1/chat/completions", json={"messages": [message], "top_logprobs": 0, **more})
             assert "chat template" in reply.json()["error"]["message"]  # taken so far: bytes have none
+
+
+@pytest.mark.parametrize("token", [-1, 100, 2**31, 2**63, -(2**63) - 1, 2**70])
+def test_a_token_outside_the_vocabulary_is_named_however_large(token: int) -> None:
+    rules = RequestRules(CacheConfig(), vocab_size=100, num_blocks=100)
+    fault = rules.fault_of(GenerationRequest((5, token, 6), 4))
+    assert fault is not None and fault.startswith(f"token {token} in the prompt is outside the vocabulary of 100")
+    assert rules.fault_of(GenerationRequest((0, 99), 4)) is None
