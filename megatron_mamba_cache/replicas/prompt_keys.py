@@ -1,5 +1,6 @@
 """A prompt's tokens and the keys of its blocks under each replica's salt."""
 
+from array import array
 from typing import Any
 
 from ..policy.block_hashing import block_keys
@@ -29,7 +30,7 @@ def prompt_tokens(prompt: Any, tokenizer: Any, add_bos: bool) -> list[int]:
         ValueError: If it is neither text nor a list of 32-bit integers, or `add_bos` is set and there is no BOS.
     """
     if isinstance(prompt, list):
-        if not all(type(token) is int and -(2**31) <= token < 2**31 for token in prompt):
+        if not _are_int32(prompt):
             raise ValueError("a prompt is text or a list of token ids, which are 32-bit integers")
         return prompt
     if not isinstance(prompt, str):
@@ -40,3 +41,14 @@ def prompt_tokens(prompt: Any, tokenizer: Any, add_bos: bool) -> list[int]:
         raise ValueError("add_BOS is set, but the tokenizer has no token that begins a text; leave it out")
     first = next((place for place, token in enumerate(tokens) if token != bos), len(tokens))
     return [*([bos] if add_bos else []), *tokens[first:]]
+
+
+def _are_int32(tokens: list[Any]) -> bool:
+    """Return whether all are 32-bit integers, without a look at each: a long prompt would hold up the coordinator."""
+    if [*map(type, tokens)] != [int] * len(tokens):
+        return False
+    try:
+        array("i", tokens)
+    except OverflowError:
+        return False
+    return True

@@ -9,6 +9,7 @@ import pytest
 from megatron.core.inference.headers import Headers
 
 from megatron_mamba_cache.replicas.front_end import CANCELS
+from megatron_mamba_cache.replicas.prompt_keys import prompt_tokens
 from megatron_mamba_cache.replicas.requests_in_flight import readable_sampling
 from megatron_mamba_cache.replicas.wire import Unsent, pack_unsent
 from tests.replicas.peers import KEYS, TOKENS, Service
@@ -44,6 +45,15 @@ def test_what_a_client_adds_to_sampling_parameters_is_kept() -> None:
     assert (
         readable_sampling(sampling) == sampling == {"num_tokens_to_generate": 3, "top_k": 1, "tenant": "red", "seed": 7}
     )
+
+
+@pytest.mark.parametrize("token", [True, 1.0, "1", None, [1], 2**31, -(2**31) - 1, 2**70])
+def test_tokens_that_are_no_32_bit_integers_are_refused(token: Any) -> None:
+    least, most = -(2**31), 2**31 - 1
+    assert prompt_tokens([least, 0, most], None, add_bos=False) == [least, 0, most]
+    assert prompt_tokens([], None, add_bos=False) == []
+    with pytest.raises(ValueError, match="a list of token ids, which are 32-bit integers"):
+        prompt_tokens([1, token], None, add_bos=False)
 
 
 @pytest.mark.parametrize("sampling", [*UNREADABLE, {"add_BOS": True}])
