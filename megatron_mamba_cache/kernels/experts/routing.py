@@ -95,7 +95,6 @@ def _route_kernel(
     expert = group * GROUP_SIZE + member
     exists = (group < NUM_GROUPS) & (member < GROUP_SIZE)
     logit = _sum_parts(logits + token * stride + expert, part_stride, exists, PARTS)
-    largest, total = 0.0, 1.0
     if IS_SIGMOID:
         score = 1 / (1 + tl.exp(-logit))
         choice = score
@@ -119,10 +118,9 @@ def _route_kernel(
         number = tl.min(tl.min(tl.where(key == best, expert, 0x7FFFFFFF), axis=1), axis=0)
         picked = tl.where(slot == k, number, picked)
         key = tl.where(expert == number, _LOWEST, key)
-    # Scores are computed again, as above: to find them in the loop would double its length.
     is_picked = (slot < TOP_K) & (picked < NUM_GROUPS * GROUP_SIZE)
-    logit = _sum_parts(logits + token * stride + picked, part_stride, is_picked, PARTS)
-    weight = 1 / (1 + tl.exp(-logit)) if IS_SIGMOID else tl.exp(logit - largest) / total
+    place = tl.where(is_picked, picked // GROUP_SIZE * WIDTH + picked % GROUP_SIZE, 0)
+    weight = tl.where(is_picked, tl.gather(tl.reshape(score, [GROUPS * WIDTH]), place, 0), 0.0)
     if NORMALIZES:
         weight = weight / tl.maximum(tl.sum(weight, axis=0), 1.1754943508222875e-38)
     if HAS_PADDING:

@@ -47,6 +47,8 @@ class VerifyTiling:
 
 
 TILING = VerifyTiling(width=64, num_warps=4, max_registers=128)
+_FEW_HEADS, _OF_FEW_HEADS = 64, VerifyTiling(width=32, num_warps=4, max_registers=128)
+"""Of models whose rows would keep half of a card's multiprocessors busy."""
 _PAD = tl.constexpr(PAD_SLOT)
 
 
@@ -174,7 +176,7 @@ def state_verify(
     weights: SSMWeights,
     ssm_pool: Tensor,
     rows: DecodeRows,
-    tiling: VerifyTiling = TILING,
+    tiling: VerifyTiling | None = None,
     *,
     after_conv: bool = False,
 ) -> Tensor:
@@ -185,6 +187,7 @@ def state_verify(
 
     Args:
         ssm_pool: [slots, heads, d_state, head_dim]; a slot's state contiguous.
+        tiling: None: by the number of heads.
         after_conv: True if the launch right before is `conv_verify`'s, which wrote x, B and C: states are read while
             it still runs.
 
@@ -204,7 +207,8 @@ def state_verify(
         return state_verify_ref(tokens, weights, ssm_pool, rows)
     y = torch.empty_like(tokens.x, memory_format=torch.contiguous_format)
     if y.numel() > 0:
-        _launch(y, tokens, weights, ssm_pool, rows, tiling, after_conv)
+        chosen = _OF_FEW_HEADS if y.shape[1] <= _FEW_HEADS else TILING
+        _launch(y, tokens, weights, ssm_pool, rows, tiling or chosen, after_conv)
     return y
 
 
