@@ -260,8 +260,9 @@ class RunningRequest:
         """Return the newly sampled tokens to keep: all, or those up to the one that ends the request."""
         if not self.samples_this_step:
             return KeptTokens()
-        if len(emitted) == 1:
-            return KeptTokens(tuple(emitted), self._ends_with(emitted))
+        sampling, length = self.spec.sampling, self.length + len(emitted)
+        if length < self.spec.max_len and sampling.termination_id not in emitted and not sampling.stop_words:
+            return KeptTokens(tuple(emitted))
         for count in range(1, len(emitted) + 1):
             if self._ends_with(emitted[:count]):
                 return KeptTokens(tuple(emitted[:count]), ends=True)

@@ -70,14 +70,18 @@ class RunningRequests:
     @property
     def counts(self) -> RowCounts:
         """What the next step consists of, drafts aside."""
-        scheduled = [row.scheduled for row in self._rows if row.is_prefilling]
-        num_decoding = sum(not row.is_paused for row in self._rows if not row.is_prefilling)
-        num_prefilling = sum(num_tokens > 0 for num_tokens in scheduled)
+        num_decoding = num_prefilling = num_prompt_tokens = 0
+        for row in self._rows:
+            if row.is_prefilling:
+                num_prefilling += row.scheduled > 0
+                num_prompt_tokens += row.scheduled
+            elif not row.is_paused:
+                num_decoding += 1
         return RowCounts(
             rows=len(self._rows),
             paused=len(self._rows) - num_prefilling - num_decoding,
             prefilling=num_prefilling,
-            tokens=num_decoding + sum(scheduled),
+            tokens=num_decoding + num_prompt_tokens,
         )
 
     @property

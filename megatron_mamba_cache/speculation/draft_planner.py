@@ -140,7 +140,7 @@ class DraftPlanner:
         if len(draft.tokens) > request.num_tokens:
             raise self._broken(f"{len(draft.tokens)} tokens {whose}, at most {request.num_tokens} were requested")
         for token in draft.tokens:
-            if not isinstance(token, Integral):
+            if not isinstance(token, (int, Integral)):  # int first: an abstract class is slow to ask
                 raise self._broken(f"{type(token).__name__} {token!r} {whose} as a token, ids are ints")
             if not 0 <= token < self._vocab_size:
                 raise self._broken(f"token {token} {whose}, ids are in [0, {self._vocab_size})")
