@@ -109,7 +109,7 @@ def _write(
     buffers.begin()
     _write_rows(rows, buffers)
     _write_tokens(rows, num_decode, buffers, geometry)
-    _write_live_states(rows[:num_decode], buffers)
+    write_live_states(rows[:num_decode], buffers)
     write_logits(rows, buffers, purpose, draws_ratios=draws_ratios)
     prefill_rows = rows[num_decode:]
     return write_prefill_rows(prefill_rows, buffers, geometry.ssm_chunk_size) if prefill_rows else 0
@@ -155,7 +155,8 @@ def _write_tokens(
         buffers.host("real_tokens")[:num_tokens] = is_real[owners]
 
 
-def _write_live_states(rows: Sequence[RunningRequest], buffers: StepBuffers) -> None:
+def write_live_states(rows: Sequence[RunningRequest], buffers: StepBuffers) -> None:
+    """Write where the states of decode rows are, what of them the last step accepted, and where boundaries go."""
     num_rows = len(rows)
     buffers.host("num_drafts")[:num_rows] = [len(row.drafts) for row in rows]
     buffers.host("accepted")[:num_rows] = [row.accepted for row in rows]

@@ -29,10 +29,10 @@ from ..policy.requests import RunningRequest, num_decoding
 from ..state.model_shape import HybridModelShape
 from .batch import StepBatch, send_padded_step, view_step
 from .captured_step import Capture
+from .decode_steps import DecodeStep, send_again, send_next
 from .logits import Draws, StepLogits, any_changed, any_masked, logits_starts
 from .memory import CacheMemory
 from .model import StepModel
-from .one_token_steps import OneTokenStep, send_next
 from .recorder import CudaRecorder, Recorder, without_collections
 from .run_ahead import LaunchedStep
 from .runner import StepRunner
@@ -104,11 +104,11 @@ class StepGraph:
     def lay_out(self, rows: Sequence[RunningRequest], *, draws_ratios: bool) -> StepBatch:
         """Send the rows of a step that the shape holds; return it as its readers see it."""
         buffers, geometry, before = self._memory.step_buffers, self._memory.geometry, self._latest.of(self)
-        if before is not None and before.step.continues(rows, buffers, geometry.block_size):
-            return self._send_next(before, [row.generated[-1] for row in rows])
+        if before is not None and not draws_ratios and before.step.continues(rows, buffers, geometry.block_size):
+            return self._note_next(before, send_again(before.step, rows, buffers, self.shape.num_rows))
         padded = self.shape.pad(rows, geometry.dummy_block)
         send_padded_step(padded, buffers, geometry, self.shape, draws_ratios=draws_ratios)
-        batch, step = self._batch_of(rows, padded), OneTokenStep.sent(rows, buffers)
+        batch, step = self._batch_of(rows, padded), DecodeStep.sent(rows, buffers)
         self._latest.note(None if step is None else SentStep(self, step, batch))
         self._attention.plan_again(batch.attention)
         return batch
@@ -125,7 +125,7 @@ class StepGraph:
         before = self._latest.of(self)
         if before is None or before.step.ends is None:
             raise CacheIntegrityError("the next step depends on more than this step's tokens; ask can_launch_next()")
-        batch = self._send_next(before, None)
+        batch = self._note_next(before, send_next(before.step, self._memory.step_buffers, self.shape.num_rows))
         self._memory.step_buffers.feed(self.outcome[: len(rows), 1])  # decode rows come first
         self.forward()
         is_verified = not any_masked(rows)
@@ -133,11 +133,9 @@ class StepGraph:
             self.verify(before.step.draws)
         return LaunchedStep(self, batch, before.step.ends, is_verified=is_verified)
 
-    def _send_next(self, before: "SentStep", tokens: Sequence[int] | None) -> StepBatch:
-        """Send and return the next one-token step, each row one token further; its attention plan stays valid."""
-        buffers = self._memory.step_buffers
-        step = send_next(before.step, tokens, buffers, self.shape.num_rows)
-        kv_lens = tuple(buffers.host("kv_lengths")[: self.shape.num_rows].tolist())
+    def _note_next(self, before: "SentStep", step: DecodeStep) -> StepBatch:
+        """Note and return a step that continues the one before in its KV blocks; its attention plan stays valid."""
+        kv_lens = tuple(self._memory.step_buffers.host("kv_lengths")[: self.shape.num_rows].tolist())
         batch = replace(before.batch, attention=replace(before.batch.attention, kv_lens=kv_lens))
         self._latest.note(SentStep(self, step, batch))
         return batch
@@ -184,21 +182,21 @@ class StepGraph:
 
 @dataclass(frozen=True, slots=True)
 class SentStep:
-    """A one-token step that a graph sent, and the batch that its readers saw."""
+    """A step of decode rows that a graph sent, and the batch that its readers saw."""
 
     graph: StepGraph
-    step: OneTokenStep
+    step: DecodeStep
     batch: StepBatch
 
 
 class LatestStep:
-    """The step that the graphs of one memory sent last, if it was a one-token step: the next one may follow from it."""
+    """The step that the graphs of one memory sent last, if all its rows decode: the next one may follow from it."""
 
     def __init__(self) -> None:
         self._sent: SentStep | None = None
 
     def note(self, sent: SentStep | None) -> None:
-        """Note the step that was sent; None if it was of another kind."""
+        """Note the step that was sent; None if a row prefills in it."""
         self._sent = sent
 
     def of(self, graph: StepGraph) -> SentStep | None:

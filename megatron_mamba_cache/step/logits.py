@@ -106,7 +106,7 @@ def _write_sampling(
     top_k[:] = [s.top_k for s in settings]
     top_p[:] = [s.top_p for s in settings]
     for name, drawn_for in zip(names, (purpose, DrawPurpose.ACCEPT, DrawPurpose.RESIDUAL), strict=False):
-        _write_uniforms(name, drawn_for, rows, buffers)
+        write_uniforms(name, drawn_for, rows, buffers)
 
 
 def view_logits(rows: Sequence[RunningRequest], token_ids: Tensor, buffers: StepBuffers) -> StepLogits:
@@ -165,7 +165,7 @@ def write_next_uniforms(rows: Sequence[RunningRequest], buffers: StepBuffers) ->
             uniforms[index] = counter_uniform(row.spec.sampling.seed, computed + 1, DrawPurpose.SAMPLE)
 
 
-def _write_uniforms(section: str, purpose: DrawPurpose, rows: Sequence[RunningRequest], buffers: StepBuffers) -> None:
+def write_uniforms(section: str, purpose: DrawPurpose, rows: Sequence[RunningRequest], buffers: StepBuffers) -> None:
     """Write each sampled token's random number, a function of its request's seed, its position and the purpose."""
     uniforms = buffers.host(section).view(np.float64)
     at = 0

@@ -20,9 +20,9 @@ from ..policy.requests import RunningRequest
 from ..speculation.draft_planner import DraftPlanner, NoDrafts
 from .batch import StepBatch
 from .captured_step import CapturedStep, EarlyStep
+from .decode_steps import RowEnds
 from .host_copy import stream_of
 from .logits import Draws
-from .one_token_steps import RowEnds
 from .shapes import StepShape
 from .step import Step
 

@@ -1,16 +1,19 @@
-"""Steps in which every row decodes one token and nothing else happens: a few additions turn one into the next."""
+"""Steps of decode rows that stay in their KV blocks: while none gets more or fewer drafts, additions make the next."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from operator import is_
 
 import numpy as np
 import numpy.typing as npt
 
 from ..policy.logits_settings import PLAIN_LOGITS
+from ..policy.random_counter import DrawPurpose
 from ..policy.requests import RunningRequest
+from .batch import write_live_states
 from .buffers import StepBuffers
-from .logits import Draws, write_next_uniforms
+from .logits import Draws, write_next_uniforms, write_uniforms
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,44 +48,44 @@ class RowEnds:
 
 
 @dataclass(frozen=True, slots=True)
-class OneTokenStep:
-    """A step that was sent: one token a row, drawn from plain logits, no drafts, and no boundary within reach.
-
-    What a row's grammar bars is known only when the step's tokens are: `LaunchedStep` verifies such a step later.
+class DecodeStep:
+    """A step of decode rows that was sent.
 
     Args:
         number: `StepBuffers.num_begun` when it was sent; the buffers hold this step until another one begins.
-        ends: None if new tokens alone do not tell whether a row continues.
+        widths: [rows] each row's tokens: one, and its drafts.
+        ends: What ends the rows of a one-token step, which draws from plain logits and has no boundary within reach;
+            None for another step, or if new tokens alone do not tell whether a row continues. What a row's grammar
+            bars is known only when the step's tokens are: `LaunchedStep` verifies such a step later.
         draws: How its tokens are drawn.
     """
 
     rows: tuple[RunningRequest, ...]
     number: int
+    widths: list[int]
     ends: RowEnds | None
     draws: Draws
 
     @staticmethod
-    def sent(rows: Sequence[RunningRequest], buffers: StepBuffers) -> "OneTokenStep | None":
-        """Return the step whose rows were written to the buffers and sent last, None if it is not a one-token step."""
-        decodes_one_each = all(
-            _decodes_one(row) and row.accepted == 1 and row.spec.sampling.logits is PLAIN_LOGITS for row in rows
-        )  # a row keeps its settings, and has accepted one token in the step after this one as well
-        if not decodes_one_each:
+    def sent(rows: Sequence[RunningRequest], buffers: StepBuffers) -> "DecodeStep | None":
+        """Return the step whose rows were written to the buffers and sent last, None if any of them prefills."""
+        if rows and rows[-1].is_prefilling:
             return None
-        return OneTokenStep(tuple(rows), buffers.num_begun, RowEnds.of(rows), Draws.of(rows))
+        widths = [row.scheduled for row in rows]
+        return DecodeStep(tuple(rows), buffers.num_begun, widths, _ends_of(rows), Draws.of(rows))
 
     def continues(self, rows: Sequence[RunningRequest], buffers: StepBuffers, block_size: int) -> bool:
-        """Return whether a step is this one with each row one token further, in the same KV block."""
-        if not self._is_sent_last(rows, buffers) or not all(map(_decodes_one, rows)):
+        """Return whether a step is this one with each row as many tokens further as it kept, in the same KV block."""
+        if not self._is_sent_last(rows, buffers) or [row.scheduled for row in rows] != self.widths:
+            return False
+        if any(row.is_prefilling for row in rows):
             return False
         num_rows = len(rows)
+        before = buffers.host("computed")[:num_rows]
         computed = np.fromiter((row.computed for row in rows), np.int32, num_rows)
-        slots = np.fromiter((row.live_slot for row in rows), np.int32, num_rows)
-        return bool(
-            (computed == buffers.host("computed")[:num_rows] + 1).all()
-            and (computed % block_size).all()
-            and (slots == buffers.host_columns()[:num_rows, 0]).all()
-        )
+        kept = np.fromiter((row.accepted for row in rows), np.int32, num_rows)
+        last = computed + buffers.host("scheduled")[:num_rows] - 1
+        return bool(((computed - before == kept) & (before // block_size == last // block_size)).all())
 
     def can_launch_next(
         self,
@@ -111,13 +114,35 @@ class OneTokenStep:
         return same_number and all(map(is_, rows, self.rows))
 
 
-def send_next(
-    last: OneTokenStep, tokens: Sequence[int] | None, buffers: StepBuffers, num_table_rows: int
-) -> OneTokenStep:
-    """Send the step that follows the last one, and return it.
+def send_again(
+    last: DecodeStep, rows: Sequence[RunningRequest], buffers: StepBuffers, num_table_rows: int
+) -> DecodeStep:
+    """Send a step that continues the last one, see `DecodeStep.continues`, and return it.
 
     Args:
-        tokens: [rows] each row's newest token, the input of the step; None if the device feeds it.
+        num_table_rows: Rows of the block table that the step uses, padding included.
+    """
+    num_rows, num_tokens = len(rows), sum(last.widths)
+    buffers.begin()
+    kept = np.fromiter((row.accepted for row in rows), np.int32, num_rows)
+    for name in ("computed", "kv_lengths"):
+        buffers.host(name)[:num_rows] += kept
+    kept_by_token = np.repeat(kept, buffers.host("scheduled")[:num_rows])
+    for name in ("token_positions", "token_offsets"):
+        buffers.host(name)[:num_tokens] += kept_by_token
+    inputs = chain.from_iterable(row.inputs for row in rows)
+    buffers.host("token_ids")[:num_tokens] = np.fromiter(inputs, np.int32, num_tokens)
+    write_live_states(rows, buffers)
+    if last.draws is not Draws.BEST:
+        write_uniforms("uniforms", DrawPurpose.SAMPLE, rows, buffers)
+    buffers.send(num_table_rows)
+    return DecodeStep(last.rows, buffers.num_begun, last.widths, last.ends or _ends_of(rows), last.draws)
+
+
+def send_next(last: DecodeStep, buffers: StepBuffers, num_table_rows: int) -> DecodeStep:
+    """Send the one-token step that follows one whose tokens are not read, and return it; the device feeds it.
+
+    Args:
         num_table_rows: Rows of the block table that the step uses, padding included.
     """
     num_rows, ring_len = len(last.rows), buffers.limits.ring_len
@@ -127,13 +152,19 @@ def send_next(
         np.maximum(folded, buffers.host("computed")[:num_rows] // ring_len * ring_len, out=folded)
     for name in ("computed", "kv_lengths", "token_positions", "token_offsets"):
         buffers.host(name)[:num_rows] += 1
-    if tokens is not None:
-        buffers.host("token_ids")[:num_rows] = tokens
     if last.draws is not Draws.BEST:
         write_next_uniforms(last.rows, buffers)
     buffers.send(num_table_rows)
-    return OneTokenStep(last.rows, buffers.num_begun, last.ends, last.draws)
+    return DecodeStep(last.rows, buffers.num_begun, last.widths, last.ends, last.draws)
 
 
-def _decodes_one(row: RunningRequest) -> bool:
-    return row.scheduled == 1 and not row.drafts and not row.reserved and not row.is_prefilling
+def _ends_of(rows: Sequence[RunningRequest]) -> RowEnds | None:
+    """Return what ends the rows of a step that the device can go on from."""
+    decodes_one_each = all(
+        row.scheduled == 1
+        and not row.reserved
+        and row.accepted == 1  # as in the step after this one
+        and row.spec.sampling.logits is PLAIN_LOGITS  # a row keeps its settings
+        for row in rows
+    )
+    return RowEnds.of(rows) if decodes_one_each else None

@@ -5,13 +5,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from megatron_mamba_cache.policy.identifiers import BlockId, SlotId
 from megatron_mamba_cache.policy.logits_settings import LogitsSettings
 from megatron_mamba_cache.policy.requests import LogProbSettings, ReservedState, RunningRequest, SamplingSettings
 from megatron_mamba_cache.step.batch import lay_out_step, send_padded_step
 from megatron_mamba_cache.step.buffers import StepBuffers
-from megatron_mamba_cache.step.one_token_steps import OneTokenStep, send_next
+from megatron_mamba_cache.step.decode_steps import DecodeStep, send_again, send_next
 from megatron_mamba_cache.step.shapes import StepShape
 from tests.step.test_batch import BLOCK, GEOMETRY, LIMITS, decoding
 
@@ -27,38 +28,42 @@ def send_anew(rows: list[RunningRequest], buffers: StepBuffers, shape: StepShape
 
 
 def send(
-    rows: list[RunningRequest], buffers: StepBuffers, shape: StepShape, last: OneTokenStep | None
-) -> tuple[OneTokenStep | None, bool]:
+    rows: list[RunningRequest], buffers: StepBuffers, shape: StepShape, last: DecodeStep | None
+) -> tuple[DecodeStep | None, bool]:
     """Send a step the quick way if there is one; return what the next may go on from, and whether there was."""
     if last is not None and last.continues(rows, buffers, GEOMETRY.block_size):
-        return send_next(last, [row.generated[-1] for row in rows], buffers, shape.num_rows), True
+        return send_again(last, rows, buffers, shape.num_rows), True
     send_anew(rows, buffers, shape)
-    return OneTokenStep.sent(rows, buffers), False
+    return DecodeStep.sent(rows, buffers), False
 
 
 def same(buffers: StepBuffers, expected: StepBuffers) -> bool:
     return all(buffers.device(name).equal(expected.device(name)) for name in StepBuffers.SECTIONS)
 
 
-def advance(row: RunningRequest, draw: random.Random) -> None:
-    """Finish the row's step and schedule the next one, as an engine does; without drafts unless some are drawn."""
+def advance(row: RunningRequest, draw: random.Random, num_drafts: int = 0) -> None:
+    """Finish the row's step and schedule the next one with so many drafts, as an engine does."""
     kept = draw.randrange(1, row.scheduled + 1)
     row.generated += [draw.randrange(1000) for _ in range(kept)]
     row.computed += kept
-    row.accepted, row.drafts, row.reserved = kept, (), []
-    row.scheduled = 1
-    while row.computed >= len(row.block_ids) * BLOCK:
+    row.accepted, row.reserved = kept, []
+    row.drafts = tuple(draw.randrange(1000) for _ in range(num_drafts))
+    row.draft_slots = [SlotId(draw.randrange(60)) for _ in range(max(num_drafts, kept - 1))]
+    row.scheduled = 1 + num_drafts
+    while row.computed + row.scheduled > len(row.block_ids) * BLOCK:
         row.block_ids.append(BlockId(draw.randrange(50)))
 
 
 def disturb(rows: list[RunningRequest], shape: StepShape, draw: random.Random) -> None:
     """Change what no step goes on over."""
     row = draw.choice(rows)
-    change = draw.randrange(6)
+    change = draw.randrange(7)
     if change == 0 and shape.width > 1:
         row.drafts = tuple(draw.randrange(1000) for _ in range(draw.randrange(1, shape.width)))
         row.scheduled = 1 + len(row.drafts)
-        row.draft_slots = [SlotId(draw.randrange(60)) for _ in row.drafts]
+        row.draft_slots = [SlotId(draw.randrange(60)) for _ in range(max(len(row.drafts), row.accepted - 1))]
+        while row.computed + row.scheduled > len(row.block_ids) * BLOCK:
+            row.block_ids.append(BlockId(draw.randrange(50)))
     elif change == 1:
         row.reserved = [ReservedState((row.computed // BLOCK + 1) * BLOCK, SlotId(draw.randrange(60)))]
     elif change == 2:
@@ -67,20 +72,28 @@ def disturb(rows: list[RunningRequest], shape: StepShape, draw: random.Random) -
         rows.remove(row)
     elif change == 4 and len(rows) < shape.num_decode_rows:
         rows.append(decoding(len(rows), prompt_len=draw.randrange(1, 20), num_generated=draw.randrange(1, 5)))
+    elif change == 5:  # as when live states are looked at between steps
+        row.settled, row.accepted = row.computed, 1
     else:
         draw.shuffle(rows)
 
 
 @pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("shape", SHAPES)
-def test_every_step_is_as_if_laid_out_anew(device: str, shape: StepShape, seed: int) -> None:
+@pytest.mark.parametrize(("shape", "num_drafts"), [*((shape, 0) for shape in SHAPES), (SHAPES[1], 1)])
+@pytest.mark.parametrize("ring_len", [0, 4])
+def test_every_step_is_as_if_laid_out_anew(
+    device: str, shape: StepShape, num_drafts: int, ring_len: int, seed: int
+) -> None:
     draw = random.Random(seed)
     samplings = [replace(SAMPLED, seed=index) if index % 2 == seed % 2 else GREEDY for index in range(4)]
     rows = [
-        decoding(index, prompt_len=draw.randrange(1, 20), num_generated=1 + index, sampling=sampling)
-        for index, sampling in enumerate(samplings)
+        decoding(
+            index, prompt_len=draw.randrange(1, 20), num_generated=1 + index, num_drafts=num_drafts, sampling=sampling
+        )
+        for index, sampling in enumerate(samplings[: 2 if num_drafts else 4])
     ]
-    buffers, expected = StepBuffers(LIMITS, device), StepBuffers(LIMITS, device)
+    limits = replace(LIMITS, ring_len=ring_len)
+    buffers, expected = StepBuffers(limits, device), StepBuffers(limits, device)
     last, num_quick = None, 0
     for _ in range(60):
         if draw.random() < 0.1:
@@ -93,23 +106,26 @@ def test_every_step_is_as_if_laid_out_anew(device: str, shape: StepShape, seed: 
         send_anew(rows, expected, shape)
         assert same(buffers, expected)
         for row in rows:
-            advance(row, draw)
-        rows = [row for row in rows if row.computed < MOST_COMPUTED] or [decoding(0)]
+            advance(row, draw, num_drafts)
+        rows = [row for row in rows if row.computed < MOST_COMPUTED] or [decoding(0, num_drafts=num_drafts)]
     assert num_quick >= 5
 
 
-def test_rows_that_change_their_logits_never_make_a_one_token_step(device: str) -> None:
+def test_the_device_does_not_go_on_from_rows_that_change_their_logits(device: str) -> None:
     buffers, rows = StepBuffers(LIMITS, device), [decoding(0, sampling=SAMPLED), decoding(1, sampling=PENALISED)]
     send_anew(rows, buffers, SHAPES[0])
-    assert OneTokenStep.sent(rows, buffers) is None
-    assert OneTokenStep.sent(rows[:1], buffers) is not None
+    last = DecodeStep.sent(rows, buffers)
+    assert last is not None and last.ends is None
+    assert not last.can_launch_next(rows, None, buffers, GEOMETRY.block_size)
+    last = DecodeStep.sent(rows[:1], buffers)
+    assert last is not None and last.ends is not None
 
 
 @pytest.mark.parametrize("change", ["another row", "a prompt to prefill", "another step", "no step between"])
 def test_a_step_that_only_looks_alike_does_not_go_on(device: str, change: str) -> None:
     buffers, rows = StepBuffers(LIMITS, device), [decoding(0, prompt_len=3), decoding(1, prompt_len=3)]
     send_anew(rows, buffers, SHAPES[0])
-    last = OneTokenStep.sent(rows, buffers)
+    last = DecodeStep.sent(rows, buffers)
     assert last is not None
     if change != "no step between":
         for row in rows:
@@ -140,7 +156,7 @@ def test_a_step_runs_on_exactly_where_all_rows_go_on_in_their_blocks(device: str
             row.spec = replace(row.spec, max_len=row.length + draw.choice([1, 2, 30]))
         buffers = StepBuffers(LIMITS, device)
         send_anew(rows, buffers, SHAPES[0])
-        last = OneTokenStep.sent(rows, buffers)
+        last = DecodeStep.sent(rows, buffers)
         assert last is not None
         tokens = np.array([draw.choice([1, 2, 3, 4, 5, 6, 7, 8]) for _ in rows])
         no_row_ends = not any(row.keep([int(token)]).ends for row, token in zip(rows, tokens, strict=True))
@@ -150,7 +166,8 @@ def test_a_step_runs_on_exactly_where_all_rows_go_on_in_their_blocks(device: str
         assert runs_on is (no_row_ends and within_blocks)
         if runs_on:
             num_on += 1
-            send_next(last, tokens, buffers, SHAPES[0].num_rows)
+            send_next(last, buffers, SHAPES[0].num_rows)
+            buffers.feed(torch.from_numpy(tokens))
             for row, token in zip(rows, tokens.tolist(), strict=True):
                 row.generated.append(token)
                 row.computed += 1
@@ -171,6 +188,6 @@ def test_a_step_with_a_row_that_is_looked_at_does_not_run_on(device: str, spec: 
     rows[1].spec = replace(rows[1].spec, **spec)  # type: ignore[arg-type]
     buffers = StepBuffers(LIMITS, device)
     send_anew(rows, buffers, SHAPES[0])
-    last = OneTokenStep.sent(rows, buffers)
+    last = DecodeStep.sent(rows, buffers)
     assert last is not None and last.ends is None
     assert not last.can_launch_next(rows, np.array([1, 1]), buffers, GEOMETRY.block_size)
