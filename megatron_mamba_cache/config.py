@@ -104,7 +104,8 @@ class CacheConfig:
         cuda_graph_prefill_tokens: With CUDA graphs, steps with few prompts and up to this many of their tokens are
             captured too.
         run_ahead: Whether a captured step that depends only on the tokens of the step before is launched before they
-            are read, so that the GPU does not wait for the host; live states are then one token ahead.
+            are read, or with drafts before they are reported, so that the GPU waits less for the host; live states
+            are then ahead of the rows.
         resident_pools: Whether a suspended engine keeps its device memory: KV blocks, states, step buffers and CUDA
             graphs. The cache then stays valid after a resume, unless the weights' version has changed.
         rank_digest_steps: Every this many steps, the ranks that share a model compare a hash of all their decisions so

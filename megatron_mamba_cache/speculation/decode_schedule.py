@@ -52,12 +52,6 @@ def schedule_decode(
     return distributions
 
 
-def schedule_one_token(rows: Sequence[RunningRequest]) -> None:
-    """Schedule one token for each row as in the step before: drafts still rest, and no boundary is within reach."""
-    for row in rows:
-        row.scheduled = 1
-
-
 def _plan(
     limits: Sequence[DraftLimit],
     planner: DraftPlanner | NoDrafts,

@@ -51,7 +51,10 @@ class CapturedStep(Protocol):
 
 
 class EarlyStep(CapturedStep, Protocol):
-    """A step launched before its rows reach it; `lay_out` is given those of them that are left."""
+    """A step launched before its rows reach it; `schedule` and `lay_out` are given those of them that are left."""
+
+    def schedule(self, rows: Sequence[RunningRequest]) -> list[Tensor | None]:
+        """Schedule what was launched for each row; return what its drafts were drawn from, see `Step`."""
 
     def any_ends(self, tokens: Sequence[int]) -> bool:
         """Return whether any of the tokens that its rows were fed, [rows], ends its row."""
@@ -96,6 +99,16 @@ class GraphsByShape(Protocol):
     @property
     def shapes(self) -> Collection[StepShape]:
         """The shapes of the captured steps."""
+
+    def hold(self, step: StepShape) -> bool:
+        """Return whether there is a captured step for every step that another shape holds."""
+
+    def launch(self, rows: Sequence[RunningRequest], draft_distributions: Sequence[Tensor | None]) -> EarlyStep:
+        """Send the scheduled rows of a step, see `hold`, and launch its forward; return it, which has to land.
+
+        Args:
+            draft_distributions: See `Step`.
+        """
 
     def fitting(self, rows: Sequence[RunningRequest], shape: StepShape | None = None) -> CapturedStep | None:
         """Return the captured step of a shape, by default the smallest that holds a step's rows; None if none does."""

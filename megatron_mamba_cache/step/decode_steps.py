@@ -11,7 +11,7 @@ import numpy.typing as npt
 from ..policy.logits_settings import PLAIN_LOGITS
 from ..policy.random_counter import DrawPurpose
 from ..policy.requests import RunningRequest
-from .batch import write_live_states
+from .batch import StepBatch, write_live_states
 from .buffers import StepBuffers
 from .logits import Draws, write_next_uniforms, write_uniforms
 
@@ -112,6 +112,30 @@ class DecodeStep:
     def _is_sent_last(self, rows: Sequence[RunningRequest], buffers: StepBuffers) -> bool:
         same_number = buffers.num_begun == self.number and len(rows) == len(self.rows)
         return same_number and all(map(is_, rows, self.rows))
+
+
+@dataclass(frozen=True, slots=True)
+class SentStep:
+    """A step of decode rows that a graph sent, and the batch that its readers saw."""
+
+    graph: object
+    step: DecodeStep
+    batch: StepBatch
+
+
+class LatestStep:
+    """The step that the graphs of one memory sent last, if all its rows decode: the next one may follow from it."""
+
+    def __init__(self) -> None:
+        self._sent: SentStep | None = None
+
+    def note(self, sent: SentStep | None) -> None:
+        """Note the step that was sent; None if a row prefills in it."""
+        self._sent = sent
+
+    def of(self, graph: object) -> SentStep | None:
+        """Return the step if this graph sent it."""
+        return self._sent if self._sent is not None and self._sent.graph is graph else None
 
 
 def send_again(

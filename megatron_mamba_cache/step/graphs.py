@@ -16,7 +16,7 @@ same shapes in the same order, and compute each once before, which opens their c
 import logging
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -29,15 +29,15 @@ from ..policy.requests import RunningRequest, num_decoding
 from ..state.model_shape import HybridModelShape
 from .batch import StepBatch, send_padded_step, view_step
 from .captured_step import Capture
-from .decode_steps import DecodeStep, send_again, send_next
+from .decode_steps import DecodeStep, LatestStep, SentStep, send_again, send_next
+from .launched_step import LaunchedStep
 from .logits import Draws, StepLogits, any_changed, any_masked, logits_starts
 from .memory import CacheMemory
 from .model import StepModel
 from .recorder import CudaRecorder, Recorder, without_collections
-from .run_ahead import LaunchedStep
 from .runner import StepRunner
 from .shapes import StepShape, decode_shapes, prefill_shapes, smallest_holding
-from .step import Step
+from .step import Step, any_drawn
 from .verify import copy_reached_boundaries, outcome_on_all_ranks, verify_step
 from .weight_places import WeightPlaces
 
@@ -61,7 +61,7 @@ class StepGraph:
         runner: StepRunner,
         shape: StepShape,
         recorder: Recorder,
-        latest: "LatestStep",
+        latest: LatestStep,
         longest: int,
     ) -> None:
         self.shape = shape
@@ -86,7 +86,6 @@ class StepGraph:
 
         (self.logits, self.wanted_outputs, *computed), self._replay_forward = recorder.record(forward)
         self._results = replace(self._views, logits=_with_computed(self._views.logits, *computed))
-
         self.outcome = self.logits.new_empty(shape.num_rows, 1 + shape.width, dtype=torch.int64)
 
         def verify(draws: Draws) -> tuple[Tensor, ...]:
@@ -133,7 +132,7 @@ class StepGraph:
             self.verify(before.step.draws)
         return LaunchedStep(self, batch, before.step.ends, is_verified=is_verified)
 
-    def _note_next(self, before: "SentStep", step: DecodeStep) -> StepBatch:
+    def _note_next(self, before: SentStep, step: DecodeStep) -> StepBatch:
         """Note and return a step that continues the one before in its KV blocks; its attention plan stays valid."""
         kv_lens = tuple(self._memory.step_buffers.host("kv_lengths")[: self.shape.num_rows].tolist())
         batch = replace(before.batch, attention=replace(before.batch.attention, kv_lens=kv_lens))
@@ -180,30 +179,6 @@ class StepGraph:
         return self.outcome
 
 
-@dataclass(frozen=True, slots=True)
-class SentStep:
-    """A step of decode rows that a graph sent, and the batch that its readers saw."""
-
-    graph: StepGraph
-    step: DecodeStep
-    batch: StepBatch
-
-
-class LatestStep:
-    """The step that the graphs of one memory sent last, if all its rows decode: the next one may follow from it."""
-
-    def __init__(self) -> None:
-        self._sent: SentStep | None = None
-
-    def note(self, sent: SentStep | None) -> None:
-        """Note the step that was sent; None if a row prefills in it."""
-        self._sent = sent
-
-    def of(self, graph: StepGraph) -> SentStep | None:
-        """Return the step if this graph sent it."""
-        return self._sent if self._sent is not None and self._sent.graph is graph else None
-
-
 def _computed_views(logits: StepLogits) -> tuple[Tensor, ...]:
     """Return the tensors that a step's views compute from its buffers and that are read after the forward."""
     return logits.temperature, logits.top_k, logits.top_p, logits.verify.draft_ids
@@ -236,6 +211,19 @@ class StepGraphs:
     def shapes(self) -> Collection[StepShape]:
         """The shapes of the graphs."""
         return self._graphs.keys()
+
+    def hold(self, step: StepShape) -> bool:
+        """Return whether there is a graph for every step that another shape holds."""
+        return any(shape.holds(step) for shape in self._graphs)
+
+    def launch(self, rows: Sequence[RunningRequest], draft_distributions: Sequence[Tensor | None]) -> LaunchedStep:
+        """Send a step that a graph holds, and launch its forward; see `GraphsByShape`."""
+        graph = self.fitting(rows)
+        if graph is None:
+            raise CacheIntegrityError("no graph holds the rows of a step that is to be launched; ask hold()")
+        batch = graph.lay_out(rows, draws_ratios=any_drawn(draft_distributions))
+        graph.forward()
+        return LaunchedStep(graph, batch, None, is_verified=False, draft_distributions=draft_distributions)
 
     def fitting(self, rows: Sequence[RunningRequest], shape: StepShape | None = None) -> StepGraph | None:
         """Return the graph of a shape, by default the smallest that holds the rows of a step; None if there is none."""

@@ -1,16 +1,21 @@
-"""The next step, launched before this step's tokens are read: the GPU feeds itself while the host works.
+"""The next step, launched before the host is done with this one: the GPU computes while the host works.
 
-`may_run_ahead` decides when. A step may run ahead if only its tokens are unknown: every row decodes one more token
-without drafts, in the KV block that it has, and no request can join. It is then the step that would have been launched
-later, and it lands like any other: when the rows reach it, they are compared with those that were launched. Rows may
-leave in between (a token ends one, a request is cancelled, the engine suspends). What is computed for such a row goes
-to the blocks and the slot that it had, before anything launched later can use them. A queued request never waits an
-extra step: while one is queued, tokens are read first, unless a copy has to bring its prefix before it can join.
+`may_run_ahead` decides when this step's tokens need not be read first, so that the GPU feeds itself: only they are
+unknown. Every row decodes one more token without drafts, in the KV block that it has, and no request can join.
+
+Drafts follow what this step keeps. `may_launch_drafts` decides when the step that verifies them may be launched once
+this one has landed, before it is reported: no row has ended, no request can join, and each row stays in its KV block
+however many of its drafts are kept, so that no block or slot is needed.
+
+Either is the step that would have been launched later, and it lands like any other: when the rows reach it, they are
+compared with those that were launched. Rows may leave in between (a token ends one, a request is cancelled, the engine
+suspends). What is computed for such a row goes to the blocks and the slots that it had, before anything launched later
+can use them. A queued request never waits an extra step: while one is queued, tokens are read first, unless a copy has
+to bring its prefix before it can join.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,126 +23,8 @@ from torch import Tensor
 from ..errors import CacheIntegrityError
 from ..policy.requests import RunningRequest
 from ..speculation.draft_planner import DraftPlanner, NoDrafts
-from .batch import StepBatch
-from .captured_step import CapturedStep, EarlyStep
-from .decode_steps import RowEnds
-from .host_copy import stream_of
-from .logits import Draws
-from .shapes import StepShape
+from .captured_step import CapturedStep, EarlyStep, GraphsByShape
 from .step import Step
-
-
-class ReplayedGraph(Protocol):
-    """A graph whose latest replay has been launched."""
-
-    shape: StepShape
-    wanted_outputs: Tensor
-    logits: Tensor
-    outcome: Tensor
-
-    def verify(self, draws: Draws) -> Tensor:
-        """See `CapturedStep`."""
-
-    def can_launch_next(self, rows: Sequence[RunningRequest], tokens: Sequence[int] | None) -> bool:
-        """See `CapturedStep`."""
-
-    def launch_next(self, rows: Sequence[RunningRequest]) -> "EarlyStep":
-        """See `CapturedStep`."""
-
-
-class LaunchedStep:
-    """A step that is already launched; it stands in for the captured step that computes it.
-
-    Args:
-        batch: The step as its readers see it, with all the rows that were launched.
-        ends: What ends each of them.
-        is_verified: Whether the outcome is launched too; else a row's grammar may bar tokens first.
-    """
-
-    def __init__(self, graph: ReplayedGraph, batch: StepBatch, ends: RowEnds, *, is_verified: bool = True) -> None:
-        self._ends = ends
-        self._is_verified = is_verified
-        self._graph: ReplayedGraph | None = graph
-        self._batch = batch
-        self._logits, self._outcome = graph.logits, graph.outcome
-        self._stream = stream_of(graph.outcome) if graph.outcome.is_cuda else None
-        self.shape = graph.shape
-        self.wanted_outputs = graph.wanted_outputs
-
-    def leave_graph(self) -> None:
-        """Copy the results, which are complete, before the graph is freed."""
-        self._logits, self._outcome = self._logits.clone(), self._outcome.clone()
-        self.wanted_outputs = self.wanted_outputs.clone()
-        if not self._is_verified:
-            self._batch = replace(self._batch, logits=self._batch.logits.clone())
-        self._graph = None
-
-    def leave_buffers(self) -> None:
-        """Let the outcome be computed without the graph, which reads the buffers, if it is not launched yet."""
-        if not self._is_verified and self._graph is not None:
-            self.leave_graph()
-
-    def is_of(self, rows: Sequence[RunningRequest]) -> bool:
-        """Return whether these rows are exactly those that were launched."""
-        return tuple(rows) == self._batch.rows
-
-    def any_ends(self, tokens: Sequence[int]) -> bool:
-        """Return whether any of the tokens that its rows were fed, [rows], ends its row."""
-        return self._ends.any_ends(tokens)
-
-    def lay_out(self, rows: Sequence[RunningRequest], *, draws_ratios: bool) -> StepBatch:
-        """Return the step with only the rows that are left.
-
-        Raises:
-            CacheIntegrityError: If another row has joined them.
-        """
-        batch = self._batch
-        if self.is_of(rows) and not draws_ratios:
-            return batch
-        place_of = {id(row): place for row, place in zip(batch.rows, batch.places, strict=True)}
-        if draws_ratios or any(id(row) not in place_of or row.scheduled != 1 for row in rows):
-            raise CacheIntegrityError("a row joined a step that runs already; admit requests by the engine")
-        places, starts = tuple(place_of[id(row)] for row in rows), batch.logits.starts
-        start_of = dict(zip(batch.places, starts, strict=False))
-        return replace(
-            batch,
-            rows=tuple(rows),
-            request_ids=tuple(row.request_id for row in rows),
-            places=places,
-            num_tokens=len(rows),
-            num_decode_rows=len(rows),
-            num_decode_tokens=len(rows),
-            logits=replace(batch.logits, starts=(*(start_of[place] for place in places), starts[-1])),
-        )
-
-    def forward(self) -> Tensor:
-        """Return the logits, which may still be computed; a stream other than the launching one waits for them."""
-        if self._stream is not None and (stream := stream_of(self._outcome)) != self._stream:
-            stream.wait_stream(self._stream)
-        return self._logits
-
-    @property
-    def can_verify(self) -> bool:
-        """See `CapturedStep`."""
-        return self._is_verified or self._graph is not None
-
-    def verify(self, draws: Draws) -> Tensor:
-        """Return the outcome, which may still be computed."""
-        if not self._is_verified:
-            if self._graph is None:
-                raise CacheIntegrityError("the graph that computed this step is freed; ask can_verify")
-            self._outcome, self._is_verified = self._graph.verify(draws), True
-        return self._outcome
-
-    def can_launch_next(self, rows: Sequence[RunningRequest], tokens: Sequence[int] | None) -> bool:
-        """See `CapturedStep`; False once the graph is freed."""
-        return self._graph is not None and self._graph.can_launch_next(rows, tokens)
-
-    def launch_next(self, rows: Sequence[RunningRequest]) -> EarlyStep:
-        """See `CapturedStep`."""
-        if self._graph is None:
-            raise CacheIntegrityError("the graph that computed this step is freed; ask can_launch_next()")
-        return self._graph.launch_next(rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +68,36 @@ def may_run_ahead(
     )
 
 
+def may_launch_drafts(
+    step: Step,
+    running: Sequence[RunningRequest],
+    queue: QueueState,
+    planner: DraftPlanner | NoDrafts,
+    block_size: int,
+    *,
+    is_wanted: bool,
+) -> bool:
+    """Return whether the step after this one, which has landed, may be launched with its drafts; changes nothing.
+
+    While a request waits, this step must not have reached a boundary: with what it published, the request may fit.
+
+    Args:
+        running: Requests that have a row now, paused ones included.
+        is_wanted: See `may_run_ahead`.
+    """
+    most = 1 + planner.max_drafts
+    return (
+        is_wanted
+        and most > 1
+        and step.graph is not None
+        and not step.num_prefill_rows
+        and queue.is_settled
+        and step.rows == tuple(running)
+        and all(not row.is_paused and row.computed % block_size + most < block_size for row in step.rows)
+        and not (queue.has_waiting and any(row.computed % block_size < row.accepted for row in step.rows))
+    )
+
+
 class EarlySteps:
     """Holds the early step, if there is one."""
 
@@ -198,6 +115,15 @@ class EarlySteps:
         """Launch the step after a captured one."""
         self._is_complete = False
         self._launched = graph.launch_next(rows)
+
+    def launch_drafts(
+        self, graphs: GraphsByShape, rows: Sequence[RunningRequest], draft_distributions: Sequence[Tensor | None]
+    ) -> None:
+        """Launch a step of scheduled rows, see `GraphsByShape`; `EarlyStep.schedule` schedules them again."""
+        self._is_complete = False
+        self._launched = graphs.launch(rows, draft_distributions)
+        for row in rows:
+            row.scheduled, row.drafts = 0, ()
 
     def note_fed(self, tokens: Sequence[int]) -> None:
         """Note the tokens, [rows], that the launched step was fed, now that they are read."""

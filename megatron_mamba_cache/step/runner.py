@@ -1,6 +1,6 @@
 """The life of a step. `StepRunner.run` is all of it:
 
-plan → forward → publish prompts → sample → launch the next step, if it may run ahead → read → land.
+plan → forward → publish prompts → sample → launch the next step, if it may run ahead → read → land → launch drafts.
 
 `drop_failed_step` takes the place of what is left when anything in it raises.
 """
@@ -28,7 +28,7 @@ from ..policy.scheduler import ScheduledStep, StepScheduler
 from ..ranks.digest import Digest
 from ..ranks.group import Ranks
 from ..ranks.peers import ExpertPeers, NoPeers
-from ..speculation.decode_schedule import schedule_decode, schedule_one_token
+from ..speculation.decode_schedule import schedule_decode
 from ..speculation.draft_planner import DraftPlanner, NoDrafts
 from ..speculation.row_progress import advance_one_token_rows, advance_rows, note_hidden_states
 from .batch import lay_out_step
@@ -40,7 +40,7 @@ from .log_probs import NO_LOG_PROBS, StepLogProbs, step_log_probs
 from .memory import CacheMemory
 from .model import StepModel
 from .prompt_log_probs import score_prompts
-from .run_ahead import EarlySteps, QueueState, may_run_ahead
+from .run_ahead import EarlySteps, QueueState, may_launch_drafts, may_run_ahead
 from .shapes import StepShape
 from .shared_steps import OwnSteps, SharedSteps, StepSharing
 from .step import Step, any_drawn
@@ -122,32 +122,27 @@ class StepRunner:
         log_probs = self._log_probs(step, logits, kept, model)
         num_drafts = step.num_drafts if self.planner.max_drafts else ()
         held_back = self.land(kept) if lands else GrowthOutcome()
+        self._launch_drafts(step)
         return StepOutcome(step, kept, num_drafts, log_probs, held_back)
 
     def plan(self) -> Step:
         """Schedule the decode rows and their drafts, and lay the step out."""
         shape = self.sharing.next_shape()
-        early = self.early_steps.take()
+        graph: CapturedStep | None = (early := self.early_steps.take())
         if early is not None:
             self.sharing.note_launched()
-        if early is not None and early.is_of(self.requests.rows):
-            self._at_work, distributions = list(self.requests), []
-            schedule_one_token(self._at_work)
+            self._at_work = list(self.requests)
+            distributions = early.schedule(self._at_work)
         else:
             decoding = self.requests.decoding
             self._at_work = [*decoding, *(row for row in self.requests.prefilling if row.scheduled)]
             budget = 0 if shape is not None and shape.width == 1 else self.requests.budget
-            masks = self._changes.masks
-            distributions = schedule_decode(
-                decoding, self.cache, self.planner, budget, self.ranks.all_hold, masks.allowed
-            )
-        graph: CapturedStep | None = early
-        if graph is None and self._graphs is not None:
-            graph = self._graphs.fitting(self._at_work, shape)
+            distributions = self._schedule_decode(decoding, budget)
+            graph = None if self._graphs is None else self._graphs.fitting(self._at_work, shape)
         if graph is None:
             step = self.lay_out(self._at_work, distributions, shape=shape)
         else:
-            step = self._lay_out_graph(graph, self._at_work, distributions)
+            step = Step.of_graph(graph, self._at_work, distributions)
         self.begin(step)
         self._changes.masks.begin(step.rows, step.batch.logits.starts)
         self._digest.note_plan(self.requests, step.rows)
@@ -237,8 +232,7 @@ class StepRunner:
         """Drop rows between steps; what they published stays findable."""
         self.note_change()
         self._drop(rows)
-        if self.requests:
-            self.requests.resume()
+        self.requests.resume()
         self._count()
 
     def reset(self) -> None:
@@ -397,13 +391,6 @@ class StepRunner:
         """Return counters and what every slot and block is used for."""
         return self.memory.snapshot(self.counters, Capture() if self._graphs is None else self._graphs.capture)
 
-    def _lay_out_graph(
-        self, graph: CapturedStep, rows: Sequence[RunningRequest], draft_distributions: Sequence[Tensor | None]
-    ) -> Step:
-        """Send scheduled rows to a graph; return the step that it computes. The arguments are those of `lay_out`."""
-        batch = graph.lay_out(rows, draws_ratios=any_drawn(draft_distributions))
-        return Step(batch, graph=graph, draft_distributions=draft_distributions, wanted_outputs=graph.wanted_outputs)
-
     def _forward(self, step: Step, model: StepModel) -> Tensor:
         logits = model.compute_step() if step.graph is None else step.graph.forward()
         self.sharing.note_launched()
@@ -434,11 +421,26 @@ class StepRunner:
         """
         if self.early_step is not None:
             return
-        num_running = len(self.requests)
-        wants = may_run_ahead(step, num_running, self._queue, self.planner, tokens, is_wanted=self._runs_ahead)
+        wants = may_run_ahead(step, len(self.requests), self._queue, self.planner, tokens, is_wanted=self._runs_ahead)
         if self.sharing.may_launch(step, self._queue, wants=wants, knows_tokens=tokens is not None):
             assert step.graph is not None
             self.early_steps.launch(step.graph, step.rows)
+
+    def _launch_drafts(self, step: Step) -> None:
+        """Launch the step after this one, which has landed, unless it is launched or `may_launch_drafts` forbids it."""
+        running, planner, block_size = self.requests.rows, self.planner, self.cache.block_size
+        is_wanted = self._runs_ahead and self.early_step is None and not self.sharing.is_shared
+        if not may_launch_drafts(step, running, self._queue, planner, block_size, is_wanted=is_wanted):
+            return
+        if (graphs := self._graphs) is None or not graphs.hold(StepShape(len(running), 1 + planner.max_drafts)):
+            return
+        distributions = self._schedule_decode(step.rows, self.requests.budget)
+        self.memory.prepare(())
+        self.early_steps.launch_drafts(graphs, step.rows, distributions)
+
+    def _schedule_decode(self, rows: Sequence[RunningRequest], budget: int) -> list[Tensor | None]:
+        all_hold, allowed = self.ranks.all_hold, self._changes.masks.allowed
+        return schedule_decode(rows, self.cache, self.planner, budget, all_hold, allowed)
 
     def _keep(self, step: Step, found: Sequence[Sequence[int]]) -> StepTokens:
         """Return what each row keeps of its outcome; launch the next step if it may run ahead.
@@ -449,8 +451,7 @@ class StepRunner:
         if step.is_plain:
             tokens = [found[place][1] for place in step.batch.places]
             self._launch_next(step, tokens)
-            early = self.early_step
-            if early is not None:
+            if (early := self.early_step) is not None:
                 self.early_steps.note_fed(tokens)
                 if not early.any_ends(tokens):
                     return StepTokens(list(zip(tokens, strict=True)))

@@ -46,6 +46,14 @@ class Step:
     wanted_outputs: Tensor = field(default_factory=lambda: torch.empty(0))
     scored_hidden_states: Tensor = field(default_factory=lambda: torch.empty(0))
 
+    @staticmethod
+    def of_graph(
+        graph: CapturedStep, rows: Sequence[RunningRequest], draft_distributions: Sequence[Tensor | None]
+    ) -> "Step":
+        """Send scheduled rows to a graph; return the step that it computes."""
+        batch = graph.lay_out(rows, draws_ratios=any_drawn(draft_distributions))
+        return Step(batch, graph=graph, draft_distributions=draft_distributions, wanted_outputs=graph.wanted_outputs)
+
     @property
     def rows(self) -> tuple[RunningRequest, ...]:
         """The step's rows, decode rows first."""

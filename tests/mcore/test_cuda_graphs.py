@@ -27,7 +27,7 @@ from tests.mcore.workload_totals import WorkloadTotals
 from tests.models.test_training_checkpoints import EXPERTS
 from tests.models.training_checkpoints import random_model
 
-SEEDS = [pytest.param(range(1, 2), id="short"), pytest.param(range(2, 5), id="long", marks=pytest.mark.slow)]
+SEEDS = [pytest.param(range(1, 3), id="short"), pytest.param(range(3, 5), id="long", marks=pytest.mark.slow)]
 FORMS = {
     "dense": (MODEL_FORMS["dense"], False),
     "experts": (MODEL_FORMS["experts"], False),

@@ -1,4 +1,4 @@
-"""Steps run ahead while the drafts of all rows rest, and only then."""
+"""Steps run ahead while the drafts of all rows rest, and drafts are the same as where no step does."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -68,18 +68,20 @@ def test_steps_run_ahead_while_drafts_rest() -> None:
     plain = start(1, 80)
     plain.finish()
     reply = plain.tokens(0)
-    run = start(1, 80, num_speculative_tokens=2, drafter=AlwaysWrong([*reply, 0]))
-    num_drafted = []
-    num_early = 0
-    while run.engine.has_unfinished_requests():
-        was_ahead, before = is_ahead(run), run.counters.draft_tokens
-        run.step()
-        num_early += was_ahead
-        num_drafted.append(run.counters.draft_tokens - before)
-        assert not (was_ahead and num_drafted[-1])
-    assert run.tokens(0) == reply and not run.counters.accepted_tokens
-    assert num_early > 30
-    # Three misses, then one draft on trial after rests of 8 and 32 steps, as without steps that run ahead.
-    trials = [index for index, count in enumerate(num_drafted) if count]
+    num_drafted: list[list[int]] = []
+    for runs_ahead in (False, True):
+        run = start(1, 80, num_speculative_tokens=2, drafter=AlwaysWrong([*reply, 0]), run_ahead=runs_ahead)
+        num_drafted.append([])
+        num_early = 0
+        while run.engine.has_unfinished_requests():
+            num_early += is_ahead(run)
+            before = run.counters.draft_tokens
+            run.step()
+            num_drafted[-1].append(run.counters.draft_tokens - before)
+        assert run.tokens(0) == reply and not run.counters.accepted_tokens
+        assert num_early > 30 if runs_ahead else not num_early
+        run.assert_nothing_held()
+    assert num_drafted[0] == num_drafted[1]
+    # Three misses, then one draft on trial after rests of 8 and 32 steps.
+    trials = [index for index, count in enumerate(num_drafted[1]) if count]
     assert [later - earlier - 1 for earlier, later in pairwise(trials[2:])] == [8, 32]
-    run.assert_nothing_held()

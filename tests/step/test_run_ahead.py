@@ -13,10 +13,10 @@ from megatron_mamba_cache.speculation.prompt_lookup import PromptLookupDrafter
 from megatron_mamba_cache.step.batch import StepBatch
 from megatron_mamba_cache.step.captured_step import EarlyStep
 from megatron_mamba_cache.step.logits import Draws
-from megatron_mamba_cache.step.run_ahead import QueueState, may_run_ahead
+from megatron_mamba_cache.step.run_ahead import QueueState, may_launch_drafts, may_run_ahead
 from megatron_mamba_cache.step.shapes import StepShape
 from megatron_mamba_cache.step.step import Step
-from tests.step.test_batch import decoding, lay_out
+from tests.step.test_batch import BLOCK, decoding, lay_out, row_of
 
 TOKENS = [7, 8]
 
@@ -112,3 +112,63 @@ def test_no_step_runs_ahead_if_one_condition_fails(failing: str, holding: str) -
 
 def test_no_step_runs_ahead_of_a_waiting_request_while_tokens_are_unknown() -> None:
     assert not answer(replace(ALL_HOLD, has_waiting=True))[0]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftConditions:
+    """All that a step with drafts depends on, behind one of two rows; by default all of it is in favour."""
+
+    is_wanted: bool = True
+    has_drafter: bool = True
+    is_captured: bool = True
+    is_settled: bool = True
+    has_waiting: bool = True
+    num_left: int = 2
+    num_others: int = 0
+    is_paused: bool = False
+    prefills: bool = False
+    tokens_in_block: int = BLOCK - 5  # of a row; with one more and 3 drafts it is a token short of the block's end
+
+
+FAILING_DRAFTS = {
+    "not wanted": {"is_wanted": False},
+    "no drafter": {"has_drafter": False},
+    "eager": {"is_captured": False},
+    "queue not settled": {"is_settled": False},
+    "a row has ended": {"num_left": 1},
+    "a running request is not in the step": {"num_others": 1},
+    "a row has ended, and a running request is not in the step": {"num_left": 1, "num_others": 1},
+    "a row is paused": {"is_paused": True},
+    "a row prefilled": {"prefills": True},
+    "a boundary is within reach": {"tokens_in_block": BLOCK - 4},
+    "a row is at the end of its block": {"tokens_in_block": BLOCK - 1},
+    "a request waits, and a boundary was reached": {"tokens_in_block": 0},
+}
+
+
+def may_draft(conditions: DraftConditions) -> bool:
+    rows = [decoding(0, prompt_len=2), decoding(1, prompt_len=BLOCK + conditions.tokens_in_block)]
+    if conditions.prefills:
+        rows[1] = row_of(1, prompt_len=4, computed=0, scheduled=4)
+    step = Step(lay_out(rows, "cpu"), graph=Graph(can_launch=True) if conditions.is_captured else None)
+    for row in rows:  # it lands
+        row.scheduled = 0
+    rows[1].computed, rows[1].is_paused = BLOCK + conditions.tokens_in_block, conditions.is_paused
+    return may_launch_drafts(
+        step,
+        [*rows[: conditions.num_left], *(decoding(2, prompt_len=2) for _ in range(conditions.num_others))],
+        QueueState(has_waiting=conditions.has_waiting, is_settled=conditions.is_settled),
+        DraftPlanner(PromptLookupDrafter(), 3, 100) if conditions.has_drafter else NoDrafts(),
+        BLOCK,
+        is_wanted=conditions.is_wanted,
+    )
+
+
+def test_a_step_with_drafts_may_be_launched_if_every_condition_holds() -> None:
+    assert may_draft(DraftConditions())
+    assert may_draft(DraftConditions(has_waiting=False, tokens_in_block=0))
+
+
+@pytest.mark.parametrize("failing", FAILING_DRAFTS)
+def test_no_step_with_drafts_is_launched_if_one_condition_fails(failing: str) -> None:
+    assert not may_draft(replace(DraftConditions(), **FAILING_DRAFTS[failing]))  # type: ignore[arg-type]

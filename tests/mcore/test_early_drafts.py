@@ -1,0 +1,235 @@
+"""Steps with drafts that are launched before the one before is reported: when they are, and what may happen then."""
+
+import random
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.inference.sampling_params import SamplingParams
+
+from megatron_mamba_cache.speculation.drafter import Draft, DraftRequest
+from tests.mcore.engine_runs import EngineRun, greedy, some_tokens
+from tests.mcore.faults import InjectedFault, raise_once
+from tests.mcore.graph_stand_ins import capture_without_cuda
+from tests.mcore.test_run_ahead import WHILE_ONE_RUNS, is_ahead, penalised, start, step_until_ahead
+
+NUM_TOKENS, NUM_DRAFTS, VOCAB_SIZE = 60, 3, 96
+FORMS = ("window", "replay")
+
+
+@pytest.fixture(autouse=True)
+def captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Capture on any machine."""
+    capture_without_cuda(monkeypatch)
+
+
+class MostlyRight:
+    """Drafts the replies with a wrong token here and there, and sometimes nothing, as the place in the text says.
+
+    Args:
+        is_drawn: Whether drafts come with distributions, of which each token is sure.
+    """
+
+    def __init__(self, replies: Sequence[Sequence[int]], *, is_drawn: bool = False) -> None:
+        self._replies = replies
+        self._is_drawn = is_drawn
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        return [self._draft(request) for request in requests]
+
+    def _draft(self, request: DraftRequest) -> Draft:
+        request_id, start = request.row.request_id, request.row.length - len(request.row.spec.prompt)
+        start += request.row.spec.num_replayed
+        reply = self._replies[request_id % len(self._replies)]
+        draw = random.Random(1000 * request_id + start)
+        count = 0 if draw.random() < 0.1 else request.num_tokens
+        tokens = [(token + (draw.random() < 0.1)) % VOCAB_SIZE for token in reply[start : start + count]]
+        drawn_from = torch.nn.functional.one_hot(torch.tensor(tokens), VOCAB_SIZE).float() if tokens else None
+        return Draft(tuple(tokens), drawn_from if self._is_drawn else None)
+
+    def forget(self, request_id: int) -> None:
+        """Nothing is known."""
+
+
+@cache
+def replies() -> list[list[int]]:
+    plain = start(3, NUM_TOKENS, run_ahead=False)
+    plain.finish()
+    return [plain.tokens(request_id) for request_id in range(3)]
+
+
+def start_drafted(*, is_drawn: bool = False, **settings: Any) -> EngineRun:
+    drafter = MostlyRight(replies(), is_drawn=is_drawn)
+    return start(3, NUM_TOKENS, drafter=drafter, num_speculative_tokens=NUM_DRAFTS, **settings)
+
+
+def finish(run: EngineRun) -> int:
+    """Run all requests to their end, and return how many steps with drafts were launched early."""
+    num_early = 0
+    while run.engine.has_unfinished_requests():
+        was_ahead, before = is_ahead(run), run.counters.draft_tokens
+        run.step()
+        run.context.check_integrity()
+        num_early += was_ahead and run.counters.draft_tokens > before
+    run.assert_exact()
+    run.assert_nothing_held()
+    return num_early
+
+
+@pytest.mark.parametrize("is_drawn", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_steps_with_drafts_are_launched_early_far_from_boundaries(form: str, is_drawn: bool) -> None:
+    run = start_drafted(draft_states=form, is_drawn=is_drawn, block_size_tokens=64)
+    assert finish(run) > 8 and run.counters.accepted_tokens > NUM_TOKENS
+
+
+def test_no_row_of_an_early_step_can_reach_a_boundary() -> None:
+    run, num_early, block_size = start_drafted(), 0, 16
+    assert run.context.block_size_tokens == block_size
+    while run.engine.has_unfinished_requests():
+        run.step()
+        if is_ahead(run):
+            num_early += 1
+            assert all(row.computed % block_size + 1 < block_size for row in run.context.rows)
+            assert not any(row.scheduled or row.drafts or row.reserved for row in run.context.rows)
+    assert num_early
+
+
+@pytest.mark.parametrize("settings", [{"run_ahead": False}, {"rank_digest_steps": 1}], ids=str)
+def test_steps_with_drafts_wait_where_more_than_tokens_decides(settings: dict[str, Any]) -> None:
+    run = start_drafted(block_size_tokens=64, **settings)
+    assert finish(run) == 0
+
+
+@pytest.mark.parametrize("is_drawn", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", WHILE_ONE_RUNS)
+def test_whatever_happens_while_drafts_are_verified_tokens_stay_the_same(name: str, form: str, is_drawn: bool) -> None:
+    run = start_drafted(draft_states=form, is_drawn=is_drawn, block_size_tokens=64)
+    for _ in range(4):
+        step_until_ahead(run)
+        WHILE_ONE_RUNS[name](run)
+        run.context.check_integrity()
+        run.step()
+        run.context.check_integrity()
+    finish(run)
+
+
+@pytest.mark.parametrize("is_drawn", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("gone", [[0], [1], [0, 2]], ids=str)
+def test_requests_that_are_cancelled_leave_the_others_as_they_are(form: str, gone: list[int], is_drawn: bool) -> None:
+    run = start_drafted(draft_states=form, is_drawn=is_drawn, block_size_tokens=64)
+    step_until_ahead(run)
+    for request_id in gone:
+        assert run.engine.cancel_request(request_id)
+    run.context.check_integrity()
+    finish(run)
+    left = [request_id for request_id in range(3) if request_id not in gone]
+    assert [run.tokens(request_id) for request_id in left] == [replies()[request_id] for request_id in left]
+
+
+def test_a_request_that_arrives_joins_after_the_launched_step() -> None:
+    run = start_drafted(block_size_tokens=64)
+    step_until_ahead(run)
+    run.add(3, some_tokens(25, seed=3), 20)
+    run.step()
+    assert len(run.context.rows) == 3 and not is_ahead(run)
+    run.step()
+    assert len(run.context.rows) == 4
+    finish(run)
+
+
+def test_no_step_is_launched_early_for_a_request_that_ended_while_another_was_paused() -> None:
+    drafter = MostlyRight(replies())
+    run = start(1, 22, drafter=drafter, num_speculative_tokens=NUM_DRAFTS, kv_blocks=5, paused_blocks=2)
+    run.add(1, some_tokens(23, seed=1), 30)  # it needs a third block while the first request has three of the five
+    was_paused = False
+    while 0 in run.engine.requests:
+        was_paused = any(row.is_paused for row in run.context.rows)
+        run.step()
+    assert was_paused and not is_ahead(run)
+    finish(run)
+
+
+LOOKED_AT: dict[str, Callable[[], SamplingParams]] = {
+    "penalties": lambda: penalised(40),
+    "log-probs": lambda: greedy(40, return_log_probs=True, skip_prompt_log_probs=True, top_n_logprobs=2),
+    "stop words": lambda: greedy(40, stop_words=["95 95 95"]),
+}
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+@pytest.mark.parametrize("name", LOOKED_AT)
+def test_rows_that_are_looked_at_between_steps_get_what_they_get_without_early_steps(
+    name: str, is_cancelled: bool
+) -> None:
+    found = []
+    for runs_ahead in (False, True):
+        run = start_drafted(block_size_tokens=64, run_ahead=runs_ahead)
+        run.add(3, some_tokens(20, seed=9), LOOKED_AT[name]())
+        for _ in range(6):
+            run.step()
+        if is_cancelled:
+            assert is_ahead(run) is runs_ahead
+            run.engine.cancel_request(0)
+        assert (finish_any(run) > 3) is runs_ahead
+        request = run.finished[3]
+        found.append((run.tokens(3), request.generated_log_probs, request.generated_top_n_logprobs))
+    assert found[0][0] == found[1][0] and found[0][2] == found[1][2]
+    assert found[0][1] == pytest.approx(found[1][1]) if found[0][1] else not found[1][1]
+
+
+def finish_any(run: EngineRun) -> int:
+    """Run all requests to their end, and return how many steps were launched early; some draw their tokens."""
+    num_early = 0
+    while run.engine.has_unfinished_requests():
+        num_early += is_ahead(run)
+        run.step()
+        run.context.check_integrity()
+    run.assert_nothing_held()
+    return num_early
+
+
+FAULTS: dict[str, Callable[[EngineRun], tuple[Any, str]]] = {
+    "proposing": lambda run: (run.context.cache, "schedule_decode"),
+    "sending": lambda run: (run.context.memory.step_buffers, "send"),
+    "launching": lambda run: (run.context.runner.early_steps, "launch_drafts"),
+    "landing": lambda run: (run.context.cache, "advance"),
+    "verifying": lambda run: (run.context.early_step, "verify"),
+    "taking": lambda run: (run.context.early_step, "lay_out"),
+    "scheduling": lambda run: (run.engine, "schedule_waiting_requests"),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("place", FAULTS)
+def test_a_fault_beside_an_early_step_loses_no_token(place: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = start_drafted(draft_states=form, block_size_tokens=64)
+    for _ in range(3):
+        step_until_ahead(run)
+        with monkeypatch.context() as patch:
+            raise_once(patch, *FAULTS[place](run))
+            with pytest.raises(InjectedFault):
+                for _ in range(4):
+                    run.step()
+        run.context.check_integrity()
+        run.step()
+    finish(run)
+
+
+def test_reports_say_what_those_without_early_steps_say() -> None:
+    reports = []
+    for runs_ahead in (False, True):
+        run = start_drafted(block_size_tokens=64, run_ahead=runs_ahead)
+        reports.append([])
+        while run.engine.has_unfinished_requests():
+            entries = dict(run.engine.requests)
+            report = run.engine.step_modern()
+            kept = [list(entry.record[-1].generated_tokens) for entry in entries.values()]
+            ended = [record.request_id for record in report["finished_request_records"]]
+            counts = [run.engine.draft_counts(request_id) for request_id in range(3)]
+            reports[-1].append([report["active_request_ids"], ended, report["cuda_graph_request_count"], kept, counts])
+    assert reports[0] == reports[1]
