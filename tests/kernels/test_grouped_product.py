@@ -203,6 +203,7 @@ def test_other_numbers_of_tokens_compile_nothing_new(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(product_forms, "can_load_boxes", lambda weight: loads_boxes)
+    monkeypatch.setattr(product_forms, "has_tested_gluon", lambda: False)  # else long tiles take over
     products = compile_for_hopper(grouped_product_module, "_grouped_product_kernel")
     sums = compile_for_hopper(weighted_sum_module, "_weighted_sum_kernel")
     layer = Layer(16, 128, 256, activation, torch.bfloat16)
