@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Run the kernels' GPU tests under a tool of compute-sanitizer, in portions side by side, and print a line for each.
+# Run the kernels' GPU tests under a tool of compute-sanitizer, in portions side by side, on the GPUs in turn, and print
+# a line for each.
 # Usage: [PORTIONS_AT_ONCE=14] [TESTS_EACH=40] [SECONDS_EACH=300] benchmarks/sanitize_kernels.sh memcheck|racecheck [FILE...]
 # torch's own kernels are not looked at; its cache of memory, which would hide overruns, is switched off, without which
 # nothing can be captured into a graph: tests that do are left out.
@@ -8,14 +9,18 @@ cd "$(dirname "$0")/.."
 tool=${1:?memcheck or racecheck}
 shift
 [ $# -gt 0 ] || set -- tests/kernels/test_{ssd_scan_kernels,state_verify,state_replay,boundary_folds,align_copy,slot_copies,causal_conv}.py \
-    tests/kernels/test_{conv_verify,kv_append,gated_norm,residual_norm,one_token}.py
+    tests/kernels/test_{conv_verify,kv_append,gated_norm,residual_norm,one_token,few_tokens,grouped_product,routing}.py
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTORCH_NO_CUDA_MEMORY_CACHING=1 seconds=${SECONDS_EACH:-300}
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 export tool folder
 
+gpus=$(nvidia-smi --list-gpus | wc -l)
+
 check_portion() {
-    local log=$1.log status=0
+    local log=$2.log status=0
+    export CUDA_VISIBLE_DEVICES=$1
+    shift
     mapfile -t tests <"$1"
     timeout -k 5 "$seconds" compute-sanitizer --tool "$tool" --error-exitcode 9 --kernel-name-exclude kns=native \
         python3 -m pytest -p no:cacheprovider --color=no -n 0 "${tests[@]}" >"$log" 2>&1 || status=$?
@@ -30,6 +35,7 @@ echo "| tests | result | $tool | exit code |"
 echo "|---|---|---|---:|"
 for file in "$@"; do
     python3 -m pytest --collect-only -p no:cacheprovider -n 0 -m gpu -k "not graph" "$file" 2>/dev/null | grep '::' |
-        split -l "${TESTS_EACH:-40}" -d - "$folder/$(basename "$file" .py)-"
+        split -l "${TESTS_EACH:-40}" -a 3 -d - "$folder/$(basename "$file" .py)-"
 done
-find "$folder" -type f | sort | xargs -P "${PORTIONS_AT_ONCE:-14}" -I PORTION bash -c 'check_portion PORTION'
+find "$folder" -type f | sort | awk -v gpus="$gpus" '{ print NR % gpus, $0 }' |
+    xargs -P "${PORTIONS_AT_ONCE:-14}" -L 1 bash -c 'check_portion "$@"' _
