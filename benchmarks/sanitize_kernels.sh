@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run the kernels' GPU tests under a tool of compute-sanitizer, in portions side by side, on the GPUs in turn, and print
 # a line for each.
-# Usage: [PORTIONS_AT_ONCE=14] [TESTS_EACH=40] [SECONDS_EACH=300] benchmarks/sanitize_kernels.sh memcheck|racecheck [FILE...]
+# Usage: [GPUS='0 1 ...'] [PORTIONS_AT_ONCE=14] [TESTS_EACH=40] [SECONDS_EACH=300] benchmarks/sanitize_kernels.sh memcheck|racecheck [FILE...]
 # torch's own kernels are not looked at; its cache of memory, which would hide overruns, is switched off, without which
 # nothing can be captured into a graph: tests that do are left out.
 set -uo pipefail
@@ -15,7 +15,7 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 export tool folder
 
-gpus=$(nvidia-smi --list-gpus | wc -l)
+gpus=${GPUS:-$(nvidia-smi --query-gpu=index --format=csv,noheader | tr '\n' ' ')}
 
 check_portion() {
     local log=$2.log status=0
@@ -37,5 +37,5 @@ for file in "$@"; do
     python3 -m pytest --collect-only -p no:cacheprovider -n 0 -m gpu -k "not graph" "$file" 2>/dev/null | grep '::' |
         split -l "${TESTS_EACH:-40}" -a 3 -d - "$folder/$(basename "$file" .py)-"
 done
-find "$folder" -type f | sort | awk -v gpus="$gpus" '{ print NR % gpus, $0 }' |
+find "$folder" -type f | sort | awk -v gpus="$gpus" 'BEGIN { count = split(gpus, gpu, " ") } { print gpu[NR % count + 1], $0 }' |
     xargs -P "${PORTIONS_AT_ONCE:-14}" -L 1 bash -c 'check_portion "$@"' _
