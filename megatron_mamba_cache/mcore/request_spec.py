@@ -255,7 +255,7 @@ def prompt_ids(prompt: Any) -> npt.NDArray[np.int64]:
     found = prompt
     if isinstance(prompt, Tensor):
         found = prompt.cpu().numpy() if prompt.dtype == torch.int64 else prompt.tolist()
-    if isinstance(found, np.ndarray) and found.ndim == 1 and found.dtype == np.int64:
+    if type(found) is np.ndarray and found.ndim == 1 and found.dtype == np.int64:  # a masked array hides tokens
         return np.array(found)
     try:
         tokens = list(found.tolist() if isinstance(found, np.ndarray) else found)
@@ -276,12 +276,14 @@ def packed_ids(tokens: Sequence[int]) -> npt.NDArray[np.int64]:
 
     Raises:
         OverflowError: If one has more than 64 bits.
+        TypeError: If one is no integer.
     """
     ids = np.empty(len(tokens), np.int64)
     try:
         pack_into(f"{len(tokens)}q", ids.data, 0, *tokens)
     except PackError as error:
-        raise OverflowError(f"need integers of 64 bits: {error}") from error
+        kind = OverflowError if all(isinstance(token, Integral) for token in tokens) else TypeError
+        raise kind(f"need integers of 64 bits: {error}") from error
     return ids
 
 

@@ -31,9 +31,10 @@ class RequestRules:
         """Return why the request can never run, with value, limit and setting; None if it can."""
         try:
             prompt = packed_ids(request.prompt)
-        except OverflowError:
-            unfit = next(token for token in request.prompt if not -(2**63) <= token < 2**63)
-            return f"token {unfit} in the prompt is outside the vocabulary of {self.vocab_size}"
+        except (OverflowError, TypeError):
+            fits = (isinstance(token, int) and -(2**63) <= token < 2**63 for token in request.prompt)
+            unfit = next(token for token, does in zip(request.prompt, fits, strict=True) if not does)
+            return f"token {unfit!r} in the prompt is outside the vocabulary of {self.vocab_size}"
         spec = RequestSpec(
             request_id=0,
             prompt=prompt,

@@ -39,8 +39,9 @@ class LaunchedStep:
 
     Args:
         batch: The step as its readers see it, with all the rows that were launched, which have its drafts now.
-        ends: What ends each of them; None if the tokens that they were fed were known.
-        is_verified: Whether the outcome is launched too; else once the step lands; tokens may be barred before.
+        ends: What ends each of them; None if the host already knew the tokens that the rows were fed.
+        is_verified: Whether the outcome is launched already. If not, it is launched when the step lands, after tokens
+            are barred.
         draft_distributions: See `Step`.
     """
 

@@ -78,7 +78,7 @@ def followed_tokens(step: StepBatch, kept: Sequence[Sequence[int]], *, only_last
             last = step.logits.starts[index] if only_last else token_end - 1
             found.append(FollowedTokens(range(last + 1 - len(followers), last + 1), followers))
         else:
-            first = step.logits.starts[index] if only_last else token_start
+            first = step.logits.starts[index]  # decode rows come first, and all their tokens have logits
             found.append(FollowedTokens(range(first, first + len(new)), tuple(new)))
         token_start = token_end
     return found

@@ -10,8 +10,8 @@ however many of its drafts are kept, so that no block or slot is needed.
 Either is the step that would have been launched later, and it lands like any other: when the rows reach it, they are
 compared with those that were launched. Rows may leave in between (a token ends one, a request is cancelled, the engine
 suspends). What is computed for such a row goes to the blocks and the slots that it had, before anything launched later
-can use them. A queued request never waits an extra step: while one is queued, tokens are read first, unless a copy has
-to bring its prefix before it can join.
+can use them. A request that is queued already never waits an extra step: while one is queued, tokens are read first,
+unless a copy has to bring its prefix before it can join. One that arrives behind the launch joins the step after it.
 """
 
 from collections.abc import Sequence

@@ -87,6 +87,7 @@ def test_prompt_of_what_are_no_token_ids_is_refused_and_leaves_no_trace(token: A
         np.array([2**63], dtype=np.uint64),
         [torch.tensor(3)],
         [np.array(3)],
+        np.ma.array([3, 4], mask=[True, False]),
     ],
     ids=str,
 )

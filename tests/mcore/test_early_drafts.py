@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron_mamba_cache.speculation.drafter import Draft, DraftRequest
-from tests.mcore.engine_runs import EngineRun, greedy, some_tokens
+from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
 from tests.mcore.faults import InjectedFault, raise_once
 from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.mcore.test_run_ahead import WHILE_ONE_RUNS, is_ahead, penalised, start, step_until_ahead
@@ -241,3 +242,28 @@ def test_reports_say_what_those_without_early_steps_say() -> None:
             counts = [run.engine.draft_counts(request_id) for request_id in range(3)]
             reports[-1].append([report["active_request_ids"], ended, report["cuda_graph_request_count"], kept, counts])
     assert reports[0] == reports[1]
+
+
+@pytest.mark.parametrize("gone", [0, 1, 2])
+@pytest.mark.parametrize("only_last", [False, True])
+def test_log_probs_stay_those_of_their_rows_when_a_row_leaves_an_early_step(only_last: bool, gone: int) -> None:
+    found = []
+    for runs_ahead in (False, True):
+        subject = tiny_hybrid()
+        config = cache_config(
+            subject.sizes, num_speculative_tokens=NUM_DRAFTS, block_size_tokens=64, run_ahead=runs_ahead
+        )
+        config = replace(config, num_cuda_graphs=3, cuda_graph_prefill_tokens=40)
+        drafter = MostlyRight(replies())
+        run = EngineRun.start(subject, config, drafter=drafter, materialize_only_last_token_logits=only_last)
+        for request_id in range(3):
+            sampling = greedy(60, return_log_probs=True, skip_prompt_log_probs=True)
+            run.add(request_id, some_tokens(20 + 3 * request_id, seed=request_id), sampling)
+        for _ in range(5):
+            run.step()
+        assert is_ahead(run) is runs_ahead
+        run.engine.cancel_request(gone)
+        run.finish()
+        found.append([run.finished[left].generated_log_probs for left in {0, 1, 2} - {gone}])
+    for plain, ahead in zip(*found, strict=True):
+        assert ahead == pytest.approx(plain)

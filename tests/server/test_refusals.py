@@ -152,8 +152,8 @@ def test_no_top_log_probs_are_asked_for_by_zero(server: FrontEnd) -> None:
             assert "chat template" in reply.json()["error"]["message"]  # taken so far: bytes have none
 
 
-@pytest.mark.parametrize("token", [-1, 100, 2**31, 2**63, -(2**63) - 1, 2**70])
-def test_a_token_outside_the_vocabulary_is_named_however_large(token: int) -> None:
+@pytest.mark.parametrize("token", [-1, 100, 2**31, 2**63, -(2**63) - 1, 2**70, 1.5])
+def test_a_token_outside_the_vocabulary_is_named_however_large(token: Any) -> None:
     rules = RequestRules(CacheConfig(), vocab_size=100, num_blocks=100)
     fault = rules.fault_of(GenerationRequest((5, token, 6), 4))
     assert fault is not None and fault.startswith(f"token {token} in the prompt is outside the vocabulary of 100")
