@@ -56,7 +56,7 @@ def run(
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize(
     ("num_tokens", "top_k", "num_experts", "hidden", "inside"),
-    [(1, 3, 8, 64, 96), (4, 2, 5, 72, 40), (3, 1, 4, 131, 33), (2, 1, 1, 16, 16)],
+    [(1, 3, 8, 64, 96), (4, 2, 5, 72, 40), (3, 1, 4, 131, 33), (2, 1, 1, 16, 16), (2, 12, 14, 24, 16)],
 )
 def test_each_token_gets_the_weighted_sum_of_its_experts(
     num_tokens: int,

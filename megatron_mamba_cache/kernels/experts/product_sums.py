@@ -22,6 +22,8 @@ _ROWS = 2
 """Outputs of a program: with four, hardly more programs than fit on the card at once would leave a long tail."""
 _AHEAD = 1
 """Experts of a token whose weights a program loads before it waits for the first products."""
+_MOST_UNROLLED = 10
+"""Experts of a token up to which a program's code goes through them one by one."""
 
 
 @triton.jit
@@ -63,6 +65,7 @@ def _sum_kernel(
     OUTPUTS: tl.constexpr,
     SHARED: tl.constexpr,
     AHEAD: tl.constexpr,
+    UNROLLS: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -83,19 +86,28 @@ def _sum_kernel(
     if FOLLOWS_PAIRS:
         await_launcher(OVERLAPS)
     partial = tl.zeros([ROWS, WIDTH], tl.float32)
-    for slot in tl.static_range(TOP_K):
+    for slot in tl.static_range(AHEAD):
         pair = token * TOP_K + slot
         weights, is_here = _expert_of(weight, ids, pair, first_expert, NUM_EXPERTS, OUTPUTS * INPUTS)
-        if slot < AHEAD:
-            given = tl.load(rows + pair * INPUTS + element, mask=only_if(is_here, inside), other=0)
-            products = ahead[slot].to(tl.float32) * given.to(tl.float32)[None, :]
-            if INPUTS > WIDTH:
-                products += _multiply(
-                    rows + pair * INPUTS + WIDTH, weights + own * INPUTS + WIDTH, is_here, INPUTS - WIDTH, ROWS, WIDTH
-                )
-        else:
-            products = _multiply(rows + pair * INPUTS, weights + own * INPUTS, is_here, INPUTS, ROWS, WIDTH)
+        given = tl.load(rows + pair * INPUTS + element, mask=only_if(is_here, inside), other=0)
+        products = ahead[slot].to(tl.float32) * given.to(tl.float32)[None, :]
+        if INPUTS > WIDTH:
+            products += _multiply(
+                rows + pair * INPUTS + WIDTH, weights + own * INPUTS + WIDTH, is_here, INPUTS - WIDTH, ROWS, WIDTH
+            )
         partial += tl.load(shares + pair) * products
+    if UNROLLS:
+        for slot in tl.static_range(AHEAD, TOP_K):
+            pair = token * TOP_K + slot
+            weights, is_here = _expert_of(weight, ids, pair, first_expert, NUM_EXPERTS, OUTPUTS * INPUTS)
+            products = _multiply(rows + pair * INPUTS, weights + own * INPUTS, is_here, INPUTS, ROWS, WIDTH)
+            partial += tl.load(shares + pair) * products
+    else:
+        for slot in range(AHEAD, TOP_K):
+            pair = token * TOP_K + slot
+            weights, is_here = _expert_of(weight, ids, pair, first_expert, NUM_EXPERTS, OUTPUTS * INPUTS)
+            products = _multiply(rows + pair * INPUTS, weights + own * INPUTS, is_here, INPUTS, ROWS, WIDTH)
+            partial += tl.load(shares + pair) * products
     if SHARED > 0:
         partial += _multiply(shared_rows + token * SHARED, shared_weight + own * SHARED, True, SHARED, ROWS, WIDTH)
     total = tl.sum(partial, axis=1)
@@ -174,6 +186,7 @@ def sum_of_products(
         OUTPUTS=outputs,
         SHARED=0 if shared_weight is None else shared_weight.shape[1],
         AHEAD=min(top_k, _AHEAD),
+        UNROLLS=top_k <= _MOST_UNROLLED,
         ROWS=_ROWS,
         WIDTH=tile_width(rows),
         num_warps=4,
