@@ -58,6 +58,21 @@ def shared_products() -> object:
     return pair_products.product_of_pairs(half(1, 64), half(4, 128, 64), int32(1, 2), half(128, 64))
 
 
+def overlapped_ptx(
+    module: ModuleType,
+    kernel: str,
+    launch: Callable[[], object],
+    compile_for_hopper: Callable[[ModuleType, str], CompiledInsteadOfLaunched],
+    monkeypatch: pytest.MonkeyPatch,
+) -> str:
+    """Return what a launch would run on a device where kernels overlap."""
+    monkeypatch.setattr(module, "overlapping", lambda device: {"OVERLAPS": True, "launch_pdl": True})
+    compiled = compile_for_hopper(module, kernel)
+    launch()
+    (ptx,) = compiled.ptx
+    return ptx
+
+
 ORDER = ExpertOrder(int32(2), int32(1, 2), int32(5))
 LAUNCHES: dict[tuple[ModuleType, str], Callable[[], object]] = {
     (gated_norm, "_gated_group_norm_kernel"): lambda: gated_norm.gated_group_norm(
@@ -90,10 +105,7 @@ def test_nothing_is_read_or_written_before_the_wait(
     compile_for_hopper: Callable[[ModuleType, str], CompiledInsteadOfLaunched],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "overlapping", lambda device: {"OVERLAPS": True, "launch_pdl": True})
-    compiled = compile_for_hopper(module, kernel)
-    LAUNCHES[module, kernel]()
-    (ptx,) = compiled.ptx
+    ptx = overlapped_ptx(module, kernel, LAUNCHES[module, kernel], compile_for_hopper, monkeypatch)
     before, waits, after = ptx.partition("griddepcontrol.wait")
     assert waits and "griddepcontrol.launch_dependents" in before
     accesses = r"\b(?:ld|st|atom|red)\.(?:global|shared)|cp\.async"
@@ -127,10 +139,7 @@ def test_only_weights_are_read_before_the_wait(
     compile_for_hopper: Callable[[ModuleType, str], CompiledInsteadOfLaunched],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "overlapping", lambda device: {"OVERLAPS": True, "launch_pdl": True})
-    compiled = compile_for_hopper(module, kernel)
-    launch()
-    (ptx,) = compiled.ptx
+    ptx = overlapped_ptx(module, kernel, launch, compile_for_hopper, monkeypatch)
     before, _, after = ptx.partition("griddepcontrol.wait")
     assert len(re.findall(r"\bld\.global", before)) == num_elements // (128 * 8)  # 16 bytes each of 128 threads
     assert not re.search(r"\b(?:st|atom|red)\.|cp\.async", before) and "ld.global" in after
@@ -165,10 +174,7 @@ def test_a_kernel_whose_next_one_reads_early_waits_before_it_lets_it_begin(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The next one may read at once what this one does not write."""
-    monkeypatch.setattr(module, "overlapping", lambda device: {"OVERLAPS": True, "launch_pdl": True})
-    compiled = compile_for_hopper(module, kernel)
-    launch()
-    (ptx,) = compiled.ptx
+    ptx = overlapped_ptx(module, kernel, launch, compile_for_hopper, monkeypatch)
     before, waits, after = ptx.partition("griddepcontrol.wait")
     assert waits and not re.search(r"\b(?:ld|st)\.(?:global|shared)|griddepcontrol", before)
     assert "griddepcontrol.launch_dependents" in after
@@ -195,10 +201,7 @@ def test_nothing_is_written_before_the_wait_that_ends_early_reads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """States, choices and weights of experts are older than the kernel before, which lets this one begin late."""
-    monkeypatch.setattr(module, "overlapping", lambda device: {"OVERLAPS": True, "launch_pdl": True})
-    compiled = compile_for_hopper(module, kernel)
-    launch()
-    (ptx,) = compiled.ptx
+    ptx = overlapped_ptx(module, kernel, launch, compile_for_hopper, monkeypatch)
     before, _, after = ptx.partition("griddepcontrol.wait")
     assert re.search(r"\bld\.global", before) and re.search(r"\bst\.global", after)
     assert not re.search(r"\b(?:st|atom|red)\.|cp\.async", before)

@@ -46,6 +46,17 @@ def _expert_of(weight, ids, pair, first_expert, NUM_EXPERTS: tl.constexpr, SIZE:
     return weight + expert * SIZE, (expert >= 0) & (expert < NUM_EXPERTS)
 
 
+@triton.jit
+def _of_expert(
+    rows, weight, ids, shares, pair, own, first_expert,
+    NUM_EXPERTS: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Return a pair's weighted partial products [ROWS, WIDTH]."""
+    weights, is_here = _expert_of(weight, ids, pair, first_expert, NUM_EXPERTS, OUTPUTS * INPUTS)
+    products = _multiply(rows + pair * INPUTS, weights + own * INPUTS, is_here, INPUTS, ROWS, WIDTH)
+    return tl.load(shares + pair) * products
+
+
 @triton.jit(do_not_specialize=["first_expert"])
 def _sum_kernel(
     rows,
@@ -99,15 +110,15 @@ def _sum_kernel(
     if UNROLLS:
         for slot in tl.static_range(AHEAD, TOP_K):
             pair = token * TOP_K + slot
-            weights, is_here = _expert_of(weight, ids, pair, first_expert, NUM_EXPERTS, OUTPUTS * INPUTS)
-            products = _multiply(rows + pair * INPUTS, weights + own * INPUTS, is_here, INPUTS, ROWS, WIDTH)
-            partial += tl.load(shares + pair) * products
+            partial += _of_expert(
+                rows, weight, ids, shares, pair, own, first_expert, NUM_EXPERTS, INPUTS, OUTPUTS, ROWS, WIDTH
+            )
     else:
         for slot in range(AHEAD, TOP_K):
             pair = token * TOP_K + slot
-            weights, is_here = _expert_of(weight, ids, pair, first_expert, NUM_EXPERTS, OUTPUTS * INPUTS)
-            products = _multiply(rows + pair * INPUTS, weights + own * INPUTS, is_here, INPUTS, ROWS, WIDTH)
-            partial += tl.load(shares + pair) * products
+            partial += _of_expert(
+                rows, weight, ids, shares, pair, own, first_expert, NUM_EXPERTS, INPUTS, OUTPUTS, ROWS, WIDTH
+            )
     if SHARED > 0:
         partial += _multiply(shared_rows + token * SHARED, shared_weight + own * SHARED, True, SHARED, ROWS, WIDTH)
     total = tl.sum(partial, axis=1)
