@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 from typing_extensions import override
 
-from ..kernels.experts.beside_routing import BesideRouting
+from ..kernels.experts.beside_experts import BesideExperts
 from ..kernels.experts.routed_experts import SharedExpert
 from ..kernels.experts.router_logits import router_logits
 from ..kernels.experts.routing import RoutingRule, route
@@ -158,14 +158,14 @@ class MixtureOfExperts(MegatronModule):
         shared = None
         if self.shared_experts is not None:
             experts = self.shared_experts
-            shared = BesideRouting(lambda: experts(hidden_states).flatten(0, -2), hidden_states.device)
+            shared = BesideExperts(lambda: experts(hidden_states).flatten(0, -2), hidden_states.device)
         if self.fc2_latent_proj is None:
             return self._routed(x, batch, shared, None if shared is None else shared.output)
         routed = self.fc2_latent_proj(self._routed(x, batch, shared, None))
         return routed if shared is None else routed + shared.output()
 
     def _routed(
-        self, x: Tensor, batch: StepBatch | None, shared: BesideRouting | None, addend: Callable[[], Tensor] | None
+        self, x: Tensor, batch: StepBatch | None, shared: BesideExperts | None, addend: Callable[[], Tensor] | None
     ) -> Tensor:
         """Return the sum of each token's experts [tokens, latent size or hidden], plus the addend.
 
@@ -188,13 +188,13 @@ class MixtureOfExperts(MegatronModule):
         self,
         x: Tensor,
         is_real: Tensor | None,
-        shared: BesideRouting | None,
+        shared: BesideExperts | None,
         addend: Callable[[], Tensor] | None,
     ) -> Tensor:
         ids, weights = self.router(x, is_real)
-        if shared is not None:
-            shared.launch()
-        return self.experts(x if self.fc1_latent_proj is None else self.fc1_latent_proj(x), ids, weights, addend)
+        return self.experts(
+            x if self.fc1_latent_proj is None else self.fc1_latent_proj(x), ids, weights, addend, beside=shared
+        )
 
 
 def exchange_of(model: Any) -> ExpertExchange | None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from ..kernels.activations import Activation
+from ..kernels.experts.beside_experts import BesideExperts
 from ..kernels.experts.routed_experts import SharedExpert, routed_experts, takes_shared_expert
 from .feed_forward import fused_activation
 
@@ -57,6 +58,7 @@ class StackedExperts(MegatronModule):
         weights: Tensor,
         addend: Callable[[], Tensor] | None = None,
         shared: SharedExpert | None = None,
+        beside: BesideExperts | None = None,
     ) -> Tensor:
         """Return the weighted sum of each token's experts that are here; see `routed_experts`."""
         return routed_experts(
@@ -70,6 +72,7 @@ class StackedExperts(MegatronModule):
             first_expert=self.first_expert,
             addend=addend,
             shared=shared,
+            beside=beside,
         )
 
     def named_views(self) -> Iterator[tuple[str, Tensor]]:

@@ -21,7 +21,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ..gluon_overlap import await_then_release
 from ..kernel_launches import num_multiprocessors
+from ..overlap import overlapping
 from .product_ring import DEPTH, GROUPS, Sizes, allocate_ring, fill_by_boxes, find_tile, gather_ahead
 from .reference_routing import ExpertOrder
 
@@ -169,13 +171,17 @@ def _product_kernel(
     PER_EXPERT: gl.constexpr,
     ACTIVATION: gl.constexpr,
     DIVISOR: gl.constexpr,
+    AHEAD: gl.constexpr,
     MULTIPLY_REGISTERS: gl.constexpr,
     GATHER_REGISTERS: gl.constexpr,
     BOX_REGISTERS: gl.constexpr,
+    OVERLAPS: gl.constexpr,
 ):
     """Long because Gluon takes descriptors one by one, and each group of warps with all its arguments."""
-    sizes = Sizes(STAGES, STEPS, OUTPUTS, PER_GROUP, PER_EXPERT, ACTIVATION, DIVISOR)
+    sizes = Sizes(STAGES, STEPS, OUTPUTS, PER_GROUP, PER_EXPERT, ACTIVATION, DIVISOR, AHEAD, OVERLAPS)
     ring = allocate_ring(x128, sizes)
+    if AHEAD == 0:
+        await_then_release(OVERLAPS)
     first, second = (ring, tiles, out, sizes, 0), (ring, tiles, out, sizes, 1)
     filling = (weight, x128, x64, x32, ring, tiles, sizes)
     if DIVISOR > 0:
@@ -198,7 +204,15 @@ def _product_kernel(
 
 
 def multiply_on_hopper(
-    x: Tensor, weight: Tensor, order: ExpertOrder, out: Tensor, *, top_k: int | None, activation: str
+    x: Tensor,
+    weight: Tensor,
+    order: ExpertOrder,
+    out: Tensor,
+    *,
+    top_k: int | None,
+    activation: str,
+    follows_first: bool,
+    spare: int,
 ) -> None:
     """Write the activated products of rows with their experts' weights into `out` [pairs, outputs], in place.
 
@@ -207,10 +221,11 @@ def multiply_on_hopper(
     Args:
         x, weight: bf16, aligned to 16 bytes; inputs are a multiple of DEPTH. See `grouped_product`.
         order: Of the rows.
+        follows_first, spare: See `grouped_product`.
     """
-    is_gated = activation == "gated_silu"
+    is_gated, num_steps = activation == "gated_silu", x.shape[1] // DEPTH
     outputs, per_group = out.shape[1], 32 if is_gated else 64
-    _product_kernel[(num_multiprocessors(x.device),)](
+    _product_kernel[(max(1, num_multiprocessors(x.device) - spare),)](
         weight=_describe(weight.flatten(0, 1), 8 if is_gated else 64),
         x128=_describe(x, 128),
         x64=_describe(x, 64),
@@ -221,16 +236,18 @@ def multiply_on_hopper(
         out=out,
         x_stride=x.stride(0),
         STAGES=_STAGES,
-        STEPS=x.shape[1] // DEPTH,
+        STEPS=num_steps,
         OUTPUTS=outputs,
         PER_GROUP=per_group,
         PER_EXPERT=triton.cdiv(outputs, per_group * GROUPS.value),
         ACTIVATION=activation,
         DIVISOR=top_k or 0,
+        AHEAD=min(_STAGES, num_steps) if follows_first and top_k is None else 0,
         MULTIPLY_REGISTERS=_MULTIPLY_REGISTERS,
         GATHER_REGISTERS=_GATHER_REGISTERS,
         BOX_REGISTERS=_BOX_REGISTERS,
         num_warps=4,
+        **overlapping(x.device),
     )
 
 

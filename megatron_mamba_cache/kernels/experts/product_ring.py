@@ -9,6 +9,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.core import _aggregate as aggregate
 
+from ..gluon_overlap import await_then_release
 from ..ssm.hopper_ring import load_tile
 
 # Gluon is experimental, and names change: the first is Triton 3.9's, the second 3.6's.
@@ -25,7 +26,8 @@ class Sizes:
     """Compile-time sizes: those of the product, and how programs split it.
 
     A program's tile has PER_GROUP outputs of each group of warps, PER_EXPERT such tiles all of an expert's. STEPS
-    stages, of which the ring holds STAGES, have all inputs.
+    stages, of which the ring holds STAGES, have all inputs. The first AHEAD stages' weights are read before the kernel
+    before is waited for.
     """
 
     STAGES: gl.constexpr
@@ -35,9 +37,11 @@ class Sizes:
     PER_EXPERT: gl.constexpr
     ACTIVATION: gl.constexpr
     DIVISOR: gl.constexpr
+    AHEAD: gl.constexpr
+    OVERLAPS: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, STAGES, STEPS, OUTPUTS, PER_GROUP, PER_EXPERT, ACTIVATION, DIVISOR):
+    def __init__(self, STAGES, STEPS, OUTPUTS, PER_GROUP, PER_EXPERT, ACTIVATION, DIVISOR, AHEAD, OVERLAPS):
         self.STAGES = gl.constexpr(STAGES)
         self.STEPS = gl.constexpr(STEPS)
         self.OUTPUTS = gl.constexpr(OUTPUTS)
@@ -45,6 +49,8 @@ class Sizes:
         self.PER_EXPERT = gl.constexpr(PER_EXPERT)
         self.ACTIVATION = gl.constexpr(ACTIVATION)
         self.DIVISOR = gl.constexpr(DIVISOR)
+        self.AHEAD = gl.constexpr(AHEAD)
+        self.OVERLAPS = gl.constexpr(OVERLAPS)
 
 
 @aggregate
@@ -148,6 +154,12 @@ def _copy_rows(rows, full, place, first, begin, is_used):
 def fill_by_boxes(weight, x128, x64, x32, ring, tiles, sizes):
     """Fill the ring with weights, and with rows unless they are gathered, as stages become empty; one warp."""
     num_tiles = gl.load(tiles) * sizes.PER_EXPERT
+    if sizes.AHEAD > 0:
+        if gl.program_id(0) < num_tiles:
+            tile = find_tile(tiles, gl.program_id(0), sizes)
+            for k in range(sizes.AHEAD):
+                _copy_weights(weight, ring, k, tile, k * 64, sizes)
+        await_then_release(sizes.OVERLAPS)
     step = 0
     for number in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         tile = find_tile(tiles, number, sizes)
@@ -156,7 +168,10 @@ def fill_by_boxes(weight, x128, x64, x32, ring, tiles, sizes):
         for k in range(sizes.STEPS):
             stage = (step + k) % sizes.STAGES
             mbarrier.wait(ring.empty.index(stage), ((step + k) // sizes.STAGES & 1) ^ 1)
-            _copy_weights(weight, ring, stage, tile, k * 64, sizes)
+            if sizes.AHEAD == 0:  # noqa: SIM114 (known when it is compiled)
+                _copy_weights(weight, ring, stage, tile, k * 64, sizes)
+            elif step + k >= sizes.AHEAD:
+                _copy_weights(weight, ring, stage, tile, k * 64, sizes)
             if sizes.DIVISOR == 0:
                 full = ring.full.index(stage)
                 _copy_rows(x128, full, ring.rows128.index(stage), tile.first, k * 64, (num_32 & 4) != 0)

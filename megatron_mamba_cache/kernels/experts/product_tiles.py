@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..kernel_launches import launches_kernel
+from ..overlap import await_inputs, overlapping
 
 MOST_ROWS = 224
 """Rows of a tile at most."""
@@ -21,8 +22,15 @@ ROW_STEP = 32
 
 @triton.jit
 def _tiles_kernel(
-    starts, tiles, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, MOST_ROWS: tl.constexpr, ROW_STEP: tl.constexpr
+    starts,
+    tiles,
+    NUM_EXPERTS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    MOST_ROWS: tl.constexpr,
+    ROW_STEP: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    await_inputs(OVERLAPS)
     own, expert = tl.program_id(0), tl.arange(0, EXPERTS)
     exists = expert < NUM_EXPERTS
     begin = tl.load(starts + expert, mask=exists, other=0)
@@ -69,6 +77,7 @@ def tile_rows(starts: Tensor, num_rows: int) -> Tensor:
         MOST_ROWS=MOST_ROWS,
         ROW_STEP=ROW_STEP,
         num_warps=1,
+        **overlapping(starts.device),
     )
     return tiles
 

@@ -7,14 +7,20 @@ from torch import Tensor
 
 from ..activations import Activation
 from ..kernel_launches import is_computed_in_fp32, launches_kernel
+from .beside_experts import BesideExperts
 from .expert_order import order_by_expert
 from .few_tokens import FEW_TOKENS
 from .grouped_product import grouped_product
 from .pair_products import product_of_pairs
+from .product_forms import takes_long_tiles
 from .product_sums import sum_of_products
 from .weighted_sum import weighted_sum
 
 _MOST_SHARED_TOKENS = 2
+_MOST_TOKENS_BESIDE_PRODUCTS = 1024
+"""Tokens up to which products take the time of reading their weights, and need not all multiprocessors for it."""
+_SPARE = 16
+"""Multiprocessors that such products leave to the shared expert's."""
 
 
 class SharedExpert(NamedTuple):
@@ -49,8 +55,11 @@ def routed_experts(
     first_expert: int = 0,
     addend: Callable[[], Tensor] | None = None,
     shared: SharedExpert | None = None,
+    beside: BesideExperts | None = None,
 ) -> Tensor:
     """Return the weighted sum of each token's experts, of those whose weights are here.
+
+    Long because of its contract.
 
     Args:
         x: [tokens, inputs].
@@ -65,6 +74,7 @@ def routed_experts(
             launched, so that it may wait for another stream. None for none.
         shared: An expert of all tokens, whose product is added without a weight; only where `takes_shared_expert`, and
             without an activation `apart`.
+        beside: What to launch in between, where it takes least time; None for nothing. Its result is not added.
 
     Returns:
         [tokens, outputs] in x's dtype.
@@ -76,12 +86,28 @@ def routed_experts(
     """
     if shared is not None and (apart is not None or not takes_shared_expert(x)):
         raise ValueError(f"the shared expert of {len(x)} tokens is a product of its own; pass its result as addend")
+    joins_products = beside is not None and beside.has_stream and _leaves_room(x, first, ids)
+    if beside is not None and not joins_products:
+        beside.launch()
     if len(ids) <= FEW_TOKENS and launches_kernel(x):
         return _of_few_tokens(x, ids, weights, first, second, activation, apart, first_expert, addend, shared)
     order = order_by_expert(ids, len(first), first_expert)
-    inner = grouped_product(x, first, order, top_k=ids.shape[1], activation=activation)
-    rows = grouped_product(inner if apart is None else apart(inner), second, order)
+    spare = 0
+    if beside is not None and joins_products:
+        order.tiles  # noqa: B018 (computed here: the first product and what runs beside it begin together)
+        beside.launch_behind()
+        spare = _SPARE
+    inner = grouped_product(x, first, order, top_k=ids.shape[1], activation=activation, spare=spare)
+    rows = grouped_product(
+        inner if apart is None else apart(inner), second, order, follows_first=apart is None, spare=spare
+    )
     return weighted_sum(rows, order.places, weights, None if addend is None else addend())
+
+
+def _leaves_room(x: Tensor, first: Tensor, ids: Tensor) -> bool:
+    """Return whether the first product takes all multiprocessors unless it is told not to, and does not need them."""
+    is_read = len(x) <= _MOST_TOKENS_BESIDE_PRODUCTS and launches_kernel(x) and is_computed_in_fp32(x)
+    return is_read and takes_long_tiles(x, first, ids.numel(), is_gathered=True)
 
 
 def _of_few_tokens(

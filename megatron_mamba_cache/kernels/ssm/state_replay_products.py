@@ -12,6 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
+from ..gluon_overlap import await_launcher, release
 from ..overlap import overlapping
 from ..prefill_rows import PAD_SLOT
 from .product_layouts import as_left, as_right, left_layout, output_layout, right_layout
@@ -21,7 +22,6 @@ from .replay_rows import ReplayRing, ReplayRows
 from .replay_tiling import ReplayTiling
 from .replay_views import kernel_ring, kernel_rows, kernel_tokens
 from .ssm_inputs import SSMTokens
-from .state_replay_sums import await_launcher, release
 from .state_slices import load_slice, multiply_slices, prefetch_state, slice_len
 
 _PAD = gl.constexpr(PAD_SLOT)

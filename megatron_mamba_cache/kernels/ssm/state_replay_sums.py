@@ -10,6 +10,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ..gluon_overlap import await_launcher, release
 from ..overlap import overlapping
 from ..prefill_rows import PAD_SLOT
 from .replay_coefficients import ReplayCoefficients
@@ -21,22 +22,6 @@ from .ssm_inputs import SSMTokens
 
 _PAD = gl.constexpr(PAD_SLOT)
 _ACCESS = 16  # bytes of a load
-
-
-@gluon.jit
-def release(OVERLAPS: gl.constexpr):
-    """Let the next kernel begin."""
-    if OVERLAPS:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-        )
-
-
-@gluon.jit
-def await_launcher(OVERLAPS: gl.constexpr):
-    """Wait for the results of the kernel before this one."""
-    if OVERLAPS:
-        gl.inline_asm_elementwise("griddepcontrol.wait; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
