@@ -394,10 +394,23 @@ class MambaCacheContext(DynamicInferenceContext):
     @override
     def append_key_value_cache(self, layer_number: int, key: Tensor, value: Tensor) -> None:
         """Write the step's keys and values, [tokens, 1, kv heads, head dim], into their blocks."""
+        self.append_packing(layer_number, None, key.squeeze(1), value.squeeze(1))
+
+    def append_packing(self, layer_number: int, query: Tensor | None, key: Tensor, value: Tensor) -> Tensor | None:
+        """Write the step's keys and values into their blocks; return its queries, heads beside each other.
+
+        Args:
+            layer_number: Among this stage's layers, from 1 on.
+            query: [tokens, kv heads, queries, head dim]; None for none.
+            key, value: [tokens, kv heads, head dim].
+
+        Returns:
+            [tokens, kv heads * queries, head dim]; those of tokens that are not of the step mean nothing.
+        """
         key_cache, value_cache, _ = self.key_value_cache(layer_number)
         batch = self.step.batch
-        keys, values = (new.squeeze(1)[: batch.num_tokens] for new in (key, value))
-        append_kv(keys, values, key_cache, value_cache, batch.token_blocks, batch.token_offsets)
+        keys, values = (new[: batch.num_tokens] for new in (key, value))
+        return append_kv(keys, values, key_cache, value_cache, batch.token_blocks, batch.token_offsets, query)
 
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         """Attend the step's query tokens to the KV blocks of a layer; see `paged_attention_ref`."""

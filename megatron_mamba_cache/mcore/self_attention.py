@@ -33,14 +33,35 @@ class CachingSelfAttention(SelfAttention):
             return super().forward(
                 hidden_states, attention_mask, key_value_states, inference_context, rotary_pos_emb, **settings
             )
-        query, key, value = self.get_query_key_value_tensors(hidden_states, key_value_states)
-        query, key, value, rotary, _, _ = self._adjust_key_value_for_inference(
-            inference_context, query, key, value, self._rotary_pair(rotary_pos_emb)
-        )
-        if rotary is not None:
-            query = inference_context.apply_rotary_emb_query(query, rotary[0], self.config, None, self.pg_collection.cp)
-        out = inference_context.attend(query.squeeze(1), key, value)
+        rotary = self._rotary_pair(rotary_pos_emb)
+        if rotary is None and self._has_plain_heads():
+            out = self._attend_views(hidden_states, inference_context)
+        else:
+            query, key, value = self.get_query_key_value_tensors(hidden_states, key_value_states)
+            query, key, value, rotary, _, _ = self._adjust_key_value_for_inference(
+                inference_context, query, key, value, rotary
+            )
+            if rotary is not None:
+                query = inference_context.apply_rotary_emb_query(
+                    query, rotary[0], self.config, None, self.pg_collection.cp
+                )
+            out = inference_context.attend(query.squeeze(1), key, value)
         return self.linear_proj(out.flatten(1).unsqueeze(1))
+
+    def _has_plain_heads(self) -> bool:
+        """Return whether queries, keys and values are parts of the joint projection as they are."""
+        config = self.config
+        has_norms = self.q_layernorm is not None or self.k_layernorm is not None
+        return not has_norms and not config.test_mode and config.num_query_groups >= self.world_size
+
+    def _attend_views(self, hidden_states: Tensor, inference_context: Any) -> Tensor:
+        """Attend without a copy of the queries by its own kernel: they are packed where keys are written."""
+        mixed, sizes = self.get_query_key_value_tensors(hidden_states, split_qkv=False)
+        query, key, value = mixed.squeeze(1).split(sizes, dim=-1)  # [tokens, kv heads, ...]
+        query = query.unflatten(-1, (-1, self.hidden_size_per_attention_head))
+        layer = self.layer_number - self._get_pp_layer_offset_for_inference()
+        query = inference_context.append_packing(layer, query, key, value)
+        return inference_context.attend(query, *inference_context.key_value_cache(layer)[:2])
 
     def _rotary_pair(self, rotary_pos_emb: Any) -> Any:
         skips = self.config.no_rope_freq and self.config.no_rope_freq[self.layer_number - 1]

@@ -6,8 +6,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..kernels.sampling.sampling import greedy_tokens, sample_tokens, token_probabilities
-from ..kernels.sampling.verification import DraftDistributions, RatioUniforms, accept_by_ratio, accept_matching
+from ..kernels.sampling.greedy_draws import greedy_tokens
+from ..kernels.sampling.matching import accept_matching
+from ..kernels.sampling.sampling import sample_tokens, token_probabilities
+from ..kernels.sampling.verification import DraftDistributions, RatioUniforms, accept_by_ratio
 from ..kernels.ssm.boundary_plan import plan_boundary_folds
 from ..ranks.group import Ranks
 from .batch import StepBatch

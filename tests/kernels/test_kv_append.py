@@ -18,7 +18,7 @@ from tests.kernels.kernel_stand_ins import CountedKernel
 from tests.kernels.packed_rows import same_bits
 
 BLOCK, NUM_BLOCKS = 4, 5
-Op = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
+Op = Callable[..., Tensor | None]
 both_ops = pytest.mark.parametrize("op", [append_kv, append_kv_ref])
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -30,12 +30,15 @@ def counted_kernel() -> Iterator[None]:
         yield
 
 
-def new_tokens(num_tokens: int, kv_heads: int, dim: int, device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return keys and values as strided views, as a joint projection gives them."""
-    joint = torch.randn(num_tokens, kv_heads, 2 * dim + 3, device=device).to(dtype)
+def new_tokens(
+    num_tokens: int, kv_heads: int, dim: int, queries: int, device: str, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and values as strided views, as a joint projection gives them; a query more than keys."""
+    joint = torch.randn(num_tokens + 1, kv_heads, (queries + 2) * dim + 3, device=device).to(dtype)
     if INTERPRETED:
         joint = joint.bfloat16().to(dtype)  # the interpreter cuts to bfloat16 where the compiler rounds
-    return joint[:, :, 3 : 3 + dim], joint[:, :, 3 + dim :]
+    query, key, value = joint[:, :, 3:].split((queries * dim, dim, dim), dim=-1)
+    return query.unflatten(-1, (queries, dim)), key[:num_tokens], value[:num_tokens]
 
 
 def check_op(
@@ -47,8 +50,9 @@ def check_op(
     new_dtype: torch.dtype = torch.float32,
     cache_dtype: torch.dtype = torch.bfloat16,
     place_dtype: torch.dtype = torch.int32,
+    queries: int = 0,
 ) -> None:
-    key, value = new_tokens(len(places), kv_heads, dim, device, new_dtype)
+    query, key, value = new_tokens(len(places), kv_heads, dim, max(queries, 1), device, new_dtype)
     caches = torch.full((2, NUM_BLOCKS, BLOCK, kv_heads, dim), float("nan"), dtype=cache_dtype, device=device)
     expected = caches.clone()
     for token, (block, offset) in enumerate(places):
@@ -57,10 +61,15 @@ def check_op(
             expected[1, block, offset] = value[token].to(cache_dtype)
     blocks, offsets = (torch.tensor(list(part), dtype=place_dtype, device=device) for part in zip(*places, strict=True))
     before = kv_append._append_kv_kernel.launches
-    op(key, value, caches[0], caches[1], blocks, offsets)
+    packed = op(key, value, caches[0], caches[1], blocks, offsets, query if queries else None)
     is_kernel = op is append_kv and launches_kernel(key) and torch.float64 not in (new_dtype, cache_dtype)
     assert kv_append._append_kv_kernel.launches - before == is_kernel
     assert same_bits(caches, expected)
+    if not queries:
+        assert packed is None
+        return
+    assert packed.shape == (len(places) + 1, kv_heads * queries, dim) and packed.is_contiguous()
+    assert same_bits(packed[: len(places)], query[: len(places)].flatten(1, 2))
 
 
 @both_ops
@@ -76,11 +85,12 @@ def test_tokens_land_in_their_places_only(op: Op, data: st.DataObject) -> None:
     every = [(block, offset) for block in range(NUM_BLOCKS) for offset in range(BLOCK)]
     places = data.draw(st.permutations(every))[: data.draw(st.integers(1, len(every)))]
     places = [(-1, offset) if data.draw(st.booleans()) else (block, offset) for block, offset in places]
-    check_op(op, places, "cpu", data.draw(st.integers(1, 4)), data.draw(st.sampled_from([1, 3, 8, 20])))
+    heads, dim, queries = (data.draw(st.sampled_from(sizes)) for sizes in ((1, 2, 3, 4), (1, 3, 8, 20), (0, 1, 5)))
+    check_op(op, places, "cpu", heads, dim, queries=queries)
 
 
 @both_ops
-@pytest.mark.parametrize(("kv_heads", "dim"), [(1, 1), (8, 128), (2, 63), (5, 96), (40, 64)])
+@pytest.mark.parametrize(("kv_heads", "dim", "queries"), [(1, 1, 1), (8, 128, 4), (2, 63, 16), (5, 96, 0), (40, 64, 1)])
 @pytest.mark.parametrize(
     ("new_dtype", "cache_dtype", "place_dtype"),
     [
@@ -93,13 +103,14 @@ def test_tokens_land_in_their_places_only(op: Op, data: st.DataObject) -> None:
 def test_awkward_sizes(
     kv_heads: int,
     dim: int,
+    queries: int,
     new_dtype: torch.dtype,
     cache_dtype: torch.dtype,
     place_dtype: torch.dtype,
     op: Op,
     device: str,
 ) -> None:
-    check_op(op, [(3, 1), (-1, 0), (0, 3)], device, kv_heads, dim, new_dtype, cache_dtype, place_dtype)
+    check_op(op, [(3, 1), (-1, 0), (0, 3)], device, kv_heads, dim, new_dtype, cache_dtype, place_dtype, queries)
 
 
 def test_no_tokens(device: str) -> None:
@@ -116,6 +127,9 @@ def bad_calls() -> dict[str, tuple[dict[str, Tensor], str]]:
         "channels": ({"key": torch.zeros(3, 2, 16)[:, :, ::2]}, "contiguous channels"),
         "float places": ({"token_block": torch.zeros(3)}, "token_block of integers"),
         "number of places": ({"token_offset": torch.zeros(4, dtype=torch.int32)}, "token_offset of 3 tokens"),
+        "queries of other heads": ({"query": torch.zeros(3, 3, 4, 8)}, "queries, dim"),
+        "too few queries": ({"query": torch.zeros(2, 2, 4, 8)}, "at least 3 tokens"),
+        "queries apart": ({"query": torch.zeros(3, 2, 8, 8)[:, :, ::2]}, "contiguous queries"),
         "device": ({"value": torch.zeros(3, 2, 8, device="meta")}, "one device"),
     }
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_mamba_cache.kernels.sampling.matching import accept_matching
 from megatron_mamba_cache.kernels.sampling.sampling import sample_tokens, token_probabilities
 from megatron_mamba_cache.kernels.sampling.sampling_rows import SamplingRows
 from megatron_mamba_cache.kernels.sampling.verification import (
@@ -14,7 +15,6 @@ from megatron_mamba_cache.kernels.sampling.verification import (
     RatioUniforms,
     VerifyLogits,
     accept_by_ratio,
-    accept_matching,
 )
 from tests.kernels.sampling_oracle import kept_probabilities
 

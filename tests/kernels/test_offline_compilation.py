@@ -18,9 +18,12 @@ from megatron_mamba_cache.kernels.conv.causal_conv import causal_conv
 from megatron_mamba_cache.kernels.conv.conv_verify import conv_verify
 from megatron_mamba_cache.kernels.norm import gated_norm
 from megatron_mamba_cache.kernels.norm.gated_norm import gated_group_norm
-from megatron_mamba_cache.kernels.sampling import token_cuts, token_draws
+from megatron_mamba_cache.kernels.sampling import greedy_draws, matching, token_cuts, token_draws
+from megatron_mamba_cache.kernels.sampling.greedy_draws import greedy_tokens
+from megatron_mamba_cache.kernels.sampling.matching import accept_matching
 from megatron_mamba_cache.kernels.sampling.sampling_rows import SamplingRows
 from megatron_mamba_cache.kernels.sampling.token_draws import draw_tokens
+from megatron_mamba_cache.kernels.sampling.verification import VerifyLogits
 from megatron_mamba_cache.kernels.slots import align_copy as align_copy_module
 from megatron_mamba_cache.kernels.slots import rounded_align, rounded_states, slot_copies
 from megatron_mamba_cache.kernels.slots.align_copy import align_copy
@@ -144,13 +147,23 @@ def test_sampling_reads_logits_in_wide_accesses_and_compiles_once(
         compile_for_hopper(token_draws, "_peaks_kernel"),
         compile_for_hopper(token_cuts, "measure_kernel"),
         compile_for_hopper(token_cuts, "list_kernel"),
+        compile_for_hopper(greedy_draws, "_best_of_tiles_kernel"),
     ]
-    once = [compile_for_hopper(token_cuts, "_cut_kernel"), compile_for_hopper(token_draws, "_pick_kernel"), *reading]
+    once = [
+        compile_for_hopper(token_cuts, "_cut_kernel"),
+        compile_for_hopper(token_draws, "_pick_kernel"),
+        compile_for_hopper(greedy_draws, "_best_of_row_kernel"),
+        compile_for_hopper(matching, "_accept_kernel"),
+        *reading,
+    ]
     logits = torch.empty(40, 124928 if dtype is torch.float32 else 131072, dtype=dtype)  # 30.5 tiles, and 32
     for num_rows, first in ((1, 0), (2, 1), (16, 2), (33, 3)):
         settings = (torch.ones(40), torch.ones(40, dtype=torch.int32), torch.ones(40))
         rows = SamplingRows(logits[:num_rows], *(setting[first : first + num_rows] for setting in settings))
         draw_tokens(rows, torch.empty(40, dtype=torch.float64)[first : first + num_rows], any_cut=True)
+        tokens = greedy_tokens(rows.logits)
+        cu_logits, drafts = torch.zeros(80, dtype=torch.int32)[first:], torch.zeros(80, dtype=torch.int64)[first:]
+        accept_matching(tokens, VerifyLogits(cu_logits[: num_rows + 1], drafts[:num_rows], max_drafts=3))
     assert [len(kernel.compiled) for kernel in once] == [1] * len(once)
     for kernel in reading:
         assert "v4.b32" in global_accesses(kernel.ptx[0], "ld")

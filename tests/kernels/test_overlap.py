@@ -15,6 +15,7 @@ from megatron_mamba_cache.kernels.experts import (
     grouped_product,
     pair_products,
     product_sums,
+    product_tiles,
     router_logits,
     routing,
     squared_relu,
@@ -25,6 +26,8 @@ from megatron_mamba_cache.kernels.experts.routing_rule import RoutingRule
 from megatron_mamba_cache.kernels.linear import one_token
 from megatron_mamba_cache.kernels.norm import gated_norm, residual_norm
 from megatron_mamba_cache.kernels.prefill_rows import whole_rows
+from megatron_mamba_cache.kernels.sampling import greedy_draws, matching
+from megatron_mamba_cache.kernels.sampling.verification import VerifyLogits
 from megatron_mamba_cache.kernels.ssm import ssd_tiles, state_verify
 from tests.kernels.kernel_stand_ins import CompiledInsteadOfLaunched
 from tests.kernels.packed_rows import VerifySpec, pack_verify
@@ -86,6 +89,12 @@ LAUNCHES: dict[tuple[ModuleType, str], Callable[[], object]] = {
     ),
     (product_sums, "_sum_kernel"): lambda: product_sums.sum_of_products(
         half(2, 64), half(4, 128, 64), int32(1, 2), torch.zeros(1, 2)
+    ),
+    (product_tiles, "_tiles_kernel"): lambda: product_tiles.tile_rows(int32(5), 2),
+    (greedy_draws, "_best_of_tiles_kernel"): lambda: greedy_draws.best_of_tiles(half(1, 64)),
+    (greedy_draws, "_best_of_row_kernel"): lambda: greedy_draws.best_of_rows(torch.zeros(1, 2), int32(1, 2)),
+    (matching, "_accept_kernel"): lambda: matching.accept_matching(
+        torch.zeros(2, dtype=torch.int64), VerifyLogits(int32(3), torch.zeros(2, dtype=torch.int64), max_drafts=1)
     ),
     (weighted_sum, "_weighted_sum_kernel"): lambda: weighted_sum.weighted_sum(
         half(2, 64), int32(1, 2), torch.zeros(1, 2)

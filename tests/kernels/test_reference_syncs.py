@@ -25,8 +25,9 @@ from megatron_mamba_cache.kernels.reference import (
     state_verify_ref,
     zero_slots_ref,
 )
+from megatron_mamba_cache.kernels.sampling.greedy_draws import greedy_tokens, greedy_tokens_ref
+from megatron_mamba_cache.kernels.sampling.matching import accept_matching, accept_matching_ref
 from megatron_mamba_cache.kernels.sampling.sampling import (
-    greedy_tokens,
     sample_tokens,
     sample_tokens_ref,
     token_probabilities,
@@ -37,7 +38,6 @@ from megatron_mamba_cache.kernels.sampling.verification import (
     RatioUniforms,
     VerifyLogits,
     accept_by_ratio,
-    accept_matching,
 )
 from megatron_mamba_cache.kernels.slots.slot_copies import copy_slots, zero_slots
 from megatron_mamba_cache.kernels.ssm.ssd_scan import ssd_scan
@@ -178,6 +178,7 @@ def sampling_call() -> Callable[[], object]:
     rows = SamplingRows(logits, temperature, top_k, top_p)
     return lambda: (
         greedy_tokens(logits),
+        greedy_tokens_ref(logits),
         sample_tokens(rows, uniforms.double()),
         sample_tokens(rows, uniforms.double(), any_cut=False),
         sample_tokens_ref(rows, uniforms.double()),
@@ -192,6 +193,7 @@ def verification_call() -> Callable[[], object]:
     uniforms = RatioUniforms(*torch.rand(2, 6, device="cuda", dtype=torch.float64))
     return lambda: (
         accept_matching(tokens, rows),
+        accept_matching_ref(tokens, rows),
         accept_by_ratio(tokens, token_probabilities(SamplingRows(logits, *settings)), rows, drawn, uniforms),
     )
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megatron_mamba_cache.kernels.sampling.greedy_draws import greedy_tokens
 from megatron_mamba_cache.kernels.sampling.sampling import (
-    greedy_tokens,
     sample_tokens,
     sample_weighted,
     token_probabilities,

@@ -1,6 +1,6 @@
 """Verification of drafts against a plain loop, and its edges."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
@@ -10,13 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megatron_mamba_cache.kernels.sampling import matching
+from megatron_mamba_cache.kernels.sampling.matching import accept_matching, accept_matching_ref
 from megatron_mamba_cache.kernels.sampling.verification import (
     DraftDistributions,
     RatioUniforms,
     VerifyLogits,
     accept_by_ratio,
-    accept_matching,
 )
+from tests.kernels.kernel_stand_ins import launches_expected
 
 VOCAB = 4
 
@@ -132,6 +134,22 @@ def test_matching_equals_a_loop_over_the_drafts(batch: tuple[list[int], int, int
     emitted = batch_of(rows, "cpu", num_padding=num_padding).match()
     assert emitted[: len(rows)] == [emitted_tokens(row, by_ratio=False) for row in rows]
     assert all(len(tokens) == 1 for tokens in emitted[len(rows) :])
+
+
+@pytest.mark.parametrize("max_drafts", [0, 1, 4, 7])
+@pytest.mark.parametrize("num_padding", [0, 3])
+def test_matching_kernel_and_twin_give_the_same_outcome(max_drafts: int, num_padding: int, device: str) -> None:
+    rng = np.random.default_rng(max_drafts)
+    rows = [random_row(int(rng.integers(max_drafts + 1)), rng) for _ in range(40)]
+    batch = batch_of(rows, device, num_padding=num_padding, max_drafts=max_drafts)
+    drafts = torch.where(torch.rand(len(batch.tokens)) < 0.8, batch.tokens.cpu(), batch.rows.draft_ids.cpu()).to(device)
+    agreeing = replace(batch, rows=replace(batch.rows, draft_ids=drafts))
+    for case in (batch, agreeing):
+        with launches_expected(matching, "_accept_kernel", of_kernel=True, device=device):
+            found = accept_matching(case.tokens, case.rows)
+        assert found.tolist() == accept_matching_ref(case.tokens, case.rows).tolist()
+    kept = [count - 1 for count in accept_matching(agreeing.tokens, agreeing.rows)[:, 0].tolist()]
+    assert max(kept, default=0) == 0 if max_drafts == 0 else max(kept) >= min(max_drafts, 3)
 
 
 @given(BATCHES)

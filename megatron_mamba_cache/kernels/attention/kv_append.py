@@ -1,7 +1,8 @@
-"""KV append: write new keys and values into their blocks of a paged cache, both in one launch.
+"""KV append: write new keys and values into their blocks of a paged cache, and pack queries, in one launch.
 
 Layout: a token's heads are one run of elements in the caches; in `key` and `value`, views of a joint projection, they
-may be strided. Grid: a program moves a few tokens, all heads, key and value. Graph safe: no host sync, one launch.
+may be strided, and so may the queries of each head of keys. Grid: a program moves a few tokens, all heads. Graph safe:
+no host sync, one launch.
 """
 
 import torch
@@ -23,6 +24,8 @@ _TILE_LEN = 1024
 def _append_kv_kernel(
     key,
     value,
+    query,
+    packed,
     k_cache,
     v_cache,
     token_block,
@@ -32,8 +35,11 @@ def _append_kv_kernel(
     key_head_stride,
     value_stride,
     value_head_stride,
+    query_stride,
+    query_head_stride,
     block_stride,
     offset_stride,
+    QUERIES: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     LENGTH: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -54,12 +60,26 @@ def _append_kv_kernel(
     new_value = tl.load(value + token * value_stride + head * value_head_stride + channel, mask=moves)
     tl.store(k_cache + place, new_key.to(k_cache.dtype.element_ty), mask=moves)
     tl.store(v_cache + place, new_value.to(v_cache.dtype.element_ty), mask=moves)
+    is_query = exists[:, None] & (element < LENGTH)
+    query += token * query_stride + head * query_head_stride + channel
+    packed += token * (QUERIES * LENGTH) + head * (QUERIES * HEAD_DIM) + channel
+    for number in tl.static_range(QUERIES):
+        found = tl.load(query + number * HEAD_DIM, mask=is_query)
+        tl.store(packed + number * HEAD_DIM, found, mask=is_query)
 
 
 def append_kv(
-    key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, token_block: Tensor, token_offset: Tensor
-) -> None:
-    """Write each new token's key and value into its place in the caches, in place.
+    key: Tensor,
+    value: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    token_block: Tensor,
+    token_offset: Tensor,
+    query: Tensor | None = None,
+) -> Tensor | None:
+    """Write each new token's key and value into its place in the caches, in place; return its queries packed.
+
+    Long because of its contract.
 
     Args:
         key, value: [tokens, kv_heads, dim], channels contiguous; cast to the caches' dtype.
@@ -67,6 +87,10 @@ def append_kv(
         token_block: [tokens] int32 or int64 block ids; a negative one is skipped. Places are distinct, except in
             blocks that are never read.
         token_offset: [tokens] int32 or int64 positions inside the block.
+        query: [at least tokens, kv_heads, queries, dim], the queries of a head contiguous; None for none.
+
+    Returns:
+        [as many tokens as `query` has, kv_heads * queries, dim] contiguous, unspecified beyond the first `tokens`.
 
     Raises:
         ValueError: If shapes, dtypes, strides or devices disagree.
@@ -74,17 +98,20 @@ def append_kv(
     Reference: `append_kv_ref`. CUDA-graph safe: no host sync, one launch.
     """
     _check(key, value, k_cache, v_cache, token_block, token_offset)
-    if key.numel() == 0:
-        return
-    if not launches_kernel(key) or torch.float64 in (key.dtype, k_cache.dtype):
-        append_kv_ref(key, value, k_cache, v_cache, token_block, token_offset)
-        return
+    if query is not None:
+        _check_query(query, key)
+    if key.numel() == 0 or not launches_kernel(key) or torch.float64 in (key.dtype, k_cache.dtype):
+        return append_kv_ref(key, value, k_cache, v_cache, token_block, token_offset, query)
     num_tokens, num_heads, head_dim = key.shape
+    queries = 0 if query is None else query.shape[2]
+    packed = None if query is None else query.new_empty(len(query), num_heads * queries, head_dim)
     width = triton.next_power_of_2(num_heads * head_dim)
     tokens = max(1, _TILE_LEN // width)
     _append_kv_kernel[(triton.cdiv(num_tokens, tokens),)](
         key=key,
         value=value,
+        query=key if query is None else query,
+        packed=key if packed is None else packed,
         k_cache=k_cache,
         v_cache=v_cache,
         token_block=token_block,
@@ -94,8 +121,11 @@ def append_kv(
         key_head_stride=key.stride(1),
         value_stride=value.stride(0),
         value_head_stride=value.stride(1),
+        query_stride=0 if query is None else query.stride(0),
+        query_head_stride=0 if query is None else query.stride(1),
         block_stride=k_cache.stride(0),
         offset_stride=k_cache.stride(1),
+        QUERIES=queries,
         HEAD_DIM=head_dim,
         LENGTH=num_heads * head_dim,
         WIDTH=width,
@@ -103,6 +133,20 @@ def append_kv(
         num_warps=max(1, min(8, width * tokens // 256)),
         **overlapping(key.device),
     )
+    return packed
+
+
+def _check_query(query: Tensor, key: Tensor) -> None:
+    if query.dim() != 4 or (*query.shape[1:2], *query.shape[3:]) != key.shape[1:] or len(query) < len(key):
+        raise ValueError(
+            f"need query [at least {len(key)} tokens, kv_heads, queries, dim] of keys {tuple(key.shape)}, "
+            f"found {tuple(query.shape)}"
+        )
+    if query.stride()[2:] != (query.shape[3], 1) or query.dtype != key.dtype or query.device != key.device:
+        raise ValueError(
+            f"need contiguous queries of a head in {key.dtype} on {key.device}, found strides {query.stride()}, "
+            f"{query.dtype} on {query.device}"
+        )
 
 
 def _check(

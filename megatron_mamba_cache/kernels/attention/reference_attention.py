@@ -43,11 +43,18 @@ def paged_attention_ref(q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Atten
 
 
 def append_kv_ref(
-    key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, token_block: Tensor, token_offset: Tensor
-) -> None:
+    key: Tensor,
+    value: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    token_block: Tensor,
+    token_offset: Tensor,
+    query: Tensor | None = None,
+) -> Tensor | None:
     """Write each new token's key and value into its place in the caches, in place; see `append_kv`."""
-    if token_block.shape[0] == 0:
-        return
+    packed = None if query is None else query.flatten(1, 2).contiguous()
+    if key.numel() == 0:
+        return packed
     valid = token_block >= 0
     redirect = redirect_padding(valid)
     blocks = torch.where(valid, token_block, 0).index_select(0, redirect).to(torch.int64)
@@ -56,6 +63,7 @@ def append_kv_ref(
     for cache, new in ((k_cache, key), (v_cache, value)):
         content = new.index_select(0, redirect).to(cache.dtype)
         cache.index_put_((blocks, offsets), torch.where(any_valid, content, cache[0, 0]))
+    return packed
 
 
 def _row_groups(rows: AttentionRows) -> Iterator[tuple[int, int]]:

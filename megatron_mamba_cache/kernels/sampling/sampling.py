@@ -67,11 +67,6 @@ def sample_weighted(weights: Tensor, uniforms: Tensor) -> Tensor:
     return torch.minimum(drawn, torch.where(weights > 0, places, 0).amax(dim=-1))
 
 
-def greedy_tokens(logits: Tensor) -> Tensor:
-    """Return the most probable token of each row of `logits` [rows, vocab] as [rows] int64, ties to the lower id."""
-    return logits.argmax(dim=-1)
-
-
 def _kept_weights(rows: SamplingRows) -> Tensor:
     """Return weights [rows, vocab] float64 to draw with, in token order; zero for tokens that are not kept."""
     minus_infinity = float("-inf")

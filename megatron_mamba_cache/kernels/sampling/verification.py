@@ -55,20 +55,8 @@ class RatioUniforms:
     residual: Tensor
 
 
-def accept_matching(tokens: Tensor, rows: VerifyLogits) -> Tensor:
-    """Accept the drafts that equal the token sampled at their position; the first that does not is replaced by it.
-
-    This is rejection sampling for drafts x that are fixed before the position's t ~ p is drawn: x is accepted with
-    probability P(t = x) = p(x), which is min(1, p(x) / q(x)) for the point mass q at x, and what replaces it is t
-    given t != x, whose law is the normalised residual max(p - q, 0). Either way t itself is emitted, and t depends
-    only on the text before it and the position's own random number, so the tokens are those of a run without drafts.
-
-    Args:
-        tokens: [logits] int64; sampled, or the most probable one, at every logits row.
-
-    Returns:
-        [rows, 2 + max_drafts] int64, see the module.
-    """
+def accept_matching_ref(tokens: Tensor, rows: VerifyLogits) -> Tensor:
+    """Accept the drafts that equal the token sampled at their position; see `accept_matching`."""
     if tokens.shape[0] == 0:
         return _emit_nothing(tokens, rows)
     windows = _Windows.of(rows, tokens.shape[0])
@@ -95,7 +83,7 @@ def accept_by_ratio(
         [rows, 2 + max_drafts] int64, see the module.
     """
     if tokens.shape[0] == 0 or drawn.probabilities.shape[0] == 0:
-        return accept_matching(tokens, rows)
+        return accept_matching_ref(tokens, rows)
     windows = _Windows.of(rows, tokens.shape[0])
     is_drawn, distribution = drawn.index >= 0, drawn.index.clamp_min(0).to(torch.int64)
     drafts = torch.where(is_drawn, rows.draft_ids, 0)

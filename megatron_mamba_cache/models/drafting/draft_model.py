@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ...config import CacheConfig
-from ...kernels.sampling.sampling import greedy_tokens, sample_weighted, token_probabilities
+from ...kernels.sampling.greedy_draws import greedy_tokens
+from ...kernels.sampling.sampling import sample_weighted, token_probabilities
 from ...mcore.context import MambaCacheContext
 from ...mcore.model_ranks import ranks_of_process
 from ...mcore.served_model import check_served, wrap_model

@@ -1,0 +1,100 @@
+"""The most probable token of each row of logits.
+
+Two launches: the first largest logit of each tile of the vocabulary, and of each row. Layout: logits row-major over the
+vocabulary. Bound by reading the logits once. Graph safe: no host sync, grids fixed by the shape of the logits.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..kernel_launches import is_computed_in_fp32, launches_kernel
+from ..overlap import await_inputs, overlapping
+from .row_tiles import LARGEST, TILE, load_logits
+
+_NO_TOKEN = tl.constexpr(0x7FFFFFFF)
+
+
+@triton.jit
+def _first_largest(found, token):
+    """Return the largest of some logits, and the lowest token that has it."""
+    largest = tl.max(found, axis=0)
+    return largest, tl.min(tl.where(found == largest, token, _NO_TOKEN), axis=0)
+
+
+@triton.jit
+def _best_of_tiles_kernel(
+    logits, stride, peaks, ids, num_tiles, vocab_size, TILE: tl.constexpr, OVERLAPS: tl.constexpr
+):
+    await_inputs(OVERLAPS)
+    row, tile = tl.program_id(0), tl.program_id(1)
+    token = tile * TILE + tl.arange(0, TILE)
+    peak, first = _first_largest(load_logits(logits, row, stride, token, vocab_size), token)
+    tl.store(peaks + row * num_tiles + tile, peak)
+    tl.store(ids + row * num_tiles + tile, first)
+
+
+@triton.jit
+def _best_of_row_kernel(peaks, ids, tokens, num_tiles, TILES: tl.constexpr, OVERLAPS: tl.constexpr):
+    await_inputs(OVERLAPS)
+    row, tile = tl.program_id(0), tl.arange(0, TILES)
+    at, is_tile = row * num_tiles + tile, tile < num_tiles
+    peak = tl.load(peaks + at, mask=is_tile, other=float("-inf"))
+    _, first = _first_largest(peak, tl.load(ids + at, mask=is_tile, other=_NO_TOKEN))
+    tl.store(tokens + row, first.to(tl.int64))
+
+
+def greedy_tokens(logits: Tensor) -> Tensor:
+    """Return the most probable token of each row of `logits` [rows, vocab] as [rows] int64, ties to the lower id.
+
+    NaN is less probable than any number. A row's token depends on that row alone.
+
+    Reference: `greedy_tokens_ref`. CUDA-graph safe: no host sync, two launches.
+    """
+    if not launches_kernel(logits) or not is_computed_in_fp32(logits) or logits.stride(1) != 1:
+        return greedy_tokens_ref(logits)
+    if not len(logits):
+        return logits.new_empty(0, dtype=torch.int64)
+    return best_of_rows(*best_of_tiles(logits))
+
+
+def best_of_tiles(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the largest logit of each tile of rows, and the lowest token that has it, [rows, tiles] each."""
+    (num_rows, vocab_size), num_tiles = logits.shape, triton.cdiv(logits.shape[1], TILE)
+    peaks, ids = (logits.new_empty(num_rows, num_tiles, dtype=dtype) for dtype in (torch.float32, torch.int32))
+    _best_of_tiles_kernel[(num_rows, num_tiles)](
+        logits=logits,
+        stride=logits.stride(0),
+        peaks=peaks,
+        ids=ids,
+        num_tiles=num_tiles,
+        vocab_size=vocab_size,
+        TILE=TILE,
+        num_warps=4,
+        **overlapping(logits.device),
+    )
+    return peaks, ids
+
+
+def best_of_rows(peaks: Tensor, ids: Tensor) -> Tensor:
+    """Return [rows] int64: of each row's largest `peaks`, the lowest of `ids`."""
+    num_rows, num_tiles = peaks.shape
+    tokens = ids.new_empty(num_rows, dtype=torch.int64)
+    _best_of_row_kernel[(num_rows,)](
+        peaks=peaks,
+        ids=ids,
+        tokens=tokens,
+        num_tiles=num_tiles,
+        TILES=triton.next_power_of_2(num_tiles),
+        num_warps=1,
+        **overlapping(peaks.device),
+    )
+    return tokens
+
+
+def greedy_tokens_ref(logits: Tensor) -> Tensor:
+    """Return the most probable token of each row of logits; see `greedy_tokens`."""
+    largest = LARGEST if is_computed_in_fp32(logits) else None
+    found = logits.float() if is_computed_in_fp32(logits) else logits
+    return found.nan_to_num(nan=float("-inf"), posinf=largest, neginf=float("-inf")).argmax(dim=-1)
