@@ -397,16 +397,7 @@ class MambaCacheContext(DynamicInferenceContext):
         self.append_packing(layer_number, None, key.squeeze(1), value.squeeze(1))
 
     def append_packing(self, layer_number: int, query: Tensor | None, key: Tensor, value: Tensor) -> Tensor | None:
-        """Write the step's keys and values into their blocks; return its queries, heads beside each other.
-
-        Args:
-            layer_number: Among this stage's layers, from 1 on.
-            query: [tokens, kv heads, queries, head dim]; None for none.
-            key, value: [tokens, kv heads, head dim].
-
-        Returns:
-            [tokens, kv heads * queries, head dim]; those of tokens that are not of the step mean nothing.
-        """
+        """As `append_key_value_cache`; return the queries packed. All [tokens, kv heads, ...], see `append_kv`."""
         key_cache, value_cache, _ = self.key_value_cache(layer_number)
         batch = self.step.batch
         keys, values = (new[: batch.num_tokens] for new in (key, value))
