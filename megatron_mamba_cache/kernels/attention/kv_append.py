@@ -1,8 +1,8 @@
 """KV append: write new keys and values into their blocks of a paged cache, and pack queries, in one launch.
 
 Layout: a token's heads are one run of elements in the caches; in `key` and `value`, views of a joint projection, they
-may be strided, and so may the queries of each head of keys. Grid: a program moves a few tokens, all heads. Graph safe:
-no host sync, one launch.
+may be strided, and so may the queries of each head of keys. Grid: a program moves a few tokens, of all heads the key
+and the value, or one query. Graph safe: no host sync, one launch.
 """
 
 import torch
@@ -49,23 +49,25 @@ def _append_kv_kernel(
     await_inputs(OVERLAPS)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     exists = token < num_tokens
-    block = tl.load(token_block + token, mask=exists, other=-1).to(tl.int64)
-    offset = tl.load(token_offset + token, mask=exists, other=0).to(tl.int64)
     element = tl.arange(0, WIDTH)[None, :]
     head, channel = element // HEAD_DIM, element % HEAD_DIM
-    token = token.to(tl.int64)[:, None]
+    line = token.to(tl.int64)[:, None]
+    if tl.program_id(1) > 0:
+        number = tl.program_id(1) - 1
+        is_query = exists[:, None] & (element < LENGTH)  # [TOKENS, WIDTH]
+        queries = query + line * query_stride + head * query_head_stride + channel
+        found = tl.load(queries + number * HEAD_DIM, mask=is_query)
+        packed_place = line * (QUERIES * LENGTH) + (head * QUERIES + number) * HEAD_DIM + channel
+        tl.store(packed + packed_place, found, mask=is_query)
+        return
+    block = tl.load(token_block + token, mask=exists, other=-1).to(tl.int64)
+    offset = tl.load(token_offset + token, mask=exists, other=0).to(tl.int64)
     moves = (block[:, None] >= 0) & (element < LENGTH)  # [TOKENS, WIDTH]
     place = block[:, None] * block_stride + offset[:, None] * offset_stride + element
-    new_key = tl.load(key + token * key_stride + head * key_head_stride + channel, mask=moves)
-    new_value = tl.load(value + token * value_stride + head * value_head_stride + channel, mask=moves)
+    new_key = tl.load(key + line * key_stride + head * key_head_stride + channel, mask=moves)
+    new_value = tl.load(value + line * value_stride + head * value_head_stride + channel, mask=moves)
     tl.store(k_cache + place, new_key.to(k_cache.dtype.element_ty), mask=moves)
     tl.store(v_cache + place, new_value.to(v_cache.dtype.element_ty), mask=moves)
-    is_query = exists[:, None] & (element < LENGTH)
-    query += token * query_stride + head * query_head_stride + channel
-    packed += token * (QUERIES * LENGTH) + head * (QUERIES * HEAD_DIM) + channel
-    for number in tl.static_range(QUERIES):
-        found = tl.load(query + number * HEAD_DIM, mask=is_query)
-        tl.store(packed + number * HEAD_DIM, found, mask=is_query)
 
 
 def append_kv(
@@ -107,7 +109,7 @@ def append_kv(
     packed = None if query is None else query.new_empty(len(query), num_heads * queries, head_dim)
     width = triton.next_power_of_2(num_heads * head_dim)
     tokens = max(1, _TILE_LEN // width)
-    _append_kv_kernel[(triton.cdiv(num_tokens, tokens),)](
+    _append_kv_kernel[(triton.cdiv(num_tokens, tokens), 1 + queries)](
         key=key,
         value=value,
         query=key if query is None else query,
