@@ -14,7 +14,6 @@ import json
 import pstats
 import random
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -28,6 +27,7 @@ from turn_latency import some_tokens
 
 from megatron_mamba_cache import build_engine
 from megatron_mamba_cache.step import graphs
+from megatron_mamba_cache.step.recorder import Compute, Prepare, Replay, nothing
 
 ROWS = (1, 8, 64)
 NUM_PROMPT = 70
@@ -52,9 +52,12 @@ class LeavesReplaysOut:
         """Return 0."""
         return 0
 
-    def record(self, compute: Callable[[], tuple[Tensor, ...]]) -> tuple[tuple[Tensor, ...], Callable[[], None]]:
-        """Return copies of the results, and a replay that does nothing."""
-        return tuple(result.clone() for result in compute()), lambda: None
+    def split(self) -> None:
+        """Do nothing."""
+
+    def record(self, compute: Compute, prepare: Prepare = nothing) -> tuple[tuple[Tensor, ...], Replay]:
+        """Return copies of the results, and a replay in which the host prepares, and nothing is computed."""
+        return tuple(result.clone() for result in compute()), prepare
 
 
 def host_work(model: Any, num_rows: int) -> HostWork:

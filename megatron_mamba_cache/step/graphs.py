@@ -25,6 +25,8 @@ from tqdm import tqdm
 
 from ..config import CacheConfig
 from ..errors import CacheIntegrityError
+from ..kernels.attention.attention_rows import AttentionRows
+from ..kernels.attention.interface import attention_after
 from ..policy.requests import RunningRequest, num_decoding
 from ..state.model_shape import HybridModelShape
 from .batch import StepBatch, send_padded_step, view_step
@@ -74,17 +76,22 @@ class StepGraph:
         kv_lens = (longest,) * shape.num_rows
         fullest = replace(self._views.attention, query_lens=shape.most_queries, kv_lens=kv_lens)
         self._attention = self._memory.attention.capture(fullest)
+        self._unplanned: AttentionRows | None = None
+        # Ranks that share experts would wait within a step for one that cannot plan.
+        splits = shape.num_prefill_tokens > 0 and not runner.sharing.is_shared
         self._latest = latest
 
         def forward() -> tuple[Tensor, ...]:
             with runner.rehearsing():
                 self._views = view_step(padding, buffers, num_chunks)
-                step = Step(self._views, self._attention.begin())
+                attend = self._attention.begin()
+                step = Step(self._views, attention_after(recorder.split, attend) if splits else attend)
                 runner.show(step)
                 logits = model.compute_part()
                 return logits, step.wanted_outputs, *_computed_views(self._views.logits)
 
-        (self.logits, self.wanted_outputs, *computed), self._replay_forward = recorder.record(forward)
+        found, self._replay_forward = recorder.record(forward, self._plan_attention)
+        self.logits, self.wanted_outputs, *computed = found
         self._results = replace(self._views, logits=_with_computed(self._views.logits, *computed))
         self.outcome = self.logits.new_empty(shape.num_rows, 1 + shape.width, dtype=torch.int64)
 
@@ -109,8 +116,13 @@ class StepGraph:
         send_padded_step(padded, buffers, geometry, self.shape, draws_ratios=draws_ratios)
         batch, step = self._batch_of(rows, padded), DecodeStep.sent(rows, buffers)
         self._latest.note(None if step is None else SentStep(self, step, batch))
-        self._attention.plan_again(batch.attention)
+        self._unplanned = batch.attention
         return batch
+
+    def _plan_attention(self) -> None:
+        if self._unplanned is not None:
+            self._attention.plan_again(self._unplanned)
+            self._unplanned = None
 
     def can_launch_next(self, rows: Sequence[RunningRequest], tokens: Sequence[int] | None) -> bool:
         """Return whether the step after the one laid out last may be launched; see `CapturedStep`."""

@@ -9,28 +9,44 @@ import torch
 from torch import Tensor
 
 Compute = Callable[[], tuple[Tensor, ...]]
+Prepare = Callable[[], None]
 Replay = Callable[[], None]
+
+
+def nothing() -> None:
+    """Prepare nothing."""
 
 
 class Recorder(Protocol):
     """Records computations that are replayed one after another."""
 
-    def record(self, compute: Compute) -> tuple[tuple[Tensor, ...], Replay]:
-        """Run a computation once; return its results and a replay that computes them again, in place."""
+    def record(self, compute: Compute, prepare: Prepare = nothing) -> tuple[tuple[Tensor, ...], Replay]:
+        """Run a computation once; return its results and a replay that computes them again, in place.
+
+        Args:
+            prepare: What the host does in each replay before what `compute` does behind `split`, or before all of it.
+        """
+
+    def split(self) -> None:
+        """Called once by a computation: what comes next depends on what the host prepares, and all before does not."""
 
     def num_bytes(self) -> int:
         """Return the device memory that all recordings hold."""
 
 
 class CudaRecorder:
-    """Records into CUDA graphs that share one pool of memory."""
+    """Records into CUDA graphs that share one pool of memory.
+
+    The device computes a recording's first graph while the host prepares for the second one, and launches that.
+    """
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         # What a layer launches beside its main part, on a stream of the usual priority, gives way to the main part.
         self._stream = torch.cuda.Stream(priority=-1)
+        self._parts: list[torch.cuda.CUDAGraph] = []  # of the recording under way
 
-    def record(self, compute: Compute) -> tuple[tuple[Tensor, ...], Replay]:
+    def record(self, compute: Compute, prepare: Prepare = nothing) -> tuple[tuple[Tensor, ...], Replay]:
         """Compute once, which compiles and allocates workspaces, then capture."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -38,10 +54,33 @@ class CudaRecorder:
             compute()
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            results = compute()
-        return results, graph.replay
+        torch.cuda.empty_cache()
+        with torch.cuda.stream(self._stream):
+            self._begin_part()
+            try:
+                results = compute()
+            finally:
+                self._parts[-1].capture_end()
+                *before, last = self._parts
+                self._parts = []
+
+        def replay() -> None:
+            for part in before:
+                part.replay()
+            prepare()
+            last.replay()
+
+        return results, replay
+
+    def split(self) -> None:
+        """End a graph and begin the next one; nothing while a computation only runs."""
+        if self._parts:
+            self._parts[-1].capture_end()
+            self._begin_part()
+
+    def _begin_part(self) -> None:
+        self._parts.append(torch.cuda.CUDAGraph())
+        self._parts[-1].capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
     def num_bytes(self) -> int:
         """Return the bytes that torch has reserved for the pool."""

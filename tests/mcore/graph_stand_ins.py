@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_mamba_cache.step import graphs as cuda_graphs
-
-Compute = Callable[[], tuple[Tensor, ...]]
+from megatron_mamba_cache.step.recorder import Compute, Prepare, nothing
 
 
 class ComputesAgain:
@@ -19,11 +18,15 @@ class ComputesAgain:
     def num_bytes(self) -> int:
         return 0
 
-    def record(self, compute: Compute) -> tuple[tuple[Tensor, ...], Callable[[], None]]:
+    def split(self) -> None:
+        pass
+
+    def record(self, compute: Compute, prepare: Prepare = nothing) -> tuple[tuple[Tensor, ...], Callable[[], None]]:
         results = tuple(result.clone() for result in compute())
 
         @torch.inference_mode()
         def replay() -> None:
+            prepare()
             for result, again in zip(results, compute(), strict=True):
                 result.copy_(again)
 
@@ -36,8 +39,8 @@ class ReadsWeightsWhereTheyLay(ComputesAgain):
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
 
-    def record(self, compute: Compute) -> tuple[tuple[Tensor, ...], Callable[[], None]]:
-        results, compute_again = super().record(compute)
+    def record(self, compute: Compute, prepare: Prepare = nothing) -> tuple[tuple[Tensor, ...], Callable[[], None]]:
+        results, compute_again = super().record(compute, prepare)
         lay = [parameter.data for parameter in self._model.parameters()]
 
         def replay() -> None:

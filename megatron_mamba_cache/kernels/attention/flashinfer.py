@@ -191,6 +191,7 @@ class CapturedPart:
         self._kv_lengths = rows.kv_lengths[part]
         self._last_page_lens = last_page_lens
         self._planned: PageLists | None = None
+        self._was_sent = torch.cuda.Event()
         self.plan_again(rows)  # the first plan is the largest that the wrapper accepts
 
     def begin(self) -> None:
@@ -205,7 +206,9 @@ class CapturedPart:
         if planned is not None and self._last_page_lens is not None and pages.has_pages_of(planned):
             return
         self._planned = None  # in case planning fails
+        self._was_sent.synchronize()  # the plan before is on its way from memory that this one overwrites
         self.attention.plan_pages(pages)
+        self._was_sent.record()
         self._planned = pages
 
 

@@ -93,6 +93,20 @@ def attend_rows(q: Tensor, num_tokens: int, attend: Callable[[Tensor], Tensor]) 
     return out
 
 
+def attention_after(first: Callable[[], None], attend: PlannedAttention) -> PlannedAttention:
+    """Return the attention of a step that calls `first` once, before its first layer."""
+    is_called = False
+
+    def attend_after(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        nonlocal is_called
+        if not is_called:
+            first()
+            is_called = True
+        return attend(q, k_cache, v_cache)
+
+    return attend_after
+
+
 def is_installed(package: str) -> bool:
     """Return whether a package can be found; it is not imported."""
     try:
