@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from ..kernels.experts.beside_experts import BesideExperts
-from ..kernels.experts.routed_experts import SharedExpert
+from ..kernels.experts.few_tokens import SharedExpert
 from ..kernels.experts.router_logits import router_logits
 from ..kernels.experts.routing import RoutingRule, route
 from ..kernels.linear.one_token import can_multiply_one_token, multiply_one_token
@@ -61,6 +61,11 @@ class Router(MegatronModule):
         self.register_buffer("expert_bias", torch.zeros(num_experts, device=device) if has_bias else None)
         rule.check(num_experts)
         self._rule = rule
+
+    @property
+    def top_k(self) -> int:
+        """How many experts a token goes to."""
+        return self._rule.top_k
 
     def forward(self, x: Tensor, is_real: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the experts of tokens [tokens, hidden] and their weights; see `route`."""
@@ -148,11 +153,11 @@ class MixtureOfExperts(MegatronModule):
         return out.view(hidden_states.shape)
 
     def _taken_along(self, x: Tensor) -> SharedExpert | None:
-        """Return the shared expert's weights if the routed experts' launches compute it as well; None otherwise."""
+        """Return the shared expert's weights if the routed experts compute it as well; None otherwise."""
         if self.shared_experts is None or self.fc1_latent_proj is not None or self.exchange is not None:
             return None
         weights = self.shared_experts.weights()
-        return weights if weights is not None and self.experts.takes(weights, x) else None
+        return weights if weights is not None and self.experts.takes(weights, x, self.router.top_k) else None
 
     def _routed_and_shared(self, x: Tensor, hidden_states: Tensor, batch: StepBatch | None) -> Tensor:
         shared = None
@@ -192,9 +197,9 @@ class MixtureOfExperts(MegatronModule):
         addend: Callable[[], Tensor] | None,
     ) -> Tensor:
         ids, weights = self.router(x, is_real)
-        return self.experts(
-            x if self.fc1_latent_proj is None else self.fc1_latent_proj(x), ids, weights, addend, beside=shared
-        )
+        if shared is not None:
+            shared.launch()
+        return self.experts(x if self.fc1_latent_proj is None else self.fc1_latent_proj(x), ids, weights, addend)
 
 
 def exchange_of(model: Any) -> ExpertExchange | None:

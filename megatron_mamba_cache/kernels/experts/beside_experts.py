@@ -8,49 +8,33 @@ from torch import Tensor
 
 
 class BesideExperts:
-    """The shared expert's product, which in a graph runs beside the layer's other kernels.
+    """The shared expert's output, which in a graph is computed beside the layer's other kernels.
 
     Few tokens take the time of reading its weights: it is launched while the others are routed, by small kernels that
     leave the memory idle. The routing is launched first, as its programs would wait for the larger kernels' otherwise.
-    The routed experts' products fill the card, so it has their priority: its programs are the next ones to begin, not
-    those that come last. With more tokens it would hold the routing up, and is launched beside the products: they leave
-    it some multiprocessors, and it leaves them all others. Without a graph, another stream costs the host more than it
-    gains.
+    The routed experts' products fill the card, so its stream has their priority: its programs are the next ones to
+    begin, not those that come last. Without a graph, another stream costs the host more than it gains.
 
     Args:
-        compute: Returns [tokens, hidden] from what has been computed so far.
+        compute: Returns [tokens, hidden] from what has been computed when this object is made.
+        gives_way: Whether the main part's programs begin before those of `compute`.
     """
 
-    def __init__(self, compute: Callable[[], Tensor], device: torch.device) -> None:
+    def __init__(self, compute: Callable[[], Tensor], device: torch.device, *, gives_way: bool = False) -> None:
         self._compute = compute
-        self._device = device
         self._inputs: torch.cuda.Event | None = None
         self._stream: torch.cuda.Stream | None = None
         self._output: Tensor | None = None
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            self._inputs = torch.cuda.Event()
+            # In a graph the main part has priority -1.
+            self._stream, self._inputs = _stream_beside(device, 0 if gives_way else -1), torch.cuda.Event()
             self._inputs.record()
-
-    @property
-    def has_stream(self) -> bool:
-        """Whether it runs on a stream of its own."""
-        return self._inputs is not None
 
     def launch(self) -> None:
-        """Begin to compute, as soon as what there was when this object was made has been computed."""
-        self._launch(priority=-1)
-
-    def launch_behind(self) -> None:
-        """Begin to compute once all that the current stream has been given by now has ended."""
-        if self._inputs is not None:
-            self._inputs.record()
-        self._launch(priority=0)
-
-    def _launch(self, priority: int) -> None:
-        if self._inputs is None:
+        """Begin to compute."""
+        if self._stream is None or self._inputs is None:
             self._output = self._compute()
             return
-        self._stream = _stream_beside(self._device, priority)
         self._stream.wait_event(self._inputs)
         with torch.cuda.stream(self._stream):
             self._output = self._compute()
@@ -65,5 +49,5 @@ class BesideExperts:
 
 @cache
 def _stream_beside(device: torch.device, priority: int) -> torch.cuda.Stream:
-    """Return the device's stream of a priority for what runs beside a layer's main part; that has -1 in a graph."""
+    """Return the device's stream of a priority for what runs beside a layer's main part."""
     return torch.cuda.Stream(device, priority=priority)
