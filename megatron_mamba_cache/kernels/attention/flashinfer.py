@@ -11,8 +11,6 @@ FlashInfer compiles for a model's shape at first use and keeps the result on dis
 built, with a log line, not at the first request.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -22,8 +20,9 @@ from torch import Tensor
 from ..kernel_launches import is_hopper, num_multiprocessors
 from ..progress import progress
 from .attention_rows import AttentionRows
+from .flashinfer_calls import CapturedFlashInfer, CapturedPart, PagedAttention, attend_parts, tokens_of
 from .interface import AttentionShape, PlannedAttention, half_precision_refusal, is_installed
-from .page_lists import ALL_ROWS, PageLists, page_lists
+from .page_lists import ALL_ROWS, page_lists
 
 _HEAD_DIMS = (64, 128, 256)
 _WORKSPACE_BYTES = 128 * 2**20
@@ -74,7 +73,7 @@ class FlashInferAttention:
             calls = [(self._decoding, slice(num_decode)), (self._prompts, slice(num_decode, None))]
         parts = []
         for attention, part in calls:
-            tokens = _tokens_of(rows, part)
+            tokens = tokens_of(rows, part)
             if tokens.start < tokens.stop:
                 pages = page_lists(rows, self._shape.block_size, part)
                 if attention is self._prompts and is_beyond_fa3(self._shape, int(pages.pages.max())):
@@ -86,11 +85,11 @@ class FlashInferAttention:
         def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
             out = torch.empty_like(q)
             out[num_tokens:] = 0
-            return _attend_parts(parts, q, k_cache, v_cache, out)
+            return attend_parts(parts, q, k_cache, v_cache, out)
 
         return attend
 
-    def capture(self, rows: AttentionRows) -> "CapturedFlashInfer":
+    def capture(self, rows: AttentionRows) -> CapturedFlashInfer:
         """Prepare graphs whose rows are at most as long as these; prepare the largest first, to share its memory."""
         both = slice(rows.num_decode_rows), slice(rows.num_decode_rows, None)
         parts = [part for part in both if rows.query_lens[part]]
@@ -111,7 +110,7 @@ class FlashInferAttention:
         suits_fa3 = can_fa3 and num_programs > num_multiprocessors(shape.device) // 2
         return "fa3" if suits_fa3 else "fa2"
 
-    def _capture_part(self, rows: AttentionRows, part: slice, kernel: str) -> "CapturedPart":
+    def _capture_part(self, rows: AttentionRows, part: slice, kernel: str) -> CapturedPart:
         table = rows.block_table[part]
         sizes = {
             "qo_indptr_buf": len(table) + 1,
@@ -126,124 +125,13 @@ class FlashInferAttention:
                 name: torch.zeros(size, dtype=torch.int32, device=workspace.device) for name, size in sizes.items()
             }
             wrapper = _wrapper(workspace, kernel, use_cuda_graph=True, **buffers)
+            sent_pages = torch.empty(table.numel(), dtype=torch.int32, pin_memory=workspace.is_cuda)
         if kernel == "fa3":
             self._prompts.lend_offsets(wrapper)
         attention = PagedAttention(self._shape, wrapper)
         last_page_lens = buffers["paged_kv_last_page_len_buf"] if kernel == "fa2" else None
-        return CapturedPart(attention, rows, part, self._shape.block_size, last_page_lens)
-
-
-class PagedAttention:
-    """A FlashInfer wrapper."""
-
-    def __init__(self, shape: AttentionShape, wrapper: Any) -> None:
-        self._shape = shape
-        self._wrapper = wrapper
-
-    def plan_pages(self, pages: PageLists) -> None:
-        """Plan on the host which thread blocks read which pages."""
-        shape = self._shape
-        self._wrapper.plan(
-            qo_indptr=pages.cu_query,
-            paged_kv_indptr=pages.cu_pages,
-            paged_kv_indices=pages.pages,
-            paged_kv_last_page_len=pages.last_page_lens,
-            num_qo_heads=shape.num_heads,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim_qk=shape.head_dim,
-            page_size=shape.block_size,
-            causal=True,
-            sm_scale=shape.scale,
-            q_data_type=shape.dtype,
-            kv_data_type=shape.dtype,
-        )
-
-    def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
-        """Attend the planned tokens of a layer."""
-        self._wrapper.run(q.contiguous(), (k_cache, v_cache), out=out)
-
-    def lend_offsets(self, wrapper: Any) -> None:
-        """Let another wrapper of "fa3" use this one's 64 MiB for the places of cached tokens, written by each run."""
-        wrapper._vector_sparse_indices_buffer = self._wrapper._vector_sparse_indices_buffer
-
-
-class CapturedPart:
-    """A wrapper whose plan is at fixed addresses; graphs of several shapes share the workspace, one after another.
-
-    Args:
-        rows: The longest rows of a step.
-        part: Those of them that the wrapper attends.
-        last_page_lens: [rows of the part]; where the kernel reads how full last pages are, None if it reads the plan.
-    """
-
-    def __init__(
-        self,
-        attention: PagedAttention,
-        rows: AttentionRows,
-        part: slice,
-        block_size: int,
-        last_page_lens: Tensor | None,
-    ) -> None:
-        self.attention = attention
-        self.tokens = _tokens_of(rows, part)
-        self._part = part
-        self._block_size = block_size
-        self._kv_lengths = rows.kv_lengths[part]
-        self._last_page_lens = last_page_lens
-        self._planned: PageLists | None = None
-        self._was_sent = torch.cuda.Event()
-        self.plan_again(rows)  # the first plan is the largest that the wrapper accepts
-
-    def begin(self) -> None:
-        """Let the device compute last-page lengths at each replay."""
-        if self._last_page_lens is not None:
-            # Of a row without tokens, which has no pages, it does not matter.
-            torch.sub(self._kv_lengths, 1, out=self._last_page_lens).remainder_(self._block_size).add_(1)
-
-    def plan_again(self, rows: AttentionRows) -> None:
-        """Plan the next replay on the host; needs exact lengths, and as many rows as before."""
-        pages, planned = page_lists(rows, self._block_size, self._part, keep_all=True), self._planned
-        if planned is not None and self._last_page_lens is not None and pages.has_pages_of(planned):
-            return
-        self._planned = None  # in case planning fails
-        self._was_sent.synchronize()  # the plan before is on its way from memory that this one overwrites
-        self.attention.plan_pages(pages)
-        self._was_sent.record()
-        self._planned = pages
-
-
-@dataclass(frozen=True, slots=True)
-class CapturedFlashInfer:
-    """The calls of a captured step."""
-
-    parts: Sequence[CapturedPart]
-
-    def begin(self) -> PlannedAttention:
-        """Return the attention call for each layer."""
-        for part in self.parts:
-            part.begin()
-        calls = [(part.attention, part.tokens) for part in self.parts]
-        return lambda q, k_cache, v_cache: _attend_parts(calls, q, k_cache, v_cache, torch.empty_like(q))
-
-    def plan_again(self, rows: AttentionRows) -> None:
-        """Plan the next replay on the host; needs exact lengths, and as many rows as before."""
-        for part in self.parts:
-            part.plan_again(rows)
-
-
-def _tokens_of(rows: AttentionRows, part: slice) -> slice:
-    """Return the packed query tokens of some rows."""
-    first = sum(rows.query_lens[: part.start or 0])
-    return slice(first, first + sum(rows.query_lens[part]))
-
-
-def _attend_parts(
-    parts: Sequence[tuple[PagedAttention, slice]], q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor
-) -> Tensor:
-    """Attend each part's tokens into `out`, and return it."""
-    for attention, tokens in parts:
-        attention.run(q[tokens], k_cache, v_cache, out[tokens])
-    return out
+        pages = sent_pages, buffers["paged_kv_indices_buf"]
+        return CapturedPart(attention, rows, part, self._shape.block_size, pages, last_page_lens)
 
 
 def is_beyond_fa3(shape: AttentionShape, block: int) -> bool:

@@ -1,0 +1,135 @@
+"""Calls of FlashInfer's wrappers, each of some rows of a step: those of a graph, planned again for each replay, too."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .attention_rows import AttentionRows
+from .interface import AttentionShape, PlannedAttention
+from .page_lists import PageLists, page_lists
+
+
+class PagedAttention:
+    """A FlashInfer wrapper."""
+
+    def __init__(self, shape: AttentionShape, wrapper: Any) -> None:
+        self._shape = shape
+        self._wrapper = wrapper
+
+    def plan_pages(self, pages: PageLists) -> None:
+        """Plan on the host which thread blocks read which pages."""
+        shape = self._shape
+        self._wrapper.plan(
+            qo_indptr=pages.cu_query,
+            paged_kv_indptr=pages.cu_pages,
+            paged_kv_indices=pages.pages,
+            paged_kv_last_page_len=pages.last_page_lens,
+            num_qo_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim_qk=shape.head_dim,
+            page_size=shape.block_size,
+            causal=True,
+            sm_scale=shape.scale,
+            q_data_type=shape.dtype,
+            kv_data_type=shape.dtype,
+        )
+
+    def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
+        """Attend the planned tokens of a layer."""
+        self._wrapper.run(q.contiguous(), (k_cache, v_cache), out=out)
+
+    def lend_offsets(self, wrapper: Any) -> None:
+        """Let another wrapper of "fa3" use this one's 64 MiB for the places of cached tokens, written by each run."""
+        wrapper._vector_sparse_indices_buffer = self._wrapper._vector_sparse_indices_buffer
+
+
+class CapturedPart:
+    """A wrapper whose plan is at fixed addresses; graphs of several shapes share the workspace, one after another.
+
+    Args:
+        rows: The longest rows of a step.
+        part: Those of them that the wrapper attends.
+        pages: [pages of the longest rows] twice: pinned memory from which their numbers are sent to where the kernel
+            reads them.
+        last_page_lens: [rows of the part]; where the kernel reads how full last pages are, None if it reads the plan.
+    """
+
+    def __init__(
+        self,
+        attention: PagedAttention,
+        rows: AttentionRows,
+        part: slice,
+        block_size: int,
+        pages: tuple[Tensor, Tensor],
+        last_page_lens: Tensor | None,
+    ) -> None:
+        self.attention = attention
+        self.tokens = tokens_of(rows, part)
+        self._part = part
+        self._block_size = block_size
+        self._kv_lengths = rows.kv_lengths[part]
+        self._sent_pages, self._pages = pages
+        self._last_page_lens = last_page_lens
+        self._planned: PageLists | None = None
+        self._was_sent = torch.cuda.Event() if self._pages.is_cuda else None
+        self.plan_again(rows)  # the first plan is the largest that the wrapper accepts
+
+    def begin(self) -> None:
+        """Let the device compute last-page lengths at each replay."""
+        if self._last_page_lens is not None:
+            # Of a row without tokens, which has no pages, it does not matter.
+            torch.sub(self._kv_lengths, 1, out=self._last_page_lens).remainder_(self._block_size).add_(1)
+
+    def plan_again(self, rows: AttentionRows) -> None:
+        """Plan the next replay on the host; needs exact lengths, and as many rows as before."""
+        pages, planned = page_lists(rows, self._block_size, self._part, keep_all=True), self._planned
+        if planned is not None and self._last_page_lens is not None and pages.has_pages_of(planned):
+            return
+        self._planned = None  # in case planning fails
+        if self._was_sent is not None:
+            self._was_sent.synchronize()  # the plan before is on its way from memory that this one overwrites
+        # FlashInfer waits for its own copy of them, and so for all that the device has yet to do.
+        sent = slice(len(pages.pages))
+        self._sent_pages[sent] = pages.pages
+        self._pages[sent].copy_(self._sent_pages[sent], non_blocking=True)
+        self.attention.plan_pages(replace(pages, pages=self._pages[sent]))
+        if self._was_sent is not None:
+            self._was_sent.record()
+        self._planned = pages
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedFlashInfer:
+    """The calls of a captured step."""
+
+    parts: Sequence[CapturedPart]
+
+    def begin(self) -> PlannedAttention:
+        """Return the attention call for each layer."""
+        for part in self.parts:
+            part.begin()
+        calls = [(part.attention, part.tokens) for part in self.parts]
+        return lambda q, k_cache, v_cache: attend_parts(calls, q, k_cache, v_cache, torch.empty_like(q))
+
+    def plan_again(self, rows: AttentionRows) -> None:
+        """Plan the next replay on the host; needs exact lengths, and as many rows as before."""
+        for part in self.parts:
+            part.plan_again(rows)
+
+
+def tokens_of(rows: AttentionRows, part: slice) -> slice:
+    """Return the packed query tokens of some rows."""
+    first = sum(rows.query_lens[: part.start or 0])
+    return slice(first, first + sum(rows.query_lens[part]))
+
+
+def attend_parts(
+    parts: Sequence[tuple[PagedAttention, slice]], q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor
+) -> Tensor:
+    """Attend each part's tokens into `out`, and return it."""
+    for attention, tokens in parts:
+        attention.run(q[tokens], k_cache, v_cache, out[tokens])
+    return out
