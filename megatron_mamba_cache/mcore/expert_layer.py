@@ -62,11 +62,6 @@ class Router(MegatronModule):
         rule.check(num_experts)
         self._rule = rule
 
-    @property
-    def top_k(self) -> int:
-        """How many experts a token goes to."""
-        return self._rule.top_k
-
     def forward(self, x: Tensor, is_real: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the experts of tokens [tokens, hidden] and their weights; see `route`."""
         return route(router_logits(x, self.weight), self.expert_bias, self._rule, is_real)
@@ -157,7 +152,7 @@ class MixtureOfExperts(MegatronModule):
         if self.shared_experts is None or self.fc1_latent_proj is not None or self.exchange is not None:
             return None
         weights = self.shared_experts.weights()
-        return weights if weights is not None and self.experts.takes(weights, x, self.router.top_k) else None
+        return weights if weights is not None and self.experts.takes(weights, x) else None
 
     def _routed_and_shared(self, x: Tensor, hidden_states: Tensor, batch: StepBatch | None) -> Tensor:
         shared = None
@@ -184,7 +179,7 @@ class MixtureOfExperts(MegatronModule):
         if self.exchange is None:
             return self._of_experts_here(x, is_real, shared, addend)
         if shared is not None:
-            shared.launch()
+            shared.launch(behind=False)
         everyone = self.exchange.gather(x, len(x) if batch is None else batch.num_exchanged)
         partial = self._of_experts_here(everyone, self.exchange.real_tokens(batch), None, None)
         return self.exchange.combine(partial, len(x), None if addend is None else addend())
@@ -197,9 +192,9 @@ class MixtureOfExperts(MegatronModule):
         addend: Callable[[], Tensor] | None,
     ) -> Tensor:
         ids, weights = self.router(x, is_real)
-        if shared is not None:
-            shared.launch()
-        return self.experts(x if self.fc1_latent_proj is None else self.fc1_latent_proj(x), ids, weights, addend)
+        return self.experts(
+            x if self.fc1_latent_proj is None else self.fc1_latent_proj(x), ids, weights, addend, beside=shared
+        )
 
 
 def exchange_of(model: Any) -> ExpertExchange | None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from ..kernels.activations import Activation
+from ..kernels.experts.beside_experts import BesideExperts
 from ..kernels.experts.few_tokens import SharedExpert
 from ..kernels.experts.routed_experts import routed_experts, takes_shared_expert
 from .feed_forward import fused_activation
@@ -47,11 +48,9 @@ class StackedExperts(MegatronModule):
         device, dtype = torch.cuda.current_device(), self.config.params_dtype
         return nn.Parameter(torch.empty(self.num_experts, *sizes, device=device, dtype=dtype), requires_grad=False)
 
-    def takes(self, shared: SharedExpert, x: Tensor, top_k: int) -> bool:
-        """Return whether `forward` of these tokens, with `top_k` experts each, computes a shared one as well."""
-        if self._apart is not None or shared.first.shape[1:] != x.shape[1:]:
-            return False
-        return takes_shared_expert(x, self.linear_fc1, len(x) * top_k, shared)
+    def takes(self, shared: SharedExpert, x: Tensor) -> bool:
+        """Return whether `forward` of these tokens computes a shared expert as well."""
+        return self._apart is None and shared.first.shape[1:] == x.shape[1:] and takes_shared_expert(x)
 
     def forward(
         self,
@@ -60,6 +59,7 @@ class StackedExperts(MegatronModule):
         weights: Tensor,
         addend: Callable[[], Tensor] | None = None,
         shared: SharedExpert | None = None,
+        beside: BesideExperts | None = None,
     ) -> Tensor:
         """Return the weighted sum of each token's experts that are here; see `routed_experts`."""
         return routed_experts(
@@ -73,6 +73,7 @@ class StackedExperts(MegatronModule):
             first_expert=self.first_expert,
             addend=addend,
             shared=shared,
+            beside=beside,
         )
 
     def named_views(self) -> Iterator[tuple[str, Tensor]]:

@@ -194,7 +194,6 @@ def grouped_product(
     top_k: int | None = None,
     activation: Activation = "none",
     follows_first: bool = False,
-    spare: int = 0,
 ) -> Tensor:
     """Return the activated products of rows with their experts' weights.
 
@@ -206,9 +205,8 @@ def grouped_product(
         order: Of the rows; see `order_by_expert`.
         top_k: Experts of a token.
         activation: What is done to the products: nothing, max(p, 0)^2, or silu(gate) * p.
-        follows_first: True if a product in the same order is the last launch on this stream: then weights may be read
-            before it has ended.
-        spare: Multiprocessors to leave to other streams, by forms whose programs would take all until they end.
+        follows_first: True if the last launch on this stream is a product in the same order for which
+            `takes_long_tiles` holds: then weights may be read before it has ended, and tiles are known.
 
     Returns:
         [pairs, outputs] in the order of experts, in x's dtype.
@@ -227,9 +225,7 @@ def grouped_product(
     if out.numel() == 0:
         return out
     if takes_long_tiles(x, weight, num_rows, is_gathered=top_k is not None):
-        multiply_on_hopper(
-            x, weight, order, out, top_k=top_k, activation=activation, follows_first=follows_first, spare=spare
-        )
+        multiply_on_hopper(x, weight, order, out, top_k=top_k, activation=activation, follows_first=follows_first)
         return out
     form = choose_form(num_rows, weight, is_gated=activation == "gated_silu")
     most_tiles = min(num_rows, num_experts + num_rows // form.rows)

@@ -212,7 +212,6 @@ def multiply_on_hopper(
     top_k: int | None,
     activation: str,
     follows_first: bool,
-    spare: int,
 ) -> None:
     """Write the activated products of rows with their experts' weights into `out` [pairs, outputs], in place.
 
@@ -221,11 +220,11 @@ def multiply_on_hopper(
     Args:
         x, weight: bf16, aligned to 16 bytes; inputs are a multiple of DEPTH. See `grouped_product`.
         order: Of the rows.
-        follows_first, spare: See `grouped_product`.
+        follows_first: See `grouped_product`.
     """
     is_gated, num_steps = activation == "gated_silu", x.shape[1] // DEPTH
     outputs, per_group = out.shape[1], 32 if is_gated else 64
-    _product_kernel[(max(1, num_multiprocessors(x.device) - spare),)](
+    _product_kernel[(num_multiprocessors(x.device),)](
         weight=_describe(weight.flatten(0, 1), 8 if is_gated else 64),
         x128=_describe(x, 128),
         x64=_describe(x, 64),

@@ -6,31 +6,26 @@ from torch import Tensor
 
 from ..activations import Activation
 from ..kernel_launches import is_computed_in_fp32, launches_kernel
+from .beside_experts import BesideExperts
 from .expert_order import order_by_expert
 from .few_tokens import FEW_TOKENS, SharedExpert
 from .grouped_product import grouped_product
 from .pair_products import product_of_pairs
+from .product_forms import takes_long_tiles
 from .product_sums import sum_of_products
-from .shared_products import SPARE, runs_beside_products, shared_expert_beside
 from .weighted_sum import weighted_sum
 
 _MOST_SHARED_TOKENS = 2
+_MOST_TOKENS_BESIDE_ROUTING = 256
+"""Tokens up to which what runs beside the experts takes no time from their routing."""
 
 
-def takes_shared_expert(x: Tensor, first: Tensor, num_pairs: int, shared: SharedExpert) -> bool:
-    """Return whether `routed_experts` computes the shared one as well.
+def takes_shared_expert(x: Tensor) -> bool:
+    """Return whether the launches of routed experts compute the shared one as well: for hardly any tokens.
 
-    Hardly any tokens take its weights along in the same launches, which read them once a token; of some hundred tokens
-    it is computed beside their products. Else a product of its own takes less time.
-
-    Args:
-        x: [tokens, inputs].
-        first: As for `routed_experts`.
-        num_pairs: Pairs of a token and one of its experts.
+    They read its weights once a token; a product of its own reads them once.
     """
-    if not launches_kernel(x) or not is_computed_in_fp32(x):
-        return False
-    return len(x) <= _MOST_SHARED_TOKENS or runs_beside_products(x, first, num_pairs, shared)
+    return len(x) <= _MOST_SHARED_TOKENS and launches_kernel(x) and is_computed_in_fp32(x)
 
 
 def routed_experts(
@@ -45,6 +40,7 @@ def routed_experts(
     first_expert: int = 0,
     addend: Callable[[], Tensor] | None = None,
     shared: SharedExpert | None = None,
+    beside: BesideExperts | None = None,
 ) -> Tensor:
     """Return the weighted sum of each token's experts, of those whose weights are here.
 
@@ -63,6 +59,7 @@ def routed_experts(
             launched, so that it may wait for another stream. None for none.
         shared: An expert of all tokens, whose product is added without a weight; only where `takes_shared_expert`, and
             without an activation `apart`.
+        beside: What to launch in between, where it takes least time; None for nothing. Its result is not added.
 
     Returns:
         [tokens, outputs] in x's dtype.
@@ -70,27 +67,24 @@ def routed_experts(
     Raises:
         ValueError: If a shared expert is given that the launches do not compute.
 
-    CUDA-graph safe: no host sync; two launches for few tokens, four for more, and eight for many, and up to four on
-    another stream.
+    CUDA-graph safe: no host sync; two launches for few tokens, four for more, and eight for many.
     """
-    if shared is not None and (apart is not None or not takes_shared_expert(x, first, ids.numel(), shared)):
+    if shared is not None and (apart is not None or not takes_shared_expert(x)):
         raise ValueError(f"the shared expert of {len(x)} tokens is a product of its own; pass its result as addend")
+    fills_card = takes_long_tiles(x, first, ids.numel(), is_gathered=True)
+    comes_behind = fills_card and len(x) > _MOST_TOKENS_BESIDE_ROUTING
+    if beside is not None and not comes_behind:
+        beside.launch(behind=False)
     if len(ids) <= FEW_TOKENS and launches_kernel(x):
         return _of_few_tokens(x, ids, weights, first, second, activation, apart, first_expert, addend, shared)
     order = order_by_expert(ids, len(first), first_expert)
-    spare = 0
-    if shared is not None:
-        order.tiles  # noqa: B018 (computed here: the first product and what runs beside it begin together)
-        spare, addend = SPARE, _sum_of(addend, shared_expert_beside(x, shared, activation).output)
-    inner = grouped_product(x, first, order, top_k=ids.shape[1], activation=activation, spare=spare)
-    rows = grouped_product(
-        inner if apart is None else apart(inner), second, order, follows_first=apart is None, spare=spare
-    )
+    if beside is not None and comes_behind:
+        order.tiles  # noqa: B018 (its launch comes first)
+        beside.launch(behind=True)
+    inner = grouped_product(x, first, order, top_k=ids.shape[1], activation=activation)
+    follows_first = fills_card and apart is None
+    rows = grouped_product(inner if apart is None else apart(inner), second, order, follows_first=follows_first)
     return weighted_sum(rows, order.places, weights, None if addend is None else addend())
-
-
-def _sum_of(addend: Callable[[], Tensor] | None, other: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    return other if addend is None else lambda: addend() + other()
 
 
 def _of_few_tokens(

@@ -1,0 +1,109 @@
+"""What the routed experts of a layer launch, and when what runs beside them begins."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_mamba_cache.kernels.experts import product_forms
+from megatron_mamba_cache.kernels.experts import routed_experts as routed_experts_module
+from megatron_mamba_cache.kernels.experts.beside_experts import BesideExperts
+from megatron_mamba_cache.kernels.experts.grouped_product import grouped_product
+from megatron_mamba_cache.kernels.experts.routed_experts import routed_experts
+from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED
+
+TOP_K = 2
+
+
+def layer_of(
+    num_tokens: int, num_experts: int, hidden: int, apart: Callable[[Tensor], Tensor] | None, beside: BesideExperts
+) -> Tensor:
+    generator = torch.Generator().manual_seed(num_tokens)
+    chosen = [torch.randperm(num_experts, generator=generator)[:TOP_K] for _ in range(num_tokens)]
+    first, second = torch.ones(num_experts, 64, hidden).bfloat16(), torch.ones(num_experts, hidden, 64).bfloat16()
+    x, ids = torch.ones(num_tokens, hidden).bfloat16(), torch.stack(chosen).to(torch.int32)
+    return routed_experts(x, ids, torch.ones(ids.shape), first, second, "none", apart=apart, beside=beside)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the card is pretended")
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "hidden", "apart", "follows_first", "comes_behind"),
+    [
+        pytest.param(300, 16, 64, None, True, True, id="long tiles"),
+        pytest.param(200, 16, 64, None, True, False, id="too few tokens to hold the routing up"),
+        pytest.param(300, 16, 64, torch.relu, False, True, id="an activation between the products"),
+        pytest.param(300, 16, 72, None, False, False, id="inputs that long tiles do not take in the first product"),
+        pytest.param(1100, 2, 64, None, False, False, id="more rows an expert than long tiles gather"),
+        pytest.param(40, 16, 64, None, False, False, id="short tiles"),
+    ],
+)
+def test_weights_are_read_ahead_only_behind_a_product_that_waited(
+    num_tokens: int,
+    num_experts: int,
+    hidden: int,
+    apart: Callable[[Tensor], Tensor] | None,
+    follows_first: bool,
+    comes_behind: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The second product then reads its tiles before the kernel before it has ended, which must not be theirs."""
+    events: list[object] = []
+
+    class NotesLaunch(BesideExperts):
+        def launch(self, *, behind: bool) -> None:
+            events.append(("beside", behind))
+
+    def noting_product(*args: object, **settings: object) -> Tensor:
+        events.append(("product", settings.get("follows_first", False)))
+        return grouped_product(*args, **settings)
+
+    monkeypatch.setattr(product_forms, "can_load_boxes", lambda weight: True)
+    monkeypatch.setattr(product_forms, "has_tested_gluon", lambda: True)
+    monkeypatch.setattr(routed_experts_module, "grouped_product", noting_product)
+    beside = NotesLaunch(lambda: torch.zeros(0), torch.device("cpu"))
+    assert layer_of(num_tokens, num_experts, hidden, apart, beside).shape == (num_tokens, hidden)
+    assert events == [("beside", comes_behind), ("product", False), ("product", follows_first)]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("num_tokens", [200, 300, 700, 1100, 2100])
+@pytest.mark.parametrize("num_experts", [2, 16])
+def test_a_captured_layer_gives_what_its_parts_give(num_tokens: int, num_experts: int) -> None:
+    generator, hidden = torch.Generator().manual_seed(num_tokens), 256
+
+    def drawn(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, generator=generator).mul(sizes[-1] ** -0.5).bfloat16().cuda()
+
+    first, second, other = drawn(num_experts, 128, hidden), drawn(num_experts, hidden, 128), drawn(hidden, hidden)
+    x, ids = torch.empty(num_tokens, hidden, device="cuda").bfloat16(), torch.empty(num_tokens, TOP_K, device="cuda")
+    ids = ids.to(torch.int32)
+
+    def layer() -> Tensor:
+        given = 2 * x
+        beside = BesideExperts(lambda: given @ other, given.device)
+        weights = torch.ones(ids.shape, device="cuda")
+        return routed_experts(given, ids, weights, first, second, "squared_relu", addend=beside.output, beside=beside)
+
+    ids.zero_()
+    layer()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.Stream(priority=-1)):
+        found = layer()
+    for _ in range(10):
+        x.copy_(torch.randn(x.shape, generator=generator))
+        chosen = [torch.randperm(num_experts, generator=generator)[:TOP_K] for _ in range(num_tokens)]
+        ids.copy_(torch.stack(chosen))
+        graph.replay()
+        torch.cuda.synchronize()
+        given = 2 * x.float()
+        expected = (given @ other.float()).bfloat16().float()
+        for expert in range(num_experts):
+            inner = (given @ first[expert].float().T).relu().square()
+            chose = (ids == expert).any(dim=1, keepdim=True)
+            expected += torch.where(chose, inner @ second[expert].float().T, 0.0)
+        error = ((found.float() - expected).abs().max() / expected.abs().max()).item()
+        print(f"{num_tokens} tokens, {num_experts} experts: {error:.5f} of the largest output")
+        assert error < 2e-2
