@@ -163,7 +163,8 @@ def test_sampling_reads_logits_in_wide_accesses_and_compiles_once(
         draw_tokens(rows, torch.empty(40, dtype=torch.float64)[first : first + num_rows], any_cut=True)
         tokens = greedy_tokens(rows.logits)
         cu_logits, drafts = torch.zeros(80, dtype=torch.int32)[first:], torch.zeros(80, dtype=torch.int64)[first:]
-        accept_matching(tokens, VerifyLogits(cu_logits[: num_rows + 1], drafts[:num_rows], max_drafts=3))
+        for max_drafts in (0, 1, 3, 8):
+            accept_matching(tokens, VerifyLogits(cu_logits[: num_rows + 1], drafts[:num_rows], max_drafts))
     assert [len(kernel.compiled) for kernel in once] == [1] * len(once)
     for kernel in reading:
         assert "v4.b32" in global_accesses(kernel.ptx[0], "ld")

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED
 from megatron_mamba_cache.kernels.sampling import token_cuts, token_draws
+from megatron_mamba_cache.kernels.sampling.greedy_draws import greedy_tokens
 from megatron_mamba_cache.kernels.sampling.sampling import sample_tokens, sample_tokens_ref, token_probabilities
 from megatron_mamba_cache.kernels.sampling.sampling_rows import SamplingRows
 from tests.kernels.kernel_stand_ins import launches_expected
@@ -109,6 +110,18 @@ def test_rows_without_numbers_draw_some_token_and_barred_tokens_are_never_drawn(
     tokens = drawn_by_kernels(rows_of(logits, chosen), uniforms_of(5))
     assert all(0 <= token < 4100 for token in tokens)
     assert tokens[2] == 4099 and tokens[3] == 5 and tokens[4] == 17
+
+
+@needs_kernels
+def test_a_greedy_row_without_numbers_takes_the_same_token_in_any_step() -> None:
+    logits = torch.full((4, 8200), -torch.inf)
+    logits[1], logits[2, 4100] = torch.nan, torch.nan
+    logits[3, 8199] = -3e38
+    greedy = [(0.0, 0, 0.0), (1.0, 1, 0.5), (0.0, 0, 0.0), (0.0, 0, 0.0)]
+    beside_a_sampled_row = drawn_by_kernels(
+        rows_of(torch.cat((logits, logits[3:])), [*greedy, SETTINGS[0]]), uniforms_of(5)
+    )
+    assert beside_a_sampled_row[:4] == greedy_tokens(logits.to(DEVICE)).tolist() == [0, 0, 0, 8199]
 
 
 @needs_kernels

@@ -13,14 +13,18 @@ from .verification import VerifyLogits, accept_matching_ref
 
 __all__ = ["accept_matching", "accept_matching_ref"]
 
+_COLUMNS = 16
+"""Tokens of a row up to which one compiled kernel serves any number of drafts."""
+
 
 @triton.jit(
-    do_not_specialize=["num_logits"],
+    do_not_specialize=["num_logits", "most"],
     do_not_specialize_on_alignment=["tokens", "draft_ids", "cu_logits", "outcome"],
 )
 def _accept_kernel(
-    tokens, draft_ids, cu_logits, outcome, num_logits, MOST: tl.constexpr, COLUMNS: tl.constexpr, OVERLAPS: tl.constexpr
+    tokens, draft_ids, cu_logits, outcome, num_logits, most, COLUMNS: tl.constexpr, OVERLAPS: tl.constexpr
 ):
+    """Accept a row's drafts; `most` tokens of a row have logits."""
     await_inputs(OVERLAPS)
     row, column = tl.program_id(0), tl.arange(0, COLUMNS)
     start = tl.load(cu_logits + row)
@@ -28,10 +32,10 @@ def _accept_kernel(
     place = tl.minimum(start + column, num_logits - 1)
     token = tl.load(tokens + place)
     draft = tl.load(draft_ids + place, mask=is_draft, other=0)
-    num_kept = tl.min(tl.where(is_draft & (token == draft), COLUMNS, column), axis=0)  # no draft is the last of MOST
-    outcome += row.to(tl.int64) * (1 + MOST)
+    num_kept = tl.min(tl.where(is_draft & (token == draft), COLUMNS, column), axis=0)  # the last column is no draft
+    outcome += row.to(tl.int64) * (1 + most)
     tl.store(outcome, 1 + num_kept.to(tl.int64))
-    tl.store(outcome + 1 + column, token, mask=column < MOST)
+    tl.store(outcome + 1 + column, token, mask=column < most)
 
 
 def accept_matching(tokens: Tensor, rows: VerifyLogits) -> Tensor:
@@ -60,8 +64,8 @@ def accept_matching(tokens: Tensor, rows: VerifyLogits) -> Tensor:
         cu_logits=rows.cu_logits,
         outcome=outcome,
         num_logits=len(tokens),
-        MOST=most,
-        COLUMNS=triton.next_power_of_2(most),
+        most=most,
+        COLUMNS=max(_COLUMNS, triton.next_power_of_2(most)),
         num_warps=1,
         **overlapping(tokens.device),
     )

@@ -83,7 +83,9 @@ def _pick_kernel(
     # The sum may exceed the last cumulative weight by rounding: take a tile, and below a token, with weight.
     last = tl.max(tl.where(mass > 0, tile, 0), axis=0)
     chosen = tl.minimum(tl.sum((is_tile & (cumulative <= target)).to(tl.int32), axis=0), last)
-    chosen = tl.where(is_greedy, tl.min(tl.where(tile_peaks == peak, tile, num_tiles - 1), axis=0), chosen)
+    # A row without a number has no largest one, and takes its first token.
+    first_tile = tl.min(tl.where(tile_peaks == peak, tile, TILES), axis=0)
+    chosen = tl.where(is_greedy, tl.where(first_tile < TILES, first_tile, 0), chosen)
     before = tl.sum(tl.where(tile < chosen, mass, 0.0), axis=0)
     own = tl.sum(tl.where(tile == chosen, mass, 0.0), axis=0)
     share = tl.where(own > 0, (target - before) / own, 0.0)
@@ -95,7 +97,8 @@ def _pick_kernel(
     reached = tl.cumsum(weights, axis=0)
     is_passed = reached <= share * tl.sum(weights, axis=0)
     drawn = tl.minimum(tl.sum(is_passed.to(tl.int32), axis=0), tl.max(tl.where(weights > 0, place, 0), axis=0))
-    drawn = tl.where(is_greedy, tl.min(tl.where(found == peak, place, TILE - 1), axis=0), drawn)
+    first_place = tl.min(tl.where(found == peak, place, TILE), axis=0)
+    drawn = tl.where(is_greedy, tl.where(first_place < TILE, first_place, 0), drawn)
     tl.store(tokens + row, tl.minimum(chosen * TILE + drawn, vocab_size - 1).to(tl.int64))
 
 
