@@ -42,7 +42,7 @@ class CudaRecorder:
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
-        # What a layer launches beside its main part, on a stream of the usual priority, gives way to the main part.
+        # Streams of what layers launch beside their main part have this priority too; see `BesideExperts`.
         self._stream = torch.cuda.Stream(priority=-1)
         self._parts: list[torch.cuda.CUDAGraph] = []  # of the recording under way
 
@@ -60,9 +60,8 @@ class CudaRecorder:
             try:
                 results = compute()
             finally:
-                self._parts[-1].capture_end()
-                *before, last = self._parts
-                self._parts = []
+                (*before, last), self._parts = self._parts, []
+                last.capture_end()
 
         def replay() -> None:
             for part in before:
