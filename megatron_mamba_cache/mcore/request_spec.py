@@ -261,11 +261,9 @@ def prompt_ids(prompt: Any) -> npt.NDArray[np.int64]:
         tokens = list(found.tolist() if isinstance(found, np.ndarray) else found)
     except TypeError:
         raise TypeError(f"a prompt is text or a sequence of token ids, found {prompt!r:.100}") from None
-    with suppress(OverflowError, TypeError):  # the loop below takes milliseconds for a long prompt
-        ids = packed_ids(tokens)
-        # What is packed is an integer, but for a tensor of one integer, which passes for it, and a bool.
-        if not any(isinstance(tokens[place], bool) for place in np.flatnonzero(ids.view(np.uint64) <= 1)):
-            return ids
+    if [*map(type, tokens)] == [int] * len(tokens):  # the loop below takes milliseconds for a long prompt
+        with suppress(OverflowError):
+            return packed_ids(tokens)
     for place, token in enumerate(tokens):
         is_integer = isinstance(token, int | np.integer) and not isinstance(token, bool)
         if not (is_integer and -(2**63) <= token < 2**63):
