@@ -77,15 +77,16 @@ class StepGraph:
         fullest = replace(self._views.attention, query_lens=shape.most_queries, kv_lens=kv_lens)
         self._attention = self._memory.attention.capture(fullest)
         self._unplanned: AttentionRows | None = None
-        # Ranks that share experts would wait within a step for one that cannot plan.
-        splits = shape.num_prefill_tokens > 0 and not runner.sharing.is_shared
+        # Where others would wait within a step for a rank that cannot plan, all plan before it begins.
+        is_alone = runner.ranks.num_stages == 1 and not runner.sharing.is_shared
+        self._plans_inside = is_alone and shape.num_prefill_tokens > 0 and self._attention.is_planned
         self._latest = latest
 
         def forward() -> tuple[Tensor, ...]:
             with runner.rehearsing():
                 self._views = view_step(padding, buffers, num_chunks)
                 attend = self._attention.begin()
-                step = Step(self._views, attention_after(recorder.split, attend) if splits else attend)
+                step = Step(self._views, attention_after(recorder.split, attend) if self._plans_inside else attend)
                 runner.show(step)
                 logits = model.compute_part()
                 return logits, step.wanted_outputs, *_computed_views(self._views.logits)
@@ -180,6 +181,8 @@ class StepGraph:
 
     def forward(self) -> Tensor:
         """Compute the logits of the step that was laid out last; those of padding are meaningless."""
+        if not self._plans_inside:
+            self._plan_attention()
         self._model.receive(self.shape.num_tokens)
         self._replay_forward()
         self._model.send(self.logits)

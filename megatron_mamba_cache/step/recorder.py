@@ -78,8 +78,9 @@ class CudaRecorder:
             self._begin_part()
 
     def _begin_part(self) -> None:
-        self._parts.append(torch.cuda.CUDAGraph())
-        self._parts[-1].capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        self._parts.append(graph)
 
     def num_bytes(self) -> int:
         """Return the bytes that torch has reserved for the pool."""

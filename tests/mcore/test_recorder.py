@@ -7,11 +7,14 @@ import torch
 from torch import Tensor
 
 from megatron_mamba_cache import build_engine
+from megatron_mamba_cache.kernels.attention.attention_rows import AttentionRows
 from megatron_mamba_cache.kernels.attention.interface import attention_after
+from megatron_mamba_cache.kernels.attention.reference import CapturedReference
 from megatron_mamba_cache.step import graphs
+from megatron_mamba_cache.step.batch import StepBatch
 from megatron_mamba_cache.step.recorder import CudaRecorder
-from tests.mcore.engine_runs import cache_config, tiny_hybrid
-from tests.mcore.graph_stand_ins import ComputesAgain
+from tests.mcore.engine_runs import EngineRun, cache_config, some_tokens, tiny_hybrid
+from tests.mcore.graph_stand_ins import ComputesAgain, capture_without_cuda
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -30,8 +33,12 @@ def test_attention_calls_what_comes_before_its_first_layer_once() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a recorder that notes takes the place of the real one")
-def test_graphs_with_prompts_are_split_and_those_of_decode_rows_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_planned", [True, False])
+def test_graphs_with_prompts_are_split_where_attention_is_planned(
+    is_planned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     splits: list[int] = []
+    monkeypatch.setattr(CapturedReference, "is_planned", is_planned)
 
     class NotesSplits(ComputesAgain):
         def split(self) -> None:
@@ -45,8 +52,68 @@ def test_graphs_with_prompts_are_split_and_those_of_decode_rows_are_not(monkeypa
     shapes = list(engine.context.runner.graphs.shapes)
     num_with_prompts = sum(shape.num_prefill_tokens > 0 for shape in shapes)
     assert 0 < num_with_prompts < len(shapes)
-    # What is drawn behind the logits is recorded apart, without attention. A replay here computes again, and splits.
-    assert len(splits) == num_with_prompts
+    assert len(splits) == (num_with_prompts if is_planned else 0)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a replay computes again only where there is no CUDA")
+@pytest.mark.parametrize("is_planned", [True, False])
+def test_each_laid_out_step_is_planned_once_and_before_its_attention(
+    is_planned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[object] = []
+    plan, lay_out = CapturedReference.plan_again, graphs.StepGraph.lay_out
+
+    def noting_plan(self: CapturedReference, rows: AttentionRows) -> None:
+        events.append(("plan", rows.kv_lens))
+        plan(self, rows)
+
+    def noting_lay_out(self: graphs.StepGraph, *args: object, **settings: object) -> StepBatch:
+        batch = lay_out(self, *args, **settings)
+        if self._unplanned is not None:
+            events.append(("laid out", batch.attention.kv_lens))
+        return batch
+
+    capture_without_cuda(monkeypatch)
+    monkeypatch.setattr(CapturedReference, "is_planned", is_planned)
+    subject = tiny_hybrid()
+    config = replace(cache_config(subject.sizes), num_cuda_graphs=2, cuda_graph_prefill_tokens=40)
+    run = EngineRun.start(subject, config)
+    monkeypatch.setattr(CapturedReference, "plan_again", noting_plan)
+    monkeypatch.setattr(graphs.StepGraph, "lay_out", noting_lay_out)
+    for index in range(4):
+        run.add(index, some_tokens(11 + 7 * index, seed=index), 9)
+    run.finish()
+    run.assert_matches_oracle()
+    laid_out, planned = events[::2], events[1::2]
+    print(f"{len(planned)} plans")
+    assert planned and [lengths for _, lengths in laid_out] == [lengths for _, lengths in planned]
+    assert {name for name, _ in laid_out} == {"laid out"} and {name for name, _ in planned} == {"plan"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a replay computes again only where there is no CUDA")
+@pytest.mark.parametrize("is_planned", [True, False])
+@pytest.mark.parametrize("number", [0, 1, 3])
+def test_a_plan_that_fails_loses_no_token(number: int, is_planned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans: list[int] = []
+
+    def failing_once(self: CapturedReference, rows: AttentionRows) -> None:
+        plans.append(1)
+        if len(plans) == number + 1:
+            raise RuntimeError("no plan")
+
+    capture_without_cuda(monkeypatch)
+    monkeypatch.setattr(CapturedReference, "is_planned", is_planned)
+    subject = tiny_hybrid()
+    config = replace(cache_config(subject.sizes), num_cuda_graphs=2, cuda_graph_prefill_tokens=40)
+    run = EngineRun.start(subject, config)
+    monkeypatch.setattr(CapturedReference, "plan_again", failing_once)
+    for index in range(3):
+        run.add(index, some_tokens(11 + 7 * index, seed=index), 30)
+    with pytest.raises(RuntimeError, match="no plan"):
+        run.finish()
+    run.finish()
+    run.assert_matches_oracle()
+    print(f"{len(plans)} plans")
 
 
 @pytest.mark.gpu

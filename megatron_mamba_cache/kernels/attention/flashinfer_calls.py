@@ -107,6 +107,11 @@ class CapturedFlashInfer:
 
     parts: Sequence[CapturedPart]
 
+    @property
+    def is_planned(self) -> bool:
+        """True: FlashInfer divides rows among thread blocks on the host."""
+        return True
+
     def begin(self) -> PlannedAttention:
         """Return the attention call for each layer."""
         for part in self.parts:

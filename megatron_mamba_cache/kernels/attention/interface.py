@@ -41,6 +41,10 @@ class AttentionShape:
 class CapturedAttention(Protocol):
     """Attention inside CUDA graphs of one shape: the same call, planned again before each replay."""
 
+    @property
+    def is_planned(self) -> bool:
+        """False if `plan_again` does nothing."""
+
     def begin(self) -> PlannedAttention:
         """Return the attention call for each layer; called during graph capture, which records the launches."""
 
@@ -70,6 +74,8 @@ class AttentionBackend(Protocol):
 
 class DeviceLengths:
     """`CapturedAttention` of a backend that reads exact lengths only on the device: there is nothing to plan again."""
+
+    is_planned = False
 
     def __init__(self, backend: AttentionBackend, rows: AttentionRows) -> None:
         self._backend = backend

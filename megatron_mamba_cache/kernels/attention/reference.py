@@ -43,6 +43,11 @@ class CapturedReference:
     rows: AttentionRows
     backend: ReferenceAttention
 
+    @property
+    def is_planned(self) -> bool:
+        """False: it reads exact lengths on the device."""
+        return False
+
     def begin(self) -> PlannedAttention:
         """Return the attention call for each layer."""
         return self.backend.plan(token_rows(self.rows))

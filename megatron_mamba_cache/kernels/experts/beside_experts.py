@@ -12,10 +12,10 @@ class BesideExperts:
 
     Few tokens take the time of reading its weights: it is launched while the others are routed, by small kernels that
     leave the memory idle. The routing is launched first, as its programs would wait for the larger kernels' otherwise.
-    The routed experts' products fill the card, so its stream has their priority: its programs are the next ones to
-    begin, not those that come last. With more tokens its programs take whole multiprocessors, and would hold the
-    routing up: they come behind it, and fill what the products leave idle. Without a graph, another stream costs the
-    host more than it gains.
+    The routed experts' products fill the card, so the shared expert's stream has their priority: its programs are the
+    next ones to begin, not those that come last. With more tokens the shared expert's programs take whole
+    multiprocessors, and would hold the routing up: they come behind it, and fill what the products leave idle. Without
+    a graph, another stream costs the host more than it gains.
 
     Args:
         compute: Returns [tokens, hidden] from what has been computed when this object is made.
@@ -34,7 +34,7 @@ class BesideExperts:
         """Begin to compute.
 
         Args:
-            behind: Whether to wait for all that the current stream has been given by now.
+            behind: Whether another stream waits for all that the current one has been given by now.
         """
         if self._stream is None or self._inputs is None:
             self._output = self._compute()
