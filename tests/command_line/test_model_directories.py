@@ -127,6 +127,7 @@ def shortfall(model: Any, prompt: list[int], generated: list[int]) -> float:
     return float((logits.max(dim=1).values - chosen).max())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("device", ["cpu", *(["auto"] if torch.cuda.is_available() else [])])
 def test_the_example_runs_a_directory_as_the_readme_says(
     device: str, tmp_path: Path, lines_file: Path, nemotron: Path

@@ -91,6 +91,7 @@ def test_a_server_that_fills_a_card_needs_no_budget_for_a_host_tier() -> None:
         check_arguments_for_card(split)
 
 
+@pytest.mark.long
 def test_a_process_that_cannot_use_its_flags_says_no_more_than_one_line(tmp_path: Path) -> None:
     flags = [*MODEL, "--port", "0", "--cache-gb", "0.1", "--host-cache-gb", "1e-6"]
     finished = run_process("-m", "megatron_mamba_cache", "serve", *flags, cwd=tmp_path)

@@ -58,6 +58,7 @@ def resident(processes: list[psutil.Process]) -> list[int]:
     return [process.memory_info().rss for process in processes]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_messages", [FEW, pytest.param(10_000, marks=pytest.mark.slow)], ids=["few", "many"])
 def test_messages_of_strangers_change_no_token_and_take_no_memory(
     num_messages: int, fleet: Fleet, tmp_path: Path

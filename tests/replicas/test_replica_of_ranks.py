@@ -63,6 +63,7 @@ def test_ranks_of_a_replica_serve_clients_and_follow_their_signals(
     assert fleet.wait_for_ends() == [0, 0]
 
 
+@pytest.mark.long
 def test_a_rank_that_dies_ends_the_requests_of_its_replica_and_the_coordinator_ends_with_the_last_client(
     fleet: Fleet, tmp_path: Path
 ) -> None:

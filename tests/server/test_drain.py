@@ -128,6 +128,7 @@ def test_an_idle_server_ends_within_a_second_and_says_what_it_did() -> None:
             return
 
 
+@pytest.mark.long
 def test_streams_end_within_two_seconds_after_the_drain_limit_whether_their_clients_read_or_not() -> None:
     body = {"prompt": "abc", "max_tokens": 4000, "ignore_eos": True, "stream": True, "logprobs": 5}
     with served("--drain-seconds", "1") as (process, url), httpx.Client(base_url=url, timeout=60) as http:

@@ -69,7 +69,8 @@ def test_other_streams_get_their_tokens_beside_hostile_grammars(server: RunningS
                 assert len(reply.json()["error"]["message"]) > 20, name
 
 
-@pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=[pytest.mark.long, pytest.mark.slow])])
+@pytest.mark.long
+@pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_memory_is_flat_over_many_grammars(server: RunningServer, count: int) -> None:
     with server.client() as http:
 
