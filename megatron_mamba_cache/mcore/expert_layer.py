@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from ..kernels.experts.beside_experts import BesideExperts
-from ..kernels.experts.few_tokens import SharedExpert
+from ..kernels.experts.routed_experts import SharedExpert
 from ..kernels.experts.router_logits import router_logits
 from ..kernels.experts.routing import RoutingRule, route
 from ..kernels.linear.one_token import can_multiply_one_token, multiply_one_token

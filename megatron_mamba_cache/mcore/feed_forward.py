@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from ..kernels.activations import Activation
-from ..kernels.experts.few_tokens import SharedExpert
+from ..kernels.experts.routed_experts import SharedExpert
 from ..kernels.linear.one_token import multiply_one_token
 from .linear import OneTokenColumnLinear, is_one_token
 

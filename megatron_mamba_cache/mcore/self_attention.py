@@ -55,7 +55,7 @@ class CachingSelfAttention(SelfAttention):
         return not has_norms and not config.test_mode and config.num_query_groups >= self.world_size
 
     def _attend_views(self, hidden_states: Tensor, inference_context: Any) -> Tensor:
-        """Attend without a copy of the queries by its own kernel: they are packed where keys are written."""
+        """Attend views of the joint projection; the launch that writes the keys also packs the queries."""
         mixed, sizes = self.get_query_key_value_tensors(hidden_states, split_qkv=False)
         query, key, value = mixed.squeeze(1).split(sizes, dim=-1)  # [tokens, kv heads, ...]
         query = query.unflatten(-1, (-1, self.hidden_size_per_attention_head))

@@ -11,8 +11,7 @@ from typing_extensions import override
 
 from ..kernels.activations import Activation
 from ..kernels.experts.beside_experts import BesideExperts
-from ..kernels.experts.few_tokens import SharedExpert
-from ..kernels.experts.routed_experts import routed_experts, takes_shared_expert
+from ..kernels.experts.routed_experts import SharedExpert, routed_experts, takes_shared_expert
 from .feed_forward import fused_activation
 
 STACKED_PARAMETERS = (".experts.linear_fc1", ".experts.linear_fc2")

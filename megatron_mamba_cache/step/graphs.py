@@ -121,6 +121,7 @@ class StepGraph:
         return batch
 
     def _plan_attention(self) -> None:
+        """Plan the step that was laid out last, once: before its forward, or within, where `_plans_inside`."""
         if self._unplanned is not None:
             self._attention.plan_again(self._unplanned)
             self._unplanned = None

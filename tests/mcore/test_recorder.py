@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_mamba_cache import build_engine
 from megatron_mamba_cache.kernels.attention.attention_rows import AttentionRows
 from megatron_mamba_cache.kernels.attention.interface import attention_after
 from megatron_mamba_cache.kernels.attention.reference import CapturedReference
@@ -17,6 +16,15 @@ from tests.mcore.engine_runs import EngineRun, cache_config, some_tokens, tiny_h
 from tests.mcore.graph_stand_ins import ComputesAgain, capture_without_cuda
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def start_captured(*, is_planned: bool, patch: pytest.MonkeyPatch) -> EngineRun:
+    """Start an engine whose graphs are computed again instead of replayed, with attention that counts as planned."""
+    capture_without_cuda(patch)
+    patch.setattr(CapturedReference, "is_planned", is_planned)
+    subject = tiny_hybrid()
+    config = replace(cache_config(subject.sizes), num_cuda_graphs=2, cuda_graph_prefill_tokens=40)
+    return EngineRun.start(subject, config)
 
 
 def test_attention_calls_what_comes_before_its_first_layer_once() -> None:
@@ -38,18 +46,9 @@ def test_graphs_with_prompts_are_split_where_attention_is_planned(
     is_planned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     splits: list[int] = []
-    monkeypatch.setattr(CapturedReference, "is_planned", is_planned)
-
-    class NotesSplits(ComputesAgain):
-        def split(self) -> None:
-            splits.append(1)
-
-    monkeypatch.setattr(graphs, "CudaRecorder", NotesSplits)
-    monkeypatch.setattr(graphs, "device_reason", lambda memory: None)
-    subject = tiny_hybrid()
-    config = replace(cache_config(subject.sizes), num_cuda_graphs=2, cuda_graph_prefill_tokens=40)
-    engine = build_engine(subject.model, config)
-    shapes = list(engine.context.runner.graphs.shapes)
+    monkeypatch.setattr(ComputesAgain, "split", lambda self: splits.append(1))
+    run = start_captured(is_planned=is_planned, patch=monkeypatch)
+    shapes = list(run.context.runner.graphs.shapes)
     num_with_prompts = sum(shape.num_prefill_tokens > 0 for shape in shapes)
     assert 0 < num_with_prompts < len(shapes)
     assert len(splits) == (num_with_prompts if is_planned else 0)
@@ -73,11 +72,7 @@ def test_each_laid_out_step_is_planned_once_and_before_its_attention(
             events.append(("laid out", batch.attention.kv_lens))
         return batch
 
-    capture_without_cuda(monkeypatch)
-    monkeypatch.setattr(CapturedReference, "is_planned", is_planned)
-    subject = tiny_hybrid()
-    config = replace(cache_config(subject.sizes), num_cuda_graphs=2, cuda_graph_prefill_tokens=40)
-    run = EngineRun.start(subject, config)
+    run = start_captured(is_planned=is_planned, patch=monkeypatch)
     monkeypatch.setattr(CapturedReference, "plan_again", noting_plan)
     monkeypatch.setattr(graphs.StepGraph, "lay_out", noting_lay_out)
     for index in range(4):
@@ -101,11 +96,7 @@ def test_a_plan_that_fails_loses_no_token(number: int, is_planned: bool, monkeyp
         if len(plans) == number + 1:
             raise RuntimeError("no plan")
 
-    capture_without_cuda(monkeypatch)
-    monkeypatch.setattr(CapturedReference, "is_planned", is_planned)
-    subject = tiny_hybrid()
-    config = replace(cache_config(subject.sizes), num_cuda_graphs=2, cuda_graph_prefill_tokens=40)
-    run = EngineRun.start(subject, config)
+    run = start_captured(is_planned=is_planned, patch=monkeypatch)
     monkeypatch.setattr(CapturedReference, "plan_again", failing_once)
     for index in range(3):
         run.add(index, some_tokens(11 + 7 * index, seed=index), 30)

@@ -91,7 +91,7 @@ class CapturedPart:
         self._planned = None  # in case planning fails
         if self._was_sent is not None:
             self._was_sent.synchronize()  # the plan before is on its way from memory that this one overwrites
-        # FlashInfer waits for its own copy of them, and so for all that the device has yet to do.
+        # FlashInfer's own copy of page numbers would wait for the device, and so for all that is launched already.
         sent = slice(len(pages.pages))
         self._sent_pages[sent] = pages.pages
         self._pages[sent].copy_(self._sent_pages[sent], non_blocking=True)
@@ -105,12 +105,9 @@ class CapturedPart:
 class CapturedFlashInfer:
     """The calls of a captured step."""
 
-    parts: Sequence[CapturedPart]
+    is_planned = True  # on the host, which divides rows among thread blocks
 
-    @property
-    def is_planned(self) -> bool:
-        """True: FlashInfer divides rows among thread blocks on the host."""
-        return True
+    parts: Sequence[CapturedPart]
 
     def begin(self) -> PlannedAttention:
         """Return the attention call for each layer."""

@@ -40,13 +40,10 @@ class ReferenceAttention:
 class CapturedReference:
     """The twin for rows whose lengths the host does not know: each token is its own row."""
 
+    is_planned = False
+
     rows: AttentionRows
     backend: ReferenceAttention
-
-    @property
-    def is_planned(self) -> bool:
-        """False: it reads exact lengths on the device."""
-        return False
 
     def begin(self) -> PlannedAttention:
         """Return the attention call for each layer."""

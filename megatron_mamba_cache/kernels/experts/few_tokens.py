@@ -6,8 +6,6 @@ loads of which are in flight at once. The expert that every token goes to takes 
 first weights are read while tokens are routed, and the second product's while the first still runs.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 from torch import Tensor
@@ -17,18 +15,6 @@ FEW_TOKENS = 4
 
 _WIDEST = 4096
 """Inputs of a tile at most."""
-
-
-class SharedExpert(NamedTuple):
-    """The weights of the expert that every token goes to; its activation is that of the others.
-
-    Args:
-        first: [inner, inputs]; [2 * inner, inputs] for gated activations, the gates first.
-        second: [outputs, inner].
-    """
-
-    first: Tensor
-    second: Tensor
 
 
 def tile_width(x: Tensor) -> int:

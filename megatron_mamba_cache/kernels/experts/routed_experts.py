@@ -1,6 +1,7 @@
 """The routed experts of a layer, from the choice of experts to the weighted sum."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -8,7 +9,7 @@ from ..activations import Activation
 from ..kernel_launches import is_computed_in_fp32, launches_kernel
 from .beside_experts import BesideExperts
 from .expert_order import order_by_expert
-from .few_tokens import FEW_TOKENS, SharedExpert
+from .few_tokens import FEW_TOKENS
 from .grouped_product import grouped_product
 from .pair_products import product_of_pairs
 from .product_forms import takes_long_tiles
@@ -18,6 +19,18 @@ from .weighted_sum import weighted_sum
 _MOST_SHARED_TOKENS = 2
 _MOST_TOKENS_BESIDE_ROUTING = 256
 """Tokens up to which what runs beside the experts takes no time from their routing."""
+
+
+class SharedExpert(NamedTuple):
+    """The weights of the expert that every token goes to; its activation is that of the others.
+
+    Args:
+        first: [inner, inputs]; [2 * inner, inputs] for gated activations, the gates first.
+        second: [outputs, inner].
+    """
+
+    first: Tensor
+    second: Tensor
 
 
 def takes_shared_expert(x: Tensor) -> bool:

@@ -95,6 +95,5 @@ def best_of_rows(peaks: Tensor, ids: Tensor) -> Tensor:
 
 def greedy_tokens_ref(logits: Tensor) -> Tensor:
     """Return the most probable token of each row of logits; see `greedy_tokens`."""
-    largest = LARGEST if is_computed_in_fp32(logits) else None
-    found = logits.float() if is_computed_in_fp32(logits) else logits
+    found, largest = (logits.float(), LARGEST) if is_computed_in_fp32(logits) else (logits, None)
     return found.nan_to_num(nan=float("-inf"), posinf=largest, neginf=float("-inf")).argmax(dim=-1)
