@@ -13,6 +13,7 @@ from megatron_mamba_cache.kernels.conv import causal_conv, conv_verify
 from megatron_mamba_cache.kernels.experts import (
     expert_order,
     grouped_product,
+    grouped_product_hopper,
     pair_products,
     product_sums,
     product_tiles,
@@ -119,6 +120,31 @@ def test_nothing_is_read_or_written_before_the_wait(
     assert waits and "griddepcontrol.launch_dependents" in before
     accesses = r"\b(?:ld|st|atom|red)\.(?:global|shared)|cp\.async"
     assert not re.search(accesses, before) and re.search(accesses, after)
+
+
+# The gathering form takes many seconds to compile.
+@pytest.mark.parametrize("top_k", [None, pytest.param(2, marks=pytest.mark.slow)])
+def test_long_tiles_behind_any_kernel_wait_for_it_before_all_else(
+    top_k: int | None,
+    compile_for_hopper: Callable[[ModuleType, str], CompiledInsteadOfLaunched],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And they let the next kernel begin only then: it may read their tiles at once."""
+    monkeypatch.setattr(grouped_product_hopper, "num_multiprocessors", lambda device: 132)
+    order = ExpertOrder(int32(80), int32(40, 2), int32(3))
+    ptx = overlapped_ptx(
+        grouped_product_hopper,
+        "_product_kernel",
+        lambda: grouped_product_hopper.multiply_on_hopper(
+            half(80, 128), half(2, 128, 128), order, half(80, 128), top_k=top_k, activation="none", follows_first=False
+        ),
+        compile_for_hopper,
+        monkeypatch,
+    )
+    before, waits, after = ptx.partition("griddepcontrol.wait")
+    accesses = r"\b(?:ld|st|atom|red)\.global|cp\.async"
+    assert waits and not re.search(accesses, before) and re.search(accesses, after)
+    assert "griddepcontrol.launch_dependents" not in before and "griddepcontrol.launch_dependents" in after
 
 
 @pytest.mark.parametrize(
