@@ -63,7 +63,8 @@ def card_settings(
     """Return fields of `CacheConfig` that fill a GPU; all ranks of the model call it.
 
     KV blocks and states share `fraction` of the free memory as one budget, or what the largest step leaves if that is
-    less. As many requests run at once, up to 256, as have room in half of it for their states and 2,048 tokens each.
+    less. As many requests run at once, up to 256, as have room in half of it for their states and 2,048 tokens each;
+    the number of drafts does not change that where states are replayed.
 
     Args:
         max_length: The most tokens that the model can read; fewer are allowed where that has no room.
@@ -78,19 +79,14 @@ def card_settings(
     asked = given.get("max_requests") or 0
     sizes = _without_memory(shape, block, given)
     state_bytes = shape.state_layout(sizes).slot_bytes
-    live_bytes = state_bytes + (shape.ring_layout(sizes).ring_bytes if sizes.replays else 0)
+    live_bytes = _live_bytes(shape, sizes)
     max_tokens = given.get("max_tokens") or max(_MAX_TOKENS, block, asked)
     given_gb = given.get("cache_gb")
     if given_gb is None:
         budget = _budget(card, shape, max_tokens, max(asked, _MAX_REQUESTS) * (1 + drafts))
     else:
         budget = card.share * given_gb * _GIB
-    request_bytes = (
-        live_bytes
-        + sizes.num_draft_slots * state_bytes
-        + math.ceil(_TOKENS_A_REQUEST / block) * shape.block_bytes(block)
-    )
-    fitting = min(_MAX_REQUESTS, max_tokens, int(budget / 2 / max(request_bytes, 1)))
+    fitting = min(_MAX_REQUESTS, max_tokens, int(budget / 2 / max(_request_bytes(shape, sizes), 1)))
     max_requests = asked or max(1, fitting)
     rest = budget - max_requests * live_bytes
     if given_gb is None and rest < state_bytes + 2 * shape.block_bytes(block):
@@ -114,6 +110,23 @@ def _budget(card: Card, shape: "HybridModelShape", max_tokens: int, num_sampled:
     logits = _BYTES_A_LOGIT * shape.vocab_size * num_sampled
     whole = min(card.fraction * card.free_bytes, card.free_bytes - activations - logits - _FIXED_BYTES)
     return max(card.share * whole, 0.0)
+
+
+def _live_bytes(shape: "HybridModelShape", sizes: CacheConfig) -> int:
+    """Return the bytes of a request's live state and ring."""
+    return shape.state_layout(sizes).slot_bytes + (shape.ring_layout(sizes).ring_bytes if sizes.replays else 0)
+
+
+def _request_bytes(shape: "HybridModelShape", sizes: CacheConfig) -> int:
+    """Return the bytes of a request of 2,048 tokens with its states.
+
+    Drafts count where each has a slot. Those of replayed states have a few inputs only, which come out of the other
+    half of the memory: as many requests run at once with drafts as without.
+    """
+    tokens_bytes = math.ceil(_TOKENS_A_REQUEST / sizes.block_size_tokens) * shape.block_bytes(sizes.block_size_tokens)
+    if sizes.replays:
+        return _live_bytes(shape, replace(sizes, num_speculative_tokens=0)) + tokens_bytes
+    return (1 + sizes.num_draft_slots) * shape.state_layout(sizes).slot_bytes + tokens_bytes
 
 
 def longest_request(shape: "HybridModelShape", config: CacheConfig, budget: float, ranks: "Ranks") -> int:

@@ -106,6 +106,32 @@ def test_a_small_card_runs_fewer_requests_and_still_caches() -> None:
     assert settings["cache_gb"] > 0.5 + settings["max_requests"] * 0.1
 
 
+@pytest.mark.parametrize("shape", [DENSE_8B, NANO_30B, SMALL])
+@pytest.mark.parametrize("state", ["fp32", "bf16"])
+@pytest.mark.parametrize("cache_gb", [1.0, 4.0, 20.0])
+def test_as_many_replayed_requests_run_with_drafts_as_without(
+    shape: HybridModelShape, state: str, cache_gb: float
+) -> None:
+    """And the pools that they get have a place for each of them, in the same memory."""
+    found = []
+    for num_drafts in (0, 3, 7):
+        form = {"draft_states": "replay", "ssm_state_dtype": state, "num_speculative_tokens": num_drafts}
+        settings = card_settings(shape, 4096, Card(120 * GIB, 0.9, 21_504), {"cache_gb": cache_gb} | form)
+        config = CacheConfig(**settings | form).resolved()
+        capacity = CacheCapacity.of(config, shape, OneRank())
+        assert config.num_draft_slots == 0
+        assert capacity.num_slots >= config.max_requests
+        found.append((config.max_requests, config.cache_gb))
+    assert len(set(found)) == 1, found
+
+
+def test_as_many_requests_in_windows_run_as_have_room_for_the_states_of_their_drafts() -> None:
+    given_fields = {"cache_gb": 20.0, "draft_states": "window"}
+    alone = card_settings(DENSE_8B, 4096, Card(120 * GIB, 0.9, 21_504), given_fields)
+    drafted = card_settings(DENSE_8B, 4096, Card(120 * GIB, 0.9, 21_504), given_fields | {"num_speculative_tokens": 7})
+    assert drafted["max_requests"] < alone["max_requests"] / 4
+
+
 @pytest.mark.parametrize(
     ("kept", "of_the_other"),
     [({"buffer_size_gb": 10.0}, "prefix_caching_mamba_gb"), ({"prefix_caching_mamba_gb": 2.0}, "buffer_size_gb")],
