@@ -107,7 +107,7 @@ def _write(
     """Write every integer of a step; return the number of its SSM chunks."""
     num_decode = num_decoding(rows)
     buffers.begin()
-    _write_rows(rows, buffers)
+    _write_rows(rows, buffers, geometry.block_size)
     _write_tokens(rows, num_decode, buffers, geometry)
     write_live_states(rows[:num_decode], buffers)
     write_logits(rows, buffers, purpose, draws_ratios=draws_ratios)
@@ -115,7 +115,7 @@ def _write(
     return write_prefill_rows(prefill_rows, buffers, geometry.ssm_chunk_size) if prefill_rows else 0
 
 
-def _write_rows(rows: Sequence[RunningRequest], buffers: StepBuffers) -> None:
+def _write_rows(rows: Sequence[RunningRequest], buffers: StepBuffers, block_size: int) -> None:
     num_rows = len(rows)
     scheduled, computed = buffers.host("scheduled")[:num_rows], buffers.host("computed")[:num_rows]
     scheduled[:] = [row.scheduled for row in rows]
@@ -123,7 +123,8 @@ def _write_rows(rows: Sequence[RunningRequest], buffers: StepBuffers) -> None:
     cu_query = buffers.host("cu_query")
     cu_query[0] = 0
     np.cumsum(scheduled, out=cu_query[1 : num_rows + 1])
-    np.add(computed, scheduled, out=buffers.host("kv_lengths")[:num_rows])
+    kv_lengths = np.add(computed, scheduled, out=buffers.host("kv_lengths")[:num_rows])
+    buffers.host("last_block_lens")[:num_rows] = (kv_lengths - 1) % block_size + 1
     num_blocks = np.fromiter((len(row.block_ids) for row in rows), np.int32, num_rows)
     table = buffers.host_block_table()[:num_rows]
     blocks = chain.from_iterable(row.block_ids for row in rows)
@@ -136,15 +137,15 @@ def _write_tokens(
     """Write the sections that hold one entry a token; called after `_write_rows`."""
     num_rows, block_size = len(rows), geometry.block_size
     scheduled, starts = buffers.host("scheduled")[:num_rows], buffers.host("cu_query")[: num_rows + 1]
-    ids, num_tokens = buffers.host("token_ids"), starts[-1]
+    ids, num_tokens = buffers.host_int64("token_ids"), starts[-1]
     decoded = chain.from_iterable(row.inputs for row in rows[:num_decode])
-    ids[: starts[num_decode]] = np.fromiter(decoded, np.int32, starts[num_decode])
+    ids[: starts[num_decode]] = np.fromiter(decoded, np.int64, starts[num_decode])
     for row, start in zip(rows[num_decode:], starts[num_decode:], strict=False):
         ids[start : start + row.scheduled] = row.inputs
     owners = np.repeat(np.arange(num_rows), scheduled)
     at = np.arange(num_tokens, dtype=np.int32) + (buffers.host("computed")[:num_rows] - starts[:-1])[owners]
     index = at // block_size
-    buffers.host("token_positions")[:num_tokens] = at
+    buffers.host_int64("token_positions")[:num_tokens] = at
     buffers.host("token_offsets")[:num_tokens] = at - index * block_size
     # A block that was found in the cache holds these tokens' KV already, and other rows may read it.
     num_shared = np.fromiter((row.num_shared_blocks for row in rows), np.int32, num_rows)
@@ -185,7 +186,7 @@ def view_step(rows: Sequence[RunningRequest], buffers: StepBuffers, num_chunks: 
     num_decode = num_decoding(rows)
     num_tokens = sum(row.scheduled for row in rows)
     device = buffers.device
-    token_ids = device("token_ids")[:num_tokens].long()
+    token_ids = buffers.device_int64("token_ids")[:num_tokens]
     return StepBatch(
         rows=tuple(rows),
         request_ids=tuple(row.request_id for row in rows),
@@ -195,7 +196,7 @@ def view_step(rows: Sequence[RunningRequest], buffers: StepBuffers, num_chunks: 
         num_decode_rows=num_decode,
         num_decode_tokens=sum(row.scheduled for row in rows[:num_decode]),
         token_ids=token_ids,
-        positions=device("token_positions")[:num_tokens].long(),
+        positions=buffers.device_int64("token_positions")[:num_tokens],
         token_blocks=device("token_blocks")[:num_tokens],
         token_offsets=device("token_offsets")[:num_tokens],
         real_tokens=device("real_tokens")[:num_tokens] if buffers.limits.marks_real_tokens else None,
@@ -213,6 +214,7 @@ def _attention_rows(rows: Sequence[RunningRequest], buffers: StepBuffers) -> Att
     return AttentionRows(
         cu_query=buffers.device("cu_query")[: num_rows + 1],
         kv_lengths=buffers.device("kv_lengths")[:num_rows],
+        last_block_lens=buffers.device("last_block_lens")[:num_rows],
         block_table=buffers.device_block_table()[:num_rows],
         query_lens=tuple(row.scheduled for row in rows),
         kv_lens=tuple(row.computed + row.scheduled for row in rows),

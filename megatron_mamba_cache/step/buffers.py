@@ -43,7 +43,7 @@ class StepLimits:
 
 
 class StepBuffers:
-    """A host and a device buffer of the same sections, all int32 (floats travel as their bits).
+    """A host and a device buffer of the same sections, all int32: numbers of 64 bits and floats travel as their bits.
 
     The sections are in the order of `SECTIONS`; see `StepBatch` for what each holds.
     """
@@ -59,6 +59,7 @@ class StepBuffers:
         "real_tokens",
         "cu_query",
         "kv_lengths",
+        "last_block_lens",
         "cu_logits",
         "logit_tokens",
         "logit_rows",
@@ -104,8 +105,8 @@ class StepBuffers:
     @staticmethod
     def _section_sizes(limits: StepLimits) -> dict[str, int]:
         sizes = {name: limits.max_rows for name in StepBuffers.SECTIONS}
-        for name in ("token_ids", "token_positions", "token_blocks", "token_offsets"):
-            sizes[name] = limits.max_tokens
+        sizes["token_ids"] = sizes["token_positions"] = 2 * limits.max_tokens  # int64, as the model reads them
+        sizes["token_blocks"] = sizes["token_offsets"] = limits.max_tokens
         sizes["real_tokens"] = limits.max_tokens if limits.marks_real_tokens else 0
         sizes["source_slots"] = limits.max_rows if limits.restores_states else 0
         for name in ("cu_query", "cu_logits", "cu_rows", "cu_row_chunks"):
@@ -127,6 +128,14 @@ class StepBuffers:
     def device(self, name: str) -> Tensor:
         """Return the device side of a section: a view whose address never changes."""
         return self._device[self._spans[name]]
+
+    def host_int64(self, name: str) -> npt.NDArray[np.int64]:
+        """Return the host side of a section of 64-bit integers."""
+        return self.host(name).view(np.int64)
+
+    def device_int64(self, name: str) -> Tensor:
+        """Return the device side of a section of 64-bit integers: a view whose address never changes."""
+        return self.device(name).view(torch.int64)
 
     def host_block_table(self) -> npt.NDArray[np.int32]:
         """Return the host block table, [max_rows, max_blocks]."""
@@ -162,4 +171,4 @@ class StepBuffers:
 
     def feed(self, tokens: Tensor) -> None:
         """After `send`, replace the first token ids that were sent by [n] tokens on the device."""
-        self.device("token_ids")[: tokens.shape[0]].copy_(tokens)
+        self.device_int64("token_ids")[: tokens.shape[0]].copy_(tokens)

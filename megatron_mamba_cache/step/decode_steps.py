@@ -15,6 +15,9 @@ from .batch import StepBatch, write_live_states
 from .buffers import StepBuffers
 from .logits import Draws, write_next_uniforms, write_uniforms
 
+_COUNTED_BY_ROW = ("computed", "kv_lengths", "last_block_lens")
+"""Sections that grow by the tokens that a row keeps."""
+
 
 @dataclass(frozen=True, slots=True)
 class RowEnds:
@@ -149,13 +152,13 @@ def send_again(
     num_rows, num_tokens = len(rows), sum(last.widths)
     buffers.begin()
     kept = np.fromiter((row.accepted for row in rows), np.int32, num_rows)
-    for name in ("computed", "kv_lengths"):
+    for name in _COUNTED_BY_ROW:
         buffers.host(name)[:num_rows] += kept
     kept_by_token = np.repeat(kept, buffers.host("scheduled")[:num_rows])
-    for name in ("token_positions", "token_offsets"):
-        buffers.host(name)[:num_tokens] += kept_by_token
+    buffers.host_int64("token_positions")[:num_tokens] += kept_by_token
+    buffers.host("token_offsets")[:num_tokens] += kept_by_token
     inputs = chain.from_iterable(row.inputs for row in rows)
-    buffers.host("token_ids")[:num_tokens] = np.fromiter(inputs, np.int32, num_tokens)
+    buffers.host_int64("token_ids")[:num_tokens] = np.fromiter(inputs, np.int64, num_tokens)
     write_live_states(rows, buffers)
     if last.draws is not Draws.BEST:
         write_uniforms("uniforms", DrawPurpose.SAMPLE, rows, buffers)
@@ -174,8 +177,9 @@ def send_next(last: DecodeStep, buffers: StepBuffers, num_table_rows: int) -> De
     if ring_len:  # the last step has folded up to here
         folded = buffers.host("folded")[:num_rows]
         np.maximum(folded, buffers.host("computed")[:num_rows] // ring_len * ring_len, out=folded)
-    for name in ("computed", "kv_lengths", "token_positions", "token_offsets"):
+    for name in (*_COUNTED_BY_ROW, "token_offsets"):
         buffers.host(name)[:num_rows] += 1
+    buffers.host_int64("token_positions")[:num_rows] += 1
     if last.draws is not Draws.BEST:
         write_next_uniforms(last.rows, buffers)
     buffers.send(num_table_rows)

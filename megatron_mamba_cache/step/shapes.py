@@ -154,7 +154,9 @@ def pad_tail(
     """
     num_rows = len(padded)
     tokens = slice(int(buffers.host("cu_query")[num_rows]), shape.num_tokens)
-    for name, value in (("token_ids", 0), ("token_positions", 0), ("token_blocks", dummy_block), ("token_offsets", 0)):
+    for name in ("token_ids", "token_positions"):
+        buffers.host_int64(name)[tokens] = 0
+    for name, value in (("token_blocks", dummy_block), ("token_offsets", 0)):
         buffers.host(name)[tokens] = value
     if buffers.limits.marks_real_tokens:
         buffers.host("real_tokens")[tokens] = 0

@@ -104,5 +104,8 @@ class Step:
         """
         if are_hidden_states and any(row.scores_prompt for row in self.rows):
             self.scored_hidden_states = outputs.squeeze(0)
-        self.wanted_outputs = outputs.squeeze(0).index_select(0, self.batch.logits.tokens)
+        tokens, found = self.batch.logits.tokens, outputs.squeeze(0)
+        # Where all rows decode, each token's are wanted, in order.
+        are_all = self.batch.prefill is None and len(tokens) == len(found)
+        self.wanted_outputs = found if are_all else found.index_select(0, tokens)
         return self.wanted_outputs

@@ -257,6 +257,7 @@ class CapturedSteps:
             (bound,) * CAPTURED_ROWS,
             self.table,
             captured.num_decode,
+            torch.full((CAPTURED_ROWS,), shape.block_size, **options),
         )
         half = {"dtype": shape.dtype, "device": shape.device}
         self.q = torch.zeros(sum(captured.most), shape.num_heads, shape.head_dim, **half)
@@ -270,7 +271,9 @@ class CapturedSteps:
         num_tokens = sum(query_len for query_len, _ in mix)
         ends = [0, *accumulate(query_len for query_len, _ in mix), *[num_tokens] * unused]
         self.rows.cu_query.copy_(torch.tensor(ends, dtype=torch.int32))
-        self.rows.kv_lengths.copy_(torch.tensor([*(kv for _, kv in mix), *[0] * unused], dtype=torch.int32))
+        kv_lengths = torch.tensor([*(kv for _, kv in mix), *[0] * unused], dtype=torch.int32)
+        self.rows.kv_lengths.copy_(kv_lengths)
+        self.rows.last_block_lens.copy_((kv_lengths - 1) % shape.block_size + 1)
         if step is not None:
             held = np.minimum(step.rows.host_block_table, CAPTURED_ROWS * CAPTURED_BLOCKS - 1)
             self.table[: len(mix), : held.shape[1]] = held[:, :CAPTURED_BLOCKS]

@@ -210,6 +210,9 @@ def test_step_is_what_a_walk_over_its_tokens_says(device: str, seed: int) -> Non
     assert batch.attention.query_lens == tuple(end - start for start, end in pairwise(expected.cu_query))
     assert ints(batch.attention.kv_lengths) == [row.computed + row.scheduled for row in rows]
     assert list(batch.attention.kv_lens) == ints(batch.attention.kv_lengths)
+    held = [row.computed + row.scheduled - (len(row.block_ids) - 1) * GEOMETRY.block_size for row in rows]
+    found = ints(batch.attention.last_block_lens)
+    assert all(mine == theirs for mine, theirs in zip(found, held, strict=True) if 0 < theirs <= GEOMETRY.block_size)
     num_decode = sum(not row.is_prefilling for row in rows)
     assert batch.num_decode_rows == num_decode
     assert batch.num_decode_tokens == expected.cu_query[num_decode]

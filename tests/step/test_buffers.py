@@ -35,7 +35,7 @@ def test_sections_never_overlap_and_have_the_sizes_of_the_limits(max_drafts: int
     fill(buffers, first=1)
     values = [value for section in host_values(buffers).values() for value in section]
     assert sorted(values) == list(range(1, len(values) + 1))
-    per_logit, per_token, per_row = 3 * 2 + 2, 5, 17 + (1 + max_drafts)
+    per_logit, per_token, per_row = 3 * 2 + 2, 2 * 2 + 3, 18 + (1 + max_drafts)
     assert len(values) == per_logit * num_logits + per_token * 11 + 4 * 6 + per_row * 5 + 8 + 2 * 7 + 5 * 3
 
 
@@ -96,10 +96,10 @@ def test_send_is_one_copy(device: str) -> None:
 
 def test_views_taken_before_a_send_show_what_it_brings(device: str) -> None:
     buffers = StepBuffers(LIMITS, device)
-    ids, table = buffers.device("token_ids"), buffers.device_block_table()
+    ids, table = buffers.device_int64("token_ids"), buffers.device_block_table()
     fill(buffers, first=1)
     buffers.send(LIMITS.max_rows)
-    assert ids.tolist() == buffers.host("token_ids").tolist()
+    assert ids.tolist() == buffers.host_int64("token_ids").tolist()
     assert table.tolist() == buffers.host_block_table().tolist()
 
 

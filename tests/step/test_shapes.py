@@ -22,8 +22,9 @@ from megatron_mamba_cache.step.shapes import (
 from tests.step.test_batch import GEOMETRY, LIMITS, random_decode, row_of
 
 SHAPES = (StepShape(6, 4), StepShape(0, 1, 3, 40), StepShape(5, 1, 3, 40))
-PER_TOKEN = ("token_ids", "token_positions", "token_blocks", "token_offsets")
-PER_ROW = ("kv_lengths", "computed", "scheduled", "temperature", "top_k", "top_p")
+OF_64_BITS = ("token_ids", "token_positions")
+PER_TOKEN = (*OF_64_BITS, "token_blocks", "token_offsets")
+PER_ROW = ("kv_lengths", "last_block_lens", "computed", "scheduled", "temperature", "top_k", "top_p")
 PER_DECODE_ROW = ("num_drafts", "accepted", "align_slots")
 PER_PREFILL_ROW = ("initial_slots", "final_slots")
 
@@ -49,7 +50,7 @@ def filled_with_junk(device: str) -> StepBuffers:
 
 
 def section(buffers: StepBuffers, name: str) -> np.ndarray:
-    return buffers.device(name).cpu().numpy()
+    return (buffers.device_int64 if name in OF_64_BITS else buffers.device)(name).cpu().numpy()
 
 
 def send(rows: list[RunningRequest], buffers: StepBuffers, shape: StepShape) -> None:

@@ -19,6 +19,8 @@ class AttentionRows:
         kv_lens: Host copy of `kv_lengths`, or upper bounds of it: they size the reads, `kv_lengths` masks them.
         host_block_table: Host copy of `block_table`, valid until the step's results have been read back.
         num_decode_rows: How many rows, the first ones, decode or verify; the others are of prompts.
+        last_block_lens: [rows] int32; tokens in each row's last block, of a row without tokens anything. A graph reads
+            it; None where nothing is captured.
     """
 
     cu_query: Tensor
@@ -28,3 +30,4 @@ class AttentionRows:
     kv_lens: tuple[int, ...]
     host_block_table: npt.NDArray[np.int32]
     num_decode_rows: int = 0
+    last_block_lens: Tensor | None = None

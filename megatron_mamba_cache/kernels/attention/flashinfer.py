@@ -116,22 +116,22 @@ class FlashInferAttention:
             "qo_indptr_buf": len(table) + 1,
             "paged_kv_indptr_buf": len(table) + 1,
             "paged_kv_indices_buf": table.numel(),
-            "paged_kv_last_page_len_buf": len(table),
         }
         workspace, kernel = self._graph_workspace, self._kernel or kernel
-        assert workspace is not None
+        assert workspace is not None and rows.last_block_lens is not None
+        # A plan writes what each step writes there before it.
+        last_lens = {"paged_kv_last_page_len_buf": rows.last_block_lens[part]}
         with torch.inference_mode(False):  # else only inference mode could plan again
             buffers = {
                 name: torch.zeros(size, dtype=torch.int32, device=workspace.device) for name, size in sizes.items()
             }
-            wrapper = _wrapper(workspace, kernel, use_cuda_graph=True, **buffers)
+            wrapper = _wrapper(workspace, kernel, use_cuda_graph=True, **buffers, **last_lens)
             sent_pages = torch.empty(table.numel(), dtype=torch.int32, pin_memory=workspace.is_cuda)
         if kernel == "fa3":
             self._prompts.lend_offsets(wrapper)
         attention = PagedAttention(self._shape, wrapper)
-        last_page_lens = buffers["paged_kv_last_page_len_buf"] if kernel == "fa2" else None
         pages = sent_pages, buffers["paged_kv_indices_buf"]
-        return CapturedPart(attention, rows, part, self._shape.block_size, pages, last_page_lens)
+        return CapturedPart(attention, rows, part, self._shape.block_size, pages, reads_lengths=kernel == "fa2")
 
 
 def is_beyond_fa3(shape: AttentionShape, block: int) -> bool:

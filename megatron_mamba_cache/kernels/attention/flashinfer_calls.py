@@ -54,7 +54,8 @@ class CapturedPart:
         part: Those of them that the wrapper attends.
         pages: [pages of the longest rows] twice: pinned memory from which their numbers are sent to where the kernel
             reads them.
-        last_page_lens: [rows of the part]; where the kernel reads how full last pages are, None if it reads the plan.
+        reads_lengths: Whether the kernel reads how full last pages are where each step writes it, not from the plan: it
+            need not be planned again while rows have the same pages.
     """
 
     def __init__(
@@ -64,29 +65,23 @@ class CapturedPart:
         part: slice,
         block_size: int,
         pages: tuple[Tensor, Tensor],
-        last_page_lens: Tensor | None,
+        *,
+        reads_lengths: bool,
     ) -> None:
         self.attention = attention
         self.tokens = tokens_of(rows, part)
         self._part = part
         self._block_size = block_size
-        self._kv_lengths = rows.kv_lengths[part]
         self._sent_pages, self._pages = pages
-        self._last_page_lens = last_page_lens
+        self._reads_lengths = reads_lengths
         self._planned: PageLists | None = None
         self._was_sent = torch.cuda.Event() if self._pages.is_cuda else None
         self.plan_again(rows)  # the first plan is the largest that the wrapper accepts
 
-    def begin(self) -> None:
-        """Let the device compute last-page lengths at each replay."""
-        if self._last_page_lens is not None:
-            # Of a row without tokens, which has no pages, it does not matter.
-            torch.sub(self._kv_lengths, 1, out=self._last_page_lens).remainder_(self._block_size).add_(1)
-
     def plan_again(self, rows: AttentionRows) -> None:
         """Plan the next replay on the host; needs exact lengths, and as many rows as before."""
         pages, planned = page_lists(rows, self._block_size, self._part, keep_all=True), self._planned
-        if planned is not None and self._last_page_lens is not None and pages.has_pages_of(planned):
+        if planned is not None and self._reads_lengths and pages.has_pages_of(planned):
             return
         self._planned = None  # in case planning fails
         if self._was_sent is not None:
@@ -111,8 +106,6 @@ class CapturedFlashInfer:
 
     def begin(self) -> PlannedAttention:
         """Return the attention call for each layer."""
-        for part in self.parts:
-            part.begin()
         calls = [(part.attention, part.tokens) for part in self.parts]
         return lambda q, k_cache, v_cache: attend_parts(calls, q, k_cache, v_cache, torch.empty_like(q))
 
