@@ -21,6 +21,7 @@ _MAX_REQUESTS = 256
 NUM_CUDA_GRAPHS = 9  # without a graph the host takes several times as long to launch a step as the GPU to compute it
 _TOKENS_A_REQUEST = 2048
 _SIZES_OF_STATES = ("num_speculative_tokens", "draft_states", "ring_len", "cached_state_dtype")
+_MOST_LIVE = 0.8  # of the memory, for live states, rings and the logits of drafts
 _LEAST_GB = 1e-6  # settings must not be 0
 
 DRAFTER_SHARE = 0.15
@@ -63,8 +64,8 @@ def card_settings(
     """Return fields of `CacheConfig` that fill a GPU; all ranks of the model call it.
 
     KV blocks and states share `fraction` of the free memory as one budget, or what the largest step leaves if that is
-    less. As many requests run at once, up to 256, as have room in half of it for their states and 2,048 tokens each;
-    the number of drafts does not change that where states are replayed.
+    less. As many requests run at once, up to 256, as have room in half of it for their states and 2,048 tokens each,
+    whatever the number of drafts where states are replayed.
 
     Args:
         max_length: The most tokens that the model can read; fewer are allowed where that has no room.
@@ -82,16 +83,15 @@ def card_settings(
     live_bytes = _live_bytes(shape, sizes)
     max_tokens = given.get("max_tokens") or max(_MAX_TOKENS, block, asked)
     given_gb = given.get("cache_gb")
-    if given_gb is None:
-        budget = _budget(card, shape, max_tokens, max(asked, _MAX_REQUESTS) * (1 + drafts))
-    else:
-        budget = card.share * given_gb * _GIB
-    fitting = min(_MAX_REQUESTS, max_tokens, int(budget / 2 / max(_request_bytes(shape, sizes), 1)))
-    max_requests = asked or max(1, fitting)
+    split = given.get("buffer_size_gb") is not None or given.get("prefix_caching_mamba_gb") is not None
+    budget = _budget(card, shape, max_tokens, max(asked, _MAX_REQUESTS), given_gb)
+    drafts_bytes = drafts * _BYTES_A_LOGIT * shape.vocab_size if given_gb is None else 0
+    fitting = _num_fitting(shape, sizes, budget, given, drafts_bytes)
+    max_requests = asked or max(1, min(_MAX_REQUESTS, max_tokens, fitting))
+    budget = _budget(card, shape, max_tokens, max(max_requests * (1 + drafts), _MAX_REQUESTS), given_gb)
     rest = budget - max_requests * live_bytes
     if given_gb is None and rest < state_bytes + 2 * shape.block_bytes(block):
         raise UsageError(_no_room(card, budget, max_requests, live_bytes))
-    split = given.get("buffer_size_gb") is not None or given.get("prefix_caching_mamba_gb") is not None
     limits: dict[str, Any] = {"max_requests": max_requests, "max_tokens": max_tokens}
     if not split:
         max_length = min(max_length, longest_request(shape, replace(sizes, **limits), budget, ranks))
@@ -104,29 +104,41 @@ def card_settings(
     }
 
 
-def _budget(card: Card, shape: "HybridModelShape", max_tokens: int, num_sampled: int) -> float:
-    """Return the bytes for KV blocks and states if a step samples at most `num_sampled` tokens."""
+def _budget(card: Card, shape: "HybridModelShape", max_tokens: int, num_sampled: int, given_gb: float | None) -> float:
+    """Return the bytes for KV blocks and states, given or what a step leaves that samples `num_sampled` tokens."""
+    if given_gb is not None:
+        return card.share * given_gb * _GIB
     activations = _WIDEST_LAYERS * card.widest_layer * max_tokens * shape.params_dtype.itemsize
     logits = _BYTES_A_LOGIT * shape.vocab_size * num_sampled
     whole = min(card.fraction * card.free_bytes, card.free_bytes - activations - logits - _FIXED_BYTES)
     return max(card.share * whole, 0.0)
 
 
+def _num_fitting(
+    shape: "HybridModelShape", sizes: CacheConfig, budget: float, given: Mapping[str, Any], drafts_bytes: int
+) -> int:
+    """Return how many requests of 2,048 tokens half of the memory holds of which no part is set by a flag.
+
+    Drafts count where each has a slot. Those of replayed states have a few inputs only, which come out of the other
+    half, as their logits do: as many requests run at once with drafts as without, unless that leaves less than a
+    fifth.
+
+    Args:
+        drafts_bytes: What the logits of a request's drafts take of the budget.
+    """
+    parts = {name: _GIB * (given.get(name) or 0.0) for name in ("buffer_size_gb", "prefix_caching_mamba_gb")}
+    free = budget - sum(parts.values())
+    num_blocks = 0 if parts["buffer_size_gb"] else math.ceil(_TOKENS_A_REQUEST / sizes.block_size_tokens)
+    tokens_bytes = num_blocks * shape.block_bytes(sizes.block_size_tokens)
+    states_bytes = _live_bytes(shape, replace(sizes, num_speculative_tokens=0) if sizes.replays else sizes)
+    states_bytes += sizes.num_draft_slots * shape.state_layout(sizes).slot_bytes
+    fitting = free / 2 / max(states_bytes + tokens_bytes, 1)
+    return int(min(fitting, free * _MOST_LIVE / max(_live_bytes(shape, sizes) + drafts_bytes, 1)))
+
+
 def _live_bytes(shape: "HybridModelShape", sizes: CacheConfig) -> int:
     """Return the bytes of a request's live state and ring."""
     return shape.state_layout(sizes).slot_bytes + (shape.ring_layout(sizes).ring_bytes if sizes.replays else 0)
-
-
-def _request_bytes(shape: "HybridModelShape", sizes: CacheConfig) -> int:
-    """Return the bytes of a request of 2,048 tokens with its states.
-
-    Drafts count where each has a slot. Those of replayed states have a few inputs only, which come out of the other
-    half of the memory: as many requests run at once with drafts as without.
-    """
-    tokens_bytes = math.ceil(_TOKENS_A_REQUEST / sizes.block_size_tokens) * shape.block_bytes(sizes.block_size_tokens)
-    if sizes.replays:
-        return _live_bytes(shape, replace(sizes, num_speculative_tokens=0)) + tokens_bytes
-    return (1 + sizes.num_draft_slots) * shape.state_layout(sizes).slot_bytes + tokens_bytes
 
 
 def longest_request(shape: "HybridModelShape", config: CacheConfig, budget: float, ranks: "Ranks") -> int:

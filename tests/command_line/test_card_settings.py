@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_mamba_cache.command_line import card_settings as settings_of_cards
@@ -108,21 +108,43 @@ def test_a_small_card_runs_fewer_requests_and_still_caches() -> None:
 
 @pytest.mark.parametrize("shape", [DENSE_8B, NANO_30B, SMALL])
 @pytest.mark.parametrize("state", ["fp32", "bf16"])
-@pytest.mark.parametrize("cache_gb", [1.0, 4.0, 20.0])
+@pytest.mark.parametrize(
+    ("free_gib", "memory"),
+    [(free_gib, {}) for free_gib in (8, 12, 20, 40, 120)]
+    + [(120, {"cache_gb": cache_gb}) for cache_gb in (1.0, 4.0, 20.0)]
+    + [(24, {"buffer_size_gb": 6.0}), (24, {"prefix_caching_mamba_gb": 3.0})],
+)
 def test_as_many_replayed_requests_run_with_drafts_as_without(
-    shape: HybridModelShape, state: str, cache_gb: float
+    shape: HybridModelShape, state: str, free_gib: int, memory: dict[str, float]
 ) -> None:
     """And the pools that they get have a place for each of them, in the same memory."""
     found = []
     for num_drafts in (0, 3, 7):
         form = {"draft_states": "replay", "ssm_state_dtype": state, "num_speculative_tokens": num_drafts}
-        settings = card_settings(shape, 4096, Card(120 * GIB, 0.9, 21_504), {"cache_gb": cache_gb} | form)
-        config = CacheConfig(**settings | form).resolved()
-        capacity = CacheCapacity.of(config, shape, OneRank())
+        sizes = card_settings(shape, 4096, Card(free_gib * GIB, 0.9, 21_504), memory | form)
+        config = CacheConfig(**sizes | form).resolved()
         assert config.num_draft_slots == 0
-        assert capacity.num_slots >= config.max_requests
-        found.append((config.max_requests, config.cache_gb))
+        assert CacheCapacity.of(config, shape, OneRank()).num_slots >= config.max_requests
+        found.append(config.max_requests)
     assert len(set(found)) == 1, found
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    shape=st.sampled_from(SHAPES),
+    free_gib=st.floats(10.0, 130.0),
+    part=st.sampled_from(["buffer_size_gb", "prefix_caching_mamba_gb"]),
+    part_gb=st.floats(1.0, 6.0),
+    num_drafts=st.integers(0, 8),
+    form=st.sampled_from(["replay", "window"]),
+)
+def test_what_a_part_of_a_split_leaves_holds_the_other_part(
+    shape: HybridModelShape, free_gib: float, part: str, part_gb: float, num_drafts: int, form: str
+) -> None:
+    given_fields = {part: part_gb, "num_speculative_tokens": num_drafts, "draft_states": form}
+    found = card_settings(shape, 4096, Card(int(free_gib * GIB), 0.9, 21_504), given_fields)
+    config = CacheConfig(**found | given_fields).resolved()
+    assert CacheCapacity.of(config, shape, OneRank()).num_slots >= config.max_requests
 
 
 def test_as_many_requests_in_windows_run_as_have_room_for_the_states_of_their_drafts() -> None:
