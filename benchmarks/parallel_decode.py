@@ -1,9 +1,10 @@
 """How many tokens per second do decoding rows get from 1, 2 or more cards that share a model?
 
     PYTHONPATH=. python3 benchmarks/parallel_decode.py [--shape 8b|nano3|small|tiny] [--ranks 1 2 4]
-        [--share tensors experts] [--prompt-blocks 1 16] [--json FILE]
+        [--share tensors experts both] [--prompt-blocks 1 16] [--json FILE]
 
-Cards share all tensors, and decode all rows together; or they share the experts, and each decodes its part of the rows.
+Cards share all tensors, and decode all rows together; or they share the experts, and each decodes its part of the rows;
+or both: pairs of cards share tensors and decode a part of the rows, and all pairs share the experts.
 Starts a process for each card of the largest number of ranks, or runs in those that torchrun has started. Each number
 of ranks is measured in turn in the same run: rows of equal length decode together, without drafts; a step's time is the
 median after some warm-up steps, by the first rank's clock. Prompts are some KV blocks and an eighth long, so that no
@@ -35,7 +36,7 @@ from turn_latency import some_tokens
 from megatron_mamba_cache.command_line.quiet import own_warnings_hidden, quiet_libraries
 from megatron_mamba_cache.mcore.process_groups import initialize_several_processes
 
-SHARED = ("tensors", "experts")
+SHARED = ("tensors", "experts", "both")
 LIMITS = {"8b": {"state_gb": 8.0, "kv_gb": 8.0}, "nano3": {"state_gb": 8.0, "kv_gb": 4.0}, "small": {"state_gb": 0.5}}
 
 
@@ -56,12 +57,13 @@ def measure(
     num_ranks: int, shared: str, shape: ServedShape, num_rows: int, prompt_lens: Sequence[int]
 ) -> list[DecodeSpeed]:
     """Return what the first ranks measure for each prompt length; all processes call it, the others get nothing."""
-    sizes = (num_ranks, 1, 1) if shared == "tensors" else (1, 1, num_ranks)
-    initialize_several_processes(*sizes)
+    num_tensor_ranks = {"tensors": num_ranks, "experts": 1, "both": min(2, num_ranks)}[shared]
+    num_expert_ranks = num_ranks // num_tensor_ranks
+    initialize_several_processes(num_tensor_ranks, 1, num_expert_ranks)
     try:
         speeds = []
         if dist.get_rank() < num_ranks:
-            own_rows = num_rows if shared == "tensors" else num_rows // num_ranks
+            own_rows = num_rows // num_expert_ranks
             shape = replace(shape, max_requests=own_rows, max_tokens=max(shape.max_tokens, own_rows))
             model = model_of(shape)
             for num_prompt in prompt_lens:
