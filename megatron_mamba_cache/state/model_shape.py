@@ -13,8 +13,8 @@ from .slab_shape import UnitBytes
 
 MAMBA, ATTENTION, EXPERTS = "M", "*", "E"
 """Symbols of layer types, as in Megatron's hybrid patterns."""
-_MOST_ALIKE = 8
-"""Requests up to which both forms of states take about as long without drafts."""
+_MOST_IN_WINDOWS = 2
+"""Requests up to which windows of states take no longer than replayed ones without drafts; see `step_cost.md`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +119,9 @@ class HybridModelShape:
     def resolved(self, config: CacheConfig) -> CacheConfig:
         """Return the settings with `draft_states` decided: by what was measured to be faster for this model and device.
 
-        Replayed states take less time for many requests and with drafts. Without drafts, few requests take about as
-        much in either form.
+        Replayed states take less time with drafts, and without for more than a request or two.
         """
-        is_larger = config.num_speculative_tokens > 0 or config.max_requests > _MOST_ALIKE
+        is_larger = config.num_speculative_tokens > 0 or config.max_requests > _MOST_IN_WINDOWS
         _, d_state, head_dim = self.ssm_shape
         return config.resolved(prefers_replay=is_larger and replays_fast(head_dim, d_state))
 

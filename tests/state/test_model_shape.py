@@ -14,7 +14,8 @@ from tests.command_line.test_card_settings import DENSE_8B
     ("fields", "is_fast", "replays"),
     [
         ({"max_requests": 64}, True, True),
-        ({"max_requests": 8}, True, False),
+        ({"max_requests": 3}, True, True),
+        ({"max_requests": 2}, True, False),
         ({"max_requests": 1, "num_speculative_tokens": 3}, True, True),
         ({"max_requests": 64}, False, False),
         ({"max_requests": 64, "draft_states": "window"}, True, False),
