@@ -1,6 +1,6 @@
 """The sizes of a hybrid model that the cache depends on."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -119,11 +119,18 @@ class HybridModelShape:
     def resolved(self, config: CacheConfig) -> CacheConfig:
         """Return the settings with `draft_states` decided: by what was measured to be faster for this model and device.
 
-        Replayed states take less time with drafts, and without for more than a request or two.
+        Replayed states take less time with drafts, and without for more than a request or two. Rings are reserved for
+        `max_requests`, which are no more than one budget has room for.
         """
         is_larger = config.num_speculative_tokens > 0 or config.max_requests > _MOST_IN_WINDOWS
         _, d_state, head_dim = self.ssm_shape
-        return config.resolved(prefers_replay=is_larger and replays_fast(head_dim, d_state))
+        config = config.resolved(prefers_replay=is_larger and replays_fast(head_dim, d_state))
+        if config.cache_gb is None or not config.replays or config.rounds_states:
+            return config
+        unit = self.unit_bytes(config)
+        of_request = unit.state + unit.block + self.ring_layout(config).ring_bytes
+        fitting = int(config.cache_gb * 2**30) // max(of_request, 1)
+        return replace(config, max_requests=max(1, min(config.max_requests, fitting)))
 
     def check(self, config: CacheConfig) -> None:
         """Raise `ValueError` if the settings do not fit the model."""
