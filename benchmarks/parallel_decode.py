@@ -59,6 +59,8 @@ def measure(
     """Return what the first ranks measure for each prompt length; all processes call it, the others get nothing."""
     num_tensor_ranks = {"tensors": num_ranks, "experts": 1, "both": min(2, num_ranks)}[shared]
     num_expert_ranks = num_ranks // num_tensor_ranks
+    if num_expert_ranks * num_tensor_ranks != num_ranks:
+        raise ValueError(f"{num_ranks} ranks do not pair up; give an even number")
     initialize_several_processes(num_tensor_ranks, 1, num_expert_ranks)
     try:
         speeds = []

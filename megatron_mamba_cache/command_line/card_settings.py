@@ -20,7 +20,8 @@ _MAX_TOKENS = 8192
 _MAX_REQUESTS = 256
 NUM_CUDA_GRAPHS = 9  # without a graph the host takes several times as long to launch a step as the GPU to compute it
 _TOKENS_A_REQUEST = 2048
-_SIZES_OF_STATES = ("num_speculative_tokens", "draft_states", "ring_len", "cached_state_dtype")
+_SIZES_OF_STATES = ("num_speculative_tokens", "draft_states", "ring_len", "cached_state_dtype", "prefix_caching")
+_PARTS = ("buffer_size_gb", "prefix_caching_mamba_gb")
 _MOST_LIVE = 0.8  # of the memory, for live states, rings and the logits of drafts
 _LEAST_GB = 1e-6  # settings must not be 0
 
@@ -79,19 +80,24 @@ def card_settings(
     drafts = given.get("num_speculative_tokens") or 0
     asked = given.get("max_requests") or 0
     sizes = _without_memory(shape, block, given)
-    state_bytes = shape.state_layout(sizes).slot_bytes
     live_bytes = _live_bytes(shape, sizes)
     max_tokens = given.get("max_tokens") or max(_MAX_TOKENS, block, asked)
     given_gb = given.get("cache_gb")
-    split = given.get("buffer_size_gb") is not None or given.get("prefix_caching_mamba_gb") is not None
+    parts_gb: list[Any] = [given.get(name) for name in _PARTS]
+    split = any(part_gb is not None for part_gb in parts_gb)
+    if None not in parts_gb:  # then only live states are to be sized, in whatever is left
+        card = replace(card, fraction=1.0)
     budget = _budget(card, shape, max_tokens, max(asked, _MAX_REQUESTS), given_gb)
-    drafts_bytes = drafts * _BYTES_A_LOGIT * shape.vocab_size if given_gb is None else 0
+    drafts_bytes = 0 if given_gb is not None else int(card.share * drafts * _BYTES_A_LOGIT * shape.vocab_size)
     fitting = _num_fitting(shape, sizes, budget, given, drafts_bytes)
     max_requests = asked or max(1, min(_MAX_REQUESTS, max_tokens, fitting))
     budget = _budget(card, shape, max_tokens, max(max_requests * (1 + drafts), _MAX_REQUESTS), given_gb)
     rest = budget - max_requests * live_bytes
-    if given_gb is None and rest < state_bytes + 2 * shape.block_bytes(block):
-        raise UsageError(_no_room(card, budget, max_requests, live_bytes))
+    of_flags = _GIB * math.fsum(part_gb or 0.0 for part_gb in parts_gb)
+    least = 2 * shape.block_bytes(block), _least_states(shape, sizes, max_requests)
+    of_others = sum(size for size, part_gb in zip(least, parts_gb, strict=True) if part_gb is None)
+    if given_gb is None and rest < of_flags + of_others:
+        raise UsageError(_no_room(card, budget, max_requests, live_bytes, of_flags))
     limits: dict[str, Any] = {"max_requests": max_requests, "max_tokens": max_tokens}
     if not split:
         max_length = min(max_length, longest_request(shape, replace(sizes, **limits), budget, ranks))
@@ -121,19 +127,32 @@ def _num_fitting(
 
     Drafts count where each has a slot. Those of replayed states have a few inputs only, which come out of the other
     half, as their logits do: as many requests run at once with drafts as without, unless that leaves less than a
-    fifth.
+    fifth. Where no part is left to be sized, live states may take all.
 
     Args:
         drafts_bytes: What the logits of a request's drafts take of the budget.
     """
-    parts = {name: _GIB * (given.get(name) or 0.0) for name in ("buffer_size_gb", "prefix_caching_mamba_gb")}
-    free = budget - sum(parts.values())
-    num_blocks = 0 if parts["buffer_size_gb"] else math.ceil(_TOKENS_A_REQUEST / sizes.block_size_tokens)
+    kv, states = (_GIB * (given.get(name) or 0.0) for name in _PARTS)
+    free, slot_bytes = budget - kv - states, shape.state_layout(sizes).slot_bytes
+    most = free / max(_live_bytes(shape, sizes) + drafts_bytes, 1)
+    if states and sizes.rounds_states and sizes.num_draft_slots:  # the drafts' slots come out of that part
+        of_place = shape.cached_layout(sizes).slot_bytes
+        most = min(most, (states - of_place) / max(sizes.num_draft_slots * slot_bytes, 1))
+    if kv and (states or not sizes.prefix_caching):
+        return int(most)
+    num_blocks = 0 if kv else math.ceil(_TOKENS_A_REQUEST / sizes.block_size_tokens)
     tokens_bytes = num_blocks * shape.block_bytes(sizes.block_size_tokens)
     states_bytes = _live_bytes(shape, replace(sizes, num_speculative_tokens=0) if sizes.replays else sizes)
-    states_bytes += sizes.num_draft_slots * shape.state_layout(sizes).slot_bytes
-    fitting = free / 2 / max(states_bytes + tokens_bytes, 1)
-    return int(min(fitting, free * _MOST_LIVE / max(_live_bytes(shape, sizes) + drafts_bytes, 1)))
+    states_bytes += sizes.num_draft_slots * slot_bytes
+    return int(min(_MOST_LIVE * most, free / 2 / max(states_bytes + tokens_bytes, 1)))
+
+
+def _least_states(shape: "HybridModelShape", sizes: CacheConfig, max_requests: int) -> int:
+    """Return the least bytes of the memory for cached states and drafts' slots; see `SlotLayout.num_slots_in`."""
+    slot_bytes, num_drafts = shape.state_layout(sizes).slot_bytes, sizes.num_draft_slots
+    if sizes.rounds_states:
+        return shape.cached_layout(sizes).slot_bytes + max_requests * num_drafts * slot_bytes
+    return max(num_drafts, sizes.prefix_caching) * slot_bytes
 
 
 def _live_bytes(shape: "HybridModelShape", sizes: CacheConfig) -> int:
@@ -147,6 +166,9 @@ def longest_request(shape: "HybridModelShape", config: CacheConfig, budget: floa
     Args:
         budget: Bytes on this rank for KV blocks and states, instead of those of `config`.
     """
+    budget_gb = max(budget / _GIB, _LEAST_GB)
+    config = replace(config, cache_gb=budget_gb, buffer_size_gb=None, prefix_caching_mamba_gb=None)
+    config = shape.resolved(config)
     unit = shape.unit_bytes(config)
     slab = SlabShape.fitting(ranks.gather(unit))
     beside_bytes = shape.rings_bytes(config) + shape.running_bytes(config)
@@ -154,13 +176,15 @@ def longest_request(shape: "HybridModelShape", config: CacheConfig, budget: floa
     return max(slab.blocks_of_request(num_slabs, config.num_request_slots), 1) * config.block_size_tokens
 
 
-def _no_room(card: Card, budget: float, max_requests: int, state_bytes: int) -> str:
+def _no_room(card: Card, budget: float, max_requests: int, state_bytes: int, of_flags: float) -> str:
     """Return what was needed, what was found and the remedy."""
+    flags = f", and flags give {of_flags / _GIB:.1f} GiB to a part of it" if of_flags else ""
+    lower = "lower --kv-gb, --state-gb, " if of_flags else "lower "
     return (
         f"the weights leave {card.free_bytes / _GIB:.1f} GiB of the GPU, of which the cache can have "
         f"{budget / _GIB:.1f} GiB beside the largest step; the live states of {max_requests} requests take "
-        f"{max_requests * state_bytes / _GIB:.1f} GiB: lower --max-running-requests or --max-tokens-per-step, or share "
-        "the model out with --tensor-model-parallel-size"
+        f"{max_requests * state_bytes / _GIB:.1f} GiB{flags}: {lower}--max-running-requests or --max-tokens-per-step, "
+        "or share the model out with --tensor-model-parallel-size"
     )
 
 

@@ -261,7 +261,7 @@ def prompt_ids(prompt: Any) -> npt.NDArray[np.int64]:
         tokens = list(found.tolist() if isinstance(found, np.ndarray) else found)
     except TypeError:
         raise TypeError(f"a prompt is text or a sequence of token ids, found {prompt!r:.100}") from None
-    with suppress(OverflowError, TypeError):  # the loop below takes milliseconds for a long prompt
+    with suppress(OverflowError, TypeError), np.errstate(all="ignore"):  # the loop below takes milliseconds
         ids = packed_ids(tokens)
         # The sum of what only stands for integers is no `int`, and a bool is 0 or 1.
         if type(sum(tokens)) is int and not any(type(tokens[at]) is bool for at in np.flatnonzero((ids | 1) == 1)):

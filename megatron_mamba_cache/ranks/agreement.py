@@ -158,12 +158,21 @@ def _num_slabs(config: CacheConfig, shape: HybridModelShape, slab: SlabShape) ->
     longest = -(-config.max_sequence_length // config.block_size_tokens)
     needed = slab.slabs_of_request(longest, config.num_request_slots)
     if num_slabs < needed:
-        least_gb = (needed * slab.slab_bytes(unit) + unit.block + beside_bytes) / 2**30
+        least_gb = _bytes_that_hold(needed * slab.slab_bytes(unit) + unit.block, config, shape) / 2**30
         num_live = config.max_requests if config.rounds_states else 0
         raise CacheBudgetError(config.cache_gb, least_gb, config.max_sequence_length, num_live=num_live)
     if config.paused_buffer_size_gb is None or not unit.block:
         return num_slabs, num_slabs * slab.blocks_per_slab // 4
     return num_slabs, int(config.paused_buffer_size_gb * 2**30) // unit.block
+
+
+def _bytes_that_hold(num_bytes: int, config: CacheConfig, shape: HybridModelShape) -> float:
+    """Return a budget that leaves so many bytes for KV blocks and states, whatever `max_requests` was asked for."""
+    if not shape.limits_requests(config):
+        return num_bytes + shape.rings_bytes(config) + shape.running_bytes(config)
+    # A larger budget has room for more requests, and so for more rings.
+    of_request, of_ring = shape.request_bytes(config), shape.ring_layout(config).ring_bytes
+    return num_bytes * of_request / (of_request - of_ring)
 
 
 def _num_host_slabs(config: CacheConfig, shape: HybridModelShape, slab: SlabShape) -> int:

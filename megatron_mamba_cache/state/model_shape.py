@@ -125,12 +125,20 @@ class HybridModelShape:
         is_larger = config.num_speculative_tokens > 0 or config.max_requests > _MOST_IN_WINDOWS
         _, d_state, head_dim = self.ssm_shape
         config = config.resolved(prefers_replay=is_larger and replays_fast(head_dim, d_state))
-        if config.cache_gb is None or not config.replays or config.rounds_states:
+        if config.cache_gb is None or not self.limits_requests(config):
             return config
-        unit = self.unit_bytes(config)
-        of_request = unit.state + unit.block + self.ring_layout(config).ring_bytes
-        fitting = int(config.cache_gb * 2**30) // max(of_request, 1)
+        fitting = int(config.cache_gb * 2**30) // max(self.request_bytes(config), 1)
         return replace(config, max_requests=max(1, min(config.max_requests, fitting)))
+
+    @staticmethod
+    def limits_requests(config: CacheConfig) -> bool:
+        """Return whether one budget limits `max_requests`: where it pays for their rings."""
+        return config.cache_gb is not None and config.replays and not config.rounds_states
+
+    def request_bytes(self, config: CacheConfig) -> int:
+        """Return the least bytes of a running request whose states are replayed: of a state, a KV block and a ring."""
+        unit = self.unit_bytes(config)
+        return unit.state + unit.block + self.ring_layout(config).ring_bytes
 
     def check(self, config: CacheConfig) -> None:
         """Raise `ValueError` if the settings do not fit the model."""

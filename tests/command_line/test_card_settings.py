@@ -16,6 +16,7 @@ from megatron_mamba_cache.command_line.draft_settings import DRAFTER_STATES
 from megatron_mamba_cache.command_line.serving import expert_width
 from megatron_mamba_cache.command_line.usage_error import UsageError
 from megatron_mamba_cache.config import CacheConfig
+from megatron_mamba_cache.errors import CacheBudgetError
 from megatron_mamba_cache.ranks.agreement import CacheCapacity
 from megatron_mamba_cache.ranks.group import OneRank
 from megatron_mamba_cache.state.model_shape import HybridModelShape
@@ -129,9 +130,41 @@ def test_as_many_replayed_requests_run_with_drafts_as_without(
     assert len(set(found)) == 1, found
 
 
-@settings(max_examples=200, deadline=None)
+@pytest.mark.parametrize("shape", [DENSE_8B, NANO_30B])
+@pytest.mark.parametrize("num_drafts", [0, 7])
+@pytest.mark.parametrize(("asked", "length"), [(256, 65_536), (256, 4096), (2, 65_536)])
+def test_the_budget_that_a_refusal_names_is_enough(
+    shape: HybridModelShape, num_drafts: int, asked: int, length: int
+) -> None:
+    """Although a larger one has room for more requests, and so reserves more rings."""
+    config = CacheConfig(
+        cache_gb=0.02,
+        max_requests=asked,
+        max_sequence_length=length,
+        draft_states="replay",
+        num_speculative_tokens=num_drafts,
+    )
+    with pytest.raises(CacheBudgetError) as refused:
+        CacheCapacity.of(shape.resolved(config), shape, OneRank())
+    least_gb = refused.value.least_gb
+    enough = shape.resolved(replace(config, cache_gb=least_gb * (1 + 1e-9)))
+    assert CacheCapacity.of(enough, shape, OneRank()).num_slots >= 1
+    with pytest.raises(CacheBudgetError):
+        CacheCapacity.of(shape.resolved(replace(config, cache_gb=0.85 * least_gb)), shape, OneRank())
+
+
+def test_where_both_parts_are_set_live_states_have_what_is_left() -> None:
+    parts = {"buffer_size_gb": 40.0, "prefix_caching_mamba_gb": 40.0, "num_speculative_tokens": 7}
+    found = card_settings(NANO_30B, 4096, Card(103 * GIB, 0.9, 21_504), parts | {"draft_states": "replay"})
+    assert 240 < found["max_requests"] <= 256
+    with pytest.raises(UsageError, match="the live states of 1 requests take"):
+        card_settings(DENSE_8B, 4096, Card(80 * GIB, 0.9, 21_504), parts)
+
+
+@settings(max_examples=300, deadline=None)
 @given(
     shape=st.sampled_from(SHAPES),
+    stored=st.sampled_from(["live", "int8"]),
     free_gib=st.floats(10.0, 130.0),
     part=st.sampled_from(["buffer_size_gb", "prefix_caching_mamba_gb"]),
     part_gb=st.floats(1.0, 6.0),
@@ -139,12 +172,18 @@ def test_as_many_replayed_requests_run_with_drafts_as_without(
     form=st.sampled_from(["replay", "window"]),
 )
 def test_what_a_part_of_a_split_leaves_holds_the_other_part(
-    shape: HybridModelShape, free_gib: float, part: str, part_gb: float, num_drafts: int, form: str
+    shape: HybridModelShape, stored: str, free_gib: float, part: str, part_gb: float, num_drafts: int, form: str
 ) -> None:
     given_fields = {part: part_gb, "num_speculative_tokens": num_drafts, "draft_states": form}
-    found = card_settings(shape, 4096, Card(int(free_gib * GIB), 0.9, 21_504), given_fields)
+    given_fields["cached_state_dtype"] = stored
+    try:
+        found = card_settings(shape, 4096, Card(int(free_gib * GIB), 0.9, 21_504), given_fields)
+    except UsageError as error:
+        assert "lower --kv-gb, --state-gb" in str(error) and free_gib < 20  # a request does not fit beside that part
+        return
     config = CacheConfig(**found | given_fields).resolved()
-    assert CacheCapacity.of(config, shape, OneRank()).num_slots >= config.max_requests
+    num_slots = CacheCapacity.of(config, shape, OneRank()).num_slots
+    assert num_slots >= (1 if config.rounds_states else config.max_requests)
 
 
 def test_as_many_requests_in_windows_run_as_have_room_for_the_states_of_their_drafts() -> None:
