@@ -152,7 +152,7 @@ def _least_states(shape: "HybridModelShape", sizes: CacheConfig, max_requests: i
     slot_bytes, num_drafts = shape.state_layout(sizes).slot_bytes, sizes.num_draft_slots
     if sizes.rounds_states:
         return shape.cached_layout(sizes).slot_bytes + max_requests * num_drafts * slot_bytes
-    return max(num_drafts, sizes.prefix_caching) * slot_bytes
+    return max(num_drafts, 1 if sizes.prefix_caching else 0) * slot_bytes
 
 
 def _live_bytes(shape: "HybridModelShape", sizes: CacheConfig) -> int:

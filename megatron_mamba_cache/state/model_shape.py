@@ -125,14 +125,14 @@ class HybridModelShape:
         is_larger = config.num_speculative_tokens > 0 or config.max_requests > _MOST_IN_WINDOWS
         _, d_state, head_dim = self.ssm_shape
         config = config.resolved(prefers_replay=is_larger and replays_fast(head_dim, d_state))
-        if config.cache_gb is None or not self.limits_requests(config):
+        if not self.limits_requests(config):
             return config
-        fitting = int(config.cache_gb * 2**30) // max(self.request_bytes(config), 1)
+        fitting = int((config.cache_gb or 0.0) * 2**30) // max(self.request_bytes(config), 1)
         return replace(config, max_requests=max(1, min(config.max_requests, fitting)))
 
     @staticmethod
     def limits_requests(config: CacheConfig) -> bool:
-        """Return whether one budget limits `max_requests`: where it pays for their rings."""
+        """Return whether one budget limits `max_requests`: where it pays for their rings and live states."""
         return config.cache_gb is not None and config.replays and not config.rounds_states
 
     def request_bytes(self, config: CacheConfig) -> int:
