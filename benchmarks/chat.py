@@ -1,6 +1,6 @@
 """How fast do tokens come in a chat of many users, each of whom sends the next turn when a reply has ended?
 
-    PYTHONPATH=. python3 benchmarks/chat.py [--shape 8b|nano3|small|tiny] [--json FILE]
+    PYTHONPATH=. python3 benchmarks/chat.py [--shape 8b|nano3|super|small|tiny] [--json FILE]
 
 Each user has a conversation of four turns that begins with the same tokens as everybody's. So at any moment some
 replies begin while others go on, and steps mix prompts with decoding rows: up to `cuda_graph_prefill_tokens` prompt
@@ -43,6 +43,7 @@ SCALES = {"tiny": Chat(users=4, turns=2, shared=150, new=20, reply=12)}
 LIMITS = {
     "8b": {"state_gb": 16.0, "kv_gb": 16.0},
     "nano3": {"state_gb": 12.0, "kv_gb": 4.0},
+    "super": {"state_gb": 12.0, "kv_gb": 4.0},
     "small": {"state_gb": 0.5},
 }
 

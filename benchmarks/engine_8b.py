@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from device_agreement import MARGIN, ROOT
 from load_8b import SHAPES, Shape, stopwatch
+from loads.model_sizes import MODEL_FIELDS
 from loads.random_checkpoint import random_model
-from loads.serving_engine import NANO3_FIELDS
 from loads.shared_prefix_runs import (
     FIRST,
     Difference,
@@ -70,7 +70,9 @@ _TINY_EXPERTS = SHAPES["tiny"].fields | {
 SCALES = {
     "8b": Scale(replace(SHAPES["8b"], state_gb=6.0, kv_gb=4.0), "M-M*-M*-", fp32_kv_gb=4.0, workload=LARGE),
     "nano3": Scale(
-        replace(SHAPES["8b"], fields=NANO3_FIELDS | {"max_position_embeddings": 8192}, state_gb=6.0, kv_gb=4.0),
+        replace(
+            SHAPES["8b"], fields=MODEL_FIELDS["nano3"] | {"max_position_embeddings": 8192}, state_gb=6.0, kv_gb=4.0
+        ),
         "MEM*E",
         fp32_kv_gb=4.0,
         workload=LARGE,

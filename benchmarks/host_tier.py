@@ -1,6 +1,6 @@
 """How soon does a session come back from the host, and what do copies cost the rows that decode beside them?
 
-    PYTHONPATH=. python3 benchmarks/host_tier.py [--shape 8b|nano3|small|tiny] [--rounds N] [--cold-rounds N]
+    PYTHONPATH=. python3 benchmarks/host_tier.py [--shape 8b|nano3|super|small|tiny] [--rounds N] [--cold-rounds N]
         [--json FILE]
 
 The card has room for the rows and for one or two long sessions, the host for all, so that most turns find their session
@@ -62,12 +62,14 @@ class Scale:
 SCALES = {
     "8b": Scale(131_072, 32, 2048, 128, 32),
     "nano3": Scale(131_072, 32, 2048, 128, 32),
+    "super": Scale(131_072, 32, 2048, 128, 32),
     "small": Scale(32_768, 16, 1024, 64, 16),
     "tiny": Scale(2048, 4, 128, 16, 4),
 }
 LIMITS = {
     "8b": {"cache_gb": 6.5, "host_cache_gb": 12.0},
     "nano3": {"cache_gb": 3.4, "host_cache_gb": 5.0},
+    "super": {"cache_gb": 3.4, "host_cache_gb": 5.0},
     "small": {"cache_gb": 0.8, "host_cache_gb": 3.0},
     "tiny": {"cache_gb": 0.0014, "host_cache_gb": 0.01},
 }

@@ -1,9 +1,10 @@
-"""How long does an 8B model take to load, in how much memory, and does it generate from a shared prefix?
+"""How long does a model of 8B or with experts take to load, in how much memory, and does it generate from prefixes?
 
-    PYTHONPATH=. python3 benchmarks/load_8b.py [--shape 8b|tiny] [--json]
+    PYTHONPATH=. python3 benchmarks/load_8b.py [--shape 8b|experts|tiny] [--json]
 
 Writes a NemotronH directory with random bf16 weights to a temporary folder, loads it in bf16 onto the GPU if there is
 one, and serves requests that share a long prefix. The files were just written, so they are read from the page cache.
+"Experts" is the first quarter of the layers of a model of Nemotron 3 Nano's sizes.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from loads.model_sizes import MODEL_FIELDS
 from loads.random_checkpoint import write_checkpoint
 from measuring.machine import describe_machine
 
@@ -55,21 +57,16 @@ class Shape:
 
 SHAPES = {
     "8b": Shape(
-        fields={
-            "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
-            "hidden_size": 4096,
-            "vocab_size": 131_072,
-            "intermediate_size": 21_504,
-            "mamba_num_heads": 128,
-            "mamba_head_dim": 64,
-            "ssm_state_size": 128,
-            "n_groups": 8,
-            "chunk_size": 128,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "max_position_embeddings": 8192,
-        },
+        fields=MODEL_FIELDS["8b"] | {"max_position_embeddings": 8192},
+        max_shard_bytes=4 * 10**9,
+        block_size=256,
+        shared=2048,
+        own=64,
+        state_gb=4.0,
+        kv_gb=2.0,
+    ),
+    "experts": Shape(
+        fields=MODEL_FIELDS["nano3"] | {"hybrid_override_pattern": "MEMEM*EMEMEM", "max_position_embeddings": 8192},
         max_shard_bytes=4 * 10**9,
         block_size=256,
         shared=2048,
@@ -78,21 +75,7 @@ SHAPES = {
         kv_gb=2.0,
     ),
     "tiny": Shape(
-        fields={
-            "hybrid_override_pattern": "M-M*-M-",
-            "hidden_size": 64,
-            "vocab_size": 512,
-            "intermediate_size": 128,
-            "mamba_num_heads": 8,
-            "mamba_head_dim": 16,
-            "ssm_state_size": 16,
-            "n_groups": 2,
-            "chunk_size": 32,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
-            "max_position_embeddings": 1024,
-        },
+        fields=MODEL_FIELDS["tiny"] | {"max_position_embeddings": 1024},
         max_shard_bytes=100_000,
         block_size=64,
         shared=128,
@@ -140,6 +123,7 @@ def measure(shape: Shape, folder: Path | None) -> dict[str, Any]:
         "loading, GB/s": weight_bytes / loading[0] / 1e9,
         "peak growth of host memory while loading, GiB (mapped files included)": host_growth / GIB,
         "peak GPU memory while loading, GiB": peak_gpu_bytes() / GIB,
+        "the same, of the weights": peak_gpu_bytes() / weight_bytes,
     }
     return figures | generation_figures(shape, loaded)
 

@@ -1,6 +1,6 @@
 """How fast does a row with a long history decode, and how much does a long prompt disturb the rows beside it?
 
-    PYTHONPATH=. python3 benchmarks/long_context.py [--shape 8b|nano3|small|tiny] [--json FILE]
+    PYTHONPATH=. python3 benchmarks/long_context.py [--shape 8b|nano3|super|small|tiny] [--json FILE]
 
 A long row: one request decodes alone behind a long prompt, without drafts, with the floor of its step: the bytes of the
 weights (of experts, those that one token hits), of its state, read and written, and of its KV, at the rate of a plain
@@ -35,9 +35,10 @@ ROWS = 32
 LIMITS = {
     "8b": {"state_gb": 8.0, "kv_gb": 6.0},
     "nano3": {"state_gb": 8.0, "kv_gb": 3.0},
+    "super": {"state_gb": 8.0, "kv_gb": 3.0},
     "small": {"state_gb": 0.5, "kv_gb": 3.0},
 }
-LENGTHS = {"8b": 131_072, "nano3": 131_072, "small": 65_536, "tiny": 2048}
+LENGTHS = {"8b": 131_072, "nano3": 131_072, "super": 131_072, "small": 65_536, "tiny": 2048}
 CHUNKS = {"tiny": (128, 32)}
 
 

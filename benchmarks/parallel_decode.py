@@ -1,6 +1,6 @@
 """How many tokens per second do decoding rows get from 1, 2 or more cards that share a model?
 
-    PYTHONPATH=. python3 benchmarks/parallel_decode.py [--shape 8b|nano3|small|tiny] [--ranks 1 2 4]
+    PYTHONPATH=. python3 benchmarks/parallel_decode.py [--shape 8b|nano3|super|small|tiny] [--ranks 1 2 4]
         [--share tensors experts both] [--prompt-blocks 1 16] [--json FILE]
 
 Cards share all tensors, and decode all rows together; or they share the experts, and each decodes its part of the rows;
@@ -30,14 +30,13 @@ import torch.distributed as dist
 from loads.serving_engine import MODES, ServedShape, add_shape_arguments, model_of, send, serving_engine, shape_of
 from measuring.machine import describe_machine
 from megatron.core import parallel_state
-from step_cost import NUM_STEPS, NUM_WARMING, timed_step
+from step_cost import LIMITS, NUM_STEPS, NUM_WARMING, timed_step
 from turn_latency import some_tokens
 
 from megatron_mamba_cache.command_line.quiet import own_warnings_hidden, quiet_libraries
 from megatron_mamba_cache.mcore.process_groups import initialize_several_processes
 
 SHARED = ("tensors", "experts", "both")
-LIMITS = {"8b": {"state_gb": 8.0, "kv_gb": 8.0}, "nano3": {"state_gb": 8.0, "kv_gb": 4.0}, "small": {"state_gb": 0.5}}
 
 
 @dataclass(frozen=True, slots=True)

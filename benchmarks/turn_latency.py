@@ -1,6 +1,6 @@
 """How much sooner does a later turn begin with a cache, and what does the cache cost when nothing can hit?
 
-    PYTHONPATH=. python3 benchmarks/turn_latency.py [--shape 8b|nano3|small|tiny] [--recorded FILE] [--json FILE]
+    PYTHONPATH=. python3 benchmarks/turn_latency.py [--shape 8b|nano3|super|small|tiny] [--recorded FILE] [--json FILE]
 
 Later turns: conversations of three turns with a long last reply, then a fourth turn, whose time to first token is
 measured, one request at a time, without a cache, with states at boundaries of prompts only, and with states of replies
@@ -30,7 +30,17 @@ import torch
 from loads.conversation_load import Conversation, Turn
 from loads.open_loop import fitting
 from loads.recorded_sessions import recorded_conversations
-from loads.serving_engine import MODES, Mode, ServedShape, add_shape_arguments, model_of, send, serving_engine, shape_of
+from loads.serving_engine import (
+    LARGE_SHAPES,
+    MODES,
+    Mode,
+    ServedShape,
+    add_shape_arguments,
+    model_of,
+    send,
+    serving_engine,
+    shape_of,
+)
 from measuring.ceilings import floor_us
 from measuring.machine import describe_machine
 from measuring.model_floors import step_bytes
@@ -67,17 +77,14 @@ class Scale:
     rounds: int
 
 
+_LONG_CHAT = History(((2900, 128), (2900, 128), (1100, 1024)), 256)
 SCALES = {
-    "nano3": Scale(
-        History(((2900, 128), (2900, 128), (1100, 1024)), 256), 7, batch=32, prompt=2000, reply=128, rounds=8
-    ),
-    "8b": Scale(History(((2900, 128), (2900, 128), (1100, 1024)), 256), 7, batch=32, prompt=2000, reply=128, rounds=8),
-    "small": Scale(History(((2900, 128), (2900, 128), (1100, 1024)), 256), 5, batch=8, prompt=2000, reply=32, rounds=4),
+    **dict.fromkeys(LARGE_SHAPES, Scale(_LONG_CHAT, 7, batch=32, prompt=2000, reply=128, rounds=8)),
+    "small": Scale(_LONG_CHAT, 5, batch=8, prompt=2000, reply=32, rounds=4),
     "tiny": Scale(History(((700, 16), (700, 16), (300, 256)), 64), 5, batch=6, prompt=300, reply=24, rounds=8),
 }
 LIMITS = {
-    "8b": {"max_requests": 32, "max_tokens": 16_384, "state_gb": 10.0, "kv_gb": 4.0},
-    "nano3": {"max_requests": 32, "max_tokens": 16_384, "state_gb": 10.0, "kv_gb": 4.0},
+    **{name: {"max_requests": 32, "max_tokens": 16_384, "state_gb": 10.0, "kv_gb": 4.0} for name in LARGE_SHAPES},
     "small": {"max_tokens": 16_384},
     "tiny": {"max_tokens": 4096},
 }

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-from load_8b import SHAPES as LOADED_SHAPES
+from loads.model_sizes import MODEL_FIELDS
 from loads.random_checkpoint import random_model
 from megatron.core.inference.sampling_params import SamplingParams
 
@@ -50,46 +50,15 @@ class ServedShape:
         return int(self.fields["vocab_size"])
 
 
-SMALL_FIELDS: dict[str, Any] = {
-    "hybrid_override_pattern": "M-M*-M-M*-",
-    "hidden_size": 1024,
-    "vocab_size": 32_768,
-    "intermediate_size": 4096,
-    "mamba_num_heads": 32,
-    "mamba_head_dim": 64,
-    "ssm_state_size": 128,
-    "n_groups": 8,
-    "chunk_size": 128,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-}
-NANO3_FIELDS: dict[str, Any] = {
-    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
-    "hidden_size": 2688,
-    "vocab_size": 131_072,
-    "intermediate_size": 1856,
-    "mamba_num_heads": 64,
-    "mamba_head_dim": 64,
-    "ssm_state_size": 128,
-    "n_groups": 8,
-    "chunk_size": 128,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "n_routed_experts": 128,
-    "num_experts_per_tok": 6,
-    "moe_intermediate_size": 1856,
-    "moe_shared_expert_intermediate_size": 3712,
-    "routed_scaling_factor": 2.5,
-}
-"""The sizes of NVIDIA-Nemotron-3-Nano-30B-A3B."""
 SHAPES = {
-    "8b": ServedShape(LOADED_SHAPES["8b"].fields, 256, 65_536, 64, 8192, state_gb=24.0, kv_gb=24.0),
-    "nano3": ServedShape(NANO3_FIELDS, 256, 65_536, 64, 8192, state_gb=16.0, kv_gb=8.0),
-    "small": ServedShape(SMALL_FIELDS, 256, 32_768, 32, 8192, state_gb=1.0, kv_gb=2.0),
-    "tiny": ServedShape(LOADED_SHAPES["tiny"].fields, 64, 4096, 16, 1024, state_gb=0.01, kv_gb=0.02),
+    "8b": ServedShape(MODEL_FIELDS["8b"], 256, 65_536, 64, 8192, state_gb=24.0, kv_gb=24.0),
+    "nano3": ServedShape(MODEL_FIELDS["nano3"], 256, 65_536, 64, 8192, state_gb=16.0, kv_gb=8.0),
+    "super": ServedShape(MODEL_FIELDS["super"], 256, 65_536, 64, 8192, state_gb=16.0, kv_gb=8.0),
+    "small": ServedShape(MODEL_FIELDS["small"], 256, 32_768, 32, 8192, state_gb=1.0, kv_gb=2.0),
+    "tiny": ServedShape(MODEL_FIELDS["tiny"], 64, 4096, 16, 1024, state_gb=0.01, kv_gb=0.02),
 }
+LARGE_SHAPES = ("8b", "nano3", "super")
+"""Those that need a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +97,7 @@ def shape_of(
     Args:
         limits: Name of a shape -> fields that a benchmark overrides unless a flag sets them.
     """
-    if arguments.shape in ("8b", "nano3") and not torch.cuda.is_available():
+    if arguments.shape in LARGE_SHAPES and not torch.cuda.is_available():
         parser.error(f"--shape {arguments.shape} needs a CUDA device; on a CPU take --shape tiny")
     given = {
         name: value
