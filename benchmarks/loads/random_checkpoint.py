@@ -131,14 +131,19 @@ def _mlp(architecture: HybridArchitecture) -> dict[str, tuple[int, ...]]:
 def _mixture(architecture: HybridArchitecture) -> dict[str, tuple[int, ...]]:
     experts, hidden = architecture.experts, architecture.hidden_size
     assert experts is not None
-    router = {"gate.weight": (experts.num_experts, hidden), "gate.e_score_correction_bias": (experts.num_experts,)}
-    sizes = {f"experts.{number}": experts.hidden_size for number in range(experts.num_experts)}
-    mlps = {
-        f"{name}.{part}.weight": shape
-        for name, inner in (sizes | {"shared_experts": experts.shared_hidden_size}).items()
-        for part, shape in {"up_proj": (inner, hidden), "down_proj": (hidden, inner)}.items()
+    between = experts.latent_size or hidden
+    shapes: dict[str, tuple[int, ...]] = {
+        "gate.weight": (experts.num_experts, hidden),
+        "gate.e_score_correction_bias": (experts.num_experts,),
+        "shared_experts.up_proj.weight": (experts.shared_hidden_size, hidden),
+        "shared_experts.down_proj.weight": (hidden, experts.shared_hidden_size),
     }
-    return router | mlps
+    if experts.latent_size is not None:
+        shapes |= {"fc1_latent_proj.weight": (between, hidden), "fc2_latent_proj.weight": (hidden, between)}
+    for number in range(experts.num_experts):
+        shapes[f"experts.{number}.up_proj.weight"] = (experts.hidden_size, between)
+        shapes[f"experts.{number}.down_proj.weight"] = (between, experts.hidden_size)
+    return shapes
 
 
 def _drawn(name: str, shape: tuple[int, ...], num_layers: int, generator: torch.Generator) -> Tensor:
@@ -154,7 +159,7 @@ def _drawn(name: str, shape: tuple[int, ...], num_layers: int, generator: torch.
         return tensor.fill_(1.0)
     if "conv1d" in name:
         return tensor.zero_() if last == "bias" else tensor.uniform_(-0.5, 0.5, generator=generator)
-    into_residual = name.endswith(("out_proj.weight", "o_proj.weight", "down_proj.weight"))
+    into_residual = name.endswith(("out_proj.weight", "o_proj.weight", "down_proj.weight", "fc2_latent_proj.weight"))
     return tensor.normal_(0.0, STD / math.sqrt(num_layers) if into_residual else STD, generator=generator)
 
 
