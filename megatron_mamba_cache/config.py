@@ -143,7 +143,7 @@ class CacheConfig:
     cached_state_dtype: Literal["live", "int8"] = "live"
     attention_backend: str = "auto"
     num_cuda_graphs: int = 0
-    cuda_graph_prefill_tokens: int = 1024
+    cuda_graph_prefill_tokens: int = 4096
     run_ahead: bool = True
     resident_pools: bool = False
     rank_digest_steps: int = 0

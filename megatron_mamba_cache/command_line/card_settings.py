@@ -87,11 +87,12 @@ def card_settings(
     split = any(part_gb is not None for part_gb in parts_gb)
     if None not in parts_gb:  # then only live states are to be sized, in whatever is left
         card = replace(card, fraction=1.0)
-    budget = _budget(card, shape, max_tokens, max(asked, _MAX_REQUESTS), given_gb)
+    num_live = max_tokens + min(sizes.cuda_graph_prefill_tokens, max_tokens)
+    budget = _budget(card, shape, num_live, max(asked, _MAX_REQUESTS), given_gb)
     drafts_bytes = 0 if given_gb is not None else int(card.share * drafts * _BYTES_A_LOGIT * shape.vocab_size)
     fitting = _num_fitting(shape, sizes, budget, given, drafts_bytes)
     max_requests = asked or max(1, min(_MAX_REQUESTS, max_tokens, fitting))
-    budget = _budget(card, shape, max_tokens, max(max_requests * (1 + drafts), _MAX_REQUESTS), given_gb)
+    budget = _budget(card, shape, num_live, max(max_requests * (1 + drafts), _MAX_REQUESTS), given_gb)
     rest = budget - max_requests * live_bytes
     of_flags = _GIB * math.fsum(part_gb or 0.0 for part_gb in parts_gb)
     least = 2 * shape.block_bytes(block), _least_states(shape, sizes, max_requests)
@@ -110,11 +111,16 @@ def card_settings(
     }
 
 
-def _budget(card: Card, shape: "HybridModelShape", max_tokens: int, num_sampled: int, given_gb: float | None) -> float:
-    """Return the bytes for KV blocks and states, given or what a step leaves that samples `num_sampled` tokens."""
+def _budget(card: Card, shape: "HybridModelShape", num_live: int, num_sampled: int, given_gb: float | None) -> float:
+    """Return the bytes for KV blocks and states, given or what steps leave.
+
+    Args:
+        num_live: Tokens whose activations are live at once: those of a step beside what graphs keep for theirs.
+        num_sampled: Tokens that a step samples.
+    """
     if given_gb is not None:
         return card.share * given_gb * _GIB
-    activations = _WIDEST_LAYERS * card.widest_layer * max_tokens * shape.params_dtype.itemsize
+    activations = _WIDEST_LAYERS * card.widest_layer * num_live * shape.params_dtype.itemsize
     logits = _BYTES_A_LOGIT * shape.vocab_size * num_sampled
     whole = min(card.fraction * card.free_bytes, card.free_bytes - activations - logits - _FIXED_BYTES)
     return max(card.share * whole, 0.0)

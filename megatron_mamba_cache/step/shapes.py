@@ -113,7 +113,7 @@ def prefill_shapes(most_tokens: int, max_rows: int, max_tokens: int) -> list[Ste
     They have up to `most_padding_rows` more rows than requests can run.
     """
     num_prefill = min(_PREFILL_ROWS, max_rows)
-    sizes = [size for size in _PREFILL_SIZES if size < most_tokens] + [most_tokens] * (most_tokens >= num_prefill)
+    sizes = _prefill_sizes(most_tokens) if most_tokens >= num_prefill else []
     some = max_rows // _PART if max_rows >= _PART * _PREFILL_ROWS else 0
     return [
         StepShape(num_decode, 1, num_prefill, size)
@@ -130,7 +130,17 @@ def most_padding_rows(max_rows: int) -> int:
 
 _PREFILL_ROWS = 4
 _PART = 8  # of many decode rows, "some" are one in so many
-_PREFILL_SIZES = tuple(64 << power for power in range(16))
+_SMALL_PREFILLS = (64, 128, 256, 512, 1024)
+_PREFILL_STEP = 512
+
+
+def _prefill_sizes(most_tokens: int) -> list[int]:
+    """Return numbers of prompt tokens up to the most: each twice the one before up to 1,024, then 512 more.
+
+    A small step mostly reads weights, so that padding costs little; in a large one each token takes its time.
+    """
+    larger = range(_SMALL_PREFILLS[-1] + _PREFILL_STEP, most_tokens, _PREFILL_STEP)
+    return [size for size in (*_SMALL_PREFILLS, *larger) if size < most_tokens] + [most_tokens]
 
 
 def _row_numbers(count: int, max_rows: int) -> list[int]:
