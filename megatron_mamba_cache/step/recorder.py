@@ -47,12 +47,14 @@ class CudaRecorder:
         self._parts: list[torch.cuda.CUDAGraph] = []  # of the recording under way
 
     def record(self, compute: Compute, prepare: Prepare = nothing) -> tuple[tuple[Tensor, ...], Replay]:
-        """Compute once, which compiles and allocates workspaces, then capture."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        """Compute once, which compiles and allocates workspaces, then capture.
+
+        Both on one stream, as libraries keep a workspace for each stream that they have run on.
+        """
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
             compute()
-        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.current_stream().wait_stream(self._stream)
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         with torch.cuda.stream(self._stream):
