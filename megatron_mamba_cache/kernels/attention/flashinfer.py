@@ -53,7 +53,7 @@ class FlashInferAttention:
         self._kernel = kernel
         workspace_bytes = max(_WORKSPACE_BYTES, parts_bytes(shape, num_rows=1, num_tokens=_FA3_TILE))
         self._workspace = torch.zeros(workspace_bytes, dtype=torch.uint8, device=shape.device)
-        self._graph_workspace: Tensor | None = None
+        self._graph_workspace = self._workspace  # until a graph needs more
         with progress("FlashInfer compiles attention kernels for this model, which it does once on a machine"):
             prompt_kernel = kernel or ("fa3" if is_hopper(shape.device) else "fa2")
             self._decoding = PagedAttention(shape, _wrapper(self._workspace, kernel or "fa2"))
@@ -94,10 +94,14 @@ class FlashInferAttention:
         both = slice(rows.num_decode_rows), slice(rows.num_decode_rows, None)
         parts = [part for part in both if rows.query_lens[part]]
         lengths = [rows.query_lens[part] for part in parts]
-        needed = max(parts_bytes(self._shape, len(queries), sum(queries)) for queries in lengths)
-        if self._graph_workspace is None or self._graph_workspace.numel() < needed:
+        of_part = ["fa2" if part.stop else self._prompt_kernel(sum(rows.query_lens[part])) for part in parts]
+        kernels = [self._kernel or kernel for kernel in of_part]
+        needed = max(
+            parts_bytes(self._shape, len(queries), sum(queries)) if kernel == "fa2" else 0
+            for queries, kernel in zip(lengths, kernels, strict=True)
+        )
+        if self._graph_workspace.numel() < needed:
             self._graph_workspace = torch.zeros(needed, dtype=torch.uint8, device=self._shape.device)
-        kernels = ["fa2" if part.stop else self._prompt_kernel(sum(rows.query_lens[part])) for part in parts]
         return CapturedFlashInfer(
             [self._capture_part(rows, part, kernel) for part, kernel in zip(parts, kernels, strict=True)]
         )
@@ -117,8 +121,8 @@ class FlashInferAttention:
             "paged_kv_indptr_buf": len(table) + 1,
             "paged_kv_indices_buf": table.numel(),
         }
-        workspace, kernel = self._graph_workspace, self._kernel or kernel
-        assert workspace is not None and rows.last_block_lens is not None
+        workspace = self._graph_workspace
+        assert rows.last_block_lens is not None
         # A plan writes what each step writes there before it.
         last_lens = {"paged_kv_last_page_len_buf": rows.last_block_lens[part]}
         with torch.inference_mode(False):  # else only inference mode could plan again
