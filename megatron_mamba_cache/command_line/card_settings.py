@@ -20,7 +20,15 @@ _MAX_TOKENS = 8192
 _MAX_REQUESTS = 256
 NUM_CUDA_GRAPHS = 9  # without a graph the host takes several times as long to launch a step as the GPU to compute it
 _TOKENS_A_REQUEST = 2048
-_SIZES_OF_STATES = ("num_speculative_tokens", "draft_states", "ring_len", "cached_state_dtype", "prefix_caching")
+_SIZES_OF_STATES = (
+    "num_speculative_tokens",
+    "draft_states",
+    "ring_len",
+    "cached_state_dtype",
+    "ssm_state_dtype",
+    "conv_state_dtype",
+    "prefix_caching",
+)
 _PARTS = ("buffer_size_gb", "prefix_caching_mamba_gb")
 _MOST_LIVE = 0.8  # of the memory, for live states, rings and the logits of drafts
 _LEAST_GB = 1e-6  # settings must not be 0
@@ -104,7 +112,7 @@ def card_settings(
         max_length = min(max_length, longest_request(shape, replace(sizes, **limits), budget, ranks))
     return {
         "block_size_tokens": block,
-        **(_split(rest / _GIB, given) if split else {"cache_gb": budget / _GIB}),
+        **(_split(rest / _GIB, sizes, given) if split else {"cache_gb": budget / _GIB}),
         **limits,
         "max_sequence_length": given.get("max_sequence_length") or max_length,
         "num_cuda_graphs": NUM_CUDA_GRAPHS,
@@ -144,7 +152,7 @@ def _num_fitting(
     if states and sizes.rounds_states and sizes.num_draft_slots:  # the drafts' slots come out of that part
         of_place = shape.cached_layout(sizes).slot_bytes
         most = min(most, (states - of_place) / max(sizes.num_draft_slots * slot_bytes, 1))
-    if kv and (states or not sizes.prefix_caching):
+    if kv and (states or not _has_other_states(sizes)):
         return int(most)
     num_blocks = 0 if kv else math.ceil(_TOKENS_A_REQUEST / sizes.block_size_tokens)
     tokens_bytes = num_blocks * shape.block_bytes(sizes.block_size_tokens)
@@ -202,11 +210,16 @@ def _without_memory(shape: "HybridModelShape", block: int, given: Mapping[str, A
     return shape.resolved(CacheConfig(block_size_tokens=block, max_requests=asked, max_tokens=most_tokens, **forms))
 
 
-def _split(rest_gb: float, given: Mapping[str, Any]) -> dict[str, float]:
-    """Return the GiB of KV blocks and of cached states, of which flags have set at least one."""
+def _has_other_states(sizes: CacheConfig) -> bool:
+    """Return whether there are states beside live ones: cached ones, or those after drafts."""
+    return sizes.prefix_caching or sizes.num_draft_slots > 0
+
+
+def _split(rest_gb: float, sizes: CacheConfig, given: Mapping[str, Any]) -> dict[str, float]:
+    """Return the GiB of KV blocks and of other states than live ones, of which flags have set at least one."""
     kv, states = given.get("buffer_size_gb"), given.get("prefix_caching_mamba_gb")
     if states is None:
-        states = 0.0 if kv is None or given.get("prefix_caching") is False else max(rest_gb - kv, 0.0)
+        states = max(rest_gb - kv, 0.0) if kv is not None and _has_other_states(sizes) else 0.0
     return {
         "buffer_size_gb": max(rest_gb - states, _LEAST_GB) if kv is None else kv,
         "prefix_caching_mamba_gb": states,

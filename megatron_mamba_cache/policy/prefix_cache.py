@@ -68,6 +68,7 @@ class PrefixCache:
         self.epoch = epoch
         self.tiers = tiers or NoTiers()
         self.identity = identity
+        self.decode_rules = decode
         self._keeps_decode_states = enabled and decode.checkpoints != "none"
         self._reservations = StateReservations(
             self.kv, self.slots, counters, self.block_size, is_rolling=decode.checkpoints == "rolling"

@@ -41,7 +41,8 @@ def schedule_decode(
     limits = []
     for row in rows:
         # The step yields one token more than it has drafts; none may exceed the request's limit.
-        limit = planner.wanted(row, max(0, min(planner.max_drafts, row.spec.max_len - row.length - 1, budget)))
+        room = max(0, min(planner.max_drafts, row.spec.max_len - row.length - 1, budget))
+        limit = planner.wanted(row, cache.decode_rules.most_drafts(row.computed, room))
         limits.append(DraftLimit(row, limit))
         budget -= limit
     distributions: list[Tensor | None] = []

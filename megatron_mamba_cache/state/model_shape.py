@@ -101,6 +101,11 @@ class HybridModelShape:
             dtype=self.params_dtype,
         )
 
+    def rounding_len(self, config: CacheConfig) -> int | None:
+        """Return after how many tokens a replayed state is stored less exactly than it is computed; None if never."""
+        is_rounded = config.replays and self.state_layout(config).ssm_dtype.itemsize < torch.float32.itemsize
+        return config.ring_len if is_rounded else None
+
     def rings_bytes(self, config: CacheConfig) -> int:
         """Return the bytes of the rings of all requests; 0 if states are not replayed."""
         return config.max_requests * self.ring_layout(config).ring_bytes if config.replays else 0

@@ -94,7 +94,9 @@ class CacheMemory:
             AdmissionRules(self.boundary_rule, config.align_prefill_chunks, config.chunked_prefill),
             CacheIdentity(shape.fingerprint, weights_version),
             counters,
-            decode=DecodeRules(config.decode_checkpoints, config.max_requests, config.replays),
+            decode=DecodeRules(
+                config.decode_checkpoints, config.max_requests, config.replays, shape.rounding_len(config)
+            ),
             enabled=config.prefix_caching,
             epoch=0 if below is None else below.epoch,
             tiers=self.below.tiers,

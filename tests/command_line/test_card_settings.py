@@ -171,12 +171,20 @@ def test_where_both_parts_are_set_live_states_have_what_is_left() -> None:
     part_gb=st.floats(1.0, 6.0),
     num_drafts=st.integers(0, 8),
     form=st.sampled_from(["replay", "window"]),
+    caches=st.booleans(),
 )
 def test_what_a_part_of_a_split_leaves_holds_the_other_part(
-    shape: HybridModelShape, stored: str, free_gib: float, part: str, part_gb: float, num_drafts: int, form: str
+    shape: HybridModelShape,
+    stored: str,
+    free_gib: float,
+    part: str,
+    part_gb: float,
+    num_drafts: int,
+    form: str,
+    caches: bool,
 ) -> None:
     given_fields = {part: part_gb, "num_speculative_tokens": num_drafts, "draft_states": form}
-    given_fields["cached_state_dtype"] = stored
+    given_fields |= {"cached_state_dtype": stored, "prefix_caching": caches or part == "prefix_caching_mamba_gb"}
     try:
         found = card_settings(shape, 4096, Card(int(free_gib * GIB), 0.9, 21_504), given_fields)
     except UsageError as error:
@@ -185,6 +193,8 @@ def test_what_a_part_of_a_split_leaves_holds_the_other_part(
     config = CacheConfig(**found | given_fields).resolved()
     num_slots = CacheCapacity.of(config, shape, OneRank()).num_slots
     assert num_slots >= (1 if config.rounds_states else config.max_requests)
+    others = config.prefix_caching or config.num_draft_slots
+    assert (config.prefix_caching_mamba_gb == 0) is (part == "buffer_size_gb" and not others)
 
 
 def test_as_many_requests_in_windows_run_as_have_room_for_the_states_of_their_drafts() -> None:
