@@ -38,7 +38,8 @@ DRAFTER_SHARE = 0.15
 
 _FIXED_BYTES = 2 * _GIB  # CUDA graphs, workspaces of libraries, fragments
 _WIDEST_LAYERS = 4  # outputs of the widest layer's width that are live at once
-_BYTES_A_LOGIT = 24  # sampling holds several copies: fp32, sorted with its index, summed
+_BYTES_A_LOGIT = 12  # in bf16, and twice in float32 for log-probs: 10.0 measured, see `server_defaults.md`
+_BYTES_A_DRAWN_LOGIT = 24  # besides, what a draft model has drawn from and what that is compared with
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,11 @@ class Card:
     fraction: float
     widest_layer: int
     share: float = 1.0
+
+    @property
+    def bytes_a_logit(self) -> int:
+        """What a step keeps of each logit of the tokens that it samples."""
+        return _BYTES_A_DRAWN_LOGIT if self.share < 1 else _BYTES_A_LOGIT
 
     def part(self, share: float) -> "Card":
         """Return the card for a model with `share` of the memory for KV blocks and states."""
@@ -97,7 +103,7 @@ def card_settings(
         card = replace(card, fraction=1.0)
     num_live = max_tokens + min(sizes.cuda_graph_prefill_tokens, max_tokens)
     budget = _budget(card, shape, num_live, max(asked, _MAX_REQUESTS), given_gb)
-    drafts_bytes = 0 if given_gb is not None else int(card.share * drafts * _BYTES_A_LOGIT * shape.vocab_size)
+    drafts_bytes = 0 if given_gb is not None else int(card.share * drafts * card.bytes_a_logit * shape.vocab_size)
     fitting = _num_fitting(shape, sizes, budget, given, drafts_bytes)
     max_requests = asked or max(1, min(_MAX_REQUESTS, max_tokens, fitting))
     budget = _budget(card, shape, num_live, max(max_requests * (1 + drafts), _MAX_REQUESTS), given_gb)
@@ -129,7 +135,7 @@ def _budget(card: Card, shape: "HybridModelShape", num_live: int, num_sampled: i
     if given_gb is not None:
         return card.share * given_gb * _GIB
     activations = _WIDEST_LAYERS * card.widest_layer * num_live * shape.params_dtype.itemsize
-    logits = _BYTES_A_LOGIT * shape.vocab_size * num_sampled
+    logits = card.bytes_a_logit * shape.vocab_size * num_sampled
     whole = min(card.fraction * card.free_bytes, card.free_bytes - activations - logits - _FIXED_BYTES)
     return max(card.share * whole, 0.0)
 
