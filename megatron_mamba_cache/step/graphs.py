@@ -75,10 +75,11 @@ class StepGraph:
         self._views = view_step(padding, buffers, num_chunks)
         kv_lens = (longest,) * shape.num_rows
         fullest = replace(self._views.attention, query_lens=shape.most_queries, kv_lens=kv_lens)
-        self._attention = self._memory.attention.capture(fullest)
+        # Other stages have other layers, and ranks that share experts other prompts.
+        is_alone = runner.ranks.num_stages == 1 and not runner.sharing.is_shared
+        self._attention = self._memory.attention.capture(fullest, may_be_left_out=is_alone)
         self._unplanned: AttentionRows | None = None
         # Where others would wait within a step for a rank that cannot plan, all plan before it begins.
-        is_alone = runner.ranks.num_stages == 1 and not runner.sharing.is_shared
         self._plans_inside = is_alone and shape.num_prefill_tokens > 0 and self._attention.is_planned
         self._latest = latest
 
@@ -107,6 +108,11 @@ class StepGraph:
             return ()
 
         self._replay_verify = {draws: recorder.record(partial(verify, draws))[1] for draws in Draws}
+
+    def reads_blocks_of(self, rows: Sequence[RunningRequest]) -> bool:
+        """Return whether its attention can read the KV blocks of a step's prompts."""
+        last = self._attention.last_block
+        return last is None or all(max(row.block_ids) <= last for row in rows[num_decoding(rows) :])
 
     def lay_out(self, rows: Sequence[RunningRequest], *, draws_ratios: bool) -> StepBatch:
         """Send the rows of a step that the shape holds; return it as its readers see it."""
@@ -246,7 +252,8 @@ class StepGraphs:
         if any(row.spec.log_probs.wanted for row in rows[num_decoding(rows) :]):
             return None  # the logits of a prompt's tokens are elsewhere in a padded step
         found = shape or smallest_holding(StepShape.of(rows), self._graphs)
-        return None if found is None else self._graphs.get(found)
+        graph = None if found is None else self._graphs.get(found)
+        return graph if graph is not None and graph.reads_blocks_of(rows) else None
 
 
 def reason_without_graphs(shape: HybridModelShape, memory: CacheMemory) -> str | None:

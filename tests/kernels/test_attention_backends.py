@@ -391,11 +391,18 @@ def test_blocks_too_far_for_fa3_are_left_to_fa2(monkeypatch: pytest.MonkeyPatch)
         planned.clear()
         backend.plan(step.rows)
         assert planned == ["fa2", kernel], blocks
-    rows = CapturedSteps(Captured((1, 1, 2048, 0), 2, []), shape).rows
-    for num_blocks, kernel in [(6, "fa2"), (4, "fa3")]:
+    for num_tokens, num_blocks, may_be_left_out, kernel, last_block in [
+        (2048, 6, False, "fa2", None),
+        (2048, 6, True, "fa3", 3),
+        (2048, 4, True, "fa3", None),
+        (2048, 4, False, "fa3", None),
+        (1024, 6, True, "fa2", None),
+    ]:
+        rows = CapturedSteps(Captured((1, 1, num_tokens, 0), 2, []), shape).rows
         planned.clear()
-        flashinfer.FlashInferAttention(replace(shape, num_blocks=num_blocks)).capture(rows)
-        assert planned[-1] == kernel
+        built = flashinfer.FlashInferAttention(replace(shape, num_blocks=num_blocks))
+        captured = built.capture(rows, may_be_left_out=may_be_left_out)
+        assert (planned[-1], captured.last_block) == (kernel, last_block)
 
 
 @pytest.mark.parametrize("values", [[3, 7, 5], [2], [-4, -9]])

@@ -86,6 +86,23 @@ def test_each_laid_out_step_is_planned_once_and_before_its_attention(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a replay computes again only where there is no CUDA")
+def test_prompts_in_blocks_that_a_graph_does_not_read_run_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CapturedReference, "last_block", 3)
+    run = start_captured(is_planned=True, patch=monkeypatch)
+    for index in range(5):
+        run.add(index, some_tokens(29, seed=index), 2)
+        graphs_before, last = run.counters.graph_steps, -1
+        while not run.engine.get_request(index).generated_tokens:
+            run.step()
+            last = max([last, *(block for row in run.context.rows for block in row.block_ids)])
+        assert (run.counters.graph_steps > graphs_before) is (last <= 3), last
+    run.finish()
+    run.assert_matches_oracle()
+    print(f"{run.counters.graph_steps} of {run.counters.steps} steps in graphs, blocks up to {last}")
+    assert last > 3
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a replay computes again only where there is no CUDA")
 @pytest.mark.parametrize("is_planned", [True, False])
 @pytest.mark.parametrize("number", [0, 1, 3])
 def test_a_plan_that_fails_loses_no_token(number: int, is_planned: bool, monkeypatch: pytest.MonkeyPatch) -> None:

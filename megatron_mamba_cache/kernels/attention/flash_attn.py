@@ -63,7 +63,7 @@ class FlashAttention3:
 
         return attend
 
-    def capture(self, rows: AttentionRows) -> DeviceLengths:
+    def capture(self, rows: AttentionRows, *, may_be_left_out: bool = False) -> DeviceLengths:
         """Prepare graphs whose rows are at most as long as these."""
         return DeviceLengths(self, rows)
 
@@ -110,7 +110,7 @@ class FlashAttention2:
 
         return attend
 
-    def capture(self, rows: AttentionRows) -> DeviceLengths:
+    def capture(self, rows: AttentionRows, *, may_be_left_out: bool = False) -> DeviceLengths:
         """Prepare graphs whose rows are at most as long as these."""
         return DeviceLengths(self, rows)
 

@@ -5,7 +5,8 @@ multiprocessors, as rows of few query tokens need. All rows of a call have one t
 rows makes their tiles eight times too large, and leaves none for dividing its own tokens. "fa3" computes prompts 1.6
 times as fast, but a program reads all cached tokens of 128 query tokens and a head, so that it needs enough of them. It
 counts the way from the first block in 32 bits, of 16 bytes each, and would read others for those beyond 64 GiB without
-a word; "fa2" reads them.
+a word; "fa2" reads them. Where there are such blocks, graphs of up to 1,024 prompt tokens are of "fa2"; larger ones are
+of "fa3" and left out, if they may be, in the steps whose prompts have such a block.
 
 FlashInfer compiles for a model's shape at first use and keeps the result on disk. This happens when the backend is
 built, with a log line, not at the first request.
@@ -29,6 +30,7 @@ _WORKSPACE_BYTES = 128 * 2**20
 _ALIGNMENT = 16
 _MOST_SHORT_QUERIES = 16  # query tokens of a decode or verify row
 _FA3_TILE = 128  # query tokens of a program
+_LEAST_LEFT_OUT = 1025  # prompt tokens of a step that a graph may leave out: with fewer, the host would take far longer
 _FA3_BYTES = 2**32 * 16  # Source: FlashInfer 0.5.3, hopper/block_sparse_gather.cuh
 
 
@@ -59,7 +61,7 @@ class FlashInferAttention:
             self._decoding = PagedAttention(shape, _wrapper(self._workspace, kernel or "fa2"))
             self._prompts = PagedAttention(shape, _wrapper(self._workspace, prompt_kernel))
             self._far_prompts = self._prompts
-            if prompt_kernel == "fa3" and is_beyond_fa3(shape, shape.num_blocks - 1):
+            if prompt_kernel == "fa3" and self._is_beyond_fa3:
                 self._far_prompts = PagedAttention(shape, _wrapper(self._workspace, "fa2"))
             for attention in (self._decoding, self._prompts):
                 _try_out(attention, shape)
@@ -89,30 +91,37 @@ class FlashInferAttention:
 
         return attend
 
-    def capture(self, rows: AttentionRows) -> CapturedFlashInfer:
+    def capture(self, rows: AttentionRows, *, may_be_left_out: bool = False) -> CapturedFlashInfer:
         """Prepare graphs whose rows are at most as long as these; prepare the largest first, to share its memory."""
         both = slice(rows.num_decode_rows), slice(rows.num_decode_rows, None)
         parts = [part for part in both if rows.query_lens[part]]
         lengths = [rows.query_lens[part] for part in parts]
-        of_part = ["fa2" if part.stop else self._prompt_kernel(sum(rows.query_lens[part])) for part in parts]
-        kernels = [self._kernel or kernel for kernel in of_part]
+        of_prompts = self._prompt_kernel(sum(rows.query_lens[both[1]]), may_be_left_out)
+        kernels = [self._kernel or ("fa2" if part.stop else of_prompts) for part in parts]
         needed = max(
             parts_bytes(self._shape, len(queries), sum(queries)) if kernel == "fa2" else 0
             for queries, kernel in zip(lengths, kernels, strict=True)
         )
         if self._graph_workspace.numel() < needed:
             self._graph_workspace = torch.zeros(needed, dtype=torch.uint8, device=self._shape.device)
+        is_limited = "fa3" in kernels and self._is_beyond_fa3
         return CapturedFlashInfer(
-            [self._capture_part(rows, part, kernel) for part, kernel in zip(parts, kernels, strict=True)]
+            [self._capture_part(rows, part, kernel) for part, kernel in zip(parts, kernels, strict=True)],
+            _FA3_BYTES // self._shape.block_bytes_apart - 1 if is_limited else None,
         )
 
-    def _prompt_kernel(self, num_tokens: int) -> str:
+    @property
+    def _is_beyond_fa3(self) -> bool:
+        """True if the cache has blocks that "fa3" does not read."""
+        return is_beyond_fa3(self._shape, self._shape.num_blocks - 1)
+
+    def _prompt_kernel(self, num_tokens: int, may_be_left_out: bool) -> str:
         """Return the kernel for prompts of a captured step: "fa3" if its programs take half the multiprocessors."""
         shape = self._shape
         num_programs = -(-num_tokens // _FA3_TILE) * shape.num_heads
-        can_fa3 = is_hopper(shape.device) and not is_beyond_fa3(shape, shape.num_blocks - 1)
-        suits_fa3 = can_fa3 and num_programs > num_multiprocessors(shape.device) // 2
-        return "fa3" if suits_fa3 else "fa2"
+        reaches = not self._is_beyond_fa3 or (may_be_left_out and num_tokens >= _LEAST_LEFT_OUT)
+        suits_fa3 = is_hopper(shape.device) and num_programs > num_multiprocessors(shape.device) // 2
+        return "fa3" if suits_fa3 and reaches else "fa2"
 
     def _capture_part(self, rows: AttentionRows, part: slice, kernel: str) -> CapturedPart:
         table = rows.block_table[part]

@@ -103,6 +103,7 @@ class CapturedFlashInfer:
     is_planned = True  # on the host, which divides rows among thread blocks
 
     parts: Sequence[CapturedPart]
+    last_block: int | None = None
 
     def begin(self) -> PlannedAttention:
         """Return the attention call for each layer."""

@@ -42,6 +42,10 @@ class CapturedAttention(Protocol):
     """Attention inside CUDA graphs of one shape: the same call, planned again before each replay."""
 
     @property
+    def last_block(self) -> int | None:
+        """The last KV block that it reads in rows of prompts; None: the last one of the cache."""
+
+    @property
     def is_planned(self) -> bool:
         """False if `plan_again` does nothing."""
 
@@ -68,14 +72,19 @@ class AttentionBackend(Protocol):
         No row has fewer cached tokens than query tokens. The plan is valid until the next one is made.
         """
 
-    def capture(self, rows: AttentionRows) -> CapturedAttention:
-        """Prepare graphs whose rows are at most as long as these; the tensors are those that replays will read."""
+    def capture(self, rows: AttentionRows, *, may_be_left_out: bool = False) -> CapturedAttention:
+        """Prepare graphs whose rows are at most as long as these; the tensors are those that replays will read.
+
+        Args:
+            may_be_left_out: Whether steps with prompts in blocks beyond `last_block` run without these graphs.
+        """
 
 
 class DeviceLengths:
     """`CapturedAttention` of a backend that reads exact lengths only on the device: there is nothing to plan again."""
 
     is_planned = False
+    last_block = None
 
     def __init__(self, backend: AttentionBackend, rows: AttentionRows) -> None:
         self._backend = backend

@@ -31,7 +31,7 @@ class ReferenceAttention:
     def _attend(self, rows: AttentionRows, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         return paged_attention_ref(q, k_cache, v_cache, rows, self._scale)
 
-    def capture(self, rows: AttentionRows) -> "CapturedReference":
+    def capture(self, rows: AttentionRows, *, may_be_left_out: bool = False) -> "CapturedReference":
         """Prepare graphs whose rows are at most as long as these."""
         return CapturedReference(rows, self)
 
@@ -41,6 +41,7 @@ class CapturedReference:
     """The twin for rows whose lengths the host does not know: each token is its own row."""
 
     is_planned = False
+    last_block = None
 
     rows: AttentionRows
     backend: ReferenceAttention

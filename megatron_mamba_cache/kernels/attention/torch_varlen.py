@@ -61,7 +61,7 @@ class TorchVarlenAttention:
 
         return attend
 
-    def capture(self, rows: AttentionRows) -> DeviceLengths:
+    def capture(self, rows: AttentionRows, *, may_be_left_out: bool = False) -> DeviceLengths:
         """Prepare graphs whose rows are at most as long as these."""
         return DeviceLengths(self, rows)
 
