@@ -142,6 +142,10 @@ class BatchPrefillWithPagedKVCacheWrapper:
             self._vector_sparse_indices_buffer = torch.zeros(1, dtype=torch.int32)
         self._most_tokens = None
 
+    def reset_workspace_buffer(self, float_workspace_buffer, int_workspace_buffer) -> None:
+        assert float_workspace_buffer.dtype == int_workspace_buffer.dtype == torch.uint8
+        self.plan_size = len(int_workspace_buffer)
+
     def plan(
         self,
         qo_indptr,

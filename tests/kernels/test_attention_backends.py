@@ -297,6 +297,20 @@ def test_parts_of_rows_take_what_the_library_takes(monkeypatch: pytest.MonkeyPat
     assert flashinfer.parts_bytes(shape, num_rows=64, num_tokens=256) == (8 + 63) * tile_of_128 + 32
 
 
+def test_a_plan_has_room_for_each_tile_row_and_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As FlashInfer counts them, but for what aligns its parts."""
+    monkeypatch.setattr(flashinfer, "num_multiprocessors", lambda device: 132)
+    shape, grain = shape_of(num_heads=32, num_kv_heads=8, head_dim=128), 64 * 2**10
+    for num_rows, num_tokens in ((1, 1), (4, 4096), (256, 256), (256, 2304), (64, 16_384), (4096, 4096)):
+        group, longest = 4, (num_tokens - num_rows + 1) * 4
+        tile = 128 if longest > 64 else 16 if longest <= 16 else 64
+        num_tiles = max(-(-num_tokens * group // tile) + num_rows - 1, 2 * 132 // 8)
+        of_fa2 = 3 * 4 * num_tiles + num_tiles + 4 * (num_rows + 1) + 4 * (num_tokens + 1) + 8
+        of_fa3 = 7 * 4 * 32 * (-(-num_tokens // 128) + num_rows - 1) + 4 * 133
+        found = flashinfer.plan_bytes(shape, num_rows, num_tokens)
+        assert found % grain == 0 and max(of_fa2, of_fa3) + 16 * 12 <= found <= max(of_fa2, of_fa3) + 3 * grain
+
+
 @pytest.mark.usefixtures("stand_in_libraries")
 @by_captured
 @pytest.mark.parametrize("built", BACKENDS, ids=lambda built: built.name)

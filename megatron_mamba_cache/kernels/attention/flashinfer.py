@@ -28,6 +28,7 @@ from .page_lists import ALL_ROWS, page_lists
 _HEAD_DIMS = (64, 128, 256)
 _WORKSPACE_BYTES = 128 * 2**20
 _ALIGNMENT = 16
+_PLAN_GRAIN = 64 * 2**10
 _MOST_SHORT_QUERIES = 16  # query tokens of a decode or verify row
 _FA3_TILE = 128  # query tokens of a program
 _LEAST_LEFT_OUT = 1025  # prompt tokens of a step that a graph may leave out: with fewer, the host would take far longer
@@ -139,6 +140,11 @@ class FlashInferAttention:
                 name: torch.zeros(size, dtype=torch.int32, device=workspace.device) for name, size in sizes.items()
             }
             wrapper = _wrapper(workspace, kernel, use_cuda_graph=True, **buffers, **last_lens)
+            # A wrapper has 8 MiB for its plan, on the device and in pinned memory; there are dozens of graphs.
+            num_bytes = plan_bytes(self._shape, len(table), sum(rows.query_lens[part]))
+            wrapper.reset_workspace_buffer(
+                workspace, torch.empty(num_bytes, dtype=torch.uint8, device=workspace.device)
+            )
             sent_pages = torch.empty(table.numel(), dtype=torch.int32, pin_memory=workspace.is_cuda)
         if kernel == "fa3":
             self._prompts.lend_offsets(wrapper)
@@ -159,12 +165,28 @@ def parts_bytes(shape: AttentionShape, num_rows: int, num_tokens: int) -> int:
     FlashInfer launches blocks, if that is more. Outside of a graph they are never more than the latter. Source:
     FlashInfer 0.5.3, scheduler.cuh.
     """
+    tile, num_tiles = _query_tiles(shape, num_rows, num_tokens)
+    return shape.num_heads * num_tiles * tile * (shape.head_dim + 1) * 4 + 2 * _ALIGNMENT
+
+
+def plan_bytes(shape: AttentionShape, num_rows: int, num_tokens: int) -> int:
+    """Return bytes that hold FlashInfer's plan of rows inside a graph.
+
+    A plan of "fa2" has 13 bytes a query tile and 4 a row and a query token, one of "fa3" 28 for each tile of 128 query
+    tokens and each head, and 4 a multiprocessor. Source: FlashInfer 0.5.3, scheduler.cuh.
+    """
+    fa2 = 13 * _query_tiles(shape, num_rows, num_tokens)[1] + 4 * (num_rows + num_tokens)
+    fa3 = 28 * shape.num_heads * (-(-num_tokens // _FA3_TILE) + num_rows) + 4 * num_multiprocessors(shape.device)
+    return (max(fa2, fa3) // _PLAN_GRAIN + 2) * _PLAN_GRAIN
+
+
+def _query_tiles(shape: AttentionShape, num_rows: int, num_tokens: int) -> tuple[int, int]:
+    """Return the query tokens of a tile of "fa2", each with all heads of a group, and how many tiles rows may have."""
     group = shape.num_heads // shape.num_kv_heads
     longest = (num_tokens - num_rows + 1) * group
     tile = 128 if longest > 64 else 64 if longest > 16 else 16
     blocks_on_gpu = 2 * num_multiprocessors(shape.device)
-    num_tiles = max(-(-num_tokens * group // tile) + num_rows - 1, blocks_on_gpu // shape.num_kv_heads)
-    return shape.num_heads * num_tiles * tile * (shape.head_dim + 1) * 4 + 2 * _ALIGNMENT
+    return tile, max(-(-num_tokens * group // tile) + num_rows - 1, blocks_on_gpu // shape.num_kv_heads)
 
 
 def _wrapper(workspace: Tensor, kernel: str, **settings: Any) -> Any:
