@@ -29,6 +29,12 @@ MAX_STEPS = 2000
 TINY_VOCAB = 96
 
 
+class UsualForm:
+    """How decode steps keep states where a test leaves it open: the same on each machine, which "auto" is not."""
+
+    draft_states = "window"
+
+
 @dataclass(frozen=True, slots=True)
 class Hybrid:
     """A random model and its fp64 twin."""
@@ -107,7 +113,7 @@ def cache_config(
         "max_requests": 8,
         "max_tokens": 64,
         "max_sequence_length": 512,
-        "draft_states": "window",  # the same on each machine; "auto" is not
+        "draft_states": UsualForm.draft_states,
     } | settings
     num_drafts = small.get("num_speculative_tokens", 0)
     block_gb = block_bytes(sizes, small["block_size_tokens"]) / GIB

@@ -17,6 +17,8 @@ from tests.mcore.faults import InjectedFault, raise_once
 from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.mcore.test_bad_requests import megatron_request
 
+pytestmark = pytest.mark.usefixtures("either_form")
+
 
 def suspend_and_resume(run: EngineRun) -> None:
     run.engine.suspend()

@@ -16,6 +16,8 @@ from tests.mcore.faults import InjectedFault, raise_once
 from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.mcore.test_run_ahead import WHILE_ONE_RUNS, is_ahead, penalised, start, step_until_ahead
 
+pytestmark = pytest.mark.usefixtures("either_form")
+
 NUM_TOKENS, NUM_DRAFTS, VOCAB_SIZE = 60, 3, 96
 FORMS = ("window", "replay")
 

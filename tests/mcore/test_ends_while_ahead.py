@@ -9,6 +9,8 @@ from tests.mcore.engine_runs import EngineRun, some_tokens
 from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.mcore.test_run_ahead import is_ahead, start, step_until_ahead
 
+pytestmark = pytest.mark.usefixtures("either_form")
+
 NUM_TOKENS = 40
 
 

@@ -9,6 +9,8 @@ from megatron_mamba_cache.step import runner as runner_module
 from tests.mcore.engine_runs import EngineRun, cache_config, tiny_hybrid
 from tests.mcore.faults import FAULT_PLACES, InjectedFault, raise_once
 
+pytestmark = pytest.mark.usefixtures("either_form")
+
 
 def start_run(**settings: Any) -> EngineRun:
     """Return an engine with a cached prefix and three requests that wait: a hit, a miss, a prompt of several chunks."""

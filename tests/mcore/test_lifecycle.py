@@ -8,6 +8,8 @@ import pytest
 from megatron_mamba_cache.models.random_hybrid import random_hybrid_model
 from tests.mcore.engine_runs import EngineRun, Hybrid, cache_config, hybrid, some_tokens, tiny_hybrid, tiny_sizes
 
+pytestmark = pytest.mark.usefixtures("either_form")
+
 BLOCK = 16
 
 

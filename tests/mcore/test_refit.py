@@ -19,6 +19,8 @@ from megatron_mamba_cache.replicas.salts import KeySalt
 from tests.mcore.engine_runs import EngineRun, Hybrid, cache_config, hybrid, some_tokens, tiny_sizes
 from tests.mcore.graph_stand_ins import capture_without_cuda
 
+pytestmark = pytest.mark.usefixtures("either_form")
+
 BLOCK = 16
 PROMPT_LEN = 50
 FOUND = PROMPT_LEN // BLOCK * BLOCK

@@ -30,6 +30,8 @@ from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.mcore.random_workloads import FLAVOURS, make_workload, run_workload, undisturbed
 from tests.mcore.test_warmup import rehearse_engine
 
+pytestmark = pytest.mark.usefixtures("either_form")
+
 
 @pytest.fixture(autouse=True)
 def captured(monkeypatch: pytest.MonkeyPatch) -> None:
