@@ -73,13 +73,11 @@ class StepGraph:
         send_padded_step(shape.pad((), geometry.dummy_block), buffers, geometry, shape)
         padding, num_chunks = shape.fullest_rows(geometry.dummy_block), shape.num_chunks(geometry.ssm_chunk_size)
         self._views = view_step(padding, buffers, num_chunks)
-        kv_lens = (longest,) * shape.num_rows
-        fullest = replace(self._views.attention, query_lens=shape.most_queries, kv_lens=kv_lens)
-        # Other stages have other layers, and ranks that share experts other prompts.
+        fullest = replace(self._views.attention, query_lens=shape.most_queries, kv_lens=(longest,) * shape.num_rows)
+        # Other stages have other layers, and ranks that share experts other prompts: they would wait for one another.
         is_alone = runner.ranks.num_stages == 1 and not runner.sharing.is_shared
         self._attention = self._memory.attention.capture(fullest, may_be_left_out=is_alone)
         self._unplanned: AttentionRows | None = None
-        # Where others would wait within a step for a rank that cannot plan, all plan before it begins.
         self._plans_inside = is_alone and shape.num_prefill_tokens > 0 and self._attention.is_planned
         self._latest = latest
 
@@ -252,8 +250,8 @@ class StepGraphs:
         if any(row.spec.log_probs.wanted for row in rows[num_decoding(rows) :]):
             return None  # the logits of a prompt's tokens are elsewhere in a padded step
         found = shape or smallest_holding(StepShape.of(rows), self._graphs)
-        graph = None if found is None else self._graphs.get(found)
-        return graph if graph is not None and graph.reads_blocks_of(rows) else None
+        graph = self._graphs.get(found) if found else None
+        return graph if graph and graph.reads_blocks_of(rows) else None
 
 
 def reason_without_graphs(shape: HybridModelShape, memory: CacheMemory) -> str | None:
