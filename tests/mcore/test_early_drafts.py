@@ -16,10 +16,9 @@ from tests.mcore.faults import InjectedFault, raise_once
 from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.mcore.test_run_ahead import WHILE_ONE_RUNS, is_ahead, penalised, start, step_until_ahead
 
-pytestmark = pytest.mark.usefixtures("either_form")
-
 NUM_TOKENS, NUM_DRAFTS, VOCAB_SIZE = 60, 3, 96
 FORMS = ("window", "replay")
+in_either_form = pytest.mark.usefixtures("either_form")
 
 
 @pytest.fixture(autouse=True)
@@ -92,6 +91,7 @@ def test_steps_with_drafts_are_launched_early_far_from_boundaries(form: str, is_
     assert finish(run) > 8 and run.counters.accepted_tokens > NUM_TOKENS
 
 
+@in_either_form
 def test_no_row_of_an_early_step_can_reach_a_boundary() -> None:
     run, num_early, block_size = start_drafted(), 0, 16
     assert run.context.block_size_tokens == block_size
@@ -104,6 +104,7 @@ def test_no_row_of_an_early_step_can_reach_a_boundary() -> None:
     assert num_early
 
 
+@in_either_form
 @pytest.mark.parametrize("settings", [{"run_ahead": False}, {"rank_digest_steps": 1}], ids=str)
 def test_steps_with_drafts_wait_where_more_than_tokens_decides(settings: dict[str, Any]) -> None:
     run = start_drafted(block_size_tokens=64, **settings)
@@ -138,6 +139,7 @@ def test_requests_that_are_cancelled_leave_the_others_as_they_are(form: str, gon
     assert [run.tokens(request_id) for request_id in left] == [replies()[request_id] for request_id in left]
 
 
+@in_either_form
 def test_a_request_that_arrives_joins_after_the_launched_step() -> None:
     run = start_drafted(block_size_tokens=64)
     step_until_ahead(run)
@@ -149,6 +151,7 @@ def test_a_request_that_arrives_joins_after_the_launched_step() -> None:
     finish(run)
 
 
+@in_either_form
 def test_no_step_is_launched_early_for_a_request_that_ended_while_another_was_paused() -> None:
     drafter = MostlyRight(replies())
     run = start(1, 22, drafter=drafter, num_speculative_tokens=NUM_DRAFTS, kv_blocks=5, paused_blocks=2)
@@ -168,6 +171,7 @@ LOOKED_AT: dict[str, Callable[[], SamplingParams]] = {
 }
 
 
+@in_either_form
 @pytest.mark.parametrize("is_cancelled", [False, True])
 @pytest.mark.parametrize("name", LOOKED_AT)
 def test_rows_that_are_looked_at_between_steps_get_what_they_get_without_early_steps(
@@ -231,6 +235,7 @@ def test_a_fault_beside_an_early_step_loses_no_token(place: str, form: str, monk
     finish(run)
 
 
+@in_either_form
 def test_reports_say_what_those_without_early_steps_say() -> None:
     reports = []
     for runs_ahead in (False, True):
@@ -246,6 +251,7 @@ def test_reports_say_what_those_without_early_steps_say() -> None:
     assert reports[0] == reports[1]
 
 
+@in_either_form
 @pytest.mark.parametrize("gone", [0, 1, 2])
 @pytest.mark.parametrize("only_last", [False, True])
 def test_log_probs_stay_those_of_their_rows_when_a_row_leaves_an_early_step(only_last: bool, gone: int) -> None:
