@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,25 +55,19 @@ class Shape:
     kv_gb: float
 
 
+_8B = Shape(
+    fields=MODEL_FIELDS["8b"] | {"max_position_embeddings": 8192},
+    max_shard_bytes=4 * 10**9,
+    block_size=256,
+    shared=2048,
+    own=64,
+    state_gb=4.0,
+    kv_gb=2.0,
+)
+_OF_EXPERTS = {"hybrid_override_pattern": "MEMEM*EMEMEM", "max_position_embeddings": 8192}
 SHAPES = {
-    "8b": Shape(
-        fields=MODEL_FIELDS["8b"] | {"max_position_embeddings": 8192},
-        max_shard_bytes=4 * 10**9,
-        block_size=256,
-        shared=2048,
-        own=64,
-        state_gb=4.0,
-        kv_gb=2.0,
-    ),
-    "experts": Shape(
-        fields=MODEL_FIELDS["nano3"] | {"hybrid_override_pattern": "MEMEM*EMEMEM", "max_position_embeddings": 8192},
-        max_shard_bytes=4 * 10**9,
-        block_size=256,
-        shared=2048,
-        own=64,
-        state_gb=4.0,
-        kv_gb=2.0,
-    ),
+    "8b": _8B,
+    "experts": replace(_8B, fields=MODEL_FIELDS["nano3"] | _OF_EXPERTS),
     "tiny": Shape(
         fields=MODEL_FIELDS["tiny"] | {"max_position_embeddings": 1024},
         max_shard_bytes=100_000,
