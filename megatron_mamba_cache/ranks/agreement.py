@@ -154,11 +154,10 @@ def _num_slabs(config: CacheConfig, shape: HybridModelShape, slab: SlabShape) ->
     assert config.cache_gb is not None
     unit = shape.unit_bytes(config)
     beside_bytes = shape.rings_bytes(config) + shape.running_bytes(config)
-    num_slabs = slab.slabs_in(int(config.cache_gb * 2**30) - beside_bytes, unit)
-    longest = -(-config.max_sequence_length // config.block_size_tokens)
-    needed = slab.slabs_of_request(longest, config.num_request_slots)
-    if num_slabs < needed:
-        least_gb = _bytes_that_hold(needed * slab.slab_bytes(unit) + unit.block, config, shape) / 2**30
+    for_slabs, longest = int(config.cache_gb * 2**30) - beside_bytes, shape.longest_bytes(config, slab)
+    num_slabs = slab.slabs_in(for_slabs, unit)
+    if for_slabs < longest:
+        least_gb = _bytes_that_hold(longest, config, shape) / 2**30
         num_live = config.max_requests if config.rounds_states else 0
         raise CacheBudgetError(config.cache_gb, least_gb, config.max_sequence_length, num_live=num_live)
     if config.paused_buffer_size_gb is None or not unit.block:
@@ -170,8 +169,10 @@ def _bytes_that_hold(num_bytes: int, config: CacheConfig, shape: HybridModelShap
     """Return a budget that leaves so many bytes for KV blocks and states, whatever `max_requests` was asked for."""
     if not shape.limits_requests(config):
         return num_bytes + shape.rings_bytes(config) + shape.running_bytes(config)
-    # A larger budget has room for more requests, and so for more rings.
     of_request, of_ring = shape.request_bytes(config), shape.ring_layout(config).ring_bytes
+    if num_bytes == shape.longest_bytes(config):  # other ranks' parts are like this one
+        return num_bytes + of_ring
+    # A larger budget has room for more requests, and so for more rings.
     return num_bytes * of_request / (of_request - of_ring)
 
 

@@ -9,7 +9,7 @@ from ..kernels.ssm.replay_rows import least_capacity
 from ..kernels.ssm.replay_tiling import replays_fast
 from .layout import RoundedLayout, SlotLayout, StateLayout
 from .replay_rings import RingLayout
-from .slab_shape import UnitBytes
+from .slab_shape import SlabShape, UnitBytes
 
 MAMBA, ATTENTION, EXPERTS = "M", "*", "E"
 """Symbols of layer types, as in Megatron's hybrid patterns."""
@@ -125,15 +125,18 @@ class HybridModelShape:
         """Return the settings with `draft_states` decided: by what was measured to be faster for this model and device.
 
         Replayed states take less time with drafts, and without for more than a request or two. Rings are reserved for
-        `max_requests`, which are no more than one budget has room for.
+        `max_requests`, which are no more than one budget has room for, and leave room for one request of the longest
+        sequence, as far as this rank's part of the model tells.
         """
         is_larger = config.num_speculative_tokens > 0 or config.max_requests > _MOST_IN_WINDOWS
         _, d_state, head_dim = self.ssm_shape
         config = config.resolved(prefers_replay=is_larger and replays_fast(head_dim, d_state))
         if not self.limits_requests(config):
             return config
-        fitting = int((config.cache_gb or 0.0) * 2**30) // max(self.request_bytes(config), 1)
-        return replace(config, max_requests=max(1, min(config.max_requests, fitting)))
+        budget, of_ring = int((config.cache_gb or 0.0) * 2**30), self.ring_layout(config).ring_bytes
+        fitting = budget // max(self.request_bytes(config), 1)
+        beside_longest = (budget - self.longest_bytes(config)) // of_ring if of_ring else fitting
+        return replace(config, max_requests=max(1, min(config.max_requests, fitting, beside_longest)))
 
     @staticmethod
     def limits_requests(config: CacheConfig) -> bool:
@@ -144,6 +147,17 @@ class HybridModelShape:
         """Return the least bytes of a running request whose states are replayed: of a state, a KV block and a ring."""
         unit = self.unit_bytes(config)
         return unit.state + unit.block + self.ring_layout(config).ring_bytes
+
+    def longest_bytes(self, config: CacheConfig, slab: SlabShape | None = None) -> int:
+        """Return the bytes that one request of the longest sequence needs of one budget, besides rings.
+
+        Args:
+            slab: That of all ranks; None: as if this rank's part were the whole model.
+        """
+        unit = self.unit_bytes(config)
+        slab = slab or SlabShape.fitting([unit])
+        num_blocks = -(-config.max_sequence_length // config.block_size_tokens)
+        return slab.slabs_of_request(num_blocks, config.num_request_slots) * slab.slab_bytes(unit) + unit.block
 
     def check(self, config: CacheConfig) -> None:
         """Raise `ValueError` if the settings do not fit the model."""

@@ -134,10 +134,10 @@ def test_as_many_replayed_requests_run_with_drafts_as_without(
 @pytest.mark.parametrize("shape", [DENSE_8B, NANO_30B])
 @pytest.mark.parametrize("num_drafts", [0, 7])
 @pytest.mark.parametrize(("asked", "length"), [(256, 65_536), (256, 4096), (2, 65_536)])
-def test_the_budget_that_a_refusal_names_is_enough(
+def test_the_budget_that_a_refusal_names_is_the_least_and_any_larger_one_is_enough(
     shape: HybridModelShape, num_drafts: int, asked: int, length: int
 ) -> None:
-    """Although a larger one has room for more requests, and so reserves more rings."""
+    """Although a larger one has room for more requests, and so for more rings."""
     config = CacheConfig(
         cache_gb=0.02,
         max_requests=asked,
@@ -148,10 +148,14 @@ def test_the_budget_that_a_refusal_names_is_enough(
     with pytest.raises(CacheBudgetError) as refused:
         CacheCapacity.of(shape.resolved(config), shape, OneRank())
     least_gb = refused.value.least_gb
-    enough = shape.resolved(replace(config, cache_gb=least_gb * (1 + 1e-9)))
-    assert CacheCapacity.of(enough, shape, OneRank()).num_slots >= 1
+    num_requests = []
+    for larger in (1e-9, *(0.0007 * 1.12**step for step in range(60))):
+        enough = shape.resolved(replace(config, cache_gb=least_gb * (1 + larger)))
+        assert CacheCapacity.of(enough, shape, OneRank()).num_slots >= 1, larger
+        num_requests.append(enough.max_requests)
+    assert num_requests == sorted(num_requests) and num_requests[-1] > num_requests[0] == 1
     with pytest.raises(CacheBudgetError):
-        CacheCapacity.of(shape.resolved(replace(config, cache_gb=0.85 * least_gb)), shape, OneRank())
+        CacheCapacity.of(shape.resolved(replace(config, cache_gb=0.9999 * least_gb)), shape, OneRank())
 
 
 def test_where_both_parts_are_set_live_states_have_what_is_left() -> None:
