@@ -5,7 +5,6 @@ from torch import Tensor
 
 from .decode_rows import DecodeRows
 from .prefill_rows import PAD_SLOT
-from .slots.reference_slots import along_first_dim
 
 
 class PackedTokens:
@@ -20,11 +19,9 @@ class PackedTokens:
         self.inside = (self._positions < ends[:, None]) & (rows.columns[:, :1] != PAD_SLOT)
 
     def gather(self, packed: Tensor) -> Tensor:
-        """Return [tokens, ...] as [rows, max_len, ...], zeros where a row has no token."""
+        """Return [tokens, ...] as [rows, max_len, ...]; any other token where a row has none."""
         positions = self._positions.clamp_max(packed.shape[0] - 1).flatten()
-        tokens = packed.index_select(0, positions)
-        tokens = torch.where(along_first_dim(self.inside.flatten(), tokens), tokens, 0)
-        return tokens.unflatten(0, self.inside.shape)
+        return packed.index_select(0, positions).unflatten(0, self.inside.shape)
 
     def scatter(self, padded: Tensor, like: Tensor) -> Tensor:
         """Return [rows, max_len, ...] as packed tokens of the shape and dtype of `like`, zeros where there is none."""

@@ -73,17 +73,15 @@ def conv_verify_ref(x: Tensor, weight: Tensor, bias: Tensor | None, conv_pool: T
     window = stored.gather(1, offsets[:, :, None].expand(-1, -1, x.shape[1]))
     # Inputs of earlier steps were rounded to the pool's dtype, so those of this step are rounded too.
     history = torch.cat([window, inputs.to(conv_pool.dtype).to(dtype)], dim=1)  # [rows, window + max_len, conv_dim]
-    y = [
-        _weigh_and_activate([*history[:, j : j + window_len].unbind(1), inputs[:, j]], weight, bias)
-        for j in range(rows.max_len)
-    ]
+    taps = [history[:, tap : tap + rows.max_len] for tap in range(window_len)]
+    y = _weigh_and_activate([*taps, inputs], weight, bias)
     kept = history[:, 1:].to(conv_pool.dtype)
     places = torch.arange(kept.shape[1], device=x.device)
     num_kept = torch.where(lengths > 0, window_len - 1 + lengths, 0)
     after = load_slots(conv_pool[:, : kept.shape[1]], live, conv_pool.dtype)
     kept = torch.where((places < num_kept[:, None])[:, :, None], kept, after)
     store_slots(conv_pool[:, : kept.shape[1]], live, kept)
-    return tokens.scatter(torch.stack(y, dim=1), x)
+    return tokens.scatter(y, x)
 
 
 class _RawInputs:

@@ -35,15 +35,18 @@ def state_replay_ref(
         states = _advanced(states, ring, rows.rings, first + i, is_row & (first + i < rows.computed))
 
     starts, ends = rows.cu_tokens[:-1].to(torch.int64), rows.cu_tokens[1:].to(torch.int64)
+    each = torch.arange(rows.max_tokens, device=starts.device)
+    exists = is_row[:, None] & (starts[:, None] + each < ends[:, None])  # [rows, max_tokens], as all that follows
+    token, position = (starts[:, None] + each).clamp_max(num_tokens - 1), rows.computed[:, None] + each
+    _append(tokens, weights, ring, rows.rings[:, None].expand_as(token), position, token, exists)
+    x, c = (packed.index_select(0, token.flatten()).to(dtype) for packed in (tokens.x, tokens.C))
+    c = c.repeat_interleave(heads // c.shape[1], dim=1).unflatten(0, token.shape)
+    outputs = []
     for t in range(rows.max_tokens):
-        exists = is_row & (starts + t < ends)
-        token = (starts + t).clamp_max(num_tokens - 1)
-        _append(tokens, weights, ring, rows.rings, rows.computed + t, token, exists)
-        states = _advanced(states, ring, rows.rings, rows.computed + t, exists)
-        c = tokens.C.index_select(0, token).to(dtype).repeat_interleave(heads // tokens.C.shape[1], dim=1)
-        x = tokens.x.index_select(0, token).to(dtype)
-        outputs = (states * c[:, :, :, None]).sum(2) + D[:, None] * x
-        y.index_copy_(0, torch.where(exists, token, num_tokens), outputs.to(y.dtype))
+        states = _advanced(states, ring, rows.rings, position[:, t], exists[:, t])
+        outputs.append((states * c[:, t, :, :, None]).sum(2))
+    padded = torch.stack(outputs, dim=1).flatten(0, 1) + D[:, None] * x
+    y.index_copy_(0, torch.where(exists, token, num_tokens).flatten(), padded.to(y.dtype))
     return y[:num_tokens]
 
 
@@ -104,13 +107,17 @@ def _append(
     token: Tensor,
     exists: Tensor,
 ) -> None:
-    """Write one token of each row to its ring, in place; a row without one repeats the first row that has one."""
-    dt = weights.time_steps(tokens.dt.index_select(0, token), ring.steps.dtype)
-    steps = torch.stack([dt, dt * weights.decay(dt.dtype)], dim=1)  # [rows, 2, heads]
-    redirect = redirect_padding(exists)
-    number = torch.where(exists, rings, 0).index_select(0, redirect).to(torch.int64)
-    place = position.index_select(0, redirect).to(torch.int64) % ring.capacity
-    token, any_exists = token.index_select(0, redirect), exists.any()
+    """Write tokens to rings, in place; what is none repeats the first that is one.
+
+    Args:
+        rings, position, token, exists: Of one shape: each token's ring, its position there, its place among `tokens`.
+    """
+    dt = weights.time_steps(tokens.dt.index_select(0, token.flatten()), ring.steps.dtype)
+    steps = torch.stack([dt, dt * weights.decay(dt.dtype)], dim=1)  # [n, 2, heads]
+    redirect = redirect_padding(exists.flatten())
+    number = torch.where(exists, rings, 0).flatten().index_select(0, redirect).to(torch.int64)
+    place = position.flatten().index_select(0, redirect).to(torch.int64) % ring.capacity
+    token, any_exists = token.flatten().index_select(0, redirect), exists.any()
     new = (tokens.x.index_select(0, token), tokens.B.index_select(0, token), steps.index_select(0, redirect))
     for held, values in zip((ring.x, ring.B, ring.steps), new, strict=True):
         held[number, place] = torch.where(any_exists, values, held[number, place])

@@ -13,6 +13,9 @@ from ..slots.reference_slots import along_first_dim, compute_dtype, load_slots, 
 from ..slots.rounded_states import RoundedStates
 from .ssm_inputs import SSMTokens, SSMWeights
 
+_CHUNKS_AT_ONCE = 16
+"""Chunks that are computed together but for their states; more take more memory, squared in their length."""
+
 
 def ssd_scan_ref(
     tokens: SSMTokens,
@@ -46,22 +49,24 @@ def ssd_scan_ref(
     packed = (x, weights.time_steps(tokens.dt, dtype), tokens.B, tokens.C)
     decay, skip = weights.decay(dtype), weights.D.to(dtype)
     chunks = _chunk_slots(rows)
-    steps = torch.arange(chunk_size, device=x.device)
     state = x.new_zeros(ssm_pool.shape[1:], dtype=dtype)
-    for i in range(num_chunks):
-        positions = chunks.starts[i] + steps
-        inside = positions < chunks.ends[i]
+    for first in range(0, num_chunks, _CHUNKS_AT_ONCE):
+        group = slice(first, first + _CHUNKS_AT_ONCE)
+        positions = chunks.starts[group, None] + torch.arange(chunk_size, device=x.device)
+        inside = positions < chunks.ends[group, None]
         gathered = positions.clamp_max(num_tokens - 1)
-        x_chunk, dt, B, C = (_gather_tokens(t, gathered, inside, dtype) for t in packed)
-        initial = load_slots(ssm_pool, chunks.initial_slots[i : i + 1], dtype)[0]
-        state = torch.where(chunks.is_first[i], initial, state)
-        y_chunk, state = _scan_chunk(x_chunk, dt, B, C, decay, skip, state)
-        y.index_copy_(0, torch.where(inside, positions, num_tokens), y_chunk.to(x.dtype))
-        if rounded is None:
-            store_slots(ssm_pool, chunks.stored_slots[i], state.expand(2, *state.shape))
-        else:
-            store_rounded_ref(rounded.values, rounded.scales, chunks.stored_slots[i, :1], state[None])
-            store_slots(ssm_pool, chunks.stored_slots[i, 1:], state[None])
+        initial = load_slots(ssm_pool, chunks.initial_slots[group], dtype)
+        x_chunks, dt, B, C = (_gather_tokens(t, gathered, inside, dtype) for t in packed)
+        scan = _scan_chunks(x_chunks, dt, B, C, decay, skip)
+        carried, ends = [], []
+        for i, is_first in enumerate(chunks.is_first[group]):
+            state = torch.where(is_first, initial[i], state)
+            carried.append(scan.C[i] @ state)
+            state = scan.kept[i] * state + scan.added[i]
+            ends.append(state)
+        outputs = (scan.within + scan.reach * torch.stack(carried) + scan.skipped).transpose(1, 2)
+        y.index_copy_(0, torch.where(inside, positions, num_tokens).flatten(), outputs.flatten(0, 1).to(x.dtype))
+        _store_ends(ssm_pool, chunks.stored_slots[group], torch.stack(ends), rounded)
     return y[:num_tokens]
 
 
@@ -81,18 +86,19 @@ def state_verify_ref(tokens: SSMTokens, weights: SSMWeights, ssm_pool: Tensor, r
     packed = PackedTokens(rows)
     x, dt, B, C = (packed.gather(t).to(dtype) for t in (tokens.x, tokens.dt, tokens.B, tokens.C))
     dt = weights.time_steps(dt, dtype)  # all four are [rows, max_len, ...]
+    B, C = (t.repeat_interleave(heads // t.shape[2], dim=2) for t in (B, C))  # consecutive heads share a group
+    decays, scaled = torch.exp(dt * A), dt[:, :, :, None] * x
     source = rows.columns.gather(1, (rows.accepted - 1).to(torch.int64)[:, None])[:, 0]
     states = load_slots(ssm_pool, source, dtype)  # [rows, heads, d_state, head_dim]
-    outputs = []
+    outputs, kept = [], []
     for j in range(rows.max_len):
-        token, step, has_token = x[:, j], dt[:, j], packed.inside[:, j]
-        b, c = _expand_groups(B[:, j], heads), _expand_groups(C[:, j], heads)  # [rows, heads, d_state]
-        increment = b[:, :, :, None] * (step[:, :, None] * token)[:, :, None, :]
-        states = torch.exp(step * A)[:, :, None, None] * states + increment
-        outputs.append((states * c[:, :, :, None]).sum(2) + D[:, None] * token)
-        store_slots(ssm_pool, torch.where(has_token, rows.columns[:, j], PAD_SLOT), states)
-        states = states.to(ssm_pool.dtype).to(dtype)
-    return packed.scatter(torch.stack(outputs, dim=1), tokens.x)
+        states = decays[:, j, :, None, None] * states + B[:, j, :, :, None] * scaled[:, j, :, None, :]
+        outputs.append((states * C[:, j, :, :, None]).sum(2))
+        kept.append(states.to(ssm_pool.dtype))
+        states = kept[-1].to(dtype)
+    slots = torch.where(packed.inside, rows.columns[:, : rows.max_len], PAD_SLOT)
+    store_slots(ssm_pool, slots.flatten(), torch.stack(kept, dim=1).flatten(0, 1))
+    return packed.scatter(torch.stack(outputs, dim=1) + D[:, None] * x, tokens.x)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,36 +128,51 @@ def _store_empty_rows(ssm_pool: Tensor, rows: PrefillRows) -> None:
 
 
 def _gather_tokens(packed: Tensor, positions: Tensor, inside: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a chunk's tokens [chunk_size, ...] in `dtype`; zeros past the chunk's end, whatever is there."""
-    tokens = packed.index_select(0, positions)
-    return torch.where(along_first_dim(inside, tokens), tokens, 0).to(dtype)
+    """Return chunks' tokens [chunks, chunk_size, ...] in `dtype`; zeros past a chunk's end, whatever is there."""
+    tokens = packed.index_select(0, positions.flatten())
+    return torch.where(along_first_dim(inside.flatten(), tokens), tokens, 0).to(dtype).unflatten(0, positions.shape)
 
 
-def _scan_chunk(
-    x: Tensor, dt: Tensor, B: Tensor, C: Tensor, A: Tensor, D: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return a chunk's outputs [chunk_size, heads, head_dim] and the state after it [heads, d_state, head_dim]."""
-    heads = x.shape[1]
-    x, dt, B, C = (t.transpose(0, 1).contiguous() for t in (x, dt, B, C))  # heads or groups first
-    # [heads, chunk_size]: log decay since the chunk's start; in fp32, differences of long sums would lose digits.
-    cumulative = torch.cumsum(dt.double() * A.double()[:, None], dim=1)
-    difference = cumulative[:, :, None] - cumulative[:, None, :]  # [heads, target, source]
-    future = torch.ones(difference.shape[1:], dtype=torch.bool, device=x.device).triu(1)
+def _store_ends(ssm_pool: Tensor, slots: Tensor, states: Tensor, rounded: RoundedStates | None) -> None:
+    """Write the states at the ends of chunks, [chunks, ...], where they go, [chunks, 2]: see `_ChunkSlots`."""
+    if rounded is None:
+        store_slots(ssm_pool, slots.flatten(), states.repeat_interleave(2, dim=0))
+    else:
+        store_rounded_ref(rounded.values, rounded.scales, slots[:, 0], states)
+        store_slots(ssm_pool, slots[:, 1], states)
+
+
+@dataclass(frozen=True, slots=True)
+class _ChunkScan:
+    """What chunks contribute whatever state comes in: y = within + reach * (C @ state) + skipped."""
+
+    C: Tensor  # [chunks, heads, chunk_size, d_state]
+    within: Tensor  # [chunks, heads, chunk_size, head_dim]: of the chunk's own tokens
+    reach: Tensor  # [chunks, heads, chunk_size, 1]: how much of the incoming state is left
+    skipped: Tensor  # [chunks, heads, chunk_size, head_dim]: past the recurrence
+    kept: Tensor  # [chunks, heads, 1, 1]: of the incoming state, in the one that goes out
+    added: Tensor  # [chunks, heads, d_state, head_dim]
+
+
+def _scan_chunks(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, A: Tensor, D: Tensor) -> _ChunkScan:
+    """Scan each chunk by itself; tokens are [chunks, chunk_size, heads or groups, ...]."""
+    heads = x.shape[2]
+    x, dt, B, C = (t.transpose(1, 2).contiguous() for t in (x, dt, B, C))  # heads or groups first
+    # [chunks, heads, chunk_size]: log decay since a chunk's start; differences of long sums would lose digits in fp32.
+    cumulative = torch.cumsum(dt.double() * A.double()[:, None], dim=2)
+    difference = cumulative[:, :, :, None] - cumulative[:, :, None, :]  # [chunks, heads, target, source]
+    future = torch.ones(difference.shape[2:], dtype=torch.bool, device=x.device).triu(1)
     decay = torch.exp(difference.masked_fill(future, float("-inf")).to(dt.dtype))
-    scores = (C @ B.transpose(1, 2)).repeat_interleave(heads // B.shape[0], dim=0)
-    B, C = (t.repeat_interleave(heads // t.shape[0], dim=0) for t in (B, C))
-    scaled = dt[:, :, None] * x
-
-    y = (scores * decay) @ scaled
-    y = y + torch.exp(cumulative.to(dt.dtype))[:, :, None] * (C @ state)
-    y = y + D[:, None, None] * x
-
-    total = cumulative[:, -1:]
-    weighted = B * torch.exp((total - cumulative).to(dt.dtype))[:, :, None]  # [heads, chunk_size, d_state]
-    state = torch.exp(total.to(dt.dtype))[:, :, None] * state + weighted.transpose(1, 2) @ scaled
-    return y.transpose(0, 1), state
-
-
-def _expand_groups(per_group: Tensor, heads: int) -> Tensor:
-    """Repeat [rows, groups, d_state] to [rows, heads, d_state]: consecutive heads share a group."""
-    return per_group.repeat_interleave(heads // per_group.shape[1], dim=1)
+    scores = (C @ B.transpose(2, 3)).repeat_interleave(heads // B.shape[1], dim=1)
+    B, C = (t.repeat_interleave(heads // t.shape[1], dim=1) for t in (B, C))
+    scaled = dt[:, :, :, None] * x
+    total = cumulative[:, :, -1:]
+    weighted = B * torch.exp((total - cumulative).to(dt.dtype))[:, :, :, None]
+    return _ChunkScan(
+        C=C,
+        within=(scores * decay) @ scaled,
+        reach=torch.exp(cumulative.to(dt.dtype))[:, :, :, None],
+        skipped=D[:, None, None] * x,
+        kept=torch.exp(total.to(dt.dtype))[:, :, :, None],
+        added=weighted.transpose(2, 3) @ scaled,
+    )
