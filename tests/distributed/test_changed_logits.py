@@ -7,15 +7,23 @@ from tests.distributed.rank_models import Layout
 from tests.distributed.world import Worlds
 
 
-@pytest.mark.parametrize("layout", [Layout(tensor=2), Layout(pipeline=2)], ids=["tensor", "pipeline"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(Layout(tensor=2), id="tensor", marks=pytest.mark.long),
+        pytest.param(Layout(pipeline=2), id="pipeline"),
+    ],
+)
 def test_all_ranks_have_the_tokens_of_one_process(layout: Layout, worlds: Worlds) -> None:
     first, second = worlds.of(2).run(changed_logits_cases.replies, layout)
     (alone,) = worlds.of(1).run(changed_logits_cases.replies, Layout())
     assert first == second == alone
 
 
-@pytest.mark.parametrize("num_drafts", [0, 2])
-@pytest.mark.parametrize("layout", [Layout(tensor=2), Layout(pipeline=2)], ids=["tensor", "pipeline"])
+@pytest.mark.parametrize(
+    ("layout", "num_drafts"),
+    [pytest.param(Layout(tensor=2), 0, id="tensor"), pytest.param(Layout(pipeline=2), 2, id="pipeline-drafts")],
+)
 def test_a_grammar_that_cannot_go_on_fails_its_request_on_all_ranks(
     layout: Layout, num_drafts: int, worlds: Worlds
 ) -> None:

@@ -11,9 +11,18 @@ TENSOR, PIPELINE = Layout(tensor=2), Layout(pipeline=2)
 LAYOUTS = pytest.mark.parametrize("layout", [TENSOR, PIPELINE], ids=["tensor", "pipeline"])
 
 
-@pytest.mark.parametrize("layout", [TENSOR, PIPELINE, Layout(expert=2)], ids=["tensor", "pipeline", "expert"])
-@pytest.mark.parametrize("resident_pools", [False, True], ids=["dropped", "resident"])
-def test_ranks_refit_together(resident_pools: bool, layout: Layout, worlds: Worlds) -> None:
+@pytest.mark.parametrize(
+    ("layout", "resident_pools"),
+    [
+        pytest.param(TENSOR, False, id="tensor-dropped"),
+        pytest.param(TENSOR, True, id="tensor-resident", marks=pytest.mark.long),
+        pytest.param(PIPELINE, True, id="pipeline-resident"),
+        pytest.param(PIPELINE, False, id="pipeline-dropped", marks=pytest.mark.long),
+        pytest.param(Layout(expert=2), False, id="expert-dropped"),
+        pytest.param(Layout(expert=2), True, id="expert-resident", marks=pytest.mark.long),
+    ],
+)
+def test_ranks_refit_together(layout: Layout, resident_pools: bool, worlds: Worlds) -> None:
     first, second = worlds.of(2).run(refit_cases.refit, layout, resident_pools)
     assert first == second
     assert first.computed[:2] == (PROMPT_LEN, PROMPT_LEN) and first.computed[2] < PROMPT_LEN

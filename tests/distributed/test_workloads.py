@@ -17,24 +17,24 @@ HAS_ROOM_FOR_4 = max(os.cpu_count() or 1, torch.cuda.device_count()) >= 4
 needs_4 = pytest.mark.skipif(not HAS_ROOM_FOR_4, reason="4 ranks take long on fewer than 4 cores")
 TENSOR, PIPELINE, BOTH, TENSOR_OF_4 = Layout(2), Layout(pipeline=2), Layout(2, pipeline=2), Layout(4)
 SHARED = [
-    *((TENSOR, name, 1, 3, digest) for name, digest in (("few_states", 0), ("disturbed", 1))),
+    (TENSOR, "few_states", 1, 3, 0),
+    pytest.param(TENSOR, "disturbed", 1, 3, 1, marks=pytest.mark.long),
     pytest.param(TENSOR, "tight_blocks", 1, 3, 1, marks=pytest.mark.long),
-    *(pytest.param(PIPELINE, name, 2, 0, 1, marks=pytest.mark.long) for name in ("roomy", "strides")),
+    pytest.param(PIPELINE, "strides", 2, 0, 1, marks=pytest.mark.long),
     pytest.param(PIPELINE, "whole_prompts", 2, 3, 1, marks=pytest.mark.long),
     (PIPELINE, "disturbed", 2, 3, 1),
-    (TENSOR, "one_budget", 5, 3, 1),
-    (PIPELINE, "disturbed_budget", 6, 3, 1),
-    (TENSOR, "disk_tier", 7, 3, 1),
+    pytest.param(TENSOR, "one_budget", 5, 3, 1, marks=pytest.mark.long),
+    pytest.param(PIPELINE, "disturbed_budget", 6, 3, 1, marks=pytest.mark.long),
+    pytest.param(TENSOR, "disk_tier", 7, 3, 1, marks=pytest.mark.long),
     (PIPELINE, "disturbed_tiers", 8, 0, 1),
-    pytest.param(PIPELINE, "host_tier", 9, 3, 1, marks=pytest.mark.long),
     *(pytest.param(BOTH, name, 3, 3, 1, marks=needs_4) for name in ("small_steps", "disturbed")),
     *(pytest.param(TENSOR_OF_4, name, 4, 3, 1, marks=needs_4) for name in ("tight_blocks", "strides", "disturbed")),
     pytest.param(TENSOR_OF_4, "roomy", 4, 3, 0, marks=needs_4),
 ]
 MANY_SEEDS = range(100, 150)
 REPLICAS = [
-    (Layout(), ("uncached", "few_states"), 0, 0, 1),
-    (Layout(expert=2), ("tight_blocks",) * 2, 1, 0, 1),
+    pytest.param(Layout(), ("uncached", "few_states"), 0, 0, 1, marks=pytest.mark.long),
+    pytest.param(Layout(expert=2), ("tight_blocks",) * 2, 1, 0, 1, marks=pytest.mark.long),
     (Layout(expert=2), ("strides",) * 2, 2, 3, 0),
     (Layout(expert=2), ("disturbed",) * 2, 5, 3, 0),
     pytest.param(Layout(expert=2), ("disturbed",) * 2, 6, 0, 1, marks=pytest.mark.long),
@@ -97,8 +97,9 @@ def test_ranks_of_a_model_plan_the_same_and_generate_the_oracles_tokens(
     totals.add(first)
 
 
-@pytest.mark.parametrize("num_graphs", [0, 3])
-@pytest.mark.parametrize("layout", [TENSOR, PIPELINE], ids=name_of)
+@pytest.mark.parametrize(
+    ("layout", "num_graphs"), [(TENSOR, 3), pytest.param(PIPELINE, 0, marks=pytest.mark.long)], ids=name_of
+)
 def test_ranks_of_a_model_follow_grammars_alike(
     layout: Layout, num_graphs: int, worlds: Worlds, totals: Totals
 ) -> None:
@@ -108,7 +109,11 @@ def test_ranks_of_a_model_follow_grammars_alike(
     totals.add(first)
 
 
-@pytest.mark.parametrize(("layout", "flavour"), [(TENSOR, "disturbed_tiers"), (PIPELINE, "one_budget")], ids=name_of)
+@pytest.mark.parametrize(
+    ("layout", "flavour"),
+    [pytest.param(TENSOR, "disturbed_tiers", marks=pytest.mark.long), (PIPELINE, "one_budget")],
+    ids=name_of,
+)
 def test_ranks_of_a_model_round_states_alike(layout: Layout, flavour: str, worlds: Worlds) -> None:
     """Each has its part of every cached state, and one of them may have none."""
     first, *others = worlds.of(2).run(run_workloads, layout, flavour, 11, 3, 1, False, True)

@@ -17,7 +17,7 @@ from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.mcore.test_run_ahead import WHILE_ONE_RUNS, is_ahead, penalised, start, step_until_ahead
 
 NUM_TOKENS, NUM_DRAFTS, VOCAB_SIZE = 60, 3, 96
-FORMS = ("window", "replay")
+FORMS = ("replay", pytest.param("window", marks=pytest.mark.long))
 in_either_form = pytest.mark.usefixtures("either_form")
 
 

@@ -54,7 +54,7 @@ def undisturbed(wish: str) -> EngineRun:
     return run
 
 
-@pytest.mark.parametrize("call", [1, 4, 9])
+@pytest.mark.parametrize("call", [1, pytest.param(4, marks=pytest.mark.long), 9])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("wish", WISHES)
 @pytest.mark.parametrize("num_drafts", [0, 3])

@@ -113,15 +113,17 @@ def check_schemas(seeds: range) -> None:
     assert replies_to(wishes, plain, prefix_caching=False) == plain
 
 
-@pytest.mark.parametrize("first", range(0, 200, 100))
-def test_replies_are_documents_of_their_schemas_whatever_is_drafted_and_cached(first: int) -> None:
-    check_schemas(range(first, first + 100))
+# The first of them by default, a thousand where long tests run, ten thousand in all.
+SCHEMAS = [
+    range(100),
+    *(pytest.param(range(first, first + 180), marks=pytest.mark.long) for first in range(100, 1_000, 180)),
+    *(pytest.param(range(first, first + 200), marks=pytest.mark.slow) for first in range(1_000, 10_000, 200)),
+]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("first", range(200, 10_200, 200))
-def test_replies_to_ten_thousand_schemas_are_documents(first: int) -> None:
-    check_schemas(range(first, first + 200))
+@pytest.mark.parametrize("seeds", SCHEMAS, ids=lambda seeds: f"from {seeds.start}")
+def test_replies_are_documents_of_their_schemas_whatever_is_drafted_and_cached(seeds: range) -> None:
+    check_schemas(seeds)
 
 
 DISTURBANCES: dict[str, Callable[[EngineRun], object]] = {
@@ -142,7 +144,7 @@ def test_steps_with_a_grammar_run_ahead(disturbance: str, temperature: float, mo
     expected = replies_to(wishes, num_tokens=60)
     capture_without_cuda(monkeypatch)
     subject = tiny_hybrid(vocab_size=TOKENIZER.vocab_size)
-    config = replace(cache_config(subject.sizes), num_cuda_graphs=3)
+    config = replace(cache_config(subject.sizes), num_cuda_graphs=3, cuda_graph_prefill_tokens=40)
     run = EngineRun.start(subject, config, tokenizer=TOKENIZER)
     for wish in wishes:
         run.add(wish.request_id, wish.prompt, wish.sampling(60), seed=wish.seed)
@@ -185,8 +187,7 @@ def test_other_forms_are_followed(name: str) -> None:
     assert replies_to(wishes, plain) == plain
 
 
-@pytest.mark.parametrize("is_open", [True, False])
-@pytest.mark.parametrize("closing", ["</think>", "so:"])
+@pytest.mark.parametrize(("closing", "is_open"), [("</think>", True), ("so:", False)])
 def test_a_grammar_begins_where_reasoning_ends(closing: str, is_open: bool) -> None:
     """With drafts across the end of reasoning too."""
     answer = forms.json_grammar({"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]})

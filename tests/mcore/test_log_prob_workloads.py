@@ -11,7 +11,7 @@ from tests.mcore.record_lists import assert_same_lists
 from tests.mcore.workload_totals import WorkloadTotals
 
 SEEDS = [pytest.param(range(2), id="short"), pytest.param(range(2, 8), id="long", marks=pytest.mark.slow)]
-NAMES = ("disturbed", "tight_blocks", "small_steps")
+CASES = [("disturbed", False), ("disturbed", True), ("tight_blocks", False), ("small_steps", True)]
 
 
 @pytest.fixture(scope="module")
@@ -23,10 +23,9 @@ def totals() -> Iterator[WorkloadTotals]:
 
 
 @pytest.mark.parametrize("seeds", SEEDS)
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("has_drafts", [False, True])
+@pytest.mark.parametrize(("name", "has_drafts"), CASES)
 def test_lists_are_those_of_an_undisturbed_run(
-    has_drafts: bool, name: str, seeds: range, totals: WorkloadTotals
+    name: str, has_drafts: bool, seeds: range, totals: WorkloadTotals
 ) -> None:
     def run(seed: int) -> WorkloadOutcome:
         rng = random.Random(f"log-probs {name} {seed}")

@@ -15,11 +15,23 @@ class WorkloadTotals:
         self.tally = OracleTally()
 
     def run_batch(
-        self, name: str, seeds: Iterable[int], run: Callable[[int], WorkloadOutcome], exercises: Iterable[str]
+        self,
+        name: str,
+        seeds: Iterable[int],
+        run: Callable[[int], WorkloadOutcome],
+        exercises: Iterable[str],
+        *,
+        enough: int | None = None,
     ) -> None:
-        """Run a workload of each seed, add up what they came to, and assert that no counter of `exercises` stayed 0."""
+        """Run a workload of each seed, add up what they came to, and assert that no counter of `exercises` stayed 0.
+
+        Args:
+            enough: Of the seeds, if nothing of `exercises` is left by then; None: all are run.
+        """
         counts: Counter[str] = Counter()
-        for seed in seeds:
+        for number, seed in enumerate(seeds):
+            if enough is not None and number >= enough and all(counts[counter] for counter in exercises):
+                break
             try:
                 outcome = run(seed)
             except Exception as error:

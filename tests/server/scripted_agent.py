@@ -105,15 +105,23 @@ class Agent:
 
     @contextmanager
     def saying(self, reply: str, end: str = "stop") -> Iterator[None]:
-        """Let the model say this to the request that the block sends."""
-        answer = threading.Thread(target=self._deliver, args=(reply, end))
+        """Let the model say this to the request that the block sends, unless that is refused."""
+        refused = threading.Event()
+        answer = threading.Thread(target=self._deliver, args=(reply, end, refused))
         answer.start()
-        yield
-        answer.join()
+        try:
+            yield
+        except BaseException:
+            refused.set()
+            raise
+        finally:
+            answer.join()
         assert not self.server.backend.running
 
-    def _deliver(self, reply: str, end: str) -> None:
-        wait_until(lambda: self.server.backend.running)
+    def _deliver(self, reply: str, end: str, refused: threading.Event) -> None:
+        wait_until(lambda: self.server.backend.running or refused.is_set())
+        if refused.is_set():
+            return
         for token in self.tokens(reply):
             if self.server.backend.running:
                 self.server.backend.deliver(Progress(tokens=(token,)))

@@ -23,8 +23,7 @@ TOOL: Any = {"type": "function", "function": {"name": "get_weather", "parameters
 SYSTEM = {"role": "system", "content": "import os\nimport sys\n" * 20}
 
 
-@pytest.mark.parametrize("flags", [(), ("--num-speculative-tokens", "3")], ids=["plain", "drafts"])
-@pytest.mark.parametrize("parser", ["hermes", "json"])
+@pytest.mark.parametrize(("parser", "flags"), [("json", ()), ("hermes", ("--num-speculative-tokens", "3"))])
 def test_five_rounds_of_calls_skip_all_but_what_is_new(parser: str, flags: tuple[str, ...]) -> None:
     with running_server("--tool-call-parser", parser, "--api-key", RED, *flags) as server:
         turns = rounds(server)

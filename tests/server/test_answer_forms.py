@@ -12,7 +12,7 @@ import openai
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
-from tests.server.running_server import KEYS, RED, RunningServer, running_server
+from tests.server.running_server import KEYS, RED, RunningServer, at_once, running_server
 
 CITY: dict[str, Any] = {
     "type": "object",
@@ -56,29 +56,32 @@ def is_city(arguments: str) -> bool:
     return bool(jsonschema_rs.is_valid(CITY, json.loads(arguments)))
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_a_call_that_is_asked_for_comes_in_every_form(caller: openai.OpenAI, seed: int) -> None:
-    settings: Any = {"model": "small_python_model", "messages": ASKED, "tools": [WEATHER, NOW], "seed": seed}
-    chat = caller.chat.completions.create(tool_choice="required", parallel_tool_calls=False, **settings)
-    choice = chat.choices[0]
-    assert choice.finish_reason == "tool_calls", choice
-    (call,) = choice.message.tool_calls or ()
-    assert call.type == "function"
-    if call.function.name == "get_weather":
-        assert is_city(call.function.arguments), call
-    else:
-        assert call.function.name == "now" and json.loads(call.function.arguments) == {}
-    named: Any = {"type": "function", "function": {"name": "get_weather"}}
-    chunks = list(caller.chat.completions.create(tool_choice=named, stream=True, **settings))
-    parts = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
-    assert [part.function.name for part in parts if part.id] == ["get_weather"]
-    assert is_city("".join(part.function.arguments or "" for part in parts))
-    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+def test_a_call_that_is_asked_for_comes_in_every_form(caller: openai.OpenAI) -> None:
+    def ask(seed: int) -> None:
+        settings: Any = {"model": "small_python_model", "messages": ASKED, "tools": [WEATHER, NOW], "seed": seed}
+        chat = caller.chat.completions.create(tool_choice="required", parallel_tool_calls=False, **settings)
+        choice = chat.choices[0]
+        assert choice.finish_reason == "tool_calls", choice
+        (call,) = choice.message.tool_calls or ()
+        assert call.type == "function"
+        if call.function.name == "get_weather":
+            assert is_city(call.function.arguments), call
+        else:
+            assert call.function.name == "now" and json.loads(call.function.arguments) == {}
+        named: Any = {"type": "function", "function": {"name": "get_weather"}}
+        chunks = list(caller.chat.completions.create(tool_choice=named, stream=True, **settings))
+        parts = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
+        assert [part.function.name for part in parts if part.id] == ["get_weather"]
+        assert is_city("".join(part.function.arguments or "" for part in parts))
+        assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+    at_once(ask, range(4))
 
 
 def test_an_answer_or_a_call_where_both_are_allowed(caller: openai.OpenAI) -> None:
     answer: Any = {"type": "json_schema", "json_schema": {"name": "city", "schema": City.model_json_schema()}}
-    for seed in range(4):
+
+    def ask(seed: int) -> None:
         chat = caller.chat.completions.create(
             model="small_python_model",
             messages=ASKED,
@@ -92,6 +95,8 @@ def test_an_answer_or_a_call_where_both_are_allowed(caller: openai.OpenAI) -> No
             assert all(is_city(call.function.arguments) for call in message.tool_calls if call.type == "function")
         else:
             City.model_validate_json(message.content or "")
+
+    at_once(ask, range(4))
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -166,9 +171,10 @@ ANSWERS: dict[str, tuple[dict[str, Any], str]] = {
 def test_an_answer_has_the_form_that_a_field_asks_for(server: RunningServer, route: str, name: str) -> None:
     fields, pattern = ANSWERS[name]
     asked = {"prompt": "x = "} if route == "/v1/completions" else {"messages": ASKED}
-    for seed in range(3):
-        with server.client() as http:
-            reply = http.post(route, json={**asked, **fields, "max_tokens": 60, "seed": seed}).json()
+    with server.client() as http:
+        bodies = [{**asked, **fields, "max_tokens": 60, "seed": seed} for seed in range(3)]
+        replies = at_once(lambda body: http.post(route, json=body).json(), bodies)
+    for reply in replies:
         choice = reply["choices"][0]
         text = choice["text"] if route == "/v1/completions" else choice["message"]["content"]
         if choice["finish_reason"] == "stop":
@@ -182,11 +188,8 @@ def test_plain_requests_beside_an_answer_of_a_form_get_their_own_tokens(server: 
     formed = {"prompt": "x = ", "max_tokens": 60, "seed": 1, "structured_outputs": {"json": CITY}, "n": 4}
     with server.client() as http:
         alone = http.post("/v1/completions", json=plain).json()["choices"][0]["token_ids"]
-    import concurrent.futures
-
-    with server.client() as http, concurrent.futures.ThreadPoolExecutor(6) as threads:
-        beside = [threads.submit(http.post, "/v1/completions", json=body) for body in (formed, plain, formed, plain)]
-        replies = [found.result().json() for found in beside]
+        bodies = (formed, plain, formed, plain)
+        replies = at_once(lambda body: http.post("/v1/completions", json=body).json(), bodies)
     assert replies[1]["choices"][0]["token_ids"] == replies[3]["choices"][0]["token_ids"] == alone
     assert all(is_city(choice["text"]) for reply in replies[::2] for choice in reply["choices"])
     assert replies[0]["choices"] == replies[2]["choices"]

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from megatron_mamba_cache.command_line.main import main
-from tests.server.running_server import MODEL, RED, RunningServer
+from tests.server.running_server import MODEL, RED, RunningServer, at_once
 
 BLOCK = 64
 PROMPTS = (
@@ -78,8 +78,8 @@ def _streamed_async(url: str, prompt: str) -> Found:
 def test_greedy_requests_get_the_tokens_of_the_generate_command(
     ask: Callable[[str, str], Found], server: RunningServer, generated: list[dict[str, Any]]
 ) -> None:
-    for prompt, record in zip(PROMPTS, generated, strict=True):
-        assert ask(f"{server.url}/v1", prompt) == (record["text"], record["generated_tokens"])
+    found = at_once(lambda prompt: ask(f"{server.url}/v1", prompt), PROMPTS)
+    assert found == [(record["text"], record["generated_tokens"]) for record in generated]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -58,15 +58,10 @@ def ssd_scan_ref(
         initial = load_slots(ssm_pool, chunks.initial_slots[group], dtype)
         x_chunks, dt, B, C = (_gather_tokens(t, gathered, inside, dtype) for t in packed)
         scan = _scan_chunks(x_chunks, dt, B, C, decay, skip)
-        carried, ends = [], []
-        for i, is_first in enumerate(chunks.is_first[group]):
-            state = torch.where(is_first, initial[i], state)
-            carried.append(scan.C[i] @ state)
-            state = scan.kept[i] * state + scan.added[i]
-            ends.append(state)
-        outputs = (scan.within + scan.reach * torch.stack(carried) + scan.skipped).transpose(1, 2)
+        outputs, ends = scan.carry(state, initial, chunks.is_first[group])
+        state = ends[-1]
         y.index_copy_(0, torch.where(inside, positions, num_tokens).flatten(), outputs.flatten(0, 1).to(x.dtype))
-        _store_ends(ssm_pool, chunks.stored_slots[group], torch.stack(ends), rounded)
+        _store_ends(ssm_pool, chunks.stored_slots[group], ends, rounded)
     return y[:num_tokens]
 
 
@@ -152,6 +147,21 @@ class _ChunkScan:
     skipped: Tensor  # [chunks, heads, chunk_size, head_dim]: past the recurrence
     kept: Tensor  # [chunks, heads, 1, 1]: of the incoming state, in the one that goes out
     added: Tensor  # [chunks, heads, d_state, head_dim]
+
+    def carry(self, state: Tensor, initial: Tensor, is_first: Tensor) -> tuple[Tensor, Tensor]:
+        """Carry a state through the chunks; those that are first of their rows begin with `initial` [chunks, ...].
+
+        Returns:
+            The outputs [chunks, chunk_size, heads, head_dim] and the states after the chunks.
+        """
+        reached, ends = [], []
+        for i in range(is_first.shape[0]):
+            state = torch.where(is_first[i], initial[i], state)
+            reached.append(self.C[i] @ state)
+            state = self.kept[i] * state + self.added[i]
+            ends.append(state)
+        outputs = self.within + self.reach * torch.stack(reached) + self.skipped
+        return outputs.transpose(1, 2), torch.stack(ends)
 
 
 def _scan_chunks(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, A: Tensor, D: Tensor) -> _ChunkScan:
