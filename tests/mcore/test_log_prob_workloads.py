@@ -11,7 +11,12 @@ from tests.mcore.record_lists import assert_same_lists
 from tests.mcore.workload_totals import WorkloadTotals
 
 SEEDS = [pytest.param(range(2), id="short"), pytest.param(range(2, 8), id="long", marks=pytest.mark.slow)]
-CASES = [("disturbed", False), ("disturbed", True), ("tight_blocks", False), ("small_steps", True)]
+CASES = [
+    ("disturbed", True),
+    ("tight_blocks", False),
+    pytest.param("disturbed", False, marks=pytest.mark.long),
+    pytest.param("small_steps", True, marks=pytest.mark.long),
+]
 
 
 @pytest.fixture(scope="module")

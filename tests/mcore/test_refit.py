@@ -168,7 +168,7 @@ def test_nothing_of_the_old_weights_is_found(change: Callable[[Refit], None], re
 
 
 @pytest.mark.parametrize("num_drafts", [0, 3])
-@pytest.mark.parametrize("steps_before", [1, 3, 7])
+@pytest.mark.parametrize("steps_before", [1, pytest.param(3, marks=pytest.mark.long), 7])
 @pytest.mark.parametrize("resident_pools", [False, True], ids=["dropped", "resident"])
 def test_running_requests_go_on_with_the_new_weights(
     resident_pools: bool, steps_before: int, num_drafts: int, monkeypatch: pytest.MonkeyPatch

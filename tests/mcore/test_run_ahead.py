@@ -181,7 +181,7 @@ def test_sampled_rows_run_ahead_and_draw_the_same_tokens(settings: dict[str, Any
 
 
 @pytest.mark.parametrize("num_drafts", [0, 3])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", ["roomy", "tight_blocks", "disturbed"])
 def test_random_workloads_with_sampled_rows_draw_the_same_tokens(name: str, seed: int, num_drafts: int) -> None:
     """With graphs, running ahead, the cache, drafts and faults, or without any of these."""

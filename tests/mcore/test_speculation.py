@@ -169,7 +169,7 @@ def test_every_kept_token_has_its_log_prob(accuracy: float, keeps_all_logits: bo
 
 
 @pytest.mark.parametrize("num_drafts", [1, 4])
-@pytest.mark.parametrize("accuracy", [0.0, 0.8, 1.0])
+@pytest.mark.parametrize("accuracy", [pytest.param(0.0, marks=pytest.mark.long), 0.8, 1.0])
 @pytest.mark.parametrize("changes", [{}, CHANGES], ids=["plain", "changed"])
 @pytest.mark.parametrize("top_k", [1, 30])
 def test_sampled_tokens_are_those_without_drafts(

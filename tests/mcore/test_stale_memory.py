@@ -53,8 +53,15 @@ def num_checked(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return looked_at
 
 
-@pytest.mark.parametrize("num_drafts", [0, 3])
-@pytest.mark.parametrize("name", ["one_budget", "disturbed_budget"])
+@pytest.mark.parametrize(
+    ("name", "num_drafts"),
+    [
+        ("one_budget", 3),
+        pytest.param("one_budget", 0, marks=pytest.mark.long),
+        ("disturbed_budget", 0),
+        pytest.param("disturbed_budget", 3, marks=pytest.mark.long),
+    ],
+)
 def test_tokens_are_the_oracles_where_states_have_left_no_numbers(
     name: str, num_drafts: int, spoiled: list[SlabSpace], num_checked: Counter[str]
 ) -> None:
