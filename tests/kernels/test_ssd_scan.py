@@ -83,6 +83,25 @@ def test_scan_resumed_at_every_boundary_is_bit_equal(packing: str, tail: int, de
         assert all(same_bits(pool[slot], whole[slot]) for slot in [0, *later.values()])
 
 
+@pytest.mark.parametrize(
+    "shape", [SSMShape(2, 5, 7, 1), SSMShape(1, 5, 7, 1), SSMShape(1, 1, 16, 1), SSMShape(3, 5, 1, 1)], ids=str
+)
+@pytest.mark.parametrize("num_before", [1, 64, 20 * 64])
+def test_bits_do_not_depend_on_where_chunks_lie(shape: SSMShape, num_before: int, device: str) -> None:
+    """Sizes whose matrices are not aligned where they lie behind others."""
+    chunk, row, slots = 64, RowSpec(128 + 9, 0, 3, 2), (4, *shape.state)
+    for seed in range(8):
+        torch.manual_seed(seed)
+        steps = random_steps(row.length, device, shape)
+        packed = steps.joined_with([random_steps(num_before, device, shape)], [])
+        alone, behind = (poisoned_pool(slots, torch.float32, device, (1, 3)) for _ in range(2))
+        behind.copy_(alone)
+        expected = ssd_scan_ref(steps.tokens, steps.weights, alone, pack_rows([row], chunk, device), chunk)
+        rows = pack_rows([RowSpec(num_before, 0, 1, 0), row], chunk, device)
+        y = ssd_scan_ref(packed.tokens, packed.weights, behind, rows, chunk)
+        assert same_bits(y[num_before:], expected) and same_bits(behind[2], alone[2]), seed
+
+
 def test_first_chunk_of_an_unaligned_row_ends_on_the_absolute_multiple(device: str) -> None:
     torch.manual_seed(0)
     steps = random_steps(3 * CHUNK, device, SHAPE)

@@ -139,14 +139,20 @@ def _store_ends(ssm_pool: Tensor, slots: Tensor, states: Tensor, rounded: Rounde
 
 @dataclass(frozen=True, slots=True)
 class _ChunkScan:
-    """What chunks contribute whatever state comes in: y = within + reach * (C @ state) + skipped."""
+    """What of a scan's chunks needs no state; heads and groups come before tokens.
 
-    C: Tensor  # [chunks, heads, chunk_size, d_state]
-    within: Tensor  # [chunks, heads, chunk_size, head_dim]: of the chunk's own tokens
+    Products are of one chunk each, on memory of its own: how a CPU rounds them depends on how many matrices there are
+    and where they lie.
+    """
+
+    B: Tensor  # [chunks, groups, chunk_size, d_state], as C
+    C: Tensor
+    decay: Tensor  # [chunks, heads, target, source]
+    scaled: Tensor  # [chunks, heads, chunk_size, head_dim]: the tokens, weighed by their time steps
     reach: Tensor  # [chunks, heads, chunk_size, 1]: how much of the incoming state is left
-    skipped: Tensor  # [chunks, heads, chunk_size, head_dim]: past the recurrence
+    left: Tensor  # [chunks, heads, chunk_size, 1]: how much of a token is left at the chunk's end
     kept: Tensor  # [chunks, heads, 1, 1]: of the incoming state, in the one that goes out
-    added: Tensor  # [chunks, heads, d_state, head_dim]
+    skipped: Tensor  # [chunks, heads, chunk_size, head_dim]: past the recurrence
 
     def carry(self, state: Tensor, initial: Tensor, is_first: Tensor) -> tuple[Tensor, Tensor]:
         """Carry a state through the chunks; those that are first of their rows begin with `initial` [chunks, ...].
@@ -154,35 +160,36 @@ class _ChunkScan:
         Returns:
             The outputs [chunks, chunk_size, heads, head_dim] and the states after the chunks.
         """
-        reached, ends = [], []
+        within, reached, ends = [], [], []
+        times = self.scaled.shape[1] // self.B.shape[1]
         for i in range(is_first.shape[0]):
             state = torch.where(is_first[i], initial[i], state)
-            reached.append(self.C[i] @ state)
-            state = self.kept[i] * state + self.added[i]
+            B, C, scaled = self.B[i].clone(), self.C[i].clone(), self.scaled[i].clone()
+            scores = (C @ B.transpose(1, 2)).repeat_interleave(times, dim=0)
+            within.append((scores * self.decay[i]) @ scaled)
+            reached.append(C.repeat_interleave(times, dim=0) @ state)
+            weighted = B.repeat_interleave(times, dim=0) * self.left[i]
+            state = self.kept[i] * state + weighted.transpose(1, 2) @ scaled
             ends.append(state)
-        outputs = self.within + self.reach * torch.stack(reached) + self.skipped
+        outputs = torch.stack(within) + self.reach * torch.stack(reached) + self.skipped
         return outputs.transpose(1, 2), torch.stack(ends)
 
 
 def _scan_chunks(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, A: Tensor, D: Tensor) -> _ChunkScan:
-    """Scan each chunk by itself; tokens are [chunks, chunk_size, heads or groups, ...]."""
-    heads = x.shape[2]
-    x, dt, B, C = (t.transpose(1, 2).contiguous() for t in (x, dt, B, C))  # heads or groups first
+    """Prepare chunks; tokens are [chunks, chunk_size, heads or groups, ...]."""
+    x, dt, B, C = (t.transpose(1, 2).contiguous() for t in (x, dt, B, C))
     # [chunks, heads, chunk_size]: log decay since a chunk's start; differences of long sums would lose digits in fp32.
     cumulative = torch.cumsum(dt.double() * A.double()[:, None], dim=2)
     difference = cumulative[:, :, :, None] - cumulative[:, :, None, :]  # [chunks, heads, target, source]
     future = torch.ones(difference.shape[2:], dtype=torch.bool, device=x.device).triu(1)
-    decay = torch.exp(difference.masked_fill(future, float("-inf")).to(dt.dtype))
-    scores = (C @ B.transpose(2, 3)).repeat_interleave(heads // B.shape[1], dim=1)
-    B, C = (t.repeat_interleave(heads // t.shape[1], dim=1) for t in (B, C))
-    scaled = dt[:, :, :, None] * x
     total = cumulative[:, :, -1:]
-    weighted = B * torch.exp((total - cumulative).to(dt.dtype))[:, :, :, None]
     return _ChunkScan(
+        B=B,
         C=C,
-        within=(scores * decay) @ scaled,
+        decay=torch.exp(difference.masked_fill(future, float("-inf")).to(dt.dtype)),
+        scaled=dt[:, :, :, None] * x,
         reach=torch.exp(cumulative.to(dt.dtype))[:, :, :, None],
-        skipped=D[:, None, None] * x,
+        left=torch.exp((total - cumulative).to(dt.dtype))[:, :, :, None],
         kept=torch.exp(total.to(dt.dtype))[:, :, :, None],
-        added=weighted.transpose(2, 3) @ scaled,
+        skipped=D[:, None, None] * x,
     )
