@@ -13,7 +13,7 @@ from ..mcore.model_ranks import ranks_of_process
 from ..mcore.process_groups import initialize_single_process
 from ..models.checkpoints import hugging_face, megatron_checkpoint
 from ..models.part_shape import rank_shape
-from ..ranks.agreement import CacheCapacity
+from ..ranks.agreement import CacheCapacity, resolved_settings
 from ..ranks.group import Ranks
 from ..state.model_shape import HybridModelShape
 from .arguments import cache_config, model_share, name_flag
@@ -115,7 +115,7 @@ def _refused(
     try:
         with errors_of_settings(share, is_draft=is_draft), own_warnings_hidden():
             shape.check(config)
-            CacheCapacity.of(shape.resolved(config), shape, ranks)
+            CacheCapacity.of(resolved_settings(config, shape, ranks), shape, ranks)
     except UsageError as error:
         if not isinstance(error.__cause__, CacheBudgetError):
             raise

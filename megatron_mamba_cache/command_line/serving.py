@@ -60,7 +60,8 @@ class Serving:
         )
         self._card = _card_of(model, arguments.memory_fraction) if on_card else None
         settings = _settings(shape, model.max_sequence_length, arguments, device, self._card)
-        self._config = shape.resolved(cache_config(arguments, settings))
+        config = cache_config(arguments, settings)
+        self._config = shape.resolved(config, ranks_of_process().gather(shape.unit_bytes(config)))
         tokenizer = self._model.tokenizer
         self.settings = ServerSettings(
             model_name=arguments.served_model_name or _name_of(directory),

@@ -25,7 +25,7 @@ from ..policy.admission import Refusal
 from ..policy.kept_tokens import KeptTokens, StepTokens
 from ..policy.prefix_cache import PrefixCache
 from ..policy.requests import Candidate, RequestSpec, RunningRequest
-from ..ranks.agreement import CacheCapacity, agreed_settings, agreed_version, settings_of_peers
+from ..ranks.agreement import CacheCapacity, agreed_version, resolved_settings, settings_of_peers
 from ..ranks.digest import digest_of
 from ..ranks.group import OneRank, Ranks
 from ..ranks.peers import ExpertPeers, NoPeers
@@ -95,7 +95,7 @@ class MambaCacheContext(DynamicInferenceContext):
     ) -> None:
         self.ranks = ranks or OneRank()
         self.peers = peers or NoPeers()
-        config = settings_of_peers(agreed_settings(shape.resolved(config), self.ranks), self.peers)
+        config = settings_of_peers(resolved_settings(config, shape, self.ranks), self.peers)
         self.cache_config = config
         shape.check(config)
         self.capacity = CacheCapacity.of(config, shape, self.ranks)

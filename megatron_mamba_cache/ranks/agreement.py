@@ -83,6 +83,15 @@ class CacheCapacity:
         return CacheCapacity(num_slots, num_blocks, min(num_paused, num_blocks - 2), state_len)
 
 
+def resolved_settings(config: CacheConfig, shape: HybridModelShape, ranks: Ranks) -> CacheConfig:
+    """Return the settings with what the parts of the model decide; all ranks call it. Raises as `agreed_settings`.
+
+    Args:
+        shape: Of this rank's part.
+    """
+    return agreed_settings(shape.resolved(config, ranks.gather(shape.unit_bytes(config))), ranks)
+
+
 def agreed_settings(config: CacheConfig, ranks: Ranks) -> CacheConfig:
     """Return the settings with the least `max_requests` of all ranks; each rank keeps its own memory sizes.
 
@@ -165,15 +174,11 @@ def _num_slabs(config: CacheConfig, shape: HybridModelShape, slab: SlabShape) ->
     return num_slabs, int(config.paused_buffer_size_gb * 2**30) // unit.block
 
 
-def _bytes_that_hold(num_bytes: int, config: CacheConfig, shape: HybridModelShape) -> float:
+def _bytes_that_hold(num_bytes: int, config: CacheConfig, shape: HybridModelShape) -> int:
     """Return a budget that leaves so many bytes for KV blocks and states, whatever `max_requests` was asked for."""
     if not shape.limits_requests(config):
         return num_bytes + shape.rings_bytes(config) + shape.running_bytes(config)
-    of_request, of_ring = shape.request_bytes(config), shape.ring_layout(config).ring_bytes
-    if num_bytes == shape.longest_bytes(config):  # other ranks' parts are like this one
-        return num_bytes + of_ring
-    # A larger budget has room for more requests, and so for more rings.
-    return num_bytes * of_request / (of_request - of_ring)
+    return num_bytes + shape.ring_layout(config).ring_bytes  # one request runs; more rings leave it its room
 
 
 def _num_host_slabs(config: CacheConfig, shape: HybridModelShape, slab: SlabShape) -> int:

@@ -1,5 +1,6 @@
 """The sizes of a hybrid model that the cache depends on."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -121,12 +122,15 @@ class HybridModelShape:
         cached_bytes = self.cached_layout(config).aligned_bytes
         return UnitBytes(cached_bytes, self.block_bytes(config.block_size_tokens), token_row, state_row)
 
-    def resolved(self, config: CacheConfig) -> CacheConfig:
+    def resolved(self, config: CacheConfig, units: Sequence[UnitBytes] = ()) -> CacheConfig:
         """Return the settings with `draft_states` decided: by what was measured to be faster for this model and device.
 
         Replayed states take less time with drafts, and without for more than a request or two. Rings are reserved for
         `max_requests`, which are no more than one budget has room for, and leave room for one request of the longest
-        sequence, as far as this rank's part of the model tells.
+        sequence.
+
+        Args:
+            units: `unit_bytes` of all ranks of the model; none: this one has all of it.
         """
         is_larger = config.num_speculative_tokens > 0 or config.max_requests > _MOST_IN_WINDOWS
         _, d_state, head_dim = self.ssm_shape
@@ -135,7 +139,8 @@ class HybridModelShape:
             return config
         budget, of_ring = int((config.cache_gb or 0.0) * 2**30), self.ring_layout(config).ring_bytes
         fitting = budget // max(self.request_bytes(config), 1)
-        beside_longest = (budget - self.longest_bytes(config)) // of_ring if of_ring else fitting
+        slab = SlabShape.fitting(units or [self.unit_bytes(config)])
+        beside_longest = (budget - self.longest_bytes(config, slab)) // of_ring if of_ring else fitting
         return replace(config, max_requests=max(1, min(config.max_requests, fitting, beside_longest)))
 
     @staticmethod
@@ -148,14 +153,9 @@ class HybridModelShape:
         unit = self.unit_bytes(config)
         return unit.state + unit.block + self.ring_layout(config).ring_bytes
 
-    def longest_bytes(self, config: CacheConfig, slab: SlabShape | None = None) -> int:
-        """Return the bytes that one request of the longest sequence needs of one budget, besides rings.
-
-        Args:
-            slab: That of all ranks; None: as if this rank's part were the whole model.
-        """
+    def longest_bytes(self, config: CacheConfig, slab: SlabShape) -> int:
+        """Return the bytes that one request of the longest sequence needs of one budget in slabs, besides its ring."""
         unit = self.unit_bytes(config)
-        slab = slab or SlabShape.fitting([unit])
         num_blocks = -(-config.max_sequence_length // config.block_size_tokens)
         return slab.slabs_of_request(num_blocks, config.num_request_slots) * slab.slab_bytes(unit) + unit.block
 

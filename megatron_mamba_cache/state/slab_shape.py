@@ -73,10 +73,14 @@ class SlabShape:
         return max(num_slabs - self.slabs_of_request(0, num_states), 0) * self.blocks_per_slab
 
     def loss(self, units: Sequence[UnitBytes]) -> float:
-        """Return the largest share of a slab that one of its uses leaves empty."""
+        """Return the largest share of a slab that one of its uses leaves empty, on ranks where it has any bytes."""
         return max(
-            1 - min(self.blocks_per_slab * unit.block, self.slots_per_slab * unit.state) / self.slab_bytes(unit)
-            for unit in units
+            (
+                1 - min(self.blocks_per_slab * unit.block, self.slots_per_slab * unit.state) / self.slab_bytes(unit)
+                for unit in units
+                if self.slab_bytes(unit)
+            ),
+            default=0.0,
         )
 
 

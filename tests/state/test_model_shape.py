@@ -1,14 +1,19 @@
 """What a model's shape decides about settings."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from megatron_mamba_cache import CacheConfig
+from megatron_mamba_cache.errors import CacheBudgetError
 from megatron_mamba_cache.kernels.ssm import replay_tiling
+from megatron_mamba_cache.ranks.agreement import CacheCapacity
+from megatron_mamba_cache.ranks.group import OneRank
 from megatron_mamba_cache.state import model_shape
-from tests.command_line.test_card_settings import DENSE_8B
+from megatron_mamba_cache.state.slab_shape import UnitBytes
+from tests.command_line.test_card_settings import DENSE_8B, NANO_30B
 
 
 @pytest.mark.parametrize(
@@ -47,6 +52,51 @@ def test_rings_are_reserved_for_the_requests_that_one_budget_has_room_for(
         assert DENSE_8B.resolved(replace(asked, **others)).max_requests == 256
     split = CacheConfig(max_requests=256, draft_states="replay", num_speculative_tokens=num_drafts)
     assert DENSE_8B.resolved(split).max_requests == 256
+
+
+class Stages(OneRank):
+    """A rank of a pipeline, as far as the memory of all stages decides."""
+
+    def __init__(self, units: Sequence[UnitBytes]) -> None:
+        self._units = units
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return what each stage stores; other values are alike."""
+        return list(self._units) if isinstance(value, UnitBytes) else [value] * len(self._units)
+
+
+NUM_BUDGETS = 140
+STAGES = {
+    "8B, 2 and 3 of attention": (DENSE_8B, ["M" * 12 + "**", "M" * 14 + "***"]),
+    "Nano, 3 and 1": (NANO_30B, ["M" * 12 + "***", "M" * 11 + "*"]),
+    "8B, 3 and 1": (DENSE_8B, ["M" * 12 + "***", "M" * 12 + "*"]),
+    "8B, one with neither": (DENSE_8B, ["M" * 12 + "*-", "----"]),
+}
+
+
+@pytest.mark.parametrize("num_drafts", [0, 7])
+@pytest.mark.parametrize("length", [4096, 65_536])
+@pytest.mark.parametrize("name", STAGES)
+def test_uneven_stages_accept_every_budget_above_the_least(name: str, length: int, num_drafts: int) -> None:
+    """And run as many requests as the stage with the least room for them."""
+    whole, layers = STAGES[name]
+    shapes = [replace(whole, layer_types=tuple(types)) for types in layers]
+    fields = {"max_sequence_length": length, "num_speculative_tokens": num_drafts, "draft_states": "replay"}
+    config = CacheConfig(cache_gb=0.1, max_requests=256, **fields)
+    units = [shape.unit_bytes(config) for shape in shapes]
+    accepted = []
+    for step in range(NUM_BUDGETS):
+        asked = replace(config, cache_gb=0.03 * 1.03**step)
+        resolved = [shape.resolved(asked, units) for shape in shapes]
+        agreed = replace(resolved[0], max_requests=min(found.max_requests for found in resolved))
+        try:
+            found = [CacheCapacity.of(agreed, shape, Stages(units)) for shape in shapes]
+            accepted.append((agreed.max_requests, min(capacity.num_slots for capacity in found)))
+        except CacheBudgetError:
+            assert not accepted, asked.cache_gb
+    counts = [num_requests for num_requests, _ in accepted]
+    print(f"{len(accepted)} of {NUM_BUDGETS} budgets, {counts[0]} to {counts[-1]} requests")
+    assert 20 < len(accepted) < NUM_BUDGETS and counts == sorted(counts) and counts[0] < 8 < counts[-1]
 
 
 def test_a_kernel_of_its_own_needs_a_gpu_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
