@@ -22,7 +22,12 @@ def test_all_ranks_have_the_tokens_of_one_process(layout: Layout, worlds: Worlds
 
 @pytest.mark.parametrize(
     ("layout", "num_drafts"),
-    [pytest.param(Layout(tensor=2), 0, id="tensor"), pytest.param(Layout(pipeline=2), 2, id="pipeline-drafts")],
+    [
+        pytest.param(Layout(tensor=2), 0, id="tensor"),
+        pytest.param(Layout(tensor=2), 2, id="tensor-drafts", marks=pytest.mark.long),
+        pytest.param(Layout(pipeline=2), 0, id="pipeline", marks=pytest.mark.long),
+        pytest.param(Layout(pipeline=2), 2, id="pipeline-drafts"),
+    ],
 )
 def test_a_grammar_that_cannot_go_on_fails_its_request_on_all_ranks(
     layout: Layout, num_drafts: int, worlds: Worlds

@@ -120,7 +120,7 @@ def test_a_refused_request_can_be_cancelled_before_it_is_reported() -> None:
 )
 def test_random_cancels_leak_nothing_and_change_no_token(name: str, num_drafts: int) -> None:
     tally, num_cancelled = OracleTally(), 0
-    for seed in range(2):
+    for seed in range(3):
         rng = random.Random(f"cancels {name} {seed} {num_drafts}")
         work = make_workload(FLAVOURS[name], 500 + seed, num_drafts)
         vocab = work.subject.sizes.vocab_size

@@ -187,7 +187,15 @@ def test_other_forms_are_followed(name: str) -> None:
     assert replies_to(wishes, plain) == plain
 
 
-@pytest.mark.parametrize(("closing", "is_open"), [("</think>", True), ("so:", False)])
+@pytest.mark.parametrize(
+    ("closing", "is_open"),
+    [
+        ("</think>", True),
+        ("so:", False),
+        pytest.param("</think>", False, marks=pytest.mark.long),
+        pytest.param("so:", True, marks=pytest.mark.long),
+    ],
+)
 def test_a_grammar_begins_where_reasoning_ends(closing: str, is_open: bool) -> None:
     """With drafts across the end of reasoning too."""
     answer = forms.json_grammar({"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]})

@@ -16,6 +16,8 @@ CASES = [
     ("tight_blocks", False),
     pytest.param("disturbed", False, marks=pytest.mark.long),
     pytest.param("small_steps", True, marks=pytest.mark.long),
+    pytest.param("tight_blocks", True, marks=pytest.mark.long),
+    pytest.param("small_steps", False, marks=pytest.mark.long),
 ]
 
 

@@ -9,6 +9,7 @@ import pytest
 from tests.server.running_server import MODEL, RED, RunningServer, running_server
 
 BLOCK = 64
+DRAFTS = ("--num-speculative-tokens", "3")
 ROUNDS = 5
 SCHEMA = {
     "type": "object",
@@ -23,7 +24,15 @@ TOOL: Any = {"type": "function", "function": {"name": "get_weather", "parameters
 SYSTEM = {"role": "system", "content": "import os\nimport sys\n" * 20}
 
 
-@pytest.mark.parametrize(("parser", "flags"), [("json", ()), ("hermes", ("--num-speculative-tokens", "3"))])
+@pytest.mark.parametrize(
+    ("parser", "flags"),
+    [
+        ("json", ()),
+        ("hermes", DRAFTS),
+        pytest.param("json", DRAFTS, marks=pytest.mark.long),
+        pytest.param("hermes", (), marks=pytest.mark.long),
+    ],
+)
 def test_five_rounds_of_calls_skip_all_but_what_is_new(parser: str, flags: tuple[str, ...]) -> None:
     with running_server("--tool-call-parser", parser, "--api-key", RED, *flags) as server:
         turns = rounds(server)
