@@ -35,7 +35,7 @@ def default_settings(shape: "HybridModelShape", max_length: int) -> dict[str, in
     keys_and_values = 2 * shape.layer_types.count("*") * shape.num_kv_heads * shape.kv_channels
     token_bytes = keys_and_values * shape.params_dtype.itemsize
     request_bytes = math.ceil(length / block) * block * token_bytes
-    state_bytes = shape.state_layout(CacheConfig()).slot_bytes
+    state_bytes = shape.state_layout(CacheConfig().resolved()).slot_bytes
     return {
         "block_size_tokens": block,
         "buffer_size_gb": _gib_for(_MAX_REQUESTS, _LEAST_REQUESTS, request_bytes),

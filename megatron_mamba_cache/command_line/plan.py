@@ -109,5 +109,5 @@ def _sizes_of(directory: Path, block_size: int, cached_state_dtype: Literal["liv
     if not ("M" in pattern and "*" in pattern):
         raise UsageError(f"--model {directory}: layer pattern {pattern} has no Mamba or no attention layer")
     shape = part_shape(architecture, dtype)
-    state = shape.cached_layout(CacheConfig(cached_state_dtype=cached_state_dtype))
+    state = shape.cached_layout(CacheConfig(cached_state_dtype=cached_state_dtype).resolved())
     return CacheSizes(shape.block_bytes(1), state.slot_bytes, block_size)

@@ -13,6 +13,7 @@ from ..config import CacheConfig, argument_of, given_settings
 from ..mcore.engine import MambaCacheEngine
 from ..mcore.model_ranks import ranks_of_process
 from ..mcore.model_reading import model_shape_of
+from ..ranks.agreement import resolved_settings
 from ..replicas.settings import RoutingSettings
 from ..server.access_log import AccessLog, write_line
 from ..server.app import Server, ServerSettings
@@ -61,7 +62,7 @@ class Serving:
         self._card = _card_of(model, arguments.memory_fraction) if on_card else None
         settings = _settings(shape, model.max_sequence_length, arguments, device, self._card)
         config = cache_config(arguments, settings)
-        self._config = shape.resolved(config, ranks_of_process().gather(shape.unit_bytes(config)))
+        self._config = resolved_settings(config, shape, ranks_of_process())
         tokenizer = self._model.tokenizer
         self.settings = ServerSettings(
             model_name=arguments.served_model_name or _name_of(directory),

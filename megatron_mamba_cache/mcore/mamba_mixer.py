@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from ..kernels.conv.causal_conv import causal_conv
 from ..kernels.conv.conv_verify import conv_verify
+from ..kernels.draft_inputs import DraftInputs
 from ..kernels.prefill_rows import PrefillRows, whole_rows
 from ..kernels.ssm.ssd_scan import ssd_scan
 from ..kernels.ssm.ssm_inputs import NO_LIMIT, SSMTokens, SSMWeights
@@ -125,7 +126,10 @@ class CachingMambaMixer(megatron_mixer.MambaMixer):
 
     def _decode_rows(self, inputs: _MixerInputs, states: LayerStates, step: StepBatch) -> Tensor:
         assert step.decode is not None
-        xbc = conv_verify(inputs.xbc, self._conv_weight, self.conv1d.bias, states.conv, step.decode)
+        drafts = None
+        if states.draft_inputs is not None and step.replay is not None:
+            drafts = DraftInputs(states.draft_inputs, step.replay.rings)
+        xbc = conv_verify(inputs.xbc, self._conv_weight, self.conv1d.bias, states.conv, step.decode, drafts=drafts)
         tokens = self._ssm_tokens(xbc, inputs.dt)
         if states.ring is None or step.replay is None:
             y = state_verify(tokens, self._ssm_weights, states.ssm, step.decode, after_conv=True)

@@ -89,7 +89,7 @@ def resolved_settings(config: CacheConfig, shape: HybridModelShape, ranks: Ranks
     Args:
         shape: Of this rank's part.
     """
-    return agreed_settings(shape.resolved(config, ranks.gather(shape.unit_bytes(config))), ranks)
+    return agreed_settings(shape.resolved(config, ranks.gather), ranks)
 
 
 def agreed_settings(config: CacheConfig, ranks: Ranks) -> CacheConfig:

@@ -1,6 +1,6 @@
 """The sizes of a hybrid model that the cache depends on."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -68,11 +68,14 @@ class HybridModelShape:
         return block_size * per_token * self.params_dtype.itemsize
 
     def state_layout(self, config: CacheConfig) -> StateLayout:
-        """Return the layout of a live state's slot under the configured dtypes and number of drafts."""
+        """Return the layout of a live state's slot under the configured dtypes and number of drafts.
+
+        Conv inputs of drafts lie in the slot where the states after them have slots, and else beside the ring.
+        """
         dtypes = {"model": self.params_dtype, "fp32": torch.float32, "bf16": torch.bfloat16}
         return StateLayout(
             num_layers=self.num_mamba_layers,
-            conv_shape=(self.d_conv - 1 + config.num_speculative_tokens, self.conv_dim),
+            conv_shape=(self.d_conv - 1 + config.num_draft_slots, self.conv_dim),
             ssm_shape=self.ssm_shape,
             conv_dtype=dtypes[config.conv_state_dtype],
             ssm_dtype=dtypes[config.ssm_state_dtype],
@@ -100,6 +103,9 @@ class HybridModelShape:
             groups=(self.conv_dim - heads * head_dim) // (2 * d_state),
             d_state=d_state,
             dtype=self.params_dtype,
+            conv_dim=self.conv_dim,
+            conv_dtype=self.state_layout(config).conv_dtype,
+            num_drafts=config.num_speculative_tokens,
         )
 
     def rounding_len(self, config: CacheConfig) -> int | None:
@@ -122,7 +128,9 @@ class HybridModelShape:
         cached_bytes = self.cached_layout(config).aligned_bytes
         return UnitBytes(cached_bytes, self.block_bytes(config.block_size_tokens), token_row, state_row)
 
-    def resolved(self, config: CacheConfig, units: Sequence[UnitBytes] = ()) -> CacheConfig:
+    def resolved(
+        self, config: CacheConfig, gather: Callable[[UnitBytes], Sequence[UnitBytes]] = lambda unit: [unit]
+    ) -> CacheConfig:
         """Return the settings with `draft_states` decided: by what was measured to be faster for this model and device.
 
         Replayed states take less time with drafts, and without for more than a request or two. Rings are reserved for
@@ -130,16 +138,17 @@ class HybridModelShape:
         sequence.
 
         Args:
-            units: `unit_bytes` of all ranks of the model; none: this one has all of it.
+            gather: Returns the `unit_bytes` of all ranks of the model, given those of this one, which has all of it
+                without. Called once.
         """
         is_larger = config.num_speculative_tokens > 0 or config.max_requests > _MOST_IN_WINDOWS
         _, d_state, head_dim = self.ssm_shape
         config = config.resolved(prefers_replay=is_larger and replays_fast(head_dim, d_state))
+        slab = SlabShape.fitting(gather(self.unit_bytes(config)))
         if not self.limits_requests(config):
             return config
         budget, of_ring = int((config.cache_gb or 0.0) * 2**30), self.ring_layout(config).ring_bytes
         fitting = budget // max(self.request_bytes(config), 1)
-        slab = SlabShape.fitting(units or [self.unit_bytes(config)])
         beside_longest = (budget - self.longest_bytes(config, slab)) // of_ring if of_ring else fitting
         return replace(config, max_requests=max(1, min(config.max_requests, fitting, beside_longest)))
 

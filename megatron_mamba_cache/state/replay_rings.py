@@ -1,4 +1,7 @@
-"""The rings of replayed states: the scan inputs of each running request's tokens that its checkpoint does not hold."""
+"""The rings of replayed states: the scan inputs of each running request's tokens that its checkpoint does not hold.
+
+Beside a ring lie the conv inputs of its request's drafts, so that a slot takes the same bytes with any number of them.
+"""
 
 from dataclasses import dataclass
 
@@ -16,6 +19,8 @@ class RingLayout:
     Args:
         capacity: Positions of a ring; see `least_capacity`.
         dtype: That of the convolution's outputs.
+        conv_dim, conv_dtype: Of the convolution's inputs.
+        num_drafts: The most drafts of a step.
     """
 
     num_layers: int
@@ -25,6 +30,9 @@ class RingLayout:
     groups: int
     d_state: int
     dtype: torch.dtype
+    conv_dim: int
+    conv_dtype: torch.dtype
+    num_drafts: int
 
     @property
     def steps_dtype(self) -> torch.dtype:
@@ -33,10 +41,11 @@ class RingLayout:
 
     @property
     def ring_bytes(self) -> int:
-        """Bytes of a ring over all layers."""
+        """Bytes of a ring and its drafts' conv inputs over all layers."""
         inputs = (self.heads * self.head_dim + self.groups * self.d_state) * self.dtype.itemsize
         steps = _STEP_VALUES * self.heads * self.steps_dtype.itemsize
-        return self.num_layers * self.capacity * (inputs + steps)
+        of_drafts = self.num_drafts * self.conv_dim * self.conv_dtype.itemsize
+        return self.num_layers * (self.capacity * (inputs + steps) + of_drafts)
 
     def zeros(self, num_rings: int, device: torch.device | int | str) -> ReplayRing:
         """Return rings [layers, rings, capacity, ...], all zero."""
@@ -46,3 +55,8 @@ class RingLayout:
             B=torch.zeros((*lead, self.groups, self.d_state), dtype=self.dtype, device=device),
             steps=torch.zeros((*lead, _STEP_VALUES, self.heads), dtype=self.steps_dtype, device=device),
         )
+
+    def draft_inputs(self, num_rings: int, device: torch.device | int | str) -> torch.Tensor | None:
+        """Return the inputs of `DraftInputs`, [layers, rings, drafts, conv_dim], all zero; None without drafts."""
+        shape = (self.num_layers, num_rings, self.num_drafts, self.conv_dim)
+        return torch.zeros(shape, dtype=self.conv_dtype, device=device) if self.num_drafts else None

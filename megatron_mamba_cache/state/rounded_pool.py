@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..kernels.draft_inputs import DraftInputs
 from ..kernels.slots.align_copy import AlignRows
 from ..kernels.slots.reference_rounding import store_rounded_ref
 from ..kernels.slots.rounded_align import rounded_align_copy
@@ -49,15 +50,18 @@ class RoundedPool:
         restore_states(self.ssm, ssm, src, dst)
         copy_slots_between((self.conv,), (conv[:, :, : self.conv.shape[2]],), src, dst)
 
-    def align_copy(self, conv: Tensor, ssm: Tensor, rows: AlignRows, block_size: int) -> None:
+    def align_copy(
+        self, conv: Tensor, ssm: Tensor, rows: AlignRows, block_size: int, drafts: DraftInputs | None = None
+    ) -> None:
         """Round the states at the boundaries that rows reached into their targets here; see `align_copy`.
 
         Args:
             conv, ssm: Those of a `StatePool`; SSM states without heads leave those here as they are.
+            drafts: Where the rows' conv windows go on, if not in `conv`.
         """
         heads = ssm.shape[2]
         states = RoundedStates(self.ssm.values[:, :, :heads], self.ssm.scales[:, :, :heads])
-        rounded_align_copy(conv, ssm, rows, block_size, self.conv.shape[2], self.conv, states)
+        rounded_align_copy(conv, ssm, rows, block_size, self.conv.shape[2], self.conv, states, drafts=drafts)
 
     def store_layer(self, layer: int, slot: int, conv: Tensor, ssm: Tensor) -> None:
         """Round one layer's state into a slot.

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..kernels.draft_inputs import DraftInputs
 from ..kernels.prefill_rows import PAD_SLOT
 from ..kernels.slots.align_copy import AlignRows, align_copy
 from ..kernels.slots.rounded_states import RoundedStates
@@ -29,6 +30,7 @@ class LayerStates:
     ssm: Tensor  # [slots, heads, d_state, head_dim]
     ring: ReplayRing | None = None  # None: states are not replayed
     ring_len: int = 0
+    draft_inputs: Tensor | None = None  # [rings, drafts, conv_dim]; None: a window is in its slot alone
     conv_ends: Tensor | None = None  # [cached slots, d_conv - 1, conv_dim]; None: states are not rounded
     rounded: RoundedStates | None = None  # with `conv_ends`
 
@@ -38,14 +40,16 @@ class DraftWindow:
     """The location of a draft window's accepted state.
 
     Args:
-        live: Slot of column 0, which holds the conv window.
+        live: Slot of column 0, which holds the conv window, or what of it is not beside the ring.
         slot: Slot of the accepted column, with its SSM state.
         offset: Where the accepted column's conv window begins in that of column 0; at least 1.
+        ring: The request's ring, if states are replayed.
     """
 
     live: int
     slot: int
     offset: int
+    ring: int = 0
 
 
 class RingState(NamedTuple):
@@ -67,6 +71,7 @@ class StatePool:
         ssm: Tensor,
         rings: ReplayRing | None = None,
         ring_len: int = 0,
+        draft_inputs: Tensor | None = None,
         rounded: RoundedPool | None = None,
     ) -> None:
         """Take tensors over; see `state/pool_tensors.py`.
@@ -76,6 +81,8 @@ class StatePool:
             ssm: [layers, slots, heads, d_state, head_dim]; likewise.
             rings: [layers, rings, ...]; what live states are replayed from, None if they are not.
             ring_len: Tokens after which a replayed state is written.
+            draft_inputs: [layers, rings, drafts, conv_dim]; where the conv windows of replayed states go on, None if
+                they are in `conv` alone.
             rounded: Where cached states are; None: in this pool.
         """
         self.layout = layout
@@ -84,6 +91,7 @@ class StatePool:
         self.ssm = ssm
         self.rings = rings
         self.ring_len = ring_len
+        self.draft_inputs = draft_inputs
         self.rounded = rounded
 
     @staticmethod
@@ -93,9 +101,9 @@ class StatePool:
         conv = torch.zeros(lead + layout.conv_shape, dtype=layout.conv_dtype, device=device)
         return StatePool(layout, conv, torch.zeros(lead + layout.ssm_shape, dtype=layout.ssm_dtype, device=device))
 
-    def with_rings(self, rings: ReplayRing, ring_len: int) -> "StatePool":
+    def with_rings(self, rings: ReplayRing, ring_len: int, draft_inputs: Tensor | None) -> "StatePool":
         """Return a pool over the same states, whose live ones are replayed from rings."""
-        return StatePool(self.layout, self.conv, self.ssm, rings, ring_len, self.rounded)
+        return StatePool(self.layout, self.conv, self.ssm, rings, ring_len, draft_inputs, self.rounded)
 
     @property
     def cached(self) -> "StatePool | RoundedPool":
@@ -107,16 +115,12 @@ class StatePool:
         """Where the pool is."""
         return self.ssm.device
 
-    @property
-    def without_ssm(self) -> Tensor:
-        """SSM states of no heads: an align copy of them moves conv windows alone."""
-        return self.ssm[:, :, :0]
-
     def layer(self, index: int) -> LayerStates:
         """Return the states of Mamba layer `index` (counted over this rank's Mamba layers)."""
         rings = self.rings
         ring = None if rings is None else ReplayRing(rings.x[index], rings.B[index], rings.steps[index])
-        states = LayerStates(self.conv[index], self.ssm[index], ring, self.ring_len)
+        draft_inputs = None if self.draft_inputs is None else self.draft_inputs[index]
+        states = LayerStates(self.conv[index], self.ssm[index], ring, self.ring_len, draft_inputs)
         rounded = self.rounded
         return (
             states
@@ -132,17 +136,28 @@ class StatePool:
         """
         copy_slots((self.conv, self.ssm), src, dst)
 
-    def align_copy(self, ssm: Tensor, rows: AlignRows, block_size: int, window_len: int) -> None:
+    def align_copy(self, rows: AlignRows, block_size: int, window_len: int) -> None:
         """Write the states at the boundaries that rows reached into their targets; see `align_copy`.
 
         Args:
-            ssm: The SSM states, or `without_ssm` where those of boundaries are folded.
             window_len: Conv inputs that a state keeps.
         """
         if self.rounded is None:
-            align_copy(self.conv, ssm, rows, block_size, window_len)
+            align_copy(self.conv, self.ssm, rows, block_size, window_len)
         else:
-            self.rounded.align_copy(self.conv, ssm, rows, block_size)
+            self.rounded.align_copy(self.conv, self.ssm, rows, block_size)
+
+    def copy_windows(self, rows: AlignRows, block_size: int, rings: Tensor) -> None:
+        """Write the conv windows at the boundaries that rows reached into their targets, whose states are folded.
+
+        Args:
+            rings: [rows] int32; the rows' rings.
+        """
+        drafts, window_len = self._draft_inputs_of(rings), self.layout.conv_shape[0]
+        if self.rounded is None:
+            align_copy(self.conv, self._without_ssm, rows, block_size, window_len, drafts=drafts)
+        else:
+            self.rounded.align_copy(self.conv, self._without_ssm, rows, block_size, drafts)
 
     def fold_boundaries(self, folds: BoundaryFolds) -> None:
         """Write replayed states at boundaries into their targets; the pool has rings. See `fold_boundaries`."""
@@ -187,7 +202,7 @@ class StatePool:
         # This is the align copy of a step in which every token ends a block, and so does the accepted one.
         width = 1 + max(window.offset for window in windows)
         numbers = [
-            [window.live, 1 + window.offset]
+            [window.live, 1 + window.offset, window.ring]
             + [window.slot if column == window.offset else window.live for column in range(width)]
             for window in windows
         ]
@@ -198,12 +213,15 @@ class StatePool:
             scheduled=zeros,
             drafts=zeros,
             accepted=table[1],
-            columns=table[2:].T.contiguous(),
+            columns=table[3:].T.contiguous(),
             state_columns=zeros,
             targets=table[0],
         )
-        ssm = self.ssm if self.rings is None else self.without_ssm
-        align_copy(self.conv, ssm, rows, block_size=1, window_len=window_len)
+        if self.rings is None:
+            align_copy(self.conv, self.ssm, rows, block_size=1, window_len=window_len)
+        else:
+            drafts = self._draft_inputs_of(table[2])
+            align_copy(self.conv, self._without_ssm, rows, block_size=1, window_len=window_len, drafts=drafts)
 
     def fold(self, rows: Sequence[RingState]) -> None:
         """Fold what the rings of replayed states hold into their checkpoints, all layers, in place.
@@ -213,6 +231,14 @@ class StatePool:
         if self.rings is not None and rows:
             slots, rings, folded, ends = _columns_of(rows).to(self.ssm.device)[:, : len(rows)]
             fold_boundaries(self.ssm, self.rings, BoundaryFolds(slots, rings, folded, ends, slots), self.ring_len)
+
+    @property
+    def _without_ssm(self) -> Tensor:
+        """SSM states of no heads: an align copy of them moves conv windows alone."""
+        return self.ssm[:, :, :0]
+
+    def _draft_inputs_of(self, rings: Tensor) -> DraftInputs | None:
+        return None if self.draft_inputs is None else DraftInputs(self.draft_inputs, rings)
 
     def zero(self, slots: Tensor) -> None:
         """Zero whole slots, all layers and state types, in place."""

@@ -165,7 +165,7 @@ class CacheMemory:
         else:
             folding = []
         shifted = [row for row in rows if row.accepted > 1]
-        windows = [DraftWindow(row.live_slot, row.state_slot, row.accepted - 1) for row in shifted]
+        windows = [DraftWindow(row.live_slot, row.state_slot, row.accepted - 1, row.ring or 0) for row in shifted]
         self.state_pool.settle(windows, self.geometry.window_len)
         for row in {id(row): row for row in (*folding, *shifted)}.values():
             self.prefix_cache.close_draft_states(row)
@@ -213,8 +213,9 @@ def _allocated(
         conv, ssm = parts
         pool = StatePool(live, conv, ssm, rounded=rounded)
         if config.replays:
-            rings = shape.ring_layout(config).zeros(config.max_requests, device)
-            pool = pool.with_rings(rings, config.ring_len or 0)
+            layout, num_rings = shape.ring_layout(config), config.max_requests
+            rings, draft_inputs = layout.zeros(num_rings, device), layout.draft_inputs(num_rings, device)
+            pool = pool.with_rings(rings, config.ring_len or 0, draft_inputs)
         return pool, kv_buffer
     except (RuntimeError, MemoryError) as error:
         if capacity.slab is not None:

@@ -89,7 +89,7 @@ def copy_reached_boundaries(step: StepBatch, outcome: Tensor, memory: CacheMemor
     pool, geometry = memory.state_pool, memory.geometry
     rows = replace(step.align, accepted=accepted)
     if step.replay is None or pool.rings is None:
-        pool.align_copy(pool.ssm, rows, geometry.block_size, geometry.window_len)
+        pool.align_copy(rows, geometry.block_size, geometry.window_len)
     else:
         pool.fold_boundaries(plan_boundary_folds(step.replay, rows, pool.ring_len, geometry.block_size))
-        pool.align_copy(pool.without_ssm, rows, geometry.block_size, geometry.window_len)
+        pool.copy_windows(rows, geometry.block_size, step.replay.rings)

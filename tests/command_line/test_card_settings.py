@@ -336,7 +336,7 @@ def test_live_states_beyond_the_budget_are_refused_with_what_helps() -> None:
 def test_ranks_with_other_layers_allow_requests_of_the_same_length() -> None:
     card = Card(10 * GIB, 0.9, 21_504)
     shapes = [shape_of("M" * 12 + "*" * 3 + "-"), shape_of("M" * 12 + "*" + "-"), shape_of("----")]
-    config = CacheConfig(block_size_tokens=256)
+    config = CacheConfig(block_size_tokens=256).resolved()
     units = [shape.unit_bytes(config) for shape in shapes]
     least = [min(SlabShape.fitting(units).slabs_in(2 * GIB, unit) for unit in units)]
 

@@ -20,12 +20,15 @@ from megatron_mamba_cache.kernels.slots.slot_tiles import CopyTiling
 from tests.kernels.align_steps import Pools, StepRow, device_rows, padding_row
 from tests.kernels.kernel_stand_ins import CountedKernel
 from tests.kernels.packed_rows import same_bits
+from tests.kernels.split_windows import align_beside_rings
 
 BLOCK = 16
 WINDOW_LEN = 3
 NUM_LAYERS = 2
 Op = Callable[[Tensor, Tensor, AlignRows, int, int], None]
-both_ops = pytest.mark.parametrize("op", [align_copy, align_copy_ref])
+OPS = {"kernel": align_copy, "twin": align_copy_ref}
+OPS |= {f"{name}, beside rings": align_beside_rings(op) for name, op in OPS.items()}
+both_ops = pytest.mark.parametrize("op", OPS.values(), ids=OPS)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -57,7 +60,9 @@ def check_op(op: Op, pools: Pools, rows: list[StepRow], block_size: int = BLOCK,
     launches = kernel.launches
     op(pools.conv, pools.ssm, device_rows(rows, device), block_size, window_len)
     kernel_runs = device == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
-    assert kernel.launches - launches == (op is align_copy and kernel_runs and len(rows) > 0)
+    assert kernel.launches - launches == (
+        op in (OPS["kernel"], OPS["kernel, beside rings"]) and kernel_runs and len(rows) > 0
+    )
     assert same_bits(pools.conv, expected.conv)
     assert same_bits(pools.ssm, expected.ssm)
 

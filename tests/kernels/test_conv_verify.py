@@ -5,6 +5,7 @@ Where the kernel neither compiles nor is interpreted, the op is its twin; `test_
 
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from tests.kernels.packed_rows import (
     row_slices,
     same_bits,
 )
+from tests.kernels.split_windows import conv_beside_rings, cut_window
 
 CONV_DIM = 37
 MOST_DRAFTS = 8
@@ -36,11 +38,17 @@ Op = Callable[[Tensor, Tensor, Tensor | None, Tensor, DecodeRows], Tensor]
 
 
 @pytest.fixture(params=[conv_verify, conv_verify_ref])
-def op(request: pytest.FixtureRequest, device: str) -> Iterator[Op]:
+def either(request: pytest.FixtureRequest, device: str) -> Iterator[Callable[..., Tensor]]:
     """Return the op or its twin; check that the kernel was launched, or was not."""
     of_kernel = request.param is conv_verify
     with launches_expected(conv_verify_module, "_conv_verify_kernel", of_kernel=of_kernel, device=device):
         yield request.param
+
+
+@pytest.fixture(params=["in slots", "beside rings"])
+def op(request: pytest.FixtureRequest, either: Callable[..., Tensor]) -> Op:
+    """Return the op or its twin, with the conv inputs of drafts in slots or beside rings."""
+    return either if request.param == "in slots" else conv_beside_rings(either)
 
 
 def make_weights(d_conv: int, device: str) -> tuple[Tensor, Tensor]:
@@ -131,7 +139,7 @@ def test_rejected_drafts_leave_no_trace_in_later_steps(seed: int, dtype: torch.d
 @pytest.mark.parametrize("d_conv", [1, 2, 4])
 @pytest.mark.parametrize("num_drafts", range(0, MOST_DRAFTS + 1, 4 if INTERPRETED else 1))
 def test_outputs_and_windows_are_those_of_the_packed_convolution(
-    num_drafts: int, d_conv: int, op: Op, device: str
+    num_drafts: int, d_conv: int, op: Op, either: Callable[..., Tensor], device: str
 ) -> None:
     torch.manual_seed(num_drafts)
     weight, bias = make_weights(d_conv, device)
@@ -142,7 +150,7 @@ def test_outputs_and_windows_are_those_of_the_packed_convolution(
     fill_windows(pool, specs, d_conv)
     packed = torch.cat([window_of(pool, spec, d_conv) for spec in specs])
     y = op(x, weight, bias, pool, pack_verify(specs, device))
-    whole = causal_conv if op is conv_verify else causal_conv_ref
+    whole = causal_conv if either is conv_verify else causal_conv_ref
     prefill = pack_rows([RowSpec(length, initial=row, final=row) for row in range(2)], 4, device)
     assert same_bits(y, whole(x, weight, bias, packed, prefill))
     for spec, window in zip(specs, packed, strict=True):
@@ -178,13 +186,14 @@ def test_outputs_are_rounded_to_the_input_dtype(with_bias: bool, op: Op, device:
     assert same_bits(y, exact.bfloat16()) and same_bits(pool, wide_pool)
 
 
+@pytest.mark.parametrize("places", ["in slots", "beside rings"])
 @pytest.mark.parametrize("pool_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("conv_dim", "d_conv", "channels"), [(63, 3, 16), (500, 4, 512), (64, 4, 64), (1, 2, 128), (20, 6, 16)]
 )
 def test_kernel_computes_what_its_twin_does(
-    conv_dim: int, d_conv: int, channels: int, dtype: torch.dtype, pool_dtype: torch.dtype, device: str
+    conv_dim: int, d_conv: int, channels: int, dtype: torch.dtype, pool_dtype: torch.dtype, places: str, device: str
 ) -> None:
     torch.manual_seed(conv_dim)
     specs = [VerifySpec(3, (3, 1, 6, 5), accepted=4), VerifySpec(2), VerifySpec(1, (4, 8, 9), accepted=2)]
@@ -192,7 +201,8 @@ def test_kernel_computes_what_its_twin_does(
     x = torch.randn(8, conv_dim, device=device).to(dtype)
     pool = poisoned_pool((10, d_conv + 5, conv_dim), pool_dtype, device, filled=(3, 4))
     expected_pool, rows = pool.clone(), pack_verify(specs, device, num_spare=1)
-    y = conv_verify(x, weight, bias, pool, rows, ConvVerifyTiling(channels, 2))
+    run = conv_verify if places == "in slots" else conv_beside_rings(conv_verify)
+    y = run(x, weight, bias, pool, rows, ConvVerifyTiling(channels, 2))
     expected = conv_verify_ref(x, weight, bias, expected_pool, rows)
     torch.testing.assert_close(y, expected, rtol=1e-5 if dtype == torch.float32 else 2**-7, atol=1e-5)
     assert same_bits(pool, expected_pool)
@@ -226,6 +236,18 @@ def test_a_window_too_short_for_the_drafts_is_refused() -> None:
     rows = pack_verify([VerifySpec(3, (2, 0, 1))], "cpu")
     with pytest.raises(ValueError, match="window of at least 5"):
         conv_verify(torch.randn(3, CONV_DIM), weight, bias, torch.randn(3, 4, CONV_DIM), rows)
+
+
+@pytest.mark.parametrize(
+    ("num_drafts", "dtype", "message"), [(1, torch.float32, "at least 2 drafts"), (2, torch.bfloat16, "float32 on cpu")]
+)
+def test_draft_inputs_that_do_not_fit_are_refused(num_drafts: int, dtype: torch.dtype, message: str) -> None:
+    weight, bias = make_weights(4, "cpu")
+    rows = pack_verify([VerifySpec(3, (2, 0, 1))], "cpu")
+    pool, drafts = cut_window(torch.randn(3, 3 + num_drafts, CONV_DIM), rows.columns[:, 0], 3)
+    drafts = replace(drafts, inputs=drafts.inputs.to(dtype))
+    with pytest.raises(ValueError, match=message):
+        conv_verify(torch.randn(3, CONV_DIM), weight, bias, pool, rows, drafts=drafts)
 
 
 def test_float64_is_computed_by_the_twin(device: str) -> None:

@@ -16,6 +16,7 @@ from megatron_mamba_cache.kernels.conv import causal_conv as causal_conv_module
 from megatron_mamba_cache.kernels.conv import conv_verify as conv_verify_module
 from megatron_mamba_cache.kernels.conv.causal_conv import causal_conv
 from megatron_mamba_cache.kernels.conv.conv_verify import conv_verify
+from megatron_mamba_cache.kernels.draft_inputs import DraftInputs
 from megatron_mamba_cache.kernels.norm import gated_norm
 from megatron_mamba_cache.kernels.norm.gated_norm import gated_group_norm
 from megatron_mamba_cache.kernels.sampling import greedy_draws, matching, token_cuts, token_draws
@@ -40,6 +41,7 @@ from tests.kernels.align_steps import StepRow, device_rows
 from tests.kernels.kernel_stand_ins import CompiledInsteadOfLaunched, global_accesses
 from tests.kernels.packed_rows import RowSpec, VerifySpec, pack_rows, pack_verify
 from tests.kernels.rounded_places import patterned
+from tests.kernels.split_windows import cut_window
 from tests.kernels.ssm_steps import SSMShape, random_steps
 
 Compile = Callable[[ModuleType, str], CompiledInsteadOfLaunched]
@@ -67,8 +69,11 @@ def test_align_copy_compiles_with_wide_accesses(
     conv, ssm = torch.empty(2, 1, 6, conv_dim, dtype=dtype), torch.empty(2, 1, *ssm_shape, dtype=dtype)
     rows = device_rows([StepRow(28, 5, 4, 5, (0, 0, 0, 0, 0), 0)], "cpu")
     align_copy(conv, ssm, rows, 16, 3)
-    (ptx,) = compiled.ptx
-    assert global_accesses(ptx) == pool_accesses | ROW_COUNTS
+    slots, drafts = cut_window(conv, rows.columns[:, 0], 3)
+    align_copy(slots, ssm, rows, 16, 3, drafts=drafts)
+    assert len(compiled.ptx) == 2
+    for ptx in compiled.ptx:
+        assert global_accesses(ptx) == pool_accesses | ROW_COUNTS
 
 
 SHAPE_8B = SSMShape(heads=128, head_dim=64, d_state=128, groups=8)
@@ -111,9 +116,13 @@ def test_convolutions_move_inputs_and_windows_in_wide_accesses(
     x, bias = wide[:, conv_dim:], wide[1, :conv_dim]
     weight = torch.empty(conv_dim, 4, dtype=torch.bfloat16)
     pool = torch.empty(3, 6, conv_dim, dtype=pool_dtype)
-    conv_verify(x[:3], weight, bias, pool, pack_verify([VerifySpec(3, (0, 1, 2))], "cpu"))
+    rows = pack_verify([VerifySpec(3, (0, 1, 2))], "cpu")
+    conv_verify(x[:3], weight, bias, pool, rows)
+    slots, drafts = cut_window(pool, rows.columns[:, 0], 3)
+    conv_verify(x[:3], weight, bias, slots, rows, drafts=drafts)
     causal_conv(x, weight, bias, pool, pack_rows([RowSpec(20, final=0, boundaries={8: 1})], 8, "cpu"))
-    assert global_accesses(verify.ptx[0], "st") == {"v4.b32"}
+    assert all(global_accesses(ptx, "st") == {"v4.b32"} for ptx in verify.ptx)
+    assert global_accesses(verify.ptx[0]) == global_accesses(verify.ptx[1])
     # 16 tokens, each read and written once, 4 channels by each of 128 threads, and 3 tokens before them.
     assert whole.ptx[0].count("ld.global.v2.b32") >= 19 and whole.ptx[0].count("st.global.v2.b32") >= 16
 
@@ -125,6 +134,7 @@ def test_nothing_compiles_again_when_rows_lengths_or_boundaries_change(compile_f
     shape = SSMShape(heads=2, head_dim=64, d_state=128, groups=1)
     weight, bias = torch.empty(128, 4), torch.empty(128)
     conv_pool, ssm_pool = torch.empty(2, 24, 128), torch.empty(2, *shape.state)
+    draft_inputs, rings = torch.empty(2, 21, 128), torch.zeros(256, dtype=torch.int32)
     projected = torch.empty(1040, 256)
     for num_rows, length, num_spare in ((1, 1, 0), (1, 9, 2), (2, 1, 0), (7, 3, 1), (16, 9, 7), (256, 4, 5)):
         num_tokens = num_rows * length + num_spare
@@ -132,11 +142,13 @@ def test_nothing_compiles_again_when_rows_lengths_or_boundaries_change(compile_f
         rows = pack_verify([VerifySpec(length, (0,) * length)] * num_rows, "cpu", num_spare=num_spare)
         state_verify(steps.tokens, steps.weights, ssm_pool, rows)
         conv_verify(projected[:num_tokens, :128], weight, bias, conv_pool, rows)
+        drafts = DraftInputs(draft_inputs, rings[:num_rows])
+        conv_verify(projected[:num_tokens, :128], weight, bias, conv_pool, rows, drafts=drafts)
         specs = [RowSpec(length, final=0, boundaries={4: 1})] * num_rows
         x = projected[num_spare : num_spare + num_tokens, :128]  # prefill tokens come behind decode tokens
         causal_conv(x, weight, bias, conv_pool, pack_rows(specs, 4, "cpu", num_padding=num_spare))
-    for kernel in (verify, whole, update):
-        assert len(kernel.ptx) == 6 and len(kernel.compiled) == 1
+    for kernel, num_forms in ((verify, 2), (whole, 1), (update, 1)):
+        assert len(kernel.ptx) == 6 * num_forms and len(kernel.compiled) == num_forms
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -13,6 +13,7 @@ from megatron_mamba_cache.kernels.attention.kv_append import append_kv
 from megatron_mamba_cache.kernels.attention.reference_attention import append_kv_ref, paged_attention_ref
 from megatron_mamba_cache.kernels.conv.causal_conv import causal_conv
 from megatron_mamba_cache.kernels.conv.conv_verify import conv_verify
+from megatron_mamba_cache.kernels.draft_inputs import DraftInputs
 from megatron_mamba_cache.kernels.norm.gated_norm import gated_group_norm
 from megatron_mamba_cache.kernels.reference import (
     align_copy_ref,
@@ -96,8 +97,8 @@ VERIFY_ROWS = [VerifySpec(3, (3, 4, 5), accepted=2), VerifySpec(1), VerifySpec(1
 
 def conv_verify_call(op: Callable[..., Tensor] = conv_verify_ref) -> Callable[[], object]:
     x, weight, bias, pool = randn(7, 20), randn(20, 4), randn(20), randn(6, 5, 20)
-    rows = pack_verify(VERIFY_ROWS, "cuda")
-    return lambda: op(x, weight, bias, pool, rows)
+    rows, drafts = pack_verify(VERIFY_ROWS, "cuda"), DraftInputs(randn(5, 2, 20), int32(1, 0, 4, 0))
+    return lambda: (op(x, weight, bias, pool, rows), op(x, weight, bias, pool, rows, drafts=drafts))
 
 
 def state_verify_call(op: Callable[..., Tensor] = state_verify_ref) -> Callable[[], object]:
@@ -146,7 +147,11 @@ def zero_call() -> Callable[[], object]:
 def align_call() -> Callable[[], object]:
     rows = device_rows([StepRow(13, 3, 2, 3, (0, 1, 2), 3), padding_row(3)], "cuda")
     conv_pool, ssm_pool = randn(2, 4, 5, 6), randn(2, 4, 2, 3, 5)
-    return lambda: align_copy_ref(conv_pool, ssm_pool, rows, 16, 3)
+    drafts = DraftInputs(randn(2, 3, 2, 6), int32(1, 0))
+    return lambda: (
+        align_copy_ref(conv_pool, ssm_pool, rows, 16, 3),
+        align_copy_ref(conv_pool, ssm_pool, rows, 16, 3, drafts),
+    )
 
 
 def attention_call() -> Callable[[], object]:

@@ -42,6 +42,7 @@ from tests.kernels.rounded_places import (
     holds_rounded,
     patterned,
 )
+from tests.kernels.split_windows import align_beside_rings
 from tests.kernels.ssm_steps import SSMShape, random_steps
 
 BOTH_POOLS = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -224,9 +225,10 @@ ALIGN_ROWS = [
 
 @BOTH_POOLS
 @pytest.mark.parametrize("op", [rounded_align_copy, rounded_align_copy_ref])
+@pytest.mark.parametrize("places_of_drafts", ["in slots", "beside rings"])
 @pytest.mark.parametrize("conv_dim", [10, 8])
 def test_an_align_copy_rounds_the_state_that_an_exact_one_copies(
-    conv_dim: int, op: Callable[..., None], dtype: torch.dtype, device: str
+    conv_dim: int, places_of_drafts: str, op: Callable[..., None], dtype: torch.dtype, device: str
 ) -> None:
     conv = torch.randn(2, 11, 7, conv_dim, device=device).to(torch.bfloat16)
     ssm = torch.randn(2, 11, *ODD.state, device=device).to(dtype)
@@ -237,11 +239,12 @@ def test_an_align_copy_rounds_the_state_that_an_exact_one_copies(
     ends = ends.to(torch.bfloat16)
     before, ends_before, pools = cloned(places), ends.clone(), (conv.clone(), ssm.clone())
     rows = device_rows(ALIGN_ROWS, device)
+    run = op if places_of_drafts == "in slots" else align_beside_rings(op)
     if op is rounded_align_copy:
         with launches_expected(rounded_align, "_rounded_align_kernel", of_kernel=True, device=device):
-            op(conv, ssm, rows, 16, 3, ends, places)
+            run(conv, ssm, rows, 16, 3, ends, places)
     else:
-        op(conv, ssm, rows, 16, 3, ends, places.values, places.scales)
+        run(conv, ssm, rows, 16, 3, ends, places.values, places.scales)
     assert all(same_bits(*pair) for pair in zip((conv, ssm), pools, strict=True))
     for layer in range(2):
         of_layer, untouched = (RoundedStates(states.values[layer], states.scales[layer]) for states in (places, before))

@@ -1,6 +1,6 @@
 """Steps that verify drafts: what is kept, what is findable afterwards, and how many copies that takes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 from megatron.core.inference.sampling_params import SamplingParams
 
+from megatron_mamba_cache.kernels.slots.align_rows import AlignRows
 from megatron_mamba_cache.mcore.request_spec import LOGITS
 from megatron_mamba_cache.policy.align import plan_align_copy
 from megatron_mamba_cache.speculation.drafter import Draft, DraftRequest
@@ -53,13 +54,8 @@ def greedy_texts() -> dict[int, list[int]]:
     return {request_id: run.prompts[request_id] + run.tokens(request_id) for request_id in range(4)}
 
 
-@pytest.fixture
-def align_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Collect, for each align copy that is launched, how many rows it copies."""
-    counts: list[int] = []
-    original = StatePool.align_copy
-
-    def counted(pool: StatePool, ssm: Any, rows: Any, block_size: int, window_len: int) -> None:
+def _counted(original: Callable[..., None], counts: list[int]) -> Callable[..., None]:
+    def counted(pool: StatePool, rows: AlignRows, block_size: int, beside: Any) -> None:
         fields = zip(
             rows.computed.tolist(),
             rows.scheduled.tolist(),
@@ -69,9 +65,17 @@ def align_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
             strict=True,
         )
         counts.append(sum(target >= 0 and plan_align_copy(*row, 0, block_size) is not None for *row, target in fields))
-        original(pool, ssm, rows, block_size, window_len)
+        original(pool, rows, block_size, beside)
 
-    monkeypatch.setattr(StatePool, "align_copy", counted)
+    return counted
+
+
+@pytest.fixture
+def align_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Collect, for each align copy that is launched, how many rows it copies."""
+    counts: list[int] = []
+    for name in ("align_copy", "copy_windows"):  # of windows of states, and of replayed ones
+        monkeypatch.setattr(StatePool, name, _counted(getattr(StatePool, name), counts))
     yield counts
 
 

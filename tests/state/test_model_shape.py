@@ -83,11 +83,11 @@ def test_uneven_stages_accept_every_budget_above_the_least(name: str, length: in
     shapes = [replace(whole, layer_types=tuple(types)) for types in layers]
     fields = {"max_sequence_length": length, "num_speculative_tokens": num_drafts, "draft_states": "replay"}
     config = CacheConfig(cache_gb=0.1, max_requests=256, **fields)
-    units = [shape.unit_bytes(config) for shape in shapes]
+    units = [shape.unit_bytes(config.resolved()) for shape in shapes]
     counts = []
     for step in range(NUM_BUDGETS):
         asked = replace(config, cache_gb=0.03 * 1.03**step)
-        resolved = [shape.resolved(asked, units) for shape in shapes]
+        resolved = [shape.resolved(asked, lambda unit: units) for shape in shapes]
         agreed = replace(resolved[0], max_requests=min(found.max_requests for found in resolved))
         try:
             for shape in shapes:

@@ -1,6 +1,7 @@
 """Causal convolution of decode and verify steps: a row's base token and drafts; the window advances in place.
 
-A row's window is in its column 0's slot, from input `accepted` - 1 on; after the step it begins at the slot's start:
+A row's window is in its column 0's slot, and perhaps goes on beside its ring; it holds from input `accepted` - 1 on.
+After the step it begins at the slot's start:
 
     history = window, x;  y[j] = SiLU(sum over k of weight[k] * history[j + k] + bias);  stored = history[1:]
 
@@ -18,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..decode_rows import DecodeRows
+from ..draft_inputs import DraftInputs, check_draft_inputs, kernel_draft_inputs
 from ..kernel_launches import is_computed_in_fp32, launches_kernel
 from ..masks import only_if
 from ..overlap import await_then_release, overlapping
@@ -69,6 +71,7 @@ def _conv_verify_kernel(
     weight,
     bias,
     windows,
+    drafts,
     rows,
     num_rows,
     num_tokens,
@@ -96,9 +99,18 @@ def _conv_verify_kernel(
         return
 
     stored = windows.pool + live.to(tl.int64) * windows.slot_stride + channel
+    if drafts is not None:
+        behind = drafts.pool + tl.load(drafts.rings + row).to(tl.int64) * drafts.ring_stride + channel
     window = ()
     for k in tl.static_range(D_CONV - 1):
-        old = tl.load(stored + (accepted - 1 + k) * windows.time_stride, mask=inside, other=0.0)
+        time = accepted - 1 + k
+        if drafts is None:
+            old = tl.load(stored + time * windows.time_stride, mask=inside, other=0.0)
+        else:
+            is_behind = time >= D_CONV - 1
+            old = tl.load(stored + time * windows.time_stride, mask=only_if(~is_behind, inside), other=0.0)
+            later = behind + (time - (D_CONV - 1)) * drafts.time_stride
+            old = tl.where(is_behind, tl.load(later, mask=only_if(is_behind, inside), other=0.0), old)
         window = appended(window, old.to(tl.float32))
     taps = load_taps(weight, channel, CONV_DIM, D_CONV)
     offset = load_bias(bias, channel, CONV_DIM)
@@ -114,7 +126,12 @@ def _conv_verify_kernel(
         # Inputs of earlier steps were rounded to the pool's dtype, so those of this step are rounded too.
         kept = x.to(windows.pool.dtype.element_ty)
         time = D_CONV - 2 + token - start
-        tl.store(stored + time * windows.time_stride, kept, mask=only_if(time >= 0, inside))
+        if drafts is None:
+            tl.store(stored + time * windows.time_stride, kept, mask=only_if(time >= 0, inside))
+        else:
+            is_draft = token > start
+            tl.store(stored + time * windows.time_stride, kept, mask=only_if((time >= 0) & ~is_draft, inside))
+            tl.store(behind + (token - start - 1) * drafts.time_stride, kept, mask=only_if(is_draft, inside))
         window = appended(window, kept.to(tl.float32))[1:]
 
 
@@ -125,6 +142,8 @@ def conv_verify(
     conv_pool: Tensor,
     rows: DecodeRows,
     tiling: ConvVerifyTiling = TILING,
+    *,
+    drafts: DraftInputs | None = None,
 ) -> Tensor:
     """Convolve the base token and the drafts of each row, apply SiLU and advance the row's window in place.
 
@@ -135,7 +154,9 @@ def conv_verify(
         x: [tokens, conv_dim]; any stride between tokens.
         weight: [conv_dim, d_conv]; the last column weighs the newest input.
         bias: [conv_dim].
-        conv_pool: [slots, window, conv_dim], channels contiguous; window >= d_conv - 2 + rows.max_len.
+        conv_pool: [slots, window, conv_dim], channels contiguous; window >= d_conv - 2 + rows.max_len, or d_conv - 1 if
+            `drafts` are given.
+        drafts: Where the windows go on, with room for rows.max_len - 1 inputs; None: all of a window is in its slot.
 
     Returns:
         [tokens, conv_dim] in x's dtype.
@@ -146,14 +167,30 @@ def conv_verify(
     Reference: `conv_verify_ref`, which also computes float64. CUDA-graph safe: no host sync, one launch, grid fixed
     at capture.
     """
-    check_conv(x, weight, bias, conv_pool, weight.shape[1] - 2 + rows.max_len)
     check_decode_rows(rows, x.device)
+    _check_windows(x, weight, bias, conv_pool, rows, drafts)
     if not launches_kernel(x) or not is_computed_in_fp32(x, conv_pool):
-        return conv_verify_ref(x, weight, bias, conv_pool, rows)
+        return conv_verify_ref(x, weight, bias, conv_pool, rows, drafts=drafts)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     if y.numel() > 0:
-        _launch(y, x, weight, bias, conv_pool, rows, tiling)
+        _launch(y, x, weight, bias, conv_pool, rows, tiling, drafts)
     return y
+
+
+def _check_windows(
+    x: Tensor, weight: Tensor, bias: Tensor | None, conv_pool: Tensor, rows: DecodeRows, drafts: DraftInputs | None
+) -> None:
+    of_row = weight.shape[-1] - 2 + rows.max_len
+    if drafts is None:
+        check_conv(x, weight, bias, conv_pool, of_row)
+        return
+    check_conv(x, weight, bias, conv_pool, weight.shape[-1] - 1)
+    check_draft_inputs(drafts, conv_pool, rows.accepted.shape[0])
+    if drafts.inputs.shape[1] < rows.max_len - 1:
+        raise ValueError(
+            f"need draft inputs [rings, drafts, conv_dim] of at least {rows.max_len - 1} drafts, "
+            f"found {tuple(drafts.inputs.shape)}"
+        )
 
 
 def _launch(
@@ -164,6 +201,7 @@ def _launch(
     conv_pool: Tensor,
     rows: DecodeRows,
     tiling: ConvVerifyTiling,
+    drafts: DraftInputs | None,
 ) -> None:
     conv_dim, d_conv = weight.shape
     num_rows, channels = rows.accepted.shape[0], min(tiling.channels, triton.next_power_of_2(conv_dim))
@@ -173,6 +211,7 @@ def _launch(
         weight=weight,
         bias=bias,
         windows=ConvWindows(conv_pool, *conv_pool.stride()[:2]),
+        drafts=kernel_draft_inputs(drafts),
         rows=_Rows(rows.cu_tokens, rows.columns, rows.accepted),
         num_rows=num_rows,
         num_tokens=x.shape[0],

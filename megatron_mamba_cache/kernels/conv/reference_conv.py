@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from ..decode_rows import DecodeRows
+from ..draft_inputs import DraftInputs, windows_with_drafts
 from ..packed_tokens import PackedTokens
 from ..prefill_rows import PAD_SLOT, PrefillRows
 from ..slots.reference_slots import compute_dtype, load_slots, store_slots
@@ -50,7 +51,15 @@ def causal_conv_ref(
     return y
 
 
-def conv_verify_ref(x: Tensor, weight: Tensor, bias: Tensor | None, conv_pool: Tensor, rows: DecodeRows) -> Tensor:
+def conv_verify_ref(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv_pool: Tensor,
+    rows: DecodeRows,
+    *,
+    drafts: DraftInputs | None = None,
+) -> Tensor:
     """Convolve the base token and the drafts of each row, apply SiLU and advance the row's window in place.
 
     Bit-equal to as many steps of one token each, whatever drafts follow a token. The window past the inputs that a row
@@ -59,7 +68,7 @@ def conv_verify_ref(x: Tensor, weight: Tensor, bias: Tensor | None, conv_pool: T
     Args:
         x: [tokens, conv_dim].
         weight, bias: As in `causal_conv_ref`.
-        conv_pool: [slots, window, conv_dim]; window >= d_conv - 2 + rows.max_len.
+        conv_pool, drafts: As in `conv_verify`.
 
     Returns:
         [tokens, conv_dim] in x's dtype; zeros past the last row.
@@ -69,8 +78,9 @@ def conv_verify_ref(x: Tensor, weight: Tensor, bias: Tensor | None, conv_pool: T
     inputs = tokens.gather(x).to(dtype)  # [rows, max_len, conv_dim]
     live, lengths = rows.columns[:, 0], rows.cu_tokens[1:] - rows.cu_tokens[:-1]
     offsets = (rows.accepted - 1).to(torch.int64)[:, None] + torch.arange(window_len, device=x.device)
-    stored = load_slots(conv_pool, live, dtype)
-    window = stored.gather(1, offsets[:, :, None].expand(-1, -1, x.shape[1]))
+    stored = load_slots(conv_pool if drafts is None else conv_pool[:, :window_len], live, conv_pool.dtype)
+    stored = windows_with_drafts(stored, drafts)
+    window = stored.to(dtype).gather(1, offsets[:, :, None].expand(-1, -1, x.shape[1]))
     # Inputs of earlier steps were rounded to the pool's dtype, so those of this step are rounded too.
     history = torch.cat([window, inputs.to(conv_pool.dtype).to(dtype)], dim=1)  # [rows, window + max_len, conv_dim]
     taps = [history[:, tap : tap + rows.max_len] for tap in range(window_len)]
@@ -78,9 +88,12 @@ def conv_verify_ref(x: Tensor, weight: Tensor, bias: Tensor | None, conv_pool: T
     kept = history[:, 1:].to(conv_pool.dtype)
     places = torch.arange(kept.shape[1], device=x.device)
     num_kept = torch.where(lengths > 0, window_len - 1 + lengths, 0)
-    after = load_slots(conv_pool[:, : kept.shape[1]], live, conv_pool.dtype)
-    kept = torch.where((places < num_kept[:, None])[:, :, None], kept, after)
-    store_slots(conv_pool[:, : kept.shape[1]], live, kept)
+    kept = torch.where((places < num_kept[:, None])[:, :, None], kept, stored[:, : kept.shape[1]])
+    in_slot = kept.shape[1] if drafts is None else min(window_len, kept.shape[1])
+    store_slots(conv_pool[:, :in_slot], live, kept[:, :in_slot])
+    if drafts is not None:
+        rings = torch.where(live != PAD_SLOT, drafts.rings, PAD_SLOT)
+        store_slots(drafts.inputs[:, : kept.shape[1] - in_slot], rings, kept[:, in_slot:])
     return tokens.scatter(y, x)
 
 

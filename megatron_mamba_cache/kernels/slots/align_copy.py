@@ -6,11 +6,12 @@ The device decides. For each row, with running = computed + scheduled - drafts,
     copy iff aligned >= running and aligned > 0;  shift = aligned - running
 
 The SSM state of column state_column + shift goes to the row's target slot, and so does the conv window of column
-state_column, from input `shift` on.
+state_column, from input `shift` on, whose last inputs may lie beside the row's ring.
 
-Layout: see `slot_tiles`. Grid: the programs that stay resident. Each decides all rows, numbers those that move
-bytes, and takes every n-th of their tiles, all layers and both state types: one row spreads over the whole device,
-and a step that moves nothing costs one decision. Graph safe: no host sync, one launch, grid fixed at capture.
+Layout: see `slot_tiles` and `window_tiles`. Grid: the programs that stay resident. Each decides all rows, numbers
+those that move bytes, and takes every n-th of their tiles, all layers and both state types: one row spreads over the
+whole device, and a step that moves nothing costs one decision. Graph safe: no host sync, one launch, grid fixed at
+capture.
 """
 
 from typing import NamedTuple
@@ -20,11 +21,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..draft_inputs import DraftInputs, check_draft_inputs
 from ..kernel_launches import launches_kernel
 from ..prefill_rows import PAD_SLOT
 from .align_rows import AlignRows
 from .reference_align import align_copy_ref
 from .slot_tiles import CopyTiling, copy_tiles, cut_slots, next_turn, numbered, of_number
+from .window_tiles import copy_windows, cut_windows
 
 __all__ = ["ROWS_AT_A_TIME", "TILING", "AlignRows", "align_copy", "align_copy_ref"]
 
@@ -35,7 +38,7 @@ _PAD = tl.constexpr(PAD_SLOT)
 
 
 class RowsToDecide(NamedTuple):
-    """A kernel's view of `AlignRows`."""
+    """A kernel's view of `AlignRows`, and of where their windows go on: the rings, None if in their slots."""
 
     computed: Tensor
     scheduled: Tensor
@@ -44,6 +47,7 @@ class RowsToDecide(NamedTuple):
     columns: Tensor
     state_columns: Tensor
     targets: Tensor
+    rings: Tensor | None
     accepted_stride: int
     columns_stride: int
     num_columns: int
@@ -53,7 +57,7 @@ class RowsToDecide(NamedTuple):
 def decide(rows, first_row, num_rows, block_size, ROWS: tl.constexpr):
     """Decide ROWS rows: whether each keeps a state, and whether its target is another place than its source.
 
-    Then SSM source << 32 | conv source, and target << 32 | shift.
+    Then SSM source << 32 | conv source, target << 32 | shift, and the ring.
     """
     row = first_row + tl.arange(0, ROWS)
     exists = row < num_rows
@@ -78,13 +82,17 @@ def decide(rows, first_row, num_rows, block_size, ROWS: tl.constexpr):
     is_real = (conv_source != _PAD) & (ssm_source != _PAD)
     is_elsewhere = (shift > 0) | (conv_source != target)
     sources, destinations = (ssm_source.to(tl.int64) << 32) | conv_source, (target.to(tl.int64) << 32) | shift
-    return reached & is_real, is_elsewhere, sources, destinations
+    rings = tl.zeros_like(sources)
+    if rows.rings is not None:
+        rings += tl.load(rows.rings + row, mask=reached, other=0)
+    return reached & is_real, is_elsewhere, sources, destinations, rings
 
 
 @triton.jit(do_not_specialize=["num_rows", "block_size"])
 def _align_copy_kernel(
     rows,
     conv,
+    behind,
     ssm,
     num_rows,
     block_size,
@@ -102,7 +110,7 @@ def _align_copy_kernel(
     SSM_TILES: tl.constexpr = LAYERS * ((SSM_LENGTH + SSM_WIDTH - 1) // SSM_WIDTH)
     turn = tl.program_id(0)
     for first_row in range(0, num_rows, ROWS):
-        keeps, is_elsewhere, sources, destinations = decide(rows, first_row, num_rows, block_size, ROWS)
+        keeps, is_elsewhere, sources, destinations, rings = decide(rows, first_row, num_rows, block_size, ROWS)
         moves = keeps & is_elsewhere
         num_moves = tl.sum(moves.to(tl.int32), axis=0)
         if num_moves > 0:
@@ -115,10 +123,11 @@ def _align_copy_kernel(
                 target = destination >> 32
                 shift = destination & 0x7FFFFFFF
                 if ssm_source != target:
-                    copy_tiles(ssm, ssm, ssm_source, target, 0, turn, LAYERS, 1, SSM_LENGTH, SSM_LANES, SSM_WIDTH)
+                    copy_tiles(ssm, ssm, ssm_source, target, turn, LAYERS, SSM_LENGTH, SSM_LANES, SSM_WIDTH)
                 turn = next_turn(turn, SSM_TILES)
-                copy_tiles(
-                    conv, conv, conv_source, target, shift, turn,
+                ring = of_number(rings, numbers, number)
+                copy_windows(
+                    conv, conv, behind, conv_source, target, shift, ring, turn,
                     LAYERS, CONV_TIMES, CONV_LENGTH, CONV_LANES, CONV_WIDTH,
                 )  # fmt: skip
                 turn = next_turn(turn, CONV_TILES)
@@ -131,6 +140,8 @@ def align_copy(
     block_size: int,
     window_len: int,
     tiling: CopyTiling = TILING,
+    *,
+    drafts: DraftInputs | None = None,
 ) -> None:
     """Copy each row's state at the block boundary that its accepted tokens reached into its target, in place.
 
@@ -139,11 +150,12 @@ def align_copy(
     bytes between the states of a strided pool stay as they are.
 
     Args:
-        conv_pool: [layers, slots, window, conv_dim], oldest input first, window >= window_len + the largest shift;
-            channels contiguous.
+        conv_pool: [layers, slots, window, conv_dim], oldest input first; channels contiguous. window >= window_len +
+            the largest shift, or window_len if `drafts` are given.
         ssm_pool: [layers, slots, heads, d_state, head_dim]; a slot's state contiguous. Without heads, only conv windows
             are copied.
         window_len: conv inputs that a cached state keeps, at least 1.
+        drafts: Where the rows' windows go on from input window_len on, all layers; None: in their slots.
 
     Raises:
         ValueError: If shapes, dtypes, strides or devices disagree.
@@ -152,31 +164,38 @@ def align_copy(
     """
     check_pools(conv_pool, ssm_pool, block_size, window_len)
     check_rows(rows, conv_pool.device)
+    if drafts is not None:
+        check_draft_inputs(drafts, conv_pool, rows.targets.shape[0])
     if 0 in (rows.targets.shape[0], conv_pool.numel()):
         return
     if not launches_kernel(conv_pool):
-        align_copy_ref(conv_pool, ssm_pool, rows, block_size, window_len)
+        align_copy_ref(conv_pool, ssm_pool, rows, block_size, window_len, drafts)
         return
-    _launch(conv_pool, ssm_pool, rows, block_size, window_len, tiling)
+    _launch(conv_pool, ssm_pool, rows, block_size, window_len, tiling, drafts)
 
 
 def _launch(
-    conv_pool: Tensor, ssm_pool: Tensor, rows: AlignRows, block_size: int, window_len: int, tiling: CopyTiling
+    conv_pool: Tensor,
+    ssm_pool: Tensor,
+    rows: AlignRows,
+    block_size: int,
+    window_len: int,
+    tiling: CopyTiling,
+    drafts: DraftInputs | None,
 ) -> None:
-    conv = cut_slots(conv_pool[:, :, :window_len], tiling)
+    windows = conv_pool[:, :, :window_len]
+    conv = cut_windows(windows, windows, drafts, tiling)
     ssm = cut_slots(ssm_pool.flatten(2)[:, :, None], tiling)
     _align_copy_kernel[(tiling.num_programs(conv_pool.device),)](
-        rows=rows_to_decide(rows),
-        conv=conv.states,
+        rows=rows_to_decide(rows, drafts),
+        conv=conv.sources.states,
+        behind=conv.behind,
         ssm=ssm.states,
         num_rows=rows.targets.shape[0],
         block_size=block_size,
         ROWS=ROWS_AT_A_TIME,
         LAYERS=conv_pool.shape[0],
-        CONV_TIMES=conv.times,
-        CONV_LENGTH=conv.length,
-        CONV_LANES=conv.lanes,
-        CONV_WIDTH=conv.width,
+        **conv.sizes,
         SSM_LENGTH=ssm.length,
         SSM_LANES=ssm.lanes,
         SSM_WIDTH=ssm.width,
@@ -184,7 +203,7 @@ def _launch(
     )
 
 
-def rows_to_decide(rows: AlignRows) -> RowsToDecide:
+def rows_to_decide(rows: AlignRows, drafts: DraftInputs | None) -> RowsToDecide:
     """Return a kernel's view of the rows."""
     return RowsToDecide(
         rows.computed,
@@ -194,6 +213,7 @@ def rows_to_decide(rows: AlignRows) -> RowsToDecide:
         rows.columns,
         rows.state_columns,
         rows.targets,
+        None if drafts is None else drafts.rings,
         accepted_stride=rows.accepted.stride(0),
         columns_stride=rows.columns.stride(0),
         num_columns=rows.columns.shape[1],

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..draft_inputs import DraftInputs, windows_with_drafts
 from ..prefill_rows import PAD_SLOT
 from .align_rows import AlignRows
 from .reference_rounding import store_rounded_ref
@@ -20,7 +21,14 @@ class _Decided(NamedTuple):
     shift: Tensor
 
 
-def align_copy_ref(conv_pool: Tensor, ssm_pool: Tensor, rows: AlignRows, block_size: int, window_len: int) -> None:
+def align_copy_ref(
+    conv_pool: Tensor,
+    ssm_pool: Tensor,
+    rows: AlignRows,
+    block_size: int,
+    window_len: int,
+    drafts: DraftInputs | None = None,
+) -> None:
     """Copy each row's state at the block boundary that its accepted tokens reached, in place; see `align_copy`.
 
     Every source is read before any write.
@@ -28,13 +36,14 @@ def align_copy_ref(conv_pool: Tensor, ssm_pool: Tensor, rows: AlignRows, block_s
     if rows.targets.shape[0] == 0:
         return
     decided = _decide(rows, block_size)
+    windows = _windows(conv_pool, decided, window_len, drafts)
     # A row that copies nothing repeats the first one that copies; if none does, slot 0 gets its own content.
     redirect = redirect_padding(decided.keeps)
-    conv_source, ssm_source, shift, target = (
+    ssm_source, target = (
         torch.where(decided.keeps, values, 0).index_select(0, redirect).to(torch.int64)
-        for values in (*decided[1:], rows.targets)
+        for values in (decided.ssm_source, rows.targets)
     )
-    windows, states = _windows(conv_pool, conv_source, shift, window_len), ssm_pool.index_select(1, ssm_source)
+    windows, states = windows.index_select(1, redirect), ssm_pool.index_select(1, ssm_source)
     conv_pool[:, :, :window_len].index_copy_(1, target, windows)
     ssm_pool.index_copy_(1, target, states)
 
@@ -48,6 +57,7 @@ def rounded_align_copy_ref(
     ends: Tensor,
     values: Tensor,
     scales: Tensor,
+    drafts: DraftInputs | None = None,
 ) -> None:
     """Round each row's state at the block boundary that its accepted tokens reached, in place.
 
@@ -58,7 +68,7 @@ def rounded_align_copy_ref(
         return
     decided = _decide(rows, block_size)
     targets = torch.where(decided.keeps, rows.targets, PAD_SLOT)
-    windows = _windows(conv_pool, decided.conv_source.to(torch.int64), decided.shift.to(torch.int64), window_len)
+    windows = _windows(conv_pool, decided, window_len, drafts)
     states = ssm_pool.index_select(1, decided.ssm_source.to(torch.int64))
     for layer in range(ssm_pool.shape[0]):
         store_slots(ends[layer], targets, windows[layer])
@@ -81,11 +91,12 @@ def _decide(rows: AlignRows, block_size: int) -> _Decided:
     return _Decided(keeps, *(torch.where(keeps, values, 0) for values in (conv_source, ssm_source, shift)))
 
 
-def _windows(conv_pool: Tensor, conv_source: Tensor, shift: Tensor, window_len: int) -> Tensor:
-    """Return windows [layers, rows, window_len, conv_dim]."""
-    times = shift[:, None] + torch.arange(window_len, device=shift.device)  # [rows, window_len]
-    windows: Tensor = conv_pool[:, conv_source[:, None], times]
-    return windows
+def _windows(conv_pool: Tensor, decided: _Decided, window_len: int, drafts: DraftInputs | None) -> Tensor:
+    """Return windows [layers, rows, window_len, conv_dim]; those in slot 0 of rows that keep none."""
+    pool = conv_pool if drafts is None else conv_pool[:, :, :window_len]
+    stored = windows_with_drafts(pool.index_select(1, decided.conv_source.to(torch.int64)), drafts)
+    times = decided.shift[:, None] + torch.arange(window_len, device=decided.shift.device)  # [rows, window_len]
+    return stored.gather(2, times[None, :, :, None].to(torch.int64).expand(stored.shape[0], -1, -1, stored.shape[3]))
 
 
 def _slots_at(columns: Tensor, column: Tensor) -> Tensor:

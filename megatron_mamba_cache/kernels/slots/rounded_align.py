@@ -8,12 +8,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..draft_inputs import DraftInputs, check_draft_inputs
 from ..kernel_launches import is_computed_in_fp32, launches_kernel
 from .align_copy import ROWS_AT_A_TIME, check_pools, check_rows, decide, rows_to_decide
 from .align_rows import AlignRows
 from .reference_align import rounded_align_copy_ref
 from .rounded_states import RoundedStates, rounded_places, store_rounded
-from .slot_tiles import CopyTiling, access_bytes, copy_tiles, cut_slots, next_turn, numbered, of_number
+from .slot_tiles import CopyTiling, next_turn, numbered, of_number
+from .window_tiles import copy_windows, cut_windows
 
 __all__ = ["TILING", "rounded_align_copy", "rounded_align_copy_ref"]
 
@@ -25,6 +27,7 @@ WIDTH = 32
 def _rounded_align_kernel(
     rows,
     conv,
+    behind,
     ends,
     pool,
     layer_stride,
@@ -52,7 +55,7 @@ def _rounded_align_kernel(
     has_n = n < D_STATE
     turn = tl.program_id(0)
     for first_row in range(0, num_rows, ROWS):
-        keeps, _, sources, destinations = decide(rows, first_row, num_rows, block_size, ROWS)
+        keeps, _, sources, destinations, rings = decide(rows, first_row, num_rows, block_size, ROWS)
         num_kept = tl.sum(keeps.to(tl.int32), axis=0)
         if num_kept > 0:
             numbers = numbered(keeps)
@@ -72,8 +75,9 @@ def _rounded_align_kernel(
                         rounded, layer, target, state.to(tl.float32), head, n, p, has_n, has_p, D_STATE, HEAD_DIM
                     )
                 turn = next_turn(turn, LAYERS * A_LAYER)
-                copy_tiles(
-                    conv, ends, source & 0x7FFFFFFF, target, destination & 0x7FFFFFFF, turn,
+                copy_windows(
+                    conv, ends, behind, source & 0x7FFFFFFF, target, destination & 0x7FFFFFFF,
+                    of_number(rings, numbers, number), turn,
                     LAYERS, CONV_TIMES, CONV_LENGTH, CONV_LANES, CONV_WIDTH,
                 )  # fmt: skip
                 turn = next_turn(turn, CONV_TILES)
@@ -87,6 +91,8 @@ def rounded_align_copy(
     window_len: int,
     ends: Tensor,
     rounded: RoundedStates,
+    *,
+    drafts: DraftInputs | None = None,
 ) -> None:
     """Round each row's state at the block boundary that its accepted tokens reached into its target, in place.
 
@@ -96,6 +102,7 @@ def rounded_align_copy(
     Args:
         ends: [layers, slots, window_len, conv_dim], of conv_pool's dtype, channels contiguous; takes the conv windows.
         rounded: With the layers as first dimension; takes the states. Without heads, as `ssm_pool`, nothing.
+        drafts: As in `align_copy`.
 
     Raises:
         ValueError: If shapes, dtypes, strides or devices disagree.
@@ -106,12 +113,16 @@ def rounded_align_copy(
     check_rows(rows, conv_pool.device)
     rounded.check(ssm_pool)
     _check_ends(ends, conv_pool, window_len)
+    if drafts is not None:
+        check_draft_inputs(drafts, conv_pool, rows.targets.shape[0])
     if 0 in (rows.targets.shape[0], conv_pool.numel(), ends.numel()):
         return
     if not launches_kernel(conv_pool) or not is_computed_in_fp32(ssm_pool):
-        rounded_align_copy_ref(conv_pool, ssm_pool, rows, block_size, window_len, ends, rounded.values, rounded.scales)
+        rounded_align_copy_ref(
+            conv_pool, ssm_pool, rows, block_size, window_len, ends, rounded.values, rounded.scales, drafts
+        )
         return
-    _launch(conv_pool, ssm_pool, rows, block_size, window_len, ends, rounded)
+    _launch(conv_pool, ssm_pool, rows, block_size, window_len, ends, rounded, drafts)
 
 
 def _launch(
@@ -122,15 +133,15 @@ def _launch(
     window_len: int,
     ends: Tensor,
     rounded: RoundedStates,
+    drafts: DraftInputs | None,
 ) -> None:
-    windows = conv_pool[:, :, :window_len]
-    access = min(access_bytes(windows), access_bytes(ends))
-    from_tiles, to_tiles = cut_slots(windows, TILING, access), cut_slots(ends, TILING, access)
+    windows = cut_windows(conv_pool[:, :, :window_len], ends, drafts, TILING)
     num_layers, _, heads, d_state, head_dim = ssm_pool.shape
     _rounded_align_kernel[(TILING.num_programs(conv_pool.device),)](
-        rows=rows_to_decide(rows),
-        conv=from_tiles.states,
-        ends=to_tiles.states,
+        rows=rows_to_decide(rows, drafts),
+        conv=windows.sources.states,
+        behind=windows.behind,
+        ends=windows.targets.states,
         pool=ssm_pool,
         layer_stride=ssm_pool.stride(0),
         slot_stride=ssm_pool.stride(1),
@@ -139,10 +150,7 @@ def _launch(
         block_size=block_size,
         ROWS=ROWS_AT_A_TIME,
         LAYERS=num_layers,
-        CONV_TIMES=to_tiles.times,
-        CONV_LENGTH=to_tiles.length,
-        CONV_LANES=to_tiles.lanes,
-        CONV_WIDTH=to_tiles.width,
+        **windows.sizes,
         HEADS=heads,
         D_STATE=d_state,
         HEAD_DIM=head_dim,

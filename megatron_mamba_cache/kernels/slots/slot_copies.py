@@ -59,7 +59,7 @@ def _copy_slots_kernel(
         for number in range(1, tl.max(numbers, axis=0) + 1):
             source, target = of_number(source_slots, numbers, number), of_number(target_slots, numbers, number)
             for i in tl.static_range(len(LAYERS)):
-                copy_tiles(sources[i], pools[i], source, target, 0, turn, LAYERS[i], 1, LENGTHS[i], LANES[i], WIDTHS[i])
+                copy_tiles(sources[i], pools[i], source, target, turn, LAYERS[i], LENGTHS[i], LANES[i], WIDTHS[i])
                 turn = next_turn(turn, LAYERS[i] * ((LENGTHS[i] + WIDTHS[i] - 1) // WIDTHS[i]))
 
 

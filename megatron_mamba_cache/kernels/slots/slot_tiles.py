@@ -1,8 +1,8 @@
 """Slots of a pool cut into tiles, so that resident programs share the copy of one slot.
 
 Copies ignore dtypes: a slot and layer hold [times, elements] of the widest integer that size and alignment allow; a
-conv window has one time for each input, an SSM state only one. A tile has all times of a power of two of elements, so
-a window may move left within its own slot. Two 8-byte elements make a 16-byte access.
+conv window that moves has one time for each input (`window_tiles`), all else only one. A tile has all times of a power
+of two of elements, so a window may move left within its own slot. Two 8-byte elements make a 16-byte access.
 """
 
 from dataclasses import dataclass
@@ -122,39 +122,28 @@ def copy_tiles(
     target_states,
     source,
     target,
-    shift,
     first_tile,
     LAYERS: tl.constexpr,
-    TIMES: tl.constexpr,
     LENGTH: tl.constexpr,
     LANES: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Copy every n-th tile from `first_tile` on, n programs, of slot `source` to `target`, `shift` times to the left.
+    """Copy every n-th tile from `first_tile` on, n programs, of slot `source` to `target`: all layers, one time.
 
-    Slots are int64; `target` is one of `target_states`, which may be `states`, and then the slots may be equal.
-    All layers.
+    Slots are int64; `target` is one of `target_states`, which may be `states`.
     """
     TILES: tl.constexpr = (LENGTH + WIDTH - 1) // WIDTH
-    time = tl.arange(0, triton.next_power_of_2(TIMES))[:, None]
     # Multiplying by LANES last tells the compiler that every address is aligned to LANES elements.
-    from_slot = (source * states.slot_stride + shift * states.time_stride) * LANES
-    to_slot = target * target_states.slot_stride * LANES
+    from_slot, to_slot = source * states.slot_stride * LANES, target * target_states.slot_stride * LANES
     for tile in range(first_tile, LAYERS * TILES, tl.num_programs(0)):
         layer = tl.cast(tile // TILES, tl.int64)
-        element = tile % TILES * WIDTH + tl.arange(0, WIDTH)[None, :]
-        sources = states.first + layer * states.layer_stride * LANES + from_slot
-        sources += time * states.time_stride * LANES + element  # [TIMES, WIDTH]
-        targets = target_states.first + layer * target_states.layer_stride * LANES + to_slot
-        targets += time * target_states.time_stride * LANES + element
-        if TIMES == 1 and LENGTH % WIDTH == 0:
+        element = tile % TILES * WIDTH + tl.arange(0, WIDTH)
+        sources = states.first + layer * states.layer_stride * LANES + from_slot + element
+        targets = target_states.first + layer * target_states.layer_stride * LANES + to_slot + element
+        if LENGTH % WIDTH == 0:
             tl.store(targets, tl.load(sources))
         else:
-            inside = (time < TIMES) & (element < LENGTH)
-            values = tl.load(sources, mask=inside)
-            if TIMES > 1:
-                tl.debug_barrier()  # a write may overwrite what another thread of this program reads
-            tl.store(targets, values, mask=inside)
+            tl.store(targets, tl.load(sources, mask=element < LENGTH), mask=element < LENGTH)
 
 
 @triton.jit
