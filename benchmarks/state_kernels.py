@@ -61,7 +61,6 @@ STATE_TILINGS = (
 )
 REPLAY_TILINGS = (
     ReplayTiling("sums", width=32, num_warps=1, max_registers=255),
-    ReplayTiling("sums", width=64, num_warps=4, max_registers=128),
     ReplayTiling("sums", width=16, num_warps=1, max_registers=128),
     ReplayTiling("products", width=32, num_warps=1, max_registers=255),
     ReplayTiling("products", width=32, num_warps=1, max_registers=224),

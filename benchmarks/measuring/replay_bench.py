@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_mamba_cache.kernels.ssm.reference_replay import state_replay_ref
-from megatron_mamba_cache.kernels.ssm.replay_rows import ReplayRing, ReplayRows, least_capacity
+from megatron_mamba_cache.kernels.ssm.replay_rows import ReplayRing, ReplayRows, least_capacity, least_x_capacity
 from megatron_mamba_cache.kernels.ssm.ssm_inputs import SSMTokens, SSMWeights
 
 Replay = Callable[[SSMTokens, SSMWeights, Tensor, ReplayRing, ReplayRows, int], Tensor]
@@ -52,10 +52,11 @@ class ReplayBench:
         shape = (num_steps * num_rows, heads, tokens.B.shape[2], head_dim)
         self.pool = torch.empty(shape, dtype=dtype, device=device).normal_()
         places = (num_steps * num_rows, least_capacity(ring_len, num_tokens))
+        of_x = (num_steps * num_rows, least_x_capacity(ring_len, num_tokens))
         steps = torch.rand(*places, 2, heads, device=device) * 0.1
         steps[:, :, 1] *= -1
         self.ring = ReplayRing(
-            torch.randn(*places, heads, head_dim, device=device).to(tokens.x.dtype),
+            torch.randn(*of_x, heads, head_dim, device=device).to(tokens.x.dtype),
             torch.randn(*places, *tokens.B.shape[1:], device=device).to(tokens.B.dtype),
             steps,
         )

@@ -19,7 +19,7 @@ class DraftInputs:
     Args:
         inputs: [rings, drafts, conv_dim], of the conv pool's dtype, channels contiguous; with the layers as first
             dimension where the pool has them.
-        rings: [rows] int32; each row's ring. Rings of different rows are distinct, but for those of padded rows.
+        rings: [rows] int32; each row's ring. Those of different rows are distinct; those of padded rows are not read.
     """
 
     inputs: Tensor
@@ -54,13 +54,14 @@ def check_draft_inputs(drafts: DraftInputs, conv_pool: Tensor, num_rows: int) ->
         raise ValueError(f"need contiguous channels of draft inputs, found strides {inputs.stride()}")
 
 
-def windows_with_drafts(windows: Tensor, drafts: DraftInputs | None) -> Tensor:
+def windows_with_drafts(windows: Tensor, drafts: DraftInputs | None, exists: Tensor) -> Tensor:
     """Return windows with what lies beside their rows' rings.
 
     Args:
         windows: [rows, d_conv - 1, conv_dim] or [layers, rows, ...].
+        exists: [rows]; of the others anything may be returned.
     """
     if drafts is None:
         return windows
-    behind = drafts.inputs.index_select(-3, drafts.rings.to(torch.int64))
+    behind = drafts.inputs.index_select(-3, torch.where(exists, drafts.rings, 0).to(torch.int64))
     return torch.cat([windows, behind], dim=-2)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..config import CacheConfig
-from ..kernels.ssm.replay_rows import least_capacity
+from ..kernels.ssm.replay_rows import least_capacity, least_x_capacity
 from ..kernels.ssm.replay_tiling import replays_fast
 from .layout import RoundedLayout, SlotLayout, StateLayout
 from .replay_rings import RingLayout
@@ -95,9 +95,11 @@ class HybridModelShape:
     def ring_layout(self, config: CacheConfig) -> RingLayout:
         """Return the layout of the ring of a request whose states are replayed."""
         heads, d_state, head_dim = self.ssm_shape
+        ring_len, max_tokens = config.ring_len or 0, 1 + config.num_speculative_tokens
         return RingLayout(
             num_layers=self.num_mamba_layers,
-            capacity=least_capacity(config.ring_len or 0, 1 + config.num_speculative_tokens),
+            capacity=least_capacity(ring_len, max_tokens),
+            x_capacity=least_x_capacity(ring_len, max_tokens),
             heads=heads,
             head_dim=head_dim,
             groups=(self.conv_dim - heads * head_dim) // (2 * d_state),

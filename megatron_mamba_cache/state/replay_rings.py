@@ -17,7 +17,7 @@ class RingLayout:
     """One request's ring over the Mamba layers of this rank.
 
     Args:
-        capacity: Positions of a ring; see `least_capacity`.
+        capacity, x_capacity: Positions of a ring, and of x in it; see `least_capacity`.
         dtype: That of the convolution's outputs.
         conv_dim, conv_dtype: Of the convolution's inputs.
         num_drafts: The most drafts of a step.
@@ -25,6 +25,7 @@ class RingLayout:
 
     num_layers: int
     capacity: int
+    x_capacity: int
     heads: int
     head_dim: int
     groups: int
@@ -42,16 +43,17 @@ class RingLayout:
     @property
     def ring_bytes(self) -> int:
         """Bytes of a ring and its drafts' conv inputs over all layers."""
-        inputs = (self.heads * self.head_dim + self.groups * self.d_state) * self.dtype.itemsize
+        of_x = self.x_capacity * self.heads * self.head_dim * self.dtype.itemsize
+        keys = self.groups * self.d_state * self.dtype.itemsize
         steps = _STEP_VALUES * self.heads * self.steps_dtype.itemsize
         of_drafts = self.num_drafts * self.conv_dim * self.conv_dtype.itemsize
-        return self.num_layers * (self.capacity * (inputs + steps) + of_drafts)
+        return self.num_layers * (of_x + self.capacity * (keys + steps) + of_drafts)
 
     def zeros(self, num_rings: int, device: torch.device | int | str) -> ReplayRing:
         """Return rings [layers, rings, capacity, ...], all zero."""
-        lead = (self.num_layers, num_rings, self.capacity)
+        lead, of_x = (self.num_layers, num_rings, self.capacity), (self.num_layers, num_rings, self.x_capacity)
         return ReplayRing(
-            x=torch.zeros((*lead, self.heads, self.head_dim), dtype=self.dtype, device=device),
+            x=torch.zeros((*of_x, self.heads, self.head_dim), dtype=self.dtype, device=device),
             B=torch.zeros((*lead, self.groups, self.d_state), dtype=self.dtype, device=device),
             steps=torch.zeros((*lead, _STEP_VALUES, self.heads), dtype=self.steps_dtype, device=device),
         )

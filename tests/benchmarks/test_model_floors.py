@@ -38,7 +38,7 @@ def test_flops_of_a_prompt_are_those_of_its_products(floors: Any, model: Any) ->
 
 @pytest.mark.parametrize("num_rows", [1, 2, 64])
 def test_bytes_of_a_step_are_those_of_what_its_rows_hit(floors: Any, model: Any, num_rows: int) -> None:
-    shape, config = model_shape_of(model), CacheConfig(num_speculative_tokens=2)
+    shape, config = model_shape_of(model), CacheConfig(num_speculative_tokens=2).resolved()
     engine = SimpleNamespace(context=SimpleNamespace(shape=shape, cache_config=config))
     every = floors.step_bytes(model, engine, 50, num_rows, hits_all=True)
     not_hit = (1 - TOP_K / EXPERTS) ** num_rows * 2 * EXPERTS * EXPERT * 4

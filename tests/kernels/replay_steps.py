@@ -8,7 +8,13 @@ import torch
 from torch import Tensor
 
 from megatron_mamba_cache.kernels.prefill_rows import PAD_SLOT
-from megatron_mamba_cache.kernels.ssm.replay_rows import BoundaryFolds, ReplayRing, ReplayRows, least_capacity
+from megatron_mamba_cache.kernels.ssm.replay_rows import (
+    BoundaryFolds,
+    ReplayRing,
+    ReplayRows,
+    least_capacity,
+    least_x_capacity,
+)
 from megatron_mamba_cache.kernels.ssm.ssm_inputs import SSMTokens, SSMWeights
 from tests.kernels.packed_rows import poisoned_pool, same_bits
 from tests.kernels.ssm_steps import SSMShape, SSMSteps
@@ -21,17 +27,24 @@ def int32(values: Sequence[int], device: str) -> Tensor:
 
 
 def poisoned_ring(
-    num_rings: int, capacity: int, shape: SSMShape, device: str, dtype: torch.dtype = torch.float32
+    num_rings: int,
+    ring_len: int,
+    max_tokens: int,
+    shape: SSMShape,
+    device: str,
+    dtype: torch.dtype = torch.float32,
+    spare: tuple[int, int] = (0, 0),
 ) -> ReplayRing:
-    """Return rings of NaN."""
+    """Return rings of NaN, with so many positions more than are needed, and so many of x."""
+    capacity, of_x = least_capacity(ring_len, max_tokens) + spare[0], least_x_capacity(ring_len, max_tokens) + spare[1]
 
-    def places(*entry: int, dtype: torch.dtype) -> Tensor:
-        return torch.full((num_rings, capacity, *entry), float("nan"), dtype=dtype, device=device)
+    def places(*sizes: int, dtype: torch.dtype) -> Tensor:
+        return torch.full((num_rings, *sizes), float("nan"), dtype=dtype, device=device)
 
     return ReplayRing(
-        places(shape.heads, shape.head_dim, dtype=dtype),
-        places(shape.groups, shape.d_state, dtype=dtype),
-        places(2, shape.heads, dtype=torch.float64 if dtype == torch.float64 else torch.float32),
+        places(of_x, shape.heads, shape.head_dim, dtype=dtype),
+        places(capacity, shape.groups, shape.d_state, dtype=dtype),
+        places(capacity, 2, shape.heads, dtype=torch.float64 if dtype == torch.float64 else torch.float32),
     )
 
 
@@ -78,7 +91,7 @@ class ReplayedRequests:
         max_tokens: int,
         *,
         dtype: torch.dtype = torch.float32,
-        capacity: int | None = None,
+        spare: tuple[int, int] = (0, 0),
         starts: Sequence[int] | None = None,
     ) -> None:
         self.ring_len, self.max_tokens = ring_len, max_tokens
@@ -92,9 +105,7 @@ class ReplayedRequests:
         slots = [request.slot for request in self.requests]
         self.pool = poisoned_pool((2 * number + 1, *shape.state), dtype, device, slots)
         self.initial = {request.slot: self.pool[request.slot].clone() for request in self.requests}
-        self.ring = poisoned_ring(
-            number + 1, capacity or least_capacity(ring_len, max_tokens), shape, device, texts[0].tokens.x.dtype
-        )
+        self.ring = poisoned_ring(number + 1, ring_len, max_tokens, shape, device, texts[0].tokens.x.dtype, spare)
 
     def rows(self, turns: Sequence[Turn]) -> ReplayRows:
         """Return the turns as rows; the counts of a padding row are arbitrary."""
@@ -142,12 +153,13 @@ class ReplayedRequests:
                 if request.computed // self.ring_len * self.ring_len > request.folded:
                     written.add(request.slot)
                 positions = range(request.computed, request.computed + 1 + turn.num_drafts)
-                appended |= {(request.ring, position % ring.capacity) for position in positions}
+                appended |= {(request.ring, position) for position in positions}
         for slot in range(pool.shape[0]):
             assert slot in written or same_bits(pool[slot], self.pool[slot]), f"slot {slot} changed"
         for before, after in zip(ring_tensors(ring), ring_tensors(self.ring), strict=True):
             for number in range(before.shape[0]):
-                kept = [place for place in range(ring.capacity) if (number, place) not in appended]
+                places = {position % before.shape[1] for ring_number, position in appended if ring_number == number}
+                kept = [place for place in range(before.shape[1]) if place not in places]
                 assert same_bits(before[number, kept], after[number, kept]), f"ring {number} changed"
 
     def folds(self, targets: Sequence[int], ends: Sequence[int] | None = None) -> BoundaryFolds:

@@ -132,7 +132,7 @@ def test_every_layer_of_strided_pools_and_rings_is_written(op: Op, device: str) 
 @pytest.mark.parametrize("number", [0, 1, 3 if INTERPRETED else 300])
 def test_any_number_of_rows(number: int, device: str) -> None:
     torch.manual_seed(5)
-    pool, ring = torch.randn(max(2 * number, 1), *SHAPE.state, device=device), poisoned_ring(1, 12, SHAPE, device)
+    pool, ring = torch.randn(max(2 * number, 1), *SHAPE.state, device=device), poisoned_ring(1, 4, 4, SHAPE, device)
     before = pool.clone()
     slots = list(range(number))
     folds = BoundaryFolds(
@@ -146,7 +146,7 @@ BAD_CALLS: dict[str, tuple[Callable[..., tuple], str]] = {
     "pool": (lambda p, r, w, n: (p[0], r, w, n), "ssm_pools"),
     "transposed pool": (lambda p, r, w, n: (p.mT.contiguous().mT, r, w, n), "contiguous states"),
     "groups": (lambda p, r, w, n: (p, replace(r, B=r.B[:, :, :, :0]), w, n), "need B"),
-    "x": (lambda p, r, w, n: (p, replace(r, x=r.x[:, :, 1:]), w, n), "need x of the rings"),
+    "x": (lambda p, r, w, n: (p, replace(r, x=r.x[..., 1:]), w, n), "need x of the ring"),
     "ring_len": (lambda p, r, w, n: (p, r, w, 12), "power of two"),
     "ends": (lambda p, r, w, n: (p, r, replace(w, ends=w.ends.long()), n), "need ends"),
     "slots": (lambda p, r, w, n: (p, r, replace(w, slots=w.slots[:0]), n), "slots"),
@@ -156,7 +156,7 @@ BAD_CALLS: dict[str, tuple[Callable[..., tuple], str]] = {
 @pytest.mark.parametrize("name", BAD_CALLS)
 def test_arguments_that_disagree_are_refused(name: str) -> None:
     change, reason = BAD_CALLS[name]
-    pool, ring = torch.zeros(2, *SHAPE.state), poisoned_ring(1, 12, SHAPE, "cpu")
+    pool, ring = torch.zeros(2, *SHAPE.state), poisoned_ring(1, 4, 4, SHAPE, "cpu")
     folds = BoundaryFolds(*(int32(v, "cpu") for v in ([0], [0], [0], [0], [1])))
     with pytest.raises(ValueError, match=reason):
         fold_boundaries(*change(*layered(pool, ring), folds, 4))

@@ -21,11 +21,11 @@ from megatron_mamba_cache.kernels.ssm import (
 )
 from megatron_mamba_cache.kernels.ssm.boundary_folds_portable import fold_portably
 from megatron_mamba_cache.kernels.ssm.boundary_folds_products import fold_by_products
-from megatron_mamba_cache.kernels.ssm.replay_rows import BoundaryFolds, ReplayRing, ReplayRows, least_capacity
+from megatron_mamba_cache.kernels.ssm.replay_rows import BoundaryFolds, ReplayRows
 from megatron_mamba_cache.kernels.ssm.replay_tiling import ReplayTiling, hopper_width
 from megatron_mamba_cache.kernels.ssm.state_replay import replay_tiled
 from tests.kernels.kernel_stand_ins import CompiledInsteadOfLaunched
-from tests.kernels.replay_steps import int32, layered
+from tests.kernels.replay_steps import int32, layered, poisoned_ring
 from tests.kernels.ssm_steps import SSMShape, random_steps
 
 Compile = Callable[[ModuleType, str], CompiledInsteadOfLaunched]
@@ -51,12 +51,7 @@ def replay(
     steps = random_steps(1, "cpu", shape, dtype=torch.bfloat16)
     num_tokens = num_rows * max_tokens
     steps = steps[[0] * num_tokens]
-    places = (num_rows, least_capacity(ring_len, 8))
-    ring = ReplayRing(
-        torch.empty(*places, shape.heads, shape.head_dim, dtype=torch.bfloat16),
-        torch.empty(*places, shape.groups, shape.d_state, dtype=torch.bfloat16),
-        torch.empty(*places, 2, shape.heads),
-    )
+    ring = poisoned_ring(num_rows, ring_len, 8, shape, "cpu", torch.bfloat16)
     numbers = int32(list(range(num_rows)), "cpu")
     cu_tokens = int32([row * max_tokens for row in range(num_rows + 1)], "cpu")
     rows = ReplayRows(cu_tokens, numbers, numbers, numbers * 16, numbers * 17, max_tokens)
@@ -124,10 +119,7 @@ def test_heads_that_a_warp_takes_in_whole_tiles(head_dim: int, d_state: int, wid
 def test_early_kernels_wait_for_what_they_read(
     form: tuple[str, torch.dtype], compile_for_hopper: Compile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first kernel waits before it writes, and before it lets the next begin, which does so after its own wait.
-
-    Either way of the first kernel, that of factors and that of x, has a wait of its own.
-    """
+    """The first kernel waits before it writes, and before it lets the next begin, which does so after its own wait."""
     kernel_name, dtype = form
     module = MODULES[kernel_name]
     for each in (replay_coefficients, module):
@@ -136,9 +128,9 @@ def test_early_kernels_wait_for_what_they_read(
     kernel = compile_for_hopper(module, KERNELS[kernel_name])
     replay(SSMShape(heads=4, head_dim=64, d_state=128, groups=2), dtype, FORMS[form])
 
-    first, second, after = weighing.ptx[-1].split("griddepcontrol.wait")
-    assert not re.search(r"\b(?:st|atom|red)\.global|griddepcontrol", first)
-    assert all("griddepcontrol.launch_dependents" in each for each in (second, after))
+    before, after = weighing.ptx[-1].split("griddepcontrol.wait")
+    assert not re.search(r"\b(?:st|atom|red)\.global|griddepcontrol", before)
+    assert "griddepcontrol.launch_dependents" in after
     ptx = kernel.ptx[-1]
     assert ptx.index("griddepcontrol.launch_dependents") < ptx.index("griddepcontrol.wait")
     assert (
@@ -148,11 +140,7 @@ def test_early_kernels_wait_for_what_they_read(
 
 def fold_states(fold: Callable[..., None], pool_dtype: torch.dtype, *others: None) -> None:
     """Launch boundary folds of one, few and many rows."""
-    ring = ReplayRing(
-        torch.empty(1, 24, SHAPE_8B.heads, SHAPE_8B.head_dim, dtype=torch.bfloat16),
-        torch.empty(1, 24, SHAPE_8B.groups, SHAPE_8B.d_state, dtype=torch.bfloat16),
-        torch.empty(1, 24, 2, SHAPE_8B.heads),
-    )
+    ring = poisoned_ring(1, 16, 4, SHAPE_8B, "cpu", torch.bfloat16)
     for number in (1, 5, 300):
         folds = BoundaryFolds(*(int32([0] * number, "cpu") for _ in range(5)))
         pools, rings = layered(torch.empty(1, *SHAPE_8B.state, dtype=pool_dtype), ring)

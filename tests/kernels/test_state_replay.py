@@ -21,7 +21,7 @@ from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED, is_hopper
 from megatron_mamba_cache.kernels.ssm import replay_coefficients, state_replay_portable
 from megatron_mamba_cache.kernels.ssm.boundary_folds_portable import fold_portably
 from megatron_mamba_cache.kernels.ssm.hopper_tiling import has_tested_gluon
-from megatron_mamba_cache.kernels.ssm.replay_rows import ReplayRing, ReplayRows, least_capacity
+from megatron_mamba_cache.kernels.ssm.replay_rows import ReplayRing, ReplayRows
 from megatron_mamba_cache.kernels.ssm.replay_tiling import ReplayTiling, hopper_width
 from megatron_mamba_cache.kernels.ssm.ssm_inputs import SSMTokens
 from megatron_mamba_cache.kernels.ssm.state_replay import fold_boundaries, replay_tiled, state_replay, state_replay_ref
@@ -128,14 +128,14 @@ def test_checkpoints_depend_on_tokens_alone(
     ring_len = data.draw(st.sampled_from([4, 8] if INTERPRETED else [4, 8, 16, 32]))
     num_drafts = data.draw(st.integers(0, 8))
     length = ring_len * data.draw(st.integers(1, 2)) + data.draw(st.integers(1, ring_len))
-    spare = data.draw(st.integers(0, 3))
+    spare = data.draw(st.tuples(st.integers(0, 3), st.integers(0, 3)))
     requests = ReplayedRequests(
         [text.cast(inputs) for text in texts(data.draw(st.integers(1, 3)), length, device, shape)],
         shape,
         ring_len,
         1 + num_drafts,
         dtype=dtype,
-        capacity=least_capacity(ring_len, 1 + num_drafts) + spare,
+        spare=spare,
     )
     decode(requests, state_replay, data.draw(st.randoms(use_true_random=False)), length, num_drafts)
     one_by_one = ReplayedRequests([r.text for r in requests.requests], shape, ring_len, 1, dtype=dtype)
@@ -275,8 +275,8 @@ def test_views_of_a_wider_projection_and_strided_pool_and_rings(op: Op, device: 
     x, dt, B, C = views
     strided = SSMTokens(x.unflatten(1, (4, 5)), dt, B.unflatten(1, (2, 7)), C.unflatten(1, (2, 7)))
     pools = torch.randn(3, 2, *SHAPE.state, device=device)
-    capacity = least_capacity(4, 3)
-    plain = poisoned_ring(2, capacity, SHAPE, device)
+    plain = poisoned_ring(2, 4, 3, SHAPE, device, spare=(0, 3))  # as many places of x as of the rest
+    capacity = plain.capacity
     one_allocation = torch.full((2, capacity, 2, 100), float("nan"), device=device)
     places = one_allocation[:, :, 1]
     ring = ReplayRing(

@@ -46,7 +46,7 @@ def test_settling_a_replayed_state_moves_its_window_from_beside_its_ring(
     windows: list[DraftWindow], device: str
 ) -> None:
     layout = StateLayout(2, (WINDOW_LEN, 5), (2, 3, 4), torch.bfloat16, torch.float32)
-    of_rings = RingLayout(2, 19, 2, 4, 1, 3, torch.bfloat16, 5, torch.bfloat16, NUM_DRAFTS)
+    of_rings = RingLayout(2, 19, 11, 2, 4, 1, 3, torch.bfloat16, 5, torch.bfloat16, NUM_DRAFTS)
     pool = StatePool.zeros(layout, 12, device)
     pool = pool.with_rings(of_rings.zeros(4, device), 4, of_rings.draft_inputs(4, device))
     assert pool.draft_inputs is not None

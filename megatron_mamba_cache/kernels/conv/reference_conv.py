@@ -79,7 +79,7 @@ def conv_verify_ref(
     live, lengths = rows.columns[:, 0], rows.cu_tokens[1:] - rows.cu_tokens[:-1]
     offsets = (rows.accepted - 1).to(torch.int64)[:, None] + torch.arange(window_len, device=x.device)
     stored = load_slots(conv_pool if drafts is None else conv_pool[:, :window_len], live, conv_pool.dtype)
-    stored = windows_with_drafts(stored, drafts)
+    stored = windows_with_drafts(stored, drafts, live != PAD_SLOT)
     window = stored.to(dtype).gather(1, offsets[:, :, None].expand(-1, -1, x.shape[1]))
     # Inputs of earlier steps were rounded to the pool's dtype, so those of this step are rounded too.
     history = torch.cat([window, inputs.to(conv_pool.dtype).to(dtype)], dim=1)  # [rows, window + max_len, conv_dim]

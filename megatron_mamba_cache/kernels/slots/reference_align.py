@@ -94,7 +94,7 @@ def _decide(rows: AlignRows, block_size: int) -> _Decided:
 def _windows(conv_pool: Tensor, decided: _Decided, window_len: int, drafts: DraftInputs | None) -> Tensor:
     """Return windows [layers, rows, window_len, conv_dim]; those in slot 0 of rows that keep none."""
     pool = conv_pool if drafts is None else conv_pool[:, :, :window_len]
-    stored = windows_with_drafts(pool.index_select(1, decided.conv_source.to(torch.int64)), drafts)
+    stored = windows_with_drafts(pool.index_select(1, decided.conv_source.to(torch.int64)), drafts, decided.keeps)
     times = decided.shift[:, None] + torch.arange(window_len, device=decided.shift.device)  # [rows, window_len]
     return stored.gather(2, times[None, :, :, None].to(torch.int64).expand(stored.shape[0], -1, -1, stored.shape[3]))
 

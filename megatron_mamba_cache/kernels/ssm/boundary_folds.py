@@ -6,7 +6,7 @@ from ..kernel_launches import is_computed_in_fp32, launches_kernel
 from ..slots.rounded_states import RoundedStates
 from .boundary_folds_portable import fold_portably
 from .reference_replay import fold_boundaries_ref
-from .replay_rows import BoundaryFolds, ReplayRing, check_boundary_folds, check_entries, check_ring_len
+from .replay_rows import BoundaryFolds, ReplayRing, check_boundary_folds, check_ring_len, check_shapes
 from .replay_tiling import folds_by_products
 
 
@@ -55,13 +55,8 @@ def _check(ssm_pools: Tensor, rings: ReplayRing, ring_len: int) -> None:
             f"found {tuple(ssm_pools.shape)} with strides {ssm_pools.stride()}"
         )
     num_layers, _, heads, d_state, head_dim = ssm_pools.shape
-    outer = (num_layers, *rings.steps.shape[1:3])
     groups = rings.B.shape[3] if rings.B.dim() == 5 else 0
     if groups == 0 or heads % groups:
         raise ValueError(f"need B [layers, rings, capacity, groups, d_state], found {tuple(rings.B.shape)}")
-    entries = {"x": (heads, head_dim), "B": (groups, d_state), "steps": (2, heads)}
-    for name, entry in entries.items():
-        tensor: Tensor = getattr(rings, name)
-        if tuple(tensor.shape) != (*outer, *entry):
-            raise ValueError(f"need {name} of the rings {(*outer, *entry)}, found {tuple(tensor.shape)}")
-        check_entries(name, tensor, ssm_pools.device)
+    num_rings = rings.steps.shape[1]
+    check_shapes(rings, (num_layers, num_rings), heads, head_dim, (groups, d_state), ssm_pools.device)

@@ -43,6 +43,7 @@ def _fold_boundaries_kernel(
     D_STATE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     CAPACITY: tl.constexpr,
+    X_CAPACITY: tl.constexpr,
     RING: tl.constexpr,
     TILE_WIDTH: tl.constexpr,
 ):
@@ -81,7 +82,7 @@ def _fold_boundaries_kernel(
                     b = ring.B + layer * layers.B + ring_number * ring.B_ring + head // HEADS_A_GROUP * D_STATE + n
                     steps = ring.steps + layer * layers.steps + ring_number * ring.steps_ring + head
                     state = fold_entries(
-                        state, pool, x, b, steps, ring, folded, end, has_n, has_p, HEADS, CAPACITY, RING
+                        state, pool, x, b, steps, ring, folded, end, has_n, has_p, HEADS, CAPACITY, X_CAPACITY, RING
                     )
                     if rounded is None:
                         tl.store(states + target * slot_stride, state.to(pool.dtype.element_ty), mask=is_state)
@@ -110,6 +111,7 @@ def fold_portably(
         D_STATE=d_state,
         HEAD_DIM=head_dim,
         CAPACITY=rings.capacity,
+        X_CAPACITY=rings.x_capacity,
         RING=ring_len,
         TILE_WIDTH=min(WIDTH, triton.next_power_of_2(head_dim)),
         num_warps=NUM_WARPS,

@@ -36,6 +36,7 @@ def _fold_boundaries_kernel(
     D_STATE: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     CAPACITY: gl.constexpr,
+    X_CAPACITY: gl.constexpr,
     RING: gl.constexpr,
     WIDTH: gl.constexpr,
 ):
@@ -75,6 +76,7 @@ def _fold_boundaries_kernel(
                     D_STATE,
                     HEAD_DIM,
                     CAPACITY,
+                    X_CAPACITY,
                     RING,
                     WIDTH,
                 )
@@ -104,6 +106,7 @@ def fold_by_products(ssm_pools: Tensor, rings: ReplayRing, rows: BoundaryFolds, 
         D_STATE=d_state,
         HEAD_DIM=head_dim,
         CAPACITY=rings.capacity,
+        X_CAPACITY=rings.x_capacity,
         RING=ring_len,
         WIDTH=hopper_width(head_dim, d_state),
         num_warps=1,

@@ -91,7 +91,8 @@ def _advanced(states: Tensor, ring: ReplayRing, rings: Tensor, position: Tensor,
     """Return states [rows, heads, d_state, head_dim] after the token at `position`, unchanged where there is none."""
     number, place = torch.where(exists, rings, 0).to(torch.int64), position.to(torch.int64) % ring.capacity
     dtype, heads = states.dtype, states.shape[1]
-    x, steps = ring.x[number, place].to(dtype), ring.steps[number, place].to(dtype)
+    x = ring.x[number, position.to(torch.int64) % ring.x_capacity].to(dtype)
+    steps = ring.steps[number, place].to(dtype)
     b = ring.B[number, place].to(dtype).repeat_interleave(heads // ring.B.shape[2], dim=1)
     increment = b[:, :, :, None] * (steps[:, 0, :, None] * x)[:, :, None, :]
     advanced = torch.exp(steps[:, 1])[:, :, None, None] * states + increment
@@ -116,8 +117,9 @@ def _append(
     steps = torch.stack([dt, dt * weights.decay(dt.dtype)], dim=1)  # [n, 2, heads]
     redirect = redirect_padding(exists.flatten())
     number = torch.where(exists, rings, 0).flatten().index_select(0, redirect).to(torch.int64)
-    place = position.flatten().index_select(0, redirect).to(torch.int64) % ring.capacity
+    position = position.flatten().index_select(0, redirect).to(torch.int64)
     token, any_exists = token.flatten().index_select(0, redirect), exists.any()
     new = (tokens.x.index_select(0, token), tokens.B.index_select(0, token), steps.index_select(0, redirect))
     for held, values in zip((ring.x, ring.B, ring.steps), new, strict=True):
+        place = position % held.shape[1]
         held[number, place] = torch.where(any_exists, values, held[number, place])

@@ -4,13 +4,12 @@ With L the sum of dt * A from the checkpoint on, C_t the step's t-th token and S
 
     y_t = exp(L_t) (C_t S) + sum over j <= t of exp(L_t - L_j) dt_j (B_j . C_t) x_j + D x_t
 
-This kernel computes the factors of S and of each x_j, D among them, appends the step's tokens to the ring and clears
-the outputs of padding; `state_replay` does the rest.
+This kernel computes the factors of S and of each x_j, D among them, appends B and the time steps of the step's tokens
+to the ring and clears the outputs of padding; `state_replay` does the rest.
 
 Logarithms of decays are summed in float64: differences of long sums keep their digits. Behind a convolution, what that
 does not write is read while it still runs. Grid: a program for each row and block of heads, plus one row that clears
-the outputs past the last row, then one for each token and chunk of x. Graph safe: no host sync, one launch, grid fixed
-by the shapes of the arguments.
+the outputs past the last row. Graph safe: no host sync, one launch, grid fixed by the shapes of the arguments.
 """
 
 from dataclasses import dataclass
@@ -21,8 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..overlap import await_then_release, overlapping
-from .replay_append import append_input
+from ..overlap import overlapping
 from .replay_rows import ReplayRing, ReplayRows
 from .replay_views import kernel_ring, kernel_rows, kernel_tokens
 from .replay_weighing import weigh
@@ -30,8 +28,6 @@ from .ssm_inputs import SSMTokens, SSMWeights
 
 _LEAST_OWN = 8  # one form of the kernels up to that many tokens
 _HEADS_AT_A_TIME = 16
-CHANNELS_AT_ONCE = 8192
-"""Channels of x that a program appends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +38,12 @@ class ReplayCoefficients:
         checkpoint: [rows, max_tokens, heads]; of the checkpoint's product with C.
         inputs: [rows, max_tokens, heads, ring_len + own]; of x of the ring's tokens, oldest first, then of the step's
             tokens; 0 for one that comes later, undefined from the row's last one on.
-        odd: [rows, max_tokens, chunks of channels] int32; 1 where x has an infinite value or NaN, 0 where a row lacks
-            the token.
         ring_len: Places for the ring's tokens.
         own: Places for the step's tokens, a power of two.
     """
 
     checkpoint: Tensor
     inputs: Tensor
-    odd: Tensor
     ring_len: int
     own: int
 
@@ -70,7 +63,6 @@ def _coefficients_kernel(
     y,
     checkpoint_factors,
     input_factors,
-    odd,
     tokens,
     weights,
     ring,
@@ -87,19 +79,10 @@ def _coefficients_kernel(
     OWN: tl.constexpr,
     BLOCK: tl.constexpr,
     TOKENS: tl.constexpr,
-    AT_ONCE: tl.constexpr,
     READS_EARLY: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Long because it names what the two kinds of programs take."""
-    BLOCKS: tl.constexpr = GROUPS * ((HEADS // GROUPS + BLOCK - 1) // BLOCK)
-    weighing = (num_rows + 1) * BLOCKS
-    if tl.program_id(0) >= weighing:
-        await_then_release(OVERLAPS)
-        append_input(
-            odd, tokens, ring, rows, tl.program_id(0) - weighing, max_tokens, HEADS * HEAD_DIM, CAPACITY, AT_ONCE
-        )
-        return
+    """Call `weigh`; it is long because of its arguments."""
     weigh(
         y,
         checkpoint_factors,
@@ -135,7 +118,7 @@ def append_and_weigh(
     *,
     after_conv: bool,
 ) -> ReplayCoefficients:
-    """Append each row's tokens to its ring, clear the outputs of padding in `y`, in place; return the factors.
+    """Append each row's B and time steps to its ring, clear outputs of padding in `y`, in place; return the factors.
 
     Long because it names what the kernel takes.
 
@@ -147,21 +130,17 @@ def append_and_weigh(
     num_rows = rows.slots.shape[0]
     block = min(_HEADS_AT_A_TIME, triton.next_power_of_2(heads // groups))
     num_blocks = groups * triton.cdiv(heads // groups, block)
-    at_once = min(CHANNELS_AT_ONCE, triton.next_power_of_2(heads * head_dim))
-    num_chunks = triton.cdiv(heads * head_dim, at_once)
     own = max(_LEAST_OWN, triton.next_power_of_2(rows.max_tokens))
     factors = ReplayCoefficients(
         torch.empty(num_rows, rows.max_tokens, heads, dtype=torch.float32, device=y.device),
         torch.empty(num_rows, rows.max_tokens, heads, ring_len + own, dtype=torch.float32, device=y.device),
-        torch.empty(num_rows, rows.max_tokens, num_chunks, dtype=torch.int32, device=y.device),
         ring_len,
         own,
     )
-    _coefficients_kernel[((num_rows + 1) * num_blocks + factors.odd.numel(),)](
+    _coefficients_kernel[((num_rows + 1) * num_blocks,)](
         y=y,
         checkpoint_factors=factors.checkpoint,
         input_factors=factors.inputs,
-        odd=factors.odd,
         tokens=kernel_tokens(tokens),
         weights=_Weights(weights.A_log, weights.D, weights.dt_bias, *weights.dt_limit),
         ring=kernel_ring(ring),
@@ -178,7 +157,6 @@ def append_and_weigh(
         OWN=own,
         BLOCK=block,
         TOKENS=1 if rows.max_tokens == 1 else own,
-        AT_ONCE=at_once,
         READS_EARLY=after_conv,
         num_warps=8 if rows.max_tokens == 1 else 4,
         **overlapping(y.device),

@@ -7,11 +7,23 @@ from ..masks import only_if
 
 
 @triton.jit
-def _load_entry(x, b, steps, ring, position, end, has_n, has_p, HEADS: tl.constexpr, CAPACITY: tl.constexpr):
+def _load_entry(
+    x,
+    b,
+    steps,
+    ring,
+    position,
+    end,
+    has_n,
+    has_p,
+    HEADS: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    X_CAPACITY: tl.constexpr,
+):
     """Load x, B, the time step and its product with A of one head at a position; zeros from `end` on."""
     exists = position < end
     place = position % CAPACITY
-    values = tl.load(x + place * ring.x_place, mask=only_if(exists, has_p), other=0.0)
+    values = tl.load(x + position % X_CAPACITY * ring.x_place, mask=only_if(exists, has_p), other=0.0)
     keys = tl.load(b + place * ring.B_place, mask=only_if(exists, has_n), other=0.0)
     dt = tl.load(steps + place * ring.steps_place, mask=exists, other=0.0)
     decay = tl.load(steps + place * ring.steps_place + HEADS, mask=exists, other=0.0)
@@ -32,6 +44,7 @@ def fold_entries(
     has_p,
     HEADS: tl.constexpr,
     CAPACITY: tl.constexpr,
+    X_CAPACITY: tl.constexpr,
     RING: tl.constexpr,
 ):
     """Return float32 `state` [d_state, width] after a ring's entries from `position` to `end`.
@@ -42,15 +55,15 @@ def fold_entries(
         x, b, steps: Where the head's inputs at place 0 of the ring are.
         has_n, has_p: Which rows and columns of the state exist.
     """
-    entry = _load_entry(x, b, steps, ring, position, end, has_n, has_p, HEADS, CAPACITY)
-    following = _load_entry(x, b, steps, ring, position + 1, end, has_n, has_p, HEADS, CAPACITY)
+    entry = _load_entry(x, b, steps, ring, position, end, has_n, has_p, HEADS, CAPACITY, X_CAPACITY)
+    following = _load_entry(x, b, steps, ring, position + 1, end, has_n, has_p, HEADS, CAPACITY, X_CAPACITY)
     while position < end:
         until = tl.minimum((position // RING + 1) * RING, end)
         for at in range(position, until):
             values, keys, dt, decay = entry
             # Prefetched two tokens ahead: a token's arithmetic is shorter than a load.
             entry = following
-            following = _load_entry(x, b, steps, ring, at + 2, end, has_n, has_p, HEADS, CAPACITY)
+            following = _load_entry(x, b, steps, ring, at + 2, end, has_n, has_p, HEADS, CAPACITY, X_CAPACITY)
             increment = keys.to(tl.float32)[:, None] * (dt * values.to(tl.float32))[None, :]
             # Fused by hand: the compiler's choice of what to fuse may differ from one compiled form to the next.
             state = tl.fma(tl.exp(decay), state, increment)

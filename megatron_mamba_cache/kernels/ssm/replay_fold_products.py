@@ -29,6 +29,12 @@ def _places(ring_len: int) -> int:
 
 
 @gluon.jit
+def sync_lanes():
+    """Let all lanes of the warp come here before any of them reads or writes what another one has written or read."""
+    gl.inline_asm_elementwise("bar.warp.sync 0xffffffff; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def split_into_bf16(values):
     """Return three bf16 tensors that add up to float32 `values`, smallest first."""
     high = values.to(gl.bfloat16)
@@ -124,6 +130,7 @@ def _fold_period(
     D_STATE: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     CAPACITY: gl.constexpr,
+    X_CAPACITY: gl.constexpr,
     RING: gl.constexpr,
     WIDTH: gl.constexpr,
 ):
@@ -144,7 +151,7 @@ def _fold_period(
     )
     at = begin + gl.arange(0, PLACES, layout=gl.SliceLayout(1, ENTRIES))
     values = gl.load(
-        x + (at % CAPACITY)[:, None] * ring.x_place + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, ENTRIES))[None, :],
+        x + (at % X_CAPACITY)[:, None] * ring.x_place + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, ENTRIES))[None, :],
         mask=((at >= position) & (at < until))[:, None],
         other=0.0,
     )
@@ -186,13 +193,15 @@ def fold_tile(
     D_STATE: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     CAPACITY: gl.constexpr,
+    X_CAPACITY: gl.constexpr,
     RING: gl.constexpr,
     WIDTH: gl.constexpr,
 ):
     """Write the state at `source` after the ring's entries from `position` to `end` to `target`: `width` columns.
 
     Both are where the tile begins, and may be the same. The state is rounded to their dtype at every multiple of RING
-    on the way, and at the end; without entries it is copied. Every lane may read the tile afterwards. One warp.
+    on the way, and at the end; without entries it is copied. Every lane may read the tile and overwrite the entries
+    afterwards. One warp.
 
     Args:
         x, b, steps: Where the head's inputs at place 0 of the ring are; x the tile's.
@@ -201,9 +210,10 @@ def fold_tile(
     for _ in range(gl.maximum((end + RING - 1) // RING - position // RING, 1)):
         until = gl.minimum(begin + RING, end)
         _fold_period(
-            source, target, x, b, steps, ring, begin, position, until, HEADS, D_STATE, HEAD_DIM, CAPACITY, RING, WIDTH
-        )
+            source, target, x, b, steps, ring, begin, position, until,
+            HEADS, D_STATE, HEAD_DIM, CAPACITY, X_CAPACITY, RING, WIDTH,
+        )  # fmt: skip
         source = target
         begin += RING
         position = until
-    gl.inline_asm_elementwise("bar.warp.sync 0xffffffff; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    sync_lanes()

@@ -1,8 +1,8 @@
 """Decode rows whose states are replayed: a checkpoint, and a ring of the inputs of the tokens that follow it.
 
 A row's checkpoint is the state after its first `folded` tokens. The inputs of the tokens from there on are in the row's
-ring, position p at place p % capacity, where later steps overwrite those of rejected drafts. A fold brings ring entries
-into the checkpoint, always up to a multiple of `ring_len`.
+ring, position p at place p % capacity, where later steps overwrite those of rejected drafts and those that are folded.
+A fold brings ring entries into the checkpoint, always up to a multiple of `ring_len`.
 """
 
 from dataclasses import dataclass
@@ -43,8 +43,10 @@ class ReplayRows:
 class ReplayRing:
     """One layer's rings, or with one more dimension before the others all layers'; any strides between positions.
 
+    Position p of x is at place p % x_capacity. A step folds before it appends x, and after it appends the rest.
+
     Args:
-        x: [rings, capacity, heads, head_dim], contiguous within a position.
+        x: [rings, x_capacity, heads, head_dim], contiguous within a position.
         B: [rings, capacity, groups, d_state], contiguous within a position.
         steps: [rings, capacity, 2, heads], contiguous within a position; time steps after softplus and limits, and
             their products with A. float32, or float64 beside float64 inputs.
@@ -56,8 +58,13 @@ class ReplayRing:
 
     @property
     def capacity(self) -> int:
-        """Positions of a ring."""
+        """Positions of a ring, but for x."""
         return self.steps.shape[-3]
+
+    @property
+    def x_capacity(self) -> int:
+        """Positions of x in a ring."""
+        return self.x.shape[-3]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +89,11 @@ class BoundaryFolds:
 def least_capacity(ring_len: int, max_tokens: int) -> int:
     """Return the positions that a ring needs: a step appends its tokens while as many as the last one's are folded."""
     return ring_len + 2 * max_tokens - 1
+
+
+def least_x_capacity(ring_len: int, max_tokens: int) -> int:
+    """Return the positions that x of a ring needs, of which a step overwrites those that it has folded."""
+    return ring_len + max_tokens - 1
 
 
 def check_replay_rows(rows: ReplayRows, device: torch.device) -> None:
@@ -110,25 +122,39 @@ def check_ring(ring: ReplayRing, tokens: SSMTokens, ring_len: int, max_tokens: i
     """Raise a ValueError unless `ring` holds what a step of at most `max_tokens` a row appends and folds."""
     check_ring_len(ring_len)
     heads, head_dim = tokens.x.shape[1:]
-    entries = {"x": (heads, head_dim), "B": tuple(tokens.B.shape[1:]), "steps": (2, heads)}
-    for name, entry in entries.items():
-        tensor: Tensor = getattr(ring, name)
-        if tensor.dim() != 4 or tuple(tensor.shape) != (*ring.steps.shape[:2], *entry):
-            raise ValueError(f"need {name} of the ring [rings, capacity, *{entry}], found {tuple(tensor.shape)}")
-        check_entries(name, tensor, tokens.x.device)
+    check_shapes(ring, (ring.steps.shape[0],), heads, head_dim, tuple(tokens.B.shape[1:]), tokens.x.device)
     steps = torch.float64 if tokens.x.dtype == torch.float64 else torch.float32
     dtypes = {"x": tokens.x.dtype, "B": tokens.B.dtype, "steps": steps}
     for name, dtype in dtypes.items():
         if getattr(ring, name).dtype != dtype:
             raise ValueError(f"need {name} of the ring of {dtype}, found {getattr(ring, name).dtype}")
-    if ring.capacity < (needed := least_capacity(ring_len, max_tokens)):
+    needed, of_x = least_capacity(ring_len, max_tokens), least_x_capacity(ring_len, max_tokens)
+    if ring.capacity < needed or ring.x_capacity < of_x:
         raise ValueError(
-            f"need a ring of at least {needed} positions for a ring_len of {ring_len} and {max_tokens} tokens a row, "
-            f"found {ring.capacity}"
+            f"need a ring of at least {needed} positions, of x {of_x}, for a ring_len of {ring_len} and {max_tokens} "
+            f"tokens a row, found {ring.capacity} and {ring.x_capacity}"
         )
 
 
-def check_entries(name: str, tensor: Tensor, device: torch.device) -> None:
+def check_shapes(
+    ring: ReplayRing, lead: tuple[int, ...], heads: int, head_dim: int, keys: tuple[int, ...], device: torch.device
+) -> None:
+    """Raise a ValueError unless the tensors of rings have these sizes and can be read.
+
+    Args:
+        lead: Dimensions before the positions.
+        keys: (groups, d_state).
+    """
+    entries = {"x": (heads, head_dim), "B": keys, "steps": (2, heads)}
+    for name, entry in entries.items():
+        tensor: Tensor = getattr(ring, name)
+        num_places = tensor.shape[-3] if name == "x" and tensor.dim() >= 3 else ring.capacity
+        if tuple(tensor.shape) != (*lead, num_places, *entry):
+            raise ValueError(f"need {name} of the ring {(*lead, 'capacity', *entry)}, found {tuple(tensor.shape)}")
+        _check_entries(name, tensor, device)
+
+
+def _check_entries(name: str, tensor: Tensor, device: torch.device) -> None:
     """Raise a ValueError unless a tensor of a ring is on `device` and contiguous within a position."""
     if tensor.device != device:
         raise ValueError(f"need {name} of the ring on {device}, found {tensor.device}")

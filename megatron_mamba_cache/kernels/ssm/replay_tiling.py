@@ -26,7 +26,7 @@ class ReplayTiling:
         kernel: "portable" takes all shapes; "sums" takes heads of whole tiles and a d_state that is a power of two, and
             "products" such heads of bf16 tokens.
         width: columns of head_dim of a program, a power of two.
-        num_warps: warps of a program; 1 for "products".
+        num_warps: warps of a program; 1 but for "portable".
         max_registers: registers of a thread, which bound the programs that fit on a multiprocessor.
     """
 

@@ -2,11 +2,12 @@
 
     y_t = factor_t (C_t S) + sum over the tokens j since the checkpoint S of factor_tj x_j
 
-`replay_coefficients` computes the factors and appends the tokens; `state_replay_sums`, `state_replay_products` or
+`replay_coefficients` computes the factors and appends B and time steps; `state_replay_sums`, `state_replay_products` or
 `state_replay_portable` does the rest. Where a row's kept tokens have passed a multiple of the ring's length, they are
 folded first: S = exp(dt * A) * S + B (dt * x), token by token as `state_verify` does or, on a Hopper GPU where x and B
 are bf16, a period at once; rounded to the pool's dtype at every multiple. So a checkpoint's bits depend on its tokens
-alone. Graph safe: no host sync, two launches, grids fixed by the shapes of the arguments.
+alone. x is appended after that, by the programs that have folded it, and may take the places of what they have folded.
+Graph safe: no host sync, two launches, grids fixed by the shapes of the arguments.
 """
 
 from collections.abc import Callable
@@ -55,7 +56,7 @@ def state_replay(
 
     Args:
         ssm_pool: [slots, heads, d_state, head_dim]; a slot's state contiguous.
-        ring: Of the inputs' dtypes; at least ring_len + 2 * max_tokens - 1 positions.
+        ring: Of the inputs' dtypes; at least ring_len + 2 * max_tokens - 1 positions, of x ring_len + max_tokens - 1.
         ring_len: Positions from one fold to the next, a power of two from 4 on.
         after_conv: True if the launch right before is `conv_verify`'s, which wrote x, B and C: all else is read while
             it still runs.

@@ -37,6 +37,7 @@ def _state_replay_kernel(
     D_STATE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     CAPACITY: tl.constexpr,
+    X_CAPACITY: tl.constexpr,
     RING: tl.constexpr,
     OWN: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -71,20 +72,26 @@ def _state_replay_kernel(
     state = tl.load(states, mask=is_state, other=0.0).to(tl.float32)  # [d_state, width]
     xs = ring.x + number * ring.x_ring + head * HEAD_DIM + p
     ring_x = tl.load(
-        xs[None, :] + ((first + w) % CAPACITY)[:, None] * ring.x_place,
+        xs[None, :] + ((first + w) % X_CAPACITY)[:, None] * ring.x_place,
         mask=(w < computed - first)[:, None] & has_p[None, :],
         other=0.0,
     ).to(tl.float32)  # [RING, width]
+    is_own = (u < count)[:, None] & has_p[None, :]
     own_x = tl.load(
         tokens.x + (start + u).to(tl.int64)[:, None] * tokens.x_stride + (head * HEAD_DIM + p)[None, :],
-        mask=(u < count)[:, None] & has_p[None, :],
+        mask=is_own,
         other=0.0,
-    ).to(tl.float32)  # [OWN, width]
+    )  # [OWN, width]
     if first > folded:
         ring_b = ring.B + number * ring.B_ring + group * D_STATE + n
         steps = ring.steps + number * ring.steps_ring + head
-        state = fold_entries(state, pool, xs, ring_b, steps, ring, folded, first, has_n, has_p, HEADS, CAPACITY, RING)
+        state = fold_entries(
+            state, pool, xs, ring_b, steps, ring, folded, first, has_n, has_p, HEADS, CAPACITY, X_CAPACITY, RING
+        )
         tl.store(states, state.to(pool.dtype.element_ty), mask=is_state)
+        tl.debug_barrier()  # what is appended may overwrite what another thread of this program folds
+    tl.store(xs[None, :] + ((computed + u) % X_CAPACITY)[:, None] * ring.x_place, own_x, mask=is_own)
+    own_x = own_x.to(tl.float32)
 
     await_launcher(OVERLAPS)
     for t in range(0, count):
@@ -109,7 +116,7 @@ def replay_portably(
     factors: ReplayCoefficients,
     tiling: ReplayTiling,
 ) -> None:
-    """Fold, and write the outputs into `y`, in place; `append_and_weigh` came right before."""
+    """Fold, append x and write the outputs into `y`, in place; `append_and_weigh` came right before."""
     heads, head_dim = tokens.x.shape[1:]
     width = min(tiling.width, triton.next_power_of_2(head_dim))
     _state_replay_kernel[(rows.slots.shape[0] * heads * triton.cdiv(head_dim, width),)](
@@ -127,6 +134,7 @@ def replay_portably(
         D_STATE=tokens.B.shape[2],
         HEAD_DIM=head_dim,
         CAPACITY=ring.capacity,
+        X_CAPACITY=ring.x_capacity,
         RING=factors.ring_len,
         OWN=factors.own,
         WIDTH=width,

@@ -16,7 +16,7 @@ from ..gluon_overlap import await_launcher, release
 from ..overlap import overlapping
 from ..prefill_rows import PAD_SLOT
 from .product_layouts import as_left, as_right, left_layout, output_layout, right_layout
-from .replay_coefficients import CHANNELS_AT_ONCE, ReplayCoefficients
+from .replay_coefficients import ReplayCoefficients
 from .replay_fold_products import fold_tile, split_into_bf16
 from .replay_rows import ReplayRing, ReplayRows
 from .replay_tiling import ReplayTiling
@@ -47,16 +47,15 @@ def _state_products_kernel(
     rows,
     checkpoint_factors,
     input_factors,
-    odd,
     max_tokens,
     HEADS: gl.constexpr,
     HEADS_A_GROUP: gl.constexpr,
     D_STATE: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     CAPACITY: gl.constexpr,
+    X_CAPACITY: gl.constexpr,
     RING: gl.constexpr,
     OWN: gl.constexpr,
-    AT_ONCE: gl.constexpr,
     WIDTH: gl.constexpr,
     PLACES: gl.constexpr,
     TOKENS: gl.constexpr,
@@ -69,7 +68,6 @@ def _state_products_kernel(
     LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, SUMS, 2)
     PARTS: gl.constexpr = HEAD_DIM // WIDTH
-    CHUNKS: gl.constexpr = (HEADS * HEAD_DIM + AT_ONCE - 1) // AT_ONCE
     SLICES: gl.constexpr = D_STATE // slice_len(D_STATE)
     KEPT: gl.constexpr = left_layout(PLACES, WIDTH)
     KEPT_FACTORS: gl.constexpr = right_layout(OWN, PLACES)
@@ -111,6 +109,7 @@ def _state_products_kernel(
             D_STATE,
             HEAD_DIM,
             CAPACITY,
+            X_CAPACITY,
             RING,
             WIDTH,
         )
@@ -120,18 +119,15 @@ def _state_products_kernel(
     w = gl.arange(0, PLACES, layout=gl.SliceLayout(1, KEPT))
     kept_x = gl.load(
         xs
-        + ((first + w) % CAPACITY)[:, None] * ring.x_place
+        + ((first + w) % X_CAPACITY)[:, None] * ring.x_place
         + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, KEPT))[None, :],
         mask=(w < computed - first)[:, None],
         other=0.0,
     )
     u = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, NEW))
     new = tokens.x + start.to(gl.int64) * tokens.x_stride + channel
-    new_x = gl.load(
-        new + u[:, None] * tokens.x_stride + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, NEW))[None, :],
-        mask=(u < count)[:, None],
-        other=0.0,
-    )
+    column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, NEW))[None, :]
+    new_x = gl.load(new + u[:, None] * tokens.x_stride + column, mask=(u < count)[:, None], other=0.0)
     sums = gl.zeros([WIDTH, OWN], gl.float32, layout=SUMS)
     state, keys, sums = multiply_slices(
         state,
@@ -171,8 +167,6 @@ def _state_products_kernel(
         mask=(t < count)[:, None] & (u < count)[None, :],
         other=0.0,
     )
-    t = gl.arange(0, OWN, layout=gl.SliceLayout(0, SUMS))
-    is_odd = gl.load(odd + (row * max_tokens + t) * CHUNKS + channel // AT_ONCE, mask=t < count, other=0)
     state, keys, sums = multiply_slices(
         state,
         keys,
@@ -192,15 +186,19 @@ def _state_products_kernel(
     )
     sums *= of_checkpoint[None, :]
     sums = _multiply_right(kept_x, of_kept, sums, LEFT, RIGHT)
-    if gl.max(is_odd, axis=0) == 0:
+    u = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, NEW))
+    places = (computed + u) % X_CAPACITY
+    gl.store(xs + places[:, None] * ring.x_place + column, new_x, mask=(u < count)[:, None])
+    is_odd = (new_x.to(gl.float32) * 0.0 != 0.0).to(gl.int32)  # infinite, or NaN
+    if gl.max(gl.max(is_odd, axis=0), axis=0) == 0:
         sums = _multiply_right(new_x, of_new, sums, LEFT, RIGHT)
     else:
         # A factor of 0 would not keep a later token's NaN out.
         m = gl.arange(0, WIDTH, layout=gl.SliceLayout(1, SUMS))
-        column = m % 8 * (WIDTH // 8) + m // 16 * 2 + m // 8 % 2
+        of_sums = m % 8 * (WIDTH // 8) + m // 16 * 2 + m // 8 % 2
         target = gl.arange(0, OWN, layout=gl.SliceLayout(0, SUMS))
         for at in range(0, count):
-            x = gl.load(new + at * tokens.x_stride + column).to(gl.float32)
+            x = gl.load(new + at * tokens.x_stride + of_sums).to(gl.float32)
             of_x = input_factors + target * (HEADS * (RING + OWN)) + RING + at
             of_x = gl.load(of_x, mask=target < count, other=0.0)
             sums += gl.where((target >= at)[None, :], of_x[None, :] * x[:, None], 0.0)
@@ -222,7 +220,7 @@ def replay_by_products(
     factors: ReplayCoefficients,
     tiling: ReplayTiling,
 ) -> None:
-    """Fold, and write the outputs into `y`, in place; `append_and_weigh` came right before.
+    """Fold, append x and write the outputs into `y`, in place; `append_and_weigh` came right before.
 
     Args:
         ssm_pool: d_state is a power of two from 16 on, and head_dim a multiple of the tiling's width.
@@ -238,16 +236,15 @@ def replay_by_products(
         rows=kernel_rows(rows),
         checkpoint_factors=factors.checkpoint,
         input_factors=factors.inputs,
-        odd=factors.odd,
         max_tokens=rows.max_tokens,
         HEADS=heads,
         HEADS_A_GROUP=heads // tokens.B.shape[1],
         D_STATE=d_state,
         HEAD_DIM=head_dim,
         CAPACITY=ring.capacity,
+        X_CAPACITY=ring.x_capacity,
         RING=factors.ring_len,
         OWN=own,
-        AT_ONCE=CHANNELS_AT_ONCE,
         WIDTH=width,
         PLACES=max(16, factors.ring_len),
         TOKENS=max(16, own),

@@ -14,7 +14,7 @@ from ..gluon_overlap import await_launcher, release
 from ..overlap import overlapping
 from ..prefill_rows import PAD_SLOT
 from .replay_coefficients import ReplayCoefficients
-from .replay_fold_products import fold_tile
+from .replay_fold_products import fold_tile, sync_lanes
 from .replay_rows import ReplayRing, ReplayRows
 from .replay_tiling import ReplayTiling
 from .replay_views import kernel_ring, kernel_rows, kernel_tokens
@@ -25,11 +25,11 @@ _ACCESS = 16  # bytes of a load
 
 
 @gluon.jit
-def load_entry(x, b, steps, ring, position, end, HEADS: gl.constexpr, CAPACITY: gl.constexpr):
+def load_entry(x, b, steps, ring, position, end, HEADS: gl.constexpr, CAPACITY: gl.constexpr, X_CAPACITY: gl.constexpr):
     """Load x, B, the time step and its product with A at a position; zeros from `end` on."""
     exists = position < end
     place = position % CAPACITY
-    values = gl.load(x + place * ring.x_place, mask=exists, other=0.0)
+    values = gl.load(x + position % X_CAPACITY * ring.x_place, mask=exists, other=0.0)
     keys = gl.load(b + place * ring.B_place, mask=exists, other=0.0)
     dt = gl.load(steps + place * ring.steps_place, mask=exists, other=0.0)
     decay = gl.load(steps + place * ring.steps_place + HEADS, mask=exists, other=0.0)
@@ -38,17 +38,28 @@ def load_entry(x, b, steps, ring, position, end, HEADS: gl.constexpr, CAPACITY: 
 
 @gluon.jit
 def _fold_entries(
-    state, pool, x, b, steps, ring, position, end, HEADS: gl.constexpr, CAPACITY: gl.constexpr, RING: gl.constexpr
+    state,
+    pool,
+    x,
+    b,
+    steps,
+    ring,
+    position,
+    end,
+    HEADS: gl.constexpr,
+    CAPACITY: gl.constexpr,
+    X_CAPACITY: gl.constexpr,
+    RING: gl.constexpr,
 ):
     """Return float32 `state` [lanes, d_state of a lane, width] after the ring's entries; see `replay_fold`."""
-    entry = load_entry(x, b, steps, ring, position, end, HEADS, CAPACITY)
-    following = load_entry(x, b, steps, ring, position + 1, end, HEADS, CAPACITY)
+    entry = load_entry(x, b, steps, ring, position, end, HEADS, CAPACITY, X_CAPACITY)
+    following = load_entry(x, b, steps, ring, position + 1, end, HEADS, CAPACITY, X_CAPACITY)
     while position < end:
         until = gl.minimum((position // RING + 1) * RING, end)
         for at in range(position, until):
             values, keys, dt, decay = entry
             entry = following
-            following = load_entry(x, b, steps, ring, at + 2, end, HEADS, CAPACITY)
+            following = load_entry(x, b, steps, ring, at + 2, end, HEADS, CAPACITY, X_CAPACITY)
             scaled = dt * values.to(gl.float32)
             increment = keys.to(gl.float32)[:, :, None] * scaled[None, :][:, None, :]
             state = gl.fma(gl.exp(decay), state, increment)
@@ -84,6 +95,7 @@ def _state_sums_kernel(
     D_STATE: gl.constexpr,
     HEAD_DIM: gl.constexpr,
     CAPACITY: gl.constexpr,
+    X_CAPACITY: gl.constexpr,
     RING: gl.constexpr,
     OWN: gl.constexpr,
     WIDTH: gl.constexpr,
@@ -142,6 +154,7 @@ def _state_sums_kernel(
                 D_STATE,
                 HEAD_DIM,
                 CAPACITY,
+                X_CAPACITY,
                 RING,
                 WIDTH,
             )
@@ -151,7 +164,7 @@ def _state_sums_kernel(
     lane = gl.arange(0, LANES, layout=gl.SliceLayout(1, gl.SliceLayout(2, KEPT)))
     w = lane[:, None] * PLACES + gl.arange(0, PLACES, layout=gl.SliceLayout(0, gl.SliceLayout(2, KEPT)))[None, :]
     column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, gl.SliceLayout(1, KEPT)))[None, :][:, None, :]
-    places = (first + w) % CAPACITY
+    places = (first + w) % X_CAPACITY
     ring_x = gl.load(
         xs + places[:, :, None] * ring.x_place + column, mask=(w < computed - first)[:, :, None], other=0.0
     )
@@ -164,8 +177,11 @@ def _state_sums_kernel(
     if not BY_PRODUCTS:  # noqa: SIM102
         if first > folded:
             x = xs + gl.arange(0, WIDTH, layout=COLUMNS)
-            state = _fold_entries(state, pool, x, b + n, steps, ring, folded, first, HEADS, CAPACITY, RING)
+            state = _fold_entries(state, pool, x, b + n, steps, ring, folded, first, HEADS, CAPACITY, X_CAPACITY, RING)
             gl.store(states, state.to(pool.dtype.element_ty))
+            sync_lanes()
+    places = (computed + u) % X_CAPACITY
+    gl.store(xs + places[:, :, None] * ring.x_place + column, own_x, mask=(u < count)[:, :, None])
 
     ring_x = ring_x.to(gl.float32)
     own_x = own_x.to(gl.float32)
@@ -198,7 +214,7 @@ def replay_by_sums(
     factors: ReplayCoefficients,
     tiling: ReplayTiling,
 ) -> None:
-    """Fold, and write the outputs into `y`, in place; `append_and_weigh` came right before.
+    """Fold, append x and write the outputs into `y`, in place; `append_and_weigh` came right before.
 
     Args:
         ssm_pool: d_state is a power of two, and head_dim a multiple of the tiling's width.
@@ -221,6 +237,7 @@ def replay_by_sums(
         D_STATE=tokens.B.shape[2],
         HEAD_DIM=head_dim,
         CAPACITY=ring.capacity,
+        X_CAPACITY=ring.x_capacity,
         RING=factors.ring_len,
         OWN=factors.own,
         WIDTH=tiling.width,
