@@ -113,6 +113,14 @@ def _state_products_kernel(
             RING,
             WIDTH,
         )
+    # Ahead of the state: it comes first, and can be appended while the state is on its way.
+    u = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, NEW))
+    new = tokens.x + start.to(gl.int64) * tokens.x_stride + channel
+    new_x = gl.load(
+        new + u[:, None] * tokens.x_stride + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, NEW))[None, :],
+        mask=(u < count)[:, None],
+        other=0.0,
+    )
     queries = tokens.C + start.to(gl.int64) * tokens.C_stride + group * D_STATE
     state, keys = load_slice(states, queries, tokens.C_stride, count, 0, D_STATE, HEAD_DIM, OWN, WIDTH)
 
@@ -124,10 +132,6 @@ def _state_products_kernel(
         mask=(w < computed - first)[:, None],
         other=0.0,
     )
-    u = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, NEW))
-    new = tokens.x + start.to(gl.int64) * tokens.x_stride + channel
-    column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, NEW))[None, :]
-    new_x = gl.load(new + u[:, None] * tokens.x_stride + column, mask=(u < count)[:, None], other=0.0)
     sums = gl.zeros([WIDTH, OWN], gl.float32, layout=SUMS)
     state, keys, sums = multiply_slices(
         state,
@@ -187,18 +191,23 @@ def _state_products_kernel(
     sums *= of_checkpoint[None, :]
     sums = _multiply_right(kept_x, of_kept, sums, LEFT, RIGHT)
     u = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, NEW))
-    places = (computed + u) % X_CAPACITY
-    gl.store(xs + places[:, None] * ring.x_place + column, new_x, mask=(u < count)[:, None])
+    gl.store(
+        xs
+        + ((computed + u) % X_CAPACITY)[:, None] * ring.x_place
+        + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, NEW))[None, :],
+        new_x,
+        mask=(u < count)[:, None],
+    )
     is_odd = (new_x.to(gl.float32) * 0.0 != 0.0).to(gl.int32)  # infinite, or NaN
     if gl.max(gl.max(is_odd, axis=0), axis=0) == 0:
         sums = _multiply_right(new_x, of_new, sums, LEFT, RIGHT)
     else:
         # A factor of 0 would not keep a later token's NaN out.
         m = gl.arange(0, WIDTH, layout=gl.SliceLayout(1, SUMS))
-        of_sums = m % 8 * (WIDTH // 8) + m // 16 * 2 + m // 8 % 2
+        column = m % 8 * (WIDTH // 8) + m // 16 * 2 + m // 8 % 2
         target = gl.arange(0, OWN, layout=gl.SliceLayout(0, SUMS))
         for at in range(0, count):
-            x = gl.load(new + at * tokens.x_stride + of_sums).to(gl.float32)
+            x = gl.load(new + at * tokens.x_stride + column).to(gl.float32)
             of_x = input_factors + target * (HEADS * (RING + OWN)) + RING + at
             of_x = gl.load(of_x, mask=target < count, other=0.0)
             sums += gl.where((target >= at)[None, :], of_x[None, :] * x[:, None], 0.0)

@@ -158,6 +158,13 @@ def _state_sums_kernel(
                 RING,
                 WIDTH,
             )
+    # Ahead of the state: it comes first, and can be appended while the state is on its way.
+    lane = gl.arange(0, LANES, layout=gl.SliceLayout(1, gl.SliceLayout(2, NEW)))
+    u = lane[:, None] * TAIL + gl.arange(0, TAIL, layout=gl.SliceLayout(0, gl.SliceLayout(2, NEW)))[None, :]
+    own_column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, gl.SliceLayout(1, NEW)))[None, :][:, None, :]
+    new = tokens.x + start.to(gl.int64) * tokens.x_stride + head * HEAD_DIM + part * WIDTH
+    own_x = gl.load(new + u[:, :, None] * tokens.x_stride + own_column, mask=(u < count)[:, :, None], other=0.0)
+
     states = tile + n[:, :, None] * HEAD_DIM + gl.arange(0, WIDTH, layout=COLUMNS)[None, :][:, None, :]
     state = gl.load(states).to(gl.float32)  # [lanes, depth, width]
 
@@ -168,11 +175,6 @@ def _state_sums_kernel(
     ring_x = gl.load(
         xs + places[:, :, None] * ring.x_place + column, mask=(w < computed - first)[:, :, None], other=0.0
     )
-    lane = gl.arange(0, LANES, layout=gl.SliceLayout(1, gl.SliceLayout(2, NEW)))
-    u = lane[:, None] * TAIL + gl.arange(0, TAIL, layout=gl.SliceLayout(0, gl.SliceLayout(2, NEW)))[None, :]
-    column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, gl.SliceLayout(1, NEW)))[None, :][:, None, :]
-    new = tokens.x + start.to(gl.int64) * tokens.x_stride + head * HEAD_DIM + part * WIDTH
-    own_x = gl.load(new + u[:, :, None] * tokens.x_stride + column, mask=(u < count)[:, :, None], other=0.0)
 
     if not BY_PRODUCTS:  # noqa: SIM102
         if first > folded:
@@ -180,11 +182,8 @@ def _state_sums_kernel(
             state = _fold_entries(state, pool, x, b + n, steps, ring, folded, first, HEADS, CAPACITY, X_CAPACITY, RING)
             gl.store(states, state.to(pool.dtype.element_ty))
             sync_lanes()
-    places = (computed + u) % X_CAPACITY
-    gl.store(xs + places[:, :, None] * ring.x_place + column, own_x, mask=(u < count)[:, :, None])
 
     ring_x = ring_x.to(gl.float32)
-    own_x = own_x.to(gl.float32)
     c = tokens.C + start.to(gl.int64) * tokens.C_stride + group * D_STATE + n
     line = row.to(gl.int64) * max_tokens * HEADS + head
     checkpoint_factors += line
@@ -192,6 +191,8 @@ def _state_sums_kernel(
     y += start.to(gl.int64) * (HEADS * HEAD_DIM) + p
     await_launcher(OVERLAPS)
     following = _load_factors(c, checkpoint_factors, input_factors, tokens.C_stride, HEADS, 0, count, w, u, RING, OWN)
+    places = (computed + u) % X_CAPACITY
+    gl.store(xs + places[:, :, None] * ring.x_place + own_column, own_x, mask=(u < count)[:, :, None])
     for t in range(0, count):
         keys, of_ring, of_own, of_checkpoint = following
         following = _load_factors(
@@ -200,7 +201,7 @@ def _state_sums_kernel(
         out = of_checkpoint * gl.sum(state * keys.to(gl.float32)[:, :, None], axis=1)
         out += gl.convert_layout(gl.sum(of_ring[:, :, None] * ring_x, axis=1), SUMS)
         # A later token may hold NaN, which a factor of 0 would not keep out.
-        x = gl.where((u <= t)[:, :, None], own_x, 0.0)
+        x = gl.where((u <= t)[:, :, None], own_x.to(gl.float32), 0.0)
         out += gl.convert_layout(gl.sum(of_own[:, :, None] * x, axis=1), SUMS)
         gl.store(y + t * (HEADS * HEAD_DIM), gl.sum(out, axis=0).to(y.dtype.element_ty))
 
