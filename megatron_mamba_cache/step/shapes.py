@@ -130,14 +130,15 @@ def most_padding_rows(max_rows: int) -> int:
 
 _PREFILL_ROWS = 4
 _PART = 8  # of many decode rows, "some" are one in so many
-_SMALL_PREFILLS = (64, 128, 256, 512, 1024)
+_SMALL_PREFILLS = (64, 128, 256, 384, 512, 768, 1024)
 _PREFILL_STEP = 512
 
 
 def _prefill_sizes(most_tokens: int) -> list[int]:
-    """Return numbers of prompt tokens up to the most: each twice the one before up to 1,024, then 512 more.
+    """Return numbers of prompt tokens up to the most: each at most twice the one before up to 1,024, then 512 more.
 
-    A small step mostly reads weights, so that padding costs little; in a large one each token takes its time.
+    A small step mostly reads weights, so that padding costs little; in a large one each token takes its time. Next
+    turns of chats have a few hundred tokens, which matrix products take by 128.
     """
     larger = range(_SMALL_PREFILLS[-1] + _PREFILL_STEP, most_tokens, _PREFILL_STEP)
     return [size for size in (*_SMALL_PREFILLS, *larger) if size < most_tokens] + [most_tokens]
