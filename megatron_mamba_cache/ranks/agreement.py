@@ -96,9 +96,12 @@ def agreed_settings(config: CacheConfig, ranks: Ranks) -> CacheConfig:
     """Return the settings with the least `max_requests` of all ranks; each rank keeps its own memory sizes.
 
     Raises:
-        ValueError: If ranks differ in any other setting; the message names it.
+        ValueError: If ranks differ in any other setting, or only some have one memory; the message names it.
     """
     found = ranks.gather(config)
+    budgets = [settings.cache_gb for settings in found]
+    if None in budgets and any(budgets):
+        raise ValueError(f"cache_gb is {budgets} on the ranks of the model; give it on all of them or on none")
     for name in (field.name for field in fields(CacheConfig) if field.name not in (*_OF_EACH_RANK, *_LEAST_OF_ALL)):
         values = [getattr(settings, name) for settings in found]
         if any(value != values[0] for value in values):

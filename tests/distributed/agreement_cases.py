@@ -1,5 +1,6 @@
 """On a rank: what ranks agree on, and how they learn that they have parted."""
 
+from dataclasses import replace
 from unittest.mock import Mock
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_mamba_cache import build_engine
-from megatron_mamba_cache.config import CacheConfig
+from megatron_mamba_cache.config import SPLIT, CacheConfig
 from megatron_mamba_cache.errors import CacheCapacityError, CacheIntegrityError
 from megatron_mamba_cache.mcore import model_reading
 from megatron_mamba_cache.step import memory as cache_memory
@@ -41,11 +42,20 @@ def _capacity(run: EngineRun) -> tuple[int, int, int, int]:
 
 
 def error_of_settings(layout: Layout, settings: list[dict]) -> str:
-    """Return the error that an engine is refused with whose ranks have different settings."""
+    """Return the error that an engine is refused with whose ranks have different settings.
+
+    Args:
+        settings: Of each rank; with "cache_gb", one memory in the place of two.
+    """
     with parallel(layout):
         subject = engine_runs.hybrid(tiny_sizes())
         try:
-            build_engine(subject.model, cache_config(subject.sizes, **settings[dist.get_rank()]))
+            mine = dict(settings[dist.get_rank()])
+            cache_gb = mine.pop("cache_gb", None)
+            config = cache_config(subject.sizes, **mine)
+            if cache_gb is not None:
+                config = replace(config, cache_gb=cache_gb, **dict.fromkeys(SPLIT))
+            build_engine(subject.model, config)
         except (ValueError, CacheCapacityError) as error:
             return f"{type(error).__name__}: {error}"
     return "none"

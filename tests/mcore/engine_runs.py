@@ -80,7 +80,7 @@ def block_bytes(sizes: RandomHybridConfig, block_size: int) -> int:
 
 
 def state_bytes(sizes: RandomHybridConfig, num_drafts: int = 0) -> int:
-    """Return the bytes of one fp32 state over all Mamba layers, where steps verify so many drafts."""
+    """Return the bytes of one fp32 state over all Mamba layers, where so many drafts have slots."""
     inner = sizes.mamba_num_heads * sizes.mamba_head_dim
     conv_dim = inner + 2 * sizes.mamba_num_groups * sizes.mamba_state_dim
     num_taps = 4
@@ -115,12 +115,12 @@ def cache_config(
         "max_sequence_length": 512,
         "draft_states": UsualForm.draft_states,
     } | settings
-    num_drafts = small.get("num_speculative_tokens", 0)
+    num_drafts = 0 if small.get("draft_states") == "replay" else small.get("num_speculative_tokens", 0)
     block_gb = block_bytes(sizes, small["block_size_tokens"]) / GIB
     states_bytes = cached_states * state_bytes(sizes, num_drafts)
     if small.get("cached_state_dtype") == "int8":
-        num_slots = small["max_requests"] * (0 if small.get("draft_states") == "replay" else num_drafts)
-        states_bytes = cached_states * rounded_bytes(sizes) + num_slots * state_bytes(sizes, num_drafts)
+        of_drafts = small["max_requests"] * num_drafts * state_bytes(sizes, num_drafts)
+        states_bytes = cached_states * rounded_bytes(sizes) + of_drafts
     return CacheConfig(
         buffer_size_gb=(kv_blocks + 1) * block_gb,  # one is the dummy
         paused_buffer_size_gb=None if paused_blocks is None else min(paused_blocks, kv_blocks - 1) * block_gb,

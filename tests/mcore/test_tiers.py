@@ -500,3 +500,18 @@ def test_a_step_that_fails_behind_a_restore_does_not_clear_what_it_brings(monkey
         run.finish()
     assert run.counters.states_restored_from_host
     run.assert_exact()
+
+
+def test_a_restore_for_which_no_room_can_be_made_by_a_fault_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, talks = EngineRun.start(tiny_hybrid(), small_device(tiny_hybrid())), Conversations()
+    talks.turn(run)
+    settle(run)
+    run.add(100, talks.texts[0], 10)
+    with monkeypatch.context() as patch:
+        raise_once(patch, run.context.cache.slots, "reserve")
+        with pytest.raises(InjectedFault):
+            run.step()
+    run.context.check_integrity()
+    run.finish()
+    assert run.counters.states_restored_from_host
+    run.assert_exact()

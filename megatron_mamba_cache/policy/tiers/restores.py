@@ -1,6 +1,7 @@
 """Boundaries that come back to the device for requests that wait, and stay there until these are admitted."""
 
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from ...errors import CacheCapacityError
@@ -95,14 +96,16 @@ class Restores:
         end = host_blocks[-1]
         slot = self._host.slots.slot_of(end)
         assert slot is not None
-        self._host.kv.acquire(host_blocks)
-        self._host.slots.pin(end)  # before room is made on the device: what leaves there may be written to the host
-        try:
-            arrival = expect(self._device, keys)
-        except CacheCapacityError:
-            self._host.slots.unpin(end)
-            self._host.kv.release(host_blocks)
-            return False
+        with ExitStack() as undo:
+            self._host.kv.acquire(host_blocks)
+            undo.callback(self._host.kv.release, host_blocks)
+            self._host.slots.pin(end)  # before room is made on the device: what leaves there may be written to the host
+            undo.callback(self._host.slots.unpin, end)
+            try:
+                arrival = expect(self._device, keys)
+            except CacheCapacityError:
+                return False
+            undo.pop_all()
         self._tried.add(prompt.request_id)
         restore = _Restore(depth, depth_here, -1, host_blocks, arrival, [])
         blocks = tuple(zip(host_blocks[len(arrival.known) :], arrival.new, strict=True))
