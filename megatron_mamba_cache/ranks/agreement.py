@@ -73,13 +73,15 @@ class CacheCapacity:
         if config.cache_gb is not None:
             slab = SlabShape.fitting(units)
             _warn_of_loss(slab.loss(units))
-            num_slabs, num_paused = ranks.least(on_all_ranks(ranks, lambda: _num_slabs(config, shape, slab)))
+            least_bytes = max(ranks.gather(_least_bytes(config, shape, slab)))
+            bought = on_all_ranks(ranks, lambda: _num_slabs(config, shape, slab, least_bytes))
+            num_slabs, num_paused = ranks.least(bought)
             num_blocks = num_slabs * slab.blocks_per_slab + 1
             num_slots = num_slabs * slab.slots_per_slab
             (num_host,) = ranks.least([on_all_ranks(ranks, lambda: _num_host_slabs(config, shape, slab))])
             return CacheCapacity(num_slots, num_blocks, min(num_paused, num_blocks - 2), state_len, slab, num_host)
-        bought = on_all_ranks(ranks, lambda: (_num_slots(config, shape), *_num_blocks(config, shape)))
-        num_slots, num_blocks, num_paused = ranks.least(bought)
+        split = on_all_ranks(ranks, lambda: (_num_slots(config, shape), *_num_blocks(config, shape)))
+        num_slots, num_blocks, num_paused = ranks.least(split)
         return CacheCapacity(num_slots, num_blocks, min(num_paused, num_blocks - 2), state_len)
 
 
@@ -161,27 +163,30 @@ def _warn_of_loss(share: float) -> None:
         )
 
 
-def _num_slabs(config: CacheConfig, shape: HybridModelShape, slab: SlabShape) -> tuple[int, int]:
-    """Return how many slabs a rank's budget buys, and how many KV blocks paused requests may keep."""
+def _num_slabs(config: CacheConfig, shape: HybridModelShape, slab: SlabShape, least_bytes: int) -> tuple[int, int]:
+    """Return how many slabs a rank's budget buys, and how many KV blocks paused requests may keep.
+
+    Args:
+        least_bytes: The budget that is enough on all ranks.
+    """
     assert config.cache_gb is not None
     unit = shape.unit_bytes(config)
-    beside_bytes = shape.rings_bytes(config) + shape.running_bytes(config)
-    for_slabs, longest = int(config.cache_gb * 2**30) - beside_bytes, shape.longest_bytes(config, slab)
+    for_slabs = int(config.cache_gb * 2**30) - shape.rings_bytes(config) - shape.running_bytes(config)
     num_slabs = slab.slabs_in(for_slabs, unit)
-    if for_slabs < longest:
-        least_gb = _bytes_that_hold(longest, config, shape) / 2**30
+    if for_slabs < shape.longest_bytes(config, slab):
         num_live = config.max_requests if config.rounds_states else 0
-        raise CacheBudgetError(config.cache_gb, least_gb, config.max_sequence_length, num_live=num_live)
+        raise CacheBudgetError(config.cache_gb, least_bytes / 2**30, config.max_sequence_length, num_live=num_live)
     if config.paused_buffer_size_gb is None or not unit.block:
         return num_slabs, num_slabs * slab.blocks_per_slab // 4
     return num_slabs, int(config.paused_buffer_size_gb * 2**30) // unit.block
 
 
-def _bytes_that_hold(num_bytes: int, config: CacheConfig, shape: HybridModelShape) -> int:
-    """Return a budget that leaves so many bytes for KV blocks and states, whatever `max_requests` was asked for."""
+def _least_bytes(config: CacheConfig, shape: HybridModelShape, slab: SlabShape) -> int:
+    """Return a rank's least budget, whatever `max_requests` was asked for: one request of the longest sequence runs."""
+    longest = shape.longest_bytes(config, slab)
     if not shape.limits_requests(config):
-        return num_bytes + shape.rings_bytes(config) + shape.running_bytes(config)
-    return num_bytes + shape.ring_layout(config).ring_bytes  # one request runs; more rings leave it its room
+        return longest + shape.rings_bytes(config) + shape.running_bytes(config)
+    return longest + shape.ring_layout(config).ring_bytes  # more rings leave it its room
 
 
 def _num_host_slabs(config: CacheConfig, shape: HybridModelShape, slab: SlabShape) -> int:

@@ -12,6 +12,7 @@ from megatron_mamba_cache.kernels.ssm import replay_tiling
 from megatron_mamba_cache.ranks.agreement import CacheCapacity
 from megatron_mamba_cache.ranks.group import OneRank
 from megatron_mamba_cache.state import model_shape
+from megatron_mamba_cache.state.model_shape import HybridModelShape
 from megatron_mamba_cache.state.slab_shape import UnitBytes
 from tests.command_line.test_card_settings import DENSE_8B, NANO_30B
 
@@ -55,14 +56,23 @@ def test_rings_are_reserved_for_the_requests_that_one_budget_has_room_for(
 
 
 class Stages(OneRank):
-    """A rank of a pipeline, as far as the memory of all stages decides."""
+    """A rank of a pipeline, as far as the memory of all stages decides.
 
-    def __init__(self, units: Sequence[UnitBytes]) -> None:
-        self._units = units
+    Args:
+        units: What each stage stores.
+        least_bytes: The budget that each needs; None: as much as this one.
+    """
+
+    def __init__(self, units: Sequence[UnitBytes], least_bytes: Sequence[int] | None = None) -> None:
+        self._units, self._least_bytes = units, least_bytes
 
     def gather(self, value: Any) -> list[Any]:
-        """Return what each stage stores; other values are alike."""
-        return list(self._units) if isinstance(value, UnitBytes) else [value] * len(self._units)
+        """Return what each stage stores, or needs; other values are alike."""
+        if isinstance(value, UnitBytes):
+            return list(self._units)
+        if type(value) is int and self._least_bytes is not None:
+            return list(self._least_bytes)
+        return [value] * len(self._units)
 
 
 NUM_BUDGETS = 140
@@ -97,6 +107,28 @@ def test_uneven_stages_accept_every_budget_above_the_least(name: str, length: in
             assert not counts, asked.cache_gb
     print(f"{len(counts)} of {NUM_BUDGETS} budgets, {counts[0]} to {counts[-1]} requests")
     assert 20 < len(counts) < NUM_BUDGETS and counts == sorted(counts) and counts[0] < 8 < counts[-1]
+
+
+@pytest.mark.parametrize("num_drafts", [0, 7])
+@pytest.mark.parametrize("name", STAGES)
+def test_a_refusal_on_any_stage_names_what_is_enough_on_all(name: str, num_drafts: int) -> None:
+    whole, layers = STAGES[name]
+    shapes = [replace(whole, layer_types=tuple(types)) for types in layers]
+    asked = CacheConfig(cache_gb=0.001, num_speculative_tokens=num_drafts, draft_states="replay")
+    units = [shape.unit_bytes(asked.resolved()) for shape in shapes]
+
+    def least_gb(shape: HybridModelShape, ranks: Stages) -> float:
+        with pytest.raises(CacheBudgetError) as refused:
+            CacheCapacity.of(shape.resolved(asked, lambda unit: units), shape, ranks)
+        return refused.value.least_gb
+
+    found = [least_gb(shape, Stages(units)) for shape in shapes if shape.num_mamba_layers]
+    stages = Stages(units, [round(each * 2**30) for each in found])
+    print(name, num_drafts, found)
+    assert {least_gb(shape, stages) for shape in shapes if shape.num_mamba_layers} == {max(found)}
+    enough = replace(asked, cache_gb=max(found) * (1 + 1e-9))
+    for shape in shapes:
+        assert CacheCapacity.of(shape.resolved(enough, lambda unit: units), shape, Stages(units)).num_slabs
 
 
 def test_a_kernel_of_its_own_needs_a_gpu_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
