@@ -192,7 +192,7 @@ def test_rows_that_are_looked_at_between_steps_get_what_they_get_without_early_s
     (tokens, log_probs, best), (tokens_ahead, log_probs_ahead, best_ahead) = found
     assert tokens == tokens_ahead
     # A cancelled request leaves at another step, and on a GPU a product's bits depend on how many rows it has.
-    rel = 1e-5 if is_cancelled else 1e-6
+    rel = 1e-5 if is_cancelled and torch.cuda.is_available() else 1e-6
     assert log_probs == pytest.approx(log_probs_ahead, rel=rel) if log_probs else not log_probs_ahead
     assert [*map(set, best or ())] == [*map(set, best_ahead or ())]
     for token, token_ahead in zip(best or (), best_ahead or (), strict=True):

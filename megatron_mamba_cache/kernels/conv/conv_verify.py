@@ -1,7 +1,7 @@
 """Causal convolution of decode and verify steps: a row's base token and drafts; the window advances in place.
 
-A row's window is in its column 0's slot, and perhaps goes on beside its ring; it holds from input `accepted` - 1 on.
-After the step it begins at the slot's start:
+A row's window lies in its column 0's slot and may go on beside its ring. It begins at input `accepted` - 1, and after
+the step at the slot's start:
 
     history = window, x;  y[j] = SiLU(sum over k of weight[k] * history[j + k] + bias);  stored = history[1:]
 

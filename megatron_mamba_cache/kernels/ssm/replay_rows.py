@@ -43,7 +43,7 @@ class ReplayRows:
 class ReplayRing:
     """One layer's rings, or with one more dimension before the others all layers'; any strides between positions.
 
-    Position p of x is at place p % x_capacity. A step folds before it appends x, and after it appends the rest.
+    Position p of x is at place p % x_capacity. A step appends B and time steps before it folds, and x afterwards.
 
     Args:
         x: [rings, x_capacity, heads, head_dim], contiguous within a position.
