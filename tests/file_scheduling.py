@@ -5,20 +5,15 @@ from xdist.scheduler import LoadScopeScheduling
 
 _OF_PROCESSES = ("tests/distributed/", "tests/replicas/", "tests/docs/test_run.py")
 """Where nearly all tests that use `many_processes` are."""
-_OF_LONG_TESTS = "tests/kernels/test_interpreted.py"
-"""A file of a few tests that take minutes each and share no fixture."""
 
 
 class FilesTogether(LoadScopeScheduling):
     """Each worker runs whole files, so that their fixtures are made once, and one worker all that start processes.
 
-    If more did, one would wait while the processes of another's test keep the cores busy. Files with few tests come
-    last, so that a file of long ones would keep one worker busy while the other has nothing to do.
+    If more did, one would wait while the processes of another's test keep the cores busy.
     """
 
     @override
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
-        if file == _OF_LONG_TESTS:
-            return nodeid
         return "processes" if file.startswith(_OF_PROCESSES) else file
