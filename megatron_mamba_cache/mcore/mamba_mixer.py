@@ -15,7 +15,7 @@ from ..kernels.conv.causal_conv import causal_conv
 from ..kernels.conv.conv_verify import conv_verify
 from ..kernels.draft_inputs import DraftInputs
 from ..kernels.prefill_rows import PrefillRows, whole_rows
-from ..kernels.ssm.ssd_scan import ssd_scan
+from ..kernels.ssm.ssd_scan import cut_rows, ssd_scan
 from ..kernels.ssm.ssm_inputs import NO_LIMIT, SSMTokens, SSMWeights
 from ..kernels.ssm.state_replay import state_replay
 from ..kernels.ssm.state_verify import state_verify
@@ -119,9 +119,11 @@ class CachingMambaMixer(megatron_mixer.MambaMixer):
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
     def _prefill_rows(self, inputs: _MixerInputs, states: LayerStates, rows: PrefillRows) -> Tensor:
-        xbc = causal_conv(inputs.xbc, self._conv_weight, self.conv1d.bias, states.conv, rows, ends=states.conv_ends)
+        tiles = cut_rows(inputs.dt, self._ssm_weights, rows, self.chunk_size, self.headdim, inputs.xbc.dtype)
+        weight, bias, after_cut = self._conv_weight, self.conv1d.bias, tiles is not None
+        xbc = causal_conv(inputs.xbc, weight, bias, states.conv, rows, ends=states.conv_ends, after_cut=after_cut)
         tokens = self._ssm_tokens(xbc, inputs.dt)
-        y = ssd_scan(tokens, self._ssm_weights, states.ssm, rows, self.chunk_size, states.rounded, after_conv=True)
+        y = ssd_scan(tokens, self._ssm_weights, states.ssm, rows, self.chunk_size, states.rounded, tiles=tiles)
         return self._gate(y.flatten(1), inputs.z)
 
     def _decode_rows(self, inputs: _MixerInputs, states: LayerStates, step: StepBatch) -> Tensor:

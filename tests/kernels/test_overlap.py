@@ -53,6 +53,13 @@ def update_states(*, after_conv: bool = False) -> object:
     return state_verify.state_verify(steps.tokens, steps.weights, pool, ROWS, after_conv=after_conv)
 
 
+def cut_prompt() -> object:
+    steps = random_steps(4, "cpu", SSMShape(heads=2, head_dim=64, d_state=128, groups=1), dtype=torch.bfloat16)
+    tile = ssd_tiles.tile_shape(64, torch.bfloat16)
+    assert tile is not None
+    return ssd_tiles.cut_tiles(steps.tokens.dt, steps.weights, PROMPT, tile, 64, torch.bfloat16)
+
+
 def sum_behind_pairs() -> object:
     rows, shared = {"shared_rows": half(1, 1024), "shared_weight": half(128, 1024)}, torch.zeros(1, 2)
     return product_sums.sum_of_products(half(2, 64), half(4, 128, 64), int32(1, 2), shared, follows_pairs=True, **rows)
@@ -193,13 +200,14 @@ def test_only_weights_are_read_before_the_wait(
             "_causal_conv_kernel",
             lambda: causal_conv.causal_conv(half(4, 64), half(64, 4), half(64), half(1, 3, 64), PROMPT),
         ),
+        (ssd_tiles, "_tiles_kernel", cut_prompt),
         (
             pair_products,
             "_pairs_kernel",
             lambda: pair_products.product_of_pairs(half(1, 64), half(4, 128, 64), int32(1, 2)),
         ),
     ],
-    ids=["conv", "conv of prompts", "pairs"],
+    ids=["conv", "conv of prompts", "cutting of rows", "pairs"],
 )
 def test_a_kernel_whose_next_one_reads_early_waits_before_it_lets_it_begin(
     module: ModuleType,
@@ -242,19 +250,18 @@ def test_nothing_is_written_before_the_wait_that_ends_early_reads(
     assert not re.search(r"\b(?:st|atom|red)\.|cp\.async", before)
 
 
-def test_tiles_of_a_scan_end_after_the_convolution(
+def test_a_convolution_beside_the_cutting_of_rows_ends_after_it(
     compile_for_hopper: Callable[[ModuleType, str], CompiledInsteadOfLaunched], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What they read and write is not the convolution's; the scan, which waits for them alone, reads its results."""
-    monkeypatch.setattr(ssd_tiles, "overlapping", lambda device: {"OVERLAPS": True, "launch_pdl": True})
-    shape = SSMShape(heads=2, head_dim=64, d_state=128, groups=1)
-    steps = random_steps(4, "cpu", shape, dtype=torch.bfloat16)
-    tile = ssd_tiles.tile_shape(64, torch.bfloat16)
-    assert tile is not None
-    compiled = compile_for_hopper(ssd_tiles, "_tiles_kernel")
-    ssd_tiles.cut_tiles(steps.tokens, steps.weights, PROMPT, tile, half(4, 2, 64), after_conv=True)
-    (ptx,) = compiled.ptx
+    """What it reads and writes is not what the cutting writes; the scan, which waits for it alone, reads both."""
+    ptx = overlapped_ptx(
+        causal_conv,
+        "_causal_conv_kernel",
+        lambda: causal_conv.causal_conv(half(4, 64), half(64, 4), half(64), half(1, 3, 64), PROMPT, after_cut=True),
+        compile_for_hopper,
+        monkeypatch,
+    )
     assert "griddepcontrol.launch_dependents" in ptx.partition("ld.global")[0]
-    *_, behind = ptx.split("griddepcontrol.wait")
     exits = len(re.findall(r"\bret;", ptx))
-    assert ptx.count("griddepcontrol.wait") >= exits and not re.search(r"\b(?:ld|st)\.global", behind)
+    waiting_exits = re.findall(r"griddepcontrol\.wait\b(?:(?!\b(?:ld|st)\.global).)*?\bret;", ptx, re.DOTALL)
+    assert exits == len(waiting_exits) == ptx.count("griddepcontrol.wait") > 0

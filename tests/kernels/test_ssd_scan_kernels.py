@@ -384,7 +384,9 @@ def test_nothing_compiles_again_when_rows_lengths_or_boundaries_change(monkeypat
     assert compiled == []
 
 
-def test_tiles_of_a_row_are_numbered_consecutively_and_cut_at_absolute_positions(device: str) -> None:
+def test_tiles_of_a_row_are_numbered_consecutively_and_cut_at_absolute_positions(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     chunk, shape = 128, SMALL
     specs = [
         RowSpec(3 * chunk + 2, start=5, boundaries={chunk: 7}),
@@ -395,8 +397,8 @@ def test_tiles_of_a_row_are_numbered_consecutively_and_cut_at_absolute_positions
     rows = pack_rows(specs, chunk, device)
     cut = tile_shape(chunk, torch.bfloat16)
     assert cut is not None and cut.per_chunk == 2
-    y = torch.full_like(steps.tokens.x, 1.0)
-    tiles = ssd_tiles.cut_tiles(steps.tokens, steps.weights, rows, cut, y)
+    monkeypatch.setattr(torch, "empty", torch.ones)
+    tiles = ssd_tiles.cut_tiles(steps.tokens.dt, steps.weights, rows, cut, shape.head_dim, torch.bfloat16)
     # Tokens of 5..64, 64..128 | ..192, ..256 | ..320, ..384 | ..388 ; 300..364, ..370 ; 128..192, ..256
     whole = [row * 2 + tile for row, tile in [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0)]]
     dt = steps.weights.time_steps(steps.tokens.dt, torch.float64)
@@ -406,7 +408,7 @@ def test_tiles_of_a_row_are_numbered_consecutively_and_cut_at_absolute_positions
     ):
         total = (dt[first:last].sum(0) * rate) / torch.log(torch.tensor(2.0, dtype=torch.float64))
         torch.testing.assert_close(tiles.decays[:, tile, 0, -1].double(), total, rtol=1e-5, atol=1e-5)
-    assert tiles.slots[1] == 7 and (y == 1).all()
+    assert tiles.slots[1] == 7 and (tiles.y == 1).all()
 
 
 def test_arguments_that_disagree_are_refused_by_name(device: str) -> None:

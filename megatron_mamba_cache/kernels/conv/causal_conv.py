@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..kernel_launches import is_computed_in_fp32, launches_kernel
-from ..overlap import await_then_release, overlapping
+from ..overlap import await_launcher, await_then_release, overlapping, release
 from ..prefill_rows import PrefillRows
 from ..row_checks import check_prefill_rows
 from ..tuples import appended
@@ -132,10 +132,14 @@ def _causal_conv_kernel(
     TOKENS: tl.constexpr,
     AT_ONCE: tl.constexpr,
     CHANNELS: tl.constexpr,
+    READS_EARLY: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """Long because each part names its arguments."""
-    await_then_release(OVERLAPS)
+    if READS_EARLY:
+        release(OVERLAPS)
+    else:
+        await_then_release(OVERLAPS)
     TILES: tl.constexpr = (CONV_DIM + CHANNELS - 1) // CHANNELS
     if ends is None:
         ends = windows
@@ -165,6 +169,8 @@ def _causal_conv_kernel(
                 _convolve_mixture(
                     y, inputs, weight, bias, rows, num_rows, num_tokens, begin, channel, CONV_DIM, D_CONV, 4
                 )
+    if READS_EARLY:
+        await_launcher(OVERLAPS)
 
 
 def causal_conv(
@@ -176,6 +182,7 @@ def causal_conv(
     tiling: ConvTiling = TILING,
     *,
     ends: Tensor | None = None,
+    after_cut: bool = False,
 ) -> Tensor:
     """Convolve packed rows causally and apply SiLU, carrying each row's window from and to the pool.
 
@@ -190,6 +197,7 @@ def causal_conv(
             rows are used.
         ends: [slots, window, conv_dim]; where the windows at chunk ends go, and whose slots `rows.chunk_slots` are.
             None: those of `conv_pool`.
+        after_cut: True if the launch right before is that of `cut_rows`: both run at once.
 
     Returns:
         [tokens, conv_dim] in x's dtype; zeros past the last row.
@@ -208,7 +216,7 @@ def causal_conv(
         return causal_conv_ref(x, weight, bias, conv_pool, rows, ends)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     if x.shape[1] > 0:
-        _launch(y, x, weight, bias, conv_pool, ends, rows, tiling)
+        _launch(y, x, weight, bias, conv_pool, ends, rows, tiling, after_cut=after_cut)
     return y
 
 
@@ -221,6 +229,8 @@ def _launch(
     ends: Tensor | None,
     rows: PrefillRows,
     tiling: ConvTiling,
+    *,
+    after_cut: bool,
 ) -> None:
     conv_dim, d_conv = weight.shape
     num_rows, num_chunks, num_tokens = rows.final_slots.shape[0], rows.chunk_slots.shape[0], x.shape[0]
@@ -244,6 +254,7 @@ def _launch(
         TOKENS=tiling.tokens,
         AT_ONCE=tiling.at_once,
         CHANNELS=channels,
+        READS_EARLY=after_cut,
         num_warps=tiling.num_warps,
         maxnreg=_MAX_REGISTERS,
         **overlapping(x.device),

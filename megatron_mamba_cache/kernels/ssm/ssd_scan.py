@@ -17,7 +17,7 @@ from ..slots.rounded_states import RoundedStates
 from .hopper_tiling import HopperTiling, choose_tiling, has_tested_gluon
 from .reference_ssd import ssd_scan_ref
 from .ssd_scan_portable import scan_portably
-from .ssd_tiles import TILE_LEN, TileShape, cut_tiles, head_slices, tile_shape
+from .ssd_tiles import TILE_LEN, ScanTiles, TileShape, cut_tiles, head_slices, tile_shape
 from .ssm_inputs import SSMTokens, SSMWeights
 
 __all__ = ["ssd_scan", "ssd_scan_ref"]
@@ -25,6 +25,26 @@ __all__ = ["ssd_scan", "ssd_scan_ref"]
 _DTYPES = (torch.bfloat16, torch.float32)
 _ALIGNMENT = 16  # bytes, of what TMA copies
 _MAX_STATE = 128 * 128  # elements of a head's state: shared memory holds no more of it
+
+
+def cut_rows(
+    dt: Tensor, weights: SSMWeights, rows: PrefillRows, chunk_size: int, head_dim: int, dtype: torch.dtype
+) -> ScanTiles | None:
+    """Do what of a scan needs time steps only; return None where the twin will scan.
+
+    If its launch comes right before that of `causal_conv`, which has to know, both run at once.
+
+    Args:
+        dt: [tokens, heads]; see `SSMTokens`.
+        chunk_size: See `ssd_scan`.
+        dtype: Of the tokens that will be scanned.
+
+    CUDA-graph safe: no host sync, one launch.
+    """
+    shape = tile_shape(chunk_size, dtype)
+    if not launches_kernel(dt) or shape is None or dtype not in _DTYPES or _is_empty(dt, rows):
+        return None
+    return cut_tiles(dt, weights, rows, shape, head_dim, dtype)
 
 
 def ssd_scan(
@@ -35,7 +55,7 @@ def ssd_scan(
     chunk_size: int,
     rounded: RoundedStates | None = None,
     *,
-    after_conv: bool = False,
+    tiles: ScanTiles | None = None,
 ) -> Tensor:
     """Scan packed rows chunk by chunk, carrying each row's state from and to the pool.
 
@@ -47,8 +67,7 @@ def ssd_scan(
         ssm_pool: [slots, heads, d_state, head_dim]; a slot's state contiguous.
         chunk_size: The longest chunk in `rows`.
         rounded: Where states at chunk ends go, and whose slots `rows.chunk_slots` are; None: those of `ssm_pool`.
-        after_conv: True if the launch right before is `causal_conv`'s, which wrote x, B and C: decays are summed while
-            it still runs.
+        tiles: What `cut_rows` returned for these rows and time steps; None: they are cut here.
 
     Returns:
         [tokens, heads, head_dim] in x's dtype; zeros past the last chunk.
@@ -63,12 +82,17 @@ def ssd_scan(
         rounded.check(ssm_pool)
     check_prefill_rows(rows, tokens.x.device)
     shape = tile_shape(chunk_size, tokens.x.dtype)
-    if not launches_kernel(tokens.x) or shape is None or not _fits_kernels(tokens, ssm_pool) or _is_empty(tokens, rows):
+    if (
+        not launches_kernel(tokens.x)
+        or shape is None
+        or not _fits_kernels(tokens, ssm_pool)
+        or _is_empty(tokens.dt, rows)
+    ):
         return ssd_scan_ref(tokens, weights, ssm_pool, rows, chunk_size, rounded)
     tiling = None
     if _fits_hopper(tokens, ssm_pool, shape):
         tiling = choose_tiling(tokens, rows.longest_first.shape[0])
-    return scan_tiles(tokens, weights, ssm_pool, rows, shape, tiling, rounded, after_conv=after_conv)
+    return scan_tiles(tokens, weights, ssm_pool, rows, shape, tiling, rounded, tiles=tiles)
 
 
 def scan_tiles(
@@ -80,27 +104,27 @@ def scan_tiles(
     tiling: HopperTiling | None,
     rounded: RoundedStates | None = None,
     *,
-    after_conv: bool = False,
+    tiles: ScanTiles | None = None,
 ) -> Tensor:
     """Scan with the Hopper kernel and this tiling, or the portable one; see `ssd_scan`, which checks and chooses.
 
     A head whose channels are not a power of two takes a launch for each of its slices.
     """
-    y = torch.empty(tokens.x.shape, dtype=tokens.x.dtype, device=tokens.x.device)
-    tiles = cut_tiles(tokens, weights, rows, shape, y, after_conv=after_conv)
+    if tiles is None:
+        tiles = cut_tiles(tokens.dt, weights, rows, shape, tokens.x.shape[2], tokens.x.dtype)
     for channels in head_slices(tokens.x.shape[2]):
         if tiling is None:
-            scan_portably(tokens, weights.D, ssm_pool, rows, tiles, y, channels, rounded)
+            scan_portably(tokens, weights.D, ssm_pool, rows, tiles, channels, rounded)
         else:
             from .ssd_scan_hopper import scan_on_hopper
 
             in_slice = tiling.within(channels.width)
-            scan_on_hopper(tokens, weights.D, ssm_pool, rows, tiles, y, channels, in_slice, rounded)
-    return y
+            scan_on_hopper(tokens, weights.D, ssm_pool, rows, tiles, channels, in_slice, rounded)
+    return tiles.y
 
 
-def _is_empty(tokens: SSMTokens, rows: PrefillRows) -> bool:
-    return 0 in (tokens.x.shape[0], rows.chunk_rows.shape[0], rows.longest_first.shape[0])
+def _is_empty(dt: Tensor, rows: PrefillRows) -> bool:
+    return 0 in (dt.shape[0], rows.chunk_rows.shape[0], rows.longest_first.shape[0])
 
 
 def _fits_kernels(tokens: SSMTokens, ssm_pool: Tensor) -> bool:

@@ -206,12 +206,11 @@ def scan_on_hopper(
     ssm_pool: Tensor,
     rows: PrefillRows,
     tiles: ScanTiles,
-    y: Tensor,
     channels: HeadSlice,
     tiling: HopperTiling,
     rounded: RoundedStates | None = None,
 ) -> None:
-    """Scan channels of the rows from and to the pool's slots; write their outputs into `y`, in place.
+    """Scan channels of the rows from and to the pool's slots; write their outputs into `tiles.y`, in place.
 
     Long because the kernel's arguments are named one by one.
 
@@ -219,7 +218,6 @@ def scan_on_hopper(
         tokens: bf16; head_dim is a multiple of 16 and d_state a power of two, both from 64 to 128.
         ssm_pool: Slots are whole rows of head_dim apart, and aligned to 16 bytes.
         tiles: Full ones are as wide as long.
-        y: [tokens, heads, head_dim], contiguous.
         rounded: Where states at chunk ends go; None: to slots of `ssm_pool`.
     """
     num_heads, head_dim = tokens.x.shape[1:]
@@ -229,11 +227,11 @@ def scan_on_hopper(
         x_tiles=describe(tokens.x.flatten(1), [TILE_LEN, tiling.channels]),
         B_tiles=describe(tokens.B.flatten(1), [TILE_LEN, d_state]),
         C_tiles=describe(tokens.C.flatten(1), [TILE_LEN, d_state]),
-        y_tiles=describe(y.flatten(1), [TILE_LEN, tiling.channels]),
+        y_tiles=describe(tiles.y.flatten(1), [TILE_LEN, tiling.channels]),
         decay_tiles=describe(tiles.decays.view(-1, TILE_LEN), [1, TILE_LEN]),
         pool_states=describe(_rows_of(ssm_pool), [d_state, tiling.channels]),
         rows=tiled_rows(rows),
-        y=y,
+        y=tiles.y,
         D=D,
         decays=tiles.decays,
         tile_slots=tiles.slots,

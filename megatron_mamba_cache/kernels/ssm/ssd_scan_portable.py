@@ -201,15 +201,13 @@ def scan_portably(
     ssm_pool: Tensor,
     rows: PrefillRows,
     tiles: ScanTiles,
-    y: Tensor,
     channels: HeadSlice,
     rounded: RoundedStates | None = None,
 ) -> None:
-    """Scan channels of the rows from and to the pool's slots; write their outputs into `y`, in place.
+    """Scan channels of the rows from and to the pool's slots; write their outputs into `tiles.y`, in place.
 
     Args:
         tokens: d_state is a power of two of at least 16.
-        y: [tokens, heads, head_dim], contiguous.
         rounded: Where states at chunk ends go; None: to slots of `ssm_pool`.
     """
     num_heads, head_dim = tokens.x.shape[1:]
@@ -218,11 +216,11 @@ def scan_portably(
     lanes = lanes_of(channels.width, tokens.x.dtype)
     x, B, C = (_flat(t) for t in (tokens.x, tokens.B, tokens.C))
     _scan_kernel[(num_heads * rows.longest_first.shape[0],)](
-        packed=_Packed(x, B, C, y, x.stride(0), B.stride(0), C.stride(0)),
+        packed=_Packed(x, B, C, tiles.y, x.stride(0), B.stride(0), C.stride(0)),
         x_tiles=_described(x, shape.width, lanes),
         B_tiles=_described(B, shape.width, d_state),
         C_tiles=_described(C, shape.width, d_state),
-        y_tiles=_described(_flat(y), shape.width, lanes),
+        y_tiles=_described(_flat(tiles.y), shape.width, lanes),
         rows=tiled_rows(rows),
         D=D,
         decays=tiles.decays,

@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..overlap import await_inputs, await_launcher, overlapping, release
+from ..overlap import await_then_release, overlapping
 from ..prefill_rows import PAD_SLOT, PrefillRows
-from .ssm_inputs import SSMTokens, SSMWeights
+from .ssm_inputs import SSMWeights
 from .time_steps import time_step
 
 TILE_LEN = 64
@@ -77,11 +77,13 @@ class ScanTiles:
             no decay and a time step of 0. The difference saves the scan a sum, but where decays are strong it rounds
             off digits that float32 tokens have and bf16 ones do not.
         slots: [tiles] int32; slot that receives the state at the tile's end, PAD_SLOT for none.
+        y: [tokens, heads, head_dim]; where the scan's outputs go; past the last row it has zeros.
     """
 
     shape: TileShape
     decays: Tensor
     slots: Tensor
+    y: Tensor
 
 
 class _CutRows(NamedTuple):
@@ -161,14 +163,10 @@ def _tiles_kernel(
     HEADS_AT_A_TIME: tl.constexpr,
     LANES: tl.constexpr,
     SUBTRACTS: tl.constexpr,
-    READS_EARLY: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     """Long because one launch finds a tile, sums its decays and clears the outputs past the last row."""
-    if READS_EARLY:
-        release(OVERLAPS)
-    else:
-        await_inputs(OVERLAPS)
+    await_then_release(OVERLAPS)
     tile = tl.program_id(0)
     head = tl.program_id(1) * HEADS_AT_A_TIME + tl.arange(0, HEADS_AT_A_TIME)
     has_head = head < HEADS
@@ -185,8 +183,6 @@ def _tiles_kernel(
     in_chunk = (end - start + LENGTH - 1) // LENGTH
     number, begin = _find_tile(rows, tile, start, end, in_chunk, LENGTH, PER_CHUNK)
     if (number < 0) | (number >= in_chunk):
-        if READS_EARLY:
-            await_launcher(OVERLAPS)
         return
     if tl.program_id(1) == 0:
         tl.store(slots + tile, tl.load(rows.chunk_slots + chunk, mask=number == in_chunk - 1, other=_PAD))
@@ -209,56 +205,49 @@ def _tiles_kernel(
     place = (head[None, :].to(tl.int64) * num_tiles + tile) * (2 * WIDTH) + tl.arange(0, WIDTH)[:, None]
     tl.store(decays + place, decay, mask=has_head[None, :])
     tl.store(decays + place + WIDTH, gain, mask=has_head[None, :])
-    if READS_EARLY:
-        await_launcher(OVERLAPS)
 
 
 def cut_tiles(
-    tokens: SSMTokens,
-    weights: SSMWeights,
-    rows: PrefillRows,
-    shape: TileShape,
-    y: Tensor,
-    *,
-    after_conv: bool = False,
+    dt: Tensor, weights: SSMWeights, rows: PrefillRows, shape: TileShape, head_dim: int, dtype: torch.dtype
 ) -> ScanTiles:
-    """Cut the rows into tiles, sum their decays, and clear the outputs `y` of tokens past the last row.
+    """Cut the rows into tiles, sum their decays, and clear the outputs of tokens past the last row.
+
+    The next kernel may read at once what was written before this one.
 
     Args:
-        tokens: Only `dt` and x's dtype are read.
+        dt: [tokens, heads]; see `SSMTokens`.
         rows: At least one chunk.
-        y: [tokens, heads, head_dim], contiguous; written in place.
-        after_conv: See `ssd_scan`.
+        dtype: Of the scanned tokens and of the outputs.
     """
-    num_tokens, num_heads = tokens.dt.shape
+    num_tokens, num_heads = dt.shape
     num_tiles = rows.chunk_rows.shape[0] * shape.per_chunk
-    device = y.device
+    device = dt.device
+    y = torch.empty(num_tokens, num_heads, head_dim, dtype=dtype, device=device)
     decays = torch.empty(num_heads, num_tiles, 2, shape.width, dtype=torch.float32, device=device)
     slots = torch.empty(num_tiles, dtype=torch.int32, device=device)
     least_step, most_step = weights.dt_limit
     _tiles_kernel[(num_tiles, triton.cdiv(num_heads, _HEADS_AT_A_TIME))](
-        dt=tokens.dt,
+        dt=dt,
         A_log=weights.A_log,
         dt_bias=weights.dt_bias,
         rows=_CutRows(*(getattr(rows, name) for name in _CutRows._fields)),
         decays=decays,
         slots=slots,
         y=y,
-        dt_stride=tokens.dt.stride(0),
+        dt_stride=dt.stride(0),
         least_step=least_step,
         most_step=most_step,
         num_tiles=num_tiles,
         num_rows=rows.cu_rows.shape[0] - 1,
         num_tokens=num_tokens,
         HEADS=num_heads,
-        HEAD_DIM=y.shape[2],
+        HEAD_DIM=head_dim,
         LENGTH=shape.length,
         WIDTH=shape.width,
         PER_CHUNK=shape.per_chunk,
         HEADS_AT_A_TIME=_HEADS_AT_A_TIME,
-        LANES=triton.next_power_of_2(_HEADS_AT_A_TIME * y.shape[2]),
-        SUBTRACTS=tokens.x.dtype == torch.bfloat16,
-        READS_EARLY=after_conv,
+        LANES=triton.next_power_of_2(_HEADS_AT_A_TIME * head_dim),
+        SUBTRACTS=dtype == torch.bfloat16,
         **overlapping(device),
     )
-    return ScanTiles(shape, decays, slots)
+    return ScanTiles(shape, decays, slots, y)
